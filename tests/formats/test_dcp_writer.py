@@ -1,11 +1,8 @@
 """DCP as we write it, judged by torch's own readers: the index, the items, the objects, the trees."""
 
 import collections
-import io
 import pickle
 import random
-import tracemalloc
-import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +21,10 @@ from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, StateTree, TensorEntry, TensorRef
 from ckpt_tools.core.notes import Outcome
-from ckpt_tools.core.options import WriteOptions
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
-from ckpt_tools.errors import LossError, UnsupportedError
+from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.dcp.files import row_chunks
-from ckpt_tools.formats.dcp.format import DcpFormat
 from ckpt_tools.formats.state_dict.build import chosen_tree, entries_of, leaves
-from ckpt_tools.serialization.pickle.dump import Pairs, dumps
 from tests.support.sweep import tiered
 from tests.support.trees import assert_same_tree
 from tests.support.truth import WEIGHT, Truth, assert_same_bits
@@ -139,21 +133,6 @@ def test_keys_move_model_and_optimizer():
     assert {"w", "optim.state.w.step", "epoch"} <= names(manifest(), model_key="")
 
 
-def test_a_model_alone_has_its_own_names():
-    alone = manifest(tensors={StateKey("w"): stored((5, 3), Kind.PARAMETER)}, groups=(), extra={})
-    assert names(alone) == {"w", "head"}
-    assert names(alone, model_key="app.model") == {"app.model.w", "app.model.head"}
-
-
-def test_a_dcp_keeps_its_own_tree():
-    homes = {name: ("top", name) for name in ("global_step", "lr_scheduler", "client_state", "deepspeed")}
-    found = names(manifest(format="dcp", tree=StateTree(("net",), ("top", "opt"), False, homes)))
-    assert {"net.w", "top.opt.state.w.step", "top.global_step", "top.client_state.epoch"} <= found
-    flattened = names(manifest(format="dcp", tree=StateTree((), ("optimizer",), True)))
-    assert {"w", "optimizer.state.w.step", "optimizer.param_groups.w.lr"} <= flattened
-    assert not any("param_groups.0" in name for name in flattened)
-
-
 def test_what_is_left_behind_is_said():
     client = {"model": {"x": 1}, "global_step": 5, "empty": {}}
     extra = {"client_state": client, "global_step": 4, "deepspeed": {"a": 1}}
@@ -203,36 +182,6 @@ def test_groups_of_torch_are_left_as_they_are():
     assert options_of({"lr": 0.5, "bias_correction": False})[1] == ["bias_correction of parameter group 0"]
 
 
-# Many ranks
-
-
-def test_pairs_are_pickled_as_the_dict_they_are():
-    items = {f"name {n}": (n, [n]) for n in range(3000)}
-    assert pickle.loads(dumps({"a": Pairs(iter(items.items())), "b": 1})) == {"a": items, "b": 1}
-
-
-def test_a_thousand_ranks_are_planned_in_little_memory():
-    """10,000 chunks: what is kept is the index and a few files' segments, not every segment."""
-    tensors = {StateKey(f"layers.{n}.weight"): stored((4096, 2048), Kind.PARAMETER) for n in range(10)}
-    tracemalloc.start()
-    layout = DcpFormat().layout(Manifest("deepspeed", tensors), WriteOptions(world_size=1024))
-    made = sum(len(file.load().segments) for file in layout.files)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert len(layout.files) == 1025
-    assert made > 70_000
-    assert layout.size_bytes > 10 * 4096 * 2048 * 4
-    assert peak < 8 << 20
-
-
-def test_ranks_without_an_element_have_a_file():
-    tensors = {StateKey("w"): stored((5, 3), Kind.PARAMETER)}
-    layout = DcpFormat().layout(Manifest("x", tensors), WriteOptions(world_size=4))
-    assert [file.path for file in layout.files] == [*(f"__{rank}_0.distcp" for rank in range(4)), ".metadata"]
-    layout = DcpFormat().layout(Manifest("x", tensors, world_size=8), WriteOptions(world_size=8))
-    assert [file.path for file in layout.files] == [*(f"__{rank}_0.distcp" for rank in range(8)), ".metadata"]
-
-
 # Against torch's own files
 
 
@@ -259,38 +208,6 @@ def test_the_index_says_what_torch_says(rewritten, checkpoint):
             # Nothing in a DCP tells a floating-point buffer from a parameter, so we cut it like one.
             if kinds.get(name.removeprefix("app.model."), "state") != "buffer":
                 assert got.chunks == want.chunks, name
-
-
-def test_every_item_is_a_sound_archive_and_nothing_lies_between(rewritten):
-    _, ours = rewritten
-    spans: dict[str, list[tuple[int, int]]] = collections.defaultdict(list)
-    for info in {(i.relative_path, i.offset, i.length) for i in index_of(ours).storage_data.values()}:
-        spans[info[0]].append(info[1:])
-    for file, items in spans.items():
-        data, cursor = (ours / file).read_bytes(), 0
-        for offset, length in sorted(items):
-            assert offset == cursor
-            item = data[offset : offset + length]
-            assert zipfile.ZipFile(io.BytesIO(item)).testzip() is None
-            torch.load(io.BytesIO(item), weights_only=True)
-            cursor += length
-        assert cursor == len(data)
-
-
-def test_index_hints_lead_to_the_chunks(rewritten):
-    index = index_of(rewritten[1])
-    for at in index.storage_data:
-        described = index.state_dict_metadata[at.fqn]
-        if isinstance(described, TensorStorageMetadata):
-            assert described.chunks[at.index].offsets == at.offset
-        else:
-            assert at.offset is None
-
-
-def test_files_are_of_one_size(rewritten):
-    sizes = [path.stat().st_size for path in rewritten[1].glob("*.distcp")]
-    assert len(sizes) == 3
-    assert max(sizes) < 1.02 * min(sizes)
 
 
 def test_torch_rebuilds_the_same_tree_from_both(rewritten, tmp_path):
@@ -332,29 +249,12 @@ OBJECTS: dict[str, Any] = {
 }
 
 
-OPTIM = {"state": {"w": {"m": torch.ones(3)}}, "param_groups": [{"params": ["w"]}]}
-NUMBERS = {"step": 7, "rms": 0.5, "flag": True, "exp_avg": torch.ones(3), "note": None}
-TREES: dict[str, dict[str, Any]] = {
-    "objects": {"model": {"w": torch.arange(6.0).reshape(3, 2)}, **OBJECTS},
-    "state that is a number": {
-        "model": {"w": torch.zeros(3)},
-        "optim": {"state": {"w": NUMBERS}, "param_groups": [{"lr": torch.tensor(0.5), "params": ["w"]}]},
-    },
-    "entries beside the tree": {
-        "app": {"model": {"w": torch.zeros(3)}, "optim": OPTIM, "epoch": 2},
-        "loader": {"position": 3, "order": torch.arange(4)},
-        "epoch": 1,
-    },
-}
-
-
-@pytest.mark.parametrize("name", TREES)
-def test_a_tree_comes_back_as_it_was(name, tmp_path):
-    dcp.save(TREES[name], checkpoint_id=str(tmp_path / "source"), no_dist=True)
+def test_objects_come_back_as_they_were(tmp_path):
+    dcp.save({"model": {"w": torch.ones(3, 2)}, **OBJECTS}, checkpoint_id=str(tmp_path / "source"), no_dist=True)
     ckpt_tools.reshard(tmp_path / "source", tmp_path / "out", world_size=2)
     theirs, ours = (whole_tree(tmp_path / each, tmp_path / f"{each}.pt") for each in ("source", "out"))
     assert_same_tree(theirs, ours)
-    assert isinstance(ours.get("own", Unknown(0)), Unknown)
+    assert isinstance(ours["own"], Unknown)
 
 
 # Ties
@@ -413,10 +313,3 @@ def test_empty_parameters_get_the_state_that_torch_asks_for(checkpoint, resume, 
     truth, resumed = Truth.load(made.root), resume("fsdp2", "empty", tmp_path / "out", 3)
     np.testing.assert_allclose(resumed.facts["losses"], truth.facts["losses"], rtol=1e-6, atol=0)
     assert_same_bits(truth.best_weights(), resumed.best_weights())
-
-
-def test_strict_refuses_to_drop_what_only_deepspeed_uses(checkpoint, tmp_path):
-    made = checkpoint("zero2-fp32", "awkward", 2)
-    with pytest.raises(LossError, match="DeepSpeed's own"):
-        ckpt_tools.convert(made.checkpoint, tmp_path / "out", to="dcp", world_size=2, strict=True)
-    assert not (tmp_path / "out").exists()

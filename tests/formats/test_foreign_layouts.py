@@ -6,7 +6,6 @@ writes on CPU are written by it; the others are stand-ins made from the document
 
 import json
 import pickle
-import re
 import shutil
 from functools import cache
 from pathlib import Path
@@ -22,10 +21,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import ckpt_tools
 from ckpt_tools.core.notes import Outcome
-from ckpt_tools.errors import IncompleteError, UnsupportedError, UsageError
-from fixtures import launch
-from fixtures.corpus import huggingface, make
-from fixtures.corpus.ranks import save_fsdp1_local
+from ckpt_tools.errors import IncompleteError, UnsupportedError
+from fixtures.corpus import make
 from tests.formats.deepspeed import zero_files
 
 pytestmark = [
@@ -81,17 +78,6 @@ class TestRanks:
         assert ONE_FILE in refusal(path) and of_rank in refusal(path, from_="torch")
         assert of_rank in refusal(Path(shutil.copy(path, tmp_path / "model.pt")))
 
-    def test_a_file_without_any_is_known_by_its_name(self, saved):
-        message = refusal(saved("verl") / "actor" / "extra_state_world_size_2_rank_1.pt")
-        assert f"{ONE_FILE} {saved('verl') / 'actor'}" in message
-
-    def test_their_folder_opens_and_the_one_above(self, saved, tmp_path):
-        actor = shutil.copytree(saved("verl") / "actor", tmp_path / "global_step_4" / "actor")
-        for folder in (actor, actor.parent):
-            found = ckpt_tools.inspect(folder)
-            assert (found.format, found.world_size) == ("sharded", 2)
-            assert set(found.optimizer_slots) == {"exp_avg", "exp_avg_sq", "step"}
-
     def test_beside_a_whole_model_they_are_noted(self, saved, tmp_path):
         folder = shutil.copytree(saved("verl") / "actor", tmp_path / "actor")
         saved_file({"w": torch.ones(2)}, folder / "model.safetensors")
@@ -105,31 +91,11 @@ class TestRanks:
         assert "this is rank 0 of 2 of a sharded state (ShardedTensors)" in message
         assert "malformed" not in message and "Opaque" not in message
 
-    def test_accelerates_names_stand_in(self, tmp_path):
-        """A stand-in: accelerate's names around plain tensors."""
-        for rank in range(2):
-            torch.save({"w": torch.ones(3)}, tmp_path / f"pytorch_model_fsdp_0_rank{rank}.bin")
-        assert ONE_FILE in refusal(tmp_path / "pytorch_model_fsdp_0_rank1.bin")
-        message = refusal(tmp_path)
-        assert "name the one" not in message and "files of 2 ranks" in message
-
-    def test_several_whole_files_are_still_to_be_chosen_from(self, tmp_path):
-        for name in ("step_100.pt", "step_200.pt"):
-            torch.save({"w": torch.ones(3)}, tmp_path / name)
-        assert "name the one you mean" in refusal(tmp_path)
-
     def test_a_rank_in_the_name_of_a_whole_file_means_nothing(self, tmp_path):
         """Composer calls its whole checkpoint ``ep0-ba10-rank0.pt``, and one GPU's file of verl is whole."""
         for name in ("ep0-ba10-rank0.pt", "model_world_size_1_rank_0.pt"):
             torch.save({"w": torch.ones(3)}, tmp_path / name)
             assert ckpt_tools.inspect(tmp_path / name).num_parameters == 3
-
-
-@pytest.mark.extended
-def test_flat_parameters_of_fsdp1_are_no_model(tmp_path):
-    launch.pool(2).run(save_fsdp1_local, str(tmp_path / "local"), True)
-    message = refusal(tmp_path / "local")
-    assert "_flat_param" in message and "SHARDED_STATE_DICT" in message
 
 
 class TestMegatron:
@@ -160,12 +126,6 @@ class TestMegatron:
         vars(metadata)["mcore_data"] = {}
         (run / ".metadata").write_bytes(pickle.dumps(metadata))
         assert "megatron-core" in refusal(run)
-
-    def test_its_moments_are_no_weights(self, tmp_path):
-        weight = "decoder.layers.self_attention.linear_qkv.weight"
-        slots = [f"optimizer.state.{slot}.{weight}" for slot in ("exp_avg", "exp_avg_sq", "fp32_param")]
-        state = {name: torch.ones(2, 3) for name in (weight, *slots)}
-        assert "optimizer state by its name" in refusal(saved_dcp(state, tmp_path / "run"))
 
     def test_another_metadata_json_means_nothing(self, tmp_path):
         run = saved_dcp({"w": torch.ones(2)}, tmp_path / "run")
@@ -203,62 +163,11 @@ class TestHalves:
         message = refusal(tmp_path / "in")
         assert "optim/.metadata" in message and "weights/shard-00001-model" in message
 
-    def test_each_opens_by_itself(self, saved):
-        folder = saved("automodel") / "epoch_0_step_3"
-        assert ckpt_tools.inspect(folder / "model").num_parameters == 151
-        assert set(ckpt_tools.inspect(folder / "optim").optimizer_slots) == {"exp_avg", "exp_avg_sq", "step"}
-
     def test_a_model_beside_a_whole_dcp_is_noted(self, tmp_path):
         saved_dcp({"w": torch.ones(2)}, tmp_path / "run" / "dcp")
         saved_file({"v": torch.ones(2)}, tmp_path / "run" / "critic" / "model.safetensors")
         notes = ckpt_tools.convert(tmp_path / "run", tmp_path / "out.safetensors").plan.notes
         assert [note.what for note in notes] == ["critic/model.safetensors"]
-
-    def test_a_dcp_beside_the_format_that_was_asked_for_is_noted(self, tmp_path):
-        saved_dcp({"w": torch.ones(2)}, tmp_path / "run" / "dcp")
-        saved_file({"v": torch.ones(2)}, tmp_path / "run" / "model.safetensors")
-        report = ckpt_tools.convert(tmp_path / "run", tmp_path / "out.safetensors", from_="safetensors")
-        assert "dcp/.metadata" in {note.what for note in report.plan.notes}
-
-
-FP8 = torch.ones(2, 2).to(torch.float8_e4m3fn)
-QUANTIZED: dict[str, dict[str, torch.Tensor]] = {
-    **{name: made() for name, made in huggingface.QUANTIZED.items()},
-    "bitsandbytes int8": {"a.weight": torch.ones(2, 2, dtype=torch.int8), "a.SCB": torch.rand(2)},
-    "scales of fp8": {"a.weight": FP8, "a.weight_scale": torch.rand(1), "a.input_scale": torch.rand(1)},
-    "a cache of keys": {"k_proj.weight": FP8[0], "k_scale": torch.rand(1)},
-}
-"""Stand-ins for what quantizers write: names and types as documented, values at random."""
-
-
-@pytest.mark.parametrize("kind", QUANTIZED)
-def test_scales_are_not_cast(kind, tmp_path):
-    quantized = QUANTIZED[kind]
-    plain = {"a.bias": torch.rand(2), "b.weight": torch.rand(3)}
-    safetensors.torch.save_file({**quantized, **plain}, tmp_path / "in.safetensors")
-    notes = ckpt_tools.convert(tmp_path / "in.safetensors", tmp_path / "out.safetensors", dtype="bfloat16").plan.notes
-    found = safetensors.torch.load_file(tmp_path / "out.safetensors")
-    for name, tensor in quantized.items():
-        assert found[name].dtype == tensor.dtype and torch.equal(found[name].view(-1), tensor.view(-1)), name
-    assert {found[name].dtype for name in plain} == {torch.bfloat16}
-    floats = [tensor.dtype for tensor in quantized.values() if tensor.is_floating_point()]
-    counts = [sum(dtype.itemsize == 1 for dtype in floats), floats.count(torch.float32) + floats.count(torch.float16)]
-    assert [note.count for note in notes if note.outcome is Outcome.KEPT] == [each for each in counts if each]
-
-
-@pytest.mark.parametrize("kind", sorted(QUANTIZED.keys() - {"a cache of keys"}))
-def test_quantized_weights_are_not_parted_from_what_they_need(kind, tmp_path):
-    """Each selection that would leave a scale behind is refused."""
-    quantized = QUANTIZED[kind]
-    source, out = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
-    safetensors.torch.save_file({**quantized, "a.bias": torch.rand(2), "b.weight": torch.rand(3)}, source)
-    first, *others = [name for name in quantized if not name.endswith("bitsandbytes__nf4")]
-    for selection in ({"include": [first, "b.*"]}, {"exclude": others[0]}):
-        with pytest.raises(UsageError, match=rf"^{re.escape(first)} is quantized and needs \S+.*select both, or"):
-            ckpt_tools.convert(source, out, **selection)
-        assert not out.exists()
-    ckpt_tools.convert(source, out, exclude=[*quantized, "b.*"])
-    assert safetensors.torch.load_file(out).keys() == {"a.bias"}
 
 
 def test_quantized_weights_of_two_files_are_those_of_torchs_reader(tmp_path):
@@ -310,22 +219,6 @@ def save_files(files: zero_files.Files, folder: Path) -> None:
 class TestDeepSpeed:
     """Files of DeepSpeed's opened by themselves."""
 
-    @pytest.mark.parametrize("masters", ["fp32_groups", "fp32_groups_flat"])
-    def test_stage_0_in_16_bit_keeps_masters_of_its_own(self, masters, tmp_path):
-        """A stand-in: the keys of FP16_UnfusedOptimizer and FP16_Optimizer."""
-        optimizer = {masters: [[torch.ones(2)]], "optimizer_state_dict": {"state": {}, "param_groups": []}}
-        path = tmp_path / "mp_rank_00_model_states.pt"
-        torch.save({"module": {"w": torch.ones(2).bfloat16()}, "optimizer": optimizer, "ds_version": "0.19.8"}, path)
-        message = refusal(path, from_="torch")
-        assert "fp32 masters" in message and "stage 0" in message
-
-    @pytest.mark.parametrize("stage", [1, 2, 3])
-    def test_the_file_of_one_rank_is_no_model(self, stage, tmp_path):
-        files = zero_files.build(stage, 2, [{"w": (3, 2)}])
-        path = tmp_path / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt"
-        torch.save(files[zero_files.optim(0)], path)
-        assert "one rank's file" in refusal(path, from_="torch")
-
     def test_the_emptied_module_of_stage_3_is_no_model(self, tmp_path):
         path = tmp_path / "zero_pp_rank_0_mp_rank_00_model_states.pt"
         torch.save(zero_files.build(3, 2, [{"w": (3, 2)}])[zero_files.rank_model(0)], path)
@@ -348,30 +241,6 @@ class TestDeepSpeed:
         assert any("exclude_frozen_parameters" in note.why for note in notes) is is_excluded
 
 
-@pytest.mark.parametrize(
-    ("is_numbered", "reason"),
-    [(True, r"none of its tensors is known to be a weight: 6 tensors in .*state\.0"), (False, "holds no weights")],
-)
-def test_an_optimizer_whose_model_lies_elsewhere_makes_no_model(is_numbered, reason, tmp_path):
-    model = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    state = optimizer.state_dict() if is_numbered else get_state_dict(model, optimizer)[1]
-    torch.save(state, tmp_path / "optimizer.bin")
-    for from_, words in ((None, ONE_FILE), ("torch", reason)):
-        with pytest.raises(UnsupportedError, match=words):
-            ckpt_tools.convert(tmp_path / "optimizer.bin", tmp_path / "out.safetensors", from_=from_)
-    assert not (tmp_path / "out.safetensors").exists()
-
-
-def test_tensors_in_the_place_of_weights_are_named(tmp_path):
-    """A DCP keeps a tuple whole, in an item that is no tensor."""
-    dcp.save({"params": (torch.ones(2), torch.ones(3))}, checkpoint_id=str(tmp_path / "run"), no_dist=True)
-    with pytest.raises(UnsupportedError, match=r"known to be a weight: 2 tensors in other entries \(params"):
-        ckpt_tools.convert(tmp_path / "run", tmp_path / "out.safetensors")
-
-
 @pytest.mark.parametrize("name", [".in_progress", "INCOMPLETE", "save.in-progress", "checkpoint.incomplete"])
 def test_an_unfinished_checkpoint_is_refused(name, tmp_path):
     """Stand-ins: trainers lay such a file down first and take it away last. A word inside another means nothing."""
@@ -384,12 +253,6 @@ def test_an_unfinished_checkpoint_is_refused(name, tmp_path):
 
 
 class TestWords:
-    def test_torchscript_is_named_whatever_its_ending(self, tmp_path):
-        scripted = torch.jit.trace(torch.nn.Linear(2, 2), torch.ones(1, 2))
-        torch.jit.save(scripted, tmp_path / "model.jit")
-        message = refusal(tmp_path / "model.jit")
-        assert "it is a TorchScript archive" in message and "state_dict()" in message
-
     def test_what_has_no_optimizer_state_may_be_a_tied_name(self, tmp_path):
         """DCP holds a tied weight twice, and the optimizer knows one name of it."""
         model = torch.nn.Sequential(*[torch.nn.Linear(3, 3, bias=False) for _ in range(2)])
@@ -402,36 +265,3 @@ class TestWords:
         for target in ("universal", "zero3"):
             notes = ckpt_tools.plan(tmp_path / "dcp", tmp_path / target, to=target).notes
             assert any("frozen" in note.what and "tied" in f"{note.what} {note.why}" for note in notes), target
-
-    def test_a_torch_file_with_another_ending_is_told_the_option(self, tmp_path):
-        torch.save({"w": torch.ones(2)}, tmp_path / "model.weights")
-        assert "from_='torch'" in refusal(tmp_path / "model.weights")
-        assert ckpt_tools.inspect(tmp_path / "model.weights", from_="torch").num_parameters == 2
-
-    @pytest.mark.parametrize(
-        ("name", "word"),
-        [("model.h5", "HDF5"), ("1/saved_model.pb", "SavedModel"), ("mp_rank_00/model_optim_rng.pt", "Megatron")],
-    )
-    def test_other_formats_are_named(self, name, word, tmp_path):
-        """Stand-ins: the name of a file that only this format has."""
-        path = tmp_path / "run" / name
-        path.parent.mkdir(parents=True)
-        path.write_bytes(b"GGUF")
-        assert word in refusal(tmp_path / "run")
-
-    def test_a_weight_of_another_class_is_named(self, tmp_path):
-        torch.save({"w": torch.ones(2, 2).to_sparse(), "v": torch.ones(2)}, tmp_path / "model.pt")
-        message = refusal(tmp_path / "model.pt")
-        assert "w:" in message and "sparse tensor" in message and "Opaque" not in message
-
-    def test_an_object_of_an_inner_class_is_carried(self, tmp_path):
-        state = {"w": torch.ones(2), "kept": Outer.Inner()}
-        torch.save(state, tmp_path / "model.pt")
-        ckpt_tools.convert(tmp_path / "model.pt", tmp_path / "out.pt", state="all")
-        found = torch.load(tmp_path / "out.pt", weights_only=False)
-        assert isinstance(found["kept"], Outer.Inner)
-
-
-class Outer:
-    class Inner:
-        pass

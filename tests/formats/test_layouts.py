@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter, Serializat
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import ckpt_tools
-from ckpt_tools.core.manifest import Kind, Manifest, StateKey, StateTree
+from ckpt_tools.core.manifest import Kind, Manifest, StateTree
 from ckpt_tools.core.notes import ASSUMED_ORDER, Outcome
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, UnsupportedError
@@ -117,11 +117,6 @@ def test_pieces_that_do_not_make_a_tensor(split, tmp_path):
         manifest_of(with_pieces(pieces, tmp_path))
 
 
-def test_a_tensor_of_empty_pieces_alone(tmp_path):
-    pieces = [([0, 0], [2, 3]), ([2, 0], [0, 3])]
-    assert manifest_of(with_pieces(pieces, tmp_path)).tensors[StateKey("w")].shape == (2, 3)
-
-
 def with_pieces(pieces: Iterable[tuple[list[int] | None, list[int]]], folder: Path) -> Path:
     """Files as ranks write them, with one piece of ``w`` each."""
     for rank, (start, shape) in enumerate(pieces, 1):
@@ -188,27 +183,3 @@ def test_a_dcp_of_safetensors_that_torch_itself_cannot_read(tmp_path):
     state_dict_saver.save({"w": torch.ones(3)}, storage_writer=writer, no_dist=True)
     with pytest.raises(UnsupportedError, match="which torch cannot read either"):
         manifest_of(tmp_path)
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("kind", ["fsdp2-zstd", "fsdp2-alone"])
-def test_compressed_items_and_ranks_that_saved_by_themselves(kind, checkpoint):
-    made = checkpoint(kind, "plain", 2)
-    assert_same_bits(Truth.load(made.root).tensors, gathered(made.checkpoint))
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("stage", [2, 3])
-def test_transformers_trainer_with_deepspeed(stage, checkpoint):
-    made = checkpoint(f"trainer-zero{stage}", "plain", 2)
-    assert manifest_of(made.checkpoint).format == f"zero{stage}"
-    assert_same_bits(Truth.load(made.root).tensors, gathered(made.checkpoint))
-
-
-def test_lightnings_folder_with_deepspeed(checkpoint, tmp_path):
-    """DeepSpeed's own files under the tag ``checkpoint``."""
-    made = checkpoint("zero3-fp32", "awkward", 2)
-    tag = (made.checkpoint / "latest").read_text().strip()
-    shutil.copytree(made.checkpoint / tag, tmp_path / "epoch=1.ckpt" / "checkpoint")
-    (tmp_path / "epoch=1.ckpt" / "latest").write_text("checkpoint")
-    assert_same_bits(Truth.load(made.root).tensors, gathered(tmp_path / "epoch=1.ckpt"))

@@ -114,61 +114,6 @@ def test_every_tensor_is_the_one_that_torch_loads(trained, tmp_path):
             assert {key: value for key, value in options.items() if key != "params"} == wanted
 
 
-def test_names_of_the_hub(trained, tmp_path):
-    """Gate, up, query, key and value from the fused tensors of each rank, with their moments; sizes from `args`."""
-    recipe = f"megatron_{trained.name}"
-    found = trained.converted(tmp_path / "found.pt", recipe=recipe, strip="auto")
-    state, model = found["optim"]["state"], found["model"]
-    of = {name: group for group in found["optim"]["param_groups"] for name in group["params"]}
-    assert of.keys() == model.keys() == state.keys()
-    for name, tensor in model.items():
-        assert (of[name]["weight_decay"] == 0.0) == (tensor.ndim == 1), name
-        assert state[name]["step"].dtype is torch.float32
-    for slot in ("", *(f"{moment} of " for moment in MOMENTS)):
-        for name, at, tensor in parts_of(trained, slot):
-            own = model[name] if not slot else state[name][slot.removesuffix(" of ")]
-            assert raw_bytes(own) == raw_bytes(tensor[: len(own)]), (slot, at)
-    assert len({name for name, _, _ in parts_of(trained, "")}) == len(model)
-
-
-def parts_of(trained: Trained, slot: str) -> list[tuple[str, str, Tensor]]:
-    """The hub's name for each part of a tensor of the run, and the part, put together anew."""
-    found = []
-    for layer in range(mm.LAYERS):
-        place, hub = f"decoder.layers.{layer}.", f"model.layers.{layer}."
-        (qkv,) = trained.whole(f"{slot}{place}self_attention.linear_qkv.weight")
-        groups = qkv.unflatten(0, (2, -1))
-        width = groups.shape[1] // 4
-        for letter, rows in (
-            ("q", slice(2 * width)),
-            ("k", slice(2 * width, 3 * width)),
-            ("v", slice(3 * width, None)),
-        ):
-            found.append((f"{hub}self_attn.{letter}_proj.weight", place, groups[:, rows].flatten(0, 1)))
-        same = {
-            "input_layernorm": "input_layernorm",
-            "self_attention.linear_proj": "self_attn.o_proj",
-            "pre_mlp_layernorm": "post_attention_layernorm",
-        }
-        mlps = {"mlp.": "mlp."}
-        if "qwen3" in trained.name:
-            same |= {f"self_attention.{each}_layernorm": f"self_attn.{each}_norm" for each in "qk"}
-        if "moe" in trained.name:
-            same |= {"mlp.router": "mlp.gate"}
-            mlps = {f"mlp.experts.local_experts.{expert}.": f"mlp.experts.{expert}." for expert in range(4)}
-        for mlp, on_hub in mlps.items():
-            same |= {f"{mlp}linear_fc2": f"{on_hub}down_proj"}
-            halves = trained.whole(f"{slot}{place}{mlp}linear_fc1.weight")
-            names = [f"{hub}{on_hub}{half}_proj.weight" for half in ("gate", "up")]
-            found += [(name, place, half) for name, half in zip(names, halves, strict=True)]
-        for name, on_hub in same.items():
-            found.append((f"{hub}{on_hub}.weight", place, *trained.whole(f"{slot}{place}{name}.weight")))
-    ends = {"embedding.word_embeddings": "model.embed_tokens", "output_layer": "lm_head"}
-    for name, on_hub in (ends | {"decoder.final_layernorm": "model.norm"}).items():
-        found.append((f"{on_hub}.weight", name, *trained.whole(f"{slot}{name}.weight")))
-    return found
-
-
 def test_transformers_computes_the_same_logits(trained, tmp_path):
     ckpt_tools.convert(
         trained.source,
@@ -244,18 +189,15 @@ REFUSED: Mapping[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "moments with scales": ("precision-aware optimizer", {"state": {"a": {"exp_avg": torch.ones(2, 3).half()}}}),
-    "masters": ("precision-aware optimizer", {"state": {"a": moments(2, 3, master_param=torch.ones(2, 3))}}),
     "another parameter": ("the model does not have", {"state": {"a": moments(2, 3), "b": moments(2, 3)}}),
     "two of one weight": (
         r"state of the same weight as module\.module\.",
         {"state": {"a": moments(2, 3), "module.a": moments(2, 3)}},
     ),
-    "two weights": (r"it has the name of module\.a", {"weights": {"a": (2, 3), "model.a": (2, 3)}}),
     "no group": (
         r"module\.b: it has optimizer state, but no entry in param_to_group_meta",
         {"weights": {"a": (2, 3), "b": (2, 3)}, "state": {"b": moments(2, 3)}},
     ),
-    "group without a weight": ("does not have this parameter of param_to_group_meta", {"groups": ["a", "b"]}),
     "a step that float32 cannot count": ("its step .* is not a whole number up to", {"options": {"step": 10**400}}),
     "pipeline stages": ("of one stage alone", {"pipeline_model_parallel_size": 2}),
 }

@@ -94,16 +94,6 @@ def test_files_of_ranks_are_one_model_for_transformers(ranks, embedding, tmp_pat
     assert {name: bits(tensor) for name, tensor in back.items()} == {name: bits(weights[name]) for name in weights}
 
 
-def test_sizes_are_those_of_params_json(tmp_path):
-    weights = model()
-    del weights["rope.freqs"]
-    source = write(tmp_path / "meta", cut(weights, 2, 0))
-    ckpt_tools.convert(source, tmp_path / "hub.pt", recipe="meta_llama")
-    found = torch.load(tmp_path / "hub.pt", weights_only=True)
-    key = found["model.layers.1.self_attn.k_proj.weight"]
-    assert bits(key) == paired(weights["layers.1.attention.wk.weight"], GROUPS)
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_files_are_written_for_ranks(ranks, tmp_path):
     weights = model()
@@ -187,8 +177,3 @@ class TestRefusals:
         with pytest.raises(UnsupportedError, match="none of Llama's, so it is not known how ranks cut it"):
             ckpt_tools.inspect(write(tmp_path / "meta", parts))
         ckpt_tools.inspect(write(tmp_path / "one", parts[:1], head_dim=4))
-
-    def test_rows_that_cannot_be_cut(self, tmp_path):
-        source = write(tmp_path / "meta", cut(model(), 1, 0))
-        with pytest.raises(UnsupportedError, match="its 32 columns cannot be cut evenly for 3 ranks"):
-            ckpt_tools.convert(source, tmp_path / "out", to="meta", world_size=3)

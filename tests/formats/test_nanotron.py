@@ -3,6 +3,7 @@
 import json
 import shutil
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,14 +12,15 @@ import safetensors.torch
 import torch
 
 import ckpt_tools
-from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.manifest import StateKey
 from ckpt_tools.core.shards import ByteRange
-from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, UnsupportedError
+from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.nanotron.geometry import Part, interval
 from fixtures import corpus
 from fixtures.corpus.nanotron import EMBEDDING
 from tests.layouts.contents import contents, of_tensor
+from tests.support.damage import Harm, changed, swap, unlink, updated
+from tests.support.refusals import refusal_test
 
 CORPUS = Path(__file__).parents[1] / "corpus" / "trainers"
 RANKS = "pp-rank-0-of-2_tp-rank-0-of-2"
@@ -71,11 +73,6 @@ class TestGeometry:
                         found[place] = 1 + at + i * strides[0] + j * strides[1]
             assert np.array_equal(found, whole)
 
-    def test_columns_of_a_rank_are_strided(self):
-        part = Part.read("None,None,None|0,1,None#None,None,None|3,4,None", (2, 4), (2, 3))
-        (shard,) = part.shards(0, 6, ByteRange("f", 0, 24), 4)
-        assert (shard.box, shard.at.start, shard.at.stop, shard.strides) == (Box((0, 3), (2, 4)), 0, 16, (3, 1))
-
     @pytest.mark.parametrize("numel", [1, 2, 7, 8, 9])
     def test_intervals_are_those_of_numpys_array_split(self, numel):
         expected = [part.tolist() for part in np.array_split(np.arange(numel), 4)]
@@ -109,61 +106,41 @@ class TestFolders:
         with pytest.raises(IncompleteError, match=r"latest\.txt: it names '4'"):
             ckpt_tools.inspect(step.parent)
 
-    def test_what_is_not_read_is_named(self, step):
-        (step / "random").mkdir()
-        (step / "random/tp-0-of-2_dp-0-of-2_pp-0-of-2.pt").touch()
-        (step / "model_config.json").write_text("{}")
-        assert {note.what for note in ckpt_tools.inspect(step).notes} == {"random", "model_config.json"}
+
+def refused(harm: Harm) -> Callable[[Path], object]:
+    def call(folder: Path) -> object:
+        step = Path(shutil.copytree(corpus.make("nanotron").folder, folder / "run/3"))
+        harm(step)
+        return ckpt_tools.inspect(step)
+
+    return call
 
 
-class TestRefused:
-    @pytest.mark.parametrize("version", ["1.1", "1.6", "2"])
-    def test_another_version(self, step, version):
-        rewritten(embedding(step), version=version)
-        with pytest.raises(UnsupportedError, match=rf"version '{version}' of nanotron's format"):
-            ckpt_tools.inspect(step)
+def other_intervals(step: Path) -> None:
+    path = step / "optimizer/optimizer_config.json"
+    config = json.loads(path.read_text())
+    config["configs"]["param_name_to_dp_rank_offsets"][EMBEDDING]["0"] = ["0", "13"]
+    path.write_text(json.dumps(config))
 
-    def test_another_version_of_the_checkpoint(self, step):
-        (step / "checkpoint_metadata.json").write_text(json.dumps({"version": "1.0"}))
-        with pytest.raises(UnsupportedError, match=r"checkpoint_metadata\.json: it has version '1\.0'"):
-            ckpt_tools.inspect(step)
 
-    def test_a_missing_rank(self, step):
-        embedding(step).unlink()
-        with pytest.raises(CkptError, match=EMBEDDING):
-            ckpt_tools.inspect(step)
+def exchanged(step: Path) -> None:
+    one = embedding(step)
+    swap(one.name, one.name.replace("tp-rank-0", "tp-rank-1"))(one.parent)
 
-    def test_ranks_in_another_order(self, step):
-        one = embedding(step)
-        other = one.with_name(one.name.replace("tp-rank-0", "tp-rank-1"))
-        for source, target in ((one, "x"), (other, one), (one.with_name("x"), other)):
-            source.rename(one.with_name(target) if isinstance(target, str) else target)
-        with pytest.raises(MalformedError, match="not in the order of the ranks"):
-            ckpt_tools.inspect(step)
 
-    def test_a_missing_file_of_the_optimizer(self, step):
-        (step / "optimizer/optimizer_pp-1-of-2_dp-1-of-2_tp-0-of-2_exp-0-of-1.pt").unlink()
-        with pytest.raises(IncompleteError, match="it has 7 of the 8 files of the optimizer's ranks"):
-            ckpt_tools.inspect(step)
-
-    def test_intervals_of_another_rule(self, step):
-        path = step / "optimizer/optimizer_config.json"
-        config = json.loads(path.read_text())
-        config["configs"]["param_name_to_dp_rank_offsets"][EMBEDDING]["0"] = ["0", "13"]
-        path.write_text(json.dumps(config))
-        with pytest.raises(UnsupportedError, match=r"its interval .* is \['0', '13'\], and by nanotron's rule"):
-            ckpt_tools.inspect(step)
-
-    @pytest.mark.parametrize("change", ["name", "size", "more"])
-    def test_state_that_is_not_understood(self, step, change):
-        path = step / "optimizer/optimizer_pp-0-of-2_dp-0-of-2_tp-0-of-2_exp-0-of-1.pt"
-        found = torch.load(path)
-        if change == "name":
-            del found["names"][0]
-        elif change == "size":
-            found["state"][0]["exp_avg"] = torch.zeros(3)
-        else:
-            found["grad_scaler"] = {}
-        torch.save(found, path)
-        with pytest.raises(CkptError, match=r"optimizer_pp-0-of-2"):
-            ckpt_tools.inspect(step)
+OPTIMIZER = "optimizer/optimizer_pp-{}-of-2_dp-{}-of-2_tp-0-of-2_exp-0-of-1.pt"
+FIRST = OPTIMIZER.format(0, 0)
+test_refused = refusal_test(
+    ("another version", refused(lambda step: rewritten(embedding(step), version="1.6")), UnsupportedError,
+        r"version '1\.6' of nanotron's format"),
+    ("a missing rank", refused(lambda step: embedding(step).unlink()), MalformedError, EMBEDDING),
+    ("ranks in another order", refused(exchanged), MalformedError, "not in the order of the ranks"),
+    ("a missing file of the optimizer", refused(unlink(OPTIMIZER.format(1, 1))), IncompleteError,
+        "it has 7 of the 8 files of the optimizer's ranks"),
+    ("intervals of another rule", refused(other_intervals), UnsupportedError,
+        r"its interval .* is \['0', '13'\], and by nanotron's rule"),
+    ("a name too few", refused(changed(FIRST, lambda own: own["names"].pop(0))), MalformedError, "optimizer_pp-0"),
+    ("a short moment", refused(changed(FIRST, lambda own: own["state"][0].update(exp_avg=torch.zeros(3)))),
+        MalformedError, "optimizer_pp-0"),
+    ("a scaler", refused(updated(FIRST, grad_scaler={})), UnsupportedError, "optimizer_pp-0"),
+)  # fmt: skip

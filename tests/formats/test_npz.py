@@ -13,7 +13,6 @@ from safetensors.torch import save_file
 
 import ckpt_tools
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsafeError, UnsupportedError
-from fixtures.corpus import make
 
 pytestmark = pytest.mark.quick
 
@@ -73,15 +72,6 @@ def test_mlx_reads_what_is_written(tmp_path):
     assert np.array(mx.load(str(tmp_path / "model.npz"))["layers.0.weight"]).tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
-def test_a_tied_tensor_is_written_under_each_name(tmp_path):
-    shared = torch.arange(6.0).reshape(2, 3)
-    torch.save({"embed.weight": shared, "head.weight": shared}, tmp_path / "tied.pt")
-    report = ckpt_tools.convert(tmp_path / "tied.pt", tmp_path / "tied.npz")
-    with np.load(tmp_path / "tied.npz") as found:
-        assert same(dict(found), {"embed.weight": shared.numpy(), "head.weight": shared.numpy()})
-    assert "1 tied name" in [note.what for note in report.plan.notes]
-
-
 def test_bfloat16_is_not_written_and_can_be_cast(tmp_path):
     save_file({"w": torch.ones(2, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
     with pytest.raises(UnsupportedError, match="numpy has no bfloat16"):
@@ -131,20 +121,13 @@ HOSTILE = {
     "big-endian": (_array(np.ones(2, ">f4")), UnsupportedError, "big-endian"),
     "dates": (_array(np.zeros(2, "datetime64[s]")), UnsupportedError, "not that of a tensor"),
     "float8": (_array(np.ones(2, ml_dtypes.float8_e5m2)), UnsupportedError, "cannot be told apart"),
-    "float8 of another kind": (_array(np.ones(2, ml_dtypes.float8_e4m3fn)), UnsupportedError, "cannot be told apart"),
-    "text alone": (_array(np.array(["a"])), UnsupportedError, "no arrays of numbers"),
-    "no array": (b"hello", MalformedError, r"not a \.npy"),
     "version 9": (_npy(_plain(), version=b"\x09\0"), UnsupportedError, "version 9"),
     "a call": (_npy(b"{'descr': __import__('os').system('echo'), }"), MalformedError, "does not describe"),
     "an entry twice": (_npy(_plain()[:-3] + b"'shape': (1,), }"), MalformedError, "does not describe"),
-    "an entry more": (_npy(_plain()[:-3] + b"'x': (1,), }"), MalformedError, "does not describe"),
-    "no shape": (_npy(b"{'descr': '<f4', 'fortran_order': False, }"), MalformedError, "does not describe"),
-    "a shape of text": (_npy(_plain(shape="'2'")), MalformedError, "does not describe"),
     "a negative shape": (_npy(_plain(shape="(-2,)")), MalformedError, "does not describe"),
     "a shape beyond 64 bits": (_npy(_plain(shape="(99999999999999999999,)")), MalformedError, "extent"),
     "too large a shape": (_npy(_plain(shape="(4611686018427387904, 4)")), IncompleteError, "instead of"),
     "a header longer than the member": (b"\x93NUMPY\1\0\xff\x0f" + b" " * 9, MalformedError, "does not fit"),
-    "too few elements": (_npy(_plain(), b"\0" * 7), IncompleteError, "instead of"),
     "too many elements": (_npy(_plain(), b"\0" * 9), MalformedError, "1 byte too many"),
 }
 
@@ -155,14 +138,6 @@ def test_a_broken_array_has_a_named_error(name, tmp_path):
     with pytest.raises(kind, match=words) as raised:
         ckpt_tools.inspect(_npz(tmp_path / "a.npz", {"w.npy": data}))
     assert raised.value.exit_code == 4
-
-
-def test_an_archive_that_is_none_of_arrays_is_named(tmp_path):
-    (tmp_path / "cut.npz").write_bytes(make("npz").source.read_bytes()[:-30])
-    with pytest.raises(MalformedError, match="or it is cut"):
-        ckpt_tools.inspect(tmp_path / "cut.npz")
-    with pytest.raises(UnsupportedError, match=r"'notes\.txt' is not a \.npy"):
-        ckpt_tools.inspect(_npz(tmp_path / "a.npz", {"notes.txt": b"x", "w.npy": _array(np.ones(2))}))
 
 
 def test_headers_of_other_writers_are_read(tmp_path):

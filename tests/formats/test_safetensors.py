@@ -4,7 +4,6 @@ itself is the judge."""
 import base64
 import json
 import struct
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,13 @@ import pytest
 import safetensors.numpy
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
-from torch.distributed.checkpoint.state_dict import get_state_dict
+from safetensors.torch import save_file
 
 import ckpt_tools
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.format_names import HEADER_ENTRY
 from ckpt_tools.core.layout import Literal
-from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorRef
+from ckpt_tools.core.manifest import Kind, Manifest, StateKey
 from ckpt_tools.core.notes import Outcome
 from ckpt_tools.core.options import ReadOptions, WriteOptions
 from ckpt_tools.core.values import StorageRef, StoredTensor
@@ -71,40 +69,19 @@ def layout_of(manifest: Manifest, max_shard_bytes: int | None = None) -> Any:
 # The rules
 
 
-def test_reads_what_the_library_wrote():
-    tensors = {"a": np.arange(6, dtype="f4").reshape(2, 3), "b": np.array(7, np.int64), "c": np.empty((0, 3), "u1")}
-    manifest = read({"model.safetensors": safetensors.numpy.save(tensors, {"note": "x"})})
-    found = {key.fqn: (entry.shape, entry.dtype.value) for key, entry in manifest.tensors.items()}
-    assert found == {"a": ((2, 3), "float32"), "b": ((), "int64"), "c": ((0, 3), "uint8")}
-
-
-NAN = b'{"a":{"dtype":"F32","shape":[NaN],"data_offsets":[0,8]}}'
 OVERLAPPING = {"a": info(), "b": info(offsets=[4, 12])}
 RULES: list[tuple[bytes, type[FormatError], str]] = [
     (b"abc", IncompleteError, "3 bytes"),
     (struct.pack("<Q", 100_000_001) + b"{}", MalformedError, "100,000,001"),
-    (struct.pack("<Q", 50) + b"{}", IncompleteError, "does not fit"),
     (packed(b"{"), MalformedError, "JSON"),
-    (packed(b"\xff\xfe{}"), MalformedError, "JSON"),
-    (packed(b"[" * 100_000), MalformedError, "JSON"),
-    (packed([1]), MalformedError, "not a JSON object"),
     (packed({"a": {"dtype": "F32"}}), MalformedError, "needs dtype"),
-    (packed({"a": {**info(), "more": 1}}, bytes(8)), MalformedError, "nothing else"),
     (packed({"a": info("F31")}, bytes(8)), UnsupportedError, "F31"),
-    (packed({"a": info(["F32"])}, bytes(8)), UnsupportedError, "F32"),
     (packed({"a": info(shape=[-2])}, bytes(8)), MalformedError, "are not valid"),
-    (packed({"a": info(shape=[2.0])}, bytes(8)), MalformedError, "are not valid"),
-    (packed({"a": info(shape=[True, 2])}, bytes(8)), MalformedError, "are not valid"),
-    (packed({"a": info(offsets=[8, 0])}, bytes(8)), MalformedError, "are not valid"),
     (packed({"a": info(offsets=[0, 4])}, bytes(4)), MalformedError, "cannot hold"),
-    (packed({"a": info(shape=[1 << 62, 1 << 62])}, bytes(8)), MalformedError, "cannot hold"),
     (packed(OVERLAPPING, bytes(12)), MalformedError, "overlaps"),
-    (packed({"a": info(offsets=[4, 12])}, bytes(12)), MalformedError, "gap"),
     (packed({"a": info()}, bytes(9)), MalformedError, "no tensor has the 1 byte after"),
-    (packed({"a": info()}, bytes(7)), IncompleteError, "truncated"),
     (packed(b'{"a":{},"a":{}}'), MalformedError, "twice"),
     (packed({"__metadata__": {"n": 1}}), MalformedError, "__metadata__"),
-    (packed(NAN, bytes(8)), MalformedError, "NaN"),
 ]
 
 
@@ -117,8 +94,6 @@ ONE, TWO = packed({"a": info()}, bytes(8)), packed({"b": info()}, bytes(8))
 FOLDERS: list[tuple[dict[str, bytes], type[Any], str]] = [
     (indexed({"a": "x.safetensors"}), IncompleteError, "missing"),
     (indexed({"a": "../x.safetensors"}), UnsafeError, "outside"),
-    (indexed({"a": "/x.safetensors"}), UnsafeError, "outside"),
-    (indexed(["a"]), MalformedError, "weight_map"),
     (indexed({"z": "x.safetensors"}, x=ONE), IncompleteError, "'z'"),
     ({"a.safetensors": ONE, "b.safetensors": TWO}, SeveralCheckpointsError, "several models"),
     ({"m-00001-of-00003.safetensors": ONE, "m-00003-of-00003.safetensors": TWO}, IncompleteError, "missing"),
@@ -151,12 +126,6 @@ def test_header_is_exactly_this():
     assert file.path == "model.safetensors"
     assert file.segments[0] == Literal(struct.pack("<Q", 88) + header)
     assert file.size_bytes == 8 + 88 + 8
-
-
-def test_wide_elements_come_first_so_that_all_are_aligned():
-    entries = {"bytes": info("U8", [3], [0, 3]), "words": info("I64", [1], [3, 11])}
-    (file,) = layout_of(read_one(entries, bytes(11))).files
-    assert [segment.key.fqn for segment in file.segments[1:]] == ["words", "bytes"]
 
 
 def test_shards_have_an_index_published_last():
@@ -281,36 +250,6 @@ def names(manifest: Manifest) -> set[str]:
     return {key.fqn for key in manifest.of_kind(Kind.PARAMETER, Kind.BUFFER)}
 
 
-def references(value: Any) -> Iterator[TensorRef]:
-    if isinstance(value, TensorRef):
-        yield value
-    for part in value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ():
-        yield from references(part)
-
-
-def test_the_users_tensors_are_no_weights_and_come_back_with_their_bits(tmp_path):
-    """At the top, in a dict, and in a list."""
-    whole, packed = tmp_path / "in.pt", tmp_path / "all.safetensors"
-    model = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    weights, state = get_state_dict(model, optimizer)
-    own = {"rng": RNG, "ema": {"weight": EMA}, "seeds": ["first", (RNG, EMA), RNG], "best": EMA.double()}
-    torch.save({"model": weights, "optim": state, **own}, whole)
-    assert not ckpt_tools.convert(whole, packed, state="all").plan.notes
-    assert names(opened(packed)) == {"weight", "bias"}
-    assert [len(list(references(dict(opened(each).extra)))) for each in (packed, whole)] == [6, 6]
-    ckpt_tools.convert(packed, tmp_path / "model.safetensors")
-    assert set(load_file(tmp_path / "model.safetensors")) == {"weight", "bias"}
-    ckpt_tools.convert(packed, tmp_path / "back.pt", state="all")
-    found = torch.load(tmp_path / "back.pt", weights_only=True)
-    assert torch.equal(found["rng"], RNG) and torch.equal(found["ema"]["weight"], EMA)
-    assert torch.equal(found["best"], EMA.double()) and found["seeds"][0] == "first"
-    assert torch.equal(found["seeds"][1][0], RNG) and torch.equal(found["seeds"][1][1], EMA)
-    assert ckpt_tools.diff(whole, tmp_path / "back.pt").equal
-
-
 def with_state(folder: Path, **changes: Any) -> Manifest:
     """A file with a state of its own making, opened."""
     tensors = {"w": torch.ones(2), "optim.state.w.exp_avg": torch.zeros(2), "rng": RNG}
@@ -397,13 +336,6 @@ def test_shards_with_the_names_of_others_are_no_model(tmp_path):
     assert "this tensor is in two files" in refusal(folder, tmp_path / "out")[1]
     assert "this is one file of a checkpoint" in refusal(min(folder.glob("*.safetensors")), tmp_path / "out")[1]
     assert "are in two files" in str(problem(folder))
-
-
-@pytest.mark.parametrize("name", ["model0-mp1.safetensors", "rankings.safetensors", "tp_ranker.safetensors"])
-def test_other_names_are_those_of_models(name, tmp_path):
-    folder = saved(tmp_path / "run", [name])
-    assert ckpt_tools.inspect(folder).num_tensors == 2
-    assert problem(folder) is None
 
 
 @pytest.mark.parametrize(("encoding", "num_files"), [("xor", 1), ("overwrite", 2)])

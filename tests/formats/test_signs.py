@@ -44,12 +44,6 @@ def test_a_format_is_asked_about_every_source_that_it_would_claim(name):
     assert all(has_sign(source, name) for source in claimed)
 
 
-@pytest.mark.parametrize("name", DETECTED)
-def test_a_format_is_not_asked_about_other_formats(name):
-    config = Source.open(MemoryStore({"config.json": bytearray()}))
-    assert not has_sign(config, name)
-
-
 def test_the_index_and_the_formats_agree():
     assert list(FORMATS) == list(BUILT_IN)
     assert all(each.reads or each.writes for each in FORMATS.values())

@@ -18,7 +18,6 @@ from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.manifest import StateKey
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.options import ReadOptions
-from ckpt_tools.core.values import GlobalRef, Opaque
 from ckpt_tools.errors import (
     IncompleteError,
     MalformedError,
@@ -139,22 +138,8 @@ class TestGroups:
     def test_other_groups_are_not_guessed(self, options):
         assert by_rule([self.group(), self.group(**options)], self.PARAMETERS) is None
 
-    def test_what_is_not_guessed_is_said(self, tmp_path):
-        """Two groups that differ in their learning rate alone, one of them without a rule."""
-        run = shutil.copytree(corpus.make("megatron").folder, tmp_path / "run")
-        change_file(run / COMMON, lambda own: own["optimizer"]["optimizer"]["param_groups"][1].update(lr_mult=0.1))
-        manifest = read_checkpoint(run, ReadOptions())[1]
-        assert [len(group.params) for group in manifest.groups] == [10, 0]
-        assert any("all parameters are in the first one" in note.why for note in manifest.notes)
-
 
 class TestCommonState:
-    def test_args_are_a_namespace(self):
-        made = Opaque(GlobalRef("argparse", "Namespace"), form="new", state={"vocab_size": 10})
-        other = Opaque(GlobalRef("os", "system"), ("true",))
-        assert CommonState({"args": made}, "x").args == {"vocab_size": 10}
-        assert CommonState({"args": other}, "x").args == {} == CommonState({"args": 3}, "x").args
-
     @pytest.mark.parametrize("optimizer", [3, {}, [], [3], {0: 3}, {"param_groups": 3}, {"param_groups": [3]}])
     def test_another_state_is_refused(self, optimizer):
         with pytest.raises(MalformedError, match="Megatron optimizer"):
@@ -208,12 +193,10 @@ def without_output(run: Path) -> None:
 
 COMMON, MYSTERY = f"{FOLDER}/common.pt", '{"sharded_backend": "mystery"}'
 test_refused = refusal_test(
-    ("an empty tracker", refused(written(TRACKER, "")), MalformedError, TRACKER),
     ("a tracker without a number", refused(written(TRACKER, "next")), MalformedError, TRACKER),
     ("a tracker that names nothing", refused(written(TRACKER, "30")), IncompleteError, TRACKER),
     ("no tracker", refused(twice, unlink(TRACKER)), SeveralCheckpointsError, "several checkpoints here"),
     ("no common state", refused(unlink(COMMON), from_="megatron"), IncompleteError, "common"),
-    ("no index", refused(unlink(f"{FOLDER}/.metadata"), from_="megatron"), IncompleteError, r"\.metadata"),
     ("no data", refused(unlink(f"{FOLDER}/__0_0.distcp"), from_="megatron"), IncompleteError, "__0_0"),
     (
         "a file of the legacy format",
@@ -225,13 +208,6 @@ test_refused = refusal_test(
     *((f"common {each!r}", refused(saved(COMMON, each)), MalformedError, "common") for each in ([], 3, "text")),
     ("no weight", refused(without_output), UnsupportedError, r"optimizer state of 'output_layer\.weight'"),
 )
-MUON = r"layer_wise_optimizer_0\.pt: it is the state of .*\(Muon\)"
-test_an_optimizer_in_layer_wise_files_alone_is_refused_by_name = pytest.mark.extended(
-    refusal_test(
-        *((name, refused(saved(name, {}), layout="megatron-weights"), UnsupportedError,
-            MUON) for name in ("layer_wise_optimizer_0.pt", f"{FOLDER}/layer_wise_optimizer_0.pt")),
-    ),
-)  # fmt: skip
 
 
 class TestFolders:
@@ -255,25 +231,6 @@ class TestFolders:
         (run / TRACKER).write_text("release")
         assert ckpt_tools.inspect(run).format == "megatron"
 
-    def test_what_lies_beside_is_named(self, run):
-        (run / FOLDER / "tokenizer").mkdir()
-        for name in ("run_config.yaml", "tokenizer/a.json", "tokenizer/b.json"):
-            (run / FOLDER / name).write_text("{}")
-        found = {(note.what, note.count) for note in notes_of(run) if note.outcome is Outcome.DROPPED}
-        assert found == {(f"{FOLDER}/run_config.yaml", 1), (f"{FOLDER}/tokenizer", 2)}
-
-    @pytest.mark.extended
-    def test_how_the_optimizer_was_sharded_is_said_in_its_own_term(self, tmp_path):
-        job, grid = mg.Job(mg.DENSE), mg.Grid(2, 1, 1)
-        launch.pool(grid.size).run(mg.save, str(tmp_path), job, grid, "in_one_object")
-        (note,) = [note for note in notes_of(tmp_path) if note.what == "optimizer state"]
-        assert note.outcome is Outcome.DROPPED and "(dp_zero_gather_scatter)" in note.why
-
-    def test_layer_wise_files_beside_an_optimizer_are_a_second_copy(self, run):
-        before = ckpt_tools.inspect(run)
-        (run / "layer_wise_optimizer_0.pt").write_bytes(b"")
-        assert ckpt_tools.inspect(run).num_tensors == before.num_tensors
-
 
 class TestHostile:
     """Nothing of it runs, and each is a named error."""
@@ -287,20 +244,6 @@ class TestHostile:
         assert ("args", "it is of a class that Megatron's loader refuses") in {(note.what, note.why) for note in notes}
         assert ckpt_tools.scan(tmp_path / "out", allow_configuration=True).clean
         assert not marker.exists()
-
-    @pytest.mark.parametrize("name", ["megatron", *extended("megatron-flattened", "megatron-common-item")])
-    def test_a_genuine_one_has_no_code(self, name):
-        """Its ``_extra_state`` is configuration: TransformerEngine unpickles what it holds."""
-        assert ckpt_tools.scan(corpus.make(name).source, allow_configuration=True).clean
-
-    @pytest.mark.extended
-    @pytest.mark.parametrize("shape", [(3, 8), (0,), "text", (2, 2, 2, 2)])
-    def test_another_shape_of_a_flattened_tensor(self, tmp_path, shape):
-        run = shutil.copytree(corpus.make("megatron-flattened").folder, tmp_path / "run")
-        key = "optimizer.state.exp_avg.output_layer.weight"
-        launch.pool(1).run(mg.with_shape, str(run / FOLDER), key, shape)
-        with pytest.raises(MalformedError, match=key):
-            ckpt_tools.inspect(run)
 
 
 class _Calls:
@@ -346,17 +289,6 @@ class TestWritten:
     def test_other_forms(self, name, tmp_path):
         ckpt_tools.convert(corpus.make(name).source, tmp_path / "out", to="megatron", world_size=2)
         loaded(tmp_path / "out", DENSE, mg.Grid(1, 2, 1))
-
-    @pytest.mark.extended
-    def test_through_a_dcp(self, tmp_path):
-        """Weights are the masters there; Megatron loads them into its own type."""
-        ckpt_tools.convert(corpus.make("megatron").source, tmp_path / "dcp", to="dcp", world_size=3)
-        ckpt_tools.convert(tmp_path / "dcp", tmp_path / "out", to="megatron", world_size=2)
-        common = loaded(tmp_path / "out", DENSE, mg.Grid(2, 1, 1))
-        assert common["args"] == mg.common(DENSE)["args"]
-        groups = common["optimizer"]["optimizer"]["param_groups"]
-        for group, expected in zip(groups, (mg.DECAYS, mg.DOES_NOT), strict=True):
-            assert {name: group[name] for name in expected} == expected
 
     def test_objects_are_kept(self, tmp_path):
         ckpt_tools.convert(corpus.make("megatron").source, tmp_path / "dcp", to="dcp")
@@ -405,12 +337,9 @@ class TestWritten:
     ("name", "shape", "pieces"),
     [
         ("decoder.layers.mlp.linear_fc2.bias", (2, 8), ["shard_0_2", "shard_1_2"]),
-        ("decoder.layers.1.mlp.linear_fc2.bias", (8,), ["shard_0_1"]),
         ("decoder.layers.mlp.experts.experts.linear_fc2.weight", (1, 2, 8, 4), ["shard_0.0_1.2", "shard_0.1_1.2"]),
         ("decoder.layers.1.mlp.experts.experts.0.linear_fc2.weight", (8, 4), ["shard_0_1"]),
         ("decoder.layers.0.mixer.in_proj.weight.z", (8, 4), ["shard_0_1"]),
-        ("decoder.layers.0.mixer.A_log", (8,), []),
-        ("embedding.word_embeddings.weight", (8, 4), []),
     ],
 )
 def test_objects_that_modules_ask_for(name, shape, pieces):
@@ -438,60 +367,37 @@ class TestResumed:
         assert_same_course(truth, resumed, exactly=False)
 
 
-class TestPartsOfVerl:
-    """Layout 2 of verl's Megatron backend, whose file of contents is as it writes it. Genuine ones, with an optimizer,
-    are in ``tests/end_to_end/test_verl_parts.py``."""
+def verl_parts(root: Path, model: str = "model/dist_ckpt", optimizer: str | None = None, **more: str) -> Path:
+    """Layout 2 of verl's Megatron backend, whose file of contents is as it writes it. Genuine ones are in
+    ``tests/end_to_end/test_verl_parts.py``."""
+    actor = root / "global_step_5/actor"
+    shutil.copytree(corpus.make("megatron").folder / FOLDER, actor / "model/dist_ckpt")
+    stated = {"model": {"path": model, "format": "megatron_dist_checkpoint", **more}}
+    if optimizer is not None:
+        shutil.copytree(corpus.make("megatron").folder / FOLDER, actor / optimizer)
+        stated["optimizer"] = {"path": optimizer, "format": "megatron_dist_checkpoint"}
+    about = {"schema_version": 2, "framework": "megatron", "global_step": 5, "contents": stated}
+    (actor / "ckpt_contents.json").write_text(json.dumps(about))
+    return actor
 
-    def folder(self, root: Path, optimizer: str | None = None, model: str = "megatron") -> Path:
-        actor = root / "global_step_5/actor"
-        shutil.copytree(corpus.make(model).folder / FOLDER, actor / "model/dist_ckpt")
-        parts = {"model": "model/dist_ckpt"}
-        if optimizer is not None:
-            shutil.copytree(corpus.make(optimizer).folder / FOLDER, actor / "optimizer/dist_ckpt")
-            parts["optimizer"] = "optimizer/dist_ckpt"
-        self.write(actor, {name: {"path": path, "format": "megatron_dist_checkpoint"} for name, path in parts.items()})
-        return actor
 
-    def write(self, actor: Path, contents: dict[str, Any]) -> None:
-        about = {"schema_version": 2, "framework": "megatron", "global_step": 5, "contents": contents}
-        (actor / "ckpt_contents.json").write_text(json.dumps(about))
+def damaged_list(folder: Path, text: str) -> object:
+    actor = verl_parts(folder)
+    (actor / "ckpt_contents.json").write_text(text)
+    return ckpt_tools.inspect(actor)
 
-    @pytest.mark.extended
-    def test_weights_without_an_optimizer(self, tmp_path):
-        actor = self.folder(tmp_path, model="megatron-weights")
-        found = ckpt_tools.inspect(actor.parent)
-        assert (found.format, found.step) == ("megatron", 5)
-        report = ckpt_tools.diff(actor, actor / "model/dist_ckpt", state="model")
-        assert report.equal and report.num_tensors == 10
 
-    def test_actor_and_critic(self, tmp_path):
-        actor = self.folder(tmp_path)
-        shutil.copytree(actor, actor.parent / "critic")
-        with pytest.raises(SeveralCheckpointsError, match=r"there are several checkpoints here \(.*actor.*critic"):
-            ckpt_tools.inspect(actor.parent)
-
-    def test_what_does_not_fit_is_refused(self, tmp_path):
-        with pytest.raises(UnsupportedError, match="read as megatron"):
-            ckpt_tools.inspect(self.folder(tmp_path), from_="dcp")
-        with pytest.raises(UnsupportedError, match="there are weights here and in the folder of the model"):
-            ckpt_tools.inspect(self.folder(tmp_path / "twice", "megatron"))
-
-    def test_parts_that_are_not_there_or_not_read(self, tmp_path):
-        actor, megatron = self.folder(tmp_path), {"format": "megatron_dist_checkpoint"}
-        cases: list[tuple[dict[str, Any], type[Exception], str]] = [
-            ({"optimizer": {"path": "model/dist_ckpt"}}, UnsupportedError, "it states no weights"),
-            ({"model": {"path": "model/dist_ckpt", "format": "zarr"}}, UnsupportedError, "the format 'zarr' are not"),
-        ]
-        for path in ("model/other", "../model/dist_ckpt", 3, None):
-            cases.append(({"model": {"path": path, **megatron}}, MalformedError, "there is no such folder"))
-        for stated, error, words in cases:
-            self.write(actor, stated)
-            with pytest.raises(error, match=words):
-                ckpt_tools.inspect(actor)
-
-    @pytest.mark.parametrize("text", ["[]", "{", '{"contents": [1]}', '{"contents": {"model": 1}}'])
-    def test_a_damaged_list(self, tmp_path, text):
-        actor = self.folder(tmp_path)
-        (actor / "ckpt_contents.json").write_text(text)
-        with pytest.raises(MalformedError, match=r"ckpt_contents\.json"):
-            ckpt_tools.inspect(actor)
+NO_WEIGHTS = '{"schema_version": 2, "framework": "megatron", "contents": {"optimizer": {"path": "model/dist_ckpt"}}}'
+test_parts_of_verl_that_do_not_fit_are_refused = refusal_test(
+    ("another format", lambda folder: ckpt_tools.inspect(verl_parts(folder), from_="dcp"), UnsupportedError,
+        "read as megatron"),
+    ("weights in both", lambda folder: ckpt_tools.inspect(verl_parts(folder, optimizer="optimizer/dist_ckpt")),
+        UnsupportedError, "there are weights here and in the folder of the model"),
+    ("zarr", lambda folder: ckpt_tools.inspect(verl_parts(folder, format="zarr")), UnsupportedError,
+        "the format 'zarr' are not"),
+    *((f"the folder {path!r}", lambda folder, path=path: ckpt_tools.inspect(verl_parts(folder, path)), MalformedError,
+        "there is no such folder") for path in ("model/other", "../model/dist_ckpt", 3)),
+    ("no weights", lambda folder: damaged_list(folder, NO_WEIGHTS), UnsupportedError, "it states no weights"),
+    *((f"the list {text}", lambda folder, text=text: damaged_list(folder, text), MalformedError,
+        r"ckpt_contents\.json") for text in ("[]", "{", '{"contents": {"model": 1}}')),
+)  # fmt: skip

@@ -93,15 +93,6 @@ def test_a_second_entry_of_a_models_name_is_told(tmp_path):
     assert not read_checkpoint(tmp_path / "in.pt", ReadOptions(model_key="model"))[1].notes
 
 
-@pytest.mark.parametrize("to", ["safetensors", "sharded", "zero2"])
-def test_files_that_say_what_the_model_is_are_written(to, tmp_path):
-    more: Any = {"state": "all"} if to == "safetensors" else {}
-    state = {"model": {"w": torch.ones(9), "v": torch.ones(1)}, "state_dict": {"q": torch.ones(3)}}
-    torch.save(state, tmp_path / "in.pt")
-    ckpt_tools.convert(tmp_path / "in.pt", tmp_path / "out", to=to, include=["v"], model_key="model", **more)
-    assert weights(tmp_path / "out") == {"v"}
-
-
 def test_a_model_at_the_root_gets_a_place_of_its_own(tmp_path):
     """A DCP of the bare model, and a scheduler with tensors in a file beside it."""
     source = tmp_path / "in"

@@ -61,18 +61,15 @@ REFUSED: dict[str, tuple[Tree, str]] = {
     "an optimizer by number": ({"gen": net(), "disc": net(), "optim": adamw()}, "model_key='gen' or model_key='disc'"),
     "two names of a model": ({"model": net(), "state_dict": net(4)}, "model_key='model' or model_key='state_dict'"),
     "below": ({"nets": {"gen": net(), "disc": net()}}, "model_key='nets.gen' or model_key='nets.disc'"),
-    "of two trainers": ({"a": {"model": net()}, "b": {"model": net()}}, "model_key='a.model' or model_key='b.model'"),
     "optimizers": ({"model": net(), "opt_a": adamw(), "opt_b": adamw()}, "optim_key='opt_a' or optim_key='opt_b'"),
 }
 
 READ: dict[str, tuple[Tree, str]] = {
     "an average": ({"params": net(), "params_ema": net()}, "params"),
     "an average of a state dict": ({"ema_state_dict": net(), "model_state_dict": net()}, "model_state_dict"),
-    "timm": ({"state_dict_ema": net(), "state_dict": net(), "optimizer": adamw()}, "state_dict"),
     "Lightning": ({"state_dict": net(), "hyper_parameters": {"table": torch.ones(9, 9)}}, "state_dict"),
     "a model by name": ({"disc": net(4), "model": net()}, "model"),
     "a model in parts": ({"model": {"encoder": net(), "decoder": net()}}, "model"),
-    "single numbers": ({"net": net(), "losses": {"gen": torch.tensor(0.5), "disc": torch.ones(1)}}, "net"),
     "integers": ({"net": net(), "rng": {"cpu": torch.arange(99, dtype=torch.uint8)}}, "net"),
 }
 
@@ -112,20 +109,9 @@ def test_a_choice_is_read_and_the_other_is_told(key, tmp_path):
     assert set(torch.load(tmp_path / "whole" / "checkpoint.pt", weights_only=True)) == {key, other}
 
 
-def test_a_tree_that_was_kept_is_verified_by_the_same_key(tmp_path):
-    source = saved({"gen": net(), "disc": net(4)}, tmp_path, "dcp")
-    ckpt_tools.reshard(source, tmp_path / "out", world_size=2, model_key="disc", checksum=True)
-    assert ckpt_tools.verify(source, tmp_path / "out", model_key="disc").equal
-    assert ckpt_tools.verify(tmp_path / "out", model_key="disc").num_digests
-
-
 # Two mappings with the same tensors
 
 UNKNOWN = [("model", "teacher"), ("state_dict", "current_model_state"), ("module", "target")]
-AVERAGES = [
-    ("state_dict", "state_dict_ema"), ("model", "model_ema"), ("model", "ema_state_dict"), ("model", "swa_model"),
-    ("model", "average_model_state"), ("net", "ema"), ("unet", "unet_ema"),
-]  # fmt: skip
 
 
 @pytest.mark.parametrize("named", [False, True])
@@ -152,17 +138,6 @@ def test_the_whole_state_asks_and_weights_alone_are_those_of_the_usual_key(tmp_p
 
 
 @pytest.mark.parametrize("named", [False, True])
-@pytest.mark.parametrize("keys", AVERAGES)
-def test_a_mapping_called_an_average_is_never_the_trained_one(tmp_path, keys, named):
-    usual, average = keys
-    state = {average: net(value=2.0), usual: net(value=1.0), "optimizer": adamw(named=named)}
-    ckpt_tools.convert(saved(state, tmp_path), tmp_path / "out.pt", state="all")
-    out = torch.load(tmp_path / "out.pt", weights_only=True)
-    assert out.keys() == state.keys()
-    assert out[usual]["bias"].unique().tolist() == [1.0]
-
-
-@pytest.mark.parametrize("named", [False, True])
 def test_lightning_says_which_weights_were_trained(tmp_path, named):
     state = {"pytorch-lightning_version": "2.6.1", "optimizer_states": [adamw(named=named)]}
     state |= {"state_dict": net(value=2.0), "current_model_state": net(value=1.0)}
@@ -178,20 +153,6 @@ def test_lightning_says_which_weights_were_trained(tmp_path, named):
     assert any("current_model_state" in note.why for note in report.notes)
     for output in ("out.pt", "average.safetensors"):
         assert ckpt_tools.verify(tmp_path / "source.ckpt", tmp_path / output).equal
-
-
-@pytest.mark.parametrize("state", [None, "model"])
-def test_weights_alone_need_no_choice_of_an_optimizer(tmp_path, state):
-    names = ("generator", "critic", "generator_ema")
-    tree: Tree = {name: net(value=float(number)) for number, name in enumerate(names, 1)}
-    source = saved({**tree, "generator_optimizer": adamw(), "critic_optimizer": adamw()}, tmp_path)
-    ckpt_tools.convert(source, tmp_path / "w.safetensors", model_key="generator_ema", state=state)
-    assert bias(tmp_path / "w.safetensors") == [3.0] * 3
-    model, optimizer = trained()
-    ckpt_tools.load_into(model, None, source, model_key="critic")
-    assert model.bias.tolist() == [2.0] * 3  # type: ignore[union-attr, operator]
-    with pytest.raises(UnsupportedError, match="several optimizers"):
-        ckpt_tools.load_into(model, optimizer, source, model_key="critic")
 
 
 def test_a_model_is_joined_with_the_optimizer_in_another_file(tmp_path):
@@ -215,16 +176,6 @@ def test_a_model_is_joined_with_the_optimizer_in_another_file(tmp_path):
     whole = saved({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path)
     with pytest.raises(UsageError, match="optimizer_file= is for a model alone"):
         ckpt_tools.inspect(whole, optimizer_file=apart / "adam.pt")
-
-
-@pytest.mark.parametrize("is_adam", [True, False])
-def test_the_note_on_bias_correction_is_for_adam(is_adam, tmp_path):
-    optimizer = adamw()
-    if not is_adam:
-        optimizer["state"] = {n: {**own, "exp_avg_diff": own["exp_avg"]} for n, own in optimizer["state"].items()}
-    source = saved({"model": trained()[0].state_dict(), "optimizer": optimizer}, tmp_path)
-    notes = ckpt_tools.plan(source, tmp_path / "z", to="zero2").notes
-    assert any("bias_correction" in note.what for note in notes) is is_adam
 
 
 @pytest.mark.parametrize("is_training", [True, False])

@@ -10,21 +10,16 @@ from hypothesis import strategies as st
 
 from ckpt_tools.core.boxes import Box, Shape
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, StateTree, TensorRef, TreePath
+from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, TensorRef, TreePath
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.formats.state_dict.leaf import TensorLeaf
 from ckpt_tools.formats.state_dict.param_numbers import NumberedGroup, match_numbers
 from ckpt_tools.formats.state_dict.parse import (
-    Extra,
     Leaves,
-    Option,
-    State,
     Tree,
-    Weight,
     find_tree,
     manifest_of,
-    role_of,
 )
 from tests.support.refusals import refusal_test
 
@@ -49,25 +44,6 @@ STATEFUL = paths(
     *("app/optim/state/a.weight/exp_avg", "app/optim/state/a.weight/step"),
     *("app/optim/param_groups/0/lr", "app/optim/param_groups/0/params"),
 )
-TITAN = paths(
-    *("layers.0.w", "train_state/step"), *("optimizer/state.layers.0.w.exp_avg", "optimizer/param_groups.layers.0.w.lr")
-)
-
-
-@pytest.mark.parametrize(
-    ("tree", "expected"),
-    [
-        pytest.param(STATEFUL, Tree(("app", "model"), ("app", "optim")), id="a Stateful under app"),
-        pytest.param(paths("model/w", "optimizer/state/w/exp_avg", "optimizer/param_groups/0/lr", "ema/w2"),
-            Tree(("model",), ("optimizer",)), id="side by side"),
-        pytest.param(paths("ema/w.avg", "net/w", "opt/state/w/exp_avg", "opt/param_groups/0/lr"),
-            Tree(("net",), ("opt",)), id="a model that the optimizer tells from its average"),
-        pytest.param(paths("a.weight", "b.weight"), Tree((), None), id="a flat model alone"),
-        pytest.param(TITAN, Tree((), ("optimizer",)), id="torchtitan, which flattens both"),
-    ],
-)  # fmt: skip
-def test_model_and_optimizer_are_found(tree, expected):
-    assert found(tree) == expected
 
 
 def test_keys_override():
@@ -82,41 +58,10 @@ test_refused = refusal_test(
 )
 
 
-@pytest.mark.parametrize(
-    ("path", "expected"),
-    [
-        (("app", "model", "a.weight"), Weight("a.weight")),
-        (("app", "model", "a", "weight"), Weight("a.weight")),
-        (("app", "optim", "state", "a.weight", "exp_avg"), State("a.weight", "exp_avg")),
-        (("app", "optim", "state", "a.weight", "shampoo", 0), State("a.weight", "shampoo.0")),
-        (("app", "optim", "param_groups", 1, "lr"), Option(1, "lr")),
-        (("app", "epoch"), Extra(("app", "epoch"))),
-    ],
-)
-def test_places(path, expected):
-    assert role_of(path, Tree(("app", "model"), ("app", "optim")), is_tensor=True) == expected
-
-
-@pytest.mark.parametrize(
-    ("path", "is_tensor", "expected"),
-    [
-        (("layers.0.w",), True, Weight("layers.0.w")),
-        (("layer._extra_state",), False, Extra(("layer._extra_state",))),
-        (("optimizer", "state.layers.0.w.exp_avg"), True, State("layers.0.w", "exp_avg")),
-        (("optimizer", "param_groups.layers.0.w.lr"), False, Option("layers.0.w", "lr")),
-        (("train_state", "step"), True, Extra(("train_state", "step"))),
-    ],
-)
-def test_places_of_a_flattened_tree(path, is_tensor, expected):
-    """An object beside the weights is no weight."""
-    assert role_of(path, found(TITAN), is_tensor=is_tensor) == expected
-
-
 # Numbers of an optimizer
 
 MODEL: dict[str, Shape] = {"a.weight": (4, 3), "a.bias": (4,), "b.weight": (3, 4), "b.bias": (3,)}
 SAME: dict[str, Shape] = {"a": (4,), "b": (4,)}
-NORM: dict[str, Shape] = {"bn.weight": (4,), "bn.bias": (4,), "bn.running_mean": (4,), "bn.running_var": (4,)}
 IN_ORDER = [NumberedGroup((0, 1, 2, 3))]
 
 
@@ -125,20 +70,15 @@ def shapes_of(*names: str) -> dict[int, Shape]:
 
 
 NUMBERS: dict[str, tuple[list[NumberedGroup], dict[int, Shape], dict[str, Shape], list[str] | None]] = {
-    "all in order": (IN_ORDER, shapes_of(*MODEL), MODEL, list(MODEL)),
     "no state, and as many numbers": (IN_ORDER, {}, MODEL, list(MODEL)),
     "no state, and fewer numbers": ([NumberedGroup((0, 1, 2))], {}, MODEL, None),
     "groups that interleave": ([NumberedGroup((0, 1)), NumberedGroup((2, 3))],
         shapes_of("a.weight", "b.weight", "a.bias", "b.bias"), MODEL,
         ["a.weight", "b.weight", "a.bias", "b.bias"]),
     "another order": (IN_ORDER, shapes_of("b.weight", "b.bias", "a.weight", "a.bias"), MODEL, None),
-    "a frozen one": ([NumberedGroup((0, 1))], shapes_of("a.weight", "b.bias"), MODEL, ["a.weight", "b.bias"]),
     "frozen, of the same shape": ([NumberedGroup((0,))], {0: (4,)}, SAME, None),
-    "groups of the same shape": ([NumberedGroup((0,)), NumberedGroup((1,))], {0: (4,), 1: (4,)}, SAME, None),
-    "statistics of a norm": ([NumberedGroup((0, 1))], {0: (4,), 1: (4,)}, NORM, ["bn.weight", "bn.bias"]),
     "names": ([NumberedGroup((0, 1), ("b.bias", "a.weight"))], {0: (3,), 1: (4, 3)}, MODEL, ["b.bias", "a.weight"]),
     "names of other shapes": ([NumberedGroup((0, 1), ("b.bias", "a.weight"))], {0: (4,), 1: (4, 3)}, MODEL, None),
-    "an unknown name": ([NumberedGroup((0,), ("c",))], {}, MODEL, None),
     "fewer names than numbers": ([NumberedGroup((0, 1), ("a.bias",))], {}, MODEL, None),
     "a number twice": ([NumberedGroup((0,), ("a.bias",)), NumberedGroup((0,), ("b.bias",))], {}, MODEL, None),
     "state of no number": (IN_ORDER, {**shapes_of(*MODEL), 4: (3,)}, MODEL, None),
@@ -186,24 +126,11 @@ WEIGHT, GROUP = "app/model/w", {"app/optim/param_groups/0/params": ["w"]}
 MOMENT = f"{WEIGHT} {STATE}exp_avg"
 
 
-def test_the_tree_says_where_everything_was():
-    manifest = read(MOMENT, {**GROUP, "app/epoch": 3, "app/sched/last_epoch": 4, "loader/position": 5})
-    homes: dict[str, TreePath] = {"epoch": ("app", "epoch"), "sched": ("app", "sched"), "loader": ("loader",)}
-    assert manifest.tree == StateTree(("app", "model"), ("app", "optim"), False, homes)
-    assert manifest.extra == {"epoch": 3, "sched": {"last_epoch": 4}, "loader": {"position": 5}}
-
-
 def test_entries_of_one_name_at_two_places_stay_apart():
     manifest = read(f"{WEIGHT} {STATE}m", {**GROUP, "app/step": 3, "step": 4})
     assert manifest.tree is not None
     homes = {manifest.extra[name]: path for name, path in manifest.tree.extras.items()}
     assert homes == {3: ("app", "step"), 4: ("step",)} and len(manifest.extra) == 2
-
-
-def test_a_flattened_optimizer():
-    manifest = read("w optimizer/state.w.exp_avg", {"optimizer/param_groups.w.lr": 0.5})
-    assert manifest.tree == StateTree((), ("optimizer",), True, {})
-    assert manifest.groups == (ParamGroup(("w",), {"lr": 0.5}),)
 
 
 def test_positions_make_lists_and_other_numbers_names():
