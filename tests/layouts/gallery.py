@@ -25,32 +25,8 @@ DOCS = Path(__file__).parent.parent.parent / "docs"
 INDEX = "layouts.md"
 FOLDER = "layouts"
 
-INTRO = """# Layouts
-
-You have files and want to know what they are, and what you can do with them. These pages show every layout that the
-tests of ckpt-tools know: its files, who writes it, and how ckpt-tools opens it, or the message that refuses it.
-
-Each layout is made by its real writer in the tests. If it opens, every tensor is compared bit by bit with what the
-framework itself holds. If its writer does not run in the tests, the layout is made from its documentation and marked
-as a stand-in.
-
-Start with the first two of these commands.
-
-- `ckpt-tools inspect PATH` says what you have: format, step, parameters, optimizer. `PATH` is a file, or the folder of
-  one checkpoint.
-- `ckpt-tools ls RUN` lists the checkpoints of a run and says whether each is complete ([runs](runs.md)). `RUN@latest`
-  names the newest complete one in every command.
-- `ckpt-tools convert PATH OUT --to FORMAT` writes another format: `dcp`, `zero1`, `zero2`, `zero3`, `universal`,
-  `sharded` or `megatron` to continue training; `safetensors`, `torch`, `gguf` or `npz` for the model.
-- `ckpt-tools reshard PATH OUT --world-size N` writes the same format for another number of ranks.
-- `ckpt-tools consolidate PATH model.safetensors` writes the model's weights as one file.
-- `ckpt-tools scan PATH` says whether loading the files could run code ([scanning](scanning.md)).
-
-[The command line](cli.md) has the rules, and the [glossary](glossary.md) explains the words. In the names below, `N`
-and `M` stand for numbers, such as that of a rank, so that one line can be several files, and `HASH` for random letters
-and digits. The counts of tensors are those of the examples. Unless a line says otherwise, what opens can be converted
-to any format, and a format from which training continues can be written for another number of ranks (`reshard`).
-"""
+INTRO = (DOCS / INDEX).read_text().partition("\n## By family")[0]
+"""What a person wrote above the lists, which stays as it is."""
 
 BY_NAME = """## Find it by a file's name
 

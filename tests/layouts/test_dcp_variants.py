@@ -14,10 +14,7 @@ from typing import Any
 import pytest
 import torch
 import zstandard
-from safetensors.torch import load_file
-from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import ckpt_tools
 from ckpt_tools.core.manifest import StateKey
@@ -27,12 +24,9 @@ from ckpt_tools.transfer import inflating
 from ckpt_tools.transfer.inflating import Inflating, inflated_name
 from fixtures import dcp_cases
 from fixtures.corpus import make
-from tests.end_to_end.test_matrix import assert_same_course, assert_same_state
 from tests.layouts.contents import contents, of_tensor
-from tests.support.ranks import for_ranks
 from tests.support.refusals import refusal_test
 from tests.support.sweep import tiered
-from tests.support.truth import Truth
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.extended]
 
@@ -104,14 +98,6 @@ def test_a_checkpoint_that_was_read_is_let_go():
     assert sum(type(found) is inflating._Stream for found in gc.get_objects()) == before
 
 
-def test_few_streams_are_kept():
-    packed = zstandard.ZstdCompressor().compress(bytes(100))
-    found = Inflating(lambda file, start, stop: packed[start:stop])
-    for number in range(20):
-        assert found.size(ByteRange(f"{number}", 0, len(packed)), limit_bytes=100) == 100
-    assert len(found._streams) == inflating.MAX_STREAMS
-
-
 def copy_of(name: str, folder: Path) -> Path:
     return Path(shutil.copytree(make(name).source, folder / "in"))
 
@@ -165,34 +151,6 @@ def test_each_of_two_models_goes_with_its_optimizer(key):
     assert ckpt_tools.inspect(source, optim_key=f"{key}_optim", model_key=key).num_parameters == found.num_parameters
 
 
-@pytest.mark.parametrize(
-    ("name", "to"), [("dcp-zstd", "dcp"), ("dcp-alone", "zero2"), ("dcp-alone", "universal"), ("dcp-tied", "zero2")]
-)
-def test_it_is_written_as_anything_else(name, to, tmp_path):
-    source = make(name).source
-    ckpt_tools.convert(source, tmp_path / "out", to=to, **({"world_size": 3} if to != "universal" else {}))
-    assert ckpt_tools.verify(source, tmp_path / "out", state="all").equal
-
-
-CELLS = {
-    "fsdp2-alone universal": "universal-zero2-fp32",
-    "fsdp2-alone dcp": "fsdp2",
-    "fsdp2-zstd dcp": "fsdp2",
-    "fsdp2-zstd zero2": "zero2-fp32",
-}
-
-
-@pytest.mark.parametrize("cell", tiered(CELLS, test=(), extended=("fsdp2-alone universal",)))
-def test_a_run_goes_on_from_it(cell, checkpoint, resume, tmp_path):
-    source, to = cell.split()
-    case = "plain" if to == "universal" else "awkward"
-    made = checkpoint(source, case, 2)
-    ckpt_tools.convert(made.checkpoint, tmp_path / "out", to=to, **for_ranks(to, 3))
-    truth, resumed = Truth.load(made.root), resume(CELLS[cell], case, tmp_path / "out", 3)
-    assert_same_state(truth, resumed)
-    assert_same_course(truth, resumed, exactly=False)
-
-
 # States and writers of torch's own tests of DCP
 
 BY_NUMBER = ("ddp", "ddp-unflattened")
@@ -238,14 +196,3 @@ def test_an_optimizer_by_number_has_the_order_of_the_saved_state_dict_or_no_name
         assert truth and found == (truth if has_order else {})
     (note,) = ckpt_tools.inspect(source).notes
     assert note.what == "optim" and "nothing here proves which ones are meant" in note.why
-
-
-@pytest.mark.parametrize("name", ["hf-pieces", "hf-consolidated"])
-def test_safetensors_of_ranks_are_what_torchs_reader_gives(name, tmp_path):
-    source, _ = dcp_cases.made(name)
-    reader = HuggingFaceStorageReader(str(source))
-    state = _load_state_dict_from_keys(storage_reader=reader, checkpoint_id=source)
-    wanted = {StateKey(name): of_tensor(tensor) for name, tensor in state.items()}
-    assert contents(source)[1] == wanted
-    ckpt_tools.consolidate(source, tmp_path / "out.safetensors")
-    assert {StateKey(name): of_tensor(each) for name, each in load_file(tmp_path / "out.safetensors").items()} == wanted

@@ -14,7 +14,6 @@ from torch.distributed.checkpoint._extension import ZStandard
 import ckpt_tools
 from ckpt_tools.errors import LossError, UnsupportedError
 from fixtures import launch
-from fixtures.corpus import make
 from tests.support.sweep import tiered
 
 pytestmark = pytest.mark.extended
@@ -45,15 +44,6 @@ def keys_of(folder: Path) -> set[str]:
         for each in found
         for name in dcp.FileSystemReader(each).read_metadata().state_dict_metadata
     }
-
-
-@pytest.mark.parametrize("case", tiered(("awkward", "sgd"), test=(), extended=("awkward",)))
-def test_numbers_are_kept_if_parameters_are_frozen_tied_or_in_groups(case, checkpoint, resume, tmp_path):
-    source = checkpoint("fsdp2-plain", case, 2).checkpoint
-    ckpt_tools.reshard(source, tmp_path / "out", world_size=3)
-    assert keys_of(tmp_path / "out") == keys_of(source)
-    wanted, found = (resume("fsdp2-plain", case, each, 3) for each in (source, tmp_path / "out"))
-    assert found.facts["losses"] == wanted.facts["losses"]
 
 
 class Net(torch.nn.Sequential):
@@ -173,48 +163,6 @@ def test_an_optimizer_that_cannot_be_placed_is_not_dropped(tmp_path):
     assert keys_of(tmp_path / "same") == keys_of(tmp_path / "dcp")
 
 
-ORDER = "the order of the optimizer's parameters"
-
-
-def test_an_order_that_is_assumed_is_told(tmp_path):
-    """Parameters of one shape could be exchanged. Where numbers, or no optimizer, are written it does not matter."""
-    net = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
-    net(torch.ones(1, 4)).sum().backward()
-    saved = {"assumed": net.parameters(), "named": net.named_parameters(), "no two alike": Net().parameters()}
-    for name, parameters in saved.items():
-        optimizer = torch.optim.AdamW(parameters)
-        for group in optimizer.param_groups:
-            for each in group["params"]:
-                each.grad = torch.ones_like(each)
-        optimizer.step()
-        model = Net() if name == "no two alike" else net
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "in.pt")
-        notes = {note.what: note for note in ckpt_tools.plan(tmp_path / "in.pt", tmp_path / "out", to="dcp").notes}
-        assert (ORDER in notes) is (name == "assumed")
-        if name == "assumed":
-            assert notes[ORDER].count == 6 and not notes[ORDER].is_loss and "param_order=" in notes[ORDER].why
-            assert ORDER in [note.what for note in ckpt_tools.inspect(tmp_path / "in.pt").notes]
-        for state in ("all", "model"):
-            plan = ckpt_tools.plan(tmp_path / "in.pt", tmp_path / "out.pt", state=state)  # type: ignore[arg-type]
-            assert ORDER not in [note.what for note in plan.notes]
-
-
-GROUPS = {"halves of one shape": [[0, 1], [2]], "one layer each": [[0], [1], [2]], "the last first": [[2], [0, 1]]}
-
-
-@pytest.mark.parametrize("groups", GROUPS)
-def test_groups_of_the_same_shapes_are_not_guessed(groups, tmp_path):
-    net = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
-    optimizer = torch.optim.AdamW(
-        [{"params": [each for layer in layers for each in net[layer].parameters()]} for layers in GROUPS[groups]]
-    )
-    net(torch.ones(1, 4)).sum().backward()
-    optimizer.step()
-    torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "in.pt")
-    with pytest.raises(UnsupportedError, match="nothing here proves which ones are meant"):
-        ckpt_tools.plan(tmp_path / "in.pt", tmp_path / "out", to="zero3", world_size=2)
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("is_compressed", [False, True])
 def test_the_step_of_torchtitan_and_the_states_of_its_ranks(is_compressed, tmp_path):
@@ -237,20 +185,6 @@ def test_the_step_of_torchtitan_and_the_states_of_its_ranks(is_compressed, tmp_p
 def _save_as_titan(state: dict[str, Any], folder: str, is_compressed: bool) -> None:
     extensions: list[Any] = [ZStandard()] if is_compressed else []
     dcp.save(state, storage_writer=dcp.FileSystemWriter(folder, _extensions=extensions))
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_entries_that_were_saved_whole_are_told_where_they_are_taken_apart(tmp_path):
-    planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
-    dcp.save(trained("groups"), checkpoint_id=tmp_path / "in", planner=planner, no_dist=True)
-    options: Any = {"to": "dcp", "model_key": "net"}
-    report = ckpt_tools.convert(tmp_path / "in", tmp_path / "out", **options)
-    assert any(note.is_loss and note.what.startswith("the form of net as one entry") for note in report.notes)
-    with pytest.raises(LossError, match="net as one entry"):
-        ckpt_tools.convert(tmp_path / "in", tmp_path / "no", strict=True, **options)
-    assert not ckpt_tools.convert(tmp_path / "out", tmp_path / "again", strict=True, **options).notes
-    with pytest.raises(LossError, match="the form of the optimizer of Megatron-FSDP"):
-        ckpt_tools.reshard(make("megatron-fsdp").source, tmp_path / "no", world_size=3, strict=True)
 
 
 def test_names_beside_numbers_are_renamed_with_the_weights(tmp_path):

@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 
 import ckpt_tools
-from ckpt_tools.errors import CkptError, LossError, UsageError
+from ckpt_tools.errors import LossError, UsageError
 from fixtures import launch
-from fixtures.corpus import layouts, make
-from fixtures.corpus.trainers import FAMILY, ON_RANKS
+from fixtures.corpus import make
+from fixtures.corpus.trainers import ON_RANKS
 from tests.layouts.contents import contents
-from tests.support.ranks import for_ranks
 from tests.support.sweep import tiered
 
 pytestmark = pytest.mark.extended
@@ -98,48 +97,6 @@ def test_a_file_that_nobody_knows_is_named(tmp_path):
     assert [note.what for note in report.plan.notes] == ["ema.safetensors.part", "notes.txt"]
 
 
-def test_an_empty_file_is_copied(tmp_path):
-    shutil.copytree(make("accelerate-fsdp2").source, tmp_path / "in")
-    (tmp_path / "in" / "sampler.bin").write_bytes(b"")
-    ckpt_tools.reshard(tmp_path / "in", tmp_path / "out", world_size=3)
-    assert (tmp_path / "out" / "sampler.bin").read_bytes() == b""
-
-
-def test_the_weights_alone_are_a_dcp_of_their_own(tmp_path):
-    ckpt_tools.convert(make("accelerate-fsdp2").source, tmp_path / "out", to="dcp", state="model", world_size=1)
-    assert names(tmp_path / "out") == {".metadata", "__0_0.distcp"}
-
-
-@pytest.mark.parametrize("kind", ["accelerate-fsdp2", "lightning-fsdp"])
-def test_such_a_folder_is_replaced_by_another(kind, tmp_path):
-    made = make(kind)
-    for world_size in (3, 1):
-        ckpt_tools.reshard(made.source, tmp_path / "out", world_size=world_size, overwrite=True)
-        assert ckpt_tools.inspect(tmp_path / "out").world_size == world_size
-    (tmp_path / "out" / "mine.txt").write_text("mine")
-    with pytest.raises(ckpt_tools.CkptError, match=r"mine\.txt"):
-        ckpt_tools.reshard(made.source, tmp_path / "out", world_size=2, overwrite=True)
-
-
-FOREIGN = [name for name, layout in layouts().items() if layout.family == FAMILY and layout.opens_as is not None]
-
-
-TARGETS = ("dcp", "zero3", "universal")
-CELLS = {f"{name} {to}": (name, to) for name in FOREIGN for to in TARGETS}
-IN_TURN = {f"{name} {TARGETS[number % 3]}" for number, name in enumerate(FOREIGN)}
-
-
-@pytest.mark.parametrize("cell", tiered(CELLS, test=(), extended=IN_TURN))
-def test_it_is_written_as_anything_else(cell, tmp_path):
-    name, to = CELLS[cell]
-    source = make(name).source
-    ckpt_tools.convert(source, tmp_path / "out", to=to, **for_ranks(to, 3))
-    if to == "dcp":
-        assert contents(tmp_path / "out")[1] == contents(source)[1]
-    else:
-        assert ckpt_tools.verify(source, tmp_path / "out").equal
-
-
 def test_olmo_core_takes_the_state_of_rank_0_where_a_rank_has_none(tmp_path):
     report = ckpt_tools.reshard(make("olmo-core").source, tmp_path / "out", world_size=3)
     small = {name for name in names(tmp_path / "out") if not name.startswith("model_and_optim")}
@@ -155,20 +112,3 @@ def test_the_halves_of_automodel_are_written_as_one(tmp_path):
     assert contents(tmp_path / "out")[1] == wanted
     with pytest.raises(UsageError, match="has no world size to change"):
         ckpt_tools.reshard(source, tmp_path / "again", world_size=3)
-
-
-@pytest.mark.parametrize("lost", ["model/shard-00001*", "optim/__1_0.distcp", "optim/.metadata"])
-def test_a_lost_half_is_missed(lost, tmp_path):
-    shutil.copytree(make("automodel").folder, tmp_path / "in")
-    (path,) = (tmp_path / "in").glob(f"*/{lost}")
-    path.unlink()
-    with pytest.raises(CkptError):
-        contents(tmp_path / "in")
-
-
-def test_a_damaged_file_of_a_half_is_named(tmp_path):
-    shutil.copytree(make("automodel").folder, tmp_path / "in")
-    (path,) = (tmp_path / "in").glob("*/model/shard-00001*")
-    path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(CkptError, match="epoch_0_step_3/model/shard-00001"):
-        contents(tmp_path / "in")

@@ -88,17 +88,6 @@ def test_it_verifies_by_itself(name):
     assert report.equal, [str(each) for each in report.differences[:4]]
 
 
-def test_names_are_the_sources_or_the_bare_ones(tmp_path):
-    """All names of this layout begin with ``module.``, which only a conversion of weights takes away."""
-    source = make("megatron-fsdp-weights").source
-    bare: Any = {"state": "model"}
-    ckpt_tools.convert(source, tmp_path / "whole", to="dcp", rename=r"module\.=wrapped.")
-    assert ckpt_tools.verify(source, tmp_path / "whole", rename=r"module\.=wrapped.").equal
-    ckpt_tools.convert(source, tmp_path / "weights", to="dcp", **bare)
-    assert ckpt_tools.verify(source, tmp_path / "weights", **bare).equal
-    assert ckpt_tools.verify(source, tmp_path / "weights").equal
-
-
 def test_a_tensor_in_an_entry_is_compared_in_its_place(tmp_path):
     """Megatron's own object has another name for it."""
 
