@@ -121,8 +121,3 @@ def test_an_unknown_name_names_the_nearest(plugin):
     plugin("mine", **{"my-mixture": moe.RECIPE})
     with pytest.raises(UsageError, match=r"there is no recipe 'my-mixtur'; the nearest are my-mixture"):
         load_recipe("my-mixtur")
-
-
-@pytest.mark.parametrize("words", [["recipes", "--json", "show", "x"], ["recipes", "x"], ["recipes", "show"]])
-def test_words_that_do_not_fit_are_usage_errors(words):
-    assert CliRunner().invoke(group, words).exit_code == 2

@@ -189,55 +189,6 @@ def test_torchtitans_gpt_oss_is_transposed(spelling):
 P = "model.layers.0."
 
 
-def test_automodels_experts():
-    arrays = {
-        key(f"{P}mlp.experts.gate_and_up_projs"): numbers(3, 16, 10),
-        key(f"{P}mlp.experts.down_projs"): numbers(3, 5, 16, seed=1),
-        key(f"{P}mlp.gate.weight"): numbers(3, 16, seed=2),
-    }
-    first, second, _ = arrays.values()
-    found = both_ways("automodel_qwen3_moe", arrays, {"num_experts": 3})
-    for expert in range(3):
-        names = (f"{P}mlp.experts.{expert}.{name}_proj.weight" for name in ("gate", "up", "down"))
-        gate, up, down = (found[name] for name in names)
-        assert same(gate, np.ascontiguousarray(first[expert, :, :5].T))
-        assert same(up, np.ascontiguousarray(first[expert, :, 5:].T))
-        assert same(down, np.ascontiguousarray(second[expert].T))
-
-
-def test_automodels_gpt_oss_has_other_names_alone():
-    names = ("gate.weight", "gate.bias", "experts.gate_and_up_projs", "experts.down_projs", "experts.down_proj_bias")
-    arrays = {key(f"{P}mlp.{name}"): numbers(3, 4, seed=seed) for seed, name in enumerate(names)}
-    found = both_ways("automodel_gpt_oss", arrays, {})
-    assert [name.removeprefix(f"{P}mlp.") for name in found] == [
-        *("router.weight", "router.bias", "experts.gate_up_proj", "experts.down_proj", "experts.down_proj_bias")
-    ]
-
-
-@pytest.mark.parametrize(("recipe", "gate", "bias", "experts", "config"), [
-    ("prime_rl_glm4_moe", *("mlp.gate.weight", "mlp.gate.e_score_correction_bias", "mlp.experts.{}.{}_proj.weight",
-        "n_routed_experts")),
-    ("prime_rl_minimax_m2", *("block_sparse_moe.gate.weight", "block_sparse_moe.e_score_correction_bias"),
-        *("block_sparse_moe.experts.{}.{}.weight", "num_local_experts")),
-    ("prime_rl_afmoe", "mlp.router.gate.weight", "mlp.expert_bias", "mlp.experts.{}.{}_proj.weight", "num_experts"),
-])  # fmt: skip
-def test_prime_rls_experts(recipe, gate, bias, experts, config):
-    arrays = {
-        key(f"{P}mlp.router.gate.weight"): numbers(3, 16),
-        key(f"{P}mlp.expert_bias"): numbers(3, seed=1),
-        key(f"{P}mlp.experts.w1"): numbers(3, 5, 16, seed=2),
-        key(f"{P}mlp.experts.w2"): numbers(3, 16, 5, seed=3),
-        key(f"{P}mlp.experts.w3"): numbers(3, 5, 16, seed=4),
-    }
-    found = both_ways(recipe, arrays, {config: 3})
-    assert same(found[P + gate], arrays[key(f"{P}mlp.router.gate.weight")])
-    assert same(found[P + bias], arrays[key(f"{P}mlp.expert_bias")])
-    names = {"w1": "gate", "w2": "down", "w3": "up"} if "_proj" in experts else {"w1": "w1", "w2": "w2", "w3": "w3"}
-    for number, name in names.items():
-        for expert in range(3):
-            assert same(found[P + experts.format(expert, name)], arrays[key(f"{P}mlp.experts.{number}")][expert])
-
-
 def test_olmo_cores_experts_are_below_each_other():
     block = "blocks.0.feed_forward_moe."
     layer = {f"attention.{name}.weight": (16, 16) for name in ("w_q", "w_k", "w_v", "w_out")}

@@ -7,7 +7,6 @@ order, and is compared with ``BOUND``; torch's fused inference attention is off,
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -26,7 +25,6 @@ from transformers import ViTConfig, ViTForImageClassification, ViTModel
 
 import ckpt_tools
 from ckpt_tools.errors import CkptError
-from training.models.image_models import build_model
 
 pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.extended]
 
@@ -171,16 +169,6 @@ def test_the_other_library_gives_the_same_logits(way, ending, tmp_path):
     assert (logits(found) - wanted).abs().max() <= bound * wanted.abs().max()
 
 
-@pytest.mark.parametrize("way", DIRECTIONS, ids=str)
-def test_there_and_back_is_the_same_file(way, tmp_path):
-    model = randomized(BUILD[way.source]())
-    state = hub_state(model, tmp_path / "hub") if way.source == "hub" else model.state_dict()
-    save_file(dict(state), tmp_path / "first.safetensors")
-    convert(tmp_path / "first.safetensors", tmp_path / "there.safetensors", way)
-    convert(tmp_path / "there.safetensors", tmp_path / "back.safetensors", way.inverse)
-    assert_same(load_file(tmp_path / "back.safetensors"), state)
-
-
 def test_the_three_recipes_agree(tmp_path):
     model = randomized(of_timm())
     save_file(model.state_dict(), tmp_path / "0.safetensors")
@@ -238,75 +226,14 @@ def test_training_continues_in_the_other_library(way, tmp_path):
     assert [step(other, others_optimizer) for _ in range(3)] == pytest.approx(losses, rel=BOUND)
 
 
-@pytest.mark.parametrize("library", ["timm", "torchvision"])
-def test_moments_of_a_fused_weight_follow_its_three_parts(library, tmp_path):
-    way = next(way for way in DIRECTIONS if str(way) == f"{library}-hub")
-    model = randomized(BUILD[library]())
-    tree = saved_training(model, trained(model), tmp_path / "source")
-    convert(tmp_path / "source", tmp_path / "hub", way, to="dcp")
-    fused = "blocks.1.attn.qkv." if library == "timm" else "encoder.layers.encoder_layer_1.self_attention.in_proj_"
-    wanted = {
-        f"vit.encoder.layer.1.attention.attention.{part}.{kind}": {
-            slot: whole.chunk(3)[index] if whole.ndim else whole
-            for slot, whole in tree["optim"]["state"][fused + kind].items()
-        }
-        for index, part in enumerate(("query", "key", "value"))
-        for kind in ("weight", "bias")
-    }
-    found = {name: {slot: torch.full_like(each, -1) for slot, each in state.items()} for name, state in wanted.items()}
-    dcp.load({"optim": {"state": found}}, checkpoint_id=tmp_path / "hub", no_dist=True)
-    for name, state in wanted.items():
-        assert {"exp_avg", "exp_avg_sq", "step"} <= state.keys()
-        assert all(torch.equal(found[name][slot], each) for slot, each in state.items()), name
-    convert(tmp_path / "hub", tmp_path / "back", way.inverse, to="dcp")
-    assert ckpt_tools.verify(tmp_path / "source", tmp_path / "back").equal
-
-
-# Variants
-
-
-def test_a_model_without_a_head_and_one_without_biases_of_qkv(tmp_path):
-    model = randomized(of_timm(num_classes=0, qkv_bias=False))
-    source = saved("timm", model, tmp_path / "source")
-    config(qkv_bias=False).save_pretrained(tmp_path / "config")
-    ckpt_tools.convert(source, tmp_path / "out", to="safetensors", config=tmp_path / "config", recipe="vit_timm")
-    bare, info = ViTModel.from_pretrained(tmp_path / "out", add_pooling_layer=False, output_loading_info=True)
-    assert not any(info.values()), info
-    images = torch.randn(3, 3, IMAGE, IMAGE)
-    with torch.no_grad():
-        assert torch.equal(bare.eval()(images).last_hidden_state, model.forward_features(images))
-
-
-def test_the_demos_model_is_one_of_torchvision(tmp_path):
-    model = randomized(build_model())
-    assert isinstance(model, VisionTransformer)
-    its = {"image_size": 28, "patch_size": 7, "num_channels": 1, "num_hidden_layers": 10, "num_attention_heads": 2}
-    config(**its, hidden_size=128, intermediate_size=128, num_labels=10).save_pretrained(tmp_path / "config")
-    source = saved("torchvision", model, tmp_path / "source")
-    ckpt_tools.convert(source, tmp_path / "hub", to="safetensors", config=tmp_path / "config", recipe="vit_torchvision")
-    images = torch.randn(3, 1, 28, 28)
-    wanted = logits(model, images)
-    found = logits(loaded_from_hub(tmp_path / "hub"), images)
-    assert (found - wanted).abs().max() <= BOUND * wanted.abs().max()
-    ckpt_tools.convert(tmp_path / "hub", tmp_path / "back.pt", recipe="vit_torchvision", inverse=True)
-    back = build_model()
-    back.load_state_dict(torch.load(tmp_path / "back.pt"))
-    assert torch.equal(logits(back, images), wanted)
-
-
 # What is refused
 
 REFUSED: dict[str, tuple[str, dict[str, Any], dict[str, Any] | None, str]] = {
     "another image size": ("vit_timm", {}, {"image_size": 32}, "pos_embed"),
-    "another patch size": ("vit_timm", {}, {"patch_size": 8, "image_size": 32}, "patch_embed.proj.weight"),
     "another width": ("vit_timm", {}, {"hidden_size": 32}, "cls_token"),
-    "another number of channels": ("vit_timm", {}, {"num_channels": 1}, "patch_embed.proj.weight"),
     "register tokens": ("vit_timm", {"reg_tokens": 4}, None, "reg_token"),
     "layer scale": ("vit_timm", {"init_values": 1e-5}, None, "blocks.0.ls1.gamma"),
-    "norms of q and k": ("vit_timm", {"qk_norm": True}, None, "blocks.0.attn.q_norm.weight"),
     "the norm of an average": ("vit_timm", {"global_pool": "avg"}, None, "fc_norm"),
-    "register tokens, to torchvision": ("vit_timm_torchvision", {"reg_tokens": 4}, None, "reg_token"),
-    "layer scale, to torchvision": ("vit_timm_torchvision", {"init_values": 1e-5}, None, "blocks.0.ls1.gamma"),
     "a representation layer": ("vit_torchvision", {"representation_size": 7}, None, "heads.pre_logits"),
 }
 """The recipe, changes of the model and those of a config.json, and what the sentence names."""
@@ -338,31 +265,3 @@ def test_the_hubs_pooler_is_dropped_and_named(tmp_path):
     images = torch.randn(3, 3, IMAGE, IMAGE)
     with torch.no_grad():
         assert torch.equal(found.eval().forward_features(images), model.eval()(images).last_hidden_state)
-
-
-def test_names_of_an_old_torchvision_and_of_a_bare_model_are_renamed_first(tmp_path):
-    model = randomized(of_torchvision())
-    old = {
-        re.sub("mlp.([03])", lambda at: {"0": "mlp.linear_1", "3": "mlp.linear_2"}[at[1]], name): weight
-        for name, weight in model.state_dict().items()
-    }
-    of_torchvision().load_state_dict(old)
-    torch.save(old, tmp_path / "old.pt")
-    rename = [r"mlp\.linear_1=mlp.0", r"mlp\.linear_2=mlp.3"]
-    ckpt_tools.convert(tmp_path / "old.pt", tmp_path / "new.pt", rename=rename)
-    assert torch.load(tmp_path / "new.pt").keys() == model.state_dict().keys()
-    bare = randomized(ViTModel(config(), add_pooling_layer=False))
-    bare.save_pretrained(tmp_path / "bare")
-    ckpt_tools.convert(tmp_path / "bare", tmp_path / "named.safetensors", rename=["^=vit."])
-    ckpt_tools.convert(tmp_path / "named.safetensors", tmp_path / "timm.pt", recipe="vit_timm", inverse=True)
-    of_timm(num_classes=0).load_state_dict(torch.load(tmp_path / "timm.pt"))
-
-
-def test_a_state_dict_of_transformers_5_takes_two_steps(tmp_path):
-    model = randomized(BUILD["hub"]())
-    torch.save(model.state_dict(), tmp_path / "live.pt")
-    ckpt_tools.convert(tmp_path / "live.pt", tmp_path / "hub.safetensors", recipe="vit")
-    ckpt_tools.convert(tmp_path / "hub.safetensors", tmp_path / "timm.pt", recipe="vit_timm", inverse=True)
-    found = of_timm()
-    found.load_state_dict(torch.load(tmp_path / "timm.pt"))
-    assert torch.equal(logits(found), logits(model))
