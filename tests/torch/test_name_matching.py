@@ -58,24 +58,6 @@ def test_state_options_and_entries(name, entry):
     assert match is not None and match.entry == entry
 
 
-def test_the_longest_name_is_the_weight():
-    names = job_names("weight", "head.weight")
-    match = names.find("app.model.head.weight")
-    assert match is not None and match.entry == "app.model.head.weight"
-
-
-def test_names_that_the_checkpoint_lacks():
-    names = job_names("w")
-    assert names.find("app.model.v") is None
-    assert names.find("app.optim.state.w.exp_avg") is None
-
-
-def test_a_plan_that_agrees_on_its_prefixes():
-    names = job_names("w", "v")
-    names.check(["app.model.w", "app.model.v", "app.optim.state.w.step", "app.epoch", "app.model.unknown"])
-    names.check(["model.w", "optim.state.w.step", "epoch"])
-
-
 def test_two_models_need_a_choice():
     names = job_names("w", "v")
     with pytest.raises(UsageError, match="job_model_key"):
