@@ -44,12 +44,6 @@ def test_a_scheduler_and_counts_are_read(beside):
     assert manifest.step == 7
 
 
-@pytest.mark.parametrize("kind", ["zero1-fp32", "zero3-bf16"])
-def test_a_checkpoints_own_files_are_not_noted(kind, checkpoint):
-    """A rank's model file of ZeRO-3 holds no tensor."""
-    assert [note for note in read(checkpoint(kind, "awkward", 2).checkpoint).notes if "not read" in note.why] == []
-
-
 @pytest.mark.parametrize("name", ["rng_state_0.pth", "random_states_1.pkl", "optimizer_1.bin"])
 def test_what_is_not_read_is_noted(name, beside, tmp_path):
     (beside / name).write_bytes(b"anything")
@@ -69,12 +63,6 @@ def test_a_damaged_companion_does_not_keep_the_model_from_being_read(beside):
     (note,) = read(beside).notes
     assert note.what == "scheduler.bin"
     assert "cannot be read" in note.why
-
-
-@pytest.mark.parametrize("kind", ["fsdp2-lightning", "fsdp2-accelerate"])
-def test_what_the_tools_themselves_wrote(kind, checkpoint):
-    extra = read(checkpoint(kind, "awkward", 2).checkpoint).extra
-    assert extra["lr_scheduler"]["last_epoch"] == 4
 
 
 def test_the_trainer_of_transformers(checkpoint):
@@ -101,13 +89,6 @@ def test_arguments_are_named_as_in_config_json(tmp_path):
         "head_dim": 2,
         "tie_word_embeddings": False,
     }
-
-
-def test_attention_that_is_not_grouped_has_as_many_groups_as_heads(tmp_path):
-    args = {**ARGS, "group_query_attention": False, "num_query_groups": 1}
-    found = own_config(open_source(tmp_path, None), manifest(args))
-    assert found is not None
-    assert found["num_key_value_heads"] == 4
 
 
 BRIDGE = """
@@ -137,8 +118,3 @@ def test_text_that_is_not_yaml_is_named(text, tmp_path):
     (tmp_path / "run_config.yaml").write_text(text)
     with pytest.raises(MalformedError, match=r"run_config\.yaml: it is not YAML"):
         own_config(open_source(tmp_path, None), Manifest("megatron", {}))
-
-
-def test_nothing_said_is_nothing_known(tmp_path):
-    (tmp_path / "run_config.yaml").write_text("model: [1, 2]")
-    assert own_config(open_source(tmp_path, None), Manifest("dcp", {})) is None

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +9,12 @@ import fsspec
 import pytest
 import torch
 import transformers
-from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
-from torch.distributed import checkpoint
 
 import ckpt_tools
-from ckpt_tools.cli.main import group
 from ckpt_tools.core.notes import Outcome
-from ckpt_tools.errors import CkptError, DestinationExistsError, UsageError
-from tests.inference.tiny_models import save_image_model, save_text_model, save_writer
+from ckpt_tools.errors import CkptError, UsageError
+from tests.inference.tiny_models import save_writer
 
 TOKENIZER = {"tokenizer.json", "tokenizer_config.json"}
 
@@ -123,44 +119,6 @@ def test_a_model_that_is_not_quantized_does_not_say_so(llama, tmp_path):
     assert [note.why for note in report.notes if "quantization" in note.what] == ["no weight is quantized"]
 
 
-def test_a_folder_of_the_user_wins(llama, tmp_path):
-    run = sharded(llama, tmp_path / "run")
-    companions(save_text_model(tmp_path / "other"), run)
-    words = ["convert", run, tmp_path / "out", "--to=safetensors", f"--config={llama}"]
-    done = CliRunner().invoke(group, [*map(str, words)])
-    assert done.exit_code == 0, done.output
-    assert_whole(tmp_path / "out", llama)
-    ckpt_tools.consolidate(run, tmp_path / "again", config=llama)
-    assert_whole(tmp_path / "again", llama)
-
-
-@pytest.mark.parametrize("model", ["image", "text"])
-def test_models_of_images_and_texts_come_out_whole(model, tmp_path):
-    source = (save_image_model if model == "image" else save_text_model)(tmp_path / "source")
-    run = sharded(source, tmp_path / "run", "zero3")
-    companions(source, run)
-    ckpt_tools.convert(run, tmp_path / "out", to="safetensors")
-    task = "image-classification" if model == "image" else "text-classification"
-    asked: Any = torch.zeros(3, 40, 40) if model == "image" else "a good film"
-    ours, theirs = (transformers.pipeline(task, str(path), device="cpu") for path in (tmp_path / "out", source))
-    assert ours(asked) == theirs(asked)
-
-
-def test_a_model_that_was_saved_under_the_names_of_its_modules_is_opened(tmp_path):
-    """As a training loop saves it with DCP; transformers has other names in its own files for this class."""
-    source = save_image_model(tmp_path / "source")
-    own = transformers.AutoModelForImageClassification.from_pretrained(source)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        checkpoint.save({"model": own.state_dict()}, checkpoint_id=tmp_path / "run", no_dist=True)
-    ckpt_tools.convert(tmp_path / "run", tmp_path / "out", to="safetensors", config=source)
-    made, report = transformers.AutoModelForImageClassification.from_pretrained(
-        tmp_path / "out", output_loading_info=True
-    )
-    assert not any(report.values())
-    assert all(torch.equal(tensor, own.state_dict()[name]) for name, tensor in made.state_dict().items())
-
-
 def test_a_remote_folder_is_carried_to_a_remote_folder(llama, tmp_path):
     fs = fsspec.filesystem("memory")
     for file in llama.iterdir():
@@ -174,16 +132,6 @@ def test_a_remote_folder_is_carried_to_a_remote_folder(llama, tmp_path):
         fs.get(f"/carried/{name}/", f"{tmp_path / name}/", recursive=True)
     for name in ("out", "file", "named"):
         assert_whole(tmp_path / name, llama)
-
-
-def test_a_replaced_folder_gets_the_new_files_and_keeps_a_config_for_which_there_is_none(llama, tmp_path):
-    ckpt_tools.convert(llama, tmp_path / "out", to="safetensors")
-    ckpt_tools.convert(llama, tmp_path / "out", to="safetensors", dtype="float32", overwrite=True)
-    assert config_in(tmp_path / "out")["dtype"] == "float32"
-    (tmp_path / "bare").mkdir()
-    shutil.copy(llama / "model.safetensors", tmp_path / "bare" / "weights.safetensors")
-    with pytest.raises(DestinationExistsError, match="not part of its checkpoint"):
-        ckpt_tools.convert(tmp_path / "bare", tmp_path / "out", to="safetensors", overwrite=True)
 
 
 @pytest.mark.parametrize("dst", ["model.safetensors", "model.pt"])
@@ -278,16 +226,3 @@ def test_verify_compares_the_files_of_a_model(llama, tmp_path):
     }
     (out / "config.json").unlink()
     assert ckpt_tools.verify(source, out, dtype="float32").differences[0].what == "missing"
-
-
-def test_files_of_any_name_and_in_folders_of_a_model_are_named(llama, tmp_path):
-    source = shutil.copytree(llama, tmp_path / "source")
-    (source / "None").write_text("x")
-    for name in ("1_Pooling/config.json", "onnx/model.onnx"):
-        (source / name).parent.mkdir()
-        (source / name).write_text("{}")
-    dropped = [n for n in ckpt_tools.plan(source, tmp_path / "out", to="dcp").notes if n.outcome is Outcome.DROPPED]
-    assert any("None" in note.what.split(", ") for note in dropped)
-    notes = ckpt_tools.convert(source, tmp_path / "out", to="safetensors").notes
-    [note] = [note for note in notes if "1_Pooling/config.json" in note.what]
-    assert note.outcome is Outcome.DROPPED and note.count == 2 and "onnx/model.onnx" in note.what

@@ -1,7 +1,5 @@
 """One file of a checkpoint is refused by every verb with the folder to name, and never read as though it were all."""
 
-import shutil
-
 import numpy as np
 import pytest
 import torch
@@ -10,7 +8,7 @@ from safetensors.torch import save_file
 import ckpt_tools
 from ckpt_tools.core.notes import Outcome
 from ckpt_tools.core.options import ReadOptions
-from ckpt_tools.errors import CkptError, LossError, UnsupportedError
+from ckpt_tools.errors import LossError
 from ckpt_tools.formats.index import all_formats
 from ckpt_tools.runs.opening import read_checkpoint
 from fixtures.corpus import make
@@ -18,29 +16,22 @@ from tests.support.every_verb import READING, USING, refusal
 
 FILES = [
     ("deepspeed-zero1-bf16", "**/*_optim_states.pt", 1),
-    ("deepspeed-zero1-bf16", "**/mp_rank_00_model_states.pt", 1),
     ("deepspeed-zero3-bf16", "**/zero_pp_rank_0_*_model_states.pt", 1),
     ("deepspeed-pipeline-bf16", "**/layer_*-model_states.pt", 1),
     ("deepspeed-universal", "**/zero/*/fp32.pt", 3),
     ("dcp", "__0_0.distcp", 1),
     ("dcp-alone", "__0.metadata", 1),
     ("accelerate-fsdp2", "pytorch_model_fsdp_0/__0_0.distcp", 2),
-    ("accelerate-fsdp2", "optimizer_0/__0_0.distcp", 2),
     ("accelerate-fsdp2", "random_states_0.pkl", 1),
     ("accelerate-ranks", "pytorch_model_fsdp*_rank0.bin", 1),
     ("megatron", "**/common.pt", 1),
     ("verl", "**/model_world_size_2_rank_0.pt", 1),
     ("hf-pretrained-sharded", "model-00001-of-*.safetensors", 1),
-    ("bin-shards", "*-00001-of-*.bin", 1),
     ("gguf-split", "*-00001-of-*.gguf", 1),
     ("hf-trainer", "**/optimizer.pt", 1),
     ("hf-trainer", "**/scheduler.pt", 1),
-    ("hf-trainer", "**/rng_state.pth", 1),
-    ("hf-trainer", "**/training_args.bin", 1),
     ("hf-trainer", "**/trainer_state.json", 1),
     ("orbax", "**/manifest.ocdbt", None),
-    ("orbax", "**/_METADATA", None),
-    ("orbax-manager", "run/5/_CHECKPOINT_METADATA", None),
     ("orbax-zarr", "**/.zarray", None),
 ]
 """Layout, file, and how many folders above it the one to name is; None where that is the layout's source."""
@@ -80,17 +71,6 @@ def test_a_shard_is_read_by_itself_if_its_format_is_named_and_never_in_silence(t
     assert not (tmp_path / "out.safetensors").exists()
 
 
-def test_a_run_without_zero_is_one_file():
-    """With one rank of model parallelism it holds the whole state."""
-    file = min(make("deepspeed-stage0-bf16").folder.rglob("mp_rank_00_model_states.pt"))
-    assert ckpt_tools.inspect(file).format == "zero0"
-
-
-def test_one_of_one_shard_is_the_whole(tmp_path):
-    shutil.copy(make("safetensors").folder.glob("*.safetensors").__next__(), tmp_path / "m-00001-of-00001.safetensors")
-    assert ckpt_tools.inspect(tmp_path / "m-00001-of-00001.safetensors").num_tensors
-
-
 def test_a_file_without_tensors_is_shown_and_not_used(tmp_path):
     source = tmp_path / "in.safetensors"
     save_file({}, source)
@@ -98,18 +78,6 @@ def test_a_file_without_tensors_is_shown_and_not_used(tmp_path):
         verb(source, tmp_path / "out", {})
     code, sentence = refusal(source, tmp_path / "out", {k: v for k, v in USING.items() if k != "reshard"})
     assert (code, sentence) == (4, "in.safetensors: it holds no tensors")
-
-
-def test_a_torch_file_without_tensors_is_refused(tmp_path):
-    torch.save({}, tmp_path / "in.pt")
-    code, sentence = refusal(tmp_path / "in.pt", tmp_path / "out")
-    assert code == 4 and "no tensors" in sentence
-
-
-def test_an_optimizer_alone_makes_no_model(tmp_path):
-    with pytest.raises(UnsupportedError, match="holds no weights"):
-        ckpt_tools.consolidate(make("accelerate-fsdp2").folder / "optimizer_0", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 READERS = {"torch": "torch", "torch before 1.6": "torch", "safetensors": "safetensors", "npz": "npz", "gguf": "gguf"}
@@ -143,29 +111,6 @@ def test_a_file_without_an_ending(kind, from_, files, tmp_path):
     assert code in (3, 4) and "0 tensors" not in sentence
 
 
-@pytest.mark.parametrize("from_", [None, *FORMATS])
-def test_a_torch_file_with_the_name_of_lightnings(from_, files, tmp_path):
-    (tmp_path / "meta.pt").write_bytes(files["torch"])
-    if from_ in (None, "torch"):
-        assert ckpt_tools.inspect(tmp_path / "meta.pt", from_=from_).num_tensors == 1
-        return
-    assert refusal(tmp_path / "meta.pt", tmp_path / "out", from_=from_)[0] in (3, 4)
-
-
-@pytest.mark.extended
-def test_lightnings_own_is_one_file_of_a_checkpoint(tmp_path):
-    shutil.copytree(make("lightning-model-parallel").folder, tmp_path / "run")
-    (meta,) = (tmp_path / "run").rglob("meta.pt")
-    assert "this is one file of a checkpoint" in refusal(meta, tmp_path / "out")[1]
-
-
-def test_a_folder_without_a_file_of_the_named_format(tmp_path):
-    for name in ("a.pt", "b.pt"):
-        torch.save({"w": torch.ones(2)}, tmp_path / name)
-    with pytest.raises(CkptError, match="there is no file of safetensors in"):
-        ckpt_tools.inspect(tmp_path, from_="safetensors")
-
-
 POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'4d' * 32}\nsize 12345\n"
 PAGE = "\n<!DOCTYPE html><html>Sign in</html>"
 ENDINGS = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".gguf", ".npz", "")
@@ -177,12 +122,6 @@ def test_what_a_download_left_in_the_place_of_a_file(text, wanted, ending, tmp_p
     (tmp_path / f"model{ending}").write_text(text)
     for src in (tmp_path, tmp_path / f"model{ending}"):
         assert wanted in refusal(src, tmp_path.parent / f"{tmp_path.name}-out")[1]
-
-
-def test_pointers_in_the_place_of_shards(tmp_path):
-    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "x.safetensors"}}')
-    (tmp_path / "x.safetensors").write_text(POINTER)
-    assert "x.safetensors: it is a Git LFS pointer" in refusal(tmp_path, tmp_path.parent / f"{tmp_path.name}-out")[1]
 
 
 @pytest.mark.parametrize("ending", [".safetensors", ".gguf", ".npz", ""])

@@ -1,6 +1,5 @@
 """A folder with several checkpoints: the others are no part of the one that is meant, and change nothing about it."""
 
-import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -172,14 +171,3 @@ def test_a_model_above_the_checkpoints_of_its_run_takes_nothing_from_them(tmp_pa
     (run / "best").mkdir()
     shutil.copy(run / "checkpoint-2" / "scheduler.pt", run / "best")
     assert [note.what for note in ckpt_tools.inspect(run).notes] == ["best/scheduler.pt"]
-
-
-def test_steps_in_two_formats_are_several_checkpoints(tmp_path):
-    run = tmp_path / "run"
-    LAYOUTS["torchtitan"].lay(run)
-    shutil.rmtree(run / "step-6")
-    (run / "step-6").mkdir()
-    save_file({"w": torch.zeros(2)}, run / "step-6" / "model.safetensors")
-    said = r"\(step-6, step-3\); name the folder of one, or write " + re.escape(f"{run}@latest")
-    with pytest.raises(SeveralCheckpointsError, match=said):
-        ckpt_tools.inspect(run)
