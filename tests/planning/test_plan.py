@@ -1,6 +1,5 @@
 """Tasks cover an output once, and hits find every element of it, judged by indexing numpy arrays."""
 
-import time
 from itertools import chain, pairwise
 from math import prod
 from typing import Any
@@ -116,11 +115,6 @@ class TestTasks:
         assert list(plan.tasks()) == [Task(0, 0, 0, 0), Task(1, 0, 0, 0)]
         assert plan.figures() == Figures({"a": 0, "b": 0}, frozenset(), num_tasks=2, bytes_read=0, bytes_written=0)
 
-    def test_an_odd_header_shifts_the_cuts_to_elements(self):
-        payload = Payload(KEY, Box((0,), (8,)), (8,), DType.COMPLEX128)
-        plan = plan_of((FileLayout("f", (Literal(b"abc"), payload)),), 40)
-        assert [(task.start, task.stop) for task in plan.tasks()] == [(0, 35), (35, 67), (67, 99), (99, 131)]
-
 
 RULES = CopyRules(min_bytes=500, max_parts=100)
 
@@ -187,11 +181,6 @@ class TestCopies:
     def test_what_is_not_stored_as_it_is_written_is_cut_as_ever(self, why):
         entry, segments = AS_EVER[why]
         assert cut(entry, *segments) == cut(entry, *segments, rules=None)
-
-    def test_rows_of_a_shard_of_columns_are_no_runs_but_whole_shards_are(self):
-        boxes = [Box((0, 0), (120, 5)), Box((120, 0), (260, 3)), Box((120, 3), (260, 5)), Box((260, 0), (380, 5))]
-        entry = stored_as(DType.UINT8, *((box, 0) for box in boxes))
-        assert cut(entry, whole_of(entry)) == [600, 1300, 1900]
 
     def test_a_file_of_too_many_parts_is_cut_as_ever(self):
         assert cut(OF_ROWS, whole_of(OF_ROWS), rules=CopyRules(500, max_parts=3)) == [600, 1300, 1900]
@@ -277,18 +266,6 @@ class TestHits:
         assert first == FlatHit(ByteRange("f", 4000, 4004), Framing.RAW, DType.UINT8, 4, start=2, stop=4, into=0)
         assert last == FlatHit(ByteRange("f", 4004, 4008), Framing.RAW, DType.UINT8, 4, start=0, stop=2, into=2)
 
-    def test_of_a_parameter_that_many_ranks_share_only_the_near_intervals_are_unfolded(self):
-        table = self.intervals(10_000, 64)
-
-        def found(start: int, stop: int) -> tuple[list[int], float]:
-            began = time.thread_time()
-            each = hits(table, Box((0, 3), (10_000, 5)), (10_000, 64), start, stop)
-            return [hit.at.start for hit in each], time.thread_time() - began
-
-        near, seconds = min((found(8000, 8006) for _ in range(3)), key=lambda each: each[1])
-        assert near == [64 * row for row in (4000, 4001, 4002)]
-        assert seconds < found(0, 20_000)[1] / 20, "it takes a thousandth"
-
 
 def manifest_of(num_tensors: int, shards_each: int = 1) -> Manifest:
     shards = [Shard(Box((i,), (i + 1,)), ByteRange("f", 4 * i, 4 * i + 4)) for i in range(shards_each)]
@@ -316,11 +293,6 @@ class TestBudget:
         assert plan.peak_memory_bytes <= budget
         assert MIN_TASK_BYTES <= plan.task_bytes <= MAX_TASK_BYTES
         assert plan.task_bytes % MIN_TASK_BYTES == 0
-
-    def test_it_is_used_up_to_the_largest_useful_task(self):
-        smaller, larger = planned(memory_bytes=50 * MIB), planned()
-        assert smaller.task_bytes < larger.task_bytes == MAX_TASK_BYTES
-        assert 50 * MIB - smaller.peak_memory_bytes < 2 * 3 * MIN_TASK_BYTES
 
     def test_one_that_cannot_be_met_is_refused_with_the_one_that_can(self):
         manifest = manifest_of(5, shards_each=1000)
