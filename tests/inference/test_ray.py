@@ -5,8 +5,6 @@ import json
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -46,15 +44,6 @@ def test_the_batch_command_writes_the_same_file(dcp, cluster, tmp_path):
     for name, options in (("here", ON_RAY[2:]), ("ray", ON_RAY)):
         predicted(dcp, "digits", tmp_path / f"{name}.jsonl", *options)
     assert (tmp_path / "ray.jsonl").read_bytes() == (tmp_path / "here.jsonl").read_bytes()
-
-
-@pytest.mark.soak
-def test_the_batch_command_starts_and_ends_its_own_cluster(dcp, tmp_path):
-    here = predicted(dcp, "digits", tmp_path / "here.jsonl", *ON_RAY[2:])
-    command = [sys.executable, "-m", "inference.batch", "--model", dcp, "--input=digits", *ON_RAY, "--quiet"]
-    done = subprocess.run([*command, f"--output={tmp_path / 'ray.jsonl'}"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert [json.loads(line) for line in (tmp_path / "ray.jsonl").read_text().splitlines()] == here
 
 
 @pytest.fixture(scope="module")
@@ -109,13 +98,6 @@ def test_the_figures_are_those_of_all_replicas(client):
 
     wait_until(lambda: counted().keys() == {"0", "1"} and sum(counted().values()) == NUM_CONNECTIONS)
     assert min(counted().values()) > 0
-
-
-def test_models_do_not_change(client):
-    for verb in ("load", "unload"):
-        answer = client.post(f"/v2/repository/models/m/{verb}")
-        told = "models cannot be loaded and unloaded: the service has no --model-control explicit"
-        assert (answer.status_code, answer.json()) == (400, {"error": told})
 
 
 def test_a_new_checkpoint_is_rolled_out_and_no_request_is_lost(

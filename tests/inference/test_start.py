@@ -1,35 +1,26 @@
 """Both commands before their work begins: options are checked without torch, no value may be empty, a missing package
 is one sentence, and names of tensors can be changed. And the network of the documentation."""
 
-import gc
-import inspect
 import json
 import re
 import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from fastapi.testclient import TestClient
 from PIL import Image
 from safetensors.torch import save_file
 from torch import nn
 
-import inference
-from ckpt_tools.errors import UsageError
 from inference import demo
 from inference.batch import __main__ as batch
-from inference.common.garbage import libraries_left_alone
-from inference.models.predictor import loaded
 from inference.serving import __main__ as serve
-from tests.inference.commands import predict, predicted, rows_of
+from tests.inference.commands import predicted, rows_of
 from tests.inference.conftest import running_service
-from tests.inference.serving.helpers import image_request
 from tests.support.empty_values import check_refused, lines_with_one_empty_value
 
 ROOT = Path(__file__).parents[2]
@@ -42,38 +33,12 @@ LINES = [
     for name, command in COMMANDS.items()
     for label, words in lines_with_one_empty_value(command)
 ]
-ARGUMENTS = [
-    pytest.param(function, each.name, id=f"{function.__name__}-{each.name}")
-    for function in (getattr(inference, name) for name in inference.__all__)
-    for each in inspect.signature(function).parameters.values()
-    if "str" in str(each.annotation)
-]
-
-
-def test_every_command_is_here():
-    folder = Path(sys.modules["inference"].__path__[0])
-    files = [path for path in folder.rglob("*.py") if "@click.command(" in path.read_text()]
-    assert {path.relative_to(folder).as_posix() for path in files} == COMMANDS.keys()
 
 
 @pytest.mark.parametrize(("command", "label", "words"), LINES)
 def test_an_empty_value_is_refused(command, label, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     check_refused(command, label, words)
-
-
-@pytest.mark.parametrize(("function", "name"), ARGUMENTS)
-def test_a_function_refuses_an_empty_argument(function, name):
-    first = next(iter(inspect.signature(function).parameters))
-    value: Any = {"": "x"} if name == "storage_options" else ""
-    with pytest.raises(UsageError, match=rf"^{name}=? (is empty|contains an empty text)"):
-        function(**{first: "x", name: value})
-
-
-@pytest.mark.parametrize(("text", "what"), [("vit=", "URL"), ("=run", "NAME"), ("=", "NAME")])
-def test_half_of_a_named_model_is_refused(text, what):
-    ended = CliRunner().invoke(serve.main, ["--model", text])
-    assert (ended.exit_code, ended.output) == (2, f"Error: --model {text} has an empty {what}; it is NAME=URL\n")
 
 
 # --- without torch, and without a package
@@ -120,17 +85,11 @@ def test_options_are_checked_before_torch_is_imported(forms, tmp_path, monkeypat
     Path("there.jsonl").touch()
     codes = {
         "batch --help": 0,
-        "batch --model MODEL --input=digits --runner=rey --output=x.jsonl": 2,
         "batch --model MODEL --input=digits --output=x.jsonl --unknown": 2,
-        "batch --model MODEL --input=digits --output=x.csv": 2,
-        "batch --model MODEL --output=x.jsonl": 2,
         "batch --model MODEL --input=fashion-mnist --output=x.jsonl": 2,
         "batch --model none.pt --input=digits --output=x.jsonl": 3,
-        "batch --model MODEL --input=/none --output=x.jsonl": 3,
-        "batch --model MODEL --input=digits --output=nodir/x.jsonl": 5,
         "batch --model MODEL --input=digits --output=there.jsonl": 8,
         "serving --help": 0,
-        "serving MODEL --prot=8000": 2,
         "serving MODEL --port=99999": 2,
         "serving none.pt": 3,
         "serving MODEL --host=no-such-host.invalid": 5,
@@ -191,69 +150,6 @@ def test_predict_renames(wrapped, forms, image_folder, tmp_path):
     for options in (RENAMED, (f"--recipe={bare}",), (f"--recipe={back}", "--inverse")):
         found = predicted(wrapped, image_folder / "000.png", tmp_path / "x.jsonl", "--overwrite", *options)
         assert found == expected
-
-
-@pytest.mark.parametrize(
-    ("options", "code", "sentence"),
-    [
-        ((), 4, "does not fit the model"),
-        (("--rename=^nett[.]=",), 2, "^nett[.]"),
-        (("--exclude=ema.*", "--key-map=none.json"), 3, "none.json"),
-        (("--recipe=none.toml",), 3, "none.toml"),
-        (("--recipe=no-recipe",), 2, "there is no recipe 'no-recipe'"),
-        (("--inverse",), 2, "is for a recipe"),
-    ],
-)
-def test_a_wrong_name_is_one_sentence(options, code, sentence, wrapped, image_folder, tmp_path):
-    result = predict(wrapped, image_folder, tmp_path / "out.jsonl", "--architecture=ours", *options)
-    assert (result.exit_code, result.stderr.count("\n")) == (code, 1), result.output
-    assert sentence in result.stderr
-
-
-@pytest.mark.parametrize("options", [RENAMED, ("--recipe={}",)], ids=["rename", "recipe"])
-def test_serve_renames(options, wrapped, predictor, digits, tmp_path, monkeypatch):
-    """The application of the command's options, in this process."""
-    recipe, pixels = tmp_path / "bare.toml", digits.pixels[:1]
-    recipe.write_text(RECIPE)
-    taken: list[serve.Options] = []
-    monkeypatch.setattr(serve, "run", taken.append)
-    assert CliRunner().invoke(serve.main, [str(wrapped), *(text.format(recipe) for text in options)]).exit_code == 0
-    app = serve.application(taken[0], lambda source: loaded(source.url, source.name, source.options))
-    with TestClient(app, base_url="http://127.0.0.1") as client:
-        answer = client.post("/v2/models/model/infer", json=image_request(pixels.numpy()))
-    assert tuple(answer.json()["outputs"][1]["data"]) == predictor.predict(list(pixels))[0].probabilities
-
-
-# --- Python's collector leaves the libraries alone
-
-
-@pytest.fixture
-def unfrozen():
-    gc.unfreeze()
-    yield
-    gc.unfreeze()
-
-
-def test_what_was_there_is_left_alone_until_the_block_ends_also_by_an_error(unfrozen):
-    threshold = gc.get_threshold()
-
-    def run() -> None:
-        with libraries_left_alone():
-            assert gc.get_freeze_count() > 1000
-            assert gc.get_threshold()[0] > threshold[0]
-            raise ValueError("x")
-
-    with pytest.raises(ValueError, match="x"):
-        run()
-    assert (gc.get_freeze_count(), gc.get_threshold()) == (0, threshold)
-
-
-def test_what_somebody_else_arranged_stays(unfrozen):
-    gc.freeze()
-    threshold = gc.get_threshold()
-    with libraries_left_alone():
-        assert gc.get_threshold() == threshold
-    assert gc.get_freeze_count() > 1000
 
 
 # --- the network of docs/inference_networks.md, as it is printed there

@@ -2,7 +2,6 @@
 
 import json
 import os
-import pty
 import re
 import resource
 import shutil
@@ -13,36 +12,22 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from fastapi.testclient import TestClient
 from PIL import Image
 
-import ckpt_tools
 from ckpt_tools.errors import DestinationExistsError
-from inference.batch import inputs as inputs_module
 from inference.batch import pipeline, progress
-from inference.batch.__main__ import main
-from inference.batch.items import Item
 from inference.batch.output import Output, Run, Writer, open_output
-from inference.batch.pipeline import AHEAD, predicted
 from inference.batch.rows import Columns, Row
 from inference.models.loading import load_model
 from inference.models.results import Prediction
-from inference.serving.__main__ import create_app
 from tests.inference import commands
 from tests.inference.commands import predict, rows_of
-from tests.inference.conftest import FORMS
-from tests.inference.serving.helpers import image_request
-from tests.support.sweep import tiered
 from tests.training.predictions import all_logits
-from training.config.options import DATASETS
 from training.data.datasets import to_input
 from training.loop import evaluation
-from training.models.config_json import LABELS
 
 SUFFIXES = pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
 
@@ -77,74 +62,17 @@ def test_predictions_are_those_of_the_model(model, digits, expected, tmp_path):
     assert result.stdout.splitlines() == [f"360 predictions in {out}", f"accuracy: {right / 360:.4f} ({right} of 360)"]
 
 
-def test_every_form_and_both_outputs_give_a_folder_the_answers_of_the_dataset(forms, image_folder, expected, tmp_path):
-    for form, suffix in (*((form, ".jsonl") for form in FORMS), (FORMS[0], ".parquet")):
-        result = predict(forms / form, image_folder, out := tmp_path / f"{form}{suffix}")
-        assert "accuracy" not in result.stdout
-        rows = rows_of(out)
-        assert [row["name"] for row in rows] == [f"{number:03d}.png" for number in range(40)]
-        assert {row["truth"] for row in rows} == {None}
-        assert [row["probabilities"] for row in rows] == expected[:40]
-        labels = [row["label"] for row in rows]
-        assert labels == [np.argmax(each) for each in expected[:40]] and len({*labels}) > 1
-
-
-@pytest.fixture(scope="module")
-def converted(model, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sharded")
-
-    def convert(name: ckpt_tools.WrittenFormat) -> Path:
-        if not (folder / name).exists():
-            ckpt_tools.convert(model, folder / name, to=name, world_size=3)
-        return folder / name
-
-    return convert
-
-
-@pytest.mark.parametrize("name", tiered(["dcp", "zero1", "zero2", "zero3"], test=("zero3",)))
-def test_a_sharded_checkpoint_answers_with_the_same_bits(name, converted, expected, tmp_path):
-    rows = commands.predicted(converted(name), "digits", tmp_path / "x.jsonl", "--threads=1", "--architecture=ours")
-    assert [row["probabilities"] for row in rows] == expected
-
-
-def test_the_service_answers_with_the_same_bits(converted, expected, digits):
-    """In any company, in JSON and in binary data."""
-    with TestClient(create_app(converted("zero3")), base_url="http://127.0.0.1") as client:
-        for part in (slice(0, 1), slice(3, 40), slice(17, 18), slice(0, 31)):
-            pixels = digits.pixels[part].numpy()
-            answer = client.post("/v2/models/model/infer", json=image_request(pixels)).json()
-            assert answer["outputs"][1]["data"] == [value for row in expected[part] for value in row]
-            assert in_binary(client, pixels).tolist() == expected[part]
-
-
-def in_binary(client: TestClient, pixels: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    request = image_request(pixels, data=None, parameters={"binary_data_size": pixels.nbytes})
-    wanted = {"name": "probabilities", "parameters": {"binary_data": True}}
-    head = json.dumps({**request, "outputs": [wanted]}).encode()
-    headers = {"Inference-Header-Content-Length": str(len(head)), "Content-Type": "application/octet-stream"}
-    answer = client.post("/v2/models/model/infer", content=head + pixels.tobytes(), headers=headers)
-    assert answer.status_code == 200, answer.text
-    start = int(answer.headers["Inference-Header-Content-Length"])
-    return np.frombuffer(answer.content[start:], np.float32).reshape(len(pixels), -1).astype(float)
-
-
 @pytest.mark.parametrize(
     ("model", "source", "out", "options", "code", "sentence"),
     [
         ("model.pt", "digits", "x.csv", "", 2, "--output ends in .jsonl or .parquet"),
         ("model.pt", "digits", "x.jsonl", "--resume --overwrite", 2, "--resume or --overwrite"),
         ("model.pt", "fashion-mnist", "x.jsonl", "", 2, "needs --data-root"),
-        ("model.pt", "digits", "x.jsonl", "--data-root=.", 2, "for --input fashion-mnist alone"),
-        ("model.pt", "digits", "x.jsonl", "--truth=label", 2, "not for digits, which knows its"),
         ("model.pt", "digits", "x.jsonl", "--workers=2", 2, "--workers is for --runner ray"),
-        ("model.pt", "digits", "x.jsonl", "--top=0", 2, "--top is a number from 1, not 0"),
         ("model.pt", "digits", "x.jsonl", "--device=gpu", 2, "--device gpu is not a device"),
-        ("model.pt", "/none", "x.jsonl", "", 3, "no file or folder /none"),
         ("model.pt", ".", "x.jsonl", "", 3, ". has no file that can be predicted"),
-        ("none.pt", "digits", "x.jsonl", "", 3, "there is no file or folder"),
         ("notes.txt", "digits", "x.jsonl", "", 4, "notes.txt"),
         ("model.pt", "digits", "nodir/x.jsonl", "", 5, "the folder of --output, nodir, does not exist"),
-        ("model.pt", "digits", "/proc/x.jsonl", "", 5, "/proc"),
         ("model.pt", "digits", "x.jsonl", "--report=no/r", 5, "the folder of --report, no, does not"),
     ],
 )
@@ -158,10 +86,6 @@ def test_errors_are_one_sentence_and_leave_nothing(
     assert sentence in result.stderr
     assert result.stderr.splitlines()[-1].startswith("Error: ") and "Traceback" not in result.stderr
     assert list(tmp_path.iterdir()) == []
-
-
-def test_the_datasets_are_those_of_training_that_have_labels_of_their_own():
-    assert tuple(name for name in DATASETS if name in LABELS) == inputs_module.DATASETS
 
 
 # --- the file that is written
@@ -205,16 +129,6 @@ def test_a_broken_image_is_a_row_and_disturbs_no_other(suffix, model, image_fold
     assert all(name.partition("\x1b")[0] in row["error"] for name, row in failed.items())
     assert all(row["label"] is row["top"] is row["probabilities"] is None for row in failed.values())
     assert {path.name for path in tmp_path.iterdir()} == {"broken", "mixed", out.name}
-
-
-def test_images_that_are_all_broken_still_end_with_a_file(model, tmp_path):
-    folder, out = tmp_path / "images", tmp_path / "x.jsonl"
-    folder.mkdir()
-    (folder / "a.png").write_text("text")
-    result = predict(model, folder, out)
-    assert result.exit_code == 6
-    assert "1 of 1 inputs could not be predicted: a.png; their" in result.stderr
-    assert [row["error"] for row in rows_of(out)] == [f"{folder / 'a.png'} is not an image file that can be read"]
 
 
 @SUFFIXES
@@ -293,11 +207,8 @@ BATCH, CKPT_TOOLS_PREDICT = ("inference.batch",), ("ckpt_tools", "predict")
     ("module", "number", "code"),
     [
         pytest.param(BATCH, signal.SIGKILL, -9, marks=pytest.mark.soak),
-        pytest.param(BATCH, signal.SIGTERM, 143, marks=pytest.mark.soak),
         pytest.param(BATCH, signal.SIGINT, 130, marks=pytest.mark.soak),
-        pytest.param(BATCH, signal.SIGHUP, 129, marks=pytest.mark.soak),
         pytest.param(CKPT_TOOLS_PREDICT, signal.SIGTERM, 143, marks=pytest.mark.extended),
-        pytest.param(CKPT_TOOLS_PREDICT, signal.SIGINT, 130, marks=pytest.mark.soak),
     ],
 )
 def test_a_run_that_is_ended_keeps_what_it_predicted(module, number, code, model, many_images, tmp_path):
@@ -363,29 +274,6 @@ def test_a_full_disk_keeps_what_was_predicted(suffix, model, tmp_path):
 # --- memory
 
 
-@pytest.mark.parametrize(
-    ("window_bytes", "passes"),
-    [(0, 1), (2 * evaluation.CHUNK * 28 * 28, 2), pytest.param(1 << 40, 16, marks=pytest.mark.soak)],
-)
-def test_some_windows_of_images_are_held(window_bytes, passes, predictor, image_folder, monkeypatch):
-    """Of as many passes as fit, and always of one."""
-    monkeypatch.setattr(pipeline, "WINDOW_BYTES", window_bytes)
-    image, window = (image_folder / "000.png").read_bytes(), passes * evaluation.CHUNK
-    num_taken, num_rows = 0, 0
-
-    def items() -> Iterator[Item]:
-        nonlocal num_taken
-        for number in range(6 * window):
-            num_taken += 1
-            yield Item(str(number), image, None, number / (6 * window))
-
-    for rows in predicted(items(), predictor):
-        assert len(rows) == window
-        assert num_taken - num_rows <= (AHEAD + 1) * window
-        num_rows += len(rows)
-    assert num_rows == 6 * window
-
-
 PEAKS = """
 import resource, sys, torch
 from inference.batch.__main__ import main
@@ -425,13 +313,3 @@ def test_progress_is_a_line_now_and_then(model, image_folder, tmp_path, monkeypa
         "predicting: 40 done, RATE (100 %)",
     ]
     assert predict(model, image_folder, tmp_path / "x.jsonl", "--overwrite", "--quiet").stderr == ""
-
-
-def test_progress_on_a_terminal_is_a_bar(model, image_folder, tmp_path, monkeypatch):
-    mine, its = pty.openpty()
-    with os.fdopen(its, "w") as terminal:
-        monkeypatch.setattr(sys, "stderr", terminal)
-        words = ["--model", model, "--input", image_folder, "--output", tmp_path / "x.jsonl"]
-        main([str(word) for word in words], standalone_mode=False)
-        assert b"predicting" in os.read(mine, 65536)
-    os.close(mine)

@@ -2,7 +2,6 @@
 
 import json
 import math
-import pickle
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from sklearn import metrics
 from sklearn.calibration import calibration_curve
 
 from inference.batch.inputs import Wanted, find_inputs
-from inference.batch.items import Item, Pixels, content_of
+from inference.batch.items import content_of
 from inference.batch.pipeline import decode_all
 from inference.batch.report import NUM_BINS, Tally, figures, names_of
 from inference.batch.rows import Columns, Row
@@ -45,25 +44,6 @@ def test_a_line_is_the_row_in_json(name, found, truth, top, has_labels):
     labels = tuple(f'"{number}" ä\n' for number in range(12)) if has_labels else None
     columns, row = Columns("label", labels, top), Row(name, found, truth, None)
     assert is_line_of(columns, row)
-
-
-@pytest.mark.parametrize(
-    ("kind", "found", "error"),
-    [
-        ("label", None, "why"),
-        ("text", Prediction.of(text="a"), None),
-        ("embedding", Prediction.of(embedding=(0.1,)), None),
-    ],
-)
-def test_a_line_of_another_kind_is_too(kind, found, error):
-    columns, row = Columns(kind, None, 5), Row("a", found, None, error)  # type: ignore[arg-type]
-    assert is_line_of(columns, row)
-
-
-def test_half_of_a_surrogate_pair_is_written_as_its_escape():
-    columns, row = Columns("label", ("\ud800",), 5), Row("a", Prediction.of(label=0, probabilities=(1.0,)), None, None)
-    assert is_line_of(columns, row)
-    assert b"\\ud800" in columns.line(row)
 
 
 @settings(max_examples=30)
@@ -101,19 +81,6 @@ def test_pixels_are_the_input_that_their_png_is_decoded_to(predictor, digits):
         assert not isinstance(found, str)
         assert np.array_equal(found, predictor.decode(data, name))
         assert np.array_equal(found, digits.pixels[int(item.name)])
-
-
-def test_pixels_of_another_size_go_the_way_of_an_image_file(predictor):
-    large = Item("a", Pixels(np.full((56, 56), 7, np.uint8)), None, 1.0)
-    [(_, found, _)] = decode_all([large], predictor)
-    assert not isinstance(found, str)
-    assert found.tolist() == [[7] * 28] * 28
-
-
-def test_an_item_of_a_dataset_is_sent_to_another_machine_alone(digits):
-    """Not with all images of its dataset."""
-    item = next(find_inputs(Wanted("digits")).items())
-    assert len(pickle.dumps(item)) < 28 * 28 + 1000
 
 
 # --- the report
@@ -183,21 +150,3 @@ def test_the_calibration_is_scikit_learns(judged, found):
     assert [each["to"] for each in found["calibration"]] == pytest.approx(edges[1:].tolist())
     error = (np.abs(accuracies - confidences) * counts[counts > 0]).sum() / len(truth)
     assert found["expected_calibration_error"] == pytest.approx(error)
-
-
-def test_a_calibration_by_hand():
-    """Six predictions of 0.95 and 1.0 share the last bin: 4 are right, and they are sure of 5.8. One of 0.6 is not."""
-    tally = Tally()
-    cases = [(0.95, True)] * 3 + [(0.95, False), (0.6, False), (1.0, True), (1.0, False)]
-    for sure, is_right in cases:
-        tally.add(Row("x", Prediction.of(label=0, probabilities=(sure, 1 - sure)), 0 if is_right else 1, None))
-    found = figures(tally, names_of(tally, None))
-    assert found["expected_calibration_error"] == pytest.approx((1.8 + 0.6) / 7)
-    assert [each["predictions"] for each in found["calibration"]] == [0] * 9 + [1] + [0] * 4 + [6]
-    assert found["calibration"][-1]["confidence"] == pytest.approx(5.8 / 6)
-    assert found["calibration"][-1]["accuracy"] == pytest.approx(4 / 6)
-
-
-def test_nothing_to_compare_has_no_numbers():
-    found = figures(Tally(), {})
-    assert (found["accuracy"], found["expected_calibration_error"], found["classes"]) == (None, None, [])

@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 import timm
 import transformers
-from click.testing import CliRunner
 from timm.models import save_for_hf
 
 import inference
-from ckpt_tools.cli.main import group
 from ckpt_tools.errors import CkptError, FormatError
 from inference.models.predictor import load_predictor
 from tests.inference.tiny_models import save_image_model, save_text_model, save_writer
@@ -42,33 +40,27 @@ USABLE = r"config\.json is not usable"
 FITS = r"config\.json is not usable: |the checkpoint does not fit the model"
 PREPARED = r"preprocessor_config\.json .* is not usable"
 NO_TOKENIZER = "no usable tokenizer"
-NUMBERS = {
-    "num_attention_heads": (0, -2, 5, "2", None),
-    "hidden_size": ("24", 24.5, -24, 0, None),
-    "num_hidden_layers": (-1, 0, "2"),
-    "patch_size": (0, -8, "8"),
-}
-"""Values that make no sense. Two of each are tried outside of the soak."""
 
 
 @pytest.mark.parametrize(
     ("kind", "file", "changed", "told"),
     [
         ("texts", CONFIG, {"num_attention_heads": 0}, f"{USABLE}: num_attention_heads is 0, and not a number from 1"),
-        ("texts", CONFIG, {"num_hidden_layers": "x"}, f"{USABLE}: .*num_hidden_layers"),
         ("images", CONFIG, {"id2label": 7}, USABLE),
         ("images", CONFIG, {"patch_size": 16}, "does not fit the model: shape mismatch"),
         ("images", IMAGES, {"size": {"height": 0, "width": 0}}, PREPARED),
-        ("images", IMAGES, {"image_mean": [0.5, 0.5]}, PREPARED),
         ("images", IMAGES, {"image_processor_type": 7}, PREPARED),
         ("texts", TOKENIZER, {"post_processor": 7}, f"{NO_TOKENIZER} .*PostProcessor"),
-        ("texts", TOKENIZER, {"added_tokens": ["x"]}, NO_TOKENIZER),
         ("texts", TOKENS, {"tokenizer_class": 7}, NO_TOKENIZER),
         ("writer", "generation_config.json", {"eos_token_id": 0.5}, "the files beside the weights do not fit|usable"),
         *(
-            pytest.param("images", CONFIG, {key: value}, FITS, marks=pytest.mark.soak if number > 1 else ())
-            for key, values in NUMBERS.items()
-            for number, value in enumerate(values)
+            ("images", CONFIG, {key: value}, FITS)
+            for key, value in (
+                ("num_attention_heads", 5),
+                ("hidden_size", "24"),
+                ("num_hidden_layers", -1),
+                ("patch_size", 0),
+            )
         ),
     ],
 )
@@ -80,23 +72,7 @@ def test_a_value_that_a_library_stumbles_over_is_one_sentence(kind, file, change
     assert type(caught.value) is FormatError and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "command", [("serve", "MODEL", "--port=0"), ("predict", "--model", "MODEL", "--input=x.txt", "--output=x.jsonl")]
-)
-@pytest.mark.soak
-def test_the_commands_say_it_in_one_sentence(command, folders, tmp_path, monkeypatch):
-    """Also the service, whose models are loaded by another process."""
-    monkeypatch.chdir(tmp_path)
-    Path("x.txt").write_text("good")
-    config = shutil.copytree(folders / "texts", tmp_path / "texts") / CONFIG
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_attention_heads": 0}))
-    done = CliRunner().invoke(group, [word.replace("MODEL", str(config.parent)) for word in command])
-    told = f"Error: {config} is not usable: num_attention_heads is 0, and not a number from 1"
-    assert (done.exit_code, done.stderr.splitlines()[-1]) == (4, told)
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize("data", [b"", b"\xff", b"[]", b"[" * 100_000, b'{"a": 1'], ids=range(5))
+@pytest.mark.parametrize("data", [b"\xff", b"[]", b"[" * 100_000], ids=range(3))
 @pytest.mark.parametrize("file", [CONFIG, IMAGES])
 def test_a_file_that_is_no_json_object_is_one_sentence(data, file, folders, tmp_path):
     folder = shutil.copytree(folders / "images", tmp_path / "images")

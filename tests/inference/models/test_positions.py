@@ -2,15 +2,12 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 import tokenizers
 import torch
 import transformers
-from transformers.models.auto import modeling_auto
 
 from ckpt_tools.errors import FormatError
-from inference.models.positions import num_positions
 from inference.models.predictor import load_predictor
 from tests.support.sweep import tiered
 
@@ -29,13 +26,10 @@ SIZES |= {"vocab_size": 40, "attention_window": 4, "block_size": 4, "num_experts
 TAKEN = {  # of 24 positions, with 0 as the padding
     "bert": 24,
     "roberta": 23,
-    "ibert": 23,
     "mpnet": 22,
     "longformer": 23,
-    "nystromformer": 24,
     "bart": 24,
     "opt": 24,
-    "biogpt": 24,
     "llama": None,
     "mt5": None,
 }
@@ -86,37 +80,3 @@ def test_the_longest_text_is_taken_and_a_longer_one_is_refused(family, tmp_path)
     if most is not None:
         with pytest.raises(FormatError, match=f"^longer has {most + 1} tokens; the model takes at most {most}$"):
             predictor.decode(b"a " * (most - 1), "longer")
-
-
-def test_a_table_of_64_positions_behind_the_padding_takes_62_tokens():
-    model = model_of(config_of("roberta", max_position_embeddings=64, pad_token_id=1))
-    assert num_positions(model, np.array([[START, WORD, END]]), ["input_ids"]) == [62]
-    assert (takes(model, 62), takes(model, 63)) == (True, False)
-
-
-def small_model(family: str) -> Any:
-    """None if its sizes have other names, have to fit each other, or are large."""
-    try:
-        config = config_of(family)
-        with torch.device("meta"):
-            size = sum(each.numel() for each in model_of(config).parameters())
-        model = model_of(config) if size < 3_000_000 else None
-        return model if model is not None and takes(model, 3) else None
-    except Exception:
-        return None
-
-
-@pytest.mark.soak
-def test_every_family_of_text_classifiers_is_counted_as_it_counts():
-    counted, taken = {}, {}
-    for config_class in modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-        family = config_class.model_type
-        if model := small_model(family):
-            counted[family] = min(num_positions(model, np.array([[START, WORD, END]]), ["input_ids"]), default=None)
-            taken[family] = next((most for most in range(3, 64) if not takes(model, most + 1)), None)
-    # TAPAS gives all tokens behind its last position that position.
-    assert (counted.pop("tapas"), taken.pop("tapas")) == (POSITIONS, None)
-    # CTRL indexes its table as a tensor; its limit is the one in config.json.
-    assert (counted.pop("ctrl"), taken.pop("ctrl")) == (None, POSITIONS)
-    assert counted == taken
-    assert len([most for most in taken.values() if most is not None]) > 35

@@ -9,19 +9,17 @@ import numpy as np
 import pytest
 import timm
 import torch
-import torchvision
 from PIL import Image
 from torch import Tensor, nn
 
 import ckpt_tools
-from ckpt_tools.errors import FormatError, UsageError
+from ckpt_tools.errors import FormatError
 from inference.models.passes import Passes, agreeing
 from inference.models.predictor import Predictor, TensorSpec, load_predictor
 from inference.models.results import Prediction
 from inference.models.tensors import Tensors
 from tests.inference.conftest import FORMS
-from tests.inference.tiny_models import save_image_model, save_text_model
-from tests.support.sweep import tiered
+from tests.inference.tiny_models import save_text_model
 from training.models.image_models import build_model
 
 
@@ -73,34 +71,6 @@ def test_the_digest_is_of_the_weights_whatever_their_format_and_tells_one_bit_ap
 def test_an_input_of_another_form_is_refused(wrong, predictor):
     with pytest.raises(FormatError, match=r"input 1 is .*; the model takes uint8 \[28, 28\]"):
         predictor.predict([torch.zeros(28, 28, dtype=torch.uint8), wrong])
-
-
-def test_bytes_become_an_input(predictor, image_folder, digits):
-    found = predictor.decode((image_folder / "000.png").read_bytes(), "000.png")
-    assert np.array_equal(found, digits.pixels[0])
-    with pytest.raises(FormatError, match=r"^x\.png is not an image file that can be read$"):
-        predictor.decode(b"text", "x.png")
-
-
-def test_the_limit_of_pixels_can_be_set(forms, image_folder):
-    data = (image_folder / "000.png").read_bytes()
-    assert load_predictor(forms / "model.pt", max_pixels=784).decode(data, "a.png").shape == (28, 28)  # type: ignore[union-attr]
-    with pytest.raises(FormatError, match=r"^a\.png has 28x28 pixels, more than 783 in all$"):
-        load_predictor(forms / "model.pt", max_pixels=783).decode(data, "a.png")
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"labels": ["a", "b", "c"]}, "3 labels for the model's 10 classes"),
-        ({"max_pixels": 0}, "at least one pixel"),
-        ({"max_batch": 0}, "at least one row, not 0"),
-        ({"exact": "sometimes"}, "exact is buckets, full or off, not sometimes"),
-    ],
-)
-def test_options_that_make_no_sense_are_refused(options, words, forms):
-    with pytest.raises(UsageError, match=words):
-        load_predictor(forms / "model.pt", **options)
 
 
 # --- sizes of forward passes: those that give the bits of the full pass are found and used, others are not
@@ -182,11 +152,6 @@ def test_answers_in_buckets_have_the_bits_of_full_passes(predictor, forms, digit
     assert full.batch_sizes == {"28x28": (30,)}
 
 
-def test_another_largest_pass(forms):
-    predictor = load_predictor(forms / "model.pt", exact="buckets", max_batch=6)
-    assert (predictor.max_batch, predictor.batch_sizes["28x28"][-1]) == (6, 6)
-
-
 # --- memory layouts: the service gets an input from another process, row by row
 
 NET = """
@@ -205,11 +170,6 @@ def ours(folder: Path) -> Predictor:
     return load_predictor(folder / "m.pt")
 
 
-def of_torchvision(folder: Path) -> Predictor:
-    torch.save(torchvision.models.resnet18(num_classes=5).state_dict(), folder / "m.pt")
-    return load_predictor(folder / "m.pt", architecture="torchvision:resnet18?num_classes=5", max_batch=2)
-
-
 def of_timm(folder: Path) -> Predictor:
     torch.save(timm.create_model("test_resnet", num_classes=5).state_dict(), folder / "m.pt")
     return load_predictor(folder / "m.pt", architecture="timm:test_resnet?num_classes=5")
@@ -224,9 +184,7 @@ def own(folder: Path) -> Predictor:
 
 KINDS: dict[str, Callable[[Path], Predictor]] = {
     "ours": ours,
-    "torchvision": of_torchvision,
     "timm": of_timm,
-    "transformers-images": lambda folder: load_predictor(save_image_model(folder)),
     "transformers-texts": lambda folder: load_predictor(save_text_model(folder)),
     "own": own,
 }
@@ -245,7 +203,7 @@ def item_of(predictor: Predictor) -> np.ndarray:
     return np.asarray(predictor.decode(stream.getvalue(), "an image"))
 
 
-@pytest.mark.parametrize("kind", tiered(KINDS, ("ours", "timm", "transformers-texts", "own"), ("torchvision",)))
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_layout_of_an_input_changes_no_bit(kind, tmp_path):
     torch.manual_seed(0)
     predictor = KINDS[kind](tmp_path)

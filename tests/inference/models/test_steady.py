@@ -4,10 +4,9 @@ import itertools
 import json
 import shutil
 import sys
-import threading
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from torch import nn
 
 import ckpt_tools
 import inference
-from ckpt_tools.errors import FormatError, SourceNotFoundError, StoreError
+from ckpt_tools.errors import FormatError, StoreError
 from inference.models import steady
 from inference.models.predictor import load_predictor
 from tests.inference.conftest import write_sharded
@@ -118,19 +117,6 @@ def test_config_json_belongs_to_the_checkpoint(tmp_path):
     assert not before.is_unchanged(None)
 
 
-def test_a_folder_that_is_named_is_looked_at_alone(tmp_path):
-    weights = write_two(tmp_path / "weights", 1)
-    (tmp_path / "weights" / "config.json").write_text('{"labels": ["beside"]}')
-    (tmp_path / "named").mkdir()
-    with pytest.raises(SourceNotFoundError, match=r"is not a folder with config\.json"):
-        steady.CheckpointFiles.at(weights, config=tmp_path / "named")
-    (tmp_path / "named" / "config.json").write_text('{"labels": ["one"]}')
-    before = steady.CheckpointFiles.at(weights, config=tmp_path / "named")
-    assert before.again() == before
-    (tmp_path / "named" / "config.json").write_text('{"labels": ["two"]}')
-    assert not before.is_unchanged(None) and before.again() != before
-
-
 def test_a_newer_checkpoint_of_the_run_is_no_change_of_this_one(tmp_path):
     (tmp_path / "run").mkdir()
     write_two(tmp_path / "run" / "step-1", 1)
@@ -140,62 +126,24 @@ def test_a_newer_checkpoint_of_the_run_is_no_change_of_this_one(tmp_path):
     assert before.again() != before
 
 
-def test_predictors_of_a_folder_that_is_replaced_have_weights_that_were_saved(tmp_path, weights, pytestconfig):
-    """Both shards are written again and again, by a copy with the times of the original. Half of one is refused. After
-    each refusal the next copies come later, because a load takes its time on a busy machine."""
-    pause = 0.35
-    kinds = [weights, {name: tensor + 1 for name, tensor in weights.items()}]
-    for number, each in enumerate(kinds):
-        write_sharded(tmp_path / str(number), each)
-    saved = {load_predictor(tmp_path / str(number)).identity.digest for number in range(2)}
-    shutil.copytree(tmp_path / "0", tmp_path / "model")
-    ending = threading.Event()
-
-    def replace() -> None:
-        for number in itertools.cycle((1, 0)):
-            for shard in SHARDS:
-                shutil.copy2(tmp_path / str(number) / shard, tmp_path / "model" / shard)
-            if ending.wait(pause):
-                return
-
-    def loaded() -> Iterator[str]:
-        nonlocal pause
-        try:
-            yield load_predictor(tmp_path / "model").identity.digest
-        except (FormatError, StoreError):
-            pause *= 1.5
-
-    thread = threading.Thread(target=replace)
-    thread.start()
-    try:
-        found: list[str] = []
-        while len(found) < (50 if pytestconfig.getoption("--soak") else 3):
-            found += loaded()
-    finally:
-        ending.set()
-        thread.join()
-    assert set(found) <= saved
-
-
-@pytest.mark.parametrize("load", [pytest.param(inference.load_model, marks=pytest.mark.soak), load_predictor])
-def test_weights_that_are_not_those_of_the_list_of_digests_are_refused(load, weights, tmp_path):
+def test_weights_that_are_not_those_of_the_list_of_digests_are_refused(weights, tmp_path):
     """A copy over the folder stopped in the middle: half of the weights are old, and nothing changes any more."""
     model, new = tmp_path / "model", tmp_path / "new"
     write_sharded(model, weights)
     write_sharded(new, {name: tensor + 1 for name, tensor in weights.items()})
     for folder in (model, new):
         ckpt_tools.checksum(folder)
-    load(model)
+    load_predictor(model)
     shutil.copy2(new / SHARDS[1], model / SHARDS[1])
     with pytest.raises(FormatError) as refused:
-        load(model)
+        load_predictor(model)
     name = next(name for name in weights if name >= sorted(weights)[len(weights) // 2])
     assert str(refused.value) == (
         f"{model}: {name} is not as the list of digests says that lies with it; ckpt-tools verify compares all"
     )
     for file in (SHARDS[0], "ckpt-tools.digests.json"):
         shutil.copy2(new / file, model / file)
-    load(model)
+    load_predictor(model)
 
 
 def test_a_cast_or_renamed_tensor_is_not_compared_with_the_list(tmp_path):

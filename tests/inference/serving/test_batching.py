@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from inference.serving.batching import Batcher, QueueFullError
+from inference.serving.batching import Batcher
 
 pytestmark = pytest.mark.quick
 
@@ -79,34 +79,6 @@ async def test_a_full_batch_does_not_wait_for_the_one_before():
 
 
 @in_a_loop
-async def test_a_full_queue_is_an_error_at_once():
-    work = Work()
-    with Batcher(work, max_batch=1, max_waiting=2) as batcher:
-        first = await begun(work, batcher)
-        others = await waiting(batcher, 1, 2)
-        with pytest.raises(QueueFullError):
-            await batcher.submit(3)
-        work.may_go_on.set()
-        assert await asyncio.gather(first, *others) == [0, 2, 4]
-
-
-@in_a_loop
-async def test_an_item_of_somebody_who_left_is_not_worked_on():
-    work = Work()
-    with Batcher(work, max_batch=5, max_waiting=5) as batcher:
-        first = await begun(work, batcher)
-        gone, stays = await waiting(batcher, 1, 2)
-        gone.cancel()
-        await asyncio.sleep(0)
-        assert batcher.num_waiting == 1
-        work.may_go_on.set()
-        assert await asyncio.gather(first, stays) == [0, 4]
-        with pytest.raises(asyncio.CancelledError):
-            await gone
-    assert work.batches == [[0], [2]]
-
-
-@in_a_loop
 async def test_an_error_is_for_its_item_and_not_for_its_company():
     work = Work()
     with Batcher(work, max_batch=2, max_waiting=5) as batcher:
@@ -115,22 +87,6 @@ async def test_an_error_is_for_its_item_and_not_for_its_company():
         work.may_go_on.set()
         results = await asyncio.gather(first, *others, return_exceptions=True)
     assert [type(result) for result in results] == [int, ValueError, int, int]
-
-
-@in_a_loop
-async def test_it_ends_after_what_it_has_begun():
-    work = Work()
-    work.may_go_on.set()
-    with Batcher(work, max_batch=2, max_waiting=5) as batcher:
-        assert await batcher.submit(3) == 6
-    with pytest.raises(QueueFullError):
-        await batcher.submit(4)
-
-
-def test_a_batch_or_a_queue_of_nothing_is_refused():
-    for sizes in ({"max_batch": 0, "max_waiting": 1}, {"max_batch": 1, "max_waiting": 0}):
-        with pytest.raises(ValueError, match="at least 1"):
-            Batcher(Work(), **sizes)
 
 
 @in_a_loop

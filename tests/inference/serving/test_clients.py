@@ -86,10 +86,6 @@ def test_many_requests_of_grpc_at_a_time_get_their_own_answers(service, predicto
     assert found == [np.array([expected.probabilities], np.float32).tobytes() for expected in truth]
 
 
-def test_they_name_no_output_and_get_all(client, one):
-    assert client.infer("m", [one], model_version="1").as_numpy("probabilities").shape == (1, 10)
-
-
 def test_they_are_told_what_is_wrong(client, library):
     with pytest.raises(Exception, match="it must be UINT8"):
         client.infer("m", [image(library, np.zeros((1, 28, 28), np.float32), "FP32")])
@@ -99,8 +95,6 @@ def test_they_are_told_what_is_wrong(client, library):
     ("options", "name"),
     [
         ({"sequence_id": 7}, "sequence_id"),
-        ({"sequence_id": "seven"}, "sequence_id"),
-        ({"priority": 1}, "priority"),
         ({"parameters": {"top_k": 3}}, "top_k"),
     ],
 )

@@ -77,15 +77,10 @@ test_what_is_no_option_of_a_model_is_refused_by_name = refusal_test(
         (text, lambda _, text=text: source_of(text, GIVEN), UsageError, words)
         for text, words in (
             ("m=run?colour=red", "'colour' is not an option of a model; there are architecture"),
-            ("m=s3://b/k?dtype=float16&colour=red", "'colour' is not an option of a model"),
             ("run?dtype=float16&hf", "'hf' is not OPTION=VALUE; write & within a value as %26"),
             ("run?dtype=a&dtype=b", "dtype is given twice"),
             ("run?max_batch=many", "max_batch is a number, not 'many'"),
-            ("run?max_batch=0", "a forward pass has at least one row, not 0"),
-            ("run?max_new_tokens=0", "at least one token is generated, not 0"),
             ("run?embeddings=yes", "embeddings is true or false, not 'yes'"),
-            ("run?exact=nearly", "exact is buckets, full or off, not nearly"),
-            ("run?architecture=resnet18", "resnet18 is not an architecture"),
         )
     ),
     *(
@@ -93,10 +88,7 @@ test_what_is_no_option_of_a_model_is_refused_by_name = refusal_test(
         for text, kind, words in (
             ("[a", FormatError, "is not TOML"),
             ("a = 3", UsageError, "a is not a table with a url"),
-            ("[a]\ndtype = 'float16'", UsageError, "a is not a table with a url"),
             ("['a b']\nurl = 'x'", UsageError, "a b is not a name of a model"),
-            ("[a]\nurl = 'x'\ncolour = 'red'", UsageError, "a: 'colour' is not an option of a model"),
-            ("[a]\nurl = 'x'\nmax_batch = '2'", UsageError, "a: max_batch is a number, not '2'"),
             ("[a]\nurl = 'x'\nmax_batch = true", UsageError, "a: max_batch is a number, not True"),
             ("[a]\nurl = 'x'\nrename = 'b='", UsageError, "a: rename is a list of texts, not 'b='"),
         )
@@ -112,7 +104,7 @@ test_what_is_no_option_of_a_model_is_refused_by_name = refusal_test(
 def files(tmp_path_factory):
     """Tokens that can be one and that cannot, and a certificate."""
     folder = write_certificate(tmp_path_factory.mktemp("files"))
-    for name, text in {"ask": "ask", "change": "change", "empty": "", "two": "two words", "umlaut": "ü"}.items():
+    for name, text in {"ask": "ask", "change": "change", "two": "two words"}.items():
         (folder / name).write_text(text)
     (folder / "long").write_text("a" * 5000)
     return folder
@@ -126,48 +118,33 @@ NOT_FOR_RAY = "{} does not go with --runner ray"
     ("words", "code", "sentence"),
     [
         ("MODEL --port=99999", 2, "--port is a number from 0 to 65535, not 99999\n"),
-        ("MODEL --port=-1", 2, "--port is a number from 0 to 65535, not -1\n"),
         ("MODEL --grpc-port=-1", 2, "--grpc-port is a number from 0"),
         ("MODEL --host=no-such-host.invalid", 5, UNKNOWN.format("no-such-host.invalid")),
-        ("MODEL --host=" + "a" * 70, 5, UNKNOWN.format("a" * 70)),
         ("MODEL --host=192.0.2.1 --port=0", 5, "cannot listen on host 192.0.2.1, port 0: "),
         ("none.pt", 3, "there is no file or folder none.pt\n"),
         ("--port=0", 2, "there is no model to serve; name one, as MODEL or by --model NAME=URL\n"),
         ("MODEL --runner=ray --grpc-port=0", 2, NOT_FOR_RAY.format("--grpc-port") + ": Ray's proxy speaks HTTP"),
-        ("MODEL --runner=ray --quiet-time=5", 2, "--quiet-time needs --watch"),
-        ("MODEL --runner=ray --drain=5", 2, NOT_FOR_RAY.format("--drain")),
         ("MODEL --runner=ray --model-control=explicit", 2, NOT_FOR_RAY.format("--model-control")),
-        ("MODEL --runner=ray --access-log", 2, NOT_FOR_RAY.format("--access-log")),
         ("MODEL --runner=ray --replicas=0", 2, "there has to be at least one replica"),
         ("MODEL --runner=ray --replicas=2 --max-replicas=3", 2, "--replicas is a fixed number"),
-        ("MODEL --runner=ray --min-replicas=2", 2, "--min-replicas needs --max-replicas"),
         ("MODEL --runner=ray --min-replicas=3 --max-replicas=2", 2, "there has to be at least one replica, and"),
         ("MODEL --replicas=2", 2, "--replicas, --min-replicas and --max-replicas are for --runner ray"),
-        ("MODEL --watch=0", 2, "--watch is a number"),
-        ("MODEL --watch=-1", 2, "--watch is a number"),
         ("MODEL --watch=nan", 2, "--watch is a number"),
-        ("MODEL --quiet-time=-1 --watch=1", 2, "--quiet-time is a number"),
-        ("MODEL --quiet-time=nan --watch=1", 2, "--quiet-time is a number"),
         ("MODEL --quiet-time=1", 2, "--quiet-time needs --watch"),
-        ("MODEL --timeout=0", 2, "--timeout is a number"),
         ("MODEL --timeout=nan", 2, "--timeout is a number"),
         ("MODEL --drain=-1", 2, "--drain is a number"),
         ("MODEL --threads=0", 2, "--threads is a number"),
         ("MODEL --token=FILES/none", 3, "--token: there is no file"),
-        ("MODEL --token=FILES/empty", 4, "--token: "),
         ("MODEL --token=FILES/two", 4, "--token: "),
-        ("MODEL --token=FILES/umlaut", 4, "--token: "),
         ("MODEL --token=FILES/long", 4, "--token: "),
         ("MODEL --control-token=FILES/change", 2, "--control-token needs --model-control explicit"),
         (
             "MODEL --model-control=explicit --token=FILES/ask --control-token=FILES/ask",
             *(2, "--control-token and --token have the same word"),
         ),
-        ("MODEL --model-control=explicit --control-token=FILES/none", 3, "--control-token: there is no file"),
         ("MODEL --keyfile=FILES/key.pem", 2, "--keyfile needs --certfile"),
         ("MODEL --certfile=FILES/none.pem", 5, "--certfile or --keyfile cannot be read"),
         ("MODEL --certfile=FILES/key.pem", 4, "--certfile and --keyfile are not a certificate and its key"),
-        ("MODEL --certfile=FILES/cert.pem", 4, "--certfile and --keyfile are not a certificate and its key"),
     ],
 )
 def test_a_start_that_makes_no_sense_is_one_sentence(words, code, sentence, files, forms, tmp_path, monkeypatch):
@@ -175,8 +152,3 @@ def test_a_start_that_makes_no_sense_is_one_sentence(words, code, sentence, file
     done = run_serve(*words.replace("MODEL", str(forms / "model.pt")).replace("FILES", str(files)).split())
     assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (code, "", 1), done.stderr
     assert done.stderr.startswith(f"Error: {sentence}")
-
-
-def test_a_way_to_control_models_that_is_not_known_is_refused(forms):
-    done = run_serve(forms / "model.pt", "--model-control=poll")
-    assert (done.exit_code, "is not one of 'none', 'explicit'" in done.stderr) == (2, True)

@@ -2,11 +2,10 @@
 them, and goes on."""
 
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from io import BytesIO
 from typing import Any
 
@@ -107,11 +106,6 @@ def test_a_full_queue_sends_the_client_away_and_loses_nobody(client, repository,
     assert version.statistics.failures["REJECTED"] == 2
 
 
-def test_a_request_of_more_rows_than_may_wait_is_refused(client):
-    answer = ask(client, QUEUE + 1)
-    assert (answer.status_code, "has 4 rows; a request may have 3" in answer.json()["error"]) == (400, True)
-
-
 def test_a_deadline_is_kept_and_frees_the_queue(client, repository, loader):
     """That of a client, of a call, and that of the settings."""
     version, request = repository.version("m"), infer_message(ONE)
@@ -169,17 +163,6 @@ def test_a_load_that_fails_names_no_path(client, loader, monkeypatch):
     assert answer.json()["error"] == "the model m cannot be loaded; the log of the service says why"
     loader.may_answer.set()
     assert ask(client).status_code == 200
-
-
-def test_the_end_waits_for_a_call_in_flight(repository, loader):
-    with ExitStack() as stack:
-        with listened(repository, SETTINGS) as address:
-            channel = stack.enter_context(grpc.insecure_channel(address))
-            taken = channel.unary_unary(f"/{SERVICE}/ModelInfer").future(infer_message(ONE).SerializeToString())
-            wait_until(lambda: repository.version("m").num_users == 1)
-            threading.Timer(0.3, loader.may_answer.set).start()
-        assert loader.may_answer.is_set()
-        assert taken.result(timeout=60)
 
 
 def test_a_request_that_does_not_come_is_refused(repository):

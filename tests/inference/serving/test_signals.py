@@ -29,7 +29,6 @@ ONE = infer_message(np.zeros((1, 28, 28), np.uint8))
     ("number", "code", "module", "hangs"),
     [
         pytest.param(signal.SIGTERM, 143, CKPT_TOOLS_SERVE, True, marks=pytest.mark.extended),
-        pytest.param(signal.SIGTERM, 143, SERVE, False, marks=pytest.mark.soak),
         pytest.param(signal.SIGINT, 130, SERVE, False, marks=pytest.mark.soak),
         pytest.param(signal.SIGHUP, 129, CKPT_TOOLS_SERVE, False, marks=pytest.mark.soak),
     ],

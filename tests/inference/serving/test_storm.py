@@ -1,7 +1,7 @@
 """Many clients while everything goes wrong at once, and while checkpoints are replaced in each way that people copy
 files: each answer is of weights that were saved whole, or says why not.
 
-Some seconds of it; minutes with ``--soak``, where the process of the models is killed too.
+Some seconds of it; a minute with ``--soak``.
 """
 
 import asyncio
@@ -13,7 +13,6 @@ import signal
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ import pytest
 import ckpt_tools
 from inference.models.predictor import load_predictor
 from inference.serving.grpc.requests import MESSAGES, SERVICE
-from tests.inference.conftest import Service, models_of, running_service, write_sharded
+from tests.inference.conftest import Service, running_service, write_sharded
 from tests.inference.serving.helpers import image_request, infer_message
 
 pytestmark = pytest.mark.extended
@@ -97,7 +96,6 @@ def exchanged(source: Path, folder: Path) -> None:
     shutil.rmtree(folder.with_name(f"old-{folder.name}"))
 
 
-WAYS = (in_place, renamed, uploaded, exchanged)
 ROUNDS = ((in_place, uploaded), (renamed, in_place))  # of both formats at once
 
 
@@ -325,34 +323,3 @@ def test_every_answer_is_of_weights_that_were_saved(service, saved, seen_while, 
     service.process.send_signal(signal.SIGTERM)
     assert service.process.wait(60) == 143
     assert service.log.read_text().endswith("stopped by SIGTERM\n")
-
-
-@pytest.mark.soak
-def test_a_minute_of_replacements_and_kills(service, saved, seen_while):
-    """Some replacements follow at once on others, so that loads meet them at any moment. After a kill there is no model
-    for a while, which is a 503."""
-    end = time.monotonic() + 60
-
-    async def replace(asking: Clients, model: str) -> None:
-        draw, last = random.Random(model), 0
-        while time.monotonic() < end:
-            last = 1 - last
-            for which in (*draw.choices((0, 1), k=draw.randint(0, 2)), last):
-                await asyncio.sleep(draw.uniform(0, 2 * QUIET_SECONDS))
-                await asyncio.to_thread(saved.replace, model, which, draw.choice(WAYS))
-            await asking.catch_up(model, last)
-
-    async def kill() -> None:
-        while time.monotonic() + 15 < end:
-            await asyncio.sleep(15)
-            with suppress(psutil.NoSuchProcess):
-                for models in models_of(psutil.Process(service.process.pid)):
-                    models.kill()
-
-    async def disturb(asking: Clients) -> None:
-        await asyncio.gather(*(replace(asking, model) for model in FORMATS), kill())
-
-    seen = seen_while(disturb, 32, False)
-    assert min(seen.outcomes[f"{model} [{which}]"] for model in FORMATS for which in (0, 1)) > 0
-    assert seen.outcomes["busy"] > 0
-    assert httpx.post(f"{service.url}/v2/repository/index").json()[0]["state"] == "READY"

@@ -37,14 +37,6 @@ def binary(request: dict[str, Any], *tails: bytes) -> tuple[bytes, dict[str, str
 # --- discovery
 
 
-def test_the_server_says_what_it_is(client):
-    answer = client.get("/v2").json()
-    assert answer["name"] == "ckpt-tools"
-    assert answer["extensions"] == ["binary_tensor_data", "statistics", "model_configuration", "model_repository"]
-    for path in ("/v2/health/live", "/v2/health/ready", "/v2/models/m/ready", "/v2/models/two/versions/1/ready"):
-        assert client.get(path).status_code == 200
-
-
 def test_a_model_says_what_it_takes_and_which_weights_answer(client, forms, predictor):
     answer = client.get("/v2/models/two").json()
     assert answer["versions"] == ["1", "2"]
@@ -98,16 +90,6 @@ def test_binary_tensors_both_ways_have_the_same_bits(client, digits, truth):
     assert label["data"] == [row[0] for row in truth]
 
 
-def test_many_clients_get_the_bits_that_each_would_get_alone(client, digits, truth):
-    def ask(number: int) -> bool:
-        array = digits.pixels[number : number + 1].numpy()
-        outputs = client.post(INFER, json=image_request(array)).json()["outputs"]
-        return bool(outputs[1]["data"] == list(truth[number][1]))
-
-    with ThreadPoolExecutor(8) as pool:
-        assert all(pool.map(ask, range(40)))
-
-
 def test_predict_asks_the_model_that_is_named(client, image_folder):
     files = {"image": ("a.png", (image_folder / "000.png").read_bytes())}
     answer = client.post("/predict?model=two", files=files)
@@ -127,47 +109,28 @@ NAN = '{"inputs":[{"name":"image","shape":[1,28,28],"datatype":"UINT8","data":[N
     ("request_", "words"),
     [
         (b"hello", "is not JSON"),
-        (b"\xff\xfe", "is not JSON"),
         (b"[" * 100_000, "is not JSON"),
-        (b"1" * 10_000, "is not JSON"),
         (NAN, "is not JSON"),
         (b"[]", "has to be a JSON object"),
         ({}, "the request needs inputs"),
-        ({"inputs": {}}, "the request needs inputs"),
         ({"inputs": []}, "has 0 inputs; the model takes image"),
-        ({"inputs": [image_input(ONE)] * 2}, "has 2 inputs"),
         ({"inputs": [{}] * 10**6}, "has 1000000 inputs"),
         ({**image_request(ONE), "outputs": [{}] * 10**6}, "there is no output None"),
         ({"inputs": [3]}, "an input has to be a JSON object"),
         (image_request(ONE, name="pixels"), "is called 'pixels'; the model takes image"),
-        (image_request(ONE, name=["image"]), "is called"),
         (image_request(ONE, datatype="FP32"), "has the datatype 'FP32'; it must be UINT8"),
-        (image_request(ONE, datatype=["UINT8"]), "has the datatype"),
         (image_request(ONE, shape=[1, 784]), "has the shape [1, 784]"),
         (image_request(ONE, shape=[2, 28, 28]), "has 784 elements"),
         (image_request(ONE, shape=[1, 28, -28]), "a list of sizes"),
-        (image_request(ONE, shape=[0, 28, 28]), "a list of sizes"),
-        (image_request(ONE, shape=[10**30, 28, 28]), "a list of sizes"),
         (image_request(ONE, shape=[10**9, 28, 28]), "has 1000000000 rows"),
-        (image_request(ONE, shape=[True, 28, 28]), "a list of sizes"),
-        (image_request(ONE, shape=None), "a list of sizes"),
         (image_request(ONE, data=[0.5] * 784), "elements that are not of UINT8"),
-        (image_request(ONE, data=[True] * 784), "elements that are not of UINT8"),
-        (image_request(ONE, data=["0"] * 784), "elements that are not of UINT8"),
         (image_request(ONE, data=[256] * 784), "numbers that UINT8 cannot hold"),
-        (image_request(ONE, data=[-1] * 784), "numbers that UINT8 cannot hold"),
-        (image_request(ONE, data=[2**63] * 784), "numbers that UINT8 cannot hold"),
         (image_request(ONE, data=[2**64] * 784), "elements that are not of UINT8"),
-        (image_request(ONE, data=[10**400] * 784), "is not JSON"),
-        (image_request(ONE, data=[[0] * 784]), "is not nested as its shape is"),
         (image_request(ONE, data=[[[0] * 28] * 27 + [0]]), "is not nested as its shape is"),
         (image_request(ONE, data="zeros"), "has to be a list"),
         (image_request(ONE, data=None), "neither data nor"),
         (image_request(ONE, parameters={"binary_data_size": 0}), "both data and"),
-        (image_request(ONE, parameters=3), "has to be a JSON object"),
         (image_request(ONE, extra=1), "the unknown field 'extra'"),
-        ({**image_request(ONE), "output": []}, "the unknown field 'output'"),
-        ({**image_request(ONE), "id": 3}, "the id of the request"),
         ({**image_request(ONE), "outputs": [{"name": "logits"}]}, "there is no output 'logits'"),
         ({**image_request(ONE), "outputs": [{"name": "label"}] * 2}, "names an output twice"),
         ({**image_request(ONE), "model_name": "two"}, "to the model m, and its model_name is 'two'"),
@@ -175,7 +138,6 @@ NAN = '{"inputs":[{"name":"image","shape":[1,28,28],"datatype":"UINT8","data":[N
             ({**image_request(ONE), "parameters": {name: value}}, f"{name} {words}")
             for name, value, words in (
                 ("timeout", -1, "has to be"),
-                ("binary_data_output", 1, "of the request has to be true or false"),
                 ("binary_data_output", "true", "of the request has to be true or false"),
             )
         ),
@@ -191,26 +153,6 @@ def test_a_bad_request_is_one_sentence(client, request_, words):
     assert "\n" not in answer.json()["error"]
 
 
-@pytest.mark.parametrize("value", ["region", 5, True, None, {}, [1]])
-@pytest.mark.parametrize(
-    ("place", "name"),
-    [
-        *((place, "shared_memory_region") for place in ("input", "output")),
-        *(("request", name) for name in ("priority", "sequence_id", "sequence_start", "sequence_end", "top_k", "")),
-        *(("output", name) for name in ("classification", "binary_data_size")),
-        ("input", "binary_data"),
-    ],
-)
-def test_a_parameter_that_is_not_followed_is_refused(client, place, name, value):
-    request: dict[str, Any] = {**image_request(ONE), "outputs": [{"name": "label"}]}
-    holder = {"request": request, "input": request["inputs"][0], "output": request["outputs"][0]}[place]
-    holder["parameters"] = {name: value}
-    answer = client.post(INFER, json=request)
-    which = {"request": "the request", "input": "the input image", "output": "the output label"}[place]
-    assert answer.status_code == 400
-    assert answer.json() == {"error": f"the parameter {name!r} of {which} is not supported"}
-
-
 def test_parameters_that_ask_for_nothing_are_taken(client):
     nothing = {"priority": 0, "sequence_id": "", "sequence_start": False, "sequence_end": False, "timeout": 0}
     request = {**image_request(ONE, parameters={}), "outputs": [{"name": "label", "parameters": {"classification": 0}}]}
@@ -224,11 +166,7 @@ def test_parameters_that_ask_for_nothing_are_taken(client):
         (783, None, bytes(783), "has 783 bytes; [1, 28, 28] of UINT8 is 784"),
         (784, None, bytes(785), "1 bytes follow the binary data"),
         (-1, None, b"", "bytes follow the JSON"),
-        ("784", None, bytes(784), "bytes follow the JSON"),
         (784, "x", bytes(784), "has to be a number"),
-        (784, "99999999", bytes(784), "has to be a number"),
-        (784, "-1", bytes(784), "has to be a number"),
-        (784, "0", bytes(784), "is not JSON"),
         (784, "²", bytes(784), "has to be a number"),
     ],
 )
@@ -261,22 +199,16 @@ def test_numbers_that_are_not_finite_are_refused(client):
     [
         ("GET", "/v2/models/none", 404),
         ("GET", "/v2/models/m/versions/9", 404),
-        ("GET", "/v2/models/m/versions/x/ready", 404),
         ("POST", "/v2/models/none/infer", 404),
-        ("POST", "/v2/models/m/versions/9/infer", 404),
         ("POST", "/v2/repository/models/none/load", 404),
-        ("POST", "/v2/repository/models/none/unload", 404),
-        ("GET", "/v2/nothing", 404),
         ("GET", "/v2/logging", 404),
         *(
             (method, f"/v2/{path}", 404)
             for path in ("systemsharedmemory/status", "cudasharedmemory/region/r/register", "trace/setting")
             for method in ("GET", "POST")
         ),
-        ("GET", "/v2/models/m/", 404),
         ("POST", "/v2/models/m/infer/", 404),
         ("GET", "/v2/models/m/infer", 405),
-        ("POST", "/v2/models/m", 405),
     ],
 )
 def test_what_is_not_there_is_refused_in_the_protocols_form(client, method, path, status):
@@ -308,28 +240,6 @@ def test_after_all_that_it_goes_on(client, service):
 
 
 # --- the repository
-
-
-def test_models_are_listed_unloaded_and_loaded(client):
-    def index(**body: object) -> list[tuple[str, str, str]]:
-        listed = client.post("/v2/repository/index", json=body).json()
-        return [(entry["name"], entry["version"], entry["state"]) for entry in listed if entry["name"] in ("m", "two")]
-
-    assert index() == [("m", "1", "READY"), ("two", "1", "READY"), ("two", "2", "READY")]
-    assert client.post("/v2/repository/models/two/unload").status_code == 200
-    assert index(ready=True) == [("m", "1", "READY")]
-    assert client.get("/v2/models/two/ready").status_code == 404
-    assert client.post("/v2/repository/models/two/load", json={"parameters": {"config": "{}"}}).status_code == 400
-    assert client.post("/v2/repository/models/two/load").status_code == 200
-    unknown = client.post("/v2/repository/models/two/unload", json={"parameters": {"force": True}})
-    assert unknown.status_code == 400
-    assert unknown.json() == {"error": "the parameter 'force' of an unload is not supported"}
-    for path in ("index", "models/two/load", "models/two/unload"):
-        answer = client.post(f"/v2/repository/{path}", json={"force": True})
-        assert (answer.status_code, answer.json()) == (400, {"error": "the request has the unknown field 'force'"})
-    for verb in ("load", "unload"):
-        assert client.post(f"/v2/repository/models/two/{verb}", json={"parameters": [1]}).status_code == 400
-    assert index()[1:] == [("two", "3", "READY"), ("two", "4", "READY")]
 
 
 def test_reloads_fail_no_request(client):
@@ -389,11 +299,3 @@ def test_the_metrics_have_the_documented_names_and_types(client):
     documented = re.findall(r"`((?:nv|ckpt_tools|process)_\w+)`", (ROOT / "docs/inference_operation.md").read_text())
     assert len(set(documented) & types.keys()) > 11
     assert set(documented) <= types.keys() | {"ckpt_tools_inference"}
-
-
-def test_statistics_are_tritons(client):
-    stats = client.get("/v2/models/m/stats").json()["model_stats"][0]
-    assert stats["name"] == "m"
-    assert stats["inference_stats"]["success"].keys() == {"count", "ns"}
-    names = [each["name"] for each in client.get("/v2/models/stats").json()["model_stats"]]
-    assert [name for name in names if name in ("m", "two")] == ["m", "two", "two"]

@@ -2,13 +2,11 @@
 
 import base64
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 
-from inference.serving.http.app import PAGE
-from tests.inference.conftest import LONG_LABEL, Service
+from tests.inference.conftest import Service
 from tests.inference.serving.http.browser import Browser, chromium
 
 pytestmark = pytest.mark.extended
@@ -120,30 +118,6 @@ def test_a_drawing_in_a_corner_is_answered_as_one_in_the_middle(browser):
     assert drawn(browser, 0.25, 0, 0.75) == drawn(browser, 1, 0, 0) == middle
 
 
-def test_a_drawing_fills_the_image(browser):
-    """As those of the training do: at the top and at the bottom, and the same at both sides."""
-    drawn(browser, 0.25, 0, 0)
-    top, bottom, left, right, share = browser.evaluate(
-        """(() => {
-            const sheet = prepared(), pixels = sheet.getContext("2d").getImageData(0, 0, 280, 280).data;
-            const lit = [...Array(280 * 280).keys()].filter((each) => pixels[4 * each] > 127);
-            const columns = lit.map((each) => each % 280);
-            const rows = [Math.min(...lit), Math.max(...lit)].map((each) => Math.floor(each / 280));
-            const sides = [Math.min, Math.max].map((end) => columns.reduce((one, other) => end(one, other)));
-            return [...rows, ...sides, lit.length / 280 / 280];
-        })()"""
-    )
-    assert (top, bottom) == (0, 279)
-    assert abs(left - (279 - right)) <= 1
-    assert 0.2 < share < 0.4
-
-
-def test_a_dot_is_asked_about_too(browser):
-    browser.evaluate(f"{CLEAR} line({{x: 3, y: 9}}, {{x: 3, y: 9}})")
-    dot = browser.evaluate("[...prepared().getContext('2d').getImageData(140, 140, 1, 1).data]")
-    assert dot == [255, 255, 255, 255]
-
-
 def test_a_chosen_and_a_dropped_image_are_answered_as_by_the_service(browser, service, image_folder):
     image = image_folder / "007.png"
     file_of(browser, image)
@@ -198,14 +172,6 @@ def test_another_model_can_be_chosen_and_a_reload_is_seen(browser, service):
     browser.wait_for(f"[...document.querySelectorAll('#identity dd')].at(-1).textContent === '{version + 1}'")
 
 
-def test_it_can_be_loaded_again_in_the_browser(browser):
-    browser.send("Page.reload")
-    browser.wait_for("document.querySelector('#answer')?.textContent === '–'")
-    browser.wait_for(IDENTITY)
-    browser.evaluate(ASK)
-    assert answered(browser).isdigit()
-
-
 def test_the_load_is_live(browser):
     browser.wait_for("/^[0-9.]+$/.test(document.querySelector('#rate').textContent)")
     browser.wait_for("document.querySelector('#waiting').textContent === '0'")
@@ -228,33 +194,6 @@ def test_it_fits_and_can_be_read(browser, width, scheme, tmp_path):
     assert len(colours) > 30
     weak = [each for each in colours if contrast(each[1], each[2]) < 4.5]
     assert weak == []
-
-
-@pytest.mark.parametrize("width", [400, 1400])
-def test_long_labels_leave_room_for_the_bars(browser, width, tmp_path):
-    browser.resize(width, 900, "light")
-    choose(browser, "long")
-    browser.wait_for(f"!{NO_TEXT}")
-    browser.evaluate("document.querySelector('#text').value = 'a very good film'")
-    browser.evaluate("document.querySelector('#ask-text').click()")
-    answered(browser)
-    rows = browser.evaluate(
-        """[...document.querySelectorAll("#probabilities tbody tr")].map((row) => {
-            const [label, number, bar] = [...row.children].map((each) => each.getBoundingClientRect());
-            const fill = row.querySelector(".bar div").getBoundingClientRect();
-            const shown = [row.children[0].textContent, parseFloat(row.children[1].textContent)];
-            return [...shown, bar.width, fill.width, bar.right];
-        })"""
-    )
-    assert [row[0] for row in rows] == [LONG_LABEL, "NEUTRAL", "x" * 70]
-    for _, percent, bar, fill, right in rows:
-        assert bar >= 100
-        assert abs(fill - (bar - 6.4) * percent / 100) < 3
-        assert right <= width
-    assert browser.evaluate("document.documentElement.scrollWidth") <= width
-    browser.screenshot(tmp_path / "page.png")
-    choose(browser, "m")
-    browser.wait_for(NO_TEXT)
 
 
 def contrast(one: str, other: str) -> float:
@@ -281,29 +220,3 @@ def test_it_asked_nobody_else_and_nothing_went_wrong(browser, service):
     wrong = [entry["text"] for entry in logged if entry["level"] in {"error", "warning"}]
     # The text file that was dropped is the only request that was refused. The advice is on how these tests read pixels.
     assert [text for text in wrong if "400" not in text and "willReadFrequently" not in text] == []
-
-
-class Elements(HTMLParser):
-    """What the page is made of, without a browser."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-
-
-def test_each_field_has_a_name_and_the_page_is_one_file(service):
-    text = service.http.get("/").text
-    assert text == PAGE.read_text()
-    page = Elements()
-    page.feed(text)
-    labels = {attrs.get("for") for tag, attrs in page.tags if tag == "label"}
-    fields = {attrs.get("id") for tag, attrs in page.tags if tag in {"input", "select", "textarea"}}
-    assert fields == labels
-    assert page.tags[0] == ("html", {"lang": "en"})
-    assert [attrs["href"] for _, attrs in page.tags if "href" in attrs] == ["data:,"]
-    assert not [attrs for _, attrs in page.tags if "src" in attrs]
-    assert "http:" not in text
-    assert "https:" not in text

@@ -67,14 +67,6 @@ def test_a_path_answers_as_the_protocol_has_it(client, path):
     jsonschema.validate(answer.json(), PROTOCOL[path])
 
 
-@pytest.mark.parametrize("path", [path for path in PROTOCOL if "/models/" in path])
-@pytest.mark.parametrize(("name", "version"), [("none", "1"), ("m", "99"), ("m", "x"), ("%00", "1"), ("..", "1")])
-def test_a_refusal_is_as_the_protocol_has_it(client, path, name, version):
-    answer = client.get(path.replace("/m/", f"/{name}/").replace("/1", f"/{version}"))
-    assert answer.status_code == 404
-    jsonschema.validate(answer.json(), ERROR)
-
-
 def schema_of(document: Json, path: str, method: str, status: int) -> Json:
     """What ``/openapi.json`` promises. A status that it does not tell is a KeyError."""
     answer = document["paths"][path][method]["responses"][str(status)]

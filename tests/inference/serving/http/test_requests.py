@@ -3,10 +3,7 @@
 import io
 import json
 import socket
-import statistics
-import struct
 import time
-import zlib
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
@@ -22,7 +19,7 @@ from inference.serving.__main__ import create_app
 from inference.serving.http import server
 from inference.serving.settings import MAX_UPLOAD_BYTES, bind, listen
 from tests.inference.commands import predicted
-from tests.inference.conftest import NO_TLS, Service, models_of
+from tests.inference.conftest import Service, models_of
 from tests.inference.serving.helpers import plain_uvicorn_of, read_to_end, run_serve, wait_until
 
 PREDICT = "/predict?model=m"
@@ -41,29 +38,6 @@ def test_a_posted_image_gets_the_answer_of_the_batch_script(client, forms, image
     assert answers == [{"label": row["label"], "probabilities": row["probabilities"]} for row in rows]
 
 
-def test_other_formats_sizes_and_colours_are_taken(client, image_folder):
-    with Image.open(image_folder / "000.png") as image:
-        large = image.convert("RGB").resize((280, 280), Image.Resampling.NEAREST)
-    data = io.BytesIO()
-    large.save(data, "BMP")
-    answer = post(client, data.getvalue(), "image.bmp").json()
-    assert sum(answer["probabilities"]) == pytest.approx(1)
-    assert answer["label"] == answer["probabilities"].index(max(answer["probabilities"]))
-
-
-def png_header(width: int, height: int) -> bytes:
-    """A PNG that claims a size and holds nothing."""
-    chunks = [
-        (b"IHDR", struct.pack(">2I5B", width, height, 8, 0, 0, 0, 0)),
-        (b"IDAT", zlib.compress(b"")),
-        (b"IEND", b""),
-    ]
-    framed = [
-        struct.pack(">I", len(body)) + kind + body + struct.pack(">I", zlib.crc32(kind + body)) for kind, body in chunks
-    ]
-    return b"\x89PNG\r\n\x1a\n" + b"".join(framed)
-
-
 def of_image(data: bytes) -> dict[str, Any]:
     return {"files": {"image": ("image.png", data)}}
 
@@ -78,21 +52,12 @@ IMAGE, OTHER = ("image", ("a.png", b"x")), ("picture", ("b.png", b"y"))
 @pytest.mark.parametrize(
     ("asked", "status", "sentence"),
     [
-        (of_image(b""), 400, UNREADABLE),
         (of_image(b"hello"), 400, UNREADABLE),
-        (of_image(png_header(28, 28)[:50]), 400, "image.png is a damaged image file"),
-        (of_image(png_header(28, 28)), 400, "image.png is a damaged image file"),
-        (of_image(png_header(10_000, 10_000)), 400, "image.png has 10000x10000 pixels"),
-        (of_image(png_header(60_000, 60_000)), 400, "image.png unpacks to too many pixels"),
         (of_image(bytes(MAX_UPLOAD_BYTES + 1)), 413, "the image is larger than 16 MiB"),
         ({}, 422, "post the image as the one file of a multipart form field named image"),
-        ({"files": [OTHER]}, 422, "the form has the unknown field 'picture'"),
         ({"files": [IMAGE, IMAGE]}, 422, "the form has 2 fields named image"),
         ({"files": [IMAGE, OTHER]}, 422, "the form has the unknown field 'picture'"),
-        ({"files": [IMAGE, ("top_k", (None, b"3"))]}, 422, "the form has the unknown field 'top_k'"),
-        ({"files": [("image", (None, b"text"))]}, 422, "post the image as the one file of a multipart form field"),
         (of_body("application/json"), (400, 422), ""),
-        (of_body("multipart/form-data"), (400, 422), ""),
         (of_body("multipart/form-data; boundary=x"), (400, 422), ""),
     ],
 )
@@ -117,11 +82,6 @@ def test_damaged_forms_and_metadata_and_clients_that_go_away_fill_no_log(client,
         connection.sendall(form_head("Content-Length: 5000") + BEGINNING)
     assert client.get("/healthz").json() == {"status": "ok"}
     assert service.log.read_text() == before
-
-
-def test_the_form_is_described(client):
-    described = client.get("/openapi.json").json()["paths"]["/predict"]["post"]["requestBody"]
-    assert {*described["content"]["multipart/form-data"]["schema"]["properties"]} == {"image", "text"}
 
 
 def test_the_service_itself_does_not_load_torch(client, service, image_folder):
@@ -248,20 +208,6 @@ def test_a_large_body_that_is_announced_is_refused_before_it_is_sent(service, cl
     assert client.get("/healthz").status_code == 200
 
 
-def test_an_allowed_body_is_kept_in_memory(service):
-    """It is looked at when 12 MB of it are there, and no end."""
-    body = BEGINNING + 12 * MEGABYTE
-    with connected(service.port) as connection:
-        connection.sendall(form_head(f"Content-Length: {len(body) + len(END)}") + body)
-        wait_until(lambda: unread_bytes(connection) == 0)
-        links = [link.readlink() for link in Path(f"/proc/{service.process.pid}/fd").iterdir() if link.is_symlink()]
-        assert not [link for link in links if link.is_relative_to(service.temporary)]
-        connection.sendall(END)
-        answer = connection.recv(65536)
-    assert answer.startswith(b"HTTP/1.1 400 ")
-    assert list(service.temporary.iterdir()) == []
-
-
 def unread_bytes(connection: socket.socket) -> int:
     """What was sent and the other process has not read yet, by its queue in the kernel's table."""
     mine, its = connection.getsockname()[1], connection.getpeername()[1]
@@ -307,18 +253,6 @@ def dripped(slow: socket.socket, end: float) -> Iterator[bytes]:
             return
 
 
-@pytest.mark.parametrize(
-    "beginning",
-    [b"GET /v2 HTTP/1.1\r\nX: ", b"POST /v2/models/m/infer HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n0\r\nX: "],
-    ids=["head", "trailer"],
-)
-def test_a_head_without_end_is_cut_off(beginning, service):
-    """What is sent beyond it is the buffers' of the two sockets."""
-    with connected(service.port) as endless:
-        endless.sendall(beginning)
-        assert send_until_refused(endless, b"y" * 2**16, 1024) < 32 * 2**20
-
-
 LIMIT = 2**16
 GET = b"GET /v2/health/live HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
 CHUNKED = b"POST /v2/models/m/infer HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n"
@@ -340,7 +274,7 @@ def sent(connection: socket.socket, data: bytes, size: int) -> bytes:
         return b""
 
 
-@pytest.mark.parametrize("size", [700, 5000, LIMIT - 1, LIMIT + 1, 10**6])
+@pytest.mark.parametrize("size", [700, LIMIT + 1, 10**6])
 @pytest.mark.parametrize("which", LARGE)
 def test_a_large_head_is_cut_off_in_pieces_of_any_size(service, which, size):
     with connected(service.port) as client:
@@ -354,13 +288,6 @@ def test_heads_below_the_limit_are_answered(service):
     for data, size, many in ((head, 700, 1), (head, 10**6, 1), (one * 3 + GET + b"\r\n", 10**6, 4)):
         with connected(service.port) as client:
             assert sent(client, data, size).count(b"HTTP/1.1 200 ") == many
-
-
-def test_another_protocol_is_not_taken_up_and_the_request_is_answered(client):
-    """As curl --http2 asks."""
-    given = {"Connection": "Upgrade, HTTP2-Settings", "Upgrade": "h2c", "HTTP2-Settings": "AAMAAABkAAQAAP__"}
-    answers = [client.post("/v2/models/m/infer", content=b"x" * 9, headers=given) for _ in range(2)]
-    assert [answer.status_code for answer in answers] == [400, 400]
 
 
 # --- the address
@@ -384,14 +311,3 @@ def test_an_accepted_connection_sends_at_once(host, shown):
             accepted, _ = listening.accept()
             with accepted:
                 assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
-
-
-def test_a_kept_alive_connection_is_answered_as_fast_as_by_uvicorn_alone(client, app):
-    """Without TCP_NODELAY each answer takes 40 ms more, 80 times as long; both are asked in turn."""
-    with plain_uvicorn_of(app) as plain, httpx.Client(base_url=plain, timeout=60, verify=NO_TLS) as other:
-        seconds: dict[httpx.Client, list[float]] = {client: [], other: []}
-        for each in [client, other] * 25:
-            begun = time.perf_counter()
-            assert each.get("/healthz").status_code == 200
-            seconds[each].append(time.perf_counter() - begun)
-    assert statistics.median(seconds[client]) < 5 * statistics.median(seconds[other]), seconds
