@@ -1,7 +1,6 @@
 """The commands, scripts and notebooks about training: their options fit together, and in the soak each is run."""
 
 import ast
-import json
 import os
 import re
 import shlex
@@ -12,20 +11,15 @@ from typing import Any
 
 import nbformat
 import pytest
-from accelerate.commands.launch import launch_command_parser
 from nbclient import NotebookClient
 
 import training
-import training.__main__ as command
 from tests.training.conftest import in_process
 from tests.training.hub import save_llama, save_tokenizer
 from tests.training.jobs import result_of
 from training.config.command_line import parsed
 from training.config.train_config import TrainConfig
-from training.loop.outlets import TENSORBOARD_NAME
 from training.loop.stopping import EXIT_CODE
-from training.studies.compare import cases_of
-from training.studies.compare import main as compare
 
 ROOT = Path(training.__file__).parent.parent
 PAGES = {path.name: re.sub(r" \\\n +", " ", path.read_text()) for path in sorted((ROOT / "docs").glob("training*.md"))}
@@ -63,20 +57,6 @@ def run(folder: Path, *words: str) -> str:
 
 
 RUNS = [words for words in commands("ckpt-tools train", PAGE.replace(APART, "")) if is_for_this_machine(words)]
-
-
-def test_few_documented_runs_are_left_out_and_the_comparisons_are_runs(tmp_path):
-    assert len(RUNS) >= 17
-    left = [words for words in commands("ckpt-tools train") if not is_for_this_machine(words)]
-    assert len(left) == 4, left
-    found = commands("python -m ckpt_tools_training.studies.compare")
-    assert len(found) == 2
-    for words in found:
-        params = compare.make_context("compare", shlex.split(words)).params
-        assert len(cases_of(params["texts"], params["options"], tmp_path)) in (3, 11)
-    assert len(commands("ckpt-tools train", APART)) == 7
-    for words in commands("ckpt-tools train", APART):
-        config_of(shlex.split(words))
 
 
 @pytest.mark.soak
@@ -122,24 +102,7 @@ def test_the_documented_learning_rates_are_runs(tmp_path):
     assert last == f"{best.settings['learning_rate']} {best.accuracy} {best.checkpoint}"
 
 
-def test_the_documented_tensorboard_looks_where_the_documented_run_writes():
-    """TensorBoard itself is not installed here: its option is of its own command line."""
-    [shown] = re.findall(r"(?m)^\$ tensorboard --logdir (\S+)$", ALL)
-    [words] = re.findall(r"(?m)^\$ ckpt-tools train (.* --tensorboard)$", ALL)
-    config = config_of(words.split())
-    assert config.tensorboard and Path(shown) == config.out / TENSORBOARD_NAME
-
-
 TINY = ("--model=cnn", "--num-samples=32", "--batch-size=16", "--epochs=1", "--strategy=full_shard")
-
-
-def test_accelerate_starts_as_many_ranks_as_the_run_has():
-    [words] = re.findall(r"(?s)`accelerate launch (.*?)\s\.\.\.`", PAGES["training_clusters.md"])
-    asked = launch_command_parser().parse_args(shlex.split(words))
-    config = config_of([*asked.training_script_args, *TINY])
-    assert (asked.module, asked.training_script) == (True, "ckpt_tools_training")
-    assert asked.multi_gpu and asked.num_machines == 2
-    assert (config.launcher, config.num_workers) == ("torchrun", asked.num_processes)
 
 
 @pytest.mark.soak
@@ -194,32 +157,9 @@ def test_a_stopped_job_of_slurm_is_requeued_and_a_cancelled_or_failed_one_is_not
     assert (config.sharding.name, config.out) == ("full_shard", Path("/runs/with a space"))
 
 
-def test_ranks_that_any_launcher_starts_know_that_they_are_ranks(monkeypatch):
-    """torchrun, DeepSpeed's launcher, accelerate and the script for SLURM set these four."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"):
-        assert not command._is_a_rank()
-        monkeypatch.setenv(name, "0")
-    assert command._is_a_rank()
-
-
 NOTEBOOKS = sorted((ROOT / "training/notebooks").glob("*.ipynb"))
 INSTALLED = {"ckpt_tools": "ckpt_tools", "training": "ckpt_tools_training", "inference": "ckpt_tools_inference"}
 STEPS_OF_AN_EPOCH = 22
-
-
-@pytest.mark.parametrize("name", ["deepspeed_on_ray", "fsdp2_on_ray"])
-def test_a_notebook_is_stored_without_outputs_and_shows_every_piece_of_its_example(name):
-    """Data and model are left out, which are no part of the framework."""
-    assert [path.stem for path in NOTEBOOKS] == ["deepspeed_on_ray", "fsdp2_on_ray"]
-    path = ROOT / f"training/notebooks/{name}.ipynb"
-    cells = json.loads(path.read_text())["cells"]
-    assert all(not cell["outputs"] and cell["execution_count"] is None for cell in cells if "outputs" in cell)
-    example = ast.parse((ROOT / f"training/examples/{name}.py").read_text())
-    pieces = {node.name for node in example.body if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    source = "\n".join(cell.source for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code")
-    assert f"examples import {name} as example" in source
-    assert {*re.findall(r"show\(example\.(\w+)\)", source)} == pieces - {"load_data", "build_model", "options"}
-    assert {*re.findall(r"example\.(\w+)\(", source)} == {"fit", "options", "load_data", "predict"}
 
 
 @pytest.mark.soak

@@ -1,6 +1,6 @@
 """A new user's model and data, by docs/training_own.md alone: the files that it prints are written down and used.
 
-They train under each strategy, are killed, resume elsewhere, are exported and predict.
+They train under each strategy, resume elsewhere, are exported and predict.
 """
 
 import json
@@ -13,14 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from click.testing import CliRunner
 
 import ckpt_tools
 from ckpt_tools.errors import UsageError
 from fixtures.launch import pool
 from inference.batch import __main__ as batch
-from tests.support.running import wait_until
 from tests.support.sweep import tiered
 from tests.training.jobs import check_same_end, losses, result_of, small_config, train, train_each
 from training.checkpoints.weights import export
@@ -86,30 +84,26 @@ def test_the_file_trains_and_resumes_under_each_strategy(strategy, files, tmp_pa
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("strategy", ["full_shard", pytest.param("zero3", marks=pytest.mark.soak)])
-def test_a_resumed_run_draws_the_same_dropout_and_augmentation(strategy, files, tmp_path):
-    config = own_config(files, tmp_path / "run", strategy=strategy)
+def test_a_resumed_run_draws_the_same_dropout_and_augmentation(files, tmp_path):
+    config = own_config(files, tmp_path / "run")
     whole = run(config)
     check_same_end(resumed(config, "again"), whole)
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("strategy", ["zero2", pytest.param("full_shard", marks=pytest.mark.soak)])
-def test_a_stream_of_dictionaries_resumes_from_its_state(strategy, files, tmp_path):
+def test_a_stream_of_dictionaries_resumes_from_its_state(files, tmp_path):
     """A model of transformers, which gives its loss; no part is held out."""
     model = files / "stream.py"
     still = "n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0"
     (tmp_path / "gpt.py").write_text(model.read_text().replace("n_head=2", still))
     functions = {"model": f"{tmp_path}/gpt.py:gpt2", "dataset": f"{model}:lines"}
-    config = own_config(files, tmp_path / "run", strategy=strategy, **functions, **LINES)
+    config = own_config(files, tmp_path / "run", strategy="zero2", **functions, **LINES)
     check_goes_on(config, "ddp")
     assert result_of(config).held_out == {}
 
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "function": {"optimizer": "{files}/tuning.py:optimizer", "schedule": "{files}/tuning.py:steps"},
-    "adam": {"optimizer": "adam"},
-    "sgd": {"optimizer": "sgd"},
     "momentum": {"optimizer": "sgd", "optimizer_arg": ("momentum=0.9",)},
 }
 FRAMEWORKS = ["zero0", "full_shard", "zero1", "zero2", "zero3"]
@@ -147,42 +141,28 @@ from mine import *
 
 def net_of_a_number(): return 3
 def net_unknown_key(): return {**net(), "layers": 1}
-def net_strange_block(): return {"model": nn.Linear(8, 2), "blocks": [nn.Linear(8, 2)]}
 def net_forgotten_parameter():
     model = nn.Linear(8, 2)
     return {"model": model, "loss": loss, "groups": [{"params": [model.weight]}]}
 def net_loss_of_samples(): return {"model": nn.Linear(8, 2), "loss": lambda model, batch: model(batch["x"]).sum(1)}
-def net_loss_without_gradient(): return {"model": nn.Linear(8, 2), "loss": lambda model, batch: 1.0}
-def net_other_shape(): return {"model": nn.Linear(9, 2), "loss": loss}
-def net_no_loss(): return nn.Linear(8, 2)
 def net_error(): return 1 / 0
-def data_none(part, count): return [1] * 3 if part == "x" else 7
 class Other(Points):
     def __getitem__(self, index): return self.y[index]
 def data_fails(part, count): return Other(count, 1)
 def metrics_number(model, batch): return 1.0
-def metrics_too_few(model, batch): return {"one": torch.ones(1)}
 def optimizer_none(groups, lr, weight_decay): return None
-def optimizer_arguments(groups): return None
 def schedule_infinite(step, total): return 1e999
 callback = 3
 """
 WRONG = {
     "net_of_a_number": "gives int, and a torch.nn.Module is needed",
     "net_unknown_key": "'layers' is not one of model, blocks, loss and groups",
-    "net_strange_block": "a block, Linear, is not a module of the model",
     "net_forgotten_parameter": "bias is in no group",
     "net_loss_of_samples": r"is a tensor of shape \[8\], and has to be",
-    "net_loss_without_gradient": "is float, and has to be a tensor",
-    "net_other_shape": r"failed with RuntimeError: .*\(mine.py, line 26\)",
-    "net_no_loss": "failed with TypeError",
-    "net_error": r"ZeroDivisionError: division by zero \(wrong.py, line 15\)",
-    "data_none": "gives int for train",
-    "data_fails": r"failed with AttributeError: .* \(wrong.py, line 18\)",
+    "net_error": r"ZeroDivisionError: division by zero \(wrong.py, line 11\)",
+    "data_fails": r"failed with AttributeError: .* \(wrong.py, line 13\)",
     "metrics_number": "something else than tensors by name",
-    "metrics_too_few": "the metric one has 1 values for 30 samples",
     "optimizer_none": "gives NoneType, not an Optimizer",
-    "optimizer_arguments": "it takes none",
     "schedule_infinite": "gives inf, and a factor",
     "callback": "is not a function",
 }
@@ -199,13 +179,6 @@ def test_a_wrong_function_is_one_sentence_before_workers_start(name, files, tmp_
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_metric_that_no_checkpoint_has_is_refused(files, tmp_path):
-    config = own_config(files, tmp_path, keep_last=1, keep_best="wer:min", metrics=f"{files}/mine.py:metrics")
-    with pytest.raises(UsageError, match=r"^--keep-best wer: the metrics of this run are error, held_out_loss, loss$"):
-        check_before_start(config)
-    check_before_start(replace(config, keep_best="error:min"))
-
-
 @pytest.mark.parametrize("model", tiered(MODELS, test=["cnn", "lm"], extended={*MODELS} - {"cnn", "lm"}))
 def test_own_metrics_of_each_model_are_tried(model, tmp_path):
     file = tmp_path / "own.py"
@@ -215,12 +188,6 @@ def test_own_metrics_of_each_model_are_tried(model, tmp_path):
     check_before_start(small_config(tmp_path, engine="fsdp2", keep_best="mean:max", **values))
     with pytest.raises(UsageError, match=r"^--keep-best wer: the metrics of this run are .*, mean$"):
         check_before_start(small_config(tmp_path, engine="fsdp2", keep_best="wer:min", **values))
-
-
-def test_weights_of_another_model_are_refused_before_workers_start(files, tmp_path):
-    torch.save({"weight": torch.zeros(2, 8)}, tmp_path / "other.pt")
-    with pytest.raises(UsageError, match=r"^the checkpoint does not fit the model: .*not in the model: weight$"):
-        check_before_start(own_config(files, tmp_path, init_from=str(tmp_path / "other.pt")))
 
 
 def test_a_length_that_tensor_parallelism_does_not_divide_is_refused(files, tmp_path):
@@ -235,17 +202,8 @@ def test_a_length_that_tensor_parallelism_does_not_divide_is_refused(files, tmp_
         )
 
 
-def test_a_model_that_calls_numpy_is_tried_with_values(files, tmp_path):
-    file = tmp_path / "by_numpy.py"
-    file.write_text(
-        "from mine import *\ndef net():\n    return {'model': nn.Linear(8, 2), 'loss': by_numpy}\n"
-        "def by_numpy(model, batch):\n    return loss(model, batch) * float(np.mean(batch['x'].numpy() ** 2))\n"
-    )
-    check_before_start(own_config(files, tmp_path, model=f"{file}:net"))
-
-
 WATCHING = """
-import json, os, time
+import json, os
 
 class Watch:
     def __init__(self, file):
@@ -256,7 +214,6 @@ class Watch:
         self.write({"ended": kind and kind.__name__})
     def write(self, line):
         print(json.dumps({**line, "pid": os.getpid()}), file=self.file.open("a"))
-        time.sleep(float(os.environ.get("PAUSE", 0)))
 
 def watch(config):
     import contextlib
@@ -291,23 +248,6 @@ if __name__ == "__main__":
 """
 
 
-def command(*words: object, files: Path, **environment: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, *map(str, words)],
-        cwd=files,
-        env=os.environ | environment | {"PYTHONPATH": os.pathsep.join(map(str, (files, *sys.path)))},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def finished(process: subprocess.Popen[str]) -> str:
-    out, error = process.communicate(timeout=SECONDS)
-    assert process.returncode == 0, error
-    return out
-
-
 def lines_of(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
@@ -331,26 +271,16 @@ def test_a_run_with_a_callback_is_exported_and_predicts(watched, files, tmp_path
 
 
 @pytest.mark.soak
-def test_a_killed_run_goes_on_and_predicts(watched, files, tmp_path):
-    """Killed under torchrun, resumed to the same bits with a process that loads samples; and resumed under Ray from
-    Python, by a function within another one."""
-    whole = run(replace(watched, out=tmp_path / "whole", callback=()))
-    first = command("-m", "training", *watched.to_args(), files=files, PAUSE="0.3")
-    saved = watched.out / "checkpoints" / MID_EPOCH
-    wait_until(lambda: saved.is_dir() or first.poll() is not None, SECONDS)
-    first.kill()
-    first.communicate()
-    exported, out = tmp_path / "own.safetensors", tmp_path / "ray"
-    again = replace(watched, resume="auto", loader_workers=1, export=str(exported))
-    finished(command("-m", "training", *again.to_args(), files=files))
-    assert len(losses(watched)) < STEPS
-    check_same_end(result_of(watched), whole)
+def test_a_script_trains_a_function_within_another_one_under_ray_and_predicts(watched, files, tmp_path):
+    train_each(watched)
     (files / "script.py").write_text(SCRIPT)
-    finished(command("script.py", f"{watched.out}/checkpoints/epoch_0001", out, files=files))
+    words, out = [sys.executable, "script.py", f"{watched.out}/checkpoints/epoch_0001"], tmp_path / "ray"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (files, *sys.path)))}
+    done = subprocess.run([*words, out], cwd=files, env=environment, capture_output=True, text=True, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr
     assert len(result_of(out).history) == 1
-    for folder, starts, model in ((watched.out, 2, exported), (out, 1, out.with_suffix(".safetensors"))):
-        check_watched(folder, starts)
-        check_predicts(files, model)
+    check_watched(out, starts=1)
+    check_predicts(files, out.with_suffix(".safetensors"))
 
 
 def check_predicts(files: Path, model: Path) -> None:
@@ -389,8 +319,3 @@ def test_an_error_in_the_loss_names_rank_file_and_line(files, tmp_path):
     config = own_config(files, tmp_path / "run", model=f"{tmp_path}/failing.py:net", num_workers=1)
     [found] = pool(1).run(sentence_of_failure, config)
     assert found == "rank 0 failed with KeyError: 'colour' (failing.py, line 5)"
-
-
-def test_the_script_of_the_page_is_python():
-    [script] = re.findall(r"(?s)```python\n(from pathlib.*?)```", PAGE)
-    compile(script, "script.py", "exec")

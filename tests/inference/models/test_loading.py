@@ -191,7 +191,6 @@ test_what_is_no_model_is_named = refusal_test(
         r"the checkpoint does not fit the model: shape mismatch: 0\.weight \(checkpoint \[2, 3\], model \[2, 4\]\); "
         r"not in the checkpoint: 0\.bias; not in the model: 0\.scale, 1\.weight$",
     ),
-    (),
 )
 
 

@@ -7,10 +7,9 @@ from typing import Any
 
 import click
 import pytest
-import torch
 from click.testing import CliRunner
 
-from ckpt_tools.errors import FormatError, UsageError
+from ckpt_tools.errors import UsageError
 from training.__main__ import main
 from training.config.command_line import parsed, shipped
 from training.config.model_names import MODELS
@@ -35,28 +34,15 @@ def config(**values: Any) -> TrainConfig:
 @pytest.mark.parametrize(
     ("strategy", "engine", "name"),
     [
-        ("full_shard", None, "full_shard"),
         ("full_shard", "fsdp2", "full_shard"),
         ("full_shard", "deepspeed", "zero3"),
         ("hybrid_shard", "deepspeed", "zero3_hpz"),
-        ("ddp", "deepspeed", "zero0"),
-        ("zero2", "deepspeed", "zero2"),
         (None, "fsdp2", "full_shard"),
-        (None, "deepspeed", "zero3"),
         (None, "zero1", "zero1"),
     ],
 )
 def test_strategy_and_engine_mean_one_strategy(strategy, engine, name):
     assert chosen_strategy(strategy, engine) is BY_NAME[name]
-
-
-def test_a_twin_is_of_the_other_framework_and_shards_alike():
-    assert set(BY_NAME) == set(STRATEGIES)
-    for strategy in BY_NAME.values():
-        if strategy.twin is not None:
-            twin = BY_NAME[strategy.twin]
-            assert (twin.stage, twin.in_groups) == (strategy.stage, strategy.in_groups)
-            assert twin.framework != strategy.framework
 
 
 @pytest.mark.parametrize("words", [*(f"--config {name} --out /run" for name in shipped(".toml")), *DOCUMENTED])
@@ -94,17 +80,11 @@ def test_a_file_gives_every_type_and_the_command_line_wins(tmp_path):
     ("line", "sentence"),
     [
         ("epochs = [1]", "epochs is a number, not [1]"),
-        ("epochs = true", "epochs is a number, not True"),
         ("num-workers = 'two'", "num-workers is a number, not 'two'"),
-        ("learning-rate = '1e-3'", "learning-rate is a number, not '1e-3'"),
         ("rename = [1]", "rename is a list of strings, not [1]"),
         ("async-save = 'yes'", "async-save is true or false, not 'yes'"),
-        ("export = false", "export is a string, not False"),
         ('export = "a\\u0000b"', r"export is a string, not 'a\x00b'"),
-        ("out = {}", "out is a string, not {}"),
         ("wings = 2", "wings is not an option of a run"),
-        ("num_workers = 2", "num_workers is not an option of a run"),
-        ("num-workers", "run.toml is not TOML: "),
     ],
 )
 def test_a_wrong_file_of_options_is_refused(line, sentence, tmp_path, monkeypatch):
@@ -133,30 +113,19 @@ def adam(**params: object) -> dict[str, object]:
 
 
 TORCHS = ': --pp needs torch\'s AdamW: set optimizer.type to "AdamW" and optimizer.params.torch_adam to true'
-PROFILER = {"flops_profiler": {"profile_step": "x"}}
 WRONG: list[tuple[Any, str]] = [
     ({"train_batch_size": 32}, " sets train_batch_size to 32 and the options of the run say 64; change one of them"),
     ({"zero_optimization": {"stage": 3}}, " sets zero_optimization.stage to 3 and the options of the run say 2"),
-    ({"optimizer": {"params": {"lr": 1}}}, " sets optimizer.params.lr to 1 and the options of the run say 0.001"),
     ({"zero_optimisation": {}}, ": zero_optimisation is not a key that a run takes; it takes "),
     ({"zero_optimization": {"stage": 2, "wings": 1}}, ": zero_optimization.wings: "),
     (adam() | {"aio": "auto"}, ': aio is an object, not "auto"'),
-    ({"optimizer": "auto"}, ': optimizer is an object, not "auto"'),
-    ({"zero_optimization": []}, ": zero_optimization is an object, not []"),
     ({"optimizer": "AdamW"}, ': optimizer is an object, not "AdamW"'),
-    ({"optimizer": {"type": "AdamW", "params": []}}, ": optimizer.params is an object, not []"),
     ({}, ": optimizer.type is missing; set it to AdamW"),
     ({"optimizer": {"type": "Adamant"}}, ": optimizer.type Adamant is not an optimizer of torch or DeepSpeed"),
     (adam(betas=[0.9]), ": AdamW does not take [0.9] for optimizer.params.betas: "),
-    (adam(momentum=0.9), ": AdamW does not take 0.9 for optimizer.params.momentum: "),
     ({"optimizer": {"type": "SGD"}}, ": ZeRO with SGD is untested; set zero_allow_untested_optimizer to true"),
     (adam() | {"train_batch_size": True}, ": train_batch_size is a whole number, not true"),
-    (adam() | {"gradient_predivide_factor": 0}, ": gradient_predivide_factor is above 0, not 0"),
-    (adam() | {"fp16": {"loss_scale": "x"}}, ": fp16.loss_scale: "),
     (adam() | {"tensorboard": {"output_path": 3}}, ": tensorboard.output_path: "),
-    (adam() | PROFILER, ': flops_profiler.profile_step is a whole number, not "x"'),
-    (adam() | {"data_types": {"grad_accum_dtype": "fp12"}}, ": 'fp12' is not a valid DtypeEnum"),
-    (adam() | {"checkpoint": {"parallel_write": 3}}, ": 'int' object has no attribute 'get'"),
     ([], " is not a JSON object"),
 ]
 WRONG_PIPELINE: list[tuple[Any, str]] = [
@@ -192,11 +161,6 @@ def test_a_file_for_deepspeed_is_taken_with_what_the_options_decide(tmp_path):
     assert (made["train_batch_size"], made["train_micro_batch_size_per_gpu"]) == (64, 32)
 
 
-def test_a_folder_without_a_model_is_refused(tmp_path):
-    with pytest.raises(FormatError, match=r"has no config.json of a causal language model"):
-        check_frameworks(config(strategy="ddp", model=f"hf:{tmp_path}", dataset="text"))
-
-
 @pytest.mark.parametrize(
     ("shape", "factors"),
     [
@@ -210,16 +174,3 @@ def test_factors_of_a_short_run(shape, factors):
     assert [schedule.factor(step) for step in range(7)] == pytest.approx(factors, abs=1e-6)
     assert Schedule(2, 6).factor(3) == pytest.approx(0.853553, abs=1e-6)
     assert schedule_for(1, 0.5) == Schedule(0, 1), "a run of one step has no warm-up"
-
-
-def test_the_scheduler_saves_numbers_only_and_resumes():
-    optimizer, other = (torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1) for _ in range(2))
-    scheduler, resumed = (schedule_for(10, 0.2).attach(each) for each in (optimizer, other))
-    for _ in range(4):
-        optimizer.step()
-        scheduler.step()
-    state = scheduler.state_dict()
-    assert state["lr_lambdas"] == [None]
-    resumed.load_state_dict(state)
-    assert resumed.get_last_lr() == scheduler.get_last_lr()
-    assert resumed.last_epoch == 4

@@ -17,16 +17,15 @@ from numpy.typing import NDArray
 from PIL import Image
 from sklearn.datasets import load_digits
 from torch.utils.data import Dataset, IterableDataset
-from torchvision.datasets import FashionMNIST
 
-from ckpt_tools.errors import StoreError, UsageError
+from ckpt_tools.errors import UsageError
 from inference.batch import __main__ as batch
 from tests.training.jobs import result_of, tiny_config, train_each
 from training.__main__ import main
 from training.config.model_names import NUM_CLASSES
 from training.config.train_config import TrainConfig
-from training.data.datasets import DIGITS_HELD_OUT, DIGITS_SPLIT_SEED, PARTS, Part, _upscale, load_dataset, to_input
-from training.data.loading import Batches, Position, dataset_of, epoch_order, rank_batches, state_of
+from training.data.datasets import DIGITS_HELD_OUT, DIGITS_SPLIT_SEED, PARTS, Part, _upscale, load_dataset
+from training.data.loading import Batches, Position, dataset_of, epoch_order, rank_batches
 
 
 def test_digits_are_those_of_scikit_learn_bit_for_bit():
@@ -41,35 +40,6 @@ def test_digits_are_those_of_scikit_learn_bit_for_bit():
         assert torch.equal(found.pixels, _upscale(torch.from_numpy(source.images[chosen])))
 
 
-def test_no_image_is_in_both_parts():
-    train, held_out = (load_dataset("digits", part, None).pixels.flatten(1) for part in ("train", "held-out"))
-    known = {bytes(row.tolist()) for row in train}
-    assert not known & {bytes(row.tolist()) for row in held_out}
-
-
-def test_upscaling_keeps_black_white_and_the_mean():
-    pixels = load_dataset("digits", "train", None).pixels
-    assert (int(pixels.min()), int(pixels.max())) == (0, 255)
-    source = torch.from_numpy(load_digits().images).mean() * 255 / 16
-    assert float(pixels.double().mean()) == pytest.approx(float(source), rel=0.02)
-
-
-def test_input_is_in_minus_one_to_one():
-    pixels = torch.zeros(2, 28, 28, dtype=torch.uint8)
-    pixels[1] = 255
-    values = to_input(pixels)
-    assert values.shape == (2, 1, 28, 28)
-    assert values.dtype == torch.float32
-    assert values[0].unique().tolist() == [-1.0]
-    assert values[1].unique().tolist() == [1.0]
-
-
-def test_order_depends_on_epoch_and_seed_alone():
-    assert epoch_order(50, 3, 7).tolist() == epoch_order(50, 3, 7).tolist()
-    assert epoch_order(50, 3, 7).tolist() != epoch_order(50, 4, 7).tolist()
-    assert sorted(epoch_order(50, 3, 7).tolist()) == list(range(50))
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_ranks_share_out_the_same_global_batches_at_every_world_size(world_size):
     order = epoch_order(100, 0, 0)
@@ -77,16 +47,6 @@ def test_ranks_share_out_the_same_global_batches_at_every_world_size(world_size)
     batches = [torch.cat(parts).tolist() for parts in zip(*shares, strict=True)]
     assert batches == [order[start : start + 12].tolist() for start in range(0, 96, 12)]
     assert {len(batch) for share in shares for batch in share} == {12 // world_size}
-
-
-def test_fashion_mnist_needs_a_root_and_says_what_to_do_if_it_cannot_be_downloaded(tmp_path, monkeypatch):
-    with pytest.raises(UsageError, match="needs --data-root"):
-        load_dataset("fashion-mnist", "train", None)
-    monkeypatch.setattr(FashionMNIST, "mirrors", ["http://127.0.0.1:9/"])
-    advice = r"could not be downloaded .*; copy its four \.gz files into .* or use"
-    with pytest.raises(StoreError, match=advice) as error:
-        load_dataset("fashion-mnist", "train", tmp_path)
-    assert "\n" not in str(error.value)
 
 
 def test_fashion_mnist_is_read_where_it_lies(tmp_path):
@@ -149,37 +109,12 @@ def test_classes_are_numbered_by_the_names_in_train(root):
     assert [round(float(each.double().mean()), -1) for each in held_out.pixels] == [40] * 3 + [200] * 3
 
 
-def spoilt(root: Path, how: str) -> None:
-    if how == "classes":
-        for number in range(8):
-            folder_of(root, "train", f"dog{number}", 1, 9)
-    elif how == "unknown":
-        (root / "held-out/ant").rename(root / "held-out/ape")
-    elif how == "empty":
-        (root / "train/dog").mkdir()
-    elif how == "cut":
-        (root / "train/bee/03.png").write_bytes((root / "train/bee/03.png").read_bytes()[:200])
-    else:
-        (root / "held-out/bee/00.png").write_text("no image")
-
-
-@pytest.mark.parametrize(
-    ("how", "sentence"),
-    [
-        ("classes", "has 11 classes, and models tell 10 apart"),
-        ("unknown", "held-out/ape is a class that "),
-        ("empty", "train: Found no valid file for the classes dog"),
-        ("cut", "train/bee/03.png cannot be read as an image: "),
-        ("text", "held-out/bee/00.png cannot be read as an image: "),
-    ],
-)
-def test_what_is_not_a_folder_of_classes_is_refused_before_the_run(how, sentence, root, tmp_path):
-    spoilt(root, how)
-    with pytest.raises(UsageError, match=sentence):
-        [load_dataset("image-folder", part, root) for part in PARTS]
+def test_an_image_that_cannot_be_read_is_refused_before_the_run(root, tmp_path):
+    (root / "train/bee/03.png").write_bytes((root / "train/bee/03.png").read_bytes()[:200])
     args = ["--strategy=ddp", "--dataset=image-folder", f"--data-root={root}", f"--out={tmp_path / 'run'}"]
     done = CliRunner().invoke(main, [*args, "--launcher=torchrun", "--batch-size=16"])
-    assert (done.exit_code, done.stderr.count("\n"), sentence in done.stderr) == (2, 1, True), done.output
+    assert (done.exit_code, done.stderr.count("\n")) == (2, 1), done.output
+    assert "train/bee/03.png cannot be read as an image: " in done.stderr
     assert not (tmp_path / "run").exists()
 
 
@@ -281,14 +216,6 @@ def test_a_stream_with_a_state_begins_there():
     assert dataset.read == [*range(25, 33)]
 
 
-def test_each_epoch_begins_with_the_first_state():
-    """Whether the process that reads has read an epoch before or not."""
-    batches = Batches(config_of(dataset=WithState), WithState(), 0, 1, CPU)
-    for epoch in (0, 1):
-        first, _ = next(batches.epoch(Position(epoch)))
-        assert first["rows"][:, 0].tolist() == [epoch * 1000.0 + number for number in range(SIZE)]
-
-
 class HalfAState(Endless):
     def state_dict(self) -> dict[str, Any]:
         return {"at": object()}
@@ -299,32 +226,9 @@ class HalfAState(Endless):
     [
         ({"dataset": lambda part: HalfAState()}, "both state_dict and load_state_dict, or neither"),
         ({"dataset": lambda part: Endless(), "loader_workers": 2}, "--loader-workers is at most 1"),
-        ({"dataset": lambda part: Endless(), "num_samples": 8}, "--num-samples is for a dataset with a length"),
         ({"dataset": lambda part: None}, "gives NoneType for train"),
-        ({"dataset": lambda part: Numbers(), "dataset_arg": ("size=3",)}, "unexpected keyword argument 'size'"),
     ],
 )
 def test_a_dataset_that_cannot_be_used_is_refused(values, sentence):
     with pytest.raises(UsageError, match=sentence):
         dataset_of(config_of(**values), "train")
-
-
-def test_a_held_out_part_is_no_stream_and_may_be_missing():
-    with pytest.raises(UsageError, match="held-out samples are a Dataset with a length"):
-        dataset_of(config_of(dataset=lambda part: Endless()), "held-out")
-    assert dataset_of(config_of(dataset=lambda part: None), "held-out") is None
-
-
-def test_a_state_is_json():
-    with pytest.raises(UsageError, match=r"state_dict\(\) of the dataset holds something else"):
-        state_of(HalfAState())
-
-
-@pytest.mark.parametrize(("samples", "sentence"), [(31, "needs more than the 31"), (None, None), (32, None)])
-def test_an_epoch_has_as_many_steps_as_the_samples_fill(samples, sentence):
-    config = config_of(dataset=Endless)
-    if sentence is None:
-        assert config.steps_per_epoch(samples) == STEPS
-        return
-    with pytest.raises(UsageError, match=sentence):
-        config.steps_per_epoch(samples)

@@ -23,7 +23,6 @@ from ckpt_tools.errors import UsageError
 from fixtures.launch import pool
 from tests.training.jobs import forget_groups, losses, result_of, tiny_config, train, train_each
 from training.checkpoints.leading import leader_first
-from training.checkpoints.progress import Progress
 from training.config.schedule import schedule_for
 from training.engines import create_engine
 from training.engines.blocks import build, prepare
@@ -93,14 +92,6 @@ def test_a_group_of_gpus_alone_refuses_them(group, use):
         use()
 
 
-@pytest.mark.parametrize("group", [backend_of("cuda")], indirect=True)
-def test_the_leader_of_a_machine_works_first_without_the_group_of_gpus(group, monkeypatch):
-    for rank, expected in (("0", True), ("1", False)):
-        monkeypatch.setenv("LOCAL_RANK", rank)
-        with leader_first() as leads:
-            assert leads is expected
-
-
 def test_the_others_wait_for_the_leader(tmp_path):
     assert pool(2).run(found_by_leader, tmp_path / "made") == [True, True]
 
@@ -157,15 +148,6 @@ def fused_after_resuming(out: Path, others: list[dict[str, Any]]) -> list[bool]:
 def test_offloaded_state_has_the_fused_adam_also_after_a_run_that_had_not(tmp_path):
     cases = [*({"strategy": name} for name in FUSED), {"strategy": "full_shard", "cpu_offload": True}]
     assert pool(2).run(fused_after_resuming, tmp_path, cases) == [[*FUSED.values(), True]] * 2
-
-
-def test_each_save_reuses_the_memory_of_the_one_before(alone, tmp_path):
-    """Which CUDA pins once: that takes longer than a copy."""
-    engine = engine_of(tmp_path, strategy="full_shard")
-    first, second = (engine._stager.stage(engine.state_dict(Progress())) for _ in range(2))
-    weights = [next(iter(state["app"]["model"].values())) for state in (first, second)]
-    assert weights[0].to_local().data_ptr() == weights[1].to_local().data_ptr()
-    engine.close()
 
 
 def test_the_precision_of_products_and_determinism_are_those_of_the_run(alone, tmp_path, monkeypatch):
@@ -227,11 +209,10 @@ def test_a_machine_that_cannot_compile_is_told_before_any_worker(tmp_path, monke
 
 SMALL = {"vocab_size": 256, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 HUGGING_FACE: dict[str, dict[str, Any]] = {
-    "gpt2": {"n_positions": 64, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
     "llama": {"intermediate_size": 64, "num_key_value_heads": 2},
     "mixtral": {"intermediate_size": 64, "num_key_value_heads": 2, "num_local_experts": 4},
 }
-"""Layers that are all alike: dense ones of two kinds, and a mixture of experts."""
+"""Layers that are all alike: dense ones, and a mixture of experts."""
 
 
 def named(model: str, folder: Path) -> str:
@@ -246,9 +227,7 @@ def named(model: str, folder: Path) -> str:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch asks for it, and hides the warning
-@pytest.mark.parametrize(
-    "model", ["cnn", "llama", *(pytest.param(name, marks=pytest.mark.extended) for name in ("gpt2", "mixtral"))]
-)
+@pytest.mark.parametrize("model", ["cnn", "llama", pytest.param("mixtral", marks=pytest.mark.extended)])
 def test_a_block_is_one_graph_that_is_compiled_once(model, tmp_path, monkeypatch):
     """Nothing in it is left to Python, and no step compiles it again."""
     torch._dynamo.reset()
@@ -269,8 +248,8 @@ def test_a_block_is_one_graph_that_is_compiled_once(model, tmp_path, monkeypatch
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("strategy", ["full_shard", "zero2", "ddp"])
-@pytest.mark.parametrize("model", ["cnn", "lm", *HUGGING_FACE])
+@pytest.mark.parametrize("strategy", ["full_shard", "zero2"])
+@pytest.mark.parametrize("model", ["lm", *HUGGING_FACE])
 def test_a_compiled_run_learns_the_same_and_saves_the_same_names(model, strategy, precision, tmp_path):
     same = {"model": named(model, tmp_path), "strategy": strategy, "precision": precision, "until": 1}
     same |= {"activation_checkpointing": True} if model == "lm" else {}

@@ -12,10 +12,8 @@ import pytest
 import ckpt_tools
 from tests.training import jobs
 from tests.training.jobs import WITHIN, check_same_end, losses, result_of, tiny_config, train_each
-from training.config.model_names import MODELS
 from training.config.train_config import TrainConfig
 from training.engines.pipeline import layers_of
-from training.models.language_model import Sizes
 
 IN_THIRD_STEP = 4
 """How often the ranks agree before: at the start, after two steps, and after the first epoch."""
@@ -142,30 +140,18 @@ def test_stages_have_all_layers_in_order_and_as_many():
         assert max(map(len, dealt)) - min(map(len, dealt)) <= 1
 
 
-def test_what_is_known_of_a_model_before_torch_is_imported_holds():
-    facts, sizes = MODELS["lm"], Sizes()
-    assert (facts.heads, facts.hidden, facts.layers) == (sizes.heads, sizes.hidden, sizes.layers)
-
-
 WIDEST: dict[str, Any] = {"num_workers": 4}
 PREFETCHING: dict[str, Any] = {"cpu_offload": True, "forward_prefetch": 1, "backward_prefetch": 1}
 WIDE_CASES: dict[str, dict[str, Any]] = {
     "pp2": {"until": 1},
     "pp4": {"pp": 4},
-    "no_shard": {"strategy": "no_shard"},
-    "bf16": {"precision": "bf16"},
-    "interleaved": INTERLEAVED,
     "interleaved-bf16": {"precision": "bf16", **INTERLEAVED},
     "interleaved-hybrid": {"strategy": "hybrid_shard", "shard_size": 1, **INTERLEAVED},
     "interleaved-options": {**PREFETCHING, "activation_checkpointing": True, **INTERLEAVED},
-    "hybrid_shard": {"strategy": "hybrid_shard", "shard_size": 1},
     "shard_grad_op": {"strategy": "shard_grad_op", "activation_checkpointing": True},
-    "options": PREFETCHING,
     "deep2": {"until": 1, **DEEP},
     "deep3": {"pp": 3, "num_workers": 3, **DEEP},
-    "deep4": {"pp": 4, **DEEP},
     "bare4": {"pp": 4, "strategy": "zero0"},
-    "deep-bf16": {"precision": "bf16", **DEEP},
     "deep-checkpointing": {"activation_checkpointing": True, **DEEP},
 }
 """Pipelines over four workers, which share each of two stages, or have one each."""
@@ -188,32 +174,3 @@ def test_a_pipeline_goes_together_with_sharding(runs, tmp_path):
         assert losses(config) == pytest.approx(expected[: len(losses(config))], rel=within), name
     for config in further:
         assert losses(config) == pytest.approx(expected[2:], rel=1e-5), config.out.name
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("strategy", ["zero0", "zero1"])
-def test_pipelines_over_deepspeed_go_on_from_every_other_run(strategy, runs, tmp_path):
-    """And every other run from them; with more workers too, bit for bit with the same stages."""
-    ours: dict[str, Any] = {"pp": 2, "strategy": strategy}
-    other: dict[str, Any] = {"pp": 2, "strategy": "zero1" if strategy == "zero0" else "zero0"}
-    whole = tiny(tmp_path / "whole", save_every_steps=1, **ours)
-    plain = resuming(tmp_path / "zero2", whole, strategy="zero2", save_every_steps=1)
-    again = resuming(tmp_path / "again", whole, WITHIN, **ours)
-    wider = resuming(tmp_path / "wider", whole, **WIDEST, **ours)
-    found = [
-        *(whole, plain),
-        resuming(tmp_path / "of-whole", runs["whole"], **ours),
-        resuming(tmp_path / "whole-of", whole),
-        resuming(tmp_path / "piped-of", whole, pp=2),
-        resuming(tmp_path / "zero0-of", whole, strategy="zero0"),
-        resuming(tmp_path / "other-of", whole, **other),
-        *(again, resuming(tmp_path / "of-zero2", plain, WITHIN, **ours), wider),
-    ]
-    started = jobs.starting(tmp_path / "started", plain.out, **(SAME | ours))
-    train_each(*found, started)
-    for config in found:
-        mine = losses(config)
-        assert mine == pytest.approx(losses(runs["whole"])[-len(mine) :], rel=1e-5), config.out.name
-    assert losses(again) == losses(whole)[3:]
-    assert ckpt_tools.diff(*(result_of(config).checkpoint for config in (again, whole))).equal
-    assert ckpt_tools.diff(*(result_of(config).checkpoint for config in (started, plain)), state="model").equal

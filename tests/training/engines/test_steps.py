@@ -11,12 +11,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 
-from ckpt_tools.errors import UsageError
 from fixtures.launch import pool
 from tests.training.jobs import tiny_config
 from training.config.schedule import schedule_for
 from training.engines import create_engine
-from training.engines.base import mean_of
 from training.engines.blocks import RunningAverages
 from training.engines.gradients import LossScaler, clip_factor, multiply, total_norm
 from training.loop.saving import any_rank
@@ -112,32 +110,6 @@ def test_a_step_walks_through_no_modules(strategy, alone, monkeypatch):
     engine.step(batch)
     assert len(calls) == 2 * evaluated
     engine.close()
-
-
-def test_one_loss_is_itself_and_several_are_averaged():
-    one, other = torch.tensor(1.0), torch.tensor(2.0)
-    assert mean_of([one]) is one
-    assert mean_of([one, other]).item() == 1.5
-    logits, labels = torch.tensor([[0.0, 1.0]]), torch.tensor([1])
-    plain = standard_loss(lambda inputs: inputs, (logits, labels))
-    assert torch.equal(standard_loss(lambda inputs: (inputs, torch.tensor(0.5)), (logits, labels)), plain + 0.5)
-
-
-def refused_length() -> str:
-    """Two workers compute each layer together, and a text has an odd number of bytes."""
-    engine, words = engine_of(model="lm", strategy="no_shard", tp=2), torch.zeros(1, 33, dtype=torch.int64)
-    try:
-        engine.step((words, words))
-    except UsageError as error:
-        return str(error)
-    finally:
-        engine.close()
-    return ""
-
-
-def test_tensor_parallelism_refuses_texts_of_which_workers_would_hold_unequal_slices():
-    sentence = "--tp 2 does not divide a text of 33 bytes: give another length of the samples"
-    assert pool(2).run(refused_length) == [sentence] * 2
 
 
 def norm_of_weights(values: dict[str, Any]) -> tuple[float, int]:

@@ -14,7 +14,6 @@ import pytest
 import ckpt_tools
 from inference.models.loading import load_model
 from inference.models.predictor import load_predictor
-from tests.training.conftest import in_process
 from tests.training.jobs import (
     EPOCHS,
     STEPS_PER_EPOCH,
@@ -138,11 +137,10 @@ def net():
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize(("name", "count"), [("own", 1), pytest.param("resnet18", 20, marks=pytest.mark.soak)])
-def test_a_batch_norm_goes_on_in_the_other_framework(name, count, tmp_path):
+def test_a_batch_norm_goes_on_in_the_other_framework(tmp_path):
     """Its running averages are the same on every rank, and only predictions use them."""
     (tmp_path / "own.py").write_text(NORMED)
-    model = {"model": f"{tmp_path}/own.py:net" if name == "own" else name}
+    model = {"model": f"{tmp_path}/own.py:net"}
     whole = tiny_config(tmp_path / "whole", strategy="full_shard", **model)
     again = resuming(tmp_path / "again", whole.out, strategy="full_shard", **model)
     other = resuming(tmp_path / "other", whole.out, strategy="zero3", **model)
@@ -151,7 +149,7 @@ def test_a_batch_norm_goes_on_in_the_other_framework(name, count, tmp_path):
     assert same.history[0].losses == expected.history[1].losses
     assert same.predicted == resumed.predicted == expected.predicted
     assert resumed.history[0].losses == pytest.approx(expected.history[1].losses, rel=1e-5)
-    assert len([name for name in ckpt_tools.open(expected.checkpoint) if name.endswith("running_mean")]) == count
+    assert len([name for name in ckpt_tools.open(expected.checkpoint) if name.endswith("running_mean")]) == 1
 
 
 @pytest.mark.extended
@@ -292,15 +290,6 @@ def test_a_run_trains_and_counts_exactly(small_run):
     assert result.correct == sum(map(int.__eq__, result.predicted, labels))
 
 
-def test_each_engine_leaves_the_shards_of_both_ranks(small_run):
-    dcp = {path.name for path in Path(small_run("fsdp2").checkpoint).iterdir()}
-    assert dcp == {".metadata", "config.json", "__0_0.distcp", "__1_0.distcp"}
-    zero = Path(small_run("zero3").checkpoint)
-    tag = (zero / "latest").read_text()
-    shards = {f"zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt" for rank in (0, 1) for kind in ("model", "optim")}
-    assert {path.name for path in (zero / tag).iterdir()} == shards
-
-
 @pytest.mark.parametrize(("engine", "other"), [("fsdp2", "zero2"), further("zero3", "fsdp2")])
 def test_an_engine_continues_at_another_world_size(engine, other, small_run, tmp_path):
     expected = small_run(other)
@@ -308,13 +297,3 @@ def test_an_engine_continues_at_another_world_size(engine, other, small_run, tmp
     train_each(config := small_config(tmp_path / "run", engine=engine, num_workers=1, resume=url))
     found = RunResult.read(config.out / "result.json").history[0].losses
     assert found == pytest.approx(expected.history[1].losses, rel=1e-5)
-
-
-@pytest.mark.soak
-def test_a_rank_that_cannot_resume_says_why_in_one_sentence(small_run, tmp_path):
-    ckpt_tools.convert(small_run("zero3").checkpoint, tmp_path / "weights.safetensors")
-    config = small_config(tmp_path / "run", engine="fsdp2", num_workers=1, resume=str(tmp_path / "weights.safetensors"))
-    done = in_process("-m", "training", *config.to_args())
-    assert done.returncode == 2
-    assert "the checkpoint does not fit the model: not in the checkpoint: the state of an optimizer" in done.stderr
-    assert done.stderr.count("\n") == 1

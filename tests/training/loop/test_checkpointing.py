@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -24,7 +23,6 @@ from tests.training.jobs import (
     STEPS_PER_EPOCH,
     STOPPED_AFTER,
     TINY_STEPS,
-    AskedAfter,
     check_same_end,
     losses,
     result_of,
@@ -33,12 +31,9 @@ from tests.training.jobs import (
     train_each,
 )
 from training.checkpoints.locking import only_run
-from training.checkpoints.progress import Progress
 from training.checkpoints.run_folder import resume_folder, saved_checkpoints
 from training.checkpoints.settings import check_settings, lines_before_start
 from training.config.train_config import TrainConfig
-from training.data import randomness
-from training.launchers.torchrun import run_rank
 from training.loop.loop import Trained, train
 from training.loop.outlets import Outlet
 from training.loop.saving import remove_old
@@ -140,44 +135,6 @@ def test_a_run_ends_after_max_steps_and_goes_on_without_the_option(tmp_path):
     check_same_end(result_of(resumed), result_of(whole))
 
 
-@pytest.mark.usefixtures("alone")
-def test_a_run_with_no_step_left_is_told_and_one_that_goes_on_by_itself_has_its_result(tmp_path):
-    asked = max_steps_config(tmp_path / "run", num_workers=1, max_steps=3)
-    asked.out.mkdir()
-    run_rank(asked, CPU)
-    resume = str(asked.out / "checkpoints/epoch_0001_step_000003")
-    with pytest.raises(UsageError, match=r"^the checkpoint has finished 3 steps and --max-steps is 3: nothing is left"):
-        run_rank(replace(asked, out=tmp_path, resume=resume), CPU)
-    run_rank(replace(asked, resume="auto"), CPU)
-    result = result_of(asked)
-    assert (result.checkpoint, result.history, result.epochs) == (resume, (), 1)
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_run_that_was_stopped_at_the_last_step_of_an_epoch_evaluates_it(tmp_path):
-    asked = max_steps_config(tmp_path, num_workers=1, max_steps=TINY_STEPS)
-    stopped = run_rank(asked, CPU, AskedAfter(TINY_STEPS))
-    assert stopped is not None and stopped.checkpoint == "epoch_0000_step_000002"
-    run_rank(replace(asked, resume="auto"), CPU)
-    assert result_of(tmp_path).checkpoint == str(tmp_path / "checkpoints/epoch_0001")
-    assert len(result_of(tmp_path).history) == 1
-
-
-def test_each_rank_has_random_numbers_of_its_own_at_each_step():
-    first, second = pool(NUM_WORKERS).run(draws)
-    assert first[0] == first[2] != first[1] and second[0] == second[2] != second[1]
-    assert first[0] != second[0]
-
-
-def draws() -> list[list[float]]:
-    """On each rank at the steps 2, 3 and 2 again."""
-    found = []
-    for step in (2, 3, 2):
-        randomness.begin(1, step, torch.distributed.get_rank())
-        found.append([random.random(), float(np.random.rand()), float(torch.rand(()))])
-    return found
-
-
 class Steps:
     """Counts the steps of a run, which asks after each whether it is to stop."""
 
@@ -259,25 +216,6 @@ def test_a_checkpoint_that_cannot_be_sent_ends_the_run(tmp_path):
         assert steps <= 5  # before the first step, after it, and until the next save
 
 
-def test_when_a_checkpoint_is_due():
-    every = {"engine": "fsdp2", "save_every": 2, "save_every_steps": 5, "epochs": 3}
-    policy = TrainConfig(out=Path("/run"), **every, save_every_minutes=0.5)
-    assert [policy.saves_after_epoch(epoch) for epoch in (1, 2, 3)] == [False, True, True]
-    assert [policy.saves_after_step(step) for step in (4, 5, 6, 10)] == [False, True, False, True]
-    assert [policy.saves_after_seconds(seconds) for seconds in (29, 30)] == [False, True]
-    ending = TrainConfig(out=Path("/run"), **every, max_steps=7)
-    assert [ending.saves_after_step(step) for step in (5, 6, 7, 8)] == [True, False, True, False]
-    never = TrainConfig(out=Path("/run"), engine="fsdp2")
-    assert not never.saves_after_step(5) and not never.saves_after_seconds(1e9)
-
-
-def test_names_sort_as_positions_do():
-    positions = [Progress(0, 3, batch=3), Progress(1, 4), Progress(1, 5, batch=1), Progress(1, 11, batch=7)]
-    names = [position.name for position in [*positions, Progress(2, 12)]]
-    assert names == sorted(names)
-    assert names[0] == "epoch_0000_step_000003"
-
-
 @pytest.fixture
 def filled(tmp_path, small_run):
     """A run's folder with complete checkpoints of these names, and the accuracy of its epochs."""
@@ -338,12 +276,6 @@ def test_the_newest_complete_checkpoint_is_resumed_and_a_damaged_one_is_set_asid
     shutil.copytree(folder / "epoch_0010.incomplete", folder / "epoch_0010")
     with pytest.raises(DestinationExistsError, match=r"epoch_0010\.incomplete exists already"), only_run(config):
         pass
-
-
-def test_auto_begins_anew_where_nothing_is_complete(filled):
-    config = filled([], {}, resume="auto")
-    assert resume_folder(config) is None
-    assert lines_before_start(config, None) == [f"{config.out} holds no complete checkpoint: a new run begins"]
 
 
 def test_the_samples_of_an_epoch_that_has_begun_cannot_change(small_run, tmp_path):

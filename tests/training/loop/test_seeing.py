@@ -8,8 +8,6 @@ import subprocess
 import sys
 import termios
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +17,14 @@ from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.record_writer import masked_crc32c
 from torch import Tensor
 
-from ckpt_tools.errors import UsageError
-from tests.training.conftest import in_process
 from tests.training.jobs import BATCH_SIZE, EPOCHS, STEPS_PER_EPOCH, losses, tiny_config
-from tests.training.predictions import all_logits
-from training.checkpoints.progress import Progress
 from training.config.train_config import TrainConfig
 from training.data.datasets import Samples
-from training.launchers.torchrun import run_rank
-from training.loop.evaluation import CHUNK, PREDICTED, Evaluation, Evaluator, metrics_of, padded
-from training.loop.loop import last_step
-from training.loop.measuring import PROFILED, SKIPPED, WARMUP, Meter, peak_rss, profiled, status_of, work_of
-from training.loop.outlets import Journal, scalars
+from training.loop.evaluation import CHUNK, PREDICTED, Evaluator, metrics_of
+from training.loop.measuring import PROFILED, SKIPPED, WARMUP, profiled, status_of, work_of
 from training.loop.saving import SaveRecord
 from training.loop.screen import PLAIN_SECONDS, Screen
-from training.models.losses import standard_loss, standard_metrics
+from training.models.losses import standard_loss
 
 FIGURES = {"step": 120, "loss": 1.25, "learning_rate": 9.5e-4, "samples_per_second": 1234.4}
 FIGURES |= {"peak_rss": [412_000_000, 411_000_000]}
@@ -92,20 +83,6 @@ def test_a_resumed_run_records_how_long_that_took(small_run):
     assert events_of(run / "tensorboard")["train/resume_seconds"][0][0] == STEPS_PER_EPOCH
 
 
-def test_without_the_option_there_are_no_event_files(tmp_path):
-    Journal(tiny_config(tmp_path, strategy="ddp")).record({"step": 1, "loss": 2.0})
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-def test_names_of_scalars_say_their_group():
-    assert dict(scalars({"checkpoint": "epoch_0001", "step": 4, "seconds": 2.0})) == {"checkpoint/seconds": 2.0}
-    assert dict(scalars({"step": 4, "loss": 1.0, "cuda_peak": [5, 6]})) == {
-        "train/loss": 1.0,
-        "train/cuda_peak_rank_0": 5,
-        "train/cuda_peak_rank_1": 6,
-    }
-
-
 def test_a_status_says_what_a_person_looks_for():
     assert status_of(FIGURES, 600, 42.3, None, None) == (
         "step 120/600  0:00:42 left  loss 1.2500  1,234 samples/s  memory 412 MB  lr 9.50e-04"
@@ -153,51 +130,6 @@ def test_a_terminal_shows_the_status_below_what_is_said():
     os.close(theirs)
 
 
-def test_evaluating_and_saving_do_not_count_as_training(monkeypatch):
-    now = 0.0
-    monkeypatch.setattr("training.loop.measuring.time.perf_counter", lambda: now)
-    meter = Meter()
-    for _ in range(4):
-        now += 0.5
-        meter.count()
-        with meter.paused():
-            now += 100
-    assert meter.steps_per_second() == pytest.approx(2)
-    now += 1
-    meter.count()
-    assert meter.steps_per_second() == pytest.approx(1)
-
-
-@pytest.mark.extended
-def test_the_peak_of_a_process_is_not_its_parents():
-    ballast = bytearray(300_000_000)
-    done = in_process("-c", "from training.loop.measuring import peak_rss; print(peak_rss())")
-    assert 10**7 < int(done.stdout) < peak_rss(), done.stderr
-    assert len(ballast) < peak_rss()
-
-
-@pytest.mark.usefixtures("alone")
-def test_a_resumed_run_counts_the_steps_of_epochs_of_its_own_length(tmp_path, capsys, monkeypatch):
-    """Two steps of the first epoch lie behind it, and there is one batch an epoch now."""
-    monkeypatch.setattr("training.loop.screen.PLAIN_SECONDS", 0)
-    monkeypatch.setattr("training.loop.measuring.SHOWN_SECONDS", 0)
-    whole = tiny_config(tmp_path, strategy="full_shard", model="cnn", num_workers=1, log_every=1, until=1)
-    run_rank(whole, torch.device("cpu"))
-    fewer = replace(whole, until=2, num_samples=whole.batch_size, override=("num-samples",), resume="latest")
-    run_rank(fewer, torch.device("cpu"))
-    *_, last = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
-    assert last.startswith("step 3/3  0:00:00 left  ")
-
-
-def test_the_last_step_follows_from_where_a_run_begins():
-    config = TrainConfig(out=Path("/run"), strategy="ddp", epochs=5, until=3)
-    assert last_step(config, Progress(), 4) == 12
-    assert last_step(config, Progress(epoch=1, step=6, batch=2), 4) == 12
-    assert last_step(config, Progress(epoch=2, step=16), 1) == 17
-    assert last_step(replace(config, max_steps=7), Progress(epoch=1, step=6, batch=2), 4) == 7
-    assert last_step(replace(config, max_steps=13), Progress(), 4) == 12
-
-
 @pytest.mark.usefixtures("alone")
 def test_a_profile_is_a_trace_of_some_steps(tmp_path):
     config = TrainConfig(out=tmp_path / "run", strategy="ddp", profile=True)
@@ -211,12 +143,6 @@ def test_a_profile_is_a_trace_of_some_steps(tmp_path):
     summary = (tmp_path / "run/profile/rank_0.txt").read_text()
     assert summary.startswith(f"{PROFILED * 2 * 32**3:,} FLOPs of matrix products in {PROFILED} steps\n")
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["profile"]
-
-
-def test_without_the_option_nothing_is_traced(tmp_path):
-    with profiled(TrainConfig(out=tmp_path / "run", strategy="ddp")) as end_step:
-        end_step()
-    assert not (tmp_path / "run").exists()
 
 
 def test_tokens_and_utilization_come_from_the_first_batch(tmp_path):
@@ -278,31 +204,3 @@ def test_a_loss_of_the_users_is_a_mean_over_samples(world_size):
     numbers = [{"x": float(number)} for number in range(CHUNK + 7)]
     parts = parts_of(numbers, torch.nn.Identity(), lambda model, batch: model(batch["x"]).mean(), world_size)
     assert float(torch.stack([part["loss"] for part in parts]).sum(0).mean()) == pytest.approx((CHUNK + 6) / 2)
-
-
-def test_of_ranks_that_compute_the_same_one_counts():
-    metrics = partial(standard_metrics, loss=standard_loss)
-    evaluator = Evaluator(numbered_images(3), metrics, CHUNK, CPU, 0, 1, counts=False)
-    rows = evaluator.rows(lambda found, batch: found(last_digit_logits, batch))
-    assert not rows[PREDICTED].any()
-
-
-def test_logits_come_in_order_without_the_padding_that_repeats_the_last_image():
-    for count in (1, CHUNK, CHUNK + 1, 3 * CHUNK):
-        predicted = all_logits(last_digit_logits, numbered_images(count).pixels).argmax(1)
-        assert predicted.tolist() == [max(number % 10, 1) for number in range(count)]
-    assert padded(numbered_images(3).pixels)[:, 0, 0].tolist() == [0, 1, *[2] * (CHUNK - 2)]
-
-
-def test_accuracy_is_correct_over_total():
-    assert Evaluation({"accuracy": 0.75}, 4, (1, 2, 3, 4)).correct == 3
-    assert Evaluation({"loss": 1.0}).accuracy is None
-
-
-def test_own_metrics_come_beside_the_loss():
-    own = metrics_of(lambda model, batch: {"double": 2 * model(batch["x"])}, lambda model, batch: batch["x"].mean())
-    found = own(torch.nn.Identity(), {"x": torch.arange(3.0)})
-    assert {name: value.tolist() for name, value in found.items()} == {"loss": 1.0, "double": [0.0, 2.0, 4.0]}
-    wrong = metrics_of(lambda model, batch: 1.0, lambda model, batch: batch.mean())
-    with pytest.raises(UsageError, match="gives something else than tensors by name"):
-        wrong(torch.nn.Identity(), torch.arange(3.0))

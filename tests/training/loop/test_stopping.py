@@ -153,22 +153,6 @@ def test_a_run_is_stopped_while_torch_is_imported(program, tmp_path):
 
 
 @pytest.mark.extended
-def test_ckpt_tools_train_ends_as_training_does(tmp_path):
-    with running(config(tmp_path, "torchrun"), CKPT_TOOLS_TRAIN) as run:
-        run.wait_until(run.holds_the_lock)
-        end(run, signal.SIGTERM)
-
-
-@pytest.mark.soak
-def test_the_demo_ends_all_that_it_started(tmp_path):
-    """It drives several runs in one process, on one cluster of its own."""
-    with watched(tmp_path, "-m", "inference.demo", f"--out={tmp_path}") as run:
-        run.wait_until(lambda: bool(saved_checkpoints(tmp_path / "fsdp2")))
-        assert run.stop(signal.SIGINT)[:2] == (130, "interrupted by SIGINT: start the demo again\n")
-        assert not run.left()
-
-
-@pytest.mark.extended
 def test_ranks_of_a_users_own_torchrun_end_with_it(tmp_path):
     """Nobody else could end them: its agent is killed. Rank 0 held the lock until then."""
     own = config(tmp_path, "torchrun")
@@ -244,49 +228,3 @@ def test_a_second_run_on_a_storage_is_refused_and_a_killed_one_keeps_nobody_out(
     assert s3.keys(f"{prefix}run") == ["/.ckpt-tools-partial/lock"]
     with ckpt_tools.claim(url) as claim:
         claim.check()
-
-
-SIGNALLED = """
-import os, signal, sys, time
-from ckpt_tools.signals import Stopped, exit_code_of, stopping_on_signals
-try:
-    with stopping_on_signals():
-        try:
-            os.kill(os.getpid(), int(sys.argv[1]))
-            time.sleep(9)
-        finally:
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-                os.kill(os.getpid(), number)
-            print("cleaned up", flush=True)
-except Stopped as error:
-    sys.exit(exit_code_of(error))
-"""
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_second_signal_does_not_disturb_the_cleaning_up(number):
-    words = [sys.executable, "-c", SIGNALLED, str(int(number))]
-    done = subprocess.run(words, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (128 + number, "cleaned up\n"), done.stderr
-
-
-LOOKS_OFTEN = """
-from ckpt_tools.stores.s3 import lock
-lock.BEAT_SECONDS = 0.2
-from training.__main__ import main
-main()
-"""
-
-
-@pytest.mark.soak
-def test_a_run_ends_that_lost_its_storage(s3_server, s3, tmp_path):
-    """While Ray works: one sentence, the code of a store's failure, and no process."""
-    prefix = s3_server.new_prefix()
-    url = f"s3://{BUCKET}/{prefix}run"
-    with running(config(tmp_path, "ray", storage=url), ("-c", LOOKS_OFTEN)) as run:
-        run.wait_until(lambda: any("epoch_0001/" in key for key in s3.keys(prefix)))
-        s3.put(f"{prefix}run/.ckpt-tools-partial/", {"lock": b'{"token": "another", "host": "elsewhere", "pid": 1}'})
-        _, said = run.process.communicate(timeout=60)
-        assert run.process.returncode == 5, said
-        assert re.fullmatch(rf"Error: another process took over {url}, because this one .*\n", said), said
-        assert not run.left()

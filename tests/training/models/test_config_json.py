@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -11,15 +10,14 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from rich.console import Console
 from torchvision.datasets import FashionMNIST
 
 import inference
 from ckpt_tools.errors import DestinationExistsError, FormatError
-from inference.demo import FORMAT_FILES, Row, check_results, convert_and_check, describe, remove_former, table_of
+from inference.demo import FORMAT_FILES, convert_and_check, remove_former
 from inference.models.predictor import load_predictor
 from inference.models.uninitialized import Unfilled
-from training.checkpoints.locking import LOCK_NAME, only_run
+from training.checkpoints.locking import LOCK_NAME
 from training.config.model_names import MODELS
 from training.config.options import DatasetName
 from training.config.train_config import TrainConfig
@@ -106,32 +104,6 @@ def test_an_image_is_prepared_as_it_says(size, mode, tmp_path):
     assert np.allclose(to_input(torch.from_numpy(decoded)[None])[0, 0].numpy(), expected, atol=1e-6)
 
 
-def test_another_preparation_than_ours_is_refused(tmp_path):
-    config = written(tmp_path, "cnn")
-    path = with_weights(tmp_path, "cnn")
-    for image in (PREPARED | {"mean": 0.1}, {"mode": "RGB"}):
-        (tmp_path / "config.json").write_text(json.dumps(config | {"image": image}))
-        with pytest.raises(FormatError, match=r"config\.json says that images are prepared by"):
-            load_predictor(path)
-    (tmp_path / "config.json").write_text(json.dumps({"architecture": "ours:cnn"}))
-    assert load_predictor(path).labels is None
-
-
-def test_a_model_of_transformers_has_its_own(tmp_path):
-    described, checkpoint = tmp_path / "described", tmp_path / "checkpoint"
-    for folder in (described, checkpoint):
-        folder.mkdir()
-    (described / "config.json").write_text('{"model_type": "llama"}')
-    config = TrainConfig(out=tmp_path / "run", engine="fsdp2", model=f"hf:{described}", dataset="text")
-    write_model_config(checkpoint, config)
-    assert (checkpoint / "config.json").read_text() == '{"model_type": "llama"}'
-
-
-FILE = {"checkpoint": "fsdp2, 2 ranks", "format": "safetensors", "file": "model.safetensors", "files": 1}
-COUNTS = {"tensors": 128, "tensors_equal": 128, "total": 360, "run_correct": 342, "file_correct": 342}
-GOOD = Row(**FILE, bytes=4_000_000, seconds=0.25, **COUNTS, predictions_equal=360)
-
-
 @pytest.mark.parametrize("format_name", FORMAT_FILES)
 @pytest.mark.parametrize(
     ("name", "tensors"), [("fsdp2", 8), pytest.param("zero3-vit", 128, marks=pytest.mark.extended)]
@@ -144,43 +116,6 @@ def test_a_file_predicts_as_its_run_did(name, tensors, format_name, small_run, t
     assert row.file_correct == row.run_correct == run.correct
     assert row.files == 1
     assert row.bytes == (tmp_path / FORMAT_FILES[format_name]).stat().st_size
-
-
-def test_a_file_of_another_epoch_is_found_out(small_run, tmp_path):
-    """The predictions of a run are its last epoch's: a file of the first has to differ, or the demo proves nothing."""
-    run = small_run("fsdp2")
-    earlier = replace(run, checkpoint=str(Path(run.checkpoint).with_name("epoch_0001")))
-    row = convert_and_check(earlier, "safetensors", tmp_path)
-    assert row.predictions_equal < row.total
-    assert any("predictions differ" in sentence for sentence in row.failures())
-
-
-def test_inspection_fits_a_line(small_run):
-    line = describe(Path(small_run("zero3").checkpoint))
-    assert "zero3, step 8, 105,866 parameters" in line
-    assert "optimizer " in line
-    assert "\n" not in line
-
-
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        ({"tensors_equal": 127}, "1 of 128 tensors differ"),
-        ({"predictions_equal": 359}, "1 of 360 predictions differ from the run's own"),
-        ({"file_correct": 323}, "its accuracy of 0.8972 is under 0.9"),
-    ],
-)
-def test_each_fault_is_a_failure(change, sentence):
-    assert GOOD.failures() == []
-    assert replace(GOOD, **change).failures() == [f"model.safetensors: {sentence}"]
-
-
-def test_the_table_has_every_figure():
-    console = Console(width=160)
-    with console.capture() as captured:
-        console.print(table_of([GOOD]))
-    for cell in ("fsdp2, 2 ranks", "safetensors", "4,000,000", "0.25", "128/128", "0.9500 (342/360)"):
-        assert cell in captured.get()
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
@@ -198,18 +133,7 @@ def test_a_former_run_is_removed(engine, small_run, tmp_path):
     remove_former(tmp_path / "absent")
 
 
-def test_a_run_at_work_is_left_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr("training.checkpoints.locking.PATIENCE_SECONDS", 0.1)
-    with only_run(TrainConfig(out=tmp_path / "fsdp2", engine="fsdp2")):
-        (tmp_path / "fsdp2/result.json").write_text("its own")
-        with pytest.raises(DestinationExistsError, match="another run is writing"):
-            remove_former(tmp_path / "fsdp2")
-    assert (tmp_path / "fsdp2/result.json").exists()
-
-
-@pytest.mark.parametrize(
-    "name", ["notes.txt", ".env", "src/main.py", "checkpoints/epoch_0001/notes.txt", "checkpoints/mine", "empty/"]
-)
+@pytest.mark.parametrize("name", [".env", "checkpoints/epoch_0001/notes.txt", "empty/"])
 def test_a_folder_with_anything_else_is_left_alone(name, tmp_path):
     kept, mine = tmp_path / "fsdp2/checkpoints/epoch_0001/.metadata", tmp_path / "fsdp2" / name
     kept.parent.mkdir(parents=True)
@@ -219,20 +143,3 @@ def test_a_folder_with_anything_else_is_left_alone(name, tmp_path):
     with pytest.raises(DestinationExistsError, match="that no demo wrote"):
         remove_former(tmp_path / "fsdp2")
     assert (kept.read_text(), mine.exists()) == ("mine", True)
-
-
-def test_a_link_to_a_run_is_left_alone_and_only_results_of_a_demo_are_replaced(tmp_path):
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine/result.json").write_text("mine")
-    (tmp_path / "fsdp2").symlink_to("mine")
-    with pytest.raises(DestinationExistsError, match="is not a folder that a demo made"):
-        remove_former(tmp_path / "fsdp2")
-    assert (tmp_path / "mine/result.json").read_text() == "mine"
-    check_results(tmp_path / "absent.json")
-    results = tmp_path / "results.json"
-    results.write_text(json.dumps([GOOD.to_json()]))
-    check_results(results)
-    for text in ("mine", "{}", '[{"accuracy": 1}]', "[1]"):
-        results.write_text(text)
-        with pytest.raises(DestinationExistsError, match="was not written by a demo"):
-            check_results(results)

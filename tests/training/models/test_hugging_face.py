@@ -22,8 +22,6 @@ from tests.training.hub import TEXT, save_llama, save_tokenizer
 from tests.training.jobs import losses, result_of, tiny_config, train_each
 from training.checkpoints.run_folder import strangers_in
 from training.checkpoints.weights import export
-from training.config.command_line import config_of as config_of_words
-from training.config.command_line import parsed
 from training.config.strategies import BY_NAME, STRATEGIES
 from training.config.train_config import TrainConfig
 from training.data.loading import dataset_of
@@ -135,9 +133,7 @@ def test_peft_loads_the_export_and_the_merged_model_is_the_same(trained, hub, tm
     ("lora", "sentence"),
     [
         (["r=0"], "--lora: `r` should be a positive integer value but the value passed is 0"),
-        (["target_modules=heads"], "--lora: Target modules heads not found in the base model"),
         (["use_dora=true"], "--lora use_dora is not taken; it is one of r, lora_alpha"),
-        (["init_lora_weights=pissa"], "--lora init_lora_weights is true, false or gaussian, not 'pissa'"),
     ],
 )
 def test_a_wrong_adapter_is_refused_before_workers_start(lora, sentence, hub, tmp_path):
@@ -198,12 +194,6 @@ def test_a_folder_without_a_tokenizer_learns_bytes(tmp_path, capsys):
     assert lines_of_text(config_of(tmp_path, save_tokenizer(hub))) == []
 
 
-def without_vocabulary(folder: Path) -> None:
-    (folder / "tokenizer.json").unlink()
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"tokenizer_class": "LlamaTokenizer"}))
-
-
 def with_code(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
     settings = {"auto_map": {"AutoTokenizer": ["own.Own", None]}, "tokenizer_class": "Own"}
@@ -217,15 +207,8 @@ def with_model(**sizes: int) -> Callable[[Path], object]:
 
 CANNOT_BE_READ = "HUB has a tokenizer that cannot be read: "
 DAMAGE: list[tuple[Callable[[Path], object], type[CkptError], str]] = [
-    (lambda folder: (folder / "tokenizer.json").write_text("{}"), FormatError, CANNOT_BE_READ),
-    (without_vocabulary, FormatError, "HUB has a tokenizer that "),
     (with_code, FormatError, CANNOT_BE_READ),
     (with_model(vocab_size=299), FormatError, "HUB: vocab_size is 299, and there are 300 tokens of its tokenizer"),
-    (
-        with_model(max_position_embeddings=63),
-        UsageError,
-        "--dataset-arg context=64 is longer than the 63 positions of HUB",
-    ),
 ]
 
 
@@ -237,24 +220,6 @@ def test_a_tokenizer_that_does_not_fit_is_refused_before_workers_start(damage, e
         check_before_start(config_of(tmp_path / "out", damaged))
     assert str(caught.value).startswith(sentence.replace("HUB", str(damaged)))
     assert "\n" not in str(caught.value)
-
-
-def test_bytes_and_sizes_that_a_folder_does_not_take_are_refused(tmp_path):
-    small = save_llama(tmp_path / "small", vocab_size=200)
-    with pytest.raises(FormatError, match=r"vocab_size is 200, and there are 256 bytes of a text"):
-        check_before_start(config_of(tmp_path / "out", small))
-    with pytest.raises(UsageError, match=r"--model-arg is not for hf:.*, whose sizes are in its config\.json"):
-        check_before_start(config_of(tmp_path / "out", save_llama(tmp_path / "hub"), model_arg=("layers=2",)))
-
-
-def test_relative_folders_are_those_of_the_current_folder(tmp_path, monkeypatch):
-    """Ray's workers have another one."""
-    monkeypatch.chdir(tmp_path)
-    words = "--strategy ddp --model hf:base --dataset text --init-from base --out run"
-    found = config_of_words(parsed(words.split()))
-    assert (found.model, found.init_from) == (f"hf:{tmp_path}/base", f"{tmp_path}/base")
-    stored = config_of_words(parsed([*words.split(), "--init-from", "s3://bucket/base"]))
-    assert stored.init_from == "s3://bucket/base"
 
 
 @pytest.mark.extended

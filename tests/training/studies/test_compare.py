@@ -10,10 +10,9 @@ import pytest
 from click.testing import CliRunner
 
 import training
-from training.config.train_config import TrainConfig
 from training.loop.outlets import recorded
 from training.studies.compare import CASE_NAME, DEFAULT_CASES, cases_of, main
-from training.studies.report import Row, columns_of, figures_of, report, sentence_on_losses
+from training.studies.report import figures_of
 
 ROOT = Path(training.__file__).parent.parent
 
@@ -82,14 +81,10 @@ def test_default_cases_fit_and_have_folders_of_their_own(tmp_path):
     ("words", "code", "sentence"),
     [
         (["--case=--cpu-offload"], 2, '--case "--cpu-offload" does not begin with a strategy'),
-        (["--case=fsdp"], 2, '--case "fsdp": Invalid value for'),
         (["--case=zero2 --cpu-offload"], 2, '--case "zero2 --cpu-offload": --cpu-offload is for strategies of FSDP2'),
         (["--case=ddp", "--case=zero2 --seed 1"], 2, '--case "zero2 --seed 1": --seed is the same for all cases'),
         (["--case=ddp", "--case=ddp"], 2, '--case "ddp" is given twice'),
-        (["--case=ddp", "--", "--resume=latest"], 2, "--resume is not for a comparison"),
-        (["--case=ddp", "--", "--max-steps=3"], 2, "--max-steps is not for a comparison"),
         (["--case=ddp", "--", "--launcher=ray"], 2, "--launcher is torchrun in a comparison"),
-        (["--case=ddp", "--", "--out=elsewhere"], 2, "--out is the comparison's own"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_before_any_run(words, code, sentence, tmp_path):
@@ -105,44 +100,3 @@ def test_a_folder_of_somebody_is_not_removed(tmp_path):
     done = CliRunner().invoke(main, [f"--out={tmp_path}", "--case=ddp"])
     assert done.exit_code == 8 and "holds files that no comparison wrote" in done.stderr
     assert (tmp_path / "ddp" / "thesis").exists() and not (tmp_path / "ddp" / CASE_NAME).exists()
-
-
-FIGURES = {"samples_per_second": 1234.5, "peak_rss": 960_000_000, "cuda_peak": 0, "checkpoint_bytes": 12_000_000}
-FIGURES |= {"save_seconds": 0.25, "stall_seconds": 0.05, "resume_seconds": 1.5, "final_loss": 2.0}
-
-
-def test_a_different_loss_is_said():
-    rows = [Row("ddp", "fsdp2", FIGURES), Row("zero2", "deepspeed", FIGURES | {"final_loss": 2.001})]
-    assert sentence_on_losses(rows) == "Final losses differ by up to a relative 5.0e-04: zero2 against ddp."
-    same = FIGURES | {"final_loss": 2.00001}
-    assert sentence_on_losses([rows[0], Row("zero2", "deepspeed", same)]) == (
-        "All final losses are equal to a relative 1e-05; the largest difference is 5.0e-06."
-    )
-    assert sentence_on_losses(rows[:1]) == "There are no two final losses to compare."
-
-
-TABLE = """\
-# vit on digits, batch 64, 2 workers, fp32
-
-| case  | samples/s |   memory | checkpoint |    save |   stall | resume | final loss |
-|-------|----------:|---------:|-----------:|--------:|--------:|-------:|-----------:|
-| ddp   |   1,234.5 | 960.0 MB |    12.0 MB | 0.250 s | 0.050 s | 1.50 s |   2.000000 |
-| zero2 |    failed |   failed |     failed |  failed |  failed | failed |     failed |
-
-- zero2: a sentence
-
-There are no two final losses to compare.
-"""
-
-
-def test_the_table_and_the_picture_show_what_is_there(tmp_path, capsys):
-    config = TrainConfig(out=tmp_path, strategy="ddp")
-    rows = [Row("ddp", "fsdp2", FIGURES), Row("zero2", "deepspeed", None, "a sentence")]
-    assert "cuda_peak" not in columns_of(rows)
-    report(tmp_path, config, rows)
-    files = [tmp_path / f"comparison.{ending}" for ending in ("json", "md", "png")]
-    assert capsys.readouterr().out == TABLE + "\n".join(map(str, files)) + "\n"
-    assert (tmp_path / "comparison.md").read_text() == TABLE
-    assert files[2].read_bytes().startswith(b"\x89PNG")
-    report(tmp_path, config, rows[1:])
-    assert not files[2].exists(), "there is nothing to draw"
