@@ -42,8 +42,6 @@ def test_each_choice_is_read_with_its_own_optimizer(name, number, tmp_path):
     assert {fqn: opened[fqn][...].tolist() for fqn in wanted} == {fqn: each.tolist() for fqn, each in wanted.items()}
     assert set(ckpt_tools.inspect(source).optimizer_slots) == {"exp_avg", "exp_avg_sq", "step"}
     ckpt_tools.convert(source, tmp_path / "out", to="dcp")
-    read = ckpt_tools.inspect(tmp_path / "out")
-    assert set(read.optimizer_slots) == {"exp_avg", "exp_avg_sq", "step"}
     assert ckpt_tools.verify(source, tmp_path / "out").equal
     notes = read_checkpoint(source, ReadOptions())[1].notes
     assert not [note for note in notes if "optimizer" in note.what]
@@ -104,12 +102,6 @@ def test_the_only_model_of_a_folder_is_read_with_its_optimizer_too(tmp_path):
     for source in (tmp_path / "only", tmp_path / "only" / "pytorch_model_fsdp_0"):
         (note,) = notes_of(source)
         assert note.what == "optimizer_0" and "read without an optimizer" in note.why
-
-
-def test_which_scheduler_is_whose_is_not_guessed():
-    folder = make("accelerate-models-fsdp2-full").folder
-    for model in MODELS["accelerate-models-fsdp2-full"]:
-        assert "lr_scheduler" not in ckpt_tools.inspect(folder / model).extras
 
 
 def test_digests_of_the_choices_lie_apart(tmp_path):
