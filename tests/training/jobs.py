@@ -140,7 +140,6 @@ def small_runs(out: Path) -> dict[str, tuple[TrainConfig, int | None]]:
         add(f"{engine}-bf16", engine, precision="bf16", until=1)
     for engine, other in (("fsdp2", "zero3"), ("zero1", "fsdp2")):
         add(f"{engine}-of-{other}", engine, resume=first_epoch(other))
-    add("zero2-to-bf16", "zero2", precision="bf16", resume=first_epoch("zero2"))
     for engine, other, names in (
         ("fsdp2", "zero3", {"rename": ("^backbone[.]=",)}),
         ("zero2", "fsdp2", {"recipe": str(out / "bare.toml"), "inverse": True}),

@@ -98,14 +98,6 @@ def test_texts_are_labelled_and_continued(kind, field, code, small_models, image
     assert (result.exit_code, "takes texts, and the input is images" in result.stderr) == (2, True)
 
 
-def test_embeddings_are_what_the_last_layer_gets(model, image_folder, weights, expected, tmp_path):
-    rows = predicted(model, image_folder, tmp_path / "x.jsonl", "--embeddings")
-    found = torch.tensor([row["embedding"] for row in rows])
-    again = (found @ weights["heads.head.weight"].T + weights["heads.head.bias"]).softmax(1)
-    assert found.shape == (40, 128)
-    assert torch.allclose(again, torch.tensor(expected), atol=1e-5)
-
-
 # --- stopped, and gone on with
 
 

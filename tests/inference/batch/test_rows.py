@@ -10,9 +10,6 @@ from hypothesis import strategies as st
 from sklearn import metrics
 from sklearn.calibration import calibration_curve
 
-from inference.batch.inputs import Wanted, find_inputs
-from inference.batch.items import content_of
-from inference.batch.pipeline import decode_all
 from inference.batch.report import NUM_BINS, Tally, figures, names_of
 from inference.batch.rows import Columns, Row
 from inference.models.results import Prediction
@@ -68,19 +65,6 @@ def test_a_row_counts_the_same_when_it_is_read_back():
         written.add_written(json.loads(columns.line(row)))
     assert made == written
     assert (made.num_rows, made.num_bad, made.num_known, made.num_correct) == (4, 1, 2, 1)
-
-
-# --- pixels that are decoded already
-
-
-def test_pixels_are_the_input_that_their_png_is_decoded_to(predictor, digits):
-    items = list(find_inputs(Wanted("digits")).items())[:5]
-    for (_, found, _), item in zip(decode_all(items, predictor), items, strict=True):
-        data, name = content_of(item, takes_texts=False)
-        assert data.startswith(b"\x89PNG")
-        assert not isinstance(found, str)
-        assert np.array_equal(found, predictor.decode(data, name))
-        assert np.array_equal(found, digits.pixels[int(item.name)])
 
 
 # --- the report

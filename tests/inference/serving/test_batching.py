@@ -101,36 +101,3 @@ async def test_an_idle_model_waits_for_more_as_long_as_it_is_told():
         batcher.max_delay = 1e6
         assert await asyncio.gather(*await waiting(batcher, 3, 4, 5)) == [6, 8, 10]
     assert work.batches == [[1, 2], [3, 4, 5]]
-
-
-class Slow:
-    """Takes half a second for each batch."""
-
-    def __init__(self) -> None:
-        self.batches: list[list[int]] = []
-        self.begun: list[float] = []
-
-    def __call__(self, items: Sequence[int]) -> list[int]:
-        self.batches.append(list(items))
-        self.begun.append(time.monotonic())
-        time.sleep(0.5)
-        return list(items)
-
-
-@in_a_loop
-async def test_clients_that_were_answered_together_are_answered_together_again():
-    work = Slow()
-    with Batcher(work, max_batch=8, max_waiting=10, max_delay=0.2) as batcher:
-        await asyncio.gather(*await waiting(batcher, 1, 2, 3))
-        batcher.max_delay = 0.0
-        first = await waiting(batcher, 4)
-        await asyncio.sleep(0.02)
-        await asyncio.gather(*first, *await waiting(batcher, 5, 6))
-        # One that comes alone waits a quarter of the time of the last batch, and the next one not at all.
-        began = time.monotonic()
-        assert await batcher.submit(7) == 7
-        assert 0.1 < work.begun[-1] - began < 0.5
-        began = time.monotonic()
-        assert await batcher.submit(8) == 8
-        assert work.begun[-1] - began < 0.1
-    assert work.batches == [[1, 2, 3], [4, 5, 6], [7], [8]]

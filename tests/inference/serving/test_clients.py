@@ -1,6 +1,5 @@
 """Triton's own clients, unmodified, discover the service over HTTP and gRPC and use it. The messages are Triton's."""
 
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -76,14 +75,6 @@ def test_they_get_the_predictors_bits(client, library, predictor, digits, compre
         told = found.get_response(**({"as_json": True} if library is grpc else {}))
         assert (told["id"], told["model_version"]) == ("7", "1")
         assert [output["name"] for output in told["outputs"]] == ["probabilities", "label"]
-
-
-def test_many_requests_of_grpc_at_a_time_get_their_own_answers(service, predictor, digits):
-    truth = predictor.predict(list(digits.pixels[:64]))
-    with grpc.InferenceServerClient(service.grpc) as client, ThreadPoolExecutor(16) as pool:
-        rows = [image(grpc, row[None]) for row in digits.pixels[:64].numpy()]
-        found = list(pool.map(lambda row: client.infer("m", [row]).as_numpy("probabilities").tobytes(), rows))
-    assert found == [np.array([expected.probabilities], np.float32).tobytes() for expected in truth]
 
 
 def test_they_are_told_what_is_wrong(client, library):

@@ -9,10 +9,8 @@ import psutil
 import pytest
 
 from inference.serving.grpc.requests import MESSAGES
-from tests.inference.commands import predicted
 from tests.inference.conftest import Service
 from tests.inference.serving.helpers import refusal
-from tests.support.sweep import tiered
 from tests.verification.scan.test_budgets import slowness
 
 SIZE = 16_000_000
@@ -44,16 +42,12 @@ def binary_of(model: str, text: bytes) -> Asked:
     return f"/v2/models/{model}/infer", {"content": content, "headers": headers}
 
 
-def said(content: str) -> dict[str, str]:
-    return {"role": "user", "content": content}
-
-
 REQUESTS: dict[str, Asked] = {
     "generate": json_of("writer", "generate", {"text_input": LONG}),
-    "generate bytes stream": json_of("ours", "generate_stream", {"text_input": LONG}),
-    "many messages": json_of("writer", "generate", {"messages": [said("good " * 20)] * (SIZE // 140)}),
+    "many messages": json_of(
+        "writer", "generate", {"messages": [{"role": "user", "content": "good " * 20}] * (SIZE // 140)}
+    ),
     "infer labels": json_of("labels", "infer", tensor(LONG)),
-    "infer the last row": json_of("labels", "infer", tensor("good", "bad", LONG)),
     "infer binary": binary_of("labels", LONG.encode()),
     "form of labels": form_of("labels", LONG),
 }
@@ -88,14 +82,7 @@ WRONG = {True: form_of("unknown", LONG), False: json_of("writer", "generate", "a
 """Requests of the same size that are wrong in their first letter, as forms and not."""
 
 
-@pytest.mark.parametrize(
-    "name",
-    tiered(
-        REQUESTS,
-        test=("generate", "many messages", "infer labels", "infer binary", "form of labels"),
-        extended=("generate bytes stream",),
-    ),
-)
+@pytest.mark.parametrize("name", REQUESTS)
 def test_a_text_of_16_mb_is_refused_before_it_is_tokenized(name, service):
     """With a tenth of a second beyond what a request needs that is wrong in its first letter."""
     # Hundred thousands of messages are read.
@@ -133,10 +120,3 @@ def test_what_a_model_can_hold_is_taken(service):
     assert (answer.status_code, "tokens; the model takes at most 40" in answer.text) == (400, True)
     asked = json_of("ours", "generate", {"text_input": long * 10, "max_tokens": 1})
     assert posted(service, asked).status_code == 200
-
-
-def test_the_batch_command_names_a_row_that_is_too_long(small_models, tmp_path):
-    (tmp_path / "x.txt").write_text("good film\n" + "good " * 20_000 + "\nbad film\n")
-    rows = predicted(small_models / "labels", tmp_path / "x.txt", tmp_path / "out.jsonl", code=6)
-    assert [row["error"] is not None for row in rows] == [False, True, False]
-    assert "has 100,000 bytes; the model takes at most 65,536" in rows[1]["error"]

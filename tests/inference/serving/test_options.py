@@ -78,7 +78,6 @@ test_what_is_no_option_of_a_model_is_refused_by_name = refusal_test(
         for text, words in (
             ("m=run?colour=red", "'colour' is not an option of a model; there are architecture"),
             ("run?dtype=float16&hf", "'hf' is not OPTION=VALUE; write & within a value as %26"),
-            ("run?dtype=a&dtype=b", "dtype is given twice"),
             ("run?max_batch=many", "max_batch is a number, not 'many'"),
             ("run?embeddings=yes", "embeddings is true or false, not 'yes'"),
         )
@@ -87,9 +86,7 @@ test_what_is_no_option_of_a_model_is_refused_by_name = refusal_test(
         (text, lambda folder, text=text: sources_of(text, folder), kind, words)
         for text, kind, words in (
             ("[a", FormatError, "is not TOML"),
-            ("a = 3", UsageError, "a is not a table with a url"),
             ("['a b']\nurl = 'x'", UsageError, "a b is not a name of a model"),
-            ("[a]\nurl = 'x'\nmax_batch = true", UsageError, "a: max_batch is a number, not True"),
             ("[a]\nurl = 'x'\nrename = 'b='", UsageError, "a: rename is a list of texts, not 'b='"),
         )
     ),
@@ -106,7 +103,6 @@ def files(tmp_path_factory):
     folder = write_certificate(tmp_path_factory.mktemp("files"))
     for name, text in {"ask": "ask", "change": "change", "two": "two words"}.items():
         (folder / name).write_text(text)
-    (folder / "long").write_text("a" * 5000)
     return folder
 
 
@@ -118,25 +114,19 @@ NOT_FOR_RAY = "{} does not go with --runner ray"
     ("words", "code", "sentence"),
     [
         ("MODEL --port=99999", 2, "--port is a number from 0 to 65535, not 99999\n"),
-        ("MODEL --grpc-port=-1", 2, "--grpc-port is a number from 0"),
         ("MODEL --host=no-such-host.invalid", 5, UNKNOWN.format("no-such-host.invalid")),
         ("MODEL --host=192.0.2.1 --port=0", 5, "cannot listen on host 192.0.2.1, port 0: "),
         ("none.pt", 3, "there is no file or folder none.pt\n"),
         ("--port=0", 2, "there is no model to serve; name one, as MODEL or by --model NAME=URL\n"),
         ("MODEL --runner=ray --grpc-port=0", 2, NOT_FOR_RAY.format("--grpc-port") + ": Ray's proxy speaks HTTP"),
-        ("MODEL --runner=ray --model-control=explicit", 2, NOT_FOR_RAY.format("--model-control")),
         ("MODEL --runner=ray --replicas=0", 2, "there has to be at least one replica"),
         ("MODEL --runner=ray --replicas=2 --max-replicas=3", 2, "--replicas is a fixed number"),
-        ("MODEL --runner=ray --min-replicas=3 --max-replicas=2", 2, "there has to be at least one replica, and"),
         ("MODEL --replicas=2", 2, "--replicas, --min-replicas and --max-replicas are for --runner ray"),
-        ("MODEL --watch=nan", 2, "--watch is a number"),
         ("MODEL --quiet-time=1", 2, "--quiet-time needs --watch"),
-        ("MODEL --timeout=nan", 2, "--timeout is a number"),
         ("MODEL --drain=-1", 2, "--drain is a number"),
         ("MODEL --threads=0", 2, "--threads is a number"),
         ("MODEL --token=FILES/none", 3, "--token: there is no file"),
         ("MODEL --token=FILES/two", 4, "--token: "),
-        ("MODEL --token=FILES/long", 4, "--token: "),
         ("MODEL --control-token=FILES/change", 2, "--control-token needs --model-control explicit"),
         (
             "MODEL --model-control=explicit --token=FILES/ask --control-token=FILES/ask",

@@ -226,30 +226,6 @@ def test_the_first_load_waits_for_the_quiet_time_too(watched, file):
     assert watched(file, quiet=0.5).told == []
 
 
-def test_models_of_a_process_that_ended_are_loaded_as_they_were_or_once_it_is_quiet(watched, folders, load):
-    """The process ends while a copy over the folder is under way: one shard of it is there."""
-    folder, new = folders
-    saved = [load(Source("m", str(each))).identity.digest for each in folders]
-    found = watched(folder, quiet=0.4)
-    told = found.told
-    found.repository.lost("the process of the models was ended by SIGKILL")
-    found.repository.reload(told.append)
-    assert (found.digest, told) == (saved[0], [])
-
-    first, second = sorted(new.glob("*.safetensors"))
-    shutil.copy2(first, folder)
-    found.repository.lost("the process of the models was ended by SIGKILL")
-
-    def copy_the_rest(sentence: str) -> None:
-        told.append(sentence)
-        shutil.copy2(second, folder)
-
-    found.watcher.tell = copy_the_rest
-    found.repository.reload(told.append)
-    assert found.digest == saved[1]
-    assert told == [f"m: waits until {folder} has not changed for 0.4 seconds"]
-
-
 def test_a_file_that_is_replaced_is_loaded_again_and_a_damaged_one_is_not(watched, file, load):
     """A damaged one is tried once, until it changes."""
     loads = list[str]()

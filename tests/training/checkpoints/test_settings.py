@@ -92,16 +92,6 @@ def test_equal_settings_need_no_word(tmp_path):
     assert check_settings(config(seed=7, override=("seed",)), saved(tmp_path, settings=config(seed=7).settings)) is None
 
 
-def test_a_checkpoint_without_settings_is_said_to_have_none(tmp_path):
-    checkpoint = saved(tmp_path, settings="mine")
-    line = check_settings(config(override=("seed",)), checkpoint)
-    assert line is not None and line.startswith(
-        f"{checkpoint} does not record its run's --model, --model-arg, --lora, --epochs, "
-    )
-    assert line.endswith("--seed: not compared, this run uses its own")
-    assert line.count("\n") == 0
-
-
 def recorded_settings(checkpoint: Path | str) -> Settings:
     """Settings that are saved in the checkpoint."""
     return settings_in(ckpt_tools.open(checkpoint).manifest.extra)

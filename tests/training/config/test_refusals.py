@@ -11,7 +11,7 @@ import pytest
 from ckpt_tools.errors import UsageError
 from tests.support.empty_values import check_refused, lines_with_one_empty_value
 from training.__main__ import main
-from training.config.options import Options, described, spelt
+from training.config.options import described, spelt
 from training.config.train_config import TrainConfig
 from training.studies import compare
 
@@ -144,12 +144,6 @@ EMPTY = [
 def test_an_empty_value_is_refused(command, label, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     check_refused(command, label, words)
-
-
-@pytest.mark.parametrize("name", sorted(Options.__dataclass_fields__))
-def test_a_run_has_no_empty_text(name):
-    with pytest.raises(UsageError, match=f"^--{spelt(name)} is empty"):
-        TrainConfig(**{"out": Path("/run"), "strategy": "full_shard", name: ""})
 
 
 def test_a_null_byte_and_the_folder_of_an_unset_variable_are_refused(tmp_path):

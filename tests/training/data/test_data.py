@@ -18,14 +18,13 @@ from PIL import Image
 from sklearn.datasets import load_digits
 from torch.utils.data import Dataset, IterableDataset
 
-from ckpt_tools.errors import UsageError
 from inference.batch import __main__ as batch
 from tests.training.jobs import result_of, tiny_config, train_each
 from training.__main__ import main
 from training.config.model_names import NUM_CLASSES
 from training.config.train_config import TrainConfig
-from training.data.datasets import DIGITS_HELD_OUT, DIGITS_SPLIT_SEED, PARTS, Part, _upscale, load_dataset
-from training.data.loading import Batches, Position, dataset_of, epoch_order, rank_batches
+from training.data.datasets import DIGITS_HELD_OUT, DIGITS_SPLIT_SEED, Part, _upscale, load_dataset
+from training.data.loading import Batches, Position, epoch_order, rank_batches
 
 
 def test_digits_are_those_of_scikit_learn_bit_for_bit():
@@ -96,17 +95,6 @@ def test_a_run_predicts_the_classes_of_the_folder(root, tmp_path):
     rows = sorted(lines, key=lambda row: row["name"])
     labels = (*CLASSES, *map(str, range(len(CLASSES), NUM_CLASSES)))
     assert [row["top"][0]["name"] for row in rows] == [labels[n] for n in run.predicted]
-
-
-def test_classes_are_numbered_by_the_names_in_train(root):
-    """Also in a part without the second one."""
-    for image in (root / "held-out/bee").iterdir():
-        image.unlink()
-    (root / "held-out/bee").rmdir()
-    train, held_out = (load_dataset("image-folder", part, root) for part in PARTS)
-    assert train.labels.tolist() == [0] * 12 + [1] * 12 + [2] * 12
-    assert held_out.labels.tolist() == [0] * 3 + [2] * 3
-    assert [round(float(each.double().mean()), -1) for each in held_out.pixels] == [40] * 3 + [200] * 3
 
 
 def test_an_image_that_cannot_be_read_is_refused_before_the_run(root, tmp_path):
@@ -214,21 +202,3 @@ def test_a_stream_with_a_state_begins_there():
     dataset = WithState()
     rows_of(dataset, config_of(dataset=WithState), Position(0, 3, '{"at": 24}'))
     assert dataset.read == [*range(25, 33)]
-
-
-class HalfAState(Endless):
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": object()}
-
-
-@pytest.mark.parametrize(
-    ("values", "sentence"),
-    [
-        ({"dataset": lambda part: HalfAState()}, "both state_dict and load_state_dict, or neither"),
-        ({"dataset": lambda part: Endless(), "loader_workers": 2}, "--loader-workers is at most 1"),
-        ({"dataset": lambda part: None}, "gives NoneType for train"),
-    ],
-)
-def test_a_dataset_that_cannot_be_used_is_refused(values, sentence):
-    with pytest.raises(UsageError, match=sentence):
-        dataset_of(config_of(**values), "train")

@@ -1,7 +1,6 @@
 """A step costs what the framework's own does: nothing walks through the model, ranks agree by one byte, the norm of the
 gradients takes one collective however they are sharded, and clipping waits for no device."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,6 @@ from training.config.schedule import schedule_for
 from training.engines import create_engine
 from training.engines.blocks import RunningAverages
 from training.engines.gradients import LossScaler, clip_factor, multiply, total_norm
-from training.loop.saving import any_rank
-from training.models.losses import standard_loss, standard_metrics
 from training.models.zoo import our_model
 
 OUT = Path("/run")
@@ -27,36 +24,6 @@ OUT = Path("/run")
 def engine_of(**values: Any) -> Any:
     config = tiny_config(OUT, num_workers=torch.distributed.get_world_size(), **values)
     return create_engine(config, schedule_for(10, 0.1), torch.device("cpu"))
-
-
-def agree(reasons: list[tuple[bool, ...]]) -> tuple[tuple[bool, ...], int]:
-    """Each rank knows its own reasons. What they agree on, and the elements that they exchange for it."""
-    exchanged: list[int] = []
-    all_reduce = torch.distributed.all_reduce
-
-    def counted(tensor: torch.Tensor, *args: Any, **keywords: Any) -> Any:
-        exchanged.append(tensor.numel())
-        return all_reduce(tensor, *args, **keywords)
-
-    torch.distributed.all_reduce = counted
-    try:
-        found = any_rank(*reasons[torch.distributed.get_rank()])
-    finally:
-        torch.distributed.all_reduce = all_reduce
-    return found, sum(exchanged)
-
-
-@pytest.mark.parametrize(
-    "reasons",
-    [
-        [(False, False, False, False), (False, False, False, False)],
-        [(True, False, False, True), (False, False, False, True)],
-        [(False, False, True, False), (True, True, False, False)],
-    ],
-)
-def test_all_ranks_agree_by_one_element_whoever_knows_a_reason(reasons):
-    agreed = tuple(map(any, zip(*reasons, strict=True)))
-    assert pool(2).run(agree, reasons) == [(agreed, 1)] * 2
 
 
 class Averages(nn.Module):
@@ -85,31 +52,6 @@ def average() -> list[tuple[list[float], int, float]]:
 def test_running_averages_are_shared_and_constants_are_not():
     """Also those that a checkpoint put into the model meanwhile."""
     assert pool(2).run(average) == [[([0.5, 0.5], rank, rank), ([5.0, 5.0], rank, rank)] for rank in (0, 1)]
-
-
-@pytest.mark.parametrize("strategy", ["full_shard", pytest.param("zero2", marks=pytest.mark.extended)])
-def test_a_step_walks_through_no_modules(strategy, alone, monkeypatch):
-    """Only the first one after an evaluation."""
-    engine = engine_of(strategy=strategy, model="cnn")
-    calls: list[bool] = []
-    train = nn.Module.train
-
-    def counted(module: nn.Module, mode: bool = True) -> nn.Module:
-        calls.append(mode)
-        return train(module, mode)
-
-    monkeypatch.setattr(nn.Module, "train", counted)
-    batch = torch.zeros(4, 1, 28, 28), torch.zeros(4, dtype=torch.int64)
-    engine.step(batch)
-    assert calls == []
-    engine.evaluated(partial(standard_metrics, loss=standard_loss), batch)
-    evaluated = len(calls)
-    assert True not in calls and evaluated > 0
-    engine.step(batch)
-    assert calls[evaluated:] == [True] * evaluated
-    engine.step(batch)
-    assert len(calls) == 2 * evaluated
-    engine.close()
 
 
 def norm_of_weights(values: dict[str, Any]) -> tuple[float, int]:

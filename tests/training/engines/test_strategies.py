@@ -247,13 +247,6 @@ def test_the_learning_rate_of_a_resumed_run_holds_from_its_first_step(engine, sm
     assert still.accuracy == whole.history[0].held_out["accuracy"]
 
 
-@pytest.mark.extended
-def test_a_run_can_go_on_in_bf16(small_run):
-    halved, full = small_run("zero2-to-bf16").history[0].losses, small_run("zero2").history[1].losses
-    assert halved != full
-    assert halved == pytest.approx(full, rel=0.02)
-
-
 @pytest.mark.parametrize(("engine", "other"), [("fsdp2", "zero3"), further("zero1", "fsdp2")])
 def test_an_engine_continues_the_run_of_another(engine, other, small_run):
     whole, resumed = small_run(other), small_run(f"{engine}-of-{other}")

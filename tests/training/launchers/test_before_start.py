@@ -145,12 +145,6 @@ def test_an_export_that_can_be_written_is_not_begun(export, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("config", [LLAMA, {"model_type": "bert", "is_decoder": True}, {"model_type": "bart"}])
-def test_a_folder_of_a_causal_model(config, tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    check_before_start(TrainConfig(out=tmp_path / "run", engine="fsdp2", model=f"hf:{tmp_path}", dataset="text"))
-
-
 def test_more_workers_than_gpus_are_refused_and_none_is_a_cpu(tmp_path, monkeypatch):
     for workers, gpus in ((2, 0), (2, 2), (1, 8)):
         check_gpus(workers, gpus, "this machine")

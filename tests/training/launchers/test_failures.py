@@ -85,17 +85,6 @@ def test_the_first_failure_is_recorded_in_room_that_was_kept_for_it(tmp_path):
     assert Failure.recorded(record) is None
 
 
-@pytest.mark.parametrize(
-    ("code", "sentence"),
-    [
-        (-9, "rank 1 was ended by SIGKILL; the kernel does so when memory runs out"),
-        (-50, "rank 1 was ended by signal 50"),
-    ],
-)
-def test_the_end_of_a_process(code, sentence):
-    assert Failure.of_exit(1, code).sentence == sentence
-
-
 @pytest.mark.extended
 def test_the_ranks_that_lost_a_killed_one_are_not_blamed(tmp_path):
     """torchrun's agent ends the run as soon as it finds the killed rank; restarts are none."""

@@ -21,13 +21,9 @@ from tests.training.jobs import BATCH_SIZE, EPOCHS, STEPS_PER_EPOCH, losses, tin
 from training.config.train_config import TrainConfig
 from training.data.datasets import Samples
 from training.loop.evaluation import CHUNK, PREDICTED, Evaluator, metrics_of
-from training.loop.measuring import PROFILED, SKIPPED, WARMUP, profiled, status_of, work_of
-from training.loop.saving import SaveRecord
+from training.loop.measuring import PROFILED, SKIPPED, WARMUP, profiled, work_of
 from training.loop.screen import PLAIN_SECONDS, Screen
 from training.models.losses import standard_loss
-
-FIGURES = {"step": 120, "loss": 1.25, "learning_rate": 9.5e-4, "samples_per_second": 1234.4}
-FIGURES |= {"peak_rss": [412_000_000, 411_000_000]}
 
 
 def lines_of(run: Path) -> list[dict[str, Any]]:
@@ -81,18 +77,6 @@ def test_a_resumed_run_records_how_long_that_took(small_run):
     assert (first["resumed"], first["step"]) == ("epoch_0001", STEPS_PER_EPOCH)
     assert first["resume_seconds"] > 0
     assert events_of(run / "tensorboard")["train/resume_seconds"][0][0] == STEPS_PER_EPOCH
-
-
-def test_a_status_says_what_a_person_looks_for():
-    assert status_of(FIGURES, 600, 42.3, None, None) == (
-        "step 120/600  0:00:42 left  loss 1.2500  1,234 samples/s  memory 412 MB  lr 9.50e-04"
-    )
-    saved = SaveRecord("epoch_0001", step=100, stall_seconds=0.12, waited_seconds=0.0, seconds=3.0)
-    on_gpu = FIGURES | {"cuda_peak": [0, 2_500_000_000]}
-    assert status_of(on_gpu, 600, 42.3, 0.875, saved) == (
-        "step 120/600  0:00:42 left  loss 1.2500  accuracy 0.8750  1,234 samples/s  memory 412 MB  on the GPU 2.5 GB"
-        "  lr 9.50e-04  epoch_0001 saved, stall 0.12 s"
-    )
 
 
 def test_a_plain_line_comes_every_few_seconds(capsys, monkeypatch):

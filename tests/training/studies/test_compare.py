@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 import training
 from training.loop.outlets import recorded
-from training.studies.compare import CASE_NAME, DEFAULT_CASES, cases_of, main
+from training.studies.compare import CASE_NAME, main
 from training.studies.report import figures_of
 
 ROOT = Path(training.__file__).parent.parent
@@ -67,14 +67,6 @@ def test_figures_are_those_that_the_runs_recorded(small_run, tmp_path):
     shards = list(Path(result["checkpoint"]).glob("*"))
     assert figures["checkpoint_bytes"] == sum(path.stat().st_size for path in shards) > 1_000_000
     assert figures["resume_seconds"] == resumed["resume_seconds"]
-
-
-def test_default_cases_fit_and_have_folders_of_their_own(tmp_path):
-    cases = cases_of(DEFAULT_CASES, [], tmp_path)
-    assert len({case.config.out for case in cases}) == len(DEFAULT_CASES)
-    assert {case.config.sharding.framework for case in cases} == {"fsdp2", "deepspeed"}
-    assert cases[3].config.out == tmp_path / "full_shard+forward-prefetch_1+backward-prefetch_1"
-    assert all(case.config.launcher == "torchrun" and case.config.log_every == 1 for case in cases)
 
 
 @pytest.mark.parametrize(

@@ -126,15 +126,9 @@ UNKNOWN: dict[str, tuple[Any, str]] = {
 MISTAKES: dict[str, tuple[Any, str]] = {
     "not a message": (b"\xff\xff", NO_MESSAGE),
     "a shape": (infer_message(ZEROS, shape=[1, 28, 27]), "must be [-1, 28, 28]"),
-    "a long shape": (infer_message(ZEROS, shape=[1] * 10**6), "each at least 1"),
-    "a datatype": (infer_message(ZEROS, datatype="FP32"), "it must be UINT8"),
     "a name": (infer_message(ZEROS, name="picture"), "the model takes image"),
     "too few bytes": (infer_message(ZEROS, shape=[2, 28, 28]), "784 bytes; [2, 28, 28] of UINT8"),
     "rows": (infer_message(np.zeros((300, 28, 28), np.uint8)), "a request may have 256"),
-    "a number too large": (
-        infer_message(np.full((1, 28, 28), 256), is_raw=False),
-        "numbers that UINT8 cannot hold",
-    ),
     "NaN": (infer_message(NAN, model="vit", datatype="FP32"), "NaN or infinite"),
     "another field": (
         changed(lambda each: each.inputs[0].contents.fp32_contents.append(0), is_raw=False),
@@ -152,11 +146,6 @@ MISTAKES: dict[str, tuple[Any, str]] = {
         with_parameter("binary_data_size", the_input, int64_param=3),
         "binary_data_size of the input 'image' is 3, and it has 784 bytes",
     ),
-    "a raw output beside another": (
-        changed(
-            an_output,
-            lambda each: set_parameter(each.outputs.add(name="probabilities"), "binary_data", bool_param=False),
-        ),
         "over gRPC all of them are raw, or none is",
     ),
     **{
@@ -166,13 +155,11 @@ MISTAKES: dict[str, tuple[Any, str]] = {
         )
         for name, place, where in (
             ("shared_memory_region", "input image", the_input),
-            ("shared_memory_offset", "output label", an_output),
             ("headers", "request", lambda each: each),
         )
     },
     "a million tensors": (b"\x2a\x00" * 10**6, "more than 1000 inputs, outputs and parameters"),
     "no UTF-8": (text_message(b"\xff\xfe"), "row 0 of the input text is not a text in UTF-8 (byte 0)"),
-    "no text": (text_message(rows=1), "the input text has other elements than the 1 of its shape"),
 }
 
 

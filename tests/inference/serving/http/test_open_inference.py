@@ -4,7 +4,6 @@ import gzip
 import json
 import re
 import zlib
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -114,23 +113,16 @@ NAN = '{"inputs":[{"name":"image","shape":[1,28,28],"datatype":"UINT8","data":[N
         (b"[]", "has to be a JSON object"),
         ({}, "the request needs inputs"),
         ({"inputs": []}, "has 0 inputs; the model takes image"),
-        ({"inputs": [{}] * 10**6}, "has 1000000 inputs"),
         ({**image_request(ONE), "outputs": [{}] * 10**6}, "there is no output None"),
         ({"inputs": [3]}, "an input has to be a JSON object"),
         (image_request(ONE, name="pixels"), "is called 'pixels'; the model takes image"),
         (image_request(ONE, datatype="FP32"), "has the datatype 'FP32'; it must be UINT8"),
-        (image_request(ONE, shape=[1, 784]), "has the shape [1, 784]"),
         (image_request(ONE, shape=[2, 28, 28]), "has 784 elements"),
-        (image_request(ONE, shape=[1, 28, -28]), "a list of sizes"),
         (image_request(ONE, shape=[10**9, 28, 28]), "has 1000000000 rows"),
         (image_request(ONE, data=[0.5] * 784), "elements that are not of UINT8"),
         (image_request(ONE, data=[256] * 784), "numbers that UINT8 cannot hold"),
-        (image_request(ONE, data=[2**64] * 784), "elements that are not of UINT8"),
-        (image_request(ONE, data=[[[0] * 28] * 27 + [0]]), "is not nested as its shape is"),
-        (image_request(ONE, data="zeros"), "has to be a list"),
         (image_request(ONE, data=None), "neither data nor"),
         (image_request(ONE, parameters={"binary_data_size": 0}), "both data and"),
-        (image_request(ONE, extra=1), "the unknown field 'extra'"),
         ({**image_request(ONE), "outputs": [{"name": "logits"}]}, "there is no output 'logits'"),
         ({**image_request(ONE), "outputs": [{"name": "label"}] * 2}, "names an output twice"),
         ({**image_request(ONE), "model_name": "two"}, "to the model m, and its model_name is 'two'"),
@@ -151,12 +143,6 @@ def test_a_bad_request_is_one_sentence(client, request_, words):
     assert words in answer.json()["error"]
     assert len(answer.json()["error"]) < 400
     assert "\n" not in answer.json()["error"]
-
-
-def test_parameters_that_ask_for_nothing_are_taken(client):
-    nothing = {"priority": 0, "sequence_id": "", "sequence_start": False, "sequence_end": False, "timeout": 0}
-    request = {**image_request(ONE, parameters={}), "outputs": [{"name": "label", "parameters": {"classification": 0}}]}
-    assert client.post(INFER, json={**request, "parameters": nothing}).status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -237,19 +223,6 @@ def test_after_all_that_it_goes_on(client, service):
     assert client.post(INFER, json=image_request(ONE)).status_code == 200
     lines = service.log.read_text().splitlines()
     assert not [line for line in lines if line and not line.startswith("Loading weights")]  # by transformers
-
-
-# --- the repository
-
-
-def test_reloads_fail_no_request(client):
-    def ask(number: int) -> int:
-        if number % 20 == 10:
-            return client.post("/v2/repository/models/spare/load").status_code
-        return client.post("/v2/models/spare/infer", json=image_request(ONE)).status_code
-
-    with ThreadPoolExecutor(6) as pool:
-        assert set(pool.map(ask, range(50))) == {200}
 
 
 # --- figures

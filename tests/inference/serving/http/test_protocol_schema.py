@@ -2,19 +2,16 @@
 and configuration agree, over HTTP and gRPC.
 
 ``PROTOCOL`` is all that the document demands of a server, in its names. What this service says of itself in
-``/openapi.json`` has to hold too, for requests that hypothesis makes.
+``/openapi.json`` has to hold too.
 """
 
 import json
-from copy import deepcopy
 from typing import Any
 
 import grpc
 import jsonschema
 import pytest
 from google.protobuf.json_format import MessageToDict
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from tests.inference.serving.helpers import call
 
@@ -33,7 +30,6 @@ def object_of(properties: Json, *required: str) -> Json:
 
 TENSOR = {"name": TEXT, "datatype": TEXT, "shape": list_of({"type": "integer"})}
 TENSORS = list_of(object_of(TENSOR, *TENSOR))
-ERROR = object_of({"error": TEXT}, "error")
 MODEL = {"name": TEXT, "versions": list_of(TEXT), "platform": TEXT, "inputs": TENSORS, "outputs": TENSORS}
 SERVER = {"name": TEXT, "version": TEXT, "extensions": list_of(TEXT)}
 
@@ -97,67 +93,6 @@ def test_every_path_that_is_told_answers_as_it_is_told(client, document):
             refused = client.request(method, filled(path, name="none"), json=body)
             assert refused.status_code == 404
             jsonschema.validate(refused.json(), schema_of(document, path, method, 404))
-
-
-# --- what nobody thought of
-
-
-def mutated(draw: st.DrawFn, value: Any) -> Any:
-    """``value`` with something else in a random place of it."""
-    if isinstance(value, dict) and value and draw(st.booleans()):
-        key = draw(st.sampled_from(sorted(value)))
-        return {**value, key: mutated(draw, value[key])}
-    if isinstance(value, list) and 0 < len(value) < 10 and draw(st.booleans()):
-        return [mutated(draw, value[0]), *value[1:]]
-    return draw(ANYTHING)
-
-
-ANYTHING = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=9),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner, max_size=4),
-    max_leaves=8,
-)
-
-RIGHT: Json = {
-    "id": "7",
-    "parameters": {"timeout": 10**7, "binary_data_output": False},
-    "inputs": [{"name": "image", "shape": [1, 28, 28], "datatype": "UINT8", "parameters": {}, "data": [0] * 784}],
-    "outputs": [{"name": "label", "parameters": {"binary_data": False}}],
-}
-
-
-@st.composite
-def requests(draw: st.DrawFn) -> Any:
-    return mutated(draw, deepcopy(RIGHT))
-
-
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(request=requests())
-def test_any_request_is_answered_or_refused_in_the_protocols_form(client, document, request):
-    path = "/v2/models/{name}/infer"
-    answer = client.post(filled(path), json=request)
-    assert answer.status_code in {200, 400}, answer.text
-    is_binary = "Inference-Header-Content-Length" in answer.headers
-    if not is_binary:
-        jsonschema.validate(answer.json(), schema_of(document, path, "post", answer.status_code))
-        jsonschema.validate(answer.json(), INFERENCE_RESPONSE if answer.status_code == 200 else ERROR)
-
-
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    path=st.sampled_from(["/v2/repository/index", "/v2/models/m/infer", "/v2/repository/models/none/load"]),
-    content=st.binary(max_size=60) | st.text(max_size=60).map(str.encode),
-    headers=st.dictionaries(
-        st.sampled_from(["Inference-Header-Content-Length", "Content-Encoding", "Content-Type", "X-Request-Id"]),
-        st.text(st.characters(min_codepoint=33, max_codepoint=126), max_size=20),
-        max_size=2,
-    ),
-)
-def test_any_bytes_are_refused_in_the_protocols_form(client, document, path, content, headers):
-    told = {"/v2/models/m/infer": "/v2/models/{name}/infer"}.get(path, path.replace("none", "{name}"))
-    answer = client.post(path, content=content, headers=headers)
-    assert answer.status_code < 500, answer.text
-    jsonschema.validate(answer.json(), schema_of(document, told, "post", answer.status_code))
 
 
 # --- metadata and configuration
