@@ -158,23 +158,18 @@ def models_of(process: psutil.Process) -> list[psutil.Process]:
 
 @pytest.fixture(scope="session")
 def small_models(tmp_path_factory):
-    """A folder with ``labels`` and ``long`` of texts, ``vit`` of images, and two models that generate: ``writer``,
+    """A folder with ``labels`` of texts, ``vit`` of images, and two models that generate: ``writer``,
     which chats, and ``ours``."""
     from tests.inference import tiny_models  # this imports transformers
 
     folder = tmp_path_factory.mktemp("models")
     tiny_models.save_text_model(folder / "labels")
-    config = tiny_models.save_text_model(folder / "long") / "config.json"
-    config.write_text(config.read_text().replace("NEGATIVE", LONG_LABEL).replace("POSITIVE", "x" * 70))
     tiny_models.save_image_model(folder / "vit")
     tiny_models.save_writer(folder / "writer", chat_template=tiny_models.CHAT)
     (folder / "ours").mkdir()
     save_our_texts(folder / "ours" / "model.pt")
     (folder / "ours" / "config.json").write_text('{"architecture": "ours:lm"}')
     return folder
-
-
-LONG_LABEL = "black-and-tan coonhound, of the species canis lupus familiaris, as others say"
 
 
 def save_our_texts(file: Path, name: str = "lm") -> None:
@@ -192,7 +187,7 @@ def service(forms, small_models, tmp_path_factory):
         "m": [forms / "model.safetensors"],
         "two": [forms / "model.pt", forms / "sharded"],
         "spare": [forms / "model.pt"],
-        **{name: [small_models / name] for name in ("vit", "labels", "long")},
+        **{name: [small_models / name] for name in ("vit", "labels")},
         "embed": [f"{small_models / 'labels'}?embeddings=true"],
         "writer": [f"{small_models / 'writer'}?max_new_tokens=16"],
         "ours": [f"{small_models / 'ours' / 'model.pt'}?max_new_tokens=16&exact=full"],

@@ -115,10 +115,6 @@ def the_input(request: Any) -> Any:
     return request.inputs[0]
 
 
-def an_output(request: Any) -> Any:
-    return request.outputs.add(name="label")
-
-
 UNKNOWN: dict[str, tuple[Any, str]] = {
     "a model": (infer_message(ZEROS, model="none"), "there is no model 'none'"),
     "a version": (changed(lambda request: setattr(request, "model_version", "99")), "has no version '99'"),
@@ -145,8 +141,6 @@ MISTAKES: dict[str, tuple[Any, str]] = {
     "a raw size": (
         with_parameter("binary_data_size", the_input, int64_param=3),
         "binary_data_size of the input 'image' is 3, and it has 784 bytes",
-    ),
-        "over gRPC all of them are raw, or none is",
     ),
     **{
         f"the parameter {name}": (

@@ -93,7 +93,7 @@ def test_predict_asks_the_model_that_is_named(client, image_folder):
     files = {"image": ("a.png", (image_folder / "000.png").read_bytes())}
     answer = client.post("/predict?model=two", files=files)
     assert answer.headers["X-Model-Version"] == "2"
-    told = "say which model: ?model=NAME with one of m, two, spare, vit, labels, long, embed, writer, ours"
+    told = "say which model: ?model=NAME with one of m, two, spare, vit, labels, embed, writer, ours"
     assert client.post("/predict", files=files).json()["detail"] == told
     assert client.post("/predict?model=none", files=files).status_code == 404
 

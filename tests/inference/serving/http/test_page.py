@@ -85,7 +85,7 @@ def test_it_says_which_checkpoint_answers(browser, service):
     assert known["digest"] in shown
     assert known["source"] in shown
     offered = browser.evaluate("[...document.querySelector('#model').options].map((each) => each.value)")
-    assert offered == ["m", "two", "spare", "vit", "labels", "long", "embed", "writer", "ours"]
+    assert offered == ["m", "two", "spare", "vit", "labels", "embed", "writer", "ours"]
 
 
 def test_a_drawing_is_answered(browser):
