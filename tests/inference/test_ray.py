@@ -90,16 +90,6 @@ def test_replicas_answer_with_the_predictors_bits(client, forms, digits):
     assert client.get("/v2/models/m").json()["parameters"]["digest"] == predictor.identity.digest
 
 
-def test_the_figures_are_those_of_all_replicas(client):
-    def counted() -> dict[str, float]:
-        lines = client.get("/metrics").text.splitlines()
-        found = [line for line in lines if line.startswith("nv_inference_request_success{")]
-        return {line.partition('worker="')[2].partition('"')[0]: float(line.split()[-1]) for line in found}
-
-    wait_until(lambda: counted().keys() == {"0", "1"} and sum(counted().values()) == NUM_CONNECTIONS)
-    assert min(counted().values()) > 0
-
-
 def test_a_new_checkpoint_is_rolled_out_and_no_request_is_lost(
     service, client, model_file, forms, weights, digits, given
 ):

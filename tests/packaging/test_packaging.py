@@ -219,10 +219,3 @@ def test_an_editable_installation_has_both_names_for_the_same_files(built, tmp_p
     words = [*mypy, f"--python-executable={environment.python}", script]
     done = subprocess.run(words, cwd=tmp_path, env=clean_variables(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
-
-
-def test_help_imports_nothing_of_the_commands_beside(bare):
-    program = "import sys; from ckpt_tools.cli import main\ntry: main(['--help'])\nfinally: print(*sys.modules)"
-    loaded = set(bare.run_python("-c", program).stdout.split())
-    assert "ckpt_tools.cli.group" in loaded
-    assert not loaded & {"importlib.metadata", "ckpt_tools_training", "ckpt_tools_inference", "torch"}

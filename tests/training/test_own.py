@@ -177,18 +177,6 @@ def test_own_metrics_of_each_model_are_tried(model, tmp_path):
         check_before_start(small_config(tmp_path, engine="fsdp2", keep_best="wer:min", **values))
 
 
-def test_a_length_that_tensor_parallelism_does_not_divide_is_refused(files, tmp_path):
-    file = tmp_path / "odd.py"
-    file.write_text(
-        "import torch\ndef texts(part):\n    rows = torch.zeros(99, 7, dtype=torch.int64)\n"
-        "    return torch.utils.data.TensorDataset(rows, rows)\n"
-    )
-    with pytest.raises(UsageError, match=r"^--tp 2 does not divide a text of 7 bytes"):
-        check_before_start(
-            small_config(tmp_path, strategy="full_shard", model="lm", dataset=f"{file}:texts", tp=2, num_samples=None)
-        )
-
-
 WATCHING = """
 import json, os
 

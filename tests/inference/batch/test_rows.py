@@ -52,21 +52,6 @@ def test_the_most_probable_come_first_and_of_equals_the_label_then_the_lower_num
     assert best[0] == found.label
 
 
-def test_a_row_counts_the_same_when_it_is_read_back():
-    rows = [
-        Row("a", Prediction.of(label=1, probabilities=(0.25, 0.75)), 1, None),
-        Row("b", Prediction.of(label=0, probabilities=(0.5, 0.5)), 1, None),
-        Row("c", Prediction.of(label=0, probabilities=(0.5, 0.5)), None, None),
-        Row("d", None, 1, "why"),
-    ]
-    made, written, columns = Tally(), Tally(), Columns("label", None, 5)
-    for row in rows:
-        made.add(row)
-        written.add_written(json.loads(columns.line(row)))
-    assert made == written
-    assert (made.num_rows, made.num_bad, made.num_known, made.num_correct) == (4, 1, 2, 1)
-
-
 # --- the report
 
 NUM_CLASSES = 6

@@ -147,12 +147,6 @@ test_values_out_of_range_are_refused = refusal_test(
 )
 
 
-def test_a_text_ends_before_a_stop_text(writer):
-    whole = text(writer, "Hello", temperature=2, seed=1)
-    for stop in (whole[5], whole[3:7], whole[-3:], whole + "x", whole[:2]):
-        assert text(writer, "Hello", temperature=2, seed=1, stop=(stop, "not there")) == whole.partition(stop)[0]
-
-
 def byte_fallback() -> Any:
     """A tokenizer of SentencePiece's kind: words with a space before them, and bytes for what it has no token for."""
     words = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁a": 256, "é": 257, "▁": 258, "n't": 259}

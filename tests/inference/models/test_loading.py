@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -19,14 +17,12 @@ from torch.distributed import checkpoint
 from torch.nn.functional import linear
 
 import ckpt_tools
-import inference
 from ckpt_tools.errors import CkptError, FormatError, SourceNotFoundError, UnsafeError, UnsupportedError, UsageError
 from ckpt_tools.transfer.tensor_reader import TensorReader
 from inference import load_model
 from inference.models.predictor import load_predictor
 from tests.inference.conftest import FORMS
 from tests.support.refusals import refusal_test
-from tests.support.sweep import tiered
 
 INDEX, SECOND = "model.safetensors.index.json", "model-00002-of-00002.safetensors"
 
@@ -35,36 +31,6 @@ def assert_same_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
     loaded = model.state_dict()
     assert loaded.keys() == weights.keys()
     assert all(torch.equal(loaded[name].view(torch.int32), weights[name].view(torch.int32)) for name in weights)
-
-
-PROGRAM = """
-import sys, {package}
-assert "torch" not in sys.modules
-loaded = {package}.load_model(sys.argv[1], model=sys.argv[2])
-print(type(loaded).__name__, sorted(loaded.state_dict()))
-"""
-ROOT = Path(inference.__file__).parent.parent
-
-
-@pytest.mark.parametrize("package", tiered(["inference", "ckpt_tools_inference"], (), ("ckpt_tools_inference",)))
-def test_it_stands_at_the_top_of_the_package_which_is_imported_without_torch(package, tmp_path):
-    """The second is what an installed wheel calls it."""
-    torch.save(nn.Linear(3, 2).state_dict(), tmp_path / "model.pt")
-    (tmp_path / "net.py").write_text("import torch\n\ndef net():\n    return torch.nn.Linear(3, 2)\n")
-    for name in ("training", "inference"):
-        (tmp_path / f"ckpt_tools_{name}").symlink_to(ROOT / name)
-    (tmp_path / "only").mkdir()
-    (tmp_path / "only" / "ckpt_tools").symlink_to(ROOT / "ckpt_tools")
-    paths = [str(tmp_path), str(ROOT if package == "inference" else tmp_path / "only")]
-    done = subprocess.run(
-        [sys.executable, "-P", "-c", PROGRAM.format(package=package), tmp_path / "model.pt", f"{tmp_path}/net.py:net"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert (done.returncode, done.stdout) == (0, "Linear ['bias', 'weight']\n"), done.stderr
 
 
 # --- forms and formats

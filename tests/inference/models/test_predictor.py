@@ -13,7 +13,6 @@ from PIL import Image
 from torch import Tensor, nn
 
 import ckpt_tools
-from ckpt_tools.errors import FormatError
 from inference.models.passes import Passes, agreeing
 from inference.models.predictor import Predictor, TensorSpec, load_predictor
 from inference.models.results import Prediction
@@ -65,12 +64,6 @@ def test_the_digest_is_of_the_weights_whatever_their_format_and_tells_one_bit_ap
     changed["encoder.ln.bias"].view(torch.int32)[0] ^= 1
     torch.save(changed, tmp_path / "changed.pt")
     assert load_predictor(tmp_path / "changed.pt").identity.digest != found[0].digest
-
-
-@pytest.mark.parametrize("wrong", [torch.zeros(28, 28), torch.zeros(28, 27, dtype=torch.uint8)])
-def test_an_input_of_another_form_is_refused(wrong, predictor):
-    with pytest.raises(FormatError, match=r"input 1 is .*; the model takes uint8 \[28, 28\]"):
-        predictor.predict([torch.zeros(28, 28, dtype=torch.uint8), wrong])
 
 
 # --- sizes of forward passes: those that give the bits of the full pass are found and used, others are not

@@ -117,15 +117,6 @@ def test_config_json_belongs_to_the_checkpoint(tmp_path):
     assert not before.is_unchanged(None)
 
 
-def test_a_newer_checkpoint_of_the_run_is_no_change_of_this_one(tmp_path):
-    (tmp_path / "run").mkdir()
-    write_two(tmp_path / "run" / "step-1", 1)
-    before = steady.CheckpointFiles.at(f"{tmp_path}/run@latest")
-    write_two(tmp_path / "run" / "step-2", 2)
-    assert before.is_unchanged(None)
-    assert before.again() != before
-
-
 def test_weights_that_are_not_those_of_the_list_of_digests_are_refused(weights, tmp_path):
     """A copy over the folder stopped in the middle: half of the weights are old, and nothing changes any more."""
     model, new = tmp_path / "model", tmp_path / "new"

@@ -4,7 +4,6 @@ renews itself, what it says while its models are started again, and how it ends.
 import http.client
 import json
 import signal
-import socket
 import ssl
 import threading
 from dataclasses import dataclass, field
@@ -31,7 +30,6 @@ from tests.inference.serving.helpers import (
     wait_until,
     write_certificate,
 )
-from tests.inference.serving.http.test_requests import LARGE, sent
 from tests.inference.serving.test_repository import write_checkpoint
 
 ASKING, CHANGING = {"Authorization": "Bearer ask"}, {"Authorization": "Bearer change"}
@@ -140,13 +138,6 @@ def test_a_service_on_loopback_has_no_other_name(client, host, status):
     answer = client.get("/v2", headers={"Host": host, "Origin": f"http://{host}"})
     assert answer.status_code == status
     assert "--allow-host" in answer.text or status == 200
-
-
-@pytest.mark.parametrize("size", [700, 10**6])
-def test_a_large_head_over_https_is_cut_off(guarded, size):
-    plain = socket.create_connection(("127.0.0.1", guarded.service.port), timeout=60)
-    with guarded.trusted.wrap_socket(plain, server_hostname="localhost") as connection:
-        assert sent(connection, LARGE["one header"], size) == b""
 
 
 # --- who may change models

@@ -11,18 +11,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ckpt_tools.errors import StoreError
-from fixtures.launch import pool
 from tests.training.conftest import in_process
 from tests.training.jobs import small_config
 from tests.training.watched import Watched, watched
 from training.checkpoints.run_folder import saved_checkpoints
 from training.launchers.failures import Failure
 from training.launchers.ray_restarts import AttemptFailedError, cause_of
-from training.launchers.torchrun import run_rank
 
 GLOO = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234")
 CUT_OFF = r"cannot be written: torch could not write a whole file; its disk has [\d,]+ bytes left"
@@ -37,21 +34,6 @@ def no_larger_files() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def say_what_could_not_be_saved(out: Path) -> None:
-    for name, values in {"fsdp2": {}, "async": {"async_save": True}, "zero2": {"engine": "zero2"}}.items():
-        config = small_config(out / name, **({"engine": "fsdp2", "num_workers": 1, "epochs": 1} | values))
-        config.out.mkdir()
-        begin = "epoch_0001 could not be saved: rank 0: " if name == "async" else ""
-        folder = re.escape(str(config.out / "checkpoints/.epoch_0001.partial"))
-        with no_larger_files(), pytest.raises(StoreError, match=f"^{begin}{folder} {CUT_OFF}$"):
-            run_rank(config, torch.device("cpu"))
-
-
-@pytest.mark.extended
-def test_a_save_on_a_full_disk_names_the_checkpoint_and_the_reason(tmp_path):
-    pool(1).run(say_what_could_not_be_saved, tmp_path)
 
 
 @pytest.mark.extended

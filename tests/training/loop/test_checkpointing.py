@@ -22,7 +22,6 @@ from tests.training.jobs import (
     SECONDS,
     STEPS_PER_EPOCH,
     STOPPED_AFTER,
-    TINY_STEPS,
     check_same_end,
     losses,
     result_of,
@@ -114,24 +113,18 @@ def max_steps_config(out: Path, **values: Any) -> TrainConfig:
 
 @pytest.mark.extended
 def test_a_run_ends_after_max_steps_and_goes_on_without_the_option(tmp_path):
-    """Within an epoch, and where an epoch ends."""
     name = "epoch_0001_step_000003"
-    whole, within, between, resumed = (
+    whole, within, resumed = (
         max_steps_config(tmp_path / "whole"),
         max_steps_config(tmp_path / "within", max_steps=3),
-        max_steps_config(tmp_path / "between", max_steps=TINY_STEPS),
         max_steps_config(tmp_path / "resumed", resume=str(tmp_path / "within/checkpoints" / name)),
     )
-    train_each(whole, within, between, resumed)
+    train_each(whole, within, resumed)
     result = result_of(within)
     assert [path.name for path in saved_checkpoints(within.out)] == [name]
     assert result.checkpoint == str(within.out / "checkpoints" / name)
     assert (result.epochs, [len(epoch.losses) for epoch in result.history]) == (1, [2, 1])
     assert [save.step for save in result.saves] == [3]
-    assert [path.name for path in saved_checkpoints(between.out)] == ["epoch_0001"]
-    ended = result_of(between)
-    assert (ended.checkpoint, ended.epochs) == (str(between.out / "checkpoints/epoch_0001"), 1)
-    assert ended.history[0].losses == result_of(whole).history[0].losses
     check_same_end(result_of(resumed), result_of(whole))
 
 

@@ -2,14 +2,11 @@
 
 import json
 import shutil
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torchvision.datasets import FashionMNIST
 
 import inference
@@ -21,7 +18,7 @@ from training.checkpoints.locking import LOCK_NAME
 from training.config.model_names import MODELS
 from training.config.options import DatasetName
 from training.config.train_config import TrainConfig
-from training.data.datasets import load_dataset, to_input
+from training.data.datasets import load_dataset
 from training.models.config_json import write_model_config
 from training.models.zoo import our_model
 
@@ -85,23 +82,6 @@ def test_the_labels_are_those_of_the_dataset(dataset, tmp_path):
     assert found["labels"] == list(expected)
     assert load_predictor(with_weights(tmp_path, "cnn")).labels == expected
     assert load_predictor(tmp_path / "model.pt", labels=list("abcdefghij")).labels == tuple("abcdefghij")
-
-
-@pytest.mark.parametrize(("size", "mode"), [((28, 28), "L"), ((90, 41), "RGB")])
-def test_an_image_is_prepared_as_it_says(size, mode, tmp_path):
-    """By the words of the file, with Pillow and NumPy alone."""
-    stated = written(tmp_path, "cnn")["image"]
-    assert stated == PREPARED
-    shape = (size[1], size[0], 3) if mode == "RGB" else size
-    image = Image.fromarray(np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8))
-    file = BytesIO()
-    image.save(file, "PNG")
-    resample = Image.Resampling[stated["resample"].upper()]
-    plain = image.convert(stated["mode"]).resize((stated["width"], stated["height"]), resample)
-    expected = (np.asarray(plain) / 255 - stated["mean"]) / stated["std"]
-    decoded = load_predictor(with_weights(tmp_path, "cnn")).decode(file.getvalue(), "image")
-    assert isinstance(decoded, np.ndarray)
-    assert np.allclose(to_input(torch.from_numpy(decoded)[None])[0, 0].numpy(), expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("format_name", FORMAT_FILES)

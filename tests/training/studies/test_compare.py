@@ -1,7 +1,6 @@
 """The same work by several strategies: real runs, a case that fails, a command that is repeated, what is refused."""
 
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,6 @@ from click.testing import CliRunner
 import training
 from training.loop.outlets import recorded
 from training.studies.compare import CASE_NAME, main
-from training.studies.report import figures_of
 
 ROOT = Path(training.__file__).parent.parent
 
@@ -51,32 +49,12 @@ def test_cases_are_run_and_compared_and_one_that_fails_is_a_row(tmp_path):
     assert other.exit_code == 8 and "this case with other options (--seed=0, --seed=1)" in other.stderr
 
 
-def test_figures_are_those_that_the_runs_recorded(small_run, tmp_path):
-    """Of a run, and of the line with which one that resumed it began."""
-    whole, again = (Path(small_run(name).checkpoint).parents[1] for name in ("fsdp2", "fsdp2-resumed"))
-    resumed, metrics = next(recorded(again)), "metrics.jsonl"
-    shutil.copy(whole / "result.json", tmp_path)
-    (tmp_path / metrics).write_text((whole / metrics).read_text() + json.dumps(resumed) + "\n")
-    figures = figures_of(tmp_path)
-    steps = [line for line in recorded(tmp_path) if "peak_rss" in line]
-    rates = [line["samples_per_second"] for line in steps[len(steps) // 2 :]]
-    assert figures["samples_per_second"] == pytest.approx(len(rates) / sum(1 / rate for rate in rates))
-    assert figures["peak_rss"] == max(steps[-1]["peak_rss"])
-    result = json.loads((tmp_path / "result.json").read_text())
-    assert figures["final_loss"] == result["history"][-1]["losses"][-1]
-    shards = list(Path(result["checkpoint"]).glob("*"))
-    assert figures["checkpoint_bytes"] == sum(path.stat().st_size for path in shards) > 1_000_000
-    assert figures["resume_seconds"] == resumed["resume_seconds"]
-
-
 @pytest.mark.parametrize(
     ("words", "code", "sentence"),
     [
         (["--case=--cpu-offload"], 2, '--case "--cpu-offload" does not begin with a strategy'),
         (["--case=zero2 --cpu-offload"], 2, '--case "zero2 --cpu-offload": --cpu-offload is for strategies of FSDP2'),
         (["--case=ddp", "--case=zero2 --seed 1"], 2, '--case "zero2 --seed 1": --seed is the same for all cases'),
-        (["--case=ddp", "--case=ddp"], 2, '--case "ddp" is given twice'),
-        (["--case=ddp", "--", "--launcher=ray"], 2, "--launcher is torchrun in a comparison"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_before_any_run(words, code, sentence, tmp_path):

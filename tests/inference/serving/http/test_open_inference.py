@@ -51,15 +51,6 @@ def test_a_model_says_what_it_takes_and_which_weights_answer(client, forms, pred
 # --- inference
 
 
-def test_json_gives_the_answers_of_the_predictor(client, three, truth):
-    answer = client.post(INFER, json={**image_request(three), "id": "seven"}).json()
-    assert (answer["id"], answer["model_name"], answer["model_version"]) == ("seven", "m", "1")
-    label, probabilities = answer["outputs"]
-    assert (label["shape"], label["data"]) == ([3], [row[0] for row in truth[:3]])
-    assert probabilities["shape"] == [3, 10]
-    assert probabilities["data"] == [value for row in truth[:3] for value in row[1]]
-
-
 def test_every_form_of_a_request_gets_the_same_answer(client, three):
     """Packed, nested, and with the name of the model, which KServe's client sends."""
     flat, expected = image_request(three), client.post(INFER, json=image_request(three)).json()
@@ -73,20 +64,6 @@ def test_every_form_of_a_request_gets_the_same_answer(client, three):
         assert client.post(INFER, content=content, headers={"Content-Encoding": encoding}).json() == expected
     answer = client.post(INFER, json={**flat, "parameters": {"binary_data_output": True}})
     assert len(answer.content) == int(answer.headers[LENGTH]) + 3 * 8 + 3 * 40
-
-
-def test_binary_tensors_both_ways_have_the_same_bits(client, digits, truth):
-    array = digits.pixels[:40].numpy()
-    given = image_input(array, data=None, parameters={"binary_data_size": array.nbytes})
-    outputs = [{"name": "probabilities", "parameters": {"binary_data": True}}, {"name": "label"}]
-    content, headers = binary({"inputs": [given], "outputs": outputs}, array.tobytes())
-    answer = client.post("/v2/models/two/versions/1/infer", content=content, headers=headers)
-    length = int(answer.headers[LENGTH])
-    probabilities, label = json.loads(answer.content[:length])["outputs"]
-    assert probabilities["parameters"] == {"binary_data_size": 40 * 10 * 4}
-    values = np.frombuffer(answer.content[length:], "<f4").reshape(40, 10)
-    assert values.astype(float).tolist() == [list(row[1]) for row in truth]
-    assert label["data"] == [row[0] for row in truth]
 
 
 def test_predict_asks_the_model_that_is_named(client, image_folder):
@@ -178,29 +155,6 @@ def test_numbers_that_are_not_finite_are_refused(client):
     for answer in answers:
         assert answer.status_code == 400, answer.text
         assert answer.json() == {"error": "the input image has elements that are NaN or infinite in FP32"}
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "status"),
-    [
-        ("GET", "/v2/models/none", 404),
-        ("GET", "/v2/models/m/versions/9", 404),
-        ("POST", "/v2/models/none/infer", 404),
-        ("POST", "/v2/repository/models/none/load", 404),
-        ("GET", "/v2/logging", 404),
-        *(
-            (method, f"/v2/{path}", 404)
-            for path in ("systemsharedmemory/status", "cudasharedmemory/region/r/register", "trace/setting")
-            for method in ("GET", "POST")
-        ),
-        ("POST", "/v2/models/m/infer/", 404),
-        ("GET", "/v2/models/m/infer", 405),
-    ],
-)
-def test_what_is_not_there_is_refused_in_the_protocols_form(client, method, path, status):
-    answer = client.request(method, path)
-    assert answer.status_code == status
-    assert list(answer.json()) == ["error"]
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,6 @@ from torch import nn
 from torch.export import Dim
 from tritonclient import grpc, http
 
-from ckpt_tools.errors import FormatError, SourceNotFoundError
 from inference.models.predictor import load_predictor, loaded
 from inference.serving.__main__ import Options, application
 from inference.serving.processes.model_messages import BatchSizes
@@ -232,32 +231,6 @@ def png(size: int) -> bytes:
     file = BytesIO()
     Image.linear_gradient("L").resize((size, size)).save(file, "png")
     return file.getvalue()
-
-
-@pytest.mark.extended
-def test_answers_have_the_bits_of_a_model_in_this_process(models, forms, digits):
-    here, there = load_predictor(forms / "model.pt"), models.load(Source("m", str(forms / "model.safetensors")))
-    for inputs in (list(digits.pixels[:35]), list(digits.pixels[:1]), []):
-        assert there.predict(inputs) == here.predict(inputs)
-    assert (there.name, there.identity.digest) == ("m", here.identity.digest)
-    assert (there.inputs, there.outputs, there.labels) == (here.inputs, here.outputs, here.labels)
-    assert (there.max_batch, there.is_exact) == (here.max_batch, here.is_exact)
-    data = png(100)
-    assert np.array_equal(there.decode(data, "image"), here.decode(data, "image"))
-
-
-@pytest.mark.extended
-def test_errors_are_those_of_a_model_in_this_process(models, forms, tmp_path):
-    with pytest.raises(SourceNotFoundError, match="nothing"):
-        models.load(Source("m", str(tmp_path / "nothing")))
-    (tmp_path / "text.safetensors").write_text("no model")
-    with pytest.raises(FormatError, match=r"text\.safetensors"):
-        models.load(Source("m", str(tmp_path / "text.safetensors")))
-    predictor = models.load(Source("m", str(forms / "model.pt")))
-    with pytest.raises(FormatError, match="the image is not an image file"):
-        predictor.decode(b"no image", "the image")
-    with pytest.raises(FormatError, match="input 0 is uint8"):
-        predictor.predict([torch.zeros(3, 3, dtype=torch.uint8)])
 
 
 def is_gone(models: RemoteModels, number: int) -> bool:
