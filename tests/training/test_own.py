@@ -21,7 +21,6 @@ from inference.batch import __main__ as batch
 from tests.support.sweep import tiered
 from tests.training.jobs import check_same_end, losses, result_of, small_config, train, train_each
 from training.checkpoints.weights import export
-from training.config.model_names import MODELS
 from training.config.strategies import STRATEGIES
 from training.config.train_config import TrainConfig
 from training.launchers.checks import check_before_start
@@ -164,17 +163,6 @@ def test_a_wrong_function_is_one_sentence_before_workers_start(name, files, tmp_
     with pytest.raises(UsageError, match=WRONG[name]):
         check_before_start(own_config(files, tmp_path, **{option: (value,) if option == "callback" else value}))
     assert capfd.readouterr() == ("", "")
-
-
-@pytest.mark.parametrize("model", tiered(MODELS, test=["cnn", "lm"], extended={*MODELS} - {"cnn", "lm"}))
-def test_own_metrics_of_each_model_are_tried(model, tmp_path):
-    file = tmp_path / "own.py"
-    file.write_text("def metrics(model, batch):\n    return {'mean': model(batch[0]).float().flatten(1).mean(1)}\n")
-    dataset: Any = "text" if MODELS[model].task == "text" else "digits"
-    values = {"model": model, "dataset": dataset, "metrics": f"{file}:metrics", "keep_last": 1}
-    check_before_start(small_config(tmp_path, engine="fsdp2", keep_best="mean:max", **values))
-    with pytest.raises(UsageError, match=r"^--keep-best wer: the metrics of this run are .*, mean$"):
-        check_before_start(small_config(tmp_path, engine="fsdp2", keep_best="wer:min", **values))
 
 
 WATCHING = """

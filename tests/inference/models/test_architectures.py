@@ -125,21 +125,6 @@ def test_a_run_of_a_built_in_model_is_known_by_its_settings(tmp_path):
     assert load_predictor(vit).inputs[0].name == "image"
 
 
-@pytest.mark.parametrize(
-    ("model", "model_arg", "advice"),
-    [
-        ("unet:net", "width=8; depth=2", "--architecture unet:net?width=8&depth=2, or"),
-        ("hf:/models/llama", None, "give --config /models/llama"),
-    ],
-)
-def test_a_run_of_code_of_the_users_says_what_to_pass(model, model_arg, advice, tmp_path):
-    place = saved(tmp_path / "run", {"w": torch.zeros(2)}, model=model, model_arg=model_arg)
-    done = run(place)
-    assert done.exit_code == 2 and model in done.stderr and advice in done.stderr
-    with pytest.raises(UsageError, match="of a run with"):
-        load_predictor(place)
-
-
 def test_config_describes_a_checkpoint_that_has_none(tmp_path):
     hub = save_text_model(tmp_path / "hub")
     ckpt_tools.convert(hub, tmp_path / "dcp", to="dcp", world_size=2)

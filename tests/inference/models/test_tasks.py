@@ -175,20 +175,12 @@ def regression(folder: Path) -> object:
     return load_predictor(save_text_model(folder / "bert", problem_type="regression"))
 
 
-def t5(folder: Path) -> object:
-    save_text_model(folder)
-    config = transformers.T5Config(vocab_size=20, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
-    transformers.T5Model(config).save_pretrained(folder)
-    return load_predictor(folder, embeddings=True)
-
-
 NO_ENCODER = "for a model that tells classes apart, and for an encoder without a head"
 REFUSED: tuple[tuple[str, Callable[[Path], object], type[CkptError], str], ...] = (
     ("no processor", without("preprocessor_config.json", save_image_model), FormatError, "preparation of images"),
     ("no tokenizer", without("tokenizer.json", save_text_model), FormatError, "no usable tokenizer"),
     ("a regression", regression, FormatError, "is a regression"),
     ("code that config.json chooses", of_chosen_code, FormatError, "does not choose code"),
-    ("T5", t5, UsageError, "a T5Model is not an encoder of images alone or of texts alone"),
     ("a writer", lambda folder: load_predictor(save_writer(folder), embeddings=True), UsageError, NO_ENCODER),
 )
 test_what_cannot_be_answered_is_refused = refusal_test(*REFUSED)

@@ -113,6 +113,11 @@ def test_deepspeed_offloads_to_the_host(strategy, tmp_path):
     check_learns(run(tmp_path / "run", strategy=strategy, precision="bf16"))
 
 
+def test_a_profile_has_a_snapshot_of_the_gpus_memory(tmp_path):
+    run(tmp_path / "run", strategy="full_shard", profile=True)
+    assert (tmp_path / "run/profile/memory_rank_0.pickle").stat().st_size > 0
+
+
 @pytest.mark.parametrize("strategy", ["full_shard", "ddp"])
 def test_a_deterministic_run_resumes_bit_for_bit(strategy, tmp_path):
     same: dict[str, Any] = {"strategy": strategy, "deterministic": True, **CLIPPED}

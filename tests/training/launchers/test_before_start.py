@@ -25,7 +25,6 @@ from training.models.zoo import our_model
 Files = dict[str, Any]
 TEXT = "--model lm --dataset text --data-root {}"
 HUGGING_FACE = "--model hf:{} --dataset text"
-NO_CAUSAL = "{} has no config.json of a causal language model: ..."
 SIZES = {"vocab_size": 256, "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
 LLAMA: Files = {"model_type": "llama", **SIZES}
 MINE: Files = {"file": "mine"}

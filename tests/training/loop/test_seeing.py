@@ -1,12 +1,6 @@
 """What a run shows while it trains, what it records and can be asked to trace, and how it evaluates."""
 
-import fcntl
 import json
-import os
-import struct
-import subprocess
-import sys
-import termios
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -88,30 +82,6 @@ def test_a_plain_line_comes_every_few_seconds(capsys, monkeypatch):
         now += PLAIN_SECONDS / 5
     screen.close()
     assert capsys.readouterr().out == 2 * "step 120/600\n"
-
-
-ON_A_TERMINAL = """
-from training.loop.screen import Screen
-screen = Screen()
-screen.show("step 1/600 " + 50 * "x")
-screen.say("epoch  1/2")
-screen.show("step 2/600")
-screen.close()
-"""
-
-
-def test_a_terminal_shows_the_status_below_what_is_said():
-    """On a pseudo-terminal of 40 columns."""
-    ours, theirs = os.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 40, 0, 0))
-    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
-    environment |= {"TERM": "xterm"}
-    done = subprocess.run([sys.executable, "-c", ON_A_TERMINAL], stdout=theirs, env=environment, check=True)
-    assert done.returncode == 0
-    clear, cut = "\r\x1b[2K", ("step 1/600 " + 50 * "x")[:39]
-    assert os.read(ours, 9999).decode() == f"{clear}{cut}{clear}epoch  1/2\r\n{clear}step 2/600{clear}"
-    os.close(ours)
-    os.close(theirs)
 
 
 @pytest.mark.usefixtures("alone")

@@ -18,12 +18,6 @@ INFER = "/v2/models/m/infer"
 
 
 @pytest.fixture(scope="module")
-def truth(predictor, digits):
-    answers = predictor.predict(list(digits.pixels[:40]))
-    return [(answer.label or 0, answer.probabilities or ()) for answer in answers]
-
-
-@pytest.fixture(scope="module")
 def three(digits):
     return digits.pixels[:3].numpy()
 
