@@ -22,7 +22,7 @@ from tests.training.hub import TEXT, save_llama, save_tokenizer
 from tests.training.jobs import losses, result_of, tiny_config, train_each
 from training.checkpoints.run_folder import strangers_in
 from training.checkpoints.weights import export
-from training.config.strategies import BY_NAME
+from training.config.strategies import BY_NAME, STRATEGIES
 from training.config.train_config import TrainConfig
 from training.data.loading import dataset_of
 from training.data.texts import lines_of_text
@@ -30,8 +30,9 @@ from training.launchers.checks import check_before_start
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 
-PAIRS = {"full_shard": ("zero2", "zero3"), "zero3": ("full_shard", "ddp"), "hybrid_shard": ("zero1", "no_shard")}
-"""Who is resumed by whom."""
+SAMPLE = {"full_shard": ["zero2", "zero3"], "zero3": ["full_shard", "ddp"]}
+EACH = {name: [[*STRATEGIES][at - 1], [*STRATEGIES][at - 4]] for at, name in enumerate(STRATEGIES)}
+"""Who is resumed by whom: in the soak every strategy."""
 
 LORA = ("r=4", "lora_alpha=32", "target_modules=all-linear")
 
@@ -42,10 +43,12 @@ def lora_config(out: Path, hub: Path, **values: Any) -> TrainConfig:
 
 
 @pytest.fixture(scope="module")
-def trained(hub, tmp_path_factory):
+def trained(hub, tmp_path_factory, pytestconfig):
     """A run by each strategy on two ranks."""
     out = tmp_path_factory.mktemp("runs")
-    found = {name: by_strategy(out / name, hub, name) for name in PAIRS}
+    found = {
+        name: by_strategy(out / name, hub, name) for name in (EACH if pytestconfig.getoption("--soak") else SAMPLE)
+    }
     train_each(*found.values())
     return found
 
@@ -65,11 +68,11 @@ def test_strategies_train_the_same_adapter(trained, hub):
 
 
 @pytest.mark.extended
-def test_strategies_resume_each_others_adapters(trained, hub):
+def test_strategies_resume_each_others_adapters(trained, hub, pytestconfig):
     """From the middle; some alone."""
-    resumed = {}
+    resumed, pairs = {}, EACH if pytestconfig.getoption("--soak") else SAMPLE
     for name, config in trained.items():
-        for workers, by in zip((1, 2), PAIRS[name], strict=True):
+        for workers, by in zip((1, 2), pairs[name], strict=True):
             out, resume = config.out.with_name(f"{name}-{by}"), f"{config.out}/checkpoints/epoch_0001"
             resumed[out.name] = by_strategy(out, hub, by, num_workers=workers, resume=resume)
     train_each(*sorted(resumed.values(), key=lambda config: config.num_workers))
