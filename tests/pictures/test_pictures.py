@@ -1,4 +1,4 @@
-"""docs/concepts/pictures are what the checkpoints hold, and each is on a page."""
+"""docs/concepts/pictures are what the checkpoints hold."""
 
 from math import ceil, prod
 

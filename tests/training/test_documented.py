@@ -1,4 +1,4 @@
-"""The commands, scripts and notebooks about training: their options fit together, and in the soak each is run."""
+"""The commands, scripts and notebooks about training: in the soak each is run."""
 
 import ast
 import os

@@ -1,4 +1,4 @@
-"""The text of a row, what is counted of it, and the numbers of a report, judged by scikit-learn and by hand."""
+"""The text of a row, what is counted of it, and the numbers of a report, judged by scikit-learn."""
 
 import json
 import math

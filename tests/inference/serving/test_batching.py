@@ -1,4 +1,4 @@
-"""Items that wait together are worked on together, a full queue says so, and whoever leaves is forgotten."""
+"""Items that wait together are worked on together, and each gets its own result or error."""
 
 import asyncio
 import threading

@@ -1,6 +1,6 @@
 """What a GPU would meet, by fakes of it: nccl refuses tensors on the CPU, as the group that stands for it here does;
 sharded weights stay where the framework put them; offloaded state is updated by the kernel that GPUs use. And
-``--compile``: the same losses and names as without, and a machine that cannot compile is told at once.
+``--compile``: the same losses and names as without.
 """
 
 import os

@@ -145,6 +145,7 @@ PREFETCHING: dict[str, Any] = {"cpu_offload": True, "forward_prefetch": 1, "back
 WIDE_CASES: dict[str, dict[str, Any]] = {
     "pp2": {"until": 1},
     "pp4": {"pp": 4},
+    "no_shard": {"strategy": "no_shard"},
     "interleaved-bf16": {"precision": "bf16", **INTERLEAVED},
     "interleaved-hybrid": {"strategy": "hybrid_shard", "shard_size": 1, **INTERLEAVED},
     "interleaved-options": {**PREFETCHING, "activation_checkpointing": True, **INTERLEAVED},

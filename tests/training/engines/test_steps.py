@@ -1,5 +1,5 @@
-"""A step costs what the framework's own does: nothing walks through the model, ranks agree by one byte, the norm of the
-gradients takes one collective however they are sharded, and clipping waits for no device."""
+"""A step costs what the framework's own does: the norm of the gradients takes one collective however they are sharded,
+and clipping waits for no device."""
 
 from pathlib import Path
 from typing import Any
