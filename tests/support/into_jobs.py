@@ -20,10 +20,10 @@ from ckpt_tools.transfer.tensor_reader import TensorReader
 from fixtures import fsdp2, recipe
 
 
-def through_reader(kind: str, case: str, url: str, out: str, without: tuple[str, ...] = ()) -> None:
-    """`dcp.load` of the app state of an FSDP2 run, less the entries `without`."""
+def through_reader(kind: str, case: str, url: str, out: str) -> None:
+    """`dcp.load` of the app state of an FSDP2 run."""
     run = fsdp2.Run(recipe.CASES[case], fsdp2.FLAVOURS[kind], seed=2)
-    state = {name: value for name, value in run.state_dict().items() if name not in without}
+    state = run.state_dict()
     dcp.load({"app": state}, storage_reader=storage_reader(url))
     run.load_state_dict(state)
     fsdp2.finished(run).write_once(Path(out))

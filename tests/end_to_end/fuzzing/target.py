@@ -40,15 +40,15 @@ class Outcome:
     error: CkptError | None = None
 
 
-def execute(files: Mapping[str, bytes], *, format_name: str | None = None) -> Outcome:
+def execute(files: Mapping[str, bytes]) -> Outcome:
     """Read a checkpoint. Raises whatever no reader should raise."""
     with opened(files) as source:
-        return _execute(source, format_name)
+        return _execute(source)
 
 
-def _execute(source: Source, format_name: str | None) -> Outcome:
+def _execute(source: Source) -> Outcome:
     try:
-        source, manifest = read_source(source, ReadOptions(), format_name=format_name)
+        source, manifest = read_source(source, ReadOptions())
         summary = summarize(manifest, source.store.url, source.files)
         json.dumps(summary.to_json(tensors=True), ensure_ascii=False).encode()
         return Outcome(manifest, elements_of(source.store, manifest))
