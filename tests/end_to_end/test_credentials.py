@@ -25,7 +25,6 @@ from ckpt_tools.stores.retry import RetryPolicy
 from inference.batch.rows import Columns, Row
 from tests.stores.test_http import serving
 from tests.support.canaries import CANARIES, ENCODED, MISTYPED, OPTIONS, PORT, RAW, URLS, Given, leaks, shown_by
-from tests.support.sweep import tiered
 from training.launchers.failures import Failure
 from training.loop.result import RunResult
 
@@ -164,10 +163,9 @@ def test_no_function_shows_one(request, tmp_path):
         assert not leaks(canary, shown), (function, name, shown)
 
 
-@pytest.mark.parametrize("name", tiered(["plain", "encoded", "slashes", "quotes"], ["slashes"], ["quotes"]))
-def test_no_result_shows_one(name, tmp_path, capsys):
+def test_no_result_shows_one(tmp_path):
     """Commands that succeed, on a store that takes anything for a path; nor the files that they write."""
-    canary = (CANARIES | RAW)[name]
+    canary = (CANARIES | RAW)["slashes"]
     url = f"memory://user:{canary}@x/run"
     torch.save({"model": {"a": torch.ones(4, 4), "b": torch.ones(3)}, "step": 3}, tmp_path / "step_3.pt")
     done = [
@@ -185,11 +183,8 @@ def test_no_result_shows_one(name, tmp_path, capsys):
         ["prune", url, "--keep-last", "1"],
     ]
     for words in done:
-        with pytest.raises(SystemExit) as ended:
-            main(words)
-        said = "".join(capsys.readouterr())
-        assert ended.value.code in (0, 7), (words, said)
-        assert not leaks(canary, said), (words, said)
+        code, said = _says(words)
+        assert code in (0, 7) and not leaks(canary, said), (words, said)
     opened = ckpt_tools.open(f"{url}/step_3")
     for result in (opened, ckpt_tools.inspect(f"{url}/step_3"), ckpt_tools.ls(url), ckpt_tools.scan(f"{url}/dcp")):
         assert not leaks(canary, repr(result) + result._repr_html_())
@@ -200,7 +195,7 @@ def test_no_result_shows_one(name, tmp_path, capsys):
         assert not leaks(canary, data.decode("latin-1"))
 
 
-def test_a_signed_address_is_in_no_file(tmp_path, capsys):
+def test_a_signed_address_is_in_no_file(tmp_path):
     """Neither in the output nor in what is beside it while the command runs, nor in its result."""
     canary = CANARIES["encoded"]
     with serving(save({"w": torch.ones(300, 300)})) as server:
@@ -218,19 +213,6 @@ def test_a_signed_address_is_in_no_file(tmp_path, capsys):
     assert any(b'"plan"' in data for data in found.values()), "no journal was seen"
     assert not any(leaks(canary, f"{path} {data.decode('latin-1')}") for path, data in found.items())
     assert not leaks(canary, repr(report) + json.dumps(report.to_json()))
-
-
-def test_what_is_no_credential_stays(tmp_path, capsys):
-    """Words of the command line and of a store's options."""
-    torch.save({"model": {"true.minio": torch.ones(4)}}, tmp_path / "eu-west.pt")
-    options = ["region=eu-west", "endpoint_url=http://minio:9000", "profile=minio", "anon=true", "retries=0"]
-    words = [word for each in options for word in ("--storage-option", each)]
-    with pytest.raises(SystemExit):
-        main(["inspect", "s3://bucket/run@latest", *words])
-    assert "minio" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["inspect", "eu-west.pt", "--json", "--tensors"])
-    assert json.loads(capsys.readouterr().out)["source"].endswith("eu-west.pt")
 
 
 PRINTING = """
@@ -251,40 +233,15 @@ except KeyError as error:
 """
 
 
-@pytest.mark.parametrize(
-    ("name", "encoding"),
-    [
-        ("quotes", "ascii"),
-        *(pytest.param(*case, marks=pytest.mark.extended) for case in (("plain", "utf-8"), ("encoded", "ascii"))),
-    ],
-)
-def test_a_process_masks_what_libraries_print(name, encoding):
+def test_a_process_masks_what_libraries_print():
     """Also in a traceback that ends it."""
-    canary = (CANARIES | RAW)[name]
+    canary = (CANARIES | RAW)["quotes"]
     words = [sys.executable, "-c", PRINTING, f"nothing://user:{canary}@host/x"]
-    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=60, check=False)
     said = done.stdout + done.stderr
     assert done.returncode == 1 and said.count("***@host/x") == 6, said
     assert not leaks(canary, said)
-
-
-@pytest.mark.parametrize(
-    "kind",
-    tiered(
-        ["hf", "memory", "one slash", "endpoint of the environment without a scheme"],
-        test=["one slash"],
-        extended=["hf"],
-    ),
-)
-def test_no_process_shows_one(kind):
-    canary = CANARIES["encoded"]
-    given = (URLS | ENCODED)[kind](canary)
-    words = [sys.executable, "-m", "ckpt_tools", "inspect", given.url, "--verbose", *given.typed]
-    environment = {**os.environ, **given.environment, "PYTHONIOENCODING": "ascii"}
-    done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=60, check=False)
-    assert done.returncode in (2, 3, 5), done.stderr
-    assert not leaks(canary, done.stdout + done.stderr)
 
 
 def test_the_result_of_a_run_has_none(tmp_path):

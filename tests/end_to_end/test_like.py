@@ -5,10 +5,7 @@ trained model to the bit.
 """
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -25,8 +22,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 import ckpt_tools
 from ckpt_tools.cli.main import group
 from ckpt_tools.core.option_names import on_command_line
-from ckpt_tools.errors import CkptError, DifferenceError, IncompleteError, UsageError
-from tests.support.hub_server import running_hub
+from ckpt_tools.errors import CkptError, IncompleteError, UsageError
 from tests.support.s3_server import BUCKET
 from tests.support.sweep import tiered
 
@@ -44,7 +40,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3_moe": {**EXPERTS, "head_dim": 8},
-    "mixtral": {"num_local_experts": 4},
     "deepseek_v3": {**EXPERTS, **LATENT},
 }
 TOKENS = torch.arange(12).reshape(2, 6)
@@ -113,7 +108,7 @@ def assert_same(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Te
         assert found[name].shape == tensor.shape and torch.equal(one, other), name
 
 
-@pytest.mark.parametrize("family", tiered(FAMILIES, ["llama", "qwen3_moe", "deepseek_v3"], ["qwen2", "mixtral"]))
+@pytest.mark.parametrize("family", tiered(FAMILIES, ["llama", "qwen3_moe", "deepseek_v3"], ["qwen2"]))
 def test_a_trained_model_comes_out_as_save_pretrained_writes_it(family, tmp_path):
     model = built(family)
     optimizer = trained(model)
@@ -157,21 +152,6 @@ def test_states_of_several_ranks_follow(kind, checkpoint, tmp_path):
         assert ckpt_tools.verify(made, tmp_path / to, like=ref).equal
 
 
-def test_biases_that_must_be_fp32_stay_so(tmp_path):
-    built("deepseek_v3").save_pretrained(tmp_path / "fp32")
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "fp32", dtype=torch.bfloat16, attn_implementation="eager"
-    )
-    name = "model.layers.1.mlp.gate.e_score_correction_bias"
-    assert model.state_dict()[name].dtype == torch.float32
-    model.save_pretrained(tmp_path / "ref")
-    master = {key: tensor.float() for key, tensor in model.state_dict().items()}
-    ckpt_tools.convert(save_dcp(master, tmp_path / "dcp"), tmp_path / "out", like=tmp_path / "ref")
-    assert_same(tensors_in(tmp_path / "out"), tensors_in(tmp_path / "ref"))
-    assert tensors_in(tmp_path / "out")[name].dtype == torch.float32
-    assert_same_logits(tmp_path / "out", model)
-
-
 @pytest.mark.parametrize("to", ["torch", "zero3", pytest.param("dcp", marks=pytest.mark.extended)])
 def test_moments_follow_in_a_format_of_whole_states(to, tmp_path):
     """Fused experts of a hub folder's model, and the way back by a reference with live names."""
@@ -183,13 +163,6 @@ def test_moments_follow_in_a_format_of_whole_states(to, tmp_path):
     ckpt_tools.convert(live, tmp_path / "out", to=to, like=tmp_path / "hub", **more)
     ckpt_tools.convert(tmp_path / "out", tmp_path / "back", to="dcp", like=live, rename=[])
     assert ckpt_tools.verify(live, tmp_path / "back").equal
-
-
-def test_a_hub_folder_becomes_a_state_to_load(pair, tmp_path):
-    _, ref, model = pair
-    live = save_dcp(built("qwen3_moe", seed=1).state_dict(), tmp_path / "live")
-    ckpt_tools.convert(ref, tmp_path / "out", to="dcp", like=live)
-    assert_same(loaded_dcp(model, tmp_path / "out"), model.state_dict())
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
@@ -276,33 +249,6 @@ def test_a_reference_on_s3(pair, s3, tmp_path):
     assert_same(tensors_in(tmp_path / "out"), tensors_in(ref))
 
 
-HUB = """
-import sys, ckpt_tools
-state, out, *urls = sys.argv[1:]
-for number, url in enumerate(urls):
-    try:
-        ckpt_tools.convert(state, f"{out}-{number}", like=url)
-    except ckpt_tools.CkptError as error:
-        print(type(error).__name__, error)
-"""
-
-
-@pytest.mark.extended
-def test_a_reference_on_the_hub(pair, tmp_path):
-    """By huggingface_hub's own client; in a process of its own, because the client reads its endpoint once."""
-    state, ref, _ = pair
-    shutil.copytree(ref, tmp_path / "hub" / "org" / "model")
-    with running_hub(tmp_path / "hub") as hub:
-        environment = {**os.environ, "HF_ENDPOINT": hub.endpoint, "HF_HUB_DISABLE_TELEMETRY": "1"}
-        words = [state, tmp_path / "out", "hf://org/model", "hf://org/model@main", "hf://org/none"]
-        command = [sys.executable, "-c", HUB, *map(str, words)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "SourceNotFoundError there is no file or folder hf://org/none\n"
-    for number in (0, 1):
-        assert_same(tensors_in(tmp_path / f"out-{number}"), tensors_in(ref))
-
-
 def with_torch_files(ref: Path, folder: Path) -> None:
     ckpt_tools.convert(ref, folder, to="torch")
 
@@ -340,11 +286,7 @@ def test_options_win_over_the_reference(options, pair, tmp_path):
     assert_same(tensors_in(tmp_path / "out"), tensors_in(ref))
 
 
-FORMS = ["module.{}", "_orig_mod.{}", "module._orig_mod.{}", "_fsdp_wrapped_module.{}", "model.{}",
-         "model._orig_mod.{}"]  # fmt: skip
-
-
-@pytest.mark.parametrize("form", tiered(FORMS, ["module._orig_mod.{}", "model.{}", "_fsdp_wrapped_module.{}"], FORMS))
+@pytest.mark.parametrize("form", ["module._orig_mod.{}", "model.{}", "_fsdp_wrapped_module.{}"])
 def test_prefixes_of_wrapped_models_are_taken_off(form, pair, tmp_path):
     _, ref, model = pair
     state = save_dcp({form.format(name): tensor for name, tensor in model.state_dict().items()}, tmp_path / "dcp")
@@ -365,15 +307,6 @@ def test_strip_auto_leaves_the_prefix_of_a_model_without_a_head(tmp_path):
     ckpt_tools.convert(state, tmp_path / "out", to="dcp", strip="auto")
     assert set(ckpt_tools.open(tmp_path / "out")) == set(tensors)
     assert not ckpt_tools.inspect(state).wrapping
-
-
-def test_a_prefix_is_taken_off_before_a_recipe(pair, tmp_path):
-    _, ref, model = pair
-    state = save_dcp({f"student.{name}": tensor for name, tensor in model.state_dict().items()}, tmp_path / "dcp")
-    for number, prefix in enumerate(["student", "student."]):
-        out = tmp_path / f"out{number}"
-        ckpt_tools.convert(state, out, to="safetensors", strip=prefix, recipe="qwen2_moe", config=ref)
-        assert_same(tensors_in(out), tensors_in(ref))
 
 
 def shown(*words: str | Path) -> list[str]:
@@ -429,24 +362,11 @@ def changed(change: Callable[[Path], object]) -> Case:
     return case
 
 
-def emptied(ref: Path, *patterns: str) -> None:
-    for pattern in patterns or ("*",):
-        for path in ref.glob(pattern):
-            path.unlink()
-
-
-def only(name: str, value: object) -> Case:
-    def change(ref: Path) -> None:
-        emptied(ref)
-        torch.save(value, ref / name) if name.endswith(".pt") else (ref / name).write_text(str(value))
-
-    return changed(change)
-
-
 def another_layer(ref: Path) -> None:
     more = {f"model.layers.2.mlp.experts.{e}.{m}_proj.weight": torch.ones(1) for e in range(4) for m in "abc"}
     tensors = tensors_in(ref) | more
-    emptied(ref, "*.index.json", "*.safetensors")
+    for path in (*ref.glob("*.index.json"), *ref.glob("*.safetensors")):
+        path.unlink()
     safetensors.torch.save_file(tensors, ref / "model.safetensors")
 
 
@@ -466,20 +386,12 @@ BAD: dict[str, tuple[Case, type[CkptError], str]] = {
     "config": (given(config=...), UsageError,
                "--config contradicts --like, which says where config.json comes from; drop one of them"),
     "no folder": (given(like="/no-such/none"), CkptError, "there is no file or folder .*/none"),
-    "empty name": (given(like=""), UsageError, "--like is empty"),
-    "empty folder": (changed(emptied), CkptError, "is an empty folder"),
-    "no model": (only("README.md", "nothing"), CkptError, "is not in a known format"),
     "a shard is gone": (changed(lambda ref: sorted(ref.glob("*.safetensors"))[0].unlink()), CkptError, "missing"),
-    "no JSON": (changed(lambda ref: (ref / "config.json").write_text("{")), CkptError, "config.json: not valid JSON"),
-    "an optimizer": (only("optimizer.pt", {"state": {}, "param_groups": []}), CkptError, "it is not a state dict"),
     "another model": (other_model, UsageError, "the reference lacks .*experts"),
     "another layer": (changed(another_layer), UsageError,
                       r"after --recipe qwen2_moe; the source lacks 4 tensors such as model\.layers\.2\.mlp\.experts"),
-    "scheme": (given(like="nowhere://x/y"), CkptError, "nowhere"),
     "strip": (given(strip="student"), UsageError, "--strip student is the prefix of no tensor; the nearest names are"),
-    "exclude": (given(exclude="vision.*"), UsageError, "--exclude 'vision.*' matches no tensor"),
     "a recipe of another model": (given(recipe="mixtral"), UsageError, "does not fit: the source lacks .*experts"),
-    "the other way": (given(recipe="qwen2_moe", inverse=True), UsageError, "qwen2_moe"),
 }  # fmt: skip
 
 
@@ -493,46 +405,14 @@ def test_bad_references_are_one_sentence(name, pair, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_head_that_is_not_tied_is_not_lost(tmp_path):
-    model = built("qwen2")
-    model.save_pretrained(tmp_path / "ref")
-    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    tensors["lm_head.weight"][3, 5] += 1
-    said = r"lm_head\.weight and model\.embed_tokens\.weight, which the reference ties"
-    with pytest.raises(DifferenceError, match=said):
-        ckpt_tools.convert(save_dcp(tensors, tmp_path / "dcp"), tmp_path / "out", like=tmp_path / "ref")
-    assert not (tmp_path / "out").exists()
-
-
-def test_a_missing_vision_tower_is_named(tmp_path):
-    torch.manual_seed(0)
-    vision = {
-        "depth": 2,
-        "hidden_size": 16,
-        "embed_dim": 16,
-        "num_heads": 2,
-        "intermediate_size": 24,
-        "out_hidden_size": 16,
-    }
-    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
-    config = transformers.Qwen2_5_VLConfig(text_config={**TEXT, "rope_parameters": rope}, vision_config=vision)
-    model = transformers.Qwen2_5_VLForConditionalGeneration(config)
-    model.save_pretrained(tmp_path / "ref")
-    state = save_dcp({n: t for n, t in model.state_dict().items() if ".visual." not in n}, tmp_path / "dcp")
-    with pytest.raises(UsageError, match=r"the source lacks \d+ tensors such as (model\.)?visual\."):
-        ckpt_tools.convert(state, tmp_path / "out", like=tmp_path / "ref")
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("number", ["1", "3"])
-def test_a_missing_expert_is_named(number, pair, tmp_path):
+def test_a_missing_expert_is_named(pair, tmp_path):
     """A checkpoint of one expert-parallel group alone."""
     _, ref, model = pair
     state = save_dcp(model.state_dict(), tmp_path / "live")
-    hub = {name: tensor for name, tensor in tensors_in(ref).items() if f".experts.{number}." not in name}
+    hub = {name: tensor for name, tensor in tensors_in(ref).items() if ".experts.3." not in name}
     safetensors.torch.save_file(hub, tmp_path / "part.safetensors")
     shutil.copy(ref / "config.json", state)
-    said = rf"after recipe='qwen2_moe' inverse=True: .* lacks .*\.experts\.{number}\."
+    said = r"after recipe='qwen2_moe' inverse=True: .* lacks .*\.experts\.3\."
     with pytest.raises(IncompleteError, match=said):
         ckpt_tools.convert(tmp_path / "part.safetensors", tmp_path / "out", to="dcp", like=state)
     assert not (tmp_path / "out").exists()

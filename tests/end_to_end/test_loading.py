@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import safetensors.torch
 import torch
 from click.testing import CliRunner
 from torch import nn
@@ -88,12 +87,11 @@ def test_another_tree_of_a_dcp(tmp_path, state):
     assert_resumed(run(report, model=model, optimizer=optimizer))
 
 
-@pytest.mark.parametrize("flattened", [False, True])
-def test_the_tree_of_the_source(flattened, tmp_path):
+def test_the_tree_of_the_source(tmp_path):
     import torch.distributed.checkpoint as dcp
     import torch.distributed.checkpoint.state_dict as sd
 
-    options = sd.StateDictOptions(flatten_optimizer_state_dict=flattened)
+    options = sd.StateDictOptions(flatten_optimizer_state_dict=True)
     weights, optim = sd.get_state_dict(*made(1), options=options)
     dcp.save({**weights, "optimizer": optim, "train": {"step": 3}}, checkpoint_id=tmp_path / "in", no_dist=True)
     report = ckpt_tools.reshard(tmp_path / "in", tmp_path / "out", world_size=2)
@@ -105,16 +103,16 @@ def test_the_tree_of_the_source(flattened, tmp_path):
 
 @pytest.mark.parametrize(
     ("to", "ending"),
-    [*((to, "") for to in ("dcp", "safetensors", "torch", "npz", "gguf", "meta")),
-     ("safetensors", ".safetensors"), ("torch", ".pt"), ("npz", ".npz"), ("gguf", ".gguf")],
-)  # fmt: skip
+    [*((to, "") for to in ("dcp", "safetensors", "torch", "gguf", "meta")), ("torch", ".pt"), ("npz", ".npz")],
+)
 def test_weights_alone(to, ending, weights, tmp_path):
     expected = made(1)[0].state_dict()
     if to in ("meta", "gguf"):  # names of Llama, and no integers of 64 bits
         expected = {"layers.0.attention.wq.weight": expected["0.weight"], "norm.weight": expected["0.bias"]}
         torch.save(expected, weights)
     model = made(2)[0]
-    names = run(ckpt_tools.convert(weights, tmp_path / f"out{ending}", to=to), model=model)
+    sharded = {"max_shard_size": 60} if to in ("safetensors", "torch") and not ending else {}
+    names = run(ckpt_tools.convert(weights, tmp_path / f"out{ending}", to=to, **sharded), model=model)
     if to == "gguf":
         found = {tensor.name: torch.from_numpy(np.array(tensor.data)) for tensor in names["reader"].tensors}
     elif to == "npz":
@@ -122,22 +120,6 @@ def test_weights_alone(to, ending, weights, tmp_path):
     else:
         found = model.state_dict() if to == "dcp" else names["state_dict"]
     assert_same({name: found[name] for name in expected}, expected)
-
-
-@pytest.mark.parametrize("to", ["safetensors", "torch"])
-def test_shards(to, weights, tmp_path):
-    report = ckpt_tools.convert(weights, tmp_path / "out", to=to, max_shard_size=60)
-    assert len(list((tmp_path / "out").iterdir())) > 3
-    assert_same(run(report)["state_dict"], made(1)[0].state_dict())
-
-
-def test_ranks_of_meta(tmp_path):
-    tensors = {"layers.0.attention.wq.weight": torch.randn(4, 2), "norm.weight": torch.randn(2)}
-    torch.save(tensors, tmp_path / "m.pt")
-    report = ckpt_tools.convert(tmp_path / "m.pt", tmp_path / "out", to="meta", world_size=2)
-    for rank in range(2):
-        found = run(report, rank=rank)["state_dict"]
-        assert_same(found["layers.0.attention.wq.weight"], tensors["layers.0.attention.wq.weight"][2 * rank :][:2])
 
 
 def test_tied_weights_of_safetensors(tmp_path):
@@ -151,12 +133,6 @@ def test_tied_weights_of_safetensors(tmp_path):
     torch.save(first.state_dict(), tmp_path / "m.pt")
     run(ckpt_tools.convert(tmp_path / "m.pt", tmp_path / "m.safetensors"), model=second)
     assert_same(second.state_dict(), first.state_dict())
-
-
-def test_a_whole_state_of_torch(state, tmp_path):
-    found = run(ckpt_tools.convert(state, tmp_path / "out.pt", state="all"))["state"]
-    assert_same(found["model"], made(1)[0].state_dict())
-    assert found["epoch"] == 7
 
 
 def test_objects_that_weights_only_refuses(state, tmp_path):
@@ -194,8 +170,7 @@ def test_megatron(weights, tmp_path, process_group):
     assert_same(run(report, sharded_state_dict=asked)["state"]["w"], expected)
 
 
-@pytest.mark.parametrize("to", ["safetensors", "torch"])
-def test_a_folder_of_transformers(to, tmp_path):
+def test_a_folder_of_transformers(tmp_path):
     import transformers
 
     config = transformers.LlamaConfig(
@@ -203,7 +178,7 @@ def test_a_folder_of_transformers(to, tmp_path):
     )
     model = transformers.LlamaForCausalLM(config)
     model.save_pretrained(tmp_path / "in")
-    report = ckpt_tools.convert(tmp_path / "in", tmp_path / "out", to=to)
+    report = ckpt_tools.convert(tmp_path / "in", tmp_path / "out", to="torch")
     assert report.loading.splitlines()[0] == "from transformers import LlamaForCausalLM"
     assert_same(run(report)["model"].state_dict(), model.state_dict())
 
@@ -224,4 +199,3 @@ def test_the_command_line_prints_it(weights, tmp_path):
     assert printed().endswith("load it with:\n" + "".join(f"  {line}\n" for line in code.splitlines()))
     assert "load it with" not in printed("--overwrite", "--quiet")
     assert json.loads(printed("--overwrite", "--json"))["loading"] == code
-    assert safetensors.torch.load_file(tmp_path / "m.safetensors").keys() == made(1)[0].state_dict().keys()

@@ -142,7 +142,6 @@ FLAVOURS = [
     _other("zero1-bf16", "zero3", "zero3-bf16"),
     _other("zero1-bf16acc", "zero2", "zero2-bf16"),
     _other("zero2-fp16", "zero3", "zero3-fp16"),
-    _other("zero3-fp16", "zero2", "zero2-fp16"),
     _other("zero3-fp32-sub", "zero1", "zero1-fp32"),
 ]
 
@@ -160,7 +159,7 @@ OTHERS = [
     ("fsdp2", "sgd", 3, "zero3", "zero3-fp32", 2),
     _other("zero1-fp32", "sgd", 3, "dcp", "fsdp2", 2),
     ("fsdp2-verl", "plain", 2, "zero3", "zero3-fp32", 3),
-    *(_other("fsdp2-verl", "plain", 2, *to, 3) for to in map(TARGETS.get, ("fsdp2", "zero2", "universal"))),
+    *(_other("fsdp2-verl", "plain", 2, *TARGETS[to], 3) for to in ("fsdp2", "universal")),
 ]
 
 
@@ -171,26 +170,23 @@ def test_momentum_of_sgd_and_files_of_ranks(source, case, from_ranks, to, kind, 
     assert_same_course(truth, resumed, exactly=False)
 
 
-@pytest.mark.parametrize("world_size", [_other(1), 3])
-def test_verl_resumes_at_another_world_size(checkpoint, world_size, resume, tmp_path):
+def test_verl_resumes_at_another_world_size(checkpoint, resume, tmp_path):
     root = checkpoint("fsdp2-verl", "plain", 2).root
     out = tmp_path / "out"
-    ckpt_tools.reshard(root / "checkpoint", out, world_size=world_size)
-    items = ("model", "optim", "extra_state")
-    wanted = {f"{item}_world_size_{world_size}_rank_{n}.pt" for item in items for n in range(world_size)}
+    ckpt_tools.reshard(root / "checkpoint", out, world_size=3)
+    wanted = {f"{item}_world_size_3_rank_{n}.pt" for item in ("model", "optim", "extra_state") for n in range(3)}
     assert {path.name for path in out.iterdir()} == wanted | {"fsdp_config.json", "huggingface"}
-    assert json.loads((out / "fsdp_config.json").read_text())["world_size"] == world_size
+    assert json.loads((out / "fsdp_config.json").read_text())["world_size"] == 3
     configs = [(folder / "huggingface" / "config.json").read_bytes() for folder in (out, root / "checkpoint")]
     assert configs[0] == configs[1] != b""
-    truth, found = Truth.load(root), resume("fsdp2-verl", "plain", out, world_size)
+    truth, found = Truth.load(root), resume("fsdp2-verl", "plain", out, 3)
     assert_same_state(truth, found)
     assert_same_course(truth, found, exactly=False)
 
 
-@pytest.mark.parametrize("kind", ["fsdp2", _other("zero3-fp32")])
-def test_another_format_becomes_verls(kind, checkpoint, tmp_path):
+def test_another_format_becomes_verls(checkpoint, tmp_path):
     """A mesh of GPUs cannot be used on a CPU: torch loads the files, and the whole state is in them."""
-    source = checkpoint(kind, "awkward", 2).checkpoint
+    source = checkpoint("fsdp2", "awkward", 2).checkpoint
     report = ckpt_tools.convert(source, tmp_path / "out", to="sharded", world_size=3)
     assert "the device mesh" in {note.what for note in report.plan.notes}
     assert ckpt_tools.verify(source, tmp_path / "out").equal
@@ -201,28 +197,9 @@ def test_another_format_becomes_verls(kind, checkpoint, tmp_path):
     assert not hasattr(model["keepsakes.table32"], "to_local")
 
 
-@pytest.mark.parametrize(
-    ("first", "second"),
-    tiered(
-        [pair for pair in PAIRS if pair[0] != pair[1]],
-        test=["fsdp2-zero1", "zero1-fsdp2", "zero2-zero3", "zero3-universal", "universal-zero2"],
-        extended=["fsdp2-universal", "zero1-zero2", "zero2-fsdp2", "zero3-fsdp2", "universal-zero3"],
-    ),
-)
-def test_there_and_back_is_the_same_state(first, second, checkpoint, tmp_path):
-    made = checkpoint(SOURCES[first], "plain" if "universal" in (first, second) else "awkward", 2)
-    to_first, to_second = TARGETS[first][0], TARGETS[second][0]
-    ckpt_tools.convert(made.checkpoint, tmp_path / "there", to=to_second, **for_ranks(to_second, 3))
-    ckpt_tools.convert(tmp_path / "there", tmp_path / "back", to=to_first, **for_ranks(to_first, 2))
-    report = ckpt_tools.verify(made.checkpoint, tmp_path / "back")
-    assert report.equal, report.differences
-
-
 FULL_FILES = [
     ("fsdp2", "whole.pt", "zero2", "zero2-fp32"),
-    _other("fsdp2", "whole.safetensors", "dcp", "fsdp2"),
-    _other("zero3-fp32", "whole.safetensors", "zero3", "zero3-fp32"),
-    _other("zero1-fp32", "whole.pt", "dcp", "fsdp2"),
+    _other("zero3-fp32", "whole.safetensors", "dcp", "fsdp2"),
 ]
 
 
@@ -237,7 +214,7 @@ def test_one_file_carries_the_whole_state(source, file, to, kind, checkpoint, re
     assert_same_course(truth, resumed, exactly=False)
 
 
-@pytest.mark.parametrize("source", ["fsdp2", "zero1-fp32", "zero3-bf16"])
+@pytest.mark.parametrize("source", ["fsdp2", "zero3-bf16"])
 def test_reshard_keeps_the_format(source, checkpoint, tmp_path):
     made = checkpoint(source, "awkward", 3)
     ckpt_tools.reshard(made.checkpoint, tmp_path / "out", world_size=4)

@@ -60,6 +60,7 @@ def test_weights_are_those_of_slices(made, tmp_path):
     assert_equal(load_file(tmp_path / "out" / "model.safetensors"), made.weights)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "tinymoe"
     assert report.num_tensors == len(made.weights)
+    assert report.plan.recipe == ckpt_tools.UsedRecipe("moe", False, "fused", "apart")
 
 
 def test_optimizer_state_follows(made, tmp_path):
@@ -88,7 +89,7 @@ def assert_next_losses(model: torch.nn.Module, optimizer: torch.optim.Optimizer)
     np.testing.assert_allclose(moe.train(model, optimizer, 3, seed=2), wanted, rtol=1e-5)
 
 
-@pytest.mark.parametrize("to", ["dcp", "zero2", "zero3", "universal", "sharded", "safetensors"])
+@pytest.mark.parametrize("to", ["dcp", "zero3", "universal", "sharded", "safetensors"])
 def test_there_and_back(to, made, tmp_path):
     there, back = tmp_path / "there", tmp_path / "back.pt"
     state: dict[str, Any] = {"state": "all"} if to == "safetensors" else {}
@@ -113,28 +114,6 @@ def test_a_difference_is_found(made, tmp_path):
         assert [each.key.fqn for each in report.differences] == ["experts.1.w3.weight"]
 
 
-def test_options_name_what_the_recipe_makes(made, tmp_path):
-    options: dict[str, Any] = {"recipe": made.recipe, "include": ["experts.1.*"], "rename": [r"w1=gate_proj"]}
-    report = ckpt_tools.convert(made.source, tmp_path / "part.safetensors", dtype="bfloat16", **options)
-    assert report.plan.renamed == {"experts.1.w1.weight": "experts.1.gate_proj.weight"}
-    found = load_file(tmp_path / "part.safetensors")
-    assert torch.equal(found["experts.1.gate_proj.weight"], made.weights["experts.1.w1.weight"].bfloat16())
-    assert len(found) == 2
-    options |= {"dtype": "bfloat16", "state": "model"}
-    assert ckpt_tools.verify(made.source, tmp_path / "part.safetensors", **options).equal
-    with pytest.raises(UsageError, match=r"include='experts.gate_up' matches no tensor"):
-        ckpt_tools.plan(made.source, tmp_path / "x.pt", recipe=made.recipe, include=["experts.gate_up"])
-
-
-def test_reports_name_the_recipe(made, tmp_path):
-    report = ckpt_tools.plan(made.source, tmp_path / "x", to="dcp", recipe=made.recipe)
-    assert report.recipe == ckpt_tools.UsedRecipe("moe", False, "fused", "apart")
-    ckpt_tools.convert(made.source, tmp_path / "x", to="dcp", recipe=made.recipe)
-    back = ckpt_tools.plan(tmp_path / "x", tmp_path / "y.pt", recipe=made.recipe, inverse=True, config=made.folder)
-    assert back.recipe == ckpt_tools.UsedRecipe("moe", True, "apart", "fused")
-    assert ckpt_tools.plan(made.source, tmp_path / "z", to="dcp").recipe is None
-
-
 def test_a_check_says_where_each_tensor_is_from(made, tmp_path):
     found = ckpt_tools.check_recipe(made.recipe, made.source, state="all")
     assert {each.name: each.shape for each in found.tensors if each.slot == "exp_avg"} == {
@@ -154,17 +133,10 @@ def test_a_check_takes_names_as_a_conversion_does(made, tmp_path):
     """Of the weights alone a wrapper's prefix is taken off; in a whole state it stays."""
     torch.save({f"module.{name}": value for name, value in made.model.state_dict().items()}, tmp_path / "wrapped.pt")
     (tmp_path / "r.toml").write_text(moe.RECIPE.replace("{name...}", "").replace("{prefix...}", ""))
-    given: dict[str, Any] = {"recipe": tmp_path / "r.toml", "config": made.folder}
-    wrapped = tmp_path / "wrapped.pt"
-    assert "router.weight" in {each.name for each in ckpt_tools.check_recipe(src=wrapped, **given).tensors}
-    assert ckpt_tools.plan(wrapped, tmp_path / "x", to="dcp", state="model", **given).files
-    given["state"] = "all"
-    for call in (
-        lambda: ckpt_tools.check_recipe(src=wrapped, **given),
-        lambda: ckpt_tools.plan(wrapped, tmp_path / "x", to="dcp", **given),
-    ):
-        with pytest.raises(UsageError, match=r"matches no tensor; the nearest name is module\.gate\.weight"):
-            call()
+    given: dict[str, Any] = {"recipe": tmp_path / "r.toml", "config": made.folder, "src": tmp_path / "wrapped.pt"}
+    assert "router.weight" in {each.name for each in ckpt_tools.check_recipe(**given).tensors}
+    with pytest.raises(UsageError, match=r"matches no tensor; the nearest name is module\.gate\.weight"):
+        ckpt_tools.check_recipe(state="all", **given)
 
 
 def command(*words: str | Path, limit_bytes: int | None = None) -> subprocess.CompletedProcess[str]:
@@ -243,13 +215,6 @@ def test_tied_weights_that_differ_are_refused_before_anything_is_written(tmp_pat
     assert not out.exists() and not model["tokens"].any()
 
 
-def test_tied_weights_are_written_once(tmp_path):
-    source, recipe = tied(tmp_path, torch.ones(3, 2))
-    ckpt_tools.convert(source, tmp_path / "out", to="safetensors", recipe=recipe)
-    assert load_file(tmp_path / "out" / "model.safetensors").keys() == {"tokens"}
-    assert ckpt_tools.verify(source, tmp_path / "out", recipe=recipe).equal
-
-
 PADDED = """
 [[map]]
 left  = { "embed" = "(V:4 pad:3) H" }
@@ -261,8 +226,7 @@ def test_padding_is_zeros_for_every_command(tmp_path):
     save_file({"tokens": torch.ones(4, 2)}, tmp_path / "m.safetensors")
     (tmp_path / "padded.toml").write_text(PADDED)
     options: dict[str, Any] = {"recipe": tmp_path / "padded.toml", "inverse": True}
-    report = ckpt_tools.convert(tmp_path / "m.safetensors", tmp_path / "dcp", to="dcp", world_size=2, **options)
-    assert [(note.outcome.value, note.what) for note in report.notes] == [("defaulted", "6 elements of embed")]
+    ckpt_tools.convert(tmp_path / "m.safetensors", tmp_path / "dcp", to="dcp", world_size=2, **options)
     wanted = torch.cat([torch.ones(4, 2), torch.zeros(3, 2)])
     assert torch.equal(ckpt_tools.open(tmp_path / "dcp")["embed"].torch(), wanted)
     assert ckpt_tools.verify(tmp_path / "m.safetensors", tmp_path / "dcp", **options).equal
@@ -270,42 +234,22 @@ def test_padding_is_zeros_for_every_command(tmp_path):
     model = torch.nn.ParameterDict({"embed": torch.full((7, 2), 9.0)})
     ckpt_tools.load_into(model, None, tmp_path / "m.safetensors", **options)
     assert torch.equal(model["embed"], wanted)
-    ckpt_tools.convert(tmp_path / "dcp", tmp_path / "back.safetensors", recipe=tmp_path / "padded.toml")
-    assert torch.equal(load_file(tmp_path / "back.safetensors")["tokens"], torch.ones(4, 2))
-
-
-def test_a_dtype_of_a_recipe_is_a_cast(tmp_path):
-    """It is reported as the casts that are asked for are, and only where it changes something."""
-    save_file({"w": torch.randn(4), "v": torch.ones(4).bfloat16(), "b": torch.ones(2)}, tmp_path / "m.safetensors")
-    lines = [f'{{left = "{name}", right = "{name}", dtype = {{right = "bfloat16"}}}}' for name in "wv"]
-    (tmp_path / "r.toml").write_text(f'others = "same"\nmap = [{", ".join(lines)}]')
-    report = ckpt_tools.convert(tmp_path / "m.safetensors", tmp_path / "out.safetensors", recipe=tmp_path / "r.toml")
-    assert [(note.outcome.value, note.what, note.why, note.count) for note in report.notes] == [
-        ("cast", "1 float32 tensor", "float32 to bfloat16, by the recipe r", 1)
-    ]
-    found, before = load_file(tmp_path / "out.safetensors"), load_file(tmp_path / "m.safetensors")
-    assert torch.equal(found["w"], before["w"].bfloat16()) and torch.equal(found["b"], before["b"])
-    assert ckpt_tools.verify(tmp_path / "m.safetensors", tmp_path / "out.safetensors", recipe=tmp_path / "r.toml").equal
 
 
 @pytest.mark.parametrize("where", ["beside", "above", "named"])
 def test_sizes_are_in_the_configuration(where, made, tmp_path):
     """Beside the file, above the folder or where ``config`` says; a wrong one is refused."""
-    run = tmp_path / "run"
-    (run / "weights").mkdir(parents=True)
-    save_file(dict(made.model.state_dict()), run / "weights" / "model.safetensors")
-    folder = {"beside": run / "weights", "above": run, "named": tmp_path}[where]
-    given: dict[str, Any] = {"config": folder} if where == "named" else {}
-    for hidden in (moe.HIDDEN, moe.HIDDEN + 1):
-        (folder / "config.json").write_text(json.dumps({"model_type": "tinymoe", "hidden_size": hidden}))
-        out = tmp_path / f"out{hidden}"
-        if hidden == moe.HIDDEN:
-            ckpt_tools.convert(run / "weights", out, to="dcp", recipe=made.recipe, **given)
-            assert ckpt_tools.verify(run / "weights", out, recipe=made.recipe, **given).equal
-            continue
-        with pytest.raises(UsageError, match=r"experts\.gate_up has the shape \[3, 10, 4\]"):
-            ckpt_tools.convert(run / "weights", out, to="dcp", recipe=made.recipe, **given)
-        assert not out.exists()
+    source, out = tmp_path / "run" / "weights", tmp_path / "out"
+    source.mkdir(parents=True)
+    save_file(dict(made.model.state_dict()), source / "model.safetensors")
+    folder = {"beside": source, "above": source.parent, "named": tmp_path}[where]
+    given = {"recipe": made.recipe, **({"config": folder} if where == "named" else {})}
+    (folder / "config.json").write_text(json.dumps({"model_type": "tinymoe", "hidden_size": moe.HIDDEN + 1}))
+    with pytest.raises(UsageError, match=r"experts\.gate_up has the shape \[3, 10, 4\]"):
+        ckpt_tools.convert(source, out, to="dcp", **given)
+    (folder / "config.json").write_text(json.dumps({"model_type": "tinymoe", "hidden_size": moe.HIDDEN}))
+    ckpt_tools.convert(source, out, to="dcp", **given)
+    assert ckpt_tools.verify(source, out, **given).equal
 
 
 VERBS: dict[str, Callable[..., object]] = {
@@ -320,11 +264,7 @@ VERBS: dict[str, Callable[..., object]] = {
 
 REFUSED: list[tuple[str, dict[str, Any], type[CkptError], str]] = [
     ("", {"recipe": "no.toml"}, SourceNotFoundError, "no.toml"),
-    ("", {"recipe": "no-such-name"}, UsageError, "there is no recipe 'no-such-name'"),
-    ("x = 1", {}, UsageError, "x"),
     (moe.RECIPE, {"inverse": True}, UsageError, "the other way"),
-    (moe.RECIPE.replace("experts.gate_up", "experts.gate_upp"), {}, UsageError, "nearest"),
-    (moe.RECIPE.replace('"same"', '"refuse"'), {}, UsageError, "others"),
     (moe.RECIPE, {"config": "nowhere"}, SourceNotFoundError, "nowhere"),
 ]
 
@@ -352,6 +292,3 @@ def test_what_a_recipe_does_not_know_is_left_out_by_its_name(tmp_path):
     assert {*load_file(tmp_path / "out.safetensors")} == {"b.0.w"}
     assert [note.why for note in report.notes if note.what == "1 tensor"] == ["not selected"]
     assert ckpt_tools.verify(tmp_path / "source.safetensors", tmp_path / "out.safetensors", **options).equal
-    options["exclude"] = ["value_head.*", "a.0.*"]
-    with pytest.raises(UsageError, match=r"a\.0\.\*.* matches no tensor"):
-        ckpt_tools.convert(tmp_path / "source.safetensors", tmp_path / "b.safetensors", **options)

@@ -264,18 +264,6 @@ def test_another_trainers_state_is_loaded_by_megatron_and_comes_back(from_torch,
     assert not ckpt_tools.diff(from_torch / "state.pt", tmp_path / "back.pt").differences
 
 
-def test_old_files_of_llama_hold_frequencies(tmp_path):
-    torch.manual_seed(0)
-    LlamaForCausalLM(mm.hub_config(mm.FAMILIES["llama"])).save_pretrained(tmp_path / "hub")
-    path = tmp_path / "hub/model.safetensors"
-    tensors = load_file(path)
-    tensors |= {f"model.layers.{layer}.self_attn.rotary_emb.inv_freq": torch.ones(4) for layer in range(mm.LAYERS)}
-    save_file(tensors, path, {"format": "pt"})
-    report = ckpt_tools.convert(path.parent, tmp_path / "out", to="megatron", recipe="megatron_llama", inverse=True)
-    assert any("inv_freq" in note.what for note in report.plan.notes)
-    assert not any("inv_freq" in name for name in ckpt_tools.open(tmp_path / "out"))
-
-
 def test_sizes_of_megatron_bridge(tmp_path):
     """`run_config.yaml` beside the weights; without it the sizes are asked for."""
     case = Case("qwen3", "fp32")

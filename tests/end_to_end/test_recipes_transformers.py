@@ -1,8 +1,6 @@
 """Trained models of transformers, converted to the hub's names and back. The loaders of transformers, DCP and DeepSpeed
 are the judges, and `save_pretrained` of the trained model."""
 
-import shutil
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -196,47 +194,3 @@ def assert_has_moments(checkpoint: Path, folder: Path) -> None:
         untrained = {name: weights[name] for name in weights.keys() - slots.keys()}
         assert_same_values({name: state[moment] for name, state in slots.items()} | untrained, wanted)
     assert all(state["step"] == hub_runs.STEPS for state in slots.values())
-
-
-# The judges
-
-
-@pytest.fixture(scope="module")
-def fused(tmp_path_factory):
-    return _train(Case("qwen3_moe"), tmp_path_factory.mktemp("fused"))
-
-
-GATE, UP, NORM = (
-    f"model.layers.1.{end}.weight" for end in ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj", "input_layernorm")
-)
-Change = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor | None]]
-FAULTS: dict[str, tuple[str, Change]] = {
-    "gate-and-up": ("logits differ", lambda x: {GATE.format(0): x[UP.format(0)], UP.format(0): x[GATE.format(0)]}),
-    "experts": ("logits differ", lambda x: {GATE.format(0): x[GATE.format(1)], GATE.format(1): x[GATE.format(0)]}),
-    "shape": ("mismatched_keys", lambda x: {NORM: x[NORM][1:].clone()}),
-    "left-over": ("unexpected_keys", lambda x: {"model.extra": x[NORM].clone()}),
-    "dtype": ("torch.float64", lambda x: {NORM: x[NORM].double()}),
-    "missing": ("missing_keys", lambda x: {NORM: None}),
-}
-
-
-@pytest.mark.parametrize("fault", FAULTS)
-def test_the_judges_find_a_fault(fault, fused, tmp_path):
-    message, change = FAULTS[fault]
-    shutil.copytree(fused.folder / "pretrained", tmp_path, dirs_exist_ok=True)
-    assert_is_hub_folder(fused.case.family, tmp_path, fused.folder)
-    file = tmp_path / "model.safetensors"
-    tensors = load_file(file)
-    changed = {name: tensor for name, tensor in (tensors | change(tensors)).items() if tensor is not None}
-    save_file(changed, file, {"format": "pt"})
-    with pytest.raises(AssertionError, match=message):
-        assert_is_hub_folder(fused.case.family, tmp_path, fused.folder)
-
-
-def test_exchanged_layers_show_in_the_next_loss(fused, tmp_path):
-    ckpt_tools.convert(fused.checkpoint, tmp_path / "same", to="dcp")
-    assert fused.resumed(tmp_path / "same") == fused.losses
-    rename = [r"layers\.0(.mlp.experts.down_proj)=layers.x\1", r"layers\.1(.mlp.experts.down_proj)=layers.0\1"]
-    rename.append(r"layers\.x=layers.1")
-    ckpt_tools.convert(fused.checkpoint, tmp_path / "exchanged", to="dcp", rename=rename)
-    assert fused.resumed(tmp_path / "exchanged") != fused.losses

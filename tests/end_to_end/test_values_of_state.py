@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import state_dict as torch_state
 
 import ckpt_tools
 from ckpt_tools.cli.main import group
-from ckpt_tools.errors import CkptError, LossError, UnsupportedError, UsageError
+from ckpt_tools.errors import CkptError, LossError, UnsupportedError
 from tests.support.sweep import tiered
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -74,11 +74,8 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         loss.backward()
         return loss
 
-    if type(optimizer).__name__ == "LBFGS":
-        optimizer.step(closure)
-    else:
-        closure()
-        optimizer.step()
+    closure()
+    optimizer.step()
 
 
 def bits(value: Any) -> Any:
@@ -141,8 +138,8 @@ def numbered(state: dict[str, Any]) -> dict[Any, Any]:
 
 IN_TEST = ("adamw", "adafactor", "asgd", "came", "conda", "dadaptadan", "lion", "madgrad", "scion", "shampoo", "soap",
            "spam", "stablespam")  # fmt: skip
-IN_EXTENDED = ("adalite", "ademamix", "apollo", "emofact", "fromage", "galore", "gravity", "lamb", "prodigy", "sara",
-               "scalableshampoo", "schedulefreeadamw", "sgd", "sm3", "yogi")  # fmt: skip
+IN_EXTENDED = ("adalite", "apollo", "emofact", "galore", "gravity", "prodigy", "sara", "scalableshampoo",
+               "schedulefreeadamw", "sm3")  # fmt: skip
 """Of each of the sets above, and of ordinary ones those with slots of other shapes."""
 
 
@@ -215,13 +212,7 @@ QUANTIZED = {
 STRUCTURES: dict[str, Any] = {
     "bitsandbytes": QUANTIZED,
     "a dict of numbers": {"exp_avg": torch.ones(2, 4), "blocks": {0: torch.ones(2), 1: torch.zeros(2)}},
-    "nothing and empty": {
-        "exp_avg": torch.ones(2, 4),
-        "q": None,
-        "list": [],
-        "dict": {},
-        "nested": [[torch.ones(1)], [None]],
-    },
+    "nothing and empty": {"q": None, "list": [], "dict": {}, "nested": [[torch.ones(1)], [None]]},
     "text": {"exp_avg": torch.ones(2, 4), "kind": "adam", "betas": (0.9, 0.99), "pair": (torch.ones(1), 2)},
 }
 
@@ -250,7 +241,7 @@ def test_a_structure_stays_as_it_is(tmp_path, name, between):
     assert not ckpt_tools.verify(source, whole, rename=rename).differences
 
 
-@pytest.mark.parametrize("target", ["zero1", "zero2", "zero3", "universal", "megatron"])
+@pytest.mark.parametrize("target", ["zero1", "universal", "megatron"])
 def test_a_format_without_a_place_refuses_by_name(tmp_path, target):
     save_state(tmp_path / "source.pt", QUANTIZED)
     said = rf"{target} cannot hold optimizer state .*__bnb_optimizer_quant_state__"
@@ -258,27 +249,6 @@ def test_a_format_without_a_place_refuses_by_name(tmp_path, target):
         ckpt_tools.convert(tmp_path / "source.pt", tmp_path / "out", to=target)  # type: ignore[arg-type]
     report = ckpt_tools.convert(tmp_path / "source.pt", tmp_path / "w.safetensors")
     assert any("__bnb_optimizer_quant_state__" in note.what for note in report.notes)
-
-
-def test_an_optimizer_that_steps_by_a_closure_is_loaded(tmp_path):
-    model = make_model()
-    optimizer = torch.optim.LBFGS(model.parameters(), history_size=3)
-    for _ in range(2):
-        step(model, optimizer)
-    save(model, optimizer, tmp_path / "lbfgs.pt")
-    other = make_model()
-    fresh = torch.optim.LBFGS(other.parameters(), history_size=3)
-    ckpt_tools.load_into(other, fresh, tmp_path / "lbfgs.pt")
-    step(model, optimizer)
-    step(other, fresh)
-    assert bits(other.state_dict()) == bits(model.state_dict())
-
-
-def test_another_optimizer_is_refused(tmp_path):
-    save(*trained("soap", 1), tmp_path / "soap.pt")
-    other = make_model()
-    with pytest.raises(UsageError, match=r"not in the optimizer: 0.weight \(GG\)|0.weight \(step\)"):
-        ckpt_tools.load_into(other, torch.optim.AdamW(other.parameters()), tmp_path / "soap.pt")
 
 
 EXTRA_STATES: dict[str, Callable[[], Any]] = {
@@ -315,7 +285,6 @@ def layered(*layers: nn.Module) -> nn.Sequential:
     tiered(
         product(EXTRA_STATES, ("all", "model")),
         test=["tensor-all", "floats-model", "stream-all", "dict-all", "dict-model", "nothing-model", "text-all"],
-        extended=["tensor-model", "stream-model"],
     ),
 )
 def test_what_get_extra_state_returned_is_set_again(tmp_path, kind, state, monkeypatch):
@@ -350,7 +319,7 @@ def test_what_get_extra_state_returned_is_set_again(tmp_path, kind, state, monke
     assert is_tensor or any(note.what == "0._extra_state" and note.is_loss for note in report.notes)
 
 
-@pytest.mark.parametrize("kind", ["tensor", "dict", "nothing"])
+@pytest.mark.parametrize("kind", ["tensor", "dict"])
 @pytest.mark.parametrize("is_alone", [False, True])
 def test_an_extra_state_is_left_out_with_the_tensors_in_it(tmp_path, kind, is_alone, monkeypatch):
     monkeypatch.setattr(Layer, "kind", kind)
@@ -360,25 +329,6 @@ def test_an_extra_state_is_left_out_with_the_tensors_in_it(tmp_path, kind, is_al
         to: Any = {"to": "dcp"} if target == "dcp" else {}
         ckpt_tools.convert(tmp_path / "source.pt", tmp_path / target, state="all", exclude=["*_extra_state"], **to)
         assert set(ckpt_tools.open(tmp_path / target)) == {"0.weight", "0.bias", "1.weight", "1.bias"}
-
-
-@pytest.mark.parametrize("kind", ["dict", "text"])
-def test_a_model_alone_keeps_its_extra_state_in_safetensors(tmp_path, kind, monkeypatch):
-    monkeypatch.setattr(Layer, "kind", kind)
-    torch.save(layered(Layer(3, 2)).state_dict(), tmp_path / "source.pt")
-    ckpt_tools.convert(tmp_path / "source.pt", tmp_path / "out.safetensors", state="all", strict=True)
-    other = layered(Layer(3, 2))
-    ckpt_tools.load_into(other, None, tmp_path / "out.safetensors")
-    assert plain(other[0].received) == plain(EXTRA_STATES[kind]())
-
-
-def test_a_missing_extra_state_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(Layer, "kind", "dict")
-    without, within = layered(nn.Linear(3, 2)), layered(Layer(3, 2))
-    for saved, model, place in ((without, within, "checkpoint"), (within, without, "model")):
-        torch.save(saved.state_dict(), tmp_path / "a.pt")
-        with pytest.raises(UsageError, match=rf"not in the {place}: 0\._extra_state"):
-            ckpt_tools.load_into(model, None, tmp_path / "a.pt")
 
 
 def test_state_of_no_parameter_stays_in_the_optimizer(tmp_path):

@@ -9,7 +9,6 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
 import ckpt_tools
-from ckpt_tools.cli.main import main
 from ckpt_tools.core.option_names import WrittenFormat
 from ckpt_tools.errors import UsageError
 from tests.support.sweep import tiered
@@ -63,8 +62,8 @@ def test_the_limit_and_one_above(to, source, tmp_path):
     ("to", "asked"),
     tiered(
         product(LIMITS, (1, 4, 7, 9)),
-        test=["dcp-7", "megatron-4", "sharded-9", "zero1-1", "zero2-4", "zero3-7"],
-        extended=["dcp-1", "sharded-1", "zero3-9"],
+        test=["dcp-7", "megatron-4", "sharded-9", "zero1-1", "zero2-4"],
+        extended=["dcp-1", "zero3-9"],
     ),
 )
 def test_every_number_below_it_is_written(to, asked, source, tmp_path):
@@ -75,11 +74,10 @@ def test_every_number_below_it_is_written(to, asked, source, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("asked", [6, 7, 9])
-def test_torch_loads_what_ranks_without_an_element_wrote(asked, source, tmp_path):
-    ckpt_tools.convert(source, tmp_path / "out", to="dcp", state="model", world_size=asked)
+def test_torch_loads_what_ranks_without_an_element_wrote(source, tmp_path):
+    ckpt_tools.convert(source, tmp_path / "out", to="dcp", state="model", world_size=7)
     files = {path.name for path in (tmp_path / "out").glob("*.distcp")}
-    assert files == {f"__{rank}_0.distcp" for rank in range(asked)}
+    assert files == {f"__{rank}_0.distcp" for rank in range(7)}
     state = {"weight": torch.zeros(ROWS, COLUMNS), "bias": torch.zeros(ROWS)}
     is_tree = "model.weight" in dcp.FileSystemReader(tmp_path / "out").read_metadata().state_dict_metadata
     tree = {"model": state} if is_tree else state
@@ -101,14 +99,3 @@ def test_the_ranks_of_the_source_are_never_too_many(to, source, tmp_path):
     if to != "sharded":
         with pytest.raises(UsageError, match="is 12, the number of ranks of the source"):
             ckpt_tools.convert(tmp_path / "zero", tmp_path / "more", to=to, world_size=13)
-
-
-def test_the_command_says_it_in_one_sentence(source, tmp_path, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["convert", str(source), str(tmp_path / "out"), "--to", "dcp", "--world-size", "1000000"])
-    assert ended.value.code == 2
-    assert capsys.readouterr().err == (
-        "Error: --world-size 1000000: the largest useful number of ranks for this checkpoint is 10, the most rows that "
-        "a tensor has, along which tensors are cut\n"
-    )
-    assert not (tmp_path / "out").exists()
