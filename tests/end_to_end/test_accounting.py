@@ -103,9 +103,7 @@ def test_what_a_step_forgets_is_an_error_that_names_it(name):
         with pytest.raises(CkptError, match=f"a defect of ckpt-tools: .*{HEADER_ENTRY}"):
             check_account(read, made, made.tensors, (), is_mapped=False)
         with pytest.raises(CkptError, match="a defect of ckpt-tools"):
-            check_account(made, made, [], (), is_mapped=False) if rest else check_account(
-                read, read, [], (), is_mapped=False
-            )
+            check_account(*((made, made) if rest else (read, read)), [], (), is_mapped=False)
         check_account(read, read, read.tensors, (), is_mapped=False)
 
     check()

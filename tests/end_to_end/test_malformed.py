@@ -34,7 +34,7 @@ from ckpt_tools.errors import (
 from ckpt_tools.formats.index import find_format, read_manifest
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.source import Source
-from tests.end_to_end.fuzzing.seeds import SEEDS, DcpFolder, saved, torch_bytes
+from tests.end_to_end.fuzzing.seeds import DcpFolder, saved, torch_bytes
 from tests.end_to_end.fuzzing.target import Outcome, execute
 from tests.end_to_end.malformed import carriers, dcp, deepspeed, headers, tensors, zips
 from tests.end_to_end.malformed.case import HOSTILE_NAMES, Case, Read, RefusedError, read_by_library, seed
@@ -167,12 +167,6 @@ def test_there_are_enough_of_every_format():
     assert sum(found.values()) >= 8000 and min(found.values()) >= 200
 
 
-@pytest.mark.parametrize("name", SEEDS)
-def test_what_they_are_made_from_is_read(name):
-    outcome = execute(seed(name))
-    assert outcome.error is None and outcome.elements
-
-
 # No element is read before the refusal
 
 BIG = 1 << 20
@@ -215,7 +209,6 @@ BROKEN: dict[str, Callable[[], dict[str, bytes]]] = {
         "x.safetensors": headers.packed({"a": headers.good()["a"] | {"shape": [BIG]}}, bytes(4 * BIG))
     },
     "torch": lambda: {"x.pt": torch_bytes({"a": torch.zeros(BIG)}).replace(b"PK\1\2", b"PK\1\3", 1)},
-    "two shards": lambda: {f"m-0000{n}-of-00002.bin": torch_bytes({"a": torch.zeros(BIG)}) for n in (1, 2)},
     "dcp": _broken_dcp,
     "zero1": lambda: _broken_zero(1),
     "zero3": lambda: _broken_zero(3),
@@ -257,10 +250,8 @@ def refused(folder: Path, *errors: type[CkptError]) -> None:
 LINKED = {
     "safetensors": "model.safetensors",
     "torch": "model.pt",
-    "torch_sharded": "pytorch_model-00001-of-00002.bin",
     "safetensors_sharded": "model-00002-of-00002.safetensors",
     "dcp": "__0_0.distcp",
-    "zero1": zero_files.optim(1),
     "zero3": zero_files.rank_model(1),
     "universal": f"{zero_files.TAG}/zero/a.bias/fp32.pt",
 }
@@ -268,7 +259,7 @@ LINKED = {
 
 
 @pytest.mark.parametrize("name", LINKED)
-@pytest.mark.parametrize("target", ["outside", "relative", "/etc/passwd", "/dev/zero", "/dev/stdin", "itself", "no"])
+@pytest.mark.parametrize("target", ["outside", "relative", "/dev/zero", "itself", "no"])
 def test_links_that_lead_out_are_not_followed(name, target, tmp_path):
     folder = written(tmp_path / "checkpoint", dict(seed(name)))
     path = folder / LINKED[name]
@@ -319,7 +310,6 @@ SPARSE = {
     "x.safetensors": struct.pack("<Q", 100_000_000) + b"{",
     "model.pt": b"PK\3\4",
     "model.safetensors.index.json": b"{",
-    "pytorch_model.bin.index.json": b"[",
     ".metadata": b"\x80\x04",
     "latest": b"x",
 }

@@ -15,7 +15,7 @@ from safetensors.numpy import load, load_file, save_file
 
 import ckpt_tools
 from ckpt_tools.cli.main import main
-from ckpt_tools.errors import CkptError, DestinationExistsError, SourceNotFoundError, UsageError
+from ckpt_tools.errors import CkptError, DestinationExistsError, UsageError
 from ckpt_tools.planning.plan import REMOTE_BYTES
 from ckpt_tools.stores.s3.client import Bucket, S3Options
 from tests.support.s3_server import ACCESS_KEY, BUCKET, SECRET_KEY
@@ -23,7 +23,6 @@ from tests.support.sweep import tiered
 
 SOURCES = {
     "dcp": ("fsdp2", "plain", 2),
-    "zero2": ("zero2-fp32", "empty", 2),
     "zero3": ("zero3-fp32", "awkward", 2),
     "universal": ("universal-zero3-fp32", "plain", 1),
     "safetensors": ("safetensors-sharded", "scalar", 1),
@@ -31,7 +30,6 @@ SOURCES = {
 }
 TARGETS = {
     "dcp": ("out", {"to": "dcp"}),
-    "zero1": ("out", {"to": "zero1", "world_size": 2}),
     "zero3": ("out", {"to": "zero3", "world_size": 2}),
     "universal": ("out", {"to": "universal"}),
     "safetensors": ("out", {"to": "safetensors", "state": "model", "max_shard_size": "100KB"}),
@@ -68,7 +66,7 @@ def local_files(path: Path) -> dict[str, bytes]:
     tiered(
         CELLS,
         test=["dcp-zero3", "zero3-torch", "torch-dcp", "safetensors-safetensors", "universal-file"],
-        extended=["zero2-universal", "zero3-dcp", "torch-zero1"],
+        extended=["zero3-universal", "universal-zero3"],
     ),
 )
 def test_cell(source, target, checkpoint, s3, uploaded, tmp_path):
@@ -132,22 +130,6 @@ def command(capsys):
     return run
 
 
-def test_the_command_line(dcp, s3, uploaded, command):
-    url, out = uploaded(dcp), f"s3://{BUCKET}/{s3.new_prefix()}out"
-    code, printed, said = command("convert", url, out, "--to", "safetensors", "--json")
-    assert code == 0, said
-    assert json.loads(printed)["destination"] == out
-    assert "dcp" in command("inspect", f"{url}/.metadata")[1]
-    for words, code in (
-        (("verify", url, out, "--state", "model"), 0),
-        (("verify", out), 0),
-        (("convert", url, out, "--to", "safetensors"), 8),
-        (("convert", url, out, "--to", "safetensors", "--overwrite", "--quiet"), 0),
-        (("clean", out), 0),
-    ):
-        assert command(*words)[0] == code, words
-
-
 def of_bucket(*options: str) -> tuple[str, ...]:
     return ("inspect", "s3://checkpoints/x", *(word for each in options for word in ("--storage-option", each)))
 
@@ -157,11 +139,8 @@ def of_bucket(*options: str) -> tuple[str, ...]:
     [
         (("inspect", "s3://checkpoints/nothing/here"), 3, "there is no file or folder"),
         (("inspect", "s3://no-such-bucket/x"), 3, "there is no bucket"),
-        (of_bucket("key=wrong", "secret=wrong"), 5, "refused"),
         (of_bucket(f"key={ACCESS_KEY}", "secret=wrong", "retries=0"), 5, "refused"),
-        (of_bucket("key=wrong"), 5, "secret"),
         (of_bucket("endpoint_url=http://127.0.0.1:9", "retries=0"), 5, "no answer"),
-        (of_bucket("what=1"), 2, "what"),
         (of_bucket("what"), 2, "KEY=VALUE"),
         (("inspect", "gs://bucket/x"), 2, "gcsfs"),
         (("inspect", "nonsense://bucket/x"), 4, "nonsense"),
@@ -228,21 +207,6 @@ def test_opening_is_lazy(dcp, s3, uploaded, fetched):
         assert opened[name][...].tobytes() == local[name][...].tobytes()
     # Small items share blocks, so that there are far fewer requests than items.
     assert len(fetched) < len(local)
-
-
-@pytest.mark.extended
-def test_bytes_are_copied_within_the_service(s3, tmp_path):
-    tensors = {name: np.random.default_rng(1).integers(0, 99, (3 << 20,)) for name in "ab"}
-    save_file(tensors, tmp_path / "a.safetensors")
-    prefix = s3.new_prefix()
-    s3.put(prefix, {"a.safetensors": (tmp_path / "a.safetensors").read_bytes()})
-    source, out = f"s3://{BUCKET}/{prefix}a.safetensors", f"s3://{BUCKET}/{prefix}b.safetensors"
-    report = ckpt_tools.convert(source, out, rename=["a=c"])
-    # The header, and what makes it large enough for a part.
-    assert report.bytes_written - report.bytes_copied < 6 << 20
-    assert report.bytes_read < report.bytes_written - report.bytes_copied
-    found = {name: data.tobytes() for name, data in load(s3.files(prefix)["b.safetensors"]).items()}
-    assert found == {"c": tensors["a"].tobytes(), "b": tensors["b"].tobytes()}
 
 
 @pytest.fixture(scope="module")
@@ -395,24 +359,19 @@ def test_any_store_of_fsspec(dcp, memory, tmp_path):
     assert ckpt_tools.verify("memory://out", tmp_path / "expected").equal
 
 
-@pytest.mark.parametrize(("is_remote_source", "is_remote_target"), [(False, False), (False, True), (True, False)])
+@pytest.mark.parametrize("is_remote_source", [False, True])
 @pytest.mark.parametrize("workers", [None, 3])
-def test_a_plan_says_the_memory_that_a_conversion_takes(
-    dcp, memory, tmp_path, is_remote_source, is_remote_target, workers, monkeypatch
-):
+def test_a_plan_says_the_memory_that_a_conversion_takes(dcp, memory, tmp_path, is_remote_source, workers, monkeypatch):
     """A remote URL on either side means a client, and more threads, of which each has buffers."""
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1})
     for path, data in local_files(dcp).items():
         memory.pipe_file(f"/ckpt/{path}", data)
-    source = "memory://ckpt" if is_remote_source else dcp
-    target = "memory://out" if is_remote_target else tmp_path / "out"
+    source, target = ("memory://ckpt", tmp_path / "out") if is_remote_source else (dcp, "memory://out")
     planned = ckpt_tools.plan(source, target, to="zero2", workers=workers)
     assert planned == ckpt_tools.convert(source, target, to="zero2", workers=workers).plan
     local = ckpt_tools.plan(dcp, tmp_path / "other", to="zero2", workers=workers)
-    is_remote = is_remote_source or is_remote_target
     more = planned.peak_memory_bytes - local.peak_memory_bytes
-    assert more >= (REMOTE_BYTES if is_remote else 0)
-    assert (more > REMOTE_BYTES) is (workers is None and is_remote)
+    assert more >= REMOTE_BYTES and (more > REMOTE_BYTES) is (workers is None)
 
 
 def test_replacing_in_a_store_of_fsspec(dcp, memory, tmp_path):
@@ -425,8 +384,6 @@ def test_replacing_in_a_store_of_fsspec(dcp, memory, tmp_path):
     assert memory.find("/out") == ["/out/model.safetensors"]
     with pytest.raises(UsageError, match="resume=True"):
         ckpt_tools.convert(dcp, "memory://other", to="dcp", resume=True)
-    with pytest.raises(SourceNotFoundError):
-        ckpt_tools.inspect("memory://nothing")
 
 
 def test_a_failing_source_leaves_nothing_in_a_store_of_fsspec(dcp, memory):

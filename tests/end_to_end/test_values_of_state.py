@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import state_dict as torch_state
 
 import ckpt_tools
 from ckpt_tools.cli.main import group
-from ckpt_tools.errors import CkptError, LossError, UnsupportedError
+from ckpt_tools.errors import CkptError, LossError, UnsupportedError, UsageError
 from tests.support.sweep import tiered
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -329,6 +329,15 @@ def test_an_extra_state_is_left_out_with_the_tensors_in_it(tmp_path, kind, is_al
         to: Any = {"to": "dcp"} if target == "dcp" else {}
         ckpt_tools.convert(tmp_path / "source.pt", tmp_path / target, state="all", exclude=["*_extra_state"], **to)
         assert set(ckpt_tools.open(tmp_path / target)) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+
+
+def test_a_missing_extra_state_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(Layer, "kind", "dict")
+    without, within = layered(nn.Linear(3, 2)), layered(Layer(3, 2))
+    for saved, model, place in ((without, within, "checkpoint"), (within, without, "model")):
+        torch.save(saved.state_dict(), tmp_path / "a.pt")
+        with pytest.raises(UsageError, match=rf"not in the {place}: 0\._extra_state"):
+            ckpt_tools.load_into(model, None, tmp_path / "a.pt")
 
 
 def test_state_of_no_parameter_stays_in_the_optimizer(tmp_path):

@@ -17,7 +17,6 @@ WRITES_IN_SOAK, READS_IN_SOAK = 100, 50
 """Of each writer with its reader and each mode, in ``make test-all`` and in ``make soak``, evenly spread: 3,000 points
 of 10,000; most of these are the same look at the same folder."""
 
-WRITERS = pytest.mark.parametrize("name", tiered(CASES, test=(), extended=("dcp", "file", "universal", "torch")))
 
 WRITE_ERRORS = {
     **dict.fromkeys(["openat", "pwrite64", "write", "fallocate", "fsync"], ("EIO", "ENOSPC", "EINTR")),
@@ -78,7 +77,7 @@ def check_clean(case: Case, runs: Runs) -> None:
 @pytest.mark.timeout(3600)
 def test_every_call_may_fail(name, mode, made_case, runs, soak):
     case = made_case(name)
-    words, before = (["--overwrite"], case.old) if mode == "overwrite" else (["--fsync"], {})
+    words, before = (["--overwrite"], case.old) if mode == "overwrite" else (["--fsync", "--resume"], {})
     case.put(before)
     done = runs.watched(*case.words, *words)
     assert done.code == 0, done.stderr
@@ -90,23 +89,11 @@ def test_every_call_may_fail(name, mode, made_case, runs, soak):
         ended = runs.failing_at(call, error, *case.words, *words)
         injected += ended.num_injected
         check_ended(case, ended, before)
+        if mode == "fresh" and not case.visible():
+            assert runs.run(*case.words, "--resume").code == 0
+            assert case.visible() == case.expected
         check_clean(case, runs)
     assert injected >= 0.9 * len(points), "the calls of one run are those of the next"
-
-
-@WRITERS
-@pytest.mark.timeout(3600)
-def test_after_a_failure_it_can_be_resumed(name, made_case, runs, soak):
-    case = made_case(name)
-    done = runs.watched(*case.words)
-    for call, error in faults(case, done, 40, 20) if soak else faults(case, done, 1, 1):
-        case.clear()
-        ended = runs.failing_at(call, error, *case.words, "--resume")
-        check_ended(case, ended, {})
-        if not case.visible():
-            assert runs.run(*case.words, "--resume").code == 0
-        check_clean(case, runs)
-        assert case.visible() == case.expected
 
 
 FULL = [(*each, error) for each in product(("sharded", "dcp", "file"), ("reserved", "not reserved"))
@@ -140,7 +127,7 @@ def test_a_disk_that_stays_full(name, how, error, made_case, runs, soak):
         assert [path.name for path in case.folder.iterdir()] == [case.name]
 
 
-@WRITERS
+@pytest.mark.parametrize("name", tiered(CASES, test=(), extended=("dcp", "file", "torch")))
 @pytest.mark.timeout(3600)
 def test_calls_that_move_less_than_they_could(name, made_case, runs, soak):
     case = made_case(name)

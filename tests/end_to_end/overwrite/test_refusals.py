@@ -112,7 +112,6 @@ def linked_hard(root: Path) -> Path:
 
 Places = Callable[[Path], tuple[Path, Path]]
 INSIDE = "not a checkpoint itself but contains one"
-NO_CHECKPOINT = "is not a checkpoint that can be read"
 REFUSED: Mapping[str, tuple[Places, str | None, tuple[str, ...]]] = {
     "a run that holds the source": (lambda root: (run_of(root), root / "run"), "dcp", ("contains the source",)),
     "a project": (lambda root: (put(root / "src", "dcp"), project(root)), "dcp",
@@ -122,9 +121,6 @@ REFUSED: Mapping[str, tuple[Places, str | None, tuple[str, ...]]] = {
     "the source itself": (lambda root: (put(root / "dcp", "dcp"),) * 2, "dcp", ("is the source itself",)),
     "the file itself": (lambda root: (file_of(root),) * 2, None, ("is the source itself",)),
     "a hard link": (lambda root: (linked_hard(root), root / "x.pt"), None, ("is the source itself",)),
-    "a cut index": (lambda root: (put(root / "src", "torch"),
-                                  harmed(root, lambda dst: os.truncate(dst / ".metadata", 100))), "dcp",
-                    ("__0_0.distcp",)),
     "an index of garbage": (lambda root: (put(root / "src", "torch"),
                                           harmed(root, lambda dst: write(dst / ".metadata"))), "dcp",
                             ("__0_0.distcp",)),
@@ -133,8 +129,8 @@ REFUSED: Mapping[str, tuple[Places, str | None, tuple[str, ...]]] = {
     "a tag that nothing names": (lambda root: (put(root / "src", "torch"),
                                                harmed(root, lambda dst: (dst / "latest").unlink(), "zero2")),
                                  "dcp", (INSIDE,)),
-    **{f"no checkpoint {name}": (lambda root, name=name: (put(root / "src", "dcp"), write(root / name)), None,
-                                 (NO_CHECKPOINT,)) for name in ("m.pt", "m.safetensors", "m.bin")},
+    "no checkpoint": (lambda root: (put(root / "src", "dcp"), write(root / "m.pt")), None,
+                      ("is not a checkpoint that can be read",)),
 }  # fmt: skip
 
 
@@ -151,11 +147,9 @@ def test_each_is_refused_and_stays(name, refusal, tmp_path):
 
 SAME_PLACES: Mapping[str, Callable[[Path], str]] = {
     "dots": lambda path: f"{path}/../{path.name}",
-    "file URL": lambda path: f"file://{path}",
     "fsspec URL": lambda path: f"local://{path}",
     "marker": lambda path: f"{path}/.metadata",
     "name": lambda path: f"{path.parent}@latest",
-    "link": lambda path: str(_linked(path)),
     "link above": lambda path: str(_linked(path.parent) / path.name),
 }
 
@@ -181,7 +175,6 @@ def test_a_source_by_another_name(name, tmp_path):
 
 COPYING: Mapping[str, Callable[..., object]] = {
     "convert": lambda src, dst: ckpt_tools.convert(src, dst, to="safetensors"),
-    "plan": lambda src, dst: ckpt_tools.plan(src, dst, to="safetensors"),
     "consolidate": ckpt_tools.consolidate,
     "reshard": lambda src, dst: ckpt_tools.reshard(src, dst, world_size=3),
 }
@@ -198,27 +191,12 @@ def test_an_output_is_apart_from_its_source_without_overwrite_too(verb, tmp_path
     assert look(tmp_path) == before
 
 
-def test_the_command_says_it_in_one_sentence(tmp_path):
-    src = put(tmp_path / "step_2", "dcp")
-    assert said("convert", src, src / "model.safetensors") == (
-        8, "", f"Error: {src}/model.safetensors is inside the source {src}, which is not changed; choose another "
-        "destination\n",
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("src", ["step_2", "../run@latest", "../run@step_2"])
-@pytest.mark.parametrize("dst", ["step_2_converted", "step_2.safetensors", "exports/step_2"])
+@pytest.mark.parametrize("src", ["step_2", "../run@latest"])
+@pytest.mark.parametrize("dst", ["step_2_converted", "step_2.safetensors"])
 def test_a_sibling_is_written(src, dst, tmp_path):
     run = put(tmp_path / "run/step_2", "dcp").parent
     ckpt_tools.convert(f"{run}/{src}", run / dst, to="safetensors", state="model")
     assert ckpt_tools.diff(run / "step_2", run / dst, state="model").equal
-
-
-def test_a_folder_of_a_model_keeps_its_files_to_itself(tmp_path):
-    hf = put(tmp_path / "hf", "safetensors")
-    with pytest.raises(DestinationExistsError, match="is inside the source"):
-        ckpt_tools.convert(hf, hf / "model.gguf")
-    ckpt_tools.convert(hf / "model.safetensors", hf / "model.npz")
 
 
 def test_make_loadable_onto_its_source(tmp_path):
@@ -232,59 +210,47 @@ def test_make_loadable_onto_its_source(tmp_path):
 def test_urls_of_a_store(store, tmp_path, request):
     if store == "memory":
         MemoryFileSystem.store.clear()
-        root, look_at = "memory://top/runs", lambda: dict(MemoryFileSystem.store)
+        root, other = "memory://top/runs", "memory:///top/runs/step_2/out"
     else:
-        s3 = request.getfixturevalue("s3")
-        prefix = s3.new_prefix()
-        root, look_at = f"s3://{BUCKET}/{prefix}runs", lambda: s3.files(prefix)
+        root = f"s3://{BUCKET}/{request.getfixturevalue('s3').new_prefix()}runs"
+        other = f"{root}/step_2/a/out.safetensors"
     ckpt_tools.convert(put(tmp_path / "dcp", "dcp"), f"{root}/step_2", to="dcp")
-    before = look_at()
-    others = ["memory:///top/runs/step_2/out"] if store == "memory" else [f"{root}/step_2/a/out.safetensors"]
     for src, dst, told in (
-        *((f"{root}/step_2", dst, "is inside") for dst in (f"{root}/step_2/out", *others)),
+        (f"{root}/step_2", other, "is inside"),
         (f"{root}@latest", f"{root}/step_2/out", "is inside"),
         (f"{root}/step_2", root, "contains"),
     ):
         with pytest.raises(DestinationExistsError, match=f"{told} the source"):
             ckpt_tools.convert(src, dst, to="safetensors")
-    assert look_at().keys() == before.keys()
     ckpt_tools.convert(f"{root}@latest", f"{root}/step_2_converted", to="safetensors")
 
 
 ADDED: Mapping[str, Callable[[Path], object]] = {
     "hidden file": lambda dst: write(dst / ".env"),
-    "hidden folder": lambda dst: write(dst / ".git/HEAD"),
-    "link to a file": lambda dst: (dst / "link").symlink_to(write(dst.parent / "target")),
     "link by an own name": lambda dst: (dst / "__7_0.distcp").symlink_to(write(dst.parent / "target")),
     "dangling link": lambda dst: (dst / "link").symlink_to("nowhere"),
     "link to a folder": lambda dst: (dst / "link").symlink_to(dst.parent),
     "empty folder": lambda dst: (dst / "empty").mkdir(),
     "empty folder by an own name": lambda dst: (dst / "__7_0.distcp").mkdir(),
     "pipe": lambda dst: os.mkfifo(dst / "pipe"),
-    "other case": lambda dst: write(dst / "MODEL.SAFETENSORS.TXT"),
-    "unicode": lambda dst: write(dst / "Straße 東京"),
     "no name that can be shown": lambda dst: write(dst / os.fsdecode(b"\xff\n")),
     "another tag": lambda dst: write(dst / "step9/mp_rank_00_model_states.pt"),
-    "in the tag": lambda dst: write(dst / TAG / "notes.pt"),
     "in zero": lambda dst: write(dst / TAG / "zero/weight/notes.pt"),
-    "config": lambda dst: write(dst / "config.json"),
     "an epoch": lambda dst: put(dst / "checkpoints/epoch_1", "dcp"),
     "a list that is none": lambda dst: write(dst / "ckpt-tools.digests.json"),
     "a signature that is none": lambda dst: write(dst / "model.sig"),
-    "a backup": lambda dst: write(dst / ".metadata.bak"),
 }
 
 
 @pytest.mark.parametrize("what", ADDED)
-@pytest.mark.parametrize("name", tiered(FOLDERS, test=["dcp", "zero2"], extended=["safetensors"]))
+@pytest.mark.parametrize("name", ["dcp", "zero2"])
 def test_anything_else_in_the_folder(name, what, tmp_path):
     src, dst = put(tmp_path / "src", "torch"), put(tmp_path / "dst", name)
     ADDED[what](dst)
     before = look(tmp_path)
-    to = "safetensors" if name == "sharded" else name
-    tagged = {"tag": TAG} if to.startswith(("zero", "universal")) else {}
+    tagged = {"tag": TAG} if name == "zero2" else {}
     with pytest.raises(DestinationExistsError):
-        ckpt_tools.convert(src, dst, to=to, overwrite=True, **tagged)
+        ckpt_tools.convert(src, dst, to=name, overwrite=True, **tagged)
     assert look(tmp_path) == before
 
 
@@ -292,16 +258,8 @@ def test_anything_else_in_the_folder(name, what, tmp_path):
     ("name", "extra"),
     tiered(
         product(FOLDERS, ("plain", "checksum", "signature", "script", "link")),
-        test=[
-            "dcp-plain",
-            "zero1-script",
-            "zero3-link",
-            "universal-checksum",
-            "safetensors-signature",
-            "sharded-plain",
-            "torch-checksum",
-        ],
-        extended=["dcp-signature", "zero2-script", "torch-link"],
+        test=["zero1-script", "zero3-link", "universal-checksum", "safetensors-signature", "sharded-plain"],
+        extended=["dcp-signature"],
     ),
 )
 def test_a_checkpoint_alone_is_replaced_and_counted(name, extra, tmp_path):
@@ -330,19 +288,11 @@ def test_a_checkpoint_alone_is_replaced_and_counted(name, extra, tmp_path):
 def test_the_dry_run_says_what_would_go(two, tmp_path):
     src, dst = two
     size = sum(map(len, files_below(dst).values()))
-    for words in (["convert", src, dst, "--dry-run"], ["plan", src, dst]):
-        command = [*words, "--to", "zero2", "--overwrite"]
-        code, out, _ = said(*command)
-        assert code == 0 and "removes 3 files" in out and "__1_0.distcp" in out
-        report = json.loads(said(*command, "--json")[1])
-        assert (sorted(report["removed_files"]), report["removed_bytes"]) == (sorted(files_below(dst)), size)
-
-
-def test_without_overwrite_a_plan_refuses_what_the_run_refuses(two, tmp_path):
-    src, dst = two
-    for verb in (ckpt_tools.plan, ckpt_tools.convert):
-        with pytest.raises(DestinationExistsError, match="exists; choose another destination"):
-            verb(src, dst, to="dcp")
+    command = ["convert", src, dst, "--dry-run", "--to", "zero2", "--overwrite"]
+    code, out, _ = said(*command)
+    assert code == 0 and "removes 3 files" in out and "__1_0.distcp" in out
+    report = json.loads(said(*command, "--json")[1])
+    assert (sorted(report["removed_files"]), report["removed_bytes"]) == (sorted(files_below(dst)), size)
 
 
 def test_a_file_beside_that_is_no_list(tmp_path):

@@ -10,12 +10,12 @@ import pytest
 
 import ckpt_tools
 from ckpt_tools.errors import CkptError, DestinationExistsError
-from tests.end_to_end.overwrite.trees import Disk, InBucket, InMemory, Tree, World, made_run, made_tree
+from tests.end_to_end.overwrite.trees import Disk, InBucket, Tree, World, made_run, made_tree
 from tests.verification.test_signing import make_key
 
 pytestmark = pytest.mark.extended
 
-NUMBERS = {"disk": (150, 16_000), "memory": (50, 3_000), "bucket": (16, 2_000)}
+NUMBERS = {"disk": (200, 18_000), "bucket": (16, 2_000)}
 """Cases of each place, without and with ``--soak``."""
 
 FORMATS = ("dcp", "zero1", "zero2", "zero3", "universal", "safetensors", "torch")
@@ -145,7 +145,7 @@ def soak(pytestconfig):
     return bool(pytestconfig.getoption("--soak"))
 
 
-@pytest.fixture(params=["disk", "memory", "bucket"])
+@pytest.fixture(params=["disk", "bucket"])
 def new_world(request, tmp_path):
     """``new_world(number)``: an empty one for each case."""
 
@@ -153,9 +153,6 @@ def new_world(request, tmp_path):
         if request.param == "bucket":
             s3 = request.getfixturevalue("s3")
             return InBucket(s3, s3.new_prefix())
-        if request.param == "memory":
-            InMemory().clear()
-            return InMemory()
         (tmp_path / str(number)).mkdir()
         return Disk(tmp_path / str(number))
 
@@ -213,7 +210,7 @@ def prune_one(number: int, world: World, *, is_remote: bool) -> Counter[str]:
 @pytest.mark.timeout(7200)
 def test_prune_removes_files_of_old_checkpoints_alone(new_world, soak):
     ends: Counter[str] = Counter()
-    total = (NUM_RUNS_SOAK if soak else NUM_RUNS) // {"disk": 1, "memory": 2, "bucket": 4}[new_world.place]
+    total = (NUM_RUNS_SOAK if soak else NUM_RUNS) // {"disk": 1, "bucket": 4}[new_world.place]
     for number in range(total):
         world = new_world(number)
         ends += prune_one(number, world, is_remote=new_world.place != "disk")

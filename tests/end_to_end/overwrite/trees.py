@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from fsspec.implementations.memory import MemoryFileSystem
-
 from tests.end_to_end.overwrite.checkpoints import FOLDERS, SUFFIXES, TAG, made
 from tests.support.s3_server import BUCKET, S3Server
 
@@ -245,33 +243,7 @@ class InBucket:
             self.server.client().delete_objects(Bucket=BUCKET, Delete={"Objects": keys})
 
 
-@dataclass(frozen=True, slots=True)
-class InMemory:
-    """A store of fsspec, in this process."""
-
-    fs: MemoryFileSystem = field(default_factory=MemoryFileSystem)
-
-    def put(self, tree: Tree) -> None:
-        for path, node in tree.nodes.items():
-            if node.kind == "folder":
-                self.fs.makedirs(f"/{path}", exist_ok=True)
-            else:
-                self.fs.pipe_file(f"/{path}", node.data)
-
-    def url(self, path: str) -> str:
-        return f"memory://{path}"
-
-    def look(self) -> dict[str, object]:
-        found = self.fs.find("/", withdirs=True, detail=True)
-        kinds = {path.lstrip("/"): info["type"] for path, info in found.items() if path.strip("/")}
-        return {path: self.fs.cat_file(f"/{path}") if kind == "file" else kind for path, kind in kinds.items()}
-
-    def clear(self) -> None:
-        self.fs.store.clear()
-        self.fs.pseudo_dirs[:] = [""]
-
-
-World = Disk | InBucket | InMemory
+World = Disk | InBucket
 
 RUN_STRANGERS = (
     "notes.txt", ".hidden", "eval/results.txt", "Latest", "__0_0.distcp.old", "backup/.metadata",
