@@ -31,8 +31,8 @@ def layers(many: int, name: str = "self_attn.q_proj") -> list[str]:
     return [f"model.layers.{number}.{name}" for number in range(many)]
 
 
-def words(many: int, letter: str = "x") -> list[str]:
-    return [f"{letter}{number:05d}" for number in range(many)]
+def words(many: int) -> list[str]:
+    return [f"x{number:05d}" for number in range(many)]
 
 
 def write(file: Path, names: Iterable[str]) -> None:
@@ -54,55 +54,30 @@ def weights(modules: Iterable[str]) -> list[str]:
 
 FEW, MANY = layers(300), layers(1500)
 SOME = {"target_modules": ["q_proj"]}
-NAMES = [*words(60_000), "q_proj"]
-"""Half a megabyte of them."""
-
 LENGTHS = ["y" * length for length in range(1, 900)]
 SLOW = "(.*)(.*)(.*)(.*)(.*)(.*)z"
 
 SETTINGS: dict[str, tuple[list[str], Settings]] = {
-    "nothing else": (MANY, lambda: SOME),
-    "ranks of names": (FEW, lambda: SOME | {"rank_pattern": dict.fromkeys(words(50_000), 1)}),
-    "alphas of names": (FEW, lambda: SOME | {"alpha_pattern": dict.fromkeys(words(50_000), 8)}),
-    "ranks of all modules": (MANY, lambda: SOME | {"rank_pattern": dict.fromkeys(reversed(MANY), 1)}),
     "ranks and alphas of all modules": (MANY, lambda: SOME | {"rank_pattern": dict.fromkeys(MANY, 1),
         "alpha_pattern": dict.fromkeys(MANY, 8)}),
-    "ranks of patterns": (FEW, lambda: SOME | {"rank_pattern": {f"x{n}.*": 1 for n in range(40_000)}}),
     "ranks of names of all lengths": (FEW, lambda: SOME
         | {"rank_pattern": {f"{'y' * length}.{'y' * (900 - length)}": 1 for length in range(500)}}),
     "ranks of alternatives": (FEW, lambda: SOME | {"rank_pattern": {"|".join(words(60_000)): 1}}),
-    "a pattern of ranks that repeats": (MANY, lambda: SOME | {"rank_pattern": {".*a.*[a-z]z": 1}}),
-    "target_modules": (FEW, lambda: {"target_modules": NAMES}),
-    "target_modules of all lengths": (FEW, lambda: {"target_modules": [*LENGTHS, "q_proj"]}),
+    "target_modules": (FEW, lambda: {"target_modules": [*words(60_000), "q_proj"]}),
     "all modules in target_modules": (MANY, lambda: {"target_modules": MANY}),
-    "target_modules by a pattern": (MANY, lambda: {"target_modules": f"{SLOW}|.*q_proj"}),
-    "target_modules by repetitions": (MANY, lambda: {"target_modules": r".*\.*[a-z.0-9]*[a-z.0-9]*q_proj"}),
     "target_modules by nested repetitions": (MANY, lambda: {"target_modules": "([a-z.0-9]+)+q_proj"}),
-    "target_modules by alternatives": (FEW, lambda: {"target_modules": "|".join([*words(60_000), ".*q_proj"])}),
-    "exclude_modules": (FEW, lambda: SOME | {"exclude_modules": words(60_000)}),
     "exclude_modules by a pattern": (MANY, lambda: SOME | {"exclude_modules": SLOW}),
-    "modules_to_save": (FEW, lambda: SOME | {"modules_to_save": words(60_000)}),
     "modules_to_save of all lengths": (FEW, lambda: SOME | {"modules_to_save": LENGTHS}),
-    "target_parameters": (FEW, lambda: SOME | {"target_parameters": words(60_000)}),
     "target_parameters of modules": (FEW, lambda: SOME
         | {"target_parameters": [f"a.{each}" for each in words(50_000)]}),
-    "all weights in target_parameters": (MANY, lambda: {"target_parameters": weights(MANY)}),
-    "layers_pattern": (FEW, lambda: SOME | {"layers_pattern": words(60_000), "layers_to_transform": [*range(300)]}),
     "layers_to_transform": (FEW, lambda: SOME | {"layers_to_transform": [*range(100_000)]}),
-    "settings that are not known": (FEW, lambda: SOME | dict.fromkeys(words(50_000), 1)),
     "lists that nest deep": (FEW, lambda: SOME | {"loftq_config": json.loads("[" * 900 + "]" * 900)}),
 }  # fmt: skip
 
 OTHERS: dict[str, tuple[list[str], list[str], dict[str, Any]]] = {
     "an adapter for another model": (weights(layers(3000, "k")), adapted(layers(3000, "q")), SOME),
-    "an adapter of one module": (weights(layers(9000, "k")), adapted(layers(1, "k")), {"target_modules": ["k"]}),
-    "modules in one another": (weights(["a." * 2000 + "q_proj"] * 1 + layers(1)), adapted(["a." * 2000 + "q_proj"]),
+    "modules in one another": (weights(["a." * 2000 + "q_proj", *layers(1)]), adapted(["a." * 2000 + "q_proj"]),
         SOME | {"modules_to_save": LENGTHS}),
-    "one long name": (weights(["a." * 100_000 + "q_proj"]), adapted(["a." * 100_000 + "q_proj"]), SOME
-        | {"modules_to_save": ["b"], "rank_pattern": {"q_proj": 1}}),
-    "modules that are saved": (weights(layers(3000)), [*adapted(layers(1)),
-        *(f"base_model.model.{name}" for name in weights(layers(3000)[1:]))], SOME
-        | {"modules_to_save": [f"layers.{number}" for number in range(1, 3000)]}),
     "several pairs of a module": (weights(layers(2000)), adapted(f"{name}.base_layer" for name in layers(2000)),
         {"target_parameters": weights(layers(2000))}),
     "adapters": (weights(layers(2)),
@@ -117,14 +92,10 @@ def case(name: str) -> tuple[list[str], list[str], Mapping[str, Any]]:
     return weights(modules), adapted(modules), settings()
 
 
-SAMPLE = (
-    *("ranks and alphas of all modules", "ranks of alternatives", "ranks of names of all lengths", "target_modules"),
-    *("target_modules by nested repetitions", "exclude_modules by a pattern", "target_parameters of modules"),
-    *("lists that nest deep", "modules in one another", "several pairs of a module"),
-)
+IN_SOAK = {"all modules in target_modules", "layers_to_transform", "an adapter for another model", "adapters"}
 
 
-@pytest.mark.parametrize("name", tiered([*SETTINGS, *OTHERS], test=(), extended=SAMPLE))
+@pytest.mark.parametrize("name", tiered([*SETTINGS, *OTHERS], test=(), extended={*SETTINGS, *OTHERS} - IN_SOAK))
 def test_a_megabyte_costs_two_seconds(name, tmp_path):
     of_base, of_adapter, settings = case(name)
     base, adapter, out = tmp_path / "base", tmp_path / "adapter", tmp_path / "out.safetensors"

@@ -27,14 +27,12 @@ TINY = LlamaConfig(vocab_size=20, num_hidden_layers=3, attention_bias=True, **SI
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "ends of names": {"target_modules": ["q_proj", "mlp.up_proj"]},
-    "a name that nothing has": {"target_modules": ["q_proj", "c_attn"]},
     "a pattern": {"target_modules": r".*\.(0|2)\..*(q|v)_proj"},
     "all linear": {"target_modules": "all-linear"},
     "layers": {"target_modules": ["q_proj", "v_proj"], "layers_to_transform": [0, 2]},
     "one layer": {"target_modules": ["q_proj", "v_proj"], "layers_to_transform": 1, "layers_pattern": "layers"},
     "but for some": {"target_modules": ["q_proj", "k_proj"], "exclude_modules": ["0.self_attn.k_proj"]},
     "but for a pattern": {"target_modules": ["q_proj", "up_proj"], "exclude_modules": r".*\.1\..*"},
-    "saved": {"target_modules": ["q_proj", "lm_head"], "modules_to_save": ["lm_head", "input_layernorm"]},
     "saved blocks": {"target_modules": ["q_proj", "up_proj"], "modules_to_save": ["mlp"]},
     "embeddings": {"target_modules": ["embed_tokens", "o_proj"]},
     "all biases": {"target_modules": ["v_proj"], "bias": "all"},
@@ -76,9 +74,7 @@ def test_every_part_that_peft_saves_is_needed(name, base, adapter):
     assert not [note for note in notes if note.outcome is Outcome.MISSING]
     parts = {key.removeprefix("base_model.model.").partition(".lora_")[0] for key in whole}
     for part in sorted(parts):
-        save_file(
-            {key: tensor for key, tensor in whole.items() if f"{part}.lora_" not in key and part not in key}, file
-        )
+        save_file({key: tensor for key, tensor in whole.items() if part not in key}, file)
         with pytest.raises(IncompleteError, match=f"the adapter lacks .*{part}"):
             merge(base, adapter)
     report = merge(base, adapter, allow_missing=True)
@@ -97,16 +93,15 @@ def test_layers_beside_an_adapted_one_where_a_pattern_may_not_end(base, adapter)
         merge(base, adapter)
 
 
-@pytest.mark.parametrize("lost", [0, 1])
-def test_experts(lost, tmp_path):
+def test_experts(tmp_path):
     models.made(models.CASES["experts"], tmp_path)
     recipe: dict[str, Any] = {"recipe": "qwen3_moe", "inverse": True}
     merge(tmp_path / "base", tmp_path / "adapter", **recipe)
     with pytest.raises(ckpt_tools.UsageError, match="recipe='qwen3_moe' inverse=True leads to it"):
         merge(tmp_path / "base", tmp_path / "adapter")
     file = tmp_path / "adapter" / "adapter_model.safetensors"
-    save_file({key: tensor for key, tensor in load_file(file).items() if f"{lost}.mlp.experts" not in key}, file)
-    with pytest.raises(IncompleteError, match=f"layers.{lost}.mlp.experts.down_proj.*target_parameters"):
+    save_file({key: tensor for key, tensor in load_file(file).items() if "1.mlp.experts" not in key}, file)
+    with pytest.raises(IncompleteError, match=r"layers\.1\.mlp\.experts\.down_proj.*target_parameters"):
         merge(tmp_path / "base", tmp_path / "adapter", **recipe)
 
 
@@ -158,7 +153,7 @@ def modules(seed: int, many: int) -> list[str]:
     return [".".join(chance.choices(PARTS, k=chance.randint(1, 5))) for _ in range(many)]
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(10))
 def test_the_first_pattern_counts_as_in_peft(seed):
     chance = random.Random(seed)
     names = [*modules(seed, 12), *chance.sample(PATTERNS, 3)]

@@ -1,13 +1,12 @@
 """Products that are added to weights as they are read: any part of them, in pieces of any size, judged by numpy."""
 
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from ckpt_tools.core.boxes import Box, Shape
+from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import Kind, Manifest, TensorEntry
 from ckpt_tools.core.shards import ByteRange, ShardTable
@@ -50,27 +49,3 @@ def test_any_interval_of_any_box(data):
         reader = TensorReader(made_files, scratch_bytes=data.draw(st.integers(16, 200)))
         assert read(reader, entry, box, geometry, start, stop) == expected
         assert read(reader, entry, box, geometry, start, stop) == expected
-
-
-def test_a_bit_does_not_depend_on_what_is_read_with_it():
-    numbers, store = np.random.default_rng(5), MemoryStore()
-    weight, left, right = (
-        numbers.standard_normal(size, np.float32) for size in ((700, 900), (1, 700, 24), (1, 24, 900))
-    )
-    first, second = stored(store, "left", left), stored(store, "right", right)
-    product = Product(Factor(first, left.shape, (0, 1, 2)), Factor(second, right.shape, (0, 1, 2)), 0.3)
-    made = WithProduct.of(stored(store, "weight", weight), product)
-    made_files = computing.with_made_files(store, Manifest("test", {}, computed={"computed:w": made}))
-    whole = bytearray(weight.nbytes)
-    made_files.read_into("computed:w", 0, memoryview(whole))
-    for start, count in ((0, 5), (899 * 4, 8), (1_000_000, 777_778), (weight.nbytes - 3, 3)):
-        part = bytearray(count)
-        made_files.read_into("computed:w", start, memoryview(part))
-        assert part == whole[start : start + count]
-    sums = np.frombuffer(whole, np.float32)
-    entry = TensorEntry(made.shape, DType.BFLOAT16, Kind.PARAMETER, made.table("computed:w"))
-    rounded = sums.astype(ml_dtypes.bfloat16)
-    reader = TensorReader(made_files, scratch_bytes=1 << 20)
-    for start, stop in ((0, 5), (899, 907), (250_000, 630_000), (0, sums.size)):
-        found = read(reader, entry, Box.whole(made.shape), made.shape, start, stop)
-        assert found == rounded[start:stop].tobytes()

@@ -48,60 +48,29 @@ def refused(
     assert not (folder / "out").exists()
 
 
-SETTINGS: dict[str, tuple[dict[str, Any], str]] = {
-    "another method": ({"peft_type": "LOHA"}, "peft_type is 'LOHA'; only LORA"),
-    "DoRA": ({"use_dora": True}, "use_dora is set \\(DoRA\\)"),
-    "activated": ({"alora_invocation_tokens": [1]}, "activated LoRA"),
-    "replicated layers": ({"layer_replication": [[0, 1]]}, "layer_replication"),
-    "tokens": ({"trainable_token_indices": [1]}, "trainable tokens"),
-    "changed base": ({"init_lora_weights": "pissa_niter_16"}, "pissa_niter_16.*changed the base"),
-    "of a later version": ({"use_something_new": True}, "use_something_new of its settings may change the result"),
-    "no bias known": ({"bias": "some"}, "bias is 'some'"),
-}
-
-
-@pytest.mark.parametrize("name", SETTINGS)
-def test_settings(name, tmp_path):
-    settings, said = SETTINGS[name]
-    refused(tmp_path, UnsupportedError, said, **settings)
-
-
-@pytest.mark.parametrize(("settings", "said"), [
-    ({"r": 0}, "r is 0, and not a rank"),
-    ({"lora_alpha": "much"}, "lora_alpha is 'much', and not a number"),
-    ({"rank_pattern": {"(": 2}}, "rank_pattern: '\\(' is not a regular expression"),
-    ({"alpha_pattern": [1]}, "alpha_pattern is not a JSON object"),
-    ({"target_parameters": "experts"}, "target_parameters is not a list"),
-    ({"target_modules": 2}, "target_modules is not a list"),
-    ({"lora_alpha": 10**400}, "lora_alpha is 1000.*, and not a number"),
-    ({"alpha_pattern": {"q": 1e31}}, "not a number"),
-])  # fmt: skip
-def test_malformed_settings(settings, said, tmp_path):
-    refused(tmp_path, MalformedError, said, **settings)
-
-
-@pytest.mark.parametrize("pattern", ["(a+)+b", "(a|a)" * 30, "a?" * 30 + "a" * 30, "(?=(a*)*)b"])
-def test_patterns_that_may_not_end(pattern, tmp_path):
-    refused(tmp_path, UnsupportedError, "may take hours to match", rank_pattern={pattern: 2})
-
-
-@pytest.mark.parametrize("pattern", [r"layers\.(0|1|2|30|31)\.(self_attn|mlp)\..*", r"layers\.\d+\.(?:q|k|v)_proj"])
-def test_patterns_that_people_write(pattern):
-    parsed = parse_config({"peft_type": "LORA", "rank_pattern": {pattern: 2}}, "a.json")
-    parsed.check_quick([f"base_model.model.model.layers.{number}.self_attn.q_proj" for number in range(500)])
-    assert parsed.rank_pattern.values == {pattern: 2}
-
-
-def test_every_setting_of_peft_has_a_rule():
-    known = config._HANDLED | config._NEUTRAL | config._REFUSED.keys()
-    fields = {each.name for each in dataclasses.fields(LoraConfig) if each.init}
-    assert fields - known == set()
-
-
-TENSORS: dict[str, tuple[type[CkptError], dict[str, Any], str]] = {
+REFUSED: dict[str, tuple[type[CkptError], dict[str, Any], str]] = {
+    "another method": (UnsupportedError, {"peft_type": "LOHA"}, "peft_type is 'LOHA'; only LORA"),
+    "DoRA": (UnsupportedError, {"use_dora": True}, r"use_dora is set \(DoRA\)"),
+    "replicated layers": (UnsupportedError, {"layer_replication": [[0, 1]]}, "layer_replication"),
+    "changed base": (UnsupportedError, {"init_lora_weights": "pissa_niter_16"}, "pissa_niter_16.*changed the base"),
+    "of a later version": (UnsupportedError, {"use_something_new": True},
+        "use_something_new of its settings may change the result"),
+    "no bias known": (UnsupportedError, {"bias": "some"}, "bias is 'some'"),
+    "a rank of 0": (MalformedError, {"r": 0}, "r is 0, and not a rank"),
+    "an alpha in words": (MalformedError, {"lora_alpha": "much"}, "lora_alpha is 'much', and not a number"),
+    "a huge alpha": (MalformedError, {"lora_alpha": 10**400}, "lora_alpha is 1000.*, and not a number"),
+    "an alpha beyond fp32": (MalformedError, {"alpha_pattern": {"q": 1e31}}, "not a number"),
+    "no pattern": (MalformedError, {"rank_pattern": {"(": 2}}, r"rank_pattern: '\(' is not a regular expression"),
+    "no object": (MalformedError, {"alpha_pattern": [1]}, "alpha_pattern is not a JSON object"),
+    "no list": (MalformedError, {"target_modules": 2}, "target_modules is not a list"),
+    "no list of parameters": (MalformedError, {"target_parameters": "experts"}, "target_parameters is not a list"),
+    **{
+        f"a pattern that may not end: {pattern[:9]}": (UnsupportedError, {"rank_pattern": {pattern: 2}},
+            "may take hours to match")
+        for pattern in ("(a+)+b", "(a|a)" * 30, "a?" * 30 + "a" * 30, "(?=(a*)*)b")
+    },
     "empty": (UsageError, {"adapter": {"x": A}}, "holds no adapter: no tensor is called lora_A or lora_B"),
     "of Megatron": (UsageError, {"adapter": {"a.adapter.linear_in.weight": A}}, "adapters of Megatron"),
-    "without A": (UsageError, {"adapter": {"model.q.lora_B.weight": B}}, "no lora_A.weight for model.q.weight"),
     "without B": (UsageError, {"adapter": {"model.q.lora_A.weight": A}}, "no lora_B.weight for model.q.weight"),
     "of other dims": (UsageError, {"adapter": {"model.q.lora_A.weight": A, "model.q.lora_B.weight": torch.zeros(6)}},
         "for another model: its A and B for model.q.weight are"),
@@ -109,7 +78,6 @@ TENSORS: dict[str, tuple[type[CkptError], dict[str, Any], str]] = {
         "for another model: none of the adapter's 1 module fits the base model, which has no model.q.weight"),
     "of a larger model": (UsageError, {"base": {"model.q.weight": torch.zeros(8, 4)}}, r"are \[2, 4\] and \[6, 2\]"),
     "of another rank": (UsageError, {"r": 3}, r"by \[6, 4\] in the base model and the rank in adapter_config.json"),
-    "KaSA": (UnsupportedError, {"adapter": ADAPTER | {"model.q.lora_diag.weight": A}}, "model.q.lora_diag.weight"),
     "quantized": (UnsupportedError, {"base": {"model.q.weight": torch.zeros(6, 4, dtype=torch.int8)}},
         "int8 in the base model; dequantize it with dequantize=True"),
     "packed": (UnsupportedError, {"base": {"model.q.qweight": torch.zeros(6, 4, dtype=torch.int32),
@@ -128,9 +96,6 @@ TENSORS: dict[str, tuple[type[CkptError], dict[str, Any], str]] = {
         "adapter": {"model.embed_tokens.lora_embedding_A": torch.ones(2, 9),
         "model.embed_tokens.lora_embedding_B": torch.ones(4, 2)}, "task_type": "CAUSAL_LM"},
         "ties model.embed_tokens.weight to the head"),
-    "tied embeddings, saved": (UnsupportedError, {"base": BASE | EMBEDDINGS, "adapter": ADAPTER
-        | {"model.embed_tokens.weight": torch.ones(9, 4)}, "model": {"model_type": "llama",
-        "tie_word_embeddings": True}}, "ties model.embed_tokens.weight to the head"),
     "a head unlike the embeddings": (DifferenceError, {"base": BASE | EMBEDDINGS, "adapter": ADAPTER
         | {"model.embed_tokens.weight": torch.ones(9, 4), "lm_head.weight": torch.full((9, 4), 2.0)},
         "model": {"model_type": "llama", "tie_word_embeddings": True}}, "which the base model ties: their bits differ"),
@@ -141,37 +106,38 @@ TENSORS: dict[str, tuple[type[CkptError], dict[str, Any], str]] = {
         "adapter": {"e.lora_A.weight": torch.ones(4, 4), "e.lora_B.weight": torch.ones(6, 4),
         "e.base_layer.lora_A.weight": torch.ones(4, 4), "e.base_layer.lora_B.weight": torch.ones(6, 4)},
         "target_parameters": ["e.w1", "e.w3"]}, "the shapes do not tell which matrices of e are for which of e.w1"),
-    "square experts of an unknown model": (UnsupportedError, {"base": {"e.w": torch.zeros(2, 4, 4)},
-        "adapter": {"e.lora_A.weight": torch.ones(4, 4), "e.lora_B.weight": torch.ones(4, 4)},
-        "target_parameters": ["e.w"]}, "e.w: its matrices are square"),
     "several adapters": (UsageError, {"adapter": {"model.q.lora_A.one.weight": A, "model.q.lora_A.two.weight": A}},
         r"several adapters \(one, two\); choose one with adapter_name"),
-    "an unknown name": (UsageError, {"adapter": {"model.q.lora_A.one.weight": A}, "options": {"adapter_name": "two"}},
-        "no adapter 'two'; the checkpoint has one"),
     "a name where there is none": (UsageError, {"options": {"adapter_name": "two"}}, "without names of adapters"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", TENSORS)
-def test_tensors(name, tmp_path):
-    error, given, said = TENSORS[name]
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_merged(name, tmp_path):
+    error, given, said = REFUSED[name]
     refused(tmp_path, error, said, **given)
 
 
-def test_no_settings(tmp_path):
-    save_file(BASE, tmp_path / "base.safetensors")
-    (tmp_path / "adapter").mkdir()
-    save_file(ADAPTER, tmp_path / "adapter" / "adapter.safetensors")
+@pytest.mark.parametrize("pattern", [r"layers\.(0|1|2|30|31)\.(self_attn|mlp)\..*", r"layers\.\d+\.(?:q|k|v)_proj"])
+def test_patterns_that_people_write(pattern):
+    parsed = parse_config({"peft_type": "LORA", "rank_pattern": {pattern: 2}}, "a.json")
+    parsed.check_quick([f"base_model.model.model.layers.{number}.self_attn.q_proj" for number in range(500)])
+    assert parsed.rank_pattern.values == {pattern: 2}
+
+
+def test_every_setting_of_peft_has_a_rule():
+    known = config._HANDLED | config._NEUTRAL | config._REFUSED.keys()
+    fields = {each.name for each in dataclasses.fields(LoraConfig) if each.init}
+    assert fields - known == set()
+
+
+def test_sources_without_settings_or_as_the_output(tmp_path):
+    base, adapter = tmp_path / "base.safetensors", tmp_path / "adapter"
+    save_file(BASE, base)
+    adapter.mkdir()
+    save_file(ADAPTER, adapter / "adapter_model.safetensors")
     with pytest.raises(UsageError, match=r"no adapter_config.json beside .*adapter; name the folder .* with config="):
-        ckpt_tools.merge_lora(tmp_path / "base.safetensors", tmp_path / "adapter", tmp_path / "out.safetensors")
-
-
-def test_the_output_is_neither_of_the_sources(tmp_path):
-    save_file(BASE, tmp_path / "base.safetensors")
-    (tmp_path / "adapter").mkdir()
-    save_file(ADAPTER, tmp_path / "adapter" / "adapter_model.safetensors")
-    (tmp_path / "adapter" / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2}')
+        ckpt_tools.merge_lora(base, adapter, tmp_path / "out.safetensors")
+    (adapter / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 2}')
     with pytest.raises(ckpt_tools.DestinationExistsError, match="source"):
-        ckpt_tools.merge_lora(
-            tmp_path / "base.safetensors", tmp_path / "adapter", tmp_path / "adapter", to="safetensors", overwrite=True
-        )
+        ckpt_tools.merge_lora(base, adapter, adapter, to="safetensors", overwrite=True)
