@@ -1,7 +1,6 @@
 """The pages on JSON list the keys of every command's object, in order, and these are attributes of the result."""
 
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -105,12 +104,3 @@ def test_keys_are_attributes(model, tmp_path):
                 assert getattr(result, name) == value, (type(result), name)
             else:
                 assert hasattr(result, name), (type(result), name)
-
-
-def test_a_file_whose_name_is_no_text_is_shown_as_the_command_line_shows_it(model):
-    folder = model.parent / "folder"
-    folder.mkdir()
-    model.rename(folder / "m.pt")
-    (folder / os.fsdecode(b"\xff.gguf")).touch()
-    (note,) = ckpt_tools.inspect(folder).to_json()["notes"]
-    assert note["what"] == r"\udcff.gguf"

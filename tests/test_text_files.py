@@ -33,14 +33,7 @@ def read_deepspeed(path: Path) -> Any:
 
 @pytest.mark.parametrize(
     "read",
-    [
-        read_key_map,
-        read_param_order,
-        read_recipe,
-        partial(sources_in, defaults=DEFAULTS),
-        read_config,
-        read_deepspeed,
-    ],
+    [read_key_map, read_param_order, read_recipe, partial(sources_in, defaults=DEFAULTS), read_config, read_deepspeed],
 )
 def test_an_endless_device_is_refused(read):
     with pytest.raises((CkptError, click.BadParameter)) as caught:
