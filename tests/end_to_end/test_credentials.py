@@ -1,13 +1,12 @@
 """No output of a command or function has a credential, wherever in a URL, an option or the environment it stands."""
 
-import io
 import json
 import os
 import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,12 @@ from safetensors.torch import save
 
 import ckpt_tools
 from ckpt_tools import credentials
-from ckpt_tools.cli.main import main
 from ckpt_tools.stores.fsspec import store
 from ckpt_tools.stores.retry import RetryPolicy
 from inference.batch.rows import Columns, Row
 from tests.stores.test_http import serving
 from tests.support.canaries import CANARIES, ENCODED, MISTYPED, OPTIONS, PORT, RAW, URLS, Given, leaks, shown_by
+from tests.support.commands import run_command
 from training.launchers.failures import Failure
 from training.loop.result import RunResult
 
@@ -131,12 +130,10 @@ def _environment(given: Given) -> Iterator[None]:
         yield
 
 
-def _says(words: list[str]) -> tuple[object, str]:
+def _says(words: list[str]) -> tuple[int, str]:
     """Exit code and output of a command line in this process."""
-    out = io.StringIO()
-    with redirect_stdout(out), redirect_stderr(out), pytest.raises(SystemExit) as ended:
-        main(words)
-    return ended.value.code, out.getvalue()
+    done = run_command(*words)
+    return done.code, done.out + done.err
 
 
 def test_no_command_shows_one(request, tmp_path):

@@ -1,10 +1,10 @@
-"""Every bit of every dtype through every pair of formats, judged by the frameworks' loaders; and every float32 cast.
+"""Every bit of every dtype through every pair of formats, judged by the frameworks' loaders.
 
 A tensor of each dtype holds what a careless route would lose: NaNs of any payload and sign, signalling ones too, both
 zeros, subnormals, infinities, and random bits; beside it an element without dims, and tensors without elements.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from itertools import product
 from pathlib import Path
 
@@ -13,13 +13,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import ckpt_tools
 from ckpt_tools.core.dtypes import DType
-from tests.core.test_casts import our_cast, torch_cast
 from tests.support.ranks import for_ranks
 
 State = Mapping[str, torch.Tensor]
@@ -182,35 +180,3 @@ def test_every_bit_of_a_moment(through, tmp_path):
     weights = found["model"] if "model" in found else {"w": found["w"]}
     assert_same({"w": special_bits}, weights)
     assert_same(moments, {name: torch.as_tensor(value) for name, value in found["optim"]["state"]["w"].items()})
-
-
-CHUNK = 1 << 24
-SAMPLED_EVERY = 4093
-"""Without ``--soak``, a prime: the sample has a million patterns, with every exponent and all low bits."""
-
-
-def float32_patterns(every: int) -> Iterator[NDArray[np.uint32]]:
-    """Every so many of the 2**32 bit patterns, in pieces."""
-    for start in range(0, 1 << 32, CHUNK * every):
-        yield np.arange(start, min(start + CHUNK * every, 1 << 32), every, dtype=np.uint64).astype(np.uint32)
-
-
-@pytest.mark.parametrize("target", [DType.BFLOAT16, DType.FLOAT16])
-def test_every_float32_is_cast_as_torch_casts_it(target, request):
-    """All 2**32 of them with ``--soak``."""
-    count = 0
-    for patterns in float32_patterns(1 if request.config.getoption("--soak") else SAMPLED_EVERY):
-        assert np.array_equal(our_cast(patterns, DType.FLOAT32, target), torchs_cast(patterns, target))
-        count += len(patterns)
-    assert count > (1 << 32) // SAMPLED_EVERY
-
-
-def torchs_cast(patterns: NDArray[np.uint32], target: DType) -> NDArray[np.uint16]:
-    """By its vector kernel; for NaNs to bfloat16 by its scalar one, where the two disagree (see ``casts``)."""
-    found = torch_cast(patterns, DType.FLOAT32, target)
-    nans = (patterns & 0x7FFF_FFFF) > 0x7F80_0000
-    if target is DType.BFLOAT16 and nans.any():
-        apart = torch.empty(2 * int(nans.sum()))[::2]
-        apart.copy_(torch.from_numpy(patterns[nans].view(np.float32)))
-        found[nans] = apart.bfloat16().view(torch.int16).numpy().view(np.uint16)
-    return found

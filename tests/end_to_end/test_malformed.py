@@ -26,10 +26,8 @@ from ckpt_tools.errors import (
     CkptError,
     FormatError,
     IncompleteError,
-    MalformedError,
     SourceNotFoundError,
     UnsafeError,
-    UnsupportedError,
 )
 from ckpt_tools.formats.index import find_format, read_manifest
 from ckpt_tools.stores.memory import MemoryStore
@@ -39,6 +37,7 @@ from tests.end_to_end.fuzzing.target import Outcome, execute
 from tests.end_to_end.malformed import carriers, dcp, deepspeed, headers, tensors, zips
 from tests.end_to_end.malformed.case import HOSTILE_NAMES, Case, Read, RefusedError, read_by_library, seed
 from tests.formats.deepspeed import zero_files
+from tests.support.commands import printed
 from tests.support.sweep import spread
 
 CLASSES: dict[str, Callable[[], Iterator[Case]]] = {
@@ -76,7 +75,7 @@ WRONG_PLURAL = re.compile(
 
 STRICTER = (
     "zip field",  # torch looks at the local headers of records too that hold no tensor
-    "gap", "record missing",  # torch wants a version in every archive
+    "record missing",  # torch wants a version in every archive
     "record too long",  # torch reads the archive's alignment, on which nothing depends
     "path", "path of the wrong kind",  # torch's loader wants names that spell their paths
 )  # fmt: skip
@@ -330,27 +329,8 @@ def test_a_terabyte_of_nothing_is_not_read(name, tmp_path):
     assert peak_bytes < (MAX_MEMORY_BYTES if name != "x.safetensors" else 512 << 20)
 
 
-def test_names_that_a_terminal_would_obey_are_shown_as_text(tmp_path, capsys):
-    from ckpt_tools.cli import main
-
+def test_names_that_a_terminal_would_obey_are_shown_as_text(tmp_path):
     names = ["\x1b[2J\x1b]0;owned\x07", "[/bold]", "[link=http://x]y[/link]", "a\rb", "a\nb", "\u202egnp.exe"]
     torch.save({name: torch.zeros(2) for name in names}, tmp_path / "x.pt")
-    with pytest.raises(SystemExit) as ended:
-        main(["inspect", str(tmp_path / "x.pt"), "--tensors"])
-    out, err = capsys.readouterr()
-    assert ended.value.code == 0, err
+    out = printed("inspect", tmp_path / "x.pt", "--tensors")
     assert "\x1b" not in out and "\r" not in out and "\u202e" not in out and "[/bold]" in out
-
-
-def test_objects_in_deep_circles_are_an_error_and_no_crash():
-    """Objects may refer to each other in circles, so that one order of walking is deeper than another: a chain of 100
-    with links both ways, entered at its middle and then at its end, and a tensor that makes the reader walk."""
-    num, weight = 100, tensors.pickled(tensors.tensor())[2:-1] + b"a"
-    links = b""
-    for n in range(num):
-        others = b"".join(b"h%ca" % m for m in (n - 1, n + 1) if 0 <= m < num)
-        links += b"h%c]" % n + others + (weight if n == 0 else b"") + b"b0"
-    made = b"".join(b"cx\ny\n)\x81q%c0" % n for n in range(num))
-    entries = b"X\1\0\0\0ah%csX\1\0\0\0bh\0s" % (num // 2)
-    outcome = execute({"x.pt": tensors.archive(b"\x80\x02" + made + links + b"}" + entries + b".")})
-    assert isinstance(outcome.error, MalformedError | UnsupportedError)

@@ -12,12 +12,11 @@ import pytest
 import torch
 
 import ckpt_tools
-from ckpt_tools.cli.main import main
 from ckpt_tools.core import applicability
 from ckpt_tools.core.option_names import flag
 from ckpt_tools.errors import SourceNotFoundError, UsageError
 from ckpt_tools.formats.applicability import COMPARING, DIFFING, WRITING
-from tests.support.commands import all_commands
+from tests.support.commands import all_commands, run_command
 
 Paths = Mapping[str, Path]
 
@@ -89,24 +88,15 @@ CONVERSIONS: list[tuple[str, str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("source", "to", "options", "said"), CONVERSIONS)
-def test_conversions_refuse_what_does_not_apply(source, to, options, said, made, tmp_path, capsys):
+def test_conversions_refuse_what_does_not_apply(source, to, options, said, made, tmp_path):
     with pytest.raises(UsageError, match=said):
         ckpt_tools.plan(made[source], tmp_path / "out", to=to, **options)
     # And so does the command line.
     (name, value), *_ = options.items()
     words = [] if value is True else ["key=x" if isinstance(value, dict) else str(value)]
     given = ["convert", str(made[source]), str(tmp_path / "out"), "--to", to, flag(name), *words]
-    code, printed = said_by(given, capsys)
-    assert code == 2 and re.search(said, " ".join(printed.split()))
-
-
-def said_by(given: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    """The exit code, and what stands on stderr."""
-    with pytest.raises(SystemExit) as ended:
-        main(given)
-    code = ended.value.code
-    assert isinstance(code, int)
-    return code, capsys.readouterr().err
+    done = run_command(*given)
+    assert done.code == 2 and re.search(said, " ".join(done.err.split()))
 
 
 FITTING: list[tuple[str, str, dict[str, Any]]] = [
@@ -166,10 +156,9 @@ def test_other_verbs_refuse_what_does_not_apply(verb, sources, options, said, ma
         getattr(ckpt_tools, verb)(*(made[source] for source in sources), **{**options, **files})
 
 
-def test_a_storage_option_given_twice_is_refused(capsys):
-    code, said = said_by(["inspect", "s3://b/k", "--storage-option", "key=1", "--storage-option", "key=2"], capsys)
-    assert code == 2
-    assert "'key' is given twice" in said
+def test_a_storage_option_given_twice_is_refused():
+    done = run_command("inspect", "s3://b/k", "--storage-option", "key=1", "--storage-option", "key=2")
+    assert done.code == 2 and "'key' is given twice" in done.err
 
 
 def test_the_tag_and_keys_that_are_not_of_the_source_are_of_the_destination(made, tmp_path):

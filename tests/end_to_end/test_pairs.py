@@ -1,12 +1,10 @@
 """Every pair of options that the help of a command allows is given once, on layouts in turn: it works, or is refused
 with exit code 2 and a sentence that names an option of the two; both, if each works alone."""
 
-import io
 import itertools
 import json
 import shutil
 from collections.abc import Iterator
-from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,8 @@ import torch
 from safetensors.torch import save_file
 
 import ckpt_tools
-from ckpt_tools.cli.main import group, main
+from ckpt_tools.cli.main import group
+from tests.support.commands import run_command
 
 pytestmark = pytest.mark.extended
 
@@ -90,13 +89,11 @@ def run(folder: Path, command: str, layout: str, given: list[list[str]]) -> tupl
     places = [{"SRC": layout, "OUT": "out"}.get(place, place) for place in COMMANDS[command]]
     typed = [word for each in given for word in each]
     to = [] if "--to" in typed else ["--to", "safetensors"]
-    said = io.StringIO()
-    with redirect_stdout(said), redirect_stderr(said), pytest.raises(SystemExit) as ended:
-        main([command, *places, *to, *typed])
+    done = run_command(command, *places, *to, *typed)
     shutil.rmtree(out, ignore_errors=True)
     for beside in folder.glob("out*"):
         beside.unlink() if beside.is_file() else shutil.rmtree(beside)
-    return int(ended.value.code or 0), said.getvalue()
+    return done.code, done.out + done.err
 
 
 def faults(folder: Path, command: str, every: int) -> Iterator[tuple[Any, ...]]:

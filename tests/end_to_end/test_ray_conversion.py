@@ -14,7 +14,7 @@ import pytest
 from ray.cluster_utils import Cluster
 
 import ckpt_tools
-from tests.support.ray_cluster import NODE, cluster, processes
+from tests.support.ray_cluster import cluster, processes
 from tests.support.running import wait_until
 from tests.support.s3_server import ACCESS_KEY, BUCKET, REGION, SECRET_KEY
 from tests.support.sweep import tiered
@@ -106,26 +106,6 @@ def test_a_killed_worker_changes_nothing(large, cluster, tmp_path):
     ckpt_tools.convert(large, tmp_path / "threads", workers=1, **options)
     assert contents(tmp_path / "ray") == contents(tmp_path / "threads")
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
-
-
-@pytest.mark.extended
-def test_a_lost_node_changes_nothing(large, cluster, tmp_path):
-    """With it go the tasks under way there; what it had written is there."""
-    node = cluster.add_node(num_cpus=4, **NODE)
-    lost: list[int] = []
-
-    def lose_it(done: int, total: int) -> None:
-        if not lost and 10 * done >= total:
-            # Nothing more is handed out meanwhile. A busy machine takes seconds to start a worker on the new node.
-            wait_until(lambda: processes(cluster, node))
-            lost.append(len(processes(cluster, node)))
-            cluster.remove_node(node, allow_graceful=False)
-
-    options = {"to": "dcp", "memory": SMALL}
-    ckpt_tools.convert(large, tmp_path / "ray", runner="ray", workers=4, on_progress=lose_it, **options)
-    ckpt_tools.convert(large, tmp_path / "threads", workers=1, **options)
-    assert lost[0] > 0, "somebody worked there"
-    assert contents(tmp_path / "ray") == contents(tmp_path / "threads")
 
 
 @pytest.mark.extended

@@ -1,10 +1,6 @@
 """``--recipe`` in every command: there and back, verified, resumed, and refused before anything is written."""
 
 import json
-import resource
-import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +15,7 @@ from torch import Tensor
 import ckpt_tools
 from ckpt_tools.conversion import prepare
 from ckpt_tools.core.options import Request
-from ckpt_tools.errors import CkptError, DifferenceError, SourceNotFoundError, UsageError
+from ckpt_tools.errors import CkptError, SourceNotFoundError, UsageError
 from ckpt_tools.transfer.journal import fingerprint
 from ckpt_tools.transfer.workers import WorkerPool
 from tests.support import moe
@@ -139,39 +135,7 @@ def test_a_check_takes_names_as_a_conversion_does(made, tmp_path):
         ckpt_tools.check_recipe(state="all", **given)
 
 
-def command(*words: str | Path, limit_bytes: int | None = None) -> subprocess.CompletedProcess[str]:
-    def limited() -> None:
-        if limit_bytes is not None:
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-            resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
-
-    line = [sys.executable, "-m", "ckpt_tools", *map(str, words)]
-    return subprocess.run(line, capture_output=True, text=True, timeout=60, preexec_fn=limited, check=False)
-
-
 SWAPPED = ("(gate:F up:F)", "(up:F gate:F)")
-
-
-@pytest.mark.extended
-def test_a_resumed_run_takes_no_other_recipe(tmp_path):
-    """One file is larger than the system lets the first run write; the others are not."""
-    tensors = {f"{n}.experts.gate_up": torch.randn(2, 512, 256) for n in range(4)}
-    tensors |= {"gate.weight": torch.randn(2), "large": torch.randn(1 << 20)}
-    save_file(tensors, tmp_path / "m.safetensors")
-    (tmp_path / "moe.toml").write_text(moe.RECIPE)
-    (tmp_path / "swapped.toml").write_text(moe.RECIPE.replace(*SWAPPED))
-    words = ("convert", tmp_path / "m.safetensors", tmp_path / "out", "--to", "safetensors")
-    words = (*words, "--max-shard-size", "1MB", "--workers", "1", "--resume", "--quiet")
-    failed = command(*words, "--recipe", tmp_path / "moe.toml", limit_bytes=2 << 20)
-    assert failed.returncode == 5 and "is kept" in failed.stderr, failed.stderr
-    for other in (("--recipe", tmp_path / "swapped.toml"), ()):
-        refused = command(*words, *other)
-        assert refused.returncode == 2 and "other options" in refused.stderr, refused.stderr
-    done = command(*words, "--recipe", tmp_path / "moe.toml")
-    assert done.returncode == 0 and "kept from an earlier run" in done.stdout, done
-    found = {name: each for file in (tmp_path / "out").glob("*.safetensors") for name, each in load_file(file).items()}
-    assert torch.equal(found["3.experts.1.w3.weight"], tensors["3.experts.gate_up"][1, 256:])
-    assert torch.equal(found["large"], tensors["large"])
 
 
 def test_two_recipes_of_the_same_names_are_two_plans(made, tmp_path):
@@ -183,36 +147,6 @@ def test_two_recipes_of_the_same_names_are_two_plans(made, tmp_path):
 
     assert of(moe.RECIPE) == of(f"# the same in other words\n{moe.RECIPE}")
     assert of(moe.RECIPE) != of(moe.RECIPE.replace(*SWAPPED))
-
-
-TIED = 'others = "same"\nmap = [{left = "embed", right = "tokens"}]\ntied = {"head" = "tokens"}\n'
-
-
-def tied(folder: Path, head: Tensor) -> tuple[Path, Path]:
-    """A folder of a model whose configuration ties its head, and a recipe that knows that."""
-    (folder / "tied").mkdir()
-    (folder / "tied" / "config.json").write_text('{"model_type": "m", "tie_word_embeddings": true}')
-    save_file({"embed": torch.ones(3, 2), "head": head}, folder / "tied" / "model.safetensors")
-    (folder / "tied.toml").write_text(TIED)
-    return folder / "tied", folder / "tied.toml"
-
-
-def test_tied_weights_that_differ_are_refused_before_anything_is_written(tmp_path):
-    source, recipe = tied(tmp_path, torch.zeros(3, 2))
-    other, out = tmp_path / "other.safetensors", tmp_path / "out"
-    save_file({"tokens": torch.ones(3, 2)}, other)
-    model = torch.nn.ParameterDict({"tokens": torch.zeros(3, 2)})
-    calls: list[Callable[[], object]] = [
-        lambda: ckpt_tools.convert(source, out, to="safetensors", recipe=recipe),
-        lambda: ckpt_tools.consolidate(source, out, recipe=recipe),
-        lambda: ckpt_tools.verify(source, other, recipe=recipe),
-        lambda: ckpt_tools.diff(source, other, recipe=recipe),
-        lambda: ckpt_tools.load_into(model, None, source, recipe=recipe),
-    ]
-    for call in calls:
-        with pytest.raises(DifferenceError, match=r"head and tokens, which config.json ties: their bits differ"):
-            call()
-    assert not out.exists() and not model["tokens"].any()
 
 
 PADDED = """

@@ -6,16 +6,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
-from transformers import AutoConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 import ckpt_tools
-from ckpt_tools.errors import CkptError, UsageError
 from fixtures import launch
 from fixtures import megatron_models as mm
 from fixtures.megatron_moe_models import MIXTURES, twins
@@ -118,23 +116,14 @@ def on_rank(function: Any, *arguments: Any) -> Any:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "trained" in metafunc.fixturenames:
-        cases = {str(case): case for case in CASES}
-        if metafunc.function is test_rows_are_where_the_code_of_megatron_puts_them:
-            cases = {name: case for name, case in cases.items() if not case.is_mixture}
-        names = tiered(cases, test=(), extended=[name for name in SAMPLE if name in cases])
-        metafunc.parametrize("trained", names, indirect=True, scope="module")
+        metafunc.parametrize("trained", tiered(CASES, test=(), extended=SAMPLE), indirect=True, scope="module")
 
 
 @pytest.fixture(scope="module")
 def trained(request, tmp_path_factory):
-    (case,) = (case for case in CASES if str(case) == request.param)
-    return _train(case, tmp_path_factory.mktemp("megatron"))
-
-
-def _train(case: Case, folder: Path) -> Trained:
-    return Trained(
-        case, folder, on_rank(mm.produce, case.family, case.changes, case.dtype, case.form, case.prefix, folder)
-    )
+    case, folder = request.param, tmp_path_factory.mktemp("megatron")
+    losses = on_rank(mm.produce, case.family, case.changes, case.dtype, case.form, case.prefix, folder)
+    return Trained(case, folder, losses)
 
 
 def test_transformers_computes_the_same_logits(trained, tmp_path):
@@ -177,60 +166,6 @@ def test_all_of_the_state_there_and_back(trained, tmp_path):
         assert not ckpt_tools.diff(trained.run, back).differences
 
 
-def test_rows_are_where_the_code_of_megatron_puts_them(trained, tmp_path):
-    """Each fused tensor is put together anew from those of the hub."""
-    hub = _bits(load_file(trained.hub(tmp_path / "hub") / "model.safetensors"))
-    state = _bits(trained.state)
-    for layer in range(mm.LAYERS):
-        fused = state[f"decoder.layers.self_attention.linear_qkv.weight at ({layer}, 0, 0)"]
-        assert _attention(hub, layer, trained.folder).tobytes() == fused.tobytes()
-        if trained.case.family != "gpt2":
-            parts = [hub[f"model.layers.{layer}.mlp.{part}_proj.weight"] for part in ("gate", "up")]
-            places = (0, len(parts[0]))
-            halves = [state[f"decoder.layers.mlp.linear_fc1.weight at ({layer}, {at}, 0)"] for at in places]
-            assert [half.tobytes() for half in halves] == [part.tobytes() for part in parts]
-
-
-def _bits(tensors: dict[str, Tensor]) -> dict[str, np.ndarray[Any, Any]]:
-    integers = {2: torch.int16, 4: torch.int32}
-    return {name: tensor.view(integers[tensor.itemsize]).numpy() for name, tensor in tensors.items()}
-
-
-def _attention(hub: dict[str, np.ndarray[Any, Any]], layer: int, folder: Path) -> np.ndarray[Any, Any]:
-    """Query, key and value as one tensor: for each group its heads, then its key, then its value."""
-    config = AutoConfig.from_pretrained(folder / "config")
-    heads = config.num_attention_heads
-    if config.model_type == "gpt2":
-        whole = hub[f"transformer.h.{layer}.attn.c_attn.weight"].T
-        return np.ascontiguousarray(whole.reshape(3, heads, -1, len(whole) // 3).swapaxes(0, 1))
-    query, key, value = (hub[f"model.layers.{layer}.self_attn.{part}_proj.weight"] for part in "qkv")
-    groups = config.num_key_value_heads
-    width = len(key) // groups
-    rows = []
-    for group in range(groups):
-        each = heads // groups * width
-        rows += [query[group * each : (group + 1) * each], key[group * width : (group + 1) * width]]
-        rows.append(value[group * width : (group + 1) * width])
-    return np.concatenate(rows)
-
-
-def test_head_that_megatron_does_not_have(tmp_path):
-    """A file of the hub may hold it, as a name with bytes of its own."""
-    tied = _train(Case("llama", "fp32", changes=TIED), tmp_path)
-    hub = tied.hub(tmp_path / "hub")
-    tensors = load_file(hub / "model.safetensors")
-    assert "lm_head.weight" not in tensors
-    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
-    save_file(tensors, hub / "model.safetensors", {"format": "pt"})
-    options: dict[str, Any] = {"to": "megatron", "recipe": tied.case.recipe, "inverse": True}
-    ckpt_tools.convert(hub, tmp_path / "back", **options)
-    assert "output_layer.weight" not in ckpt_tools.open(tmp_path / "back")
-    tensors["lm_head.weight"][3, 5] += 1
-    save_file(tensors, hub / "model.safetensors", {"format": "pt"})
-    with pytest.raises(CkptError, match=r"lm_head.weight"):
-        ckpt_tools.convert(hub, tmp_path / "other", **options)
-
-
 @pytest.fixture(scope="module")
 def from_torch(tmp_path_factory):
     """transformers' model, trained by torch's AdamW with one group, under the names of the hub."""
@@ -262,19 +197,3 @@ def test_another_trainers_state_is_loaded_by_megatron_and_comes_back(from_torch,
     assert found == [(0.002, 0.05, (0.8, 0.9)), (0.002, 0.0, (0.8, 0.9))]
     ckpt_tools.convert(tmp_path / "out", tmp_path / "back.pt", config=from_torch, **options)
     assert not ckpt_tools.diff(from_torch / "state.pt", tmp_path / "back.pt").differences
-
-
-def test_sizes_of_megatron_bridge(tmp_path):
-    """`run_config.yaml` beside the weights; without it the sizes are asked for."""
-    case = Case("qwen3", "fp32")
-    trained = _train(case, tmp_path)
-    (folder,) = trained.run.glob("iter_*")
-    on_rank(mm.drop_arguments, folder)
-    with pytest.raises(UsageError, match="config"):
-        ckpt_tools.convert(trained.run, tmp_path / "none", to="dcp", recipe=case.recipe)
-    sizes = {"num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 16, "vocab_size": mm.VOCABULARY}
-    text = "".join(f"  {name}: {value}\n" for name, value in sizes.items())
-    (folder / "run_config.yaml").write_text(f"model:\n  _target_: megatron.bridge.Qwen3ModelProvider\n{text}")
-    ckpt_tools.convert(trained.run, tmp_path / "out", to="dcp", recipe=case.recipe)
-    with ckpt_tools.open(tmp_path / "out") as found:
-        assert found["model.embed_tokens.weight"].shape == (mm.VOCABULARY, mm.WIDTH)

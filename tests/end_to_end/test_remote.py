@@ -11,13 +11,13 @@ import fsspec
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load, load_file, save_file
+from safetensors.numpy import save_file
 
 import ckpt_tools
-from ckpt_tools.cli.main import main
 from ckpt_tools.errors import CkptError, DestinationExistsError, UsageError
 from ckpt_tools.planning.plan import REMOTE_BYTES
 from ckpt_tools.stores.s3.client import Bucket, S3Options
+from tests.support.commands import run_command
 from tests.support.s3_server import ACCESS_KEY, BUCKET, SECRET_KEY
 from tests.support.sweep import tiered
 
@@ -118,18 +118,6 @@ def dcp(checkpoint):
     return checkpoint(*SOURCES["dcp"]).checkpoint
 
 
-@pytest.fixture
-def command(capsys):
-    """The command line in this process: its exit code, stdout and stderr."""
-
-    def run(*words: str) -> tuple[Any, str, str]:
-        with pytest.raises(SystemExit) as ended:
-            main(words)
-        return ended.value.code, *capsys.readouterr()
-
-    return run
-
-
 def of_bucket(*options: str) -> tuple[str, ...]:
     return ("inspect", "s3://checkpoints/x", *(word for each in options for word in ("--storage-option", each)))
 
@@ -146,10 +134,9 @@ def of_bucket(*options: str) -> tuple[str, ...]:
         (("inspect", "nonsense://bucket/x"), 4, "nonsense"),
     ],
 )
-def test_errors_are_one_sentence(s3, words, code, said, command):
-    ended, _, err = command(*words)
-    assert (ended, "Traceback" in err) == (code, False), err
-    assert said in err
+def test_errors_are_one_sentence(s3, words, code, said):
+    done = run_command(*words)
+    assert (done.code, "Traceback" in done.err, said in done.err) == (code, False, True), done.err
 
 
 def test_every_function_takes_storage_options(s3, tmp_path, monkeypatch):
@@ -236,35 +223,6 @@ def test_shards_are_copied_within_the_service(s3, wide, fetched):
     assert elsewhere.num_tasks < planned.num_tasks
 
 
-HALVES = """
-others = "same"
-[[map]]
-left = { "{name...}.up" = "(top:F rest:F) W" }
-right = { "{name...}.top" = "top W", "{name...}.rest" = "rest W" }
-[[map]]
-left = { "embed" = "(even:2048 odd:2048) (left:1280 right:1280)" }
-right = { "tokens" = "(odd:2048 even:2048) (right:1280 left:1280)" }
-"""
-
-
-@pytest.mark.extended
-def test_parts_of_shards_are_copied_within_the_service(s3, wide, tmp_path):
-    """Halves of an item are ranges of it; quarters with swapped columns are not, and are read."""
-    prefix = s3.new_prefix()
-    s3.upload(f"{prefix}in/", wide / "dcp")
-    (tmp_path / "halves.toml").write_text(HALVES)
-    source, out = f"s3://{BUCKET}/{prefix}in", f"s3://{BUCKET}/{prefix}out.safetensors"
-    report = ckpt_tools.convert(source, out, recipe=tmp_path / "halves.toml")
-    assert ckpt_tools.verify(source, out, recipe=tmp_path / "halves.toml").equal
-    assert report.bytes_copied > 0
-    found, whole = load(s3.files(prefix)["out.safetensors"]), load_file(wide / "in.safetensors")
-    for name in "ab":
-        assert found[f"{name}.top"].tobytes() == whole[f"{name}.up"][:1126].tobytes()
-        assert found[f"{name}.rest"].tobytes() == whole[f"{name}.up"][1126:].tobytes()
-    swapped = np.roll(np.roll(whole["embed"], 2048, axis=0), 1280, axis=1)
-    assert found["tokens"].tobytes() == swapped.tobytes()
-
-
 KILLED = """
 import json, os, sys
 import ckpt_tools
@@ -292,20 +250,6 @@ def kill(source: str | Path, out: str, call: str, number: int, **options: str | 
     assert subprocess.run([sys.executable, "-c", KILLED, *words]).returncode == -9
 
 
-@pytest.mark.extended
-def test_a_run_that_was_killed_while_it_copied_is_resumed(s3, wide):
-    prefix = s3.new_prefix()
-    s3.upload(f"{prefix}in/", wide / "dcp")
-    source, out = f"s3://{BUCKET}/{prefix}in", f"s3://{BUCKET}/{prefix}out.safetensors"
-    kill(source, out, "copy_part", 5)
-    assert s3.open_uploads(prefix) == ["out.safetensors"] and "out.safetensors" not in s3.keys(prefix)
-    report = ckpt_tools.convert(source, out, resume=True)
-    assert report.bytes_recovered > 4 * (5 << 20) and report.bytes_copied > 4 * (5 << 20)
-    assert report.bytes_recovered + report.bytes_written == report.plan.bytes_written
-    assert s3.files(prefix)["out.safetensors"] == (wide / "out.safetensors").read_bytes()
-    assert s3.open_uploads(prefix) == []
-
-
 def test_a_killed_run_is_resumed(s3, tmp_path):
     source = tmp_path / "a.safetensors"
     save_file({"a": np.random.default_rng(2).standard_normal((20 << 20,), np.float32)}, source)
@@ -319,21 +263,6 @@ def test_a_killed_run_is_resumed(s3, tmp_path):
     assert 0 < report.bytes_recovered < 4 * (9 << 20)
     assert report.bytes_recovered + report.bytes_written == report.plan.bytes_written
     assert s3.files(prefix) == {"b.safetensors": (tmp_path / "b.safetensors").read_bytes()}
-    assert s3.open_uploads(prefix) == []
-
-
-@pytest.mark.extended
-def test_a_run_that_was_killed_after_it_published_is_repeated(s3, tmp_path):
-    """With its log and notes still there, its own objects are not taken for the old ones."""
-    torch.save({"a": torch.rand(64)}, tmp_path / "a.pt")
-    prefix = s3.new_prefix()
-    out = f"s3://{BUCKET}/{prefix}out"
-    ckpt_tools.convert(tmp_path / "a.pt", out, to="dcp", world_size=1)
-    kill(tmp_path / "a.pt", out, "complete", 2, to="dcp", overwrite=True)
-    published = {path: data for path, data in s3.files(prefix).items() if "partial" not in path}
-    assert "out/.metadata" in published
-    ckpt_tools.convert(tmp_path / "a.pt", out, to="dcp", overwrite=True, resume=True)
-    assert s3.files(prefix) == published
     assert s3.open_uploads(prefix) == []
 
 

@@ -127,29 +127,17 @@ def bombs() -> dict[str, bytes]:
     deep, wide = 5_000, b"]" + b"".join(b"q%c(h%ch%ce]" % (n, n, n) for n in range(60))
     return {
         "a huge memo index": b"\x80\x02Nr\xff\xff\xff\xff.",
-        "a huge memo index as text": b"\x80\x02Np" + b"9" * 18 + b"\n.",
         "deep lists": b"\x80\x02" + b"]" * deep + b"a" * (deep - 1) + b".",
-        "deep tuples": b"\x80\x02)" + b"\x85" * deep + b".",
-        "deep dicts": b"\x80\x02" + b"}N" * deep + b"}" + b"s" * deep + b".",
         "deep keys": b"\x80\x02})" + b"\x85" * 200 + b"Ns.",
         "deep calls": b"\x80\x02" + b"cx\ny\n" + b")R" * deep + b".",
         "doubled lists": doubled(b"]", b"e", 60),
-        "doubled tuples": b"\x80\x02)" + b"".join(b"q%c0h%ch%c\x86" % (n, n, n) for n in range(60)) + b".",
         "doubled keys": b"\x80\x02})" + b"".join(b"q%c0h%ch%c\x86" % (n, n, n) for n in range(40)) + b"Ns.",
         "a list in itself": b"\x80\x02]q\0h\0a.",
-        "a dict in itself": b"\x80\x02}q\0K\1h\0s.",
-        "a long string": b"\x80\x02X\xff\xff\xff\x7fabc.",
-        "a longer string": b"\x80\x04\x8d" + b"\xff" * 7 + b"\x7fabc.",
-        "long bytes": b"\x80\x04\x8e" + b"\xff" * 7 + b"\x7fabc.",
-        "a long bytearray": b"\x80\x05\x96" + b"\xff" * 7 + b"\x7fabc.",
+        "a long string": b"\x80\x04\x8d" + b"\xff" * 7 + b"\x7fabc.",
         "a long integer": b"\x80\x02\x8b\xff\xff\xff\x7fabc.",
-        "a long frame": b"\x80\x04\x95" + b"\xff" * 8 + b"N.",
         "marks": b"\x80\x02" + b"(" * deep + b".",
         "many dicts": b"\x80\x02]" + b"}a" * 20_000 + b".",
-        "many sets": b"\x80\x04]" + b"\x8fa" * 10_000 + b".",
         "bytes of a size": b"\x80\x02cbuiltins\nbytearray\nJ\xff\xff\xff\x7f\x85R.",
-        "a range": b"\x80\x02cbuiltins\nlist\ncbuiltins\nrange\nJ\xff\xff\xff\x7f\x85R\x85R.",
-        "repeated concatenation": b"\x80\x02coperator\nmul\nX\1\0\0\0xJ\xff\xff\xff\x7f\x86R.",
         "nothing": b"",
         "only a stop": b"\x80\x02.",
         "no stop": b"\x80\x02N",
@@ -158,12 +146,12 @@ def bombs() -> dict[str, bytes]:
         "the extension registry": b"\x80\x02\x82\x01.",
         "a buffer": b"\x80\x05\x97.",
         "os.system": b"\x80\x02cos\nsystem\nX\x05\0\0\0false\x85R.",
-        "collisions": collisions(),
+        "collisions": pickle.dumps({(n * (2**61 - 1), 0): None for n in range(1, 1000)}, 2),
         "wide": b"\x80\x02" + wide + b".",
     }
 
 
-HARMLESS = ("many dicts", "many sets", "bytes of a size", "a range", "repeated concatenation", "os.system", "wide")
+HARMLESS = ("many dicts", "bytes of a size", "os.system", "wide")
 """Those that become values which are never made live, where a checkpoint may hold any value."""
 
 VALUES = ("an object of a DCP",)
@@ -173,12 +161,6 @@ def doubled(make: bytes, extend: bytes, levels: int) -> bytes:
     """A list of two of a list of two of ..."""
     inner = b"]q\0" + b"".join(b"](h%ch%c%sq%c" % (n, n, extend, n + 1) for n in range(levels))
     return b"\x80\x02" + inner + b"."
-
-
-def collisions() -> bytes:
-    """A dict of tuples whose hashes are all the same, as far as they can be made so."""
-    keys = [(n * (2**61 - 1), 0) for n in range(1, 1000)]
-    return pickle.dumps(dict.fromkeys(keys), 2)
 
 
 def odd_values() -> dict[str, bytes]:

@@ -1,10 +1,8 @@
 """Each way to lose files by ``--overwrite``, and each thing that keeps a destination from being replaced."""
 
-import io
 import json
 import os
 from collections.abc import Callable, Mapping
-from contextlib import redirect_stderr, redirect_stdout
 from itertools import product
 from pathlib import Path
 
@@ -12,9 +10,9 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 import ckpt_tools
-from ckpt_tools.cli.main import main
 from ckpt_tools.errors import DestinationExistsError
 from tests.end_to_end.overwrite.checkpoints import FOLDERS, TAG, files_below, made
+from tests.support.commands import printed, run_command
 from tests.support.s3_server import BUCKET
 from tests.support.sweep import tiered
 
@@ -55,18 +53,9 @@ def by_python(src: Path | str, dst: Path | str, to: str | None) -> str:
 
 def by_command(src: Path | str, dst: Path | str, to: str | None) -> str:
     words = ["convert", src, dst, "--overwrite", *([] if to is None else ["--to", to])]
-    ends = [said(*words, *more) for more in ([], ["--dry-run"])]
-    assert [code for code, _, _ in ends] == [8, 8], ends
-    assert ends[0][2] == ends[1][2] and ends[0][2].count("\n") == 1
-    return ends[0][2]
-
-
-def said(*words: Path | str) -> tuple[object, str, str]:
-    """Exit code and output of a command line in this process."""
-    out, err = io.StringIO(), io.StringIO()
-    with redirect_stdout(out), redirect_stderr(err), pytest.raises(SystemExit) as ended:
-        main([str(word) for word in words])
-    return ended.value.code, out.getvalue(), err.getvalue()
+    done, dry = run_command(*words), run_command(*words, "--dry-run")
+    assert (done.code, done.err, done.err.count("\n")) == (8, dry.err, 1)
+    return done.err
 
 
 @pytest.fixture
@@ -289,9 +278,9 @@ def test_the_dry_run_says_what_would_go(two, tmp_path):
     src, dst = two
     size = sum(map(len, files_below(dst).values()))
     command = ["convert", src, dst, "--dry-run", "--to", "zero2", "--overwrite"]
-    code, out, _ = said(*command)
-    assert code == 0 and "removes 3 files" in out and "__1_0.distcp" in out
-    report = json.loads(said(*command, "--json")[1])
+    out = printed(*command)
+    assert "removes 3 files" in out and "__1_0.distcp" in out
+    report = json.loads(printed(*command, "--json"))
     assert (sorted(report["removed_files"]), report["removed_bytes"]) == (sorted(files_below(dst)), size)
 
 
