@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 import ckpt_tools
 from ckpt_tools.core.dtypes import DType
 from tests.support.ranks import for_ranks
+from tests.support.trees import assert_same_tree
 
 State = Mapping[str, torch.Tensor]
 
@@ -123,14 +124,8 @@ LOADERS: Mapping[str, Callable[[Path], State]] = {
 }
 
 
-def bits(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:
-    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return str(tensor.dtype), tuple(tensor.shape), raw
-
-
 def assert_same(wanted: State, found: State) -> None:
-    assert set(found) == set(wanted)
-    assert [name for name in wanted if bits(found[name]) != bits(wanted[name])] == []
+    assert_same_tree(dict(wanted), dict(found))
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,7 @@ from ckpt_tools.core.option_names import on_command_line
 from ckpt_tools.errors import CkptError, IncompleteError, UsageError
 from tests.support.s3_server import BUCKET
 from tests.support.sweep import tiered
+from tests.support.trees import assert_same_tree
 
 V = 50
 TEXT: dict[str, Any] = {
@@ -100,12 +101,7 @@ def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        assert found[name].dtype == tensor.dtype, name
-        # Bits, because tensors may hold NaN.
-        one, other = (each.contiguous().flatten().view(torch.uint8) for each in (found[name], tensor))
-        assert found[name].shape == tensor.shape and torch.equal(one, other), name
+    assert_same_tree(dict(wanted), dict(found))
 
 
 @pytest.mark.parametrize("family", tiered(FAMILIES, ["llama", "qwen3_moe", "deepseek_v3"], ["qwen2"]))

@@ -13,6 +13,7 @@ from torch import nn
 
 import ckpt_tools
 from ckpt_tools.cli.main import group
+from tests.support.trees import assert_same_tree
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
 
@@ -51,16 +52,7 @@ def run(report: ckpt_tools.ConvertReport, **names: Any) -> dict[str, Any]:
 
 def assert_same(found: Any, expected: Any) -> None:
     """The same tree, tensors by their bits."""
-    assert type(found) is type(expected) or isinstance(found, dict)
-    if isinstance(expected, torch.Tensor):
-        assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
-        assert found.reshape(-1).view(torch.uint8).tolist() == expected.reshape(-1).view(torch.uint8).tolist()
-    elif isinstance(expected, Mapping):
-        assert found.keys() == expected.keys()
-        for key, value in expected.items():
-            assert_same(found[key], value)
-    else:
-        assert found == expected
+    assert_same_tree(*(dict(each) if isinstance(each, Mapping) else each for each in (expected, found)))
 
 
 def assert_resumed(names: Mapping[str, Any]) -> None:

@@ -38,6 +38,7 @@ from tests.end_to_end.malformed import carriers, dcp, deepspeed, headers, tensor
 from tests.end_to_end.malformed.case import HOSTILE_NAMES, Case, Read, RefusedError, read_by_library, seed
 from tests.formats.deepspeed import zero_files
 from tests.support.commands import printed
+from tests.support.files import write_files
 from tests.support.sweep import spread
 
 CLASSES: dict[str, Callable[[], Iterator[Case]]] = {
@@ -228,14 +229,6 @@ def test_no_element_is_read_before_the_refusal(name):
 # On a disk
 
 
-def written(folder: Path, files: dict[str, bytes]) -> Path:
-    for path, data in files.items():
-        target = folder / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(data)
-    return folder
-
-
 def refused(folder: Path, *errors: type[CkptError]) -> None:
     """Opening it and reading it through is, in bounded time of the processor."""
     begun = time.process_time()
@@ -260,7 +253,7 @@ LINKED = {
 @pytest.mark.parametrize("name", LINKED)
 @pytest.mark.parametrize("target", ["outside", "relative", "/dev/zero", "itself", "no"])
 def test_links_that_lead_out_are_not_followed(name, target, tmp_path):
-    folder = written(tmp_path / "checkpoint", dict(seed(name)))
+    folder = write_files(tmp_path / "checkpoint", dict(seed(name)))
     path = folder / LINKED[name]
     outside = tmp_path / "outside"
     path.rename(outside)
@@ -272,7 +265,7 @@ def test_links_that_lead_out_are_not_followed(name, target, tmp_path):
 @pytest.mark.parametrize("name", LINKED)
 @pytest.mark.parametrize("kind", ["pipe", "socket", "folder"])
 def test_what_is_no_file_is_not_opened(name, kind, tmp_path, monkeypatch):
-    folder = written(tmp_path / "c", dict(seed(name)))
+    folder = write_files(tmp_path / "c", dict(seed(name)))
     path = folder / LINKED[name]
     path.unlink()
     if kind == "pipe":
@@ -288,9 +281,11 @@ def test_what_is_no_file_is_not_opened(name, kind, tmp_path, monkeypatch):
 
 def test_a_linked_folder_is_not_entered(tmp_path):
     files = dict(seed("universal"))
-    written(tmp_path / "outside", {path.rpartition("/")[2]: data for path, data in files.items() if "/a.bias/" in path})
+    write_files(
+        tmp_path / "outside", {path.rpartition("/")[2]: data for path, data in files.items() if "/a.bias/" in path}
+    )
     inside = {path: data for path, data in files.items() if "/a.bias/" not in path}
-    folder = written(tmp_path / "c", inside)
+    folder = write_files(tmp_path / "c", inside)
     (folder / zero_files.TAG / "zero" / "a.bias").symlink_to(tmp_path / "outside")
     refused(folder, IncompleteError)
 
@@ -298,8 +293,8 @@ def test_a_linked_folder_is_not_entered(tmp_path):
 @pytest.mark.parametrize("name", ["zero1", "universal"])
 @pytest.mark.parametrize("hostile", [name for name in HOSTILE_NAMES if "\0" not in name])
 def test_latest_chooses_no_folder_outside(name, hostile, tmp_path):
-    written(tmp_path, {path.replace(zero_files.TAG, "x"): data for path, data in seed(name).items()})
-    folder = written(tmp_path / "checkpoint", dict(seed(name)))
+    write_files(tmp_path, {path.replace(zero_files.TAG, "x"): data for path, data in seed(name).items()})
+    folder = write_files(tmp_path / "checkpoint", dict(seed(name)))
     next(folder.glob("latest*")).write_text(hostile)
     refused(folder, UnsafeError)
 
@@ -317,8 +312,7 @@ SPARSE = {
 @pytest.mark.parametrize("name", SPARSE)
 def test_a_terabyte_of_nothing_is_not_read(name, tmp_path):
     """A file with holes costs its maker nothing."""
-    folder = written(tmp_path / "c", dict(seed("zero1")) if name == "latest" else {})
-    folder.mkdir(exist_ok=True)
+    folder = write_files(tmp_path / "c", dict(seed("zero1")) if name == "latest" else {})
     (folder / name).write_bytes(SPARSE[name])
     os.truncate(folder / name, 1 << 40)
     tracemalloc.start()

@@ -14,6 +14,7 @@ import pytest
 from ray.cluster_utils import Cluster
 
 import ckpt_tools
+from tests.support.files import files_below
 from tests.support.ray_cluster import cluster, processes
 from tests.support.running import wait_until
 from tests.support.s3_server import ACCESS_KEY, BUCKET, REGION, SECRET_KEY
@@ -46,12 +47,6 @@ def larger(tmp_path_factory):
     return made_in(tmp_path_factory.mktemp("larger"), num_tensors=4, num_rows=4000)
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    if folder.is_file():
-        return {folder.name: folder.read_bytes()}
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 def kill_workers_at(cluster: Cluster, percents: list[int]) -> Callable[[int, int], None]:
     """Progress that ends the first worker it finds, as the kernel would, each time that so much is done."""
     left = list(percents)
@@ -78,7 +73,7 @@ def test_the_bytes_are_those_that_threads_write(to, checkpoint, cluster, tmp_pat
     )
     assert on_ray.plan == planned
     on_threads = ckpt_tools.convert(made, tmp_path / "threads" / name, to=to)
-    assert contents(tmp_path / "ray" / name) == contents(tmp_path / "threads" / name)
+    assert files_below(tmp_path / "ray" / name) == files_below(tmp_path / "threads" / name)
     assert on_ray.bytes_written == on_threads.bytes_written
     # Where an item's elements start is found by each process that reads of it, and by two threads that come at once.
     assert 0.9 * on_threads.bytes_read < on_ray.bytes_read < 2 * on_threads.bytes_read
@@ -104,7 +99,7 @@ def test_a_killed_worker_changes_nothing(large, cluster, tmp_path):
         large, tmp_path / "ray", runner="ray", workers=2, on_progress=kill_workers_at(cluster, [5, 50]), **options
     )
     ckpt_tools.convert(large, tmp_path / "threads", workers=1, **options)
-    assert contents(tmp_path / "ray") == contents(tmp_path / "threads")
+    assert files_below(tmp_path / "ray") == files_below(tmp_path / "threads")
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
@@ -121,7 +116,7 @@ def test_from_s3_to_s3_with_a_worker_killed(larger, cluster, s3_server, tmp_path
     done = ckpt_tools.convert(f"{root}in", f"{root}out", **on_ray, on_progress=kill_workers_at(cluster, [30]))
     assert done.plan == planned
     ckpt_tools.convert(larger, storage, to="dcp")
-    assert s3_server.files(f"{prefix}out/") == contents(storage)
+    assert s3_server.files(f"{prefix}out/") == files_below(storage)
     assert not s3_server.open_uploads(prefix)
 
 
@@ -136,7 +131,7 @@ def test_the_command_prints_its_report_alone(large, cluster, tmp_path):
     words = ["convert", large, tmp_path / "out", "--to", "safetensors", "--memory", SMALL, "--json", "--quiet"]
     done = run(*words, "--runner", "ray", "--address", cluster.address, "--workers", "2")
     assert (done.returncode, done.stderr) == (0, "")
-    assert json.loads(done.stdout)["bytes_written"] == sum(map(len, contents(tmp_path / "out").values()))
+    assert json.loads(done.stdout)["bytes_written"] == sum(map(len, files_below(tmp_path / "out").values()))
     again = run(*words, "--runner", "ray", "--address", cluster.address)
     assert again.returncode == 8 and again.stdout == "" and again.stderr.count("\n") == 1
 

@@ -20,6 +20,7 @@ from ckpt_tools.transfer.journal import fingerprint
 from ckpt_tools.transfer.workers import WorkerPool
 from tests.support import moe
 from tests.support.ranks import for_ranks
+from tests.support.trees import assert_same_tree
 
 
 @dataclass(frozen=True)
@@ -46,14 +47,9 @@ def made(tmp_path_factory):
     return Made(folder, *moe.write(folder))
 
 
-def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    assert [name for name in wanted if not torch.equal(found[name], wanted[name])] == []
-
-
 def test_weights_are_those_of_slices(made, tmp_path):
     report = ckpt_tools.convert(made.source, tmp_path / "out", to="safetensors", recipe=made.recipe)
-    assert_equal(load_file(tmp_path / "out" / "model.safetensors"), made.weights)
+    assert_same_tree(load_file(tmp_path / "out" / "model.safetensors"), made.weights)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "tinymoe"
     assert report.num_tensors == len(made.weights)
     assert report.plan.recipe == ckpt_tools.UsedRecipe("moe", False, "fused", "apart")
@@ -63,13 +59,13 @@ def test_optimizer_state_follows(made, tmp_path):
     """torch's own AdamW takes the file, and computes what slices give."""
     ckpt_tools.convert(made.source, tmp_path / "out.pt", state="all", recipe=made.recipe)
     found = torch.load(tmp_path / "out.pt", weights_only=True)
-    assert_equal(found["model"], made.weights)
+    assert_same_tree(found["model"], made.weights)
     model = moe.Apart()
     model.load_state_dict(found["model"])
     optimizer = moe.adamw(model)
     kept = found["optimizer"]["state"]
     for slot in ("exp_avg", "exp_avg_sq"):
-        assert_equal({name: kept[name][slot] for name in kept}, made.state(slot))
+        assert_same_tree({name: kept[name][slot] for name in kept}, made.state(slot))
     state = {number: kept[name] for number, (name, _) in enumerate(model.named_parameters())}
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
     assert_next_losses(model, optimizer)
@@ -98,7 +94,7 @@ def test_there_and_back(to, made, tmp_path):
     assert ckpt_tools.diff(made.source, there, recipe=made.recipe, state="model").equal
     assert ckpt_tools.diff(there, made.source, state="model", **taken).equal
     found = torch.load(back, weights_only=True)["model"]
-    assert_equal(found, dict(made.model.state_dict()))
+    assert_same_tree(found, dict(made.model.state_dict()))
 
 
 def test_a_difference_is_found(made, tmp_path):

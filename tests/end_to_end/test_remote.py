@@ -18,6 +18,7 @@ from ckpt_tools.errors import CkptError, DestinationExistsError, UsageError
 from ckpt_tools.planning.plan import REMOTE_BYTES
 from ckpt_tools.stores.s3.client import Bucket, S3Options
 from tests.support.commands import run_command
+from tests.support.files import files_below
 from tests.support.s3_server import ACCESS_KEY, BUCKET, SECRET_KEY
 from tests.support.sweep import tiered
 
@@ -55,12 +56,6 @@ def uploaded(s3_server):
     return url_of
 
 
-def local_files(path: Path) -> dict[str, bytes]:
-    if path.is_file():
-        return {"": path.read_bytes()}
-    return {each.relative_to(path).as_posix(): each.read_bytes() for each in path.rglob("*") if each.is_file()}
-
-
 @pytest.mark.parametrize(
     ("source", "target"),
     tiered(
@@ -73,17 +68,17 @@ def test_cell(source, target, checkpoint, s3, uploaded, tmp_path):
     made = checkpoint(*SOURCES[source]).checkpoint
     name, options = TARGETS[target]
     ckpt_tools.convert(made, tmp_path / "expected" / name, **options)
-    expected = local_files(tmp_path / "expected" / name)
+    expected = files_below(tmp_path / "expected" / name)
     assert expected
 
     ckpt_tools.convert(uploaded(made), tmp_path / "down" / name, **options)
-    assert local_files(tmp_path / "down" / name) == expected
+    assert files_below(tmp_path / "down" / name) == expected
     for from_ in (made, uploaded(made)):
         prefix = s3.new_prefix()
         report = ckpt_tools.convert(from_, f"s3://{BUCKET}/{prefix}{name}", **options)
         assert report.destination == f"s3://{BUCKET}/{prefix}{name}"
         files = s3.files(prefix)
-        assert {path.removeprefix(name).lstrip("/"): data for path, data in files.items()} == expected
+        assert {path.removeprefix(name).lstrip("/") or ".": data for path, data in files.items()} == expected
         assert s3.open_uploads(prefix) == []
 
 
@@ -275,10 +270,10 @@ def memory():
 
 
 def test_any_store_of_fsspec(dcp, memory, tmp_path):
-    for path, data in local_files(dcp).items():
+    for path, data in files_below(dcp).items():
         memory.pipe_file(f"/ckpt/{path}", data)
     ckpt_tools.convert(dcp, tmp_path / "expected", to="zero2", world_size=2)
-    expected = local_files(tmp_path / "expected")
+    expected = files_below(tmp_path / "expected")
     ckpt_tools.convert("memory://ckpt", "memory://out", to="zero2", world_size=2)
     assert {path.removeprefix("/out/"): memory.cat_file(path) for path in memory.find("/out")} == expected
     ckpt_tools.convert("memory://out", "memory://one/whole.pt", state="all", workers=3)
@@ -293,7 +288,7 @@ def test_any_store_of_fsspec(dcp, memory, tmp_path):
 def test_a_plan_says_the_memory_that_a_conversion_takes(dcp, memory, tmp_path, is_remote_source, workers, monkeypatch):
     """A remote URL on either side means a client, and more threads, of which each has buffers."""
     monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1})
-    for path, data in local_files(dcp).items():
+    for path, data in files_below(dcp).items():
         memory.pipe_file(f"/ckpt/{path}", data)
     source, target = ("memory://ckpt", tmp_path / "out") if is_remote_source else (dcp, "memory://out")
     planned = ckpt_tools.plan(source, target, to="zero2", workers=workers)
@@ -316,7 +311,7 @@ def test_replacing_in_a_store_of_fsspec(dcp, memory, tmp_path):
 
 
 def test_a_failing_source_leaves_nothing_in_a_store_of_fsspec(dcp, memory):
-    for path, data in local_files(dcp).items():
+    for path, data in files_below(dcp).items():
         memory.pipe_file(f"/ckpt/{path}", data if path == ".metadata" else data[: len(data) // 2])
     with pytest.raises(CkptError):
         ckpt_tools.convert("memory://ckpt", "memory://out", to="zero2", world_size=2, workers=4)

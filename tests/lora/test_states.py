@@ -16,13 +16,13 @@ from fixtures import launch
 from tests.lora import models, runs
 from tests.lora.models import CASES, Case
 from tests.support.sweep import tiered
+from tests.support.trees import assert_same_tree
 
 FILE = "adapter_model.safetensors"
 
 
 def assert_same(one: Path, other: Path) -> None:
-    found, wanted = load_file(one), load_file(other)
-    assert {*found} == {*wanted} and all(torch.equal(tensor, wanted[name]) for name, tensor in found.items())
+    assert_same_tree(load_file(other), load_file(one))
 
 
 def logits(model: Any) -> torch.Tensor:

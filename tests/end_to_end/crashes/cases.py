@@ -15,6 +15,7 @@ import ckpt_tools
 from ckpt_tools.core.options import parse_size
 from ckpt_tools.errors import MemoryBudgetError
 from tests.end_to_end.crashes.runs import Runs
+from tests.support.files import files_below, write_files
 from tests.support.ranks import for_ranks
 
 SOURCES = {
@@ -71,19 +72,11 @@ class Case:
     def put(self, files: dict[str, bytes]) -> None:
         """Something was there before."""
         self.clear()
-        for name, data in files.items():
-            path = self.folder / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data)
+        write_files(self.folder, files)
 
     def visible(self) -> dict[str, bytes]:
         """Every file that somebody who looks for a checkpoint sees."""
-        return {path: data for path, data in contents(self.folder).items() if not path.startswith(".out")}
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    """Every file below the folder."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+        return {path: data for path, data in files_below(self.folder).items() if not path.startswith(".out")}
 
 
 def done_bytes(log: bytes) -> int:
@@ -123,11 +116,11 @@ def make_case(name: str, sources: Path, folder: Path, runs: Runs) -> Case:
     start = ("convert", sources / SOURCES[source][0], folder / output, *options, "--workers", "1", "--quiet")
     words = (*start, "--memory", str(_least_memory(start)))
     runs.warm("convert", sources / "other" / SOURCES[source][0], *words[2:])
-    old = contents(folder)
+    old = files_below(folder)
     shutil.rmtree(folder)
     folder.mkdir()
     runs.warm(*words)
-    return Case(folder, output, words, contents(folder), old)
+    return Case(folder, output, words, files_below(folder), old)
 
 
 def _least_memory(words: tuple[str | Path, ...]) -> int:

@@ -23,9 +23,10 @@ import torch
 from safetensors.torch import save_file
 
 from ckpt_tools.stores.marker_files import is_marker
-from tests.end_to_end.crashes.cases import SOURCES, contents, done_bytes, make_sources
+from tests.end_to_end.crashes.cases import SOURCES, done_bytes, make_sources
 from tests.end_to_end.crashes.runs import Call, Runs
 from tests.support.fault_proxy import FaultProxy, running_fault_proxy
+from tests.support.files import files_below, write_files
 from tests.support.s3_server import BUCKET, S3Server
 from tests.support.sweep import spread
 
@@ -47,13 +48,10 @@ class LocalSite:
         folder.mkdir()
 
     def files(self) -> dict[str, bytes]:
-        return contents(self.folder)
+        return files_below(self.folder)
 
     def put(self, files: Mapping[str, bytes]) -> None:
-        for name, data in files.items():
-            path = self.folder / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data)
+        write_files(self.folder, files)
 
     def versions(self) -> object:
         """Something else if any byte of any file is."""
@@ -263,7 +261,7 @@ def bench(s3_server, tmp_path_factory):
     make_sources(local.folder)
     make_weights(local.folder, 1)
     make_weights(local.folder / "other", 2)
-    remote.put(contents(local.folder))
+    remote.put(files_below(local.folder))
     with running_fault_proxy(s3_server) as proxy:
         runs = Runs(folder / "runs", {**s3_server.environment, "AWS_ENDPOINT_URL": proxy.endpoint})
         yield Bench(folder, s3_server, proxy, runs, {"local": local, "s3": remote})

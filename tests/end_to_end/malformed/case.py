@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
 from ckpt_tools.errors import CkptError, FormatError
 from tests.end_to_end.fuzzing import corpus
+from tests.support.files import write_files
 
 Files = Mapping[str, bytes]
 Errors = tuple[type[CkptError], ...]
@@ -115,9 +116,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _of_dcp(files: Files, folder: Path) -> Iterator[Tensor]:
-    for path, data in files.items():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_bytes(data)
+    write_files(folder, files)
     state: dict[str, Any] = {}
     _load_state_dict(state, FileSystemReader(folder), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
     yield from _tensors(state)

@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 import ckpt_tools
+from tests.support.files import files_below
 
 FOLDERS = ("dcp", "zero1", "zero2", "zero3", "universal", "safetensors", "torch", "sharded")
 SUFFIXES = {"safetensors": ".safetensors", "torch": ".pt"}
@@ -54,8 +55,3 @@ def _state() -> dict[str, object]:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-
-
-def files_below(folder: Path) -> dict[str, bytes]:
-    found = (path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}

@@ -11,8 +11,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import ckpt_tools
 from ckpt_tools.errors import DestinationExistsError
-from tests.end_to_end.overwrite.checkpoints import FOLDERS, TAG, files_below, made
+from tests.end_to_end.overwrite.checkpoints import FOLDERS, TAG, made
 from tests.support.commands import printed, run_command
+from tests.support.files import files_below, write_files
 from tests.support.s3_server import BUCKET
 from tests.support.sweep import tiered
 
@@ -21,10 +22,7 @@ Tree = Mapping[str, object]
 
 def put(folder: Path, name: str) -> Path:
     """A checkpoint of that format."""
-    for path, data in made().folders[name].items():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_bytes(data)
-    return folder
+    return write_files(folder, made().folders[name])
 
 
 def write(path: Path, text: str = "mine") -> Path:
