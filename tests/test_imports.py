@@ -118,9 +118,8 @@ def test_the_command_line_knows_the_public_api_alone():
         there = inside(found.target)
         return found.for_types or there in {"", *EVERYWHERE, *LIGHT} or package_of(found.target) == "cli"
 
-    ours = [found for found in AMONG_US if package_of(found.module) == "cli"]
-    assert ours
-    assert not listing([found for found in ours if not allowed(found)])
+    imports = [found for found in AMONG_US if package_of(found.module) == "cli"]
+    assert imports and not listing([found for found in imports if not allowed(found)])
 
 
 def first(module: str) -> str:
@@ -128,6 +127,10 @@ def first(module: str) -> str:
 
 
 BESIDE = {"fixtures", "benchmarks", "tests"}
+
+
+def ours(found: Import) -> bool:
+    return first(found.module) == PACKAGE
 
 
 FORBIDDEN: dict[str, Callable[[Import], bool]] = {
@@ -140,21 +143,17 @@ FORBIDDEN: dict[str, Callable[[Import], bool]] = {
         first(found.module) == "training" and first(found.target) in {"inference", *BESIDE}
     ),
     "of training or inference by the converter": lambda found: (
-        first(found.module) == PACKAGE and first(found.target) in {"training", "inference", *BESIDE}
+        ours(found) and first(found.target) in {"training", "inference", *BESIDE}
     ),
     "of torch, but in its own package": lambda found: (
-        first(found.module) == PACKAGE
-        and first(found.target) == "torch"
-        and not (found.for_types or package_of(found.module) == "torch")
+        ours(found) and first(found.target) == "torch" and not (found.for_types or package_of(found.module) == "torch")
     ),
-    "of deepspeed": lambda found: first(found.module) == PACKAGE and first(found.target) == "deepspeed",
+    "of deepspeed": lambda found: ours(found) and first(found.target) == "deepspeed",
     "of a framework before it is needed": lambda found: (
-        first(found.module) == PACKAGE and found.early and first(found.target) in FRAMEWORKS
+        ours(found) and found.early and first(found.target) in FRAMEWORKS
     ),
     "of tools of tests, but in what is for tests": lambda found: (
-        first(found.module) == PACKAGE
-        and first(found.target) in {"pytest", "hypothesis"}
-        and package_of(found.module) != "testing"
+        ours(found) and first(found.target) in {"pytest", "hypothesis"} and package_of(found.module) != "testing"
     ),
 }
 
@@ -203,8 +202,8 @@ def test_rooms_import_only_what_their_table_allows(tree):
     assert here == table.keys() | ROOTS[tree]
     assert {path.parent.name for path in (ROOT / tree).glob("*/*.py")} == table.keys()
     list(TopologicalSorter(table).static_order())
-    ours = [(room, found) for found in IMPORTS if (room := room_of(tree, found.module)) in table]
-    wrong = [found for room, found in ours if room_of(tree, found.target) not in {None, room, *table[f"{room}"]}]
+    imports = [(room, found) for found in IMPORTS if (room := room_of(tree, found.module)) in table]
+    wrong = [found for room, found in imports if room_of(tree, found.target) not in {None, room, *table[f"{room}"]}]
     assert not listing(wrong)
 
 
@@ -230,6 +229,6 @@ def test_the_package_and_the_command_line_load_next_to_nothing():
 
 
 def test_every_module_together_loads_no_framework():
-    ours = [name for name in MODULES if first(name) == PACKAGE and inside(name) != "__main__"]
-    names = [name for name in ours if package_of(name) != "testing"]
+    modules = [name for name in MODULES if first(name) == PACKAGE and inside(name) != "__main__"]
+    names = [name for name in modules if package_of(name) != "testing"]
     assert not loaded_after("\n".join(f"import {name}" for name in names)) & FRAMEWORKS

@@ -28,8 +28,7 @@ def source(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "index",
-    ["0:2, :", "...", "-1", "3, ..., 2", "::-1, 5:1:-2", "5:5", "10:30, 2:28, :", " 1 , : "],
+    "index", ["0:2, :", "...", "-1", "3, ..., 2", "::-1, 5:1:-2", "5:5", "10:30, 2:28, :", " 1 , : "]
 )
 def test_a_part_is_that_of_numpy(index, source):
     expected = eval(f"WHOLE[{index}]")

@@ -22,13 +22,7 @@ import torch
 import ckpt_tools
 from ckpt_tools.core.manifest import StateKey
 from ckpt_tools.core.options import ReadOptions
-from ckpt_tools.errors import (
-    CkptError,
-    FormatError,
-    IncompleteError,
-    SourceNotFoundError,
-    UnsafeError,
-)
+from ckpt_tools.errors import CkptError, FormatError, IncompleteError, SourceNotFoundError, UnsafeError
 from ckpt_tools.formats.index import find_format, read_manifest
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.source import Source

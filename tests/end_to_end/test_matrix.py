@@ -197,10 +197,7 @@ def test_another_format_becomes_verls(checkpoint, tmp_path):
     assert not hasattr(model["keepsakes.table32"], "to_local")
 
 
-FULL_FILES = [
-    ("fsdp2", "whole.pt", "zero2", "zero2-fp32"),
-    _other("zero3-fp32", "whole.safetensors", "dcp", "fsdp2"),
-]
+FULL_FILES = [("fsdp2", "whole.pt", "zero2", "zero2-fp32"), _other("zero3-fp32", "whole.safetensors", "dcp", "fsdp2")]
 
 
 @pytest.mark.parametrize(("source", "file", "to", "kind"), FULL_FILES)

@@ -36,7 +36,7 @@ NOT_RUN = {
 }  # fmt: skip
 
 REFUSED = {
-    "spam": "there are several optimizers",  # one is the state of its warm-up
+    "spam": "there are several optimizers"  # one is the state of its warm-up
 }
 
 LOST_IN_DCP = {"scion", "scionlight"}  # an option that is an empty dict

@@ -104,11 +104,7 @@ class Runs:
         assert self._ask(warm=True, words=[*map(str, words), "--json"])["code"] == 0
 
     def run(
-        self,
-        *words: str | Path,
-        strace: Sequence[str] = (),
-        short: tuple[str, int] | None = None,
-        prompt: bool = True,
+        self, *words: str | Path, strace: Sequence[str] = (), short: tuple[str, int] | None = None, prompt: bool = True
     ) -> Ended:
         """Run the command, with these options of strace; the call ``short`` moves half of what it could."""
         full = [*map(str, words), "--json"]

@@ -17,8 +17,7 @@ POINTS_IN_SAMPLE = 3
 
 MODES = [(name, mode) for name in CASES for mode in ("fresh", "overwrite")]
 BOTH = pytest.mark.parametrize(
-    ("name", "mode"),
-    tiered(MODES, test=["file-fresh", "dcp-overwrite"], extended=["file-overwrite", "zero3-fresh"]),
+    ("name", "mode"), tiered(MODES, test=["file-fresh", "dcp-overwrite"], extended=["file-overwrite", "zero3-fresh"])
 )
 """A folder and a single file, and others that differ in how they are published."""
 WRITERS = pytest.mark.parametrize("name", tiered(CASES, test=["dcp"], extended=["file", "universal"]))
