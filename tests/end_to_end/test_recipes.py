@@ -145,27 +145,6 @@ def test_two_recipes_of_the_same_names_are_two_plans(made, tmp_path):
     assert of(moe.RECIPE) != of(moe.RECIPE.replace(*SWAPPED))
 
 
-PADDED = """
-[[map]]
-left  = { "embed" = "(V:4 pad:3) H" }
-right = { "tokens" = "V H" }
-"""
-
-
-def test_padding_is_zeros_for_every_command(tmp_path):
-    save_file({"tokens": torch.ones(4, 2)}, tmp_path / "m.safetensors")
-    (tmp_path / "padded.toml").write_text(PADDED)
-    options: dict[str, Any] = {"recipe": tmp_path / "padded.toml", "inverse": True}
-    ckpt_tools.convert(tmp_path / "m.safetensors", tmp_path / "dcp", to="dcp", world_size=2, **options)
-    wanted = torch.cat([torch.ones(4, 2), torch.zeros(3, 2)])
-    assert torch.equal(ckpt_tools.open(tmp_path / "dcp")["embed"].torch(), wanted)
-    assert ckpt_tools.verify(tmp_path / "m.safetensors", tmp_path / "dcp", **options).equal
-    assert ckpt_tools.diff(tmp_path / "m.safetensors", tmp_path / "dcp", **options).equal
-    model = torch.nn.ParameterDict({"embed": torch.full((7, 2), 9.0)})
-    ckpt_tools.load_into(model, None, tmp_path / "m.safetensors", **options)
-    assert torch.equal(model["embed"], wanted)
-
-
 @pytest.mark.parametrize("where", ["beside", "above", "named"])
 def test_sizes_are_in_the_configuration(where, made, tmp_path):
     """Beside the file, above the folder or where ``config`` says; a wrong one is refused."""

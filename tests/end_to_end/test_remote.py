@@ -13,7 +13,7 @@ import torch
 from safetensors.numpy import save_file
 
 import ckpt_tools
-from ckpt_tools.errors import CkptError, DestinationExistsError, UsageError
+from ckpt_tools.errors import CkptError
 from ckpt_tools.planning.plan import REMOTE_BYTES
 from ckpt_tools.stores.s3.client import Bucket, S3Options
 from tests.support.commands import run_command
@@ -181,15 +181,6 @@ def fetched(monkeypatch):
     return found
 
 
-def test_opening_is_lazy(dcp, s3, uploaded, fetched):
-    opened, local = ckpt_tools.open(uploaded(dcp)), ckpt_tools.open(dcp)
-    assert len(fetched) <= 4
-    for name in local:
-        assert opened[name][...].tobytes() == local[name][...].tobytes()
-    # Small items share blocks, so that there are far fewer requests than items.
-    assert len(fetched) < len(local)
-
-
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory):
     """A DCP of two ranks, 84 MiB: shards of 20 and 11 MiB, between which there is a little."""
@@ -289,18 +280,6 @@ def test_a_plan_says_the_memory_that_a_conversion_takes(dcp, memory, tmp_path, i
     local = ckpt_tools.plan(dcp, tmp_path / "other", to="zero2", workers=workers)
     more = planned.peak_memory_bytes - local.peak_memory_bytes
     assert more >= REMOTE_BYTES and (more > REMOTE_BYTES) is (workers is None)
-
-
-def test_replacing_in_a_store_of_fsspec(dcp, memory, tmp_path):
-    ckpt_tools.convert(dcp, "memory://out", to="dcp")
-    before = set(memory.find("/out"))
-    with pytest.raises(DestinationExistsError):
-        ckpt_tools.convert(dcp, "memory://out", to="safetensors")
-    assert set(memory.find("/out")) == before
-    ckpt_tools.convert(dcp, "memory://out", to="safetensors", overwrite=True)
-    assert memory.find("/out") == ["/out/model.safetensors"]
-    with pytest.raises(UsageError, match="resume=True"):
-        ckpt_tools.convert(dcp, "memory://other", to="dcp", resume=True)
 
 
 def test_a_failing_source_leaves_nothing_in_a_store_of_fsspec(dcp, memory):

@@ -79,14 +79,6 @@ def test_what_is_called_so_comes_first(run):
     assert step_of(f"{run}@latest") == 5
 
 
-def test_a_run_says_how_to_name_one(tmp_path, checkpoint):
-    for epoch in (9, 10):
-        shutil.copytree(checkpoint("fsdp2", "plain", 2).checkpoint, tmp_path / "run" / f"epoch_{epoch}")
-    with pytest.raises(UnsupportedError, match=r"\(epoch_10, epoch_9\).*run@latest or .*run@epoch_10"):
-        ckpt_tools.inspect(tmp_path / "run")
-    assert ckpt_tools.inspect(tmp_path / "run@latest").source == str(tmp_path / "run" / "epoch_10")
-
-
 def test_tags_are_checkpoints_and_the_file_latest_says_which(tmp_path, checkpoint):
     made = checkpoint("zero3-fp32", "awkward", 2).checkpoint
     tag = (made / "latest").read_text()
