@@ -31,13 +31,11 @@ def noted_bytes(case: Case) -> int:
     return done_bytes(log.read_bytes() if log.is_file() else b"")
 
 
-def write_calls(
-    case: Case, runs: Runs, words: list[str], before: dict[str, bytes], expected: dict[str, bytes] | None = None
-) -> list[Call]:
+def write_calls(case: Case, runs: Runs, words: list[str], before: dict[str, bytes]) -> list[Call]:
     """Every call that writes at the destination, in a run that nothing befalls."""
     case.put(before)
     done = runs.watched(*case.words, *words)
-    assert (done.code, case.visible()) == (0, expected or case.expected), done.stderr
+    assert (done.code, case.visible()) == (0, case.expected), done.stderr
     return done.calls(WRITE_SIDE, case.folder, reading=False)
 
 
@@ -104,27 +102,6 @@ def test_terminated_at_every_call(name, mode, made_case, runs, soak):
     # The last calls are those that publish, and clean up.
     points = calls if soak else [*spread(calls[:-6], POINTS_IN_SAMPLE), *calls[-6:]]
     assert sum(terminate(case, runs, call, words, before) for call in points) >= 0.7 * len(points)
-
-
-@pytest.mark.extended
-def test_digests_beside_a_file_never_describe_another(made_case, runs, soak):
-    case, words = made_case("file"), ["--checksum", "--overwrite"]
-    assert runs.run(*case.words, "--checksum").code == 0
-    expected, digests = case.visible(), f"{case.name}.digests.json"
-    case.put(case.old)
-    assert runs.run("checksum", case.target).code == 0
-    before = case.visible()
-    allowed = [before, expected, *({case.name: files[case.name]} for files in (before, expected))]
-    assert digests in expected
-    for call in write_calls(case, runs, words, before, expected)[-12 :: 1 if soak else 2]:
-        case.put(before)
-        assert runs.killed_at(call, *case.words, *words, "--resume").code in (-9, 0)
-        seen = case.visible()
-        assert seen in allowed, seen.keys()
-        done = runs.run(*case.words, *words, "--resume")
-        assert done.code == 0, done.stderr
-        assert case.visible() == expected
-        assert {path.name for path in case.folder.iterdir()} == expected.keys()
 
 
 @WRITERS
