@@ -174,9 +174,15 @@ def test_a_padded_vocabulary_is_cropped(family, tmp_path):
     assert_same_logits(tmp_path / "out", model)
     assert_same(tensors_in(tmp_path / "out"), tensors_in(tmp_path / "ref"))
     assert "model.embed_tokens.weight, rows 50 to 63" in [note.what for note in report.plan.notes]
-    ckpt_tools.convert(tmp_path / "out", tmp_path / "back", to="safetensors", like=state)
-    found = tensors_in(tmp_path / "back")["model.embed_tokens.weight"]
-    assert torch.equal(found[:V], model.get_input_embeddings().weight) and not found[V:].any()
+
+
+def test_rows_that_the_source_lacks_are_zeros(tmp_path):
+    model = built("llama")
+    built("llama", vocab_size=V + 14).save_pretrained(tmp_path / "ref")
+    ckpt_tools.convert(save_dcp(model.state_dict(), tmp_path / "dcp"), tmp_path / "out", like=tmp_path / "ref")
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        found = tensors_in(tmp_path / "out")[name]
+        assert torch.equal(found[:V], model.state_dict()[name]) and not found[V:].any()
 
 
 @pytest.mark.parametrize("to", ["dcp", "torch"])
