@@ -42,7 +42,7 @@ IN_TEST = ["fsdp2-awkward-2.safetensors", "fsdp2-bf16-awkward-2.pt", "fsdp2-tita
            "zero3-bf16-awkward-2.safetensors"]  # fmt: skip
 IN_EXTENDED = ["fsdp2-awkward-2.pt", "zero1-bf16acc-awkward-2.safetensors", "fsdp2-hf-awkward-2.safetensors",
                "fsdp2-bf16-awkward-2.safetensors", "fsdp2-pair-awkward-2.safetensors",
-               "fsdp2-model-awkward-2.safetensors", "fsdp2-lightning-awkward-2.safetensors",
+               "fsdp2-model-awkward-2.safetensors",
                "fsdp2-accelerate-awkward-2.safetensors", "fsdp2-files-plain-2.safetensors",
                "fsdp2-tp-plain-4.safetensors", "fsdp2-scalar-1.safetensors",
                "zero1-bf16-awkward-2.safetensors", "zero1-fp16-awkward-2.pt",

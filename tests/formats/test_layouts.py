@@ -30,7 +30,6 @@ TREES = {
     "fsdp2": StateTree(("app", "model"), ("app", "optim")),
     "fsdp2-pair": StateTree(("model",), ("optimizer",)),
     "fsdp2-model": StateTree((), None),
-    "fsdp2-lightning": StateTree(("model",), ("optimizer_0",)),
     "fsdp2-titan": StateTree((), ("optimizer",), is_flattened=True),
     "fsdp2-accelerate": StateTree(("model",), ("optimizer",)),
 }

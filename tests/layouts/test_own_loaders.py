@@ -18,7 +18,7 @@ from tests.support.sweep import tiered
 
 pytestmark = pytest.mark.extended
 
-KINDS = ["fsdp2-plain", "fsdp2-pair", "fsdp2-olmo", "fsdp2-titan", "fsdp2-accelerate", "fsdp2-lightning", "fsdp2"]
+KINDS = ["fsdp2-plain", "fsdp2-pair", "fsdp2-olmo", "fsdp2-titan", "fsdp2-accelerate", "fsdp2"]
 CASES = {f"{kind} {before} to {after}": (kind, before, after) for kind in KINDS for before, after in ((2, 3), (3, 2))}
 SAMPLE = ("fsdp2-plain 2 to 3", "fsdp2-pair 3 to 2", "fsdp2-olmo 2 to 3", "fsdp2-titan 3 to 2")
 
