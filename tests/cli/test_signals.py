@@ -12,13 +12,11 @@ from typing import Any
 
 import pytest
 
-import ckpt_tools
 from ckpt_tools.cli.ending import END_SECONDS
 from tests.support.running import Running, start, users_of, wait_until
 from tests.support.s3_server import BUCKET
 from tests.support.sparse import make_sparse
 from tests.support.stalling import stalling
-from tests.support.sweep import tiered
 
 pytestmark = pytest.mark.extended
 
@@ -27,10 +25,6 @@ SIGNALS = {
     signal.SIGINT: (130, "Interrupted"),
     signal.SIGHUP: (129, "Stopped by SIGHUP"),
 }
-EACH = pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
-ONE_OR_EACH = pytest.mark.parametrize("number", tiered(SIGNALS, test=("SIGTERM",)))
-"""One in ``make test-all``, each in ``make soak``."""
-
 SLACK_SECONDS = 10.0
 """What a busy machine adds."""
 
@@ -76,7 +70,7 @@ def check_nothing_stays(run: Running, out: Path, left: list[str] | None = None) 
     assert run.processes() == [] and users_of(out.parent) == []
 
 
-@EACH
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
 def test_a_conversion_leaves_nothing(number, source, out, started):
     run = started(*words_of(source, out))
     wait_until(lambda: is_writing(out))
@@ -87,32 +81,6 @@ def test_a_conversion_leaves_nothing(number, source, out, started):
     )
     assert seconds < 2 + SLACK_SECONDS
     check_nothing_stays(run, out)
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """A source of 160 MB, and what it is converted to."""
-    folder = tmp_path_factory.mktemp("undisturbed")
-    source = make_sparse(folder / "model.safetensors", num_tensors=4, num_rows=10_000)
-    ckpt_tools.convert(source, folder / "converted", to="dcp")
-    return source, folder / "converted"
-
-
-@ONE_OR_EACH
-def test_with_resume_the_same_command_goes_on(number, undisturbed, out, started):
-    source, expected = undisturbed
-    words = [*words_of(source, out), "--resume"]
-    run = started(*words)
-    wait_until(lambda: is_writing(out))
-    code, said, _ = run.stop(number)
-    assert (code, said) == (
-        SIGNALS[number][0],
-        f"{SIGNALS[number][1]}; the files written so far are kept for --resume.\n",
-    )
-    check_nothing_stays(run, out, [".out.ckpt-tools-partial"])
-    again = started(*words)
-    assert again.process.wait() == 0
-    assert subprocess.run(["diff", "-r", expected, out], check=False).returncode == 0
 
 
 def test_what_only_reads_says_nothing_of_a_destination(source, s3_server, started):
@@ -189,15 +157,3 @@ def test_a_terminal_that_is_closed(source, out, started):
     os.close(ours)
     assert run.process.wait(60) == 129
     check_nothing_stays(run, out)
-
-
-@ONE_OR_EACH
-def test_before_the_command_is_there_it_ends_without_a_word(number, tmp_path, started):
-    """While modules are imported there is nothing to clean up: the system's own way is as good, and the shell's code
-    is the same."""
-    slow = tmp_path / "click.py"
-    slow.write_text("import pathlib, time\npathlib.Path(__file__).with_name('here').touch()\ntime.sleep(60)\n")
-    run = started("formats", env={"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"})
-    wait_until(lambda: (tmp_path / "here").exists())
-    code, said, _ = run.stop(number)
-    assert (code, said) == (-number, "")

@@ -146,15 +146,6 @@ def test_a_command_that_computes_has_the_threads_that_the_user_gave(users, said,
     assert done.stdout.strip() == said
 
 
-@pytest.mark.parametrize("kind", ["fsdp2", "zero3-bf16"])
-def test_inspecting_what_frameworks_wrote_imports_its_reader_alone(kind, checkpoint, tmp_path):
-    modules = imported(["inspect", str(checkpoint(kind, "awkward", 2).checkpoint)], tmp_path)
-    assert packages_of(modules) <= {"cli", *MACHINERY}
-    assert formats_of(modules) == ({"dcp"} if kind == "fsdp2" else {"deepspeed"})
-    assert not {module for module in modules if "writer" in module}
-    assert {module.split(".")[0] for module in modules} & {"torch", "deepspeed"} == set()
-
-
 def test_the_list_of_commands_has_every_command_and_says_what_its_help_says():
     assert {name: home.summary for name, home in COMMANDS.items()} == {
         name: summary(command) for name, command in group.commands.items()

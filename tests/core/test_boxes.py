@@ -78,20 +78,6 @@ def test_relative_to_undoes_shift(case):
 
 
 @pytest.mark.parametrize(
-    ("box", "shape", "inside"),
-    [
-        (Box((0, 0), (2, 3)), (2, 3), True),
-        (Box((0, 0), (2, 4)), (2, 3), False),
-        (Box((2,), (2,)), (2,), True),
-        (Box((0,), (1,)), (1, 1), False),
-        (Box((), ()), (), True),
-    ],
-)
-def test_within(box, shape, inside):
-    assert box.within(shape) is inside
-
-
-@pytest.mark.parametrize(
     ("shape", "strides"), [((), ()), ((5,), (1,)), ((2, 3, 4), (12, 4, 1)), ((2, 0, 4), (0, 4, 1)), ((1, 1), (1, 1))]
 )
 def test_contiguous_strides(shape, strides):

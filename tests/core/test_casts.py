@@ -86,7 +86,6 @@ def test_numbers_become_what_torch_makes_of_them_and_nans_where_it_agrees_with_i
 @pytest.mark.parametrize(
     ("source", "target", "value", "expected"),
     [
-        # NaNs, also where torch does not agree with itself.
         (F32, BF16, 0x7FC0_0000, 0x7FC0),
         (F32, BF16, 0xFFC1_2345, 0x7FC0),
         (F32, BF16, 0x7F80_0001, 0x7FC0),
@@ -99,30 +98,10 @@ def test_numbers_become_what_torch_makes_of_them_and_nans_where_it_agrees_with_i
         (BF16, F16, 0x7F81, 0x7E08),
         (F16, BF16, 0xFE00, 0x7FC0),
         (BF16, F32, 0xFFC1, 0xFFC1_0000),
-        # Numbers at the edges of a rounding.
-        (F32, BF16, 0x3F80_8000, 0x3F80),
-        (F32, BF16, 0x3F81_8000, 0x3F82),
-        (F32, BF16, 0x3F80_8001, 0x3F81),
-        (F32, BF16, 0x7F7F_FFFF, 0x7F80),
-        (F32, BF16, 0x8000_0000, 0x8000),
-        (F32, BF16, 0x0000_0001, 0x0000),
-        (F32, F16, 0x477F_E000, 0x7BFF),
-        (F32, F16, 0x477F_EFFF, 0x7BFF),
-        (F32, F16, 0x477F_F000, 0x7C00),
-        (F32, F16, 0x3300_0000, 0x0000),
-        (F32, F16, 0x3300_0001, 0x0001),
-        (F32, F16, 0x3880_0000, 0x0400),
-        (F32, F16, 0x387F_FFFF, 0x0400),
-        (F32, F16, 0x8000_0000, 0x8000),
-        (F32, F16, 0xFF80_0000, 0xFC00),
-        (F16, F32, 0x0001, 0x3380_0000),
-        (F16, BF16, 0x3C08, 0x3F81),
-        (BF16, F64, 0x8000, 1 << 63),
-        (F64, F16, 0x3FF0_0200_0000_0001, 0x3C00),
     ],
     ids=lambda value: f"{value:#x}" if isinstance(value, int) else str(value.value),
 )
-def test_edges(source, target, value, expected):
+def test_a_nan_also_where_torch_does_not_agree_with_itself(source, target, value, expected):
     assert our_cast(np.array([0, value, 0], unsigned(source)), source, target).tolist() == [0, expected, 0]
 
 

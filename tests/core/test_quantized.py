@@ -248,11 +248,19 @@ def test_a_recipe_is_refused(module, left, right, said, tmp_path):
         ckpt_tools.convert(tmp_path / "in.safetensors", tmp_path / "out.safetensors", recipe=recipe)
 
 
-def test_the_names_of_a_flat_model_are_looked_at_once():
-    """10,000 names in one module: each with each would take minutes."""
+PAIRS = """
+    w,v w,w_scale w1,w1_scale w.weight,w.weight_scale weight,weight_scale_inv w_blocks,w_scales a.w_blocks,a.w_scales
+    w.qweight,w.scales w.weight,w.weight.absmax w.weight,w.weight.quant_state.nf4
+"""
+
+
+@pytest.mark.parametrize("pair", PAIRS.split())
+def test_names_are_looked_up_once(pair):
+    """10,000 of them: each with each would take minutes."""
     table = ShardTable.whole((1,), DType.UINT8, ByteRange("file", 0, 1))
     entry = TensorEntry((1,), DType.UINT8, Kind.BUFFER, table)
-    tensors = {StateKey(name): entry for name in (*(f"w{number}" for number in range(10_000)), "v", "v_scale")}
+    names = {each.replace("w", f"w{'1' * (n % 90)}{n}", 1) for n in range(10_000) for each in pair.split(",")}
+    tensors = {StateKey(name): entry for name in (*names, "v", "v_scale")}
     began = process_time()
     assert uncast(Manifest("torch", tensors)) >= {StateKey("v")}
     assert process_time() - began < 3

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import ckpt_tools
-from tests.cli.test_costs import sparse_safetensors, used
+from tests.cli.test_costs import peak_bytes, sparse_safetensors
 from tests.lora import models
 from tests.lora.models import CASES, adapted, made
 from tests.support.pages import ROOT, check_commands
@@ -173,7 +173,7 @@ def test_memory_is_what_the_plan_says_and_not_the_models_size(tmp_path):
     command = [sys.executable, "-m", "ckpt_tools", *words, tmp_path / "out.safetensors", "--json"]
     report = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
     planned = report["plan"]["peak_memory_bytes"]
-    measured = used(*words, tmp_path / "again.safetensors").peak_bytes
+    measured = peak_bytes(*words, tmp_path / "again.safetensors")
     assert measured <= planned <= min(1.5 * measured, 80e6)
 
 

@@ -260,22 +260,3 @@ def _renamed(data: bytes, old: tuple[str, str], new: tuple[str, str]) -> bytes:
         short = b"\x8c" + bytes([len(before)]) + before.encode()
         lines = lines.replace(short, b"\x8c" + bytes([len(after)]) + after.encode())
     return lines
-
-
-QUIET = {"builtins.getattr", "torch.storage._load_from_bytes"}
-"""Gadgets that are harmless unless they are called, so that not every technique makes anything run with them."""
-
-ROTATED = 3
-"""Gadgets for each technique of a sample."""
-
-
-def sample(canary: Path) -> Iterator[tuple[str, Gadget, bytes]]:
-    """A few hundred: every technique with some gadgets, each in turn, and every protocol with others."""
-    chosen = [(name, gadget) for name, gadget in gadgets(canary).items() if name not in QUIET]
-    for row, (technique, make) in enumerate(TECHNIQUES.items()):
-        for name, gadget in (chosen[(row * ROTATED + column) % len(chosen)] for column in range(ROTATED)):
-            yield f"{technique}: {name}", gadget, make(*gadget)
-    by_name = dict(pickled(canary))
-    for row, (name, gadget) in enumerate(chosen):
-        protocol = row % (pickle.HIGHEST_PROTOCOL + 1)
-        yield f"protocol {protocol}: {name}", gadget, by_name[f"protocol {protocol}: {name}"]

@@ -1,14 +1,13 @@
 """Nothing runs: every gadget, by every technique, in every protocol, under an audit hook."""
 
 import copyreg
-import io
 import os
 import pickle
 import struct
 import sys
 import tracemalloc
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from ckpt_tools.errors import CkptError, MalformedError
 from ckpt_tools.serialization.pickle.limits import MAX_DEPTH
 from ckpt_tools.serialization.pickle.load import loads
 from ckpt_tools.serialization.pickle.machine import TooLongError
-from tests.serialization.hostile import TECHNIQUES, crafted, pickled
+from tests.serialization.hostile import crafted, pickled
 from tests.support.sweep import tiered
 
 EVENTS: list[str] = []
@@ -56,29 +55,6 @@ def test_the_audit_hook_sees_what_pickle_would_do(tmp_path):
     with watched() as events:
         pickle.loads(b"cos\nmkdir\n(V%b\ntR." % str(tmp_path / "canary").encode())
     assert any("os.mkdir" in event for event in events) and any("find_class" in event for event in events)
-
-
-QUIET = {
-    *("NEWOBJ", "NEWOBJ_EX", "_reconstructor", "__newobj__", "base of _reconstructor"),
-    *("BUILD on the global", "APPENDS on the global", "extend of its own", "functools.reduce", "as a factory"),
-    *("BUILD __setstate__ on a placeholder", "slot state", "nested"),
-}
-"""Techniques that need another gadget than a function of one argument, or a class that is not there."""
-
-
-@pytest.mark.parametrize("technique", TECHNIQUES)
-def test_the_techniques_work(technique, tmp_path):
-    """Under Python's own unpickler: a proof that nothing runs is worth what the samples are."""
-    canary = tmp_path / "canary"
-    data = io.BytesIO(TECHNIQUES[technique]("os", "mkdir", (str(canary),)))
-    with suppress(Exception):
-        while data.tell() < len(data.getvalue()):
-            loader = pickle.Unpickler(data)
-            loader.persistent_load = lambda pid: pid
-            loader.load()
-    with suppress(ValueError):
-        copyreg.remove_extension("os", "mkdir", 240)
-    assert canary.exists() == (technique not in QUIET)
 
 
 @pytest.mark.parametrize("source", [crafted, pickled])
@@ -145,27 +121,10 @@ def test_values_without_state_refuse_one(victim, state):
     assert isinstance(outcome(victim + state + b"b."), MalformedError)
 
 
-def test_a_constant_survives_an_attack():
-    """The state setter that dataclasses generate would overwrite the fields of a frozen one."""
-    outcome(b"ctorch\nfloat32\n(Vos\nVsystem\nlb.")
-    assert outcome(b"ctorch\nfloat32\n.") == GlobalRef("torch", "float32")
-
-
 BOMBS = {
-    "a huge memo index": b"Nr\xff\xff\xff\x7f.",
-    "a huge memo index in text": b"Np2147483647\n.",
-    "a huge string": b"X\xff\xff\xff\x7fabc.",
-    "a huge string of 8 length bytes": b"\x8d" + struct.pack("<Q", 1 << 40) + b"abc.",
-    "huge bytes": b"\x8e" + struct.pack("<Q", 1 << 40) + b"abc.",
-    "a huge bytearray": b"\x96" + struct.pack("<Q", 1 << 40) + b"abc.",
-    "a huge frame": b"\x80\x04\x95" + struct.pack("<Q", 1 << 62) + b"N.",
     "a huge integer": b"\x8b" + struct.pack("<I", 1 << 24) + b"\x7f" * (1 << 24) + b".",
     "a huge integer in text": b"L" + b"9" * 100_000 + b"L\n.",
-    "bytearray(10 ** 12)": b"cbuiltins\nbytearray\nI1000000000000\n\x85R.",
     "bytes(10 ** 12)": b"cbuiltins\nbytes\nI1000000000000\n\x85R.",
-    "range to list": b"cbuiltins\nlist\ncbuiltins\nrange\nI1000000000000\n\x85R\x85R.",
-    "sets": b"(" + b"\x8f" * 150_000 + b"l.",
-    "empty lists": b"(" + b"]" * 150_000 + b"l.",
     "the same encoding again": (
         b"\x80\x02X"
         + struct.pack("<I", 1 << 20)
@@ -179,7 +138,6 @@ BOMBS = {
         + b"h\x01h\x00\x85R" * 1000
         + b"l."
     ),
-    "marks": b"(" * 150_000,
     "objects of no class": b"cm\nC\nq\x00" + b"h\x00)\x81" * 15_000 + b".",
 }  # fmt: skip
 
@@ -198,17 +156,13 @@ def test_bombs_take_memory_by_their_size(name):
 
 
 DEEP = {
-    "lists": b"]" * 100_000 + b"a" * 99_999 + b".",
-    "tuples": b")" + b"\x85" * 100_000 + b".",
     "tuples as a key": b"})" + b"\x85" * 200_000 + b"Ns.",
     "tuples in a set": b"\x8f()" + b"\x85" * 200_000 + b"\x90.",
     "tuples through the memo": b"})q\x00" + b"h\x00\x86q\x00" * 30_000 + b"Ns.",
     "sizes": b"ctorch\nSize\nq\x000)" + b"\x85q\x010h\x00h\x01\x85R" * 20_000 + b".",
     "objects": b"cm\nC\nq\x00)" + b"\x85q\x010h\x00h\x01\x81" * 20_000 + b".",
-    "calls": b"cm\nf\n" + b")R" * 100_000 + b".",
     "states": b"cm\nC\nq\x00)\x81" + b"q\x010h\x00)\x81h\x01b" * 20_000 + b".",
     "shared tuples as a key": b"})q\x00" + b"h\x00\x86q\x00" * 50 + b"Ns.",
-    "shared tuples in a frozenset": b"()q\x00" + b"h\x00\x86q\x00" * 50 + b"\x91.",
     "shared tuples in a set": b"cbuiltins\nset\n])q\x00" + b"h\x00\x86q\x00" * 50 + b"a\x85R.",
     "shared tuples as a name": (
         b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\nq\x010)q\x00"
@@ -219,7 +173,7 @@ DEEP = {
 }
 
 
-DEEP_BY_KIND = ("lists", "tuples as a key", "objects", "shared tuples as a key", "shared tuples in a set",
+DEEP_BY_KIND = ("tuples as a key", "objects", "shared tuples as a key", "shared tuples in a set",
                 "shared tuples as a name", "just too deep")  # fmt: skip
 
 

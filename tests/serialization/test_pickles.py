@@ -5,13 +5,10 @@ from __future__ import annotations
 import argparse
 import collections
 import datetime
-import io
 import json
 import pathlib
 import pickle
 import pickletools
-import random
-import time
 from typing import Any
 
 import numpy as np
@@ -38,7 +35,7 @@ from ckpt_tools.errors import CkptError, MalformedError, UnsupportedError
 from ckpt_tools.serialization.pickle import dcp_metadata as dcp_classes
 from ckpt_tools.serialization.pickle.load import dumps, loads
 from ckpt_tools.serialization.unread_tensors import why_unread
-from tests.serialization.archives import records_of, saved, torch_zip
+from tests.serialization.archives import records_of, saved
 
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
 
@@ -115,39 +112,7 @@ def _refusal(data: bytes) -> CkptError | None:
     return None
 
 
-def test_damaged_pickles_are_read_or_refused(request):
-    """Every pickle with bytes changed, dropped and doubled: a value or one of our errors, and quickly."""
-    generator = random.Random(1)
-    objects = [
-        {"a": [1, 2.5, None, True, "text", b"bytes", (1,), {3}, frozenset([4])], 7: argparse.Namespace(x=1)},
-        collections.OrderedDict(a=torch.Size([1, 2]), b=collections.defaultdict(list, {1: [2]})),
-        np.float64(3),
-        datetime.datetime(2024, 1, 1),
-        sample_metadata(5),
-    ]
-    samples = [pickle.dumps(value, protocol) for value in objects for protocol in PROTOCOLS]
-    samples.append(pickle_of({"w": torch.ones(3), "p": torch.nn.Parameter(torch.ones(2, 2))}))
-    for _ in range(20_000 if request.config.getoption("--soak") else 4_000):
-        data = bytearray(generator.choice(samples))
-        for _ in range(generator.randrange(1, 4)):
-            at = generator.randrange(len(data))
-            what = generator.randrange(4)
-            if what == 0:
-                data[at] = generator.randrange(256)
-            elif what == 1:
-                del data[at : at + generator.randrange(1, 5)]
-            elif what == 2:
-                data[at:at] = data[at : at + 20]
-            else:
-                data[at:at] = generator.choice(b"(012NRtabdehjlosu]})\x81\x85\x86\x8f\x90\x91\x93\x94q\x00").to_bytes()
-            data = data or bytearray(b".")
-        started = time.process_time()
-        error = _refusal(bytes(data))
-        assert error is None or str(error)
-        assert time.process_time() - started < 5
-
-
-def sample_metadata(chunks: int, *, transforms: bool = False) -> metadata.Metadata:
+def sample_metadata(chunks: int) -> metadata.Metadata:
     """Two tensors and an object, as a coordinator gathers them: names come anew from every rank."""
     sizes = torch.Size([4, 1 << 20, 300])
     entries: dict[str, Any] = {"object": metadata.BytesStorageMetadata()}
@@ -163,8 +128,6 @@ def sample_metadata(chunks: int, *, transforms: bool = False) -> metadata.Metada
         for row, offset in enumerate(offsets):
             index = metadata.MetadataIndex("".join(list(fqn)), offset, None if row == 1 else row)
             info = filesystem._StorageInfo(f"__{row}_0.distcp", row << 33, 1 << row % 40)
-            if transforms:
-                info.transform_descriptors = ["zstd"]
             items[index] = info
     return metadata.Metadata(
         entries,
@@ -175,36 +138,15 @@ def sample_metadata(chunks: int, *, transforms: bool = False) -> metadata.Metada
     )
 
 
-@pytest.mark.parametrize(
-    ("protocol", "chunks", "transforms"), [(2, 1, False), (3, 300, False), (4, 3, True), (4, 300, True), (5, 3, False)]
-)
-def test_dcp_metadata_is_read_field_by_field(protocol, chunks, transforms):
-    theirs = sample_metadata(chunks, transforms=transforms)
-    ours = read(pickle.dumps(theirs, protocol))
-    assert isinstance(ours, dcp_classes.Metadata)
-    assert list(ours.state_dict_metadata) == list(theirs.state_dict_metadata)
-    for fqn in ("model.weight", "model.scalar"):
-        mine, wanted = ours.state_dict_metadata[fqn], theirs.state_dict_metadata[fqn]
-        assert isinstance(mine, dcp_classes.TensorStorageMetadata)
-        assert isinstance(wanted, metadata.TensorStorageMetadata)
-        assert (mine.properties.dtype.dtype, tuple(mine.size)) == (DType.BFLOAT16, tuple(wanted.size))
-        assert [(c.offsets, c.sizes) for c in mine.chunks] == [(c.offsets, c.sizes) for c in wanted.chunks]
-    assert [
-        (index.fqn, index.offset, index.index, info.relative_path, info.offset, info.length, info.transform_descriptors)
-        for index, info in ours.storage_data.items()
-    ] == [
-        (i.fqn, i.offset, i.index, s.relative_path, s.offset, s.length, ("zstd",) if s.transform_descriptors else None)
-        for i, s in theirs.storage_data.items()
-    ]
-    assert ours.planner_data == theirs.planner_data and ours.version == "1.0.0"
-    assert ours.storage_meta is not None and ours.storage_meta.save_id == "1"
-
-
 @pytest.mark.parametrize("chunks", [1, 300, 700])
 def test_dcp_metadata_is_written_for_torch_and_read_by_macros_as_by_opcodes(chunks):
     """Protocol 2 puts every value by number, which macros do not read."""
     theirs = sample_metadata(chunks)
     ours, by_opcodes = read(pickle.dumps(theirs)), read(pickle.dumps(theirs, 2))
+    assert isinstance(ours, dcp_classes.Metadata) and list(ours.state_dict_metadata) == list(theirs.state_dict_metadata)
+    assert [(at.offset, at.length) for at in ours.storage_data.values()] == [
+        (at.offset, at.length) for at in theirs.storage_data.values()
+    ]
     assert pickle.loads(dumps(ours)) == theirs
     assert repr(read(pickle.dumps(theirs, 4))) == repr(by_opcodes) == repr(read(dumps(by_opcodes))) == repr(ours)
     assert repr(read(dumps(ours))) == repr(ours)
@@ -425,47 +367,14 @@ def test_conjugated_tensors_are_no_plain_tensors():
     )
 
 
-TENSOR = b"ctorch._utils\n_rebuild_tensor_v2\n((Vstorage\nctorch\nFloatStorage\nV0\nVcpu\nI%d\ntQI%d\n(%bt(%bt\x89NtR."
-
-
-@pytest.mark.parametrize(
-    ("numel", "offset", "shape", "strides"),
-    [
-        (6, 0, b"I2\nI3\n", b"I3\n"),
-        (6, 0, b"I7\n", b"I1\n"),
-        (6, 1, b"I6\n", b"I1\n"),
-        (6, 0, b"I2\nI3\n", b"I4\nI1\n"),
-        (6, -1, b"I2\n", b"I1\n"),
-        (6, 0, b"I-2\n", b"I1\n"),
-        (6, 0, b"I2\n", b"I-1\n"),
-        (-6, 0, b"", b""),
-        (0, 0, b"", b""),
-        (6, 0, b"I9223372036854775808\n", b"I0\n"),
-        (6, 0, b"I4611686018427387904\nI4611686018427387904\n", b"I0\nI0\n"),
-        (1 << 62, 0, b"I1\n", b"I1\n"),
-        (6, 0, b"Va\n", b"I1\n"),
-        (6, 0, b"F1.0\n", b"I1\n"),
-        (6, 0, b"I1\n" * 65, b"I1\n" * 65),
-    ],
-)
-def test_a_tensor_that_leaves_its_storage_is_refused(numel, offset, shape, strides):
-    with pytest.raises(MalformedError):
-        read(TENSOR % (numel, offset, shape, strides))
-
-
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
         (b"ctorch._utils\n_rebuild_tensor_v2\n(Vx\nK\x00))\x89NtR.", "not a storage"),
-        (b"", "malformed"),
         (b"N", "malformed"),
-        (b"N.N.", "more data"),
         (b"N.\x00", "more data"),
-        (b".", "malformed"),
         (b"t.", "malformed"),
-        (b"\x80\x06N.", "protocol"),
         (b"\xffN.", "not an opcode"),
-        (b"\x97.", "buffers"),
         (b"h\x00.", "malformed"),
         (b"Nq\x05h\x03.", "out of order"),
         (b"(NNNNq\x05\x94t.", "out of order"),
@@ -521,24 +430,6 @@ def test_defaultdict_keeps_its_factory_and_never_calls_it():
     with pytest.raises(KeyError):
         ours[9]
     assert pickle.loads(dumps(ours)) == {1: [2]} and pickle.loads(dumps(ours))[9] == []
-
-
-def test_what_torch_allows_loads_with_weights_only():
-    value = {
-        "ordered": collections.OrderedDict(a=1),
-        "size": torch.Size([1, 2]),
-        "bytes": b"ab\xff",
-        "bytearray": bytearray(b"ab"),
-        "set": {1, 2},
-        "complex": 1 + 2j,
-        "device": torch.device("cpu"),
-        "dtype": torch.bfloat16,
-        "counter": collections.Counter("aab"),
-        "tuple": ((), (1,), (1, 2, 3, 4)),
-        "numbers": [0, 255, 256, 65535, 65536, -1, 1 << 40, -(1 << 80), 1.5],
-    }
-    stream = io.BytesIO(torch_zip(dumps(read(pickle_of(value)))))
-    assert torch.load(stream, weights_only=True) == value
 
 
 def test_only_values_can_be_written():

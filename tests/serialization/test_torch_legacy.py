@@ -143,13 +143,3 @@ def test_a_file_cut_anywhere_is_an_error():
     for stop in [*range(120), *range(120, len(data), 37), len(data) - 1]:
         with pytest.raises(CkptError):
             opened(data[:stop])
-
-
-def test_a_call_in_the_object_is_not_executed(tmp_path):
-    ran = tmp_path / "ran"
-    call = b"cposix\nsystem\n(X" + struct.pack("<I", len(f"touch {ran}")) + f"touch {ran}".encode() + b"tR."
-    data = by_hand({}, [], b"")
-    at = data.index(pickle.dumps({}, protocol=2), 40)
-    archive = opened(data[:at] + call + data[at + len(pickle.dumps({}, protocol=2)) :])
-    assert isinstance(archive.value, Opaque)
-    assert not ran.exists()

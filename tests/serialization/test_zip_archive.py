@@ -1,11 +1,10 @@
 """Each rule of the zip format on a real archive with one field changed, and frames of zstd."""
 
 import io
-import random
 import struct
 import zipfile
 from collections.abc import Callable
-from itertools import pairwise, product
+from itertools import product
 
 import pytest
 import zstandard
@@ -201,32 +200,6 @@ def test_zip64_fields_hold_only_what_is_needed_in_order():
     (size,) = struct.unpack_from("<I", wide, end(wide) + 12)
     found = directory(patched(wide, end(wide) + 12, "<I", size + len(field)))
     assert found.records["a/one"].header_offset == 0
-
-
-def test_damaged_archives_are_read_or_refused():
-    """Bytes changed and dropped anywhere: ranges inside the file, or one of our errors."""
-    generator = random.Random(3)
-    samples = [PLAIN, ours()]
-    for _ in range(3_000):
-        data = bytearray(generator.choice(samples))
-        for _ in range(generator.randrange(1, 4)):
-            at = generator.randrange(len(data))
-            if generator.random() < 0.7:
-                data[at] = generator.choice((0, 1, 0xFF, generator.randrange(256)))
-            else:
-                del data[at : at + generator.randrange(1, 9)]
-        _read_or_refuse(bytes(data))
-
-
-def _read_or_refuse(data: bytes) -> None:
-    try:
-        found = read_directory(reader(data), len(data), "x", tail_bytes=100)
-        ranges = found.payload_ranges(reader(data), found.records) if found else {}
-    except CkptError:
-        return
-    spans = sorted(ranges.values())
-    assert all(0 <= start <= stop <= len(data) for start, stop in spans)
-    assert all(one[1] <= other[0] for one, other in pairwise(spans))
 
 
 def test_many_records_are_written_and_read():

@@ -110,17 +110,6 @@ def test_a_store_need_not_do_more_than_list_and_read():
     assert (plain.version("f"), plain.locate("f")) == ("", None)
 
 
-def test_one_that_does_not_even_read_is_no_store():
-    class Listing(Store):
-        url = "listing://"
-
-        def list(self) -> Mapping[str, int]:
-            return {}
-
-    with pytest.raises(TypeError, match="read_into"):
-        Listing()  # type: ignore[abstract]
-
-
 def test_a_wrapper_forwards_all_that_a_store_can_do():
     """Or a capability that is added later would be lost in every wrapper."""
     public = {name for name in vars(Store) if not name.startswith("_")}

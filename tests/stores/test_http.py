@@ -115,55 +115,6 @@ def test_a_file_is_read(server, tmp_path):
     assert torch.equal(torch.load(tmp_path / "m.pt")["w"], torch.arange(300_000, dtype=torch.float32))
 
 
-SECRET = "s3cr3tofmine"
-
-
-def test_a_signed_url_is_read_and_its_secrets_reach_no_output_and_no_file(server, tmp_path):
-    """The name of the file ends before the query, which is sent with every request."""
-    address = server.url("m.safetensors").replace("://", f"://user:{SECRET}@")
-    url = f"{address}?token={SECRET}&X-Amz-Signature={SECRET}"
-    out, digests = tmp_path / "m.pt", tmp_path / "digests.json"
-    refused = [["inspect", url, "--verbose"], ["convert", url, out, "--overwrite"], ["scan", url]]
-    said = ""
-    for words in (
-        ["inspect", url, "--json"],
-        ["plan", url, out, "--json"],
-        ["convert", url, tmp_path / "dcp", "--to", "dcp", "--world-size", "2", "--resume", "--checksum"],
-        ["convert", url, out, "--json"],
-        ["verify", url, out, "--json"],
-        ["diff", url, out],
-        ["checksum", url, "--output", digests],
-        ["scan", url, "--json"],
-        ["scan", url, "--format", "sarif"],
-        *refused,
-    ):
-        server.status = 403 if words in refused else 0
-        done = run_command(*words)
-        assert done.code == (5 if words in refused else 0), words
-        said += done.out + done.err
-    assert "m.safetensors" in said and SECRET not in said
-    assert digests.exists() and out.exists()
-    assert not [path for path in tmp_path.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
-
-
-def test_what_an_unfinished_run_leaves_holds_no_secret(server, tmp_path):
-    """Its journal, with which the run is resumed."""
-    out = tmp_path / "dcp"
-    url = f"{server.url()}?token={SECRET}"
-
-    class StoppedError(Exception):
-        pass
-
-    def stop(*_: object) -> None:
-        raise StoppedError
-
-    with pytest.raises(StoppedError):
-        ckpt_tools.convert(url, out, to="dcp", on_progress=stop, resume=True)
-    left = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert any(path.suffix == ".log" for path in left), left
-    assert not [path for path in left if SECRET.encode() in path.read_bytes()]
-
-
 def test_a_refused_connection_and_an_unknown_host():
     lines = said_of(f"{NO_PORT}/x")
     assert lines[0] == "no answer from 127.0.0.1:9 yet; trying again (2 of 4)"
@@ -219,18 +170,6 @@ def test_lines_about_retries_are_few(monkeypatch, capsys):
         monkeypatch.setattr(reporting, "LINE_SECONDS", 0)
         warn("stores", "again")
         assert capsys.readouterr().err == "again\n"
-
-
-@pytest.mark.parametrize(
-    "endpoint",
-    ["http://me:hidden@127.0.0.1:9", pytest.param("http://no-such-host.invalid:9", marks=pytest.mark.extended)],
-)
-def test_an_s3_endpoint_that_does_not_answer(endpoint):
-    given = [f"endpoint_url={endpoint}", "key=a", "secret=b", "retries=1", "region=us-east-1"]
-    lines = said_of("s3://bucket/m", *(word for each in given for word in ("--storage-option", each)))
-    host = endpoint.rpartition("/")[2].rpartition("@")[2]
-    assert lines[0] == f"no answer from {host} yet; trying again (2 of 2)"
-    assert "no answer from" in lines[-1] and "hidden" not in "\n".join(lines)
 
 
 @pytest.mark.extended

@@ -1,6 +1,5 @@
 """From a plan to files: every byte where the layout says, every checksum as zlib computes it, and clean failures."""
 
-import os
 import resource
 import subprocess
 import sys
@@ -10,7 +9,6 @@ import zlib
 from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass, field
 from math import prod
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,7 +25,7 @@ from ckpt_tools.core.shards import ByteRange, ShardTable
 from ckpt_tools.errors import IncompleteError, StoreError
 from ckpt_tools.planning.plan import Plan
 from ckpt_tools.stores.file_destination import StoreDestination
-from ckpt_tools.stores.local.store import LocalStore, LocalWriter
+from ckpt_tools.stores.local.store import LocalStore
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.source import Buffer, FileWriter, FillableStore, Store
 from ckpt_tools.testing import strategies
@@ -304,23 +302,6 @@ class TestFailures:
         source, target = MemoryStore({"source": bytearray(DATA)}), StoreDestination(MemoryStore())
         with pytest.raises(AssertionError, match="every task was run"):
             execute(self.plan, source, target, runner=Lazy(), on_bytes=lambda _: None)
-
-    def test_a_disk_that_is_full_leaves_no_descriptor_open(self, tmp_path):
-        """/dev/full takes no byte."""
-        (tmp_path / "source").write_bytes(DATA)
-        before = len(list(Path("/proc/self/fd").iterdir()))
-        with pytest.raises(StoreError, match="No space left on device"):
-            run(self.plan, MemoryStore({"source": bytearray(DATA)}), FullStore(tmp_path))
-        assert len(list(Path("/proc/self/fd").iterdir())) == before
-
-
-class FullStore(LocalStore):
-    """A folder on a disk that has become full: what is made in it takes no bytes."""
-
-    def create(self, path: str, size_bytes: int) -> LocalWriter:
-        target = self.root / path
-        target.symlink_to("/dev/full")
-        return LocalWriter(target, os.open(target, os.O_WRONLY))
 
 
 def test_no_tensor_is_read_twice(tmp_path):

@@ -1,19 +1,15 @@
 """A journal: what is noted was written, what is recovered was checked, and of another plan nothing is."""
 
-import errno
 import math
 import os
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
 
 import numpy as np
 import pytest
-import torch
 
-import ckpt_tools
 from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.layout import Crc32, FileLayout, Layout, Literal, Payload
@@ -22,7 +18,6 @@ from ckpt_tools.core.shards import ByteRange, ShardTable
 from ckpt_tools.errors import StoreError, UsageError
 from ckpt_tools.planning.plan import CopyRules, Plan
 from ckpt_tools.stores.file_destination import StoreDestination
-from ckpt_tools.stores.local.place import LocalPlace
 from ckpt_tools.stores.local.store import LocalStore
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.source import Buffer
@@ -273,54 +268,6 @@ def test_a_log_that_fails_fails_nothing_else_and_is_tried_again():
     journal.flush()
     _, again = run(log, target)
     assert again.bytes_recovered == SIZE
-
-
-@contextmanager
-def full_disk(*, after: int) -> Iterator[None]:
-    """All writes but the first few fail."""
-    write, number = os.pwrite, count()
-
-    def failing(descriptor: int, data: bytes, offset: int) -> int:
-        if next(number) >= after:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return write(descriptor, data, offset)
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(os, "pwrite", failing)
-        yield
-
-
-@pytest.fixture
-def weights(tmp_path):
-    torch.save({f"{name}.weight": torch.rand(100, 300) for name in "abcdef"}, tmp_path / "weights.pt")
-    return tmp_path / "weights.pt"
-
-
-def test_a_conversion_that_failed_is_continued(weights, tmp_path):
-    target, plain = tmp_path / "out.safetensors", tmp_path / "plain.safetensors"
-    with full_disk(after=2), pytest.raises(StoreError, match="No space left") as caught:
-        ckpt_tools.convert(weights, target, resume=True, workers=1, memory="47MiB")
-    assert str(caught.value).endswith("; what was written so far is kept, and the same command continues it")
-    assert [left.kind for left in LocalPlace(target).leftovers()] == ["unfinished output"]
-    report = ckpt_tools.convert(weights, target, resume=True, workers=1, memory="47MiB")
-    ckpt_tools.convert(weights, plain)
-    assert target.read_bytes() == plain.read_bytes()
-    assert report.bytes_recovered > 0
-    assert report.bytes_recovered + report.bytes_written == plain.stat().st_size
-    assert report.to_json()["bytes_recovered"] == report.bytes_recovered
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.safetensors", "plain.safetensors", "weights.pt"]
-
-
-def test_one_of_other_options_is_refused_and_without_resume_nothing_is_kept(weights, tmp_path):
-    with full_disk(after=1), pytest.raises(StoreError):
-        ckpt_tools.convert(weights, tmp_path / "out.pt", resume=True)
-    with pytest.raises(UsageError, match="start again without resume=True"):
-        ckpt_tools.convert(weights, tmp_path / "out.pt", resume=True, include=["a.*"])
-    with full_disk(after=1), pytest.raises(StoreError, match=r"No space left on device$"):
-        ckpt_tools.convert(weights, tmp_path / "out.pt", workers=1)
-    assert [path.name for path in tmp_path.iterdir()] == ["weights.pt"]
-    ckpt_tools.convert(weights, tmp_path / "out.pt", include=["a.*"])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["out.pt", "weights.pt"]
 
 
 def test_the_fingerprint_covers_the_file_of_every_tensor():

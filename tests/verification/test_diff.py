@@ -43,12 +43,6 @@ def only(report: VerifyReport) -> tuple[str, Aspect, Deviation | None]:
     return difference.key.fqn, difference.aspect, difference.deviation
 
 
-def test_the_same_tensors_in_two_formats(tmp_path):
-    tensors = {"w": bits32(0x7FC0_1234, 0x8000_0000, 1), "n": torch.tensor(3), "e": torch.zeros(0, 4)}
-    report = diff_of(tmp_path, tensors, tensors)
-    assert report.equal and report.num_tensors == 3
-
-
 def test_values(tmp_path):
     a = torch.arange(10, dtype=torch.float32)
     b = a.clone()
@@ -108,35 +102,6 @@ def test_a_difference_in_any_block_of_a_large_tensor(tmp_path):
     b = a.clone()
     b[0], b[1 << 20], b[-1] = 1, 2, 3
     assert only(diff_of(tmp_path, {"w": a}, {"w": b}))[2] == Deviation(3, max_abs=3.0, max_rel=1.0)
-
-
-def test_a_tied_tensor_counts_once_in_every_command(checkpoint, tmp_path):
-    source = checkpoint("zero3-bf16", "awkward", 2).checkpoint
-    read = ckpt_tools.inspect(source)
-    assert read.aliases
-    done = ckpt_tools.convert(source, tmp_path / "z", to="zero3", world_size=3)
-    counts = [
-        (each.num_tensors, each.num_bytes)
-        for each in (
-            done.plan,
-            ckpt_tools.inspect(tmp_path / "z"),
-            ckpt_tools.verify(source),
-            ckpt_tools.verify(source, tmp_path / "z"),
-            ckpt_tools.diff(tmp_path / "z", source),
-            ckpt_tools.checksum(source, output="-"),
-        )
-    ]
-    assert set(counts) == {(read.num_tensors, read.num_bytes)}
-
-
-def test_a_target_without_masters_has_one_tensor_for_both_copies(checkpoint, tmp_path):
-    source = checkpoint("zero3-bf16", "awkward", 2).checkpoint
-    masters = sum(tensor.slot == "master" for tensor in ckpt_tools.inspect(source).tensors)
-    left = ckpt_tools.inspect(source).num_tensors - masters
-    done = ckpt_tools.convert(source, tmp_path / "d", to="dcp", world_size=3)
-    verified = ckpt_tools.verify(source, tmp_path / "d")
-    counts = {done.num_tensors, ckpt_tools.inspect(tmp_path / "d").num_tensors, verified.num_tensors}
-    assert masters and counts == {left}
 
 
 def test_tied_names_are_compared_under_each_name_and_count_once(tmp_path):
@@ -245,19 +210,6 @@ def test_memory_is_a_few_blocks_whatever_the_tensors_are(dtype, tmp_path):
         tracemalloc.stop()
     assert only(report)[2] is not None
     assert peak < num_bytes / 3
-
-
-def test_the_command(tmp_path):
-    diff_of(tmp_path, {"w": torch.ones(4)}, {"w": torch.tensor([1.0, 1.0, 1.0, 1.5])})
-    a, b = tmp_path / "a.safetensors", tmp_path / "b.pt"
-    code, out, _ = command("diff", a, a)
-    assert code == 0 and "1 tensor, 16 B: all are the same" in out
-    code, out, error = command("diff", a, b)
-    assert code == 6 and "1 of 4 elements differ, by at most 0.5 (relative 0.333)" in out and error == ""
-    code, out, _ = command("diff", a, b, "--json")
-    (found,) = json.loads(out)["differences"]
-    assert code == 6 and found["key"] == {"fqn": "w", "slot": "weight"} and found["aspect"] == "values"
-    assert found["deviation"]["max_abs"] == 0.5
 
 
 @pytest.mark.parametrize(

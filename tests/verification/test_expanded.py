@@ -88,15 +88,12 @@ BASE = torch.ones(1000)
 VARIANTS: dict[str, Callable[[], Files]] = {
     "one dim": lambda: pt({"a": expanded(HUGE)}),
     "the most bytes": lambda: pt({"a": expanded(1 << 62, dtype=torch.uint8)}),
-    "two dims": lambda: pt({"a": expanded(1 << 31, 1 << 29)}),
     "many dims": lambda: pt({"a": expanded(*[1 << 4] * 15)}),
     "an inner dim": lambda: pt({"a": torch.ones(1000, 1).expand(1000, 1 << 40)}),
     "an outer dim": lambda: pt({"a": BASE.expand(1 << 40, 1000)}),
     "some of many": lambda: pt({"a": expanded(1 << 50), "b": torch.ones(3)}),
     "many that are 1 GiB": lambda: pt({f"{number}": expanded(1 << 28) for number in range(1000)}),
     "bool": lambda: pt({"mask": expanded(1 << 55, dtype=torch.bool)}),
-    "bfloat16": lambda: pt({"a": expanded(1 << 55, dtype=torch.bfloat16)}),
-    "complex": lambda: pt({"a": expanded(1 << 55, dtype=torch.complex64)}),
     "overlapping windows": lambda: pt({"a": torch.ones(100_000).as_strided((1 << 40, 10), (0, 1))}),
     "windows by one": lambda: pt({"a": torch.ones(100_000).as_strided((50_000, 50_000), (1, 1))}),
     "legacy": lambda: pt({"a": expanded(HUGE)}, _use_new_zipfile_serialization=False),
@@ -106,7 +103,6 @@ VARIANTS: dict[str, Callable[[], Files]] = {
         {"a.weight": expanded(1 << 20, 1 << 30, dtype=torch.int8), "a.weight_scale": expanded(1 << 20, 1)}
     ),
     "an item of a DCP": lambda: dcp_files((HUGE,), saved(expanded(HUGE))),
-    "an item of two dims": lambda: dcp_files((1 << 30, 1 << 29), saved(expanded(1 << 30, 1 << 29))),
     "a DCP without chunks": lambda: dcp_files((HUGE,), None),
     "a DCP of a small chunk": lambda: dcp_files((HUGE,), saved(torch.ones(4)), shape=(4,)),
     "an item smaller than its index": lambda: dcp_files((HUGE,), saved(torch.ones(4))),
@@ -145,7 +141,7 @@ def test_no_command_reads_what_no_file_holds(name, tmp_path):
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10
 
 
-@pytest.mark.parametrize("name", tiered(DESCRIBED, test=("one dim", "two dims", "bool"), extended=DESCRIBED))
+@pytest.mark.parametrize("name", tiered(DESCRIBED, test=("one dim", "many dims", "bool"), extended=DESCRIBED))
 def test_inspect_describes_it_and_the_others_name_it(name, tmp_path):
     path = written(name, tmp_path / "source")
     assert ckpt_tools.inspect(path).num_bytes > 1 << 30

@@ -3,8 +3,6 @@
 import json
 import os
 import re
-import signal
-import stat
 import subprocess
 import sys
 import threading
@@ -14,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_tools.errors import CkptError, DestinationExistsError, StoreError, UsageError
+from ckpt_tools.errors import DestinationExistsError, StoreError, UsageError
 from ckpt_tools.stores.local import publish
 from ckpt_tools.stores.local.owned import names_in
 from ckpt_tools.stores.local.place import LocalPlace, Staging, staged
@@ -175,19 +173,6 @@ class TestWithoutExchange:
         convert(tmp_path / "out", "new", is_file=False, overwrite=True)
         assert_alone(tmp_path / "out", "new")
 
-    def test_what_was_moved_aside_when_the_process_was_killed_comes_back(self, tmp_path):
-        put(tmp_path / ".out.ckpt-tools-replaced", "old", is_file=False)
-        with pytest.raises(DestinationExistsError):
-            convert(tmp_path / "out", "new", is_file=False)
-        assert_alone(tmp_path / "out", "old")
-
-    def test_what_was_moved_aside_and_replaced_goes(self, tmp_path):
-        put(tmp_path / ".out.ckpt-tools-replaced", "old", is_file=False)
-        note(tmp_path / "out", "a", "deep/b")
-        put(tmp_path / "out", "new", is_file=False)
-        convert(tmp_path / "out", "newer", is_file=False, overwrite=True)
-        assert_alone(tmp_path / "out", "newer")
-
     @pytest.mark.parametrize("noted", [[], ["a"], ["a", "deep/b", "other"]])
     def test_what_nobody_wrote_down_was_not_moved_by_us(self, tmp_path, noted):
         put(tmp_path / ".out.ckpt-tools-replaced", "old", is_file=False)
@@ -303,20 +288,6 @@ def test_a_second_writer_is_told(tmp_path, is_file):
     assert text_of(tmp_path / "own") == "first"
 
 
-@BOTH
-@pytest.mark.parametrize("old", [False, True])
-def test_a_killed_process_leaves_the_old_and_what_the_next_cleans_away(tmp_path, is_file, old):
-    if old:
-        put(tmp_path / "out", "old", is_file=is_file)
-    with another_writer(tmp_path / "out", is_file=is_file, overwrite=old) as child:
-        child.send_signal(signal.SIGKILL)
-        assert child.wait() == -signal.SIGKILL
-    assert names(tmp_path) == [".out.ckpt-tools-partial", *(["out"] if old else [])]
-    assert not old or text_of(tmp_path / "out") == "old"
-    convert(tmp_path / "out", "new", is_file=is_file, overwrite=old)
-    assert_alone(tmp_path / "out", "new")
-
-
 @pytest.mark.parametrize("resume", [False, True])
 @pytest.mark.parametrize(
     "name", ["notes.txt", "output/notes.txt", "output/a/b", "link", "output/link", "1.log/x", "empty/"]
@@ -427,27 +398,6 @@ class TestPlaces:
         (tmp_path / "file").write_text("")
         with pytest.raises(StoreError, match="cannot write there"):
             convert(Path(place), "new", is_file=False)
-
-    def test_modes_follow_the_umask(self, tmp_path):
-        before = os.umask(0o027)
-        try:
-            convert(tmp_path / "out", "new", is_file=False)
-        finally:
-            os.umask(before)
-        paths = [tmp_path / "out", *(tmp_path / "out").iterdir()]
-        modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in paths}
-        assert modes == {"out": 0o750, "a": 0o640, "deep": 0o750}
-
-    def test_no_descriptor_is_lost(self, tmp_path):
-        before = len(list(Path("/proc/self/fd").iterdir()))
-        for _ in range(3):
-            convert(tmp_path / "out", "new", is_file=False, overwrite=True)
-            with pytest.raises(CkptError):
-                convert(tmp_path / "out", "new", is_file=False)
-            with staged(tmp_path / "other", Folder(), overwrite=False):
-                with pytest.raises(CkptError):
-                    convert(tmp_path / "other", "new", is_file=False)
-        assert len(list(Path("/proc/self/fd").iterdir())) == before
 
 
 def test_what_a_killed_run_left_beside_the_output_is_not_published(tmp_path):

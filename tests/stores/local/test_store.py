@@ -204,14 +204,6 @@ class TestWriting:
         with pytest.raises(StoreError, match=rf"it needs {disk.total + 1:,} bytes, and [\d,]+ are free; free some"):
             store.check_room(disk.total + 1)
 
-    def test_a_file_larger_than_the_process_may_write_is_refused(self, tmp_path):
-        """The limit on file sizes is a real refusal by the kernel to reserve room."""
-        outcome = in_child(f"LocalStore(Path({str(tmp_path)!r})).create('f', 1 << 20)", file_size_limit=1 << 16)
-        assert (
-            outcome == f"StoreError: {tmp_path}/f: there is no room for 1,048,576 bytes: File too large; "
-            "free some space or write elsewhere"
-        )
-
     def test_a_disk_that_fills_up_is_a_store_error(self):
         """/dev/full takes no byte, as a disk on which somebody else took the room."""
         writer = LocalWriter(Path("/dev/full"), os.open("/dev/full", os.O_WRONLY))

@@ -31,7 +31,7 @@ from ckpt_tools.transfer.runners import ray as ray_runner
 from ckpt_tools.transfer.runners.base import Runner
 from ckpt_tools.transfer.runners.ray import MAX_LOSSES, Process, RayRunner, TaskResult
 from ckpt_tools.transfer.runners.ray_board import ANSWER_RANGES, PostponedError, open_board
-from tests.support.ray_cluster import NODE, cluster, processes
+from tests.support.ray_cluster import cluster, processes
 
 pytestmark = pytest.mark.extended
 
@@ -179,24 +179,6 @@ def test_an_interrupted_run_ends_its_processes(pair, cluster, tmp_path):
     for name in [path.name for path in tmp_path.iterdir()]:
         while int(name) in {process.pid for process in processes(cluster)}:
             time.sleep(0.01)  # Ray says that it is dead a moment before it is
-
-
-def test_a_lost_node_costs_its_own_items_alone(cluster, tmp_path):
-    node = cluster.add_node(num_cpus=4, resources={"lost": 4}, **NODE)
-    pinned = ray.remote(num_cpus=1, resources={"lost": 1})(Process)
-
-    def work(item: int) -> int:
-        (tmp_path / "begun").open("a").write(f"{item}\n")
-        time.sleep(0.02)
-        return item
-
-    runner = runner_of(4, _kept=[pinned.remote(), pinned.remote()])
-    with closing(runner), closing(runner.run(work, range(150))) as running:
-        found = [next(running) for _ in range(30)]
-        cluster.remove_node(node, allow_graceful=False)
-        found.extend(running)
-    assert sorted(found) == list(range(150))
-    assert len((tmp_path / "begun").read_text().split()) <= 150 + 2 * ray_runner.ITEMS_PER_WORKER
 
 
 class TestWaiting:

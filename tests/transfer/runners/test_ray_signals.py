@@ -1,18 +1,14 @@
 """A conversion on Ray that is ended, or killed, at random moments: no process stays, and it can be run again."""
 
-import os
 import re
 import signal
-import socket
 import subprocess
-import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-import psutil
 import pytest
 
 import ckpt_tools
@@ -56,13 +52,9 @@ SIGTERM, SIGKILL = Kill(signal.SIGTERM, -1, resume=True), Kill(signal.SIGKILL, -
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    is_soak = metafunc.config.getoption("--soak")
     if "kill" in metafunc.fixturenames:
-        is_there = metafunc.function is test_on_a_cluster_that_runs
-        more = kills(seed=1 + is_there, number=20) if is_soak else []
-        on_its_own = [SIGTERM, pytest.param(SIGKILL, marks=pytest.mark.soak)]
-        first = [Kill(signal.SIGINT, -1, resume=False)] if is_there else on_its_own
-        metafunc.parametrize("kill", [*first, *more], ids=str)
+        more = kills(seed=1, number=20) if metafunc.config.getoption("--soak") else []
+        metafunc.parametrize("kill", [SIGTERM, pytest.param(SIGKILL, marks=pytest.mark.soak), *more], ids=str)
 
 
 @pytest.fixture(scope="module")
@@ -151,57 +143,5 @@ def test_on_a_cluster_of_its_own(kill, source, expected, tmp_path):
         said = killed(run, kill, out)
     finally:
         run.end()
-    check_left(out, expected, kill, said)
-    check_again(words, out, expected)
-
-
-@pytest.fixture(scope="module")
-def running_cluster(tmp_path_factory):
-    """The address and the first process of a cluster of somebody else's."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    ray = Path(sys.executable).with_name("ray")
-    options = ["--head", f"--port={port}", "--num-cpus=4", "--include-dashboard=false", "--block"]
-    log = tmp_path_factory.mktemp("ray") / "log"
-    with log.open("w") as said:
-        head = subprocess.Popen(
-            [ray, "start", *options, f"--object-store-memory={80 << 20}"],
-            stdout=said,
-            stderr=said,
-            start_new_session=True,
-            env={**os.environ, **OPEN},
-        )
-    try:
-        wait_until(lambda: "--block" in log.read_text() or head.poll() is not None)
-        found = re.search(r"--address='([\d.:]+)'", log.read_text())
-        assert found is not None, log.read_text()
-        yield found[1], head.pid
-    finally:
-        members = psutil.Process(head.pid).children(recursive=True)
-        head.terminate()
-        head.wait(60)
-        for member in psutil.wait_procs(members, timeout=20)[1]:
-            os.kill(member.pid, signal.SIGKILL)
-
-
-def actors(head: int) -> list[str]:
-    """What the cluster of that process runs for us."""
-    with suppress(psutil.NoSuchProcess):
-        lines = [" ".join(process.cmdline()) for process in psutil.Process(head).children(recursive=True)]
-        return [line for line in lines if re.match(r"ray::(Process|ChecksumActor)", line)]
-    return ["a process that ended meanwhile"]
-
-
-def test_on_a_cluster_that_runs(kill, running_cluster, source, expected, tmp_path):
-    """The cluster stays, and nothing of ours does."""
-    (address, head), out = running_cluster, tmp_path / "out"
-    more = ["--address", address, "--workers", "2", *(["--resume"] if kill.resume else [])]
-    words = words_of(source, out, *more)
-    run = start(*words, env=OPEN)
-    try:
-        said = killed(run, kill, out)
-    finally:
-        run.end()
-    wait_until(lambda: not actors(head), GONE_SECONDS)
     check_left(out, expected, kill, said)
     check_again(words, out, expected)

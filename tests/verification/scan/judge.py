@@ -12,6 +12,7 @@ import io
 import json
 import os
 import posix
+import resource
 import signal
 import sys
 import tempfile
@@ -21,11 +22,20 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.verification.scan import generator, mutants, polyglots
-from tests.verification.scan.loaders import Loader, every, is_valid, torchscript, usual
+import torch
 
-MUTANT_SECONDS = 20
+from tests.verification.scan import generator, polyglots
+from tests.verification.scan.genuine import crafted
+from tests.verification.scan.loaders import Loader, every, is_valid, program, torchscript, usual
+from tests.verification.scan.mutations import mutated
+from tests.verification.scan.scanner import is_clean
+
+SECONDS, SPARE_BYTES = 20, 3 << 30
+"""Of all loaders of a damaged file, and the memory that its lengths may ask for."""
 MAX_NAMES = 100
+CONTROL = 100
+"""Each mutated file of such a number is loaded if it is not clean, to see that loaders run something at all."""
+_BINARY = (".safetensors", ".gguf", ".npy", ".npz", ".pt", ".pth", ".bin", ".ckpt", ".pkl", ".joblib", ".metadata")
 
 called: list[str] = []
 """What ran: commands, and imports of modules of ``Modules``."""
@@ -96,13 +106,32 @@ def of_polyglots(numbers: list[int]) -> dict[int, Any]:
     return {n: [ran(each.files, every, each.modules), is_valid(each.kind, each.files)] for n, each in made.items()}
 
 
-def of_mutants(numbers: list[int]) -> dict[int, Any]:
-    """Whether a loader ran something, and the names that loaders looked up; None if one crashed or did not end. Each
-    is loaded in a process of its own: some crash a loader."""
-    return {number: _of_a_mutant(mutants.sample(number)[1]) for number in numbers}
+def of_crafted(numbers: list[int]) -> dict[int, Any]:
+    made = list(crafted())
+    return {number: _in_a_child(made[number][1], usual) for number in numbers}
 
 
-def _of_a_mutant(files: generator.Files) -> Any:
+def of_mutated(numbers: list[int]) -> dict[int, Any]:
+    """Whether it is clean, and what loaders do: of those that are clean, and of some others."""
+    torch.set_num_threads(1)
+    for files in (*polyglots.controls().values(), {"experiment_state-1.json": b"{}"}):
+        ran(files, _all)  # imports what the loaders need
+    found = {}
+    for number in numbers:
+        files = mutated(number)
+        if (is_safe := is_clean(files)) or number % CONTROL == 0:
+            found[number] = [is_safe, *(_in_a_child(files, _all) or [True, []])]
+    return found
+
+
+def _all(path: Path) -> Iterator[Loader]:
+    """Text is not run as a program, because text is trusted to be text, and a list is a program."""
+    is_text = path.suffix.lower() not in _BINARY
+    yield from (load for load in every(path) if load is not program or not is_text)
+
+
+def _in_a_child(files: generator.Files, loaders: Callable[[Path], Iterator[Loader]]) -> Any:
+    """Whether a loader ran something, and the names that loaders looked up; None if one crashed or did not end."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
@@ -113,9 +142,11 @@ def _of_a_mutant(files: generator.Files) -> Any:
                 names.add((str(args[0]), str(args[1])))
 
         sys.addaudithook(see)
-        signal.alarm(MUTANT_SECONDS)
+        signal.alarm(SECONDS)
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + SPARE_BYTES,) * 2)
         try:
-            os.write(writing, json.dumps([bool(ran(files, usual)), sorted(names)]).encode())
+            os.write(writing, json.dumps([bool(ran(files, loaders)), sorted(names)]).encode())
         finally:
             os._exit(0)
     os.close(writing)
@@ -128,7 +159,8 @@ def _of_a_mutant(files: generator.Files) -> Any:
 KINDS: dict[str, Callable[[list[int]], Any]] = {
     "generator": of_generator,
     "polyglots": of_polyglots,
-    "mutants": of_mutants,
+    "crafted": of_crafted,
+    "mutated": of_mutated,
 }
 
 

@@ -10,6 +10,7 @@ from tests.end_to_end.fuzzing.mutations import mutated_data
 from tests.serialization.archives import records_of, zipped
 from tests.verification.scan import generator, polyglots
 from tests.verification.scan.generator import BENIGN, CARRIERS, NUM_SAMPLES, Files
+from tests.verification.scan.genuine import PUSHES, PUT_IN, VALUES, genuine, joined, opcodes_of, repacked
 from tests.verification.scan.polyglots import DOCUMENTS, ENDS, FILE_CONFIGS, PICKLES
 
 MAX_SEED_BYTES = 12_000
@@ -29,6 +30,7 @@ _OPCODES = b"(.0INSTVUXBCcioRbtlde})]Kqr\x80\x8c\x8a\x93\x94\x95\x81\x85\x86\n\"
 def seeds() -> list[Files]:
     """Files that run nothing and hostile ones, about as many of both."""
     benign = [*polyglots.controls().values(), *(put(data) for put in CARRIERS.values() for data in BENIGN[2:5:2])]
+    benign += [files for rule in VALUES for _, files in genuine(rule)]
     made = [polyglots.sample(number).files for number in range(0, polyglots.num_samples(), 2)]
     made += [generator.sample(number).files for number in range(0, NUM_SAMPLES, NUM_SAMPLES // NUM_GENERATED)]
     hostile, small = (
@@ -42,7 +44,7 @@ def tokens() -> list[bytes]:
     """Pieces that mean something to a loader."""
     archives = [zipped(records) for records in polyglots.hidden().values()]
     return [
-        *PICKLES.values(), *(b"\x80\x04" + data for data in PICKLES.values()), *archives,
+        *PUT_IN.values(), *PICKLES.values(), *(b"\x80\x04" + data for data in PICKLES.values()), *archives,
         *(generator.npy_of_objects(data) for data in PICKLES.values()), polyglots.tar(generator.OWN),
         *(text.encode() for text in (*DOCUMENTS.values(), *FILE_CONFIGS.values())),
         b"\x80\x02", b"\x80\x04\x95", b"PK\x03\x04", b"PK\x01\x02", b"PK\x05\x06" + bytes(18), b"\x93NUMPY\x01\x00",
@@ -100,6 +102,20 @@ def _splice(data: bytes, random: Random) -> bytes:
     return data[: _place(data, random)] + other[_place(other, random) :]
 
 
+def _value(data: bytes, random: Random) -> bytes:
+    """One value of a pickle is another; also in an archive, or behind the header of an array."""
+    if data.startswith(b"PK"):
+        records = records_of(data)
+        name = random.choice([name for name in records if name.endswith(("data.pkl", ".npy"))])
+        return repacked(data, name, _value(records[name], random))
+    start = 10 + int.from_bytes(data[8:10], "little") if data.startswith(b"\x93NUMPY") else 0
+    opcodes, rest = opcodes_of(data[start:])
+    at = random.choice([number for number, (name, _) in enumerate(opcodes) if name in PUSHES])
+    parts = [part for _, part in opcodes]
+    parts[at] = random.choice(list(PUT_IN.values()))
+    return data[:start] + joined(parts, rest)
+
+
 def _records(data: bytes, random: Random) -> bytes:
     """A whole zip with a record that is another, added, named otherwise or at another place."""
     records = list(records_of(data).items())
@@ -134,5 +150,6 @@ def _lengthened(data: bytes, random: Random) -> bytes:
 
 
 CHANGES: tuple[Callable[[bytes, Random], bytes], ...] = (
-    *[mutated_data] * 8, *[_opcode, _insert, _overwrite, _cut, _splice] * 2, _records, _records, _carried, _lengthened,
+    *[mutated_data, _value] * 8, *[_opcode, _insert, _overwrite, _cut, _splice] * 2, _records, _records, _carried,
+    _lengthened,
 )  # fmt: skip

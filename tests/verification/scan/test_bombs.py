@@ -2,23 +2,20 @@
 
 import signal
 import time
-import tracemalloc
 from types import FrameType
 
 import pytest
 
-from tests.serialization.test_hostile_pickles import BOMBS as HUGE
-from tests.serialization.test_hostile_pickles import DEEP
 from tests.support.cost import slowness
 from tests.support.sweep import tiered
-from tests.verification.scan.bombs import BOMBS, PICKLED
+from tests.verification.scan.bombs import BOMBS
 from tests.verification.scan.scanner import is_clean
 
 NUM_BYTES, NUM_SOAKED = 200_000, 1_000_000
 SECONDS_PER_BYTE = 2e-6
 FEW = (
     "pickles with arguments of depth 90", "values that double", "keys that double", "lines of digits", "sets in sets",
-    "a long tuple as arguments", "a large dict as a state", "line ends", "tags", "lists of JSON that end",
+    "a long tuple as arguments", "a large dict as a state", "spaces", "tags", "lists of JSON that end",
     "aliases of YAML", "records of a zip", "a text of safetensors",
 )  # fmt: skip
 
@@ -41,22 +38,3 @@ def test_time_grows_with_the_size(name, request):
         signal.signal(signal.SIGVTALRM, before)
     took = time.process_time() - begun
     assert took < limit or took < limit * slowness()
-
-
-@pytest.mark.parametrize(
-    "name", tiered({**HUGE, **DEEP}, test=("huge bytes", "sets", "shared tuples as a key"), extended={**HUGE, **DEEP})
-)
-def test_memory_grows_with_the_size(name):
-    data = {**HUGE, **DEEP}[name]
-    tracemalloc.start()
-    try:
-        is_clean({"model.pt": data})
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak < 24 * 2**20 + 64 * len(data), f"{name}: {peak:,} bytes out of {len(data):,}"
-
-
-def test_there_are_twenty_pickles_and_as_many_others():
-    assert len(PICKLED) >= 20
-    assert len(BOMBS) - len(PICKLED) >= 20

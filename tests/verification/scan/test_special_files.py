@@ -2,10 +2,8 @@
 
 import gzip
 import os
-import posix
 import socket
 import struct
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +13,6 @@ import pytest
 import ckpt_tools
 from tests.serialization.archives import npy, safetensors, saved, zipped
 from tests.verification.scan.generator import OWN
-from tests.verification.scan.loaders import Loader, c_pickle, c_pickle_of_bytes, python_pickle, torch_load
 from tests.verification.scan.scanner import is_clean
 
 NAMES = ("model.pt", "model.safetensors", ".hidden", "latest", "config.json", "sub/state.pkl")
@@ -72,34 +69,6 @@ def test_each_is_a_finding_under_every_name(what, tmp_path, monkeypatch):
         SPECIAL[what](path)
         report = ckpt_tools.scan(folder)
         assert SAID.get(what, "") in {finding.file: finding.what for finding in report.findings}[name]
-
-
-@pytest.mark.parametrize("load", [c_pickle, c_pickle_of_bytes, python_pickle, torch_load])
-@pytest.mark.parametrize("name", ["model.pt", "state.pkl"])
-def test_a_loader_runs_what_comes_later(load, name, tmp_path, monkeypatch):
-    """Of a link whose target is put there after the scan, and of a pipe that another process fills."""
-    called: list[str] = []
-    monkeypatch.setattr(os, "system", called.append)
-    monkeypatch.setattr(posix, "system", called.append)
-    (tmp_path / name).symlink_to("later")
-    assert not ckpt_tools.scan(tmp_path).clean
-    (tmp_path / "later").write_bytes(OWN)
-    _loaded(load, tmp_path / name)
-    if load is not torch_load:  # torch seeks
-        os.mkfifo(tmp_path / "pipe")
-        writer = threading.Thread(target=(tmp_path / "pipe").write_bytes, args=(OWN,))
-        writer.start()
-        _loaded(load, tmp_path / "pipe")
-        writer.join()
-    assert called == ["x"] * (1 if load is torch_load else 2)
-
-
-def _loaded(load: Loader, path: Path) -> None:
-    """What a loader does with the object that it gets, or with the end of the file, is of no account."""
-    try:
-        load(path)
-    except Exception:
-        return
 
 
 PACKAGES = ["x-1.0.dist-info", "x.egg-info", "X-1.DIST-INFO", "x.egg", "sub/x-1.0.dist-info"]

@@ -1,7 +1,6 @@
-"""Harmless files of numpy, joblib, scipy and torch, and mutants of them. Each mutant follows from its number.
+"""Harmless files of numpy, joblib, scipy and torch, what can take the place of a value in them, and crafted files.
 
-A mutant has one value of its pickle replaced, one more inserted, or bytes overwritten, inserted or cut out. What is put
-in is a call of ``os.system``, a name of the closed list in a place that is not its own, a hook, or a number.
+What is put in is a call of ``os.system``, a name of the closed list in another place, a hook, or a number.
 """
 
 import collections
@@ -11,7 +10,6 @@ import pickletools
 import random
 import warnings
 from collections.abc import Callable, Iterator
-from functools import cache
 from typing import Any
 
 import joblib
@@ -158,7 +156,6 @@ with warnings.catch_warnings(action="ignore"):
     }  # fmt: skip
 """What each rule is for, by rule."""
 
-QINT32 = torch.quantize_per_tensor(torch.ones(2, 3), 0.5, 2, torch.qint32)
 
 WRITERS: dict[str, dict[str, Write]] = {
     rule: {f"a.pkl of protocol {protocol}": pickled(protocol) for protocol in range(pickle.HIGHEST_PROTOCOL + 1)}
@@ -193,16 +190,14 @@ def genuine(rule: str) -> Iterator[tuple[str, Files]]:
 
 # What is put in
 
-_CALL = b"cos\nsystem\n(S'x'\ntR"
-_HOOK = b"}S'__setstate__'\ncos\nsystem\nsb"
-
 
 def _bytes(data: bytes) -> bytes:
     return b"B" + len(data).to_bytes(4, "little") + data
 
 
 PUT_IN = {
-    "a call": _CALL,
+    "a call": b"cos\nsystem\n(S'x'\ntR",
+    "an object with a hook": b"ccollections\nOrderedDict\n)R}S'__setstate__'\ncos\nsystem\nsb",
     "a name": b"cos\nsystem\n",
     "eval": b"cbuiltins\neval\n",
     "a pickle": _bytes(OWN),
@@ -221,7 +216,7 @@ PUT_IN = {
     "a dict": b"}",
     "a tuple": b")",
 }
-_PUSHES = frozenset({
+PUSHES = frozenset({
     "INT", "LONG", "LONG1", "LONG4", "BININT", "BININT1", "BININT2", "NONE", "NEWTRUE", "NEWFALSE", "STRING",
     "BINSTRING", "SHORT_BINSTRING", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8", "UNICODE", "BINUNICODE",
     "SHORT_BINUNICODE", "FLOAT", "BINFLOAT", "EMPTY_TUPLE", "EMPTY_LIST", "EMPTY_DICT", "GLOBAL", "GET", "BINGET",
@@ -230,7 +225,7 @@ _PUSHES = frozenset({
 """Opcodes for which something else may stand."""
 
 
-def _opcodes(data: bytes) -> tuple[list[tuple[str, bytes]], bytes]:
+def opcodes_of(data: bytes) -> tuple[list[tuple[str, bytes]], bytes]:
     """The opcodes up to the first array of joblib, without frames, and what follows them."""
     found: list[tuple[str, int]] = []
     end = len(data)
@@ -243,7 +238,7 @@ def _opcodes(data: bytes) -> tuple[list[tuple[str, bytes]], bytes]:
     return [part for part in parts if part[0] != "FRAME"], data[end:]
 
 
-def _joined(parts: list[bytes], rest: bytes) -> bytes:
+def joined(parts: list[bytes], rest: bytes) -> bytes:
     """The pickle, and the array behind it with its padding."""
     head = b"".join(parts)
     if rest and 1 <= rest[0] <= 16 and rest[1 : 1 + rest[0]] == b"\xff" * rest[0]:
@@ -252,89 +247,10 @@ def _joined(parts: list[bytes], rest: bytes) -> bytes:
     return head + rest
 
 
-def of_a_pickle(data: bytes, chance: random.Random) -> tuple[str, bytes]:
-    opcodes, rest = _opcodes(data)
-    parts = [part for _, part in opcodes]
-    kind = chance.randrange(10)
-    n = chance.randrange(1, len(opcodes))
-    if kind == 0:
-        return f"a call before {n}", _joined([*parts[:n], _CALL + b"0", *parts[n:]], rest)
-    if kind == 1:
-        return f"a hook before {n}", _joined([*parts[:n], _HOOK, *parts[n:]], rest)
-    if kind == 2:
-        return f"without {n}", _joined([*parts[:n], *parts[n + 1 :]], rest)
-    n = chance.choice([at for at, (name, _) in enumerate(opcodes) if name in _PUSHES] or [n])
-    label, put = chance.choice(list(PUT_IN.items()))
-    return f"{label} for {opcodes[n][0]} {n}", _joined([*parts[:n], put, *parts[n + 1 :]], rest)
-
-
-def of_bytes(data: bytes, chance: random.Random) -> tuple[str, bytes]:
-    at, num = chance.randrange(len(data)), chance.choice([1, 2, 8, 64])
-    return chance.choice([
-        (f"a pickle over byte {at}", data[:at] + OWN + data[at + len(OWN) :]),
-        (f"a pickle before byte {at}", data[:at] + OWN + data[at:]),
-        (f"without {num} bytes at {at}", data[:at] + data[at + num :]),
-        (f"another byte {at}", data[:at] + bytes([chance.randrange(256)]) + data[at + 1 :]),
-    ])  # fmt: skip
-
-
-_HEADERS = {b"'<f8'": b"'|O'", b"'descr'": b"'descR'", b"False": b"True", b", )": b")", b"(": b"(1,", b"'<i4'": b"'O'"}
-
-
-def of_an_array(data: bytes, chance: random.Random) -> tuple[str, bytes]:
-    start = 10 + int.from_bytes(data[8:10], "little")
-    kind = chance.randrange(5)
-    if kind == 0:
-        return "a pickle behind the header", data[:start] + OWN
-    if kind == 1:
-        old, new = chance.choice(list(_HEADERS.items()))
-        changed = data[10:start].replace(old, new, 1).strip()
-        changed += b" " * (-(len(changed) + 11) % 64) + b"\n"
-        behind = chance.choice([OWN, data[start:]])
-        return f"{new!r} in the header", data[:8] + len(changed).to_bytes(2, "little") + changed + behind
-    if kind < 4 and b"'|O'" in data[:start]:
-        label, changed = of_a_pickle(data[start:], chance)
-        return label, data[:start] + changed
-    return of_bytes(data, chance)
-
-
 def repacked(archive: bytes, name: str, record: bytes) -> bytes:
     """The archive with another record of this name. numpy deflates, and torch does not."""
     is_deflated = b"data.pkl" not in archive
     return zipped({**records_of(archive), name: record}, compress=is_deflated)
-
-
-def _of_an_archive(data: bytes, chance: random.Random) -> tuple[str, bytes]:
-    records = records_of(data)
-    name = chance.choice([name for name in records if name.endswith(("data.pkl", ".npy"))])
-    record = records[name]
-    label, changed = (of_an_array if name.endswith(".npy") else of_a_pickle)(record, chance)
-    return f"{label} in {name}", repacked(data, name, changed)
-
-
-@cache
-def _genuine(rule: str) -> list[tuple[str, Files]]:
-    return list(genuine(rule))
-
-
-_HAVE_ELEMENTS = ("arrays of joblib", "compressed arrays")
-"""Rules of files whose elements stand beside their description."""
-
-
-def mutant(rule: str, number: int) -> tuple[str, Files]:
-    """One of any number of mutants of a rule."""
-    chance = random.Random(f"{rule} {number}")
-    label, files = chance.choice(_genuine(rule))
-    ((file, data),) = files.items()
-    if rule in _HAVE_ELEMENTS and chance.randrange(3) == 0:
-        change, data = of_bytes(data, chance)
-    elif data.startswith(b"PK"):
-        change, data = _of_an_archive(data, chance)
-    elif data.startswith(b"\x93NUMPY"):
-        change, data = of_an_array(data, chance)
-    else:
-        change, data = of_a_pickle(data, chance)
-    return f"{label}: {change}", {file: data}
 
 
 HIDDEN = np.frombuffer(OWN.ljust(64, b"0"), np.uint8)
@@ -371,24 +287,3 @@ def crafted() -> Iterator[tuple[str, Files]]:
         yield f"padding of bytes {num}", {"a.joblib": aligned[: at - 1] + bytes([num]) + aligned[at:]}
     for alignment in (b"K\x08", b"K\x00", b"N", b"J\xff\xff\xff\xff", b"U\x01a"):
         yield f"aligned to {alignment!r}", {"a.joblib": aligned.replace(b"K\x10", alignment, 1)}
-
-
-NUM_OF_A_RULE = 10_000
-
-
-def sample(number: int) -> tuple[str, Files]:
-    """The crafted files first, then the mutants of each rule, ``NUM_OF_A_RULE`` of each."""
-    known = _crafted()
-    if number < len(known):
-        return known[number]
-    rule, at = divmod(number - len(known), NUM_OF_A_RULE)
-    return mutant(list(VALUES)[rule], at)
-
-
-def num_crafted() -> int:
-    return len(_crafted())
-
-
-@cache
-def _crafted() -> list[tuple[str, Files]]:
-    return list(crafted())
