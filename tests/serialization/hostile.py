@@ -1,101 +1,9 @@
-"""Pickles that run code when a loader executes them: gadgets times techniques times protocols.
+"""Pickles that call a function when a loader executes them, written opcode by opcode."""
 
-Each would create the file ``canary`` (or import, open, connect, ...) under ``pickle.loads``. They are written opcode by
-opcode, or pickled by the real pickler from objects whose ``__reduce__`` names the gadget.
-"""
-
-import os
 import pickle
 import struct
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
-
-Gadget = tuple[str, str, tuple[Any, ...]]
-
-
-OF_NOTHING = """
-    code:interact bdb:Bdb tempfile:mkdtemp sys:exit os:fork threading:Thread multiprocessing:Process gc:get_objects
-    cloudpickle.cloudpickle:_make_function torch.distributed.rpc:rpc_sync logging.config:listen
-"""
-OF_A_COMMAND = """
-    os:system posix:system nt:system os:popen asyncio:create_subprocess_shell platform:popen commands:getoutput
-    deepspeed.ops.op_builder:OpBuilder.command_exists
-"""
-OF_CODE = """
-    builtins:eval builtins:exec __builtin__:eval pdb:run timeit:timeit cProfile:run doctest:debug_script
-    numpy.f2py:compile torch._dynamo.guards:GuardBuilder.get sympy:sympify
-"""
-OF_A_PATH = """
-    os:mkdir runpy:run_path shutil:rmtree pathlib:Path.touch joblib:load numpy:load numpy:memmap torch:load
-    torch.jit:load torch._classes:load_library torch:ops.load_library torch.serialization:load
-    torch._inductor.codecache:compile_file pandas:read_pickle sqlite3:connect zipimport:zipimporter linecache:getlines
-    fileinput:FileInput site:addsitedir
-"""
-INNER = b"cos\nsystem\n(Vtouch x\ntR."
-
-
-def gadgets(canary: Path) -> dict[str, Gadget]:
-    """Module, name and arguments of calls that leave a trace."""
-    path, code = str(canary), f"open({str(canary)!r}, 'w')"
-    shell = f"touch {path}"
-    calls: dict[str, tuple[Any, ...]] = {
-        **dict.fromkeys(OF_A_COMMAND.split(), (shell,)),
-        **dict.fromkeys(OF_CODE.split(), (code,)),
-        **dict.fromkeys(OF_A_PATH.split(), (path,)),
-        **dict.fromkeys(OF_NOTHING.split(), ()),
-        **dict.fromkeys(("builtins:open", "io:open", "_io:open"), (path, "w")),
-        **dict.fromkeys(("pickle:loads", "_pickle:loads", "torch.storage:_load_from_bytes"), (INNER,)),
-        **dict.fromkeys(("subprocess:Popen", "subprocess:check_output", "pty:spawn", "distutils.spawn:spawn"),
-                        (["touch", path],)),
-        **dict.fromkeys(("socket:create_connection", "ssl:get_server_certificate"), (("localhost", 9),)),
-        **dict.fromkeys(("webbrowser:open", "urllib.request:urlopen"), ("http://localhost:9/",)),
-        **dict.fromkeys(("http.client:HTTPConnection", "smtplib:SMTP"), ("localhost",)),
-        **dict.fromkeys(("builtins:__import__", "importlib:import_module"), ("antigravity",)),
-        "os:execv": ("/bin/sh", ["sh", "-c", shell]),
-        "os:open": (path, os.O_CREAT),
-        "os:_exit": (1,),
-        "os:kill": (0, 15),
-        "signal:raise_signal": (15,),
-        "sys:setrecursionlimit": (10,),
-        "builtins:compile": (code, "x", "exec"),
-        "builtins:getattr": ("text", "upper"),
-        "builtins:setattr": ("text", "upper", 1),
-        "builtins:map": (print, [1]),
-        "pathlib:Path.write_text": (path, "x"),
-        "types:CodeType": (0,) * 5,
-        "types:FunctionType": (b"", {}),
-        "marshal:loads": (b"\xe3" * 20,),
-        "operator:attrgetter": ("system",),
-        "operator:methodcaller": ("system", shell),
-        "functools:partial": (print, "x"),
-        "functools:reduce": (print, [1, 2]),
-        "itertools:starmap": (print, [(1,)]),
-        "atexit:register": (print,),
-        "ctypes:CDLL": ("libc.so.6",),
-        "copyreg:add_extension": ("os", "system", 240),
-        "dill:loads": (b".",),
-        "numpy.testing._private.utils:runstring": (code, {}),
-        "torch.hub:load": ("a/b", "c"),
-        "torch.utils.cpp_extension:load_inline": ("x", code),
-        "pip:main": (["install", "x"],),
-        "uuid:_get_command_stdout": ("touch", path),
-    }  # fmt: skip
-    return {name.replace(":", "."): (*name.split(":"), args) for name, args in calls.items()}  # type: ignore[misc]
-
-
-class _Call:
-    """Reduces to a call of a stand-in whose module and name are then replaced in the bytes."""
-
-    def __init__(self, args: tuple[Any, ...]) -> None:
-        self.args = args
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _stand_in, self.args
-
-
-def _stand_in(*args: Any) -> None:
-    raise AssertionError("a test ran the stand-in")
 
 
 def arguments(args: tuple[Any, ...]) -> bytes:
@@ -233,30 +141,3 @@ def _with_bytes(function: bytes, module: str, name: str, args: tuple[Any, ...]) 
 
 def _loading(data: bytes) -> bytes:
     return b"\x80\x03cpickle\nloads\n" + pushed(data, protocol=3) + b"\x85R."
-
-
-def crafted(canary: Path) -> Iterator[tuple[str, bytes]]:
-    """Every technique with every gadget."""
-    for name, (module, attribute, args) in gadgets(canary).items():
-        for technique, make in TECHNIQUES.items():
-            yield f"{technique}: {name}", make(module, attribute, args)
-
-
-def pickled(canary: Path) -> Iterator[tuple[str, bytes]]:
-    """Every gadget as the real pickler writes a ``__reduce__``, in protocols 0 to 5."""
-    stand_in = (_stand_in.__module__, _stand_in.__name__)
-    for name, (module, attribute, args) in gadgets(canary).items():
-        for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
-            plain = tuple(arg for arg in args if arg is not print)
-            data = pickle.dumps({"state": _Call(plain)}, protocol=protocol)
-            yield f"protocol {protocol}: {name}", _renamed(data, stand_in, (module, attribute))
-
-
-def _renamed(data: bytes, old: tuple[str, str], new: tuple[str, str]) -> bytes:
-    """The same pickle with another global; frames are dropped, since their lengths change."""
-    data = data[:2] + data[11:] if data[2:3] == b"\x95" else data
-    lines = data.replace("c{}\n{}\n".format(*old).encode(), "c{}\n{}\n".format(*new).encode())
-    for before, after in zip(old, new, strict=True):
-        short = b"\x8c" + bytes([len(before)]) + before.encode()
-        lines = lines.replace(short, b"\x8c" + bytes([len(after)]) + after.encode())
-    return lines

@@ -367,14 +367,47 @@ def test_conjugated_tensors_are_no_plain_tensors():
     )
 
 
+TENSOR = b"ctorch._utils\n_rebuild_tensor_v2\n((Vstorage\nctorch\nFloatStorage\nV0\nVcpu\nI%d\ntQI%d\n(%bt(%bt\x89NtR."
+
+
+@pytest.mark.parametrize(
+    ("numel", "offset", "shape", "strides"),
+    [
+        (6, 0, b"I2\nI3\n", b"I3\n"),
+        (6, 0, b"I7\n", b"I1\n"),
+        (6, 1, b"I6\n", b"I1\n"),
+        (6, 0, b"I2\nI3\n", b"I4\nI1\n"),
+        (6, -1, b"I2\n", b"I1\n"),
+        (6, 0, b"I-2\n", b"I1\n"),
+        (6, 0, b"I2\n", b"I-1\n"),
+        (-6, 0, b"", b""),
+        (0, 0, b"", b""),
+        (6, 0, b"I9223372036854775808\n", b"I0\n"),
+        (6, 0, b"I4611686018427387904\nI4611686018427387904\n", b"I0\nI0\n"),
+        (1 << 62, 0, b"I1\n", b"I1\n"),
+        (6, 0, b"Va\n", b"I1\n"),
+        (6, 0, b"F1.0\n", b"I1\n"),
+        (6, 0, b"I1\n" * 65, b"I1\n" * 65),
+    ],
+)
+def test_a_tensor_that_leaves_its_storage_is_refused(numel, offset, shape, strides):
+    with pytest.raises(MalformedError):
+        read(TENSOR % (numel, offset, shape, strides))
+
+
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
         (b"ctorch._utils\n_rebuild_tensor_v2\n(Vx\nK\x00))\x89NtR.", "not a storage"),
+        (b"", "malformed"),
         (b"N", "malformed"),
+        (b"N.N.", "more data"),
         (b"N.\x00", "more data"),
+        (b".", "malformed"),
         (b"t.", "malformed"),
+        (b"\x80\x06N.", "protocol"),
         (b"\xffN.", "not an opcode"),
+        (b"\x97.", "buffers"),
         (b"h\x00.", "malformed"),
         (b"Nq\x05h\x03.", "out of order"),
         (b"(NNNNq\x05\x94t.", "out of order"),

@@ -1,25 +1,16 @@
 """What a store, a destination and a claim can do beyond the least: asked of any of them, without asking its kind."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
 import pytest
 
-from ckpt_tools.core.boxes import Box
-from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.layout import FileLayout, Layout, Payload
-from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
-from ckpt_tools.core.shards import ByteRange, ShardTable
-from ckpt_tools.planning.plan import Plan
-from ckpt_tools.stores.destination import CopyingRules, Destination
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.read_ahead import BlockCache
-from ckpt_tools.stores.source import Buffer, ServiceFile, Store, StoreWrapper
+from ckpt_tools.stores.source import ServiceFile, Store, StoreWrapper
 from ckpt_tools.stores.wrappers import Overlay
 from ckpt_tools.testing.stores import StoreTests
-from ckpt_tools.transfer.execute import TransferResult, execute
-from ckpt_tools.transfer.runners.threads import ThreadRunner
 
 DATA = bytes(range(200))
 
@@ -58,36 +49,6 @@ class Able(StoreWrapper):
 @dataclass(frozen=True, slots=True)
 class Forwarding(StoreWrapper):
     store: Store
-
-
-@dataclass(frozen=True, slots=True)
-class Copying(Destination):
-    """A destination that copies, and does no more than it must otherwise."""
-
-    copied: dict[str, bytes] = field(default_factory=dict)
-
-    @property
-    def copying(self) -> CopyingRules:
-        return CopyingRules("service", 1)
-
-    def begin(self, path: str, size_bytes: int) -> str:
-        return ""
-
-    def write(self, path: str, handle: str, number: int, offset: int, data: Buffer) -> str:
-        raise AssertionError("all of it can be copied")
-
-    def copy(self, path: str, handle: str, number: int, source: ServiceFile, start: int, stop: int) -> str:
-        self.copied[path] = self.copied.get(path, b"") + DATA[start:stop]
-        return ""
-
-    def holds(self, path: str, handle: str, number: int, offset: int, num_bytes: int, crc: int, part_tag: str) -> bool:
-        return False
-
-    def finish(self, path: str, handle: str, part_tags: Sequence[str]) -> None:
-        """Nothing is left to do."""
-
-    def abandon(self) -> None:
-        """Nothing is open."""
 
 
 def store(files: Mapping[str, bytes] = MappingProxyType({"f": DATA})) -> MemoryStore:
@@ -132,13 +93,3 @@ def test_what_the_store_below_can_do_a_wrapper_can(wrap, path, asked):
     wrapper.prefetch(path, 0, 1)
     expected = ("", None, []) if asked is None else (able.version(path), able.locate(path), asked)
     assert (wrapper.version(path), wrapper.locate(path), able.asked) == expected
-
-
-@pytest.mark.parametrize("source", [Able(store()), Overlay(BlockCache(Able(store()), {"f": 200}), {})])
-def test_a_destination_copies_what_lies_in_its_service(source):
-    table = ShardTable.whole((200,), DType.UINT8, ByteRange("f", 0, 200))
-    entry = TensorEntry((200,), DType.UINT8, Kind.PARAMETER, table)
-    file = FileLayout("out", (Payload(StateKey("w"), Box.whole((200,)), (200,), DType.UINT8),))
-    plan, target = Plan(Manifest("test", {StateKey("w"): entry}), Layout((file,)), 64, 1), Copying()
-    result = execute(plan, source, target, runner=ThreadRunner(1), on_bytes=lambda _: None)
-    assert (result, target.copied) == (TransferResult(0, 200, 200), {"out": DATA})

@@ -22,6 +22,7 @@ from ckpt_tools.stores.s3.store import S3Store, open_s3_store
 from ckpt_tools.stores.source import ServiceFile, Source, Store
 from ckpt_tools.testing.stores import StoreTests
 from tests.support.s3_server import BUCKET
+from tests.support.sweep import tiered
 
 PART = bytes(range(256)) * (5 * 4096)
 """The smallest part that is not a file's last: 5 MiB."""
@@ -149,6 +150,40 @@ def test_a_place_that_is_taken_at_the_start_or_meanwhile_is_not_overwritten(plac
         with pytest.raises(DestinationExistsError, match=said):
             claimed(taken, overwrite=overwrite).__enter__()
     assert list(s3.files(runs)) == ["out/x"]
+
+
+OLD = {".metadata": b"old index", "a.bin": b"old", "only old": b"old", "deep/old.index.json": b"old"}
+
+
+@pytest.mark.parametrize("allowed", tiered([0, 1, 2, 3, 4, 5, 7], test="025", extended="1347"))
+def test_replacing_shows_the_old_none_or_the_new(place, runs, s3, allowed, monkeypatch):
+    """A run that dies between any two requests of publishing; what it left is then taken up, or replaced."""
+    s3.put(f"{runs}out/", OLD)
+    once, left = Bucket._once, [10**6]
+
+    def dying(self: Bucket, operation: str, key: str, **given: object) -> object:
+        if operation in ("complete_multipart_upload", "delete_objects"):
+            if left[0] == 0:
+                raise StoreError("killed")
+            left[0] -= 1
+        return once(self, operation, key, **given)
+
+    monkeypatch.setattr(Bucket, "_once", dying)
+    with suppress(StoreError):
+        with claimed(place, overwrite=True, resume=True) as claim:
+            write(claim, FILES, publish=False)
+            left[0] = allowed
+            claim.publish(list(FILES), {path: len(data) for path, data in OLD.items()})
+    left[0] = 10**6
+    place.bucket.delete([claim.lock.key])
+    seen = {path: data for path, data in s3.files(f"{runs}out/").items() if PARTIAL not in path}
+    assert seen in (OLD, FILES) or ".metadata" not in seen
+    with place.claim(overwrite=seen in (OLD, FILES), resume=False) as claim:
+        write(claim, {"new": b"new"}, publish=False)
+        present = place.present()
+        claim.publish(["new"], {} if present is None else present.files)
+    assert s3.files(runs) == {"out/new": b"new"}
+    assert s3.open_uploads(runs) == []
 
 
 def test_one_file_is_replaced_in_one_step(bucket, runs, s3):

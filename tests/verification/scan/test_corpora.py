@@ -5,14 +5,9 @@
 
 from __future__ import annotations
 
-import io
-import pickle
-from typing import Any
-
 import pytest
 
-from tests.verification.scan.corpora import CORPORA, Label, fickling, picklescan
-from tests.verification.scan.corpora.build import Global, call, pickled
+from tests.verification.scan.corpora import CORPORA, Label
 from tests.verification.scan.scanner import is_clean
 
 RUNS_NOTHING = {"fickling": {"lists of GETs": "lists that hold one another four times; reading them makes three lists"}}
@@ -76,52 +71,3 @@ def test_malicious_entries_are_findings_and_others_clean_or_known_false_alarms(p
     assert {name for name, label in clean.items() if label is Label.MALICIOUS} == set(RUNS_NOTHING.get(project, {}))
     others = {entry.name for entry in CORPORA[project] if entry.label is not Label.MALICIOUS}
     assert others - {*clean} == set(FALSE_ALARMS[project])
-
-
-class _Anything:
-    """Takes the place of every function and class that a pickle names."""
-
-    def __new__(cls, *_: Any, **__: Any) -> _Anything:
-        return object.__new__(cls)
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def __call__(self, *_: Any) -> _Anything:
-        return self
-
-    def __setstate__(self, _: Any) -> None: ...
-
-
-class _Names(pickle.Unpickler):
-    """CPython's unpickler, which notes names instead of importing them."""
-
-    def __init__(self, data: bytes) -> None:
-        super().__init__(io.BytesIO(data))
-        self.met: list[str] = []
-
-    def find_class(self, module: str, name: str) -> Any:
-        self.met.append(f"{module}.{name}")
-        return _Anything
-
-
-def _names(data: bytes) -> list[str]:
-    unpickler = _Names(data)
-    unpickler.load()
-    assert unpickler.met
-    return unpickler.met
-
-
-PICKLES = [*(pickled(*found) for found in picklescan.CALLS.values()), *map(pickled, fickling.CALLS.values())]
-
-
-@pytest.mark.parametrize("protocol", [0, 2, 4])
-def test_no_name_of_the_corpora_is_clean_in_another_form(protocol):
-    """A call with a text, wherever the name of the module ends and that of the attribute begins."""
-    clean = []
-    for full in sorted({name for data in PICKLES for name in _names(data)}):
-        parts = full.split(".")
-        for at in range(1, len(parts)):
-            name = f"{'.'.join(parts[:at])}:{'.'.join(parts[at:])}"
-            clean += [name for ending in ("pkl", "pt") if is_clean({f"a.{ending}": pickled(call(name, "x"), protocol)})]
-    assert clean == []
-    assert is_clean({"a.pkl": pickled(Global("collections:OrderedDict"), protocol)})
