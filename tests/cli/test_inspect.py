@@ -99,36 +99,6 @@ def test_notes_are_bounded(monkeypatch, tmp_path):
     assert len(repr(replace(known, notes=notes))) < 200 and "notes=<3000>" in repr(replace(known, notes=notes))
 
 
-def test_tensors_are_listed_as_people_think(tmp_path):
-    blocks = {f"layers.{n}.{name}.weight": torch.ones(4, 4, dtype=torch.bfloat16) for n in range(3) for name in "qk"}
-    torch.save({"head.weight": torch.ones(2, 4), **blocks, "layers.3.q.weight": torch.ones(4)}, tmp_path / "m.pt")
-    lines = [line.split("\t") for line in printed("inspect", tmp_path / "m.pt", "--tensors").split("\n")]
-    assert lines[lines.index(["tensor", "shape", "dtype", "count", "size"]) + 1 :] == [
-        ["head.weight", "2 x 4", "float32", "x1", "32 B"],
-        ["layers.0-2.q.weight", "4 x 4", "bfloat16", "x3", "96 B"],
-        ["layers.0-2.k.weight", "4 x 4", "bfloat16", "x3", "96 B"],
-        ["layers.3.q.weight", "4", "float32", "x1", "16 B"],
-        [""],
-    ]
-
-
-def test_the_tree_has_equal_modules_once(tmp_path):
-    model = torch.nn.ModuleDict(
-        {"embed": torch.nn.Embedding(5, 4), "layers": torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(12))}
-    )
-    torch.save(model.state_dict(), tmp_path / "m.pt")
-    lines = [line.split("\t") for line in printed("inspect", tmp_path / "m.pt", "--tree").split("\n")]
-    assert lines[-5:-1] == [
-        [".", "260", "1.04 kB", "float32"],
-        ["embed", "20", "80 B", "float32"],
-        ["layers", "240", "960 B", "float32"],
-        ["layers.0-11", "240", "960 B", "float32"],
-    ]
-    assert "layers.0-11" not in printed("inspect", tmp_path / "m.pt", "--tree", "--depth", "1")
-    (_, *modules) = json.loads(printed("inspect", tmp_path / "m.pt", "--tree", "--depth", "1", "--json"))["modules"]
-    assert [(each["name"], each["num_parameters"]) for each in modules] == [("embed", 20), ("layers", 240)]
-
-
 def test_a_large_entry_is_one_line(tmp_path):
     config = {f"key{n}": {"values": list(range(50))} for n in range(40)}
     source = saved(tmp_path, ds_config=config, args={"lr": 0.5, "layers": list(range(300))})
@@ -137,17 +107,6 @@ def test_a_large_entry_is_one_line(tmp_path):
     assert "ds_config\t40 keys; see --json" in said
     assert "args\tlr: 0.5, layers: <300 items>" in said
     assert json.loads(printed("inspect", source, "--json"))["extras"]["ds_config"] == config
-
-
-def test_a_folder_of_checkpoints_is_listed(tmp_path):
-    for step in (1, 2):
-        (tmp_path / "run" / f"step-{step}").mkdir(parents=True)
-        torch.save({"w": torch.ones(2)}, tmp_path / "run" / f"step-{step}" / "model.pt")
-    said = printed("inspect", tmp_path / "run").split("\n")
-    assert said[:3] == printed("ls", tmp_path / "run").split("\n")[:3]
-    assert said[3] == f"2 checkpoints; name one: {tmp_path}/run@latest or {tmp_path}/run/step-2"
-    for more in ("--json", "--tensors", "--tree", "--stats"):
-        assert run_command("inspect", tmp_path / "run", more).code != 0
 
 
 def test_an_option_that_selects_nothing_is_refused(tmp_path):

@@ -1,7 +1,6 @@
-"""Scans samples in a process of its own, under an audit hook, and says which are clean and what happened.
+"""Scans samples in a process of its own, under an audit hook, and says what happened.
 
-The plan is JSON on stdin: kinds of samples, and the numbers of those to scan. The numbers of the clean ones of each
-kind go to stdout, and the events.
+The plan is JSON on stdin: kinds of samples, and the numbers of those to scan. The events go to stdout.
 """
 
 import json
@@ -59,21 +58,16 @@ def told(module: str, plan: dict[str, Any]) -> Any:
 
 
 def main() -> None:
-    plan = json.load(sys.stdin)
-    samples: dict[str, Callable[[int], Any]] = {"generator": generator.sample, "polyglots": polyglots.sample}
-    for kind, numbers in plan.items():
-        for number in numbers[:50]:
-            is_clean(samples[kind](number).files)
+    made: dict[str, Callable[[int], Any]] = {"generator": generator.sample, "polyglots": polyglots.sample}
+    samples = [made[kind](number).files for kind, numbers in json.load(sys.stdin).items() for number in numbers]
+    for files in samples[::7]:
+        is_clean(files)  # imports what the scan needs
     watch = Watch()
-    clean: dict[str, list[int]] = {kind: [] for kind in plan}
-    for kind, numbers in plan.items():
-        for number in numbers:
-            files = samples[kind](number).files
-            watch.on = True
-            found = is_clean(files)
-            watch.on = False
-            clean[kind] += [number] if found else []
-    print(json.dumps({**clean, "events": watch.events[:100]}))
+    for files in samples:
+        watch.on = True
+        is_clean(files)
+        watch.on = False
+    print(json.dumps(watch.events[:100]))
 
 
 if __name__ == "__main__":
