@@ -94,7 +94,7 @@ def is_run(ran: bool, names: list[tuple[str, str]]) -> bool:
     return ran or not all(is_known(*name) for name in names)
 
 
-NUM_MUTATED, NUM_SOAKED, BATCH = 8_000, 1_000_000, 50_000
+NUM_MUTATED, NUM_SOAKED, BATCH = 5_000, 1_000_000, 50_000
 
 
 @pytest.mark.extended
