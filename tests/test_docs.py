@@ -113,14 +113,6 @@ def test_a_page_is_short_and_what_it_links_and_names_is_there(page):
             assert (ROOT / path).exists() or (ROOT / "ckpt_tools" / path).exists(), code
 
 
-def test_files_of_the_architecture_are_there():
-    """Paths in ``architecture.md`` are those of ``ckpt_tools``, or begin with a folder at the root."""
-    paths = [code for code in codes(DOCS / "architecture.md") if re.fullmatch(r"[\w/]+/\w+\.py", code)]
-    assert len(paths) > 20
-    files = [path for path in paths if "NAME" not in path]
-    assert [path for path in files if not ((ROOT / path).is_file() or (ROOT / "ckpt_tools" / path).is_file())] == []
-
-
 def parts_of(code: str) -> list[str] | None:
     """Of a dotted name of ours, without ``ckpt_tools``."""
     found = re.fullmatch(r"(ckpt_tools\.)?((?:\w+\.)*\w+)(\(.*\))?", code)

@@ -1,14 +1,11 @@
 """A process that runs the command line, and a conversion to every format, made once."""
 
-from collections.abc import Callable
 from functools import cache
 
 import pytest
 
 from tests.end_to_end.crashes.cases import Case, make_case, make_sources
 from tests.end_to_end.crashes.runs import Runs
-
-MakeCase = Callable[[str], Case]
 
 
 @pytest.fixture(scope="session")

@@ -22,9 +22,6 @@ from typing import Any
 LIMIT_SECONDS = 60
 """A run that takes longer hangs; it is ended by SIGALRM."""
 
-SHORT_CALLS = ("preadv", "pwrite", "read", "write")
-"""Calls of ``os`` that may move less than they were asked to. strace cannot make the kernel do so."""
-
 
 def main() -> None:
     for line in sys.stdin:
