@@ -111,13 +111,6 @@ def test_a_terminal_of_any_width_shows_it(command, run):
         assert {word.strip(",") for word in plain.split()} <= shown
 
 
-def test_a_sentence_without_room_goes_below_its_row(run):
-    lines = run_command("ls", run, columns=72).out.splitlines()
-    assert lines[1].endswith("torch")
-    assert lines[2] == "    no: model.pt has no end: it is cut off"
-    assert lines[3].endswith("yes")
-
-
 def test_ranks_are_not_counted_while_files_of_some_are_missing(checkpoint, tmp_path):
     shutil.copytree(checkpoint("fsdp2", "plain", 3).checkpoint, tmp_path / "run" / "step-1")
     (found,) = ckpt_tools.ls(tmp_path / "run").checkpoints

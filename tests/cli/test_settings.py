@@ -133,12 +133,6 @@ def test_a_setting_that_does_not_apply_is_left_out(words, variables):
         assert run(*words, "--overwrite", flags[0], variables["WORLD_SIZE"])[0] == 2
 
 
-def test_a_glob_that_matches_nothing_is_an_error_from_wherever_it_is():
-    code, _, err = run("convert", "m.safetensors", "o.pt", INCLUDE="none")
-    assert code == 2
-    assert "(--include is from CKPT_TOOLS_INCLUDE)" in err
-
-
 def test_verbose_says_where_values_are_from():
     own_file("workers = 1\n[convert]\nworld-size = 4\n")
     given = {"MEMORY": "1GiB", "STORAGE_OPTION": "key=very-secret-value"}

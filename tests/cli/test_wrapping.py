@@ -72,13 +72,3 @@ def test_tensors_fit_the_terminal(tmp_path):
         lines = text.split("\n")
         assert LONG in lines and "a." * 60 + "b" in lines
         assert not [line for line in lines_that_are_too_long(text, 60) if "/m.pt" not in line]
-
-
-def test_a_pipe_gets_a_line_a_tensor(tmp_path):
-    names = [f"{LONG}.{LONG}.{LONG}.{number}" for number in range(3)]
-    torch.save({name: torch.ones(4, 5) for name in names}, tmp_path / "m.pt")
-    text = printed("inspect", tmp_path / "m.pt", "--tensors", "--all")
-    lines = [line.split("\t") for line in text.split("\n") if LONG in line]
-    assert [line[0] for line in lines] == names
-    assert lines[0][1:] == ["weight", "parameter", "float32", "4 x 5", "80", "1"]
-    assert not [line for line in text.split("\n") if line != line.rstrip() or "  " in line]

@@ -91,16 +91,6 @@ def test_a_tensor_is_read_by_its_range(hub, tmp_path):
     assert sum(stop - start for start, stop in hub.ranges) < 2 << 20
 
 
-@pytest.mark.extended
-def test_an_output_is_one_commit(hub, tmp_path):
-    source, url = tmp_path / "hub" / MODEL, "hf://org/empty"
-    convert(hub, source, url, to="dcp", world_size=2)
-    [_, (_, files)] = hub.commits("org/empty")
-    assert {".gitattributes", ".metadata"} < files.keys() and not [name for name in files if "partial" in name]
-    convert(hub, url, tmp_path / "back.safetensors")
-    assert same(load((tmp_path / "back.safetensors").read_bytes()), tensors(1))
-
-
 def test_a_file_is_written_below_a_folder_of_a_branch(hub, tmp_path):
     url = "hf://org/empty@main/step_5/model.safetensors"
     convert(hub, tmp_path / "hub" / MODEL, url, checksum=True)

@@ -127,18 +127,6 @@ def kill_once(marker: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_the_items_of_a_lost_process_are_done_by_others(pair, tmp_path):
-    def work(item: int) -> int:
-        (tmp_path / "done").open("a").write(f"{item}\n")
-        if item == 5:
-            kill_once(tmp_path / "killed")
-        return 2 * item
-
-    assert sorted(pair.run(work, range(50))) == [2 * item for item in range(50)]
-    begun = (tmp_path / "done").read_text().split()
-    assert set(begun) == {str(item) for item in range(50)} and len(begun) <= 50 + ray_runner.ITEMS_PER_WORKER
-
-
 def test_an_item_that_kills_every_process_ends_the_run(pair):
     def work(item: int) -> int:
         if item == 3:
