@@ -15,15 +15,13 @@ from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, SerializationFormat
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
-import ckpt_tools
-from ckpt_tools.core.manifest import Kind, Manifest, StateTree
-from ckpt_tools.core.notes import ASSUMED_ORDER, Outcome
+from ckpt_tools.core.manifest import Manifest, StateTree
+from ckpt_tools.core.notes import ASSUMED_ORDER
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.runs.opening import read_checkpoint
 from tests.support.manifests import as_json, elements_in
 from tests.support.sweep import extended
-from tests.support.trees import assert_same_tree
 from tests.support.truth import WEIGHT, Key, Truth, assert_same_bits
 
 TREES = {
@@ -126,17 +124,6 @@ def with_pieces(pieces: Iterable[tuple[list[int] | None, list[int]]], folder: Pa
     return folder
 
 
-def test_numbers_of_an_optimizer_that_could_mean_several(checkpoint, tmp_path):
-    """A frozen bias has the shape of trained ones, so that nothing says which of them has no state."""
-    made = checkpoint("torch-ids", "scalar", 1)
-    manifest = manifest_of(made.checkpoint)
-    assert not manifest.groups and not manifest.of_kind(Kind.STATE)
-    assert [(note.outcome, note.what) for note in manifest.notes] == [(Outcome.KEPT, "optimizer")]
-    ckpt_tools.convert(made.checkpoint, tmp_path / "all.pt", state="all")
-    kept, wanted = (torch.load(path) for path in (tmp_path / "all.pt", made.checkpoint / "model.pt"))
-    assert_same_tree(wanted["optimizer"], kept["optimizer"])
-
-
 @pytest.mark.parametrize("named", [False, True])
 def test_numbers_of_an_optimizer_that_mean_one_thing(named, tmp_path):
     model, optimizer = _trained(named=named)
@@ -151,15 +138,6 @@ def test_numbers_of_an_optimizer_that_mean_one_thing(named, tmp_path):
     assert [list(group.params) for group in manifest.groups] == [group["params"] for group in groups]
     assert [note.what for note in manifest.notes] == ([] if named else [ASSUMED_ORDER])
     assert manifest.extra == {"epoch": 3}
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_numbers_in_a_dcp(tmp_path):
-    model, optimizer = _trained(named=False)
-    tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    state_dict_saver.save(tree, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
-    torch.save(tree, tmp_path / "numbers.pt")
-    assert_same_bits(gathered(tmp_path / "numbers.pt"), gathered(tmp_path / "dcp"))
 
 
 def _trained(*, named: bool) -> tuple[torch.nn.Module, torch.optim.Optimizer]:

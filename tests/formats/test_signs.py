@@ -42,10 +42,3 @@ def test_a_format_is_asked_about_every_source_that_it_would_claim(name):
     claimed = [source for source in SOURCES if FORMATS[name].detect(source)]
     assert len(claimed) >= 2
     assert all(has_sign(source, name) for source in claimed)
-
-
-def test_the_index_and_the_formats_agree():
-    assert list(FORMATS) == list(BUILT_IN)
-    assert all(each.reads or each.writes for each in FORMATS.values())
-    named = {name for name, entry in BUILT_IN.items() if entry.suffixes}
-    assert named <= {each.name for each in FORMATS.values() if each.writes}

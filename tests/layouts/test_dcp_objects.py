@@ -157,10 +157,9 @@ class TestObjects:
 
     @pytest.mark.parametrize("name", ["of_subclass", "storage"])
     def test_what_cannot_be_kept_is_named(self, name, tmp_path):
-        value = {
-            "of_subclass": (torch.ones(2).as_subclass(Plain),),
-            "storage": (torch.ones(2).untyped_storage(),),
-        }[name]
+        value = {"of_subclass": (torch.ones(2).as_subclass(Plain),), "storage": (torch.ones(2).untyped_storage(),)}[
+            name
+        ]
         save({"model": {"w": torch.ones(3)}, name: value}, tmp_path / "in")
         with pytest.raises(UnsupportedError, match=rf"{name}: it holds a .*, which cannot be read"):
             ckpt_tools.inspect(tmp_path / "in")

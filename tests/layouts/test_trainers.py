@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import ckpt_tools
-from ckpt_tools.errors import LossError, UsageError
+from ckpt_tools.errors import UsageError
 from fixtures import launch
 from fixtures.corpus import make
 from fixtures.corpus.trainers import ON_RANKS
@@ -72,11 +72,6 @@ def test_for_as_many_ranks_nothing_is_left_out(tmp_path):
     assert names(tmp_path / "out") == names(made.source)
 
 
-def test_generators_of_other_ranks_are_a_loss(tmp_path):
-    with pytest.raises(LossError, match=r"random_states_0\.pkl"):
-        ckpt_tools.reshard(make("accelerate-fsdp2").source, tmp_path / "out", world_size=3, strict=True)
-
-
 def test_a_checkpoint_below_a_runs_folder_is_written_at_the_top(tmp_path):
     shutil.copytree(make("transformers-fsdp2").folder, tmp_path / "run")
     beside = {"config.json", "training_args.bin", "tokenizer.json", "tokenizer_config.json", "rng_state_2.pth"}
@@ -87,14 +82,6 @@ def test_a_checkpoint_below_a_runs_folder_is_written_at_the_top(tmp_path):
         assert (tmp_path / "out" / name).read_text() == name
     assert (tmp_path / "out" / "trainer_state.json").is_file()
     assert report.plan.notes == ()
-
-
-def test_a_file_that_nobody_knows_is_named(tmp_path):
-    shutil.copytree(make("accelerate-fsdp2").source, tmp_path / "in")
-    (tmp_path / "in" / "ema.safetensors.part").write_bytes(b"?")
-    (tmp_path / "in" / "notes.txt").write_bytes(b"?")
-    report = ckpt_tools.reshard(tmp_path / "in", tmp_path / "out", world_size=2)
-    assert [note.what for note in report.plan.notes] == ["ema.safetensors.part", "notes.txt"]
 
 
 def test_olmo_core_takes_the_state_of_rank_0_where_a_rank_has_none(tmp_path):

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-import torch
 
 import ckpt_tools
 from ckpt_tools.core.notes import Outcome
@@ -86,20 +85,6 @@ def test_it_verifies_by_itself(name):
     """No archive is looked for where a file holds several, or none."""
     report = ckpt_tools.verify(make(name).source)
     assert report.equal, [str(each) for each in report.differences[:4]]
-
-
-def test_a_tensor_in_an_entry_is_compared_in_its_place(tmp_path):
-    """Megatron's own object has another name for it."""
-
-    def save(seen: float) -> Path:
-        state = {"model": {"weight": torch.ones(3, 2)}, "loader": {"seen": torch.tensor([seen])}}
-        torch.save(state, tmp_path / "in.pt")
-        return tmp_path / "in.pt"
-
-    ckpt_tools.convert(save(1.0), tmp_path / "out", to="megatron")
-    assert ckpt_tools.verify(save(1.0), tmp_path / "out").equal
-    (found,) = ckpt_tools.verify(save(2.0), tmp_path / "out").differences
-    assert found.aspect is Aspect.VALUES
 
 
 # What a scan says of genuine checkpoints

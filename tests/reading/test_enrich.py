@@ -65,12 +65,6 @@ def test_a_damaged_companion_does_not_keep_the_model_from_being_read(beside):
     assert "cannot be read" in note.why
 
 
-def test_the_trainer_of_transformers(checkpoint):
-    manifest = read(checkpoint("trainer-zero2", "plain", 2).checkpoint)
-    assert manifest.extra["epoch"] == 0.4
-    assert {note.what for note in manifest.notes} == {"rng_state_0.pth", "rng_state_1.pth", "training_args.bin"}
-
-
 def manifest(args: dict[str, Any]) -> Manifest:
     value = Opaque(GlobalRef("argparse", "Namespace"), state=args)
     return Manifest("megatron", {}, extra={"megatron": {"common": ({"args": value},), "objects": ()}})

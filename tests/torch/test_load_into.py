@@ -19,7 +19,7 @@ from ckpt_tools.torch import fill as filling
 from fixtures import launch, models
 from tests.support import into_jobs, moe
 from tests.support.refusals import refusal_test
-from tests.support.sweep import tiered
+from tests.support.sweep import extended
 from tests.support.truth import WEIGHT, Truth, assert_same_bits
 
 
@@ -40,30 +40,24 @@ def _state(truth: Truth) -> dict[tuple[str, str], np.ndarray]:
 
 # By real processes
 
-JOBS = {
-    f"{how.__name__} {source} {case} {target}x{ranks}": (how, source, case, made_by, target, ranks)
-    for source, case, made_by, target, ranks in (
-        ("fsdp2", "awkward", 3, "fsdp2", 2),
-        ("zero1-fp32", "sgd", 3, "fsdp2", 2),
-        ("fsdp2-bf16", "awkward", 3, "fsdp2-bf16", 2),
-        ("zero3-fp32", "awkward", 2, "fsdp2", 3),
-        ("zero2-fp32", "empty", 2, "fsdp2", 3),
-        ("universal-zero1-fp32", "awkward", 2, "fsdp2", 3),
-        ("zero3-fp32", "plain", 2, "fsdp2-tp", 4),
-        ("fsdp2-tp", "plain", 4, "fsdp2-hsdp", 4),
-    )
-    for how in (into_jobs.through_reader, into_jobs.in_place)
-}
-"""How a job of a kind and so many ranks loads what another job saved, in an order that starts few pools."""
-
-IN_TEST = ("in_place fsdp2-bf16 awkward fsdp2-bf16x2", "through_reader zero3-fp32 awkward fsdp2x3")
-MORE = ("in_place zero1-fp32 sgd fsdp2x2", "in_place zero2-fp32 empty fsdp2x3", "in_place fsdp2-tp plain fsdp2-hsdpx4")
-OF_READER = ("through_reader universal-zero1-fp32 awkward fsdp2x3", "through_reader zero3-fp32 plain fsdp2-tpx4")
+READER, IN_PLACE = into_jobs.through_reader, into_jobs.in_place
 
 
-@pytest.mark.parametrize("job", tiered(JOBS, test=IN_TEST, extended=MORE + OF_READER))
-def test_a_job_goes_on(job, checkpoint, tmp_path):
-    how, source, case, made_by, target, ranks = JOBS[job]
+@pytest.mark.parametrize(
+    ("how", "source", "case", "made_by", "target", "ranks"),
+    [
+        (IN_PLACE, "fsdp2-bf16", "awkward", 3, "fsdp2-bf16", 2),
+        (READER, "zero3-fp32", "awkward", 2, "fsdp2", 3),
+        *extended(
+            (IN_PLACE, "zero1-fp32", "sgd", 3, "fsdp2", 2),
+            (IN_PLACE, "zero2-fp32", "empty", 2, "fsdp2", 3),
+            (READER, "universal-zero1-fp32", "awkward", 2, "fsdp2", 3),
+            (READER, "zero3-fp32", "plain", 2, "fsdp2-tp", 4),
+            (IN_PLACE, "fsdp2-tp", "plain", 4, "fsdp2-hsdp", 4),
+        ),
+    ],
+)
+def test_a_job_goes_on(how, source, case, made_by, target, ranks, checkpoint, tmp_path):
     made = checkpoint(source, case, made_by)
     launch.pool(ranks).run(how, target, case, str(made.checkpoint), str(tmp_path))
     # DeepSpeed has no state for the empty parameter, of which torch makes some of its own.

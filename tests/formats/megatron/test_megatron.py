@@ -18,12 +18,7 @@ from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.manifest import StateKey
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.options import ReadOptions
-from ckpt_tools.errors import (
-    IncompleteError,
-    MalformedError,
-    SeveralCheckpointsError,
-    UnsupportedError,
-)
+from ckpt_tools.errors import IncompleteError, MalformedError, SeveralCheckpointsError, UnsupportedError
 from ckpt_tools.formats.megatron.common_state import CommonState, Group, Parameter, by_rule
 from ckpt_tools.formats.megatron.names import extra_states, is_expert, num_dims, state_of
 from ckpt_tools.formats.megatron.reader import boxes, piece_shape

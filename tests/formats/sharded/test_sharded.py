@@ -175,13 +175,6 @@ def test_files_that_do_not_fit_are_refused(harm, words, verl):
 
 
 class TestFolders:
-    def test_an_actor_and_a_critic(self, verl):
-        torch.save({"w": torch.ones(2)}, verl.parent / "data.pt")
-        assert ckpt_tools.inspect(verl.parent).format == "sharded", "a file of the run above is not the model"
-        shutil.copytree(verl, verl.parent / "critic")
-        with pytest.raises(CkptError, match=r"several checkpoints.*actor.*critic"):
-            ckpt_tools.inspect(verl.parent)
-
     def test_plain_tensors_under_names_of_several_ranks(self, tmp_path):
         for rank in range(2):
             torch.save({"w": torch.ones(2)}, tmp_path / MODEL.format(rank))

@@ -15,12 +15,7 @@ from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.formats.state_dict.leaf import TensorLeaf
 from ckpt_tools.formats.state_dict.param_numbers import NumberedGroup, match_numbers
-from ckpt_tools.formats.state_dict.parse import (
-    Leaves,
-    Tree,
-    find_tree,
-    manifest_of,
-)
+from ckpt_tools.formats.state_dict.parse import Leaves, Tree, find_tree, manifest_of
 from tests.support.refusals import refusal_test
 
 # Where model and optimizer are

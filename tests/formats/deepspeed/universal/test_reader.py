@@ -12,13 +12,7 @@ import torch
 import fixtures
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.options import ReadOptions
-from ckpt_tools.errors import (
-    CkptError,
-    IncompleteError,
-    MalformedError,
-    SourceNotFoundError,
-    UnsupportedError,
-)
+from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, SourceNotFoundError, UnsupportedError
 from ckpt_tools.formats.deepspeed.format import DeepSpeedFormat, UniversalFormat
 from ckpt_tools.stores.local.store import LocalStore
 from ckpt_tools.stores.source import Source

@@ -17,18 +17,7 @@ from ckpt_tools.formats.deepspeed.zero_reader.missing_layers import check as che
 from fixtures import launch, universal
 from fixtures.corpus import deepspeed_pipeline, make
 from tests.layouts.contents import contents
-from tests.support.damage import (
-    TAG,
-    Harm,
-    changed,
-    copied_run,
-    damage_test,
-    rename,
-    save,
-    swap,
-    unlink,
-    updated,
-)
+from tests.support.damage import TAG, Harm, changed, copied_run, damage_test, rename, save, swap, unlink, updated
 from tests.support.ranks import for_ranks
 from tests.support.refusals import refusal_test
 from tests.support.resumed import assert_goes_on
