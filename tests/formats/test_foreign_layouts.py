@@ -191,10 +191,9 @@ def test_quantized_weights_of_two_files_are_those_of_torchs_reader(tmp_path):
     ckpt_tools.convert(tmp_path / "dcp", out, to="safetensors", dtype="bfloat16", max_shard_size="20KB")
     assert torch.equal(dequantized(out), dequantized(tmp_path / "in"))
     for source in (tmp_path / "in", out):
-        for dtype in (torch.float32, torch.bfloat16, torch.float8_e5m2):
-            state = {"q.weight": torch.zeros(130, 200, dtype=dtype)}
-            with pytest.raises(CheckpointException, match=r"q\.weight: it is stored as float8_e4m3fn, which cannot be"):
-                dcp.load(state, storage_reader=ckpt_tools.storage_reader(source), no_dist=True)
+        state = {"q.weight": torch.zeros(130, 200)}
+        with pytest.raises(CheckpointException, match=r"q\.weight: it is stored as float8_e4m3fn, which cannot be"):
+            dcp.load(state, storage_reader=ckpt_tools.storage_reader(source), no_dist=True)
         state = {"q.weight": torch.zeros(130, 200, dtype=torch.float8_e4m3fn)}
         dcp.load(state, storage_reader=ckpt_tools.storage_reader(source), no_dist=True)
         assert torch.equal(state["q.weight"].view(torch.uint8), weight.view(torch.uint8))
@@ -210,35 +209,10 @@ def test_without_quantized_weights_scales_are_weights(tmp_path):
     assert [found[name].dtype for name in tensors] == [torch.bfloat16, torch.bfloat16, torch.int64]
 
 
-def save_files(files: zero_files.Files, folder: Path) -> None:
-    for name, content in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(content) if name == "latest" else torch.save(content, folder / name)
-
-
-class TestDeepSpeed:
-    """Files of DeepSpeed's opened by themselves."""
-
-    def test_the_emptied_module_of_stage_3_is_no_model(self, tmp_path):
-        path = tmp_path / "zero_pp_rank_0_mp_rank_00_model_states.pt"
-        torch.save(zero_files.build(3, 2, [{"w": (3, 2)}])[zero_files.rank_model(0)], path)
-        assert "no elements of w" in refusal(path, from_="torch")
-
-    @pytest.mark.parametrize("name", ["w", "count"])
-    def test_a_tensor_of_another_class_is_not_lost(self, name, tmp_path):
-        files = zero_files.build(2, 1, [{"w": (3, 2)}])
-        files[zero_files.MODEL]["module"][name] = torch.ones(3, 2).to_sparse()
-        save_files(files, tmp_path / "zero")
-        assert "it is a sparse tensor" in refusal(tmp_path / "zero")
-
-    @pytest.mark.parametrize("is_excluded", [True, False])
-    def test_weights_that_the_saver_left_out_are_mentioned(self, is_excluded, tmp_path):
-        files = zero_files.build(2, 2, [{"w": (3, 2)}])
-        if is_excluded:
-            files[zero_files.MODEL] |= {"frozen_param_shapes": None, "frozen_param_fragments": None}
-        save_files(files, tmp_path / "zero")
-        notes = ckpt_tools.convert(tmp_path / "zero", tmp_path / "out.safetensors").plan.notes
-        assert any("exclude_frozen_parameters" in note.why for note in notes) is is_excluded
+def test_the_emptied_module_of_stage_3_is_no_model(tmp_path):
+    path = tmp_path / "zero_pp_rank_0_mp_rank_00_model_states.pt"
+    torch.save(zero_files.build(3, 2, [{"w": (3, 2)}])[zero_files.rank_model(0)], path)
+    assert "no elements of w" in refusal(path, from_="torch")
 
 
 @pytest.mark.parametrize("name", [".in_progress", "INCOMPLETE", "save.in-progress", "checkpoint.incomplete"])
@@ -252,16 +226,15 @@ def test_an_unfinished_checkpoint_is_refused(name, tmp_path):
         ckpt_tools.inspect(run)
 
 
-class TestWords:
-    def test_what_has_no_optimizer_state_may_be_a_tied_name(self, tmp_path):
-        """DCP holds a tied weight twice, and the optimizer knows one name of it."""
-        model = torch.nn.Sequential(*[torch.nn.Linear(3, 3, bias=False) for _ in range(2)])
-        model[1].weight = model[0].weight
-        optimizer = torch.optim.AdamW(model.parameters())
-        model(torch.ones(1, 3)).sum().backward()
-        optimizer.step()
-        state = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
-        dcp.save(state, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
-        for target in ("universal", "zero3"):
-            notes = ckpt_tools.plan(tmp_path / "dcp", tmp_path / target, to=target).notes
-            assert any("frozen" in note.what and "tied" in f"{note.what} {note.why}" for note in notes), target
+def test_what_has_no_optimizer_state_may_be_a_tied_name(tmp_path):
+    """DCP holds a tied weight twice, and the optimizer knows one name of it."""
+    model = torch.nn.Sequential(*[torch.nn.Linear(3, 3, bias=False) for _ in range(2)])
+    model[1].weight = model[0].weight
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    state = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
+    dcp.save(state, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
+    for target in ("universal", "zero3"):
+        notes = ckpt_tools.plan(tmp_path / "dcp", tmp_path / target, to=target).notes
+        assert any("frozen" in note.what and "tied" in f"{note.what} {note.why}" for note in notes), target

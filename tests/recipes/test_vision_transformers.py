@@ -7,7 +7,7 @@ order, and is compared with ``BOUND``; torch's fused inference attention is off,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -31,7 +31,6 @@ pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 IMAGE, HEADS, HIDDEN, MLP, CLASSES = 16, 2, 24, 40, 5
 BOUND = 1e-6
 """Of torchvision's logits, as a part of the largest: 2e-7 at the size of ViT-B/16, mostly 0 in these tiny models."""
-State = Mapping[str, Tensor]
 
 
 @pytest.fixture(autouse=True)
@@ -79,29 +78,11 @@ def randomized(model: nn.Module, seed: int = 1) -> nn.Module:
     return model.eval()
 
 
-def logits(model: nn.Module, images: Tensor | None = None) -> Tensor:
-    images = torch.randn(3, 3, IMAGE, IMAGE, generator=torch.Generator().manual_seed(2)) if images is None else images
+def logits(model: nn.Module) -> Tensor:
+    images = torch.randn(3, 3, IMAGE, IMAGE, generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         out = model.eval()(images)
     return out if isinstance(out, Tensor) else out.logits
-
-
-def loaded_from_hub(folder: Path, model_class: Any = ViTForImageClassification) -> nn.Module:
-    """What ``from_pretrained`` makes of the folder, with no missing and no unexpected tensor."""
-    model, info = model_class.from_pretrained(folder, output_loading_info=True)
-    assert not any(info.values()), info
-    return model
-
-
-def hub_state(model: nn.Module, folder: Path) -> State:
-    """The tensors under the names of the hub, which are those that ``save_pretrained`` writes."""
-    model.save_pretrained(folder)
-    return load_file(folder / "model.safetensors")
-
-
-def assert_same(found: State, wanted: State) -> None:
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 # Six directions
@@ -113,10 +94,6 @@ class Direction:
     target: str
     recipe: str
     is_inverse: bool
-
-    @property
-    def inverse(self) -> Direction:
-        return Direction(self.target, self.source, self.recipe, not self.is_inverse)
 
     def __str__(self) -> str:
         return f"{self.source}-{self.target}"
@@ -158,7 +135,8 @@ def test_the_other_library_gives_the_same_logits(way, ending, tmp_path):
     if way.target == "hub":
         config().save_pretrained(tmp_path / "config")
         convert(source, tmp_path / "out", way, to="safetensors", config=tmp_path / "config")
-        found = loaded_from_hub(tmp_path / "out")
+        found, info = ViTForImageClassification.from_pretrained(tmp_path / "out", output_loading_info=True)
+        assert not any(info.values()), info
     else:
         convert(source, tmp_path / f"out{ending}", way)
         state = torch.load(tmp_path / "out.pt") if ending == ".pt" else load_file(tmp_path / "out.safetensors")
@@ -175,18 +153,11 @@ def test_the_three_recipes_agree(tmp_path):
     for number, ends in enumerate(pairwise(["timm", "torchvision", "hub", "timm"])):
         way = next(way for way in DIRECTIONS if (way.source, way.target) == ends)
         convert(tmp_path / f"{number}.safetensors", tmp_path / f"{number + 1}.safetensors", way)
-    assert_same(load_file(tmp_path / "3.safetensors"), model.state_dict())
+    found, wanted = load_file(tmp_path / "3.safetensors"), model.state_dict()
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 # The optimizer
-
-
-def trained(model: nn.Module) -> torch.optim.AdamW:
-    """An optimizer that has made two steps of the model."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(2):
-        step(model, optimizer)
-    return optimizer
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
@@ -200,19 +171,14 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
     return loss.item()
 
 
-def saved_training(model: nn.Module, optimizer: torch.optim.Optimizer, folder: Path) -> dict[str, Any]:
-    """The state of both, which is saved as a DCP."""
-    weights, state = get_state_dict(model, optimizer)
-    tree = {"model": weights, "optim": state}
-    dcp.save(tree, checkpoint_id=folder, no_dist=True)
-    return tree
-
-
 @pytest.mark.parametrize("way", [way for way in DIRECTIONS if "hub" not in str(way)], ids=str)
 def test_training_continues_in_the_other_library(way, tmp_path):
     model = randomized(BUILD[way.source]())
-    optimizer = trained(model)
-    saved_training(model, optimizer, tmp_path / "source")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(2):
+        step(model, optimizer)
+    tree = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
+    dcp.save(tree, checkpoint_id=tmp_path / "source", no_dist=True)
     convert(tmp_path / "source", tmp_path / "out", way, to="dcp")
     other = BUILD[way.target]()
     others_optimizer = torch.optim.AdamW(other.parameters(), lr=1e-2)
@@ -256,8 +222,9 @@ def test_what_the_other_library_or_config_json_does_not_have_is_refused(case, tm
 
 def test_the_hubs_pooler_is_dropped_and_named(tmp_path):
     model = randomized(ViTModel(config()))
-    state = {f"vit.{name}": tensor for name, tensor in hub_state(model, tmp_path / "bare").items()}
-    save_file(state, tmp_path / "hub.safetensors")
+    model.save_pretrained(tmp_path / "bare")
+    state = load_file(tmp_path / "bare" / "model.safetensors")
+    save_file({f"vit.{name}": tensor for name, tensor in state.items()}, tmp_path / "hub.safetensors")
     report = ckpt_tools.convert(tmp_path / "hub.safetensors", tmp_path / "out.pt", recipe="vit_timm", inverse=True)
     assert any("pooler" in str(note) for note in report.plan.notes)
     found = of_timm(num_classes=0)

@@ -215,6 +215,14 @@ def test_buffers_that_share_elements_stay_apart():
     assert manifest.tensors[StateKey("again")].kind is Kind.BUFFER
 
 
+@pytest.mark.parametrize("is_excluded", [True, False])
+def test_weights_that_the_saver_left_out_are_mentioned(is_excluded):
+    files = build(2, 2, GROUPS)
+    if is_excluded:
+        files[MODEL] |= {"frozen_param_shapes": None, "frozen_param_fragments": None}
+    assert any("exclude_frozen_parameters" in note.why for note in read(files).notes) is is_excluded
+
+
 def test_module_state_that_is_no_tensor_is_kept():
     files = build(1, 1, GROUPS)
     files[MODEL]["module"]["norm._extra_state"] = {"amax": torch.tensor([2.5])}
@@ -346,6 +354,8 @@ RULES: list[tuple[str, int, Change, type[CkptError], str]] = [
     ("a shape of too many elements", 3, reshaped((1 << 40, 1 << 40)), WRONG, "1099511627776"),
     ("a stage 3 weight without elements", 3, of_module(lambda m: m.update(lost=torch.empty(0))), MISSING,
         "lost: no file"),
+    ("a sparse weight", 2, of_module(lambda m: m.update(b=torch.ones(1).to_sparse())), OTHER, "sparse tensor"),
+    ("a sparse buffer", 2, of_module(lambda m: m.update(count=torch.ones(2).to_sparse())), OTHER, "sparse tensor"),
     # Frozen parameters of stage 3.
     ("a fragment missing", 3, fragment(1, lambda f: f.pop("f")), MISSING, "frozen f is missing"),
     ("a fragment too short", 3, fragment(1, lambda f: f.update(f=f["f"][:1].clone())), WRONG, "frozen f has"),
