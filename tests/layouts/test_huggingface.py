@@ -115,7 +115,7 @@ def test_half_an_optimizer_that_of_another_model_and_code_are_errors(tmp_path):
     source = shutil.copytree(make("accelerate-fsdp1-full").source, tmp_path / "in")
     file = source / "optimizer.bin"
     data = file.read_bytes()
-    for size in (0, 100, 5000, -1):
+    for size in (0, 100, -1):
         file.write_bytes(data[:size])
         with pytest.raises(FormatError, match=r"optimizer\.bin.*whose file can be named"):
             ckpt_tools.inspect(source)

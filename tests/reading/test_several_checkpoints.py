@@ -16,7 +16,7 @@ from ckpt_tools.cli.main import group
 from ckpt_tools.errors import CkptError, IncompleteError, LossError, SourceNotFoundError
 from ckpt_tools.trainers.run_folders import step_in
 from tests.runs.test_completeness import RUNS, Run
-from tests.support.sweep import tiered
+from tests.support.sweep import extended
 
 LAYOUTS = {run.layout: run for run in reversed(RUNS)}
 
@@ -57,21 +57,14 @@ def pair(run: Run, kept: int, folder: Path) -> tuple[Path, Path]:
     return both, alone
 
 
-CHOOSING = [name for name, run in LAYOUTS.items() if run.latest[0] and run.format != "sharded"]
-"""Layouts whose run has a file that says which checkpoint is meant."""
-
-CELLS = {f"{layout} {command}": (layout, command) for layout in CHOOSING for command in COMMANDS}
-MEANT = {f"deepspeed-zero3-bf16 {command}" for command in ("inspect", "convert", "reshard", "verify", "diff")}
-OTHERS = {
-    *(f"deepspeed-zero3-bf16 {command}" for command in ("plan", "consolidate", "checksum")),
-    *("deepspeed-universal reshard", "deepspeed-universal diff", "deepspeed-pipeline-tp-zero1-fp32 reshard"),
-    *("deepspeed-moe-fp32 convert", "deepspeed-zero1-fp32 consolidate", "megatron reshard", "megatron inspect"),
-}
+STAGE_3, UNIVERSAL, PARALLEL = "deepspeed-zero3-bf16", "deepspeed-universal", "deepspeed-pipeline-tp-zero1-fp32"
+MEANT = [(STAGE_3, command) for command in ("inspect", "convert", "reshard", "verify", "diff")]
+OTHERS = [(STAGE_3, command) for command in ("plan", "consolidate", "checksum")]
+OTHERS += [(UNIVERSAL, "diff"), (PARALLEL, "reshard"), ("deepspeed-moe-fp32", "convert"), ("megatron", "reshard")]
 
 
-@pytest.mark.parametrize("cell", tiered(CELLS, test=MEANT | {"deepspeed-universal inspect"}, extended=OTHERS))
-def test_another_checkpoint_of_the_run_changes_nothing(cell, tmp_path):
-    layout, command = CELLS[cell]
+@pytest.mark.parametrize(("layout", "command"), [*MEANT, (UNIVERSAL, "inspect"), *extended(*OTHERS)])
+def test_another_checkpoint_of_the_run_changes_nothing(layout, command, tmp_path):
     run = LAYOUTS[layout]
     folders = pair(run, 1, tmp_path)
     for ending in ("", "@latest", f"@{run.names[1]}", f"@step={step_in(run.names[1])}"):
@@ -79,21 +72,13 @@ def test_another_checkpoint_of_the_run_changes_nothing(cell, tmp_path):
         assert said == expected, ending
 
 
-TAGS = {cell: names for cell, names in CELLS.items() if names[0] != "megatron" and names[1] != "diff"}
+TAGS = [("deepspeed-zero1-fp32", "convert"), ("deepspeed-zero1-fp32", "verify"), (UNIVERSAL, "inspect")]
+OTHER_TAGS = [(STAGE_3, "reshard"), ("deepspeed-moe-fp32", "reshard"), (PARALLEL, "consolidate"), (UNIVERSAL, "verify")]
 
 
-@pytest.mark.parametrize(
-    "cell",
-    tiered(
-        TAGS,
-        test={"deepspeed-zero1-fp32 convert", "deepspeed-zero1-fp32 verify", "deepspeed-universal inspect"},
-        extended={f"deepspeed-zero3-bf16 {command}" for command in COMMANDS if command != "diff"}
-        | {"deepspeed-moe-fp32 reshard", "deepspeed-pipeline-tp-zero1-fp32 consolidate", "deepspeed-universal verify"},
-    ),
-)
-def test_a_tag_is_the_same_beside_others(cell, tmp_path):
+@pytest.mark.parametrize(("layout", "command"), [*TAGS, *extended(*OTHER_TAGS)])
+def test_a_tag_is_the_same_beside_others(layout, command, tmp_path):
     """Also the one that ``latest`` does not name."""
-    layout, command = TAGS[cell]
     both, alone = pair(LAYOUTS[layout], 0, tmp_path)
     said = outcome(command, str(both), both, tag=LAYOUTS[layout].names[0])
     assert said == outcome(command, str(alone), alone)
