@@ -23,7 +23,6 @@ from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, State
 from ckpt_tools.core.notes import Outcome
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.errors import UnsupportedError
-from ckpt_tools.formats.dcp.files import row_chunks
 from ckpt_tools.formats.state_dict.build import chosen_tree, entries_of, leaves
 from tests.support.sweep import extended
 from tests.support.trees import assert_same_tree
@@ -46,14 +45,6 @@ def whole_tree(folder: Path, out: Path) -> dict[str, Any]:
 
 
 # Geometry
-
-
-@given(st.integers(1, 40), st.integers(1, 12))
-def test_rows_are_cut_as_torch_chunks_them(rows, world_size):
-    boxes = row_chunks((rows, 3), world_size)
-    pieces = [piece.tolist() for piece in torch.arange(rows).chunk(world_size)]
-    assert [list(range(box.start[0], box.stop[0])) for box in boxes if box.numel] == pieces
-    assert [box for box in boxes if not box.numel] == [Box((rows, 0), (rows, 3))] * (len(pieces) < world_size)
 
 
 # Names

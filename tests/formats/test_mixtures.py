@@ -161,29 +161,6 @@ def saved(tmp_path):
     return tmp_path / "dcp"
 
 
-def change_index(folder: Path, change: Callable[[Any], None]) -> None:
-    path = folder / ".metadata"
-    metadata = pickle.loads(path.read_bytes())
-    change({key.fqn: info for key, info in metadata.storage_data.items()})
-    path.write_bytes(pickle.dumps(metadata))
-
-
-def shifted(infos: Any) -> None:
-    infos["b"].offset -= 64
-
-
-def lengthened(infos: Any) -> None:
-    infos[min(infos, key=lambda name: infos[name].offset)].length += 64
-
-
-@pytest.mark.parametrize("change", [shifted, lengthened])
-def test_items_that_share_bytes_are_refused(change, saved, tmp_path):
-    change_index(saved, change)
-    assert set(said(saved, tmp_path, *VERBS).values()) == {"error"}
-    with pytest.raises(MalformedError, match="shares bytes with another item"):
-        ckpt_tools.inspect(saved)
-
-
 def test_two_pieces_at_one_item_are_refused(checkpoint, tmp_path):
     folder = Path(shutil.copytree(checkpoint("fsdp2", "awkward", 2).checkpoint, tmp_path / "dcp"))
     metadata = pickle.loads((folder / ".metadata").read_bytes())

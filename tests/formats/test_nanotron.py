@@ -6,16 +6,14 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import safetensors.torch
 import torch
 
 import ckpt_tools
 from ckpt_tools.core.manifest import StateKey
-from ckpt_tools.core.shards import ByteRange
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
-from ckpt_tools.formats.nanotron.geometry import Part, interval
+from ckpt_tools.formats.nanotron.geometry import Part
 from fixtures import corpus
 from fixtures.corpus.nanotron import EMBEDDING
 from tests.layouts.contents import contents, of_tensor
@@ -56,28 +54,6 @@ def test_genuine_checkpoints_are_read_bit_for_bit(name, tmp_path):
 
 
 class TestGeometry:
-    def test_each_element_of_an_interval_goes_to_its_place(self):
-        """Columns 2:4 of rows 0:2 and 3:5 of a tensor, cut anywhere."""
-        part = Part.read("0,2,None|None,None,None#0,2,None|2,4,None;2,4,1|0,2,None#3,5,None|2,4,None", (6, 5), (4, 2))
-        whole = np.zeros((6, 5), np.int64)
-        whole[np.ix_([0, 1, 3, 4], [2, 3])] = np.arange(1, 9).reshape(4, 2)
-        for cut in range(9):
-            found = np.zeros((6, 5), np.int64)
-            for start, stop in ((0, cut), (cut, 8)):
-                for shard in part.shards(start, stop, ByteRange("f", start, stop), 1):
-                    box, at = shard.box, shard.at.start
-                    strides = shard.strides or (box.shape[1], 1)
-                    for i, j in np.ndindex(*box.shape):
-                        place = box.start[0] + i, box.start[1] + j
-                        assert found[place] == 0
-                        found[place] = 1 + at + i * strides[0] + j * strides[1]
-            assert np.array_equal(found, whole)
-
-    @pytest.mark.parametrize("numel", [1, 2, 7, 8, 9])
-    def test_intervals_are_those_of_numpys_array_split(self, numel):
-        expected = [part.tolist() for part in np.array_split(np.arange(numel), 4)]
-        assert [list(range(*interval(numel, rank, 4))) for rank in range(4)] == expected
-
     @pytest.mark.parametrize(
         ("pairs", "error"),
         [

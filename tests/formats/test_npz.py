@@ -72,15 +72,6 @@ def test_mlx_reads_what_is_written(tmp_path):
     assert np.array(mx.load(str(tmp_path / "model.npz"))["layers.0.weight"]).tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
-def test_bfloat16_is_not_written_and_can_be_cast(tmp_path):
-    save_file({"w": torch.ones(2, dtype=torch.bfloat16)}, tmp_path / "model.safetensors")
-    with pytest.raises(UnsupportedError, match="numpy has no bfloat16"):
-        ckpt_tools.convert(tmp_path / "model.safetensors", tmp_path / "model.npz")
-    ckpt_tools.convert(tmp_path / "model.safetensors", tmp_path / "model.npz", dtype="float32")
-    with np.load(tmp_path / "model.npz") as found:
-        assert found["w"].tolist() == [1, 1]
-
-
 def test_objects_are_refused_and_not_run(tmp_path, capfd):
     """The array's pickle would call ``os.system``."""
     made = tmp_path / "model.npz"

@@ -30,12 +30,6 @@ TREE = {("params", "w"): (3, 2), ("params", "b"): (2,)}
 MOMENTS = {("opt_state", 0, name, *path[1:]): shape for name in ("mu", "nu") for path, shape in TREE.items()}
 
 
-def test_weights_are_under_params_and_moments_under_mu_and_nu():
-    roles = find_roles({**TREE, **MOMENTS, ("step",): ()}, (), None)
-    assert set(roles.weights.values()) == {"w", "b"}
-    assert set(roles.moments.values()) == {(name, slot) for name in "wb" for slot in ("exp_avg", "exp_avg_sq")}
-
-
 @pytest.mark.parametrize(
     "changed",
     [

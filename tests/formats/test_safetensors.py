@@ -18,7 +18,6 @@ from safetensors.torch import save_file
 import ckpt_tools
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.format_names import HEADER_ENTRY
-from ckpt_tools.core.layout import Literal
 from ckpt_tools.core.manifest import Kind, Manifest, StateKey
 from ckpt_tools.core.notes import Outcome
 from ckpt_tools.core.options import ReadOptions, WriteOptions
@@ -118,32 +117,6 @@ test_refused = refusal_test(
 
 def test_shards_without_an_index_are_one_model_if_complete():
     assert read({"m-00001-of-00002.safetensors": ONE, "m-00002-of-00002.safetensors": TWO}).fqns == {"a", "b"}
-
-
-def test_header_is_exactly_this():
-    (file,) = layout_of(read_one({"a": info()}, bytes(8))).files
-    header = b'{"__metadata__":{"format":"pt"},"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}   '
-    assert file.path == "model.safetensors"
-    assert file.segments[0] == Literal(struct.pack("<Q", 88) + header)
-    assert file.size_bytes == 8 + 88 + 8
-
-
-def test_shards_have_an_index_published_last():
-    entries = {name: info(offsets=[8 * n, 8 * n + 8]) for n, name in enumerate("abc")}
-    *shards, last = layout_of(read_one(entries, bytes(24)), max_shard_bytes=16).files
-    names = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
-    assert [file.path for file in shards] == names and last.path == "model.safetensors.index.json"
-    (index,) = last.load().segments
-    where = {"a": names[0], "b": names[0], "c": names[1]}
-    assert isinstance(index, Literal)
-    assert json.loads(index.data) == {"metadata": {"total_size": 24}, "weight_map": where}
-
-
-def test_a_tie_is_stored_once_and_found_again():
-    manifest = read_one({"__metadata__": {"head": "a"}, "a": info()}, bytes(8))
-    assert manifest.aliases == {"head": "a"}
-    (file,) = layout_of(manifest).files
-    assert b'"head":"a"' in file.segments[0].data
 
 
 # Texts in the header say how the tensors are meant: they are carried, or a note names them

@@ -4,15 +4,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import ckpt_tools
 from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.errors import DifferenceError, FormatError, IncompleteError, MalformedError, UnsupportedError
-from ckpt_tools.formats.deepspeed.common.partition import GroupCut, ParamCut, Vector, round_robin_order, sub_groups
 from ckpt_tools.formats.deepspeed.common.tensor_parallel import Rules
 from fixtures import launch
 from fixtures.corpus import deepspeed
@@ -162,69 +159,3 @@ def test_the_run_goes_on_without_tensor_parallelism(stage, dtype, to, tmp_path):
     ckpt_tools.convert(tmp_path / "run", tmp_path / "out", to=f"zero{to}", world_size=3)
     resumed, next_losses = launch.pool(3).run(deepspeed.load_whole, str(tmp_path / "out"), to, dtype)[0]
     assert_goes_on(resumed, next_losses, state, losses, rtol=1e-5 if dtype == "fp32" else 1e-2)
-
-
-# The geometry of ZeRO partitions, against literal examples read off DeepSpeed's files and a plain reckoning
-
-NUMELS = st.lists(st.integers(1, 40), min_size=1, max_size=8)
-WORLD_SIZES = st.integers(1, 9)
-
-
-def rows(vector: Vector) -> list[tuple[int, int, int, int]]:
-    """(parameter, start, stop, padding) of each row."""
-    columns = (vector.params, vector.starts, vector.stops, vector.paddings)
-    return list(zip(*(column.tolist() for column in columns), strict=True))
-
-
-def spelled(vector: Vector) -> list[tuple[int, int] | None]:
-    """Every element of a vector: (parameter, element), or None for padding."""
-    found: list[tuple[int, int] | None] = []
-    for param, start, stop, padding in rows(vector):
-        found += [(param, element) for element in range(start, stop)]
-        found += [None] * padding
-    return found
-
-
-def all_elements(numels: list[int]) -> list[tuple[int, int]]:
-    return [(param, element) for param, numel in enumerate(numels) for element in range(numel)]
-
-
-def test_offsets_are_where_rows_start():
-    assert ParamCut.of([5, 1, 4], world_size=2).vector(1).offsets.tolist() == [0, 3, 4]
-
-
-def test_trimming_takes_the_padding_and_nothing_else():
-    vector = GroupCut.of([5, 4], world_size=2).vector(1)
-    assert (vector.numel, vector.trimmed().numel, vector.trimmed().num_padding) == (6, 3, 0)
-
-
-def test_round_robin_deals_parameters_out_to_the_ranks():
-    assert round_robin_order(5, 2) == [0, 2, 4, 1, 3]
-    assert round_robin_order(2, 4) == [0, 1]
-
-
-@given(NUMELS, WORLD_SIZES)
-def test_the_ranks_of_a_group_hold_its_flattening_in_order(numels, world_size):
-    cut = GroupCut.of(numels, world_size)
-    flat = [element for rank in range(world_size) for element in spelled(cut.vector(rank))]
-    padding = -sum(numels) % (2 * world_size)
-    assert flat == [*all_elements(numels), *([None] * padding)]
-
-
-@given(NUMELS, WORLD_SIZES)
-def test_the_ranks_of_stage_3_hold_each_parameter_in_order(numels, world_size):
-    cut = ParamCut.of(numels, world_size)
-    vectors = [spelled(cut.vector(rank)) for rank in range(world_size)]
-    assert len({len(vector) for vector in vectors}) == 1
-    held = [element for vector in vectors for element in vector if element is not None]
-    assert sorted(held) == all_elements(numels)
-    assert len(vectors[0]) == sum(-(-numel // world_size) for numel in numels)
-
-
-@given(NUMELS, WORLD_SIZES, st.integers(1, 60))
-def test_sub_groups_are_all_parameters_in_order(numels, world_size, size):
-    shares = ParamCut.of(numels, world_size).shares.tolist()
-    found = sub_groups(shares, size)
-    assert [position for part in found for position in part] == list(range(len(numels)))
-    assert all(sum(shares[i] for i in part) >= size for part in found[:-1])
-    assert all(sum(shares[i] for i in part[:-1]) < size for part in found)

@@ -209,39 +209,6 @@ def why(layout: Layout, what: str) -> str:
 MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 
 
-def test_the_files_of_a_parameter_and_the_last_file_that_publishes_them():
-    made = adam("layer.weight")
-    files, _ = written(made, tag="best")
-    assert list(files) == [
-        *(f"best/zero/layer.weight/{name}.pt" for name in ("fp32", "exp_avg", "exp_avg_sq", "step")),
-        "best/zero/optimizer_state.pt",
-        *(f"best/{name}" for name in MODEL_FILES),
-        "latest_universal",
-    ]
-    for slot, name in (("weight", "fp32"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
-        value = loaded(files, f"zero/layer.weight/{name}.pt")
-        assert value.keys() == {"cat_dim", "param"}
-        assert value["param"].numpy().tobytes() == made.bytes_of("layer.weight", slot)
-        assert (value["param"].shape, value["param"].dtype, value["cat_dim"]) == ((3, 2), torch.float32, 0)
-    assert torch.equal(loaded(files, "zero/layer.weight/step.pt"), torch.tensor(4.0))
-    assert files["latest_universal"] == b"best"
-    assert layout_of(manifest_of(made, step=7)).files[0].path == "global_step7/zero/layer.weight/fp32.pt"
-
-
-def test_each_stage_finds_its_own_part_of_the_optimizer():
-    options = {"lr": 0.1, "betas": (0.9, 0.95), "fused": None, "foreach": False}
-    first, second = {**options, "weight_decay": 0}, {**options, "weight_decay": 0.0, "fused": True}
-    files, layout = written(adam("a", "b"), ParamGroup(("a",), first), ParamGroup(("b",), second))
-    state = loaded(files, "zero/optimizer_state.pt")
-    assert state["param_groups"] == [{**first, "params": [0]}, {**second, "params": [1]}]
-    nested = state["optimizer_state_dict"]
-    assert nested["param_groups"] == [{"lr": 0.1, "betas": (0.9, 0.95), "foreach": False, "params": [0]}]
-    assert nested["state"][0]["step"].item() == 4.0
-    assert state["ds_version"] == "0.19.8"
-    (note,) = notes_about(layout, "2 parameter groups in stage 3")
-    assert note.outcome is Outcome.KEPT and "fused, weight_decay stay" in note.why
-
-
 def test_model_files_hold_what_only_they_can():
     """Trained weights at size 0, frozen ones and buffers whole; the file of stage 3 has no module at all."""
     made = adam("layer.weight").weight("frozen.weight", np.arange(4, dtype=np.float32))

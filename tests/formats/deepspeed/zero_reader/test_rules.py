@@ -9,9 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.manifest import MASTER, Kind, Manifest, StateKey, TensorEntry, TensorRef
+from ckpt_tools.core.manifest import MASTER, Kind, Manifest, StateKey, TensorRef
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import (
     CkptError,
@@ -25,7 +24,6 @@ from ckpt_tools.formats.deepspeed.format import DeepSpeedFormat
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.wrappers import Overlay
-from ckpt_tools.transfer.tensor_reader import TensorReader
 from tests.formats.deepspeed.zero_files import (
     MODEL,
     TAG,
@@ -38,6 +36,7 @@ from tests.formats.deepspeed.zero_files import (
     store_of,
     values_of,
 )
+from tests.support.manifests import elements
 from tests.support.refusals import refusal_test
 
 GROUPS = [{"a.weight": (5, 3), "a.bias": (5,)}, {"b": (1,)}]
@@ -56,25 +55,17 @@ def opened(files: Files) -> tuple[Manifest, Callable[[str, str], np.ndarray]]:
     """The manifest, and a function to the elements of a tensor."""
     store = store_of(files)
     manifest = read_store(store)
-    return manifest, lambda name, slot="weight": value(store, manifest, manifest.tensors[StateKey(name, slot)])
-
-
-def value(store: MemoryStore, manifest: Manifest, entry: TensorEntry) -> np.ndarray:
-    """The elements of a tensor; bf16 as fp32."""
-    entry = entry.cast(DType.FLOAT32) if entry.dtype is DType.BFLOAT16 else entry
-    out = bytearray(entry.num_bytes)
-    reader = TensorReader(Overlay(store, manifest.literals), scratch_bytes=1 << 16)
-    reader.read(entry, Box.whole(entry.shape), entry.shape, 0, entry.numel, memoryview(out))
-    return np.frombuffer(bytes(out), entry.dtype.value).reshape(entry.shape)
+    whole = Overlay(store, manifest.literals)
+    return manifest, lambda name, slot="weight": elements(whole, manifest.tensors[StateKey(name, slot)])
 
 
 def assert_counts(files: Files, groups: list[Any], frozen: Any) -> None:
     """Every element is where it was put."""
-    _, elements = opened(files)
+    _, found = opened(files)
     for slot, wanted in ((MASTER, values_of(groups)), ("exp_avg", moments_of(groups))):
-        assert all(np.array_equal(elements(name, slot), tensor.numpy()) for name, tensor in wanted.items())
+        assert all(np.array_equal(found(name, slot), tensor.numpy()) for name, tensor in wanted.items())
     for name, tensor in values_of([*groups, frozen]).items():
-        assert np.array_equal(elements(name), tensor.bfloat16().float().numpy())
+        assert np.array_equal(found(name).astype(np.float32), tensor.bfloat16().float().numpy())
 
 
 SHAPES = st.lists(st.integers(1, 4), max_size=3).map(tuple)
@@ -152,10 +143,10 @@ def test_python_steps_become_literals_of_their_own_width():
     for rank in range(2):
         own(files, rank)["base_optimizer_state"]["state"][0]["step"] = 12
         own(files, rank)["base_optimizer_state"]["state"][1]["step"] = 12.5
-    manifest, elements = opened(files)
+    manifest, found = opened(files)
     step, other = (manifest.tensors[StateKey(name, "step")] for name in ("a.bias", "b"))
     assert (step.shape, step.dtype, other.dtype) == ((), DType.INT64, DType.FLOAT64)
-    assert (elements("a.bias", "step"), elements("b", "step")) == (12, 12.5)
+    assert (found("a.bias", "step"), found("b", "step")) == (12, 12.5)
 
 
 def test_a_step_among_the_hyperparameters_is_every_members_step():
@@ -164,8 +155,8 @@ def test_a_step_among_the_hyperparameters_is_every_members_step():
         for state in own(files, rank)["optimizer_state_dict"]["state"].values():
             del state["step"]
     own(files)["optimizer_state_dict"]["param_groups"][0]["step"] = 4
-    manifest, elements = opened(files)
-    assert elements("a.weight", "step") == 4
+    manifest, found = opened(files)
+    assert found("a.weight", "step") == 4
     assert StateKey("b", "step") not in manifest.tensors
     assert manifest.groups[0].options["step"] == 4
 
@@ -174,11 +165,11 @@ def test_state_that_is_not_cut_like_the_masters_stays_with_its_rank():
     files = build(2, 2, GROUPS)
     for rank in range(2):
         own(files, rank)["base_optimizer_state"]["state"][0] |= {"absmax": torch.tensor([rank + 0.5]), "kind": "blocks"}
-    manifest, elements = opened(files)
+    manifest, found = opened(files)
     kept = manifest.extra["deepspeed"]["partition_state"]
     assert [kept[rank][0]["kind"] for rank in (0, 1)] == ["blocks", "blocks"]
     refs = [kept[rank][0]["absmax"] for rank in (0, 1)]
-    assert [elements(ref.key.fqn, ref.key.slot).tolist() for ref in refs] == [[0.5], [1.5]]
+    assert [found(ref.key.fqn, ref.key.slot).tolist() for ref in refs] == [[0.5], [1.5]]
     assert all(manifest.tensors[ref.key].kind is Kind.EXTRA for ref in refs)
 
 
@@ -226,21 +217,21 @@ def test_weights_that_the_saver_left_out_are_mentioned(is_excluded):
 def test_module_state_that_is_no_tensor_is_kept():
     files = build(1, 1, GROUPS)
     files[MODEL]["module"]["norm._extra_state"] = {"amax": torch.tensor([2.5])}
-    manifest, elements = opened(files)
+    manifest, found = opened(files)
     ref = manifest.extra["deepspeed"]["module"]["norm._extra_state"]["amax"]
-    assert elements(ref.key.fqn, ref.key.slot) == 2.5
+    assert found(ref.key.fqn, ref.key.slot) == 2.5
 
 
 def test_tensors_of_the_client_state_become_tensors_of_the_manifest():
     shared = [torch.tensor([1.5])]
     files = build(1, 1, GROUPS)
     files[MODEL] |= {"rng": {"cpu": torch.arange(3), 1: shared, "1": shared}, "epoch": 3}
-    manifest, elements = opened(files)
+    manifest, found = opened(files)
     state = manifest.extra["client_state"]
     assert state["epoch"] == 3
     assert isinstance(state["rng"]["cpu"], TensorRef) and state["rng"][1] is state["rng"]["1"]
     key = state["rng"]["cpu"].key
-    assert (manifest.tensors[key].kind, elements(key.fqn, key.slot).tolist()) == (Kind.EXTRA, [0, 1, 2])
+    assert (manifest.tensors[key].kind, found(key.fqn, key.slot).tolist()) == (Kind.EXTRA, [0, 1, 2])
 
 
 Change = Callable[[Files], Any]

@@ -103,20 +103,11 @@ def test_the_files_of_many_ranks_are_made_when_asked_for():
 # Partitions
 
 
-def test_stage_3_cuts_groups_at_the_sub_group_size_of_the_sources_config():
+def test_a_sub_group_size_that_is_no_number_is_the_default():
     made = small()
-    files, _ = written(made, made.manifest(PARAMS, extra=config(stage=2, sub_group_size=5.0)), stage=3)
-    states = optim(files)
-    assert [numbers(flat) for flat in states["fp32_flat_groups"]] == [[0, 1, 2, 3, 4], [50]]
-    assert states["optimizer_state_dict"]["param_groups"][0]["params"] == [0, 1]
-    assert [list(shapes) for shapes in model(files, 0)["param_shapes"]] == [["a.weight"], ["a.bias"]]
-    assert model(files, 0)["ds_config"]["zero_optimization"] == {"stage": 3, "sub_group_size": 5.0}
-    for size in ("auto", None, True, -1):  # is the default
+    for size in ("auto", None, True, -1):
         files, _ = written(made, made.manifest(PARAMS, extra=config(sub_group_size=size)), stage=3)
         assert len(optim(files)["fp32_flat_groups"]) == 1
-
-
-# Optimizer state
 
 
 def test_a_0d_slot_is_one_for_its_group():
@@ -124,18 +115,6 @@ def test_a_0d_slot_is_one_for_its_group():
     state = base(written(made, made.manifest(PARAMS), stage=1)[0], 1)["state"][0]
     assert state["step"].shape == () and state["step"].dtype is torch.float32 and state["step"].item() == 4
     assert type(state["count"]) is int and state["count"] == 9
-
-
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_fresh_parameter_beside_others_gets_zeros_and_a_note(stage):
-    made = small().weight("head", floats(2, first=30))
-    files, layout = written(made, made.manifest([*PARAMS, "head"]), stage, world_size=1)
-    own = optim(files)
-    state = (own["base_optimizer_state"] if stage == 2 else own["optimizer_state_dict"])["state"][0]
-    assert numbers(state["momentum_buffer"])[9:12] == [150, 0, 0]
-    assert numbers((own.get("single_partition_of_fp32_groups") or own["fp32_flat_groups"])[0])[9:12] == [50, 30, 31]
-    (note,) = notes_about(layout, "momentum_buffer of head")
-    assert note.outcome is Outcome.DEFAULTED and note.num_bytes == 8
 
 
 def test_0d_slots_of_several_parameters_are_noted_unless_they_are_one():
@@ -200,16 +179,6 @@ def test_a_parameter_without_elements_is_listed_with_the_frozen_ones():
     assert notes_about(layout, "optimizer state of none")[0].outcome is Outcome.DROPPED
 
 
-def test_weights_alone_are_one_group_without_hyperparameters():
-    made = one().weight("b", floats(2)).weight("n", np.int64([1]), Kind.BUFFER)
-    made.weight("table", np.float64([1])).weight("none", floats(0, 2))
-    files, layout = written(made, made.manifest(), stage=2)
-    assert [list(shapes) for shapes in model(files)["param_shapes"]] == [["a", "b"]]
-    assert model(files)["buffer_names"] == ["n", "table", "none"] and model(files)["frozen_param_fragments"] is None
-    assert base(files) == {"state": {}, "param_groups": [{"params": [0]}]}
-    assert "load_optimizer_states=False" in notes_about(layout, "parameter groups")[0].why
-
-
 # Frozen parameters and buffers of sources that do not tell
 
 
@@ -249,13 +218,6 @@ def test_names_and_places_decide_where_nothing_else_does():
     assert sorted(buffers) == ["bn.count", "bn.late", "bn.running_mean"]
     assert [note.count for note in notes] == [3, 2]
     assert all(note.outcome is Outcome.DEFAULTED for note in notes)
-
-
-def test_a_buffer_is_not_cast_with_the_weights():
-    made = Checkpoint().weight("a.weight", floats(2)).weight("a.running", floats(2))
-    files, _ = written(made, cast(made.manifest(["a.weight"]), DType.BFLOAT16)[0], stage=2)
-    module = model(files)["module"]
-    assert (module["a.weight"].dtype, module["a.running"].dtype) == (torch.bfloat16, torch.float32)
 
 
 # Everything else
