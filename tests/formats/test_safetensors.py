@@ -209,7 +209,7 @@ def test_verify_compares_headers(other, tmp_path):
 
 # A whole state, in which the user's tensors stay the user's
 
-RNG, EMA = torch.arange(5, dtype=torch.uint8), torch.rand(3)
+RNG = torch.arange(5, dtype=torch.uint8)
 PATHS = {"w": ("w",), "optim.state.w.exp_avg": ("optim", "state", "w", "exp_avg"), "rng": ("rng",)}
 PATHS |= {"optim.param_groups.0.params": ("optim", "param_groups", 0, "params"), "seeds": ("seeds",)}
 OBJECTS: dict[str, Any] = {"optim.param_groups.0.params": ["w"], "seeds": [1]}

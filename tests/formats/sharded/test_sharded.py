@@ -89,11 +89,7 @@ class TestNames:
         ("template", "wanted"),
         [
             ("model_world_size_2_rank_{rank}.pt", "model"),
-            ("extra_state_world_size_2_rank_{rank}.pt", "extra_state"),
-            ("pytorch_model_fsdp_0_rank{rank}.bin", "model"),
             ("optimizer_0_rank{rank}.bin", "optimizer"),
-            ("optimizer_{rank}.pt", "optimizer"),
-            ("ck{rank}.pt", "ck"),
             ("rank{rank}.pt", "state"),
         ],
     )

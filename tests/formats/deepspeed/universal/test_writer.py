@@ -134,21 +134,6 @@ def test_stage_3_gets_of_several_groups_what_they_share(checkpoint, tmp_path):
     assert "initial_lr, lr, weight_decay stay" in note.why and "zero3 restores" in note.why
 
 
-@pytest.mark.extended
-def test_weights_alone_start_a_run_in_stages_1_and_2(checkpoint, tmp_path):
-    """Their number of groups need not be the job's."""
-    made = checkpoint("fsdp2", "rmsprop", 2)
-    whole = read("fsdp2", made.checkpoint)
-    weights = {key: e for key, e in whole.tensors.items() if key.slot == WEIGHT and not key.fqn.startswith("keepsakes")}
-    manifest = Manifest("safetensors", weights, extra={"lr_scheduler": whole.extra["lr_scheduler"]})
-    layout = write(manifest, made.checkpoint, tmp_path / "out")
-    truth, resumed = Truth.load(made.root), resumed_as_made("zero2-fp32", "rmsprop", tmp_path / "out", 3)
-    assert_same_bits({fqn: truth.tensors[fqn, WEIGHT] for fqn in resumed.slot(MASTER)}, resumed.slot(MASTER))
-    assert [group["options"]["weight_decay"] for group in resumed.facts["groups"]] == [0.1, 0.0, 0.01]
-    assert any("fails without exp_avg" in note.why for note in layout.notes)
-    assert read("universal", tmp_path / "out").groups == ()
-
-
 # Judged by our own reader
 
 READ_BACK = ("fsdp2 awkward 3", "fsdp2-bf16 awkward 2", "zero3-fp16 awkward 2", "zero1-fp32 sgd 2")
