@@ -10,10 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.distributed.checkpoint import format_utils
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 import ckpt_tools
@@ -23,7 +20,7 @@ from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, State
 from ckpt_tools.core.notes import Outcome
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.errors import UnsupportedError
-from ckpt_tools.formats.state_dict.build import chosen_tree, entries_of, leaves
+from ckpt_tools.formats.state_dict.build import chosen_tree, entries_of
 from tests.support.sweep import extended
 from tests.support.trees import assert_same_tree
 from tests.support.truth import WEIGHT, Truth, assert_same_bits
@@ -48,33 +45,6 @@ def whole_tree(folder: Path, out: Path) -> dict[str, Any]:
 
 
 # Names
-
-
-def nested(leaf: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    keys = st.one_of(st.text("abc", min_size=1, max_size=2), st.integers(0, 3))
-    return st.recursive(
-        leaf, lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(keys, inner, max_size=3))
-    )
-
-
-@given(
-    st.dictionaries(st.text("xyz", min_size=1, max_size=3), nested(st.sampled_from([1, "s", None, (1, 2), "TENSOR"])))
-)
-def test_trees_are_taken_apart_as_torch_does(tree):
-    def with_tensors(value: Any, tensor: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: with_tensors(item, tensor) for key, item in value.items()}
-        if isinstance(value, list):
-            return [with_tensors(item, tensor) for item in value]
-        return tensor if value == "TENSOR" else value
-
-    try:
-        _, paths = flatten_state_dict(with_tensors(tree, torch.zeros(1)))
-    except ValueError:  # two keys of one name
-        return
-    ours = list(leaves((), with_tensors(tree, TensorRef(StateKey("t")))))
-    kept = [path for path, value in ours if type(value).__name__ != "_EmptyDict"]
-    assert kept == list(paths.values())
 
 
 # The tree

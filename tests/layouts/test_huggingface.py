@@ -10,10 +10,8 @@ import torch
 
 import ckpt_tools
 from ckpt_tools.core.manifest import StateKey
-from ckpt_tools.core.notes import Outcome
-from ckpt_tools.core.option_names import WrittenFormat
 from ckpt_tools.core.options import ConvertOptions
-from ckpt_tools.errors import CkptError, FormatError, UnsupportedError, UsageError
+from ckpt_tools.errors import CkptError, FormatError, UsageError
 from fixtures import buffers, hf_runs, launch
 from fixtures.corpus import make
 from tests.layouts.contents import contents, of_tensor
@@ -84,31 +82,6 @@ def test_an_order_that_does_not_fit_is_an_error(kind, trained, tmp_path):
     (tmp_path / "order").write_text(json.dumps([names[:16], names[16:]]))
     with pytest.raises(UsageError, match=r"does not fit: state \d+ .* has the shape"):
         ckpt_tools.plan(trained[0] / "checkpoint-2", tmp_path / "out", to="dcp", param_order=tmp_path / "order")
-
-
-@pytest.fixture(scope="module")
-def experts(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("experts")
-    hf_runs.save_trainer_of_experts(folder)
-    return folder
-
-
-CANNOT = "it numbers 25 parameters, and the 45 tensors of the model have other shapes"
-
-
-def test_an_order_is_not_proposed_where_none_fits(experts, tmp_path):
-    """The optimizer knows fused experts, the file of the model has each for itself."""
-    source = experts / "checkpoint-1"
-    (note,) = [note for note in ckpt_tools.inspect(source).notes if note.what == "optimizer"]
-    assert note.outcome is Outcome.KEPT and CANNOT in note.why and "param_order" not in note.why
-    targets: tuple[WrittenFormat, ...] = ("dcp", "zero3", "universal", "megatron")
-    for to in targets:
-        with pytest.raises(UnsupportedError, match=f"optimizer: {CANNOT}") as told:
-            ckpt_tools.plan(source, tmp_path / to, to=to)
-        assert "param_order" not in str(told.value) and str(told.value).count("state='model'") == 1
-    report = ckpt_tools.convert(source, tmp_path / "weights", to="dcp", state="model")
-    assert report.plan.num_tensors == 45
-    assert ckpt_tools.verify(source, tmp_path / "weights", state="model").equal
 
 
 def test_half_an_optimizer_that_of_another_model_and_code_are_errors(tmp_path):

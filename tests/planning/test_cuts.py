@@ -91,15 +91,6 @@ def test_parts_cover_the_file_and_are_neither_too_small_nor_too_large(file, most
 
 
 @many
-@given(files(), st.sampled_from([1, 2, 3, 8, 16]))
-def test_no_element_is_split(file, item):
-    size, runs = file[0] * item, [(a * item, b * item) for a, b in file[1]]
-    found = cut_at_stored_ranges(size, runs, least=LEAST, most=MOST, whole=lambda position: position - position % item)
-    assert all(end % item == 0 for end in found)
-    assert all(LEAST <= b - a <= MOST for a, b in pairwise([0, *found[:-1]]))
-
-
-@many
 @given(st.lists(st.integers(LEAST, 5 * LEAST), min_size=1, max_size=8))
 def test_runs_without_anything_between_them_are_copied_whole(lengths):
     bounds = [sum(lengths[:n]) for n in range(len(lengths) + 1)]

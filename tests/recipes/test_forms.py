@@ -379,13 +379,6 @@ def test_both_get_new_names(tmp_path):
     assert torch.equal(found["y"], torch.arange(6.0).reshape(3, 2))
 
 
-def test_a_number_is_added_to_both(tmp_path):
-    convert(tmp_path, line('"a"', '"x"', "add = 1") + line('"b"', '"y"', "add = 1"))
-    found = torch.load(tmp_path / "out.pt")
-    assert torch.equal(found["x"], torch.arange(1.0, 7.0).reshape(3, 2))
-    assert torch.equal(found["y"], found["x"])
-
-
 def test_a_tied_name_that_is_dropped_is_gone(tmp_path):
     convert(tmp_path, 'drop = { left = ["b"] }\n' + line('"a"', '"x"'))
     assert torch.load(tmp_path / "out.pt").keys() == {"x"}
