@@ -41,12 +41,6 @@ def whole_tree(folder: Path, out: Path) -> dict[str, Any]:
     return torch.load(out, weights_only=False)  # type: ignore[no-any-return]
 
 
-# Geometry
-
-
-# Names
-
-
 # The tree
 
 

@@ -94,16 +94,6 @@ class TestUnflattened:
         ckpt_tools.convert(source, tmp_path / "model.safetensors")
         assert_same(load_file(tmp_path / "model.safetensors"), wanted["model"])
 
-    def test_the_parts_of_one_rank_are_refused_everywhere(self, tmp_path):
-        source, out = make("dcp-unflattened-fsdp2-cut").source, tmp_path / "out"
-        sentence = (
-            r"[\w.]+: it is the part of rank [01] of a DTensor of 2 ranks, and its item 'model' holds what one "
-            r"rank pickled, without the other parts; save it as an entry of a dict, with flatten_state_dict=True \(the "
-            r"default\), or leave it out with "
-        )
-        code, told = refusal(source, out)
-        assert code == 4 and re.search(sentence, told)
-
     @pytest.mark.parametrize("wanted", [b"PK\x03\x04", b"blocks.0.up.bias", None], ids=["zip", "pickle", "elements"])
     def test_damage_is_found(self, wanted, tmp_path):
         source = tmp_path / "in"
@@ -115,13 +105,6 @@ class TestUnflattened:
         data[data.index(weight) + 1] ^= 0x55
         file.write_bytes(data)
         assert not is_sound(source)
-
-    def test_tied_weights_stay_tied(self, tmp_path):
-        weight = torch.arange(6.0)
-        save({"model": {"a": weight, "b": weight, "c": weight.clone()}}, tmp_path / "in", flatten_state_dict=False)
-        ckpt_tools.convert(tmp_path / "in", tmp_path / "out.pt")
-        found = torch.load(tmp_path / "out.pt", weights_only=True)
-        assert found["a"].data_ptr() == found["b"].data_ptr() != found["c"].data_ptr()
 
 
 @dataclass

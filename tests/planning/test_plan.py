@@ -38,46 +38,11 @@ KEY = StateKey("w")
 MIB = 1 << 20
 
 
-@st.composite
-def file_layouts(draw: st.DrawFn) -> FileLayout:
-    """Segments of every kind and width in any order."""
-    segments: list[Segment] = []
-    offset = covered = 0
-    for _ in range(draw(st.integers(0, 6))):
-        kind = draw(st.sampled_from(["literal", "padding", "payload", "payload", "checksum"]))
-        if kind == "literal":
-            segments.append(Literal(draw(st.binary(max_size=20))))
-        elif kind == "padding":
-            segments.append(Padding(draw(st.integers(0, 20))))
-        elif kind == "payload":
-            shape = draw(strategies.shapes(max_ndim=2))
-            segments.append(Payload(KEY, draw(strategies.boxes(shape)), shape, draw(strategies.dtypes())))
-        else:
-            start, stop = draw(strategies.intervals(offset - covered))
-            segments.append(Crc32(covered + start, covered + stop))
-            covered = offset + 4
-        offset += segments[-1].num_bytes
-    return FileLayout("f", tuple(segments))
-
-
 def plan_of(files: tuple[FileLayout, ...], task_bytes: int) -> Plan:
     return Plan(Manifest("test", {}), Layout(files), task_bytes, num_workers=1)
 
 
 class TestTasks:
-    @many
-    @given(file_layouts(), st.integers(16, 40))
-    def test_they_cover_a_file_once_in_order_and_split_no_element(self, file, task_bytes):
-        tasks = list(plan_of((file,), task_bytes).tasks())
-        assert [task.start for task in tasks] == [0, *(task.stop for task in tasks[:-1])]
-        assert tasks[-1].stop == file.size_bytes
-        assert all(task.num_bytes <= task_bytes for task in tasks)
-        assert all(task.num_bytes > 0 for task in tasks) or len(tasks) == 1
-        for task in tasks:
-            for offset, segment in zip(file.offsets, file.segments, strict=False):
-                if isinstance(segment, Payload) and offset < task.stop < offset + segment.num_bytes:
-                    assert (task.stop - offset) % segment.dtype.item_bytes == 0
-
     def test_an_empty_file_has_one_empty_task_that_makes_it(self):
         plan = plan_of((FileLayout("a", ()), FileLayout("b", (Padding(0), Literal(b"")))), 16)
         assert list(plan.tasks()) == [Task(0, 0, 0, 0), Task(1, 0, 0, 0)]

@@ -115,9 +115,3 @@ def test_a_package_without_recipes_is_refused(value, plugin):
     plugin("mine", value)
     with pytest.raises(UsageError, match=r"the recipes of mine 1\.0 cannot be found"):
         ckpt_tools.list_recipes()
-
-
-def test_an_unknown_name_names_the_nearest(plugin):
-    plugin("mine", **{"my-mixture": moe.RECIPE})
-    with pytest.raises(UsageError, match=r"there is no recipe 'my-mixtur'; the nearest are my-mixture"):
-        load_recipe("my-mixtur")
