@@ -25,7 +25,7 @@ DOCS = Path(__file__).parent.parent.parent / "docs"
 INDEX = "layouts.md"
 FOLDER = "layouts"
 
-INTRO = (DOCS / INDEX).read_text().partition("\n## By family")[0]
+INTRO, _, LISTS = (DOCS / INDEX).read_text().partition("\n## By family")
 """What a person wrote above the lists, which stays as it is."""
 
 BY_NAME = """## Find it by a file's name
@@ -34,30 +34,9 @@ If several sections have a file, their pages are named, with the number of layou
 
 """
 
-FAMILIES = {
-    "Hugging Face and Lightning": "Folders of transformers, accelerate and PEFT, and Lightning's `.ckpt`, where one "
-    "process or DDP wrote them, or FSDP gathered the whole state ([Hugging Face](formats/huggingface.md)).",
-    "PyTorch": "What torch and safetensors write themselves ([DCP](formats/dcp.md), [torch files](formats/torch.md)).",
-    "Variants of DCP": "`torch.distributed.checkpoint` with other settings than its defaults ([DCP](formats/dcp.md)).",
-    "Trainers around DCP": "Folders of trainers that save through `torch.distributed.checkpoint` "
-    "([which trainers](formats/dcp.md#a-trainers-folder-is-given-back)).",
-    "Files of ranks": "A `torch.save` file a rank, each with its part of every tensor ([sharded](formats/sharded.md)).",
-    "DeepSpeed": "Folders of `save_checkpoint` ([DeepSpeed](formats/deepspeed.md)) and universal checkpoints "
-    "([universal](formats/universal.md)).",
-    "DeepSpeed experts": "DeepSpeed's folders of models with experts: `deepspeed.moe` and AutoEP "
-    "([files](formats/deepspeed-parallel.md#experts)).",
-    "DeepSpeed pipelines": "DeepSpeed's folders of pipelines ([files](formats/deepspeed-parallel.md#pipelines)) "
-    "and of tensor parallel runs ([files](formats/deepspeed-parallel.md#tensor-parallel)).",
-    "Megatron": "Folders of Megatron-LM and of what is built on it ([Megatron](formats/megatron.md)).",
-    "nanotron": "Folders of Hugging Face's nanotron ([nanotron](formats/nanotron.md)).",
-    "Quantized weights": "Models whose weights are packed. The tensors are copied as they are.",
-    "llama.cpp": "[GGUF](formats/gguf.md) files.",
-    "MLX": "Models of Apple's MLX ([MLX](formats/mlx.md)).",
-    "JAX": "Folders of Orbax ([Orbax](formats/orbax.md)). Reading them needs `pip install ckpt-tools[orbax]`.",
-    "numpy": "Arrays ([npz](formats/npz.md)).",
-    "Other frameworks": "Known, and not read.",
-}
-"""The pages in their order, each with its introduction; links are relative to docs/."""
+_FAMILY = re.compile(r"^- \[([^]]+)\]\([^)]+\): (.+?)(?=\n- |\n\n)", re.MULTILINE | re.DOTALL)
+FAMILIES = {name: " ".join(about.split()) for name, about in _FAMILY.findall(LISTS.partition(BY_NAME)[0])}
+"""The pages in their order, each with its introduction, which a person wrote; links are relative to docs/."""
 
 PARTS = {
     "deepspeed-moe": "DeepSpeed experts",

@@ -141,16 +141,6 @@ test_what_is_not_one_whole_checkpoint_is_refused = refusal_test(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("key", ["gen", "disc"])
-def test_each_of_two_models_goes_with_its_optimizer(key):
-    """Both know the same names; the sizes tell the models apart."""
-    source = make("dcp-two-models").source
-    found = ckpt_tools.inspect(source, optim_key=f"{key}_optim")
-    shapes = {each.shape for each in found.tensors if each.name == "0.weight" and each.slot != "step"}
-    assert shapes == {(4 if key == "gen" else 5, 3)}
-    assert ckpt_tools.inspect(source, optim_key=f"{key}_optim", model_key=key).num_parameters == found.num_parameters
-
-
 # States and writers of torch's own tests of DCP
 
 BY_NUMBER = ("ddp", "ddp-unflattened")

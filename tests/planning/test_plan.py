@@ -38,15 +38,11 @@ KEY = StateKey("w")
 MIB = 1 << 20
 
 
-def plan_of(files: tuple[FileLayout, ...], task_bytes: int) -> Plan:
-    return Plan(Manifest("test", {}), Layout(files), task_bytes, num_workers=1)
-
-
-class TestTasks:
-    def test_an_empty_file_has_one_empty_task_that_makes_it(self):
-        plan = plan_of((FileLayout("a", ()), FileLayout("b", (Padding(0), Literal(b"")))), 16)
-        assert list(plan.tasks()) == [Task(0, 0, 0, 0), Task(1, 0, 0, 0)]
-        assert plan.figures() == Figures({"a": 0, "b": 0}, frozenset(), num_tasks=2, bytes_read=0, bytes_written=0)
+def test_an_empty_file_has_one_empty_task_that_makes_it():
+    files = (FileLayout("a", ()), FileLayout("b", (Padding(0), Literal(b""))))
+    plan = Plan(Manifest("test", {}), Layout(files), 16, num_workers=1)
+    assert list(plan.tasks()) == [Task(0, 0, 0, 0), Task(1, 0, 0, 0)]
+    assert plan.figures() == Figures({"a": 0, "b": 0}, frozenset(), num_tasks=2, bytes_read=0, bytes_written=0)
 
 
 RULES = CopyRules(min_bytes=500, max_parts=100)

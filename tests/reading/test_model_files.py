@@ -169,15 +169,6 @@ def test_a_config_of_another_program_or_a_broken_one(llama, tmp_path):
         ckpt_tools.plan(source, tmp_path / "out", to="safetensors")
 
 
-def test_code_that_a_config_names_is_copied_or_missed(llama, tmp_path):
-    source, _ = with_config(llama, tmp_path / "source", auto_map={"AutoModel": "modeling_x.XModel"})
-    (note,) = ckpt_tools.convert(source, tmp_path / "out", to="safetensors").plan.notes
-    assert (note.what, note.why) == ("modeling_x.py", "code that config.json names is not beside it")
-    (source / "modeling_x.py").write_text("raise SystemExit")
-    ckpt_tools.convert(source, tmp_path / "again", to="safetensors", strict=True)
-    assert (tmp_path / "again" / "modeling_x.py").read_text() == "raise SystemExit"
-
-
 OF_MODEL = (
     *("tiktoken.model", "tokenization_x.py", "modeling_x.py", "qwen.tiktoken", "tekken.json", "params.json"),
     *("modules.json", "chat_template.jinja", "LICENSE", "README.md", "vocab.bpe"),
@@ -198,16 +189,6 @@ def test_every_small_file_of_a_model_is_carried(to, llama, tmp_path):
     ckpt_tools.convert(source, out, to=to, overwrite=True)
     shutil.copytree(out, tmp_path / "clean")
     ckpt_tools.convert(tmp_path / "clean", tmp_path / "strict", to=to, strict=True)
-
-
-@pytest.mark.parametrize("to", ["dcp", "npz", "out.safetensors", "zero3"])
-def test_files_that_have_no_place_are_named(to, llama, tmp_path):
-    single = to.endswith(".safetensors")
-    (note,) = ckpt_tools.plan(
-        llama, tmp_path / to, **({} if single else {"to": to}), state="model", dtype="float32"
-    ).notes[-1:]
-    assert note.outcome is Outcome.DROPPED and note.asked and "config.json" in note.what
-    assert note.count == len([*llama.glob("*.json")])
 
 
 def test_verify_compares_the_files_of_a_model(llama, tmp_path):

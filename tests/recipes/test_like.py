@@ -170,14 +170,6 @@ def test_a_tie_that_the_reference_holds_twice_is_given(has_alias):
     assert (Outcome.DEFAULTED, HEAD) in [(note.outcome, note.what) for note in notes]
 
 
-def test_a_tie_to_a_name_that_is_given_is_compared_with_its_owner():
-    held = Held.of({"first": numbers(V, H), HEAD: numbers(V, H)}, aliases={EMBED: "first"})
-    ref = replace(reference({"first": (V, H), EMBED: (V, H)}), aliases={HEAD: EMBED})
-    made, _ = like(ref).named(held.manifest)
-    same(held.read(made), {"first": numbers(V, H), EMBED: numbers(V, H)})
-    assert [each.second.shards for each in made.must_equal] == [held.manifest.tensors[StateKey("first")].shards]
-
-
 @pytest.mark.parametrize("form", ["alias", "tensor", "none"])
 def test_a_name_that_the_reference_gives_to_another_tensor_is_one_here_too(form):
     more = {HEAD: numbers(V, H)} if form == "tensor" else {}

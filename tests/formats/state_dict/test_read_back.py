@@ -113,16 +113,3 @@ def test_a_tree_of_the_users_own_is_kept_with_a_note(tmp_path):
     (note,) = [note for note in done.plan.notes if "model_key='critic'" in note.why]
     assert note.what == "the model's place in the tree"
     assert weights(tmp_path / "out", "critic") == {"c"}
-
-
-@pytest.mark.parametrize("to", ["dcp", "torch", "safetensors", "universal", "zero1", "sharded"])
-def test_tensors_of_a_scheduler_beside_the_model_go_along(to, tmp_path):
-    source = tmp_path / "in"
-    source.mkdir()
-    torch.save({"w": torch.ones(3)}, source / "pytorch_model.bin")
-    torch.save({"last_lr": torch.full((2,), 0.5), "last_epoch": 3}, source / "scheduler.pt")
-    more: Any = {"state": "all"} if to in ("torch", "safetensors") else {}
-    ckpt_tools.convert(source, tmp_path / "out", to=to, **more)
-    extras = ckpt_tools.inspect(tmp_path / "out").extras
-    assert extras["lr_scheduler"] == {"last_lr": {"$tensor": "float32 [2]"}, "last_epoch": 3}
-    assert weights(tmp_path / "out") == {"w"}

@@ -54,15 +54,6 @@ def test_the_run_goes_on_elsewhere(dtype, to, kind, saved, resume, tmp_path):
     np.testing.assert_allclose(resumed.facts["losses"], losses, rtol=1e-5 if dtype == "fp32" else 1e-2)
 
 
-def test_what_is_no_tensor_comes_along(saved):
-    manifest, _ = contents(saved("fp16")[0])
-    assert manifest.step == 4 and manifest.world_size == 2
-    assert manifest.extra["client_state"]["epoch"] == 2
-    assert manifest.extra["lr_scheduler"]["last_epoch"] == 4
-    scaler = manifest.extra["loss_scaler"]
-    assert scaler["dynamic"] is True and scaler["scale_window"] == 3 and scaler["cur_scale"] >= 64
-
-
 def test_it_has_a_tag_and_no_world_size_to_change(tmp_path):
     run = make("deepspeed-stage0-bf16").folder
     assert ckpt_tools.inspect(run, tag="global_step4").format == "zero0"
