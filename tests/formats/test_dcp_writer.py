@@ -29,14 +29,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled", 
 
 
 def index_of(folder: Path) -> Metadata:
-    """The index, unpickled by torch's own classes."""
     found = pickle.loads((folder / ".metadata").read_bytes())
     assert isinstance(found, Metadata)
     return found
 
 
 def whole_tree(folder: Path, out: Path) -> dict[str, Any]:
-    """The tree that torch's own converter rebuilds from a DCP."""
     format_utils.dcp_to_torch_save(folder, out)
     return torch.load(out, weights_only=False)  # type: ignore[no-any-return]
 
@@ -142,7 +140,6 @@ def test_groups_of_torch_are_left_as_they_are():
 
 @pytest.fixture(scope="module")
 def rewritten(checkpoint, tmp_path_factory):
-    """A DCP of three ranks by torch, and the same by us."""
     source = checkpoint("fsdp2", "awkward", 3).checkpoint
     out = tmp_path_factory.mktemp("dcp") / "out"
     ckpt_tools.reshard(source, out, world_size=3)
@@ -171,8 +168,6 @@ def test_torch_rebuilds_the_same_tree_from_both(rewritten, tmp_path):
 
 
 class Unknown:
-    """A class of the user's own."""
-
     def __init__(self, value: int) -> None:
         self.value = value
 

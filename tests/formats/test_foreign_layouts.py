@@ -17,7 +17,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
-from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import ckpt_tools
 from ckpt_tools.core.notes import Outcome
@@ -224,17 +223,3 @@ def test_an_unfinished_checkpoint_is_refused(name, tmp_path):
     (run / name).touch()
     with pytest.raises(IncompleteError, match="unfinished"):
         ckpt_tools.inspect(run)
-
-
-def test_what_has_no_optimizer_state_may_be_a_tied_name(tmp_path):
-    """DCP holds a tied weight twice, and the optimizer knows one name of it."""
-    model = torch.nn.Sequential(*[torch.nn.Linear(3, 3, bias=False) for _ in range(2)])
-    model[1].weight = model[0].weight
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    state = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
-    dcp.save(state, checkpoint_id=str(tmp_path / "dcp"), no_dist=True)
-    for target in ("universal", "zero3"):
-        notes = ckpt_tools.plan(tmp_path / "dcp", tmp_path / target, to=target).notes
-        assert any("frozen" in note.what and "tied" in f"{note.what} {note.why}" for note in notes), target

@@ -18,7 +18,6 @@ from fixtures.corpus import make
 
 
 def read(path: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    """Tensors as the library reads them: type, shape in numpy's order, bytes."""
     reader = GGUFReader(path)
     return {
         each.name: (each.tensor_type.name, tuple(reversed(each.shape.tolist())), each.data.tobytes())
@@ -137,7 +136,6 @@ def _filled(header: bytes, size: int = 32) -> bytes:
 
 
 def _value(value: bytes) -> bytes:
-    """A file with one key."""
     return _filled(_header(values=_text(b"k") + value, num_values=1, infos=_info()))
 
 

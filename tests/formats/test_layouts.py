@@ -57,22 +57,6 @@ def test_model_and_optimizer_are_found(kind, checkpoint):
         assert found == {frozenset(group["fqns"]): group["options"] for group in truth.facts["groups"]}
 
 
-def test_several_checkpoints_in_a_folder_are_not_taken_for_one(checkpoint, tmp_path):
-    """Nor the model of one run and the optimizer of another."""
-    made = checkpoint("fsdp2-accelerate", "awkward", 2)
-    for name in ("checkpoint-1", "checkpoint-2"):
-        shutil.copytree(made.checkpoint, tmp_path / "runs" / name)
-    mixed = tmp_path / "mixed"
-    shutil.copytree(made.checkpoint / "pytorch_model_fsdp_0", mixed / "pytorch_model_fsdp_0")
-    truth = {key: tensor for key, tensor in Truth.load(made.root).tensors.items() if key[1] == WEIGHT}
-    assert_same_bits(truth, gathered(mixed))
-    shutil.copytree(made.checkpoint / "optimizer_0", mixed / "optimizer_1")
-    for folder in (tmp_path / "runs", mixed):
-        with pytest.raises(UnsupportedError, match="there are several checkpoints here"):
-            manifest_of(folder)
-    assert manifest_of(tmp_path / "runs" / "checkpoint-2").world_size == 2
-
-
 @pytest.mark.parametrize("world_size", [3, *extended(2)])
 def test_pieces_of_every_rank_in_safetensors(world_size, checkpoint):
     """What ``HuggingFaceStorageWriter(save_distributed=True)`` writes; it has no place for the tied name."""
@@ -115,7 +99,6 @@ def test_pieces_that_do_not_make_a_tensor(split, tmp_path):
 
 
 def with_pieces(pieces: Iterable[tuple[list[int] | None, list[int]]], folder: Path) -> Path:
-    """Files as ranks write them, with one piece of ``w`` each."""
     for rank, (start, shape) in enumerate(pieces, 1):
         where = {"w": {"saved_offsets": start} if start is not None else {}}
         tensors = {"w": np.ones(shape, np.float32)}

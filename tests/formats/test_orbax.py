@@ -104,7 +104,6 @@ def test_memory_counts_the_chunks(tmp_path):
 
 
 def _write(root: Path, name: str, array: np.ndarray[Any, Any]) -> None:
-    """An array in the place of another, in one chunk."""
     store = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{root}/"}, "path": f"{name}/"}
     fields = {"shape": array.shape, "chunks": array.shape, "dtype": array.dtype.str, "compressor": None}
     spec = {"driver": "zarr", "kvstore": store, "metadata": {**fields, "fill_value": None, "order": "C"}}
@@ -135,8 +134,6 @@ def in_tree(change: Callable[[Any], Any]) -> Harm:
 
 
 def in_entry(**changes: Any) -> Harm:
-    """The tree with changes in its first entry."""
-
     def change(tree: Any) -> Any:
         entry = next(iter(tree["tree_metadata"].values()))
         entry["value_metadata"] |= {name: each for name, each in changes.items() if name in entry["value_metadata"]}

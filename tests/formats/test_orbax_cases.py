@@ -94,7 +94,6 @@ def ours(path: Path) -> tuple[Restored, set[str], set[str]]:
 
 
 def solid(found: Restored) -> Restored:
-    """Without None and empty containers, which hold nothing."""
     return {name: each for name, each in found.items() if isinstance(each, list) or each["value"] not in (None, {}, [])}
 
 

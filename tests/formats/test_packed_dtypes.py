@@ -31,7 +31,6 @@ FLOAT6 = ("F6_E2M3", "F6_E3M2")
 
 
 def stored(*tensors: tuple[str, str, list[int], bytes]) -> bytes:
-    """A file of tensors by name, dtype, shape and bytes."""
     header: dict[str, Any] = {}
     data = b""
     for name, dtype, shape, content in tensors:

@@ -36,7 +36,6 @@ def environment(*folders: Path) -> dict[str, str]:
 
 
 def python(*words: str | Path, folder: Path | None = None) -> str:
-    """What a process prints that finds packages in ``folder``."""
     line, folders = [sys.executable, *map(str, words)], [] if folder is None else [folder]
     run = subprocess.run(
         line, capture_output=True, text=True, env=environment(*folders), check=False, timeout=300, cwd=folder
@@ -112,7 +111,6 @@ def test_a_listed_constructor_takes_the_listed_arguments(name, arguments):
 class TestThePrintedReader:
     @pytest.fixture
     def raw(self, plugin, tmp_path):
-        """A folder of the format, which is installed."""
         plugin("raw", printed("ckpt_raw.py"), raw="ckpt_npy_raw:RawFormat")
         folder = tmp_path / "folder"
         folder.mkdir()
@@ -164,7 +162,6 @@ class TestThePrintedFormat:
 
 
 def typed(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, str, str]:
-    """The exit code, and what is on the two streams."""
     code = 0
     try:
         main([*map(str, words)])
@@ -185,7 +182,6 @@ class Claiming(Format):
 class TestWrongPlugins:
     @pytest.fixture
     def odd(self, tmp_path):
-        """A folder that no built-in reader recognises."""
         folder = tmp_path / "odd"
         folder.mkdir()
         (folder / "file.odd").write_bytes(b"?")

@@ -224,7 +224,6 @@ def names(manifest: Manifest) -> set[str]:
 
 
 def with_state(folder: Path, **changes: Any) -> Manifest:
-    """A file with a state of its own making, opened."""
     tensors = {"w": torch.ones(2), "optim.state.w.exp_avg": torch.zeros(2), "rng": RNG}
     text = dumps({"paths": PATHS, "objects": OBJECTS, **changes})
     save_file(tensors, folder / "x.safetensors", metadata={STATE_KEY: base64.b64encode(text).decode()})

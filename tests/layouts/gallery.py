@@ -78,7 +78,6 @@ def pages() -> dict[str, str]:
 
 
 def _page(made: Made) -> str:
-    """The family, or the part of it, on whose page the layout is."""
     parts = (part for words, part in PARTS.items() if made.layout.name.startswith(words))
     return next(parts, made.layout.family)
 
@@ -92,18 +91,15 @@ def _alike_files(found: Iterable[Made]) -> list[list[Made]]:
 
 
 def page_of(family: str) -> str:
-    """The path of a family's page in docs/."""
     return f"{FOLDER}/{family.lower().replace(' ', '-').replace('.', '-')}.md"
 
 
 def index(table: str) -> str:
-    """docs/layouts.md, with the table of files."""
     families = "".join(f"{wrapped(f'- {_link(family)}: {about}', '  ')}\n" for family, about in FAMILIES.items())
     return f"{INTRO}\n## By family\n\n{families}\n{BY_NAME}{table}"
 
 
 def family_page(family: str, sections: Iterable[str]) -> str:
-    """The page of one family, with its sections."""
     about = wrapped(FAMILIES[family].replace("](formats/", "](../formats/"))
     return "\n".join([f"# {family}\n", f"{about}\n", "[All layouts](../layouts.md).\n", *sections])
 
@@ -178,7 +174,6 @@ def _item(made: Made, advice: str) -> str:
 
 
 def message(made: Made) -> str:
-    """The error message of the command line."""
     with on_command_line(), pytest.raises(CkptError) as refused:
         ckpt_tools.inspect(made.source)
     said = str(refused.value).replace(f"{made.folder}/", "").replace(str(made.folder), ".")
@@ -201,8 +196,6 @@ def pattern(name: str) -> str:
 
 @dataclass(slots=True)
 class Folder:
-    """Content of a folder."""
-
     folders: dict[str, Folder] = field(default_factory=dict)
     files: list[str] = field(default_factory=list)
 

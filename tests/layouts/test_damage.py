@@ -67,7 +67,6 @@ def files_in(folder: Path) -> list[str]:
 
 
 def damages(files: Sequence[str], *, soak: bool, seed: str) -> Iterator[Damage]:
-    """Every damage to every file, or a sample of both."""
     rng = random.Random(seed)
     alone = [Damage(what, file) for file in files for what in ALONE]
     pairs = [(a, b) for a, b in combinations(sorted(files), 2) if Path(a).suffix == Path(b).suffix]
@@ -95,7 +94,6 @@ def is_nameless(damage: Damage, folder: Path) -> bool:
 
 
 def problem_of_damage(name: str, damage: Damage, source: Path, before: Contents) -> str | None:
-    """What is wrong with what is read, if anything is."""
     try:
         manifest, after = contents(source)
     except CkptError as error:

@@ -30,7 +30,6 @@ UNFLATTENED = ["dcp-unflattened", "dcp-unflattened-zstd"]
 
 
 def loaded(folder: Path) -> dict[str, Any]:
-    """What torch itself gives back."""
     metadata = dcp.FileSystemReader(folder).read_metadata()
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     state: dict[str, Any] = dict.fromkeys(metadata.state_dict_metadata)
@@ -109,8 +108,6 @@ class TestUnflattened:
 
 @dataclass
 class Held:
-    """An object of the user's own."""
-
     rows: torch.Tensor
 
 

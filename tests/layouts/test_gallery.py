@@ -12,7 +12,6 @@ pytestmark = pytest.mark.extended
 
 
 def written() -> dict[str, str]:
-    """The pages as they are in docs/, by path."""
     found = [DOCS / INDEX, *(DOCS / FOLDER).iterdir()]
     return {path.relative_to(DOCS).as_posix(): path.read_text() for path in found}
 

@@ -43,8 +43,6 @@ def keys_of(folder: Path) -> set[str]:
 
 
 class Net(torch.nn.Sequential):
-    """Layers whose shapes tell them apart."""
-
     def __init__(self) -> None:
         torch.manual_seed(5)
         super().__init__(*(torch.nn.Linear(n, n + 1) for n in (3, 4, 5)))

@@ -6,11 +6,9 @@ from pathlib import Path
 import pytest
 
 import ckpt_tools
-from ckpt_tools.errors import UsageError
 from fixtures import launch
 from fixtures.corpus import make
 from fixtures.corpus.trainers import ON_RANKS
-from tests.layouts.contents import contents
 from tests.support.sweep import tiered
 
 pytestmark = pytest.mark.extended
@@ -89,13 +87,3 @@ def test_olmo_core_takes_the_state_of_rank_0_where_a_rank_has_none(tmp_path):
     small = {name for name in names(tmp_path / "out") if not name.startswith("model_and_optim")}
     assert small == {"config.json", ".metadata.json", "train/rank0.pt"}
     assert [note.what for note in report.plan.notes] == ["train/rank1.pt"]
-
-
-def test_the_halves_of_automodel_are_written_as_one(tmp_path):
-    source = make("automodel").source
-    ckpt_tools.convert(source, tmp_path / "out", to="dcp", world_size=3)
-    assert names(tmp_path / "out") == {".metadata", *(f"__{rank}_0.distcp" for rank in range(3))}
-    _, wanted = contents(source)
-    assert contents(tmp_path / "out")[1] == wanted
-    with pytest.raises(UsageError, match="has no world size to change"):
-        ckpt_tools.reshard(source, tmp_path / "again", world_size=3)

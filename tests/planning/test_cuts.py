@@ -23,7 +23,6 @@ def ends(size: int, *runs: Run, least: int = LEAST, most: int = MOST) -> list[in
 
 
 def copied(size: int, runs: list[Run], found: list[int]) -> int:
-    """Bytes in parts of ``LEAST`` and more that lie within one run."""
     parts = pairwise([0, *found])
     return sum(b - a for a, b in parts if b - a >= LEAST and any(start <= a and b <= stop for start, stop in runs))
 
@@ -68,7 +67,6 @@ def test_of_runs_with_a_little_between_them_every_other_is_given_up():
 
 @st.composite
 def files(draw: st.DrawFn) -> tuple[int, list[Run]]:
-    """A size, and runs in it."""
     runs: list[Run] = []
     at = 0
     lengths = st.one_of(st.integers(1, 3000), st.sampled_from([LEAST, LEAST + SPARE_BYTES, MOST, MOST + 1, 2 * LEAST]))

@@ -178,7 +178,6 @@ LARGE = Layout((FileLayout("f", (Padding(1 << 30),)),))
 def planned(
     manifest: Manifest | None = None, layout: Layout = LARGE, memory_bytes: int = 1024 * MIB, **more: Any
 ) -> Plan:
-    """For two workers, in a gigabyte, where no other is said."""
     usual = {"num_workers": 2, **more}
     return make_plan(manifest or manifest_of(1), layout, memory_bytes=memory_bytes, **usual)
 

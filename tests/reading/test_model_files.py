@@ -25,7 +25,6 @@ def llama(tmp_path_factory):
 
 
 def sharded(model: Path, folder: Path, to: Any = "dcp") -> Path:
-    """The weights alone, as a checkpoint of two ranks."""
     ckpt_tools.convert(model / "model.safetensors", folder, to=to, world_size=2)
     return folder
 

@@ -34,7 +34,6 @@ Arrays = dict[StateKey, NDArray[Any]]
 
 
 def stored(arrays: Arrays, groups: tuple[ParamGroup, ...] = ()) -> tuple[Manifest, MemoryStore]:
-    """A checkpoint of these arrays, each in a file of its own."""
     tensors, files = {}, {}
     for key, array in arrays.items():
         dtype = DTYPES[array.dtype]
@@ -48,7 +47,6 @@ def stored(arrays: Arrays, groups: tuple[ParamGroup, ...] = ()) -> tuple[Manifes
 def mapped(
     text: str, arrays: Arrays, config: Any = None, *, inverse: bool = False, **more: Any
 ) -> tuple[Manifest, Arrays]:
-    """The manifest that the recipe makes, and its elements."""
     manifest, store = stored(arrays, **more)
     recipe = parse_recipe(text, "r", "r.toml")
     made, _ = apply_recipe(manifest, recipe.inverse() if inverse else recipe, config)

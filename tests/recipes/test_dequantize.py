@@ -131,7 +131,6 @@ def model(tmp_path_factory):
 
 
 def assert_computes_alike(plain: Path, quantized: Path) -> None:
-    """transformers makes the same model of both folders, to the bit."""
     from transformers import AutoModelForCausalLM
 
     ours, theirs = (AutoModelForCausalLM.from_pretrained(each, dtype="auto") for each in (plain, quantized))
@@ -296,7 +295,6 @@ def m(**tensors: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def scheme(**weights: Any) -> dict[str, Any]:
-    """``quantization_config`` of compressed-tensors with one group."""
     return {"quant_method": "compressed-tensors", "config_groups": {"a": {"weights": weights}}}
 
 
@@ -383,7 +381,6 @@ HEIGHT, WIDTH = 64, 96
 
 
 def scales_of(weights: dict[str, Any], dtype: torch.dtype) -> torch.Tensor:
-    """Scales in the shape of the strategy."""
     by_strategy = {
         "tensor": (1,),
         "channel": (HEIGHT, 1),
@@ -399,7 +396,6 @@ def scales_of(weights: dict[str, Any], dtype: torch.dtype) -> torch.Tensor:
 
 
 def compressed(form: str, weights: dict[str, Any], dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[Any, Any]:
-    """A module's tensors as compressed-tensors compresses them, and the scheme."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationScheme
 

@@ -84,7 +84,6 @@ TIED = {EMBED: (V, H), NORM: (H,)}
 
 
 def same(found: Mapping[StateKey, np.ndarray], wanted: Mapping[str, np.ndarray]) -> None:
-    """The weights, in that order."""
     assert [key.fqn for key in found if key.slot == "weight"] == list(wanted)
     for name, array in wanted.items():
         np.testing.assert_array_equal(found[StateKey(name)], array, strict=True)

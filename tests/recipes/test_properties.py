@@ -173,7 +173,6 @@ def read(entry: TensorEntry, store: MemoryStore) -> NDArray[Any]:
 def expected(
     keys: Mapping[str, NDArray[Any]], source: Mapping[str, NDArray[Any]], elements: Mapping[StateKey, Any], dtype: DType
 ) -> dict[StateKey, NDArray[Any]]:
-    """Every element of the target by what it is."""
     found = {}
     for slot in SLOTS:
         value = {
@@ -215,7 +214,6 @@ def test_every_element_is_where_numpy_has_it_and_the_inverse_brings_it_back(data
 
 
 def _stored_whole(manifest: Manifest, store: MemoryStore) -> tuple[Manifest, MemoryStore]:
-    """The same tensors, each in a file of its own."""
     content = {str(key): read(entry, store).tobytes() for key, entry in manifest.tensors.items()}
     tensors = {
         key: replace(entry, shards=ShardTable.whole(entry.shape, entry.dtype, ByteRange(str(key), 0, entry.num_bytes)))

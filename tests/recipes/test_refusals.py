@@ -31,7 +31,6 @@ def line(left: str, right: str, more: str = "") -> str:
 
 
 def axes(**sides: str) -> str:
-    """A ``[[map]]`` of the tensors w and v with these axes."""
     return line(f'{{ w = "{sides["w"]}" }}', f'{{ v = "{sides["v"]}" }}')
 
 
@@ -151,7 +150,6 @@ right = { "experts.{expert}.gate.weight" = "gate H", "experts.{expert}.up.weight
 
 
 def experts(*numbers: object, **changed: NDArray[Any] | None) -> dict[str, NDArray[Any]]:
-    """gate and up of these experts; None leaves one out."""
     names = [f"experts.{number}.{part}.weight" for number in numbers for part in ("gate", "up")]
     made: dict[str, NDArray[Any] | None] = {name: np.ones((3, 2), np.float32) for name in names}
     return {name: array for name, array in (made | changed).items() if array is not None}

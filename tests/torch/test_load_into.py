@@ -101,7 +101,6 @@ def saved(tree: Any, folder: Path) -> Path:
 
 
 def saved_whole(folder: Path) -> Path:
-    """A DCP of a training state by torch in one process."""
     optim = {
         "state": {"w": {"exp_avg": torch.full((4, 3), 0.5), "step": torch.tensor(7.0)}},
         "param_groups": [{"lr": 0.25, "betas": (0.5, 0.75), "params": ["w", "b"]}],
@@ -192,16 +191,12 @@ def test_what_only_code_could_make_is_refused_where_it_is_asked_for(tmp_path, ca
 
 
 class Model(nn.Module):
-    """One parameter ``w``."""
-
     def __init__(self, *shape: int, **options: Any) -> None:
         super().__init__()
         self.w = nn.Parameter(torch.zeros(*shape, **options))
 
 
 class Both(Model):
-    """The parameter and the buffer of ``whole``."""
-
     def __init__(self, *shape: int, **options: Any) -> None:
         super().__init__(*(shape or (4, 3)), **options)
         self.register_buffer("b", torch.zeros(3, dtype=torch.int64))

@@ -31,7 +31,6 @@ def optim(rank: int) -> str:
 
 
 def own(files: Files, rank: int = 0) -> dict[str, Any]:
-    """The optimizer's dictionary of a rank."""
     return files[optim(rank)]["optimizer_state_dict"]
 
 

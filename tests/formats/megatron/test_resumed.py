@@ -37,8 +37,6 @@ class Trained:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """The run of a dtype, on two data parallel ranks."""
-
     @cache
     def get(dtype: str) -> Trained:
         folder, truth = tmp_path_factory.mktemp(dtype), tmp_path_factory.mktemp(f"{dtype}-truth")
@@ -78,5 +76,4 @@ def test_the_run_goes_on(cell, trained, tmp_path):
 
 
 def _moments(truth: Truth) -> dict[tuple[str, str], np.ndarray]:
-    """Moments and steps."""
     return {key: tensor for key, tensor in truth.tensors.items() if key[1] not in (WEIGHT, MASTER)}

@@ -39,7 +39,6 @@ def as_rank(rank: int, world_size: int) -> Iterator[None]:
 
 
 def cut(whole: torch.Tensor, mesh: DeviceMesh, placements: list[Placement]) -> DTensor:
-    """This rank's part of ``whole``, as ``torch.chunk`` cuts."""
     local, coordinate = whole, mesh.get_coordinate()
     assert coordinate is not None
     for placement, size, position in zip(placements, mesh.shape, coordinate, strict=True):

@@ -101,7 +101,6 @@ MODEL = "model_world_size_2_rank_{}.pt"
 
 
 def actor() -> Path:
-    """What two ranks of verl saved."""
     return make("verl").folder / "actor"
 
 
@@ -111,7 +110,6 @@ def verl(tmp_path):
 
 
 def second(change: Callable[[Any], object]) -> Harm:
-    """A change of what the second rank saved of the model."""
     return changed(MODEL.format(1), change)
 
 

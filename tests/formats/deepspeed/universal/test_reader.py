@@ -43,7 +43,6 @@ def assert_read(folder: Path, truth: Truth) -> None:
 
 
 def copied(kind: str, folder: Path) -> Path:
-    """A copy of a checkpoint by two ranks, to be changed."""
     return Path(shutil.copytree(fixtures.checkpoint(kind, "awkward", 2).checkpoint, folder / kind))
 
 
@@ -57,12 +56,10 @@ def truth_of(kind: str) -> Truth:
 
 
 def replaced(name: str, new: Callable[[Any], Any]) -> Harm:
-    """Replace what a torch file of the tag's folder holds."""
     return lambda tag: torch.save(new(torch.load(tag / name, weights_only=False)), tag / name)
 
 
 def detects(folder: Path) -> tuple[bool, bool]:
-    """Whether it looks universal, and whether it looks native."""
     source = Source.open(LocalStore(folder))
     return UniversalFormat().detect(source), DeepSpeedFormat().detect(source)
 

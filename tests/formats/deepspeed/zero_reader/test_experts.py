@@ -126,7 +126,6 @@ def test_names_and_order_are_those_of_a_model_with_all_experts():
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A folder, the state of the run that saved it, and its next losses."""
     folder = tmp_path_factory.mktemp("experts")
     return folder, *deepspeed_moe.run_experts(folder, 2, 1, "fp32", (2, 2))
 

@@ -52,7 +52,6 @@ def read_store(store: MemoryStore, tag: str | None = None) -> Manifest:
 
 
 def opened(files: Files) -> tuple[Manifest, Callable[[str, str], np.ndarray]]:
-    """The manifest, and a function to the elements of a tensor."""
     store = store_of(files)
     manifest = read_store(store)
     whole = Overlay(store, manifest.literals)
@@ -60,7 +59,6 @@ def opened(files: Files) -> tuple[Manifest, Callable[[str, str], np.ndarray]]:
 
 
 def assert_counts(files: Files, groups: list[Any], frozen: Any) -> None:
-    """Every element is where it was put."""
     _, found = opened(files)
     for slot, wanted in ((MASTER, values_of(groups)), ("exp_avg", moments_of(groups))):
         assert all(np.array_equal(found(name, slot), tensor.numpy()) for name, tensor in wanted.items())
@@ -258,7 +256,6 @@ def of_module(change: Callable[[dict[str, Any]], Any]) -> Change:
 
 
 def of_torch(change: Callable[[dict[str, Any]], Any], rank: int = 0) -> Change:
-    """In torch's part of the optimizer."""
     return lambda files: change(own(files, rank)["base_optimizer_state"])
 
 

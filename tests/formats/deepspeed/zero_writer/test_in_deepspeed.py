@@ -173,7 +173,6 @@ def test_a_group_that_has_no_state_yet_is_trained_from_the_start(stage, checkpoi
 
 
 def weights_alone(stage: int, checkpoint: str) -> dict[str, np.ndarray]:
-    """The parameters after a warm start, from rank 0."""
     run = zero.Run(recipe.CASES["awkward"], zero.Flavour(stage, "fp32"), seed=2)
     run.engine.load_checkpoint(checkpoint, load_optimizer_states=False, load_lr_scheduler_states=False)
     full = run.engine._zero3_consolidated_16bit_state_dict if stage == 3 else run.engine.module.state_dict
