@@ -57,23 +57,21 @@ class Trained:
         names = {name for name in self.ranks[0] if " of " not in name}
         # The second rank numbers its experts from 0 on too.
         names |= {re.sub(r"(?<=local_experts\.)\d", lambda found: str(int(found[0]) + 2), name) for name in names}
-        return {name: torch.cat(self.whole(name)) for name in names}
+        return {name: self.whole(name) for name in names}
 
-    def whole(self, name: str) -> list[Tensor]:
-        """The tensors of this name from both ranks that are parts of one, or the one; fc1 as gate and up."""
+    def whole(self, name: str) -> Tensor:
+        """The parts of both ranks, or the one part; of fc1 the gates of both before their rows up."""
+        parts = [rank[name] for rank in self.ranks] if self.sizes == TENSOR else [self.ranks[0].get(name)]
         if "experts." in name:
             (number,) = re.findall(r"local_experts\.(\d+)\.", name)
-            own = self.ranks[int(number) // 2]
-            # The model numbers the experts of a rank from 0 on, the optimizer those of all ranks.
             local = name.replace(f"local_experts.{number}.", f"local_experts.{int(number) % 2}.")
-            parts = [own[name if " of " in name else local]]
-        else:
-            parts = [rank[name] for rank in self.ranks] if self.sizes == TENSOR else [self.ranks[0][name]]
+            parts = [self.ranks[int(number) // 2][local]]
         if "linear_fc1.weight" in name:
-            halves = zip(*(part.chunk(2) for part in parts), strict=True)
-            return [torch.cat(half) for half in halves]
+            return torch.cat(
+                [half for halves in zip(*(part.chunk(2) for part in parts), strict=True) for half in halves]
+            )
         axis = next((axis for layer, axis in CUT.items() if f"{layer}." in name), None)
-        return [parts[0] if axis is None else torch.cat(parts, axis)]
+        return parts[0] if axis is None else torch.cat(parts, axis)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -121,18 +121,6 @@ def test_a_case_is_what_orbax_restores_or_is_refused(name, cases):
     assert noted == KEYS.get(name, set())
 
 
-@pytest.mark.parametrize("damage", ["hidden", "halved"])
-def test_a_data_file_that_no_array_is_opened_from_is_checked(damage, cases, tmp_path):
-    """Bytes of chunks are first read by a conversion."""
-    source = tmp_path / "run"
-    shutil.copytree(cases["items-of-all-kinds"].source, source)
-    largest = max((source / "numpy_key").rglob("ocdbt.process_0/d/*"), key=lambda path: path.stat().st_size)
-    ALONE[damage](largest)
-    with pytest.raises(CkptError, match=r"data file of the database is missing|it ends at byte") as raised:
-        ckpt_tools.inspect(source)
-    assert raised.value.path == largest.relative_to(source).as_posix()
-
-
 def damages(folder: Path, *, soak: bool, seed: str) -> list[Damage]:
     files = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     every = [Damage(what, file) for file in files for what in ALONE]

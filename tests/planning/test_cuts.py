@@ -89,14 +89,6 @@ def test_parts_cover_the_file_and_are_neither_too_small_nor_too_large(file, most
 
 
 @many
-@given(st.lists(st.integers(LEAST, 5 * LEAST), min_size=1, max_size=8))
-def test_runs_without_anything_between_them_are_copied_whole(lengths):
-    bounds = [sum(lengths[:n]) for n in range(len(lengths) + 1)]
-    runs = list(pairwise(bounds))
-    assert copied(bounds[-1], runs, ends(bounds[-1], *runs)) == bounds[-1]
-
-
-@many
 @given(files())
 def test_little_is_lost(file):
     """At most what each gap takes of its neighbours, and of two short neighbours the shorter."""

@@ -319,10 +319,3 @@ def test_what_is_no_recipe(case, tmp_path, capsys):
     if content is not None:
         (tmp_path / "mine.toml").write_bytes(content)
     refused(capsys, tmp_path, convert(tmp_path, name.format(tmp_path)), code, words)
-
-
-@pytest.mark.parametrize("command", ["convert", "plan"])
-def test_inverse_without_a_recipe(command, tmp_path, capsys):
-    save_file(halves(8), tmp_path / "model.safetensors")
-    arguments = [command, str(tmp_path / "model.safetensors"), str(tmp_path / "out.pt"), "--inverse"]
-    refused(capsys, tmp_path, arguments, USAGE, ("--inverse", "--recipe"))

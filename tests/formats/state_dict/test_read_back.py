@@ -103,13 +103,3 @@ def test_a_model_at_the_root_gets_a_place_of_its_own(tmp_path):
     assert any("app.model" in note.what for note in done.plan.notes)
     found = ckpt_tools.inspect(tmp_path / "out").extras["lr_scheduler"]
     assert found == {"last_lr": {"$tensor": "float32 [9]"}, "w": {"$tensor": "float32 [99]"}}
-
-
-def test_a_tree_of_the_users_own_is_kept_with_a_note(tmp_path):
-    """What was read by a key has to be read by it again."""
-    state = {"actor": {"a": torch.ones(9)}, "critic": {"c": torch.ones(2)}}
-    dcp.save(state, checkpoint_id=str(tmp_path / "in"), no_dist=True)
-    done = ckpt_tools.reshard(tmp_path / "in", tmp_path / "out", world_size=2, model_key="critic")
-    (note,) = [note for note in done.plan.notes if "model_key='critic'" in note.why]
-    assert note.what == "the model's place in the tree"
-    assert weights(tmp_path / "out", "critic") == {"c"}

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import torch.distributed as dist
 
 from ckpt_tools.core.layout import Layout
@@ -191,31 +190,6 @@ def why(layout: Layout, what: str) -> str:
     return note.why
 
 
-MODEL_FILES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
-
-
-def test_model_files_hold_what_only_they_can():
-    """Trained weights at size 0, frozen ones and buffers whole; the file of stage 3 has no module at all."""
-    made = adam("layer.weight").weight("frozen.weight", np.arange(4, dtype=np.float32))
-    made.weight("count", np.int64(2**53 + 1), Kind.BUFFER)
-    ties = {"head.weight": "layer.weight", "n": "count"}
-    files, layout = written(made, ParamGroup(("layer.weight",), {}), aliases=ties, source="universal")
-    model, stage3 = (loaded(files, name) for name in MODEL_FILES)
-    module = model.pop("module")
-    assert list(module) == ["layer.weight", "frozen.weight", "count", "head.weight", "n"]
-    assert module["layer.weight"].shape == module["head.weight"].shape == (0,)
-    assert module["frozen.weight"].numpy().tobytes() == made.bytes_of("frozen.weight")
-    assert module["count"].item() == 2**53 + 1
-    assert model["buffer_names"] == ["count", "n"]
-    assert model["param_shapes"] == [{"layer.weight": torch.Size([3, 2])}]
-    assert model["frozen_param_shapes"] == {"frozen.weight": torch.Size([4])}
-    assert model["shared_params"] == {"head.weight": "layer.weight"}
-    assert stage3.pop("module") == {} and stage3 == model
-    for what in ("1 parameter without optimizer state (frozen, or tied to others)", "1 buffer"):
-        (note,) = [note for note in layout.notes if note.what == what]
-        assert note.outcome is Outcome.NOT_LOADED and "zero1, zero2 and zero3 do" in note.why
-
-
 def test_a_step_that_is_a_number_stays_one():
     """DeepSpeed's own optimizers count in Python: their one step does not run ahead for several groups in stage 3."""
     made = adam("w", "b").number("w", "step", 4)
@@ -290,6 +264,10 @@ def test_notes_say_which_stage_and_which_target():
     made = Checkpoint().weight("w", np.ones(4, np.float32)).add("w", "momentum_buffer", np.ones(4, np.float32))
     layout = layout_of(manifest_of(made))
     assert "fails without exp_avg, exp_avg_sq, step" in why(layout, "optimizer state in stage 3")
+    more = adam().weight("frozen", np.ones(4, np.float32)).weight("count", np.int64(1), Kind.BUFFER)
+    layout = layout_of(manifest_of(more, ParamGroup(("w",), {}), source="universal"))
+    for what in ("1 parameter without optimizer state (frozen, or tied to others)", "1 buffer"):
+        assert "zero1, zero2 and zero3 do" in why(layout, what)
     extra = {"deepspeed": {"ds_config": {"zero_optimization": {"sub_group_size": 5}}}}
     assert "sub_group_size (5)" in why(layout_of(manifest_of(adam(), extra=extra)), "the step count in stage 3")
     assert not notes_about(layout_of(manifest_of(adam())), "the step count in stage 3")
