@@ -355,6 +355,21 @@ test_what_is_refused_before_anything_is_loaded = refusal_test(
 )  # fmt: skip
 
 
+def test_state_that_a_step_with_a_closure_makes_has_its_keys_without_a_value(tmp_path):
+    class Searching(torch.optim.SGD):
+        def step(self, closure: Any) -> None:  # type: ignore[override]
+            raise AssertionError("no step is tried")
+
+    model, other = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    found = Searching(other.parameters())
+    state = {name: {"direction": torch.ones(2), "last": None, "losses": [1.5, None]} for name in ("weight", "bias")}
+    optimizer = {"state": state, "param_groups": [{"lr": 0.1, "params": ["weight", "bias"]}]}
+    torch.save({"model": model.state_dict(), "optimizer": optimizer}, tmp_path / "run.pt")
+    load_into(other, found, tmp_path / "run.pt")
+    assert found.state[other.weight]["direction"].tolist() == [1, 1]
+    assert {**found.state[other.bias], "direction": None} == {"direction": None, "last": None, "losses": [1.5, None]}
+
+
 def test_a_model_of_another_layout_goes_on(tmp_path):
     fused, optimizer = moe.write(tmp_path)
     saved = moe.apart(fused.state_dict())
