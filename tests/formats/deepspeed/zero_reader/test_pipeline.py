@@ -196,7 +196,7 @@ def saved(tmp_path_factory):
 def test_the_run_goes_on_without_a_pipeline(to, saved, tmp_path):
     folder, state, losses = saved
     ckpt_tools.convert(folder, tmp_path / "out", to=to, **for_ranks(to, 3))
-    arguments = (str(tmp_path / "out"), 3 if to == "zero3" else 2, "fp32", "first", to == "universal")
+    arguments = (str(tmp_path / "out"), 3 if to == "zero3" else 2, "fp32", to == "universal")
     resumed, found = launch.pool(3).run(deepspeed_pipeline.load_whole, *arguments)[0]
     assert_goes_on(resumed, found, state, losses)
 
