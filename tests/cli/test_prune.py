@@ -89,8 +89,12 @@ def test_wrong_rules_are_refused(options, words, run):
 
 
 def test_which_end_of_a_metric_is_better():
-    for metric, is_min in (("val_loss", True), ("eval/accuracy", False), ("ppl", True)):
-        assert Best.parse(metric) == Best(metric, is_min)
+    for word in ("loss", "error", "perplexity", "ppl", "wer", "cer", "mse", "mae", "rmse", "nll"):
+        assert Best.parse(f"eval_{word}") == Best(f"eval_{word}", True)
+    for word in ("accuracy", "acc", "f1", "bleu", "rouge", "score", "auc", "reward", "precision", "recall"):
+        assert Best.parse(f"Test/{word.upper()}@1") == Best(f"Test/{word.upper()}@1", False)
+    assert Best.parse("recall:min") == Best("recall", True)
+    assert Best.parse("a:b:max") == Best("a:b", False)
 
 
 def test_the_newest_complete_one_stays_whatever_is_newer(run):

@@ -66,6 +66,8 @@ def test_any_interval_of_any_box_of_any_sharding(stored, data, scratch_bytes):
     expected = stored.elements.reshape(geometry)[index(box)].reshape(-1)[start:stop].tobytes()
     tensor_reader = TensorReader(store_of(stored.files), scratch_bytes)
     assert read(tensor_reader, stored.entry, box, geometry, start, stop) == expected
+    place = tensor_reader.as_stored_range(stored.entry, box, geometry, start, stop)
+    assert place is None or stored.files[place.file][place.start : place.stop] == expected
     assert tensor_reader.bytes_read >= (0 if stored.entry.shards.strides is not None else len(expected))
 
 
@@ -186,6 +188,7 @@ class Items:
 VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "whole": lambda x: x,
     "transposed": lambda x: x.transpose(0, 2).contiguous().transpose(0, 2),
+    "rows of a larger storage": lambda x: torch.nn.functional.pad(x, (0, 0, 0, 0, 2, 1))[2:-1],
     "view into a larger storage": lambda x: torch.nn.functional.pad(x, (1, 2, 3, 1, 1, 1))[1:-1, 3:-1, 1:-2],
     "every second element": lambda x: x.repeat_interleave(2, dim=2)[:, :, ::2],
     "channels last": lambda x: x[None].contiguous(memory_format=torch.channels_last)[0],
@@ -204,6 +207,8 @@ class TestItems:
         expected = tensor.contiguous().view(torch.uint8 if dtype is DType.BOOL else tensor.dtype)
         bits = expected.reshape(-1).view(torch.uint8).numpy().tobytes()
         item = dtype.item_bytes
+        place = items.tensor_reader().as_stored_range(entry, Box((7,), (30,)), (60,), 1, 20)
+        assert place is None or items.data[place.start : place.stop] == bits[8 * item : 27 * item]
         for scratch_bytes in (16, MIB):
             tensor_reader = items.tensor_reader(scratch_bytes)
             assert read_all(tensor_reader, entry) == bits

@@ -1,12 +1,14 @@
 """Entries of a folder that are no regular files, and files whose names promise something else: each is a finding."""
 
 import gzip
+import io
 import os
 import socket
 import struct
 from collections.abc import Callable
 from pathlib import Path
 
+import joblib
 import numpy as np
 import pytest
 
@@ -112,6 +114,14 @@ def test_a_name_of_a_format_that_is_not_proved_is_a_finding_whatever_it_holds(na
 def test_a_text_that_is_packed_is_a_finding():
     """joblib unpacks it whatever its name is."""
     assert not is_clean({"a.txt": gzip.compress(OWN)})
+
+
+def test_a_pickle_of_joblib_is_read_to_its_end():
+    """In parts: the pickle is longer than the first of them, and so is the array in its midst."""
+    stream = io.BytesIO()
+    joblib.dump(["text" * 300_000, np.zeros(300_000), "end"], stream)
+    assert is_clean({"a.joblib": stream.getvalue()})
+    assert not is_clean({"a.joblib": stream.getvalue() + b"N."})
 
 
 @pytest.mark.extended
