@@ -9,25 +9,22 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Mapping
 from pathlib import Path
 
 LIMIT_SECONDS = 60
 
 
-def shown(
-    *words: str | Path, columns: int, environment: Mapping[str, str] | None = None, module: str = "ckpt_tools"
-) -> tuple[int, str]:
-    """The exit code of ``python -m module words`` on a terminal of so many columns, and all that it wrote there."""
+def shown(*words: str | Path, columns: int) -> tuple[int, str]:
+    """The exit code of the command on a terminal of so many columns, and all that it wrote there."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
     kept = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
     process = subprocess.Popen(
-        [sys.executable, "-m", module, *map(str, words)],
+        [sys.executable, "-m", "ckpt_tools", *map(str, words)],
         stdin=theirs,
         stdout=theirs,
         stderr=theirs,
-        env={**kept, "TERM": "xterm", **(environment or {})},
+        env={**kept, "TERM": "xterm"},
         start_new_session=True,
     )
     os.close(theirs)

@@ -8,13 +8,11 @@ from typing import Any
 
 def arguments(args: tuple[Any, ...]) -> bytes:
     """The opcodes that push ``args`` as a tuple, in protocol 2."""
-    data = pickle.dumps(tuple(arg for arg in args if arg is not print), protocol=2)
-    return data[2:-1]
+    return pushed(args)
 
 
 def pushed(value: Any, *, protocol: int = 2) -> bytes:
-    """The opcodes that push ``value``; a function as None."""
-    return pickle.dumps(None if value is print else value, protocol=protocol)[2:-1]
+    return pickle.dumps(value, protocol=protocol)[2:-1]
 
 
 def first(args: tuple[Any, ...]) -> bytes:

@@ -22,7 +22,7 @@ from ckpt_tools.serialization.pickle import opcodes
 from ckpt_tools.serialization.pickle.dcp_metadata import BytesStorageMetadata, Metadata, MetadataIndex, StorageInfo
 from ckpt_tools.serialization.pickle.load import dumps
 from ckpt_tools.verification.scan.findings import Danger
-from tests.serialization.archives import npy, records_of, tarred, zipped
+from tests.serialization.archives import npy, records_of, zipped
 from tests.support.cost import cost, slowness
 from tests.support.sweep import tiered
 
@@ -34,11 +34,6 @@ Files = dict[str, bytes]
 
 def repeated(first: bytes, again: bytes, last: bytes = b"N.") -> bytes:
     return first + again * ((MEGABYTE - len(first) - len(last)) // len(again)) + last
-
-
-def storages(count: int) -> bytes:
-    """The member of a tar in which torch before 0.1.10 kept storages."""
-    return tarred({"storages": b"J\xff\xff\xff\x7f." + b"(NNNt." * count})
 
 
 def dcp(item: bytes) -> Files:
@@ -55,11 +50,6 @@ def dcp(item: bytes) -> Files:
 def inflating_pickle() -> bytes:
     data = zipped({"archive/data.pkl": b"\x80\x02" + b"N0" * (7 << 20) + b"N.", "archive/version": b"3\n"})
     return zstandard.ZstdCompressor(level=19).compress(data)
-
-
-def tuple_keys() -> bytes:
-    keys = (b"J" + struct.pack("<i", number) + b"\x85\x85\x85\x85N" for number in range(MEGABYTE // 10))
-    return b"\x80\x02}(" + b"".join(keys) + b"u."
 
 
 def shared(value: bytes, use: bytes) -> bytes:
@@ -81,13 +71,10 @@ WORST: dict[str, Callable[[], Files]] = {
     "one dict as the state of many objects": lambda: {
         "a.pkl": shared(b"}(" + LINES + b"u", b"cargparse\nNamespace\n)\x81h\x00b0")
     },
-    "ends of archives": lambda: {"a.npy": npy(np.frombuffer(b"PK\x05\x06" * (MEGABYTE // 4), np.uint8))},
-    "keys that are tuples of tuples": lambda: {"a.pkl": tuple_keys()},
     "lists of JSON deep within one another": lambda: {
         "a.json": b"[" * 900 + b"0," * (MEGABYTE // 2) + b"0" + b"]" * 900
     },
     "texts of settings": lambda: {"a.pkl": pickle.dumps({str(n): f"{n}.a" for n in range(MEGABYTE // 24)})},
-    "settings within one another": lambda: {"a.pkl": shared(b"(" + b"V1.a\n" * 10_000 + b"t", b"h\x00\x850")},
     "chunks of a PNG": lambda: {"a.png": b"\x89PNG\r\n\x1a\n" + (b"\0\0\0\0tEXt" + CRC32_OF_TEXT) * (MEGABYTE // 12)},
     "segments of a JPEG": lambda: {"a.jpg": b"\xff\xd8\xff\xe0\0\2" + b"\xff\xda\0\2\xff\0" * (MEGABYTE // 6)},
     "blocks of a GIF": lambda: {"a.gif": b"GIF89a" + bytes(7) + b"!\xfe\1a\0" * (MEGABYTE // 5)},
@@ -103,7 +90,6 @@ WORST: dict[str, Callable[[], Files]] = {
             {"archive/data.pkl": b"".join(b"c%x\nb\n0" % number for number in range(420_000))}, compress=True
         )
     },
-    "a tar of pickles": lambda: {"a.pt": storages(160_000)},
     "zstd bombs that are files of torch": lambda: dcp(inflating_pickle()),
 }
 
