@@ -34,8 +34,9 @@ USING: dict[str, Verb] = {
 """Those that do something with the tensors."""
 
 
-def refusals(src: Path, out: Path, verbs: dict[str, Verb] | None = None, **more: Any) -> dict[str, tuple[int, str]]:
-    """How each verb refuses ``src``: exit code and sentence; (0, "") if it does not. ``out`` must not be written."""
+def refusal(src: Path, out: Path, verbs: dict[str, Verb] | None = None, **more: Any) -> tuple[int, str]:
+    """The one way in which all verbs refuse ``src``: exit code and sentence; (0, "") if none does. ``out`` must not be
+    written."""
     found: dict[str, tuple[int, str]] = {}
     for name, verb in (READING | USING if verbs is None else verbs).items():
         found[name] = (0, "")
@@ -44,11 +45,5 @@ def refusals(src: Path, out: Path, verbs: dict[str, Verb] | None = None, **more:
         except CkptError as error:
             found[name] = (error.exit_code, str(error))
             assert not out.exists(), name
-    return found
-
-
-def refusal(src: Path, out: Path, verbs: dict[str, Verb] | None = None, **more: Any) -> tuple[int, str]:
-    """The one way in which all verbs refuse ``src``."""
-    found = refusals(src, out, verbs, **more)
     assert len(set(found.values())) == 1, found
     return next(iter(found.values()))
