@@ -223,3 +223,9 @@ def test_an_unfinished_checkpoint_is_refused(name, tmp_path):
     (run / name).touch()
     with pytest.raises(IncompleteError, match="unfinished"):
         ckpt_tools.inspect(run)
+
+
+def test_torchscript_is_named_whatever_its_ending(tmp_path):
+    torch.jit.save(torch.jit.trace(torch.nn.Linear(2, 2), torch.ones(1, 2)), tmp_path / "model.jit")
+    message = refusal(tmp_path / "model.jit")
+    assert "it is a TorchScript archive" in message and "state_dict()" in message

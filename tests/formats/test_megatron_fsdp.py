@@ -209,3 +209,13 @@ def test_refused_by_name(name, tmp_path):
     with pytest.raises(UnsupportedError, match=sentence):
         ckpt_tools.convert(tmp_path / "in", tmp_path / "out", to="dcp")
     assert not (tmp_path / "out").exists()
+
+
+def test_halves_of_ranks_in_turn(tmp_path):
+    """Megatron-FSDP splits no other gated layer than SwiGLU, and stores the parts of tensor parallel ranks in turn."""
+    name = "decoder.layers.0.mlp.linear_fc1.weight"
+    sizes = {"num_attention_heads": 4, "quick_geglu": True, "tensor_model_parallel_size": 2}
+    save(tmp_path / "in", {name: (8, 3)}, {name: moments(8, 3)}, [name], **sizes)
+    ckpt_tools.convert(tmp_path / "in", tmp_path / "as it is", to="dcp")
+    with pytest.raises(UnsupportedError, match=rf"{name}: its rows are gate and up of 2 tensor parallel ranks"):
+        ckpt_tools.convert(tmp_path / "in", tmp_path / "out", to="dcp", recipe="megatron_gpt_oss", strip="auto")

@@ -205,6 +205,15 @@ test_refused = refusal_test(
 )
 
 
+MUON = r"layer_wise_optimizer_0\.pt: it is the state of .*\(Muon\)"
+test_an_optimizer_in_layer_wise_files_alone_is_refused_by_name = pytest.mark.extended(
+    refusal_test(
+        *((name, refused(saved(name, {}), layout="megatron-weights"), UnsupportedError,
+            MUON) for name in ("layer_wise_optimizer_0.pt", f"{FOLDER}/layer_wise_optimizer_0.pt")),
+    ),
+)  # fmt: skip
+
+
 class TestFolders:
     def test_the_tracker_chooses(self, run):
         twice(run)
