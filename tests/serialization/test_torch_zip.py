@@ -283,13 +283,6 @@ def test_an_item_is_located_in_its_file(number, before):
     assert (found.dtype, found.shape, found.strides) == (DType.FLOAT32, (number, 1), (1, 1))
 
 
-def test_a_view_is_located_with_its_offset():
-    tensor = torch.arange(12.0).reshape(3, 4)[1:].t()
-    data = saved(tensor)
-    found = locate_item(reader(data), 0, len(data), "f")
-    assert (found.storage_offset, found.shape, found.strides, found.stop - found.start) == (4, (4, 2), (1, 4), 48)
-
-
 def test_items_alike_take_one_small_read():
     items = [saved(torch.full((5000,), float(number))) for number in range(4)]
     data, reads = b"".join(items), []

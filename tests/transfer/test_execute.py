@@ -120,16 +120,6 @@ class TestBytes:
         assert found == {file.path: b"x" * file.size_bytes for file in files}
         assert run(plan_of({}), MemoryStore(), MemoryStore()) == TransferResult(0, 0)
 
-    @pytest.mark.parametrize("fsync", [False, True])
-    def test_a_local_file_holds_what_one_in_memory_holds(self, tmp_path, fsync):
-        (tmp_path / "source").write_bytes(DATA * 100)
-        entry = vector(DATA * 100)
-        file = FileLayout("out", (Padding(5), whole(W, entry), Crc32(5, 100_005)))
-        plan = plan_of({W: entry}, file, task_bytes=1024)
-        run(plan, LocalStore(tmp_path), LocalStore(tmp_path / "target", fsync=fsync))
-        crc = zlib.crc32(DATA * 100).to_bytes(4, "little")
-        assert (tmp_path / "target/out").read_bytes() == bytes(5) + DATA * 100 + crc
-
     def test_a_payload_in_another_type_is_cast_and_its_checksum_is_of_what_was_written(self):
         values = torch.randn(5000, generator=torch.Generator().manual_seed(0))
         cast = values.to(torch.bfloat16).view(torch.uint8).numpy().tobytes()

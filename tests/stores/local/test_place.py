@@ -114,15 +114,6 @@ def test_it_is_absent_or_stays_old_where_the_work_ends_early(tmp_path, is_file, 
 
 
 @BOTH
-def test_it_is_not_replaced_unasked(tmp_path, is_file):
-    put(tmp_path / "out", "old", is_file=is_file)
-    with pytest.raises(DestinationExistsError, match=r"out exists; .* overwrite=True") as caught:
-        convert(tmp_path / "out", "new", is_file=is_file)
-    assert caught.value.exit_code == 8
-    assert_alone(tmp_path / "out", "old")
-
-
-@BOTH
 @pytest.mark.parametrize("fsync", [False, True])
 def test_it_is_replaced_where_asked(tmp_path, is_file, fsync):
     put(tmp_path / "out", "old", is_file=is_file)
@@ -130,14 +121,6 @@ def test_it_is_replaced_where_asked(tmp_path, is_file, fsync):
     assert_alone(tmp_path / "out", "new")
     (tmp_path / "empty").mkdir()
     convert(tmp_path / "empty", "as where there is none", is_file=False)
-
-
-@BOTH
-def test_a_folder_is_no_file_and_a_file_no_folder(tmp_path, is_file):
-    put(tmp_path / "out", "old", is_file=not is_file)
-    with pytest.raises(DestinationExistsError, match="which this output cannot replace"):
-        convert(tmp_path / "out", "new", is_file=is_file, overwrite=True)
-    assert_alone(tmp_path / "out", "old")
 
 
 def test_readers_never_miss_a_folder_that_is_being_replaced(tmp_path):
