@@ -3,7 +3,6 @@
 import gzip
 import json
 import re
-import zlib
 from typing import Any
 
 import numpy as np
@@ -15,11 +14,6 @@ from tests.support.imports import ROOT
 
 LENGTH = "Inference-Header-Content-Length"
 INFER = "/v2/models/m/infer"
-
-
-@pytest.fixture(scope="module")
-def three(digits):
-    return digits.pixels[:3].numpy()
 
 
 def binary(request: dict[str, Any], *tails: bytes) -> tuple[bytes, dict[str, str]]:
@@ -43,21 +37,6 @@ def test_a_model_says_what_it_takes_and_which_weights_answer(client, forms, pred
 
 
 # --- inference
-
-
-def test_every_form_of_a_request_gets_the_same_answer(client, three):
-    """Packed, nested, and with the name of the model, which KServe's client sends."""
-    flat, expected = image_request(three), client.post(INFER, json=image_request(three)).json()
-    text = json.dumps(flat).encode()
-    nested = json.dumps(image_request(three, data=three.tolist())).encode()
-    named = json.dumps({**flat, "model_name": "m"}).encode()
-    for content, encoding in (
-        *((gzip.compress(text), "gzip"), (zlib.compress(text), "deflate")),
-        *((nested, "identity"), (named, "identity")),
-    ):
-        assert client.post(INFER, content=content, headers={"Content-Encoding": encoding}).json() == expected
-    answer = client.post(INFER, json={**flat, "parameters": {"binary_data_output": True}})
-    assert len(answer.content) == int(answer.headers[LENGTH]) + 3 * 8 + 3 * 40
 
 
 def test_predict_asks_the_model_that_is_named(client, image_folder):
