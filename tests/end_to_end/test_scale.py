@@ -24,6 +24,7 @@ from ckpt_tools.serialization.torch_zip import ITEM_HEAD_BYTES, ITEM_TAIL_BYTES
 from ckpt_tools.stores.local.store import LocalStore
 from fixtures import synthetic
 from fixtures.synthetic import Model
+from tests.support.ranks import for_ranks
 
 pytestmark = pytest.mark.extended
 
@@ -106,31 +107,14 @@ def sources(tmp_path_factory):
     return {kind: synthetic.make(kind, TINY.shapes(), 8, folder / kind) for kind in ("dcp", "zero3-fp32")}
 
 
-@pytest.fixture(scope="module")
-def converted(sources, tmp_path_factory):
-    """Of a format: the checkpoint in it, what converting to it reported, and the memory it took."""
-    known: dict[str, tuple[Path, dict[str, Any], int]] = {}
-    folder = tmp_path_factory.mktemp("converted")
-
-    def get(to: str) -> tuple[Path, dict[str, Any], int]:
-        if to not in known:
-            world_size = ["--world-size", "3"] if to in ("dcp", "zero1", "zero2", "zero3") else []
-            words = [sources["zero3-fp32"], folder / to, "--to", to, *world_size]
-            known[to] = (folder / to, *_run("convert", *words))
-        return known[to]
-
-    return get
-
-
-FORMATS = ["safetensors", "torch", "dcp", "zero1", "zero2", "zero3", "universal"]
-
-
-@pytest.mark.parametrize("to", FORMATS)
-def test_a_conversion_is_as_the_plan_says(to, converted, sources, tmp_path):
-    folder, report, peak_bytes = converted(to)
-    assert {path: (folder / path).stat().st_size for path in report["plan"]["files"]} == report["plan"]["files"]
-    world_size = {"world_size": 3} if to in ("dcp", "zero1", "zero2", "zero3") else {}
-    planned = ckpt_tools.plan(sources["zero3-fp32"], tmp_path / "out", to=to, **world_size)
+@pytest.mark.parametrize("to", ["safetensors", "torch", "dcp", "zero1", "zero2", "zero3", "universal"])
+def test_a_conversion_is_as_the_plan_says(to, sources, tmp_path):
+    source, size = sources["zero3-fp32"], for_ranks(to, 3)
+    words = [f"--world-size={number}" for number in size.values()]
+    report, peak_bytes = _run("convert", source, tmp_path / to, "--to", to, *words)
+    files = report["plan"]["files"]
+    assert {path: (tmp_path / to / path).stat().st_size for path in files} == files
+    planned = ckpt_tools.plan(source, tmp_path / "out", to=to, **size)
     assert (report["bytes_read"], report["bytes_written"]) == (planned.bytes_read, planned.bytes_written)
     assert peak_bytes <= planned.peak_memory_bytes <= 1.5 * peak_bytes
 
