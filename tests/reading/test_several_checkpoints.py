@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 import ckpt_tools
 from ckpt_tools.cli.main import group
-from ckpt_tools.errors import CkptError, IncompleteError, LossError, SourceNotFoundError
+from ckpt_tools.errors import CkptError, IncompleteError, LossError, SeveralCheckpointsError, SourceNotFoundError
 from ckpt_tools.trainers.run_folders import step_in
 from tests.runs.test_completeness import RUNS, Run
 from tests.support.sweep import extended
@@ -69,6 +69,17 @@ def test_another_checkpoint_of_the_run_changes_nothing(layout, command, tmp_path
     folders = pair(run, 1, tmp_path)
     for ending in ("", "@latest", f"@{run.names[1]}", f"@step={step_in(run.names[1])}"):
         said, expected = (outcome(command, f"{folder}{ending}", folder) for folder in folders)
+        assert said == expected, ending
+
+
+@pytest.mark.parametrize("layout", ["hf-trainer", "torchtitan"])
+def test_a_run_that_does_not_choose_says_how_to_name_one_and_then_reads_it_alone(layout, tmp_path):
+    run = LAYOUTS[layout]
+    both, alone = pair(run, 1, tmp_path)
+    with pytest.raises(SeveralCheckpointsError, match=f"{both}@latest"):
+        ckpt_tools.inspect(both)
+    for ending in ("@latest", f"@{run.names[1]}", f"@step={step_in(run.names[1])}"):
+        said, expected = (outcome("convert", f"{folder}{ending}", folder) for folder in (both, alone))
         assert said == expected, ending
 
 
