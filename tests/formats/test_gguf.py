@@ -110,7 +110,6 @@ def test_unquantized_tensors_of_a_quantized_file_can_be_chosen(tmp_path):
     [
         ({"n" * 64: torch.ones(2)}, "at most 63 bytes"),
         ({"w": torch.ones(1, 1, 1, 1, 2)}, "at most 4"),
-        ({"w": torch.ones(2, dtype=torch.uint8)}, "does not support uint8"),
     ],
 )
 def test_what_gguf_cannot_hold_is_refused(tensors, words, tmp_path):

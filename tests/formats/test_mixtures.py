@@ -65,10 +65,6 @@ def test_a_command_warns(command, saves, tmp_path):
 # Counters that may differ
 
 
-def trainer(saves: Path, folder: Path, name: str = "one") -> Path:
-    return Path(shutil.copytree(saves / name / "Trainer", folder))
-
-
 def doubts(source: Path) -> list[str]:
     return [f"{note.what}: {note.why}" for note in ckpt_tools.inspect(source).notes if note.outcome.value == "doubtful"]
 
@@ -94,7 +90,7 @@ TRAINERS: dict[str, tuple[Callable[[Path], None], str]] = {
 
 @pytest.mark.parametrize("name", TRAINERS)
 def test_counters_of_the_trainer(name, saves, tmp_path):
-    folder = trainer(saves, tmp_path / "run")
+    folder = Path(shutil.copytree(saves / "one" / "Trainer", tmp_path / "run"))
     assert not doubts(folder)
     change, words = TRAINERS[name]
     change(folder)

@@ -16,7 +16,7 @@ import torch
 import ckpt_tools
 from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.manifest import StateKey
-from ckpt_tools.core.notes import Note, Outcome
+from ckpt_tools.core.notes import Outcome
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import IncompleteError, MalformedError, SeveralCheckpointsError, UnsupportedError
 from ckpt_tools.formats.megatron.common_state import CommonState, Group, Parameter, by_rule
@@ -52,10 +52,6 @@ def renamed(folder: Path) -> None:
     """The checkpoint of a source without a step, which is iteration 0, as the iteration that ``loaded`` looks for."""
     (folder / "iter_0000000").rename(folder / FOLDER)
     (folder / TRACKER).write_text(str(mg.ITERATION))
-
-
-def notes_of(path: Path) -> list[Note]:
-    return list(read_checkpoint(path, ReadOptions())[1].notes)
 
 
 class TestGeometry:
@@ -230,7 +226,7 @@ class TestFolders:
         change_file(run / COMMON, lambda common: common.pop("iteration"))
         assert ckpt_tools.inspect(run).step == 10
         (run / TRACKER).unlink()
-        assert [note for note in notes_of(run) if note.outcome is Outcome.DROPPED] == []
+        assert [note for note in read_checkpoint(run, ReadOptions())[1].notes if note.outcome is Outcome.DROPPED] == []
         (run / FOLDER).rename(run / "release")
         (run / TRACKER).write_text("release")
         assert ckpt_tools.inspect(run).format == "megatron"

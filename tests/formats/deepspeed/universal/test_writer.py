@@ -239,7 +239,6 @@ SCALER = {"cur_scale": 64.0, "dynamic": True, "cur_iter": 7, "dtype": None}
         ("float16", None, None),
         ("float32", {"cur_scale": 1.0, "dynamic": False}, "LossScaler"),
         ("float32", SCALER, None),
-        ("float32", None, None),
     ],
 )
 def test_a_loss_scaler_that_does_not_fit_is_left_to_the_job(dtype, scaler, kind):
