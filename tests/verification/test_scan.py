@@ -10,8 +10,11 @@ import json
 import os
 import pickle
 import random
+import re
 import shutil
 import struct
+import subprocess
+import sys
 import uuid
 import warnings
 from collections.abc import Callable
@@ -29,35 +32,16 @@ import fixtures
 from ckpt_tools.errors import CkptError, UnsafeError
 from ckpt_tools.serialization.pickle.closed_list import is_listed
 from ckpt_tools.serialization.pickle.dcp_metadata import BytesStorageMetadata, Metadata, MetadataIndex, StorageInfo
-from ckpt_tools.serialization.pickle.load import dumps, loads
+from ckpt_tools.serialization.pickle.load import dumps
 from fixtures.store import Fixture
-from tests.serialization.archives import legacy, oldest, saved, saved_legacy, torch_zip, zipped
+from tests.serialization.archives import saved, saved_legacy, zipped
 from tests.support.commands import run_command as command
 from tests.support.sweep import swept
 from tests.verification.scan.generator import npy_of_objects
+from tests.verification.scan.hosts import HOSTS, put
 
 ROOT = Path(__file__).parents[2]
 Checkpoint = Callable[[str, str, int], Fixture]
-
-HOSTS = {
-    "torch": ("torch", "model.pt", "zip"),
-    "torch, legacy": ("torch", "model.pt", "legacy"),
-    "torch, tar": ("torch", "model.pt", "tar"),
-    "companion": ("dcp", "scheduler.bin", "zip"),
-    "pickled companion": ("dcp", "random_states_0.pkl", "raw"),
-    "DCP metadata": ("dcp", ".metadata", "raw"),
-    "DCP object": ("dcp", "__9_0.distcp", "item"),
-    "ZeRO model": ("zero2-fp32", "*/mp_rank_00_model_states.pt", "zip"),
-    "ZeRO optimizer": ("zero2-fp32", "*/*_optim_states.pt", "zip"),
-    "ZeRO-3 model": ("zero3-fp32", "*/zero_pp_rank_0_*_model_states.pt", "zip"),
-    "ZeRO-3 optimizer": ("zero3-fp32", "*/*_optim_states.pt", "zip"),
-    "universal model": ("universal", "*/mp_rank_00_model_states.pt", "zip"),
-    "universal tensor": ("universal", "*/zero/*/fp32.pt", "zip"),
-}
-"""Every file that a pickle can lie in: the checkpoint, the file whose place a sample takes, and how it holds it."""
-
-
-FORMS: dict[str, Callable[[bytes], bytes]] = {"raw": bytes, "zip": torch_zip, "legacy": legacy, "tar": oldest}
 
 
 def host_of(kind: str, folder: Path, checkpoint: Checkpoint) -> None:
@@ -66,20 +50,6 @@ def host_of(kind: str, folder: Path, checkpoint: Checkpoint) -> None:
         SMALL[host](folder)
     else:
         shutil.copytree(checkpoint(host, "lone", 1).checkpoint, folder)
-
-
-def put(kind: str, folder: Path, data: bytes) -> None:
-    """The pickle takes its place. One in an item is the first object of a DCP, in a file of its own."""
-    _, file, form = HOSTS[kind]
-    if form != "item":
-        path = min(folder.glob(file), default=folder / file)
-        path.write_bytes(FORMS[form](data))
-        return
-    metadata, item = loads((folder / ".metadata").read_bytes(), path="x"), torch_zip(data)
-    fqn = next(fqn for fqn, kind in metadata.state_dict_metadata.items() if isinstance(kind, BytesStorageMetadata))
-    metadata.storage_data[MetadataIndex(fqn)] = StorageInfo(file, 0, len(item))
-    (folder / ".metadata").write_bytes(dumps(metadata))
-    (folder / file).write_bytes(item)
 
 
 def _torch(folder: Path) -> None:
@@ -115,6 +85,26 @@ def test_a_call_in_any_file_of_a_checkpoint_is_found_and_not_run(kind, checkpoin
         with contextlib.suppress(CkptError):
             read(folder)
     assert not canary.exists()
+
+
+@pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
+def test_no_command_starts_a_program_or_a_connection_whatever_a_pickle_holds(checkpoint, tmp_path):
+    """Every payload in one kind of file at least; nor does one open a file of others."""
+    trace, work = tmp_path / "trace", tmp_path / "work"
+    work.mkdir()
+    for kind in HOSTS:
+        host_of(kind, work / kind, checkpoint)
+    calls = "trace=execve,execveat,connect,socket,fork,vfork,open,openat,creat,unlink,unlinkat,rename,renameat2,kill"
+    strace = ["strace", "-f", "--seccomp-bpf", "-qq", "-o", trace, "-e", calls, sys.executable, "-c"]
+    code = "import sys; from tests.verification.scan.hosts import read_payloads; read_payloads(sys.argv[1])"
+    done = subprocess.run([*strace, code, work], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    found = trace.read_text()
+    opened = re.findall(r'(\w+)\((?:AT_FDCWD, |\d+, )?"([^"]*)"', found)
+    own = (str(work), str(ROOT), sys.prefix, sys.base_prefix, "/usr/", "/lib", "/etc/", "/proc/", "/sys/", "/dev/")
+    assert len([path for call, path in opened if call.startswith("exec")]) == 1, "Python itself"
+    assert [path for _, path in opened if path.startswith("/") and not path.startswith(own)] == []
+    assert not re.search(r"\b(connect|socket|kill|v?fork)\(", found)
 
 
 # What is clean
