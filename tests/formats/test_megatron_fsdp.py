@@ -77,8 +77,10 @@ class Trained:
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "trained" in metafunc.fixturenames:
         cases = [*SAMPLE, *ALL] if metafunc.config.getoption("--soak") else SAMPLE
+        # The modules of experts cannot be built as these tests do since megatron-core 0.19.
+        rows = [pytest.param(case, marks=[pytest.mark.judges] if case[0] == "llama" else []) for case in cases]
         ids = ["-".join([name, *(size.partition("_")[0] for size in sizes)]) for name, sizes in cases]
-        metafunc.parametrize("trained", cases, ids=ids, indirect=True, scope="module")
+        metafunc.parametrize("trained", rows, ids=ids, indirect=True, scope="module")
 
 
 @pytest.fixture(scope="module")

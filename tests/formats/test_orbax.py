@@ -26,6 +26,8 @@ from ckpt_tools.transfer.tensor_reader import TensorReader
 from fixtures.corpus import make
 from tests.support.damage import Harm, unlink
 
+pytestmark = pytest.mark.judges
+
 TREE = {("params", "w"): (3, 2), ("params", "b"): (2,)}
 MOMENTS = {("opt_state", 0, name, *path[1:]): shape for name in ("mu", "nu") for path, shape in TREE.items()}
 

@@ -19,7 +19,7 @@ from fixtures.orbax_cases import CASES, TREE, Made, Restored, make, restored
 from tests.layouts.test_damage import ALONE, CODES, Damage
 from tests.support.manifests import read_bytes
 
-pytestmark = pytest.mark.extended
+pytestmark = [pytest.mark.extended, pytest.mark.judges]
 
 UNNAMED, NO_TIME, UNFINISHED = "has no _METADATA", "begun and never finished", "it is unfinished"
 NOT_LISTED = "is missing, and _CHECKPOINT_METADATA lists the item"

@@ -22,6 +22,7 @@ def in_tiers(names: Sequence[str]) -> list[Any]:
     return tiered(names, test={*TEST} & {*names}, extended={*names} - {*TEST, *COSTLY})
 
 
+@pytest.mark.judges
 @pytest.mark.parametrize("name", in_tiers(OPENED))
 def test_it_is_opened_whole(name):
     made = make(name)

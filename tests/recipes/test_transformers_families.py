@@ -15,7 +15,7 @@ import ckpt_tools
 from ckpt_tools.recipes import list_recipes, load_recipe
 from tests.recipes import families, generate
 
-pytestmark = pytest.mark.extended
+pytestmark = [pytest.mark.extended, pytest.mark.judges]
 
 OF_TRANSFORMERS = [recipe for recipe in list_recipes() if recipe.left == "transformers 5"]
 MODELS = [model for recipe in OF_TRANSFORMERS for model in recipe.models]

@@ -261,6 +261,7 @@ MORE_GRIDS = [(mg.Grid(2, 2, 1), 3), (mg.Grid(1, 2, 2), 4)]
 SIZES = [(ALONE, 3), *extended(*GRIDS), *(pytest.param(*each, marks=pytest.mark.soak) for each in MORE_GRIDS)]
 
 
+@pytest.mark.judges
 class TestWritten:
     """What Megatron loads of our output."""
 

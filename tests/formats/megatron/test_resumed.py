@@ -16,7 +16,7 @@ from fixtures import launch, megatron_run
 from tests.support.ranks import for_ranks
 from tests.support.truth import MASTER, WEIGHT, Truth, assert_same_bits
 
-pytestmark = pytest.mark.extended
+pytestmark = [pytest.mark.extended, pytest.mark.judges]
 
 RANKS = 2
 
