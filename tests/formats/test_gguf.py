@@ -110,6 +110,7 @@ def test_unquantized_tensors_of_a_quantized_file_can_be_chosen(tmp_path):
     [
         ({"n" * 64: torch.ones(2)}, "at most 63 bytes"),
         ({"w": torch.ones(1, 1, 1, 1, 2)}, "at most 4"),
+        ({"w": torch.ones(2, dtype=torch.uint8)}, "does not support uint8"),
     ],
 )
 def test_what_gguf_cannot_hold_is_refused(tensors, words, tmp_path):
@@ -141,16 +142,25 @@ def _value(value: bytes) -> bytes:
 HOSTILE = {
     "another version": (_filled(_header(version=1)), UnsupportedError, "version 1"),
     "big-endian": (b"GGUF\0\0\0\3" + b"\0" * 99, UnsupportedError, "big-endian"),
+    "no GGUF": (b"GGML" + b"\0" * 99, MalformedError, "not a GGUF"),
+    "a million million tensors": (_filled(_header(num=1 << 40)), IncompleteError, "the file is cut"),
+    "a name longer than the file": (_filled(_header(infos=struct.pack("<Q", 1 << 60))), IncompleteError, "cut"),
     "an array of arrays": (_value(struct.pack("<IIQ", 9, 9, 1)), UnsupportedError, "array of arrays"),
+    "an array longer than memory": (_value(struct.pack("<IIQ", 9, 0, 1 << 50)), MalformedError, "more than"),
     "a key twice": (_filled(_header(values=(_text(b"k") + struct.pack("<IB", 0, 1)) * 2, num_values=2, infos=_info())),
         MalformedError, "appears twice"),
     "an alignment of 3": (_filled(_header(values=_text(b"general.alignment") + struct.pack("<II", 4, 3), num_values=1,
         infos=_info())), MalformedError, "power of two"),
     "an unknown type": (_filled(_header(infos=_info(kind=99))), UnsupportedError, "type 99"),
+    "five dims": (_filled(_header(infos=_info(dims=(1,) * 5))), MalformedError, "5 dims"),
     "too large": (_filled(_header(infos=_info(dims=(1 << 40, 1 << 40)))), MalformedError, "too large"),
     "half a block": (_filled(_header(infos=_info(dims=(31,), kind=8))), MalformedError, "whole blocks"),
+    "two of a name": (_filled(_header(infos=_info() + _info(offset=32), num=2), 64), MalformedError, "two tensors"),
     "one over another": (_filled(_header(infos=_info() + _info(b"v"), num=2), 64), MalformedError, "instead of 32"),
+    "a gap": (_filled(_header(infos=_info(offset=64)), 96), MalformedError, "instead of 0"),
+    "a cut file": (_filled(_header(infos=_info()), 4), IncompleteError, "the file is cut"),
     "more than its tensors": (_filled(_header(infos=_info()), 64), MalformedError, "too many"),
+    "no tensors": (_filled(_header(num=0), 0), UnsupportedError, "no tensors"),
     "a name that is not text": (_filled(_header(infos=_info(b"\xff"))), MalformedError, "not UTF-8"),
     "a bool of 2": (_value(struct.pack("<IB", 7, 2)), MalformedError, "neither 0 nor 1"),
 }  # fmt: skip

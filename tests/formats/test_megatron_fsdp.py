@@ -189,15 +189,18 @@ REFUSED: Mapping[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "moments with scales": ("precision-aware optimizer", {"state": {"a": {"exp_avg": torch.ones(2, 3).half()}}}),
+    "masters": ("precision-aware optimizer", {"state": {"a": moments(2, 3, master_param=torch.ones(2, 3))}}),
     "another parameter": ("the model does not have", {"state": {"a": moments(2, 3), "b": moments(2, 3)}}),
     "two of one weight": (
         r"state of the same weight as module\.module\.",
         {"state": {"a": moments(2, 3), "module.a": moments(2, 3)}},
     ),
+    "two weights": (r"it has the name of module\.a", {"weights": {"a": (2, 3), "model.a": (2, 3)}}),
     "no group": (
         r"module\.b: it has optimizer state, but no entry in param_to_group_meta",
         {"weights": {"a": (2, 3), "b": (2, 3)}, "state": {"b": moments(2, 3)}},
     ),
+    "group without a weight": ("does not have this parameter of param_to_group_meta", {"groups": ["a", "b"]}),
     "a step that float32 cannot count": ("its step .* is not a whole number up to", {"options": {"step": 10**400}}),
     "pipeline stages": ("of one stage alone", {"pipeline_model_parallel_size": 2}),
 }

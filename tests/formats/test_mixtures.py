@@ -83,6 +83,7 @@ def stepped(step: int) -> Callable[[Path], None]:
 
 TRAINERS: dict[str, tuple[Callable[[Path], None], str]] = {
     "a scheduler ahead": (scheduled(5), "counter of lr_scheduler: it has counted 5, and the run made 3 steps"),
+    "a scheduler behind": (scheduled(1), "it has counted 1"),
     "an optimizer ahead": (stepped(9), "step of the optimizer: 9 in optimizer.pt, and the run made 3"),
     "steps skipped": (stepped(2), "2 in optimizer.pt, and the run made 3: steps were skipped"),
 }
@@ -173,6 +174,7 @@ def test_items_of_none_are_doubted(saved):
 SHARDS = {
     "safetensors": ("safetensors", "model-00002-of-00003.safetensors"),
     "diffusers": ("safetensors", "diffusion_pytorch_model-00002-of-00003.safetensors"),
+    "a variant": ("safetensors", "model.fp16-00002-of-00003.safetensors"),
     "torch": ("torch", "pytorch_model-00002-of-00003.bin"),
 }
 

@@ -153,17 +153,28 @@ def write(name: str, text: str) -> Harm:
     return lambda root: (root / name).write_text(text)
 
 
+LISTED = "opt_state/_METADATA: it is missing, and _CHECKPOINT_METADATA lists the item"
 HARMS: list[tuple[str, Harm, str]] = [
+    ("no tree", unlink("_METADATA"), "has no _METADATA"),
+    ("no database", unlink("manifest.ocdbt"), "the database of the arrays, is missing"),
     ("a cut database", write("manifest.ocdbt", "\x0c"), "tensorstore cannot read"),
+    ("no data", lambda root: shutil.rmtree(root / "d"), "this data file of the database is missing"),
+    ("no end", changed("_CHECKPOINT_METADATA", lambda t: {**t, "commit_timestamp_nsecs": None}), "never finished"),
     ("a tree that is no tree", write("_METADATA", "[]"), "not a JSON object"),
+    ("a tree without entries", write("_METADATA", "{}"), "no tree_metadata"),
     ("an entry without a path", in_tree(lambda tree: {**tree, "tree_metadata": {"x": {}}}), "no path or no kind"),
     ("a value of an unknown kind", in_entry(value_type="os.system"), "kind of value"),
     ("an entry that leads out of the folder", of_key("../../secret", 2), "tensorstore cannot read"),
     ("a key of an unknown type", of_key("dense", 3), "neither a name nor a position"),
+    ("a position that is no number", of_key("x", 1), "neither a name nor a position"),
+    ("a value and a branch", of_key("layers", 2), "a value and a branch"),
     ("a value that is elsewhere", in_entry(skip_deserialize=True), "not among the arrays"),
+    ("a list without metadata", write("array_metadatas/process_0", '{"array_metadatas": [7]}'), "does not list arrays"),
+    ("a flag that is none", in_tree(lambda tree: {**tree, "use_ocdbt": "yes"}), "neither true nor false"),
     # Zarr's readers fill in zeros.
     ("orbax-zarr", unlink("dense.kernel/0.0"), r"dense\.kernel: its chunk 0\.0 is missing"),
     ("orbax-manager", unlink("commit_success.txt"), "marker of a finished checkpoint is missing"),
+    ("orbax-manager", unlink("opt_state/_METADATA"), LISTED),
 ]
 
 

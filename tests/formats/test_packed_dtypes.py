@@ -120,6 +120,7 @@ def test_float6_is_refused_where_it_has_no_place(to, float6, tmp_path):
     ("dtype", "shape", "num_bytes", "said"),
     [
         ("F4", [2, 3], 3, r"rows of \[2, 3\] are not whole elements of 2 F4 values"),
+        ("F4", [], 1, "not whole elements"),
         ("F6_E2M3", [2, 2], 3, "not whole elements of 4 F6_E2M3 values"),
         ("F4", [2, 4], 5, "5 bytes cannot hold"),
     ],

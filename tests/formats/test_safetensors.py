@@ -68,19 +68,32 @@ def layout_of(manifest: Manifest, max_shard_bytes: int | None = None) -> Any:
 # The rules
 
 
+NAN = b'{"a":{"dtype":"F32","shape":[NaN],"data_offsets":[0,8]}}'
 OVERLAPPING = {"a": info(), "b": info(offsets=[4, 12])}
 RULES: list[tuple[bytes, type[FormatError], str]] = [
     (b"abc", IncompleteError, "3 bytes"),
     (struct.pack("<Q", 100_000_001) + b"{}", MalformedError, "100,000,001"),
+    (struct.pack("<Q", 50) + b"{}", IncompleteError, "does not fit"),
     (packed(b"{"), MalformedError, "JSON"),
+    (packed(b"\xff\xfe{}"), MalformedError, "JSON"),
+    (packed([1]), MalformedError, "not a JSON object"),
     (packed({"a": {"dtype": "F32"}}), MalformedError, "needs dtype"),
+    (packed({"a": {**info(), "more": 1}}, bytes(8)), MalformedError, "nothing else"),
     (packed({"a": info("F31")}, bytes(8)), UnsupportedError, "F31"),
+    (packed({"a": info(["F32"])}, bytes(8)), UnsupportedError, "F32"),
     (packed({"a": info(shape=[-2])}, bytes(8)), MalformedError, "are not valid"),
+    (packed({"a": info(shape=[2.0])}, bytes(8)), MalformedError, "are not valid"),
+    (packed({"a": info(shape=[True, 2])}, bytes(8)), MalformedError, "are not valid"),
+    (packed({"a": info(offsets=[8, 0])}, bytes(8)), MalformedError, "are not valid"),
     (packed({"a": info(offsets=[0, 4])}, bytes(4)), MalformedError, "cannot hold"),
+    (packed({"a": info(shape=[1 << 62, 1 << 62])}, bytes(8)), MalformedError, "cannot hold"),
     (packed(OVERLAPPING, bytes(12)), MalformedError, "overlaps"),
+    (packed({"a": info(offsets=[4, 12])}, bytes(12)), MalformedError, "gap"),
     (packed({"a": info()}, bytes(9)), MalformedError, "no tensor has the 1 byte after"),
+    (packed({"a": info()}, bytes(7)), IncompleteError, "truncated"),
     (packed(b'{"a":{},"a":{}}'), MalformedError, "twice"),
     (packed({"__metadata__": {"n": 1}}), MalformedError, "__metadata__"),
+    (packed(NAN, bytes(8)), MalformedError, "NaN"),
 ]
 
 
@@ -93,6 +106,8 @@ ONE, TWO = packed({"a": info()}, bytes(8)), packed({"b": info()}, bytes(8))
 FOLDERS: list[tuple[dict[str, bytes], type[Any], str]] = [
     (indexed({"a": "x.safetensors"}), IncompleteError, "missing"),
     (indexed({"a": "../x.safetensors"}), UnsafeError, "outside"),
+    (indexed({"a": "/x.safetensors"}), UnsafeError, "outside"),
+    (indexed(["a"]), MalformedError, "weight_map"),
     (indexed({"z": "x.safetensors"}, x=ONE), IncompleteError, "'z'"),
     ({"a.safetensors": ONE, "b.safetensors": TWO}, SeveralCheckpointsError, "several models"),
     ({"m-00001-of-00003.safetensors": ONE, "m-00003-of-00003.safetensors": TWO}, IncompleteError, "missing"),

@@ -184,10 +184,12 @@ def without_output(run: Path) -> None:
 
 COMMON, MYSTERY = f"{FOLDER}/common.pt", '{"sharded_backend": "mystery"}'
 test_refused = refusal_test(
+    ("an empty tracker", refused(written(TRACKER, "")), MalformedError, TRACKER),
     ("a tracker without a number", refused(written(TRACKER, "next")), MalformedError, TRACKER),
     ("a tracker that names nothing", refused(written(TRACKER, "30")), IncompleteError, TRACKER),
     ("no tracker", refused(twice, unlink(TRACKER)), SeveralCheckpointsError, "several checkpoints here"),
     ("no common state", refused(unlink(COMMON), from_="megatron"), IncompleteError, "common"),
+    ("no index", refused(unlink(f"{FOLDER}/.metadata"), from_="megatron"), IncompleteError, r"\.metadata"),
     ("no data", refused(unlink(f"{FOLDER}/__0_0.distcp"), from_="megatron"), IncompleteError, "__0_0"),
     (
         "a file of the legacy format",

@@ -120,6 +120,10 @@ def anonymous(folder: Path) -> None:
         torch.save(content, file)
 
 
+def cut(num_bytes: int) -> Harm:
+    return lambda folder: (folder / MODEL.format(0)).write_bytes((folder / MODEL.format(0)).read_bytes()[:num_bytes])
+
+
 def copied(name: str, source: Callable[[], Path]) -> Harm:
     return lambda folder: shutil.copy(source(), folder / name)
 
@@ -143,9 +147,11 @@ HARMS: list[tuple[str, Harm, str]] = [
     *((f"no {item}", unlink(f"{item}_*_rank_1.pt"),
         rf"rank 1 of 2 is missing \({item}_world_size_2_rank_1\.pt\)") for item in ("model", "optim", "extra_state")),
     ("a file of a run of three", copied(of_three(0).name, lambda: of_three(0)), r"several world sizes here \(2, 3\)"),
+    ("the same under this run's name", copied(MODEL.format(1), lambda: of_three(1)), "several world sizes"),
     ("a configuration of another size",
         lambda folder: (folder / "fsdp_config.json").write_text('{"FSDP_version": 2, "world_size": 8}'),
         "it says world_size 8, but the files are of 2 ranks"),
+    *((f"cut at {num_bytes}", cut(num_bytes), ".") for num_bytes in (0, 10, -1)),
     ("two shapes", second(lambda own: own.update(table=torch.zeros(4))), r"rank 0 has it as a whole tensor"),
     ("buffers that differ", second(lambda own: own["table"].add_(1)), "table: rank 0 and rank 1 hold different"),
     ("a part of another shape", second(smaller_part),

@@ -61,6 +61,7 @@ REFUSED: dict[str, tuple[Tree, str]] = {
     "an optimizer by number": ({"gen": net(), "disc": net(), "optim": adamw()}, "model_key='gen' or model_key='disc'"),
     "two names of a model": ({"model": net(), "state_dict": net(4)}, "model_key='model' or model_key='state_dict'"),
     "below": ({"nets": {"gen": net(), "disc": net()}}, "model_key='nets.gen' or model_key='nets.disc'"),
+    "of two trainers": ({"a": {"model": net()}, "b": {"model": net()}}, "model_key='a.model' or model_key='b.model'"),
     "optimizers": ({"model": net(), "opt_a": adamw(), "opt_b": adamw()}, "optim_key='opt_a' or optim_key='opt_b'"),
 }
 

@@ -12,7 +12,14 @@ import torch
 import fixtures
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.options import ReadOptions
-from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, SourceNotFoundError, UnsupportedError
+from ckpt_tools.errors import (
+    CkptError,
+    IncompleteError,
+    MalformedError,
+    SourceNotFoundError,
+    UnsafeError,
+    UnsupportedError,
+)
 from ckpt_tools.formats.deepspeed.format import DeepSpeedFormat, UniversalFormat
 from ckpt_tools.stores.local.store import LocalStore
 from ckpt_tools.stores.source import Source
@@ -122,6 +129,10 @@ def test_rows_that_a_vocabulary_lacks_are_zeros(stage1):
 # Refusals
 
 
+def latest(data: bytes) -> Harm:
+    return lambda tag: (tag.parent / "latest_universal").write_bytes(data)
+
+
 def huge_vocabulary(tag: Path) -> None:
     def huge(model: dict[str, Any]) -> dict[str, Any]:
         shapes = [{**group} for group in model["param_shapes"]]
@@ -146,20 +157,32 @@ def refused(kind: str, harm: Harm, tag: str | None, folder: Path) -> None:
 
 MISSING, WRONG, OTHER = IncompleteError, MalformedError, UnsupportedError
 HARMED: list[tuple[str, str, Harm, type[CkptError], str]] = [
+    ("latest names no tag", STAGE1, latest(b"global_step9"), MISSING, "global_step9"),
+    ("latest leads outside", STAGE1, latest(b"../x"), UnsafeError, "."),
+    ("latest is no text", STAGE1, latest(b"\xff\xfe"), WRONG, "."),
     ("no optimizer", STAGE1, unlink(OPTIMIZER), MISSING, OPTIMIZER),
     ("no model", STAGE1, unlink(MODEL1), MISSING, MODEL1),
     ("no master", STAGE1, unlink("zero/embed.weight/fp32.pt"), MISSING, "embed.weight"),
+    ("no first rank", STAGE3, unlink(MODEL3.replace("_1_", "_0_")), MISSING, "zero_pp_rank_0"),
+    ("no second rank", STAGE3, unlink(MODEL3), MISSING, "."),
     ("no moment", STAGE1, unlink(f"{BIAS}/exp_avg.pt"), MISSING, "norm.bias: there is no file zero/.../exp_avg"),
     ("no step", STAGE1, unlink(f"{BIAS}/step.pt"), MISSING, "norm.bias: there is no file zero/.../step.pt"),
     ("a copy of a file", STAGE1, save(f"{BIAS}/exp_avg (1).pt", {}), WRONG, r"exp_avg \(1\).pt: norm.bias: the other"),
     ("swapped slots", STAGE1, swap(f"{BIAS}/exp_avg.pt", f"{BIAS}/exp_avg_sq.pt"), WRONG,
         r"exp_avg.pt: it was saved as exp_avg_sq.pt"),
     ("too few elements", STAGE1, replaced(UP, lambda v: {"param": v["param"][1:]}), WRONG, "its shape is"),
+    ("turned rows", STAGE1, replaced(UP, lambda v: {"param": v["param"].T}), WRONG, "its shape is"),
+    ("no tensor", STAGE1, replaced(UP, lambda v: {"cat_dim": 0}), WRONG, "does not contain a tensor"),
+    ("an expert", STAGE1, replaced(UP, lambda v: {**v, "is_expert_param": True}), OTHER, "experts"),
     ("tensor parallel", STAGE1, replaced(MODEL1, lambda v: {**v, "mp_world_size": 2}), MISSING, "mp_rank_01"),
     ("pipeline parallel", STAGE1, replaced(MODEL1, lambda v: {**v, **PIPELINE}), OTHER, "pipeline"),
     ("AutoEP", STAGE1, replaced(MODEL1, lambda v: {**v, "ds_autoep_layers": [{}]}), WRONG, "ds_autoep_layers"),
+    ("older AutoEP", STAGE1, replaced(MODEL1, lambda v: {**v, "autoep_layers": [{}]}), OTHER, "AutoEP"),
+    ("no groups", STAGE1, replaced(OPTIMIZER, lambda v: {"ds_version": "0"}), WRONG, "param_groups"),
+    ("a group of nothing", STAGE1, replaced(OPTIMIZER, lambda v: {"param_groups": [{}]}), WRONG, "no 'params'"),
     ("a group", STAGE1, replaced(OPTIMIZER, lambda v: {"param_groups": v["param_groups"][:1]}), WRONG, "shapes has 3"),
     ("no fragment", STAGE3, replaced(MODEL3, lambda v: {**v, "frozen_param_fragments": {}}), MISSING, "its part"),
+    ("names of layers", STAGE1, save("layer_00-model_00-model_states.pt", {}), OTHER, "not supported"),
     ("names of experts", STAGE1, save("expert_0.pt", {}), OTHER, "not supported"),
     ("a vocabulary that lacks too many rows", STAGE1, huge_vocabulary, OTHER, "too many to add"),
 ]  # fmt: skip

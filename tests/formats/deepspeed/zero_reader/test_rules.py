@@ -292,6 +292,10 @@ def shorter(tensors: list[torch.Tensor]) -> None:
     tensors[0] = tensors[0][:-1].clone()
 
 
+def longer(tensors: list[torch.Tensor]) -> None:
+    tensors[0] = torch.cat([tensors[0], tensors[0][:1]])
+
+
 def half(tensors: list[torch.Tensor]) -> None:
     tensors[0] = tensors[0].half()
 
@@ -299,13 +303,21 @@ def half(tensors: list[torch.Tensor]) -> None:
 MISSING, WRONG, OTHER = IncompleteError, MalformedError, UnsupportedError
 RULES: list[tuple[str, int, Change, type[CkptError], str]] = [
     ("no optimizer files", 2, drop(*map(optim, range(3))), MISSING, "no .*_optim_states"),
+    ("first rank missing", 2, drop(optim(0)), MISSING, optim(0)),
+    ("middle rank missing", 2, drop(optim(1)), MISSING, optim(1)),
     ("last rank missing", 2, drop(optim(2)), MISSING, optim(2)),
     ("a rank too many", 2, add(optim(3)), WRONG, "of 3 ranks.*another"),
     ("no model file", 2, drop(MODEL), MISSING, MODEL),
     ("no model file of a stage 3 rank", 3, drop(rank_model(1)), MISSING, rank_model(1)),
+    ("no model file of the last stage 3 rank", 3, drop(rank_model(2)), MISSING, rank_model(2)),
     ("two files of one rank", 2, add(f"{TAG}/bf16_" + optim(1).split("/")[1]), WRONG, "are both of rank"),
+    ("a file cut short", 2, lambda f: f.update({optim(2): bytes(store_of(f).files[optim(2)][:-99])}), WRONG, optim(2)),
+    ("no dictionary", 2, add(optim(1), [1, 2]), WRONG, "does not contain a dictionary"),
     ("latest names no tag", 2, add("latest", "global_step8"), MISSING, "'global_step8'.*global_step7"),
     ("latest leads outside", 2, add("latest", "../other"), UnsafeError, "outside"),
+    ("latest is empty", 2, add("latest", ""), MISSING, "empty"),
+    ("latest is no text", 2, add("latest", b"\xff\xfe"), WRONG, "not text"),
+    ("latest is too long", 2, add("latest", "x" * 5000), WRONG, "5,000 bytes"),
     # Kinds of parallelism.
     ("tensor-parallel names", 2, add(f"{TAG}/mp_rank_01_model_states.pt"), WRONG, "mp_rank_01_model_states"),
     ("pipeline names", 2, add(f"{TAG}/layer_00-model_states.pt"), WRONG, "it holds a model, but"),
@@ -321,25 +333,50 @@ RULES: list[tuple[str, int, Change, type[CkptError], str]] = [
     # What ranks say of themselves.
     ("no zero state", 2, lambda f: own(f).clear(), OTHER, "does not contain ZeRO"),
     ("stage 0", 2, in_optim(zero_stage=0), OTHER, "stage is 0"),
+    ("saved without ZeRO", 2, in_model(param_shapes=None), OTHER, "stage 0"),
     ("older than param_shapes", 2, lambda f: f[MODEL].pop("param_shapes"), OTHER, "older than"),
     ("another stage on a rank", 2, in_optim(1, zero_stage=1), WRONG, "stage is 1.*rank 0 is 2"),
     ("another world size on a rank", 2, in_optim(1, partition_count=[2, 2]), WRONG, "partition_counts"),
+    ("dp_world_size", 2, in_model(dp_world_size=4), WRONG, "dp_world_size is 4"),
+    ("no partition_count", 2, in_optim(partition_count=None), WRONG, "partition_count"),
+    ("no optimizer dictionary", 2, in_optim(base_optimizer_state=None), WRONG, "base_optimizer_state"),
     ("no masters", 2, lambda f: own(f).pop("single_partition_of_fp32_groups"), WRONG, "single_partition"),
+    ("paddings", 2, in_optim(group_paddings=[1]), WRONG, "group_paddings"),
+    ("alignment paddings", 2, in_optim(param_alignment_paddings=[[0]]), WRONG, "param_alignment_paddings"),
     # Shapes against partitions.
     ("fewer groups than shapes", 2, in_model(param_shapes=[{"a.weight": (5, 3)}]), WRONG, "2 groups"),
     ("shapes too large", 2, reshaped((9, 9)), WRONG, "3 partitions of 8 elements.*86"),
+    ("shapes too small", 2, reshaped((2, 3)), WRONG, "3 partitions of 8 elements.*11"),
+    ("stage 3 shapes", 3, reshaped((9, 9)), WRONG, "8 elements.*states 30"),
     ("a master too short", 2, masters(1, shorter), WRONG, "7 elements instead of 8"),
+    ("the first master too short", 2, masters(0, shorter), WRONG, "7 elements instead of 8"),
+    ("a master too long", 2, masters(2, longer), WRONG, "5 elements instead of 4"),
     ("a master of another type", 2, masters(1, half), WRONG, "float16.*float32"),
+    ("a master of two dims", 2, masters(1, lambda m: m.append(torch.ones(2, 2))), WRONG, "flat"),
     ("a master too many", 2, masters(1, lambda m: m.append(torch.ones(2))), WRONG, "partitions"),
     ("a stage 3 master too short", 3, masters(1, shorter), WRONG, r"\[6, 1\].*\[7, 1\]"),
     ("a stage 3 master missing", 3, masters(0, lambda m: m.pop()), WRONG, "partitions"),
     # Slots.
     ("a slot of one rank missing", 2, of_state(lambda s: s.pop("exp_avg"), 1), MISSING, "exp_avg is missing"),
     ("a short slot", 2, of_state(lambda s: s.update(exp_avg=s["exp_avg"][:3] + 0), 1), MISSING, "exp_avg is"),
+    ("a slot of another type", 2, of_state(lambda s: s.update(exp_avg=s["exp_avg"].half()), 1), WRONG,
+        "its exp_avg is float16"),
+    ("a slot called master", 2, of_state(lambda s: s.update(master=s["exp_avg"])), OTHER, "'master'"),
+    ("a step of 65 bits", 2, of_state(lambda s: s.update(step=1 << 64)), WRONG, "65 bits"),
+    ("state that is no dictionary", 2, of_torch(lambda own: own["state"].update({0: [1]})), WRONG, "not a dictionary"),
+    ("groups without params", 2, of_torch(lambda own: own.update(param_groups=[{"lr": 1.0}])), WRONG, "no 'params'"),
     ("a partition in no group", 2, of_torch(lambda own: own["param_groups"].pop()), WRONG, r"partitions \[0\] of 2"),
     # The model.
+    ("no module", 2, in_model(module=None), WRONG, "'module' is a NoneType"),
+    ("a weight missing", 2, of_module(lambda m: m.pop("a.bias")), MISSING, "a.bias.*in param_shapes but not"),
+    ("a weight that is no tensor", 2, of_module(lambda m: m.update({"a.bias": 3})), WRONG, "contains a int instead"),
+    ("another shape", 2, of_module(lambda m: m.update({"a.bias": torch.ones(4)})), WRONG, r"\[4\] in module"),
     ("a parameter in two groups", 2, in_model(param_shapes=[{"b": (1,)}, {"b": (1,)}]), WRONG, "b: .*two groups"),
+    ("a shape that is none", 2, in_model(param_shapes=[{"b": (-1,)}]), WRONG, r"\[-1\]"),
     ("a shape of too many elements", 3, reshaped((1 << 40, 1 << 40)), WRONG, "1099511627776"),
+    ("shapes that are none", 2, in_model(param_shapes=[3]), WRONG, "not a dictionary"),
+    ("names that are none", 2, in_model(buffer_names=[3]), WRONG, "expected a name, found a int"),
+    ("ties that are none", 2, in_model(shared_params=[3]), WRONG, "shared_params"),
     ("a stage 3 weight without elements", 3, of_module(lambda m: m.update(lost=torch.empty(0))), MISSING,
         "lost: no file"),
     ("a sparse weight", 2, of_module(lambda m: m.update(b=torch.ones(1).to_sparse())), OTHER, "sparse tensor"),
@@ -348,6 +385,8 @@ RULES: list[tuple[str, int, Change, type[CkptError], str]] = [
     ("a fragment missing", 3, fragment(1, lambda f: f.pop("f")), MISSING, "frozen f is missing"),
     ("a fragment too short", 3, fragment(1, lambda f: f.update(f=f["f"][:1].clone())), WRONG, "frozen f has"),
     ("a fragment of another type", 3, fragment(1, lambda f: f.update(f=f["f"].half())), WRONG, "float16"),
+    ("a fragment that is no tensor", 3, fragment(1, lambda f: f.update(f=3)), WRONG, "not a tensor"),
+    ("ranks of different steps", 3, lambda f: f[rank_model(1)].update(global_steps=8), WRONG, "global_steps is 8"),
 ]  # fmt: skip
 
 

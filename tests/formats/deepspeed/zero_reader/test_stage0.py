@@ -116,12 +116,19 @@ def same_storage(own: Any, inner: Any) -> None:
     own["fp32_groups_flat"][1], inner["state"][1] = own["fp32_groups_flat"][0], inner["state"][0]
 
 
+def another_size(own: Any, inner: Any) -> None:
+    own["fp32_groups_flat"][1] = torch.ones(9)
+
+
 WRONG, OTHER = MalformedError, UnsupportedError
 HARMS: list[tuple[str, Callable[[Any, Any], object], type[MalformedError | UnsupportedError], str]] = [
     ("two groups of one storage", same_storage, OTHER, "fp32 masters are flat"),
+    ("no storage of that size", another_size, OTHER, "fp32 masters are flat"),
     ("fewer masters than groups", lambda own, _: own["fp32_groups_flat"].pop(), WRONG, "1 lists of masters"),
+    ("masters that are no tensors", lambda own, _: own.update(fp32_groups_flat=[1, 2]), WRONG, "are not tensors"),
     ("an optimizer of somebody's own", lambda own, _: own.pop("fp32_groups_flat"), OTHER, "ZeRO stage 1"),
     ("no groups", lambda _, inner: inner.pop("param_groups"), WRONG, "param_groups"),
+    ("state under names", lambda _, inner: inner.update(state={"a": {}}), WRONG, "by the number"),
     ("one in two groups", lambda _, inner: inner["param_groups"][1].update(params=[0]), WRONG, "twice"),
     ("a short moment", lambda _, inner: inner["state"][0].update(exp_avg=torch.ones(2)), OTHER, "not cut like its"),
     ("a slot called master", lambda _, inner: inner["state"][0].update(master=torch.ones(2)), OTHER, "reserved name"),
