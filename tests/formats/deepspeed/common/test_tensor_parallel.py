@@ -10,6 +10,7 @@ from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.errors import DifferenceError, FormatError, IncompleteError, MalformedError, UnsupportedError
+from ckpt_tools.formats.deepspeed.common.partition import GroupCut, ParamCut, Vector, round_robin_order, sub_groups
 from ckpt_tools.formats.deepspeed.common.tensor_parallel import Rules
 from fixtures import launch
 from fixtures.corpus import deepspeed
@@ -92,14 +93,21 @@ REFUSED: dict[str, tuple[Any, list[Shape], type[FormatError], str]] = {
     "replicas of two shapes": ({"tp_replicated_parameter_patterns": ["w"]}, [(1,), (2,)], MalformedError, "whole"),
     "other shapes": ({"x": 1}, [(1, 2), (1, 3)], MalformedError, "cannot be joined along dim 0"),
     "two patterns": ({"tp_replicated_parameter_patterns": ["w", "."]}, [(1,), (1,)], MalformedError, "several"),
+    "a slow pattern": ({"tp_replicated_parameter_patterns": ["(w+)+$"]}, [(1,), (1,)], UnsupportedError, "very long"),
+    "many repeats": ({"tp_replicated_parameter_patterns": [".*" * 9]}, [(1,), (1,)], UnsupportedError, "very long"),
+    "no pattern": ({"tp_replicated_parameter_patterns": ["["]}, [(1,), (1,)], MalformedError, "regular expression"),
+    "a number": ({"tp_replicated_parameter_patterns": [7]}, [(1,), (1,)], MalformedError, "malformed pattern"),
     "no widths": (SUB, [(2,), (2,)], MalformedError, "sub_param_shard_widths"),
+    "wrong widths": (SUB | {"sub_param_shard_widths": {"w": [[2, 0]]}}, [(2,), (2,)], MalformedError, "widths"),
     "widths of another": (SUB | {"sub_param_shard_widths": {"w": [[2, 0], [1, 1]]}}, [(2,), (2,)], MalformedError,
         "do not fill"),
+    "a vocabulary of no size": ({"vocabulary_parameter_patterns": ["w"]}, [(1,), (1,)], MalformedError, "vocab_size"),
     "a newer map": ({"affine_map": {"version": 2, "params": {}}}, [(1,), (1,)], UnsupportedError, "version 2"),
     "a scaled block": (blocks(([1], [piece([1], [0, [1]], [0, [1]], 0, scale=0.5)]), ([1], []), shape=[1]),
         [(1,), (1,)], UnsupportedError, "multiplied by 0.5"),
     "a block that is no box": (blocks(([2], [piece([2], [0, [2]], [0, [1]], 0)]), ([2], []), shape=[4]), [(2,), (2,)],
         UnsupportedError, "not a box"),
+    "a block of another part": (blocks(([3], []), ([2], []), shape=[4]), [(2,), (2,)], MalformedError, "in affine_map"),
 }  # fmt: skip
 
 
@@ -117,14 +125,16 @@ test_what_cannot_be_joined_is_refused = refusal_test(
 
 NATIVE = "deepspeed-tp-zero2-fp32"
 """A run with ZeRO-2 of 2 x 2 ranks."""
-MODEL = "mp_rank_0{}_model_states.pt"
+MODEL, OPTIM = "mp_rank_0{}_model_states.pt", "zero_pp_rank_1_mp_rank_01_optim_states.pt"
 LACKING, WRONG, OTHER = IncompleteError, MalformedError, UnsupportedError
 no_rules = changed(MODEL.format(0), lambda content: content.pop("universal_checkpoint_info"))
 
 test_files_that_do_not_fit_are_an_error = pytest.mark.extended(
     damage_test(
         NATIVE,
+        ("a part is missing", unlink("*mp_rank_01*"), LACKING, "cut into 2 parts.*mp_rank_01 is missing"),
         ("a model file is missing", unlink(MODEL.format(1)), LACKING, r"mp_rank_01_model_states\.pt"),
+        ("an optimizer file is missing", unlink(OPTIM), LACKING, "zero_pp_rank_1_mp_rank_01"),
         ("parts of two steps", updated(MODEL.format(1), global_steps=3), WRONG, "its global_steps is 3, but that of"),
         ("a run without rules", no_rules, OTHER, "no universal_checkpoint_info"),
     )
@@ -159,3 +169,30 @@ def test_the_run_goes_on_without_tensor_parallelism(stage, dtype, to, tmp_path):
     ckpt_tools.convert(tmp_path / "run", tmp_path / "out", to=f"zero{to}", world_size=3)
     resumed, next_losses = launch.pool(3).run(deepspeed.load_whole, str(tmp_path / "out"), to, dtype)[0]
     assert_goes_on(resumed, next_losses, state, losses, rtol=1e-5 if dtype == "fp32" else 1e-2)
+
+
+# The geometry of ZeRO partitions, as literal examples read off DeepSpeed's files
+
+
+def rows(vector: Vector) -> list[tuple[int, int, int, int]]:
+    """(parameter, start, stop, padding) of each row."""
+    columns = (vector.params, vector.starts, vector.stops, vector.paddings)
+    return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def test_a_group_is_padded_at_its_end_to_twice_the_world_size_and_cut_evenly():
+    halves, fourths = GroupCut.of([5, 4], world_size=2), GroupCut.of([1], world_size=4)
+    assert [rows(halves.vector(rank)) for rank in range(2)] == [[(0, 0, 5, 0), (1, 0, 1, 0)], [(1, 1, 4, 3)]]
+    assert [rows(fourths.vector(rank)) for rank in range(4)] == [[(0, 0, 1, 1)], *([[(0, 0, 0, 2)]] * 3)]
+
+
+def test_stage_3_pads_every_parameter():
+    cut = ParamCut.of([5, 1, 4], world_size=2)
+    assert rows(cut.vector(0)) == [(0, 0, 3, 0), (1, 0, 1, 0), (2, 0, 2, 0)]
+    assert rows(cut.vector(1)) == [(0, 3, 5, 1), (1, 1, 1, 1), (2, 2, 4, 0)]
+
+
+def test_sub_groups_end_with_the_parameter_that_reaches_their_size_and_round_robin_deals_out():
+    assert sub_groups([60, 50, 100, 1], 100) == [range(2), range(2, 3), range(3, 4)]
+    assert sub_groups([60, 40], 100) == [range(2)]
+    assert round_robin_order(5, 2) == [0, 2, 4, 1, 3] and round_robin_order(2, 4) == [0, 1]

@@ -15,7 +15,7 @@ from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.deepspeed.zero_reader.missing_layers import Layer, Parameter
 from ckpt_tools.formats.deepspeed.zero_reader.missing_layers import check as check_layers
 from fixtures import launch, universal
-from fixtures.corpus import deepspeed_pipeline, make
+from fixtures.corpus import deepspeed_pipeline, deepspeed_pipeline_cut, make
 from tests.layouts.contents import contents
 from tests.support.damage import TAG, Harm, changed, copied_run, damage_test, rename, save, swap, unlink, updated
 from tests.support.ranks import for_ranks
@@ -28,6 +28,7 @@ MODEL, OPTIM = "mp_rank_0{}_model_states.pt", "bf16_zero_pp_rank_0_mp_rank_0{}_o
 LAYER = "layer_0{}-model_states.pt"
 MISSING, WRONG, OTHER = IncompleteError, MalformedError, UnsupportedError
 TIED = r"tied_modules\.embed\.weight"
+ONES = {"weight": torch.ones(8), "bias": torch.ones(8)}
 FROZEN = {"weight": torch.ones(16, 7, dtype=torch.bfloat16)}
 
 
@@ -35,20 +36,32 @@ def several(*harms: Harm) -> Harm:
     return lambda tag: [harm(tag) for harm in harms]
 
 
+def shift(content: Any) -> None:
+    content["optimizer_state_dict"]["param_slice_mappings"][0]["tied_modules.embed.weight"].start += 1
+
+
 test_files_that_do_not_fit_are_an_error = damage_test(
     NATIVE,
     ("a layer is missing", unlink(LAYER.format(1)), MISSING, r"1\.\S+: no file of a layer"),
     ("both tied layers are missing", unlink(LAYER.format(0), LAYER.format(6)), MISSING, f"{TIED}: no file of a layer"),
     ("tied, beside a frozen one", several(save(LAYER.format(2), FROZEN), unlink(LAYER.format("[06]"))), MISSING, TIED),
+    ("all layers are missing", unlink("layer_*"), OTHER, "there are no files of layers"),
     ("a layer has another's name", rename(LAYER.format(1), LAYER.format(8)), WRONG, "it was saved as layer_01"),
     ("a layer has no number", rename(LAYER.format(1), "layer_01-old-model_states.pt"), OTHER, "under other names"),
     ("two files of a layer", save("layer_1-model_states.pt", {}), WRONG, "both of layer 1"),
     ("a layer that is cut", save("layer_01-model_01-model_states.pt", {}), MISSING, "layer_00-model_01.*this file of"),
+    ("a layer that is a list", save(LAYER.format(1), [1]), WRONG, "does not contain a dictionary"),
+    ("a layer with a number", save(LAYER.format(4), {7: 1}), WRONG, "has the key 7"),
+    ("a layer of another shape", save(LAYER.format(3), ONES), WRONG, "in param_shapes"),
     ("a stage is missing", unlink(MODEL.format(1), OPTIM.format(1)), MISSING, "mp_rank_01 is missing"),
+    ("a stage's model file is missing", unlink(MODEL.format(1)), MISSING, "mp_rank_01_model"),
     ("a stage's optimizer is missing", unlink(OPTIM.format(1)), MISSING, "optimizer's file of this stage"),
+    ("all optimizers are missing", unlink("bf16_*"), MISSING, "optimizer's file of this stage"),
     ("stages of two steps", updated(MODEL.format(1), global_steps=3), WRONG, "its global_steps is 3, but that of"),
     ("a stage with a model", updated(MODEL.format(1), module={}), WRONG, "files of a pipeline's layers beside it"),
 )
+MOVED = ("another place", changed(OPTIM.format(0), shift), WRONG, "param_slice_mappings do not fit")
+test_the_mapping_of_a_run_without_zero_has_to_fit = pytest.mark.extended(damage_test("deepspeed-pipeline-bf16", MOVED))
 
 
 @pytest.fixture
@@ -101,9 +114,13 @@ def with_frozen_layer(tag: Path) -> None:
 test_names_that_do_not_fit_the_layers_are_an_error = damage_test(
     NAMED,
     ("not a dict", updated(MODEL.format(0), pipeline_names=[1]), WRONG, "a list of names for each layer"),
+    ("a name that is no list", named(_1="body.0"), WRONG, "a list of names"),
+    ("an empty list", named(_1=[]), WRONG, "a list of names"),
+    ("an empty name", named(_1=[""]), WRONG, "a list of names"),
     ("a layer without a name", names(lambda found: found.pop("3")), WRONG, "3: .* has no name for this layer"),
     ("a layer that is not there", named(_9=["body.2"]), MISSING, "9: .* names this layer, and no file contains it"),
     ("a name twice", named(_5=["body.0"]), WRONG, "body.0: .* this name twice"),
+    ("a name within another", named(_3=["body.0.up"]), WRONG, "gives two tensors one name"),
     # Which nothing else in the checkpoint would show.
     ("a frozen layer", several(with_frozen_layer, unlink(LAYER.format(2))), MISSING, "no file contains it"),
 )
@@ -159,6 +176,7 @@ def test_a_stage_whose_optimizer_has_no_names_leaves_out_the_optimizer(tmp_path)
 
 PART = "layer_{:02d}-model_{:02d}-model_states.pt"
 CUT_OPTIM = OPTIM.removeprefix("bf16_")
+parts_of_rank_1 = unlink(*(PART.format(layer, 1) for layer in (0, 1, 3, 4)))
 frozen_parts = several(*(save(PART.format(2, part), {"weight": torch.ones(9, 6)}) for part in range(2)))
 
 
@@ -172,8 +190,11 @@ def three_parts(tag: Path) -> None:
 test_parts_that_do_not_fit_are_an_error = pytest.mark.extended(
     damage_test(
         "deepspeed-pipeline-tp-zero1-fp32",
+        ("a part of a layer", unlink(PART.format(3, 1)), MISSING, r"layer_03-model_01\S+: this file of a layer"),
         ("a layer", unlink(PART.format(3, 0), PART.format(3, 1)), MISSING, r"3\.\S+: no file of a layer"),
+        ("the last rank", unlink(MODEL.format(3), CUT_OPTIM.format(3)), MISSING, "mp_rank_03 is missing"),
         ("an optimizer", unlink(CUT_OPTIM.format(2)), MISSING, r"mp_rank_02\S+: .*optimizer's file of this stage"),
+        ("all parts of a rank", parts_of_rank_1, WRONG, "both have this layer"),
         ("two swapped parts", swap(PART.format(1, 0), PART.format(1, 1)), WRONG, "saved as layer_01-model_01"),
         ("the rules", changed(MODEL.format(0), lambda c: c.pop("universal_checkpoint_info")), OTHER, "no universal"),
         ("a frozen layer", frozen_parts, OTHER, "it has only frozen parameters"),
@@ -199,6 +220,15 @@ def test_the_run_goes_on_without_a_pipeline(to, saved, tmp_path):
     arguments = (str(tmp_path / "out"), 3 if to == "zero3" else 2, "fp32", to == "universal")
     resumed, found = launch.pool(3).run(deepspeed_pipeline.load_whole, *arguments)[0]
     assert_goes_on(resumed, found, state, losses)
+
+
+@pytest.mark.extended
+def test_the_run_goes_on_without_a_pipeline_and_tensor_parallelism(tmp_path):
+    state, losses = deepspeed_pipeline_cut.run_cut(tmp_path / "run", 1, "fp32")
+    ckpt_tools.convert(tmp_path / "run", tmp_path / "out", to="zero2", world_size=3)
+    resumed, found = launch.pool(3).run(deepspeed_pipeline_cut.load_whole, str(tmp_path / "out"), 2, "fp32")[0]
+    assert_goes_on(resumed, found, state, losses)
+    assert all(torch.equal(resumed.weights[name], tensor) for name, tensor in state.weights.items())
 
 
 @pytest.mark.extended
@@ -258,6 +288,7 @@ LACKING: dict[str, tuple[list[Layer], list[list[Parameter]], str]] = {
         r"1 parameter of shape \[16, 4\]"),
     "one of the stage, and frozen ones lie in another": (layers({1: [B], 2: [A], 3: [A]}, {2: 1}), [of(A, B), of(A)],
         r"shape \[4, 4\].*none of layer 0$"),
+    "states that are not there": (layers({0: [A]}), [[UNKNOWN, UNKNOWN], []], "1 parameter more"),
     "flat groups": (layers({0: [A]}), [[flat(16, b"0")], [flat(4, b"1")]], "4 elements more"),
     "tensors of a layer": (layers({0: [A], 1: [B]}, {1: 1}), [of(A, A), of(B)], "or one of them lacks tensors"),
 }  # fmt: skip
