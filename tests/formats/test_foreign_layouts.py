@@ -208,10 +208,30 @@ def test_without_quantized_weights_scales_are_weights(tmp_path):
     assert [found[name].dtype for name in tensors] == [torch.bfloat16, torch.bfloat16, torch.int64]
 
 
-def test_the_emptied_module_of_stage_3_is_no_model(tmp_path):
-    path = tmp_path / "zero_pp_rank_0_mp_rank_00_model_states.pt"
-    torch.save(zero_files.build(3, 2, [{"w": (3, 2)}])[zero_files.rank_model(0)], path)
-    assert "no elements of w" in refusal(path, from_="torch")
+def of_zero(stage: int, file: str) -> Any:
+    return zero_files.build(stage, 2, [{"w": (3, 2)}])[file]
+
+
+STAGE_0 = {"module": {"w": torch.ones(2).bfloat16()}, "optimizer": {"fp32_groups": [[torch.ones(2)]]}}
+OF_DEEPSPEED = {
+    "the masters of stage 0": (STAGE_0, "whose fp32 masters lie in its optimizer"),
+    "the optimizer of a rank in stage 1": (of_zero(1, zero_files.optim(0)), "one rank's file"),
+    "the optimizer of a rank in stage 3": (of_zero(3, zero_files.optim(0)), "one rank's file"),
+    "the emptied module of stage 3": (of_zero(3, zero_files.rank_model(0)), "no elements of w"),
+}
+
+
+@pytest.mark.parametrize(("content", "words"), OF_DEEPSPEED.values(), ids=OF_DEEPSPEED)
+def test_a_file_of_deepspeeds_by_itself_is_no_model(content, words, tmp_path):
+    torch.save(content, tmp_path / "model.pt")
+    assert words in refusal(tmp_path / "model.pt", from_="torch")
+
+
+def test_tensors_in_the_place_of_weights_are_named(tmp_path):
+    """A DCP keeps a tuple whole, in an item that is no tensor."""
+    run = saved_dcp({"params": (torch.ones(2), torch.ones(3))}, tmp_path / "run")
+    with pytest.raises(UnsupportedError, match=r"known to be a weight: 2 tensors in other entries \(params"):
+        ckpt_tools.convert(run, tmp_path / "out.safetensors")
 
 
 @pytest.mark.parametrize("name", [".in_progress", "INCOMPLETE", "save.in-progress", "checkpoint.incomplete"])

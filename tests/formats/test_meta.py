@@ -177,3 +177,8 @@ class TestRefusals:
         with pytest.raises(UnsupportedError, match="none of Llama's, so it is not known how ranks cut it"):
             ckpt_tools.inspect(write(tmp_path / "meta", parts))
         ckpt_tools.inspect(write(tmp_path / "one", parts[:1], head_dim=4))
+
+    def test_columns_that_cannot_be_cut(self, tmp_path):
+        source = write(tmp_path / "meta", cut(model(), 1, 0))
+        with pytest.raises(UnsupportedError, match="its 32 columns cannot be cut evenly for 3 ranks"):
+            ckpt_tools.convert(source, tmp_path / "out", to="meta", world_size=3)

@@ -1,5 +1,6 @@
 """A checkpoint of two saves is refused or doubted by every command wherever its headers tell."""
 
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -155,6 +156,34 @@ def saved(tmp_path):
     torch.save({"a": torch.arange(4.0), "b": torch.arange(4.0) + 9}, tmp_path / "two.pt")
     ckpt_tools.convert(tmp_path / "two.pt", tmp_path / "dcp", to="dcp", world_size=1)
     return tmp_path / "dcp"
+
+
+def shifted(infos: Any) -> None:
+    infos["b"].offset -= 64
+
+
+def lengthened(infos: Any) -> None:
+    infos[min(infos, key=lambda name: infos[name].offset)].length += 64
+
+
+@pytest.mark.parametrize("change", [shifted, lengthened])
+def test_items_that_share_bytes_are_refused(change, saved, tmp_path):
+    metadata = pickle.loads((saved / ".metadata").read_bytes())
+    change({key.fqn: info for key, info in metadata.storage_data.items()})
+    (saved / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert set(said(saved, tmp_path, *VERBS).values()) == {"error"}
+    with pytest.raises(MalformedError, match="shares bytes with another item"):
+        ckpt_tools.inspect(saved)
+
+
+def test_two_pieces_at_one_item_are_refused(saved, tmp_path):
+    ckpt_tools.reshard(saved, tmp_path / "halves", world_size=2)
+    metadata = pickle.loads((tmp_path / "halves/.metadata").read_bytes())
+    one, other = [info for key, info in metadata.storage_data.items() if key.fqn == "a"]
+    vars(other).update(vars(one))
+    (tmp_path / "halves/.metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(MalformedError, match="its item is also that of another piece"):
+        ckpt_tools.inspect(tmp_path / "halves")
 
 
 def test_items_of_none_are_doubted(saved):

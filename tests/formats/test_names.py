@@ -99,3 +99,9 @@ def test_a_name_is_read_back_or_refused_before_writing(to, names, sources, tmp_p
     others = [error for name, error in refused.items() if name not in leading_out]
     assert all(error.exit_code == 4 and "rename" in str(error) for error in others), refused
     assert len(list(tmp_path.iterdir())) == len(names) - len(refused), "nothing is left of what is refused"
+
+
+def test_two_names_of_which_numpy_would_take_the_other(tmp_path):
+    torch.save({"a": torch.ones(2), "a.npy": torch.zeros(2)}, tmp_path / "in.pt")
+    with pytest.raises(CkptError, match=r"'a\.npy', which cannot be a member of npz"):
+        ckpt_tools.convert(tmp_path / "in.pt", tmp_path / "out.npz")

@@ -107,8 +107,11 @@ def exchanged(step: Path) -> None:
 OPTIMIZER = "optimizer/optimizer_pp-{}-of-2_dp-{}-of-2_tp-0-of-2_exp-0-of-1.pt"
 FIRST = OPTIMIZER.format(0, 0)
 test_refused = refusal_test(
-    ("another version", refused(lambda step: rewritten(embedding(step), version="1.6")), UnsupportedError,
-        r"version '1\.6' of nanotron's format"),
+    *((f"version {version}", refused(lambda step, to=version: rewritten(embedding(step), version=to)), UnsupportedError,
+        f"version '{version}' of nanotron's format") for version in ("1.1", "1.6", "2")),
+    ("another version of the checkpoint",
+        refused(lambda step: (step / "checkpoint_metadata.json").write_text('{"version": "1.0"}')), UnsupportedError,
+        r"checkpoint_metadata\.json: it has version '1\.0'"),
     ("a missing rank", refused(lambda step: embedding(step).unlink()), MalformedError, EMBEDDING),
     ("ranks in another order", refused(exchanged), MalformedError, "not in the order of the ranks"),
     ("a missing file of the optimizer", refused(unlink(OPTIMIZER.format(1, 1))), IncompleteError,

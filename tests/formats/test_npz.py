@@ -138,6 +138,14 @@ def test_a_broken_array_has_a_named_error(name, tmp_path):
     assert raised.value.exit_code == 4
 
 
+def test_what_is_no_archive_of_arrays_is_named(tmp_path):
+    (tmp_path / "cut.npz").write_bytes(_npz(tmp_path / "a.npz", {"w.npy": _array(np.ones(2))}).read_bytes()[:-30])
+    with pytest.raises(MalformedError, match="or it is cut"):
+        ckpt_tools.inspect(tmp_path / "cut.npz")
+    with pytest.raises(UnsupportedError, match=r"'notes\.txt' is not a \.npy"):
+        ckpt_tools.inspect(_npz(tmp_path / "b.npz", {"notes.txt": b"x", "w.npy": _array(np.ones(2))}))
+
+
 def test_headers_of_other_writers_are_read(tmp_path):
     """Other spaces, another order, no comma at the end, Python 2's long numbers."""
     header = b"{'fortran_order':True,'shape': (2L,3L) ,'descr':'<f4'}\n"

@@ -175,6 +175,13 @@ class TestFolders:
         with pytest.raises(CkptError, match="hold plain tensors"):
             ckpt_tools.inspect(tmp_path)
 
+    @pytest.mark.extended
+    def test_two_files_of_one_rank(self, tmp_path):
+        for name in ("first.pt", "second.pt"):
+            shutil.copy(next(make("torch-save-ranks").folder.glob("*rank0*")), tmp_path / name)
+        with pytest.raises(CkptError, match=r"two files are of rank 0 \(first\.pt and second\.pt\)"):
+            ckpt_tools.inspect(tmp_path)
+
 
 class TestContents:
     def test_generators_of_another_trainer_are_dropped(self, tmp_path):
