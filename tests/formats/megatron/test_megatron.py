@@ -247,6 +247,15 @@ class TestHostile:
         assert ckpt_tools.scan(tmp_path / "out", allow_configuration=True).clean
         assert not marker.exists()
 
+    @pytest.mark.extended
+    @pytest.mark.parametrize("shape", [(3, 8), (0,), "text", (2, 2, 2, 2)])
+    def test_another_shape_of_a_flattened_tensor(self, tmp_path, shape):
+        run = Path(shutil.copytree(corpus.make("megatron-flattened").folder, tmp_path / "run"))
+        key = "optimizer.state.exp_avg.output_layer.weight"
+        launch.pool(1).run(mg.with_shape, run / FOLDER / ".metadata", key, shape)
+        with pytest.raises(MalformedError, match=key):
+            ckpt_tools.inspect(run)
+
 
 class _Calls:
     def __init__(self, command: str) -> None:
@@ -402,5 +411,5 @@ test_parts_of_verl_that_do_not_fit_are_refused = refusal_test(
         "there is no such folder") for path in ("model/other", "../model/dist_ckpt", 3)),
     ("no weights", lambda folder: damaged_list(folder, NO_WEIGHTS), UnsupportedError, "it states no weights"),
     *((f"the list {text}", lambda folder, text=text: damaged_list(folder, text), MalformedError,
-        r"ckpt_contents\.json") for text in ("[]", "{", '{"contents": {"model": 1}}')),
+        r"ckpt_contents\.json") for text in ("[]", "{", '{"contents": [1]}', '{"contents": {"model": 1}}')),
 )  # fmt: skip
