@@ -19,6 +19,7 @@ import ckpt_tools
 from ckpt_tools import api, errors
 from ckpt_tools.core import option_names
 from ckpt_tools.core.manifest import StateKey
+from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import option, spelled
 from ckpt_tools.core.options import dtype_name
 from ckpt_tools.core.showing import Count, Shown
@@ -263,12 +264,15 @@ def test_results_show_attributes_in_one_short_line_or_a_small_table_and_a_collec
     assert {each for each in public if isinstance(each, type) and issubclass(each, Shown)} == seen
     assert {each.__qualname__ for each in Shown.__subclasses__()} == {each.__qualname__ for each in seen}
     assert "&lt;b&gt;bold" in CleanReport("<b>bold</b>", (), is_removed=True)._repr_html_()
+    page = Note(Outcome.CAST, "x", "y", 1234567, 2048, asked=True)._repr_html_()
+    assert all(f">{cell}<" in page for cell in ("1,234,567", "2.05 kB", "True")), page
 
 
 def test_aliases_are_the_names_that_they_stand_for(made):
     source = made / "model.safetensors"
     plan = ckpt_tools.plan(source, made / "x", to="fsdp2", from_="hf", dtype="bf16")
     assert (plan.source_format, plan.target_format) == ("safetensors", "dcp")
+    assert [note.asked for note in plan.notes if note.outcome is Outcome.CAST] == [True]
     assert plan == ckpt_tools.plan(source, made / "x", to="dcp", from_="safetensors", dtype="bfloat16")
     assert ckpt_tools.convert(source, made / "y", to="pt", dtype="fp16").to_json()["plan"]["target_format"] == "torch"
     assert ckpt_tools.inspect(made / "y", from_="pt").format == "torch"

@@ -271,6 +271,16 @@ def test_leftovers_are_ours_alone(place, runs, s3):
     assert sorted(s3.open_uploads(runs)) == ["other", "out/g", "out/theirs"]
 
 
+def test_an_upload_that_is_gone_was_completed_if_the_object_has_its_metadata(bucket, runs):
+    """The answer to the first request can be lost, and then a second one is made."""
+    upload = bucket.create_upload(f"{runs}a", {"digest": "1"})
+    etags = [bucket.upload_part(f"{runs}a", upload, 1, b"data")]
+    bucket.complete(f"{runs}a", upload, etags, {"digest": "1"})
+    bucket.complete(f"{runs}a", "gone", etags, {"digest": "1"})
+    with pytest.raises(StoreError):
+        bucket.complete(f"{runs}a", "gone", etags, {"digest": "2"})
+
+
 def test_the_service_copies_within_itself(place, runs, s3):
     s3.put(runs, {"source": b"head" + PART + PART})
     source = S3Store(place.bucket, runs).locate("source")

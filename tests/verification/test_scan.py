@@ -34,11 +34,12 @@ from ckpt_tools.serialization.pickle.closed_list import is_listed
 from ckpt_tools.serialization.pickle.dcp_metadata import BytesStorageMetadata, Metadata, MetadataIndex, StorageInfo
 from ckpt_tools.serialization.pickle.load import dumps
 from fixtures.store import Fixture
-from tests.serialization.archives import saved, saved_legacy, zipped
+from tests.serialization.archives import npy, saved, saved_legacy, zipped
 from tests.support.commands import run_command as command
 from tests.support.sweep import swept
 from tests.verification.scan.generator import npy_of_objects
 from tests.verification.scan.hosts import HOSTS, put
+from tests.verification.scan.scanner import is_clean
 
 ROOT = Path(__file__).parents[2]
 Checkpoint = Callable[[str, str, int], Fixture]
@@ -133,6 +134,16 @@ def test_what_frameworks_wrote_is_clean(wanted, checkpoint):
     else:
         assert report.clean, report.findings
     assert report.num_pickles or wanted.kind.startswith((TORCH_SCRIPT, "safetensors", "transformers", "fsdp2-hf"))
+
+
+def test_arrays_of_records_are_clean_if_their_sizes_fit():
+    records = np.zeros(2, [("a", "f4"), ("b", "S3"), ("c", [("d", "i2"), ("e", "U2")], (2,))])
+    assert is_clean({"a.npy": npy(records)})
+    assert is_clean({"a.pkl": pickle.dumps(records, 4)})
+    assert is_clean({"a.pkl": pickle.dumps(records.view(np.recarray), 4)})
+    text = pickle.dumps(np.zeros(2, "S3"), 4)
+    of_four = text.replace(b"K\x03K\x01K\x00t", b"K\x04K\x01K\x00t")
+    assert is_clean({"a.pkl": text}) and of_four != text and not is_clean({"a.pkl": of_four})
 
 
 LEFT_OUT = {"torch._utils._rebuild_device_tensor_from_numpy"}

@@ -82,12 +82,12 @@ def agrees_with_itself(dtype: Opaque) -> bool:
     if subdtype is None and names is None and of_names is None:
         return type(code) is str and _is_plain_state(code, size, alignment, flags)
     is_void = order == "|" and alignment in _ALIGNMENTS and size == item_bytes(dtype)
-    if not is_void or (type(code) is str and code[0] != "V"):
+    if not is_void or (type(code) is str and code[0] != "V") or flags & ~_STRUCT_FLAGS:
         return False
     if subdtype is not None:
         is_alone = names is None and of_names is None and type(code) is str
-        return is_alone and _is_subarray(subdtype, size) and flags in (0, _NEEDS_INIT)
-    return _are_fields(names, of_names, size) and not flags & ~_STRUCT_FLAGS
+        return is_alone and _is_subarray(subdtype, size)
+    return _are_fields(names, of_names, size)
 
 
 def _is_plain_state(code: str, size: int, alignment: int, flags: int) -> bool:
