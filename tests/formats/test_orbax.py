@@ -188,6 +188,14 @@ def test_a_damaged_checkpoint_has_a_named_error(name, harm, words, tmp_path):
     assert raised.value.exit_code == 4
 
 
+def test_flags_that_are_not_there_are_false(tmp_path):
+    """As Orbax wrote before it had them."""
+    root = shutil.copytree(make("orbax").source, tmp_path / "5")
+    flags = ("use_zarr3", "store_array_data_equal_to_fill_value")
+    in_tree(lambda tree: {name: value for name, value in tree.items() if name not in flags})(root)
+    assert ckpt_tools.diff(make("orbax").source, root).equal
+
+
 def test_what_lies_beside_is_read_or_noted(tmp_path):
     root = tmp_path / "5"
     shutil.copytree(make("orbax-manager").source, root)

@@ -436,3 +436,15 @@ def test_compressed_tensors_decompresses_to_the_same_bits(group, tmp_path):
 def test_the_page_shows_what_its_commands_print(tmp_path):
     fp8_model(tmp_path / "fp8")
     check_commands(ROOT / "docs" / "quantized.md", tmp_path)
+
+
+def test_tied_tensors_stay_tied(tmp_path):
+    embeddings = torch.ones(4, 8)
+    tensors = {"m.weight": floats8((32, 32), E4M3), "m.weight_scale_inv": scales32((1, 1)), "embed": embeddings}
+    source = write_model(tmp_path / "source", {}, fp8(32, 32))
+    (source / "model.safetensors").unlink()
+    torch.save({**tensors, "head": embeddings}, source / "pytorch_model.bin")
+    ckpt_tools.convert(source, tmp_path / "out.pt", dequantize=True)
+    found = torch.load(tmp_path / "out.pt")
+    assert found.keys() == {"m.weight", "embed", "head"}
+    assert found["embed"].data_ptr() == found["head"].data_ptr()

@@ -415,3 +415,11 @@ test_other_files_are_refused = refusal_test(
 def test_a_storage_alone_and_an_unknown_class_are_kept():
     assert opened(_with_storage(FLOAT, b"0", 2)).value == (StorageRef("0", DType.FLOAT32, 2),)
     assert opened(zipped({"a/data.pkl": b"cm\nC\n)\x81."})).value.ref == GlobalRef("m", "C")
+
+
+def test_a_pickle_of_many_megabytes_is_looked_at_from_its_start():
+    """A beginning that no checkpoint has is refused before the rest is read."""
+    text = "x" * (33 << 20)
+    assert opened(saved({"text": text})).value == {"text": text}
+    with pytest.raises(MalformedError):
+        opened(zipped({"archive/data.pkl": b"\x00" * (33 << 20)}))

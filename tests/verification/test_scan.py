@@ -26,6 +26,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.planner import SavePlan
 
 import ckpt_tools
 import fixtures
@@ -177,6 +178,7 @@ def genuine() -> dict[str, Any]:
         "times": [datetime.datetime(2026, 1, 1, tzinfo=datetime.UTC), datetime.timedelta(1), decimal.Decimal("1.5")],
         "plain": [b"bytes", bytearray(b"x"), {1, 2}, frozenset({3}), 1 + 2j, range(3), slice(1), 2**70],
         "id": uuid.UUID(int=5),
+        "plan": SavePlan([]),
         "buffer": io.BytesIO(b"state"),
     }  # fmt: skip
 
