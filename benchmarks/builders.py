@@ -11,6 +11,7 @@ import gc
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -232,7 +233,7 @@ def main(kind: str, out: str, hidden: str, layers: str, ranks: str) -> None:
     if kind in ("safetensors", "torch", "lora"):
         BUILDERS[kind](out, llama)
         return
-    with tempfile.TemporaryDirectory() as logs, Pool(int(ranks), log_dir=Path(logs)) as pool:
+    with tempfile.TemporaryDirectory() as logs, closing(Pool(int(ranks), log_dir=Path(logs))) as pool:
         pool.run(rank_main, kind, out, llama, seconds=BUILD_SECONDS)
 
 

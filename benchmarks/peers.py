@@ -10,6 +10,7 @@ import os
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,7 @@ def dcp_by_3_ranks(source: str, out: str) -> None:
     """A job on 3 ranks that loads a checkpoint of 8 and saves its own: torch has no tool that reshards files."""
     from fixtures.launch import Pool
 
-    with tempfile.TemporaryDirectory() as logs, Pool(3, log_dir=Path(logs)) as pool:
+    with tempfile.TemporaryDirectory() as logs, closing(Pool(3, log_dir=Path(logs))) as pool:
         pool.run(load_and_save, source, out, seconds=3600)
 
 
