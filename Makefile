@@ -52,7 +52,7 @@ browser:
 # order of tests/conftest.py.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20
 
-# Most tests, every format there and back: about 15 minutes on 2 cores.
+# Most tests, every format there and back: 6 to 10 minutes on 2 cores.
 test: $(STAMP)
 	$(PYTEST) -m 'not extended'
 
@@ -61,7 +61,7 @@ JUDGES := .venv-judges
 PYENVS := $(wildcard $(HOME)/.pyenv/versions/3.13*/bin/python $(HOME)/.pyenv/versions/3.12*/bin/python)
 NEWER  := $(shell for each in python3.13 python3.12 $(PYENVS); do $$each -c '' 2>/dev/null && echo $$each && break; done)
 
-# All tests except those of the soak, about 55 minutes on 2 cores. With ONLY=extended, without what `make test` runs.
+# All tests except those of the soak, about 25 minutes on 2 cores. With ONLY=extended, without what `make test` runs.
 test-all: check browser $(if $(NEWER),$(JUDGES)/.installed)
 	$(PYTEST) $(if $(ONLY),-m $(ONLY))
 
