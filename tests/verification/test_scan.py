@@ -137,6 +137,13 @@ def test_what_frameworks_wrote_is_clean(wanted, checkpoint):
     assert report.num_pickles or wanted.kind.startswith((TORCH_SCRIPT, "safetensors", "transformers", "fsdp2-hf"))
 
 
+def test_a_generator_of_numpy_before_2_is_clean():
+    """It names its maker too."""
+    made = b"cnumpy.random._pickle\n__generator_ctor\n(VPCG64\ncnumpy.random._pickle\n%b\ntR."
+    assert is_clean({"a.pkl": made % b"__bit_generator_ctor"})
+    assert not is_clean({"a.pkl": made % b"other"})
+
+
 def test_arrays_of_records_are_clean_if_their_sizes_fit():
     records = np.zeros(2, [("a", "f4"), ("b", "S3"), ("c", [("d", "i2"), ("e", "U2")], (2,))])
     assert is_clean({"a.npy": npy(records)})
