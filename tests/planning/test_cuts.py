@@ -23,6 +23,7 @@ def ends(size: int, *runs: Run, least: int = LEAST, most: int = MOST) -> list[in
 
 
 def copied(size: int, runs: list[Run], found: list[int]) -> int:
+    """Bytes in parts of ``LEAST`` and more that lie within one run."""
     parts = pairwise([0, *found])
     return sum(b - a for a, b in parts if b - a >= LEAST and any(start <= a and b <= stop for start, stop in runs))
 
@@ -67,6 +68,7 @@ def test_of_runs_with_a_little_between_them_every_other_is_given_up():
 
 @st.composite
 def files(draw: st.DrawFn) -> tuple[int, list[Run]]:
+    """A size, and runs in it."""
     runs: list[Run] = []
     at = 0
     lengths = st.one_of(st.integers(1, 3000), st.sampled_from([LEAST, LEAST + SPARE_BYTES, MOST, MOST + 1, 2 * LEAST]))
@@ -89,6 +91,23 @@ def test_parts_cover_the_file_and_are_neither_too_small_nor_too_large(file, most
 
 
 @many
+@given(files(), st.sampled_from([1, 2, 3, 8, 16]))
+def test_no_element_is_split(file, item):
+    size, runs = file[0] * item, [(a * item, b * item) for a, b in file[1]]
+    found = cut_at_stored_ranges(size, runs, least=LEAST, most=MOST, whole=lambda position: position - position % item)
+    assert all(end % item == 0 for end in found)
+    assert all(LEAST <= b - a <= MOST for a, b in pairwise([0, *found[:-1]]))
+
+
+@many
+@given(st.lists(st.integers(LEAST, 5 * LEAST), min_size=1, max_size=8))
+def test_runs_without_anything_between_them_are_copied_whole(lengths):
+    bounds = [sum(lengths[:n]) for n in range(len(lengths) + 1)]
+    runs = list(pairwise(bounds))
+    assert copied(bounds[-1], runs, ends(bounds[-1], *runs)) == bounds[-1]
+
+
+@many
 @given(files())
 def test_little_is_lost(file):
     """At most what each gap takes of its neighbours, and of two short neighbours the shorter."""
@@ -96,3 +115,8 @@ def test_little_is_lost(file):
     runs = [run for run in all_runs if run[1] - run[0] >= LEAST]
     lost = sum(b - a for a, b in runs) - copied(size, runs, ends(size, *runs))
     assert lost <= len(runs) * 2 * (LEAST + SPARE_BYTES)
+
+
+def test_of_ten_thousand_runs_every_other_is_copied():
+    found = ends(10**7, *[(1000 * n + 1, 1000 * (n + 1)) for n in range(10_000)])
+    assert (found[:4], len(found)) == ([1001, 2000, 3001, 4000], 10_000)

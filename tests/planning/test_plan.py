@@ -1,6 +1,7 @@
-"""Tasks cover an output once and end where they should. ``tests/transfer`` reads and writes by them, against numpy."""
+"""Tasks cover an output once, and hits find every element of it, judged by indexing numpy arrays."""
 
-from itertools import pairwise
+import time
+from itertools import chain, pairwise
 from math import prod
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from ckpt_tools.core.boxes import Box, Shape
 from ckpt_tools.core.dtypes import DType
@@ -16,7 +18,7 @@ from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.options import parse_size
 from ckpt_tools.core.shards import ByteRange, Framing, RowTable, Shard, ShardTable
 from ckpt_tools.errors import MemoryBudgetError
-from ckpt_tools.planning.hits import FlatHit, hits
+from ckpt_tools.planning.hits import FlatHit, Hit, hits
 from ckpt_tools.planning.plan import (
     MAX_SCRATCH_BYTES,
     MAX_TASK_BYTES,
@@ -27,9 +29,9 @@ from ckpt_tools.planning.plan import (
     Plan,
     make_plan,
 )
-from ckpt_tools.planning.tasks import Task
+from ckpt_tools.planning.tasks import Fill, Gather, Task, Zeros, steps
 from ckpt_tools.testing import strategies
-from ckpt_tools.testing.stored import stored_tensors
+from ckpt_tools.testing.stored import StoredTensor, opaque, stored_tensors
 
 pytestmark = pytest.mark.quick
 
@@ -38,11 +40,86 @@ KEY = StateKey("w")
 MIB = 1 << 20
 
 
-def test_an_empty_file_has_one_empty_task_that_makes_it():
-    files = (FileLayout("a", ()), FileLayout("b", (Padding(0), Literal(b""))))
-    plan = Plan(Manifest("test", {}), Layout(files), 16, num_workers=1)
-    assert list(plan.tasks()) == [Task(0, 0, 0, 0), Task(1, 0, 0, 0)]
-    assert plan.figures() == Figures({"a": 0, "b": 0}, frozenset(), num_tasks=2, bytes_read=0, bytes_written=0)
+@st.composite
+def file_layouts(draw: st.DrawFn) -> FileLayout:
+    """Segments of every kind and width in any order."""
+    segments: list[Segment] = []
+    offset = covered = 0
+    for _ in range(draw(st.integers(0, 6))):
+        kind = draw(st.sampled_from(["literal", "padding", "payload", "payload", "checksum"]))
+        if kind == "literal":
+            segments.append(Literal(draw(st.binary(max_size=20))))
+        elif kind == "padding":
+            segments.append(Padding(draw(st.integers(0, 20))))
+        elif kind == "payload":
+            shape = draw(strategies.shapes(max_ndim=2))
+            segments.append(Payload(KEY, draw(strategies.boxes(shape)), shape, draw(strategies.dtypes())))
+        else:
+            start, stop = draw(strategies.intervals(offset - covered))
+            segments.append(Crc32(covered + start, covered + stop))
+            covered = offset + 4
+        offset += segments[-1].num_bytes
+    return FileLayout("f", tuple(segments))
+
+
+def plan_of(files: tuple[FileLayout, ...], task_bytes: int) -> Plan:
+    return Plan(Manifest("test", {}), Layout(files), task_bytes, num_workers=1)
+
+
+class TestTasks:
+    @many
+    @given(file_layouts(), st.integers(16, 40))
+    def test_they_cover_a_file_once_in_order_and_split_no_element(self, file, task_bytes):
+        tasks = list(plan_of((file,), task_bytes).tasks())
+        assert [task.start for task in tasks] == [0, *(task.stop for task in tasks[:-1])]
+        assert tasks[-1].stop == file.size_bytes
+        assert all(task.num_bytes <= task_bytes for task in tasks)
+        assert all(task.num_bytes > 0 for task in tasks) or len(tasks) == 1
+        for task in tasks:
+            for offset, segment in zip(file.offsets, file.segments, strict=False):
+                if isinstance(segment, Payload) and offset < task.stop < offset + segment.num_bytes:
+                    assert (task.stop - offset) % segment.dtype.item_bytes == 0
+
+    @many
+    @given(file_layouts(), st.integers(16, 40))
+    def test_their_steps_are_the_segments(self, file, task_bytes):
+        def described(segment: Segment, first: int, last: int) -> list[object]:
+            match segment:
+                case Literal(data):
+                    return [("byte", value) for value in data[first:last]]
+                case Payload():
+                    return [("payload", id(segment), index) for index in range(first, last)]
+                case _:
+                    return [("byte", 0)] * (last - first)
+
+        expected = [part for segment in file.segments for part in described(segment, 0, segment.num_bytes)]
+        found: list[object] = []
+        for task in plan_of((file,), task_bytes).tasks():
+            cursor = 0
+            for step in steps(file, task):
+                assert step.offset == cursor
+                match step:
+                    case Fill(_, data):
+                        more: list[object] = [("byte", value) for value in data]
+                    case Zeros(_, num_bytes):
+                        more = [("byte", 0)] * num_bytes
+                    case Gather(_, payload, start, stop):
+                        item = payload.dtype.item_bytes
+                        more = described(payload, start * item, stop * item)
+                cursor += len(more)
+                found += more
+            assert cursor == task.num_bytes
+        assert found == expected
+
+    def test_an_empty_file_has_one_empty_task_that_makes_it(self):
+        plan = plan_of((FileLayout("a", ()), FileLayout("b", (Padding(0), Literal(b"")))), 16)
+        assert list(plan.tasks()) == [Task(0, 0, 0, 0), Task(1, 0, 0, 0)]
+        assert plan.figures() == Figures({"a": 0, "b": 0}, frozenset(), num_tasks=2, bytes_read=0, bytes_written=0)
+
+    def test_an_odd_header_shifts_the_cuts_to_elements(self):
+        payload = Payload(KEY, Box((0,), (8,)), (8,), DType.COMPLEX128)
+        plan = plan_of((FileLayout("f", (Literal(b"abc"), payload)),), 40)
+        assert [(task.start, task.stop) for task in plan.tasks()] == [(0, 35), (35, 67), (67, 99), (99, 131)]
 
 
 RULES = CopyRules(min_bytes=500, max_parts=100)
@@ -111,6 +188,11 @@ class TestCopies:
         entry, segments = AS_EVER[why]
         assert cut(entry, *segments) == cut(entry, *segments, rules=None)
 
+    def test_rows_of_a_shard_of_columns_are_no_runs_but_whole_shards_are(self):
+        boxes = [Box((0, 0), (120, 5)), Box((120, 0), (260, 3)), Box((120, 3), (260, 5)), Box((260, 0), (380, 5))]
+        entry = stored_as(DType.UINT8, *((box, 0) for box in boxes))
+        assert cut(entry, whole_of(entry)) == [600, 1300, 1900]
+
     def test_a_file_of_too_many_parts_is_cut_as_ever(self):
         assert cut(OF_ROWS, whole_of(OF_ROWS), rules=CopyRules(500, max_parts=3)) == [600, 1300, 1900]
         assert cut(OF_ROWS, whole_of(OF_ROWS), rules=CopyRules(500, max_parts=2)) == [1128, 1900]
@@ -131,6 +213,21 @@ class TestCopies:
         assert all((task.stop - len(head.data)) % item == 0 for task in tasks if task.stop > len(head.data))
 
 
+def found_by(hit: Hit, files: dict[str, bytes]) -> list[tuple[int, Any]]:
+    """The elements of a hit: position in the destination, and the element in its file."""
+    memory = np.frombuffer(files[hit.at.file][hit.at.start : hit.at.stop], opaque(hit.dtype))
+    if isinstance(hit, FlatHit):
+        return [(hit.into + i, memory[hit.start + i]) for i in range(hit.stop - hit.start)]
+    return [
+        (hit.into + dot(index, hit.into_strides), memory[hit.start + dot(index, hit.strides)])
+        for index in np.ndindex(hit.extents)
+    ]
+
+
+def dot(index: Shape, strides: Shape) -> int:
+    return sum(i * stride for i, stride in zip(index, strides, strict=True))
+
+
 @st.composite
 def wanted(draw: st.DrawFn, shape: Shape) -> tuple[Shape, Box, int, int]:
     """A geometry of the tensor, a box in it, and an interval of the box's elements."""
@@ -139,7 +236,23 @@ def wanted(draw: st.DrawFn, shape: Shape) -> tuple[Shape, Box, int, int]:
     return geometry, box, *draw(strategies.intervals(box.numel))
 
 
+def expected_elements(stored: StoredTensor, geometry: Shape, box: Box, start: int, stop: int) -> NDArray[Any]:
+    index = tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))
+    return stored.elements.reshape(geometry)[index].reshape(-1)[start:stop]
+
+
 class TestHits:
+    @settings(max_examples=80, deadline=None)
+    @given(stored_tensors(), st.data())
+    def test_they_find_every_element_once(self, stored, data):
+        geometry, box, start, stop = data.draw(wanted(stored.entry.shape))
+        each = [found_by(hit, stored.files) for hit in hits(stored.entry.shards, box, geometry, start, stop)]
+        assert all(each), "no hit is empty"
+        found = list(chain.from_iterable(each))
+        assert sorted(place for place, _ in found) == list(range(stop - start))
+        expected = expected_elements(stored, geometry, box, start, stop)
+        assert all(element == expected[place] for place, element in found)
+
     def test_a_hit_stays_a_box_where_runs_would_be_many(self):
         shape, ways = (4096, 4096), 8
         width = shape[1] // ways
@@ -164,6 +277,18 @@ class TestHits:
         assert first == FlatHit(ByteRange("f", 4000, 4004), Framing.RAW, DType.UINT8, 4, start=2, stop=4, into=0)
         assert last == FlatHit(ByteRange("f", 4004, 4008), Framing.RAW, DType.UINT8, 4, start=0, stop=2, into=2)
 
+    def test_of_a_parameter_that_many_ranks_share_only_the_near_intervals_are_unfolded(self):
+        table = self.intervals(10_000, 64)
+
+        def found(start: int, stop: int) -> tuple[list[int], float]:
+            began = time.thread_time()
+            each = hits(table, Box((0, 3), (10_000, 5)), (10_000, 64), start, stop)
+            return [hit.at.start for hit in each], time.thread_time() - began
+
+        near, seconds = min((found(8000, 8006) for _ in range(3)), key=lambda each: each[1])
+        assert near == [64 * row for row in (4000, 4001, 4002)]
+        assert seconds < found(0, 20_000)[1] / 20, "it takes a thousandth"
+
 
 def manifest_of(num_tensors: int, shards_each: int = 1) -> Manifest:
     shards = [Shard(Box((i,), (i + 1,)), ByteRange("f", 4 * i, 4 * i + 4)) for i in range(shards_each)]
@@ -178,6 +303,7 @@ LARGE = Layout((FileLayout("f", (Padding(1 << 30),)),))
 def planned(
     manifest: Manifest | None = None, layout: Layout = LARGE, memory_bytes: int = 1024 * MIB, **more: Any
 ) -> Plan:
+    """For two workers, in a gigabyte, where no other is said."""
     usual = {"num_workers": 2, **more}
     return make_plan(manifest or manifest_of(1), layout, memory_bytes=memory_bytes, **usual)
 
@@ -190,6 +316,11 @@ class TestBudget:
         assert plan.peak_memory_bytes <= budget
         assert MIN_TASK_BYTES <= plan.task_bytes <= MAX_TASK_BYTES
         assert plan.task_bytes % MIN_TASK_BYTES == 0
+
+    def test_it_is_used_up_to_the_largest_useful_task(self):
+        smaller, larger = planned(memory_bytes=50 * MIB), planned()
+        assert smaller.task_bytes < larger.task_bytes == MAX_TASK_BYTES
+        assert 50 * MIB - smaller.peak_memory_bytes < 2 * 3 * MIN_TASK_BYTES
 
     def test_one_that_cannot_be_met_is_refused_with_the_one_that_can(self):
         manifest = manifest_of(5, shards_each=1000)
