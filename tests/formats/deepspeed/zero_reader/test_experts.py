@@ -51,6 +51,8 @@ MISSING, WRONG, OTHER = IncompleteError, MalformedError, UnsupportedError
 BIAS = NAME.format(1, "up.bias")
 test_files_that_do_not_fit_are_an_error = damage_test(
     NATIVE,
+    ("an expert of another part", save(EXPERT.format(0, 0).replace("_00", "_01"), {}), OTHER, "a tensor-parallel run"),
+    ("an optimizer of one", save(EXPERT_OPTIM.format(0).replace("_00", "_01"), {}), OTHER, "a tensor-parallel run"),
     ("an expert is missing", unlink(EXPERT.format(0, 2)), MISSING, r"layer_0_expert_2.*is missing; layer 0 has 4"),
     ("the last expert is missing", unlink(EXPERT.format(0, 3)), MISSING, r"layer_0_expert_3.*is missing"),
     ("a layer is missing", unlink(EXPERT.format(1, "*")), MISSING, r"layer_1_expert_0.*is missing"),
