@@ -131,9 +131,9 @@ def inspect(
         return summary
     from ckpt_tools.core.expansion import check_expansion
     from ckpt_tools.transfer.workers import choose_workers
-    from ckpt_tools.verification.statistics import Measuring, statistics
+    from ckpt_tools.verification.statistics import StatisticsPlan, compute_statistics
 
-    how = Measuring.within(
+    how = StatisticsPlan.fit_to_memory(
         asked.memory_bytes,
         manifest,
         num_workers=choose_workers(workers, src),
@@ -143,7 +143,7 @@ def inspect(
     tensors = {key: manifest.tensors[key] for key in chosen}
     if not sample:
         check_expansion(tensors, manifest.stored_bytes)
-    return replace(summary, stats=statistics(source.store, tensors.items(), how, on_progress or silent))
+    return replace(summary, stats=compute_statistics(source.store, tensors.items(), how, on_progress or silent))
 
 
 @public
@@ -546,7 +546,7 @@ def verify(
     from ckpt_tools.core.applicability import ARGUMENTS, Case, check
     from ckpt_tools.runs.opening import named, read_checkpoint
     from ckpt_tools.stores.urls import check_storage_options
-    from ckpt_tools.verification.verify import verify_one, verify_pair
+    from ckpt_tools.verification.verify import verify_checkpoint, verify_conversion
 
     chosen = ConvertOptions(state=state, dtype=dtype, buffers=buffers, like=like, untie=untie, **options)
     given = {**chosen.given, "digests": digests, "public_key": public_key, "signature": signature}
@@ -561,18 +561,18 @@ def verify(
         signed = check_signature(digests or src, public_key=public_key, signature=signature)
     files = None
     if digests is not None:
-        from ckpt_tools.verification.file_checks import named_list
+        from ckpt_tools.verification.file_checks import read_named_list
 
-        files = named_list(digests, src, chosen.storage_options)
+        files = read_named_list(digests, src, chosen.storage_options)
         check(ARGUMENTS["verify"], given, replace(case, has_digests=files is None))
     how = _execution_options(chosen, workers, on_progress, src, dst)
     if dst is None:
-        report = verify_one(src, chosen, how, against=digests if files is None else None, files=files)
+        report = verify_checkpoint(src, chosen, how, against=digests if files is None else None, files=files)
         return replace(report, signature=signed)
     source, manifest = read_checkpoint(
         src, chosen.reading, format_name=chosen.from_, storage_options=chosen.storage_options
     )
-    return verify_pair(src, source, manifest, dst, chosen, how)
+    return verify_conversion(src, source, manifest, dst, chosen, how)
 
 
 @public
@@ -618,7 +618,7 @@ def diff(
     """
     from ckpt_tools.runs.opening import named, read_checkpoint
     from ckpt_tools.stores.urls import check_storage_options
-    from ckpt_tools.verification.verify import compare_all
+    from ckpt_tools.verification.verify import diff_checkpoints
 
     chosen = ConvertOptions(state=state, **options)
     stores = chosen.storage_options
@@ -626,7 +626,7 @@ def diff(
     a = named(a, stores)
     first = read_checkpoint(a, chosen.reading, format_name=chosen.from_, storage_options=stores)
     second = read_checkpoint(b, ReadOptions(), storage_options=stores)
-    return compare_all(a, first, second, chosen, _execution_options(chosen, workers, on_progress, a, b))
+    return diff_checkpoints(a, first, second, chosen, _execution_options(chosen, workers, on_progress, a, b))
 
 
 @public

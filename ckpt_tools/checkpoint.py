@@ -110,9 +110,9 @@ class LazyTensor:
         Raises:
             UnsupportedError: the installed torch does not have this dtype. IndexError.
         """
-        from ckpt_tools.torch.fill import tensor_of
+        from ckpt_tools.torch.fill import make_tensor
 
-        return tensor_of(self._part(index), self.entry.dtype)
+        return make_tensor(self._part(index), self.entry.dtype)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         if copy is False:
@@ -284,12 +284,15 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     def _live(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Inert values as Python objects."""
-        from ckpt_tools.torch.revive import revive
+        from ckpt_tools.torch.revive import revive_value
 
         def tensor(ref: TensorRef) -> LazyTensor:
             return LazyTensor(ref.key, self.manifest.tensors[ref.key], self._reader)
 
-        return {name: revive(value, tensor=tensor, unknown=lambda inert: inert) for name, value in values.items()}
+        return {
+            name: revive_value(value, load_tensor=tensor, handle_unknown=lambda inert: inert)
+            for name, value in values.items()
+        }
 
     @property
     def bytes_read(self) -> int:

@@ -69,7 +69,7 @@ from ckpt_tools.stores.urls import (
 from ckpt_tools.trainers.transformers import ADAPTER
 
 if TYPE_CHECKING:
-    from ckpt_tools.lora.merge import Merge
+    from ckpt_tools.lora.merge import MergeStep
     from ckpt_tools.reading.recipe_step import RecipeStep
     from ckpt_tools.recipes.like import Like
     from ckpt_tools.recipes.report import UsedRecipe
@@ -205,7 +205,7 @@ class _Opened:
     src: str | Path
     source: Source
     manifest: Manifest
-    merge: Merge | None
+    merge: MergeStep | None
     place: Place
     writer: Format
 
@@ -360,12 +360,12 @@ def _same_writer(request: Request, manifest: Manifest, name: str) -> Format:
 
 def _merge(
     request: Request, src: str | Path, source: Source, manifest: Manifest
-) -> tuple[Merge | None, Source, Request]:
+) -> tuple[MergeStep | None, Source, Request]:
     """The step that merges the adapter, the source that has its files too, and the request, whose ``config`` is that of
     the base model alone."""
     if request.adapter is None:
         return None, source, request
-    from ckpt_tools.lora.merge import Merge
+    from ckpt_tools.lora.merge import MergeStep
     from ckpt_tools.reading.adapter import open_adapter
     from ckpt_tools.reading.naming import way_to_live
 
@@ -378,7 +378,7 @@ def _merge(
         request = replace(request, config=None)
     config = find_config(src, source, manifest, request) or {}
     live = partial(way_to_live, config)
-    merge = Merge(opened.adapter, opened.config, config, request.untie, request.allow_missing, live)
+    merge = MergeStep(opened.adapter, opened.config, config, request.untie, request.allow_missing, live)
     return merge, replace(source, store=opened.store), request
 
 
@@ -735,10 +735,10 @@ def run(prepared: Prepared, pool: WorkerPool) -> ConvertReport:
             )
             journaling.all_written(journal, is_replacing=bool(report.removed_files))
             digests = _digests(prepared, claim, on_progress) if request.checksum else None
-            staged = [] if digests is None else digests.write_staged()
+            staged = [] if digests is None else digests.write_staged_list()
             with held_back():
                 claim.publish([*staged, *(file.path for file in plan.layout.files)], report.removed_files)
-        digests_url = None if digests is None else digests.publish(staged)
+        digests_url = None if digests is None else digests.publish_list(staged)
     return ConvertReport(
         report,
         prepared.place.url,
@@ -779,15 +779,15 @@ def removed_at(place: Place, layout: Layout, request: Request) -> Mapping[str, i
         if url is not None:
             raise already_exists(url) if request.checksum else _of_another(url)
         return NOTHING
-    from ckpt_tools.verification.digest_files import check_list
-    from ckpt_tools.verification.replacing import replaced_files
+    from ckpt_tools.verification.digest_files import check_replaceable_list
+    from ckpt_tools.verification.replacing import list_replaced_files
 
-    removed = replaced_files(place, [file.path for file in layout.files])
+    removed = list_replaced_files(place, [file.path for file in layout.files])
     if url is None:
         return removed
     if not request.checksum:
         raise _of_another(url)
-    return {**removed, **check_list(open_place(url, request.storage_options))}
+    return {**removed, **check_replaceable_list(open_place(url, request.storage_options))}
 
 
 def _digests_beside(place: Place, storage_options: StorageOptions) -> str | None:

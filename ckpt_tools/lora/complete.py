@@ -12,100 +12,106 @@ from ckpt_tools.core.manifest import TensorEntry
 from ckpt_tools.core.names import unnumbered
 from ckpt_tools.lora.adapter import Adapter
 from ckpt_tools.lora.config import AdapterConfig
-from ckpt_tools.lora.names import bare_module
-from ckpt_tools.lora.patterns import Ends, is_quick
+from ckpt_tools.lora.names import get_base_module
+from ckpt_tools.lora.patterns import NameSuffixes, is_fast_to_match
 
-_LAYER = re.compile(r".*?\.[^.]*\.(\d+)\.")
-_TEXT_LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?layers\.(\d+)\.")
+_LAYER_NAME = re.compile(r".*?\.[^.]*\.(\d+)\.")
+_TEXT_LAYER_NAME = re.compile(r"(?:model\.)?(?:language_model\.)?layers\.(\d+)\.")
 
 
-def lacking(
-    config: AdapterConfig, adapter: Adapter, weights: Mapping[str, TensorEntry], model: Mapping[str, Any]
+def find_missing_parts(
+    config: AdapterConfig, adapter: Adapter, weights: Mapping[str, TensorEntry], model_config: Mapping[str, Any]
 ) -> dict[str, str]:
     """The modules and tensors of the base model that the settings name and ``adapter`` does not hold, each with the
-    setting. ``model`` is the content of the base model's ``config.json``."""
-    depth = _depth(model)
-    names = [name for name in weights if not _predicts_further_tokens(name, depth)]
-    adapted = {bare_module(module) for module in adapter.parts}
-    found: dict[str, str] = {}
+    setting. ``model_config`` is the content of the base model's ``config.json``."""
+    num_layers = _get_num_layers(model_config)
+    names = [name for name in weights if not _is_multi_token_layer(name, num_layers)]
+    adapted = {get_base_module(module) for module in adapter.parts}
+    missing: dict[str, str] = {}
     modules = [name.removesuffix(".weight") for name in names if name.endswith(".weight") and weights[name].shape[1:]]
-    for module in targets(config, modules, adapted):
+    for module in find_target_modules(config, modules, adapted):
         if module not in adapted:
-            found[module] = "target_modules"
+            missing[module] = "target_modules"
         elif config.bias == "lora_only" and f"{module}.bias" in weights and f"{module}.bias" not in adapter.saved:
-            found[f"{module}.bias"] = "bias"
+            missing[f"{module}.bias"] = "bias"
     for name in names:
         module, _, _ = name.rpartition(".")
-        if config.is_parameter(name) and module not in adapted:
-            found[name] = "target_parameters"
+        if config.is_target_parameter(name) and module not in adapted:
+            missing[name] = "target_parameters"
         elif config.bias == "all" and name.endswith("bias") and name not in adapter.saved:
-            found[name] = "bias"
-        elif name not in adapter.saved and _is_saved(module, config.modules_to_save):
-            found[name] = "modules_to_save"
-    if not found and not any(_is_saved(name, config.modules_to_save) for name in adapter.saved):
+            missing[name] = "bias"
+        elif name not in adapter.saved and _is_module_saved(module, config.modules_to_save):
+            missing[name] = "modules_to_save"
+    if not missing and not any(_is_module_saved(name, config.modules_to_save) for name in adapter.saved):
         # A head that the base model lacks: PEFT adds several names of heads for some tasks, of which the model has one.
-        found |= dict.fromkeys(islice(config.modules_to_save.names, 1), "modules_to_save")
-    return found
+        missing |= dict.fromkeys(islice(config.modules_to_save.names, 1), "modules_to_save")
+    return missing
 
 
-def targets(config: AdapterConfig, modules: list[str], adapted: set[str]) -> Iterator[str]:
+def find_target_modules(config: AdapterConfig, modules: list[str], adapted: set[str]) -> Iterator[str]:
     """Those of ``modules`` that ``target_modules`` names. What only the model's code tells (all linear layers), or a
     pattern that may not end, are the modules of the layers that have an adapter elsewhere."""
-    if is_resolved(config, modules):
+    if does_name_all_targets(config, modules):
         yield from (module for module in modules if _is_target(module, config))
         return
-    classes = set(map(unnumbered, adapted))
-    beside = [module for module in modules if unnumbered(module) in classes]
-    excluded = config.exclude_modules
-    is_known = not isinstance(excluded, str) or is_quick([excluded], beside)
-    yield from (module for module in beside if not (is_known and _is_excluded(module, config)))
+    adapted_classes = set(map(unnumbered, adapted))
+    similar_modules = [module for module in modules if unnumbered(module) in adapted_classes]
+    exclude_modules = config.exclude_modules
+    is_exclusion_fast = not isinstance(exclude_modules, str) or is_fast_to_match([exclude_modules], similar_modules)
+    yield from (module for module in similar_modules if not (is_exclusion_fast and _is_excluded(module, config)))
 
 
-def is_resolved(config: AdapterConfig, modules: list[str]) -> bool:
+def does_name_all_targets(config: AdapterConfig, modules: list[str]) -> bool:
     """Whether ``target_modules`` alone tells which modules it names."""
     patterns = [each for each in (config.target_modules, config.exclude_modules) if isinstance(each, str)]
-    return config.target_modules != "all-linear" and is_quick(patterns, modules)
+    return config.target_modules != "all-linear" and is_fast_to_match(patterns, modules)
 
 
 def _is_target(module: str, config: AdapterConfig) -> bool:
     return (
         config.target_modules is not None
         and not _is_excluded(module, config)
-        and _is_named(module, config.target_modules)
+        and _is_name_listed(module, config.target_modules)
         and (isinstance(config.target_modules, str) or _is_in_layer(module, config))
     )
 
 
 def _is_excluded(module: str, config: AdapterConfig) -> bool:
-    return _is_named(module, config.exclude_modules) or config.modules_to_save.holds(module)
+    return _is_name_listed(module, config.exclude_modules) or config.modules_to_save.does_match_path(module)
 
 
-def _is_named(module: str, names: str | Ends) -> bool:
+def _is_name_listed(module: str, names: str | NameSuffixes) -> bool:
     if isinstance(names, str):
         return bool(names) and re.fullmatch(names, module) is not None
-    return names.ends(module)
+    return names.does_match_name(module)
 
 
 def _is_in_layer(module: str, config: AdapterConfig) -> bool:
-    if config.layers is None:
+    if config.layer_indices is None:
         return True
-    patterns = [re.compile(rf"(?:^|.*?\.){re.escape(name)}\.(\d+)\.") for name in config.layers_pattern] or [_LAYER]
-    found = next((match for pattern in patterns if (match := pattern.match(module)) is not None), None)
-    return found is not None and int(found[1]) in config.layers
+    patterns = [re.compile(rf"(?:^|.*?\.){re.escape(name)}\.(\d+)\.") for name in config.layers_pattern] or [
+        _LAYER_NAME
+    ]
+    first_match = next((match for pattern in patterns if (match := pattern.match(module)) is not None), None)
+    return first_match is not None and int(first_match[1]) in config.layer_indices
 
 
-def _is_saved(module: str, names: Ends) -> bool:
+def _is_module_saved(module: str, names: NameSuffixes) -> bool:
     """PEFT compares ends of names without regard to dots; what is in such a module is saved too."""
-    return names.holds(module, after_dot=False)
+    return names.does_match_path(module, after_dot=False)
 
 
-def _depth(model: Mapping[str, Any]) -> int | None:
-    text = model.get("text_config")
-    found = model.get("num_hidden_layers", text.get("num_hidden_layers") if isinstance(text, Mapping) else None)
-    return found if type(found) is int else None
+def _get_num_layers(model_config: Mapping[str, Any]) -> int | None:
+    text_config = model_config.get("text_config")
+    num_layers = model_config.get(
+        "num_hidden_layers", text_config.get("num_hidden_layers") if isinstance(text_config, Mapping) else None
+    )
+    return num_layers if type(num_layers) is int else None
 
 
-def _predicts_further_tokens(name: str, depth: int | None) -> bool:
+def _is_multi_token_layer(name: str, num_layers: int | None) -> bool:
     """Layers for predicting several tokens, which files on the hub have and models of transformers do not."""
-    layer = _TEXT_LAYER.match(name)
-    return "mtp" in name.split(".") or (depth is not None and layer is not None and int(layer[1]) >= depth)
+    layer_match = _TEXT_LAYER_NAME.match(name)
+    return "mtp" in name.split(".") or (
+        num_layers is not None and layer_match is not None and int(layer_match[1]) >= num_layers
+    )

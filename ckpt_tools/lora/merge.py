@@ -28,11 +28,11 @@ from ckpt_tools.core.ties import is_embedding, is_head, stated_tie, tie, untied
 from ckpt_tools.core.transforms import Transformed
 from ckpt_tools.core.wording import count, listed
 from ckpt_tools.errors import IncompleteError, UnsupportedError, UsageError
-from ckpt_tools.lora.adapter import Adapter, base_of
-from ckpt_tools.lora.complete import is_resolved, lacking
+from ckpt_tools.lora.adapter import Adapter, extract_base_model
+from ckpt_tools.lora.complete import does_name_all_targets, find_missing_parts
 from ckpt_tools.lora.config import AdapterConfig
-from ckpt_tools.lora.names import BIAS, EMBEDDING, MATRICES, bare_module
-from ckpt_tools.lora.patterns import Ends
+from ckpt_tools.lora.names import BIAS_PART, EMBEDDING_PARTS, MATRIX_PARTS, get_base_module
+from ckpt_tools.lora.patterns import NameSuffixes
 from ckpt_tools.lora.product import Factor, Product, WithProduct
 
 TRANSPOSED_LINEAR = frozenset({"clvp", "decision_transformer", "gpt2", "imagegpt", "openai-gpt"})
@@ -41,21 +41,21 @@ TRANSPOSED_LINEAR = frozenset({"clvp", "decision_transformer", "gpt2", "imagegpt
 TRANSPOSED_EXPERTS = frozenset({"aria", "aria_text", "gpt_oss", "openai_privacy_filter"})
 """``model_type`` of transformers (5.23) whose experts keep ``[E, in, out]`` (``is_transposed``)."""
 
-_ONE = literal_file("one of an adapter's bias")
-_ONE_TABLE = ShardTable.whole((1,), DType.FLOAT32, ByteRange(_ONE, 0, 4))
+_ONE_FILE = literal_file("one of an adapter's bias")
+_ONE_TABLE = ShardTable.whole((1,), DType.FLOAT32, ByteRange(_ONE_FILE, 0, 4))
 
 
 @dataclass(frozen=True, slots=True)
-class Merge:
-    """The step of a conversion that merges ``adapter``. ``model`` is the content of the base model's ``config.json``,
-    empty if there is none. With ``unties`` a head that is tied becomes a tensor of its own before."""
+class MergeStep:
+    """The step of a conversion that merges ``adapter``. ``model_config`` is the content of the base model's
+    ``config.json``, empty if there is none. With ``unties`` a head that is tied becomes a tensor of its own before."""
 
     adapter: Adapter
     config: AdapterConfig
-    model: Mapping[str, Any]
+    model_config: Mapping[str, Any]
     unties: bool = False
     allows_missing: bool = False
-    live: Callable[[], str] = str
+    find_live_naming: Callable[[], str] = str
     """The options that lead from the base model's names to those of the model in memory; empty if none are known."""
 
     def __call__(self, manifest: Manifest) -> Transformed:
@@ -64,217 +64,243 @@ class Merge:
         Raises:
             UsageError: the adapter is of another model. UnsupportedError: the weights cannot be merged.
         """
-        manifest, untying = base_of(manifest), tuple[Note, ...]()
+        manifest, untying_notes = extract_base_model(manifest), tuple[Note, ...]()
         if self.unties:
-            manifest, untying = untied(manifest, is_tied=self._is_tied(manifest.fqns))
-        saved, dropped, must_equal = self._saved(manifest)
+            manifest, untying_notes = untied(manifest, is_tied=self._is_tied(manifest.fqns))
+        saved, dropped_names, must_equal = self._collect_saved(manifest)
         weights = {key.fqn: entry for key, entry in manifest.tensors.items()} | saved
-        products = dict(self._products(manifest, weights))
-        incomplete = tuple(self._incomplete(manifest))
+        products = dict(self._build_products(manifest, weights))
+        missing_notes = tuple(self._note_missing_parts(manifest))
         files = {name: computed_file(f"{name} with the adapter") for name in products}
-        computed = {files[name]: _added(name, weights[name], made, manifest) for name, made in products.items()}
-        merged = {name: _merged(weights[name], file) for name, file in files.items()}
+        computed = {files[name]: _build_sum(name, weights[name], made, manifest) for name, made in products.items()}
+        merged = {name: _build_merged_entry(weights[name], file) for name, file in files.items()}
         tensors = {**manifest.tensors, **{StateKey(name): entry for name, entry in (saved | merged).items()}}
-        made = replace(
+        merged_manifest = replace(
             manifest,
             tensors=tensors,
-            literals={**manifest.literals, _ONE: struct.pack("<f", 1)},
+            literals={**manifest.literals, _ONE_FILE: struct.pack("<f", 1)},
             computed={**manifest.computed, **computed},
             must_equal=(*manifest.must_equal, *must_equal),
         )
-        return made, (*untying, *incomplete, *self._notes(manifest, saved, merged, dropped))
+        return merged_manifest, (
+            *untying_notes,
+            *missing_notes,
+            *self._build_notes(manifest, saved, merged, dropped_names),
+        )
 
-    def _notes(
+    def _build_notes(
         self,
         manifest: Manifest,
         saved: Mapping[str, TensorEntry],
         merged: Mapping[str, TensorEntry],
-        dropped: list[str],
+        dropped_names: list[str],
     ) -> Iterator[Note]:
         size = sum(entry.num_bytes for entry in merged.values())
         yield Note(Outcome.MERGED, count(len(merged), "tensor"), "the adapter is added", len(merged), size, asked=True)
         for name, entry in saved.items():
-            before, stored = manifest.tensors.get(StateKey(name)), entry.shards.dtype
-            cast = f", cast from {stored.value} to {entry.dtype.value}" if stored is not entry.dtype else ""
-            why = "is not in the base model" if before is None else "replaces that of the base model"
-            yield Note(Outcome.MERGED, name, f"the adapter's own {why}{cast}", asked=True)
-        for name in dropped:
+            base_entry, stored_dtype = manifest.tensors.get(StateKey(name)), entry.shards.dtype
+            cast_text = (
+                f", cast from {stored_dtype.value} to {entry.dtype.value}" if stored_dtype is not entry.dtype else ""
+            )
+            reason = "is not in the base model" if base_entry is None else "replaces that of the base model"
+            yield Note(Outcome.MERGED, name, f"the adapter's own {reason}{cast_text}", asked=True)
+        for name in dropped_names:
             yield Note(Outcome.DROPPED, name, "tied to the embeddings, whose bits it has", asked=True)
 
-    def _incomplete(self, manifest: Manifest) -> Iterator[Note]:
+    def _note_missing_parts(self, manifest: Manifest) -> Iterator[Note]:
         """Notes on what the settings name and the adapter does not hold.
 
         Raises:
             IncompleteError: there is something, and the user does not allow it.
         """
         weights = {key.fqn: entry for key, entry in manifest.tensors.items()}
-        found = lacking(self.config, self.adapter, weights, self.model)
-        settings = listed(sorted({*found.values()}))
-        if found and not self.allows_missing:
-            experts = self.live() if any(".experts." in name for name in found) else ""
-            advice = f"; if it was trained on the names that {experts} gives, add that" if experts else ""
+        missing = find_missing_parts(self.config, self.adapter, weights, self.model_config)
+        settings = listed(sorted({*missing.values()}))
+        if missing and not self.allows_missing:
+            naming_options = self.find_live_naming() if any(".experts." in name for name in missing) else ""
+            advice = f"; if it was trained on the names that {naming_options} gives, add that" if naming_options else ""
             raise IncompleteError(
-                f"the adapter lacks {listed(found)}, which {settings} of adapter_config.json "
-                f"{'names' if len({*found.values()}) == 1 else 'name'}; {option('allow_missing', True)} merges what it "
-                f"holds{advice}"
+                f"the adapter lacks {listed(missing)}, which {settings} of adapter_config.json "
+                f"{'names' if len({*missing.values()}) == 1 else 'name'}; {option('allow_missing', True)} merges "
+                f"what it holds{advice}"
             )
-        if found:
-            yield Note(Outcome.MISSING, listed(found), f"named by {settings}, and not in the adapter", asked=True)
-        if not is_resolved(self.config, [*weights]):
-            why = "it does not tell by itself which it names: those in layers beside an adapted one were looked for"
-            yield Note(Outcome.KEPT, "modules of target_modules", why, asked=True)
+        if missing:
+            yield Note(Outcome.MISSING, listed(missing), f"named by {settings}, and not in the adapter", asked=True)
+        if not does_name_all_targets(self.config, [*weights]):
+            reason = "it does not tell by itself which it names: those in layers beside an adapted one were looked for"
+            yield Note(Outcome.KEPT, "modules of target_modules", reason, asked=True)
 
     # What replaces tensors
 
-    def _saved(self, manifest: Manifest) -> tuple[dict[str, TensorEntry], list[str], list[Equal]]:
+    def _collect_saved(self, manifest: Manifest) -> tuple[dict[str, TensorEntry], list[str], list[Equal]]:
         """Tensors that the adapter holds whole; names of those that are tied and left out, and pairs to compare."""
-        found: dict[str, TensorEntry] = {}
-        dropped, pairs = [], []
+        saved: dict[str, TensorEntry] = {}
+        dropped_names, equal_pairs = [], []
         for name, entry in self.adapter.saved.items():
-            before = manifest.tensors.get(StateKey(name))
-            other = self._tied_to(manifest, name)
-            if other is not None:
-                twin = self.adapter.saved.get(other) or self._twin(name)
+            base_entry = manifest.tensors.get(StateKey(name))
+            tied_name = self._find_tied_name(manifest, name)
+            if tied_name is not None:
+                twin = self.adapter.saved.get(tied_name) or self._find_twin(name)
                 if twin is None:
-                    raise UnsupportedError(_ties(name, other), key=name)
-                pairs.append(tie(f"{name} and {other} of the adapter, which the base model ties", entry, twin))
-            if before is None and other is not None:
-                dropped.append(name)
+                    raise UnsupportedError(_explain_tie(name, tied_name), key=name)
+                equal_pairs.append(
+                    tie(f"{name} and {tied_name} of the adapter, which the base model ties", entry, twin)
+                )
+            if base_entry is None and tied_name is not None:
+                dropped_names.append(name)
                 continue
-            found[name] = entry if before is None else _like(name, entry, before)
-        return found, dropped, pairs
+            saved[name] = entry if base_entry is None else _cast_like_base(name, entry, base_entry)
+        return saved, dropped_names, equal_pairs
 
-    def _twin(self, name: str) -> TensorEntry | None:
+    def _find_twin(self, name: str) -> TensorEntry | None:
         """The other of head and embeddings, if the adapter holds it."""
-        found = [each for other, each in self.adapter.saved.items() if other != name and _is_of_vocabulary(other)]
-        return found[0] if len(found) == 1 else None
+        twins = [each for other, each in self.adapter.saved.items() if other != name and _is_vocabulary_tensor(other)]
+        return twins[0] if len(twins) == 1 else None
 
-    def _tied_to(self, manifest: Manifest, name: str) -> str | None:
+    def _find_tied_name(self, manifest: Manifest, name: str) -> str | None:
         """The tensor whose bytes ``name`` shares in the base model; the head's is not named there."""
         aliases = manifest.aliases
         if self.unties:
             return None
         if name in aliases:
             return aliases[name]
-        owned = next((alias for alias, owner in aliases.items() if owner == name), None)
-        if owned is not None:
-            return owned
+        alias_of_owner = next((alias for alias, owner in aliases.items() if owner == name), None)
+        if alias_of_owner is not None:
+            return alias_of_owner
         if is_embedding(name) and name in manifest.fqns and self._is_tied(manifest.fqns):
             return "the head"
-        return "the embeddings" if is_head(name) and stated_tie(self.model) else None
+        return "the embeddings" if is_head(name) and stated_tie(self.model_config) else None
 
     def _is_tied(self, names: Collection[str]) -> bool:
         """Whether embeddings and head are one tensor: as ``config.json`` says, else in a model that predicts tokens and
         has no head."""
-        stated = stated_tie(self.model)
-        return bool(stated) if stated is not None else self.config.is_language_model and not any(map(is_head, names))
+        is_stated_tied = stated_tie(self.model_config)
+        return (
+            bool(is_stated_tied)
+            if is_stated_tied is not None
+            else self.config.is_language_model and not any(map(is_head, names))
+        )
 
     # What is added
 
-    def _products(self, manifest: Manifest, weights: Mapping[str, TensorEntry]) -> Iterator[tuple[str, Product]]:
-        targets = self._targets(weights)
-        self._check_fits(targets, weights)
-        orientations = self._orientations(targets, weights)
-        keys = {m: name if self.config.is_parameter(name) else bare_module(m) for m, name in targets.items()}
-        self.config.check_quick({*keys.values()})
+    def _build_products(self, manifest: Manifest, weights: Mapping[str, TensorEntry]) -> Iterator[tuple[str, Product]]:
+        targets = self._find_targets(weights)
+        self._check_targets_exist(targets, weights)
+        orientations = self._find_orientations(targets, weights)
+        pattern_keys = {
+            m: name if self.config.is_target_parameter(name) else get_base_module(m) for m, name in targets.items()
+        }
+        self.config.check_pattern_cost({*pattern_keys.values()})
         for module, name in targets.items():
             parts, weight = self.adapter.parts[module], weights[name]
-            other = self._tied_to(manifest, name)
-            if other is not None:
-                raise UnsupportedError(_ties(name, other), key=name)
-            rank, scale = self.config.ranked(keys[module])
-            yield name, self._product(name, weight, parts, rank, scale, orientations)
-            if BIAS in parts:
-                bias = f"{bare_module(module)}.bias"
-                if bias not in weights:
-                    raise UnsupportedError(f"the adapter adds to {bias}, which the base model does not have", key=bias)
-                yield bias, _bias(bias, weights[bias], parts[BIAS], scale)
+            tied_name = self._find_tied_name(manifest, name)
+            if tied_name is not None:
+                raise UnsupportedError(_explain_tie(name, tied_name), key=name)
+            rank, scale = self.config.get_rank_and_scale(pattern_keys[module])
+            yield name, self._build_product(name, weight, parts, rank, scale, orientations)
+            if BIAS_PART in parts:
+                bias_name = f"{get_base_module(module)}.bias"
+                if bias_name not in weights:
+                    raise UnsupportedError(
+                        f"the adapter adds to {bias_name}, which the base model does not have", key=bias_name
+                    )
+                yield bias_name, _build_bias_product(bias_name, weights[bias_name], parts[BIAS_PART], scale)
 
-    def _targets(self, weights: Mapping[str, TensorEntry]) -> dict[str, str]:
+    def _find_targets(self, weights: Mapping[str, TensorEntry]) -> dict[str, str]:
         """The tensor that each module's matrices are added to."""
-        found: dict[str, str] = {}
-        groups: dict[str, list[str]] = {}
+        target_names: dict[str, str] = {}
+        modules_by_base: dict[str, list[str]] = {}
         for module in self.adapter.parts:
-            groups.setdefault(bare_module(module), []).append(module)
-        parameters: dict[str, list[str]] = {}
-        for name in filter(self.config.is_parameter, weights):
-            parameters.setdefault(name.rpartition(".")[0], []).append(name)
-        targets = [] if parameters else [*self.config.target_parameters.names]
-        owners = {target.rpartition(".")[0]: target for target in reversed(targets)}
-        ends = Ends.of(owners)
-        if adapted := next((f".{each}" for each in groups if ends.ends(f".{each}", after_dot=False)), None):
-            target = next(target for owner, target in owners.items() if adapted.endswith(owner))
-            way = f"; {live} leads to it" if (live := self.live()) else ""
-            raise UsageError(f"the adapter is for {target}, a tensor that the base model does not have{way}")
-        for bare, modules in groups.items():
-            if bare in parameters:
-                found |= self._parameters(bare, modules, parameters[bare], weights)
+            modules_by_base.setdefault(get_base_module(module), []).append(module)
+        parameters_by_base: dict[str, list[str]] = {}
+        for name in filter(self.config.is_target_parameter, weights):
+            parameters_by_base.setdefault(name.rpartition(".")[0], []).append(name)
+        unmatched_parameters = [] if parameters_by_base else [*self.config.target_parameters.names]
+        owners = {target.rpartition(".")[0]: target for target in reversed(unmatched_parameters)}
+        owner_suffixes = NameSuffixes.of(owners)
+        if adapted_module := next(
+            (f".{each}" for each in modules_by_base if owner_suffixes.does_match_name(f".{each}", after_dot=False)),
+            None,
+        ):
+            target = next(target for owner, target in owners.items() if adapted_module.endswith(owner))
+            advice = f"; {live_naming} leads to it" if (live_naming := self.find_live_naming()) else ""
+            raise UsageError(f"the adapter is for {target}, a tensor that the base model does not have{advice}")
+        for base_module, modules in modules_by_base.items():
+            if base_module in parameters_by_base:
+                target_names |= self._match_parameters(base_module, modules, parameters_by_base[base_module], weights)
             elif len(modules) == 1:
-                found[modules[0]] = f"{bare}.weight"
+                target_names[modules[0]] = f"{base_module}.weight"
             else:
-                raise UnsupportedError(f"the adapter has several pairs of matrices for {bare}", key=bare)
-        return found
+                raise UnsupportedError(f"the adapter has several pairs of matrices for {base_module}", key=base_module)
+        return target_names
 
-    def _parameters(
-        self, bare: str, modules: list[str], names: list[str], weights: Mapping[str, TensorEntry]
+    def _match_parameters(
+        self, base_module: str, modules: list[str], names: list[str], weights: Mapping[str, TensorEntry]
     ) -> dict[str, str]:
         """The parameter that each nested pair of a module is for. PEFT nests them in the order in which the model's
         code defines them, which no file tells, so shapes decide."""
-        fits = {module: [n for n in names if self._fits(module, weights[n].shape)] for module in modules}
-        if any(len(found) != 1 for found in fits.values()) or len({*map(tuple, fits.values())}) < len(modules):
-            shown = ", ".join(f"{name} {list(weights[name].shape)}" for name in names)
+        fitting_names = {module: [n for n in names if self._does_fit(module, weights[n].shape)] for module in modules}
+        if any(len(found) != 1 for found in fitting_names.values()) or len({*map(tuple, fitting_names.values())}) < len(
+            modules
+        ):
+            shape_text = ", ".join(f"{name} {list(weights[name].shape)}" for name in names)
             raise UnsupportedError(
-                f"the shapes do not tell which matrices of {bare} are for which of {shown}", key=bare
+                f"the shapes do not tell which matrices of {base_module} are for which of {shape_text}", key=base_module
             )
-        return {module: found[0] for module, found in fits.items()}
+        return {module: found[0] for module, found in fitting_names.items()}
 
-    def _product_shape(self, module: str) -> Shape:
+    def _get_product_shape(self, module: str) -> Shape:
         """The shape of ``B A``; empty if the adapter does not hold both as matrices."""
-        a, b = (self.adapter.parts[module].get(part) for part in MATRICES)
-        if a is None or b is None or not len(a.shape) == len(b.shape) == 2:
+        matrix_a, matrix_b = (self.adapter.parts[module].get(part) for part in MATRIX_PARTS)
+        if matrix_a is None or matrix_b is None or not len(matrix_a.shape) == len(matrix_b.shape) == 2:
             return ()
-        return b.shape[0], a.shape[1]
+        return matrix_b.shape[0], matrix_a.shape[1]
 
-    def _fits(self, module: str, shape: Shape) -> bool:
-        product = self._product_shape(module)
+    def _does_fit(self, module: str, shape: Shape) -> bool:
+        product = self._get_product_shape(module)
         return bool(product) and shape[-2:] in (product, product[::-1])
 
-    def _check_fits(self, targets: Mapping[str, str], weights: Mapping[str, TensorEntry]) -> None:
+    def _check_targets_exist(self, targets: Mapping[str, str], weights: Mapping[str, TensorEntry]) -> None:
         """Raises UsageError or UnsupportedError if a module has no weight in the base model."""
-        missing = {module: name for module, name in targets.items() if name not in weights}
-        ordered = sorted(weights) if missing else []
-        for module, name in missing.items():
-            bare = bare_module(module)
-            if f"{bare}.in_proj_weight" in weights:
-                raise UnsupportedError(f"{bare} is a MultiheadAttention of torch, which is not supported", key=bare)
-            packed = chain.from_iterable(beginning_with(f"{bare}{sign}", ordered) for sign in "._")
-            if any(is_quantized(other, weights[other].dtype) for other in packed):
+        missing_names = {module: name for module, name in targets.items() if name not in weights}
+        ordered = sorted(weights) if missing_names else []
+        for module, name in missing_names.items():
+            base_module = get_base_module(module)
+            if f"{base_module}.in_proj_weight" in weights:
                 raise UnsupportedError(
-                    f"{bare} is quantized in the base model; dequantize it with {option('dequantize', True)}", key=bare
+                    f"{base_module} is a MultiheadAttention of torch, which is not supported", key=base_module
                 )
-            if is_head(name) and stated_tie(self.model):
-                raise UnsupportedError(_ties(name, "the embeddings"), key=name)
-        if missing:
-            first = next(iter(missing.values()))
-            which = "none" if len(missing) == len(targets) else f"{len(missing):,}"
-            of = f"{which} of the adapter's {count(len(targets), 'module')}"
-            fit = "fits" if which == "none" else "do not fit"
+            packed_names = chain.from_iterable(beginning_with(f"{base_module}{sign}", ordered) for sign in "._")
+            if any(is_quantized(other, weights[other].dtype) for other in packed_names):
+                raise UnsupportedError(
+                    f"{base_module} is quantized in the base model; dequantize it with {option('dequantize', True)}",
+                    key=base_module,
+                )
+            if is_head(name) and stated_tie(self.model_config):
+                raise UnsupportedError(_explain_tie(name, "the embeddings"), key=name)
+        if missing_names:
+            first_name = next(iter(missing_names.values()))
+            which = "none" if len(missing_names) == len(targets) else f"{len(missing_names):,}"
+            count_text = f"{which} of the adapter's {count(len(targets), 'module')}"
+            fit_verb = "fits" if which == "none" else "do not fit"
             raise UsageError(
-                f"the adapter is for another model: {of} {fit} the base model, which has no {first}; "
-                f"{nearest_names(first, weights)}"
+                f"the adapter is for another model: {count_text} {fit_verb} the base model, which has no {first_name}; "
+                f"{nearest_names(first_name, weights)}"
             )
 
-    def _orientations(self, targets: Mapping[str, str], weights: Mapping[str, TensorEntry]) -> dict[int, set[bool]]:
+    def _find_orientations(
+        self, targets: Mapping[str, str], weights: Mapping[str, TensorEntry]
+    ) -> dict[int, set[bool]]:
         """Whether the weights that are not square are transposed, by the number of dims."""
-        found: dict[int, set[bool]] = {2: set(), 3: set()}
+        orientations: dict[int, set[bool]] = {2: set(), 3: set()}
         for module, name in targets.items():
-            product, shape = self._product_shape(module), weights[name].shape
+            product, shape = self._get_product_shape(module), weights[name].shape
             is_square = product == product[::-1]
-            if len(shape) in found and not is_square and self._fits(module, shape):
-                found[len(shape)].add(product != shape[-2:])
-        return found
+            if len(shape) in orientations and not is_square and self._does_fit(module, shape):
+                orientations[len(shape)].add(product != shape[-2:])
+        return orientations
 
-    def _product(
+    def _build_product(
         self,
         name: str,
         weight: TensorEntry,
@@ -289,75 +315,81 @@ class Merge:
             UnsupportedError: the weight cannot be added to, or shapes do not fit it.
         """
         _check_dtypes(name, weight, parts)
-        pair = EMBEDDING if EMBEDDING[0] in parts or EMBEDDING[1] in parts else MATRICES
-        lacking = [part for part in pair if part not in parts]
-        if lacking:
-            raise UsageError(f"the adapter has no {listed(lacking)} for {name}")
-        a, b = (parts[part] for part in pair)
+        part_names = EMBEDDING_PARTS if EMBEDDING_PARTS[0] in parts or EMBEDDING_PARTS[1] in parts else MATRIX_PARTS
+        missing_parts = [part for part in part_names if part not in parts]
+        if missing_parts:
+            raise UsageError(f"the adapter has no {listed(missing_parts)} for {name}")
+        a, b = (parts[part] for part in part_names)
         shape = weight.shape
-        if pair == EMBEDDING:
+        if part_names == EMBEDDING_PARTS:
             _check_shapes(name, shape, (a, b), ((rank, shape[0]), (shape[1], rank)) if len(shape) == 2 else None)
-            return _of_matrices(a, b, is_transposed=True, scale=scale)
-        if len(shape) == 3 and self.config.is_parameter(name):
-            return self._of_experts(name, shape, a, b, rank, scale, orientations[3])
+            return _build_matrix_product(a, b, is_transposed=True, scale=scale)
+        if len(shape) == 3 and self.config.is_target_parameter(name):
+            return self._build_expert_product(name, shape, a, b, rank, scale, orientations[3])
         if len(shape) == 2:
-            straight, turned = ((rank, shape[1]), (shape[0], rank)), ((rank, shape[0]), (shape[1], rank))
-            is_transposed = (a.shape, b.shape) == turned
-            _check_shapes(name, shape, (a, b), turned if is_transposed else straight)
+            straight_shapes, transposed_shapes = (
+                ((rank, shape[1]), (shape[0], rank)),
+                ((rank, shape[0]), (shape[1], rank)),
+            )
+            is_transposed = (a.shape, b.shape) == transposed_shapes
+            _check_shapes(name, shape, (a, b), transposed_shapes if is_transposed else straight_shapes)
             if shape[0] == shape[1]:
-                is_parameter = self.config.is_parameter(name)
+                is_parameter = self.config.is_target_parameter(name)
                 is_transposed = not is_parameter and self._is_square_transposed(name, orientations[2])
-            return _of_matrices(a, b, is_transposed=is_transposed, scale=scale)
-        kernel = (1,) * (len(shape) - 2)
-        _check_shapes(name, shape, (a, b), ((rank, *shape[1:]), (*shape[:1], rank, *kernel)) if shape[2:] else None)
-        return _of_matrices(a, b, is_transposed=False, scale=scale)
+            return _build_matrix_product(a, b, is_transposed=is_transposed, scale=scale)
+        kernel_shape = (1,) * (len(shape) - 2)
+        _check_shapes(
+            name, shape, (a, b), ((rank, *shape[1:]), (*shape[:1], rank, *kernel_shape)) if shape[2:] else None
+        )
+        return _build_matrix_product(a, b, is_transposed=False, scale=scale)
 
-    def _is_square_transposed(self, name: str, others: set[bool]) -> bool:
+    def _is_square_transposed(self, name: str, orientations: set[bool]) -> bool:
         """Whether a square weight is of ``Conv1D``, which its shape does not tell."""
-        model_type = self.model.get("model_type")
+        model_type = self.model_config.get("model_type")
         if isinstance(model_type, str):
             return model_type in TRANSPOSED_LINEAR
-        if others - {self.config.fan_in_fan_out}:
+        if orientations - {self.config.fan_in_fan_out}:
             raise UnsupportedError(
-                f"it is square, and whether it is [out, in] or [in, out] is not known: {_NEEDS_CONFIG}", key=name
+                f"it is square, and whether it is [out, in] or [in, out] is not known: {_NO_CONFIG_REASON}", key=name
             )
         return self.config.fan_in_fan_out
 
-    def _of_experts(
-        self, name: str, shape: Shape, a: TensorEntry, b: TensorEntry, rank: int, scale: float, others: set[bool]
+    def _build_expert_product(
+        self, name: str, shape: Shape, a: TensorEntry, b: TensorEntry, rank: int, scale: float, orientations: set[bool]
     ) -> Product:
         """Experts in one tensor: ``A`` has a block of ``rank`` rows for each expert; in the columns of ``B`` the expert
         is the fast index."""
-        stack, rows, columns = shape
-        if (a.shape, b.shape) == ((rank * stack, columns), (rows, rank * stack)):
+        num_experts, rows, columns = shape
+        if (a.shape, b.shape) == ((rank * num_experts, columns), (rows, rank * num_experts)):
             is_transposed = False
         else:
             is_transposed = True
-            _check_shapes(name, shape, (a, b), ((rank * stack, rows), (columns, rank * stack)))
+            _check_shapes(name, shape, (a, b), ((rank * num_experts, rows), (columns, rank * num_experts)))
         if rows == columns:
-            is_transposed = self._are_square_experts_transposed(name, others)
+            is_transposed = self._are_square_experts_transposed(name, orientations)
         if is_transposed:
-            left = Factor(a, (stack, rank, rows), (0, 2, 1))
-            return Product(left, Factor(b, (columns, rank, stack), (2, 1, 0)), scale)
-        left = Factor(b, (rows, rank, stack), (2, 0, 1))
-        return Product(left, Factor(a, (stack, rank, columns), (0, 1, 2)), scale)
+            left = Factor(a, (num_experts, rank, rows), (0, 2, 1))
+            return Product(left, Factor(b, (columns, rank, num_experts), (2, 1, 0)), scale)
+        left = Factor(b, (rows, rank, num_experts), (2, 0, 1))
+        return Product(left, Factor(a, (num_experts, rank, columns), (0, 1, 2)), scale)
 
-    def _are_square_experts_transposed(self, name: str, others: set[bool]) -> bool:
-        model_type = self.model.get("model_type")
-        if len(others) == 1:
-            return next(iter(others))
+    def _are_square_experts_transposed(self, name: str, orientations: set[bool]) -> bool:
+        model_type = self.model_config.get("model_type")
+        if len(orientations) == 1:
+            return next(iter(orientations))
         if not isinstance(model_type, str):
             raise UnsupportedError(
-                f"its matrices are square, and whether they are [out, in] or [in, out] is not known: {_NEEDS_CONFIG}",
+                "its matrices are square, and whether they are [out, in] or [in, out] is not known: "
+                f"{_NO_CONFIG_REASON}",
                 key=name,
             )
         return model_type in TRANSPOSED_EXPERTS
 
 
-_NEEDS_CONFIG = "the base model has no config.json"
+_NO_CONFIG_REASON = "the base model has no config.json"
 
 
-def _ties(name: str, other: str) -> str:
+def _explain_tie(name: str, other: str) -> str:
     return (
         f"the base model ties {name} to {other}, and the adapter changes {name} on its own; "
         f"{option('untie', True)} writes both tensors, and tie_word_embeddings as false"
@@ -375,60 +407,69 @@ def _check_dtypes(name: str, weight: TensorEntry, parts: Mapping[str, TensorEntr
 
 
 def _check_shapes(
-    name: str, shape: Shape, pair: tuple[TensorEntry, TensorEntry], wanted: tuple[Shape, Shape] | None
+    name: str, shape: Shape, matrices: tuple[TensorEntry, TensorEntry], expected_shapes: tuple[Shape, Shape] | None
 ) -> None:
     """Raises UsageError unless both matrices have the shapes that are wanted; None if none would fit."""
-    found = tuple(entry.shape for entry in pair)
-    if found != wanted:
-        shown = " and ".join(str(list(each)) for each in found)
-        instead = " and ".join(str(list(each)) for each in wanted) if wanted else "matrices"
+    actual_shapes = tuple(entry.shape for entry in matrices)
+    if actual_shapes != expected_shapes:
+        actual_text = " and ".join(str(list(each)) for each in actual_shapes)
+        expected_text = " and ".join(str(list(each)) for each in expected_shapes) if expected_shapes else "matrices"
         raise UsageError(
-            f"the adapter is for another model: its A and B for {name} are {shown}, and by {list(shape)} in the base "
-            f"model and the rank in adapter_config.json they would be {instead}"
+            f"the adapter is for another model: its A and B for {name} are {actual_text}, and by {list(shape)} in "
+            f"the base model and the rank in adapter_config.json they would be {expected_text}"
         )
 
 
-def _of_matrices(a: TensorEntry, b: TensorEntry, *, is_transposed: bool, scale: float) -> Product:
+def _build_matrix_product(a: TensorEntry, b: TensorEntry, *, is_transposed: bool, scale: float) -> Product:
     """``B A``, or its transpose; dims of a convolution are columns."""
-    rank, outer, inner = a.shape[0], b.shape[0], prod(a.shape[1:])
-    first, second = Factor(b, (1, outer, rank), (0, 1, 2)), Factor(a, (1, rank, inner), (0, 1, 2))
+    rank, num_rows, num_columns = a.shape[0], b.shape[0], prod(a.shape[1:])
+    first, second = Factor(b, (1, num_rows, rank), (0, 1, 2)), Factor(a, (1, rank, num_columns), (0, 1, 2))
     if is_transposed:
-        first, second = Factor(a, (1, rank, inner), (0, 2, 1)), Factor(b, (1, outer, rank), (0, 2, 1))
+        first, second = Factor(a, (1, rank, num_columns), (0, 2, 1)), Factor(b, (1, num_rows, rank), (0, 2, 1))
     return Product(first, second, scale)
 
 
-def _bias(name: str, weight: TensorEntry, bias: TensorEntry, scale: float) -> Product:
+def _build_bias_product(name: str, weight: TensorEntry, bias: TensorEntry, scale: float) -> Product:
     """``lora_bias``: the bias of B is added to that of the module, times the scale."""
     if weight.shape != bias.shape or len(bias.shape) != 1:
         raise UsageError(f"the adapter is for another model: its bias for {name} is {list(bias.shape)}")
-    one = TensorEntry((1,), DType.FLOAT32, Kind.EXTRA, _ONE_TABLE)
-    return Product(Factor(bias, (1, bias.numel, 1), (0, 1, 2)), Factor(one, (1, 1, 1), (0, 1, 2)), scale)
+    ones_entry = TensorEntry((1,), DType.FLOAT32, Kind.EXTRA, _ONE_TABLE)
+    return Product(Factor(bias, (1, bias.numel, 1), (0, 1, 2)), Factor(ones_entry, (1, 1, 1), (0, 1, 2)), scale)
 
 
-def _like(name: str, entry: TensorEntry, before: TensorEntry) -> TensorEntry:
+def _cast_like_base(name: str, entry: TensorEntry, base_entry: TensorEntry) -> TensorEntry:
     """A tensor of the adapter in the place of one of the base model, in its dtype."""
-    if entry.shape != before.shape:
-        advice = "resize the base model's vocabulary first" if _is_of_vocabulary(name) else "it is for another model"
-        raise UsageError(f"{name} is {list(entry.shape)} in the adapter and {list(before.shape)} in the base; {advice}")
-    if entry.dtype is not before.dtype and not {entry.dtype, before.dtype} <= CASTABLE:
-        raise UnsupportedError(
-            f"it is {before.dtype.value} in the base and {entry.dtype.value} in the adapter", key=name
+    if entry.shape != base_entry.shape:
+        advice = (
+            "resize the base model's vocabulary first" if _is_vocabulary_tensor(name) else "it is for another model"
         )
-    return replace(entry.cast(before.dtype), kind=before.kind)
+        raise UsageError(
+            f"{name} is {list(entry.shape)} in the adapter and {list(base_entry.shape)} in the base; {advice}"
+        )
+    if entry.dtype is not base_entry.dtype and not {entry.dtype, base_entry.dtype} <= CASTABLE:
+        raise UnsupportedError(
+            f"it is {base_entry.dtype.value} in the base and {entry.dtype.value} in the adapter", key=name
+        )
+    return replace(entry.cast(base_entry.dtype), kind=base_entry.kind)
 
 
-def _is_of_vocabulary(name: str) -> bool:
+def _is_vocabulary_tensor(name: str) -> bool:
     return is_head(name) or is_embedding(name)
 
 
-def _added(name: str, entry: TensorEntry, product: Product, base: Manifest) -> WithProduct:
+def _build_sum(name: str, entry: TensorEntry, product: Product, base: Manifest) -> WithProduct:
     """The sum. A dequantized weight is rounded to its dtype first, as in a model that was dequantized before."""
     if entry.plus:
         raise UnsupportedError("something else is added to it already", key=name)
     return WithProduct.of(entry, product, is_rounded=not base.computed.keys().isdisjoint(entry.shards.files))
 
 
-def _merged(entry: TensorEntry, file: str) -> TensorEntry:
+def _build_merged_entry(entry: TensorEntry, file: str) -> TensorEntry:
     """The tensor whose elements are those of the computed ``file``."""
-    wide = DType.FLOAT64 if entry.dtype is DType.FLOAT64 else DType.FLOAT32
-    return replace(entry, shards=ShardTable.whole(entry.shape, wide, ByteRange(file, 0, entry.numel * wide.item_bytes)))
+    computed_dtype = DType.FLOAT64 if entry.dtype is DType.FLOAT64 else DType.FLOAT32
+    return replace(
+        entry,
+        shards=ShardTable.whole(
+            entry.shape, computed_dtype, ByteRange(file, 0, entry.numel * computed_dtype.item_bytes)
+        ),
+    )

@@ -12,23 +12,23 @@ import re
 from dataclasses import dataclass
 from enum import Enum
 
-PREFIX = "base_model.model."
+PEFT_PREFIX = "base_model.model."
 
-MATRICES = ("lora_A.weight", "lora_B.weight")
-EMBEDDING = ("lora_embedding_A", "lora_embedding_B")
-BIAS = "lora_B.bias"
-MAGNITUDE = "lora_magnitude_vector"
+MATRIX_PARTS = ("lora_A.weight", "lora_B.weight")
+EMBEDDING_PARTS = ("lora_embedding_A", "lora_embedding_B")
+BIAS_PART = "lora_B.bias"
+MAGNITUDE_PART = "lora_magnitude_vector"
 
-_LORA = re.compile(r"(.+)\.(lora_[A-Za-z_]+)((?:\.[^.]+){0,2})")
-_SAVED = re.compile(r"(.+)\.modules_to_save\.([^.]+)\.(.+)")
-_TOKENS = re.compile(r".*\.(?:token_adapter|trainable_tokens_\w+)(?:\..*)?")
+_LORA_NAME = re.compile(r"(.+)\.(lora_[A-Za-z_]+)((?:\.[^.]+){0,2})")
+_SAVED_NAME = re.compile(r"(.+)\.modules_to_save\.([^.]+)\.(.+)")
+_TOKENS_NAME = re.compile(r".*\.(?:token_adapter|trainable_tokens_\w+)(?:\..*)?")
 
 
-class Role(Enum):
+class PeftRole(Enum):
     """Role of a tensor in a model of PEFT."""
 
     LORA = "lora"
-    """A part of an adapter of LoRA; ``Named.part`` says which."""
+    """A part of an adapter of LoRA; ``ParsedName.part`` says which."""
     SAVED = "saved"
     """A tensor of a module that is trained whole; in a state alone."""
     ORIGINAL = "original"
@@ -40,47 +40,49 @@ class Role(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class ParsedName:
     """A name, read: ``name`` is that of the base model's tensor, of a part of LoRA that of its module, which may end
     with ``.base_layer`` where several parameters of a module have one. ``adapter`` is the name of the adapter, None in
     an adapter's file."""
 
-    role: Role
+    role: PeftRole
     name: str
     part: str = ""
     adapter: str | None = None
 
     @property
-    def in_file(self) -> str:
+    def file_name(self) -> str:
         """The name in an adapter's file."""
-        return f"{PREFIX}{self.name}.{self.part}" if self.role is Role.LORA else f"{PREFIX}{self.name}"
+        return f"{PEFT_PREFIX}{self.name}.{self.part}" if self.role is PeftRole.LORA else f"{PEFT_PREFIX}{self.name}"
 
 
-def read_name(name: str) -> Named:
+def parse_name(name: str) -> ParsedName:
     """``name``, with or without the prefix."""
-    bare = name.removeprefix(PREFIX)
-    if (saved := _SAVED.fullmatch(bare)) is not None:
-        return Named(Role.SAVED, f"{saved[1]}.{saved[3]}", adapter=saved[2])
-    if _TOKENS.fullmatch(bare):
-        return Named(Role.FOREIGN, bare)
-    if (found := _LORA.fullmatch(bare)) is not None:
-        return _lora(bare, found[1], found[2], found[3].split(".")[1:])
-    parts = bare.split(".")
-    role = Role.ORIGINAL if "original_module" in parts else Role.BASE
-    return Named(role, ".".join(part for part in parts if part not in ("base_layer", "original_module")))
+    bare_name = name.removeprefix(PEFT_PREFIX)
+    if (saved_match := _SAVED_NAME.fullmatch(bare_name)) is not None:
+        return ParsedName(PeftRole.SAVED, f"{saved_match[1]}.{saved_match[3]}", adapter=saved_match[2])
+    if _TOKENS_NAME.fullmatch(bare_name):
+        return ParsedName(PeftRole.FOREIGN, bare_name)
+    if (lora_match := _LORA_NAME.fullmatch(bare_name)) is not None:
+        return _parse_lora_name(bare_name, lora_match[1], lora_match[2], lora_match[3].split(".")[1:])
+    parts = bare_name.split(".")
+    role = PeftRole.ORIGINAL if "original_module" in parts else PeftRole.BASE
+    return ParsedName(role, ".".join(part for part in parts if part not in ("base_layer", "original_module")))
 
 
-def _lora(bare: str, module: str, part: str, rest: list[str]) -> Named:
+def _parse_lora_name(bare_name: str, module: str, part: str, suffix_parts: list[str]) -> ParsedName:
     """Modules of LoRA have a ``weight`` and perhaps a ``bias``, those of embeddings are parameters."""
-    if part in ("lora_A", "lora_B") and rest and rest[-1] in ("weight", "bias"):
-        return Named(Role.LORA, module, f"{part}.{rest[-1]}", rest[0] if len(rest) > 1 else None)
-    if part in EMBEDDING and len(rest) < 2:
-        return Named(Role.LORA, module, part, rest[0] if rest else None)
-    if part == MAGNITUDE and rest[1:] in ([], ["weight"]):
-        return Named(Role.LORA, module, part, rest[0] if rest else None)
-    return Named(Role.FOREIGN, bare)
+    if part in ("lora_A", "lora_B") and suffix_parts and suffix_parts[-1] in ("weight", "bias"):
+        return ParsedName(
+            PeftRole.LORA, module, f"{part}.{suffix_parts[-1]}", suffix_parts[0] if len(suffix_parts) > 1 else None
+        )
+    if part in EMBEDDING_PARTS and len(suffix_parts) < 2:
+        return ParsedName(PeftRole.LORA, module, part, suffix_parts[0] if suffix_parts else None)
+    if part == MAGNITUDE_PART and suffix_parts[1:] in ([], ["weight"]):
+        return ParsedName(PeftRole.LORA, module, part, suffix_parts[0] if suffix_parts else None)
+    return ParsedName(PeftRole.FOREIGN, bare_name)
 
 
-def bare_module(module: str) -> str:
+def get_base_module(module: str) -> str:
     """The module of the base model that a part of LoRA is for."""
     return ".".join(part for part in module.split(".") if part != "base_layer")

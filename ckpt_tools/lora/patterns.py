@@ -13,24 +13,24 @@ from typing import Any
 MAX_STEPS = 5e8
 """A pattern that may need more of them for all names takes minutes."""
 
-_PLAIN = re.compile(r"[\w.-]*")
+_PLAIN_NAME = re.compile(r"[\w.-]*")
 _PLAIN_STEPS = 100
 _MAX_CHOICES = 60
 
 
 @dataclass(frozen=True, slots=True)
-class Ends:
+class NameSuffixes:
     """Names that others end with."""
 
     names: Mapping[str, None] = field(default_factory=dict)
     lengths: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, names: Iterable[str]) -> Ends:
-        found = dict.fromkeys(names)
-        return cls(found, tuple(sorted(set(map(len, found)))))
+    def of(cls, names: Iterable[str]) -> NameSuffixes:
+        unique_names = dict.fromkeys(names)
+        return cls(unique_names, tuple(sorted(set(map(len, unique_names)))))
 
-    def ends(self, name: str, stop: int | None = None, *, after_dot: bool = True) -> bool:
+    def does_match_name(self, name: str, stop: int | None = None, *, after_dot: bool = True) -> bool:
         """Whether ``name``, up to ``stop``, is one of the names or ends with one; with ``after_dot`` after a dot."""
         stop = len(name) if stop is None else stop
         for length in self.lengths:
@@ -41,37 +41,37 @@ class Ends:
                 return True
         return False
 
-    def holds(self, module: str, *, after_dot: bool = True) -> bool:
+    def does_match_path(self, module: str, *, after_dot: bool = True) -> bool:
         """Whether ``module`` or one that it is in ends so."""
         stops = [*(at for at, letter in enumerate(module) if letter == "."), len(module)]
-        return bool(self.names) and any(self.ends(module, stop, after_dot=after_dot) for stop in stops)
+        return bool(self.names) and any(self.does_match_name(module, stop, after_dot=after_dot) for stop in stops)
 
 
-NO_ENDS = Ends()
+NO_SUFFIXES = NameSuffixes()
 
 
-class Patterns:
+class PatternValues:
     """``rank_pattern`` or ``alpha_pattern``, by PEFT's ``get_pattern_key``: each is a regular expression for the end of
     a name after a dot, or for all of it, and the first one counts. In a plain name any letter may stand for a dot, so
     such names are found by their parts, for each of the lengths that these have."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
-        self.values = values
-        self.plain: dict[tuple[int, ...], dict[tuple[str, ...], tuple[int, Any]]] = {}
+        self.values_by_pattern = values
+        self.plain_by_lengths: dict[tuple[int, ...], dict[tuple[str, ...], tuple[int, Any]]] = {}
         self.regexes: list[tuple[int, re.Pattern[str], Any]] = []
         for number, (pattern, value) in enumerate(values.items()):
-            if is_plain(pattern):
+            if is_plain_name(pattern):
                 parts = tuple(pattern.split("."))
-                self.plain.setdefault(tuple(map(len, parts)), {}).setdefault(parts, (number, value))
+                self.plain_by_lengths.setdefault(tuple(map(len, parts)), {}).setdefault(parts, (number, value))
             else:
                 self.regexes.append((number, re.compile(rf"(.*\.)?({pattern})$"), value))
 
-    def value(self, key: str, default: Any) -> Any:
-        found = [hit for lengths in self.plain if (hit := self._plain(key, lengths)) is not None]
-        found += islice(((number, value) for number, regex, value in self.regexes if regex.match(key)), 1)
-        return min(found)[1] if found else self.values.get(key, default)
+    def find_value(self, key: str, default: Any) -> Any:
+        hits = [hit for lengths in self.plain_by_lengths if (hit := self._find_plain_value(key, lengths)) is not None]
+        hits += islice(((number, value) for number, regex, value in self.regexes if regex.match(key)), 1)
+        return min(hits)[1] if hits else self.values_by_pattern.get(key, default)
 
-    def _plain(self, key: str, lengths: tuple[int, ...]) -> tuple[int, Any] | None:
+    def _find_plain_value(self, key: str, lengths: tuple[int, ...]) -> tuple[int, Any] | None:
         start = len(key) - sum(lengths) - len(lengths) + 1
         if start < 0 or (start and key[start - 1] != "."):
             return None
@@ -79,33 +79,33 @@ class Patterns:
         for length in lengths:
             parts.append(key[start : start + length])
             start += length + 1
-        return self.plain[lengths].get(tuple(parts))
+        return self.plain_by_lengths[lengths].get(tuple(parts))
 
-    def is_quick(self, names: Collection[str]) -> bool:
+    def is_fast_to_match(self, names: Collection[str]) -> bool:
         """Whether the values of all names are found in time."""
         regexes = [regex.pattern for _, regex, _ in self.regexes]
-        return _PLAIN_STEPS * len(self.plain) * len(names) <= MAX_STEPS and is_quick(regexes, names)
+        return _PLAIN_STEPS * len(self.plain_by_lengths) * len(names) <= MAX_STEPS and is_fast_to_match(regexes, names)
 
 
-def is_plain(pattern: str) -> bool:
-    return _PLAIN.fullmatch(pattern) is not None
+def is_plain_name(pattern: str) -> bool:
+    return _PLAIN_NAME.fullmatch(pattern) is not None
 
 
-def is_quick(patterns: Iterable[str], names: Collection[str]) -> bool:
+def is_fast_to_match(patterns: Iterable[str], names: Collection[str]) -> bool:
     """False if trying all ways to match all names may take more than ``MAX_STEPS``."""
     longest = max(map(len, names), default=0)
-    return sum(_num_steps(pattern, longest) for pattern in patterns) * len(names) <= MAX_STEPS
+    return sum(_count_steps(pattern, longest) for pattern in patterns) * len(names) <= MAX_STEPS
 
 
-def _num_steps(pattern: str, length: int) -> float:
+def _count_steps(pattern: str, length: int) -> float:
     """The most steps of matching a name: each repetition can end at any letter, and each group take any of its
     alternatives. Infinite for a repeated group, and for what begins with ``(?`` but for ``(?:``."""
-    plain = re.sub(r"\\.|\[\^?\]?[^\]]*\]", "x", pattern.removeprefix(r"(.*\.)?")).replace("(?:", "(")
-    choices = plain.count("(") + plain.count("?")
-    if choices > _MAX_CHOICES or re.search(r"\)[*+{]|\(\?", plain):
+    simplified = re.sub(r"\\.|\[\^?\]?[^\]]*\]", "x", pattern.removeprefix(r"(.*\.)?")).replace("(?:", "(")
+    choices = simplified.count("(") + simplified.count("?")
+    if choices > _MAX_CHOICES or re.search(r"\)[*+{]|\(\?", simplified):
         return float("inf")
-    alternatives = choices + plain.count("|") + plain.count("?")
-    repetitions = len(re.findall(r"[*+{]", plain)) + pattern.startswith(r"(.*\.)?")
-    ways = float(alternatives / choices) ** choices if choices else 1 + plain.count("|")
-    run = 1 + max(map(len, re.split(r"[*+?{}()|]", plain)))
-    return comb(length + repetitions, repetitions) * run * ways
+    alternatives = choices + simplified.count("|") + simplified.count("?")
+    repetitions = len(re.findall(r"[*+{]", simplified)) + pattern.startswith(r"(.*\.)?")
+    num_alternatives = float(alternatives / choices) ** choices if choices else 1 + simplified.count("|")
+    longest_literal = 1 + max(map(len, re.split(r"[*+?{}()|]", simplified)))
+    return comb(length + repetitions, repetitions) * longest_literal * num_alternatives

@@ -26,11 +26,11 @@ class Factor:
     axes: tuple[int, int, int]
 
     @property
-    def dims(self) -> Shape:
+    def stack_shape(self) -> Shape:
         """The shape of the stack."""
         return tuple(self.shape[axis] for axis in self.axes)
 
-    def of(self, elements: NDArray[Any]) -> NDArray[Any]:
+    def reshape_to_stack(self, elements: NDArray[Any]) -> NDArray[Any]:
         """The stack of matrices that the tensor's elements are."""
         return elements.reshape(self.shape).transpose(self.axes)
 
@@ -47,26 +47,26 @@ class Product:
     scale: float
 
     def __post_init__(self) -> None:
-        (stack, _, rank), (others, ranks, _) = self.left.dims, self.right.dims
+        (stack, _, rank), (others, ranks, _) = self.left.stack_shape, self.right.stack_shape
         assert (stack, rank) == (others, ranks), "the stacks fit each other"
 
     @property
-    def dims(self) -> Shape:
-        return (*self.left.dims[:2], self.right.dims[2])
+    def stack_shape(self) -> Shape:
+        return (*self.left.stack_shape[:2], self.right.stack_shape[2])
 
 
-class _Scratch(threading.local):
+class _ThreadBuffer(threading.local):
     """Memory of a thread. To allocate it for each product would take as long as the product: its pages are new."""
 
     memory = np.empty(0, np.float32)
 
-    def of(self, numel: int) -> NDArray[np.float32]:
+    def get_buffer(self, numel: int) -> NDArray[np.float32]:
         if len(self.memory) < numel:
             self.memory = np.empty(numel, np.float32)
         return self.memory[:numel]
 
 
-_SCRATCH = _Scratch()
+_THREAD_BUFFER = _ThreadBuffer()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,8 +83,10 @@ class WithProduct(Computed):
     def of(cls, weight: TensorEntry, product: Product, *, is_rounded: bool = False) -> WithProduct:
         """``weight`` with ``product`` added: to its stored elements, or if ``is_rounded`` to those of its dtype."""
         dtype = DType.FLOAT64 if weight.dtype is DType.FLOAT64 else DType.FLOAT32
-        is_widened = dtype is DType.FLOAT32 and weight.shards.dtype is DType.BFLOAT16  # by numpy, while it adds
-        operand = weight if is_rounded else weight.cast(DType.BFLOAT16 if is_widened else dtype)
+        is_widened_by_numpy = (
+            dtype is DType.FLOAT32 and weight.shards.dtype is DType.BFLOAT16
+        )  # by numpy, while it adds
+        operand = weight if is_rounded else weight.cast(DType.BFLOAT16 if is_widened_by_numpy else dtype)
         factors = (product.left.entry.cast(DType.FLOAT32), product.right.entry.cast(DType.FLOAT32))
         return cls(weight.shape, dtype, (operand, *factors), product)
 
@@ -96,27 +98,27 @@ class WithProduct(Computed):
         return True
 
     def compute(self, box: Box, parts: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
-        left, right = self.product.left.of(parts[1]), self.product.right.of(parts[2])
-        added, done = _SCRATCH.of(box.numel), 0
+        left, right = self.product.left.reshape_to_stack(parts[1]), self.product.right.reshape_to_stack(parts[2])
+        products, num_done = _THREAD_BUFFER.get_buffer(box.numel), 0
         with np.errstate(over="ignore", invalid="ignore"):
-            for matrices, rows, columns in self._blocks(box):
-                one, other = left[matrices, rows], right[matrices, :, columns]
-                dims = (*one.shape[:2], other.shape[2])
-                np.matmul(one, other, out=added[done : done + prod(dims)].reshape(dims))
-                done += prod(dims)
+            for matrices, rows, columns in self._iter_product_boxes(box):
+                left_block, right_block = left[matrices, rows], right[matrices, :, columns]
+                dims = (*left_block.shape[:2], right_block.shape[2])
+                np.matmul(left_block, right_block, out=products[num_done : num_done + prod(dims)].reshape(dims))
+                num_done += prod(dims)
             if self.product.scale != 1:
-                added *= np.float32(self.product.scale)
-        weight, room = (each.reshape(-1).view(np.uint8) for each in (parts[0], out))
-        cast_into(weight, self.operands[0].dtype, room.data, DType(out.dtype.name), plus=added)
+                products *= np.float32(self.product.scale)
+        weight_bytes, output_bytes = (each.reshape(-1).view(np.uint8) for each in (parts[0], out))
+        cast_into(weight_bytes, self.operands[0].dtype, output_bytes.data, DType(out.dtype.name), plus=products)
 
-    def _blocks(self, box: Box) -> Iterator[tuple[slice, slice, slice]]:
+    def _iter_product_boxes(self, box: Box) -> Iterator[tuple[slice, slice, slice]]:
         """The consecutive elements of ``box`` as boxes of the product."""
         start = flat_index(box.start, self.shape)
-        for part in from_flat(start, start + box.numel, self.product.dims):
+        for part in from_flat(start, start + box.numel, self.product.stack_shape):
             matrices, rows, columns = map(slice, part.start, part.stop)
             yield matrices, rows, columns
 
     @property
     def working_bytes(self) -> int:
-        factors = sum(each.numel for each in self.operands[1:])
-        return 2 * factors * 4 + 4 * MAX_PIECE * self.dtype.item_bytes
+        factor_numel = sum(each.numel for each in self.operands[1:])
+        return 2 * factor_numel * 4 + 4 * MAX_PIECE * self.dtype.item_bytes

@@ -127,12 +127,12 @@ def _folders(files: Iterable[str]) -> set[str]:
 
 def _adapter(source: Source, path: str, manifest: Manifest) -> Note:
     """Note on the adapter of PEFT (0.21) that the tensors are, or that is among them."""
-    from ckpt_tools.lora.names import Role, read_name
+    from ckpt_tools.lora.names import PeftRole, parse_name
 
-    roles = {read_name(key.fqn).role for key in manifest.tensors}
-    if roles == {Role.BASE} and not any(file.startswith("adapter_") for file in manifest.files):
+    roles = {parse_name(key.fqn).role for key in manifest.tensors}
+    if roles == {PeftRole.BASE} and not any(file.startswith("adapter_") for file in manifest.files):
         return not_part(path)
-    if Role.LORA in roles and any(".base_layer." in key.fqn for key in manifest.tensors):
+    if PeftRole.LORA in roles and any(".base_layer." in key.fqn for key in manifest.tensors):
         return Note(Outcome.DROPPED, path, "of the adapter among the tensors; copy this file beside them to use it")
     try:
         kind = _json(source, path).get("peft_type")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-class Run(NamedTuple):
+class DimensionRun(NamedTuple):
     """``size`` positions of a dim that follow one another both in the tensor and in the local piece."""
 
     local: int
@@ -27,7 +27,7 @@ class Run(NamedTuple):
     size: int
 
 
-def local_parts(tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, Box]]:
+def iter_local_views(tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, Box]]:
     """Views of this rank's memory, which together are its piece of ``tensor``, each with the box that it holds.
 
     Raises:
@@ -41,35 +41,35 @@ def local_parts(tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, Box]]:
         yield tensor.detach(), Box.whole(tuple(tensor.shape))
     elif tensor.device_mesh.get_coordinate() is not None:
         local = tensor.to_local().detach()
-        for runs in product(*(_runs(tensor, dim) for dim in range(tensor.ndim))):
+        for runs in product(*(_find_runs(tensor, dim) for dim in range(tensor.ndim))):
             box = Box(tuple(run.start for run in runs), tuple(run.start + run.size for run in runs))
             yield local[tuple(slice(run.local, run.local + run.size) for run in runs)], box
 
 
-def _runs(tensor: DTensor, dim: int) -> list[Run]:
+def _find_runs(tensor: DTensor, dim: int) -> list[DimensionRun]:
     if any(placement.is_partial() for placement in tensor.placements):
         raise UnsupportedError("a DTensor with a partial placement holds no elements to load")
-    cut = [getattr(placement, "dim", None) == dim for placement in tensor.placements]
-    if not any(cut):
-        return [Run(0, 0, tensor.shape[dim])]
-    return list(_consecutive(_positions(tensor, dim, cut)))
+    cut_mask = [getattr(placement, "dim", None) == dim for placement in tensor.placements]
+    if not any(cut_mask):
+        return [DimensionRun(0, 0, tensor.shape[dim])]
+    return list(_group_consecutive(_find_local_positions(tensor, dim, cut_mask)))
 
 
-def _positions(tensor: DTensor, dim: int, cut: list[bool]) -> list[int]:
+def _find_local_positions(tensor: DTensor, dim: int, cut_mask: list[bool]) -> list[int]:
     import torch
     from torch.distributed.tensor import Replicate, distribute_tensor
 
     shape = [-1 if other == dim else 1 for other in range(tensor.ndim)]
-    every = torch.arange(tensor.shape[dim]).reshape(shape)
-    placements = [own if is_cut else Replicate() for own, is_cut in zip(tensor.placements, cut, strict=True)]
-    own = distribute_tensor(every, tensor.device_mesh, placements, src_data_rank=None).to_local()
-    positions: list[int] = own.flatten().tolist()
+    all_positions = torch.arange(tensor.shape[dim]).reshape(shape)
+    placements = [own if is_cut else Replicate() for own, is_cut in zip(tensor.placements, cut_mask, strict=True)]
+    local_positions = distribute_tensor(all_positions, tensor.device_mesh, placements, src_data_rank=None).to_local()
+    positions: list[int] = local_positions.flatten().tolist()
     return positions
 
 
-def _consecutive(positions: list[int]) -> Iterator[Run]:
-    first = 0
-    for at in range(1, len(positions) + 1):
-        if at == len(positions) or positions[at] != positions[at - 1] + 1:
-            yield Run(first, positions[first], at - first)
-            first = at
+def _group_consecutive(positions: list[int]) -> Iterator[DimensionRun]:
+    run_start = 0
+    for position in range(1, len(positions) + 1):
+        if position == len(positions) or positions[position] != positions[position - 1] + 1:
+            yield DimensionRun(run_start, positions[run_start], position - run_start)
+            run_start = position

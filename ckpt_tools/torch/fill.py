@@ -37,17 +37,17 @@ SCRATCH_BYTES = 4 << 20
 """Size of each buffer of a tensor reader, for elements that are cast or that lie strided in their files."""
 
 
-def torch_dtype(dtype: DType) -> torch.dtype:
+def to_torch_dtype(dtype: DType) -> torch.dtype:
     """The same dtype of torch. Raises UnsupportedError where this torch has none."""
     import torch
 
-    found = getattr(torch, dtype.value, None)
-    if not isinstance(found, torch.dtype):
+    torch_type = getattr(torch, dtype.value, None)
+    if not isinstance(torch_type, torch.dtype):
         raise UnsupportedError(f"torch {torch.__version__} does not support {dtype.value}")
-    return found
+    return torch_type
 
 
-def tensor_of(elements: NDArray[Any], dtype: DType) -> torch.Tensor:
+def make_tensor(elements: NDArray[Any], dtype: DType) -> torch.Tensor:
     """``elements``, whose bytes are of ``dtype`` whatever numpy calls them, as a tensor.
 
     The memory is shared. It is copied only if the elements do not lie in row-major order, as after a step.
@@ -57,11 +57,11 @@ def tensor_of(elements: NDArray[Any], dtype: DType) -> torch.Tensor:
     """
     import torch
 
-    wanted = torch_dtype(dtype)
+    target_dtype = to_torch_dtype(dtype)
     if not elements.size:
-        return torch.empty(elements.shape, dtype=wanted)
-    raw = np.ascontiguousarray(elements).reshape(-1).view(np.uint8)
-    return torch.from_numpy(raw).view(wanted).reshape(elements.shape)
+        return torch.empty(elements.shape, dtype=target_dtype)
+    raw_bytes = np.ascontiguousarray(elements).reshape(-1).view(np.uint8)
+    return torch.from_numpy(raw_bytes).view(target_dtype).reshape(elements.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,86 +74,88 @@ class TensorFill:
     name: str
 
 
-def fill_all(fillings: Iterable[TensorFill], tensor_reader: TensorReader) -> None:
+def fill_targets(fills: Iterable[TensorFill], tensor_reader: TensorReader) -> None:
     """Fill every target, several at a time, the largest first: no thread is left alone with one of them at the end.
 
     Raises:
         UnsupportedError: a stored dtype cannot become that of its target. StoreError, FormatError: reading failed.
     """
-    largest_first = sorted(fillings, key=lambda filling: filling.target.nbytes, reverse=True)
+    largest_first = sorted(fills, key=lambda filling: filling.target.nbytes, reverse=True)
     with ThreadPoolExecutor(NUM_READERS) as pool:
-        for _ in pool.map(lambda filling: fill(filling, tensor_reader), largest_first):
+        for _ in pool.map(lambda filling: fill_target(filling, tensor_reader), largest_first):
             pass
 
 
-def fill(filling: TensorFill, tensor_reader: TensorReader) -> None:
-    """Write the elements into the target, cast to its dtype. Raises as ``fill_all`` does."""
+def fill_target(tensor_fill: TensorFill, tensor_reader: TensorReader) -> None:
+    """Write the elements into the target, cast to its dtype. Raises as ``fill_targets`` does."""
     import torch
 
-    dtype = _read_dtype(filling)
+    dtype = _choose_read_dtype(tensor_fill)
     with torch.no_grad():
-        _fill(filling.target.detach(), tensor_reader, filling.entry.cast(dtype), filling.box)
+        _fill_box(tensor_fill.target.detach(), tensor_reader, tensor_fill.entry.cast(dtype), tensor_fill.box)
 
 
-def read_whole(entry: TensorEntry, tensor_reader: TensorReader, *, name: str) -> torch.Tensor:
+def read_tensor(entry: TensorEntry, tensor_reader: TensorReader, *, name: str) -> torch.Tensor:
     """A whole tensor in the host's memory, in its own dtype."""
     import torch
 
-    tensor = torch.empty(entry.shape, dtype=torch_dtype(entry.dtype))
-    fill(TensorFill(tensor, entry, Box.whole(entry.shape), name), tensor_reader)
+    tensor = torch.empty(entry.shape, dtype=to_torch_dtype(entry.dtype))
+    fill_target(TensorFill(tensor, entry, Box.whole(entry.shape), name), tensor_reader)
     return tensor
 
 
-def _read_dtype(filling: TensorFill) -> DType:
+def _choose_read_dtype(tensor_fill: TensorFill) -> DType:
     """The type to read: the wanted one where we cast to it, else the stored one if torch casts without loss of kind.
 
     Elements of 8 bits are not cast to floats of another type: they may be quantized, and lack their scales then.
     """
     import torch
 
-    stored, wanted = filling.entry.dtype, filling.target.dtype
-    found = from_torch(str(wanted).removeprefix("torch."))
-    if found is stored or (found is not None and {stored, found} <= CASTABLE):
-        return found
-    if not (is_small(stored) and wanted.is_floating_point) and torch.can_cast(torch_dtype(stored), wanted):
+    stored, target_dtype = tensor_fill.entry.dtype, tensor_fill.target.dtype
+    castable_dtype = from_torch(str(target_dtype).removeprefix("torch."))
+    if castable_dtype is stored or (castable_dtype is not None and {stored, castable_dtype} <= CASTABLE):
+        return castable_dtype
+    if not (is_small(stored) and target_dtype.is_floating_point) and torch.can_cast(
+        to_torch_dtype(stored), target_dtype
+    ):
         return stored
     advice = f"; {option('dequantize', True)} uses its scales" if is_small(stored) else ""
     raise UnsupportedError(
-        f"it is stored as {stored.value}, which cannot be cast to {wanted}{advice}", key=filling.name
+        f"it is stored as {stored.value}, which cannot be cast to {target_dtype}{advice}", key=tensor_fill.name
     )
 
 
-def _fill(target: torch.Tensor, tensor_reader: TensorReader, entry: TensorEntry, box: Box) -> None:
+def _fill_box(target: torch.Tensor, tensor_reader: TensorReader, entry: TensorEntry, box: Box) -> None:
     import torch
 
-    dtype = torch_dtype(entry.dtype)
+    dtype = to_torch_dtype(entry.dtype)
     if not box.numel:
         return
     if target.device.type == "cpu" and target.is_contiguous() and target.dtype == dtype:
-        room = _bytes_of(target)
-        populate(np.frombuffer(room, np.uint8))
-        tensor_reader.read(entry, box, entry.shape, 0, box.numel, room)
+        target_bytes = _view_bytes(target)
+        populate(np.frombuffer(target_bytes, np.uint8))
+        tensor_reader.read(entry, box, entry.shape, 0, box.numel, target_bytes)
     elif box.numel * entry.dtype.item_bytes > BLOCK_BYTES:
-        for part in _halves(box):
-            origin = part.relative_to(box.start)
-            _fill(target[tuple(map(slice, origin.start, origin.stop))], tensor_reader, entry, part)
+        for half in _split_box(box):
+            origin = half.relative_to(box.start)
+            _fill_box(target[tuple(map(slice, origin.start, origin.stop))], tensor_reader, entry, half)
     else:
-        block = torch.empty(box.shape, dtype=dtype)
-        tensor_reader.read(entry, box, entry.shape, 0, box.numel, _bytes_of(block))
-        target.copy_(block)
+        staging_block = torch.empty(box.shape, dtype=dtype)
+        tensor_reader.read(entry, box, entry.shape, 0, box.numel, _view_bytes(staging_block))
+        target.copy_(staging_block)
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def _view_bytes(tensor: torch.Tensor) -> memoryview:
     import torch
 
     data: Any = tensor.reshape(-1).view(torch.uint8).numpy()
     return memoryview(data)
 
 
-def _halves(box: Box) -> tuple[Box, Box]:
+def _split_box(box: Box) -> tuple[Box, Box]:
     dim = box.shape.index(max(box.shape))
-    middle = (box.start[dim] + box.stop[dim]) // 2
+    midpoint = (box.start[dim] + box.stop[dim]) // 2
     return (
-        Box(box.start, (*box.stop[:dim], middle, *box.stop[dim + 1 :])),
-        Box((*box.start[:dim], middle, *box.start[dim + 1 :]), box.stop),
+        Box(box.start, (*box.stop[:dim], midpoint, *box.stop[dim + 1 :])),
+        Box((*box.start[:dim], midpoint, *box.start[dim + 1 :]), box.stop),
     )

@@ -30,9 +30,9 @@ from ckpt_tools.formats.state_dict.from_deepspeed import user_entries
 from ckpt_tools.reading.checkpoint import check_reading, recipe_step
 from ckpt_tools.runs.opening import named, read_checkpoint
 from ckpt_tools.stores.urls import check_storage_options
-from ckpt_tools.torch.dtensors import local_parts
-from ckpt_tools.torch.fill import SCRATCH_BYTES, TensorFill, fill_all, read_whole
-from ckpt_tools.torch.revive import revive
+from ckpt_tools.torch.dtensors import iter_local_views
+from ckpt_tools.torch.fill import SCRATCH_BYTES, TensorFill, fill_targets, read_tensor
+from ckpt_tools.torch.revive import revive_value
 from ckpt_tools.transfer.computing import with_made_files
 from ckpt_tools.transfer.equality import check_equal
 from ckpt_tools.transfer.tensor_reader import TensorReader
@@ -40,7 +40,7 @@ from ckpt_tools.transfer.tensor_reader import TensorReader
 if TYPE_CHECKING:
     import torch
 
-KEPT_OPTIONS = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
+DEVICE_OPTIONS = frozenset({"params", "foreach", "fused", "capturable", "differentiable"})
 """Options of a param group that depend on the job's device and not on the checkpoint."""
 
 DEEPSPEED_OPTIONS = frozenset({"bias_correction", "step"})
@@ -49,7 +49,7 @@ DEEPSPEED_OPTIONS = frozenset({"bias_correction", "step"})
 BITSANDBYTES_STATE = "__bnb_optimizer_quant_state__"
 """Where the optimizers of bitsandbytes put quantized state in their state dicts (optim/optimizer.py)."""
 
-MAX_NAMED = 5
+MAX_LISTED_NAMES = 5
 """Names that an error lists of each kind."""
 
 
@@ -106,56 +106,63 @@ def load_into(
         >>> model["encoder"].weight[1, :3].tolist()
         [8.0, 9.0, 10.0]
     """
-    chosen = ConvertOptions(**given)
-    options = replace(chosen.reading, state="model" if optimizer is None else "all")
-    stores = chosen.storage_options
-    check_storage_options(stores, url)
-    check([OF_RECIPES], chosen.given, Case(has_recipe=chosen.needs_config))
-    url = named(url, stores)
-    source, manifest = read_checkpoint(url, options, format_name=chosen.from_, storage_options=stores)
-    check_reading(manifest, options)
-    recipe = recipe_step(url, source, manifest, chosen)
+    convert_options = ConvertOptions(**given)
+    read_options = replace(convert_options.reading, state="model" if optimizer is None else "all")
+    storage_options = convert_options.storage_options
+    check_storage_options(storage_options, url)
+    check([OF_RECIPES], convert_options.given, Case(has_recipe=convert_options.needs_config))
+    url = named(url, storage_options)
+    source, manifest = read_checkpoint(
+        url, read_options, format_name=convert_options.from_, storage_options=storage_options
+    )
+    check_reading(manifest, read_options)
+    recipe = recipe_step(url, source, manifest, convert_options)
     if optimizer is None and recipe is None:
         manifest = replace(manifest, parted="")  # The weights alone.
     manifest, _ = transforms.without_wrappers(manifest)
-    manifest = apply_options(manifest, chosen, whole=True, holds_masters=False, recipe=recipe).manifest
+    manifest = apply_options(manifest, convert_options, whole=True, holds_masters=False, recipe=recipe).manifest
     if manifest.tree is not None:  # A job has masters where it saved them.
         tensors = {StateKey(key.fqn, manifest.tree.slot_name(key.slot)): e for key, e in manifest.tensors.items()}
         manifest = replace(manifest, tensors=tensors)
     store = with_made_files(source.store, manifest)
     check_equal(manifest, store)
-    others = frozenset(manifest.aliases.get(name, name) for name in elsewhere)
-    loader = _Loader(manifest, TensorReader(store, SCRATCH_BYTES), _Problems(), others.union(elsewhere), dry_run)
-    targets = list(loader.model_targets(model))
-    extra_states = list(loader.extra_states(model))
-    loader.problems.check()
+    elsewhere_owners = frozenset(manifest.aliases.get(name, name) for name in elsewhere)
+    loader = _CheckpointLoader(
+        manifest, TensorReader(store, SCRATCH_BYTES), _MismatchCollector(), elsewhere_owners.union(elsewhere), dry_run
+    )
+    targets = list(loader.find_model_targets(model))
+    extra_states = list(loader.find_extra_states(model))
+    loader.problems.raise_if_any()
     if dry_run:
         return {}
     if optimizer is not None:
-        _OptimizerLoader(loader, optimizer, _parameter_names(model)).load(model)
-    loader.fill(targets)
+        _OptimizerLoader(loader, optimizer, _map_parameter_names(model)).load_state(model)
+    loader.fill_targets(targets)
     for module, value in extra_states:
         module.set_extra_state(value)
     extras, _ = user_entries(manifest)
     loader.tensor_reader.finish()
-    return {name: revive(value, tensor=loader.whole, unknown=lambda inert: inert) for name, value in extras.items()}
+    return {
+        name: revive_value(value, load_tensor=loader.read_tensor, handle_unknown=lambda inert: inert)
+        for name, value in extras.items()
+    }
 
 
 @dataclass(frozen=True, slots=True)
-class _Problems:
-    found: dict[str, list[str]] = field(default_factory=dict)
+class _MismatchCollector:
+    names_by_problem: dict[str, list[str]] = field(default_factory=dict)
 
-    def add(self, kind: str, names: Iterable[str]) -> None:
-        self.found.setdefault(kind, []).extend(names)
+    def add_names(self, kind: str, names: Iterable[str]) -> None:
+        self.names_by_problem.setdefault(kind, []).extend(names)
 
-    def check(self) -> None:
-        parts = [f"{kind}: {listed(names, MAX_NAMED)}" for kind, names in self.found.items() if names]
+    def raise_if_any(self) -> None:
+        parts = [f"{kind}: {listed(names, MAX_LISTED_NAMES)}" for kind, names in self.names_by_problem.items() if names]
         if parts:
             raise UsageError(f"the checkpoint does not fit the model: {'; '.join(parts)}")
 
 
 @dataclass(frozen=True, slots=True)
-class _Target:
+class _LoadTarget:
     """A tensor of the job, and the tensor of the checkpoint that it takes."""
 
     tensor: torch.Tensor
@@ -164,81 +171,90 @@ class _Target:
 
 
 @dataclass(frozen=True, slots=True)
-class _Loader:
+class _CheckpointLoader:
     manifest: Manifest
     tensor_reader: TensorReader
-    problems: _Problems
+    problems: _MismatchCollector
     elsewhere: frozenset[str]
     dry_run: bool
 
-    def model_targets(self, model: torch.nn.Module) -> Iterator[_Target]:
+    def find_model_targets(self, model: torch.nn.Module) -> Iterator[_LoadTarget]:
         """Every tensor that the model saves, each once, whatever its names."""
-        known = set(self.elsewhere)
-        for tensor, names in _saved_tensors(model):
-            key = self.key(names, WEIGHT)
-            known.update(names)
+        known_names = set(self.elsewhere)
+        for tensor, names in _list_saved_tensors(model):
+            key = self.find_key(names, WEIGHT)
+            known_names.update(names)
             if key is None:
-                self.problems.add("not in the checkpoint", names[:1])
+                self.problems.add_names("not in the checkpoint", names[:1])
             else:
-                known.add(key.fqn)
-                yield from self.target(tensor, key, names[0])
+                known_names.add(key.fqn)
+                yield from self.match_target(tensor, key, names[0])
         stored = self.manifest.of_kind(Kind.PARAMETER, Kind.BUFFER)
-        left = [key.fqn for key in stored if key.fqn not in known and not is_extra_state(key.fqn)]
-        self.problems.add("not in the model", left)
+        unexpected = [key.fqn for key in stored if key.fqn not in known_names and not is_extra_state(key.fqn)]
+        self.problems.add_names("not in the model", unexpected)
 
-    def extra_states(self, model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, Any]]:
+    def find_extra_states(self, model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, Any]]:
         """Each module with a ``get_extra_state`` of its own, and what it returned when it was saved."""
-        paths = {bare: path for path, bare in bare_names(model.state_dict()).items() if is_extra_state(bare)}
+        paths_by_name = {bare: path for path, bare in bare_names(model.state_dict()).items() if is_extra_state(bare)}
         values = {key.fqn: value for key, value in self.manifest.values.items() if key.slot == WEIGHT}
         tensors = {key.fqn: TensorRef(key) for key in self.manifest.of_kind(Kind.BUFFER) if is_extra_state(key.fqn)}
         stored = {**values, **tensors}
-        self.problems.add("not in the checkpoint", [name for name in paths if name not in stored])
-        self.problems.add("not in the model", [name for name in stored if name not in {*paths, *self.elsewhere}])
-        for name in paths.keys() & stored.keys():
-            module = model.get_submodule(paths[name].rpartition(".")[0])
-            yield module, None if self.dry_run else revive(stored[name], tensor=self.whole, unknown=_refuse)
+        self.problems.add_names("not in the checkpoint", [name for name in paths_by_name if name not in stored])
+        self.problems.add_names(
+            "not in the model", [name for name in stored if name not in {*paths_by_name, *self.elsewhere}]
+        )
+        for name in paths_by_name.keys() & stored.keys():
+            module = model.get_submodule(paths_by_name[name].rpartition(".")[0])
+            yield (
+                module,
+                None
+                if self.dry_run
+                else revive_value(stored[name], load_tensor=self.read_tensor, handle_unknown=_refuse_object),
+            )
 
-    def key(self, names: Iterable[str], slot: str) -> StateKey | None:
-        found = (StateKey(self.manifest.aliases.get(name, name), slot) for name in names)
-        return next((key for key in found if key in self.manifest.tensors), None)
+    def find_key(self, names: Iterable[str], slot: str) -> StateKey | None:
+        candidates = (StateKey(self.manifest.aliases.get(name, name), slot) for name in names)
+        return next((key for key in candidates if key in self.manifest.tensors), None)
 
-    def target(self, tensor: torch.Tensor, key: StateKey, name: str) -> Iterator[_Target]:
+    def match_target(self, tensor: torch.Tensor, key: StateKey, name: str) -> Iterator[_LoadTarget]:
         shape = self.manifest.tensors[key].shape
         if tuple(tensor.shape) != shape:
-            self.problems.add("shape mismatch", [f"{name} (checkpoint {list(shape)}, model {list(tensor.shape)})"])
+            self.problems.add_names(
+                "shape mismatch", [f"{name} (checkpoint {list(shape)}, model {list(tensor.shape)})"]
+            )
         elif tensor.device.type == "meta" and not self.dry_run:
-            self.problems.add("still on the meta device", [name])
+            self.problems.add_names("still on the meta device", [name])
         else:
-            yield _Target(tensor, key, name)
+            yield _LoadTarget(tensor, key, name)
 
-    def fill(self, targets: Iterable[_Target]) -> None:
-        fillings = (
-            TensorFill(part, self.manifest.tensors[target.key], box, target.name)
+    def fill_targets(self, targets: Iterable[_LoadTarget]) -> None:
+        fills = (
+            TensorFill(local_view, self.manifest.tensors[target.key], box, target.name)
             for target in targets
-            for part, box in local_parts(target.tensor)
+            for local_view, box in iter_local_views(target.tensor)
         )
-        fill_all(fillings, self.tensor_reader)
+        fill_targets(fills, self.tensor_reader)
 
-    def whole(self, ref: TensorRef) -> torch.Tensor:
-        return read_whole(self.manifest.tensors[ref.key], self.tensor_reader, name=str(ref.key))
+    def read_tensor(self, ref: TensorRef) -> torch.Tensor:
+        return read_tensor(self.manifest.tensors[ref.key], self.tensor_reader, name=str(ref.key))
 
 
-def _saved_tensors(model: torch.nn.Module) -> list[tuple[torch.Tensor, list[str]]]:
+def _list_saved_tensors(model: torch.nn.Module) -> list[tuple[torch.Tensor, list[str]]]:
     """Parameters and persistent buffers, each with all its names."""
     import torch
 
-    found: dict[int, tuple[torch.Tensor, list[str]]] = {}
-    state = model.state_dict(keep_vars=True)
-    for name, value in zip(bare_names(state).values(), state.values(), strict=True):
+    tensors_by_id: dict[int, tuple[torch.Tensor, list[str]]] = {}
+    state_dict = model.state_dict(keep_vars=True)
+    for name, value in zip(bare_names(state_dict).values(), state_dict.values(), strict=True):
         if isinstance(value, torch.Tensor) and not is_extra_state(name):
-            found.setdefault(id(value), (value, []))[1].append(name)
-    return list(found.values())
+            tensors_by_id.setdefault(id(value), (value, []))[1].append(name)
+    return list(tensors_by_id.values())
 
 
-def _parameter_names(model: torch.nn.Module) -> dict[int, list[str]]:
-    named = dict(model.named_parameters(remove_duplicate=False))
+def _map_parameter_names(model: torch.nn.Module) -> dict[int, list[str]]:
+    parameters = dict(model.named_parameters(remove_duplicate=False))
     names: dict[int, list[str]] = {}
-    for name, parameter in zip(bare_names(named).values(), named.values(), strict=True):
+    for name, parameter in zip(bare_names(parameters).values(), parameters.values(), strict=True):
         names.setdefault(id(parameter), []).append(name)
     return names
 
@@ -251,32 +267,37 @@ NewValue = tuple[dict[Any, Any], Any, Any]
 class _OptimizerLoader:
     """Loads the state of one optimizer; ``names`` are those of the model's parameters by id."""
 
-    loader: _Loader
+    loader: _CheckpointLoader
     optimizer: torch.optim.Optimizer
-    names: Mapping[int, list[str]]
-    targets: list[_Target] = field(default_factory=list)
+    parameter_names: Mapping[int, list[str]]
+    targets: list[_LoadTarget] = field(default_factory=list)
 
-    def load(self, model: torch.nn.Module) -> None:
+    def load_state(self, model: torch.nn.Module) -> None:
         groups: list[dict[str, Any]] = self.optimizer.param_groups
-        options = [self._options(number, group) for number, group in enumerate(groups)]
-        self.loader.problems.check()
-        is_initialized = self._initialize(model)
-        stored = self._stored_state()
-        values = [
-            value for parameter in self._parameters() for value in self._new_values(parameter, stored, is_initialized)
+        options_by_group = [self._find_group_options(number, group) for number, group in enumerate(groups)]
+        self.loader.problems.raise_if_any()
+        is_initialized = self._initialize_state(model)
+        stored_state = self._collect_stored_state()
+        new_values = [
+            value
+            for parameter in self._iter_parameters()
+            for value in self._iter_new_values(parameter, stored_state, is_initialized)
         ]
-        left = [
-            f"{fqn} ({slot})" for fqn, slots in stored.items() if fqn not in self.loader.elsewhere for slot in slots
+        unexpected = [
+            f"{fqn} ({slot})"
+            for fqn, slots in stored_state.items()
+            if fqn not in self.loader.elsewhere
+            for slot in slots
         ]
-        self.loader.problems.add("not in the optimizer", left)
-        self.loader.problems.check()
-        self.loader.fill(self.targets)
-        for holder, key, value in values:
+        self.loader.problems.add_names("not in the optimizer", unexpected)
+        self.loader.problems.raise_if_any()
+        self.loader.fill_targets(self.targets)
+        for holder, key, value in new_values:
             holder[key] = value
-        for group, found in zip(groups, options, strict=True):
-            self._set_options(group, found)
+        for group, group_options in zip(groups, options_by_group, strict=True):
+            self._set_options(group, group_options)
 
-    def _initialize(self, model: torch.nn.Module) -> bool:
+    def _initialize_state(self, model: torch.nn.Module) -> bool:
         """Have the optimizer make its state, and return whether it could: a step that needs a closure, as that of
         LBFGS, cannot be tried. torch does it with a step of no gradient at a learning rate of zero. Optimizers count
         their steps in attributes too."""
@@ -284,12 +305,12 @@ class _OptimizerLoader:
 
         if self.optimizer.state:
             return True
-        if any(p.grad is not None for p in self._parameters()):
+        if any(p.grad is not None for p in self._iter_parameters()):
             raise UsageError("the optimizer has no state yet but there are gradients; load before backward()")
         closure = signature(self.optimizer.step).parameters.get("closure")
         if closure is not None and closure.default is Parameter.empty:
             return False
-        counts = {name: value for name, value in vars(self.optimizer).items() if isinstance(value, int | float)}
+        step_counts = {name: value for name, value in vars(self.optimizer).items() if isinstance(value, int | float)}
         try:
             get_optimizer_state_dict(model, self.optimizer)
         except Exception as error:
@@ -297,81 +318,83 @@ class _OptimizerLoader:
                 f"{type(self.optimizer).__name__} cannot make its state by a step without gradients "
                 f"({type(error).__name__}: {error}); step it once before its state is loaded"
             ) from error
-        vars(self.optimizer).update(counts)
+        vars(self.optimizer).update(step_counts)
         return True
 
-    def _parameters(self) -> Iterator[torch.Tensor]:
+    def _iter_parameters(self) -> Iterator[torch.Tensor]:
         for group in self.optimizer.param_groups:
             yield from group["params"]
 
-    def _stored_state(self) -> dict[str, dict[str, Any]]:
+    def _collect_stored_state(self) -> dict[str, dict[str, Any]]:
         """The checkpoint's values of each parameter's state by slot, those that bitsandbytes packs like all others."""
-        manifest, found = self.loader.manifest, defaultdict[str, dict[str, Any]](dict)
-        inside = {ref.key for ref in references(list(manifest.values.values()))}
+        manifest, state_by_name = self.loader.manifest, defaultdict[str, dict[str, Any]](dict)
+        referenced_keys = {ref.key for ref in references(list(manifest.values.values()))}
         for key in manifest.of_kind(Kind.STATE):
-            if key not in inside:
-                found[key.fqn][key.slot] = TensorRef(key)
+            if key not in referenced_keys:
+                state_by_name[key.fqn][key.slot] = TensorRef(key)
         for key, value in manifest.values.items():
             if key.slot != WEIGHT:
-                found[key.fqn].update(value if key.slot == BITSANDBYTES_STATE else {key.slot: value})
-        return found
+                state_by_name[key.fqn].update(value if key.slot == BITSANDBYTES_STATE else {key.slot: value})
+        return state_by_name
 
-    def _new_values(
-        self, parameter: torch.Tensor, stored: Mapping[str, dict[str, Any]], is_initialized: bool
+    def _iter_new_values(
+        self, parameter: torch.Tensor, stored_state: Mapping[str, dict[str, Any]], is_initialized: bool
     ) -> Iterator[NewValue]:
         """The values that are not filled in place. Takes what the parameter has out of ``stored``."""
         aliases = self.loader.manifest.aliases
-        fqns = [aliases.get(name, name) for name in self.names[id(parameter)]]
-        slots: dict[str, Any] = next((stored[fqn] for fqn in fqns if fqn in stored), {})
-        live = self.optimizer.state.get(parameter, {}) if is_initialized else dict.fromkeys(slots)
-        for key, value in live.items():
-            if str(key) in slots:
-                made = self._merge(value, slots.pop(str(key)), parameter)
-                if made is not value or not is_initialized:
-                    yield self.optimizer.state[parameter], key, made
+        fqns = [aliases.get(name, name) for name in self.parameter_names[id(parameter)]]
+        stored_slots: dict[str, Any] = next((stored_state[fqn] for fqn in fqns if fqn in stored_state), {})
+        live_state = self.optimizer.state.get(parameter, {}) if is_initialized else dict.fromkeys(stored_slots)
+        for key, value in live_state.items():
+            if str(key) in stored_slots:
+                new_value = self._merge_value(value, stored_slots.pop(str(key)), parameter)
+                if new_value is not value or not is_initialized:
+                    yield self.optimizer.state[parameter], key, new_value
             elif parameter.numel():
-                self.loader.problems.add("optimizer state not in the checkpoint", [f"{fqns[0]} ({key})"])
+                self.loader.problems.add_names("optimizer state not in the checkpoint", [f"{fqns[0]} ({key})"])
 
-    def _merge(self, live: Any, stored: Any, parameter: torch.Tensor) -> Any:
+    def _merge_value(self, live: Any, stored: Any, parameter: torch.Tensor) -> Any:
         """The value to keep: ``live``, whose tensors are to be filled in place, or one made of ``stored``."""
         import torch
         from torch.distributed.tensor import DTensor
 
         if isinstance(stored, TensorRef):
             if isinstance(live, torch.Tensor):
-                self.targets.extend(self.loader.target(live, stored.key, str(stored.key)))
+                self.targets.extend(self.loader.match_target(live, stored.key, str(stored.key)))
                 return live
             number = literal_number(self.loader.manifest, self.loader.manifest.tensors[stored.key])
             if number is not None or isinstance(live, int | float):
-                number = self.loader.whole(stored).item() if number is None else number
+                number = self.loader.read_tensor(stored).item() if number is None else number
                 return type(live)(number) if isinstance(live, int | float) else number
             if isinstance(parameter, DTensor):
-                self.loader.problems.add(
+                self.loader.problems.add_names(
                     "optimizer state that the job has not made and whose placement is unknown", [str(stored.key)]
                 )
                 return live
-            return self.loader.whole(stored).to(parameter.device)
+            return self.loader.read_tensor(stored).to(parameter.device)
         if isinstance(live, list) and isinstance(stored, list) and len(live) == len(stored):
-            return [self._merge(*pair, parameter) for pair in zip(live, stored, strict=True)]
+            return [self._merge_value(*pair, parameter) for pair in zip(live, stored, strict=True)]
         if isinstance(live, dict) and isinstance(stored, dict) and set(map(str, live)) == set(map(str, stored)):
-            by_text = {str(key): value for key, value in stored.items()}
-            return {key: self._merge(value, by_text[str(key)], parameter) for key, value in live.items()}
-        return revive(stored, tensor=lambda ref: self._merge(None, ref, parameter), unknown=_refuse)
+            stored_by_text = {str(key): value for key, value in stored.items()}
+            return {key: self._merge_value(value, stored_by_text[str(key)], parameter) for key, value in live.items()}
+        return revive_value(
+            stored, load_tensor=lambda ref: self._merge_value(None, ref, parameter), handle_unknown=_refuse_object
+        )
 
-    def _options(self, number: int, group: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _find_group_options(self, group_index: int, group: Mapping[str, Any]) -> Mapping[str, Any]:
         """The hyperparameters of the checkpoint's group that the parameters of a group are in."""
         problems, manifest = self.loader.problems, self.loader.manifest
-        if any(id(parameter) not in self.names for parameter in group["params"]):
-            problems.add("parameters not in the model", [f"group {number}"])
+        if any(id(parameter) not in self.parameter_names for parameter in group["params"]):
+            problems.add_names("parameters not in the model", [f"group {group_index}"])
         if not manifest.groups and not manifest.of_kind(Kind.STATE):
-            problems.add("not in the checkpoint", ["the state of an optimizer"])
-        names = {name for parameter in group["params"] for name in self.names.get(id(parameter), [])}
-        found = [theirs.options for theirs in manifest.groups if names & self._members(theirs)]
-        if any(options != found[0] for options in found):
-            problems.add("groups that mix different hyperparameters of the checkpoint", [f"group {number}"])
-        return found[0] if found else {}
+            problems.add_names("not in the checkpoint", ["the state of an optimizer"])
+        names = {name for parameter in group["params"] for name in self.parameter_names.get(id(parameter), [])}
+        matching_options = [theirs.options for theirs in manifest.groups if names & self._find_group_members(theirs)]
+        if any(options != matching_options[0] for options in matching_options):
+            problems.add_names("groups that mix different hyperparameters of the checkpoint", [f"group {group_index}"])
+        return matching_options[0] if matching_options else {}
 
-    def _members(self, group: ParamGroup) -> set[str]:
+    def _find_group_members(self, group: ParamGroup) -> set[str]:
         aliases = self.loader.manifest.aliases
         owners = {aliases.get(name, name) for name in group.params}
         return owners | {alias for alias, owner in aliases.items() if owner in owners}
@@ -380,22 +403,24 @@ class _OptimizerLoader:
         import torch
 
         for name, value in options.items():
-            found = revive(value, tensor=self.loader.whole, unknown=_refuse)
+            revived = revive_value(value, load_tensor=self.loader.read_tensor, handle_unknown=_refuse_object)
             current = group.get(name)
-            if name in KEPT_OPTIONS or (name in DEEPSPEED_OPTIONS and name not in group):
+            if name in DEVICE_OPTIONS or (name in DEEPSPEED_OPTIONS and name not in group):
                 continue
             if (
                 isinstance(current, torch.Tensor)
-                and isinstance(found, torch.Tensor)
-                and found.numel() == current.numel()
+                and isinstance(revived, torch.Tensor)
+                and revived.numel() == current.numel()
             ):
-                current.copy_(found.reshape(current.shape))
-            elif isinstance(current, torch.Tensor) and isinstance(found, int | float):
-                current.fill_(found)
+                current.copy_(revived.reshape(current.shape))
+            elif isinstance(current, torch.Tensor) and isinstance(revived, int | float):
+                current.fill_(revived)
             else:
-                is_number = isinstance(current, int | float) and isinstance(found, torch.Tensor) and found.numel() == 1
-                group[name] = found.item() if is_number else found
+                is_number = (
+                    isinstance(current, int | float) and isinstance(revived, torch.Tensor) and revived.numel() == 1
+                )
+                group[name] = revived.item() if is_number else revived
 
 
-def _refuse(value: Any) -> Any:
+def _refuse_object(value: Any) -> Any:
     raise UnsafeError("an optimizer or extra state holds an object that only code named in the checkpoint could create")

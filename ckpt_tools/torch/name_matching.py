@@ -19,7 +19,7 @@ from ckpt_tools.formats.state_dict.build import Entries
 MODEL, OPTIM, EXTRA = "model", "optimizer", "entry"
 
 
-class Match(NamedTuple):
+class EntryMatch(NamedTuple):
     """An entry, its part of the state, and the job's prefix of its name."""
 
     entry: str
@@ -28,7 +28,7 @@ class Match(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class JobNames:
+class JobNameMatcher:
     """Finds entries by a job's names. A prefix that is not None is the only one of its part."""
 
     entries: Mapping[str, Mapping[str, str]]
@@ -37,66 +37,66 @@ class JobNames:
     @classmethod
     def of(
         cls, manifest: Manifest, entries: Entries, tree: StateTree, *, model_key: str | None, optim_key: str | None
-    ) -> JobNames:
-        known: dict[str, dict[str, str]] = {MODEL: {}, OPTIM: {}, EXTRA: {}}
+    ) -> JobNameMatcher:
+        entries_by_part: dict[str, dict[str, str]] = {MODEL: {}, OPTIM: {}, EXTRA: {}}
         for name, path in entries.paths.items():
-            part, own = _own_name(path, tree)
-            known[part][own] = name
-        known[OPTIM].update(_options_by_parameter(manifest, known[OPTIM]))
-        keys = {MODEL: model_key, OPTIM: optim_key}
-        return cls(known, {part: key and f"{key}." for part, key in keys.items()})
+            part, own_name = _split_part_and_name(path, tree)
+            entries_by_part[part][own_name] = name
+        entries_by_part[OPTIM].update(_iter_options_by_parameter(manifest, entries_by_part[OPTIM]))
+        keys_by_part = {MODEL: model_key, OPTIM: optim_key}
+        return cls(entries_by_part, {part: key and f"{key}." for part, key in keys_by_part.items()})
 
-    def find(self, name: str) -> Match | None:
+    def find_match(self, name: str) -> EntryMatch | None:
         """The entry that a job means by ``name``, in which wrappers of the model may have left their marks."""
-        for prefix, own in _splits(without_parts(name)):
+        for prefix, own_name in _iter_splits(without_parts(name)):
             for part in (OPTIM, MODEL, EXTRA):
-                entry = self.entries[part].get(own)
+                entry = self.entries[part].get(own_name)
                 if entry is not None and self.prefixes.get(part) in (None, prefix):
-                    return Match(entry, part, prefix)
+                    return EntryMatch(entry, part, prefix)
         return None
 
-    def check(self, names: Iterable[str]) -> None:
+    def check_prefixes(self, names: Iterable[str]) -> None:
         """Raises UsageError where ``names`` do not agree on where model and optimizer are."""
-        prefixes: dict[str, dict[str, str]] = {MODEL: {}, OPTIM: {}, EXTRA: {}}
+        names_by_prefix: dict[str, dict[str, str]] = {MODEL: {}, OPTIM: {}, EXTRA: {}}
         for name in names:
-            match = self.find(name)
+            match = self.find_match(name)
             if match is not None:
-                prefixes[match.part].setdefault(match.prefix, name)
+                names_by_prefix[match.part].setdefault(match.prefix, name)
         for part in (MODEL, OPTIM):
-            if len(prefixes[part]) > 1:
-                first, second, *_ = prefixes[part].values()
+            if len(names_by_prefix[part]) > 1:
+                first, second, *_ = names_by_prefix[part].values()
                 raise UsageError(
                     f"{first!r} and {second!r} could both be the {part} of the job; choose one with job_{part[:5]}_key"
                 )
-        self._check_extras(prefixes)
+        self._check_extras(names_by_prefix)
 
     def _check_extras(self, prefixes: Mapping[str, Mapping[str, str]]) -> None:
         """The user's own entries are beside the model."""
         for prefix, name in prefixes[EXTRA].items():
             for model in prefixes[MODEL]:
-                if prefix not in ("", _parent(model)):
+                if prefix not in ("", _get_parent_prefix(model)):
                     raise UsageError(f"the checkpoint has no entry {name!r}; remove it from the state dict")
 
 
-def _own_name(path: TreePath, tree: StateTree) -> tuple[str, str]:
+def _split_part_and_name(path: TreePath, tree: StateTree) -> tuple[str, str]:
     for part, prefix in ((OPTIM, tree.optim), (MODEL, tree.model)):
         if (
             prefix is not None
             and len(path) > len(prefix)
             and path[: len(prefix)] == prefix
-            and _is_of(part, path, tree)
+            and _is_owned_by_part(part, path, tree)
         ):
             return part, dotted(path[len(prefix) :])
-    root = tree.model[:-1]
-    return EXTRA, dotted(path[len(root) :] if path[: len(root)] == root else path)
+    model_parent = tree.model[:-1]
+    return EXTRA, dotted(path[len(model_parent) :] if path[: len(model_parent)] == model_parent else path)
 
 
-def _is_of(part: str, path: TreePath, tree: StateTree) -> bool:
+def _is_owned_by_part(part: str, path: TreePath, tree: StateTree) -> bool:
     """A model without a prefix owns the paths of one name."""
     return part == OPTIM or bool(tree.model) or len(path) == 1
 
 
-def _options_by_parameter(manifest: Manifest, optim: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+def _iter_options_by_parameter(manifest: Manifest, optim: Mapping[str, str]) -> Iterator[tuple[str, str]]:
     """The names of a flattened optimizer for options that are kept by group."""
     for number, group in enumerate(manifest.groups):
         for option in group.options:
@@ -105,14 +105,14 @@ def _options_by_parameter(manifest: Manifest, optim: Mapping[str, str]) -> Itera
                 yield from ((f"param_groups.{fqn}.{option}", entry) for fqn in group.params)
 
 
-def _splits(name: str) -> Iterator[tuple[str, str]]:
+def _iter_splits(name: str) -> Iterator[tuple[str, str]]:
     """Splits of ``name`` into prefix and rest, the longest rest first."""
     yield "", name
-    at = name.find(".")
-    while at >= 0:
-        yield name[: at + 1], name[at + 1 :]
-        at = name.find(".", at + 1)
+    dot_position = name.find(".")
+    while dot_position >= 0:
+        yield name[: dot_position + 1], name[dot_position + 1 :]
+        dot_position = name.find(".", dot_position + 1)
 
 
-def _parent(prefix: str) -> str:
+def _get_parent_prefix(prefix: str) -> str:
     return prefix[: prefix.rstrip(".").rfind(".") + 1]

@@ -18,7 +18,7 @@ import numpy as np
 from ckpt_tools.core.manifest import TensorRef
 from ckpt_tools.core.values import DefaultDict, GlobalRef, Opaque, OrderedDict, Size, StoredTensor, Value
 
-_FACTORIES = {kind.__name__: kind for kind in (bool, bytes, dict, float, int, list, set, str, tuple)}
+_DEFAULT_FACTORIES = {kind.__name__: kind for kind in (bool, bytes, dict, float, int, list, set, str, tuple)}
 """What a ``defaultdict`` may call."""
 
 _DTYPE = GlobalRef("numpy", "dtype")
@@ -26,91 +26,94 @@ _DEQUE = GlobalRef("collections", "deque")
 _ARRAY_MODULES = ("numpy.core.multiarray", "numpy._core.multiarray")
 
 
-def revive(value: Value, *, tensor: Callable[[TensorRef], Any], unknown: Callable[[Value], Any]) -> Any:
-    """``value`` as live objects: ``tensor`` gives those of references, ``unknown`` what stands for other objects.
+def revive_value(
+    value: Value, *, load_tensor: Callable[[TensorRef], Any], handle_unknown: Callable[[Value], Any]
+) -> Any:
+    """``value`` as live objects: ``load_tensor`` gives those of references, ``handle_unknown`` what stands for other
+    objects.
 
     What was shared stays shared. Raises what the two functions raise.
     """
-    return _Reviver(tensor, unknown).visit(value)
+    return _Reviver(load_tensor, handle_unknown).revive_value(value)
 
 
 class _Reviver:
-    def __init__(self, tensor: Callable[[TensorRef], Any], unknown: Callable[[Value], Any]) -> None:
-        self._tensor = tensor
-        self._unknown = unknown
-        self._made: dict[int, Any] = {}
+    def __init__(self, load_tensor: Callable[[TensorRef], Any], handle_unknown: Callable[[Value], Any]) -> None:
+        self._load_tensor = load_tensor
+        self._handle_unknown = handle_unknown
+        self._live_by_id: dict[int, Any] = {}
 
-    def visit(self, value: Value) -> Any:
+    def revive_value(self, value: Value) -> Any:
         if isinstance(value, TensorRef):
-            return self._tensor(value)
-        if id(value) not in self._made:
-            self._made[id(value)] = self._make(value)
-        return self._made[id(value)]
+            return self._load_tensor(value)
+        if id(value) not in self._live_by_id:
+            self._live_by_id[id(value)] = self._make_live(value)
+        return self._live_by_id[id(value)]
 
-    def _make(self, value: Value) -> Any:
+    def _make_live(self, value: Value) -> Any:
         if isinstance(value, dict):
-            return self._dict(value)
+            return self._make_dict(value)
         if isinstance(value, list):
-            return [self.visit(item) for item in value]
+            return [self.revive_value(item) for item in value]
         if isinstance(value, Size):
-            return _torch().Size(value)
+            return _import_torch().Size(value)
         if isinstance(value, tuple | set | frozenset):
-            return type(value)(self.visit(item) for item in value)
+            return type(value)(self.revive_value(item) for item in value)
         if isinstance(value, GlobalRef):
-            return self._unknown(value) if value.dtype is None else getattr(_torch(), value.dtype.value)
+            return self._handle_unknown(value) if value.dtype is None else getattr(_import_torch(), value.dtype.value)
         if isinstance(value, StoredTensor):
-            return _torch().empty(value.shape, dtype=getattr(_torch(), value.dtype.value), device="meta")
-        return self._object(value) if isinstance(value, Opaque) else value
+            return _import_torch().empty(value.shape, dtype=getattr(_import_torch(), value.dtype.value), device="meta")
+        return self._make_object(value) if isinstance(value, Opaque) else value
 
-    def _dict(self, value: dict[Any, Any]) -> Any:
-        items = {self.visit(key): self.visit(item) for key, item in value.items()}
+    def _make_dict(self, value: dict[Any, Any]) -> Any:
+        items = {self.revive_value(key): self.revive_value(item) for key, item in value.items()}
         if isinstance(value, OrderedDict):
             ordered = collections.OrderedDict(items)
             if value.attributes is not None:
-                ordered.__dict__.update(self.visit(value.attributes))
+                ordered.__dict__.update(self.revive_value(value.attributes))
             return ordered
         if isinstance(value, DefaultDict):
-            ref = value.factory
-            is_builtin = isinstance(ref, GlobalRef) and ref.module == "builtins"
-            factory = _FACTORIES.get(ref.name) if is_builtin else None
-            return self._unknown(value) if factory is None else collections.defaultdict(factory, items)
+            factory_ref = value.factory
+            is_builtin = isinstance(factory_ref, GlobalRef) and factory_ref.module == "builtins"
+            factory = _DEFAULT_FACTORIES.get(factory_ref.name) if is_builtin else None
+            return self._handle_unknown(value) if factory is None else collections.defaultdict(factory, items)
         return items
 
-    def _object(self, value: Opaque) -> Any:
+    def _make_object(self, value: Opaque) -> Any:
         if value.ref == _DEQUE and len(value.args) in (1, 2) and not value.args[0] and value.state is None:
-            return collections.deque(self.visit(value.items), *value.args[1:])
-        makers = _MAKERS if value.form == "call" else _NEW_MAKERS
-        make = makers.get(value.ref) if isinstance(value.ref, GlobalRef) else None
+            return collections.deque(self.revive_value(value.items), *value.args[1:])
+        makers_by_ref = _CALL_MAKERS if value.form == "call" else _NEW_MAKERS
+        make = makers_by_ref.get(value.ref) if isinstance(value.ref, GlobalRef) else None
         if make is None or value.kwargs or value.items or value.pairs:
-            return self._unknown(value)
+            return self._handle_unknown(value)
         try:
             return make(*value.args) if value.state is None else make(*value.args, state=value.state)
         except (TypeError, ValueError, LookupError, OverflowError):
-            return self._unknown(value)
+            return self._handle_unknown(value)
 
 
-def _torch() -> Any:
+def _import_torch() -> Any:
     import torch
 
     return torch
 
 
-def _array(kind: Value, shape: Value, code: Value, *, state: Value) -> Any:
+def _make_array(array_type: Value, shape: Value, code: Value, *, state: Value) -> Any:
     """``numpy._reconstruct`` and the state of an array: version, shape, dtype, whether columns go first, bytes."""
     _, shape, dtype, is_fortran, data = state
-    if kind != GlobalRef("numpy", "ndarray") or not isinstance(data, bytes):
+    if array_type != GlobalRef("numpy", "ndarray") or not isinstance(data, bytes):
         raise TypeError
-    flat: Any = np.frombuffer(data, _dtype(dtype))
+    flat: Any = np.frombuffer(data, _parse_dtype(dtype))
     return flat.reshape(shape, order="F" if is_fortran else "C").copy(order="K")
 
 
-def _scalar(dtype: Value, data: Value) -> Any:
+def _make_scalar(dtype: Value, data: Value) -> Any:
     if not isinstance(data, bytes):
         raise TypeError
-    return np.frombuffer(data, _dtype(dtype), count=1)[0]
+    return np.frombuffer(data, _parse_dtype(dtype), count=1)[0]
 
 
-def _dtype(value: Value) -> Any:
+def _parse_dtype(value: Value) -> Any:
     """A pickled numpy dtype of plain elements: ``dtype(code, False, True)`` with its byte order in the state."""
     if not isinstance(value, Opaque) or value.ref != _DTYPE or not isinstance(value.args[0], str):
         raise TypeError
@@ -121,13 +124,13 @@ def _dtype(value: Value) -> Any:
     return dtype
 
 
-def _counter(counts: Value) -> Any:
+def _make_counter(counts: Value) -> Any:
     if not isinstance(counts, dict):
         raise TypeError
     return collections.Counter(counts)
 
 
-def _stream(*, state: Value) -> Any:
+def _make_stream(*, state: Value) -> Any:
     data, position, attributes = state
     if not isinstance(data, bytes) or attributes:
         raise TypeError
@@ -136,22 +139,22 @@ def _stream(*, state: Value) -> Any:
     return stream
 
 
-def _device(*args: Value) -> Any:
+def _make_device(*args: Value) -> Any:
     try:
-        return _torch().device(*args)
+        return _import_torch().device(*args)
     except RuntimeError as error:
         raise ValueError(str(error)) from error
 
 
-_MAKERS: dict[GlobalRef, Callable[..., Any]] = {
-    **{GlobalRef(module, "_reconstruct"): _array for module in _ARRAY_MODULES},
-    **{GlobalRef(module, "scalar"): _scalar for module in _ARRAY_MODULES},
-    _DTYPE: lambda *args, state=None: _dtype(Opaque(_DTYPE, args, state=state)),
-    GlobalRef("collections", "Counter"): _counter,
+_CALL_MAKERS: dict[GlobalRef, Callable[..., Any]] = {
+    **{GlobalRef(module, "_reconstruct"): _make_array for module in _ARRAY_MODULES},
+    **{GlobalRef(module, "scalar"): _make_scalar for module in _ARRAY_MODULES},
+    _DTYPE: lambda *args, state=None: _parse_dtype(Opaque(_DTYPE, args, state=state)),
+    GlobalRef("collections", "Counter"): _make_counter,
     GlobalRef("pathlib", "PosixPath"): pathlib.Path,
-    GlobalRef("torch", "device"): _device,
+    GlobalRef("torch", "device"): _make_device,
 }
 """Objects that are made from plain data by these functions, which check it."""
 
-_NEW_MAKERS: dict[GlobalRef, Callable[..., Any]] = {GlobalRef("_io", "BytesIO"): _stream}
+_NEW_MAKERS: dict[GlobalRef, Callable[..., Any]] = {GlobalRef("_io", "BytesIO"): _make_stream}
 """The same for objects whose class is called without its ``__init__``."""

@@ -26,9 +26,9 @@ from ckpt_tools.formats.state_dict.build import Entries, chosen_tree, entries_of
 from ckpt_tools.reading.checkpoint import check_reading
 from ckpt_tools.runs.opening import read_checkpoint
 from ckpt_tools.stores.urls import check_storage_options
-from ckpt_tools.torch.fill import SCRATCH_BYTES, TensorFill, fill_all, read_whole, torch_dtype
-from ckpt_tools.torch.name_matching import JobNames
-from ckpt_tools.torch.revive import revive
+from ckpt_tools.torch.fill import SCRATCH_BYTES, TensorFill, fill_targets, read_tensor, to_torch_dtype
+from ckpt_tools.torch.name_matching import JobNameMatcher
+from ckpt_tools.torch.revive import revive_value
 from ckpt_tools.transfer.tensor_reader import TensorReader
 
 if TYPE_CHECKING:
@@ -73,38 +73,40 @@ def storage_reader(
         >>> state["model"]["encoder.bias"].tolist()
         [0.0, 1.0, 2.0, 3.0]
     """
-    chosen = ConvertOptions(weights=weights, **given)
-    options, stores = chosen.reading, chosen.storage_options
-    check_storage_options(stores, url)
-    source, manifest = read_checkpoint(url, options, format_name=chosen.from_, storage_options=stores)
-    check_reading(manifest, options)
+    convert_options = ConvertOptions(weights=weights, **given)
+    read_options, storage_options = convert_options.reading, convert_options.storage_options
+    check_storage_options(storage_options, url)
+    source, manifest = read_checkpoint(
+        url, read_options, format_name=convert_options.from_, storage_options=storage_options
+    )
+    check_reading(manifest, read_options)
     if not manifest.keeps_masters:
-        manifest, _ = transforms.one_copy(manifest, weights=chosen.weight_copy(manifest))
+        manifest, _ = transforms.one_copy(manifest, weights=convert_options.weight_copy(manifest))
     manifest, _ = transforms.without_wrappers(manifest)
     # Groups have the names of both forms of an optimizer; a flattened one has no groups to ask for.
     tree = replace(chosen_tree(manifest, model_key=None, optim_key=None), is_flattened=False, numbers=())
     entries = entries_of(manifest, tree)
-    names = JobNames.of(manifest, entries, tree, model_key=job_model_key, optim_key=job_optim_key)
-    reader: StorageReader = _reader_class()(
-        _Served(manifest, entries, names, TensorReader(source.store, SCRATCH_BYTES))
+    names = JobNameMatcher.of(manifest, entries, tree, model_key=job_model_key, optim_key=job_optim_key)
+    reader: StorageReader = _build_reader_class()(
+        _ServedCheckpoint(manifest, entries, names, TensorReader(source.store, SCRATCH_BYTES))
     )
     return reader
 
 
 @dataclass(frozen=True, slots=True)
-class _Served:
+class _ServedCheckpoint:
     manifest: Manifest
     entries: Entries
-    names: JobNames
+    names: JobNameMatcher
     tensor_reader: TensorReader
 
-    def metadata(self) -> Metadata:
+    def build_metadata(self) -> Metadata:
         from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-        described = _Described(self.names, {name: self._described(name) for name in self.entries.paths})
-        return Metadata(described, dict(self.entries.paths), {}, StorageMeta())
+        metadata_by_name = _JobMetadata(self.names, {name: self._describe_entry(name) for name in self.entries.paths})
+        return Metadata(metadata_by_name, dict(self.entries.paths), {}, StorageMeta())
 
-    def _described(self, name: str) -> Any:
+    def _describe_entry(self, name: str) -> Any:
         import torch
         from torch.distributed.checkpoint import metadata
 
@@ -112,104 +114,107 @@ class _Served:
         if owner not in self.entries.tensors:
             return metadata.BytesStorageMetadata()
         entry = self.manifest.tensors[self.entries.tensors[owner]]
-        whole = metadata.ChunkStorageMetadata(torch.Size((0,) * len(entry.shape)), torch.Size(entry.shape))
-        properties = metadata.TensorProperties(dtype=torch_dtype(entry.dtype))
-        return metadata.TensorStorageMetadata(properties, torch.Size(entry.shape), [whole])
+        chunk = metadata.ChunkStorageMetadata(torch.Size((0,) * len(entry.shape)), torch.Size(entry.shape))
+        properties = metadata.TensorProperties(dtype=to_torch_dtype(entry.dtype))
+        return metadata.TensorStorageMetadata(properties, torch.Size(entry.shape), [chunk])
 
-    def serve(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+    def serve_plan(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         from torch.distributed.checkpoint.planner import LoadItemType
 
         tensors = [item for item in plan.items if item.type is LoadItemType.TENSOR]
         targets = [planner.resolve_tensor(item) for item in tensors]
-        fill_all(map(self._filling, tensors, targets), self.tensor_reader)
+        fill_targets(map(self._build_fill, tensors, targets), self.tensor_reader)
         for item, target in zip(tensors, targets, strict=True):
             planner.commit_tensor(item, target)
         for item in plan.items:
             if item.type is LoadItemType.BYTE_IO:
-                planner.load_bytes(item, self._stream(self._entry_name(item)))
+                planner.load_bytes(item, self._save_object(self._find_entry_name(item)))
 
-    def _entry_name(self, item: ReadItem) -> str:
-        match = self.names.find(item.storage_index.fqn)
+    def _find_entry_name(self, item: ReadItem) -> str:
+        match = self.names.find_match(item.storage_index.fqn)
         assert match is not None, "the planner asks for what the metadata has"
         return match.entry
 
-    def _filling(self, item: ReadItem, target: torch.Tensor) -> TensorFill:
-        name = self._entry_name(item)
+    def _build_fill(self, item: ReadItem, target: torch.Tensor) -> TensorFill:
+        name = self._find_entry_name(item)
         key = self.entries.tensors[self.entries.aliases.get(name, name)]
         start = tuple(item.storage_offsets)
         box = Box(start, tuple(a + n for a, n in zip(start, item.lengths, strict=True)))
         return TensorFill(target, self.manifest.tensors[key], box, item.storage_index.fqn)
 
-    def _stream(self, name: str) -> io.BytesIO:
+    def _save_object(self, name: str) -> io.BytesIO:
         """An object as ``torch.save`` would write it."""
         import torch
 
-        def unknown(value: Any) -> Any:
+        def refuse_unknown(value: Any) -> Any:
             raise UnsafeError(
-                f"it is or contains {_kind(value)}, which only code named in the checkpoint could create; "
+                f"it is or contains {_describe_object(value)}, which only code named in the checkpoint could create; "
                 "remove it from the state dict",
                 key=name,
             )
 
-        stream = io.BytesIO()
-        torch.save(revive(self.entries.objects[name], tensor=self._whole, unknown=unknown), stream)
-        stream.seek(0)
-        return stream
+        buffer = io.BytesIO()
+        torch.save(
+            revive_value(self.entries.objects[name], load_tensor=self._read_tensor, handle_unknown=refuse_unknown),
+            buffer,
+        )
+        buffer.seek(0)
+        return buffer
 
-    def _whole(self, ref: TensorRef) -> torch.Tensor:
-        return read_whole(self.manifest.tensors[ref.key], self.tensor_reader, name=str(ref.key))
+    def _read_tensor(self, ref: TensorRef) -> torch.Tensor:
+        return read_tensor(self.manifest.tensors[ref.key], self.tensor_reader, name=str(ref.key))
 
 
-def _kind(value: Any) -> str:
+def _describe_object(value: Any) -> str:
     while isinstance(value, Opaque):
         value = value.ref
     return f"the class or function {value}" if isinstance(value, GlobalRef) else "an object"
 
 
-class _Described(dict[str, Any]):
+class _JobMetadata(dict[str, Any]):
     """``state_dict_metadata`` by the checkpoint's own names, which answers to a job's names as well."""
 
-    def __init__(self, names: JobNames, described: dict[str, Any]) -> None:
-        super().__init__(described)
+    def __init__(self, names: JobNameMatcher, metadata_by_name: dict[str, Any]) -> None:
+        super().__init__(metadata_by_name)
         self._names = names
 
     def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and self._names.find(name) is not None
+        return isinstance(name, str) and self._names.find_match(name) is not None
 
     def __missing__(self, name: str) -> Any:
-        match = self._names.find(name)
+        match = self._names.find_match(name)
         if match is None:
             raise KeyError(name)
         return self[match.entry]
 
 
 @cache
-def _reader_class() -> Any:
+def _build_reader_class() -> Any:
     from torch.distributed.checkpoint.storage import StorageReader
     from torch.futures import Future
 
     class CheckpointReader(StorageReader):
-        def __init__(self, served: _Served) -> None:
-            self._served = served
+        def __init__(self, checkpoint: _ServedCheckpoint) -> None:
+            self._served = checkpoint
 
         def reset(self, checkpoint_id: Any = None) -> None:
             """The checkpoint is chosen when the reader is made."""
 
         def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-            return self._served.metadata()
+            return self._served.build_metadata()
 
         def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
             """Nothing to set up: every rank has opened the checkpoint."""
 
         def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-            self._served.names.check(item.storage_index.fqn for item in plan.items)
+            self._served.names.check_prefixes(item.storage_index.fqn for item in plan.items)
             return plan
 
         def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
             return plans
 
         def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-            self._served.serve(plan, planner)
+            self._served.serve_plan(plan, planner)
             done: Future[None] = Future()
             done.set_result(None)
             return done

@@ -20,7 +20,7 @@ from ckpt_tools.core.wording import count
 MEASURED_ELEMENTS = 1 << 16
 """Elements that are measured at a time: about 4 MB as float64 with their temporaries."""
 
-Bytes = NDArray[np.uint8]
+ByteArray = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,27 +54,27 @@ class Deviation(Jsonable):
     def described(self, numel: int) -> str:
         """In words: ``3 of 10 elements differ, by at most 0.5 (relative 0.1); 1 in the sign of a zero``."""
         verb = "differs" if numel == 1 else "differ"
-        return self._with_details(f"{self.num_differing:,} of {count(numel, 'element')} {verb}")
+        return self._append_details(f"{self.num_differing:,} of {count(numel, 'element')} {verb}")
 
     def as_numbers(self) -> str:
         """The same for two dtypes: ``equal as numbers``, or how many elements differ, and by how much."""
         if not self.num_differing:
             return "equal as numbers"
         verb = "differs" if self.num_differing == 1 else "differ"
-        return self._with_details(f"{count(self.num_differing, 'element')} {verb} as numbers")
+        return self._append_details(f"{count(self.num_differing, 'element')} {verb} as numbers")
 
-    def _with_details(self, text: str) -> str:
+    def _append_details(self, text: str) -> str:
         if self.max_abs:
             text += f", by at most {self.max_abs:.6g} (relative {self.max_rel:.3g})"
-        apart = (
+        detail_counts = (
             (self.num_nan_bits, "in the bits of a NaN"),
             (self.num_zero_signs, "in the sign of a zero"),
             (self.num_one_nan, "NaN on one side only"),
         )
-        return "; ".join([text, *(f"{number:,} {what}" for number, what in apart if number)])
+        return "; ".join([text, *(f"{number:,} {what}" for number, what in detail_counts if number)])
 
 
-def measure(ours: Bytes, theirs: Bytes, our_dtype: DType, their_dtype: DType) -> Deviation:
+def measure_deviation(ours: ByteArray, theirs: ByteArray, our_dtype: DType, their_dtype: DType) -> Deviation:
     """The deviation of two contiguous runs of bytes with the same number of elements. Those of packed values are only
     counted."""
     is_same_dtype = our_dtype is their_dtype
@@ -86,19 +86,21 @@ def measure(ours: Bytes, theirs: Bytes, our_dtype: DType, their_dtype: DType) ->
     total = Deviation()
     if our_dtype.num_values > 1 or their_dtype.num_values > 1:
         return Deviation(num_differing=int((ours != theirs).any(axis=1).sum()) if is_same_dtype else len(ours))
-    for first in range(0, len(ours), MEASURED_ELEMENTS):
-        part = slice(first, first + MEASURED_ELEMENTS)
+    for start in range(0, len(ours), MEASURED_ELEMENTS):
+        block = slice(start, start + MEASURED_ELEMENTS)
         if is_same_dtype:
-            differ = (ours[part] != theirs[part]).any(axis=1)
-            total += _deviation(*(numbers(each[part][differ], our_dtype) for each in (ours, theirs)))
+            is_different = (ours[block] != theirs[block]).any(axis=1)
+            total += _measure_differing_pairs(
+                *(widen_elements(each[block][is_different], our_dtype) for each in (ours, theirs))
+            )
         else:
-            a, b = numbers(ours[part], our_dtype), numbers(theirs[part], their_dtype)
-            differ = ~((a == b) | (np.isnan(a) & np.isnan(b)))
-            total += _deviation(a[differ], b[differ])
+            a, b = widen_elements(ours[block], our_dtype), widen_elements(theirs[block], their_dtype)
+            is_different = ~((a == b) | (np.isnan(a) & np.isnan(b)))
+            total += _measure_differing_pairs(a[is_different], b[is_different])
     return total
 
 
-def numbers(elements: Bytes, dtype: DType) -> NDArray[Any]:
+def widen_elements(elements: ByteArray, dtype: DType) -> NDArray[Any]:
     """Elements, one a row of bytes, as the widest numpy type of their kind: (u)int64, float64 or complex128."""
     raw = np.ascontiguousarray(elements).reshape(-1)
     if dtype is DType.COMPLEX32:
@@ -114,48 +116,55 @@ def numbers(elements: Bytes, dtype: DType) -> NDArray[Any]:
         return stored.astype(np.float64 if dtype.is_floating else np.complex128 if is_complex else np.int64)
 
 
-def _deviation(ours: NDArray[Any], theirs: NDArray[Any]) -> Deviation:
+def _measure_differing_pairs(ours: NDArray[Any], theirs: NDArray[Any]) -> Deviation:
     """Deviation of pairs that are known to differ."""
     our_nans, their_nans = np.isnan(ours), np.isnan(theirs)
-    plain = ~(our_nans | their_nans)
-    max_abs, max_rel = _largest(ours[plain], theirs[plain])
+    is_number = ~(our_nans | their_nans)
+    max_abs, max_rel = _find_largest_differences(ours[is_number], theirs[is_number])
     return Deviation(
         num_differing=len(ours),
         num_nan_bits=int((our_nans & their_nans).sum()),
-        num_zero_signs=int((ours[plain] == theirs[plain]).sum()),
+        num_zero_signs=int((ours[is_number] == theirs[is_number]).sum()),
         num_one_nan=int((our_nans ^ their_nans).sum()),
         max_abs=max_abs,
         max_rel=max_rel,
     )
 
 
-def _largest(ours: NDArray[Any], theirs: NDArray[Any]) -> tuple[float, float]:
+def _find_largest_differences(ours: NDArray[Any], theirs: NDArray[Any]) -> tuple[float, float]:
     if not len(ours):
         return 0, 0.0
     with np.errstate(invalid="ignore", over="ignore"):
-        apart = _apart(ours, theirs)
-        size = np.maximum(_magnitude(ours), _magnitude(theirs))
-        relative = np.divide(apart, size, out=np.zeros(len(apart)), where=size > 0)
-    relative[np.isinf(size)] = np.inf
-    return apart.max().item(), float(relative.max())
+        absolute_difference = _compute_absolute_difference(ours, theirs)
+        magnitude = np.maximum(_compute_magnitude(ours), _compute_magnitude(theirs))
+        relative_difference = np.divide(
+            absolute_difference, magnitude, out=np.zeros(len(absolute_difference)), where=magnitude > 0
+        )
+    relative_difference[np.isinf(magnitude)] = np.inf
+    return absolute_difference.max().item(), float(relative_difference.max())
 
 
-def _apart(ours: NDArray[Any], theirs: NDArray[Any]) -> NDArray[Any]:
+def _compute_absolute_difference(ours: NDArray[Any], theirs: NDArray[Any]) -> NDArray[Any]:
     """``|a - b|``, exactly for integers: the difference of two int64 fits a uint64. Equal infinities are not apart."""
     if ours.dtype != theirs.dtype:
-        ours, theirs = _as_floats(ours), _as_floats(theirs)
+        ours, theirs = _convert_to_floats(ours), _convert_to_floats(theirs)
     if ours.dtype.kind in "iu":
         upper, lower = np.maximum(ours, theirs), np.minimum(ours, theirs)
         return np.asarray(upper.view(np.uint64) - lower.view(np.uint64))
     if ours.dtype.kind == "c":
-        return np.asarray(np.hypot(_apart(ours.real, theirs.real), _apart(ours.imag, theirs.imag)))
+        return np.asarray(
+            np.hypot(
+                _compute_absolute_difference(ours.real, theirs.real),
+                _compute_absolute_difference(ours.imag, theirs.imag),
+            )
+        )
     return np.asarray(np.where(ours == theirs, 0.0, np.abs(ours - theirs)))
 
 
-def _as_floats(array: NDArray[Any]) -> NDArray[Any]:
+def _convert_to_floats(array: NDArray[Any]) -> NDArray[Any]:
     return array.astype(np.complex128 if array.dtype.kind == "c" else np.float64)
 
 
-def _magnitude(array: NDArray[Any]) -> NDArray[Any]:
+def _compute_magnitude(array: NDArray[Any]) -> NDArray[Any]:
     """Convert to float64: int64 cannot hold the magnitude of its smallest number."""
-    return np.asarray(np.abs(_as_floats(array)))
+    return np.asarray(np.abs(_convert_to_floats(array)))

@@ -28,34 +28,35 @@ from ckpt_tools.trainers.names import is_optimizer
 from ckpt_tools.verification import digests
 from ckpt_tools.verification.digests import Digest, Digests
 
-OnTotal = Callable[[int], digests.OnBytes]
+MakeByteCallback = Callable[[int], digests.OnBytes]
 """Told how many bytes there are to hash, gives what is to hear of them."""
 
 
 def read_digests(url: str | Path, storage_options: StorageOptions = None) -> Digests:
-    """The list of digests at ``url``. Raises as ``digests.loads`` does, and SourceNotFoundError."""
+    """The list of digests at ``url``. Raises as ``digests.parse_digest_list`` does, and SourceNotFoundError."""
     source = open_source(url, storage_options)
     if len(source.files) != 1:
         raise UsageError(f"{url} is not a file of digests")
-    return digests.read_list(source, next(iter(source.files)))
+    return digests.read_digest_list(source, next(iter(source.files)))
 
 
-def digests_of_files(source: Source, manifest: Manifest) -> dict[str, Digests]:
+def read_companion_digests(source: Source, manifest: Manifest) -> dict[str, Digests]:
     """The lists beside single files of a folder, by the file with tensors that each describes. Raises as
-    ``digests.loads``."""
-    if is_one_file(source):
+    ``digests.parse_digest_list``."""
+    if is_single_file(source):
         return {}
-    lists = {file: file + DIGESTS_SUFFIX for file in sorted(manifest.stored_files)}
-    return {file: digests.read_list(source, path) for file, path in lists.items() if path in source.files}
+    list_paths = {file: file + DIGESTS_SUFFIX for file in sorted(manifest.stored_files)}
+    return {file: digests.read_digest_list(source, path) for file, path in list_paths.items() if path in source.files}
 
 
-def stored_digests(source: Source, manifest: Manifest, storage_options: StorageOptions = None) -> Digests | None:
-    """The digests that lie with a checkpoint: in its folder, or beside its one file. Raises as ``digests.loads``."""
-    if not is_one_file(source):
-        inside = digests.place_in(manifest)
-        return digests.read_list(source, inside) if inside in source.files else None
+def read_stored_digests(source: Source, manifest: Manifest, storage_options: StorageOptions = None) -> Digests | None:
+    """The digests that lie with a checkpoint: in its folder, or beside its one file. Raises as
+    ``digests.parse_digest_list``."""
+    if not is_single_file(source):
+        list_path = digests.locate_digest_list(manifest)
+        return digests.read_digest_list(source, list_path) if list_path in source.files else None
     try:
-        return read_digests(digests_url(source, manifest), storage_options)
+        return read_digests(get_digests_url(source, manifest), storage_options)
     except SourceNotFoundError:
         return None
 
@@ -89,61 +90,61 @@ def recorded_digests(src: str | Path, *, storage_options: Mapping[str, Any] | No
     if str(url).startswith(("http://", "https://")) if len(files) == 1 else not has_list:
         return {}
     source, manifest = read_checkpoint(url, ReadOptions(), storage_options=storage_options)
-    listed = digests.one_copy(stored_digests(source, manifest, storage_options) or {}, weights=MASTER)
-    return {key.fqn: digest for key, digest in listed.items() if key.slot == WEIGHT}
+    stored = digests.select_one_copy(read_stored_digests(source, manifest, storage_options) or {}, weights=MASTER)
+    return {key.fqn: digest for key, digest in stored.items() if key.slot == WEIGHT}
 
 
-def digests_url(source: Source, manifest: Manifest) -> str:
+def get_digests_url(source: Source, manifest: Manifest) -> str:
     """Location of a checkpoint's digests, if it has any."""
-    if is_one_file(source):
+    if is_single_file(source):
         return source.store.url + DIGESTS_SUFFIX
-    return f"{source.store.url.rstrip('/')}/{digests.place_in(manifest)}"
+    return f"{source.store.url.rstrip('/')}/{digests.locate_digest_list(manifest)}"
 
 
-def is_one_file(source: Source) -> bool:
+def is_single_file(source: Source) -> bool:
     """True if the source is a file, or a file with its optimizer's, and not the folder around it."""
-    others = source.files.keys() - {source.store.url.rpartition("/")[2]}
-    return len(others) < len(source.files) and all(is_optimizer(name) for name in others)
+    other_files = source.files.keys() - {source.store.url.rpartition("/")[2]}
+    return len(other_files) < len(source.files) and all(is_optimizer(name) for name in other_files)
 
 
-def put(destination: Destination, path: str, data: bytes) -> None:
+def write_small_file(destination: Destination, path: str, data: bytes) -> None:
     """A file of a few known bytes, in one part. Raises StoreError."""
-    handle = destination.begin(path, len(data))
-    destination.finish(path, handle, [destination.write(path, handle, 0, 0, data)])
+    file_handle = destination.begin(path, len(data))
+    destination.finish(path, file_handle, [destination.write(path, file_handle, 0, 0, data)])
 
 
-def check_list(place: Place) -> Mapping[str, int]:
-    """The name and size of the list at ``place``, which may be replaced; nothing where nothing is there.
+def check_replaceable_list(destination: Place) -> Mapping[str, int]:
+    """The name and size of the list at ``destination``, which may be replaced; nothing where nothing is there.
 
     Raises:
         DestinationExistsError: it is something else than a list of digests.
     """
-    present = place.as_file().present()
-    if present is None:
+    contents = destination.as_file().present()
+    if contents is None:
         return NOTHING
-    if present.others or not digests.is_list(Source(present.store, present.files), place.name):
+    if contents.others or not digests.is_digest_list(Source(contents.store, contents.files), destination.name):
         raise DestinationExistsError(
-            f"{place.url} is not a list of digests, so it is not replaced; remove it yourself, or choose another "
+            f"{destination.url} is not a list of digests, so it is not replaced; remove it yourself, or choose another "
             f"{option('output')}"
         )
-    return present.files
+    return contents.files
 
 
-def write_list(place: Place, make: Callable[[], Digests], *, overwrite: bool) -> Digests:
-    """A list as a file of its own; ``make`` is called once it is known that it can be written.
+def write_digest_list(destination: Place, compute: Callable[[], Digests], *, overwrite: bool) -> Digests:
+    """A list as a file of its own; ``compute`` is called once it is known that it can be written.
 
     Raises:
         DestinationExistsError: something is there, and it is not a list, or ``overwrite`` is False. CkptError: as
-        ``make`` and the place say.
+        ``compute`` and the place say.
     """
-    place = place.as_file()
-    place.check_free(overwrite=overwrite)
-    replaced = check_list(place)
-    with place.claim(overwrite=overwrite, resume=False) as claim:
-        found = make()
-        put(claim.destination, place.name, digests.dumps(found))
-        claim.publish([place.name], replaced)
-    return found
+    destination = destination.as_file()
+    destination.check_free(overwrite=overwrite)
+    replaced = check_replaceable_list(destination)
+    with destination.claim(overwrite=overwrite, resume=False) as claim:
+        computed_digests = compute()
+        write_small_file(claim.destination, destination.name, digests.format_digest_list(computed_digests))
+        claim.publish([destination.name], replaced)
+    return computed_digests
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,49 +152,50 @@ class OutputDigests:
     """The list of digests of the output of ``claim``, which is read back with ``options``."""
 
     claim: Claim
-    place: Place
+    destination: Place
     format_name: str
     options: ReadOptions
     num_workers: int
-    on_total: OnTotal
+    on_total: MakeByteCallback
     storage_options: StorageOptions = None
 
-    def write_staged(self) -> list[str]:
+    def write_staged_list(self) -> list[str]:
         """Write the list of finished output that is not published yet; its path, to be published before the output's
         own. No path where the output cannot be read yet. Raises CkptError."""
-        finished = self.claim.finished
-        if finished is None:
+        finished_files = self.claim.finished
+        if finished_files is None:
             return []
-        source, manifest = read_source(Source.open(finished), self.options, format_name=self.format_name)
-        path = self.place.form.digests_path(digests.place_in(manifest))
-        put(self.claim.destination, path, self._computed(source, manifest))
-        return [path]
+        source, manifest = read_source(Source.open(finished_files), self.options, format_name=self.format_name)
+        list_path = self.destination.form.digests_path(digests.locate_digest_list(manifest))
+        write_small_file(self.claim.destination, list_path, self._compute_list(source, manifest))
+        return [list_path]
 
-    def publish(self, staged: list[str]) -> str:
-        """URL of the list. It is written now, of output that ``claim`` has just published, if it is not ``staged``.
+    def publish_list(self, staged_paths: list[str]) -> str:
+        """URL of the list. It is written now, of output that ``claim`` has just published, if it is not
+        ``staged_paths``.
 
         Raises:
             CkptError: it cannot be read or written; the checkpoint itself is whole.
         """
-        place, stores = self.place, self.storage_options
-        if staged:
-            return place.form.url_of(place.url, staged[0])
+        destination, storage_options = self.destination, self.storage_options
+        if staged_paths:
+            return destination.form.url_of(destination.url, staged_paths[0])
         try:
             source, manifest = read_checkpoint(
-                place.url, self.options, format_name=self.format_name, storage_options=stores
+                destination.url, self.options, format_name=self.format_name, storage_options=storage_options
             )
-            path = place.form.digests_path(digests.place_in(manifest))
-            url = place.form.url_of(place.url, path)
-            check_list(open_place(url, stores))
-            put(self.claim.destination, path, self._computed(source, manifest))
-            self.claim.add(path)
+            list_path = destination.form.digests_path(digests.locate_digest_list(manifest))
+            list_url = destination.form.url_of(destination.url, list_path)
+            check_replaceable_list(open_place(list_url, storage_options))
+            write_small_file(self.claim.destination, list_path, self._compute_list(source, manifest))
+            self.claim.add(list_path)
         except CkptError as error:
-            error.message += f"; {place.url} is written, but its digests are not"
+            error.message += f"; {destination.url} is written, but its digests are not"
             raise
-        return url
+        return list_url
 
-    def _computed(self, source: Source, manifest: Manifest) -> bytes:
-        on_bytes = self.on_total(digests.num_bytes(manifest))
-        return digests.dumps(
-            digests.digests_of(source.store, manifest, num_workers=self.num_workers, on_bytes=on_bytes)
+    def _compute_list(self, source: Source, manifest: Manifest) -> bytes:
+        on_bytes = self.on_total(digests.count_hashed_bytes(manifest))
+        return digests.format_digest_list(
+            digests.compute_digests(source.store, manifest, num_workers=self.num_workers, on_bytes=on_bytes)
         )

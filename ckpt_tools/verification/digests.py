@@ -31,11 +31,11 @@ from ckpt_tools.trainers.accelerate import numbered_model
 from ckpt_tools.transfer.buffers import page_aligned
 from ckpt_tools.transfer.runners.threads import ThreadRunner
 from ckpt_tools.transfer.tensor_reader import TensorReader
-from ckpt_tools.verification.compare import named_tensors
+from ckpt_tools.verification.compare import map_named_tensors
 from ckpt_tools.verification.report import Aspect, Difference
 
-FORMAT = "ckpt-tools digests"
-VERSION = 1
+LIST_FORMAT = "ckpt-tools digests"
+LIST_VERSION = 1
 
 BLOCK_BYTES = 1 << 20
 """Read and hashed at a time. BLAKE3 of 256 MB by two threads: 5.6 GB/s by 256 KiB, 7.5 by 1 MiB, 8.3 by 4 MiB; a block
@@ -44,7 +44,7 @@ of 1 MiB is still in the cache for the second digest, and fits the smallest memo
 MAX_LIST_BYTES = 512 << 20
 """A million tensors at 350 bytes; no list is larger."""
 
-_HEX = {"xxh3_128": re.compile("[0-9a-f]{32}"), "blake3": re.compile("[0-9a-f]{64}")}
+_HEX_FORMS = {"xxh3_128": re.compile("[0-9a-f]{32}"), "blake3": re.compile("[0-9a-f]{64}")}
 """In a list: the big-endian canonical form of an XXH3-128, and the first 32 bytes of a BLAKE3."""
 
 
@@ -62,7 +62,7 @@ class Digest:
     blake3: str
 
     def __post_init__(self) -> None:
-        for name, form in _HEX.items():
+        for name, form in _HEX_FORMS.items():
             if not form.fullmatch(getattr(self, name)):
                 raise ValueError(f"{getattr(self, name)!r} is not a valid {name}")
 
@@ -71,7 +71,7 @@ Digests = Mapping[StateKey, Digest]
 OnBytes = Callable[[int], None]
 
 
-def digests_of(
+def compute_digests(
     store: Store, manifest: Manifest, *, num_workers: int, on_bytes: OnBytes, compares_records: bool = True
 ) -> dict[StateKey, Digest]:
     """The digests of every tensor, weights and masters by every name they have. A tensor is hashed from start to
@@ -83,128 +83,142 @@ def digests_of(
     by_key: dict[StateKey, Digest] = {}
     reader = TensorReader(store, BLOCK_BYTES, compares_records)
 
-    def hashed(key: StateKey) -> tuple[StateKey, Digest]:
-        return key, _digest(reader, manifest.tensors[key])
+    def hash_tensor(key: StateKey) -> tuple[StateKey, Digest]:
+        return key, _hash_tensor(reader, manifest.tensors[key])
 
-    for key, digest in ThreadRunner(num_workers).run(hashed, list(manifest.tensors)):
+    for key, digest in ThreadRunner(num_workers).run(hash_tensor, list(manifest.tensors)):
         by_key[key] = digest
         on_bytes(manifest.tensors[key].num_bytes)
     reader.finish()
     by_entry = {id(entry): by_key[key] for key, entry in manifest.tensors.items()}
-    named = {key: by_entry[id(entry)] for key, entry in named_tensors(manifest).items()}
-    masters = {StateKey(alias, MASTER): named.get(StateKey(owner, MASTER)) for alias, owner in manifest.aliases.items()}
-    return named | {key: digest for key, digest in masters.items() if digest is not None}
+    digests_by_key = {key: by_entry[id(entry)] for key, entry in map_named_tensors(manifest).items()}
+    master_digests = {
+        StateKey(alias, MASTER): digests_by_key.get(StateKey(owner, MASTER))
+        for alias, owner in manifest.aliases.items()
+    }
+    return digests_by_key | {key: digest for key, digest in master_digests.items() if digest is not None}
 
 
-def num_bytes(manifest: Manifest) -> int:
+def count_hashed_bytes(manifest: Manifest) -> int:
     """Number of bytes to hash."""
     return sum(entry.num_bytes for entry in manifest.tensors.values())
 
 
-def _digest(tensor_reader: TensorReader, entry: TensorEntry) -> Digest:
+def _hash_tensor(tensor_reader: TensorReader, entry: TensorEntry) -> Digest:
     from blake3 import blake3
     from xxhash import xxh3_128
 
-    fast, strong = xxh3_128(), blake3()
-    for block in _blocks(tensor_reader, entry):
-        fast.update(block)
-        strong.update(block)
-    return Digest(entry.dtype, entry.shape, fast.hexdigest(), strong.hexdigest())
+    xxh3_hasher, blake3_hasher = xxh3_128(), blake3()
+    for block in _read_blocks(tensor_reader, entry):
+        xxh3_hasher.update(block)
+        blake3_hasher.update(block)
+    return Digest(entry.dtype, entry.shape, xxh3_hasher.hexdigest(), blake3_hasher.hexdigest())
 
 
-def _blocks(tensor_reader: TensorReader, entry: TensorEntry) -> Iterator[memoryview]:
+def _read_blocks(tensor_reader: TensorReader, entry: TensorEntry) -> Iterator[memoryview]:
     """The elements in order. A block is overwritten by the next."""
-    item = entry.dtype.item_bytes
-    step = BLOCK_BYTES // item
-    buffer = page_aligned(min(entry.num_bytes, step * item)).data
-    for start in range(0, entry.numel, step):
-        stop = min(start + step, entry.numel)
-        block = buffer[: (stop - start) * item]
+    item_bytes = entry.dtype.item_bytes
+    block_numel = BLOCK_BYTES // item_bytes
+    buffer = page_aligned(min(entry.num_bytes, block_numel * item_bytes)).data
+    for start in range(0, entry.numel, block_numel):
+        stop = min(start + block_numel, entry.numel)
+        block = buffer[: (stop - start) * item_bytes]
         tensor_reader.read(entry, Box.whole(entry.shape), entry.shape, start, stop, block)
         yield block
 
 
-def differences(expected: Digests, found: Digests) -> Iterator[Difference]:
+def compare_digests(expected: Digests, actual: Digests) -> Iterator[Difference]:
     """The differences between the digests of a checkpoint and a recorded list."""
-    for key, wanted in expected.items():
-        if key not in found:
+    for key, expected_digest in expected.items():
+        if key not in actual:
             yield Difference(key, Aspect.MISSING, "it is in the list of digests but not in the checkpoint")
-        elif (what := _difference(wanted, found[key])) is not None:
-            yield Difference(key, *what)
-    for key in found:
+        elif (mismatch := _find_mismatch(expected_digest, actual[key])) is not None:
+            yield Difference(key, *mismatch)
+    for key in actual:
         if key not in expected:
             yield Difference(key, Aspect.UNEXPECTED, "it is not in the list of digests")
 
 
-def of_file(found: Digests, listed: Digests, manifest: Manifest, file: str) -> Digests:
-    """Those of ``found`` that the list of one file is about: what it names, and each tensor whose shards are in that
+def select_digests_of_file(computed: Digests, recorded: Digests, manifest: Manifest, file: str) -> Digests:
+    """Those of ``computed`` that the list of one file is about: what it names, and each tensor whose shards are in that
     file alone, under the name that owns its bytes."""
-    own = {key for key, entry in manifest.tensors.items() if set(entry.shards.files) == {file}}
-    return {key: digest for key, digest in found.items() if key in listed or key in own}
+    own_keys = {key for key, entry in manifest.tensors.items() if set(entry.shards.files) == {file}}
+    return {key: digest for key, digest in computed.items() if key in recorded or key in own_keys}
 
 
-def one_copy(listed: Digests, *, weights: str) -> dict[StateKey, Digest]:
+def select_one_copy(digests: Digests, *, weights: str) -> dict[StateKey, Digest]:
     """The list of the same checkpoint with one copy of each weight, as ``transforms.one_copy`` chooses it."""
-    kept = {key: digest for key, digest in listed.items() if key.slot != MASTER}
+    kept_digests = {key: digest for key, digest in digests.items() if key.slot != MASTER}
     if weights == "model":
-        return kept
-    return {key: listed.get(key._replace(slot=MASTER), d) if key.slot == WEIGHT else d for key, d in kept.items()}
+        return kept_digests
+    return {
+        key: digests.get(key._replace(slot=MASTER), d) if key.slot == WEIGHT else d for key, d in kept_digests.items()
+    }
 
 
-def has_masters(listed: Digests) -> bool:
-    return any(key.slot == MASTER for key in listed)
+def has_masters(digests: Digests) -> bool:
+    return any(key.slot == MASTER for key in digests)
 
 
-def _difference(wanted: Digest, found: Digest) -> tuple[Aspect, str] | None:
-    if wanted.shape != found.shape:
-        return Aspect.SHAPE, f"shape {list(found.shape)}; the list of digests has {list(wanted.shape)}"
-    if wanted.dtype is not found.dtype:
-        return Aspect.DTYPE, f"{found.dtype.value}; the list of digests has {wanted.dtype.value}"
-    wrong = [name for name in _HEX if getattr(wanted, name) != getattr(found, name)]
-    return (Aspect.DIGEST, f"its elements do not match the recorded {' and '.join(wrong)}") if wrong else None
+def _find_mismatch(expected: Digest, actual: Digest) -> tuple[Aspect, str] | None:
+    if expected.shape != actual.shape:
+        return Aspect.SHAPE, f"shape {list(actual.shape)}; the list of digests has {list(expected.shape)}"
+    if expected.dtype is not actual.dtype:
+        return Aspect.DTYPE, f"{actual.dtype.value}; the list of digests has {expected.dtype.value}"
+    mismatched_hashes = [name for name in _HEX_FORMS if getattr(expected, name) != getattr(actual, name)]
+    return (
+        (Aspect.DIGEST, f"its elements do not match the recorded {' and '.join(mismatched_hashes)}")
+        if mismatched_hashes
+        else None
+    )
 
 
-def dumps(digests: Digests) -> bytes:
+def format_digest_list(digests: Digests) -> bytes:
     """The list as JSON, the same bytes for the same tensors."""
-    lines = ",\n".join(json.dumps(row) for row in rows(digests))
-    head = f'{{"format": {json.dumps(FORMAT)}, "version": {VERSION}, "tensors": [\n'
-    return f"{head}{lines}\n]}}\n".encode()
+    row_lines = ",\n".join(json.dumps(row) for row in build_digest_rows(digests))
+    header = f'{{"format": {json.dumps(LIST_FORMAT)}, "version": {LIST_VERSION}, "tensors": [\n'
+    return f"{header}{row_lines}\n]}}\n".encode()
 
 
-def rows(digests: Digests) -> list[dict[str, Any]]:
+def build_digest_rows(digests: Digests) -> list[dict[str, Any]]:
     """The entries of the list, in its order."""
     return [
         {"name": key.fqn, "slot": key.slot, "dtype": digest.dtype.value, "shape": list(digest.shape)}
-        | {name: getattr(digest, name) for name in _HEX}
+        | {name: getattr(digest, name) for name in _HEX_FORMS}
         for key, digest in sorted(digests.items())
     ]
 
 
-def loads(data: bytes, path: str) -> dict[StateKey, Digest]:
+def parse_digest_list(data: bytes, path: str) -> dict[StateKey, Digest]:
     """The list of digests in ``data``.
 
     Raises:
         MalformedError: it is not a list of digests, or names a tensor twice. UnsupportedError: its version is later.
     """
-    found = parse_json(data, path)
-    if not isinstance(found, dict) or found.get("format") != FORMAT or not isinstance(found.get("tensors"), list):
+    document = parse_json(data, path)
+    if (
+        not isinstance(document, dict)
+        or document.get("format") != LIST_FORMAT
+        or not isinstance(document.get("tensors"), list)
+    ):
         raise MalformedError("it is not a list of digests", path=path)
-    if found.get("version") != VERSION:
+    if document.get("version") != LIST_VERSION:
         raise UnsupportedError(
-            f"it is version {found.get('version')!r} of its format; only version {VERSION} is supported", path=path
+            f"it is version {document.get('version')!r} of its format; only version {LIST_VERSION} is supported",
+            path=path,
         )
     digests: dict[StateKey, Digest] = {}
-    for row in found["tensors"]:
-        key, digest = _parsed(row, path)
+    for row in document["tensors"]:
+        key, digest = _parse_row(row, path)
         if key in digests:
             raise MalformedError("it has two digests", path=path, key=str(key))
         digests[key] = digest
     return digests
 
 
-def _parsed(row: Any, path: str) -> tuple[StateKey, Digest]:
-    names = ("name", "slot", "dtype", *_HEX)
-    if not isinstance(row, dict) or not all(isinstance(row.get(name), str) for name in names):
+def _parse_row(row: Any, path: str) -> tuple[StateKey, Digest]:
+    text_fields = ("name", "slot", "dtype", *_HEX_FORMS)
+    if not isinstance(row, dict) or not all(isinstance(row.get(name), str) for name in text_fields):
         raise MalformedError("an entry has no name, slot, dtype or digests", path=path)
     key, dtype, shape = StateKey(row["name"], row["slot"]), from_torch(row["dtype"]), row.get("shape")
     if dtype is None or not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
@@ -215,10 +229,10 @@ def _parsed(row: Any, path: str) -> tuple[StateKey, Digest]:
         raise MalformedError(str(error), path=path, key=str(key)) from error
 
 
-def is_list(source: Source, path: str) -> bool:
+def is_digest_list(source: Source, path: str) -> bool:
     """True if a file is a list of digests, of this or a later version. Raises StoreError."""
     try:
-        read_list(source, path)
+        read_digest_list(source, path)
     except UnsupportedError:
         return True
     except FormatError:
@@ -226,22 +240,22 @@ def is_list(source: Source, path: str) -> bool:
     return True
 
 
-def place_in(manifest: Manifest) -> str:
+def locate_digest_list(manifest: Manifest) -> str:
     """The name that the list has in the folder of a checkpoint: in the folder of the tag, where all tensors are in one,
     and in that of the model, where it is not the first of several.
 
     ``zero`` is not a tag: it holds the tensors of a universal checkpoint whose tag folder was opened.
     """
-    tops = {
+    top_folders = {
         table.files[number].rpartition("/")[0].partition("/")[0]
         for table in (entry.shards for entry in manifest.tensors.values())
         for number in np.unique(table.file_ids).tolist()
         if table.files[number] not in manifest.literals
     }
-    (top,) = tops if len(tops) == 1 else {numbered_model(tops)}
-    return f"{top}/{DIGESTS_NAME}" if top not in ("", "zero") else DIGESTS_NAME
+    (top_folder,) = top_folders if len(top_folders) == 1 else {numbered_model(top_folders)}
+    return f"{top_folder}/{DIGESTS_NAME}" if top_folder not in ("", "zero") else DIGESTS_NAME
 
 
-def read_list(source: Source, path: str) -> dict[StateKey, Digest]:
+def read_digest_list(source: Source, path: str) -> dict[StateKey, Digest]:
     """The list in a file of ``source``. Raises as ``loads`` does, and IncompleteError if it is missing."""
-    return loads(source.read_all(path, limit_bytes=MAX_LIST_BYTES), path)
+    return parse_digest_list(source.read_all(path, limit_bytes=MAX_LIST_BYTES), path)

@@ -35,23 +35,23 @@ ZIP_MAGIC = b"PK\x03\x04"
 
 
 @dataclass(frozen=True, slots=True)
-class Archive:
+class StoredArchive:
     """A stored zip in a file of the checkpoint, with the first of the tensors in it, for messages."""
 
     at: ByteRange
     key: StateKey
     limit_bytes: int | None = None
     """The most that it may decompress to, where it is compressed."""
-    stated: tuple[DType, Shape] | None = None
+    index_entry: tuple[DType, Shape] | None = None
     """What the index states of the one tensor that is the archive."""
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
+class ArchiveResult:
     """The result for one archive or range: the bytes read, and the records whose checksum does not match."""
 
     num_bytes: int
-    broken: tuple[Difference, ...]
+    differences: tuple[Difference, ...]
 
 
 def check_integrity(source: Source, manifest: Manifest, *, num_workers: int, on_progress: Progress) -> VerifyReport:
@@ -60,43 +60,47 @@ def check_integrity(source: Source, manifest: Manifest, *, num_workers: int, on_
     Raises:
         CkptError: bytes cannot be read.
     """
-    archives = list(_archives(source, manifest))
-    total, done = sum(archive.at.stop - archive.at.start for archive in archives), 0
-    broken: list[Difference] = []
-    for checked in ThreadRunner(num_workers).run(_Check(source), archives):
-        done += checked.num_bytes
-        on_progress(done, total)
-        broken += checked.broken
+    archives = list(_list_archives(source, manifest))
+    total, num_bytes_done = sum(archive.at.stop - archive.at.start for archive in archives), 0
+    differences: list[Difference] = []
+    for result in ThreadRunner(num_workers).run(_ArchiveChecker(source), archives):
+        num_bytes_done += result.num_bytes
+        on_progress(num_bytes_done, total)
+        differences += result.differences
     num_bytes = sum(entry.num_bytes for entry in manifest.tensors.values())
-    return VerifyReport(tensors_by_role(manifest.tensors), num_bytes, tuple(broken))
+    return VerifyReport(tensors_by_role(manifest.tensors), num_bytes, tuple(differences))
 
 
-def _archives(source: Source, manifest: Manifest) -> Iterator[Archive]:
+def _list_archives(source: Source, manifest: Manifest) -> Iterator[StoredArchive]:
     """The items of a DCP, and its objects that hold tensors; elsewhere, whole files."""
-    within: defaultdict[str, list[ByteRange]] = defaultdict(list)
-    for at in manifest.archives:
-        within[at.file].append(at)
-    whole: dict[str, StateKey] = {}
+    archives_by_file: defaultdict[str, list[ByteRange]] = defaultdict(list)
+    for byte_range in manifest.archives:
+        archives_by_file[byte_range.file].append(byte_range)
+    keys_by_file: dict[str, StateKey] = {}
     for key, entry in manifest.tensors.items():
         table = entry.shards
         if table.framing is not Framing.RAW:
-            yield from (_item(table, row, key) for row in range(len(table)))
+            yield from (_build_item_archive(table, row, key) for row in range(len(table)))
         else:
             files = {table.files[number] for number in table.file_ids.tolist()}
-            whole |= {file: key for file in sorted(files) if file not in whole and file not in manifest.literals}
-    for file, key in whole.items():
-        yield from (Archive(at, key) for at in within.get(file) or [ByteRange(file, 0, source.size(file))])
+            keys_by_file |= {
+                file: key for file in sorted(files) if file not in keys_by_file and file not in manifest.literals
+            }
+    for file, key in keys_by_file.items():
+        yield from (
+            StoredArchive(at, key) for at in archives_by_file.get(file) or [ByteRange(file, 0, source.size(file))]
+        )
 
 
-def _item(table: ShardTable, row: int, key: StateKey) -> Archive:
-    limit = None
+def _build_item_archive(table: ShardTable, row: int, key: StateKey) -> StoredArchive:
+    limit_bytes = None
     if table.framing is Framing.ZSTD_ITEM:
-        limit = int(table.numels[row]) * table.dtype.item_bytes + MAX_OVERHEAD_BYTES
-    return Archive(table.byte_range(row), key, limit, (table.dtype, table.box(row).shape))
+        limit_bytes = int(table.numels[row]) * table.dtype.item_bytes + MAX_OVERHEAD_BYTES
+    return StoredArchive(table.byte_range(row), key, limit_bytes, (table.dtype, table.box(row).shape))
 
 
 @dataclass(frozen=True, slots=True)
-class _Inflated:
+class _InflatedSource:
     inflating: Inflating
 
     def read(self, path: str, start: int, stop: int) -> bytes:
@@ -106,62 +110,81 @@ class _Inflated:
 
 
 @dataclass(frozen=True, slots=True)
-class _Check:
-    source: Source | _Inflated
+class _ArchiveChecker:
+    source: Source | _InflatedSource
 
-    def __call__(self, archive: Archive) -> Checked:
-        at, broken = archive.at, list[str]()
+    def __call__(self, archive: StoredArchive) -> ArchiveResult:
+        byte_range, messages = archive.at, list[str]()
         if archive.limit_bytes is not None:
-            broken = self._broken_inside(archive, archive.limit_bytes)
-        elif archive.stated is not None or (at.stop - at.start >= 4 and self._read(at, 0, 4) == ZIP_MAGIC):
-            broken = self._broken_records(archive)
+            messages = self._find_broken_in_compressed(archive, archive.limit_bytes)
+        elif archive.index_entry is not None or (
+            byte_range.stop - byte_range.start >= 4 and self._read_range(byte_range, 0, 4) == ZIP_MAGIC
+        ):
+            messages = self._find_broken_records(archive)
         else:
-            self._crc32(at, 0, at.stop - at.start)  # reads every byte
-        return Checked(at.stop - at.start, tuple(Difference(archive.key, Aspect.CHECKSUM, what) for what in broken))
+            self._compute_crc32(byte_range, 0, byte_range.stop - byte_range.start)  # reads every byte
+        return ArchiveResult(
+            byte_range.stop - byte_range.start,
+            tuple(Difference(archive.key, Aspect.CHECKSUM, what) for what in messages),
+        )
 
-    def _read(self, at: ByteRange, start: int, stop: int) -> bytes:
-        return self.source.read(at.file, at.start + start, at.start + stop)
+    def _read_range(self, byte_range: ByteRange, start: int, stop: int) -> bytes:
+        return self.source.read(byte_range.file, byte_range.start + start, byte_range.start + stop)
 
-    def _broken_inside(self, archive: Archive, limit_bytes: int) -> list[str]:
+    def _find_broken_in_compressed(self, archive: StoredArchive, limit_bytes: int) -> list[str]:
         """Broken records in a compressed range, which has to be a zip."""
-        at = archive.at
-        inflating, name = Inflating(self.source.read), inflated_name(at)
+        byte_range = archive.at
+        inflating, inflated_file = Inflating(self.source.read), inflated_name(byte_range)
         try:
-            whole = ByteRange(name, 0, inflating.size(at, limit_bytes=limit_bytes))
-            broken = _Check(_Inflated(inflating))._broken_records(replace(archive, at=whole))
+            inflated_range = ByteRange(inflated_file, 0, inflating.size(byte_range, limit_bytes=limit_bytes))
+            messages = _ArchiveChecker(_InflatedSource(inflating))._find_broken_records(
+                replace(archive, at=inflated_range)
+            )
         except (FormatError, UnsafeError) as error:
-            broken = [str(error)]
-        return [what.replace(name, at.file) for what in broken]
+            messages = [str(error)]
+        return [what.replace(inflated_file, byte_range.file) for what in messages]
 
-    def _broken_records(self, archive: Archive) -> list[str]:
-        at = archive.at
-        read = partial(self._read, at)
-        directory = read_directory(read, at.stop - at.start, at.file, tail_bytes=DIRECTORY_TAIL_BYTES)
+    def _find_broken_records(self, archive: StoredArchive) -> list[str]:
+        byte_range = archive.at
+        read_range = partial(self._read_range, byte_range)
+        directory = read_directory(
+            read_range, byte_range.stop - byte_range.start, byte_range.file, tail_bytes=DIRECTORY_TAIL_BYTES
+        )
         if directory is None:
-            return [f"{at.file}: the zip archive at byte {at.start:,} has no end"]
-        ranges = directory.payload_ranges(read, directory.records)
-        broken = [
-            f"{at.file}: the record {name} at byte {at.start + start:,} does not have its stored CRC-32"
+            return [f"{byte_range.file}: the zip archive at byte {byte_range.start:,} has no end"]
+        ranges = directory.payload_ranges(read_range, directory.records)
+        messages = [
+            f"{byte_range.file}: the record {name} at byte {byte_range.start + start:,} does not have its stored CRC-32"
             for name, (start, stop) in ranges.items()
-            if self._crc32(at, start, stop) != directory.records[name].crc32 and directory.records[name].states_checksum
+            if self._compute_crc32(byte_range, start, stop) != directory.records[name].crc32
+            and directory.records[name].states_checksum
         ]
-        return broken if broken or archive.stated is None else self._misstated(at, *archive.stated)
+        return (
+            messages
+            if messages or archive.index_entry is None
+            else self._find_misstatement(byte_range, *archive.index_entry)
+        )
 
-    def _misstated(self, at: ByteRange, dtype: DType, shape: Shape) -> list[str]:
+    def _find_misstatement(self, byte_range: ByteRange, dtype: DType, shape: Shape) -> list[str]:
         """The index may give a piece of another number of dims, as the interval of a flat tensor."""
         from ckpt_tools.serialization.torch_zip import locate_item
 
-        found = locate_item(partial(self.source.read, at.file), at.start, at.stop, at.file)
-        is_flat = len(found.shape) != len(shape) and prod(found.shape) == prod(shape)
-        if found.dtype is dtype and (is_flat or found.shape == shape):
+        item = locate_item(
+            partial(self.source.read, byte_range.file), byte_range.start, byte_range.stop, byte_range.file
+        )
+        is_flat = len(item.shape) != len(shape) and prod(item.shape) == prod(shape)
+        if item.dtype is dtype and (is_flat or item.shape == shape):
             return []
-        held = f"{list(found.shape)} of {found.dtype.value}"
+        actual = f"{list(item.shape)} of {item.dtype.value}"
         return [
-            f"{at.file}: the item at byte {at.start:,} holds {held}, its index states {list(shape)} of {dtype.value}"
+            f"{byte_range.file}: the item at byte {byte_range.start:,} holds {actual}, its index states "
+            f"{list(shape)} of {dtype.value}"
         ]
 
-    def _crc32(self, at: ByteRange, start: int, stop: int) -> int:
-        value = 0
-        for first in range(start, stop, BLOCK_BYTES):
-            value = isal_zlib.crc32(self._read(at, first, min(first + BLOCK_BYTES, stop)), value)
-        return value
+    def _compute_crc32(self, byte_range: ByteRange, start: int, stop: int) -> int:
+        crc32 = 0
+        for block_start in range(start, stop, BLOCK_BYTES):
+            crc32 = isal_zlib.crc32(
+                self._read_range(byte_range, block_start, min(block_start + BLOCK_BYTES, stop)), crc32
+            )
+        return crc32

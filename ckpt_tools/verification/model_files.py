@@ -21,10 +21,10 @@ from ckpt_tools.reading.model_files import (
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import open_place
 from ckpt_tools.trainers.transformers import CONFIG
-from ckpt_tools.verification.report import FILE, Aspect, Difference
+from ckpt_tools.verification.report import FILE_SLOT, Aspect, Difference
 
 
-def expected_model(
+def build_expected_model(
     src: str | Path, source: Source, manifest: Manifest, dst: str | Path, writer: Format | None, options: ConvertOptions
 ) -> tuple[Manifest, ModelFiles | None]:
     """``manifest``, read at ``src``, and the files beside it as a conversion to ``dst`` writes them. None if it copies
@@ -33,11 +33,15 @@ def expected_model(
     Raises:
         UsageError: ``untie`` is for a model with ``config.json``. CkptError: a file cannot be read.
     """
-    stores = options.storage_options
-    if writer is None or not takes_model_files(writer, open_place(dst, stores).form) or options.like is not None:
+    storage_options = options.storage_options
+    if (
+        writer is None
+        or not takes_model_files(writer, open_place(dst, storage_options).form)
+        or options.like is not None
+    ):
         files = None
     else:
-        files = find_model_files(src, source, manifest, config=options.config, storage_options=stores)
+        files = find_model_files(src, source, manifest, config=options.config, storage_options=storage_options)
     if files is None:
         if options.untie:
             raise UsageError(f"{option('untie', True)} is for folders with a config.json")
@@ -47,18 +51,20 @@ def expected_model(
     return manifest, fitted(files, manifest)[0]
 
 
-def differing_files(expected: ModelFiles, written: Source) -> list[Difference]:
+def find_differing_files(expected: ModelFiles, written: Source) -> list[Difference]:
     """The files that ``written`` lacks or has with another content. Raises CkptError if one cannot be read."""
     config = config_in(written)
-    lost = {} if config == expected.config else {CONFIG: "missing"}
-    if lost and config is not None:
-        keys = sorted(key for key in {*expected.config, *config} if expected.config.get(key) != config.get(key))
-        lost = {CONFIG: f"{listed(keys)}: another content"}
+    problems = {} if config == expected.config else {CONFIG: "missing"}
+    if problems and config is not None:
+        differing_keys = sorted(
+            key for key in {*expected.config, *config} if expected.config.get(key) != config.get(key)
+        )
+        problems = {CONFIG: f"{listed(differing_keys)}: another content"}
     for name, file in expected.files.items():
         content = bytearray(file.num_bytes)
         expected.store.read_into(file.source, 0, memoryview(content))
         if name not in written.files:
-            lost[name] = "missing"
+            problems[name] = "missing"
         elif written.size(name) != file.num_bytes or content != written.read(name, 0, file.num_bytes):
-            lost[name] = "another content"
-    return [Difference(StateKey(name, FILE), Aspect.FILE, what) for name, what in lost.items()]
+            problems[name] = "another content"
+    return [Difference(StateKey(name, FILE_SLOT), Aspect.FILE, what) for name, what in problems.items()]

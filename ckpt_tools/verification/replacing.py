@@ -19,74 +19,78 @@ from ckpt_tools.stores.present import NOTHING, Present, listed
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import ELSEWHERE
 from ckpt_tools.trainers.transformers import ADAPTER
-from ckpt_tools.verification.digests import is_list, place_in
+from ckpt_tools.verification.digests import is_digest_list, locate_digest_list
 from ckpt_tools.verification.signing import is_signature
 
 MAX_SIGNATURE_BYTES = 512 << 20
 """It lists every file of a folder with its digest."""
 
 
-def replaced_files(place: Place, written: Iterable[str]) -> Mapping[str, int]:
-    """The names and sizes of what an output of the files ``written`` replaces at ``place``.
+def list_replaced_files(destination: Place, written: Iterable[str]) -> Mapping[str, int]:
+    """The names and sizes of what an output of the files ``written`` replaces at ``destination``.
 
     Raises:
         DestinationExistsError: something is there that is not of one checkpoint. StoreError: looking failed.
     """
-    place.check_free(overwrite=True)
-    present = place.present()
-    if present is None:
+    destination.check_free(overwrite=True)
+    contents = destination.present()
+    if contents is None:
         return NOTHING
-    own = _own_files(present, place.url)
-    if own:
+    own_files = _find_checkpoint_files(contents, destination.url)
+    if own_files:
         # What says what the model is, if the output has the same: no such file is removed without a new one.
-        own |= {path for path in written if is_carried(path) or path == ADAPTER}
-    files = {path: size for path, size in present.files.items() if path in own}
-    others = present.beyond(files)
-    if others and not files:
+        own_files |= {path for path in written if is_carried(path) or path == ADAPTER}
+    files = {path: size for path, size in contents.files.items() if path in own_files}
+    unexpected = contents.beyond(files)
+    if unexpected and not files:
         raise DestinationExistsError(
-            f"{place.url} is not a checkpoint itself but contains one ({listed(others)}); "
+            f"{destination.url} is not a checkpoint itself but contains one ({listed(unexpected)}); "
             f"{option('overwrite', True)} does not replace a folder that contains other files; {ELSEWHERE}"
         )
-    if others:
+    if unexpected:
         raise DestinationExistsError(
-            f"{place.url} contains files that are not part of its checkpoint: {listed(others)}; "
+            f"{destination.url} contains files that are not part of its checkpoint: {listed(unexpected)}; "
             f"{option('overwrite', True)} replaces only the checkpoint: move the other files away, or {ELSEWHERE}"
         )
     # In formats that keep each checkpoint in a folder of its own, only the one of the same name is replaced.
-    new = _folders(written)
-    if new and (old := sorted(_folders(files) - new)):
-        raise DestinationExistsError(f"{place.url} holds {old[0]} too, which replacing it would delete; {ELSEWHERE}")
+    new_folders = _list_top_folders(written)
+    if new_folders and (lost_folders := sorted(_list_top_folders(files) - new_folders)):
+        raise DestinationExistsError(
+            f"{destination.url} holds {lost_folders[0]} too, which replacing it would delete; {ELSEWHERE}"
+        )
     return files
 
 
-def _own_files(present: Present, url: str) -> frozenset[str]:
+def _find_checkpoint_files(contents: Present, url: str) -> frozenset[str]:
     """The names of the files of the checkpoint there, and of our own files with it."""
-    source = Source(present.store, {path: size for path, size in present.files.items() if is_shown(path)})
+    source = Source(contents.store, {path: size for path, size in contents.files.items() if is_shown(path)})
     try:
         reader = find_format(source)
         manifest = read_manifest(reader, source, ReadOptions())
-        own = reader.own_files(source, manifest)
-        if own and manifest.trainer is not None:
-            own |= manifest.trainer.sources
-        return own | _beside(source, place_in(manifest)) if own else own
+        own_files = reader.own_files(source, manifest)
+        if own_files and manifest.trainer is not None:
+            own_files |= manifest.trainer.sources
+        return own_files | _find_companion_files(source, locate_digest_list(manifest)) if own_files else own_files
     except StoreError:
         raise
     except CkptError as error:
-        names = listed(sorted([*present.files, *present.others]))
+        listed_names = listed(sorted([*contents.files, *contents.others]))
         raise DestinationExistsError(
-            f"{url} is not a checkpoint that can be read, so it is not replaced: {error} (it holds {names}); name the "
-            f"place of one checkpoint, or {ELSEWHERE}"
+            f"{url} is not a checkpoint that can be read, so it is not replaced: {error} (it holds {listed_names}); "
+            f"name the place of one checkpoint, or {ELSEWHERE}"
         ) from error
 
 
-def _beside(source: Source, digests: str) -> frozenset[str]:
+def _find_companion_files(source: Source, digests_path: str) -> frozenset[str]:
     """The list of digests and the signatures that lie with a checkpoint, if they are what their names say."""
-    folder = digests.rpartition("/")[0]
-    signatures = {SIGNATURE_NAME, f"{folder}/{SIGNATURE_NAME}"} & source.files.keys()
-    found = {path for path in signatures if is_signature(source.read_all(path, limit_bytes=MAX_SIGNATURE_BYTES))}
-    is_there = digests in source.files and is_list(source, digests)
-    return frozenset(found | ({digests} if is_there else set()))
+    folder = digests_path.rpartition("/")[0]
+    signature_paths = {SIGNATURE_NAME, f"{folder}/{SIGNATURE_NAME}"} & source.files.keys()
+    valid_signatures = {
+        path for path in signature_paths if is_signature(source.read_all(path, limit_bytes=MAX_SIGNATURE_BYTES))
+    }
+    has_digests = digests_path in source.files and is_digest_list(source, digests_path)
+    return frozenset(valid_signatures | ({digests_path} if has_digests else set()))
 
 
-def _folders(paths: Iterable[str]) -> set[str]:
+def _list_top_folders(paths: Iterable[str]) -> set[str]:
     return {path.partition("/")[0] for path in paths if "/" in path}

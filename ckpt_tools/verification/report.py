@@ -108,7 +108,7 @@ class VerifyReport(Shown):
     @property
     def num_differing(self) -> int:
         """Tensors that differ. A tensor that differs in several ways counts once."""
-        return len({difference.key for difference in self.differences if difference.aspect not in _NO_TENSOR})
+        return len({difference.key for difference in self.differences if difference.aspect not in _NON_TENSOR_ASPECTS})
 
     @property
     def num_entries(self) -> int:
@@ -132,25 +132,29 @@ class VerifyReport(Shown):
 
     @property
     def summary(self) -> DifferenceSummary:
-        return summarize(self.differences)
+        return summarize_differences(self.differences)
 
     def to_sarif(self, source: str, folder: str = "") -> dict[str, Any]:
         """The differences of ``source`` in the form in which code hosts take results of scanners. The names of files
         begin with ``folder``."""
-        from ckpt_tools.verification.sarif import in_file, log_of, of_name, result_of
+        from ckpt_tools.verification.sarif import build_file_location, build_log, build_logical_location, build_result
 
-        rules = {aspect.value: about for aspect, about in _SARIF.items()}
+        rules = {aspect.value: about for aspect, about in _SARIF_DESCRIPTIONS.items()}
         results = []
-        for each in self.differences:
-            is_file = each.aspect is Aspect.FILE
-            place = in_file(each.key.fqn, folder) if is_file else of_name(str(each.key))
-            text = each.what if is_file else f"{each.key}: {each.what}"
-            results.append(result_of(each.aspect.value, "error", without_secrets(text), place))
+        for difference in self.differences:
+            is_file = difference.aspect is Aspect.FILE
+            location = (
+                build_file_location(difference.key.fqn, folder)
+                if is_file
+                else build_logical_location(str(difference.key))
+            )
+            text = difference.what if is_file else f"{difference.key}: {difference.what}"
+            results.append(build_result(difference.aspect.value, "error", without_secrets(text), location))
         properties = {"source": without_secrets(source), **self.shown()}
-        return log_of("ckpt-tools verify", rules, results, properties)
+        return build_log("ckpt-tools verify", rules, results, properties)
 
 
-_SARIF = {
+_SARIF_DESCRIPTIONS = {
     Aspect.MISSING: "A tensor is missing.",
     Aspect.UNEXPECTED: "A tensor is there that should not be.",
     Aspect.SHAPE: "A tensor has another shape.",
@@ -171,15 +175,15 @@ WEIGHTS, MOMENTS, EXTRAS, STEPS = "a weight", "optimizer state", "another tensor
 """Tensors whose differences are of the same unit, in the order in which they are listed. Every step count differs when
 training went on, by more than any weight."""
 
-_GROUPS = {WEIGHT: WEIGHTS, MASTER: WEIGHTS, "extra": EXTRAS, "step": STEPS}
-ENTRY = "entry"
+_GROUP_BY_SLOT = {WEIGHT: WEIGHTS, MASTER: WEIGHTS, "extra": EXTRAS, "step": STEPS}
+ENTRY_SLOT = "entry"
 """The slot of differences of values that are not tensors."""
-FILE = "file"
+FILE_SLOT = "file"
 """The slot of differences of files."""
 
-_NO_TENSOR = (Aspect.ENTRY, Aspect.FILE)
+_NON_TENSOR_ASPECTS = (Aspect.ENTRY, Aspect.FILE)
 
-_ORDER = (WEIGHTS, MOMENTS, EXTRAS, STEPS)
+_GROUP_ORDER = (WEIGHTS, MOMENTS, EXTRAS, STEPS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,48 +218,57 @@ class DifferenceSummary:
 
     @property
     def folded(self) -> tuple[DifferenceRow, ...]:
-        return fold(self.rows)
+        return fold_rows(self.rows)
 
 
-def fold(rows: Iterable[DifferenceRow]) -> tuple[DifferenceRow, ...]:
+def fold_rows(rows: Iterable[DifferenceRow]) -> tuple[DifferenceRow, ...]:
     """One row for all of the same reason, in the place of the first: ``30 tensors``, ``float32 -> bfloat16 (a, b and 28
     more)``."""
-    groups: dict[object, list[DifferenceRow]] = {}
-    for number, row in enumerate(rows):
-        groups.setdefault(row.reason or number, []).append(row)
-    return tuple(group[0] if len(group) == 1 else _one_row(group) for group in groups.values())
+    rows_by_reason: dict[object, list[DifferenceRow]] = {}
+    for position, row in enumerate(rows):
+        rows_by_reason.setdefault(row.reason or position, []).append(row)
+    return tuple(group[0] if len(group) == 1 else _merge_rows(group) for group in rows_by_reason.values())
 
 
-def _one_row(group: list[DifferenceRow]) -> DifferenceRow:
-    number = sum(row.count for row in group)
-    apart = [row.deviation for row in group if row.deviation is not None]
-    total = sum(apart, Deviation()) if apart else None
-    how = f"{group[0].reason}, {total.as_numbers()}" if total is not None else group[0].reason
-    what = f"{how} ({listed([row.name for row in group])})"
-    return DifferenceRow(count(number, group[0].noun), what, group[0].reason, total, number, group[0].noun)
+def _merge_rows(rows: list[DifferenceRow]) -> DifferenceRow:
+    num_differences = sum(row.count for row in rows)
+    deviations = [row.deviation for row in rows if row.deviation is not None]
+    total_deviation = sum(deviations, Deviation()) if deviations else None
+    reason = f"{rows[0].reason}, {total_deviation.as_numbers()}" if total_deviation is not None else rows[0].reason
+    description = f"{reason} ({listed([row.name for row in rows])})"
+    return DifferenceRow(
+        count(num_differences, rows[0].noun),
+        description,
+        rows[0].reason,
+        total_deviation,
+        num_differences,
+        rows[0].noun,
+    )
 
 
-def summarize(differences: Iterable[Difference]) -> DifferenceSummary:
-    ordered = sorted(differences, key=_rank)
-    keys = {(each.aspect.value, each.key) for each in ordered}
+def summarize_differences(differences: Iterable[Difference]) -> DifferenceSummary:
+    sorted_differences = sorted(differences, key=_get_sort_key)
+    aspects_and_keys = {(each.aspect.value, each.key) for each in sorted_differences}
     modules = Counter(
-        module_of(name) for name, slot in sorted({each.key for each in ordered}) if slot not in (ENTRY, FILE)
+        get_module_prefix(name)
+        for name, slot in sorted({each.key for each in sorted_differences})
+        if slot not in (ENTRY_SLOT, FILE_SLOT)
     )
     return DifferenceSummary(
-        aspects=dict(Counter(aspect for aspect, _ in sorted(keys)).most_common()),
-        largest=_largest(ordered),
+        aspects=dict(Counter(aspect for aspect, _ in sorted(aspects_and_keys)).most_common()),
+        largest=_find_largest_by_group(sorted_differences),
         modules=dict(modules.most_common()),
-        rows=tuple(_rows(ordered)),
+        rows=tuple(_build_rows(sorted_differences)),
     )
 
 
-def module_of(fqn: str) -> str:
+def get_module_prefix(fqn: str) -> str:
     """The first levels of a parameter's name without its last: ``encoder.layers`` of ``encoder.layers.0.ln.weight``."""
     parts = fqn.split(".")
     return ".".join(parts[:-1][:MODULE_LEVELS]) or fqn
 
 
-def magnitude(difference: Difference) -> float:
+def get_magnitude(difference: Difference) -> float:
     """Size of a difference: infinite if one side alone has a NaN."""
     deviation = difference.deviation
     if deviation is None:
@@ -263,40 +276,49 @@ def magnitude(difference: Difference) -> float:
     return inf if deviation.num_one_nan else deviation.max_abs
 
 
-def _rank(difference: Difference) -> tuple[bool, int, float]:
-    group = _GROUPS.get(difference.key.slot, MOMENTS)
-    return difference.deviation is not None, _ORDER.index(group), -magnitude(difference)
+def _get_sort_key(difference: Difference) -> tuple[bool, int, float]:
+    group = _GROUP_BY_SLOT.get(difference.key.slot, MOMENTS)
+    return difference.deviation is not None, _GROUP_ORDER.index(group), -get_magnitude(difference)
 
 
-def _largest(ordered: list[Difference]) -> dict[str, Difference]:
-    """``ordered`` has the largest of each group first, and the groups in their order."""
-    found: dict[str, Difference] = {}
-    for each in ordered:
-        if magnitude(each):
-            found.setdefault(_GROUPS.get(each.key.slot, MOMENTS), each)
-    return found
+def _find_largest_by_group(sorted_differences: list[Difference]) -> dict[str, Difference]:
+    """``sorted_differences`` has the largest of each group first, and the groups in their order."""
+    largest_by_group: dict[str, Difference] = {}
+    for difference in sorted_differences:
+        if get_magnitude(difference):
+            largest_by_group.setdefault(_GROUP_BY_SLOT.get(difference.key.slot, MOMENTS), difference)
+    return largest_by_group
 
 
-def _rows(ordered: list[Difference]) -> Iterable[DifferenceRow]:
-    both = _equal_masters(ordered)
-    for each in ordered:
-        if each.key.fqn not in both:
-            yield _row(each.key.fqn if each.key.slot in (ENTRY, FILE) else str(each.key), each)
-        elif each.key.slot == WEIGHT:
-            yield replace(_row(f"{each.key.fqn} (weight and master)", each), count=2)
-        elif each.key.slot != MASTER:
-            yield _row(str(each.key), each)
+def _build_rows(sorted_differences: list[Difference]) -> Iterable[DifferenceRow]:
+    equal_masters = _find_equal_masters(sorted_differences)
+    for difference in sorted_differences:
+        if difference.key.fqn not in equal_masters:
+            yield _build_row(
+                difference.key.fqn if difference.key.slot in (ENTRY_SLOT, FILE_SLOT) else str(difference.key),
+                difference,
+            )
+        elif difference.key.slot == WEIGHT:
+            yield replace(_build_row(f"{difference.key.fqn} (weight and master)", difference), count=2)
+        elif difference.key.slot != MASTER:
+            yield _build_row(str(difference.key), difference)
 
 
-def _row(name: str, difference: Difference) -> DifferenceRow:
+def _build_row(name: str, difference: Difference) -> DifferenceRow:
     noun = "file" if difference.aspect is Aspect.FILE else "tensor"
     return DifferenceRow(name, difference.what, difference.reason, difference.deviation, noun=noun)
 
 
-def _equal_masters(differences: list[Difference]) -> set[str]:
+def _find_equal_masters(differences: list[Difference]) -> set[str]:
     """The parameters whose weight and master differ in the same way, by as much."""
-    found: dict[StateKey, list[tuple[object, ...]]] = {}
-    for each in differences:
-        if each.key.slot in (WEIGHT, MASTER):
-            found.setdefault(each.key, []).append((each.aspect, each.what, each.deviation))
-    return {key.fqn for key in found if key.slot == WEIGHT and found.get(key._replace(slot=MASTER)) == found[key]}
+    outcomes_by_key: dict[StateKey, list[tuple[object, ...]]] = {}
+    for difference in differences:
+        if difference.key.slot in (WEIGHT, MASTER):
+            outcomes_by_key.setdefault(difference.key, []).append(
+                (difference.aspect, difference.what, difference.deviation)
+            )
+    return {
+        key.fqn
+        for key in outcomes_by_key
+        if key.slot == WEIGHT and outcomes_by_key.get(key._replace(slot=MASTER)) == outcomes_by_key[key]
+    }

@@ -31,7 +31,7 @@ from ckpt_tools.errors import (
 from ckpt_tools.stores.marker_files import SIGNATURE_NAME
 from ckpt_tools.stores.urls import local_path
 
-FILE_SUFFIX = ".sig"
+SIGNATURE_SUFFIX = ".sig"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -50,20 +50,22 @@ def sign_with_key(
         UsageError: model-signing is not installed, or the key is not valid. DestinationExistsError: it is signed.
         SourceNotFoundError: there is nothing to sign.
     """
-    signing, _, hashing = _model_signing()
-    path, target = _existing(src), _signature_path(src, signature)
+    signing, _, hashing = _import_model_signing()
+    path, signature_path = _resolve_existing(src), _choose_signature_path(src, signature)
     if path.is_dir() and not any(path.iterdir()):
         raise SourceNotFoundError(f"{path} is an empty folder")
-    if os.path.lexists(target):
-        _check_replaceable(target, overwrite=overwrite)
-    key = _existing(private_key)
-    use_key = signing.Config().use_elliptic_key_signer
-    signer = _calling("the private key cannot be used", UsageError, lambda: use_key(private_key=key))
-    folder, file = path.resolve(), target.resolve()
-    ignored = [file.relative_to(folder)] if file.is_relative_to(folder) else []
-    signer.set_hashing_config(hashing.Config().set_ignored_paths(paths=ignored))
-    _calling("signing failed", StoreError, lambda: signer.sign(path, target))
-    return SignReport(str(target))
+    if os.path.lexists(signature_path):
+        _check_replaceable(signature_path, overwrite=overwrite)
+    key = _resolve_existing(private_key)
+    create_signer = signing.Config().use_elliptic_key_signer
+    signer = _call_library("the private key cannot be used", UsageError, lambda: create_signer(private_key=key))
+    resolved_source, resolved_signature = path.resolve(), signature_path.resolve()
+    ignored_paths = (
+        [resolved_signature.relative_to(resolved_source)] if resolved_signature.is_relative_to(resolved_source) else []
+    )
+    signer.set_hashing_config(hashing.Config().set_ignored_paths(paths=ignored_paths))
+    _call_library("signing failed", StoreError, lambda: signer.sign(path, signature_path))
+    return SignReport(str(signature_path))
 
 
 def _check_replaceable(target: Path, *, overwrite: bool) -> None:
@@ -72,14 +74,14 @@ def _check_replaceable(target: Path, *, overwrite: bool) -> None:
         raise DestinationExistsError(
             f"{target} exists; choose another {option('signature')}, or replace it with {option('overwrite', True)}"
         )
-    if target.is_symlink() or not _is_signature(target):
+    if target.is_symlink() or not _is_signature_file(target):
         raise DestinationExistsError(
             f"{target} is not a signature, so it is not replaced; remove it yourself, or choose another "
             f"{option('signature')}"
         )
 
 
-def _is_signature(path: Path) -> bool:
+def _is_signature_file(path: Path) -> bool:
     try:
         return path.is_file() and is_signature(path.read_bytes())
     except OSError:
@@ -102,15 +104,23 @@ def check_signature(src: str | Path, *, public_key: str | Path, signature: str |
     Raises:
         DifferenceError: the check fails. SourceNotFoundError: no signature. UsageError: as for ``sign_with_key``.
     """
-    _, verifying, _ = _model_signing()
-    path, found, key = _existing(src), _existing(_signature_path(src, signature)), _existing(public_key)
-    use_key = verifying.Config().use_elliptic_key_verifier
-    verifier = _calling("the public key cannot be used", UsageError, lambda: use_key(public_key=key))
-    _calling(f"{found} is not the signature of {path}", DifferenceError, lambda: verifier.verify(path, found))
-    return str(found)
+    _, verifying, _ = _import_model_signing()
+    path, signature_path, key = (
+        _resolve_existing(src),
+        _resolve_existing(_choose_signature_path(src, signature)),
+        _resolve_existing(public_key),
+    )
+    create_verifier = verifying.Config().use_elliptic_key_verifier
+    verifier = _call_library("the public key cannot be used", UsageError, lambda: create_verifier(public_key=key))
+    _call_library(
+        f"{signature_path} is not the signature of {path}",
+        DifferenceError,
+        lambda: verifier.verify(path, signature_path),
+    )
+    return str(signature_path)
 
 
-def _model_signing() -> tuple[Any, Any, Any]:
+def _import_model_signing() -> tuple[Any, Any, Any]:
     """The modules of model-signing for signing, verifying and hashing. Raises UsageError."""
     try:
         from model_signing import hashing, signing, verifying
@@ -119,36 +129,36 @@ def _model_signing() -> tuple[Any, Any, Any]:
     return signing, verifying, hashing
 
 
-def _existing(url: str | Path) -> Path:
+def _resolve_existing(url: str | Path) -> Path:
     path = local_path(url)
     if not path.exists():
         raise SourceNotFoundError(f"there is no file or folder {path}")
     return path
 
 
-def _signature_path(src: str | Path, signature: str | Path | None) -> Path:
+def _choose_signature_path(src: str | Path, signature: str | Path | None) -> Path:
     path = local_path(src)
     if signature is not None:
         return local_path(signature)
-    return path / SIGNATURE_NAME if path.is_dir() else path.with_name(path.name + FILE_SUFFIX)
+    return path / SIGNATURE_NAME if path.is_dir() else path.with_name(path.name + SIGNATURE_SUFFIX)
 
 
-def _calling(failed: str, kind: type[CkptError], action: Callable[[], Any]) -> Any:
+def _call_library(failure: str, error_class: type[CkptError], action: Callable[[], Any]) -> Any:
     """The result of ``action``. The library's errors are of many classes, and each means failure."""
     try:
         return action()
     except Exception as error:
-        raise kind(f"{failed}: {_sentence(error)}") from error
+        raise error_class(f"{failure}: {_format_library_error(error)}") from error
 
 
-_DIGEST = re.compile(r"""Digest\(algorithm='\w+', digest_value=(b'(?:\\.|[^'\\])*'|b"(?:\\.|[^"\\])*")\)""")
+_DIGEST_REPR = re.compile(r"""Digest\(algorithm='\w+', digest_value=(b'(?:\\.|[^'\\])*'|b"(?:\\.|[^"\\])*")\)""")
 
 
-def _sentence(error: Exception) -> str:
+def _format_library_error(error: Exception) -> str:
     """The library's message, with its lists as text, its digests in hexadecimal and no advice to read a web page."""
     text = str(error)
-    head, _, rest = text.partition(": [")
+    head, _, quoted_list = text.partition(": [")
     with suppress(ValueError, SyntaxError):
-        text = f"{head}: {'; '.join(ast.literal_eval(f'[{rest}'))}"
-    text = _DIGEST.sub(lambda found: str(ast.literal_eval(found[1]).hex()), text)
+        text = f"{head}: {'; '.join(ast.literal_eval(f'[{quoted_list}'))}"
+    text = _DIGEST_REPR.sub(lambda found: str(ast.literal_eval(found[1]).hex()), text)
     return " ".join(re.sub(r"See https\S+ for more details\.", "", text).split()) or type(error).__name__

@@ -26,7 +26,7 @@ from ckpt_tools.stores.source import Store
 from ckpt_tools.transfer.buffers import page_aligned
 from ckpt_tools.transfer.runners.threads import ThreadRunner
 from ckpt_tools.transfer.tensor_reader import TensorReader
-from ckpt_tools.verification.deviation import numbers
+from ckpt_tools.verification.deviation import widen_elements
 
 MAX_BLOCK_BYTES = 1 << 20
 MIN_BLOCK_BYTES = 64 << 10
@@ -37,7 +37,7 @@ MEASURED_ELEMENTS = 1 << 14
 MEASURING_BYTES = 1 << 20
 """Memory of these elements as float64 or complex128, and of what is computed of them."""
 
-BUFFERS = 3
+BUFFERS_PER_WORKER = 3
 """A block, its elements before a cast, and what is read to be placed strided."""
 
 SAMPLED_BLOCKS = 16
@@ -48,7 +48,7 @@ SAFE_EXPONENT = 500
 
 
 @dataclass(frozen=True, slots=True)
-class Measuring:
+class StatisticsPlan:
     """The size of blocks and the number of threads that fit a memory budget; ``sample`` measures some blocks alone."""
 
     block_bytes: int
@@ -56,102 +56,107 @@ class Measuring:
     sample: bool = False
 
     @classmethod
-    def within(
+    def fit_to_memory(
         cls, memory_bytes: int, manifest: Manifest, *, num_workers: int, is_limit: bool, sample: bool
-    ) -> Measuring:
+    ) -> StatisticsPlan:
         """Raises MemoryBudgetError if not even the smallest blocks in one thread fit, and the budget is a limit."""
-        base = max(BASE_BYTES, reading_bytes(manifest)) + manifest.decoding_bytes
-        block = MAX_BLOCK_BYTES
-        while base + num_workers * _worker_bytes(block) > memory_bytes:
-            if block > MIN_BLOCK_BYTES:
-                block //= 2
+        base_bytes = max(BASE_BYTES, reading_bytes(manifest)) + manifest.decoding_bytes
+        block_bytes = MAX_BLOCK_BYTES
+        while base_bytes + num_workers * _count_worker_bytes(block_bytes) > memory_bytes:
+            if block_bytes > MIN_BLOCK_BYTES:
+                block_bytes //= 2
             elif num_workers > 1:
                 num_workers -= 1
             elif is_limit:
-                least = size(base + _worker_bytes(block), at_least=True)
+                least_size = size(base_bytes + _count_worker_bytes(block_bytes), at_least=True)
                 raise MemoryBudgetError(
-                    f"the statistics of this checkpoint need at least {least} of memory, and the budget is "
+                    f"the statistics of this checkpoint need at least {least_size} of memory, and the budget is "
                     f"{size(memory_bytes)}; raise {option('memory')}"
                 )
             else:
                 break
-        return cls(block, num_workers, sample)
+        return cls(block_bytes, num_workers, sample)
 
 
-def _worker_bytes(block_bytes: int) -> int:
-    return BUFFERS * block_bytes + MEASURING_BYTES
+def _count_worker_bytes(block_bytes: int) -> int:
+    return BUFFERS_PER_WORKER * block_bytes + MEASURING_BYTES
 
 
-def statistics(
-    store: Store, tensors: Iterable[tuple[StateKey, TensorEntry]], how: Measuring, on_progress: Progress
+def compute_statistics(
+    store: Store, tensors: Iterable[tuple[StateKey, TensorEntry]], plan: StatisticsPlan, on_progress: Progress
 ) -> tuple[TensorStats, ...]:
     """The statistics of each tensor, in order.
 
     Raises:
         CkptError: elements cannot be read.
     """
-    wanted = list(enumerate(tensors))
-    reader = TensorReader(store, how.block_bytes)
-    meter = Meter(on_progress, sum(_num_read(entry, how) * entry.dtype.item_bytes for _, (_, entry) in wanted))
-    found: dict[int, TensorStats] = {}
+    numbered_tensors = list(enumerate(tensors))
+    reader = TensorReader(store, plan.block_bytes)
+    meter = Meter(
+        on_progress,
+        sum(_count_read_elements(entry, plan) * entry.dtype.item_bytes for _, (_, entry) in numbered_tensors),
+    )
+    stats_by_position: dict[int, TensorStats] = {}
 
-    def measured(item: tuple[int, tuple[StateKey, TensorEntry]]) -> tuple[int, TensorStats]:
+    def measure_item(item: tuple[int, tuple[StateKey, TensorEntry]]) -> tuple[int, TensorStats]:
         position, (key, entry) = item
-        return position, _stats(reader, key, entry, how)
+        return position, _measure_tensor(reader, key, entry, plan)
 
-    for position, stats in ThreadRunner(how.num_workers).run(measured, wanted):
-        found[position] = stats
-        entry = wanted[position][1][1]
+    for position, stats in ThreadRunner(plan.num_workers).run(measure_item, numbered_tensors):
+        stats_by_position[position] = stats
+        entry = numbered_tensors[position][1][1]
         meter.add(stats.num_read * entry.dtype.item_bytes)
     reader.finish()
-    return tuple(found[position] for position, _ in wanted)
+    return tuple(stats_by_position[position] for position, _ in numbered_tensors)
 
 
-def _stats(reader: TensorReader, key: StateKey, entry: TensorEntry, how: Measuring) -> TensorStats:
+def _measure_tensor(reader: TensorReader, key: StateKey, entry: TensorEntry, plan: StatisticsPlan) -> TensorStats:
     is_measured = entry.dtype.num_values == 1
-    sums = _Sums(is_ordered=not entry.dtype.value.startswith("complex"))
+    sums = _RunningStatistics(is_ordered=not entry.dtype.value.startswith("complex"))
     num_read = 0
-    for elements in _blocks(reader, entry, how) if is_measured else ():
+    for elements in _read_blocks(reader, entry, plan) if is_measured else ():
         num_read += len(elements) // entry.dtype.item_bytes
         rows = elements.reshape(-1, entry.dtype.item_bytes)
-        for first in range(0, len(rows), MEASURED_ELEMENTS):
-            sums.add(numbers(rows[first : first + MEASURED_ELEMENTS], entry.dtype))
-    of_tensor = key.fqn, key.slot, entry.shape, entry.dtype.value, num_read
+        for start in range(0, len(rows), MEASURED_ELEMENTS):
+            sums.add_elements(widen_elements(rows[start : start + MEASURED_ELEMENTS], entry.dtype))
+    tensor_fields = key.fqn, key.slot, entry.shape, entry.dtype.value, num_read
     if not is_measured:
-        return TensorStats(*of_tensor)
+        return TensorStats(*tensor_fields)
     mean = sums.mean if sums.is_ordered else None
-    return TensorStats(*of_tensor, sums.least, sums.most, mean, sums.norm, sums.num_zeros, sums.num_nan, sums.num_inf)
+    return TensorStats(
+        *tensor_fields, sums.minimum, sums.maximum, mean, sums.norm, sums.num_zeros, sums.num_nan, sums.num_inf
+    )
 
 
-def _starts(entry: TensorEntry, how: Measuring) -> tuple[list[int] | range, int]:
+def _choose_block_starts(entry: TensorEntry, plan: StatisticsPlan) -> tuple[list[int] | range, int]:
     """Starts of the blocks, and the size of a block, both in elements."""
-    step = how.block_bytes // entry.dtype.item_bytes
-    starts = range(0, entry.numel, step)
-    if not how.sample or len(starts) <= SAMPLED_BLOCKS:
-        return starts, step
-    last = len(starts) - 1
-    return [starts[number * last // (SAMPLED_BLOCKS - 1)] for number in range(SAMPLED_BLOCKS)], step
+    block_numel = plan.block_bytes // entry.dtype.item_bytes
+    starts = range(0, entry.numel, block_numel)
+    if not plan.sample or len(starts) <= SAMPLED_BLOCKS:
+        return starts, block_numel
+    last_block = len(starts) - 1
+    return [starts[number * last_block // (SAMPLED_BLOCKS - 1)] for number in range(SAMPLED_BLOCKS)], block_numel
 
 
-def _num_read(entry: TensorEntry, how: Measuring) -> int:
-    starts, step = _starts(entry, how)
-    return sum(min(step, entry.numel - start) for start in starts) if entry.dtype.num_values == 1 else 0
+def _count_read_elements(entry: TensorEntry, plan: StatisticsPlan) -> int:
+    starts, block_numel = _choose_block_starts(entry, plan)
+    return sum(min(block_numel, entry.numel - start) for start in starts) if entry.dtype.num_values == 1 else 0
 
 
-def _blocks(reader: TensorReader, entry: TensorEntry, how: Measuring) -> Iterator[NDArray[np.uint8]]:
+def _read_blocks(reader: TensorReader, entry: TensorEntry, plan: StatisticsPlan) -> Iterator[NDArray[np.uint8]]:
     """The elements as bytes. A block is overwritten by the next."""
-    item = entry.dtype.item_bytes
-    starts, step = _starts(entry, how)
-    buffer = page_aligned(min(entry.num_bytes, step * item))
+    item_bytes = entry.dtype.item_bytes
+    starts, block_numel = _choose_block_starts(entry, plan)
+    buffer = page_aligned(min(entry.num_bytes, block_numel * item_bytes))
     for start in starts:
-        stop = min(start + step, entry.numel)
-        block = buffer[: (stop - start) * item]
+        stop = min(start + block_numel, entry.numel)
+        block = buffer[: (stop - start) * item_bytes]
         reader.read(entry, Box.whole(entry.shape), entry.shape, start, stop, block.data)
         yield block
 
 
 @dataclass(slots=True)
-class _Sums:
+class _RunningStatistics:
     """Counts and sums of the elements so far. NaN and infinite elements are counted, and in nothing else."""
 
     is_ordered: bool
@@ -159,37 +164,37 @@ class _Sums:
     num_nan: int = 0
     num_inf: int = 0
     num_finite: int = 0
-    least: int | float | None = None
-    most: int | float | None = None
+    minimum: int | float | None = None
+    maximum: int | float | None = None
     norm: float = 0.0
     _total: int = 0
     _mean: float = 0.0
     _is_exact: bool = field(default=True)
 
-    def add(self, elements: NDArray[Any]) -> None:
+    def add_elements(self, elements: NDArray[Any]) -> None:
         self._is_exact = elements.dtype.kind in "iu"
-        finite = elements if self._is_exact else self._without_others(elements)
+        finite = elements if self._is_exact else self._drop_non_finite(elements)
         if not len(finite):
             return
         self.num_zeros += len(finite) - int(np.count_nonzero(finite))
-        before, self.num_finite = self.num_finite, self.num_finite + len(finite)
+        num_before, self.num_finite = self.num_finite, self.num_finite + len(finite)
         if not self.is_ordered:
-            parts = finite.view(np.float64)
-            self.norm = math.hypot(self.norm, _scaled(parts, _exponent(parts), _norm))
+            components = finite.view(np.float64)
+            self.norm = math.hypot(self.norm, _apply_scaled(components, _choose_exponent(components), _compute_norm))
             return
         lowest, highest = finite.min().item(), finite.max().item()
-        self.least = lowest if self.least is None else min(self.least, lowest)
-        self.most = highest if self.most is None else max(self.most, highest)
+        self.minimum = lowest if self.minimum is None else min(self.minimum, lowest)
+        self.maximum = highest if self.maximum is None else max(self.maximum, highest)
         if self._is_exact:
             # The sum of 64-bit integers, by halves: a block's sum of each half fits.
             self._total += (int((finite >> 32).sum()) << 32) + int((finite & 0xFFFFFFFF).sum())
-            self.norm = math.hypot(self.norm, _norm(finite.astype(np.float64)))
+            self.norm = math.hypot(self.norm, _compute_norm(finite.astype(np.float64)))
         else:
-            exponent = _exponent(finite)
-            self.norm = math.hypot(self.norm, _scaled(finite, exponent, _norm))
-            share = len(finite) / self.num_finite
-            mean = _scaled(finite, exponent, lambda block: float(block.sum()) / len(block))
-            self._mean = self._mean * (before / self.num_finite) + mean * share
+            exponent = _choose_exponent(finite)
+            self.norm = math.hypot(self.norm, _apply_scaled(finite, exponent, _compute_norm))
+            block_share = len(finite) / self.num_finite
+            block_mean = _apply_scaled(finite, exponent, lambda block: float(block.sum()) / len(block))
+            self._mean = self._mean * (num_before / self.num_finite) + block_mean * block_share
 
     @property
     def mean(self) -> float | None:
@@ -197,31 +202,33 @@ class _Sums:
             return None
         return self._total / self.num_finite if self._is_exact else self._mean
 
-    def _without_others(self, elements: NDArray[Any]) -> NDArray[Any]:
+    def _drop_non_finite(self, elements: NDArray[Any]) -> NDArray[Any]:
         is_finite = np.isfinite(elements)
-        num_others = len(elements) - int(np.count_nonzero(is_finite))
-        if not num_others:
+        num_non_finite = len(elements) - int(np.count_nonzero(is_finite))
+        if not num_non_finite:
             return elements
         num_nan = int(np.count_nonzero(np.isnan(elements)))
         self.num_nan += num_nan
-        self.num_inf += num_others - num_nan
+        self.num_inf += num_non_finite - num_nan
         return np.asarray(elements[is_finite])
 
 
-def _exponent(elements: NDArray[np.float64]) -> int:
+def _choose_exponent(elements: NDArray[np.float64]) -> int:
     """Exponent of two to scale by. Squares and sums of what is scaled stay in the range of float64."""
     exponent = math.frexp(max(abs(elements.min().item()), abs(elements.max().item())))[1]
     return exponent if abs(exponent) > SAFE_EXPONENT else 0
 
 
-def _scaled(elements: NDArray[np.float64], exponent: int, of: Callable[[NDArray[np.float64]], float]) -> float:
+def _apply_scaled(
+    elements: NDArray[np.float64], exponent: int, function: Callable[[NDArray[np.float64]], float]
+) -> float:
     if not exponent:
-        return of(elements)
+        return function(elements)
     try:
-        return math.ldexp(of(np.ldexp(elements, -exponent)), exponent)
+        return math.ldexp(function(np.ldexp(elements, -exponent)), exponent)
     except OverflowError:
         return math.inf
 
 
-def _norm(elements: NDArray[np.float64]) -> float:
+def _compute_norm(elements: NDArray[np.float64]) -> float:
     return math.sqrt(float(np.square(elements).sum()))

@@ -31,12 +31,18 @@ from ckpt_tools.stores.urls import StorageOptions, open_place
 from ckpt_tools.transfer.computing import with_made_files
 from ckpt_tools.transfer.equality import check_equal
 from ckpt_tools.verification import digests
-from ckpt_tools.verification.compare import Side, compare
-from ckpt_tools.verification.digest_files import digests_of_files, digests_url, read_digests, stored_digests, write_list
+from ckpt_tools.verification.compare import ComparedCheckpoint, compare_checkpoints
+from ckpt_tools.verification.digest_files import (
+    get_digests_url,
+    read_companion_digests,
+    read_digests,
+    read_stored_digests,
+    write_digest_list,
+)
 from ckpt_tools.verification.digests import Digests
-from ckpt_tools.verification.entries import differing_entries, differing_texts, not_compared
+from ckpt_tools.verification.entries import find_differing_entries, find_differing_texts, list_uncompared_entries
 from ckpt_tools.verification.integrity import check_integrity
-from ckpt_tools.verification.model_files import differing_files, expected_model
+from ckpt_tools.verification.model_files import build_expected_model, find_differing_files
 from ckpt_tools.verification.report import VerifyReport
 
 if TYPE_CHECKING:
@@ -52,7 +58,7 @@ class ExecutionOptions:
     storage_options: StorageOptions = None
 
 
-def verify_one(
+def verify_checkpoint(
     src: str | Path,
     options: ConvertOptions,
     execution: ExecutionOptions,
@@ -60,7 +66,7 @@ def verify_one(
     against: str | Path | None = None,
     files: FileList | None = None,
 ) -> VerifyReport:
-    """Check the files at ``src`` against lists of other tools, and then its tensors as ``verify_alone`` does.
+    """Check the files at ``src`` against lists of other tools, and then its tensors as ``verify_tensors`` does.
 
     ``files`` is such a list, ``against`` the place of a list of digests of tensors; default: what is stored with
     ``src``. If a file is not as a list says, no tensor is read.
@@ -69,12 +75,12 @@ def verify_one(
         CkptError: bytes or lists cannot be read.
     """
 
-    def checked(folders: Collection[str]) -> VerifyReport | None:
+    def check_listed_files(folders: Collection[str]) -> VerifyReport | None:
         if against is not None:
             return None
-        from ckpt_tools.verification.file_checks import check_with_lists
+        from ckpt_tools.verification.file_checks import check_against_lists
 
-        return check_with_lists(
+        return check_against_lists(
             src,
             files,
             folders,
@@ -89,21 +95,23 @@ def verify_one(
         )
         check_reading(manifest, options.reading)
     except FormatError:
-        report = checked(())
+        report = check_listed_files(())
         if report is None or report.equal:
             raise
         return report
     tensor_files = {file for entry in manifest.tensors.values() for file in entry.shards.files}
-    listed = checked({file.rpartition("/")[0] for file in tensor_files.difference(manifest.literals)})
-    if listed is not None and not listed.equal:
-        return listed
-    report = verify_alone(source, manifest, options, execution, against=against)
-    if listed is None:
+    file_report = check_listed_files({file.rpartition("/")[0] for file in tensor_files.difference(manifest.literals)})
+    if file_report is not None and not file_report.equal:
+        return file_report
+    report = verify_tensors(source, manifest, options, execution, against=against)
+    if file_report is None:
         return report
-    return replace(report, notes=report.notes + listed.notes, num_files=listed.num_files, lists=listed.lists)
+    return replace(
+        report, notes=report.notes + file_report.notes, num_files=file_report.num_files, lists=file_report.lists
+    )
 
 
-def verify_alone(
+def verify_tensors(
     source: Source,
     manifest: Manifest,
     options: ConvertOptions,
@@ -118,9 +126,13 @@ def verify_alone(
     Raises:
         CkptError: bytes or the digests cannot be read.
     """
-    reach = execution.storage_options
+    storage_options = execution.storage_options
     check_expansion(manifest.tensors, manifest.stored_bytes)
-    listed = read_digests(against, reach) if against is not None else stored_digests(source, manifest, reach)
+    recorded = (
+        read_digests(against, storage_options)
+        if against is not None
+        else read_stored_digests(source, manifest, storage_options)
+    )
     report = check_integrity(source, manifest, num_workers=execution.num_workers, on_progress=execution.on_progress)
     check_equal(manifest, source.store)
     if any(key.slot == MASTER for key in manifest.tensors):
@@ -129,48 +141,54 @@ def verify_alone(
         advice = "an export takes the model's" if manifest.masters_lag else "an export takes the master's"
         notes = note_of_copies(manifest, source.store, advice, is_sample=False)
         report = replace(report, notes=(*report.notes, *notes))
-    lists = {} if against is not None else digests_of_files(source, manifest)
-    if listed is None and not lists:
+    file_digests = {} if against is not None else read_companion_digests(source, manifest)
+    if recorded is None and not file_digests:
         return report
-    meter = Meter(execution.on_progress, digests.num_bytes(manifest))
-    found: Digests = digests.digests_of(
+    meter = Meter(execution.on_progress, digests.count_hashed_bytes(manifest))
+    computed: Digests = digests.compute_digests(
         source.store, manifest, num_workers=execution.num_workers, on_bytes=meter.add, compares_records=False
     )
-    pairs = [(each, digests.of_file(found, each, manifest, file)) for file, each in lists.items()]
-    if listed is not None:
-        pairs.append(_comparable_digests(_converted(listed, options), found, options) if against else (listed, found))
-    wrong = tuple(dict.fromkeys(each for pair in pairs for each in digests.differences(*pair)))
-    num_digests = len({key for wanted, _ in pairs for key in wanted})
-    return replace(report, differences=report.differences + wrong, num_digests=num_digests)
+    digest_pairs = [
+        (each, digests.select_digests_of_file(computed, each, manifest, file)) for file, each in file_digests.items()
+    ]
+    if recorded is not None:
+        digest_pairs.append(
+            _select_comparable_digests(_convert_digests(recorded, options), computed, options)
+            if against
+            else (recorded, computed)
+        )
+    mismatches = tuple(dict.fromkeys(each for pair in digest_pairs for each in digests.compare_digests(*pair)))
+    num_digests = len({key for wanted, _ in digest_pairs for key in wanted})
+    return replace(report, differences=report.differences + mismatches, num_digests=num_digests)
 
 
-def _converted(listed: Digests, options: ConvertOptions) -> Digests:
+def _convert_digests(recorded: Digests, options: ConvertOptions) -> Digests:
     """The list after the conversion of its checkpoint: only weights, selected and renamed. Raises UsageError."""
     if options.state == "model":
-        copies = digests.one_copy(listed, weights=options.weight_copy())
-        listed = {key: digest for key, digest in copies.items() if key.slot == WEIGHT}
-    names = sorted({key.fqn for key in listed})
+        single_copies = digests.select_one_copy(recorded, weights=options.weight_copy())
+        recorded = {key: digest for key, digest in single_copies.items() if key.slot == WEIGHT}
+    names = sorted({key.fqn for key in recorded})
     matching.check_renaming(names, rules=transforms.parsed_rules(options.rename), key_map=options.names)
     matching.check_globs(names, include=options.include, exclude=options.exclude)
     new_name = transforms.substitutions(options.rename, options.names)
-    chosen = [key for key in listed if matching.is_chosen(key.fqn, options.include, options.exclude)]
-    renamed = {key._replace(fqn=new_name(key.fqn)): listed[key] for key in chosen}
-    if len(renamed) < len(chosen):
+    chosen_keys = [key for key in recorded if matching.is_chosen(key.fqn, options.include, options.exclude)]
+    renamed = {key._replace(fqn=new_name(key.fqn)): recorded[key] for key in chosen_keys}
+    if len(renamed) < len(chosen_keys):
         raise UsageError("renaming gives two tensors the same name; names must stay distinct")
     return renamed
 
 
-def _comparable_digests(wanted: Digests, found: Digests, options: ConvertOptions) -> tuple[Digests, Digests]:
+def _select_comparable_digests(expected: Digests, actual: Digests, options: ConvertOptions) -> tuple[Digests, Digests]:
     """If only one side has fp32 masters, one copy of each weight on both sides."""
-    sides = [digests.has_masters(each) for each in (wanted, found)]
-    check([OF_TWO_COPIES], options.given, Case(has_masters=sides[0], keeps_both=all(sides)))
-    if sides[0] == sides[1]:
-        return wanted, found
+    have_masters = [digests.has_masters(each) for each in (expected, actual)]
+    check([OF_TWO_COPIES], options.given, Case(has_masters=have_masters[0], keeps_both=all(have_masters)))
+    if have_masters[0] == have_masters[1]:
+        return expected, actual
     weights = options.weight_copy()
-    return digests.one_copy(wanted, weights=weights), digests.one_copy(found, weights=weights)
+    return digests.select_one_copy(expected, weights=weights), digests.select_one_copy(actual, weights=weights)
 
 
-def verify_pair(
+def verify_conversion(
     src: str | Path,
     source: Source,
     manifest: Manifest,
@@ -183,69 +201,83 @@ def verify_pair(
     Raises:
         CkptError: one of them cannot be read.
     """
-    other_source, other = _read_destination(dst, manifest, options)
-    found = known(other.format)
-    target = found if found is not None and found.writes else None
-    whole = options.state != "model" and (_has_more(other) or _keeps_names(manifest, other, target, options))
+    dst_source, dst_manifest = _read_destination(dst, manifest, options)
+    dst_format = known(dst_manifest.format)
+    writer = dst_format if dst_format is not None and dst_format.writes else None
+    is_whole = options.state != "model" and (
+        _has_other_state(dst_manifest) or _has_source_names(manifest, dst_manifest, writer, options)
+    )
     if options.state is None and manifest.tree is not None:  # the weights may be others than those with the optimizer
-        reading = replace(options.reading, state="all" if whole else "model")
+        reading = replace(options.reading, state="all" if is_whole else "model")
         source, manifest = read_checkpoint(
             src, reading, format_name=options.from_, storage_options=execution.storage_options
         )
-        if whole and other.tree is not None:
-            other_source, other = _read_destination(dst, manifest, options, state="all")
-    holds_masters = target is None or target.holds_masters or manifest.keeps_masters
+        if is_whole and dst_manifest.tree is not None:
+            dst_source, dst_manifest = _read_destination(dst, manifest, options, state="all")
+    holds_masters = writer is None or writer.holds_masters or manifest.keeps_masters
     has_recipe = options.needs_config
-    case = case_of(manifest, other.format, keeps_both=whole and holds_masters, whole=whole, has_recipe=has_recipe)
+    case = case_of(
+        manifest, dst_manifest.format, keeps_both=is_whole and holds_masters, whole=is_whole, has_recipe=has_recipe
+    )
     check(COMPARING, options.given, case)
     recipe, like = recipe_step(src, source, manifest, options), likeness(options)
-    kept = () if target is None else target.kept_entries
-    made = apply_options(
-        manifest, options, whole=whole, holds_masters=holds_masters, kept=kept, recipe=recipe, like=like
+    kept_entries = () if writer is None else writer.kept_entries
+    edited = apply_options(
+        manifest, options, whole=is_whole, holds_masters=holds_masters, kept=kept_entries, recipe=recipe, like=like
     )
-    expected, model_files = expected_model(src, source, made.manifest, dst, target, options)
-    compared, notes = _of_model(other, options) if options.state == "model" else (other, ())
-    theirs = Side.of("the destination", other_source.store, compared)
+    expected, model_files = build_expected_model(src, source, edited.manifest, dst, writer, options)
+    dst_model, notes = _select_model(dst_manifest, options) if options.state == "model" else (dst_manifest, ())
+    theirs = ComparedCheckpoint.of("the destination", dst_source.store, dst_model)
     store = with_made_files(source.store, expected)
-    check_expansion(other.tensors, other.stored_bytes)
+    check_expansion(dst_manifest.tensors, dst_manifest.stored_bytes)
     check_equal(expected, store)
-    ours = Side.of("the source", store, expected).with_masters_like(theirs).with_extras_like(theirs)
-    report = compare(ours, theirs, num_workers=execution.num_workers, on_progress=execution.on_progress)
+    ours = ComparedCheckpoint.of("the source", store, expected).add_masters_like(theirs).rename_extras_like(theirs)
+    report = compare_checkpoints(ours, theirs, num_workers=execution.num_workers, on_progress=execution.on_progress)
     names = (ours.name, theirs.name)
-    texts = differing_texts(expected, other, names) if whole or HEADER_ENTRY in kept else []
-    files = [] if model_files is None else differing_files(model_files, other_source)
-    report = replace(report, notes=notes, differences=(*report.differences, *texts, *files))
-    return _with_entries(report, expected, other, names) if whole else report
+    text_differences = (
+        find_differing_texts(expected, dst_manifest, names) if is_whole or HEADER_ENTRY in kept_entries else []
+    )
+    file_differences = [] if model_files is None else find_differing_files(model_files, dst_source)
+    report = replace(report, notes=notes, differences=(*report.differences, *text_differences, *file_differences))
+    return _add_entry_differences(report, expected, dst_manifest, names) if is_whole else report
 
 
-def _of_model(manifest: Manifest, options: ConvertOptions) -> tuple[Manifest, tuple[Note, ...]]:
+def _select_model(manifest: Manifest, options: ConvertOptions) -> tuple[Manifest, tuple[Note, ...]]:
     """The model alone, as ``diff`` compares it, and a note of what else the destination holds, if it holds more."""
-    more = [key for key in manifest.of_kind(Kind.STATE, Kind.EXTRA) if key.slot != MASTER]
-    if not more:
+    other_keys = [key for key in manifest.of_kind(Kind.STATE, Kind.EXTRA) if key.slot != MASTER]
+    if not other_keys:
         return manifest, ()
-    alone, _ = transforms.model_only(manifest, weights=options.weight_copy(manifest), asked=True)
-    why = "the destination has them besides the model"
-    note = Note(Outcome.NOT_COMPARED, count(len(more), "tensor"), why, len(more))
-    return transforms.without_wrappers(alone)[0], (note,)
+    model, _ = transforms.model_only(manifest, weights=options.weight_copy(manifest), asked=True)
+    reason = "the destination has them besides the model"
+    note = Note(Outcome.NOT_COMPARED, count(len(other_keys), "tensor"), reason, len(other_keys))
+    return transforms.without_wrappers(model)[0], (note,)
 
 
-def _has_more(manifest: Manifest) -> bool:
+def _has_other_state(manifest: Manifest) -> bool:
     """True if there are tensors beside the model's, or groups of them."""
     return bool(manifest.groups or manifest.of_kind(Kind.STATE, Kind.EXTRA))
 
 
-def _keeps_names(manifest: Manifest, other: Manifest, target: Format | None, options: ConvertOptions) -> bool:
+def _has_source_names(
+    manifest: Manifest, dst_manifest: Manifest, writer: Format | None, options: ConvertOptions
+) -> bool:
     """True if the names of a model without other state are the source's own, wrappers' prefixes included: a format of
     whole states holds them so, unless ``state="model"`` wrote it."""
-    if _has_more(manifest) or target is None or not (target.holds_optimizer or options.state == "all"):
+    if _has_other_state(manifest) or writer is None or not (writer.holds_optimizer or options.state == "all"):
         return False
     is_renamed = any((options.rename, options.names, options.needs_config, options.strip, options.like))
-    return is_renamed or not model_names(manifest).isdisjoint(model_names(other))
+    return is_renamed or not model_names(manifest).isdisjoint(model_names(dst_manifest))
 
 
-def _with_entries(report: VerifyReport, ours: Manifest, theirs: Manifest, names: tuple[str, str]) -> VerifyReport:
-    found = tuple(differing_entries(ours, theirs, names))
-    return replace(report, differences=report.differences + found, notes=report.notes + not_compared(ours, theirs))
+def _add_entry_differences(
+    report: VerifyReport, ours: Manifest, theirs: Manifest, names: tuple[str, str]
+) -> VerifyReport:
+    entry_differences = tuple(find_differing_entries(ours, theirs, names))
+    return replace(
+        report,
+        differences=report.differences + entry_differences,
+        notes=report.notes + list_uncompared_entries(ours, theirs),
+    )
 
 
 def _read_destination(
@@ -253,18 +285,23 @@ def _read_destination(
 ) -> tuple[Source, Manifest]:
     """The destination, by the tag and the keys that are not for reading the source; with these if it may have kept the
     source's tree and does not say by itself which model is meant. Raises CkptError."""
-    taken, stores = case_of(manifest, "", keeps_both=False, whole=False).reads, options.storage_options
-    free = {name: getattr(options, name) for name in ("tag", "model_key", "optim_key") if name not in taken}
+    source_options, storage_options = (
+        case_of(manifest, "", keeps_both=False, whole=False).reads,
+        options.storage_options,
+    )
+    destination_options = {
+        name: getattr(options, name) for name in ("tag", "model_key", "optim_key") if name not in source_options
+    }
     try:
-        return read_checkpoint(dst, ReadOptions(state=state, **free), storage_options=stores)
+        return read_checkpoint(dst, ReadOptions(state=state, **destination_options), storage_options=storage_options)
     except UnsupportedError:
-        keys = own_keys(manifest.format, manifest.format, options)
-        if keys == ReadOptions():
+        tree_options = own_keys(manifest.format, manifest.format, options)
+        if tree_options == ReadOptions():
             raise
-        return read_checkpoint(dst, keys, format_name=manifest.format, storage_options=stores)
+        return read_checkpoint(dst, tree_options, format_name=manifest.format, storage_options=storage_options)
 
 
-def compare_all(
+def diff_checkpoints(
     url: str | Path,
     a: tuple[Source, Manifest],
     b: tuple[Source, Manifest],
@@ -278,58 +315,66 @@ def compare_all(
         CkptError: bytes cannot be read. UsageError: no tensor is selected.
     """
     recipe = recipe_step(url, *a, options)
-    joining: tuple[Note, ...] = ()
+    joining_notes: tuple[Note, ...] = ()
     if recipe is not None and a[1].parted:
-        joined, joining = recipe(a[1])
-        a, recipe = (replace(a[0], store=with_made_files(a[0].store, joined)), joined), None
-        check_equal(joined, a[0].store)
+        joined_manifest, joining_notes = recipe(a[1])
+        a, recipe = (replace(a[0], store=with_made_files(a[0].store, joined_manifest)), joined_manifest), None
+        check_equal(joined_manifest, a[0].store)
     has_masters = [any(key.slot == MASTER for key in each.tensors) for _, each in (a, b)]
-    is_both = all(has_masters) and options.state != "model"
+    has_both_copies = all(has_masters) and options.state != "model"
     has_recipe = options.needs_config
-    check(DIFFING, options.given, case_of(a[1], "", keeps_both=is_both, whole=True, has_recipe=has_recipe))
-    manifests, notes = _comparable([a[1], b[1]], options)
-    notes = joining + notes
-    stores = [source.store for source, _ in (a, b)]
+    check(DIFFING, options.given, case_of(a[1], "", keeps_both=has_both_copies, whole=True, has_recipe=has_recipe))
+    manifests, notes = _select_comparable([a[1], b[1]], options)
+    notes = joining_notes + notes
+    side_stores = [source.store for source, _ in (a, b)]
     if recipe is not None:
-        manifests[0], more = recipe(manifests[0])
-        stores[0], notes = with_made_files(stores[0], manifests[0]), notes + more
-    for manifest, store in zip(manifests, stores, strict=True):
+        manifests[0], recipe_notes = recipe(manifests[0])
+        side_stores[0], notes = with_made_files(side_stores[0], manifests[0]), notes + recipe_notes
+    for manifest, store in zip(manifests, side_stores, strict=True):
         check_equal(manifest, store)
     if options.rename or options.names:
         transforms.check_renaming(manifests[0], options.rename, options.names)
         new_name = transforms.substitutions(options.rename, options.names)
         manifests[0], _ = transforms.rename(manifests[0], new_name)
-    sides = [Side.of(name, store, m) for name, store, m in zip("AB", stores, manifests, strict=True)]
+    sides = [ComparedCheckpoint.of(name, store, m) for name, store, m in zip("AB", side_stores, manifests, strict=True)]
     if options.include or options.exclude:
-        left = frozenset().union(*(each.left_out for each in manifests))
-        names = sorted({key.fqn for side in sides for key in side.tensors} | left)
+        left_out_names = frozenset().union(*(each.left_out for each in manifests))
+        names = sorted({key.fqn for side in sides for key in side.tensors} | left_out_names)
         matching.check_globs(names, include=options.include, exclude=options.exclude)
-        sides = [side.selected(lambda fqn: matching.is_chosen(fqn, options.include, options.exclude)) for side in sides]
+        sides = [
+            side.select_tensors(lambda fqn: matching.is_chosen(fqn, options.include, options.exclude)) for side in sides
+        ]
         if not any(side.tensors for side in sides):
             raise UsageError(f"{option('include')} and {option('exclude')} select no tensor on either side")
     for side, manifest in zip(sides, manifests, strict=True):
         check_expansion(side.tensors, manifest.stored_bytes)
-    sides[0] = sides[0].with_extras_like(sides[1])
-    report = compare(sides[0], sides[1], num_workers=execution.num_workers, on_progress=execution.on_progress)
+    sides[0] = sides[0].rename_extras_like(sides[1])
+    report = compare_checkpoints(
+        sides[0], sides[1], num_workers=execution.num_workers, on_progress=execution.on_progress
+    )
     report = replace(report, notes=notes)
-    is_part = options.state == "model" or options.include or options.exclude
-    return report if is_part else _with_entries(report, manifests[0], manifests[1], (sides[0].name, sides[1].name))
+    is_partial = options.state == "model" or options.include or options.exclude
+    return (
+        report
+        if is_partial
+        else _add_entry_differences(report, manifests[0], manifests[1], (sides[0].name, sides[1].name))
+    )
 
 
-def _comparable(manifests: list[Manifest], options: ConvertOptions) -> tuple[list[Manifest], tuple[Note, ...]]:
+def _select_comparable(manifests: list[Manifest], options: ConvertOptions) -> tuple[list[Manifest], tuple[Note, ...]]:
     """The manifests to compare, and notes about what is left out.
 
     If only one side has fp32 masters, ``options.weights`` says which of its copies is compared.
     """
     if options.state == "model":
-        bare = [transforms.model_only(each, weights=options.weight_copy(each), asked=True) for each in manifests]
-        return [transforms.without_wrappers(each)[0] for each, _ in bare], ()
-    counts = [sum(key.slot == MASTER for key in each.tensors) for each in manifests]
-    if all(counts) or not any(counts):
+        bare_models = [transforms.model_only(each, weights=options.weight_copy(each), asked=True) for each in manifests]
+        return [transforms.without_wrappers(each)[0] for each, _ in bare_models], ()
+    master_counts = [sum(key.slot == MASTER for key in each.tensors) for each in manifests]
+    if all(master_counts) or not any(master_counts):
         return manifests, ()
     left_out = "model copies" if options.weight_copy(*manifests) == "master" else "fp32 masters"
-    what = f"{left_out} of {count(max(counts), 'tensor')}"
-    note = Note(Outcome.NOT_COMPARED, what, "only one side has fp32 masters", max(counts))
+    description = f"{left_out} of {count(max(master_counts), 'tensor')}"
+    note = Note(Outcome.NOT_COMPARED, description, "only one side has fp32 masters", max(master_counts))
     return [transforms.one_copy(each, weights=options.weight_copy(*manifests))[0] for each in manifests], (note,)
 
 
@@ -355,7 +400,7 @@ class ChecksumReport(Shown):
 
     def to_json(self) -> dict[str, Any]:
         """``digests`` are rows, as in the file."""
-        return {**json_of(self, *self.JSON_PROPERTIES), "digests": digests.rows(self.digests)}
+        return {**json_of(self, *self.JSON_PROPERTIES), "digests": digests.build_digest_rows(self.digests)}
 
 
 def write_digests(
@@ -368,13 +413,13 @@ def write_digests(
     """
     check_expansion(manifest.tensors, manifest.stored_bytes)
     check_equal(manifest, source.store)
-    meter = Meter(execution.on_progress, digests.num_bytes(manifest))
+    meter = Meter(execution.on_progress, digests.count_hashed_bytes(manifest))
 
-    def made() -> Digests:
-        return digests.digests_of(source.store, manifest, num_workers=execution.num_workers, on_bytes=meter.add)
+    def compute_all_digests() -> Digests:
+        return digests.compute_digests(source.store, manifest, num_workers=execution.num_workers, on_bytes=meter.add)
 
     if output == "-":
-        return ChecksumReport(made(), tensors_by_role(manifest.tensors), meter.total, None)
-    place = open_place(output or digests_url(source, manifest), execution.storage_options)
-    found = write_list(place, made, overwrite=overwrite)
-    return ChecksumReport(found, tensors_by_role(manifest.tensors), meter.total, place.url)
+        return ChecksumReport(compute_all_digests(), tensors_by_role(manifest.tensors), meter.total, None)
+    destination = open_place(output or get_digests_url(source, manifest), execution.storage_options)
+    written_digests = write_digest_list(destination, compute_all_digests, overwrite=overwrite)
+    return ChecksumReport(written_digests, tensors_by_role(manifest.tensors), meter.total, destination.url)

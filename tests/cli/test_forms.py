@@ -19,7 +19,7 @@ from ckpt_tools.cli import forms
 from ckpt_tools.cli.forms import MAX_ROWS, escaped, folder_of
 from ckpt_tools.core.manifest import StateKey
 from ckpt_tools.verification.deviation import Deviation
-from ckpt_tools.verification.report import Aspect, Difference, fold, summarize
+from ckpt_tools.verification.report import Aspect, Difference, fold_rows, summarize_differences
 from tests.support.commands import run_command
 
 
@@ -65,7 +65,7 @@ OTHERS = [
     ids=["equal reasons", "one alone", "apart as numbers", "weights and masters", "other reasons"],
 )
 def test_equal_reasons_are_one_line_and_values_keep_their_order(differences, said):
-    assert [f"{row.name}: {row.what}" for row in fold(summarize(differences).rows)] == said.split("\n")
+    assert [f"{row.name}: {row.what}" for row in fold_rows(summarize_differences(differences).rows)] == said.split("\n")
 
 
 ODD = "a|b`c*d_e_ <b>x</b> [l](https://x.y) \\| &amp; @you #1 $x$ ~~s~~ ![i](u) www.z.com _f_ __init__ :smile:"

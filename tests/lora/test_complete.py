@@ -19,7 +19,7 @@ import ckpt_tools
 from ckpt_tools.core.notes import Outcome
 from ckpt_tools.errors import IncompleteError, MalformedError
 from ckpt_tools.lora.config import parse_config
-from ckpt_tools.lora.patterns import Ends, Patterns
+from ckpt_tools.lora.patterns import NameSuffixes, PatternValues
 from tests.lora import models
 
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 2}
@@ -159,17 +159,17 @@ def test_the_first_pattern_counts_as_in_peft(seed):
     names = [*modules(seed, 12), *chance.sample(PATTERNS, 3)]
     chance.shuffle(names)
     values = {name: number for number, name in enumerate(dict.fromkeys(names))}
-    patterns = Patterns(values)
+    patterns = PatternValues(values)
     for key in [*modules(seed + 1000, 200), *values, "aXb", "a.q_proj", "q1proj", "11xq_proj"]:
-        assert patterns.value(key, -1) == values.get(get_pattern_key([*values], key), -1), key
+        assert patterns.find_value(key, -1) == values.get(get_pattern_key([*values], key), -1), key
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_ends_are_those_of_texts(seed):
     names = [*modules(seed, 5), "", "proj", "0"][seed % 3 :]
-    ends = Ends.of(names)
+    ends = NameSuffixes.of(names)
     for module in [*modules(seed + 1000, 100), *names]:
         stops = list(itertools.accumulate(module.split("."), lambda before, part: f"{before}.{part}"))
-        assert ends.ends(module) == any(module == name or module.endswith(f".{name}") for name in names)
-        assert ends.holds(module) == any(f".{name}." in f".{module}." for name in names)
-        assert ends.holds(module, after_dot=False) == any(stop.endswith(tuple(names)) for stop in stops)
+        assert ends.does_match_name(module) == any(module == name or module.endswith(f".{name}") for name in names)
+        assert ends.does_match_path(module) == any(f".{name}." in f".{module}." for name in names)
+        assert ends.does_match_path(module, after_dot=False) == any(stop.endswith(tuple(names)) for stop in stops)

@@ -13,13 +13,13 @@ import torch
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.values import StoredTensor
 from ckpt_tools.serialization.pickle.load import loads
-from ckpt_tools.torch.revive import revive
+from ckpt_tools.torch.revive import revive_value
 
 
 def revived(value: Any, protocol: int = 2) -> Any:
     """``value`` through a pickle and back; objects that are not known come as ``("unknown", inert)``."""
     inert = loads(pickle.dumps(value, protocol), path="value.pkl")
-    return revive(inert, tensor=lambda ref: ref, unknown=lambda found: ("unknown", found))
+    return revive_value(inert, load_tensor=lambda ref: ref, handle_unknown=lambda found: ("unknown", found))
 
 
 KNOWN: dict[str, Any] = {
@@ -92,5 +92,7 @@ def test_what_was_shared_stays_shared():
 
 
 def test_a_tensor_without_elements_is_on_the_meta_device():
-    found = revive(StoredTensor(None, DType.FLOAT16, 0, (2, 3), (3, 1)), tensor=lambda ref: ref, unknown=lambda v: v)
+    found = revive_value(
+        StoredTensor(None, DType.FLOAT16, 0, (2, 3), (3, 1)), load_tensor=lambda ref: ref, handle_unknown=lambda v: v
+    )
     assert (found.device.type, found.dtype, found.shape) == ("meta", torch.float16, (2, 3))

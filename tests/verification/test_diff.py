@@ -19,7 +19,7 @@ import ckpt_tools
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.notes import Outcome
 from ckpt_tools.errors import UsageError
-from ckpt_tools.verification.deviation import Deviation, measure
+from ckpt_tools.verification.deviation import Deviation, measure_deviation
 from ckpt_tools.verification.report import Aspect, VerifyReport
 from tests.support.commands import run_command as command
 from tests.support.saved_files import change_file
@@ -159,7 +159,7 @@ def test_deviations_are_those_of_python_numbers(data, dtype):
     """Python's integers are exact, and its floats are float64."""
     draw = hnp.arrays(dtype, 6)
     a, b = data.draw(draw), data.draw(draw)
-    found = measure(*(each.view(np.uint8) for each in (a, b)), *[DType(np.dtype(dtype).name)] * 2)
+    found = measure_deviation(*(each.view(np.uint8) for each in (a, b)), *[DType(np.dtype(dtype).name)] * 2)
     pairs = [(x, y) for x, y in zip(a, b, strict=True) if x.tobytes() != y.tobytes()]
     values = [(x.item(), y.item()) for x, y in pairs]
     numbers = [(x, y) for x, y in values if not (math.isnan(x) or math.isnan(y))]

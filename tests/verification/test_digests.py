@@ -59,17 +59,17 @@ def test_known_digests(tmp_path):
 def test_a_list_is_the_same_bytes_whatever_order_its_tensors_came_in():
     one = Digest(DType.UINT8, (), "0" * 32, "0" * 64)
     keys = [StateKey("b"), StateKey("a", "exp_avg"), StateKey("a")]
-    data = digests.dumps(dict.fromkeys(keys, one))
-    assert data == digests.dumps(dict.fromkeys(reversed(keys), one))
-    assert list(digests.loads(data, "x")) == [StateKey("a", "exp_avg"), StateKey("a"), StateKey("b")]
-    assert digests.loads(data, "x") == dict.fromkeys(keys, one)
+    data = digests.format_digest_list(dict.fromkeys(keys, one))
+    assert data == digests.format_digest_list(dict.fromkeys(reversed(keys), one))
+    assert list(digests.parse_digest_list(data, "x")) == [StateKey("a", "exp_avg"), StateKey("a"), StateKey("b")]
+    assert digests.parse_digest_list(data, "x") == dict.fromkeys(keys, one)
 
 
 ENTRY = {"name": "w", "slot": "weight", "dtype": "uint8", "shape": [1], "xxh3_128": "0" * 32, "blake3": "0" * 64}
 
 
 def listed(*entries: Any, **changes: Any) -> bytes:
-    return json.dumps({"format": digests.FORMAT, "version": 1, "tensors": list(entries), **changes}).encode()
+    return json.dumps({"format": digests.LIST_FORMAT, "version": 1, "tensors": list(entries), **changes}).encode()
 
 
 NO_LIST: dict[str, tuple[bytes, type[CkptError], str]] = {
@@ -92,7 +92,7 @@ NO_LIST: dict[str, tuple[bytes, type[CkptError], str]] = {
 }  # fmt: skip
 test_a_list_that_is_none = refusal_test(
     *(
-        (name, partial(lambda data, folder: digests.loads(data, "x.digests.json"), data), error, words)
+        (name, partial(lambda data, folder: digests.parse_digest_list(data, "x.digests.json"), data), error, words)
         for name, (data, error, words) in NO_LIST.items()
     )
 )
@@ -248,7 +248,7 @@ def _failing(*_: object, **__: object) -> None:
 
 def test_a_failure_while_hashing_leaves_nothing(tmp_path, monkeypatch):
     torch.save(small_state(), tmp_path / "m.pt")
-    monkeypatch.setattr(digests, "digests_of", _failing)
+    monkeypatch.setattr(digests, "compute_digests", _failing)
     for target in ("out.pt", "out"):
         with pytest.raises(StoreError, match="the disk is gone"):
             ckpt_tools.convert(tmp_path / "m.pt", tmp_path / target, to="torch", checksum=True)
@@ -286,7 +286,7 @@ def test_where_nothing_can_be_read_before_it_is_published_the_list_follows(name,
     report = ckpt_tools.convert(tmp_path / "m.pt", url, **options)
     assert fs.exists(report.digests)
     assert ckpt_tools.verify(url).num_digests == 4
-    monkeypatch.setattr(digests, "digests_of", _failing)
+    monkeypatch.setattr(digests, "compute_digests", _failing)
     with pytest.raises(StoreError, match=r"gone; .*out.* is written, but its digests are not"):
         ckpt_tools.convert(tmp_path / "m.pt", url, overwrite=True, **options)
     assert not fs.exists(report.digests) and ckpt_tools.verify(url).num_digests is None

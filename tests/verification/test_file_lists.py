@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 import ckpt_tools
 from ckpt_tools.errors import CkptError, MalformedError, UnsafeError, UnsupportedError, UsageError
-from ckpt_tools.verification.file_lists import hub_digest, parse_hub_metadata, parse_integrity, parse_sums
+from ckpt_tools.verification.file_lists import parse_hub_digest, parse_hub_metadata, parse_integrity, parse_sums
 from tests.support.commands import run_command as command
 from tests.support.hub_server import running_hub
 from tests.support.refusals import refusal_test
@@ -178,7 +178,7 @@ def test_what_parses_pure():
     }
     assert parse_sums(f"{'0' * 128}  c\n".encode(), "x/B2SUMS")["c"].algorithms == ("blake2b-512",)
     assert parse_sums(f"{HEX}  c\n".encode(), "b3sums.txt")["c"].algorithms == ("blake3",)
-    assert parse_hub_metadata(f"{COMMIT}\n{HEX}\n1.5\n".encode(), "m") == hub_digest(HEX)
+    assert parse_hub_metadata(f"{COMMIT}\n{HEX}\n1.5\n".encode(), "m") == parse_hub_digest(HEX)
     assert parse_hub_metadata(f"{COMMIT}\n1\n1.5\n".encode(), "m") is None
 
 

@@ -14,7 +14,7 @@ import ckpt_tools
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.errors import MemoryBudgetError
 from ckpt_tools.verification import statistics
-from ckpt_tools.verification.statistics import Measuring
+from ckpt_tools.verification.statistics import StatisticsPlan
 
 RNG = np.random.default_rng(7)
 NUMBERS = torch.from_numpy(RNG.standard_normal(70_001) * 3)
@@ -107,10 +107,12 @@ def test_a_sample_says_how_much_it_is(tmp_path, monkeypatch):
 
 
 def test_the_budget_decides_blocks_and_threads():
-    def within(memory: int, *, is_limit: bool = True) -> Measuring:
-        return Measuring.within(memory, Manifest("test", {}), num_workers=4, is_limit=is_limit, sample=False)
+    def within(memory: int, *, is_limit: bool = True) -> StatisticsPlan:
+        return StatisticsPlan.fit_to_memory(
+            memory, Manifest("test", {}), num_workers=4, is_limit=is_limit, sample=False
+        )
 
-    assert within(512 << 20) == Measuring(1 << 20, 4)
+    assert within(512 << 20) == StatisticsPlan(1 << 20, 4)
     assert within(50_000_000).block_bytes == 64 << 10 and within(50_000_000).num_workers < 4
     with pytest.raises(MemoryBudgetError, match=r"need at least 49\.\d\d MB of memory, and the budget is 10\.00 MB"):
         within(10_000_000)

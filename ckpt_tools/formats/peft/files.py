@@ -9,7 +9,7 @@ from ckpt_tools.core.option_names import option
 from ckpt_tools.core.options import WriteOptions
 from ckpt_tools.core.wording import count
 from ckpt_tools.formats.safetensors.files import file_layout, written_texts
-from ckpt_tools.lora.adapter import adapter_names, chosen, named_weights, weight_keys
+from ckpt_tools.lora.adapter import map_file_names, map_weight_keys, parse_weight_names, select_adapter_names
 from ckpt_tools.lora.config import parse_config
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.trainers.transformers import ADAPTER
@@ -24,10 +24,12 @@ def layout(manifest: Manifest, options: WriteOptions) -> Layout:
         UsageError: there is no adapter, or there are several. UnsupportedError: it is not of LoRA.
     """
     config = parse_config(parse_json(options.adapter_config, ADAPTER), ADAPTER)
-    names = named_weights(manifest)
-    own = chosen(manifest, config, None, f"leave out the others, such as with {option('exclude', '*.NAME.*')}")
-    keys = weight_keys(manifest)
-    written = {name: keys[old] for old, name in adapter_names(names, own, config).items()}
+    names = parse_weight_names(manifest)
+    own = select_adapter_names(
+        manifest, config, None, f"leave out the others, such as with {option('exclude', '*.NAME.*')}"
+    )
+    keys = map_weight_keys(manifest)
+    written = {name: keys[old] for old, name in map_file_names(names, own, config).items()}
     left = len(names) - len(written)
     why = "the folder of an adapter holds nothing else"
     notes = (

@@ -22,22 +22,22 @@ _LOCAL_CHECKSUM, _CENTRAL_CHECKSUM, _DESCRIPTOR_CHECKSUM = 14, 16, 4
 
 
 @dataclass(frozen=True, slots=True)
-class _Template:
-    """``fixed`` are the bytes that must be the same, by their position; ``elements`` are starts of storages, ``ids``
-    ranges of ids, and ``checksums`` pairs of positions of the same checksum."""
+class _ItemTemplate:
+    """``fixed_parts`` are the bytes that must be the same, by their position; ``element_starts`` are starts of
+    storages, ``id_ranges`` ranges of ids, and ``checksum_pairs`` pairs of positions of the same checksum."""
 
-    directory: int
-    fixed: tuple[tuple[int, bytes], ...]
-    elements: tuple[int, ...]
-    ids: tuple[tuple[int, int], ...]
-    checksums: tuple[tuple[int, int], ...]
+    directory_start: int
+    fixed_parts: tuple[tuple[int, bytes], ...]
+    element_starts: tuple[int, ...]
+    id_ranges: tuple[tuple[int, int], ...]
+    checksum_pairs: tuple[tuple[int, int], ...]
 
-    def fits(self, data: bytes) -> bool:
+    def does_match(self, data: bytes) -> bool:
         return (
-            all(data.startswith(part, at) for at, part in self.fixed)
-            and all(data[one : one + 4] == data[other : other + 4] for one, other in self.checksums)
-            and all(data[start:stop].isdigit() for start, stop in self.ids)
-            and not any(data.startswith(ARRAY_MAGIC, at) for at in self.elements)
+            all(data.startswith(part, at) for at, part in self.fixed_parts)
+            and all(data[one : one + 4] == data[other : other + 4] for one, other in self.checksum_pairs)
+            and all(data[start:stop].isdigit() for start, stop in self.id_ranges)
+            and not any(data.startswith(ARRAY_MAGIC, at) for at in self.element_starts)
         )
 
 
@@ -45,39 +45,47 @@ class ProvenItems:
     """Proven items, by their size."""
 
     def __init__(self) -> None:
-        self._templates: defaultdict[int, list[_Template]] = defaultdict(list)
+        self._templates: defaultdict[int, list[_ItemTemplate]] = defaultdict(list)
 
-    def directory_of(self, data: bytes) -> int | None:
+    def find_directory(self, data: bytes) -> int | None:
         """Start of the directory of an item that is like a proven one; None if it has to be proved."""
-        return next((each.directory for each in self._templates.get(len(data), ()) if each.fits(data)), None)
+        return next(
+            (each.directory_start for each in self._templates.get(len(data), ()) if each.does_match(data)), None
+        )
 
-    def add(self, data: bytes, directory: Directory, ranges: Mapping[str, tuple[int, int]]) -> None:
+    def add_item(self, data: bytes, directory: Directory, ranges: Mapping[str, tuple[int, int]]) -> None:
         """Keep a proven item; ``ranges`` are those of its records."""
-        known = self._templates[len(data)]
-        if len(known) == MAX_TEMPLATES:
+        templates = self._templates[len(data)]
+        if len(templates) == MAX_TEMPLATES:
             return
-        storages = {name: span for name, span in ranges.items() if "/data/" in name}
-        ids = {name: span for name, span in ranges.items() if name.endswith("/.data/serialization_id")}
-        free = storages | ids
-        pairs = [pair for name, pair in _checksums(data, directory, ranges) if name in free]
-        holes = sorted([*free.values(), *((at, at + 4) for pair in pairs for at in pair)])
-        starts = [0, *(stop for _, stop in holes)]
-        stops = [*(start for start, _ in holes), len(data)]
-        fixed = tuple((at, data[at:stop]) for at, stop in zip(starts, stops, strict=True))
-        elements = tuple(start for start, _ in storages.values())
-        known.append(_Template(directory.start, fixed, elements, tuple(ids.values()), tuple(pairs)))
+        storage_ranges = {name: span for name, span in ranges.items() if "/data/" in name}
+        id_ranges = {name: span for name, span in ranges.items() if name.endswith("/.data/serialization_id")}
+        variable_ranges = storage_ranges | id_ranges
+        checksum_pairs = [
+            pair for name, pair in _iter_checksum_positions(data, directory, ranges) if name in variable_ranges
+        ]
+        variable_spans = sorted([*variable_ranges.values(), *((at, at + 4) for pair in checksum_pairs for at in pair)])
+        starts = [0, *(stop for _, stop in variable_spans)]
+        stops = [*(start for start, _ in variable_spans), len(data)]
+        fixed_parts = tuple((at, data[at:stop]) for at, stop in zip(starts, stops, strict=True))
+        element_starts = tuple(start for start, _ in storage_ranges.values())
+        templates.append(
+            _ItemTemplate(
+                directory.start, fixed_parts, element_starts, tuple(id_ranges.values()), tuple(checksum_pairs)
+            )
+        )
 
 
-def _checksums(
+def _iter_checksum_positions(
     data: bytes, directory: Directory, ranges: Mapping[str, tuple[int, int]]
 ) -> Iterator[tuple[str, tuple[int, int]]]:
     """Positions of the checksum of each record, behind or before its bytes and in the directory."""
-    at = directory.start
+    entry_start = directory.start
     for _ in directory.records:
-        *_, name_bytes, extra_bytes, comment_bytes, _, _, _, _ = CENTRAL.unpack_from(data, at)
-        name = data[at + CENTRAL.size : at + CENTRAL.size + name_bytes].decode()
-        header = directory.records[name].header_offset
-        has_descriptor = LOCAL.unpack_from(data, header)[2] & DESCRIPTOR_FOLLOWS
-        own = ranges[name][1] + _DESCRIPTOR_CHECKSUM if has_descriptor else header + _LOCAL_CHECKSUM
-        yield name, (own, at + _CENTRAL_CHECKSUM)
-        at += CENTRAL.size + name_bytes + extra_bytes + comment_bytes
+        *_, name_bytes, extra_bytes, comment_bytes, _, _, _, _ = CENTRAL.unpack_from(data, entry_start)
+        name = data[entry_start + CENTRAL.size : entry_start + CENTRAL.size + name_bytes].decode()
+        header_start = directory.records[name].header_offset
+        has_descriptor = LOCAL.unpack_from(data, header_start)[2] & DESCRIPTOR_FOLLOWS
+        record_checksum = ranges[name][1] + _DESCRIPTOR_CHECKSUM if has_descriptor else header_start + _LOCAL_CHECKSUM
+        yield name, (record_checksum, entry_start + _CENTRAL_CHECKSUM)
+        entry_start += CENTRAL.size + name_bytes + extra_bytes + comment_bytes

@@ -80,33 +80,33 @@ class FindingCollector:
         self.num_pickles = 0
         self.num_files = 0
         self.num_bytes = 0
-        self.met: set[str] = set()
-        self.names: dict[str, None] = {}
+        self.used_names: set[str] = set()
+        self.allowable_names: dict[str, None] = {}
 
-    def add(
+    def add_finding(
         self, file: str, place: str, danger: Danger, what: str, *, region: Region | None = None, count: int = 1
     ) -> None:
         self.num_findings += count
         if len(self.findings) < MAX_FINDINGS:
-            at = region or (None, None)
-            self.findings.append(Finding(printable(file), printable(place), danger, printable(what), *at))
+            byte_region = region or (None, None)
+            self.findings.append(Finding(printable(file), printable(place), danger, printable(what), *byte_region))
 
     def add_configuration(self, file: str, place: str, what: str | None) -> None:
         """Add the reason why a file is configuration, if there is one."""
         if what is not None:
             self.configurations.add(file)
             if not self._allow_configuration:
-                self.add(file, place, Danger.CONFIGURATION, what)
+                self.add_finding(file, place, Danger.CONFIGURATION, what)
 
-    def note(self, proof: Proof) -> None:
+    def record_proof(self, proof: Proof) -> None:
         """Count a pickle that was read, proven or not; its refusals are findings of their own."""
         self.num_pickles += not proof.refusals
-        self.met.update(proof.uses_allowed)
+        self.used_names.update(proof.uses_allowed)
         for refusal in proof.refusals:
-            if refusal.name and len(self.names) < MAX_FINDINGS:
-                self.names[printable(refusal.name)] = None
+            if refusal.name and len(self.allowable_names) < MAX_FINDINGS:
+                self.allowable_names[printable(refusal.name)] = None
 
-    def proved(self, num_bytes: int) -> None:
+    def count_proved_file(self, num_bytes: int) -> None:
         """Count a file of which every byte was accounted for."""
         self.num_files += 1
         self.num_bytes += num_bytes
@@ -116,10 +116,10 @@ class FindingCollector:
         """Findings, and files of configuration."""
         return self.num_findings + len(self.configurations)
 
-    def report(self, source: str, excluded: Collection[str]) -> ScanReport:
+    def build_report(self, source: str, excluded: Collection[str]) -> ScanReport:
         """The report on what was found in ``source``."""
         counts = (self.num_files, self.num_bytes, self.num_pickles, len(self.configurations), self.num_findings)
-        names = (tuple(sorted(self.met)), tuple(self.names), tuple(map(printable, excluded)))
+        names = (tuple(sorted(self.used_names)), tuple(self.allowable_names), tuple(map(printable, excluded)))
         return ScanReport(source, *counts, tuple(self.findings), *names)
 
 
@@ -153,14 +153,16 @@ class ScanReport(Shown):
     def to_sarif(self, folder: str = "") -> dict[str, Any]:
         """The findings in the form in which code hosts take results of scanners. The names of files begin with
         ``folder``."""
-        from ckpt_tools.verification.sarif import log_of
+        from ckpt_tools.verification.sarif import build_log
 
         properties = {**self.shown(), "allowed": list(self.allowed), "names": list(self.names)}
-        rules = {_rule(danger): about for danger, (_, about) in _SARIF.items()}
-        return log_of("ckpt-tools scan", rules, (_result(finding, folder) for finding in self.findings), properties)
+        rules = {_get_rule_id(danger): about for danger, (_, about) in _SARIF_RULES.items()}
+        return build_log(
+            "ckpt-tools scan", rules, (_build_sarif_result(finding, folder) for finding in self.findings), properties
+        )
 
 
-_SARIF = {
+_SARIF_RULES = {
     Danger.RUNS: ("error", "Code that a loader would run or import."),
     Danger.COULD_RUN: ("error", "A program, or a name that is used as no genuine checkpoint uses it."),
     Danger.OUTSIDE: ("error", "A name of a file that leads out of the checkpoint."),
@@ -171,15 +173,20 @@ _SARIF = {
 """Levels and descriptions of SARIF's rules."""
 
 
-def _rule(danger: Danger) -> str:
+def _get_rule_id(danger: Danger) -> str:
     return danger.value.replace(" ", "-")
 
 
-def _result(finding: Finding, folder: str) -> dict[str, Any]:
-    from ckpt_tools.verification.sarif import in_file, result_of
+def _build_sarif_result(finding: Finding, folder: str) -> dict[str, Any]:
+    from ckpt_tools.verification.sarif import build_file_location, build_result
 
-    place = f" ({finding.place})" if finding.place else ""
+    place_suffix = f" ({finding.place})" if finding.place else ""
     offset, length = finding.byte_offset, finding.byte_length
     region = None if offset is None or length is None else (offset, length)
-    level, _ = _SARIF[finding.danger]
-    return result_of(_rule(finding.danger), level, f"{finding.what}{place}", in_file(finding.file, folder, region))
+    level, _ = _SARIF_RULES[finding.danger]
+    return build_result(
+        _get_rule_id(finding.danger),
+        level,
+        f"{finding.what}{place_suffix}",
+        build_file_location(finding.file, folder, region),
+    )

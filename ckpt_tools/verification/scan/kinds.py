@@ -9,30 +9,30 @@ from ckpt_tools.errors import MalformedError
 from ckpt_tools.verification.scan.findings import NotLookedIntoError
 from ckpt_tools.verification.scan.pictures import MAGICS as PICTURE_MAGICS
 
-PICKLED = re.compile(
+PICKLE_NAME = re.compile(
     r"^(?!(.*/)?\.cache/huggingface/download/).*\.metadata$|\.(pt|pth|bin|ckpt|pkl|pickle|pk|p|mdl|th|pyt|dill|joblib|distcp|pth?\.tar)$",
     re.I,
 )
 """Names of files that loaders unpickle. The metadata of ``hf download`` are texts."""
 
-_TEXT = re.compile(
+_TEXT_NAME = re.compile(
     r"(^|/)(latest|latest_universal|README|LICENSE|LICENCE|NOTICE|COPYING|VERSION|AUTHORS|"
     r"CACHEDIR\.TAG|\.gitattributes|\.gitignore|(md5|sha\d+|b[23])sums?)$|(^|/)\.cache/huggingface/download/.+\.metadata$"
     r"|\.(md5|sha1|sha224|sha256|sha384|sha512|txt|md|rst|csv|tsv|log|jinja|jinja2|license)$",
     re.I,
 )
-_CONFIGURATION = re.compile(r"\.(ya?ml|toml|ini|cfg|conf|gin|properties)$|(^|/)\.editorconfig$", re.I)
-_JSON = re.compile(
+_CONFIGURATION_NAME = re.compile(r"\.(ya?ml|toml|ini|cfg|conf|gin|properties)$|(^|/)\.editorconfig$", re.I)
+_JSON_NAME = re.compile(
     r"\.json$|(^|/)(_METADATA|_CHECKPOINT_METADATA|_sharding|array_metadatas/process_\d+|metadata|\.zarray|\.zgroup|"
     r"\.zattrs|\.zmetadata)$",
     re.I,
 )
 """Names without a suffix are those of Orbax and zarr."""
 
-LATEST = re.compile(r"(^|/)latest(_universal)?$", re.I)
+LATEST_NAME = re.compile(r"(^|/)latest(_universal)?$", re.I)
 """Names of files that hold the name of a folder."""
 
-PROGRAM = re.compile(
+PROGRAM_NAME = re.compile(
     r"\.(py|pyc|pyo|pyd|pyw|pyz|ipynb|so|so\.[\d.]+|dylib|dll|exe|com|sh|bash|bat|cmd|ps1|js|mjs|html?|svg|jar|class|whl|egg|"
     r"pl|rb|lua|c|cc|cpp|cu|cuh|h|hpp|ptx|cubin|hsaco|wasm|app|pth\.py)$"
     r"|\.(dist-info|egg-info|egg)/|\.egg-link$|(^|/)pyvenv\.cfg$",
@@ -40,10 +40,10 @@ PROGRAM = re.compile(
 )
 """Names of programs, and of files of an installed package."""
 
-PACKAGE = re.compile(r"\.(dist-info|egg-info|egg)$", re.I)
+PACKAGE_NAME = re.compile(r"\.(dist-info|egg-info|egg)$", re.I)
 """Names of folders of an installed package: a Python that is started beside one runs its entry points."""
 
-KNOWN_PROGRAMS = {
+KNOWN_PROGRAM_HASHES = {
     "bbeb8b1fe7d79563af43902ec91f2db0be8d145466043aae200ff05168a4d6ba": "zero_to_fp32.py of DeepSpeed 0.19",
     "b1f54984e60ece6da9343a70233ef4e04653e8ce4c2739faa4363cd124a99561": "zero_to_torch.py",
 }
@@ -51,7 +51,7 @@ KNOWN_PROGRAMS = {
 
 MAX_KNOWN_PROGRAM_BYTES = 1 << 17
 
-_MAGIC = {
+_UNSUPPORTED_MAGICS = {
     b"\x1f\x8b": "compressed with gzip",
     b"BZh": "compressed with bzip2",
     b"\xfd7zXZ\0": "compressed with xz",
@@ -68,7 +68,7 @@ _MAGIC = {
 }
 
 
-class Kind(StrEnum):
+class FileKind(StrEnum):
     """Kinds of files that can be proved, and programs."""
 
     PROGRAM = "a program"
@@ -87,72 +87,78 @@ class Kind(StrEnum):
     """The first bytes decide which: a zip, torch's format before 1.6, a pickle."""
 
 
-READ_WHOLE = frozenset({Kind.JSON, Kind.JSON_LINES, Kind.CONFIGURATION, Kind.TEXT, Kind.PICTURE})
+IN_MEMORY_KINDS = frozenset(
+    {FileKind.JSON, FileKind.JSON_LINES, FileKind.CONFIGURATION, FileKind.TEXT, FileKind.PICTURE}
+)
 
-_NAMES = {
-    Kind.PROGRAM: PROGRAM,
-    Kind.SAFETENSORS: re.compile(r"\.safetensors$", re.I),
-    Kind.GGUF: re.compile(r"\.gguf$", re.I),
-    Kind.NPY: re.compile(r"\.npy$", re.I),
-    Kind.NPZ: re.compile(r"\.npz$", re.I),
-    Kind.PICTURE: re.compile(r"\.(png|jpe?g|gif|webp|pdf)$", re.I),
-    Kind.PICKLED: PICKLED,
-    Kind.CONFIGURATION: _CONFIGURATION,
-    Kind.JSON_LINES: re.compile(r"\.jsonl$", re.I),
-    Kind.JSON: _JSON,
-    Kind.TEXT: _TEXT,
+_NAME_PATTERNS = {
+    FileKind.PROGRAM: PROGRAM_NAME,
+    FileKind.SAFETENSORS: re.compile(r"\.safetensors$", re.I),
+    FileKind.GGUF: re.compile(r"\.gguf$", re.I),
+    FileKind.NPY: re.compile(r"\.npy$", re.I),
+    FileKind.NPZ: re.compile(r"\.npz$", re.I),
+    FileKind.PICTURE: re.compile(r"\.(png|jpe?g|gif|webp|pdf)$", re.I),
+    FileKind.PICKLED: PICKLE_NAME,
+    FileKind.CONFIGURATION: _CONFIGURATION_NAME,
+    FileKind.JSON_LINES: re.compile(r"\.jsonl$", re.I),
+    FileKind.JSON: _JSON_NAME,
+    FileKind.TEXT: _TEXT_NAME,
 }
 
-_OF_OTHER_LOADERS = re.compile(
+_UNSUPPORTED_NAME = re.compile(
     r"\.(h5|hdf5?|keras|onnx|pb|tflite|nemo|tar|tgz|gz|bz2|xz|lzma|zst|lz4|z|7z|rar|mar|pt2|ptl|mlmodel|msgpack|arrow|"
     r"parquet|feather|db|sqlite)$",
     re.I,
 )
 """Endings of formats that are not proved, whatever the bytes are."""
 
-_FIRST_BYTES: dict[bytes, tuple[Kind, ...]] = {
-    b"PK\x03\x04": (Kind.ZIP, Kind.PICKLED, Kind.NPZ),
-    b"\x93NUMPY": (Kind.NPY,),
-    b"GGUF": (Kind.GGUF,),
-    **dict.fromkeys(PICTURE_MAGICS, (Kind.PICTURE,)),
+_KINDS_BY_MAGIC: dict[bytes, tuple[FileKind, ...]] = {
+    b"PK\x03\x04": (FileKind.ZIP, FileKind.PICKLED, FileKind.NPZ),
+    b"\x93NUMPY": (FileKind.NPY,),
+    b"GGUF": (FileKind.GGUF,),
+    **dict.fromkeys(PICTURE_MAGICS, (FileKind.PICTURE,)),
 }
 
-PROTOCOL = re.compile(rb"\x80[\x02-\x05]")
+PICKLE_START = re.compile(rb"\x80[\x02-\x05]")
 """Start of a pickle of protocol 2 or later."""
 
 
-def kind_of(path: str, head: bytes) -> Kind:
+def detect_kind(path: str, head: bytes) -> FileKind:
     """The kind that the name says, and that the first bytes do not contradict; of a name that says nothing, the kind
     that the first bytes say.
 
     Raises:
         NotLookedIntoError: it is of no kind that is proved. MalformedError: name and first bytes say two kinds.
     """
-    by_bytes = next((found for magic, found in _FIRST_BYTES.items() if head.startswith(magic)), ())
-    by_name = next((kind for kind, names in _NAMES.items() if names.search(path)), None)
-    if by_name is Kind.PROGRAM:
-        return Kind.PROGRAM
-    if by_bytes == (Kind.PICTURE,) and by_name in (None, Kind.PICKLED):
-        return Kind.PICTURE
-    if by_name is None and not _OF_OTHER_LOADERS.search(path) and (by_bytes or PROTOCOL.match(head)):
-        return by_bytes[0] if by_bytes else Kind.PICKLED
-    if by_name is None or (by_name is Kind.PICKLED and not by_bytes and unknown_kind(head) != _UNKNOWN):
-        raise NotLookedIntoError(unknown_kind(head))
-    if by_name is Kind.PICTURE and not by_bytes:
+    kinds_by_magic = next((found for magic, found in _KINDS_BY_MAGIC.items() if head.startswith(magic)), ())
+    kind_by_name = next((kind for kind, names in _NAME_PATTERNS.items() if names.search(path)), None)
+    if kind_by_name is FileKind.PROGRAM:
+        return FileKind.PROGRAM
+    if kinds_by_magic == (FileKind.PICTURE,) and kind_by_name in (None, FileKind.PICKLED):
+        return FileKind.PICTURE
+    if kind_by_name is None and not _UNSUPPORTED_NAME.search(path) and (kinds_by_magic or PICKLE_START.match(head)):
+        return kinds_by_magic[0] if kinds_by_magic else FileKind.PICKLED
+    if kind_by_name is None or (
+        kind_by_name is FileKind.PICKLED and not kinds_by_magic and describe_unknown_kind(head) != _UNKNOWN_TYPE
+    ):
+        raise NotLookedIntoError(describe_unknown_kind(head))
+    if kind_by_name is FileKind.PICTURE and not kinds_by_magic:
         raise MalformedError("its name is that of a picture or a PDF, and its first bytes are not")
-    if by_bytes and by_name not in by_bytes:
-        raise MalformedError(f"its name is that of {by_name}, its first bytes are those of {' or '.join(by_bytes)}")
-    return by_name
+    if kinds_by_magic and kind_by_name not in kinds_by_magic:
+        raise MalformedError(
+            f"its name is that of {kind_by_name}, its first bytes are those of {' or '.join(kinds_by_magic)}"
+        )
+    return kind_by_name
 
 
-_UNKNOWN = "unknown file type, not scanned"
+_UNKNOWN_TYPE = "unknown file type, not scanned"
 
 
-def unknown_kind(head: bytes) -> str:
+def describe_unknown_kind(head: bytes) -> str:
     """Finding on a file of an unknown type."""
-    for magic, what in _MAGIC.items():
+    for magic, description in _UNSUPPORTED_MAGICS.items():
         if head.startswith(magic):
-            return f"it is {what}"
+            return f"it is {description}"
     if head[257:262] == b"ustar":
         return "it is a tar archive; torch before 0.1.10 wrote such, and no loader of today needs them"
-    return _UNKNOWN
+    return _UNKNOWN_TYPE

@@ -8,7 +8,7 @@ from ckpt_tools.serialization.zip_archive import ReadRange
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FileView:
     """A file, or a part of one: ``place`` says where it is in ``file``, and ``start`` at which byte; None for data that
     came out of compressed bytes."""
 
@@ -18,23 +18,23 @@ class Piece:
     read: ReadRange
     start: int | None = 0
 
-    def part(self, start: int, stop: int, place: str) -> Piece:
-        read = self.read
-        inner = self._inner(place, stop - start)
-        at = None if self.start is None else self.start + start
-        return replace(inner, read=lambda first, last: read(start + first, start + last), start=at)
+    def slice_range(self, start: int, stop: int, place: str) -> FileView:
+        read_file = self.read
+        subview = self._make_subview(place, stop - start)
+        absolute_start = None if self.start is None else self.start + start
+        return replace(subview, read=lambda first, last: read_file(start + first, start + last), start=absolute_start)
 
-    def holding(self, data: bytes, place: str) -> Piece:
+    def wrap_data(self, data: bytes, place: str) -> FileView:
         """``data``, which came out of this."""
-        inner = self._inner(place, len(data))
-        return replace(inner, read=lambda start, stop: data[start:stop], start=None)
+        subview = self._make_subview(place, len(data))
+        return replace(subview, read=lambda start, stop: data[start:stop], start=None)
 
-    def held(self) -> Piece:
+    def load_into_memory(self) -> FileView:
         """The same, read at once."""
-        data = self.whole()
-        return replace(self, read=lambda start, stop: data[start:stop])
+        content = self.read_all()
+        return replace(self, read=lambda start, stop: content[start:stop])
 
-    def within(self, place: str) -> str:
+    def join_place(self, place: str) -> str:
         """Position of ``place`` in the file."""
         return ", ".join(filter(None, (self.place, place)))
 
@@ -43,11 +43,11 @@ class Piece:
         """Its first byte in the file and its size, where that is known."""
         return None if self.start is None else (self.start, self.size)
 
-    def head(self, num_bytes: int) -> bytes:
+    def read_head(self, num_bytes: int) -> bytes:
         return self.read(0, min(num_bytes, self.size))
 
-    def whole(self) -> bytes:
+    def read_all(self) -> bytes:
         return self.read(0, self.size)
 
-    def _inner(self, place: str, size: int) -> Piece:
-        return replace(self, place=self.within(place), size=size)
+    def _make_subview(self, place: str, size: int) -> FileView:
+        return replace(self, place=self.join_place(place), size=size)

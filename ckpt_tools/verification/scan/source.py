@@ -18,26 +18,32 @@ from ckpt_tools.serialization.pickle.dcp_metadata import StorageInfo
 from ckpt_tools.stores.local.store import LocalStore
 from ckpt_tools.stores.source import Source, checked_name
 from ckpt_tools.verification.scan.budget import MAX_INFLATED_BYTES
-from ckpt_tools.verification.scan.configuration import item_key
+from ckpt_tools.verification.scan.configuration import parse_item_key
 from ckpt_tools.verification.scan.findings import Danger, FindingCollector, NotLookedIntoError, Region, ScanReport
-from ckpt_tools.verification.scan.kinds import PACKAGE
+from ckpt_tools.verification.scan.kinds import PACKAGE_NAME
 from ckpt_tools.verification.scan.other_loaders import (
-    RUNS_AS_A_PICKLE,
-    RunsElsewhereError,
-    check_items,
-    runs_as_a_pickle,
+    RUNNABLE_PICKLE_REASON,
+    RunnableElsewhereError,
+    check_item_file,
+    is_runnable_pickle,
 )
-from ckpt_tools.verification.scan.piece import Piece
-from ckpt_tools.verification.scan.prove import HELD_BYTES, REASONS, Prover, danger_of, reason_of
+from ckpt_tools.verification.scan.piece import FileView
+from ckpt_tools.verification.scan.prove import (
+    IN_MEMORY_ITEM_BYTES,
+    PROOF_ERRORS,
+    Prover,
+    classify_error,
+    describe_error,
+)
 
-_ZSTD = "stream.zstd/1"
+_ZSTD_TRANSFORM = "stream.zstd/1"
 
-_ITEMS_SUFFIX = ".distcp"
+_ITEM_FILE_SUFFIX = ".distcp"
 """The end of the names of files of items, which torch's FileSystemWriter always writes."""
 
 Result = TypeVar("Result")
 
-Items = dict[tuple[int, int], tuple[str, StorageInfo]]
+ItemsByRange = dict[tuple[int, int], tuple[str, StorageInfo]]
 """The items of one file by their range, each with its key among the values of a checkpoint."""
 
 
@@ -58,155 +64,165 @@ def scan_source(
         SourceNotFoundError: there is no file. StoreError: a file cannot be read. MemoryBudgetError: there is not enough
         memory for a pickle.
     """
-    return _Scan(source, FindingCollector(allowed, allow_configuration=allow_configuration), exclude).run(url)
+    return _SourceScan(source, FindingCollector(allowed, allow_configuration=allow_configuration), exclude).scan_files(
+        url
+    )
 
 
-class _Scan:
-    def __init__(self, source: Source, notebook: FindingCollector, exclude: Collection[str]) -> None:
-        self._notebook = notebook
+class _SourceScan:
+    def __init__(self, source: Source, collector: FindingCollector, exclude: Collection[str]) -> None:
+        self._collector = collector
         self._exclude = exclude
-        self._prover = Prover(self._notebook)
-        self._inflation = self._prover.inflation
+        self._prover = Prover(self._collector)
+        self._inflation_budget = self._prover.inflation_budget
         self._source = replace(source, files=dict(sorted({**source.store.hidden(), **source.files}.items())))
 
-    def run(self, url: str) -> ScanReport:
-        excluded = list(filter(self._is_excluded, self._source.files))
+    def scan_files(self, url: str) -> ScanReport:
+        excluded_paths = list(filter(self._is_excluded, self._source.files))
         store = self._source.store
         if isinstance(store, LocalStore) and store.only is None:
-            for path, danger, what in _special_entries(Path(os.path.realpath(store.root)), self._source.files):
+            for path, danger, what in _find_special_entries(Path(os.path.realpath(store.root)), self._source.files):
                 if self._is_excluded(path):
-                    excluded.append(path)
+                    excluded_paths.append(path)
                 else:
-                    self._notebook.add(path, "", danger, what)
-        if not self._source.files and not self._notebook.findings and not excluded:
+                    self._collector.add_finding(path, "", danger, what)
+        if not self._source.files and not self._collector.findings and not excluded_paths:
             raise SourceNotFoundError("there is nothing to scan", path=url)
-        judged = [path for path in self._source.files if not self._is_excluded(path)]
-        item_files = {path for path in judged if path.endswith(_ITEMS_SUFFIX)}
-        for path in judged:
+        scanned_paths = [path for path in self._source.files if not self._is_excluded(path)]
+        item_files = {path for path in scanned_paths if path.endswith(_ITEM_FILE_SUFFIX)}
+        for path in scanned_paths:
             if path not in item_files:
-                self._guarded(path)
-        ranges = self._items()
+                self._scan_file(path)
+        items_by_file = self._collect_items()
         for path in item_files:
-            self._guarded(path, ranges.get(path, {}))
-        return self._notebook.report(url, excluded)
+            self._scan_file(path, items_by_file.get(path, {}))
+        return self._collector.build_report(url, excluded_paths)
 
     def _is_excluded(self, path: str) -> bool:
         name = path.rpartition("/")[2]
         return any(fnmatchcase(path, glob) or fnmatchcase(name, glob) for glob in self._exclude)
 
-    def _guarded(self, path: str, items: Items | None = None) -> None:
+    def _scan_file(self, path: str, items: ItemsByRange | None = None) -> None:
         """A file that cannot be proved is a finding, and keeps none from being read."""
-        before = self._notebook.num_unproved
+        num_unproved_before = self._collector.num_unproved
         try:
-            piece = self._whole(path)
+            view = self._view_file(path)
             if items is None:
-                self._judged(piece, self._prover.prove)
+                self._prove_or_record(view, self._prover.prove_file)
             else:
-                self._items_of(piece, items)
-        except REASONS as error:
-            self._refuse(path, "", error)
-        if self._notebook.num_unproved == before:
-            self._notebook.proved(self._source.size(path))
+                self._scan_item_file(view, items)
+        except PROOF_ERRORS as error:
+            self._record_refusal(path, "", error)
+        if self._collector.num_unproved == num_unproved_before:
+            self._collector.count_proved_file(self._source.size(path))
 
-    def _judged(self, piece: Piece, prove: Callable[[Piece], Result]) -> Result | None:
+    def _prove_or_record(self, view: FileView, prove: Callable[[FileView], Result]) -> Result | None:
         try:
-            return prove(piece)
-        except REASONS as error:
-            if danger_of(error) in (Danger.NOT_UNDERSTOOD, Danger.NOT_LOOKED_INTO) and runs_as_a_pickle(piece):
-                what = f"{reason_of(error)}; {RUNS_AS_A_PICKLE}"
-                self._notebook.add(piece.file, piece.place, Danger.RUNS, what, region=_region(piece))
+            return prove(view)
+        except PROOF_ERRORS as error:
+            if classify_error(error) in (Danger.NOT_UNDERSTOOD, Danger.NOT_LOOKED_INTO) and is_runnable_pickle(view):
+                what = f"{describe_error(error)}; {RUNNABLE_PICKLE_REASON}"
+                self._collector.add_finding(view.file, view.place, Danger.RUNS, what, region=_get_item_region(view))
             else:
-                self._refuse(piece.file, piece.place, error, _region(piece))
+                self._record_refusal(view.file, view.place, error, _get_item_region(view))
             return None
 
-    def _refuse(self, path: str, place: str, error: Exception, region: Region | None = None) -> None:
-        self._notebook.add(path, place, danger_of(error), reason_of(error), region=region)
+    def _record_refusal(self, path: str, place: str, error: Exception, region: Region | None = None) -> None:
+        self._collector.add_finding(path, place, classify_error(error), describe_error(error), region=region)
 
-    def _whole(self, path: str) -> Piece:
+    def _view_file(self, path: str) -> FileView:
         size = self._source.size(path)
-        return Piece(path, "", size, lambda start, stop: self._source.read(path, start, stop))
+        return FileView(path, "", size, lambda start, stop: self._source.read(path, start, stop))
 
     # DCP
 
-    def _items(self) -> dict[str, Items]:
+    def _collect_items(self) -> dict[str, ItemsByRange]:
         """The items of every file, as the metadata of its folder states them."""
-        found: dict[str, Items] = defaultdict(dict)
-        for path, metadata in self._prover.metadata.items():
+        items_by_file: dict[str, ItemsByRange] = defaultdict(dict)
+        for path, metadata in self._prover.metadata_by_file.items():
             for index, info in metadata.storage_data.items():
-                self._place(path, item_key(index.fqn), info, found)
-        return found
+                self._locate_item(path, parse_item_key(index.fqn), info, items_by_file)
+        return items_by_file
 
-    def _place(self, path: str, key: str, info: StorageInfo, found: dict[str, Items]) -> None:
+    def _locate_item(
+        self, metadata_path: str, key: str, info: StorageInfo, items_by_file: dict[str, ItemsByRange]
+    ) -> None:
         """Keep the range of an item in its file, or note why there is none."""
-        folder = path.rpartition("/")[0]
+        folder = metadata_path.rpartition("/")[0]
         try:
-            name = "/".join(filter(None, (folder, checked_name(info.relative_path))))
-            if not name.endswith(_ITEMS_SUFFIX):
-                raise RunsElsewhereError(f"it places an item in {name}, which is not a file of items (.distcp)")
-            if info.offset + info.length > self._source.size(name):
-                raise IncompleteError(f"it ends before the item at byte {info.offset:,} does", path=name)
-        except REASONS as error:
-            self._refuse(path, "", error)
+            item_file = "/".join(filter(None, (folder, checked_name(info.relative_path))))
+            if not item_file.endswith(_ITEM_FILE_SUFFIX):
+                raise RunnableElsewhereError(
+                    f"it places an item in {item_file}, which is not a file of items (.distcp)"
+                )
+            if info.offset + info.length > self._source.size(item_file):
+                raise IncompleteError(f"it ends before the item at byte {info.offset:,} does", path=item_file)
+        except PROOF_ERRORS as error:
+            self._record_refusal(metadata_path, "", error)
         else:
-            known_key, _ = found[name].setdefault((info.offset, info.offset + info.length), (key, info))
+            known_key, _ = items_by_file[item_file].setdefault((info.offset, info.offset + info.length), (key, info))
             if known_key != key:
                 # What two keys share is settings under either.
-                found[name][info.offset, info.offset + info.length] = "", info
+                items_by_file[item_file][info.offset, info.offset + info.length] = "", info
 
-    def _items_of(self, whole: Piece, items: Items) -> None:
+    def _scan_item_file(self, file_view: FileView, items: ItemsByRange) -> None:
         """Every byte of a file of items is in exactly one of them."""
         if not items:
             raise MalformedError("no metadata names the items of this file")
-        at, tails = 0, []
+        expected_start, directory_ranges = 0, []
         for (start, stop), (key, info) in sorted(items.items(), key=lambda item: item[0]):
-            piece = whole.part(start, stop, f"item at byte {start:,}")
-            if start != at:
-                raise MalformedError(f"its items overlap, or leave bytes that belong to none, at byte {at:,}")
-            directory = self._item(piece.held() if piece.size <= HELD_BYTES else piece, key, info)
-            tails += [] if directory is None else [(start + directory, stop)]
-            at = stop
-        if at != whole.size:
-            raise MalformedError(f"the bytes from byte {at:,} on belong to no item")
-        check_items(whole, tails)
+            item_view = file_view.slice_range(start, stop, f"item at byte {start:,}")
+            if start != expected_start:
+                raise MalformedError(
+                    f"its items overlap, or leave bytes that belong to none, at byte {expected_start:,}"
+                )
+            directory_start = self._scan_item(
+                item_view.load_into_memory() if item_view.size <= IN_MEMORY_ITEM_BYTES else item_view, key, info
+            )
+            directory_ranges += [] if directory_start is None else [(start + directory_start, stop)]
+            expected_start = stop
+        if expected_start != file_view.size:
+            raise MalformedError(f"the bytes from byte {expected_start:,} on belong to no item")
+        check_item_file(file_view, directory_ranges)
 
-    def _item(self, piece: Piece, key: str, info: StorageInfo) -> int | None:
+    def _scan_item(self, view: FileView, key: str, info: StorageInfo) -> int | None:
         """Start of the directory of an item that is proved, and not compressed."""
         try:
-            whole = self._inflated(piece, info)
-        except REASONS as error:
-            self._refuse(piece.file, piece.place, error, _region(piece))
+            content = self._inflate_item(view, info)
+        except PROOF_ERRORS as error:
+            self._record_refusal(view.file, view.place, error, _get_item_region(view))
             return None
-        is_inflated = whole is not piece
-        prove = partial(self._prover.item, key=key, packed_bytes=piece.size if is_inflated else None)
-        start = self._judged(whole, prove)
-        return None if is_inflated else start
+        is_inflated = content is not view
+        prove = partial(self._prover.prove_item, key=key, packed_bytes=view.size if is_inflated else None)
+        directory_start = self._prove_or_record(content, prove)
+        return None if is_inflated else directory_start
 
-    def _inflated(self, piece: Piece, info: StorageInfo) -> Piece:
+    def _inflate_item(self, view: FileView, info: StorageInfo) -> FileView:
         if not info.transform_descriptors:
-            return piece
-        if info.transform_descriptors != (_ZSTD,):
+            return view
+        if info.transform_descriptors != (_ZSTD_TRANSFORM,):
             raise NotLookedIntoError(f"it is compressed or transformed by {listed(info.transform_descriptors)}")
         from ckpt_tools.serialization.zstd import ZstandardMissingError, inflated_frame
 
-        limit = self._inflation.limit(piece.size)
+        limit_bytes = self._inflation_budget.grant_bytes(view.size)
         used_bytes = MAX_INFLATED_BYTES  # spent if the item is refused
         try:
-            data = inflated_frame(piece.read, piece.size, piece.file, limit_bytes=limit)
+            data = inflated_frame(view.read, view.size, view.file, limit_bytes=limit_bytes)
             used_bytes = len(data)
         except ZstandardMissingError as error:
             used_bytes = 0
-            raise NotLookedIntoError(error.message.removeprefix(f"{piece.file}: ")) from error
+            raise NotLookedIntoError(error.message.removeprefix(f"{view.file}: ")) from error
         finally:
-            self._inflation.spend(used_bytes)
-        return piece.holding(data, "")
+            self._inflation_budget.spend_bytes(used_bytes)
+        return view.wrap_data(data, "")
 
 
-def _region(piece: Piece) -> Region | None:
+def _get_item_region(view: FileView) -> Region | None:
     """The bytes of an item; none for a whole file."""
-    return piece.region if piece.place else None
+    return view.region if view.place else None
 
 
-_SPECIAL = {
+_SPECIAL_FILE_TYPES = {
     stat.S_IFIFO: "a named pipe: a loader that opens it may wait, or read what another process writes",
     stat.S_IFSOCK: "a socket",
     stat.S_IFBLK: "a device",
@@ -214,14 +230,14 @@ _SPECIAL = {
 }
 
 
-def _special_entries(root: Path, files: Collection[str]) -> Iterator[tuple[str, Danger, str]]:
+def _find_special_entries(root: Path, files: Collection[str]) -> Iterator[tuple[str, Danger, str]]:
     """Entries below ``root`` that are neither a folder nor one of ``files``, and links to folders outside."""
     for folder, folders, names in os.walk(root):
         for path in (Path(folder, name) for name in folders):
             name = path.relative_to(root).as_posix()
             if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root):
                 yield name, Danger.OUTSIDE, "a link to a folder outside the checkpoint"
-            elif PACKAGE.search(name):
+            elif PACKAGE_NAME.search(name):
                 yield (
                     name,
                     Danger.COULD_RUN,
@@ -229,12 +245,12 @@ def _special_entries(root: Path, files: Collection[str]) -> Iterator[tuple[str, 
                 )
         for path in (Path(folder, name) for name in names):
             if (name := path.relative_to(root).as_posix()) not in files:
-                yield name, *_special(path)
+                yield name, *_classify_special_file(path)
 
 
-def _special(path: Path) -> tuple[Danger, str]:
+def _classify_special_file(path: Path) -> tuple[Danger, str]:
     try:
-        kind = _SPECIAL.get(stat.S_IFMT(path.stat().st_mode), "not a regular file")
+        description = _SPECIAL_FILE_TYPES.get(stat.S_IFMT(path.stat().st_mode), "not a regular file")
     except OSError:
         return Danger.OUTSIDE, "a link to nothing: a loader reads what is put there later"
-    return Danger.NOT_LOOKED_INTO, kind
+    return Danger.NOT_LOOKED_INTO, description

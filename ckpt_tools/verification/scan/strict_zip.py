@@ -37,11 +37,11 @@ ARRAY_MAGIC = b"\x93NUMPY"
 TAIL_BYTES = 1 << 13
 """One read from the end that holds the directory of an item of a DCP; larger ones take another read."""
 
-_PADDING = int.from_bytes(b"FB", "little")
+_PADDING_EXTRA = int.from_bytes(b"FB", "little")
 """The extra field by which torch aligns a record; what it holds is the letter Z."""
 
 
-def covered_zip(
+def read_strict_zip(
     read: ReadRange, size: int, path: str, *, deflated_suffix: str | None = None
 ) -> tuple[Directory, dict[str, tuple[int, int]]]:
     """The directory of an archive, and the range of every record, deflated or not.
@@ -54,140 +54,151 @@ def covered_zip(
         raise MalformedError("the zip archive has no end, or no records", path=path)
     if not _has_one_directory(read, size):
         raise MalformedError("the zip archive has a second directory, which a loader may read instead", path=path)
-    return directory, _Cover(read, size, directory).ranges()
+    return directory, _ZipCoverageCheck(read, size, directory).find_record_ranges()
 
 
 def _has_one_directory(read: ReadRange, size: int) -> bool:
     """True if the end of a zip leaves one directory to find: miniz takes the last end record whatever follows it, and
     the zip64 record also where the other needs none."""
     tail = read(max(0, size - END.size - LOCATOR64.size), size)
-    end = tail.rfind(END_MAGIC)
-    if end < 0 or end + END.size != len(tail):
+    end_offset = tail.rfind(END_MAGIC)
+    if end_offset < 0 or end_offset + END.size != len(tail):
         return False
-    *_, count, num_bytes, start, comment_bytes = END.unpack_from(tail, end)
-    return not comment_bytes and _agrees(read, size, tail[:end], ((count, MAX16), (num_bytes, MAX32), (start, MAX32)))
+    *_, num_entries, num_bytes, directory_start, comment_bytes = END.unpack_from(tail, end_offset)
+    return not comment_bytes and _does_zip64_end_agree(
+        read, size, tail[:end_offset], ((num_entries, MAX16), (num_bytes, MAX32), (directory_start, MAX32))
+    )
 
 
-def _agrees(read: ReadRange, size: int, before_end: bytes, stated: tuple[tuple[int, int], ...]) -> bool:
+def _does_zip64_end_agree(
+    read: ReadRange, size: int, before_end: bytes, stated_fields: tuple[tuple[int, int], ...]
+) -> bool:
     """True if a zip64 end record, if there is one, agrees with the end record; a field of all ones leaves the value to
     it."""
     locator = before_end[-LOCATOR64.size :]
     if len(locator) < LOCATOR64.size or not locator.startswith(LOCATOR64_MAGIC):
         return True
-    at = LOCATOR64.unpack(locator)[2]
-    wide = read(at, at + END64.size) if at + END64.size <= size else b""
-    if not wide.startswith(END64_MAGIC):
+    zip64_start = LOCATOR64.unpack(locator)[2]
+    zip64_record = read(zip64_start, zip64_start + END64.size) if zip64_start + END64.size <= size else b""
+    if not zip64_record.startswith(END64_MAGIC):
         return False
-    numbers = zip(END64.unpack(wide)[-3:], stated, strict=True)
-    return all(narrow in (number, most) for number, (narrow, most) in numbers)
+    field_pairs = zip(END64.unpack(zip64_record)[-3:], stated_fields, strict=True)
+    return all(narrow in (number, most) for number, (narrow, most) in field_pairs)
 
 
-class _Cover:
+class _ZipCoverageCheck:
     def __init__(self, read: ReadRange, size: int, directory: Directory) -> None:
         self._read = read
         self._size = size
         self._directory = directory
 
-    def ranges(self) -> dict[str, tuple[int, int]]:
+    def find_record_ranges(self) -> dict[str, tuple[int, int]]:
         self._check_directory()
-        ranges, at = {}, 0
+        ranges, expected_start = {}, 0
         for record in self._directory.records.values():
-            if record.header_offset != at:
-                self._fail(
-                    f"{count(record.header_offset - at, 'byte')} before the record {record.name!r} outside any record"
+            if record.header_offset != expected_start:
+                self._raise_unproved(
+                    f"{count(record.header_offset - expected_start, 'byte')} before the record {record.name!r} "
+                    "outside any record"
                 )
-            start, has_descriptor = self._header(record)
-            at = start + record.stored_size
-            ranges[record.name] = (start, at)
-            at += self._descriptor(record, at) if has_descriptor else 0
-        if at != self._directory.start:
-            self._fail(f"{count(self._directory.start - at, 'byte')} before its directory outside any record")
+            start, has_descriptor = self._check_header(record)
+            expected_start = start + record.stored_size
+            ranges[record.name] = (start, expected_start)
+            expected_start += self._check_descriptor(record, expected_start) if has_descriptor else 0
+        if expected_start != self._directory.start:
+            self._raise_unproved(
+                f"{count(self._directory.start - expected_start, 'byte')} before its directory outside any record"
+            )
         return ranges
 
-    def _header(self, record: Record) -> tuple[int, bool]:
-        at = record.header_offset
+    def _check_header(self, record: Record) -> tuple[int, bool]:
+        header_start = record.header_offset
         name = record.name.encode()
-        data = self._read(at, min(at + LOCAL.size + len(name) + 256, self._directory.start))
+        data = self._read(header_start, min(header_start + LOCAL.size + len(name) + 256, self._directory.start))
         if len(data) < LOCAL.size:
-            self._fail(f"record {record.name!r} is truncated")
-        _, _, flags, method, _, _, crc32, packed, size, name_bytes, extra_bytes = LOCAL.unpack_from(data)
+            self._raise_unproved(f"record {record.name!r} is truncated")
+        _, _, flags, method, _, _, crc32, compressed_size, size, name_bytes, extra_bytes = LOCAL.unpack_from(data)
         extra_at = LOCAL.size + name_bytes
         if not data.startswith(b"PK\x03\x04") or method != record.method or data[LOCAL.size : extra_at] != name:
-            self._fail(f"record {record.name!r} does not start where the directory says")
+            self._raise_unproved(f"record {record.name!r} does not start where the directory says")
         if len(data) < extra_at + extra_bytes:
-            data = self._read(at, min(at + extra_at + extra_bytes, self._directory.start))
-        wide = self._extra(record, data[extra_at : extra_at + extra_bytes])
+            data = self._read(header_start, min(header_start + extra_at + extra_bytes, self._directory.start))
+        zip64_sizes = self._parse_extra_field(record, data[extra_at : extra_at + extra_bytes])
         has_descriptor = bool(flags & DESCRIPTOR_FOLLOWS)
-        if flags & ~(DESCRIPTOR_FOLLOWS | UTF8_NAME) or not self._agrees(
-            record, (packed, size), crc32, wide, has_descriptor
+        if flags & ~(DESCRIPTOR_FOLLOWS | UTF8_NAME) or not self._does_header_agree(
+            record, (compressed_size, size), crc32, zip64_sizes, has_descriptor
         ):
-            self._fail(f"record {record.name!r} is described in two ways")
-        start = at + extra_at + extra_bytes
+            self._raise_unproved(f"record {record.name!r} is described in two ways")
+        start = header_start + extra_at + extra_bytes
         self._check_no_array(record, start, data[extra_at + extra_bytes :])
         return start, has_descriptor
 
-    def _check_no_array(self, record: Record, start: int, known: bytes) -> None:
+    def _check_no_array(self, record: Record, start: int, bytes_read: bytes) -> None:
         """numpy.load reads a record that begins as an array, whatever its name is."""
         num_bytes = min(len(ARRAY_MAGIC), record.size)
-        head = known[:num_bytes] if len(known) >= num_bytes else self._read(start, start + num_bytes)
+        head = bytes_read[:num_bytes] if len(bytes_read) >= num_bytes else self._read(start, start + num_bytes)
         if head == ARRAY_MAGIC and not record.name.endswith(".npy"):
-            self._fail(f"record {record.name!r} may be taken for an array of numpy")
+            self._raise_unproved(f"record {record.name!r} may be taken for an array of numpy")
 
-    def _agrees(
-        self, record: Record, sizes: tuple[int, int], crc32: int, wide: tuple[int, ...], has_descriptor: bool
+    def _does_header_agree(
+        self, record: Record, sizes: tuple[int, int], crc32: int, zip64_sizes: tuple[int, ...], has_descriptor: bool
     ) -> bool:
         """True if the local header agrees with the directory, or leaves the values to the descriptor."""
         if MAX32 in sizes:
             # zip64: torch's writer leaves the packed size 0 here.
-            return wide[:1] == (record.size,) and wide[1:2] in ((record.stored_size,), (0,))
-        stated, absent = (record.stored_size, record.size), (0,) if has_descriptor else ()
-        fits = all(size in (known, *absent) for size, known in zip(sizes, stated, strict=True))
-        return fits and crc32 in (record.crc32, *absent)
+            return zip64_sizes[:1] == (record.size,) and zip64_sizes[1:2] in ((record.stored_size,), (0,))
+        stated_sizes, absent_values = (record.stored_size, record.size), (0,) if has_descriptor else ()
+        fits = all(size in (known, *absent_values) for size, known in zip(sizes, stated_sizes, strict=True))
+        return fits and crc32 in (record.crc32, *absent_values)
 
-    def _extra(self, record: Record, data: bytes) -> tuple[int, ...]:
+    def _parse_extra_field(self, record: Record, data: bytes) -> tuple[int, ...]:
         """The numbers of a zip64 field. Raises MalformedError where anything but that and padding is there."""
-        at, wide = 0, tuple[int, ...]()
-        while at < len(data):
-            kind, length = struct.unpack_from("<2H", data.ljust(at + 4, b"\0"), at)
-            body = data[at + 4 : at + 4 + length]
-            if len(body) != length or kind not in (ZIP64_EXTRA, _PADDING):
-                self._fail(f"the header of record {record.name!r} holds something unknown")
-            if kind == _PADDING and body.strip(b"Z\0"):
-                self._fail(f"the padding of record {record.name!r} is not padding")
-            if kind == ZIP64_EXTRA:
-                wide = struct.unpack(f"<{length // 8}Q", body[: length // 8 * 8])
-            at += 4 + length
-        return wide
+        position, zip64_sizes = 0, tuple[int, ...]()
+        while position < len(data):
+            field_id, length = struct.unpack_from("<2H", data.ljust(position + 4, b"\0"), position)
+            body = data[position + 4 : position + 4 + length]
+            if len(body) != length or field_id not in (ZIP64_EXTRA, _PADDING_EXTRA):
+                self._raise_unproved(f"the header of record {record.name!r} holds something unknown")
+            if field_id == _PADDING_EXTRA and body.strip(b"Z\0"):
+                self._raise_unproved(f"the padding of record {record.name!r} is not padding")
+            if field_id == ZIP64_EXTRA:
+                zip64_sizes = struct.unpack(f"<{length // 8}Q", body[: length // 8 * 8])
+            position += 4 + length
+        return zip64_sizes
 
-    def _descriptor(self, record: Record, at: int) -> int:
+    def _check_descriptor(self, record: Record, at: int) -> int:
         data = self._read(at, min(at + 24, self._directory.start))
-        for form in ("<4s3I", "<4sI2Q"):
-            length = struct.calcsize(form)
+        for layout in ("<4s3I", "<4sI2Q"):
+            length = struct.calcsize(layout)
             if len(data) < length:
                 continue
-            magic, crc32, packed, size = struct.unpack_from(form, data)
-            if magic == DESCRIPTOR_MAGIC and (crc32, packed, size) == (record.crc32, record.stored_size, record.size):
+            magic, crc32, compressed_size, size = struct.unpack_from(layout, data)
+            if magic == DESCRIPTOR_MAGIC and (crc32, compressed_size, size) == (
+                record.crc32,
+                record.stored_size,
+                record.size,
+            ):
                 return length
-        raise self._error(f"the descriptor of record {record.name!r} says something else than the directory")
+        raise self._build_error(f"the descriptor of record {record.name!r} says something else than the directory")
 
     def _check_directory(self) -> None:
         """No comments, and no extra fields but zip64: bytes in which something else could stand."""
         start = self._directory.start
         data = self._read(start, self._size)
-        at = 0
+        position = 0
         for _ in self._directory.records:
-            _, _, _, flags, *_, name_bytes, extra_bytes, comment_bytes, _, _, _, _ = CENTRAL.unpack_from(data, at)
-            extra_at = at + CENTRAL.size + name_bytes
+            _, _, _, flags, *_, name_bytes, extra_bytes, comment_bytes, _, _, _, _ = CENTRAL.unpack_from(data, position)
+            extra_at = position + CENTRAL.size + name_bytes
             if comment_bytes or flags & ~(DESCRIPTOR_FOLLOWS | UTF8_NAME):
-                self._fail("its directory holds more than its records")
+                self._raise_unproved("its directory holds more than its records")
             record = next(iter(self._directory.records.values()))
-            self._extra(record, data[extra_at : extra_at + extra_bytes])
-            at = extra_at + extra_bytes
-        if len(data) - at not in (END.size, END64.size + LOCATOR64.size + END.size):
-            self._fail("bytes behind its directory belong to nothing")
+            self._parse_extra_field(record, data[extra_at : extra_at + extra_bytes])
+            position = extra_at + extra_bytes
+        if len(data) - position not in (END.size, END64.size + LOCATOR64.size + END.size):
+            self._raise_unproved("bytes behind its directory belong to nothing")
 
-    def _fail(self, reason: str) -> NoReturn:
-        raise self._error(reason)
+    def _raise_unproved(self, reason: str) -> NoReturn:
+        raise self._build_error(reason)
 
-    def _error(self, reason: str) -> MalformedError:
+    def _build_error(self, reason: str) -> MalformedError:
         return MalformedError(f"the zip archive cannot be proved: {reason}", path=self._directory.path)

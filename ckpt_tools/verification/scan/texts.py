@@ -8,51 +8,54 @@ from typing import Any
 from ckpt_tools.errors import MalformedError
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.stores.source import checked_name
-from ckpt_tools.verification.scan.configuration import CONFIGURATION, unproved_names
+from ckpt_tools.verification.scan.configuration import UNREAD_SETTINGS_REASON, explain_unproved_names
 from ckpt_tools.verification.scan.findings import CouldRunError
-from ckpt_tools.verification.scan.kinds import LATEST, Kind
-from ckpt_tools.verification.scan.piece import Piece
+from ckpt_tools.verification.scan.kinds import LATEST_NAME, FileKind
+from ckpt_tools.verification.scan.piece import FileView
 
-_CONTROLS = re.compile(r"[\x00-\x08\x0b\x0e-\x1f\x7f]")
+_CONTROL_CHARACTER = re.compile(r"[\x00-\x08\x0b\x0e-\x1f\x7f]")
 
 
-def prove_text(piece: Piece, kind: Kind) -> str | None:
+def prove_text(view: FileView, kind: FileKind) -> str | None:
     """Check a file of text, and give the reason why it is configuration that is not proved to name no code, or None.
 
     Raises:
         FormatError: it is not of ``kind``, or it may be read in two ways. UnsafeError: it makes an object, or names a
         file outside.
     """
-    text = _decoded(piece)
-    if kind is Kind.JSON:
-        document = _parsed_json(piece.whole(), piece.file)
-        _check_index(document)
-        return unproved_names(piece.file, document)
-    if kind is Kind.JSON_LINES:
-        reasons = (unproved_names(piece.file, _parsed_json(line, piece.file)) for line in piece.whole().splitlines())
+    text = _decode_text(view)
+    if kind is FileKind.JSON:
+        document = _parse_lenient_json(view.read_all(), view.file)
+        _check_weight_map(document)
+        return explain_unproved_names(view.file, document)
+    if kind is FileKind.JSON_LINES:
+        reasons = (
+            explain_unproved_names(view.file, _parse_lenient_json(line, view.file))
+            for line in view.read_all().splitlines()
+        )
         return next(filter(None, reasons), None)
-    if LATEST.search(piece.file):
+    if LATEST_NAME.search(view.file):
         checked_name(text.strip())
         return None
-    _check_plain(text)
-    return CONFIGURATION if kind is Kind.CONFIGURATION and text.strip() else None
+    _check_makes_no_objects(text)
+    return UNREAD_SETTINGS_REASON if kind is FileKind.CONFIGURATION and text.strip() else None
 
 
-def _decoded(piece: Piece) -> str:
+def _decode_text(view: FileView) -> str:
     try:
-        text = piece.whole().decode()
+        text = view.read_all().decode()
     except UnicodeDecodeError as error:
         raise MalformedError("it is not a text of UTF-8") from error
-    if _CONTROLS.search(text):
+    if _CONTROL_CHARACTER.search(text):
         raise MalformedError("it is not a text: it holds control characters")
     return text
 
 
-def _parsed_json(data: bytes, path: str) -> Any:
+def _parse_lenient_json(data: bytes, path: str) -> Any:
     return parse_json(re.sub(rb"(?<=[:\[,\s])-?(?:Infinity|NaN)(?=[,\]}\s])", b"null", data), path)
 
 
-def _check_index(document: Any) -> None:
+def _check_weight_map(document: Any) -> None:
     """The index of shards names files inside of the checkpoint."""
     weight_map = document.get("weight_map") if isinstance(document, dict) else None
     for name in weight_map.values() if isinstance(weight_map, dict) else ():
@@ -61,28 +64,32 @@ def _check_index(document: Any) -> None:
         checked_name(name)
 
 
-_HYPER = ("new", "apply", "name", "module")
+_HYPERPYYAML_TAGS = ("new", "apply", "name", "module")
 """Tags of hyperpyyaml, which SpeechBrain reads."""
 
 
-def _encoded(word: str) -> str:
+def _build_word_pattern(word: str) -> str:
     """A pattern for ``word`` with any of its characters percent-encoded, as tags of YAML may be."""
     return "".join(f"(?:{character}|%{ord(character):02x})" for character in word)
 
 
-_TAGS = ("!!" + _encoded("python"), "!<" + _encoded("tag:"), *(f"!{_encoded(word)}:" for word in _HYPER))
-_OBJECT = re.compile("|".join(_TAGS), re.I)
+_OBJECT_TAG_PATTERNS = (
+    "!!" + _build_word_pattern("python"),
+    "!<" + _build_word_pattern("tag:"),
+    *(f"!{_build_word_pattern(word)}:" for word in _HYPERPYYAML_TAGS),
+)
+_OBJECT_TAG = re.compile("|".join(_OBJECT_TAG_PATTERNS), re.I)
 _TAG_DIRECTIVE = re.compile(r"%TAG\s+!")
 
 
-_LOGGING = re.compile(r"^[ \t]*\[[ \t]*(handlers|formatters|loggers)[ \t]*\]", re.M)
-_LOGGING_CALL = re.compile(r"^[ \t]*(args|class|kwargs)[ \t]*[=:]", re.M | re.I)
+_LOGGING_SECTION = re.compile(r"^[ \t]*\[[ \t]*(handlers|formatters|loggers)[ \t]*\]", re.M)
+_LOGGING_CALL_KEY = re.compile(r"^[ \t]*(args|class|kwargs)[ \t]*[=:]", re.M | re.I)
 
 
-def _check_plain(text: str) -> None:
+def _check_makes_no_objects(text: str) -> None:
     """Loaders of YAML, and of a configuration of logging, read any text, whatever its name is."""
-    if _OBJECT.search(text) or _TAG_DIRECTIVE.search(text):
+    if _OBJECT_TAG.search(text) or _TAG_DIRECTIVE.search(text):
         raise CouldRunError("it holds a tag of YAML that makes objects of Python")
     lines = text.replace("\r", "\n")
-    if _LOGGING.search(lines) and _LOGGING_CALL.search(lines):
+    if _LOGGING_SECTION.search(lines) and _LOGGING_CALL_KEY.search(lines):
         raise CouldRunError("it is a configuration of logging, whose classes and arguments logging.config evaluates")

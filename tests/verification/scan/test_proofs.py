@@ -18,8 +18,8 @@ from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.source import Source
 from ckpt_tools.verification.scan import ScanReport, scan_source
 from ckpt_tools.verification.scan.alike import ProvenItems
-from ckpt_tools.verification.scan.piece import Piece
-from ckpt_tools.verification.scan.tokens import imports_as_a_pickle
+from ckpt_tools.verification.scan.piece import FileView
+from ckpt_tools.verification.scan.tokens import is_importing_pickle
 from tests.verification.scan.generator import CARRIERS, INDIRECT, TRICKS, Files
 from tests.verification.scan.listing import lines
 from tests.verification.scan.scanner import is_clean
@@ -37,19 +37,19 @@ def test_the_page_shows_the_closed_list_and_every_interpreted_call_is_described(
 # A file that passes as something else is not clean if its bytes could also be a pickle that imports something
 
 
-def piece(data: bytes) -> Piece:
-    return Piece("x", "", len(data), lambda start, stop: data[start:stop])
+def piece(data: bytes) -> FileView:
+    return FileView("x", "", len(data), lambda start, stop: data[start:stop])
 
 
 @pytest.mark.parametrize("name", INDIRECT)
 def test_whatever_a_pickle_imports_is_seen(name):
-    assert imports_as_a_pickle(piece(INDIRECT[name]))
-    assert imports_as_a_pickle(piece(b"V" + b"a" * (1 << 17) + b"\n0" + INDIRECT[name]))
-    assert imports_as_a_pickle(piece(b"B" + (1 << 17).to_bytes(4, "little") + b"\0" * (1 << 17) + INDIRECT[name]))
+    assert is_importing_pickle(piece(INDIRECT[name]))
+    assert is_importing_pickle(piece(b"V" + b"a" * (1 << 17) + b"\n0" + INDIRECT[name]))
+    assert is_importing_pickle(piece(b"B" + (1 << 17).to_bytes(4, "little") + b"\0" * (1 << 17) + INDIRECT[name]))
 
 
 def test_so_is_every_trick():
-    assert [name for name, data in TRICKS if not imports_as_a_pickle(piece(data))] == []
+    assert [name for name, data in TRICKS if not is_importing_pickle(piece(data))] == []
 
 
 @pytest.mark.parametrize("name", INDIRECT)
@@ -63,7 +63,7 @@ def test_a_strict_file_of_safetensors_that_is_a_pickle_too_is_not_clean(carrier,
     "data", [b"", b"N.", b"a text\n", b"{}", b"c my text\nanother line\n", b"V", b"\x8c\xff", b"J"]
 )
 def test_what_imports_nothing_is_none(data):
-    assert not imports_as_a_pickle(piece(data))
+    assert not is_importing_pickle(piece(data))
 
 
 # An item that is compared with a proven one gets the verdict that proving it gives, for each byte that is changed
@@ -85,8 +85,8 @@ def scanned(files: Files) -> ScanReport:
 
 def test_items_alike_are_proved_once(files, monkeypatch):
     added: list[int] = []
-    add = ProvenItems.add
-    monkeypatch.setattr(ProvenItems, "add", lambda self, *args: (added.append(1), add(self, *args)))
+    add = ProvenItems.add_item
+    monkeypatch.setattr(ProvenItems, "add_item", lambda self, *args: (added.append(1), add(self, *args)))
     report = scanned(files)
     assert (report.clean, report.num_pickles, len(added)) == (True, 4, 1)
 
@@ -100,7 +100,7 @@ def test_a_changed_byte_gets_the_verdict_of_a_proof(files, monkeypatch, request)
     elements = data.index(torch.full((4,), 1.0).numpy().tobytes())
     changed.append(data[:elements] + b"\x93NUMPY" + data[elements + 6 :])
     compared = [scanned({**files, "__0_0.distcp": each}).to_json() for each in changed]
-    monkeypatch.setattr(ProvenItems, "directory_of", lambda self, data: None)
+    monkeypatch.setattr(ProvenItems, "find_directory", lambda self, data: None)
     proved = [scanned({**files, "__0_0.distcp": each}).to_json() for each in changed]
     assert compared == proved
     assert 0 < sum(bool(each["clean"]) for each in compared) < len(compared) // 2
