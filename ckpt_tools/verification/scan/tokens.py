@@ -182,8 +182,8 @@ class _OpcodeScanner:
     def _follow_line_import(self, *, is_inst: bool) -> bool:
         """True for an import of a name as modules have it, and for one that is called at once.
 
-        Raises _FailsError if every unpickler fails here. Without an attribute, Python's unpickler fails behind the
-        import, which counts if it is of a module of Python: some of them act when they are imported.
+        Raises _UnpicklingFailsError if every unpickler fails here. Without an attribute, Python's unpickler fails
+        behind the import, which counts if it is of a module of Python: some of them act when they are imported.
         """
         module, attribute = self._reader.read_line(), self._reader.read_line()
         try:
