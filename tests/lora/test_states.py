@@ -69,8 +69,12 @@ def test_the_adapter_is_written_as_peft_writes_it(name, tmp_path):
     assert torch.equal(logits(names["model"]), logits(model))
 
 
+MERGED = [name for name in CASES if name != "experts, square"]
+"""A file of a state has no config.json, which says how square matrices of experts lie: merging is refused there."""
+
+
 @pytest.mark.parametrize(
-    "name", tiered(CASES, test=("linear", "saved", "experts"), extended=("biases", "embeddings", "conv1d"))
+    "name", tiered(MERGED, test=("linear", "saved", "experts"), extended=("biases", "embeddings", "conv1d"))
 )
 def test_a_state_is_merged_into_its_own_base(name, tmp_path):
     case = CASES[name]
@@ -79,7 +83,9 @@ def test_a_state_is_merged_into_its_own_base(name, tmp_path):
         model.save_pretrained(tmp_path / "adapter")
     run, once = tmp_path / "run.pt", tmp_path / "once.safetensors"
     torch.save(model.state_dict(), run)
-    recipe: dict[str, Any] = {"recipe": "qwen3_moe", "inverse": True} if name == "experts" else {}
+    recipe: dict[str, Any] = (
+        {"recipe": "qwen3_moe", "inverse": True} if name in ("experts", "experts of one kind") else {}
+    )
     ckpt_tools.merge_lora(tmp_path / "base", tmp_path / "adapter", once, **recipe)
     ckpt_tools.merge_lora(tmp_path / "base", run, tmp_path / "a.safetensors", config=tmp_path / "adapter", **recipe)
     ckpt_tools.merge_lora(run, run, tmp_path / "b.safetensors", config=tmp_path / "adapter")
