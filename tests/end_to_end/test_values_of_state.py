@@ -74,8 +74,11 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         loss.backward()
         return loss
 
-    closure()
-    optimizer.step()
+    if type(optimizer).__name__ == "LBFGS":
+        optimizer.step(closure)
+    else:
+        closure()
+        optimizer.step()
 
 
 def bits(value: Any) -> Any:
