@@ -17,8 +17,8 @@ from benchmarks.journal import Journal
 from benchmarks.measure import MeasureError
 from benchmarks.suite import WAYS, Runner, Settings, say
 from benchmarks.works import WORKS
-from ckpt_tools.guard import guarded
-from ckpt_tools.signals import exit_code_of, stopping_on_signals
+from ckpt_tools.guard import guard_processes
+from ckpt_tools.signals import get_exit_code, raise_on_signals
 
 RESULTS, DATA = Path(__file__).parent / "results", machine.ROOT / ".cache" / "benchmarks"
 NAMES = (*(work.name for work in WORKS), *(part.name for part in parts.PARTS))
@@ -74,8 +74,8 @@ def _measure(asked: argparse.Namespace, journal: Journal) -> None:
 
 if __name__ == "__main__":
     try:
-        with stopping_on_signals(), guarded() as marking, marking():
+        with raise_on_signals(), guard_processes() as marking, marking():
             main()
     except KeyboardInterrupt as error:
         say("Stopped; the same command resumes.")
-        sys.exit(exit_code_of(error))
+        sys.exit(get_exit_code(error))

@@ -84,7 +84,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
+_NAMES_BY_MODULE = {
     "api": (
         "cat",
         "check_recipe",
@@ -153,16 +153,16 @@ _HOMES = {
 }
 """Where each public name is."""
 
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+_MODULE_BY_NAME = {name: home for home, names in _NAMES_BY_MODULE.items() for name in names}
 
 if not TYPE_CHECKING:
     # Type checkers read the imports above; with this function they would accept every name.
     def __getattr__(name: str) -> object:
-        if name not in _HOME_OF:
+        if name not in _MODULE_BY_NAME:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(_import_module(f"{__name__}.{_HOME_OF[name]}"), name)
+        return getattr(_import_module(f"{__name__}.{_MODULE_BY_NAME[name]}"), name)
 
     def __dir__() -> list[str]:
         return __all__
 
-    __all__ = sorted([*_HOME_OF, "__version__"])
+    __all__ = sorted([*_MODULE_BY_NAME, "__version__"])

@@ -1,8 +1,8 @@
 """The verbs: one function for each command, with the same names, the same meaning and the same defaults.
 
 Keywords that several verbs share are ``TypedDict`` classes of ``core.options``. A verb builds one value of them,
-``ConvertOptions`` or ``Request``, and passes it on. ``public`` refuses empty paths, names and patterns, and
-``written_out`` shows all keywords in ``help``.
+``ConvertOptions`` or ``Request``, and passes it on. ``api_function`` refuses empty paths, names and patterns, and
+``expand_keywords`` shows all keywords in ``help``.
 
 A verb imports its implementation when it is called, because every command imports this module.
 """
@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from ckpt_tools.arguments import public, written_out
+from ckpt_tools.arguments import api_function, expand_keywords
 from ckpt_tools.core.options import (
     ConsolidateKeywords,
     ConvertKeywords,
@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from ckpt_tools.verification.verify import ChecksumReport, ExecutionOptions
 
 
-@public
-@written_out(ReadKeywords, Request)
+@api_function
+@expand_keywords(ReadKeywords, Request)
 def inspect(
     src: str | Path,
     *,
@@ -114,18 +114,18 @@ def inspect(
     from ckpt_tools.reading.naming import naming_of, wrapping_of
     from ckpt_tools.runs.opening import named
 
-    given = {"sample": sample, "memory": memory, "workers": workers}
-    check(ARGUMENTS["inspect"], given, Case(has_stats=stats))
-    asked = Request(src=src, dst=src, include=include, exclude=exclude, memory=memory, **options)
-    src = named(src, asked.storage_options)
-    source, manifest = _opened(src, asked)
-    found = naming_of(source, manifest)
-    naming = None if found is None else str(found)
+    checked_arguments = {"sample": sample, "memory": memory, "workers": workers}
+    check(ARGUMENTS["inspect"], checked_arguments, Case(has_stats=stats))
+    request = Request(src=src, dst=src, include=include, exclude=exclude, memory=memory, **options)
+    src = named(src, request.storage_options)
+    source, manifest = _open_checkpoint(src, request)
+    naming_match = naming_of(source, manifest)
+    naming = None if naming_match is None else str(naming_match)
     summary = summarize(manifest, str(src), source.files, naming=naming, wrapping=wrapping_of(manifest))
-    check_globs(manifest.fqns | manifest.left_out, include=asked.include, exclude=asked.exclude)
-    chosen = [key for key in manifest.tensors if is_chosen(key.fqn, asked.include, asked.exclude)]
-    if len(chosen) < len(manifest.tensors):
-        rows = (row for row in summary.tensors if is_chosen(row.name, asked.include, asked.exclude))
+    check_globs(manifest.fqns | manifest.left_out, include=request.include, exclude=request.exclude)
+    chosen_keys = [key for key in manifest.tensors if is_chosen(key.fqn, request.include, request.exclude)]
+    if len(chosen_keys) < len(manifest.tensors):
+        rows = (row for row in summary.tensors if is_chosen(row.name, request.include, request.exclude))
         summary = replace(summary, tensors=tuple(rows))
     if not stats:
         return summary
@@ -133,21 +133,21 @@ def inspect(
     from ckpt_tools.transfer.workers import choose_workers
     from ckpt_tools.verification.statistics import StatisticsPlan, compute_statistics
 
-    how = StatisticsPlan.fit_to_memory(
-        asked.memory_bytes,
+    measuring = StatisticsPlan.fit_to_memory(
+        request.memory_bytes,
         manifest,
         num_workers=choose_workers(workers, src),
         is_limit=memory is not None,
         sample=sample,
     )
-    tensors = {key: manifest.tensors[key] for key in chosen}
+    tensors = {key: manifest.tensors[key] for key in chosen_keys}
     if not sample:
         check_expansion(tensors, manifest.stored_bytes)
-    return replace(summary, stats=compute_statistics(source.store, tensors.items(), how, on_progress or silent))
+    return replace(summary, stats=compute_statistics(source.store, tensors.items(), measuring, on_progress or silent))
 
 
-@public
-@written_out(ReadKeywords, Request)
+@api_function
+@expand_keywords(ReadKeywords, Request)
 def open(src: str | Path, **options: Unpack[ReadKeywords]) -> Checkpoint:
     """Open the checkpoint at ``src`` as a mapping from names to tensors, which are read when they are indexed.
 
@@ -171,22 +171,22 @@ def open(src: str | Path, **options: Unpack[ReadKeywords]) -> Checkpoint:
     from ckpt_tools.checkpoint import Checkpoint
     from ckpt_tools.runs.opening import named
 
-    chosen = ConvertOptions(**options)
-    src = named(src, chosen.storage_options)
-    source, manifest = _opened(src, chosen)
+    read_options = ConvertOptions(**options)
+    src = named(src, read_options.storage_options)
+    source, manifest = _open_checkpoint(src, read_options)
 
-    def config() -> Mapping[str, Any]:
+    def read_config() -> Mapping[str, Any]:
         from ckpt_tools.reading.model_files import find_config
         from ckpt_tools.stores.urls import open_source
 
         # Opened again, because a closed checkpoint keeps no file open.
-        return find_config(src, open_source(src, chosen.storage_options), manifest, chosen) or {}
+        return find_config(src, open_source(src, read_options.storage_options), manifest, read_options) or {}
 
-    return Checkpoint.of(source.store, manifest, config)
+    return Checkpoint.of(source.store, manifest, read_config)
 
 
-@public
-@written_out(ReadKeywords, Request)
+@api_function
+@expand_keywords(ReadKeywords, Request)
 def cat(src: str | Path, name: str, *, slot: str | None = None, **options: Unpack[ReadKeywords]) -> TensorSlice:
     """Name a part of one tensor of the checkpoint at ``src``; only its elements are read, when they are asked for.
 
@@ -211,14 +211,14 @@ def cat(src: str | Path, name: str, *, slot: str | None = None, **options: Unpac
         >>> ckpt_tools.cat("run", "encoder.bias").numpy()
         array([0., 1., 2., 3.], dtype=float32)
     """
-    from ckpt_tools.slices import slice_of
+    from ckpt_tools.slices import find_tensor_slice
 
-    source, manifest = _opened(src, ConvertOptions(**options))
-    return slice_of(source.store, manifest, name, slot)
+    source, manifest = _open_checkpoint(src, ConvertOptions(**options))
+    return find_tensor_slice(source.store, manifest, name, slot)
 
 
-@public
-@written_out(ConvertKeywords, Request)
+@api_function
+@expand_keywords(ConvertKeywords, Request)
 def plan(src: str | Path, dst: str | Path, **options: Unpack[ConvertKeywords]) -> PlanReport:
     """Say what ``convert`` with the same arguments would do; write nothing.
 
@@ -246,8 +246,8 @@ def plan(src: str | Path, dst: str | Path, **options: Unpack[ConvertKeywords]) -
     return plan_conversion(Request(src=src, dst=dst, **options))
 
 
-@public
-@written_out(ConvertKeywords, Request)
+@api_function
+@expand_keywords(ConvertKeywords, Request)
 def convert(src: str | Path, dst: str | Path, **options: Unpack[ConvertKeywords]) -> ConvertReport:
     """Write the checkpoint at ``src`` to ``dst`` in another format, or for another number of ranks.
 
@@ -303,7 +303,7 @@ def convert(src: str | Path, dst: str | Path, **options: Unpack[ConvertKeywords]
             files of safetensors, and all that ``config`` copies are taken from it, and a built-in recipe if one leads
             to its names. What is missing or left over is an error. ``to`` is then ``"safetensors"`` by default.
 
-    ExecutionOptions:
+    Running:
         memory: The most that the process may use: bytes, or ``"2GiB"``. Default: ``"512MiB"``, or what a larger
             index needs.
         workers: The number of threads, or of processes with ``runner="ray"``. Default: one for each processor.
@@ -346,8 +346,8 @@ def convert(src: str | Path, dst: str | Path, **options: Unpack[ConvertKeywords]
     return run_conversion(Request(src=src, dst=dst, **options))
 
 
-@public
-@written_out(ConsolidateKeywords, Request)
+@api_function
+@expand_keywords(ConsolidateKeywords, Request)
 def consolidate(src: str | Path, dst: str | Path, **options: Unpack[ConsolidateKeywords]) -> ConvertReport:
     """Write the model's weights alone, as one model.
 
@@ -377,8 +377,8 @@ def consolidate(src: str | Path, dst: str | Path, **options: Unpack[ConsolidateK
     return run_conversion(replace(request, to=to))
 
 
-@public
-@written_out(ReshardKeywords, Request)
+@api_function
+@expand_keywords(ReshardKeywords, Request)
 def reshard(
     src: str | Path,
     dst: str | Path,
@@ -413,8 +413,8 @@ def reshard(
     return run_conversion(request)
 
 
-@public
-@written_out(MergeKeywords, Request)
+@api_function
+@expand_keywords(MergeKeywords, Request)
 def merge_lora(
     base: str | Path, adapter: str | Path, dst: str | Path, **options: Unpack[MergeKeywords]
 ) -> ConvertReport:
@@ -457,8 +457,8 @@ def merge_lora(
     return run_conversion(Request(src=base, dst=dst, adapter=adapter, state="model", **options))
 
 
-@public
-@written_out(LoadableKeywords, Request)
+@api_function
+@expand_keywords(LoadableKeywords, Request)
 def make_loadable(src: str | Path, dst: str | Path, **options: Unpack[LoadableKeywords]) -> LoadableReport:
     """Write the file of ``torch.save`` at ``src`` again, so that ``torch.load(weights_only=True)`` takes it.
 
@@ -487,13 +487,13 @@ def make_loadable(src: str | Path, dst: str | Path, **options: Unpack[LoadableKe
         >>> ckpt_tools.make_loadable("foreign.pt", "plain.pt").left_out
         (LeftOut(place='trainer', kind='my_code.Trainer', num_tensors=0),)
     """
-    from ckpt_tools.loadable import run_make_loadable
+    from ckpt_tools.loadable import rewrite_as_loadable
 
-    return run_make_loadable(Request(src=src, dst=dst, **options))
+    return rewrite_as_loadable(Request(src=src, dst=dst, **options))
 
 
-@public
-@written_out(SelectKeywords, Request)
+@api_function
+@expand_keywords(SelectKeywords, Request)
 def verify(
     src: str | Path,
     dst: str | Path | None = None,
@@ -548,35 +548,37 @@ def verify(
     from ckpt_tools.stores.urls import check_storage_options
     from ckpt_tools.verification.verify import verify_checkpoint, verify_conversion
 
-    chosen = ConvertOptions(state=state, dtype=dtype, buffers=buffers, like=like, untie=untie, **options)
-    given = {**chosen.given, "digests": digests, "public_key": public_key, "signature": signature}
+    convert_options = ConvertOptions(state=state, dtype=dtype, buffers=buffers, like=like, untie=untie, **options)
+    given_options = {**convert_options.given, "digests": digests, "public_key": public_key, "signature": signature}
     case = Case(has_destination=dst is not None, has_digests=digests is not None, has_key=public_key is not None)
-    check(ARGUMENTS["verify"], given, case)
-    check_storage_options(chosen.storage_options, src, dst, digests, chosen.config, like)
-    src = named(src, chosen.storage_options)
-    signed = None
+    check(ARGUMENTS["verify"], given_options, case)
+    check_storage_options(convert_options.storage_options, src, dst, digests, convert_options.config, like)
+    src = named(src, convert_options.storage_options)
+    checked_signature = None
     if public_key is not None:
         from ckpt_tools.verification.signing import check_signature
 
-        signed = check_signature(digests or src, public_key=public_key, signature=signature)
-    files = None
+        checked_signature = check_signature(digests or src, public_key=public_key, signature=signature)
+    file_list = None
     if digests is not None:
         from ckpt_tools.verification.file_checks import read_named_list
 
-        files = read_named_list(digests, src, chosen.storage_options)
-        check(ARGUMENTS["verify"], given, replace(case, has_digests=files is None))
-    how = _execution_options(chosen, workers, on_progress, src, dst)
+        file_list = read_named_list(digests, src, convert_options.storage_options)
+        check(ARGUMENTS["verify"], given_options, replace(case, has_digests=file_list is None))
+    execution_options = _execution_options(convert_options, workers, on_progress, src, dst)
     if dst is None:
-        report = verify_checkpoint(src, chosen, how, against=digests if files is None else None, files=files)
-        return replace(report, signature=signed)
+        report = verify_checkpoint(
+            src, convert_options, execution_options, against=digests if file_list is None else None, files=file_list
+        )
+        return replace(report, signature=checked_signature)
     source, manifest = read_checkpoint(
-        src, chosen.reading, format_name=chosen.from_, storage_options=chosen.storage_options
+        src, convert_options.reading, format_name=convert_options.from_, storage_options=convert_options.storage_options
     )
-    return verify_conversion(src, source, manifest, dst, chosen, how)
+    return verify_conversion(src, source, manifest, dst, convert_options, execution_options)
 
 
-@public
-@written_out(SelectKeywords, Request)
+@api_function
+@expand_keywords(SelectKeywords, Request)
 def diff(
     a: str | Path,
     b: str | Path,
@@ -620,17 +622,21 @@ def diff(
     from ckpt_tools.stores.urls import check_storage_options
     from ckpt_tools.verification.verify import diff_checkpoints
 
-    chosen = ConvertOptions(state=state, **options)
-    stores = chosen.storage_options
-    check_storage_options(stores, a, b, chosen.config)
-    a = named(a, stores)
-    first = read_checkpoint(a, chosen.reading, format_name=chosen.from_, storage_options=stores)
-    second = read_checkpoint(b, ReadOptions(), storage_options=stores)
-    return diff_checkpoints(a, first, second, chosen, _execution_options(chosen, workers, on_progress, a, b))
+    convert_options = ConvertOptions(state=state, **options)
+    storage_options = convert_options.storage_options
+    check_storage_options(storage_options, a, b, convert_options.config)
+    a = named(a, storage_options)
+    checkpoint_a = read_checkpoint(
+        a, convert_options.reading, format_name=convert_options.from_, storage_options=storage_options
+    )
+    checkpoint_b = read_checkpoint(b, ReadOptions(), storage_options=storage_options)
+    return diff_checkpoints(
+        a, checkpoint_a, checkpoint_b, convert_options, _execution_options(convert_options, workers, on_progress, a, b)
+    )
 
 
-@public
-@written_out(ReadKeywords, Request)
+@api_function
+@expand_keywords(ReadKeywords, Request)
 def checksum(
     src: str | Path,
     *,
@@ -668,14 +674,14 @@ def checksum(
     from ckpt_tools.core.applicability import ARGUMENTS, Case, check
     from ckpt_tools.verification.verify import write_digests
 
-    chosen = ConvertOptions(**options)
+    read_options = ConvertOptions(**options)
     check(ARGUMENTS["checksum"], {"overwrite": overwrite}, Case(is_printed=output == "-"))
-    source, manifest = _opened(src, chosen, output, may_be_empty=False)
-    how = _execution_options(chosen, workers, on_progress, src)
-    return write_digests(source, manifest, how, output=output, overwrite=overwrite)
+    source, manifest = _open_checkpoint(src, read_options, output, may_be_empty=False)
+    execution_options = _execution_options(read_options, workers, on_progress, src)
+    return write_digests(source, manifest, execution_options, output=output, overwrite=overwrite)
 
 
-@public
+@api_function
 def scan(
     src: str | Path,
     *,
@@ -725,7 +731,7 @@ def scan(
     )
 
 
-@public
+@api_function
 def ls(run: str | Path, *, storage_options: Mapping[str, Any] | None = None) -> RunListing:
     """List the checkpoints of a run of any trainer, the newest first, and say of each whether it is complete.
 
@@ -754,7 +760,7 @@ def ls(run: str | Path, *, storage_options: Mapping[str, Any] | None = None) -> 
     return listing(open_run(run, storage_options), url=str(run))
 
 
-@public
+@api_function
 def prune(
     run: str | Path,
     *,
@@ -807,12 +813,12 @@ def prune(
     from ckpt_tools.stores.urls import check_storage_options
 
     check_storage_options(storage_options, run)
-    best = None if keep_best is None else Best.parse(keep_best)
-    rules = PruneRules(keep_last, keep_every, best, incomplete, allow_less)
+    best_metric = None if keep_best is None else Best.parse(keep_best)
+    rules = PruneRules(keep_last, keep_every, best_metric, incomplete, allow_less)
     return prune_run(run, rules, yes=yes, storage_options=storage_options)
 
 
-@public
+@api_function
 def clean(dst: str | Path, *, dry_run: bool = False, storage_options: Mapping[str, Any] | None = None) -> CleanReport:
     """Remove what killed or failed runs of ``convert`` left at ``dst`` or beside it, and nothing else.
 
@@ -840,7 +846,7 @@ def clean(dst: str | Path, *, dry_run: bool = False, storage_options: Mapping[st
     return clean_place(open_place(dst, storage_options), dry_run=dry_run)
 
 
-@public
+@api_function
 def sign(
     src: str | Path, *, private_key: str | Path, signature: str | Path | None = None, overwrite: bool = False
 ) -> SignReport:
@@ -873,7 +879,7 @@ def sign(
     return sign_with_key(named(src), private_key=private_key, signature=signature, overwrite=overwrite)
 
 
-@public
+@api_function
 def list_formats() -> tuple[FormatInfo, ...]:
     """List the formats that can be read and written.
 
@@ -890,7 +896,7 @@ def list_formats() -> tuple[FormatInfo, ...]:
     return table()
 
 
-@public
+@api_function
 def list_recipes() -> tuple[RecipeInfo, ...]:
     """List the recipes that are built in, and those of plug-ins.
 
@@ -911,7 +917,7 @@ def list_recipes() -> tuple[RecipeInfo, ...]:
     return tuple(map(RecipeInfo.of, recipes.list_recipes()))
 
 
-@public
+@api_function
 def show_recipe(recipe: str | Path) -> RecipeInfo:
     """Show one recipe.
 
@@ -937,8 +943,8 @@ def show_recipe(recipe: str | Path) -> RecipeInfo:
     return RecipeInfo.of(load_recipe(recipe))
 
 
-@public
-@written_out(ReadKeywords, Request)
+@api_function
+@expand_keywords(ReadKeywords, Request)
 def check_recipe(
     recipe: str | Path,
     src: str | Path,
@@ -973,32 +979,32 @@ def check_recipe(
     from ckpt_tools.recipes.report import recipe_map
     from ckpt_tools.runs.opening import named
 
-    chosen = ConvertOptions(recipe=recipe, inverse=inverse, config=config, state=state, **options)
-    src = named(src, chosen.storage_options)
-    source, manifest = _opened(src, chosen)
-    step = recipe_step(src, source, manifest, chosen)
+    convert_options = ConvertOptions(recipe=recipe, inverse=inverse, config=config, state=state, **options)
+    src = named(src, convert_options.storage_options)
+    source, manifest = _open_checkpoint(src, convert_options)
+    step = recipe_step(src, source, manifest, convert_options)
     assert step is not None and step.recipe is not None
     if state != "all" and not manifest.parted:
-        alone, _ = transforms.model_only(manifest, weights=chosen.weight_copy(manifest), asked=True)
-        manifest, _ = transforms.without_wrappers(alone)
+        weights_manifest, _ = transforms.model_only(manifest, weights=convert_options.weight_copy(manifest), asked=True)
+        manifest, _ = transforms.without_wrappers(weights_manifest)
     return recipe_map(manifest, step.recipe, step)
 
 
-def _opened(
-    src: str | Path, options: ConvertOptions, *urls: str | Path | None, may_be_empty: bool = True
+def _open_checkpoint(
+    src: str | Path, options: ConvertOptions, *other_urls: str | Path | None, may_be_empty: bool = True
 ) -> tuple[Source, Manifest]:
-    """The checkpoint at ``src``. ``urls`` are other places that the storage options may be for."""
+    """The checkpoint at ``src``. ``other_urls`` are other places that the storage options may be for."""
     from ckpt_tools.reading.checkpoint import check_reading
     from ckpt_tools.runs.opening import read_checkpoint
     from ckpt_tools.stores.urls import check_storage_options
 
-    stores = options.storage_options
-    check_storage_options(stores, src, *urls)
+    storage_options = options.storage_options
+    check_storage_options(storage_options, src, *other_urls)
     source, manifest = read_checkpoint(
         src,
         options.reading,
         format_name=options.from_,
-        storage_options=stores,
+        storage_options=storage_options,
         may_be_empty=may_be_empty,
         step_by_name=True,
     )

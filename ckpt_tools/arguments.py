@@ -15,46 +15,50 @@ from urllib.parse import urlsplit
 
 from ckpt_tools.core.format_names import SINGLE_FILES
 from ckpt_tools.core.option_names import WrittenFormat, canonical, is_place, option, with_aliases
-from ckpt_tools.credentials import errors_masked, remember
+from ckpt_tools.credentials import mask_raised_errors, remember_secrets
 from ckpt_tools.errors import UsageError
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-_WITH_HOST = "s3|s3a|gs|gcs|az|abfs|abfss|adl|oss|oci|http|https|ftp|sftp|ssh|hf"
+_SCHEMES_WITH_HOST = "s3|s3a|gs|gcs|az|abfs|abfss|adl|oss|oci|http|https|ftp|sftp|ssh|hf"
 """URL schemes whose first part names a bucket, container, host or repository."""
 
-_NOWHERE = re.compile(rf"(?:.*::)?(?:[A-Za-z][A-Za-z0-9+.-]*://|(?:{_WITH_HOST}):///.*)", re.DOTALL)
+_URL_WITHOUT_LOCATION = re.compile(
+    rf"(?:.*::)?(?:[A-Za-z][A-Za-z0-9+.-]*://|(?:{_SCHEMES_WITH_HOST}):///.*)", re.DOTALL
+)
 """A URL that ends behind its scheme, or has no host."""
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 
-def public(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+def api_function(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """``function``, which raises UsageError if one of its arguments is empty, and whose errors show no credential.
 
     Every public function is decorated.
     """
 
     @wraps(function)
-    def checked(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        known = signature(function).parameters
-        given = [canonical(name, _kept(each)) for each, name in zip_longest(args, [*known][: len(args)])]
-        named = {name: canonical(name, _kept(each)) for name, each in kwargs.items()}
-        by_name = {**dict(zip(known, given, strict=False)), **named}
-        remember(by_name.values(), by_name.get("storage_options"))
-        with errors_masked():
-            for name, value in by_name.items():
-                if name not in known:
+    def call_checked(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        parameters = signature(function).parameters
+        positional_values = [
+            canonical(name, _materialize_iterator(each)) for each, name in zip_longest(args, [*parameters][: len(args)])
+        ]
+        keyword_values = {name: canonical(name, _materialize_iterator(each)) for name, each in kwargs.items()}
+        values_by_name = {**dict(zip(parameters, positional_values, strict=False)), **keyword_values}
+        remember_secrets(values_by_name.values(), values_by_name.get("storage_options"))
+        with mask_raised_errors():
+            for name, value in values_by_name.items():
+                if name not in parameters:
                     raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}")
                 check_not_empty(option(name), value, is_required=is_place(name))
-            return function(*given, **named)
+            return function(*positional_values, **keyword_values)
 
-    return checked
+    return call_checked
 
 
-def written_out(keywords: type, defaults: type) -> Callable[[Function], Function]:
+def expand_keywords(keywords: type, defaults: type) -> Callable[[Function], Function]:
     """Completes the ``help`` of a function that ends with ``**options: Unpack[KEYWORDS]``.
 
     The signature gets every keyword of that TypedDict, with the default of the same field of the dataclass
@@ -62,16 +66,18 @@ def written_out(keywords: type, defaults: type) -> Callable[[Function], Function
     """
 
     def decorate(function: Function) -> Function:
-        plain = signature(function)
-        own = [each for each in plain.parameters.values() if each.kind is not Parameter.VAR_KEYWORD]
+        declared_signature = signature(function)
+        declared_parameters = [
+            each for each in declared_signature.parameters.values() if each.kind is not Parameter.VAR_KEYWORD
+        ]
         fields = defaults.__dataclass_fields__  # type: ignore[attr-defined]
-        more = [
+        keyword_parameters = [
             Parameter(name, Parameter.KEYWORD_ONLY, default=fields[name].default, annotation=kind.__forward_arg__)
             for name, kind in keywords.__annotations__.items()
         ]
-        text = (function.__doc__ or "").replace("{endings}", ", ".join(SINGLE_FILES))
-        function.__doc__ = text.replace("{formats}", with_aliases("to", get_args(WrittenFormat)))
-        function.__signature__ = plain.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
+        docstring = (function.__doc__ or "").replace("{endings}", ", ".join(SINGLE_FILES))
+        function.__doc__ = docstring.replace("{formats}", with_aliases("to", get_args(WrittenFormat)))
+        function.__signature__ = declared_signature.replace(parameters=[*declared_parameters, *keyword_parameters])  # type: ignore[attr-defined]
         return function
 
     return decorate
@@ -80,14 +86,16 @@ def written_out(keywords: type, defaults: type) -> Callable[[Function], Function
 def check_not_empty(label: str, value: object, *, is_required: bool = False) -> None:
     """Raises UsageError if the argument that messages call ``label`` is empty, contains an empty string, or is a URL
     without a place or with brackets that do not match."""
-    texts = list(_texts(value))
+    texts = list(_list_texts(value))
     if value == "":
         raise UsageError(f"{label} is empty" + ("; name a folder or a URL" if is_required else ""))
     if "" in texts:
         raise UsageError(f"{label} contains an empty text")
-    nowhere = next((text for text in texts if _NOWHERE.fullmatch(text)), None)
-    if nowhere is not None:
-        raise UsageError(f"{label}: {nowhere} is a URL without a place; name a bucket, a host or a path in it")
+    url_without_location = next((text for text in texts if _URL_WITHOUT_LOCATION.fullmatch(text)), None)
+    if url_without_location is not None:
+        raise UsageError(
+            f"{label}: {url_without_location} is a URL without a place; name a bucket, a host or a path in it"
+        )
     for text in filter(_URL.match, texts):
         try:
             urlsplit(text)
@@ -95,13 +103,13 @@ def check_not_empty(label: str, value: object, *, is_required: bool = False) -> 
             raise UsageError(f"{label}: {text} is not a URL: {error}") from error
 
 
-def _texts(value: object) -> Iterable[str]:
+def _list_texts(value: object) -> Iterable[str]:
     if isinstance(value, Mapping):
         return [text for pair in value.items() for text in pair if isinstance(text, str)]
-    parts: Iterable[object] = value if isinstance(value, list | tuple | set | frozenset) else (value,)
-    return [text for text in parts if isinstance(text, str)]
+    items: Iterable[object] = value if isinstance(value, list | tuple | set | frozenset) else (value,)
+    return [text for text in items if isinstance(text, str)]
 
 
-def _kept(value: Any) -> Any:
+def _materialize_iterator(value: Any) -> Any:
     """``value`` as it can be read twice."""
     return tuple(value) if isinstance(value, Iterator) else value

@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 SCRATCH_BYTES = 4 << 20
 """Blocks read to be placed strided, and rows read ahead of an iteration; a result is the caller's memory."""
 
-_HOST = (1, 0)
+_CPU_DEVICE = (1, 0)
 """DLPack's device type ``kDLCPU``, and the device's number."""
 
-_NO_VIEW = "a stored tensor is read into new memory; copy=False cannot be had"
+_NO_VIEW_MESSAGE = "a stored tensor is read into new memory; copy=False cannot be had"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,13 +92,13 @@ class LazyTensor:
     def __iter__(self) -> Iterator[NDArray[Any]]:
         """Arrays along the first dim, read in blocks."""
         row_bytes = max(1, self.nbytes // max(1, len(self)))
-        step = max(1, SCRATCH_BYTES // row_bytes)
-        for first in range(0, len(self), step):
-            yield from self[first : first + step]
+        rows_per_block = max(1, SCRATCH_BYTES // row_bytes)
+        for first_row in range(0, len(self), rows_per_block):
+            yield from self[first_row : first_row + rows_per_block]
 
     def __getitem__(self, index: Any) -> NDArray[Any]:
         """The elements at ``index``, as numpy would give them of the whole array. Raises IndexError."""
-        return self._part(index).view(self.dtype)
+        return self._read_elements(index).view(self.dtype)
 
     def numpy(self) -> NDArray[Any]:
         """The whole tensor as a new array."""
@@ -112,63 +112,63 @@ class LazyTensor:
         """
         from ckpt_tools.torch.fill import make_tensor
 
-        return make_tensor(self._part(index), self.entry.dtype)
+        return make_tensor(self._read_elements(index), self.entry.dtype)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         if copy is False:
-            raise ValueError(_NO_VIEW)
+            raise ValueError(_NO_VIEW_MESSAGE)
         return self[...].astype(dtype or self.dtype, copy=False)
 
-    def __dlpack__(self, *, copy: bool | None = None, **asked: Any) -> Any:
+    def __dlpack__(self, *, copy: bool | None = None, **dlpack_options: Any) -> Any:
         """A capsule with the tensor's elements. torch takes it before it looks for a length and items.
 
         Raises:
             BufferError: ``copy=False``. UnsupportedError: only torch has this dtype, and the installed one does not.
         """
         if copy is False:
-            raise BufferError(_NO_VIEW)
+            raise BufferError(_NO_VIEW_MESSAGE)
         # ml_dtypes adds types to numpy that numpy cannot hand on.
-        is_torchs = self.entry.dtype is DType.COMPLEX32 or self.entry.dtype.num_values > 1
-        is_numpys = not is_torchs and self.dtype.isbuiltin == 1
-        return (self.numpy() if is_numpys else self.torch()).__dlpack__(**asked)
+        needs_torch_dtype = self.entry.dtype is DType.COMPLEX32 or self.entry.dtype.num_values > 1
+        is_native_numpy = not needs_torch_dtype and self.dtype.isbuiltin == 1
+        return (self.numpy() if is_native_numpy else self.torch()).__dlpack__(**dlpack_options)
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return _HOST
+        return _CPU_DEVICE
 
-    def _part(self, index: Any) -> NDArray[Any]:
+    def _read_elements(self, index: Any) -> NDArray[Any]:
         """The elements at ``index`` as bare bytes of an element's width."""
-        wanted = selection(index, self.shape)
-        found = np.empty(wanted.shape, np.dtype((np.void, self.entry.dtype.item_bytes)))
-        raw, start = found.reshape(-1).view(np.uint8), 0
-        for box in wanted.boxes:
-            stop = start + box.numel * found.itemsize
+        region = selection(index, self.shape)
+        elements = np.empty(region.shape, np.dtype((np.void, self.entry.dtype.item_bytes)))
+        raw_bytes, start = elements.reshape(-1).view(np.uint8), 0
+        for box in region.boxes:
+            stop = start + box.numel * elements.itemsize
             if box.numel:
-                self._reader.read(self.entry, box, self.shape, 0, box.numel, raw[start:stop].data)
+                self._reader.read(self.entry, box, self.shape, 0, box.numel, raw_bytes[start:stop].data)
             start = stop
-        if found.size == self.size:
+        if elements.size == self.size:
             self._reader.finish()
-        part: NDArray[Any] = found[wanted.inside]
+        part: NDArray[Any] = elements[region.inside]
         return part
 
 
-class _Closed(Store):
+class _ClosedStore(Store):
     """The store of a checkpoint that was closed."""
 
     url = "a closed checkpoint"
 
     def list(self) -> Mapping[str, int]:
-        raise ValueError(_CLOSED)
+        raise ValueError(_CLOSED_MESSAGE)
 
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
-        raise ValueError(_CLOSED)
+        raise ValueError(_CLOSED_MESSAGE)
 
 
-_CLOSED = "the checkpoint is closed; read its tensors before that, or open it again"
+_CLOSED_MESSAGE = "the checkpoint is closed; read its tensors before that, or open it again"
 
-MAX_ROWS = 60
+MAX_HTML_ROWS = 60
 """Of the table that a notebook shows."""
 
-MAX_SLOTS = 10
+MAX_LISTED_SLOTS = 10
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -198,30 +198,34 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     def close(self) -> None:
         """Let go of the files. Reading a tensor raises ValueError from now on; what was read stays."""
-        self._reader.release(_Closed())
+        self._reader.release(_ClosedStore())
 
     def __repr__(self) -> str:
         return f"Checkpoint({self.manifest.format}, {count(len(self), 'weight')}, step={self.step})"
 
     def _repr_html_(self) -> str:
-        cells = [(name, self[name]) for name in islice(self, MAX_ROWS)]
+        shown_tensors = [(name, self[name]) for name in islice(self, MAX_HTML_ROWS)]
         rows = "".join(
             f"<tr><td>{escape(name)}</td><td>{tensor.dtype_name}</td><td>{list(tensor.shape)}</td></tr>"
-            for name, tensor in cells
+            for name, tensor in shown_tensors
         )
-        more = f"<p>and {count(len(self) - len(cells), 'more weight')}</p>" if len(self) > len(cells) else ""
-        head = "<tr><th>name</th><th>dtype</th><th>shape</th></tr>"
-        return f"<p>{escape(repr(self))}</p><table>{head}{rows}</table>{more}"
+        more_line = (
+            f"<p>and {count(len(self) - len(shown_tensors), 'more weight')}</p>"
+            if len(self) > len(shown_tensors)
+            else ""
+        )
+        header = "<tr><th>name</th><th>dtype</th><th>shape</th></tr>"
+        return f"<p>{escape(repr(self))}</p><table>{header}{rows}</table>{more_line}"
 
     def __getitem__(self, name: str) -> LazyTensor:
         """The weight called ``name``. Raises KeyError, which names those that look most like it."""
         if name not in self:
-            raise KeyError(f"there is no weight {name!r}{self._near(name)}")
-        master = StateKey(self._owner(name), MASTER)
+            raise KeyError(f"there is no weight {name!r}{self._suggest_names(name)}")
+        master = StateKey(self._find_owner(name), MASTER)
         return self.state(name, WEIGHT if self.manifest.masters_lag or master not in self.manifest.tensors else MASTER)
 
     def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and StateKey(self._owner(name)) in self.manifest.tensors
+        return isinstance(name, str) and StateKey(self._find_owner(name)) in self.manifest.tensors
 
     def model_copy(self, name: str) -> LazyTensor:
         """The weight in the model's own dtype. Raises KeyError."""
@@ -229,22 +233,24 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     def state(self, name: str, slot: str) -> LazyTensor:
         """Slots of the optimizer's state of a parameter: ``exp_avg``, ``step``, ... Raises KeyError."""
-        key = StateKey(self._owner(name), slot)
+        key = StateKey(self._find_owner(name), slot)
         if key not in self.manifest.tensors:
-            raise KeyError(f"there is no {slot!r} of {name!r}{self._has(key.fqn) or self._near(name)}")
+            raise KeyError(
+                f"there is no {slot!r} of {name!r}{self._describe_slots(key.fqn) or self._suggest_names(name)}"
+            )
         return LazyTensor(key, self.manifest.tensors[key], self._reader)
 
-    def _owner(self, name: str) -> str:
+    def _find_owner(self, name: str) -> str:
         """The name that owns the bytes."""
         return self.manifest.aliases.get(name, name)
 
-    def _has(self, owner: str) -> str:
+    def _describe_slots(self, owner: str) -> str:
         slots = [key.slot for key in self.manifest.tensors if key.fqn == owner]
-        return f"; it has {listed(slots, MAX_SLOTS)}" if slots else ""
+        return f"; it has {listed(slots, MAX_LISTED_SLOTS)}" if slots else ""
 
-    def _near(self, name: object) -> str:
-        near = nearest(name, list(self)) if isinstance(name, str) else ()
-        return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+    def _suggest_names(self, name: object) -> str:
+        similar_names = nearest(name, list(self)) if isinstance(name, str) else ()
+        return f"; did you mean {' or '.join(map(repr, similar_names))}?" if similar_names else ""
 
     def __iter__(self) -> Iterator[str]:
         yield from (key.fqn for key in self.manifest.tensors if key.slot == WEIGHT)
@@ -261,7 +267,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
     @property
     def groups(self) -> tuple[ParamGroup, ...]:
         """The optimizer's parameter groups: ``params``, the names of each, and ``options``, its hyperparameters."""
-        return tuple(replace(group, options=self._live(group.options)) for group in self.manifest.groups)
+        return tuple(replace(group, options=self._revive_values(group.options)) for group in self.manifest.groups)
 
     @property
     def extras(self) -> Mapping[str, Any]:
@@ -270,7 +276,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
         Tensors are ``LazyTensor``; objects of classes are made as ``load_into`` makes them, and stay inert otherwise.
         """
-        return self._live(self.manifest.extra)
+        return self._revive_values(self.manifest.extra)
 
     @property
     def config(self) -> Mapping[str, Any]:
@@ -282,15 +288,15 @@ class Checkpoint(Mapping[str, LazyTensor]):
         """
         return self._config()
 
-    def _live(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def _revive_values(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Inert values as Python objects."""
         from ckpt_tools.torch.revive import revive_value
 
-        def tensor(ref: TensorRef) -> LazyTensor:
+        def make_lazy_tensor(ref: TensorRef) -> LazyTensor:
             return LazyTensor(ref.key, self.manifest.tensors[ref.key], self._reader)
 
         return {
-            name: revive_value(value, load_tensor=tensor, handle_unknown=lambda inert: inert)
+            name: revive_value(value, load_tensor=make_lazy_tensor, handle_unknown=lambda inert: inert)
             for name, value in values.items()
         }
 

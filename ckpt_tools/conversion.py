@@ -50,7 +50,7 @@ from ckpt_tools.reading.model_files import (
     with_stated_ties,
 )
 from ckpt_tools.runs.opening import likeness, named, read_checkpoint
-from ckpt_tools.signals import held_back
+from ckpt_tools.signals import defer_signals
 from ckpt_tools.stores.destination import Claim, Place
 from ckpt_tools.stores.marker_files import DIGESTS_SUFFIX
 from ckpt_tools.stores.output_form import SingleFile
@@ -179,7 +179,7 @@ class ConvertReport(Shown):
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedConversion:
     """A conversion ready to run."""
 
     request: Request
@@ -187,13 +187,13 @@ class Prepared:
     plan: Plan
     report: PlanReport
     place: Place
-    keys: ReadOptions = field(default_factory=ReadOptions)
+    output_read_options: ReadOptions = field(default_factory=ReadOptions)
     """Options for reading the output, if it has the tree of a source that was read with them."""
-    loading: Callable[[], str] = str
+    format_loading_code: Callable[[], str] = str
     """Makes Python code that loads the output."""
-    original: Manifest | None = None
+    source_manifest: Manifest | None = None
     """The source as it was read, whose copies of weights are compared, and which of them is written."""
-    copy_written: str = ""
+    written_copy_text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,13 +210,13 @@ class _Opened:
     writer: Format
 
     @property
-    def is_whole(self) -> bool:
-        return _is_whole(self.request, self.writer)
+    def writes_whole_state(self) -> bool:
+        return _is_whole_state_written(self.request, self.writer)
 
     @property
-    def keeps_both(self) -> bool:
+    def writes_weights_and_masters(self) -> bool:
         """Whether a weight is written beside its fp32 master."""
-        return self.is_whole and (self.writer.holds_masters or self.manifest.keeps_masters)
+        return self.writes_whole_state and (self.writer.holds_masters or self.manifest.keeps_masters)
 
     @property
     def takes_model_files(self) -> bool:
@@ -230,36 +230,36 @@ class _Edited:
 
     source: Source
     manifest: Manifest
-    applied: Applied
+    applied_options: Applied
     recipe: RecipeStep | None
     like: Like | None
 
 
 @dataclass(frozen=True, slots=True)
 class _LaidOut:
-    """The files of the output, and the source with all that is copied into them. ``way_to_hub`` are the options that
-    lead to names which ``from_pretrained`` knows; empty if it knows these."""
+    """The files of the output, and the source with all that is copied into them. ``hub_naming_hint`` are the options
+    that lead to names which ``from_pretrained`` knows; empty if it knows these."""
 
     source: Source
     manifest: Manifest
     layout: Layout
-    writing: WriteOptions
+    write_options: WriteOptions
     notes: tuple[Note, ...]
-    way_to_hub: str
+    hub_naming_hint: str
 
 
 def plan_conversion(request: Request) -> PlanReport:
     """Plan a conversion; write nothing."""
-    return prepare(request, _pool(request)).report
+    return prepare_conversion(request, _choose_worker_pool(request)).report
 
 
 def run_conversion(request: Request) -> ConvertReport:
     """Write the destination: whole, or not at all."""
-    pool = _pool(request)
-    return run(prepare(request, pool), pool)
+    pool = _choose_worker_pool(request)
+    return write_destination(prepare_conversion(request, pool), pool)
 
 
-def _pool(request: Request) -> WorkerPool:
+def _choose_worker_pool(request: Request) -> WorkerPool:
     from ckpt_tools.transfer.workers import WorkerPool
 
     urls = (request.src, request.dst, request.config, request.like, request.adapter)
@@ -267,98 +267,110 @@ def _pool(request: Request) -> WorkerPool:
     return WorkerPool.choose(request.runner, request.address, request.workers, request.src, request.dst)
 
 
-def prepare(request: Request, pool: WorkerPool) -> Prepared:
+def prepare_conversion(request: Request, pool: WorkerPool) -> PreparedConversion:
     """Everything about a conversion but the moving of bytes; writes nothing.
 
     Raises:
         CkptError: whatever stands in the way is found here, before the destination is touched.
     """
-    opened = _open(request)
-    edited = _edit(opened)
-    laid_out = _lay_out(opened, edited)
-    plan = _plan(opened, laid_out, pool)
+    opened = _open_source_and_target(request)
+    edited = _edit_manifest(opened)
+    laid_out = _lay_out_files(opened, edited)
+    plan = _plan_tasks(opened, laid_out, pool)
     figures = plan.figures()
-    _check_written(opened, edited, laid_out, written_tensors(plan.manifest, figures))
-    removed = removed_at(opened.place, plan.layout, request)
+    _check_written_tensors(opened, edited, laid_out, select_written_tensors(plan.manifest, figures))
+    replaced_sizes = find_replaced_files(opened.place, plan.layout, request)
     source_format, target_format = opened.manifest.format, opened.writer.name
     report = replace(
-        plan_report(plan, figures, source_format, target_format, removed),
+        build_plan_report(plan, figures, source_format, target_format, replaced_sizes),
         notes=laid_out.notes,
-        renamed=edited.applied.renamed,
+        renamed=edited.applied_options.renamed,
         recipe=None if edited.recipe is None else edited.recipe.used,
     )
-    _log(report)
-    return Prepared(
+    _log_plan(report)
+    return PreparedConversion(
         request=opened.request,
         store=laid_out.source.store,
         plan=plan,
         report=report,
         place=opened.place,
-        keys=own_keys(source_format, target_format, request),
-        loading=partial(_loading, opened, laid_out),
-        original=opened.manifest,
-        copy_written=_copy_in_words(opened),
+        output_read_options=own_keys(source_format, target_format, request),
+        format_loading_code=partial(_format_loading_code, opened, laid_out),
+        source_manifest=opened.manifest,
+        written_copy_text=_describe_written_copy(opened),
     )
 
 
-def _open(request: Request) -> _Opened:
+def _open_source_and_target(request: Request) -> _Opened:
     """Read the source, and choose the writer."""
-    stores = request.storage_options
-    src, place = named(request.src, stores), open_place(request.dst, stores)
-    writer = _named_writer(request, place.name)
-    is_weights = request.adapter is not None or (writer is not None and not _is_whole(request, writer))
-    reading = replace(request.reading, state="model" if is_weights else "all")
-    source, manifest = read_checkpoint(
-        src, reading, format_name=request.from_, storage_options=stores, step_by_name=True
+    storage_options = request.storage_options
+    src, place = named(request.src, storage_options), open_place(request.dst, storage_options)
+    writer = _choose_requested_writer(request, place.name)
+    reads_weights_only = request.adapter is not None or (
+        writer is not None and not _is_whole_state_written(request, writer)
     )
-    check_apart(src, request.dst, stores)
-    merge, source, request = _merge(request, src, source, manifest)
-    writer = writer or _same_writer(request, manifest, place.name)
-    if manifest.unplaced and writer.holds_optimizer and _is_whole(request, writer) and writer.name != manifest.format:
+    read_options = replace(request.reading, state="model" if reads_weights_only else "all")
+    source, manifest = read_checkpoint(
+        src, read_options, format_name=request.from_, storage_options=storage_options, step_by_name=True
+    )
+    check_apart(src, request.dst, storage_options)
+    merge, source, request = _prepare_lora_merge(request, src, source, manifest)
+    writer = writer or _choose_source_writer(request, manifest, place.name)
+    if (
+        manifest.unplaced
+        and writer.holds_optimizer
+        and _is_whole_state_written(request, writer)
+        and writer.name != manifest.format
+    ):
         # The run that resumes from the output would start with an empty optimizer.
-        ways = "" if option("state", "model") in manifest.unplaced else f", or convert with {option('state', 'model')}"
+        alternative = (
+            "" if option("state", "model") in manifest.unplaced else f", or convert with {option('state', 'model')}"
+        )
         raise UnsupportedError(
-            f"{writer.name} keeps an optimizer by the names of its parameters; {manifest.unplaced}{ways}"
+            f"{writer.name} keeps an optimizer by the names of its parameters; {manifest.unplaced}{alternative}"
         )
     return _Opened(request, src, source, manifest, merge, place, writer)
 
 
-def _is_whole(options: ConvertOptions, writer: Format) -> bool:
+def _is_whole_state_written(options: ConvertOptions, writer: Format) -> bool:
     """Whether all state is written: what the user says, else what the format is for."""
     return writer.holds_optimizer if options.state is None else options.state == "all"
 
 
-def _named_writer(request: Request, name: str) -> Format | None:
-    """The writer of the format that the user names, or that ``name``, the destination's, implies; with ``like`` that of
+def _choose_requested_writer(request: Request, destination_name: str) -> Format | None:
+    """The writer of the format that the user names, or that ``destination_name`` implies; with ``like`` that of
     folders for ``from_pretrained``. None if it is the source's own format."""
-    is_named = request.to is not None or implied_format(name) is not None
-    if request.keeps_format or (request.adapter is not None and not is_named):
+    is_format_given = request.to is not None or implied_format(destination_name) is not None
+    if request.keeps_format or (request.adapter is not None and not is_format_given):
         return None
-    return _writer("safetensors" if request.like is not None and not is_named else request.to, name)
+    return _find_writer(
+        "safetensors" if request.like is not None and not is_format_given else request.to, destination_name
+    )
 
 
-def _writer(to: str | None, name: str) -> Format:
-    check_ending(name, to)
-    implied = implied_format(name)
+def _find_writer(to: str | None, destination_name: str) -> Format:
+    check_ending(destination_name, to)
+    implied = implied_format(destination_name)
     if to is None and implied is None:
         raise UsageError(f"choose a format with {option('to')}: {with_aliases('to', get_args(WrittenFormat))}")
     if to is not None and implied is not None and to != implied:
         raise UsageError(
-            f"{name} is a {implied} file, which {option('to', to)} contradicts; name a folder or drop {option('to')}"
+            f"{destination_name} is a {implied} file, which {option('to', to)} contradicts; name a folder or drop "
+            f"{option('to')}"
         )
     return written_format(to or implied or "")
 
 
-def _same_writer(request: Request, manifest: Manifest, name: str) -> Format:
+def _choose_source_writer(request: Request, manifest: Manifest, destination_name: str) -> Format:
     """The writer of the source's own format: for another world size, or of a base model in safetensors."""
     if not request.keeps_format:
-        return _writer("safetensors" if manifest.format == "safetensors" else None, name)
+        return _find_writer("safetensors" if manifest.format == "safetensors" else None, destination_name)
     if manifest.world_size is None or manifest.format in ("universal", "zero0"):
         raise UsageError(f"a {manifest.format} checkpoint has no world size to change")
-    return _writer(manifest.format, name)
+    return _find_writer(manifest.format, destination_name)
 
 
-def _merge(
+def _prepare_lora_merge(
     request: Request, src: str | Path, source: Source, manifest: Manifest
 ) -> tuple[MergeStep | None, Source, Request]:
     """The step that merges the adapter, the source that has its files too, and the request, whose ``config`` is that of
@@ -369,27 +381,35 @@ def _merge(
     from ckpt_tools.reading.adapter import open_adapter
     from ckpt_tools.reading.naming import way_to_live
 
-    stores = request.storage_options
-    check_apart(request.adapter, request.dst, stores)
-    opened = open_adapter(
-        request, *read_checkpoint(request.adapter, ReadOptions(), storage_options=stores), source.store
+    storage_options = request.storage_options
+    check_apart(request.adapter, request.dst, storage_options)
+    opened_adapter = open_adapter(
+        request, *read_checkpoint(request.adapter, ReadOptions(), storage_options=storage_options), source.store
     )
-    if request.config is not None and config_in(open_source(request.config, stores)) is None:
+    if request.config is not None and config_in(open_source(request.config, storage_options)) is None:
         request = replace(request, config=None)
     config = find_config(src, source, manifest, request) or {}
-    live = partial(way_to_live, config)
-    merge = MergeStep(opened.adapter, opened.config, config, request.untie, request.allow_missing, live)
-    return merge, replace(source, store=opened.store), request
+    find_live_naming = partial(way_to_live, config)
+    merge = MergeStep(
+        opened_adapter.adapter, opened_adapter.config, config, request.untie, request.allow_missing, find_live_naming
+    )
+    return merge, replace(source, store=opened_adapter.store), request
 
 
-def _edit(opened: _Opened) -> _Edited:
+def _edit_manifest(opened: _Opened) -> _Edited:
     """Apply the options to the manifest, and refuse those that do not fit it."""
-    request, manifest, writer, is_whole = opened.request, opened.manifest, opened.writer, opened.is_whole
+    request, manifest, writer, is_whole = opened.request, opened.manifest, opened.writer, opened.writes_whole_state
     recipe, like = recipe_step(opened.src, opened.source, manifest, request), likeness(request)
-    case = case_of(manifest, writer.name, keeps_both=opened.keeps_both, whole=is_whole, has_recipe=request.needs_config)
+    case = case_of(
+        manifest,
+        writer.name,
+        keeps_both=opened.writes_weights_and_masters,
+        whole=is_whole,
+        has_recipe=request.needs_config,
+    )
     check(WRITING, request.given, case)
     if recipe is None:
-        _check_quantized(manifest, request)
+        _check_quantized_selection(manifest, request)
     try:
         applied = apply_options(
             manifest,
@@ -398,15 +418,15 @@ def _edit(opened: _Opened) -> _Edited:
             holds_masters=writer.holds_masters,
             keeps_tree=writer.name == manifest.format,
             kept=writer.kept_entries,
-            recipe=None if recipe is None else partial(_mapped, recipe, request),
+            recipe=None if recipe is None else partial(_apply_recipe, recipe, request),
             merge=opened.merge,
             like=like,
         )
     except (UsageError, IncompleteError) as error:
-        raise _with_options(error, request) from error
+        raise _name_options_in_error(error, request) from error
     manifest, source = applied.manifest, opened.source
-    is_held = writer.holds_values == "always" or (is_whole and writer.holds_values == "with state")
-    if manifest.values and not is_held:
+    can_hold_values = writer.holds_values == "always" or (is_whole and writer.holds_values == "with state")
+    if manifest.values and not can_hold_values:
         manifest, notes = transforms.without_values(manifest, to=writer.name)
         manifest = replace(manifest, notes=(*manifest.notes, *notes))
     if recipe is not None or opened.merge is not None or like is not None:
@@ -417,81 +437,83 @@ def _edit(opened: _Opened) -> _Edited:
     return _Edited(source, manifest, applied, recipe, like)
 
 
-def _with_options(error: UsageError | IncompleteError, request: Request) -> CkptError:
+def _name_options_in_error(error: UsageError | IncompleteError, request: Request) -> CkptError:
     """The error with the options that names depend on, because what one makes the other may not find."""
-    names = ("dequantize", "strip", "recipe", "include", "exclude", "rename", "key_map", "like")
-    given = [option(name) for name in names if getattr(request, name)]
-    others = [each for each in given if each not in error.message]
+    option_fields = ("dequantize", "strip", "recipe", "include", "exclude", "rename", "key_map", "like")
+    given_options = [option(name) for name in option_fields if getattr(request, name)]
+    unnamed_options = [each for each in given_options if each not in error.message]
     if (
-        not others
-        or (len(given) < 2 and request.adapter is None)
+        not unnamed_options
+        or (len(given_options) < 2 and request.adapter is None)
         or (isinstance(error, IncompleteError) and request.like is None)
     ):
         return error
-    return UsageError(f"{error.message} (with {listed(others)})")
+    return UsageError(f"{error.message} (with {listed(unnamed_options)})")
 
 
-def _check_quantized(manifest: Manifest, options: ConvertOptions) -> None:
+def _check_quantized_selection(manifest: Manifest, options: ConvertOptions) -> None:
     """Raises UsageError if a quantized weight is selected without its scales."""
     if options.include or options.exclude:
         check_together(manifest, lambda fqn: is_chosen(fqn, options.include, options.exclude))
 
 
-def _mapped(recipe: RecipeStep, options: ConvertOptions, manifest: Manifest) -> Transformed:
+def _apply_recipe(recipe: RecipeStep, options: ConvertOptions, manifest: Manifest) -> Transformed:
     """The step of a recipe, whose names are those that the user selects by."""
-    made, notes = recipe(manifest)
-    _check_quantized(made, options)
-    return made, notes
+    mapped_manifest, notes = recipe(manifest)
+    _check_quantized_selection(mapped_manifest, options)
+    return mapped_manifest, notes
 
 
 def _check_dtypes(manifest: Manifest, writer: Format) -> None:
     """Raises UnsupportedError for a tensor that torch has no dtype for, if the format does not keep it."""
     for key, entry in () if writer.keeps_every_dtype else manifest.tensors.items():
         if not entry.dtype.is_of_torch:
-            instead = f"write {option('to', 'safetensors')}, or exclude it"
-            raise UnsupportedError(f"{writer.name} does not support {entry.dtype.value}; {instead}", key=str(key))
+            alternative = f"write {option('to', 'safetensors')}, or exclude it"
+            raise UnsupportedError(f"{writer.name} does not support {entry.dtype.value}; {alternative}", key=str(key))
 
 
-def _lay_out(opened: _Opened, edited: _Edited) -> _LaidOut:
+def _lay_out_files(opened: _Opened, edited: _Edited) -> _LaidOut:
     """Lay out the tensors and the files that are copied beside them, and collect all notes.
 
     Raises:
         LossError: with ``strict``, something would be lost. CkptError: the format cannot hold it.
     """
     request, writer, source, manifest = opened.request, opened.writer, edited.source, edited.manifest
-    writing, files = _write_options(opened, edited.like), _model_files(opened, edited)
+    write_options, model_files = _build_write_options(opened, edited.like), _find_output_model_files(opened, edited)
     tie_notes: tuple[Note, ...] = ()
-    if files is not None:
-        manifest, files, tie_notes = with_stated_ties(manifest, files, untie=request.untie)
+    if model_files is not None:
+        manifest, model_files, tie_notes = with_stated_ties(manifest, model_files, untie=request.untie)
     elif request.untie:
-        here = f"this writes {writer.name}" + (", and finds none" if opened.takes_model_files else "")
-        raise UsageError(f"{option('untie', True)} is for folders with a config.json; {here}")
-    layout, carried = writer.layout(manifest, writing), frozenset[str]()
-    if files is not None:
-        source, carried = replace(source, store=files.store), files.sources
-        layout = with_model_files(layout, files, manifest)
+        reason = f"this writes {writer.name}" + (", and finds none" if opened.takes_model_files else "")
+        raise UsageError(f"{option('untie', True)} is for folders with a config.json; {reason}")
+    layout, copied_paths = writer.layout(manifest, write_options), frozenset[str]()
+    if model_files is not None:
+        source, copied_paths = replace(source, store=model_files.store), model_files.sources
+        layout = with_model_files(layout, model_files, manifest)
     elif opened.takes_model_files and (note := missing_note(source, manifest)) is not None:
         layout = replace(layout, notes=(*layout.notes, note))
-    name_notes, way_to_hub = _foreign_names(edited, files)
-    manifest = _with_copied(manifest, layout, carried)
-    used = {ADAPTER} if opened.merge is not None or writer.asks_adapter_config else set()
-    noted = merged(
+    name_notes, hub_naming_hint = _note_foreign_names(edited, model_files)
+    manifest = _add_copied_files(manifest, layout, copied_paths)
+    adapter_files = {ADAPTER} if opened.merge is not None or writer.asks_adapter_config else set()
+    merged_notes = merged(
         name_notes
         + manifest.notes
         + tie_notes
-        + cast_notes(edited.applied.uncast, edited.applied.manifest, layout.as_stored)
-        + (rank_notes(manifest, writing.world_size) if "world_size" in writer.writing_options else ())
+        + cast_notes(edited.applied_options.uncast, edited.applied_options.manifest, layout.as_stored)
+        + (rank_notes(manifest, write_options.world_size) if "world_size" in writer.writing_options else ())
         + layout.notes
-        + _left_beside(manifest, carried | used, layout, has_place=opened.takes_model_files)
+        + _note_uncopied_companions(
+            manifest, copied_paths | adapter_files, layout, takes_model_files=opened.takes_model_files
+        )
     )
-    notes = tuple(note for note in noted if note.what.rpartition("/")[2] not in used)
-    lost = [note.what for note in notes if note.is_loss]
-    if request.strict and lost:
-        raise LossError(f"with {option('strict', True)} nothing may be lost, and this would lose {listed(lost)}")
-    return _LaidOut(source, manifest, layout, writing, notes, way_to_hub)
+    notes = tuple(note for note in merged_notes if note.what.rpartition("/")[2] not in adapter_files)
+    lost_items = [note.what for note in notes if note.is_loss]
+    if request.strict and lost_items:
+        raise LossError(f"with {option('strict', True)} nothing may be lost, and this would lose {listed(lost_items)}")
+    return _LaidOut(source, manifest, layout, write_options, notes, hub_naming_hint)
 
 
-def _write_options(opened: _Opened, like: Like | None) -> WriteOptions:
+def _build_write_options(opened: _Opened, like: Like | None) -> WriteOptions:
     """The keys say where a tree is read where the source is one, and where it is written elsewhere."""
     request, source, manifest, writer = opened.request, opened.source, opened.manifest, opened.writer
     is_tree, adapter_text = manifest.tree is not None, b""
@@ -513,55 +535,67 @@ def _write_options(opened: _Opened, like: Like | None) -> WriteOptions:
     )
 
 
-def _model_files(opened: _Opened, edited: _Edited) -> ModelFiles | None:
+def _find_output_model_files(opened: _Opened, edited: _Edited) -> ModelFiles | None:
     """The files that say what the model is, for a folder of its weights; None if none is written or there are none."""
     request, like = opened.request, edited.like
     if not opened.takes_model_files:
         if request.config is not None and not (request.needs_config or opened.writer.asks_adapter_config):
             raise UsageError(f"{option('config')} is for folders; {opened.place.name} is one file")
         return None
-    folder, stores = request.config if like is None else like.folder_of_config, request.storage_options
-    files = find_model_files(opened.src, edited.source, edited.manifest, config=folder, storage_options=stores)
-    return None if files is None else replace(files, is_of_reference=like is not None)
+    config_folder, storage_options = request.config if like is None else like.folder_of_config, request.storage_options
+    model_files = find_model_files(
+        opened.src, edited.source, edited.manifest, config=config_folder, storage_options=storage_options
+    )
+    return None if model_files is None else replace(model_files, is_of_reference=like is not None)
 
 
-def _foreign_names(edited: _Edited, files: ModelFiles | None) -> tuple[tuple[Note, ...], str]:
+def _note_foreign_names(edited: _Edited, model_files: ModelFiles | None) -> tuple[tuple[Note, ...], str]:
     """A note on names that are not the hub's beside a ``config.json``; and if ``from_pretrained`` does not know them,
     how they become the hub's. A folder of safetensors is taken for one of the hub: it costs 20 ms to know."""
     is_mapped = edited.recipe is not None or edited.like is not None
-    if files is None or is_mapped or edited.manifest.format == "safetensors":
+    if model_files is None or is_mapped or edited.manifest.format == "safetensors":
         return (), ""
     from ckpt_tools.reading.naming import naming_of
 
-    naming = naming_of(edited.source, edited.manifest, files.config)
+    naming = naming_of(edited.source, edited.manifest, model_files.config)
     if naming is None or not naming.to_hub:
         return (), ""
-    loaders = "other loaders do" if naming.is_live else "from_pretrained does"
-    note = Note(Outcome.KEPT, "names of tensors", f"those of {naming.left}, which {loaders} not know; {naming.like}")
+    unable_loaders = "other loaders do" if naming.is_live else "from_pretrained does"
+    note = Note(
+        Outcome.KEPT, "names of tensors", f"those of {naming.left}, which {unable_loaders} not know; {naming.like}"
+    )
     return (note,), "" if naming.is_live else naming.way
 
 
-def _with_copied(manifest: Manifest, layout: Layout, carried: frozenset[str]) -> Manifest:
+def _add_copied_files(manifest: Manifest, layout: Layout, copied_paths: frozenset[str]) -> Manifest:
     """The manifest with the files that the layout copies as they are, without the notes on what a reader made of them:
     the layout says what becomes of each."""
     if layout.copied is None:
         return manifest
-    sources = manifest.trainer.sources if manifest.trainer is not None and not carried else carried
-    notes = tuple(note for note in manifest.notes if note.what not in sources)
+    noted_paths = manifest.trainer.sources if manifest.trainer is not None and not copied_paths else copied_paths
+    notes = tuple(note for note in manifest.notes if note.what not in noted_paths)
     return replace(manifest, tensors={**manifest.tensors, **layout.copied}, notes=notes)
 
 
-def _left_beside(manifest: Manifest, carried: frozenset[str], layout: Layout, *, has_place: bool) -> tuple[Note, ...]:
-    """A note on the files beside the weights that are not ``carried``, which layouts may have notes on. Whoever chooses
-    a format without a place for a model's files asks for that."""
-    known = carried.union((note.what for note in layout.notes), (file.path for file in layout.files))
-    left = [path for path in manifest.beside if path not in known]
-    why = "not known to be the model's" if layout.config else "a model's files are copied if its config.json is there"
-    why = why if has_place else "the output has no place for a model's files"
-    return (Note(Outcome.DROPPED, listed(left), why, len(left), asked=not has_place),) if left else ()
+def _note_uncopied_companions(
+    manifest: Manifest, copied_paths: frozenset[str], layout: Layout, *, takes_model_files: bool
+) -> tuple[Note, ...]:
+    """A note on the files beside the weights that are not ``copied_paths``, which layouts may have notes on. Whoever
+    chooses a format without a place for a model's files asks for that."""
+    accounted_paths = copied_paths.union((note.what for note in layout.notes), (file.path for file in layout.files))
+    uncopied_paths = [path for path in manifest.beside if path not in accounted_paths]
+    reason = (
+        "not known to be the model's" if layout.config else "a model's files are copied if its config.json is there"
+    )
+    reason = reason if takes_model_files else "the output has no place for a model's files"
+    return (
+        (Note(Outcome.DROPPED, listed(uncopied_paths), reason, len(uncopied_paths), asked=not takes_model_files),)
+        if uncopied_paths
+        else ()
+    )
 
 
-def _plan(opened: _Opened, laid_out: _LaidOut, pool: WorkerPool) -> Plan:
+def _plan_tasks(opened: _Opened, laid_out: _LaidOut, pool: WorkerPool) -> Plan:
     request, place, layout = opened.request, opened.place, laid_out.layout
     return make_plan(
         laid_out.manifest,
@@ -569,109 +603,111 @@ def _plan(opened: _Opened, laid_out: _LaidOut, pool: WorkerPool) -> Plan:
         memory_bytes=request.memory_bytes,
         num_workers=pool.workers_per_process,
         is_limit=request.memory is not None,
-        wanted_bytes=_wanted_bytes(place, layout),
+        wanted_bytes=_choose_task_bytes(place, layout),
         reading_bytes=reading_bytes(opened.manifest),
-        remote_bytes=remote_bytes(opened.src, request.dst, request.adapter or request.dst),
-        copies=_copies(laid_out.source, place),
+        remote_bytes=estimate_client_bytes(opened.src, request.dst, request.adapter or request.dst),
+        copies=_find_copy_rules(laid_out.source, place),
     )
 
 
-def _wanted_bytes(place: Place, layout: Layout) -> int:
+def _choose_task_bytes(place: Place, layout: Layout) -> int:
     """The size of tasks that the place asks for; files made one by one are not made for a place that does not care."""
     if place.parts.max_parts is None:
         return place.parts.wanted_bytes(0)
     return place.parts.wanted_bytes(max((file.size_bytes for file in layout.files), default=0))
 
 
-def _copies(source: Source, place: Place) -> CopyRules | None:
+def _find_copy_rules(source: Source, place: Place) -> CopyRules | None:
     """Rules for cutting files whose ranges the destination's service can copy from the source; None if it cannot."""
-    rules, store = place.parts, source.store
-    if rules.copying is None or rules.max_parts is None:
+    part_rules, store = place.parts, source.store
+    if part_rules.copying is None or part_rules.max_parts is None:
         return None
-    found = next((store.locate(path) for path in source.files), None)
-    is_same = found is not None and found.service == rules.copying.service
-    return CopyRules(rules.copying.min_bytes, rules.max_parts) if is_same else None
+    source_location = next((store.locate(path) for path in source.files), None)
+    is_same_service = source_location is not None and source_location.service == part_rules.copying.service
+    return CopyRules(part_rules.copying.min_bytes, part_rules.max_parts) if is_same_service else None
 
 
-def remote_bytes(*urls: str | Path) -> int:
+def estimate_client_bytes(*urls: str | Path) -> int:
     """Memory of the clients of stores that are not local."""
     return REMOTE_BYTES if any(map(is_remote, urls)) else 0
 
 
-def _check_written(
-    opened: _Opened, edited: _Edited, laid_out: _LaidOut, written: Mapping[StateKey, TensorEntry]
+def _check_written_tensors(
+    opened: _Opened, edited: _Edited, laid_out: _LaidOut, written_tensors: Mapping[StateKey, TensorEntry]
 ) -> None:
     """Raises UsageError or UnsupportedError where no tensor is written, or no weight though the source has some and the
     user selected no others. Raises CkptError for a tensor that is neither written nor named in a note."""
-    is_selected = bool(opened.request.include or opened.request.exclude)
-    if not written and is_selected:
+    has_selection = bool(opened.request.include or opened.request.exclude)
+    if not written_tensors and has_selection:
         raise UsageError(f"{option('include')} and {option('exclude')} leave no tensor that could be written")
-    if not written:
+    if not written_tensors:
         raise UnsupportedError("no tensor would be written: the target format has no place for those of the source")
-    if not is_selected and _holds_weights(opened.manifest.tensors) and not _holds_weights(written):
+    if not has_selection and _has_weights(opened.manifest.tensors) and not _has_weights(written_tensors):
         raise UnsupportedError("none of the model's weights would be written")
     is_mapped = any(each is not None for each in (edited.recipe, opened.merge, edited.like))
-    check_account(opened.manifest, edited.applied.manifest, written, laid_out.notes, is_mapped=is_mapped)
+    check_account(
+        opened.manifest, edited.applied_options.manifest, written_tensors, laid_out.notes, is_mapped=is_mapped
+    )
 
 
-def _holds_weights(tensors: Mapping[StateKey, TensorEntry]) -> bool:
+def _has_weights(tensors: Mapping[StateKey, TensorEntry]) -> bool:
     return any(entry.kind in (Kind.PARAMETER, Kind.BUFFER) for entry in tensors.values())
 
 
-def _loading(opened: _Opened, laid_out: _LaidOut) -> str:
+def _format_loading_code(opened: _Opened, laid_out: _LaidOut) -> str:
     """The code that loads the output, from a local copy if it is in a store."""
-    place, layout, way = opened.place, laid_out.layout, laid_out.way_to_hub
+    place, layout, naming_hint = opened.place, laid_out.layout, laid_out.hub_naming_hint
     is_in_store = is_remote(place.url)
     code = opened.writer.loading(
         place.name if is_in_store else place.url,
         laid_out.manifest,
-        replace(layout, config={}) if way else layout,
-        laid_out.writing,
+        replace(layout, config={}) if naming_hint else layout,
+        laid_out.write_options,
     )
-    above = f"# from_pretrained does not know these names: {way}\n" if way else ""
-    below = f"\n# {place.name}: a local copy of {printable(place.url)}" if is_in_store else ""
-    return above + code + below
+    hint_comment = f"# from_pretrained does not know these names: {naming_hint}\n" if naming_hint else ""
+    copy_comment = f"\n# {place.name}: a local copy of {printable(place.url)}" if is_in_store else ""
+    return hint_comment + code + copy_comment
 
 
-def _copy_in_words(opened: _Opened) -> str:
+def _describe_written_copy(opened: _Opened) -> str:
     """The copy of a weight that is written, in words for the note on copies that differ."""
-    if opened.keeps_both:
+    if opened.writes_weights_and_masters:
         return "both are written"
     if opened.request.weight_copy(opened.manifest) == "model":
         return "the model's is written" + (", as ZenFlow updates masters later" if opened.manifest.masters_lag else "")
     return f"the master is written; {option('weights', 'model')} writes the model's"
 
 
-def _log(report: PlanReport) -> None:
+def _log_plan(report: PlanReport) -> None:
     formats = f"{report.source_format} to {report.target_format}"
     inform("conversion", f"{formats}: {size(report.bytes_written)} in {count(report.num_tasks, 'task')}")
     for note in report.notes:
         inform("notes", f"{note.outcome.value}: {note.what} ({note.why})")
 
 
-def written_tensors(manifest: Manifest, figures: Figures) -> Mapping[StateKey, TensorEntry]:
+def select_written_tensors(manifest: Manifest, figures: Figures) -> Mapping[StateKey, TensorEntry]:
     """The tensors whose elements a layout writes. A weight can be written as its fp32 master alone, and a number
     of an optimizer's state as a value with the tensors of that state."""
-    stored = figures.tensors
-    of_state = {key.fqn for key in stored if manifest.tensors[key].kind is Kind.STATE}
+    stored_keys = figures.tensors
+    state_names = {key.fqn for key in stored_keys if manifest.tensors[key].kind is Kind.STATE}
 
     def is_written(key: StateKey, entry: TensorEntry) -> bool:
-        is_number = entry.kind is Kind.STATE and not entry.shape and key.fqn in of_state
+        is_number = entry.kind is Kind.STATE and not entry.shape and key.fqn in state_names
         return (
-            key in stored
+            key in stored_keys
             or is_number
             or not entry.numel
-            or (key.slot == WEIGHT and StateKey(key.fqn, MASTER) in stored)
+            or (key.slot == WEIGHT and StateKey(key.fqn, MASTER) in stored_keys)
         )
 
     return {key: entry for key, entry in manifest.tensors.items() if key.slot != FILE and is_written(key, entry)}
 
 
-def plan_report(
-    plan: Plan, figures: Figures, source_format: str, target_format: str, removed: Mapping[str, int]
+def build_plan_report(
+    plan: Plan, figures: Figures, source_format: str, target_format: str, replaced_sizes: Mapping[str, int]
 ) -> PlanReport:
-    """The plan in figures, without notes. ``removed`` are files that are there now, names and sizes."""
-    tensors = written_tensors(plan.manifest, figures)
+    """The plan in figures, without notes. ``replaced_sizes`` are files that are there now, names and sizes."""
+    tensors = select_written_tensors(plan.manifest, figures)
     return PlanReport(
         source_format=source_format,
         target_format=target_format,
@@ -683,12 +719,12 @@ def plan_report(
         bytes_written=figures.bytes_written,
         peak_memory_bytes=plan.peak_memory_bytes,
         notes=(),
-        removed_files=removed,
+        removed_files=replaced_sizes,
         tied={alias: owner for alias, owner in plan.manifest.aliases.items() if StateKey(owner) in tensors},
     )
 
 
-def run(prepared: Prepared, pool: WorkerPool) -> ConvertReport:
+def write_destination(prepared: PreparedConversion, pool: WorkerPool) -> ConvertReport:
     """Write the destination: whole, or not at all.
 
     Raises:
@@ -700,30 +736,36 @@ def run(prepared: Prepared, pool: WorkerPool) -> ConvertReport:
     from ckpt_tools.transfer.journal import JournalPolicy
     from ckpt_tools.transfer.runners.threads import ThreadRunner
 
-    started = time.perf_counter()
+    start_seconds = time.perf_counter()
     plan, report, request = prepared.plan, prepared.report, prepared.request
-    selects = request.include or request.exclude  # no byte of another tensor is read then
-    if not selects and prepared.original is not None and any(key.slot == MASTER for key in prepared.original.tensors):
+    is_selection = request.include or request.exclude  # no byte of another tensor is read then
+    if (
+        not is_selection
+        and prepared.source_manifest is not None
+        and any(key.slot == MASTER for key in prepared.source_manifest.tensors)
+    ):
         from ckpt_tools.transfer.copies import note_of_copies
 
-        notes = note_of_copies(prepared.original, prepared.store, prepared.copy_written, is_sample=True)
+        notes = note_of_copies(prepared.source_manifest, prepared.store, prepared.written_copy_text, is_sample=True)
         report = replace(report, notes=merged((*report.notes, *notes)))
     if plan.manifest.must_equal:
         from ckpt_tools.transfer.equality import check_equal
 
         check_equal(plan.manifest, prepared.store)
     on_progress = request.on_progress or silent
-    journaling = JournalPolicy(keeps_output=request.resume)
-    taking = prepared.place.claim(overwrite=request.overwrite, resume=journaling.keeps_output, fsync=request.fsync)
+    journal_policy = JournalPolicy(keeps_output=request.resume)
+    claim_context = prepared.place.claim(
+        overwrite=request.overwrite, resume=journal_policy.keeps_output, fsync=request.fsync
+    )
     with (
         pool.connected(),
-        taking as claim,
+        claim_context as claim,
         pool.start(plan, prepared.store, claim.destination) as (runner, board),
     ):
         meter = Meter(on_progress, report.bytes_written)
         threads = ThreadRunner(plan.num_workers)
-        journal = journaling.open(claim.log, plan, prepared.store, claim.destination, threads)
-        with journaling.noting(journal):
+        journal = journal_policy.open(claim.log, plan, prepared.store, claim.destination, threads)
+        with journal_policy.noting(journal):
             result = execute(
                 plan,
                 prepared.store,
@@ -733,12 +775,12 @@ def run(prepared: Prepared, pool: WorkerPool) -> ConvertReport:
                 history=journal,
                 board=board,
             )
-            journaling.all_written(journal, is_replacing=bool(report.removed_files))
-            digests = _digests(prepared, claim, on_progress) if request.checksum else None
-            staged = [] if digests is None else digests.write_staged_list()
-            with held_back():
-                claim.publish([*staged, *(file.path for file in plan.layout.files)], report.removed_files)
-        digests_url = None if digests is None else digests.publish_list(staged)
+            journal_policy.all_written(journal, is_replacing=bool(report.removed_files))
+            digests = _open_output_digests(prepared, claim, on_progress) if request.checksum else None
+            staged_digest_files = [] if digests is None else digests.write_staged_list()
+            with defer_signals():
+                claim.publish([*staged_digest_files, *(file.path for file in plan.layout.files)], report.removed_files)
+        digests_url = None if digests is None else digests.publish_list(staged_digest_files)
     return ConvertReport(
         report,
         prepared.place.url,
@@ -746,58 +788,58 @@ def run(prepared: Prepared, pool: WorkerPool) -> ConvertReport:
         result.bytes_written,
         journal.bytes_recovered,
         result.bytes_copied,
-        time.perf_counter() - started,
+        time.perf_counter() - start_seconds,
         digests_url,
-        prepared.loading(),
+        prepared.format_loading_code(),
     )
 
 
-def _digests(prepared: Prepared, claim: Claim, on_progress: Progress) -> OutputDigests:
+def _open_output_digests(prepared: PreparedConversion, claim: Claim, on_progress: Progress) -> OutputDigests:
     from ckpt_tools.verification.digest_files import OutputDigests
 
     return OutputDigests(
         claim,
         prepared.place,
         prepared.report.target_format,
-        prepared.keys,
+        prepared.output_read_options,
         prepared.plan.num_workers,
         lambda total: Meter(on_progress, total).add,
         prepared.request.storage_options,
     )
 
 
-def removed_at(place: Place, layout: Layout, request: Request) -> Mapping[str, int]:
+def find_replaced_files(place: Place, layout: Layout, request: Request) -> Mapping[str, int]:
     """The files at the destination that the output replaces: one checkpoint, and the digests beside it.
 
     Raises:
         DestinationExistsError: something is there that may not be replaced, or digests of a file that is gone or would
             be replaced.
     """
-    url = _digests_beside(place, request.storage_options)
+    digests_url = _find_sibling_digests(place, request.storage_options)
     if not request.overwrite:
         place.check_free(overwrite=False)
-        if url is not None:
-            raise already_exists(url) if request.checksum else _of_another(url)
+        if digests_url is not None:
+            raise already_exists(digests_url) if request.checksum else _stale_digests_error(digests_url)
         return NOTHING
     from ckpt_tools.verification.digest_files import check_replaceable_list
     from ckpt_tools.verification.replacing import list_replaced_files
 
-    removed = list_replaced_files(place, [file.path for file in layout.files])
-    if url is None:
-        return removed
+    replaced_sizes = list_replaced_files(place, [file.path for file in layout.files])
+    if digests_url is None:
+        return replaced_sizes
     if not request.checksum:
-        raise _of_another(url)
-    return {**removed, **check_replaceable_list(open_place(url, request.storage_options))}
+        raise _stale_digests_error(digests_url)
+    return {**replaced_sizes, **check_replaceable_list(open_place(digests_url, request.storage_options))}
 
 
-def _digests_beside(place: Place, storage_options: StorageOptions) -> str | None:
+def _find_sibling_digests(place: Place, storage_options: StorageOptions) -> str | None:
     """URL of the list of digests beside a destination that is one file, if there is one: it describes the old file."""
     url = place.url + DIGESTS_SUFFIX
-    is_there = isinstance(place.form, SingleFile) and open_place(url, storage_options).as_file().present() is not None
-    return url if is_there else None
+    exists = isinstance(place.form, SingleFile) and open_place(url, storage_options).as_file().present() is not None
+    return url if exists else None
 
 
-def _of_another(url: str) -> DestinationExistsError:
+def _stale_digests_error(url: str) -> DestinationExistsError:
     return DestinationExistsError(
         f"{url} describes the file being replaced; remove it, or replace it with {option('checksum', True)}"
     )

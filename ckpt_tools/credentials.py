@@ -34,12 +34,12 @@ MAX_ERROR_CHARS = 1 << 14
 MAX_REMEMBERED = 1000
 """Values that a process remembers; the oldest are forgotten first."""
 
-_SHOWN = """
+_SHOWN_OPTION_NAMES = """
     endpoint_url endpoint region region_name profile account_name project username user host
     protocol target_protocol repo_type revision requester_pays
 """
 
-_OPTIONS_SHOWN = frozenset(_SHOWN.split())
+_SHOWN_OPTIONS = frozenset(_SHOWN_OPTION_NAMES.split())
 """Options of stores whose values are shown, if they are names. Numbers and truth values are shown too."""
 
 _PLAIN_VALUE = re.compile(r"(?i)true|false|none|yes|no|auto|path|virtual|[-+]?\d{0,7}(?:\.\d*)?(?:e-?\d)?")
@@ -48,26 +48,26 @@ _PLAIN_NAME = re.compile(r"[\w.-]+(?::\d+)?")
 
 _OPTION_NAME = re.compile(r"[a-z][a-z0-9_]*")
 
-_LOGIN = "sftp ssh scp ftp ftps smb hdfs webhdfs abfs abfss wasb wasbs"
+_LOGIN_SCHEME_NAMES = "sftp ssh scp ftp ftps smb hdfs webhdfs abfs abfss wasb wasbs"
 
-_LOGIN_SCHEMES = frozenset(_LOGIN.split())
+_LOGIN_SCHEMES = frozenset(_LOGIN_SCHEME_NAMES.split())
 """Schemes whose URLs have the name of a user or container before ``@``."""
 
 _WEB_SCHEMES = frozenset(("http", "https"))
 
-_OTHER = "s3 s3a s3n gs gcs az adl oss oci hf memory file webdav"
+_OTHER_SCHEME_NAMES = "s3 s3a s3n gs gcs az adl oss oci hf memory file webdav"
 
-_SCHEMES = (*_LOGIN_SCHEMES, *_WEB_SCHEMES, *_OTHER.split())
+_SCHEMES = (*_LOGIN_SCHEMES, *_WEB_SCHEMES, *_OTHER_SCHEME_NAMES.split())
 
-_PARAMETER = r"""
+_SECRET_PARAMETER_REGEX = r"""
     x-(?:amz|goog|oss|cos)-(?:signature|credential|security-token) | awsaccesskeyid | signature | sig | sas
     | (?:[a-z]+[_-])?(?:token|secret|password|passwd|pwd|key|auth|credentials?|code|policy)
     | (?:[a-z]+[_-])?[a-z]*sess(?:ion)?(?:[_-]?id)?
 """
 
-_PATH_PARAMETER = re.compile(rf"(;(?:{_PARAMETER})=)[^\s&;/?#'\"]+", re.X | re.I)
+_PATH_PARAMETER = re.compile(rf"(;(?:{_SECRET_PARAMETER_REGEX})=)[^\s&;/?#'\"]+", re.X | re.I)
 
-_SECRET_PARAMETER = re.compile(_PARAMETER, re.X | re.I)
+_SECRET_PARAMETER = re.compile(_SECRET_PARAMETER_REGEX, re.X | re.I)
 
 _SECRET_VARIABLE = re.compile(
     r"(?:^|.*_)(?:SECRET|TOKEN|PASSWORD|PASSWD|PASSPHRASE|CONNECTION_STRING"
@@ -81,14 +81,14 @@ _URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.I)
 _ADDRESS_VARIABLE = re.compile(r".*_(?:URL|URI|ENDPOINT|PROXY)(?:_[A-Z0-9]+)?", re.I)
 """Environment variables with the address of a service, such as ``AWS_ENDPOINT_URL_S3``."""
 
-_SHAPE = re.compile(
+_SECRET_SHAPE = re.compile(
     rf"""(?P<before>[a-z][a-z0-9+.-]{{0,40}}:/(?:/+|(?=[^\s/?#:@'"]+:[^\s@'"]{{0,1024}}@)))(?!\*\*\*@)
         # user:password@, also if a slash is in the password
         (?:[^\s/?#@'"]*|[^\s/?#:@'"]+:(?!\d+[/?#])[^\s@'"]{{0,1024}}(?:@[^\s/@'"]*)*)@
       | (?P<address>https?://[^\s?#'"]{{0,1024}}[?\#](?=[^\s'"])
           | [a-z][a-z0-9+.-]{{0,40}}://[^\s?#'"]{{0,1024}}[?\#](?=[^\s'"]{{0,1024}}=))
         (?:[^\s'"]*[^\s'".,:;)\]])?
-      | (?P<name>[?&;](?:{_PARAMETER})=)(?!\*\*\*)[^\s&;'"]+
+      | (?P<name>[?&;](?:{_SECRET_PARAMETER_REGEX})=)(?!\*\*\*)[^\s&;'"]+
       | (?P<bare>X-Amz-(?:Signature|Credential|Security-Token)=)(?!\*\*\*)[^\s&;'"]+
     """,
     re.X | re.I,
@@ -96,41 +96,41 @@ _SHAPE = re.compile(
 """Bounded, so that time is linear in a text that a checkpoint chose."""
 
 
-class _Known(NamedTuple):
+class _SecretPattern(NamedTuple):
     """A value that is masked. ``anchor`` is in each of its spellings, in lower case."""
 
     anchor: str
     pattern: re.Pattern[str]
 
 
-_remembered: dict[str, _Known] = {}
-_longest_first: tuple[_Known, ...] = ()
-_lock = threading.Lock()
+_remembered_secrets: dict[str, _SecretPattern] = {}
+_secrets_longest_first: tuple[_SecretPattern, ...] = ()
+_secrets_lock = threading.Lock()
 
 
-def without_secrets(text: str) -> str:
+def mask_secrets(text: str) -> str:
     """``text`` with ``***`` for every credential. The rest of a URL is as it was."""
-    if _longest_first:
+    if _secrets_longest_first:
         lowered = text.lower()
-        for known in _longest_first:
-            if known.anchor in lowered:
-                text = known.pattern.sub(MASK, text)
+        for secret in _secrets_longest_first:
+            if secret.anchor in lowered:
+                text = secret.pattern.sub(MASK, text)
     if ":/" in text or "?" in text or "&" in text or "X-Amz-" in text:
-        return _SHAPE.sub(_masked, _SHAPE.sub(_masked, text))
+        return _SECRET_SHAPE.sub(_mask_match, _SECRET_SHAPE.sub(_mask_match, text))
     return text
 
 
-def _masked(found: re.Match[str]) -> str:
-    if found["before"]:
-        return f"{found['before']}{MASK}@"
-    address = _PATH_PARAMETER.sub(rf"\1{MASK}", found["address"] or "")
-    return f"{address or found['name'] or found['bare']}{MASK}"
+def _mask_match(match: re.Match[str]) -> str:
+    if match["before"]:
+        return f"{match['before']}{MASK}@"
+    address = _PATH_PARAMETER.sub(rf"\1{MASK}", match["address"] or "")
+    return f"{address or match['name'] or match['bare']}{MASK}"
 
 
 # What is remembered
 
 
-def remember(values: Iterable[object] = (), storage_options: object = None) -> None:
+def remember_secrets(values: Iterable[object] = (), storage_options: object = None) -> None:
     """Remember the credentials of arguments, of storage options and of the environment."""
     for value in values:
         for text in value if isinstance(value, list | tuple | set | frozenset) else (value,):
@@ -140,31 +140,31 @@ def remember(values: Iterable[object] = (), storage_options: object = None) -> N
         _remember_options(storage_options)
     for name, text in os.environ.items():
         if _SECRET_VARIABLE.fullmatch(name) and len(text) >= MIN_CHARS:
-            _keep(text)
+            _remember_text(text)
         if _ADDRESS_VARIABLE.fullmatch(name) or _URL.match(text):
             _remember_url(text)
 
 
-def remember_words(words: Iterable[str]) -> None:
+def remember_secrets_in_words(words: Iterable[str]) -> None:
     """Remember the credentials on a command line."""
     words = list(words)
     for number, word in enumerate(words):
         flag, equals, value = word.partition("=")
-        after = words[number + 1 : number + 2]
+        next_words = words[number + 1 : number + 2]
         if number and words[number - 1] == _STORAGE_FLAG:
-            _remember_pair(word, after)
+            _remember_option_pair(word, next_words)
         elif flag == _STORAGE_FLAG and equals:
-            _remember_pair(value, after)
+            _remember_option_pair(value, next_words)
         elif _SECRET_FLAG.fullmatch(flag):
-            for secret in (value,) if equals else after:
-                if not _is_path(secret):
-                    _keep_secret(secret)
+            for secret in (value,) if equals else next_words:
+                if not _is_file_argument(secret):
+                    _remember_secret(secret)
         else:
-            remember((word, value))
-    remember()
+            remember_secrets((word, value))
+    remember_secrets()
 
 
-def _is_path(word: str) -> bool:
+def _is_file_argument(word: str) -> bool:
     """Whether ``word`` is the file that an option asks for, or a mistyped one, and not the secret itself."""
     return os.path.exists(word) or word.startswith(("/", "./", "../", "~"))  # noqa: PTH110
 
@@ -175,14 +175,14 @@ _SECRET_FLAG = re.compile(r"--(?:[a-z]+-)*(?:token|secret|password|passphrase|(?
 """Options that are the name of a secret, whether there is one or not."""
 
 
-def _remember_pair(pair: str, after: list[str]) -> None:
+def _remember_option_pair(pair: str, next_words: list[str]) -> None:
     """Remember ``NAME=VALUE``. Without ``=``, or with another name, each word may be the secret."""
     name, equals, value = pair.partition("=")
     if equals and _OPTION_NAME.fullmatch(name):
         _remember_options({name: value})
         return
-    for word in (pair, name, value, *([] if equals else after)):
-        _keep_secret(word)
+    for word in (pair, name, value, *([] if equals else next_words)):
+        _remember_secret(word)
 
 
 def _remember_options(options: Mapping[Any, Any]) -> None:
@@ -193,55 +193,57 @@ def _remember_options(options: Mapping[Any, Any]) -> None:
                 _remember_options(each)
             elif isinstance(each, str) and "://" in each:
                 _remember_url(each)
-            elif isinstance(each, str) and not (name in _OPTIONS_SHOWN and _PLAIN_NAME.fullmatch(each)):
-                _keep_secret(each)
+            elif isinstance(each, str) and not (name in _SHOWN_OPTIONS and _PLAIN_NAME.fullmatch(each)):
+                _remember_secret(each)
 
 
-def _keep_secret(text: str) -> None:
+def _remember_secret(text: str) -> None:
     """Remember a whole secret, and the parts that a URL's delimiters make of it."""
     if _PLAIN_VALUE.fullmatch(text):
         return
     for each in {text, unquote(text), unquote_plus(text)}:
-        _keep(each)
+        _remember_text(each)
         for part in re.split(r"[\s/\\?#@:&;=%]+", each):
             if len(part) >= MIN_CHARS:
-                _keep(part)
+                _remember_text(part)
 
 
-def _keep(text: str, after: str = "") -> None:
-    """Remember ``text``; with ``after``, only before that."""
-    if len(text) < MIN_CHARS and not after:
+def _remember_text(text: str, suffix: str = "") -> None:
+    """Remember ``text``; with ``suffix``, only before that."""
+    if len(text) < MIN_CHARS and not suffix:
         return
-    global _longest_first
-    key = text + after
-    with _lock:
-        if key in _remembered:
-            _remembered[key] = _remembered.pop(key)
+    global _secrets_longest_first
+    key = text + suffix
+    with _secrets_lock:
+        if key in _remembered_secrets:
+            _remembered_secrets[key] = _remembered_secrets.pop(key)
             return
-        _remembered[key] = _known(text, after)
-        if len(_remembered) > MAX_REMEMBERED:
-            del _remembered[next(iter(_remembered))]
-        _longest_first = tuple(_remembered[each] for each in sorted(_remembered, key=len, reverse=True))
+        _remembered_secrets[key] = _compile_secret(text, suffix)
+        if len(_remembered_secrets) > MAX_REMEMBERED:
+            del _remembered_secrets[next(iter(_remembered_secrets))]
+        _secrets_longest_first = tuple(
+            _remembered_secrets[each] for each in sorted(_remembered_secrets, key=len, reverse=True)
+        )
 
 
-def _known(text: str, after: str) -> _Known:
-    spellings = "".join(map(_spellings, text))
-    if after:
-        spellings = rf"(?<!\w){spellings}(?={'|'.join(map(_spellings, after))})"
-    runs = re.findall(r"[a-z0-9]+", text.lower())
-    return _Known(max(runs, key=len, default=""), re.compile(spellings, re.I))
+def _compile_secret(text: str, suffix: str) -> _SecretPattern:
+    pattern = "".join(map(_build_spelling_regex, text))
+    if suffix:
+        pattern = rf"(?<!\w){pattern}(?={'|'.join(map(_build_spelling_regex, suffix))})"
+    alphanumeric_runs = re.findall(r"[a-z0-9]+", text.lower())
+    return _SecretPattern(max(alphanumeric_runs, key=len, default=""), re.compile(pattern, re.I))
 
 
-def _spellings(character: str) -> str:
+def _build_spelling_regex(character: str) -> str:
     """A pattern for a character as it is, percent-encoded once or twice, and as an escape of Python, JSON or HTML."""
     if character.isascii() and character.isalnum():
         return character
-    found = [re.escape(character), "".join(f"%(?:25)?{byte:02x}" for byte in character.encode(errors="replace"))]
-    found += [re.escape(each) for each in _ESCAPES.get(character, ())]
+    spellings = [re.escape(character), "".join(f"%(?:25)?{byte:02x}" for byte in character.encode(errors="replace"))]
+    spellings += [re.escape(each) for each in _ESCAPES.get(character, ())]
     if not character.isprintable() or not character.isascii():
-        found.append(re.escape(character.encode("unicode_escape").decode()))
-        found.append(re.escape(f"\\u{ord(character):04x}"))
-    return f"(?:{'|'.join(found)})"
+        spellings.append(re.escape(character.encode("unicode_escape").decode()))
+        spellings.append(re.escape(f"\\u{ord(character):04x}"))
+    return f"(?:{'|'.join(spellings)})"
 
 
 _ESCAPES = {
@@ -258,7 +260,7 @@ _ESCAPES = {
 # URLs
 
 
-_BEGIN = re.compile(
+_URL_START = re.compile(
     rf"""(?P<scheme>[^/\\@:]*):[/\\]+  # any URL
       | (?:[a-z][\w+.-]*)?[/\\]{{2}}  # without its scheme, or without the colon
       | (?P<mistyped>{"|".join(_SCHEMES)})(?:[:;][/\\]*|[/\\])
@@ -267,69 +269,69 @@ _BEGIN = re.compile(
     re.X | re.I,
 )
 
-_DRIVE = re.compile(r"[a-z]:[/\\](?![/\\])", re.I)
+_WINDOWS_DRIVE = re.compile(r"[a-z]:[/\\](?![/\\])", re.I)
 
 
 def _remember_url(text: str) -> None:
     """Remember the credentials of a URL, or of what should be one; of ``a::b``, those of each."""
     for part in {text, *text.split("::")}:
-        begin = _BEGIN.match(part)
-        if begin is None or _DRIVE.match(part):
+        start = _URL_START.match(part)
+        if start is None or _WINDOWS_DRIVE.match(part):
             continue
-        scheme = (begin["scheme"] or begin["mistyped"] or "").strip().lower()
-        userinfo, place = _userinfo(part[begin.end() :])
+        scheme = (start["scheme"] or start["mistyped"] or "").strip().lower()
+        userinfo, location = _split_userinfo(part[start.end() :])
         if userinfo is not None:
             _remember_userinfo(userinfo, is_login=scheme in _LOGIN_SCHEMES)
         if scheme == "hf":  # no name there has a colon, and @ is before the revision
-            for password in re.findall(r"/[^/:@]+:([^@]+)@", f"/{place}"):
-                _keep_secret(password)
-        for parameter in re.split("[;/]", re.split("[?#]", place)[0]):
+            for password in re.findall(r"/[^/:@]+:([^@]+)@", f"/{location}"):
+                _remember_secret(password)
+        for parameter in re.split("[;/]", re.split("[?#]", location)[0]):
             name, _, value = parameter.partition("=")
             if _SECRET_PARAMETER.fullmatch(name):
-                _keep_secret(value)
+                _remember_secret(value)
         for mark in "?#":
-            _remember_query(place.partition(mark)[2], scheme)
+            _remember_query(location.partition(mark)[2], scheme)
 
 
-def _userinfo(rest: str) -> tuple[str | None, str]:
+def _split_userinfo(schemeless_url: str) -> tuple[str | None, str]:
     """User information of a URL without its scheme, and the rest. A password may have any character."""
-    authority = re.split("[/?#]", rest, maxsplit=1)[0]
+    authority = re.split("[/?#]", schemeless_url, maxsplit=1)[0]
     if "@" in authority:
         userinfo, _, host = authority.rpartition("@")
-        return userinfo, host + rest[len(authority) :]
+        return userinfo, host + schemeless_url[len(authority) :]
     user, colon, password = authority.partition(":")
     if not colon or not user or user == "arn" or user.startswith("[") or re.fullmatch(r"\d*", password):
-        return None, rest
-    found = re.match(r"[^@]*(?:@[^/@]*)*@", rest)
-    if found is None:  # user:password without a host
-        return authority, rest[len(authority) :]
-    return found.group()[:-1], rest[found.end() :]
+        return None, schemeless_url
+    match = re.match(r"[^@]*(?:@[^/@]*)*@", schemeless_url)
+    if match is None:  # user:password without a host
+        return authority, schemeless_url[len(authority) :]
+    return match.group()[:-1], schemeless_url[match.end() :]
 
 
 def _remember_userinfo(userinfo: str, *, is_login: bool) -> None:
     user, colon, password = userinfo.partition(":")
     if colon:
-        _keep_secret(password)
+        _remember_secret(password)
         for pair in {userinfo, f"{unquote(user)}:{unquote(password)}"}:
-            _keep(pair)
-            _keep(b2a_base64(pair.encode(errors="surrogateescape")).decode().rstrip("=\n"))
+            _remember_text(pair)
+            _remember_text(b2a_base64(pair.encode(errors="surrogateescape")).decode().rstrip("=\n"))
     elif is_login:
-        _keep(user, "@")
+        _remember_text(user, "@")
     if len(user) >= MIN_TOKEN_CHARS if colon else not is_login:
-        _keep_secret(user)
+        _remember_secret(user)
 
 
 def _remember_query(query: str, scheme: str) -> None:
     if "=" not in query and not (scheme in _WEB_SCHEMES and len(query) >= MIN_CHARS):
         return
-    _keep(query)
+    _remember_text(query)
     for pair in re.split("[&;#]", query):
         name, _, value = pair.partition("=")
-        if _SECRET_PARAMETER.fullmatch(name) or _is_random(value):
-            _keep_secret(value)
+        if _SECRET_PARAMETER.fullmatch(name) or _is_random_token(value):
+            _remember_secret(value)
 
 
-def _is_random(value: str) -> bool:
+def _is_random_token(value: str) -> bool:
     """True for a long value of letters and digits: the name of a file or a type has dots or slashes."""
     return re.fullmatch(r"(?=.*\d)[\w+%=~-]{20,}", value) is not None
 
@@ -342,7 +344,7 @@ class LibraryError(Exception):
 
 
 @contextmanager
-def errors_masked() -> Iterator[None]:
+def mask_raised_errors() -> Iterator[None]:
     """An error that leaves the block shows no credential, nor do the errors that it was raised from."""
     try:
         yield
@@ -354,69 +356,73 @@ def errors_masked() -> Iterator[None]:
 def mask_error(error: BaseException) -> None:
     """Mask credentials in the arguments of ``error``, and replace the errors behind it that show one."""
     _mask_arguments(error)
-    _mask_behind(error, set())
+    _mask_causes(error, set())
 
 
 def _mask_arguments(error: BaseException) -> None:
-    error.args = tuple(map(_masked_value, error.args))
+    error.args = tuple(map(_mask_value, error.args))
     if isinstance(error, OSError):
-        error.filename, error.filename2 = _masked_value(error.filename), _masked_value(error.filename2)
+        error.filename, error.filename2 = _mask_value(error.filename), _mask_value(error.filename2)
     for name, value in vars(error).items():
-        vars(error)[name] = [*map(_masked_value, value)] if isinstance(value, list) else _masked_value(value)
+        vars(error)[name] = [*map(_mask_value, value)] if isinstance(value, list) else _mask_value(value)
 
 
-def _masked_value(value: Any) -> Any:
+def _mask_value(value: Any) -> Any:
     """``value`` itself, or its text if that shows a credential."""
-    text = value if isinstance(value, str) else _text(value)
-    masked = without_secrets(text)
+    text = value if isinstance(value, str) else _format_safely(value)
+    masked = mask_secrets(text)
     return value if masked == text else masked
 
 
-def _mask_behind(error: BaseException, seen: set[int]) -> None:
-    seen.add(id(error))
-    is_suppressed, behind = error.__suppress_context__, {}
+def _mask_causes(error: BaseException, seen_ids: set[int]) -> None:
+    seen_ids.add(id(error))
+    is_suppressed, replacements = error.__suppress_context__, {}
     for each in (error.__cause__, error.__context__):
-        if each is not None and id(each) not in behind:
-            behind[id(each)] = _stand_in(each)
+        if each is not None and id(each) not in replacements:
+            replacements[id(each)] = _replace_unsafe_error(each)
     if error.__cause__ is not None:
-        error.__cause__ = behind[id(error.__cause__)]
+        error.__cause__ = replacements[id(error.__cause__)]
     if error.__context__ is not None:
-        error.__context__ = behind[id(error.__context__)]
+        error.__context__ = replacements[id(error.__context__)]
     error.__suppress_context__ = is_suppressed
-    for each in behind.values():
-        if id(each) not in seen:
-            _mask_behind(each, seen)
+    for each in replacements.values():
+        if id(each) not in seen_ids:
+            _mask_causes(each, seen_ids)
 
 
-def _stand_in(error: BaseException) -> BaseException:
+def _replace_unsafe_error(error: BaseException) -> BaseException:
     """``error`` itself if it shows no credential, and holds no long data such as the text that a parser refused."""
-    held = (*error.args, *vars(error).values())
-    is_short = all(len(each) <= MAX_ERROR_CHARS for each in held if isinstance(each, str | bytes))
-    if is_short and all(without_secrets(text) == text for text in _texts(error)):
+    attribute_values = (*error.args, *vars(error).values())
+    is_short = all(len(each) <= MAX_ERROR_CHARS for each in attribute_values if isinstance(each, str | bytes))
+    if is_short and all(mask_secrets(text) == text for text in _iterate_error_texts(error)):
         return error
-    other = LibraryError(
-        without_secrets(f"{type(error).__module__}.{type(error).__qualname__}: {_text(error)[:MAX_ERROR_CHARS]}")
+    replacement = LibraryError(
+        mask_secrets(f"{type(error).__module__}.{type(error).__qualname__}: {_format_safely(error)[:MAX_ERROR_CHARS]}")
     )
-    other.__traceback__, other.__cause__, other.__context__ = error.__traceback__, error.__cause__, error.__context__
-    other.__suppress_context__ = error.__suppress_context__
-    return other
+    replacement.__traceback__, replacement.__cause__, replacement.__context__ = (
+        error.__traceback__,
+        error.__cause__,
+        error.__context__,
+    )
+    replacement.__suppress_context__ = error.__suppress_context__
+    return replacement
 
 
-def _texts(error: BaseException) -> Iterator[str]:
+def _iterate_error_texts(error: BaseException) -> Iterator[str]:
     """Texts that a program can show of an error: its message, its arguments and its attributes."""
     for value in (error, *error.args, *vars(error).values()):
-        yield value if isinstance(value, str) else _text(value)
-        yield _text(value, repr)
+        yield value if isinstance(value, str) else _format_safely(value)
+        yield _format_safely(value, repr)
 
 
-def _text(value: object, as_text: Callable[[object], str] = str) -> str:
+def _format_safely(value: object, formatter: Callable[[object], str] = str) -> str:
     try:
-        return as_text(value)
+        return formatter(value)
     except Exception:
         return ""
 
 
-class _Output:
+class _MaskedStream:
     """A text stream that masks credentials in what is written to it. It has no ``buffer``, which would not. Errors of
     standard output name it; those of standard error are ignored, as what is told there is not what was asked for."""
 
@@ -425,16 +431,16 @@ class _Output:
 
     def write(self, text: str) -> int:
         if text != "":  # click writes an empty text to learn what a stream takes
-            with self._errors():
-                self._stream.write(without_secrets(text))
+            with self._handle_stream_errors():
+                self._stream.write(mask_secrets(text))
         return len(text)
 
     def flush(self) -> None:
-        with self._errors():
+        with self._handle_stream_errors():
             self._stream.flush()
 
     @contextmanager
-    def _errors(self) -> Iterator[None]:
+    def _handle_stream_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -464,10 +470,10 @@ def mask_output() -> None:
         os.open(os.devnull, os.O_WRONLY)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
-            opened = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w")
-            setattr(sys, name, opened)
-            setattr(sys, f"__{name}__", opened)
+            null_stream = os.fdopen(os.open(os.devnull, os.O_RDONLY), "w")
+            setattr(sys, name, null_stream)
+            setattr(sys, f"__{name}__", null_stream)
         stream = getattr(sys, name)
         if stream is getattr(sys, f"__{name}__") and isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
-            setattr(sys, name, _Output(stream, name))
+            setattr(sys, name, _MaskedStream(stream, name))

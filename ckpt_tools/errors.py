@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import ClassVar, Self
 
-from ckpt_tools.credentials import without_secrets
+from ckpt_tools.credentials import mask_secrets
 
 MAX_MESSAGE_CHARS = 1000
 """A checkpoint chooses some of the words of a message, and may choose a megabyte of them."""
@@ -44,25 +44,25 @@ class CkptError(Exception):
     exit_code: ClassVar[int] = 1
 
     def __init__(self, message: str, *, path: str | None = None, key: str | None = None) -> None:
-        message = _shortened(without_secrets(message[: 20 * MAX_MESSAGE_CHARS]), MAX_MESSAGE_CHARS)
+        message = _shorten_text(mask_secrets(message[: 20 * MAX_MESSAGE_CHARS]), MAX_MESSAGE_CHARS)
         super().__init__(message)
         self.message, self.path, self.key = message, path, key
 
     def __setattr__(self, name: str, value: object) -> None:
         """No attribute shows a credential, whenever it is set."""
-        super().__setattr__(name, without_secrets(value) if isinstance(value, str) else value)
+        super().__setattr__(name, mask_secrets(value) if isinstance(value, str) else value)
 
     def __str__(self) -> str:
-        parts = [_shortened(part, MAX_NAME_CHARS) for part in (self.path, self.key) if part]
-        where = ": ".join(part for part in parts if not _names(self.message, part))
-        return f"{where}: {self.message}" if where else self.message
+        parts = [_shorten_text(part, MAX_NAME_CHARS) for part in (self.path, self.key) if part]
+        location = ": ".join(part for part in parts if not _does_mention(self.message, part))
+        return f"{location}: {self.message}" if location else self.message
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (type(self), self.message, self.path, self.key)
+        return _rebuild_error, (type(self), self.message, self.path, self.key)
 
 
 @contextmanager
-def errors_name(path: str) -> Iterator[None]:
+def name_file_in_errors(path: str) -> Iterator[None]:
     """An error within that names no file names ``path``."""
     try:
         yield
@@ -71,16 +71,16 @@ def errors_name(path: str) -> Iterator[None]:
         raise
 
 
-def _shortened(text: str, limit: int) -> str:
+def _shorten_text(text: str, limit: int) -> str:
     return text if len(text) <= limit else f"{text[:limit]}..."
 
 
-def _names(message: str, part: str) -> bool:
+def _does_mention(message: str, part: str) -> bool:
     """Whether ``part`` stands in ``message`` as a word of its own, and not only inside another name."""
     return re.search(rf"(?<![\w./-]){re.escape(part)}(?![\w/-])", message) is not None
 
 
-def _rebuild(kind: type[CkptError], message: str, path: str | None, key: str | None) -> CkptError:
+def _rebuild_error(kind: type[CkptError], message: str, path: str | None, key: str | None) -> CkptError:
     return kind(message, path=path, key=key)
 
 

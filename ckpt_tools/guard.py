@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
-from ckpt_tools.signals import held_back
+from ckpt_tools.signals import defer_signals
 
 MARK_VARIABLE = "CKPT_TOOLS_RUN_MARK"
 
@@ -23,11 +23,11 @@ KEEP_ENVIRONMENT = "SPT_NOENV"
 """A variable of setproctitle, which Ray uses: without it, a process that changes its title overwrites the environment
 that ``/proc`` shows of it, and the mark with it."""
 
-Marking = Callable[[], AbstractContextManager[None]]
+MarkingFactory = Callable[[], AbstractContextManager[None]]
 
 
 @contextmanager
-def guarded(keep_open: Sequence[int] = ()) -> Iterator[Marking]:
+def guard_processes(keep_open: Sequence[int] = ()) -> Iterator[MarkingFactory]:
     """Gives ``marking``: what is started within ``with marking():`` ends with the outer block, and with this process if
     that comes first.
 
@@ -38,38 +38,38 @@ def guarded(keep_open: Sequence[int] = ()) -> Iterator[Marking]:
         yield nullcontext
         return
     mark = os.urandom(16).hex()
-    guard = _start(f"{MARK_VARIABLE}={mark}", keep_open)
+    guard_process = _start_guard_process(f"{MARK_VARIABLE}={mark}", keep_open)
     try:
-        yield partial(_in_environment, {MARK_VARIABLE: mark, KEEP_ENVIRONMENT: "1"})
+        yield partial(_set_environment, {MARK_VARIABLE: mark, KEEP_ENVIRONMENT: "1"})
     finally:
-        with held_back():
-            guard.communicate()
+        with defer_signals():
+            guard_process.communicate()
 
 
-def _start(mark: str, keep_open: Sequence[int]) -> subprocess.Popen[bytes]:
+def _start_guard_process(mark: str, keep_open: Sequence[int]) -> subprocess.Popen[bytes]:
     """In a session of its own, which signals of a terminal or to the run's group do not reach; it carries no mark."""
-    unmarked = {name: value for name, value in os.environ.items() if name != MARK_VARIABLE}
+    unmarked_environment = {name: value for name, value in os.environ.items() if name != MARK_VARIABLE}
     return subprocess.Popen(
         [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard_process.py")), mark],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         cwd="/",
-        env=unmarked,
+        env=unmarked_environment,
         pass_fds=keep_open,
         start_new_session=True,
     )
 
 
 @contextmanager
-def _in_environment(values: dict[str, str]) -> Iterator[None]:
+def _set_environment(values: dict[str, str]) -> Iterator[None]:
     """Processes that are started within the block inherit the values."""
-    before = {name: os.environ.get(name) for name in values}
+    previous_values = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in previous_values.items():
             if value is None:
                 os.environ.pop(name, None)
             else:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-PATIENCE_SECONDS = 30.0
+KILL_TIMEOUT_SECONDS = 30.0
 """A process that waits in the kernel for a device or a file server cannot be killed. The guard gives up on it then."""
 
 
@@ -28,47 +28,47 @@ def main(mark: bytes) -> None:
         signal.signal(number, signal.SIG_IGN)
     while os.read(0, 4096):
         pass
-    end_all(mark)
+    kill_marked_processes(mark)
 
 
-def end_all(mark: bytes) -> None:
+def kill_marked_processes(mark: bytes) -> None:
     """Kill all that carry ``mark`` and wait until they are gone. A process may start another meanwhile: look again."""
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while (found := list(carriers(mark))) and time.monotonic() < deadline:
-        for process in found:
+    deadline = time.monotonic() + KILL_TIMEOUT_SECONDS
+    while (process_fds := list(find_marked_processes(mark))) and time.monotonic() < deadline:
+        for process_fd in process_fds:
             with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(process, signal.SIGKILL)
-        for process in found:
-            _wait(process, deadline)
-            os.close(process)
+                signal.pidfd_send_signal(process_fd, signal.SIGKILL)
+        for process_fd in process_fds:
+            _wait_for_exit(process_fd, deadline)
+            os.close(process_fd)
 
 
-def _wait(process: int, deadline: float) -> None:
+def _wait_for_exit(process_fd: int, deadline: float) -> None:
     """A descriptor of a process can be read from when the process has ended."""
-    ended = select.poll()
-    ended.register(process, select.POLLIN)
-    ended.poll(max(0.0, deadline - time.monotonic()) * 1000)
+    poller = select.poll()
+    poller.register(process_fd, select.POLLIN)
+    poller.poll(max(0.0, deadline - time.monotonic()) * 1000)
 
 
-def carriers(mark: bytes) -> Iterator[int]:
+def find_marked_processes(mark: bytes) -> Iterator[int]:
     """A descriptor of each living process that carries ``mark``. It names this process even if its number is reused."""
-    for folder in Path("/proc").iterdir():
-        if not folder.name.isdecimal() or int(folder.name) == os.getpid():
+    for proc_folder in Path("/proc").iterdir():
+        if not proc_folder.name.isdecimal() or int(proc_folder.name) == os.getpid():
             continue
         try:
-            process = os.pidfd_open(int(folder.name))
+            process_fd = os.pidfd_open(int(proc_folder.name))
         except OSError:
             continue
-        if mark in _environment(folder):
-            yield process
+        if mark in _read_environment(proc_folder):
+            yield process_fd
         else:
-            os.close(process)
+            os.close(process_fd)
 
 
-def _environment(folder: Path) -> list[bytes]:
+def _read_environment(proc_folder: Path) -> list[bytes]:
     """Nothing for a process of another user, or one that has ended and waits for its parent to notice."""
     try:
-        return (folder / "environ").read_bytes().split(b"\0")
+        return (proc_folder / "environ").read_bytes().split(b"\0")
     except OSError:
         return []
 

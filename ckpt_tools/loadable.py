@@ -5,7 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_tools.conversion import Prepared, plan_report, remote_bytes, removed_at, run
+from ckpt_tools.conversion import (
+    PreparedConversion,
+    build_plan_report,
+    estimate_client_bytes,
+    find_replaced_files,
+    write_destination,
+)
 from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.layout import FileLayout, Layout, Payload, Segment
@@ -27,7 +33,7 @@ from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import check_apart, check_storage_options, implied_format, open_place, open_source
 from ckpt_tools.transfer.workers import WorkerPool
 
-TORCH = "torch"
+TORCH_FORMAT = "torch"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -43,22 +49,22 @@ class LoadableReport(Shown):
     replaced: tuple[Replaced, ...]
 
 
-def run_make_loadable(request: Request) -> LoadableReport:
+def rewrite_as_loadable(request: Request) -> LoadableReport:
     """Write ``request.src`` to ``request.dst``: whole, or not at all.
 
     Raises:
         CkptError: as the stores and the pickle say; nothing is written then.
     """
-    src, dst, stores = request.src, request.dst, request.storage_options
-    check_storage_options(stores, src, dst)
-    place = open_place(dst, stores)
-    if implied_format(place.name) != TORCH:
+    src, dst, storage_options = request.src, request.dst, request.storage_options
+    check_storage_options(storage_options, src, dst)
+    place = open_place(dst, storage_options)
+    if implied_format(place.name) != TORCH_FORMAT:
         raise UsageError(f"{place.name}: name a file that ends in .pt, .pth or .bin")
-    source = open_source(src, stores)
-    archive = _open(source, src)
-    check_apart(src, dst, stores)
-    made = _loadable(archive, strict=request.strict)
-    manifest, layout = _manifest_and_layout(made.value, archive, place)
+    source = open_source(src, storage_options)
+    archive = _open_torch_file(source, src)
+    check_apart(src, dst, storage_options)
+    loadable_file = _replace_disallowed_objects(archive, strict=request.strict)
+    manifest, layout = _build_manifest_and_layout(loadable_file.value, archive, place)
     pool = WorkerPool.choose("threads", None, None, src, dst)
     plan = make_plan(
         manifest,
@@ -66,24 +72,24 @@ def run_make_loadable(request: Request) -> LoadableReport:
         memory_bytes=parse_size(DEFAULT_MEMORY),
         num_workers=pool.workers_per_process,
         is_limit=False,
-        remote_bytes=remote_bytes(src, dst),
+        remote_bytes=estimate_client_bytes(src, dst),
         wanted_bytes=place.parts.wanted_bytes(layout.size_bytes),
     )
-    removed = removed_at(place, layout, request)
-    planned = plan_report(plan, plan.figures(), TORCH, TORCH, removed)
-    report = run(Prepared(request, source.store, plan, planned, place), pool)
+    replaced_sizes = find_replaced_files(place, layout, request)
+    planned_report = build_plan_report(plan, plan.figures(), TORCH_FORMAT, TORCH_FORMAT, replaced_sizes)
+    report = write_destination(PreparedConversion(request, source.store, plan, planned_report, place), pool)
     return LoadableReport(
         str(src),
         report.destination,
         len(manifest.tensors),
         report.bytes_written,
         report.seconds,
-        made.left_out,
-        made.replaced,
+        loadable_file.left_out,
+        loadable_file.replaced,
     )
 
 
-def _open(source: Source, src: str | Path) -> TorchArchive:
+def _open_torch_file(source: Source, src: str | Path) -> TorchArchive:
     if not source.files:
         raise SourceNotFoundError(f"{source.store.url} is an empty folder")
     if len(source.files) != 1:
@@ -92,31 +98,33 @@ def _open(source: Source, src: str | Path) -> TorchArchive:
     return open_archive(lambda start, stop: source.read(path, start, stop), source.size(path), path)
 
 
-def _loadable(archive: TorchArchive, *, strict: bool) -> Loadable:
+def _replace_disallowed_objects(archive: TorchArchive, *, strict: bool) -> Loadable:
     try:
-        made = loadable(archive.value, archive.path)
+        loadable_file = loadable(archive.value, archive.path)
     except RecursionError as error:
         raise MalformedError("it contains values that are nested too deeply", path=archive.path) from error
-    if strict and made.left_out:
-        lost = listed([f"{each.place} ({each.kind})" for each in made.left_out])
-        raise LossError(f"with {option('strict', True)} nothing may be left out, and this would leave out {lost}")
-    return made
+    if strict and loadable_file.left_out:
+        omitted_objects = listed([f"{each.place} ({each.kind})" for each in loadable_file.left_out])
+        raise LossError(
+            f"with {option('strict', True)} nothing may be left out, and this would leave out {omitted_objects}"
+        )
+    return loadable_file
 
 
-def _manifest_and_layout(value: Value, archive: TorchArchive, place: Place) -> tuple[Manifest, Layout]:
+def _build_manifest_and_layout(value: Value, archive: TorchArchive, place: Place) -> tuple[Manifest, Layout]:
     """The storages that ``value`` uses, as tensors of one dim, and the file that holds them with ``value``."""
     storages = dumps_with_storages(value)[1]
     if not storages and archive.storages:
         raise UnsupportedError("all its tensors are in objects, and none would be left", path=archive.path)
-    tensors = {StateKey(key, "storage"): _entry(storage, archive) for key, storage in storages.items()}
+    tensors = {StateKey(key, "storage"): _build_storage_entry(storage, archive) for key, storage in storages.items()}
     segments: dict[str, list[Segment]] = {
         key.fqn: [Payload(key, Box.whole(entry.shape), entry.shape, entry.dtype)] for key, entry in tensors.items()
     }
     file = FileLayout(place.form.file_name or place.name, tuple(archive_segments(value, segments)))
-    return Manifest(TORCH, tensors), Layout((file,))
+    return Manifest(TORCH_FORMAT, tensors), Layout((file,))
 
 
-def _entry(storage: StorageRef, archive: TorchArchive) -> TensorEntry:
+def _build_storage_entry(storage: StorageRef, archive: TorchArchive) -> TensorEntry:
     dtype = storage.dtype or DType.UINT8
     start, stop = archive.storage_range(storage.key)
     shape = (storage.numel,)

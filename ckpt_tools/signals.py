@@ -21,15 +21,15 @@ from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import TypeVar
 
-STOPPING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
-LOOK_SECONDS = 0.5
+POLL_SECONDS = 0.5
 """How long a wait lasts that a signal may have missed."""
 
 IMPORT_SECONDS = 60.0
 """How long a signal waits at most for the end of an import: one of torch takes 3 seconds, and 20 on a busy machine."""
 
-AGAIN_SECONDS = 0.1
+RESEND_SECONDS = 0.1
 
 Item = TypeVar("Item")
 
@@ -43,76 +43,80 @@ class Stopped(KeyboardInterrupt):
 
 
 @dataclass(slots=True)
-class _State:
-    """``first`` is the signal that arrived first, ``at`` when; ``is_told`` that it was raised; ``held`` that it has to
-    wait; ``imports`` how many modules were being imported when the block began."""
+class _SignalState:
+    """``num_outer_imports`` are the modules that were being imported when the block began."""
 
-    first: int | None = None
-    at: float = 0.0
-    is_told: bool = False
-    held: int = 0
-    imports: int = 0
-
-
-_state = _State()
+    first_signal: int | None = None
+    arrival_seconds: float = 0.0
+    is_raised: bool = False
+    num_deferrals: int = 0
+    num_outer_imports: int = 0
 
 
-def exit_code_of(error: KeyboardInterrupt) -> int:
+_signal_state = _SignalState()
+
+
+def get_exit_code(error: KeyboardInterrupt) -> int:
     """128 and the signal's number, as shells report it: 130 for SIGINT (Ctrl-C), 143 for SIGTERM, 129 for SIGHUP."""
     return 128 + (error.number if isinstance(error, Stopped) else signal.SIGINT)
 
 
-def first_signal() -> int | None:
-    """The signal that asked the process to end, within ``stopping_on_signals``; None if there was none."""
-    return _state.first
+def get_first_signal() -> int | None:
+    """The signal that asked the process to end, within ``raise_on_signals``; None if there was none."""
+    return _signal_state.first_signal
 
 
 @contextmanager
-def stopping_on_signals(*, is_last: bool = False) -> Iterator[None]:
-    """Within the block, the first signal of ``STOPPING`` raises :class:`Stopped`; later ones do not disturb the
+def raise_on_signals(*, is_last: bool = False) -> Iterator[None]:
+    """Within the block, the first signal of ``STOP_SIGNALS`` raises :class:`Stopped`; later ones do not disturb the
     cleaning up. If it ``is_last``, the process has done its work then, and signals do nothing until it says its code to
-    :func:`ending`.
+    :func:`exit_on_signals`.
 
     A signal that was ignored when the process began stays ignored: ``nohup`` asks for that. Main thread only.
     """
-    before = {number: signal.getsignal(number) for number in STOPPING}
-    _state.first, _state.is_told, _state.held, _state.imports = None, False, 0, _num_imports(sys._getframe())
-    for number, handler in before.items():
+    previous_handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    (
+        _signal_state.first_signal,
+        _signal_state.is_raised,
+        _signal_state.num_deferrals,
+        _signal_state.num_outer_imports,
+    ) = None, False, 0, _count_imports(sys._getframe())
+    for number, handler in previous_handlers.items():
         if handler is not signal.SIG_IGN:
-            signal.signal(number, _stop)
+            signal.signal(number, _handle_signal)
     try:
         yield
     finally:
-        _state.held += is_last
-        for number, handler in before.items():
+        _signal_state.num_deferrals += is_last
+        for number, handler in previous_handlers.items():
             if handler is not None and not is_last:
                 signal.signal(number, handler)
-        _state.first = None
+        _signal_state.first_signal = None
 
 
-def ending(code: int) -> None:
+def exit_on_signals(code: int) -> None:
     """From now on a signal ends the process with ``code`` at once: it waits for threads alone."""
-    for number in STOPPING:
+    for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: os._exit(code))
 
 
-def unheeded_at_exit() -> None:
+def ignore_signals_at_exit() -> None:
     """Signals do nothing after the functions of ``atexit`` that are registered later: Python gives its handlers up."""
 
-    def ignore() -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
-        for number in STOPPING:
+    def block_and_ignore() -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        for number in STOP_SIGNALS:
             signal.signal(number, signal.SIG_IGN)
 
-    atexit.register(ignore)
+    atexit.register(block_and_ignore)
 
 
 @contextmanager
-def killed_by_interrupts() -> Iterator[None]:
+def use_default_interrupt() -> Iterator[None]:
     """Within the block Ctrl-C ends the process at once and without a traceback, as SIGTERM and SIGHUP do: while it
     imports, before it has anything to clean up."""
-    is_usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if not is_usual or threading.current_thread() is not threading.main_thread():
+    is_python_default = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if not is_python_default or threading.current_thread() is not threading.main_thread():
         yield
         return
     signal.signal(signal.SIGINT, signal.SIG_DFL)
@@ -122,40 +126,40 @@ def killed_by_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def heeded() -> list[int]:
+def list_handled_signals() -> list[int]:
     """The signals that end this process by an exception now."""
-    return [number for number in STOPPING if signal.getsignal(number) is _stop]
+    return [number for number in STOP_SIGNALS if signal.getsignal(number) is _handle_signal]
 
 
 @contextmanager
-def held_back() -> Iterator[None]:
+def defer_signals() -> Iterator[None]:
     """A signal that arrives within the block waits for its end: what must not be torn apart, such as cleaning up."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    _state.held += 1
+    _signal_state.num_deferrals += 1
     try:
         yield
     finally:
-        _state.held -= 1
-        _tell()
+        _signal_state.num_deferrals -= 1
+        _raise_pending_signal()
 
 
 @contextmanager
-def let_through() -> Iterator[None]:
-    """Within ``held_back``, a block that a signal does end, at once if it has arrived already."""
+def allow_signals() -> Iterator[None]:
+    """Within ``defer_signals``, a block that a signal does end, at once if it has arrived already."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    held, _state.held = _state.held, 0
+    num_deferrals, _signal_state.num_deferrals = _signal_state.num_deferrals, 0
     try:
-        _tell()
+        _raise_pending_signal()
         yield
     finally:
-        _state.held = held
+        _signal_state.num_deferrals = num_deferrals
 
 
-def taken_from(queue: SimpleQueue[Item], seconds: float = math.inf) -> Item:
+def get_from_queue(queue: SimpleQueue[Item], seconds: float = math.inf) -> Item:
     """``queue.get()`` that a signal ends. Raises ``queue.Empty`` after so many seconds.
 
     Python does not look for a signal between the last instruction and the wait of ``get``, which a busy machine makes
@@ -164,28 +168,28 @@ def taken_from(queue: SimpleQueue[Item], seconds: float = math.inf) -> Item:
     deadline = time.monotonic() + seconds
     while True:
         try:
-            return queue.get(timeout=max(0.0, min(LOOK_SECONDS, deadline - time.monotonic())))
+            return queue.get(timeout=max(0.0, min(POLL_SECONDS, deadline - time.monotonic())))
         except Empty:
             if time.monotonic() >= deadline:
                 raise
 
 
 @contextmanager
-def unheeded() -> Iterator[None]:
+def ignore_signals() -> Iterator[None]:
     """Within the block the signals do nothing: while the last sentence of a command that ends is said."""
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in STOPPING}
+    previous_handlers = {number: signal.signal(number, signal.SIG_IGN) for number in STOP_SIGNALS}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler)
 
 
-_is_starting = threading.Event()
+_is_starting_processes = threading.Event()
 
 
 @contextmanager
-def starting_processes() -> Iterator[None]:
+def block_signals_while_starting() -> Iterator[None]:
     """Signals that ask to stop wait until the block ends, and then meet the handlers from before it.
 
     For a library that starts processes and installs handlers of its own, in Python or below it, as Ray does: it would
@@ -199,64 +203,67 @@ def starting_processes() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    handlers = {number: signal.getsignal(number) for number in STOPPING}
-    _set_children_apart()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
-    _is_starting.set()
+    previous_handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    _isolate_children()
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    _is_starting_processes.set()
     try:
         yield
     except SystemExit as error:
-        if handlers[signal.SIGTERM] is not _stop:
+        if previous_handlers[signal.SIGTERM] is not _handle_signal:
             raise
-        _state.first, _state.is_told = _state.first or signal.SIGTERM, True
-        raise Stopped(_state.first) from error
+        _signal_state.first_signal, _signal_state.is_raised = _signal_state.first_signal or signal.SIGTERM, True
+        raise Stopped(_signal_state.first_signal) from error
     finally:
-        _is_starting.clear()
-        for number, handler in handlers.items():
+        _is_starting_processes.clear()
+        for number, handler in previous_handlers.items():
             if handler is not None:
                 signal.signal(number, handler)
-        with held_back():
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        with defer_signals():
+            signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
 
 
 @cache
-def _set_children_apart() -> None:
-    def set_apart() -> None:
-        if _is_starting.is_set():
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+def _isolate_children() -> None:
+    def isolate_child() -> None:
+        if _is_starting_processes.is_set():
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
             os.setsid()
 
-    os.register_at_fork(after_in_child=set_apart)
+    os.register_at_fork(after_in_child=isolate_child)
 
 
-def _stop(number: int, frame: FrameType | None) -> None:
-    if _state.first is None:
-        _state.first, _state.at = number, time.monotonic()
-    if _num_imports(frame) > _state.imports and time.monotonic() - _state.at < IMPORT_SECONDS:
-        again = threading.Timer(AGAIN_SECONDS, _send_again, (number,))
-        again.daemon = True
-        again.start()
+def _handle_signal(number: int, frame: FrameType | None) -> None:
+    if _signal_state.first_signal is None:
+        _signal_state.first_signal, _signal_state.arrival_seconds = number, time.monotonic()
+    if (
+        _count_imports(frame) > _signal_state.num_outer_imports
+        and time.monotonic() - _signal_state.arrival_seconds < IMPORT_SECONDS
+    ):
+        resend_timer = threading.Timer(RESEND_SECONDS, _resend_signal, (number,))
+        resend_timer.daemon = True
+        resend_timer.start()
     else:
-        _tell()
+        _raise_pending_signal()
 
 
-def _send_again(number: int) -> None:
-    if number in heeded():
+def _resend_signal(number: int) -> None:
+    if number in list_handled_signals():
         os.kill(os.getpid(), number)
 
 
-def _num_imports(frame: FrameType | None) -> int:
+def _count_imports(frame: FrameType | None) -> int:
     """Number of calls of the import system around this frame: 0 if no module is being imported. An exception in the
     middle of an import may be lost: torch imports numpy from C++, which clears it, and leaves numpy in pieces."""
-    number = 0
+    num_imports = 0
     while frame is not None:
-        number += frame.f_code.co_filename == "<frozen importlib._bootstrap>"
+        num_imports += frame.f_code.co_filename == "<frozen importlib._bootstrap>"
         frame = frame.f_back
-    return number
+    return num_imports
 
 
-def _tell() -> None:
+def _raise_pending_signal() -> None:
     """Raise what arrived, once, unless it has to wait."""
-    if _state.first is not None and not _state.is_told and not _state.held:
-        _state.is_told = True
-        raise Stopped(_state.first)
+    if _signal_state.first_signal is not None and not _signal_state.is_raised and not _signal_state.num_deferrals:
+        _signal_state.is_raised = True
+        raise Stopped(_signal_state.first_signal)

@@ -20,10 +20,10 @@ from ckpt_tools.core.showing import Jsonable
 from ckpt_tools.errors import UsageError
 from ckpt_tools.stores.source import Store
 
-MAX_SHOWN = 1000
+MAX_SHOWN_ELEMENTS = 1000
 """numpy shows more elements than these by their edges,"""
 
-EDGE = 3
+NUM_EDGE_ELEMENTS = 3
 """which are so many at each end of each dim."""
 
 LINE_WIDTH = 75
@@ -55,18 +55,18 @@ class TensorSlice(Jsonable):
     def text(self, *, all: bool = False, width: int = LINE_WIDTH) -> str:
         """The elements as numpy prints them in lines of ``width``. Of more than 1,000 only those that are shown are
         read: three at each end of each dim; with ``all``, every element is shown."""
-        if all or prod(self.shape) <= MAX_SHOWN:
+        if all or prod(self.shape) <= MAX_SHOWN_ELEMENTS:
             return np.array2string(self.numpy(), max_line_width=width, threshold=sys.maxsize)
-        return np.array2string(self._edges(), max_line_width=width, threshold=0, edgeitems=EDGE)
+        return np.array2string(self._read_edges(), max_line_width=width, threshold=0, edgeitems=NUM_EDGE_ELEMENTS)
 
-    def _edges(self) -> NDArray[Any]:
+    def _read_edges(self) -> NDArray[Any]:
         """The elements at the edges, with one between them, which is not shown, where a dim has more."""
-        found = np.zeros([min(extent, 2 * EDGE + 1) for extent in self.shape], self._tensor.dtype)
-        ends = [_ends(extent) for extent in self.shape]
-        for parts in product(*ends):
-            index = _within(self._index, parts, self._tensor.shape)
-            found[tuple(into for into, _ in parts)] = self._tensor[index]
-        return found
+        edge_elements = np.zeros([min(extent, 2 * NUM_EDGE_ELEMENTS + 1) for extent in self.shape], self._tensor.dtype)
+        edges_by_dim = [_split_edges(extent) for extent in self.shape]
+        for parts in product(*edges_by_dim):
+            index = _narrow_index(self._index, parts, self._tensor.shape)
+            edge_elements[tuple(into for into, _ in parts)] = self._tensor[index]
+        return edge_elements
 
     @property
     def values(self) -> Any:
@@ -78,17 +78,17 @@ class TensorSlice(Jsonable):
         return (elements if elements.dtype.kind in "iub" else elements.astype(np.float64)).tolist()
 
 
-def slice_of(store: Store, manifest: Manifest, what: str, slot: str | None) -> TensorSlice:
-    """The part of a tensor that ``what`` names: ``NAME`` or ``NAME[INDEX]``.
+def find_tensor_slice(store: Store, manifest: Manifest, slice_text: str, slot: str | None) -> TensorSlice:
+    """The part of a tensor that ``slice_text`` names: ``NAME`` or ``NAME[INDEX]``.
 
     Raises:
         UsageError: there is no such tensor, or the index does not fit its shape.
     """
     checkpoint = Checkpoint.of(store, manifest)
     names = {*manifest.fqns, *manifest.aliases}
-    name, text = (what, None) if what in names else split_index(what)
-    tensor = _tensor(checkpoint, name, slot)
-    index: Index = (...,) if text is None else parse_index(text)
+    name, index_text = (slice_text, None) if slice_text in names else split_index(slice_text)
+    tensor = _find_tensor(checkpoint, name, slot)
+    index: Index = (...,) if index_text is None else parse_index(index_text)
     try:
         shape = np.broadcast_to(np.empty(()), tensor.shape)[index].shape
     except IndexError as error:
@@ -96,7 +96,7 @@ def slice_of(store: Store, manifest: Manifest, what: str, slot: str | None) -> T
     return TensorSlice(name, tensor.key.slot, shape, tensor.dtype_name, tensor, index)
 
 
-def _tensor(checkpoint: Checkpoint, name: str, slot: str | None) -> LazyTensor:
+def _find_tensor(checkpoint: Checkpoint, name: str, slot: str | None) -> LazyTensor:
     manifest = checkpoint.manifest
     slots = [key.slot for key in manifest.tensors if key.fqn == name]
     try:
@@ -108,30 +108,35 @@ def _tensor(checkpoint: Checkpoint, name: str, slot: str | None) -> LazyTensor:
         raise UsageError(str(error.args[0])) from error
 
 
-Part = tuple[slice, range]
+EdgePart = tuple[slice, range]
 """Where elements go along a dim, and which they are."""
 
 
-def _ends(extent: int) -> list[Part]:
-    if extent <= 2 * EDGE:
+def _split_edges(extent: int) -> list[EdgePart]:
+    if extent <= 2 * NUM_EDGE_ELEMENTS:
         return [(slice(0, extent), range(extent))]
-    return [(slice(0, EDGE), range(EDGE)), (slice(EDGE + 1, 2 * EDGE + 1), range(extent - EDGE, extent))]
+    return [
+        (slice(0, NUM_EDGE_ELEMENTS), range(NUM_EDGE_ELEMENTS)),
+        (slice(NUM_EDGE_ELEMENTS + 1, 2 * NUM_EDGE_ELEMENTS + 1), range(extent - NUM_EDGE_ELEMENTS, extent)),
+    ]
 
 
-def _within(index: Index, parts: tuple[Part, ...], shape: Shape) -> Index:
+def _narrow_index(index: Index, parts: tuple[EdgePart, ...], shape: Shape) -> Index:
     """The index of those elements of what ``index`` gives that ``parts`` choose along each of its dims."""
-    at = index.index(...) if ... in index else len(index)
-    missing = (slice(None),) * (len(shape) - len(index) + (... in index))
-    chosen: list[int | slice | EllipsisType] = []
-    left = iter(parts)
-    for each, extent in zip((*index[:at], *missing, *index[at + 1 :]), shape, strict=True):
+    ellipsis_position = index.index(...) if ... in index else len(index)
+    implied_slices = (slice(None),) * (len(shape) - len(index) + (... in index))
+    narrowed_index: list[int | slice | EllipsisType] = []
+    remaining_parts = iter(parts)
+    for each, extent in zip(
+        (*index[:ellipsis_position], *implied_slices, *index[ellipsis_position + 1 :]), shape, strict=True
+    ):
         if isinstance(each, slice):
-            _, part = next(left)
-            each = _as_slice(range(extent)[each][part.start : part.stop])
-        chosen.append(each)
-    return tuple(chosen)
+            _, part = next(remaining_parts)
+            each = _convert_range(range(extent)[each][part.start : part.stop])
+        narrowed_index.append(each)
+    return tuple(narrowed_index)
 
 
-def _as_slice(numbers: range) -> slice:
+def _convert_range(numbers: range) -> slice:
     """A slice that gives these numbers. One that goes down to 0 has no end: -1 would be the last element."""
     return slice(numbers.start, numbers.stop if numbers.stop >= 0 else None, numbers.step)

@@ -7,9 +7,9 @@ fails unless every file gives the run's own prediction for each sample, and at l
 
 from __future__ import annotations
 
-from ckpt_tools.signals import killed_by_interrupts
+from ckpt_tools.signals import use_default_interrupt
 
-with killed_by_interrupts():
+with use_default_interrupt():
     import json
     import os
     import re
@@ -238,5 +238,5 @@ def main(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    with killed_by_interrupts():
+    with use_default_interrupt():
         main()

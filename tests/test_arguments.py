@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 
 import ckpt_tools
 from ckpt_tools.arguments import check_not_empty
-from ckpt_tools.cli.beside import BesideCommand
+from ckpt_tools.cli.beside import ExternalCommand
 from ckpt_tools.core.option_names import option
 from ckpt_tools.errors import StoreError, UsageError
 from tests.support.commands import all_commands, run_command
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.quick
 
 FUNCTIONS = {name: value for name in ckpt_tools.__all__ if inspect.isfunction(value := getattr(ckpt_tools, name, None))}
 TEXT = re.compile(r"\b(str|Path|ReadFormat|WrittenFormat|State|Weights|DTypeLike|Runner)\b")
-COMMANDS = {name: each for name, each in all_commands().items() if not isinstance(each, BesideCommand)}
+COMMANDS = {name: each for name, each in all_commands().items() if not isinstance(each, ExternalCommand)}
 
 
 def empty_of(annotation: str) -> list[Any]:

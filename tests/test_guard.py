@@ -8,17 +8,17 @@ from contextlib import suppress
 
 import pytest
 
-from ckpt_tools.guard import KEEP_ENVIRONMENT, MARK_VARIABLE, guarded
+from ckpt_tools.guard import KEEP_ENVIRONMENT, MARK_VARIABLE, guard_processes
 from tests.support.running import is_dead, users_of, wait_until
 
 PROGRAM = """
 import signal, subprocess, sys
-from ckpt_tools.guard import guarded
+from ckpt_tools.guard import guard_processes
 
 def start():
     return subprocess.Popen(["sleep", "300"], start_new_session=True, stdout=subprocess.DEVNULL).pid
 
-with guarded() as marking:
+with guard_processes() as marking:
     with marking():
         marked = start()
     print(marked, start(), flush=True)
@@ -47,7 +47,7 @@ def test_what_was_started_with_the_mark_ends_alone(ending):
 
 def test_an_open_file_is_held_until_nothing_is_left(tmp_path):
     """So that a lock on it does not become free before."""
-    with (tmp_path / "lock").open("w") as held, guarded([held.fileno()]):
+    with (tmp_path / "lock").open("w") as held, guard_processes([held.fileno()]):
         assert len(users_of(tmp_path)) == 2
     assert users_of(tmp_path) == []
 
@@ -55,7 +55,7 @@ def test_an_open_file_is_held_until_nothing_is_left(tmp_path):
 def test_the_environment_is_as_it_was_afterwards(monkeypatch):
     monkeypatch.setenv(MARK_VARIABLE, "of an outer command")
     monkeypatch.delenv(KEEP_ENVIRONMENT, raising=False)
-    with guarded() as marking:
+    with guard_processes() as marking:
         with marking():
             assert os.environ[MARK_VARIABLE] != "of an outer command"
             assert os.environ[KEEP_ENVIRONMENT] == "1"

@@ -11,7 +11,7 @@ from types import FrameType
 import pytest
 
 from ckpt_tools import signals
-from ckpt_tools.signals import Stopped, first_signal, starting_processes, stopping_on_signals
+from ckpt_tools.signals import Stopped, block_signals_while_starting, get_first_signal, raise_on_signals
 
 
 @pytest.fixture(autouse=True)
@@ -34,8 +34,8 @@ def test_an_exit_of_a_librarys_own_handler_is_the_signal_that_it_was():
     other.start()
     assert other.ident is not None
     try:
-        with pytest.raises(Stopped) as stopped, stopping_on_signals():  # noqa: PT012
-            with starting_processes():
+        with pytest.raises(Stopped) as stopped, raise_on_signals():  # noqa: PT012
+            with block_signals_while_starting():
                 signal.signal(signal.SIGTERM, _exit)
                 signal.pthread_kill(other.ident, signal.SIGTERM)
                 for _ in range(1000):
@@ -45,14 +45,14 @@ def test_an_exit_of_a_librarys_own_handler_is_the_signal_that_it_was():
     finally:
         is_done.set()
         other.join()
-    assert first_signal() is None
+    assert get_first_signal() is None
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 def test_a_signal_to_the_thread_itself_waits_for_the_end_of_the_block():
     has_ended = False
-    with pytest.raises(Stopped) as stopped, stopping_on_signals():  # noqa: PT012
-        with starting_processes():
+    with pytest.raises(Stopped) as stopped, raise_on_signals():  # noqa: PT012
+        with block_signals_while_starting():
             signal.signal(signal.SIGTERM, _exit)
             signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
             time.sleep(0.05)
@@ -77,7 +77,7 @@ def imported(folder: Path, seconds: float, monkeypatch: pytest.MonkeyPatch) -> f
     (folder / f"{name}.py").write_text(SWALLOWING.format(seconds=seconds))
     monkeypatch.syspath_prepend(str(folder))
     begun = time.monotonic()
-    with pytest.raises(Stopped), stopping_on_signals():  # noqa: PT012
+    with pytest.raises(Stopped), raise_on_signals():  # noqa: PT012
         import_module(name)
         time.sleep(5)
         pytest.fail("the signal was lost")
@@ -96,6 +96,6 @@ def test_a_signal_ends_an_import_without_an_end(tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     begun = time.monotonic()
-    with pytest.raises(Stopped), stopping_on_signals():
+    with pytest.raises(Stopped), raise_on_signals():
         import_module("endless")
     assert time.monotonic() - begun < 4

@@ -11,7 +11,7 @@ from ckpt_tools.core.options import read_key_map
 from ckpt_tools.core.param_order import read_param_order
 from ckpt_tools.errors import CkptError
 from ckpt_tools.recipes.reading import read_recipe
-from ckpt_tools.text_files import MAX_BYTES, read_text
+from ckpt_tools.text_files import MAX_TEXT_BYTES, read_text
 from inference.models.options import DEFAULTS
 from inference.serving.sources import sources_in
 from tests.training.jobs import small_config
@@ -46,9 +46,9 @@ def test_the_text_of_a_file(tmp_path):
     file.write_bytes(b"\xef\xbb\xbfname\n")
     assert read_text(file) == "name\n"
     with file.open("r+b") as opened:
-        opened.truncate(MAX_BYTES)
-    assert len(read_text(file)) == MAX_BYTES - 3
+        opened.truncate(MAX_TEXT_BYTES)
+    assert len(read_text(file)) == MAX_TEXT_BYTES - 3
     with file.open("r+b") as opened:
-        opened.truncate(MAX_BYTES + 1)
+        opened.truncate(MAX_TEXT_BYTES + 1)
     with pytest.raises(OSError, match="File too large"):
         read_text(file)

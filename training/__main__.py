@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ckpt_tools.signals import killed_by_interrupts
+from ckpt_tools.signals import use_default_interrupt
 
-with killed_by_interrupts():
+with use_default_interrupt():
     import os
     from functools import partial
     from typing import Any
@@ -52,5 +52,5 @@ def _is_a_rank() -> bool:
 
 
 if __name__ == "__main__":
-    with killed_by_interrupts():
+    with use_default_interrupt():
         main()

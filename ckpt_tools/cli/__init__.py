@@ -1,8 +1,8 @@
 """The command line: parse, one API call, render. ``main`` is the console script's entry point."""
 
-from ckpt_tools.signals import killed_by_interrupts
+from ckpt_tools.signals import use_default_interrupt
 
-with killed_by_interrupts():
+with use_default_interrupt():
     from ckpt_tools.cli import process
     from ckpt_tools.cli.main import main
 

@@ -15,7 +15,7 @@ from ckpt_tools.cli import process
 from ckpt_tools.errors import UsageError
 
 
-class BesideCommand(click.Command):
+class ExternalCommand(click.Command):
     """A placeholder in the list of commands for the ``main`` of ``module``."""
 
     def __init__(self, name: str, module: str, extra: str, short_help: str) -> None:
@@ -27,16 +27,16 @@ class BesideCommand(click.Command):
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **settings: Any
     ) -> click.Context:
-        command = self.imported()
+        command = self.import_command()
         if parent is not None and parent.params.get("quiet"):
             if all(each.name != "quiet" for each in command.params):
                 raise UsageError(f"{self.name} has no --quiet")
             settings["default_map"] = {"quiet": True}
         return command.make_context(info_name, args, parent, **settings)
 
-    def imported(self) -> click.Command:
+    def import_command(self) -> click.Command:
         """The command itself. Raises ``UsageError`` if something that it needs is missing."""
-        process.give_back()
+        process.restore_settings()
         try:
             command: click.Command = import_module(self.module).main
         except ImportError as error:
@@ -47,15 +47,15 @@ class BesideCommand(click.Command):
         return command
 
 
-train_command = BesideCommand(
+train_command = ExternalCommand(
     "train",
     "ckpt_tools_training.__main__",
     "train",
     "Train a small model whose checkpoints the other commands open.",
 )
-predict_command = BesideCommand(
+predict_command = ExternalCommand(
     "predict", "ckpt_tools_inference.batch.__main__", "serve", "Predict images, texts or tables with a checkpoint."
 )
-serve_command = BesideCommand(
+serve_command = ExternalCommand(
     "serve", "ckpt_tools_inference.serving.__main__", "serve", "Serve a model file over HTTP."
 )

@@ -17,21 +17,21 @@ from ckpt_tools.cli import options
 from ckpt_tools.core.option_names import ALIASES, DTYPE_NAMES, ReadFormat, WrittenFormat
 
 SHELLS = ("bash", "zsh", "fish")
-VARIABLE = "_CKPT_TOOLS_COMPLETE"
+COMPLETION_VARIABLE = "_CKPT_TOOLS_COMPLETE"
 """Set by the script while a shell asks. Its form is click's."""
 
-NAMES_SECONDS = 2.0
+TENSOR_NAMES_SECONDS = 2.0
 """How long the headers of a checkpoint are waited for."""
 
-PLACES = frozenset({"FILE", "DIR", "FOLDER", "URL", "PATH|URL", "FILE|NAME"})
+PATH_METAVARS = frozenset({"FILE", "DIR", "FOLDER", "URL", "PATH|URL", "FILE|NAME"})
 """What stands for a path in a help."""
 
-Found = Iterable[str]
+Candidates = Iterable[str]
 
 
 @click.command(
     "completion",
-    cls=options.Command,
+    cls=options.ConverterCommand,
     examples=(
         'eval "$(ckpt-tools completion bash)"',
         'eval "$(ckpt-tools completion zsh)"',
@@ -39,7 +39,7 @@ Found = Iterable[str]
     ),
 )
 @click.argument("shell", metavar="SHELL", type=click.Choice(SHELLS))
-@options.verbose
+@options.verbosity_options
 def completion_command(shell: str) -> None:
     """Print the script that completes words in a shell.
 
@@ -47,84 +47,86 @@ def completion_command(shell: str) -> None:
     --include and --exclude the names of tensors. The first line below belongs into ~/.bashrc, the second into
     ~/.zshrc, the third into ~/.config/fish/config.fish.
     """
-    click.echo(_shell(shell).source_template % _shell(shell).source_vars(), nl=False)
+    click.echo(_get_shell(shell).source_template % _get_shell(shell).source_vars(), nl=False)
 
 
-def _shell(name: str, group: click.Command | None = None) -> ShellComplete:
-    found = get_completion_class(name)
-    assert found is not None
-    return found(group or completion_command, {}, "ckpt-tools", VARIABLE)
+def _get_shell(name: str, group: click.Command | None = None) -> ShellComplete:
+    shell_class = get_completion_class(name)
+    assert shell_class is not None
+    return shell_class(group or completion_command, {}, "ckpt-tools", COMPLETION_VARIABLE)
 
 
-def answer(group: click.Group, instruction: str) -> None:
+def print_completions(group: click.Group, instruction: str) -> None:
     """Print what completes the words that the shell has, and end the process. Whatever fails offers nothing."""
     items: Sequence[CompletionItem[str]] = ()
     sys.stderr = io.StringIO()
-    shell = _shell(instruction.partition("_")[0], group)
+    shell = _get_shell(instruction.partition("_")[0], group)
     with suppress(Exception, SystemExit):
         words, incomplete = shell.get_completion_args()
-        items = _items(shell, words, incomplete)
+        items = _list_items(shell, words, incomplete)
     with suppress(OSError):
         sys.stdout.write("".join(f"{shell.format_completion(item)}\n" for item in items))
         sys.stdout.flush()
     os._exit(0)  # a thread may still wait for a store
 
 
-def _items(shell: ShellComplete, words: list[str], incomplete: str) -> Sequence[CompletionItem[str]]:
+def _list_items(shell: ShellComplete, words: list[str], incomplete: str) -> Sequence[CompletionItem[str]]:
     from click.shell_completion import _resolve_context, _resolve_incomplete
 
     context = _resolve_context(shell.cli, shell.ctx_args, shell.prog_name, words)
-    wanted, incomplete = _resolve_incomplete(context, words, incomplete)
-    if not isinstance(wanted, click.Parameter) or (isinstance(wanted.type, click.Choice) and wanted.name != "dtype"):
-        return wanted.shell_complete(context, incomplete)
+    parameter, incomplete = _resolve_incomplete(context, words, incomplete)
+    if not isinstance(parameter, click.Parameter) or (
+        isinstance(parameter.type, click.Choice) and parameter.name != "dtype"
+    ):
+        return parameter.shell_complete(context, incomplete)
     if words and words[-1].startswith("-"):  # the option whose value is wanted, without which the line can be parsed
         context = _resolve_context(shell.cli, shell.ctx_args, shell.prog_name, words[:-1])
-    found = [name for name in _values(context, wanted) if name.startswith(incomplete)]
-    paths = [CompletionItem(incomplete, type="file")] if _is_place(wanted) else []
-    return [*paths, *map(CompletionItem, found)]
+    candidates = [name for name in _list_candidates(context, parameter) if name.startswith(incomplete)]
+    paths = [CompletionItem(incomplete, type="file")] if _is_path_parameter(parameter) else []
+    return [*paths, *map(CompletionItem, candidates)]
 
 
-def _values(context: click.Context, wanted: click.Parameter) -> Found:
-    offered: Mapping[str, Callable[[], Found]] = {
+def _list_candidates(context: click.Context, parameter: click.Parameter) -> Candidates:
+    candidates_by_option: Mapping[str, Callable[[], Candidates]] = {
         "to": lambda: [*get_args(WrittenFormat), *ALIASES["to"]],
         "from_": lambda: [*get_args(ReadFormat), *ALIASES["from_"]],
         "dtype": lambda: [*DTYPE_NAMES, *ALIASES["dtype"]],
-        "recipe": _recipes,
-        "include": lambda: _tensors(context),
-        "exclude": lambda: _tensors(context),
+        "recipe": _list_recipe_names,
+        "include": lambda: _list_tensor_names(context),
+        "exclude": lambda: _list_tensor_names(context),
     }
-    return offered.get(str(wanted.name), tuple)()
+    return candidates_by_option.get(str(parameter.name), tuple)()
 
 
-def _is_place(wanted: click.Parameter) -> bool:
-    words = str(wanted.metavar or "").strip("[]")
-    is_path = isinstance(wanted.type, click.Path) or words in PLACES or words.endswith("|FILE")
-    return isinstance(wanted, click.Argument) or is_path
+def _is_path_parameter(parameter: click.Parameter) -> bool:
+    words = str(parameter.metavar or "").strip("[]")
+    is_path = isinstance(parameter.type, click.Path) or words in PATH_METAVARS or words.endswith("|FILE")
+    return isinstance(parameter, click.Argument) or is_path
 
 
-def _recipes() -> Found:
+def _list_recipe_names() -> Candidates:
     from ckpt_tools import list_recipes
 
     recipes = list_recipes()
     return [*(each.name for each in recipes), *sorted({name for each in recipes for name in each.also})]
 
 
-def _tensors(context: click.Context) -> Found:
+def _list_tensor_names(context: click.Context) -> Candidates:
     """Names of the source's tensors, if it answers in time. A recipe makes others, which only a plan tells."""
-    given = context.params
-    source = given.get("src") or given.get("a") or given.get("base")
-    if not source or given.get("recipe"):
+    params = context.params
+    source = params.get("src") or params.get("a") or params.get("base")
+    if not source or params.get("recipe"):
         return ()
     names: list[str] = []
 
-    def look() -> None:
+    def read_names() -> None:
         from ckpt_tools import inspect
 
         with suppress(Exception):
-            reading = {name: given[name] for name in ("from_", "tag", "storage_options") if given.get(name)}
-            names.extend(dict.fromkeys(each.name for each in inspect(source, **reading).tensors))
+            read_options = {name: params[name] for name in ("from_", "tag", "storage_options") if params.get(name)}
+            names.extend(dict.fromkeys(each.name for each in inspect(source, **read_options).tensors))
 
-    thread = threading.Thread(target=look, daemon=True)
+    thread = threading.Thread(target=read_names, daemon=True)
     thread.start()
-    thread.join(NAMES_SECONDS)
+    thread.join(TENSOR_NAMES_SECONDS)
     return tuple(names)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from ckpt_tools.cli import options
-from ckpt_tools.cli.render import print_json, progress, show_notes
-from ckpt_tools.cli.wrapping import echo, say, say_columns, say_item
+from ckpt_tools.cli.render import print_json, show_notes, show_progress
+from ckpt_tools.cli.wrapping import echo, print_item, print_table, print_wrapped
 from ckpt_tools.core.format_names import SINGLE_FILES
 from ckpt_tools.core.option_names import WrittenFormat, with_aliases
 from ckpt_tools.core.wording import MAX_NAMES, count, printable, size, tensor_count, ties
@@ -20,174 +20,192 @@ if TYPE_CHECKING:
     from ckpt_tools.loadable import LoadableReport
 
 
-_destination = click.argument("dst", metavar="DST")
-_to = click.option(
+_destination_argument = click.argument("dst", metavar="DST")
+_to_option = click.option(
     "--to",
     metavar="FORMAT",
     help=f"The format to write: {with_aliases('to', get_args(WrittenFormat))}, or a plug-in's. "
     f"Default: by the ending of DST ({', '.join(SINGLE_FILES)}); with --like, safetensors.",
 )
-_state = options.state("Write the weights alone, or the whole training state. Default: all if the format can hold it.")
-_max_shard_size = click.option(
+_state_option = options.state_option(
+    "Write the weights alone, or the whole training state. Default: all if the format can hold it."
+)
+_max_shard_size_option = click.option(
     "--max-shard-size", metavar="SIZE", help="Split safetensors or torch output into files of at most this size."
 )
-_world_size = click.option(
+_world_size_option = click.option(
     "--world-size",
     type=click.IntRange(min=1),
     metavar="N",
     help="The number of ranks to write for, in formats with files for each rank. Default: that of the source.",
 )
-_config = click.option(
+_config_option = click.option(
     "--config",
     metavar="DIR",
     help="The folder with config.json, for sizes of the recipe too, and tokenizer and preprocessor files for the "
     "output. Default: beside SRC.",
 )
-_strict = click.option("--strict", is_flag=True, help="Fail if something would be dropped.")
-_overwrite = click.option("--overwrite", is_flag=True, help="Replace the checkpoint at DST, and nothing else.")
-_resume = click.option(
+_strict_option = click.option("--strict", is_flag=True, help="Fail if something would be dropped.")
+_overwrite_option = click.option("--overwrite", is_flag=True, help="Replace the checkpoint at DST, and nothing else.")
+_resume_option = click.option(
     "--resume",
     is_flag=True,
     help="Continue a killed run of the same conversion. If this run fails too, keep its output.",
 )
-_fsync = click.option("--fsync", is_flag=True, help="Wait until the output is safe from a power failure.")
-_checksum = click.option("--checksum", is_flag=True, help="Also write the digests of the output, for verify.")
+_fsync_option = click.option("--fsync", is_flag=True, help="Wait until the output is safe from a power failure.")
+_checksum_option = click.option("--checksum", is_flag=True, help="Also write the digests of the output, for verify.")
 
-_writing = options.together(options.running, options.clustering, _strict, _overwrite, _resume, _fsync, _checksum)
+_writing_options = options.combine_decorators(
+    options.execution_options,
+    options.cluster_options,
+    _strict_option,
+    _overwrite_option,
+    _resume_option,
+    _fsync_option,
+    _checksum_option,
+)
 """The options of every command that writes a checkpoint."""
 
 
 @click.command(
     "convert",
-    cls=options.Command,
+    cls=options.ConverterCommand,
     examples=(
         "ckpt-tools convert run/step-1000 model.safetensors",
         "ckpt-tools convert run/step-1000 resumed --to zero3 --world-size 8",
     ),
 )
-@options.source
-@_destination
-@_to
-@_world_size
-@options.reading
-@_state
-@options.choosing
-@_max_shard_size
-@options.untie
-@_config
-@options.like
-@_writing
+@options.source_argument
+@_destination_argument
+@_to_option
+@_world_size_option
+@options.reading_options
+@_state_option
+@options.selection_options
+@_max_shard_size_option
+@options.untie_option
+@_config_option
+@options.like_option
+@_writing_options
 @click.option("--dry-run", is_flag=True, help="Show the plan and write nothing.")
-@options.as_json
-@options.moving
-def convert_command(src: str, dst: str, dry_run: bool, as_json: bool, quiet: bool, **chosen: Any) -> None:
+@options.json_option
+@options.transfer_options
+def convert_command(src: str, dst: str, dry_run: bool, as_json: bool, quiet: bool, **keywords: Any) -> None:
     """Write a checkpoint in another format."""
     from ckpt_tools import convert, plan
 
     if dry_run:
-        _show_plan(plan(src, dst, **chosen), as_json)
+        _show_plan(plan(src, dst, **keywords), as_json)
         return
-    with progress("converting", quiet=quiet) as on_progress:
-        report = convert(src, dst, on_progress=on_progress, **chosen)
-    _show_done(report, as_json, quiet)
+    with show_progress("converting", quiet=quiet) as on_progress:
+        report = convert(src, dst, on_progress=on_progress, **keywords)
+    _show_conversion(report, as_json, quiet)
 
 
-@click.command("reshard", cls=options.Command, examples=("ckpt-tools reshard run/step-1000 resumed --world-size 16",))
-@options.source
-@_destination
+@click.command(
+    "reshard", cls=options.ConverterCommand, examples=("ckpt-tools reshard run/step-1000 resumed --world-size 16",)
+)
+@options.source_argument
+@_destination_argument
 @click.option(
     "--world-size", type=click.IntRange(min=1), metavar="N", required=True, help="The number of ranks to write for."
 )
-@options.reading
-@_writing
-@options.as_json
-@options.moving
-def reshard_command(src: str, dst: str, as_json: bool, quiet: bool, **chosen: Any) -> None:
+@options.reading_options
+@_writing_options
+@options.json_option
+@options.transfer_options
+def reshard_command(src: str, dst: str, as_json: bool, quiet: bool, **keywords: Any) -> None:
     """Write the same checkpoint in the same format for another number of ranks."""
     from ckpt_tools import reshard
 
-    with progress("resharding", quiet=quiet) as on_progress:
-        report = reshard(src, dst, on_progress=on_progress, **chosen)
-    _show_done(report, as_json, quiet)
+    with show_progress("resharding", quiet=quiet) as on_progress:
+        report = reshard(src, dst, on_progress=on_progress, **keywords)
+    _show_conversion(report, as_json, quiet)
 
 
-@click.command("plan", cls=options.Command, examples=("ckpt-tools plan run/step-1000 model --to hf --dtype bf16",))
-@options.source
-@_destination
-@_to
-@_world_size
-@options.reading
-@_state
-@options.choosing
-@_max_shard_size
-@options.untie
-@_config
-@options.like
-@options.running
-@_strict
-@_overwrite
-@_checksum
-@options.as_json
-@options.talking
-def plan_command(src: str, dst: str, as_json: bool, quiet: bool, **chosen: Any) -> None:
+@click.command(
+    "plan", cls=options.ConverterCommand, examples=("ckpt-tools plan run/step-1000 model --to hf --dtype bf16",)
+)
+@options.source_argument
+@_destination_argument
+@_to_option
+@_world_size_option
+@options.reading_options
+@_state_option
+@options.selection_options
+@_max_shard_size_option
+@options.untie_option
+@_config_option
+@options.like_option
+@options.execution_options
+@_strict_option
+@_overwrite_option
+@_checksum_option
+@options.json_option
+@options.output_options
+def plan_command(src: str, dst: str, as_json: bool, quiet: bool, **keywords: Any) -> None:
     """Show what convert would read, write, cast, drop and remove. Nothing is written."""
     from ckpt_tools import plan
 
-    _show_plan(plan(src, dst, **chosen), as_json)
+    _show_plan(plan(src, dst, **keywords), as_json)
 
 
 @click.command(
-    "consolidate", cls=options.Command, examples=("ckpt-tools consolidate run/step-1000 model --max-shard-size 5GB",)
+    "consolidate",
+    cls=options.ConverterCommand,
+    examples=("ckpt-tools consolidate run/step-1000 model --max-shard-size 5GB",),
 )
-@options.source
-@_destination
-@_to
-@options.reading
-@options.choosing
-@_max_shard_size
-@options.untie
-@_config
-@options.like
-@_writing
-@options.as_json
-@options.moving
-def consolidate_command(src: str, dst: str, as_json: bool, quiet: bool, **chosen: Any) -> None:
+@options.source_argument
+@_destination_argument
+@_to_option
+@options.reading_options
+@options.selection_options
+@_max_shard_size_option
+@options.untie_option
+@_config_option
+@options.like_option
+@_writing_options
+@options.json_option
+@options.transfer_options
+def consolidate_command(src: str, dst: str, as_json: bool, quiet: bool, **keywords: Any) -> None:
     """Write the model's weights alone, as safetensors or in the format that DST's ending implies."""
     from ckpt_tools import consolidate
 
-    with progress("consolidating", quiet=quiet) as on_progress:
-        report = consolidate(src, dst, on_progress=on_progress, **chosen)
-    _show_done(report, as_json, quiet)
+    with show_progress("consolidating", quiet=quiet) as on_progress:
+        report = consolidate(src, dst, on_progress=on_progress, **keywords)
+    _show_conversion(report, as_json, quiet)
 
 
 @click.command(
-    "merge-lora", cls=options.Command, examples=("ckpt-tools merge-lora llama adapter merged --to safetensors",)
+    "merge-lora",
+    cls=options.ConverterCommand,
+    examples=("ckpt-tools merge-lora llama adapter merged --to safetensors",),
 )
 @click.argument("base", metavar="BASE")
 @click.argument("adapter", metavar="ADAPTER")
-@_destination
-@options.storage
-@_to
-@_world_size
+@_destination_argument
+@options.storage_option
+@_to_option
+@_world_size_option
 @click.option(
     "--adapter", "adapter_name", metavar="NAME", help="The name of the adapter, if the training state has several."
 )
 @click.option(
     "--allow-missing", is_flag=True, help="Merge an adapter that lacks parts which adapter_config.json names."
 )
-@options.reading
-@options.choosing
-@_max_shard_size
-@options.untie
+@options.reading_options
+@options.selection_options
+@_max_shard_size_option
+@options.untie_option
 @click.option(
     "--config",
     metavar="DIR",
     help="The folder with config.json, adapter_config.json or both. Default: beside BASE and ADAPTER.",
 )
-@_writing
-@options.as_json
-@options.moving
-def merge_lora_command(base: str, adapter: str, dst: str, as_json: bool, quiet: bool, **chosen: Any) -> None:
+@_writing_options
+@options.json_option
+@options.transfer_options
+def merge_lora_command(base: str, adapter: str, dst: str, as_json: bool, quiet: bool, **keywords: Any) -> None:
     """Write a base model with a LoRA adapter of PEFT merged into it.
 
     ADAPTER is a folder of PEFT, or a training state of any format with an adapter in it. Each weight becomes
@@ -195,77 +213,81 @@ def merge_lora_command(base: str, adapter: str, dst: str, as_json: bool, quiet: 
     """
     from ckpt_tools import merge_lora
 
-    with progress("merging", quiet=quiet) as on_progress:
-        report = merge_lora(base, adapter, dst, on_progress=on_progress, **chosen)
-    _show_done(report, as_json, quiet)
+    with show_progress("merging", quiet=quiet) as on_progress:
+        report = merge_lora(base, adapter, dst, on_progress=on_progress, **keywords)
+    _show_conversion(report, as_json, quiet)
 
 
 def _show_plan(report: PlanReport, as_json: bool) -> None:
     if as_json:
         print_json(report.to_json())
         return
-    say(f"{report.source_format} to {report.target_format}: {_figures(report)}")
-    say(f"reads {size(report.bytes_read)}, writes {size(report.bytes_written)} in {count(report.num_tasks, 'task')}")
-    say(f"peak memory {size(report.peak_memory_bytes)}")
+    print_wrapped(f"{report.source_format} to {report.target_format}: {_format_sizes(report)}")
+    print_wrapped(
+        f"reads {size(report.bytes_read)}, writes {size(report.bytes_written)} in {count(report.num_tasks, 'task')}"
+    )
+    print_wrapped(f"peak memory {size(report.peak_memory_bytes)}")
     _show_files(report.files)
-    _show_mapped(report)
+    _show_name_changes(report)
     if report.removed_files:
-        say(f"removes {count(len(report.removed_files), 'file')} of DST, {size(report.removed_bytes)}")
+        print_wrapped(f"removes {count(len(report.removed_files), 'file')} of DST, {size(report.removed_bytes)}")
         _show_files(report.removed_files)
     show_notes(report.notes)
 
 
-def _figures(report: PlanReport) -> str:
+def _format_sizes(report: PlanReport) -> str:
     tensors, files = tensor_count(report.tensors_by_role, size(report.num_bytes)), count(len(report.files), "file")
     return f"{tensors} in {files} ({size(report.file_bytes)})"
 
 
-def _show_mapped(report: PlanReport) -> None:
+def _show_name_changes(report: PlanReport) -> None:
     if report.tied:
-        say(printable(ties(report.tied)))
+        print_wrapped(printable(ties(report.tied)))
     if report.recipe is not None:
         recipe = report.recipe
         direction = " --inverse" if recipe.inverse else ""
-        say(printable(f"recipe: {recipe.name}{direction} ({recipe.before} to {recipe.after})"))
+        print_wrapped(printable(f"recipe: {recipe.name}{direction} ({recipe.before} to {recipe.after})"))
     if report.renamed:
         pairs = [f"{old} to {new}" for old, new in islice(report.renamed.items(), MAX_NAMES)]
         more = len(report.renamed) - len(pairs)
         text = ", ".join(pairs) + (f" and {more:,} more" if more else "")
-        say(printable(f"renamed: {count(len(report.renamed), 'name')} ({text})"))
+        print_wrapped(printable(f"renamed: {count(len(report.renamed), 'name')} ({text})"))
 
 
 def _show_files(sizes: Mapping[str, int]) -> None:
     rows = [(f"{num_bytes:,}", printable(path)) for path, num_bytes in sizes.items()]
-    say_columns(("bytes", "file"), rows, right=(0,))
+    print_table(("bytes", "file"), rows, right_aligned=(0,))
 
 
-def _show_done(report: ConvertReport, as_json: bool, quiet: bool) -> None:
+def _show_conversion(report: ConvertReport, as_json: bool, quiet: bool) -> None:
     if as_json:
         print_json(report.to_json())
         return
     rate = size(report.bytes_written / max(report.seconds, 1e-9))
-    say(f"{report.destination}: {_figures(report.plan)}, {report.seconds:.2f} s ({rate}/s)")
+    print_wrapped(f"{report.destination}: {_format_sizes(report.plan)}, {report.seconds:.2f} s ({rate}/s)")
     if report.bytes_recovered:
-        say(f"{size(report.bytes_recovered)} were kept from an earlier run")
+        print_wrapped(f"{size(report.bytes_recovered)} were kept from an earlier run")
     if report.digests:
-        say(f"digests in {report.digests}")
-    _show_mapped(report.plan)
+        print_wrapped(f"digests in {report.digests}")
+    _show_name_changes(report.plan)
     show_notes(report.plan.notes)
     if not quiet:
-        say("load it with:")
+        print_wrapped("load it with:")
         for line in report.loading.split("\n"):  # as they are: code that is wrapped cannot be copied
             echo(f"  {printable(line)}")
 
 
-@click.command("make-loadable", cls=options.Command, examples=("ckpt-tools make-loadable foreign.pt loadable.pt",))
-@options.source
-@_destination
+@click.command(
+    "make-loadable", cls=options.ConverterCommand, examples=("ckpt-tools make-loadable foreign.pt loadable.pt",)
+)
+@options.source_argument
+@_destination_argument
 @click.option("--strict", is_flag=True, help="Fail if something would be left out.")
 @click.option("--overwrite", is_flag=True, help="Replace the file at DST, and nothing else.")
-@_fsync
-@options.as_json
-@options.moving
-def make_loadable_command(src: str, dst: str, as_json: bool, quiet: bool, **chosen: Any) -> None:
+@_fsync_option
+@options.json_option
+@options.transfer_options
+def make_loadable_command(src: str, dst: str, as_json: bool, quiet: bool, **keywords: Any) -> None:
     """Write a file of torch.save again, so that torch.load(weights_only=True) takes it.
 
     Objects of classes that it does not allow are left out or become plain values, and are
@@ -273,8 +295,8 @@ def make_loadable_command(src: str, dst: str, as_json: bool, quiet: bool, **chos
     """
     from ckpt_tools import make_loadable
 
-    with progress("writing", quiet=quiet) as on_progress:
-        report = make_loadable(src, dst, on_progress=on_progress, **chosen)
+    with show_progress("writing", quiet=quiet) as on_progress:
+        report = make_loadable(src, dst, on_progress=on_progress, **keywords)
     if as_json:
         print_json(report.to_json())
     else:
@@ -282,9 +304,9 @@ def make_loadable_command(src: str, dst: str, as_json: bool, quiet: bool, **chos
 
 
 def _show_loadable(report: LoadableReport) -> None:
-    say(f"{report.destination}: {count(report.num_storages, 'storage')}, {size(report.bytes_written)}")
-    for gone in report.left_out:
-        tensors = f" with {count(gone.num_tensors, 'tensor')}" if gone.num_tensors else ""
-        say_item("left out", printable(f"{gone.place}: {gone.kind}{tensors}"))
+    print_wrapped(f"{report.destination}: {count(report.num_storages, 'storage')}, {size(report.bytes_written)}")
+    for omitted in report.left_out:
+        tensors = f" with {count(omitted.num_tensors, 'tensor')}" if omitted.num_tensors else ""
+        print_item("left out", printable(f"{omitted.place}: {omitted.kind}{tensors}"))
     for changed in report.replaced:
-        say_item("replaced", printable(f"{changed.place}: {changed.kind} by {changed.by}"))
+        print_item("replaced", printable(f"{changed.place}: {changed.kind} by {changed.by}"))

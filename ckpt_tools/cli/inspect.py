@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt_tools.cli import options
-from ckpt_tools.cli.render import MAX_NOTES, print_json, progress, show_notes
-from ckpt_tools.cli.wrapping import columns, echo, say, say_columns, say_pairs
+from ckpt_tools.cli.render import MAX_NOTES, print_json, show_notes, show_progress
+from ckpt_tools.cli.wrapping import echo, get_terminal_width, print_pairs, print_table, print_wrapped
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.wording import count, listed, one_line, printable, size, tensor_count, ties
 from ckpt_tools.errors import SeveralCheckpointsError
@@ -33,31 +33,31 @@ MAX_NAME_CHARS = 40
 FIRST_OPTIONS = ("lr", "betas", "momentum", "eps", "weight_decay")
 """Hyperparameters that are shown first."""
 
-GAP = "  "
+INDENT = "  "
 
 
-def _only_with(name: str) -> Any:
-    """A callback that refuses an option without the flag ``name``, which is read before it."""
+def _require_flag(flag: str) -> Any:
+    """A callback that refuses an option without the flag ``flag``, which is read before it."""
 
-    def check(context: click.Context, given: click.Parameter, value: Any) -> Any:
-        if value is not None and value is not False and not context.params.get(name):
-            raise click.UsageError(f"{given.opts[0]} is for --{name}; give both", context)
+    def check_flag(context: click.Context, parameter: click.Parameter, value: Any) -> Any:
+        if value is not None and value is not False and not context.params.get(flag):
+            raise click.UsageError(f"{parameter.opts[0]} is for --{flag}; give both", context)
         return value
 
-    return check
+    return check_flag
 
 
 @click.command(
     "inspect",
-    cls=options.Command,
+    cls=options.ConverterCommand,
     examples=(
         "ckpt-tools inspect run/step-1000",
         "ckpt-tools inspect s3://bucket/run@latest --tree --depth 2",
         "ckpt-tools inspect model --stats --include '*.weight'",
     ),
 )
-@options.source
-@options.reading
+@options.source_argument
+@options.reading_options
 @click.option(
     "--tensors", is_flag=True, is_eager=True, help="List the tensors; those that differ in a number share a line."
 )
@@ -65,7 +65,7 @@ def _only_with(name: str) -> Any:
     "--all",
     "list_all",
     is_flag=True,
-    callback=_only_with("tensors"),
+    callback=_require_flag("tensors"),
     help="With --tensors, list every tensor in a line of its own. --json always does.",
 )
 @click.option("--tree", is_flag=True, is_eager=True, help="Show the modules with their parameters, sizes and dtypes.")
@@ -73,7 +73,7 @@ def _only_with(name: str) -> Any:
     "--depth",
     type=click.IntRange(min=0),
     metavar="N",
-    callback=_only_with("tree"),
+    callback=_require_flag("tree"),
     help="With --tree, the number of levels. Default: all.",
 )
 @click.option(
@@ -82,9 +82,9 @@ def _only_with(name: str) -> Any:
 @click.option("--sample", is_flag=True, help="With --stats, read at most 16 blocks of each tensor.")
 @click.option("--include", multiple=True, metavar="GLOB", help="List only tensors whose names match. Repeatable.")
 @click.option("--exclude", multiple=True, metavar="GLOB", help="Do not list tensors whose names match. Repeatable.")
-@options.running
-@options.as_json
-@options.moving
+@options.execution_options
+@options.json_option
+@options.transfer_options
 def inspect_command(
     src: str,
     tensors: bool,
@@ -93,7 +93,7 @@ def inspect_command(
     depth: int | None,
     as_json: bool,
     quiet: bool,
-    **chosen: Any,
+    **keywords: Any,
 ) -> None:
     """Show what a checkpoint holds, from its headers alone.
 
@@ -103,70 +103,72 @@ def inspect_command(
     from ckpt_tools import inspect
 
     try:
-        with progress("reading", quiet=quiet or not chosen["stats"]) as on_progress:
-            summary = inspect(src, on_progress=on_progress, **chosen)
+        with show_progress("reading", quiet=quiet or not keywords["stats"]) as on_progress:
+            summary = inspect(src, on_progress=on_progress, **keywords)
     except SeveralCheckpointsError:
-        if as_json or tensors or tree or chosen["stats"] or not _show_run(src, chosen["storage_options"]):
+        if as_json or tensors or tree or keywords["stats"] or not _show_run_listing(src, keywords["storage_options"]):
             raise
         return
     if as_json:
-        found = summary.to_json(tensors=tensors)
-        print_json(found | {"modules": [each.to_json() for each in summary.modules(depth)]} if tree else found)
+        summary_json = summary.to_json(tensors=tensors)
+        print_json(
+            summary_json | {"modules": [each.to_json() for each in summary.modules(depth)]} if tree else summary_json
+        )
         return
     if tensors and list_all:
         header = ("tensor", "slot", "kind", "dtype", "shape", "bytes", "shards")
-        say_columns(header, map(_cells, summary.tensors), right=(5, 6))
+        print_table(header, map(_format_cells, summary.tensors), right_aligned=(5, 6))
     elif tensors:
-        _show_collapsed(summary.lines())
+        _show_collapsed_tensors(summary.lines())
     if tree:
-        _space(after=tensors)
+        _print_separator(is_needed=tensors)
         _show_tree(summary.modules(depth))
     if summary.stats is not None:
-        _space(after=tensors or tree)
+        _print_separator(is_needed=tensors or tree)
         _show_stats(summary.stats)
-    if not (tensors or tree or chosen["stats"]):
+    if not (tensors or tree or keywords["stats"]):
         _show_summary(summary)
 
 
-def _space(*, after: bool) -> None:
-    if after:
+def _print_separator(*, is_needed: bool) -> None:
+    if is_needed:
         echo("")
 
 
 def _show_summary(summary: Summary) -> None:
-    say_pairs((printable(name), printable(value)) for name, value in _rows(summary))
+    print_pairs((printable(name), printable(value)) for name, value in _list_summary_rows(summary))
     show_notes(summary.notes, MAX_NOTES)
 
 
-def _show_run(src: str, storage_options: Mapping[str, str]) -> bool:
+def _show_run_listing(src: str, storage_options: Mapping[str, str]) -> bool:
     """``ls`` of a folder of checkpoints; False if it is not one."""
     from ckpt_tools import ls
     from ckpt_tools.cli.runs import show_listing
 
-    found = ls(src, storage_options=storage_options).checkpoints
-    names = [each.name for each in found if each.name != "."]
+    checkpoints = ls(src, storage_options=storage_options).checkpoints
+    names = [each.name for each in checkpoints if each.name != "."]
     if len(names) < 2:
         return False
-    show_listing(found)
-    place = src.rstrip("/")
-    named = f"{place}/{names[0]}" if "@" in place else f"{place}@latest or {place}/{names[0]}"
-    say(printable(f"{count(len(names), 'checkpoint')}; name one: {named}"))
+    show_listing(checkpoints)
+    url = src.rstrip("/")
+    example_urls = f"{url}/{names[0]}" if "@" in url else f"{url}@latest or {url}/{names[0]}"
+    print_wrapped(printable(f"{count(len(names), 'checkpoint')}; name one: {example_urls}"))
     return True
 
 
-def _rows(summary: Summary) -> Iterator[tuple[str, str]]:
+def _list_summary_rows(summary: Summary) -> Iterator[tuple[str, str]]:
     yield "source", summary.source
     yield "format", summary.format
-    yield "step", _known(summary.step)
-    yield "epoch", _known(summary.epoch)
-    yield "world size", _known(summary.world_size)
+    yield "step", _format_if_known(summary.step)
+    yield "epoch", _format_if_known(summary.epoch)
+    yield "world size", _format_if_known(summary.world_size)
     yield "parameters", f"{summary.num_parameters:,}"
     shards = f"{count(summary.num_shards, 'shard')} of {count(summary.num_files, 'file')}"
     yield "tensors", f"{tensor_count(summary.tensors_by_role)} in {shards}"
     yield "size", f"{size(summary.num_bytes)} of tensors in {size(summary.file_bytes)} of files"
     yield "dtypes", ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in summary.bytes_by_dtype.items())
     yield "optimizer", ", ".join(summary.optimizer_slots) or "none"
-    yield from _group_rows(summary)
+    yield from _list_group_rows(summary)
     if summary.aliases:
         yield "tied", ties(summary.aliases)
     if summary.values:
@@ -176,94 +178,98 @@ def _rows(summary: Summary) -> Iterator[tuple[str, str]]:
     if summary.wrapping:
         yield "wrappers", f"{listed(summary.wrapping)} in names; {option('strip', 'auto')} takes them off"
     for name, value in islice(summary.extras.items(), MAX_NOTES):
-        yield _cut(name), _folded(value)
+        yield _shorten_name(name), _format_value(value)
     if len(summary.extras) > MAX_NOTES:
         yield "", f"and {count(len(summary.extras) - MAX_NOTES, 'more entry', 'more entries')}; see --json"
 
 
-def _known(number: int | float | None) -> str:
+def _format_if_known(number: int | float | None) -> str:
     return "unknown" if number is None else f"{number:,}"
 
 
-def _cut(name: str) -> str:
+def _shorten_name(name: str) -> str:
     return name if len(name) <= MAX_NAME_CHARS else f"{name[: MAX_NAME_CHARS - 3]}..."
 
 
-def _folded(value: Any) -> str:
+def _format_value(value: Any) -> str:
     """``value`` on one line. If it is long, what is long in it is shown as its size, and else the whole of it."""
     if len(one_line(value, MAX_VALUE_CHARS)) < MAX_VALUE_CHARS or not isinstance(value, dict | list):
         return one_line(value, MAX_VALUE_CHARS)
     if isinstance(value, dict):
-        short = {name: _size_if_long(part) for name, part in value.items()}
+        short = {name: _replace_if_long(part) for name, part in value.items()}
         if len(text := one_line(short, MAX_VALUE_CHARS)) < MAX_VALUE_CHARS:
             return text
-    return f"{_num_items(value)}; see --json"
+    return f"{_count_items(value)}; see --json"
 
 
-def _size_if_long(part: Any) -> Any:
+def _replace_if_long(part: Any) -> Any:
     is_long = isinstance(part, dict | list) and len(one_line(part, MAX_PART_CHARS)) == MAX_PART_CHARS
-    return f"<{_num_items(part)}>" if is_long else part
+    return f"<{_count_items(part)}>" if is_long else part
 
 
-def _num_items(value: dict[str, Any] | list[Any]) -> str:
+def _count_items(value: dict[str, Any] | list[Any]) -> str:
     return count(len(value), "key" if isinstance(value, dict) else "item")
 
 
-def _group_rows(summary: Summary) -> Iterator[tuple[str, str]]:
+def _list_group_rows(summary: Summary) -> Iterator[tuple[str, str]]:
     groups = summary.groups
     if not groups:
         return
     total = sum(group.num_tensors for group in groups)
     yield "groups", f"{count(len(groups), 'parameter group')} of {count(total, 'parameter')}"
     for number, group in enumerate(groups[:MAX_NOTES]):
-        said = {name: value for name, value in group.options.items() if value is not None and value is not False}
-        first = {name: said[name] for name in FIRST_OPTIONS if name in said}
+        set_options = {name: value for name, value in group.options.items() if value is not None and value is not False}
+        first_options = {name: set_options[name] for name in FIRST_OPTIONS if name in set_options}
         yield (
             f"  group {number}",
-            f"{count(group.num_tensors, 'parameter')}; {one_line({**first, **said}, MAX_VALUE_CHARS)}",
+            f"{count(group.num_tensors, 'parameter')}; {one_line({**first_options, **set_options}, MAX_VALUE_CHARS)}",
         )
     if len(groups) > MAX_NOTES:
         yield "", f"and {count(len(groups) - MAX_NOTES, 'more group')}; see --json"
 
 
-def _cells(tensor: TensorSummary) -> tuple[str, ...]:
-    texts = (tensor.name, tensor.slot, tensor.kind, tensor.dtype, _shape(tensor.shape))
+def _format_cells(tensor: TensorSummary) -> tuple[str, ...]:
+    texts = (tensor.name, tensor.slot, tensor.kind, tensor.dtype, _format_shape(tensor.shape))
     return (*map(printable, texts), f"{tensor.num_bytes:,}", f"{tensor.num_shards:,}")
 
 
-def _shape(shape: Sequence[int]) -> str:
+def _format_shape(shape: Sequence[int]) -> str:
     return " x ".join(map(str, shape)) or "scalar"
 
 
-def _show_collapsed(lines: Sequence[TensorLine]) -> None:
+def _show_collapsed_tensors(lines: Sequence[TensorLine]) -> None:
     """Print a line for all tensors that differ in the numbers in their names. Slots are shown if there are others than
     weights."""
-    slots = [", ".join(slot if kind in ("parameter", "state") else kind for slot, kind in line.slots) for line in lines]
-    has_slots = set(slots) - {"weight"}
+    slot_texts = [
+        ", ".join(slot if kind in ("parameter", "state") else kind for slot, kind in line.slots) for line in lines
+    ]
+    has_slots = set(slot_texts) - {"weight"}
     header = ("tensor", "shape", "dtype", "count", "size", *(["slots"] if has_slots else []))
     rows = [
         (
             printable(str(line.names)),
-            _shape(line.shape),
+            _format_shape(line.shape),
             line.dtype,
             f"x{len(line.names):,}",
             size(line.num_bytes),
             *([printable(each)] if has_slots else []),
         )
-        for line, each in zip(lines, slots, strict=True)
+        for line, each in zip(lines, slot_texts, strict=True)
     ]
-    say_columns(header, rows, right=(3, 4))
+    print_table(header, rows, right_aligned=(3, 4))
 
 
 def _show_tree(rows: Sequence[ModuleSummary]) -> None:
     """Print the modules; on a terminal each below the one that it is in, in a pipe by their whole names. The optimizer
     has a column if its state is there."""
-    is_terminal = columns(sys.stdout) is not None
+    is_terminal = get_terminal_width(sys.stdout) is not None
     has_state = any(each.state_bytes for each in rows)
     header = ("module", "parameters", "weights", *(["optimizer"] if has_state else []), "dtypes")
     cells = [
         (
-            printable(f"{GAP * each.depth}{each.name.rpartition('.')[2] or '.'}" if is_terminal else each.name or "."),
+            printable(
+                f"{INDENT * each.depth}{each.name.rpartition('.')[2] or '.'}" if is_terminal else each.name or "."
+            ),
             f"{each.num_parameters:,}",
             size(each.weight_bytes),
             *([size(each.state_bytes)] if has_state else []),
@@ -271,7 +277,7 @@ def _show_tree(rows: Sequence[ModuleSummary]) -> None:
         )
         for each in rows
     ]
-    say_columns(header, cells, right=range(1, len(header) - 1))
+    print_table(header, cells, right_aligned=range(1, len(header) - 1))
 
 
 def _show_stats(stats: Iterable[TensorStats]) -> None:
@@ -281,37 +287,40 @@ def _show_stats(stats: Iterable[TensorStats]) -> None:
     rows = [(each, prod(each.shape)) for each in stats]
     is_sample = any(each.num_read < numel and each.min is not None for each, numel in rows)
     header = ("tensor", "slot", "min", "max", "mean", "norm", "zeros", "NaN", "Inf", *(["read"] if is_sample else []))
-    say_columns(
+    print_table(
         header,
         [
             (
                 *map(printable, (each.name, each.slot)),
-                *map(_number, (each.min, each.max, each.mean, each.norm, each.num_zeros, each.num_nan, each.num_inf)),
+                *map(
+                    _format_number,
+                    (each.min, each.max, each.mean, each.norm, each.num_zeros, each.num_nan, each.num_inf),
+                ),
                 *([f"{each.num_read:,} of {numel:,}"] if is_sample else []),
             )
             for each, numel in rows
         ],
-        right=range(2, len(header)),
+        right_aligned=range(2, len(header)),
     )
 
 
-def _number(value: int | float | None) -> str:
+def _format_number(value: int | float | None) -> str:
     return "-" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-@click.command("cat", cls=options.Command, examples=("ckpt-tools cat run/step-1000 'encoder.weight[0:2, :]'",))
-@options.source
+@click.command("cat", cls=options.ConverterCommand, examples=("ckpt-tools cat run/step-1000 'encoder.weight[0:2, :]'",))
+@options.source_argument
 @click.argument("name", metavar="'NAME[INDEX]'")
 @click.option(
     "--slot",
     metavar="SLOT",
     help="What of the parameter: weight, master, exp_avg, ... Default: its master if there is one, else the weight.",
 )
-@options.reading
+@options.reading_options
 @click.option("--all", "list_all", is_flag=True, help="Print every element. Default: of more than 1,000, the edges.")
-@options.as_json
-@options.talking
-def cat_command(src: str, name: str, list_all: bool, as_json: bool, quiet: bool, **chosen: Any) -> None:
+@options.json_option
+@options.output_options
+def cat_command(src: str, name: str, list_all: bool, as_json: bool, quiet: bool, **keywords: Any) -> None:
     """Print a part of one tensor, as numpy prints it. Only that part is read.
 
     INDEX has integers, slices and an ellipsis, as numpy takes them: 'encoder.weight[0:2, :]'. --json prints every
@@ -319,24 +328,26 @@ def cat_command(src: str, name: str, list_all: bool, as_json: bool, quiet: bool,
     """
     from ckpt_tools import cat
 
-    found = cat(src, name, **chosen)
+    tensor_slice = cat(src, name, **keywords)
     if as_json:
-        print_json(found.to_json())
+        print_json(tensor_slice.to_json())
         return
-    width = columns(sys.stdout)
-    echo(found.text(all=list_all, **({} if width is None else {"width": width - 1})))
+    width = get_terminal_width(sys.stdout)
+    echo(tensor_slice.text(all=list_all, **({} if width is None else {"width": width - 1})))
 
 
-@click.command("formats", cls=options.Command, examples=("ckpt-tools formats",))
-@options.as_json
-@options.verbose
+@click.command("formats", cls=options.ConverterCommand, examples=("ckpt-tools formats",))
+@options.json_option
+@options.verbosity_options
 def formats_command(as_json: bool) -> None:
     """List the formats that can be read and written."""
     from ckpt_tools import list_formats
 
-    found = list_formats()
+    formats = list_formats()
     if as_json:
-        print_json([row.to_json() for row in found])
+        print_json([row.to_json() for row in formats])
         return
-    rows = [(row.name, "yes" if row.reads else "", "yes" if row.writes else "", row.holds, row.about) for row in found]
-    say_columns(("format", "read", "write", "holds", "description"), rows)
+    rows = [
+        (row.name, "yes" if row.reads else "", "yes" if row.writes else "", row.holds, row.about) for row in formats
+    ]
+    print_table(("format", "read", "write", "holds", "description"), rows)

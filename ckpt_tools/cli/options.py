@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast, get_args
 import click
 
 from ckpt_tools.cli import reporting
-from ckpt_tools.cli.render import PROGRESS, is_typed, keep_progress
+from ckpt_tools.cli.render import PROGRESS_MODES, is_typed, store_progress_mode
 from ckpt_tools.core.option_names import (
     DEFAULT_MEMORY,
     DEFAULT_RUNNER,
@@ -22,7 +22,7 @@ from ckpt_tools.core.option_names import (
     canonical,
     with_aliases,
 )
-from ckpt_tools.help_text import Grouped, Headings
+from ckpt_tools.help_text import GroupedCommand, Headings
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
@@ -86,32 +86,32 @@ HEADINGS: Headings = {
 """Parameters by heading of the help; those of conversions as in the docstring of ``ckpt_tools.convert``."""
 
 
-class Command(Grouped):
+class ConverterCommand(GroupedCommand):
     """A command of the converter."""
 
     headings = HEADINGS
 
 
-class DTypes(click.Choice[str]):
+class DTypeChoice(click.Choice[str]):
     """The dtypes of ``--dtype``, and their aliases."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return super().convert(canonical("dtype", value), param, ctx)
 
 
-def together(*decorators: Callable[[Any], Any]) -> Callable[[Decorated], Decorated]:
+def combine_decorators(*decorators: Callable[[Any], Any]) -> Callable[[Decorated], Decorated]:
     """One decorator for several options, in their order."""
 
-    def apply(command: Decorated) -> Decorated:
+    def decorate(command: Decorated) -> Decorated:
         for decorator in reversed(decorators):
             command = decorator(command)
         return command
 
-    return apply
+    return decorate
 
 
-def _pairs(context: click.Context, option: click.Parameter, given: tuple[str, ...]) -> dict[str, str]:
-    pairs = [each.partition("=") for each in given]
+def _parse_pairs(context: click.Context, option: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
+    pairs = [each.partition("=") for each in values]
     for name, equals, _ in pairs:
         if not name or not equals:
             raise click.BadParameter("it is not KEY=VALUE")
@@ -122,18 +122,18 @@ def _pairs(context: click.Context, option: click.Parameter, given: tuple[str, ..
     return {name: value for name, _, value in pairs}
 
 
-storage = click.option(
+storage_option = click.option(
     "--storage-option",
     "storage_options",
     multiple=True,
     metavar="KEY=VALUE",
-    callback=_pairs,
+    callback=_parse_pairs,
     help="An option of the store, e.g. endpoint_url=http://host:9000. Repeatable.",
 )
 
-source = together(click.argument("src", metavar="SRC"), storage)
+source_argument = combine_decorators(click.argument("src", metavar="SRC"), storage_option)
 
-reading = together(
+reading_options = combine_decorators(
     click.option(
         "--from",
         "from_",
@@ -158,18 +158,18 @@ reading = together(
 )
 
 
-def state(text: str) -> Callable[[Decorated], Decorated]:
+def state_option(help_text: str) -> Callable[[Decorated], Decorated]:
     """``--state`` with the help that a command gives it."""
-    return click.option("--state", type=click.Choice(STATES), help=text)
+    return click.option("--state", type=click.Choice(STATES), help=help_text)
 
 
-weights = click.option(
+weights_option = click.option(
     "--weights",
     type=click.Choice(WEIGHTS),
     help=f"The copy of a weight to use: its fp32 master if there is one, or the model's. Default: {DEFAULT_WEIGHTS}.",
 )
 
-naming = together(
+naming_options = combine_decorators(
     click.option("--include", multiple=True, metavar="GLOB", help="Take only tensors whose names match. Repeatable."),
     click.option("--exclude", multiple=True, metavar="GLOB", help="Leave out tensors whose names match. Repeatable."),
     click.option(
@@ -199,51 +199,51 @@ naming = together(
     ),
 )
 
-like = click.option(
+like_option = click.option(
     "--like",
     metavar="DIR",
     help="A model that the output is to be like: its names, shapes, dtypes, files and config.json, and the recipe that "
     "leads to them.",
 )
 
-untie = click.option(
+untie_option = click.option(
     "--untie",
     is_flag=True,
     help="Write embeddings and head as two tensors, and tie_word_embeddings in config.json as false.",
 )
 
-sizes = click.option(
+sizes_config_option = click.option(
     "--config",
     metavar="DIR",
     help="The folder of config.json, for the sizes of a recipe and for --dequantize. Default: beside the source.",
 )
 
-choosing = together(
+selection_options = combine_decorators(
     click.option(
         "--dtype",
-        type=DTypes(DTYPE_NAMES),
+        type=DTypeChoice(DTYPE_NAMES),
         metavar="DTYPE",
         help=f"Cast the weights to this type, and nothing else: {with_aliases('dtype', DTYPE_NAMES)}.",
     ),
-    weights,
+    weights_option,
     click.option("--buffers", multiple=True, metavar="GLOB", help="Tensors that are buffers of the model. Repeatable."),
-    naming,
+    naming_options,
 )
 
-workers = click.option(
+workers_option = click.option(
     "--workers", type=click.IntRange(min=1), metavar="N", help="Number of threads. Default: one for each processor."
 )
 
-running = together(
+execution_options = combine_decorators(
     click.option(
         "--memory",
         metavar="SIZE",
         help=f"Peak memory of the whole process. Default: {DEFAULT_MEMORY}, or more if the index needs more.",
     ),
-    workers,
+    workers_option,
 )
 
-clustering = together(
+cluster_options = combine_decorators(
     click.option(
         "--runner",
         type=click.Choice(RUNNERS),
@@ -260,23 +260,23 @@ DEFAULT_TOP = 20
 """As many differences fit on a screen with their summary."""
 
 
-def _top(command: Decorated) -> Decorated:
+def _resolve_top(command: Decorated) -> Decorated:
     """Give the command ``top``: how many differences it lists, None for all."""
 
     @wraps(command)
-    def run(*, top: int | None, list_all: bool, **chosen: Any) -> Any:
+    def run(*, top: int | None, list_all: bool, **keywords: Any) -> Any:
         if top is not None and list_all:
             context = click.get_current_context()
-            typed = [is_typed(context, name) for name in ("top", "list_all")]
-            if all(typed):
+            is_typed_by_option = [is_typed(context, name) for name in ("top", "list_all")]
+            if all(is_typed_by_option):
                 raise click.UsageError("--top and --all cannot be combined: --all lists every difference", context)
-            list_all = typed != [True, False]
-        return command(top=None if list_all else top or DEFAULT_TOP, **chosen)
+            list_all = is_typed_by_option != [True, False]
+        return command(top=None if list_all else top or DEFAULT_TOP, **keywords)
 
     return cast("Decorated", run)
 
 
-listing = together(
+listing_options = combine_decorators(
     click.option(
         "--top",
         type=click.IntRange(min=1),
@@ -284,56 +284,56 @@ listing = together(
         help=f"List the N largest differences. Default: {DEFAULT_TOP}.",
     ),
     click.option("--all", "list_all", is_flag=True, help="List every difference."),
-    _top,
+    _resolve_top,
 )
 
-as_json = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 
 
-def _choose_form(context: click.Context, option: click.Parameter, form: str | None) -> None:
+def _set_log_format(context: click.Context, option: click.Parameter, form: str | None) -> None:
     """Set the format. Words before the command are stronger than settings."""
     if is_typed(context, "log_format") or not is_typed(context.find_root(), "log_format"):
-        reporting.choose(form=form)
+        reporting.set_log_options(form=form)
 
 
-def _choose_verbose(context: click.Context, option: click.Parameter, is_verbose: bool) -> None:
-    reporting.choose(verbose=is_verbose)
+def _set_verbose(context: click.Context, option: click.Parameter, is_verbose: bool) -> None:
+    reporting.set_log_options(verbose=is_verbose)
 
 
-verbose = together(
+verbosity_options = combine_decorators(
     click.option(
         "--verbose",
         "-v",
         is_flag=True,
         is_eager=True,
         expose_value=False,
-        callback=_choose_verbose,
+        callback=_set_verbose,
         help="Show decisions, where settings are from, and the traceback of an error.",
     ),
     click.option(
         "--log-format",
-        type=click.Choice(reporting.FORMS),
+        type=click.Choice(reporting.LOG_FORMATS),
         is_eager=True,
         expose_value=False,
-        callback=_choose_form,
+        callback=_set_log_format,
         help="Write errors and notices on stderr as text or as a line of JSON each. Default: text.",
     ),
 )
 
-quiet = click.option("--quiet", "-q", is_flag=True, help="Show no progress and no lines about retries.")
+quiet_option = click.option("--quiet", "-q", is_flag=True, help="Show no progress and no lines about retries.")
 
-talking = together(quiet, verbose)
+output_options = combine_decorators(quiet_option, verbosity_options)
 
-moving = together(
+transfer_options = combine_decorators(
     click.option(
         "--progress",
-        type=click.Choice(PROGRESS),
+        type=click.Choice(PROGRESS_MODES),
         expose_value=False,
-        callback=keep_progress,
+        callback=store_progress_mode,
         metavar="MODE",
         help="Show progress as a bar on a terminal and lines elsewhere (auto), as lines (plain), as JSON on a line "
         "each (json), or not (none). Default: auto.",
     ),
-    talking,
+    output_options,
 )
 """Of commands that move bytes."""

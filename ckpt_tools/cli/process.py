@@ -12,33 +12,33 @@ import gc
 import os
 import sys
 
-from ckpt_tools.signals import ending, unheeded_at_exit
+from ckpt_tools.signals import exit_on_signals, ignore_signals_at_exit
 
-VARIABLE = "OPENBLAS_NUM_THREADS"
-NUM_OBJECTS = 50_000
+THREADS_VARIABLE = "OPENBLAS_NUM_THREADS"
+GC_THRESHOLD = 50_000
 
-_is_ours = VARIABLE not in os.environ
-os.environ.setdefault(VARIABLE, "1")
+_is_variable_set_here = THREADS_VARIABLE not in os.environ
+os.environ.setdefault(THREADS_VARIABLE, "1")
 
-_BEFORE = gc.get_threshold()
+_INITIAL_GC_THRESHOLDS = gc.get_threshold()
 
 
-def rest() -> None:
+def tune_for_short_command() -> None:
     """Let the collector run rarely."""
-    unheeded_at_exit()
-    gc.set_threshold(NUM_OBJECTS, *_BEFORE[1:])
+    ignore_signals_at_exit()
+    gc.set_threshold(GC_THRESHOLD, *_INITIAL_GC_THRESHOLDS[1:])
 
 
-def end(code: int) -> None:
+def prepare_exit(code: int) -> None:
     """End with ``code``, also if a signal asks to. Skip the collection at the end of the process, which takes 25 ms;
     not with torch, whose bindings report objects that are left on stderr."""
-    ending(code)
+    exit_on_signals(code)
     if "torch" not in sys.modules:
         gc.freeze()
 
 
-def give_back() -> None:
+def restore_settings() -> None:
     """Restore Python's and the user's settings, for a command that computes or runs for long."""
-    gc.set_threshold(*_BEFORE)
-    if _is_ours:
-        os.environ.pop(VARIABLE, None)
+    gc.set_threshold(*_INITIAL_GC_THRESHOLDS)
+    if _is_variable_set_here:
+        os.environ.pop(THREADS_VARIABLE, None)

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt_tools.cli import options
-from ckpt_tools.cli.group import SubGroup
+from ckpt_tools.cli.group import CommandGroup
 from ckpt_tools.cli.render import is_typed, print_json, show_notes
-from ckpt_tools.cli.wrapping import echo, say, say_columns
+from ckpt_tools.cli.wrapping import echo, print_table, print_wrapped
 from ckpt_tools.core.wording import count, listed, printable
 from ckpt_tools.errors import UsageError
 
@@ -20,19 +20,23 @@ WEIGHT = "weight"
 """The slot of a weight."""
 
 
-def _named(context: click.Context, argument: click.Parameter, given: str) -> str:
-    if not given:
+def _check_recipe_name(context: click.Context, argument: click.Parameter, recipe_name: str) -> str:
+    if not recipe_name:
         raise UsageError("RECIPE is empty; name a recipe or a file")
-    return given
+    return recipe_name
 
 
-_recipe = click.argument("recipe", metavar="RECIPE", callback=_named)
+_recipe_argument = click.argument("recipe", metavar="RECIPE", callback=_check_recipe_name)
 
 
 @click.group(
-    "recipes", cls=SubGroup, headings=options.HEADINGS, invoke_without_command=True, examples=("ckpt-tools recipes",)
+    "recipes",
+    cls=CommandGroup,
+    headings=options.HEADINGS,
+    invoke_without_command=True,
+    examples=("ckpt-tools recipes",),
 )
-@options.as_json
+@options.json_option
 @click.pass_context
 def recipes_command(context: click.Context, as_json: bool) -> None:
     """List the recipes, which map tensors from one model layout to another.
@@ -45,20 +49,20 @@ def recipes_command(context: click.Context, as_json: bool) -> None:
         return
     from ckpt_tools import list_recipes
 
-    found = list_recipes()
+    recipes = list_recipes()
     if as_json:
-        print_json([{name: value for name, value in each.to_json().items() if name != "text"} for each in found])
+        print_json([{name: value for name, value in each.to_json().items() if name != "text"} for each in recipes])
         return
     rows = [
         (each.name, each.left, each.right, f"{each.about}; also {', '.join(each.also)}" if each.also else each.about)
-        for each in found
+        for each in recipes
     ]
-    say_columns(("recipe", "left", "right", "description"), [tuple(map(printable, row)) for row in rows])
+    print_table(("recipe", "left", "right", "description"), [tuple(map(printable, row)) for row in rows])
 
 
-@recipes_command.command("show", cls=options.Command, examples=("ckpt-tools recipes show mixtral",))
-@_recipe
-@options.verbose
+@recipes_command.command("show", cls=options.ConverterCommand, examples=("ckpt-tools recipes show mixtral",))
+@_recipe_argument
+@options.verbosity_options
 def recipes_show_command(recipe: str) -> None:
     """Print the file of a recipe.
 
@@ -69,41 +73,43 @@ def recipes_show_command(recipe: str) -> None:
     echo(show_recipe(recipe).text.rstrip("\n"))
 
 
-@recipes_command.command("check", cls=options.Command, examples=("ckpt-tools recipes check mixtral run/step-1000",))
-@_recipe
-@options.source
+@recipes_command.command(
+    "check", cls=options.ConverterCommand, examples=("ckpt-tools recipes check mixtral run/step-1000",)
+)
+@_recipe_argument
+@options.source_argument
 @click.option("--inverse", is_flag=True, help="Read the recipe from right to left.")
-@options.sizes
-@options.reading
-@options.state("Map the weights alone, or the whole training state. Default: model.")
-@options.as_json
-@options.talking
-def recipes_check_command(recipe: str, src: str, as_json: bool, quiet: bool, **chosen: Any) -> None:
+@options.sizes_config_option
+@options.reading_options
+@options.state_option("Map the weights alone, or the whole training state. Default: model.")
+@options.json_option
+@options.output_options
+def recipes_check_command(recipe: str, src: str, as_json: bool, quiet: bool, **keywords: Any) -> None:
     """Show the tensors that a recipe makes of SRC, and those that each is from. Nothing is written.
 
     RECIPE is the name of a built-in recipe, or a TOML file.
     """
     from ckpt_tools import check_recipe
 
-    found = check_recipe(recipe, src, **chosen)
+    recipe_map = check_recipe(recipe, src, **keywords)
     if as_json:
-        print_json(found.to_json())
+        print_json(recipe_map.to_json())
     else:
-        _show(found)
+        _show_recipe_map(recipe_map)
 
 
-def _show(found: RecipeMap) -> None:
-    used, weights = found.recipe, [each for each in found.tensors if each.slot == WEIGHT]
+def _show_recipe_map(recipe_map: RecipeMap) -> None:
+    used_recipe, weights = recipe_map.recipe, [each for each in recipe_map.tensors if each.slot == WEIGHT]
     sources = {name for each in weights for name in each.sources}
     tensors = f"{count(len(sources), 'tensor')} to {count(len(weights), 'tensor')}"
-    say(printable(f"{used.name}: {used.before} to {used.after}, {tensors}"))
-    say_columns(("tensor", "dtype", "shape", "from"), map(_row, weights))
-    if len(found.tensors) > len(weights):
-        more = count(len(found.tensors) - len(weights), "more tensor")
-        say(f"and {more} of the optimizer, beside their weights; --json lists them")
-    show_notes(found.notes)
+    print_wrapped(printable(f"{used_recipe.name}: {used_recipe.before} to {used_recipe.after}, {tensors}"))
+    print_table(("tensor", "dtype", "shape", "from"), map(_format_row, weights))
+    if len(recipe_map.tensors) > len(weights):
+        more = count(len(recipe_map.tensors) - len(weights), "more tensor")
+        print_wrapped(f"and {more} of the optimizer, beside their weights; --json lists them")
+    show_notes(recipe_map.notes)
 
 
-def _row(tensor: MappedTensor) -> tuple[str, ...]:
+def _format_row(tensor: MappedTensor) -> tuple[str, ...]:
     shape = " x ".join(map(str, tensor.shape)) or "scalar"
     return tuple(map(printable, (tensor.name, tensor.dtype, shape, listed(tensor.sources))))

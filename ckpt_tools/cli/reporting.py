@@ -14,145 +14,150 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckpt_tools.cli.wrapping import columns, echo, say
+from ckpt_tools.cli.wrapping import echo, get_terminal_width, print_wrapped
 from ckpt_tools.core.wording import printable
-from ckpt_tools.credentials import without_secrets
-from ckpt_tools.help_text import filled
+from ckpt_tools.credentials import mask_secrets
+from ckpt_tools.help_text import wrap_words
 
 if TYPE_CHECKING:
     import logging
 
-FORMS = ("text", "json")
+LOG_FORMATS = ("text", "json")
 
-LINE_SECONDS = 2.0
+WARNING_INTERVAL_SECONDS = 2.0
 """Many threads may be retrying at once, each every few tenths of a second: one line this often is enough."""
 
-LOGGER = "ckpt_tools"
-NOTES = f"{LOGGER}.notes"
+LOGGER_NAME = "ckpt_tools"
+NOTES_LOGGER_NAME = f"{LOGGER_NAME}.notes"
 """The logger of notes, which a command prints with its result."""
 
 
 @dataclass(slots=True)
-class _State:
+class _LogOptions:
     """Form of the lines on stderr. It is known before words are parsed, because parsing may fail."""
 
-    form: str = FORMS[0]
-    verbose: bool = False
+    log_format: str = LOG_FORMATS[0]
+    is_verbose: bool = False
 
 
-_state = _State()
+_log_options = _LogOptions()
 
 
-def begin(words: Sequence[str]) -> None:
+def read_log_options(words: Sequence[str]) -> None:
     """Before words are parsed: look for ``--log-format`` and ``--verbose`` in them and in the environment."""
-    stated = os.environ.get("CKPT_TOOLS_LOG_FORMAT", FORMS[0])
-    for word, after in zip(words, [*words, ""][1:], strict=True):
+    log_format = os.environ.get("CKPT_TOOLS_LOG_FORMAT", LOG_FORMATS[0])
+    for word, next_word in zip(words, [*words, ""][1:], strict=True):
         if word == "--log-format" or word.startswith("--log-format="):
-            stated = after if word == "--log-format" else word.partition("=")[2]
-    _state.form = stated if stated in FORMS else FORMS[0]
-    _state.verbose = "--verbose" in words or "-v" in words
+            log_format = next_word if word == "--log-format" else word.partition("=")[2]
+    _log_options.log_format = log_format if log_format in LOG_FORMATS else LOG_FORMATS[0]
+    _log_options.is_verbose = "--verbose" in words or "-v" in words
 
 
-def choose(*, form: str | None = None, verbose: bool = False) -> None:
+def set_log_options(*, form: str | None = None, verbose: bool = False) -> None:
     """Set what the parsed options say."""
-    _state.form = form or _state.form
-    _state.verbose = verbose or _state.verbose
+    _log_options.log_format = form or _log_options.log_format
+    _log_options.is_verbose = verbose or _log_options.is_verbose
 
 
 def is_json() -> bool:
-    return _state.form == "json"
+    return _log_options.log_format == "json"
 
 
 def is_verbose() -> bool:
-    return _state.verbose
+    return _log_options.is_verbose
 
 
-def line(sentence: str, level: str, **more: object) -> str:
+def format_json_line(sentence: str, level: str, **fields: object) -> str:
     """One event as a line of JSON."""
     import json
     from datetime import UTC, datetime
 
-    when = datetime.now(UTC).isoformat(timespec="milliseconds")
-    return json.dumps({"time": when, "level": level, "message": without_secrets(sentence), **more})
+    timestamp = datetime.now(UTC).isoformat(timespec="milliseconds")
+    return json.dumps({"time": timestamp, "level": level, "message": mask_secrets(sentence), **fields})
 
 
-def notice(sentence: str, level: str, logger: str = LOGGER) -> None:
+def print_notice(sentence: str, level: str, logger: str = LOGGER_NAME) -> None:
     """Print a line on stderr; text wraps at the words."""
     if is_json():
-        lines = [line(sentence, level, logger=logger)]
+        lines = [format_json_line(sentence, level, logger=logger)]
     else:
-        width, text = columns(sys.stderr), without_secrets(sentence)
-        lines = filled(text, width) if width else [text]
+        width, text = get_terminal_width(sys.stderr), mask_secrets(sentence)
+        lines = wrap_words(text, width) if width else [text]
     # Not by click: it writes past the stream with which rich keeps its bar below what is printed.
     sys.stderr.write("\n".join(lines) + "\n")
     sys.stderr.flush()
 
 
-def explain(sentence: str, error: BaseException, code: int) -> None:
+def print_error(sentence: str, error: BaseException, code: int) -> None:
     """Print the sentence about ``error``; with ``--verbose`` the traceback too."""
-    traceback = _traceback() if is_verbose() else ""
+    traceback = _format_traceback() if is_verbose() else ""
     if is_json():
-        more = {"traceback": traceback} if traceback else {}
+        traceback_field = {"traceback": traceback} if traceback else {}
         message = sentence.removeprefix("Error: ")
-        kind = "UsageError" if isinstance(error, click.UsageError) else type(error).__name__
-        echo(line(message, "error", **{"class": kind, "exit_code": code}, **more), err=True)
+        class_name = "UsageError" if isinstance(error, click.UsageError) else type(error).__name__
+        echo(
+            format_json_line(message, "error", **{"class": class_name, "exit_code": code}, **traceback_field), err=True
+        )
         return
     if traceback:
         echo(traceback, err=True)
-    say(printable(sentence), err=True)
+    print_wrapped(printable(sentence), err=True)
 
 
-def _traceback() -> str:
+def _format_traceback() -> str:
     import traceback
 
-    return without_secrets(traceback.format_exc())
+    return mask_secrets(traceback.format_exc())
 
 
-def explain_usage(error: click.ClickException) -> None:
+def print_usage_error(error: click.ClickException) -> None:
     """Print an error of click: as text with the usage of the command."""
     if is_json():
-        explain(error.format_message(), error, error.exit_code)
+        print_error(error.format_message(), error, error.exit_code)
         return
-    shown = io.StringIO()
-    error.show(file=shown)
-    say(shown.getvalue().rstrip("\n"), err=True)
+    message = io.StringIO()
+    error.show(file=message)
+    print_wrapped(message.getvalue().rstrip("\n"), err=True)
 
 
 @contextmanager
-def heard(*, quiet: bool) -> Iterator[None]:
+def log_to_stderr(*, quiet: bool) -> Iterator[None]:
     """While inside, what the library logs is written to stderr: warnings, and with ``--verbose`` decisions too."""
     if quiet:
         yield
         return
     import logging
 
-    logger, handler = logging.getLogger(LOGGER), _handler()
-    before = logger.level
+    logger, handler = logging.getLogger(LOGGER_NAME), _make_handler()
+    previous_level = logger.level
     logger.addHandler(handler)
     if is_verbose():
         logger.setLevel(logging.INFO)
     try:
         yield
     finally:
-        logger.setLevel(before)
+        logger.setLevel(previous_level)
         logger.removeHandler(handler)
 
 
-def _handler() -> logging.Handler:
+def _make_handler() -> logging.Handler:
     import logging
 
     lock = threading.Lock()
-    last: dict[Any, float] = {}
+    last_seconds: dict[Any, float] = {}
 
-    class Handler(logging.Handler):
+    class NoticeHandler(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
-            if record.name == NOTES:
+            if record.name == NOTES_LOGGER_NAME:
                 return
             with lock:
                 now = time.monotonic()
-                if record.levelno == logging.WARNING and now - last.get(record.name, float("-inf")) < LINE_SECONDS:
+                if (
+                    record.levelno == logging.WARNING
+                    and now - last_seconds.get(record.name, float("-inf")) < WARNING_INTERVAL_SECONDS
+                ):
                     return
-                last[record.name] = now
-                notice(record.getMessage(), record.levelname.lower(), record.name)
+                last_seconds[record.name] = now
+                print_notice(record.getMessage(), record.levelname.lower(), record.name)
 
-    return Handler(logging.INFO if is_verbose() else logging.WARNING)
+    return NoticeHandler(logging.INFO if is_verbose() else logging.WARNING)

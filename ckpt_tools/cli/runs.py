@@ -9,18 +9,18 @@ import click
 
 from ckpt_tools.cli import options
 from ckpt_tools.cli.render import print_json
-from ckpt_tools.cli.wrapping import say, say_columns
+from ckpt_tools.cli.wrapping import print_table, print_wrapped
 from ckpt_tools.core.wording import count, printable, size
 
 if TYPE_CHECKING:
     from ckpt_tools.runs.report import RunCheckpoint
 
 
-@click.command("ls", cls=options.Command, examples=("ckpt-tools ls run",))
+@click.command("ls", cls=options.ConverterCommand, examples=("ckpt-tools ls run",))
 @click.argument("run", metavar="RUN")
-@options.storage
-@options.as_json
-@options.talking
+@options.storage_option
+@options.json_option
+@options.output_options
 def ls_command(run: str, as_json: bool, quiet: bool, storage_options: dict[str, str]) -> None:
     """List the checkpoints of a run, the newest first, and whether each is complete.
 
@@ -30,29 +30,37 @@ def ls_command(run: str, as_json: bool, quiet: bool, storage_options: dict[str, 
     """
     from ckpt_tools import ls
 
-    found = ls(run, storage_options=storage_options)
+    listing = ls(run, storage_options=storage_options)
     if as_json:
-        print_json(found.to_json())
+        print_json(listing.to_json())
         return
-    show_listing(found.checkpoints)
+    show_listing(listing.checkpoints)
 
 
 def show_listing(checkpoints: Iterable[RunCheckpoint]) -> None:
     header = ("checkpoint", "step", "time (UTC)", "size", "format", "ranks", "complete")
-    say_columns(header, map(_row, checkpoints), right=(1, 3, 5))
+    print_table(header, map(_format_row, checkpoints), right_aligned=(1, 3, 5))
 
 
-def _row(each: RunCheckpoint) -> tuple[str, ...]:
-    step = "" if each.step is None else f"{each.step:,}"
-    ranks = "" if each.world_size is None else str(each.world_size)
-    state = "yes" if each.problem is None else f"no: {each.problem}"
-    when = "" if each.time is None else each.time.replace("T", " ")[:16]
-    return printable(each.name), step, when, size(each.file_bytes), each.format, ranks, printable(state)
+def _format_row(checkpoint: RunCheckpoint) -> tuple[str, ...]:
+    step = "" if checkpoint.step is None else f"{checkpoint.step:,}"
+    ranks = "" if checkpoint.world_size is None else str(checkpoint.world_size)
+    completeness = "yes" if checkpoint.problem is None else f"no: {checkpoint.problem}"
+    timestamp = "" if checkpoint.time is None else checkpoint.time.replace("T", " ")[:16]
+    return (
+        printable(checkpoint.name),
+        step,
+        timestamp,
+        size(checkpoint.file_bytes),
+        checkpoint.format,
+        ranks,
+        printable(completeness),
+    )
 
 
 @click.command(
     "prune",
-    cls=options.Command,
+    cls=options.ConverterCommand,
     examples=(
         "ckpt-tools prune run --keep-last 3",
         "ckpt-tools prune run --keep-last 3 --keep-every 1000 --yes",
@@ -79,9 +87,9 @@ def _row(each: RunCheckpoint) -> tuple[str, ...]:
     "--allow-less", is_flag=True, help="Prune even if a new checkpoint that stays holds less than an older one."
 )
 @click.option("--yes", is_flag=True, help="Remove them. Default: list what would be removed.")
-@options.storage
-@options.as_json
-@options.talking
+@options.storage_option
+@options.json_option
+@options.output_options
 def prune_command(run: str, as_json: bool, quiet: bool, **rules: Any) -> None:
     """Remove old checkpoints of a run; without --yes, list what would be removed.
 
@@ -100,20 +108,20 @@ def prune_command(run: str, as_json: bool, quiet: bool, **rules: Any) -> None:
         (printable(each.name), "stays" if each.stays else verb, size(each.file_bytes), printable(each.reason))
         for each in report.checkpoints
     ]
-    say_columns(("checkpoint", "", "size", "reason"), rows, right=(2,))
+    print_table(("checkpoint", "", "size", "reason"), rows, right_aligned=(2,))
     amount = f"{count(report.num_files, 'file')}, {size(report.file_bytes)}"
     if report.is_removed or not report.num_files:
-        say(f"{amount} removed" if report.num_files else "nothing to remove")
+        print_wrapped(f"{amount} removed" if report.num_files else "nothing to remove")
     else:
-        say(f"{amount} would be removed; add --yes to remove them")
+        print_wrapped(f"{amount} would be removed; add --yes to remove them")
 
 
-@click.command("clean", cls=options.Command, examples=("ckpt-tools clean run/step-1000 --dry-run",))
+@click.command("clean", cls=options.ConverterCommand, examples=("ckpt-tools clean run/step-1000 --dry-run",))
 @click.argument("dst", metavar="DST")
-@options.storage
+@options.storage_option
 @click.option("--dry-run", is_flag=True, help="List the leftovers and remove nothing.")
-@options.as_json
-@options.verbose
+@options.json_option
+@options.verbosity_options
 def clean_command(dst: str, dry_run: bool, as_json: bool, storage_options: dict[str, str]) -> None:
     """Remove the leftovers of killed or failed runs at DST or beside it, and nothing else."""
     from ckpt_tools import clean
@@ -122,7 +130,7 @@ def clean_command(dst: str, dry_run: bool, as_json: bool, storage_options: dict[
     if as_json:
         print_json(report.to_json())
         return
-    for left in report.leftovers:
-        say(f"{left.url}: {left.kind}, {size(left.num_bytes)}")
-    done = f"{size(report.num_bytes)} {'removed' if report.is_removed else 'to be removed'}"
-    say(f"{report.destination}: {done if report.leftovers else 'no leftovers'}")
+    for leftover in report.leftovers:
+        print_wrapped(f"{leftover.url}: {leftover.kind}, {size(leftover.num_bytes)}")
+    outcome = f"{size(report.num_bytes)} {'removed' if report.is_removed else 'to be removed'}"
+    print_wrapped(f"{report.destination}: {outcome if report.leftovers else 'no leftovers'}")

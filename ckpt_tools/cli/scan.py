@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt_tools.cli import options
-from ckpt_tools.cli.forms import folder_of, form, say_markdown
+from ckpt_tools.cli.forms import find_source_folder, form_option, print_markdown
 from ckpt_tools.cli.render import print_json
-from ckpt_tools.cli.wrapping import say, say_item
+from ckpt_tools.cli.wrapping import print_item, print_wrapped
 from ckpt_tools.core.wording import count, listed, printable, size
 from ckpt_tools.errors import UnsafeError
 
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 @click.command(
     "scan",
-    cls=options.Command,
+    cls=options.ConverterCommand,
     examples=("ckpt-tools scan downloaded.bin", "ckpt-tools scan run --exclude '*.svg' --format sarif"),
 )
 @click.argument("src", metavar="SRC...", nargs=-1, required=True)
-@options.storage
+@options.storage_option
 @click.option(
     "--allow",
     multiple=True,
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 @click.option(
     "--exclude", multiple=True, metavar="GLOB", help="Do not look at files whose name or path matches. Repeatable."
 )
-@form("text", "json", "markdown", "sarif")
-@options.talking
+@form_option("text", "json", "markdown", "sarif")
+@options.output_options
 def scan_command(src: tuple[str, ...], form: str, quiet: bool, **scan_options: Any) -> None:
     """Prove that loading any file of SRC runs no code, or list what is not proved.
 
@@ -52,25 +52,27 @@ def scan_command(src: tuple[str, ...], form: str, quiet: bool, **scan_options: A
     from ckpt_tools import scan
 
     reports = [scan(each, **scan_options) for each in src]
-    found = _Found(src, reports, has_exclusions=bool(scan_options["exclude"]))
+    results = _ScanResults(src, reports, has_exclusions=bool(scan_options["exclude"]))
     if form == "json":
         print_json(reports[0].to_json() if len(reports) == 1 else [each.to_json() for each in reports])
     elif form == "sarif":
-        print_json(found.sarif())
+        print_json(results.to_sarif())
     elif form == "markdown":
-        found.say_markdown()
+        results.print_markdown()
     else:
-        found.say()
-    if found.num_findings:
-        raise UnsafeError(f"{listed(found.unsafe)} is not proved to be safe: {count(found.num_findings, 'finding')}")
+        results.print_text()
+    if results.num_findings:
+        raise UnsafeError(
+            f"{listed(results.unsafe)} is not proved to be safe: {count(results.num_findings, 'finding')}"
+        )
 
 
-class _Found:
+class _ScanResults:
     """The reports of several sources, as one result."""
 
     def __init__(self, sources: Sequence[str], reports: Sequence[ScanReport], *, has_exclusions: bool) -> None:
         self.has_exclusions = has_exclusions
-        self.reports, self.folders = reports, [folder_of(src) for src in sources]
+        self.reports, self.folders = reports, [find_source_folder(src) for src in sources]
         self.unsafe = [src for src, report in zip(sources, reports, strict=True) if not report.clean]
         self.num_findings = sum(report.num_findings for report in reports)
         self.allowed = sorted({name for report in reports for name in report.allowed})
@@ -78,44 +80,46 @@ class _Found:
         # The files of one source are named as it does.
         shown = self.folders if len(reports) > 1 else [""]
         pairs = zip(shown, reports, strict=True)
-        self.findings = [(self._file(folder, each), each) for folder, report in pairs for each in report.findings]
+        self.findings = [
+            (self._get_file_name(folder, each), each) for folder, report in pairs for each in report.findings
+        ]
 
-    def _file(self, folder: str, finding: Finding) -> str:
+    def _get_file_name(self, folder: str, finding: Finding) -> str:
         return f"{folder}/{finding.file}" if folder else finding.file
 
-    def sarif(self) -> dict[str, Any]:
+    def to_sarif(self) -> dict[str, Any]:
         """One log with a run for each source."""
         logs = [report.to_sarif(folder) for folder, report in zip(self.folders, self.reports, strict=True)]
         return {**logs[0], "runs": [run for log in logs for run in log["runs"]]}
 
-    def say(self) -> None:
+    def print_text(self) -> None:
         for file, finding in self.findings:
             place = f" ({finding.place})" if finding.place else ""
-            say_item(printable(f"{finding.danger.value}: {file}{place}"), printable(finding.what))
+            print_item(printable(f"{finding.danger.value}: {file}{place}"), printable(finding.what))
         if self.num_findings > len(self.findings):
-            say(f"and {self.num_findings - len(self.findings):,} more")
-        for line in self._lines():
-            say(line)
+            print_wrapped(f"and {self.num_findings - len(self.findings):,} more")
+        for line in self._list_totals():
+            print_wrapped(line)
 
-    def say_markdown(self) -> None:
+    def print_markdown(self) -> None:
         title = f"ckpt-tools scan: {listed([report.source for report in self.reports])}"
         verdict = f"{count(self.num_findings, 'finding')}" if self.num_findings else "nothing is found"
         rows = [(each.danger.value, file, each.place, each.what) for file, each in self.findings]
-        say_markdown(title, [verdict, *self._lines()], ("danger", "file", "place", "what"), rows)
+        print_markdown(title, [verdict, *self._list_totals()], ("danger", "file", "place", "what"), rows)
 
-    def _lines(self) -> list[str]:
+    def _list_totals(self) -> list[str]:
         """Totals of the proof, and the names that are or could be allowed."""
         files, num_bytes = (sum(getattr(each, name) for each in self.reports) for name in ("num_files", "num_bytes"))
-        pickles = sum(each.num_pickles for each in self.reports)
-        proved = f"{count(files, 'file')} ({size(num_bytes)}), {count(pickles, 'pickle')}"
-        configurations = sum(each.num_configurations for each in self.reports)
-        excluded = sum(len(each.excluded) for each in self.reports)
-        is_whole = not (self.num_findings or configurations or excluded)
-        lines = [f"nothing would run: proved {proved}" if is_whole else f"proved: {proved}"]
-        if configurations:
-            lines.append(f"configuration, not proved: {count(configurations, 'file')}")
+        num_pickles = sum(each.num_pickles for each in self.reports)
+        proved_text = f"{count(files, 'file')} ({size(num_bytes)}), {count(num_pickles, 'pickle')}"
+        num_configurations = sum(each.num_configurations for each in self.reports)
+        num_excluded = sum(len(each.excluded) for each in self.reports)
+        is_everything_proved = not (self.num_findings or num_configurations or num_excluded)
+        lines = [f"nothing would run: proved {proved_text}" if is_everything_proved else f"proved: {proved_text}"]
+        if num_configurations:
+            lines.append(f"configuration, not proved: {count(num_configurations, 'file')}")
         if self.has_exclusions:  # also if no name matches: the glob may be mistyped
-            lines.append(f"excluded by you, not looked at: {count(excluded, 'file')}")
+            lines.append(f"excluded by you, not looked at: {count(num_excluded, 'file')}")
         if any(finding.danger.value == "configuration" for _, finding in self.findings):
             lines.append("if the programs that will read it import no names in configuration: --allow-configuration")
         if self.allowed:

@@ -15,93 +15,98 @@ from typing import Any, NamedTuple
 import click
 
 from ckpt_tools.arguments import check_not_empty
-from ckpt_tools.cli.beside import BesideCommand
-from ckpt_tools.credentials import remember_words
+from ckpt_tools.cli.beside import ExternalCommand
+from ckpt_tools.credentials import remember_secrets_in_words
 from ckpt_tools.errors import UsageError
 
 PREFIX = "CKPT_TOOLS_"
-FILE = f"{PREFIX}SETTINGS"
-INTERNAL = frozenset({FILE, f"{PREFIX}RUN_MARK", f"{PREFIX}TEST_MARK"})
+FILE_VARIABLE = f"{PREFIX}SETTINGS"
+INTERNAL_VARIABLES = frozenset({FILE_VARIABLE, f"{PREFIX}RUN_MARK", f"{PREFIX}TEST_MARK"})
 """Variables beside those of options: the file, and marks that find the processes of a run."""
 
-NO_SETTINGS = frozenset({"help", "settings", "version"})
+OPTIONS_WITHOUT_SETTINGS = frozenset({"help", "settings", "version"})
 
-GRAVE = frozenset({"allow", "allow_less", "incomplete", "overwrite", "yes"})
+DESTRUCTIVE_OPTIONS = frozenset({"allow", "allow_less", "incomplete", "overwrite", "yes"})
 """Parameters that remove or replace something or vouch for code. A file has them in the table of a command alone, and
 stderr says so when they are used."""
 
 _FLAGS = {"1": True, "true": True, "0": False, "false": False}
 
 
-class Lent(NamedTuple):
-    """A value of ``option`` that was not typed; ``where`` names the variable, or the file with its key."""
+class DefaultFromSettings(NamedTuple):
+    """A value of ``option`` that was not typed; ``origin`` names the variable, or the file with its key."""
 
     option: str
     value: Any
-    where: str
+    origin: str
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
-    """``keys`` are those for all commands, ``tables`` those of one by its words, of the file ``name``."""
+class CommandSettings:
+    """``keys`` are those for all commands, ``tables`` those of one by its words, of the file ``file_name``."""
 
     variables: Mapping[str, str]
     keys: Mapping[str, Any]
     tables: Mapping[tuple[str, ...], Mapping[str, Any]]
-    name: str
+    file_name: str
 
-    def of(self, context: click.Context, words: tuple[str, ...]) -> Mapping[str, Lent]:
+    def find_defaults(self, context: click.Context, words: tuple[str, ...]) -> Mapping[str, DefaultFromSettings]:
         """Values for the command that is typed as ``words``, by parameter. Raises ``UsageError`` for a bad one."""
-        found: dict[str, Lent] = {}
-        for option in _options(context.command):
-            lent = self._lent(option, words)
-            if lent is not None:
-                found[str(option.name)] = _checked(option, lent, context)
-        return found
+        defaults: dict[str, DefaultFromSettings] = {}
+        for option in _list_options(context.command):
+            default = self._find_default(option, words)
+            if default is not None:
+                defaults[str(option.name)] = _check_default(option, default, context)
+        return defaults
 
-    def _lent(self, option: click.Option, words: tuple[str, ...]) -> Lent | None:
-        key = _key(option)
-        if _variable(key) in self.variables:
-            where = _variable(key)
-            return Lent(f"--{key}", _of_text(option, self.variables[where], where), where)
+    def _find_default(self, option: click.Option, words: tuple[str, ...]) -> DefaultFromSettings | None:
+        key = _get_option_key(option)
+        if _get_variable_name(key) in self.variables:
+            origin = _get_variable_name(key)
+            return DefaultFromSettings(f"--{key}", _parse_variable(option, self.variables[origin], origin), origin)
         for title, table in ((f"[{'.'.join(words)}] ", self.tables.get(words, {})), ("", self.keys)):
             if key in table:
-                where = f"{title}{key} in {self.name}"
-                return Lent(f"--{key}", _of_file(option, table[key], where), where)
+                origin = f"{title}{key} in {self.file_name}"
+                return DefaultFromSettings(f"--{key}", _parse_file_value(option, table[key], origin), origin)
         return None
 
 
-def load(group: click.Group, named: str | None) -> Settings:
-    """The settings of this process; ``named`` is the file of ``--settings``. Raises ``UsageError``."""
-    own = {key: text for key, text in os.environ.items() if key.startswith(PREFIX) and key not in INTERNAL}
-    file = _file(named)
-    if not own and file is None:
-        return Settings({}, {}, {}, "")
-    commands = dict(_commands(group))
-    known = {_key(option) for command in commands.values() for option in _options(command)}
-    for variable in own:
-        if variable not in map(_variable, known):
-            raise UsageError(f"{variable} is not the variable of an option{_nearest(variable, map(_variable, known))}")
+def load_settings(group: click.Group, settings_file: str | None) -> CommandSettings:
+    """The settings of this process; ``settings_file`` is the file of ``--settings``. Raises ``UsageError``."""
+    variables = {
+        key: text for key, text in os.environ.items() if key.startswith(PREFIX) and key not in INTERNAL_VARIABLES
+    }
+    file = _find_settings_file(settings_file)
+    if not variables and file is None:
+        return CommandSettings({}, {}, {}, "")
+    commands = dict(_iterate_commands(group))
+    known_keys = {_get_option_key(option) for command in commands.values() for option in _list_options(command)}
+    for variable in variables:
+        if variable not in map(_get_variable_name, known_keys):
+            raise UsageError(
+                f"{variable} is not the variable of an "
+                f"option{_suggest_nearest(variable, map(_get_variable_name, known_keys))}"
+            )
     if file is None:
-        return Settings(own, {}, {}, "")
-    keys, tables = _parts(_parsed(file), commands, str(file))
-    return Settings(own, keys, tables, str(file))
+        return CommandSettings(variables, {}, {}, "")
+    keys, tables = _split_tables(_parse_settings_file(file), commands, str(file))
+    return CommandSettings(variables, keys, tables, str(file))
 
 
-def _file(named: str | None) -> Path | None:
+def _find_settings_file(settings_file: str | None) -> Path | None:
     """The file that is named, or the user's own if there is one."""
-    if named is None and FILE in os.environ:
-        named = os.environ[FILE]
-        check_not_empty(FILE, named)
-    if named is not None:
-        check_not_empty("--settings", named)
-        return Path(named)
+    if settings_file is None and FILE_VARIABLE in os.environ:
+        settings_file = os.environ[FILE_VARIABLE]
+        check_not_empty(FILE_VARIABLE, settings_file)
+    if settings_file is not None:
+        check_not_empty("--settings", settings_file)
+        return Path(settings_file)
     base = Path(os.environ.get("XDG_CONFIG_HOME", ""))
-    own = (base if base.is_absolute() else Path.home() / ".config") / "ckpt-tools" / "settings.toml"
-    return own if own.is_file() else None
+    default_file = (base if base.is_absolute() else Path.home() / ".config") / "ckpt-tools" / "settings.toml"
+    return default_file if default_file.is_file() else None
 
 
-def _parsed(file: Path) -> dict[str, Any]:
+def _parse_settings_file(file: Path) -> dict[str, Any]:
     import tomllib
 
     from ckpt_tools.text_files import read_text
@@ -114,130 +119,144 @@ def _parsed(file: Path) -> dict[str, Any]:
         raise UsageError(f"the settings file {file} is not TOML: {error}") from error
 
 
-def _parts(
-    found: Mapping[str, Any], commands: Mapping[tuple[str, ...], click.Command], name: str
+def _split_tables(
+    document: Mapping[str, Any], commands: Mapping[tuple[str, ...], click.Command], file_name: str
 ) -> tuple[Mapping[str, Any], Mapping[tuple[str, ...], Mapping[str, Any]]]:
     """Keys for all commands, and tables by command. Raises ``UsageError`` for a name that no command knows."""
     keys: dict[str, Any] = {}
     tables: dict[tuple[str, ...], dict[str, Any]] = {}
-    pending: list[tuple[tuple[str, ...], Mapping[str, Any]]] = [((), found)]
+    pending: list[tuple[tuple[str, ...], Mapping[str, Any]]] = [((), document)]
     while pending:
         words, table = pending.pop()
-        mine = commands.values() if not words else [commands[words]] if words in commands else []
-        options = {_key(option): option for command in mine for option in _options(command)}
+        selected_commands = commands.values() if not words else [commands[words]] if words in commands else []
+        options = {
+            _get_option_key(option): option for command in selected_commands for option in _list_options(command)
+        }
         for key, value in table.items():
             if isinstance(value, Mapping) and any(each[: len(words) + 1] == (*words, key) for each in commands):
                 pending.append(((*words, key), value))
             elif key not in options:
                 what = f"an option of {' '.join(words)}" if words else "an option or a command"
-                raise UsageError(f"{name}: {'.'.join((*words, key))} is not {what}{_nearest(key, options)}")
-            elif not words and options[key].name in GRAVE:
-                raise UsageError(f"{name}: {key} is for the table of one command, such as [convert]")
+                raise UsageError(
+                    f"{file_name}: {'.'.join((*words, key))} is not {what}{_suggest_nearest(key, options)}"
+                )
+            elif not words and options[key].name in DESTRUCTIVE_OPTIONS:
+                raise UsageError(f"{file_name}: {key} is for the table of one command, such as [convert]")
             else:
                 (tables.setdefault(words, {}) if words else keys)[key] = value
     return keys, tables
 
 
-def _nearest(name: str, known: Iterable[str]) -> str:
+def _suggest_nearest(name: str, known_names: Iterable[str]) -> str:
     from difflib import get_close_matches
 
-    found = get_close_matches(name, list(known), 1)
-    return f"; the nearest is {found[0]}" if found else ""
+    matches = get_close_matches(name, list(known_names), 1)
+    return f"; the nearest is {matches[0]}" if matches else ""
 
 
-def _commands(group: click.Group, before: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+def _iterate_commands(
+    group: click.Group, parent_words: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], click.Command]]:
     """The converter's commands by the words that are typed."""
     for name, command in group.commands.items():
-        if not isinstance(command, BesideCommand):
-            yield (*before, name), command
+        if not isinstance(command, ExternalCommand):
+            yield (*parent_words, name), command
         if isinstance(command, click.Group):
-            yield from _commands(command, (*before, name))
+            yield from _iterate_commands(command, (*parent_words, name))
 
 
-def _options(command: click.Command) -> list[click.Option]:
-    given = (each for each in command.params if isinstance(each, click.Option))
-    return [each for each in given if each.name not in NO_SETTINGS]
+def _list_options(command: click.Command) -> list[click.Option]:
+    click_options = (each for each in command.params if isinstance(each, click.Option))
+    return [each for each in click_options if each.name not in OPTIONS_WITHOUT_SETTINGS]
 
 
-def _key(option: click.Option) -> str:
+def _get_option_key(option: click.Option) -> str:
     return max(option.opts, key=len).removeprefix("--")
 
 
-def _variable(key: str) -> str:
+def _get_variable_name(key: str) -> str:
     return PREFIX + key.upper().replace("-", "_")
 
 
-def _of_text(option: click.Option, text: str, where: str) -> Any:
+def _parse_variable(option: click.Option, text: str, origin: str) -> Any:
     """The value of a variable: several are a line each, and a flag is 1, 0, true or false."""
     if option.is_flag:
         if text.lower() not in _FLAGS:
-            raise UsageError(f"{where} is 1, 0, true or false, and not {text!r}")
+            raise UsageError(f"{origin} is 1, 0, true or false, and not {text!r}")
         return _FLAGS[text.lower()]
     return text.removesuffix("\n").split("\n") if option.multiple else text
 
 
-def _of_file(option: click.Option, value: Any, where: str) -> Any:
+def _parse_file_value(option: click.Option, value: Any, origin: str) -> Any:
     if option.is_flag:
-        kind, fits = "true or false", isinstance(value, bool)
+        expected_type, is_expected_type = "true or false", isinstance(value, bool)
     elif option.multiple:
-        kind, fits = "a list of strings", isinstance(value, list) and all(isinstance(each, str) for each in value)
+        expected_type, is_expected_type = (
+            "a list of strings",
+            isinstance(value, list) and all(isinstance(each, str) for each in value),
+        )
     else:
-        kind, fits = "a string or a number", isinstance(value, str | int) and not isinstance(value, bool)
-    if not fits:
-        raise UsageError(f"{where} is {kind}")
+        expected_type, is_expected_type = (
+            "a string or a number",
+            isinstance(value, str | int) and not isinstance(value, bool),
+        )
+    if not is_expected_type:
+        raise UsageError(f"{origin} is {expected_type}")
     return value if isinstance(value, bool | list) else str(value)
 
 
-def _checked(option: click.Option, lent: Lent, context: click.Context) -> Lent:
+def _check_default(option: click.Option, default: DefaultFromSettings, context: click.Context) -> DefaultFromSettings:
     """The value itself; credentials in it are remembered. Raises ``UsageError`` for an empty part, and as click."""
-    for text in lent.value if isinstance(lent.value, list) else [lent.value]:
+    for text in default.value if isinstance(default.value, list) else [default.value]:
         if isinstance(text, str):
-            remember_words([f"--{_key(option)}", text])
-    check_not_empty(lent.where, "" if lent.value == [""] else lent.value)
+            remember_secrets_in_words([f"--{_get_option_key(option)}", text])
+    check_not_empty(default.origin, "" if default.value == [""] else default.value)
     try:
-        option.type_cast_value(context, lent.value)
+        option.type_cast_value(context, default.value)
     except click.BadParameter as error:
-        raise UsageError(f"{lent.where}: {error.message}") from error
-    return lent
+        raise UsageError(f"{default.origin}: {error.message}") from error
+    return default
 
 
-class Defaults(MutableMapping[str, Any]):
+class SettingsDefaults(MutableMapping[str, Any]):
     """Values for parameters that were not typed, found when click first asks: a help needs none."""
 
-    def __init__(self, context: click.Context, fixed: Mapping[str, Lent]) -> None:
-        self._context, self._fixed = context, fixed
-        self._lent: dict[str, Lent] | None = None
+    def __init__(self, context: click.Context, fixed_defaults: Mapping[str, DefaultFromSettings]) -> None:
+        self._context, self._fixed_defaults = context, fixed_defaults
+        self._found_defaults: dict[str, DefaultFromSettings] | None = None
 
     @property
-    def lent(self) -> dict[str, Lent]:
+    def found_defaults(self) -> dict[str, DefaultFromSettings]:
         if self._context.resilient_parsing:  # of a help, which no setting breaks
-            return dict(self._fixed)
-        if self._lent is None:
+            return dict(self._fixed_defaults)
+        if self._found_defaults is None:
             root = self._context.find_root()
-            if FILE not in root.meta:
+            if FILE_VARIABLE not in root.meta:
                 assert isinstance(root.command, click.Group)
-                root.meta[FILE] = load(root.command, root.params.get("settings"))
-            words = tuple(_words(self._context))
-            self._lent = {**root.meta[FILE].of(self._context, words), **self._fixed}
-        return self._lent
+                root.meta[FILE_VARIABLE] = load_settings(root.command, root.params.get("settings"))
+            words = tuple(_list_command_words(self._context))
+            self._found_defaults = {**root.meta[FILE_VARIABLE].of(self._context, words), **self._fixed_defaults}
+        return self._found_defaults
 
     def __getitem__(self, name: str) -> Any:
-        return self.lent[name].value
+        return self.found_defaults[name].value
 
     def __setitem__(self, name: str, value: Any) -> None:
         raise TypeError("defaults are not changed")
 
     def __delitem__(self, name: str) -> None:
-        del self.lent[name]
+        del self.found_defaults[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.lent)
+        return iter(self.found_defaults)
 
     def __len__(self) -> int:
-        return len(self.lent)
+        return len(self.found_defaults)
 
 
-def _words(context: click.Context) -> Sequence[str]:
+def _list_command_words(context: click.Context) -> Sequence[str]:
     """Words of the command of ``context``, without the name of the program."""
-    before = [] if context.parent is None or context.parent.parent is None else [*_words(context.parent)]
-    return [*before, str(context.info_name)]
+    parent_words = (
+        [] if context.parent is None or context.parent.parent is None else [*_list_command_words(context.parent)]
+    )
+    return [*parent_words, str(context.info_name)]

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt_tools.cli import options
-from ckpt_tools.cli.forms import folder_of, form, say_markdown
-from ckpt_tools.cli.render import MAX_NOTES, print_json, progress, show_notes
-from ckpt_tools.cli.wrapping import say, say_item
+from ckpt_tools.cli.forms import find_source_folder, form_option, print_markdown
+from ckpt_tools.cli.render import MAX_NOTES, print_json, show_notes, show_progress
+from ckpt_tools.cli.wrapping import print_item, print_wrapped
 from ckpt_tools.core.wording import count, listed, printable, size, tensor_count, ties
 from ckpt_tools.errors import DifferenceError
 
@@ -22,20 +22,20 @@ MAX_MODULES = 8
 """A model's blocks, its head and its embeddings. More make the summary longer than a glance."""
 
 
-@click.command("diff", cls=options.Command, examples=("ckpt-tools diff run/step-1000 run/step-2000 --top 5",))
+@click.command("diff", cls=options.ConverterCommand, examples=("ckpt-tools diff run/step-1000 run/step-2000 --top 5",))
 @click.argument("a", metavar="A")
 @click.argument("b", metavar="B")
-@options.storage
-@options.reading
-@options.state("Compare the weights alone, or everything. Default: all.")
-@options.weights
-@options.naming
-@options.sizes
-@options.workers
-@options.listing
-@form("text", "json", "markdown")
-@options.moving
-def diff_command(a: str, b: str, top: int | None, form: str, quiet: bool, **chosen: Any) -> None:
+@options.storage_option
+@options.reading_options
+@options.state_option("Compare the weights alone, or everything. Default: all.")
+@options.weights_option
+@options.naming_options
+@options.sizes_config_option
+@options.workers_option
+@options.listing_options
+@form_option("text", "json", "markdown")
+@options.transfer_options
+def diff_command(a: str, b: str, top: int | None, form: str, quiet: bool, **keywords: Any) -> None:
     """Show which tensors of A and B differ, and by how much, in any two formats.
 
     A summary comes first, then the largest differences, with one line for tensors that differ for the same reason.
@@ -45,101 +45,111 @@ def diff_command(a: str, b: str, top: int | None, form: str, quiet: bool, **chos
     """
     from ckpt_tools import diff
 
-    with progress("comparing", quiet=quiet) as on_progress:
-        report = diff(a, b, on_progress=on_progress, **chosen)
+    with show_progress("comparing", quiet=quiet) as on_progress:
+        report = diff(a, b, on_progress=on_progress, **keywords)
     if form == "json":
         print_json(report.to_json())
     elif form == "markdown":
-        _say_markdown(f"ckpt-tools diff: {a} and {b}", report, _same(report, _DIFF), top)
+        _print_markdown_report(f"ckpt-tools diff: {a} and {b}", report, _format_equality(report, _EQUAL_IN_DIFF), top)
     else:
-        _show_report(report, _DIFF, top=top)
-    _exit_by(report)
+        _show_report(report, _EQUAL_IN_DIFF, top=top)
+    _exit_if_different(report)
 
 
-_DIFF = "are the same, bit for bit"
+_EQUAL_IN_DIFF = "are the same, bit for bit"
 
 
-def _same(report: VerifyReport, same: str) -> str:
+def _format_equality(report: VerifyReport, claim: str) -> str:
     """The sentence of a report without differences."""
-    text = f"{_counted(report)}, {size(report.num_bytes)}: all {same}"
+    text = f"{_format_tensor_counts(report)}, {size(report.num_bytes)}: all {claim}"
     if not report.num_files:
         return text
-    return f"{text}; {count(report.num_files, 'file')} {'is' if report.num_files == 1 else 'are'} as {_lists(report)}"
+    return (
+        f"{text}; {count(report.num_files, 'file')} {'is' if report.num_files == 1 else 'are'} as "
+        f"{_format_lists(report)}"
+    )
 
 
-def _lists(report: VerifyReport) -> str:
+def _format_lists(report: VerifyReport) -> str:
     return f"{listed([printable(name) for name in report.lists])} say{'s' if len(report.lists) == 1 else ''}"
 
 
-def _show_report(report: VerifyReport, same: str, *, top: int | None) -> None:
+def _show_report(report: VerifyReport, claim: str, *, top: int | None) -> None:
     """The differences, or one line that says that there are none."""
     if report.equal:
-        say(_same(report, same))
+        print_wrapped(_format_equality(report, claim))
     else:
         _show_summary(report)
         _show_rows(report, top)
     if report.signature:
-        say(printable(_signed(report)))
+        print_wrapped(printable(_format_signature(report)))
     if report.tied:
-        say(printable(f"{ties(report.tied)} on one side, and not on the other"))
+        print_wrapped(printable(f"{ties(report.tied)} on one side, and not on the other"))
     show_notes(report.notes)
 
 
-def _signed(report: VerifyReport) -> str:
+def _format_signature(report: VerifyReport) -> str:
     return f"the signature {report.signature} is by the private key to --public-key, and no signed file has changed"
 
 
-def _counted(report: VerifyReport) -> str:
+def _format_tensor_counts(report: VerifyReport) -> str:
     """``116 tensors (29 weights, 87 of the optimizer) and 1 tied name``."""
     tied = f" and {count(len(report.tied), 'tied name')}" if report.tied else ""
     return f"{tensor_count(report.tensors_by_role)}{tied}"
 
 
-def _exit_by(report: VerifyReport) -> None:
+def _exit_if_different(report: VerifyReport) -> None:
     """End the command with the exit code of differences if there are any. They are a result and not an error."""
     if not report.equal:
         raise click.exceptions.Exit(DifferenceError.exit_code)
 
 
-def _verdict(report: VerifyReport) -> str:
+def _format_summary_line(report: VerifyReport) -> str:
     """``3 of 640 tensors differ: 2 in values, 1 missing``."""
     if report.num_wrong_files and report.lists:
         verb = "is" if report.num_wrong_files == 1 else "are"
-        files = f"{report.num_wrong_files:,} of {count(report.num_files, 'file')} {verb} not as {_lists(report)}"
+        files = f"{report.num_wrong_files:,} of {count(report.num_files, 'file')} {verb} not as {_format_lists(report)}"
         return f"{files}; no tensor was read"
     verb = "differs" if report.num_differing == 1 else "differ"
     aspects = report.summary.aspects.items()
-    kinds = ", ".join(_kind(aspect, number) for aspect, number in aspects if aspect not in ("entry", "file"))
-    text = f"{report.num_differing:,} of {count(report.num_compared, 'tensor')} {verb}: {kinds}"
-    beside = {"value beside the tensors": report.num_entries, "file of the model": report.num_wrong_files}
-    others = [
+    aspects_text = ", ".join(
+        _format_aspect(aspect, number) for aspect, number in aspects if aspect not in ("entry", "file")
+    )
+    text = f"{report.num_differing:,} of {count(report.num_compared, 'tensor')} {verb}: {aspects_text}"
+    other_counts = {"value beside the tensors": report.num_entries, "file of the model": report.num_wrong_files}
+    other_sentences = [
         f"{number:,} {what if number == 1 else what.replace(' ', 's ', 1)} {'differs' if number == 1 else 'differ'}"
-        for what, number in beside.items()
+        for what, number in other_counts.items()
         if number
     ]
-    return "; ".join([text if report.num_differing else f"{_counted(report)} are the same, bit for bit", *others])
+    return "; ".join(
+        [
+            text if report.num_differing else f"{_format_tensor_counts(report)} are the same, bit for bit",
+            *other_sentences,
+        ]
+    )
 
 
-def _kind(aspect: str, number: int) -> str:
+def _format_aspect(aspect: str, number: int) -> str:
     return f"{number:,} {aspect}" if aspect in ("missing", "unexpected") else f"{number:,} in {aspect}"
 
 
 def _show_summary(report: VerifyReport) -> None:
-    say(_verdict(report))
-    for name, what in _totals(report):
-        say_item(name, what)
+    print_wrapped(_format_summary_line(report))
+    for name, what in _list_totals(report):
+        print_item(name, what)
 
 
-def _totals(report: VerifyReport) -> Iterator[tuple[str, str]]:
+def _list_totals(report: VerifyReport) -> Iterator[tuple[str, str]]:
     """The largest difference of each group of tensors, and how many differ in each module."""
     for group, difference in report.summary.largest.items():
-        yield f"largest difference of {group}", _largest(difference)
+        yield f"largest difference of {group}", _format_deviation(difference)
     modules = [f"{printable(name)} {number:,}" for name, number in report.summary.modules.items()]
     if modules:
         yield "by module", listed(modules, MAX_MODULES)
 
 
-def _largest(difference: Difference) -> str:
+def _format_deviation(difference: Difference) -> str:
     deviation = difference.deviation
     assert deviation is not None
     if deviation.num_one_nan:
@@ -148,14 +158,14 @@ def _largest(difference: Difference) -> str:
 
 
 def _show_rows(report: VerifyReport, top: int | None) -> None:
-    rows, num_more = _rows(report, top)
+    rows, num_more = _select_rows(report, top)
     for row in rows:
-        say_item(printable(row.name), printable(row.what))
+        print_item(printable(row.name), printable(row.what))
     if num_more:
-        say(f"and {num_more:,} more; --all lists them")
+        print_wrapped(f"and {num_more:,} more; --all lists them")
 
 
-def _rows(report: VerifyReport, top: int | None) -> tuple[tuple[DifferenceRow, ...], int]:
+def _select_rows(report: VerifyReport, top: int | None) -> tuple[tuple[DifferenceRow, ...], int]:
     """All rows; with ``top`` the first of the folded ones, and the number of differences that are left out."""
     if top is None:
         return report.summary.rows, 0
@@ -163,31 +173,37 @@ def _rows(report: VerifyReport, top: int | None) -> tuple[tuple[DifferenceRow, .
     return folded[:top], sum(row.count for row in folded[top:])
 
 
-def _say_markdown(title: str, report: VerifyReport, same: str, top: int | None) -> None:
-    rows, num_more = _rows(report, top)
-    lines = [same] if report.equal else [_verdict(report), *(f"{name}: {what}" for name, what in _totals(report))]
-    more = [f"and {num_more:,} more"] if num_more else []
-    more += [_signed(report)] if report.signature else []
+def _print_markdown_report(title: str, report: VerifyReport, equality: str, top: int | None) -> None:
+    rows, num_more = _select_rows(report, top)
+    lines = (
+        [equality]
+        if report.equal
+        else [_format_summary_line(report), *(f"{name}: {what}" for name, what in _list_totals(report))]
+    )
+    more_sentences = [f"and {num_more:,} more"] if num_more else []
+    more_sentences += [_format_signature(report)] if report.signature else []
     notes = [f"{note.outcome.value}: {note.what} ({note.why})" for note in report.notes[:MAX_NOTES]]
-    say_markdown(title, [*lines, *more, *notes], ("name", "difference"), [(row.name, row.what) for row in rows])
+    print_markdown(
+        title, [*lines, *more_sentences, *notes], ("name", "difference"), [(row.name, row.what) for row in rows]
+    )
 
 
 @click.command(
     "verify",
-    cls=options.Command,
+    cls=options.ConverterCommand,
     examples=(
         "ckpt-tools verify run/step-1000",
         "ckpt-tools verify run/step-1000 model --state model",
     ),
 )
-@options.source
+@options.source_argument
 @click.argument("dst", metavar="[DST]", required=False)
-@options.reading
-@options.state("The --state of the conversion.")
-@options.choosing
-@options.sizes
-@options.like
-@options.untie
+@options.reading_options
+@options.state_option("The --state of the conversion.")
+@options.selection_options
+@options.sizes_config_option
+@options.like_option
+@options.untie_option
 @click.option(
     "--digests",
     metavar="FILE",
@@ -196,11 +212,11 @@ def _say_markdown(title: str, report: VerifyReport, same: str, top: int | None) 
 )
 @click.option("--public-key", metavar="FILE", help="First check the signature of SRC, or of --digests, with this key.")
 @click.option("--signature", metavar="FILE", help="The file of the signature. Default: stored with what it signs.")
-@options.workers
-@options.listing
-@form("text", "json", "markdown", "sarif")
-@options.moving
-def verify_command(src: str, dst: str | None, top: int | None, form: str, quiet: bool, **chosen: Any) -> None:
+@options.workers_option
+@options.listing_options
+@form_option("text", "json", "markdown", "sarif")
+@options.transfer_options
+def verify_command(src: str, dst: str | None, top: int | None, form: str, quiet: bool, **keywords: Any) -> None:
     """Check that DST holds the tensors of SRC bit for bit; without DST, that SRC agrees with its own checksums.
 
     Lists of other tools are checked too, if they are with SRC: SHA256SUMS, integrity.json, the hashes of hf download.
@@ -208,70 +224,78 @@ def verify_command(src: str, dst: str | None, top: int | None, form: str, quiet:
     """
     from ckpt_tools import verify
 
-    with progress("verifying", quiet=quiet) as on_progress:
-        report = verify(src, dst, on_progress=on_progress, **chosen)
-    same = "are bit for bit the same" if dst else _whole(report.num_digests)
+    with show_progress("verifying", quiet=quiet) as on_progress:
+        report = verify(src, dst, on_progress=on_progress, **keywords)
+    claim = "are bit for bit the same" if dst else _format_checked_digests(report.num_digests)
     if form == "json":
         print_json(report.to_json())
     elif form == "sarif":
-        print_json(report.to_sarif(src, folder_of(src)))
+        print_json(report.to_sarif(src, find_source_folder(src)))
     elif form == "markdown":
-        _say_markdown(f"ckpt-tools verify: {src}" + (f" and {dst}" if dst else ""), report, _same(report, same), top)
+        _print_markdown_report(
+            f"ckpt-tools verify: {src}" + (f" and {dst}" if dst else ""), report, _format_equality(report, claim), top
+        )
     else:
-        _show(report, same, dst, top)
-    _exit_by(report)
+        _show_verification(report, claim, dst, top)
+    _exit_if_different(report)
 
 
-def _show(report: VerifyReport, same: str, dst: str | None, top: int | None) -> None:
+def _show_verification(report: VerifyReport, claim: str, dst: str | None, top: int | None) -> None:
     if not report.equal:
-        say("verification failed")
-    _show_report(report, same, top=top)
+        print_wrapped("verification failed")
+    _show_report(report, claim, top=top)
     if dst and set(report.summary.aspects) - {"file"} == {"dtype"}:  # config.json states the dtype too
-        say("Every difference is in dtype. Was DST converted with --dtype? Then give verify the same --dtype.")
+        print_wrapped(
+            "Every difference is in dtype. Was DST converted with --dtype? Then give verify the same --dtype."
+        )
 
 
-def _whole(num_digests: int | None) -> str:
+def _format_checked_digests(num_digests: int | None) -> str:
     if num_digests is None:
         return "are whole; no digests are stored with them (see checksum)"
     return f"are whole, and match {count(num_digests, 'recorded digest')}"
 
 
-@click.command("checksum", cls=options.Command, examples=("ckpt-tools checksum model.safetensors",))
-@options.source
+@click.command("checksum", cls=options.ConverterCommand, examples=("ckpt-tools checksum model.safetensors",))
+@options.source_argument
 @click.option("--output", metavar="FILE", help="The file to write; - prints the digests. Default: stored with SRC.")
-@options.reading
-@options.workers
+@options.reading_options
+@options.workers_option
 @click.option("--overwrite", is_flag=True, help="Replace existing digests.")
-@options.as_json
-@options.moving
-def checksum_command(src: str, output: str | None, as_json: bool, quiet: bool, **chosen: Any) -> None:
+@options.json_option
+@options.transfer_options
+def checksum_command(src: str, output: str | None, as_json: bool, quiet: bool, **keywords: Any) -> None:
     """Write the digests of a checkpoint's tensors, for verify to check.
 
     They are stored in the folder of SRC, or beside its file.
     """
     from ckpt_tools import checksum
 
-    with progress("hashing", quiet=quiet) as on_progress:
-        report = checksum(src, output=output, on_progress=on_progress, **chosen)
+    with show_progress("hashing", quiet=quiet) as on_progress:
+        report = checksum(src, output=output, on_progress=on_progress, **keywords)
     if as_json or report.destination is None:
         print_json(report.to_json())
     else:
-        say(f"{report.destination}: digests of {tensor_count(report.tensors_by_role)}, {size(report.num_bytes)}")
+        print_wrapped(
+            f"{report.destination}: digests of {tensor_count(report.tensors_by_role)}, {size(report.num_bytes)}"
+        )
 
 
-@click.command("sign", cls=options.Command, examples=("ckpt-tools sign model.safetensors --private-key key.pem",))
+@click.command(
+    "sign", cls=options.ConverterCommand, examples=("ckpt-tools sign model.safetensors --private-key key.pem",)
+)
 @click.argument("src", metavar="SRC")
 @click.option("--private-key", metavar="FILE", required=True, help="An elliptic-curve private key in PEM format.")
 @click.option("--signature", metavar="FILE", help="The file of the signature. Default: stored with SRC.")
 @click.option("--overwrite", is_flag=True, help="Replace an existing signature.")
-@options.as_json
-@options.verbose
-def sign_command(src: str, as_json: bool, **chosen: Any) -> None:
+@options.json_option
+@options.verbosity_options
+def sign_command(src: str, as_json: bool, **keywords: Any) -> None:
     """Sign every file of a checkpoint, or a list of digests, with OpenSSF model-signing."""
     from ckpt_tools import sign
 
-    report = sign(src, **chosen)
+    report = sign(src, **keywords)
     if as_json:
         print_json(report.to_json())
     else:
-        say(report.signature)
+        print_wrapped(report.signature)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ckpt_tools.credentials import without_secrets
+from ckpt_tools.credentials import mask_secrets
 
 if TYPE_CHECKING:
     import logging
@@ -44,9 +44,9 @@ def logger(area: str) -> logging.Logger:
 
 def warn(area: str, sentence: str) -> None:
     """Log ``sentence``, without credentials, as a warning of ``area``: something went another way than asked for."""
-    logger(area).warning("%s", without_secrets(sentence))
+    logger(area).warning("%s", mask_secrets(sentence))
 
 
 def inform(area: str, sentence: str) -> None:
     """Log ``sentence``, without credentials, as a decision or an outcome of ``area``."""
-    logger(area).info("%s", without_secrets(sentence))
+    logger(area).info("%s", mask_secrets(sentence))

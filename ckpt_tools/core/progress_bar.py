@@ -11,7 +11,7 @@ from importlib import import_module
 from threading import Lock
 from typing import Any
 
-from ckpt_tools.arguments import public
+from ckpt_tools.arguments import api_function
 from ckpt_tools.core.progress import Progress
 from ckpt_tools.core.wording import size
 
@@ -19,7 +19,7 @@ REDRAW_SECONDS = 0.2
 """In a notebook, where each drawing is a message to the browser."""
 
 
-@public
+@api_function
 @contextmanager
 def progress_bar(verb: str = "working") -> Iterator[Progress]:
     """Show a bar while inside: on stderr of a terminal, or below the cell of a notebook; elsewhere show nothing.

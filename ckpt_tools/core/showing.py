@@ -10,7 +10,7 @@ from pathlib import PurePath
 from typing import Any, ClassVar
 
 from ckpt_tools.core.wording import size
-from ckpt_tools.credentials import without_secrets
+from ckpt_tools.credentials import mask_secrets
 
 MAX_REPR_CHARS = 199
 MAX_VALUE_CHARS = 60
@@ -57,7 +57,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not isfinite(value):
         return repr(value)
     if isinstance(value, str):
-        return _text(without_secrets(value))
+        return _text(mask_secrets(value))
     return _text(str(value)) if isinstance(value, PurePath) else value
 
 
@@ -85,7 +85,7 @@ class Shown(Jsonable):
 
     def __repr__(self) -> str:
         text = ", ".join(
-            f"{name}={shortened(without_secrets(repr(value)), MAX_VALUE_CHARS)}" for name, value in self.shown().items()
+            f"{name}={shortened(mask_secrets(repr(value)), MAX_VALUE_CHARS)}" for name, value in self.shown().items()
         )
         return f"{type(self).__name__}({shortened(text, MAX_REPR_CHARS - len(type(self).__name__) - 2)})"
 
@@ -94,7 +94,7 @@ class Shown(Jsonable):
 
         rows = "".join(
             f"<tr><th style='text-align:left'>{escape(name)}</th>"
-            f"<td style='text-align:left'>{escape(shortened(without_secrets(cell), MAX_CELL_CHARS))}</td></tr>"
+            f"<td style='text-align:left'>{escape(shortened(mask_secrets(cell), MAX_CELL_CHARS))}</td></tr>"
             for name, cell in ((name, _cell(name, value)) for name, value in self.shown().items())
         )
         return f"<table><caption>{escape(type(self).__name__)}</caption>{rows}</table>"

@@ -9,7 +9,7 @@ from itertools import islice
 from math import ceil
 from typing import Any
 
-from ckpt_tools.credentials import without_secrets
+from ckpt_tools.credentials import mask_secrets
 
 MAX_NAMES = 4
 """How many names a message lists before it says how many more there are."""
@@ -23,7 +23,7 @@ NUM_NEAREST = 3
 def printable(text: str) -> str:
     """``text`` on one line, without secrets, and with escapes for what a terminal would obey instead of showing, and
     for what cannot be encoded: a checkpoint chooses names."""
-    text = without_secrets(text)
+    text = mask_secrets(text)
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 

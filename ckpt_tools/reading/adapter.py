@@ -10,7 +10,7 @@ from ckpt_tools.core.manifest import Manifest, TensorEntry
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.options import ConvertOptions, Request
 from ckpt_tools.core.wording import listed
-from ckpt_tools.errors import IncompleteError, SourceNotFoundError, StoreError, UsageError, errors_name
+from ckpt_tools.errors import IncompleteError, SourceNotFoundError, StoreError, UsageError, name_file_in_errors
 from ckpt_tools.lora.adapter import Adapter, read_adapter
 from ckpt_tools.lora.config import AdapterConfig, check_mergeable, parse_config
 from ckpt_tools.reading.model_files import MAX_CONFIG_BYTES, folder_near, folders_around
@@ -39,7 +39,7 @@ def open_adapter(request: Request, source: Source, manifest: Manifest, base: Sto
     """
     assert request.adapter is not None
     text = adapter_config(request.adapter, source, manifest, request)
-    with errors_name(str(request.adapter)):
+    with name_file_in_errors(str(request.adapter)):
         config = parse_config(parse_json(text, ADAPTER), ADAPTER)
         check_mergeable(config, ADAPTER)
         adapter = read_adapter(manifest, config, request.adapter_name, f"choose one with {option('adapter_name')}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckpt_tools.arguments import public
+from ckpt_tools.arguments import api_function
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import FormatError, IncompleteError, UnsafeError, UsageError
 from ckpt_tools.reading.model_files import is_model_file
@@ -51,7 +51,7 @@ class Fingerprint:
         return _of(self.src, url, _states(open_source(url, storage_options)), self._used)
 
 
-@public
+@api_function
 def fingerprint(src: str | Path, *, storage_options: Mapping[str, Any] | None = None) -> Fingerprint:
     """The state of the files of the checkpoint at ``src``, also of one that cannot be read. Only headers are read.
 

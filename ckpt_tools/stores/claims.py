@@ -7,8 +7,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt_tools.arguments import public
-from ckpt_tools.credentials import errors_masked
+from ckpt_tools.arguments import api_function
+from ckpt_tools.credentials import mask_raised_errors
 from ckpt_tools.errors import CkptError
 from ckpt_tools.stores.remote import lock_of
 from ckpt_tools.stores.s3.lock import ObjectLock
@@ -26,7 +26,7 @@ class UrlClaim:
             raise self._lock.taken_over()
 
 
-@public
+@api_function
 @contextmanager
 def claim(url: str, *, storage_options: Mapping[str, Any] | None = None) -> Iterator[UrlClaim]:
     """Hold ``url``, a folder of a store, while the block runs: no other program that asks can hold it too.
@@ -53,7 +53,7 @@ def claim(url: str, *, storage_options: Mapping[str, Any] | None = None) -> Iter
         >>> with ckpt_tools.claim("memory://examples/run") as claim:
         ...     claim.check()
     """
-    with errors_masked():
+    with mask_raised_errors():
         lock = lock_of(url, storage_options or {})
         lock.take()
     try:

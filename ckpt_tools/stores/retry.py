@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ckpt_tools.core.progress import warn
-from ckpt_tools.credentials import errors_masked, without_secrets
+from ckpt_tools.credentials import mask_raised_errors, mask_secrets
 from ckpt_tools.errors import CkptError
 
 Result = TypeVar("Result")
@@ -44,7 +44,7 @@ class TransientError(Exception):
 
 def host_of(url: str) -> str:
     """The host and port of a URL, without the credentials that it may hold."""
-    return without_secrets(url).partition("://")[2].partition("/")[0].rpartition("@")[2] or "the store"
+    return mask_secrets(url).partition("://")[2].partition("/")[0].rpartition("@")[2] or "the store"
 
 
 def is_transient(status: int, code: str) -> bool:
@@ -87,7 +87,7 @@ def retried(
         CkptError: the last attempt's, where all failed. Whatever else ``call`` raises ends it at once.
     """
     num_failures = 0
-    with errors_masked():
+    with mask_raised_errors():
         while True:
             try:
                 return call()

@@ -50,7 +50,7 @@ FOREIGN: Mapping[str, tuple[str, ...]] = {
 }
 """Names of files in folders that only the reader of that name may claim."""
 
-_MANY = settings(
+_EXAMPLE_SETTINGS = settings(
     deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 
@@ -68,11 +68,11 @@ class ReaderTests:
 
     def test_it_says_its_name(self) -> None:
         assert self.format.name and self.format.about
-        assert self._read(self.example())[1].format == self.format.name
+        assert self._read_manifest(self.example())[1].format == self.format.name
 
     def test_a_missing_or_short_file_is_a_format_error(self) -> None:
         files = self.example()
-        assert self._elements(files)
+        assert self._read_elements(files)
         for path, data in files.items():
             others = {name: each for name, each in files.items() if name != path}
             shortened = [{**others, path: part} for part in (data[:0], data[:-1], data[: len(data) // 2])]
@@ -80,13 +80,13 @@ class ReaderTests:
             without = [] if path in self.optional_files else [others]
             for damaged in [*shortened, *filter(None, without)]:
                 with pytest.raises(FormatError):
-                    self._elements(damaged)
+                    self._read_elements(damaged)
 
     def test_damage_is_no_other_exception(self) -> None:
         """Any bytes may be others: the checkpoint is read, or one of our errors says why not."""
         files = self.example()
 
-        @_MANY
+        @_EXAMPLE_SETTINGS
         @given(st.data())
         def check(data: st.DataObject) -> None:
             path = data.draw(st.sampled_from(sorted(path for path in files if files[path])))
@@ -94,12 +94,12 @@ class ReaderTests:
             for _ in range(data.draw(st.integers(1, 3))):
                 damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
             with suppress(CkptError):
-                self._elements({**files, path: bytes(damaged)})
+                self._read_elements({**files, path: bytes(damaged)})
 
         check()
 
     def test_it_recognises_its_checkpoint_and_no_other_does(self) -> None:
-        source = Source.open(_store_of(self.example()))
+        source = Source.open(_make_memory_store(self.example()))
         others = [each for each in built_in() if each.name != self.format.name]
         assert self.format.detect(source)
         assert not [each.name for each in others if each.detect(source)]
@@ -109,12 +109,12 @@ class ReaderTests:
         files = {path: bytearray(b"\0") for path in FOREIGN[name]}
         assert self.format.detect(Source.open(MemoryStore(files))) is (name == self.format.name)
 
-    def _read(self, files: Mapping[str, bytes | bytearray]) -> tuple[Source, Manifest]:
-        source = Source.open(_store_of(files))
+    def _read_manifest(self, files: Mapping[str, bytes | bytearray]) -> tuple[Source, Manifest]:
+        source = Source.open(_make_memory_store(files))
         return source, self.format.read(source, ReadOptions())
 
-    def _elements(self, files: Mapping[str, bytes | bytearray]) -> dict[StateKey, bytes]:
-        return _elements(*self._read(files))
+    def _read_elements(self, files: Mapping[str, bytes | bytearray]) -> dict[StateKey, bytes]:
+        return _read_all_elements(*self._read_manifest(files))
 
 
 class FormatTests(ReaderTests):
@@ -132,12 +132,12 @@ class FormatTests(ReaderTests):
     """Entries that reading adds, which say something of the files."""
 
     def example(self) -> Mapping[str, bytes | bytearray]:
-        return self._written(_checkpoint_of(DType.FLOAT32, is_whole=self.keeps_state))
+        return self._write_files(_make_checkpoint(DType.FLOAT32, is_whole=self.keeps_state))
 
     def test_what_is_written_is_read(self) -> None:
         """Every tensor bit for bit, and all that is not a tensor."""
 
-        @_MANY
+        @_EXAMPLE_SETTINGS
         @given(
             stored_checkpoints(
                 without=self.unsupported_dtypes,
@@ -147,8 +147,8 @@ class FormatTests(ReaderTests):
             )
         )
         def check(checkpoint: StoredCheckpoint) -> None:
-            source, manifest = self._read(self._written(checkpoint))
-            assert self._facts(manifest, _elements(source, manifest)) == _facts(
+            source, manifest = self._read_manifest(self._write_files(checkpoint))
+            assert self._collect_own_facts(manifest, _read_all_elements(source, manifest)) == _collect_facts(
                 checkpoint.manifest, checkpoint.elements
             )
 
@@ -160,14 +160,14 @@ class FormatTests(ReaderTests):
         if not (self.keeps_state and self.keeps_user_tensors):
             return
 
-        @_MANY
+        @_EXAMPLE_SETTINGS
         @given(checkpoints_with_user_tensors(without=self.unsupported_dtypes))
         def check(checkpoint: StoredCheckpoint) -> None:
             try:
-                _, manifest = self._read(self._written(checkpoint))
+                _, manifest = self._read_manifest(self._write_files(checkpoint))
             except UnsupportedError:
                 return
-            assert _weights(manifest) == _weights(checkpoint.manifest)
+            assert _list_weight_names(manifest) == _list_weight_names(checkpoint.manifest)
 
         check()
 
@@ -175,19 +175,19 @@ class FormatTests(ReaderTests):
     def test_every_dtype_is_kept_or_refused(self, dtype: DType) -> None:
         if not dtype.is_of_torch and not self.format.keeps_every_dtype:
             pytest.skip("refused before the format is asked")
-        checkpoint = _checkpoint_of(dtype)
+        checkpoint = _make_checkpoint(dtype)
         if dtype in self.unsupported_dtypes:
             with pytest.raises(FormatError, match=dtype.value):
-                self._written(checkpoint)
+                self._write_files(checkpoint)
             return
-        source, manifest = self._read(self._written(checkpoint))
+        source, manifest = self._read_manifest(self._write_files(checkpoint))
         assert manifest.tensors[StateKey("w")].dtype is dtype
-        assert _elements(source, manifest) == checkpoint.elements
+        assert _read_all_elements(source, manifest) == checkpoint.elements
 
     def test_planning_and_detection_read_no_tensor(self) -> None:
         """A manifest is made of headers: elements that lie in the files of the checkpoint are not asked for."""
-        files = self._written(_checkpoint_of(DType.FLOAT32, (1 << 20,)))
-        store = _Counting(files)
+        files = self._write_files(_make_checkpoint(DType.FLOAT32, (1 << 20,)))
+        store = _CountingStore(files)
         source = Source.open(store)
         assert self.format.detect(source)
         self.format.read(source, ReadOptions())
@@ -195,14 +195,14 @@ class FormatTests(ReaderTests):
 
     def test_its_own_files_are_those_it_wrote(self) -> None:
         files = self.example()
-        source, manifest = self._read({**files, "notes.md": b"mine", "folder/notes.md": b"mine"})
+        source, manifest = self._read_manifest({**files, "notes.md": b"mine", "folder/notes.md": b"mine"})
         assert self.format.own_files(source, manifest) & source.files.keys() == files.keys()
 
-    def _facts(self, manifest: Manifest, elements: Mapping[StateKey, bytes]) -> dict[str, object]:
+    def _collect_own_facts(self, manifest: Manifest, elements: Mapping[StateKey, bytes]) -> dict[str, object]:
         extra = {name: value for name, value in manifest.extra.items() if name not in self.own_entries}
-        return _facts(replace(manifest, extra=extra), elements)
+        return _collect_facts(replace(manifest, extra=extra), elements)
 
-    def _written(self, checkpoint: StoredCheckpoint) -> dict[str, bytearray]:
+    def _write_files(self, checkpoint: StoredCheckpoint) -> dict[str, bytearray]:
         """The files that the writer makes, by the way of every conversion."""
         layout = self.format.layout(checkpoint.manifest, WriteOptions())
         plan = make_plan(checkpoint.manifest, layout, memory_bytes=MEMORY_BYTES, num_workers=1)
@@ -212,11 +212,11 @@ class FormatTests(ReaderTests):
         return target.files
 
 
-def _store_of(files: Mapping[str, bytes | bytearray]) -> MemoryStore:
+def _make_memory_store(files: Mapping[str, bytes | bytearray]) -> MemoryStore:
     return MemoryStore({path: bytearray(data) for path, data in files.items()})
 
 
-class _Counting(MemoryStore):
+class _CountingStore(MemoryStore):
     """A store in memory that counts what is read of it."""
 
     def __init__(self, files: dict[str, bytearray]) -> None:
@@ -228,38 +228,42 @@ class _Counting(MemoryStore):
         super().read_into(path, start, buffer)
 
 
-def _elements(source: Source, manifest: Manifest) -> dict[StateKey, bytes]:
+def _read_all_elements(source: Source, manifest: Manifest) -> dict[StateKey, bytes]:
     reader = TensorReader(Overlay(source.store, manifest.literals), SCRATCH_BYTES)
-    found = {}
+    elements = {}
     for key, entry in manifest.tensors.items():
-        out = bytearray(entry.num_bytes)
-        if out:
-            reader.read(entry, Box.whole(entry.shape), entry.shape, 0, entry.numel, memoryview(out))
-        found[key] = bytes(out)
-    return found
+        buffer = bytearray(entry.num_bytes)
+        if buffer:
+            reader.read(entry, Box.whole(entry.shape), entry.shape, 0, entry.numel, memoryview(buffer))
+        elements[key] = bytes(buffer)
+    return elements
 
 
-def _facts(manifest: Manifest, elements: Mapping[StateKey, bytes]) -> dict[str, object]:
+def _collect_facts(manifest: Manifest, elements: Mapping[StateKey, bytes]) -> dict[str, object]:
     """All that a checkpoint holds. Formats may name the tensors of the user's entries as they like."""
 
-    def fact(key: StateKey) -> object:
+    def describe_tensor(key: StateKey) -> object:
         entry = manifest.tensors[key]
         return entry.shape, entry.dtype, entry.kind, elements[key]
 
     return {
-        "tensors": {key: fact(key) for key, entry in manifest.tensors.items() if entry.kind is not Kind.EXTRA},
+        "tensors": {
+            key: describe_tensor(key) for key, entry in manifest.tensors.items() if entry.kind is not Kind.EXTRA
+        },
         "aliases": dict(manifest.aliases),
         "groups": [(group.params, dict(group.options)) for group in manifest.groups],
-        "extra": {name: replaced(value, lambda ref: fact(ref.key)) for name, value in manifest.extra.items()},
+        "extra": {
+            name: replaced(value, lambda ref: describe_tensor(ref.key)) for name, value in manifest.extra.items()
+        },
     }
 
 
-def _weights(manifest: Manifest) -> set[str]:
+def _list_weight_names(manifest: Manifest) -> set[str]:
     weights = {key.fqn for kind in (Kind.PARAMETER, Kind.BUFFER) for key in manifest.of_kind(kind)}
     return weights | manifest.aliases.keys()
 
 
-def _checkpoint_of(dtype: DType, shape: tuple[int, ...] = (3, 2), *, is_whole: bool = False) -> StoredCheckpoint:
+def _make_checkpoint(dtype: DType, shape: tuple[int, ...] = (3, 2), *, is_whole: bool = False) -> StoredCheckpoint:
     """One weight ``w``; if ``is_whole``, with a moment and a group."""
     kind = Kind.PARAMETER if dtype.is_floating else Kind.BUFFER
     kinds = {StateKey("w"): kind} | ({StateKey("w", "exp_avg"): Kind.STATE} if is_whole else {})

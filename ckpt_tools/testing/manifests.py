@@ -47,19 +47,21 @@ def stored_checkpoints(
     ``has_user_tensors`` one of these is a tensor, if there is an optimizer: a tree without one does not say which
     tensors are the model's."""
     names = draw(st.lists(st.sampled_from(NAMES), min_size=1, max_size=4, unique=True))
-    tensors = {StateKey(name): _stored(draw, f"{name}/", without) for name in names}
+    tensors = {StateKey(name): _draw_tensor(draw, f"{name}/", without) for name in names}
     weights = {name: tensors[StateKey(name)].entry for name in names}
     trained = [name for name in names if weights[name].dtype.is_floating] if is_whole else []
     for name in trained:
-        tensors |= {StateKey(name, slot): _state(draw, weights[name], name, slot) for slot in ("exp_avg", "step")}
-    extra = _extra(draw, has_tensors=bool(trained) and has_user_tensors) if is_whole else {}
+        tensors |= {
+            StateKey(name, slot): _draw_optimizer_state(draw, weights[name], name, slot) for slot in ("exp_avg", "step")
+        }
+    extra = _draw_extra(draw, has_tensors=bool(trained) and has_user_tensors) if is_whole else {}
     if "rng" in extra:
-        tensors[StateKey("rng", "extra")] = _of_kind(_stored(draw, "rng/", without), Kind.EXTRA)
+        tensors[StateKey("rng", "extra")] = _set_kind(_draw_tensor(draw, "rng/", without), Kind.EXTRA)
     manifest = Manifest(
         FORMAT,
         {key: tensor.entry for key, tensor in tensors.items()},
         aliases={f"tied.{name}": name for name in names if has_ties and weights[name].numel and draw(st.booleans())},
-        groups=_groups(draw, trained),
+        groups=_draw_groups(draw, trained),
         extra=extra,
     )
     files = {file: bytearray(data) for tensor in tensors.values() for file, data in tensor.files.items()}
@@ -80,55 +82,55 @@ def checkpoints_with_user_tensors(draw: st.DrawFn, *, without: Collection[DType]
     tensors, elements, files = dict(base.manifest.tensors), dict(base.elements), dict(base.store.files)
     extra = dict(base.manifest.extra)
 
-    def own(path: tuple[str, ...]) -> TensorRef:
+    def add_user_tensor(path: tuple[str, ...]) -> TensorRef:
         tensor = draw(stored_tensors(prefix=f"own/{'/'.join(path)}/", dtype=DType.FLOAT32))
         key = StateKey(".".join(("own", *path)), "extra")
-        tensors[key] = _of_kind(tensor, Kind.EXTRA).entry
+        tensors[key] = _set_kind(tensor, Kind.EXTRA).entry
         elements[key] = tensor.elements.tobytes()
         files.update({file: bytearray(data) for file, data in tensor.files.items()})
         return TensorRef(key)
 
-    for place in draw(st.lists(st.sampled_from(PLACES), min_size=1, max_size=3, unique=True)):
+    for entry_name in draw(st.lists(st.sampled_from(PLACES), min_size=1, max_size=3, unique=True)):
         if draw(st.booleans()):
-            extra[place] = own((place,))
+            extra[entry_name] = add_user_tensor((entry_name,))
             continue
         inner = draw(st.sampled_from(["", "model", "state_dict"]))
         names = draw(st.lists(st.sampled_from(NAMES), min_size=1, max_size=4, unique=True))
-        model = {name: own((place, inner, name)) for name in names}
-        extra[place] = {inner: model} if inner else model
+        model = {name: add_user_tensor((entry_name, inner, name)) for name in names}
+        extra[entry_name] = {inner: model} if inner else model
         if draw(st.booleans()):
-            extra[f"{place}_optimizer"] = {
-                "state": {name: {"exp_avg": own((place, inner, name, "exp_avg"))} for name in names},
+            extra[f"{entry_name}_optimizer"] = {
+                "state": {name: {"exp_avg": add_user_tensor((entry_name, inner, name, "exp_avg"))} for name in names},
                 "param_groups": [{"params": names, "lr": 0.5}],
             }
     return StoredCheckpoint(replace(base.manifest, tensors=tensors, extra=extra), elements, MemoryStore(files))
 
 
-def _stored(draw: st.DrawFn, prefix: str, without: Collection[DType]) -> StoredTensor:
+def _draw_tensor(draw: st.DrawFn, prefix: str, without: Collection[DType]) -> StoredTensor:
     """A tensor that torch would call a parameter if its elements are real floats, and a buffer if they are not."""
     tensor = draw(stored_tensors(prefix=prefix).filter(lambda each: each.entry.dtype not in without))
-    return _of_kind(tensor, Kind.PARAMETER if tensor.entry.dtype.is_floating else Kind.BUFFER)
+    return _set_kind(tensor, Kind.PARAMETER if tensor.entry.dtype.is_floating else Kind.BUFFER)
 
 
-def _of_kind(tensor: StoredTensor, kind: Kind) -> StoredTensor:
+def _set_kind(tensor: StoredTensor, kind: Kind) -> StoredTensor:
     return replace(tensor, entry=replace(tensor.entry, kind=kind))
 
 
-def _state(draw: st.DrawFn, weight: TensorEntry, name: str, slot: str) -> StoredTensor:
+def _draw_optimizer_state(draw: st.DrawFn, weight: TensorEntry, name: str, slot: str) -> StoredTensor:
     """Optimizer state in fp32: a moment of the weight's shape, or a count of steps, which is 0-d."""
     shape = () if slot == "step" else weight.shape
-    return _of_kind(draw(stored_tensors(prefix=f"{name}/{slot}/", shape=shape, dtype=DType.FLOAT32)), Kind.STATE)
+    return _set_kind(draw(stored_tensors(prefix=f"{name}/{slot}/", shape=shape, dtype=DType.FLOAT32)), Kind.STATE)
 
 
-def _groups(draw: st.DrawFn, trained: list[str]) -> tuple[ParamGroup, ...]:
+def _draw_groups(draw: st.DrawFn, trained: list[str]) -> tuple[ParamGroup, ...]:
     if not trained:
         return ()
-    cut = draw(st.integers(1, len(trained)))
-    members = [names for names in (trained[:cut], trained[cut:]) if names]
+    group_end = draw(st.integers(1, len(trained)))
+    members = [names for names in (trained[:group_end], trained[group_end:]) if names]
     return tuple(ParamGroup(tuple(names), {"lr": 0.1, **draw(OPTIONS)}) for names in members)
 
 
-def _extra(draw: st.DrawFn, *, has_tensors: bool) -> dict[str, Any]:
+def _draw_extra(draw: st.DrawFn, *, has_tensors: bool) -> dict[str, Any]:
     """The user's own entries, in forms that every tree of state keeps as they are."""
     values = {
         "epoch": draw(st.integers(-(2**70), 2**70)),

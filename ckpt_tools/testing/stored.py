@@ -69,23 +69,25 @@ def stored_tensors(
     for box in sharding:
         file = draw(st.sampled_from(sorted(files)))
         files[file] += bytes(draw(st.integers(0, 3)))
-        shards.append(_stored(draw, elements.reshape(geometry), box, file, files[file], strided))
+        shards.append(_store_piece(draw, elements.reshape(geometry), box, file, files[file], strided))
     table = ShardTable.build(geometry, dtype, shards)
     entry = TensorEntry(shape, dtype, Kind.PARAMETER, table)
     return StoredTensor(elements, entry, {name: bytes(data) for name, data in files.items()})
 
 
-def _stored(draw: st.DrawFn, elements: NDArray[Any], box: Box, file: str, data: bytearray, strided: bool) -> Shard:
+def _store_piece(draw: st.DrawFn, elements: NDArray[Any], box: Box, file: str, data: bytearray, strided: bool) -> Shard:
     piece = elements[tuple(slice(a, b) for a, b in zip(box.start, box.stop, strict=True))]
     if not strided:
         start = len(data)
         data += piece.tobytes()
         return Shard(box, ByteRange(file, start, len(data)))
     order = draw(st.sampled_from(list(permutations(range(piece.ndim)))))
-    return _strided(piece, box, order, draw(st.integers(1, 3)), file, data)
+    return _store_strided_piece(piece, box, order, draw(st.integers(1, 3)), file, data)
 
 
-def _strided(piece: NDArray[Any], box: Box, order: Sequence[int], step: int, file: str, data: bytearray) -> Shard:
+def _store_strided_piece(
+    piece: NDArray[Any], box: Box, order: Sequence[int], step: int, file: str, data: bytearray
+) -> Shard:
     """The piece with its dims in memory in ``order`` and its elements ``step`` apart, as views of tensors are saved."""
     item, start = piece.dtype.itemsize, len(data)
     span = (piece.size - 1) * step + 1 if piece.size else 0

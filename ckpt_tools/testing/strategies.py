@@ -62,7 +62,7 @@ def cuts(draw: st.DrawFn, size: int, *, max_pieces: int = 4) -> list[tuple[int, 
 def grid_shardings(draw: st.DrawFn, shape: Shape) -> list[Box]:
     """Every dim cut on its own, as tensor parallelism times FSDP does."""
     per_dim = [draw(cuts(extent, max_pieces=3)) for extent in shape]
-    return [_box(ends) for ends in product(*per_dim)]
+    return [_make_box(ends) for ends in product(*per_dim)]
 
 
 @st.composite
@@ -72,7 +72,7 @@ def dim_shardings(draw: st.DrawFn, shape: Shape) -> list[Box]:
         return [Box((), ())]
     dim = draw(st.integers(0, len(shape) - 1))
     whole = [(0, extent) for extent in shape]
-    return [_box([*whole[:dim], ends, *whole[dim + 1 :]]) for ends in draw(cuts(shape[dim]))]
+    return [_make_box([*whole[:dim], ends, *whole[dim + 1 :]]) for ends in draw(cuts(shape[dim]))]
 
 
 @st.composite
@@ -83,7 +83,10 @@ def nested_shardings(draw: st.DrawFn, shape: Shape) -> list[Box]:
         piece = pieces.pop(draw(st.integers(0, len(pieces) - 1)))
         dim = draw(st.integers(0, len(shape) - 1))
         at = draw(st.integers(piece.start[dim], piece.stop[dim]))
-        pieces += [_with(piece, dim, piece.start[dim], at), _with(piece, dim, at, piece.stop[dim])]
+        pieces += [
+            _replace_interval(piece, dim, piece.start[dim], at),
+            _replace_interval(piece, dim, at, piece.stop[dim]),
+        ]
     return pieces
 
 
@@ -102,13 +105,13 @@ def pinwheels(draw: st.DrawFn, shape: Shape) -> list[Box]:
         ((a, b), (c, d)),
     ]
     rest = [(0, extent) for extent in shape[2:]]
-    return [_box([*ends, *rest]) for ends in flat]
+    return [_make_box([*ends, *rest]) for ends in flat]
 
 
 @st.composite
 def flat_shardings(draw: st.DrawFn, shape: Shape) -> list[Box]:
     """The flattening ``(numel,)`` in intervals, as ZeRO does; the boxes are in that geometry."""
-    return [_box([ends]) for ends in draw(cuts(prod(shape), max_pieces=5))]
+    return [_make_box([ends]) for ends in draw(cuts(prod(shape), max_pieces=5))]
 
 
 @st.composite
@@ -123,11 +126,11 @@ def box_shardings(shape: Shape) -> st.SearchStrategy[list[Box]]:
     return st.one_of([kind(shape) for kind in kinds]).flatmap(st.permutations).map(list)
 
 
-def _box(ends: Sequence[tuple[int, int]]) -> Box:
+def _make_box(ends: Sequence[tuple[int, int]]) -> Box:
     return Box(tuple(start for start, _ in ends), tuple(stop for _, stop in ends))
 
 
-def _with(box: Box, dim: int, start: int, stop: int) -> Box:
+def _replace_interval(box: Box, dim: int, start: int, stop: int) -> Box:
     return Box(
         (*box.start[:dim], start, *box.start[dim + 1 :]),
         (*box.stop[:dim], stop, *box.stop[dim + 1 :]),

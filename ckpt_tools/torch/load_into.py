@@ -15,7 +15,7 @@ from inspect import Parameter, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from ckpt_tools.arguments import public, written_out
+from ckpt_tools.arguments import api_function, expand_keywords
 from ckpt_tools.core import transforms
 from ckpt_tools.core.applicability import OF_RECIPES, Case, check
 from ckpt_tools.core.apply_options import apply_options
@@ -53,8 +53,8 @@ MAX_LISTED_NAMES = 5
 """Names that an error lists of each kind."""
 
 
-@public
-@written_out(SelectKeywords, ConvertOptions)
+@api_function
+@expand_keywords(SelectKeywords, ConvertOptions)
 def load_into(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer | None,

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
-from ckpt_tools.arguments import public, written_out
+from ckpt_tools.arguments import api_function, expand_keywords
 from ckpt_tools.core import transforms
 from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.manifest import Manifest, TensorRef
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.storage import StorageReader
 
 
-@public
-@written_out(ReadKeywords, ConvertOptions)
+@api_function
+@expand_keywords(ReadKeywords, ConvertOptions)
 def storage_reader(
     url: str | Path,
     *,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckpt_tools.arguments import public
+from ckpt_tools.arguments import api_function
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Manifest
 from ckpt_tools.core.option_names import option
 from ckpt_tools.core.options import ReadOptions
@@ -61,7 +61,7 @@ def read_stored_digests(source: Source, manifest: Manifest, storage_options: Sto
         return None
 
 
-@public
+@api_function
 def recorded_digests(src: str | Path, *, storage_options: Mapping[str, Any] | None = None) -> Mapping[str, Digest]:
     """The digests of the weights that lie with the checkpoint at ``src``, as ``checksum`` and ``convert`` with
     ``checksum`` write them. Nothing is compared; ``verify`` does that.

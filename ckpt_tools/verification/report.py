@@ -13,7 +13,7 @@ from ckpt_tools.core.manifest import MASTER, WEIGHT, StateKey
 from ckpt_tools.core.notes import Note
 from ckpt_tools.core.showing import Shown
 from ckpt_tools.core.wording import count, listed
-from ckpt_tools.credentials import without_secrets
+from ckpt_tools.credentials import mask_secrets
 from ckpt_tools.verification.deviation import Deviation
 
 
@@ -149,8 +149,8 @@ class VerifyReport(Shown):
                 else build_logical_location(str(difference.key))
             )
             text = difference.what if is_file else f"{difference.key}: {difference.what}"
-            results.append(build_result(difference.aspect.value, "error", without_secrets(text), location))
-        properties = {"source": without_secrets(source), **self.shown()}
+            results.append(build_result(difference.aspect.value, "error", mask_secrets(text), location))
+        properties = {"source": mask_secrets(source), **self.shown()}
         return build_log("ckpt-tools verify", rules, results, properties)
 
 

@@ -6,9 +6,9 @@ written as they are made, so memory does not grow with the input.
 
 from __future__ import annotations
 
-from ckpt_tools.signals import killed_by_interrupts
+from ckpt_tools.signals import use_default_interrupt
 
-with killed_by_interrupts():
+with use_default_interrupt():
     import json
     from collections.abc import Generator
     from contextlib import closing
@@ -224,5 +224,5 @@ def _predicted(
 
 
 if __name__ == "__main__":
-    with killed_by_interrupts():
+    with use_default_interrupt():
         main()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ckpt_tools.credentials import without_secrets
+from ckpt_tools.credentials import mask_secrets
 
 from ..models.results import ANSWER, Prediction
 
@@ -46,8 +46,8 @@ class Columns:
     top: int
 
     def of(self, row: Row) -> dict[str, Any]:
-        error = row.error and without_secrets(row.error)
-        name = without_secrets(row.name)
+        error = row.error and mask_secrets(row.error)
+        name = mask_secrets(row.name)
         return {"name": name, **self._answer(row.prediction), "truth": row.truth, "error": error}
 
     def _answer(self, found: Prediction | None) -> dict[str, Any]:

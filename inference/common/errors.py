@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 import click
 
-from ckpt_tools.credentials import without_secrets
+from ckpt_tools.credentials import mask_secrets
 from ckpt_tools.errors import CkptError, FormatError, StoreError, UsageError
-from ckpt_tools.signals import exit_code_of, stopping_on_signals
+from ckpt_tools.signals import get_exit_code, raise_on_signals
 
 OUR_PACKAGES = frozenset(
     {"ckpt_tools", *(f"{prefix}{name}" for prefix in ("", "ckpt_tools_") for name in ("training", "inference"))}
@@ -22,7 +22,7 @@ OUR_PACKAGES = frozenset(
 def report_errors() -> Iterator[None]:
     """Within the block, an error or a stop signal ends the process with one sentence and its exit code."""
     try:
-        with stopping_on_signals():
+        with raise_on_signals():
             yield
     except CkptError as error:
         _exit(f"Error: {error}", error, error.exit_code)
@@ -35,7 +35,7 @@ def report_errors() -> Iterator[None]:
         where = f"{error.filename}: " if error.filename else ""
         _exit(f"Error: {where}{error.strerror or error}", error, StoreError.exit_code)
     except KeyboardInterrupt as error:
-        code = exit_code_of(error)
+        code = get_exit_code(error)
         _exit(f"stopped by {signal.Signals(code - 128).name}", error, code)
 
 
@@ -55,7 +55,7 @@ def errors_of_files(what: str) -> Iterator[None]:
 
 def printable(text: str) -> str:
     """``text`` without credentials, and with control characters as escapes, because file names come from outside."""
-    text = without_secrets(text)
+    text = mask_secrets(text)
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 

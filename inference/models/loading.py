@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import ckpt_tools
-from ckpt_tools.arguments import public
+from ckpt_tools.arguments import api_function
 from ckpt_tools.errors import FormatError, UnsupportedError, UsageError
 
 from ..common.garbage import libraries_left_alone
@@ -31,7 +31,7 @@ SCALES = re.compile(r"[._](weight_scale|scale_inv|qweight|qzeros|weight_packed|p
 """Names of the tensors without which quantized weights have no meaning, by the libraries that quantize."""
 
 
-@public
+@api_function
 @libraries_left_alone()
 def load_model(
     url: str | Path,

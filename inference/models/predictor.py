@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import ckpt_tools
-from ckpt_tools.arguments import public
+from ckpt_tools.arguments import api_function
 from ckpt_tools.errors import FormatError, UsageError
 
 from ..common.errors import errors_of_files
@@ -116,7 +116,7 @@ def _row_major(value: Any) -> Any:
     return np.asarray(value, order="C") if isinstance(value, np.ndarray) else value
 
 
-@public
+@api_function
 @libraries_left_alone()
 def load_predictor(
     url: str | Path,

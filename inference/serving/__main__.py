@@ -7,9 +7,9 @@ checked and the port is bound before torch is imported.
 
 from __future__ import annotations
 
-from ckpt_tools.signals import killed_by_interrupts
+from ckpt_tools.signals import use_default_interrupt
 
-with killed_by_interrupts():
+with use_default_interrupt():
     import os
     import socket
     import ssl
@@ -21,7 +21,7 @@ with killed_by_interrupts():
 
     import click
 
-    from ckpt_tools.arguments import public
+    from ckpt_tools.arguments import api_function
     from ckpt_tools.errors import FormatError, StoreError, UsageError
 
     from ..common.errors import printable, report_errors
@@ -186,7 +186,7 @@ def _check_certificate(certificate: Path, key: Path | None) -> None:
         raise StoreError(f"--certfile or --keyfile cannot be read ({error.strerror or error})") from error
 
 
-@public
+@api_function
 def create_app(model: str | Path) -> FastAPI:
     """The ASGI application over a checkpoint, loaded into this process now. Raises ``CkptError`` as ``load_model``."""
     from ..models.predictor import loaded
@@ -421,5 +421,5 @@ def _serve(options: Options, bound: socket.socket, grpc: Listening | None) -> No
 
 
 if __name__ == "__main__":
-    with killed_by_interrupts():
+    with use_default_interrupt():
         main()

@@ -20,7 +20,7 @@ import ray
 from ray import serve
 
 from ckpt_tools.errors import FormatError, StoreError
-from ckpt_tools.signals import held_back, starting_processes
+from ckpt_tools.signals import block_signals_while_starting, defer_signals
 
 from ..common.training_package import launchers
 from ..models.predictor import Predictor, loaded
@@ -234,7 +234,7 @@ def run(
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         try:
             tally = ray.remote(num_cpus=0)(Tally).remote()
-            with starting_processes():
+            with block_signals_while_starting():
                 serve.start(http_options={"host": host, "port": port})
             models.deploy()
             announce()
@@ -242,7 +242,7 @@ def run(
                 threading.Event().wait()
         finally:
             # A second signal waits: requests that were taken are being answered.
-            with held_back():
+            with defer_signals():
                 _end()
 
 
@@ -261,7 +261,7 @@ def _deploy(served: Served, replicas: Replicas, tally: Any) -> None:
         **replicas.options(),
     )
     try:
-        with starting_processes():
+        with block_signals_while_starting():
             serve.run(made.bind(), name=APPLICATION, route_prefix="/")
     except RuntimeError as error:
         raise StoreError(f"the replicas do not start on this cluster ({str(error).splitlines()[0][:200]})") from error

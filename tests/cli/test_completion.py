@@ -30,9 +30,9 @@ def asked(line: str, shell: str = "bash") -> dict[str, str]:
 
 
 def offered(line: str, shell: str = "bash") -> list[str]:
-    found, items = completion._shell(shell, group), ()
+    found, items = completion._get_shell(shell, group), ()
     with patch.dict(os.environ, asked(line, shell)), suppress(Exception, SystemExit):
-        items = completion._items(found, *found.get_completion_args())
+        items = completion._list_items(found, *found.get_completion_args())
     return "".join(f"{found.format_completion(item)}\n" for item in items).splitlines()
 
 

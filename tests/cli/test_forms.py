@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 import ckpt_tools
 from ckpt_tools.cli import forms
-from ckpt_tools.cli.forms import MAX_ROWS, escaped, folder_of
+from ckpt_tools.cli.forms import MAX_TABLE_ROWS, escape_markdown, find_source_folder
 from ckpt_tools.core.manifest import StateKey
 from ckpt_tools.verification.deviation import Deviation
 from ckpt_tools.verification.report import Aspect, Difference, fold_rows, summarize_differences
@@ -93,18 +93,18 @@ def test_markdown_shows_every_character_of_a_name(tmp_path):
     code, out, _ = run_command("diff", *pair, "--format", "markdown")
     assert code == 6
     assert table(out) == [["name", "difference"], [ODD, "2 of 2 elements differ, by at most 1 (relative 1)"]]
-    bare = re.sub(r"&#\d+;", "", escaped(ODD))
+    bare = re.sub(r"&#\d+;", "", escape_markdown(ODD))
     assert not set(bare) & set("|<>`*[]@#$~!&\\")
-    assert "https:" not in escaped(ODD) and "www." not in escaped(ODD)
-    assert escaped("self_attn.q_proj: 3") == "self_attn.q_proj: 3"
+    assert "https:" not in escape_markdown(ODD) and "www." not in escape_markdown(ODD)
+    assert escape_markdown("self_attn.q_proj: 3") == "self_attn.q_proj: 3"
     code, out, _ = run_command("verify", pair[0], "--format", "markdown")
     assert (code, "all are whole" in out, "| ---" in out) == (0, True, False)
 
 
 def test_markdown_has_some_hundred_rows(capsys):
-    forms.say_markdown("t", [], ["n"], [[f"row {number}"] for number in range(MAX_ROWS + 5)])
+    forms.print_markdown("t", [], ["n"], [[f"row {number}"] for number in range(MAX_TABLE_ROWS + 5)])
     out = capsys.readouterr().out
-    assert len(table(out)) == MAX_ROWS + 1
+    assert len(table(out)) == MAX_TABLE_ROWS + 1
     assert out.endswith("and 5 more\n\n")
 
 
@@ -223,6 +223,6 @@ def test_sarif_of_verify_names_files_and_tensors(tmp_path):
 )
 def test_names_begin_at_the_working_directory(source, folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert folder_of(source) == folder
+    assert find_source_folder(source) == folder
     Path("a").mkdir()
-    assert folder_of("a") == "a"
+    assert find_source_folder("a") == "a"

@@ -6,9 +6,9 @@ import shlex
 import click
 import pytest
 
-from ckpt_tools.cli.beside import BesideCommand
+from ckpt_tools.cli.beside import ExternalCommand
 from ckpt_tools.cli.main import SECTIONS, group
-from ckpt_tools.help_text import Formatter, Grouped
+from ckpt_tools.help_text import GroupedCommand, WordWrapFormatter
 from inference.batch.__main__ import main as predict
 from inference.serving.__main__ import main as serve
 from tests.support.commands import all_commands, printed
@@ -43,7 +43,7 @@ def test_the_help_lists_every_command_in_a_section():
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_help_ends_with_one_to_three_examples_that_the_command_takes(name):
     command = COMMANDS[name]
-    assert isinstance(command, Grouped)
+    assert isinstance(command, GroupedCommand)
     assert 1 <= len(command.examples) <= 3
     for text in command.examples:
         assert len(text) <= ONE_LINE
@@ -51,7 +51,7 @@ def test_the_help_ends_with_one_to_three_examples_that_the_command_takes(name):
         assert name == "" or words[: len(name.split())] == name.split()
         parsed(words)
     context = click.Context(command, info_name=name, terminal_width=80)
-    context.formatter_class = Formatter
+    context.formatter_class = WordWrapFormatter
     assert command.get_help(context).partition("\nExample:\n")[2].split("\n") == [
         f"  {each}" for each in command.examples
     ]
@@ -60,7 +60,7 @@ def test_the_help_ends_with_one_to_three_examples_that_the_command_takes(name):
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_option_stands_under_a_heading(name):
     command = COMMANDS[name]
-    assert isinstance(command, Grouped)
+    assert isinstance(command, GroupedCommand)
     headed = [each for names in command.headings.values() for each in names]
     assert {each.name for each in command.params if isinstance(each, click.Option)} <= {*headed}
     assert "Options:" not in command.get_help(click.Context(command, info_name=name))
@@ -68,7 +68,7 @@ def test_every_option_stands_under_a_heading(name):
         known = {str(each.name) for each in command.params} | {"help"}
         assert len(headed) == len(set(headed))
         assert set(headed) - known <= {"model", "models", "models_file"}
-        assert isinstance(group.commands[name], BesideCommand)
+        assert isinstance(group.commands[name], ExternalCommand)
 
 
 @pytest.mark.parametrize("command", ["", *sorted(all_commands())])

@@ -37,16 +37,16 @@ class Last:
 
 import ckpt_tools.cli
 module = sys.modules["ckpt_tools.cli.main"]
-end, exit = module.process.end, sys.exit
+end, exit = module.process.prepare_exit, sys.exit
 """
 
 POINTS = {
     "the last function at exit": "atexit.register(send)",
     "the end of a module": "module.last = Last()",
     "a thread that is waited for": "threading.Thread(target=send_late).start()",
-    "before the end is said": "module.process.end = lambda *given: (send(), end(*given))",
+    "before the end is said": "module.process.prepare_exit = lambda *given: (send(), end(*given))",
     "before the code is said": "sys.exit = lambda code: (send(), exit(code))",
-    "twice": "module.process.end = lambda *given: (send(), end(*given)); atexit.register(send)",
+    "twice": "module.process.prepare_exit = lambda *given: (send(), end(*given)); atexit.register(send)",
 }
 """Points after the command, which has published the output and said so."""
 

@@ -50,11 +50,11 @@ def drawn(monkeypatch: pytest.MonkeyPatch, *, is_json: bool, seconds: float, row
     """Reports ``rows`` of bytes, each ``seconds`` after the one before."""
     now = 100.0
     monkeypatch.setattr(render.time, "monotonic", lambda: now)
-    lines = render._Lines("converting", is_json)
+    lines = render._ProgressLines("converting", is_json)
     for done, total in rows:
         now += seconds
         lines.update(done, total)
-    lines.end()
+    lines.finish()
 
 
 def test_lines_have_bytes_rate_and_time_left(monkeypatch, capsys):
@@ -121,11 +121,11 @@ def test_errors_of_usage_are_json_too():
 
 
 def test_notices_are_json_too(capsys):
-    reporting.begin(["--log-format", "json"])
-    with reporting.heard(quiet=False):
+    reporting.read_log_options(["--log-format", "json"])
+    with reporting.log_to_stderr(quiet=False):
         logging.getLogger("ckpt_tools.stores").warning("no answer yet")
         logging.getLogger("ckpt_tools.stores").info("a decision")
-    reporting.begin([])
+    reporting.read_log_options([])
     (found,) = map(json.loads, capsys.readouterr().err.splitlines())
     assert (found["level"], found["logger"], found["message"]) == ("warning", "ckpt_tools.stores", "no answer yet")
     assert found["time"].endswith("+00:00")

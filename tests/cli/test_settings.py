@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from ckpt_tools.cli.beside import BesideCommand
-from ckpt_tools.cli.settings import GRAVE, NO_SETTINGS
+from ckpt_tools.cli.beside import ExternalCommand
+from ckpt_tools.cli.settings import DESTRUCTIVE_OPTIONS, OPTIONS_WITHOUT_SETTINGS
 from tests.support.commands import Done, all_commands, run_command
 
 pytestmark = pytest.mark.quick
@@ -160,14 +160,14 @@ def test_what_replaces_files_is_said():
 OPTIONS = {
     name: [each for each in command.params if isinstance(each, click.Option)]
     for name, command in all_commands().items()
-    if not isinstance(command, BesideCommand)
+    if not isinstance(command, ExternalCommand)
 }
 
 
 def test_options_that_remove_or_vouch_are_known_to_settings():
     names = {each.name for found in OPTIONS.values() for each in found}
-    assert names >= GRAVE
-    assert not names & NO_SETTINGS
+    assert names >= DESTRUCTIVE_OPTIONS
+    assert not names & OPTIONS_WITHOUT_SETTINGS
 
 
 @pytest.mark.parametrize("name", sorted(OPTIONS.keys() - {"completion"}))

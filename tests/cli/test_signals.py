@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_tools.cli.ending import END_SECONDS
+from ckpt_tools.cli.ending import CLEANUP_SECONDS
 from tests.support.running import Running, start, users_of, wait_until
 from tests.support.s3_server import BUCKET
 from tests.support.sparse import make_sparse
@@ -128,7 +128,7 @@ def test_cleaning_up_that_hangs_is_given_up(s3_server, source, started):
         code, said, seconds = run.stop(signal.SIGTERM)
     rest = "before everything was cleaned up; the next run or ckpt-tools clean DST removes the leftovers."
     assert (code, said) == (143, f"Stopped by SIGTERM {rest}\n")
-    assert END_SECONDS - 1 < seconds < END_SECONDS + SLACK_SECONDS
+    assert CLEANUP_SECONDS - 1 < seconds < CLEANUP_SECONDS + SLACK_SECONDS
     assert run.processes() == []
 
 

@@ -12,7 +12,7 @@ import pytest
 import safetensors.numpy
 
 from ckpt_tools import cli
-from ckpt_tools.cli.group import summary
+from ckpt_tools.cli.group import get_summary
 from ckpt_tools.cli.main import COMMANDS, group
 from ckpt_tools.core.format_names import BUILT_IN
 from tests.support.commands import all_commands
@@ -131,9 +131,9 @@ def test_a_command_imports_what_its_work_needs(command, given, tmp_path):
 GIVE_BACK = """
 import os
 from ckpt_tools.cli import process
-before = os.environ.get(process.VARIABLE)
-process.give_back()
-print(before, os.environ.get(process.VARIABLE))
+before = os.environ.get(process.THREADS_VARIABLE)
+process.restore_settings()
+print(before, os.environ.get(process.THREADS_VARIABLE))
 """
 
 
@@ -148,7 +148,7 @@ def test_a_command_that_computes_has_the_threads_that_the_user_gave(users, said,
 
 def test_the_list_of_commands_has_every_command_and_says_what_its_help_says():
     assert {name: home.summary for name, home in COMMANDS.items()} == {
-        name: summary(command) for name, command in group.commands.items()
+        name: get_summary(command) for name, command in group.commands.items()
     }
     modules = [path.stem for path in Path(cli.__path__[0]).glob("*.py")]
     names = {name for module in modules for name in vars(import_module(f"ckpt_tools.cli.{module}"))}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ckpt_tools import credentials
 from ckpt_tools.core.wording import printable
-from ckpt_tools.credentials import remember_words, without_secrets
+from ckpt_tools.credentials import mask_secrets, remember_secrets_in_words
 from ckpt_tools.errors import StoreError
 
 pytestmark = pytest.mark.quick
@@ -34,8 +34,8 @@ def test_before_the_host(scheme, user, secret, host):
         secret = secret.replace("/", "_").replace(":", "_")
     url = f"{scheme}://{user}{secret}@{host}/run/step-1"
     for text in (url, f"it failed: {url}: no answer", f"['{url}']", f"{url} and {url}"):
-        assert secret not in without_secrets(text)
-        assert f"{host}/run/step-1" in without_secrets(text)
+        assert secret not in mask_secrets(text)
+        assert f"{host}/run/step-1" in mask_secrets(text)
         assert secret not in str(StoreError(text, path=url)) + printable(text)
 
 
@@ -44,14 +44,14 @@ def test_before_the_host(scheme, user, secret, host):
 def test_behind_the_path(scheme, secret, name, mark):
     url = f"{scheme}://host/a/model.pt{mark}x=1&{name}={secret}"
     for text in (url, f"it failed: {url}: no answer", f"URL('{url}')"):
-        assert secret.rstrip(".,:;)]") not in without_secrets(text)
-        assert "://host/a/model.pt" in without_secrets(text)
+        assert secret.rstrip(".,:;)]") not in mask_secrets(text)
+        assert "://host/a/model.pt" in mask_secrets(text)
 
 
 @half
 @given(st.text())
 def test_it_stays_as_it_is_the_second_time(text):
-    assert without_secrets(without_secrets(f"s3://{text}")) == without_secrets(f"s3://{text}")
+    assert mask_secrets(mask_secrets(f"s3://{text}")) == mask_secrets(f"s3://{text}")
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_it_stays_as_it_is_the_second_time(text):
     ["s3://bucket/run@latest", "http://host:8080/run@latest", "/data/run@10", "a: b@c", "s3://bucket/a b?c", "C:\\run"],
 )
 def test_what_is_no_secret_stays(text):
-    assert without_secrets(text) == text
+    assert mask_secrets(text) == text
 
 
 WORD = "s3cr3t-word-of-mine"
@@ -69,8 +69,8 @@ FLAGS = ("--token", "--control-token", "--private-key", "--password", "--api-key
 
 @pytest.fixture(autouse=True)
 def forgotten(monkeypatch):
-    monkeypatch.setattr(credentials, "_remembered", {})
-    monkeypatch.setattr(credentials, "_longest_first", ())
+    monkeypatch.setattr(credentials, "_remembered_secrets", {})
+    monkeypatch.setattr(credentials, "_secrets_longest_first", ())
 
 
 @pytest.mark.parametrize("name", [*NAMES, "sid_token"])
@@ -79,25 +79,25 @@ def forgotten(monkeypatch):
 )
 def test_a_parameter_of_a_path(url, name):
     address = url.format(name, WORD)
-    assert WORD not in without_secrets(f"it failed: {address}: no answer")
-    remember_words(["inspect", address])
-    assert WORD not in without_secrets(f"nothing at {WORD}")
+    assert WORD not in mask_secrets(f"it failed: {address}: no answer")
+    remember_secrets_in_words(["inspect", address])
+    assert WORD not in mask_secrets(f"nothing at {WORD}")
 
 
 @pytest.mark.parametrize("flag", FLAGS)
 def test_an_option_that_is_the_name_of_a_secret(flag):
     for words in (["serve", flag, WORD], [f"{flag}={WORD}"]):
-        credentials._remembered.clear()
-        remember_words(words)
-        assert without_secrets(f"{flag}: there is no file {WORD}") == f"{flag}: there is no file ***"
+        credentials._remembered_secrets.clear()
+        remember_secrets_in_words(words)
+        assert mask_secrets(f"{flag}: there is no file {WORD}") == f"{flag}: there is no file ***"
 
 
 def test_files_and_other_parameters_and_options_are_shown(tmp_path):
     file = tmp_path / "file-of-a-token"
     file.write_text(WORD)
     text = f"a-model-key-of-mine in s3://bucket/a;version=20261128-of-mine; {file} cannot be read"
-    remember_words(["--token", str(file), "--model-key", "a-model-key-of-mine", *text.split()[2:3]])
-    assert without_secrets(text) == text
+    remember_secrets_in_words(["--token", str(file), "--model-key", "a-model-key-of-mine", *text.split()[2:3]])
+    assert mask_secrets(text) == text
 
 
 def process(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:

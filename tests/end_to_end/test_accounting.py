@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, Phase, assume, given, settings
 
-from ckpt_tools.conversion import written_tensors
+from ckpt_tools.conversion import select_written_tensors
 from ckpt_tools.core.accounting import check_account
 from ckpt_tools.core.apply_options import apply_options
 from ckpt_tools.core.boxes import Box
@@ -42,7 +42,7 @@ def converted(checkpoint: StoredCheckpoint, writer: Format, whole: bool) -> tupl
     layout = writer.layout(made, WriteOptions())
     notes = merged(made.notes + layout.notes)
     plan = make_plan(made, layout, memory_bytes=MEMORY_BYTES, num_workers=1)
-    check_account(read, made, written_tensors(made, plan.figures()), notes, is_mapped=False)
+    check_account(read, made, select_written_tensors(made, plan.figures()), notes, is_mapped=False)
     target = MemoryStore()
     execute(plan, checkpoint.store, StoreDestination(target), runner=ThreadRunner(1), on_bytes=lambda num_bytes: None)
     return writer.read(Source.open(target), ReadOptions()), notes

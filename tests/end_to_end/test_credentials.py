@@ -99,8 +99,8 @@ def fresh(monkeypatch, tmp_path):
 
 
 def _forget() -> None:
-    credentials._remembered.clear()
-    credentials._longest_first = ()
+    credentials._remembered_secrets.clear()
+    credentials._secrets_longest_first = ()
 
 
 def _cases(kinds: Mapping[str, Callable[[str], Given]], canaries: Mapping[str, str]) -> list[tuple[str, str, Given]]:
@@ -214,11 +214,11 @@ def test_a_signed_address_is_in_no_file(tmp_path):
 
 PRINTING = """
 import logging, sys, warnings
-from ckpt_tools.credentials import mask_output, remember
+from ckpt_tools.credentials import mask_output, remember_secrets
 
 mask_output()
 url = sys.argv[1]
-remember([url])
+remember_secrets([url])
 print("it is", url, flush=True)
 sys.stderr.writelines([url + "\\n"])
 logging.warning("the url is %s", url)
@@ -244,7 +244,7 @@ def test_a_process_masks_what_libraries_print():
 def test_the_result_of_a_run_has_none(tmp_path):
     """Nor has the log of a rank that failed."""
     canary = CANARIES["encoded"]
-    credentials.remember([f"ftp://user:{canary}@host/run"])
+    credentials.remember_secrets([f"ftp://user:{canary}@host/run"])
     result = RunResult(**{each.name: None for each in fields(RunResult)})  # type: ignore[arg-type]
     replace(result, checkpoint=f"ftp://user:{canary}@host/run/epoch_0001").write(tmp_path)
     failure = Failure(0, "ValueError", canary, f"ValueError: {canary}")
@@ -262,7 +262,7 @@ def test_rows_of_predictions_have_none():
     assert not leaks(canary, Columns("label", None, 1).line(row).decode())
 
 
-@credentials.errors_masked()
+@credentials.mask_raised_errors()
 def failing(canary: str) -> None:
     try:
         try:
@@ -275,7 +275,7 @@ def failing(canary: str) -> None:
 
 def test_errors_behind_an_error_are_replaced_only_if_they_show_one():
     canary = CANARIES["plain"]
-    credentials.remember(storage_options={"secret": canary})
+    credentials.remember_secrets(storage_options={"secret": canary})
     with pytest.raises(ValueError, match=r"\*\*\*") as raised:
         failing(canary)
     behind = raised.value.__cause__
@@ -286,6 +286,6 @@ def test_errors_behind_an_error_are_replaced_only_if_they_show_one():
 def test_the_oldest_are_forgotten():
     """A service that opens signed addresses all day does not grow."""
     for number in range(credentials.MAX_REMEMBERED + 10):
-        credentials.remember(storage_options={"secret": f"Canary{number:09d}"})
-    assert len(credentials._remembered) == credentials.MAX_REMEMBERED
-    assert credentials.without_secrets("Canary000000000 Canary000001000") == "Canary000000000 ***"
+        credentials.remember_secrets(storage_options={"secret": f"Canary{number:09d}"})
+    assert len(credentials._remembered_secrets) == credentials.MAX_REMEMBERED
+    assert credentials.mask_secrets("Canary000000000 Canary000001000") == "Canary000000000 ***"

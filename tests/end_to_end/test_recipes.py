@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import ckpt_tools
-from ckpt_tools.conversion import prepare
+from ckpt_tools.conversion import prepare_conversion
 from ckpt_tools.core.options import Request
 from ckpt_tools.errors import CkptError, SourceNotFoundError, UsageError
 from ckpt_tools.transfer.journal import fingerprint
@@ -138,7 +138,7 @@ def test_two_recipes_of_the_same_names_are_two_plans(made, tmp_path):
     def of(text: str) -> str:
         (tmp_path / "r.toml").write_text(text)
         request = Request(src=made.source, dst=tmp_path / "out", to="dcp", recipe=tmp_path / "r.toml")
-        prepared = prepare(request, WorkerPool.choose("threads", None, 1, request.src, request.dst))
+        prepared = prepare_conversion(request, WorkerPool.choose("threads", None, 1, request.src, request.dst))
         return fingerprint(prepared.plan, prepared.store)
 
     assert of(moe.RECIPE) == of(f"# the same in other words\n{moe.RECIPE}")

@@ -92,9 +92,9 @@ class TestSharded(LongTests):
             damaged = [{**others, path: part} for part in (data[:0], data[:-1], data[: len(data) // 2])]
             for each in damaged:
                 with pytest.raises(FormatError):
-                    self._read(each)
+                    self._read_manifest(each)
             if path.startswith("model_"):
                 with pytest.raises(FormatError):
-                    self._read(others)
+                    self._read_manifest(others)
             else:
-                assert StateKey("w") in self._read(others)[1].tensors
+                assert StateKey("w") in self._read_manifest(others)[1].tensors

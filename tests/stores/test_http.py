@@ -163,11 +163,11 @@ def test_a_server_without_ranges(server, tmp_path):
 
 
 def test_lines_about_retries_are_few(monkeypatch, capsys):
-    with reporting.heard(quiet=False):
+    with reporting.log_to_stderr(quiet=False):
         for _ in range(100):
             warn("stores", "again")
         assert capsys.readouterr().err == "again\n"
-        monkeypatch.setattr(reporting, "LINE_SECONDS", 0)
+        monkeypatch.setattr(reporting, "WARNING_INTERVAL_SECONDS", 0)
         warn("stores", "again")
         assert capsys.readouterr().err == "again\n"
 

@@ -63,7 +63,7 @@ def run_command(*words: object, columns: int | None = None) -> Done:
         except SystemExit as ended:
             code = str(ended.code or 0)
         finally:
-            reporting.begin([])
+            reporting.read_log_options([])
     return Done(int(code), out.getvalue(), err.getvalue())
 
 

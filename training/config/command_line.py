@@ -14,9 +14,9 @@ from typing import Any, Literal, get_args, get_origin
 import click
 
 from ckpt_tools.arguments import check_not_empty
-from ckpt_tools.credentials import errors_masked, mask_output, remember, remember_words
+from ckpt_tools.credentials import mask_output, mask_raised_errors, remember_secrets, remember_secrets_in_words
 from ckpt_tools.errors import CkptError, UsageError
-from ckpt_tools.help_text import Grouped
+from ckpt_tools.help_text import GroupedCommand
 from ckpt_tools.text_files import read_text
 
 from . import PACKAGE
@@ -43,7 +43,7 @@ def read_defaults(context: click.Context, parameter: click.Parameter, value: str
     if not value:
         return  # the command refuses an empty name
     given = _parsed(value)
-    remember(given.values())
+    remember_secrets(given.values())
     known = {option.name: option for option in context.command.params if option is not parameter}
     for key in given:
         if key.replace("-", "_") not in known or "_" in key:
@@ -86,7 +86,7 @@ CONTEXT_BEFORE_OPTIONS = CONTEXT | {"ignore_unknown_options": True}
 """Context of a command whose last argument is the options of a run."""
 
 
-class Command(Grouped):
+class Command(GroupedCommand):
     """A command that refuses empty values, on the command line and in its ``--config`` file, and shows no credential.
     The values are checked as text, because ``click.Path(path_type=Path)`` turns an empty one into the current folder.
     """
@@ -113,8 +113,8 @@ class Command(Grouped):
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
     ) -> click.Context:
         """Messages of click repeat what was typed."""
-        remember_words(args)
-        with errors_masked():
+        remember_secrets_in_words(args)
+        with mask_raised_errors():
             return super().make_context(info_name, args, parent, **extra)
 
     def invoke(self, ctx: click.Context) -> Any:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from ckpt_tools.arguments import check_not_empty
-from ckpt_tools.credentials import remember
+from ckpt_tools.credentials import remember_secrets
 from ckpt_tools.errors import UsageError
 
 from .combinations import broken_rule
@@ -49,7 +49,7 @@ class TrainConfig(Options):
     """A training run. Raises ``UsageError``, with options spelled as on the command line, for invalid values."""
 
     def __post_init__(self) -> None:
-        remember(getattr(self, field.name) for field in fields(self))
+        remember_secrets(getattr(self, field.name) for field in fields(self))
         for field in fields(self):
             value = getattr(self, field.name)
             check_not_empty(f"--{spelt(field.name)}", "" if value == Path() else value)

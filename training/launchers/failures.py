@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ckpt_tools import errors
-from ckpt_tools.credentials import without_secrets
+from ckpt_tools.credentials import mask_secrets
 from ckpt_tools.errors import CkptError, StoreError
 
 from ..checkpoints.writing import root_of, sentence_of
@@ -48,14 +48,14 @@ class Failure:
         cause = root_of(error)
         if isinstance(cause, OSError):
             cause = StoreError(sentence_of(cause))
-        return cls(rank, type(cause).__name__, without_secrets(str(cause)), without_secrets(details))
+        return cls(rank, type(cause).__name__, mask_secrets(str(cause)), mask_secrets(details))
 
     @classmethod
     def of_lost(cls, rank: int, error: BaseException) -> Failure:
         """The end of a rank's process, about which Ray raised ``error``."""
         lost = "node has died" in str(error)
         how = "its machine" if lost else "its process, as by SIGKILL; the kernel sends it when memory runs out"
-        return cls(rank, PROCESS_ENDED, f"has lost {how}", without_secrets(str(error)))
+        return cls(rank, PROCESS_ENDED, f"has lost {how}", mask_secrets(str(error)))
 
     @classmethod
     def of_exit(cls, rank: int, code: int) -> Failure:
@@ -109,7 +109,7 @@ class Failure:
         log = out / (ERROR_LOG_NAME if self.details else TORCHRUN_LOG_NAME)
         try:
             if self.details:
-                log.write_text(without_secrets(self.details))
+                log.write_text(mask_secrets(self.details))
         except OSError:
             return RunFailedError(self.sentence)
         return RunFailedError(f"{self.sentence} (see {log})")

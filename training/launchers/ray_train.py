@@ -27,8 +27,8 @@ from pyarrow.fs import FSSpecHandler, PyFileSystem
 from ray.util.queue import Queue
 
 from ckpt_tools.errors import StoreError
-from ckpt_tools.guard import guarded
-from ckpt_tools.signals import starting_processes
+from ckpt_tools.guard import guard_processes
+from ckpt_tools.signals import block_signals_while_starting
 
 from ..checkpoints.locking import LostStorageError, RunLock
 from ..checkpoints.run_folder import CHECKPOINTS, remove_shards, resume_folder
@@ -79,17 +79,18 @@ def launch(config: TrainConfig, lock: RunLock) -> RunResult:
 @contextmanager
 def cluster(num_workers: int, keep_open: Sequence[int] = ()) -> Iterator[None]:
     """The Ray cluster of this process or of ``RAY_ADDRESS``, or else a local one for the block.
-    :func:`ckpt_tools.guard.guarded`, which describes ``keep_open``, ends it if this process is killed or stopped."""
+    :func:`ckpt_tools.guard.guard_processes`, which describes ``keep_open``, ends it if this process is killed or
+    stopped."""
     if ray.is_initialized():
         yield
         return
-    with guarded(keep_open) as marking:
+    with guard_processes(keep_open) as marking:
         options: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
         if "RAY_ADDRESS" not in os.environ:
             # At least one CPU per worker: on a smaller machine they share the cores instead of waiting for each other.
             options |= {"address": "local", "num_cpus": max(os.cpu_count() or 1, num_workers)}
             options |= {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
-        with marking(), starting_processes():
+        with marking(), block_signals_while_starting():
             ray.init(**options)
         with _ended_by(ray.shutdown):
             yield

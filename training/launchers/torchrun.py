@@ -25,8 +25,8 @@ import torch
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from ckpt_tools.guard import guarded
-from ckpt_tools.signals import held_back, let_through
+from ckpt_tools.guard import guard_processes
+from ckpt_tools.signals import allow_signals, defer_signals
 
 from ..checkpoints.locking import RunLock, only_run
 from ..checkpoints.run_folder import restarted, resume_folder
@@ -60,7 +60,7 @@ def launch(config: TrainConfig, lock: RunLock) -> RunResult:
     with tempfile.TemporaryDirectory() as name, log.open("wb") as stderr, closing(Screen()):
         files = Path(name)
         Failure.reserve(files / ERROR)
-        with guarded(keep_open=[lock.descriptor]) as marking, marking():
+        with guard_processes(keep_open=[lock.descriptor]) as marking, marking():
             cores, on_gpu = os.cpu_count() or 1, torch.cuda.is_available()
             threads = threads_of(config, config.num_workers, cores, on_gpu=on_gpu)
             code = _run_agent(config, files, stderr, os.environ | threads | {FILES_VARIABLE: name})
@@ -90,10 +90,10 @@ def _failure(config: TrainConfig, files: Path, restarts: int) -> Failure | None:
 def _run_agent(config: TrainConfig, files: Path, stderr: IO[bytes], environment: dict[str, str]) -> int:
     """Exit code of torchrun's agent. If this process is interrupted, the agent is too, and killed after a few seconds.
     A signal during the fork waits until the agent is known here."""
-    with held_back():
+    with defer_signals():
         agent = subprocess.Popen(_command(config), stderr=stderr, env=environment, preexec_fn=ignore_saving_signals)
         try:
-            with passing_on(partial(_ask_to_stop, files, agent)), let_through():
+            with passing_on(partial(_ask_to_stop, files, agent)), allow_signals():
                 return agent.wait()
         finally:
             if agent.poll() is None:
@@ -130,7 +130,7 @@ def work(config: TrainConfig) -> NoReturn:
             if files is None:
                 if leads:
                     held.enter_context(only_run(config))
-                held.enter_context(held.enter_context(guarded())())
+                held.enter_context(held.enter_context(guard_processes())())
             code = _work(config, request, files)
     except BaseException as error:  # torch's CheckpointException is none of Exception's
         if files:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import ckpt_tools
-from ckpt_tools.credentials import without_secrets
+from ckpt_tools.credentials import mask_secrets
 from ckpt_tools.errors import DestinationExistsError
 
 from ..checkpoints.run_folder import checkpoint_of
@@ -102,7 +102,7 @@ class RunResult:
     def write(self, out: Path) -> None:
         """Write ``OUT/result.json`` atomically, without credentials in the URL of the checkpoint. Raises StoreError."""
         unfinished, path = out / f".{RESULT_NAME}.partial", out / RESULT_NAME
-        shown = replace(self, checkpoint=without_secrets(self.checkpoint))
+        shown = replace(self, checkpoint=mask_secrets(self.checkpoint))
         with writing(path):
             unfinished.write_text(json.dumps(asdict(shown), indent=1) + "\n")
             unfinished.replace(path)

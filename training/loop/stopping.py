@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import click
 
 from ckpt_tools.errors import CkptError
-from ckpt_tools.signals import exit_code_of, heeded, stopping_on_signals
+from ckpt_tools.signals import get_exit_code, list_handled_signals, raise_on_signals
 
 from ..checkpoints.locking import LostStorageError
 from ..checkpoints.run_folder import saved_checkpoints
@@ -68,7 +68,7 @@ class Request:
 def passing_on(ask: Callable[[], None]) -> Iterator[None]:
     """Within the block, the first SIGTERM or SIGUSR1 calls ``ask``; a second SIGTERM has its earlier effect. Does
     nothing unless ``ckpt_tools.signals`` handles SIGTERM: a program that calls the launchers keeps its handlers."""
-    if threading.current_thread() is not threading.main_thread() or signal.SIGTERM not in heeded():
+    if threading.current_thread() is not threading.main_thread() or signal.SIGTERM not in list_handled_signals():
         yield
         return
     before: dict[int, Any] = {number: signal.getsignal(number) for number in SAVING}
@@ -105,10 +105,10 @@ def interruptible(advice: Callable[[], str]) -> Iterator[None]:
     """SIGINT, SIGTERM or SIGHUP within the block ends its processes, and then this one, with one sentence that has
     ``advice``. Losing the storage to another run ends them too."""
     try:
-        with stopping_on_signals():
+        with raise_on_signals():
             yield
     except KeyboardInterrupt as error:
-        code = exit_code_of(error)
+        code = get_exit_code(error)
         _leave(f"interrupted by {signal.Signals(code - 128).name}: {advice()}", code)
     except RunStoppedError as error:
         _leave(str(error), error.exit_code)

@@ -6,9 +6,9 @@ measure how long it takes to resume. Finished cases are not run again.
 
 from __future__ import annotations
 
-from ckpt_tools.signals import killed_by_interrupts
+from ckpt_tools.signals import use_default_interrupt
 
-with killed_by_interrupts():
+with use_default_interrupt():
     import json
     import re
     import shlex
@@ -22,9 +22,9 @@ with killed_by_interrupts():
 
     import click
 
-    from ckpt_tools.credentials import without_secrets
+    from ckpt_tools.credentials import mask_secrets
     from ckpt_tools.errors import CkptError, DestinationExistsError, UsageError
-    from ckpt_tools.guard import guarded
+    from ckpt_tools.guard import guard_processes
 
     from ..config import PACKAGE
     from ..config.command_line import CONTEXT_BEFORE_OPTIONS, Command, check_modules, config_of, parsed
@@ -76,7 +76,7 @@ def main(out: Path, texts: tuple[str, ...], options: tuple[str, ...]) -> None:
         for case in cases:
             case.check_folder()
         with interruptible(lambda: "finished cases are kept; the same command runs the others"):
-            with guarded() as marking, marking():
+            with guard_processes() as marking, marking():
                 rows = [row_of(case) for case in cases]
         report(out, cases[0].config, rows)
     sys.exit(1 if any(row.figures is None for row in rows) else 0)
@@ -111,7 +111,7 @@ class Case:
     @property
     def args(self) -> list[str]:
         """Options of its run, without its folder and without credentials: they are written to a file."""
-        return [without_secrets(each) for each in replace(self.config, out=Path("run")).to_args()]
+        return [mask_secrets(each) for each in replace(self.config, out=Path("run")).to_args()]
 
     def note(self, figures: Figures | None = None) -> None:
         """Replaces ``CASE_NAME`` atomically."""
@@ -205,5 +205,5 @@ def _run(config: TrainConfig, stdout: int | None = None) -> None:
 
 
 if __name__ == "__main__":
-    with killed_by_interrupts():
+    with use_default_interrupt():
         main()

@@ -31,7 +31,7 @@ from ckpt_tools.errors import (
     MalformedError,
     UnsafeError,
     UnsupportedError,
-    errors_name,
+    name_file_in_errors,
 )
 from ckpt_tools.formats.dcp.items import Items as Templates
 from ckpt_tools.formats.dcp.names import DATA, METADATA
@@ -98,7 +98,7 @@ def read_index(source: Source, path: str) -> Index:
     Raises:
         FormatError: it breaks a rule, or names a file or a range that is not there. UnsafeError: it names one outside.
     """
-    with errors_name(path):
+    with name_file_in_errors(path):
         return _index_of(source, path)
 
 

@@ -14,7 +14,7 @@ from ckpt_tools.core.dtypes import number_in
 from ckpt_tools.core.manifest import Manifest, StateKey, TensorEntry
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.shards import ByteRange, Framing
-from ckpt_tools.errors import MalformedError, errors_name
+from ckpt_tools.errors import MalformedError, name_file_in_errors
 from ckpt_tools.formats.dcp.folders import metadata_files
 from ckpt_tools.formats.dcp.foreign import refuse_megatron, with_other_half
 from ckpt_tools.formats.dcp.index import Index, most_ranks, notes_on_files, read_index
@@ -51,7 +51,7 @@ def read(source: Source, options: ReadOptions) -> Manifest:
             changed += [f"{fqn} as one entry"] if isinstance(place.archive.value, dict) else []
         else:
             found.add(fqn, path, place.archive.value, place)
-    with errors_name(paths[0]):
+    with name_file_in_errors(paths[0]):
         read = of_weights(found, literals)
         changed += ["the optimizer of Megatron-FSDP"] if read is not found else []
         found = read

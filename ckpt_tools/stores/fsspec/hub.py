@@ -19,7 +19,7 @@ from typing import Any
 
 from ckpt_tools.core.option_names import option
 from ckpt_tools.errors import DestinationExistsError, UsageError
-from ckpt_tools.signals import held_back, let_through
+from ckpt_tools.signals import allow_signals, defer_signals
 from ckpt_tools.stores.destination import Claim, Leftover
 from ckpt_tools.stores.file_destination import StoreDestination
 from ckpt_tools.stores.fsspec.place import FsspecPlace
@@ -187,9 +187,9 @@ class HubPlace(FsspecPlace):
         self.fs.invalidate_cache()
         self.repository()
         self.check_free(overwrite=overwrite)
-        with held_back(), tempfile.TemporaryDirectory(prefix="ckpt-tools-") as folder:
+        with defer_signals(), tempfile.TemporaryDirectory(prefix="ckpt-tools-") as folder:
             local = LocalPlace(Path(folder) / self.name, form=self.form)
-            with local.claim(overwrite=False, resume=False) as inner, let_through():
+            with local.claim(overwrite=False, resume=False) as inner, allow_signals():
                 yield HubClaim(self, inner, overwrite)
 
     def commit(self, repository: _Repository, parent: str, added: Mapping[str, Path], removed: set[str]) -> None:

@@ -25,7 +25,7 @@ from typing import Any
 
 from ckpt_tools.core.option_names import option
 from ckpt_tools.errors import CkptError, StoreError, UsageError
-from ckpt_tools.signals import held_back, let_through
+from ckpt_tools.signals import allow_signals, defer_signals
 from ckpt_tools.stores.destination import Claim, Destination, Leftover, Place
 from ckpt_tools.stores.fsspec.store import FsspecStore, asked, file_system, kind_at, size_of
 from ckpt_tools.stores.marker_files import PARTIAL, is_marker
@@ -274,9 +274,9 @@ class FsspecPlace(Place):
         self._remove_ours(partial)
         destination = FsspecDestination(self.fs, f"{partial}/{secrets.token_hex(_TOKEN_BYTES)}")
         claim = FsspecClaim(self, destination, overwrite)
-        with held_back():
+        with defer_signals():
             try:
-                with let_through():
+                with allow_signals():
                     yield claim
             finally:
                 destination.abandon()

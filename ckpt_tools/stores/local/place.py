@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ckpt_tools.signals import held_back, let_through
+from ckpt_tools.signals import allow_signals, defer_signals
 from ckpt_tools.stores.destination import Claim, Leftover, Place
 from ckpt_tools.stores.file_destination import StoreDestination
 from ckpt_tools.stores.local.owned import (
@@ -243,7 +243,7 @@ def staged(
         files are in the staging folder. UsageError: the target is a mount point. StoreError: the folder cannot be made.
     """
     # A signal interrupts the block, but not the making and the removal of the folder.
-    with held_back():
+    with defer_signals():
         with reporting("cannot write there", target.parent):
             place = resolved(target, form)
             folder = staging_folder(place)
@@ -256,7 +256,7 @@ def staged(
                 check_path_free(place, form, overwrite=overwrite)
                 prepare(folder, resume=resume)
                 staging = Staging(folder, place, form, overwrite, fsync)
-            with let_through():
+            with allow_signals():
                 yield staging
             kept = False
         finally:

@@ -18,7 +18,7 @@ from pathlib import PurePosixPath
 
 from ckpt_tools.core.option_names import option
 from ckpt_tools.errors import CkptError, DestinationExistsError
-from ckpt_tools.signals import held_back, let_through
+from ckpt_tools.signals import allow_signals, defer_signals
 from ckpt_tools.stores.destination import Claim, Leftover, PartRules, Place
 from ckpt_tools.stores.marker_files import is_marker
 from ckpt_tools.stores.output_form import Folder, Kind, SingleFile
@@ -245,11 +245,11 @@ def claimed(place: S3Place, *, overwrite: bool, resume: bool) -> Iterator[S3Clai
     place.check_free(overwrite=overwrite)
     claim = place.new_claim(overwrite=overwrite, is_kept=resume)
     # A signal interrupts the block, but not taking and leaving the place.
-    with held_back(), ExitStack() as leaving:
+    with defer_signals(), ExitStack() as leaving:
         claim.lock.take()
         leaving.callback(_quietly, claim.lock.release)
         leaving.enter_context(claim.lock.beating())
-        with let_through():
+        with allow_signals():
             place.check_free(overwrite=overwrite)
             # Once published, these are notes, and uploads that were begun twice because an answer was lost.
             leaving.callback(_forget, claim)

@@ -22,7 +22,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Generic
 
 from ckpt_tools.errors import StoreError
-from ckpt_tools.signals import first_signal, taken_from
+from ckpt_tools.signals import get_first_signal, get_from_queue
 from ckpt_tools.transfer.runners.base import Item, Result
 from ckpt_tools.transfer.runners.ray_board import PostponedError, RayBoard, sendable
 
@@ -72,7 +72,7 @@ class RayRunner:
                 run.start(self._kept.pop() if self._kept else new_process())
             yield from run.results()
         except GeneratorExit:
-            run.drain() if first_signal() is None else run.kill()
+            run.drain() if get_first_signal() is None else run.kill()
             raise
         except BaseException:
             run.kill()
@@ -254,7 +254,7 @@ class _Run(Generic[Item, Result]):
 
     def _next_news(self) -> _Event[Item]:
         try:
-            return taken_from(self.news, math.inf if self.num_out else START_SECONDS)
+            return get_from_queue(self.news, math.inf if self.num_out else START_SECONDS)
         except Empty:
             raise StoreError(
                 f"the cluster did not start a worker in {START_SECONDS:.0f} seconds; "

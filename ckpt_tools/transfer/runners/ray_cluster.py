@@ -12,8 +12,8 @@ from typing import Any
 
 from ckpt_tools.core.option_names import option
 from ckpt_tools.errors import StoreError, UsageError
-from ckpt_tools.guard import guarded
-from ckpt_tools.signals import held_back, starting_processes
+from ckpt_tools.guard import guard_processes
+from ckpt_tools.signals import block_signals_while_starting, defer_signals
 
 OBJECT_STORE_BYTES = 256 << 20
 """Object store memory of a cluster that is started here. Only the plan passes through it; Ray's default is 30 % of the
@@ -38,13 +38,13 @@ def connected(address: str | None, num_workers: int) -> Iterator[None]:
     asked = address or os.environ.get("RAY_ADDRESS")
     # Ray prints on stdout what became of its processes, where results belong.
     with redirect_stdout(sys.stderr):
-        with nullcontext(nullcontext) if _is_there(asked) else guarded() as marking:
+        with nullcontext(nullcontext) if _is_there(asked) else guard_processes() as marking:
             try:
                 with marking():
                     _connect(ray, asked, num_workers)
                 yield
             finally:
-                with held_back():
+                with defer_signals():
                     ray.shutdown()
 
 
@@ -76,7 +76,7 @@ def _connect(ray: Any, address: str | None, num_workers: int) -> None:
     local = {"num_cpus": num_workers, "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
     options = {"address": address} if _is_there(address) else {"address": "local", **local}
     try:
-        with starting_processes():
+        with block_signals_while_starting():
             ray.init(**options, logging_level=logging.ERROR, log_to_driver=False)
     except (ConnectionError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())

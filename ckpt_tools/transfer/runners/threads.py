@@ -15,7 +15,7 @@ from itertools import islice
 from queue import SimpleQueue
 from typing import Generic
 
-from ckpt_tools.signals import LOOK_SECONDS, first_signal, taken_from
+from ckpt_tools.signals import POLL_SECONDS, get_first_signal, get_from_queue
 from ckpt_tools.transfer.runners.base import Item, Result
 
 RESULTS_PER_WORKER = 8
@@ -67,11 +67,11 @@ def _join(threads: Iterable[threading.Thread]) -> None:
 
 
 def _join_until(threads: Iterable[threading.Thread], deadline: float) -> None:
-    if first_signal() is not None:
+    if get_first_signal() is not None:
         deadline = min(deadline, time.monotonic() + LEAVING_SECONDS)
     for thread in threads:
         while thread.is_alive() and (left := deadline - time.monotonic()) > 0:
-            thread.join(min(left, LOOK_SECONDS))
+            thread.join(min(left, POLL_SECONDS))
 
 
 @dataclass(slots=True)
@@ -120,7 +120,7 @@ def _collect(
     """Results until every thread has ended; then the first error, if there was one."""
     running, first_error = num_workers, None
     while running:
-        outcome = taken_from(results)
+        outcome = get_from_queue(results)
         first_error = first_error or outcome.error
         yield from outcome.result
         shared.room.release()

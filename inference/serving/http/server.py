@@ -16,7 +16,7 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from ckpt_tools.signals import STOPPING, Stopped
+from ckpt_tools.signals import STOP_SIGNALS, Stopped
 
 from ...common.garbage import settle
 from ..settings import HEAD_SECONDS, MAX_HEAD_BYTES
@@ -142,7 +142,7 @@ class Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Replaces uvicorn's, which leaves out SIGHUP. An ignored signal stays ignored (``nohup``)."""
-        before = {number: signal.getsignal(number) for number in STOPPING}
+        before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
         for number, handler in before.items():
             if handler is not signal.SIG_IGN:
                 signal.signal(number, self.handle_exit)

@@ -21,9 +21,9 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from typing import TYPE_CHECKING, Any
 
-from ckpt_tools.credentials import mask_output, without_secrets
+from ckpt_tools.credentials import mask_output, mask_secrets
 from ckpt_tools.errors import CkptError
-from ckpt_tools.signals import STOPPING
+from ckpt_tools.signals import STOP_SIGNALS
 
 from ...common.garbage import settle
 from ...models.generation import Give, generate
@@ -85,7 +85,7 @@ class Models:
         except (CkptError, ImportError) as error:
             return error
         except Exception:
-            return Broken(without_secrets(traceback.format_exc()))
+            return Broken(mask_secrets(traceback.format_exc()))
 
     def _load(self, asked: Load) -> Loaded:
         import torch
@@ -102,7 +102,7 @@ class Models:
 def main(descriptor: int) -> None:
     """Ignores signals: the service ends this process by closing the connection."""
     mask_output()
-    for number in STOPPING:
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     models, service = Models(), Connection(descriptor)
     try:

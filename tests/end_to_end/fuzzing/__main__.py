@@ -2,12 +2,12 @@
 
 import sys
 
-from ckpt_tools.signals import exit_code_of, stopping_on_signals
+from ckpt_tools.signals import get_exit_code, raise_on_signals
 from tests.end_to_end.fuzzing.runner import main
 
 if __name__ == "__main__":
     try:
-        with stopping_on_signals():
+        with raise_on_signals():
             sys.exit(main())
     except KeyboardInterrupt as error:
-        sys.exit(exit_code_of(error))
+        sys.exit(get_exit_code(error))

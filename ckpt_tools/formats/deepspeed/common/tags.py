@@ -12,7 +12,7 @@ from ckpt_tools.errors import (
     SeveralCheckpointsError,
     SourceNotFoundError,
     UsageError,
-    errors_name,
+    name_file_in_errors,
 )
 from ckpt_tools.stores.source import Source, checked_name
 
@@ -61,7 +61,7 @@ def _latest(source: Source, folders: list[str], latest: str) -> str:
         raise MalformedError("it should contain the name of a tag, but it is not text", path=latest) from error
     if not text.strip():
         raise IncompleteError("it should contain the name of a tag, but it is empty", path=latest)
-    with errors_name(latest):
+    with name_file_in_errors(latest):
         tag = checked_name(text.strip()).strip("/")
     if tag not in folders:
         raise IncompleteError(
