@@ -1,8 +1,8 @@
 """The verbs: one function for each command, with the same names, the same meaning and the same defaults.
 
 Keywords that several verbs share are ``TypedDict`` classes of ``core.options``. A verb builds one value of them,
-``ConvertOptions`` or ``Request``, and passes it on. ``api_function`` refuses empty paths, names and patterns, and
-``expand_keywords`` shows all keywords in ``help``.
+``ConvertOptions`` or ``ConvertRequest``, and passes it on. ``api_function`` refuses empty paths, names and patterns,
+and ``expand_keywords`` shows all keywords in ``help``.
 
 A verb imports its implementation when it is called, because every command imports this module.
 """
@@ -19,15 +19,15 @@ from ckpt_tools.core.options import (
     ConsolidateKeywords,
     ConvertKeywords,
     ConvertOptions,
+    ConvertRequest,
     LoadableKeywords,
     MergeKeywords,
     ReadKeywords,
     ReadOptions,
-    Request,
     ReshardKeywords,
     SelectKeywords,
 )
-from ckpt_tools.core.progress import silent
+from ckpt_tools.core.progress import ignore_progress
 
 if TYPE_CHECKING:
     from ckpt_tools.checkpoint import Checkpoint
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ckpt_tools.core.manifest import Manifest
     from ckpt_tools.core.option_names import State
     from ckpt_tools.core.options import DTypeLike
-    from ckpt_tools.core.progress import Progress
+    from ckpt_tools.core.progress import ProgressCallback
     from ckpt_tools.core.summary import Summary
     from ckpt_tools.formats.index import FormatInfo
     from ckpt_tools.loadable import LoadableReport
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 
 
 @api_function
-@expand_keywords(ReadKeywords, Request)
+@expand_keywords(ReadKeywords, ConvertRequest)
 def inspect(
     src: str | Path,
     *,
@@ -62,7 +62,7 @@ def inspect(
     sample: bool = False,
     memory: str | int | None = None,
     workers: int | None = None,
-    on_progress: Progress | None = None,
+    on_progress: ProgressCallback | None = None,
     **options: Unpack[ReadKeywords],
 ) -> Summary:
     """Summarize the checkpoint at ``src`` from its headers; no tensor is read, except for ``stats``.
@@ -108,24 +108,24 @@ def inspect(
         >>> bias.name, bias.num_read, bias.max
         ('encoder.bias', 4, 3.0)
     """
-    from ckpt_tools.core.applicability import ARGUMENTS, Case, check
-    from ckpt_tools.core.matching import check_globs, is_chosen
+    from ckpt_tools.core.applicability import COMMAND_RULES, OptionContext, check_applicability
+    from ckpt_tools.core.matching import check_globs_match, is_selected
     from ckpt_tools.core.summary import summarize
     from ckpt_tools.reading.naming import naming_of, wrapping_of
     from ckpt_tools.runs.opening import named
 
     checked_arguments = {"sample": sample, "memory": memory, "workers": workers}
-    check(ARGUMENTS["inspect"], checked_arguments, Case(has_stats=stats))
-    request = Request(src=src, dst=src, include=include, exclude=exclude, memory=memory, **options)
+    check_applicability(COMMAND_RULES["inspect"], checked_arguments, OptionContext(has_stats=stats))
+    request = ConvertRequest(src=src, dst=src, include=include, exclude=exclude, memory=memory, **options)
     src = named(src, request.storage_options)
     source, manifest = _open_checkpoint(src, request)
     naming_match = naming_of(source, manifest)
     naming = None if naming_match is None else str(naming_match)
     summary = summarize(manifest, str(src), source.files, naming=naming, wrapping=wrapping_of(manifest))
-    check_globs(manifest.fqns | manifest.left_out, include=request.include, exclude=request.exclude)
-    chosen_keys = [key for key in manifest.tensors if is_chosen(key.fqn, request.include, request.exclude)]
+    check_globs_match(manifest.fqns | manifest.unreadable_names, include=request.include, exclude=request.exclude)
+    chosen_keys = [key for key in manifest.tensors if is_selected(key.fqn, request.include, request.exclude)]
     if len(chosen_keys) < len(manifest.tensors):
-        rows = (row for row in summary.tensors if is_chosen(row.name, request.include, request.exclude))
+        rows = (row for row in summary.tensors if is_selected(row.name, request.include, request.exclude))
         summary = replace(summary, tensors=tuple(rows))
     if not stats:
         return summary
@@ -143,11 +143,13 @@ def inspect(
     tensors = {key: manifest.tensors[key] for key in chosen_keys}
     if not sample:
         check_expansion(tensors, manifest.stored_bytes)
-    return replace(summary, stats=compute_statistics(source.store, tensors.items(), measuring, on_progress or silent))
+    return replace(
+        summary, stats=compute_statistics(source.store, tensors.items(), measuring, on_progress or ignore_progress)
+    )
 
 
 @api_function
-@expand_keywords(ReadKeywords, Request)
+@expand_keywords(ReadKeywords, ConvertRequest)
 def open(src: str | Path, **options: Unpack[ReadKeywords]) -> Checkpoint:
     """Open the checkpoint at ``src`` as a mapping from names to tensors, which are read when they are indexed.
 
@@ -186,7 +188,7 @@ def open(src: str | Path, **options: Unpack[ReadKeywords]) -> Checkpoint:
 
 
 @api_function
-@expand_keywords(ReadKeywords, Request)
+@expand_keywords(ReadKeywords, ConvertRequest)
 def cat(src: str | Path, name: str, *, slot: str | None = None, **options: Unpack[ReadKeywords]) -> TensorSlice:
     """Name a part of one tensor of the checkpoint at ``src``; only its elements are read, when they are asked for.
 
@@ -218,7 +220,7 @@ def cat(src: str | Path, name: str, *, slot: str | None = None, **options: Unpac
 
 
 @api_function
-@expand_keywords(ConvertKeywords, Request)
+@expand_keywords(ConvertKeywords, ConvertRequest)
 def plan(src: str | Path, dst: str | Path, **options: Unpack[ConvertKeywords]) -> PlanReport:
     """Say what ``convert`` with the same arguments would do; write nothing.
 
@@ -243,11 +245,11 @@ def plan(src: str | Path, dst: str | Path, **options: Unpack[ConvertKeywords]) -
     """
     from ckpt_tools.conversion import plan_conversion
 
-    return plan_conversion(Request(src=src, dst=dst, **options))
+    return plan_conversion(ConvertRequest(src=src, dst=dst, **options))
 
 
 @api_function
-@expand_keywords(ConvertKeywords, Request)
+@expand_keywords(ConvertKeywords, ConvertRequest)
 def convert(src: str | Path, dst: str | Path, **options: Unpack[ConvertKeywords]) -> ConvertReport:
     """Write the checkpoint at ``src`` to ``dst`` in another format, or for another number of ranks.
 
@@ -343,11 +345,11 @@ def convert(src: str | Path, dst: str | Path, **options: Unpack[ConvertKeywords]
     """
     from ckpt_tools.conversion import run_conversion
 
-    return run_conversion(Request(src=src, dst=dst, **options))
+    return run_conversion(ConvertRequest(src=src, dst=dst, **options))
 
 
 @api_function
-@expand_keywords(ConsolidateKeywords, Request)
+@expand_keywords(ConsolidateKeywords, ConvertRequest)
 def consolidate(src: str | Path, dst: str | Path, **options: Unpack[ConsolidateKeywords]) -> ConvertReport:
     """Write the model's weights alone, as one model.
 
@@ -371,14 +373,14 @@ def consolidate(src: str | Path, dst: str | Path, **options: Unpack[ConsolidateK
     from ckpt_tools.conversion import run_conversion
     from ckpt_tools.stores.urls import check_storage_options, implied_format, open_place
 
-    request = Request(src=src, dst=dst, state="model", **options)
+    request = ConvertRequest(src=src, dst=dst, state="model", **options)
     check_storage_options(request.storage_options, src, dst)
     to = request.to or implied_format(open_place(dst, request.storage_options).name) or "safetensors"
     return run_conversion(replace(request, to=to))
 
 
 @api_function
-@expand_keywords(ReshardKeywords, Request)
+@expand_keywords(ReshardKeywords, ConvertRequest)
 def reshard(
     src: str | Path,
     dst: str | Path,
@@ -409,12 +411,12 @@ def reshard(
     """
     from ckpt_tools.conversion import run_conversion
 
-    request = Request(src=src, dst=dst, keeps_format=True, world_size=world_size, state=state, **options)
+    request = ConvertRequest(src=src, dst=dst, keeps_format=True, world_size=world_size, state=state, **options)
     return run_conversion(request)
 
 
 @api_function
-@expand_keywords(MergeKeywords, Request)
+@expand_keywords(MergeKeywords, ConvertRequest)
 def merge_lora(
     base: str | Path, adapter: str | Path, dst: str | Path, **options: Unpack[MergeKeywords]
 ) -> ConvertReport:
@@ -454,11 +456,11 @@ def merge_lora(
     """
     from ckpt_tools.conversion import run_conversion
 
-    return run_conversion(Request(src=base, dst=dst, adapter=adapter, state="model", **options))
+    return run_conversion(ConvertRequest(src=base, dst=dst, adapter=adapter, state="model", **options))
 
 
 @api_function
-@expand_keywords(LoadableKeywords, Request)
+@expand_keywords(LoadableKeywords, ConvertRequest)
 def make_loadable(src: str | Path, dst: str | Path, **options: Unpack[LoadableKeywords]) -> LoadableReport:
     """Write the file of ``torch.save`` at ``src`` again, so that ``torch.load(weights_only=True)`` takes it.
 
@@ -489,11 +491,11 @@ def make_loadable(src: str | Path, dst: str | Path, **options: Unpack[LoadableKe
     """
     from ckpt_tools.loadable import rewrite_as_loadable
 
-    return rewrite_as_loadable(Request(src=src, dst=dst, **options))
+    return rewrite_as_loadable(ConvertRequest(src=src, dst=dst, **options))
 
 
 @api_function
-@expand_keywords(SelectKeywords, Request)
+@expand_keywords(SelectKeywords, ConvertRequest)
 def verify(
     src: str | Path,
     dst: str | Path | None = None,
@@ -507,7 +509,7 @@ def verify(
     public_key: str | Path | None = None,
     signature: str | Path | None = None,
     workers: int | None = None,
-    on_progress: Progress | None = None,
+    on_progress: ProgressCallback | None = None,
     **options: Unpack[SelectKeywords],
 ) -> VerifyReport:
     """Check bit for bit that ``dst`` holds the tensors of ``src``; without ``dst``, that ``src`` is whole.
@@ -543,15 +545,22 @@ def verify(
         >>> report.equal, report.num_tensors
         (True, 2)
     """
-    from ckpt_tools.core.applicability import ARGUMENTS, Case, check
+    from ckpt_tools.core.applicability import COMMAND_RULES, OptionContext, check_applicability
     from ckpt_tools.runs.opening import named, read_checkpoint
     from ckpt_tools.stores.urls import check_storage_options
     from ckpt_tools.verification.verify import verify_checkpoint, verify_conversion
 
     convert_options = ConvertOptions(state=state, dtype=dtype, buffers=buffers, like=like, untie=untie, **options)
-    given_options = {**convert_options.given, "digests": digests, "public_key": public_key, "signature": signature}
-    case = Case(has_destination=dst is not None, has_digests=digests is not None, has_key=public_key is not None)
-    check(ARGUMENTS["verify"], given_options, case)
+    given_options = {
+        **convert_options.values_by_name,
+        "digests": digests,
+        "public_key": public_key,
+        "signature": signature,
+    }
+    case = OptionContext(
+        has_destination=dst is not None, has_digests=digests is not None, has_public_key=public_key is not None
+    )
+    check_applicability(COMMAND_RULES["verify"], given_options, case)
     check_storage_options(convert_options.storage_options, src, dst, digests, convert_options.config, like)
     src = named(src, convert_options.storage_options)
     checked_signature = None
@@ -564,7 +573,7 @@ def verify(
         from ckpt_tools.verification.file_checks import read_named_list
 
         file_list = read_named_list(digests, src, convert_options.storage_options)
-        check(ARGUMENTS["verify"], given_options, replace(case, has_digests=file_list is None))
+        check_applicability(COMMAND_RULES["verify"], given_options, replace(case, has_digests=file_list is None))
     execution_options = _execution_options(convert_options, workers, on_progress, src, dst)
     if dst is None:
         report = verify_checkpoint(
@@ -572,20 +581,23 @@ def verify(
         )
         return replace(report, signature=checked_signature)
     source, manifest = read_checkpoint(
-        src, convert_options.reading, format_name=convert_options.from_, storage_options=convert_options.storage_options
+        src,
+        convert_options.read_options,
+        format_name=convert_options.from_,
+        storage_options=convert_options.storage_options,
     )
     return verify_conversion(src, source, manifest, dst, convert_options, execution_options)
 
 
 @api_function
-@expand_keywords(SelectKeywords, Request)
+@expand_keywords(SelectKeywords, ConvertRequest)
 def diff(
     a: str | Path,
     b: str | Path,
     *,
     state: State | None = None,
     workers: int | None = None,
-    on_progress: Progress | None = None,
+    on_progress: ProgressCallback | None = None,
     **options: Unpack[SelectKeywords],
 ) -> VerifyReport:
     """Compare the tensors of two checkpoints of any formats: which differ, and by how much.
@@ -627,7 +639,7 @@ def diff(
     check_storage_options(storage_options, a, b, convert_options.config)
     a = named(a, storage_options)
     checkpoint_a = read_checkpoint(
-        a, convert_options.reading, format_name=convert_options.from_, storage_options=storage_options
+        a, convert_options.read_options, format_name=convert_options.from_, storage_options=storage_options
     )
     checkpoint_b = read_checkpoint(b, ReadOptions(), storage_options=storage_options)
     return diff_checkpoints(
@@ -636,14 +648,14 @@ def diff(
 
 
 @api_function
-@expand_keywords(ReadKeywords, Request)
+@expand_keywords(ReadKeywords, ConvertRequest)
 def checksum(
     src: str | Path,
     *,
     output: str | Path | None = None,
     workers: int | None = None,
     overwrite: bool = False,
-    on_progress: Progress | None = None,
+    on_progress: ProgressCallback | None = None,
     **options: Unpack[ReadKeywords],
 ) -> ChecksumReport:
     """Write the digest of every tensor of ``src`` to a list, for ``verify``.
@@ -671,11 +683,13 @@ def checksum(
         >>> ckpt_tools.verify("run", digests="model.digests.json").num_digests
         2
     """
-    from ckpt_tools.core.applicability import ARGUMENTS, Case, check
+    from ckpt_tools.core.applicability import COMMAND_RULES, OptionContext, check_applicability
     from ckpt_tools.verification.verify import write_digests
 
     read_options = ConvertOptions(**options)
-    check(ARGUMENTS["checksum"], {"overwrite": overwrite}, Case(is_printed=output == "-"))
+    check_applicability(
+        COMMAND_RULES["checksum"], {"overwrite": overwrite}, OptionContext(prints_digests=output == "-")
+    )
     source, manifest = _open_checkpoint(src, read_options, output, may_be_empty=False)
     execution_options = _execution_options(read_options, workers, on_progress, src)
     return write_digests(source, manifest, execution_options, output=output, overwrite=overwrite)
@@ -944,7 +958,7 @@ def show_recipe(recipe: str | Path) -> RecipeInfo:
 
 
 @api_function
-@expand_keywords(ReadKeywords, Request)
+@expand_keywords(ReadKeywords, ConvertRequest)
 def check_recipe(
     recipe: str | Path,
     src: str | Path,
@@ -984,9 +998,11 @@ def check_recipe(
     source, manifest = _open_checkpoint(src, convert_options)
     step = recipe_step(src, source, manifest, convert_options)
     assert step is not None and step.recipe is not None
-    if state != "all" and not manifest.parted:
-        weights_manifest, _ = transforms.model_only(manifest, weights=convert_options.weight_copy(manifest), asked=True)
-        manifest, _ = transforms.without_wrappers(weights_manifest)
+    if state != "all" and not manifest.unjoined_state:
+        weights_manifest, _ = transforms.keep_model_only(
+            manifest, weight_copy=convert_options.choose_weight_copy(manifest), is_requested=True
+        )
+        manifest, _ = transforms.strip_wrappers(weights_manifest)
     return recipe_map(manifest, step.recipe, step)
 
 
@@ -1002,20 +1018,20 @@ def _open_checkpoint(
     check_storage_options(storage_options, src, *other_urls)
     source, manifest = read_checkpoint(
         src,
-        options.reading,
+        options.read_options,
         format_name=options.from_,
         storage_options=storage_options,
         may_be_empty=may_be_empty,
         step_by_name=True,
     )
-    check_reading(manifest, options.reading)
+    check_reading(manifest, options.read_options)
     return source, manifest
 
 
 def _execution_options(
-    options: ConvertOptions, workers: int | None, on_progress: Progress | None, *urls: str | Path | None
+    options: ConvertOptions, workers: int | None, on_progress: ProgressCallback | None, *urls: str | Path | None
 ) -> ExecutionOptions:
     from ckpt_tools.transfer.workers import choose_workers
     from ckpt_tools.verification.verify import ExecutionOptions
 
-    return ExecutionOptions(choose_workers(workers, *urls), on_progress or silent, options.storage_options)
+    return ExecutionOptions(choose_workers(workers, *urls), on_progress or ignore_progress, options.storage_options)

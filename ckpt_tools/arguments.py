@@ -13,8 +13,8 @@ from itertools import zip_longest
 from typing import Any, ParamSpec, TypeVar, get_args
 from urllib.parse import urlsplit
 
-from ckpt_tools.core.format_names import SINGLE_FILES
-from ckpt_tools.core.option_names import WrittenFormat, canonical, is_place, option, with_aliases
+from ckpt_tools.core.format_names import FORMAT_BY_FILE_SUFFIX
+from ckpt_tools.core.option_names import WrittenFormat, format_option, format_with_aliases, is_location, resolve_alias
 from ckpt_tools.credentials import mask_raised_errors, remember_secrets
 from ckpt_tools.errors import UsageError
 
@@ -43,16 +43,17 @@ def api_function(function: Callable[Parameters, Result]) -> Callable[Parameters,
     def call_checked(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         parameters = signature(function).parameters
         positional_values = [
-            canonical(name, _materialize_iterator(each)) for each, name in zip_longest(args, [*parameters][: len(args)])
+            resolve_alias(name, _materialize_iterator(each))
+            for each, name in zip_longest(args, [*parameters][: len(args)])
         ]
-        keyword_values = {name: canonical(name, _materialize_iterator(each)) for name, each in kwargs.items()}
+        keyword_values = {name: resolve_alias(name, _materialize_iterator(each)) for name, each in kwargs.items()}
         values_by_name = {**dict(zip(parameters, positional_values, strict=False)), **keyword_values}
         remember_secrets(values_by_name.values(), values_by_name.get("storage_options"))
         with mask_raised_errors():
             for name, value in values_by_name.items():
                 if name not in parameters:
                     raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}")
-                check_not_empty(option(name), value, is_required=is_place(name))
+                check_not_empty(format_option(name), value, is_required=is_location(name))
             return function(*positional_values, **keyword_values)
 
     return call_checked
@@ -75,8 +76,8 @@ def expand_keywords(keywords: type, defaults: type) -> Callable[[Function], Func
             Parameter(name, Parameter.KEYWORD_ONLY, default=fields[name].default, annotation=kind.__forward_arg__)
             for name, kind in keywords.__annotations__.items()
         ]
-        docstring = (function.__doc__ or "").replace("{endings}", ", ".join(SINGLE_FILES))
-        function.__doc__ = docstring.replace("{formats}", with_aliases("to", get_args(WrittenFormat)))
+        docstring = (function.__doc__ or "").replace("{endings}", ", ".join(FORMAT_BY_FILE_SUFFIX))
+        function.__doc__ = docstring.replace("{formats}", format_with_aliases("to", get_args(WrittenFormat)))
         function.__signature__ = declared_signature.replace(parameters=[*declared_parameters, *keyword_parameters])  # type: ignore[attr-defined]
         return function
 

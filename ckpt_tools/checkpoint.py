@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.dtypes import DType, to_numpy
-from ckpt_tools.core.indexing import selection
+from ckpt_tools.core.indexing import resolve_index
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Manifest, ParamGroup, StateKey, TensorEntry, TensorRef
-from ckpt_tools.core.wording import count, listed, nearest
+from ckpt_tools.core.wording import find_nearest, format_count, join_names
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.stores.source import Store
 from ckpt_tools.transfer.tensor_reader import TensorReader
@@ -137,7 +137,7 @@ class LazyTensor:
 
     def _read_elements(self, index: Any) -> NDArray[Any]:
         """The elements at ``index`` as bare bytes of an element's width."""
-        region = selection(index, self.shape)
+        region = resolve_index(index, self.shape)
         elements = np.empty(region.shape, np.dtype((np.void, self.entry.dtype.item_bytes)))
         raw_bytes, start = elements.reshape(-1).view(np.uint8), 0
         for box in region.boxes:
@@ -147,7 +147,7 @@ class LazyTensor:
             start = stop
         if elements.size == self.size:
             self._reader.finish()
-        part: NDArray[Any] = elements[region.inside]
+        part: NDArray[Any] = elements[region.local_index]
         return part
 
 
@@ -201,7 +201,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
         self._reader.release(_ClosedStore())
 
     def __repr__(self) -> str:
-        return f"Checkpoint({self.manifest.format}, {count(len(self), 'weight')}, step={self.step})"
+        return f"Checkpoint({self.manifest.format}, {format_count(len(self), 'weight')}, step={self.step})"
 
     def _repr_html_(self) -> str:
         shown_tensors = [(name, self[name]) for name in islice(self, MAX_HTML_ROWS)]
@@ -210,7 +210,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
             for name, tensor in shown_tensors
         )
         more_line = (
-            f"<p>and {count(len(self) - len(shown_tensors), 'more weight')}</p>"
+            f"<p>and {format_count(len(self) - len(shown_tensors), 'more weight')}</p>"
             if len(self) > len(shown_tensors)
             else ""
         )
@@ -222,7 +222,9 @@ class Checkpoint(Mapping[str, LazyTensor]):
         if name not in self:
             raise KeyError(f"there is no weight {name!r}{self._suggest_names(name)}")
         master = StateKey(self._find_owner(name), MASTER)
-        return self.state(name, WEIGHT if self.manifest.masters_lag or master not in self.manifest.tensors else MASTER)
+        return self.state(
+            name, WEIGHT if self.manifest.masters_are_outdated or master not in self.manifest.tensors else MASTER
+        )
 
     def __contains__(self, name: object) -> bool:
         return isinstance(name, str) and StateKey(self._find_owner(name)) in self.manifest.tensors
@@ -246,10 +248,10 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     def _describe_slots(self, owner: str) -> str:
         slots = [key.slot for key in self.manifest.tensors if key.fqn == owner]
-        return f"; it has {listed(slots, MAX_LISTED_SLOTS)}" if slots else ""
+        return f"; it has {join_names(slots, MAX_LISTED_SLOTS)}" if slots else ""
 
     def _suggest_names(self, name: object) -> str:
-        similar_names = nearest(name, list(self)) if isinstance(name, str) else ()
+        similar_names = find_nearest(name, list(self)) if isinstance(name, str) else ()
         return f"; did you mean {' or '.join(map(repr, similar_names))}?" if similar_names else ""
 
     def __iter__(self) -> Iterator[str]:

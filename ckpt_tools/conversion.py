@@ -10,22 +10,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, get_args
 
 from ckpt_tools.core import transforms
-from ckpt_tools.core.accounting import check_account
-from ckpt_tools.core.applicability import check
-from ckpt_tools.core.apply_options import Applied, apply_options
+from ckpt_tools.core.accounting import check_nothing_lost
+from ckpt_tools.core.applicability import check_applicability
+from ckpt_tools.core.apply_options import AppliedOptions, apply_options
 from ckpt_tools.core.layout import Layout
-from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, StateKey, TensorEntry, tensors_by_role
-from ckpt_tools.core.matching import is_chosen
-from ckpt_tools.core.notes import Note, Outcome, merged
-from ckpt_tools.core.option_names import WrittenFormat, option, with_aliases
-from ckpt_tools.core.options import ConvertOptions, ReadOptions, Request, WriteOptions
-from ckpt_tools.core.progress import Meter, Progress, inform, silent
-from ckpt_tools.core.quantized import check_together
-from ckpt_tools.core.rank_limits import rank_notes
-from ckpt_tools.core.showing import Shown
-from ckpt_tools.core.trainer_folder import FILE
-from ckpt_tools.core.transforms import Transformed, cast_notes
-from ckpt_tools.core.wording import count, listed, printable, size
+from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, StateKey, TensorEntry, count_tensors_by_role
+from ckpt_tools.core.matching import is_selected
+from ckpt_tools.core.notes import Note, Outcome, merge_notes
+from ckpt_tools.core.option_names import WrittenFormat, format_option, format_with_aliases
+from ckpt_tools.core.options import ConvertOptions, ConvertRequest, ReadOptions, WriteOptions
+from ckpt_tools.core.progress import ProgressCallback, ProgressMeter, ignore_progress, log_info
+from ckpt_tools.core.quantized import check_companions_selected
+from ckpt_tools.core.rank_limits import note_rank_states
+from ckpt_tools.core.showing import DisplayableResult
+from ckpt_tools.core.trainer_folder import FILE_SLOT
+from ckpt_tools.core.transforms import TransformResult, note_casts
+from ckpt_tools.core.wording import escape_unprintable, format_count, format_size, join_names
 from ckpt_tools.errors import (
     CkptError,
     DestinationExistsError,
@@ -78,7 +78,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class PlanReport(Shown):
+class PlanReport(DisplayableResult):
     """The plan of a conversion. Sizes in bytes: ``num_bytes`` of the tensors that are written, ``file_bytes`` of the
     files that will hold them. ``renamed`` are the names that ``rename`` and ``key_map`` change, by their old ones,
     which are those of ``recipe`` if there is one. ``removed_files`` lie at the destination now and are replaced.
@@ -125,7 +125,7 @@ class PlanReport(Shown):
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class ConvertReport(Shown):
+class ConvertReport(DisplayableResult):
     """The result of a conversion. ``bytes_recovered`` were written by an earlier run, and not again; of
     ``bytes_written`` the destination copied ``bytes_copied`` itself; ``digests`` is the path or URL of the digests, if
     they were asked for. ``loading`` is Python code that loads the output by its own framework: it names ``model`` and
@@ -182,7 +182,7 @@ class ConvertReport(Shown):
 class PreparedConversion:
     """A conversion ready to run."""
 
-    request: Request
+    request: ConvertRequest
     store: Store
     plan: Plan
     report: PlanReport
@@ -201,7 +201,7 @@ class _Opened:
     """The source as it was read, the adapter that is merged into it, and where and how it is written. ``source`` has
     the adapter's files too, and ``config`` of ``request`` is the model's alone."""
 
-    request: Request
+    request: ConvertRequest
     src: str | Path
     source: Source
     manifest: Manifest
@@ -230,7 +230,7 @@ class _Edited:
 
     source: Source
     manifest: Manifest
-    applied_options: Applied
+    applied_options: AppliedOptions
     recipe: RecipeStep | None
     like: Like | None
 
@@ -248,18 +248,18 @@ class _LaidOut:
     hub_naming_hint: str
 
 
-def plan_conversion(request: Request) -> PlanReport:
+def plan_conversion(request: ConvertRequest) -> PlanReport:
     """Plan a conversion; write nothing."""
     return prepare_conversion(request, _choose_worker_pool(request)).report
 
 
-def run_conversion(request: Request) -> ConvertReport:
+def run_conversion(request: ConvertRequest) -> ConvertReport:
     """Write the destination: whole, or not at all."""
     pool = _choose_worker_pool(request)
     return write_destination(prepare_conversion(request, pool), pool)
 
 
-def _choose_worker_pool(request: Request) -> WorkerPool:
+def _choose_worker_pool(request: ConvertRequest) -> WorkerPool:
     from ckpt_tools.transfer.workers import WorkerPool
 
     urls = (request.src, request.dst, request.config, request.like, request.adapter)
@@ -267,7 +267,7 @@ def _choose_worker_pool(request: Request) -> WorkerPool:
     return WorkerPool.choose(request.runner, request.address, request.workers, request.src, request.dst)
 
 
-def prepare_conversion(request: Request, pool: WorkerPool) -> PreparedConversion:
+def prepare_conversion(request: ConvertRequest, pool: WorkerPool) -> PreparedConversion:
     """Everything about a conversion but the moving of bytes; writes nothing.
 
     Raises:
@@ -284,7 +284,7 @@ def prepare_conversion(request: Request, pool: WorkerPool) -> PreparedConversion
     report = replace(
         build_plan_report(plan, figures, source_format, target_format, replaced_sizes),
         notes=laid_out.notes,
-        renamed=edited.applied_options.renamed,
+        renamed=edited.applied_options.new_name_by_old,
         recipe=None if edited.recipe is None else edited.recipe.used,
     )
     _log_plan(report)
@@ -301,7 +301,7 @@ def prepare_conversion(request: Request, pool: WorkerPool) -> PreparedConversion
     )
 
 
-def _open_source_and_target(request: Request) -> _Opened:
+def _open_source_and_target(request: ConvertRequest) -> _Opened:
     """Read the source, and choose the writer."""
     storage_options = request.storage_options
     src, place = named(request.src, storage_options), open_place(request.dst, storage_options)
@@ -309,7 +309,7 @@ def _open_source_and_target(request: Request) -> _Opened:
     reads_weights_only = request.adapter is not None or (
         writer is not None and not _is_whole_state_written(request, writer)
     )
-    read_options = replace(request.reading, state="model" if reads_weights_only else "all")
+    read_options = replace(request.read_options, state="model" if reads_weights_only else "all")
     source, manifest = read_checkpoint(
         src, read_options, format_name=request.from_, storage_options=storage_options, step_by_name=True
     )
@@ -317,17 +317,20 @@ def _open_source_and_target(request: Request) -> _Opened:
     merge, source, request = _prepare_lora_merge(request, src, source, manifest)
     writer = writer or _choose_source_writer(request, manifest, place.name)
     if (
-        manifest.unplaced
+        manifest.unnamed_optimizer
         and writer.holds_optimizer
         and _is_whole_state_written(request, writer)
         and writer.name != manifest.format
     ):
         # The run that resumes from the output would start with an empty optimizer.
         alternative = (
-            "" if option("state", "model") in manifest.unplaced else f", or convert with {option('state', 'model')}"
+            ""
+            if format_option("state", "model") in manifest.unnamed_optimizer
+            else f", or convert with {format_option('state', 'model')}"
         )
         raise UnsupportedError(
-            f"{writer.name} keeps an optimizer by the names of its parameters; {manifest.unplaced}{alternative}"
+            f"{writer.name} keeps an optimizer by the names of its parameters; "
+            f"{manifest.unnamed_optimizer}{alternative}"
         )
     return _Opened(request, src, source, manifest, merge, place, writer)
 
@@ -337,7 +340,7 @@ def _is_whole_state_written(options: ConvertOptions, writer: Format) -> bool:
     return writer.holds_optimizer if options.state is None else options.state == "all"
 
 
-def _choose_requested_writer(request: Request, destination_name: str) -> Format | None:
+def _choose_requested_writer(request: ConvertRequest, destination_name: str) -> Format | None:
     """The writer of the format that the user names, or that ``destination_name`` implies; with ``like`` that of
     folders for ``from_pretrained``. None if it is the source's own format."""
     is_format_given = request.to is not None or implied_format(destination_name) is not None
@@ -352,16 +355,19 @@ def _find_writer(to: str | None, destination_name: str) -> Format:
     check_ending(destination_name, to)
     implied = implied_format(destination_name)
     if to is None and implied is None:
-        raise UsageError(f"choose a format with {option('to')}: {with_aliases('to', get_args(WrittenFormat))}")
+        raise UsageError(
+            f"choose a format with {format_option('to')}: {format_with_aliases('to', get_args(WrittenFormat))}"
+        )
     if to is not None and implied is not None and to != implied:
         raise UsageError(
-            f"{destination_name} is a {implied} file, which {option('to', to)} contradicts; name a folder or drop "
-            f"{option('to')}"
+            f"{destination_name} is a {implied} file, which {format_option('to', to)} contradicts; name a folder or "
+            f"drop "
+            f"{format_option('to')}"
         )
     return written_format(to or implied or "")
 
 
-def _choose_source_writer(request: Request, manifest: Manifest, destination_name: str) -> Format:
+def _choose_source_writer(request: ConvertRequest, manifest: Manifest, destination_name: str) -> Format:
     """The writer of the source's own format: for another world size, or of a base model in safetensors."""
     if not request.keeps_format:
         return _find_writer("safetensors" if manifest.format == "safetensors" else None, destination_name)
@@ -371,8 +377,8 @@ def _choose_source_writer(request: Request, manifest: Manifest, destination_name
 
 
 def _prepare_lora_merge(
-    request: Request, src: str | Path, source: Source, manifest: Manifest
-) -> tuple[MergeStep | None, Source, Request]:
+    request: ConvertRequest, src: str | Path, source: Source, manifest: Manifest
+) -> tuple[MergeStep | None, Source, ConvertRequest]:
     """The step that merges the adapter, the source that has its files too, and the request, whose ``config`` is that of
     the base model alone."""
     if request.adapter is None:
@@ -407,17 +413,17 @@ def _edit_manifest(opened: _Opened) -> _Edited:
         whole=is_whole,
         has_recipe=request.needs_config,
     )
-    check(WRITING, request.given, case)
+    check_applicability(WRITING, request.values_by_name, case)
     if recipe is None:
         _check_quantized_selection(manifest, request)
     try:
         applied = apply_options(
             manifest,
             request,
-            whole=is_whole,
+            writes_all_state=is_whole,
             holds_masters=writer.holds_masters,
             keeps_tree=writer.name == manifest.format,
-            kept=writer.kept_entries,
+            kept_entries=writer.kept_entries,
             recipe=None if recipe is None else partial(_apply_recipe, recipe, request),
             merge=opened.merge,
             like=like,
@@ -427,7 +433,7 @@ def _edit_manifest(opened: _Opened) -> _Edited:
     manifest, source = applied.manifest, opened.source
     can_hold_values = writer.holds_values == "always" or (is_whole and writer.holds_values == "with state")
     if manifest.values and not can_hold_values:
-        manifest, notes = transforms.without_values(manifest, to=writer.name)
+        manifest, notes = transforms.drop_values(manifest, target_name=writer.name)
         manifest = replace(manifest, notes=(*manifest.notes, *notes))
     if recipe is not None or opened.merge is not None or like is not None:
         from ckpt_tools.transfer.computing import with_made_files
@@ -437,10 +443,10 @@ def _edit_manifest(opened: _Opened) -> _Edited:
     return _Edited(source, manifest, applied, recipe, like)
 
 
-def _name_options_in_error(error: UsageError | IncompleteError, request: Request) -> CkptError:
+def _name_options_in_error(error: UsageError | IncompleteError, request: ConvertRequest) -> CkptError:
     """The error with the options that names depend on, because what one makes the other may not find."""
     option_fields = ("dequantize", "strip", "recipe", "include", "exclude", "rename", "key_map", "like")
-    given_options = [option(name) for name in option_fields if getattr(request, name)]
+    given_options = [format_option(name) for name in option_fields if getattr(request, name)]
     unnamed_options = [each for each in given_options if each not in error.message]
     if (
         not unnamed_options
@@ -448,16 +454,16 @@ def _name_options_in_error(error: UsageError | IncompleteError, request: Request
         or (isinstance(error, IncompleteError) and request.like is None)
     ):
         return error
-    return UsageError(f"{error.message} (with {listed(unnamed_options)})")
+    return UsageError(f"{error.message} (with {join_names(unnamed_options)})")
 
 
 def _check_quantized_selection(manifest: Manifest, options: ConvertOptions) -> None:
     """Raises UsageError if a quantized weight is selected without its scales."""
     if options.include or options.exclude:
-        check_together(manifest, lambda fqn: is_chosen(fqn, options.include, options.exclude))
+        check_companions_selected(manifest, lambda fqn: is_selected(fqn, options.include, options.exclude))
 
 
-def _apply_recipe(recipe: RecipeStep, options: ConvertOptions, manifest: Manifest) -> Transformed:
+def _apply_recipe(recipe: RecipeStep, options: ConvertOptions, manifest: Manifest) -> TransformResult:
     """The step of a recipe, whose names are those that the user selects by."""
     mapped_manifest, notes = recipe(manifest)
     _check_quantized_selection(mapped_manifest, options)
@@ -467,8 +473,8 @@ def _apply_recipe(recipe: RecipeStep, options: ConvertOptions, manifest: Manifes
 def _check_dtypes(manifest: Manifest, writer: Format) -> None:
     """Raises UnsupportedError for a tensor that torch has no dtype for, if the format does not keep it."""
     for key, entry in () if writer.keeps_every_dtype else manifest.tensors.items():
-        if not entry.dtype.is_of_torch:
-            alternative = f"write {option('to', 'safetensors')}, or exclude it"
+        if not entry.dtype.is_torch_dtype:
+            alternative = f"write {format_option('to', 'safetensors')}, or exclude it"
             raise UnsupportedError(f"{writer.name} does not support {entry.dtype.value}; {alternative}", key=str(key))
 
 
@@ -485,7 +491,7 @@ def _lay_out_files(opened: _Opened, edited: _Edited) -> _LaidOut:
         manifest, model_files, tie_notes = with_stated_ties(manifest, model_files, untie=request.untie)
     elif request.untie:
         reason = f"this writes {writer.name}" + (", and finds none" if opened.takes_model_files else "")
-        raise UsageError(f"{option('untie', True)} is for folders with a config.json; {reason}")
+        raise UsageError(f"{format_option('untie', True)} is for folders with a config.json; {reason}")
     layout, copied_paths = writer.layout(manifest, write_options), frozenset[str]()
     if model_files is not None:
         source, copied_paths = replace(source, store=model_files.store), model_files.sources
@@ -495,12 +501,12 @@ def _lay_out_files(opened: _Opened, edited: _Edited) -> _LaidOut:
     name_notes, hub_naming_hint = _note_foreign_names(edited, model_files)
     manifest = _add_copied_files(manifest, layout, copied_paths)
     adapter_files = {ADAPTER} if opened.merge is not None or writer.asks_adapter_config else set()
-    merged_notes = merged(
+    merged_notes = merge_notes(
         name_notes
         + manifest.notes
         + tie_notes
-        + cast_notes(edited.applied_options.uncast, edited.applied_options.manifest, layout.as_stored)
-        + (rank_notes(manifest, write_options.world_size) if "world_size" in writer.writing_options else ())
+        + note_casts(edited.applied_options.uncast_manifest, edited.applied_options.manifest, layout.uncast_buffers)
+        + (note_rank_states(manifest, write_options.world_size) if "world_size" in writer.writing_options else ())
         + layout.notes
         + _note_uncopied_companions(
             manifest, copied_paths | adapter_files, layout, takes_model_files=opened.takes_model_files
@@ -509,7 +515,9 @@ def _lay_out_files(opened: _Opened, edited: _Edited) -> _LaidOut:
     notes = tuple(note for note in merged_notes if note.what.rpartition("/")[2] not in adapter_files)
     lost_items = [note.what for note in notes if note.is_loss]
     if request.strict and lost_items:
-        raise LossError(f"with {option('strict', True)} nothing may be lost, and this would lose {listed(lost_items)}")
+        raise LossError(
+            f"with {format_option('strict', True)} nothing may be lost, and this would lose {join_names(lost_items)}"
+        )
     return _LaidOut(source, manifest, layout, write_options, notes, hub_naming_hint)
 
 
@@ -540,7 +548,7 @@ def _find_output_model_files(opened: _Opened, edited: _Edited) -> ModelFiles | N
     request, like = opened.request, edited.like
     if not opened.takes_model_files:
         if request.config is not None and not (request.needs_config or opened.writer.asks_adapter_config):
-            raise UsageError(f"{option('config')} is for folders; {opened.place.name} is one file")
+            raise UsageError(f"{format_option('config')} is for folders; {opened.place.name} is one file")
         return None
     config_folder, storage_options = request.config if like is None else like.folder_of_config, request.storage_options
     model_files = find_model_files(
@@ -570,11 +578,11 @@ def _note_foreign_names(edited: _Edited, model_files: ModelFiles | None) -> tupl
 def _add_copied_files(manifest: Manifest, layout: Layout, copied_paths: frozenset[str]) -> Manifest:
     """The manifest with the files that the layout copies as they are, without the notes on what a reader made of them:
     the layout says what becomes of each."""
-    if layout.copied is None:
+    if layout.copied_files is None:
         return manifest
     noted_paths = manifest.trainer.sources if manifest.trainer is not None and not copied_paths else copied_paths
     notes = tuple(note for note in manifest.notes if note.what not in noted_paths)
-    return replace(manifest, tensors={**manifest.tensors, **layout.copied}, notes=notes)
+    return replace(manifest, tensors={**manifest.tensors, **layout.copied_files}, notes=notes)
 
 
 def _note_uncopied_companions(
@@ -583,13 +591,13 @@ def _note_uncopied_companions(
     """A note on the files beside the weights that are not ``copied_paths``, which layouts may have notes on. Whoever
     chooses a format without a place for a model's files asks for that."""
     accounted_paths = copied_paths.union((note.what for note in layout.notes), (file.path for file in layout.files))
-    uncopied_paths = [path for path in manifest.beside if path not in accounted_paths]
+    uncopied_paths = [path for path in manifest.unread_files if path not in accounted_paths]
     reason = (
         "not known to be the model's" if layout.config else "a model's files are copied if its config.json is there"
     )
     reason = reason if takes_model_files else "the output has no place for a model's files"
     return (
-        (Note(Outcome.DROPPED, listed(uncopied_paths), reason, len(uncopied_paths), asked=not takes_model_files),)
+        (Note(Outcome.DROPPED, join_names(uncopied_paths), reason, len(uncopied_paths), asked=not takes_model_files),)
         if uncopied_paths
         else ()
     )
@@ -639,13 +647,15 @@ def _check_written_tensors(
     user selected no others. Raises CkptError for a tensor that is neither written nor named in a note."""
     has_selection = bool(opened.request.include or opened.request.exclude)
     if not written_tensors and has_selection:
-        raise UsageError(f"{option('include')} and {option('exclude')} leave no tensor that could be written")
+        raise UsageError(
+            f"{format_option('include')} and {format_option('exclude')} leave no tensor that could be written"
+        )
     if not written_tensors:
         raise UnsupportedError("no tensor would be written: the target format has no place for those of the source")
     if not has_selection and _has_weights(opened.manifest.tensors) and not _has_weights(written_tensors):
         raise UnsupportedError("none of the model's weights would be written")
     is_mapped = any(each is not None for each in (edited.recipe, opened.merge, edited.like))
-    check_account(
+    check_nothing_lost(
         opened.manifest, edited.applied_options.manifest, written_tensors, laid_out.notes, is_mapped=is_mapped
     )
 
@@ -665,7 +675,7 @@ def _format_loading_code(opened: _Opened, laid_out: _LaidOut) -> str:
         laid_out.write_options,
     )
     hint_comment = f"# from_pretrained does not know these names: {naming_hint}\n" if naming_hint else ""
-    copy_comment = f"\n# {place.name}: a local copy of {printable(place.url)}" if is_in_store else ""
+    copy_comment = f"\n# {place.name}: a local copy of {escape_unprintable(place.url)}" if is_in_store else ""
     return hint_comment + code + copy_comment
 
 
@@ -673,16 +683,20 @@ def _describe_written_copy(opened: _Opened) -> str:
     """The copy of a weight that is written, in words for the note on copies that differ."""
     if opened.writes_weights_and_masters:
         return "both are written"
-    if opened.request.weight_copy(opened.manifest) == "model":
-        return "the model's is written" + (", as ZenFlow updates masters later" if opened.manifest.masters_lag else "")
-    return f"the master is written; {option('weights', 'model')} writes the model's"
+    if opened.request.choose_weight_copy(opened.manifest) == "model":
+        return "the model's is written" + (
+            ", as ZenFlow updates masters later" if opened.manifest.masters_are_outdated else ""
+        )
+    return f"the master is written; {format_option('weights', 'model')} writes the model's"
 
 
 def _log_plan(report: PlanReport) -> None:
     formats = f"{report.source_format} to {report.target_format}"
-    inform("conversion", f"{formats}: {size(report.bytes_written)} in {count(report.num_tasks, 'task')}")
+    log_info(
+        "conversion", f"{formats}: {format_size(report.bytes_written)} in {format_count(report.num_tasks, 'task')}"
+    )
     for note in report.notes:
-        inform("notes", f"{note.outcome.value}: {note.what} ({note.why})")
+        log_info("notes", f"{note.outcome.value}: {note.what} ({note.why})")
 
 
 def select_written_tensors(manifest: Manifest, figures: Figures) -> Mapping[StateKey, TensorEntry]:
@@ -700,7 +714,7 @@ def select_written_tensors(manifest: Manifest, figures: Figures) -> Mapping[Stat
             or (key.slot == WEIGHT and StateKey(key.fqn, MASTER) in stored_keys)
         )
 
-    return {key: entry for key, entry in manifest.tensors.items() if key.slot != FILE and is_written(key, entry)}
+    return {key: entry for key, entry in manifest.tensors.items() if key.slot != FILE_SLOT and is_written(key, entry)}
 
 
 def build_plan_report(
@@ -712,7 +726,7 @@ def build_plan_report(
         source_format=source_format,
         target_format=target_format,
         files=figures.files,
-        tensors_by_role=tensors_by_role(tensors),
+        tensors_by_role=count_tensors_by_role(tensors),
         num_bytes=sum(entry.num_bytes for entry in tensors.values()),
         num_tasks=figures.num_tasks,
         bytes_read=figures.bytes_read,
@@ -747,12 +761,12 @@ def write_destination(prepared: PreparedConversion, pool: WorkerPool) -> Convert
         from ckpt_tools.transfer.copies import note_of_copies
 
         notes = note_of_copies(prepared.source_manifest, prepared.store, prepared.written_copy_text, is_sample=True)
-        report = replace(report, notes=merged((*report.notes, *notes)))
+        report = replace(report, notes=merge_notes((*report.notes, *notes)))
     if plan.manifest.must_equal:
         from ckpt_tools.transfer.equality import check_equal
 
         check_equal(plan.manifest, prepared.store)
-    on_progress = request.on_progress or silent
+    on_progress = request.on_progress or ignore_progress
     journal_policy = JournalPolicy(keeps_output=request.resume)
     claim_context = prepared.place.claim(
         overwrite=request.overwrite, resume=journal_policy.keeps_output, fsync=request.fsync
@@ -762,7 +776,7 @@ def write_destination(prepared: PreparedConversion, pool: WorkerPool) -> Convert
         claim_context as claim,
         pool.start(plan, prepared.store, claim.destination) as (runner, board),
     ):
-        meter = Meter(on_progress, report.bytes_written)
+        meter = ProgressMeter(on_progress, report.bytes_written)
         threads = ThreadRunner(plan.num_workers)
         journal = journal_policy.open(claim.log, plan, prepared.store, claim.destination, threads)
         with journal_policy.noting(journal):
@@ -771,7 +785,7 @@ def write_destination(prepared: PreparedConversion, pool: WorkerPool) -> Convert
                 prepared.store,
                 claim.destination,
                 runner=runner,
-                on_bytes=meter.add,
+                on_bytes=meter.add_bytes,
                 history=journal,
                 board=board,
             )
@@ -794,7 +808,7 @@ def write_destination(prepared: PreparedConversion, pool: WorkerPool) -> Convert
     )
 
 
-def _open_output_digests(prepared: PreparedConversion, claim: Claim, on_progress: Progress) -> OutputDigests:
+def _open_output_digests(prepared: PreparedConversion, claim: Claim, on_progress: ProgressCallback) -> OutputDigests:
     from ckpt_tools.verification.digest_files import OutputDigests
 
     return OutputDigests(
@@ -803,12 +817,12 @@ def _open_output_digests(prepared: PreparedConversion, claim: Claim, on_progress
         prepared.report.target_format,
         prepared.output_read_options,
         prepared.plan.num_workers,
-        lambda total: Meter(on_progress, total).add,
+        lambda total: ProgressMeter(on_progress, total).add_bytes,
         prepared.request.storage_options,
     )
 
 
-def find_replaced_files(place: Place, layout: Layout, request: Request) -> Mapping[str, int]:
+def find_replaced_files(place: Place, layout: Layout, request: ConvertRequest) -> Mapping[str, int]:
     """The files at the destination that the output replaces: one checkpoint, and the digests beside it.
 
     Raises:
@@ -841,5 +855,5 @@ def _find_sibling_digests(place: Place, storage_options: StorageOptions) -> str 
 
 def _stale_digests_error(url: str) -> DestinationExistsError:
     return DestinationExistsError(
-        f"{url} describes the file being replaced; remove it, or replace it with {option('checksum', True)}"
+        f"{url} describes the file being replaced; remove it, or replace it with {format_option('checksum', True)}"
     )

@@ -16,18 +16,18 @@ from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.layout import FileLayout, Layout, Payload, Segment
 from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
-from ckpt_tools.core.option_names import DEFAULT_MEMORY, option
-from ckpt_tools.core.options import Request, parse_size
+from ckpt_tools.core.option_names import DEFAULT_MEMORY, format_option
+from ckpt_tools.core.options import ConvertRequest, parse_size
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
-from ckpt_tools.core.showing import Shown
+from ckpt_tools.core.showing import DisplayableResult
 from ckpt_tools.core.values import StorageRef, Value
-from ckpt_tools.core.wording import listed
+from ckpt_tools.core.wording import join_names
 from ckpt_tools.errors import LossError, MalformedError, SourceNotFoundError, UnsupportedError, UsageError
 from ckpt_tools.planning.plan import make_plan
-from ckpt_tools.serialization.loadable import LeftOut, Loadable, Replaced, loadable
+from ckpt_tools.serialization.loadable import LeftOut, LoadableValue, Replaced, make_loadable_value
 from ckpt_tools.serialization.pickle.dump import dumps_with_storages
 from ckpt_tools.serialization.torch_archive import TorchArchive
-from ckpt_tools.serialization.torch_zip import archive_segments, open_archive
+from ckpt_tools.serialization.torch_zip import make_archive_segments, open_archive
 from ckpt_tools.stores.destination import Place
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import check_apart, check_storage_options, implied_format, open_place, open_source
@@ -37,7 +37,7 @@ TORCH_FORMAT = "torch"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class LoadableReport(Shown):
+class LoadableReport(DisplayableResult):
     """Result of ``make_loadable``. ``num_storages`` is the number of storages that the tensors of the output view."""
 
     source: str
@@ -49,7 +49,7 @@ class LoadableReport(Shown):
     replaced: tuple[Replaced, ...]
 
 
-def rewrite_as_loadable(request: Request) -> LoadableReport:
+def rewrite_as_loadable(request: ConvertRequest) -> LoadableReport:
     """Write ``request.src`` to ``request.dst``: whole, or not at all.
 
     Raises:
@@ -98,15 +98,15 @@ def _open_torch_file(source: Source, src: str | Path) -> TorchArchive:
     return open_archive(lambda start, stop: source.read(path, start, stop), source.size(path), path)
 
 
-def _replace_disallowed_objects(archive: TorchArchive, *, strict: bool) -> Loadable:
+def _replace_disallowed_objects(archive: TorchArchive, *, strict: bool) -> LoadableValue:
     try:
-        loadable_file = loadable(archive.value, archive.path)
+        loadable_file = make_loadable_value(archive.value, archive.path)
     except RecursionError as error:
         raise MalformedError("it contains values that are nested too deeply", path=archive.path) from error
     if strict and loadable_file.left_out:
-        omitted_objects = listed([f"{each.place} ({each.kind})" for each in loadable_file.left_out])
+        omitted_objects = join_names([f"{each.place} ({each.kind})" for each in loadable_file.left_out])
         raise LossError(
-            f"with {option('strict', True)} nothing may be left out, and this would leave out {omitted_objects}"
+            f"with {format_option('strict', True)} nothing may be left out, and this would leave out {omitted_objects}"
         )
     return loadable_file
 
@@ -120,13 +120,13 @@ def _build_manifest_and_layout(value: Value, archive: TorchArchive, place: Place
     segments: dict[str, list[Segment]] = {
         key.fqn: [Payload(key, Box.whole(entry.shape), entry.shape, entry.dtype)] for key, entry in tensors.items()
     }
-    file = FileLayout(place.form.file_name or place.name, tuple(archive_segments(value, segments)))
+    file = FileLayout(place.form.file_name or place.name, tuple(make_archive_segments(value, segments)))
     return Manifest(TORCH_FORMAT, tensors), Layout((file,))
 
 
 def _build_storage_entry(storage: StorageRef, archive: TorchArchive) -> TensorEntry:
     dtype = storage.dtype or DType.UINT8
-    start, stop = archive.storage_range(storage.key)
+    start, stop = archive.locate_storage(storage.key)
     shape = (storage.numel,)
     table = ShardTable.build(shape, dtype, [Shard(Box.whole(shape), ByteRange(archive.path, start, stop))])
     return TensorEntry(shape, dtype, Kind.EXTRA, table)

@@ -20,9 +20,9 @@ from ckpt_tools import api, errors
 from ckpt_tools.core import option_names
 from ckpt_tools.core.manifest import StateKey
 from ckpt_tools.core.notes import Note, Outcome
-from ckpt_tools.core.option_names import option, spelled
-from ckpt_tools.core.options import dtype_name
-from ckpt_tools.core.showing import Count, Shown
+from ckpt_tools.core.option_names import expand_option_template, format_option
+from ckpt_tools.core.options import get_dtype_name
+from ckpt_tools.core.showing import DisplayableResult, ItemCount
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.formats.index import built_in
 from ckpt_tools.stores.destination import CleanReport
@@ -122,8 +122,8 @@ def test_choices_are_those_of_the_index():
 
 
 def test_dtypes_are_known_by_name():
-    assert {dtype_name(each) for each in (torch.bfloat16, np.dtype(ml_dtypes.bfloat16), "bfloat16")} == {"bfloat16"}
-    assert {dtype_name(each) for each in (torch.half, np.float16, np.half, np.dtype("<f2"))} == {"float16"}
+    assert {get_dtype_name(each) for each in (torch.bfloat16, np.dtype(ml_dtypes.bfloat16), "bfloat16")} == {"bfloat16"}
+    assert {get_dtype_name(each) for each in (torch.half, np.float16, np.half, np.dtype("<f2"))} == {"float16"}
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ def test_verbs_take_dtypes_of_libraries(dtype, made):
     source, out = made / "model.safetensors", made / "out.safetensors"
     assert ckpt_tools.plan(source, out, dtype=dtype).bytes_written < ckpt_tools.plan(source, out).bytes_written
     ckpt_tools.convert(source, out, dtype=dtype)
-    assert ckpt_tools.open(out)["a.w"].dtype.name == dtype_name(dtype)
+    assert ckpt_tools.open(out)["a.w"].dtype.name == get_dtype_name(dtype)
     assert ckpt_tools.verify(source, out, dtype=dtype).equal
     ckpt_tools.consolidate(made / "dcp", made / "one", dtype=dtype)
     ckpt_tools.reshard(made / "dcp", made / "three", world_size=3, dtype=dtype)
@@ -182,7 +182,7 @@ def test_a_message_spells_options_for_its_reader(verb, places, options, python, 
 
 def words(options: dict[str, Any]) -> Iterator[str]:
     for name, value in options.items():
-        yield option_names.flag(name)
+        yield option_names.format_flag(name)
         if isinstance(value, dict):
             yield from (f"{key}={each}" for key, each in value.items())
         elif value is not True:
@@ -191,11 +191,11 @@ def words(options: dict[str, Any]) -> Iterator[str]:
 
 def test_templates_name_options_and_values():
     template = "for {dst}, {weights} or {state:model}"
-    assert spelled(template) == "for dst, weights= or state='model'"
-    with option_names.on_command_line():
-        assert spelled(template) == "for DST, --weights or --state model"
-        assert option("key_map", Path("a b.json")) == "--key-map 'a b.json'"
-    assert option("from_") == "from_="
+    assert expand_option_template(template) == "for dst, weights= or state='model'"
+    with option_names.use_command_line_spelling():
+        assert expand_option_template(template) == "for DST, --weights or --state model"
+        assert format_option("key_map", Path("a b.json")) == "--key-map 'a b.json'"
+    assert format_option("from_") == "from_="
 
 
 def reports(made: Path) -> list[Any]:
@@ -254,15 +254,15 @@ def test_results_show_attributes_in_one_short_line_or_a_small_table_and_a_collec
         seen.add(type(report))
         for name, shown in report.shown().items():
             held = getattr(report, name)
-            if isinstance(shown, Count):
+            if isinstance(shown, ItemCount):
                 assert shown == len(held) and repr(shown) == f"<{len(held)}>", (type(report), name)
             elif isinstance(held, float):
                 assert shown == pytest.approx(held, rel=1e-5), (type(report), name)
             else:
                 assert shown in (held, getattr(held, "value", held), str(held)), (type(report), name)
     public = {getattr(ckpt_tools, name) for name in ckpt_tools.__all__}
-    assert {each for each in public if isinstance(each, type) and issubclass(each, Shown)} == seen
-    assert {each.__qualname__ for each in Shown.__subclasses__()} == {each.__qualname__ for each in seen}
+    assert {each for each in public if isinstance(each, type) and issubclass(each, DisplayableResult)} == seen
+    assert {each.__qualname__ for each in DisplayableResult.__subclasses__()} == {each.__qualname__ for each in seen}
     assert "&lt;b&gt;bold" in CleanReport("<b>bold</b>", (), is_removed=True)._repr_html_()
     page = Note(Outcome.CAST, "x", "y", 1234567, 2048, asked=True)._repr_html_()
     assert all(f">{cell}<" in page for cell in ("1,234,567", "2.05 kB", "True")), page

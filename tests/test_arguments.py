@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 import ckpt_tools
 from ckpt_tools.arguments import check_not_empty
 from ckpt_tools.cli.beside import ExternalCommand
-from ckpt_tools.core.option_names import option
+from ckpt_tools.core.option_names import format_option
 from ckpt_tools.errors import StoreError, UsageError
 from tests.support.commands import all_commands, run_command
 from tests.support.empty_values import lines_with_one_empty_value
@@ -47,7 +47,7 @@ def calls(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_a_function_refuses_an_empty_argument(function):
     for name, given in calls(function):
-        with pytest.raises(UsageError, match=rf"^{re.escape(option(name))} (is empty|contains an empty text)"):
+        with pytest.raises(UsageError, match=rf"^{re.escape(format_option(name))} (is empty|contains an empty text)"):
             FUNCTIONS[function](**given)
 
 

@@ -158,7 +158,7 @@ def test_a_view_of_a_stored_tensor_cannot_be_had():
             made(tensor, copy=False)
 
 
-TORCH_DTYPES = [dtype.value for dtype in DType if dtype.is_of_torch]
+TORCH_DTYPES = [dtype.value for dtype in DType if dtype.is_torch_dtype]
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support")

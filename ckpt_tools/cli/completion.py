@@ -14,7 +14,7 @@ import click
 from click.shell_completion import CompletionItem, ShellComplete, get_completion_class
 
 from ckpt_tools.cli import options
-from ckpt_tools.core.option_names import ALIASES, DTYPE_NAMES, ReadFormat, WrittenFormat
+from ckpt_tools.core.option_names import DTYPE_NAMES, OPTION_VALUE_ALIASES, ReadFormat, WrittenFormat
 
 SHELLS = ("bash", "zsh", "fish")
 COMPLETION_VARIABLE = "_CKPT_TOOLS_COMPLETE"
@@ -88,9 +88,9 @@ def _list_items(shell: ShellComplete, words: list[str], incomplete: str) -> Sequ
 
 def _list_candidates(context: click.Context, parameter: click.Parameter) -> Candidates:
     candidates_by_option: Mapping[str, Callable[[], Candidates]] = {
-        "to": lambda: [*get_args(WrittenFormat), *ALIASES["to"]],
-        "from_": lambda: [*get_args(ReadFormat), *ALIASES["from_"]],
-        "dtype": lambda: [*DTYPE_NAMES, *ALIASES["dtype"]],
+        "to": lambda: [*get_args(WrittenFormat), *OPTION_VALUE_ALIASES["to"]],
+        "from_": lambda: [*get_args(ReadFormat), *OPTION_VALUE_ALIASES["from_"]],
+        "dtype": lambda: [*DTYPE_NAMES, *OPTION_VALUE_ALIASES["dtype"]],
         "recipe": _list_recipe_names,
         "include": lambda: _list_tensor_names(context),
         "exclude": lambda: _list_tensor_names(context),

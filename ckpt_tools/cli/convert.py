@@ -11,9 +11,16 @@ import click
 from ckpt_tools.cli import options
 from ckpt_tools.cli.render import print_json, show_notes, show_progress
 from ckpt_tools.cli.wrapping import echo, print_item, print_table, print_wrapped
-from ckpt_tools.core.format_names import SINGLE_FILES
-from ckpt_tools.core.option_names import WrittenFormat, with_aliases
-from ckpt_tools.core.wording import MAX_NAMES, count, printable, size, tensor_count, ties
+from ckpt_tools.core.format_names import FORMAT_BY_FILE_SUFFIX
+from ckpt_tools.core.option_names import WrittenFormat, format_with_aliases
+from ckpt_tools.core.wording import (
+    MAX_LISTED_NAMES,
+    escape_unprintable,
+    format_count,
+    format_size,
+    format_tensor_count,
+    format_ties,
+)
 
 if TYPE_CHECKING:
     from ckpt_tools.conversion import ConvertReport, PlanReport
@@ -24,8 +31,8 @@ _destination_argument = click.argument("dst", metavar="DST")
 _to_option = click.option(
     "--to",
     metavar="FORMAT",
-    help=f"The format to write: {with_aliases('to', get_args(WrittenFormat))}, or a plug-in's. "
-    f"Default: by the ending of DST ({', '.join(SINGLE_FILES)}); with --like, safetensors.",
+    help=f"The format to write: {format_with_aliases('to', get_args(WrittenFormat))}, or a plug-in's. "
+    f"Default: by the ending of DST ({', '.join(FORMAT_BY_FILE_SUFFIX)}); with --like, safetensors.",
 )
 _state_option = options.state_option(
     "Write the weights alone, or the whole training state. Default: all if the format can hold it."
@@ -224,38 +231,44 @@ def _show_plan(report: PlanReport, as_json: bool) -> None:
         return
     print_wrapped(f"{report.source_format} to {report.target_format}: {_format_sizes(report)}")
     print_wrapped(
-        f"reads {size(report.bytes_read)}, writes {size(report.bytes_written)} in {count(report.num_tasks, 'task')}"
+        f"reads {format_size(report.bytes_read)}, writes {format_size(report.bytes_written)} in "
+        f"{format_count(report.num_tasks, 'task')}"
     )
-    print_wrapped(f"peak memory {size(report.peak_memory_bytes)}")
+    print_wrapped(f"peak memory {format_size(report.peak_memory_bytes)}")
     _show_files(report.files)
     _show_name_changes(report)
     if report.removed_files:
-        print_wrapped(f"removes {count(len(report.removed_files), 'file')} of DST, {size(report.removed_bytes)}")
+        print_wrapped(
+            f"removes {format_count(len(report.removed_files), 'file')} of DST, {format_size(report.removed_bytes)}"
+        )
         _show_files(report.removed_files)
     show_notes(report.notes)
 
 
 def _format_sizes(report: PlanReport) -> str:
-    tensors, files = tensor_count(report.tensors_by_role, size(report.num_bytes)), count(len(report.files), "file")
-    return f"{tensors} in {files} ({size(report.file_bytes)})"
+    tensors, files = (
+        format_tensor_count(report.tensors_by_role, format_size(report.num_bytes)),
+        format_count(len(report.files), "file"),
+    )
+    return f"{tensors} in {files} ({format_size(report.file_bytes)})"
 
 
 def _show_name_changes(report: PlanReport) -> None:
     if report.tied:
-        print_wrapped(printable(ties(report.tied)))
+        print_wrapped(escape_unprintable(format_ties(report.tied)))
     if report.recipe is not None:
         recipe = report.recipe
         direction = " --inverse" if recipe.inverse else ""
-        print_wrapped(printable(f"recipe: {recipe.name}{direction} ({recipe.before} to {recipe.after})"))
+        print_wrapped(escape_unprintable(f"recipe: {recipe.name}{direction} ({recipe.before} to {recipe.after})"))
     if report.renamed:
-        pairs = [f"{old} to {new}" for old, new in islice(report.renamed.items(), MAX_NAMES)]
+        pairs = [f"{old} to {new}" for old, new in islice(report.renamed.items(), MAX_LISTED_NAMES)]
         more = len(report.renamed) - len(pairs)
         text = ", ".join(pairs) + (f" and {more:,} more" if more else "")
-        print_wrapped(printable(f"renamed: {count(len(report.renamed), 'name')} ({text})"))
+        print_wrapped(escape_unprintable(f"renamed: {format_count(len(report.renamed), 'name')} ({text})"))
 
 
 def _show_files(sizes: Mapping[str, int]) -> None:
-    rows = [(f"{num_bytes:,}", printable(path)) for path, num_bytes in sizes.items()]
+    rows = [(f"{num_bytes:,}", escape_unprintable(path)) for path, num_bytes in sizes.items()]
     print_table(("bytes", "file"), rows, right_aligned=(0,))
 
 
@@ -263,10 +276,10 @@ def _show_conversion(report: ConvertReport, as_json: bool, quiet: bool) -> None:
     if as_json:
         print_json(report.to_json())
         return
-    rate = size(report.bytes_written / max(report.seconds, 1e-9))
+    rate = format_size(report.bytes_written / max(report.seconds, 1e-9))
     print_wrapped(f"{report.destination}: {_format_sizes(report.plan)}, {report.seconds:.2f} s ({rate}/s)")
     if report.bytes_recovered:
-        print_wrapped(f"{size(report.bytes_recovered)} were kept from an earlier run")
+        print_wrapped(f"{format_size(report.bytes_recovered)} were kept from an earlier run")
     if report.digests:
         print_wrapped(f"digests in {report.digests}")
     _show_name_changes(report.plan)
@@ -274,7 +287,7 @@ def _show_conversion(report: ConvertReport, as_json: bool, quiet: bool) -> None:
     if not quiet:
         print_wrapped("load it with:")
         for line in report.loading.split("\n"):  # as they are: code that is wrapped cannot be copied
-            echo(f"  {printable(line)}")
+            echo(f"  {escape_unprintable(line)}")
 
 
 @click.command(
@@ -304,9 +317,11 @@ def make_loadable_command(src: str, dst: str, as_json: bool, quiet: bool, **keyw
 
 
 def _show_loadable(report: LoadableReport) -> None:
-    print_wrapped(f"{report.destination}: {count(report.num_storages, 'storage')}, {size(report.bytes_written)}")
+    print_wrapped(
+        f"{report.destination}: {format_count(report.num_storages, 'storage')}, {format_size(report.bytes_written)}"
+    )
     for omitted in report.left_out:
-        tensors = f" with {count(omitted.num_tensors, 'tensor')}" if omitted.num_tensors else ""
-        print_item("left out", printable(f"{omitted.place}: {omitted.kind}{tensors}"))
+        tensors = f" with {format_count(omitted.num_tensors, 'tensor')}" if omitted.num_tensors else ""
+        print_item("left out", escape_unprintable(f"{omitted.place}: {omitted.kind}{tensors}"))
     for changed in report.replaced:
-        print_item("replaced", printable(f"{changed.place}: {changed.kind} by {changed.by}"))
+        print_item("replaced", escape_unprintable(f"{changed.place}: {changed.kind} by {changed.by}"))

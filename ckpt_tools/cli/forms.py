@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 import click
 
 from ckpt_tools.cli.wrapping import echo
-from ckpt_tools.core.wording import printable
+from ckpt_tools.core.wording import escape_unprintable
 from ckpt_tools.errors import UsageError
 
 DecoratedCommand = TypeVar("DecoratedCommand", bound=Callable[..., Any])
@@ -64,7 +64,7 @@ def print_markdown(title: str, sentences: Iterable[str], header: Sequence[str], 
 
 def escape_markdown(text: str) -> str:
     """``text`` as one line of Markdown that shows these characters: a character reference is never markup."""
-    line = printable(text)
+    line = escape_unprintable(text)
     line = line if len(line) <= MAX_CELL_CHARS else f"{line[:MAX_CELL_CHARS]}..."
     return _MARKUP_CHARACTER.sub(lambda found: f"&#{ord(found[0])};", line)
 

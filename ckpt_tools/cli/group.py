@@ -11,7 +11,7 @@ import click
 from ckpt_tools.cli import reporting
 from ckpt_tools.cli.ending import StoppableGroup
 from ckpt_tools.cli.settings import DESTRUCTIVE_OPTIONS, DefaultFromSettings, SettingsDefaults
-from ckpt_tools.core.wording import printable
+from ckpt_tools.core.wording import escape_unprintable
 from ckpt_tools.errors import UsageError
 from ckpt_tools.help_text import GroupedCommand, HelpContext
 
@@ -79,7 +79,9 @@ def _report_default(name: str, default: DefaultFromSettings) -> None:
     """On stderr: where a value is from. That of a store may be a secret."""
     is_destructive = name in DESTRUCTIVE_OPTIONS and bool(default.value)
     if is_destructive or reporting.is_verbose():
-        value = "" if name == "storage_options" or default.value is True else f" {printable(str(default.value))}"
+        value = (
+            "" if name == "storage_options" or default.value is True else f" {escape_unprintable(str(default.value))}"
+        )
         reporting.print_notice(
             f"{default.option}{value} is from {default.origin}", "warning" if is_destructive else "info"
         )

@@ -12,8 +12,16 @@ import click
 from ckpt_tools.cli import options
 from ckpt_tools.cli.render import MAX_NOTES, print_json, show_notes, show_progress
 from ckpt_tools.cli.wrapping import echo, get_terminal_width, print_pairs, print_table, print_wrapped
-from ckpt_tools.core.option_names import option
-from ckpt_tools.core.wording import count, listed, one_line, printable, size, tensor_count, ties
+from ckpt_tools.core.option_names import format_option
+from ckpt_tools.core.wording import (
+    escape_unprintable,
+    format_count,
+    format_one_line,
+    format_size,
+    format_tensor_count,
+    format_ties,
+    join_names,
+)
 from ckpt_tools.errors import SeveralCheckpointsError
 
 if TYPE_CHECKING:
@@ -136,7 +144,7 @@ def _print_separator(*, is_needed: bool) -> None:
 
 
 def _show_summary(summary: Summary) -> None:
-    print_pairs((printable(name), printable(value)) for name, value in _list_summary_rows(summary))
+    print_pairs((escape_unprintable(name), escape_unprintable(value)) for name, value in _list_summary_rows(summary))
     show_notes(summary.notes, MAX_NOTES)
 
 
@@ -152,7 +160,7 @@ def _show_run_listing(src: str, storage_options: Mapping[str, str]) -> bool:
     show_listing(checkpoints)
     url = src.rstrip("/")
     example_urls = f"{url}/{names[0]}" if "@" in url else f"{url}@latest or {url}/{names[0]}"
-    print_wrapped(printable(f"{count(len(names), 'checkpoint')}; name one: {example_urls}"))
+    print_wrapped(escape_unprintable(f"{format_count(len(names), 'checkpoint')}; name one: {example_urls}"))
     return True
 
 
@@ -163,24 +171,24 @@ def _list_summary_rows(summary: Summary) -> Iterator[tuple[str, str]]:
     yield "epoch", _format_if_known(summary.epoch)
     yield "world size", _format_if_known(summary.world_size)
     yield "parameters", f"{summary.num_parameters:,}"
-    shards = f"{count(summary.num_shards, 'shard')} of {count(summary.num_files, 'file')}"
-    yield "tensors", f"{tensor_count(summary.tensors_by_role)} in {shards}"
-    yield "size", f"{size(summary.num_bytes)} of tensors in {size(summary.file_bytes)} of files"
-    yield "dtypes", ", ".join(f"{name} {size(num_bytes)}" for name, num_bytes in summary.bytes_by_dtype.items())
+    shards = f"{format_count(summary.num_shards, 'shard')} of {format_count(summary.num_files, 'file')}"
+    yield "tensors", f"{format_tensor_count(summary.tensors_by_role)} in {shards}"
+    yield "size", f"{format_size(summary.num_bytes)} of tensors in {format_size(summary.file_bytes)} of files"
+    yield "dtypes", ", ".join(f"{name} {format_size(num_bytes)}" for name, num_bytes in summary.bytes_by_dtype.items())
     yield "optimizer", ", ".join(summary.optimizer_slots) or "none"
     yield from _list_group_rows(summary)
     if summary.aliases:
-        yield "tied", ties(summary.aliases)
+        yield "tied", format_ties(summary.aliases)
     if summary.values:
-        yield "no tensors", f"{listed(summary.values)}; see --json"
+        yield "no tensors", f"{join_names(summary.values)}; see --json"
     if summary.naming:
         yield "names", summary.naming
     if summary.wrapping:
-        yield "wrappers", f"{listed(summary.wrapping)} in names; {option('strip', 'auto')} takes them off"
+        yield "wrappers", f"{join_names(summary.wrapping)} in names; {format_option('strip', 'auto')} takes them off"
     for name, value in islice(summary.extras.items(), MAX_NOTES):
         yield _shorten_name(name), _format_value(value)
     if len(summary.extras) > MAX_NOTES:
-        yield "", f"and {count(len(summary.extras) - MAX_NOTES, 'more entry', 'more entries')}; see --json"
+        yield "", f"and {format_count(len(summary.extras) - MAX_NOTES, 'more entry', 'more entries')}; see --json"
 
 
 def _format_if_known(number: int | float | None) -> str:
@@ -193,22 +201,22 @@ def _shorten_name(name: str) -> str:
 
 def _format_value(value: Any) -> str:
     """``value`` on one line. If it is long, what is long in it is shown as its size, and else the whole of it."""
-    if len(one_line(value, MAX_VALUE_CHARS)) < MAX_VALUE_CHARS or not isinstance(value, dict | list):
-        return one_line(value, MAX_VALUE_CHARS)
+    if len(format_one_line(value, MAX_VALUE_CHARS)) < MAX_VALUE_CHARS or not isinstance(value, dict | list):
+        return format_one_line(value, MAX_VALUE_CHARS)
     if isinstance(value, dict):
         short = {name: _replace_if_long(part) for name, part in value.items()}
-        if len(text := one_line(short, MAX_VALUE_CHARS)) < MAX_VALUE_CHARS:
+        if len(text := format_one_line(short, MAX_VALUE_CHARS)) < MAX_VALUE_CHARS:
             return text
     return f"{_count_items(value)}; see --json"
 
 
 def _replace_if_long(part: Any) -> Any:
-    is_long = isinstance(part, dict | list) and len(one_line(part, MAX_PART_CHARS)) == MAX_PART_CHARS
+    is_long = isinstance(part, dict | list) and len(format_one_line(part, MAX_PART_CHARS)) == MAX_PART_CHARS
     return f"<{_count_items(part)}>" if is_long else part
 
 
 def _count_items(value: dict[str, Any] | list[Any]) -> str:
-    return count(len(value), "key" if isinstance(value, dict) else "item")
+    return format_count(len(value), "key" if isinstance(value, dict) else "item")
 
 
 def _list_group_rows(summary: Summary) -> Iterator[tuple[str, str]]:
@@ -216,21 +224,22 @@ def _list_group_rows(summary: Summary) -> Iterator[tuple[str, str]]:
     if not groups:
         return
     total = sum(group.num_tensors for group in groups)
-    yield "groups", f"{count(len(groups), 'parameter group')} of {count(total, 'parameter')}"
+    yield "groups", f"{format_count(len(groups), 'parameter group')} of {format_count(total, 'parameter')}"
     for number, group in enumerate(groups[:MAX_NOTES]):
         set_options = {name: value for name, value in group.options.items() if value is not None and value is not False}
         first_options = {name: set_options[name] for name in FIRST_OPTIONS if name in set_options}
         yield (
             f"  group {number}",
-            f"{count(group.num_tensors, 'parameter')}; {one_line({**first_options, **set_options}, MAX_VALUE_CHARS)}",
+            f"{format_count(group.num_tensors, 'parameter')}; "
+            f"{format_one_line({**first_options, **set_options}, MAX_VALUE_CHARS)}",
         )
     if len(groups) > MAX_NOTES:
-        yield "", f"and {count(len(groups) - MAX_NOTES, 'more group')}; see --json"
+        yield "", f"and {format_count(len(groups) - MAX_NOTES, 'more group')}; see --json"
 
 
 def _format_cells(tensor: TensorSummary) -> tuple[str, ...]:
     texts = (tensor.name, tensor.slot, tensor.kind, tensor.dtype, _format_shape(tensor.shape))
-    return (*map(printable, texts), f"{tensor.num_bytes:,}", f"{tensor.num_shards:,}")
+    return (*map(escape_unprintable, texts), f"{tensor.num_bytes:,}", f"{tensor.num_shards:,}")
 
 
 def _format_shape(shape: Sequence[int]) -> str:
@@ -247,12 +256,12 @@ def _show_collapsed_tensors(lines: Sequence[TensorLine]) -> None:
     header = ("tensor", "shape", "dtype", "count", "size", *(["slots"] if has_slots else []))
     rows = [
         (
-            printable(str(line.names)),
+            escape_unprintable(str(line.names)),
             _format_shape(line.shape),
             line.dtype,
             f"x{len(line.names):,}",
-            size(line.num_bytes),
-            *([printable(each)] if has_slots else []),
+            format_size(line.num_bytes),
+            *([escape_unprintable(each)] if has_slots else []),
         )
         for line, each in zip(lines, slot_texts, strict=True)
     ]
@@ -267,12 +276,12 @@ def _show_tree(rows: Sequence[ModuleSummary]) -> None:
     header = ("module", "parameters", "weights", *(["optimizer"] if has_state else []), "dtypes")
     cells = [
         (
-            printable(
+            escape_unprintable(
                 f"{INDENT * each.depth}{each.name.rpartition('.')[2] or '.'}" if is_terminal else each.name or "."
             ),
             f"{each.num_parameters:,}",
-            size(each.weight_bytes),
-            *([size(each.state_bytes)] if has_state else []),
+            format_size(each.weight_bytes),
+            *([format_size(each.state_bytes)] if has_state else []),
             ", ".join(each.dtypes),
         )
         for each in rows
@@ -291,7 +300,7 @@ def _show_stats(stats: Iterable[TensorStats]) -> None:
         header,
         [
             (
-                *map(printable, (each.name, each.slot)),
+                *map(escape_unprintable, (each.name, each.slot)),
                 *map(
                     _format_number,
                     (each.min, each.max, each.mean, each.norm, each.num_zeros, each.num_nan, each.num_inf),

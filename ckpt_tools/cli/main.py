@@ -12,7 +12,7 @@ from ckpt_tools import __version__
 from ckpt_tools.cli import options, process, reporting
 from ckpt_tools.cli.ending import end_command_on_signals, exit_after_signal
 from ckpt_tools.cli.group import CommandLocation, RootGroup
-from ckpt_tools.core.option_names import on_command_line
+from ckpt_tools.core.option_names import use_command_line_spelling
 from ckpt_tools.credentials import mask_output, remember_secrets_in_words
 from ckpt_tools.errors import CkptError, StoreError
 
@@ -127,7 +127,7 @@ def _run_command_line(arguments: Sequence[str] | None) -> None:
     try:
         if arguments is None:
             _answer_completion()
-        with on_command_line(), end_command_on_signals(words, is_process=arguments is None):
+        with use_command_line_spelling(), end_command_on_signals(words, is_process=arguments is None):
             code = group.main(words, prog_name=PROGRAM, standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
     except CkptError as error:

@@ -19,8 +19,8 @@ from ckpt_tools.core.option_names import (
     STATES,
     WEIGHTS,
     ReadFormat,
-    canonical,
-    with_aliases,
+    format_with_aliases,
+    resolve_alias,
 )
 from ckpt_tools.help_text import GroupedCommand, Headings
 
@@ -96,7 +96,7 @@ class DTypeChoice(click.Choice[str]):
     """The dtypes of ``--dtype``, and their aliases."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return super().convert(canonical("dtype", value), param, ctx)
+        return super().convert(resolve_alias("dtype", value), param, ctx)
 
 
 def combine_decorators(*decorators: Callable[[Any], Any]) -> Callable[[Decorated], Decorated]:
@@ -138,7 +138,8 @@ reading_options = combine_decorators(
         "--from",
         "from_",
         metavar="FORMAT",
-        help=f"The source's format: {with_aliases('from_', get_args(ReadFormat))}, or a plug-in's. Default: detected.",
+        help=f"The source's format: {format_with_aliases('from_', get_args(ReadFormat))}, or a plug-in's. "
+        "Default: detected.",
     ),
     click.option("--tag", help="The checkpoint of a DeepSpeed folder. Default: the tag named in the file latest."),
     click.option("--model-key", help="The key of the model in a DCP tree, e.g. app.model. Default: detected."),
@@ -223,7 +224,7 @@ selection_options = combine_decorators(
         "--dtype",
         type=DTypeChoice(DTYPE_NAMES),
         metavar="DTYPE",
-        help=f"Cast the weights to this type, and nothing else: {with_aliases('dtype', DTYPE_NAMES)}.",
+        help=f"Cast the weights to this type, and nothing else: {format_with_aliases('dtype', DTYPE_NAMES)}.",
     ),
     weights_option,
     click.option("--buffers", multiple=True, metavar="GLOB", help="Tensors that are buffers of the model. Repeatable."),

@@ -10,7 +10,7 @@ from ckpt_tools.cli import options
 from ckpt_tools.cli.group import CommandGroup
 from ckpt_tools.cli.render import is_typed, print_json, show_notes
 from ckpt_tools.cli.wrapping import echo, print_table, print_wrapped
-from ckpt_tools.core.wording import count, listed, printable
+from ckpt_tools.core.wording import escape_unprintable, format_count, join_names
 from ckpt_tools.errors import UsageError
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def recipes_command(context: click.Context, as_json: bool) -> None:
         (each.name, each.left, each.right, f"{each.about}; also {', '.join(each.also)}" if each.also else each.about)
         for each in recipes
     ]
-    print_table(("recipe", "left", "right", "description"), [tuple(map(printable, row)) for row in rows])
+    print_table(("recipe", "left", "right", "description"), [tuple(map(escape_unprintable, row)) for row in rows])
 
 
 @recipes_command.command("show", cls=options.ConverterCommand, examples=("ckpt-tools recipes show mixtral",))
@@ -101,15 +101,15 @@ def recipes_check_command(recipe: str, src: str, as_json: bool, quiet: bool, **k
 def _show_recipe_map(recipe_map: RecipeMap) -> None:
     used_recipe, weights = recipe_map.recipe, [each for each in recipe_map.tensors if each.slot == WEIGHT]
     sources = {name for each in weights for name in each.sources}
-    tensors = f"{count(len(sources), 'tensor')} to {count(len(weights), 'tensor')}"
-    print_wrapped(printable(f"{used_recipe.name}: {used_recipe.before} to {used_recipe.after}, {tensors}"))
+    tensors = f"{format_count(len(sources), 'tensor')} to {format_count(len(weights), 'tensor')}"
+    print_wrapped(escape_unprintable(f"{used_recipe.name}: {used_recipe.before} to {used_recipe.after}, {tensors}"))
     print_table(("tensor", "dtype", "shape", "from"), map(_format_row, weights))
     if len(recipe_map.tensors) > len(weights):
-        more = count(len(recipe_map.tensors) - len(weights), "more tensor")
+        more = format_count(len(recipe_map.tensors) - len(weights), "more tensor")
         print_wrapped(f"and {more} of the optimizer, beside their weights; --json lists them")
     show_notes(recipe_map.notes)
 
 
 def _format_row(tensor: MappedTensor) -> tuple[str, ...]:
     shape = " x ".join(map(str, tensor.shape)) or "scalar"
-    return tuple(map(printable, (tensor.name, tensor.dtype, shape, listed(tensor.sources))))
+    return tuple(map(escape_unprintable, (tensor.name, tensor.dtype, shape, join_names(tensor.sources))))

@@ -14,7 +14,7 @@ import click
 
 from ckpt_tools.cli import reporting
 from ckpt_tools.cli.wrapping import echo, print_wrapped
-from ckpt_tools.core.wording import count, listed, printable, size
+from ckpt_tools.core.wording import escape_unprintable, format_count, format_size, join_names
 from ckpt_tools.credentials import mask_secrets
 
 if TYPE_CHECKING:
@@ -59,9 +59,9 @@ def show_notes(notes: Iterable[Note], limit: int | None = None) -> None:
     for note in notes:
         lines.setdefault((note.outcome.value, note.why), []).append(note.what)
     for (outcome, why), what in islice(lines.items(), limit):
-        print_wrapped(printable(f"{outcome}: {listed(what, MAX_NOTES)} ({why})"))
+        print_wrapped(escape_unprintable(f"{outcome}: {join_names(what, MAX_NOTES)} ({why})"))
     if limit is not None and len(lines) > limit:
-        print_wrapped(f"and {count(len(lines) - limit, 'more note')}; see --json")
+        print_wrapped(f"and {format_count(len(lines) - limit, 'more note')}; see --json")
 
 
 def store_progress_mode(context: click.Context, option: click.Parameter, mode: str | None) -> None:
@@ -143,9 +143,13 @@ class _ProgressLines:
             sys.stderr.flush()
             return
         rate_text = (
-            f", {size(rate)}/s, {seconds_left:,.0f} s left" if rate is not None and seconds_left is not None else ""
+            f", {format_size(rate)}/s, {seconds_left:,.0f} s left"
+            if rate is not None and seconds_left is not None
+            else ""
         )
-        share_text = f"{size(self.done)} of {size(self.total)} ({100 * self.done // max(self.total, 1)} %)"
+        share_text = (
+            f"{format_size(self.done)} of {format_size(self.total)} ({100 * self.done // max(self.total, 1)} %)"
+        )
         reporting.print_notice(f"{self.phase}: {share_text}{rate_text}", "info")
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt_tools.cli.wrapping import echo, get_terminal_width, print_wrapped
-from ckpt_tools.core.wording import printable
+from ckpt_tools.core.wording import escape_unprintable
 from ckpt_tools.credentials import mask_secrets
 from ckpt_tools.help_text import wrap_words
 
@@ -101,7 +101,7 @@ def print_error(sentence: str, error: BaseException, code: int) -> None:
         return
     if traceback:
         echo(traceback, err=True)
-    print_wrapped(printable(sentence), err=True)
+    print_wrapped(escape_unprintable(sentence), err=True)
 
 
 def _format_traceback() -> str:

@@ -10,7 +10,7 @@ import click
 from ckpt_tools.cli import options
 from ckpt_tools.cli.render import print_json
 from ckpt_tools.cli.wrapping import print_table, print_wrapped
-from ckpt_tools.core.wording import count, printable, size
+from ckpt_tools.core.wording import escape_unprintable, format_count, format_size
 
 if TYPE_CHECKING:
     from ckpt_tools.runs.report import RunCheckpoint
@@ -48,13 +48,13 @@ def _format_row(checkpoint: RunCheckpoint) -> tuple[str, ...]:
     completeness = "yes" if checkpoint.problem is None else f"no: {checkpoint.problem}"
     timestamp = "" if checkpoint.time is None else checkpoint.time.replace("T", " ")[:16]
     return (
-        printable(checkpoint.name),
+        escape_unprintable(checkpoint.name),
         step,
         timestamp,
-        size(checkpoint.file_bytes),
+        format_size(checkpoint.file_bytes),
         checkpoint.format,
         ranks,
-        printable(completeness),
+        escape_unprintable(completeness),
     )
 
 
@@ -105,11 +105,16 @@ def prune_command(run: str, as_json: bool, quiet: bool, **rules: Any) -> None:
         return
     verb = "removed" if report.is_removed else "would go"
     rows = [
-        (printable(each.name), "stays" if each.stays else verb, size(each.file_bytes), printable(each.reason))
+        (
+            escape_unprintable(each.name),
+            "stays" if each.stays else verb,
+            format_size(each.file_bytes),
+            escape_unprintable(each.reason),
+        )
         for each in report.checkpoints
     ]
     print_table(("checkpoint", "", "size", "reason"), rows, right_aligned=(2,))
-    amount = f"{count(report.num_files, 'file')}, {size(report.file_bytes)}"
+    amount = f"{format_count(report.num_files, 'file')}, {format_size(report.file_bytes)}"
     if report.is_removed or not report.num_files:
         print_wrapped(f"{amount} removed" if report.num_files else "nothing to remove")
     else:
@@ -131,6 +136,6 @@ def clean_command(dst: str, dry_run: bool, as_json: bool, storage_options: dict[
         print_json(report.to_json())
         return
     for leftover in report.leftovers:
-        print_wrapped(f"{leftover.url}: {leftover.kind}, {size(leftover.num_bytes)}")
-    outcome = f"{size(report.num_bytes)} {'removed' if report.is_removed else 'to be removed'}"
+        print_wrapped(f"{leftover.url}: {leftover.kind}, {format_size(leftover.num_bytes)}")
+    outcome = f"{format_size(report.num_bytes)} {'removed' if report.is_removed else 'to be removed'}"
     print_wrapped(f"{report.destination}: {outcome if report.leftovers else 'no leftovers'}")

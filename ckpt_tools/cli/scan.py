@@ -11,7 +11,7 @@ from ckpt_tools.cli import options
 from ckpt_tools.cli.forms import find_source_folder, form_option, print_markdown
 from ckpt_tools.cli.render import print_json
 from ckpt_tools.cli.wrapping import print_item, print_wrapped
-from ckpt_tools.core.wording import count, listed, printable, size
+from ckpt_tools.core.wording import escape_unprintable, format_count, format_size, join_names
 from ckpt_tools.errors import UnsafeError
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ def scan_command(src: tuple[str, ...], form: str, quiet: bool, **scan_options: A
         results.print_text()
     if results.num_findings:
         raise UnsafeError(
-            f"{listed(results.unsafe)} is not proved to be safe: {count(results.num_findings, 'finding')}"
+            f"{join_names(results.unsafe)} is not proved to be safe: {format_count(results.num_findings, 'finding')}"
         )
 
 
@@ -95,15 +95,15 @@ class _ScanResults:
     def print_text(self) -> None:
         for file, finding in self.findings:
             place = f" ({finding.place})" if finding.place else ""
-            print_item(printable(f"{finding.danger.value}: {file}{place}"), printable(finding.what))
+            print_item(escape_unprintable(f"{finding.danger.value}: {file}{place}"), escape_unprintable(finding.what))
         if self.num_findings > len(self.findings):
             print_wrapped(f"and {self.num_findings - len(self.findings):,} more")
         for line in self._list_totals():
             print_wrapped(line)
 
     def print_markdown(self) -> None:
-        title = f"ckpt-tools scan: {listed([report.source for report in self.reports])}"
-        verdict = f"{count(self.num_findings, 'finding')}" if self.num_findings else "nothing is found"
+        title = f"ckpt-tools scan: {join_names([report.source for report in self.reports])}"
+        verdict = f"{format_count(self.num_findings, 'finding')}" if self.num_findings else "nothing is found"
         rows = [(each.danger.value, file, each.place, each.what) for file, each in self.findings]
         print_markdown(title, [verdict, *self._list_totals()], ("danger", "file", "place", "what"), rows)
 
@@ -111,15 +111,15 @@ class _ScanResults:
         """Totals of the proof, and the names that are or could be allowed."""
         files, num_bytes = (sum(getattr(each, name) for each in self.reports) for name in ("num_files", "num_bytes"))
         num_pickles = sum(each.num_pickles for each in self.reports)
-        proved_text = f"{count(files, 'file')} ({size(num_bytes)}), {count(num_pickles, 'pickle')}"
+        proved_text = f"{format_count(files, 'file')} ({format_size(num_bytes)}), {format_count(num_pickles, 'pickle')}"
         num_configurations = sum(each.num_configurations for each in self.reports)
         num_excluded = sum(len(each.excluded) for each in self.reports)
         is_everything_proved = not (self.num_findings or num_configurations or num_excluded)
         lines = [f"nothing would run: proved {proved_text}" if is_everything_proved else f"proved: {proved_text}"]
         if num_configurations:
-            lines.append(f"configuration, not proved: {count(num_configurations, 'file')}")
+            lines.append(f"configuration, not proved: {format_count(num_configurations, 'file')}")
         if self.has_exclusions:  # also if no name matches: the glob may be mistyped
-            lines.append(f"excluded by you, not looked at: {count(num_excluded, 'file')}")
+            lines.append(f"excluded by you, not looked at: {format_count(num_excluded, 'file')}")
         if any(finding.danger.value == "configuration" for _, finding in self.findings):
             lines.append("if the programs that will read it import no names in configuration: --allow-configuration")
         if self.allowed:

@@ -11,7 +11,14 @@ from ckpt_tools.cli import options
 from ckpt_tools.cli.forms import find_source_folder, form_option, print_markdown
 from ckpt_tools.cli.render import MAX_NOTES, print_json, show_notes, show_progress
 from ckpt_tools.cli.wrapping import print_item, print_wrapped
-from ckpt_tools.core.wording import count, listed, printable, size, tensor_count, ties
+from ckpt_tools.core.wording import (
+    escape_unprintable,
+    format_count,
+    format_size,
+    format_tensor_count,
+    format_ties,
+    join_names,
+)
 from ckpt_tools.errors import DifferenceError
 
 if TYPE_CHECKING:
@@ -61,17 +68,19 @@ _EQUAL_IN_DIFF = "are the same, bit for bit"
 
 def _format_equality(report: VerifyReport, claim: str) -> str:
     """The sentence of a report without differences."""
-    text = f"{_format_tensor_counts(report)}, {size(report.num_bytes)}: all {claim}"
+    text = f"{_format_tensor_counts(report)}, {format_size(report.num_bytes)}: all {claim}"
     if not report.num_files:
         return text
     return (
-        f"{text}; {count(report.num_files, 'file')} {'is' if report.num_files == 1 else 'are'} as "
+        f"{text}; {format_count(report.num_files, 'file')} {'is' if report.num_files == 1 else 'are'} as "
         f"{_format_lists(report)}"
     )
 
 
 def _format_lists(report: VerifyReport) -> str:
-    return f"{listed([printable(name) for name in report.lists])} say{'s' if len(report.lists) == 1 else ''}"
+    return (
+        f"{join_names([escape_unprintable(name) for name in report.lists])} say{'s' if len(report.lists) == 1 else ''}"
+    )
 
 
 def _show_report(report: VerifyReport, claim: str, *, top: int | None) -> None:
@@ -82,9 +91,9 @@ def _show_report(report: VerifyReport, claim: str, *, top: int | None) -> None:
         _show_summary(report)
         _show_rows(report, top)
     if report.signature:
-        print_wrapped(printable(_format_signature(report)))
+        print_wrapped(escape_unprintable(_format_signature(report)))
     if report.tied:
-        print_wrapped(printable(f"{ties(report.tied)} on one side, and not on the other"))
+        print_wrapped(escape_unprintable(f"{format_ties(report.tied)} on one side, and not on the other"))
     show_notes(report.notes)
 
 
@@ -94,8 +103,8 @@ def _format_signature(report: VerifyReport) -> str:
 
 def _format_tensor_counts(report: VerifyReport) -> str:
     """``116 tensors (29 weights, 87 of the optimizer) and 1 tied name``."""
-    tied = f" and {count(len(report.tied), 'tied name')}" if report.tied else ""
-    return f"{tensor_count(report.tensors_by_role)}{tied}"
+    tied = f" and {format_count(len(report.tied), 'tied name')}" if report.tied else ""
+    return f"{format_tensor_count(report.tensors_by_role)}{tied}"
 
 
 def _exit_if_different(report: VerifyReport) -> None:
@@ -108,14 +117,17 @@ def _format_summary_line(report: VerifyReport) -> str:
     """``3 of 640 tensors differ: 2 in values, 1 missing``."""
     if report.num_wrong_files and report.lists:
         verb = "is" if report.num_wrong_files == 1 else "are"
-        files = f"{report.num_wrong_files:,} of {count(report.num_files, 'file')} {verb} not as {_format_lists(report)}"
+        files = (
+            f"{report.num_wrong_files:,} of {format_count(report.num_files, 'file')} {verb} not as "
+            f"{_format_lists(report)}"
+        )
         return f"{files}; no tensor was read"
     verb = "differs" if report.num_differing == 1 else "differ"
     aspects = report.summary.aspects.items()
     aspects_text = ", ".join(
         _format_aspect(aspect, number) for aspect, number in aspects if aspect not in ("entry", "file")
     )
-    text = f"{report.num_differing:,} of {count(report.num_compared, 'tensor')} {verb}: {aspects_text}"
+    text = f"{report.num_differing:,} of {format_count(report.num_compared, 'tensor')} {verb}: {aspects_text}"
     other_counts = {"value beside the tensors": report.num_entries, "file of the model": report.num_wrong_files}
     other_sentences = [
         f"{number:,} {what if number == 1 else what.replace(' ', 's ', 1)} {'differs' if number == 1 else 'differ'}"
@@ -144,23 +156,23 @@ def _list_totals(report: VerifyReport) -> Iterator[tuple[str, str]]:
     """The largest difference of each group of tensors, and how many differ in each module."""
     for group, difference in report.summary.largest.items():
         yield f"largest difference of {group}", _format_deviation(difference)
-    modules = [f"{printable(name)} {number:,}" for name, number in report.summary.modules.items()]
+    modules = [f"{escape_unprintable(name)} {number:,}" for name, number in report.summary.modules.items()]
     if modules:
-        yield "by module", listed(modules, MAX_MODULES)
+        yield "by module", join_names(modules, MAX_MODULES)
 
 
 def _format_deviation(difference: Difference) -> str:
     deviation = difference.deviation
     assert deviation is not None
     if deviation.num_one_nan:
-        return printable(f"NaN on one side only, in {difference.key}")
-    return printable(f"{deviation.max_abs:.6g} (relative {deviation.max_rel:.3g}), in {difference.key}")
+        return escape_unprintable(f"NaN on one side only, in {difference.key}")
+    return escape_unprintable(f"{deviation.max_abs:.6g} (relative {deviation.max_rel:.3g}), in {difference.key}")
 
 
 def _show_rows(report: VerifyReport, top: int | None) -> None:
     rows, num_more = _select_rows(report, top)
     for row in rows:
-        print_item(printable(row.name), printable(row.what))
+        print_item(escape_unprintable(row.name), escape_unprintable(row.what))
     if num_more:
         print_wrapped(f"and {num_more:,} more; --all lists them")
 
@@ -253,7 +265,7 @@ def _show_verification(report: VerifyReport, claim: str, dst: str | None, top: i
 def _format_checked_digests(num_digests: int | None) -> str:
     if num_digests is None:
         return "are whole; no digests are stored with them (see checksum)"
-    return f"are whole, and match {count(num_digests, 'recorded digest')}"
+    return f"are whole, and match {format_count(num_digests, 'recorded digest')}"
 
 
 @click.command("checksum", cls=options.ConverterCommand, examples=("ckpt-tools checksum model.safetensors",))
@@ -277,7 +289,8 @@ def checksum_command(src: str, output: str | None, as_json: bool, quiet: bool, *
         print_json(report.to_json())
     else:
         print_wrapped(
-            f"{report.destination}: digests of {tensor_count(report.tensors_by_role)}, {size(report.num_bytes)}"
+            f"{report.destination}: digests of {format_tensor_count(report.tensors_by_role)}, "
+            f"{format_size(report.num_bytes)}"
         )
 
 

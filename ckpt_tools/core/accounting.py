@@ -9,60 +9,84 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator
 
-from ckpt_tools.core.format_names import DESCRIPTIONS
+from ckpt_tools.core.format_names import DESCRIPTION_ENTRIES
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Manifest, StateKey
 from ckpt_tools.core.notes import Note, Outcome
-from ckpt_tools.core.value_refs import references
-from ckpt_tools.core.wording import listed
+from ckpt_tools.core.value_refs import iter_tensor_refs
+from ckpt_tools.core.wording import join_names
 from ckpt_tools.errors import CkptError
 
-_BY_NUMBER = re.compile(r"[\d,]+ (?:\S+ )?tensors?(?: .*)?")
+_COUNT_ONLY_NOTE = re.compile(r"[\d,]+ (?:\S+ )?tensors?(?: .*)?")
 """A note on tensors by their number alone, as selecting some makes it."""
 
 
-def check_account(
-    read: Manifest, made: Manifest, written: Collection[StateKey], notes: Iterable[Note], *, is_mapped: bool
+def check_nothing_lost(
+    source_manifest: Manifest,
+    target_manifest: Manifest,
+    written_keys: Collection[StateKey],
+    notes: Iterable[Note],
+    *,
+    is_mapped: bool,
 ) -> None:
-    """Every tensor of ``read`` is in ``made`` under its name or another, every one of ``made`` is ``written``, and
-    every description of ``read`` is in ``made``; or ``notes`` name them. ``is_mapped`` says that a recipe or an adapter
-    made tensors of others: these check by themselves that each has its place.
+    """Every tensor of ``source_manifest`` is in ``target_manifest`` under its name or another, every one of
+    ``target_manifest`` is ``written_keys``, and every description of ``source_manifest`` is in ``target_manifest``; or
+    ``notes`` name them. ``is_mapped`` says that a recipe or an adapter made tensors of others: these check by
+    themselves that each has its place.
 
     Raises:
         CkptError: an item is neither written nor named.
     """
-    gone = [note for note in notes if note.outcome in (Outcome.DROPPED, Outcome.DEFAULTED, Outcome.MISSING)]
-    named = [note.what for note in gone]
-    missing = [] if is_mapped else [*_left_out(read, made)]
-    missing += [key for key in made.tensors if key not in written and not _needs_no_bytes(key, made)]
-    entries = {ref.key: str(name) for name, value in read.extra.items() for ref in references(value)} if missing else {}
-    lost = [str(key) for key in missing if not _is_named(key, entries.get(key), named)]
-    lost = lost[sum(note.count for note in gone if _BY_NUMBER.fullmatch(note.what)) :]
-    lost += [name for name in DESCRIPTIONS if name in read.extra and name not in made.extra and name not in named]
-    if lost:
+    loss_notes = [note for note in notes if note.outcome in (Outcome.DROPPED, Outcome.DEFAULTED, Outcome.MISSING)]
+    noted_items = [note.what for note in loss_notes]
+    unwritten_keys = [] if is_mapped else [*_iter_dropped_keys(source_manifest, target_manifest)]
+    unwritten_keys += [
+        key for key in target_manifest.tensors if key not in written_keys and not _needs_no_bytes(key, target_manifest)
+    ]
+    entry_by_key = (
+        {ref.key: str(name) for name, value in source_manifest.extra.items() for ref in iter_tensor_refs(value)}
+        if unwritten_keys
+        else {}
+    )
+    lost_items = [str(key) for key in unwritten_keys if not _is_noted(key, entry_by_key.get(key), noted_items)]
+    lost_items = lost_items[sum(note.count for note in loss_notes if _COUNT_ONLY_NOTE.fullmatch(note.what)) :]
+    lost_items += [
+        name
+        for name in DESCRIPTION_ENTRIES
+        if name in source_manifest.extra and name not in target_manifest.extra and name not in noted_items
+    ]
+    if lost_items:
         raise CkptError(
-            f"a defect of ckpt-tools: {listed(lost)} would be neither written nor named in a note; please report it"
+            f"a defect of ckpt-tools: {join_names(lost_items)} would be neither written nor named in a note; please "
+            f"report it"
         )
 
 
-def _needs_no_bytes(key: StateKey, made: Manifest) -> bool:
+def _needs_no_bytes(key: StateKey, target_manifest: Manifest) -> bool:
     """Whether it is a plain number, which is written as a value; or state of a parameter without elements, which some
     frameworks store and others do not."""
-    weight = made.tensors.get(StateKey(key.fqn))
-    return {*made.tensors[key].shards.files} <= made.literals.keys() or (weight is not None and not weight.numel)
+    weight = target_manifest.tensors.get(StateKey(key.fqn))
+    return {*target_manifest.tensors[key].shards.files} <= target_manifest.literals.keys() or (
+        weight is not None and not weight.numel
+    )
 
 
-def _left_out(read: Manifest, made: Manifest) -> Iterator[StateKey]:
-    """Tensors of ``read`` that are not in ``made``, by name or by the shards that a renamed one keeps."""
-    kept = {id(entry.shards) for entry in made.tensors.values()}
-    for key, entry in read.tensors.items():
+def _iter_dropped_keys(source_manifest: Manifest, target_manifest: Manifest) -> Iterator[StateKey]:
+    """Tensors of ``source_manifest`` that are not in ``target_manifest``, by name or by the shards that a renamed one
+    keeps."""
+    kept_shard_ids = {id(entry.shards) for entry in target_manifest.tensors.values()}
+    for key, entry in source_manifest.tensors.items():
         # Of a parameter's two copies one is written where there is room for one.
-        master = read.tensors.get(StateKey(key.fqn, MASTER)) if key.slot == WEIGHT else None
-        is_there = key in made.tensors or id(entry.shards) in kept or (master is not None and id(master.shards) in kept)
-        if not (is_there or key.slot == MASTER):
+        master = source_manifest.tensors.get(StateKey(key.fqn, MASTER)) if key.slot == WEIGHT else None
+        is_kept = (
+            key in target_manifest.tensors
+            or id(entry.shards) in kept_shard_ids
+            or (master is not None and id(master.shards) in kept_shard_ids)
+        )
+        if not (is_kept or key.slot == MASTER):
             yield key
 
 
-def _is_named(key: StateKey, entry: str | None, named: Iterable[str]) -> bool:
+def _is_noted(key: StateKey, entry: str | None, noted_items: Iterable[str]) -> bool:
     """``entry`` is the one that refers to the tensor: it goes with it, and the note begins with its name."""
     return any(
         what in (str(key), key.fqn)
@@ -70,5 +94,5 @@ def _is_named(key: StateKey, entry: str | None, named: Iterable[str]) -> bool:
         or (key.slot != WEIGHT and what.startswith("optimizer state of parameter group"))
         or (entry is not None and what.casefold().startswith(entry.casefold()))
         or f".{key.fqn}.".startswith((f".{what}.", f".client_state.{what}."))
-        for what in named
+        for what in noted_items
     )

@@ -12,65 +12,68 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt_tools.core.option_names import option, spelled
+from ckpt_tools.core.option_names import expand_option_template, format_option
 from ckpt_tools.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
+class OptionContext:
     """The facts about a command that rules look at.
 
-    ``source`` and ``target`` are the formats that are read and written, for ``verify`` those of SRC and DST; ``reads``
-    and ``writes`` are the options that they take. ``has_masters`` says that the source keeps fp32 masters,
-    ``keeps_both`` that the target keeps them beside the weights, ``has_state`` that optimizer state is written.
+    ``source_format`` and ``target_format`` are the formats that are read and written, for ``verify`` those of SRC and
+    DST; ``reader_options`` and ``writer_options`` are the options that they take. ``has_masters`` says that the source
+    keeps fp32 masters, ``keeps_both_copies`` that the target keeps them beside the weights, ``has_state`` that
+    optimizer state is written.
     """
 
-    source: str = ""
-    target: str = ""
-    reads: tuple[str, ...] = ()
-    writes: tuple[str, ...] = ()
+    source_format: str = ""
+    target_format: str = ""
+    reader_options: tuple[str, ...] = ()
+    writer_options: tuple[str, ...] = ()
     is_weights_alone: bool = False
     has_masters: bool = False
-    keeps_both: bool = False
+    keeps_both_copies: bool = False
     has_state: bool = False
     has_destination: bool = False
     has_digests: bool = False
-    has_key: bool = False
-    is_printed: bool = False
+    has_public_key: bool = False
+    prints_digests: bool = False
     is_remote: bool = False
     has_recipe: bool = False
     has_stats: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
-    """``options`` apply to ``what``, if ``applies`` says so; with ``value``, only that value is checked."""
+class ApplicabilityRule:
+    """``options`` apply to ``purpose``, if ``applies`` says so; with ``checked_value``, only that value is checked."""
 
     options: tuple[str, ...]
-    applies: Callable[[Case], bool]
-    what: str | Callable[[], str]
-    here: Callable[[Case], str]
-    value: Any = None
+    applies: Callable[[OptionContext], bool]
+    purpose: str | Callable[[], str]
+    describe_context: Callable[[OptionContext], str]
+    checked_value: Any = None
 
-    def check(self, given: Mapping[str, Any], case: Case) -> None:
+    def check_options(self, option_values: Mapping[str, Any], case: OptionContext) -> None:
         """Raises UsageError for an option that is given and does not apply."""
         for name in self.options:
-            value = given.get(name)
-            if value and self.value in (None, value) and not self.applies(case):
-                what = self.what if isinstance(self.what, str) else self.what()
-                raise UsageError.of(name, f"{option(name)} is for {spelled(what)}; {self.here(case)}")
+            value = option_values.get(name)
+            if value and self.checked_value in (None, value) and not self.applies(case):
+                what = self.purpose if isinstance(self.purpose, str) else self.purpose()
+                raise UsageError.of(
+                    name, f"{format_option(name)} is for {expand_option_template(what)}; {self.describe_context(case)}"
+                )
 
 
-OF_TWO_COPIES = Rule(
+TWO_COPIES_RULE = ApplicabilityRule(
     ("weights",),
-    lambda case: not (case.has_masters and case.keeps_both),
+    lambda case: not (case.has_masters and case.keeps_both_copies),
     "checkpoints of which one alone keeps fp32 masters, or for {state:model}",
     lambda case: "here both keep them, and both copies are compared",
-    value="model",
+    checked_value="model",
 )
-"""Of two checkpoints, or one and a list of digests; ``keeps_both`` says that masters are compared too."""
+"""Of two checkpoints, or one and a list of digests; ``keeps_both_copies`` says that masters are compared too."""
 
-OF_RECIPES = Rule(
+RECIPE_CONFIG_RULE = ApplicabilityRule(
     ("config",),
     lambda case: case.has_recipe,
     "the sizes of a recipe, with {recipe}, and for {dequantize}",
@@ -78,11 +81,11 @@ OF_RECIPES = Rule(
 )
 """Of every command that writes no model's files."""
 
-_CHOOSING = ("state", "weights", "include", "exclude", "rename", "key_map")
+_SELECTION_OPTIONS = ("state", "weights", "include", "exclude", "rename", "key_map")
 
-ARGUMENTS: Mapping[str, tuple[Rule, ...]] = {
+COMMAND_RULES: Mapping[str, tuple[ApplicabilityRule, ...]] = {
     "inspect": (
-        Rule(
+        ApplicabilityRule(
             ("sample", "memory", "workers"),
             lambda case: case.has_stats,
             "statistics, with {stats}",
@@ -90,31 +93,31 @@ ARGUMENTS: Mapping[str, tuple[Rule, ...]] = {
         ),
     ),
     "verify": (
-        Rule(
+        ApplicabilityRule(
             ("digests", "public_key", "signature"),
             lambda case: not case.has_destination,
             "verify with one checkpoint",
             lambda case: "two are compared with each other",
         ),
-        Rule(
+        ApplicabilityRule(
             ("signature",),
-            lambda case: case.has_key,
+            lambda case: case.has_public_key,
             "checking a signature",
-            lambda case: f"name the key too, with {option('public_key')}",
+            lambda case: f"name the key too, with {format_option('public_key')}",
         ),
-        Rule(
-            _CHOOSING,
+        ApplicabilityRule(
+            _SELECTION_OPTIONS,
             lambda case: case.has_destination or case.has_digests,
             "verify with {dst} or {digests}",
             lambda case: "a checkpoint alone is checked whole, as it is stored",
         ),
-        Rule(
+        ApplicabilityRule(
             ("dtype", "buffers"),
             lambda case: case.has_destination,
             "verify with {dst}",
             lambda case: "digests are of elements before a cast, and a checkpoint alone is checked as it is stored",
         ),
-        Rule(
+        ApplicabilityRule(
             ("strip", "recipe", "dequantize", "config", "like", "untie"),
             lambda case: case.has_destination,
             "verify with {dst}",
@@ -124,18 +127,18 @@ ARGUMENTS: Mapping[str, tuple[Rule, ...]] = {
         ),
     ),
     "checksum": (
-        Rule(
+        ApplicabilityRule(
             ("overwrite",),
-            lambda case: not case.is_printed,
+            lambda case: not case.prints_digests,
             "digests that are written to a file",
-            lambda case: f"with {option('output', '-')} they are not written",
+            lambda case: f"with {format_option('output', '-')} they are not written",
         ),
     ),
 }
 """By command, what its arguments alone tell before anything is opened."""
 
-STORES = (
-    Rule(
+STORE_RULES = (
+    ApplicabilityRule(
         ("storage_options",),
         lambda case: case.is_remote,
         "URLs of stores, such as s3://bucket/folder",
@@ -145,7 +148,9 @@ STORES = (
 """Of every command that opens stores."""
 
 
-def check(rules: Iterable[Rule], given: Mapping[str, Any], case: Case) -> None:
-    """Raises UsageError for the first option of ``given`` that does not apply to ``case``."""
+def check_applicability(
+    rules: Iterable[ApplicabilityRule], option_values: Mapping[str, Any], case: OptionContext
+) -> None:
+    """Raises UsageError for the first option of ``option_values`` that does not apply to ``case``."""
     for rule in rules:
-        rule.check(given, case)
+        rule.check_options(option_values, case)

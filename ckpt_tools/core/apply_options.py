@@ -11,35 +11,35 @@ from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.expansion import check_expansion
 from ckpt_tools.core.format_names import HEADER_ENTRY
 from ckpt_tools.core.manifest import WEIGHT, Manifest, StateKey
-from ckpt_tools.core.notes import ASSUMED_ORDER, Note, Outcome, without_gone
+from ckpt_tools.core.notes import ASSUMED_ORDER_ITEM, Note, Outcome, drop_stale_notes
 from ckpt_tools.core.options import ConvertOptions
-from ckpt_tools.core.transforms import Transformed
+from ckpt_tools.core.transforms import TransformResult
 
-Step: TypeAlias = Callable[[Manifest], Transformed]
+ManifestStep: TypeAlias = Callable[[Manifest], TransformResult]
 """From one manifest to another, with notes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Applied:
-    """A manifest as it is to be written, whose notes say what was left behind; ``uncast`` is the same in the dtypes
-    that it had, ``renamed`` has the new names by the old ones."""
+class AppliedOptions:
+    """A manifest as it is to be written, whose notes say what was left behind; ``uncast_manifest`` is the same in the
+    dtypes that it had, ``new_name_by_old`` has the new names by the old ones."""
 
     manifest: Manifest
-    uncast: Manifest
-    renamed: Mapping[str, str]
+    uncast_manifest: Manifest
+    new_name_by_old: Mapping[str, str]
 
 
-class Likeness(Protocol):
+class ReferenceSteps(Protocol):
     """The steps that make a manifest like a reference."""
 
     @property
-    def excluded(self) -> frozenset[str]:
+    def excluded_names(self) -> frozenset[str]:
         """Names of the reference that ``exclude`` leaves out."""
 
-    def named(self, manifest: Manifest) -> Transformed:
+    def match_names(self, manifest: Manifest) -> TransformResult:
         """The names, shapes and ties of the reference."""
 
-    def cast(self, manifest: Manifest) -> Transformed:
+    def match_dtypes(self, manifest: Manifest) -> TransformResult:
         """The dtypes of the reference."""
 
 
@@ -47,19 +47,19 @@ def apply_options(
     manifest: Manifest,
     options: ConvertOptions,
     *,
-    whole: bool,
+    writes_all_state: bool,
     holds_masters: bool,
     keeps_tree: bool = False,
-    kept: tuple[str, ...] = (),
-    recipe: Step | None = None,
-    merge: Step | None = None,
-    like: Likeness | None = None,
-) -> Applied:
+    kept_entries: tuple[str, ...] = (),
+    recipe: ManifestStep | None = None,
+    merge: ManifestStep | None = None,
+    like: ReferenceSteps | None = None,
+) -> AppliedOptions:
     """The manifest as ``options`` make it.
 
-    ``whole`` says that all state is written, ``holds_masters`` that fp32 masters have a place beside the weights, as
-    they have where the source keeps them in the optimizer's state.
-    ``kept`` are entries that are written with the weights also if no other state is. ``recipe`` is the step of
+    ``writes_all_state`` says that all state is written, ``holds_masters`` that fp32 masters have a place beside the
+    weights, as they have where the source keeps them in the optimizer's state.
+    ``kept_entries`` are entries that are written with the weights also if no other state is. ``recipe`` is the step of
     ``options.strip`` and ``options.recipe``; options that name tensors name those that it makes. ``merge`` is the step
     that merges an adapter into these. ``like`` comes last, so that the other options can leave out or rename what does
     not fit. ``keeps_tree`` says that the target is a tree as the source is one.
@@ -68,99 +68,115 @@ def apply_options(
         UsageError: the options do not fit this checkpoint or each other. UnsupportedError: all state is written of
         weights and optimizer state under different names, and there is no recipe to join them.
     """
-    before = _dtypes(manifest)
+    source_dtypes = _get_weight_dtypes(manifest)
     notes = tuple(replace(note, asked=note.asked or options.state == "model") for note in manifest.notes)
-    if manifest.parted:
-        manifest, notes = _taken(manifest, notes, [] if recipe is None else [recipe])
+    if manifest.unjoined_state:
+        manifest, notes = _run_steps(manifest, notes, [] if recipe is None else [recipe])
         recipe = None
-        if manifest.parted and whole:
-            raise transforms.parted_error(manifest)
-    copying: list[Step] = []
-    weights = options.weight_copy(manifest)
-    if not whole:
-        copying = [
-            lambda each: transforms.model_only(each, weights=weights, asked=options.state == "model", entries=kept),
-            transforms.without_wrappers,
+        if manifest.unjoined_state and writes_all_state:
+            raise transforms.make_unjoined_state_error(manifest)
+    copy_steps: list[ManifestStep] = []
+    weight_copy = options.choose_weight_copy(manifest)
+    if not writes_all_state:
+        copy_steps = [
+            lambda each: transforms.keep_model_only(
+                each, weight_copy=weight_copy, is_requested=options.state == "model", entry_names=kept_entries
+            ),
+            transforms.strip_wrappers,
         ]
     elif not (holds_masters or manifest.keeps_masters):
-        copying = [lambda each: transforms.one_copy(each, weights=weights)]
-    manifest, notes = _taken(manifest, notes, copying)
+        copy_steps = [lambda each: transforms.keep_one_copy(each, weight_copy=weight_copy)]
+    manifest, notes = _run_steps(manifest, notes, copy_steps)
     if manifest.values and (options.recipe is not None or merge is not None or like is not None):
-        manifest, more = transforms.without_values(manifest, to="a recipe, an adapter or another model's layout")
-        notes += more
+        manifest, new_notes = transforms.drop_values(
+            manifest, target_name="a recipe, an adapter or another model's layout"
+        )
+        notes += new_notes
     for step in (recipe, merge):
         if step is not None:
-            manifest, more = step(manifest)
-            notes = (*(note for note in notes if not _is_refuted(note, more)), *more)
+            manifest, new_notes = step(manifest)
+            notes = (*(note for note in notes if not _is_superseded(note, new_notes)), *new_notes)
     if like is not None:
-        manifest = replace(manifest, left_out=manifest.left_out | like.excluded)
-    manifest, notes = _taken(manifest, notes, _choosing(options))
-    new_name = transforms.substitutions(options.rename, options.names)
-    renamed = transforms.new_names(manifest, new_name) if options.rename or options.names else {}
-    if renamed:
-        manifest, _ = transforms.rename(manifest, new_name)
+        manifest = replace(manifest, unreadable_names=manifest.unreadable_names | like.excluded_names)
+    manifest, notes = _run_steps(manifest, notes, _make_selection_steps(options))
+    new_name = transforms.make_renamer(options.rename, options.names)
+    new_name_by_old = transforms.find_changed_names(manifest, new_name) if options.rename or options.names else {}
+    if new_name_by_old:
+        manifest, _ = transforms.rename_tensors(manifest, new_name)
     if like is not None:
-        manifest, more = like.named(manifest)
-        notes += more
+        manifest, new_notes = like.match_names(manifest)
+        notes += new_notes
     if keeps_tree:
-        manifest, more = _without_numbers(manifest, are_others=options.recipe is not None or like is not None)
-        notes += more
+        manifest, new_notes = _drop_param_numbers(
+            manifest, params_changed=options.recipe is not None or like is not None
+        )
+        notes += new_notes
     if not manifest.groups or (keeps_tree and manifest.tree is not None and manifest.tree.numbers):
-        notes = tuple(note for note in notes if note.what != ASSUMED_ORDER)  # numbers, or nothing, is what is written
+        notes = tuple(
+            note for note in notes if note.what != ASSUMED_ORDER_ITEM
+        )  # numbers, or nothing, is what is written
     check_expansion(manifest.tensors, manifest.stored_bytes)
-    made, more = transforms.cast(manifest, options.target_dtype) if like is None else like.cast(manifest)
-    if HEADER_ENTRY in made.extra and (merge is not None or _dtypes(made) != before):
-        why = "carried as it is, and it may say of tensors what was true before this conversion"
-        more = (*more, Note(Outcome.KEPT, HEADER_ENTRY, why))
-    return Applied(replace(made, notes=notes + more), manifest, renamed)
+    cast_manifest, new_notes = (
+        transforms.cast_weights(manifest, options.target_dtype) if like is None else like.match_dtypes(manifest)
+    )
+    if HEADER_ENTRY in cast_manifest.extra and (
+        merge is not None or _get_weight_dtypes(cast_manifest) != source_dtypes
+    ):
+        reason = "carried as it is, and it may say of tensors what was true before this conversion"
+        new_notes = (*new_notes, Note(Outcome.KEPT, HEADER_ENTRY, reason))
+    return AppliedOptions(replace(cast_manifest, notes=notes + new_notes), manifest, new_name_by_old)
 
 
-def _dtypes(manifest: Manifest) -> Mapping[StateKey, DType]:
+def _get_weight_dtypes(manifest: Manifest) -> Mapping[StateKey, DType]:
     return {key: entry.dtype for key, entry in manifest.tensors.items() if key.slot == WEIGHT}
 
 
-def _without_numbers(manifest: Manifest, *, are_others: bool) -> Transformed:
+def _drop_param_numbers(manifest: Manifest, *, params_changed: bool) -> TransformResult:
     """The optimizer by names if it had numbers, and these would be of other parameters than in the source:
-    ``are_others``, or some are left out."""
+    ``params_changed``, or some are left out."""
     numbers = () if manifest.tree is None else manifest.tree.numbers
     if manifest.tree is None or not manifest.groups or not numbers:
         return manifest, ()
-    if not are_others and sum(len(group.params) for group in manifest.groups) == len(numbers):
+    if not params_changed and sum(len(group.params) for group in manifest.groups) == len(numbers):
         return manifest, ()
     why = "they are of other parameters than the source's; the optimizer has names, as get_optimizer_state_dict gives"
     note = Note(Outcome.DROPPED, "the numbers of the optimizer's parameters", why, len(numbers))
     return replace(manifest, tree=replace(manifest.tree, numbers=())), (note,)
 
 
-def _items(manifest: Manifest) -> frozenset[str]:
+def _collect_item_names(manifest: Manifest) -> frozenset[str]:
     """Names of tensors, tied ones too, and of entries: what a note can say was kept."""
     return frozenset([*manifest.fqns, *manifest.aliases, *map(str, manifest.extra)])
 
 
-def _taken(manifest: Manifest, notes: tuple[Note, ...], steps: Iterable[Step]) -> Transformed:
+def _run_steps(manifest: Manifest, notes: tuple[Note, ...], steps: Iterable[ManifestStep]) -> TransformResult:
     """The manifest after ``steps``, with ``notes`` and theirs, but for those on items that a step left out."""
-    before = _items(manifest)
+    items_before = _collect_item_names(manifest)
     for step in steps:
-        manifest, more = step(manifest)
-        notes += more
-    return manifest, without_gone(notes, before, _items(manifest))
+        manifest, new_notes = step(manifest)
+        notes += new_notes
+    return manifest, drop_stale_notes(notes, items_before, _collect_item_names(manifest))
 
 
-def _is_refuted(note: Note, later: Collection[Note]) -> bool:
+def _is_superseded(note: Note, later_notes: Collection[Note]) -> bool:
     """True if a part that was kept is left out by a recipe, as rows that are padding are."""
-    is_left_out = any(each.outcome is Outcome.DROPPED and each.what.endswith(f" of {note.what}") for each in later)
+    is_left_out = any(
+        each.outcome is Outcome.DROPPED and each.what.endswith(f" of {note.what}") for each in later_notes
+    )
     return note.outcome is Outcome.KEPT and is_left_out
 
 
-def _choosing(options: ConvertOptions) -> list[Step]:
+def _make_selection_steps(options: ConvertOptions) -> list[ManifestStep]:
     """Steps that find tensors by their names."""
-    steps: list[Step] = []
+    steps: list[ManifestStep] = []
     if options.buffers:
-        steps.append(lambda manifest: transforms.with_buffers(manifest, options.buffers))
+        steps.append(lambda manifest: transforms.mark_buffers(manifest, options.buffers))
     if options.rename or options.names:
         # Before names are chosen, so that a map of a whole model fits a part of it.
         steps.append(lambda manifest: transforms.check_renaming(manifest, options.rename, options.names))
     steps.append(
-        lambda manifest: transforms.select(manifest, include=tuple(options.include), exclude=tuple(options.exclude))
+        lambda manifest: transforms.select_tensors(
+            manifest, include=tuple(options.include), exclude=tuple(options.exclude)
+        )
     )
     return steps

@@ -55,7 +55,7 @@ class Box:
         """The box as seen from ``origin``, one of the points at or before its start."""
         return self.shift(tuple(-o for o in origin))
 
-    def within(self, shape: Shape) -> bool:
+    def is_within(self, shape: Shape) -> bool:
         """True where a tensor of ``shape`` holds every element of the box."""
         return len(shape) == len(self.stop) and not any(map(gt, self.stop, shape))
 
@@ -75,7 +75,7 @@ def is_row_major(shape: Shape, strides: Shape) -> bool:
     return 0 in shape or all(extent == 1 or stride == wanted for extent, stride, wanted in rows)
 
 
-def flat_index(index: Shape, shape: Shape) -> int:
+def ravel_index(index: Shape, shape: Shape) -> int:
     """Row-major position of ``index`` in a tensor of ``shape``."""
     assert len(index) == len(shape), "one number a dim"
     return sum(map(mul, index, contiguous_strides(shape)))
@@ -91,13 +91,13 @@ def is_contiguous(box: Box, shape: Shape) -> bool:
     return True
 
 
-def flat_interval(box: Box, shape: Shape) -> tuple[int, int]:
+def box_to_interval(box: Box, shape: Shape) -> tuple[int, int]:
     """The row-major interval of a contiguous box of a tensor of ``shape``."""
-    start = flat_index(box.start, shape) if box.numel else 0
+    start = ravel_index(box.start, shape) if box.numel else 0
     return start, start + box.numel
 
 
-def from_flat(start: int, stop: int, shape: Shape) -> list[Box]:
+def interval_to_boxes(start: int, stop: int, shape: Shape) -> list[Box]:
     """The boxes, at most ``2 * ndim - 1``, that together hold the row-major interval ``[start, stop)``, in order.
 
     Each is contiguous, so that their elements one after the other are the interval's.
@@ -106,67 +106,70 @@ def from_flat(start: int, stop: int, shape: Shape) -> list[Box]:
         return []
     if len(shape) <= 1:
         return [Box((start,), (stop,)) if shape else Box((), ())]
-    row = prod(shape[1:])
-    first, head = divmod(start, row)
-    last, tail = divmod(stop, row)
-    if first == last:
-        return _in_row(first, head, tail, shape)
-    boxes = _in_row(first, head, row, shape) if head else []
-    first += head > 0
-    if first < last:
-        boxes.append(Box((first, *(0,) * (len(shape) - 1)), (last, *shape[1:])))
-    return boxes + _in_row(last, 0, tail, shape)
+    row_numel = prod(shape[1:])
+    first_row, head = divmod(start, row_numel)
+    last_row, tail = divmod(stop, row_numel)
+    if first_row == last_row:
+        return _split_row_interval(first_row, head, tail, shape)
+    boxes = _split_row_interval(first_row, head, row_numel, shape) if head else []
+    first_row += head > 0
+    if first_row < last_row:
+        boxes.append(Box((first_row, *(0,) * (len(shape) - 1)), (last_row, *shape[1:])))
+    return boxes + _split_row_interval(last_row, 0, tail, shape)
 
 
-def _in_row(row: int, start: int, stop: int, shape: Shape) -> list[Box]:
-    inner = from_flat(start, stop, shape[1:])
+def _split_row_interval(row: int, start: int, stop: int, shape: Shape) -> list[Box]:
+    inner = interval_to_boxes(start, stop, shape[1:])
     return [Box((row, *box.start), (row + 1, *box.stop)) for box in inner]
 
 
-def runs(box: Box, shape: Shape) -> Iterator[tuple[int, int]]:
+def iter_contiguous_runs(box: Box, shape: Shape) -> Iterator[tuple[int, int]]:
     """The maximal row-major intervals of ``box`` in a tensor of ``shape``, in order.
 
     A property of the geometry alone: a conversion reads rows in one go and places them strided instead.
     """
     if not box.numel:
         return
-    dim = _last_partial_dim(box, shape)
+    first_contiguous_dim = _find_contiguous_dim(box, shape)
     strides = contiguous_strides(shape)
-    length = prod(box.shape[dim:])
-    base = flat_index(box.start, shape)
-    for index in product(*(range(extent) for extent in box.shape[:dim])):
-        start = base + sum(i * s for i, s in zip(index, strides[:dim], strict=True))
-        yield start, start + length
+    run_numel = prod(box.shape[first_contiguous_dim:])
+    base = ravel_index(box.start, shape)
+    for index in product(*(range(extent) for extent in box.shape[:first_contiguous_dim])):
+        start = base + sum(i * s for i, s in zip(index, strides[:first_contiguous_dim], strict=True))
+        yield start, start + run_numel
 
 
-def _last_partial_dim(box: Box, shape: Shape) -> int:
+def _find_contiguous_dim(box: Box, shape: Shape) -> int:
     """The outermost dim from which on the box's elements are contiguous."""
     dim = len(shape)
-    while dim > 0 and is_contiguous(_tail(box, dim - 1), shape[dim - 1 :]):
+    while dim > 0 and is_contiguous(_drop_leading_dims(box, dim - 1), shape[dim - 1 :]):
         dim -= 1
     return dim
 
 
-def _tail(box: Box, dim: int) -> Box:
+def _drop_leading_dims(box: Box, dim: int) -> Box:
     return Box(box.start[dim:], box.stop[dim:])
 
 
-def split_dims(shape: Shape, finer: Shape) -> list[slice]:
-    """The dims of ``finer`` that each dim of ``shape`` is split into: ``[6, 4]`` in ``[2, 3, 4]`` gives 0:2 and 2:3.
+def split_dims(shape: Shape, split_shape: Shape) -> list[slice]:
+    """The dims of ``split_shape`` that each dim of ``shape`` is split into: ``[6, 4]`` in ``[2, 3, 4]`` gives 0:2 and
+    2:3.
 
     Raises:
-        ValueError: ``finer`` does not split the dims of ``shape``, which hold elements.
+        ValueError: ``split_shape`` does not split the dims of ``shape``, which hold elements.
     """
-    found, first = [], 0
+    dim_slices, first_dim = [], 0
     for extent in shape:
-        stop, product = first, 1
-        while stop < len(finer) and (product < extent or (stop == first and finer[stop] == 1 == extent)):
-            product *= finer[stop]
-            stop += 1
+        stop_dim, product = first_dim, 1
+        while stop_dim < len(split_shape) and (
+            product < extent or (stop_dim == first_dim and split_shape[stop_dim] == 1 == extent)
+        ):
+            product *= split_shape[stop_dim]
+            stop_dim += 1
         if product != extent:
-            raise ValueError(f"{list(finer)} does not split the dims of {list(shape)}")
-        found.append(slice(first, stop))
-        first = stop
-    if any(extent != 1 for extent in finer[first:]):
-        raise ValueError(f"{list(finer)} does not split the dims of {list(shape)}")
-    return found
+            raise ValueError(f"{list(split_shape)} does not split the dims of {list(shape)}")
+        dim_slices.append(slice(first_dim, stop_dim))
+        first_dim = stop_dim
+    if any(extent != 1 for extent in split_shape[first_dim:]):
+        raise ValueError(f"{list(split_shape)} does not split the dims of {list(shape)}")
+    return dim_slices

@@ -34,14 +34,14 @@ _NUMBER = re.compile(r"(?<![^._/\[])(0|[1-9][0-9]{0,17})(?![^._/\]])", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
-class Names:
+class NumberedNames:
     """Names with every combination of the numbers in ``ranges`` between the ``texts``; ``texts`` has one item more."""
 
     texts: tuple[str, ...]
     ranges: tuple[range, ...]
 
     @classmethod
-    def of(cls, name: str) -> Names:
+    def of(cls, name: str) -> NumberedNames:
         """The one ``name``, split at its numbers."""
         parts = _NUMBER.split(name)
         return cls(tuple(parts[::2]), tuple(range(int(part), int(part) + 1) for part in parts[1::2]))
@@ -50,40 +50,44 @@ class Names:
         return prod(map(len, self.ranges))
 
     def __iter__(self) -> Iterator[str]:
-        return (self._joined(map(str, numbers)) for numbers in product(*self.ranges))
+        return (self._format_name(map(str, numbers)) for numbers in product(*self.ranges))
 
     def __str__(self) -> str:
         """``layers.0-31.mlp.weight``."""
-        return self._joined(str(each[0]) if len(each) == 1 else f"{each[0]}-{each[-1]}" for each in self.ranges)
+        return self._format_name(str(each[0]) if len(each) == 1 else f"{each[0]}-{each[-1]}" for each in self.ranges)
 
-    def _joined(self, numbers: Iterable[str]) -> str:
+    def _format_name(self, numbers: Iterable[str]) -> str:
         return "".join(part for pair in zip(self.texts, [*numbers, ""], strict=True) for part in pair)
 
 
-Ranges = tuple[range, ...]
+NumberRanges = tuple[range, ...]
 
 
-def joined(ranges: Iterable[Ranges]) -> list[Ranges]:
+def merge_number_ranges(ranges: Iterable[NumberRanges]) -> list[NumberRanges]:
     """The same combinations of numbers in as few items as joining neighbours gives: the last number of a name first, so
     that the experts of a layer are one item before the layers are."""
     items = list(ranges)
     for dim in reversed(range(len(items[0]) if items else 0)):
-        rows: defaultdict[Ranges, list[range]] = defaultdict(list)
+        rows: defaultdict[NumberRanges, list[range]] = defaultdict(list)
         for item in items:
             rows[item[:dim] + item[dim + 1 :]].append(item[dim])
-        items = [(*rest[:dim], run, *rest[dim:]) for rest, found in rows.items() for run in _runs(found)]
+        items = [
+            (*rest[:dim], run, *rest[dim:])
+            for rest, adjacent_ranges in rows.items()
+            for run in _merge_adjacent(adjacent_ranges)
+        ]
     return items
 
 
-def _runs(ranges: list[range]) -> Iterator[range]:
-    first, *others = sorted(ranges, key=lambda each: each.start)
+def _merge_adjacent(ranges: list[range]) -> Iterator[range]:
+    current_range, *others = sorted(ranges, key=lambda each: each.start)
     for each in others:
-        if each.start == first.stop:
-            first = range(first.start, each.stop)
+        if each.start == current_range.stop:
+            current_range = range(current_range.start, each.stop)
         else:
-            yield first
-            first = each
-    yield first
+            yield current_range
+            current_range = each
+    yield current_range
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +95,7 @@ class TensorLine:
     """The tensors of ``names`` in all ``slots``, which are pairs of a slot and a kind. ``shape`` and ``dtype`` are of
     each of them, ``num_bytes`` and ``num_shards`` of all together."""
 
-    names: Names
+    names: NumberedNames
     slots: tuple[tuple[str, str], ...]
     shape: Shape
     dtype: str
@@ -99,37 +103,43 @@ class TensorLine:
     num_shards: int
 
 
-def collapsed(tensors: Iterable[TensorSummary]) -> list[TensorLine]:
+def collapse_tensors(tensors: Iterable[TensorSummary]) -> list[TensorLine]:
     """``tensors`` in lines. A line has tensors of the same shape, dtype, slots and kinds, whose names have all numbers
     of its ranges. The slots of a parameter share a line where they have its shape and dtype. Lines of optimizer state
     alone come last, and steps after moments."""
-    alike: defaultdict[tuple[str, Shape, str], list[TensorSummary]] = defaultdict(list)
+    slots_by_tensor: defaultdict[tuple[str, Shape, str], list[TensorSummary]] = defaultdict(list)
     for tensor in tensors:
-        alike[tensor.name, tensor.shape, tensor.dtype].append(tensor)
-    groups: defaultdict[tuple[object, ...], dict[Ranges, tuple[int, list[TensorSummary]]]] = defaultdict(dict)
-    for position, ((name, shape, dtype), slots) in enumerate(alike.items()):
-        names = Names.of(name)
+        slots_by_tensor[tensor.name, tensor.shape, tensor.dtype].append(tensor)
+    ranges_by_group: defaultdict[tuple[object, ...], dict[NumberRanges, tuple[int, list[TensorSummary]]]] = defaultdict(
+        dict
+    )
+    for position, ((name, shape, dtype), slots) in enumerate(slots_by_tensor.items()):
+        names = NumberedNames.of(name)
         kinds = tuple((tensor.slot, tensor.kind) for tensor in slots)
-        groups[names.texts, shape, dtype, kinds][names.ranges] = position, slots
-    placed = [_placed(item, found) for found in groups.values() for item in joined(found)]
-    return [line for _, line in sorted(placed, key=lambda each: (_rank(each[1]), each[0]))]
+        ranges_by_group[names.texts, shape, dtype, kinds][names.ranges] = position, slots
+    positioned_lines = [
+        _build_line(item, found) for found in ranges_by_group.values() for item in merge_number_ranges(found)
+    ]
+    return [line for _, line in sorted(positioned_lines, key=lambda each: (_rank_line(each[1]), each[0]))]
 
 
-def _rank(line: TensorLine) -> int:
+def _rank_line(line: TensorLine) -> int:
     is_state = all(kind == "state" for _, kind in line.slots)
     return is_state + (is_state and not line.shape)
 
 
-def _placed(ranges: Ranges, found: dict[Ranges, tuple[int, list[TensorSummary]]]) -> tuple[int, TensorLine]:
+def _build_line(
+    ranges: NumberRanges, members_by_ranges: dict[NumberRanges, tuple[int, list[TensorSummary]]]
+) -> tuple[int, TensorLine]:
     """The line of the tensors with the numbers of ``ranges``, and the position of the first of them."""
-    members = [found[tuple(range(n, n + 1) for n in numbers)] for numbers in product(*ranges)]
+    members = [members_by_ranges[tuple(range(n, n + 1) for n in numbers)] for numbers in product(*ranges)]
     tensors = [tensor for _, slots in members for tensor in slots]
-    first = members[0][1]
+    first_slots = members[0][1]
     line = TensorLine(
-        Names(Names.of(first[0].name).texts, ranges),
-        tuple((tensor.slot, tensor.kind) for tensor in first),
-        first[0].shape,
-        first[0].dtype,
+        NumberedNames(NumberedNames.of(first_slots[0].name).texts, ranges),
+        tuple((tensor.slot, tensor.kind) for tensor in first_slots),
+        first_slots[0].shape,
+        first_slots[0].dtype,
         sum(tensor.num_bytes for tensor in tensors),
         sum(tensor.num_shards for tensor in tensors),
     )

@@ -6,19 +6,19 @@ from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.layout import FileLayout, Payload
 from ckpt_tools.core.manifest import Kind, StateKey, TensorEntry
-from ckpt_tools.core.trainer_folder import FILE, BesideFile
+from ckpt_tools.core.trainer_folder import FILE_SLOT, CompanionFile
 
 
-def key_of(name: str) -> StateKey:
+def make_file_key(name: str) -> StateKey:
     """The tensor of the file that is written as ``name``."""
-    return StateKey(name, FILE)
+    return StateKey(name, FILE_SLOT)
 
 
-def entry_of(file: BesideFile) -> TensorEntry:
-    return TensorEntry((file.num_bytes,), DType.UINT8, Kind.EXTRA, file.table())
+def make_file_entry(file: CompanionFile) -> TensorEntry:
+    return TensorEntry((file.num_bytes,), DType.UINT8, Kind.EXTRA, file.make_table())
 
 
-def copy_of(name: str, file: BesideFile) -> FileLayout:
+def make_file_copy(name: str, file: CompanionFile) -> FileLayout:
     """The output file ``name`` with the bytes of ``file``."""
     shape = (file.num_bytes,)
-    return FileLayout(name, (Payload(key_of(name), Box.whole(shape), shape, DType.UINT8),))
+    return FileLayout(name, (Payload(make_file_key(name), Box.whole(shape), shape, DType.UINT8),))

@@ -66,36 +66,36 @@ class DType(Enum):
     @property
     def num_values(self) -> int:
         """Values in an element: more than one if they are packed."""
-        return _PACKED.get(str(self.value)[-3:], 1)
+        return _NUM_VALUES_BY_SUFFIX.get(str(self.value)[-3:], 1)
 
     @property
-    def is_of_torch(self) -> bool:
+    def is_torch_dtype(self) -> bool:
         """False for the types that torch 2.15 does not have."""
         return not str(self.value).startswith("float6_")
 
 
-_PACKED = {"_x2": 2, "_x4": 4}
+_NUM_VALUES_BY_SUFFIX = {"_x2": 2, "_x4": 4}
 
-_BY_SAFETENSORS = {dtype.safetensors_name: dtype for dtype in DType if dtype.safetensors_name}
+_DTYPE_BY_SAFETENSORS_NAME = {dtype.safetensors_name: dtype for dtype in DType if dtype.safetensors_name}
 
-_BY_STORAGE = {dtype.torch_storage: dtype for dtype in DType if dtype.torch_storage}
+_DTYPE_BY_TORCH_STORAGE = {dtype.torch_storage: dtype for dtype in DType if dtype.torch_storage}
 
-_BY_NAME = {dtype.value: dtype for dtype in DType}
+_DTYPE_BY_NAME = {dtype.value: dtype for dtype in DType}
 
 
 def from_safetensors(name: str) -> DType | None:
     """The dtype a safetensors header calls ``name``, or None."""
-    return _BY_SAFETENSORS.get(name)
+    return _DTYPE_BY_SAFETENSORS_NAME.get(name)
 
 
 def from_torch_storage(name: str) -> DType | None:
     """The dtype of the elements of ``torch.<name>`` (``FloatStorage`` ...), or None."""
-    return _BY_STORAGE.get(name)
+    return _DTYPE_BY_TORCH_STORAGE.get(name)
 
 
 def from_torch(name: str) -> DType | None:
     """The dtype torch calls ``torch.<name>``, or None."""
-    return _BY_NAME.get(name)
+    return _DTYPE_BY_NAME.get(name)
 
 
 @cache
@@ -115,7 +115,7 @@ def to_numpy(dtype: DType) -> np.dtype[Any]:
     return found
 
 
-def number_in(data: bytes, dtype: DType) -> float:
+def decode_number(data: bytes, dtype: DType) -> float:
     """The number that the bytes of one element are."""
     import numpy as np
 

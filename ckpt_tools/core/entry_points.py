@@ -5,39 +5,44 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, TypeVar
 
-from ckpt_tools.core.wording import listed
+from ckpt_tools.core.wording import join_names
 from ckpt_tools.errors import UsageError
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-Added = TypeVar("Added")
+PluginT = TypeVar("PluginT")
 
 
-def entries_of(group: str) -> list[EntryPoint]:
+def list_entry_points(group: str) -> list[EntryPoint]:
     """The entry points of a group, by name and distribution."""
     from importlib.metadata import entry_points
 
-    return sorted(entry_points(group=group), key=lambda entry: (entry.name, distribution_of(entry)))
+    return sorted(entry_points(group=group), key=lambda entry: (entry.name, describe_distribution(entry)))
 
 
-def distribution_of(entry: EntryPoint) -> str:
+def describe_distribution(entry: EntryPoint) -> str:
     """The name and version of the distribution that an entry point is from."""
     return f"{entry.dist.name} {entry.dist.version}" if entry.dist is not None else entry.value
 
 
-def by_name(added: Iterable[tuple[str, EntryPoint, Added]], noun: str, built_in: Collection[str]) -> dict[str, Added]:
+def index_plugins_by_name(
+    plugins: Iterable[tuple[str, EntryPoint, PluginT]], noun: str, builtin_names: Collection[str]
+) -> dict[str, PluginT]:
     """Formats or recipes of entry points, by name; ``noun`` names one in messages.
 
     Raises:
-        UsageError: two distributions give one name, or one gives a name that is ``built_in``.
+        UsageError: two distributions give one name, or one gives a name that is ``builtin_names``.
     """
-    found: dict[str, tuple[str, Added]] = {}
-    for name, entry, each in added:
-        who = distribution_of(entry)
-        if name in built_in:
-            raise UsageError(f"{who} gives a {noun} {name!r}, which is built in; uninstall it")
-        if name in found:
-            raise UsageError(f"{listed([found[name][0], who])} each give a {noun} {name!r}; uninstall one of them")
-        found[name] = who, each
-    return {name: each for name, (_, each) in found.items()}
+    plugin_by_name: dict[str, tuple[str, PluginT]] = {}
+    for name, entry, plugin in plugins:
+        distribution = describe_distribution(entry)
+        if name in builtin_names:
+            raise UsageError(f"{distribution} gives a {noun} {name!r}, which is built in; uninstall it")
+        if name in plugin_by_name:
+            raise UsageError(
+                f"{join_names([plugin_by_name[name][0], distribution])} each give a {noun} {name!r}; uninstall one "
+                f"of them"
+            )
+        plugin_by_name[name] = distribution, plugin
+    return {name: each for name, (_, each) in plugin_by_name.items()}

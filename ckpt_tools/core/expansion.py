@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Final
 
 from ckpt_tools.core.manifest import StateKey, TensorEntry
-from ckpt_tools.core.option_names import option
-from ckpt_tools.core.wording import size
+from ckpt_tools.core.option_names import format_option
+from ckpt_tools.core.wording import format_size
 from ckpt_tools.errors import UnsupportedError
 
 MAX_EXPANSION: Final = 1024
@@ -24,11 +24,13 @@ MAX_FREE_BYTES: Final = 1 << 30
 def check_expansion(tensors: Mapping[StateKey, TensorEntry], stored_bytes: int) -> None:
     """Raises UnsupportedError for more than ``MAX_EXPANSION`` times the ``stored_bytes`` of a source's files, if these
     are known."""
-    total = sum(entry.num_bytes for entry in tensors.values())
-    if stored_bytes and total > max(MAX_FREE_BYTES, MAX_EXPANSION * stored_bytes):
+    total_bytes = sum(entry.num_bytes for entry in tensors.values())
+    if stored_bytes and total_bytes > max(MAX_FREE_BYTES, MAX_EXPANSION * stored_bytes):
         key, entry = max(tensors.items(), key=lambda each: each[1].num_bytes)
         raise UnsupportedError(
-            f"its tensors have {size(total)}, more than {MAX_EXPANSION:,} times as many as the files have, which are "
-            f"{size(stored_bytes)}; the largest is {key} of {size(entry.num_bytes)}: it is expanded from a few "
-            f"elements; leave it out with {option('exclude')}, or save it with .contiguous()"
+            f"its tensors have {format_size(total_bytes)}, more than {MAX_EXPANSION:,} times as many as the files "
+            f"have, which are "
+            f"{format_size(stored_bytes)}; the largest is {key} of {format_size(entry.num_bytes)}: it is expanded "
+            f"from a few "
+            f"elements; leave it out with {format_option('exclude')}, or save it with .contiguous()"
         )

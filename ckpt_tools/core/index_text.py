@@ -11,7 +11,7 @@ Index = tuple[int | slice | EllipsisType, ...]
 
 _INTEGER = r"\s*([+-]?[0-9]{1,18})?\s*"
 _SLICE = re.compile(rf"{_INTEGER}:{_INTEGER}(?::{_INTEGER})?", re.ASCII)
-_WHOLE = re.compile(r"[+-]?[0-9]{1,18}", re.ASCII)
+_INTEGER_ONLY = re.compile(r"[+-]?[0-9]{1,18}", re.ASCII)
 
 
 def split_index(text: str) -> tuple[str, str | None]:
@@ -26,20 +26,20 @@ def parse_index(text: str) -> Index:
     Raises:
         UsageError: a part is something else, or the step of a slice is 0.
     """
-    return tuple(_part(part.strip(), text) for part in text.split(","))
+    return tuple(_parse_index_part(part.strip(), text) for part in text.split(","))
 
 
-def _part(part: str, text: str) -> int | slice | EllipsisType:
+def _parse_index_part(part: str, text: str) -> int | slice | EllipsisType:
     if part == "...":
         return ...
-    if _WHOLE.fullmatch(part):
+    if _INTEGER_ONLY.fullmatch(part):
         return int(part)
-    found = _SLICE.fullmatch(part)
-    if found is None:
+    slice_match = _SLICE.fullmatch(part)
+    if slice_match is None:
         raise UsageError(
             f"[{text}]: {part or 'an empty part'} is not an integer, a slice (0:2, ::2) or an ellipsis (...)"
         )
-    first, last, step = (None if each is None else int(each) for each in found.groups())
+    first, last, step = (None if each is None else int(each) for each in slice_match.groups())
     if step == 0:
         raise UsageError(f"[{text}]: the step of a slice cannot be 0")
     return slice(first, last, step)

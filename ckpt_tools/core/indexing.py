@@ -13,16 +13,16 @@ from ckpt_tools.core.boxes import Box, Shape
 
 
 @dataclass(frozen=True, slots=True)
-class Selection:
+class IndexSelection:
     """The elements that an index of numpy means: ``boxes`` to read one after the other, ``shape`` of the array
-    that they make, and ``inside``, the index of the elements in it."""
+    that they make, and ``local_index``, the index of the elements in it."""
 
     boxes: tuple[Box, ...]
     shape: Shape
-    inside: tuple[Any, ...]
+    local_index: tuple[Any, ...]
 
 
-def selection(index: Any, shape: Shape) -> Selection:
+def resolve_index(index: Any, shape: Shape) -> IndexSelection:
     """``index`` of a tensor of ``shape``: integers, slices, an ellipsis, arrays of integers and masks.
 
     Of the first dim that is not indexed by an integer, only the rows that an array names are in the boxes, and those
@@ -31,42 +31,47 @@ def selection(index: Any, shape: Shape) -> Selection:
     Raises:
         IndexError: as numpy does; also for ``None`` and a single ``True`` or ``False``.
     """
-    parts = _parts(index, shape)
-    spans, inside = [_span(part) for part in parts], [_inside(part) for part in parts]
-    axis = next((dim for dim, part in enumerate(parts) if not isinstance(part, int)), len(parts))
-    rows = parts[axis] if axis < len(parts) else None
-    runs = spans[axis : axis + 1]
+    dim_indices = _normalize_index(index, shape)
+    bounding_ranges, local_index = (
+        [_find_bounding_range(part) for part in dim_indices],
+        [_make_local_index(part) for part in dim_indices],
+    )
+    axis = next((dim for dim, part in enumerate(dim_indices) if not isinstance(part, int)), len(dim_indices))
+    rows = dim_indices[axis] if axis < len(dim_indices) else None
+    row_runs = bounding_ranges[axis : axis + 1]
     if isinstance(rows, np.ndarray) and rows.size:
         unique, inverse = np.unique(rows, return_inverse=True)
-        runs, inside[axis] = _runs(unique), inverse.reshape(rows.shape)
-    boxes = tuple(_box([*spans[:axis], run, *spans[axis + 1 :]]) for run in runs) or (_box(spans),)
+        row_runs, local_index[axis] = _split_row_runs(unique), inverse.reshape(rows.shape)
+    boxes = tuple(_make_box([*bounding_ranges[:axis], run, *bounding_ranges[axis + 1 :]]) for run in row_runs) or (
+        _make_box(bounding_ranges),
+    )
     extents = list(boxes[0].shape)
-    extents[axis : axis + 1] = [sum(map(len, runs))] if runs else []
+    extents[axis : axis + 1] = [sum(map(len, row_runs))] if row_runs else []
     # Without dims, only an ellipsis gives an array.
-    return Selection(boxes, tuple(extents), (*inside, ...))
+    return IndexSelection(boxes, tuple(extents), (*local_index, ...))
 
 
-_Part = range | int | NDArray[np.intp]
+_DimIndex = range | int | NDArray[np.intp]
 """The positions that are wanted of one dim; an integer takes the dim away."""
 
 
-def _parts(index: Any, shape: Shape) -> list[_Part]:
-    given = [_array(part) for part in (index if isinstance(index, tuple) else (index,))]
-    gaps = [position for position, part in enumerate(given) if part is Ellipsis]
-    if len(gaps) > 1:
+def _normalize_index(index: Any, shape: Shape) -> list[_DimIndex]:
+    index_parts = [_convert_index_array(part) for part in (index if isinstance(index, tuple) else (index,))]
+    ellipsis_positions = [position for position, part in enumerate(index_parts) if part is Ellipsis]
+    if len(ellipsis_positions) > 1:
         raise IndexError("an index can only have a single ellipsis")
-    at = gaps[0] if gaps else len(given)
-    missing = len(shape) - sum(_num_dims(part) for part in given)
-    if missing < 0:
-        raise IndexError(f"{len(shape) - missing} indices for a tensor of {len(shape)} dims")
-    given[at : at + 1] = [slice(None)] * missing
-    found: list[_Part] = []
-    for part in given:
-        found += _positions(part, shape, len(found))
-    return found
+    ellipsis_at = ellipsis_positions[0] if ellipsis_positions else len(index_parts)
+    num_implicit_dims = len(shape) - sum(_count_indexed_dims(part) for part in index_parts)
+    if num_implicit_dims < 0:
+        raise IndexError(f"{len(shape) - num_implicit_dims} indices for a tensor of {len(shape)} dims")
+    index_parts[ellipsis_at : ellipsis_at + 1] = [slice(None)] * num_implicit_dims
+    dim_indices: list[_DimIndex] = []
+    for part in index_parts:
+        dim_indices += _expand_positions(part, shape, len(dim_indices))
+    return dim_indices
 
 
-def _array(part: Any) -> Any:
+def _convert_index_array(part: Any) -> Any:
     """A list, an array or a tensor as an array of integers or a mask; everything else as it is."""
     is_array = hasattr(part, "__array__") or (isinstance(part, Sequence) and not isinstance(part, str | bytes))
     if not is_array:
@@ -79,13 +84,13 @@ def _array(part: Any) -> Any:
     return array if array.dtype.kind in "iub" else array.astype(np.intp)
 
 
-def _num_dims(part: Any) -> int:
+def _count_indexed_dims(part: Any) -> int:
     if part is Ellipsis:
         return 0
     return part.ndim if isinstance(part, np.ndarray) and part.dtype == bool else 1
 
 
-def _positions(part: Any, shape: Shape, dim: int) -> list[_Part]:
+def _expand_positions(part: Any, shape: Shape, dim: int) -> list[_DimIndex]:
     """The positions in ``dim``, and in the dims after it if a mask covers them."""
     if isinstance(part, slice):
         return [range(shape[dim])[part]]
@@ -97,23 +102,23 @@ def _positions(part: Any, shape: Shape, dim: int) -> list[_Part]:
     size = shape[dim]
     if isinstance(part, np.ndarray):
         for position in (int(part.min()), int(part.max())) if part.size else ():
-            _check(position, size, dim)
+            _check_position(position, size, dim)
         array = part.astype(np.intp)
         return [np.where(array < 0, array + size, array)]
     if isinstance(part, bool) or not hasattr(part, "__index__"):
         kinds = "integers, slices, an ellipsis, arrays of integers and masks"
         raise IndexError(f"only {kinds} index a stored tensor, not {type(part).__name__}")
-    return [_check(part.__index__(), size, dim)]
+    return [_check_position(part.__index__(), size, dim)]
 
 
-def _check(position: int, size: int, dim: int) -> int:
+def _check_position(position: int, size: int, dim: int) -> int:
     """``position`` counted from the front. Raises IndexError."""
     if not -size <= position < size:
         raise IndexError(f"index {position} is out of bounds for dim {dim} of size {size}")
     return position % size
 
 
-def _span(part: _Part) -> range:
+def _find_bounding_range(part: _DimIndex) -> range:
     """The smallest interval that holds the positions."""
     if isinstance(part, int):
         return range(part, part + 1)
@@ -124,18 +129,18 @@ def _span(part: _Part) -> range:
     return range(int(part.min()), int(part.max()) + 1)
 
 
-def _inside(part: _Part) -> Any:
+def _make_local_index(part: _DimIndex) -> Any:
     """The positions as an index into the smallest interval; a negative step starts at its end."""
     if isinstance(part, int):
         return 0
-    return slice(None, None, part.step) if isinstance(part, range) else part - _span(part).start
+    return slice(None, None, part.step) if isinstance(part, range) else part - _find_bounding_range(part).start
 
 
-def _runs(rows: NDArray[np.intp]) -> list[range]:
+def _split_row_runs(rows: NDArray[np.intp]) -> list[range]:
     """Sorted rows as intervals."""
     gaps = np.flatnonzero(np.diff(rows) != 1)
     return list(map(range, rows[[0, *(gaps + 1)]].tolist(), (rows[[*gaps, -1]] + 1).tolist()))
 
 
-def _box(spans: Sequence[range]) -> Box:
+def _make_box(spans: Sequence[range]) -> Box:
     return Box(tuple(span.start for span in spans), tuple(span.stop for span in spans))

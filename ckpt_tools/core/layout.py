@@ -51,7 +51,7 @@ class Payload:
     dtype: DType
 
     def __post_init__(self) -> None:
-        if not self.box.within(self.shape):
+        if not self.box.is_within(self.shape):
             raise ValueError(f"{self.key} of shape {self.shape} does not hold {self.box}")
 
     @property
@@ -74,15 +74,15 @@ class Crc32:
 Segment = Literal | Padding | Payload | Crc32
 
 
-def merged(segments: Iterable[Segment]) -> list[Segment]:
+def merge_literals(segments: Iterable[Segment]) -> list[Segment]:
     """The same bytes with neighbouring literals as one: a template is repeated a million times."""
-    found: list[Segment] = []
+    merged_segments: list[Segment] = []
     for segment in segments:
-        if isinstance(segment, Literal) and found and isinstance(found[-1], Literal):
-            found[-1] = Literal(found[-1].data + segment.data)
+        if isinstance(segment, Literal) and merged_segments and isinstance(merged_segments[-1], Literal):
+            merged_segments[-1] = Literal(merged_segments[-1].data + segment.data)
         else:
-            found.append(segment)
-    return found
+            merged_segments.append(segment)
+    return merged_segments
 
 
 class FileSpec(Protocol):
@@ -96,7 +96,7 @@ class FileSpec(Protocol):
     def size_bytes(self) -> int:
         """Known without its segments."""
 
-    def load(self) -> FileLayout:
+    def load_layout(self) -> FileLayout:
         """The file with its segments."""
 
 
@@ -112,39 +112,39 @@ class FileLayout:
     def __post_init__(self) -> None:
         offsets = tuple(accumulate((segment.num_bytes for segment in self.segments), initial=0))
         object.__setattr__(self, "offsets", offsets)
-        _check_checksums([(at, s) for at, s in zip(offsets, self.segments, strict=False) if isinstance(s, Crc32)])
+        _check_checksum_ranges([(at, s) for at, s in zip(offsets, self.segments, strict=False) if isinstance(s, Crc32)])
 
     @property
     def size_bytes(self) -> int:
         return self.offsets[-1]
 
-    def load(self) -> FileLayout:
+    def load_layout(self) -> FileLayout:
         return self
 
 
-FILES_KEPT = 16
+MAX_CACHED_LAYOUTS = 16
 """Files made on demand that are kept: more than are ever being written at once. One of a thousand tensors takes 1 MB
 to 5 MB."""
 
 
-class FileCache:
+class FileLayoutCache:
     """Makes the files of an output by number when they are asked for, and keeps the latest of them."""
 
     def __init__(self, make: Callable[[int], FileLayout]) -> None:
-        self._make = make
-        self._kept: OrderedDict[int, FileLayout] = OrderedDict()
+        self._make_layout = make
+        self._layouts: OrderedDict[int, FileLayout] = OrderedDict()
         self._lock = Lock()
 
-    def file(self, number: int) -> FileLayout:
+    def get_layout(self, number: int) -> FileLayout:
         with self._lock:
-            found = self._kept.pop(number, None) or self._make(number)
-            self._kept[number] = found
-            if len(self._kept) > FILES_KEPT:
-                self._kept.popitem(last=False)
-            return found
+            layout = self._layouts.pop(number, None) or self._make_layout(number)
+            self._layouts[number] = layout
+            if len(self._layouts) > MAX_CACHED_LAYOUTS:
+                self._layouts.popitem(last=False)
+            return layout
 
     def __reduce__(self) -> tuple[object, ...]:
-        return FileCache, (self._make,)
+        return FileLayoutCache, (self._make_layout,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,20 +154,20 @@ class LazyFile:
     path: str
     size_bytes: int
     number: int
-    cache: FileCache = field(repr=False)
+    cache: FileLayoutCache = field(repr=False)
 
-    def load(self) -> FileLayout:
-        return self.cache.file(self.number)
+    def load_layout(self) -> FileLayout:
+        return self.cache.get_layout(self.number)
 
 
-def _check_checksums(placed: Sequence[tuple[int, Crc32]]) -> None:
+def _check_checksum_ranges(positioned_crcs: Sequence[tuple[int, Crc32]]) -> None:
     """Every checksum can be computed from parts of its range as they are written."""
-    assert all(0 <= crc.start <= crc.stop <= at for at, crc in placed), (
+    assert all(0 <= crc.start <= crc.stop <= at for at, crc in positioned_crcs), (
         "a checksum comes after the bytes that it covers"
     )
-    known_late = [(at, at + crc.num_bytes) for at, crc in placed]
-    covered = {(crc.start, crc.stop) for _, crc in placed if crc.start < crc.stop}
-    ranges = sorted([*covered, *known_late])
+    crc_ranges = [(at, at + crc.num_bytes) for at, crc in positioned_crcs]
+    covered_ranges = {(crc.start, crc.stop) for _, crc in positioned_crcs if crc.start < crc.stop}
+    ranges = sorted([*covered_ranges, *crc_ranges])
     assert all(a[1] <= b[0] for a, b in pairwise(ranges)), "a checksum covers another, or a part of another's range"
 
 
@@ -176,16 +176,16 @@ class Layout:
     """The files of an output, in the order in which they become visible.
 
     The last is the one that makes the checkpoint valid (an index, ``.metadata``, ``latest``). ``notes`` say what the
-    writer could not carry or had to make up. ``copied`` maps the keys of payloads that are small files
-    of a trainer's folder to tensors of their bytes; None if no trainer's folder is written. ``as_stored`` names buffers
-    among the weights, which are written in the dtype of the source. ``tree`` has the places of model and optimizer,
-    where one is written, and ``config`` is the content of ``config.json`` among the files.
+    writer could not carry or had to make up. ``copied_files`` maps the keys of payloads that are small files
+    of a trainer's folder to tensors of their bytes; None if no trainer's folder is written. ``uncast_buffers`` names
+    buffers among the weights, which are written in the dtype of the source. ``tree`` has the places of model and
+    optimizer, where one is written, and ``config`` is the content of ``config.json`` among the files.
     """
 
     files: Sequence[FileSpec]
     notes: tuple[Note, ...] = ()
-    copied: Mapping[StateKey, TensorEntry] | None = None
-    as_stored: Collection[str] = ()
+    copied_files: Mapping[StateKey, TensorEntry] | None = None
+    uncast_buffers: Collection[str] = ()
     tree: StateTree | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
 

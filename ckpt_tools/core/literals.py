@@ -16,37 +16,37 @@ from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 
 Number = bool | int | float
 
-_FORMS = {bool: (DType.BOOL, "<?"), int: (DType.INT64, "<q"), float: (DType.FLOAT64, "<d")}
+_ENCODING_BY_TYPE = {bool: (DType.BOOL, "<?"), int: (DType.INT64, "<q"), float: (DType.FLOAT64, "<d")}
 
-_FORM_OF = dict(_FORMS.values())
+_STRUCT_FORMAT_BY_DTYPE = dict(_ENCODING_BY_TYPE.values())
 
 
 def is_number(value: Any) -> bool:
     """Whether it is a bool, a float, or an integer of 64 bits: a number that a literal file can hold."""
-    return type(value) in _FORMS and (type(value) is not int or -(1 << 63) <= value < 1 << 63)
+    return type(value) in _ENCODING_BY_TYPE and (type(value) is not int or -(1 << 63) <= value < 1 << 63)
 
 
-def literal_file(name: str) -> str:
+def make_literal_file_name(name: str) -> str:
     """The name of the literal file that is called ``name``; no file of a store has it."""
     return f"literal:{name}"
 
 
-def number_table(number: Number, name: str) -> tuple[ShardTable, dict[str, bytes]]:
+def make_number_table(number: Number, name: str) -> tuple[ShardTable, dict[str, bytes]]:
     """``number``, for which ``is_number`` is true, as a 0-d tensor in a literal file called ``name``, in the width of
     its type; and that file by its name."""
-    dtype, form = _FORMS[type(number)]
-    file, data = literal_file(name), struct.pack(form, number)
+    dtype, struct_format = _ENCODING_BY_TYPE[type(number)]
+    file, data = make_literal_file_name(name), struct.pack(struct_format, number)
     return ShardTable.build((), dtype, [Shard(Box.whole(()), ByteRange(file, 0, len(data)))]), {file: data}
 
 
-def literal_number(manifest: Manifest, entry: TensorEntry) -> Number | None:
+def read_literal_number(manifest: Manifest, entry: TensorEntry) -> Number | None:
     """The number that a tensor of ``manifest`` stands for, in its Python type; None if it is stored otherwise."""
     table = entry.shards
-    if entry.shape or len(table) != 1 or not entry.is_as_stored or table.dtype not in _FORM_OF:
+    if entry.shape or len(table) != 1 or not entry.is_as_stored or table.dtype not in _STRUCT_FORMAT_BY_DTYPE:
         return None
-    at = table.byte_range(0)
+    at = table.get_byte_range(0)
     data = manifest.literals.get(at.file)
     if data is None:
         return None
-    (number,) = struct.unpack(_FORM_OF[table.dtype], data[at.start : at.stop])
+    (number,) = struct.unpack(_STRUCT_FORMAT_BY_DTYPE[table.dtype], data[at.start : at.stop])
     return number  # type: ignore[no-any-return]

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt_tools.core.boxes import Box, Shape, split_dims
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.notes import Note, merged
-from ckpt_tools.core.shards import ByteRange, ShardTable, check_cover
-from ckpt_tools.core.step_claims import StepClaim, refuse_two_saves
+from ckpt_tools.core.notes import Note, merge_notes
+from ckpt_tools.core.shards import ByteRange, ShardTable, check_exact_cover
+from ckpt_tools.core.step_claims import StepClaim, check_same_save
 from ckpt_tools.core.trainer_folder import TrainerFolder
 from ckpt_tools.errors import MalformedError
 
@@ -80,11 +80,11 @@ class TensorEntry:
     plus: int = 0
 
     def __post_init__(self) -> None:
-        if self.shards.shape not in (self.shape, (prod(self.shape),)) and not self._is_split():
+        if self.shards.shape not in (self.shape, (prod(self.shape),)) and not self._has_split_dims():
             raise MalformedError(f"shards of shape {list(self.shards.shape)} for a tensor of shape {list(self.shape)}")
-        check_cover(self.shards)
+        check_exact_cover(self.shards)
 
-    def _is_split(self) -> bool:
+    def _has_split_dims(self) -> bool:
         try:
             return bool(split_dims(self.shape, self.shards.shape)) or not self.shape
         except ValueError:
@@ -104,13 +104,13 @@ class TensorEntry:
         """Bytes of the logical tensor, row-major, as ``dtype``."""
         return self.numel * self.dtype.item_bytes
 
-    def cast(self, dtype: DType) -> TensorEntry:
+    def cast_to(self, dtype: DType) -> TensorEntry:
         """The same tensor, read as ``dtype``."""
         return self if dtype is self.dtype else replace(self, dtype=dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Computed(ABC):
+class ComputedTensor(ABC):
     """A tensor of ``shape`` whose elements are computed as ``dtype`` from those of ``operands`` when they are read.
 
     It is a file that is nowhere, as a literal is: ``Manifest.computed`` has it by name, and it holds the elements of
@@ -124,21 +124,22 @@ class Computed(ABC):
     operands: tuple[TensorEntry, ...] = field(repr=False)
 
     @abstractmethod
-    def regions(self, box: Box) -> Sequence[Box]:
+    def get_operand_regions(self, box: Box) -> Sequence[Box]:
         """For each operand the region that the elements of ``box`` need."""
 
     @abstractmethod
-    def compute(self, box: Box, parts: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
-        """The elements of ``box`` into ``out``, which has its shape. ``parts`` are the regions of the operands, which
-        may be used again: they must not be changed. If ``casts``, ``out`` may be of another type than ``dtype``."""
+    def compute_box(self, box: Box, operand_values: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
+        """The elements of ``box`` into ``out``, which has its shape. ``operand_values`` are the regions of the
+        operands, which may be used again: they must not be changed. If ``can_cast``, ``out`` may be of another type
+        than ``dtype``."""
 
     @property
-    def casts(self) -> bool:
-        """True if ``compute`` casts to the type of ``out``, to the bits that casting its result would give."""
+    def can_cast(self) -> bool:
+        """True if ``compute_box`` casts to the type of ``out``, to the bits that casting its result would give."""
         return False
 
     @property
-    def piece(self) -> int:
+    def piece_numel(self) -> int:
         """Elements that are computed at once, ``MAX_PIECE`` at most: whole rows, matrices and so on, where they fit."""
         unit = 1
         for extent in reversed(self.shape):
@@ -157,11 +158,11 @@ class Computed(ABC):
         return prod(self.shape) * self.dtype.item_bytes
 
     @property
-    def cost(self) -> float:
+    def read_amplification(self) -> float:
         """Bytes of the operands for each byte of the result."""
         return sum(each.shards.num_bytes for each in self.operands) / max(1, self.num_bytes)
 
-    def table(self, name: str) -> ShardTable:
+    def make_table(self, name: str) -> ShardTable:
         """The computed file ``name`` as the one shard of a tensor."""
         return ShardTable.whole(self.shape, self.dtype, ByteRange(name, 0, self.num_bytes))
 
@@ -171,7 +172,7 @@ MAX_PIECE = 1 << 18
 """
 
 
-def computed_file(name: str) -> str:
+def make_computed_file_name(name: str) -> str:
     """The name of the computed file that is called ``name``; no file of a store has it."""
     return f"computed:{name}"
 
@@ -192,21 +193,21 @@ class TensorRef:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Equal:
+class EqualPair:
     """Two tensors of one shape and dtype that become one, ``what`` in words, so that their bits must be equal;
-    ``otherwise`` says what the user can do if they are not."""
+    ``advice`` says what the user can do if they are not."""
 
     what: str
     first: TensorEntry
     second: TensorEntry
-    otherwise: str = ""
+    advice: str = ""
 
 
 TreePath = tuple[str | int, ...]
 """From the root of a tree of state to one of its leaves: keys of dicts, and positions in lists as int."""
 
 
-def dotted(path: Iterable[str | int]) -> str:
+def join_path(path: Iterable[str | int]) -> str:
     """The path as one name, as DCP flattens it."""
     return ".".join(map(str, path))
 
@@ -230,19 +231,19 @@ class StateTree:
     numbers: tuple[int, ...] = ()
     changed: tuple[str, ...] = ()
 
-    def slot_name(self, slot: str) -> str:
+    def get_slot_name(self, slot: str) -> str:
         """What the tree calls a slot of a parameter's state."""
         return self.masters or slot if slot == MASTER else slot
 
 
-def _check_text(names: Iterable[str]) -> None:
+def _check_encodable(names: Iterable[str]) -> None:
     """Raises MalformedError for half a surrogate pair: pickles and folders can hold one, and nothing can print it."""
     for name in names:
         if not name.isascii() and any("\ud800" <= character <= "\udfff" for character in name):
             raise MalformedError(f"the name {name[:200]!r} is not text")
 
 
-def _frozen(values: Mapping[Any, Any]) -> Mapping[Any, Any]:
+def _freeze_mapping(values: Mapping[Any, Any]) -> Mapping[Any, Any]:
     return MappingProxyType(dict(values))
 
 
@@ -255,17 +256,17 @@ class Manifest:
     itself. ``tree`` is None if the source has no tree made by its user. ``notes`` say what reading it could not
     settle and what was left out since, one for each item.
     ``decoding_bytes`` is the memory that reading elements takes besides buffers, where they are compressed.
-    ``trainer`` is the folder of a trainer in which the checkpoint lies, if it lies in one. ``left_out`` are names of
-    tensors that cannot be read, and that the options did not choose. ``archives`` are zips within files, in which
-    tensors lie as in a file of their own: the objects of a DCP. ``must_equal`` are pairs to compare before anything is
-    written. ``values`` are those of optimizer state and of ``get_extra_state`` that are no tensors: by parameter and
-    slot, or by the name of the module's entry. ``computed`` are tensors as files that are nowhere, as ``literals`` are:
-    their elements are computed when they are read. ``parted`` is empty, or says where weights are and where optimizer
-    state is under other names than theirs: a recipe joins them. ``unplaced`` is empty, or says which entry is an
-    optimizer whose parameters are not known, and why. ``is_quantized`` says that a ``config.json`` beside the weights
-    says so. ``beside`` are files in the folders of the weights that were neither read nor noted. ``masters_lag`` says
-    that the model's own weights are newer than the masters. ``stored_bytes`` are those of all files of the source.
-    ``steps`` are what single files say of the step.
+    ``trainer`` is the folder of a trainer in which the checkpoint lies, if it lies in one. ``unreadable_names`` are
+    names of tensors that cannot be read, and that the options did not choose. ``archives`` are zips within files, in
+    which tensors lie as in a file of their own: the objects of a DCP. ``must_equal`` are pairs to compare before
+    anything is written. ``values`` are those of optimizer state and of ``get_extra_state`` that are no tensors: by
+    parameter and slot, or by the name of the module's entry. ``computed`` are tensors as files that are nowhere, as
+    ``literals`` are: their elements are computed when they are read. ``unjoined_state`` is empty, or says where
+    weights are and where optimizer state is under other names than theirs: a recipe joins them. ``unnamed_optimizer``
+    is empty, or says which entry is an optimizer whose parameters are not known, and why. ``is_quantized`` says that a
+    ``config.json`` beside the weights says so. ``unread_files`` are files in the folders of the weights that were
+    neither read nor noted. ``masters_are_outdated`` says that the model's own weights are newer than the masters.
+    ``stored_bytes`` are those of all files of the source. ``step_claims`` are what single files say of the step.
 
     Raises:
         MalformedError: an alias or a group names a tensor that is not there, a name is not text, or two ranks make
@@ -285,30 +286,30 @@ class Manifest:
     notes: tuple[Note, ...] = ()
     decoding_bytes: int = 0
     trainer: TrainerFolder | None = None
-    left_out: frozenset[str] = frozenset()
+    unreadable_names: frozenset[str] = frozenset()
     archives: tuple[ByteRange, ...] = ()
-    must_equal: tuple[Equal, ...] = ()
-    computed: Mapping[str, Computed] = field(default_factory=dict)
-    parted: str = ""
+    must_equal: tuple[EqualPair, ...] = ()
+    computed: Mapping[str, ComputedTensor] = field(default_factory=dict)
+    unjoined_state: str = ""
     is_quantized: bool = False
-    beside: tuple[str, ...] = ()
-    masters_lag: bool = False
-    unplaced: str = ""
+    unread_files: tuple[str, ...] = ()
+    masters_are_outdated: bool = False
+    unnamed_optimizer: str = ""
     stored_bytes: int = 0
-    steps: tuple[StepClaim, ...] = ()
+    step_claims: tuple[StepClaim, ...] = ()
 
     def __post_init__(self) -> None:
-        refuse_two_saves(self.steps)
-        object.__setattr__(self, "tensors", _frozen(self.tensors))
-        object.__setattr__(self, "aliases", _frozen(self.aliases))
-        object.__setattr__(self, "extra", _frozen(self.extra))
-        object.__setattr__(self, "values", _frozen(self.values))
-        object.__setattr__(self, "literals", _frozen(self.literals))
-        object.__setattr__(self, "computed", _frozen(self.computed))
-        object.__setattr__(self, "notes", merged(self.notes))
+        check_same_save(self.step_claims)
+        object.__setattr__(self, "tensors", _freeze_mapping(self.tensors))
+        object.__setattr__(self, "aliases", _freeze_mapping(self.aliases))
+        object.__setattr__(self, "extra", _freeze_mapping(self.extra))
+        object.__setattr__(self, "values", _freeze_mapping(self.values))
+        object.__setattr__(self, "literals", _freeze_mapping(self.literals))
+        object.__setattr__(self, "computed", _freeze_mapping(self.computed))
+        object.__setattr__(self, "notes", merge_notes(self.notes))
         names = self.fqns
         slots = {key.slot for key in chain(self.tensors, self.values)}
-        _check_text(chain(names, slots, self.aliases, map(str, self.extra), (key.fqn for key in self.values)))
+        _check_encodable(chain(names, slots, self.aliases, map(str, self.extra), (key.fqn for key in self.values)))
         for alias, owner in self.aliases.items():
             if owner not in names or alias in names:
                 why = "which is not a tensor of the checkpoint" if owner not in names else "and has state of its own"
@@ -335,21 +336,21 @@ class Manifest:
         return self.tree is not None and bool(self.tree.masters)
 
     @property
-    def computed_in_order(self) -> tuple[Mapping[str, Computed], ...]:
+    def computed_in_order(self) -> tuple[Mapping[str, ComputedTensor], ...]:
         """``computed`` in two steps: what others are computed from, such as a dequantized weight with an adapter, and
         all others."""
         operands = (entry for each in self.computed.values() for entry in each.operands)
-        first = {file for entry in operands for file in entry.shards.files}
-        steps = [{}, {}] if self.computed else []  # type: list[dict[str, Computed]]
-        for file, each in self.computed.items():
-            steps[file not in first][file] = each
+        intermediate_files = {file for entry in operands for file in entry.shards.files}
+        steps = [{}, {}] if self.computed else []  # type: list[dict[str, ComputedTensor]]
+        for file, computed_tensor in self.computed.items():
+            steps[file not in intermediate_files][file] = computed_tensor
         return tuple(step for step in steps if step)
 
     @property
     def fqns(self) -> frozenset[str]:
         return frozenset(key.fqn for key in self.tensors)
 
-    def of_kind(self, *kinds: Kind) -> dict[StateKey, TensorEntry]:
+    def select_kinds(self, *kinds: Kind) -> dict[StateKey, TensorEntry]:
         """The tensors of these kinds, in order."""
         return {key: entry for key, entry in self.tensors.items() if entry.kind in kinds}
 
@@ -359,13 +360,13 @@ ROLES = ("weights", "masters", "optimizer", "others")
 weight is one tensor."""
 
 
-def tensors_by_role(tensors: Mapping[StateKey, TensorEntry]) -> dict[str, int]:
+def count_tensors_by_role(tensors: Mapping[StateKey, TensorEntry]) -> dict[str, int]:
     """The number of ``tensors`` in each of ``ROLES``."""
-    counts = Counter(_role(key, entry) for key, entry in tensors.items())
+    counts = Counter(_get_role(key, entry) for key, entry in tensors.items())
     return {role: counts[role] for role in ROLES}
 
 
-def _role(key: StateKey, entry: TensorEntry) -> str:
+def _get_role(key: StateKey, entry: TensorEntry) -> str:
     if key.slot == MASTER:
         return "masters"
     if entry.kind is Kind.STATE:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from ckpt_tools.core.collapsing import Names, joined
+from ckpt_tools.core.collapsing import NumberedNames, merge_number_ranges
 from ckpt_tools.core.showing import Jsonable
 
 if TYPE_CHECKING:
@@ -35,69 +35,71 @@ class ModuleSummary(Jsonable):
     dtypes: tuple[str, ...]
 
 
-def modules(tensors: Iterable[TensorSummary], depth: int | None = None) -> tuple[ModuleSummary, ...]:
+def summarize_modules(tensors: Iterable[TensorSummary], depth: int | None = None) -> tuple[ModuleSummary, ...]:
     """The modules above ``tensors`` down to ``depth`` levels (default: all), each before those in it. Tensors of other
     kinds than the model's and the optimizer's are in no module."""
-    root = _Node("")
+    root = _ModuleNode("")
     for tensor in tensors:
         if tensor.kind != "extra":
             node = root
             for part in tensor.name.split(".", MAX_LEVELS)[:-1]:
-                node = node.children.setdefault(part, _Node(part))
+                node = node.children.setdefault(part, _ModuleNode(part))
             node.tensors.append(tensor)
-    return tuple(_rows(root, "", 0, 1, MAX_LEVELS if depth is None else depth))
+    return tuple(_iter_summaries(root, "", 0, 1, MAX_LEVELS if depth is None else depth))
 
 
 @dataclass(eq=False)
-class _Node:
+class _ModuleNode:
     name: str
-    children: dict[str, _Node] = field(default_factory=dict)
+    children: dict[str, _ModuleNode] = field(default_factory=dict)
     tensors: list[TensorSummary] = field(default_factory=list)
 
     @cached_property
-    def form(self) -> object:
+    def structure(self) -> object:
         """Content of the module, without its own name: equal for equal modules."""
         own = frozenset((t.name.rpartition(".")[2], t.slot, t.kind, t.shape, t.dtype) for t in self.tensors)
-        return own, frozenset((name, child.form) for name, child in self.children.items())
+        return own, frozenset((name, child.structure) for name, child in self.children.items())
 
-    def all_tensors(self) -> Iterator[TensorSummary]:
+    def iter_all_tensors(self) -> Iterator[TensorSummary]:
         yield from self.tensors
         for child in self.children.values():
-            yield from child.all_tensors()
+            yield from child.iter_all_tensors()
 
 
-def _rows(node: _Node, name: str, depth: int, count: int, levels: int) -> Iterator[ModuleSummary]:
-    tensors = list(node.all_tensors())
+def _iter_summaries(node: _ModuleNode, name: str, depth: int, count: int, max_depth: int) -> Iterator[ModuleSummary]:
+    tensors = list(node.iter_all_tensors())
     weights = [tensor for tensor in tensors if tensor.kind != "state"]
-    numel = sum(_numel(tensor) for tensor in weights if tensor.kind == "parameter")
-    held = sum(tensor.num_bytes for tensor in weights)
-    state = sum(tensor.num_bytes for tensor in tensors) - held
+    numel = sum(_count_elements(tensor) for tensor in weights if tensor.kind == "parameter")
+    weight_bytes = sum(tensor.num_bytes for tensor in weights)
+    state_bytes = sum(tensor.num_bytes for tensor in tensors) - weight_bytes
     dtypes = tuple(dict.fromkeys(tensor.dtype for tensor in weights))
-    yield ModuleSummary(name, depth, count, count * numel, count * held, count * state, dtypes)
-    if depth < levels:
-        for names, child in _siblings(node):
-            yield from _rows(child, f"{name}.{names}" if name else str(names), depth + 1, count * len(names), levels)
+    yield ModuleSummary(name, depth, count, count * numel, count * weight_bytes, count * state_bytes, dtypes)
+    if depth < max_depth:
+        for names, child in _group_equal_children(node):
+            yield from _iter_summaries(
+                child, f"{name}.{names}" if name else str(names), depth + 1, count * len(names), max_depth
+            )
 
 
-def _numel(tensor: TensorSummary) -> int:
+def _count_elements(tensor: TensorSummary) -> int:
     numel = 1
     for extent in tensor.shape:
         numel *= extent
     return numel
 
 
-def _siblings(node: _Node) -> list[tuple[Names, _Node]]:
+def _group_equal_children(node: _ModuleNode) -> list[tuple[NumberedNames, _ModuleNode]]:
     """The children in order; equal ones with consecutive numbers in their names together, each with the first of
     them."""
-    groups: dict[object, dict[tuple[range, ...], _Node]] = {}
+    children_by_structure: dict[object, dict[tuple[range, ...], _ModuleNode]] = {}
     for child in node.children.values():
-        names = Names.of(child.name)
-        groups.setdefault((names.texts, child.form), {})[names.ranges] = child
-    order = {name: position for position, name in enumerate(node.children)}
-    found = []
-    for members in groups.values():
-        texts = Names.of(next(iter(members.values())).name).texts
-        for ranges in joined(members):
-            names = Names(texts, ranges)
-            found.append((names, node.children[next(iter(names))]))
-    return sorted(found, key=lambda each: order[each[1].name])
+        names = NumberedNames.of(child.name)
+        children_by_structure.setdefault((names.texts, child.structure), {})[names.ranges] = child
+    position_by_name = {name: position for position, name in enumerate(node.children)}
+    grouped_children = []
+    for members in children_by_structure.values():
+        texts = NumberedNames.of(next(iter(members.values())).name).texts
+        for ranges in merge_number_ranges(members):
+            names = NumberedNames(texts, ranges)
+            grouped_children.append((names, node.children[next(iter(names))]))
+    return sorted(grouped_children, key=lambda each: position_by_name[each[1].name])

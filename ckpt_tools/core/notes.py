@@ -6,12 +6,12 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from ckpt_tools.core.showing import Shown
+from ckpt_tools.core.showing import DisplayableResult
 
-ABSENT = "none is taken from the source"
+ABSENT_REASON = "none is taken from the source"
 """Reason for a default: the source has none, or none under names of parameters, or a step before left it out."""
 
-ASSUMED_ORDER = "the order of the optimizer's parameters"
+ASSUMED_ORDER_ITEM = "the order of the optimizer's parameters"
 """Item of the note that names were found for numbers by the order of the model."""
 
 
@@ -39,7 +39,7 @@ class Outcome(Enum):
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Note(Shown):
+class Note(DisplayableResult):
     """The outcome of one item, and why. ``asked`` says that the user chose it; else the target format forced it."""
 
     outcome: Outcome
@@ -55,32 +55,34 @@ class Note(Shown):
         return self.outcome in (Outcome.DROPPED, Outcome.NOT_LOADED) and not self.asked
 
 
-def merged(notes: Iterable[Note]) -> tuple[Note, ...]:
+def merge_notes(notes: Iterable[Note]) -> tuple[Note, ...]:
     """One note for each item, from notes in the order of the steps that made them.
 
     The last step that handled an item decides its outcome, because it saw what the steps before it left. A loss that
     the user did not ask for stays a loss.
     """
-    found: dict[str, Note] = {}
+    note_by_item: dict[str, Note] = {}
     for note in notes:
-        before = found.get(note.what)
-        found[note.what] = note if before is None else _later(before, note)
-    return tuple(found.values())
+        previous_note = note_by_item.get(note.what)
+        note_by_item[note.what] = note if previous_note is None else _combine_notes(previous_note, note)
+    return tuple(note_by_item.values())
 
 
-def _later(before: Note, note: Note) -> Note:
-    if before.outcome is note.outcome and before.why != note.why:
-        return replace(note, why=f"{before.why}; {note.why}", asked=before.asked and note.asked)
-    return before if before.is_loss and not note.is_loss else note
+def _combine_notes(previous_note: Note, note: Note) -> Note:
+    if previous_note.outcome is note.outcome and previous_note.why != note.why:
+        return replace(note, why=f"{previous_note.why}; {note.why}", asked=previous_note.asked and note.asked)
+    return previous_note if previous_note.is_loss and not note.is_loss else note
 
 
-def not_part(path: str, count: int = 1) -> Note:
+def note_unrelated_files(path: str, count: int = 1) -> Note:
     """Note on a file, or a folder of ``count`` files, that belongs to another checkpoint or to none."""
     return Note(Outcome.DROPPED, path, "not part of this checkpoint", count)
 
 
-def without_gone(notes: Iterable[Note], before: Collection[str], after: Collection[str]) -> tuple[Note, ...]:
-    """``notes`` without those that say that an item of ``before`` was kept, where it is not among ``after``: the step
-    that left it out says so."""
-    gone = frozenset(before) - frozenset(after)
-    return tuple(note for note in notes if note.outcome is not Outcome.KEPT or note.what not in gone)
+def drop_stale_notes(
+    notes: Iterable[Note], items_before: Collection[str], items_after: Collection[str]
+) -> tuple[Note, ...]:
+    """``notes`` without those that say that an item of ``items_before`` was kept, where it is not among
+    ``items_after``: the step that left it out says so."""
+    dropped_items = frozenset(items_before) - frozenset(items_after)
+    return tuple(note for note in notes if note.outcome is not Outcome.KEPT or note.what not in dropped_items)

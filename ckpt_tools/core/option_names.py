@@ -57,7 +57,7 @@ WEIGHTS: tuple[str, ...] = get_args(Weights)
 """The copies of a weight: the fp32 master of the optimizer, or the model's own."""
 DTYPE_NAMES: tuple[str, ...] = get_args(DTypeName)
 """The dtypes that weights can be cast to."""
-ALIASES: Mapping[str, Mapping[str, str]] = {
+OPTION_VALUE_ALIASES: Mapping[str, Mapping[str, str]] = {
     "dtype": {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"},
     "to": {"hf": "safetensors", "fsdp2": "dcp", "pt": "torch"},
     "from_": {"hf": "safetensors", "fsdp2": "dcp", "pt": "torch"},
@@ -70,10 +70,10 @@ DEFAULT_WEIGHTS: Weights = "master"
 DEFAULT_MEMORY = "512MiB"
 DEFAULT_RUNNER: Runner = "threads"
 
-_ARGUMENTS = {"src": "SRC", "dst": "DST", "run": "RUN", "a": "A", "b": "B", "url": "URL"}
-_ARGUMENTS |= {"base": "BASE", "adapter": "ADAPTER"}
+_POSITIONAL_ARGUMENTS = {"src": "SRC", "dst": "DST", "run": "RUN", "a": "A", "b": "B", "url": "URL"}
+_POSITIONAL_ARGUMENTS |= {"base": "BASE", "adapter": "ADAPTER"}
 """Parameters that are places, given without a flag."""
-_FLAGS = {
+_IRREGULAR_FLAGS = {
     "from_": "--from",
     "storage_options": "--storage-option",
     "adapter_name": "--adapter",
@@ -82,19 +82,19 @@ _FLAGS = {
     "name": "NAME",
 }
 """Flags that are not named as their parameter is."""
-_PARAMETERS = {"tensors": "inspect(...).tensors"}
+_PYTHON_SPELLINGS = {"tensors": "inspect(...).tensors"}
 """What Python has in the place of an option of the command line."""
 
 
-def canonical(name: str | None, value: Any) -> Any:
+def resolve_alias(name: str | None, value: Any) -> Any:
     """``value`` of the parameter ``name``; of an alias, the name that it stands for."""
-    return ALIASES.get(name or "", {}).get(value, value) if isinstance(value, str) else value
+    return OPTION_VALUE_ALIASES.get(name or "", {}).get(value, value) if isinstance(value, str) else value
 
 
-def with_aliases(name: str, values: Iterable[str]) -> str:
+def format_with_aliases(name: str, values: Iterable[str]) -> str:
     """``values`` of the option ``name`` as a help lists them: ``safetensors (hf), torch (pt), zero1``."""
-    short = {long: alias for alias, long in ALIASES[name].items()}
-    return ", ".join(f"{value} ({short[value]})" if value in short else value for value in values)
+    alias_by_value = {long: alias for alias, long in OPTION_VALUE_ALIASES[name].items()}
+    return ", ".join(f"{value} ({alias_by_value[value]})" if value in alias_by_value else value for value in values)
 
 
 _is_command_line = False
@@ -102,7 +102,7 @@ _is_command_line = False
 
 
 @contextmanager
-def on_command_line() -> Iterator[None]:
+def use_command_line_spelling() -> Iterator[None]:
     """While the block runs, messages spell options as the command line does."""
     global _is_command_line
     before, _is_command_line = _is_command_line, True
@@ -112,44 +112,46 @@ def on_command_line() -> Iterator[None]:
         _is_command_line = before
 
 
-def is_place(name: str) -> bool:
+def is_location(name: str) -> bool:
     """Whether the parameter ``name`` is a path or URL of a checkpoint or run, and has no flag on the command line."""
-    return name in _ARGUMENTS
+    return name in _POSITIONAL_ARGUMENTS
 
 
-def flag(name: str) -> str:
+def format_flag(name: str) -> str:
     """The parameter ``name`` as the command line spells it: ``--max-shard-size``, or ``DST`` for an argument."""
-    return _ARGUMENTS.get(name) or _FLAGS.get(name) or f"--{name.replace('_', '-')}"
+    return _POSITIONAL_ARGUMENTS.get(name) or _IRREGULAR_FLAGS.get(name) or f"--{name.replace('_', '-')}"
 
 
-def option(name: str, value: object = None) -> str:
+def format_option(name: str, value: object = None) -> str:
     """The parameter ``name``, with a value if there is one, as the reader of a message types it.
 
     Python callers read ``weights='model'``, users of the command line ``--weights model``.
     """
-    return _typed(name, value) if _is_command_line else _passed(name, value)
+    return _format_for_command_line(name, value) if _is_command_line else _format_for_python(name, value)
 
 
-def spelled(template: str) -> str:
-    """``template`` with ``{weights}`` and ``{weights:model}`` as ``option`` gives them."""
-    return re.sub(r"\{(\w+)(?::([^}]+))?\}", lambda match: option(match[1], match[2]), template)
+def expand_option_template(template: str) -> str:
+    """``template`` with ``{weights}`` and ``{weights:model}`` as ``format_option`` gives them."""
+    return re.sub(r"\{(\w+)(?::([^}]+))?\}", lambda match: format_option(match[1], match[2]), template)
 
 
-def _passed(name: str, value: object) -> str:
-    if name in _ARGUMENTS or name in _PARAMETERS:
-        return _PARAMETERS.get(name, name)
-    return f"{name}=" if value is None else f"{name}={value!r}" if _is_plain(value) else f"{name}={str(value)!r}"
+def _format_for_python(name: str, value: object) -> str:
+    if name in _POSITIONAL_ARGUMENTS or name in _PYTHON_SPELLINGS:
+        return _PYTHON_SPELLINGS.get(name, name)
+    return (
+        f"{name}=" if value is None else f"{name}={value!r}" if _has_literal_repr(value) else f"{name}={str(value)!r}"
+    )
 
 
-def _is_plain(value: object) -> bool:
+def _has_literal_repr(value: object) -> bool:
     return isinstance(value, bool | int | Mapping)
 
 
-def _typed(name: str, value: object) -> str:
+def _format_for_command_line(name: str, value: object) -> str:
     if value is None or value is True:
-        return flag(name)
+        return format_flag(name)
     if isinstance(value, Mapping):
-        return " ".join(_typed(name, f"{key}={each}") for key, each in value.items())
+        return " ".join(_format_for_command_line(name, f"{key}={each}") for key, each in value.items())
     from shlex import quote
 
-    return f"{flag(name)} {quote(str(value))}"
+    return f"{format_flag(name)} {quote(str(value))}"

@@ -17,7 +17,7 @@ from ckpt_tools.core.option_names import (
     DTYPE_NAMES,
     STATES,
     WEIGHTS,
-    option,
+    format_option,
 )
 from ckpt_tools.core.param_order import ParamOrder, read_param_order
 from ckpt_tools.errors import SourceNotFoundError, UsageError
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
         Weights,
         WrittenFormat,
     )
-    from ckpt_tools.core.progress import Progress
+    from ckpt_tools.core.progress import ProgressCallback
 
     DTypeLike: TypeAlias = DTypeName | DTypeAlias | torch.dtype | np.dtype[Any] | type[np.generic]
     """A dtype that weights can be cast to, by its name or as torch, numpy or ml_dtypes has it."""
@@ -78,7 +78,7 @@ class LoadableKeywords(TypedDict, total=False):
     overwrite: bool
     strict: bool
     fsync: bool
-    on_progress: Progress | None
+    on_progress: ProgressCallback | None
     storage_options: Mapping[str, Any] | None
 
 
@@ -108,7 +108,7 @@ class WriteKeywords(SelectKeywords, total=False):
     workers: int | None
     runner: Runner
     address: str | None
-    on_progress: Progress | None
+    on_progress: ProgressCallback | None
     overwrite: bool
     resume: bool
     strict: bool
@@ -176,30 +176,36 @@ class ConvertOptions:
     order: ParamOrder | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
-        dtype = dtype_name(self.dtype)
+        dtype = get_dtype_name(self.dtype)
         object.__setattr__(self, "dtype", dtype)
         for name in ("include", "exclude", "rename", "buffers"):
             # One string is one pattern, and not one for each of its letters.
             patterns = getattr(self, name)
             object.__setattr__(self, name, (patterns,) if isinstance(patterns, str) else tuple(patterns))
-        _one_of("state", self.state, STATES)
-        _one_of("dtype", dtype, DTYPE_NAMES)
-        _one_of("weights", self.weights, WEIGHTS)
+        _check_choice("state", self.state, STATES)
+        _check_choice("dtype", dtype, DTYPE_NAMES)
+        _check_choice("weights", self.weights, WEIGHTS)
         if self.inverse and self.recipe is None:
             raise UsageError.of(
-                "inverse", f"{option('inverse', True)} is for a recipe; name it with {option('recipe')}"
+                "inverse", f"{format_option('inverse', True)} is for a recipe; name it with {format_option('recipe')}"
             )
         if self.world_size is not None and self.world_size < 1:
-            raise UsageError(f"{option('world_size', self.world_size)}: at least one rank is needed")
-        ruled = {"dtype": "the dtype of each weight", "config": "where config.json comes from", "untie": "what is tied"}
-        for name, why in ruled.items():
+            raise UsageError(f"{format_option('world_size', self.world_size)}: at least one rank is needed")
+        implied_by_like = {
+            "dtype": "the dtype of each weight",
+            "config": "where config.json comes from",
+            "untie": "what is tied",
+        }
+        for name, why in implied_by_like.items():
             if self.like is not None and getattr(self, name):
-                message = f"{option(name)} contradicts {option('like')}, which says {why}; drop one of them"
+                message = (
+                    f"{format_option(name)} contradicts {format_option('like')}, which says {why}; drop one of them"
+                )
                 raise UsageError.of(name, message)
         if self.rename:
-            from ckpt_tools.core.transforms import parsed_rules
+            from ckpt_tools.core.transforms import parse_rename_rules
 
-            parsed_rules(self.rename)
+            parse_rename_rules(self.rename)
         if self.key_map is not None:
             object.__setattr__(self, "names", read_key_map(Path(self.key_map)))
         if self.param_order is not None:
@@ -210,13 +216,13 @@ class ConvertOptions:
         """Whether ``config.json`` of the source tells what becomes of its tensors."""
         return self.recipe is not None or self.dequantize
 
-    def weight_copy(self, *manifests: Manifest) -> str:
+    def choose_weight_copy(self, *manifests: Manifest) -> str:
         """The copy of a weight to use: the master unless the user chose, so that no precision is lost; the model's own
         where that is newer."""
-        return self.weights or ("model" if any(each.masters_lag for each in manifests) else DEFAULT_WEIGHTS)
+        return self.weights or ("model" if any(each.masters_are_outdated for each in manifests) else DEFAULT_WEIGHTS)
 
     @property
-    def given(self) -> Mapping[str, Any]:
+    def values_by_name(self) -> Mapping[str, Any]:
         """Every option by name; what is not asked for is empty."""
         return {each.name: getattr(self, each.name) for each in fields(self) if each.init}
 
@@ -229,7 +235,7 @@ class ConvertOptions:
         return None if self.max_shard_size is None else parse_size(self.max_shard_size)
 
     @property
-    def reading(self) -> ReadOptions:
+    def read_options(self) -> ReadOptions:
         """Options of the reader. With a recipe or dequantizing, globs are of names that the reader does not know."""
         has_own_names = not self.needs_config
         return ReadOptions(
@@ -245,7 +251,7 @@ class ConvertOptions:
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Request(ConvertOptions):
+class ConvertRequest(ConvertOptions):
     """One conversion, checked as far as possible without opening ``src`` or ``dst``.
 
     With ``keeps_format`` the format of the source is written, and ``to`` is not given. ``adapter`` is merged into what
@@ -263,7 +269,7 @@ class Request(ConvertOptions):
     workers: int | None = None
     runner: str = DEFAULT_RUNNER
     address: str | None = None
-    on_progress: Progress | None = None
+    on_progress: ProgressCallback | None = None
     overwrite: bool = False
     resume: bool = False
     strict: bool = False
@@ -279,7 +285,7 @@ class Request(ConvertOptions):
         return parse_size(DEFAULT_MEMORY if self.memory is None else self.memory)
 
 
-def dtype_name(dtype: Any) -> str | None:
+def get_dtype_name(dtype: Any) -> str | None:
     """The name of a dtype, given as one or as torch, numpy or ml_dtypes has it: ``bfloat16`` of ``torch.bfloat16``."""
     if dtype is None or isinstance(dtype, str):
         return dtype
@@ -287,9 +293,9 @@ def dtype_name(dtype: Any) -> str | None:
     return str(name).removeprefix("torch.")
 
 
-def _one_of(name: str, value: str | None, allowed: tuple[str, ...]) -> None:
+def _check_choice(name: str, value: str | None, allowed: tuple[str, ...]) -> None:
     if value is not None and value not in allowed:
-        raise UsageError(f"{option(name, value)} is not one of {', '.join(allowed)}")
+        raise UsageError(f"{format_option(name, value)} is not one of {', '.join(allowed)}")
 
 
 def read_key_map(path: Path) -> Mapping[str, str]:
@@ -297,18 +303,18 @@ def read_key_map(path: Path) -> Mapping[str, str]:
     from ckpt_tools.text_files import read_text  # for the few that name a file
 
     try:
-        found = json.loads(read_text(path))
+        key_map = json.loads(read_text(path))
     except OSError as error:
-        raise SourceNotFoundError(f"{option('key_map', path)}: {error.strerror}") from error
+        raise SourceNotFoundError(f"{format_option('key_map', path)}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{option('key_map', path)} is not valid JSON: {error}") from error
-    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
-        raise UsageError(f"{option('key_map', path)} must be a JSON object that maps old names to new ones")
-    if not found:
-        raise UsageError(f"{option('key_map', path)} is empty, so it renames nothing")
-    if "" in {*found, *found.values()}:
-        raise UsageError(f"{option('key_map', path)} has an empty name")
-    return found
+        raise UsageError(f"{format_option('key_map', path)} is not valid JSON: {error}") from error
+    if not isinstance(key_map, dict) or not all(isinstance(name, str) for name in key_map.values()):
+        raise UsageError(f"{format_option('key_map', path)} must be a JSON object that maps old names to new ones")
+    if not key_map:
+        raise UsageError(f"{format_option('key_map', path)} is empty, so it renames nothing")
+    if "" in {*key_map, *key_map.values()}:
+        raise UsageError(f"{format_option('key_map', path)} has an empty name")
+    return key_map
 
 
 @dataclass(frozen=True, slots=True)

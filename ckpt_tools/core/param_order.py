@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from ckpt_tools.core.option_names import option
+from ckpt_tools.core.option_names import format_option
 from ckpt_tools.errors import SourceNotFoundError, UsageError
 
 
@@ -28,13 +28,13 @@ class ParamOrder:
 
     def __post_init__(self) -> None:
         if not self.names:
-            raise UsageError(f"the file of {option('param_order')} has no names")
+            raise UsageError(f"the file of {format_option('param_order')} has no names")
         seen: set[str] = set()
         for name in self.names:
             if not name:
-                raise UsageError(f"the file of {option('param_order')} has an empty name")
+                raise UsageError(f"the file of {format_option('param_order')} has an empty name")
             if name in seen:
-                raise UsageError(f"the file of {option('param_order')} has {name!r} twice")
+                raise UsageError(f"the file of {format_option('param_order')} has {name!r} twice")
             seen.add(name)
 
 
@@ -49,26 +49,26 @@ def read_param_order(path: Path) -> ParamOrder:
     try:
         text = read_text(path)
     except OSError as error:
-        raise SourceNotFoundError(f"{option('param_order', path)}: {error.strerror}") from error
+        raise SourceNotFoundError(f"{format_option('param_order', path)}: {error.strerror}") from error
     except ValueError as error:
-        raise UsageError(f"{option('param_order', path)} is not text") from error
+        raise UsageError(f"{format_option('param_order', path)} is not text") from error
     if text.lstrip().startswith("["):
-        names = _parsed(text, path)
+        names = _parse_json(text, path)
         if _are_names(names):
             return ParamOrder(tuple(names))
         if isinstance(names, list) and names and all(map(_are_names, names)):
             return ParamOrder(tuple(chain.from_iterable(names)), tuple(map(tuple, names)))
         form = "must be a list of names, or a list of such lists, one for a group"
-        raise UsageError(f"{option('param_order', path)} {form}")
+        raise UsageError(f"{format_option('param_order', path)} {form}")
     return ParamOrder(tuple(line.strip() for line in text.splitlines() if line.strip()))
 
 
-def _parsed(text: str, path: Path) -> Any:
+def _parse_json(text: str, path: Path) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{option('param_order', path)} is not valid JSON: {error}") from error
+        raise UsageError(f"{format_option('param_order', path)} is not valid JSON: {error}") from error
 
 
-def _are_names(found: Any) -> bool:
-    return isinstance(found, list) and all(type(name) is str for name in found)
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(type(name) is str for name in value)

@@ -13,26 +13,26 @@ from ckpt_tools.credentials import mask_secrets
 if TYPE_CHECKING:
     import logging
 
-Progress = Callable[[int, int], None]
+ProgressCallback = Callable[[int, int], None]
 """Called with the number of bytes done and in all."""
 
 
-def silent(done: int, total: int) -> None:
+def ignore_progress(done: int, total: int) -> None:
     """Report no progress."""
 
 
-class Meter:
+class ProgressMeter:
     """Sums the bytes of each step for ``on_progress``; never reports more than ``total``."""
 
-    def __init__(self, on_progress: Progress, total: int) -> None:
+    def __init__(self, on_progress: ProgressCallback, total: int) -> None:
         self.on_progress, self.total, self.done = on_progress, total, 0
 
-    def add(self, num_bytes: int) -> None:
+    def add_bytes(self, num_bytes: int) -> None:
         self.done += num_bytes
         self.on_progress(min(self.done, self.total), self.total)
 
 
-def logger(area: str) -> logging.Logger:
+def get_logger(area: str) -> logging.Logger:
     """The logger ``ckpt_tools.AREA``. One handler ignores everything: without any, Python prints warnings to stderr."""
     import logging
 
@@ -42,11 +42,11 @@ def logger(area: str) -> logging.Logger:
     return root.getChild(area)
 
 
-def warn(area: str, sentence: str) -> None:
+def log_warning(area: str, sentence: str) -> None:
     """Log ``sentence``, without credentials, as a warning of ``area``: something went another way than asked for."""
-    logger(area).warning("%s", mask_secrets(sentence))
+    get_logger(area).warning("%s", mask_secrets(sentence))
 
 
-def inform(area: str, sentence: str) -> None:
+def log_info(area: str, sentence: str) -> None:
     """Log ``sentence``, without credentials, as a decision or an outcome of ``area``."""
-    logger(area).info("%s", mask_secrets(sentence))
+    get_logger(area).info("%s", mask_secrets(sentence))

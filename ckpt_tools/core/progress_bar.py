@@ -12,8 +12,8 @@ from threading import Lock
 from typing import Any
 
 from ckpt_tools.arguments import api_function
-from ckpt_tools.core.progress import Progress
-from ckpt_tools.core.wording import size
+from ckpt_tools.core.progress import ProgressCallback
+from ckpt_tools.core.wording import format_size
 
 REDRAW_SECONDS = 0.2
 """In a notebook, where each drawing is a message to the browser."""
@@ -21,7 +21,7 @@ REDRAW_SECONDS = 0.2
 
 @api_function
 @contextmanager
-def progress_bar(verb: str = "working") -> Iterator[Progress]:
+def progress_bar(verb: str = "working") -> Iterator[ProgressCallback]:
     """Show a bar while inside: on stderr of a terminal, or below the cell of a notebook; elsewhere show nothing.
 
     Args:
@@ -41,25 +41,25 @@ def progress_bar(verb: str = "working") -> Iterator[Progress]:
         2
     """
     if _is_notebook():
-        drawn = _Cell(verb)
+        notebook_bar = _NotebookBar(verb)
         try:
-            yield drawn.update
+            yield notebook_bar.update
         finally:
-            drawn.draw()
+            notebook_bar.draw()
     else:
         with _rich_bar(verb) as update:
             yield update
 
 
 @contextmanager
-def _rich_bar(verb: str) -> Iterator[Progress]:
+def _rich_bar(verb: str) -> Iterator[ProgressCallback]:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     columns = (TextColumn(verb), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as drawn:
-        task = drawn.add_task(verb, total=None)
-        yield lambda done, total: drawn.update(task, completed=done, total=total)
+    with Progress(*columns, console=Console(stderr=True), transient=True) as rich_progress:
+        task = rich_progress.add_task(verb, total=None)
+        yield lambda done, total: rich_progress.update(task, completed=done, total=total)
 
 
 def _is_notebook() -> bool:
@@ -68,12 +68,12 @@ def _is_notebook() -> bool:
     return hasattr(shell, "kernel")
 
 
-class _Cell:
+class _NotebookBar:
     """A bar of HTML below a cell, which stays there."""
 
     def __init__(self, verb: str) -> None:
         self._verb, self._done, self._total = verb, 0, 0
-        self._started = self._drawn = time.monotonic()
+        self._start_time = self._last_drawn = time.monotonic()
         self._handle: Any = None
         self._lock = Lock()
         self.draw()
@@ -81,18 +81,18 @@ class _Cell:
     def update(self, done: int, total: int) -> None:
         with self._lock:
             self._done, self._total = done, total
-            if time.monotonic() - self._drawn < REDRAW_SECONDS:
+            if time.monotonic() - self._last_drawn < REDRAW_SECONDS:
                 return
-            self._drawn = time.monotonic()
+            self._last_drawn = time.monotonic()
         self.draw()
 
     def draw(self) -> None:
         notebook: Any = import_module("IPython.display")
-        rate = self._done / max(time.monotonic() - self._started, 1e-9)
-        text = f"{size(self._done)} of {size(self._total)}, {size(rate)}/s" if self._total else ""
+        rate = self._done / max(time.monotonic() - self._start_time, 1e-9)
+        text = f"{format_size(self._done)} of {format_size(self._total)}, {format_size(rate)}/s" if self._total else ""
         bar = f'<progress value="{self._done}" max="{max(self._total, 1)}"></progress>'
-        shown = notebook.HTML(f"<div>{escape(self._verb)} {bar} {text}</div>")
+        html = notebook.HTML(f"<div>{escape(self._verb)} {bar} {text}</div>")
         if self._handle is None:
-            self._handle = notebook.display(shown, display_id=True)
+            self._handle = notebook.display(html, display_id=True)
         else:
-            self._handle.update(shown)
+            self._handle.update(html)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from ckpt_tools.core.boxes import Box, Shape, contiguous_strides, from_flat
+from ckpt_tools.core.boxes import Box, Shape, contiguous_strides, interval_to_boxes
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.errors import IncompleteError, MalformedError
 
@@ -70,14 +70,14 @@ class FlatIndex(NamedTuple):
     starts: Ints
     stops: Ints
 
-    def between(self, start: int, stop: int) -> FlatIndex:
+    def select_overlapping(self, start: int, stop: int) -> FlatIndex:
         """Those that hold an element of ``[start, stop)``."""
         first = int(self.stops.searchsorted(start, side="right"))
         last = int(self.starts.searchsorted(stop, side="left"))
         return FlatIndex(self.rows[first:last], self.starts[first:last], self.stops[first:last])
 
 
-class Inner(NamedTuple):
+class NestedRows(NamedTuple):
     """Rows that are parts of stored items: the items' numbers of elements, and the first element of each part in the
     row-major order of its item. An item of 0 elements is none: the row's bytes are plain, whatever the framing."""
 
@@ -85,7 +85,7 @@ class Inner(NamedTuple):
     starts: Ints
 
 
-class _Unknown(Enum):
+class _NotComputed(Enum):
     UNKNOWN = "not computed yet"
 
 
@@ -110,7 +110,7 @@ class ShardTable(ABC):
     byte_stops: Ints
     framing: Framing
     strides: Ints | None
-    inner: Inner | None
+    inner: NestedRows | None
     numels: Ints
     """Elements of each shard."""
     _covers: bool
@@ -128,62 +128,66 @@ class ShardTable(ABC):
         if any(len(shard.box.start) != len(shape) for shard in shards):
             raise MalformedError(f"a shard of a tensor of shape {list(shape)} has a different number of dims")
         files = list(dict.fromkeys(shard.at.file for shard in shards))
-        number = {file: index for index, file in enumerate(files)}
-        rows = (len(shards), len(shape))
-        strided = any(shard.strides is not None for shard in shards)
+        file_index = {file: index for index, file in enumerate(files)}
+        columns_shape = (len(shards), len(shape))
+        has_strides = any(shard.strides is not None for shard in shards)
         return RowTable(
             shape=tuple(shape),
             dtype=dtype,
-            starts=_int64([s.box.start for s in shards], rows),
-            stops=_int64([s.box.stop for s in shards], rows),
+            starts=_make_int64_array([s.box.start for s in shards], columns_shape),
+            stops=_make_int64_array([s.box.stop for s in shards], columns_shape),
             files=tuple(files),
-            file_ids=np.array([number[s.at.file] for s in shards], np.int64),
-            byte_starts=_int64([s.at.start for s in shards], rows[:1]),
-            byte_stops=_int64([s.at.stop for s in shards], rows[:1]),
+            file_ids=np.array([file_index[s.at.file] for s in shards], np.int64),
+            byte_starts=_make_int64_array([s.at.start for s in shards], columns_shape[:1]),
+            byte_stops=_make_int64_array([s.at.stop for s in shards], columns_shape[:1]),
             framing=framing,
-            strides=_int64([s.strides or contiguous_strides(s.box.shape) for s in shards], rows) if strided else None,
+            strides=_make_int64_array([s.strides or contiguous_strides(s.box.shape) for s in shards], columns_shape)
+            if has_strides
+            else None,
         )
 
     @classmethod
     def whole(cls, shape: Shape, dtype: DType, at: ByteRange, *, framing: Framing = Framing.RAW) -> ShardTable:
         """The table of one row-major shard that is the whole tensor, as most are: 200,000 take a second and 100 MB
         less than with ``build``. The columns that follow from the shape are shared, and cannot be written to."""
-        columns = _whole_columns(tuple(shape), dtype)
+        columns = _make_shared_columns(tuple(shape), dtype)
         if at.stop > INT64_MAX:
             raise MalformedError("a shard's offset is not a 64-bit number")
         if framing is Framing.RAW and at.stop - at.start != columns.num_bytes:
             raise MalformedError(
                 f"{at.stop - at.start} bytes cannot hold {prod(shape)} elements of {dtype.value}", path=at.file
             )
-        return _WholeTable(columns, at, framing)
+        return _SingleShardTable(columns, at, framing)
 
     def __len__(self) -> int:
         return len(self.file_ids)
 
     @property
     @abstractmethod
-    def flat(self) -> FlatIndex | None:
+    def flat_index(self) -> FlatIndex | None:
         """The shards as intervals of the row-major order; None where one is no interval, or is not stored in that
         order."""
 
-    def box(self, row: int) -> Box:
+    def get_box(self, row: int) -> Box:
         return Box(tuple(self.starts[row].tolist()), tuple(self.stops[row].tolist()))
 
-    def byte_range(self, row: int) -> ByteRange:
+    def get_byte_range(self, row: int) -> ByteRange:
         file = self.files[int(self.file_ids[row])]
         return ByteRange(file, int(self.byte_starts[row]), int(self.byte_stops[row]))
 
-    def stride(self, row: int) -> Shape:
+    def get_strides(self, row: int) -> Shape:
         """Strides of a shard in elements."""
         if self.strides is None:
-            return contiguous_strides(self.box(row).shape)
+            return contiguous_strides(self.get_box(row).shape)
         return tuple(self.strides[row].tolist())
 
     def __iter__(self) -> Iterator[Shard]:
         for row in range(len(self)):
-            yield Shard(self.box(row), self.byte_range(row), None if self.strides is None else self.stride(row))
+            yield Shard(
+                self.get_box(row), self.get_byte_range(row), None if self.strides is None else self.get_strides(row)
+            )
 
-    def rows(self, rows: Ints) -> ShardTable:
+    def select_rows(self, rows: Ints) -> ShardTable:
         """The table of some of the shards."""
         return RowTable(
             shape=self.shape,
@@ -196,10 +200,10 @@ class ShardTable(ABC):
             byte_stops=self.byte_stops[rows],
             framing=self.framing,
             strides=None if self.strides is None else self.strides[rows],
-            inner=None if self.inner is None else Inner(self.inner.numels[rows], self.inner.starts[rows]),
+            inner=None if self.inner is None else NestedRows(self.inner.numels[rows], self.inner.starts[rows]),
         )
 
-    def item(self, row: int) -> tuple[Framing, int, int]:
+    def get_item_framing(self, row: int) -> tuple[Framing, int, int]:
         """The framing of a row's bytes, the elements that they hold, and the first of them that is the row's."""
         if self.inner is None:
             return self.framing, int(self.numels[row]), 0
@@ -207,23 +211,23 @@ class ShardTable(ABC):
         return (self.framing, numel, int(self.inner.starts[row])) if numel else (Framing.RAW, int(self.numels[row]), 0)
 
     @abstractmethod
-    def below(self, prefix: str) -> ShardTable:
+    def with_file_prefix(self, prefix: str) -> ShardTable:
         """The same shards in files whose names have ``prefix`` before them."""
 
-    def in_shape(self, shape: Shape) -> ShardTable:
+    def unflatten(self, shape: Shape) -> ShardTable:
         """The same shards in the geometry of ``shape``; an interval of the flattening becomes its boxes."""
         if self.shape == shape:
             return self
         assert len(self.shape) == 1 and prod(shape) == prod(self.shape), "only a flattening unfolds"
         assert self.framing is Framing.RAW and self.strides is None, "only plain intervals unfold"
-        item = self.dtype.item_bytes
+        item_bytes = self.dtype.item_bytes
         shards: list[Shard] = []
         for row in range(len(self)):
-            at, start = self.byte_range(row), int(self.starts[row, 0])
-            cursor = at.start
-            for box in from_flat(start, start + int(self.numels[row]), shape):
-                shards.append(Shard(box, ByteRange(at.file, cursor, cursor + box.numel * item)))
-                cursor += box.numel * item
+            at, start = self.get_byte_range(row), int(self.starts[row, 0])
+            byte_start = at.start
+            for box in interval_to_boxes(start, start + int(self.numels[row]), shape):
+                shards.append(Shard(box, ByteRange(at.file, byte_start, byte_start + box.numel * item_bytes)))
+                byte_start += box.numel * item_bytes
         return ShardTable.build(shape, self.dtype, shards)
 
     @property
@@ -253,10 +257,10 @@ class RowTable(ShardTable):
     byte_stops: Ints
     framing: Framing = Framing.RAW
     strides: Ints | None = None
-    inner: Inner | None = None
+    inner: NestedRows | None = None
     numels: Ints = field(init=False, repr=False)
     """Elements of each shard."""
-    _flat: FlatIndex | _Unknown | None = field(default=_Unknown.UNKNOWN, init=False, repr=False)
+    _flat: FlatIndex | _NotComputed | None = field(default=_NotComputed.UNKNOWN, init=False, repr=False)
     _covers: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -270,46 +274,46 @@ class RowTable(ShardTable):
             raise MalformedError("a shard has a negative stride")
         object.__setattr__(self, "numels", np.multiply.reduce(self.stops - self.starts, axis=1, dtype=np.int64))
         if self.framing is Framing.RAW:
-            self._check_lengths()
+            self._check_byte_lengths()
         elif self.inner is not None:
             is_part = self.inner.numels > 0
-            if (self.inner.starts + self._spans() > self.inner.numels)[is_part].any():
+            if (self.inner.starts + self._compute_spans() > self.inner.numels)[is_part].any():
                 raise MalformedError("a part of an item has elements that the item does not hold")
 
-    def _check_lengths(self) -> None:
-        wrong = self.byte_stops - self.byte_starts != self._spans() * self.dtype.item_bytes
-        if wrong.any():
-            row = int(np.flatnonzero(wrong)[0])
+    def _check_byte_lengths(self) -> None:
+        is_wrong = self.byte_stops - self.byte_starts != self._compute_spans() * self.dtype.item_bytes
+        if is_wrong.any():
+            row = int(np.flatnonzero(is_wrong)[0])
             raise MalformedError(
                 f"{int(self.byte_stops[row] - self.byte_starts[row])} bytes cannot hold "
                 f"{int(self.numels[row])} elements of {self.dtype.value}",
                 path=self.files[int(self.file_ids[row])],
             )
 
-    def _spans(self) -> Ints:
+    def _compute_spans(self) -> Ints:
         """Elements from each shard's first to its last as stored, those between its own included."""
         if self.strides is None:
             return self.numels
-        reach = [
+        spans = [
             sum((extent - 1) * stride for extent, stride in zip(extents, strides, strict=True)) + 1
             if all(extents)
             else 0
             for extents, strides in zip((self.stops - self.starts).tolist(), self.strides.tolist(), strict=True)
         ]
-        return _int64(reach, (len(self),))
+        return _make_int64_array(spans, (len(self),))
 
     @property
-    def flat(self) -> FlatIndex | None:
-        if self._flat is _Unknown.UNKNOWN:
-            object.__setattr__(self, "_flat", _flat_index(self))
-        assert self._flat is not _Unknown.UNKNOWN
+    def flat_index(self) -> FlatIndex | None:
+        if self._flat is _NotComputed.UNKNOWN:
+            object.__setattr__(self, "_flat", _compute_flat_index(self))
+        assert self._flat is not _NotComputed.UNKNOWN
         return self._flat
 
-    def below(self, prefix: str) -> ShardTable:
+    def with_file_prefix(self, prefix: str) -> ShardTable:
         return replace(self, files=tuple(f"{prefix}{file}" for file in self.files))
 
 
-class _WholeColumns(NamedTuple):
+class _SharedColumns(NamedTuple):
     shape: Shape
     dtype: DType
     num_bytes: int
@@ -321,20 +325,20 @@ class _WholeColumns(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _whole_columns(shape: Shape, dtype: DType) -> _WholeColumns:
+def _make_shared_columns(shape: Shape, dtype: DType) -> _SharedColumns:
     _check_addressable(shape, dtype)
     numel, ndim = prod(shape), len(shape)
-    zero, end = _shared([0]), _shared([numel])
-    full = (zero, zero, end) if numel else (zero[:0], zero[:0], zero[:0])
-    starts, stops = _shared([0] * ndim).reshape(1, ndim), _shared(shape).reshape(1, ndim)
-    return _WholeColumns(shape, dtype, numel * dtype.item_bytes, starts, stops, zero, end, FlatIndex(*full))
+    zero, end = _make_read_only_column([0]), _make_read_only_column([numel])
+    non_empty = (zero, zero, end) if numel else (zero[:0], zero[:0], zero[:0])
+    starts, stops = _make_read_only_column([0] * ndim).reshape(1, ndim), _make_read_only_column(shape).reshape(1, ndim)
+    return _SharedColumns(shape, dtype, numel * dtype.item_bytes, starts, stops, zero, end, FlatIndex(*non_empty))
 
 
-class _WholeTable(ShardTable):
+class _SingleShardTable(ShardTable):
     """One row-major shard that is the whole tensor: its range, and the columns that its shape has."""
 
     __slots__ = ("_columns", "_file", "_start", "_stop", "framing")
-    _columns: _WholeColumns
+    _columns: _SharedColumns
     _file: str
     _start: int
     _stop: int
@@ -343,7 +347,7 @@ class _WholeTable(ShardTable):
     strides = None
     inner = None
 
-    def __init__(self, columns: _WholeColumns, at: ByteRange, framing: Framing) -> None:
+    def __init__(self, columns: _SharedColumns, at: ByteRange, framing: Framing) -> None:
         self._columns = columns
         self._file, self._start, self._stop = at.file, at.start, at.stop
         self.framing = framing
@@ -358,14 +362,14 @@ class _WholeTable(ShardTable):
     stops = property(lambda self: self._columns.stops)
     file_ids = property(lambda self: self._columns.file_ids)
     numels = property(lambda self: self._columns.numels)
-    flat = property(lambda self: self._columns.flat)
+    flat_index = property(lambda self: self._columns.flat)
     files = property(lambda self: (self._file,))
     byte_starts = property(lambda self: np.array([self._start], np.int64))
     byte_stops = property(lambda self: np.array([self._stop], np.int64))
 
-    def below(self, prefix: str) -> ShardTable:
+    def with_file_prefix(self, prefix: str) -> ShardTable:
         at = ByteRange(f"{prefix}{self._file}", self._start, self._stop)
-        return _WholeTable(self._columns, at, self.framing)
+        return _SingleShardTable(self._columns, at, self.framing)
 
     def byte_range(self, row: int) -> ByteRange:
         return (ByteRange(self._file, self._start, self._stop),)[row]
@@ -375,7 +379,7 @@ class _WholeTable(ShardTable):
         return self._stop - self._start
 
 
-def _shared(numbers: Sequence[int]) -> Ints:
+def _make_read_only_column(numbers: Sequence[int]) -> Ints:
     column = np.array(numbers, np.int64)
     column.flags.writeable = False
     return column
@@ -388,46 +392,46 @@ def _check_addressable(shape: Shape, dtype: DType) -> None:
         raise MalformedError(f"a {dtype.value} tensor of shape {list(shape)} is too large")
 
 
-def _int64(numbers: Sequence[Any], shape: Shape) -> Ints:
+def _make_int64_array(numbers: Sequence[Any], shape: Shape) -> Ints:
     try:
         return np.array(numbers, np.int64).reshape(shape)
     except OverflowError as error:
         raise MalformedError("a shard's offset is not a 64-bit number") from error
 
 
-def _flat_index(table: ShardTable) -> FlatIndex | None:
+def _compute_flat_index(table: ShardTable) -> FlatIndex | None:
     if table.strides is not None:
         return None
-    if _is_one_whole(table):
-        return FlatIndex(_shared([0]), _shared([0]), table.numels)
+    if _is_single_whole_shard(table):
+        return FlatIndex(_make_read_only_column([0]), _make_read_only_column([0]), table.numels)
     extents = table.stops - table.starts
-    if not _contiguous_rows(extents, table.shape).all():
+    if not _find_contiguous_boxes(extents, table.shape).all():
         return None
     strides = np.array(contiguous_strides(table.shape), np.int64)
     starts = table.starts @ strides
-    full = np.flatnonzero(table.numels > 0)
-    rows = full[np.argsort(starts[full], kind="stable")]
+    non_empty_rows = np.flatnonzero(table.numels > 0)
+    rows = non_empty_rows[np.argsort(starts[non_empty_rows], kind="stable")]
     return FlatIndex(rows, starts[rows], starts[rows] + table.numels[rows])
 
 
-def _is_one_whole(table: ShardTable) -> bool:
+def _is_single_whole_shard(table: ShardTable) -> bool:
     """True if the only shard is the whole tensor."""
     return len(table.numels) == 1 and 0 < int(table.numels[0]) == prod(table.shape)
 
 
-def _contiguous_rows(extents: Ints, shape: Shape) -> NDArray[np.bool_]:
+def _find_contiguous_boxes(extents: Ints, shape: Shape) -> NDArray[np.bool_]:
     """Mask of the boxes of these extents that are intervals: ones outside some dim, whole dims inside it.
     ``boxes.is_contiguous`` by column."""
-    contiguous = np.ones(len(extents), bool)
+    is_contiguous = np.ones(len(extents), bool)
     inner_is_whole = np.ones(len(extents), bool)
     for dim in range(len(shape) - 1, -1, -1):
-        contiguous &= inner_is_whole | (extents[:, dim] <= 1)
+        is_contiguous &= inner_is_whole | (extents[:, dim] <= 1)
         inner_is_whole &= extents[:, dim] == shape[dim]
-    empty: NDArray[np.bool_] = (extents == 0).any(axis=1)
-    return contiguous | empty
+    is_empty: NDArray[np.bool_] = (extents == 0).any(axis=1)
+    return is_contiguous | is_empty
 
 
-def check_cover(table: ShardTable) -> None:
+def check_exact_cover(table: ShardTable) -> None:
     """The shards hold every element exactly once; a table found good is not looked through again.
 
     Raises:
@@ -436,56 +440,56 @@ def check_cover(table: ShardTable) -> None:
     """
     if table._covers:
         return
-    if _is_one_whole(table):
+    if _is_single_whole_shard(table):
         object.__setattr__(table, "_covers", True)
         return
-    flat = table.flat
-    if flat is not None:
-        is_apart = bool((flat.starts[1:] >= flat.stops[:-1]).all())
+    flat_index = table.flat_index
+    if flat_index is not None:
+        are_disjoint = bool((flat_index.starts[1:] >= flat_index.stops[:-1]).all())
     else:
-        full = table.numels > 0
-        is_apart = _disjoint(table.starts[full], table.stops[full])
-    if not is_apart:
+        is_non_empty = table.numels > 0
+        are_disjoint = _are_disjoint(table.starts[is_non_empty], table.stops[is_non_empty])
+    if not are_disjoint:
         raise MalformedError(f"shards of a tensor of shape {list(table.shape)} overlap")
-    missing = prod(table.shape) - int(table.numels.sum())
-    if missing:
-        raise IncompleteError(f"{missing:,} of {prod(table.shape):,} elements are in no shard")
+    num_missing = prod(table.shape) - int(table.numels.sum())
+    if num_missing:
+        raise IncompleteError(f"{num_missing:,} of {prod(table.shape):,} elements are in no shard")
     object.__setattr__(table, "_covers", True)
 
 
-def _disjoint(starts: Ints, stops: Ints) -> bool:
+def _are_disjoint(starts: Ints, stops: Ints) -> bool:
     """Whether no two boxes share an element, in O(n log n) where they can be cut apart, as any sharding can."""
-    todo = [(starts, stops)]
-    while todo:
-        starts, stops = todo.pop()
+    pending_groups = [(starts, stops)]
+    while pending_groups:
+        starts, stops = pending_groups.pop()
         if len(starts) < 2:
             continue
         if starts.shape[1] == 0:
             return False
-        parts = _cut(starts, stops)
-        if parts is None:
-            if not _pairwise_disjoint(starts, stops):
+        groups = _split_by_planes(starts, stops)
+        if groups is None:
+            if not _are_pairwise_disjoint(starts, stops):
                 return False
         else:
-            todo.extend(parts)
+            pending_groups.extend(groups)
     return True
 
 
-def _cut(starts: Ints, stops: Ints) -> list[tuple[Ints, Ints]] | None:
+def _split_by_planes(starts: Ints, stops: Ints) -> list[tuple[Ints, Ints]] | None:
     """The boxes in groups that planes across one dim separate, or None where no plane does."""
     for dim in range(starts.shape[1]):
         order = np.argsort(starts[:, dim], kind="stable")
-        lower = starts[order, dim]
-        reach = np.maximum.accumulate(stops[order, dim])
-        cuts = np.flatnonzero(lower[1:] >= reach[:-1]) + 1
+        sorted_starts = starts[order, dim]
+        running_stops = np.maximum.accumulate(stops[order, dim])
+        cuts = np.flatnonzero(sorted_starts[1:] >= running_stops[:-1]) + 1
         if len(cuts):
             return [(starts[rows], stops[rows]) for rows in np.split(order, cuts)]
     return None
 
 
-def _pairwise_disjoint(starts: Ints, stops: Ints) -> bool:
+def _are_pairwise_disjoint(starts: Ints, stops: Ints) -> bool:
     for row in range(len(starts) - 1):
-        common = np.minimum(stops[row], stops[row + 1 :]) > np.maximum(starts[row], starts[row + 1 :])
-        if common.all(axis=1).any():
+        has_common_extent = np.minimum(stops[row], stops[row + 1 :]) > np.maximum(starts[row], starts[row + 1 :])
+        if has_common_extent.all(axis=1).any():
             return False
     return True

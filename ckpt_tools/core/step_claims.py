@@ -9,7 +9,7 @@ from typing import Any, TypeGuard
 
 from ckpt_tools.errors import MalformedError
 
-OPTIMIZER = "step of the optimizer"
+OPTIMIZER_STEP_COUNTER = "step of the optimizer"
 """The counter of a claim that repeats what state of the optimizer says."""
 
 
@@ -23,21 +23,24 @@ class StepClaim:
     of_rank: bool = False
 
 
-def rank_claims(file: str, values: Mapping[Any, Any], counters: Iterable[str]) -> list[StepClaim]:
+def make_rank_claims(file: str, values: Mapping[Any, Any], counters: Iterable[str]) -> list[StepClaim]:
     """Claims of a rank's file by those of ``values`` that are numbers."""
-    found = ((name, values.get(name)) for name in counters)
-    return [StepClaim(name, value, file, of_rank=True) for name, value in found if is_count(value)]
+    counter_values = ((name, values.get(name)) for name in counters)
+    return [StepClaim(name, value, file, of_rank=True) for name, value in counter_values if is_finite_number(value)]
 
 
-def is_count(value: Any) -> TypeGuard[float]:
+def is_finite_number(value: Any) -> TypeGuard[float]:
     return type(value) in (int, float) and isfinite(value)
 
 
-def refuse_two_saves(claims: Iterable[StepClaim]) -> None:
+def check_same_save(claims: Iterable[StepClaim]) -> None:
     """Raises MalformedError where two ranks of one save make different claims."""
-    first: dict[str, StepClaim] = {}
+    first_claims: dict[str, StepClaim] = {}
     for claim in claims:
-        other = first.setdefault(claim.counter, claim) if claim.of_rank else claim
-        if other.number != claim.number:
-            why = f"its {claim.counter} is {claim.number:.15g}, but that of {other.file} is {other.number:.15g}"
-            raise MalformedError(f"{why}: they are of two saves; take all files from one", path=claim.file)
+        earlier_claim = first_claims.setdefault(claim.counter, claim) if claim.of_rank else claim
+        if earlier_claim.number != claim.number:
+            difference = (
+                f"its {claim.counter} is {claim.number:.15g}, but that of {earlier_claim.file} is "
+                f"{earlier_claim.number:.15g}"
+            )
+            raise MalformedError(f"{difference}: they are of two saves; take all files from one", path=claim.file)

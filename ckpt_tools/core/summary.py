@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ckpt_tools.core.collapsing import TensorLine, TensorSummary, collapsed
-from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, TensorRef, tensors_by_role
+from ckpt_tools.core.collapsing import TensorLine, TensorSummary, collapse_tensors
+from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, TensorRef, count_tensors_by_role
 from ckpt_tools.core.notes import Note, Outcome
-from ckpt_tools.core.showing import Jsonable, Shown, json_of
+from ckpt_tools.core.showing import DisplayableResult, Jsonable, dataclass_to_json
 from ckpt_tools.core.values import GlobalRef, Opaque, StoredTensor
-from ckpt_tools.core.wording import one_line
+from ckpt_tools.core.wording import format_one_line
 
 if TYPE_CHECKING:
     from ckpt_tools.core.module_tree import ModuleSummary
@@ -65,7 +65,7 @@ class GroupSummary(Jsonable):
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Summary(Shown):
+class Summary(DisplayableResult):
     """A checkpoint in figures, and its values that are not tensors.
 
     ``num_parameters`` counts elements of parameters, each tie once. ``tensors_by_role`` counts tensors as
@@ -81,7 +81,7 @@ class Summary(Shown):
     and ``stats`` their statistics, if they were asked for; the figures are of the whole checkpoint.
 
     ``values`` are the values in optimizer state, and of ``get_extra_state``, that are not tensors.
-    The options of ``groups``, and ``values`` and ``extras``, are bounded, as ``ShownValues`` says.
+    The options of ``groups``, and ``values`` and ``extras``, are bounded, as ``BoundedValues`` says.
     """
 
     SHOWN: ClassVar[tuple[str, ...]] = (
@@ -121,18 +121,18 @@ class Summary(Shown):
 
     def lines(self) -> list[TensorLine]:
         """``tensors`` as people read them: those that differ in the numbers in their names are one line."""
-        return collapsed(self.tensors)
+        return collapse_tensors(self.tensors)
 
     def modules(self, depth: int | None = None) -> tuple[ModuleSummary, ...]:
         """The modules above ``tensors`` with their sizes, down to ``depth`` levels (default: all), each before those in
         it. The first is the whole model."""
-        from ckpt_tools.core.module_tree import modules
+        from ckpt_tools.core.module_tree import summarize_modules
 
-        return modules(self.tensors, depth)
+        return summarize_modules(self.tensors, depth)
 
     def to_json(self, *, tensors: bool = True) -> dict[str, Any]:
         """The attributes by name; without ``tensors``, all except that list."""
-        found = json_of(self)
+        found = dataclass_to_json(self)
         return found if tensors else {name: value for name, value in found.items() if name != "tensors"}
 
 
@@ -146,7 +146,7 @@ def summarize(
 ) -> Summary:
     """The summary of ``manifest``, which was read from ``source``; ``files`` are the sizes of what lies there.
     ``naming`` and ``wrapping`` are what is known of its names."""
-    held = [files[name] for name in manifest.files if name in files]
+    stored_file_sizes = [files[name] for name in manifest.files if name in files]
     tensors = tuple(
         TensorSummary(
             key.fqn, key.slot, entry.kind.value, entry.shape, entry.dtype.value, entry.num_bytes, len(entry.shards)
@@ -156,53 +156,59 @@ def summarize(
     by_dtype: Counter[str] = Counter()
     for tensor in tensors:
         by_dtype[tensor.dtype] += tensor.num_bytes
-    shown = ShownValues(manifest)
+    bounded_values = BoundedValues(manifest)
     weights = [e for k, e in manifest.tensors.items() if k.slot == WEIGHT and e.kind is Kind.PARAMETER]
     return Summary(
         source=source,
         format=manifest.format,
         step=manifest.step,
-        epoch=_epoch(manifest.extra),
+        epoch=_find_epoch(manifest.extra),
         world_size=manifest.world_size,
         num_parameters=sum(entry.numel for entry in weights),
         num_tensors=len(tensors),
         num_shards=sum(tensor.num_shards for tensor in tensors),
-        num_files=len(held),
+        num_files=len(stored_file_sizes),
         num_bytes=sum(tensor.num_bytes for tensor in tensors),
-        file_bytes=sum(held),
+        file_bytes=sum(stored_file_sizes),
         bytes_by_dtype=dict(by_dtype.most_common()),
         optimizer_slots=tuple(
             dict.fromkeys(key.slot for key, entry in manifest.tensors.items() if entry.kind is Kind.STATE)
         ),
-        groups=tuple(GroupSummary(len(group.params), shown.of(group.options)) for group in manifest.groups),
+        groups=tuple(
+            GroupSummary(len(group.params), bounded_values.convert(group.options)) for group in manifest.groups
+        ),
         aliases=dict(manifest.aliases),
-        extras={name: shown.of(value) for name, value in manifest.extra.items()},
-        values={str(key): shown.of(value) for key, value in manifest.values.items()},  # last, as they may be many
-        notes=(*manifest.notes, *_parted(manifest)),
+        extras={name: bounded_values.convert(value) for name, value in manifest.extra.items()},
+        values={
+            str(key): bounded_values.convert(value) for key, value in manifest.values.items()
+        },  # last, as they may be many
+        notes=(*manifest.notes, *_note_unjoined_state(manifest)),
         naming=naming,
         wrapping=wrapping,
-        tensors_by_role=tensors_by_role(manifest.tensors),
+        tensors_by_role=count_tensors_by_role(manifest.tensors),
         tensors=tensors,
     )
 
 
-def _parted(manifest: Manifest) -> list[Note]:
-    if not manifest.parted:
+def _note_unjoined_state(manifest: Manifest) -> list[Note]:
+    if not manifest.unjoined_state:
         return []
-    from ckpt_tools.core.transforms import parted_error
+    from ckpt_tools.core.transforms import make_unjoined_state_error
 
-    return [Note(Outcome.KEPT, "optimizer state", parted_error(manifest).message)]
+    return [Note(Outcome.KEPT, "optimizer state", make_unjoined_state_error(manifest).message)]
 
 
-def _epoch(extra: Mapping[str, Any]) -> int | float | None:
+def _find_epoch(extra: Mapping[str, Any]) -> int | float | None:
     """The epoch that a trainer wrote down, at the top or among the client's state."""
-    places = (extra, *(value for name, value in extra.items() if isinstance(value, Mapping) and "sched" not in name))
-    found = (place.get(name) for place in places for name in ("epoch", "current_epoch"))
-    return next((value for value in found if type(value) is int or (type(value) is float and isfinite(value))), None)
+    mappings = (extra, *(value for name, value in extra.items() if isinstance(value, Mapping) and "sched" not in name))
+    candidates = (place.get(name) for place in mappings for name in ("epoch", "current_epoch"))
+    return next(
+        (value for value in candidates if type(value) is int or (type(value) is float and isfinite(value))), None
+    )
 
 
 @dataclass(slots=True)
-class ShownValues:
+class BoundedValues:
     """Turns values into what ``json.dumps`` takes: small ones as they are, tensors and long ones as type and size.
 
     A checkpoint chooses these values, so that their number, their depth and the length of each are bounded.
@@ -214,43 +220,47 @@ class ShownValues:
     manifest: Manifest
     values_left: int = MAX_VALUES
 
-    def of(self, value: Any, depth: int = 0) -> Any:
+    def convert(self, value: Any, depth: int = 0) -> Any:
         """``value``, bounded."""
         self.values_left -= 1
         if value is None or isinstance(value, bool):
             return value
-        for kind, show in _SCALARS:
+        for kind, convert_scalar in _SCALAR_CONVERTERS:
             if isinstance(value, kind):
-                return show(value)
+                return convert_scalar(value)
         if isinstance(value, TensorRef):
             entry = self.manifest.tensors[value.key]
             return {"$tensor": f"{entry.dtype.value} {list(entry.shape)}"}
         if not isinstance(value, Mapping | list | tuple | set | frozenset):
-            return {"$object": _text(type(value).__name__)}
+            return {"$object": _truncate_text(type(value).__name__)}
         if depth >= MAX_DEPTH or len(value) > min(MAX_ITEMS, self.values_left):
-            return {f"${_kind(value)}": len(value)}
+            return {f"${_get_container_name(value)}": len(value)}
         if isinstance(value, Mapping):
-            return {self._name(name, depth): self.of(part, depth + 1) for name, part in value.items()}
-        return [self.of(part, depth + 1) for part in value]
+            return {self._convert_key(name, depth): self.convert(part, depth + 1) for name, part in value.items()}
+        return [self.convert(part, depth + 1) for part in value]
 
-    def _name(self, name: Any, depth: int) -> str:
-        return _text(name) if isinstance(name, str) else one_line(self.of(name, depth + 1), MAX_TEXT_CHARS)
+    def _convert_key(self, name: Any, depth: int) -> str:
+        return (
+            _truncate_text(name)
+            if isinstance(name, str)
+            else format_one_line(self.convert(name, depth + 1), MAX_TEXT_CHARS)
+        )
 
 
-def _kind(value: Any) -> str:
+def _get_container_name(value: Any) -> str:
     return "dict" if isinstance(value, Mapping) else "set" if isinstance(value, set | frozenset) else "list"
 
 
-def _text(value: str) -> str:
+def _truncate_text(value: str) -> str:
     return value if len(value) <= MAX_TEXT_CHARS else f"{value[:MAX_TEXT_CHARS]}..."
 
 
-_SCALARS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
+_SCALAR_CONVERTERS: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
     (int, lambda value: int(value) if value.bit_length() <= MAX_INT_BITS else {"$int": value.bit_length()}),
     (float, lambda value: float(value) if isfinite(value) else {"$float": repr(float(value))}),
-    (str, _text),
+    (str, _truncate_text),
     (bytes | bytearray, lambda value: {"$bytes": len(value)}),
     (StoredTensor, lambda value: {"$tensor": f"{value.dtype.value} {list(value.shape)}"}),
-    (GlobalRef, lambda value: {"$object": _text(str(value))}),
-    (Opaque, lambda value: {"$object": _text(str(value.ref))}),
+    (GlobalRef, lambda value: {"$object": _truncate_text(str(value))}),
+    (Opaque, lambda value: {"$object": _truncate_text(str(value.ref))}),
 )

@@ -13,19 +13,19 @@ from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 
-FILE = "file"
+FILE_SLOT = "file"
 """Slot of the bytes of a file that is copied as it is."""
 
 
 @dataclass(frozen=True, slots=True)
-class BesideFile:
+class CompanionFile:
     """A small file of a trainer's folder: its name in the source, its size, and the rank that wrote it."""
 
     source: str
     num_bytes: int
     rank: int | None = None
 
-    def table(self) -> ShardTable:
+    def make_table(self) -> ShardTable:
         """Its bytes as a tensor."""
         shape = (self.num_bytes,)
         return ShardTable.build(
@@ -46,7 +46,7 @@ class TrainerFolder:
 
     trainer: str
     parts: Mapping[str, Collection[str]]
-    files: Mapping[str, BesideFile]
+    files: Mapping[str, CompanionFile]
     without_ranks: str = ""
     first_is_enough: bool = False
     unknown: frozenset[str] = frozenset()
@@ -62,17 +62,17 @@ class TrainerFolder:
         """The names of the files in the source."""
         return frozenset(file.source for file in self.files.values())
 
-    def part_of(self, top: str) -> str:
+    def find_part(self, top: str) -> str:
         """The folder of an entry of the tree, by the name at the top of its path; the first one if none has it."""
         return next((folder for folder, tops in self.parts.items() if top in tops), next(iter(self.parts)))
 
-    def files_for(self, world_size: int) -> tuple[dict[str, BesideFile], dict[str, BesideFile]]:
+    def split_files_by_fit(self, world_size: int) -> tuple[dict[str, CompanionFile], dict[str, CompanionFile]]:
         """The files of the folder for that many ranks, and those that are left out."""
         ranks = {file.rank for file in self.files.values() if file.rank is not None}
-        fits = ranks == set(range(world_size))
+        ranks_match = ranks == set(range(world_size))
 
-        def stays(file: BesideFile) -> bool:
-            return file.rank is None or fits or (self.first_is_enough and file.rank == 0)
+        def is_kept(file: CompanionFile) -> bool:
+            return file.rank is None or ranks_match or (self.first_is_enough and file.rank == 0)
 
-        kept = {name: file for name, file in self.files.items() if stays(file)}
-        return kept, {name: file for name, file in self.files.items() if name not in kept}
+        kept_files = {name: file for name, file in self.files.items() if is_kept(file)}
+        return kept_files, {name: file for name, file in self.files.items() if name not in kept_files}

@@ -4,7 +4,7 @@ Scalars, ``str``, ``bytes``, ``bytearray``, ``list``, ``dict``, ``tuple``, ``set
 themselves. The rest is here: ``OrderedDict``, ``DefaultDict`` and ``Size`` keep what their builtin bases would lose,
 a ``GlobalRef`` is a name that a loader would have imported, an ``Opaque`` is an object that a loader would have made
 by calling one, and a ``StoredTensor`` says where a tensor's elements are. None of them imports or calls anything; each
-keeps what is needed to write it back (``containers.pickles.dumps``) and can be pickled by our own code.
+keeps what is needed to write it back (``serialization.pickle.dump.dumps``) and can be pickled by our own code.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ MAX_DIMS = 64
 INT64_MAX = 2**63 - 1
 
 MAX_SHARED_VISITS = 100_000
-"""How often ``to_json`` may write a value it has written before: shared lists in lists double with every level."""
+"""How often ``value_to_json`` may write a value it has written before: shared lists in lists double with every
+level."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ class Opaque:
         parts = self.state if isinstance(self.state, tuple) and len(self.state) == 2 else (self.state,)
         return {name: value for part in parts if isinstance(part, dict) for name, value in part.items()}
 
-    def build(self, state: Value) -> None:
+    def set_state(self, state: Value) -> None:
         """Take the state a pickle sets; once, as picklers do. Raises MalformedError."""
         if self.state is not None:
             raise MalformedError(f"a pickle sets the state of one {self.ref} twice")
@@ -93,28 +94,28 @@ class Opaque:
 
     def __repr__(self) -> str:
         dot_new = ".__new__" if self.form == "new" else ""
-        return f"{self.ref}{dot_new}({', '.join(map(brief, self.args))})"
+        return f"{self.ref}{dot_new}({', '.join(map(format_brief, self.args))})"
 
 
-def brief(value: Value) -> str:
+def format_brief(value: Value) -> str:
     """A value for a message: what is long or deep is only named."""
     if isinstance(value, str | bytes) and len(value) > 60:
         return repr(value[:60]) + "..."
     if isinstance(value, list | tuple | dict | set | frozenset):
         if len(value) > 4:
             return f"{type(value).__name__} of {len(value)}"
-        return f"[{', '.join(kind_of(item) if _is_compound(item) else brief(item) for item in value)}]"
-    return str(value) if isinstance(value, GlobalRef) else kind_of(value) if _is_compound(value) else repr(value)
+        return f"[{', '.join(describe_kind(item) if _is_compound(item) else format_brief(item) for item in value)}]"
+    return str(value) if isinstance(value, GlobalRef) else describe_kind(value) if _is_compound(value) else repr(value)
 
 
-def kind_of(value: Value) -> str:
+def describe_kind(value: Value) -> str:
     """Description of ``value`` for a message, in the words of the program that saved it: no class of ours is named."""
     if isinstance(value, Opaque):
         return f"{value.ref} object" if isinstance(value.ref, GlobalRef) else "object of an inner class"
-    return _KINDS.get(type(value).__name__, type(value).__name__)
+    return _KIND_DESCRIPTIONS.get(type(value).__name__, type(value).__name__)
 
 
-_KINDS = {"StoredTensor": "tensor", "StorageRef": "storage", "GlobalRef": "name of a class or function"}
+_KIND_DESCRIPTIONS = {"StoredTensor": "tensor", "StorageRef": "storage", "GlobalRef": "name of a class or function"}
 
 
 def _is_compound(value: Value) -> bool:
@@ -139,7 +140,7 @@ class OrderedDict(dict[Value, Value]):
     def is_sealed(self) -> bool:
         return self.attributes is _SEALED
 
-    def build(self, state: Value) -> None:
+    def set_state(self, state: Value) -> None:
         """Take the attributes a pickle sets. Raises MalformedError."""
         if type(state) is not dict or not all(type(name) is str and name[:2] != "__" for name in state):
             raise MalformedError("a pickle gives an OrderedDict a state that is not a dict of attributes")
@@ -178,10 +179,10 @@ class Size(tuple[int, ...]):
         return size
 
 
-def are_naturals(found: Any, most: int | None = MAX_DIMS) -> bool:
-    """Whether it is a list or tuple of at most ``most`` non-negative 64-bit integers, such as a shape."""
-    is_list = isinstance(found, list | tuple) and (most is None or len(found) <= most)
-    return is_list and all(type(n) is int and 0 <= n <= INT64_MAX for n in found)
+def are_naturals(values: Any, max_length: int | None = MAX_DIMS) -> bool:
+    """Whether it is a list or tuple of at most ``max_length`` non-negative 64-bit integers, such as a shape."""
+    is_list = isinstance(values, list | tuple) and (max_length is None or len(values) <= max_length)
+    return is_list and all(type(n) is int and 0 <= n <= INT64_MAX for n in values)
 
 
 def check_extents(dims: tuple[int, ...]) -> None:
@@ -190,7 +191,7 @@ def check_extents(dims: tuple[int, ...]) -> None:
         raise MalformedError(f"a tensor of {len(dims)} dims")
     for dim in dims:
         if type(dim) is not int or not 0 <= dim <= INT64_MAX:
-            raise MalformedError(f"{brief(dim)} is not a valid extent of a tensor")
+            raise MalformedError(f"{format_brief(dim)} is not a valid extent of a tensor")
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +213,7 @@ class StorageRef:
             raise MalformedError(f"a storage of {self.numel} elements", key=self.key)
 
     @classmethod
-    def holding(cls, key: str, dtype: DType, numel: int, location: str = "cpu") -> StorageRef:
+    def of_elements(cls, key: str, dtype: DType, numel: int, location: str = "cpu") -> StorageRef:
         """The storage torch would pickle for ``numel`` elements of ``dtype``."""
         if dtype.torch_storage is None:
             return cls(key, None, numel * dtype.item_bytes, location)
@@ -274,7 +275,7 @@ class StoredTensor:
         return is_row_major(self.shape, self.strides)
 
 
-def to_json(value: Value) -> Any:
+def value_to_json(value: Value) -> Any:
     """``value`` as what ``json.dumps`` takes; what JSON lacks becomes an object with one ``$`` key.
 
     A value inside itself becomes ``{"$cycle": ...}``.
@@ -282,13 +283,13 @@ def to_json(value: Value) -> Any:
     Raises:
         MalformedError: values shared inside values would make the text explode.
     """
-    return _Jsonable().convert(value)
+    return _JsonConverter().convert(value)
 
 
-class _Jsonable:
+class _JsonConverter:
     def __init__(self) -> None:
-        self._seen: set[int] = set()
-        self._open: set[int] = set()
+        self._seen_ids: set[int] = set()
+        self._open_ids: set[int] = set()
         self._visits_left = MAX_SHARED_VISITS
 
     def convert(self, value: Value) -> Any:
@@ -298,25 +299,25 @@ class _Jsonable:
             return value if isfinite(value) else {"$float": repr(value)}
         if isinstance(value, bytes | bytearray):
             return {"$bytes": base64.b64encode(value).decode()}
-        return self._once(value)
+        return self._convert_shared(value)
 
-    def _once(self, value: Value) -> Any:
-        if id(value) in self._open:
+    def _convert_shared(self, value: Value) -> Any:
+        if id(value) in self._open_ids:
             return {"$cycle": type(value).__name__}
-        if id(value) in self._seen:
+        if id(value) in self._seen_ids:
             self._visits_left -= 1
             if not self._visits_left:
                 raise MalformedError("a value contains itself too many times")
-        self._seen.add(id(value))
-        self._open.add(id(value))
+        self._seen_ids.add(id(value))
+        self._open_ids.add(id(value))
         try:
-            return self._compound(value)
+            return self._convert_compound(value)
         finally:
-            self._open.discard(id(value))
+            self._open_ids.discard(id(value))
 
-    def _compound(self, value: Value) -> Any:
+    def _convert_compound(self, value: Value) -> Any:
         if isinstance(value, dict):
-            return self._mapping(value)
+            return self._convert_mapping(value)
         if isinstance(value, list | tuple):
             return [self.convert(item) for item in value]
         if isinstance(value, set | frozenset):
@@ -324,23 +325,23 @@ class _Jsonable:
         if isinstance(value, GlobalRef):
             return {"$global": str(value)}
         if isinstance(value, Opaque):
-            return self._opaque(value)
+            return self._convert_opaque(value)
         if isinstance(value, StoredTensor):
             return {"$tensor": {"dtype": value.dtype.value, "shape": list(value.shape)}}
         return {f"${type(value).__name__}": str(value)}
 
-    def _mapping(self, value: dict[Value, Value]) -> Any:
+    def _convert_mapping(self, value: dict[Value, Value]) -> Any:
         if all(isinstance(key, str) and not key.startswith("$") for key in value):
             return {key: self.convert(item) for key, item in value.items()}
         return {"$dict": [[self.convert(key), self.convert(item)] for key, item in value.items()]}
 
-    def _opaque(self, value: Opaque) -> Any:
+    def _convert_opaque(self, value: Opaque) -> Any:
         parts = {name: getattr(value, name) for name in ("args", "kwargs", "state", "items", "pairs")}
-        given = {name: self.convert(part) for name, part in parts.items() if part not in (None, (), [], {})}
-        return {f"${value.form}": str(value.ref)} | given
+        json_parts = {name: self.convert(part) for name, part in parts.items() if part not in (None, (), [], {})}
+        return {f"${value.form}": str(value.ref)} | json_parts
 
 
-class Distinct:
+class ValueNumbering:
     """Numbers for values: the same for equal ones of the same types, NaNs and signs of zero told apart by their bits.
 
     Takes the time of one walk, whatever the values share; objects that contain themselves are told apart by identity.
@@ -348,18 +349,18 @@ class Distinct:
 
     def __init__(self) -> None:
         self._numbers: dict[Value, int] = {}
-        self._kept: list[Value] = []
+        self._alive_objects: list[Value] = []
 
-    def number(self, value: Value) -> int:
+    def get_number(self, value: Value) -> int:
         if isinstance(value, dict):
-            parts: Value = tuple((self.number(key), self.number(item)) for key, item in value.items())
+            identity: Value = tuple((self.get_number(key), self.get_number(item)) for key, item in value.items())
         elif isinstance(value, list | tuple):
-            parts = tuple(map(self.number, value))
+            identity = tuple(map(self.get_number, value))
         elif isinstance(value, set | frozenset):
-            parts = frozenset(map(self.number, value))
+            identity = frozenset(map(self.get_number, value))
         elif isinstance(value, Opaque):
-            self._kept.append(value)
-            parts = id(value)
+            self._alive_objects.append(value)
+            identity = id(value)
         else:
-            parts = value if isinstance(value, str | bytes | int) else repr(value)
-        return self._numbers.setdefault((type(value).__name__, parts), len(self._numbers))
+            identity = value if isinstance(value, str | bytes | int) else repr(value)
+        return self._numbers.setdefault((type(value).__name__, identity), len(self._numbers))

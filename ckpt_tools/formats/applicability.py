@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckpt_tools.core.applicability import OF_RECIPES, OF_TWO_COPIES, Case, Rule
+from ckpt_tools.core.applicability import RECIPE_CONFIG_RULE, TWO_COPIES_RULE, ApplicabilityRule, OptionContext
 from ckpt_tools.formats.index import built_in
 
 
@@ -17,57 +17,57 @@ def _trees() -> str:
     return f"checkpoints that are trees ({_names('model_key', reading=True)}, if they hold one)"
 
 
-def _written(name: str, formats: str) -> Rule:
+def _written(name: str, formats: str) -> ApplicabilityRule:
     """The rule of an option for writing ``formats``, which are described in words."""
-    return Rule(
+    return ApplicabilityRule(
         (name,),
-        lambda case: name in case.writes,
+        lambda case: name in case.writer_options,
         lambda: f"{formats} ({_names(name)})",
-        lambda case: f"this writes {case.target}",
+        lambda case: f"this writes {case.target_format}",
     )
 
 
-def _formats(case: Case) -> str:
-    return f"this reads {case.source}" + (f" and writes {case.target}" if case.target else "")
+def _formats(case: OptionContext) -> str:
+    return f"this reads {case.source_format}" + (f" and writes {case.target_format}" if case.target_format else "")
 
 
-_WEIGHTS = Rule(
+_WEIGHTS = ApplicabilityRule(
     ("weights",),
-    lambda case: not (case.has_masters and case.keeps_both),
+    lambda case: not (case.has_masters and case.keeps_both_copies),
     lambda: "outputs that hold one copy of each weight; choose {state:model}, or leave it out",
-    lambda case: f"{case.target} keeps the fp32 masters and the model's weights",
-    value="model",
+    lambda case: f"{case.target_format} keeps the fp32 masters and the model's weights",
+    checked_value="model",
 )
 
-_CONFIG = Rule(
+_CONFIG = ApplicabilityRule(
     ("config",),
-    lambda case: "config" in case.writes or case.has_recipe,
+    lambda case: "config" in case.writer_options or case.has_recipe,
     lambda: f"folders that from_pretrained opens ({_names('config')}), for sizes of a recipe, and for {{dequantize}}",
-    lambda case: f"this writes {case.target}",
+    lambda case: f"this writes {case.target_format}",
 )
 
 READING = (
-    Rule(
+    ApplicabilityRule(
         ("tag",),
-        lambda case: "tag" in (*case.reads, *case.writes),
+        lambda case: "tag" in (*case.reader_options, *case.writer_options),
         lambda: f"DeepSpeed's formats ({_names('tag')})",
         _formats,
     ),
-    Rule(
+    ApplicabilityRule(
         ("model_key",),
-        lambda case: "model_key" in (*case.reads, *case.writes),
+        lambda case: "model_key" in (*case.reader_options, *case.writer_options),
         lambda: f"{_trees()}, and for writing {_names('model_key')}",
         _formats,
     ),
-    Rule(
+    ApplicabilityRule(
         ("optim_key",),
-        lambda case: "optim_key" in case.reads or ("optim_key" in case.writes and case.has_state),
+        lambda case: "optim_key" in case.reader_options or ("optim_key" in case.writer_options and case.has_state),
         lambda: f"{_trees()}, and for writing optimizer state to {_names('optim_key')}",
         _formats,
     ),
-    Rule(
+    ApplicabilityRule(
         ("param_order",),
-        lambda case: "optim_key" in case.reads,
+        lambda case: "optim_key" in case.reader_options,
         lambda: f"optimizers that number their parameters, in {_trees()}",
         _formats,
     ),
@@ -79,12 +79,12 @@ WRITING = (
     _written("world_size", "formats that are written for a number of ranks"),
     _written("max_shard_size", "formats that are cut into shards of a size"),
     _CONFIG,
-    Rule(
+    ApplicabilityRule(
         ("state",),
         lambda case: not case.is_weights_alone,
         lambda: "formats that can hold a whole state",
-        lambda case: f"{case.target} holds weights alone",
-        value="all",
+        lambda case: f"{case.target_format} holds weights alone",
+        checked_value="all",
     ),
     _WEIGHTS,
 )
@@ -93,5 +93,5 @@ WRITING = (
 COMPARING = (*READING, _WEIGHTS, _CONFIG)
 """Rules of ``verify`` with two checkpoints, checked once their formats are known."""
 
-DIFFING = (*READING, OF_TWO_COPIES, OF_RECIPES)
+DIFFING = (*READING, TWO_COPIES_RULE, RECIPE_CONFIG_RULE)
 """Rules of ``diff``, checked once both checkpoints are read."""

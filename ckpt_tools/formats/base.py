@@ -149,6 +149,6 @@ class Format:
         """Python code that loads what ``layout`` made of ``manifest`` and ``options``, by the framework that the format
         is for: at most five lines. ``path`` is the local file or folder. ``model`` and ``optimizer`` are the reader's
         own. What is not Python, such as an option of a command, is a comment."""
-        from ckpt_tools.core.loading import opened
+        from ckpt_tools.core.loading import make_open_snippet
 
-        return opened(path)
+        return make_open_snippet(path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, StateKey
 from ckpt_tools.core.notes import Note, Outcome
-from ckpt_tools.core.wording import count
+from ckpt_tools.core.wording import format_count
 
 
 def weights_by_name(manifest: Manifest, format_name: str) -> tuple[dict[str, StateKey], tuple[Note, ...]]:
@@ -15,5 +15,5 @@ def weights_by_name(manifest: Manifest, format_name: str) -> tuple[dict[str, Sta
     ties = {alias: names[owner] for alias, owner in manifest.aliases.items()}
     size = sum(manifest.tensors[key].num_bytes for key in ties.values())
     why = f"{format_name} cannot tie weights; each name is stored with elements of its own"
-    notes = (Note(Outcome.KEPT, count(len(ties), "tied name"), why, len(ties), size),) if ties else ()
+    notes = (Note(Outcome.KEPT, format_count(len(ties), "tied name"), why, len(ties), size),) if ties else ()
     return {**names, **ties}, notes

@@ -11,11 +11,11 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from ckpt_tools.core.option_names import option
-from ckpt_tools.core.values import GlobalRef, Opaque, OrderedDict, StorageRef, StoredTensor, Value, brief
-from ckpt_tools.core.wording import listed
+from ckpt_tools.core.option_names import format_option
+from ckpt_tools.core.values import GlobalRef, Opaque, OrderedDict, StorageRef, StoredTensor, Value, format_brief
+from ckpt_tools.core.wording import join_names
 from ckpt_tools.errors import UnsupportedError
-from ckpt_tools.serialization.unread_tensors import why_unread
+from ckpt_tools.serialization.unread_tensors import explain_unreadable
 from ckpt_tools.trainers.names import rank_file, world_of
 
 _SLOTS = frozenset(
@@ -57,7 +57,7 @@ def refuse_weights(names: Iterable[str]) -> None:
 
 def refuse_tensor_object(value: Any, name: str) -> None:
     """Raises UnsupportedError for a weight that is a tensor of an unsupported class."""
-    reason = why_unread(value)
+    reason = explain_unreadable(value)
     if reason is not None:
         raise UnsupportedError(reason, key=name)
 
@@ -88,7 +88,7 @@ def why_no_model(paths: Iterable[str]) -> str | None:
         return None
     what = "this is one part" if len(names) == 1 else f"these are {len(names):,} parts"
     return (
-        f"by name {what} of a model that tensor parallelism cut ({listed(names)}), and no file says how; take the "
+        f"by name {what} of a model that tensor parallelism cut ({join_names(names)}), and no file says how; take the "
         "model that was cut"
     )
 
@@ -97,7 +97,7 @@ def why_delta(metadata: Any) -> str | None:
     """Why a folder whose index has this ``metadata`` is no model: slime, SGLang and miles publish what has changed."""
     if not isinstance(metadata, Mapping) or "delta_encoding" not in metadata:
         return None
-    base = brief(metadata.get("base_version", "unknown"))
+    base = format_brief(metadata.get("base_version", "unknown"))
     return f"it is a delta against an earlier version: {base}; apply it to that version by what published it"
 
 
@@ -119,7 +119,7 @@ def refuse_ranks(files: Mapping[str, str]) -> None:
         shown = ", ".join(f"{path}: {found}" for path, found in list(files.items())[:4])
         raise UnsupportedError(
             f"there are files of single ranks of a sharded state here ({shown}), and none of them is the whole model; "
-            f"read them together with {option('from_', 'sharded')}"
+            f"read them together with {format_option('from_', 'sharded')}"
         )
 
 
@@ -189,7 +189,7 @@ def refuse_deepspeed(value: Value, path: str) -> None:
     if isinstance(optimizer, dict) and any(name in optimizer for name in _DEEPSPEED_MASTERS):
         raise UnsupportedError(
             "it is of a DeepSpeed run in 16 bit without ZeRO (stage 0), whose fp32 masters lie in its optimizer; open "
-            f"it as what it is, with {option('from_', 'deepspeed')}",
+            f"it as what it is, with {format_option('from_', 'deepspeed')}",
             path=path,
         )
     if isinstance(own, dict) and any(name in own for name in _DEEPSPEED_PARTITIONS):

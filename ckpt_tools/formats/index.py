@@ -13,10 +13,10 @@ from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from ckpt_tools.core.format_names import ALIASES, BUILT_IN, SINGLE_FILES
-from ckpt_tools.core.option_names import option
-from ckpt_tools.core.showing import Shown
-from ckpt_tools.core.wording import listed, newest
+from ckpt_tools.core.format_names import BUILTIN_FORMATS, FORMAT_BY_FILE_SUFFIX, REPORTED_FORMAT_ALIASES
+from ckpt_tools.core.option_names import format_option
+from ckpt_tools.core.showing import DisplayableResult
+from ckpt_tools.core.wording import join_names, join_newest
 from ckpt_tools.errors import (
     CkptError,
     FormatError,
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class FormatInfo(Shown):
+class FormatInfo(DisplayableResult):
     """One row of the table of formats."""
 
     name: str
@@ -48,13 +48,13 @@ class FormatInfo(Shown):
 
 def names() -> tuple[str, ...]:
     """Every format, the built-in ones first. Raises UsageError."""
-    return (*BUILT_IN, *plugins())
+    return (*BUILTIN_FORMATS, *plugins())
 
 
 def known(name: str) -> Format | None:
     """The format that a user or a manifest calls ``name``, if there is one. Raises UsageError."""
-    name = ALIASES.get(name, name)
-    if name in BUILT_IN:
+    name = REPORTED_FORMAT_ALIASES.get(name, name)
+    if name in BUILTIN_FORMATS:
         return _built_in(name)
     entry = plugins().get(name)
     return None if entry is None else plugin(entry)
@@ -62,7 +62,7 @@ def known(name: str) -> Format | None:
 
 @cache
 def _built_in(name: str) -> Format:
-    module, _, attribute = BUILT_IN[name].place.partition(":")
+    module, _, attribute = BUILTIN_FORMATS[name].object_path.partition(":")
     found = getattr(import_module(f"ckpt_tools.formats.{module}"), attribute)
     made = found() if isinstance(found, type) else found
     assert isinstance(made, Format)
@@ -71,7 +71,7 @@ def _built_in(name: str) -> Format:
 
 def built_in() -> tuple[Format, ...]:
     """All built-in formats, in the order of detection."""
-    return tuple(map(_built_in, BUILT_IN))
+    return tuple(map(_built_in, BUILTIN_FORMATS))
 
 
 def all_formats() -> tuple[Format, ...]:
@@ -126,7 +126,7 @@ def find_format(source: Source, name: str | None = None) -> Format:
     claimed = _recognising_plugin(source, claiming(source.files))
     if claimed is not None:
         return claimed
-    for known_name in BUILT_IN:
+    for known_name in BUILTIN_FORMATS:
         if has_sign(source, known_name) and _built_in(known_name).detect(source):
             return _built_in(known_name)
     added = _recognising_plugin(source, plugins())
@@ -137,12 +137,14 @@ def find_format(source: Source, name: str | None = None) -> Format:
     # The folder of a run, where formats look for one checkpoint.
     steps = [each.name for each in members(source.files) if each.is_numbered and each.is_finished]
     if len(steps) > 1:
-        raise SeveralCheckpointsError(f"there are several checkpoints here ({newest(steps)}); name the folder of one")
+        raise SeveralCheckpointsError(
+            f"there are several checkpoints here ({join_newest(steps)}); name the folder of one"
+        )
     _refuse_known(source)
-    detected = [each for each, entry in BUILT_IN.items() if entry.signs]
+    detected = [each for each, entry in BUILTIN_FORMATS.items() if entry.signs]
     raise UnsupportedError(
         f"{source.store.url} is not in a known format ({', '.join((*detected, *plugins()))}); "
-        f"if it is in one of them, name it with {option('from_')}"
+        f"if it is in one of them, name it with {format_option('from_')}"
     )
 
 
@@ -156,20 +158,22 @@ def read_manifest(found: Format, source: Source, options: ReadOptions) -> Manife
 
 def has_sign(source: Source, name: str) -> bool:
     """Whether a file of ``source`` has a sign of the built-in format ``name``."""
-    signs = BUILT_IN[name].signs
+    signs = BUILTIN_FORMATS[name].signs
     return any(path.endswith(signs) for path in source.files)
 
 
 def hint_of_plugins(source: Source, reader: Format) -> str:
     """The end of an error of a built-in format, if a plug-in recognises ``source`` too; else empty."""
-    if reader.name not in BUILT_IN:
+    if reader.name not in BUILTIN_FORMATS:
         return ""
     try:
         added = _recognising_plugin(source, plugins())
     except CkptError:
         return ""
     return (
-        "" if added is None else f"; the plug-in's format {added.name} recognises it: add {option('from_', added.name)}"
+        ""
+        if added is None
+        else f"; the plug-in's format {added.name} recognises it: add {format_option('from_', added.name)}"
     )
 
 
@@ -190,8 +194,10 @@ def _recognising_plugin(source: Source, names: Iterable[str]) -> Format | None:
         except CkptError as error:
             broken.append(error)
     if len(found) > 1:
-        several = listed([each.name for each in found])
-        raise UsageError(f"several formats recognise {source.store.url} ({several}); say which with {option('from_')}")
+        several = join_names([each.name for each in found])
+        raise UsageError(
+            f"several formats recognise {source.store.url} ({several}); say which with {format_option('from_')}"
+        )
     if broken and not found:
         raise broken[0]
     return found[0] if found else None
@@ -248,8 +254,8 @@ def refuse_content(source: Source, path: str, *, is_of_no_format: bool = False) 
         raise UnsupportedError("it is a Git LFS pointer and not the file itself; fetch it with git lfs pull", path=path)
     if head.startswith((b"<!doctype html", b"<html")):
         raise UnsupportedError("it is a page of HTML, such as a login or an error; download the file again", path=path)
-    is_single = path.endswith(tuple(SINGLE_FILES)) or len(source.files) == 1
-    if not is_single or path.endswith(BUILT_IN["torch"].signs):
+    is_single = path.endswith(tuple(FORMAT_BY_FILE_SUFFIX)) or len(source.files) == 1
+    if not is_single or path.endswith(BUILTIN_FORMATS["torch"].signs):
         return
     from ckpt_tools.serialization.torch_zip import open_archive
 
@@ -259,5 +265,5 @@ def refuse_content(source: Source, path: str, *, is_of_no_format: bool = False) 
         if is_of_no_format and isinstance(error, UnsupportedError):
             raise
         return
-    advice = f"add {option('from_', 'torch')}"
+    advice = f"add {format_option('from_', 'torch')}"
     raise UnsupportedError(f"its content is that of torch.save, but its name is not; {advice}", path=path)

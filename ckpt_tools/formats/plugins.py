@@ -17,9 +17,9 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from ckpt_tools.core.entry_points import by_name, distribution_of, entries_of
-from ckpt_tools.core.format_names import BUILT_IN
-from ckpt_tools.core.wording import listed
+from ckpt_tools.core.entry_points import describe_distribution, index_plugins_by_name, list_entry_points
+from ckpt_tools.core.format_names import BUILTIN_FORMATS
+from ckpt_tools.core.wording import join_names
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.formats.base import READING_OPTIONS, WRITING_OPTIONS, Format
 
@@ -120,13 +120,15 @@ def plugins() -> Mapping[str, EntryPoint]:
     Raises:
         UsageError: two distributions give a format of one name, or one gives a format that is built in.
     """
-    return by_name(((entry.name, entry, entry) for entry in entries_of(FORMATS)), "format", BUILT_IN)
+    return index_plugins_by_name(
+        ((entry.name, entry, entry) for entry in list_entry_points(FORMATS)), "format", BUILTIN_FORMATS
+    )
 
 
 @cache
 def plugin(entry: EntryPoint) -> Format:
     """The format of an entry point. Raises UsageError if it cannot be imported, or is not a format."""
-    who = f"the format {entry.name!r} of {distribution_of(entry)}"
+    who = f"the format {entry.name!r} of {describe_distribution(entry)}"
     try:
         found = entry.load()
         found = found() if isinstance(found, type) else found
@@ -135,7 +137,7 @@ def plugin(entry: EntryPoint) -> Format:
     problem = _problem(found, entry.name)
     if problem is not None:
         raise UsageError(f"{who} {problem}")
-    return PluginFormat(found, distribution_of(entry))
+    return PluginFormat(found, describe_distribution(entry))
 
 
 def _problem(found: object, name: str) -> str | None:
@@ -150,7 +152,7 @@ def _problem(found: object, name: str) -> str | None:
         *sorted({*found.reading_options} - {*READING_OPTIONS}),
         *sorted({*found.writing_options} - {*WRITING_OPTIONS}),
     ]
-    return f"asks for options that formats do not have: {listed(unknown)}" if unknown else None
+    return f"asks for options that formats do not have: {join_names(unknown)}" if unknown else None
 
 
 def claiming(files: Collection[str]) -> tuple[str, ...]:
@@ -168,7 +170,7 @@ def claiming(files: Collection[str]) -> tuple[str, ...]:
 
 @cache
 def _signs() -> tuple[tuple[str, str], ...]:
-    found = sorted((entry.name, entry.value) for entry in entries_of(SIGNS))
+    found = sorted((entry.name, entry.value) for entry in list_entry_points(SIGNS))
     wrong = next((value for _, value in found if not value.isidentifier()), None)
     if wrong is not None:
         raise UsageError(

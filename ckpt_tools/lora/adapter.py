@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, StateKey, TensorEntry
-from ckpt_tools.core.option_names import option
-from ckpt_tools.core.transforms import model_only, rename, without_wrappers
-from ckpt_tools.core.wording import listed
+from ckpt_tools.core.option_names import format_option
+from ckpt_tools.core.transforms import keep_model_only, rename_tensors, strip_wrappers
+from ckpt_tools.core.wording import join_names
 from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.lora.config import EMBEDDING_LAYERS, AdapterConfig
 from ckpt_tools.lora.names import EMBEDDING_PARTS, ParsedName, PeftRole, get_base_module, parse_name
@@ -48,18 +48,18 @@ def select_adapter_names(
     names = parse_weight_names(manifest)
     foreign_names = sorted(name for name, read in names.items() if read.role is PeftRole.FOREIGN)
     if foreign_names:
-        raise UnsupportedError(f"{listed(foreign_names)}: tensors of a method that is not LoRA")
+        raise UnsupportedError(f"{join_names(foreign_names)}: tensors of a method that is not LoRA")
     adapters = sorted({read.adapter for read in names.values() if read.adapter is not None})
     lora_names = [read for read in names.values() if read.role is PeftRole.LORA]
     if not lora_names:
         raise UsageError(_explain_no_adapter(names))
     if adapter is not None and adapter not in adapters:
-        existing = f"has {listed(adapters)}" if adapters else "is that of one adapter, without names of adapters"
+        existing = f"has {join_names(adapters)}" if adapters else "is that of one adapter, without names of adapters"
         raise UsageError(
-            f"{option('adapter_name', adapter)}: there is no adapter {adapter!r}; the checkpoint {existing}"
+            f"{format_option('adapter_name', adapter)}: there is no adapter {adapter!r}; the checkpoint {existing}"
         )
     if adapter is None and len(adapters) > 1:
-        raise UsageError(f"there are several adapters ({listed(adapters)}); {advice}")
+        raise UsageError(f"there are several adapters ({join_names(adapters)}); {advice}")
     adapter_name = adapter if adapter is not None else next(iter(adapters), None)
     has_adapter_names = adapter_name is not None
     own_names = {name: read for name, read in names.items() if read.adapter == adapter_name}
@@ -85,7 +85,7 @@ def _explain_no_adapter(names: Iterable[str]) -> str:
 
 def read_adapter(manifest: Manifest, config: AdapterConfig, adapter: str | None, advice: str) -> Adapter:
     """The adapter in ``manifest``. Raises CkptError as ``select_adapter_names``, and for a name that appears twice."""
-    model, _ = without_wrappers(model_only(manifest, weights="master", asked=True)[0])
+    model, _ = strip_wrappers(keep_model_only(manifest, weight_copy="master", is_requested=True)[0])
     keys = map_weight_keys(model)
     parts: dict[str, dict[str, TensorEntry]] = {}
     saved: dict[str, TensorEntry] = {}
@@ -110,7 +110,7 @@ def extract_base_model(manifest: Manifest) -> Manifest:
     tensors = {key: entry for key, entry in manifest.tensors.items() if key.fqn in base_names}
     aliases = {alias: owner for alias, owner in manifest.aliases.items() if alias in base_names and owner in base_names}
     base_model = replace(manifest, tensors=tensors, aliases=aliases)
-    return rename(base_model, lambda name: base_names[name])[0]
+    return rename_tensors(base_model, lambda name: base_names[name])[0]
 
 
 def map_file_names(

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any
 
 from ckpt_tools.core.manifest import TensorEntry
-from ckpt_tools.core.names import unnumbered
+from ckpt_tools.core.names import zero_numbers
 from ckpt_tools.lora.adapter import Adapter
 from ckpt_tools.lora.config import AdapterConfig
 from ckpt_tools.lora.names import get_base_module
@@ -54,8 +54,8 @@ def find_target_modules(config: AdapterConfig, modules: list[str], adapted: set[
     if does_name_all_targets(config, modules):
         yield from (module for module in modules if _is_target(module, config))
         return
-    adapted_classes = set(map(unnumbered, adapted))
-    similar_modules = [module for module in modules if unnumbered(module) in adapted_classes]
+    adapted_classes = set(map(zero_numbers, adapted))
+    similar_modules = [module for module in modules if zero_numbers(module) in adapted_classes]
     exclude_modules = config.exclude_modules
     is_exclusion_fast = not isinstance(exclude_modules, str) or is_fast_to_match([exclude_modules], similar_modules)
     yield from (module for module in similar_modules if not (is_exclusion_fast and _is_excluded(module, config)))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from math import sqrt
 from typing import Any
 
-from ckpt_tools.core.wording import listed
+from ckpt_tools.core.wording import join_names
 from ckpt_tools.errors import MalformedError, UnsupportedError
 from ckpt_tools.lora.patterns import NO_SUFFIXES, NameSuffixes, PatternValues, is_plain_name
 
@@ -174,7 +174,7 @@ def _find_unmergeable_settings(content: Mapping[str, Any]) -> list[str]:
         if value and key not in _HANDLED_KEYS | _TRAINING_KEYS and key not in _UNSUPPORTED_KEYS
     ]
     return reasons + (
-        [f"{listed(unknown_keys)} of its settings may change the result and is not known"] if unknown_keys else []
+        [f"{join_names(unknown_keys)} of its settings may change the result and is not known"] if unknown_keys else []
     )
 
 

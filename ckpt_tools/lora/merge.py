@@ -16,17 +16,17 @@ from typing import Any
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.casts import CASTABLE
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.literals import literal_file
-from ckpt_tools.core.manifest import Equal, Kind, Manifest, StateKey, TensorEntry, computed_file
-from ckpt_tools.core.matching import nearest_names
-from ckpt_tools.core.names import beginning_with
+from ckpt_tools.core.literals import make_literal_file_name
+from ckpt_tools.core.manifest import EqualPair, Kind, Manifest, StateKey, TensorEntry, make_computed_file_name
+from ckpt_tools.core.matching import suggest_names
+from ckpt_tools.core.names import iter_names_with_prefix
 from ckpt_tools.core.notes import Note, Outcome
-from ckpt_tools.core.option_names import option
+from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.quantized import is_quantized
 from ckpt_tools.core.shards import ByteRange, ShardTable
-from ckpt_tools.core.ties import is_embedding, is_head, stated_tie, tie, untied
-from ckpt_tools.core.transforms import Transformed
-from ckpt_tools.core.wording import count, listed
+from ckpt_tools.core.ties import is_embedding, is_head, make_tied_pair, read_tie_flag, untie_heads
+from ckpt_tools.core.transforms import TransformResult
+from ckpt_tools.core.wording import format_count, join_names
 from ckpt_tools.errors import IncompleteError, UnsupportedError, UsageError
 from ckpt_tools.lora.adapter import Adapter, extract_base_model
 from ckpt_tools.lora.complete import does_name_all_targets, find_missing_parts
@@ -41,7 +41,7 @@ TRANSPOSED_LINEAR = frozenset({"clvp", "decision_transformer", "gpt2", "imagegpt
 TRANSPOSED_EXPERTS = frozenset({"aria", "aria_text", "gpt_oss", "openai_privacy_filter"})
 """``model_type`` of transformers (5.23) whose experts keep ``[E, in, out]`` (``is_transposed``)."""
 
-_ONE_FILE = literal_file("one of an adapter's bias")
+_ONE_FILE = make_literal_file_name("one of an adapter's bias")
 _ONE_TABLE = ShardTable.whole((1,), DType.FLOAT32, ByteRange(_ONE_FILE, 0, 4))
 
 
@@ -58,7 +58,7 @@ class MergeStep:
     find_live_naming: Callable[[], str] = str
     """The options that lead from the base model's names to those of the model in memory; empty if none are known."""
 
-    def __call__(self, manifest: Manifest) -> Transformed:
+    def __call__(self, manifest: Manifest) -> TransformResult:
         """``manifest`` with the adapter merged.
 
         Raises:
@@ -66,12 +66,12 @@ class MergeStep:
         """
         manifest, untying_notes = extract_base_model(manifest), tuple[Note, ...]()
         if self.unties:
-            manifest, untying_notes = untied(manifest, is_tied=self._is_tied(manifest.fqns))
+            manifest, untying_notes = untie_heads(manifest, is_tied=self._is_tied(manifest.fqns))
         saved, dropped_names, must_equal = self._collect_saved(manifest)
         weights = {key.fqn: entry for key, entry in manifest.tensors.items()} | saved
         products = dict(self._build_products(manifest, weights))
         missing_notes = tuple(self._note_missing_parts(manifest))
-        files = {name: computed_file(f"{name} with the adapter") for name in products}
+        files = {name: make_computed_file_name(f"{name} with the adapter") for name in products}
         computed = {files[name]: _build_sum(name, weights[name], made, manifest) for name, made in products.items()}
         merged = {name: _build_merged_entry(weights[name], file) for name, file in files.items()}
         tensors = {**manifest.tensors, **{StateKey(name): entry for name, entry in (saved | merged).items()}}
@@ -96,7 +96,9 @@ class MergeStep:
         dropped_names: list[str],
     ) -> Iterator[Note]:
         size = sum(entry.num_bytes for entry in merged.values())
-        yield Note(Outcome.MERGED, count(len(merged), "tensor"), "the adapter is added", len(merged), size, asked=True)
+        yield Note(
+            Outcome.MERGED, format_count(len(merged), "tensor"), "the adapter is added", len(merged), size, asked=True
+        )
         for name, entry in saved.items():
             base_entry, stored_dtype = manifest.tensors.get(StateKey(name)), entry.shards.dtype
             cast_text = (
@@ -115,24 +117,25 @@ class MergeStep:
         """
         weights = {key.fqn: entry for key, entry in manifest.tensors.items()}
         missing = find_missing_parts(self.config, self.adapter, weights, self.model_config)
-        settings = listed(sorted({*missing.values()}))
+        settings = join_names(sorted({*missing.values()}))
         if missing and not self.allows_missing:
             naming_options = self.find_live_naming() if any(".experts." in name for name in missing) else ""
             advice = f"; if it was trained on the names that {naming_options} gives, add that" if naming_options else ""
             raise IncompleteError(
-                f"the adapter lacks {listed(missing)}, which {settings} of adapter_config.json "
-                f"{'names' if len({*missing.values()}) == 1 else 'name'}; {option('allow_missing', True)} merges "
+                f"the adapter lacks {join_names(missing)}, which {settings} of adapter_config.json "
+                f"{'names' if len({*missing.values()}) == 1 else 'name'}; {format_option('allow_missing', True)} "
+                f"merges "
                 f"what it holds{advice}"
             )
         if missing:
-            yield Note(Outcome.MISSING, listed(missing), f"named by {settings}, and not in the adapter", asked=True)
+            yield Note(Outcome.MISSING, join_names(missing), f"named by {settings}, and not in the adapter", asked=True)
         if not does_name_all_targets(self.config, [*weights]):
             reason = "it does not tell by itself which it names: those in layers beside an adapted one were looked for"
             yield Note(Outcome.KEPT, "modules of target_modules", reason, asked=True)
 
     # What replaces tensors
 
-    def _collect_saved(self, manifest: Manifest) -> tuple[dict[str, TensorEntry], list[str], list[Equal]]:
+    def _collect_saved(self, manifest: Manifest) -> tuple[dict[str, TensorEntry], list[str], list[EqualPair]]:
         """Tensors that the adapter holds whole; names of those that are tied and left out, and pairs to compare."""
         saved: dict[str, TensorEntry] = {}
         dropped_names, equal_pairs = [], []
@@ -144,7 +147,7 @@ class MergeStep:
                 if twin is None:
                     raise UnsupportedError(_explain_tie(name, tied_name), key=name)
                 equal_pairs.append(
-                    tie(f"{name} and {tied_name} of the adapter, which the base model ties", entry, twin)
+                    make_tied_pair(f"{name} and {tied_name} of the adapter, which the base model ties", entry, twin)
                 )
             if base_entry is None and tied_name is not None:
                 dropped_names.append(name)
@@ -169,12 +172,12 @@ class MergeStep:
             return alias_of_owner
         if is_embedding(name) and name in manifest.fqns and self._is_tied(manifest.fqns):
             return "the head"
-        return "the embeddings" if is_head(name) and stated_tie(self.model_config) else None
+        return "the embeddings" if is_head(name) and read_tie_flag(self.model_config) else None
 
     def _is_tied(self, names: Collection[str]) -> bool:
         """Whether embeddings and head are one tensor: as ``config.json`` says, else in a model that predicts tokens and
         has no head."""
-        is_stated_tied = stated_tie(self.model_config)
+        is_stated_tied = read_tie_flag(self.model_config)
         return (
             bool(is_stated_tied)
             if is_stated_tied is not None
@@ -270,22 +273,23 @@ class MergeStep:
                 raise UnsupportedError(
                     f"{base_module} is a MultiheadAttention of torch, which is not supported", key=base_module
                 )
-            packed_names = chain.from_iterable(beginning_with(f"{base_module}{sign}", ordered) for sign in "._")
+            packed_names = chain.from_iterable(iter_names_with_prefix(f"{base_module}{sign}", ordered) for sign in "._")
             if any(is_quantized(other, weights[other].dtype) for other in packed_names):
                 raise UnsupportedError(
-                    f"{base_module} is quantized in the base model; dequantize it with {option('dequantize', True)}",
+                    f"{base_module} is quantized in the base model; dequantize it with "
+                    f"{format_option('dequantize', True)}",
                     key=base_module,
                 )
-            if is_head(name) and stated_tie(self.model_config):
+            if is_head(name) and read_tie_flag(self.model_config):
                 raise UnsupportedError(_explain_tie(name, "the embeddings"), key=name)
         if missing_names:
             first_name = next(iter(missing_names.values()))
             which = "none" if len(missing_names) == len(targets) else f"{len(missing_names):,}"
-            count_text = f"{which} of the adapter's {count(len(targets), 'module')}"
+            count_text = f"{which} of the adapter's {format_count(len(targets), 'module')}"
             fit_verb = "fits" if which == "none" else "do not fit"
             raise UsageError(
                 f"the adapter is for another model: {count_text} {fit_verb} the base model, which has no {first_name}; "
-                f"{nearest_names(first_name, weights)}"
+                f"{suggest_names(first_name, weights)}"
             )
 
     def _find_orientations(
@@ -318,7 +322,7 @@ class MergeStep:
         part_names = EMBEDDING_PARTS if EMBEDDING_PARTS[0] in parts or EMBEDDING_PARTS[1] in parts else MATRIX_PARTS
         missing_parts = [part for part in part_names if part not in parts]
         if missing_parts:
-            raise UsageError(f"the adapter has no {listed(missing_parts)} for {name}")
+            raise UsageError(f"the adapter has no {join_names(missing_parts)} for {name}")
         a, b = (parts[part] for part in part_names)
         shape = weight.shape
         if part_names == EMBEDDING_PARTS:
@@ -392,14 +396,15 @@ _NO_CONFIG_REASON = "the base model has no config.json"
 def _explain_tie(name: str, other: str) -> str:
     return (
         f"the base model ties {name} to {other}, and the adapter changes {name} on its own; "
-        f"{option('untie', True)} writes both tensors, and tie_word_embeddings as false"
+        f"{format_option('untie', True)} writes both tensors, and tie_word_embeddings as false"
     )
 
 
 def _check_dtypes(name: str, weight: TensorEntry, parts: Mapping[str, TensorEntry]) -> None:
     if weight.dtype not in CASTABLE:
         raise UnsupportedError(
-            f"it is {weight.dtype.value} in the base model; dequantize it with {option('dequantize', True)}", key=name
+            f"it is {weight.dtype.value} in the base model; dequantize it with {format_option('dequantize', True)}",
+            key=name,
         )
     for part, entry in parts.items():
         if entry.dtype not in CASTABLE - {DType.FLOAT64}:
@@ -450,7 +455,7 @@ def _cast_like_base(name: str, entry: TensorEntry, base_entry: TensorEntry) -> T
         raise UnsupportedError(
             f"it is {base_entry.dtype.value} in the base and {entry.dtype.value} in the adapter", key=name
         )
-    return replace(entry.cast(base_entry.dtype), kind=base_entry.kind)
+    return replace(entry.cast_to(base_entry.dtype), kind=base_entry.kind)
 
 
 def _is_vocabulary_tensor(name: str) -> bool:

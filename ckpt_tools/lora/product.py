@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ckpt_tools.core.boxes import Box, Shape, flat_index, from_flat
+from ckpt_tools.core.boxes import Box, Shape, interval_to_boxes, ravel_index
 from ckpt_tools.core.casts import cast_into
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.manifest import MAX_PIECE, Computed, TensorEntry
+from ckpt_tools.core.manifest import MAX_PIECE, ComputedTensor, TensorEntry
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,7 +70,7 @@ _THREAD_BUFFER = _ThreadBuffer()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class WithProduct(Computed):
+class WithProduct(ComputedTensor):
     """The first operand and the elements of ``product``, added in fp32, or in float64 to float64.
 
     BLAS adds up in an order that depends on the sizes of its operands. Pieces are always the same ones, so elements do
@@ -86,18 +86,18 @@ class WithProduct(Computed):
         is_widened_by_numpy = (
             dtype is DType.FLOAT32 and weight.shards.dtype is DType.BFLOAT16
         )  # by numpy, while it adds
-        operand = weight if is_rounded else weight.cast(DType.BFLOAT16 if is_widened_by_numpy else dtype)
-        factors = (product.left.entry.cast(DType.FLOAT32), product.right.entry.cast(DType.FLOAT32))
+        operand = weight if is_rounded else weight.cast_to(DType.BFLOAT16 if is_widened_by_numpy else dtype)
+        factors = (product.left.entry.cast_to(DType.FLOAT32), product.right.entry.cast_to(DType.FLOAT32))
         return cls(weight.shape, dtype, (operand, *factors), product)
 
-    def regions(self, box: Box) -> Sequence[Box]:
+    def get_operand_regions(self, box: Box) -> Sequence[Box]:
         return (box, *(Box.whole(each.shape) for each in self.operands[1:]))
 
     @property
-    def casts(self) -> bool:
+    def can_cast(self) -> bool:
         return True
 
-    def compute(self, box: Box, parts: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
+    def compute_box(self, box: Box, parts: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
         left, right = self.product.left.reshape_to_stack(parts[1]), self.product.right.reshape_to_stack(parts[2])
         products, num_done = _THREAD_BUFFER.get_buffer(box.numel), 0
         with np.errstate(over="ignore", invalid="ignore"):
@@ -109,12 +109,12 @@ class WithProduct(Computed):
             if self.product.scale != 1:
                 products *= np.float32(self.product.scale)
         weight_bytes, output_bytes = (each.reshape(-1).view(np.uint8) for each in (parts[0], out))
-        cast_into(weight_bytes, self.operands[0].dtype, output_bytes.data, DType(out.dtype.name), plus=products)
+        cast_into(weight_bytes, self.operands[0].dtype, output_bytes.data, DType(out.dtype.name), addend=products)
 
     def _iter_product_boxes(self, box: Box) -> Iterator[tuple[slice, slice, slice]]:
         """The consecutive elements of ``box`` as boxes of the product."""
-        start = flat_index(box.start, self.shape)
-        for part in from_flat(start, start + box.numel, self.product.stack_shape):
+        start = ravel_index(box.start, self.shape)
+        for part in interval_to_boxes(start, start + box.numel, self.product.stack_shape):
             matrices, rows, columns = map(slice, part.start, part.stop)
             yield matrices, rows, columns
 

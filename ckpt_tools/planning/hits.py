@@ -12,11 +12,11 @@ import numpy as np
 from ckpt_tools.core.boxes import (
     Box,
     Shape,
+    box_to_interval,
     contiguous_strides,
-    flat_index,
-    flat_interval,
-    from_flat,
+    interval_to_boxes,
     is_contiguous,
+    ravel_index,
     split_dims,
 )
 from ckpt_tools.core.dtypes import DType
@@ -69,20 +69,22 @@ def hits(table: ShardTable, box: Box, shape: Shape, start: int, stop: int) -> Se
     """
     if start >= stop:
         return []
-    if table.flat is not None and is_contiguous(box, shape):
-        first, _ = flat_interval(box, shape)
-        return _flat_hits(table, table.flat, first + start, first + stop)
+    if table.flat_index is not None and is_contiguous(box, shape):
+        first, _ = box_to_interval(box, shape)
+        return _flat_hits(table, table.flat_index, first + start, first + stop)
     return _box_hits(table, box, shape, start, stop)
 
 
 def _flat_hits(table: ShardTable, flat: FlatIndex, start: int, stop: int) -> list[FlatHit]:
     """The fast path: intervals against intervals, one binary search."""
     found = []
-    for row, lower, upper in zip(*(column.tolist() for column in flat.between(start, stop)), strict=True):
+    for row, lower, upper in zip(*(column.tolist() for column in flat.select_overlapping(start, stop)), strict=True):
         lo, hi = max(start, lower), min(stop, upper)
-        framing, numel, first = table.item(row)
+        framing, numel, first = table.get_item_framing(row)
         first -= lower
-        found.append(FlatHit(table.byte_range(row), framing, table.dtype, numel, first + lo, first + hi, lo - start))
+        found.append(
+            FlatHit(table.get_byte_range(row), framing, table.dtype, numel, first + lo, first + hi, lo - start)
+        )
     return found
 
 
@@ -105,10 +107,10 @@ def _hits_of_block(table: ShardTable, block: _Block) -> Iterator[BoxHit]:
     upper = np.minimum(table.stops, np.array(block.box.stop, np.int64))
     for row in np.flatnonzero((upper > lower).all(axis=1)).tolist():
         first, extents = tuple(lower[row].tolist()), tuple((upper[row] - lower[row]).tolist())
-        framing, numel, inner = table.item(row)
-        piece, strides = table.box(row), table.stride(row)
+        framing, numel, inner = table.get_item_framing(row)
+        piece, strides = table.get_box(row), table.get_strides(row)
         yield BoxHit(
-            at=table.byte_range(row),
+            at=table.get_byte_range(row),
             framing=framing,
             dtype=table.dtype,
             numel=numel,
@@ -133,9 +135,9 @@ def _common_geometry(
     table's."""
     assert prod(table.shape) == prod(shape), "two geometries of one tensor"
     if table.shape != shape and len(shape) <= 1:
-        first, _ = flat_interval(box, shape)
-        return table, list(_blocks(from_flat(first + start, first + stop, table.shape)))
-    blocks = list(_blocks(part.shift(box.start) for part in from_flat(start, stop, box.shape)))
+        first, _ = box_to_interval(box, shape)
+        return table, list(_blocks(interval_to_boxes(first + start, first + stop, table.shape)))
+    blocks = list(_blocks(part.shift(box.start) for part in interval_to_boxes(start, stop, box.shape)))
     if table.shape == shape:
         return table, blocks
     if len(table.shape) == 1:
@@ -154,13 +156,13 @@ def _blocks(boxes: Iterator[Box] | Sequence[Box]) -> Iterator[_Block]:
 def _with_split_dims(block: _Block, shape: Shape, finer: Shape) -> Iterator[_Block]:
     """A block of a tensor of ``shape`` as blocks in ``finer``, whose dims split those of ``shape``."""
     if is_contiguous(block.box, shape):
-        interval = flat_interval(block.box, shape)
-        yield from (replace(part, into=block.into + part.into) for part in _blocks(from_flat(*interval, finer)))
+        interval = box_to_interval(block.box, shape)
+        yield from (replace(part, into=block.into + part.into) for part in _blocks(interval_to_boxes(*interval, finer)))
         return
     along = [
         [
             (part.box, block.strides[dim] * part.into, tuple(block.strides[dim] * stride for stride in part.strides))
-            for part in _blocks(from_flat(block.box.start[dim], block.box.stop[dim], finer[dims]))
+            for part in _blocks(interval_to_boxes(block.box.start[dim], block.box.stop[dim], finer[dims]))
         ]
         for dim, dims in enumerate(split_dims(shape, finer))
     ]
@@ -179,7 +181,7 @@ def _unfolded(table: ShardTable, shape: Shape, blocks: list[Box]) -> ShardTable:
 
     Only those: of a parameter that 512 ranks share, a task needs a few, and unfolding them all costs it 15 ms.
     """
-    assert table.flat is not None, "a flattening is made of intervals"
-    first = min(flat_index(block.start, shape) for block in blocks)
-    last = max(flat_index(tuple(stop - 1 for stop in block.stop), shape) for block in blocks)
-    return table.rows(table.flat.between(first, last + 1).rows).in_shape(shape)
+    assert table.flat_index is not None, "a flattening is made of intervals"
+    first = min(ravel_index(block.start, shape) for block in blocks)
+    last = max(ravel_index(tuple(stop - 1 for stop in block.stop), shape) for block in blocks)
+    return table.select_rows(table.flat_index.select_overlapping(first, last + 1).rows).unflatten(shape)

@@ -17,11 +17,11 @@ from operator import sub
 
 from ckpt_tools.core.boxes import is_contiguous, is_row_major
 from ckpt_tools.core.casts import MAX_CAST_BYTES
-from ckpt_tools.core.layout import FILES_KEPT, Crc32, FileLayout, Layout, LazyFile, Literal, Payload
+from ckpt_tools.core.layout import MAX_CACHED_LAYOUTS, Crc32, FileLayout, Layout, LazyFile, Literal, Payload
 from ckpt_tools.core.manifest import Manifest, StateKey, TensorEntry
-from ckpt_tools.core.option_names import option
+from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.shards import Framing
-from ckpt_tools.core.wording import count, size
+from ckpt_tools.core.wording import format_count, format_size
 from ckpt_tools.errors import MemoryBudgetError
 from ckpt_tools.planning.cuts import cut_at_stored_ranges, smallest_limit
 from ckpt_tools.planning.hits import FlatHit, Hit, hits
@@ -115,7 +115,7 @@ class Plan:
     def tasks(self) -> Iterator[Task]:
         """Every task, files in order, each file from its start."""
         for number, file in enumerate(self.layout.files):
-            yield from _cut(number, self._ends(file.load()))
+            yield from _cut(number, self._ends(file.load_layout()))
 
     def _ends(self, file: FileLayout) -> Iterable[int]:
         found = (
@@ -130,7 +130,7 @@ class Plan:
         tensors: set[StateKey] = set()
         num_tasks, bytes_read = 0, 0.0
         for file in self.layout.files:
-            made = file.load()
+            made = file.load_layout()
             files[file.path] = made.size_bytes
             tensors.update(segment.key for segment in made.segments if isinstance(segment, Payload))
             num_tasks += sum(1 for _ in self._ends(made))
@@ -144,7 +144,7 @@ class Plan:
     def _stored_bytes(self, entry: TensorEntry) -> float:
         """Bytes that are read for an element. A tensor is computed whole or not at all."""
         made = self.manifest.computed.get(entry.shards.files[0]) if entry.shards.files else None
-        return entry.shards.dtype.item_bytes * (1 if made is None else made.cost)
+        return entry.shards.dtype.item_bytes * (1 if made is None else made.read_amplification)
 
     @property
     def scratch_bytes(self) -> int:
@@ -196,9 +196,9 @@ def make_plan(
         memory_bytes = max(memory_bytes, needed(max(MAX_TASK_BYTES, smallest)))
     if needed(smallest) > memory_bytes:
         raise MemoryBudgetError(
-            f"this checkpoint needs at least {size(needed(smallest), at_least=True)} of memory with "
-            f"{count(num_workers, 'worker')}, and the budget is {size(memory_bytes)}; "
-            f"raise {option('memory')} or lower {option('workers')}"
+            f"this checkpoint needs at least {format_size(needed(smallest), at_least=True)} of memory with "
+            f"{format_count(num_workers, 'worker')}, and the budget is {format_size(memory_bytes)}; "
+            f"raise {format_option('memory')} or lower {format_option('workers')}"
         )
     fitting = (aligned for aligned in range(MAX_TASK_BYTES, 0, -MIN_TASK_BYTES) if needed(aligned) <= memory_bytes)
     task_bytes = max(next(fitting, MIN_TASK_BYTES), wanted_bytes)
@@ -223,9 +223,9 @@ def _scratch_bytes(task_bytes: int, is_strided: bool) -> int:
 def _is_strided(manifest: Manifest, layout: Layout) -> bool:
     """True if a stored piece, or one of the layout, is not an interval of its tensor's row-major order."""
     lazy, there = _by_making(layout)
-    return any(entry.shards.flat is None for entry in manifest.tensors.values()) or any(
+    return any(entry.shards.flat_index is None for entry in manifest.tensors.values()) or any(
         not is_contiguous(segment.box, segment.shape)
-        for file in (*there, *(file.load() for file in _typical(lazy)))
+        for file in (*there, *(file.load_layout() for file in _typical(lazy)))
         for segment in file.segments
         if isinstance(segment, Payload)
     )
@@ -233,7 +233,7 @@ def _is_strided(manifest: Manifest, layout: Layout) -> bool:
 
 def _by_making(layout: Layout) -> tuple[list[LazyFile], list[FileLayout]]:
     lazy = [file for file in layout.files if isinstance(file, LazyFile)]
-    return lazy, [file.load() for file in layout.files if not isinstance(file, LazyFile)]
+    return lazy, [file.load_layout() for file in layout.files if not isinstance(file, LazyFile)]
 
 
 def _typical(lazy: Sequence[LazyFile]) -> Sequence[LazyFile]:
@@ -259,8 +259,8 @@ def _tables_bytes(manifest: Manifest) -> int:
 def _layout_bytes(layout: Layout) -> int:
     """Files that are there, and as many of those made on demand as are kept."""
     lazy, there = _by_making(layout)
-    largest = max((_file_bytes(file.load()) for file in _typical(lazy)), default=0)
-    return sum(_file_bytes(file) for file in there) + min(FILES_KEPT, len(lazy)) * largest
+    largest = max((_file_bytes(file.load_layout()) for file in _typical(lazy)), default=0)
+    return sum(_file_bytes(file) for file in there) + min(MAX_CACHED_LAYOUTS, len(lazy)) * largest
 
 
 def _file_bytes(file: FileLayout) -> int:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckpt_tools.core.manifest import Manifest, TensorEntry
-from ckpt_tools.core.option_names import option
-from ckpt_tools.core.options import ConvertOptions, Request
-from ckpt_tools.core.wording import listed
+from ckpt_tools.core.option_names import format_option
+from ckpt_tools.core.options import ConvertOptions, ConvertRequest
+from ckpt_tools.core.wording import join_names
 from ckpt_tools.errors import IncompleteError, SourceNotFoundError, StoreError, UsageError, name_file_in_errors
 from ckpt_tools.lora.adapter import Adapter, read_adapter
 from ckpt_tools.lora.config import AdapterConfig, check_mergeable, parse_config
@@ -30,7 +30,7 @@ class OpenAdapter:
     store: Store
 
 
-def open_adapter(request: Request, source: Source, manifest: Manifest, base: Store) -> OpenAdapter:
+def open_adapter(request: ConvertRequest, source: Source, manifest: Manifest, base: Store) -> OpenAdapter:
     """The adapter that ``request`` names, which is ``manifest`` of ``source``; its files get names that none of
     ``base`` has.
 
@@ -42,7 +42,9 @@ def open_adapter(request: Request, source: Source, manifest: Manifest, base: Sto
     with name_file_in_errors(str(request.adapter)):
         config = parse_config(parse_json(text, ADAPTER), ADAPTER)
         check_mergeable(config, ADAPTER)
-        adapter = read_adapter(manifest, config, request.adapter_name, f"choose one with {option('adapter_name')}")
+        adapter = read_adapter(
+            manifest, config, request.adapter_name, f"choose one with {format_option('adapter_name')}"
+        )
         _refuse_empty(adapter)
     prefix = "adapter:"
     files = {
@@ -62,11 +64,11 @@ def _refuse_empty(adapter: Adapter) -> None:
     empty = [name for name, entry in {**parts, **adapter.saved}.items() if not entry.numel]
     if empty:
         why = "saved empty by ZeRO-3, which had gathered nothing; build it from the checkpoint of the run"
-        raise IncompleteError(f"{listed(empty)}: {why} (ckpt-tools convert CKPT OUT {option('to', 'peft')})")
+        raise IncompleteError(f"{join_names(empty)}: {why} (ckpt-tools convert CKPT OUT {format_option('to', 'peft')})")
 
 
 def _below(entry: TensorEntry, prefix: str) -> TensorEntry:
-    return replace(entry, shards=entry.shards.below(prefix))
+    return replace(entry, shards=entry.shards.with_file_prefix(prefix))
 
 
 def adapter_config(url: str | Path, source: Source, manifest: Manifest, options: ConvertOptions) -> bytes:
@@ -89,5 +91,7 @@ def adapter_config(url: str | Path, source: Source, manifest: Manifest, options:
         with suppress(SourceNotFoundError, StoreError):
             opened = open_source(f"{base}/{ADAPTER}", stores)
             return opened.read_all(ADAPTER, limit_bytes=MAX_CONFIG_BYTES)
-    where = f"in {option('config', config)} or " if config is not None else ""
-    raise UsageError(f"there is no {ADAPTER} {where}beside {url}; name the folder that has it with {option('config')}")
+    where = f"in {format_option('config', config)} or " if config is not None else ""
+    raise UsageError(
+        f"there is no {ADAPTER} {where}beside {url}; name the folder that has it with {format_option('config')}"
+    )

@@ -8,12 +8,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpt_tools.core.applicability import Case, check
+from ckpt_tools.core.applicability import OptionContext, check_applicability
 from ckpt_tools.core.manifest import MASTER, Kind, Manifest
-from ckpt_tools.core.option_names import option
+from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.options import ConvertOptions, ReadOptions
-from ckpt_tools.core.quantized import may_be_quantized, quantization_of
-from ckpt_tools.core.wording import newest
+from ckpt_tools.core.quantized import get_quantization_config, may_be_quantized
+from ckpt_tools.core.wording import join_newest
 from ckpt_tools.errors import FormatError, SeveralCheckpointsError, UnsafeError, UnsupportedError, UsageError
 from ckpt_tools.formats.applicability import READING
 from ckpt_tools.formats.base import Format
@@ -54,7 +54,7 @@ def read_source(source: Source, options: ReadOptions, *, format_name: str | None
     if may_be_quantized(manifest):
         from ckpt_tools.reading.model_files import config_beside
 
-        is_quantized = quantization_of(config_beside(source, manifest)) is not None
+        is_quantized = get_quantization_config(config_beside(source, manifest)) is not None
         manifest = replace(manifest, is_quantized=is_quantized)
     return replace(source, store=Overlay(source.store, manifest.literals)), manifest
 
@@ -94,7 +94,7 @@ def _read(reader: Format, source: Source, prefix: str | None, options: ReadOptio
     manifest, is_joined = read_both(reader, source, optimizer, options)
     if options.optimizer_file is not None and not is_joined:
         raise UsageError(
-            f"{option('optimizer_file')} is for a model alone in safetensors or a torch file; here is more"
+            f"{format_option('optimizer_file')} is for a model alone in safetensors or a torch file; here is more"
         )
     return manifest, frozenset([optimizer] if is_joined else [])
 
@@ -128,7 +128,7 @@ def _refuse_others(source: Source, manifest: Manifest, options: ReadOptions) -> 
 
     others = [each.name for each in others_of(source.files, used) if each.is_finished]
     if others:
-        names = newest([*others, min(used).rpartition("/")[0]])
+        names = join_newest([*others, min(used).rpartition("/")[0]])
         raise SeveralCheckpointsError(f"there are several checkpoints here ({names}); name the folder of one")
 
 
@@ -164,22 +164,24 @@ def recipe_step(url: str | Path, source: Source, manifest: Manifest, options: Co
     return RecipeStep.of(url, source, manifest, options)
 
 
-def case_of(manifest: Manifest, target: str, *, keeps_both: bool, whole: bool, has_recipe: bool = False) -> Case:
+def case_of(
+    manifest: Manifest, target: str, *, keeps_both: bool, whole: bool, has_recipe: bool = False
+) -> OptionContext:
     """The case that options are checked against when ``manifest`` is read and ``target`` written."""
     reader, writer = known(manifest.format), known(target) if target else None
-    return Case(
-        source=manifest.format,
-        target=target,
-        reads=() if reader is None else reader.reading_options_of(manifest),
-        writes=() if writer is None else writer.writing_options,
+    return OptionContext(
+        source_format=manifest.format,
+        target_format=target,
+        reader_options=() if reader is None else reader.reading_options_of(manifest),
+        writer_options=() if writer is None else writer.writing_options,
         is_weights_alone=writer is not None and writer.is_weights_alone,
         has_masters=any(key.slot == MASTER for key in manifest.tensors),
-        keeps_both=keeps_both,
-        has_state=whole and bool(manifest.groups or manifest.of_kind(Kind.STATE)),
+        keeps_both_copies=keeps_both,
+        has_state=whole and bool(manifest.groups or manifest.select_kinds(Kind.STATE)),
         has_recipe=has_recipe,
     )
 
 
 def check_reading(manifest: Manifest, options: ReadOptions) -> None:
     """Raises UsageError if a reading option does not apply to the format of ``manifest``."""
-    check(READING, asdict(options), case_of(manifest, "", keeps_both=False, whole=False))
+    check_applicability(READING, asdict(options), case_of(manifest, "", keeps_both=False, whole=False))

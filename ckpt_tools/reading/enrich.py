@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, StateKey, TensorEntry, TensorRef
-from ckpt_tools.core.notes import Note, Outcome, not_part
+from ckpt_tools.core.notes import Note, Outcome, note_unrelated_files
 from ckpt_tools.core.values import Opaque
 from ckpt_tools.errors import FormatError, IncompleteError
 from ckpt_tools.stores.marker_files import is_shown
@@ -66,7 +66,7 @@ def enriched(manifest: Manifest, source: Source, own: Collection[str] = ()) -> M
         elif path in copied or is_one_of_several or is_unread(name):
             notes.append(Note(Outcome.DROPPED, path, "only the trainer that wrote it reads it"))
         elif meaning is not None or _is_foreign_part(path, manifest):
-            notes.append(not_part(path))
+            notes.append(note_unrelated_files(path))
         elif trainer is not None and path in trainer.unknown:
             why = f"not part of this checkpoint: {trainer.trainer} is not known to write it"
             notes.append(Note(Outcome.DROPPED, path, why))
@@ -81,7 +81,7 @@ def enriched(manifest: Manifest, source: Source, own: Collection[str] = ()) -> M
         extra=extra,
         notes=(*notes, *_calls_noted(extra)),
         step=step if type(step) is int else None,
-        beside=tuple(beside),
+        unread_files=tuple(beside),
         trainer=None if trainer is None else replace(trainer, entries=frozenset(entries)),
     )
 
@@ -131,7 +131,7 @@ def _adapter(source: Source, path: str, manifest: Manifest) -> Note:
 
     roles = {parse_name(key.fqn).role for key in manifest.tensors}
     if roles == {PeftRole.BASE} and not any(file.startswith("adapter_") for file in manifest.files):
-        return not_part(path)
+        return note_unrelated_files(path)
     if PeftRole.LORA in roles and any(".base_layer." in key.fqn for key in manifest.tensors):
         return Note(Outcome.DROPPED, path, "of the adapter among the tensors; copy this file beside them to use it")
     try:
@@ -202,7 +202,7 @@ def _calls_noted(extra: Mapping[str, Any]) -> Iterator[Note]:
 
 def _calls(value: Any) -> Iterator[Opaque]:
     """Calls in ``value`` that the closed list refuses, each object once: one may hold itself."""
-    from ckpt_tools.serialization.pickle.closed_list import refusal
+    from ckpt_tools.serialization.pickle.closed_list import explain_refusal
 
     seen = set[int]()
     todo = [value]
@@ -214,6 +214,6 @@ def _calls(value: Any) -> Iterator[Opaque]:
             todo += part
         elif isinstance(part, Opaque) and id(part) not in seen:
             seen.add(id(part))
-            if refusal(part) is not None:
+            if explain_refusal(part) is not None:
                 yield part
             todo += [part.args, part.kwargs, part.state, part.items, part.pairs]

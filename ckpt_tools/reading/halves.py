@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, StateKey, StateTree, TensorEntry
-from ckpt_tools.core.notes import Note, not_part
+from ckpt_tools.core.notes import Note, note_unrelated_files
 from ckpt_tools.core.options import ReadOptions
-from ckpt_tools.core.wording import listed
+from ckpt_tools.core.wording import join_names
 from ckpt_tools.errors import CkptError, UnsupportedError
 from ckpt_tools.formats.index import read_format, read_manifest
 from ckpt_tools.formats.state_dict.masters import with_masters
@@ -71,23 +71,23 @@ def read_in(source: Source, folder: str) -> Manifest:
 
 
 def _moved(entry: TensorEntry, prefix: str) -> TensorEntry:
-    return replace(entry, shards=entry.shards.below(prefix))
+    return replace(entry, shards=entry.shards.with_file_prefix(prefix))
 
 
 def refuse_weights(optim: Manifest, path: str) -> None:
     """Raises UnsupportedError if the optimizer at ``path`` has weights beside it."""
-    if any(key.slot == WEIGHT for key in optim.of_kind(Kind.PARAMETER, Kind.BUFFER)):
+    if any(key.slot == WEIGHT for key in optim.select_kinds(Kind.PARAMETER, Kind.BUFFER)):
         raise UnsupportedError("there are weights here and in the folder of the model", path=path)
 
 
 def check_names(optim: Manifest, model: Manifest, path: str | None, folder: str) -> None:
     """Raises UnsupportedError unless every parameter that the optimizer at ``path`` knows is a weight of the same shape
     in ``folder``."""
-    state = optim.of_kind(Kind.STATE)
+    state = optim.select_kinds(Kind.STATE)
     unknown = sorted({key.fqn for key, entry in state.items() if not _fits(key, entry, model.tensors)})
     if unknown:
         raise UnsupportedError(
-            f"the optimizer's parameters {listed(unknown)} are not in {folder} under these names and shapes (the "
+            f"the optimizer's parameters {join_names(unknown)} are not in {folder} under these names and shapes (the "
             f"model was saved under other names, such as those of Hugging Face); name {folder} for the weights alone",
             path=path,
         )
@@ -102,4 +102,4 @@ def _beside(source: Source, prefix: str, manifest: Manifest) -> list[Note]:
     """Notes on the files that are part of neither half."""
     used = manifest.files | {f"{prefix}{OPTIMIZER_HALF}"}
     left = [path for path in source.files if path.startswith(prefix) and path not in used]
-    return [not_part(path) for path in left]
+    return [note_unrelated_files(path) for path in left]

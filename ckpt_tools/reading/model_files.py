@@ -16,23 +16,23 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ckpt_tools.core.copied_files import copy_of, entry_of, key_of
+from ckpt_tools.core.copied_files import make_file_copy, make_file_entry, make_file_key
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.layout import FileLayout, FileSpec, Layout, Literal
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest
 from ckpt_tools.core.notes import Note, Outcome
-from ckpt_tools.core.option_names import option
+from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.options import ConvertOptions
 from ckpt_tools.core.quantized import (
     CONFIG_KEY,
     KNOWN_METHODS,
-    holds_quantized,
-    method_of,
-    quantization_of,
-    without_quantization,
+    drop_quantization_config,
+    get_quant_method,
+    get_quantization_config,
+    has_quantized_weight,
 )
-from ckpt_tools.core.ties import untied_config, with_ties
-from ckpt_tools.core.trainer_folder import BesideFile
+from ckpt_tools.core.ties import make_untied_config, match_ties_to_config
+from ckpt_tools.core.trainer_folder import CompanionFile
 from ckpt_tools.errors import CkptError, MalformedError, SourceNotFoundError, StoreError, UsageError
 from ckpt_tools.formats.base import Format
 from ckpt_tools.serialization.strict_json import parse_json
@@ -78,7 +78,7 @@ class ModelFiles:
     store: Store
     config: Mapping[str, Any]
     config_source: str
-    files: Mapping[str, BesideFile]
+    files: Mapping[str, CompanionFile]
     is_above: bool = False
     is_of_reference: bool = False
 
@@ -163,13 +163,13 @@ def with_model_files(layout: Layout, found: ModelFiles, manifest: Manifest) -> L
     found, notes = fitted(found, manifest)
     text = json.dumps(found.config, indent=2, ensure_ascii=False) + "\n"
     files: list[FileSpec] = [FileLayout(CONFIG, (Literal(text.encode()),))]
-    files += [copy_of(name, file) for name, file in sorted(found.files.items())]
-    copied = {key_of(name): entry_of(file) for name, file in found.files.items()}
+    files += [make_file_copy(name, file) for name, file in sorted(found.files.items())]
+    copied = {make_file_key(name): make_file_entry(file) for name, file in found.files.items()}
     return replace(
         layout,
         files=[*files, *layout.files],
         notes=(*layout.notes, *notes),
-        copied={**(layout.copied or {}), **copied},
+        copied_files={**(layout.copied_files or {}), **copied},
         config=found.config,
     )
 
@@ -184,8 +184,8 @@ def with_stated_ties(
 ) -> tuple[Manifest, ModelFiles, tuple[Note, ...]]:
     """The manifest and ``config.json`` with embeddings and head tied as ``config.json`` says, or with ``untie`` as two
     tensors, and notes. Raises CkptError."""
-    manifest, notes = with_ties(manifest, files.config, untie=untie)
-    return manifest, replace(files, config=untied_config(files.config)) if untie else files, notes
+    manifest, notes = match_ties_to_config(manifest, files.config, untie=untie)
+    return manifest, replace(files, config=make_untied_config(files.config)) if untie else files, notes
 
 
 def fitted(found: ModelFiles, manifest: Manifest) -> tuple[ModelFiles, tuple[Note, ...]]:
@@ -193,7 +193,7 @@ def fitted(found: ModelFiles, manifest: Manifest) -> tuple[ModelFiles, tuple[Not
     dtype, notes = _written_dtype(manifest), tuple(_notes_on_quantization(found, manifest))
     gone = {note.what for note in notes if note.outcome is Outcome.DROPPED}
     if f"{CONFIG_KEY} in {CONFIG}" in gone:
-        found = replace(found, config=without_quantization(found.config))
+        found = replace(found, config=drop_quantization_config(found.config))
     found = replace(found, files={name: file for name, file in found.files.items() if name not in gone})
     notes += tuple(_notes(found, dtype))
     return replace(found, config=_with_dtype(found.config, dtype)), notes
@@ -205,7 +205,7 @@ def missing_note(source: Source, manifest: Manifest) -> Note | None:
     is_transformers = manifest.trainer is not None and manifest.trainer.trainer == TRANSFORMERS.name
     if not is_transformers and not names & {*COMPANIONS, ARGUMENTS, STATE}:
         return None
-    why = f"not found beside the source, and from_pretrained needs it; name its folder with {option('config')}"
+    why = f"not found beside the source, and from_pretrained needs it; name its folder with {format_option('config')}"
     return Note(Outcome.MISSING, CONFIG, why)
 
 
@@ -236,11 +236,11 @@ def _files_in(source: Source, prefix: str, is_chosen: Callable[[str], bool]) -> 
         return None
     names = (path.removeprefix(prefix) for path in source.files if path.startswith(prefix))
     chosen = [name for name in names if name != CONFIG and is_chosen(name)]
-    files = {name: BesideFile(prefix + name, source.files[prefix + name]) for name in chosen}
+    files = {name: CompanionFile(prefix + name, source.files[prefix + name]) for name in chosen}
     return ModelFiles(source.store, content, prefix + CONFIG, _small(files))
 
 
-def _small(files: Mapping[str, BesideFile]) -> Mapping[str, BesideFile]:
+def _small(files: Mapping[str, CompanionFile]) -> Mapping[str, CompanionFile]:
     """The files, of which those that only a model's own folder gives may be too large and are left."""
     for name, file in files.items():
         if file.num_bytes > MAX_FILE_BYTES and is_model_file(name):
@@ -252,7 +252,7 @@ def _files_in_named_folder(folder: str | Path, source: Source, storage_options: 
     opened = open_source(folder, storage_options)
     found = _files_in(opened, "", is_carried)
     if found is None:
-        raise UsageError(f"{option('config', folder)} has no {CONFIG} of a model")
+        raise UsageError(f"{format_option('config', folder)} has no {CONFIG} of a model")
     return _joined(source, found, {name: (opened.store, file.source) for name, file in found.files.items()})
 
 
@@ -274,7 +274,7 @@ def _files_nearby(url: str | Path, source: Source, storage_options: StorageOptio
     if content is None:
         return None
     others = {name: found for name in COMPANIONS if (found := look(name)) is not None and name in found.files}
-    files = {name: BesideFile(name, found.files[name]) for name, found in others.items()}
+    files = {name: CompanionFile(name, found.files[name]) for name, found in others.items()}
     near = ModelFiles(source.store, content, CONFIG, _small(files), is_above)
     return _joined(source, near, {name: (found.store, name) for name, found in others.items()})
 
@@ -330,11 +330,11 @@ def _with_dtype(config: Mapping[str, Any], dtype: DType | None) -> dict[str, Any
 def _notes_on_quantization(found: ModelFiles, manifest: Manifest) -> Iterator[Note]:
     """``config.json`` says how weights are quantized. Where it names a method whose weights are known by their names
     and types, and there are none, as of a model that was trained from a quantized one, it does not say so any more."""
-    is_quantized, said = holds_quantized(manifest), quantization_of(found.config)
+    is_quantized, said = has_quantized_weight(manifest), get_quantization_config(found.config)
     if not is_quantized:
         lost = (name for name in SETTINGS_OF_WEIGHTS if name in found.files)
         yield from (Note(Outcome.DROPPED, name, "no weight is quantized", asked=True) for name in lost)
-    if said is not None and not is_quantized and method_of(said) in KNOWN_METHODS:
+    if said is not None and not is_quantized and get_quant_method(said) in KNOWN_METHODS:
         yield Note(Outcome.DROPPED, f"{CONFIG_KEY} in {CONFIG}", "no weight is quantized", asked=True)
     elif is_quantized and said is None:
         yield Note(Outcome.MISSING, f"{CONFIG_KEY} in {CONFIG}", "weights are quantized, and it does not say how")
@@ -349,7 +349,7 @@ def _notes(found: ModelFiles, dtype: DType | None) -> Iterator[Note]:
         why = "found in the folder above the source and taken for this model's"
         yield Note(Outcome.KEPT, CONFIG, why)
     if "architecture" not in found.config and not {*TOKENIZER, *PREPARATION} & {*found.files}:
-        advice = "" if found.is_of_reference else f"; name a folder that has one with {option('config')}"
+        advice = "" if found.is_of_reference else f"; name a folder that has one with {format_option('config')}"
         yield Note(Outcome.MISSING, "tokenizer or preprocessor", f"none found beside {CONFIG}{advice}")
     named = found.config.get("auto_map")
     classes = [each for each in named.values() if isinstance(each, str)] if isinstance(named, dict) else []

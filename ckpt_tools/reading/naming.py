@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.names import (
-    MODEL,
+    MODEL_PREFIX,
     WRAPPER_PARTS,
-    bare_names,
-    is_of_model,
-    model_names,
-    shared_wrappers,
-    unnumbered,
+    collect_model_names,
+    find_shared_wrappers,
+    has_model_attribute_prefix,
+    map_to_bare_names,
+    zero_numbers,
 )
-from ckpt_tools.core.option_names import option
+from ckpt_tools.core.option_names import format_option
 from ckpt_tools.stores.source import Source
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ _BUILT_IN = Path(__file__).parents[1] / "recipes" / "builtin"
 
 def naming_of(source: Source, manifest: Manifest, config: Mapping[str, Any] | None = None) -> Naming | None:
     """The naming, by ``config.json`` if there is one; None if no built-in recipe tells it."""
-    names = model_names(manifest)
+    names = collect_model_names(manifest)
     paths = list(_likely(names))
     if not paths:
         return None
@@ -54,16 +54,20 @@ def way_to_live(config: Mapping[str, Any]) -> str:
 
     for model_type in sorted(model_types(config)):
         if any(model_type in recipe.models and recipe.left == LIVE for recipe in list_recipes()):
-            return f"{option('recipe', model_type)} {option('inverse', True)}"
+            return f"{format_option('recipe', model_type)} {format_option('inverse', True)}"
     return ""
 
 
 def wrapping_of(manifest: Manifest) -> tuple[str, ...]:
     """Parts that wrappers put into names, and prefixes outside the model's names."""
-    names = model_names(manifest)
-    shared = dict.fromkeys(shared_wrappers(names).split(".")[:-1])
+    names = collect_model_names(manifest)
+    shared = dict.fromkeys(find_shared_wrappers(names).split(".")[:-1])
     parts = [part for part in WRAPPER_PARTS if any(part in name.split(".") for name in names)]
-    outer = [MODEL.removesuffix(".")] if is_of_model(bare_names(names).values(), _is_known) else []
+    outer = (
+        [MODEL_PREFIX.removesuffix(".")]
+        if has_model_attribute_prefix(map_to_bare_names(names).values(), _is_known)
+        else []
+    )
     return (*shared, *parts, *outer)
 
 
@@ -78,7 +82,7 @@ def _is_known(names: Collection[str]) -> bool:
 
 def _likely(names: Collection[str]) -> Iterator[Path]:
     """The built-in recipes that may be made for such names, by the text of their patterns between variables."""
-    shapes = set(map(unnumbered, names))
+    shapes = set(map(zero_numbers, names))
     for path in sorted(_BUILT_IN.glob("*.toml")):
         head, *lines = path.read_text().split("[[map]]")
         stacked = _STACKED.search(head)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 
 from ckpt_tools.core.notes import Note, Outcome
-from ckpt_tools.core.option_names import option
+from ckpt_tools.core.option_names import format_option
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.dcp.names import METADATA, is_of_dcp
 from ckpt_tools.formats.deepspeed.names import MODEL, layer_name, model_name, optim_name
@@ -84,5 +84,5 @@ def refuse_one_file(folder: str, source: Source, format_name: str | None) -> tup
     name = next(iter(source.files))
     if format_name not in SINGLE_FILES:
         raise UnsupportedError(f"this is one file of a checkpoint; name its folder {folder}", path=name)
-    why = f"{name} is one file of a checkpoint, and {option('from_', format_name)} reads it alone"
+    why = f"{name} is one file of a checkpoint, and {format_option('from_', format_name)} reads it alone"
     return (Note(Outcome.DROPPED, f"the other files of {folder}", why),)

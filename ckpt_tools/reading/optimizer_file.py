@@ -100,10 +100,10 @@ def _joined(manifest: Manifest, own: Leaves, own_ties: Mapping[str, str], option
 def _check_fit(joined: Manifest, shapes: Mapping[str, Shape], aliases: Mapping[str, str]) -> None:
     """Raises MalformedError where the optimizer has state of a parameter that the model does not have."""
     named = [name for group in joined.groups for name in group.params]
-    for name in (*named, *(key.fqn for key in joined.of_kind(Kind.STATE))):
+    for name in (*named, *(key.fqn for key in joined.select_kinds(Kind.STATE))):
         if aliases.get(name, name) not in shapes:
             raise MalformedError("the optimizer has it, and the model does not; they are of different models", key=name)
-    for key, entry in joined.of_kind(Kind.STATE).items():
+    for key, entry in joined.select_kinds(Kind.STATE).items():
         if key.slot in _SHAPED and entry.shape != shapes[aliases.get(key.fqn, key.fqn)]:
             raise MalformedError("the optimizer's state and the model's parameter have different shapes", key=str(key))
 

@@ -57,12 +57,12 @@ def _together(weights: Manifest, optim: Manifest, parts: Parts) -> Manifest:
     assert parts.optimizer is not None, "there is an optimizer"
     here, there = parts.weights[:-1], parts.optimizer[:-1]
     refuse_weights(optim, there)
-    parted = ""
+    unjoined_state = ""
     if parts.format == "megatron":
         check_names(optim, weights, there, here)
-    elif optim.of_kind(Kind.STATE):
+    elif optim.select_kinds(Kind.STATE):
         of_optimizer = f"the optimizer in {there} under Megatron-Core's names"
-        parted = f"weights in {here} are under Hugging Face's names, and {of_optimizer}"
+        unjoined_state = f"weights in {here} are under Hugging Face's names, and {of_optimizer}"
     return replace(
         optim,
         tensors={**weights.tensors, **optim.tensors},
@@ -72,7 +72,7 @@ def _together(weights: Manifest, optim: Manifest, parts: Parts) -> Manifest:
         notes=(*optim.notes, *weights.notes),
         archives=(*weights.archives, *optim.archives),
         literals={**weights.literals, **optim.literals},
-        parted=parted,
+        unjoined_state=unjoined_state,
     )
 
 

@@ -10,8 +10,8 @@ from typing import Any
 from ckpt_tools.core.manifest import Kind, Manifest
 from ckpt_tools.core.notes import Note
 from ckpt_tools.core.options import ConvertOptions
-from ckpt_tools.core.ties import untied_config
-from ckpt_tools.core.transforms import Transformed
+from ckpt_tools.core.ties import make_untied_config
+from ckpt_tools.core.transforms import TransformResult
 from ckpt_tools.errors import UsageError
 from ckpt_tools.reading.halves import check_names
 from ckpt_tools.reading.model_files import config_in, find_config
@@ -53,7 +53,7 @@ class RecipeStep:
         if config is None:
             config = own_config(source, manifest)
         if options.untie and config is not None:
-            config = untied_config(config)
+            config = make_untied_config(config)
         return cls(options.dequantize, options.strip, recipe, config, tuple(options.exclude))
 
     @property
@@ -61,10 +61,10 @@ class RecipeStep:
         """The recipe as reports name it; None if there is none."""
         return None if self.recipe is None else UsedRecipe.of(self.recipe)
 
-    def __call__(self, manifest: Manifest) -> Transformed:
+    def __call__(self, manifest: Manifest) -> TransformResult:
         """Raises UsageError if the recipe does not fit; UnsupportedError if it does not lead the optimizer state of a
         ``parted`` checkpoint to names and shapes of its weights."""
-        if manifest.parted and self.recipe is not None:
+        if manifest.unjoined_state and self.recipe is not None:
             return self._joined(manifest, self.recipe)
         notes: tuple[Note, ...] = ()
         if self.dequantizes:
@@ -80,7 +80,7 @@ class RecipeStep:
             notes += (*left, *more)
         return manifest, notes
 
-    def _joined(self, manifest: Manifest, recipe: Recipe) -> Transformed:
+    def _joined(self, manifest: Manifest, recipe: Recipe) -> TransformResult:
         """Weights and optimizer state under the names of the weights, then under those that ``recipe`` leads to."""
         weights, notes = replace(self, recipe=None)(_part(manifest, is_state=False))
         state, more, way = self._with_names_of_weights(_part(manifest, is_state=True), recipe)
@@ -116,5 +116,5 @@ def _part(manifest: Manifest, *, is_state: bool) -> Manifest:
     """The optimizer state of a checkpoint, or all else."""
     tensors = {key: entry for key, entry in manifest.tensors.items() if (entry.kind is Kind.STATE) is is_state}
     if is_state:
-        return replace(manifest, tensors=tensors, aliases={}, parted="")
-    return replace(manifest, tensors=tensors, groups=(), parted="")
+        return replace(manifest, tensors=tensors, aliases={}, unjoined_state="")
+    return replace(manifest, tensors=tensors, groups=(), unjoined_state="")

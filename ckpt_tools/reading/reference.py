@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ckpt_tools.core.option_names import option
+from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.options import ConvertOptions, ReadOptions
 from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.formats.index import find_format
@@ -31,7 +31,7 @@ def read_reference(folder: str | Path, storage_options: StorageOptions) -> Refer
     opened, manifest = read_source(source, ReadOptions())
     weights = weights_of(manifest)
     if not weights:
-        raise UsageError(f"{option('like', folder)} holds no weights")
+        raise UsageError(f"{format_option('like', folder)} holds no weights")
     tensors = {name: Wanted(entry.shape, entry.dtype) for name, entry in weights.items()}
     files = {name: entry.shards.files[0] for name, entry in weights.items()}
     is_folder = manifest.format == "safetensors" and len(opened.files) > 1

@@ -13,13 +13,13 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from ckpt_tools.core.dtypes import number_in
+from ckpt_tools.core.dtypes import decode_number
 from ckpt_tools.core.manifest import Kind, Manifest, TensorEntry
 from ckpt_tools.core.notes import Note, Outcome
-from ckpt_tools.core.progress import warn
+from ckpt_tools.core.progress import log_warning
 from ckpt_tools.core.shards import Framing
-from ckpt_tools.core.step_claims import OPTIMIZER, is_count
-from ckpt_tools.core.wording import listed
+from ckpt_tools.core.step_claims import OPTIMIZER_STEP_COUNTER, is_finite_number
+from ckpt_tools.core.wording import join_names
 from ckpt_tools.errors import FormatError
 from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.transformers import STATE
@@ -45,13 +45,13 @@ MIXED = "or the files are of two saves"
 def with_doubts(manifest: Manifest, source: Source) -> Manifest:
     """``manifest`` with a note on each pair of counters that differ. These and the reader's own doubts are logged, as a
     command that shows no notes would be silent."""
-    found = replace(manifest, notes=(*manifest.notes, *_doubts(manifest, source)), steps=())
+    found = replace(manifest, notes=(*manifest.notes, *_doubts(manifest, source)), step_claims=())
     doubts: dict[str, list[str]] = {}
     for note in found.notes:
         if note.outcome is Outcome.DOUBTFUL:
             doubts.setdefault(note.why, []).append(note.what)
     if doubts:
-        warn("reading", "; ".join(f"{listed(what)}: {why}" for why, what in doubts.items()))
+        log_warning("reading", "; ".join(f"{join_names(what)}: {why}" for why, what in doubts.items()))
     return found
 
 
@@ -87,7 +87,7 @@ def _doubts(manifest: Manifest, source: Source) -> Iterator[Note]:
 def _optimizer_steps(manifest: Manifest, source: Source) -> dict[str, float]:
     """A step of the optimizer for each file with one, by the file; of archives some, evenly chosen."""
     entries: dict[str, TensorEntry] = {}
-    for key, entry in manifest.of_kind(Kind.STATE, Kind.EXTRA).items():
+    for key, entry in manifest.select_kinds(Kind.STATE, Kind.EXTRA).items():
         is_step = key.slot == STEP if entry.kind is Kind.STATE else _UNPLACED.fullmatch(key.fqn) is not None
         if is_step and entry.numel == 1 and len(entry.shards) == 1:
             entries.setdefault(entry.shards.files[0], entry)
@@ -95,14 +95,14 @@ def _optimizer_steps(manifest: Manifest, source: Source) -> dict[str, float]:
     is_plain = all(entry.shards.framing is Framing.RAW for entry in entries.values())
     chosen = files if is_plain else files[:: -(-len(files) // MAX_ITEMS)]
     found: dict[str, Any] = {file: _number(manifest, source, entries[file]) for file in chosen}
-    found |= {claim.file: claim.number for claim in manifest.steps if claim.counter == OPTIMIZER}
+    found |= {claim.file: claim.number for claim in manifest.step_claims if claim.counter == OPTIMIZER_STEP_COUNTER}
     found |= {f"param_groups.{n}": group.options.get(STEP) for n, group in enumerate(manifest.groups)}
-    return {where: number for where, number in found.items() if is_count(number)}
+    return {where: number for where, number in found.items() if is_finite_number(number)}
 
 
 def _number(manifest: Manifest, source: Source, entry: TensorEntry) -> float | None:
     """The step of ``entry``; None if it is damaged, which reading it finds."""
-    at = entry.shards.byte_range(0)
+    at = entry.shards.get_byte_range(0)
     known = manifest.literals.get(at.file)
     with suppress(FormatError):
         if known is None and entry.shards.framing is not Framing.RAW:
@@ -110,7 +110,7 @@ def _number(manifest: Manifest, source: Source, entry: TensorEntry) -> float | N
 
             return read_number(source, entry)
         data = source.read(at.file, at.start, at.stop) if known is None else known[at.start : at.stop]
-        return number_in(data, entry.shards.dtype)
+        return decode_number(data, entry.shards.dtype)
     return None
 
 

@@ -7,11 +7,11 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
 from ckpt_tools.core.boxes import Shape
-from ckpt_tools.core.manifest import WEIGHT, Equal, Kind, Manifest, StateKey, TensorEntry
+from ckpt_tools.core.manifest import WEIGHT, EqualPair, Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.notes import Note, Outcome
-from ckpt_tools.core.option_names import option
-from ckpt_tools.core.transforms import Transformed
-from ckpt_tools.core.wording import count, listed
+from ckpt_tools.core.option_names import format_option
+from ckpt_tools.core.transforms import TransformResult
+from ckpt_tools.core.wording import format_count, join_names
 from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.recipes.apply import MAX_ITEM_BYTES, ZEROS
 from ckpt_tools.recipes.fitting import Fit, weights_of
@@ -43,7 +43,8 @@ def described_by_config(reference: Reference, manifest: Manifest) -> Reference:
         tensors |= {alias: tensors[owner] for alias, owner in manifest.aliases.items()}
     if sizes and not any(shape and shape[0] in sizes for shape, _ in tensors.values()):
         raise UsageError(
-            f"{option('like', reference.place)} has a vocabulary of {listed([f'{each:,}' for each in sizes])} tokens, "
+            f"{format_option('like', reference.place)} has a vocabulary of "
+            f"{join_names([f'{each:,}' for each in sizes])} tokens, "
             "and no tensor of the source has so many rows"
         )
     return replace(reference, tensors=tensors)
@@ -54,7 +55,7 @@ def _shape_of_tokens(name: str, entry: TensorEntry, sizes: Collection[int]) -> S
     return (*sizes, *entry.shape[1:]) if is_resized else entry.shape
 
 
-def adapted(found: Fit, reference: Reference) -> Transformed:
+def adapted(found: Fit, reference: Reference) -> TransformResult:
     """The manifest as ``found`` says: no name is missing or left over."""
     manifest = found.manifest
     sizes = {name: entry.shape for name, entry in weights_of(manifest).items()}
@@ -93,7 +94,7 @@ def _resized(key: StateKey, entry: TensorEntry, shape: Shape, rows: int) -> Tens
         return entry
     raise UnsupportedError(
         f"{key.slot} of {key.fqn} has the shape {list(entry.shape)}, and the weight {list(shape)}: it cannot follow "
-        f"it to the reference's vocabulary; convert the weights alone with {option('state', 'model')}"
+        f"it to the reference's vocabulary; convert the weights alone with {format_option('state', 'model')}"
     )
 
 
@@ -114,12 +115,15 @@ def _others(tensors: Mapping[StateKey, TensorEntry], ties: Mapping[str, str]) ->
     return found
 
 
-def _equals(found: Fit, tensors: Mapping[StateKey, TensorEntry]) -> Iterator[Equal]:
+def _equals(found: Fit, tensors: Mapping[StateKey, TensorEntry]) -> Iterator[EqualPair]:
     for name in sorted(found.unproved):
         owner = found.ties[name]
         owned = tensors[StateKey(found.given.get(owner, owner))]
-        otherwise = f"to write both, take {option('config')} and {option('untie')} instead of {option('like')}"
-        yield Equal(f"{name} and {owner}, which the reference ties", tensors[StateKey(name)], owned, otherwise)
+        otherwise = (
+            f"to write both, take {format_option('config')} and {format_option('untie')} instead of "
+            f"{format_option('like')}"
+        )
+        yield EqualPair(f"{name} and {owner}, which the reference ties", tensors[StateKey(name)], owned, otherwise)
 
 
 def _notes(found: Fit, reference: Reference, sizes: Mapping[str, Shape]) -> Iterator[Note]:
@@ -132,7 +136,7 @@ def _notes(found: Fit, reference: Reference, sizes: Mapping[str, Shape]) -> Iter
     for name, rows in found.rows.items():
         before = sizes[found.given.get(name, name)][0]
         what, more = f"{name}, rows {min(before, rows):,} to {max(before, rows) - 1:,}", abs(rows - before)
-        why = f"the reference has {count(rows, 'token')}"
+        why = f"the reference has {format_count(rows, 'token')}"
         if rows < before:
             yield Note(Outcome.DROPPED, what, f"{why}, the source {before:,}", more, asked=True)
         else:

@@ -12,16 +12,16 @@ from typing import Any
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.casts import CASTABLE, check_cast
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.literals import literal_file
-from ckpt_tools.core.manifest import MASTER, WEIGHT, Equal, Kind, Manifest, ParamGroup, StateKey, TensorEntry
-from ckpt_tools.core.matching import is_chosen
-from ckpt_tools.core.names import model_names
+from ckpt_tools.core.literals import make_literal_file_name
+from ckpt_tools.core.manifest import MASTER, WEIGHT, EqualPair, Kind, Manifest, ParamGroup, StateKey, TensorEntry
+from ckpt_tools.core.matching import is_selected
+from ckpt_tools.core.names import collect_model_names
 from ckpt_tools.core.notes import Note, Outcome
-from ckpt_tools.core.option_names import option
-from ckpt_tools.core.quantized import companions, is_quantized, name_beside
-from ckpt_tools.core.ties import stated_tie, tie
-from ckpt_tools.core.transforms import Transformed, cast_note, reowned, select
-from ckpt_tools.core.wording import count, listed
+from ckpt_tools.core.option_names import format_option
+from ckpt_tools.core.quantized import is_quantized, map_companions, rename_companion
+from ckpt_tools.core.ties import make_tied_pair, read_tie_flag
+from ckpt_tools.core.transforms import TransformResult, note_cast, reassign_owners, select_tensors
+from ckpt_tools.core.wording import format_count, join_names
 from ckpt_tools.errors import IncompleteError, UnsupportedError, UsageError
 from ckpt_tools.recipes.axes import One, is_rest
 from ckpt_tools.recipes.forms import chosen_form
@@ -41,7 +41,7 @@ from ckpt_tools.recipes.recipe import Line, Recipe
 from ckpt_tools.recipes.sizes import Env, from_config
 from ckpt_tools.recipes.tables import Boxes, MoveTable, joined, split_table
 
-ZEROS = literal_file("padding")
+ZEROS = make_literal_file_name("padding")
 """The file of padding. An element of any dtype is read from it over and over."""
 
 MAX_ITEM_BYTES = 16
@@ -50,7 +50,7 @@ _OF_MUON = frozenset({"ns_steps", "ns_coefficients"})
 """Options of torch's Muon that no other optimizer has."""
 
 
-def apply_recipe(manifest: Manifest, recipe: Recipe, config: Mapping[str, Any] | None) -> Transformed:
+def apply_recipe(manifest: Manifest, recipe: Recipe, config: Mapping[str, Any] | None) -> TransformResult:
     """The manifest in the names and shapes of ``recipe``'s right side. Sizes come from ``config``, the content of
     ``config.json``, and from shapes. ``must_equal`` of the result has what only the bytes can tell.
 
@@ -76,7 +76,7 @@ def _without_companions(manifest: Manifest, recipe: Recipe) -> tuple[Manifest, M
     """The manifest without the tensors that quantized weights need and no line has, and the names of these, each with
     that of its weight: they follow it."""
     owners = frozenset(manifest.aliases.values())
-    needed = {each: weight for each, weight in companions(manifest).items() if each not in owners}
+    needed = {each: weight for each, weight in map_companions(manifest).items() if each not in owners}
     there = frozenset(_in_order(manifest)) if needed else frozenset[str]()
     found = {each: weight for each, weight in needed.items() if not matches(each, recipe, there)}
     tensors = {key: entry for key, entry in manifest.tensors.items() if key.fqn not in found}
@@ -84,7 +84,7 @@ def _without_companions(manifest: Manifest, recipe: Recipe) -> tuple[Manifest, M
 
 
 def _in_order(manifest: Manifest) -> list[str]:
-    known = model_names(manifest)
+    known = collect_model_names(manifest)
     return [*dict.fromkeys(key.fqn for key in manifest.tensors if key.fqn in known), *manifest.aliases]
 
 
@@ -107,7 +107,7 @@ class _Maker:
     quantized: frozenset[str] = frozenset()
     """Weights whose scales were taken out of ``source``, to follow them."""
     mapped: dict[int, _Mapped] = field(default_factory=dict)
-    equal: list[Equal] = field(default_factory=list)
+    equal: list[EqualPair] = field(default_factory=list)
     cropped: dict[str, int] = field(default_factory=dict)
     padded: dict[str, int] = field(default_factory=dict)
     cast: dict[tuple[DType, DType], list[TensorEntry]] = field(default_factory=dict)
@@ -129,11 +129,11 @@ class _Maker:
         for name, weight in carried.items():
             if weight not in self.grouped.dropped:
                 renamed = self._new_name(weight)
-                beside = name_beside(name, weight, renamed)
+                beside = rename_companion(name, weight, renamed)
                 if beside is None or StateKey(beside) in tensors:
                     raise UnsupportedError(
                         f"{weight} is quantized, and the recipe would part it from {name} by the name {renamed}; "
-                        f"dequantize the model with {option('dequantize', True)}"
+                        f"dequantize the model with {format_option('dequantize', True)}"
                     )
                 tensors[StateKey(beside)] = before.tensors[StateKey(name)]
         return replace(made, tensors=tensors)
@@ -164,23 +164,25 @@ class _Maker:
             yield Note(Outcome.DROPPED, name, f"the recipe {self.recipe.name} drops it", asked=True)
         for name, number in self.cropped.items():
             why = f"padding that {self.recipe.right} does not have"
-            yield Note(Outcome.DROPPED, f"{count(number, 'element')} of {name}", why, asked=True)
+            yield Note(Outcome.DROPPED, f"{format_count(number, 'element')} of {name}", why, asked=True)
         for name, number in self.padded.items():
             yield Note(
-                Outcome.DEFAULTED, f"{count(number, 'element')} of {name}", f"padding of {self.recipe.right}: zeros"
+                Outcome.DEFAULTED,
+                f"{format_count(number, 'element')} of {name}",
+                f"padding of {self.recipe.right}: zeros",
             )
         for (before, after), entries in self.cast.items():
-            yield cast_note(before, after, entries, f", by the recipe {self.recipe.name}")
+            yield note_cast(before, after, entries, f", by the recipe {self.recipe.name}")
         added = [name for name, group in self.grouped.group_of.items() if group.line.plus]
         if added:
             why = "computed in float32 and rounded once: the way back can differ in the last bit"
-            yield Note(Outcome.KEPT, f"arithmetic on {count(len(added), 'tensor')}", why, len(added))
+            yield Note(Outcome.KEPT, f"arithmetic on {format_count(len(added), 'tensor')}", why, len(added))
         has_new_shapes = any(not group.line.is_renaming for group in self.grouped.groups)
         if has_new_shapes and any(not _OF_MUON.isdisjoint(group.options) for group in self.source.groups):
             why = "Muon orthogonalizes each tensor as a whole, and tensors of other shapes are updated in another way"
             yield Note(Outcome.KEPT, "optimizer state of Muon", why)
 
-    def _copies(self) -> Iterable[Equal]:
+    def _copies(self) -> Iterable[EqualPair]:
         """Names that are dropped because they repeat another, each with that one. Raises UnsupportedError."""
         for name in self.grouped.dropped if self.recipe.is_inverse else ():
             owners = (owner for pattern, owner in self.recipe.copies.items() if pattern.match(name) is not None)
@@ -190,7 +192,7 @@ class _Maker:
                 continue
             if copy.shape != owned.shape or copy.dtype is not owned.dtype:
                 raise UnsupportedError(f"{name} is a copy of {owner} by the recipe, and differs in shape or dtype")
-            yield Equal(f"{name} and {owner}, which it repeats", owned, copy)
+            yield EqualPair(f"{name} and {owner}, which it repeats", owned, copy)
 
     def _shapes(self) -> Mapping[str, Shape]:
         """The shape of each weight; of one that is not there, that of its optimizer state."""
@@ -215,7 +217,7 @@ class _Maker:
             name = next(iter(group.sources.values()))
             raise UsageError(
                 f"{name} has this name in both namings, and no size of the recipe tells which one it is in; name the "
-                f"folder of config.json with {option('config')}"
+                f"folder of config.json with {format_option('config')}"
             )
         env = bound(group, shapes, self.env)
         key = id(line), tuple(sorted(env.items()))
@@ -237,7 +239,7 @@ class _Maker:
             for (which, _), name in group.sources.items()
         }
         if len(numbers) > 1 or min(numbers) < 0:
-            raise UsageError(f"{listed(list(group.sources.values()), 2)} have different numbers of axes")
+            raise UsageError(f"{join_names(list(group.sources.values()), 2)} have different numbers of axes")
         (number,) = numbers
         if (group.number, number) not in self._with_rest:
             self._with_rest[group.number, number] = line.with_rest(number)
@@ -249,7 +251,7 @@ class _Maker:
             if entry is not None and (name in self.quantized or is_quantized(name, entry.dtype)):
                 raise UnsupportedError(
                     f"{name} is quantized ({entry.dtype.value}), and a recipe would part it from its scales; "
-                    f"dequantize the model with {option('dequantize', True)}"
+                    f"dequantize the model with {format_option('dequantize', True)}"
                 )
 
     def _check_names(self) -> None:
@@ -298,7 +300,7 @@ class _Maker:
         name, entry = mapped.group.sources[odd], sources[odd]
         raise UnsupportedError(
             f"{slot} of {name} has the shape {list(entry.shape)}, and the weight {list(shapes[odd[0]])}: it cannot "
-            f"follow the weight to another shape; convert the weights alone with {option('state', 'model')}"
+            f"follow the weight to another shape; convert the weights alone with {format_option('state', 'model')}"
         )
 
     def _check_elementwise(self, slot: str, name: str) -> None:
@@ -307,7 +309,8 @@ class _Maker:
         if other is not None:
             raise UnsupportedError(
                 f"{slot} of {other} has another shape than the weight, so that of {name}, which has the same, is not "
-                f"known to follow it element by element; convert the weights alone with {option('state', 'model')}"
+                f"known to follow it element by element; convert the weights alone with "
+                f"{format_option('state', 'model')}"
             )
 
     @cached_property
@@ -330,7 +333,7 @@ class _Maker:
         if lacking and present and not group.line.is_renaming:
             there = next(group.sources[place] for place in present)
             raise IncompleteError(
-                f"{slot} of {listed(lacking)} is missing, and that of {there} is there: they become one tensor"
+                f"{slot} of {join_names(lacking)} is missing, and that of {there} is there: they become one tensor"
             )
         if slot == WEIGHT and group.line.plus:
             masters = {place: self.source.tensors.get(StateKey(group.sources[place], MASTER)) for place in present}
@@ -387,7 +390,7 @@ class _Maker:
         for other, entry in others:
             if not _is_same_range(first, entry):
                 one, two = mapped.group.sources[place], mapped.group.sources[other]
-                self.equal.append(Equal(f"{slot} of {one} and of {two}, which become one tensor", first, entry))
+                self.equal.append(EqualPair(f"{slot} of {one} and of {two}, which become one tensor", first, entry))
         return {StateKey(name, slot): first for name in mapped.targets.values()}
 
     def _aliases(self) -> dict[str, str]:
@@ -448,24 +451,24 @@ def _one_kind(entries: Mapping[Slot, TensorEntry], made: StateKey, group: Group)
     return like
 
 
-def without_unknown(manifest: Manifest, recipe: Recipe, exclude: tuple[str, ...]) -> Transformed:
+def without_unknown(manifest: Manifest, recipe: Recipe, exclude: tuple[str, ...]) -> TransformResult:
     """The manifest without tensors whose names match a glob of ``exclude`` and are none that ``recipe`` takes."""
     names = _in_order(manifest) if exclude else []
     unknown = frozenset(
         name
         for name in names
-        if not is_chosen(name, (), exclude) and not any(is_known(name, form, names) for form in recipe.forms())
+        if not is_selected(name, (), exclude) and not any(is_known(name, form, names) for form in recipe.forms())
     )
     if not unknown:
         return manifest, ()
-    made, notes = select(manifest, include=(), exclude=tuple(map(escape, sorted(unknown))))
-    return replace(made, left_out=made.left_out | unknown), notes
+    made, notes = select_tensors(manifest, include=(), exclude=tuple(map(escape, sorted(unknown))))
+    return replace(made, unreadable_names=made.unreadable_names | unknown), notes
 
 
 def _is_same_range(one: TensorEntry, other: TensorEntry) -> bool:
     return (
         len(one.shards) == len(other.shards) == 1
-        and one.shards.byte_range(0) == other.shards.byte_range(0)
+        and one.shards.get_byte_range(0) == other.shards.get_byte_range(0)
         and one.dtype is other.dtype
     )
 
@@ -475,9 +478,9 @@ def with_ties(manifest: Manifest, recipe: Recipe, config: Mapping[str, Any] | No
     it has them. There the tied name has no bytes of its own; on the way back it is given, since a live model has it,
     unless the left side has no such names.
     """
-    if not recipe.tied or not stated_tie(config or {}, recipe.tied_by_default):
+    if not recipe.tied or not read_tie_flag(config or {}, recipe.tied_by_default):
         return manifest
-    manifest = reowned(manifest, lambda name: name not in recipe.tied)
+    manifest = reassign_owners(manifest, lambda name: name not in recipe.tied)
     tensors, aliases, equal = dict(manifest.tensors), dict(manifest.aliases), list(manifest.must_equal)
     for alias, owner in recipe.tied.items():
         weight, owned = tensors.get(StateKey(alias)), tensors.get(StateKey(owner))
@@ -486,10 +489,12 @@ def with_ties(manifest: Manifest, recipe: Recipe, config: Mapping[str, Any] | No
         if weight is not None:
             if weight.shape != owned.shape or weight.dtype is not owned.dtype:
                 raise UnsupportedError(f"{alias} and {owner} are tied by config.json, and differ in shape or dtype")
-            equal.append(tie(f"{alias} and {owner}, which config.json ties", owned, weight))
+            equal.append(make_tied_pair(f"{alias} and {owner}, which config.json ties", owned, weight))
             state = [key.slot for key in tensors if key.fqn == alias and key.slot != WEIGHT]
             if state:
-                raise UnsupportedError(f"{alias} is tied to {owner} by config.json, and has {listed(state)} of its own")
+                raise UnsupportedError(
+                    f"{alias} is tied to {owner} by config.json, and has {join_names(state)} of its own"
+                )
             del tensors[StateKey(alias)]
         aliases[alias] = owner
     groups = tuple(

@@ -15,12 +15,27 @@ from typing import Any, TypeAlias
 
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.dtypes import DType, from_torch
-from ckpt_tools.core.manifest import WEIGHT, Computed, Kind, Manifest, StateKey, TensorEntry, computed_file
+from ckpt_tools.core.manifest import (
+    WEIGHT,
+    ComputedTensor,
+    Kind,
+    Manifest,
+    StateKey,
+    TensorEntry,
+    make_computed_file_name,
+)
 from ckpt_tools.core.notes import Note, Outcome
-from ckpt_tools.core.option_names import option
-from ckpt_tools.core.quantized import CONFIG_KEY, SCALE_NAMES, TEXT_CONFIG, is_quantized, method_of, quantization_of
-from ckpt_tools.core.transforms import Transformed
-from ckpt_tools.core.wording import count
+from ckpt_tools.core.option_names import format_option
+from ckpt_tools.core.quantized import (
+    CONFIG_KEY,
+    SCALE_NAMES,
+    TEXT_CONFIG,
+    get_quant_method,
+    get_quantization_config,
+    is_quantized,
+)
+from ckpt_tools.core.transforms import TransformResult
+from ckpt_tools.core.wording import format_count
 from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.recipes.scales import Scaled, Third, Values
 
@@ -60,7 +75,9 @@ class _Module:
 
     def refused(self, name: str, why: str) -> UnsupportedError:
         full = self.prefix + name
-        return UnsupportedError(f"{full} cannot be dequantized: {why}; convert without {option('dequantize', True)}")
+        return UnsupportedError(
+            f"{full} cannot be dequantized: {why}; convert without {format_option('dequantize', True)}"
+        )
 
 
 _PLAIN = "plain fp8"
@@ -77,7 +94,7 @@ _Rule: TypeAlias = Callable[[_Module, str, Mapping[str, Any]], _Made | None]
 kind."""
 
 
-def dequantize(manifest: Manifest, config: Mapping[str, Any] | None) -> Transformed:
+def dequantize(manifest: Manifest, config: Mapping[str, Any] | None) -> TransformResult:
     """The manifest with every quantized weight as one of floating point, in the dtype that ``config``, the content of
     ``config.json``, names for the model: bfloat16 if none. Scales are left out.
 
@@ -86,8 +103,8 @@ def dequantize(manifest: Manifest, config: Mapping[str, Any] | None) -> Transfor
         UnsupportedError: a tensor is quantized in a way that is not known.
     """
     config = config or {}
-    quantization = quantization_of(config)
-    method = _PLAIN if quantization is None else method_of(quantization)
+    quantization = get_quantization_config(config)
+    method = _PLAIN if quantization is None else get_quant_method(quantization)
     if quantization is None:
         quantization = {"has_scales": any(SCALE_NAMES.fullmatch(fqn.rpartition(".")[2]) for fqn in manifest.fqns)}
         if not any(entry.dtype in _FP8 for entry in manifest.tensors.values()):
@@ -95,13 +112,13 @@ def dequantize(manifest: Manifest, config: Mapping[str, Any] | None) -> Transfor
     elif method not in _METHODS:
         raise UnsupportedError(
             f"weights quantized by {method or 'an unnamed method'} cannot be dequantized here, only those of "
-            f"{', '.join(_METHODS)}; convert without {option('dequantize', True)}"
+            f"{', '.join(_METHODS)}; convert without {format_option('dequantize', True)}"
         )
     more = next((key for key in _MORE_THAN_SCALES if _is_set(quantization.get(key))), None)
     if more is not None:
         raise UnsupportedError(
             f"{CONFIG_KEY} has {more}: weights are more than values and scales, and cannot be dequantized here; "
-            f"convert without {option('dequantize', True)}"
+            f"convert without {format_option('dequantize', True)}"
         )
     made: dict[str, tuple[str, Scaled]] = {}
     gone: set[str] = set()
@@ -110,22 +127,23 @@ def dequantize(manifest: Manifest, config: Mapping[str, Any] | None) -> Transfor
             made[module.prefix + name[0]] = module.prefix + name[1], computed
         gone |= {module.prefix + name for name in module.used}
     if not made:
-        raise UsageError(f"{option('dequantize', True)}: no tensor is quantized")
+        raise UsageError(f"{format_option('dequantize', True)}: no tensor is quantized")
     activations = _of_activations(manifest)
     manifest, notes = _replaced(manifest, made, gone | activations, _dtype_of(config))
     if activations:
-        what = count(len(activations), "tensor") + " of quantized activations or caches"
+        what = format_count(len(activations), "tensor") + " of quantized activations or caches"
         notes = (*notes, Note(Outcome.DROPPED, what, "the output computes without them", len(activations), asked=True))
     if method is _PLAIN and not quantization["has_scales"]:
         why = "taken as the numbers that they are: no tensor is a scale, and no config.json says how they are quantized"
-        notes = (*notes, Note(Outcome.KEPT, count(len(made), "float8 tensor"), why, len(made)))
+        notes = (*notes, Note(Outcome.KEPT, format_count(len(made), "float8 tensor"), why, len(made)))
     return manifest, notes
 
 
 def _needs_config(why: str = "") -> UsageError:
     return UsageError(
-        f"{why}{option('dequantize', True)} needs the {CONFIG_KEY} of the model's config.json; name its folder with "
-        f"{option('config')}"
+        f"{why}{format_option('dequantize', True)} needs the {CONFIG_KEY} of the model's config.json; name its "
+        f"folder with "
+        f"{format_option('config')}"
     )
 
 
@@ -182,20 +200,22 @@ def _dtype_of(config: Mapping[str, Any]) -> DType:
     return DType.BFLOAT16
 
 
-def _replaced(manifest: Manifest, made: Mapping[str, tuple[str, Scaled]], gone: set[str], dtype: DType) -> Transformed:
+def _replaced(
+    manifest: Manifest, made: Mapping[str, tuple[str, Scaled]], gone: set[str], dtype: DType
+) -> TransformResult:
     """The manifest with the weights ``made`` of quantized ones by their names, and without the tensors that are
     ``gone``."""
     tensors: dict[StateKey, TensorEntry] = {}
-    computed: dict[str, Computed] = dict(manifest.computed)
+    computed: dict[str, ComputedTensor] = dict(manifest.computed)
     kinds: dict[DType, int] = {}
     for key, entry in manifest.tensors.items():
         if key.fqn in made and key.slot == WEIGHT:
             name, how = made[key.fqn]
             if StateKey(name) in manifest.tensors and name != key.fqn:
                 raise UnsupportedError(f"{key.fqn} would become {name}, and there is a tensor of this name")
-            file = computed_file(name)
+            file = make_computed_file_name(name)
             computed[file] = how
-            tensors[StateKey(name)] = TensorEntry(how.shape, dtype, Kind.PARAMETER, how.table(file))
+            tensors[StateKey(name)] = TensorEntry(how.shape, dtype, Kind.PARAMETER, how.make_table(file))
             kinds[entry.dtype] = kinds.get(entry.dtype, 0) + 1
         elif key.fqn not in gone or entry.kind is Kind.EXTRA:
             tensors[key] = entry
@@ -209,7 +229,13 @@ def _replaced(manifest: Manifest, made: Mapping[str, tuple[str, Scaled]], gone: 
         for group in manifest.groups
     )
     notes = tuple(
-        Note(Outcome.CAST, count(number, f"{kind.value} tensor"), f"dequantized to {dtype.value}", number, asked=True)
+        Note(
+            Outcome.CAST,
+            format_count(number, f"{kind.value} tensor"),
+            f"dequantized to {dtype.value}",
+            number,
+            asked=True,
+        )
         for kind, number in kinds.items()
     )
     plain = replace(manifest, tensors=tensors, computed=computed, aliases=aliases, groups=groups, is_quantized=False)

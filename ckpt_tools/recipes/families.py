@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-from ckpt_tools.core.names import unnumbered
-from ckpt_tools.core.option_names import option
-from ckpt_tools.core.wording import listed
+from ckpt_tools.core.names import zero_numbers
+from ckpt_tools.core.option_names import format_option
+from ckpt_tools.core.wording import join_names
 from ckpt_tools.recipes.groups import matches, whole_lines
 from ckpt_tools.recipes.index import list_recipes
 from ckpt_tools.recipes.recipe import Line, Recipe
@@ -37,7 +37,7 @@ class Route:
 
 def routes(names: Collection[str], recipes: Iterable[Recipe]) -> Iterator[Route]:
     """Those of ``recipes`` that take these names, read from left to right or from right to left."""
-    patterns = set(map(unnumbered, names))
+    patterns = set(map(zero_numbers, names))
     for recipe in recipes:
         for each in (recipe, recipe.inverse()):
             found = (_route(form, patterns) for form in each.forms())
@@ -96,8 +96,8 @@ class Naming:
     def way(self) -> str:
         """How the names of the hub are got."""
         if len(self.to_hub) == 1:
-            return f"{option('recipe', self.to_hub[0])} gives those of the {HUB}"
-        return f"{self.like}, and so does a recipe: one of {listed(self.to_hub)}"
+            return f"{format_option('recipe', self.to_hub[0])} gives those of the {HUB}"
+        return f"{self.like}, and so does a recipe: one of {join_names(self.to_hub)}"
 
     @property
     def is_live(self) -> bool:
@@ -106,7 +106,7 @@ class Naming:
 
     @property
     def like(self) -> str:
-        return f"{option('like', 'FOLDER')} gives those of the {HUB}'s model in FOLDER"
+        return f"{format_option('like', 'FOLDER')} gives those of the {HUB}'s model in FOLDER"
 
 
 def naming(names: Collection[str], config: Mapping[str, Any], recipes: Iterable[Recipe]) -> Naming | None:

@@ -9,8 +9,8 @@ from ckpt_tools.core import transforms
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.casts import CASTABLE
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, TensorEntry
-from ckpt_tools.core.names import unnumbered
-from ckpt_tools.core.wording import MAX_NAMES, count, listed
+from ckpt_tools.core.names import zero_numbers
+from ckpt_tools.core.wording import MAX_LISTED_NAMES, format_count, join_names
 from ckpt_tools.recipes.reference import Reference, Wanted
 
 
@@ -47,7 +47,7 @@ def weights_of(manifest: Manifest) -> dict[str, TensorEntry]:
 def fit(manifest: Manifest, reference: Reference) -> Fit:
     """Compares the weights of ``manifest`` with those of ``reference``, which holds tensors."""
     wanted = reference.tensors
-    manifest = transforms.reowned(manifest, wanted.__contains__)
+    manifest = transforms.reassign_owners(manifest, wanted.__contains__)
     weights, aliases = weights_of(manifest), manifest.aliases
     given = {name: aliases[name] for name in wanted if name in aliases}
     ties = {alias: owner for alias, owner in aliases.items() if alias not in wanted and owner in wanted}
@@ -126,16 +126,16 @@ def grouped(names: Collection[str]) -> str:
     Of too many groups, tensors of one module are one."""
     by_pattern: dict[tuple[str, ...], list[str]] = {}
     for name in names:
-        by_pattern.setdefault(tuple(unnumbered(name).split(".")), []).append(name)
+        by_pattern.setdefault(tuple(zero_numbers(name).split(".")), []).append(name)
     depth = max(map(len, by_pattern), default=0)
     groups = by_pattern
-    while len(groups) > MAX_NAMES and depth > 1:
+    while len(groups) > MAX_LISTED_NAMES and depth > 1:
         depth -= 1
         groups = {}
         for pattern, members in by_pattern.items():
             groups.setdefault(pattern[:depth], []).extend(members)
     texts = [
-        members[0] if len(members) == 1 else f"{count(len(members), 'tensor')} such as {members[0]}"
+        members[0] if len(members) == 1 else f"{format_count(len(members), 'tensor')} such as {members[0]}"
         for members in groups.values()
     ]
-    return listed(texts)
+    return join_names(texts)

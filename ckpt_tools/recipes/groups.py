@@ -10,8 +10,8 @@ from math import prod
 
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.manifest import WEIGHT, StateKey
-from ckpt_tools.core.option_names import option
-from ckpt_tools.core.wording import MAX_NAMES, count, listed, nearest
+from ckpt_tools.core.option_names import format_option
+from ckpt_tools.core.wording import MAX_LISTED_NAMES, find_nearest, format_count, join_names
 from ckpt_tools.errors import IncompleteError, UsageError
 from ckpt_tools.recipes.axes import PAD, extent, extent_size
 from ckpt_tools.recipes.moves import Indices, numbered
@@ -79,8 +79,9 @@ def group_names(names: Sequence[str], recipe: Recipe, without_weight: Collection
             line = recipe.lines[number]
             if line.unknown:
                 raise UsageError(
-                    f"{name} is numbered from {listed(sorted(line.unknown))} on by the recipe {recipe.name}, which is "
-                    f"not known; name the folder of config.json with {option('config')}"
+                    f"{name} is numbered from {join_names(sorted(line.unknown))} on by the recipe {recipe.name}, "
+                    f"which is "
+                    f"not known; name the folder of config.json with {format_option('config')}"
                 )
             pattern = line.left[which]
             shared = {variable: value for variable, value in values.items() if variable in line.shared}
@@ -133,7 +134,7 @@ def check_way_back(group: Group, made: Mapping[Slot, str], back: Recipe, names: 
             others = [back.lines[number].left[pattern].name.text for number, pattern, _ in found]
             raise UsageError(
                 f"{source} becomes {name}, which the recipe {back.name} would not read in the same way on the way "
-                f"back (by {listed(others)}); give {source} a line of its own"
+                f"back (by {join_names(others)}); give {source} a line of its own"
             )
         if any(pattern.match(name) is not None for pattern in back.drops[0]):
             raise UsageError(f"the recipe {back.name} makes {name}, and drops it on the way back")
@@ -146,7 +147,7 @@ def _check_lines(used: Collection[int], names: Sequence[str], recipe: Recipe) ->
     if _fits(names, recipe.inverse()):
         raise UsageError(
             f"the checkpoint has the names of {recipe.right} already, which the recipe {recipe.name} leads to; "
-            f"read it the other way with {option('inverse', True)}, or without it"
+            f"read it the other way with {format_option('inverse', True)}, or without it"
         )
     text = recipe.lines[number].left[0].name
     raise UsageError(f"{text.text} of the recipe {recipe.name} matches no tensor; {_nearest(text, names)}")
@@ -173,7 +174,7 @@ def whole_lines(recipe: Recipe, there: Collection[tuple[int, int]]) -> frozenset
 
 
 def _nearest(pattern: NamePattern, names: Sequence[str]) -> str:
-    found = nearest(pattern.letters, names)
+    found = find_nearest(pattern.letters, names)
     return f"the nearest name is {found[0]}" if found else "the checkpoint has no weight"
 
 
@@ -181,10 +182,10 @@ def _check_kept(kept: Sequence[str], recipe: Recipe) -> None:
     """Raises UsageError if a name has no line and may not stay, or if it is one that lines lead to."""
     if kept and not recipe.keeps_others:
         patterns = [pattern.name for line in recipe.lines for pattern in line.left]
-        near = nearest(kept[0], [pattern.text for pattern in patterns])
+        near = find_nearest(kept[0], [pattern.text for pattern in patterns])
         raise UsageError(
-            f"the recipe {recipe.name} has no line for {listed(kept)}; the nearest is {near[0]}; add one, or leave "
-            f"the tensors out with {option('exclude')}"
+            f"the recipe {recipe.name} has no line for {join_names(kept)}; the nearest is {near[0]}; add one, or leave "
+            f"the tensors out with {format_option('exclude')}"
         )
     for name in kept:
         for line in recipe.lines:
@@ -195,7 +196,7 @@ def _check_kept(kept: Sequence[str], recipe: Recipe) -> None:
             ):
                 raise UsageError(
                     f"{name} has a name of {recipe.right} already, and the recipe {recipe.name} leads there from "
-                    f"{line.left[0].name.text}; read it the other way with {option('inverse', True)}, or take "
+                    f"{line.left[0].name.text}; read it the other way with {format_option('inverse', True)}, or take "
                     "one of the two out of the checkpoint"
                 )
 
@@ -211,7 +212,7 @@ def bound(group: Group, shapes: Mapping[str, Shape], env: Env) -> Env:
     sized = [(line.left[slot[0]], name) for slot, name in group.sources.items()]
     for pattern, name in sized:
         if len(pattern.axes or ()) != len(shapes[name]):
-            axes = count(len(pattern.axes or ()), "axis", "axes")
+            axes = format_count(len(pattern.axes or ()), "axis", "axes")
             raise UsageError(f"{name} has the shape {list(shapes[name])}, and the recipe gives it {axes}")
     equations = [
         Equation(extent_size(axis), size, name)
@@ -246,12 +247,13 @@ def _counted(group: Group, env: Env) -> dict[str, int]:
     extents = [[counts[variable] for variable in numbered(pattern)] for pattern in line.left]
     num_missing = sum(map(prod, extents)) - len(group.sources)
     if num_missing:
-        first = list(islice(_missing(group, extents), MAX_NAMES))
+        first = list(islice(_missing(group, extents), MAX_LISTED_NAMES))
         more = f" and {num_missing - len(first):,} more" if num_missing > len(first) else ""
         known = [f"{name} = {number:,}" for name, number in counts.items()]
         why = f" ({', '.join(known)})" if known else ""
         raise IncompleteError(
-            f"the checkpoint has {listed(list(group.sources.values()), 2)}, and lacks {', '.join(first)}{more}{why}; "
+            f"the checkpoint has {join_names(list(group.sources.values()), 2)}, and lacks "
+            f"{', '.join(first)}{more}{why}; "
             "a part of a model cannot be mapped"
         )
     return counts

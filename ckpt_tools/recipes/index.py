@@ -11,9 +11,9 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpt_tools.core.entry_points import by_name, distribution_of, entries_of
-from ckpt_tools.core.option_names import option
-from ckpt_tools.core.wording import nearest
+from ckpt_tools.core.entry_points import describe_distribution, index_plugins_by_name, list_entry_points
+from ckpt_tools.core.option_names import format_option
+from ckpt_tools.core.wording import find_nearest
 from ckpt_tools.errors import UsageError
 from ckpt_tools.recipes.reading import read_recipe
 from ckpt_tools.recipes.recipe import Recipe
@@ -48,10 +48,10 @@ def _found(recipe: str | Path) -> Recipe:
         return of_model[0]
     if of_model:
         names = ", ".join(each.name for each in of_model)
-        raise UsageError(f"{option('recipe', recipe)} is a model of several recipes; choose one of {names}")
+        raise UsageError(f"{format_option('recipe', recipe)} is a model of several recipes; choose one of {names}")
     recipes = list_recipes()
     known = {each.name for each in recipes}.union(*(each.known_as for each in recipes))
-    near = f"the nearest are {', '.join(nearest(recipe, known))}" if known else "none is installed"
+    near = f"the nearest are {', '.join(find_nearest(recipe, known))}" if known else "none is installed"
     raise UsageError(f"there is no recipe {recipe!r}; {near}; a file's name ends in .toml")
 
 
@@ -75,8 +75,8 @@ def _built_in() -> Mapping[str, Path]:
 @cache
 def _of_plugins() -> Mapping[str, Path]:
     """Raises UsageError if two distributions give one name, or one gives a name that is built in."""
-    added = ((path.stem, entry, path) for entry in entries_of(GROUP) for path in _files(entry))
-    return by_name(added, "recipe", _built_in())
+    added = ((path.stem, entry, path) for entry in list_entry_points(GROUP) for path in _files(entry))
+    return index_plugins_by_name(added, "recipe", _built_in())
 
 
 def _files(entry: EntryPoint) -> list[Path]:
@@ -84,7 +84,7 @@ def _files(entry: EntryPoint) -> list[Path]:
     Python imports that to find it. Raises UsageError."""
     from importlib.util import find_spec
 
-    who = f"the recipes of {distribution_of(entry)}"
+    who = f"the recipes of {describe_distribution(entry)}"
     try:
         spec = find_spec(entry.value)
     except Exception as error:

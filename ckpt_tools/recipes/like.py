@@ -15,9 +15,9 @@ from ckpt_tools.core import transforms
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest
 from ckpt_tools.core.notes import Note, Outcome
-from ckpt_tools.core.option_names import option
-from ckpt_tools.core.transforms import Transformed
-from ckpt_tools.core.wording import listed
+from ckpt_tools.core.option_names import format_option
+from ckpt_tools.core.transforms import TransformResult
+from ckpt_tools.core.wording import join_names
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.recipes.adapting import adapted, described_by_config
 from ckpt_tools.recipes.fitting import Fit, fit, grouped, weights_of
@@ -30,7 +30,7 @@ class Way(NamedTuple):
     made for the model of the reference."""
 
     what: str
-    step: Callable[[Manifest], Transformed]
+    step: Callable[[Manifest], TransformResult]
     is_of_model: bool = False
 
 
@@ -58,8 +58,8 @@ class Like:
     reference: Reference
     ways: Callable[[Manifest], Iterable[Sequence[Way]]]
 
-    def named(self, manifest: Manifest) -> Transformed:
-        """The manifest with the names, shapes and ties of the reference; dtypes are left to ``cast``.
+    def match_names(self, manifest: Manifest) -> TransformResult:
+        """The manifest with the names, shapes and ties of the reference; dtypes are left to ``match_dtypes``.
 
         Raises:
             UsageError: names or shapes do not fit, or after several ways they do. CkptError: the recipe of the model
@@ -82,14 +82,14 @@ class Like:
             raise self._unusable(failed)
         return self._made(nearest, self.reference)
 
-    def cast(self, manifest: Manifest) -> Transformed:
+    def match_dtypes(self, manifest: Manifest) -> TransformResult:
         """The manifest with the weights in the dtypes of the reference; in that of ``config.json``, and parameters
         alone, if there are no headers."""
         wanted = self.reference.tensors
         if not wanted:
-            return transforms.cast(manifest, self._dtype_of_config)
+            return transforms.cast_weights(manifest, self._dtype_of_config)
         tensors = {
-            key: entry.cast(wanted[key.fqn].dtype)
+            key: entry.cast_to(wanted[key.fqn].dtype)
             if key.slot == WEIGHT and entry.kind is not Kind.EXTRA and key.fqn in wanted
             else entry
             for key, entry in manifest.tensors.items()
@@ -97,7 +97,7 @@ class Like:
         return replace(manifest, tensors=tensors), ()
 
     @property
-    def excluded(self) -> frozenset[str]:
+    def excluded_names(self) -> frozenset[str]:
         """Names of the reference that the user leaves out."""
         return self.reference.excluded
 
@@ -114,9 +114,9 @@ class Like:
 
     @property
     def _option(self) -> str:
-        return option("like", self.reference.place)
+        return format_option("like", self.reference.place)
 
-    def _by_configuration(self, manifest: Manifest) -> Transformed:
+    def _by_configuration(self, manifest: Manifest) -> TransformResult:
         """Works with a ``config.json`` alone: after the recipe of the model's type that takes the names of the
         source, else with these names; with its vocabulary and its ties."""
         ways = [way for several in self.ways(manifest) for way in several if way.is_of_model]
@@ -138,7 +138,7 @@ class Like:
         made, notes = found
         return _Tried(way, notes, fit(made, self.reference))
 
-    def _made(self, tried: _Tried, reference: Reference) -> Transformed:
+    def _made(self, tried: _Tried, reference: Reference) -> TransformResult:
         """Raises UsageError if it does not fit."""
         assert tried.fit is not None, "the names as they are can always be taken"
         if tried.distance:
@@ -152,9 +152,9 @@ class Like:
         parts = [f"after {way.what}"] if way.what else []
         parts += [f"the source lacks {grouped(found.missing)}"] if found.missing else []
         parts += [f"the reference lacks {grouped(found.left_over)}"] if found.left_over else []
-        parts += [listed(found.wrong, 2)] if found.wrong else []
+        parts += [join_names(found.wrong, 2)] if found.wrong else []
         if found.missing or found.left_over:
-            parts.append(f"{option('exclude')} leaves out what is not to be written")
+            parts.append(f"{format_option('exclude')} leaves out what is not to be written")
         if "quantization_config" in self.reference.config:
             parts.append("the reference is quantized: name a folder of the same model that is not")
         return UsageError(f"{self._option} does not fit: {'; '.join(parts)}")
@@ -166,10 +166,10 @@ class Like:
 
     def _ambiguous(self, fitting: Sequence[_Tried]) -> UsageError:
         what = ", ".join(each.way.what or "the names as they are" for each in fitting)
-        return UsageError(f"{self._option} fits in several ways ({what}); choose one with {option('recipe')}")
+        return UsageError(f"{self._option} fits in several ways ({what}); choose one with {format_option('recipe')}")
 
 
-def _gone(way: Way, manifest: Manifest) -> Transformed | CkptError:
+def _gone(way: Way, manifest: Manifest) -> TransformResult | CkptError:
     try:
         return way.step(manifest)
     except CkptError as error:

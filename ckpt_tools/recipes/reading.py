@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.option_names import option
-from ckpt_tools.core.wording import nearest
+from ckpt_tools.core.option_names import format_option
+from ckpt_tools.core.wording import find_nearest
 from ckpt_tools.errors import CkptError, SourceNotFoundError, UsageError
 from ckpt_tools.recipes.axes import Node, extent_size, parse_axes
 from ckpt_tools.recipes.names import NamePattern
@@ -54,12 +54,12 @@ def read_recipe(path: Path) -> Recipe:
     """
     try:
         if path.is_dir():
-            raise UsageError(f"{option('recipe', path)} is a folder; name a TOML file")
+            raise UsageError(f"{format_option('recipe', path)} is a folder; name a TOML file")
         text = read_text(path)
     except OSError as error:
-        raise SourceNotFoundError(f"{option('recipe', path)}: {error.strerror}") from error
+        raise SourceNotFoundError(f"{format_option('recipe', path)}: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise UsageError(f"{option('recipe', path)} is not UTF-8 text") from error
+        raise UsageError(f"{format_option('recipe', path)} is not UTF-8 text") from error
     return parse_recipe(text, path.stem, str(path))
 
 
@@ -245,7 +245,7 @@ def _check_keys(table: Mapping[str, Any], known: Collection[str], where: str) ->
 
 
 def _meant(name: str, known: Collection[str]) -> str:
-    found = nearest(name, known)
+    found = find_nearest(name, known)
     return f" (did you mean {found[0]!r}?)" if found else ""
 
 

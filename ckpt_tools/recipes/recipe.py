@@ -13,7 +13,7 @@ from itertools import product
 from typing import NamedTuple
 
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.wording import listed
+from ckpt_tools.core.wording import join_names
 from ckpt_tools.errors import UsageError
 from ckpt_tools.recipes.axes import (
     PAD,
@@ -244,7 +244,7 @@ class Line:
 
 
 def _names(side: tuple[Pattern, ...]) -> str:
-    return listed([pattern.name.text for pattern in side], 2)
+    return join_names([pattern.name.text for pattern in side], 2)
 
 
 def _variables(patterns: Iterable[NamePattern]) -> frozenset[str]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.matching import is_chosen
+from ckpt_tools.core.matching import is_selected
 
 
 class Wanted(NamedTuple):
@@ -36,7 +36,7 @@ class Reference:
     def without(self, globs: Sequence[str]) -> Reference:
         """The reference without the tensors whose names match; these are ``excluded``."""
         names = [*self.tensors, *self.aliases]
-        excluded = frozenset(name for name in names if globs and not is_chosen(name, (), globs))
+        excluded = frozenset(name for name in names if globs and not is_selected(name, (), globs))
         tensors = {name: wanted for name, wanted in self.tensors.items() if name not in excluded}
         aliases = {alias: owner for alias, owner in self.aliases.items() if not {alias, owner} & excluded}
         return replace(self, tensors=tensors, aliases=aliases, excluded=excluded)

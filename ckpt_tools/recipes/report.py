@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, ClassVar
 from ckpt_tools.core.manifest import Kind, Manifest, TensorEntry
 from ckpt_tools.core.notes import Note
 from ckpt_tools.core.shards import ByteRange, ShardTable
-from ckpt_tools.core.showing import Shown
+from ckpt_tools.core.showing import DisplayableResult
 
 if TYPE_CHECKING:
-    from ckpt_tools.core.apply_options import Step
+    from ckpt_tools.core.apply_options import ManifestStep
     from ckpt_tools.recipes import Recipe
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class RecipeInfo(Shown):
+class RecipeInfo(DisplayableResult):
     """A recipe: ``left`` and ``right`` are the two namings, ``models`` the ``model_type`` that it is for, ``source`` is
     what it was made from, ``text`` the file, ``also`` its other names."""
 
@@ -68,7 +68,7 @@ class MappedTensor:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class RecipeMap(Shown):
+class RecipeMap(DisplayableResult):
     """Each tensor that a recipe makes of a checkpoint, and notes on what it leaves out."""
 
     recipe: UsedRecipe
@@ -76,13 +76,13 @@ class RecipeMap(Shown):
     notes: tuple[Note, ...]
 
 
-def recipe_map(manifest: Manifest, recipe: Recipe, step: Step) -> RecipeMap:
+def recipe_map(manifest: Manifest, recipe: Recipe, step: ManifestStep) -> RecipeMap:
     """The map of ``recipe``, which ``step`` applies. Raises CkptError as it does."""
     # Each tensor is a file of its own here, so that the shards of a result name the tensors that they are from.
     names = {str(number): key.fqn for number, key in enumerate(manifest.tensors)}
     apart = {key: _apart(entry, file) for file, (key, entry) in zip(names, manifest.tensors.items(), strict=True)}
     made, notes = step(replace(manifest, tensors=apart))
-    kept = made.of_kind(Kind.PARAMETER, Kind.BUFFER, Kind.STATE)
+    kept = made.select_kinds(Kind.PARAMETER, Kind.BUFFER, Kind.STATE)
     mapped = (MappedTensor(*key, e.shape, e.dtype.value, _sources(e.shards, names)) for key, e in kept.items())
     return RecipeMap(UsedRecipe.of(recipe), tuple(mapped), notes)
 

@@ -17,7 +17,7 @@ import numpy as np
 from ckpt_tools.core.boxes import Box, Shape
 from ckpt_tools.core.casts import cast_into
 from ckpt_tools.core.dtypes import DType, to_numpy
-from ckpt_tools.core.manifest import Computed
+from ckpt_tools.core.manifest import ComputedTensor
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -58,7 +58,7 @@ class Third(Enum):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Scaled(Computed):
+class Scaled(ComputedTensor):
     """Values times scales: the operands are the stored weight, its scales if it has any, and what ``third`` says.
 
     ``blocks`` are the elements in each dim of the stored weight that share a scale. Dims that the scales lack at their
@@ -78,7 +78,7 @@ class Scaled(Computed):
         """The values and the scales in float32, indices of values as numpy makes them, and the stored elements."""
         return (9 << 20) + (STRIP_BYTES if self.is_transposed else 0)
 
-    def regions(self, box: Box) -> Sequence[Box]:
+    def get_operand_regions(self, box: Box) -> Sequence[Box]:
         box = self._widened(self._stored(box))
         grid = self._blocks_of(box)
         return self._elements_of(box), *(
@@ -88,7 +88,7 @@ class Scaled(Computed):
             for each in self.operands[1:]
         )
 
-    def compute(self, box: Box, parts: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
+    def compute_box(self, box: Box, parts: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
         stored = self._stored(box)
         is_plain = self.dtype is DType.FLOAT32 and not self.is_transposed
         found = self._decoded(stored, parts[0], out if is_plain else None)

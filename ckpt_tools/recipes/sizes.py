@@ -9,7 +9,7 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from ckpt_tools.core.wording import listed
+from ckpt_tools.core.wording import join_names
 from ckpt_tools.errors import UsageError
 
 Env = Mapping[str, int]
@@ -190,7 +190,7 @@ def checked(size: Size, env: Env, what: str) -> int:
     if value is None:
         missing = sorted(size.variables - env.keys())
         raise UsageError(
-            f"{what}: the size {listed(missing)} is known neither from shapes nor from config.json; bind it under "
+            f"{what}: the size {join_names(missing)} is known neither from shapes nor from config.json; bind it under "
             "[sizes], or name a folder with config.json"
         )
     return _whole(value, f"{size.text} of {what}", env, size.variables)

@@ -8,9 +8,9 @@ from itertools import product
 
 import numpy as np
 
-from ckpt_tools.core.boxes import Shape, contiguous_strides, flat_index, from_flat, split_dims
+from ckpt_tools.core.boxes import Shape, contiguous_strides, interval_to_boxes, ravel_index, split_dims
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.shards import Framing, Inner, Ints, RowTable, ShardTable
+from ckpt_tools.core.shards import Framing, Ints, NestedRows, RowTable, ShardTable
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.recipes.moves import Fill, Indices, Move
 
@@ -121,13 +121,13 @@ def split_table(table: ShardTable, shape: Shape, dims: Shape) -> Boxes:
 
 def _boxes(table: ShardTable, row: int, shape: Shape, dims: Shape) -> Iterator[tuple[int, Shape, Shape, Shape, int]]:
     """A shard as boxes: row, start, stop, strides, and the elements before it in the shard."""
-    box, strides = table.box(row), table.stride(row)
+    box, strides = table.get_box(row), table.get_strides(row)
     if table.shape != shape:
         (first,), (last,) = box.start, box.stop
         assert table.strides is None, "only plain intervals unfold"
         inner = contiguous_strides(dims)
-        for part in from_flat(first, last, dims):
-            yield row, part.start, part.stop, inner, flat_index(part.start, dims) - first
+        for part in interval_to_boxes(first, last, dims):
+            yield row, part.start, part.stop, inner, ravel_index(part.start, dims) - first
         return
     along = []
     for axis, cut in enumerate(split_dims(shape, dims)):
@@ -137,9 +137,9 @@ def _boxes(table: ShardTable, row: int, shape: Shape, dims: Shape) -> Iterator[t
                 (
                     part,
                     tuple(strides[axis] * each for each in inner),
-                    strides[axis] * (flat_index(part.start, dims[cut]) - box.start[axis]),
+                    strides[axis] * (ravel_index(part.start, dims[cut]) - box.start[axis]),
                 )
-                for part in from_flat(box.start[axis], box.stop[axis], dims[cut])
+                for part in interval_to_boxes(box.start[axis], box.stop[axis], dims[cut])
             ]
         )
     for parts in product(*along):
@@ -167,7 +167,7 @@ def joined(parts: Sequence[Boxes], fills: Iterable[Fill], dims: Shape, dtype: DT
     """The table of a tensor from its parts, which have one dtype and one framing. ``zeros`` is a file of zero bytes.
 
     Raises:
-        MalformedError, IncompleteError: as ``check_cover`` says, when a tensor is made of it.
+        MalformedError, IncompleteError: as ``check_exact_cover`` says, when a tensor is made of it.
     """
     found = [*parts, *_filled(fills, dims, dtype, zeros)]
     if not found:
@@ -188,7 +188,7 @@ def joined(parts: Sequence[Boxes], fills: Iterable[Fill], dims: Shape, dtype: DT
         byte_stops = byte_starts + spans * dtype.item_bytes
     else:
         numels, firsts = (np.concatenate(each) for each in zip(*(_items(part) for part in found), strict=True))
-        inner = Inner(numels, firsts + np.where(numels > 0, offsets, 0))
+        inner = NestedRows(numels, firsts + np.where(numels > 0, offsets, 0))
     is_packed = bool(((extents == 1) | (strides == _contiguous(extents))).all())
     return RowTable(
         shape=dims,

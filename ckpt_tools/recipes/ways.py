@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from ckpt_tools.core import transforms
 from ckpt_tools.core.manifest import Manifest
-from ckpt_tools.core.names import MODEL, model_names, unnumbered
-from ckpt_tools.core.option_names import option
-from ckpt_tools.core.transforms import Transformed
+from ckpt_tools.core.names import MODEL_PREFIX, collect_model_names, zero_numbers
+from ckpt_tools.core.option_names import format_option
+from ckpt_tools.core.transforms import TransformResult
 from ckpt_tools.recipes.apply import apply_recipe
 from ckpt_tools.recipes.families import HUB, Route, model_types, routes
 from ckpt_tools.recipes.index import list_recipes
@@ -35,7 +35,7 @@ def ways(manifest: Manifest, reference: Reference, *, has_recipe: bool) -> Itera
     else:
         lenient, wanted = (
             list(_after_each(bare, map(_lenient, of_model), manifest)),
-            frozenset(map(unnumbered, reference.tensors)),
+            frozenset(map(zero_numbers, reference.tensors)),
         )
         others = [recipe for recipe in recipes if not types & {*recipe.models}]
         yield [*bare, *(_way(each, reference) for each in lenient if _leads_to(each.route, wanted))]
@@ -56,7 +56,7 @@ def _after_each(bare: Collection[Way], recipes: Iterable[Recipe], manifest: Mani
     recipes = list(recipes)
     for way in bare:
         seen = set[object]()
-        for route in routes(model_names(way.step(manifest)[0]), recipes):
+        for route in routes(collect_model_names(way.step(manifest)[0]), recipes):
             same = frozenset(replace(line, optional=True) for line in route.lines), route.made
             if same not in seen:
                 seen.add(same)
@@ -77,25 +77,25 @@ def _lenient(recipe: Recipe) -> Recipe:
 
 def _bare(manifest: Manifest) -> Iterator[Way]:
     yield AS_IT_IS
-    bare, _ = transforms.without_wrappers(manifest)
-    names = model_names(bare)
-    if names != model_names(manifest):
-        yield Way("the prefixes of wrappers taken off", transforms.without_wrappers)
-    if names and all(name.startswith(MODEL) for name in names):
+    bare, _ = transforms.strip_wrappers(manifest)
+    names = collect_model_names(bare)
+    if names != collect_model_names(manifest):
+        yield Way("the prefixes of wrappers taken off", transforms.strip_wrappers)
+    if names and all(name.startswith(MODEL_PREFIX) for name in names):
         yield Way(
-            f"{MODEL} taken off",
-            lambda manifest: transforms.without_prefix(transforms.without_wrappers(manifest)[0], MODEL),
+            f"{MODEL_PREFIX} taken off",
+            lambda manifest: transforms.strip_prefix(transforms.strip_wrappers(manifest)[0], MODEL_PREFIX),
         )
 
 
 def _way(after: _After, reference: Reference) -> Way:
     way, recipe = after.way, after.route.recipe
 
-    def step(manifest: Manifest) -> Transformed:
+    def step(manifest: Manifest) -> TransformResult:
         bare, notes = way.step(manifest)
         made, more = apply_recipe(bare, recipe, reference.config)
         return made, (*notes, *more)
 
-    named = option("recipe", recipe.name) + (f" {option('inverse', True)}" if recipe.is_inverse else "")
+    named = format_option("recipe", recipe.name) + (f" {format_option('inverse', True)}" if recipe.is_inverse else "")
     is_of_model = bool(model_types(reference.config) & {*recipe.models})
     return Way(f"{way.what} and {named}" if way.what else named, step, is_of_model)

@@ -7,7 +7,7 @@ from contextlib import suppress
 from itertools import product
 
 from ckpt_tools.core.manifest import Manifest
-from ckpt_tools.core.option_names import option
+from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import CkptError, FormatError, IncompleteError, StoreError, UnsafeError, UnsupportedError
 from ckpt_tools.reading.checkpoint import read_source
@@ -36,7 +36,7 @@ def compared(complete: Sequence[Member], run: Source, found: Relied) -> Mapping[
         if (what := lack(each, elder)) is not None:
             raise IncompleteError(
                 f"{each.name}, which is to stay, holds less than an older checkpoint that would go: {what}; nothing "
-                f"was removed; add {option('allow_less', True)} if that is right"
+                f"was removed; add {format_option('allow_less', True)} if that is right"
             )
     if not found.elders or any(each.has_optimizer for each in kept):
         return {}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 
-from ckpt_tools.core.format_names import BUILT_IN, SINGLE_FILES
+from ckpt_tools.core.format_names import BUILTIN_FORMATS, FORMAT_BY_FILE_SUFFIX
 from ckpt_tools.errors import FormatError, UnsafeError
 from ckpt_tools.formats.base import Format
 from ckpt_tools.formats.index import built_in
@@ -94,7 +94,9 @@ def _of_model(saved: Saved) -> Iterator[str]:
 def format_of(saved: Saved) -> str:
     """The format by the names of files, as ``inspect`` reports it; ``deepspeed`` for every ZeRO stage."""
     named = (each.name for each in _detected() if each.is_named(saved))
-    ending = (name for suffix, name in SINGLE_FILES.items() if any(path.endswith(suffix) for path in saved.files))
+    ending = (
+        name for suffix, name in FORMAT_BY_FILE_SUFFIX.items() if any(path.endswith(suffix) for path in saved.files)
+    )
     return next(named, None) or next(ending, "torch")
 
 
@@ -107,4 +109,4 @@ def world_size_of(saved: Saved) -> int | None:
 
 def _detected() -> list[Format]:
     """Built-in formats that are recognised by their files, in the order of detection."""
-    return [each for each in built_in() if BUILT_IN[each.name].signs]
+    return [each for each in built_in() if BUILTIN_FORMATS[each.name].signs]

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest
-from ckpt_tools.core.transforms import without_wrappers
-from ckpt_tools.core.value_refs import parts_of, references
-from ckpt_tools.core.wording import count, listed, size
+from ckpt_tools.core.transforms import strip_wrappers
+from ckpt_tools.core.value_refs import iter_tensor_refs, iter_values
+from ckpt_tools.core.wording import format_count, format_size, join_names
 from ckpt_tools.formats.foreign import is_optimizer_name
 
 PART = 2
@@ -48,12 +48,12 @@ def content_of(
     read = {file for manifest in manifests for file in manifest.files}
     state_bytes = sum(num_bytes for path, num_bytes in optimizer_files.items() if path not in read)
     has_optimizer = bool(optimizer_files)
-    for manifest in (without_wrappers(each)[0] for each in manifests):
+    for manifest in (strip_wrappers(each)[0] for each in manifests):
         weights |= dict.fromkeys(manifest.aliases, 0)
         # Optimizers of torch among the entries: those whose parameters' names are not known.
-        entries = parts_of(list(manifest.extra.values()))
+        entries = iter_values(list(manifest.extra.values()))
         unplaced = [each for each in entries if isinstance(each, dict) and "param_groups" in each]
-        inside = {ref.key for ref in references(unplaced)}
+        inside = {ref.key for ref in iter_tensor_refs(unplaced)}
         has_optimizer |= bool(manifest.groups or unplaced)
         for key, entry in manifest.tensors.items():
             if key.slot in (WEIGHT, MASTER) and entry.kind is not Kind.EXTRA:
@@ -69,16 +69,19 @@ def lack(newer: Content, elder: Content) -> str | None:
     is a model that was saved alone, which is not a reason."""
     if not (newer.is_read and elder.is_read):
         elder_bytes = elder.file_bytes - (0 if newer.has_optimizer else elder.state_bytes)
-        sizes = f"its files have {size(newer.file_bytes)}, those of {elder.name} {size(elder_bytes)}"
+        sizes = f"its files have {format_size(newer.file_bytes)}, those of {elder.name} {format_size(elder_bytes)}"
         return sizes if newer.file_bytes * PART < elder_bytes else None
     if elder.weights and not newer.weights:
         return f"it holds no weights, and {elder.name} does"
     missing = [name for name, numel in elder.weights.items() if name not in newer.weights and numel]
     if missing:
-        return f"it lacks {count(len(missing), 'weight')} that {elder.name} has ({listed(missing)})"
+        return f"it lacks {format_count(len(missing), 'weight')} that {elder.name} has ({join_names(missing)})"
     if newer.num_weights * PART < elder.num_weights:
-        return f"its weights have {count(newer.num_weights, 'element')}, those of {elder.name} {elder.num_weights:,}"
+        return (
+            f"its weights have {format_count(newer.num_weights, 'element')}, those of {elder.name} "
+            f"{elder.num_weights:,}"
+        )
     if newer.state_bytes and newer.state_bytes * PART < elder.state_bytes:
-        sizes = f"{size(newer.state_bytes)}, that of {elder.name} {size(elder.state_bytes)}"
+        sizes = f"{format_size(newer.state_bytes)}, that of {elder.name} {format_size(elder.state_bytes)}"
         return f"its optimizer state has {sizes}"
     return None

@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ckpt_tools.core.progress import warn
-from ckpt_tools.core.wording import newest
+from ckpt_tools.core.progress import log_warning
+from ckpt_tools.core.wording import join_newest
 from ckpt_tools.errors import SourceNotFoundError, UsageError
 from ckpt_tools.formats.deepspeed import names as deepspeed
 from ckpt_tools.runs.listing import problem_in, step_of
@@ -70,13 +70,14 @@ def _chosen(run: str, name: str, source: Source) -> str:
     if len(chosen) == 1:
         problem = problem_in(finished[chosen[0]].saved(source))
         if problem is not None:  # what it lacks may be refused later, or may not be needed
-            warn("runs", f"{chosen[0]} is not complete: {problem}")
+            log_warning("runs", f"{chosen[0]} is not complete: {problem}")
         return f"{run}/{chosen[0]}"
     if chosen:
         raise SourceNotFoundError(
-            f"{run} has several checkpoints {name!r} ({newest(chosen)}); name one of them, such as {run}@{chosen[0]}"
+            f"{run} has several checkpoints {name!r} ({join_newest(chosen)}); name one of them, such as "
+            f"{run}@{chosen[0]}"
         )
-    raise SourceNotFoundError(f"{run} has no checkpoint {name!r}; it has {newest(found)}")
+    raise SourceNotFoundError(f"{run} has no checkpoint {name!r}; it has {join_newest(found)}")
 
 
 def _latest(run: str, source: Source, every: Sequence[Member]) -> str:
@@ -101,7 +102,7 @@ def _tell_of(passed: Mapping[str, str], taken: Member) -> None:
     if passed:
         name, problem = next(iter(passed.items()))
         more = f" ({len(passed) - 1:,} more are not complete either)" if len(passed) > 1 else ""
-        warn("runs", f"latest is {taken.name}: the newer {name} is not complete: {problem}{more}")
+        log_warning("runs", f"latest is {taken.name}: the newer {name} is not complete: {problem}{more}")
 
 
 def _called(name: str, found: Mapping[str, Member], files: Iterable[str]) -> list[str]:

@@ -18,7 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import ClassVar
 
-from ckpt_tools.core.showing import Shown
+from ckpt_tools.core.showing import DisplayableResult
 from ckpt_tools.errors import (
     CkptError,
     DestinationExistsError,
@@ -52,7 +52,7 @@ CHECKPOINTS = "checkpoints"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Pruned(Shown):
+class Pruned(DisplayableResult):
     """One checkpoint of the run: whether it stays, and why."""
 
     name: str
@@ -63,7 +63,7 @@ class Pruned(Shown):
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class PruneReport(Shown):
+class PruneReport(DisplayableResult):
     """The checkpoints of ``source``, the newest first. Those that do not stay are gone if ``is_removed``."""
 
     SHOWN: ClassVar[tuple[str, ...]] = ("source", "num_staying", "num_going", "is_removed", "file_bytes")

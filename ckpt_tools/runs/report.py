@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ckpt_tools.core.showing import Shown, json_of
+from ckpt_tools.core.showing import DisplayableResult, dataclass_to_json
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class RunCheckpoint(Shown):
+class RunCheckpoint(DisplayableResult):
     """One checkpoint of a run.
 
     ``name`` is its path in the run, ``.`` if the run is itself one checkpoint. ``time`` is when its newest file was
@@ -45,7 +45,7 @@ class RunCheckpoint(Shown):
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class RunListing(Shown):
+class RunListing(DisplayableResult):
     """The checkpoints of the run at ``source``, the newest first."""
 
     SHOWN: ClassVar[tuple[str, ...]] = ("source", "checkpoints", "num_complete", "latest")
@@ -63,5 +63,5 @@ class RunListing(Shown):
         return next((each for each in self.checkpoints if each.is_complete), None)
 
     def to_json(self) -> dict[str, Any]:
-        found = json_of(self)
+        found = dataclass_to_json(self)
         return {**found, "latest": None if self.latest is None else self.latest.name}

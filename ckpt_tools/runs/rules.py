@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ckpt_tools.core.option_names import option
-from ckpt_tools.core.wording import listed, nearest
+from ckpt_tools.core.option_names import format_option
+from ckpt_tools.core.wording import find_nearest, join_names
 from ckpt_tools.errors import UsageError
 from ckpt_tools.runs.report import RunCheckpoint
 
@@ -27,13 +27,14 @@ class Best:
         """Parse ``METRIC``, ``METRIC:min`` or ``METRIC:max``. Raises UsageError."""
         metric, _, end = text.rpartition(":") if text.endswith((":min", ":max")) else (text, "", "")
         if not metric:
-            raise UsageError(f"{option('keep_best', text)} names no metric")
+            raise UsageError(f"{format_option('keep_best', text)} names no metric")
         if end:
             return cls(metric, end == "min")
         words = set(re.split(r"[^a-z0-9]+", metric.lower()))
         if bool(words & _SMALLER) == bool(words & _LARGER):
             raise UsageError(
-                f"{option('keep_best', text)} does not say whether less or more is better; write {metric}:min or "
+                f"{format_option('keep_best', text)} does not say whether less or more is better; write {metric}:min "
+                f"or "
                 f"{metric}:max"
             )
         return cls(metric, bool(words & _SMALLER))
@@ -43,8 +44,8 @@ class Best:
         values = {name: found[self.metric] for name, found in metrics.items() if self.metric in found}
         if not values:
             known = sorted({metric for found in metrics.values() for metric in found})
-            near = sorted(nearest(self.metric, known)) if len(known) > 20 else known
-            there = f"its checkpoints have {listed(near, 20)}" if known else "its checkpoints have no metrics"
+            near = sorted(find_nearest(self.metric, known)) if len(known) > 20 else known
+            there = f"its checkpoints have {join_names(near, 20)}" if known else "its checkpoints have no metrics"
             raise UsageError(f"no checkpoint of the run has the metric {self.metric!r}; {there}")
         return (min if self.is_min else max)(values, key=lambda name: values[name])
 
@@ -63,7 +64,7 @@ class PruneRules:
         for name in ("keep_last", "keep_every"):
             number = getattr(self, name)
             if number is not None and (type(number) is not int or number < 1):
-                raise UsageError(f"{option(name, number)} is not a number from 1 on")
+                raise UsageError(f"{format_option(name, number)} is not a number from 1 on")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,7 @@ def _reason(each: Facts, last: Sequence[str], rules: PruneRules, best: str | Non
 
 def _reason_of_incomplete(each: Facts, rules: PruneRules) -> str | None:
     if not rules.incomplete:
-        return f"not complete ({each.shown.problem}); {option('incomplete', True)} removes it"
+        return f"not complete ({each.shown.problem}); {format_option('incomplete', True)} removes it"
     if each.is_recent:
         return "not complete, and written to within the last hour: the save may be under way"
     return each.held

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from ckpt_tools.core.values import StorageRef
 from ckpt_tools.errors import MalformedError, UnsupportedError
 from ckpt_tools.serialization.pickle.machine import PersistentLoad
-from ckpt_tools.serialization.pickle.proof import Proof, prove
+from ckpt_tools.serialization.pickle.proof import Proof, prove_pickle
 from ckpt_tools.serialization.torch_legacy import LegacyFile, read_legacy
 from ckpt_tools.serialization.zip_archive import ReadRange
 
@@ -22,24 +22,24 @@ def prove_legacy(read: ReadRange, size: int, path: str, *, allowed: Collection[s
         FormatError: it is none, damaged, or not as torch writes it since 0.4.
     """
 
-    def read_first(data: bytes, persistent_load: PersistentLoad | None) -> Proof:
-        return prove(data, path=path, persistent_load=persistent_load, allowed=allowed, is_prefix=True)
+    def prove_first_pickle(data: bytes, persistent_load: PersistentLoad | None) -> Proof:
+        return prove_pickle(data, path=path, persistent_load=persistent_load, allowed=allowed, is_prefix=True)
 
-    found = read_legacy(read, size, path, read_first)
-    if found.storages.has_views:
+    legacy_file = read_legacy(read, size, path, prove_first_pickle)
+    if legacy_file.storages.has_views:
         raise UnsupportedError("a storage is a view of another, as torch before 0.4 wrote them", path=path)
-    if found.storages.has_sources:
+    if legacy_file.storages.has_sources:
         raise UnsupportedError("it holds an object with the source of its class, not data alone", path=path)
-    found.storages.ranges(read, path)
-    return found
+    legacy_file.storages.locate_roots(read, path)
+    return legacy_file
 
 
-def inner_storage(data: bytes, path: str) -> StorageRef:
+def prove_inner_storage(data: bytes, path: str) -> StorageRef:
     """The storage that ``torch.storage._load_from_bytes`` would make of ``data``. Raises FormatError."""
-    found = prove_legacy(lambda start, stop: data[start:stop], len(data), path)
-    refusals = [refusal for proof in found.pickles for refusal in proof.refusals]
+    legacy_file = prove_legacy(lambda start, stop: data[start:stop], len(data), path)
+    refusals = [refusal for proof in legacy_file.pickles for refusal in proof.refusals]
     if refusals:
-        raise MalformedError(f"bytes that should hold a storage hold something else: {refusals[0].what}", path=path)
-    if type(found.value) is not StorageRef:
+        raise MalformedError(f"bytes that should hold a storage hold something else: {refusals[0].reason}", path=path)
+    if type(legacy_file.value) is not StorageRef:
         raise MalformedError("bytes that should hold a storage hold something else", path=path)
-    return found.value
+    return legacy_file.value

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from ckpt_tools.core.value_refs import extracted
+from ckpt_tools.core.value_refs import replace_stored_tensors
 from ckpt_tools.core.values import (
     PARAMETER,
     DefaultDict,
@@ -28,11 +28,11 @@ from ckpt_tools.core.values import (
 )
 from ckpt_tools.errors import UnsupportedError
 
-TENSOR = GlobalRef("torch", "Tensor")
-_WRAPPERS = (None, PARAMETER, TENSOR)
+TENSOR_CLASS = GlobalRef("torch", "Tensor")
+_ALLOWED_TENSOR_CLASSES = (None, PARAMETER, TENSOR_CLASS)
 """Classes of tensors that the loader allows."""
 
-_CALLS = frozenset(
+_ALLOWED_CALLS = frozenset(
     (
         GlobalRef("torch", "device"),
         GlobalRef("torch.serialization", "_get_layout"),
@@ -42,13 +42,13 @@ _CALLS = frozenset(
 )
 """Calls that the loader allows, and that the reader of pickles writes down as objects."""
 
-_NAMESPACES = (GlobalRef("argparse", "Namespace"), GlobalRef("types", "SimpleNamespace"))
-_PATHS = tuple(GlobalRef("pathlib", name) for name in ("PosixPath", "PurePosixPath"))
-_SCALARS = tuple(GlobalRef(module, "scalar") for module in ("numpy.core.multiarray", "numpy._core.multiarray"))
+_NAMESPACE_CLASSES = (GlobalRef("argparse", "Namespace"), GlobalRef("types", "SimpleNamespace"))
+_PATH_CLASSES = tuple(GlobalRef("pathlib", name) for name in ("PosixPath", "PurePosixPath"))
+_SCALAR_FUNCTIONS = tuple(GlobalRef(module, "scalar") for module in ("numpy.core.multiarray", "numpy._core.multiarray"))
 _NUMPY_DTYPE = GlobalRef("numpy", "dtype")
 _NUMPY_CODES = frozenset(("f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "b1"))
 
-_PLAIN = (type(None), bool, int, float, complex, str, bytes, bytearray, Size, StorageRef)
+_PLAIN_TYPES = (type(None), bool, int, float, complex, str, bytes, bytearray, Size, StorageRef)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,15 +69,15 @@ class Replaced:
     by: str
 
 
-class _Gone:
+class _OmittedPlaceholder:
     """In the place of what is left out."""
 
 
-_GONE: Final = _Gone()
+_OMITTED: Final = _OmittedPlaceholder()
 
 
 @dataclass(frozen=True, slots=True)
-class Loadable:
+class LoadableValue:
     """A value that the loader takes, and its differences from the original."""
 
     value: Value
@@ -85,22 +85,24 @@ class Loadable:
     replaced: tuple[Replaced, ...]
 
 
-def loadable(value: Value, path: str) -> Loadable:
+def make_loadable_value(value: Value, path: str) -> LoadableValue:
     """``value``, which the file ``path`` holds, of allowed names alone.
 
     Raises:
         UnsupportedError: it is or holds a model that was pickled whole, or nothing of it would be left.
     """
-    visitor = _Visitor(path)
-    found = visitor.visit(value, ())
-    if found is _GONE:
-        raise UnsupportedError(f"it is a {_kind(value)}, which torch.load(weights_only=True) refuses", path=path)
-    return Loadable(found, tuple(visitor.left_out), tuple(visitor.replaced))
+    visitor = _LoadableVisitor(path)
+    loadable_value = visitor.visit(value, ())
+    if loadable_value is _OMITTED:
+        raise UnsupportedError(
+            f"it is a {_describe_class(value)}, which torch.load(weights_only=True) refuses", path=path
+        )
+    return LoadableValue(loadable_value, tuple(visitor.left_out), tuple(visitor.replaced))
 
 
-def refused_in(value: Value) -> tuple[str, ...]:
+def find_refused_classes(value: Value) -> tuple[str, ...]:
     """The classes of objects in ``value`` that ``torch.load(weights_only=True)`` refuses."""
-    visitor = _Visitor("")
+    visitor = _LoadableVisitor("")
     try:
         visitor.visit(value, ())
     except UnsupportedError:
@@ -109,131 +111,132 @@ def refused_in(value: Value) -> tuple[str, ...]:
     return tuple(dict.fromkeys(kinds))
 
 
-_Place = tuple[str | int, ...]
+_ValuePath = tuple[str | int, ...]
 
 
-class _Visitor:
+class _LoadableVisitor:
     def __init__(self, path: str) -> None:
         self.left_out: list[LeftOut] = []
         self.replaced: list[Replaced] = []
         self._path = path
-        self._made: dict[int, Value] = {}
-        self._alive: list[Value] = []
+        self._result_by_id: dict[int, Value] = {}
+        self._visited_values: list[Value] = []
 
-    def visit(self, value: Value, place: _Place) -> Value:
+    def visit(self, value: Value, value_path: _ValuePath) -> Value:
         """``value`` without objects that are not allowed; shared values, and those inside themselves, stay so."""
-        if type(value) in _PLAIN:
+        if type(value) in _PLAIN_TYPES:
             return value
-        known = self._made.get(id(value))
-        if known is not None:
-            if known is _GONE:
-                self._left(value, place)
-            return known
-        self._alive.append(value)
-        visit = _VISITS.get(type(value))
-        found = self._left(value, place) if visit is None else visit(self, value, place)
-        self._made[id(value)] = found
-        return found
+        visited = self._result_by_id.get(id(value))
+        if visited is not None:
+            if visited is _OMITTED:
+                self._omit_value(value, value_path)
+            return visited
+        self._visited_values.append(value)
+        visit = _VISIT_BY_TYPE.get(type(value))
+        result = self._omit_value(value, value_path) if visit is None else visit(self, value, value_path)
+        self._result_by_id[id(value)] = result
+        return result
 
-    def _dict(self, value: dict[Value, Value], place: _Place) -> Value:
-        made: dict[Value, Value] = OrderedDict() if isinstance(value, OrderedDict) else {}
-        self._made[id(value)] = made
+    def _visit_dict(self, value: dict[Value, Value], place: _ValuePath) -> Value:
+        result: dict[Value, Value] = OrderedDict() if isinstance(value, OrderedDict) else {}
+        self._result_by_id[id(value)] = result
         if isinstance(value, DefaultDict):
-            self.replaced.append(Replaced(_shown(place), "collections.defaultdict", "a dict"))
+            self.replaced.append(Replaced(_format_value_path(place), "collections.defaultdict", "a dict"))
         for key, item in value.items():
-            inside = (*place, key if type(key) in (str, int) else repr(key)[:60])
+            item_path = (*place, key if type(key) in (str, int) else repr(key)[:60])
             if not _is_plain_key(key):
-                self._left(key, inside)
+                self._omit_value(key, item_path)
                 continue
-            found = self.visit(item, inside)
-            if found is not _GONE:
-                made[key] = found
-        if isinstance(value, OrderedDict) and isinstance(made, OrderedDict) and value.attributes is not None:
-            made.attributes = self._dict(value.attributes, (*place, "__dict__"))
-        return made
+            loadable_item = self.visit(item, item_path)
+            if loadable_item is not _OMITTED:
+                result[key] = loadable_item
+        if isinstance(value, OrderedDict) and isinstance(result, OrderedDict) and value.attributes is not None:
+            result.attributes = self._visit_dict(value.attributes, (*place, "__dict__"))
+        return result
 
-    def _list(self, value: list[Value], place: _Place) -> Value:
-        made: list[Value] = []
-        self._made[id(value)] = made
-        made.extend(self._items(value, place))
-        return made
+    def _visit_list(self, value: list[Value], place: _ValuePath) -> Value:
+        result: list[Value] = []
+        self._result_by_id[id(value)] = result
+        result.extend(self._visit_items(value, place))
+        return result
 
-    def _items(self, value: Any, place: _Place) -> Iterator[Value]:
+    def _visit_items(self, value: Any, place: _ValuePath) -> Iterator[Value]:
         for position, item in enumerate(value):
             found = self.visit(item, (*place, position))
-            yield None if found is _GONE else found
+            yield None if found is _OMITTED else found
 
-    def _set(self, value: set[Value] | frozenset[Value], place: _Place) -> Value:
+    def _visit_set(self, value: set[Value] | frozenset[Value], place: _ValuePath) -> Value:
         if isinstance(value, frozenset):
-            self.replaced.append(Replaced(_shown(place), "builtins.frozenset", "a set"))
+            self.replaced.append(Replaced(_format_value_path(place), "builtins.frozenset", "a set"))
         for item in value:
             if not _is_plain_key(item):
-                self._left(item, (*place, repr(item)[:60]))
+                self._omit_value(item, (*place, repr(item)[:60]))
         return {item for item in value if _is_plain_key(item)}
 
-    def _tensor(self, value: StoredTensor, place: _Place) -> Value:
-        if value.wrapper not in _WRAPPERS:
-            return self._left(value, place)
+    def _visit_tensor(self, value: StoredTensor, place: _ValuePath) -> Value:
+        if value.wrapper not in _ALLOWED_TENSOR_CLASSES:
+            return self._omit_value(value, place)
         if value.state is None:
             return value
         state = self.visit(value.state, (*place, "__dict__"))
-        return replace(value, state=None if state is _GONE else state)
+        return replace(value, state=None if state is _OMITTED else state)
 
-    def _object(self, value: Opaque, place: _Place) -> Value:
+    def _visit_object(self, value: Opaque, place: _ValuePath) -> Value:
         if {"_parameters", "_buffers", "_modules"} <= value.attributes.keys():  # a torch.nn.Module of any class
             raise UnsupportedError(
-                f"{_shown(place)} is a model ({_kind(value)}) that was pickled whole, and its code alone tells which "
+                f"{_format_value_path(place)} is a model ({_describe_class(value)}) that was pickled whole, and its "
+                f"code alone tells which "
                 "tensors it has; where you have and trust that code, save torch.load(FILE, weights_only=False) again "
                 "with the model's state_dict() in its place",
                 path=self._path,
             )
-        if value.ref in _CALLS and (called := self._called(value, place)) is not _GONE:
+        if value.ref in _ALLOWED_CALLS and (called := self._visit_call(value, place)) is not _OMITTED:
             return called
         for convert, by in _CONVERSIONS:
-            found = convert(value)
-            if found is not _GONE:
-                self.replaced.append(Replaced(_shown(place), _kind(value), by))
-                return self.visit(found, place) if isinstance(found, dict) else found
-        return self._left(value, place)
+            converted = convert(value)
+            if converted is not _OMITTED:
+                self.replaced.append(Replaced(_format_value_path(place), _describe_class(value), by))
+                return self.visit(converted, place) if isinstance(converted, dict) else converted
+        return self._omit_value(value, place)
 
-    def _called(self, value: Opaque, place: _Place) -> Value:
+    def _visit_call(self, value: Opaque, place: _ValuePath) -> Value:
         """An allowed call, if all that it is given is allowed too."""
         is_plain = value.form == "call" and value.state is None and not (value.kwargs or value.items or value.pairs)
-        before = len(self.left_out)
-        args = tuple(self._items(value.args, place)) if is_plain else ()
-        if is_plain and len(self.left_out) == before:
+        num_omitted = len(self.left_out)
+        args = tuple(self._visit_items(value.args, place)) if is_plain else ()
+        if is_plain and len(self.left_out) == num_omitted:
             return Opaque(value.ref, args)
-        del self.left_out[before:]
-        return _GONE
+        del self.left_out[num_omitted:]
+        return _OMITTED
 
-    def _left(self, value: Value, place: _Place) -> Value:
+    def _omit_value(self, value: Value, place: _ValuePath) -> Value:
         tensors: set[int] = set()
-        extracted(value, lambda tensor: tensors.add(id(tensor)))
-        self.left_out.append(LeftOut(_shown(place), _kind(value), len(tensors)))
-        return _GONE
+        replace_stored_tensors(value, lambda tensor: tensors.add(id(tensor)))
+        self.left_out.append(LeftOut(_format_value_path(place), _describe_class(value), len(tensors)))
+        return _OMITTED
 
 
-_VISITS: Mapping[type, Callable[[_Visitor, Any, _Place], Value]] = {
-    dict: _Visitor._dict,
-    OrderedDict: _Visitor._dict,
-    DefaultDict: _Visitor._dict,
-    list: _Visitor._list,
-    tuple: lambda visitor, value, place: tuple(visitor._items(value, place)),
-    set: _Visitor._set,
-    frozenset: _Visitor._set,
-    StoredTensor: _Visitor._tensor,
-    GlobalRef: lambda visitor, value, place: value if value.dtype is not None else visitor._left(value, place),
-    Opaque: _Visitor._object,
+_VISIT_BY_TYPE: Mapping[type, Callable[[_LoadableVisitor, Any, _ValuePath], Value]] = {
+    dict: _LoadableVisitor._visit_dict,
+    OrderedDict: _LoadableVisitor._visit_dict,
+    DefaultDict: _LoadableVisitor._visit_dict,
+    list: _LoadableVisitor._visit_list,
+    tuple: lambda visitor, value, place: tuple(visitor._visit_items(value, place)),
+    set: _LoadableVisitor._visit_set,
+    frozenset: _LoadableVisitor._visit_set,
+    StoredTensor: _LoadableVisitor._visit_tensor,
+    GlobalRef: lambda visitor, value, place: value if value.dtype is not None else visitor._omit_value(value, place),
+    Opaque: _LoadableVisitor._visit_object,
 }
 
 
-def _shown(place: _Place) -> str:
+def _format_value_path(place: _ValuePath) -> str:
     """``optimizer.param_groups[0].lr``."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in place)
     return text.removeprefix(".") or "the whole file"
 
 
-def _kind(value: Value) -> str:
+def _describe_class(value: Value) -> str:
     """The class of an object, or the function that would make it."""
     if isinstance(value, Opaque):
         return str(value.ref) if isinstance(value.ref, GlobalRef) else "an inner class"
@@ -246,31 +249,31 @@ def _is_plain_key(value: Value) -> bool:
     """True if the key can be hashed again unchanged and holds nothing that is not allowed."""
     if isinstance(value, tuple):
         return all(map(_is_plain_key, value))
-    return type(value) in _PLAIN or (isinstance(value, GlobalRef) and value.dtype is not None)
+    return type(value) in _PLAIN_TYPES or (isinstance(value, GlobalRef) and value.dtype is not None)
 
 
-def _namespace(value: Opaque) -> Value:
-    plain = value.ref in _NAMESPACES and not value.args and not value.items and not value.pairs
-    return dict(value.attributes) if plain else _GONE
+def _convert_namespace(value: Opaque) -> Value:
+    plain = value.ref in _NAMESPACE_CLASSES and not value.args and not value.items and not value.pairs
+    return dict(value.attributes) if plain else _OMITTED
 
 
-def _path_text(value: Opaque) -> Value:
-    parts = value.args if value.ref in _PATHS else (None,)
-    return str(PurePosixPath(*parts)) if all(type(part) is str for part in parts) else _GONE
+def _convert_path(value: Opaque) -> Value:
+    parts = value.args if value.ref in _PATH_CLASSES else (None,)
+    return str(PurePosixPath(*parts)) if all(type(part) is str for part in parts) else _OMITTED
 
 
-def _number(value: Opaque) -> Value:
+def _convert_numpy_scalar(value: Opaque) -> Value:
     """A numpy scalar: ``scalar(dtype, bytes)``."""
-    if value.ref not in _SCALARS or len(value.args) != 2:
-        return _GONE
+    if value.ref not in _SCALAR_FUNCTIONS or len(value.args) != 2:
+        return _OMITTED
     dtype, data = value.args
-    code = _dtype_code(dtype)
+    code = _get_dtype_code(dtype)
     if code is None or type(data) is not bytes or len(data) != np.dtype(code).itemsize:
-        return _GONE
+        return _OMITTED
     return np.frombuffer(data, code)[0].item()
 
 
-def _dtype_code(dtype: Value) -> str | None:
+def _get_dtype_code(dtype: Value) -> str | None:
     """``dtype('f8', False, True)`` with its byte order in the state: ``(3, '<', None, None, None, -1, -1, 0)``."""
     if not isinstance(dtype, Opaque) or dtype.ref != _NUMPY_DTYPE or not dtype.args:
         return None
@@ -280,7 +283,7 @@ def _dtype_code(dtype: Value) -> str | None:
 
 
 _CONVERSIONS: tuple[tuple[Callable[[Opaque], Value], str], ...] = (
-    (_namespace, "a dict"),
-    (_path_text, "text"),
-    (_number, "a number"),
+    (_convert_namespace, "a dict"),
+    (_convert_path, "text"),
+    (_convert_numpy_scalar, "a number"),
 )

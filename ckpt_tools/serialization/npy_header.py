@@ -31,7 +31,7 @@ _END = re.compile(rb" *\} *\n?")
 
 
 @dataclass(frozen=True, slots=True)
-class NpyText:
+class NpyDescription:
     """Fields of the text: numpy's code of the dtype, the order, and the shape, which may be of any numbers."""
 
     descr: str
@@ -39,36 +39,36 @@ class NpyText:
     shape: tuple[int, ...]
 
 
-def header_length(prefix: bytes, path: str, key: str) -> int:
+def read_header_length(prefix: bytes, path: str, key: str) -> int:
     """Bytes before the first element, from the first ``PREFIX_BYTES``. Raises FormatError."""
     if len(prefix) < PREFIX_BYTES or not prefix.startswith(MAGIC):
         raise MalformedError("it is not a .npy array", path=path, key=key)
     major, minor = prefix[6], prefix[7]
     if major not in (1, 2, 3) or minor:
         raise UnsupportedError(f"its version {major}.{minor} of .npy is not known", path=path, key=key)
-    length = int.from_bytes(prefix[8 : text_start(prefix)], "little")
+    length = int.from_bytes(prefix[8 : get_text_start(prefix)], "little")
     if length > MAX_HEADER_BYTES:
         raise MalformedError(f"its header claims {length:,} bytes", path=path, key=key)
-    return text_start(prefix) + length
+    return get_text_start(prefix) + length
 
 
-def text_start(prefix: bytes) -> int:
+def get_text_start(prefix: bytes) -> int:
     """Start of the text, behind its length of 2 bytes, or of 4 since version 2."""
     return 8 + struct.calcsize("<H" if prefix[6] == 1 else "<I")
 
 
-def parse_text(text: bytes) -> NpyText | None:
+def parse_header_text(text: bytes) -> NpyDescription | None:
     """None if it does not describe an array of one plain dtype."""
-    found: dict[bytes, bytes] = {}
-    at = 1
+    value_by_field: dict[bytes, bytes] = {}
+    position = 1
     if not text.startswith(b"{"):
         return None
-    while (item := _ITEM.match(text, at)) is not None:
+    while (item := _ITEM.match(text, position)) is not None:
         name, value = filter(lambda part: part is not None, item.groups())
-        if name in found:
+        if name in value_by_field:
             return None
-        found[name], at = value, item.end()
-    if len(found) != 3 or _END.fullmatch(text, at) is None:
+        value_by_field[name], position = value, item.end()
+    if len(value_by_field) != 3 or _END.fullmatch(text, position) is None:
         return None
-    shape = tuple(int(extent) for extent in re.findall(rb"[0-9]+", found[b"shape"]))
-    return NpyText(found[b"descr"].decode("ascii"), found[b"fortran_order"] == b"True", shape)
+    shape = tuple(int(extent) for extent in re.findall(rb"[0-9]+", value_by_field[b"shape"]))
+    return NpyDescription(value_by_field[b"descr"].decode("ascii"), value_by_field[b"fortran_order"] == b"True", shape)

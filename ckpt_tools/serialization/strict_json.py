@@ -18,19 +18,19 @@ def parse_json(data: bytes, path: str, *, value_of: Callable[[dict[str, Any]], A
     dicts.
     """
 
-    def hook(pairs: list[tuple[str, Any]]) -> Any:
-        found = dict(pairs)
-        if len(found) != len(pairs):
-            twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-            raise MalformedError(f"the name {twice[:200]!r} appears twice", path=path)
-        return found if value_of is None else value_of(found)
+    def build_object(pairs: list[tuple[str, Any]]) -> Any:
+        object_by_name = dict(pairs)
+        if len(object_by_name) != len(pairs):
+            duplicate = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+            raise MalformedError(f"the name {duplicate[:200]!r} appears twice", path=path)
+        return object_by_name if value_of is None else value_of(object_by_name)
 
     try:
         text = data.decode()
-        found = json.loads(text, object_pairs_hook=hook, parse_constant=_refuse_constant)
+        parsed = json.loads(text, object_pairs_hook=build_object, parse_constant=_refuse_constant)
         if _HALF_CHARACTER.search(text):
-            json.dumps(found, ensure_ascii=False).encode()
-        return found
+            json.dumps(parsed, ensure_ascii=False).encode()
+        return parsed
     except (ValueError, RecursionError) as error:
         raise MalformedError(f"not valid JSON: {str(error)[:200]}", path=path) from error
 

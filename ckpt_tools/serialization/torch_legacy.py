@@ -15,11 +15,11 @@ from types import MappingProxyType
 from typing import Final, Generic, Protocol, TypeVar
 
 from ckpt_tools.core.values import StorageRef, Value
-from ckpt_tools.core.wording import count
+from ckpt_tools.core.wording import format_count
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
-from ckpt_tools.serialization.pickle.load import load_first
+from ckpt_tools.serialization.pickle.load import load_first_pickle
 from ckpt_tools.serialization.pickle.machine import EndsEarlyError, PersistentLoad
-from ckpt_tools.serialization.torch_archive import MAX_PICKLE_BYTES, TorchArchive, described_storage, noted
+from ckpt_tools.serialization.torch_archive import MAX_PICKLE_BYTES, TorchArchive, parse_storage_id, register_storage
 from ckpt_tools.serialization.zip_archive import ReadRange
 
 MAGIC_NUMBER: Final = 0x1950A86A20F9469CFC6C
@@ -30,7 +30,7 @@ FIRST_READ_BYTES: Final = 1 << 16
 
 COUNT_BYTES: Final = 8
 
-HEAD_BYTES: Final = 32
+MAGIC_READ_BYTES: Final = 32
 
 _MAGIC = re.compile(rb"\x80[\x02-\x05](\x95.{8})?\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19\.", re.DOTALL)
 """The magic number as a pickle of any protocol that torch can write."""
@@ -41,7 +41,7 @@ def is_legacy(head: bytes) -> bool:
     return _MAGIC.match(head) is not None
 
 
-class FirstPickle(Protocol):
+class PickleResult(Protocol):
     """Result of reading the first of several pickles."""
 
     @property
@@ -52,18 +52,18 @@ class FirstPickle(Protocol):
         """End of the pickle in bytes."""
 
 
-Read = TypeVar("Read", bound=FirstPickle)
+PickleT = TypeVar("PickleT", bound=PickleResult)
 
-ReadFirst = Callable[[bytes, PersistentLoad | None], Read]
+ReadFirstPickle = Callable[[bytes, PersistentLoad | None], PickleT]
 """Reads the pickle that some bytes begin with. Raises EndsEarlyError where they may not be all of it."""
 
 
 @dataclass(frozen=True, slots=True)
-class LegacyFile(Generic[Read]):
+class LegacyFile(Generic[PickleT]):
     """The five pickles, and the storages of the tensors in the fourth."""
 
-    pickles: tuple[Read, ...]
-    storages: Storages
+    pickles: tuple[PickleT, ...]
+    storages: LegacyStorages
 
     @property
     def value(self) -> Value:
@@ -78,53 +78,57 @@ def open_legacy(read: ReadRange, size: int, path: str) -> TorchArchive:
         machine, or holds a tensor of a kind that is not handled.
     """
 
-    def read_first(data: bytes, persistent_load: PersistentLoad | None) -> FirstPickle:
-        return load_first(data, path=path, persistent_load=persistent_load)
+    def load_pickle(data: bytes, persistent_load: PersistentLoad | None) -> PickleResult:
+        return load_first_pickle(data, path=path, persistent_load=persistent_load)
 
-    found = read_legacy(read, size, path, read_first)
-    storages = found.storages
-    known = MappingProxyType(storages.all)
-    return TorchArchive(path, found.value, MappingProxyType({}), known, lambda: storages.all_ranges(read, path))
+    legacy_file = read_legacy(read, size, path, load_pickle)
+    storages = legacy_file.storages
+    storage_by_key = MappingProxyType(storages.storage_by_key)
+    return TorchArchive(
+        path, legacy_file.value, MappingProxyType({}), storage_by_key, lambda: storages.locate_all(read, path)
+    )
 
 
-def read_legacy(read: ReadRange, size: int, path: str, read_first: ReadFirst[Read]) -> LegacyFile[Read]:
+def read_legacy(
+    read: ReadRange, size: int, path: str, read_first_pickle: ReadFirstPickle[PickleT]
+) -> LegacyFile[PickleT]:
     """The legacy file of ``size`` bytes, each of whose bytes belongs to a pickle or to a storage.
 
-    The number of elements that precedes each storage is not read; ``Storages.ranges`` compares it.
+    The number of elements that precedes each storage is not read; ``locate_roots`` compares it.
 
     Raises:
         MalformedError, IncompleteError, UnsupportedError: as ``open_legacy``.
     """
-    pickles = _Pickles(read, size, path, read_first)
-    magic, version, machine = pickles.take(), pickles.take(), pickles.take()
-    _check_head(magic.value, version.value, machine.value, path)
-    storages = Storages()
-    value, keys = pickles.take(storages.resolve), pickles.take()
-    storages.place(keys.value, pickles.position, size, path)
+    pickles = _PickleSequence(read, size, path, read_first_pickle)
+    magic, version, machine = pickles.read_next(), pickles.read_next(), pickles.read_next()
+    _check_header(magic.value, version.value, machine.value, path)
+    storages = LegacyStorages()
+    value, keys = pickles.read_next(storages.resolve_id), pickles.read_next()
+    storages.assign_offsets(keys.value, pickles.position, size, path)
     return LegacyFile((magic, version, machine, value, keys), storages)
 
 
-class _Pickles(Generic[Read]):
+class _PickleSequence(Generic[PickleT]):
     """The pickles at the start of a file, one after the other."""
 
-    def __init__(self, read: ReadRange, size: int, path: str, read_first: ReadFirst[Read]) -> None:
-        self._read, self._size, self._path, self._read_first = read, size, path, read_first
-        self._known_start, self._known = 0, b""
+    def __init__(self, read: ReadRange, size: int, path: str, read_first: ReadFirstPickle[PickleT]) -> None:
+        self._read, self._size, self._path, self._read_first_pickle = read, size, path, read_first
+        self._buffer_start, self._buffer = 0, b""
         self.position = 0
 
-    def take(self, persistent_load: PersistentLoad | None = None) -> Read:
+    def read_next(self, persistent_load: PersistentLoad | None = None) -> PickleT:
         num_bytes = 1
         while True:
-            data = self._ahead(num_bytes)
+            data = self._peek_bytes(num_bytes)
             try:
-                found = self._read_first(data, persistent_load)
+                pickle = self._read_first_pickle(data, persistent_load)
             except EndsEarlyError as error:
-                num_bytes = self._more_than(len(data), error)
+                num_bytes = self._get_larger_read(len(data), error)
             else:
-                self.position += found.stop
-                return found
+                self.position += pickle.stop
+                return pickle
 
-    def _more_than(self, num_bytes: int, error: EndsEarlyError) -> int:
+    def _get_larger_read(self, num_bytes: int, error: EndsEarlyError) -> int:
         """Number of bytes to try next, if the pickle may be longer than ``num_bytes``."""
         if self.position + num_bytes >= self._size:
             raise IncompleteError(f"it is truncated, or damaged: {error.message}", path=self._path) from error
@@ -132,101 +136,101 @@ class _Pickles(Generic[Read]):
             raise MalformedError(f"one of its pickles has more than {MAX_PICKLE_BYTES:,} bytes", path=self._path)
         return min(num_bytes * 8, MAX_PICKLE_BYTES)
 
-    def _ahead(self, num_bytes: int) -> bytes:
+    def _peek_bytes(self, num_bytes: int) -> bytes:
         """The next bytes: those that were read already, if there are at least ``num_bytes``."""
-        known = self._known[self.position - self._known_start :]
-        if len(known) < num_bytes:
+        buffered = self._buffer[self.position - self._buffer_start :]
+        if len(buffered) < num_bytes:
             stop = min(self.position + max(num_bytes, FIRST_READ_BYTES), self._size)
-            self._known_start, self._known = self.position, self._read(self.position, stop)
-            known = self._known
-        return known
+            self._buffer_start, self._buffer = self.position, self._read(self.position, stop)
+            buffered = self._buffer
+        return buffered
 
 
-def _check_head(magic: Value, version: Value, machine: Value, path: str) -> None:
+def _check_header(magic: Value, version: Value, machine: Value, path: str) -> None:
     if magic != MAGIC_NUMBER or type(version) is not int or version != VERSION:
         raise MalformedError("its magic number or its version is not torch's", path=path)
-    little = machine.get("little_endian") if isinstance(machine, dict) else None
-    if little is False:
+    is_little_endian = machine.get("little_endian") if isinstance(machine, dict) else None
+    if is_little_endian is False:
         raise UnsupportedError(
             "it was written on a big-endian machine; open it there with torch.load and save it again with torch.save",
             path=path,
         )
-    if little is not True or machine.get("protocol_version") != VERSION:
+    if is_little_endian is not True or machine.get("protocol_version") != VERSION:
         raise MalformedError("it does not say on which machine and in which version it was written", path=path)
 
 
-class Storages:
-    """The storages that the pickle describes: ``all`` by key, views of them included.
+class LegacyStorages:
+    """The storages that the pickle describes: ``storage_by_key`` by key, views of them included.
 
     ``has_sources`` says whether classes of modules came with the text of their source.
     """
 
     def __init__(self) -> None:
-        self.all: dict[str, StorageRef] = {}
+        self.storage_by_key: dict[str, StorageRef] = {}
         self.has_sources = False
         self._starts: dict[str, int] = {}
         self._roots: dict[str, StorageRef] = {}
         self._views: dict[str, tuple[str, int]] = {}
 
-    def resolve(self, pid: Value) -> Value:
+    def resolve_id(self, pid: Value) -> Value:
         """``("storage", class, key, location, numel, view)``, where a view (torch before 0.4) is ``(key, offset,
         numel)``; or ``("module", class, file, source)``, which stands for the class."""
         if type(pid) is tuple and len(pid) == 4 and pid[0] == "module":
             self.has_sources = True
             return pid[1]
-        root = described_storage(pid)
+        root = parse_storage_id(pid)
         if len(pid) != 6:
             raise MalformedError("a storage is not described in torch's way", key=root.key)
-        noted(self._roots, root)
-        return noted(self.all, root) if pid[5] is None else self._view(root, pid[5])
+        register_storage(self._roots, root)
+        return register_storage(self.storage_by_key, root) if pid[5] is None else self._resolve_view(root, pid[5])
 
     @property
     def has_views(self) -> bool:
         return bool(self._views)
 
-    def _view(self, root: StorageRef, view: Value) -> StorageRef:
+    def _resolve_view(self, root: StorageRef, view: Value) -> StorageRef:
         if type(view) is not tuple or len(view) != 3 or type(view[1]) is not int:
             raise MalformedError("a view of a storage is not described in torch's way", key=root.key)
         key, offset, numel = view
-        found = StorageRef(key, root.dtype, numel, root.location)
+        view_storage = StorageRef(key, root.dtype, numel, root.location)
         at = root.key, offset
         if not 0 <= offset <= root.numel - numel or self._views.setdefault(key, at) != at:
             raise MalformedError("a view of a storage leaves it, or is described in two ways", key=root.key)
-        return noted(self.all, found)
+        return register_storage(self.storage_by_key, view_storage)
 
-    def place(self, keys: Value, at: int, size: int, path: str) -> None:
-        """Note where the elements of each storage begin: they follow in the order of ``keys`` from byte ``at`` to
+    def assign_offsets(self, keys: Value, position: int, size: int, path: str) -> None:
+        """Note where the elements of each storage begin: they follow in the order of ``keys`` from byte ``position`` to
         ``size``."""
         starts = self._starts
         for key in keys if isinstance(keys, list) else ():
             if type(key) is not str or key not in self._roots or key in starts:
                 raise MalformedError(f"storage {key!s:.40} is listed, and no tensor is a view of it", path=path)
-            starts[key] = at + COUNT_BYTES
-            at = starts[key] + self._roots[key].num_bytes
-        absent = next((key for key in self._roots if key not in starts), None)
-        if absent is not None or not isinstance(keys, list):
-            raise IncompleteError(f"storage {absent!r} is not in the list of storages", path=path)
-        if at > size:
-            raise IncompleteError(f"it has {size:,} bytes instead of {at:,}; it is truncated", path=path)
-        if at < size:
-            raise MalformedError(f"it has {count(size - at, 'byte')} after the last storage", path=path)
+            starts[key] = position + COUNT_BYTES
+            position = starts[key] + self._roots[key].num_bytes
+        missing_key = next((key for key in self._roots if key not in starts), None)
+        if missing_key is not None or not isinstance(keys, list):
+            raise IncompleteError(f"storage {missing_key!r} is not in the list of storages", path=path)
+        if position > size:
+            raise IncompleteError(f"it has {size:,} bytes instead of {position:,}; it is truncated", path=path)
+        if position < size:
+            raise MalformedError(f"it has {format_count(size - position, 'byte')} after the last storage", path=path)
 
-    def ranges(self, read: ReadRange, path: str) -> dict[str, tuple[int, int]]:
+    def locate_roots(self, read: ReadRange, path: str) -> dict[str, tuple[int, int]]:
         """The bytes of each storage, after a check of the count before them."""
-        found = {}
+        range_by_key = {}
         for key, start in self._starts.items():
             ref = self._roots[key]
             count = int.from_bytes(read(start - COUNT_BYTES, start), "little")
             if count != ref.numel:
                 raise MalformedError(f"storage {key!r} has {count:,} elements instead of {ref.numel:,}", path=path)
-            found[key] = start, start + ref.num_bytes
-        return found
+            range_by_key[key] = start, start + ref.num_bytes
+        return range_by_key
 
-    def all_ranges(self, read: ReadRange, path: str) -> dict[str, tuple[int, int]]:
+    def locate_all(self, read: ReadRange, path: str) -> dict[str, tuple[int, int]]:
         """The same with the views."""
-        found = self.ranges(read, path)
+        range_by_key = self.locate_roots(read, path)
         for key, (root, offset) in self._views.items():
             dtype = self._roots[root].dtype
             start = self._starts[root] + offset * (dtype.item_bytes if dtype else 1)
-            found[key] = start, start + self.all[key].num_bytes
-        return found
+            range_by_key[key] = start, start + self.storage_by_key[key].num_bytes
+        return range_by_key

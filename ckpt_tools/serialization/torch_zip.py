@@ -17,21 +17,27 @@ from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.layout import Literal, Segment
 from ckpt_tools.core.values import StorageRef, StoredTensor, Value
-from ckpt_tools.core.wording import count
+from ckpt_tools.core.wording import format_count
 from ckpt_tools.errors import CkptError, FormatError, IncompleteError, MalformedError, UnsafeError, UnsupportedError
 from ckpt_tools.serialization.pickle.dump import dumps_with_storages
-from ckpt_tools.serialization.pickle.load import FIRST_BYTES, FIRST_PART, check_start, load_first, loads
-from ckpt_tools.serialization.torch_archive import MAX_PICKLE_BYTES, TorchArchive, described_storage, noted
-from ckpt_tools.serialization.unread_tensors import why_unread
+from ckpt_tools.serialization.pickle.load import (
+    FIRST_READ_SIZES,
+    MIN_SIZE_RATIO,
+    check_pickle_start,
+    load_first_pickle,
+    loads,
+)
+from ckpt_tools.serialization.torch_archive import MAX_PICKLE_BYTES, TorchArchive, parse_storage_id, register_storage
+from ckpt_tools.serialization.unread_tensors import explain_unreadable
 from ckpt_tools.serialization.zip_archive import (
     ALIGNMENT,
     LOCAL,
     LOCAL_MAGIC,
     TORCHSCRIPT,
     ArchiveWriter,
-    Directory,
     ReadRange,
-    Record,
+    ZipDirectory,
+    ZipRecord,
     read_directory,
 )
 
@@ -45,11 +51,11 @@ elements."""
 ITEM_TAIL_BYTES: Final = 2048
 """One read from the end of a DCP item that holds its directory: about 800 bytes."""
 
-ANY_ROOT: Final = "archive"
+DEFAULT_ROOT: Final = "archive"
 """The folder in a zip that torch writes to a stream without a name."""
 
 
-_ASK_TORCH = "open it with torch.load and save it again with torch.save"
+_RESAVE_ADVICE = "open it with torch.load and save it again with torch.save"
 
 
 def open_archive(read: ReadRange, size: int, path: str) -> TorchArchive:
@@ -59,45 +65,45 @@ def open_archive(read: ReadRange, size: int, path: str) -> TorchArchive:
         MalformedError: it is not a torch file, or is damaged. IncompleteError: a storage is absent.
         UnsupportedError: TorchScript, the tar of torch before 0.1.10, big-endian, compressed or encrypted.
     """
-    from ckpt_tools.serialization.torch_legacy import HEAD_BYTES, is_legacy, open_legacy
+    from ckpt_tools.serialization.torch_legacy import MAGIC_READ_BYTES, is_legacy, open_legacy
 
     def begins_as_legacy() -> bool:
-        return is_legacy(read(0, min(size, HEAD_BYTES)))
+        return is_legacy(read(0, min(size, MAGIC_READ_BYTES)))
 
     try:
-        archive = _open(read, size, path, TAIL_BYTES, _interpret)
+        archive = _open_zip(read, size, path, TAIL_BYTES, _interpret_pickle)
     except (FormatError, UnsafeError):
         if not begins_as_legacy():
             raise
         return open_legacy(read, size, path)
     # torch goes by the first bytes, whatever the last ones look like.
-    starts_later = min(record.header_offset for record in archive.records.values()) > 0
-    return open_legacy(read, size, path) if starts_later and begins_as_legacy() else archive
+    has_leading_bytes = min(record.header_offset for record in archive.records.values()) > 0
+    return open_legacy(read, size, path) if has_leading_bytes and begins_as_legacy() else archive
 
 
-def pickle_of(read: ReadRange, size: int, path: str) -> bytes:
+def read_pickle(read: ReadRange, size: int, path: str) -> bytes:
     """The pickle of the torch file of ``size`` bytes, which is not interpreted. Raises as ``open_archive``."""
-    found: list[bytes] = []
+    pickles: list[bytes] = []
 
-    def keep(data: bytes, path: str) -> tuple[Value, Mapping[str, StorageRef]]:
-        found.append(data)
+    def keep_pickle(data: bytes, path: str) -> tuple[Value, Mapping[str, StorageRef]]:
+        pickles.append(data)
         return None, {}
 
-    _open(read, size, path, TAIL_BYTES, keep)
-    return found[0]
+    _open_zip(read, size, path, TAIL_BYTES, keep_pickle)
+    return pickles[0]
 
 
-Interpret = Callable[[bytes, str], tuple[Value, Mapping[str, StorageRef]]]
+InterpretPickle = Callable[[bytes, str], tuple[Value, Mapping[str, StorageRef]]]
 
 
-def _open(read: ReadRange, size: int, path: str, tail_bytes: int, interpret: Interpret) -> TorchArchive:
+def _open_zip(read: ReadRange, size: int, path: str, tail_bytes: int, interpret: InterpretPickle) -> TorchArchive:
     directory = read_directory(read, size, path, tail_bytes=tail_bytes)
     if directory is None or not directory.records:
-        raise _no_archive(read, size, path)
+        raise _make_not_archive_error(read, size, path)
     root = next(iter(directory.records)).partition("/")[0]
     prefix = f"{root}/"
-    found = directory.records.items()
-    records = {name.removeprefix(prefix): record for name, record in found if name.startswith(prefix)}
+    directory_items = directory.records.items()
+    records = {name.removeprefix(prefix): record for name, record in directory_items if name.startswith(prefix)}
     if len(records) < len(directory.records):
         raise MalformedError(f"the zip archive is malformed: a record is outside its folder {root!r}", path=path)
     if "constants.pkl" in records or any(name.startswith("code/") for name in records):
@@ -107,41 +113,41 @@ def _open(read: ReadRange, size: int, path: str, tail_bytes: int, interpret: Int
     _check_byte_order(directory, root, records, read)
     if records["data.pkl"].size > MAX_PICKLE_BYTES:
         raise MalformedError(f"its pickle has {records['data.pkl'].size:,} bytes", path=path)
-    _check_start(directory, f"{root}/data.pkl", read)
+    _check_pickle_start(directory, f"{root}/data.pkl", read)
     value, storages = interpret(directory.read_record(read, f"{root}/data.pkl"), path)
-    _check_storages(storages, records, path)
+    _check_storage_sizes(storages, records, path)
 
-    def locate() -> Mapping[str, tuple[int, int]]:
+    def locate_storages() -> Mapping[str, tuple[int, int]]:
         names = {key: f"{root}/data/{key}" for key in storages if f"data/{key}" in records}
-        ranges = directory.payload_ranges(read, names.values())
+        ranges = directory.locate_payloads(read, names.values())
         return {key: ranges[name] for key, name in names.items()}
 
-    return TorchArchive(path, value, MappingProxyType(records), storages, locate, root)
+    return TorchArchive(path, value, MappingProxyType(records), storages, locate_storages, root)
 
 
-def _check_start(directory: Directory, name: str, read: ReadRange) -> None:
-    if directory.records[name].size >= FIRST_BYTES[0] * FIRST_PART:
-        start, stop = directory.payload_ranges(read, [name])[name]
-        check_start(
+def _check_pickle_start(directory: ZipDirectory, name: str, read: ReadRange) -> None:
+    if directory.records[name].size >= FIRST_READ_SIZES[0] * MIN_SIZE_RATIO:
+        start, stop = directory.locate_payloads(read, [name])[name]
+        check_pickle_start(
             lambda first, last: read(start + first, start + last),
             stop - start,
             path=directory.path,
-            persistent_load=described_storage,
+            persistent_load=parse_storage_id,
         )
 
 
-def _no_archive(read: ReadRange, size: int, path: str) -> CkptError:
+def _make_not_archive_error(read: ReadRange, size: int, path: str) -> CkptError:
     head = read(0, min(size, 512))
     if head[257:262] == b"ustar":
         return UnsupportedError(
-            f"it has the tar format of torch before 0.1.10, which is not supported; {_ASK_TORCH}", path=path
+            f"it has the tar format of torch before 0.1.10, which is not supported; {_RESAVE_ADVICE}", path=path
         )
     if head.startswith(b"PK"):
         return MalformedError("the zip archive has no end; it is truncated or damaged", path=path)
     return MalformedError("it is not a file of torch.save", path=path)
 
 
-def _check_byte_order(directory: Directory, root: str, records: Mapping[str, Record], read: ReadRange) -> None:
+def _check_byte_order(directory: ZipDirectory, root: str, records: Mapping[str, ZipRecord], read: ReadRange) -> None:
     """torch < 2.1 writes no byteorder record, and then little-endian is assumed."""
     if "byteorder" not in records:
         return
@@ -150,23 +156,23 @@ def _check_byte_order(directory: Directory, root: str, records: Mapping[str, Rec
     order = directory.read_record(read, f"{root}/byteorder")
     if order == b"big":
         raise UnsupportedError(
-            f"its elements are big-endian; on a little-endian machine, {_ASK_TORCH}", path=directory.path
+            f"its elements are big-endian; on a little-endian machine, {_RESAVE_ADVICE}", path=directory.path
         )
     if order != b"little":
         raise MalformedError(f"its byte order is {order!r}", path=directory.path)
 
 
-def _interpret(data: bytes, path: str) -> tuple[Value, Mapping[str, StorageRef]]:
+def _interpret_pickle(data: bytes, path: str) -> tuple[Value, Mapping[str, StorageRef]]:
     """The value of a ``data.pkl`` and the storages that it uses, by key."""
     storages: dict[str, StorageRef] = {}
 
-    def resolve(pid: Value) -> StorageRef:
-        return noted(storages, described_storage(pid))
+    def resolve_storage(pid: Value) -> StorageRef:
+        return register_storage(storages, parse_storage_id(pid))
 
-    return loads(data, path=path, persistent_load=resolve), MappingProxyType(storages)
+    return loads(data, path=path, persistent_load=resolve_storage), MappingProxyType(storages)
 
 
-def _check_storages(storages: Mapping[str, StorageRef], records: Mapping[str, Record], path: str) -> None:
+def _check_storage_sizes(storages: Mapping[str, StorageRef], records: Mapping[str, ZipRecord], path: str) -> None:
     """Every storage has a record of its size, before any byte of it is read; those on the meta device have none."""
     for key, storage in storages.items():
         record = records.get(f"data/{key}")
@@ -174,7 +180,7 @@ def _check_storages(storages: Mapping[str, StorageRef], records: Mapping[str, Re
             raise IncompleteError(f"storage {key!r} has no record in the archive", path=path)
         if record is not None and record.size != storage.num_bytes:
             raise MalformedError(
-                f"storage {key!r} has {count(record.size, 'byte')} instead of {storage.num_bytes:,}", path=path
+                f"storage {key!r} has {format_count(record.size, 'byte')} instead of {storage.num_bytes:,}", path=path
             )
 
 
@@ -206,7 +212,7 @@ def locate_item(read: ReadRange, start: int, stop: int, path: str) -> ItemLocati
     head = read(start, min(start + ITEM_HEAD_BYTES, stop))
     prefix, location = _known_items.get(stop - start, (None, None))
     if prefix is None or location is None or not head.startswith(prefix):
-        location, pickle_stop = _open_item(read, start, stop, path, head)
+        location, pickle_stop = _parse_item(read, start, stop, path, head)
         if location.start <= len(head) and pickle_stop <= location.start:
             if len(_known_items) >= MAX_KNOWN_ITEMS:
                 _known_items.clear()
@@ -219,7 +225,7 @@ PICKLE_BYTES: Final = 16 << 10
 """One read from the start of a DCP item that covers the pickle of its tensor, of any class."""
 
 
-def value_at_start(head: bytes, path: str) -> Value:
+def read_item_value(head: bytes, path: str) -> Value:
     """Value of the DCP item that begins with ``head``, from its pickle alone, which is the first record.
 
     Raises:
@@ -229,7 +235,7 @@ def value_at_start(head: bytes, path: str) -> Value:
         raise MalformedError("it is not a file of torch.save", path=path)
     *_, name_bytes, extra_bytes = LOCAL.unpack_from(head)
     start = LOCAL.size + name_bytes + extra_bytes
-    return load_first(head[start:], path=path, persistent_load=described_storage).value
+    return load_first_pickle(head[start:], path=path, persistent_load=parse_storage_id).value
 
 
 MAX_KNOWN_ITEMS: Final = 4096
@@ -239,7 +245,7 @@ _known_items: dict[int, tuple[bytes, ItemLocation]] = {}
 """By the size of an item: its bytes before the elements, and where these are from its start."""
 
 
-def _open_item(read: ReadRange, start: int, stop: int, path: str, head: bytes) -> tuple[ItemLocation, int]:
+def _parse_item(read: ReadRange, start: int, stop: int, path: str, head: bytes) -> tuple[ItemLocation, int]:
     """Offset of the elements from the start of the item, and the end of its pickle."""
     size = stop - start
     tail_start = max(size - ITEM_TAIL_BYTES, 0)
@@ -252,22 +258,24 @@ def _open_item(read: ReadRange, start: int, stop: int, path: str, head: bytes) -
             tail[first - tail_start : last - tail_start] if first >= tail_start else read(start + first, start + last)
         )
 
-    archive = _open(read_item, size, path, ITEM_TAIL_BYTES, _interpret)
+    archive = _open_zip(read_item, size, path, ITEM_TAIL_BYTES, _interpret_pickle)
     tensor = archive.value
-    reason = why_unread(tensor)
+    reason = explain_unreadable(tensor)
     if reason is not None:
         raise UnsupportedError(f"the item at byte {start:,} does not contain a plain tensor: {reason}", path=path)
     if not isinstance(tensor, StoredTensor) or tensor.storage is None:
         raise MalformedError(f"the item at byte {start:,} does not contain a tensor", path=path)
-    first, last = archive.storage_range(tensor.storage.key)
+    storage_start, storage_stop = archive.locate_storage(tensor.storage.key)
     crc_at = archive.records[f"data/{tensor.storage.key}"].crc_at
-    location = ItemLocation(first, last, tensor.dtype, tensor.storage_offset, tensor.shape, tensor.strides, crc_at)
+    location = ItemLocation(
+        storage_start, storage_stop, tensor.dtype, tensor.storage_offset, tensor.shape, tensor.strides, crc_at
+    )
     pickle = archive.records["data.pkl"]
     return location, pickle.header_offset + pickle.size
 
 
-def archive_segments(
-    value: Value, storages: Mapping[str, Sequence[Segment]], *, root: str = ANY_ROOT, base: int = 0
+def make_archive_segments(
+    value: Value, storages: Mapping[str, Sequence[Segment]], *, root: str = DEFAULT_ROOT, base: int = 0
 ) -> list[Segment]:
     """The torch file that holds ``value``, as segments; ``storages`` gives the segments of each storage by its key.
 
@@ -275,41 +283,41 @@ def archive_segments(
     the pickle meets them. ``root`` is the folder in the zip, ``base`` the offset in its file at which the archive
     starts (a DCP item): checksums cover ranges of the file.
     """
-    return Content.of(value, storages).segments(storages, root=root, base=base)
+    return TorchFileContent.of(value, storages).make_segments(storages, root=root, base=base)
 
 
-def root_of(path: str) -> str:
+def get_archive_root(path: str) -> str:
     """The folder in the zip that torch makes where it writes a file by its name: the name without its ending."""
     name = path.rpartition("/")[2]
     return name.rpartition(".")[0] or name
 
 
 @dataclass(frozen=True, slots=True)
-class Content:
+class TorchFileContent:
     """The pickle of a file, and how many bytes each storage has. Files of several ranks can share it."""
 
     pickle: bytes = field(repr=False)
     sizes: Mapping[str, int] = field(repr=False)
 
     @classmethod
-    def of(cls, value: Value, storages: Mapping[str, Sequence[Segment]]) -> Content:
+    def of(cls, value: Value, storages: Mapping[str, Sequence[Segment]]) -> TorchFileContent:
         pickle, used = dumps_with_storages(value)
         sizes = {key: sum(segment.num_bytes for segment in segments) for key, segments in storages.items()}
         assert sizes == {key: ref.num_bytes for key, ref in used.items()}, "the storages are those of the value"
         return cls(pickle, sizes)
 
-    def segments(self, storages: Mapping[str, Sequence[Segment]], *, root: str, base: int = 0) -> list[Segment]:
+    def make_segments(self, storages: Mapping[str, Sequence[Segment]], *, root: str, base: int = 0) -> list[Segment]:
         """The file with these ``storages``, which have the sizes that were promised."""
         from xxhash import xxh3_128_intdigest
 
         writer = ArchiveWriter(root, base=base)
         for name, content in _HEAD_RECORDS.items():
-            writer.add(name, [Literal(content or self.pickle)])
+            writer.add_record(name, [Literal(content or self.pickle)])
         for key in self.sizes:
-            writer.add(f"data/{key}", storages[key])
-        writer.add("version", [Literal(b"3\n")])
+            writer.add_record(f"data/{key}", storages[key])
+        writer.add_record("version", [Literal(b"3\n")])
         # Forty digits. torch hashes the checksums of the records, which are not known yet; nothing reads them.
-        writer.add(".data/serialization_id", [Literal(b"%040d" % (xxh3_128_intdigest(self.pickle) % 10**40))])
+        writer.add_record(".data/serialization_id", [Literal(b"%040d" % (xxh3_128_intdigest(self.pickle) % 10**40))])
         return writer.finish()
 
 

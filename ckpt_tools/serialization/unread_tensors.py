@@ -9,49 +9,57 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ckpt_tools.core.values import PARAMETER, GlobalRef, Opaque, StoredTensor, Value
-from ckpt_tools.core.wording import listed
+from ckpt_tools.core.wording import join_names
 
-_TENSOR = GlobalRef("torch", "Tensor")
+_TENSOR_CLASS = GlobalRef("torch", "Tensor")
 """The class of a tensor that has attributes: FSDP1 sets ``_has_been_cloned`` on every parameter that it gathers."""
 
 _PLAIN_ATTRIBUTES = (bool, int, float, str)
 
-_UNINITIALIZED = tuple(
+_UNINITIALIZED_CLASSES = tuple(
     GlobalRef("torch.nn.parameter", name) for name in ("UninitializedParameter", "UninitializedBuffer")
 )
 
-_KINDS = {
+_KIND_BY_FUNCTION = {
     "_rebuild_sparse_tensor": "sparse tensor",
     "_rebuild_qtensor": "quantized tensor",
     "_rebuild_nested_tensor": "nested tensor",
 }
 
 
-def why_unread(value: Value) -> str | None:
+def explain_unreadable(value: Value) -> str | None:
     """Reason why the tensor ``value`` cannot be read; None for a plain tensor, and for other values."""
     if isinstance(value, StoredTensor):
-        return _why_stored(value)
+        return _explain_unreadable_stored(value)
     if not isinstance(value, Opaque) or not isinstance(value.ref, GlobalRef):
         return None
-    if value.ref in _UNINITIALIZED:
+    if value.ref in _UNINITIALIZED_CLASSES:
         return f"it is a {value.ref}, which has no elements; materialize it before saving"
-    from ckpt_tools.serialization.pickle.allowed_calls import why_unsupported
+    from ckpt_tools.serialization.pickle.allowed_calls import explain_unsupported
 
     is_rebuilt = value.ref.module in ("torch._utils", "torch._tensor") and value.ref.name.startswith("_rebuild")
-    return why_unsupported(value) or (_cannot(_class(value)) if is_rebuilt or value.ref == PARAMETER else None)
+    return explain_unsupported(value) or (
+        _format_reason(_get_tensor_class(value)) if is_rebuilt or value.ref == PARAMETER else None
+    )
 
 
-def _why_stored(tensor: StoredTensor) -> str | None:
+def _explain_unreadable_stored(tensor: StoredTensor) -> str | None:
     if tensor.storage is None:
         return "it is on the meta device and has no elements; materialize it before saving"
-    if tensor.wrapper not in (None, PARAMETER, _TENSOR):
-        return _cannot(str(tensor.wrapper))
+    if tensor.wrapper not in (None, PARAMETER, _TENSOR_CLASS):
+        return _format_reason(str(tensor.wrapper))
     parts = tensor.state if isinstance(tensor.state, tuple) else (tensor.state,)
-    unknown = [name for part in parts if part is not None for name in _unknown(part, tensor.wrapper)]
-    return _cannot(f"{tensor.wrapper} with attributes of its own ({listed(unknown)})") if unknown else None
+    unknown_attributes = [
+        name for part in parts if part is not None for name in _find_unknown_attributes(part, tensor.wrapper)
+    ]
+    return (
+        _format_reason(f"{tensor.wrapper} with attributes of its own ({join_names(unknown_attributes)})")
+        if unknown_attributes
+        else None
+    )
 
 
-def _unknown(state: Value, wrapper: GlobalRef | None) -> list[str]:
+def _find_unknown_attributes(state: Value, wrapper: GlobalRef | None) -> list[str]:
     """Attributes that could change the meaning of the elements; all others are dropped. The attributes of a parameter
     belong to the framework that trains it, and only tensors among them could."""
     if not isinstance(state, Mapping):
@@ -61,15 +69,15 @@ def _unknown(state: Value, wrapper: GlobalRef | None) -> list[str]:
     return [str(name) for name, value in state.items() if value is not None and type(value) not in _PLAIN_ATTRIBUTES]
 
 
-def _cannot(kind: str) -> str:
+def _format_reason(kind: str) -> str:
     return f"it is a {kind}, which cannot be read; save plain tensors"
 
 
-def _class(value: Opaque) -> str:
+def _get_tensor_class(value: Opaque) -> str:
     """The class that ``_rebuild_from_type_v2`` makes, or the function that would make the tensor."""
     if value.ref == PARAMETER and value.args and isinstance(value.args[0], Opaque):
-        return _class(value.args[0])
-    named = [arg for arg in value.args if isinstance(arg, GlobalRef)]
-    if len(named) > 1:
-        return str(named[1])
-    return _KINDS.get(value.ref.name, f"tensor of {value.ref}")
+        return _get_tensor_class(value.args[0])
+    global_refs = [arg for arg in value.args if isinstance(arg, GlobalRef)]
+    if len(global_refs) > 1:
+        return str(global_refs[1])
+    return _KIND_BY_FUNCTION.get(value.ref.name, f"tensor of {value.ref}")

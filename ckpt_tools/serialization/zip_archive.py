@@ -59,13 +59,13 @@ MERGE_GAP_BYTES = 4096
 """Local headers closer than this are read at once; farther ones would drag tensor bytes along."""
 
 
-def is_inside(name: str) -> bool:
+def is_safe_name(name: str) -> bool:
     """Whether a record of this name stays inside of what it is unpacked to."""
     return not (any(each in name for each in "\0\\") or name.startswith("/") or ".." in name.split("/"))
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class ZipRecord:
     """An entry of the directory: ``size`` bytes with checksum ``crc32``, after a local header at ``header_offset``.
 
     ``deflated_size`` is the number of bytes in the archive if they are deflated, which ``read_directory`` allows only
@@ -96,27 +96,29 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
-class Directory:
+class ZipDirectory:
     """The records of an archive in the order of the file, and the ``start`` of the directory itself."""
 
-    records: Mapping[str, Record]
+    records: Mapping[str, ZipRecord]
     start: int
     path: str
 
-    def payload_ranges(self, read: ReadRange, names: Iterable[str]) -> dict[str, tuple[int, int]]:
+    def locate_payloads(self, read: ReadRange, names: Iterable[str]) -> dict[str, tuple[int, int]]:
         """The byte ranges of the records ``names``, from their local headers, read in as few pieces as make sense.
 
         Raises:
             MalformedError: a local header is not where it should be, or the record runs into the next.
         """
-        wanted = sorted((self.records[name] for name in names), key=attrgetter("header_offset"))
-        limits = self._limits()
+        sorted_records = sorted((self.records[name] for name in names), key=attrgetter("header_offset"))
+        end_by_name = self._get_record_limits()
         ranges = {}
-        for group in _neighbours(wanted):
-            first = group[0].header_offset
-            data = read(first, group[-1].header_offset + _header_bytes(group[-1]))
+        for group in _group_neighbours(sorted_records):
+            first_offset = group[0].header_offset
+            data = read(first_offset, group[-1].header_offset + _get_min_header_bytes(group[-1]))
             for record in group:
-                start = record.header_offset + self._header_length(record, data, record.header_offset - first, limits)
+                start = record.header_offset + self._read_header_length(
+                    record, data, record.header_offset - first_offset, end_by_name
+                )
                 ranges[record.name] = (start, start + record.size)
         return ranges
 
@@ -124,60 +126,60 @@ class Directory:
         """The bytes of a record, whose checksum must be right. Usually one read. Raises MalformedError."""
         record = self.records[name]
         # torch pads a header to 64 bytes through its extra field; a longer one costs a second read.
-        guess = min(record.header_offset + _header_bytes(record) + 128 + record.size, self.start)
-        data = read(record.header_offset, guess)
-        offset = self._header_length(record, data, 0, self._limits())
+        stop_guess = min(record.header_offset + _get_min_header_bytes(record) + 128 + record.size, self.start)
+        data = read(record.header_offset, stop_guess)
+        offset = self._read_header_length(record, data, 0, self._get_record_limits())
         payload = data[offset : offset + record.size]
         if len(payload) < record.size:
             payload = read(record.header_offset + offset, record.header_offset + offset + record.size)
         if record.states_checksum and zlib.crc32(payload) != record.crc32:
-            self._fail(f"record {name!r} is damaged: its checksum is wrong")
+            self._raise_malformed(f"record {name!r} is damaged: its checksum is wrong")
         return payload
 
-    def _limits(self) -> dict[str, int]:
-        return {record.name: stop for record, stop in _with_limits(list(self.records.values()), self.start)}
+    def _get_record_limits(self) -> dict[str, int]:
+        return {record.name: stop for record, stop in _pair_with_limits(list(self.records.values()), self.start)}
 
-    def _header_length(self, record: Record, data: bytes, at: int, limits: Mapping[str, int]) -> int:
+    def _read_header_length(self, record: ZipRecord, data: bytes, position: int, limits: Mapping[str, int]) -> int:
         """No checksum covers it, and it says where the bytes are: they have to end where the descriptor begins."""
-        if len(data) - at < _header_bytes(record):
-            self._fail(f"record {record.name!r} is truncated")
-        magic, _, flags, method, *_, name_bytes, extra_bytes = LOCAL.unpack_from(data, at)
-        name = data[at + LOCAL.size : at + LOCAL.size + name_bytes]
+        if len(data) - position < _get_min_header_bytes(record):
+            self._raise_malformed(f"record {record.name!r} is truncated")
+        magic, _, flags, method, *_, name_bytes, extra_bytes = LOCAL.unpack_from(data, position)
+        name = data[position + LOCAL.size : position + LOCAL.size + name_bytes]
         if magic != LOCAL_MAGIC or method or flags & ENCRYPTED or name != record.name.encode():
-            self._fail(f"record {record.name!r} does not start where the directory says")
+            self._raise_malformed(f"record {record.name!r} does not start where the directory says")
         length = int(LOCAL.size + name_bytes + extra_bytes)
-        left = limits[record.name] - record.header_offset - length - record.size
-        if left < 0:
-            self._fail(f"record {record.name!r} overlaps what follows it")
-        if flags & DESCRIPTOR_FOLLOWS and left not in DESCRIPTOR_BYTES:
-            self._fail(f"record {record.name!r} does not end where its descriptor begins")
+        descriptor_bytes = limits[record.name] - record.header_offset - length - record.size
+        if descriptor_bytes < 0:
+            self._raise_malformed(f"record {record.name!r} overlaps what follows it")
+        if flags & DESCRIPTOR_FOLLOWS and descriptor_bytes not in DESCRIPTOR_BYTES:
+            self._raise_malformed(f"record {record.name!r} does not end where its descriptor begins")
         return length
 
-    def _fail(self, reason: str) -> NoReturn:
+    def _raise_malformed(self, reason: str) -> NoReturn:
         raise MalformedError(f"the zip archive is malformed: {reason}", path=self.path)
 
 
-def _header_bytes(record: Record) -> int:
+def _get_min_header_bytes(record: ZipRecord) -> int:
     return LOCAL.size + len(record.name.encode())
 
 
-def _with_limits(records: list[Record], directory_start: int) -> Iterator[tuple[Record, int]]:
+def _pair_with_limits(records: list[ZipRecord], directory_start: int) -> Iterator[tuple[ZipRecord, int]]:
     """Each record with its latest end: the next header, or the directory."""
     return zip(records, [*(record.header_offset for record in records[1:]), directory_start], strict=False)
 
 
-def _neighbours(records: list[Record]) -> list[list[Record]]:
-    groups: list[list[Record]] = []
+def _group_neighbours(records: list[ZipRecord]) -> list[list[ZipRecord]]:
+    groups: list[list[ZipRecord]] = []
     for record in records:
-        near = groups and record.header_offset - groups[-1][-1].header_offset <= MERGE_GAP_BYTES
-        if near and record.header_offset - groups[-1][0].header_offset <= MAX_MERGED_BYTES:
+        is_near = groups and record.header_offset - groups[-1][-1].header_offset <= MERGE_GAP_BYTES
+        if is_near and record.header_offset - groups[-1][0].header_offset <= MAX_MERGED_BYTES:
             groups[-1].append(record)
         else:
             groups.append([record])
     return groups
 
 
-COMPRESSED = "torch.save never does this; pack it again without compression (zip -0)"
+COMPRESSED_ADVICE = "torch.save never does this; pack it again without compression (zip -0)"
 """Message for a compressed record."""
 
 
@@ -187,173 +189,182 @@ def read_directory(
     path: str,
     *,
     tail_bytes: int,
-    compressed: str = COMPRESSED,
+    compressed_advice: str = COMPRESSED_ADVICE,
     deflated_suffix: str | None = None,
-) -> Directory | None:
+) -> ZipDirectory | None:
     """The directory of the archive of ``size`` bytes; None where it has no end record, so that it is not a zip.
 
-    One read of ``tail_bytes`` serves archives of a few hundred records; larger ones take another. ``compressed`` is the
-    advice for a compressed record. Records whose names end in ``deflated_suffix`` may be deflated.
+    One read of ``tail_bytes`` serves archives of a few hundred records; larger ones take another.
+    ``compressed_advice`` is the advice for a compressed record. Records whose names end in ``deflated_suffix`` may be
+    deflated.
 
     Raises:
         MalformedError: a rule of the format is broken. UnsupportedError: compressed, encrypted, or on several disks.
         UnsafeError: a name leads out of the archive.
     """
-    return _DirectoryReader(read, size, path, tail_bytes, compressed, deflated_suffix).run()
+    return _DirectoryReader(read, size, path, tail_bytes, compressed_advice, deflated_suffix).read_directory()
 
 
 class _DirectoryReader:
     def __init__(
-        self, read: ReadRange, size: int, path: str, tail_bytes: int, compressed: str, deflated_suffix: str | None
+        self,
+        read: ReadRange,
+        size: int,
+        path: str,
+        tail_bytes: int,
+        compressed_advice: str,
+        deflated_suffix: str | None,
     ) -> None:
         self._read = read
         self._deflated_suffix = deflated_suffix
-        self._compressed = compressed
+        self._compressed_advice = compressed_advice
         self._path = path
         self._size = size
         self._tail_start = max(0, size - tail_bytes)
         self._tail = read(self._tail_start, size)
 
-    def run(self) -> Directory | None:
-        end = self._find_end()
+    def read_directory(self) -> ZipDirectory | None:
+        end = self._find_end_record()
         if end is None:
             return None
-        start, stop, count = self._extent(end)
+        start, stop, count = self._read_extent(end)
         if stop - start > MAX_DIRECTORY_BYTES or count * CENTRAL.size > stop - start:
-            self._fail(f"a directory of {count:,} records in {stop - start:,} bytes")
-        records = self._records(self._bytes(start, stop), count, start)
+            self._raise_malformed(f"a directory of {count:,} records in {stop - start:,} bytes")
+        records = self._parse_records(self._read_bytes(start, stop), count, start)
         # Each record, with the smallest possible header, ends before the next starts.
-        for record, limit in _with_limits(records, start):
-            if record.header_offset + _header_bytes(record) + record.stored_size > limit:
-                self._fail(f"record {record.name!r} overlaps what follows it")
-        return Directory(MappingProxyType({record.name: record for record in records}), start, self._path)
+        for record, limit in _pair_with_limits(records, start):
+            if record.header_offset + _get_min_header_bytes(record) + record.stored_size > limit:
+                self._raise_malformed(f"record {record.name!r} overlaps what follows it")
+        return ZipDirectory(MappingProxyType({record.name: record for record in records}), start, self._path)
 
-    def _bytes(self, start: int, stop: int) -> bytes:
+    def _read_bytes(self, start: int, stop: int) -> bytes:
         if not 0 <= start <= stop <= self._size:
-            self._fail("its directory is outside the file")
+            self._raise_malformed("its directory is outside the file")
         if start >= self._tail_start:
             return self._tail[start - self._tail_start : stop - self._tail_start]
         return self._read(start, stop)
 
-    def _find_end(self) -> int | None:
+    def _find_end_record(self) -> int | None:
         """Start of the end record: the last one whose comment reaches exactly to the end of the file.
 
         Another one after it would lie in its comment, and some libraries take the last that looks like one.
         """
-        at, rivals = self._tail.rfind(END_MAGIC), 0
-        while at >= 0:
-            whole = at + END.size <= len(self._tail)
-            if whole and at + END.size + END.unpack_from(self._tail, at)[-1] == len(self._tail):
-                if rivals:
-                    self._fail("it has more than one end record of its directory")
-                return self._tail_start + at
-            rivals += whole
-            at = self._tail.rfind(END_MAGIC, 0, at + 3)
+        position, num_later_ends = self._tail.rfind(END_MAGIC), 0
+        while position >= 0:
+            is_whole = position + END.size <= len(self._tail)
+            if is_whole and position + END.size + END.unpack_from(self._tail, position)[-1] == len(self._tail):
+                if num_later_ends:
+                    self._raise_malformed("it has more than one end record of its directory")
+                return self._tail_start + position
+            num_later_ends += is_whole
+            position = self._tail.rfind(END_MAGIC, 0, position + 3)
         return None
 
-    def _extent(self, end: int) -> tuple[int, int, int]:
+    def _read_extent(self, end: int) -> tuple[int, int, int]:
         """Start, stop and number of records of the directory."""
-        plain = wide = END.unpack(self._bytes(end, end + END.size))[1:7]
-        locator = self._bytes(max(0, end - LOCATOR64.size), end)
-        if MAX16 in plain[2:4] or MAX32 in plain[4:6] or locator.startswith(LOCATOR64_MAGIC):
-            end, wide = self._end64(end, locator)
-        for disk, first_disk, here, count, *_ in (plain, wide):
-            if disk or first_disk or here != count:
+        end_fields = zip64_fields = END.unpack(self._read_bytes(end, end + END.size))[1:7]
+        locator = self._read_bytes(max(0, end - LOCATOR64.size), end)
+        if MAX16 in end_fields[2:4] or MAX32 in end_fields[4:6] or locator.startswith(LOCATOR64_MAGIC):
+            end, zip64_fields = self._read_zip64_end(end, locator)
+        for disk, first_disk, num_on_disk, count, *_ in (end_fields, zip64_fields):
+            if disk or first_disk or num_on_disk != count:
                 raise UnsupportedError("a zip archive on several disks cannot be read", path=self._path)
-        if any(a not in (b, MAX16, MAX32) for a, b in zip(plain, wide, strict=True)):
-            self._fail("its two end records contradict each other about its directory")
-        *_, count, num_bytes, start = wide
+        if any(a not in (b, MAX16, MAX32) for a, b in zip(end_fields, zip64_fields, strict=True)):
+            self._raise_malformed("its two end records contradict each other about its directory")
+        *_, count, num_bytes, start = zip64_fields
         # torch adds the zip64 end records also where no number needs them.
         stop = start + num_bytes
-        is_end64 = stop + END64.size + LOCATOR64.size == end and self._bytes(stop, stop + 4) == END64_MAGIC
+        is_end64 = stop + END64.size + LOCATOR64.size == end and self._read_bytes(stop, stop + 4) == END64_MAGIC
         if stop != end and not is_end64:
-            self._fail("its directory does not end where its end record starts")
+            self._raise_malformed("its directory does not end where its end record starts")
         return start, stop, count
 
-    def _end64(self, end: int, locator: bytes) -> tuple[int, tuple[int, int, int, int, int, int]]:
+    def _read_zip64_end(self, end: int, locator: bytes) -> tuple[int, tuple[int, int, int, int, int, int]]:
         if len(locator) < LOCATOR64.size or not locator.startswith(LOCATOR64_MAGIC):
-            self._fail("its zip64 end record is missing")
-        _, _, at, _ = LOCATOR64.unpack(locator)
-        if at + END64.size + LOCATOR64.size != end:
-            self._fail("its zip64 end record is not before the end of its directory")
-        magic, _, _, _, disk, first_disk, here, count, num_bytes, start = END64.unpack(self._bytes(at, at + END64.size))
+            self._raise_malformed("its zip64 end record is missing")
+        _, _, position, _ = LOCATOR64.unpack(locator)
+        if position + END64.size + LOCATOR64.size != end:
+            self._raise_malformed("its zip64 end record is not before the end of its directory")
+        magic, _, _, _, disk, first_disk, num_on_disk, count, num_bytes, start = END64.unpack(
+            self._read_bytes(position, position + END64.size)
+        )
         if magic != END64_MAGIC:
-            self._fail("its zip64 end record is missing")
-        return at, (disk, first_disk, here, count, num_bytes, start)
+            self._raise_malformed("its zip64 end record is missing")
+        return position, (disk, first_disk, num_on_disk, count, num_bytes, start)
 
-    def _records(self, data: bytes, count: int, start: int) -> list[Record]:
-        records, at = [], 0
+    def _parse_records(self, data: bytes, count: int, start: int) -> list[ZipRecord]:
+        records, position = [], 0
         for _ in range(count):
-            if at + CENTRAL.size > len(data):
-                self._fail("its directory ends early")
-            record, at = self._record(data, at, start)
+            if position + CENTRAL.size > len(data):
+                self._raise_malformed("its directory ends early")
+            record, position = self._parse_record(data, position, start)
             records.append(record)
-        if at != len(data):
-            self._fail("its directory contains more than its records")
+        if position != len(data):
+            self._raise_malformed("its directory contains more than its records")
         if len({record.name for record in records}) < len(records):
-            self._fail("two records have the same name")
+            self._raise_malformed("two records have the same name")
         return sorted(records, key=attrgetter("header_offset"))
 
-    def _record(self, data: bytes, at: int, start: int) -> tuple[Record, int]:
-        fields = CENTRAL.unpack_from(data, at)
-        magic, _, _, flags, method, _, _, crc32, packed, size, name_bytes, extra_bytes, comment_bytes = fields[:13]
+    def _parse_record(self, data: bytes, position: int, start: int) -> tuple[ZipRecord, int]:
+        fields = CENTRAL.unpack_from(data, position)
+        magic, _, _, flags, method, _, _, crc32, packed_size, size, name_bytes, extra_bytes, comment_bytes = fields[:13]
         disk, _, _, offset = fields[13:]
-        name_stop = at + CENTRAL.size + name_bytes
+        name_stop = position + CENTRAL.size + name_bytes
         extra_stop = name_stop + extra_bytes
         if magic != CENTRAL_MAGIC or extra_stop + comment_bytes > len(data):
-            self._fail("its directory is damaged")
-        name = self._name(data[at + CENTRAL.size : name_stop])
-        size, packed, offset = self._wide(data[name_stop:extra_stop], size, packed, offset)
+            self._raise_malformed("its directory is damaged")
+        name = self._decode_name(data[position + CENTRAL.size : name_stop])
+        size, packed_size, offset = self._apply_zip64_sizes(data[name_stop:extra_stop], size, packed_size, offset)
         may_deflate = self._deflated_suffix is not None and name.endswith(self._deflated_suffix)
         is_deflated = method == DEFLATED and may_deflate
-        self._check_plain(name, flags, STORED if is_deflated else method, disk)
-        if size != packed and not is_deflated:
-            self._fail(f"record {name!r} is stored, yet has two sizes")
-        crc_at = start + at + _CRC_AT
-        record = Record(name, offset, size, crc32, crc_at, packed if is_deflated else None)
+        self._check_supported(name, flags, STORED if is_deflated else method, disk)
+        if size != packed_size and not is_deflated:
+            self._raise_malformed(f"record {name!r} is stored, yet has two sizes")
+        crc_at = start + position + _CRC_OFFSET
+        record = ZipRecord(name, offset, size, crc32, crc_at, packed_size if is_deflated else None)
         return record, extra_stop + comment_bytes
 
-    def _check_plain(self, name: str, flags: int, method: int, disk: int) -> None:
+    def _check_supported(self, name: str, flags: int, method: int, disk: int) -> None:
         problem = f"record {name!r} of the zip archive is encrypted" if flags & ENCRYPTED else ""
         if method and not problem:
-            compressed = f"record {name!r} of the zip archive is compressed; {self._compressed}"
+            compressed = f"record {name!r} of the zip archive is compressed; {self._compressed_advice}"
             problem = TORCHSCRIPT if "/code/" in name else compressed
         if disk and not problem:
             problem = "a zip archive on several disks cannot be read"
         if problem:
             raise UnsupportedError(problem, path=self._path)
 
-    def _name(self, raw: bytes) -> str:
+    def _decode_name(self, raw: bytes) -> str:
         try:
             name = raw.decode()
         except UnicodeDecodeError:
-            self._fail("a record has a name that is not UTF-8")
-        if not name or not is_inside(name):
+            self._raise_malformed("a record has a name that is not UTF-8")
+        if not name or not is_safe_name(name):
             raise UnsafeError(f"a record of the zip archive is named {name!r}, outside of it", path=self._path)
         return name
 
-    def _wide(self, extra: bytes, size: int, packed: int, offset: int) -> tuple[int, int, int]:
+    def _apply_zip64_sizes(self, extra: bytes, size: int, packed_size: int, offset: int) -> tuple[int, int, int]:
         """The three numbers; the zip64 extra field has those that are all ones, in order (APPNOTE 4.5.3)."""
-        values = (size, packed, offset)
+        values = (size, packed_size, offset)
         if MAX32 not in values:
             return values
-        wide = self._zip64_numbers(extra)
-        if len(wide) < values.count(MAX32):
-            self._fail("a zip64 field is missing")
-        size, packed, offset = (wide.pop(0) if value == MAX32 else value for value in values)
-        return size, packed, offset
+        zip64_numbers = self._parse_zip64_numbers(extra)
+        if len(zip64_numbers) < values.count(MAX32):
+            self._raise_malformed("a zip64 field is missing")
+        size, packed_size, offset = (zip64_numbers.pop(0) if value == MAX32 else value for value in values)
+        return size, packed_size, offset
 
-    def _zip64_numbers(self, extra: bytes) -> list[int]:
-        at = 0
-        while at + 4 <= len(extra):
-            kind, length = struct.unpack_from("<2H", extra, at)
-            body = extra[at + 4 : at + 4 + length]
+    def _parse_zip64_numbers(self, extra: bytes) -> list[int]:
+        position = 0
+        while position + 4 <= len(extra):
+            kind, length = struct.unpack_from("<2H", extra, position)
+            body = extra[position + 4 : position + 4 + length]
             if kind == ZIP64_EXTRA:
                 return list(struct.unpack(f"<{len(body) // 8}Q", body[: len(body) // 8 * 8]))
-            at += 4 + length
+            position += 4 + length
         return []
 
-    def _fail(self, reason: str) -> NoReturn:
+    def _raise_malformed(self, reason: str) -> NoReturn:
         raise MalformedError(f"the zip archive is malformed: {reason}", path=self._path)
 
 
@@ -371,30 +382,30 @@ class ArchiveWriter:
         self._position = 0
         self._segments: list[Segment] = []
         self._literals: list[bytes] = []
-        self._entries: list[_Entry] = []
+        self._entries: list[_WrittenRecord] = []
 
-    def add(self, name: str, content: Sequence[Segment]) -> None:
+    def add_record(self, name: str, content: Sequence[Segment]) -> None:
         """A record of ``content`` below the root folder, if there is one."""
         full_name = (f"{self._root}/{name}" if self._root else name).encode()
         size = sum(segment.num_bytes for segment in content)
-        header = _local_header(full_name, self._position, size)
+        header = _pack_local_header(full_name, self._position, size)
         start = self._position + len(header)
-        entry = _Entry(full_name, self._position, size, self._checksum(content, start, start + size))
-        for segment in (Literal(header), *content, *_descriptor(entry)):
-            self._append(segment)
+        entry = _WrittenRecord(full_name, self._position, size, self._make_checksum(content, start, start + size))
+        for segment in (Literal(header), *content, *_make_descriptor(entry)):
+            self._append_segment(segment)
         self._entries.append(entry)
 
     def finish(self) -> list[Segment]:
         """All segments, the directory at the end."""
         start = self._position
         for entry in self._entries:
-            for segment in _central_header(entry):
-                self._append(segment)
-        self._append(Literal(_end(len(self._entries), start, self._position)))
-        self._join_literals()
+            for segment in _make_central_header(entry):
+                self._append_segment(segment)
+        self._append_segment(Literal(_pack_end_records(len(self._entries), start, self._position)))
+        self._flush_literals()
         return self._segments
 
-    def _checksum(self, content: Sequence[Segment], start: int, stop: int) -> Segment:
+    def _make_checksum(self, content: Sequence[Segment], start: int, stop: int) -> Segment:
         crc32 = 0
         for segment in content:
             if not isinstance(segment, Literal):
@@ -402,48 +413,48 @@ class ArchiveWriter:
             crc32 = zlib.crc32(segment.data, crc32)
         return Literal(struct.pack("<I", crc32))
 
-    def _append(self, segment: Segment) -> None:
+    def _append_segment(self, segment: Segment) -> None:
         """Literals in a row become one, as a writer takes a step for each segment."""
         self._position += segment.num_bytes
         if isinstance(segment, Literal):
             self._literals.append(segment.data)
         elif segment.num_bytes:
-            self._join_literals()
+            self._flush_literals()
             self._segments.append(segment)
 
-    def _join_literals(self) -> None:
+    def _flush_literals(self) -> None:
         if self._literals:
             self._segments.append(Literal(b"".join(self._literals)))
             self._literals = []
 
 
 @dataclass(frozen=True, slots=True)
-class _Entry:
+class _WrittenRecord:
     name: bytes
     offset: int
     size: int
     checksum: Segment
 
 
-def _flags(size: int) -> int:
+def _get_flags(size: int) -> int:
     """An empty record has no descriptor."""
     return UTF8_NAME | (DESCRIPTOR_FOLLOWS if size else 0)
 
 
-def _zip64_field(*numbers: int) -> bytes:
+def _pack_zip64_field(*numbers: int) -> bytes:
     return struct.pack(f"<2H{len(numbers)}Q", ZIP64_EXTRA, 8 * len(numbers), *numbers) if numbers else b""
 
 
-def _local_header(name: bytes, offset: int, size: int) -> bytes:
+def _pack_local_header(name: bytes, offset: int, size: int) -> bytes:
     """The header of a record at ``offset``, padded so that what follows is aligned; torch's writer (miniz) puts the
     offset into the local zip64 field too, and leaves the packed size 0."""
-    wide = _zip64_field(*((size, 0) if size >= MAX32 else ()), *((offset,) if offset >= MAX32 else ()))
-    padding = -(offset + LOCAL.size + len(name) + len(wide) + 4) % ALIGNMENT
-    extra = wide + b"FB" + struct.pack("<H", padding) + b"Z" * padding
-    return LOCAL.pack(LOCAL_MAGIC, 0, _flags(size), 0, 0, 0, 0, 0, 0, len(name), len(extra)) + name + extra
+    zip64_field = _pack_zip64_field(*((size, 0) if size >= MAX32 else ()), *((offset,) if offset >= MAX32 else ()))
+    padding = -(offset + LOCAL.size + len(name) + len(zip64_field) + 4) % ALIGNMENT
+    extra = zip64_field + b"FB" + struct.pack("<H", padding) + b"Z" * padding
+    return LOCAL.pack(LOCAL_MAGIC, 0, _get_flags(size), 0, 0, 0, 0, 0, 0, len(name), len(extra)) + name + extra
 
 
-def _descriptor(entry: _Entry) -> list[Segment]:
+def _make_descriptor(entry: _WrittenRecord) -> list[Segment]:
     if not entry.size:
         return []
     # A number that does not fit 32 bits has a zip64 field in the local header, and then sizes of 64 bits here.
@@ -451,20 +462,36 @@ def _descriptor(entry: _Entry) -> list[Segment]:
     return [Literal(DESCRIPTOR_MAGIC), entry.checksum, Literal(sizes)]
 
 
-def _central_header(entry: _Entry) -> list[Segment]:
-    big, far = entry.size >= MAX32, entry.offset >= MAX32
-    extra = _zip64_field(*((entry.size, entry.size) if big else ()), *((entry.offset,) if far else ()))
+def _make_central_header(entry: _WrittenRecord) -> list[Segment]:
+    is_large, is_far = entry.size >= MAX32, entry.offset >= MAX32
+    extra = _pack_zip64_field(*((entry.size, entry.size) if is_large else ()), *((entry.offset,) if is_far else ()))
     size, offset = min(entry.size, MAX32), min(entry.offset, MAX32)
     fields = CENTRAL.pack(
-        CENTRAL_MAGIC, 0, 0, _flags(entry.size), 0, 0, 0, 0, size, size, len(entry.name), len(extra), 0, 0, 0, 0, offset
+        CENTRAL_MAGIC,
+        0,
+        0,
+        _get_flags(entry.size),
+        0,
+        0,
+        0,
+        0,
+        size,
+        size,
+        len(entry.name),
+        len(extra),
+        0,
+        0,
+        0,
+        0,
+        offset,
     )
-    return [Literal(fields[:_CRC_AT]), entry.checksum, Literal(fields[_CRC_AT + 4 :] + entry.name + extra)]
+    return [Literal(fields[:_CRC_OFFSET]), entry.checksum, Literal(fields[_CRC_OFFSET + 4 :] + entry.name + extra)]
 
 
-_CRC_AT = struct.calcsize("<4s6H")
+_CRC_OFFSET = struct.calcsize("<4s6H")
 
 
-def _end(count: int, start: int, stop: int) -> bytes:
+def _pack_end_records(count: int, start: int, stop: int) -> bytes:
     """The end records; torch's writer always adds those of zip64."""
     end = END.pack(
         END_MAGIC, 0, 0, min(count, MAX16), min(count, MAX16), min(stop - start, MAX32), min(start, MAX32), 0

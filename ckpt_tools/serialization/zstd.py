@@ -13,7 +13,7 @@ MAX_WINDOW_BYTES = 1 << 23
 READ_BYTES = 256 << 10
 """Compressed bytes read at a time."""
 
-FED_BYTES = 1 << 12
+INPUT_CHUNK_BYTES = 1 << 12
 """Decompressed at a time where the output is not bounded: zstd makes up to 20,000 times as much of it."""
 
 _MAGIC = b"\x28\xb5\x2f\xfd"
@@ -23,49 +23,49 @@ class ZstandardMissingError(UsageError):
     """The package that decompresses is not installed."""
 
 
-def inflating(read: ReadRange, size: int, path: str) -> Inflated:
+def open_zstd_stream(read: ReadRange, size: int, path: str) -> ZstdStream:
     """The ``size`` compressed bytes that ``read`` gives, in any number of frames. Raises ZstandardMissingError."""
-    decompressor, error = _decompressor(path)
-    stream = decompressor.stream_reader(_Compressed(read, size), read_size=READ_BYTES, read_across_frames=True)
-    return Inflated(stream, error, path)
+    decompressor, error = _make_decompressor(path)
+    stream = decompressor.stream_reader(_CompressedInput(read, size), read_size=READ_BYTES, read_across_frames=True)
+    return ZstdStream(stream, error, path)
 
 
-def inflated(read: ReadRange, size: int, path: str, *, limit_bytes: int) -> bytes:
+def decompress_all(read: ReadRange, size: int, path: str, *, limit_bytes: int) -> bytes:
     """The whole decompressed data. Raises MalformedError if it is damaged or larger than ``limit_bytes``."""
-    stream = inflating(read, size, path)
-    found = bytearray()
-    while part := stream.read(min(1 << 20, limit_bytes + 1 - len(found))):
-        found += part
-        if len(found) > limit_bytes:
+    stream = open_zstd_stream(read, size, path)
+    decompressed = bytearray()
+    while part := stream.read(min(1 << 20, limit_bytes + 1 - len(decompressed))):
+        decompressed += part
+        if len(decompressed) > limit_bytes:
             raise MalformedError(f"an item decompresses to more than {limit_bytes:,} bytes", path=path)
-    return bytes(found)
+    return bytes(decompressed)
 
 
-def inflated_frame(read: ReadRange, size: int, path: str, *, limit_bytes: int) -> bytes:
+def decompress_frame(read: ReadRange, size: int, path: str, *, limit_bytes: int) -> bytes:
     """The one frame that every decompressor reads alike: of several frames, some read the first alone.
 
     Raises:
         UnsupportedError: it holds more than ``limit_bytes``. MalformedError: it is damaged, or not one frame to the
         last byte. ZstandardMissingError.
     """
-    decompressor, error = _decompressor(path)
+    decompressor, error = _make_decompressor(path)
     frame = decompressor.decompressobj()
-    found = bytearray()
+    decompressed = bytearray()
     try:
-        for start in range(0, size, FED_BYTES):
-            found += frame.decompress(read(start, min(start + FED_BYTES, size)))
-            if len(found) > limit_bytes:
+        for start in range(0, size, INPUT_CHUNK_BYTES):
+            decompressed += frame.decompress(read(start, min(start + INPUT_CHUNK_BYTES, size)))
+            if len(decompressed) > limit_bytes:
                 raise UnsupportedError(
                     f"it is compressed with zstd, and decompresses to more than {limit_bytes:,} bytes", path=path
                 )
     except error as damage:
-        raise _damaged(damage, path) from damage
+        raise _make_damage_error(damage, path) from damage
     if not frame.eof or frame.unused_data or not read(0, len(_MAGIC)).startswith(_MAGIC):
         raise MalformedError("it is not one frame of zstd", path=path)
-    return bytes(found)
+    return bytes(decompressed)
 
 
-def _decompressor(path: str) -> tuple[Any, type[Exception]]:
+def _make_decompressor(path: str) -> tuple[Any, type[Exception]]:
     """A decompressor and the class of its errors. Raises ZstandardMissingError."""
     try:
         import zstandard
@@ -77,24 +77,24 @@ def _decompressor(path: str) -> tuple[Any, type[Exception]]:
     return zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES), zstandard.ZstdError
 
 
-def _damaged(error: Exception, path: str) -> MalformedError:
+def _make_damage_error(error: Exception, path: str) -> MalformedError:
     return MalformedError(f"an item is compressed with zstd, and damaged: {error}", path=path)
 
 
-class _Compressed:
+class _CompressedInput:
     """The first ``size`` bytes of a range, read one after another."""
 
     def __init__(self, read: ReadRange, size: int) -> None:
-        self._range = read
+        self._read_range = read
         self._size = size
         self._at = 0
 
     def read(self, num_bytes: int) -> bytes:
         start, self._at = self._at, min(self._at + num_bytes, self._size)
-        return self._range(start, self._at)
+        return self._read_range(start, self._at)
 
 
-class Inflated:
+class ZstdStream:
     """A decompressing stream."""
 
     def __init__(self, stream: Any, error: type[Exception], path: str) -> None:
@@ -107,4 +107,4 @@ class Inflated:
         try:
             return bytes(self._stream.read(size))
         except self._error as error:
-            raise _damaged(error, self._path) from error
+            raise _make_damage_error(error, self._path) from error

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol, Self
 
 from ckpt_tools.core.dtypes import SPARE_BYTES
-from ckpt_tools.core.progress import inform
-from ckpt_tools.core.showing import Jsonable, Shown
+from ckpt_tools.core.progress import log_info
+from ckpt_tools.core.showing import DisplayableResult, Jsonable
 from ckpt_tools.stores.output_form import Folder, OutputForm, SingleFile
 from ckpt_tools.stores.present import NOTHING, Present
 from ckpt_tools.stores.source import Buffer, ServiceFile, Store
@@ -210,7 +210,7 @@ class Place(ABC):
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class CleanReport(Shown):
+class CleanReport(DisplayableResult):
     """Leftovers at ``destination``, and whether they were removed."""
 
     SHOWN: ClassVar[tuple[str, ...]] = ("destination", "is_removed", "leftovers", "num_bytes")
@@ -230,5 +230,5 @@ def clean(place: Place, *, dry_run: bool) -> CleanReport:
     ``Place.leftovers``."""
     found = place.leftovers() if dry_run else place.remove_leftovers()
     for left in () if dry_run else found:
-        inform("stores", f"{left.url}: removed {left.kind}")
+        log_info("stores", f"{left.url}: removed {left.kind}")
     return CleanReport(place.url, tuple(found), is_removed=not dry_run)

@@ -8,7 +8,7 @@ from posixpath import dirname
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from ckpt_tools.core.option_names import option
+from ckpt_tools.core.option_names import format_option
 from ckpt_tools.errors import DestinationExistsError
 from ckpt_tools.stores.output_form import Kind
 
@@ -50,7 +50,7 @@ def check_free(url: str, kind: Kind, *, is_taken: bool, kinds: Collection[Kind],
 
 def already_exists(url: str) -> DestinationExistsError:
     return DestinationExistsError(
-        f"{url} exists; choose another destination, or replace it with {option('overwrite', True)}"
+        f"{url} exists; choose another destination, or replace it with {format_option('overwrite', True)}"
     )
 
 

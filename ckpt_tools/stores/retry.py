@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ckpt_tools.core.progress import warn
+from ckpt_tools.core.progress import log_warning
 from ckpt_tools.credentials import mask_raised_errors, mask_secrets
 from ckpt_tools.errors import CkptError
 
@@ -95,5 +95,5 @@ def retried(
                 num_failures += 1
                 if num_failures == policy.attempts:
                     raise failure.error from failure
-                warn("stores", f"{failure.trouble}; trying again ({num_failures + 1} of {policy.attempts})")
+                log_warning("stores", f"{failure.trouble}; trying again ({num_failures + 1} of {policy.attempts})")
                 sleep(policy.wait_seconds(num_failures, fraction()))

@@ -11,8 +11,8 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import unquote, urlsplit
 
-from ckpt_tools.core.applicability import STORES, Case, check
-from ckpt_tools.core.format_names import SINGLE_FILES
+from ckpt_tools.core.applicability import STORE_RULES, OptionContext, check_applicability
+from ckpt_tools.core.format_names import FORMAT_BY_FILE_SUFFIX
 from ckpt_tools.errors import DestinationExistsError, SourceNotFoundError, StoreError, UnsupportedError, UsageError
 from ckpt_tools.stores.local.store import LocalStore
 from ckpt_tools.stores.marker_files import MARKERS, is_marker
@@ -45,8 +45,8 @@ StorageOptions: TypeAlias = Mapping[str, Any] | None
 
 def check_storage_options(storage_options: StorageOptions, *urls: str | Path | None) -> None:
     """Raises UsageError if there are storage options, and all of ``urls`` are local."""
-    case = Case(is_remote=any(url is not None and is_remote(url) for url in urls))
-    check(STORES, {"storage_options": storage_options}, case)
+    case = OptionContext(is_remote=any(url is not None and is_remote(url) for url in urls))
+    check_applicability(STORE_RULES, {"storage_options": storage_options}, case)
 
 
 def is_remote(url: str | Path) -> bool:
@@ -173,16 +173,16 @@ def _whereabouts(url: str | Path, storage_options: StorageOptions = None) -> tup
 
 def implied_format(name: str) -> str | None:
     """The format that a destination's name implies, where it is one file."""
-    return SINGLE_FILES.get(PurePosixPath(name).suffix)
+    return FORMAT_BY_FILE_SUFFIX.get(PurePosixPath(name).suffix)
 
 
 def check_ending(name: str, to: str | None) -> None:
     """Raises UsageError where ``name`` looks like a file of a format that is not written, whatever ``to`` says."""
     suffix = PurePosixPath(name).suffix
-    *first, last = SINGLE_FILES
+    *first, last = FORMAT_BY_FILE_SUFFIX
     as_file = to is None or to in FILES_OR_FOLDERS.get(suffix.lower(), ())
     is_foreign = suffix.lower() in FOREIGN_SUFFIXES or (suffix.lower() in FILES_OR_FOLDERS and as_file)
-    if is_foreign or (suffix not in SINGLE_FILES and suffix.lower() in SINGLE_FILES):
+    if is_foreign or (suffix not in FORMAT_BY_FILE_SUFFIX and suffix.lower() in FORMAT_BY_FILE_SUFFIX):
         raise UsageError(
             f"{name}: files that end in {suffix} are not written; name a file that ends in {', '.join(first)} or {last}"
             ", or a folder without such an ending"

@@ -16,7 +16,7 @@ from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, TensorEntry
 from ckpt_tools.core.options import ReadOptions, WriteOptions
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
-from ckpt_tools.core.value_refs import replaced
+from ckpt_tools.core.value_refs import replace_tensor_refs
 from ckpt_tools.errors import CkptError, FormatError, UnsupportedError
 from ckpt_tools.formats.base import Format
 from ckpt_tools.formats.index import built_in
@@ -173,7 +173,7 @@ class FormatTests(ReaderTests):
 
     @pytest.mark.parametrize("dtype", DType)
     def test_every_dtype_is_kept_or_refused(self, dtype: DType) -> None:
-        if not dtype.is_of_torch and not self.format.keeps_every_dtype:
+        if not dtype.is_torch_dtype and not self.format.keeps_every_dtype:
             pytest.skip("refused before the format is asked")
         checkpoint = _make_checkpoint(dtype)
         if dtype in self.unsupported_dtypes:
@@ -253,13 +253,14 @@ def _collect_facts(manifest: Manifest, elements: Mapping[StateKey, bytes]) -> di
         "aliases": dict(manifest.aliases),
         "groups": [(group.params, dict(group.options)) for group in manifest.groups],
         "extra": {
-            name: replaced(value, lambda ref: describe_tensor(ref.key)) for name, value in manifest.extra.items()
+            name: replace_tensor_refs(value, lambda ref: describe_tensor(ref.key))
+            for name, value in manifest.extra.items()
         },
     }
 
 
 def _list_weight_names(manifest: Manifest) -> set[str]:
-    weights = {key.fqn for kind in (Kind.PARAMETER, Kind.BUFFER) for key in manifest.of_kind(kind)}
+    weights = {key.fqn for kind in (Kind.PARAMETER, Kind.BUFFER) for key in manifest.select_kinds(kind)}
     return weights | manifest.aliases.keys()
 
 

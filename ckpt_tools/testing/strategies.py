@@ -12,7 +12,7 @@ from math import prod
 
 from hypothesis import strategies as st
 
-from ckpt_tools.core.boxes import Box, Shape, from_flat
+from ckpt_tools.core.boxes import Box, Shape, interval_to_boxes
 from ckpt_tools.core.dtypes import DType
 
 MAX_NDIM = 4
@@ -117,7 +117,7 @@ def flat_shardings(draw: st.DrawFn, shape: Shape) -> list[Box]:
 @st.composite
 def unfolded_shardings(draw: st.DrawFn, shape: Shape) -> list[Box]:
     """The intervals of a flat sharding as boxes, all of them contiguous."""
-    return [box for start, stop in draw(cuts(prod(shape))) for box in from_flat(start, stop, shape)]
+    return [box for start, stop in draw(cuts(prod(shape))) for box in interval_to_boxes(start, stop, shape)]
 
 
 def box_shardings(shape: Shape) -> st.SearchStrategy[list[Box]]:

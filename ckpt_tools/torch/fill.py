@@ -18,8 +18,8 @@ from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.casts import CASTABLE
 from ckpt_tools.core.dtypes import DType, from_torch
 from ckpt_tools.core.manifest import TensorEntry
-from ckpt_tools.core.option_names import option
-from ckpt_tools.core.quantized import is_small
+from ckpt_tools.core.option_names import format_option
+from ckpt_tools.core.quantized import is_low_precision
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.transfer.buffers import populate
 from ckpt_tools.transfer.tensor_reader import TensorReader
@@ -92,7 +92,7 @@ def fill_target(tensor_fill: TensorFill, tensor_reader: TensorReader) -> None:
 
     dtype = _choose_read_dtype(tensor_fill)
     with torch.no_grad():
-        _fill_box(tensor_fill.target.detach(), tensor_reader, tensor_fill.entry.cast(dtype), tensor_fill.box)
+        _fill_box(tensor_fill.target.detach(), tensor_reader, tensor_fill.entry.cast_to(dtype), tensor_fill.box)
 
 
 def read_tensor(entry: TensorEntry, tensor_reader: TensorReader, *, name: str) -> torch.Tensor:
@@ -115,11 +115,11 @@ def _choose_read_dtype(tensor_fill: TensorFill) -> DType:
     castable_dtype = from_torch(str(target_dtype).removeprefix("torch."))
     if castable_dtype is stored or (castable_dtype is not None and {stored, castable_dtype} <= CASTABLE):
         return castable_dtype
-    if not (is_small(stored) and target_dtype.is_floating_point) and torch.can_cast(
+    if not (is_low_precision(stored) and target_dtype.is_floating_point) and torch.can_cast(
         to_torch_dtype(stored), target_dtype
     ):
         return stored
-    advice = f"; {option('dequantize', True)} uses its scales" if is_small(stored) else ""
+    advice = f"; {format_option('dequantize', True)} uses its scales" if is_low_precision(stored) else ""
     raise UnsupportedError(
         f"it is stored as {stored.value}, which cannot be cast to {target_dtype}{advice}", key=tensor_fill.name
     )

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from ckpt_tools.arguments import api_function, expand_keywords
 from ckpt_tools.core import transforms
-from ckpt_tools.core.applicability import OF_RECIPES, Case, check
+from ckpt_tools.core.applicability import RECIPE_CONFIG_RULE, OptionContext, check_applicability
 from ckpt_tools.core.apply_options import apply_options
-from ckpt_tools.core.literals import literal_number
+from ckpt_tools.core.literals import read_literal_number
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, ParamGroup, StateKey, TensorRef
-from ckpt_tools.core.names import bare_names, is_extra_state
+from ckpt_tools.core.names import is_extra_state, map_to_bare_names
 from ckpt_tools.core.options import ConvertOptions, SelectKeywords
-from ckpt_tools.core.value_refs import references
-from ckpt_tools.core.wording import listed
+from ckpt_tools.core.value_refs import iter_tensor_refs
+from ckpt_tools.core.wording import join_names
 from ckpt_tools.errors import UnsafeError, UsageError
 from ckpt_tools.formats.state_dict.from_deepspeed import user_entries
 from ckpt_tools.reading.checkpoint import check_reading, recipe_step
@@ -107,10 +107,12 @@ def load_into(
         [8.0, 9.0, 10.0]
     """
     convert_options = ConvertOptions(**given)
-    read_options = replace(convert_options.reading, state="model" if optimizer is None else "all")
+    read_options = replace(convert_options.read_options, state="model" if optimizer is None else "all")
     storage_options = convert_options.storage_options
     check_storage_options(storage_options, url)
-    check([OF_RECIPES], convert_options.given, Case(has_recipe=convert_options.needs_config))
+    check_applicability(
+        [RECIPE_CONFIG_RULE], convert_options.values_by_name, OptionContext(has_recipe=convert_options.needs_config)
+    )
     url = named(url, storage_options)
     source, manifest = read_checkpoint(
         url, read_options, format_name=convert_options.from_, storage_options=storage_options
@@ -118,11 +120,13 @@ def load_into(
     check_reading(manifest, read_options)
     recipe = recipe_step(url, source, manifest, convert_options)
     if optimizer is None and recipe is None:
-        manifest = replace(manifest, parted="")  # The weights alone.
-    manifest, _ = transforms.without_wrappers(manifest)
-    manifest = apply_options(manifest, convert_options, whole=True, holds_masters=False, recipe=recipe).manifest
+        manifest = replace(manifest, unjoined_state="")  # The weights alone.
+    manifest, _ = transforms.strip_wrappers(manifest)
+    manifest = apply_options(
+        manifest, convert_options, writes_all_state=True, holds_masters=False, recipe=recipe
+    ).manifest
     if manifest.tree is not None:  # A job has masters where it saved them.
-        tensors = {StateKey(key.fqn, manifest.tree.slot_name(key.slot)): e for key, e in manifest.tensors.items()}
+        tensors = {StateKey(key.fqn, manifest.tree.get_slot_name(key.slot)): e for key, e in manifest.tensors.items()}
         manifest = replace(manifest, tensors=tensors)
     store = with_made_files(source.store, manifest)
     check_equal(manifest, store)
@@ -156,7 +160,9 @@ class _MismatchCollector:
         self.names_by_problem.setdefault(kind, []).extend(names)
 
     def raise_if_any(self) -> None:
-        parts = [f"{kind}: {listed(names, MAX_LISTED_NAMES)}" for kind, names in self.names_by_problem.items() if names]
+        parts = [
+            f"{kind}: {join_names(names, MAX_LISTED_NAMES)}" for kind, names in self.names_by_problem.items() if names
+        ]
         if parts:
             raise UsageError(f"the checkpoint does not fit the model: {'; '.join(parts)}")
 
@@ -189,15 +195,19 @@ class _CheckpointLoader:
             else:
                 known_names.add(key.fqn)
                 yield from self.match_target(tensor, key, names[0])
-        stored = self.manifest.of_kind(Kind.PARAMETER, Kind.BUFFER)
+        stored = self.manifest.select_kinds(Kind.PARAMETER, Kind.BUFFER)
         unexpected = [key.fqn for key in stored if key.fqn not in known_names and not is_extra_state(key.fqn)]
         self.problems.add_names("not in the model", unexpected)
 
     def find_extra_states(self, model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, Any]]:
         """Each module with a ``get_extra_state`` of its own, and what it returned when it was saved."""
-        paths_by_name = {bare: path for path, bare in bare_names(model.state_dict()).items() if is_extra_state(bare)}
+        paths_by_name = {
+            bare: path for path, bare in map_to_bare_names(model.state_dict()).items() if is_extra_state(bare)
+        }
         values = {key.fqn: value for key, value in self.manifest.values.items() if key.slot == WEIGHT}
-        tensors = {key.fqn: TensorRef(key) for key in self.manifest.of_kind(Kind.BUFFER) if is_extra_state(key.fqn)}
+        tensors = {
+            key.fqn: TensorRef(key) for key in self.manifest.select_kinds(Kind.BUFFER) if is_extra_state(key.fqn)
+        }
         stored = {**values, **tensors}
         self.problems.add_names("not in the checkpoint", [name for name in paths_by_name if name not in stored])
         self.problems.add_names(
@@ -245,7 +255,7 @@ def _list_saved_tensors(model: torch.nn.Module) -> list[tuple[torch.Tensor, list
 
     tensors_by_id: dict[int, tuple[torch.Tensor, list[str]]] = {}
     state_dict = model.state_dict(keep_vars=True)
-    for name, value in zip(bare_names(state_dict).values(), state_dict.values(), strict=True):
+    for name, value in zip(map_to_bare_names(state_dict).values(), state_dict.values(), strict=True):
         if isinstance(value, torch.Tensor) and not is_extra_state(name):
             tensors_by_id.setdefault(id(value), (value, []))[1].append(name)
     return list(tensors_by_id.values())
@@ -254,7 +264,7 @@ def _list_saved_tensors(model: torch.nn.Module) -> list[tuple[torch.Tensor, list
 def _map_parameter_names(model: torch.nn.Module) -> dict[int, list[str]]:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     names: dict[int, list[str]] = {}
-    for name, parameter in zip(bare_names(parameters).values(), parameters.values(), strict=True):
+    for name, parameter in zip(map_to_bare_names(parameters).values(), parameters.values(), strict=True):
         names.setdefault(id(parameter), []).append(name)
     return names
 
@@ -328,8 +338,8 @@ class _OptimizerLoader:
     def _collect_stored_state(self) -> dict[str, dict[str, Any]]:
         """The checkpoint's values of each parameter's state by slot, those that bitsandbytes packs like all others."""
         manifest, state_by_name = self.loader.manifest, defaultdict[str, dict[str, Any]](dict)
-        referenced_keys = {ref.key for ref in references(list(manifest.values.values()))}
-        for key in manifest.of_kind(Kind.STATE):
+        referenced_keys = {ref.key for ref in iter_tensor_refs(list(manifest.values.values()))}
+        for key in manifest.select_kinds(Kind.STATE):
             if key not in referenced_keys:
                 state_by_name[key.fqn][key.slot] = TensorRef(key)
         for key, value in manifest.values.items():
@@ -362,7 +372,7 @@ class _OptimizerLoader:
             if isinstance(live, torch.Tensor):
                 self.targets.extend(self.loader.match_target(live, stored.key, str(stored.key)))
                 return live
-            number = literal_number(self.loader.manifest, self.loader.manifest.tensors[stored.key])
+            number = read_literal_number(self.loader.manifest, self.loader.manifest.tensors[stored.key])
             if number is not None or isinstance(live, int | float):
                 number = self.loader.read_tensor(stored).item() if number is None else number
                 return type(live)(number) if isinstance(live, int | float) else number
@@ -386,7 +396,7 @@ class _OptimizerLoader:
         problems, manifest = self.loader.problems, self.loader.manifest
         if any(id(parameter) not in self.parameter_names for parameter in group["params"]):
             problems.add_names("parameters not in the model", [f"group {group_index}"])
-        if not manifest.groups and not manifest.of_kind(Kind.STATE):
+        if not manifest.groups and not manifest.select_kinds(Kind.STATE):
             problems.add_names("not in the checkpoint", ["the state of an optimizer"])
         names = {name for parameter in group["params"] for name in self.parameter_names.get(id(parameter), [])}
         matching_options = [theirs.options for theirs in manifest.groups if names & self._find_group_members(theirs)]

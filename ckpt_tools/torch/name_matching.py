@@ -11,8 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ckpt_tools.core.manifest import Manifest, StateTree, TreePath, dotted
-from ckpt_tools.core.names import without_parts
+from ckpt_tools.core.manifest import Manifest, StateTree, TreePath, join_path
+from ckpt_tools.core.names import strip_wrapper_parts
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.state_dict.build import Entries
 
@@ -48,7 +48,7 @@ class JobNameMatcher:
 
     def find_match(self, name: str) -> EntryMatch | None:
         """The entry that a job means by ``name``, in which wrappers of the model may have left their marks."""
-        for prefix, own_name in _iter_splits(without_parts(name)):
+        for prefix, own_name in _iter_splits(strip_wrapper_parts(name)):
             for part in (OPTIM, MODEL, EXTRA):
                 entry = self.entries[part].get(own_name)
                 if entry is not None and self.prefixes.get(part) in (None, prefix):
@@ -86,9 +86,9 @@ def _split_part_and_name(path: TreePath, tree: StateTree) -> tuple[str, str]:
             and path[: len(prefix)] == prefix
             and _is_owned_by_part(part, path, tree)
         ):
-            return part, dotted(path[len(prefix) :])
+            return part, join_path(path[len(prefix) :])
     model_parent = tree.model[:-1]
-    return EXTRA, dotted(path[len(model_parent) :] if path[: len(model_parent)] == model_parent else path)
+    return EXTRA, join_path(path[len(model_parent) :] if path[: len(model_parent)] == model_parent else path)
 
 
 def _is_owned_by_part(part: str, path: TreePath, tree: StateTree) -> bool:

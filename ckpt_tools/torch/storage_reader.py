@@ -74,15 +74,15 @@ def storage_reader(
         [0.0, 1.0, 2.0, 3.0]
     """
     convert_options = ConvertOptions(weights=weights, **given)
-    read_options, storage_options = convert_options.reading, convert_options.storage_options
+    read_options, storage_options = convert_options.read_options, convert_options.storage_options
     check_storage_options(storage_options, url)
     source, manifest = read_checkpoint(
         url, read_options, format_name=convert_options.from_, storage_options=storage_options
     )
     check_reading(manifest, read_options)
     if not manifest.keeps_masters:
-        manifest, _ = transforms.one_copy(manifest, weights=convert_options.weight_copy(manifest))
-    manifest, _ = transforms.without_wrappers(manifest)
+        manifest, _ = transforms.keep_one_copy(manifest, weight_copy=convert_options.choose_weight_copy(manifest))
+    manifest, _ = transforms.strip_wrappers(manifest)
     # Groups have the names of both forms of an optimizer; a flattened one has no groups to ask for.
     tree = replace(chosen_tree(manifest, model_key=None, optim_key=None), is_flattened=False, numbers=())
     entries = entries_of(manifest, tree)

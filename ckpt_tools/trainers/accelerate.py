@@ -15,8 +15,8 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt_tools.core.notes import Note, Outcome
-from ckpt_tools.core.option_names import option
-from ckpt_tools.core.wording import listed, natural, of_ranks
+from ckpt_tools.core.option_names import format_option
+from ckpt_tools.core.wording import format_ranks, join_names, natural_sort_key
 from ckpt_tools.errors import SourceNotFoundError, UnsupportedError, UsageError
 from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.record import Returned, Trainer
@@ -65,7 +65,7 @@ def problem(saved: Saved) -> str | None:
     if not ranks:
         return "no random_states_0.pkl, which accelerate writes last: the save did not finish"
     missing = set(range(max(ranks) + 1)) - ranks
-    return f"the random states of {of_ranks(missing)} are missing" if missing else None
+    return f"the random states of {format_ranks(missing)} are missing" if missing else None
 
 
 ACCELERATE = Trainer(
@@ -89,10 +89,12 @@ ACCELERATE = Trainer(
 def refuse_several(source: Source, tag: str | None) -> None:
     """Raises UnsupportedError if ``source`` holds several models of accelerate, and ``tag`` chooses none."""
     # With DeepSpeed each model has its own tag, and ``latest`` names the last one (accelerator.py ``save_state``).
-    tags = sorted({match[1] for path in source.files if (match := _TAGGED.fullmatch(path)) is not None}, key=natural)
+    tags = sorted(
+        {match[1] for path in source.files if (match := _TAGGED.fullmatch(path)) is not None}, key=natural_sort_key
+    )
     if tag is None and len(tags) > 1:
-        options = " or ".join(option("tag", each) for each in tags[:MAX_CHOICES])
-        raise UnsupportedError(f"there are several models ({listed(tags)}); choose one with {options}")
+        options = " or ".join(format_option("tag", each) for each in tags[:MAX_CHOICES])
+        raise UnsupportedError(f"there are several models ({join_names(tags)}); choose one with {options}")
     found: defaultdict[str, dict[int, str]] = defaultdict(dict)
     for path in source.files:
         folder, name, number = _model_of(path)
@@ -102,7 +104,7 @@ def refuse_several(source: Source, tag: str | None) -> None:
         url = source.store.url.rstrip("/")
         choices = [f"{url}/{models[number]}" for number in sorted(models)]
         raise UnsupportedError(
-            f"there are several models here ({listed([models[number] for number in sorted(models)])}); name one of "
+            f"there are several models here ({join_names([models[number] for number in sorted(models)])}); name one of "
             f"them, which is read with its own optimizer: {' or '.join(choices[:MAX_CHOICES])}"
         )
 
@@ -158,7 +160,7 @@ def with_file(source: Source, other: Source, name: str) -> Source:
     from ckpt_tools.stores.wrappers import Joined
 
     if len(other.files) != 1:
-        raise UsageError(f"{option('optimizer_file', other.store.url)} is not a file")
+        raise UsageError(f"{format_option('optimizer_file', other.store.url)} is not a file")
     own, size = next(iter(other.files.items()))
     files = {path: each for path, each in source.files.items() if path != own or len(source.files) == 1}
     return Source(Joined(source.store, {name: (other.store, own)}), {**files, name: size})
@@ -199,11 +201,14 @@ def refuse_several_of_ranks(labels: Collection[str], *, model_key: str | None, o
     is_chosen = model_key is not None and (optim_key is not None or not {*optimizers.values()} & {*labels})
     if len(optimizers) > 1 and not is_chosen:
         choices = [
-            " ".join([option("model_key", model), *([option("optim_key", each)] if each in labels else [])])
+            " ".join(
+                [format_option("model_key", model), *([format_option("optim_key", each)] if each in labels else [])]
+            )
             for model, each in optimizers.items()
         ]
         raise UnsupportedError(
-            f"there are several models ({listed([*optimizers])}); choose one with {' or '.join(choices[:MAX_CHOICES])}"
+            f"there are several models ({join_names([*optimizers])}); choose one with "
+            f"{' or '.join(choices[:MAX_CHOICES])}"
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from ckpt_tools.core.trainer_folder import BesideFile, TrainerFolder
+from ckpt_tools.core.trainer_folder import CompanionFile, TrainerFolder
 from ckpt_tools.stores.marker_files import DIGESTS_NAME, SIGNATURE_NAME
 from ckpt_tools.trainers.all import TRAINERS
 from ckpt_tools.trainers.record import Returned
@@ -62,12 +62,12 @@ def _base(returned: Returned, folders: Iterable[str], files: Mapping[str, int]) 
     return base if not prefixes and (returned.sign is None or f"{base}{returned.sign}" in files) else None
 
 
-def _copied(returned: Returned, base: str, files: Mapping[str, int]) -> dict[str, BesideFile]:
+def _copied(returned: Returned, base: str, files: Mapping[str, int]) -> dict[str, CompanionFile]:
     found = {}
     for path, size in files.items():
         name = path.removeprefix(base)
         matches = (re.fullmatch(pattern, name) for pattern in returned.files if path.startswith(base))
         match = next((match for match in matches if match is not None), None)
         if match is not None:
-            found[name] = BesideFile(path, size, int(match[1] or 0) if match.re.groups else None)
+            found[name] = CompanionFile(path, size, int(match[1] or 0) if match.re.groups else None)
     return found

@@ -114,7 +114,7 @@ def _number(value: Any, archive: TorchArchive, saved: Saved, path: str) -> Any:
         return value
     import numpy as np
 
-    start, _ = archive.storage_range(value.storage.key)
+    start, _ = archive.locate_storage(value.storage.key)
     start += value.storage_offset * value.dtype.item_bytes
     data = saved.run.read(saved.path(path), start, start + value.dtype.item_bytes)
     kind = {"float32": "<f4", "float64": "<f8", "float16": "<f2", "int64": "<i8"}.get(value.dtype.value)

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
-from ckpt_tools.core.wording import natural
+from ckpt_tools.core.wording import natural_sort_key
 from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.accelerate import PARTS, TAGS
 from ckpt_tools.trainers.saved import ITSELF, Saved
@@ -115,7 +115,9 @@ class Member:
     @property
     def order(self) -> tuple[bool, list[tuple[int, str]]]:
         """Later ones are larger. Names without a number come before all others."""
-        return self.is_numbered, natural("/".join(_LEADING.sub("", core_of(part)) for part in self.name.split("/")))
+        return self.is_numbered, natural_sort_key(
+            "/".join(_LEADING.sub("", core_of(part)) for part in self.name.split("/"))
+        )
 
     @property
     def step(self) -> int | None:

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ckpt_tools.core.boxes import Box, from_flat
+from ckpt_tools.core.boxes import Box, interval_to_boxes
 from ckpt_tools.core.dtypes import DType, to_numpy
-from ckpt_tools.core.manifest import Computed, Manifest
+from ckpt_tools.core.manifest import ComputedTensor, Manifest
 from ckpt_tools.stores.source import Store
 from ckpt_tools.stores.wrappers import MakingStore, Overlay
 from ckpt_tools.transfer.tensor_reader import TensorReader
@@ -40,7 +40,7 @@ class ComputedStore(MakingStore):
     """
 
     store: Store
-    computed: Mapping[str, Computed]
+    computed: Mapping[str, ComputedTensor]
     _reader: TensorReader = field(init=False, repr=False)
     _kept: threading.local = field(default_factory=threading.local, init=False, repr=False)
     _begun: dict[int, tuple[tuple[str, int], NDArray[Any]]] = field(default_factory=dict, init=False, repr=False)
@@ -48,10 +48,10 @@ class ComputedStore(MakingStore):
 
     def __post_init__(self) -> None:
         self._reader = TensorReader(self.store, SCRATCH_BYTES)
-        self._costs = {path: each.cost for path, each in self.computed.items()}
+        self._costs = {path: each.read_amplification for path, each in self.computed.items()}
 
     @property
-    def made(self) -> Mapping[str, Computed]:
+    def made(self) -> Mapping[str, ComputedTensor]:
         return self.computed
 
     def cost(self, path: str, num_bytes: int) -> int:
@@ -60,7 +60,7 @@ class ComputedStore(MakingStore):
 
     def make(self, path: str, first: int, last: int, dtype: DType, out: memoryview) -> bool:
         found = self.computed.get(path)
-        if found is None or not found.casts:
+        if found is None or not found.can_cast:
             return self.store.make(path, first, last, dtype, out)
         self._fill(found, path, first, np.frombuffer(out, to_numpy(dtype)))
         return True
@@ -69,9 +69,9 @@ class ComputedStore(MakingStore):
         found = self.computed[path]
         self._fill(found, path, first, np.frombuffer(buffer, to_numpy(found.dtype)))
 
-    def _fill(self, found: Computed, path: str, first: int, elements: NDArray[Any]) -> None:
+    def _fill(self, found: ComputedTensor, path: str, first: int, elements: NDArray[Any]) -> None:
         """Elements of a computed file from number ``first`` on."""
-        last, numel, step = first + len(elements), prod(found.shape), found.piece
+        last, numel, step = first + len(elements), prod(found.shape), found.piece_numel
         for begin in range(first - first % step, last, step):
             end = min(begin + step, numel)
             start, stop = max(begin, first), min(end, last)
@@ -81,7 +81,7 @@ class ComputedStore(MakingStore):
             else:
                 wanted[:] = self._piece(found, path, begin, end, wanted.dtype)[start - begin : stop - begin]
 
-    def _piece(self, found: Computed, path: str, begin: int, end: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+    def _piece(self, found: ComputedTensor, path: str, begin: int, end: int, dtype: np.dtype[Any]) -> NDArray[Any]:
         """A whole piece, until the thread that computed it computes another."""
         for known, piece in list(self._begun.values()):
             if known == (path, begin) and piece.dtype == dtype:
@@ -92,11 +92,11 @@ class ComputedStore(MakingStore):
         self._begun[threading.get_ident()] = (path, begin), piece
         return piece
 
-    def _compute(self, found: Computed, path: str, begin: int, out: NDArray[Any]) -> None:
+    def _compute(self, found: ComputedTensor, path: str, begin: int, out: NDArray[Any]) -> None:
         done = 0
-        for box in from_flat(begin, begin + len(out), found.shape):
-            parts = [self._part(path, number, region) for number, region in enumerate(found.regions(box))]
-            found.compute(box, parts, out[done : done + box.numel].reshape(box.shape))
+        for box in interval_to_boxes(begin, begin + len(out), found.shape):
+            parts = [self._part(path, number, region) for number, region in enumerate(found.get_operand_regions(box))]
+            found.compute_box(box, parts, out[done : done + box.numel].reshape(box.shape))
             done += box.numel
 
     def _part(self, path: str, number: int, region: Box) -> NDArray[Any]:

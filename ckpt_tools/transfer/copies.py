@@ -16,7 +16,7 @@ from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.notes import Note, Outcome
-from ckpt_tools.core.wording import count
+from ckpt_tools.core.wording import format_count
 from ckpt_tools.stores.source import Store
 from ckpt_tools.transfer.tensor_reader import TensorReader
 
@@ -66,7 +66,7 @@ def note_of_copies(manifest: Manifest, store: Store, written: str, *, is_sample:
     value, name = max(found)
     among = f" among the first {SAMPLE:,} elements of each" if is_sample else ""
     why = f"the model's copy differs from its fp32 master by more than rounding, by up to {value:.3g}{among}, in {name}"
-    what = f"{count(len(found), 'weight')} of {len(copies):,}"
+    what = f"{format_count(len(found), 'weight')} of {len(copies):,}"
     return (Note(Outcome.KEPT, what, f"{why}; {written}", len(found)),)
 
 

@@ -18,7 +18,7 @@ def check_equal(manifest: Manifest, store: Store) -> None:
     reader = TensorReader(store, BLOCK_BYTES, compares_records=False)
     for pair in manifest.must_equal:
         if not _is_equal(reader, pair.first, pair.second):
-            advice = f"; {pair.otherwise}" if pair.otherwise else ""
+            advice = f"; {pair.advice}" if pair.advice else ""
             raise DifferenceError(f"{pair.what}: their bits differ, and must be the same{advice}")
 
 

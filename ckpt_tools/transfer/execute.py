@@ -161,7 +161,7 @@ class Worker:
         task, rules = job.task, self._copying
         if rules is None:
             return None
-        file = self.plan.layout.files[task.file].load()
+        file = self.plan.layout.files[task.file].load_layout()
         if any(_overlaps(self._ranges(task.file, file), task)):
             return None
         before = self.tensor_reader.bytes_read_here
@@ -176,13 +176,13 @@ class Worker:
     def _single(self, found: list[Step]) -> ByteRange | None:
         match found:
             case [Gather(_, payload, start, stop)]:
-                entry = self.plan.manifest.tensors[payload.key].cast(payload.dtype)
+                entry = self.plan.manifest.tensors[payload.key].cast_to(payload.dtype)
                 return self.tensor_reader.as_stored_range(entry, payload.box, payload.shape, start, stop)
         return None
 
     def _assembled(self, job: PlacedTask) -> Receipt:
         task, before = job.task, self.tensor_reader.bytes_read_here
-        file = self.plan.layout.files[task.file].load()
+        file = self.plan.layout.files[task.file].load_layout()
         buffer = self._buffer()[: task.num_bytes]
         for step in steps(file, task):
             self._fill(step, buffer)
@@ -202,7 +202,7 @@ class Worker:
             case Zeros(offset, num_bytes):
                 buffer[offset : offset + num_bytes] = 0
             case Gather(offset, payload, start, stop):
-                entry = self.plan.manifest.tensors[payload.key].cast(payload.dtype)
+                entry = self.plan.manifest.tensors[payload.key].cast_to(payload.dtype)
                 room = buffer[offset : offset + (stop - start) * payload.dtype.item_bytes]
                 self.tensor_reader.read(entry, payload.box, payload.shape, start, stop, room.data)
 

@@ -18,7 +18,7 @@ from ckpt_tools.core.shards import ByteRange
 from ckpt_tools.errors import IncompleteError, MalformedError
 
 if TYPE_CHECKING:
-    from ckpt_tools.serialization.zstd import Inflated
+    from ckpt_tools.serialization.zstd import ZstdStream
 
 BLOCK_BYTES = 1 << 20
 """Bytes decompressed at a time."""
@@ -52,8 +52,8 @@ class _Stream:
     the end was reached.
     """
 
-    open: Callable[[], Inflated]
-    source: Inflated
+    open: Callable[[], ZstdStream]
+    source: ZstdStream
     window: deque[bytes] = field(default_factory=deque)
     kept: int = 0
     position: int = 0
@@ -142,7 +142,7 @@ class Inflating:
             return found
 
     def _opened(self, name: str) -> _Stream:
-        from ckpt_tools.serialization.zstd import inflating
+        from ckpt_tools.serialization.zstd import open_zstd_stream
 
         first, last, file = name.removeprefix(_MARK).split(":", 2)
         at = ByteRange(file, int(first), int(last))
@@ -154,7 +154,7 @@ class Inflating:
             assert alive is not None, "a stream is read through its owner"
             return alive.read(at.file, at.start + start, at.start + stop)
 
-        def source() -> Inflated:
-            return inflating(read, at.stop - at.start, at.file)
+        def source() -> ZstdStream:
+            return open_zstd_stream(read, at.stop - at.start, at.file)
 
         return _Stream(source, source())

@@ -19,7 +19,7 @@ from typing import Any
 
 from ckpt_tools.core.layout import Crc32, FileSpec, Literal, Padding, Payload
 from ckpt_tools.core.manifest import TensorEntry
-from ckpt_tools.core.option_names import option
+from ckpt_tools.core.option_names import format_option
 from ckpt_tools.errors import CkptError, MalformedError, StoreError, UsageError
 from ckpt_tools.planning.plan import Plan
 from ckpt_tools.planning.tasks import Task
@@ -96,7 +96,7 @@ class Journal(History):
         if heading != [_PLAN, FORMAT, fingerprint(plan, source)]:
             raise UsageError(
                 "the run to resume had another source, other options or another version of ckpt-tools; "
-                f"resume with the same ones, or start again without {option('resume', True)}"
+                f"resume with the same ones, or start again without {format_option('resume', True)}"
             )
         return cls(log, plan, destination, runner, _left=left)._with_handles()
 
@@ -301,7 +301,7 @@ def _add_tensors(digest: _Digest, tensors: Iterable[tuple[tuple[object, ...], Te
 def contents(file: FileSpec) -> str:
     """A digest of what is to be in a file: known bytes, and regions of tensors."""
     digest = _Digest()
-    for segment in file.load().segments:
+    for segment in file.load_layout().segments:
         match segment:
             case Literal(data):
                 digest.add_bytes(data)

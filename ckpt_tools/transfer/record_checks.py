@@ -19,7 +19,7 @@ from typing import Final
 from isal import isal_zlib
 
 from ckpt_tools.errors import FormatError, IncompleteError, MalformedError, UnsafeError
-from ckpt_tools.serialization.zip_archive import LOCAL_MAGIC, Directory, read_directory
+from ckpt_tools.serialization.zip_archive import LOCAL_MAGIC, ZipDirectory, read_directory
 from ckpt_tools.stores.source import Buffer
 
 MAX_RANGES: Final = 1 << 15
@@ -172,7 +172,7 @@ class RecordChecks:
             array("I", [each.crc32 for each in records]),
         )
 
-    def _directory(self, file: str, size: int) -> Directory:
+    def _directory(self, file: str, size: int) -> ZipDirectory:
         found = read_directory(partial(self.read, file), size, file, tail_bytes=min(size, TAIL_BYTES))
         if found is None:
             raise IncompleteError("it is not a zip", path=file)
@@ -182,7 +182,7 @@ class RecordChecks:
         """Name and first byte of a record of a zip."""
         directory = self._directory(file, self.size(file))
         name = list(directory.records)[number]
-        return name, directory.payload_ranges(partial(self.read, file), [name])[name][0]
+        return name, directory.locate_payloads(partial(self.read, file), [name])[name][0]
 
     def _wrong(self, record: Record) -> MalformedError:
         start = record.ranges[0][0]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ckpt_tools.core.boxes import Box, Shape, contiguous_strides, from_flat, is_row_major
+from ckpt_tools.core.boxes import Box, Shape, contiguous_strides, interval_to_boxes, is_row_major
 from ckpt_tools.core.casts import MAX_CAST_BYTES, cast_into
 from ckpt_tools.core.manifest import TensorEntry
 from ckpt_tools.core.shards import ByteRange, Framing
@@ -145,7 +145,7 @@ class TensorReader:
         stored = entry.shards.dtype
         elements = self._buffer("cast", (stop - start) * stored.item_bytes)
         self._gather(hits(entry.shards, box, shape, start, stop), elements.data)
-        cast_into(elements, stored, out, entry.dtype, plus=entry.plus)
+        cast_into(elements, stored, out, entry.dtype, addend=entry.plus)
 
     def _gather(self, found: Sequence[Hit], out: memoryview) -> None:
         for hit in found:
@@ -299,7 +299,7 @@ def _strided(hit: Hit, location: ItemLocation) -> Iterator[BoxHit]:
     """A hit on an item whose bytes are not row-major, as hits that count its elements as they are stored."""
     if isinstance(hit, FlatHit):
         into = hit.into
-        for box in from_flat(hit.start, hit.stop, location.shape):
+        for box in interval_to_boxes(hit.start, hit.stop, location.shape):
             start, strides = _dot(box.start, location.strides), contiguous_strides(box.shape)
             made = BoxHit(hit.at, hit.framing, hit.dtype, hit.numel, box.shape, start, location.strides, into, strides)
             into += box.numel

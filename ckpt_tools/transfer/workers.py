@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpt_tools.core.option_names import DEFAULT_RUNNER, RUNNERS, option
+from ckpt_tools.core.option_names import DEFAULT_RUNNER, RUNNERS, format_option
 from ckpt_tools.errors import UsageError
 
 if TYPE_CHECKING:
@@ -35,9 +35,9 @@ class WorkerPool:
 
     def __post_init__(self) -> None:
         if self.runner not in RUNNERS:
-            raise UsageError(f"{option('runner', self.runner)} is not one of {', '.join(RUNNERS)}")
+            raise UsageError(f"{format_option('runner', self.runner)} is not one of {', '.join(RUNNERS)}")
         if self.address is not None and self.runner != "ray":
-            raise UsageError.of("address", f"{option('address')} is for {option('runner', 'ray')}")
+            raise UsageError.of("address", f"{format_option('address')} is for {format_option('runner', 'ray')}")
         if self.num_workers is not None:
             _checked(self.num_workers)
 
@@ -115,5 +115,5 @@ def choose_workers(asked: int | None, *urls: str | Path | None) -> int:
 
 def _checked(num_workers: int) -> int:
     if num_workers < 1:
-        raise UsageError(f"{option('workers', num_workers)}: at least one is needed")
+        raise UsageError(f"{format_option('workers', num_workers)}: at least one is needed")
     return num_workers

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 
 from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, StateKey, TensorEntry, tensors_by_role
-from ckpt_tools.core.progress import Progress
-from ckpt_tools.core.value_refs import places
+from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, StateKey, TensorEntry, count_tensors_by_role
+from ckpt_tools.core.progress import ProgressCallback
+from ckpt_tools.core.value_refs import iter_ref_paths
 from ckpt_tools.formats.state_dict.from_deepspeed import user_entries
 from ckpt_tools.stores.source import Store
 from ckpt_tools.transfer.buffers import page_aligned
@@ -56,7 +56,7 @@ class ComparedCheckpoint:
 
     @classmethod
     def of(cls, name: str, store: Store, manifest: Manifest) -> ComparedCheckpoint:
-        path_refs = places(user_entries(manifest)[0])
+        path_refs = iter_ref_paths(user_entries(manifest)[0])
         by_key = {_strip_client_state(ref.key): place for place, ref in path_refs}
         return cls(name, store, map_named_tensors(manifest), by_key, manifest.aliases)
 
@@ -88,7 +88,7 @@ class ComparedCheckpoint:
     def add_masters_like(self, reference: ComparedCheckpoint) -> ComparedCheckpoint:
         """If only ``reference`` has an fp32 master, our weight as it is stored takes its place."""
         masters = {
-            key: replace(weight, kind=Kind.STATE).cast(DType.FLOAT32)
+            key: replace(weight, kind=Kind.STATE).cast_to(DType.FLOAT32)
             for key in reference.tensors
             if key.slot == MASTER and key not in self.tensors
             for weight in [self.tensors.get(StateKey(key.fqn))]
@@ -111,7 +111,7 @@ class _ComparedBlock:
 
 
 def compare_checkpoints(
-    ours: ComparedCheckpoint, theirs: ComparedCheckpoint, *, num_workers: int, on_progress: Progress
+    ours: ComparedCheckpoint, theirs: ComparedCheckpoint, *, num_workers: int, on_progress: ProgressCallback
 ) -> VerifyReport:
     """The differences between two checkpoints, bit for bit, in the order of ``ours``. A tensor of the same shape but
     another dtype is compared by its values too.
@@ -139,7 +139,7 @@ def compare_checkpoints(
         first_keys.setdefault(key._replace(fqn=ours.owners.get(key.fqn, key.fqn)), key)
     unique_tensors = {key: our_tensors[key] for key in first_keys.values()}
     return VerifyReport(
-        tensors_by_role(unique_tensors),
+        count_tensors_by_role(unique_tensors),
         sum(entry.num_bytes for entry in unique_tensors.values()),
         tuple(_find_differences(ours, theirs, our_tensors, deviations)),
         tied={key.fqn: ours.owners[key.fqn] for key in our_tensors if key not in unique_tensors},

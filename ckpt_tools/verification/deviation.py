@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ckpt_tools.core.dtypes import DType, to_numpy
 from ckpt_tools.core.showing import Jsonable
-from ckpt_tools.core.wording import count
+from ckpt_tools.core.wording import format_count
 
 MEASURED_ELEMENTS = 1 << 16
 """Elements that are measured at a time: about 4 MB as float64 with their temporaries."""
@@ -54,14 +54,14 @@ class Deviation(Jsonable):
     def described(self, numel: int) -> str:
         """In words: ``3 of 10 elements differ, by at most 0.5 (relative 0.1); 1 in the sign of a zero``."""
         verb = "differs" if numel == 1 else "differ"
-        return self._append_details(f"{self.num_differing:,} of {count(numel, 'element')} {verb}")
+        return self._append_details(f"{self.num_differing:,} of {format_count(numel, 'element')} {verb}")
 
     def as_numbers(self) -> str:
         """The same for two dtypes: ``equal as numbers``, or how many elements differ, and by how much."""
         if not self.num_differing:
             return "equal as numbers"
         verb = "differs" if self.num_differing == 1 else "differ"
-        return self._append_details(f"{count(self.num_differing, 'element')} {verb} as numbers")
+        return self._append_details(f"{format_count(self.num_differing, 'element')} {verb} as numbers")
 
     def _append_details(self, text: str) -> str:
         if self.max_abs:

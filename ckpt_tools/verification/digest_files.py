@@ -14,7 +14,7 @@ from typing import Any
 
 from ckpt_tools.arguments import api_function
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Manifest
-from ckpt_tools.core.option_names import option
+from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import CkptError, DestinationExistsError, SourceNotFoundError, UsageError
 from ckpt_tools.reading.checkpoint import read_source
@@ -125,7 +125,7 @@ def check_replaceable_list(destination: Place) -> Mapping[str, int]:
     if contents.others or not digests.is_digest_list(Source(contents.store, contents.files), destination.name):
         raise DestinationExistsError(
             f"{destination.url} is not a list of digests, so it is not replaced; remove it yourself, or choose another "
-            f"{option('output')}"
+            f"{format_option('output')}"
         )
     return contents.files
 

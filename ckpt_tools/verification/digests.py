@@ -147,7 +147,7 @@ def select_digests_of_file(computed: Digests, recorded: Digests, manifest: Manif
 
 
 def select_one_copy(digests: Digests, *, weights: str) -> dict[StateKey, Digest]:
-    """The list of the same checkpoint with one copy of each weight, as ``transforms.one_copy`` chooses it."""
+    """The list of the same checkpoint with one copy of each weight, as ``keep_one_copy`` chooses it."""
     kept_digests = {key: digest for key, digest in digests.items() if key.slot != MASTER}
     if weights == "model":
         return kept_digests

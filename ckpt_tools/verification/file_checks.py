@@ -13,8 +13,8 @@ from typing import Any
 
 from ckpt_tools.core.manifest import StateKey
 from ckpt_tools.core.notes import Note, Outcome
-from ckpt_tools.core.progress import Meter, Progress
-from ckpt_tools.core.wording import listed
+from ckpt_tools.core.progress import ProgressCallback, ProgressMeter
+from ckpt_tools.core.wording import join_names
 from ckpt_tools.errors import SourceNotFoundError, UsageError
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.stores.local.store import LocalStore
@@ -80,7 +80,7 @@ def read_named_list(url: str | Path, src: str | Path, storage_options: StorageOp
         return file_list
     files = {path: wanted for path, wanted in file_list.files.items() if path in source.files}
     if not files:
-        raise UsageError(f"{file_list.name} does not name {listed(list(source.files))}")
+        raise UsageError(f"{file_list.name} does not name {join_names(list(source.files))}")
     return replace(file_list, files=files)
 
 
@@ -189,7 +189,7 @@ def _list_linked_blobs(link_paths: Mapping[str, Path]) -> list[FileList]:
 
 
 def check_files(
-    source: Source, lists: Collection[FileList], *, num_workers: int, on_progress: Progress
+    source: Source, lists: Collection[FileList], *, num_workers: int, on_progress: ProgressCallback
 ) -> VerifyReport:
     """Whether the files of ``source`` have the digests that ``lists`` state. Each is read once.
 
@@ -206,10 +206,10 @@ def check_files(
     jobs = [
         _HashJob(path, file_sizes[path], tuple(rows)) for path, rows in stated_digests.items() if path in file_sizes
     ]
-    list_names = listed([each.name for each in lists])
+    list_names = join_names([each.name for each in lists])
     problems = {path: f"it is missing; {list_names} names it" for path in stated_digests if path not in file_sizes}
-    meter = Meter(on_progress, sum(job.size for job in jobs))
-    for job, computed_digests in ThreadRunner(num_workers).run(_make_file_hasher(source.store, meter.add), jobs):
+    meter = ProgressMeter(on_progress, sum(job.size for job in jobs))
+    for job, computed_digests in ThreadRunner(num_workers).run(_make_file_hasher(source.store, meter.add_bytes), jobs):
         for name, stated_digest in job.stated_digests:
             if stated_digest.digest not in {computed_digests[algorithm] for algorithm in stated_digest.algorithms}:
                 problems[job.path] = f"its {stated_digest} is not the one of {name}"
@@ -281,7 +281,7 @@ def check_against_lists(
     folders: Collection[str],
     *,
     num_workers: int,
-    on_progress: Progress,
+    on_progress: ProgressCallback,
     storage_options: StorageOptions = None,
 ) -> VerifyReport | None:
     """``check_files`` of ``src`` with the list ``against``, or else with those found there; None if there are none.

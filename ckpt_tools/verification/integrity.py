@@ -17,8 +17,8 @@ from isal import isal_zlib
 
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.manifest import Manifest, StateKey, tensors_by_role
-from ckpt_tools.core.progress import Progress
+from ckpt_tools.core.manifest import Manifest, StateKey, count_tensors_by_role
+from ckpt_tools.core.progress import ProgressCallback
 from ckpt_tools.core.shards import ByteRange, Framing, ShardTable
 from ckpt_tools.errors import FormatError, UnsafeError
 from ckpt_tools.serialization.zip_archive import read_directory
@@ -54,7 +54,9 @@ class ArchiveResult:
     differences: tuple[Difference, ...]
 
 
-def check_integrity(source: Source, manifest: Manifest, *, num_workers: int, on_progress: Progress) -> VerifyReport:
+def check_integrity(
+    source: Source, manifest: Manifest, *, num_workers: int, on_progress: ProgressCallback
+) -> VerifyReport:
     """Read every file with tensors once and report the records whose stored checksum does not match.
 
     Raises:
@@ -68,7 +70,7 @@ def check_integrity(source: Source, manifest: Manifest, *, num_workers: int, on_
         on_progress(num_bytes_done, total)
         differences += result.differences
     num_bytes = sum(entry.num_bytes for entry in manifest.tensors.values())
-    return VerifyReport(tensors_by_role(manifest.tensors), num_bytes, tuple(differences))
+    return VerifyReport(count_tensors_by_role(manifest.tensors), num_bytes, tuple(differences))
 
 
 def _list_archives(source: Source, manifest: Manifest) -> Iterator[StoredArchive]:
@@ -96,7 +98,7 @@ def _build_item_archive(table: ShardTable, row: int, key: StateKey) -> StoredArc
     limit_bytes = None
     if table.framing is Framing.ZSTD_ITEM:
         limit_bytes = int(table.numels[row]) * table.dtype.item_bytes + MAX_OVERHEAD_BYTES
-    return StoredArchive(table.byte_range(row), key, limit_bytes, (table.dtype, table.box(row).shape))
+    return StoredArchive(table.get_byte_range(row), key, limit_bytes, (table.dtype, table.get_box(row).shape))
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +154,7 @@ class _ArchiveChecker:
         )
         if directory is None:
             return [f"{byte_range.file}: the zip archive at byte {byte_range.start:,} has no end"]
-        ranges = directory.payload_ranges(read_range, directory.records)
+        ranges = directory.locate_payloads(read_range, directory.records)
         messages = [
             f"{byte_range.file}: the record {name} at byte {byte_range.start + start:,} does not have its stored CRC-32"
             for name, (start, stop) in ranges.items()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from ckpt_tools.core.manifest import Manifest, StateKey
-from ckpt_tools.core.option_names import option
+from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.options import ConvertOptions
-from ckpt_tools.core.wording import listed
+from ckpt_tools.core.wording import join_names
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.base import Format
 from ckpt_tools.reading.model_files import (
@@ -44,7 +44,7 @@ def build_expected_model(
         files = find_model_files(src, source, manifest, config=options.config, storage_options=storage_options)
     if files is None:
         if options.untie:
-            raise UsageError(f"{option('untie', True)} is for folders with a config.json")
+            raise UsageError(f"{format_option('untie', True)} is for folders with a config.json")
         return manifest, None
     if options.untie:
         manifest, files, _ = with_stated_ties(manifest, files, untie=True)
@@ -59,7 +59,7 @@ def find_differing_files(expected: ModelFiles, written: Source) -> list[Differen
         differing_keys = sorted(
             key for key in {*expected.config, *config} if expected.config.get(key) != config.get(key)
         )
-        problems = {CONFIG: f"{listed(differing_keys)}: another content"}
+        problems = {CONFIG: f"{join_names(differing_keys)}: another content"}
     for name, file in expected.files.items():
         content = bytearray(file.num_bytes)
         expected.store.read_into(file.source, 0, memoryview(content))

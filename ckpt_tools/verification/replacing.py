@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from ckpt_tools.core.option_names import option
+from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import CkptError, DestinationExistsError, StoreError
 from ckpt_tools.formats.index import find_format, read_manifest
@@ -45,12 +45,13 @@ def list_replaced_files(destination: Place, written: Iterable[str]) -> Mapping[s
     if unexpected and not files:
         raise DestinationExistsError(
             f"{destination.url} is not a checkpoint itself but contains one ({listed(unexpected)}); "
-            f"{option('overwrite', True)} does not replace a folder that contains other files; {ELSEWHERE}"
+            f"{format_option('overwrite', True)} does not replace a folder that contains other files; {ELSEWHERE}"
         )
     if unexpected:
         raise DestinationExistsError(
             f"{destination.url} contains files that are not part of its checkpoint: {listed(unexpected)}; "
-            f"{option('overwrite', True)} replaces only the checkpoint: move the other files away, or {ELSEWHERE}"
+            f"{format_option('overwrite', True)} replaces only the checkpoint: move the other files away, or "
+            f"{ELSEWHERE}"
         )
     # In formats that keep each checkpoint in a folder of its own, only the one of the same name is replaced.
     new_folders = _list_top_folders(written)

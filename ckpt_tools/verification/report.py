@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 
 from ckpt_tools.core.manifest import MASTER, WEIGHT, StateKey
 from ckpt_tools.core.notes import Note
-from ckpt_tools.core.showing import Shown
-from ckpt_tools.core.wording import count, listed
+from ckpt_tools.core.showing import DisplayableResult
+from ckpt_tools.core.wording import format_count, join_names
 from ckpt_tools.credentials import mask_secrets
 from ckpt_tools.verification.deviation import Deviation
 
@@ -38,7 +38,7 @@ class Aspect(Enum):
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Difference(Shown):
+class Difference(DisplayableResult):
     """One tensor that is not the same. ``deviation`` says how far its elements are apart, if they were compared.
 
     ``reason`` is ``what`` without the figures of this tensor: the same words for all that differ in the same way. It is
@@ -59,7 +59,7 @@ class Difference(Shown):
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class VerifyReport(Shown):
+class VerifyReport(DisplayableResult):
     """Result of a comparison. ``num_bytes`` are logical bytes of the tensors on one side, which ``tensors_by_role``
     counts by ``core.manifest.ROLES``. ``tied`` are names, by owner, that are compared too: they are tied on that side,
     and tensors of their own on the other.
@@ -235,9 +235,9 @@ def _merge_rows(rows: list[DifferenceRow]) -> DifferenceRow:
     deviations = [row.deviation for row in rows if row.deviation is not None]
     total_deviation = sum(deviations, Deviation()) if deviations else None
     reason = f"{rows[0].reason}, {total_deviation.as_numbers()}" if total_deviation is not None else rows[0].reason
-    description = f"{reason} ({listed([row.name for row in rows])})"
+    description = f"{reason} ({join_names([row.name for row in rows])})"
     return DifferenceRow(
-        count(num_differences, rows[0].noun),
+        format_count(num_differences, rows[0].noun),
         description,
         rows[0].reason,
         total_deviation,

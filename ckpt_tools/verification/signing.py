@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ckpt_tools.core.option_names import option
-from ckpt_tools.core.showing import Shown
+from ckpt_tools.core.option_names import format_option
+from ckpt_tools.core.showing import DisplayableResult
 from ckpt_tools.errors import (
     CkptError,
     DestinationExistsError,
@@ -35,7 +35,7 @@ SIGNATURE_SUFFIX = ".sig"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class SignReport(Shown):
+class SignReport(DisplayableResult):
     """File of the signature."""
 
     signature: str
@@ -72,12 +72,13 @@ def _check_replaceable(target: Path, *, overwrite: bool) -> None:
     """Raises DestinationExistsError if a signature may not be replaced, or something else is in its place."""
     if not overwrite:
         raise DestinationExistsError(
-            f"{target} exists; choose another {option('signature')}, or replace it with {option('overwrite', True)}"
+            f"{target} exists; choose another {format_option('signature')}, or replace it with "
+            f"{format_option('overwrite', True)}"
         )
     if target.is_symlink() or not _is_signature_file(target):
         raise DestinationExistsError(
             f"{target} is not a signature, so it is not replaced; remove it yourself, or choose another "
-            f"{option('signature')}"
+            f"{format_option('signature')}"
         )
 
 

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 
 from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.manifest import Manifest, StateKey, TensorEntry
-from ckpt_tools.core.option_names import option
-from ckpt_tools.core.progress import Meter, Progress
+from ckpt_tools.core.option_names import format_option
+from ckpt_tools.core.progress import ProgressCallback, ProgressMeter
 from ckpt_tools.core.summary import TensorStats
-from ckpt_tools.core.wording import size
+from ckpt_tools.core.wording import format_size
 from ckpt_tools.errors import MemoryBudgetError
 from ckpt_tools.planning.plan import BASE_BYTES, reading_bytes
 from ckpt_tools.stores.source import Store
@@ -68,10 +68,10 @@ class StatisticsPlan:
             elif num_workers > 1:
                 num_workers -= 1
             elif is_limit:
-                least_size = size(base_bytes + _count_worker_bytes(block_bytes), at_least=True)
+                least_size = format_size(base_bytes + _count_worker_bytes(block_bytes), at_least=True)
                 raise MemoryBudgetError(
                     f"the statistics of this checkpoint need at least {least_size} of memory, and the budget is "
-                    f"{size(memory_bytes)}; raise {option('memory')}"
+                    f"{format_size(memory_bytes)}; raise {format_option('memory')}"
                 )
             else:
                 break
@@ -83,7 +83,7 @@ def _count_worker_bytes(block_bytes: int) -> int:
 
 
 def compute_statistics(
-    store: Store, tensors: Iterable[tuple[StateKey, TensorEntry]], plan: StatisticsPlan, on_progress: Progress
+    store: Store, tensors: Iterable[tuple[StateKey, TensorEntry]], plan: StatisticsPlan, on_progress: ProgressCallback
 ) -> tuple[TensorStats, ...]:
     """The statistics of each tensor, in order.
 
@@ -92,7 +92,7 @@ def compute_statistics(
     """
     numbered_tensors = list(enumerate(tensors))
     reader = TensorReader(store, plan.block_bytes)
-    meter = Meter(
+    meter = ProgressMeter(
         on_progress,
         sum(_count_read_elements(entry, plan) * entry.dtype.item_bytes for _, (_, entry) in numbered_tensors),
     )
@@ -105,7 +105,7 @@ def compute_statistics(
     for position, stats in ThreadRunner(plan.num_workers).run(measure_item, numbered_tensors):
         stats_by_position[position] = stats
         entry = numbered_tensors[position][1][1]
-        meter.add(stats.num_read * entry.dtype.item_bytes)
+        meter.add_bytes(stats.num_read * entry.dtype.item_bytes)
     reader.finish()
     return tuple(stats_by_position[position] for position, _ in numbered_tensors)
 

@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ckpt_tools.core import matching, transforms
-from ckpt_tools.core.applicability import OF_TWO_COPIES, Case, check
+from ckpt_tools.core.applicability import TWO_COPIES_RULE, OptionContext, check_applicability
 from ckpt_tools.core.apply_options import apply_options
 from ckpt_tools.core.expansion import check_expansion
 from ckpt_tools.core.format_names import HEADER_ENTRY
-from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, tensors_by_role
-from ckpt_tools.core.names import model_names
+from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, count_tensors_by_role
+from ckpt_tools.core.names import collect_model_names
 from ckpt_tools.core.notes import Note, Outcome
-from ckpt_tools.core.option_names import State, option
+from ckpt_tools.core.option_names import State, format_option
 from ckpt_tools.core.options import ConvertOptions, ReadOptions
-from ckpt_tools.core.progress import Meter, Progress
-from ckpt_tools.core.showing import Shown, json_of
-from ckpt_tools.core.wording import count
+from ckpt_tools.core.progress import ProgressCallback, ProgressMeter
+from ckpt_tools.core.showing import DisplayableResult, dataclass_to_json
+from ckpt_tools.core.wording import format_count
 from ckpt_tools.errors import FormatError, UnsupportedError, UsageError
 from ckpt_tools.formats.applicability import COMPARING, DIFFING
 from ckpt_tools.formats.base import Format
@@ -54,7 +54,7 @@ class ExecutionOptions:
     """Number of worker threads, progress callback and storage options."""
 
     num_workers: int
-    on_progress: Progress
+    on_progress: ProgressCallback
     storage_options: StorageOptions = None
 
 
@@ -91,9 +91,9 @@ def verify_checkpoint(
 
     try:
         source, manifest = read_checkpoint(
-            src, options.reading, format_name=options.from_, storage_options=execution.storage_options
+            src, options.read_options, format_name=options.from_, storage_options=execution.storage_options
         )
-        check_reading(manifest, options.reading)
+        check_reading(manifest, options.read_options)
     except FormatError:
         report = check_listed_files(())
         if report is None or report.equal:
@@ -138,15 +138,15 @@ def verify_tensors(
     if any(key.slot == MASTER for key in manifest.tensors):
         from ckpt_tools.transfer.copies import note_of_copies
 
-        advice = "an export takes the model's" if manifest.masters_lag else "an export takes the master's"
+        advice = "an export takes the model's" if manifest.masters_are_outdated else "an export takes the master's"
         notes = note_of_copies(manifest, source.store, advice, is_sample=False)
         report = replace(report, notes=(*report.notes, *notes))
     file_digests = {} if against is not None else read_companion_digests(source, manifest)
     if recorded is None and not file_digests:
         return report
-    meter = Meter(execution.on_progress, digests.count_hashed_bytes(manifest))
+    meter = ProgressMeter(execution.on_progress, digests.count_hashed_bytes(manifest))
     computed: Digests = digests.compute_digests(
-        source.store, manifest, num_workers=execution.num_workers, on_bytes=meter.add, compares_records=False
+        source.store, manifest, num_workers=execution.num_workers, on_bytes=meter.add_bytes, compares_records=False
     )
     digest_pairs = [
         (each, digests.select_digests_of_file(computed, each, manifest, file)) for file, each in file_digests.items()
@@ -165,13 +165,13 @@ def verify_tensors(
 def _convert_digests(recorded: Digests, options: ConvertOptions) -> Digests:
     """The list after the conversion of its checkpoint: only weights, selected and renamed. Raises UsageError."""
     if options.state == "model":
-        single_copies = digests.select_one_copy(recorded, weights=options.weight_copy())
+        single_copies = digests.select_one_copy(recorded, weights=options.choose_weight_copy())
         recorded = {key: digest for key, digest in single_copies.items() if key.slot == WEIGHT}
     names = sorted({key.fqn for key in recorded})
-    matching.check_renaming(names, rules=transforms.parsed_rules(options.rename), key_map=options.names)
-    matching.check_globs(names, include=options.include, exclude=options.exclude)
-    new_name = transforms.substitutions(options.rename, options.names)
-    chosen_keys = [key for key in recorded if matching.is_chosen(key.fqn, options.include, options.exclude)]
+    matching.check_renaming(names, rules=transforms.parse_rename_rules(options.rename), key_map=options.names)
+    matching.check_globs_match(names, include=options.include, exclude=options.exclude)
+    new_name = transforms.make_renamer(options.rename, options.names)
+    chosen_keys = [key for key in recorded if matching.is_selected(key.fqn, options.include, options.exclude)]
     renamed = {key._replace(fqn=new_name(key.fqn)): recorded[key] for key in chosen_keys}
     if len(renamed) < len(chosen_keys):
         raise UsageError("renaming gives two tensors the same name; names must stay distinct")
@@ -181,10 +181,14 @@ def _convert_digests(recorded: Digests, options: ConvertOptions) -> Digests:
 def _select_comparable_digests(expected: Digests, actual: Digests, options: ConvertOptions) -> tuple[Digests, Digests]:
     """If only one side has fp32 masters, one copy of each weight on both sides."""
     have_masters = [digests.has_masters(each) for each in (expected, actual)]
-    check([OF_TWO_COPIES], options.given, Case(has_masters=have_masters[0], keeps_both=all(have_masters)))
+    check_applicability(
+        [TWO_COPIES_RULE],
+        options.values_by_name,
+        OptionContext(has_masters=have_masters[0], keeps_both_copies=all(have_masters)),
+    )
     if have_masters[0] == have_masters[1]:
         return expected, actual
-    weights = options.weight_copy()
+    weights = options.choose_weight_copy()
     return digests.select_one_copy(expected, weights=weights), digests.select_one_copy(actual, weights=weights)
 
 
@@ -208,7 +212,7 @@ def verify_conversion(
         _has_other_state(dst_manifest) or _has_source_names(manifest, dst_manifest, writer, options)
     )
     if options.state is None and manifest.tree is not None:  # the weights may be others than those with the optimizer
-        reading = replace(options.reading, state="all" if is_whole else "model")
+        reading = replace(options.read_options, state="all" if is_whole else "model")
         source, manifest = read_checkpoint(
             src, reading, format_name=options.from_, storage_options=execution.storage_options
         )
@@ -219,11 +223,17 @@ def verify_conversion(
     case = case_of(
         manifest, dst_manifest.format, keeps_both=is_whole and holds_masters, whole=is_whole, has_recipe=has_recipe
     )
-    check(COMPARING, options.given, case)
+    check_applicability(COMPARING, options.values_by_name, case)
     recipe, like = recipe_step(src, source, manifest, options), likeness(options)
     kept_entries = () if writer is None else writer.kept_entries
     edited = apply_options(
-        manifest, options, whole=is_whole, holds_masters=holds_masters, kept=kept_entries, recipe=recipe, like=like
+        manifest,
+        options,
+        writes_all_state=is_whole,
+        holds_masters=holds_masters,
+        kept_entries=kept_entries,
+        recipe=recipe,
+        like=like,
     )
     expected, model_files = build_expected_model(src, source, edited.manifest, dst, writer, options)
     dst_model, notes = _select_model(dst_manifest, options) if options.state == "model" else (dst_manifest, ())
@@ -244,18 +254,18 @@ def verify_conversion(
 
 def _select_model(manifest: Manifest, options: ConvertOptions) -> tuple[Manifest, tuple[Note, ...]]:
     """The model alone, as ``diff`` compares it, and a note of what else the destination holds, if it holds more."""
-    other_keys = [key for key in manifest.of_kind(Kind.STATE, Kind.EXTRA) if key.slot != MASTER]
+    other_keys = [key for key in manifest.select_kinds(Kind.STATE, Kind.EXTRA) if key.slot != MASTER]
     if not other_keys:
         return manifest, ()
-    model, _ = transforms.model_only(manifest, weights=options.weight_copy(manifest), asked=True)
+    model, _ = transforms.keep_model_only(manifest, weight_copy=options.choose_weight_copy(manifest), is_requested=True)
     reason = "the destination has them besides the model"
-    note = Note(Outcome.NOT_COMPARED, count(len(other_keys), "tensor"), reason, len(other_keys))
-    return transforms.without_wrappers(model)[0], (note,)
+    note = Note(Outcome.NOT_COMPARED, format_count(len(other_keys), "tensor"), reason, len(other_keys))
+    return transforms.strip_wrappers(model)[0], (note,)
 
 
 def _has_other_state(manifest: Manifest) -> bool:
     """True if there are tensors beside the model's, or groups of them."""
-    return bool(manifest.groups or manifest.of_kind(Kind.STATE, Kind.EXTRA))
+    return bool(manifest.groups or manifest.select_kinds(Kind.STATE, Kind.EXTRA))
 
 
 def _has_source_names(
@@ -266,7 +276,7 @@ def _has_source_names(
     if _has_other_state(manifest) or writer is None or not (writer.holds_optimizer or options.state == "all"):
         return False
     is_renamed = any((options.rename, options.names, options.needs_config, options.strip, options.like))
-    return is_renamed or not model_names(manifest).isdisjoint(model_names(dst_manifest))
+    return is_renamed or not collect_model_names(manifest).isdisjoint(collect_model_names(dst_manifest))
 
 
 def _add_entry_differences(
@@ -286,7 +296,7 @@ def _read_destination(
     """The destination, by the tag and the keys that are not for reading the source; with these if it may have kept the
     source's tree and does not say by itself which model is meant. Raises CkptError."""
     source_options, storage_options = (
-        case_of(manifest, "", keeps_both=False, whole=False).reads,
+        case_of(manifest, "", keeps_both=False, whole=False).reader_options,
         options.storage_options,
     )
     destination_options = {
@@ -316,14 +326,18 @@ def diff_checkpoints(
     """
     recipe = recipe_step(url, *a, options)
     joining_notes: tuple[Note, ...] = ()
-    if recipe is not None and a[1].parted:
+    if recipe is not None and a[1].unjoined_state:
         joined_manifest, joining_notes = recipe(a[1])
         a, recipe = (replace(a[0], store=with_made_files(a[0].store, joined_manifest)), joined_manifest), None
         check_equal(joined_manifest, a[0].store)
     has_masters = [any(key.slot == MASTER for key in each.tensors) for _, each in (a, b)]
     has_both_copies = all(has_masters) and options.state != "model"
     has_recipe = options.needs_config
-    check(DIFFING, options.given, case_of(a[1], "", keeps_both=has_both_copies, whole=True, has_recipe=has_recipe))
+    check_applicability(
+        DIFFING,
+        options.values_by_name,
+        case_of(a[1], "", keeps_both=has_both_copies, whole=True, has_recipe=has_recipe),
+    )
     manifests, notes = _select_comparable([a[1], b[1]], options)
     notes = joining_notes + notes
     side_stores = [source.store for source, _ in (a, b)]
@@ -334,18 +348,21 @@ def diff_checkpoints(
         check_equal(manifest, store)
     if options.rename or options.names:
         transforms.check_renaming(manifests[0], options.rename, options.names)
-        new_name = transforms.substitutions(options.rename, options.names)
-        manifests[0], _ = transforms.rename(manifests[0], new_name)
+        new_name = transforms.make_renamer(options.rename, options.names)
+        manifests[0], _ = transforms.rename_tensors(manifests[0], new_name)
     sides = [ComparedCheckpoint.of(name, store, m) for name, store, m in zip("AB", side_stores, manifests, strict=True)]
     if options.include or options.exclude:
-        left_out_names = frozenset().union(*(each.left_out for each in manifests))
+        left_out_names = frozenset().union(*(each.unreadable_names for each in manifests))
         names = sorted({key.fqn for side in sides for key in side.tensors} | left_out_names)
-        matching.check_globs(names, include=options.include, exclude=options.exclude)
+        matching.check_globs_match(names, include=options.include, exclude=options.exclude)
         sides = [
-            side.select_tensors(lambda fqn: matching.is_chosen(fqn, options.include, options.exclude)) for side in sides
+            side.select_tensors(lambda fqn: matching.is_selected(fqn, options.include, options.exclude))
+            for side in sides
         ]
         if not any(side.tensors for side in sides):
-            raise UsageError(f"{option('include')} and {option('exclude')} select no tensor on either side")
+            raise UsageError(
+                f"{format_option('include')} and {format_option('exclude')} select no tensor on either side"
+            )
     for side, manifest in zip(sides, manifests, strict=True):
         check_expansion(side.tensors, manifest.stored_bytes)
     sides[0] = sides[0].rename_extras_like(sides[1])
@@ -367,19 +384,24 @@ def _select_comparable(manifests: list[Manifest], options: ConvertOptions) -> tu
     If only one side has fp32 masters, ``options.weights`` says which of its copies is compared.
     """
     if options.state == "model":
-        bare_models = [transforms.model_only(each, weights=options.weight_copy(each), asked=True) for each in manifests]
-        return [transforms.without_wrappers(each)[0] for each, _ in bare_models], ()
+        bare_models = [
+            transforms.keep_model_only(each, weight_copy=options.choose_weight_copy(each), is_requested=True)
+            for each in manifests
+        ]
+        return [transforms.strip_wrappers(each)[0] for each, _ in bare_models], ()
     master_counts = [sum(key.slot == MASTER for key in each.tensors) for each in manifests]
     if all(master_counts) or not any(master_counts):
         return manifests, ()
-    left_out = "model copies" if options.weight_copy(*manifests) == "master" else "fp32 masters"
-    description = f"{left_out} of {count(max(master_counts), 'tensor')}"
+    left_out = "model copies" if options.choose_weight_copy(*manifests) == "master" else "fp32 masters"
+    description = f"{left_out} of {format_count(max(master_counts), 'tensor')}"
     note = Note(Outcome.NOT_COMPARED, description, "only one side has fp32 masters", max(master_counts))
-    return [transforms.one_copy(each, weights=options.weight_copy(*manifests))[0] for each in manifests], (note,)
+    return [
+        transforms.keep_one_copy(each, weight_copy=options.choose_weight_copy(*manifests))[0] for each in manifests
+    ], (note,)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class ChecksumReport(Shown):
+class ChecksumReport(DisplayableResult):
     """The digests of a checkpoint's tensors, and where they were written; None where they were not.
 
     A tied tensor has a digest under each of its names, so that there can be more digests than tensors.
@@ -400,7 +422,7 @@ class ChecksumReport(Shown):
 
     def to_json(self) -> dict[str, Any]:
         """``digests`` are rows, as in the file."""
-        return {**json_of(self, *self.JSON_PROPERTIES), "digests": digests.build_digest_rows(self.digests)}
+        return {**dataclass_to_json(self, *self.JSON_PROPERTIES), "digests": digests.build_digest_rows(self.digests)}
 
 
 def write_digests(
@@ -413,13 +435,15 @@ def write_digests(
     """
     check_expansion(manifest.tensors, manifest.stored_bytes)
     check_equal(manifest, source.store)
-    meter = Meter(execution.on_progress, digests.count_hashed_bytes(manifest))
+    meter = ProgressMeter(execution.on_progress, digests.count_hashed_bytes(manifest))
 
     def compute_all_digests() -> Digests:
-        return digests.compute_digests(source.store, manifest, num_workers=execution.num_workers, on_bytes=meter.add)
+        return digests.compute_digests(
+            source.store, manifest, num_workers=execution.num_workers, on_bytes=meter.add_bytes
+        )
 
     if output == "-":
-        return ChecksumReport(compute_all_digests(), tensors_by_role(manifest.tensors), meter.total, None)
+        return ChecksumReport(compute_all_digests(), count_tensors_by_role(manifest.tensors), meter.total, None)
     destination = open_place(output or get_digests_url(source, manifest), execution.storage_options)
     written_digests = write_digest_list(destination, compute_all_digests, overwrite=overwrite)
-    return ChecksumReport(written_digests, tensors_by_role(manifest.tensors), meter.total, destination.url)
+    return ChecksumReport(written_digests, count_tensors_by_role(manifest.tensors), meter.total, destination.url)

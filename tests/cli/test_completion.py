@@ -17,7 +17,7 @@ import safetensors.numpy
 
 from ckpt_tools.cli import completion
 from ckpt_tools.cli.main import group
-from ckpt_tools.core.option_names import ALIASES
+from ckpt_tools.core.option_names import OPTION_VALUE_ALIASES
 from tests.support.commands import printed
 
 LIMIT_SECONDS = 30
@@ -70,7 +70,7 @@ def test_what_is_offered(line, expected, folder, monkeypatch):
 
 
 def test_aliases_are_offered_and_other_shells_are_answered():
-    assert {f"plain,{alias}" for alias in ALIASES["to"]} <= set(offered("ckpt-tools convert a b --to "))
+    assert {f"plain,{alias}" for alias in OPTION_VALUE_ALIASES["to"]} <= set(offered("ckpt-tools convert a b --to "))
     assert offered("ckpt-tools convert a b --to dc", "zsh") == ["plain", "dcp", "_"]
     assert offered("ckpt-tools convert a b --to dc", "fish") == ["plain,dcp"]
     for shell in ("bash", "zsh", "fish"):

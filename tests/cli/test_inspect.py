@@ -11,7 +11,7 @@ import torch
 import ckpt_tools
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.notes import Note, Outcome
-from ckpt_tools.core.summary import MAX_ITEMS, MAX_TEXT_CHARS, ShownValues
+from ckpt_tools.core.summary import MAX_ITEMS, MAX_TEXT_CHARS, BoundedValues
 from tests.support.commands import printed, run_command
 
 
@@ -61,7 +61,7 @@ def test_values_are_bounded(tmp_path):
     assert found.extras["raw"] == {"$bytes": 5}
     loop: list[Any] = [1]
     loop += [loop, loop]
-    assert len(json.dumps(ShownValues(Manifest("test", {})).of(loop))) < 10_000
+    assert len(json.dumps(BoundedValues(Manifest("test", {})).convert(loop))) < 10_000
     said = printed("inspect", source)
     assert len(said) < 20_000
     assert "<list of 1,001 items>" in said and "<tensor float32 [3, 4]>" in said and "<bytes of 5 bytes>" in said

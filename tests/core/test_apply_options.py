@@ -5,14 +5,14 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from ckpt_tools.core.apply_options import Applied, apply_options
+from ckpt_tools.core.apply_options import AppliedOptions, apply_options
 from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry, TensorRef
-from ckpt_tools.core.notes import Note, Outcome, merged, without_gone
+from ckpt_tools.core.notes import Note, Outcome, drop_stale_notes, merge_notes
 from ckpt_tools.core.options import ConvertOptions, ReadOptions
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
-from ckpt_tools.core.transforms import Transformed, rename, select, without_wrappers
+from ckpt_tools.core.transforms import TransformResult, rename_tensors, select_tensors, strip_wrappers
 from ckpt_tools.errors import UsageError
 from ckpt_tools.reading.checkpoint import read_source
 from ckpt_tools.stores.urls import open_source
@@ -30,17 +30,17 @@ def manifest(tmp_path):
     return read_source(open_source(tmp_path / "m.safetensors"), ReadOptions())[1]
 
 
-def upper(manifest: Manifest) -> Transformed:
+def upper(manifest: Manifest) -> TransformResult:
     """A recipe that puts names in capital letters."""
-    return rename(manifest, str.upper)[0], (MADE,)
+    return rename_tensors(manifest, str.upper)[0], (MADE,)
 
 
-def applied(manifest: Manifest, *, whole: bool = False, **options: object) -> Applied:
+def applied(manifest: Manifest, *, whole: bool = False, **options: object) -> AppliedOptions:
     chosen = ConvertOptions(**options)  # type: ignore[arg-type]
-    return apply_options(manifest, chosen, whole=whole, holds_masters=False, recipe=upper)
+    return apply_options(manifest, chosen, writes_all_state=whole, holds_masters=False, recipe=upper)
 
 
-def names(made: Applied) -> list[str]:
+def names(made: AppliedOptions) -> list[str]:
     return sorted(key.fqn for key in made.manifest.tensors)
 
 
@@ -51,13 +51,13 @@ def test_a_recipe_sees_the_names_of_the_bare_model(manifest):
 
 def test_options_name_what_a_recipe_makes(manifest):
     made = applied(manifest, include=["A.*"], buffers=["A.B"], rename=["^A=x"], dtype="bfloat16")
-    assert made.renamed == {"A.W": "x.W", "A.B": "x.B"}
+    assert made.new_name_by_old == {"A.W": "x.W", "A.B": "x.B"}
     entries = made.manifest.tensors
     assert {key.fqn: (entry.kind, entry.dtype) for key, entry in entries.items()} == {
         "x.W": (Kind.PARAMETER, DType.BFLOAT16),
         "x.B": (Kind.BUFFER, DType.FLOAT32),
     }
-    assert made.uncast.tensors[StateKey("x.W")].dtype is DType.FLOAT32
+    assert made.uncast_manifest.tensors[StateKey("x.W")].dtype is DType.FLOAT32
 
 
 @pytest.mark.parametrize("options", [{"include": ["a.*"]}, {"rename": ["^a=x"]}, {"buffers": ["a.b"]}])
@@ -72,8 +72,8 @@ def test_notes_are_those_of_the_source_and_of_the_recipe(manifest):
 
 
 def test_with_a_recipe_a_reader_gets_no_globs():
-    assert ConvertOptions(include=["a"], exclude=["b"]).reading.include == ("a",)
-    reading = ConvertOptions(include=["a"], exclude=["b"], recipe="r").reading
+    assert ConvertOptions(include=["a"], exclude=["b"]).read_options.include == ("a",)
+    reading = ConvertOptions(include=["a"], exclude=["b"], recipe="r").read_options
     assert (reading.include, reading.exclude) == ((), ())
 
 
@@ -85,24 +85,24 @@ def test_inverse_needs_a_recipe():
 
 def test_the_last_step_decides():
     kept, dropped = Note(Outcome.KEPT, "entry", "a"), Note(Outcome.DROPPED, "entry", "b")
-    assert merged([kept, Note(Outcome.KEPT, "other", "c"), dropped]) == (dropped, Note(Outcome.KEPT, "other", "c"))
+    assert merge_notes([kept, Note(Outcome.KEPT, "other", "c"), dropped]) == (dropped, Note(Outcome.KEPT, "other", "c"))
 
 
 def test_a_loss_that_was_not_asked_for_stays_a_loss():
     dropped, made = Note(Outcome.DROPPED, "entry", "b"), Note(Outcome.DEFAULTED, "entry", "c")
-    assert merged([dropped, made]) == (dropped,)
-    assert merged([Note(Outcome.DROPPED, "entry", "b", asked=True), made]) == (made,)
+    assert merge_notes([dropped, made]) == (dropped,)
+    assert merge_notes([Note(Outcome.DROPPED, "entry", "b", asked=True), made]) == (made,)
 
 
 def test_two_reasons_for_one_outcome_are_one_note():
     notes = [Note(Outcome.DROPPED, "entry", "a", asked=True), Note(Outcome.DROPPED, "entry", "b")]
-    assert merged(notes) == (Note(Outcome.DROPPED, "entry", "a; b"),)
-    assert merged([notes[0], notes[0]]) == (notes[0],)
+    assert merge_notes(notes) == (Note(Outcome.DROPPED, "entry", "a; b"),)
+    assert merge_notes([notes[0], notes[0]]) == (notes[0],)
 
 
 def test_what_is_gone_was_not_kept():
     notes = (Note(Outcome.KEPT, "gone", "a"), Note(Outcome.KEPT, "here", "a"), Note(Outcome.KEPT, "the tree", "a"))
-    assert without_gone(notes, {"gone", "here"}, {"here"}) == notes[1:]
+    assert drop_stale_notes(notes, {"gone", "here"}, {"here"}) == notes[1:]
 
 
 def test_a_loader_that_does_not_restore_it_is_a_loss():
@@ -121,8 +121,8 @@ def test_tensors_of_the_users_own_entries_are_no_part_of_the_model():
     }
     made = Manifest("dcp", tensors, extra={"rng": (TensorRef(rng),)})
     for (found, *_), left in (
-        (select(made, include=("module.a",), exclude=()), ["module.a"]),
-        (rename(made, lambda name: name.replace("module.", "net.")), ["net.a", "net.b"]),
-        (without_wrappers(made), ["a", "b"]),
+        (select_tensors(made, include=("module.a",), exclude=()), ["module.a"]),
+        (rename_tensors(made, lambda name: name.replace("module.", "net.")), ["net.a", "net.b"]),
+        (strip_wrappers(made), ["a", "b"]),
     ):
         assert set(found.tensors) == {rng, *map(StateKey, left)}

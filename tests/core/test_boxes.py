@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from ckpt_tools.core.boxes import (
     Box,
     Shape,
+    box_to_interval,
     contiguous_strides,
-    flat_index,
-    flat_interval,
-    from_flat,
+    interval_to_boxes,
     is_contiguous,
-    runs,
+    iter_contiguous_runs,
+    ravel_index,
 )
 from ckpt_tools.testing import strategies
 
@@ -50,8 +50,8 @@ def test_what_is_no_box_cannot_be_built(start, stop):
 def test_a_box_without_dims_is_one_element_and_one_of_a_shape_covers_it():
     scalar = Box((), ())
     assert (scalar.shape, scalar.numel, scalar.intersect(scalar)) == ((), 1, scalar)
-    assert from_flat(0, 1, ()) == [scalar]
-    assert list(runs(scalar, ())) == [(0, 1)]
+    assert interval_to_boxes(0, 1, ()) == [scalar]
+    assert list(iter_contiguous_runs(scalar, ())) == [(0, 1)]
     assert Box.whole((2, 3)) == Box((0, 0), (2, 3))
     assert Box.whole((0, 3)).numel == 0
 
@@ -88,7 +88,7 @@ def test_contiguous_strides(shape, strides):
 @given(strategies.shapes(min_extent=1), st.data())
 def test_flat_index_is_ravel_multi_index(shape, data):
     index = tuple(data.draw(st.integers(0, extent - 1)) for extent in shape)
-    assert flat_index(index, shape) == (np.ravel_multi_index(index, shape) if shape else 0)
+    assert ravel_index(index, shape) == (np.ravel_multi_index(index, shape) if shape else 0)
 
 
 @many
@@ -98,29 +98,29 @@ def test_is_contiguous_and_flat_interval(case):
     found = positions(box, shape)
     assert is_contiguous(box, shape) == bool((np.diff(found) == 1).all())
     if is_contiguous(box, shape):
-        assert np.array_equal(np.arange(*flat_interval(box, shape)), found)
+        assert np.array_equal(np.arange(*box_to_interval(box, shape)), found)
 
 
 @many
 @given(strategies.shapes(), st.data())
 def test_from_flat_covers_the_interval_in_order_in_few_boxes(shape, data):
     start, stop = data.draw(strategies.intervals(prod(shape)))
-    found = from_flat(start, stop, shape)
+    found = interval_to_boxes(start, stop, shape)
     covered = [position for box in found for position in positions(box, shape).tolist()]
     assert covered == list(range(start, stop))
     assert len(found) <= max(1, 2 * len(shape) - 1)
-    assert all(box.numel and box.within(shape) and is_contiguous(box, shape) for box in found)
+    assert all(box.numel and box.is_within(shape) and is_contiguous(box, shape) for box in found)
 
 
 def test_from_flat_of_an_interval_that_crosses_everything_and_of_trillions_of_elements():
-    assert from_flat(5, 30, (3, 3, 4)) == [
+    assert interval_to_boxes(5, 30, (3, 3, 4)) == [
         Box((0, 1, 1), (1, 2, 4)),
         Box((0, 2, 0), (1, 3, 4)),
         Box((1, 0, 0), (2, 3, 4)),
         Box((2, 0, 0), (3, 1, 4)),
         Box((2, 1, 0), (3, 2, 2)),
     ]
-    (box,) = from_flat((1 << 49) + 7, (1 << 49) + 9, (1 << 20, 1 << 20, 1 << 10))
+    (box,) = interval_to_boxes((1 << 49) + 7, (1 << 49) + 9, (1 << 20, 1 << 20, 1 << 10))
     assert box == Box((1 << 19, 0, 7), ((1 << 19) + 1, 1, 9))
 
 
@@ -131,4 +131,4 @@ def test_runs_are_the_maximal_intervals(case):
     found = positions(box, shape)
     edges = np.flatnonzero(np.diff(found) != 1) + 1
     expected = [(int(part[0]), int(part[-1]) + 1) for part in np.split(found, edges) if part.size]
-    assert list(runs(box, shape)) == expected
+    assert list(iter_contiguous_runs(box, shape)) == expected

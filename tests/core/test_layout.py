@@ -5,16 +5,16 @@ import pytest
 from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.layout import (
-    FILES_KEPT,
+    MAX_CACHED_LAYOUTS,
     Crc32,
-    FileCache,
     FileLayout,
+    FileLayoutCache,
     Layout,
     LazyFile,
     Literal,
     Padding,
     Payload,
-    merged,
+    merge_literals,
 )
 from ckpt_tools.core.manifest import StateKey
 
@@ -67,7 +67,7 @@ def test_a_checksum_of_what_is_not_yet_known_is_our_own_mistake(segments):
 
 def test_neighbouring_literals_become_one():
     parts = [Literal(b"ab"), Literal(b"c"), Padding(2), Literal(b"d"), Crc32(0, 3), Literal(b"e"), Literal(b"")]
-    assert merged(parts) == [Literal(b"abc"), Padding(2), Literal(b"d"), Crc32(0, 3), Literal(b"e")]
+    assert merge_literals(parts) == [Literal(b"abc"), Padding(2), Literal(b"d"), Crc32(0, 3), Literal(b"e")]
 
 
 def test_files_are_made_when_asked_for_and_few_are_kept():
@@ -77,12 +77,14 @@ def test_files_are_made_when_asked_for_and_few_are_kept():
         asked.append(number)
         return FileLayout(f"f{number}", (Padding(number),))
 
-    cache = FileCache(make)
+    cache = FileLayoutCache(make)
     layout = Layout([LazyFile(f"f{number}", number, number, cache) for number in range(100)])
     assert layout.size_bytes == sum(range(100)) and not asked
-    assert [file.load().offsets for file in layout.files] == [(0, number) for number in range(100)]
-    assert layout.files[99].load().segments == (Padding(99),) and asked == list(range(100))
-    assert layout.files[99 - FILES_KEPT].load().path == f"f{99 - FILES_KEPT}" and len(asked) == 101
+    assert [file.load_layout().offsets for file in layout.files] == [(0, number) for number in range(100)]
+    assert layout.files[99].load_layout().segments == (Padding(99),) and asked == list(range(100))
+    assert (
+        layout.files[99 - MAX_CACHED_LAYOUTS].load_layout().path == f"f{99 - MAX_CACHED_LAYOUTS}" and len(asked) == 101
+    )
 
 
 def test_two_files_of_one_name_are_our_own_mistake():

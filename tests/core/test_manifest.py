@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ckpt_tools.core.boxes import Box, Shape
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.literals import is_number, literal_number, number_table
+from ckpt_tools.core.literals import is_number, make_number_table, read_literal_number
 from ckpt_tools.core.manifest import MASTER, Kind, Manifest, ParamGroup, StateKey, TensorEntry
 from ckpt_tools.core.shards import ByteRange, Framing, RowTable, Shard, ShardTable
 from ckpt_tools.errors import IncompleteError, MalformedError
@@ -79,7 +79,7 @@ class TestShardTable:
         assert list(table) == shards
         assert (len(table), table.num_bytes, table.numels.tolist()) == (2, 12, [3, 3])
         assert (table.files, table.file_ids.tolist()) == (("b", "a"), [0, 1])
-        assert table.stride(1) == (3, 1)
+        assert table.get_strides(1) == (3, 1)
 
     def test_strides_are_kept_for_every_shard_once_one_has_them(self):
         shards = [
@@ -88,7 +88,7 @@ class TestShardTable:
         ]
         table = ShardTable.build((3, 2), DType.UINT8, shards)
         assert [shard.strides for shard in table] == [(1, 2), (2, 1)]
-        assert table.flat is None
+        assert table.flat_index is None
 
     def test_the_length_of_an_item_with_framing_is_its_own_business(self):
         shard = Shard(Box((0,), (4,)), ByteRange("f", 0, 700))
@@ -100,7 +100,7 @@ class TestShardTable:
         numel, item = prod(shape), 4
         table = packed((numel,), data.draw(strategies.flat_shardings(shape)), DType.FLOAT32)
         found = np.full(numel, -1)
-        for shard in table.in_shape(shape):
+        for shard in table.unflatten(shape):
             where = np.arange(numel).reshape(shape)[_index(shard.box)].reshape(-1)
             assert shard.at.stop - shard.at.start == len(where) * item
             found[where] = np.arange(shard.at.start // item, shard.at.stop // item)
@@ -178,7 +178,7 @@ class TestCover:
 
 def test_a_cast_changes_what_it_is_read_as_and_not_what_is_stored():
     whole = TensorEntry((2, 3), DType.FLOAT32, Kind.STATE, packed((6,), [Box((0,), (6,))], DType.FLOAT32))
-    cast = whole.cast(DType.BFLOAT16)
+    cast = whole.cast_to(DType.BFLOAT16)
     assert (cast.dtype, cast.shards.dtype, cast.num_bytes) == (DType.BFLOAT16, DType.FLOAT32, 12)
 
 
@@ -194,7 +194,7 @@ def test_a_manifest_is_read_only_and_apart_from_what_it_was_made_of():
     tensors = {StateKey("w"): WEIGHT, StateKey("w", "step"): step}
     made = Manifest("f", tensors)
     tensors.clear()
-    assert (made.fqns, list(made.of_kind(Kind.STATE))) == ({"w"}, [StateKey("w", "step")])
+    assert (made.fqns, list(made.select_kinds(Kind.STATE))) == ({"w"}, [StateKey("w", "step")])
     with pytest.raises(TypeError):
         made.tensors[StateKey("x")] = WEIGHT  # type: ignore[index]
     manifest({"tied": "w"}, ParamGroup(("w", "tied"), {"lr": 0.1}))
@@ -203,13 +203,13 @@ def test_a_manifest_is_read_only_and_apart_from_what_it_was_made_of():
 @given(st.one_of(st.booleans(), st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False)))
 def test_a_number_as_a_literal_file_comes_back_in_its_type(number):
     assert is_number(number)
-    table, files = number_table(number, "step")
+    table, files = make_number_table(number, "step")
     step = TensorEntry((), table.dtype, Kind.STATE, table)
     made = Manifest("test", {StateKey("w", "step"): step}, literals=files)
-    found = literal_number(made, step)
+    found = read_literal_number(made, step)
     assert (found, type(found)) == (number, type(number))
-    assert literal_number(replace(made, literals={}), step) is None
-    assert literal_number(made, step.cast(DType.FLOAT32)) is None
+    assert read_literal_number(replace(made, literals={}), step) is None
+    assert read_literal_number(made, step.cast_to(DType.FLOAT32)) is None
     assert not any(map(is_number, [None, "1", 2**63, -(2**63) - 1, 1j, [1]]))
 
 

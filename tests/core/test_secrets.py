@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_tools import credentials
-from ckpt_tools.core.wording import printable
+from ckpt_tools.core.wording import escape_unprintable
 from ckpt_tools.credentials import mask_secrets, remember_secrets_in_words
 from ckpt_tools.errors import StoreError
 
@@ -36,7 +36,7 @@ def test_before_the_host(scheme, user, secret, host):
     for text in (url, f"it failed: {url}: no answer", f"['{url}']", f"{url} and {url}"):
         assert secret not in mask_secrets(text)
         assert f"{host}/run/step-1" in mask_secrets(text)
-        assert secret not in str(StoreError(text, path=url)) + printable(text)
+        assert secret not in str(StoreError(text, path=url)) + escape_unprintable(text)
 
 
 @half

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import HealthCheck, Phase, assume, given, settings
 
 from ckpt_tools.conversion import select_written_tensors
-from ckpt_tools.core.accounting import check_account
+from ckpt_tools.core.accounting import check_nothing_lost
 from ckpt_tools.core.apply_options import apply_options
 from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.format_names import HEADER_ENTRY
 from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
-from ckpt_tools.core.notes import Note, Outcome, merged
+from ckpt_tools.core.notes import Note, Outcome, merge_notes
 from ckpt_tools.core.options import ConvertOptions, ReadOptions, WriteOptions
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.errors import CkptError, UnsupportedError
@@ -37,20 +37,24 @@ def converted(checkpoint: StoredCheckpoint, writer: Format, whole: bool) -> tupl
     """What is read of the output, and the notes, by the way of every conversion."""
     read = checkpoint.manifest
     made = apply_options(
-        read, ConvertOptions(), whole=whole, holds_masters=writer.holds_masters, kept=writer.kept_entries
+        read,
+        ConvertOptions(),
+        writes_all_state=whole,
+        holds_masters=writer.holds_masters,
+        kept_entries=writer.kept_entries,
     ).manifest
     layout = writer.layout(made, WriteOptions())
-    notes = merged(made.notes + layout.notes)
+    notes = merge_notes(made.notes + layout.notes)
     plan = make_plan(made, layout, memory_bytes=MEMORY_BYTES, num_workers=1)
-    check_account(read, made, select_written_tensors(made, plan.figures()), notes, is_mapped=False)
+    check_nothing_lost(read, made, select_written_tensors(made, plan.figures()), notes, is_mapped=False)
     target = MemoryStore()
     execute(plan, checkpoint.store, StoreDestination(target), runner=ThreadRunner(1), on_bytes=lambda num_bytes: None)
     return writer.read(Source.open(target), ReadOptions()), notes
 
 
 def items(manifest: Manifest) -> set[str]:
-    weights = {key.fqn for key in manifest.of_kind(Kind.PARAMETER, Kind.BUFFER)}
-    state = {str(key) for key in manifest.of_kind(Kind.STATE)}
+    weights = {key.fqn for key in manifest.select_kinds(Kind.PARAMETER, Kind.BUFFER)}
+    state = {str(key) for key in manifest.select_kinds(Kind.STATE)}
     entries, _ = user_entries(manifest)
     return {*weights, *manifest.aliases, *state, *map(str, entries)}
 
@@ -101,10 +105,10 @@ def test_what_a_step_forgets_is_an_error_that_names_it(name):
         rest = {key: entry for key, entry in read.tensors.items() if key.fqn != first.fqn}
         made = replace(read, tensors=rest, aliases={}, groups=(), extra={})
         with pytest.raises(CkptError, match=f"a defect of ckpt-tools: .*{HEADER_ENTRY}"):
-            check_account(read, made, made.tensors, (), is_mapped=False)
+            check_nothing_lost(read, made, made.tensors, (), is_mapped=False)
         with pytest.raises(CkptError, match="a defect of ckpt-tools"):
-            check_account(*((made, made) if rest else (read, read)), [], (), is_mapped=False)
-        check_account(read, read, read.tensors, (), is_mapped=False)
+            check_nothing_lost(*((made, made) if rest else (read, read)), [], (), is_mapped=False)
+        check_nothing_lost(read, read, read.tensors, (), is_mapped=False)
 
     check()
 
@@ -117,8 +121,8 @@ def test_a_note_by_number_covers_that_number_of_tensors():
     entries = [TensorEntry((1,), DType.FLOAT32, Kind.PARAMETER, shards) for shards in tables]
     read = Manifest("npz", dict(zip(keys, entries, strict=True)))
     made = replace(read, tensors={})
-    check_account(read, made, [], [Note(Outcome.DROPPED, "2 tensors", "not chosen", 2)], is_mapped=False)
+    check_nothing_lost(read, made, [], [Note(Outcome.DROPPED, "2 tensors", "not chosen", 2)], is_mapped=False)
     for outcome, number in ((Outcome.DROPPED, 1), (Outcome.CAST, 2)):
         note = Note(outcome, f"{number} float32 tensors", "", number)
         with pytest.raises(CkptError, match=r"a defect of ckpt-tools: .*b"):
-            check_account(read, made, [], [note], is_mapped=False)
+            check_nothing_lost(read, made, [], [note], is_mapped=False)

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 import ckpt_tools
 from ckpt_tools.cli.main import group
-from ckpt_tools.core.option_names import on_command_line
+from ckpt_tools.core.option_names import use_command_line_spelling
 from ckpt_tools.errors import CkptError, IncompleteError, UsageError
 from tests.support.s3_server import BUCKET
 from tests.support.sweep import tiered
@@ -297,7 +297,7 @@ def test_strip_auto_leaves_the_prefix_of_a_model_without_a_head(tmp_path):
 
 def shown(*words: str | Path) -> list[str]:
     """The lines that a command prints."""
-    with on_command_line():
+    with use_command_line_spelling():
         return CliRunner().invoke(group, [str(word) for word in words]).stdout.splitlines()
 
 
@@ -345,7 +345,7 @@ BAD: list[tuple[dict[str, Any], type[CkptError], str]] = [
 @pytest.mark.parametrize(("options", "error", "said"), BAD)
 def test_bad_references_are_one_sentence(options, error, said, pair, tmp_path):
     state, ref, _ = pair
-    with on_command_line(), pytest.raises(error, match=said) as caught:
+    with use_command_line_spelling(), pytest.raises(error, match=said) as caught:
         ckpt_tools.convert(state, tmp_path / "out", **{"like": ref, **options})
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists()

@@ -13,7 +13,7 @@ import torch
 
 import ckpt_tools
 from ckpt_tools.core import applicability
-from ckpt_tools.core.option_names import flag
+from ckpt_tools.core.option_names import format_flag
 from ckpt_tools.errors import SourceNotFoundError, UsageError
 from ckpt_tools.formats.applicability import COMPARING, DIFFING, WRITING
 from tests.support.commands import all_commands, run_command
@@ -41,9 +41,9 @@ def commands() -> Iterator[tuple[str, click.Option]]:
                 yield name, parameter
 
 
-def rules() -> list[applicability.Rule]:
-    by_command = itertools.chain.from_iterable(applicability.ARGUMENTS.values())
-    return [*WRITING, *COMPARING, *DIFFING, *applicability.STORES, *by_command]
+def rules() -> list[applicability.ApplicabilityRule]:
+    by_command = itertools.chain.from_iterable(applicability.COMMAND_RULES.values())
+    return [*WRITING, *COMPARING, *DIFFING, *applicability.STORE_RULES, *by_command]
 
 
 def test_every_option_is_in_the_table_or_always_applies():
@@ -94,7 +94,7 @@ def test_conversions_refuse_what_does_not_apply(source, to, options, said, made,
     # And so does the command line.
     (name, value), *_ = options.items()
     words = [] if value is True else ["key=x" if isinstance(value, dict) else str(value)]
-    given = ["convert", str(made[source]), str(tmp_path / "out"), "--to", to, flag(name), *words]
+    given = ["convert", str(made[source]), str(tmp_path / "out"), "--to", to, format_flag(name), *words]
     done = run_command(*given)
     assert done.code == 2 and re.search(said, " ".join(done.err.split()))
 

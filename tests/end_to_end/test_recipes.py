@@ -14,7 +14,7 @@ from torch import Tensor
 
 import ckpt_tools
 from ckpt_tools.conversion import prepare_conversion
-from ckpt_tools.core.options import Request
+from ckpt_tools.core.options import ConvertRequest
 from ckpt_tools.errors import CkptError, SourceNotFoundError, UsageError
 from ckpt_tools.transfer.journal import fingerprint
 from ckpt_tools.transfer.workers import WorkerPool
@@ -137,7 +137,7 @@ SWAPPED = ("(gate:F up:F)", "(up:F gate:F)")
 def test_two_recipes_of_the_same_names_are_two_plans(made, tmp_path):
     def of(text: str) -> str:
         (tmp_path / "r.toml").write_text(text)
-        request = Request(src=made.source, dst=tmp_path / "out", to="dcp", recipe=tmp_path / "r.toml")
+        request = ConvertRequest(src=made.source, dst=tmp_path / "out", to="dcp", recipe=tmp_path / "r.toml")
         prepared = prepare_conversion(request, WorkerPool.choose("threads", None, 1, request.src, request.dst))
         return fingerprint(prepared.plan, prepared.store)
 

@@ -158,7 +158,7 @@ def test_converting_one_tensor_touches_no_byte_of_another(kind, sources, reads, 
     _, manifest = read_checkpoint(sources[kind], ReadOptions())
     slot = "weight" if kind == "dcp" else "master"
     shards = manifest.tensors[StateKey(NAME, slot)].shards
-    places = [shards.byte_range(row) for row in range(len(shards))]
+    places = [shards.get_byte_range(row) for row in range(len(shards))]
     assert sum(stop - start for _, start, stop in beyond_headers) >= shards.numels.sum() * shards.dtype.item_bytes
     for file, start, stop in beyond_headers:
         assert any(at.file == file and at.start <= start and stop <= at.stop for at in places)

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import ckpt_tools
-from ckpt_tools.core.names import bare_names
+from ckpt_tools.core.names import map_to_bare_names
 from ckpt_tools.errors import IncompleteError, UsageError
 
 PARTS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module", "model0")
@@ -21,7 +21,7 @@ def test_wrappers_in_any_order():
             for repeated in (order, order * 2):
                 front = "".join(f"{part}." for part in repeated)
                 names = {f"{front}0.weight": "0.weight", f"{front}0._orig_mod.module.bias": "0.module.bias"}
-                assert bare_names(names) == names
+                assert map_to_bare_names(names) == names
 
 
 STATE: dict[str, Any] = {}

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter, Serializat
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from ckpt_tools.core.manifest import Manifest, StateTree
-from ckpt_tools.core.notes import ASSUMED_ORDER
+from ckpt_tools.core.notes import ASSUMED_ORDER_ITEM
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.runs.opening import read_checkpoint
@@ -119,7 +119,7 @@ def test_numbers_of_an_optimizer_that_mean_one_thing(named, tmp_path):
     assert_same_bits(wanted, {key: tensor for key, tensor in found.items() if key[1] != WEIGHT})
     manifest = manifest_of(tmp_path / "numbers.pt")
     assert [list(group.params) for group in manifest.groups] == [group["params"] for group in groups]
-    assert [note.what for note in manifest.notes] == ([] if named else [ASSUMED_ORDER])
+    assert [note.what for note in manifest.notes] == ([] if named else [ASSUMED_ORDER_ITEM])
     assert manifest.extra == {"epoch": 3}
 
 

@@ -235,7 +235,7 @@ def opened(path: Path) -> Manifest:
 
 
 def names(manifest: Manifest) -> set[str]:
-    return {key.fqn for key in manifest.of_kind(Kind.PARAMETER, Kind.BUFFER)}
+    return {key.fqn for key in manifest.select_kinds(Kind.PARAMETER, Kind.BUFFER)}
 
 
 def with_state(folder: Path, **changes: Any) -> Manifest:
@@ -255,7 +255,7 @@ def test_a_file_of_an_older_version_opens_as_it_did(tmp_path):
 
 
 def _tensor(name: str, dtype: DType = DType.UINT8, numel: int = 5) -> StoredTensor:
-    return StoredTensor(StorageRef.holding(name, dtype, numel), dtype, 0, (numel,), (1,))
+    return StoredTensor(StorageRef.of_elements(name, dtype, numel), dtype, 0, (numel,), (1,))
 
 
 @pytest.mark.parametrize(

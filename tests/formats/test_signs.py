@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 
-from ckpt_tools.core.format_names import BUILT_IN
+from ckpt_tools.core.format_names import BUILTIN_FORMATS
 from ckpt_tools.formats.index import built_in, has_sign
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.source import Source
@@ -31,7 +31,7 @@ RANKS = ("model_world_size_2_rank_{}.pt", "pytorch_model_fsdp_0_rank{}.bin")
 """Names that say of which rank a file is; one alone could be a whole state."""
 
 FORMATS = {each.name: each for each in built_in()}
-DETECTED = [name for name, entry in BUILT_IN.items() if entry.signs]
+DETECTED = [name for name, entry in BUILTIN_FORMATS.items() if entry.signs]
 
 SOURCES = [Source.open(MemoryStore({folder + name: bytearray()})) for folder, name in product(FOLDERS, NAMES)]
 SOURCES += [Source.open(MemoryStore({name.format(rank): bytearray() for rank in range(2)})) for name in RANKS]

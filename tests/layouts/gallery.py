@@ -15,8 +15,8 @@ from textwrap import indent, wrap
 import pytest
 
 import ckpt_tools
-from ckpt_tools.core.option_names import on_command_line
-from ckpt_tools.core.wording import count
+from ckpt_tools.core.option_names import use_command_line_spelling
+from ckpt_tools.core.wording import format_count
 from ckpt_tools.errors import CkptError
 from fixtures.corpus import layouts, make
 from fixtures.corpus.layout import Made
@@ -168,13 +168,13 @@ def _item(made: Made, advice: str) -> str:
         refused = wrapped(f"{about} **Refused**{where}:", "  ")
         more = ["", wrapped(advice)] if advice else []
         return f"{refused}\n\n" + indent("\n".join(["```", message(made), "```", *more]), "  ") + "\n"
-    state = f" and {count(len(made.state.optimizer), 'tensor')} of the optimizer" if made.state.optimizer else ""
-    weights = count(len(made.state.weights), "weight")
+    state = f" and {format_count(len(made.state.optimizer), 'tensor')} of the optimizer" if made.state.optimizer else ""
+    weights = format_count(len(made.state.weights), "weight")
     return wrapped(f"{about} **Opens as `{layout.opens_as}`**{where}: {weights}{state}. {advice}".strip(), "  ")
 
 
 def message(made: Made) -> str:
-    with on_command_line(), pytest.raises(CkptError) as refused:
+    with use_command_line_spelling(), pytest.raises(CkptError) as refused:
         ckpt_tools.inspect(made.source)
     said = str(refused.value).replace(f"{made.folder}/", "").replace(str(made.folder), ".")
     return wrapped(said)

@@ -50,7 +50,7 @@ def test_the_trainers_checkpoint_is_resumed(to, trained, tmp_path):
 def test_every_moment_has_its_name():
     made = make("hf-trainer")
     truth = torch.load(made.folder / "slots.pt", weights_only=True)
-    options = ConvertOptions(param_order=made.folder / "order.txt").reading
+    options = ConvertOptions(param_order=made.folder / "order.txt").read_options
     manifest, found = contents(made.source, options)
     assert manifest.step == 2 and manifest.extra["lr_scheduler"]["last_epoch"] == 2
     state = {key: value for key, value in found.items() if key.slot != "weight"}

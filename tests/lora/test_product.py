@@ -39,7 +39,7 @@ def test_any_interval_of_any_box(data):
     first, second = stored(store, "left", left), stored(store, "right", right)
     product = Product(Factor(first, left.shape, (1, 2, 0)), Factor(second, right.shape, (0, 2, 1)), scale)
     made = WithProduct.of(stored(store, "weight", weight), product)
-    entry = TensorEntry(shape, DType.FLOAT32, Kind.PARAMETER, made.table("computed:w"))
+    entry = TensorEntry(shape, DType.FLOAT32, Kind.PARAMETER, made.make_table("computed:w"))
     wanted = weight + scale * np.einsum("rso,sir->soi", left, right).reshape(shape)
     geometry, box, start, stop = data.draw(wishes(shape))
     expected = wanted.astype(np.float32).reshape(geometry)[index(box)].reshape(-1)[start:stop].tobytes()

@@ -44,7 +44,7 @@ def rank_of(file: str) -> int:
 
 def ranks_of(table: ShardTable) -> list[int]:
     """The rank of each shard."""
-    return [rank_of(table.byte_range(row).file) for row in range(len(table))]
+    return [rank_of(table.get_byte_range(row).file) for row in range(len(table))]
 
 
 def _shape(entry: TensorEntry) -> str:
@@ -254,7 +254,7 @@ def conversion() -> Picture:
 
 def intervals(table: ShardTable) -> Iterator[tuple[int, int, int]]:
     """Rank, first element and end of each shard, in row-major order."""
-    flat, ranks = table.flat, ranks_of(table)
+    flat, ranks = table.flat_index, ranks_of(table)
     assert flat is not None
     for row, start, stop in zip(flat.rows.tolist(), flat.starts.tolist(), flat.stops.tolist(), strict=True):
         yield ranks[row], start, stop

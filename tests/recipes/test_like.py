@@ -93,7 +93,7 @@ def test_each_weight_takes_the_dtype_of_the_reference_and_state_keeps_its_own():
     held = Held.of({**model(), BIAS: numbers(8), (NORM, "exp_avg"): numbers(H, seed=5)})
     ref = reference({**UNTIED, BIAS: (8,)}, DType.BFLOAT16)
     ref = replace(ref, tensors={**ref.tensors, BIAS: Wanted((8,), DType.FLOAT32)})
-    made, _ = like(ref).cast(like(ref).named(held.manifest)[0])
+    made, _ = like(ref).match_dtypes(like(ref).match_names(held.manifest)[0])
     assert {(key.fqn, key.slot): entry.dtype for key, entry in made.tensors.items()} == {
         **{(name, "weight"): DType.BFLOAT16 for name in (EMBED, NORM, HEAD)},
         (BIAS, "weight"): DType.FLOAT32,
@@ -101,7 +101,7 @@ def test_each_weight_takes_the_dtype_of_the_reference_and_state_keeps_its_own():
     }
     np.testing.assert_array_equal(held.read(made)[StateKey(BIAS)], numbers(8))
     for name in ("dtype", "torch_dtype"):
-        made, _ = like(Reference("ref", config={name: "bfloat16"})).cast(Held.of({NORM: numbers(H)}).manifest)
+        made, _ = like(Reference("ref", config={name: "bfloat16"})).match_dtypes(Held.of({NORM: numbers(H)}).manifest)
         assert made.tensors[StateKey(NORM)].dtype is DType.BFLOAT16
 
 
@@ -111,7 +111,7 @@ def test_rows_of_a_padded_vocabulary_are_left_out_or_added(before):
     arrays[EMBED, "exp_avg"] = numbers(before, H, seed=3)
     arrays[EMBED, "step"] = np.float32(7).reshape(())
     held = Held.of(arrays, groups=(ParamGroup((HEAD, NORM, EMBED), {"lr": 0.1}),))
-    made, notes = like(reference(UNTIED)).named(held.manifest)
+    made, notes = like(reference(UNTIED)).match_names(held.manifest)
     found = held.read(made)
 
     def resized(array: np.ndarray) -> np.ndarray:
@@ -129,7 +129,7 @@ def test_rows_of_a_padded_vocabulary_are_left_out_or_added(before):
 
 def test_a_tie_that_the_source_knows_is_left_out():
     held = Held.of({EMBED: numbers(V, H), NORM: numbers(H)}, aliases={HEAD: EMBED})
-    made, notes = like(reference(TIED)).named(held.manifest)
+    made, notes = like(reference(TIED)).match_names(held.manifest)
     same(held.read(made), {EMBED: numbers(V, H), NORM: numbers(H)})
     assert not made.aliases and not made.must_equal
     assert [(note.outcome, note.what, note.is_loss) for note in notes] == [(Outcome.DROPPED, HEAD, False)]
@@ -138,7 +138,7 @@ def test_a_tie_that_the_source_knows_is_left_out():
 def test_the_name_that_the_reference_holds_owns_the_tie_with_its_state():
     arrays: dict[Any, np.ndarray] = {HEAD: numbers(V, H), NORM: numbers(H), (HEAD, "exp_avg"): numbers(V, H, seed=2)}
     held = Held.of(arrays, aliases={EMBED: HEAD}, groups=(ParamGroup((HEAD, NORM), {}),))
-    made, _ = like(reference(TIED)).named(held.manifest)
+    made, _ = like(reference(TIED)).match_names(held.manifest)
     same(held.read(made), {EMBED: arrays[HEAD], NORM: arrays[NORM]})
     np.testing.assert_array_equal(held.read(made)[StateKey(EMBED, "exp_avg")], arrays[HEAD, "exp_avg"])
     assert made.groups[0].params == (EMBED, NORM)
@@ -148,14 +148,14 @@ def test_a_tie_that_two_tensors_hold_is_left_out_if_their_bits_are_equal():
     arrays: dict[Any, np.ndarray] = {EMBED: numbers(V, H), HEAD: numbers(V, H), NORM: numbers(H)}
     arrays[HEAD, "exp_avg"] = numbers(V, H, seed=9)
     held = Held.of(arrays, groups=(ParamGroup((HEAD, NORM), {}),))
-    made, _ = like(reference(TIED, tie_word_embeddings=True)).named(held.manifest)
+    made, _ = like(reference(TIED, tie_word_embeddings=True)).match_names(held.manifest)
     (equal,) = made.must_equal
     assert HEAD in equal.what and EMBED in equal.what
     entries = [held.manifest.tensors[StateKey(name)] for name in (HEAD, EMBED)]
     assert [equal.first.shards, equal.second.shards] == [each.shards for each in entries]
     assert [*made.tensors] == [StateKey(EMBED), StateKey(NORM), StateKey(EMBED, "exp_avg")]
     assert made.groups[0].params == (EMBED, NORM)
-    padded, _ = like(reference(TIED)).named(Held.of(model(V + 2)).manifest)
+    padded, _ = like(reference(TIED)).match_names(Held.of(model(V + 2)).manifest)
     assert {each.shape for pair in padded.must_equal for each in (pair.first, pair.second)} == {(V, H)}
 
 
@@ -163,7 +163,7 @@ def test_a_tie_that_two_tensors_hold_is_left_out_if_their_bits_are_equal():
 def test_a_tie_that_the_reference_holds_twice_is_given(has_alias):
     held = Held.of({EMBED: numbers(V + 1, H), NORM: numbers(H)}, aliases={HEAD: EMBED} if has_alias else {})
     config = {} if has_alias else {"text_config": {"tie_word_embeddings": True}}
-    made, notes = like(reference(UNTIED, **config)).named(held.manifest)
+    made, notes = like(reference(UNTIED, **config)).match_names(held.manifest)
     rows = numbers(V + 1, H)[:V]
     same(held.read(made), {EMBED: rows, NORM: numbers(H), HEAD: rows})
     assert (Outcome.DEFAULTED, HEAD) in [(note.outcome, note.what) for note in notes]
@@ -174,33 +174,33 @@ def test_a_name_that_the_reference_gives_to_another_tensor_is_one_here_too(form)
     more = {HEAD: numbers(V, H)} if form == "tensor" else {}
     held = Held.of({EMBED: numbers(V, H), NORM: numbers(H), **more}, aliases={HEAD: EMBED} if form == "alias" else {})
     ref = replace(reference(TIED, tie_word_embeddings=False), aliases={HEAD: EMBED})
-    made, notes = like(ref).named(held.manifest)
+    made, notes = like(ref).match_names(held.manifest)
     assert (made.aliases, len(made.must_equal)) == ({HEAD: EMBED}, form == "tensor")
     same(held.read(made), {EMBED: numbers(V, H), NORM: numbers(H)})
     assert not notes
 
 
-def double(manifest: Manifest) -> transforms.Transformed:
-    return transforms.rename(manifest, lambda name: name.replace("a.", "b."))
+def double(manifest: Manifest) -> transforms.TransformResult:
+    return transforms.rename_tensors(manifest, lambda name: name.replace("a.", "b."))
 
 
 def test_the_only_way_that_leads_to_the_names_is_taken_and_noted():
     held = Held.of({"a.x": numbers(2), "a.y": numbers(3)})
     ref = reference({"b.y": (3,), "b.x": (2,)})
-    made, notes = like(ref, AS_IT_IS, Way("recipe double", double)).named(held.manifest)
+    made, notes = like(ref, AS_IT_IS, Way("recipe double", double)).match_names(held.manifest)
     same(held.read(made), {"b.y": numbers(3), "b.x": numbers(2)})
     assert [note.what for note in notes] == ["recipe double"]
 
 
-def swapped(manifest: Manifest) -> transforms.Transformed:
-    return transforms.rename(manifest, lambda name: {"a.x": "b.y", "a.y": "b.x"}[name])
+def swapped(manifest: Manifest) -> transforms.TransformResult:
+    return transforms.rename_tensors(manifest, lambda name: {"a.x": "b.y", "a.y": "b.x"}[name])
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "_fsdp_wrapped_module.", "model.", "model._orig_mod."])
 def test_prefixes_of_wrappers_are_taken_off(prefix):
     held = Held.of({prefix + name: array for name, array in model().items()})
     ref = reference(UNTIED)
-    made, _ = Like(ref, lambda each: ways(each, ref, has_recipe=False)).named(held.manifest)
+    made, _ = Like(ref, lambda each: ways(each, ref, has_recipe=False)).match_names(held.manifest)
     same(held.read(made), {name: model()[name] for name in UNTIED})
 
 
@@ -230,14 +230,14 @@ MISFITS: dict[str, tuple[dict[str, np.ndarray], Reference, str]] = {
 @pytest.mark.parametrize(("arrays", "ref", "said"), MISFITS.values(), ids=MISFITS)
 def test_what_does_not_fit_is_one_sentence(arrays, ref, said):
     with pytest.raises(UsageError, match=said) as caught:
-        like(ref).named(Held.of(arrays).manifest)
+        like(ref).match_names(Held.of(arrays).manifest)
     assert str(caught.value).startswith("like='ref' does not fit: ")
     assert len(str(caught.value)) < 600
 
 
 def of_config(content: dict[str, Any], held: Held) -> Manifest:
     """By a reference that is only a ``config.json``."""
-    made, _ = like(Reference("ref", config=content)).named(held.manifest)
+    made, _ = like(Reference("ref", config=content)).match_names(held.manifest)
     return made
 
 
@@ -254,30 +254,30 @@ def test_a_configuration_alone_says_vocabulary_and_ties():
 def several_ways(_: Path) -> None:
     held = Held.of({"a.x": numbers(2), "a.y": numbers(2, seed=1)})
     tried = (Way("recipe one", double), Way("recipe two", swapped))
-    like(reference({"b.x": (2,), "b.y": (2,)}), *tried).named(held.manifest)
+    like(reference({"b.x": (2,), "b.y": (2,)}), *tried).match_names(held.manifest)
 
 
 def nearest(_: Path) -> None:
     held = Held.of({"a.x": numbers(2), "a.y": numbers(3), "a.z": numbers(1)})
     ref = reference({"b.x": (2,), "b.y": (3,)})
-    like(ref, AS_IT_IS, Way("recipe double", double)).named(held.manifest)
+    like(ref, AS_IT_IS, Way("recipe double", double)).match_names(held.manifest)
 
 
 def factored_state(_: Path) -> None:
     held = Held.of({**model(V + 2), (EMBED, "exp_avg_sq_row"): numbers(V + 2)})
-    like(reference(UNTIED)).named(held.manifest)
+    like(reference(UNTIED)).match_names(held.manifest)
 
 
 def states_of_a_tie(_: Path) -> None:
     held = Held.of({**model(), **{(name, "exp_avg"): numbers(V, H) for name in (HEAD, EMBED)}})
-    like(reference(TIED)).named(held.manifest)
+    like(reference(TIED)).match_names(held.manifest)
 
 
 def more_experts(_: Path) -> None:
     experts = "model.layers.0.mlp.experts"
     held = Held.of({f"{experts}.gate_up_proj": numbers(2, 6, H), f"{experts}.down_proj": numbers(2, H, 3)})
     ref = Reference("ref", config={"model_type": "qwen3_moe", "num_experts": 4})
-    Like(ref, lambda manifest: ways(manifest, ref, has_recipe=False)).named(held.manifest)
+    Like(ref, lambda manifest: ways(manifest, ref, has_recipe=False)).match_names(held.manifest)
 
 
 test_what_cannot_be_chosen_or_follow_is_refused = refusal_test(

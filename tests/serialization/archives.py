@@ -19,13 +19,13 @@ from ckpt_tools.core.manifest import StateKey
 from ckpt_tools.serialization.pickle.dcp_metadata import BytesStorageMetadata, Metadata, MetadataIndex, StorageInfo
 from ckpt_tools.serialization.pickle.load import dumps
 from ckpt_tools.serialization.torch_archive import TorchArchive
-from ckpt_tools.serialization.torch_zip import archive_segments, open_archive
+from ckpt_tools.serialization.torch_zip import make_archive_segments, open_archive
 
 Elements = Mapping[StateKey, bytes]
 
 
 def materialised(segments: Sequence[Segment], elements: Elements, *, base: int = 0) -> bytes:
-    """The bytes of ``segments`` in a file at ``base``; a slow second road to what executing a plan writes."""
+    """The bytes of ``make_segments`` in a file at ``base``; a slow second road to what executing a plan writes."""
     before: Sequence[Segment] = [Padding(base)]
     FileLayout("x", (*before, *segments))
     out = bytearray(base)
@@ -92,11 +92,11 @@ def rewritten(data: bytes, *, base: int = 0, root: str = "archive") -> bytes:
     storages: dict[str, list[Segment]] = {}
     elements: dict[StateKey, bytes] = {}
     for key in archive.storages:
-        start, stop = archive.storage_range(key)
+        start, stop = archive.locate_storage(key)
         name, shape = StateKey(key), (stop - start,)
         elements[name] = data[start:stop]
         storages[key] = [Payload(name, Box.whole(shape), shape, DType.UINT8)]
-    segments = archive_segments(archive.value, storages, root=root, base=base)
+    segments = make_archive_segments(archive.value, storages, root=root, base=base)
     return materialised(segments, elements, base=base)
 
 

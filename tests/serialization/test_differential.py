@@ -16,10 +16,10 @@ from torch.distributed.checkpoint import metadata
 
 from ckpt_tools.core.values import GlobalRef, Opaque
 from ckpt_tools.errors import CkptError, MalformedError
-from ckpt_tools.serialization.pickle.allowed_calls import CALLS
-from ckpt_tools.serialization.pickle.load import loads, run_checked
-from ckpt_tools.serialization.pickle.machine import Language, Machine, in_python_3
-from ckpt_tools.serialization.pickle.opcodes import STEPS
+from ckpt_tools.serialization.pickle.allowed_calls import ALLOWED_CALLS
+from ckpt_tools.serialization.pickle.load import interpret_checked, loads
+from ckpt_tools.serialization.pickle.machine import InstructionSet, Machine, map_python2_name
+from ckpt_tools.serialization.pickle.opcodes import OPCODE_STEPS
 from tests.serialization.test_pickles import sample_metadata
 
 NUM_SAMPLED = 10_000
@@ -72,7 +72,7 @@ class Names:
 
 def _stand_in(module: str, name: str) -> Any:
     if Names.are_mapped:
-        module, name = in_python_3(module, name)
+        module, name = map_python2_name(module, name)
     if (module, name) in REAL:
         return REAL[module, name]
     return type("Named", (StandIn,), {"module": module, "name": name})
@@ -238,7 +238,7 @@ def test_every_pickle_is_refused_or_read_as_both_unpicklers_read_it(request):
 
 # Macros: the reader takes the opcodes of a usual record of DCP at once
 
-WITHOUT_MACROS = Language(STEPS, CALLS, {})
+WITHOUT_MACROS = InstructionSet(OPCODE_STEPS, ALLOWED_CALLS, {})
 NUM_DAMAGED, NUM_DAMAGED_SOAKED = 3_000, 10_000
 
 
@@ -256,7 +256,7 @@ def by_macros(data: bytes) -> str:
 def without_macros(data: bytes) -> str:
     def read() -> Any:
         machine = Machine(data, WITHOUT_MACROS, None)
-        run_checked(machine, is_prefix=False)
+        interpret_checked(machine, is_prefix=False)
         return machine.stack[-1]
 
     return refused_or(read)

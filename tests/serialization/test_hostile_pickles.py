@@ -17,7 +17,7 @@ from ckpt_tools.core.values import GlobalRef, Opaque, OrderedDict
 from ckpt_tools.errors import CkptError, MalformedError
 from ckpt_tools.serialization.pickle.limits import MAX_DEPTH
 from ckpt_tools.serialization.pickle.load import loads
-from ckpt_tools.serialization.pickle.machine import TooLongError
+from ckpt_tools.serialization.pickle.machine import PickleTooLongError
 from tests.support.sweep import tiered
 from tests.verification.scan.generator import TRICKS
 
@@ -160,7 +160,7 @@ def test_bombs_take_memory_by_their_size(name):
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert isinstance(value, MalformedError | TooLongError | Opaque), name
+    assert isinstance(value, MalformedError | PickleTooLongError | Opaque), name
     assert peak < 16 * 2**20 + 48 * len(data), f"{name}: {peak:,} bytes out of {len(data):,}"
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from ckpt_tools.errors import MalformedError
 from ckpt_tools.formats.npz.npy import parse_header
-from ckpt_tools.serialization.npy_header import MAGIC, parse_text
+from ckpt_tools.serialization.npy_header import MAGIC, parse_header_text
 from tests.end_to_end.fuzzing.mutations import changed_npy_text
 
 pytestmark = pytest.mark.quick
@@ -39,7 +39,7 @@ def test_a_loose_shape_is_refused(shape, version):
 @pytest.mark.parametrize("shape", ["()", "(0,)", "(4,)", "(4, 3)", "(4,3)", "( 4 , 3 , )", "(4L, 3L)", "(1, 0, 2)"])
 def test_a_shape_of_any_writer_is_read(shape):
     agree(PLAIN.replace("(4, 3)", shape))
-    assert parse_text(PLAIN.replace("(4, 3)", shape).encode()) is not None
+    assert parse_header_text(PLAIN.replace("(4, 3)", shape).encode()) is not None
 
 
 def test_what_is_accepted_means_the_same_to_numpy(pytestconfig):
@@ -53,7 +53,7 @@ def test_what_is_accepted_means_the_same_to_numpy(pytestconfig):
 def agree(text: str) -> bool:
     """Whether the text is accepted. numpy takes what we accept for the same, too."""
     data = text.encode("latin1", errors="replace")
-    ours = parse_text(data)
+    ours = parse_header_text(data)
     if ours is None:
         return False
     with warnings.catch_warnings(action="ignore"):

@@ -29,12 +29,12 @@ from ckpt_tools.core.values import (
     StorageRef,
     StoredTensor,
     Value,
-    to_json,
+    value_to_json,
 )
 from ckpt_tools.errors import CkptError, MalformedError, UnsupportedError
 from ckpt_tools.serialization.pickle import dcp_metadata as dcp_classes
 from ckpt_tools.serialization.pickle.load import dumps, loads
-from ckpt_tools.serialization.unread_tensors import why_unread
+from ckpt_tools.serialization.unread_tensors import explain_unreadable
 from tests.serialization.archives import records_of, saved
 
 PROTOCOLS = range(pickle.HIGHEST_PROTOCOL + 1)
@@ -106,7 +106,7 @@ def test_any_bytes_are_read_or_refused(data):
 
 def _refusal(data: bytes) -> CkptError | None:
     try:
-        to_json(read(data))
+        value_to_json(read(data))
     except CkptError as error:
         return error
     return None
@@ -345,7 +345,7 @@ def test_tensor_subclasses_keep_class_and_attributes():
     parameter.tag = "x"  # type: ignore[attr-defined]
     ours = read(pickle_of([tensor, parameter]))
     assert [(t.wrapper.name, t.state) for t in ours] == [("Wrapped", {"note": {"a": 1}}), ("Parameter", {"tag": "x"})]
-    assert to_json(read(dumps(ours))) == to_json(ours) and read(dumps(ours)) == ours
+    assert value_to_json(read(dumps(ours))) == value_to_json(ours) and read(dumps(ours)) == ours
 
 
 def test_one_tensor_in_two_places_stays_one_and_a_state_dict_keeps_its_order_and_metadata():
@@ -361,7 +361,7 @@ def test_one_tensor_in_two_places_stays_one_and_a_state_dict_keeps_its_order_and
 
 def test_conjugated_tensors_are_no_plain_tensors():
     """They are kept as the record of a call, so that the message that refuses one can name it."""
-    reason = why_unread(read(pickle_of(torch.ones(2, dtype=torch.complex64).conj())))
+    reason = explain_unreadable(read(pickle_of(torch.ones(2, dtype=torch.complex64).conj())))
     assert reason == (
         "it is stored with the flags conj, which change its values; save it with resolve_conj() and resolve_neg()"
     )
@@ -475,19 +475,21 @@ def test_a_value_can_be_sent_between_our_own_processes():
     ours |= {"o": OrderedDict({"a": 1}, {"b": 2}), "f": DefaultDict(None, {1: 2}), "s": Size((1, 2))}
     ours |= {"m": read(pickle.dumps(sample_metadata(2)))}
     again = pickle.loads(pickle.dumps(ours))
-    assert to_json(again) == to_json(ours) and repr(again["m"]) == repr(ours["m"]) and again["t"] == ours["t"]
+    assert (
+        value_to_json(again) == value_to_json(ours) and repr(again["m"]) == repr(ours["m"]) and again["t"] == ours["t"]
+    )
     assert again["n"].attributes["me"] is again["n"] and again["o"].attributes == {"b": 2}
 
 
 def test_json_says_everything_and_ends():
     ours = read(pickle.dumps({"n": Custom(), 1: float("nan"), "b": b"x", "s": {2, 1}, "z": 1j}))
-    text = json.dumps(to_json(ours), allow_nan=False)
+    text = json.dumps(value_to_json(ours), allow_nan=False)
     assert "$cycle" in text and "$float" in text and "eA==" in text
     shared: Value = ["x"]
     for _ in range(40):
         shared = [shared, shared]
     with pytest.raises(MalformedError, match="many times"):
-        to_json(shared)
+        value_to_json(shared)
 
 
 @pytest.mark.parametrize(

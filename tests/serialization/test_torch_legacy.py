@@ -21,14 +21,14 @@ MACHINE = {"protocol_version": 1001, "little_endian": True}
 
 def stored(data: bytes, archive: TorchArchive, name: str = "a") -> bytes:
     """The bytes of the storage of a tensor."""
-    return data[slice(*archive.storage_range(archive.value[name].storage.key))]
+    return data[slice(*archive.locate_storage(archive.value[name].storage.key))]
 
 
 def test_opening_reads_the_pickles_alone():
     data = saved_legacy({"a": torch.zeros(1 << 20), "b": torch.zeros(1 << 20)})
     reads: list[tuple[int, int]] = []
     archive = opened(data, reads)
-    archive.storage_range(archive.value["b"].storage.key)
+    archive.locate_storage(archive.value["b"].storage.key)
     assert sum(stop - start for start, stop in reads) < 1 << 18
 
 
@@ -135,7 +135,7 @@ def test_a_storage_of_another_count_is_named():
     data = by_hand(one(), ["k"], struct.pack("<q3f", 2, 1, 2, 3))
     archive = opened(data)
     with pytest.raises(MalformedError, match="2 elements instead of 3"):
-        archive.storage_range("k")
+        archive.locate_storage("k")
 
 
 def test_a_file_cut_anywhere_is_an_error():

@@ -22,7 +22,7 @@ from ckpt_tools.core.values import GlobalRef, OrderedDict, StorageRef, StoredTen
 from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.serialization import torch_zip
 from ckpt_tools.serialization.pickle.machine import EndsEarlyError
-from ckpt_tools.serialization.torch_zip import archive_segments, locate_item, open_archive
+from ckpt_tools.serialization.torch_zip import locate_item, make_archive_segments, open_archive
 from tests.serialization.archives import (
     materialised,
     opened,
@@ -87,7 +87,7 @@ def test_every_storage_lies_where_its_range_says(protocol):
         if ours.storage is None:
             assert theirs.device.type == "meta"
             continue
-        start, stop = archive.storage_range(ours.storage.key)
+        start, stop = archive.locate_storage(ours.storage.key)
         assert data[start:stop] == _bits(theirs)
         assert protocol or start % 64 == 0
 
@@ -103,7 +103,7 @@ def test_other_alignments_are_read(alignment):
     finally:
         config.save.storage_alignment = before
     archive = opened(data)
-    start, stop = archive.storage_range("1")
+    start, stop = archive.locate_storage("1")
     assert data[start:stop] == _bits(torch.arange(5)) and start % alignment == 0
 
 
@@ -112,7 +112,7 @@ def test_headers_are_read_and_elements_are_not():
     data = saved({"a": large, "b": torch.ones(3), "c": large.clone(), "d": torch.ones(2)})
     reads: list[tuple[int, int]] = []
     archive = opened(data, reads)
-    ranges = [archive.storage_range(key) for key in archive.storages]
+    ranges = [archive.locate_storage(key) for key in archive.storages]
     assert sum(stop - start for start, stop in reads) < 100_000 and len(reads) <= 8
     inner = [(start + 5000, stop - 70_000) for start, stop in ranges if stop - start > 100_000]
     assert not any(start < high and low < stop for start, stop in reads for low, high in inner)
@@ -123,7 +123,7 @@ def test_a_file_of_many_storages_needs_few_reads():
     reads: list[tuple[int, int]] = []
     archive = opened(data, reads)
     for number in (0, 1499, 2999):
-        start, stop = archive.storage_range(str(number))
+        start, stop = archive.locate_storage(str(number))
         assert data[start:stop] == number.to_bytes(8, "little")
     assert len(reads) < 12
 
@@ -132,7 +132,7 @@ def test_a_file_zipped_again_by_another_tool_and_one_with_a_comment_are_read(dat
     again = zipped({name.replace("archive/", "model/"): record for name, record in records_of(data).items()})
     theirs, ours = opened(data), opened(again)
     for key in theirs.storages:
-        (start, stop), (first, last) = theirs.storage_range(key), ours.storage_range(key)
+        (start, stop), (first, last) = theirs.locate_storage(key), ours.locate_storage(key)
         assert data[start:stop] == again[first:last]
     commented = patched(data, len(data) - 2, "<H", 6) + b"PK\x05\x06ab"
     assert list(opened(commented).storages) == list(theirs.storages)
@@ -192,19 +192,19 @@ def test_a_storage_of_several_segments_has_one_checksum():
     storages: dict[str, list[Segment]] = {
         "0": [Literal(b"head"), Payload(key, Box((2,), (10,)), (16,), DType.UINT8), Padding(12)]
     }
-    segments = archive_segments(OrderedDict({"w": tensor}), storages)
+    segments = make_archive_segments(OrderedDict({"w": tensor}), storages)
     assert sum(isinstance(segment, Crc32) for segment in segments) == 2
     loaded = torch.load(io.BytesIO(materialised(segments, {key: b"elements"})), weights_only=True)
     assert bytes(loaded["w"].untyped_storage()) == b"head" + b"elements" + bytes(12)
 
 
 def test_literals_are_summed_at_once_and_storages_are_those_of_the_value():
-    tensor = StoredTensor(StorageRef.holding("0", DType.FLOAT32, 1), DType.FLOAT32, 0, (), ())
-    segments = archive_segments(tensor, {"0": [Literal(b"\x00\x00"), Literal(b"\x80\x3f")]})
+    tensor = StoredTensor(StorageRef.of_elements("0", DType.FLOAT32, 1), DType.FLOAT32, 0, (), ())
+    segments = make_archive_segments(tensor, {"0": [Literal(b"\x00\x00"), Literal(b"\x80\x3f")]})
     assert [type(segment) for segment in segments] == [Literal]
     assert torch.load(io.BytesIO(materialised(segments, {}))) == 1.0
     with pytest.raises(AssertionError, match="storages"):
-        archive_segments(tensor, {"0": [Padding(8)]})
+        make_archive_segments(tensor, {"0": [Padding(8)]})
 
 
 # zip64
@@ -238,7 +238,7 @@ def huge(tmp_path_factory):
     small = StoredTensor(StorageRef("1", DType.INT64, 1), DType.INT64, 0, (), ())
     path = tmp_path_factory.mktemp("huge") / "huge.pt"
     value = OrderedDict({"large": large, "small": small})
-    _sparse(path, archive_segments(value, {"0": [Padding(5 << 30)], "1": [Literal((77).to_bytes(8, "little"))]}))
+    _sparse(path, make_archive_segments(value, {"0": [Padding(5 << 30)], "1": [Literal((77).to_bytes(8, "little"))]}))
     return path
 
 
@@ -259,9 +259,9 @@ def test_beyond_4_gib_torch_zip_tools_and_we_read_it(huge):
         assert archive.getinfo("archive/data/0").file_size == 5 << 30
         assert (archive.read("archive/data/1"), archive.read("archive/version")) == (small, b"3\n")
     archive = _open(huge)
-    start, stop = archive.storage_range("0")
+    start, stop = archive.locate_storage("0")
     assert stop - start == 5 << 30
-    assert _read(huge, *archive.storage_range("1")) == small
+    assert _read(huge, *archive.locate_storage("1")) == small
 
 
 # DCP items

@@ -17,10 +17,10 @@ from ckpt_tools.serialization.zip_archive import (
     END_MAGIC,
     LOCATOR64_MAGIC,
     ArchiveWriter,
-    Directory,
+    ZipDirectory,
     read_directory,
 )
-from ckpt_tools.serialization.zstd import inflated, inflated_frame
+from ckpt_tools.serialization.zstd import decompress_all, decompress_frame
 from tests.serialization.archives import central, materialised, patched, reader, zipped
 
 pytestmark = pytest.mark.quick
@@ -31,7 +31,7 @@ NAMES = ("a/one", "a/two", "a/three")
 PLAIN = zipped({name: name.encode() * 3 for name in NAMES})
 
 
-def directory(data: bytes, tail_bytes: int = 1 << 16) -> Directory:
+def directory(data: bytes, tail_bytes: int = 1 << 16) -> ZipDirectory:
     found = read_directory(reader(data), len(data), "x.zip", tail_bytes=tail_bytes)
     assert found is not None
     return found
@@ -41,7 +41,7 @@ def ours() -> bytes:
     """The same records as our writer lays them out, with zip64 end records and descriptors."""
     writer = ArchiveWriter("a", base=0)
     for name in NAMES:
-        writer.add(name.removeprefix("a/"), [Literal(name.encode() * 3)])
+        writer.add_record(name.removeprefix("a/"), [Literal(name.encode() * 3)])
     return materialised(writer.finish(), {})
 
 
@@ -57,14 +57,14 @@ def end(data: bytes) -> int:
 def refused(data: bytes, error: type[CkptError], reason: str) -> None:
     """Refused by the directory, or by the first record that is read."""
     with pytest.raises(error, match=reason) as caught:
-        (found := directory(data)).payload_ranges(reader(data), found.records)
+        (found := directory(data)).locate_payloads(reader(data), found.records)
     assert caught.value.path == "x.zip"
 
 
 @pytest.mark.parametrize("tail_bytes", [22, 100, 1 << 16])
 def test_records_are_found_and_read(data, tail_bytes):
     found = directory(data, tail_bytes)
-    ranges = found.payload_ranges(reader(data), found.records)
+    ranges = found.locate_payloads(reader(data), found.records)
     assert list(found.records) == list(NAMES)
     for name, (start, stop) in ranges.items():
         assert data[start:stop] == name.encode() * 3 == found.read_record(reader(data), name)
@@ -206,7 +206,7 @@ def test_many_records_are_written_and_read():
     """More than 65,535 take the zip64 end record."""
     writer = ArchiveWriter("a", base=0)
     for number in range(66_000):
-        writer.add(str(number), [])
+        writer.add_record(str(number), [])
     data = b"".join(segment.data for segment in writer.finish() if isinstance(segment, Literal))
     assert len(directory(data).records) == 66_000 and CENTRAL_MAGIC in data
 
@@ -240,7 +240,7 @@ SKIPPABLE = b"\x50\x2a\x4d\x18" + (4).to_bytes(4, "little") + b"skip"
 
 
 def one_frame(data: bytes, limit_bytes: int = len(DATA)) -> bytes:
-    return inflated_frame(lambda start, stop: data[start:stop], len(data), "a", limit_bytes=limit_bytes)
+    return decompress_frame(lambda start, stop: data[start:stop], len(data), "a", limit_bytes=limit_bytes)
 
 
 def test_one_frame_is_read_to_its_last_byte():
@@ -254,11 +254,14 @@ def test_what_is_not_one_frame_is_refused(data):
 
 
 def test_several_frames_are_read_as_one():
-    assert inflated(lambda start, stop: (FRAME * 2)[start:stop], 2 * len(FRAME), "a", limit_bytes=1 << 20) == DATA * 2
+    assert (
+        decompress_all(lambda start, stop: (FRAME * 2)[start:stop], 2 * len(FRAME), "a", limit_bytes=1 << 20)
+        == DATA * 2
+    )
 
 
 def test_more_than_the_limit_is_refused():
     with pytest.raises(UnsupportedError, match="more than 255,999 bytes"):
         one_frame(FRAME, len(DATA) - 1)
     with pytest.raises(MalformedError, match="more than 255,999 bytes"):
-        inflated(lambda start, stop: FRAME[start:stop], len(FRAME), "a", limit_bytes=len(DATA) - 1)
+        decompress_all(lambda start, stop: FRAME[start:stop], len(FRAME), "a", limit_bytes=len(DATA) - 1)

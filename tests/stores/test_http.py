@@ -13,7 +13,7 @@ import torch
 
 import ckpt_tools
 from ckpt_tools.cli import reporting
-from ckpt_tools.core.progress import warn
+from ckpt_tools.core.progress import log_warning
 from ckpt_tools.errors import StoreError
 from ckpt_tools.stores.fsspec import store as fsspec_store
 from ckpt_tools.stores.retry import RetryPolicy
@@ -165,10 +165,10 @@ def test_a_server_without_ranges(server, tmp_path):
 def test_lines_about_retries_are_few(monkeypatch, capsys):
     with reporting.log_to_stderr(quiet=False):
         for _ in range(100):
-            warn("stores", "again")
+            log_warning("stores", "again")
         assert capsys.readouterr().err == "again\n"
         monkeypatch.setattr(reporting, "WARNING_INTERVAL_SECONDS", 0)
-        warn("stores", "again")
+        log_warning("stores", "again")
         assert capsys.readouterr().err == "again\n"
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
-from ckpt_tools.core.values import to_json
+from ckpt_tools.core.values import value_to_json
 from ckpt_tools.stores.local.store import LocalStore
 from ckpt_tools.stores.source import Store
 from ckpt_tools.stores.wrappers import Overlay
@@ -71,5 +71,5 @@ def assert_facts(manifest: Manifest, facts: Mapping[str, Any]) -> None:
     assert as_json(extra["lr_scheduler"]) == facts["scheduler"]
     assert as_json(extra["client_state"]) == facts["client_state"]
     assert extra["deepspeed"]["skipped_steps"] == facts["skipped_steps"]
-    scaler = {k: v for k, v in to_json(extra.get("loss_scaler", {})).items() if k != "dtype"}
+    scaler = {k: v for k, v in value_to_json(extra.get("loss_scaler", {})).items() if k != "dtype"}
     assert scaler == facts["loss_scaler"]

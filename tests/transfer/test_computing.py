@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.layout import FileLayout, Layout, Payload
-from ckpt_tools.core.manifest import Computed, Kind, Manifest, StateKey, TensorEntry, computed_file
+from ckpt_tools.core.manifest import ComputedTensor, Kind, Manifest, StateKey, TensorEntry, make_computed_file_name
 from ckpt_tools.core.shards import ByteRange, ShardTable
 from ckpt_tools.errors import IncompleteError
 from ckpt_tools.planning.plan import Plan, make_plan
@@ -25,13 +25,13 @@ ROWS, COLUMNS = 7, 10
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Outer(Computed):
+class _Outer(ComputedTensor):
     """Row i, column j: ``rows[i] * columns[j]``."""
 
-    def regions(self, box: Box) -> Sequence[Box]:
+    def get_operand_regions(self, box: Box) -> Sequence[Box]:
         return [Box(box.start[dim : dim + 1], box.stop[dim : dim + 1]) for dim in range(2)]
 
-    def compute(self, box: Box, parts: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
+    def compute_box(self, box: Box, parts: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
         np.multiply(parts[0][:, None], parts[1][None, :], out=out)
 
 
@@ -48,9 +48,9 @@ def manifest(numbers):
         table = ShardTable.whole(each.shape, DType.FLOAT32, ByteRange("stored", at, at + each.nbytes))
         operands.append(TensorEntry(each.shape, DType.FLOAT32, Kind.PARAMETER, table))
         at += each.nbytes
-    name = computed_file("w")
+    name = make_computed_file_name("w")
     made = _Outer((ROWS, COLUMNS), DType.FLOAT32, tuple(operands))
-    entry = TensorEntry((ROWS, COLUMNS), DType.FLOAT32, Kind.PARAMETER, made.table(name))
+    entry = TensorEntry((ROWS, COLUMNS), DType.FLOAT32, Kind.PARAMETER, made.make_table(name))
     return Manifest("safetensors", {StateKey("w"): entry}, computed={name: made})
 
 
@@ -68,7 +68,7 @@ def test_any_range_of_bytes_is_that_of_the_whole(store, numbers, manifest, piece
     whole = np.outer(*numbers).tobytes()
     name = next(iter(manifest.computed))
     assert store.list()[name] == len(whole)
-    assert (manifest.files, manifest.stored_files) == ({computed_file("w")}, {"stored"})
+    assert (manifest.files, manifest.stored_files) == ({make_computed_file_name("w")}, {"stored"})
     for start, stop in [(0, len(whole)), (0, 0), (5, 9), (8, 200), (3, 277), (len(whole) - 4, len(whole))]:
         buffer = bytearray(stop - start)
         store.read_into(name, start, memoryview(buffer))
@@ -108,7 +108,7 @@ def test_the_fingerprint_of_a_run_covers_what_is_computed(manifest, store):
     class Times(_Outer):
         factor: int = 1
 
-    def of(made: Computed) -> str:
+    def of(made: ComputedTensor) -> str:
         plan = Plan(replace(manifest, computed={name: made}), Layout(()), 64, 1)
         return fingerprint(plan, store)
 

@@ -300,14 +300,14 @@ def test_a_cast_of_any_interval_is_torchs(stored, wanted, data):
     tensor_reader = TensorReader(store_of(pieces), data.draw(st.integers(16, 100)))
     cast = values.reshape(geometry)[index(box)].reshape(-1)[start:stop].to(FLOATS[wanted])
     expected = cast.clone(memory_format=torch.contiguous_format).view(torch.uint8).numpy().tobytes()
-    assert read(tensor_reader, entry.cast(wanted), box, geometry, start, stop) == expected
+    assert read(tensor_reader, entry.cast_to(wanted), box, geometry, start, stop) == expected
 
 
 def test_threads_share_one():
     shape = (64, 96)
     array = arbitrary_elements(shape, DType.FLOAT32, 0)
     entry, pieces = entry_of(array, DType.FLOAT32, [Box((0, 0), (64, 40)), Box((0, 40), (64, 96))])
-    tensor_reader, cast = TensorReader(store_of(pieces), 1 << 12), entry.cast(DType.BFLOAT16)
+    tensor_reader, cast = TensorReader(store_of(pieces), 1 << 12), entry.cast_to(DType.BFLOAT16)
     alone = TensorReader(store_of(pieces), 1 << 12)
     expected, expected_cast = read_all(alone, entry), read_all(alone, cast)
 

@@ -19,8 +19,8 @@ from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.shards import Framing
 from ckpt_tools.errors import FormatError, MalformedError
 from ckpt_tools.runs.opening import read_checkpoint
-from ckpt_tools.serialization.torch_zip import ANY_ROOT
-from ckpt_tools.serialization.zip_archive import LOCAL, Directory, Record, read_directory
+from ckpt_tools.serialization.torch_zip import DEFAULT_ROOT
+from ckpt_tools.serialization.zip_archive import LOCAL, ZipDirectory, ZipRecord, read_directory
 from tests.support.sweep import tiered
 
 LAYOUTS = ("pt", "dcp", "zero2", "zero3", "universal", "npz")
@@ -51,21 +51,21 @@ def layouts(tmp_path_factory):
     return found
 
 
-def record_of_a_weight(path: Path) -> tuple[Path, int, Directory, Record, tuple[int, int]]:
+def record_of_a_weight(path: Path) -> tuple[Path, int, ZipDirectory, ZipRecord, tuple[int, int]]:
     """The file, the start of the zip in it, its directory, the record that holds the first elements of the largest
     weight or its master, and the range of that."""
     _, manifest = read_checkpoint(path, ReadOptions())
     slot = MASTER if any(key.slot == MASTER for key in manifest.tensors) else WEIGHT
     entry = max((each for key, each in manifest.tensors.items() if key.slot == slot), key=lambda each: each.numel)
-    at = entry.shards.byte_range(0)
+    at = entry.shards.get_byte_range(0)
     file = path if path.is_file() else path / at.file
     is_item = entry.shards.framing is not Framing.RAW
     base, stop = (at.start, at.stop) if is_item else (0, file.stat().st_size)
     data = file.read_bytes()[base:stop]
     directory = read_directory(lambda a, b: data[a:b], len(data), "", tail_bytes=len(data))
     assert directory is not None
-    ranges = directory.payload_ranges(lambda a, b: data[a:b], directory.records)
-    holding = [name for name, (a, b) in ranges.items() if a <= at.start < b] or [f"{ANY_ROOT}/data/0"]
+    ranges = directory.locate_payloads(lambda a, b: data[a:b], directory.records)
+    holding = [name for name, (a, b) in ranges.items() if a <= at.start < b] or [f"{DEFAULT_ROOT}/data/0"]
     return file, base, directory, directory.records[holding[0]], ranges[holding[0]]
 
 

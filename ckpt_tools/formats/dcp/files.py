@@ -21,9 +21,9 @@ import numpy as np
 
 from ckpt_tools.core.boxes import Box, Shape
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.layout import FileCache, FileLayout, FileSpec, LazyFile, Literal, Payload, Segment
+from ckpt_tools.core.layout import FileLayout, FileLayoutCache, FileSpec, LazyFile, Literal, Payload, Segment
 from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
-from ckpt_tools.core.rank_limits import check_rows
+from ckpt_tools.core.rank_limits import check_ranks_by_rows
 from ckpt_tools.core.shards import Ints
 from ckpt_tools.core.values import GlobalRef, Opaque, Size
 from ckpt_tools.formats.dcp.items import Item, Items
@@ -37,7 +37,7 @@ from ckpt_tools.serialization.pickle.dcp_metadata import (
     StorageMeta,
     TensorStorageMetadata,
 )
-from ckpt_tools.serialization.pickle.dump import Pairs, dumps
+from ckpt_tools.serialization.pickle.dump import StreamedDict, dumps
 
 METADATA = ".metadata"
 
@@ -116,7 +116,7 @@ def place(manifest: Manifest, entries: Entries, world_size: int) -> Placed:
     Raises:
         UsageError: ``world_size`` is larger than is useful.
     """
-    check_rows(manifest, world_size)
+    check_ranks_by_rows(manifest, world_size)
     items = Items(manifest.tensors)
     chunks = _Cutter(items, world_size)
     cut = {name: chunks.of(manifest.tensors[key]) for name, key in entries.tensors.items() if _is_cut(manifest, key)}
@@ -218,7 +218,7 @@ class RankFiles:
             self._whole[piece.rank].append(piece)
 
     def files(self) -> list[LazyFile]:
-        cache = FileCache(self.file)
+        cache = FileLayoutCache(self.file)
         sizes = enumerate(self._placed.sizes.tolist())
         return [LazyFile(self._prefix + file_name(rank), size, rank, cache) for rank, size in sizes if size]
 
@@ -250,7 +250,7 @@ def metadata_of(entries: Entries, placed: Placed) -> Metadata:
     index = _Index(placed)
     owners = {name: entries.aliases.get(name, name) for name in entries.paths}
     described = {name: index.described(owner) for name, owner in owners.items()}
-    storage: Any = Pairs(item for name, owner in owners.items() for item in index.items(name, owner))
+    storage: Any = StreamedDict(item for name, owner in owners.items() for item in index.items(name, owner))
     return Metadata(described, dict(entries.paths), storage, StorageMeta(), VERSION)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable
 
-from ckpt_tools.core.wording import newest
+from ckpt_tools.core.wording import join_newest
 from ckpt_tools.errors import IncompleteError, SeveralCheckpointsError
 from ckpt_tools.formats.dcp.names import ALONE, DATA, METADATA, is_metadata, is_of_dcp, is_of_one_rank
 from ckpt_tools.trainers.accelerate import is_one_model
@@ -46,7 +46,9 @@ def metadata_files(paths: Iterable[str]) -> list[str]:
             _refuse_both(alone, folder)
         _refuse_undescribed(paths, {*folders, *(path.rpartition("/")[0] for path in alone)})
         return found
-    raise SeveralCheckpointsError(f"there are several checkpoints here ({newest(folders)}); name the folder of one")
+    raise SeveralCheckpointsError(
+        f"there are several checkpoints here ({join_newest(folders)}); name the folder of one"
+    )
 
 
 def _refuse_both(alone: list[str], folder: str) -> None:
@@ -76,7 +78,9 @@ def _of_all_ranks(alone: list[str]) -> list[str]:
     """The files of ranks that saved without collectives, from rank 0 on."""
     folders = sorted({path.rpartition("/")[0] for path in alone})
     if len(folders) > 1:
-        raise SeveralCheckpointsError(f"there are several checkpoints here ({newest(folders)}); name the folder of one")
+        raise SeveralCheckpointsError(
+            f"there are several checkpoints here ({join_newest(folders)}); name the folder of one"
+        )
     by_rank = {int(match[1]): path for path in alone if (match := ALONE.fullmatch(path.rpartition("/")[2]))}
     missing = [rank for rank in range(max(by_rank) + 1) if rank not in by_rank]
     if missing:

@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest
-from ckpt_tools.core.notes import not_part
-from ckpt_tools.core.option_names import option
+from ckpt_tools.core.notes import note_unrelated_files
+from ckpt_tools.core.option_names import format_option
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.dcp.index import Index
 from ckpt_tools.formats.megatron.names import CONFIG_FILE, torch_dist_folders
@@ -41,7 +41,7 @@ def refuse_megatron(source: Source, metadata: Iterable[str], index: Index) -> No
     known = [f"{prefix}.metadata" for prefix in torch_dist_folders(source)]
     sign = next((path for path in metadata if path in known), None)
     if sign is not None:
-        raise UnsupportedError(f"{_ADVICE}read it with {option('from_', 'megatron')}", path=sign)
+        raise UnsupportedError(f"{_ADVICE}read it with {format_option('from_', 'megatron')}", path=sign)
     name = next((name for name, path in index.paths.items() if _LISTS in path), None)
     if name is not None:
         raise UnsupportedError(
@@ -77,11 +77,11 @@ def with_other_half(manifest: Manifest, source: Source, metadata: Iterable[str])
         others = [path for path in others if path not in elsewhere]
     if not others:
         return manifest
-    has_weights = any(key.slot == WEIGHT for key in manifest.of_kind(Kind.PARAMETER, Kind.BUFFER))
+    has_weights = any(key.slot == WEIGHT for key in manifest.select_kinds(Kind.PARAMETER, Kind.BUFFER))
     listed = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
     if not has_weights:
         raise UnsupportedError(
             f"the checkpoint has two halves, which are not joined: {', '.join(metadata)} describes optimizer state "
             f"alone, and the model lies in {listed}; name the model's files by themselves for the weights"
         )
-    return replace(manifest, notes=(*manifest.notes, *map(not_part, others)))
+    return replace(manifest, notes=(*manifest.notes, *map(note_unrelated_files, others)))

@@ -20,11 +20,11 @@ import numpy as np
 
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.manifest import dotted
+from ckpt_tools.core.manifest import join_path
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.shards import ByteRange, Framing, Ints, RowTable, ShardTable
-from ckpt_tools.core.values import Size, Value, brief
-from ckpt_tools.core.wording import count, listed
+from ckpt_tools.core.values import Size, Value, format_brief
+from ckpt_tools.core.wording import format_count, join_names
 from ckpt_tools.errors import (
     FormatError,
     IncompleteError,
@@ -38,10 +38,10 @@ from ckpt_tools.formats.dcp.names import DATA, METADATA
 from ckpt_tools.formats.state_dict.leaf import TensorLeaf
 from ckpt_tools.formats.state_dict.parse import MAX_PATH_PARTS, TreePath
 from ckpt_tools.serialization.pickle.dcp_metadata import Metadata, MetadataIndex, StorageInfo, TensorStorageMetadata
-from ckpt_tools.serialization.pickle.load import check_start, loads, refuse_call
-from ckpt_tools.serialization.torch_zip import PICKLE_BYTES, value_at_start
-from ckpt_tools.serialization.unread_tensors import why_unread
-from ckpt_tools.serialization.zstd import inflating
+from ckpt_tools.serialization.pickle.load import check_pickle_start, loads, refuse_call
+from ckpt_tools.serialization.torch_zip import PICKLE_BYTES, read_item_value
+from ckpt_tools.serialization.unread_tensors import explain_unreadable
+from ckpt_tools.serialization.zstd import open_zstd_stream
 from ckpt_tools.stores.source import Source, checked_name
 from ckpt_tools.trainers.run_folders import parent_of
 
@@ -103,7 +103,7 @@ def read_index(source: Source, path: str) -> Index:
 
 
 def _index_of(source: Source, path: str) -> Index:
-    check_start(partial(source.read, path), source.size(path), path=path)
+    check_pickle_start(partial(source.read, path), source.size(path), path=path)
     metadata = loads(source.read_all(path, limit_bytes=MAX_METADATA_BYTES), path=path)
     refuse_call(metadata, path)
     if not isinstance(metadata, Metadata):
@@ -176,7 +176,7 @@ def notes_on_files(source: Source, indexes: Mapping[str, Index]) -> list[Note]:
     data = (path for path in source.files if DATA.fullmatch(path.rpartition("/")[2]) and parent_of(path) in folders)
     unnamed = [path for path in data if path not in ends]
     more = {file: source.files[file] - end for file, end in ends.items() if source.files[file] > end}
-    unnamed += [f"{count(rest, 'byte')} at the end of {file}" for file, rest in more.items()]
+    unnamed += [f"{format_count(rest, 'byte')} at the end of {file}" for file, rest in more.items()]
     return [Note(Outcome.DOUBTFUL, what, f"not read: no item in {METADATA} is there") for what in unnamed]
 
 
@@ -271,10 +271,10 @@ class _Looks:
 
         with suppress(FormatError, UnsafeError):
             if is_compressed:
-                head = inflating(read, size, at.file).read(PICKLE_BYTES)
+                head = open_zstd_stream(read, size, at.file).read(PICKLE_BYTES)
             else:
                 head = read(0, min(PICKLE_BYTES, size))
-            return why_unread(value_at_start(head, at.file))
+            return explain_unreadable(read_item_value(head, at.file))
         return None
 
 
@@ -295,7 +295,8 @@ def _is_compressed(infos: Sequence[StorageInfo]) -> bool:
         found = info.transform_descriptors or ()
         if len(found) != 1 or ZSTD.fullmatch(found[0]) is None:
             raise UnsupportedError(
-                f"its items were written through the stream extensions {listed(found)}, of which only stream.zstd/1 "
+                f"its items were written through the stream extensions {join_names(found)}, of which only "
+                f"stream.zstd/1 "
                 "is supported; save without the others",
                 path=info.relative_path,
             )
@@ -378,11 +379,11 @@ def _stored_in_pieces(
     if not is_compressed and (bare := np.flatnonzero((held == needed) & (needed > 0))).size:
         raise _safetensors(table.files[int(table.file_ids[int(bare[0])])])
     if chunks:
-        reason = looks.why_unread(chunks[0].sizes, dtype, table.byte_range(0), is_compressed=is_compressed)
+        reason = looks.why_unread(chunks[0].sizes, dtype, table.get_byte_range(0), is_compressed=is_compressed)
         if reason is not None:
             return reason
     if not is_compressed and (small := np.flatnonzero(held < needed)).size:
-        raise _no_room(fqn, table.box(int(small[0])).start)
+        raise _no_room(fqn, table.get_box(int(small[0])).start)
     return TensorLeaf(shape, dtype, table)
 
 
@@ -406,6 +407,6 @@ def _path(fqn: str, planned: Mapping[Any, Any]) -> TreePath:
     is_tuple = isinstance(found, tuple) and 0 < len(found) <= MAX_PATH_PARTS
     if not is_tuple or not all(type(part) is str or (type(part) is int and 0 <= part < MAX_ITEMS) for part in found):
         raise MalformedError("the planner's data has no path for it, or one of the wrong type", key=fqn)
-    if dotted(found) != fqn:
-        raise MalformedError(f"the planner's data has another path for it: {brief(found)}", key=fqn)
+    if join_path(found) != fqn:
+        raise MalformedError(f"the planner's data has another path for it: {format_brief(found)}", key=fqn)
     return tuple(found)

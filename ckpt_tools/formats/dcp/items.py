@@ -12,12 +12,12 @@ from typing import Any
 
 from ckpt_tools.core.boxes import Box, Shape, contiguous_strides
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.layout import Crc32, Payload, Segment, merged
+from ckpt_tools.core.layout import Crc32, Payload, Segment, merge_literals
 from ckpt_tools.core.manifest import StateKey, TensorEntry, TensorRef
-from ckpt_tools.core.value_refs import replaced
+from ckpt_tools.core.value_refs import replace_tensor_refs
 from ckpt_tools.core.values import StorageRef, StoredTensor
 from ckpt_tools.serialization.pickle.load import dumps
-from ckpt_tools.serialization.torch_zip import archive_segments
+from ckpt_tools.serialization.torch_zip import make_archive_segments
 
 _ANY = StateKey("")
 
@@ -35,7 +35,7 @@ class Item:
 
     @classmethod
     def of(cls, segments: Sequence[Segment]) -> Item:
-        segments = tuple(merged(segments))
+        segments = tuple(merge_literals(segments))
         payloads = [position for position, segment in enumerate(segments) if isinstance(segment, Payload)]
         return cls(
             segments,
@@ -74,7 +74,7 @@ class Items:
         found = self._templates.get((shape, dtype))
         if found is None:
             chunk = [Payload(_ANY, Box.whole(shape), shape, dtype)]
-            found = Item.of(archive_segments(_stored("0", shape, dtype), {"0": chunk}))
+            found = Item.of(make_archive_segments(_stored("0", shape, dtype), {"0": chunk}))
             self._templates[shape, dtype] = found
         return found
 
@@ -88,15 +88,15 @@ class Items:
             storages[key] = [Payload(ref.key, Box.whole(entry.shape), entry.shape, entry.dtype)]
             return _stored(key, entry.shape, entry.dtype)
 
-        value = replaced(value, stored)
+        value = replace_tensor_refs(value, stored)
         if storages:
-            return Item.of(archive_segments(value, storages))
+            return Item.of(make_archive_segments(value, storages))
         pickle = dumps(value)
         if pickle not in self._objects:
-            self._objects[pickle] = Item.of(archive_segments(value, {}))
+            self._objects[pickle] = Item.of(make_archive_segments(value, {}))
         return self._objects[pickle]
 
 
 def _stored(key: str, shape: Shape, dtype: DType) -> StoredTensor:
     numel = Box.whole(shape).numel
-    return StoredTensor(StorageRef.holding(key, dtype, numel), dtype, 0, shape, contiguous_strides(shape))
+    return StoredTensor(StorageRef.of_elements(key, dtype, numel), dtype, 0, shape, contiguous_strides(shape))

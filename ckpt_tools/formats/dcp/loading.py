@@ -4,24 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ckpt_tools.core.loading import into_job, quoted
-from ckpt_tools.core.manifest import Kind, Manifest, StateTree, TreePath, dotted
-from ckpt_tools.core.option_names import option
-from ckpt_tools.core.wording import listed, printable
+from ckpt_tools.core.loading import make_load_into_snippet, quote_literal
+from ckpt_tools.core.manifest import Kind, Manifest, StateTree, TreePath, join_path
+from ckpt_tools.core.option_names import format_option
+from ckpt_tools.core.wording import escape_unprintable, join_names
 from ckpt_tools.formats.state_dict.build import is_model_only
 from ckpt_tools.formats.state_dict.from_deepspeed import user_entries
 
 
 def code(path: str, manifest: Manifest, tree: StateTree) -> str:
     """``dcp.load`` of ``path`` with the tree that was written; the state dicts have the form of ``get_state_dict``."""
-    where = f"checkpoint_id={quoted(path)}"
+    where = f"checkpoint_id={quote_literal(path)}"
     if manifest.trainer is not None:
-        return manifest.trainer.resume.format(path=quoted(path))
+        return manifest.trainer.resume.format(path=quote_literal(path))
     start, about = "import torch.distributed.checkpoint as dcp", _about(manifest, tree)
-    if not manifest.groups and not manifest.of_kind(Kind.STATE):
+    if not manifest.groups and not manifest.select_kinds(Kind.STATE):
         return f"{start}\ndcp.load({_tree({tree.model: 'model.state_dict()'})}, {where}){about}"
     if tree.optim is None or tree.numbers or (tree.is_flattened and not manifest.groups):
-        return into_job(path)
+        return make_load_into_snippet(path)
     options = ", options=sd.StateDictOptions(flatten_optimizer_state_dict=True)" if tree.is_flattened else ""
     optim = {tree.optim: "optim"} if manifest.groups else {(*tree.optim, "state"): 'optim["state"]'}
     return (
@@ -35,10 +35,12 @@ def code(path: str, manifest: Manifest, tree: StateTree) -> str:
 def _about(manifest: Manifest, tree: StateTree) -> str:
     """A comment on the user's entries, and on the option that names another tree."""
     names = user_entries(manifest)[0]
-    paths = [dotted(tree.extras.get(name, (*tree.model[:-1], name))) for name in names]
-    beside = [f"also in the tree: {printable(listed(paths))}"] if paths else []
+    paths = [join_path(tree.extras.get(name, (*tree.model[:-1], name))) for name in names]
+    beside = [f"also in the tree: {escape_unprintable(join_names(paths))}"] if paths else []
     other = (
-        [f"for another tree: {option('model_key')}"] if manifest.tree is None and not is_model_only(manifest) else []
+        [f"for another tree: {format_option('model_key')}"]
+        if manifest.tree is None and not is_model_only(manifest)
+        else []
     )
     return f"\n# {'; '.join([*beside, *other])}" if beside or other else ""
 
@@ -52,5 +54,5 @@ def _tree(values: Mapping[TreePath, str]) -> str:
     for path, value in values.items():
         if path:
             below.setdefault(path[0], {})[path[1:]] = value
-    parts = own + [f"{quoted(str(key))}: {_tree(inner)}" for key, inner in below.items()]
+    parts = own + [f"{quote_literal(str(key))}: {_tree(inner)}" for key, inner in below.items()]
     return f"{{{', '.join(parts)}}}"

@@ -23,10 +23,10 @@ from typing import Any
 
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.literals import literal_file
-from ckpt_tools.core.manifest import TreePath, dotted
+from ckpt_tools.core.literals import make_literal_file_name
+from ckpt_tools.core.manifest import TreePath, join_path
 from ckpt_tools.core.shards import ByteRange, ShardTable
-from ckpt_tools.core.values import Distinct, Opaque
+from ckpt_tools.core.values import Opaque, ValueNumbering
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.state_dict.leaf import TensorLeaf
 from ckpt_tools.formats.state_dict.leaves import FoundLeaves
@@ -67,7 +67,7 @@ def of_weights(found: FoundLeaves, literals: dict[str, bytes]) -> FoundLeaves:
     if not optimizers:
         return found
     if len(optimizers) > 1:
-        listed = ", ".join(sorted(map(dotted, optimizers)))
+        listed = ", ".join(sorted(map(join_path, optimizers)))
         raise UnsupportedError(f"there are several optimizers of Megatron-FSDP ({listed}), which is not supported")
     return _Renaming.of(found, *optimizers).leaves(literals)
 
@@ -154,14 +154,14 @@ class _Renaming:
         groups, steps = self._groups(options)
         for fqn, step in steps.items():
             path = (*self.optim, "state", fqn, "step")
-            file = literal_file(f"step {step}")
+            file = make_literal_file_name(f"step {step}")
             literals[file] = struct.pack("<f", step)
             table = ShardTable.whole((), DType.FLOAT32, ByteRange(file, 0, 4))
-            paths[dotted(path)], tensors[dotted(path)] = path, TensorLeaf((), DType.FLOAT32, table)
+            paths[join_path(path)], tensors[join_path(path)] = path, TensorLeaf((), DType.FLOAT32, table)
         for number, (fqns, own) in enumerate(groups):
             for name, value in {"params": fqns, **own}.items():
                 path = (*self.optim, "param_groups", number, name)
-                paths[dotted(path)], objects[dotted(path)] = path, value
+                paths[join_path(path)], objects[join_path(path)] = path, value
         return replace(self.found, paths=paths, objects=objects, tensors=tensors)
 
     def _weight_of(self, name: str, parameter: str, slot: str) -> str:
@@ -192,7 +192,7 @@ class _Renaming:
         """The groups of parameters with the same ``options``, and the steps that groups counted, by weight.
 
         Raises UnsupportedError."""
-        distinct = Distinct()
+        distinct = ValueNumbering()
         groups: dict[int, Group] = {}
         steps: dict[str, int] = {}
         unused = set(options)
@@ -205,7 +205,7 @@ class _Renaming:
             unused.discard(whole)
             own = dict(sorted(options[whole].items()))
             step = own.pop("step", None)
-            groups.setdefault(distinct.number(own), ([], own))[0].append(fqn)
+            groups.setdefault(distinct.get_number(own), ([], own))[0].append(fqn)
             if step is not None and (type(step) is not int or not 0 <= step <= MAX_STEP):
                 raise UnsupportedError(f"its step in {SIGN} is not a whole number up to {MAX_STEP:,}", key=fqn)
             if step is not None and fqn in self.trained and fqn not in self.stepped:

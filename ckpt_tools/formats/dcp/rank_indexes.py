@@ -14,10 +14,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from ckpt_tools.core.manifest import Equal, Kind, Manifest, TensorEntry
+from ckpt_tools.core.manifest import EqualPair, Kind, Manifest, TensorEntry
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.shards import ByteRange, RowTable, ShardTable
-from ckpt_tools.core.wording import count
+from ckpt_tools.core.wording import format_count
 from ckpt_tools.errors import MalformedError
 from ckpt_tools.formats.dcp.index import Copy, Index, most_ranks
 from ckpt_tools.formats.state_dict.leaf import TensorLeaf
@@ -65,7 +65,7 @@ def merged(source: Source, indexes: Mapping[str, Index]) -> tuple[Index, tuple[N
 def with_copies_compared(manifest: Manifest, source: Source, index: Index) -> Manifest:
     """``manifest`` with the copies of weights and optimizer state to be compared, and notes on others that differ."""
     keys = {id(entry.shards): (key, entry) for key, entry in manifest.tensors.items()}
-    notes, equal = list[Note](), list[Equal]()
+    notes, equal = list[Note](), list[EqualPair]()
     for name, copies in index.copies.items():
         key, entry = keys.get(id(index.tensors[name].shards), (None, None))
         if key is None or entry is None:
@@ -73,13 +73,13 @@ def with_copies_compared(manifest: Manifest, source: Source, index: Index) -> Ma
         if entry.kind is Kind.EXTRA or name.rpartition(".")[2] in PER_RANK:
             chunks: defaultdict[ByteRange, list[ByteRange]] = defaultdict(list)
             for kept, copy in copies:
-                chunks[kept.byte_range(0)].append(copy.byte_range(0))
+                chunks[kept.get_byte_range(0)].append(copy.get_byte_range(0))
             notes += (note for at, others in chunks.items() for note in _differing(source, name, [at, *others]))
             continue
         for pair in copies:
             files = [table.files[0] for table in pair]
             one, other = (TensorEntry(table.shape, table.dtype, entry.kind, table) for table in pair)
-            equal.append(Equal(f"{key} in {files[0]} and in {files[1]}", one, other))
+            equal.append(EqualPair(f"{key} in {files[0]} and in {files[1]}", one, other))
     return replace(manifest, notes=(*manifest.notes, *notes), must_equal=(*manifest.must_equal, *equal))
 
 
@@ -138,5 +138,5 @@ def _differing(source: Source, name: str, found: Sequence[ByteRange]) -> list[No
     others = sum(len(first) != at.stop - at.start or content(at) != first for at in found[1:])
     if not others:
         return []
-    why = f"{count(others, 'rank')} saved another value; that of rank 0 is taken, as torch does with collectives"
+    why = f"{format_count(others, 'rank')} saved another value; that of rank 0 is taken, as torch does with collectives"
     return [Note(Outcome.DROPPED, f"other values of {name}", why, others)]

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ckpt_tools.core.dtypes import number_in
+from ckpt_tools.core.dtypes import decode_number
 from ckpt_tools.core.manifest import Manifest, StateKey, TensorEntry
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.shards import ByteRange, Framing
@@ -25,7 +25,7 @@ from ckpt_tools.formats.state_dict.leaf import TensorLeaf, ties_among
 from ckpt_tools.formats.state_dict.leaves import FoundLeaves, Place, with_references
 from ckpt_tools.formats.state_dict.parse import manifest_of
 from ckpt_tools.serialization.torch_zip import open_archive
-from ckpt_tools.serialization.zstd import inflated
+from ckpt_tools.serialization.zstd import decompress_all
 from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.accelerate import note_of_missing
 from ckpt_tools.trainers.folders import trainer_folder
@@ -120,12 +120,12 @@ def read_object(source: Source, fqn: str, at: ByteRange, inner: dict[StateKey, T
 
 def read_number(source: Source, entry: TensorEntry) -> float:
     """The element of a tensor of one, which lies in an item or in the file itself. Raises FormatError."""
-    framing, at, literals = entry.shards.framing, entry.shards.byte_range(0), dict[str, bytes]()
+    framing, at, literals = entry.shards.framing, entry.shards.get_byte_range(0), dict[str, bytes]()
     if framing is not Framing.RAW:
         place = _place(source, at.file, at, literals, is_compressed=framing is Framing.ZSTD_ITEM)
-        at = place.leaf(place.archive.value).shards.byte_range(0)
+        at = place.leaf(place.archive.value).shards.get_byte_range(0)
     data = literals[at.file][at.start : at.stop] if literals else source.read(at.file, at.start, at.stop)
-    return number_in(data, entry.shards.dtype)
+    return decode_number(data, entry.shards.dtype)
 
 
 def _place(source: Source, fqn: str, at: ByteRange, literals: dict[str, bytes], *, is_compressed: bool) -> Place:
@@ -137,7 +137,7 @@ def _place(source: Source, fqn: str, at: ByteRange, literals: dict[str, bytes], 
     size = at.stop - at.start
     if not is_compressed:
         return Place(open_archive(read, size, f"{at.file}: {fqn}"), at.file, at.start, fqn)
-    data = inflated(read, size, at.file, limit_bytes=MAX_OBJECT_BYTES)
+    data = decompress_all(read, size, at.file, limit_bytes=MAX_OBJECT_BYTES)
     file = f"{at.file}@{at.start}"
     literals[file] = data
     return Place(open_archive(lambda start, stop: data[start:stop], len(data), f"{file}: {fqn}"), file, 0, fqn)

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from ckpt_tools.core.copied_files import copy_of, entry_of, key_of
+from ckpt_tools.core.copied_files import make_file_copy, make_file_entry, make_file_key
 from ckpt_tools.core.layout import FileSpec, Layout
 from ckpt_tools.core.manifest import Manifest, StateTree
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.options import WriteOptions
-from ckpt_tools.core.trainer_folder import BesideFile, TrainerFolder
-from ckpt_tools.core.value_refs import references
-from ckpt_tools.core.wording import count, listed
+from ckpt_tools.core.trainer_folder import CompanionFile, TrainerFolder
+from ckpt_tools.core.value_refs import iter_tensor_refs
+from ckpt_tools.core.wording import format_count, join_names
 from ckpt_tools.formats.dcp.files import dcp_files
 from ckpt_tools.formats.state_dict.build import Entries, chosen_tree, entries_of
 from ckpt_tools.formats.state_dict.read_back import entries_for
@@ -30,32 +30,32 @@ def layout(manifest: Manifest, options: WriteOptions) -> Layout:
     entries, notes = entries_for(manifest, tree, is_own=manifest.format == "dcp" and tree is manifest.tree)
     if tree.changed:
         why = "it is written as get_state_dict and dcp.load have it by default"
-        notes += (Note(Outcome.DROPPED, f"the form of {listed(tree.changed)}", why, len(tree.changed)),)
+        notes += (Note(Outcome.DROPPED, f"the form of {join_names(tree.changed)}", why, len(tree.changed)),)
     return Layout(dcp_files(manifest, entries, options.world_size), (*entries.notes, *notes), tree=entries.tree)
 
 
 def _trainer_layout(manifest: Manifest, trainer: TrainerFolder, tree: StateTree, world_size: int) -> Layout:
     """The files of the folder; the ``.metadata`` of the first part is the last one."""
     entries = entries_of(_without(manifest, trainer.entries), tree)
-    kept, left = trainer.files_for(world_size)
-    files: list[FileSpec] = [copy_of(name, file) for name, file in kept.items()]
+    kept, left = trainer.split_files_by_fit(world_size)
+    files: list[FileSpec] = [make_file_copy(name, file) for name, file in kept.items()]
     for part in [*trainer.parts][::-1]:
         files += dcp_files(manifest, _part(entries, trainer, part), world_size, part)
-    copied = {key_of(name): entry_of(file) for name, file in kept.items()}
+    copied = {make_file_key(name): make_file_entry(file) for name, file in kept.items()}
     return Layout(files, (*entries.notes, *_left_out(trainer, left, world_size)), copied, tree=tree)
 
 
 def _without(manifest: Manifest, names: Collection[str]) -> Manifest:
     """``manifest`` without these entries, which are in files that are copied, and their tensors."""
     extra = {name: value for name, value in manifest.extra.items() if name not in names}
-    gone = {ref.key for name in names for ref in references(manifest.extra.get(name))}
+    gone = {ref.key for name in names for ref in iter_tensor_refs(manifest.extra.get(name))}
     tensors = {key: entry for key, entry in manifest.tensors.items() if key not in gone}
     return replace(manifest, extra=extra, tensors=tensors)
 
 
 def _part(entries: Entries, trainer: TrainerFolder, part: str) -> Entries:
     """The entries that lie in the folder ``part``."""
-    paths = {name: path for name, path in entries.paths.items() if trainer.part_of(str(path[0])) == part}
+    paths = {name: path for name, path in entries.paths.items() if trainer.find_part(str(path[0])) == part}
     return Entries(
         paths,
         {name: key for name, key in entries.tensors.items() if name in paths},
@@ -65,9 +65,9 @@ def _part(entries: Entries, trainer: TrainerFolder, part: str) -> Entries:
     )
 
 
-def _left_out(trainer: TrainerFolder, left: Mapping[str, BesideFile], world_size: int) -> list[Note]:
+def _left_out(trainer: TrainerFolder, left: Mapping[str, CompanionFile], world_size: int) -> list[Note]:
     if not left:
         return []
     ranks = len({file.rank for file in trainer.files.values() if file.rank is not None})
-    why = f"each is of one rank of {ranks}, and this is for {count(world_size, 'rank')}; {trainer.without_ranks}"
+    why = f"each is of one rank of {ranks}, and this is for {format_count(world_size, 'rank')}; {trainer.without_ranks}"
     return [Note(Outcome.DROPPED, name, why, num_bytes=file.num_bytes) for name, file in sorted(left.items())]

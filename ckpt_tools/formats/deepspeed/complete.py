@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from math import prod
 from typing import Any
 
-from ckpt_tools.core.wording import of_ranks
+from ckpt_tools.core.wording import format_ranks
 from ckpt_tools.formats.deepspeed.names import (
     LATEST,
     LATEST_UNIVERSAL,
@@ -118,7 +118,7 @@ def _head(saved: Saved, tag: str, name: str) -> Any:
 
 
 def _ranks(missing: Iterable[tuple[int, int]]) -> str:
-    return of_ranks({rank for rank, _ in missing})
+    return format_ranks({rank for rank, _ in missing})
 
 
 def _latest(saved: Saved, tags: set[str]) -> str | None:

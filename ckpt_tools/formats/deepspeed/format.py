@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ckpt_tools.core.wording import count
+from ckpt_tools.core.wording import format_count
 from ckpt_tools.formats.base import Format, import_when_called
 
 if TYPE_CHECKING:
@@ -40,10 +40,10 @@ class UniversalFormat(Format):
 
 def _load_checkpoint(path: str, layout: Layout) -> str:
     """With the arguments that the notes ask for."""
-    from ckpt_tools.core.loading import quoted
+    from ckpt_tools.core.loading import quote_literal
     from ckpt_tools.formats.deepspeed.common.written_extras import skips_scheduler
 
-    given = [quoted(path), f"tag={quoted(layout.files[0].path.partition('/')[0])}"]
+    given = [quote_literal(path), f"tag={quote_literal(layout.files[0].path.partition('/')[0])}"]
     if any("load_optimizer_states=False" in note.why for note in layout.notes):
         given.append("load_optimizer_states=False")
     if skips_scheduler(layout.notes):
@@ -89,7 +89,7 @@ class ZeroFormat(DeepSpeedFormat):
         return layout(manifest, options, self.stage)
 
     def loading(self, path: str, manifest: Manifest, layout: Layout, options: WriteOptions) -> str:
-        ranks = count(options.world_size, "rank")
+        ranks = format_count(options.world_size, "rank")
         code = _load_checkpoint(path, layout)
         return f"# engine: deepspeed.initialize, ZeRO stage {self.stage}, on {ranks}\n{code}"
 

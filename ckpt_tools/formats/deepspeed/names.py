@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from ckpt_tools.core.wording import natural
+from ckpt_tools.core.wording import natural_sort_key
 from ckpt_tools.errors import UnsupportedError
 
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
@@ -115,7 +115,7 @@ def tag_folders(paths: Iterable[str]) -> list[str]:
             native.add(folder)
         elif path.endswith("/fp32.pt") and (match := _UNIVERSAL.fullmatch(path)):
             universal.add(match["folder"])
-    return sorted(native - universal, key=natural)
+    return sorted(native - universal, key=natural_sort_key)
 
 
 def slot_file(path: str) -> re.Match[str] | None:
@@ -127,7 +127,7 @@ def slot_file(path: str) -> re.Match[str] | None:
 def universal_folders(paths: Iterable[str]) -> list[str]:
     """The folders that hold universal checkpoints, in the order of their names; ``""`` is the source itself."""
     found = {match["folder"] or "" for path in paths if (match := slot_file(path)) and match["slot"] == MASTER_FILE}
-    return sorted(found, key=natural)
+    return sorted(found, key=natural_sort_key)
 
 
 def is_universal(paths: Iterable[str]) -> bool:

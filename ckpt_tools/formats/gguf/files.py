@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 
 from ckpt_tools.core.boxes import Box
-from ckpt_tools.core.casts import way_out
-from ckpt_tools.core.layout import FileLayout, Layout, Literal, Padding, Payload, Segment, merged
+from ckpt_tools.core.casts import suggest_dtype_fix
+from ckpt_tools.core.layout import FileLayout, Layout, Literal, Padding, Payload, Segment, merge_literals
 from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
-from ckpt_tools.core.matching import is_chosen
+from ckpt_tools.core.matching import is_selected
 from ckpt_tools.core.notes import Note, Outcome
-from ckpt_tools.core.option_names import option
+from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.options import ReadOptions, WriteOptions
 from ckpt_tools.core.shards import ShardTable
-from ckpt_tools.core.wording import count, listed
+from ckpt_tools.core.wording import format_count, join_names
 from ckpt_tools.errors import IncompleteError, MalformedError, SeveralCheckpointsError, UnsupportedError
 from ckpt_tools.formats.flat_names import weights_by_name
 from ckpt_tools.formats.gguf.header import (
@@ -67,12 +67,12 @@ def read(source: Source, options: ReadOptions) -> Manifest:
     headers = _in_order({path: read_header(source, path) for path in files_of(source)})
     tensors = _tensors(headers)
     asked = options.include, options.exclude
-    chosen = {name: info for name, info in tensors.items() if info.dtype is not None or is_chosen(name, *asked)}
+    chosen = {name: info for name, info in tensors.items() if info.dtype is not None or is_selected(name, *asked)}
     entries = {StateKey(name): _entry(name, info) for name, info in chosen.items()}
     left = [info for name, info in tensors.items() if name not in chosen]
     values = {name: value for name, value in headers[0].values.items() if name not in _OF_SPLITS}
     names = tensors.keys() - chosen.keys()
-    return Manifest("gguf", entries, extra={ENTRY: values}, notes=_left_out(left), left_out=frozenset(names))
+    return Manifest("gguf", entries, extra={ENTRY: values}, notes=_left_out(left), unreadable_names=frozenset(names))
 
 
 def files_of(source: Source) -> list[str]:
@@ -86,7 +86,7 @@ def _in_order(headers: Mapping[str, Header]) -> list[Header]:
         if 1 not in parts.values() and len(set(parts.values())) == 1:
             raise IncompleteError(f"{len(headers)} of {next(iter(parts.values()))} parts of the model are here")
         raise SeveralCheckpointsError(
-            f"there are several models here ({listed(list(headers))}); name the file of the one you mean"
+            f"there are several models here ({join_names(list(headers))}); name the file of the one you mean"
         )
     path, total = next(iter(parts.items()))
     if total != len(headers):
@@ -108,7 +108,7 @@ def _tensors(headers: list[Header]) -> dict[str, TensorInfo]:
         raise UnsupportedError("it holds no tensors, only key-values such as a vocabulary")
     promised = headers[0].number("split.tensors.count")
     if promised is not None and promised != len(found):
-        raise IncompleteError(f"the parts hold {count(len(found), 'tensor')} instead of {promised}")
+        raise IncompleteError(f"the parts hold {format_count(len(found), 'tensor')} instead of {promised}")
     return found
 
 
@@ -117,7 +117,7 @@ def _entry(name: str, info: TensorInfo) -> TensorEntry:
         raise UnsupportedError(
             f"it is quantized ({info.type_name}), and its elements are not read; dequantize the file first "
             "(llama-quantize --allow-requantize IN OUT F32, of llama.cpp), or convert the others with "
-            f"{option('include')} or {option('exclude')}",
+            f"{format_option('include')} or {format_option('exclude')}",
             path=info.at.file,
             key=name,
         )
@@ -127,7 +127,7 @@ def _entry(name: str, info: TensorInfo) -> TensorEntry:
 
 def _left_out(left: list[TensorInfo]) -> tuple[Note, ...]:
     size = sum(info.at.stop - info.at.start for info in left)
-    what = count(len(left), "quantized tensor")
+    what = format_count(len(left), "quantized tensor")
     return (Note(Outcome.DROPPED, what, "not selected", len(left), size, asked=True),) if left else ()
 
 
@@ -141,7 +141,9 @@ def layout(manifest: Manifest, options: WriteOptions) -> Layout:
         segments.append(Payload(names[name], Box.whole(entry.shape), entry.shape, entry.dtype))
         segments += _padding(entry.num_bytes, alignment)
     path = options.file_name or f"model{SUFFIX}"
-    return Layout((FileLayout(path, tuple(merged(each for each in segments if each.num_bytes))),), (*notes, *more))
+    return Layout(
+        (FileLayout(path, tuple(merge_literals(each for each in segments if each.num_bytes))),), (*notes, *more)
+    )
 
 
 def _written_values(manifest: Manifest, model_type: str | None) -> tuple[dict[str, Value], tuple[Note, ...]]:
@@ -178,15 +180,17 @@ def _padding(num_bytes: int, alignment: int) -> list[Segment]:
 
 def _description(name: str, entry: TensorEntry, offset: int) -> bytes:
     if "\0" in name:
-        raise UnsupportedError(f"a NUL would end the name for llama.cpp; rename it with {option('rename')}", key=name)
+        raise UnsupportedError(
+            f"a NUL would end the name for llama.cpp; rename it with {format_option('rename')}", key=name
+        )
     if len(name.encode()) > MAX_NAME_BYTES:
         raise UnsupportedError(
-            f"GGUF has names of at most {MAX_NAME_BYTES} bytes; shorten it with {option('rename')}", key=name
+            f"GGUF has names of at most {MAX_NAME_BYTES} bytes; shorten it with {format_option('rename')}", key=name
         )
     if len(entry.shape) > MAX_DIMS:
         raise UnsupportedError(f"it has {len(entry.shape)} dims, and GGUF has at most {MAX_DIMS}; exclude it", key=name)
     if entry.dtype not in _TYPE_NUMBERS:
-        raise UnsupportedError(f"GGUF does not support {entry.dtype.value}; {way_out(entry.dtype)}", key=name)
+        raise UnsupportedError(f"GGUF does not support {entry.dtype.value}; {suggest_dtype_fix(entry.dtype)}", key=name)
     dims = struct.pack(f"<I{len(entry.shape)}Q", len(entry.shape), *reversed(entry.shape))
     return packed_text(name) + dims + struct.pack("<IQ", _TYPE_NUMBERS[entry.dtype], offset)
 

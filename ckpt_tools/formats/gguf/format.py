@@ -38,7 +38,7 @@ class GgufFormat(Format):
     layout = import_when_called("gguf.files:layout")
 
     def loading(self, path: str, manifest: Manifest, layout: Layout, options: WriteOptions) -> str:
-        from ckpt_tools.core.loading import quoted
+        from ckpt_tools.core.loading import quote_literal
 
         name = path if options.file_name else f"{path}/{layout.files[0].path}"
-        return f"from gguf import GGUFReader  # llama.cpp: --model FILE\nreader = GGUFReader({quoted(name)})"
+        return f"from gguf import GGUFReader  # llama.cpp: --model FILE\nreader = GGUFReader({quote_literal(name)})"

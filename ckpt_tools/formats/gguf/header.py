@@ -19,8 +19,8 @@ import numpy as np
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.shards import ByteRange
-from ckpt_tools.core.values import INT64_MAX, brief
-from ckpt_tools.core.wording import count
+from ckpt_tools.core.values import INT64_MAX, format_brief
+from ckpt_tools.core.wording import format_count
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 
 MAGIC = b"GGUF"
@@ -125,7 +125,7 @@ def read_header(source: Readable, path: str) -> Header:
     for _ in range(num_values):
         name = _name(cursor)
         if name in values:
-            raise MalformedError(f"the key {brief(name)} appears twice", path=path)
+            raise MalformedError(f"the key {format_brief(name)} appears twice", path=path)
         values[name] = _value(cursor, cursor.integer("<I"), name)
     raw = [_described(cursor) for _ in range(num_tensors)]
     kind, alignment = values.get(ALIGNMENT_KEY, ("uint32", DEFAULT_ALIGNMENT))
@@ -200,12 +200,14 @@ def _value(cursor: _Cursor, number: int, name: str) -> Value:
         kind, form = SCALARS[number]
         return kind, _scalars(cursor, kind, form, 1)[0]
     if number != ARRAY:
-        raise MalformedError(f"the key {brief(name)} is of the unknown type {number}", path=cursor.path)
+        raise MalformedError(f"the key {format_brief(name)} is of the unknown type {number}", path=cursor.path)
     inner, length = cursor.integer("<I"), cursor.count()
     if inner == STRING:
         return "string[]", [_text(cursor.text()) for _ in range(length)]
     if inner not in SCALARS:
-        raise UnsupportedError(f"the key {brief(name)} is an array of arrays, which is not supported", path=cursor.path)
+        raise UnsupportedError(
+            f"the key {format_brief(name)} is an array of arrays, which is not supported", path=cursor.path
+        )
     kind, form = SCALARS[inner]
     return f"{kind}[]", _scalars(cursor, kind, form, length)
 
@@ -283,5 +285,5 @@ def _placed(raw: list[_Described], alignment: int, cursor: _Cursor) -> dict[str,
     if size < end or end < size < padded:
         raise IncompleteError(f"it has {size:,} bytes instead of {padded:,}; the file is cut", path=path)
     if size > padded:
-        raise MalformedError(f"{count(size - padded, 'byte')} too many, after the last tensor", path=path)
+        raise MalformedError(f"{format_count(size - padded, 'byte')} too many, after the last tensor", path=path)
     return found

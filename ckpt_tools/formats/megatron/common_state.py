@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt_tools.core.manifest import TensorRef
-from ckpt_tools.core.values import GlobalRef, Opaque, Value, brief
+from ckpt_tools.core.values import GlobalRef, Opaque, Value, format_brief
 from ckpt_tools.errors import MalformedError
 from ckpt_tools.formats.foreign import classes_in
 from ckpt_tools.formats.megatron.names import is_expert, num_dims
@@ -176,7 +176,9 @@ class CommonState:
         return found
 
     def _wrong(self, what: str, found: Value) -> MalformedError:
-        return MalformedError(f"{what} is {brief(found)}, which is not that of a Megatron optimizer", path=self.where)
+        return MalformedError(
+            f"{what} is {format_brief(found)}, which is not that of a Megatron optimizer", path=self.where
+        )
 
 
 def inner_tree(tree: Mapping[Any, Value]) -> Mapping[Any, Value]:

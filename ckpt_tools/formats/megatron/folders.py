@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from ckpt_tools.core.notes import Note, not_part
-from ckpt_tools.core.wording import newest
+from ckpt_tools.core.notes import Note, note_unrelated_files
+from ckpt_tools.core.wording import join_newest
 from ckpt_tools.errors import (
     IncompleteError,
     MalformedError,
@@ -92,7 +92,7 @@ class Folder:
         home = self.prefix.removesuffix("weights/")
         others = [path for path in self.source.files if path.startswith(home) and path not in used]
         tops = Counter(home + path[len(home) :].partition("/")[0] for path in others)
-        return [not_part(top, count) for top, count in tops.items() if top != TRACKER]
+        return [note_unrelated_files(top, count) for top, count in tops.items() if top != TRACKER]
 
 
 def find_folder(source: Source) -> Folder:
@@ -126,7 +126,7 @@ def _only(source: Source, found: list[str]) -> str:
     if not found:
         raise SourceNotFoundError(f"there is no checkpoint of megatron-core in {source.store.url}")
     if len(found) > 1:
-        names = newest([prefix.rstrip("/") or "the folder itself" for prefix in found])
+        names = join_newest([prefix.rstrip("/") or "the folder itself" for prefix in found])
         raise SeveralCheckpointsError(f"there are several checkpoints here ({names}); name the folder of one")
     return found[0]
 

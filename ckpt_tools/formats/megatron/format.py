@@ -34,10 +34,10 @@ class MegatronFormat(Format):
     layout = import_when_called("megatron.writer:layout")
 
     def loading(self, path: str, manifest: Manifest, layout: Layout, options: WriteOptions) -> str:
-        from ckpt_tools.core.loading import quoted
+        from ckpt_tools.core.loading import quote_literal
 
         folder = layout.files[0].path.partition("/")[0]
         return (
             f"from megatron.core import dist_checkpointing  # Megatron-LM: --load DIR --ckpt-format torch_dist\n"
-            f"state = dist_checkpointing.load(sharded_state_dict, {quoted(f'{path}/{folder}')})"
+            f"state = dist_checkpointing.load(sharded_state_dict, {quote_literal(f'{path}/{folder}')})"
         )

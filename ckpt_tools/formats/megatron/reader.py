@@ -14,15 +14,15 @@ from itertools import product
 from math import prod
 from typing import Any
 
-from ckpt_tools.core.boxes import Box, Shape, from_flat
+from ckpt_tools.core.boxes import Box, Shape, interval_to_boxes
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.literals import literal_file
+from ckpt_tools.core.literals import make_literal_file_name
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, ParamGroup, StateKey, TensorEntry, TensorRef
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.shards import ByteRange, Framing, Shard, ShardTable
-from ckpt_tools.core.value_refs import extracted
+from ckpt_tools.core.value_refs import replace_stored_tensors
 from ckpt_tools.core.values import StoredTensor, Value, are_naturals
-from ckpt_tools.core.wording import count
+from ckpt_tools.core.wording import format_count
 from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.dcp.index import Index, notes_on_files, read_index
 from ckpt_tools.formats.dcp.reader import read_object
@@ -169,7 +169,7 @@ class _Contents:
         try:
             if shape is None:
                 return _entry(leaf, kind)
-            self.archives += [leaf.shards.byte_range(row) for row in range(len(leaf.shards))]
+            self.archives += [leaf.shards.get_byte_range(row) for row in range(len(leaf.shards))]
             return _entry(_unflattened(self.folder.source, leaf, tuple(shape)), kind)
         except CkptError as error:
             raise type(error)(error.message, path=error.path, key=key) from error
@@ -225,7 +225,7 @@ class _Contents:
         decays_norms = self.common.args.get("apply_wd_to_qk_layernorm") is True
         members = by_rule(groups, trained, decays_norms=decays_norms)
         if len(groups) > 1:
-            what = f"the members of {count(len(groups), 'parameter group')}"
+            what = f"the members of {format_count(len(groups), 'parameter group')}"
             why = "Megatron does not store them; " + (
                 "they are chosen by its rule: no weight decay for biases and parameters of one dim, experts apart"
                 if members is not None
@@ -270,7 +270,7 @@ class _Contents:
         if isinstance(step, TensorRef):
             leaf = self.inner[step.key]
             return _entry(leaf, Kind.STATE) if not leaf.shape else None
-        file = literal_file(f"step {step}")
+        file = make_literal_file_name(f"step {step}")
         self.literals[file] = struct.pack("<f", step)
         return TensorEntry((), DType.FLOAT32, Kind.STATE, ShardTable.whole((), DType.FLOAT32, ByteRange(file, 0, 4)))
 
@@ -332,10 +332,10 @@ def _common(folder: Folder, index: Index, inner: Inner) -> CommonState:
         if tensor.storage is None:
             return tensor
         key = Leaves.inner_key("common", len(inner))
-        inner[key] = TensorLeaf.of(tensor, path, archive.storage_range(tensor.storage.key)[0])
+        inner[key] = TensorLeaf.of(tensor, path, archive.locate_storage(tensor.storage.key)[0])
         return TensorRef(key)
 
-    return CommonState.of(extracted(archive.value, refer), path)
+    return CommonState.of(replace_stored_tensors(archive.value, refer), path)
 
 
 def _object(source: Source, key: str, index: Index, inner: Inner) -> list[Value]:
@@ -356,16 +356,18 @@ def _unflattened(source: Source, leaf: TensorLeaf, shape: tuple[int, ...]) -> Te
     shards: list[Shard] = []
     size = leaf.dtype.item_bytes
     for row in range(len(leaf.shards)):
-        stored, start = leaf.shards.box(row), _elements(source, leaf, row)
+        stored, start = leaf.shards.get_box(row), _elements(source, leaf, row)
         for box, first in boxes(stored, piece):
-            at = ByteRange(leaf.shards.byte_range(row).file, start + first * size, start + (first + box.numel) * size)
+            at = ByteRange(
+                leaf.shards.get_byte_range(row).file, start + first * size, start + (first + box.numel) * size
+            )
             shards.append(Shard(box, at))
     return TensorLeaf(shape, leaf.dtype, ShardTable.build(shape, leaf.dtype, shards))
 
 
 def _elements(source: Source, leaf: TensorLeaf, row: int) -> int:
     """The byte at which the elements of an item start. Raises MalformedError where they are not row-major."""
-    at = leaf.shards.byte_range(row)
+    at = leaf.shards.get_byte_range(row)
     assert leaf.shards.framing is Framing.TORCH_ITEM, "the index of a DCP lists items"
     found = locate_item(lambda start, stop: source.read(at.file, start, stop), at.start, at.stop, at.file)
     numel = int(leaf.shards.numels[row])
@@ -397,6 +399,6 @@ def boxes(stored: Box, piece: Shape) -> Iterator[tuple[Box, int]]:
     at = 0
     for cell in product(*map(range, stored.start[:-1], stored.stop[:-1])):
         origin = tuple(index * size for index, size in zip(cell, piece, strict=True))
-        for box in from_flat(stored.start[-1], stored.stop[-1], piece):
+        for box in interval_to_boxes(stored.start[-1], stored.stop[-1], piece):
             yield box.shift(origin), at
             at += box.numel

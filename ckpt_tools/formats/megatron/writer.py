@@ -18,13 +18,13 @@ from typing import Any
 
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.layout import FileLayout, FileSpec, Layout, Literal
-from ckpt_tools.core.literals import literal_number
+from ckpt_tools.core.literals import read_literal_number
 from ckpt_tools.core.manifest import MASTER, Kind, Manifest, ParamGroup, StateKey, TensorEntry
-from ckpt_tools.core.notes import ABSENT, Note, Outcome
+from ckpt_tools.core.notes import ABSENT_REASON, Note, Outcome
 from ckpt_tools.core.options import WriteOptions
-from ckpt_tools.core.value_refs import references
+from ckpt_tools.core.value_refs import iter_tensor_refs
 from ckpt_tools.core.values import Value
-from ckpt_tools.core.wording import count
+from ckpt_tools.core.wording import format_count
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.dcp.files import RankFiles, metadata_of, place
 from ckpt_tools.formats.dcp.items import Items
@@ -105,7 +105,7 @@ class _State:
 
     def __post_init__(self) -> None:
         if self.manifest.step is None and type(self.manifest.extra.get("global_step")) is not int:
-            why = f"{ABSENT}; Megatron starts counting at 0"
+            why = f"{ABSENT_REASON}; Megatron starts counting at 0"
             self.notes.append(Note(Outcome.DEFAULTED, "global_step", why))
         for name in self.trained:
             weight, master = self.manifest.tensors.get(StateKey(name)), StateKey(name, MASTER)
@@ -113,17 +113,19 @@ class _State:
                 self.owners[master] = StateKey(name)
         if self.owners:
             why = "none are written from the source, so they are made from the weights"
-            what = f"fp32 masters of {count(len(self.owners), 'parameter')}"
+            what = f"fp32 masters of {format_count(len(self.owners), 'parameter')}"
             self.notes.append(Note(Outcome.DEFAULTED, what, why, len(self.owners)))
 
     @cached_property
     def trained(self) -> list[str]:
-        return list(dict.fromkeys(key.fqn for key in self.manifest.of_kind(Kind.STATE)))
+        return list(dict.fromkeys(key.fqn for key in self.manifest.select_kinds(Kind.STATE)))
 
     @cached_property
     def readable(self) -> Manifest:
         tensors = self.manifest.tensors
-        made = {key: replace(tensors[owner].cast(DType.FLOAT32), kind=Kind.STATE) for key, owner in self.owners.items()}
+        made = {
+            key: replace(tensors[owner].cast_to(DType.FLOAT32), kind=Kind.STATE) for key, owner in self.owners.items()
+        }
         return replace(self.manifest, tensors={**tensors, **made}) if made else self.manifest
 
     @cached_property
@@ -148,7 +150,7 @@ class _State:
         return None
 
     def _is_whole(self, value: Value) -> bool:
-        return all(ref.key in self.manifest.tensors for ref in references(value))
+        return all(ref.key in self.manifest.tensors for ref in iter_tensor_refs(value))
 
     @cached_property
     def objects(self) -> dict[str, list[Value]]:
@@ -187,7 +189,7 @@ class _State:
     def _extra_states(self, objects: dict[str, list[Value]]) -> dict[str, str]:
         """Megatron's modules ask for an object each, and say nothing in it without fp8. Where the source has none of
         these modules, ``objects`` gets the first, and the others are the same by name."""
-        weights = {key.fqn: entry.shape for kind in _WEIGHTS for key, entry in self.manifest.of_kind(kind).items()}
+        weights = {key.fqn: entry.shape for kind in _WEIGHTS for key, entry in self.manifest.select_kinds(kind).items()}
         wanted = extra_states(weights)
         known = frozenset(wanted)
         others = [name for name in objects if is_extra_state(name) and name not in known]
@@ -223,11 +225,11 @@ class _State:
 
     def _number(self, entry: TensorEntry) -> float | None:
         """The value of a step, where it is not in a file of the source."""
-        number = literal_number(self.manifest, entry)
+        number = read_literal_number(self.manifest, entry)
         table = entry.shards
         data = self.manifest.literals.get(table.files[0]) if len(table) == 1 else None
         if number is None and data is not None and table.dtype is DType.FLOAT32 and not entry.shape:
-            at = table.byte_range(0)
+            at = table.get_byte_range(0)
             number = struct.unpack("<f", data[at.start : at.stop])[0]
         return number
 
@@ -238,7 +240,7 @@ class _State:
         whole = {name: value for name, value in extra.items() if self._is_whole(value)}
         for name in extra.keys() - whole.keys():
             self.notes.append(Note(Outcome.DROPPED, name, "its tensor is not selected", asked=True))
-        buffers = [key.fqn for key, entry in self.manifest.of_kind(Kind.BUFFER).items() if entry.dtype.is_floating]
+        buffers = [key.fqn for key, entry in self.manifest.select_kinds(Kind.BUFFER).items() if entry.dtype.is_floating]
         groups = [{"params": list(group.params), "added": list(_missing(group))} for group in self.manifest.groups]
         # A tensor of no elements has no item, and so none that two names could share.
         empty = [name for name in self.own_masters if not prod(self.readable.tensors[StateKey(name)].shape)]
@@ -260,7 +262,7 @@ class _State:
         if self.trained:
             found["optimizer"] = self._optimizer()
         if "args" not in found:
-            why = f"{ABSENT}; Megatron-LM then does not compare its arguments"
+            why = f"{ABSENT_REASON}; Megatron-LM then does not compare its arguments"
             self.notes.append(Note(Outcome.MISSING, "Megatron's args", why))
         return found
 
@@ -309,7 +311,7 @@ class _State:
                 added.append(taken)
             changed += sum(_hyperparameters(groups[source[name]]) != _hyperparameters(taken) for name in names)
         if changed:
-            what = f"hyperparameters of {count(changed, 'parameter')}"
+            what = f"hyperparameters of {format_count(changed, 'parameter')}"
             why = (
                 "Megatron groups parameters by a rule of its own: no weight decay for biases and parameters of one dim"
             )

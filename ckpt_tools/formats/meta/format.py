@@ -45,10 +45,10 @@ class MetaFormat(Format):
     layout = import_when_called("meta.writer:layout")
 
     def loading(self, path: str, manifest: Manifest, layout: Layout, options: WriteOptions) -> str:
-        from ckpt_tools.core.loading import braced, quoted
+        from ckpt_tools.core.loading import escape_braces, quote_literal
 
-        name, ranks = quoted(f"{path}/consolidated.00.pth"), ""
+        name, ranks = quote_literal(f"{path}/consolidated.00.pth"), ""
         if options.world_size > 1:
-            name = f"f{quoted(f'{braced(path)}/consolidated.{{rank:02d}}.pth')}"
+            name = f"f{quote_literal(f'{escape_braces(path)}/consolidated.{{rank:02d}}.pth')}"
             ranks = f"  # rank is 0 to {options.world_size - 1}"
         return f"import torch\nstate_dict = torch.load({name}, weights_only=True){ranks}"

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt_tools.core.boxes import Box
-from ckpt_tools.core.manifest import WEIGHT, Equal, Manifest, StateKey, TensorEntry
+from ckpt_tools.core.manifest import WEIGHT, EqualPair, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.shards import Shard, ShardTable
 from ckpt_tools.errors import IncompleteError, MalformedError, SourceNotFoundError, UnsupportedError
@@ -57,7 +57,7 @@ def _joined(parts: Mapping[str, Manifest]) -> Manifest:
             raise MalformedError(f"it and {first_file} do not hold the same tensors", path=file, key=str(odd))
     last = first.tensors.get(StateKey(LAST_NORM))
     width = last.shape[0] if last is not None and last.shape else None
-    tensors, equal = dict[StateKey, TensorEntry](), list[Equal]()
+    tensors, equal = dict[StateKey, TensorEntry](), list[EqualPair]()
     for key in first.tensors:
         entries = {file: part.tensors[key] for file, part in parts.items()}
         axis = axis_of(key.fqn, entries[first_file].shape, width)
@@ -69,7 +69,7 @@ def _joined(parts: Mapping[str, Manifest]) -> Manifest:
         if axis is None:
             tensors[key] = entries[first_file]
             equal += [
-                Equal(f"{key.fqn} of {first_file} and of {file}", tensors[key], entry)
+                EqualPair(f"{key.fqn} of {first_file} and of {file}", tensors[key], entry)
                 for file, entry in entries.items()
                 if file != first_file
             ]

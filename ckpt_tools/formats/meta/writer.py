@@ -11,12 +11,12 @@ from ckpt_tools.core.manifest import Manifest, StateKey
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.options import WriteOptions
 from ckpt_tools.core.values import OrderedDict, StorageRef, StoredTensor
-from ckpt_tools.core.wording import count
+from ckpt_tools.core.wording import format_count
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.flat_names import weights_by_name
 from ckpt_tools.formats.meta.names import EMBEDDING, PARAMS, axis_of, file_name
 from ckpt_tools.formats.meta.params import params_json
-from ckpt_tools.serialization.torch_zip import archive_segments, root_of
+from ckpt_tools.serialization.torch_zip import get_archive_root, make_archive_segments
 
 _FIRST_OF_LLAMA_3 = 100_000
 """Llama 1 and 2 and Code Llama have 32,000 or 32,016 tokens, and Llama 3 has 128,256."""
@@ -40,7 +40,7 @@ def _axis(name: str, shape: Shape, ranks: int) -> int | None:
         return None
     axis = axis_of(name, shape, None) if name != EMBEDDING else int(shape[0] < _FIRST_OF_LLAMA_3)
     if axis is not None and shape[axis] % ranks:
-        size = count(shape[axis], "row" if axis == 0 else "column")
+        size = format_count(shape[axis], "row" if axis == 0 else "column")
         raise UnsupportedError(f"its {size} cannot be cut evenly for {ranks} ranks", key=name)
     return axis
 
@@ -51,11 +51,11 @@ def _file(
     value, segments = dict[str, Any](), dict[str, list[Segment]]()
     for name, box in _boxes(manifest, names, axes, rank, ranks):
         entry, number = manifest.tensors[names[name]], str(len(segments))
-        storage = StorageRef.holding(number, entry.dtype, box.numel)
+        storage = StorageRef.of_elements(number, entry.dtype, box.numel)
         value[name] = StoredTensor(storage, entry.dtype, 0, box.shape, contiguous_strides(box.shape))
         segments[number] = [Payload(names[name], box, entry.shape, entry.dtype)]
     path = file_name(rank)
-    return FileLayout(path, tuple(archive_segments(OrderedDict(value), segments, root=root_of(path))))
+    return FileLayout(path, tuple(make_archive_segments(OrderedDict(value), segments, root=get_archive_root(path))))
 
 
 def _boxes(

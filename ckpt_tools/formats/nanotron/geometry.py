@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import sub
 
-from ckpt_tools.core.boxes import Box, Shape, contiguous_strides, flat_index, from_flat, is_row_major
+from ckpt_tools.core.boxes import Box, Shape, contiguous_strides, interval_to_boxes, is_row_major, ravel_index
 from ckpt_tools.core.shards import ByteRange, Shard
 from ckpt_tools.errors import MalformedError, UnsupportedError
 
@@ -43,12 +43,12 @@ class Part:
     def shards(self, start: int, stop: int, at: ByteRange, item_bytes: int) -> Iterator[Shard]:
         """The elements ``[start, stop)`` of the rank's tensor, flattened, which are the bytes ``at``."""
         strides = contiguous_strides(self.local)
-        for box in from_flat(start, stop, self.local):
+        for box in interval_to_boxes(start, stop, self.local):
             for inner, outer in self.pairs:
                 cut = box.intersect(inner)
                 if cut is None:
                     continue
-                first = flat_index(cut.start, self.local) - start
+                first = ravel_index(cut.start, self.local) - start
                 reach = sum((n - 1) * stride for n, stride in zip(cut.shape, strides, strict=True)) + 1
                 begin = at.start + first * item_bytes
                 moved = cut.shift(tuple(map(sub, outer.start, inner.start)))

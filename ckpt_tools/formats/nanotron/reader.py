@@ -12,13 +12,13 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from ckpt_tools.core.dtypes import DType, number_in
+from ckpt_tools.core.dtypes import DType, decode_number
 from ckpt_tools.core.manifest import MASTER, Kind, Manifest, ParamGroup, StateKey, TensorEntry
-from ckpt_tools.core.notes import Note, not_part
-from ckpt_tools.core.shards import ByteRange, Shard, ShardTable, check_cover
+from ckpt_tools.core.notes import Note, note_unrelated_files
+from ckpt_tools.core.shards import ByteRange, Shard, ShardTable, check_exact_cover
 from ckpt_tools.core.step_claims import StepClaim
 from ckpt_tools.core.values import StoredTensor
-from ckpt_tools.core.wording import listed, newest
+from ckpt_tools.core.wording import join_names, join_newest
 from ckpt_tools.errors import (
     CkptError,
     IncompleteError,
@@ -72,7 +72,7 @@ def _folder(source: Source) -> str:
     if not found:
         raise SourceNotFoundError(f"there is no {METADATA} in {source.store.url}")
     if len(found) > 1:
-        names = newest([prefix.rstrip("/") or "the folder itself" for prefix in found])
+        names = join_newest([prefix.rstrip("/") or "the folder itself" for prefix in found])
         raise SeveralCheckpointsError(f"there are several checkpoints here ({names}); name the folder of one")
     return found[0]
 
@@ -120,7 +120,7 @@ class _Contents:
             step=step,
             world_size=world_size,
             notes=tuple(self._notes()),
-            steps=tuple(self.claims.values()),
+            step_claims=tuple(self.claims.values()),
         )
 
     def _files(self) -> Iterator[str]:
@@ -140,7 +140,7 @@ class _Contents:
             if not _is_own(path):
                 top = self.prefix + path.partition("/")[0]
                 others[top] = others.get(top, 0) + 1
-        return [not_part(top, number) for top, number in others.items()]
+        return [note_unrelated_files(top, number) for top, number in others.items()]
 
     def _read_weights(self) -> None:
         for path in self._files():
@@ -168,7 +168,7 @@ class _Contents:
     def _read_weight(self, path: str, about: WeightFile) -> None:
         header = read_header(self.source, path)
         if set(header.tensors) != {"data"}:
-            raise UnsupportedError(f"it holds {listed(header.tensors) or 'nothing'}, and not one tensor 'data'")
+            raise UnsupportedError(f"it holds {join_names(header.tensors) or 'nothing'}, and not one tensor 'data'")
         dtype, local, at = header.tensors["data"]
         part = Part.whole(local)
         if about.tp is not None:
@@ -187,7 +187,7 @@ class _Contents:
         pieces = self.pieces[key]
         try:
             table = ShardTable.build(pieces.shape, pieces.dtype, pieces.shards)
-            check_cover(table)
+            check_exact_cover(table)
         except CkptError as error:
             raise type(error)(error.message, path=error.path, key=str(key)) from error
         return TensorEntry(pieces.shape, pieces.dtype, kind, table)
@@ -235,7 +235,7 @@ class _Contents:
             raise MalformedError("it does not hold the state of an optimizer with names", path=path)
         more = sorted(map(str, found.keys() - {"state", "names", "param_groups", "gradient_accumulator"}))
         if more:
-            raise UnsupportedError(f"it holds {listed(more)} beside the state of an optimizer", path=path)
+            raise UnsupportedError(f"it holds {join_names(more)} beside the state of an optimizer", path=path)
         names = found["names"]
         for number, slots in found["state"].items():
             if not isinstance(names.get(number), str) or not isinstance(slots, dict):
@@ -265,8 +265,8 @@ class _Contents:
                 raise UnsupportedError(f"a step of shape {list(leaf.shape)} is not supported")
             self.steps.setdefault(key, TensorEntry((), leaf.dtype, Kind.STATE, leaf.shards))
             if state.path not in self.claims:
-                at = leaf.shards.byte_range(0)
-                number = number_in(self.source.read(at.file, at.start, at.stop), leaf.dtype)
+                at = leaf.shards.get_byte_range(0)
+                number = decode_number(self.source.read(at.file, at.start, at.stop), leaf.dtype)
                 self.claims[state.path] = StepClaim(f"step of {key.fqn}", number, state.path, of_rank=True)
             return
         seen = (key, about.tp, about.exp, ranks.dp)
@@ -278,7 +278,7 @@ class _Contents:
         if value.numel != stop - start or (not is_flat and value.shape != part.local):
             wanted = [stop - start] if is_flat else list(part.local)
             raise MalformedError(f"it has the shape {list(value.shape)}, and the part of the parameter {wanted}")
-        self._add(key, leaf.dtype, part, start, stop, leaf.shards.byte_range(0))
+        self._add(key, leaf.dtype, part, start, stop, leaf.shards.get_byte_range(0))
 
     def _part_of(self, name: str, ranks: OptimizerFile) -> tuple[WeightFile, Part]:
         for tp, exp in ((ranks.tp, ranks.exp), (ranks.tp, None), (None, None)):

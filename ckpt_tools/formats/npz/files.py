@@ -12,15 +12,15 @@ from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.layout import FileLayout, Layout, Literal, Payload
 from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.notes import Note, Outcome
-from ckpt_tools.core.option_names import option
+from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.options import WriteOptions
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
-from ckpt_tools.core.wording import count, listed
+from ckpt_tools.core.wording import format_count, join_names
 from ckpt_tools.errors import MalformedError, SeveralCheckpointsError, UnsupportedError
 from ckpt_tools.formats.flat_names import weights_by_name
 from ckpt_tools.formats.npz.npy import NpyHeader, check_size, npy_header, parse_header
-from ckpt_tools.serialization.npy_header import PREFIX_BYTES, header_length
-from ckpt_tools.serialization.zip_archive import ArchiveWriter, Directory, ReadRange, is_inside, read_directory
+from ckpt_tools.serialization.npy_header import PREFIX_BYTES, read_header_length
+from ckpt_tools.serialization.zip_archive import ArchiveWriter, ReadRange, ZipDirectory, is_safe_name, read_directory
 from ckpt_tools.stores.source import Source
 
 SUFFIX = ".npz"
@@ -44,14 +44,14 @@ def read(source: Source) -> Manifest:
     def read(start: int, stop: int) -> bytes:
         return source.read(path, start, stop)
 
-    directory = read_directory(read, source.size(path), path, tail_bytes=TAIL_BYTES, compressed=COMPRESSED)
+    directory = read_directory(read, source.size(path), path, tail_bytes=TAIL_BYTES, compressed_advice=COMPRESSED)
     if directory is None or not directory.records:
         raise MalformedError("it is not a zip archive of arrays, or it is cut", path=path)
     arrays, texts = _arrays(directory, read)
     voids = [name for name, (header, _) in arrays.items() if header.is_void]
     tensors = {StateKey(name): _entry(header, at) for name, (header, at) in arrays.items()}
     why = "numpy keeps it as void of 2 bytes, the form in which it saves bfloat16, and it is read as bfloat16"
-    what = f"dtype of {voids[0] if len(voids) == 1 else count(len(voids), 'array')}"
+    what = f"dtype of {voids[0] if len(voids) == 1 else format_count(len(voids), 'array')}"
     notes = (Note(Outcome.DEFAULTED, what, why, len(voids)),) if voids else ()
     return Manifest("npz", tensors, notes=(*notes, *texts))
 
@@ -60,16 +60,18 @@ def file_of(source: Source) -> str:
     """The one file that is read. Raises SeveralCheckpointsError."""
     files = [path for path in source.files if "/" not in path and path.endswith(SUFFIX)] or list(source.files)
     if len(files) > 1:
-        raise SeveralCheckpointsError(f"there are several files here ({listed(files)}); name the one you mean")
+        raise SeveralCheckpointsError(f"there are several files here ({join_names(files)}); name the one you mean")
     return files[0]
 
 
-def _arrays(directory: Directory, read: ReadRange) -> tuple[dict[str, tuple[NpyHeader, ByteRange]], tuple[Note, ...]]:
+def _arrays(
+    directory: ZipDirectory, read: ReadRange
+) -> tuple[dict[str, tuple[NpyHeader, ByteRange]], tuple[Note, ...]]:
     """Every array by its name, with the bytes of its elements; and a note for each that holds text."""
     path = directory.path
     found: dict[str, tuple[NpyHeader, ByteRange]] = {}
     texts: list[Note] = []
-    for member, (start, stop) in directory.payload_ranges(read, directory.records).items():
+    for member, (start, stop) in directory.locate_payloads(read, directory.records).items():
         name = member.removesuffix(MEMBER_SUFFIX)
         if name == member or not name:
             raise UnsupportedError(f"its member {member!r} is not a .npy array", path=path)
@@ -86,7 +88,7 @@ def _arrays(directory: Directory, read: ReadRange) -> tuple[dict[str, tuple[NpyH
 
 def _header(read: ReadRange, start: int, stop: int, path: str, name: str) -> NpyHeader | None:
     data = read(start, min(start + HEAD_BYTES, stop))
-    length = header_length(data[:PREFIX_BYTES], path, name)
+    length = read_header_length(data[:PREFIX_BYTES], path, name)
     if start + length > stop:
         raise MalformedError("its header does not fit the array", path=path, key=name)
     data = data[:length] if length <= len(data) else read(start, start + length)
@@ -105,13 +107,18 @@ def layout(manifest: Manifest, options: WriteOptions) -> Layout:
     archive = ArchiveWriter("", base=0)
     for name, key in names.items():
         # numpy takes a name for that of a member before it adds the ending.
-        if not name or not is_inside(name + MEMBER_SUFFIX) or name.removesuffix(MEMBER_SUFFIX) in names.keys() - {name}:
+        if (
+            not name
+            or not is_safe_name(name + MEMBER_SUFFIX)
+            or name.removesuffix(MEMBER_SUFFIX) in names.keys() - {name}
+        ):
             why = (
-                f"the tensor is called {name!r:.80}, which cannot be a member of npz; rename it with {option('rename')}"
+                f"the tensor is called {name!r:.80}, which cannot be a member of npz; rename it with "
+                f"{format_option('rename')}"
             )
             raise UnsupportedError(why)
         entry = manifest.tensors[key]
         header = Literal(npy_header(entry.shape, entry.dtype, name))
         payload = Payload(key, Box.whole(entry.shape), entry.shape, entry.dtype)
-        archive.add(name + MEMBER_SUFFIX, [header, payload] if payload.num_bytes else [header])
+        archive.add_record(name + MEMBER_SUFFIX, [header, payload] if payload.num_bytes else [header])
     return Layout((FileLayout(options.file_name or f"model{SUFFIX}", tuple(archive.finish())),), notes)

@@ -35,7 +35,7 @@ class NpzFormat(Format):
     layout = import_when_called("npz.files:layout")
 
     def loading(self, path: str, manifest: Manifest, layout: Layout, options: WriteOptions) -> str:
-        from ckpt_tools.core.loading import quoted
+        from ckpt_tools.core.loading import quote_literal
 
         name = path if options.file_name else f"{path}/{layout.files[0].path}"
-        return f"import numpy as np\narrays = np.load({quoted(name)})"
+        return f"import numpy as np\narrays = np.load({quote_literal(name)})"

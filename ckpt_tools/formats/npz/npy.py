@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from math import prod
 
 from ckpt_tools.core.boxes import Shape, contiguous_strides
-from ckpt_tools.core.casts import way_out
+from ckpt_tools.core.casts import suggest_dtype_fix
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.values import check_extents
-from ckpt_tools.core.wording import count
+from ckpt_tools.core.wording import format_count
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsafeError, UnsupportedError
-from ckpt_tools.serialization.npy_header import MAGIC, parse_text, text_start
+from ckpt_tools.serialization.npy_header import MAGIC, get_text_start, parse_header_text
 
 ALIGNMENT = 64
 """Where elements start: numpy pads the header to it."""
@@ -54,14 +54,14 @@ class NpyHeader:
 
 
 def parse_header(data: bytes, path: str, key: str) -> NpyHeader | None:
-    """The header ``data``, as long as ``header_length`` says; None for an array of text.
+    """The header ``data``, as long as ``read_header_length`` says; None for an array of text.
 
     Raises:
         MalformedError: it does not describe an array. UnsupportedError: its elements are not those of a tensor.
         UnsafeError: it holds objects, which a loader would unpickle.
     """
-    text = data[text_start(data) :]
-    found = parse_text(text)
+    text = data[get_text_start(data) :]
+    found = parse_header_text(text)
     if found is None and re.match(rb"\{ *'descr' *: *\[", text):
         raise UnsupportedError("it is an array of records, which is not a tensor", path=path, key=key)
     if found is None:
@@ -109,13 +109,15 @@ def check_size(header: NpyHeader, size: int, path: str, key: str) -> None:
     if size < expected:
         raise IncompleteError(f"it has {size:,} bytes instead of {expected:,}", path=path, key=key)
     if size > expected:
-        raise MalformedError(f"{count(size - expected, 'byte')} too many, after its elements", path=path, key=key)
+        raise MalformedError(
+            f"{format_count(size - expected, 'byte')} too many, after its elements", path=path, key=key
+        )
 
 
 def npy_header(shape: Shape, dtype: DType, key: str) -> bytes:
     """The header that numpy writes. Raises UnsupportedError for a dtype that numpy does not know."""
     if dtype not in _CODES:
-        raise UnsupportedError(f"numpy has no {dtype.value}; {way_out(dtype)}", key=key)
+        raise UnsupportedError(f"numpy has no {dtype.value}; {suggest_dtype_fix(dtype)}", key=key)
     order = "|" if dtype.item_bytes == 1 else "<"
     descr = order + _CODES[dtype]
     text = f"{{'descr': '{descr}', 'fortran_order': False, 'shape': {tuple(shape)!r}, }}".encode()

@@ -17,7 +17,7 @@ from urllib.parse import unquote
 
 import numpy as np
 
-from ckpt_tools.core.boxes import Shape, from_flat
+from ckpt_tools.core.boxes import Shape, interval_to_boxes
 from ckpt_tools.core.dtypes import DType, from_torch
 from ckpt_tools.core.values import are_naturals
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError, UsageError
@@ -188,7 +188,7 @@ class ArrayStore(MakingStore):
         array, done = self.arrays[path], 0
         with _refusing(path, path.removeprefix(FILE_PREFIX)):
             opened = self._open(path, array)
-            for box in from_flat(first, last, array.shape):
+            for box in interval_to_boxes(first, last, array.shape):
                 part = opened[tuple(map(slice, box.start, box.stop))].read(order="C").result()
                 data: Any = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
                 buffer[done : done + len(data)] = memoryview(data)

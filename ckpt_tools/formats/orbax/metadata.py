@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckpt_tools.core.manifest import TreePath, dotted
-from ckpt_tools.core.values import brief
+from ckpt_tools.core.manifest import TreePath, join_path
+from ckpt_tools.core.values import format_brief
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.orbax.names import (
     AGGREGATE,
@@ -94,7 +94,7 @@ def read_tree(source: Source, folder: str, handlers: Mapping[str, str]) -> Tree:
     paths = {leaf.path for leaf in leaves}
     both = next((each for each in paths for end in range(len(each)) if each[:end] in paths), None)
     if both is not None:
-        raise MalformedError("the tree has a value and a branch of one name", path=path, key=dotted(both))
+        raise MalformedError("the tree has a value and a branch of one name", path=path, key=join_path(both))
     _refuse_aggregated(source, prefix, names)
     # Versions before OCDBT have no such entry, and Orbax looks for the file.
     uses_ocdbt = _flag(found, "use_ocdbt", path, default=prefix + MANIFEST in source.files)
@@ -200,7 +200,9 @@ def _leaf(entry: Any, file: str) -> Leaf | None:
         raise MalformedError("a key on its path is neither a name nor a position", path=file, key=name)
     path = tuple(int(key) if number == _SEQUENCE else key for key, number in keys)
     if kind not in (*_ARRAYS, "string"):
-        raise UnsupportedError(f"it is a {brief(kind)}, a kind of value that is not supported", path=file, key=name)
+        raise UnsupportedError(
+            f"it is a {format_brief(kind)}, a kind of value that is not supported", path=file, key=name
+        )
     if is_elsewhere:
         raise UnsupportedError("its value is not among the arrays (skip_deserialize)", path=file, key=name)
     return Leaf(path, None if kind == "string" else name, kind == "scalar")
@@ -217,8 +219,8 @@ def read_strings(source: Source, tree: Tree) -> Mapping[TreePath, str]:
         return {}
     file = tree.prefix + STRINGS
     found = _object(source, file)
-    texts = {path: _at_pointer(found, dotted(path)) for path in wanted}
-    missing = next((dotted(path) for path, text in texts.items() if not isinstance(text, str)), None)
+    texts = {path: _at_pointer(found, join_path(path)) for path in wanted}
+    missing = next((join_path(path) for path, text in texts.items() if not isinstance(text, str)), None)
     if missing is not None:
         raise IncompleteError("this string of the tree is not in the file", path=file, key=missing)
     return texts

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from ckpt_tools.core.dtypes import to_numpy
-from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, TensorEntry, TensorRef, TreePath, dotted
-from ckpt_tools.core.notes import Note, Outcome, not_part
-from ckpt_tools.core.option_names import option
+from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, TensorEntry, TensorRef, TreePath, join_path
+from ckpt_tools.core.notes import Note, Outcome, note_unrelated_files
+from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.shards import ByteRange, ShardTable
-from ckpt_tools.core.wording import listed
+from ckpt_tools.core.wording import join_names
 from ckpt_tools.errors import FormatError, IncompleteError, SeveralCheckpointsError, UnsupportedError, UsageError
 from ckpt_tools.formats.orbax.arrays import FILE_PREFIX, Array, ArrayStore, Drivers, decoding_bytes
 from ckpt_tools.formats.orbax.metadata import (
@@ -74,7 +74,9 @@ def _folders(source: Source) -> list[str]:
     deep = [folder for folder in found if "/" in folder and folder.partition("/")[2] not in RANDOM_KEYS]
     if deep or ("" in found and len(found) > 1):
         folders = sorted({folder.partition("/")[0] for folder in found})
-        raise SeveralCheckpointsError(f"there are several checkpoints here ({listed(folders)}); name the folder of one")
+        raise SeveralCheckpointsError(
+            f"there are several checkpoints here ({join_names(folders)}); name the folder of one"
+        )
     databases = [path.rpartition("/")[0] for path in source.files if path.rpartition("/")[2] == MANIFEST]
     # Each process leaves a database inside that of its item.
     items = [folder for folder in databases if not folder.rpartition("/")[2].startswith("ocdbt.process_")]
@@ -145,7 +147,9 @@ class _Reading:
 
     def manifest(self, options: ReadOptions) -> Manifest:
         if options.optim_key is not None:
-            raise UsageError(f"{option('optim_key')} does not apply to orbax; optimizer state is found by its names")
+            raise UsageError(
+                f"{format_option('optim_key')} does not apply to orbax; optimizer state is found by its names"
+            )
         shapes = {path: array.shape for path, array in self.arrays.items()}
         roles = find_roles(shapes, self._scalars, options.model_key)
         if not roles.weights:
@@ -162,7 +166,7 @@ class _Reading:
     def _key(self, path: TreePath, roles: Roles) -> StateKey:
         if path in roles.weights:
             return StateKey(roles.weights[path])
-        return StateKey(*roles.moments.get(path, (dotted(path), "extra")))
+        return StateKey(*roles.moments.get(path, (join_path(path), "extra")))
 
     def _entry(self, path: TreePath, roles: Roles) -> TensorEntry:
         array = self.arrays[path]
@@ -219,10 +223,10 @@ def _put(extra: dict[str, Any], path: TreePath, value: Any) -> None:
     for part in parents:
         inner = extra.setdefault(part, {})
         if not isinstance(inner, dict):
-            raise UnsupportedError("the tree has a value and a branch of one name", key=dotted(path))
+            raise UnsupportedError("the tree has a value and a branch of one name", key=join_path(path))
         extra = inner
     if last in extra:
-        raise UnsupportedError("two values of the checkpoint have one name", key=dotted(path))
+        raise UnsupportedError("two values of the checkpoint have one name", key=join_path(path))
     extra[last] = value
 
 
@@ -240,5 +244,5 @@ def _beside(source: Source, folders: list[str]) -> tuple[dict[str, Any], list[No
             except FormatError as error:
                 notes.append(Note(Outcome.DROPPED, path, f"it cannot be read: {error.message}"))
         elif not _is_own(path, folders):
-            notes.append(not_part(path))
+            notes.append(note_unrelated_files(path))
     return found, notes

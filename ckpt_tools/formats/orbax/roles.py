@@ -11,8 +11,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from ckpt_tools.core.boxes import Shape
-from ckpt_tools.core.manifest import TreePath, dotted
-from ckpt_tools.core.option_names import option
+from ckpt_tools.core.manifest import TreePath, join_path
+from ckpt_tools.core.option_names import format_option
 from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.formats.state_dict.parse import choices
 
@@ -42,12 +42,12 @@ def find_roles(shapes: Mapping[TreePath, Shape], numbers: Collection[TreePath], 
     if model_key is None:
         prefix = _model_prefix(shapes)
     else:
-        ways = {path[:end] for path in shapes for end in range(len(path)) if dotted(path[:end]) == model_key}
+        ways = {path[:end] for path in shapes for end in range(len(path)) if join_path(path[:end]) == model_key}
         if not ways:
-            raise UsageError(f"{option('model_key', model_key)} does not exist in this checkpoint")
+            raise UsageError(f"{format_option('model_key', model_key)} does not exist in this checkpoint")
         prefix = min(ways, key=len)
     inside = [path for path in shapes if path[: len(prefix)] == prefix and (prefix or path not in numbers)]
-    weights = {path: dotted(path[len(prefix) :]) for path in inside}
+    weights = {path: join_path(path[len(prefix) :]) for path in inside}
     if len(set(weights.values())) < len(weights):
         raise UnsupportedError("two weights have one name, as a name of the tree holds dots")
     return Roles(weights, _moments(shapes, prefix, weights))
@@ -63,8 +63,8 @@ def _model_prefix(paths: Collection[TreePath]) -> TreePath:
     if more is not None:
         raise UnsupportedError(
             f"it is optimizer state by its name, and no part of the tree is called {PARAMS}; say where the model is "
-            f"with {option('model_key')}",
-            key=dotted(more),
+            f"with {format_option('model_key')}",
+            key=join_path(more),
         )
     return ()
 

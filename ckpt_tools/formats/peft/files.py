@@ -5,9 +5,9 @@ from __future__ import annotations
 from ckpt_tools.core.layout import FileLayout, Layout, Literal
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.notes import Note, Outcome
-from ckpt_tools.core.option_names import option
+from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.options import WriteOptions
-from ckpt_tools.core.wording import count
+from ckpt_tools.core.wording import format_count
 from ckpt_tools.formats.safetensors.files import file_layout, written_texts
 from ckpt_tools.lora.adapter import map_file_names, map_weight_keys, parse_weight_names, select_adapter_names
 from ckpt_tools.lora.config import parse_config
@@ -26,14 +26,16 @@ def layout(manifest: Manifest, options: WriteOptions) -> Layout:
     config = parse_config(parse_json(options.adapter_config, ADAPTER), ADAPTER)
     names = parse_weight_names(manifest)
     own = select_adapter_names(
-        manifest, config, None, f"leave out the others, such as with {option('exclude', '*.NAME.*')}"
+        manifest, config, None, f"leave out the others, such as with {format_option('exclude', '*.NAME.*')}"
     )
     keys = map_weight_keys(manifest)
     written = {name: keys[old] for old, name in map_file_names(names, own, config).items()}
     left = len(names) - len(written)
     why = "the folder of an adapter holds nothing else"
     notes = (
-        (Note(Outcome.DROPPED, f"{count(left, 'tensor')} of the base model", why, left, asked=True),) if left else ()
+        (Note(Outcome.DROPPED, f"{format_count(left, 'tensor')} of the base model", why, left, asked=True),)
+        if left
+        else ()
     )
     part = {name: (key, manifest.tensors[key]) for name, key in written.items()}
     settings = FileLayout(ADAPTER, (Literal(options.adapter_config),))

@@ -29,6 +29,6 @@ class PeftFormat(Format):
     layout = import_when_called("peft.files:layout")
 
     def loading(self, path: str, manifest: Manifest, layout: Layout, options: WriteOptions) -> str:
-        from ckpt_tools.core.loading import quoted
+        from ckpt_tools.core.loading import quote_literal
 
-        return f"from peft import PeftModel\nmodel = PeftModel.from_pretrained(base_model, {quoted(path)})"
+        return f"from peft import PeftModel\nmodel = PeftModel.from_pretrained(base_model, {quote_literal(path)})"

@@ -23,10 +23,10 @@ from ckpt_tools.core.dtypes import DType, from_safetensors
 from ckpt_tools.core.format_names import HEADER_ENTRY
 from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.notes import Note, Outcome
-from ckpt_tools.core.option_names import option
+from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.shards import ByteRange, ShardTable
-from ckpt_tools.core.values import are_naturals, brief
-from ckpt_tools.core.wording import count, listed
+from ckpt_tools.core.values import are_naturals, format_brief
+from ckpt_tools.core.wording import format_count, join_names
 from ckpt_tools.errors import (
     IncompleteError,
     MalformedError,
@@ -133,7 +133,7 @@ def _files(source: Source) -> tuple[list[str], list[Note]]:
         check_numbers(files)
     elif not are_shards(source, files, ".safetensors") and len(files) > 1:
         raise SeveralCheckpointsError(
-            f"there are several models here ({listed(files)}); name the file of the one you mean"
+            f"there are several models here ({join_names(files)}); name the file of the one you mean"
         )
     return files, []
 
@@ -146,7 +146,7 @@ def read_header(source: Source, path: str) -> _Header:
     """
     size = source.size(path)
     if size < 8:
-        raise IncompleteError(f"a file of {count(size, 'byte')} is not a safetensors file", path=path)
+        raise IncompleteError(f"a file of {format_count(size, 'byte')} is not a safetensors file", path=path)
     (length,) = struct.unpack("<Q", source.read(path, 0, 8))
     if length > MAX_HEADER_BYTES:
         raise MalformedError(
@@ -181,14 +181,16 @@ def _described(name: str, info: Any, data_start: int, path: str) -> tuple[DType,
     stated, shape, offsets = info if isinstance(info, RawEntry) else (info[field] for field in RawEntry._fields)
     dtype = from_safetensors(stated) if isinstance(stated, str) else None
     if dtype is None:
-        raise UnsupportedError(f"unknown dtype {brief(stated)}", path=path, key=name)
+        raise UnsupportedError(f"unknown dtype {format_brief(stated)}", path=path, key=name)
     if not are_naturals(shape) or not are_naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        shown = [brief(list(found) if isinstance(found, tuple) else found) for found in (shape, offsets)]
+        shown = [format_brief(list(found) if isinstance(found, tuple) else found) for found in (shape, offsets)]
         raise MalformedError(f"shape {shown[0]} or data_offsets {shown[1]} are not valid", path=path, key=name)
     shape = elements_of(dtype, tuple(shape), path, name)
     if prod(shape) * dtype.item_bytes != offsets[1] - offsets[0]:
         raise MalformedError(
-            f"{count(offsets[1] - offsets[0], 'byte')} cannot hold {list(shape)} of {dtype.value}", path=path, key=name
+            f"{format_count(offsets[1] - offsets[0], 'byte')} cannot hold {list(shape)} of {dtype.value}",
+            path=path,
+            key=name,
         )
     return dtype, shape, ByteRange(path, data_start + offsets[0], data_start + offsets[1])
 
@@ -214,9 +216,11 @@ def _check_ranges(
             raise MalformedError(f"its range {kind}", path=path, key=name)
         cursor = stop
     if cursor > size:
-        raise IncompleteError(f"it has {count(size, 'byte')} instead of {cursor:,}; the file is truncated", path=path)
+        raise IncompleteError(
+            f"it has {format_count(size, 'byte')} instead of {cursor:,}; the file is truncated", path=path
+        )
     if cursor < size:
-        raise MalformedError(f"no tensor has the {count(size - cursor, 'byte')} after the last one", path=path)
+        raise MalformedError(f"no tensor has the {format_count(size - cursor, 'byte')} after the last one", path=path)
 
 
 def _leaves(headers: Mapping[str, _Header]) -> dict[str, TensorLeaf]:
@@ -315,18 +319,26 @@ def _is_whole_state(manifest: Manifest) -> bool:
 def loading(path: str, manifest: Manifest, layout: Layout, options: WriteOptions) -> str:
     """``from_pretrained`` of a folder with ``config.json``, else the functions of safetensors; a whole state is in a
     form of our own."""
-    from ckpt_tools.core.loading import into_job, joined, opened, pretrained, quoted
+    from ckpt_tools.core.loading import (
+        make_from_pretrained_snippet,
+        make_joined_files_snippet,
+        make_load_into_snippet,
+        make_open_snippet,
+        quote_literal,
+    )
 
     if _is_whole_state(without_texts(manifest)):
-        return into_job(path)
-    if not all(entry.dtype.is_of_torch for entry in manifest.tensors.values()):
-        return opened(path)
-    if (found := pretrained(layout.config, path)) is not None:
+        return make_load_into_snippet(path)
+    if not all(entry.dtype.is_torch_dtype for entry in manifest.tensors.values()):
+        return make_open_snippet(path)
+    if (found := make_from_pretrained_snippet(layout.config, path)) is not None:
         return found
     files = [file.path for file in layout.files if file.path.endswith(".safetensors")]
-    name = quoted(path if options.file_name else f"{path}/{files[0]}")
+    name = quote_literal(path if options.file_name else f"{path}/{files[0]}")
     if len(files) > 1:
-        return joined(path, "*.safetensors", "from safetensors.torch import load_file", "load_file(file)")
+        return make_joined_files_snippet(
+            path, "*.safetensors", "from safetensors.torch import load_file", "load_file(file)"
+        )
     if manifest.aliases:
         return f"from safetensors.torch import load_model\nload_model(model, {name})"
     return f"from safetensors.torch import load_file\nstate_dict = load_file({name})"
@@ -370,9 +382,9 @@ def _header_bytes(tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str
     cursor = 0
     for name, entry in tensors.items():
         if name in header:
-            raise UnsupportedError(f"safetensors has no tensor {name!r}; rename it with {option('rename')}")
+            raise UnsupportedError(f"safetensors has no tensor {name!r}; rename it with {format_option('rename')}")
         if entry.dtype.safetensors_name is None:
-            instead = f"write it with {option('to', 'torch')} or exclude it"
+            instead = f"write it with {format_option('to', 'torch')} or exclude it"
             raise UnsupportedError(f"safetensors does not support {entry.dtype.value}; {instead}", key=name)
         packed = entry.dtype.num_values  # the shape counts values
         header[name] = {
@@ -385,6 +397,6 @@ def _header_bytes(tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:
         raise UnsupportedError(
-            f"a header of {len(text):,} bytes is more than the format allows; use {option('max_shard_size')}"
+            f"a header of {len(text):,} bytes is more than the format allows; use {format_option('max_shard_size')}"
         )
     return struct.pack("<Q", len(text)) + text

@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from ckpt_tools.core.notes import Note, Outcome
-from ckpt_tools.core.option_names import option
-from ckpt_tools.core.wording import listed
+from ckpt_tools.core.option_names import format_option
+from ckpt_tools.core.wording import join_names
 from ckpt_tools.errors import IncompleteError, MalformedError, SeveralCheckpointsError, UnsupportedError
 from ckpt_tools.formats.foreign import why_delta
 from ckpt_tools.serialization.strict_json import parse_json
@@ -34,7 +34,7 @@ def index_of(paths: Iterable[str], preferred: str) -> str | None:
     indexes = [path for path in paths if "/" not in path and path.endswith(ending)]
     if preferred in indexes or len(indexes) < 2:
         return preferred if preferred in indexes else next(iter(indexes), None)
-    raise UnsupportedError(f"there are several models here ({listed(indexes)}); name the index of the one you mean")
+    raise UnsupportedError(f"there are several models here ({join_names(indexes)}); name the index of the one you mean")
 
 
 def are_shards(source: Source, files: list[str], suffix: str) -> bool:
@@ -113,7 +113,7 @@ def shards(entries: Mapping[str, TensorEntry], options: WriteOptions, name: str)
         return {options.file_name or name: parts[0]}
     if options.file_name is not None:
         raise UnsupportedError(
-            f"{options.file_name} is one file, but {option('max_shard_size')} needs {len(parts)}; name a folder"
+            f"{options.file_name} is one file, but {format_option('max_shard_size')} needs {len(parts)}; name a folder"
         )
     stem, _, suffix = name.rpartition(".")
     return {f"{stem}-{number:05d}-of-{len(parts):05d}.{suffix}": part for number, part in enumerate(parts, 1)}

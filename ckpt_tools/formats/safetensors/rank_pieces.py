@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.shards import ByteRange, Shard, ShardTable, check_cover
+from ckpt_tools.core.shards import ByteRange, Shard, ShardTable, check_exact_cover
 from ckpt_tools.core.values import are_naturals
 from ckpt_tools.errors import CkptError, IncompleteError, MalformedError
 from ckpt_tools.serialization.strict_json import parse_json
@@ -89,7 +89,7 @@ def joined(name: str, pieces: list[Piece]) -> ShardTable:
     shards = [Shard(Box(piece.start, piece.stop), piece.at) for piece in pieces if 0 not in piece.extents]
     try:
         table = ShardTable.build(shape, first.dtype, shards)
-        check_cover(table)
+        check_exact_cover(table)
     except MalformedError as error:
         why = f"{error.message}; files of an earlier save by more ranks may be among them, which torch does not remove"
         raise MalformedError(why, path=pieces[-1].at.file, key=name) from error

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from ckpt_tools.core.wording import of_ranks
+from ckpt_tools.core.wording import format_ranks
 from ckpt_tools.serialization.pickle.load import loads
 from ckpt_tools.trainers.names import rank_file, world_of
 from ckpt_tools.trainers.run_folders import parent_of
@@ -74,4 +74,4 @@ def _managed(saved: Saved) -> str | None:
 
 
 def _lacking(item: str, ranks: Iterable[int]) -> str:
-    return f"{item} lacks the files of {of_ranks(ranks)}: the save did not finish"
+    return f"{item} lacks the files of {format_ranks(ranks)}: the save did not finish"

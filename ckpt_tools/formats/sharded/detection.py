@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ckpt_tools.errors import CkptError
-from ckpt_tools.serialization.torch_zip import pickle_of
+from ckpt_tools.serialization.torch_zip import read_pickle
 from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.names import are_those_of_ranks, is_candidate, rank_file
 from ckpt_tools.trainers.run_folders import parent_of
@@ -47,7 +47,7 @@ def samples(paths: Iterable[str]) -> list[str]:
 def holds_parts(source: Source, path: str) -> bool:
     """Whether the pickle of a file names a class of parts of tensors."""
     try:
-        pickle = pickle_of(lambda start, stop: source.read(path, start, stop), source.size(path), path)
+        pickle = read_pickle(lambda start, stop: source.read(path, start, stop), source.size(path), path)
     except CkptError:
         return False
     return any(sign in pickle for sign in (*_SIGNS, *_NEWER_SIGNS))

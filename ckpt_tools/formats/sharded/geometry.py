@@ -13,7 +13,7 @@ from functools import lru_cache
 from itertools import accumulate, product
 
 from ckpt_tools.core.boxes import Box, Shape
-from ckpt_tools.serialization.pickle.sharded_tensors import Placement, Shard, StridedShard
+from ckpt_tools.serialization.pickle.sharded_tensors import Placement, ShardPlacement, StridedShardPlacement
 
 Interval = tuple[int, int]
 """Indices ``[start, stop)`` along one dim."""
@@ -33,9 +33,9 @@ def region_of(shape: Shape, mesh: Shape, coordinate: Shape, placements: tuple[Pl
     """The part of a tensor of ``shape`` on the rank at ``coordinate`` of a mesh of the shape ``mesh``."""
     dims: list[list[Interval]] = [[(0, extent)] for extent in shape]
     for placement, size, position in zip(placements, mesh, coordinate, strict=True):
-        if isinstance(placement, Shard):
+        if isinstance(placement, ShardPlacement):
             dims[placement.dim] = _chunk(dims[placement.dim], size, position)
-        elif isinstance(placement, StridedShard):
+        elif isinstance(placement, StridedShardPlacement):
             whole, count = dims[placement.dim], placement.split_factor
             parts = (_chunk(whole, count, number) for number in range(count))
             dims[placement.dim] = _joined([each for part in parts for each in _chunk(part, size, position)])

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ckpt_tools.core.wording import listed
+from ckpt_tools.core.wording import join_names
 from ckpt_tools.errors import (
     IncompleteError,
     MalformedError,
@@ -127,7 +127,7 @@ def read_checkpoint_files(source: Source) -> Checkpoint:
     files = [path for path in here if is_candidate(path)]
     if len(sizes := sorted(worlds(files))) > 1:  # verl's, of a run that was started again with other ranks
         raise MalformedError(
-            f"there are files of several world sizes here ({listed(list(map(str, sizes)))}); "
+            f"there are files of several world sizes here ({join_names(list(map(str, sizes)))}); "
             "move those of one into a folder of their own"
         )
     read = {path: read_rank_file(source, path) for path in files if rank_file(path) or holds_parts(source, path)}
@@ -167,7 +167,7 @@ def _folder(source: Source) -> str:
     if at_top or not below:
         return ""
     if len(below) > 1:
-        message = f"there are several checkpoints here ({listed(below)}); name the folder of one"
+        message = f"there are several checkpoints here ({join_names(below)}); name the folder of one"
         raise SeveralCheckpointsError(message)
     return below[0]
 
@@ -224,7 +224,8 @@ def _plain(folder: str, read: Mapping[str, RankFile]) -> Checkpoint:
     world = max(max(worlds(read), default=1), max(ranks.values(), default=0) + 1)
     if world > 1:
         raise UnsupportedError(
-            f"by their names these are files of {world} ranks ({listed(list(read))}), but they hold plain tensors, and "
+            f"by their names these are files of {world} ranks ({join_names(list(read))}), but they hold plain "
+            f"tensors, and "
             "do not say which part of the model each one is; save with torch.distributed.checkpoint.save"
         )
     templates = by_template(ranks)

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ckpt_tools.core.literals import literal_file
+from ckpt_tools.core.literals import make_literal_file_name
 from ckpt_tools.core.manifest import Manifest
 
-_NAME = literal_file("sharded.json")
-_BESIDE = literal_file("beside/")
+_NAME = make_literal_file_name("sharded.json")
+_BESIDE = make_literal_file_name("beside/")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckpt_tools.core.boxes import Box, Shape, is_row_major
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.manifest import StateKey, TreePath, dotted
+from ckpt_tools.core.manifest import StateKey, TreePath, join_path
 from ckpt_tools.core.shards import ByteRange, Shard
 from ckpt_tools.core.values import PARAMETER, StorageRef, StoredTensor
 from ckpt_tools.errors import CkptError, MalformedError, UnsupportedError
@@ -16,7 +16,13 @@ from ckpt_tools.formats.foreign import pieces_in, refuse_deepspeed
 from ckpt_tools.formats.sharded.geometry import region_of
 from ckpt_tools.formats.state_dict.leaf import TensorLeaf
 from ckpt_tools.formats.state_dict.leaves import Place, tree_leaves, with_references
-from ckpt_tools.serialization.pickle.sharded_tensors import DTensorPart, Mesh, Part, PartReader, ShardedTensorPart
+from ckpt_tools.serialization.pickle.sharded_tensors import (
+    DTensorPart,
+    PartReader,
+    SavedMesh,
+    ShardedTensorPart,
+    TensorPart,
+)
 from ckpt_tools.serialization.torch_archive import TorchArchive
 from ckpt_tools.serialization.torch_zip import open_archive
 from ckpt_tools.stores.source import Source
@@ -48,7 +54,7 @@ class RankFile:
     kind: str | None
     rank: int | None
     ranks: frozenset[int]
-    mesh: Mesh | None
+    mesh: SavedMesh | None
     tensors: Mapping[TreePath, Held]
     objects: Mapping[TreePath, Any]
     inner: Mapping[StateKey, TensorLeaf]
@@ -78,9 +84,9 @@ def read_rank_file(source: Source, path: str) -> RankFile:
             if (held := found.held(value)) is not None:
                 tensors[leaf] = held
             else:
-                objects[leaf] = with_references(value, Place(archive, path), f"{path}: {dotted(leaf)}", inner)
+                objects[leaf] = with_references(value, Place(archive, path), f"{path}: {join_path(leaf)}", inner)
         except CkptError as error:
-            error.path, error.key = error.path or path, error.key or dotted(leaf)
+            error.path, error.key = error.path or path, error.key or join_path(leaf)
             raise
     kind = next(iter(found.kinds), None)
     return RankFile(path, kind, found.rank, frozenset(found.ranks), found.mesh, tensors, objects, inner)
@@ -95,7 +101,7 @@ class _Found:
         self.kinds: dict[str, None] = {}
         self.rank: int | None = None
         self.ranks: set[int] = set()
-        self.mesh: Mesh | None = None
+        self.mesh: SavedMesh | None = None
 
     def held(self, value: Any) -> Held | None:
         """The rank's part of the tensor that a leaf is; None for an object."""
@@ -106,7 +112,7 @@ class _Found:
                 raise UnsupportedError(f"a {value.wrapper} cannot be read; save plain tensors")
             whole = (Box.whole(value.shape), (0,) * len(value.shape), value)
             return self._held(value.shape, value.dtype, [whole])
-        part = self._parts.read(value)
+        part = self._parts.read_part(value)
         if part is not None:
             self._note(part)
             return replace(self._held(part.shape, part.dtype, _pieces(part)), is_cut=True, members=part.members)
@@ -115,7 +121,7 @@ class _Found:
             raise UnsupportedError(f"it holds {inner} inside an object, which is not supported")
         return None
 
-    def _note(self, part: Part) -> None:
+    def _note(self, part: TensorPart) -> None:
         """The rank whose file it is; one file is of one rank."""
         self.kinds.setdefault("DTensor" if isinstance(part, DTensorPart) else "ShardedTensor")
         if self.rank is not None and self.rank != part.rank:
@@ -140,7 +146,7 @@ class _Found:
         item, extents = local.dtype.item_bytes, box.shape
         first = local.storage_offset + sum(n * stride for n, stride in zip(at, local.strides, strict=True))
         reach = sum((n - 1) * stride for n, stride in zip(extents, local.strides, strict=True)) + 1 if box.numel else 0
-        start = self._archive.storage_range(storage.key)[0] + first * item
+        start = self._archive.locate_storage(storage.key)[0] + first * item
         strides = None if is_row_major(extents, local.strides) else local.strides
         return Shard(box, ByteRange(self._archive.path, start, start + reach * item), strides)
 
@@ -154,7 +160,7 @@ _Piece = tuple[Box, Shape, StoredTensor]
 """A box of the whole tensor, where it begins in the local tensor, and the local tensor."""
 
 
-def _pieces(part: Part) -> Iterator[_Piece]:
+def _pieces(part: TensorPart) -> Iterator[_Piece]:
     """The boxes that have elements."""
     if isinstance(part, ShardedTensorPart):
         for offsets, local in part.locals:

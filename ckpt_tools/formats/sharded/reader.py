@@ -11,21 +11,21 @@ from typing import Any
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.manifest import (
     WEIGHT,
-    Equal,
+    EqualPair,
     Kind,
     Manifest,
     ParamGroup,
     StateKey,
     TensorEntry,
     TreePath,
-    dotted,
+    join_path,
 )
-from ckpt_tools.core.notes import Note, Outcome, not_part
+from ckpt_tools.core.notes import Note, Outcome, note_unrelated_files
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.shards import Shard, ShardTable
-from ckpt_tools.core.step_claims import StepClaim, rank_claims
-from ckpt_tools.core.value_refs import references, replaced
-from ckpt_tools.core.wording import count, listed, of_ranks
+from ckpt_tools.core.step_claims import StepClaim, make_rank_claims
+from ckpt_tools.core.value_refs import iter_tensor_refs, replace_tensor_refs
+from ckpt_tools.core.wording import format_count, format_ranks, join_names
 from ckpt_tools.errors import CkptError, MalformedError
 from ckpt_tools.formats.foreign import FLAT_PARAMETERS, refuse_weights
 from ckpt_tools.formats.sharded.items import RANK, Checkpoint, Item, read_checkpoint_files, without_world
@@ -67,7 +67,7 @@ def read(source: Source, options: ReadOptions) -> Manifest:
     _check_config(source, found)
     # The flat parameters of FSDP1, before their pieces are found not to fit.
     paths = (path for item in found.items for file in item.files.values() for path in file.tensors)
-    refuse_weights(dotted(path) for path in paths if str(path[-1]).rpartition(".")[2] in FLAT_PARAMETERS)
+    refuse_weights(join_path(path) for path in paths if str(path[-1]).rpartition(".")[2] in FLAT_PARAMETERS)
     labels = [item.label for item in found.items]
     refuse_several_of_ranks(labels, model_key=options.model_key, optim_key=options.optim_key)
     tree = _Tree(source, found)
@@ -93,7 +93,13 @@ def read(source: Source, options: ReadOptions) -> Manifest:
     origin = tree.origin(manifest)
     notes = (*manifest.notes, *tree.notes, *_notes_of_others(source, found))
     literals = {**manifest.literals, **origin.literals()}
-    return replace(manifest, notes=notes, literals=literals, must_equal=tuple(tree.must_equal), steps=tuple(tree.steps))
+    return replace(
+        manifest,
+        notes=notes,
+        literals=literals,
+        must_equal=tuple(tree.must_equal),
+        step_claims=tuple(tree.steps),
+    )
 
 
 def own_files(source: Source, manifest: Manifest) -> frozenset[str]:
@@ -117,7 +123,7 @@ def _check_config(source: Source, found: Checkpoint) -> None:
     world = config.get("world_size") if isinstance(config, dict) else None
     if world != len(found.ranks):
         raise MalformedError(
-            f"it says world_size {world}, but the files are of {count(len(found.ranks), 'rank')}", path=path
+            f"it says world_size {world}, but the files are of {format_count(len(found.ranks), 'rank')}", path=path
         )
 
 
@@ -137,7 +143,7 @@ def _refuse_others_in_place(found: Checkpoint, manifest: Manifest) -> None:
     if not is_small and any(key.slot == WEIGHT for key in manifest.tensors):
         return
     names = sorted(file.path for item in models or found.items for file in item.files.values())
-    raise MalformedError(f"no weights of a model are in {listed(names)}; is another file there under its name?")
+    raise MalformedError(f"no weights of a model are in {join_names(names)}; is another file there under its name?")
 
 
 _SMALL = frozenset(("rng", "lr_scheduler"))
@@ -151,7 +157,7 @@ def _notes_of_others(source: Source, found: Checkpoint) -> Iterable[Note]:
         from ckpt_tools.trainers.run_folders import files_of_others
 
         elsewhere = files_of_others(source.files, found.files)
-        yield from (not_part(path) for path in others if path not in elsewhere)
+        yield from (note_unrelated_files(path) for path in others if path not in elsewhere)
 
 
 def _small_files(source: Source, folder: str) -> dict[str, str]:
@@ -182,7 +188,7 @@ class _Tree:
     notes: list[Note] = field(default_factory=list)
     own: set[str] = field(default_factory=set)
     unread: dict[str, str] = field(default_factory=dict)
-    must_equal: list[Equal] = field(default_factory=list)
+    must_equal: list[EqualPair] = field(default_factory=list)
     steps: list[StepClaim] = field(default_factory=list)
     _whole: set[str] = field(default_factory=set)
     _homes: dict[str, str] = field(default_factory=dict)
@@ -190,8 +196,8 @@ class _Tree:
     def add(self, item: Item) -> None:
         first = next(iter(item.files.values()))
         for file in item.files.values():
-            counts = {dotted(path): value for path, value in file.objects.items() if _counts_steps(path)}
-            self.steps += rank_claims(file.path, counts, counts)
+            counts = {join_path(path): value for path, value in file.objects.items() if _counts_steps(path)}
+            self.steps += make_rank_claims(file.path, counts, counts)
         if self._is_extra(item):
             self._homes[""] = item.template
             self._add_extra(item, first)
@@ -222,10 +228,10 @@ class _Tree:
         for rank, file in item.files.items():
             for path, value in file.objects.items():
                 where = (*prefix, *path)
-                if dotted(where) not in self.paths:
+                if join_path(where) not in self.paths:
                     self._put_object(where, value, file)
                 elif rank and not _equal(value, item, path):
-                    differing.append(dotted(path))
+                    differing.append(join_path(path))
         why = "the ranks differ, and those of rank 0 are taken"
         self.notes += [Note(Outcome.DROPPED, f"other values of {name}", why) for name in differing]
 
@@ -254,16 +260,17 @@ class _Tree:
         for other, leaf in zip(others, leaves[1:], strict=True):
             is_same = self._are_same(cuts[first], cuts[other])
             if is_same is None:
-                what = f"{dotted(path)} of {of_ranks(first)} and of {of_ranks(other)}"
+                what = f"{join_path(path)} of {format_ranks(first)} and of {format_ranks(other)}"
                 one, two = (
                     TensorEntry(each.shape, each.dtype, Kind.PARAMETER, each.shards) for each in (leaves[0], leaf)
                 )
-                self.must_equal.append(Equal(what, one, two))
-            elif not is_same and dotted(path).rpartition(".")[2] in PER_RANK:
-                differing.append(dotted(path))
+                self.must_equal.append(EqualPair(what, one, two))
+            elif not is_same and join_path(path).rpartition(".")[2] in PER_RANK:
+                differing.append(join_path(path))
             elif not is_same:
                 unlike[path] = (
-                    f"{of_ranks(first)} and {of_ranks(other)} hold different values of it, and no placement says how "
+                    f"{format_ranks(first)} and {format_ranks(other)} hold different values of it, and no placement "
+                    f"says how "
                     "these make one tensor; save it as a DTensor on one mesh of all of them"
                 )
         return leaves[0], part.is_cut
@@ -275,7 +282,7 @@ class _Tree:
             for shard, checksum in zip(each.shards, each.checksums, strict=True):
                 known = taken.setdefault((shard.box.start, shard.box.stop), (shard, checksum))
                 if None not in (known[1], checksum) and known[1] != checksum:
-                    differing.append(dotted(path))
+                    differing.append(join_path(path))
         return taken
 
     def _are_same(self, cut: _Cut, other: _Cut) -> bool | None:
@@ -304,15 +311,15 @@ class _Tree:
             elif not self._is_agreed(path, item):
                 own[top].append("values that differ between the ranks")
         for path in (*first.tensors, *first.objects):
-            where = path if dotted(path) not in self.paths else (item.label, *path)
+            where = path if join_path(path) not in self.paths else (item.label, *path)
             if str(path[0]) in own or (path == ("lr_scheduler",) and first.objects.get(path, "") is None):
                 continue
             if held := first.tensors.get(path):
                 self.tensors[self._put(where)] = _leaf(path, held, held.shards)
-                self._whole.add(dotted(where))
+                self._whole.add(join_path(where))
             else:
                 self._put_object(where, first.objects[path], first)
-            self.own.add(dotted(where))
+            self.own.add(join_path(where))
         for top, what in own.items():
             why = f"each rank has its own {what[0]}, which cannot be given to other ranks"
             self.notes.append(Note(Outcome.DROPPED, f"{top} of {item.label}", why))
@@ -327,11 +334,11 @@ class _Tree:
 
     def _put_object(self, path: TreePath, value: Any, file: RankFile) -> None:
         self.objects[self._put(path)] = value
-        self.inner |= {ref.key: file.inner[ref.key] for ref in references(value)}
+        self.inner |= {ref.key: file.inner[ref.key] for ref in iter_tensor_refs(value)}
 
     def _put(self, path: TreePath) -> str:
         """Add a path, whose name in the tree it returns."""
-        name = dotted(path)
+        name = join_path(path)
         if name in self.paths:
             raise MalformedError("two entries of the tree have this name", key=name)
         self.paths[name] = path
@@ -361,7 +368,7 @@ class _Tree:
             any(map(_is_numbered, files)),
             mesh.device_type if mesh is not None else None,
             dim_name,
-            tuple(sorted(dotted(self.paths[name][depth:]) for name in self._whole if not self._is_state(name))),
+            tuple(sorted(join_path(self.paths[name][depth:]) for name in self._whole if not self._is_state(name))),
             {name: self.source.read_all(path, limit_bytes=MAX_BESIDE_BYTES) for path, name in small.items()},
         )
 
@@ -386,7 +393,7 @@ def _check_same(path: TreePath, held: Mapping[int, Held], item: Item) -> None:
     for rank, other in others:
         if (other.shape, other.dtype, other.is_cut) != (one.shape, one.dtype, one.is_cut):
             message = f"rank {first} has it as {_described(one)}, and rank {rank} as {_described(other)}"
-            raise MalformedError(message, path=item.files[rank].path, key=dotted(path))
+            raise MalformedError(message, path=item.files[rank].path, key=join_path(path))
 
 
 def _described(held: Held) -> str:
@@ -398,7 +405,7 @@ def _leaf(path: TreePath, held: Held, shards: Iterable[Shard]) -> TensorLeaf:
     try:
         return TensorLeaf(held.shape, held.dtype, ShardTable.build(held.shape, held.dtype, list(shards)))
     except CkptError as error:
-        raise type(error)(error.message, path=error.path, key=dotted(path)) from error
+        raise type(error)(error.message, path=error.path, key=join_path(path)) from error
 
 
 def _equal(value: Any, item: Item, path: TreePath) -> bool:
@@ -406,5 +413,5 @@ def _equal(value: Any, item: Item, path: TreePath) -> bool:
     first = next(file.objects[path] for file in item.files.values() if path in file.objects)
     if value is first:
         return True
-    mine, other = (dumps(replaced(each, lambda ref: str(ref.key.slot))) for each in (value, first))
+    mine, other = (dumps(replace_tensor_refs(each, lambda ref: str(ref.key.slot))) for each in (value, first))
     return mine == other

@@ -20,15 +20,15 @@ import numpy as np
 
 from ckpt_tools.core.boxes import Box, Shape, contiguous_strides
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.layout import FileCache, FileLayout, FileSpec, Layout, LazyFile, Literal, Payload, Segment
-from ckpt_tools.core.loading import braced, quoted
+from ckpt_tools.core.layout import FileLayout, FileLayoutCache, FileSpec, Layout, LazyFile, Literal, Payload, Segment
+from ckpt_tools.core.loading import escape_braces, quote_literal
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, StateKey, StateTree, TreePath
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.options import WriteOptions
-from ckpt_tools.core.rank_limits import check_elements
-from ckpt_tools.core.value_refs import replaced
+from ckpt_tools.core.rank_limits import check_ranks_by_elements
+from ckpt_tools.core.value_refs import replace_tensor_refs
 from ckpt_tools.core.values import StorageRef, StoredTensor
-from ckpt_tools.core.wording import count, listed
+from ckpt_tools.core.wording import format_count, join_names
 from ckpt_tools.errors import IncompleteError
 from ckpt_tools.formats.sharded.geometry import region_of
 from ckpt_tools.formats.sharded.items import RANK, WORLD
@@ -38,8 +38,8 @@ from ckpt_tools.formats.state_dict.build import Entries, entries_of, is_model_on
 from ckpt_tools.formats.state_dict.frozen_or_buffer import guess_notes, untrained
 from ckpt_tools.formats.state_dict.param_numbers import BUFFER_NAMES
 from ckpt_tools.formats.torch.files import Branch, as_lists, put_leaf
-from ckpt_tools.serialization.pickle.sharded_tensors import MeshRecord, Shard, dtensor_record
-from ckpt_tools.serialization.torch_zip import archive_segments, root_of
+from ckpt_tools.serialization.pickle.sharded_tensors import PickledMesh, ShardPlacement, make_dtensor_record
+from ckpt_tools.serialization.torch_zip import get_archive_root, make_archive_segments
 from ckpt_tools.trainers.accelerate import SCHEDULER
 from ckpt_tools.trainers.verl import CONFIG
 
@@ -53,7 +53,7 @@ DEVICE = "cuda"
 
 
 def layout(manifest: Manifest, options: WriteOptions) -> Layout:
-    check_elements(manifest, options.world_size)
+    check_ranks_by_elements(manifest, options.world_size)
     origin = origin_of(manifest) if manifest.format == "sharded" else None
     tree = manifest.tree if origin is not None and manifest.tree is not None else TREE
     origin = origin or VERL
@@ -76,7 +76,7 @@ def _whole(manifest: Manifest, origin: Origin, world_size: int) -> tuple[frozens
     if origin is VERL and trained != names:
         raise IncompleteError("a parameter group names it, but there is no such weight", key=min(names - trained))
     found = {key.fqn for key, entry in manifest.tensors.items() if key.slot == WEIGHT and not _can_be_cut(entry.shape)}
-    found |= {key.fqn for key in manifest.of_kind(Kind.BUFFER)}
+    found |= {key.fqn for key in manifest.select_kinds(Kind.BUFFER)}
     if origin is not VERL and (manifest.world_size != 1 or world_size == 1):  # plain tensors of one rank do not show it
         return frozenset(found | set(origin.whole)), []
     if not trained:
@@ -90,7 +90,7 @@ def _can_be_cut(shape: Shape) -> bool:
 
 
 def _made_up(manifest: Manifest, origin: Origin, whole: frozenset[str]) -> Iterator[Note]:
-    is_cut = any(key.fqn not in whole for key in manifest.of_kind(Kind.PARAMETER))
+    is_cut = any(key.fqn not in whole for key in manifest.select_kinds(Kind.PARAMETER))
     if is_cut and origin.device_type is None:
         why = f"the source has none; it is one of {DEVICE} whose dim is called {FSDP}, as verl's is"
         yield Note(Outcome.DEFAULTED, "the device mesh", why)
@@ -142,7 +142,7 @@ class _Files:
     def of_ranks(self) -> Iterator[FileSpec]:
         for label, template in self._templates.items():
             if label in self._labels:
-                cache = FileCache(partial(self._file, label, template))
+                cache = FileLayoutCache(partial(self._file, label, template))
                 for rank in range(self._world):
                     made = self._file(label, template, rank)
                     yield LazyFile(made.path, made.size_bytes, rank, cache)
@@ -153,7 +153,7 @@ class _Files:
                 yield FileLayout(path, (Literal(data),))
         if "lr_scheduler" in self._left:
             value = self._manifest.extra["lr_scheduler"]
-            yield FileLayout(SCHEDULER, tuple(archive_segments(value, {})))
+            yield FileLayout(SCHEDULER, tuple(make_archive_segments(value, {})))
         if CONFIG in self._origin.beside or self._origin is VERL:
             content = {**_config(self._origin), "FSDP_version": 2, "world_size": self._world}
             yield FileLayout(CONFIG, (Literal(json.dumps(content, indent=4).encode()),))
@@ -168,8 +168,8 @@ class _Files:
         """Entries that the files have no place for, and states of random number generators."""
         if self._generators:
             why = "each rank restores its own random number generators, and these are of other ranks"
-            yield Note(Outcome.DROPPED, listed(self._generators), why, len(self._generators))
-        why = f"the files ({listed(list(self._templates.values()))}) have no place for it"
+            yield Note(Outcome.DROPPED, join_names(self._generators), why, len(self._generators))
+        why = f"the files ({join_names(list(self._templates.values()))}) have no place for it"
         yield from (Note(Outcome.DROPPED, name, why) for name in self._left if name != "lr_scheduler")
 
     def _file(self, label: str, template: str, rank: int) -> FileLayout:
@@ -183,12 +183,12 @@ class _Files:
         value = as_lists(root)
         self._name_parameters(value, label)
         file = _file_name(template, rank, self._world)
-        return FileLayout(file, tuple(archive_segments(value, tensors.segments, root=root_of(file))))
+        return FileLayout(file, tuple(make_archive_segments(value, tensors.segments, root=get_archive_root(file))))
 
     def _value(self, name: str, tensors: _RankTensors) -> Any:
         if name not in self._entries.objects:
             return tensors.part(self._entries.tensors[self._entries.aliases.get(name, name)])
-        return replaced(self._entries.objects[name], lambda ref: tensors.whole(ref.key))
+        return replace_tensor_refs(self._entries.objects[name], lambda ref: tensors.whole(ref.key))
 
     def _name_parameters(self, value: Any, label: str) -> None:
         """Names beside the numbers: torch keeps them where an optimizer is made of named parameters."""
@@ -211,15 +211,18 @@ def loading(path: str, manifest: Manifest, layout: Layout, options: WriteOptions
     }
     written = {file.path for file in layout.files}
     lines = [
-        f"import torch, torch.distributed.tensor  # in each of {count(world, 'rank')}, its process group initialized"
+        f"import torch, torch.distributed.tensor  # in each of {format_count(world, 'rank')}, its process group "
+        f"initialized"
     ]
     for label, template in _templates(origin or VERL).items():
         if _file_name(template, 0, world) in written:
-            marked = braced(f"{path}/") + re.sub(_RANK_BRACED, r"{\1}", braced(template.replace(WORLD, str(world))))
+            marked = escape_braces(f"{path}/") + re.sub(
+                _RANK_BRACED, r"{\1}", escape_braces(template.replace(WORLD, str(world)))
+            )
             if label in names:
-                lines.append(f"{names[label]} = torch.load(f{quoted(marked)}, weights_only=True)")
+                lines.append(f"{names[label]} = torch.load(f{quote_literal(marked)}, weights_only=True)")
             else:  # objects of classes, which only an executed pickle makes
-                lines.append(f"# the other entries: ckpt_tools.open({quoted(path)}).extras")
+                lines.append(f"# the other entries: ckpt_tools.open({quote_literal(path)}).extras")
     return "\n".join(lines)
 
 
@@ -248,7 +251,7 @@ def _file_name(template: str, rank: int, world: int) -> str:
 def _numbers(manifest: Manifest) -> tuple[int, ...]:
     """The numbers of the optimizer's parameters; none if a parameter with state is in no group."""
     names = [name for group in manifest.groups for name in group.params]
-    is_known = {key.fqn for key in manifest.of_kind(Kind.STATE)} <= {*names}
+    is_known = {key.fqn for key in manifest.select_kinds(Kind.STATE)} <= {*names}
     return tuple(range(len(names))) if is_known else ()
 
 
@@ -262,7 +265,7 @@ class _RankTensors:
     _rank: int
     _world: int
     _made: dict[StateKey, Any] = field(default_factory=dict)
-    _mesh: MeshRecord | None = None
+    _mesh: PickledMesh | None = None
     segments: dict[str, list[Segment]] = field(default_factory=dict)
 
     def part(self, key: StateKey) -> Any:
@@ -272,10 +275,10 @@ class _RankTensors:
         if not is_state or key.fqn in self._whole or not _can_be_cut(entry.shape):
             return self.whole(key)
         if key not in self._made:
-            region = region_of(entry.shape, (self._world,), (self._rank,), (Shard(0),))
+            region = region_of(entry.shape, (self._world,), (self._rank,), (ShardPlacement(0),))
             payload = [Payload(key, box, entry.shape, entry.dtype) for box, _ in region.boxes]
             local = self._stored(region.shape, entry.dtype, list(payload))
-            self._made[key] = dtensor_record(entry.shape, entry.dtype, self._mesh_record(), local)
+            self._made[key] = make_dtensor_record(entry.shape, entry.dtype, self._mesh_record(), local)
         return self._made[key]
 
     def whole(self, key: StateKey) -> Any:
@@ -285,16 +288,16 @@ class _RankTensors:
             self._made[key] = self._stored(entry.shape, entry.dtype, [payload])
         return self._made[key]
 
-    def _mesh_record(self) -> MeshRecord:
+    def _mesh_record(self) -> PickledMesh:
         if self._mesh is None:
             data = np.arange(self._world, dtype="<i4").tobytes()
             ranks = self._stored((self._world,), DType.INT32, [Literal(data)])
             device, dim = self._origin.device_type, self._origin.dim_name
             names = (DEVICE, FSDP) if device is None else (device, dim)
-            self._mesh = MeshRecord.of(self._rank, self._world, *names, ranks)
+            self._mesh = PickledMesh.of(self._rank, self._world, *names, ranks)
         return self._mesh
 
     def _stored(self, shape: Shape, dtype: DType, segments: list[Segment]) -> StoredTensor:
         number, numel = str(len(self.segments)), Box.whole(shape).numel
         self.segments[number] = segments
-        return StoredTensor(StorageRef.holding(number, dtype, numel), dtype, 0, shape, contiguous_strides(shape))
+        return StoredTensor(StorageRef.of_elements(number, dtype, numel), dtype, 0, shape, contiguous_strides(shape))

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckpt_tools.core.literals import literal_number
+from ckpt_tools.core.literals import read_literal_number
 from ckpt_tools.core.manifest import (
     WEIGHT,
     Kind,
@@ -22,12 +22,12 @@ from ckpt_tools.core.manifest import (
     StateTree,
     TensorRef,
     TreePath,
-    dotted,
+    join_path,
 )
 from ckpt_tools.core.notes import Note, Outcome
-from ckpt_tools.core.option_names import option
-from ckpt_tools.core.value_refs import holds_tensors, is_tree, references
-from ckpt_tools.core.wording import count
+from ckpt_tools.core.option_names import format_option
+from ckpt_tools.core.value_refs import has_tensors, is_tree, iter_tensor_refs
+from ckpt_tools.core.wording import format_count
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.state_dict.from_deepspeed import adam_decays_apart, for_torch, user_entries
 
@@ -44,17 +44,17 @@ def chosen_tree(manifest: Manifest, *, model_key: str | None, optim_key: str | N
     if is_model_only(manifest) and (base is None or base.optim is not None or base.extras):
         base = StateTree((), None)
     base = base or APP_TREE
-    if model_key is not None and dotted(base.model) != model_key:
+    if model_key is not None and join_path(base.model) != model_key:
         model = tuple(model_key.split(".")) if model_key else ()
         base = StateTree(model, (*model[:-1], "optim"), base.is_flattened)
-    if optim_key is not None and (base.optim is None or dotted(base.optim) != optim_key):
+    if optim_key is not None and (base.optim is None or join_path(base.optim) != optim_key):
         base = replace(base, optim=tuple(optim_key.split(".")) if optim_key else ())
     return base
 
 
 def is_model_only(manifest: Manifest) -> bool:
     """True if there are only weights and buffers."""
-    return not manifest.groups and not manifest.extra and not manifest.of_kind(Kind.STATE)
+    return not manifest.groups and not manifest.extra and not manifest.select_kinds(Kind.STATE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +115,8 @@ class _EntryCollector:
             self.aliases[self._new((*self.tree.model, alias))] = names[owner]
 
     def add_optimizer(self) -> None:
-        inside = {ref.key for ref in references(list(self.manifest.values.values()))}
-        for key in self.manifest.of_kind(Kind.STATE):
+        inside = {ref.key for ref in iter_tensor_refs(list(self.manifest.values.values()))}
+        for key in self.manifest.select_kinds(Kind.STATE):
             if key not in inside:
                 self._add_state(self._state_path(key), key)
         self._add_empty_state()
@@ -130,7 +130,7 @@ class _EntryCollector:
 
     def _state_path(self, key: StateKey) -> TreePath:
         assert self.tree.optim is not None, "a tree with optimizer state has a place for it"
-        slot = key.slot if self.manifest.tree is None else self.manifest.tree.slot_name(key.slot)
+        slot = key.slot if self.manifest.tree is None else self.manifest.tree.get_slot_name(key.slot)
         if self.tree.is_flattened:
             return (*self.tree.optim, f"state.{key.fqn}.{slot}")
         return (*self.tree.optim, "state", key.fqn, slot)
@@ -143,18 +143,18 @@ class _EntryCollector:
         """
         if self.manifest.tree is not None or self.numbers:
             return
-        state = self.manifest.of_kind(Kind.STATE)
+        state = self.manifest.select_kinds(Kind.STATE)
         known = {key.fqn for key in state}
         other = next((key.fqn for key, entry in state.items() if not entry.shape), None)
         slots = [key for key in state if key.fqn == other]
-        empty = [key for key, entry in self.manifest.of_kind(Kind.PARAMETER).items() if not entry.numel]
+        empty = [key for key, entry in self.manifest.select_kinds(Kind.PARAMETER).items() if not entry.numel]
         empty = [key for key in empty if slots and key.fqn not in known]
         for key in empty:
             for slot in slots:
                 path = self._state_path(StateKey(key.fqn, slot.slot))
                 self._add_tensor(path, key if state[slot].shape else slot)
         if empty:
-            what = f"optimizer state of {count(len(empty), 'empty parameter')}"
+            what = f"optimizer state of {format_count(len(empty), 'empty parameter')}"
             self.notes.append(Note(Outcome.DEFAULTED, what, "the source has none", len(empty)))
 
     def _options(self, number: int, group: ParamGroup) -> Iterator[tuple[TreePath, Any]]:
@@ -178,7 +178,7 @@ class _EntryCollector:
 
     def add_extras(self) -> None:
         root = self.tree.model[:-1]
-        has_optimizer = self.manifest.groups or self.manifest.of_kind(Kind.STATE)
+        has_optimizer = self.manifest.groups or self.manifest.select_kinds(Kind.STATE)
         reserved = (self.tree.model, self.tree.optim if has_optimizer else None)
         extras, notes = user_entries(self.manifest)
         self.notes += notes
@@ -202,19 +202,21 @@ class _EntryCollector:
 
     def _add_leaves(self, path: TreePath, value: Any) -> None:
         for leaf, item in leaves(path, value, whole_values=self.whole_values):
-            missing = [ref.key for ref in references(item) if ref.key not in self.manifest.tensors]
+            missing = [ref.key for ref in iter_tensor_refs(item) if ref.key not in self.manifest.tensors]
             if missing:
-                self.notes.append(Note(Outcome.DROPPED, dotted(leaf), "its tensor is not selected", asked=True))
+                self.notes.append(Note(Outcome.DROPPED, join_path(leaf), "its tensor is not selected", asked=True))
             elif isinstance(item, TensorRef):
                 self._add_tensor(leaf, item.key)
             elif isinstance(item, _EmptyDict):
-                self.notes.append(Note(Outcome.DROPPED, dotted(leaf), "a DCP cannot hold an empty dict"))
+                self.notes.append(Note(Outcome.DROPPED, join_path(leaf), "a DCP cannot hold an empty dict"))
             else:
                 self.objects[self._new(leaf)] = item
 
     def _add_state(self, path: TreePath, key: StateKey) -> None:
         """State that a tree kept as a plain number is a plain number again."""
-        number = literal_number(self.manifest, self.manifest.tensors[key]) if self.manifest.tree is not None else None
+        number = (
+            read_literal_number(self.manifest, self.manifest.tensors[key]) if self.manifest.tree is not None else None
+        )
         if number is None:
             self._add_tensor(path, key)
         else:
@@ -230,10 +232,11 @@ class _EntryCollector:
         match path[len(state) :] if self.numbers and path[: len(state)] == state else ():
             case (str(fqn), *slot) if fqn in self.numbers:
                 path = (*state, str(self.numbers[fqn]), *slot)
-        name = dotted(path)
+        name = join_path(path)
         if name in self.paths:
             raise UnsupportedError(
-                f"two entries of the tree would have this name; choose others with {option('model_key')}", key=name
+                f"two entries of the tree would have this name; choose others with {format_option('model_key')}",
+                key=name,
             )
         if len(self.paths) == MAX_ENTRIES:
             raise UnsupportedError(f"more than {MAX_ENTRIES:,} entries are too many for a checkpoint")
@@ -242,8 +245,11 @@ class _EntryCollector:
 
     def unused(self) -> Iterator[Note]:
         """Tensors that no entry refers to."""
-        used = {*self.tensors.values(), *(ref.key for value in self.objects.values() for ref in references(value))}
-        for key in self.manifest.of_kind(Kind.EXTRA):
+        used = {
+            *self.tensors.values(),
+            *(ref.key for value in self.objects.values() for ref in iter_tensor_refs(value)),
+        }
+        for key in self.manifest.select_kinds(Kind.EXTRA):
             if key not in used:
                 yield Note(Outcome.DROPPED, str(key), "no entry of the checkpoint refers to it")
 
@@ -255,7 +261,7 @@ class _EmptyDict:
 def leaves(path: TreePath, value: Any, *, whole_values: bool = False) -> Iterator[tuple[TreePath, Any]]:
     """The leaves of ``value`` as DCP takes it apart, an empty dict as ``_EmptyDict``; if ``whole_values``, as files of
     torch are taken apart."""
-    if whole_values and isinstance(value, dict) and not (is_tree(value) or holds_tensors(value)):
+    if whole_values and isinstance(value, dict) and not (is_tree(value) or has_tensors(value)):
         yield path, value
     elif isinstance(value, dict):
         if not value:

@@ -24,8 +24,8 @@ from dataclasses import dataclass
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, TensorEntry
 from ckpt_tools.core.notes import Note, Outcome
-from ckpt_tools.core.option_names import option
-from ckpt_tools.core.wording import listed
+from ckpt_tools.core.option_names import format_option
+from ckpt_tools.core.wording import join_names
 
 _DEEPSPEED_FORMATS = ("zero", "universal")
 
@@ -71,11 +71,11 @@ def untrained(manifest: Manifest, trained: Collection[str]) -> Untrained:
 def guess_notes(guessed: Collection[str], frozen: Collection[str], buffers: Collection[str]) -> list[Note]:
     """Notes on names that only rules 4 and 5 decided."""
     why = "the source does not distinguish frozen parameters, tied names and buffers; they were guessed, and "
-    why += f"{option('buffers')} says which are buffers"
+    why += f"{format_option('buffers')} says which are buffers"
     notes = []
     for what, group in (("frozen parameters", frozen), ("buffers", buffers)):
         if names := [name for name in guessed if name in group]:
-            notes.append(Note(Outcome.DEFAULTED, f"{listed(names)} taken as {what}", why, len(names)))
+            notes.append(Note(Outcome.DEFAULTED, f"{join_names(names)} taken as {what}", why, len(names)))
     return notes
 
 

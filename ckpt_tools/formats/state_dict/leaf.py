@@ -44,7 +44,7 @@ def ties_among(tensors: Mapping[str, TensorLeaf]) -> dict[str, str]:
         table = tensor.shards
         if table.num_bytes:
             # A transposed view begins at the same byte.
-            key = (table.byte_range(0), table.shape, table.dtype, tuple(table.stride(0)))
+            key = (table.get_byte_range(0), table.shape, table.dtype, tuple(table.get_strides(0)))
             owner = owners.setdefault(key, fqn)
             if owner != fqn and _are_same(table, tensors[owner].shards):
                 ties[fqn] = owner

@@ -8,16 +8,16 @@ from typing import Any
 
 from ckpt_tools.core.manifest import StateKey, TensorRef
 from ckpt_tools.core.names import is_extra_state
-from ckpt_tools.core.value_refs import extracted, holds_tensors, is_tree
+from ckpt_tools.core.value_refs import has_tensors, is_tree, replace_stored_tensors
 from ckpt_tools.core.values import StoredTensor
-from ckpt_tools.core.wording import count
+from ckpt_tools.core.wording import format_count
 from ckpt_tools.errors import MalformedError, UnsupportedError
 from ckpt_tools.formats.foreign import holds_storage, objects_in
 from ckpt_tools.formats.state_dict.leaf import TensorLeaf
 from ckpt_tools.formats.state_dict.parse import Leaves, TreePath
-from ckpt_tools.serialization.pickle.sharded_tensors import Part, PartReader, ShardedTensorPart
+from ckpt_tools.serialization.pickle.sharded_tensors import PartReader, ShardedTensorPart, TensorPart
 from ckpt_tools.serialization.torch_archive import TorchArchive
-from ckpt_tools.serialization.unread_tensors import why_unread
+from ckpt_tools.serialization.unread_tensors import explain_unreadable
 
 MAX_TREE_DEPTH = 100
 """Dicts in dicts; recursion must end."""
@@ -36,10 +36,10 @@ class Place:
 
     def leaf(self, tensor: StoredTensor) -> TensorLeaf:
         """Raises UnsupportedError if it is not a plain tensor."""
-        reason = why_unread(tensor)
+        reason = explain_unreadable(tensor)
         if reason is not None or tensor.storage is None:
             raise UnsupportedError(reason or "it has no elements")
-        start, _ = self.archive.storage_range(tensor.storage.key)
+        start, _ = self.archive.locate_storage(tensor.storage.key)
         return TensorLeaf.of(tensor, self.file, self.start + start)
 
 
@@ -62,12 +62,14 @@ def with_references(value: Any, place: Place, name: str, inner: dict[StateKey, T
 
     try:
         if holds_storage(value):
-            reasons = (why_unread(each) for each in objects_in(value) if holds_storage(each.args))
+            reasons = (explain_unreadable(each) for each in objects_in(value) if holds_storage(each.args))
             alone = "it is a storage without a tensor, which cannot be read"
             raise UnsupportedError(next(filter(None, reasons), alone))
-        referring = extracted(value, refer)
+        referring = replace_stored_tensors(value, refer)
     except UnsupportedError as error:
-        raise UnsupportedError(why_unread(value) or f"it holds {error.message.removeprefix('it is ')}") from error
+        raise UnsupportedError(
+            explain_unreadable(value) or f"it holds {error.message.removeprefix('it is ')}"
+        ) from error
     inner |= found
     return referring
 
@@ -99,7 +101,7 @@ def tree_leaves(value: Any, path: TreePath, file: str, *, whole_values: bool = F
 
 def _is_object(value: dict[Any, Any], path: TreePath) -> bool:
     is_option = path[-3:-2] == ("param_groups",)
-    return path[-1] != "state" and (is_option or not is_tree(value)) and not holds_tensors(value)
+    return path[-1] != "state" and (is_option or not is_tree(value)) and not has_tensors(value)
 
 
 def _state_leaves(state: dict[Any, Any], path: TreePath, file: str) -> Iterator[tuple[TreePath, Any]]:
@@ -169,22 +171,23 @@ class FoundLeaves:
         """The tensor that a leaf of ``item`` is; None for an object. Raises UnsupportedError for a part of a tensor."""
         if isinstance(value, StoredTensor) or type(value) in _PLAIN:
             return value if isinstance(value, StoredTensor) else None
-        part = self._parts.read(value)
+        part = self._parts.read_part(value)
         whole = None if part is None else _whole(part)
-        parts = (part,) if part is not None else map(self._parts.read, objects_in(value))
+        parts = (part,) if part is not None else map(self._parts.read_part, objects_in(value))
         cut = next((each for each in parts if each is not None and _whole(each) is None), None)
         if cut is not None:
             kind = "ShardedTensor" if isinstance(cut, ShardedTensorPart) else "DTensor"
             what = "it is" if cut is part else "it holds"
             raise UnsupportedError(
-                f"{what} the part of rank {cut.rank} of a {kind} of {count(len(cut.ranks), 'rank')}, and its item "
+                f"{what} the part of rank {cut.rank} of a {kind} of {format_count(len(cut.ranks), 'rank')}, and its "
+                f"item "
                 f"{item!r} holds what one rank pickled, without the other parts; save it as an entry of a dict, with "
                 "flatten_state_dict=True (the default)"
             )
         return whole
 
 
-def _whole(part: Part) -> StoredTensor | None:
+def _whole(part: TensorPart) -> StoredTensor | None:
     """The local tensor if it is the whole one, as on a mesh of one rank, or if it is replicated."""
     if isinstance(part, ShardedTensorPart):
         offsets, local = part.locals[0] if len(part.locals) == 1 else ((1,), None)

@@ -17,7 +17,7 @@ SLOTS = frozenset(
 
 def with_masters(manifest: Manifest) -> Manifest:
     """The manifest whose masters have the slot ``MASTER``, and whose tree says what they are called there."""
-    found = [key for key in manifest.of_kind(Kind.STATE) if key.slot in SLOTS and _is_master(manifest, key)]
+    found = [key for key in manifest.select_kinds(Kind.STATE) if key.slot in SLOTS and _is_master(manifest, key)]
     if manifest.tree is None or not found:
         return manifest
     slot = found[0].slot

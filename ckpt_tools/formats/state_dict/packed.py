@@ -17,7 +17,7 @@ from ckpt_tools.core.boxes import contiguous_strides
 from ckpt_tools.core.manifest import Kind, Manifest, StateKey, StateTree, TensorRef, TreePath
 from ckpt_tools.core.names import is_extra_state
 from ckpt_tools.core.options import ReadOptions
-from ckpt_tools.core.value_refs import extracted, replaced
+from ckpt_tools.core.value_refs import replace_stored_tensors, replace_tensor_refs
 from ckpt_tools.core.values import StorageRef, StoredTensor
 from ckpt_tools.errors import MalformedError
 from ckpt_tools.formats.state_dict.build import Entries
@@ -25,7 +25,7 @@ from ckpt_tools.formats.state_dict.leaf import TensorLeaf
 from ckpt_tools.formats.state_dict.parse import MAX_PATH_PARTS, Leaves, manifest_of
 from ckpt_tools.serialization.pickle.dump import dumps_with_storages
 from ckpt_tools.serialization.pickle.load import loads
-from ckpt_tools.serialization.torch_archive import described_storage
+from ckpt_tools.serialization.torch_archive import parse_storage_id
 
 OPTIM = "optim"
 TREE = StateTree((), (OPTIM,))
@@ -50,10 +50,10 @@ def packed(manifest: Manifest, entries: Entries) -> Packed:
             choices = chain([base], (f"{base}'{n}" for n in count(1)))
             names[ref.key] = next(each for each in choices if each not in taken)
         entry = manifest.tensors[ref.key]
-        storage = StorageRef.holding(names[ref.key], entry.dtype, entry.numel)
+        storage = StorageRef.of_elements(names[ref.key], entry.dtype, entry.numel)
         return StoredTensor(storage, entry.dtype, 0, entry.shape, contiguous_strides(entry.shape))
 
-    objects = {name: replaced(value, stored) for name, value in entries.objects.items()}
+    objects = {name: replace_tensor_refs(value, stored) for name, value in entries.objects.items()}
     own = [name for name, key in entries.tensors.items() if manifest.tensors[key].kind is Kind.EXTRA]
     data, _ = dumps_with_storages({"paths": dict(entries.paths), "objects": objects, "own": own})
     return Packed(base64.b64encode(data).decode(), {name: key for key, name in names.items()})
@@ -80,7 +80,10 @@ def unpacked(
         if owner not in tensors or alias in tensors or alias in objects:
             raise MalformedError(f"it is tied to {owner!r}, which cannot be", key=alias)
     inside: dict[StateKey, TensorLeaf] = {}
-    objects = {name: extracted(value, lambda found: _refer(found, tensors, inside)) for name, value in objects.items()}
+    objects = {
+        name: replace_stored_tensors(value, lambda found: _refer(found, tensors, inside))
+        for name, value in objects.items()
+    }
     outside = {name: leaf for name, leaf in tensors.items() if _inside_key(name) not in inside}
     names = dict.fromkeys((*outside, *ties))
     paths = {name: path for name, path in paths.items() if name in names or name in objects}
@@ -123,7 +126,7 @@ def _inside_key(name: str) -> StateKey:
 def _parts(text: str, where: str) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """Paths, objects and the names of the user's own tensors, which files of older versions do not list."""
     try:
-        found = loads(base64.b64decode(text, validate=True), path=where, persistent_load=described_storage)
+        found = loads(base64.b64decode(text, validate=True), path=where, persistent_load=parse_storage_id)
     except ValueError as error:
         raise MalformedError(f"its {where} is not valid base64") from error
     paths, objects = [found.get(part) if isinstance(found, dict) else None for part in ("paths", "objects")]

@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckpt_tools.core.boxes import Shape
-from ckpt_tools.core.names import bare_names
-from ckpt_tools.core.notes import ASSUMED_ORDER, Note, Outcome
-from ckpt_tools.core.option_names import option
+from ckpt_tools.core.names import map_to_bare_names
+from ckpt_tools.core.notes import ASSUMED_ORDER_ITEM, Note, Outcome
+from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.param_order import ParamOrder
-from ckpt_tools.core.wording import count, nearest
+from ckpt_tools.core.wording import find_nearest, format_count
 from ckpt_tools.errors import UsageError
 
 BUFFER_NAMES = ("running_mean", "running_var")
@@ -70,7 +70,7 @@ def _in_names_of_model(groups: Sequence[NumberedGroup], parameters: Mapping[str,
     said = [name for group in groups for name in group.names or ()]
     if parameters.keys() >= {*said}:
         return groups
-    bare, owners = bare_names(said), {bare: name for name, bare in bare_names(parameters).items()}
+    bare, owners = map_to_bare_names(said), {bare: name for name, bare in map_to_bare_names(parameters).items()}
     return [replace(each, names=each.names and tuple(owners.get(bare[n], n) for n in each.names)) for each in groups]
 
 
@@ -83,10 +83,11 @@ def notes_of_order(
     numbers = [n for group in groups if group.names is None for n in group.numbers if n in shapes]
     alike = sum(uses[shapes[number]] > 1 for number in numbers)
     why = (
-        f"it numbers them, and {count(alike, 'parameter')} have the shape of another; they are taken to be in the "
-        f"model's order, as in an optimizer made of model.parameters(); {option('param_order')} says another"
+        f"it numbers them, and {format_count(alike, 'parameter')} have the shape of another; they are taken to be in "
+        f"the "
+        f"model's order, as in an optimizer made of model.parameters(); {format_option('param_order')} says another"
     )
-    return (Note(Outcome.KEPT, ASSUMED_ORDER, why, alike),) if alike else ()
+    return (Note(Outcome.KEPT, ASSUMED_ORDER_ITEM, why, alike),) if alike else ()
 
 
 def why_unnamed(
@@ -97,9 +98,10 @@ def why_unnamed(
         return None
     numbers = sum(len(group.numbers) for group in groups)
     return (
-        f"it numbers {count(numbers, 'parameter')}, and the {count(len(parameters), 'tensor')} of the model have other "
+        f"it numbers {format_count(numbers, 'parameter')}, and the {format_count(len(parameters), 'tensor')} of the "
+        f"model have other "
         "shapes, as when transformers 5 splits fused experts on saving; the two cannot be joined yet, so convert with "
-        f"{option('state', 'model')} for the weights alone"
+        f"{format_option('state', 'model')} for the weights alone"
     )
 
 
@@ -135,21 +137,24 @@ def follow_order(
     """
     unknown = next((name for name in order.names if name not in parameters), None)
     if unknown is not None:
-        near = ", ".join(nearest(unknown, list(parameters)))
+        near = ", ".join(find_nearest(unknown, list(parameters)))
         raise UsageError(
-            f"{option('param_order')} names {unknown!r}, which the checkpoint does not hold; nearest are {near}"
+            f"{format_option('param_order')} names {unknown!r}, which the checkpoint does not hold; nearest are {near}"
         )
     numbers = [number for group in groups for number in group.numbers]
     if order.groups is not None:
         said, are = [len(group) for group in order.groups], [len(group.numbers) for group in groups]
         if said != are:
-            raise UsageError(f"{option('param_order')} has groups of {said} names; those of the optimizer have {are}")
+            raise UsageError(
+                f"{format_option('param_order')} has groups of {said} names; those of the optimizer have {are}"
+            )
         return _checked(dict(zip(numbers, order.names, strict=True)), groups, shapes, parameters)
     in_model = match_numbers(groups, shapes, {name: parameters[name] for name in order.names})
     if len(numbers) != len(order.names):
         if in_model is None:
             raise UsageError(
-                f"{option('param_order')} has {len(order.names)} names, and they do not identify the {len(numbers)} "
+                f"{format_option('param_order')} has {len(order.names)} names, and they do not identify the "
+                f"{len(numbers)} "
                 "parameters of the optimizer; list exactly these, in the optimizer's order"
             )
         return in_model
@@ -157,7 +162,8 @@ def follow_order(
     fits = _is_sound(direct, groups, shapes, parameters)
     if in_model is not None and fits and in_model != direct:
         raise UsageError(
-            f"{option('param_order')} fits both as the optimizer's order and as the model's, which differ; write it as "
+            f"{format_option('param_order')} fits both as the optimizer's order and as the model's, which differ; "
+            f"write it as "
             "a JSON list with one list of names for each parameter group of the optimizer"
         )
     return in_model if in_model is not None and not fits else _checked(direct, groups, shapes, parameters)
@@ -173,11 +179,14 @@ def _checked(
         name = found.get(number)
         if name is not None and parameters[name] != shape:
             raise UsageError(
-                f"{option('param_order')} does not fit: state {number} of the optimizer has the shape {list(shape)}, "
+                f"{format_option('param_order')} does not fit: state {number} of the optimizer has the shape "
+                f"{list(shape)}, "
                 f"but {name} has {list(parameters[name])}"
             )
     if not _is_sound(found, groups, shapes, parameters):
-        raise UsageError(f"{option('param_order')} does not fit: the optimizer has states of parameters in no group")
+        raise UsageError(
+            f"{format_option('param_order')} does not fit: the optimizer has states of parameters in no group"
+        )
     return found
 
 

@@ -17,7 +17,7 @@ from functools import reduce
 from typing import Any
 
 from ckpt_tools.core.boxes import Shape
-from ckpt_tools.core.literals import is_number, number_table
+from ckpt_tools.core.literals import is_number, make_number_table
 from ckpt_tools.core.manifest import (
     WEIGHT,
     Kind,
@@ -27,17 +27,17 @@ from ckpt_tools.core.manifest import (
     StateTree,
     TensorEntry,
     TensorRef,
-    dotted,
+    join_path,
 )
 from ckpt_tools.core.manifest import TreePath as TreePath
-from ckpt_tools.core.matching import is_chosen
+from ckpt_tools.core.matching import is_selected
 from ckpt_tools.core.names import is_extra_state
 from ckpt_tools.core.notes import Note, Outcome
-from ckpt_tools.core.option_names import option
+from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.param_order import ParamOrder
-from ckpt_tools.core.value_refs import places, references, replaced
-from ckpt_tools.core.values import Distinct
-from ckpt_tools.core.wording import count, listed
+from ckpt_tools.core.value_refs import iter_ref_paths, iter_tensor_refs, replace_tensor_refs
+from ckpt_tools.core.values import ValueNumbering
+from ckpt_tools.core.wording import format_count, join_names
 from ckpt_tools.errors import CkptError, MalformedError, UnsupportedError, UsageError
 from ckpt_tools.formats.foreign import refuse_weights
 from ckpt_tools.formats.state_dict.leaf import TensorLeaf
@@ -49,7 +49,7 @@ from ckpt_tools.formats.state_dict.param_numbers import (
     notes_of_order,
     why_unnamed,
 )
-from ckpt_tools.serialization.unread_tensors import why_unread
+from ckpt_tools.serialization.unread_tensors import explain_unreadable
 from ckpt_tools.trainers.lightning import TRAINED
 
 MODEL_NAMES = ("model", "module", "state_dict", "model_state_dict")
@@ -191,9 +191,9 @@ def _is_averaged(prefix: TreePath) -> bool:
 def _given(key: str, paths: Mapping[str, TreePath], name: str) -> TreePath:
     prefixes = {path[:length] for path in paths.values() for length in range(len(path) + 1)}
     for prefix in prefixes:
-        if dotted(prefix) == key:
+        if join_path(prefix) == key:
             return prefix
-    raise UsageError(f"{option(name, key)} does not exist in this checkpoint")
+    raise UsageError(f"{format_option(name, key)} does not exist in this checkpoint")
 
 
 def _optim_prefixes(paths: Iterable[TreePath]) -> list[TreePath]:
@@ -202,9 +202,9 @@ def _optim_prefixes(paths: Iterable[TreePath]) -> list[TreePath]:
 
 def choices(key: str, prefixes: Iterable[TreePath]) -> str:
     """The end of a message that refuses several things: their names, and the options that choose each."""
-    names = [dotted(prefix) for prefix in prefixes]
-    options = " or ".join(option(key, name) for name in names[:MAX_CHOICES])
-    return f"({listed(names)}); choose one with {options}"
+    names = [join_path(prefix) for prefix in prefixes]
+    options = " or ".join(format_option(key, name) for name in names[:MAX_CHOICES])
+    return f"({join_names(names)}); choose one with {options}"
 
 
 def _optim_part(path: TreePath) -> TreePath | None:
@@ -309,7 +309,7 @@ def role_of(path: TreePath, tree: Tree, *, is_tensor: bool) -> PathRole:
         return in_optim
     depth = len(tree.model)
     in_model = path[:depth] == tree.model and (len(path) == depth + 1 or (depth > 0 and len(path) > depth))
-    return Weight(dotted(path[depth:])) if in_model and is_tensor else Extra(path)
+    return Weight(join_path(path[depth:])) if in_model and is_tensor else Extra(path)
 
 
 def _in_optim(path: TreePath, optim: TreePath | None) -> State | Option | None:
@@ -317,9 +317,9 @@ def _in_optim(path: TreePath, optim: TreePath | None) -> State | Option | None:
         return None
     match path[len(optim) :]:
         case ("state", fqn, *slot) if slot:
-            return State(str(fqn), dotted(slot))
+            return State(str(fqn), join_path(slot))
         case ("param_groups", int(number), *option) if option:
-            return Option(number, dotted(option))
+            return Option(number, join_path(option))
         case (str(flat),):
             return _flattened(flat)
     return None
@@ -395,10 +395,10 @@ def manifest_of(
     del numels, parameters, integers
     leaves, left = _without_unread(leaves, tree, include, exclude)
     roles = {name: _role(name, leaves, tree) for name in leaves.paths}
-    refuse_weights(dotted(leaves.paths[name]) for name, where in roles.items() if isinstance(where, Weight))
+    refuse_weights(join_path(leaves.paths[name]) for name, where in roles.items() if isinstance(where, Weight))
     aliases, twins = _aliases(ties or {}, roles)
     numbers = {
-        name: number_table(leaves.objects[name], name) for name in leaves.objects if isinstance(roles[name], State)
+        name: make_number_table(leaves.objects[name], name) for name in leaves.objects if isinstance(roles[name], State)
     }
     more = {name: leaves.tensors[owner] for name, owner in twins.items()}
     more |= {name: TensorLeaf((), table.dtype, table) for name, (table, _) in numbers.items()}
@@ -408,7 +408,7 @@ def manifest_of(
     extra, homes = _extras(leaves, roles, tree)
     in_optim = [path for path in leaves.paths.values() if path and path[:-1] == tree.optim]
     is_flattened = any(_flattened(str(path[-1])) for path in in_optim)
-    dropped = (Note(Outcome.DROPPED, listed(sorted(left)), "not selected", len(left), asked=True),) if left else ()
+    dropped = (Note(Outcome.DROPPED, join_names(sorted(left)), "not selected", len(left), asked=True),) if left else ()
     manifest = Manifest(
         format_name,
         _entries(leaves, roles, buffers),
@@ -421,8 +421,8 @@ def manifest_of(
         world_size=world_size,
         tree=StateTree(tree.model, tree.optim, is_flattened, homes, numbers=tree.numbers),
         notes=(*doubts, *notes, *dropped),
-        left_out=left,
-        unplaced=f"{notes[0].what}: {notes[0].why}" if has_optimizer and tree.optim is None else "",
+        unreadable_names=left,
+        unnamed_optimizer=f"{notes[0].what}: {notes[0].why}" if has_optimizer and tree.optim is None else "",
     )
     return with_masters(manifest)
 
@@ -435,20 +435,24 @@ def _without_unread(
     Raises UnsupportedError for one that is chosen.
     """
     where = {name: role_of(path, tree, is_tensor=True) for name, path in leaves.paths.items()}
-    objects = {name: why_unread(v) for name, v in leaves.objects.items() if isinstance(where[name], Weight | State)}
+    objects = {
+        name: explain_unreadable(v) for name, v in leaves.objects.items() if isinstance(where[name], Weight | State)
+    }
     unread = {**leaves.unread, **{name: reason for name, reason in objects.items() if reason is not None}}
     if not unread:
         return leaves, frozenset()
     # A weight by the model's name, all others by their place in the tree.
-    places = {name: (where[name], dotted(leaves.paths[name])) for name in unread}
+    places = {name: (where[name], join_path(leaves.paths[name])) for name in unread}
     names = {name: place.fqn if isinstance(place, Weight) else path for name, (place, path) in places.items()}
     chosen = [name for name in unread if _is_chosen(where[name], names[name], include, exclude)]
     if chosen:
         name, reason = names[chosen[0]], unread[chosen[0]]
         joint = ", or" if ";" in reason else ";"  # a reason may say what to do too
-        more = f" ({count(len(chosen) - 1, 'more tensor')} cannot be read)" if len(chosen) > 1 else ""
-        raise UnsupportedError(f"{name}: {reason}{joint} leave it out with {option('exclude', name)}{more}", key=name)
-    gone = {ref.key for name in unread for ref in references(leaves.objects.get(name))}
+        more = f" ({format_count(len(chosen) - 1, 'more tensor')} cannot be read)" if len(chosen) > 1 else ""
+        raise UnsupportedError(
+            f"{name}: {reason}{joint} leave it out with {format_option('exclude', name)}{more}", key=name
+        )
+    gone = {ref.key for name in unread for ref in iter_tensor_refs(leaves.objects.get(name))}
     kept = replace(
         leaves,
         paths={name: path for name, path in leaves.paths.items() if name not in unread},
@@ -462,8 +466,8 @@ def _without_unread(
 def _is_chosen(where: PathRole, name: str, include: Sequence[str], exclude: Sequence[str]) -> bool:
     """Whether a leaf is chosen; state of the optimizer also goes by its parameter, and the user's own stays unless it
     is excluded."""
-    by_parameter = isinstance(where, Extra | Option) or is_chosen(where.fqn, include, exclude)
-    return by_parameter and is_chosen(name, (), exclude)
+    by_parameter = isinstance(where, Extra | Option) or is_selected(where.fqn, include, exclude)
+    return by_parameter and is_selected(name, (), exclude)
 
 
 def _doubts(leaves: Leaves, numels: Mapping[str, int], tree: Tree, state: str | None) -> tuple[Note, ...]:
@@ -472,17 +476,27 @@ def _doubts(leaves: Leaves, numels: Mapping[str, int], tree: Tree, state: str | 
     places = {name: leaves.paths[name] for name in numels if name not in leaves.own}
     mappings = _by_mapping(places, {name: numels[name] for name in places}, tree.optim)
     if state == "model" and (twins := _twins(tree.model, mappings)):
-        others = listed([dotted(twin) for twin in twins])
-        why = f"the weights are those of {dotted(tree.model)}, and {others} has tensors of the same names; choose with"
-        return (Note(Outcome.KEPT, "the model's place in the tree", f"{why} {option('model_key', dotted(twins[0]))}"),)
+        others = join_names([join_path(twin) for twin in twins])
+        why = (
+            f"the weights are those of {join_path(tree.model)}, and {others} has tensors of the same names; choose with"
+        )
+        return (
+            Note(
+                Outcome.KEPT,
+                "the model's place in the tree",
+                f"{why} {format_option('model_key', join_path(twins[0]))}",
+            ),
+        )
     in_optim = (_in_optim(path, tree.optim) for path in places.values())
     knows_names = any(isinstance(place, State) and not place.fqn.isdecimal() for place in in_optim)
     if knows_names or not _is_model_name(tree.model):
         return ()
     named = [other for other in mappings if _is_model_name(other) and other[: len(tree.model)] != tree.model]
-    why = f"the model is {dotted(tree.model)}, and this is carried along; choose it with"
-    names = sorted(dotted(other) for other in named)
-    return tuple(Note(Outcome.KEPT, f"tensors in {name}", f"{why} {option('model_key', name)}") for name in names)
+    why = f"the model is {join_path(tree.model)}, and this is carried along; choose it with"
+    names = sorted(join_path(other) for other in named)
+    return tuple(
+        Note(Outcome.KEPT, f"tensors in {name}", f"{why} {format_option('model_key', name)}") for name in names
+    )
 
 
 def _by_name(
@@ -492,18 +506,20 @@ def _by_name(
     numbered = {} if tree.optim is None else _numbered_groups(leaves, tree.optim)
     if tree.optim is None or not numbered:
         if order is not None:
-            raise UsageError(f"{option('param_order')} is for optimizers that number their parameters; here is none")
+            raise UsageError(
+                f"{format_option('param_order')} is for optimizers that number their parameters; here is none"
+            )
         return leaves, tree, ()
     groups, shapes = list(numbered.values()), _state_shapes(leaves, tree.optim, parameters)
     impossible = why_unnamed(groups, shapes, parameters)
     if impossible is not None and order is not None:
-        raise UsageError(f"{option('param_order')} cannot name the parameters of this optimizer: {impossible}")
+        raise UsageError(f"{format_option('param_order')} cannot name the parameters of this optimizer: {impossible}")
     names = _names_of_numbers(leaves, tree, groups, shapes, ties, order, parameters)
     if names is None or not _state_numbers(leaves, tree.optim) <= names.keys():
         without = replace(tree, optim=None)
         optimizer = str(tree.optim[_depth_of_extra(tree.optim, without)]) if tree.optim else "the optimizer"
         why = "it numbers its parameters, and nothing here proves which ones are meant; give their order with"
-        return leaves, without, (Note(Outcome.KEPT, optimizer, impossible or f"{why} {option('param_order')}"),)
+        return leaves, without, (Note(Outcome.KEPT, optimizer, impossible or f"{why} {format_option('param_order')}"),)
     numbers = tuple(number for group in groups for number in group.numbers)
     notes = () if order is not None else notes_of_order(groups, shapes, parameters)
     return _renamed(leaves, tree.optim, numbered, names), replace(tree, numbers=numbers), notes
@@ -532,7 +548,7 @@ def _names_of_numbers(
     if order is None:
         return match_numbers(groups, shapes, parameters, is_ordered=leaves.is_ordered)
     depth = len(tree.model)
-    fqns = {name: dotted(path[depth:]) for name, path in leaves.paths.items()}
+    fqns = {name: join_path(path[depth:]) for name, path in leaves.paths.items()}
     owners = {fqns[alias]: fqns[owner] for alias, owner in ties.items()}
     tied = {alias: parameters[owner] for alias, owner in owners.items() if owner in parameters}
     found = follow_order(order, groups, shapes, {**tied, **parameters})
@@ -615,7 +631,7 @@ def _role(name: str, leaves: Leaves, tree: Tree) -> LeafRole:
         own = path[len(tree.model) :]
         end = next((number for number, part in enumerate(own, 1) if is_extra_state(part)), 0)
         if end and (end < len(own) or not is_tensor):
-            return PartOfValue(StateKey(dotted(own[:end])), own[end:])
+            return PartOfValue(StateKey(join_path(own[:end])), own[end:])
     return where
 
 
@@ -633,9 +649,9 @@ def _values(leaves: Leaves, roles: Mapping[str, LeafRole]) -> tuple[dict[StateKe
     inner = dict(leaves.inner)
     for owner, value in found.items():
         value = _with_lists(value)
-        names = {ref: TensorRef(_key_in_value(owner, place)) for place, ref in places(value)}
+        names = {ref: TensorRef(_key_in_value(owner, place)) for place, ref in iter_ref_paths(value)}
         inner.update({new.key: inner.pop(old.key) for old, new in names.items() if old.key in inner})
-        found[owner] = replaced(value, names.__getitem__)
+        found[owner] = replace_tensor_refs(value, names.__getitem__)
     return found, replace(leaves, inner=inner)
 
 
@@ -686,9 +702,9 @@ def _key(where: LeafRole, tensor: TensorLeaf) -> tuple[StateKey, Kind]:
         case Option(owner, name):
             return StateKey(f"param_groups.{owner}", name), Kind.EXTRA
         case Extra(path):
-            return StateKey(dotted(path), "extra"), Kind.EXTRA
+            return StateKey(join_path(path), "extra"), Kind.EXTRA
         case PartOfValue(owner, path):
-            return _key_in_value(owner, dotted(path)), Kind.STATE if where.is_state else Kind.EXTRA
+            return _key_in_value(owner, join_path(path)), Kind.STATE if where.is_state else Kind.EXTRA
 
 
 def _aliases(ties: Mapping[str, str], roles: Mapping[str, LeafRole]) -> tuple[dict[str, str], dict[str, str]]:
@@ -719,9 +735,9 @@ def _groups(options: Mapping[Option, Any], left: Collection[str]) -> tuple[Param
         return tuple(groups)
     by_param = {str(owner): values for owner, values in by_owner.items() if owner not in left}
     members: defaultdict[int, list[str]] = defaultdict(list)
-    distinct = Distinct()
+    distinct = ValueNumbering()
     for fqn, values in by_param.items():
-        members[distinct.number(dict(sorted(values.items())))].append(fqn)
+        members[distinct.get_number(dict(sorted(values.items())))].append(fqn)
     return tuple(ParamGroup(tuple(names), dict(by_param[names[0]])) for names in members.values())
 
 
@@ -737,7 +753,7 @@ def _extras(leaves: Leaves, roles: Mapping[str, LeafRole], tree: Tree) -> tuple[
             home = where.path[: depth + 1]
             inner = where.path[depth:]
             if homes.setdefault(str(inner[0]), home) != home:
-                inner = (_unused(dotted(where.path), homes, uses),)
+                inner = (_unused(join_path(where.path), homes, uses),)
                 homes[inner[0]] = where.path
             tensor = leaves.tensors.get(name)
             _set(extra, inner, leaves.objects.get(name) if tensor is None else TensorRef(_key(where, tensor)[0]))
@@ -774,7 +790,7 @@ def _set(tree: dict[Any, Any], path: TreePath, value: Any) -> None:
     for depth, part in enumerate(parents):
         inner = tree.setdefault(part, _Node())
         if not isinstance(inner, _Node):
-            tree[dotted((*parents[depth:], leaf))] = value
+            tree[join_path((*parents[depth:], leaf))] = value
             return
         tree = inner
     tree[leaf] = value

@@ -8,10 +8,10 @@ source in another order could be taken for parameters that the numbers do not me
 
 from __future__ import annotations
 
-from ckpt_tools.core.manifest import Kind, Manifest, StateTree, TreePath, dotted
+from ckpt_tools.core.manifest import Kind, Manifest, StateTree, TreePath, join_path
 from ckpt_tools.core.names import is_extra_state
 from ckpt_tools.core.notes import Note, Outcome
-from ckpt_tools.core.option_names import option
+from ckpt_tools.core.option_names import format_option
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.state_dict.build import APP_TREE, Entries, entries_of
 from ckpt_tools.formats.state_dict.leaf import TensorLeaf
@@ -38,8 +38,8 @@ def entries_for(
     """
     entries = entries_of(manifest, tree, whole_values=whole_values)
     _check_numbers(manifest, entries, tree)
-    key = option("model_key", dotted(tree.model))
-    if is_own and manifest.of_kind(Kind.EXTRA) and _tree_found(manifest, entries) is None:
+    key = format_option("model_key", join_path(tree.model))
+    if is_own and manifest.select_kinds(Kind.EXTRA) and _tree_found(manifest, entries) is None:
         note = Note(Outcome.KEPT, "the model's place in the tree", f"a reader asks for it; read it with {key}")
         return entries, (note,)
     wrong = _taken_for_model(manifest, entries)
@@ -48,18 +48,18 @@ def entries_for(
     if not is_own:
         raise UnsupportedError(
             f"the user's own tensors in {_place(wrong)} would be read as the model's weights; convert the weights "
-            f"alone with {option('state', 'model')}, or the whole state to safetensors or universal"
+            f"alone with {format_option('state', 'model')}, or the whole state to safetensors or universal"
         )
     if not tree.model:
         why = f"at the root, as in the source, the user's own tensors in {_place(wrong)} would be read as weights"
-        note = Note(Outcome.DEFAULTED, f"the model's place {dotted(APP_TREE.model)}", why)
+        note = Note(Outcome.DEFAULTED, f"the model's place {join_path(APP_TREE.model)}", why)
         return entries_for(manifest, APP_TREE, is_own=False, whole_values=whole_values)[0], (note,)
     why = f"a reader would find the user's own tensors in {_place(wrong)}; read it with {key}"
     return entries, (Note(Outcome.KEPT, "the model's place in the tree", why),)
 
 
 def _place(prefix: TreePath) -> str:
-    return dotted(prefix) or "the root of the tree"
+    return join_path(prefix) or "the root of the tree"
 
 
 def _taken_for_model(manifest: Manifest, entries: Entries) -> TreePath | None:
@@ -87,7 +87,7 @@ def _tree_found(manifest: Manifest, entries: Entries) -> Tree | None:
 def _check_numbers(manifest: Manifest, entries: Entries, tree: StateTree) -> None:
     """Raises UnsupportedError if a reader would place an optimizer by number among the user's own entries. Numbers that
     the tree keeps are read as they were in the source."""
-    if tree.numbers or not manifest.of_kind(Kind.EXTRA):
+    if tree.numbers or not manifest.select_kinds(Kind.EXTRA):
         return
     found = _tree_found(manifest, entries)
     tensors = {name: manifest.tensors[key] for name, key in entries.tensors.items()}
@@ -98,7 +98,7 @@ def _check_numbers(manifest: Manifest, entries: Entries, tree: StateTree) -> Non
         raise UnsupportedError(
             f"the optimizer in {_place(found.optim)} numbers its parameters, and a reader would find them by the order "
             "of the weights, which is not proved to be the model's; say which they are with "
-            f"{option('param_order')}, or convert the weights alone with {option('state', 'model')}"
+            f"{format_option('param_order')}, or convert the weights alone with {format_option('state', 'model')}"
         )
 
 

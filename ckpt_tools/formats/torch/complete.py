@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 from ckpt_tools.errors import UnsupportedError
-from ckpt_tools.serialization.zip_archive import Directory, read_directory
+from ckpt_tools.serialization.zip_archive import ZipDirectory, read_directory
 from ckpt_tools.trainers.saved import Saved
 
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
@@ -34,6 +34,6 @@ def is_empty(saved: Saved, path: str) -> bool:
     return False
 
 
-def _directory(saved: Saved, path: str) -> Directory | None:
+def _directory(saved: Saved, path: str) -> ZipDirectory | None:
     read, size, _ = saved.part(path)
     return read_directory(read, size, path, tail_bytes=_TAIL_BYTES)

@@ -15,11 +15,11 @@ from ckpt_tools.core.boxes import Box, contiguous_strides
 from ckpt_tools.core.layout import FileLayout, Layout, Payload, Segment
 from ckpt_tools.core.manifest import WEIGHT, Manifest, StateKey, StateTree, TensorEntry
 from ckpt_tools.core.notes import Note
-from ckpt_tools.core.option_names import option
+from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.options import ReadOptions, WriteOptions
-from ckpt_tools.core.value_refs import replaced
+from ckpt_tools.core.value_refs import replace_tensor_refs
 from ckpt_tools.core.values import OrderedDict, StorageRef, StoredTensor
-from ckpt_tools.core.wording import listed, printable
+from ckpt_tools.core.wording import escape_unprintable, join_names
 from ckpt_tools.errors import CkptError, MalformedError, SeveralCheckpointsError, UnsupportedError
 from ckpt_tools.formats.foreign import pieces_in, rank_in_name, refuse_deepspeed, refuse_pieces, refuse_ranks
 from ckpt_tools.formats.safetensors.hf_index import (
@@ -35,7 +35,7 @@ from ckpt_tools.formats.state_dict.leaves import FoundLeaves, Place
 from ckpt_tools.formats.state_dict.parse import Leaves, TreePath, manifest_of
 from ckpt_tools.formats.state_dict.read_back import entries_for
 from ckpt_tools.serialization.pickle.load import refuse_call
-from ckpt_tools.serialization.torch_zip import archive_segments, open_archive
+from ckpt_tools.serialization.torch_zip import make_archive_segments, open_archive
 from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.lightning import with_average, with_scheduler
 from ckpt_tools.trainers.names import is_beside
@@ -98,7 +98,8 @@ def _model_files(source: Source) -> list[str]:
     files = [path for path in found if rank_in_name(path) is not None or not is_beside(path.rpartition("/")[2])]
     if not files:
         raise UnsupportedError(
-            f"there is no model here, only what a trainer lays beside it ({listed(found)}); name the folder of both, "
+            f"there is no model here, only what a trainer lays beside it ({join_names(found)}); name the folder of "
+            f"both, "
             "or the model's file"
         )
     return files
@@ -107,8 +108,8 @@ def _model_files(source: Source) -> list[str]:
 def _check_shards(source: Source, files: list[str]) -> None:
     if not are_shards(source, files, ".bin") and len(files) > 1:
         refuse_ranks({file: found for file in files[:MAX_LOOKS] if (found := _rank_of(source, file)) is not None})
-        apart = f"name the one you mean; the file of its optimizer goes with {option('optimizer_file')}"
-        raise SeveralCheckpointsError(f"there are several files here ({listed(files)}); {apart}")
+        apart = f"name the one you mean; the file of its optimizer goes with {format_option('optimizer_file')}"
+        raise SeveralCheckpointsError(f"there are several files here ({join_names(files)}); {apart}")
 
 
 def _rank_of(source: Source, file: str) -> str | None:
@@ -158,7 +159,8 @@ def layout(manifest: Manifest, options: WriteOptions) -> Layout:
         return Layout((*files, *index))
     if options.max_shard_bytes is not None:
         raise UnsupportedError(
-            f"a whole state is one file; remove {option('max_shard_size')}, or use {option('state', 'model')}"
+            f"a whole state is one file; remove {format_option('max_shard_size')}, or use "
+            f"{format_option('state', 'model')}"
         )
     own = manifest.tree if manifest.format == "torch" else None
     entries, notes = entries_for(
@@ -170,23 +172,28 @@ def layout(manifest: Manifest, options: WriteOptions) -> Layout:
 def loading(path: str, manifest: Manifest, layout: Layout, options: WriteOptions) -> str:
     """``from_pretrained`` of a folder with ``config.json``, else ``torch.load(weights_only=True)``, or ``load_into`` if
     that refuses an entry: no code that is printed executes a pickle."""
-    from ckpt_tools.core.loading import into_job, joined, pretrained, quoted
-    from ckpt_tools.serialization.loadable import refused_in
+    from ckpt_tools.core.loading import (
+        make_from_pretrained_snippet,
+        make_joined_files_snippet,
+        make_load_into_snippet,
+        quote_literal,
+    )
+    from ckpt_tools.serialization.loadable import find_refused_classes
 
-    if (found := pretrained(layout.config, path)) is not None:
+    if (found := make_from_pretrained_snippet(layout.config, path)) is not None:
         return found
     files = [file.path for file in layout.files if not file.path.endswith(".json")]
     if is_model_only(manifest) and len(files) > 1:
-        return joined(path, "*.bin", "import torch", "torch.load(file, weights_only=True)")
-    name = quoted(path if options.file_name else f"{path}/{files[-1]}")
+        return make_joined_files_snippet(path, "*.bin", "import torch", "torch.load(file, weights_only=True)")
+    name = quote_literal(path if options.file_name else f"{path}/{files[-1]}")
     if is_model_only(manifest):
         return f"import torch\nstate_dict = torch.load({name}, weights_only=True)"
     groups = [dict(group.options) for group in manifest.groups]
     entries = [dict(manifest.extra), *groups, *manifest.values.values()]
-    refused = refused_in(replaced(entries, lambda _: None))
+    refused = find_refused_classes(replace_tensor_refs(entries, lambda _: None))
     if refused:
-        why = f"torch.load(weights_only=True) refuses {printable(listed(refused))}"
-        return f"# {why}; ckpt-tools make-loadable rewrites such a file\n{into_job(path)}"
+        why = f"torch.load(weights_only=True) refuses {escape_unprintable(join_names(refused))}"
+        return f"# {why}; ckpt-tools make-loadable rewrites such a file\n{make_load_into_snippet(path)}"
     return f"import torch\nstate = torch.load({name}, weights_only=True)"
 
 
@@ -196,8 +203,8 @@ def _file_layout(
     storages = _Storages(manifest.tensors)
     value = {name: storages.tensor(StateKey(name)) for name in part}
     value |= {alias: value[owner] for alias, owner in manifest.aliases.items() if owner in value}
-    value |= {name: replaced(found, lambda ref: storages.tensor(ref.key)) for name, found in values.items()}
-    return FileLayout(path, tuple(archive_segments(OrderedDict(value), storages.segments)))
+    value |= {name: replace_tensor_refs(found, lambda ref: storages.tensor(ref.key)) for name, found in values.items()}
+    return FileLayout(path, tuple(make_archive_segments(OrderedDict(value), storages.segments)))
 
 
 def _tree_layout(path: str, manifest: Manifest, entries: Entries) -> FileLayout:
@@ -205,14 +212,14 @@ def _tree_layout(path: str, manifest: Manifest, entries: Entries) -> FileLayout:
     root: dict[str | int, Any] = {}
     for name, where in entries.paths.items():
         if name in entries.objects:
-            value = replaced(entries.objects[name], lambda ref: storages.tensor(ref.key))
+            value = replace_tensor_refs(entries.objects[name], lambda ref: storages.tensor(ref.key))
         else:
             value = storages.tensor(entries.tensors[entries.aliases.get(name, name)])
         put_leaf(root, where, value)
     if manifest.groups:  # load_state_dict asks for the state of an optimizer that has none, too
         assert entries.tree is not None and entries.tree.optim is not None, "a tree with groups has a place for them"
         reduce(lambda branch, part: branch[part], entries.tree.optim, root).setdefault("state", Branch())
-    return FileLayout(path, tuple(archive_segments(as_lists(root), storages.segments)))
+    return FileLayout(path, tuple(make_archive_segments(as_lists(root), storages.segments)))
 
 
 def put_leaf(root: dict[str | int, Any], path: TreePath, value: Any) -> None:
@@ -250,7 +257,7 @@ class _Storages:
         """The tensor as torch pickles it; the same one for the same key, so that ties share their storage."""
         if key not in self._made:
             entry, number = self._tensors[key], str(len(self.segments))
-            storage = StorageRef.holding(number, entry.dtype, entry.numel)
+            storage = StorageRef.of_elements(number, entry.dtype, entry.numel)
             strides = contiguous_strides(entry.shape)
             self._made[key] = StoredTensor(storage, entry.dtype, 0, entry.shape, strides)
             self.segments[number] = [Payload(key, Box.whole(entry.shape), entry.shape, entry.dtype)]

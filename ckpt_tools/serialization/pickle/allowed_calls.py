@@ -22,14 +22,14 @@ from ckpt_tools.core.values import (
     Value,
 )
 from ckpt_tools.errors import MalformedError, UnsupportedError
-from ckpt_tools.serialization.pickle.limits import checked_keys, insert
-from ckpt_tools.serialization.pickle.machine import Call, Machine, SetState
-from ckpt_tools.serialization.pickle.opcodes import made, recorded
+from ckpt_tools.serialization.pickle.limits import check_keys, insert_items
+from ckpt_tools.serialization.pickle.machine import CallBuilder, Machine, TensorAttributes
+from ckpt_tools.serialization.pickle.opcodes import make_object, record_object
 
 # What torch's own functions build, as values. Positional arguments as torch passes them.
 
 
-def _tensor(
+def _rebuild_tensor(
     storage: Value,
     storage_offset: Value,
     size: Value,
@@ -55,7 +55,9 @@ def _tensor(
     dtype = dtype or storage.dtype
     if dtype is None:
         raise MalformedError("a tensor views an untyped storage without saying of what type", key=storage.key)
-    return StoredTensor(storage, dtype, storage_offset, _ints(size), _ints(strides), requires_grad)
+    return StoredTensor(
+        storage, dtype, storage_offset, _check_int_tuple(size), _check_int_tuple(strides), requires_grad
+    )
 
 
 def _check_hooks(hooks: Value) -> None:
@@ -67,13 +69,13 @@ def _check_hooks(hooks: Value) -> None:
     hooks.seal()
 
 
-def _ints(values: Value) -> tuple[int, ...]:
+def _check_int_tuple(values: Value) -> tuple[int, ...]:
     if not isinstance(values, tuple | list) or len(values) > MAX_DIMS:
         raise MalformedError("the shape of a tensor is not a tuple")
     return tuple(values)
 
 
-def _tensor_v3(
+def _rebuild_tensor_v3(
     storage: Value,
     storage_offset: Value,
     size: Value,
@@ -83,73 +85,77 @@ def _tensor_v3(
     dtype: Value,
     metadata: Value = None,
 ) -> StoredTensor:
-    return _tensor(storage, storage_offset, size, strides, requires_grad, backward_hooks, metadata, dtype=_dtype(dtype))
+    return _rebuild_tensor(
+        storage, storage_offset, size, strides, requires_grad, backward_hooks, metadata, dtype=_get_dtype(dtype)
+    )
 
 
-def _dtype(value: Value) -> DType:
+def _get_dtype(value: Value) -> DType:
     found = value.dtype if type(value) is GlobalRef else None
     if found is None:
         raise UnsupportedError(f"it has the dtype {value!s:.80}, which is not supported")
     return found
 
 
-def _meta_tensor(dtype: Value, size: Value, strides: Value, requires_grad: Value) -> StoredTensor:
-    return StoredTensor(None, _dtype(dtype), 0, _ints(size), _ints(strides), requires_grad is True)
+def _rebuild_meta_tensor(dtype: Value, size: Value, strides: Value, requires_grad: Value) -> StoredTensor:
+    return StoredTensor(
+        None, _get_dtype(dtype), 0, _check_int_tuple(size), _check_int_tuple(strides), requires_grad is True
+    )
 
 
-def _device_tensor(data: Value, dtype: Value, device: Value, requires_grad: Value) -> StoredTensor:
+def _rebuild_device_tensor(data: Value, dtype: Value, device: Value, requires_grad: Value) -> StoredTensor:
     """``_rebuild_device_tensor_from_cpu_tensor``: where the tensor lived does not matter, a cast would."""
-    if type(data) is not StoredTensor or data.dtype is not _dtype(dtype):
+    if type(data) is not StoredTensor or data.dtype is not _get_dtype(dtype):
         raise UnsupportedError("it is a tensor of another device, which is stored as another type")
     return replace(data, requires_grad=requires_grad is True)
 
 
-_TENSORS: dict[GlobalRef, Callable[..., StoredTensor]] = {
-    GlobalRef("torch._utils", "_rebuild_tensor"): _tensor,
-    GlobalRef("torch._utils", "_rebuild_tensor_v2"): _tensor,
-    GlobalRef("torch._utils", "_rebuild_tensor_v3"): _tensor_v3,
-    GlobalRef("torch._utils", "_rebuild_meta_tensor_no_storage"): _meta_tensor,
-    GlobalRef("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"): _device_tensor,
+_TENSOR_FUNCTIONS: dict[GlobalRef, Callable[..., StoredTensor]] = {
+    GlobalRef("torch._utils", "_rebuild_tensor"): _rebuild_tensor,
+    GlobalRef("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
+    GlobalRef("torch._utils", "_rebuild_tensor_v3"): _rebuild_tensor_v3,
+    GlobalRef("torch._utils", "_rebuild_meta_tensor_no_storage"): _rebuild_meta_tensor,
+    GlobalRef("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"): _rebuild_device_tensor,
 }
 """The functions that rebuild plain tensors."""
 
-_FROM_TYPE = GlobalRef("torch._tensor", "_rebuild_from_type_v2")
+_REBUILD_FROM_TYPE = GlobalRef("torch._tensor", "_rebuild_from_type_v2")
 
 
-def _parameter(machine: Machine, args: tuple[Value, ...]) -> Value:
+def _rebuild_parameter(machine: Machine, args: tuple[Value, ...]) -> Value:
     """``torch._utils._rebuild_parameter`` and ``_rebuild_parameter_with_state``."""
     data, requires_grad, hooks, *state = args
     _check_hooks(hooks)
     if type(data) is not StoredTensor:
-        return recorded(machine, Opaque(PARAMETER, (data, requires_grad), state=state[0] if state else None))
+        return record_object(machine, Opaque(PARAMETER, (data, requires_grad), state=state[0] if state else None))
     parameter = replace(data, wrapper=PARAMETER, requires_grad=requires_grad is True)
-    return _with_state(machine, parameter, *state)
+    return _attach_state(machine, parameter, *state)
 
 
-def _with_state(machine: Machine, tensor: StoredTensor, state: Value = None) -> StoredTensor:
+def _attach_state(machine: Machine, tensor: StoredTensor, state: Value = None) -> StoredTensor:
     """torch sets each attribute: ``closed_list`` judges them with the class of the tensor."""
-    machine.objects.append((machine.at, SetState(tensor.wrapper, state)))
+    machine.objects.append((machine.file_position, TensorAttributes(tensor.wrapper, state)))
     return replace(tensor, state=state)
 
 
-def _from_type(machine: Machine, args: tuple[Value, ...]) -> Value:
+def _rebuild_from_type(machine: Machine, args: tuple[Value, ...]) -> Value:
     """``torch._tensor._rebuild_from_type_v2``: ``function(*inner)`` as a ``kind`` with the attributes ``state``."""
-    function, kind, inner, state = args
-    data = _rebuilt(machine, function, inner)
+    function, kind, inner_args, state = args
+    data = _call_rebuild_function(machine, function, inner_args)
     if type(data) is not StoredTensor or type(kind) is not GlobalRef:
-        return recorded(machine, Opaque(_FROM_TYPE, args))
-    return _with_state(machine, replace(data, wrapper=kind), state)
+        return record_object(machine, Opaque(_REBUILD_FROM_TYPE, args))
+    return _attach_state(machine, replace(data, wrapper=kind), state)
 
 
-def _rebuilt(machine: Machine, function: Value, inner: Value) -> Value:
-    if type(function) is not GlobalRef or type(inner) is not tuple:
+def _call_rebuild_function(machine: Machine, function: Value, inner_args: Value) -> Value:
+    if type(function) is not GlobalRef or type(inner_args) is not tuple:
         return None
-    if function in _PARAMETERS:
-        return _parameter(machine, inner)
-    return CALLS[function.module, function.name](machine, inner) if function in _TENSORS else None
+    if function in _PARAMETER_FUNCTIONS:
+        return _rebuild_parameter(machine, inner_args)
+    return ALLOWED_CALLS[function.module, function.name](machine, inner_args) if function in _TENSOR_FUNCTIONS else None
 
 
-_PARAMETERS = (
+_PARAMETER_FUNCTIONS = (
     GlobalRef("torch._utils", "_rebuild_parameter"),
     GlobalRef("torch._utils", "_rebuild_parameter_with_state"),
 )
@@ -157,121 +163,123 @@ _PARAMETERS = (
 # Other calls on the allow-list, which get the machine to account for what they copy.
 
 
-def _size(machine: Machine, args: tuple[Value, ...]) -> Size:
+def _make_size(machine: Machine, args: tuple[Value, ...]) -> Size:
     (dims,) = args or ((),)
     if not isinstance(dims, tuple | list) or len(dims) > MAX_DIMS:
         machine.fail("a torch.Size of something that is not a tuple")
     return Size(dims)
 
 
-def _encode(machine: Machine, args: tuple[Value, ...]) -> Value:
+def _encode_text(machine: Machine, args: tuple[Value, ...]) -> Value:
     """``_codecs.encode(text, "latin1")``: how protocol 2 writes bytes."""
-    machine.copied(args)
+    machine.charge_copies(args)
     if len(args) != 2 or type(args[0]) is not str or args[1] not in ("latin1", "latin-1"):
-        return recorded(machine, Opaque(GlobalRef("_codecs", "encode"), args))
+        return record_object(machine, Opaque(GlobalRef("_codecs", "encode"), args))
     return args[0].encode("latin-1")
 
 
-def _bytes(machine: Machine, args: tuple[Value, ...]) -> Value:
+def _make_bytes(machine: Machine, args: tuple[Value, ...]) -> Value:
     """``bytes()``: how protocols 0 to 2 write empty ones. With arguments it is recorded: ``bytes(n)`` takes n bytes."""
-    return recorded(machine, Opaque(GlobalRef("builtins", "bytes"), args)) if args else b""
+    return record_object(machine, Opaque(GlobalRef("builtins", "bytes"), args)) if args else b""
 
 
-def _bytearray(machine: Machine, args: tuple[Value, ...]) -> Value:
-    machine.copied(args)
+def _make_bytearray(machine: Machine, args: tuple[Value, ...]) -> Value:
+    machine.charge_copies(args)
     if not args or (len(args) == 1 and type(args[0]) is bytes):
         return bytearray(*args)
-    encoded = _encode(machine, args)
+    encoded = _encode_text(machine, args)
     if type(encoded) is bytes:
         return bytearray(encoded)
-    return recorded(machine, Opaque(GlobalRef("builtins", "bytearray"), args))
+    return record_object(machine, Opaque(GlobalRef("builtins", "bytearray"), args))
 
 
-def _set_of(kind: type[set[Value]] | type[frozenset[Value]]) -> Call:
-    def call(machine: Machine, args: tuple[Value, ...]) -> Value:
+def _make_set_builder(kind: type[set[Value]] | type[frozenset[Value]]) -> CallBuilder:
+    def build_set(machine: Machine, args: tuple[Value, ...]) -> Value:
         (items,) = args or ([],)
         if type(items) not in (list, tuple):
             machine.fail("a set of something that is not a list")
-        machine.copied(args)
-        machine.spend(4)
-        return kind(checked_keys(machine, None, list(items)))
+        machine.charge_copies(args)
+        machine.charge_containers(4)
+        return kind(check_keys(machine, None, list(items)))
 
-    return call
+    return build_set
 
 
-def _ordered_dict(machine: Machine, args: tuple[Value, ...]) -> Value:
+def _make_ordered_dict(machine: Machine, args: tuple[Value, ...]) -> Value:
     """Python 2 passed the items as one list of pairs; Python 3 sets them one by one."""
-    machine.copied(args)
-    machine.spend(2)
-    made = OrderedDict()
+    machine.charge_copies(args)
+    machine.charge_containers(2)
+    ordered_dict = OrderedDict()
     pairs = args[0] if args else []
     if len(args) > 1 or type(pairs) is not list or any(len(pair) != 2 for pair in pairs):
         machine.fail("an OrderedDict of something that is not a list of pairs")
     for pair in pairs:
-        insert(machine, made, list(pair))
-    return made
+        insert_items(machine, ordered_dict, list(pair))
+    return ordered_dict
 
 
-def _default_dict(machine: Machine, args: tuple[Value, ...]) -> Value:
-    machine.spend(2)
+def _make_default_dict(machine: Machine, args: tuple[Value, ...]) -> Value:
+    machine.charge_containers(2)
     if len(args) > 1 or (args and type(args[0]) not in (GlobalRef, type(None))):
-        return recorded(machine, Opaque(GlobalRef("collections", "defaultdict"), args))
+        return record_object(machine, Opaque(GlobalRef("collections", "defaultdict"), args))
     if args and type(args[0]) is GlobalRef:
         # A list of the factories that a proven pickle may name is kept with all other names.
-        machine.factories.append((machine.at, args[0]))
+        machine.factories.append((machine.file_position, args[0]))
     return DefaultDict(*args)
 
 
-def _complex(machine: Machine, args: tuple[Value, ...]) -> Value:
+def _make_complex(machine: Machine, args: tuple[Value, ...]) -> Value:
     is_plain = all(type(arg) in (int, float) for arg in args)
-    return complex(*args) if is_plain else recorded(machine, Opaque(GlobalRef("builtins", "complex"), args))
+    return complex(*args) if is_plain else record_object(machine, Opaque(GlobalRef("builtins", "complex"), args))
 
 
-def _reconstructor(machine: Machine, args: tuple[Value, ...]) -> Value:
+def _reconstruct_object(machine: Machine, args: tuple[Value, ...]) -> Value:
     """``copyreg._reconstructor``: how protocols 0 and 1 make an object of a class without ``__reduce__``."""
     kind, base, state = args
     if state is None and base == GlobalRef("builtins", "object"):
-        return made(machine, kind, (), None)
-    return recorded(machine, Opaque(GlobalRef("copyreg", "_reconstructor"), args))
+        return make_object(machine, kind, (), None)
+    return record_object(machine, Opaque(GlobalRef("copyreg", "_reconstructor"), args))
 
 
-def _plainly(ref: GlobalRef) -> Call:
+def _make_tensor_builder(ref: GlobalRef) -> CallBuilder:
     """A plain tensor; the record of the call where it is of a kind that is not supported, so that it can be named."""
 
-    def call(machine: Machine, args: tuple[Value, ...]) -> Value:
+    def build_tensor(machine: Machine, args: tuple[Value, ...]) -> Value:
         try:
-            return _TENSORS[ref](*args)
+            return _TENSOR_FUNCTIONS[ref](*args)
         except UnsupportedError:
-            return recorded(machine, Opaque(ref, args))
+            return record_object(machine, Opaque(ref, args))
 
-    return call
+    return build_tensor
 
 
-def why_unsupported(value: Opaque) -> str | None:
+def explain_unsupported(value: Opaque) -> str | None:
     """Why the call of one of torch's functions for plain tensors gives none; None for other objects."""
-    build = _TENSORS.get(value.ref) if isinstance(value.ref, GlobalRef) else None
-    if build is None or value.form != "call":
+    rebuild = _TENSOR_FUNCTIONS.get(value.ref) if isinstance(value.ref, GlobalRef) else None
+    if rebuild is None or value.form != "call":
         return None
     try:
-        build(*value.args)
+        rebuild(*value.args)
     except UnsupportedError as error:
         return error.message
     return None
 
 
-CALLS: dict[tuple[str, str], Call] = {(ref.module, ref.name): _plainly(ref) for ref in _TENSORS} | {
-    **{(ref.module, ref.name): _parameter for ref in _PARAMETERS},
-    (_FROM_TYPE.module, _FROM_TYPE.name): _from_type,
-    ("torch", "Size"): _size,
-    ("_codecs", "encode"): _encode,
-    ("builtins", "bytes"): _bytes,
-    ("builtins", "bytearray"): _bytearray,
-    ("builtins", "set"): _set_of(set),
-    ("builtins", "frozenset"): _set_of(frozenset),
-    ("builtins", "complex"): _complex,
-    ("collections", "OrderedDict"): _ordered_dict,
-    ("collections", "defaultdict"): _default_dict,
-    ("copyreg", "_reconstructor"): _reconstructor,
+ALLOWED_CALLS: dict[tuple[str, str], CallBuilder] = {
+    (ref.module, ref.name): _make_tensor_builder(ref) for ref in _TENSOR_FUNCTIONS
+} | {
+    **{(ref.module, ref.name): _rebuild_parameter for ref in _PARAMETER_FUNCTIONS},
+    (_REBUILD_FROM_TYPE.module, _REBUILD_FROM_TYPE.name): _rebuild_from_type,
+    ("torch", "Size"): _make_size,
+    ("_codecs", "encode"): _encode_text,
+    ("builtins", "bytes"): _make_bytes,
+    ("builtins", "bytearray"): _make_bytearray,
+    ("builtins", "set"): _make_set_builder(set),
+    ("builtins", "frozenset"): _make_set_builder(frozenset),
+    ("builtins", "complex"): _make_complex,
+    ("collections", "OrderedDict"): _make_ordered_dict,
+    ("collections", "defaultdict"): _make_default_dict,
+    ("copyreg", "_reconstructor"): _reconstruct_object,
 }
 """The allow-list of functions. All others, and all classes but those of a DCP (``dcp_classes``), are recorded."""
 
@@ -279,7 +287,7 @@ CALLS: dict[tuple[str, str], Call] = {(ref.module, ref.name): _plainly(ref) for 
 _TENSOR_REASON = "torch's own function; the view must lie inside its storage"
 _EMPTY_HOOKS = "hooks None or an empty OrderedDict"
 
-ARGUMENTS: dict[tuple[str, str], tuple[str, str]] = {
+CALL_DESCRIPTIONS: dict[tuple[str, str], tuple[str, str]] = {
     ("torch._utils", "_rebuild_tensor"): ("storage, offset, shape, strides", _TENSOR_REASON),
     ("torch._utils", "_rebuild_tensor_v2"): (f"storage, offset, shape, strides, bool, {_EMPTY_HOOKS}", _TENSOR_REASON),
     ("torch._utils", "_rebuild_tensor_v3"): (

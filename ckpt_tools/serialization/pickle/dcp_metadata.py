@@ -2,8 +2,8 @@
 
 Field for field those of ``torch.distributed.checkpoint.metadata`` and ``.filesystem`` (torch 2.15.0), slotted because a
 checkpoint of a million chunks holds three million. Fields are checked when they are set; the content of lists and
-dicts, which can change later, is checked by ``check`` after reading. A record that a pickle makes and never fills
-raises MalformedError where it is used.
+dicts, which can change later, is checked by ``check_fields`` after reading. A record that a pickle makes and never
+fills raises MalformedError where it is used.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_FQN_CHARS = 1 << 16
 MAX_TRANSFORMS = 16
 
 
-class Record:
+class DcpRecord:
     """A slotted object; ``FIELDS`` are its slots, in the order of its constructor."""
 
     __slots__ = ()
@@ -51,7 +51,7 @@ class Record:
         """The attributes as a pickle holds them."""
         return self.fields
 
-    def check(self) -> tuple[Value, ...]:
+    def check_fields(self) -> tuple[Value, ...]:
         """The values in it of any type, after a check of the fields that have one.
 
         Called when the whole pickle was read, since a list may be changed after it became a field.
@@ -62,7 +62,7 @@ class Record:
         return type(self), tuple(self.fields.values())
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Record) and type(other) is type(self) and self.fields == other.fields
+        return isinstance(other, DcpRecord) and type(other) is type(self) and self.fields == other.fields
 
     __hash__ = None  # type: ignore[assignment]  # only a MetadataIndex is ever a key
 
@@ -70,18 +70,18 @@ class Record:
         return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.fields.items())})"
 
 
-def _refuse_rest(kind: str, state: dict[str, Value], *known: str) -> None:
+def _check_known_fields(kind: str, state: dict[str, Value], *known: str) -> None:
     """Raises UnsupportedError where the state has more fields, which could change what the others mean."""
     unknown = [name for name in state if name not in known]
     if unknown:
         raise UnsupportedError(f"a {kind} has a field {unknown[0]!r:.80}, which this version does not know")
 
 
-def _wrong(kind: str) -> MalformedError:
+def _make_wrong_type_error(kind: str) -> MalformedError:
     return MalformedError(f"a {kind} contains values of the wrong type")
 
 
-class ChunkStorageMetadata(Record):
+class ChunkStorageMetadata(DcpRecord):
     """A stored region of a tensor: ``offsets`` and ``sizes``, in elements."""
 
     FIELDS = ("offsets", "sizes")
@@ -90,22 +90,22 @@ class ChunkStorageMetadata(Record):
     sizes: Size
 
     def __init__(self, offsets: Size, sizes: Size) -> None:
-        self.set(offsets, sizes)
+        self.set_fields(offsets, sizes)
 
-    def set(self, offsets: Size, sizes: Size) -> None:
+    def set_fields(self, offsets: Size, sizes: Size) -> None:
         """Fill the fields. Megatron-FSDP has tuples in them (uneven_dtensor.py). Raises MalformedError."""
         offsets, sizes = (Size(each) if type(each) is tuple else each for each in (offsets, sizes))
         if type(offsets) is not Size or type(sizes) is not Size or len(offsets) != len(sizes):
-            raise _wrong("ChunkStorageMetadata")
+            raise _make_wrong_type_error("ChunkStorageMetadata")
         self.offsets = offsets
         self.sizes = sizes
 
-    def build(self, state: dict[str, Value]) -> None:
-        _refuse_rest("ChunkStorageMetadata", state, *self.FIELDS)
-        self.set(state["offsets"], state["sizes"])
+    def set_state(self, state: dict[str, Value]) -> None:
+        _check_known_fields("ChunkStorageMetadata", state, *self.FIELDS)
+        self.set_fields(state["offsets"], state["sizes"])
 
 
-class MetadataIndex(Record):
+class MetadataIndex(DcpRecord):
     """The key of an item: the name, and for a chunk its offset. ``index`` is a hint that takes no part in equality."""
 
     FIELDS = ("fqn", "offset", "index")
@@ -115,22 +115,22 @@ class MetadataIndex(Record):
     index: int | None
 
     def __init__(self, fqn: str, offset: Size | None = None, index: int | None = None) -> None:
-        self.set(fqn, offset, index)
+        self.set_fields(fqn, offset, index)
 
-    def set(self, fqn: str, offset: Size | None, index: int | None) -> None:
+    def set_fields(self, fqn: str, offset: Size | None, index: int | None) -> None:
         """Fill the fields. Raises MalformedError."""
         if type(fqn) is not str or len(fqn) > MAX_FQN_CHARS or not (offset is None or type(offset) is Size):
-            raise _wrong("MetadataIndex")
+            raise _make_wrong_type_error("MetadataIndex")
         if not (index is None or type(index) is int):
-            raise _wrong("MetadataIndex")
+            raise _make_wrong_type_error("MetadataIndex")
         self.fqn = fqn
         self.offset = offset
         self.index = index
 
-    def build(self, state: dict[str, Value]) -> None:
-        _refuse_rest("MetadataIndex", state, *self.FIELDS)
+    def set_state(self, state: dict[str, Value]) -> None:
+        _check_known_fields("MetadataIndex", state, *self.FIELDS)
         # torch leaves the offset out of the pickle where it is None.
-        self.set(state["fqn"], state.get("offset"), state.get("index"))
+        self.set_fields(state["fqn"], state.get("offset"), state.get("index"))
 
     def __eq__(self, other: object) -> bool:
         return type(other) is MetadataIndex and self.fqn == other.fqn and self.offset == other.offset
@@ -139,7 +139,7 @@ class MetadataIndex(Record):
         return hash((self.fqn, self.offset))
 
 
-class StorageInfo(Record):
+class StorageInfo(DcpRecord):
     """Position of an item: ``_StorageInfo`` of the file system storage; lengths in bytes."""
 
     FIELDS = ("relative_path", "offset", "length", "transform_descriptors")
@@ -152,31 +152,31 @@ class StorageInfo(Record):
     def __init__(
         self, relative_path: str, offset: int, length: int, transform_descriptors: tuple[str, ...] | None = None
     ) -> None:
-        self.set(relative_path, offset, length, transform_descriptors)
+        self.set_fields(relative_path, offset, length, transform_descriptors)
 
-    def set(self, relative_path: str, offset: int, length: int, transforms: Iterable[str] | None) -> None:
+    def set_fields(self, relative_path: str, offset: int, length: int, transforms: Iterable[str] | None) -> None:
         """Fill the fields. Raises MalformedError."""
         if type(relative_path) is not str or type(offset) is not int or type(length) is not int:
-            raise _wrong("_StorageInfo")
+            raise _make_wrong_type_error("_StorageInfo")
         if not (0 <= offset <= INT64_MAX and 0 <= length <= INT64_MAX):
             raise MalformedError(f"an item of {length} bytes is at byte {offset}")
         self.relative_path = relative_path
         self.offset = offset
         self.length = length
-        self.transform_descriptors = None if transforms is None else _names(transforms)
+        self.transform_descriptors = None if transforms is None else _check_transform_names(transforms)
 
-    def build(self, state: dict[str, Value]) -> None:
-        _refuse_rest("_StorageInfo", state, *self.FIELDS)
-        self.set(state["relative_path"], state["offset"], state["length"], state.get("transform_descriptors"))
+    def set_state(self, state: dict[str, Value]) -> None:
+        _check_known_fields("_StorageInfo", state, *self.FIELDS)
+        self.set_fields(state["relative_path"], state["offset"], state["length"], state.get("transform_descriptors"))
 
 
-def _names(values: Value) -> tuple[str, ...]:
+def _check_transform_names(values: Value) -> tuple[str, ...]:
     if type(values) not in (list, tuple) or len(values) > MAX_TRANSFORMS or set(map(type, values)) - {str}:
-        raise _wrong("_StorageInfo")
+        raise _make_wrong_type_error("_StorageInfo")
     return tuple(values)
 
 
-class TensorProperties(Record):
+class TensorProperties(DcpRecord):
     """Properties of a tensor in a DCP besides its size. Its pickled state is a tuple of 5 (torch < 2.8) or 6 fields.
 
     ``dtype`` is a ``GlobalRef``; ``layout`` and ``memory_format`` are ``Opaque`` calls and mean nothing here.
@@ -204,15 +204,15 @@ class TensorProperties(Record):
         memory_format = memory_format or Opaque(
             GlobalRef("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"), (0,)
         )
-        self.build((dtype, layout, requires_grad, memory_format, pin_memory, strides))
+        self.set_state((dtype, layout, requires_grad, memory_format, pin_memory, strides))
 
-    def build(self, state: Any) -> None:
+    def set_state(self, state: Any) -> None:
         if type(state) is not tuple or len(state) not in (5, 6) or type(state[0]) is not GlobalRef:
-            raise _wrong("TensorProperties")
+            raise _make_wrong_type_error("TensorProperties")
         self.dtype, self.layout, self.requires_grad, self.memory_format, self.pin_memory = state[:5]
         self.strides = state[5] if len(state) == 6 else None
 
-    def check(self) -> tuple[Value, ...]:
+    def check_fields(self) -> tuple[Value, ...]:
         return self.state
 
     @property
@@ -222,7 +222,7 @@ class TensorProperties(Record):
         return found if self.strides is not None else found[:-1]
 
 
-class TensorStorageMetadata(Record):
+class TensorStorageMetadata(DcpRecord):
     """A tensor of a DCP: properties, whole size and chunks."""
 
     FIELDS = ("properties", "size", "chunks")
@@ -232,30 +232,30 @@ class TensorStorageMetadata(Record):
     chunks: list[ChunkStorageMetadata]
 
     def __init__(self, properties: TensorProperties, size: Size, chunks: list[ChunkStorageMetadata]) -> None:
-        self.build({"properties": properties, "size": size, "chunks": chunks})
+        self.set_state({"properties": properties, "size": size, "chunks": chunks})
 
-    def build(self, state: dict[str, Value]) -> None:
+    def set_state(self, state: dict[str, Value]) -> None:
         self.properties, self.size, self.chunks = state["properties"], state["size"], state["chunks"]
-        _refuse_rest("TensorStorageMetadata", state, *self.FIELDS)
+        _check_known_fields("TensorStorageMetadata", state, *self.FIELDS)
 
-    def check(self) -> tuple[Value, ...]:
+    def check_fields(self) -> tuple[Value, ...]:
         if (type(self.properties), type(self.size), type(self.chunks)) != (TensorProperties, Size, list):
-            raise _wrong("TensorStorageMetadata")
+            raise _make_wrong_type_error("TensorStorageMetadata")
         _check_types("TensorStorageMetadata", self.chunks, ChunkStorageMetadata)
         _check_filled(self.chunks, "sizes")
         return (self.properties,)
 
 
-class BytesStorageMetadata(Record):
+class BytesStorageMetadata(DcpRecord):
     """An object of a DCP, stored as a stream of torch.save."""
 
     __slots__ = ()
 
-    def build(self, state: dict[str, Value]) -> None:
-        _refuse_rest("BytesStorageMetadata", state)
+    def set_state(self, state: dict[str, Value]) -> None:
+        _check_known_fields("BytesStorageMetadata", state)
 
 
-class StorageMeta(Record):
+class StorageMeta(DcpRecord):
     """Identifiers a storage gives itself."""
 
     FIELDS = ("checkpoint_id", "save_id", "load_id", "modules")
@@ -268,18 +268,18 @@ class StorageMeta(Record):
     def __init__(
         self, checkpoint_id: Value = None, save_id: Value = None, load_id: Value = None, modules: Value = None
     ) -> None:
-        self.build({"checkpoint_id": checkpoint_id, "save_id": save_id, "load_id": load_id, "modules": modules})
+        self.set_state({"checkpoint_id": checkpoint_id, "save_id": save_id, "load_id": load_id, "modules": modules})
 
-    def build(self, state: dict[str, Value]) -> None:
-        _refuse_rest("StorageMeta", state, *self.FIELDS)
+    def set_state(self, state: dict[str, Value]) -> None:
+        _check_known_fields("StorageMeta", state, *self.FIELDS)
         self.checkpoint_id, self.save_id, self.load_id = map(state.get, self.FIELDS[:3])
         self.modules = state.get("modules") or []
 
-    def check(self) -> tuple[Value, ...]:
+    def check_fields(self) -> tuple[Value, ...]:
         return tuple(self.fields.values())
 
 
-class Metadata(Record):
+class Metadata(DcpRecord):
     """A whole ``.metadata``. ``extra`` holds attributes that others set on it, such as Megatron's ``mcore_data``."""
 
     FIELDS = ("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version", "extra")
@@ -307,9 +307,9 @@ class Metadata(Record):
             "storage_meta": storage_meta,
             "version": version,
         }
-        self.build(known | (extra or {}))
+        self.set_state(known | (extra or {}))
 
-    def build(self, state: dict[str, Value]) -> None:
+    def set_state(self, state: dict[str, Value]) -> None:
         state = dict(state)
         self.state_dict_metadata = state.pop("state_dict_metadata")
         self.planner_data = state.pop("planner_data", None)
@@ -323,9 +323,9 @@ class Metadata(Record):
         found = self.fields
         return found | found.pop("extra")
 
-    def check(self) -> tuple[Value, ...]:
+    def check_fields(self) -> tuple[Value, ...]:
         if not isinstance(self.state_dict_metadata, dict) or not isinstance(self.storage_data, dict):
-            raise _wrong("Metadata")
+            raise _make_wrong_type_error("Metadata")
         _check_types("Metadata", self.state_dict_metadata, str)
         _check_types("Metadata", self.state_dict_metadata.values(), TensorStorageMetadata, BytesStorageMetadata)
         _check_types("Metadata", self.storage_data, MetadataIndex)
@@ -339,10 +339,10 @@ class Metadata(Record):
 def _check_types(kind: str, values: Iterable[Value], *allowed: type) -> None:
     """Raises MalformedError where a value is of another type."""
     if not set(map(type, values)).issubset(allowed):
-        raise _wrong(kind)
+        raise _make_wrong_type_error(kind)
 
 
-def _check_filled(records: Iterable[Record], name: str) -> None:
+def _check_filled(records: Iterable[DcpRecord], name: str) -> None:
     """Raises MalformedError where a record was never filled (30 ns each)."""
     deque(map(attrgetter(name), records), maxlen=0)
 
@@ -352,7 +352,7 @@ _METADATA_MODULES = (
     "torch.distributed._shard.checkpoint.metadata",  # torch 1.13 and 2.0
 )
 
-CLASSES: dict[tuple[str, str], type[Record]] = {
+RECORD_CLASSES: dict[tuple[str, str], type[DcpRecord]] = {
     (module, kind.__name__): kind
     for module in _METADATA_MODULES
     for kind in (
@@ -374,7 +374,7 @@ CLASSES: dict[tuple[str, str], type[Record]] = {
 }
 """Class that each global becomes."""
 
-GLOBALS: dict[type, GlobalRef] = {
-    kind: GlobalRef("torch.distributed.checkpoint.metadata", kind.__name__) for kind in CLASSES.values()
+GLOBAL_BY_CLASS: dict[type, GlobalRef] = {
+    kind: GlobalRef("torch.distributed.checkpoint.metadata", kind.__name__) for kind in RECORD_CLASSES.values()
 } | {StorageInfo: GlobalRef("torch.distributed.checkpoint.filesystem", "_StorageInfo")}
 """The global that is written for each."""

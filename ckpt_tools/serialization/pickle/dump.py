@@ -25,19 +25,19 @@ from ckpt_tools.core.values import (
     Value,
 )
 from ckpt_tools.serialization.pickle.dcp_metadata import (
-    GLOBALS,
+    GLOBAL_BY_CLASS,
     BytesStorageMetadata,
     ChunkStorageMetadata,
+    DcpRecord,
     Metadata,
     MetadataIndex,
-    Record,
     StorageInfo,
     StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
 
-BATCH = 1000
+BATCH_ITEMS = 1000
 """Items between a MARK and its SETITEMS or APPENDS, as the pickle module does it, so that readers need little stack."""
 
 MAX_CACHED_SIZES = 1 << 16
@@ -51,16 +51,19 @@ _ENCODE = GlobalRef("_codecs", "encode")
 _ORDERED_DICT, _DEFAULT_DICT = GlobalRef("collections", "OrderedDict"), GlobalRef("collections", "defaultdict")
 _SIZE = GlobalRef("torch", "Size")
 _UNTYPED = GlobalRef("torch.storage", "UntypedStorage")
-_TENSOR, _TENSOR_V3 = GlobalRef("torch._utils", "_rebuild_tensor_v2"), GlobalRef("torch._utils", "_rebuild_tensor_v3")
-_META_TENSOR = GlobalRef("torch._utils", "_rebuild_meta_tensor_no_storage")
-_PARAMETER = GlobalRef("torch._utils", "_rebuild_parameter")
-_PARAMETER_WITH_STATE = GlobalRef("torch._utils", "_rebuild_parameter_with_state")
-_FROM_TYPE = GlobalRef("torch._tensor", "_rebuild_from_type_v2")
+_REBUILD_TENSOR, _REBUILD_TENSOR_V3 = (
+    GlobalRef("torch._utils", "_rebuild_tensor_v2"),
+    GlobalRef("torch._utils", "_rebuild_tensor_v3"),
+)
+_REBUILD_META_TENSOR = GlobalRef("torch._utils", "_rebuild_meta_tensor_no_storage")
+_REBUILD_PARAMETER = GlobalRef("torch._utils", "_rebuild_parameter")
+_REBUILD_PARAMETER_WITH_STATE = GlobalRef("torch._utils", "_rebuild_parameter_with_state")
+_REBUILD_FROM_TYPE = GlobalRef("torch._tensor", "_rebuild_from_type_v2")
 
 _TUPLE_OPCODES = {1: b"\x85", 2: b"\x86", 3: b"\x87"}
 
 
-class Pairs:
+class StreamedDict:
     """A dict whose items are made while they are written, and not kept: the items of a million chunks take 400 MB."""
 
     __slots__ = ("items",)
@@ -76,194 +79,196 @@ def dumps(value: Value) -> bytes:
 
 def dumps_with_storages(value: Value) -> tuple[bytes, dict[str, StorageRef]]:
     """``value`` as a pickle, and the storages that its tensors view, by key."""
-    writer = _Writer()
+    writer = _PickleWriter()
     writer.write(value)
     writer.out += b"."
     return bytes(writer.out), writer.storages
 
 
-class _Writer:
+class _PickleWriter:
     def __init__(self) -> None:
         self.out = bytearray(b"\x80\x02")
         self.storages: dict[str, StorageRef] = {}
-        self._num_memo = 0
-        self._names: dict[str | GlobalRef, bytes] = {}
-        self._objects: dict[int, bytes] = {}
+        self._memo_size = 0
+        self._reference_by_name: dict[str | GlobalRef, bytes] = {}
+        self._reference_by_id: dict[int, bytes] = {}
         # What was memoised by id must not be freed and its id reused meanwhile.
-        self._alive: list[Value] = []
-        self._sizes: dict[Size, bytes] = {}
+        self._memoized_objects: list[Value] = []
+        self._encoded_sizes: dict[Size, bytes] = {}
         self._templates: dict[type, tuple[bytes, ...]] = {}
 
     def write(self, value: Value) -> None:
-        encode = _ENCODERS.get(type(value))
+        encode = _WRITE_METHODS.get(type(value))
         if encode is None:
             raise TypeError(f"a {type(value).__name__} cannot be pickled")
         encode(self, value)
 
     # Memory
 
-    def _put(self) -> bytes:
+    def _memoize_top(self) -> bytes:
         """Memoise the top of the stack; the opcode that refers to it."""
-        index = self._num_memo
-        self._num_memo += 1
+        index = self._memo_size
+        self._memo_size += 1
         if index < 256:
             self.out += b"q%c" % index
             return b"h%c" % index
         self.out += b"r" + struct.pack("<I", index)
         return b"j" + struct.pack("<I", index)
 
-    def _remember(self, value: Value) -> None:
-        self._objects[id(value)] = self._put()
-        self._alive.append(value)
+    def _memoize_object(self, value: Value) -> None:
+        self._reference_by_id[id(value)] = self._memoize_top()
+        self._memoized_objects.append(value)
 
-    def _recalled(self, value: Value) -> bool:
+    def _try_write_reference(self, value: Value) -> bool:
         """True where ``value`` was written before, and a reference to it was written now."""
-        known = self._objects.get(id(value))
-        if known is None:
+        reference = self._reference_by_id.get(id(value))
+        if reference is None:
             return False
-        self.out += known
+        self.out += reference
         return True
 
     # Scalars
 
-    def constant(self, value: bool | None) -> None:
+    def write_constant(self, value: bool | None) -> None:
         self.out += b"N" if value is None else b"\x88" if value else b"\x89"
 
-    def integer(self, value: int) -> None:
-        self.out += _integer(value)
+    def write_integer(self, value: int) -> None:
+        self.out += _encode_integer(value)
 
-    def real(self, value: float) -> None:
+    def write_float(self, value: float) -> None:
         self.out += b"G" + struct.pack(">d", value)
 
-    def text(self, value: str) -> None:
-        known = self._names.get(value)
-        if known is not None:
-            self.out += known
+    def write_text(self, value: str) -> None:
+        reference = self._reference_by_name.get(value)
+        if reference is not None:
+            self.out += reference
             return
-        self._long_text(value)
-        self._names[value] = self._put()
+        self._write_unmemoized_text(value)
+        self._reference_by_name[value] = self._memoize_top()
 
-    def raw(self, value: bytes) -> None:
+    def write_bytes(self, value: bytes) -> None:
         """Protocol 2 has no bytes: they are the text of the same code points, encoded."""
-        if not self._recalled(value):
-            self.name(_ENCODE)
-            self._long_text(value.decode("latin-1"))
-            self.text("latin1")
+        if not self._try_write_reference(value):
+            self.write_global(_ENCODE)
+            self._write_unmemoized_text(value.decode("latin-1"))
+            self.write_text("latin1")
             self.out += b"\x86R"
-            self._remember(value)
+            self._memoize_object(value)
 
-    def mutable_raw(self, value: bytearray) -> None:
-        if not self._recalled(value):
-            self.name(_BYTEARRAY)
-            self.raw(bytes(value))
+    def write_bytearray(self, value: bytearray) -> None:
+        if not self._try_write_reference(value):
+            self.write_global(_BYTEARRAY)
+            self.write_bytes(bytes(value))
             self.out += b"\x85R"
-            self._remember(value)
+            self._memoize_object(value)
 
-    def _long_text(self, value: str) -> None:
+    def _write_unmemoized_text(self, value: str) -> None:
         """A text that is not remembered."""
         data = value.encode("utf-8", "surrogatepass")
-        wide = len(data) >= 1 << 32
-        self.out += b"\x8d" + struct.pack("<Q", len(data)) if wide else b"X" + struct.pack("<I", len(data))
+        is_long = len(data) >= 1 << 32
+        self.out += b"\x8d" + struct.pack("<Q", len(data)) if is_long else b"X" + struct.pack("<I", len(data))
         self.out += data
 
-    def imaginary(self, value: complex) -> None:
-        self.name(_COMPLEX)
-        self.real(value.real)
-        self.real(value.imag)
+    def write_complex(self, value: complex) -> None:
+        self.write_global(_COMPLEX)
+        self.write_float(value.real)
+        self.write_float(value.imag)
         self.out += b"\x86R"
 
-    def name(self, ref: GlobalRef) -> None:
-        known = self._names.get(ref)
-        if known is not None:
-            self.out += known
+    def write_global(self, ref: GlobalRef) -> None:
+        reference = self._reference_by_name.get(ref)
+        if reference is not None:
+            self.out += reference
             return
         module, name = _PY2_MODULES.get(ref.module, ref.module), ref.name
         if "\n" in module or "\n" in name:
-            self.text(module)
-            self.text(name)
+            self.write_text(module)
+            self.write_text(name)
             self.out += b"\x93"
         else:
             self.out += b"c%b\n%b\n" % (module.encode(), name.encode())
-        self._names[ref] = self._put()
+        self._reference_by_name[ref] = self._memoize_top()
 
     # Containers
 
-    def tuple_(self, value: tuple[Value, ...]) -> None:
+    def write_tuple(self, value: tuple[Value, ...]) -> None:
         if not value:
             self.out += b")"
             return
-        if self._recalled(value):
+        if self._try_write_reference(value):
             return
         self.out += b"" if len(value) < 4 else b"("
         for item in value:
             self.write(item)
-        if id(value) in self._objects:
+        if id(value) in self._reference_by_id:
             # It contains an object that contains it, and was written with that: drop the items written now.
-            self.out += (b"0" * len(value) if len(value) < 4 else b"1") + self._objects[id(value)]
+            self.out += (b"0" * len(value) if len(value) < 4 else b"1") + self._reference_by_id[id(value)]
             return
         self.out += _TUPLE_OPCODES.get(len(value), b"t")
-        self._remember(value)
+        self._memoize_object(value)
 
-    def list_(self, value: list[Value]) -> None:
-        if not self._recalled(value):
+    def write_list(self, value: list[Value]) -> None:
+        if not self._try_write_reference(value):
             self.out += b"]"
-            self._remember(value)
-            self._items(value)
+            self._memoize_object(value)
+            self._write_items(value)
 
-    def _items(self, values: Iterable[Value], opcodes: tuple[bytes, bytes] = (b"a", b"e"), width: int = 1) -> None:
+    def _write_items(
+        self, values: Iterable[Value], opcodes: tuple[bytes, bytes] = (b"a", b"e"), width: int = 1
+    ) -> None:
         """Values in batches, each of ``width`` a step; ``opcodes`` set one step and a batch of several."""
-        rest = iter(values)
-        while batch := list(islice(rest, BATCH * width)):
-            single = len(batch) == width
-            self.out += b"" if single else b"("
+        remaining = iter(values)
+        while batch := list(islice(remaining, BATCH_ITEMS * width)):
+            is_single = len(batch) == width
+            self.out += b"" if is_single else b"("
             for item in batch:
                 self.write(item)
-            self.out += opcodes[not single]
+            self.out += opcodes[not is_single]
 
-    def dict_(self, value: dict[Value, Value]) -> None:
-        if not self._recalled(value):
+    def write_dict(self, value: dict[Value, Value]) -> None:
+        if not self._try_write_reference(value):
             self.out += b"}"
-            self._remember(value)
-            self._pairs(value.items())
+            self._memoize_object(value)
+            self._write_pairs(value.items())
 
-    def _pairs(self, pairs: Iterable[tuple[Value, Value]]) -> None:
-        self._items(chain.from_iterable(pairs), (b"s", b"u"), 2)
+    def _write_pairs(self, pairs: Iterable[tuple[Value, Value]]) -> None:
+        self._write_items(chain.from_iterable(pairs), (b"s", b"u"), 2)
 
-    def pairs(self, value: Pairs) -> None:
+    def write_streamed_dict(self, value: StreamedDict) -> None:
         self.out += b"}"
-        self._pairs(value.items)
+        self._write_pairs(value.items)
 
-    def set_(self, value: set[Value] | frozenset[Value]) -> None:
+    def write_set(self, value: set[Value] | frozenset[Value]) -> None:
         """In an order that is the same in every run, unlike that of the hashes of strings."""
-        if not self._recalled(value):
-            self.name(_SET if isinstance(value, set) else _FROZENSET)
+        if not self._try_write_reference(value):
+            self.write_global(_SET if isinstance(value, set) else _FROZENSET)
             self.out += b"]"
-            self._items(sorted(value, key=lambda item: (type(item).__name__, repr(item))))
+            self._write_items(sorted(value, key=lambda item: (type(item).__name__, repr(item))))
             self.out += b"\x85R"
-            self._remember(value)
+            self._memoize_object(value)
 
-    def ordered_dict(self, value: OrderedDict) -> None:
-        if not self._recalled(value):
-            self._empty_ordered_dict()
-            self._remember(value)
-            self._pairs(value.items())
-            self._state(value.attributes)
+    def write_ordered_dict(self, value: OrderedDict) -> None:
+        if not self._try_write_reference(value):
+            self._write_empty_ordered_dict()
+            self._memoize_object(value)
+            self._write_pairs(value.items())
+            self._write_state(value.attributes)
 
-    def _empty_ordered_dict(self) -> None:
-        self.name(_ORDERED_DICT)
+    def _write_empty_ordered_dict(self) -> None:
+        self.write_global(_ORDERED_DICT)
         self.out += b")R"
 
-    def default_dict(self, value: DefaultDict) -> None:
-        if not self._recalled(value):
-            self.name(_DEFAULT_DICT)
-            self._arguments((value.factory,))
+    def write_default_dict(self, value: DefaultDict) -> None:
+        if not self._try_write_reference(value):
+            self.write_global(_DEFAULT_DICT)
+            self._write_arguments((value.factory,))
             self.out += b"R"
-            self._remember(value)
-            self._pairs(value.items())
+            self._memoize_object(value)
+            self._write_pairs(value.items())
 
     # Objects
 
-    def _arguments(self, args: Iterable[Value]) -> None:
+    def _write_arguments(self, args: Iterable[Value]) -> None:
         """A tuple that nothing refers to again."""
         items = tuple(args)
         self.out += b"" if 0 < len(items) < 4 else b"("
@@ -271,148 +276,155 @@ class _Writer:
             self.write(item)
         self.out += _TUPLE_OPCODES.get(len(items), b"t")
 
-    def _state(self, state: Value) -> None:
+    def _write_state(self, state: Value) -> None:
         if state is not None:
             self.write(state)
             self.out += b"b"
 
-    def opaque(self, value: Opaque) -> None:
-        if self._recalled(value):
+    def write_opaque(self, value: Opaque) -> None:
+        if self._try_write_reference(value):
             return
         self.write(value.ref)
-        self.tuple_(value.args)
+        self.write_tuple(value.args)
         if value.kwargs is not None:
-            self.dict_(value.kwargs)
+            self.write_dict(value.kwargs)
         self.out += b"R" if value.form == "call" else b"\x81" if value.kwargs is None else b"\x92"
-        self._remember(value)
-        self._items(value.items)
-        self._pairs(value.pairs)
-        self._state(value.state)
+        self._memoize_object(value)
+        self._write_items(value.items)
+        self._write_pairs(value.pairs)
+        self._write_state(value.state)
 
     # Tensors
 
-    def storage(self, value: StorageRef) -> None:
-        known = self.storages.setdefault(value.key, value)
-        assert known == value, f"storage {value.key} is two different ones"
+    def write_storage(self, value: StorageRef) -> None:
+        first_storage = self.storages.setdefault(value.key, value)
+        assert first_storage == value, f"storage {value.key} is two different ones"
         self.out += b"("
-        self.text("storage")
+        self.write_text("storage")
         if value.dtype is None:
-            self.name(_UNTYPED)
+            self.write_global(_UNTYPED)
         else:
             assert value.dtype.torch_storage is not None, "StorageRef.holding makes storages of newer types untyped"
-            self.name(GlobalRef("torch", value.dtype.torch_storage))
-        self.text(value.key)
-        self.text(value.location)
-        self.integer(value.numel)
+            self.write_global(GlobalRef("torch", value.dtype.torch_storage))
+        self.write_text(value.key)
+        self.write_text(value.location)
+        self.write_integer(value.numel)
         self.out += b"tQ"
 
-    def tensor(self, value: StoredTensor) -> None:
-        if not self._recalled(value):
+    def write_tensor(self, value: StoredTensor) -> None:
+        if not self._try_write_reference(value):
             if value.wrapper is None:
-                self.name(_function(value))
-                self._tensor_arguments(value, value.requires_grad)
+                self.write_global(_choose_rebuild_function(value))
+                self._write_tensor_arguments(value, value.requires_grad)
                 self.out += b"R"
             elif value.wrapper == PARAMETER:
-                self._parameter(value)
+                self._write_parameter(value)
             else:
-                self._wrapped_tensor(value)
-            self._remember(value)
+                self._write_wrapped_tensor(value)
+            self._memoize_object(value)
 
-    def _tensor_arguments(self, value: StoredTensor, requires_grad: bool) -> None:
+    def _write_tensor_arguments(self, value: StoredTensor, requires_grad: bool) -> None:
         dtype = GlobalRef("torch", value.dtype.value)
         if value.storage is None:
-            self._arguments((dtype, value.shape, value.strides, requires_grad))
+            self._write_arguments((dtype, value.shape, value.strides, requires_grad))
             return
         self.out += b"("
         for part in (value.storage, value.storage_offset, value.shape, value.strides, requires_grad):
             self.write(part)
-        self._empty_ordered_dict()
-        if _function(value) == _TENSOR_V3:
-            self.name(dtype)
+        self._write_empty_ordered_dict()
+        if _choose_rebuild_function(value) == _REBUILD_TENSOR_V3:
+            self.write_global(dtype)
         self.out += b"t"
 
-    def _parameter(self, value: StoredTensor) -> None:
+    def _write_parameter(self, value: StoredTensor) -> None:
         """``_rebuild_parameter(data, requires_grad, hooks)``, where ``data`` itself requires none."""
-        self.name(_PARAMETER if value.state is None else _PARAMETER_WITH_STATE)
+        self.write_global(_REBUILD_PARAMETER if value.state is None else _REBUILD_PARAMETER_WITH_STATE)
         self.out += b"("
-        self.name(_function(value))
-        self._tensor_arguments(value, requires_grad=False)
+        self.write_global(_choose_rebuild_function(value))
+        self._write_tensor_arguments(value, requires_grad=False)
         self.out += b"R"
-        self.constant(value.requires_grad)
-        self._empty_ordered_dict()
+        self.write_constant(value.requires_grad)
+        self._write_empty_ordered_dict()
         if value.state is not None:
             self.write(value.state)
         self.out += b"tR"
 
-    def _wrapped_tensor(self, value: StoredTensor) -> None:
-        self.name(_FROM_TYPE)
+    def _write_wrapped_tensor(self, value: StoredTensor) -> None:
+        self.write_global(_REBUILD_FROM_TYPE)
         self.out += b"("
-        self.name(_function(value))
+        self.write_global(_choose_rebuild_function(value))
         assert value.wrapper is not None
-        self.name(value.wrapper)
-        self._tensor_arguments(value, value.requires_grad)
+        self.write_global(value.wrapper)
+        self._write_tensor_arguments(value, value.requires_grad)
         self.write({} if value.state is None else value.state)
         self.out += b"tR"
 
     # Records of a DCP
 
-    def size(self, value: Size) -> None:
-        self.name(_SIZE)
-        self.out += _size_arguments(value)
+    def write_size(self, value: Size) -> None:
+        self.write_global(_SIZE)
+        self.out += _encode_size_arguments(value)
 
-    def _size(self, value: Size) -> bytes:
+    def _encode_size(self, value: Size) -> bytes:
         """The bytes of a ``Size`` after the first."""
-        known = self._sizes.get(value)
-        if known is None:
-            known = self._spelled(_SIZE) + _size_arguments(value)
-            if len(self._sizes) >= MAX_CACHED_SIZES:
-                self._sizes.clear()
-            self._sizes[value] = known
-        return known
+        encoded = self._encoded_sizes.get(value)
+        if encoded is None:
+            encoded = self._get_reference(_SIZE) + _encode_size_arguments(value)
+            if len(self._encoded_sizes) >= MAX_CACHED_SIZES:
+                self._encoded_sizes.clear()
+            self._encoded_sizes[value] = encoded
+        return encoded
 
-    def _spelled(self, name: str | GlobalRef) -> bytes:
+    def _get_reference(self, name: str | GlobalRef) -> bytes:
         """The reference to ``name``, which is written (and dropped again) if it was not yet."""
-        if name not in self._names:
+        if name not in self._reference_by_name:
             self.write(name)
             self.out += b"0"
-        return self._names[name]
+        return self._reference_by_name[name]
 
-    def _template(self, kind: type[Record], *names: str) -> tuple[bytes, ...]:
+    def _get_record_template(self, kind: type[DcpRecord], *names: str) -> tuple[bytes, ...]:
         """A new object of ``kind`` with its first field's name, then the names of the others."""
-        found = self._templates.get(kind)
-        if found is None:
-            first, *others = (self._spelled(name) for name in names)
-            found = self._templates[kind] = (self._spelled(GLOBALS[kind]) + b")\x81}(" + first, *others)
-        return found
+        template = self._templates.get(kind)
+        if template is None:
+            first, *others = (self._get_reference(name) for name in names)
+            template = self._templates[kind] = (
+                self._get_reference(GLOBAL_BY_CLASS[kind]) + b")\x81}(" + first,
+                *others,
+            )
+        return template
 
-    def record(self, value: Record) -> None:
+    def write_record(self, value: DcpRecord) -> None:
         """An object of a dataclass, which nothing refers to again, and its attributes."""
-        self.name(GLOBALS[type(value)])
+        self.write_global(GLOBAL_BY_CLASS[type(value)])
         self.out += b")\x81"
         if not isinstance(value, BytesStorageMetadata):
-            self._state(value.state)
+            self._write_state(value.state)
 
-    def chunk(self, value: ChunkStorageMetadata) -> None:
-        new, sizes = self._template(ChunkStorageMetadata, "offsets", "sizes")
-        self.out += b"%b%b%b%bub" % (new, self._size(value.offsets), sizes, self._size(value.sizes))
+    def write_chunk(self, value: ChunkStorageMetadata) -> None:
+        new, sizes = self._get_record_template(ChunkStorageMetadata, "offsets", "sizes")
+        self.out += b"%b%b%b%bub" % (new, self._encode_size(value.offsets), sizes, self._encode_size(value.sizes))
 
-    def index(self, value: MetadataIndex) -> None:
-        new, index, offset = self._template(MetadataIndex, "fqn", "index", "offset")
-        at = b"N" if value.offset is None else self._size(value.offset)
-        hint = b"N" if value.index is None else _integer(value.index)
-        self.out += b"%b%b%b%b%b%bub" % (new, self._spelled(value.fqn), index, hint, offset, at)
+    def write_index(self, value: MetadataIndex) -> None:
+        new, index, offset = self._get_record_template(MetadataIndex, "fqn", "index", "offset")
+        offset_opcodes = b"N" if value.offset is None else self._encode_size(value.offset)
+        hint = b"N" if value.index is None else _encode_integer(value.index)
+        self.out += b"%b%b%b%b%b%bub" % (new, self._get_reference(value.fqn), index, hint, offset, offset_opcodes)
 
-    def info(self, value: StorageInfo) -> None:
-        new, offset, length = self._template(StorageInfo, "relative_path", "offset", "length")
-        path, start, size = self._spelled(value.relative_path), _integer(value.offset), _integer(value.length)
+    def write_storage_info(self, value: StorageInfo) -> None:
+        new, offset, length = self._get_record_template(StorageInfo, "relative_path", "offset", "length")
+        path, start, size = (
+            self._get_reference(value.relative_path),
+            _encode_integer(value.offset),
+            _encode_integer(value.length),
+        )
         self.out += b"%b%b%b%b%b%b" % (new, path, offset, start, length, size)
         if value.transform_descriptors is not None:
-            self.text("transform_descriptors")
+            self.write_text("transform_descriptors")
             self.write(value.transform_descriptors)
         self.out += b"ub"
 
 
-def _integer(value: int) -> bytes:
+def _encode_integer(value: int) -> bytes:
     if 0 <= value < 1 << 8:
         return b"K%c" % value
     if 0 <= value < 1 << 16:
@@ -424,46 +436,46 @@ def _integer(value: int) -> bytes:
     return b"\x8a%c" % len(data) + data if len(data) < 256 else b"\x8b" + struct.pack("<i", len(data)) + data
 
 
-def _size_arguments(value: Size) -> bytes:
-    dims = b"".join(map(_integer, value))
+def _encode_size_arguments(value: Size) -> bytes:
+    dims = b"".join(map(_encode_integer, value))
     return (dims if 0 < len(value) < 4 else b"(" + dims) + _TUPLE_OPCODES.get(len(value), b"t") + b"\x85R"
 
 
-def _function(value: StoredTensor) -> GlobalRef:
+def _choose_rebuild_function(value: StoredTensor) -> GlobalRef:
     """Function that rebuilds the bare tensor: a storage of another type than the tensor needs the newer one."""
     if value.storage is None:
-        return _META_TENSOR
-    return _TENSOR if value.storage.dtype is value.dtype else _TENSOR_V3
+        return _REBUILD_META_TENSOR
+    return _REBUILD_TENSOR if value.storage.dtype is value.dtype else _REBUILD_TENSOR_V3
 
 
-_ENCODERS: dict[type, Callable[[_Writer, Any], None]] = {
-    type(None): _Writer.constant,
-    bool: _Writer.constant,
-    int: _Writer.integer,
-    float: _Writer.real,
-    complex: _Writer.imaginary,
-    str: _Writer.text,
-    bytes: _Writer.raw,
-    bytearray: _Writer.mutable_raw,
-    tuple: _Writer.tuple_,
-    list: _Writer.list_,
-    dict: _Writer.dict_,
-    Pairs: _Writer.pairs,
-    set: _Writer.set_,
-    frozenset: _Writer.set_,
-    OrderedDict: _Writer.ordered_dict,
-    DefaultDict: _Writer.default_dict,
-    Size: _Writer.size,
-    GlobalRef: _Writer.name,
-    Opaque: _Writer.opaque,
-    StorageRef: _Writer.storage,
-    StoredTensor: _Writer.tensor,
-    ChunkStorageMetadata: _Writer.chunk,
-    MetadataIndex: _Writer.index,
-    StorageInfo: _Writer.info,
-    TensorProperties: _Writer.record,
-    TensorStorageMetadata: _Writer.record,
-    BytesStorageMetadata: _Writer.record,
-    StorageMeta: _Writer.record,
-    Metadata: _Writer.record,
+_WRITE_METHODS: dict[type, Callable[[_PickleWriter, Any], None]] = {
+    type(None): _PickleWriter.write_constant,
+    bool: _PickleWriter.write_constant,
+    int: _PickleWriter.write_integer,
+    float: _PickleWriter.write_float,
+    complex: _PickleWriter.write_complex,
+    str: _PickleWriter.write_text,
+    bytes: _PickleWriter.write_bytes,
+    bytearray: _PickleWriter.write_bytearray,
+    tuple: _PickleWriter.write_tuple,
+    list: _PickleWriter.write_list,
+    dict: _PickleWriter.write_dict,
+    StreamedDict: _PickleWriter.write_streamed_dict,
+    set: _PickleWriter.write_set,
+    frozenset: _PickleWriter.write_set,
+    OrderedDict: _PickleWriter.write_ordered_dict,
+    DefaultDict: _PickleWriter.write_default_dict,
+    Size: _PickleWriter.write_size,
+    GlobalRef: _PickleWriter.write_global,
+    Opaque: _PickleWriter.write_opaque,
+    StorageRef: _PickleWriter.write_storage,
+    StoredTensor: _PickleWriter.write_tensor,
+    ChunkStorageMetadata: _PickleWriter.write_chunk,
+    MetadataIndex: _PickleWriter.write_index,
+    StorageInfo: _PickleWriter.write_storage_info,
+    TensorProperties: _PickleWriter.write_record,
+    TensorStorageMetadata: _PickleWriter.write_record,
+    BytesStorageMetadata: _PickleWriter.write_record,
+    StorageMeta: _PickleWriter.write_record,
+    Metadata: _PickleWriter.write_record,
 }

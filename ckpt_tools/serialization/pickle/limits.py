@@ -18,10 +18,10 @@ from ckpt_tools.core.values import (
     StorageRef,
     StoredTensor,
     Value,
-    kind_of,
+    describe_kind,
 )
 from ckpt_tools.errors import MalformedError
-from ckpt_tools.serialization.pickle.dcp_metadata import MetadataIndex, Record
+from ckpt_tools.serialization.pickle.dcp_metadata import DcpRecord, MetadataIndex
 from ckpt_tools.serialization.pickle.machine import Machine
 
 MAX_KEY_PARTS = 1000
@@ -38,7 +38,7 @@ MAX_KEY_BITS = 64
 """Width of an integer as a key; wider ones can be made to collide without end (their hash is modulo 2 ** 61 - 1)."""
 
 
-def insert(machine: Machine, target: Value, items: list[Value]) -> None:
+def insert_items(machine: Machine, target: Value, items: list[Value]) -> None:
     """Set ``items``, keys and values in turn."""
     if len(items) % 2:
         machine.fail("a key without a value")
@@ -46,67 +46,69 @@ def insert(machine: Machine, target: Value, items: list[Value]) -> None:
         if type(target) is OrderedDict and target.is_sealed:
             machine.fail("a tensor gets hooks, which torch never saves")
         num_keys = len(target) + len(items) // 2
-        target.update(zip(checked_keys(machine, target, items[::2]), items[1::2], strict=True))
+        target.update(zip(check_keys(machine, target, items[::2]), items[1::2], strict=True))
         if len(target) != num_keys:
             machine.fail("a key is set twice, which no pickler does")
     elif type(target) is Opaque:
         if target.state is not None:
-            machine.fail(f"it sets items of a {kind_of(target)} that has its state already")
+            machine.fail(f"it sets items of a {describe_kind(target)} that has its state already")
         target.pairs.extend(zip(items[::2], items[1::2], strict=True))
     else:
-        machine.fail(f"it sets items of a {kind_of(target)}")
+        machine.fail(f"it sets items of a {describe_kind(target)}")
 
 
-_PLAIN_KEYS = frozenset({str, bytes, float, bool, type(None), GlobalRef, Opaque, MetadataIndex, StorageRef})
+_PLAIN_KEY_TYPES = frozenset({str, bytes, float, bool, type(None), GlobalRef, Opaque, MetadataIndex, StorageRef})
 """Keys whose hashes cannot be made to collide at will: secret, or of a fixed width, or by identity."""
 
 
-def checked_keys(machine: Machine, target: Value, keys: list[Value]) -> list[Value]:
+def check_keys(machine: Machine, target: Value, keys: list[Value]) -> list[Value]:
     """``keys``, which are cheap to hash and do not collide in ``target``. Raises MalformedError."""
     kinds = set(map(type, keys))
     if str in kinds or bytes in kinds:
-        _check_lengths(machine, keys)
+        _check_key_lengths(machine, keys)
     if int in kinds and any(type(key) is int and key.bit_length() > MAX_KEY_BITS for key in keys):
         machine.fail("a huge integer as a key")
-    if kinds - _PLAIN_KEYS - {int}:
-        _check_compound_keys(machine, target, [key for key in keys if type(key) not in _PLAIN_KEYS])
+    if kinds - _PLAIN_KEY_TYPES - {int}:
+        _check_compound_keys(machine, target, [key for key in keys if type(key) not in _PLAIN_KEY_TYPES])
     return keys
 
 
-def _check_lengths(machine: Machine, keys: list[Value]) -> None:
+def _check_key_lengths(machine: Machine, keys: list[Value]) -> None:
     if any(len(key) > MAX_KEY_CHARS for key in keys if type(key) is str or type(key) is bytes):
         machine.fail("a string of absurd length as a key")
 
 
 def _check_compound_keys(machine: Machine, target: Value, keys: list[Value]) -> None:
     for key in keys:
-        if _num_parts(machine, key, 0) > MAX_KEY_PARTS:
+        if _count_key_parts(machine, key, 0) > MAX_KEY_PARTS:
             machine.fail("a key of too many parts")
     # The target stays alive with its entry, so that its id stays its own. A new one gets all its keys at once.
-    fresh: tuple[Value, list[int], set[int]] = (target, [0], set())
-    _, num_equal, seen = fresh if target is None else machine.key_hashes.setdefault(id(target), fresh)
-    for found in map(hash, keys):
-        num_equal[0] += found in seen
-        seen.add(found)
-    if num_equal[0] > MAX_EQUAL_HASHES:
+    new_entry: tuple[Value, list[int], set[int]] = (target, [0], set())
+    _, num_collisions, seen_hashes = (
+        new_entry if target is None else machine.key_hashes.setdefault(id(target), new_entry)
+    )
+    for key_hash in map(hash, keys):
+        num_collisions[0] += key_hash in seen_hashes
+        seen_hashes.add(key_hash)
+    if num_collisions[0] > MAX_EQUAL_HASHES:
         machine.fail("keys whose hashes collide")
 
 
-def _num_parts(machine: Machine, key: Value, parts: int) -> int:
-    """``parts`` plus the number of hashes that hashing ``key`` takes; counting stops soon after the bound."""
-    parts += 1
+def _count_key_parts(machine: Machine, key: Value, num_parts: int) -> int:
+    """``num_parts`` plus the number of hashes that hashing ``key`` takes; counting stops soon after the bound."""
+    num_parts += 1
     if type(key) is int and key.bit_length() > MAX_KEY_BITS:
         machine.fail("a huge integer as a key")
     if type(key) in (tuple, Size):
         for part in key:
-            if parts > MAX_KEY_PARTS:
+            if num_parts > MAX_KEY_PARTS:
                 break
-            parts = _num_parts(machine, part, parts)
+            num_parts = _count_key_parts(machine, part, num_parts)
     elif type(key) is str or type(key) is bytes:
-        _check_lengths(machine, [key])
-    elif type(key) not in _PLAIN_KEYS and type(key) not in (int, complex, frozenset):
-        machine.fail(f"a {kind_of(key)} as a key")
-    return parts
+        _check_key_lengths(machine, [key])
+    elif type(key) not in _PLAIN_KEY_TYPES and type(key) not in (int, complex, frozenset):
+        machine.fail(f"a {describe_kind(key)} as a key")
+    return num_parts
 
 
 MAX_DEPTH = 100
@@ -116,13 +118,13 @@ limit of 1,000 frames."""
 SPARE_NODES = 1 << 16
 """Values that need no justification by size, twice the bytes come on top."""
 
-_SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray, Size, StorageRef, GlobalRef})
-_FLAT = frozenset({list, tuple, dict, OrderedDict, DefaultDict, set, frozenset})
-_OPEN = -1
-_SMALL = 8
+_SCALAR_TYPES = frozenset({type(None), bool, int, float, complex, str, bytes, bytearray, Size, StorageRef, GlobalRef})
+_CONTAINER_TYPES = frozenset({list, tuple, dict, OrderedDict, DefaultDict, set, frozenset})
+_IN_PROGRESS = -1
+_SMALL_TUPLE_ITEMS = 8
 
 
-class Checker:
+class ValueChecker:
     """Walks a loaded value once: bounds nesting and sharing, refuses containers inside themselves, checks records.
 
     An ``Opaque`` may contain itself, as objects do. Containers of scalars alone are not walked. Lists that share their
@@ -136,19 +138,19 @@ class Checker:
         self._sizes: dict[int, int] = {}
         self._max_size = SPARE_NODES + 2 * num_bytes
 
-    def check(self, value: Value, depth: int = 0) -> int:
+    def check_value(self, value: Value, depth: int = 0) -> int:
         """Nesting depth of ``value``, which is ``depth`` deep itself. Raises MalformedError."""
-        if type(value) in _SCALARS:
+        if type(value) in _SCALAR_TYPES:
             return 0
-        if type(value) is tuple and len(value) <= _SMALL and _SCALARS.issuperset(map(type, value)):
+        if type(value) is tuple and len(value) <= _SMALL_TUPLE_ITEMS and _SCALAR_TYPES.issuperset(map(type, value)):
             # A DCP has a path for each tensor: what is known of each would take more room than the path.
             if depth >= MAX_DEPTH:
                 self._refuse_depth()
             return 1
         height = self._heights.get(id(value))
         if height is None:
-            height = self._fresh(value, depth)
-        elif height == _OPEN:
+            height = self._walk_value(value, depth)
+        elif height == _IN_PROGRESS:
             if not isinstance(value, Opaque):
                 raise MalformedError("a container contains itself")
             return 0
@@ -156,39 +158,39 @@ class Checker:
             self._refuse_depth()
         return height
 
-    def _fresh(self, value: Value, depth: int) -> int:
+    def _walk_value(self, value: Value, depth: int) -> int:
         if depth >= MAX_DEPTH:
             self._refuse_depth()
-        self._heights[id(value)] = _OPEN
-        inner, size = 0, 1
-        for group in _parts(value):
+        self._heights[id(value)] = _IN_PROGRESS
+        inner_height, size = 0, 1
+        for group in _group_parts(value):
             size += len(group)
-            if not set(map(type, group)) <= _SCALARS:
-                inner = max(inner, *(self.check(part, depth + 1) for part in group))
-                size += sum(map(self._size, group))
+            if not set(map(type, group)) <= _SCALAR_TYPES:
+                inner_height = max(inner_height, *(self.check_value(part, depth + 1) for part in group))
+                size += sum(map(self._get_unfolded_size, group))
         if size > self._max_size:
             raise MalformedError("values that share their parts many times over")
-        self._heights[id(value)] = inner + 1
-        if inner:
+        self._heights[id(value)] = inner_height + 1
+        if inner_height:
             self._sizes[id(value)] = size
-        return inner + 1
+        return inner_height + 1
 
     def _refuse_depth(self) -> NoReturn:
         raise MalformedError(f"values are nested more than {MAX_DEPTH} levels deep")
 
-    def _size(self, value: Value) -> int:
+    def _get_unfolded_size(self, value: Value) -> int:
         """Parts that a checked value unfolds to; those of one that holds only scalars are not kept, but counted."""
-        return self._sizes.get(id(value), 0) or (len(value) + 1 if type(value) in _FLAT else 1)
+        return self._sizes.get(id(value), 0) or (len(value) + 1 if type(value) in _CONTAINER_TYPES else 1)
 
 
-def _parts(value: Value) -> Iterable[Collection[Value]]:
+def _group_parts(value: Value) -> Iterable[Collection[Value]]:
     """Contents of a value, in groups."""
     if isinstance(value, OrderedDict):
         return (value.keys(), value.values(), (value.attributes,))
     if isinstance(value, dict):
         return (value.keys(), value.values())
-    if isinstance(value, Record):
-        return (value.check(),)
+    if isinstance(value, DcpRecord):
+        return (value.check_fields(),)
     if isinstance(value, Opaque):
         return ((value.ref, value.args, value.kwargs, value.state, value.items, value.pairs),)
     if isinstance(value, StoredTensor):

@@ -27,12 +27,12 @@ from dataclasses import dataclass
 
 from ckpt_tools.core.values import Opaque, Value
 from ckpt_tools.errors import CkptError, MalformedError, MemoryBudgetError, UnsafeError
-from ckpt_tools.serialization.pickle.allowed_calls import CALLS
+from ckpt_tools.serialization.pickle.allowed_calls import ALLOWED_CALLS
 from ckpt_tools.serialization.pickle.dcp_macros import MACROS
 from ckpt_tools.serialization.pickle.dump import dumps
-from ckpt_tools.serialization.pickle.limits import Checker
-from ckpt_tools.serialization.pickle.machine import EndsEarlyError, Language, Machine, PersistentLoad
-from ckpt_tools.serialization.pickle.opcodes import STEPS
+from ckpt_tools.serialization.pickle.limits import ValueChecker
+from ckpt_tools.serialization.pickle.machine import EndsEarlyError, InstructionSet, Machine, PersistentLoad
+from ckpt_tools.serialization.pickle.opcodes import OPCODE_STEPS
 
 __all__ = ["PersistentLoad", "dumps", "loads", "refuse_call"]
 
@@ -54,30 +54,30 @@ def loads(data: bytes, *, path: str, persistent_load: PersistentLoad | None = No
         UnsupportedError: a tensor of a kind that is not handled.
         MemoryBudgetError: there is not enough memory for it.
     """
-    return _first(data, path, persistent_load, is_prefix=False).value
+    return _load_pickle(data, path, persistent_load, is_prefix=False).value
 
 
 @dataclass(frozen=True, slots=True)
-class FirstPickle:
+class LoadedPickle:
     """The value of the first of several pickles, which ends at ``stop``."""
 
     value: Value
     stop: int
 
 
-def load_first(data: bytes, *, path: str, persistent_load: PersistentLoad | None = None) -> FirstPickle:
+def load_first_pickle(data: bytes, *, path: str, persistent_load: PersistentLoad | None = None) -> LoadedPickle:
     """Like ``loads``, for the pickle that ``data`` begins with. Raises EndsEarlyError if it may be cut off."""
-    return _first(data, path, persistent_load, is_prefix=True)
+    return _load_pickle(data, path, persistent_load, is_prefix=True)
 
 
-FIRST_BYTES = (1 << 22, 1 << 25)
+FIRST_READ_SIZES = (1 << 22, 1 << 25)
 """Sizes of the first two reads of a pickle, before all of it is read."""
 
-FIRST_PART = 8
+MIN_SIZE_RATIO = 8
 """Minimum ratio of a pickle's size to its first read, so that the first read costs little."""
 
 
-def check_start(
+def check_pickle_start(
     read: Callable[[int, int], bytes], size: int, *, path: str, persistent_load: PersistentLoad | None = None
 ) -> None:
     """Refuse data by its first bytes if it is not a pickle, or ends early: a file may be a hole of gigabytes behind a
@@ -86,36 +86,38 @@ def check_start(
     Raises:
         FormatError: as ``loads`` would, or TooLongError.
     """
-    for num_bytes in FIRST_BYTES:
-        if size < num_bytes * FIRST_PART:
+    for num_bytes in FIRST_READ_SIZES:
+        if size < num_bytes * MIN_SIZE_RATIO:
             return
         with suppress(EndsEarlyError):
-            first = load_first(read(0, num_bytes), path=path, persistent_load=persistent_load)
-            raise MalformedError(f"more data follows the end of the pickle at byte {first.stop - 1:,}", path=path)
+            first_pickle = load_first_pickle(read(0, num_bytes), path=path, persistent_load=persistent_load)
+            raise MalformedError(
+                f"more data follows the end of the pickle at byte {first_pickle.stop - 1:,}", path=path
+            )
 
 
-def _first(data: bytes, path: str, persistent_load: PersistentLoad | None, *, is_prefix: bool) -> FirstPickle:
-    machine = Machine(data, Language(STEPS, CALLS, MACROS), persistent_load)
-    with interpreting(machine, path):
-        stop = run_checked(machine, is_prefix=is_prefix)
-        return FirstPickle(machine.stack[-1], stop)
+def _load_pickle(data: bytes, path: str, persistent_load: PersistentLoad | None, *, is_prefix: bool) -> LoadedPickle:
+    machine = Machine(data, InstructionSet(OPCODE_STEPS, ALLOWED_CALLS, MACROS), persistent_load)
+    with name_pickle_errors(machine, path):
+        stop = interpret_checked(machine, is_prefix=is_prefix)
+        return LoadedPickle(machine.stack[-1], stop)
 
 
-def run_checked(machine: Machine, *, is_prefix: bool) -> int:
+def interpret_checked(machine: Machine, *, is_prefix: bool) -> int:
     """Interpret one pickle, or with ``is_prefix`` the first of several. The value stays on the stack; where it ends."""
-    stop = machine.run_first()
+    stop = machine.run_first_pickle()
     if stop != len(machine.data) and not is_prefix:
-        raise MalformedError(f"more data follows the end of the pickle at byte {machine.at:,}")
-    machine.forget()
-    Checker(stop + machine.shift - machine.num_skipped).check(machine.stack[-1])
+        raise MalformedError(f"more data follows the end of the pickle at byte {machine.file_position:,}")
+    machine.free_working_state()
+    ValueChecker(stop + machine.shift - machine.num_skipped).check_value(machine.stack[-1])
     return stop
 
 
 @contextmanager
-def interpreting(machine: Machine, path: str) -> Iterator[None]:
+def name_pickle_errors(machine: Machine, path: str) -> Iterator[None]:
     """Turn every exception within into an error that names ``path``."""
     try:
-        with gc_paused(len(machine.data) >= GC_PAUSE_BYTES):
+        with pause_gc(len(machine.data) >= GC_PAUSE_BYTES):
             yield
     except CkptError as error:
         error.path = error.path or path
@@ -124,14 +126,14 @@ def interpreting(machine: Machine, path: str) -> Iterator[None]:
         raise MemoryBudgetError("there is not enough memory to read this pickle", path=path) from error
     except Exception as error:
         # An opcode without its operands meets an empty stack, a short slice or a wrong type: the pickle is malformed.
-        known = next((words for kind, words in _REASONS if isinstance(error, kind)), None)
-        reason = known or (str(error).splitlines() or [""])[0][:200] or type(error).__name__
+        known_reason = next((words for kind, words in _REASON_BY_ERROR if isinstance(error, kind)), None)
+        reason = known_reason or (str(error).splitlines() or [""])[0][:200] or type(error).__name__
         may_be_cut = len(machine.data) - machine.position < SHORT_OPERAND_BYTES
-        kind = EndsEarlyError if may_be_cut else MalformedError
-        raise kind(f"the pickle is malformed at byte {machine.at:,}: {reason}", path=path) from error
+        error_class = EndsEarlyError if may_be_cut else MalformedError
+        raise error_class(f"the pickle is malformed at byte {machine.file_position:,}: {reason}", path=path) from error
 
 
-_REASONS: tuple[tuple[type[Exception], str], ...] = (
+_REASON_BY_ERROR: tuple[tuple[type[Exception], str], ...] = (
     (TypeError, "a value or the arguments of a call are not of the form that a pickler writes"),
     (AttributeError, "a value is not of the form that a pickler writes"),
     (LookupError, "it takes a value that is not there"),
@@ -145,9 +147,9 @@ def refuse_call(value: Value, path: str) -> None:
     """Raises UnsafeError if ``value`` is a call that a loader would execute instead of data."""
     if not isinstance(value, Opaque):
         return
-    from ckpt_tools.serialization.pickle.closed_list import refusal
+    from ckpt_tools.serialization.pickle.closed_list import explain_refusal
 
-    if refusal(value) is not None:
+    if explain_refusal(value) is not None:
         raise UnsafeError(
             f"the pickle is a call of {value.ref}, which a loader would execute; `ckpt-tools scan` tells more",
             path=path,
@@ -155,12 +157,12 @@ def refuse_call(value: Value, path: str) -> None:
 
 
 @contextmanager
-def gc_paused(pause: bool) -> Iterator[None]:
-    enabled = pause and gc.isenabled()
-    if enabled:
+def pause_gc(pause: bool) -> Iterator[None]:
+    was_enabled = pause and gc.isenabled()
+    if was_enabled:
         gc.disable()
     try:
         yield
     finally:
-        if enabled:
+        if was_enabled:
             gc.enable()

@@ -23,7 +23,7 @@ SPARE_CONTAINERS = 1 << 16
 """Containers that need no justification by size, at about 100 bytes each; half a container a byte comes on top."""
 
 
-class Stop(Exception):  # noqa: N818
+class PickleStop(Exception):  # noqa: N818
     """The opcode STOP was met."""
 
 
@@ -51,7 +51,7 @@ class JoblibArrayError(MalformedError):
     """A file of joblib where a pickle should be."""
 
 
-class TooLongError(UnsupportedError):
+class PickleTooLongError(UnsupportedError):
     """A string, or a number of bytes, is longer than any that is read."""
 
 
@@ -65,36 +65,36 @@ UNSET = Unset()
 class ArrayReader(Protocol):
     """Reads past the elements of arrays that stand within a pickle."""
 
-    def skip(self, machine: Machine, array: ArrayFollows) -> int:
+    def skip_array(self, machine: Machine, array: ArrayFollows) -> int:
         """The position after the elements; the data of the machine may be another part of the file then."""
 
 
 class Macro(Protocol):
     """Reads what would take many opcodes at once."""
 
-    def run(self, at: int) -> int:
+    def try_read(self, at: int) -> int:
         """The position after what starts at ``at``, or 0 where it is to be read opcode by opcode."""
 
 
 @dataclass(frozen=True, slots=True)
-class Language:
+class InstructionSet:
     """Language of a machine: a step for each opcode, the functions that a pickle may call, and macros for classes whose
     objects are read at once.
 
-    Macros give no place in the memo to what no pickler refers to again; ``run_first`` starts again without them where
-    one does.
+    Macros give no place in the memo to what no pickler refers to again; ``run_first_pickle`` starts again without them
+    where one does.
     """
 
-    steps: Sequence[Step]
-    calls: Mapping[tuple[str, str], Call]
+    steps: Sequence[OpcodeStep]
+    calls: Mapping[tuple[str, str], CallBuilder]
     macros: Mapping[tuple[str, str], Callable[[Machine], Macro]]
 
 
-class LeftOutError(Exception):
+class SkippedPlaceError(Exception):
     """A place was asked for whose value a macro left out."""
 
 
-_NUMBERS = array("Q")
+_EMPTY_NUMBERS = array("Q")
 """Copied, because making an array is an audit event, and reading a pickle must raise none."""
 
 
@@ -110,14 +110,14 @@ class Memo(list[Value]):
         self.dense = maxsize
         self._num_left_out = 0
         # After each gap: the first place that has a value again, and the position of that value in the list.
-        self._resumes = _NUMBERS[:]
-        self._firsts = _NUMBERS[:]
+        self._resumes = _EMPTY_NUMBERS[:]
+        self._firsts = _EMPTY_NUMBERS[:]
 
     @property
     def next_place(self) -> int:
         return len(self) + self._num_left_out
 
-    def leave_out(self, num_places: int) -> None:
+    def skip_places(self, num_places: int) -> None:
         """Skip the next ``num_places``, which are never fetched."""
         if not num_places:
             return
@@ -134,10 +134,10 @@ class Memo(list[Value]):
         gap = bisect_right(self._resumes, place)
         position = place if gap == 0 else self._firsts[gap - 1] + place - self._resumes[gap - 1]
         if gap < len(self._firsts) and position >= self._firsts[gap]:
-            raise LeftOutError
+            raise SkippedPlaceError
         return self[position]
 
-    def place_of(self, position: int) -> int:
+    def get_place(self, position: int) -> int:
         """The place of the value at ``position`` of the list."""
         gap = bisect_right(self._firsts, position)
         return position if gap == 0 else self._resumes[gap - 1] + position - self._firsts[gap - 1]
@@ -170,7 +170,7 @@ class Machine:
         "stack",
     )
 
-    def __init__(self, data: bytes, language: Language, persistent_load: PersistentLoad | None) -> None:
+    def __init__(self, data: bytes, language: InstructionSet, persistent_load: PersistentLoad | None) -> None:
         self.data = data
         self.language = language
         self.resolve = persistent_load
@@ -178,9 +178,9 @@ class Machine:
         # Position of the data in the file.
         self.shift = 0
         self.num_skipped = 0
-        self._start()
+        self._reset()
 
-    def _start(self) -> None:
+    def _reset(self) -> None:
         self.position = 0
         self.stack: list[Value] = []
         self.marks: list[list[Value]] = []
@@ -189,37 +189,37 @@ class Machine:
         self.is_framed = False
         self.protocol = 0
         # Every object that was recorded instead of being interpreted, with the position at which it was made.
-        self.objects: list[tuple[int, Opaque | SetState]] = []
+        self.objects: list[tuple[int, Opaque | TensorAttributes]] = []
         self.names: dict[tuple[str, str], GlobalRef] = {}
         # By the id of the one GlobalRef of a name, whose hash would be slow to take.
-        self.calls: dict[int, Call] = {}
+        self.calls: dict[int, CallBuilder] = {}
         self.macros: dict[int, Macro] = {}
         self.sizes: dict[bytes, Size] = {}
         self.key_hashes: dict[int, tuple[Value, list[int], set[int]]] = {}
         self.budget = SPARE_CONTAINERS + len(self.data) // 2
         self.bytes_to_copy = 4096 + 4 * len(self.data)
 
-    def run_first(self) -> int:
+    def run_first_pickle(self) -> int:
         """Interpret up to the first STOP, and leave the value on the stack; the position after it.
 
         A frame ends where an opcode does, and no frame starts within another: CPython's C unpickler takes frames for
         hints only, and the Python one reads other bytes where a frame cuts an opcode.
         """
         try:
-            return self._run_first()
-        except LeftOutError:
+            return self._run_to_stop()
+        except SkippedPlaceError:
             self.language = replace(self.language, macros={})
-            self._start()
-            return self._run_first()
+            self._reset()
+            return self._run_to_stop()
 
-    def forget(self) -> None:
+    def free_working_state(self) -> None:
         """Free everything that only reading needs; the value is complete."""
         self.memo = Memo()
         self.sizes.clear()
         self.macros.clear()
         self.key_hashes.clear()
 
-    def _run_first(self) -> int:
+    def _run_to_stop(self) -> int:
         data, position, limit = self.data, 0, len(self.data)
         steps = self.language.steps
         while True:
@@ -235,14 +235,15 @@ class Machine:
                     self.fail("a frame continues behind an array of joblib")
                 if self.arrays is None:
                     raise JoblibArrayError(
-                        f"the pickle is malformed at byte {self.at:,}: the elements of an array of joblib follow, "
+                        f"the pickle is malformed at byte {self.file_position:,}: the elements of an array of joblib "
+                        f"follow, "
                         "which only joblib.load reads"
                     ) from None
-                position = self.arrays.skip(self, array)
+                position = self.arrays.skip_array(self, array)
                 data, self.is_framed = self.data, False
                 limit = len(data)
                 continue
-            except Stop:
+            except PickleStop:
                 break
             if not self.is_framed:
                 self.fail_early("it ends early")
@@ -255,22 +256,22 @@ class Machine:
             self.fail("it leaves more behind than a value")
         return self.position + 1
 
-    def move(self, data: bytes, start: int) -> None:
+    def continue_with(self, data: bytes, start: int) -> None:
         """Read ``data`` next, the part of the file from byte ``start``."""
         self.data, self.shift = data, start
         self.budget += len(data) // 2
         self.bytes_to_copy += 4 * len(data)
 
     @property
-    def at(self) -> int:
+    def file_position(self) -> int:
         """Position in the file of the opcode that is read."""
         return self.position + self.shift
 
     def fail(self, reason: str) -> NoReturn:
-        raise MalformedError(f"the pickle is malformed at byte {self.at:,}: {reason}")
+        raise MalformedError(f"the pickle is malformed at byte {self.file_position:,}: {reason}")
 
     def fail_early(self, reason: str) -> NoReturn:
-        raise EndsEarlyError(f"the pickle is malformed at byte {self.at:,}: {reason}")
+        raise EndsEarlyError(f"the pickle is malformed at byte {self.file_position:,}: {reason}")
 
     def pop_mark(self) -> list[Value]:
         """The values since the last mark, which is removed."""
@@ -278,12 +279,12 @@ class Machine:
         self.stack = self.marks.pop()
         return items
 
-    def spend(self, containers: int) -> None:
+    def charge_containers(self, containers: int) -> None:
         self.budget -= containers
         if self.budget < 0:
             self.fail(f"{len(self.data):,} bytes make too many objects")
 
-    def copied(self, values: Sequence[Value]) -> None:
+    def charge_copies(self, values: Sequence[Value]) -> None:
         """Account for a walk over ``values`` and copies of them: a call on one long string, again and again, would fill
         the memory, and one with a million arguments would never end.
 
@@ -291,24 +292,24 @@ class Machine:
         """
         if len(values) <= self.bytes_to_copy:
             self.bytes_to_copy -= len(values)
-            texts = sum(len(value) for value in values if isinstance(value, str | bytes))
-            self.bytes_to_copy -= texts + 4 * sum(
+            text_bytes = sum(len(value) for value in values if isinstance(value, str | bytes))
+            self.bytes_to_copy -= text_bytes + 4 * sum(
                 len(value) for value in values if isinstance(value, list | tuple | dict)
             )
         if len(values) > self.bytes_to_copy or self.bytes_to_copy < 0:
             self.fail("the same data is copied too many times over")
 
-    def name(self, module: str, name: str) -> GlobalRef:
+    def resolve_global(self, module: str, name: str) -> GlobalRef:
         """The one ``GlobalRef`` of a name, and what calling it builds."""
         if len(module) + len(name) > MAX_NAME_CHARS:
             self.fail("a name of absurd length")
         if not module or not name:
             self.fail("an empty name")
-        key = (module, name) if self.protocol > 2 else in_python_3(module, name)
+        key = (module, name) if self.protocol > 2 else map_python2_name(module, name)
         ref = self.names.get(key)
         if ref is None:
             ref = self.names[key] = GlobalRef(*key)
-            self.spend(2)
+            self.charge_containers(2)
             if key in self.language.calls:
                 self.calls[id(ref)] = self.language.calls[key]
             if key in self.language.macros:
@@ -316,22 +317,22 @@ class Machine:
         return ref
 
 
-Step = Callable[[Machine, int], int]
+OpcodeStep = Callable[[Machine, int], int]
 """One opcode: the machine and the position after the opcode, to the position of the next."""
 
-Call = Callable[[Machine, tuple[Value, ...]], Value]
+CallBuilder = Callable[[Machine, tuple[Value, ...]], Value]
 """Builds the value of a call with these arguments."""
 
 
 @dataclass(frozen=True, slots=True)
-class SetState:
+class TensorAttributes:
     """Attributes given to a tensor: its class, and their values."""
 
     ref: Value
     state: Value
 
 
-def in_python_3(module: str, name: str) -> tuple[str, str]:
+def map_python2_name(module: str, name: str) -> tuple[str, str]:
     """A name of Python 2, which protocols 0 to 2 use to this day, as CPython maps it."""
-    found = NAME_MAPPING.get((module, name))
-    return found or (IMPORT_MAPPING.get(module, module), name)
+    new_name = NAME_MAPPING.get((module, name))
+    return new_name or (IMPORT_MAPPING.get(module, module), name)

@@ -14,12 +14,20 @@ import struct
 from collections.abc import Callable
 from typing import NoReturn
 
-from ckpt_tools.core.values import GlobalRef, Opaque, OrderedDict, Value, kind_of
-from ckpt_tools.serialization.pickle.dcp_metadata import CLASSES, Record
-from ckpt_tools.serialization.pickle.limits import checked_keys, insert
-from ckpt_tools.serialization.pickle.machine import UNSET, ArrayFollows, FrameStarts, Machine, Step, Stop, TooLongError
+from ckpt_tools.core.values import GlobalRef, Opaque, OrderedDict, Value, describe_kind
+from ckpt_tools.serialization.pickle.dcp_metadata import RECORD_CLASSES, DcpRecord
+from ckpt_tools.serialization.pickle.limits import check_keys, insert_items
+from ckpt_tools.serialization.pickle.machine import (
+    UNSET,
+    ArrayFollows,
+    FrameStarts,
+    Machine,
+    OpcodeStep,
+    PickleStop,
+    PickleTooLongError,
+)
 from ckpt_tools.serialization.pickle.numpy_rules import JOBLIB_ARRAY
-from ckpt_tools.serialization.pickle.shapes import named
+from ckpt_tools.serialization.pickle.shapes import resolve_name
 
 MAX_VALUE_BYTES = 1 << 28
 """Bytes of one string: an array that numpy pickles is one. Longer ones would be held in memory several times over."""
@@ -30,8 +38,8 @@ MAX_INT_BYTES = 1024
 # Opcodes. Each function gets the machine and the position after its opcode, and returns that of the next.
 
 
-def _unknown(machine: Machine, at: int) -> int:
-    opcode = machine.data[at - 1]
+def _refuse_unknown(machine: Machine, position: int) -> int:
+    opcode = machine.data[position - 1]
     if opcode in b"\x82\x83\x84":
         machine.fail("it uses the extension registry, which names code in the reader's process")
     if opcode in b"\x97\x98":
@@ -39,23 +47,27 @@ def _unknown(machine: Machine, at: int) -> int:
     machine.fail(f"{opcode:#04x} is not an opcode")
 
 
-def _proto(machine: Machine, at: int) -> int:
-    protocol = machine.data[at]
-    if machine.at or not 2 <= protocol <= 5:
-        machine.fail("its protocol is stated where no pickler states it" if machine.at else _UNKNOWN % protocol)
+def _read_protocol(machine: Machine, position: int) -> int:
+    protocol = machine.data[position]
+    if machine.file_position or not 2 <= protocol <= 5:
+        machine.fail(
+            "its protocol is stated where no pickler states it"
+            if machine.file_position
+            else _UNKNOWN_PROTOCOL % protocol
+        )
     machine.protocol = protocol
-    return at + 1
+    return position + 1
 
 
-_UNKNOWN = "protocol %d is unknown"
+_UNKNOWN_PROTOCOL = "protocol %d is unknown"
 
 MIN_FRAME_BYTES = 4
 """Picklers write less than this without a frame."""
 
 
-def _frame(machine: Machine, at: int) -> NoReturn:
-    start = at + 8
-    num_bytes = _U64.unpack_from(machine.data, at)[0]
+def _start_frame(machine: Machine, position: int) -> NoReturn:
+    start = position + 8
+    num_bytes = _U64.unpack_from(machine.data, position)[0]
     if num_bytes > len(machine.data) - start:
         machine.fail_early("it ends early")
     if machine.is_framed or machine.protocol < 4 or num_bytes < MIN_FRAME_BYTES:
@@ -63,82 +75,82 @@ def _frame(machine: Machine, at: int) -> NoReturn:
     raise FrameStarts(start, start + num_bytes)
 
 
-def _stop(machine: Machine, at: int) -> NoReturn:
-    raise Stop
+def _raise_stop(machine: Machine, position: int) -> NoReturn:
+    raise PickleStop
 
 
 U32, _U64, _I32, _F64 = struct.Struct("<I"), struct.Struct("<Q"), struct.Struct("<i"), struct.Struct(">d")
 
 
-def _constant(value: Value) -> Step:
-    def step(machine: Machine, at: int) -> int:
+def _make_constant_step(value: Value) -> OpcodeStep:
+    def step(machine: Machine, position: int) -> int:
         machine.stack.append(value)
-        return at
+        return position
 
     return step
 
 
-def _unsigned(width: int) -> Step:
-    def step(machine: Machine, at: int) -> int:
-        machine.stack.append(int.from_bytes(machine.data[at : at + width], "little"))
-        return at + width
+def _make_unsigned_step(width: int) -> OpcodeStep:
+    def step(machine: Machine, position: int) -> int:
+        machine.stack.append(int.from_bytes(machine.data[position : position + width], "little"))
+        return position + width
 
     return step
 
 
-def _byte(machine: Machine, at: int) -> int:
-    machine.stack.append(machine.data[at])
-    return at + 1
+def _push_byte(machine: Machine, position: int) -> int:
+    machine.stack.append(machine.data[position])
+    return position + 1
 
 
-def _number(form: struct.Struct) -> Step:
-    def step(machine: Machine, at: int) -> int:
-        machine.stack.append(form.unpack_from(machine.data, at)[0])
-        return at + form.size
+def _make_number_step(form: struct.Struct) -> OpcodeStep:
+    def step(machine: Machine, position: int) -> int:
+        machine.stack.append(form.unpack_from(machine.data, position)[0])
+        return position + form.size
 
     return step
 
 
-def read_span(machine: Machine, at: int, width: int) -> tuple[int, int]:
+def read_span(machine: Machine, position: int, width: int) -> tuple[int, int]:
     """The payload that a length of ``width`` bytes announces; it must be there."""
-    start = at + width
-    stop = start + int.from_bytes(machine.data[at:start], "little")
-    _check_length(machine, stop - start)
+    start = position + width
+    stop = start + int.from_bytes(machine.data[position:start], "little")
+    _check_value_length(machine, stop - start)
     if stop > len(machine.data):
         machine.fail_early("a value is longer than the data")
     return start, stop
 
 
-def _sized(width: int, made: Callable[[bytes], Value]) -> Step:
-    """A value that ``made`` makes of the bytes after a length of ``width`` bytes."""
+def _make_sized_step(width: int, decode: Callable[[bytes], Value]) -> OpcodeStep:
+    """A value that ``make_object`` makes of the bytes after a length of ``width`` bytes."""
 
-    def step(machine: Machine, at: int) -> int:
-        start, stop = read_span(machine, at, width)
-        machine.stack.append(made(machine.data[start:stop]))
+    def step(machine: Machine, position: int) -> int:
+        start, stop = read_span(machine, position, width)
+        machine.stack.append(decode(machine.data[start:stop]))
         return stop
 
     return step
 
 
-def _text(data: bytes) -> str:
+def _decode_text(data: bytes) -> str:
     return str(data, "utf-8", "surrogatepass")
 
 
-def _py2_text(data: bytes) -> str:
+def _decode_py2_text(data: bytes) -> str:
     """A byte string of Python 2: only of ASCII, which all loaders read alike. Others depend on the loader."""
     return str(data, "ascii")
 
 
-def _short_text(machine: Machine, at: int) -> int:
-    start = at + 1
-    stop = start + machine.data[at]
+def _push_short_text(machine: Machine, position: int) -> int:
+    start = position + 1
+    stop = start + machine.data[position]
     machine.stack.append(str(machine.data[start:stop], "utf-8", "surrogatepass"))
     return stop
 
 
-def _long(width: int) -> Step:
-    def step(machine: Machine, at: int) -> int:
-        start, stop = read_span(machine, at, width)
+def _make_long_step(width: int) -> OpcodeStep:
+    def step(machine: Machine, position: int) -> int:
+        start, stop = read_span(machine, position, width)
         if stop - start > MAX_INT_BYTES:
             machine.fail("an integer of absurd size")
         machine.stack.append(int.from_bytes(machine.data[start:stop], "little", signed=True))
@@ -147,65 +159,65 @@ def _long(width: int) -> Step:
     return step
 
 
-def _check_length(machine: Machine, num_bytes: int) -> None:
+def _check_value_length(machine: Machine, num_bytes: int) -> None:
     """Refuses a long value before the rest of it is read."""
     if num_bytes > MAX_VALUE_BYTES:
-        raise TooLongError(
-            f"the pickle holds a string of {num_bytes:,} bytes at byte {machine.at:,}, and at most "
+        raise PickleTooLongError(
+            f"the pickle holds a string of {num_bytes:,} bytes at byte {machine.file_position:,}, and at most "
             f"{MAX_VALUE_BYTES:,} are read; save large arrays as tensors, with torch.save or safetensors"
         )
 
 
-def read_line(machine: Machine, at: int) -> tuple[bytes, int]:
-    newline = machine.data.find(b"\n", at)
-    _check_length(machine, (newline if newline >= 0 else len(machine.data)) - at)
+def read_line(machine: Machine, position: int) -> tuple[bytes, int]:
+    newline = machine.data.find(b"\n", position)
+    _check_value_length(machine, (newline if newline >= 0 else len(machine.data)) - position)
     if newline < 0:
         machine.fail_early("a line does not end")
-    return machine.data[at:newline], newline + 1
+    return machine.data[position:newline], newline + 1
 
 
-def _number_line(machine: Machine, at: int) -> tuple[bytes, int]:
-    line, after = read_line(machine, at)
+def _read_number_line(machine: Machine, position: int) -> tuple[bytes, int]:
+    line, after = read_line(machine, position)
     if len(line) > MAX_INT_BYTES:
         machine.fail("a number of absurd size")
     return line, after
 
 
-_PLAIN = re.compile(rb"0|-?[1-9][0-9]*")
+_WHOLE_NUMBER = re.compile(rb"0|-?[1-9][0-9]*")
 """A whole number as picklers write it: no sign but a minus, no zeros in front, no underscores."""
 
-_UNUSUAL = "a number is written as no pickler writes it"
+_UNUSUAL_NUMBER = "a number is written as no pickler writes it"
 
 
-def _whole(machine: Machine, line: bytes) -> int:
-    if not _PLAIN.fullmatch(line):
-        machine.fail(_UNUSUAL)
+def _parse_whole_number(machine: Machine, line: bytes) -> int:
+    if not _WHOLE_NUMBER.fullmatch(line):
+        machine.fail(_UNUSUAL_NUMBER)
     return int(line)
 
 
-def _int_line(machine: Machine, at: int) -> int:
-    line, after = _number_line(machine, at)
-    machine.stack.append(line == b"01" if line in (b"00", b"01") else _whole(machine, line))
+def _push_int_line(machine: Machine, position: int) -> int:
+    line, after = _read_number_line(machine, position)
+    machine.stack.append(line == b"01" if line in (b"00", b"01") else _parse_whole_number(machine, line))
     return after
 
 
-def _long_line(machine: Machine, at: int) -> int:
-    line, after = _number_line(machine, at)
-    machine.stack.append(_whole(machine, line[:-1] if line.endswith(b"L") else b""))
+def _push_long_line(machine: Machine, position: int) -> int:
+    line, after = _read_number_line(machine, position)
+    machine.stack.append(_parse_whole_number(machine, line[:-1] if line.endswith(b"L") else b""))
     return after
 
 
-def _float_line(machine: Machine, at: int) -> int:
-    line, after = _number_line(machine, at)
+def _push_float_line(machine: Machine, position: int) -> int:
+    line, after = _read_number_line(machine, position)
     value = float(line)
     if repr(value).encode() != line:
-        machine.fail(_UNUSUAL)
+        machine.fail(_UNUSUAL_NUMBER)
     machine.stack.append(value)
     return after
 
 
-def _quoted_line(machine: Machine, at: int) -> int:
-    line, after = read_line(machine, at)
+def _push_quoted_line(machine: Machine, position: int) -> int:
+    line, after = read_line(machine, position)
     text = str(codecs.escape_decode(line[1:-1])[0], "ascii") if line else ""
     if repr(text).encode() != line:
         machine.fail("a string is written as no pickler writes it")
@@ -213,16 +225,16 @@ def _quoted_line(machine: Machine, at: int) -> int:
     return after
 
 
-def _unicode_line(machine: Machine, at: int) -> int:
-    line, after = read_line(machine, at)
+def _push_unicode_line(machine: Machine, position: int) -> int:
+    line, after = read_line(machine, position)
     value = _RAW_UNICODE.decode(line)[0]
-    if _RAW_UNICODE.encode(value.translate(_ESCAPED))[0] != line:
+    if _RAW_UNICODE.encode(value.translate(_UNICODE_ESCAPES))[0] != line:
         machine.fail("a string is written as no pickler writes it")
     machine.stack.append(value)
     return after
 
 
-_ESCAPED = {ord(character): f"\\u{ord(character):04x}" for character in "\\\0\n\r\x1a"}
+_UNICODE_ESCAPES = {ord(character): f"\\u{ord(character):04x}" for character in "\\\0\n\r\x1a"}
 """Escapes of Python 3 picklers, which keep a string on one line."""
 
 # Looked up here, since Python imports a codec where it is first used: reading a pickle imports nothing at all.
@@ -231,100 +243,100 @@ _RAW_UNICODE = codecs.lookup("raw-unicode-escape")
 # Names and calls
 
 
-def _global(machine: Machine, at: int) -> int:
-    module, at = read_line(machine, at)
-    name, at = read_line(machine, at)
-    machine.stack.append(machine.name(module.decode(), name.decode()))
-    return at
+def _push_global(machine: Machine, position: int) -> int:
+    module, position = read_line(machine, position)
+    name, position = read_line(machine, position)
+    machine.stack.append(machine.resolve_global(module.decode(), name.decode()))
+    return position
 
 
-def _stack_global(machine: Machine, at: int) -> int:
+def _push_stack_global(machine: Machine, position: int) -> int:
     name, module = machine.stack.pop(), machine.stack.pop()
     if type(name) is not str or type(module) is not str:
         machine.fail("a name that is not a string")
-    machine.stack.append(machine.name(module, name))
-    return at
+    machine.stack.append(machine.resolve_global(module, name))
+    return position
 
 
-def _reduce(machine: Machine, at: int) -> int:
+def _call_top(machine: Machine, position: int) -> int:
     args, function = machine.stack.pop(), machine.stack.pop()
-    machine.stack.append(called(machine, function, args))
-    return at
+    machine.stack.append(call_function(machine, function, args))
+    return position
 
 
-def called(machine: Machine, function: Value, args: Value) -> Value:
-    build = machine.calls.get(id(function))
-    machine.spend(1)
+def call_function(machine: Machine, function: Value, args: Value) -> Value:
+    build_call = machine.calls.get(id(function))
+    machine.charge_containers(1)
     if type(args) is not tuple:
         machine.fail("arguments that are not a tuple")
-    if build is not None:
-        return build(machine, args)
+    if build_call is not None:
+        return build_call(machine, args)
     if type(function) is not GlobalRef and type(function) is not Opaque:
-        machine.fail(f"a {kind_of(function)} is called")
-    machine.spend(3)
-    return recorded(machine, Opaque(function, args))
+        machine.fail(f"a {describe_kind(function)} is called")
+    machine.charge_containers(3)
+    return record_object(machine, Opaque(function, args))
 
 
-def _newobj(machine: Machine, at: int) -> int:
+def _push_new_object(machine: Machine, position: int) -> int:
     args, kind = machine.stack.pop(), machine.stack.pop()
-    machine.stack.append(made(machine, kind, args, None))
-    return at
+    machine.stack.append(make_object(machine, kind, args, None))
+    return position
 
 
-def _newobj_ex(machine: Machine, at: int) -> int:
+def _push_new_object_with_keywords(machine: Machine, position: int) -> int:
     kwargs, args, kind = machine.stack.pop(), machine.stack.pop(), machine.stack.pop()
     if type(kwargs) is not dict or set(map(type, kwargs)) - {str}:
         machine.fail("keyword arguments that are not a dict by name")
-    machine.stack.append(made(machine, kind, args, kwargs or None))
-    return at
+    machine.stack.append(make_object(machine, kind, args, kwargs or None))
+    return position
 
 
-def made(machine: Machine, kind: Value, args: Value, kwargs: dict[str, Value] | None) -> Value:
+def make_object(machine: Machine, kind: Value, args: Value, kwargs: dict[str, Value] | None) -> Value:
     # A class inside another is ``getattr(Outer, "Inner")`` in protocol 2, which is not run.
-    is_class = named(kind) is not None and (type(kind) is not Opaque or kind.state is None)
+    is_class = resolve_name(kind) is not None and (type(kind) is not Opaque or kind.state is None)
     if not is_class or type(args) is not tuple:
-        machine.fail(f"an object of a {kind_of(kind)}, which is not a class")
-    machine.spend(4)
-    record = CLASSES.get((kind.module, kind.name)) if type(kind) is GlobalRef else None
+        machine.fail(f"an object of a {describe_kind(kind)}, which is not a class")
+    machine.charge_containers(4)
+    record = RECORD_CLASSES.get((kind.module, kind.name)) if type(kind) is GlobalRef else None
     if record is not None and not args and not kwargs:
         return object.__new__(record)
-    return recorded(machine, Opaque(kind, args, form="new", kwargs=kwargs))
+    return record_object(machine, Opaque(kind, args, form="new", kwargs=kwargs))
 
 
-def recorded(machine: Machine, made: Opaque) -> Opaque:
+def record_object(machine: Machine, opaque: Opaque) -> Opaque:
     """Record an object with its position; ``closed_list`` judges every recorded one."""
-    machine.objects.append((machine.at, made))
-    return made
+    machine.objects.append((machine.file_position, opaque))
+    return opaque
 
 
-def _build(machine: Machine, at: int) -> int:
+def _set_state(machine: Machine, position: int) -> int:
     state, target = machine.stack.pop(), machine.stack[-1]
-    if not isinstance(target, Record | Opaque | OrderedDict):
-        machine.fail(f"it sets the state of a {kind_of(target)}, which has none")
+    if not isinstance(target, DcpRecord | Opaque | OrderedDict):
+        machine.fail(f"it sets the state of a {describe_kind(target)}, which has none")
     if state is None:
         machine.fail("it sets a state of nothing")
-    if isinstance(target, Record) and target.is_filled:
-        machine.fail(f"it sets the state of one {kind_of(target)} twice, which no pickler does")
+    if isinstance(target, DcpRecord) and target.is_filled:
+        machine.fail(f"it sets the state of one {describe_kind(target)} twice, which no pickler does")
     # A copy: an unpickler copies the items, and keeps no hold of the dict.
-    machine.copied((state,))
-    target.build(dict(state) if type(state) is dict else state)
+    machine.charge_copies((state,))
+    target.set_state(dict(state) if type(state) is dict else state)
     if type(target) is Opaque and target.ref == JOBLIB_ARRAY:
-        raise ArrayFollows(at, target)
-    return at
+        raise ArrayFollows(position, target)
+    return position
 
 
-def _persistent_line(machine: Machine, at: int) -> int:
-    line, at = read_line(machine, at)
-    machine.stack.append(_resolved(machine, line.decode("ascii")))
-    return at
+def _push_persistent_line(machine: Machine, position: int) -> int:
+    line, position = read_line(machine, position)
+    machine.stack.append(_resolve_persistent_id(machine, line.decode("ascii")))
+    return position
 
 
-def _persistent(machine: Machine, at: int) -> int:
-    machine.stack.append(_resolved(machine, machine.stack.pop()))
-    return at
+def _push_persistent(machine: Machine, position: int) -> int:
+    machine.stack.append(_resolve_persistent_id(machine, machine.stack.pop()))
+    return position
 
 
-def _resolved(machine: Machine, pid: Value) -> Value:
+def _resolve_persistent_id(machine: Machine, pid: Value) -> Value:
     if machine.resolve is None:
         machine.fail("it refers to data outside of it")
     return machine.resolve(pid)
@@ -333,40 +345,40 @@ def _resolved(machine: Machine, pid: Value) -> Value:
 # Stack and memo
 
 
-def _mark(machine: Machine, at: int) -> int:
+def _push_mark(machine: Machine, position: int) -> int:
     machine.marks.append(machine.stack)
     machine.stack = []
     machine.budget -= 1
     if machine.budget < 0:
-        machine.spend(0)
-    return at
+        machine.charge_containers(0)
+    return position
 
 
-def _pop(machine: Machine, at: int) -> int:
+def _pop_value(machine: Machine, position: int) -> int:
     if machine.stack:
         machine.stack.pop()
-        return at
-    return _pop_mark(machine, at)
+        return position
+    return _pop_mark(machine, position)
 
 
-def _pop_mark(machine: Machine, at: int) -> int:
+def _pop_mark(machine: Machine, position: int) -> int:
     machine.pop_mark()
-    return at
+    return position
 
 
-def _refused(reason: str) -> Step:
-    def step(machine: Machine, at: int) -> NoReturn:
+def _make_refusing_step(reason: str) -> OpcodeStep:
+    def step(machine: Machine, position: int) -> NoReturn:
         machine.fail(reason)
 
     return step
 
 
-def _memoize(machine: Machine, at: int) -> int:
+def _memoize_top(machine: Machine, position: int) -> int:
     machine.memo.append(machine.stack[-1])
-    return at
+    return position
 
 
-def _put(machine: Machine, index: int) -> None:
+def _memoize_at(machine: Machine, index: int) -> None:
     memo = machine.memo
     if index == 1 and not memo:
         # Python 2 counted from one.
@@ -376,208 +388,208 @@ def _put(machine: Machine, index: int) -> None:
     memo.append(machine.stack[-1])
 
 
-def _binput(machine: Machine, at: int) -> int:
-    _put(machine, machine.data[at])
-    return at + 1
+def _memoize_at_byte(machine: Machine, position: int) -> int:
+    _memoize_at(machine, machine.data[position])
+    return position + 1
 
 
-def _long_binput(machine: Machine, at: int) -> int:
-    _put(machine, U32.unpack_from(machine.data, at)[0])
-    return at + 4
+def _memoize_at_long(machine: Machine, position: int) -> int:
+    _memoize_at(machine, U32.unpack_from(machine.data, position)[0])
+    return position + 4
 
 
-def _put_line(machine: Machine, at: int) -> int:
-    line, at = _number_line(machine, at)
-    _put(machine, _whole(machine, line))
-    return at
+def _memoize_at_line(machine: Machine, position: int) -> int:
+    line, position = _read_number_line(machine, position)
+    _memoize_at(machine, _parse_whole_number(machine, line))
+    return position
 
 
-def _fetched(machine: Machine, value: Value, at: int) -> int:
+def _push_fetched(machine: Machine, value: Value, position: int) -> int:
     """Push ``value`` out of the memo, or read a whole record where it is the class of one."""
     macro = machine.macros.get(id(value))
     if macro is not None:
-        after = macro.run(at)
+        after = macro.try_read(position)
         if after:
             return after
     elif value is UNSET:
         machine.fail("a memo index that was never put")
     machine.stack.append(value)
-    return at
+    return position
 
 
-def _binget(machine: Machine, at: int) -> int:
-    place, memo = machine.data[at], machine.memo
-    return _fetched(machine, memo[place] if place < memo.dense else memo.fetch(place), at + 1)
+def _push_from_byte(machine: Machine, position: int) -> int:
+    place, memo = machine.data[position], machine.memo
+    return _push_fetched(machine, memo[place] if place < memo.dense else memo.fetch(place), position + 1)
 
 
-def _long_binget(machine: Machine, at: int) -> int:
-    place, memo = U32.unpack_from(machine.data, at)[0], machine.memo
-    return _fetched(machine, memo[place] if place < memo.dense else memo.fetch(place), at + 4)
+def _push_from_long(machine: Machine, position: int) -> int:
+    place, memo = U32.unpack_from(machine.data, position)[0], machine.memo
+    return _push_fetched(machine, memo[place] if place < memo.dense else memo.fetch(place), position + 4)
 
 
-def _get_line(machine: Machine, at: int) -> int:
-    line, at = _number_line(machine, at)
-    index = _whole(machine, line)
+def _push_from_line(machine: Machine, position: int) -> int:
+    line, position = _read_number_line(machine, position)
+    index = _parse_whole_number(machine, line)
     if index < 0:
         machine.fail("a memo index that is not a number")
-    return _fetched(machine, machine.memo.fetch(index), at)
+    return _push_fetched(machine, machine.memo.fetch(index), position)
 
 
 # Containers
 
 
-def _empty(kind: Callable[[], Value], cost: int) -> Step:
-    def step(machine: Machine, at: int) -> int:
-        machine.spend(cost)
+def _make_empty_step(kind: Callable[[], Value], cost: int) -> OpcodeStep:
+    def step(machine: Machine, position: int) -> int:
+        machine.charge_containers(cost)
         machine.stack.append(kind())
-        return at
+        return position
 
     return step
 
 
-def _of_mark(made: Callable[[Machine, list[Value]], Value]) -> Step:
-    """The value that ``made`` makes of the items since the last mark."""
+def _make_mark_step(make_value: Callable[[Machine, list[Value]], Value]) -> OpcodeStep:
+    """The value that ``make_object`` makes of the items since the last mark."""
 
-    def step(machine: Machine, at: int) -> int:
+    def step(machine: Machine, position: int) -> int:
         items = machine.pop_mark()
-        machine.stack.append(made(machine, items))
-        return at
+        machine.stack.append(make_value(machine, items))
+        return position
 
     return step
 
 
-def _tuple_of(num: int) -> Step:
-    def step(machine: Machine, at: int) -> int:
+def _make_tuple_step(num: int) -> OpcodeStep:
+    def step(machine: Machine, position: int) -> int:
         stack = machine.stack
         if len(stack) < num:
             machine.fail("a tuple of more items than there are")
         machine.budget -= 1
         if machine.budget < 0:
-            machine.spend(0)
+            machine.charge_containers(0)
         stack[-num:] = [tuple(stack[-num:])]
-        return at
+        return position
 
     return step
 
 
-def _dict(machine: Machine, items: list[Value]) -> dict[Value, Value]:
-    made: dict[Value, Value] = {}
-    insert(machine, made, items)
-    return made
+def _make_dict(machine: Machine, items: list[Value]) -> dict[Value, Value]:
+    filled_dict: dict[Value, Value] = {}
+    insert_items(machine, filled_dict, items)
+    return filled_dict
 
 
-def _frozenset(machine: Machine, items: list[Value]) -> frozenset[Value]:
-    machine.spend(3)
-    return frozenset(checked_keys(machine, None, items))
+def _make_frozenset(machine: Machine, items: list[Value]) -> frozenset[Value]:
+    machine.charge_containers(3)
+    return frozenset(check_keys(machine, None, items))
 
 
-def _append(machine: Machine, at: int) -> int:
+def _append_item(machine: Machine, position: int) -> int:
     item = machine.stack.pop()
-    _items_of(machine).append(item)
-    return at
+    _get_appendable_items(machine).append(item)
+    return position
 
 
-def _appends(machine: Machine, at: int) -> int:
+def _append_items(machine: Machine, position: int) -> int:
     items = machine.pop_mark()
-    _items_of(machine).extend(items)
-    return at
+    _get_appendable_items(machine).extend(items)
+    return position
 
 
-def _items_of(machine: Machine) -> list[Value]:
+def _get_appendable_items(machine: Machine) -> list[Value]:
     target = machine.stack[-1]
     if type(target) is list:
         return target
     if type(target) is not Opaque:
-        machine.fail(f"it appends to a {kind_of(target)}")
+        machine.fail(f"it appends to a {describe_kind(target)}")
     if target.state is not None:
-        machine.fail(f"it appends to a {kind_of(target)} that has its state already")
+        machine.fail(f"it appends to a {describe_kind(target)} that has its state already")
     return target.items
 
 
-def _additems(machine: Machine, at: int) -> int:
+def _add_items(machine: Machine, position: int) -> int:
     items, target = machine.pop_mark(), machine.stack[-1]
     if type(target) is not set:
-        machine.fail(f"it adds to a {kind_of(target)}")
-    target.update(checked_keys(machine, target, items))
-    return at
+        machine.fail(f"it adds to a {describe_kind(target)}")
+    target.update(check_keys(machine, target, items))
+    return position
 
 
-def _setitem(machine: Machine, at: int) -> int:
+def _set_item(machine: Machine, position: int) -> int:
     value, key = machine.stack.pop(), machine.stack.pop()
-    insert(machine, machine.stack[-1], [key, value])
-    return at
+    insert_items(machine, machine.stack[-1], [key, value])
+    return position
 
 
-def _setitems(machine: Machine, at: int) -> int:
+def _set_items(machine: Machine, position: int) -> int:
     items = machine.pop_mark()
-    insert(machine, machine.stack[-1], items)
-    return at
+    insert_items(machine, machine.stack[-1], items)
+    return position
 
 
-STEPS: list[Step] = [_unknown] * 256
+OPCODE_STEPS: list[OpcodeStep] = [_refuse_unknown] * 256
 for _opcode, _step in {
-    b"\x80": _proto,
-    b"\x95": _frame,
-    b".": _stop,
-    b"N": _constant(None),
-    b"\x88": _constant(True),
-    b"\x89": _constant(False),
-    b")": _constant(()),
-    b"K": _byte,
-    b"M": _unsigned(2),
-    b"J": _number(_I32),
-    b"\x8a": _long(1),
-    b"\x8b": _long(4),
-    b"I": _int_line,
-    b"L": _long_line,
-    b"F": _float_line,
-    b"G": _number(_F64),
-    b"X": _sized(4, _text),
-    b"\x8c": _short_text,
-    b"\x8d": _sized(8, _text),
-    b"V": _unicode_line,
-    b"S": _quoted_line,
-    b"T": _sized(4, _py2_text),
-    b"U": _sized(1, _py2_text),
-    b"B": _sized(4, bytes),
-    b"C": _sized(1, bytes),
-    b"\x8e": _sized(8, bytes),
-    b"\x96": _sized(8, bytearray),
-    b"c": _global,
-    b"\x93": _stack_global,
-    b"R": _reduce,
-    b"\x81": _newobj,
-    b"\x92": _newobj_ex,
-    b"i": _refused("it makes an object of an old-style class of Python 2"),
-    b"o": _refused("it makes an object of an old-style class of Python 2"),
-    b"b": _build,
-    b"P": _persistent_line,
-    b"Q": _persistent,
-    b"(": _mark,
-    b"0": _pop,
+    b"\x80": _read_protocol,
+    b"\x95": _start_frame,
+    b".": _raise_stop,
+    b"N": _make_constant_step(None),
+    b"\x88": _make_constant_step(True),
+    b"\x89": _make_constant_step(False),
+    b")": _make_constant_step(()),
+    b"K": _push_byte,
+    b"M": _make_unsigned_step(2),
+    b"J": _make_number_step(_I32),
+    b"\x8a": _make_long_step(1),
+    b"\x8b": _make_long_step(4),
+    b"I": _push_int_line,
+    b"L": _push_long_line,
+    b"F": _push_float_line,
+    b"G": _make_number_step(_F64),
+    b"X": _make_sized_step(4, _decode_text),
+    b"\x8c": _push_short_text,
+    b"\x8d": _make_sized_step(8, _decode_text),
+    b"V": _push_unicode_line,
+    b"S": _push_quoted_line,
+    b"T": _make_sized_step(4, _decode_py2_text),
+    b"U": _make_sized_step(1, _decode_py2_text),
+    b"B": _make_sized_step(4, bytes),
+    b"C": _make_sized_step(1, bytes),
+    b"\x8e": _make_sized_step(8, bytes),
+    b"\x96": _make_sized_step(8, bytearray),
+    b"c": _push_global,
+    b"\x93": _push_stack_global,
+    b"R": _call_top,
+    b"\x81": _push_new_object,
+    b"\x92": _push_new_object_with_keywords,
+    b"i": _make_refusing_step("it makes an object of an old-style class of Python 2"),
+    b"o": _make_refusing_step("it makes an object of an old-style class of Python 2"),
+    b"b": _set_state,
+    b"P": _push_persistent_line,
+    b"Q": _push_persistent,
+    b"(": _push_mark,
+    b"0": _pop_value,
     b"1": _pop_mark,
-    b"2": _refused("it copies the top of the stack, which no pickler does"),
-    b"\x94": _memoize,
-    b"q": _binput,
-    b"r": _long_binput,
-    b"p": _put_line,
-    b"h": _binget,
-    b"j": _long_binget,
-    b"g": _get_line,
-    b"]": _empty(list, 1),
-    b"}": _empty(dict, 1),
-    b"\x8f": _empty(set, 4),
-    b"t": _of_mark(lambda machine, items: tuple(items)),
-    b"\x85": _tuple_of(1),
-    b"\x86": _tuple_of(2),
-    b"\x87": _tuple_of(3),
-    b"l": _of_mark(lambda machine, items: items),
-    b"d": _of_mark(_dict),
-    b"\x91": _of_mark(_frozenset),
-    b"a": _append,
-    b"e": _appends,
-    b"\x90": _additems,
-    b"s": _setitem,
-    b"u": _setitems,
+    b"2": _make_refusing_step("it copies the top of the stack, which no pickler does"),
+    b"\x94": _memoize_top,
+    b"q": _memoize_at_byte,
+    b"r": _memoize_at_long,
+    b"p": _memoize_at_line,
+    b"h": _push_from_byte,
+    b"j": _push_from_long,
+    b"g": _push_from_line,
+    b"]": _make_empty_step(list, 1),
+    b"}": _make_empty_step(dict, 1),
+    b"\x8f": _make_empty_step(set, 4),
+    b"t": _make_mark_step(lambda machine, items: tuple(items)),
+    b"\x85": _make_tuple_step(1),
+    b"\x86": _make_tuple_step(2),
+    b"\x87": _make_tuple_step(3),
+    b"l": _make_mark_step(lambda machine, items: items),
+    b"d": _make_mark_step(_make_dict),
+    b"\x91": _make_mark_step(_make_frozenset),
+    b"a": _append_item,
+    b"e": _append_items,
+    b"\x90": _add_items,
+    b"s": _set_item,
+    b"u": _set_items,
 }.items():
-    STEPS[_opcode[0]] = _step
+    OPCODE_STEPS[_opcode[0]] = _step

@@ -10,24 +10,24 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from ckpt_tools.core.values import GlobalRef, Opaque, StorageRef, Value
-from ckpt_tools.core.wording import listed
+from ckpt_tools.core.wording import join_names
 from ckpt_tools.errors import FormatError, MalformedError
-from ckpt_tools.serialization.pickle.allowed_calls import CALLS
-from ckpt_tools.serialization.pickle.closed_list import FACTORIES, is_listed, refusal
+from ckpt_tools.serialization.pickle.allowed_calls import ALLOWED_CALLS
+from ckpt_tools.serialization.pickle.closed_list import ALLOWED_FACTORIES, explain_refusal, is_listed
 from ckpt_tools.serialization.pickle.dcp_macros import MACROS
-from ckpt_tools.serialization.pickle.load import interpreting, run_checked
+from ckpt_tools.serialization.pickle.load import interpret_checked, name_pickle_errors
 from ckpt_tools.serialization.pickle.machine import (
     ArrayReader,
-    Call,
+    CallBuilder,
     EndsEarlyError,
+    InstructionSet,
     JoblibArrayError,
-    Language,
     Machine,
     PersistentLoad,
-    SetState,
+    TensorAttributes,
 )
-from ckpt_tools.serialization.pickle.opcodes import STEPS
-from ckpt_tools.serialization.pickle.shapes import ATTRIBUTES, BOOL, fields, looking_at_most, walked
+from ckpt_tools.serialization.pickle.opcodes import OPCODE_STEPS
+from ckpt_tools.serialization.pickle.shapes import ATTRIBUTES, BOOL, charge_items, fields, limit_walked_items
 
 MAX_REFUSALS = 100
 """Refusals of one pickle that are kept; more are counted."""
@@ -35,7 +35,7 @@ MAX_REFUSALS = 100
 _SPARE_ITEMS, _ITEMS_PER_BYTE = 1 << 20, 4
 """Items of collections that are looked at; a byte of a pickle makes at most one."""
 
-_FROM_BYTES = ("torch.storage", "_load_from_bytes")
+_LOAD_FROM_BYTES = ("torch.storage", "_load_from_bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Refusal:
     """An entry that is not on the closed list, at byte ``at``; ``name`` if the user could allow it by name."""
 
     at: int
-    what: str
+    reason: str
     name: str | None
 
 
@@ -61,77 +61,86 @@ class Proof:
     uses_allowed: frozenset[str]
 
 
-def prove(
+def prove_pickle(
     data: bytes,
     *,
     path: str,
     persistent_load: PersistentLoad | None = None,
     allowed: Collection[str] = (),
     is_prefix: bool = False,
-    inner: Callable[[bytes], StorageRef] | None = None,
+    read_inner_storage: Callable[[bytes], StorageRef] | None = None,
     arrays: ArrayReader | None = None,
 ) -> Proof:
     """Read ``data``, one pickle or with ``is_prefix`` the first of several, and judge it by the closed list.
 
-    ``inner`` reads the bytes that hold a storage outside of torch's files; ``arrays`` reads past the elements of arrays
-    in a file of joblib; ``data`` is the first part of it.
+    ``read_inner_storage`` reads the bytes that hold a storage outside of torch's files; ``arrays`` reads past the
+    elements of arrays in a file of joblib; ``data`` is the first part of it.
 
     Raises:
         FormatError: no pickler wrote it, or it breaks a bound. UnlistedNameError: so, and it names code before that.
         JoblibArrayError: it is a file of joblib, and ``arrays`` is None.
         MemoryBudgetError: there is not enough memory for it.
     """
-    calls = _CALLS
-    if inner is not None:
-        calls = {**calls, _FROM_BYTES: lambda machine, args: _stored(machine, args, inner)}
-    machine = Machine(data, Language(STEPS, calls, {} if arrays else MACROS), persistent_load)
+    calls = _PROOF_CALLS
+    if read_inner_storage is not None:
+        calls = {
+            **calls,
+            _LOAD_FROM_BYTES: lambda machine, args: _build_inner_storage(machine, args, read_inner_storage),
+        }
+    machine = Machine(data, InstructionSet(OPCODE_STEPS, calls, {} if arrays else MACROS), persistent_load)
     machine.arrays = arrays
     try:
-        with interpreting(machine, path):
-            stop = run_checked(machine, is_prefix=is_prefix)
-            judge = _Judge(machine, frozenset(allowed))
-            with looking_at_most(_SPARE_ITEMS + _ITEMS_PER_BYTE * len(data)):
-                judge.judge()
-            found, used = tuple(judge.refusals), frozenset(judge.uses_allowed)
-            return Proof(machine.stack[-1], stop + machine.shift, found, judge.num_refusals, used)
+        with name_pickle_errors(machine, path):
+            stop = interpret_checked(machine, is_prefix=is_prefix)
+            judge = _ClosedListJudge(machine, frozenset(allowed))
+            with limit_walked_items(_SPARE_ITEMS + _ITEMS_PER_BYTE * len(data)):
+                judge.judge_pickle()
+            refusals, used_names = tuple(judge.refusals), frozenset(judge.uses_allowed)
+            return Proof(machine.stack[-1], stop + machine.shift, refusals, judge.num_refusals, used_names)
     except JoblibArrayError:
         raise
     except FormatError as error:
         names = [str(ref) for key, ref in machine.names.items() if not is_listed(*key) and str(ref) not in allowed]
         if not names or (is_prefix and isinstance(error, EndsEarlyError)):
             raise
-        raise UnlistedNameError(f"{error.message}; it names {listed(names)}", path=error.path) from error
+        raise UnlistedNameError(f"{error.message}; it names {join_names(names)}", path=error.path) from error
 
 
 class UnlistedNameError(MalformedError):
     """A pickle that no pickler wrote, and that names code before the place where reading it fails."""
 
 
-def _flagged(key: tuple[str, str], num_args: int) -> Call:
+def _make_flag_ignoring_builder(key: tuple[str, str], num_args: int) -> CallBuilder:
     """A tensor whose values are conjugated or negated: ``loads`` refuses it, because it could not say so."""
-    build = CALLS[key]
+    rebuild = ALLOWED_CALLS[key]
 
-    def call(machine: Machine, args: tuple[Value, ...]) -> Value:
-        is_flagged = len(args) == num_args and _FLAGS.accepts(args[-1])
-        return build(machine, args[:-1] if is_flagged else args)
+    def build_tensor(machine: Machine, args: tuple[Value, ...]) -> Value:
+        is_flagged = len(args) == num_args and _CONJ_NEG_FLAGS.accepts(args[-1])
+        return rebuild(machine, args[:-1] if is_flagged else args)
 
-    return call
+    return build_tensor
 
 
-_FLAGS = fields(conj=BOOL, neg=BOOL)
+_CONJ_NEG_FLAGS = fields(conj=BOOL, neg=BOOL)
 _TENSOR_V2, _TENSOR_V3 = ("torch._utils", "_rebuild_tensor_v2"), ("torch._utils", "_rebuild_tensor_v3")
-_CALLS = {**CALLS, _TENSOR_V2: _flagged(_TENSOR_V2, 7), _TENSOR_V3: _flagged(_TENSOR_V3, 8)}
+_PROOF_CALLS = {
+    **ALLOWED_CALLS,
+    _TENSOR_V2: _make_flag_ignoring_builder(_TENSOR_V2, 7),
+    _TENSOR_V3: _make_flag_ignoring_builder(_TENSOR_V3, 8),
+}
 
 
-def _stored(machine: Machine, args: tuple[Value, ...], inner: Callable[[bytes], StorageRef]) -> StorageRef:
+def _build_inner_storage(
+    machine: Machine, args: tuple[Value, ...], read_inner_storage: Callable[[bytes], StorageRef]
+) -> StorageRef:
     """A storage as pickle writes it without torch.save: the bytes of a file of torch before 1.6."""
     if len(args) != 1 or type(args[0]) is not bytes:
         machine.fail("a storage that is not made of bytes")
-    machine.copied(args)
-    return inner(args[0])
+    machine.charge_copies(args)
+    return read_inner_storage(args[0])
 
 
-class _Judge:
+class _ClosedListJudge:
     def __init__(self, machine: Machine, allowed: frozenset[str]) -> None:
         self.machine = machine
         self.allowed = allowed
@@ -139,31 +148,31 @@ class _Judge:
         self.num_refusals = 0
         self.uses_allowed: set[str] = set()
 
-    def judge(self) -> None:
-        called = self._objects()
+    def judge_pickle(self) -> None:
+        refused_names = self._judge_objects()
         for key, ref in self.machine.names.items():
-            if key == _FROM_BYTES and key in self.machine.language.calls:
+            if key == _LOAD_FROM_BYTES and key in self.machine.language.calls:
                 continue
-            if not is_listed(*key) and not self._is_allowed(str(ref)) and str(ref) not in called:
-                self._refuse(0, f"it names {ref}", str(ref))
+            if not is_listed(*key) and not self._is_allowed(str(ref)) and str(ref) not in refused_names:
+                self._add_refusal(0, f"it names {ref}", str(ref))
         for at, factory in self.machine.factories:
-            if (factory.module, factory.name) not in FACTORIES and not self._is_allowed(str(factory)):
-                self._refuse(at, f"a defaultdict makes what is missing with {factory}", None)
+            if (factory.module, factory.name) not in ALLOWED_FACTORIES and not self._is_allowed(str(factory)):
+                self._add_refusal(at, f"a defaultdict makes what is missing with {factory}", None)
 
-    def _objects(self) -> set[str]:
+    def _judge_objects(self) -> set[str]:
         """Judge every object; the names that were refused with one."""
-        called: set[str] = set()
-        known: dict[tuple[Value, ...], str | None] = {}
-        for at, made in self.machine.objects:
-            what = _remembered(made, known)
-            if what is not None and not self._is_vouched_for(made):
-                name = str(made.ref) if type(made.ref) is GlobalRef else ""
-                called.add(name)
-                is_known = not name or is_listed(made.ref.module, made.ref.name)
-                self._refuse(at, what, None if is_known else name)
-        return called
+        refused_names: set[str] = set()
+        judgements: dict[tuple[Value, ...], str | None] = {}
+        for at, recorded_object in self.machine.objects:
+            what = _judge_once(recorded_object, judgements)
+            if what is not None and not self._is_vouched_for(recorded_object):
+                name = str(recorded_object.ref) if type(recorded_object.ref) is GlobalRef else ""
+                refused_names.add(name)
+                is_known = not name or is_listed(recorded_object.ref.module, recorded_object.ref.name)
+                self._add_refusal(at, what, None if is_known else name)
+        return refused_names
 
-    def _is_vouched_for(self, made: Opaque | SetState) -> bool:
+    def _is_vouched_for(self, made: Opaque | TensorAttributes) -> bool:
         """True for a class that the user allowed, with any arguments, but without a state that is a hook."""
         if type(made.ref) is not GlobalRef or str(made.ref) not in self.allowed:
             return False
@@ -175,23 +184,33 @@ class _Judge:
             self.uses_allowed.add(name)
         return name in self.allowed
 
-    def _refuse(self, at: int, what: str, name: str | None) -> None:
+    def _add_refusal(self, at: int, what: str, name: str | None) -> None:
         self.num_refusals += 1
         if len(self.refusals) < MAX_REFUSALS:
             self.refusals.append(Refusal(at, what, name))
 
 
-def _remembered(made: Opaque | SetState, known: dict[tuple[Value, ...], str | None]) -> str | None:
+def _judge_once(
+    recorded_object: Opaque | TensorAttributes, judgements: dict[tuple[Value, ...], str | None]
+) -> str | None:
     """The judgement of an object; objects of a few scalars without a state, of which a DCP has millions, are judged
     once."""
-    if type(made) is not Opaque or made.state is not None or made.items or made.pairs or made.kwargs:
-        return refusal(made)
-    if type(made.ref) is not GlobalRef or not _SCALARS.issuperset(map(type, walked(made.args))):
-        return refusal(made)
-    key = (made.ref, made.form, *((type(arg), arg) for arg in made.args))
-    if key not in known:
-        known[key] = refusal(made)
-    return known[key]
+    if (
+        type(recorded_object) is not Opaque
+        or recorded_object.state is not None
+        or recorded_object.items
+        or recorded_object.pairs
+        or recorded_object.kwargs
+    ):
+        return explain_refusal(recorded_object)
+    if type(recorded_object.ref) is not GlobalRef or not _SCALAR_TYPES.issuperset(
+        map(type, charge_items(recorded_object.args))
+    ):
+        return explain_refusal(recorded_object)
+    key = (recorded_object.ref, recorded_object.form, *((type(arg), arg) for arg in recorded_object.args))
+    if key not in judgements:
+        judgements[key] = explain_refusal(recorded_object)
+    return judgements[key]
 
 
-_SCALARS = frozenset({str, int, bool, type(None), GlobalRef})
+_SCALAR_TYPES = frozenset({str, int, bool, type(None), GlobalRef})

@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ckpt_tools.core.values import GlobalRef, Opaque, Size, StoredTensor, Value, are_naturals
-from ckpt_tools.serialization.pickle.machine import TooLongError
+from ckpt_tools.serialization.pickle.machine import PickleTooLongError
 
-Walked = TypeVar("Walked", bound=Sized)
+CollectionT = TypeVar("CollectionT", bound=Sized)
 
 _items_left: ContextVar[list[int] | None] = ContextVar("items_left", default=None)
 
 
 @contextmanager
-def looking_at_most(num_items: int) -> Iterator[None]:
+def limit_walked_items(num_items: int) -> Iterator[None]:
     """Limit the items of lists, tuples and dicts that shapes look at: a million objects may share one long list."""
     token = _items_left.set([num_items])
     try:
@@ -31,67 +31,67 @@ def looking_at_most(num_items: int) -> Iterator[None]:
         _items_left.reset(token)
 
 
-def walked(values: Walked, *, weight: int = 1) -> Walked:
+def charge_items(values: CollectionT, *, weight: int = 1) -> CollectionT:
     """``values``, each accounted for as ``weight`` items that are looked at. Raises TooLongError."""
-    left = _items_left.get()
-    if left is not None:
-        left[0] -= weight * len(values)
-        if left[0] < 0:
-            raise TooLongError("its objects share lists or dicts so long that they are not all looked at")
+    budget = _items_left.get()
+    if budget is not None:
+        budget[0] -= weight * len(values)
+        if budget[0] < 0:
+            raise PickleTooLongError("its objects share lists or dicts so long that they are not all looked at")
     return values
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ValueShape:
     """``text`` says in the documentation which values ``accepts`` takes."""
 
     text: str
     accepts: Callable[[Value], bool]
 
-    def __or__(self, other: Shape) -> Shape:
-        return Shape(f"{self.text} or {other.text}", lambda value: self.accepts(value) or other.accepts(value))
+    def __or__(self, other: ValueShape) -> ValueShape:
+        return ValueShape(f"{self.text} or {other.text}", lambda value: self.accepts(value) or other.accepts(value))
 
 
-def titled(text: str, shape: Shape) -> Shape:
+def with_text(text: str, shape: ValueShape) -> ValueShape:
     """The same values, described by ``text``."""
-    return Shape(text, shape.accepts)
+    return ValueShape(text, shape.accepts)
 
 
-def exactly(text: str, *kinds: type) -> Shape:
-    return Shape(text, lambda value: type(value) in kinds)
+def instance_of(text: str, *kinds: type) -> ValueShape:
+    return ValueShape(text, lambda value: type(value) in kinds)
 
 
-INT, STR, BOOL = exactly("int", int), exactly("str", str), exactly("bool", bool)
-BYTES, FLOAT = exactly("bytes", bytes), exactly("float", float)
-NOTHING = exactly("None", type(None))
-NUMBER = exactly("number", int, float)
-TENSOR = exactly("tensor", StoredTensor)
+INT, STR, BOOL = instance_of("int", int), instance_of("str", str), instance_of("bool", bool)
+BYTES, FLOAT = instance_of("bytes", bytes), instance_of("float", float)
+NOTHING = instance_of("None", type(None))
+NUMBER = instance_of("number", int, float)
+TENSOR = instance_of("tensor", StoredTensor)
 SCALARS = frozenset({type(None), bool, int, float, complex, str, bytes, GlobalRef, Size})
-ANY = Shape("anything (judged by itself)", lambda value: True)
-CONTAINER = exactly("list, tuple or dict", list, tuple, dict)
-NATURALS = Shape("tuple of ints", are_naturals)
+ANY = ValueShape("anything (judged by itself)", lambda value: True)
+CONTAINER = instance_of("list, tuple or dict", list, tuple, dict)
+NATURALS = ValueShape("tuple of ints", are_naturals)
 
 
-def words(*texts: str) -> Shape:
+def one_of(*texts: str) -> ValueShape:
     """One of these strings."""
-    return Shape(" or ".join(map(repr, texts)), lambda value: type(value) is str and value in texts)
+    return ValueShape(" or ".join(map(repr, texts)), lambda value: type(value) is str and value in texts)
 
 
-def matching(text: str, pattern: str) -> Shape:
+def string_matching(text: str, pattern: str) -> ValueShape:
     compiled = re.compile(pattern)
-    return Shape(text, lambda value: type(value) is str and compiled.fullmatch(value) is not None)
+    return ValueShape(text, lambda value: type(value) is str and compiled.fullmatch(value) is not None)
 
 
-def constant(wanted: Value) -> Shape:
-    return Shape(repr(wanted), lambda value: type(value) is type(wanted) and value == wanted)
+def equal_to(expected: Value) -> ValueShape:
+    return ValueShape(repr(expected), lambda value: type(value) is type(expected) and value == expected)
 
 
-def name(*texts: str) -> Shape:
+def global_name(*texts: str) -> ValueShape:
     """One of these names, not called."""
-    return Shape(" or ".join(texts), lambda value: type(value) is GlobalRef and str(value) in texts)
+    return ValueShape(" or ".join(texts), lambda value: type(value) is GlobalRef and str(value) in texts)
 
 
-def named(ref: Value) -> GlobalRef | None:
+def resolve_name(ref: Value) -> GlobalRef | None:
     """The name that ``ref`` is, or that ``getattr`` looks up in a class, as protocols below 4 name an inner class."""
     if type(ref) is not Opaque:
         return ref if type(ref) is GlobalRef else None
@@ -102,55 +102,57 @@ def named(ref: Value) -> GlobalRef | None:
 GETATTR = GlobalRef("builtins", "getattr")
 
 
-def made_of(*texts: str) -> Shape:
+def made_by(*texts: str) -> ValueShape:
     """An object that one of these names made."""
     text = " or ".join(texts)
-    return Shape(f"object of {text}", lambda value: type(value) is Opaque and str(named(value.ref)) in texts)
+    return ValueShape(
+        f"object of {text}", lambda value: type(value) is Opaque and str(resolve_name(value.ref)) in texts
+    )
 
 
-def _each(kind: type[tuple[Value, ...]] | type[list[Value]], shape: Shape) -> Shape:
+def _sequence_of(kind: type[tuple[Value, ...]] | type[list[Value]], shape: ValueShape) -> ValueShape:
     def accepts(value: Value) -> bool:
-        return type(value) is kind and all(shape.accepts(each) for each in walked(value))
+        return type(value) is kind and all(shape.accepts(each) for each in charge_items(value))
 
-    return Shape(f"{kind.__name__} of {shape.text}", accepts)
+    return ValueShape(f"{kind.__name__} of {shape.text}", accepts)
 
 
-def several(shape: Shape) -> Shape:
+def tuple_of(shape: ValueShape) -> ValueShape:
     """A tuple of any length."""
-    return _each(tuple, shape)
+    return _sequence_of(tuple, shape)
 
 
-def list_of(shape: Shape) -> Shape:
+def list_of(shape: ValueShape) -> ValueShape:
     """A list of any length; later items are checked too, because a proof runs at the end."""
-    return _each(list, shape)
+    return _sequence_of(list, shape)
 
 
-def row(*shapes: Shape) -> Shape:
+def row(*shapes: ValueShape) -> ValueShape:
     """A tuple of exactly these."""
 
     def accepts(value: Value) -> bool:
         is_row = type(value) is tuple and len(value) == len(shapes)
         return is_row and all(shape.accepts(each) for shape, each in zip(shapes, value, strict=True))
 
-    return Shape("(" + ", ".join(shape.text for shape in shapes) + ")", accepts)
+    return ValueShape("(" + ", ".join(shape.text for shape in shapes) + ")", accepts)
 
 
-def fields(**shapes: Shape) -> Shape:
+def fields(**shapes: ValueShape) -> ValueShape:
     """A dict of no other keys than these."""
 
     def accepts(value: Value) -> bool:
         return type(value) is dict and all(
-            key in shapes and shapes[key].accepts(item) for key, item in walked(value).items()
+            key in shapes and shapes[key].accepts(item) for key, item in charge_items(value).items()
         )
 
-    return Shape("{" + ", ".join(f"{key}: {shape.text}" for key, shape in shapes.items()) + "}", accepts)
+    return ValueShape("{" + ", ".join(f"{key}: {shape.text}" for key, shape in shapes.items()) + "}", accepts)
 
 
-def mapping(key: Shape, item: Shape) -> Shape:
+def dict_of(key: ValueShape, item: ValueShape) -> ValueShape:
     def accepts(value: Value) -> bool:
-        return type(value) is dict and all(key.accepts(k) and item.accepts(v) for k, v in walked(value).items())
+        return type(value) is dict and all(key.accepts(k) and item.accepts(v) for k, v in charge_items(value).items())
 
-    return Shape(f"dict of {key.text} to {item.text}", accepts)
+    return ValueShape(f"dict of {key.text} to {item.text}", accepts)
 
 
 def is_attribute(key: Value) -> bool:
@@ -158,28 +160,30 @@ def is_attribute(key: Value) -> bool:
     return type(key) is str and not key.startswith("__") and key not in ("append", "extend", "add")
 
 
-ATTRIBUTES = Shape("dict of attributes", lambda value: type(value) is dict and all(map(is_attribute, walked(value))))
-PLAIN_ATTRIBUTES = Shape(
+ATTRIBUTES = ValueShape(
+    "dict of attributes", lambda value: type(value) is dict and all(map(is_attribute, charge_items(value)))
+)
+PLAIN_ATTRIBUTES = ValueShape(
     "dict of attributes that are numbers, strings or names",
-    lambda value: ATTRIBUTES.accepts(value) and all(type(item) in SCALARS for item in walked(value).values()),
+    lambda value: ATTRIBUTES.accepts(value) and all(type(item) in SCALARS for item in charge_items(value).values()),
 )
 
 
-def with_slots(shape: Shape) -> Shape:
+def with_slots(shape: ValueShape) -> ValueShape:
     """A pair of dicts, the form in which picklers give attributes in slots."""
     return shape | row(shape | NOTHING, shape | NOTHING)
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class ClosedListRule:
     """Allowed uses of each of ``names`` of each of ``modules``, and why they run no code of the pickle."""
 
     modules: str
     names: str
     reason: str
-    call: tuple[Shape, ...] = ()
-    new: tuple[Shape, ...] = ()
-    state: Shape | None = None
+    call: tuple[ValueShape, ...] = ()
+    new: tuple[ValueShape, ...] = ()
+    state: ValueShape | None = None
     has_items: bool = False
     has_pairs: bool = False
 
@@ -195,6 +199,6 @@ ITS_ATTRIBUTES = "its attributes are set one by one; they cannot be hooks"
 A_NAME = "a name by itself: importing torch runs nothing of the pickle's"
 
 
-def plain(modules: str, names: str) -> Rule:
+def attribute_rule(modules: str, names: str) -> ClosedListRule:
     """A class whose objects are made without arguments and given attributes."""
-    return Rule(modules, names, ITS_ATTRIBUTES, new=(NO_ARGUMENTS,), state=with_slots(ATTRIBUTES))
+    return ClosedListRule(modules, names, ITS_ATTRIBUTES, new=(NO_ARGUMENTS,), state=with_slots(ATTRIBUTES))

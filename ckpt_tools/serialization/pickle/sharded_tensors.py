@@ -33,8 +33,8 @@ from ckpt_tools.core.values import (
     StoredTensor,
     Value,
     are_naturals,
-    brief,
-    kind_of,
+    describe_kind,
+    format_brief,
 )
 from ckpt_tools.errors import MalformedError, UnsupportedError
 from ckpt_tools.serialization.pickle.shapes import GETATTR
@@ -42,26 +42,27 @@ from ckpt_tools.serialization.pickle.shapes import GETATTR
 _FROM_TYPE = GlobalRef("torch._tensor", "_rebuild_from_type_v2")
 _WRAPPER_SUBCLASS = GlobalRef("torch._utils", "_rebuild_wrapper_subclass")
 
-_DTENSOR = "torch.distributed.tensor"
-_OLD_DTENSOR = "torch.distributed._tensor"
-_SHARDED = "torch.distributed._shard"
+_DTENSOR_PACKAGE = "torch.distributed.tensor"
+_OLD_DTENSOR_PACKAGE = "torch.distributed._tensor"
+_SHARD_PACKAGE = "torch.distributed._shard"
 
 DTENSORS = frozenset(
-    GlobalRef(module, "DTensor") for module in (_DTENSOR, f"{_DTENSOR}._api", _OLD_DTENSOR, f"{_OLD_DTENSOR}.api")
+    GlobalRef(module, "DTensor")
+    for module in (_DTENSOR_PACKAGE, f"{_DTENSOR_PACKAGE}._api", _OLD_DTENSOR_PACKAGE, f"{_OLD_DTENSOR_PACKAGE}.api")
 )
-SHARDED_TENSORS = frozenset({GlobalRef(f"{_SHARDED}.sharded_tensor.api", "ShardedTensor")})
+SHARDED_TENSORS = frozenset({GlobalRef(f"{_SHARD_PACKAGE}.sharded_tensor.api", "ShardedTensor")})
 
-_SPEC_MODULES = (f"{_DTENSOR}._dtensor_spec", f"{_OLD_DTENSOR}.placement_types")
+_SPEC_MODULES = (f"{_DTENSOR_PACKAGE}._dtensor_spec", f"{_OLD_DTENSOR_PACKAGE}.placement_types")
 _SPECS = frozenset(GlobalRef(module, "DTensorSpec") for module in _SPEC_MODULES)
-_METAS = frozenset(GlobalRef(module, "TensorMeta") for module in _SPEC_MODULES)
-_PLACEMENTS = frozenset({f"{_DTENSOR}.placement_types", f"{_OLD_DTENSOR}.placement_types"})
-_ORDER_ENTRY = GlobalRef(f"{_DTENSOR}._dtensor_spec", "ShardOrderEntry")
+_TENSOR_METAS = frozenset(GlobalRef(module, "TensorMeta") for module in _SPEC_MODULES)
+_PLACEMENTS = frozenset({f"{_DTENSOR_PACKAGE}.placement_types", f"{_OLD_DTENSOR_PACKAGE}.placement_types"})
+_ORDER_ENTRY = GlobalRef(f"{_DTENSOR_PACKAGE}._dtensor_spec", "ShardOrderEntry")
 _MESH = GlobalRef("torch.distributed.device_mesh", "DeviceMesh")
 _MESH_LAYOUT = GlobalRef("torch.distributed._mesh_layout", "_MeshLayout")
 _FLAT_LAYOUT = GlobalRef("torch.distributed._mesh_layout", "_FlatLayout")
-_SHARD = GlobalRef(f"{_SHARDED}.sharded_tensor.shard", "Shard")
-_SHARD_METADATA = GlobalRef(f"{_SHARDED}.metadata", "ShardMetadata")
-_SHARDED_METADATA = GlobalRef(f"{_SHARDED}.sharded_tensor.metadata", "ShardedTensorMetadata")
+_SHARD = GlobalRef(f"{_SHARD_PACKAGE}.sharded_tensor.shard", "Shard")
+_SHARD_METADATA = GlobalRef(f"{_SHARD_PACKAGE}.metadata", "ShardMetadata")
+_SHARDED_METADATA = GlobalRef(f"{_SHARD_PACKAGE}.sharded_tensor.metadata", "ShardedTensorMetadata")
 
 _SPEC_FIELDS = ("mesh", "placements", "tensor_meta", "shard_order", "use_strided_shard_as_shard_order", "_hash")
 _NEW_MESH_FIELDS = (
@@ -77,14 +78,14 @@ MAX_RANKS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class ShardPlacement:
     """Cut along ``dim`` as ``torch.chunk`` cuts."""
 
     dim: int
 
 
 @dataclass(frozen=True, slots=True)
-class StridedShard:
+class StridedShardPlacement:
     """Cut along ``dim`` into ``split_factor`` parts first, and each of these as ``torch.chunk`` cuts: a rank has a part
     of each."""
 
@@ -93,15 +94,15 @@ class StridedShard:
 
 
 @dataclass(frozen=True, slots=True)
-class Replicate:
+class ReplicatePlacement:
     """Every rank along this dim of the mesh has all of it."""
 
 
-Placement = Shard | StridedShard | Replicate
+Placement = ShardPlacement | StridedShardPlacement | ReplicatePlacement
 
 
 @dataclass(frozen=True, slots=True)
-class Mesh:
+class SavedMesh:
     """The ranks that share a tensor, as one of them saved it.
 
     ``ranks`` are all that the mesh knows of, those of the mesh that it was cut from included; ``members`` are its own.
@@ -123,7 +124,7 @@ class DTensorPart:
 
     shape: Shape
     dtype: DType
-    mesh: Mesh
+    mesh: SavedMesh
     placements: tuple[Placement, ...]
     local: StoredTensor
 
@@ -153,16 +154,16 @@ class ShardedTensorPart:
     locals: tuple[tuple[Shape, StoredTensor], ...]
 
 
-Part = DTensorPart | ShardedTensorPart
+TensorPart = DTensorPart | ShardedTensorPart
 
 
 @dataclass(slots=True)
 class PartReader:
     """Reads the records of one file, whose tensors share meshes and specs."""
 
-    _meshes: dict[int, tuple[Value, Mesh]] = field(default_factory=dict)
+    _meshes: dict[int, tuple[Value, SavedMesh]] = field(default_factory=dict)
 
-    def read(self, value: Value) -> Part | None:
+    def read_part(self, value: Value) -> TensorPart | None:
         """The part that ``value`` describes; None if it describes something else.
 
         Raises:
@@ -172,7 +173,7 @@ class PartReader:
         if not isinstance(value, Opaque):
             return None
         if value.ref == PARAMETER and value.form == "call" and len(value.args) == 2:
-            return self.read(value.args[0])
+            return self.read_part(value.args[0])
         if value.ref != _FROM_TYPE or len(value.args) != 4:
             return None
         function, kind, args, state = value.args
@@ -180,29 +181,31 @@ class PartReader:
             return None
         if function != _WRAPPER_SUBCLASS:
             raise UnsupportedError(f"a {kind.name} is rebuilt by {function!s:.80}, which is not supported")
-        shape, dtype = _wrapper(kind, args)
-        return self._dtensor(shape, dtype, state) if kind in DTENSORS else _sharded_tensor(shape, dtype, state)
+        shape, dtype = _read_wrapper(kind, args)
+        return (
+            self._read_dtensor(shape, dtype, state) if kind in DTENSORS else _read_sharded_tensor(shape, dtype, state)
+        )
 
-    def _dtensor(self, shape: Shape, dtype: DType, state: Value) -> DTensorPart:
+    def _read_dtensor(self, shape: Shape, dtype: DType, state: Value) -> DTensorPart:
         # Its attributes, None as a rule, and its slots.
         if not isinstance(state, tuple) or len(state) != 2 or not isinstance(state[1], dict):
-            _wrong("DTensor")
+            _raise_wrong_type("DTensor")
         slots = state[1]
         if slots.keys() != {"_local_tensor", "_spec"}:
-            raise UnsupportedError(f"a DTensor has the slots {brief(list(slots))}, which are not supported")
-        local = _plain(slots["_local_tensor"], dtype, "DTensor")
-        spec = _object(slots["_spec"], _SPECS, _SPEC_FIELDS)
-        mesh, found = self._mesh(spec.get("mesh")), spec.get("placements")
+            raise UnsupportedError(f"a DTensor has the slots {format_brief(list(slots))}, which are not supported")
+        local = _check_local_tensor(slots["_local_tensor"], dtype, "DTensor")
+        spec = _read_attributes(slots["_spec"], _SPECS, _SPEC_FIELDS)
+        mesh, placement_records = self._get_mesh(spec.get("mesh")), spec.get("placements")
         meta: Value = spec.get("tensor_meta")
-        if not isinstance(found, tuple | list) or len(found) != len(mesh.shape):
-            _wrong("DTensorSpec")
-        placements = tuple(_placement(each, len(shape)) for each in found)
-        is_meta = isinstance(meta, Opaque) and meta.ref in _METAS and len(meta.args) == 3
+        if not isinstance(placement_records, tuple | list) or len(placement_records) != len(mesh.shape):
+            _raise_wrong_type("DTensorSpec")
+        placements = tuple(_read_placement(each, len(shape)) for each in placement_records)
+        is_meta = isinstance(meta, Opaque) and meta.ref in _TENSOR_METAS and len(meta.args) == 3
         if not is_meta or not are_naturals(meta.args[0]) or tuple(meta.args[0]) != shape:
             raise MalformedError(f"the spec of a DTensor of shape {list(shape)} is of another tensor")
-        _check_order(spec.get("shard_order"), placements)
-        cuts = [each.dim for each in placements if isinstance(each, Shard)]
-        if slots["_spec"].ref.module.startswith(_OLD_DTENSOR) and len(cuts) != len(set(cuts)):
+        _check_shard_order(spec.get("shard_order"), placements)
+        cut_dims = [each.dim for each in placements if isinstance(each, ShardPlacement)]
+        if slots["_spec"].ref.module.startswith(_OLD_DTENSOR_PACKAGE) and len(cut_dims) != len(set(cut_dims)):
             # torch 2.4 wrote Shard(0), Shard(0) for FSDP2 with tensor parallelism too, which cuts the other way round.
             raise UnsupportedError(
                 "a DTensor of torch before 2.5 is cut along one dim by two dims of its mesh; it does not say in which "
@@ -210,37 +213,37 @@ class PartReader:
             )
         return DTensorPart(shape, dtype, mesh, placements, local)
 
-    def _mesh(self, value: Value) -> Mesh:
-        known = self._meshes.get(id(value))
-        if known is None:
+    def _get_mesh(self, value: Value) -> SavedMesh:
+        record_and_mesh = self._meshes.get(id(value))
+        if record_and_mesh is None:
             # The record is kept, so that its id stays its own.
-            known = self._meshes[id(value)] = value, _mesh(value)
-        return known[1]
+            record_and_mesh = self._meshes[id(value)] = value, _read_mesh(value)
+        return record_and_mesh[1]
 
 
-def _wrong(kind: str) -> NoReturn:
+def _raise_wrong_type(kind: str) -> NoReturn:
     raise MalformedError(f"a {kind} contains values of the wrong type")
 
 
-def _naturals(value: Value, kind: str, most: int = MAX_DIMS) -> tuple[int, ...]:
-    if not are_naturals(value, most):
-        _wrong(kind)
+def _check_naturals(value: Value, kind: str, max_items: int = MAX_DIMS) -> tuple[int, ...]:
+    if not are_naturals(value, max_items):
+        _raise_wrong_type(kind)
     return tuple(value)
 
 
-def _wrapper(kind: GlobalRef, args: Value) -> tuple[Shape, DType]:
+def _read_wrapper(kind: GlobalRef, args: Value) -> tuple[Shape, DType]:
     """``_rebuild_wrapper_subclass(cls, dtype, size, stride, storage_offset, layout, device, requires_grad)``."""
     if not isinstance(args, tuple) or len(args) != 8 or args[0] != kind:
-        _wrong(kind.name)
+        _raise_wrong_type(kind.name)
     dtype = args[1].dtype if type(args[1]) is GlobalRef else None
     if dtype is None:
         raise UnsupportedError(f"a {kind.name} has the dtype {args[1]!s:.80}, which is not supported")
-    return _naturals(args[2], kind.name), dtype
+    return _check_naturals(args[2], kind.name), dtype
 
 
-def _plain(value: Value, dtype: DType, kind: str) -> StoredTensor:
+def _check_local_tensor(value: Value, dtype: DType, kind: str) -> StoredTensor:
     if not isinstance(value, StoredTensor) or value.wrapper not in (None, PARAMETER):
-        what = value.wrapper if isinstance(value, StoredTensor) else kind_of(value)
+        what = value.wrapper if isinstance(value, StoredTensor) else describe_kind(value)
         raise UnsupportedError(f"the local tensor of a {kind} is a {what}, which is not supported")
     if value.storage is None:
         raise UnsupportedError(f"the local tensor of a {kind} is on the meta device and has no elements")
@@ -249,42 +252,42 @@ def _plain(value: Value, dtype: DType, kind: str) -> StoredTensor:
     return value
 
 
-def _object(value: Value, refs: frozenset[GlobalRef], fields: tuple[str, ...]) -> Mapping[str, Value]:
+def _read_attributes(value: Value, refs: frozenset[GlobalRef], fields: tuple[str, ...]) -> Mapping[str, Value]:
     """The attributes of an object that is made without arguments."""
     name = next(iter(refs)).name
     if not isinstance(value, Opaque) or value.ref not in refs or value.form != "new" or value.args or value.kwargs:
-        raise UnsupportedError(f"a {kind_of(value)} stands where a {name} is expected")
-    found = value.attributes
-    unknown = [each for each in found if each not in fields]
+        raise UnsupportedError(f"a {describe_kind(value)} stands where a {name} is expected")
+    attributes = value.attributes
+    unknown = [each for each in attributes if each not in fields]
     if unknown:
         raise UnsupportedError(f"a {name} has a field {unknown[0]!r:.80}, which this version does not know")
-    return found
+    return attributes
 
 
-def _check_order(order: Value, placements: tuple[Placement, ...]) -> None:
+def _check_shard_order(order: Value, placements: tuple[Placement, ...]) -> None:
     """Only the default: from the first dim of the mesh to the last."""
     for entry in order if isinstance(order, tuple) else ():
         is_entry = isinstance(entry, Opaque) and entry.ref == _ORDER_ENTRY and len(entry.args) == 2
-        dims = _naturals(entry.args[1] if is_entry else None, "DTensorSpec")
+        dims = _check_naturals(entry.args[1] if is_entry else None, "DTensorSpec")
         if any(dim >= len(placements) for dim in dims):
-            _wrong("DTensorSpec")
+            _raise_wrong_type("DTensorSpec")
         if list(dims) != sorted(dims):
             raise UnsupportedError(f"a DTensor is cut along the dims {list(dims)} of its mesh, in this order")
 
 
-def _placement(value: Value, ndim: int) -> Placement:
+def _read_placement(value: Value, ndim: int) -> Placement:
     if not isinstance(value, Opaque) or not isinstance(value.ref, GlobalRef) or value.ref.module not in _PLACEMENTS:
-        raise UnsupportedError(f"a {kind_of(value)} stands where a placement is expected")
-    name, found = value.ref.name, value.attributes
-    if name == "Replicate" and not value.args and not found:
-        return Replicate()
-    if name == "Shard" and not value.args and found.keys() == {"dim"}:
-        return Shard(_dim(found["dim"], ndim))
-    if name == "_StridedShard" and not value.args and found.keys() == {"dim", "split_factor"}:
-        factor = found["split_factor"]
+        raise UnsupportedError(f"a {describe_kind(value)} stands where a placement is expected")
+    name, attributes = value.ref.name, value.attributes
+    if name == "Replicate" and not value.args and not attributes:
+        return ReplicatePlacement()
+    if name == "Shard" and not value.args and attributes.keys() == {"dim"}:
+        return ShardPlacement(_check_dim(attributes["dim"], ndim))
+    if name == "_StridedShard" and not value.args and attributes.keys() == {"dim", "split_factor"}:
+        factor = attributes["split_factor"]
         if type(factor) is not int or not 0 < factor <= MAX_RANKS:
-            _wrong(name)
-        return StridedShard(_dim(found["dim"], ndim), factor)
+            _raise_wrong_type(name)
+        return StridedShardPlacement(_check_dim(attributes["dim"], ndim), factor)
     raise UnsupportedError(
         f"a DTensor has the placement {name}, so that the ranks hold values that are still to be added up; "
         "redistribute it before saving"
@@ -293,122 +296,138 @@ def _placement(value: Value, ndim: int) -> Placement:
     )
 
 
-def _dim(dim: Value, ndim: int) -> int:
+def _check_dim(dim: Value, ndim: int) -> int:
     if type(dim) is not int or not 0 <= dim < ndim:
-        raise MalformedError(f"a placement cuts dim {brief(dim)} of a tensor of {ndim} dims")
+        raise MalformedError(f"a placement cuts dim {format_brief(dim)} of a tensor of {ndim} dims")
     return dim
 
 
-def _mesh(value: Value) -> Mesh:
+def _read_mesh(value: Value) -> SavedMesh:
     is_new = isinstance(value, Opaque) and "_layout" in value.attributes
-    found = _object(value, frozenset({_MESH}), _NEW_MESH_FIELDS if is_new else _OLD_MESH_FIELDS)
+    attributes = _read_attributes(value, frozenset({_MESH}), _NEW_MESH_FIELDS if is_new else _OLD_MESH_FIELDS)
     prefix = "_" if is_new else ""
-    names, device = found.get(f"{prefix}mesh_dim_names"), found.get(f"{prefix}device_type")
-    shape, strides = _layout(found.get("_layout")) if is_new else _dense(found.get("mesh"))
-    ranks = _naturals(found.get("_flatten_rank_map" if is_new else "_flatten_mesh_list"), "DeviceMesh", MAX_RANKS)
-    coordinate = _naturals(found.get("_coordinate_on_dim"), "DeviceMesh")
+    names, device = attributes.get(f"{prefix}mesh_dim_names"), attributes.get(f"{prefix}device_type")
+    shape, strides = (
+        _read_mesh_layout(attributes.get("_layout")) if is_new else _read_dense_mesh(attributes.get("mesh"))
+    )
+    ranks = _check_naturals(
+        attributes.get("_flatten_rank_map" if is_new else "_flatten_mesh_list"), "DeviceMesh", MAX_RANKS
+    )
+    coordinate = _check_naturals(attributes.get("_coordinate_on_dim"), "DeviceMesh")
     if type(device) is not str:
-        _wrong("DeviceMesh")
+        _raise_wrong_type("DeviceMesh")
     if len(coordinate) != len(shape) or any(a >= n for a, n in zip(coordinate, shape, strict=True)):
         raise MalformedError(f"a DeviceMesh of shape {list(shape)} has the coordinate {list(coordinate)}")
     # torch 2.10 and 2.11 say the rank by the coordinate in the mesh that this one was cut from.
-    root = found.get("_root_mesh") if "_rank" not in found else None
-    rank = _rank(found.get("_rank") if root is None else _mesh(root).rank, ranks, shape, strides, coordinate)
-    members = _members(rank, ranks, shape, strides, coordinate)
+    root_record = attributes.get("_root_mesh") if "_rank" not in attributes else None
+    rank = _find_rank(
+        attributes.get("_rank") if root_record is None else _read_mesh(root_record).rank,
+        ranks,
+        shape,
+        strides,
+        coordinate,
+    )
+    members = _find_members(rank, ranks, shape, strides, coordinate)
     if names is not None:
         are_names = isinstance(names, tuple | list) and all(type(name) is str for name in names)
         if not are_names or len(names) != len(shape):
-            _wrong("DeviceMesh")
-    return Mesh(shape, ranks, members, rank, coordinate, device, None if names is None else tuple(names))
+            _raise_wrong_type("DeviceMesh")
+    return SavedMesh(shape, ranks, members, rank, coordinate, device, None if names is None else tuple(names))
 
 
-def _rank(given: Value, ranks: tuple[int, ...], shape: Shape, strides: Any, coordinate: Shape) -> int:
+def _find_rank(stated_rank: Value, ranks: tuple[int, ...], shape: Shape, strides: Any, coordinate: Shape) -> int:
     """The rank at a coordinate; a mesh that was cut from another says its rank."""
-    at = sum(map(_along, coordinate, strides))
+    rank_index = sum(map(_compute_rank_offset, coordinate, strides))
     if len(set(ranks)) != len(ranks) or prod(shape) > len(ranks):
         raise MalformedError("a DeviceMesh names a rank twice, or too few")
     is_whole = prod(shape) == len(ranks)
-    if given is None and not is_whole:
+    if stated_rank is None and not is_whole:
         raise UnsupportedError("a DeviceMesh that was cut from another does not say its rank")
-    rank = ranks[at] if given is None and at < len(ranks) else given
-    if rank not in ranks or (is_whole and ranks[at] != rank):
-        raise MalformedError(f"a DeviceMesh of rank {brief(rank)} does not have it at its coordinate")
+    rank = ranks[rank_index] if stated_rank is None and rank_index < len(ranks) else stated_rank
+    if rank not in ranks or (is_whole and ranks[rank_index] != rank):
+        raise MalformedError(f"a DeviceMesh of rank {format_brief(rank)} does not have it at its coordinate")
     return int(rank)
 
 
-def _members(rank: int, ranks: tuple[int, ...], shape: Shape, strides: Any, coordinate: Shape) -> frozenset[int]:
+def _find_members(rank: int, ranks: tuple[int, ...], shape: Shape, strides: Any, coordinate: Shape) -> frozenset[int]:
     """The ranks at all coordinates of the mesh that has ``rank`` at ``coordinate``."""
     if prod(shape) == len(ranks):
         return frozenset(ranks)
-    first = ranks.index(rank) - sum(map(_along, coordinate, strides))
-    places = [first + sum(map(_along, each, strides)) for each in product(*map(range, shape))]
-    if min(places) < 0 or max(places) >= len(ranks):
+    first_index = ranks.index(rank) - sum(map(_compute_rank_offset, coordinate, strides))
+    rank_indices = [first_index + sum(map(_compute_rank_offset, each, strides)) for each in product(*map(range, shape))]
+    if min(rank_indices) < 0 or max(rank_indices) >= len(ranks):
         raise MalformedError(f"a DeviceMesh of rank {rank} has coordinates outside of the mesh that it was cut from")
-    return frozenset(ranks[place] for place in places)
+    return frozenset(ranks[place] for place in rank_indices)
 
 
-def _along(position: int, axis: tuple[Shape, Shape]) -> int:
+def _compute_rank_offset(position: int, axis: tuple[Shape, Shape]) -> int:
     """Rank offset of ``position`` in one dim of a mesh, which may be made of several axes."""
-    found = 0
+    offset = 0
     for size, stride in zip(reversed(axis[0]), reversed(axis[1]), strict=True):
         position, inner = divmod(position, size)
-        found += inner * stride
-    return found
+        offset += inner * stride
+    return offset
 
 
-def _dense(mesh: Value) -> tuple[Shape, tuple[tuple[Shape, Shape], ...]]:
+def _read_dense_mesh(mesh: Value) -> tuple[Shape, tuple[tuple[Shape, Shape], ...]]:
     """The shape of a mesh that is a tensor of ranks."""
     if not isinstance(mesh, StoredTensor) or not mesh.shape:
-        _wrong("DeviceMesh")
+        _raise_wrong_type("DeviceMesh")
     strides = contiguous_strides(mesh.shape)
     return mesh.shape, tuple(((size,), (stride,)) for size, stride in zip(mesh.shape, strides, strict=True))
 
 
-def _layout(value: Value) -> tuple[Shape, tuple[tuple[Shape, Shape], ...]]:
-    found = _object(value, frozenset({_MESH_LAYOUT}), ("axes", "shape", "stride"))
-    axes = found.get("axes")
+def _read_mesh_layout(value: Value) -> tuple[Shape, tuple[tuple[Shape, Shape], ...]]:
+    attributes = _read_attributes(value, frozenset({_MESH_LAYOUT}), ("axes", "shape", "stride"))
+    axes = attributes.get("axes")
     if axes is None:
-        axes = _nested(found.get("shape"), found.get("stride"))
+        axes = _pair_nested_dims(attributes.get("shape"), attributes.get("stride"))
     else:
-        flat = [_object(axis, frozenset({_FLAT_LAYOUT}), ("shape", "stride")) for axis in _items(axes)]
+        flat = [
+            _read_attributes(axis, frozenset({_FLAT_LAYOUT}), ("shape", "stride")) for axis in _check_dim_tuple(axes)
+        ]
         axes = tuple((axis.get("shape"), axis.get("stride")) for axis in flat)
     for sizes, strides in axes:
         if not are_naturals(sizes) or not are_naturals(strides) or len(sizes) != len(strides) or 0 in sizes:
-            _wrong("_MeshLayout")
+            _raise_wrong_type("_MeshLayout")
     return tuple(prod(sizes) for sizes, _ in axes), tuple((tuple(sizes), tuple(strides)) for sizes, strides in axes)
 
 
-def _nested(shape: Value, stride: Value) -> tuple[tuple[Value, Value], ...]:
+def _pair_nested_dims(shape: Value, stride: Value) -> tuple[tuple[Value, Value], ...]:
     """Dims as torch 2.10 keeps them: integers, or tuples of those that a dim was made of; one dim may stand bare."""
     shape, stride = ((shape,), (stride,)) if type(shape) is int else (shape, stride)
-    if len(_items(shape)) != len(_items(stride)):
-        _wrong("_MeshLayout")
+    if len(_check_dim_tuple(shape)) != len(_check_dim_tuple(stride)):
+        _raise_wrong_type("_MeshLayout")
     return tuple(
         ((size,), (step,)) if type(size) is int else (size, step) for size, step in zip(shape, stride, strict=True)
     )
 
 
-def _items(value: Value) -> tuple[Value, ...]:
+def _check_dim_tuple(value: Value) -> tuple[Value, ...]:
     if not isinstance(value, tuple) or not 0 < len(value) <= MAX_DIMS:
-        _wrong("_MeshLayout")
+        _raise_wrong_type("_MeshLayout")
     return value
 
 
-def _sharded_tensor(shape: Shape, dtype: DType, state: Value) -> ShardedTensorPart:
+def _read_sharded_tensor(shape: Shape, dtype: DType, state: Value) -> ShardedTensorPart:
     """``(local_shards, metadata, process_group_state, sharding_spec, init_rrefs)``, checked against 2.15.0."""
     if not isinstance(state, tuple) or len(state) != 5 or not isinstance(state[0], list):
-        _wrong("ShardedTensor")
+        _raise_wrong_type("ShardedTensor")
     shards, metadata, group = state[:3]
-    known = _object(metadata, frozenset({_SHARDED_METADATA}), ("shards_metadata", "size", "tensor_properties"))
-    size = known.get("size")
+    metadata_fields = _read_attributes(
+        metadata, frozenset({_SHARDED_METADATA}), ("shards_metadata", "size", "tensor_properties")
+    )
+    size = metadata_fields.get("size")
     if not isinstance(size, Size) or tuple(size) != shape:
         raise MalformedError(f"the metadata of a ShardedTensor of shape {list(shape)} is of another tensor")
-    rank, world = _process_group(group)
-    pieces = tuple(_shard(each, shape, dtype) for each in shards)
-    return ShardedTensorPart(shape, dtype, rank, tuple(range(world)), _holders(known.get("shards_metadata")), pieces)
+    rank, world = _read_process_group(group)
+    local_shards = tuple(_read_shard(each, shape, dtype) for each in shards)
+    return ShardedTensorPart(
+        shape, dtype, rank, tuple(range(world)), _find_holders(metadata_fields.get("shards_metadata")), local_shards
+    )
 
 
-def _holders(shards: Value) -> frozenset[int]:
+def _find_holders(shards: Value) -> frozenset[int]:
     """The ranks of all shards: those of one process group, which need not be all ranks."""
     metadata = (each.attributes for each in (shards if isinstance(shards, list) else ()) if isinstance(each, Opaque))
     devices = (found.get("placement") for found in metadata)
@@ -416,24 +435,26 @@ def _holders(shards: Value) -> frozenset[int]:
     return frozenset(rank for rank in ranks if type(rank) is int)
 
 
-def _process_group(value: Value) -> tuple[int, int]:
+def _read_process_group(value: Value) -> tuple[int, int]:
     """``ProcessGroupState``, an inner class of ShardedTensor."""
     ref: Value = value.ref if isinstance(value, Opaque) else None
     is_call = isinstance(ref, Opaque) and ref.ref == GETATTR and len(ref.args) == 2
     is_state = is_call and ref.args[0] in SHARDED_TENSORS and ref.args[1] == "ProcessGroupState"
-    found = value.attributes if is_state else {}
-    rank, world = found.get("global_rank"), found.get("global_world_size")
+    attributes = value.attributes if is_state else {}
+    rank, world = attributes.get("global_rank"), attributes.get("global_world_size")
     if type(rank) is not int or type(world) is not int or not 0 <= rank < world <= MAX_RANKS:
-        _wrong("ShardedTensor")
+        _raise_wrong_type("ShardedTensor")
     return rank, world
 
 
-def _shard(value: Value, shape: Shape, dtype: DType) -> tuple[Shape, StoredTensor]:
-    found = _object(value, frozenset({_SHARD}), ("tensor", "metadata"))
-    about = _object(found.get("metadata"), frozenset({_SHARD_METADATA}), ("shard_offsets", "shard_sizes", "placement"))
-    offsets = _naturals(about.get("shard_offsets"), "ShardMetadata")
-    sizes = _naturals(about.get("shard_sizes"), "ShardMetadata")
-    local = _plain(found.get("tensor"), dtype, "ShardedTensor")
+def _read_shard(value: Value, shape: Shape, dtype: DType) -> tuple[Shape, StoredTensor]:
+    attributes = _read_attributes(value, frozenset({_SHARD}), ("tensor", "metadata"))
+    shard_metadata = _read_attributes(
+        attributes.get("metadata"), frozenset({_SHARD_METADATA}), ("shard_offsets", "shard_sizes", "placement")
+    )
+    offsets = _check_naturals(shard_metadata.get("shard_offsets"), "ShardMetadata")
+    sizes = _check_naturals(shard_metadata.get("shard_sizes"), "ShardMetadata")
+    local = _check_local_tensor(attributes.get("tensor"), dtype, "ShardedTensor")
     if sizes != local.shape:
         raise MalformedError(f"a piece of a ShardedTensor has the shape {list(local.shape)} and says {list(sizes)}")
     if len(offsets) != len(shape) or any(a + n > most for a, n, most in zip(offsets, sizes, shape, strict=True)):
@@ -442,7 +463,7 @@ def _shard(value: Value, shape: Shape, dtype: DType) -> tuple[Shape, StoredTenso
 
 
 @dataclass(frozen=True, slots=True)
-class MeshRecord:
+class PickledMesh:
     """A mesh of one dim as torch 2.15 pickles it, seen from one rank: the same object for all tensors of a file.
 
     ``ranks`` is the tensor of all ranks. The tensors of a file lie on the CPU, whatever the mesh's device, as those of
@@ -452,7 +473,7 @@ class MeshRecord:
     value: Opaque
 
     @classmethod
-    def of(cls, rank: int, world: int, device_type: str, dim_name: str | None, ranks: StoredTensor) -> MeshRecord:
+    def of(cls, rank: int, world: int, device_type: str, dim_name: str | None, ranks: StoredTensor) -> PickledMesh:
         sizes, strides = ((), ()) if world == 1 else ((world,), (1,))
         axis = Opaque(_FLAT_LAYOUT, form="new", state={"shape": sizes, "stride": strides})
         return cls(Opaque(_MESH, form="new", state={
@@ -476,12 +497,18 @@ _STRIDED = Opaque(GlobalRef("torch.serialization", "_get_layout"), ("torch.strid
 _CPU = Opaque(GlobalRef("torch", "device"), ("cpu",))
 
 
-def dtensor_record(shape: Shape, dtype: DType, mesh: MeshRecord, local: StoredTensor) -> Opaque:
+def make_dtensor_record(shape: Shape, dtype: DType, mesh: PickledMesh, local: StoredTensor) -> Opaque:
     """A DTensor of ``shape`` that is cut along its rows, as torch 2.15 pickles it."""
-    kind, element, strides = GlobalRef(_DTENSOR, "DTensor"), GlobalRef("torch", dtype.value), contiguous_strides(shape)
-    placement = Opaque(GlobalRef(f"{_DTENSOR}.placement_types", "Shard"), form="new", state={"dim": 0})
-    meta = Opaque(GlobalRef(f"{_DTENSOR}._dtensor_spec", "TensorMeta"), (Size(shape), strides, element), form="new")
-    spec = Opaque(GlobalRef(f"{_DTENSOR}._dtensor_spec", "DTensorSpec"), form="new", state={
+    kind, element, strides = (
+        GlobalRef(_DTENSOR_PACKAGE, "DTensor"),
+        GlobalRef("torch", dtype.value),
+        contiguous_strides(shape),
+    )
+    placement = Opaque(GlobalRef(f"{_DTENSOR_PACKAGE}.placement_types", "Shard"), form="new", state={"dim": 0})
+    meta = Opaque(
+        GlobalRef(f"{_DTENSOR_PACKAGE}._dtensor_spec", "TensorMeta"), (Size(shape), strides, element), form="new"
+    )
+    spec = Opaque(GlobalRef(f"{_DTENSOR_PACKAGE}._dtensor_spec", "DTensorSpec"), form="new", state={
         "mesh": mesh.value,
         "placements": (placement,),
         "tensor_meta": meta,

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ckpt_tools.core.option_names import option
+from ckpt_tools.core.option_names import format_option
 from ckpt_tools.errors import DestinationExistsError, UsageError
 from ckpt_tools.signals import allow_signals, defer_signals
 from ckpt_tools.stores.destination import Claim, Leftover
@@ -181,7 +181,7 @@ class HubPlace(FsspecPlace):
         """
         if resume:
             raise UsageError(
-                f"{option('resume', True)}: what was written to {self.url} cannot be continued, "
+                f"{format_option('resume', True)}: what was written to {self.url} cannot be continued, "
                 "only to paths and s3:// URLs"
             )
         self.fs.invalidate_cache()

@@ -23,7 +23,7 @@ from functools import partial as partial_call
 from pathlib import PurePosixPath
 from typing import Any
 
-from ckpt_tools.core.option_names import option
+from ckpt_tools.core.option_names import format_option
 from ckpt_tools.errors import CkptError, StoreError, UsageError
 from ckpt_tools.signals import allow_signals, defer_signals
 from ckpt_tools.stores.destination import Claim, Destination, Leftover, Place
@@ -266,7 +266,7 @@ class FsspecPlace(Place):
         if resume:
             raise UsageError.of(
                 "resume",
-                f"{option('resume', True)}: what was written to {self.url} cannot be continued, "
+                f"{format_option('resume', True)}: what was written to {self.url} cannot be continued, "
                 "only to paths and s3:// URLs",
             )
         self.check_free(overwrite=overwrite)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, TypeVar
 
-from ckpt_tools.core.option_names import option
+from ckpt_tools.core.option_names import format_option
 from ckpt_tools.errors import (
     CkptError,
     IncompleteError,
@@ -53,7 +53,7 @@ def file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
             raise UsageError(f"{url} needs huggingface_hub: pip install 'ckpt-tools[hub]'") from error
         raise UsageError(f"{url} needs a package that is not installed: {error}") from error
     except TypeError as error:
-        raise UsageError(f"{option('storage_options')} does not fit: {error}") from error
+        raise UsageError(f"{format_option('storage_options')} does not fit: {error}") from error
     except ValueError as error:
         raise UnsupportedError(f"{url}: {error}") from error
     except OSError as error:

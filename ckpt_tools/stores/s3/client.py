@@ -25,7 +25,7 @@ from typing import Any, TypeVar, cast
 
 from isal import isal_zlib
 
-from ckpt_tools.core.option_names import option
+from ckpt_tools.core.option_names import format_option
 from ckpt_tools.errors import CkptError, IncompleteError, SourceNotFoundError, StoreError, UsageError
 from ckpt_tools.stores.retry import RetryPolicy, TransientError, host_of, is_transient, retried
 from ckpt_tools.stores.source import Buffer, ServiceFile
@@ -52,7 +52,7 @@ _REFUSED = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "Expi
 
 
 def _credentials() -> str:
-    given = option("storage_options", {"key": "...", "secret": "..."})
+    given = format_option("storage_options", {"key": "...", "secret": "..."})
     return f"check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or {given}"
 
 
@@ -87,13 +87,13 @@ class S3Options:
         unknown = sorted(set(options) - {*names, "retries"})
         if unknown:
             raise UsageError(
-                f"{option('storage_options', {unknown[0]: '...'})}: s3:// knows {', '.join(names)} and retries"
+                f"{format_option('storage_options', {unknown[0]: '...'})}: s3:// knows {', '.join(names)} and retries"
             )
         try:
             given = {name: _PARSERS.get(name, str)(value) for name, value in options.items() if name != "retries"}
             policy = RetryPolicy(attempts=1 + int(options["retries"])) if "retries" in options else RetryPolicy()
         except ValueError as error:
-            raise UsageError(f"{option('storage_options')} does not fit: {error}") from error
+            raise UsageError(f"{format_option('storage_options')} does not fit: {error}") from error
         return cls(**given, retry=policy)
 
 

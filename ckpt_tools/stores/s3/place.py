@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from ckpt_tools.core.option_names import option
+from ckpt_tools.core.option_names import format_option
 from ckpt_tools.errors import CkptError, DestinationExistsError
 from ckpt_tools.signals import allow_signals, defer_signals
 from ckpt_tools.stores.destination import Claim, Leftover, PartRules, Place
@@ -72,7 +72,7 @@ class S3Claim(Claim):
             if old and not self.is_kept:
                 error.message += (
                     "; the old checkpoint is being replaced, and the uploads of the new one are kept: the same command "
-                    f"with {option('resume', True)} continues"
+                    f"with {format_option('resume', True)} continues"
                 )
                 self.is_kept = True
             raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from ckpt_tools.core.option_names import option
+from ckpt_tools.core.option_names import format_option
 from ckpt_tools.errors import IncompleteError, SourceNotFoundError, UsageError
 from ckpt_tools.stores.marker_files import is_hidden, is_shown
 from ckpt_tools.stores.s3.client import Bucket, Found, S3Options
@@ -97,6 +97,6 @@ def bucket_of(url: str, options: S3Options) -> tuple[Bucket, str]:
     """
     name, _, key = url.partition("://")[2].partition("/")
     if "@" in name or (":" in name and not name.startswith("arn:")):
-        given = option("storage_options", {"key": "...", "secret": "..."})
+        given = format_option("storage_options", {"key": "...", "secret": "..."})
         raise UsageError(f"{url}: credentials do not belong in the URL; give them with {given}")
     return Bucket(options, name), key.strip("/")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from typing import Any
 
-from ckpt_tools.core.option_names import option
+from ckpt_tools.core.option_names import format_option
 from ckpt_tools.errors import StoreError, UsageError
 from ckpt_tools.guard import guard_processes
 from ckpt_tools.signals import block_signals_while_starting, defer_signals
@@ -60,7 +60,7 @@ def _imported() -> Any:
         import ray
     except ImportError as error:
         raise UsageError(
-            f"{option('runner', 'ray')} needs Ray; install it with: pip install 'ckpt-tools[ray]'"
+            f"{format_option('runner', 'ray')} needs Ray; install it with: pip install 'ckpt-tools[ray]'"
         ) from error
     return ray
 
@@ -68,8 +68,8 @@ def _imported() -> Any:
 def _connect(ray: Any, address: str | None, num_workers: int) -> None:
     if address is not None and address.startswith("ray://"):
         raise UsageError(
-            f"{option('address', address)} is a Ray client's: run on a node of the cluster, "
-            f"with {option('address', 'auto')}"
+            f"{format_option('address', address)} is a Ray client's: run on a node of the cluster, "
+            f"with {format_option('address', 'auto')}"
         )
     if address not in (None, "auto", "local"):
         _look_for(address)

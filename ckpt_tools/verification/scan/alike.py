@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ckpt_tools.serialization.zip_archive import CENTRAL, DESCRIPTOR_FOLLOWS, LOCAL, Directory
+from ckpt_tools.serialization.zip_archive import CENTRAL, DESCRIPTOR_FOLLOWS, LOCAL, ZipDirectory
 from ckpt_tools.verification.scan.strict_zip import ARRAY_MAGIC
 
 MAX_TEMPLATES = 16
@@ -53,7 +53,7 @@ class ProvenItems:
             (each.directory_start for each in self._templates.get(len(data), ()) if each.does_match(data)), None
         )
 
-    def add_item(self, data: bytes, directory: Directory, ranges: Mapping[str, tuple[int, int]]) -> None:
+    def add_item(self, data: bytes, directory: ZipDirectory, ranges: Mapping[str, tuple[int, int]]) -> None:
         """Keep a proven item; ``ranges`` are those of its records."""
         templates = self._templates[len(data)]
         if len(templates) == MAX_TEMPLATES:
@@ -77,7 +77,7 @@ class ProvenItems:
 
 
 def _iter_checksum_positions(
-    data: bytes, directory: Directory, ranges: Mapping[str, tuple[int, int]]
+    data: bytes, directory: ZipDirectory, ranges: Mapping[str, tuple[int, int]]
 ) -> Iterator[tuple[str, tuple[int, int]]]:
     """Positions of the checksum of each record, behind or before its bytes and in the directory."""
     entry_start = directory.start

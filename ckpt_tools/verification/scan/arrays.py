@@ -12,11 +12,11 @@ from ckpt_tools.errors import MalformedError
 from ckpt_tools.serialization.npy_header import (
     MAX_HEADER_BYTES,
     PREFIX_BYTES,
-    header_length,
-    parse_text,
-    text_start,
+    get_text_start,
+    parse_header_text,
+    read_header_length,
 )
-from ckpt_tools.serialization.zip_archive import Record
+from ckpt_tools.serialization.zip_archive import ZipRecord
 from ckpt_tools.verification.scan.budget import MAX_INFLATED_BYTES, InflationBudget, PickleBudget
 from ckpt_tools.verification.scan.findings import NotLookedIntoError
 from ckpt_tools.verification.scan.piece import FileView
@@ -54,11 +54,11 @@ def parse_npy_elements(view: FileView) -> ArrayElements:
         FormatError: the header is written in another way.
     """
     prefix = view.read_head(PREFIX_BYTES)
-    start = header_length(prefix, view.file, view.place)
+    start = read_header_length(prefix, view.file, view.place)
     if start > view.size:
         raise MalformedError("the header of the array is longer than the file")
-    header_text = view.read(text_start(prefix), start)
-    plain_header = parse_text(header_text)
+    header_text = view.read(get_text_start(prefix), start)
+    plain_header = parse_header_text(header_text)
     if plain_header is not None:
         return ArrayElements(start, repr(plain_header.descr), plain_header.shape)
     # Each byte becomes a character: no byte of a name in UTF-8 is a quote or a bracket.
@@ -101,7 +101,7 @@ def check_array_end(elements: ArrayElements, num_bytes: int) -> None:
 
 
 def inflate_array(
-    view: FileView, record: Record, inflation_budget: InflationBudget, pickle_budget: PickleBudget
+    view: FileView, record: ZipRecord, inflation_budget: InflationBudget, pickle_budget: PickleBudget
 ) -> FileView | None:
     """A deflated record of an archive, inflated, if it is an array of objects. Of any other, only the header is kept.
 
@@ -132,7 +132,7 @@ _TOO_LARGE = "it is compressed, and too large outside of its compression"
 _CHUNK_BYTES = 1 << 18
 
 
-def _inflate_chunks(view: FileView, record: Record) -> Iterator[bytes]:
+def _inflate_chunks(view: FileView, record: ZipRecord) -> Iterator[bytes]:
     """The inflated data in pieces. It ends where the record does, and is as long as the archive says."""
     inflater = zlib.decompressobj(-zlib.MAX_WBITS)
     num_bytes, crc32, num_bytes_read = 0, 0, 0
@@ -161,5 +161,5 @@ def _inflate_chunks(view: FileView, record: Record) -> Iterator[bytes]:
         _raise_damaged(record, "has another checksum than the archive says")
 
 
-def _raise_damaged(record: Record, reason: str) -> NoReturn:
+def _raise_damaged(record: ZipRecord, reason: str) -> NoReturn:
     raise MalformedError(f"the compressed data of record {record.name!r} {reason}")

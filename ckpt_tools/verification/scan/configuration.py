@@ -17,7 +17,7 @@ from typing import Any
 
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.values import DefaultDict, GlobalRef, Opaque, OrderedDict, StoredTensor, Value
-from ckpt_tools.core.wording import count
+from ckpt_tools.core.wording import format_count
 
 UNREAD_SETTINGS_REASON = "a program that reads it may import or call names in it"
 """The reason for a file of settings in a form that is not read."""
@@ -99,7 +99,7 @@ def explain_pickled_elements(tensors: Mapping[str, tuple[str, int]]) -> str | No
 def _build_reason(program: str, keys: list[str]) -> str | None:
     if not keys:
         return None
-    others_text = f", and {count(len(keys) - 1, 'other')}" if len(keys) > 1 else ""
+    others_text = f", and {format_count(len(keys) - 1, 'other')}" if len(keys) > 1 else ""
     return f"{program} may import or call names in it: {keys[0][:100]!r} is not known to hold data{others_text}"
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar
 
-from ckpt_tools.core.showing import Shown
-from ckpt_tools.core.wording import printable
+from ckpt_tools.core.showing import DisplayableResult
+from ckpt_tools.core.wording import escape_unprintable
 from ckpt_tools.errors import UnsafeError, UnsupportedError
 from ckpt_tools.serialization.pickle.proof import Proof
 
@@ -46,7 +46,7 @@ Region = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class Finding(Shown):
+class Finding(DisplayableResult):
     """``what`` is the reason; ``place`` says which pickle of the file, and where in it.
 
     ``byte_offset`` and ``byte_length`` are the bytes of the file that are meant, where they are known: an opcode of a
@@ -89,7 +89,11 @@ class FindingCollector:
         self.num_findings += count
         if len(self.findings) < MAX_FINDINGS:
             byte_region = region or (None, None)
-            self.findings.append(Finding(printable(file), printable(place), danger, printable(what), *byte_region))
+            self.findings.append(
+                Finding(
+                    escape_unprintable(file), escape_unprintable(place), danger, escape_unprintable(what), *byte_region
+                )
+            )
 
     def add_configuration(self, file: str, place: str, what: str | None) -> None:
         """Add the reason why a file is configuration, if there is one."""
@@ -104,7 +108,7 @@ class FindingCollector:
         self.used_names.update(proof.uses_allowed)
         for refusal in proof.refusals:
             if refusal.name and len(self.allowable_names) < MAX_FINDINGS:
-                self.allowable_names[printable(refusal.name)] = None
+                self.allowable_names[escape_unprintable(refusal.name)] = None
 
     def count_proved_file(self, num_bytes: int) -> None:
         """Count a file of which every byte was accounted for."""
@@ -119,12 +123,12 @@ class FindingCollector:
     def build_report(self, source: str, excluded: Collection[str]) -> ScanReport:
         """The report on what was found in ``source``."""
         counts = (self.num_files, self.num_bytes, self.num_pickles, len(self.configurations), self.num_findings)
-        names = (tuple(sorted(self.used_names)), tuple(self.allowable_names), tuple(map(printable, excluded)))
+        names = (tuple(sorted(self.used_names)), tuple(self.allowable_names), tuple(map(escape_unprintable, excluded)))
         return ScanReport(source, *counts, tuple(self.findings), *names)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class ScanReport(Shown):
+class ScanReport(DisplayableResult):
     """Counts of what was proved, and the findings.
 
     ``num_files`` files of ``num_bytes`` bytes and ``num_pickles`` pickles were proved, and ``num_configurations`` files

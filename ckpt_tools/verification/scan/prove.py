@@ -14,16 +14,16 @@ from typing import Any
 
 from ckpt_tools.core.dtypes import DType, from_safetensors
 from ckpt_tools.core.values import StorageRef, StoredTensor, Value, are_naturals
-from ckpt_tools.core.wording import count
+from ckpt_tools.core.wording import format_count
 from ckpt_tools.errors import CkptError, FormatError, MalformedError, UnsafeError, UnsupportedError
 from ckpt_tools.formats.safetensors.header_json import RawEntry, parse_header
 from ckpt_tools.serialization.joblib_proof import prove_joblib
-from ckpt_tools.serialization.legacy_proof import inner_storage, prove_legacy
+from ckpt_tools.serialization.legacy_proof import prove_inner_storage, prove_legacy
 from ckpt_tools.serialization.pickle.dcp_metadata import Metadata
-from ckpt_tools.serialization.pickle.load import check_start
-from ckpt_tools.serialization.pickle.machine import JoblibArrayError, PersistentLoad, TooLongError
-from ckpt_tools.serialization.pickle.proof import Proof, UnlistedNameError, prove
-from ckpt_tools.serialization.torch_archive import MAX_PICKLE_BYTES, described_storage, noted
+from ckpt_tools.serialization.pickle.load import check_pickle_start
+from ckpt_tools.serialization.pickle.machine import JoblibArrayError, PersistentLoad, PickleTooLongError
+from ckpt_tools.serialization.pickle.proof import Proof, UnlistedNameError, prove_pickle
+from ckpt_tools.serialization.torch_archive import MAX_PICKLE_BYTES, parse_storage_id, register_storage
 from ckpt_tools.serialization.torch_legacy import is_legacy
 from ckpt_tools.serialization.zip_archive import LOCAL_MAGIC, TORCHSCRIPT
 from ckpt_tools.stores.source import checked_name
@@ -142,7 +142,7 @@ class Prover:
 
     def _prove_bare_pickle(self, view: FileView) -> None:
         try:
-            check_start(view.read, view.size, path=view.file)
+            check_pickle_start(view.read, view.size, path=view.file)
             if view.size > MAX_PICKLE_BYTES:
                 raise NotLookedIntoError("a pickle of more than 4 GB")
             proof = self._prove_pickle(view, view.read_all(), "")
@@ -152,7 +152,7 @@ class Prover:
                 view.size,
                 view.file,
                 allowed=self._collector.allowed,
-                inner=lambda inner: inner_storage(inner, view.file),
+                read_inner_storage=lambda inner: prove_inner_storage(inner, view.file),
             )
             self._record_proof(view, "", proof)
         if view.file.endswith(".metadata"):
@@ -170,12 +170,12 @@ class Prover:
         key: str = "",
     ) -> Proof:
         """Prove the pickle ``data``, which begins at byte ``start`` of the piece and has the value of ``key``."""
-        proof = prove(
+        proof = prove_pickle(
             data,
             path=view.file,
             persistent_load=persistent_load,
             allowed=self._collector.allowed,
-            inner=lambda inner: inner_storage(inner, view.file),
+            read_inner_storage=lambda inner: prove_inner_storage(inner, view.file),
         )
         self._record_proof(view, place, proof, start, key)
         return proof
@@ -190,7 +190,7 @@ class Prover:
             danger = Danger.RUNS if refusal.name else Danger.COULD_RUN
             # The opcode that makes the object; there is none for a name that is only mentioned, or in compressed data.
             region = None if view.start is None or not refusal.at else (view.start + start + refusal.at, 1)
-            self._collector.add_finding(view.file, full_place, danger, refusal.what, region=region)
+            self._collector.add_finding(view.file, full_place, danger, refusal.reason, region=region)
         if num_unlisted := proof.num_refusals - len(proof.refusals):
             self._collector.add_finding(
                 view.file, view.join_place(place), Danger.COULD_RUN, f"{num_unlisted:,} more", count=num_unlisted
@@ -240,11 +240,11 @@ class Prover:
         storages: dict[str, StorageRef] = {}
 
         def resolve_storage(pid: Value) -> StorageRef:
-            return noted(storages, described_storage(pid))
+            return register_storage(storages, parse_storage_id(pid))
 
         start, stop = ranges[f"{archive_root}/data.pkl"]
         pickle_view = view.slice_range(start, stop, "")
-        check_start(pickle_view.read, pickle_view.size, path=view.file, persistent_load=described_storage)
+        check_pickle_start(pickle_view.read, pickle_view.size, path=view.file, persistent_load=parse_storage_id)
         data = directory.read_record(view.read, f"{archive_root}/data.pkl")
         proof = self._prove_pickle(view, data, f"{archive_root}/data.pkl", resolve_storage, start, key)
         _check_records(view, records, storages)
@@ -352,7 +352,7 @@ class _SingleFileSource:
 def _check_zeros(view: FileView, start: int, stop: int) -> None:
     """An alignment, which the header chooses, may ask for much padding."""
     if stop - start > _MAX_PADDING_BYTES:
-        raise MalformedError(f"it has {count(stop - start, 'byte')} between its tensors, of none of them")
+        raise MalformedError(f"it has {format_count(stop - start, 'byte')} between its tensors, of none of them")
     for position in range(start, stop, _ZEROS_BYTES):
         if view.read(position, min(position + _ZEROS_BYTES, stop)).strip(b"\0"):
             raise MalformedError("its padding is not zeros")
@@ -373,7 +373,7 @@ def classify_error(error: Exception) -> Danger:
     """The kind of a finding that is one of ``PROOF_ERRORS``."""
     if isinstance(error, UnlistedNameError | RunnableElsewhereError) or describe_error(error) == TORCHSCRIPT:
         return Danger.RUNS
-    if isinstance(error, NotLookedIntoError | TooLongError):
+    if isinstance(error, NotLookedIntoError | PickleTooLongError):
         return Danger.NOT_LOOKED_INTO
     if isinstance(error, CouldRunError):
         return Danger.COULD_RUN

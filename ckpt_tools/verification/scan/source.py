@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from ckpt_tools.core.wording import listed
+from ckpt_tools.core.wording import join_names
 from ckpt_tools.errors import IncompleteError, MalformedError, SourceNotFoundError
 from ckpt_tools.serialization.pickle.dcp_metadata import StorageInfo
 from ckpt_tools.stores.local.store import LocalStore
@@ -201,13 +201,13 @@ class _SourceScan:
         if not info.transform_descriptors:
             return view
         if info.transform_descriptors != (_ZSTD_TRANSFORM,):
-            raise NotLookedIntoError(f"it is compressed or transformed by {listed(info.transform_descriptors)}")
-        from ckpt_tools.serialization.zstd import ZstandardMissingError, inflated_frame
+            raise NotLookedIntoError(f"it is compressed or transformed by {join_names(info.transform_descriptors)}")
+        from ckpt_tools.serialization.zstd import ZstandardMissingError, decompress_frame
 
         limit_bytes = self._inflation_budget.grant_bytes(view.size)
         used_bytes = MAX_INFLATED_BYTES  # spent if the item is refused
         try:
-            data = inflated_frame(view.read, view.size, view.file, limit_bytes=limit_bytes)
+            data = decompress_frame(view.read, view.size, view.file, limit_bytes=limit_bytes)
             used_bytes = len(data)
         except ZstandardMissingError as error:
             used_bytes = 0

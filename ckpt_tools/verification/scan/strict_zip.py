@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 from typing import NoReturn
 
-from ckpt_tools.core.wording import count
+from ckpt_tools.core.wording import format_count
 from ckpt_tools.errors import MalformedError
 from ckpt_tools.serialization.zip_archive import (
     CENTRAL,
@@ -26,9 +26,9 @@ from ckpt_tools.serialization.zip_archive import (
     MAX32,
     UTF8_NAME,
     ZIP64_EXTRA,
-    Directory,
     ReadRange,
-    Record,
+    ZipDirectory,
+    ZipRecord,
     read_directory,
 )
 
@@ -43,7 +43,7 @@ _PADDING_EXTRA = int.from_bytes(b"FB", "little")
 
 def read_strict_zip(
     read: ReadRange, size: int, path: str, *, deflated_suffix: str | None = None
-) -> tuple[Directory, dict[str, tuple[int, int]]]:
+) -> tuple[ZipDirectory, dict[str, tuple[int, int]]]:
     """The directory of an archive, and the range of every record, deflated or not.
 
     Raises:
@@ -87,7 +87,7 @@ def _does_zip64_end_agree(
 
 
 class _ZipCoverageCheck:
-    def __init__(self, read: ReadRange, size: int, directory: Directory) -> None:
+    def __init__(self, read: ReadRange, size: int, directory: ZipDirectory) -> None:
         self._read = read
         self._size = size
         self._directory = directory
@@ -98,7 +98,7 @@ class _ZipCoverageCheck:
         for record in self._directory.records.values():
             if record.header_offset != expected_start:
                 self._raise_unproved(
-                    f"{count(record.header_offset - expected_start, 'byte')} before the record {record.name!r} "
+                    f"{format_count(record.header_offset - expected_start, 'byte')} before the record {record.name!r} "
                     "outside any record"
                 )
             start, has_descriptor = self._check_header(record)
@@ -107,11 +107,12 @@ class _ZipCoverageCheck:
             expected_start += self._check_descriptor(record, expected_start) if has_descriptor else 0
         if expected_start != self._directory.start:
             self._raise_unproved(
-                f"{count(self._directory.start - expected_start, 'byte')} before its directory outside any record"
+                f"{format_count(self._directory.start - expected_start, 'byte')} before its directory outside any "
+                f"record"
             )
         return ranges
 
-    def _check_header(self, record: Record) -> tuple[int, bool]:
+    def _check_header(self, record: ZipRecord) -> tuple[int, bool]:
         header_start = record.header_offset
         name = record.name.encode()
         data = self._read(header_start, min(header_start + LOCAL.size + len(name) + 256, self._directory.start))
@@ -133,7 +134,7 @@ class _ZipCoverageCheck:
         self._check_no_array(record, start, data[extra_at + extra_bytes :])
         return start, has_descriptor
 
-    def _check_no_array(self, record: Record, start: int, bytes_read: bytes) -> None:
+    def _check_no_array(self, record: ZipRecord, start: int, bytes_read: bytes) -> None:
         """numpy.load reads a record that begins as an array, whatever its name is."""
         num_bytes = min(len(ARRAY_MAGIC), record.size)
         head = bytes_read[:num_bytes] if len(bytes_read) >= num_bytes else self._read(start, start + num_bytes)
@@ -141,7 +142,7 @@ class _ZipCoverageCheck:
             self._raise_unproved(f"record {record.name!r} may be taken for an array of numpy")
 
     def _does_header_agree(
-        self, record: Record, sizes: tuple[int, int], crc32: int, zip64_sizes: tuple[int, ...], has_descriptor: bool
+        self, record: ZipRecord, sizes: tuple[int, int], crc32: int, zip64_sizes: tuple[int, ...], has_descriptor: bool
     ) -> bool:
         """True if the local header agrees with the directory, or leaves the values to the descriptor."""
         if MAX32 in sizes:
@@ -151,7 +152,7 @@ class _ZipCoverageCheck:
         fits = all(size in (known, *absent_values) for size, known in zip(sizes, stated_sizes, strict=True))
         return fits and crc32 in (record.crc32, *absent_values)
 
-    def _parse_extra_field(self, record: Record, data: bytes) -> tuple[int, ...]:
+    def _parse_extra_field(self, record: ZipRecord, data: bytes) -> tuple[int, ...]:
         """The numbers of a zip64 field. Raises MalformedError where anything but that and padding is there."""
         position, zip64_sizes = 0, tuple[int, ...]()
         while position < len(data):
@@ -166,7 +167,7 @@ class _ZipCoverageCheck:
             position += 4 + length
         return zip64_sizes
 
-    def _check_descriptor(self, record: Record, at: int) -> int:
+    def _check_descriptor(self, record: ZipRecord, at: int) -> int:
         data = self._read(at, min(at + 24, self._directory.start))
         for layout in ("<4s3I", "<4sI2Q"):
             length = struct.calcsize(layout)

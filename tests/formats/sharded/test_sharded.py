@@ -24,7 +24,13 @@ from ckpt_tools.core.values import GlobalRef, Opaque, StorageRef, StoredTensor
 from ckpt_tools.errors import CkptError, FormatError
 from ckpt_tools.formats.sharded.geometry import region_of
 from ckpt_tools.formats.sharded.items import by_template, label, numbered
-from ckpt_tools.serialization.pickle.sharded_tensors import PartReader, Placement, Replicate, Shard, StridedShard
+from ckpt_tools.serialization.pickle.sharded_tensors import (
+    PartReader,
+    Placement,
+    ReplicatePlacement,
+    ShardPlacement,
+    StridedShardPlacement,
+)
 from fixtures.corpus import make
 from tests.support.damage import Harm, changed, unlink
 from tests.support.sweep import extended
@@ -48,19 +54,25 @@ class TestGeometry:
                 assert region.boxes[0] == (Box(offset, region.boxes[0][0].stop), (0,) * len(shape))
                 assert sum(box.numel for box, _ in region.boxes) == prod(local)
             elements += [index for box, _ in region.boxes for index in _indices(box)]
-        replicas = prod([size for size, each in zip(mesh, placements, strict=True) if isinstance(each, Replicate)])
+        replicas = prod(
+            [size for size, each in zip(mesh, placements, strict=True) if isinstance(each, ReplicatePlacement)]
+        )
         assert sorted(elements) == sorted([*_indices(Box.whole(shape))] * replicas)
 
 
 def placements_of(ndim: int) -> st.SearchStrategy[Placement]:
     dims = st.integers(0, ndim - 1)
-    return st.one_of(st.just(Replicate()), st.builds(Shard, dims), st.builds(StridedShard, dims, st.integers(1, 4)))
+    return st.one_of(
+        st.just(ReplicatePlacement()),
+        st.builds(ShardPlacement, dims),
+        st.builds(StridedShardPlacement, dims, st.integers(1, 4)),
+    )
 
 
 def _of_torch(placement: Placement) -> Any:
-    if isinstance(placement, Replicate):
+    if isinstance(placement, ReplicatePlacement):
         return TorchReplicate()
-    if isinstance(placement, Shard):
+    if isinstance(placement, ShardPlacement):
         return TorchShard(placement.dim)
     return TorchStridedShard(placement.dim, split_factor=placement.split_factor)
 
@@ -264,7 +276,7 @@ def middle_mesh(coordinate: list[int], shape: Any, stride: Any, root: Opaque | N
 
 
 def read_part(*arguments: Any, **options: Any) -> Any:
-    part = PartReader().read(dtensor(*arguments, **options))
+    part = PartReader().read_part(dtensor(*arguments, **options))
     assert part is not None
     return part
 

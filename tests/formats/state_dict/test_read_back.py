@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 def weights(path: Path, model_key: str | None = None) -> set[str]:
     manifest = read_checkpoint(path, ReadOptions(model_key=model_key))[1]
-    return {key.fqn for key in manifest.of_kind(Kind.PARAMETER, Kind.BUFFER)}
+    return {key.fqn for key in manifest.select_kinds(Kind.PARAMETER, Kind.BUFFER)}
 
 
 def trained() -> dict[str, Any]:

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterator
 from textwrap import wrap
 
-from ckpt_tools.serialization.pickle.closed_list import entries
+from ckpt_tools.serialization.pickle.closed_list import iter_list_entries
 
 MAX_LINE = 120
 
@@ -12,8 +12,8 @@ MAX_LINE = 120
 def lines() -> Iterator[str]:
     """The list, line by line. Names that a pickle may use in one way, for one reason, are one item."""
     names: dict[tuple[str, str], list[str]] = {}
-    for entry in entries():
-        names.setdefault((entry.may, entry.reason), []).append(entry.names)
+    for entry in iter_list_entries():
+        names.setdefault((entry.allowed_uses, entry.reason), []).append(entry.names)
     for (may, reason), group in names.items():
         text = f"{_by_module(group)}: **{_plain(may)}** ({_plain(reason)})"
         yield from wrap(

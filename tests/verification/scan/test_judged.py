@@ -19,7 +19,7 @@ import torch
 import ckpt_tools
 from ckpt_tools.serialization import joblib_proof
 from ckpt_tools.serialization.pickle.closed_list import is_listed
-from ckpt_tools.serialization.pickle.machine import in_python_3
+from ckpt_tools.serialization.pickle.machine import map_python2_name
 from tests.serialization.archives import records_of
 from tests.verification.scan import generator, polyglots
 from tests.verification.scan.generator import BENIGN, CARRIERS, NUM_SAMPLES, OWN
@@ -87,7 +87,7 @@ def is_known(module: str, name: str) -> bool:
     if not name:  # Python's unpickler imports the module alone, and fails
         return module.partition(".")[0] not in sys.stdlib_module_names
     is_inner = (module, name) == ("torch.storage", "_load_from_bytes")
-    return is_inner or is_listed(module, name) or is_listed(*in_python_3(module, name))
+    return is_inner or is_listed(module, name) or is_listed(*map_python2_name(module, name))
 
 
 def is_run(ran: bool, names: list[tuple[str, str]]) -> bool:

@@ -10,10 +10,10 @@ import torch.distributed.checkpoint as dcp
 
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.values import GlobalRef, Opaque, Value
-from ckpt_tools.serialization.pickle.allowed_calls import ARGUMENTS, CALLS
+from ckpt_tools.serialization.pickle.allowed_calls import ALLOWED_CALLS, CALL_DESCRIPTIONS
 from ckpt_tools.serialization.pickle.load import dumps
-from ckpt_tools.serialization.pickle.proof import prove
-from ckpt_tools.serialization.pickle.sharded_tensors import MeshRecord
+from ckpt_tools.serialization.pickle.proof import prove_pickle
+from ckpt_tools.serialization.pickle.sharded_tensors import PickledMesh
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.source import Source
 from ckpt_tools.verification.scan import ScanReport, scan_source
@@ -31,7 +31,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "scanning_list.md"
 
 def test_the_page_shows_the_closed_list_and_every_interpreted_call_is_described():
     assert "\n".join(lines()) == PAGE.read_text().partition("-->")[2].strip()
-    assert ARGUMENTS.keys() == CALLS.keys()
+    assert CALL_DESCRIPTIONS.keys() == ALLOWED_CALLS.keys()
 
 
 # A file that passes as something else is not clean if its bytes could also be a pickle that imports something
@@ -184,15 +184,15 @@ HOSTILE: dict[str, Callable[[], Value]] = {
 
 @pytest.mark.parametrize("name", GENUINE)
 def test_what_ranks_hold_is_proved(name):
-    assert prove(dumps(GENUINE[name]()), path="x").refusals == ()
+    assert prove_pickle(dumps(GENUINE[name]()), path="x").refusals == ()
 
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_anything_else_is_refused(name):
-    assert prove(dumps(HOSTILE[name]()), path="x").refusals
+    assert prove_pickle(dumps(HOSTILE[name]()), path="x").refusals
 
 
 def test_what_we_write_is_proved():
-    record = MeshRecord.of(1, 2, "cpu", "fsdp", None)  # type: ignore[arg-type]
+    record = PickledMesh.of(1, 2, "cpu", "fsdp", None)  # type: ignore[arg-type]
     del record.value.state["_rank_map"]
-    assert prove(dumps(record.value), path="x").refusals == ()
+    assert prove_pickle(dumps(record.value), path="x").refusals == ()

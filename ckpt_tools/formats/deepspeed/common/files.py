@@ -14,12 +14,12 @@ from math import prod
 from typing import Any, TypeVar
 
 from ckpt_tools.core.boxes import Shape
-from ckpt_tools.core.dtypes import number_in
+from ckpt_tools.core.dtypes import decode_number
 from ckpt_tools.core.manifest import MASTER, WEIGHT
-from ckpt_tools.core.names import without_parts
+from ckpt_tools.core.names import strip_wrapper_parts
 from ckpt_tools.core.shards import ShardTable
-from ckpt_tools.core.step_claims import StepClaim, rank_claims
-from ckpt_tools.core.values import INT64_MAX, Opaque, StoredTensor, Value, are_naturals, brief, kind_of
+from ckpt_tools.core.step_claims import StepClaim, make_rank_claims
+from ckpt_tools.core.values import INT64_MAX, Opaque, StoredTensor, Value, are_naturals, describe_kind, format_brief
 from ckpt_tools.errors import MalformedError, UnsupportedError
 from ckpt_tools.formats.state_dict.leaf import TensorLeaf
 from ckpt_tools.serialization.torch_archive import TorchArchive
@@ -58,7 +58,7 @@ class File:
         if not isinstance(value, StoredTensor) or value.shape or value.dtype.num_values > 1:
             return value
         start = self.start(value)
-        return number_in(source.read(self.path, start, start + value.dtype.item_bytes), value.dtype)
+        return decode_number(source.read(self.path, start, start + value.dtype.item_bytes), value.dtype)
 
     def table(self, tensor: StoredTensor) -> ShardTable:
         return TensorLeaf.of(tensor, self.path, storage_start(self.archive, tensor)).shards
@@ -73,7 +73,7 @@ def storage_start(archive: TorchArchive, tensor: StoredTensor) -> int:
         return 0
     if tensor.storage is None:
         raise MalformedError("the tensor is on the meta device and has no elements", path=archive.path)
-    return archive.storage_range(tensor.storage.key)[0]
+    return archive.locate_storage(tensor.storage.key)[0]
 
 
 def checked(content: Mapping[str, Value], name: str, kind: type[Kind], path: str) -> Kind:
@@ -82,7 +82,7 @@ def checked(content: Mapping[str, Value], name: str, kind: type[Kind], path: str
         raise MalformedError(f"it has no {name!r}, which DeepSpeed saves", path=path, key=name)
     value = content[name]
     if not isinstance(value, kind):
-        raise MalformedError(f"its {name!r} is a {kind_of(value)}", path=path, key=name)
+        raise MalformedError(f"its {name!r} is a {describe_kind(value)}", path=path, key=name)
     return value
 
 
@@ -161,7 +161,7 @@ def model_claims(file: File) -> list[StepClaim]:
     scheduler = file.content.get("lr_scheduler")
     values = {**(scheduler if isinstance(scheduler, dict) else {}), **file.content}
     counters = ("global_steps", "global_samples", "skipped_steps", "iteration", "last_epoch", "last_batch_iteration")
-    return rank_claims(file.path, values, counters)
+    return make_rank_claims(file.path, values, counters)
 
 
 class _NamesInModule:
@@ -170,9 +170,9 @@ class _NamesInModule:
     longest names first: ``norm.bias`` is the end of a layer's name too."""
 
     def __init__(self, module: Mapping[str, Value], names: Collection[str]) -> None:
-        bare = {without_parts(key): key for key in module}
-        self.keys = {name: name if name in module else bare.get(without_parts(name), name) for name in names}
-        lost = {name: without_parts(name) for name, key in self.keys.items() if key not in module}
+        bare = {strip_wrapper_parts(key): key for key in module}
+        self.keys = {name: name if name in module else bare.get(strip_wrapper_parts(name), name) for name in names}
+        lost = {name: strip_wrapper_parts(name) for name, key in self.keys.items() if key not in module}
         depths, wanted = {name.count(".") + 1 for name in lost.values()}, {*lost.values()}
 
         def ends_of(key: str) -> set[str]:
@@ -220,7 +220,7 @@ def _named(found: Mapping[Value, Value], path: str) -> Mapping[str, Value]:
 def _strings(found: Sequence[Value], path: str) -> Sequence[str]:
     for name in found:
         if not isinstance(name, str):
-            raise MalformedError(f"expected a name, found a {kind_of(name)}", path=path)
+            raise MalformedError(f"expected a name, found a {describe_kind(name)}", path=path)
     return found
 
 
@@ -241,7 +241,7 @@ def _shapes(found: Value, path: str) -> Mapping[str, Shape]:
         raise MalformedError("its shapes are not a dictionary by name", path=path)
     for name, shape in _named(found, path).items():
         if not are_naturals(shape) or prod(max(extent, 1) for extent in shape) > INT64_MAX:
-            raise MalformedError(f"its shape is {brief(shape)}", path=path, key=name)
+            raise MalformedError(f"its shape is {format_brief(shape)}", path=path, key=name)
     return {name: tuple(shape) for name, shape in found.items()}
 
 
@@ -249,7 +249,7 @@ def _optional(file: File, name: str) -> Mapping[Value, Value]:
     """A dictionary that may be None, and that old versions leave out."""
     found = file.content.get(name)
     if found is not None and not isinstance(found, dict):
-        raise MalformedError(f"its {name!r} is a {kind_of(found)}", path=file.path, key=name)
+        raise MalformedError(f"its {name!r} is a {describe_kind(found)}", path=file.path, key=name)
     return found or {}
 
 
@@ -324,7 +324,9 @@ def _stage(own: Mapping[str, Value], path: str) -> int:
     found = own["zero_stage"]
     stage = found.args[0] if isinstance(found, Opaque) and len(found.args) == 1 else found
     if type(stage) is not int or stage not in (1, 2, 3):
-        raise UnsupportedError(f"its ZeRO stage is {brief(stage)}; only stages 1, 2 and 3 are supported", path=path)
+        raise UnsupportedError(
+            f"its ZeRO stage is {format_brief(stage)}; only stages 1, 2 and 3 are supported", path=path
+        )
     return stage
 
 
@@ -333,7 +335,7 @@ def _partition_counts(own: Mapping[str, Value], num_flats: int, path: str) -> tu
     found = own.get("partition_count")
     counts: list[Any] = found if isinstance(found, list) and found else [found] * max(1, num_flats)
     if not all(type(count) is int and count > 0 for count in counts):
-        raise MalformedError(f"its partition_count is {brief(found)}", path=path, key="partition_count")
+        raise MalformedError(f"its partition_count is {format_brief(found)}", path=path, key="partition_count")
     return tuple(counts)
 
 
@@ -404,7 +406,7 @@ def _groups(found: list[Value], num_flats: int, path: str) -> tuple[OptimGroup, 
         groups.append(OptimGroup(tuple(dict.fromkeys(group["params"])), options))
     flats = [flat for group in groups for flat in group.flats]
     if sorted(flats) != list(range(num_flats)):
-        raise MalformedError(f"its param groups hold the partitions {brief(flats)} of {num_flats}", path=path)
+        raise MalformedError(f"its param groups hold the partitions {format_brief(flats)} of {num_flats}", path=path)
     return tuple(groups)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt_tools.core.boxes import Shape
-from ckpt_tools.core.values import StoredTensor, Value, are_naturals, brief
+from ckpt_tools.core.values import StoredTensor, Value, are_naturals, format_brief
 from ckpt_tools.errors import MalformedError, UnsupportedError
 from ckpt_tools.formats.deepspeed.common.files import File, ModelStates
 
@@ -62,7 +62,7 @@ class Fused:
                 path=file.path,
             )
         if not isinstance(found, list):
-            raise MalformedError(f"its {LAYERS} is {brief(found)}", path=file.path)
+            raise MalformedError(f"its {LAYERS} is {format_brief(found)}", path=file.path)
         layers = tuple(_layer(each, file.path) for each in found)
         if len({layer.prefix for layer in layers}) < len(layers) or len({layer.num_ranks for layer in layers}) > 1:
             raise MalformedError(f"the layers of its {LAYERS} do not fit each other", path=file.path)

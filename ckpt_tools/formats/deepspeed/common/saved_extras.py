@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt_tools.core.format_names import DESCRIPTIONS
+from ckpt_tools.core.format_names import DESCRIPTION_ENTRIES
 from ckpt_tools.core.manifest import Kind, StateKey, TensorEntry, TensorRef
-from ckpt_tools.core.value_refs import extracted
+from ckpt_tools.core.value_refs import replace_stored_tensors
 from ckpt_tools.core.values import Opaque, StoredTensor, Value
 from ckpt_tools.formats.deepspeed.common.files import File, plain
 
@@ -63,10 +63,10 @@ class Extras:
         self.values["global_step"] = content.get("global_steps")
         if content.get("lr_scheduler") is not None:
             self.values["lr_scheduler"] = self.inert(content["lr_scheduler"], "lr_scheduler", file)
-        for name in DESCRIPTIONS:
+        for name in DESCRIPTION_ENTRIES:
             if name in content:
                 self.values[name] = self.inert(content[name], name, file)
-        client = (name for name in content if name not in (*RESERVED, *DESCRIPTIONS))
+        client = (name for name in content if name not in (*RESERVED, *DESCRIPTION_ENTRIES))
         self._add_section("client_state", file, content, client)
         self._add_section("deepspeed", file, content, (name for name in _OWN if name not in without))
 
@@ -96,7 +96,7 @@ class Extras:
     def inert(self, value: Value, name: str, file: File) -> Value:
         """``value`` with a reference in the place of each tensor; itself where there is none."""
         refs = {id(tensor): self._refer(tensor, path, file) for path, tensor in _tensors(value, name, set())}
-        return extracted(value, lambda tensor: refs.get(id(tensor), tensor)) if refs else value
+        return replace_stored_tensors(value, lambda tensor: refs.get(id(tensor), tensor)) if refs else value
 
     def _refer(self, tensor: StoredTensor, name: str, file: File) -> TensorRef:
         """A reference to a new tensor. The keys 1 and "1" of one dictionary have the same path."""

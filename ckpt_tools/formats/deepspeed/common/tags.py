@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from ckpt_tools.core.option_names import option
-from ckpt_tools.core.wording import newest
+from ckpt_tools.core.option_names import format_option
+from ckpt_tools.core.wording import join_newest
 from ckpt_tools.errors import (
     IncompleteError,
     MalformedError,
@@ -36,7 +36,8 @@ def choose_tag(source: Source, tag: str | None, folders: list[str], *, latest: s
         return _latest(source, folders, latest)
     if len(folders) > 1:
         raise SeveralCheckpointsError(
-            f"there are several tags and no file {latest!r}; choose one with {option('tag')} ({_listed(folders)})"
+            f"there are several tags and no file {latest!r}; choose one with {format_option('tag')} "
+            f"({_listed(folders)})"
         )
     return folders[0]
 
@@ -50,7 +51,7 @@ def folder_of(folders: Iterable[str], used: Collection[str]) -> str:
 def written_tag(tag: str, *, latest: str) -> str:
     """``tag`` if it can name the folder of a checkpoint beside the file ``latest``. Raises UsageError."""
     if tag in ("", ".", "..", latest) or any(character in tag for character in "/\\\0\n"):
-        raise UsageError(f"{option('tag', tag)} is not a valid name for the folder of a checkpoint")
+        raise UsageError(f"{format_option('tag', tag)} is not a valid name for the folder of a checkpoint")
     return tag
 
 
@@ -71,4 +72,4 @@ def _latest(source: Source, folders: list[str], latest: str) -> str:
 
 
 def _listed(folders: list[str]) -> str:
-    return newest(folder or "the folder itself" for folder in folders)
+    return join_newest(folder or "the folder itself" for folder in folders)

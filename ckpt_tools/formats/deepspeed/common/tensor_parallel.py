@@ -17,7 +17,7 @@ from typing import Any
 
 from ckpt_tools.core.boxes import Box, Shape, contiguous_strides
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
-from ckpt_tools.core.values import Opaque, Value, are_naturals, brief
+from ckpt_tools.core.values import Opaque, Value, are_naturals, format_brief
 from ckpt_tools.errors import MalformedError, UnsupportedError
 
 REPLICATED = "tp_replicated_parameter_patterns"
@@ -62,7 +62,7 @@ class Join:
         shards = [
             shard
             for table, shape, boxes in zip(parts, shapes, self.ranks, strict=True)
-            for shard in (_moved(table.in_shape(shape), boxes) if boxes else ())
+            for shard in (_moved(table.unflatten(shape), boxes) if boxes else ())
         ]
         return ShardTable.build(self.shape, parts[0].dtype, shards)
 
@@ -70,7 +70,7 @@ class Join:
 def _moved(table: ShardTable, boxes: Sequence[Placed]) -> Iterator[Shard]:
     item = table.dtype.item_bytes
     for row in range(len(table)):
-        stored, at, strides = table.box(row), table.byte_range(row), table.stride(row)
+        stored, at, strides = table.get_box(row), table.get_byte_range(row), table.get_strides(row)
         for there, here in boxes:
             common = stored.intersect(there)
             if common is None:
@@ -102,7 +102,7 @@ class Rules:
         rules = cls(info, path)
         affine = rules._mapping("affine_map")
         if affine and affine.get("version", AFFINE_VERSION) not in range(AFFINE_VERSION + 1):
-            raise UnsupportedError(f"its affine_map has version {brief(affine['version'])}", path=path)
+            raise UnsupportedError(f"its affine_map has version {format_brief(affine['version'])}", path=path)
         return rules
 
     def join(self, name: str, shapes: Sequence[Shape]) -> Join:
@@ -147,7 +147,7 @@ class Rules:
         """The one of ``patterns`` that matches from the start of the name, as in DeepSpeed."""
         found = [pattern for pattern in patterns if self._compiled(pattern).match(name)]
         if len(found) > 1:
-            raise self._malformed(name, f"several patterns of one kind match it: {brief(found)}")
+            raise self._malformed(name, f"several patterns of one kind match it: {format_brief(found)}")
         return str(found[0]) if found else None
 
     def _compiled(self, pattern: Value) -> re.Pattern[str]:
@@ -155,11 +155,13 @@ class Rules:
             raise self._bad("pattern")
         repeats = sum(1 for match in _REPEATS.finditer(pattern) if match[1])
         if len(pattern) > MAX_PATTERN or _REPEATED_GROUP.search(pattern) or repeats > MAX_REPEATS:
-            raise UnsupportedError(f"its pattern {brief(pattern)} could take very long to match", path=self.path)
+            raise UnsupportedError(f"its pattern {format_brief(pattern)} could take very long to match", path=self.path)
         try:
             return re.compile(pattern)
         except re.error as error:
-            raise MalformedError(f"its pattern {brief(pattern)} is not a regular expression", path=self.path) from error
+            raise MalformedError(
+                f"its pattern {format_brief(pattern)} is not a regular expression", path=self.path
+            ) from error
 
     # Categories
 
@@ -196,7 +198,9 @@ class Rules:
             raise self._bad(SUB_PARAMS)
         if len(spec) != ndim or any(not _fits(spec[d], shapes[0][d]) for d in range(ndim) if d != dim):
             tensor = f"a tensor of shape {list(shapes[0])}"
-            raise self._unsupported(name, f"its sub-parameters are {brief(spec)} of {tensor}, which is not supported")
+            raise self._unsupported(
+                name, f"its sub-parameters are {format_brief(spec)} of {tensor}, which is not supported"
+            )
         sizes = spec[dim]
         if type(sizes) is int:
             total = sum(shape[dim] for shape in shapes)
@@ -253,13 +257,15 @@ class Rules:
         if not isinstance(entry, dict) or not isinstance(entry.get("pieces"), list | tuple):
             raise self._bad("affine_map")
         if self._naturals(entry.get("shard_shape")) != part:
-            stated = brief(entry["shard_shape"])
+            stated = format_brief(entry["shard_shape"])
             raise self._malformed(name, f"its part on rank {rank} is {list(part)}, but {stated} in affine_map")
         for piece in entry["pieces"]:
             if not isinstance(piece, dict) or not are_naturals(piece.get("locations"), None):
                 raise self._bad("affine_map")
             if piece.get("scale", 1.0) != 1.0:
-                message = f"a block of it is stored multiplied by {brief(piece['scale'])}, which is not supported"
+                message = (
+                    f"a block of it is stored multiplied by {format_brief(piece['scale'])}, which is not supported"
+                )
                 raise self._unsupported(name, message)
             shape = self._naturals(piece.get("shape"))
             if prod(shape) and rank == min(piece["locations"], default=rank):
@@ -281,7 +287,7 @@ class Rules:
             start.append(left // stride if stride else 0)
             left = left % stride if stride else left
         box = Box(tuple(start), tuple(a + n for a, n in zip(start, shape, strict=True)))
-        if not box.within(of):
+        if not box.is_within(of):
             raise not_a_box
         return box
 
@@ -295,7 +301,7 @@ class Rules:
     def replicated(self, name: str, shapes: Sequence[Shape]) -> Join:
         """Every rank has the whole; the first one's is read."""
         if len(set(shapes)) > 1:
-            have = brief([list(shape) for shape in shapes])
+            have = format_brief([list(shape) for shape in shapes])
             raise self._malformed(name, f"every tensor-parallel rank should have it whole, and they have {have}")
         whole = Box.whole(shapes[0])
         return Join(shapes[0], (((whole, whole),), *((),) * (len(shapes) - 1)))
@@ -319,7 +325,7 @@ class Rules:
     def _check_others(self, name: str, shapes: Sequence[Shape], dim: int) -> None:
         others = {(len(shape), *shape[:dim], *shape[dim + 1 :]) for shape in shapes}
         if len(others) > 1 or dim >= len(shapes[0]):
-            parts = brief([list(shape) for shape in shapes])
+            parts = format_brief([list(shape) for shape in shapes])
             raise self._malformed(name, f"its parts of {parts} cannot be joined along dim {dim}")
 
 

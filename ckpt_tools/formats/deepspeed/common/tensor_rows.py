@@ -14,15 +14,15 @@ from math import prod
 from ckpt_tools.core.boxes import Box, Shape, contiguous_strides
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.layout import FileLayout, Padding, Payload, Segment
-from ckpt_tools.core.literals import literal_number
+from ckpt_tools.core.literals import read_literal_number
 from ckpt_tools.core.manifest import Manifest, StateKey, TensorEntry
-from ckpt_tools.core.value_refs import replaced
+from ckpt_tools.core.value_refs import replace_tensor_refs
 from ckpt_tools.core.values import StorageRef, StoredTensor, Value
 from ckpt_tools.formats.deepspeed.common.partition import Vector
 from ckpt_tools.formats.deepspeed.common.pickled_objects import DS_VERSION
 from ckpt_tools.formats.deepspeed.common.training_state import Group, Slot
 from ckpt_tools.formats.deepspeed.common.written_extras import Extras
-from ckpt_tools.serialization.torch_zip import Content, archive_segments, root_of
+from ckpt_tools.serialization.torch_zip import TorchFileContent, get_archive_root, make_archive_segments
 
 
 @dataclass(slots=True)
@@ -34,16 +34,16 @@ class Tensors:
     _holes: list[str] = field(default_factory=list)
 
     def file(self, path: str, value: Value) -> FileLayout:
-        return FileLayout(path, tuple(archive_segments(value, self._storages, root=root_of(path))))
+        return FileLayout(path, tuple(make_archive_segments(value, self._storages, root=get_archive_root(path))))
 
     def form(self, value: Value) -> Form:
         """The file of ``value``, with the holes made here."""
-        return Form(Content.of(value, self._storages), self._storages, tuple(self._holes))
+        return Form(TorchFileContent.of(value, self._storages), self._storages, tuple(self._holes))
 
     def add(self, segments: Sequence[Segment], dtype: DType, shape: Shape) -> StoredTensor:
         key = str(len(self._storages))
         self._storages[key] = list(segments)
-        return StoredTensor(StorageRef.holding(key, dtype, prod(shape)), dtype, 0, shape, contiguous_strides(shape))
+        return StoredTensor(StorageRef.of_elements(key, dtype, prod(shape)), dtype, 0, shape, contiguous_strides(shape))
 
     def whole(self, key: StateKey, entry: TensorEntry) -> StoredTensor:
         return self.add([Payload(key, Box.whole(entry.shape), entry.shape, entry.dtype)], entry.dtype, entry.shape)
@@ -59,12 +59,12 @@ class Tensors:
     def scalar(self, key: StateKey) -> Value:
         """A 0-d tensor; a plain number where the source has one."""
         entry = self.manifest.tensors[key]
-        number = literal_number(self.manifest, entry)
+        number = read_literal_number(self.manifest, entry)
         return self.whole(key, entry) if number is None else number
 
     def restored(self, value: Value) -> Value:
         """``value`` with a tensor in the place of each reference to one."""
-        return replaced(value, lambda found: self.whole(found.key, self.manifest.tensors[found.key]))
+        return replace_tensor_refs(value, lambda found: self.whole(found.key, self.manifest.tensors[found.key]))
 
 
 def counters(extras: Extras, tensors: Tensors, world_size: int, config: Mapping[str, Value]) -> dict[str, Value]:
@@ -91,14 +91,16 @@ def counters(extras: Extras, tensors: Tensors, world_size: int, config: Mapping[
 class Form:
     """A file with holes: those of ``storages`` that each rank replaces by its own, of the same bytes."""
 
-    content: Content
+    content: TorchFileContent
     storages: Mapping[str, Sequence[Segment]]
     holes: tuple[str, ...]
 
     def filled(self, path: str, contents: Sequence[Sequence[Segment]]) -> FileLayout:
         """The file with ``contents`` in its holes, in their order."""
         own = dict(zip(self.holes, contents, strict=True))
-        return FileLayout(path, tuple(self.content.segments({**self.storages, **own}, root=root_of(path))))
+        return FileLayout(
+            path, tuple(self.content.make_segments({**self.storages, **own}, root=get_archive_root(path)))
+        )
 
 
 Row = tuple[int, Box, int]

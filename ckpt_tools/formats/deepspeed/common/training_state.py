@@ -15,10 +15,10 @@ from typing import Any
 from ckpt_tools.core.casts import CASTABLE
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, ParamGroup, StateKey, TensorEntry
-from ckpt_tools.core.notes import ABSENT, Note, Outcome
-from ckpt_tools.core.option_names import option
+from ckpt_tools.core.notes import ABSENT_REASON, Note, Outcome
+from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.values import OrderedDict, Size
-from ckpt_tools.core.wording import count, listed
+from ckpt_tools.core.wording import format_count, join_names
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.state_dict.frozen_or_buffer import is_deepspeed, untrained
 
@@ -89,11 +89,11 @@ class _Column:
                 "the source has none, as for parameters that never had a gradient; set to zero, at the step of their "
                 "group"
             )
-            yield noted(Outcome.DEFAULTED, f"{self.name} of {listed([*missing])}", why, missing.values())
+            yield noted(Outcome.DEFAULTED, f"{self.name} of {join_names([*missing])}", why, missing.values())
         dtype = self.slot.dtype
         for other in dict.fromkeys(state.dtype for _, state in self.present if state.dtype is not dtype):
             found = [state for _, state in self.present if state.dtype is other]
-            what, why = f"{self.name} of {count(len(found), 'tensor')}", f"{other.value} to {dtype.value}"
+            what, why = f"{self.name} of {format_count(len(found), 'tensor')}", f"{other.value} to {dtype.value}"
             yield noted(Outcome.CAST, what, why, found)
 
 
@@ -217,7 +217,10 @@ class _Reading:
         """The source's own groups; without any, one of all weights of the main type, which loads as weights alone."""
         if self.manifest.groups:
             return self.manifest.groups
-        why = f"{ABSENT}, so all are in one group without hyperparameters; load it with load_optimizer_states=False"
+        why = (
+            f"{ABSENT_REASON}, so all are in one group without hyperparameters; load it with "
+            f"load_optimizer_states=False"
+        )
         self.notes.append(Note(Outcome.DEFAULTED, "parameter groups", why))
         weights = {key.fqn: e for key, e in self.manifest.tensors.items() if key.slot == WEIGHT}
         weights = {name: entry for name, entry in weights.items() if entry.kind is Kind.PARAMETER and entry.numel}
@@ -231,7 +234,7 @@ class _Reading:
         names = tuple(self.manifest.aliases.get(name, name) for name in group.params)
         for name in names:
             if StateKey(name) not in self.manifest.tensors:
-                advice = f"{option('strip', 'auto')} takes wrappers off names"
+                advice = f"{format_option('strip', 'auto')} takes wrappers off names"
                 raise IncompleteError(f"a parameter group names it, but there is no such weight; {advice}", key=name)
         return names
 
@@ -243,9 +246,9 @@ class _Reading:
             kinds = ", ".join(f"{dtype.value} ({name})" for dtype, name in found.items())
             can_cast = found.keys() <= CASTABLE
             advice = (
-                f"choose one with {option('dtype')}"
+                f"choose one with {format_option('dtype')}"
                 if can_cast
-                else f"dequantize the weights with {option('dequantize', True)}"
+                else f"dequantize the weights with {format_option('dequantize', True)}"
             )
             raise UnsupportedError(
                 f"DeepSpeed trains all parameters in one of float32, bfloat16 and float16, and these are {kinds}; "
@@ -283,7 +286,7 @@ class _Reading:
             lost = self._states(params)
             return {}, (), (noted(Outcome.DROPPED, f"optimizer state of parameter group {number}", why, lost),)
         if not columns and self.manifest.groups:
-            why = f"{ABSENT}, so DeepSpeed initializes it at the first step"
+            why = f"{ABSENT_REASON}, so DeepSpeed initializes it at the first step"
             return {}, (), (noted(Outcome.MISSING, f"optimizer state of parameter group {number}", why),)
         columns.sort(key=lambda column: column.is_scalar)
         return (
@@ -312,7 +315,7 @@ class _Reading:
         why["they have no elements"] = [name for name in empty if name in self.slots]
         for reason, names in why.items():
             if names:
-                what = f"optimizer state of {listed(names)}"
+                what = f"optimizer state of {join_names(names)}"
                 self.notes.append(noted(Outcome.DROPPED, what, reason, self._states(names)))
 
     def _note_masters(self, trained: Iterable[str]) -> None:
@@ -322,7 +325,7 @@ class _Reading:
         if narrow:
             why = "none are written from the source, so they are made from the weights"
             self.notes.append(
-                noted(Outcome.DEFAULTED, f"fp32 masters of {count(len(narrow), 'parameter')}", why, narrow)
+                noted(Outcome.DEFAULTED, f"fp32 masters of {format_count(len(narrow), 'parameter')}", why, narrow)
             )
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import Manifest, StateKey
-from ckpt_tools.core.notes import ABSENT, Note, Outcome
-from ckpt_tools.core.values import kind_of
-from ckpt_tools.core.wording import count, listed
+from ckpt_tools.core.notes import ABSENT_REASON, Note, Outcome
+from ckpt_tools.core.values import describe_kind
+from ckpt_tools.core.wording import format_count, join_names
 from ckpt_tools.formats.deepspeed.common.pickled_objects import DEFAULT_SCALER, is_scaling
 from ckpt_tools.formats.deepspeed.common.saved_extras import RESERVED
 from ckpt_tools.formats.state_dict.frozen_or_buffer import is_deepspeed
@@ -116,14 +116,14 @@ def _called_otherwise(manifest: Manifest) -> Scheduler:
         (name,) = fitting
         return Scheduler(entries[name], name, (_taken(name, entries[name]),))
     if fitting:
-        why = f"the source has several ({listed(fitting)}), which go into the client state"
+        why = f"the source has several ({join_names(fitting)}), which go into the client state"
     elif entries:
         name, value = next(iter(entries.items()))
         why = f"the source's {name} goes into the client state: {_foreign(value) or _miscounted(manifest, value)}"
     elif "megatron" in manifest.extra:
         why = "the source has Megatron's only, which torch's schedulers do not load"
     else:
-        why = ABSENT
+        why = ABSENT_REASON
     return Scheduler(None, NAME, (Note(Outcome.MISSING, NAME, f"{why}; if the run has a scheduler, {_WITHOUT}"),))
 
 
@@ -136,9 +136,9 @@ def _one(value: Any) -> Any:
 def _foreign(state: Any) -> str:
     """Why a scheduler of torch or DeepSpeed does not take ``state``; empty if it does."""
     if isinstance(state, list):
-        return f"it has {count(len(state), 'scheduler')}"
+        return f"it has {format_count(len(state), 'scheduler')}"
     if not isinstance(state, dict):
-        return f"it is a {kind_of(state)}"
+        return f"it is a {describe_kind(state)}"
     return "" if {"last_epoch", "last_batch_iteration"} & state.keys() else "it is not the state of one scheduler"
 
 
@@ -149,7 +149,7 @@ def _miscounted(manifest: Manifest, state: Any) -> str:
     kept = [group for group in names if any(tensors[StateKey(name)].numel for name in group)]
     if not kept or not isinstance(rates, list) or len(rates) == len(kept):
         return ""
-    return f"it has {count(len(rates), 'learning rate')} for {count(len(kept), 'parameter group')}"
+    return f"it has {format_count(len(rates), 'learning rate')} for {format_count(len(kept), 'parameter group')}"
 
 
 def _taken(name: str, state: Mapping[str, Any]) -> Note:
@@ -239,7 +239,7 @@ def _dict(found: Any) -> dict[str, Any]:
 def _notes(manifest: Manifest, steps: int | None) -> list[Note]:
     notes = []
     if steps is None:
-        why = f"{ABSENT}; DeepSpeed starts counting at 0"
+        why = f"{ABSENT_REASON}; DeepSpeed starts counting at 0"
         notes.append(Note(Outcome.DEFAULTED, "global_step", why))
     if "megatron" in manifest.extra:
         what = "Megatron's common state (args, scheduler) and sharded objects"
@@ -253,7 +253,7 @@ def _notes(manifest: Manifest, steps: int | None) -> list[Note]:
 
 def _scaler_notes(found: Any, dtype: DType) -> list[Note]:
     if dtype is DType.FLOAT16 and not is_scaling(found):
-        absent = ABSENT if found is None else "the source's does not scale"
+        absent = ABSENT_REASON if found is None else "the source's does not scale"
         return [Note(Outcome.DEFAULTED, "loss_scaler", f"{absent}; {DEFAULT_SCALER}")]
     if dtype is not DType.FLOAT16 and is_scaling(found):
         return [Note(Outcome.DROPPED, "loss_scaler", f"training in {dtype.value} does not use loss scaling")]

@@ -16,8 +16,8 @@ from math import prod
 from ckpt_tools.core.boxes import Box, Shape
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, ParamGroup, StateKey, TensorEntry
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
-from ckpt_tools.core.step_claims import OPTIMIZER, StepClaim, is_count
-from ckpt_tools.core.values import Opaque, StoredTensor, Value, brief
+from ckpt_tools.core.step_claims import OPTIMIZER_STEP_COUNTER, StepClaim, is_finite_number
+from ckpt_tools.core.values import Opaque, StoredTensor, Value, format_brief
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.deepspeed.common.files import File, ModelStates, checked
 from ckpt_tools.formats.deepspeed.common.fused_experts import LEFT_OUT
@@ -63,7 +63,7 @@ class Contents:
             literals=self.slots.literals,
             extra=whole_extra(self.extras.values) if self.is_cut else self.extras.values,
             step=self.model.step,
-            steps=tuple(self._claims()),
+            step_claims=tuple(self._claims()),
             world_size=world_size * len(self.parts) if type(world_size) is int else None,
         )
 
@@ -248,7 +248,7 @@ class Contents:
         expected = list(range(len(self.model.param_shapes)))
         if not all(type(number) is int for number in numbers) or (numbers and sorted(numbers) != expected):
             raise self._bad_groups(
-                f"its param groups contain the parameters {brief(numbers)}; param_shapes has {len(expected)}"
+                f"its param groups contain the parameters {format_brief(numbers)}; param_shapes has {len(expected)}"
             )
         return found
 
@@ -297,8 +297,8 @@ class Contents:
         for group in self.group_values[:1]:
             value = self._shared_step(next(iter(group["params"]), 0), group)
             step = self.optimizer.number(self.slots.source, value)
-            if is_count(step):
-                yield StepClaim(OPTIMIZER, step, self.optimizer.path)
+            if is_finite_number(step):
+                yield StepClaim(OPTIMIZER_STEP_COUNTER, step, self.optimizer.path)
 
     def _shared_step(self, number: int, group: Mapping[str, Value]) -> Value:
         nested = self.optimizer.content.get("optimizer_state_dict")

@@ -12,7 +12,7 @@ from typing import Any
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import TensorEntry
 from ckpt_tools.core.notes import Note, Outcome
-from ckpt_tools.core.wording import count
+from ckpt_tools.core.wording import format_count
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.deepspeed.common.partition import MOMENTUM, is_muon
 from ckpt_tools.formats.deepspeed.common.pickled_objects import DEFAULT_SCALER
@@ -99,7 +99,7 @@ def notes_of(state: TrainingState, extras: Extras) -> Iterator[Note]:
 def _untrained(one: str, many: str, entries: Collection[TensorEntry]) -> Iterator[Note]:
     if entries:
         why = "load_universal does not restore them; zero1, zero2 and zero3 do"
-        yield noted(Outcome.NOT_LOADED, count(len(entries), one, many), why, entries)
+        yield noted(Outcome.NOT_LOADED, format_count(len(entries), one, many), why, entries)
 
 
 def _slots_in_stage3(groups: Sequence[Group]) -> Iterator[Note]:

@@ -57,7 +57,7 @@ def read(source: Source, options: ReadOptions) -> Manifest:
     found = Contents(
         files, tuple(models), File.open(source, files.optimizer), Slots(source, fused=names), parts
     ).manifest()
-    return replace(found, steps=(*found.steps, *steps))
+    return replace(found, step_claims=(*found.step_claims, *steps))
 
 
 def own_files(source: Source, manifest: Manifest) -> frozenset[str]:

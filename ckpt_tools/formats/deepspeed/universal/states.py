@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from math import prod
 
 from ckpt_tools.core.boxes import Box, Shape
-from ckpt_tools.core.literals import is_number, literal_file, number_table
+from ckpt_tools.core.literals import is_number, make_literal_file_name, make_number_table
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.core.values import StoredTensor, Value
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
@@ -31,7 +31,7 @@ from ckpt_tools.formats.deepspeed.names import (
 )
 from ckpt_tools.formats.state_dict.leaf import TensorLeaf
 from ckpt_tools.serialization.torch_archive import TorchArchive
-from ckpt_tools.serialization.torch_zip import ANY_ROOT, open_archive, root_of
+from ckpt_tools.serialization.torch_zip import DEFAULT_ROOT, get_archive_root, open_archive
 from ckpt_tools.stores.source import Source
 
 _REFUSED = {OTHER_EXPERTS: "experts (mixture of experts)", OTHER_LAYERS: "files of a pipeline's layers"}
@@ -178,7 +178,7 @@ class Slots:
         """A plain number, kept under ``name``. Raises MalformedError."""
         if not is_number(value):
             raise MalformedError(f"a step is a {type(value).__name__}, which is not a number", path=name)
-        table, files = number_table(value, name)
+        table, files = make_number_table(value, name)
         self.literals |= files
         return table
 
@@ -203,7 +203,7 @@ class Slots:
             raise UnsupportedError(
                 f"its vocabulary is {shape[0] - rows:,} rows too short, which is too many to add", path=path
             )
-        zeros = literal_file("zeros")
+        zeros = make_literal_file_name("zeros")
         if len(self.literals.get(zeros, b"")) < missing:
             self.literals[zeros] = bytes(missing)
         stored = Shard(Box.whole(tuple(tensor.shape)), content.range(path, tensor.numel))
@@ -213,7 +213,7 @@ class Slots:
 
 def _checked(path: str, content: _Content) -> _Content:
     """Raises MalformedError where the file was saved under the name of another slot."""
-    if content.saved_as not in (root_of(path), ANY_ROOT, ""):
+    if content.saved_as not in (get_archive_root(path), DEFAULT_ROOT, ""):
         raise MalformedError(f"it was saved as {content.saved_as}.pt; give it its name back", path=path)
     return content
 
@@ -223,6 +223,6 @@ def _content(archive: TorchArchive) -> _Content:
     fields: Mapping[Value, Value] = value if isinstance(value, dict) else {PARAM: value}
     found = fields.get(PARAM)
     if not isinstance(found, StoredTensor):
-        return _Content(found, archive.saved_as)
+        return _Content(found, archive.archive_name)
     start = storage_start(archive, found)
-    return _Content(found, archive.saved_as, start, bool(fields.get(VOCAB)), bool(fields.get(IS_EXPERT)))
+    return _Content(found, archive.archive_name, start, bool(fields.get(VOCAB)), bool(fields.get(IS_EXPERT)))

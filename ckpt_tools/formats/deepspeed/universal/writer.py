@@ -17,9 +17,9 @@ from typing import Any
 
 from ckpt_tools.core.boxes import Box, Shape, contiguous_strides
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.layout import FileLayout, Layout, Literal, Padding, Payload, Segment, merged
+from ckpt_tools.core.layout import FileLayout, Layout, Literal, Padding, Payload, Segment, merge_literals
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, ParamGroup, StateKey
-from ckpt_tools.core.option_names import option
+from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.options import WriteOptions
 from ckpt_tools.core.values import OrderedDict, StorageRef, StoredTensor, Value
 from ckpt_tools.errors import UnsupportedError
@@ -38,7 +38,7 @@ from ckpt_tools.formats.deepspeed.names import (
 )
 from ckpt_tools.formats.deepspeed.universal.loader_limits import STEP, corrected, notes_of, portable, stage3_options
 from ckpt_tools.formats.deepspeed.universal.states import IS_EXPERT
-from ckpt_tools.serialization.torch_zip import archive_segments, root_of
+from ckpt_tools.serialization.torch_zip import get_archive_root, make_archive_segments
 from ckpt_tools.stores.source import checked_name
 
 UNIVERSAL_VERSION = 0.4
@@ -55,7 +55,7 @@ def layout(manifest: Manifest, options: WriteOptions) -> Layout:
     grouped = manifest
     if not manifest.groups:
         # Weights alone are one group without hyperparameters.
-        weights = tuple(key.fqn for key in manifest.of_kind(Kind.PARAMETER) if key.slot == WEIGHT)
+        weights = tuple(key.fqn for key in manifest.select_kinds(Kind.PARAMETER) if key.slot == WEIGHT)
         grouped = replace(manifest, groups=(ParamGroup(weights, {}),))
     state = TrainingState.of(grouped)
     extras = Extras.of(manifest, state.dtype)
@@ -69,7 +69,7 @@ def layout(manifest: Manifest, options: WriteOptions) -> Layout:
         FileLayout(LATEST_UNIVERSAL, (Literal(tag.encode()),)),
     ]
     notes = (*state.notes, *corrected(extras.notes), *notes_of(state, extras))
-    return Layout(files, notes, as_stored=state.buffers.keys())
+    return Layout(files, notes, uncast_buffers=state.buffers.keys())
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class _Output:
         path = checked_name(f"{self.prefix}zero/{fqn}/{slot}.pt")
         if not all(_FOLDER.fullmatch(part) and len(part.encode()) <= MAX_FOLDER_BYTES for part in fqn.split("/")):
             why = f"the tensor is called {fqn!r:.80}, which cannot be a folder of universal; rename it with"
-            raise UnsupportedError(f"{why} {option('rename')}")
+            raise UnsupportedError(f"{why} {format_option('rename')}")
         return path
 
     def optimizer_file(self) -> FileLayout:
@@ -175,7 +175,7 @@ def _slot_file(path: str, shape: Shape, key: StateKey | None, dtype: DType, is_e
     """A slot of a parameter; zeros where it has none and others of its group have."""
     whole = Box.whole(shape)
     elements = Padding(whole.numel * dtype.item_bytes) if key is None else Payload(key, whole, shape, dtype)
-    template = _slot_segments(root_of(path), shape, dtype, is_expert)
+    template = _slot_segments(get_archive_root(path), shape, dtype, is_expert)
     return FileLayout(path, tuple(elements if isinstance(segment, Payload) else segment for segment in template))
 
 
@@ -187,8 +187,8 @@ def _slot_segments(root: str, shape: Shape, dtype: DType, is_expert: bool) -> tu
     expert-parallel ranks would take the experts of rank 0 on all of them; the mark without a number of experts makes it
     stop (universal_checkpoint.py ``load_hp_checkpoint_state``).
     """
-    ref = StorageRef.holding("0", dtype, prod(shape))
+    ref = StorageRef.of_elements("0", dtype, prod(shape))
     tensor = StoredTensor(ref, dtype, 0, shape, contiguous_strides(shape))
     content: dict[str, Any] = {"cat_dim": 0, "param": tensor, **({IS_EXPERT: True} if is_expert else {})}
     anybody = Payload(StateKey(""), Box.whole(shape), shape, dtype)
-    return tuple(merged(archive_segments(content, {"0": [anybody]}, root=root)))
+    return tuple(merge_literals(make_archive_segments(content, {"0": [anybody]}, root=root)))

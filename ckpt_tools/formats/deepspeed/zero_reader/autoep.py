@@ -16,10 +16,10 @@ from typing import ClassVar
 import numpy as np
 
 from ckpt_tools.core.boxes import Box, Shape
-from ckpt_tools.core.manifest import Equal, Kind, Manifest, StateKey, TensorEntry
+from ckpt_tools.core.manifest import EqualPair, Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.shards import ByteRange, Ints, Shard, ShardTable
 from ckpt_tools.core.values import StoredTensor, Value
-from ckpt_tools.core.wording import count
+from ckpt_tools.core.wording import format_count
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.deepspeed.common.files import File, ModelStates, OptimStates
 from ckpt_tools.formats.deepspeed.common.fused_experts import LEFT_OUT, Fused, FusedLayer
@@ -167,7 +167,9 @@ def expert_ranks(source: Source, paths: Sequence[str], world_size: int) -> Ints:
         found.append(ranks.pop())
     sizes = np.bincount(np.array(found, np.int64))
     if len(found) != world_size or len(set(sizes.tolist())) != 1:
-        raise MalformedError(f"the experts are not spread evenly over {count(world_size, 'rank')}", path=paths[0])
+        raise MalformedError(
+            f"the experts are not spread evenly over {format_count(world_size, 'rank')}", path=paths[0]
+        )
     return np.array(found, np.int64)
 
 
@@ -235,7 +237,7 @@ def _without_zero(source: Source, tag: TagFiles, files: ExpertFiles, fused: Fuse
     num_ranks = fused.layers[0].num_ranks
     if file.content.get("optimizer") is not None and len(files.optim) != num_ranks:
         raise IncompleteError(
-            f"the files of the optimizers of {count(num_ranks, 'expert-parallel rank')} are not all there",
+            f"the files of the optimizers of {format_count(num_ranks, 'expert-parallel rank')} are not all there",
             path=files.prefix + expert_optim_name(min(len(files.optim), num_ranks - 1)),
         )
     saved = [stage0.Saved.of(File.open(source, path)) for path in files.optim] or [stage0.Saved(file)] * num_ranks
@@ -249,7 +251,7 @@ def _without_zero(source: Source, tag: TagFiles, files: ExpertFiles, fused: Fuse
     literals = {name: data for part in parts for name, data in part.literals.items()}
     # The steps of experts are one number of one tensor.
     equal = [
-        Equal(f"{key} of expert-parallel ranks 0 and {rank}", entry, part.tensors[key])
+        EqualPair(f"{key} of expert-parallel ranks 0 and {rank}", entry, part.tensors[key])
         for key, entry in parts[0].tensors.items()
         if entry.kind is Kind.STATE and not entry.shape and fused.layer_of(key.fqn)
         for rank, part in enumerate(parts[1:], 1)

@@ -18,12 +18,12 @@ import numpy as np
 
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.literals import is_number, number_table
+from ckpt_tools.core.literals import is_number, make_number_table
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, ParamGroup, StateKey, TensorEntry
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.shards import ShardTable
 from ckpt_tools.core.step_claims import StepClaim
-from ckpt_tools.core.values import StoredTensor, Value, brief, kind_of
+from ckpt_tools.core.values import StoredTensor, Value, describe_kind, format_brief
 from ckpt_tools.errors import IncompleteError, MalformedError
 from ckpt_tools.formats.deepspeed.common.files import File, ModelStates, OptimGroup, OptimStates, model_claims
 from ckpt_tools.formats.deepspeed.common.model_file import (
@@ -86,12 +86,12 @@ class Contents:
             step=self.model.step,
             world_size=self.optim.world_size,
             notes=tuple(self._notes()),
-            steps=(
+            step_claims=(
                 *model_claims(self.model.file),
                 *chain(*(each[1] for each in self._other_models)),
                 *self.partitions.steps,
             ),
-            masters_lag=zero_option(self.model, "zenflow") is not None,
+            masters_are_outdated=zero_option(self.model, "zenflow") is not None,
         )
 
     def _notes(self) -> Iterator[Note]:
@@ -171,7 +171,7 @@ class Contents:
             return
         if not isinstance(value, StoredTensor):
             raise MalformedError(
-                f"module contains a {kind_of(value)} instead of a tensor", path=self.model.file.path, key=name
+                f"module contains a {describe_kind(value)} instead of a tensor", path=self.model.file.path, key=name
             )
         yield StateKey(name, WEIGHT), self._weight(name, value)
         if name in self.pieces:
@@ -223,7 +223,7 @@ class Contents:
         model = ModelStates.of(File.open(self.source, path))
         found, expected = (each.file.content.get("dp_world_size") for each in (model, self.model))
         if found != expected:
-            why = f"its dp_world_size is {brief(found)} but that of rank 0 is {brief(expected)}"
+            why = f"its dp_world_size is {format_brief(found)} but that of rank 0 is {format_brief(expected)}"
             raise MalformedError(why, path=path)
         return _fragments(model), model_claims(model.file)
 
@@ -260,7 +260,7 @@ class Contents:
             return _state((), file.table(value))
         if not is_number(value):
             raise MalformedError(f"a step or another counter of the optimizer is {value.bit_length()} bits long")
-        table, files = number_table(value, name)
+        table, files = make_number_table(value, name)
         self.literals |= files
         return _state((), table)
 

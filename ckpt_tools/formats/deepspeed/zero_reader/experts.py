@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from ckpt_tools.core.values import StoredTensor, Value, brief
+from ckpt_tools.core.values import StoredTensor, Value, format_brief
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.deepspeed.common.files import File, ModelStates
 from ckpt_tools.formats.deepspeed.names import INFIX, expert_name, split_expert
@@ -160,7 +160,7 @@ def _counts(model: ModelStates) -> list[int]:
     found = model.file.content.get("num_experts")
     if not isinstance(found, list) or not all(type(count) is int and 0 < count <= MAX_EXPERTS for count in found):
         raise UnsupportedError(
-            f"its num_experts is {brief(found)}, but DeepSpeed 0.6 and later list the experts of each layer; "
+            f"its num_experts is {format_brief(found)}, but DeepSpeed 0.6 and later list the experts of each layer; "
             "load the run in such a version and save it",
             path=model.file.path,
             key="num_experts",
@@ -188,7 +188,7 @@ def _described(file: File, number: int) -> dict[tuple[str, str], str]:
     for name, value in file.content.items():
         parts = split_expert(name) if isinstance(name, str) else None
         if parts is None or INFIX in parts[0].removesuffix(INFIX) or parts[1] != number:
-            raise MalformedError(f"it is the file of expert {number}, but has {brief(name)}", path=file.path)
+            raise MalformedError(f"it is the file of expert {number}, but has {format_brief(name)}", path=file.path)
         is_tensor = isinstance(value, StoredTensor)
         found[parts[0], parts[2]] = f"{tuple(value.shape)} {value.dtype.value}" if is_tensor else "a value"
     return found
@@ -213,7 +213,7 @@ def _local(prefix: str, seen: set[int], total: int, num_ranks: Mapping[str, int]
     count = (len(seen) or total) if ranks is None else total // ranks
     if not count or total % count or (ranks is not None and count * ranks != total) or seen - set(range(count)):
         raise MalformedError(
-            f"rank 0 has the experts {brief(sorted(seen))} of {total}, which are spread over {ranks} ranks",
+            f"rank 0 has the experts {format_brief(sorted(seen))} of {total}, which are spread over {ranks} ranks",
             path=model.file.path,
             key=prefix,
         )

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpt_tools.core.boxes import Shape
-from ckpt_tools.core.manifest import Equal, Kind, Manifest, StateKey, TensorEntry
+from ckpt_tools.core.manifest import EqualPair, Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.notes import Note, Outcome
-from ckpt_tools.core.values import to_json
-from ckpt_tools.core.wording import listed
+from ckpt_tools.core.values import value_to_json
+from ckpt_tools.core.wording import join_names
 from ckpt_tools.errors import MalformedError, UnsupportedError
 from ckpt_tools.formats.deepspeed.common.tensor_parallel import Join, Rules, whole_extra
 from ckpt_tools.formats.state_dict.param_numbers import PER_RANK
@@ -48,15 +48,15 @@ class Joining:
             world_size=None if first.world_size is None else first.world_size * len(self.parts),
             notes=(*first.notes, *self.notes, *notes),
             must_equal=tuple(self._equal_buffers()),
-            steps=tuple(claim for part in self.parts for claim in part.steps),
+            step_claims=tuple(claim for part in self.parts for claim in part.step_claims),
         )
 
-    def _equal_buffers(self) -> Iterator[Equal]:
+    def _equal_buffers(self) -> Iterator[EqualPair]:
         """Buffers, for which there is no rule: of one shape they may be parts or copies."""
-        for key, first in self.parts[0].of_kind(Kind.BUFFER).items():
+        for key, first in self.parts[0].select_kinds(Kind.BUFFER).items():
             for rank, part in enumerate(self.parts[1:], 1):
                 if key.fqn.rpartition(".")[2] not in PER_RANK:
-                    yield Equal(f"{key} of {self.of}s 0 and {rank}", first, part.tensors[key])
+                    yield EqualPair(f"{key} of {self.of}s 0 and {rank}", first, part.tensors[key])
 
     def _joined(self, key: StateKey, first: TensorEntry) -> TensorEntry:
         if first.kind is Kind.EXTRA or not first.shape:
@@ -103,8 +103,8 @@ def differing(extras: Sequence[Mapping[str, Any]], parts: str, whose: str) -> li
     first, *others = [{name: comparable(value) for name, value in extra.items()} for extra in extras]
     names = [name for name in first if any(other.get(name) != first[name] for other in others)]
     why = f"{parts} differ in it, and that of the first is kept"
-    return [Note(Outcome.DROPPED, f"{listed(names)} of the other {whose}", why)] if names else []
+    return [Note(Outcome.DROPPED, f"{join_names(names)} of the other {whose}", why)] if names else []
 
 
 def comparable(value: Any) -> str:
-    return json.dumps(to_json(value), sort_keys=True, default=repr)
+    return json.dumps(value_to_json(value), sort_keys=True, default=repr)

@@ -17,7 +17,7 @@ import numpy as np
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.casts import CASTABLE, cast_into
 from ckpt_tools.core.shards import ShardTable
-from ckpt_tools.core.values import StoredTensor, Value, brief
+from ckpt_tools.core.values import StoredTensor, Value, format_brief
 from ckpt_tools.errors import IncompleteError, MalformedError
 from ckpt_tools.formats.deepspeed.common.files import File, ModelStates
 from ckpt_tools.stores.source import Source
@@ -157,7 +157,7 @@ def head(source: Source, table: ShardTable) -> bytes:
 
 def _text(key: Value, file: File) -> str:
     if not isinstance(key, str):
-        raise MalformedError(f"the state dict of a layer has the key {brief(key)}", path=file.path)
+        raise MalformedError(f"the state dict of a layer has the key {format_brief(key)}", path=file.path)
     return key
 
 

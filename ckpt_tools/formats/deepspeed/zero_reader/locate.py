@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ckpt_tools.core.wording import count
+from ckpt_tools.core.wording import format_count
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.deepspeed import names as file_names
 from ckpt_tools.formats.deepspeed.names import is_native, of_rank, place
@@ -130,7 +130,8 @@ def check_count(paths: Sequence[str], world_size: int) -> None:
         raise IncompleteError(f"the file of this rank, one of {world_size}, is missing", path=missing)
     if len(paths) > world_size:
         raise MalformedError(
-            f"the checkpoint is of {count(world_size, 'rank')}; this file is of another one, perhaps from an earlier "
+            f"the checkpoint is of {format_count(world_size, 'rank')}; this file is of another one, perhaps from an "
+            f"earlier "
             "save",
             path=paths[world_size],
         )

@@ -20,7 +20,7 @@ from operator import or_
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.values import StoredTensor
-from ckpt_tools.core.wording import count, listed
+from ckpt_tools.core.wording import format_count, join_names
 from ckpt_tools.errors import IncompleteError
 from ckpt_tools.formats.deepspeed.common.files import File
 from ckpt_tools.formats.deepspeed.zero_reader.layers import head
@@ -114,13 +114,13 @@ class Wanted:
         missing = self.shapes - own - Counter({shape: min(n, others[shape]) for shape, n in self.tied.items()})
         if missing:
             shape, number = min(missing.items())
-            return f"{count(number, 'parameter')} of shape {list(shape)}"
+            return f"{format_count(number, 'parameter')} of shape {list(shape)}"
         elsewhere = (self.shapes - own).total()
         spare = own.total() - (self.shapes.total() - elsewhere)
         if spare < self.unknown:
-            return count(self.unknown - spare, "parameter")
+            return format_count(self.unknown - spare, "parameter")
         numel = self.numel - _numel(own) - (_numel(others) if self.has_tied_group else 0)
-        return count(numel, "element") if numel > 0 else None
+        return format_count(numel, "element") if numel > 0 else None
 
 
 def _numel(shapes: Counter[Shape]) -> int:
@@ -171,7 +171,7 @@ def _missing(path: str, lacking: str, layers: Sequence[Layer], stop: int) -> Inc
     is_last = stop == len(layers)
     end = layers[-1].number if is_last else layers[stop].number
     absent = [str(number) for number in range(end) if number not in numbers]
-    places = [*([f"of layer {listed(absent)}"] if absent else []), *([f"after layer {end}"] if is_last else [])]
+    places = [*([f"of layer {join_names(absent)}"] if absent else []), *([f"after layer {end}"] if is_last else [])]
     where = f"there is none {' and '.join(places)}" if places else "or one of them lacks tensors"
     return IncompleteError(
         f"the optimizer has {lacking} more than the files of layers hold, so that the file of a layer is missing; "
@@ -182,7 +182,7 @@ def _missing(path: str, lacking: str, layers: Sequence[Layer], stop: int) -> Inc
 
 def untold(numbers: Collection[int], *, is_numbered: bool) -> Note:
     """A note that no file lists the layers. ``is_numbered``: the optimizer has numbers for its parameters."""
-    have = listed([str(number) for number in numbers], len(numbers))
+    have = join_names([str(number) for number in numbers], len(numbers))
     shows = "its parameters are frozen, or frozen ones have their shapes" if is_numbered else "it has only frozen ones"
     why = (
         f"nothing in the checkpoint tells which layers the model has, and there are files of layers {have}; the "

@@ -21,7 +21,7 @@ import numpy as np
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.manifest import Manifest, ParamGroup, StateKey, TensorEntry
 from ckpt_tools.core.shards import Ints
-from ckpt_tools.core.wording import count
+from ckpt_tools.core.wording import format_count
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.deepspeed.common.files import File, ModelStates, OptimStates
 from ckpt_tools.formats.deepspeed.common.model_file import check_parts, is_round_robin
@@ -69,7 +69,8 @@ def check_ranks(files: TagFiles, model: ModelStates, optim: OptimStates) -> None
     locate.check_count(files.optim, world_size)
     if len(optim.partition_counts) != len(optim.masters) or any(world_size % n for n in optim.partition_counts):
         raise MalformedError(
-            f"its partition_count is {list(optim.partition_counts)}, but the run has {count(world_size, 'rank')}",
+            f"its partition_count is {list(optim.partition_counts)}, but the run has "
+            f"{format_count(world_size, 'rank')}",
             path=optim.file.path,
         )
     if any(is_muon(group.options) for group in optim.groups):
@@ -223,7 +224,7 @@ class ExpertContents(Contents):
         )
 
     def _bytes(self, entry: TensorEntry) -> bytes:
-        at = entry.shards.byte_range(0)
+        at = entry.shards.get_byte_range(0)
         return self.literals[at.file] if at.file in self.literals else self.source.read(at.file, at.start, at.stop)
 
     def _scalars_of_rank(self, rank: int) -> Scalars:

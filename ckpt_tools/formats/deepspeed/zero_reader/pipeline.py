@@ -16,9 +16,9 @@ from typing import Any
 from ckpt_tools.core import transforms
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, TensorEntry
-from ckpt_tools.core.names import model_names
+from ckpt_tools.core.names import collect_model_names
 from ckpt_tools.core.notes import Note, Outcome
-from ckpt_tools.core.values import brief
+from ckpt_tools.core.values import format_brief
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.deepspeed.common.files import File, ModelStates, OptimStates
 from ckpt_tools.formats.deepspeed.common.model_file import check_experts, check_parts
@@ -233,7 +233,7 @@ class Stages:
             literals={name: data for part in self.parts for name, data in part.literals.items()},
             extra=self._extra(),
             step=first.step,
-            steps=tuple(claim for part in self.parts for claim in part.steps),
+            step_claims=tuple(claim for part in self.parts for claim in part.step_claims),
             world_size=None if first.world_size is None else first.world_size * len(self.parts),
             notes=(*dict.fromkeys(note for part in self.parts for note in part.notes), *self.notes),
         )
@@ -305,12 +305,12 @@ def _whole_names(manifest: Manifest, path: str) -> Manifest:
     if not isinstance(client_state, Mapping) or ENTRY not in client_state:
         return manifest
     names = _parsed(client_state[ENTRY], path)
-    layers = {fqn: _layer(fqn) for fqn in model_names(manifest)}
+    layers = {fqn: _layer(fqn) for fqn in collect_model_names(manifest)}
     _check(names, layers, path)
     owners = {fqn: names[layer][0] + fqn.removeprefix(layer) for fqn, layer in layers.items()}
     if len({*owners.values()}) < len(owners):
         raise MalformedError(f"client_state.{ENTRY} gives two tensors one name", path=path)
-    renamed, _ = transforms.rename(manifest, owners.__getitem__)
+    renamed, _ = transforms.rename_tensors(manifest, owners.__getitem__)
     # The entry is in the names now, and would be wrong beside a model without layers of a pipeline.
     rest = {name: value for name, value in client_state.items() if name != ENTRY}
     extra = {name: value for name, value in manifest.extra.items() if name != "client_state"}
@@ -333,7 +333,7 @@ def _parsed(entry: Any, path: str) -> Names:
     if isinstance(entry, Mapping) and all(map(_is_name, entry)) and all(map(_are_names, entry.values())):
         return {layer: tuple(names) for layer, names in entry.items()}
     raise MalformedError(
-        f"client_state.{ENTRY} is to have a list of names for each layer, and is {brief(entry)}", path=path
+        f"client_state.{ENTRY} is to have a list of names for each layer, and is {format_brief(entry)}", path=path
     )
 
 

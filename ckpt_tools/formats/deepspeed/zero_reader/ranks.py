@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from ckpt_tools.core.shards import Ints
-from ckpt_tools.core.step_claims import StepClaim, is_count
-from ckpt_tools.core.values import Opaque, StoredTensor, Value, are_naturals, brief
+from ckpt_tools.core.step_claims import StepClaim, is_finite_number
+from ckpt_tools.core.values import Opaque, StoredTensor, Value, are_naturals, format_brief
 from ckpt_tools.errors import MalformedError, UnsupportedError
 from ckpt_tools.formats.deepspeed.common.files import MAX_PADDING, File, OptimStates, checked, plain
 from ckpt_tools.formats.deepspeed.common.partition import MOMENTUM, is_muon
@@ -69,7 +69,7 @@ def _claims(states: OptimStates, source: Source) -> Iterator[StepClaim]:
             continue
         step = states.file.number(source, states.states[flat].get("step", group.options.get("step")))
         for name, value in ((f"step of group {number}", step), (f"lr of group {number}", group.options.get("lr"))):
-            if is_count(value):
+            if is_finite_number(value):
                 yield StepClaim(name, value, path, of_rank=True)
 
 
@@ -125,7 +125,9 @@ def _read_rank(source: Source, path: str, first: OptimStates, visit: Visit) -> R
     for name in ("stage", "partition_counts", "is_bf16_optimizer", "alignment_paddings"):
         found, expected = getattr(states, name), getattr(first, name)
         if found != expected:
-            raise MalformedError(f"its {name} is {brief(found)} but that of rank 0 is {brief(expected)}", path=path)
+            raise MalformedError(
+                f"its {name} is {format_brief(found)} but that of rank 0 is {format_brief(expected)}", path=path
+            )
     if len(states.masters) != len(first.masters):
         raise MalformedError(f"it has {len(states.masters)} partitions, but rank 0 has {len(first.masters)}", path=path)
     visit(states)
@@ -171,7 +173,7 @@ def slice_mappings(file: File) -> list[Mapped]:
         addresses: dict[str, tuple[int, int]] = {}
         for name, address in group.items():
             if not isinstance(name, str):
-                raise MalformedError(f"its param_slice_mappings have the key {brief(name)}", path=file.path)
+                raise MalformedError(f"its param_slice_mappings have the key {format_brief(name)}", path=file.path)
             attributes: Any = plain(address) if isinstance(address, Opaque) else None
             numbers: Any = isinstance(attributes, dict) and [attributes.get(key) for key in ("numel", "start")]
             if not are_naturals(numbers) or max(numbers) > MAX_PADDING:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.options import ReadOptions
-from ckpt_tools.core.values import brief
+from ckpt_tools.core.values import format_brief
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.deepspeed.common.files import File, ModelStates, OptimStates
 from ckpt_tools.formats.deepspeed.common.fused_experts import Fused
@@ -100,6 +100,6 @@ def _check_model(model: ModelStates, optim: OptimStates) -> None:
     world_size = model.file.content.get("dp_world_size", optim.world_size)
     if world_size != optim.world_size:
         raise MalformedError(
-            f"its dp_world_size is {brief(world_size)}, but that of the optimizer is {optim.world_size}",
+            f"its dp_world_size is {format_brief(world_size)}, but that of the optimizer is {optim.world_size}",
             path=model.file.path,
         )

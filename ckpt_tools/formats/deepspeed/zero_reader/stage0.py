@@ -17,11 +17,11 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from ckpt_tools.core.boxes import Shape
-from ckpt_tools.core.literals import is_number, number_table
+from ckpt_tools.core.literals import is_number, make_number_table
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, ParamGroup, StateKey, TensorEntry
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.shards import ByteRange, ShardTable
-from ckpt_tools.core.values import StoredTensor, Value, brief, kind_of
+from ckpt_tools.core.values import StoredTensor, Value, describe_kind, format_brief
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.deepspeed.common.files import File, ModelStates, checked, model_claims
 from ckpt_tools.formats.deepspeed.common.model_file import aliases
@@ -79,12 +79,12 @@ class Saved:
         if found is None:
             return cls(file)
         if not isinstance(found, dict):
-            raise MalformedError(f"its 'optimizer' is a {kind_of(found)}", path=file.path, key="optimizer")
+            raise MalformedError(f"its 'optimizer' is a {describe_kind(found)}", path=file.path, key="optimizer")
         if "param_groups" in found:
             return cls(file, _states(found, file.path), _groups(found, file.path))
         if UNFUSED not in found and FUSED not in found:
             raise UnsupportedError(
-                f"its optimizer state has the entries {brief(list(found))}, which are not those of torch or of "
+                f"its optimizer state has the entries {format_brief(list(found))}, which are not those of torch or of "
                 "DeepSpeed's 16-bit optimizers; save with ZeRO stage 1",
                 path=file.path,
                 key="optimizer",
@@ -205,10 +205,10 @@ class Contents:
             literals=self.literals,
             extra=self.extras.values,
             step=self.model.step,
-            steps=tuple(model_claims(self.model.file)),
+            step_claims=tuple(model_claims(self.model.file)),
             world_size=world_size if type(world_size) is int else None,
             notes=notes,
-            unplaced="" if members is not None else f"optimizer: {notes[0].why}; {self.remedy}",
+            unnamed_optimizer="" if members is not None else f"optimizer: {notes[0].why}; {self.remedy}",
         )
 
     def _weights(self, ties: Mapping[str, str]) -> Iterator[tuple[StateKey, TensorEntry]]:
@@ -293,7 +293,7 @@ class Contents:
             if isinstance(value, StoredTensor):
                 yield StateKey(name, slot), self._tensor(name, shape, piece, value)
             elif is_number(value):
-                table, files = number_table(value, f"{self.part}{piece.number}.{slot}")
+                table, files = make_number_table(value, f"{self.part}{piece.number}.{slot}")
                 self.literals |= files
                 yield StateKey(name, slot), TensorEntry((), table.dtype, Kind.STATE, table)
             elif value is not None:

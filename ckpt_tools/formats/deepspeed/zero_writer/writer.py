@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.layout import FileCache, FileLayout, FileSpec, Layout, LazyFile, Literal
+from ckpt_tools.core.layout import FileLayout, FileLayoutCache, FileSpec, Layout, LazyFile, Literal
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.options import WriteOptions
-from ckpt_tools.core.rank_limits import check_elements
+from ckpt_tools.core.rank_limits import check_ranks_by_elements
 from ckpt_tools.formats.deepspeed.common.tags import written_tag
 from ckpt_tools.formats.deepspeed.names import LATEST, model_name, optim_name, rank_model_name, split_expert
 from ckpt_tools.formats.deepspeed.zero_writer.files import CutModel, GroupCutOptim, ParamCutOptim, Target, WholeModel
@@ -23,7 +23,7 @@ from ckpt_tools.formats.state_dict.frozen_or_buffer import guess_notes
 def layout(manifest: Manifest, options: WriteOptions, stage: int) -> Layout:
     """Raises UnsupportedError where the weights have no type that DeepSpeed trains in; UsageError for a tag that
     cannot name a folder, or for too many ranks."""
-    check_elements(manifest, options.world_size)
+    check_ranks_by_elements(manifest, options.world_size)
     target = Target.of(manifest, stage, options.world_size)
     tag = written_tag(options.tag or target.extras.tag, latest=LATEST)
     state = target.state
@@ -36,7 +36,7 @@ def layout(manifest: Manifest, options: WriteOptions, stage: int) -> Layout:
             "model of the same names without deepspeed.moe, or convert to universal"
         )
         notes.append(Note(Outcome.KEPT, "experts", why))
-    return Layout(ZeroFiles.of(tag, target).files(), tuple(notes), as_stored=state.buffers.keys())
+    return Layout(ZeroFiles.of(tag, target).files(), tuple(notes), uncast_buffers=state.buffers.keys())
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +56,9 @@ class ZeroFiles:
 
     def files(self) -> list[FileSpec]:
         """All files in order; those of ranks are made on demand."""
-        cache = FileCache(self.made)
+        cache = FileLayoutCache(self.made)
         numbers = range(self.num_model_files + self.target.world_size)
-        ranks = [LazyFile(self._path(n), cache.file(self._like(n)).size_bytes, n, cache) for n in numbers]
+        ranks = [LazyFile(self._path(n), cache.get_layout(self._like(n)).size_bytes, n, cache) for n in numbers]
         return [*ranks, FileLayout(LATEST, (Literal(self.tag.encode()),))]
 
     def made(self, number: int) -> FileLayout:

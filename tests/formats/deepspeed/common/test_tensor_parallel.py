@@ -38,7 +38,7 @@ def whole(info: dict[str, Any], shapes: list[Shape], name: str = "w") -> list[An
     table = join.table(tables, shapes)
     out = np.full(join.shape, -1, np.float32)
     for row, shard in enumerate(table):
-        extents, strides = shard.box.shape, table.stride(row)
+        extents, strides = shard.box.shape, table.get_strides(row)
         base = data[shard.at.file][shard.at.start // 4 :]
         view = np.lib.stride_tricks.as_strided(base, extents, [4 * s for s in strides])
         out[tuple(slice(a, b) for a, b in zip(shard.box.start, shard.box.stop, strict=True))] = view

@@ -12,7 +12,7 @@ from ckpt_tools.core.layout import Layout
 from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey
 from ckpt_tools.core.notes import Outcome
 from ckpt_tools.core.options import ReadOptions, WriteOptions
-from ckpt_tools.core.values import to_json
+from ckpt_tools.core.values import value_to_json
 from ckpt_tools.errors import UnsafeError, UnsupportedError, UsageError
 from ckpt_tools.formats.dcp.format import DcpFormat
 from ckpt_tools.formats.deepspeed.format import DeepSpeedFormat, UniversalFormat
@@ -156,7 +156,7 @@ def test_reads_back_what_it_wrote(cell, checkpoint, tmp_path):
     assert of_torch(groups_of(back)) == groups_of(source)
     assert back.step == source.step == recipe.STEPS_BEFORE
     for name in ("lr_scheduler", "loss_scaler"):
-        assert to_json(back.extra.get(name)) == to_json(source.extra.get(name))
+        assert value_to_json(back.extra.get(name)) == value_to_json(source.extra.get(name))
 
 
 def _widened(tensors: Mapping[tuple[str, str], np.ndarray]) -> dict[tuple[str, str], np.ndarray]:

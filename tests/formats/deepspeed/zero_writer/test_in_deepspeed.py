@@ -17,7 +17,7 @@ from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.options import ReadOptions, WriteOptions
-from ckpt_tools.core.transforms import cast
+from ckpt_tools.core.transforms import cast_weights
 from ckpt_tools.formats.deepspeed.format import ZeroFormat
 from ckpt_tools.formats.index import find_format, read_manifest
 from ckpt_tools.stores.local.store import LocalStore
@@ -138,7 +138,7 @@ def test_a_run_whose_settings_move_elements_finds_them(flavour, tmp_path):
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.extended), 3])
 def test_16_bits_asked_for_keep_fp32_masters(stage, checkpoint, resume, tmp_path):
     made = checkpoint("fsdp2", "awkward", 2)
-    convert(made.checkpoint, tmp_path / "out", stage, 2, lambda manifest: cast(manifest, DType.BFLOAT16)[0])
+    convert(made.checkpoint, tmp_path / "out", stage, 2, lambda manifest: cast_weights(manifest, DType.BFLOAT16)[0])
     resumed = resume(f"zero{stage}-bf16", "awkward", tmp_path / "out", 2)
     truth = with_masters(Truth.load(made.root))
     assert_same_bits(*({k: t for k, t in found.items() if k[1] != WEIGHT} for found in (truth, resumed.tensors)))

@@ -19,7 +19,7 @@ from ckpt_tools.core.layout import Layout, LazyFile
 from ckpt_tools.core.manifest import MASTER, Kind, Manifest, ParamGroup, StateKey, TensorRef
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.options import ReadOptions, WriteOptions
-from ckpt_tools.core.transforms import cast
+from ckpt_tools.core.transforms import cast_weights
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError, UsageError
 from ckpt_tools.formats.deepspeed.format import DeepSpeedFormat, ZeroFormat
 from ckpt_tools.stores.memory import MemoryStore
@@ -97,7 +97,7 @@ def test_the_files_of_many_ranks_are_made_when_asked_for():
     files = layout_of(replace(small().manifest(PARAMS), world_size=200), stage=3, world_size=200).files
     assert len(files) == 401 and files[-1].path == "latest"
     assert all(isinstance(file, LazyFile) for file in files[:-1])
-    assert [file.size_bytes for file in files] == [file.load().offsets[-1] for file in files]
+    assert [file.size_bytes for file in files] == [file.load_layout().offsets[-1] for file in files]
 
 
 # Partitions
@@ -167,7 +167,7 @@ def test_masters_of_16_bit_weights():
     layout = layout_of(made.manifest("a"), stage=2)
     assert notes_about(layout, "fp32 masters of 1 parameter")[0].outcome is Outcome.DEFAULTED
     made.add("a", MASTER, np.float32([0.1, 0.2]))
-    files, _ = written(made, cast(made.manifest("a"), DType.FLOAT32)[0], stage=1)
+    files, _ = written(made, cast_weights(made.manifest("a"), DType.FLOAT32)[0], stage=1)
     assert numbers(model(files)["module"]["a"]) == numbers(torch.tensor([0.1, 0.2]))
 
 
