@@ -13,12 +13,12 @@ import time
 from contextlib import closing
 from typing import Any
 
-from ckpt_tools.planning.tasks import Task
+from ckpt_tools.planning.tasks import TransferTask
 from ckpt_tools.transfer.crc_board import PartCrc
-from ckpt_tools.transfer.execute import PlacedTask, Receipt
+from ckpt_tools.transfer.execute import AssignedTask, TaskReceipt
 from ckpt_tools.transfer.runners.ray import RayRunner
 from ckpt_tools.transfer.runners.ray_board import open_board
-from ckpt_tools.transfer.runners.ray_cluster import connected
+from ckpt_tools.transfer.runners.ray_cluster import connect_to_cluster
 
 NUM_WORKERS, NUM_TASKS, NUM_QUESTIONS = 2, 4000, 500
 
@@ -30,9 +30,9 @@ def measure_driver(settings: Any) -> list[str]:
     return [line for line in lines if line.startswith("- ")]
 
 
-def receive_task(job: PlacedTask) -> Receipt:
+def receive_task(job: AssignedTask) -> TaskReceipt:
     parts = (PartCrc((0, 1 << 30), job.task.start, job.task.stop, 1),)
-    return Receipt(job.task, 1, parts, "0" * 34, bytes_read=job.task.num_bytes)
+    return TaskReceipt(job.task, 1, parts, "0" * 34, bytes_read=job.task.num_bytes)
 
 
 def check_nothing() -> None:
@@ -41,7 +41,8 @@ def check_nothing() -> None:
 
 def hand_out_tasks() -> None:
     jobs = [
-        PlacedTask(Task(0, n, n << 23, (n + 1) << 23), "upload-" + "x" * 60, is_noted=True) for n in range(NUM_TASKS)
+        AssignedTask(TransferTask(0, n, n << 23, (n + 1) << 23), "upload-" + "x" * 60, is_journaled=True)
+        for n in range(NUM_TASKS)
     ]
     with closing(RayRunner(NUM_WORKERS, lambda job: job.task.num_bytes, 1 << 40, check_nothing)) as runner:
         list(runner.run(receive_task, jobs[:200]))
@@ -57,16 +58,16 @@ def hand_out_tasks() -> None:
 
 def ask_board() -> None:
     with closing(open_board()) as board:
-        board.max_unheard = 0
+        board.max_unanswered = 0
         started = time.perf_counter()
         for n in range(NUM_QUESTIONS):
-            board.post(0, [PartCrc((n, n + 1), n, n + 1, n)])
+            board.post_checksums(0, [PartCrc((n, n + 1), n, n + 1, n)])
         seconds = (time.perf_counter() - started) / NUM_QUESTIONS
     print(f"- board: {seconds * 1e6:.0f} us to be told of a part and answer")
 
 
 if __name__ == "__main__":
-    with connected(None, NUM_WORKERS):
+    with connect_to_cluster(None, NUM_WORKERS):
         hand_out_tasks()
         ask_board()
     print(f"- driver's memory at its most: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024:.0f} MiB")

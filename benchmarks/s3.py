@@ -34,14 +34,14 @@ from benchmarks.suite import Settings
 from benchmarks.turns import markdown, ratio, take_turns
 from ckpt_tools.core.options import ReadOptions, WriteOptions
 from ckpt_tools.formats.index import written_format
-from ckpt_tools.planning.plan import CopyRules, Plan
-from ckpt_tools.planning.tasks import steps
+from ckpt_tools.planning.plan import CopyLimits, Plan
+from ckpt_tools.planning.tasks import iter_fill_steps
 from ckpt_tools.runs.opening import read_checkpoint
 from ckpt_tools.stores.file_destination import StoreDestination
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.s3.destination import MAX_PARTS, MIN_COPY_BYTES
-from ckpt_tools.transfer.crc_board import LocalBoard
-from ckpt_tools.transfer.execute import Worker
+from ckpt_tools.transfer.crc_board import LocalChecksumBoard
+from ckpt_tools.transfer.execute import TaskWorker
 from ckpt_tools.transfer.tensor_reader import TensorReader
 from fixtures.synthetic import DTYPES, Model, dcp
 from tests.support.s3_server import BUCKET, running_s3_server
@@ -120,8 +120,11 @@ def share_copied(model: Any, ranks: int, dtype: Any) -> tuple[float, float]:
     with tempfile.TemporaryDirectory() as folder:
         source, manifest = read_checkpoint(dcp(model.shapes(), ranks, Path(folder, "dcp"), dtype), ReadOptions())
         layout = written_format("safetensors").layout(manifest, WriteOptions())
-        rules = CopyRules(MIN_COPY_BYTES, MAX_PARTS)
-        plans = (Plan(manifest, layout, rules.task_bytes, 1, copies=rules), Plan(manifest, layout, PART_BYTES, 1))
+        rules = CopyLimits(MIN_COPY_BYTES, MAX_PARTS)
+        plans = (
+            Plan(manifest, layout, rules.min_task_bytes, 1, copy_limits=rules),
+            Plan(manifest, layout, PART_BYTES, 1),
+        )
         now, every_8 = (_bytes_copied(plan, source.store) / layout.size_bytes for plan in plans)
     return now, every_8
 
@@ -129,6 +132,10 @@ def share_copied(model: Any, ranks: int, dtype: Any) -> tuple[float, float]:
 def _bytes_copied(plan: Any, store: Any) -> int:
     """Bytes of the tasks that a worker would have copied."""
     target, files = StoreDestination(MemoryStore({})), plan.layout.files
-    worker = Worker(plan, TensorReader(store, plan.task_bytes), target, LocalBoard())
+    worker = TaskWorker(plan, TensorReader(store, plan.task_bytes), target, LocalChecksumBoard())
     large = (task for task in plan.tasks() if task.num_bytes >= MIN_COPY_BYTES)
-    return sum(task.num_bytes for task in large if worker._single(list(steps(files[task.file], task))) is not None)
+    return sum(
+        task.num_bytes
+        for task in large
+        if worker._find_single_stored_range(list(iter_fill_steps(files[task.file], task))) is not None
+    )

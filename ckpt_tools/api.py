@@ -130,13 +130,13 @@ def inspect(
     if not stats:
         return summary
     from ckpt_tools.core.expansion import check_expansion
-    from ckpt_tools.transfer.workers import choose_workers
+    from ckpt_tools.transfer.workers import choose_num_workers
     from ckpt_tools.verification.statistics import StatisticsPlan, compute_statistics
 
     measuring = StatisticsPlan.fit_to_memory(
         request.memory_bytes,
         manifest,
-        num_workers=choose_workers(workers, src),
+        num_workers=choose_num_workers(workers, src),
         is_limit=memory is not None,
         sample=sample,
     )
@@ -371,11 +371,11 @@ def consolidate(src: str | Path, dst: str | Path, **options: Unpack[ConsolidateK
         ['model.safetensors']
     """
     from ckpt_tools.conversion import run_conversion
-    from ckpt_tools.stores.urls import check_storage_options, implied_format, open_place
+    from ckpt_tools.stores.urls import check_storage_options, find_format_by_suffix, open_output_location
 
     request = ConvertRequest(src=src, dst=dst, state="model", **options)
     check_storage_options(request.storage_options, src, dst)
-    to = request.to or implied_format(open_place(dst, request.storage_options).name) or "safetensors"
+    to = request.to or find_format_by_suffix(open_output_location(dst, request.storage_options).name) or "safetensors"
     return run_conversion(replace(request, to=to))
 
 
@@ -767,11 +767,11 @@ def ls(run: str | Path, *, storage_options: Mapping[str, Any] | None = None) -> 
     """
     from ckpt_tools.runs.listing import listing
     from ckpt_tools.runs.opening import named
-    from ckpt_tools.stores.urls import check_storage_options, open_run
+    from ckpt_tools.stores.urls import check_storage_options, open_run_source
 
     check_storage_options(storage_options, run)
     run = named(run, storage_options)
-    return listing(open_run(run, storage_options), url=str(run))
+    return listing(open_run_source(run, storage_options), url=str(run))
 
 
 @api_function
@@ -853,11 +853,11 @@ def clean(dst: str | Path, *, dry_run: bool = False, storage_options: Mapping[st
         >>> ckpt_tools.clean("run", dry_run=True).leftovers
         ()
     """
-    from ckpt_tools.stores.destination import clean as clean_place
-    from ckpt_tools.stores.urls import check_storage_options, open_place
+    from ckpt_tools.stores.destination import clean_leftovers as clean_place
+    from ckpt_tools.stores.urls import check_storage_options, open_output_location
 
     check_storage_options(storage_options, dst)
-    return clean_place(open_place(dst, storage_options), dry_run=dry_run)
+    return clean_place(open_output_location(dst, storage_options), dry_run=dry_run)
 
 
 @api_function
@@ -1031,7 +1031,7 @@ def _open_checkpoint(
 def _execution_options(
     options: ConvertOptions, workers: int | None, on_progress: ProgressCallback | None, *urls: str | Path | None
 ) -> ExecutionOptions:
-    from ckpt_tools.transfer.workers import choose_workers
+    from ckpt_tools.transfer.workers import choose_num_workers
     from ckpt_tools.verification.verify import ExecutionOptions
 
-    return ExecutionOptions(choose_workers(workers, *urls), on_progress or ignore_progress, options.storage_options)
+    return ExecutionOptions(choose_num_workers(workers, *urls), on_progress or ignore_progress, options.storage_options)

@@ -146,7 +146,7 @@ class LazyTensor:
                 self._reader.read(self.entry, box, self.shape, 0, box.numel, raw_bytes[start:stop].data)
             start = stop
         if elements.size == self.size:
-            self._reader.finish()
+            self._reader.check_remaining_records()
         part: NDArray[Any] = elements[region.local_index]
         return part
 
@@ -198,7 +198,7 @@ class Checkpoint(Mapping[str, LazyTensor]):
 
     def close(self) -> None:
         """Let go of the files. Reading a tensor raises ValueError from now on; what was read stays."""
-        self._reader.release(_ClosedStore())
+        self._reader.replace_store(_ClosedStore())
 
     def __repr__(self) -> str:
         return f"Checkpoint({self.manifest.format}, {format_count(len(self), 'weight')}, step={self.step})"

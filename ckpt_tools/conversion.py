@@ -37,7 +37,7 @@ from ckpt_tools.errors import (
 from ckpt_tools.formats.applicability import WRITING
 from ckpt_tools.formats.base import Format
 from ckpt_tools.formats.index import written_format
-from ckpt_tools.planning.plan import REMOTE_BYTES, CopyRules, Figures, Plan, make_plan, reading_bytes
+from ckpt_tools.planning.plan import REMOTE_BYTES, CopyLimits, Plan, PlanFigures, estimate_reading_bytes, make_plan
 from ckpt_tools.reading.checkpoint import case_of, own_keys, recipe_step
 from ckpt_tools.reading.model_files import (
     ModelFiles,
@@ -51,19 +51,19 @@ from ckpt_tools.reading.model_files import (
 )
 from ckpt_tools.runs.opening import likeness, named, read_checkpoint
 from ckpt_tools.signals import defer_signals
-from ckpt_tools.stores.destination import Claim, Place
+from ckpt_tools.stores.destination import Claim, OutputLocation
 from ckpt_tools.stores.marker_files import DIGESTS_SUFFIX
-from ckpt_tools.stores.output_form import SingleFile
-from ckpt_tools.stores.present import NOTHING, already_exists
+from ckpt_tools.stores.output_form import SingleFileForm
+from ckpt_tools.stores.present import NO_FILES, already_exists_error
 from ckpt_tools.stores.source import Source, Store
 from ckpt_tools.stores.urls import (
     StorageOptions,
-    check_apart,
-    check_ending,
+    check_destination_suffix,
+    check_not_nested,
     check_storage_options,
-    implied_format,
+    find_format_by_suffix,
     is_remote,
-    open_place,
+    open_output_location,
     open_source,
 )
 from ckpt_tools.trainers.transformers import ADAPTER
@@ -186,7 +186,7 @@ class PreparedConversion:
     store: Store
     plan: Plan
     report: PlanReport
-    place: Place
+    place: OutputLocation
     output_read_options: ReadOptions = field(default_factory=ReadOptions)
     """Options for reading the output, if it has the tree of a source that was read with them."""
     format_loading_code: Callable[[], str] = str
@@ -206,7 +206,7 @@ class _Opened:
     source: Source
     manifest: Manifest
     merge: MergeStep | None
-    place: Place
+    place: OutputLocation
     writer: Format
 
     @property
@@ -264,7 +264,7 @@ def _choose_worker_pool(request: ConvertRequest) -> WorkerPool:
 
     urls = (request.src, request.dst, request.config, request.like, request.adapter)
     check_storage_options(request.storage_options, *urls)
-    return WorkerPool.choose(request.runner, request.address, request.workers, request.src, request.dst)
+    return WorkerPool.choose_for_urls(request.runner, request.address, request.workers, request.src, request.dst)
 
 
 def prepare_conversion(request: ConvertRequest, pool: WorkerPool) -> PreparedConversion:
@@ -277,7 +277,7 @@ def prepare_conversion(request: ConvertRequest, pool: WorkerPool) -> PreparedCon
     edited = _edit_manifest(opened)
     laid_out = _lay_out_files(opened, edited)
     plan = _plan_tasks(opened, laid_out, pool)
-    figures = plan.figures()
+    figures = plan.compute_figures()
     _check_written_tensors(opened, edited, laid_out, select_written_tensors(plan.manifest, figures))
     replaced_sizes = find_replaced_files(opened.place, plan.layout, request)
     source_format, target_format = opened.manifest.format, opened.writer.name
@@ -304,7 +304,7 @@ def prepare_conversion(request: ConvertRequest, pool: WorkerPool) -> PreparedCon
 def _open_source_and_target(request: ConvertRequest) -> _Opened:
     """Read the source, and choose the writer."""
     storage_options = request.storage_options
-    src, place = named(request.src, storage_options), open_place(request.dst, storage_options)
+    src, place = named(request.src, storage_options), open_output_location(request.dst, storage_options)
     writer = _choose_requested_writer(request, place.name)
     reads_weights_only = request.adapter is not None or (
         writer is not None and not _is_whole_state_written(request, writer)
@@ -313,7 +313,7 @@ def _open_source_and_target(request: ConvertRequest) -> _Opened:
     source, manifest = read_checkpoint(
         src, read_options, format_name=request.from_, storage_options=storage_options, step_by_name=True
     )
-    check_apart(src, request.dst, storage_options)
+    check_not_nested(src, request.dst, storage_options)
     merge, source, request = _prepare_lora_merge(request, src, source, manifest)
     writer = writer or _choose_source_writer(request, manifest, place.name)
     if (
@@ -343,7 +343,7 @@ def _is_whole_state_written(options: ConvertOptions, writer: Format) -> bool:
 def _choose_requested_writer(request: ConvertRequest, destination_name: str) -> Format | None:
     """The writer of the format that the user names, or that ``destination_name`` implies; with ``like`` that of
     folders for ``from_pretrained``. None if it is the source's own format."""
-    is_format_given = request.to is not None or implied_format(destination_name) is not None
+    is_format_given = request.to is not None or find_format_by_suffix(destination_name) is not None
     if request.keeps_format or (request.adapter is not None and not is_format_given):
         return None
     return _find_writer(
@@ -352,8 +352,8 @@ def _choose_requested_writer(request: ConvertRequest, destination_name: str) -> 
 
 
 def _find_writer(to: str | None, destination_name: str) -> Format:
-    check_ending(destination_name, to)
-    implied = implied_format(destination_name)
+    check_destination_suffix(destination_name, to)
+    implied = find_format_by_suffix(destination_name)
     if to is None and implied is None:
         raise UsageError(
             f"choose a format with {format_option('to')}: {format_with_aliases('to', get_args(WrittenFormat))}"
@@ -388,7 +388,7 @@ def _prepare_lora_merge(
     from ckpt_tools.reading.naming import way_to_live
 
     storage_options = request.storage_options
-    check_apart(request.adapter, request.dst, storage_options)
+    check_not_nested(request.adapter, request.dst, storage_options)
     opened_adapter = open_adapter(
         request, *read_checkpoint(request.adapter, ReadOptions(), storage_options=storage_options), source.store
     )
@@ -436,9 +436,9 @@ def _edit_manifest(opened: _Opened) -> _Edited:
         manifest, notes = transforms.drop_values(manifest, target_name=writer.name)
         manifest = replace(manifest, notes=(*manifest.notes, *notes))
     if recipe is not None or opened.merge is not None or like is not None:
-        from ckpt_tools.transfer.computing import with_made_files
+        from ckpt_tools.transfer.computing import add_generated_files
 
-        source = replace(source, store=with_made_files(source.store, manifest))
+        source = replace(source, store=add_generated_files(source.store, manifest))
     _check_dtypes(manifest, writer)
     return _Edited(source, manifest, applied, recipe, like)
 
@@ -611,28 +611,28 @@ def _plan_tasks(opened: _Opened, laid_out: _LaidOut, pool: WorkerPool) -> Plan:
         memory_bytes=request.memory_bytes,
         num_workers=pool.workers_per_process,
         is_limit=request.memory is not None,
-        wanted_bytes=_choose_task_bytes(place, layout),
-        reading_bytes=reading_bytes(opened.manifest),
+        required_task_bytes=_choose_task_bytes(place, layout),
+        reading_bytes=estimate_reading_bytes(opened.manifest),
         remote_bytes=estimate_client_bytes(opened.src, request.dst, request.adapter or request.dst),
-        copies=_find_copy_rules(laid_out.source, place),
+        copy_limits=_find_copy_rules(laid_out.source, place),
     )
 
 
-def _choose_task_bytes(place: Place, layout: Layout) -> int:
+def _choose_task_bytes(place: OutputLocation, layout: Layout) -> int:
     """The size of tasks that the place asks for; files made one by one are not made for a place that does not care."""
-    if place.parts.max_parts is None:
-        return place.parts.wanted_bytes(0)
-    return place.parts.wanted_bytes(max((file.size_bytes for file in layout.files), default=0))
+    if place.part_rules.max_parts is None:
+        return place.part_rules.required_task_bytes(0)
+    return place.part_rules.required_task_bytes(max((file.size_bytes for file in layout.files), default=0))
 
 
-def _find_copy_rules(source: Source, place: Place) -> CopyRules | None:
+def _find_copy_rules(source: Source, place: OutputLocation) -> CopyLimits | None:
     """Rules for cutting files whose ranges the destination's service can copy from the source; None if it cannot."""
-    part_rules, store = place.parts, source.store
-    if part_rules.copying is None or part_rules.max_parts is None:
+    part_rules, store = place.part_rules, source.store
+    if part_rules.server_copy_rules is None or part_rules.max_parts is None:
         return None
-    source_location = next((store.locate(path) for path in source.files), None)
-    is_same_service = source_location is not None and source_location.service == part_rules.copying.service
-    return CopyRules(part_rules.copying.min_bytes, part_rules.max_parts) if is_same_service else None
+    source_location = next((store.find_copy_source(path) for path in source.files), None)
+    is_same_service = source_location is not None and source_location.service == part_rules.server_copy_rules.service
+    return CopyLimits(part_rules.server_copy_rules.min_bytes, part_rules.max_parts) if is_same_service else None
 
 
 def estimate_client_bytes(*urls: str | Path) -> int:
@@ -699,7 +699,7 @@ def _log_plan(report: PlanReport) -> None:
         log_info("notes", f"{note.outcome.value}: {note.what} ({note.why})")
 
 
-def select_written_tensors(manifest: Manifest, figures: Figures) -> Mapping[StateKey, TensorEntry]:
+def select_written_tensors(manifest: Manifest, figures: PlanFigures) -> Mapping[StateKey, TensorEntry]:
     """The tensors whose elements a layout writes. A weight can be written as its fp32 master alone, and a number
     of an optimizer's state as a value with the tensors of that state."""
     stored_keys = figures.tensors
@@ -718,7 +718,7 @@ def select_written_tensors(manifest: Manifest, figures: Figures) -> Mapping[Stat
 
 
 def build_plan_report(
-    plan: Plan, figures: Figures, source_format: str, target_format: str, replaced_sizes: Mapping[str, int]
+    plan: Plan, figures: PlanFigures, source_format: str, target_format: str, replaced_sizes: Mapping[str, int]
 ) -> PlanReport:
     """The plan in figures, without notes. ``replaced_sizes`` are files that are there now, names and sizes."""
     tensors = select_written_tensors(plan.manifest, figures)
@@ -746,7 +746,7 @@ def write_destination(prepared: PreparedConversion, pool: WorkerPool) -> Convert
         DifferenceError: tensors that become one differ; nothing was written.
     """
     # A plan alone moves nothing, and needs none of these.
-    from ckpt_tools.transfer.execute import execute
+    from ckpt_tools.transfer.execute import execute_plan
     from ckpt_tools.transfer.journal import JournalPolicy
     from ckpt_tools.transfer.runners.threads import ThreadRunner
 
@@ -758,29 +758,31 @@ def write_destination(prepared: PreparedConversion, pool: WorkerPool) -> Convert
         and prepared.source_manifest is not None
         and any(key.slot == MASTER for key in prepared.source_manifest.tensors)
     ):
-        from ckpt_tools.transfer.copies import note_of_copies
+        from ckpt_tools.transfer.copies import note_differing_copies
 
-        notes = note_of_copies(prepared.source_manifest, prepared.store, prepared.written_copy_text, is_sample=True)
+        notes = note_differing_copies(
+            prepared.source_manifest, prepared.store, prepared.written_copy_text, is_sample=True
+        )
         report = replace(report, notes=merge_notes((*report.notes, *notes)))
     if plan.manifest.must_equal:
-        from ckpt_tools.transfer.equality import check_equal
+        from ckpt_tools.transfer.equality import check_required_equal
 
-        check_equal(plan.manifest, prepared.store)
+        check_required_equal(plan.manifest, prepared.store)
     on_progress = request.on_progress or ignore_progress
     journal_policy = JournalPolicy(keeps_output=request.resume)
     claim_context = prepared.place.claim(
         overwrite=request.overwrite, resume=journal_policy.keeps_output, fsync=request.fsync
     )
     with (
-        pool.connected(),
+        pool.connect_runner(),
         claim_context as claim,
-        pool.start(plan, prepared.store, claim.destination) as (runner, board),
+        pool.start_runner(plan, prepared.store, claim.destination) as (runner, board),
     ):
         meter = ProgressMeter(on_progress, report.bytes_written)
         threads = ThreadRunner(plan.num_workers)
         journal = journal_policy.open(claim.log, plan, prepared.store, claim.destination, threads)
-        with journal_policy.noting(journal):
-            result = execute(
+        with journal_policy.preserve_output_on_error(journal):
+            result = execute_plan(
                 plan,
                 prepared.store,
                 claim.destination,
@@ -789,11 +791,13 @@ def write_destination(prepared: PreparedConversion, pool: WorkerPool) -> Convert
                 history=journal,
                 board=board,
             )
-            journal_policy.all_written(journal, is_replacing=bool(report.removed_files))
+            journal_policy.flush_before_publishing(journal, is_replacing=bool(report.removed_files))
             digests = _open_output_digests(prepared, claim, on_progress) if request.checksum else None
             staged_digest_files = [] if digests is None else digests.write_staged_list()
             with defer_signals():
-                claim.publish([*staged_digest_files, *(file.path for file in plan.layout.files)], report.removed_files)
+                claim.publish_files(
+                    [*staged_digest_files, *(file.path for file in plan.layout.files)], report.removed_files
+                )
         digests_url = None if digests is None else digests.publish_list(staged_digest_files)
     return ConvertReport(
         report,
@@ -822,7 +826,7 @@ def _open_output_digests(prepared: PreparedConversion, claim: Claim, on_progress
     )
 
 
-def find_replaced_files(place: Place, layout: Layout, request: ConvertRequest) -> Mapping[str, int]:
+def find_replaced_files(place: OutputLocation, layout: Layout, request: ConvertRequest) -> Mapping[str, int]:
     """The files at the destination that the output replaces: one checkpoint, and the digests beside it.
 
     Raises:
@@ -833,8 +837,8 @@ def find_replaced_files(place: Place, layout: Layout, request: ConvertRequest) -
     if not request.overwrite:
         place.check_free(overwrite=False)
         if digests_url is not None:
-            raise already_exists(digests_url) if request.checksum else _stale_digests_error(digests_url)
-        return NOTHING
+            raise already_exists_error(digests_url) if request.checksum else _stale_digests_error(digests_url)
+        return NO_FILES
     from ckpt_tools.verification.digest_files import check_replaceable_list
     from ckpt_tools.verification.replacing import list_replaced_files
 
@@ -843,13 +847,16 @@ def find_replaced_files(place: Place, layout: Layout, request: ConvertRequest) -
         return replaced_sizes
     if not request.checksum:
         raise _stale_digests_error(digests_url)
-    return {**replaced_sizes, **check_replaceable_list(open_place(digests_url, request.storage_options))}
+    return {**replaced_sizes, **check_replaceable_list(open_output_location(digests_url, request.storage_options))}
 
 
-def _find_sibling_digests(place: Place, storage_options: StorageOptions) -> str | None:
+def _find_sibling_digests(place: OutputLocation, storage_options: StorageOptions) -> str | None:
     """URL of the list of digests beside a destination that is one file, if there is one: it describes the old file."""
     url = place.url + DIGESTS_SUFFIX
-    exists = isinstance(place.form, SingleFile) and open_place(url, storage_options).as_file().present() is not None
+    exists = (
+        isinstance(place.form, SingleFileForm)
+        and open_output_location(url, storage_options).as_single_file().list_contents() is not None
+    )
     return url if exists else None
 
 

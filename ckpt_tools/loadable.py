@@ -28,9 +28,15 @@ from ckpt_tools.serialization.loadable import LeftOut, LoadableValue, Replaced, 
 from ckpt_tools.serialization.pickle.dump import dumps_with_storages
 from ckpt_tools.serialization.torch_archive import TorchArchive
 from ckpt_tools.serialization.torch_zip import make_archive_segments, open_archive
-from ckpt_tools.stores.destination import Place
+from ckpt_tools.stores.destination import OutputLocation
 from ckpt_tools.stores.source import Source
-from ckpt_tools.stores.urls import check_apart, check_storage_options, implied_format, open_place, open_source
+from ckpt_tools.stores.urls import (
+    check_not_nested,
+    check_storage_options,
+    find_format_by_suffix,
+    open_output_location,
+    open_source,
+)
 from ckpt_tools.transfer.workers import WorkerPool
 
 TORCH_FORMAT = "torch"
@@ -57,15 +63,15 @@ def rewrite_as_loadable(request: ConvertRequest) -> LoadableReport:
     """
     src, dst, storage_options = request.src, request.dst, request.storage_options
     check_storage_options(storage_options, src, dst)
-    place = open_place(dst, storage_options)
-    if implied_format(place.name) != TORCH_FORMAT:
+    place = open_output_location(dst, storage_options)
+    if find_format_by_suffix(place.name) != TORCH_FORMAT:
         raise UsageError(f"{place.name}: name a file that ends in .pt, .pth or .bin")
     source = open_source(src, storage_options)
     archive = _open_torch_file(source, src)
-    check_apart(src, dst, storage_options)
+    check_not_nested(src, dst, storage_options)
     loadable_file = _replace_disallowed_objects(archive, strict=request.strict)
     manifest, layout = _build_manifest_and_layout(loadable_file.value, archive, place)
-    pool = WorkerPool.choose("threads", None, None, src, dst)
+    pool = WorkerPool.choose_for_urls("threads", None, None, src, dst)
     plan = make_plan(
         manifest,
         layout,
@@ -73,10 +79,10 @@ def rewrite_as_loadable(request: ConvertRequest) -> LoadableReport:
         num_workers=pool.workers_per_process,
         is_limit=False,
         remote_bytes=estimate_client_bytes(src, dst),
-        wanted_bytes=place.parts.wanted_bytes(layout.size_bytes),
+        required_task_bytes=place.part_rules.required_task_bytes(layout.size_bytes),
     )
     replaced_sizes = find_replaced_files(place, layout, request)
-    planned_report = build_plan_report(plan, plan.figures(), TORCH_FORMAT, TORCH_FORMAT, replaced_sizes)
+    planned_report = build_plan_report(plan, plan.compute_figures(), TORCH_FORMAT, TORCH_FORMAT, replaced_sizes)
     report = write_destination(PreparedConversion(request, source.store, plan, planned_report, place), pool)
     return LoadableReport(
         str(src),
@@ -111,7 +117,7 @@ def _replace_disallowed_objects(archive: TorchArchive, *, strict: bool) -> Loada
     return loadable_file
 
 
-def _build_manifest_and_layout(value: Value, archive: TorchArchive, place: Place) -> tuple[Manifest, Layout]:
+def _build_manifest_and_layout(value: Value, archive: TorchArchive, place: OutputLocation) -> tuple[Manifest, Layout]:
     """The storages that ``value`` uses, as tensors of one dim, and the file that holds them with ``value``."""
     storages = dumps_with_storages(value)[1]
     if not storages and archive.storages:

@@ -15,37 +15,45 @@ from operator import attrgetter
 
 from ckpt_tools.core.dtypes import SPARE_BYTES
 
-Run = tuple[int, int]
+StoredRun = tuple[int, int]
 """Bytes ``[start, stop)`` of a file."""
 
-Whole = Callable[[int], int]
+FloorToBoundary = Callable[[int], int]
 """The last position at or before one at which the file may be cut."""
 
 
-def smallest_limit(least: int) -> int:
-    """Largest part size needed, so that every run of at least ``least`` bytes can be cut into parts of at least that
-    size."""
-    return 2 * (least + SPARE_BYTES)
+def min_part_limit(min_bytes: int) -> int:
+    """Largest part size needed, so that every run of at least ``min_bytes`` bytes can be cut into parts of at least
+    that size."""
+    return 2 * (min_bytes + SPARE_BYTES)
 
 
-def cut_at_stored_ranges(size: int, runs: Iterable[Run], *, least: int, most: int, whole: Whole) -> list[int]:
+def cut_at_stored_ranges(
+    size: int, runs: Iterable[StoredRun], *, min_bytes: int, max_bytes: int, floor_to_boundary: FloorToBoundary
+) -> list[int]:
     """Ends of the parts of a file of ``size`` bytes, with most of its bytes in parts that lie within one run.
 
-    ``runs`` do not overlap, are in order, and begin and end where the file may be cut. Every part has at most ``most``
-    bytes, and all but the last at least ``least``. An empty file has one empty part.
+    ``runs`` do not overlap, are in order, and begin and end where the file may be cut. Every part has at most
+    ``max_bytes`` bytes, and all but the last at least ``min_bytes``. An empty file has one empty part.
     """
-    assert most >= smallest_limit(least), "parts of such sizes do not fill every range"
-    found: list[int] = []
-    kept = _kept((run for run in runs if run[1] - run[0] >= least), least, whole)
-    for start, stop in pairwise(sorted({0, size}.union(*kept))):
-        found += _cut(start, stop, least, most, whole)
-    return found or [0]
+    assert max_bytes >= min_part_limit(min_bytes), "parts of such sizes do not fill every range"
+    part_ends: list[int] = []
+    copied_runs = _choose_copied_runs(
+        (run for run in runs if run[1] - run[0] >= min_bytes), min_bytes, floor_to_boundary
+    )
+    for start, stop in pairwise(sorted({0, size}.union(*copied_runs))):
+        part_ends += _iter_part_ends(start, stop, min_bytes, max_bytes, floor_to_boundary)
+    return part_ends or [0]
 
 
-def _cut(start: int, stop: int, least: int, most: int, whole: Whole) -> Iterator[int]:
+def _iter_part_ends(
+    start: int, stop: int, min_bytes: int, max_bytes: int, floor_to_boundary: FloorToBoundary
+) -> Iterator[int]:
     """The ends of as few parts as can be; halves, where the largest would leave too little."""
-    while (left := stop - start) > most:
-        start = whole(start + (most if left >= most + least + SPARE_BYTES else left // 2))
+    while (bytes_left := stop - start) > max_bytes:
+        start = floor_to_boundary(
+            start + (max_bytes if bytes_left >= max_bytes + min_bytes + SPARE_BYTES else bytes_left // 2)
+        )
         yield start
     yield stop
 
@@ -55,42 +63,48 @@ class _RunSelection:
     """Runs to be copied, shortened so that nothing between two of them is too small; the last one first."""
 
     copied: int
-    last: Run
-    before: _RunSelection | None = None
+    last_run: StoredRun
+    previous: _RunSelection | None = None
 
-    def runs(self) -> Iterator[Run]:
+    def iter_runs(self) -> Iterator[StoredRun]:
         chain: _RunSelection | None = self
         while chain is not None:
-            yield chain.last
-            chain = chain.before
+            yield chain.last_run
+            chain = chain.previous
 
-    def joined(self, run: Run, least: int, whole: Whole) -> _RunSelection | None:
+    def try_add_run(self, run: StoredRun, min_bytes: int, floor_to_boundary: FloorToBoundary) -> _RunSelection | None:
         """With one more run, where what lies between can be made large enough: first of what this chain's last can
         spare, since no later one may have it."""
-        stop, (first, end) = self.last[1], run
-        lacking = max(0, least - (first - stop)) if first > stop else 0
-        given = min(lacking, _room(self.last, least))
-        if lacking - given > _room(run, least):
+        stop, (first, end) = self.last_run[1], run
+        missing_bytes = max(0, min_bytes - (first - stop)) if first > stop else 0
+        from_last_run = min(missing_bytes, _spare_bytes(self.last_run, min_bytes))
+        if missing_bytes - from_last_run > _spare_bytes(run, min_bytes):
             return None
-        end_here = whole(stop - given) if given else stop
-        shortened = _RunSelection(self.copied - (stop - end_here), (self.last[0], end_here), self.before)
-        if lacking > given:
-            first = whole(first + lacking - given + SPARE_BYTES)
+        last_run_end = floor_to_boundary(stop - from_last_run) if from_last_run else stop
+        shortened = _RunSelection(self.copied - (stop - last_run_end), (self.last_run[0], last_run_end), self.previous)
+        if missing_bytes > from_last_run:
+            first = floor_to_boundary(first + missing_bytes - from_last_run + SPARE_BYTES)
         return _RunSelection(shortened.copied + end - first, (first, end), shortened)
 
 
-def _room(run: Run, least: int) -> int:
+def _spare_bytes(run: StoredRun, min_bytes: int) -> int:
     """Bytes that the run can spare, wherever it is cut."""
-    return max(0, run[1] - run[0] - least - SPARE_BYTES)
+    return max(0, run[1] - run[0] - min_bytes - SPARE_BYTES)
 
 
-def _kept(runs: Iterable[Run], least: int, whole: Whole) -> list[Run]:
+def _choose_copied_runs(
+    runs: Iterable[StoredRun], min_bytes: int, floor_to_boundary: FloorToBoundary
+) -> list[StoredRun]:
     """The runs to be copied, as ``_RunSelection`` has them: for each that is taken or given up, the better
     way to come there."""
-    best = without = _RunSelection(0, (0, 0))
-    taken: _RunSelection | None = None
+    best = best_without_last = _RunSelection(0, (0, 0))
+    best_with_last: _RunSelection | None = None
     for run in runs:
-        ways = (chain.joined(run, least, whole) for chain in (without, taken) if chain is not None)
-        without, taken = best, max(filter(None, ways), key=attrgetter("copied"), default=None)
-        best = max(filter(None, (without, taken)), key=attrgetter("copied"))
-    return list(best.runs())
+        extensions = (
+            chain.try_add_run(run, min_bytes, floor_to_boundary)
+            for chain in (best_without_last, best_with_last)
+            if chain is not None
+        )
+        best_without_last, best_with_last = best, max(filter(None, extensions), key=attrgetter("copied"), default=None)
+        best = max(filter(None, (best_without_last, best_with_last)), key=attrgetter("copied"))
+    return list(best.iter_runs())

@@ -25,8 +25,8 @@ from ckpt_tools.core.shards import ByteRange, FlatIndex, Framing, ShardTable
 
 @dataclass(frozen=True, slots=True)
 class FlatHit:
-    """Elements ``[start, stop)`` of the ``numel`` of one stored piece, which belong at element ``into`` of the
-    destination and after it."""
+    """Elements ``[start, stop)`` of the ``numel`` of one stored piece, which belong at element ``destination_start``
+    of the destination and after it."""
 
     at: ByteRange
     framing: Framing
@@ -34,7 +34,7 @@ class FlatHit:
     numel: int
     start: int
     stop: int
-    into: int
+    destination_start: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +53,15 @@ class BoxHit:
     extents: Shape
     start: int
     strides: Shape
-    into: int
-    into_strides: Shape
+    destination_start: int
+    destination_strides: Shape
     shape: Shape | None = None
 
 
 Hit = FlatHit | BoxHit
 
 
-def hits(table: ShardTable, box: Box, shape: Shape, start: int, stop: int) -> Sequence[Hit]:
+def find_hits(table: ShardTable, box: Box, shape: Shape, start: int, stop: int) -> Sequence[Hit]:
     """Stored pieces of the elements ``[start, stop)`` of the row-major order of ``box``.
 
     ``shape`` is the geometry of ``box``, which need not be that of ``table``. The hits together are exactly those
@@ -71,117 +71,125 @@ def hits(table: ShardTable, box: Box, shape: Shape, start: int, stop: int) -> Se
         return []
     if table.flat_index is not None and is_contiguous(box, shape):
         first, _ = box_to_interval(box, shape)
-        return _flat_hits(table, table.flat_index, first + start, first + stop)
-    return _box_hits(table, box, shape, start, stop)
+        return _find_flat_hits(table, table.flat_index, first + start, first + stop)
+    return _find_box_hits(table, box, shape, start, stop)
 
 
-def _flat_hits(table: ShardTable, flat: FlatIndex, start: int, stop: int) -> list[FlatHit]:
+def _find_flat_hits(table: ShardTable, flat: FlatIndex, start: int, stop: int) -> list[FlatHit]:
     """The fast path: intervals against intervals, one binary search."""
-    found = []
+    flat_hits = []
     for row, lower, upper in zip(*(column.tolist() for column in flat.select_overlapping(start, stop)), strict=True):
         lo, hi = max(start, lower), min(stop, upper)
         framing, numel, first = table.get_item_framing(row)
         first -= lower
-        found.append(
+        flat_hits.append(
             FlatHit(table.get_byte_range(row), framing, table.dtype, numel, first + lo, first + hi, lo - start)
         )
-    return found
+    return flat_hits
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
-    """A box of a tensor, whose first element belongs at element ``into`` of the destination, with strides there."""
+class _PlacedBox:
+    """A box of a tensor, whose first element belongs at element ``destination_start`` of the destination, with strides
+    there."""
 
     box: Box
-    into: int
+    destination_start: int
     strides: Shape
 
 
-def _box_hits(table: ShardTable, box: Box, shape: Shape, start: int, stop: int) -> list[BoxHit]:
-    table, blocks = _common_geometry(table, box, shape, start, stop)
-    return [hit for block in blocks for hit in _hits_of_block(table, block)]
+def _find_box_hits(table: ShardTable, box: Box, shape: Shape, start: int, stop: int) -> list[BoxHit]:
+    table, blocks = _to_common_geometry(table, box, shape, start, stop)
+    return [hit for block in blocks for hit in _find_block_hits(table, block)]
 
 
-def _hits_of_block(table: ShardTable, block: _Block) -> Iterator[BoxHit]:
+def _find_block_hits(table: ShardTable, block: _PlacedBox) -> Iterator[BoxHit]:
     lower = np.maximum(table.starts, np.array(block.box.start, np.int64))
     upper = np.minimum(table.stops, np.array(block.box.stop, np.int64))
     for row in np.flatnonzero((upper > lower).all(axis=1)).tolist():
-        first, extents = tuple(lower[row].tolist()), tuple((upper[row] - lower[row]).tolist())
-        framing, numel, inner = table.get_item_framing(row)
-        piece, strides = table.get_box(row), table.get_strides(row)
+        start_index, extents = tuple(lower[row].tolist()), tuple((upper[row] - lower[row]).tolist())
+        framing, numel, item_start = table.get_item_framing(row)
+        shard_box, strides = table.get_box(row), table.get_strides(row)
         yield BoxHit(
             at=table.get_byte_range(row),
             framing=framing,
             dtype=table.dtype,
             numel=numel,
             extents=extents,
-            start=inner + _distance(piece.start, first, strides),
+            start=item_start + _element_distance(shard_box.start, start_index, strides),
             strides=strides,
-            into=block.into + _distance(block.box.start, first, block.strides),
-            into_strides=block.strides,
-            shape=piece.shape if table.inner is None else None,
+            destination_start=block.destination_start + _element_distance(block.box.start, start_index, block.strides),
+            destination_strides=block.strides,
+            shape=shard_box.shape if table.inner is None else None,
         )
 
 
-def _distance(origin: Shape, index: Shape, strides: Shape) -> int:
+def _element_distance(origin: Shape, index: Shape, strides: Shape) -> int:
     """Elements from ``origin`` to ``index``."""
     return sum((at - base) * stride for base, at, stride in zip(origin, index, strides, strict=True))
 
 
-def _common_geometry(
+def _to_common_geometry(
     table: ShardTable, box: Box, shape: Shape, start: int, stop: int
-) -> tuple[ShardTable, list[_Block]]:
+) -> tuple[ShardTable, list[_PlacedBox]]:
     """Table and wanted elements in one geometry: the tensor's own where that of the table is a flattening, else the
     table's."""
     assert prod(table.shape) == prod(shape), "two geometries of one tensor"
     if table.shape != shape and len(shape) <= 1:
         first, _ = box_to_interval(box, shape)
-        return table, list(_blocks(interval_to_boxes(first + start, first + stop, table.shape)))
-    blocks = list(_blocks(part.shift(box.start) for part in interval_to_boxes(start, stop, box.shape)))
+        return table, list(_iter_blocks(interval_to_boxes(first + start, first + stop, table.shape)))
+    blocks = list(_iter_blocks(part.shift(box.start) for part in interval_to_boxes(start, stop, box.shape)))
     if table.shape == shape:
         return table, blocks
     if len(table.shape) == 1:
-        return _unfolded(table, shape, [block.box for block in blocks]), blocks
-    return table, [part for block in blocks for part in _with_split_dims(block, shape, table.shape)]
+        return _unflatten_near(table, shape, [block.box for block in blocks]), blocks
+    return table, [part for block in blocks for part in _split_block_dims(block, shape, table.shape)]
 
 
-def _blocks(boxes: Iterator[Box] | Sequence[Box]) -> Iterator[_Block]:
+def _iter_blocks(boxes: Iterator[Box] | Sequence[Box]) -> Iterator[_PlacedBox]:
     """Boxes whose elements follow one another in the destination, each row-major."""
-    into = 0
+    destination_start = 0
     for box in boxes:
-        yield _Block(box, into, contiguous_strides(box.shape))
-        into += box.numel
+        yield _PlacedBox(box, destination_start, contiguous_strides(box.shape))
+        destination_start += box.numel
 
 
-def _with_split_dims(block: _Block, shape: Shape, finer: Shape) -> Iterator[_Block]:
-    """A block of a tensor of ``shape`` as blocks in ``finer``, whose dims split those of ``shape``."""
+def _split_block_dims(block: _PlacedBox, shape: Shape, finer_shape: Shape) -> Iterator[_PlacedBox]:
+    """A block of a tensor of ``shape`` as blocks in ``finer_shape``, whose dims split those of ``shape``."""
     if is_contiguous(block.box, shape):
         interval = box_to_interval(block.box, shape)
-        yield from (replace(part, into=block.into + part.into) for part in _blocks(interval_to_boxes(*interval, finer)))
-        return
-    along = [
-        [
-            (part.box, block.strides[dim] * part.into, tuple(block.strides[dim] * stride for stride in part.strides))
-            for part in _blocks(interval_to_boxes(block.box.start[dim], block.box.stop[dim], finer[dims]))
-        ]
-        for dim, dims in enumerate(split_dims(shape, finer))
-    ]
-    tail = finer[sum(len(parts[0][2]) for parts in along) :]
-    for parts in product(*along):
-        box = Box(
-            (*(n for part in parts for n in part[0].start), *(0 for _ in tail)),
-            (*(n for part in parts for n in part[0].stop), *tail),
+        yield from (
+            replace(part, destination_start=block.destination_start + part.destination_start)
+            for part in _iter_blocks(interval_to_boxes(*interval, finer_shape))
         )
-        strides = (*(n for part in parts for n in part[2]), *(1 for _ in tail))
-        yield _Block(box, block.into + sum(part[1] for part in parts), strides)
+        return
+    parts_by_dim = [
+        [
+            (
+                part.box,
+                block.strides[dim] * part.destination_start,
+                tuple(block.strides[dim] * stride for stride in part.strides),
+            )
+            for part in _iter_blocks(interval_to_boxes(block.box.start[dim], block.box.stop[dim], finer_shape[dims]))
+        ]
+        for dim, dims in enumerate(split_dims(shape, finer_shape))
+    ]
+    trailing_dims = finer_shape[sum(len(parts[0][2]) for parts in parts_by_dim) :]
+    for parts in product(*parts_by_dim):
+        box = Box(
+            (*(n for part in parts for n in part[0].start), *(0 for _ in trailing_dims)),
+            (*(n for part in parts for n in part[0].stop), *trailing_dims),
+        )
+        strides = (*(n for part in parts for n in part[2]), *(1 for _ in trailing_dims))
+        yield _PlacedBox(box, block.destination_start + sum(part[1] for part in parts), strides)
 
 
-def _unfolded(table: ShardTable, shape: Shape, blocks: list[Box]) -> ShardTable:
+def _unflatten_near(table: ShardTable, shape: Shape, block_boxes: list[Box]) -> ShardTable:
     """The intervals near ``blocks``, a flattening, as boxes of ``shape``.
 
     Only those: of a parameter that 512 ranks share, a task needs a few, and unfolding them all costs it 15 ms.
     """
     assert table.flat_index is not None, "a flattening is made of intervals"
-    first = min(ravel_index(block.start, shape) for block in blocks)
-    last = max(ravel_index(tuple(stop - 1 for stop in block.stop), shape) for block in blocks)
-    return table.select_rows(table.flat_index.select_overlapping(first, last + 1).rows).unflatten(shape)
+    first_element = min(ravel_index(block.start, shape) for block in block_boxes)
+    last_element = max(ravel_index(tuple(stop - 1 for stop in block.stop), shape) for block in block_boxes)
+    return table.select_rows(table.flat_index.select_overlapping(first_element, last_element + 1).rows).unflatten(shape)

@@ -23,9 +23,9 @@ from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.shards import Framing
 from ckpt_tools.core.wording import format_count, format_size
 from ckpt_tools.errors import MemoryBudgetError
-from ckpt_tools.planning.cuts import cut_at_stored_ranges, smallest_limit
-from ckpt_tools.planning.hits import FlatHit, Hit, hits
-from ckpt_tools.planning.tasks import Task
+from ckpt_tools.planning.cuts import cut_at_stored_ranges, min_part_limit
+from ckpt_tools.planning.hits import FlatHit, Hit, find_hits
+from ckpt_tools.planning.tasks import TransferTask
 
 MAX_TASK_BYTES = 4 << 20
 """Measured on 2 cores, 4.49 GB: writes of 4 MiB 0.64 s, of 1 MiB 0.73 s, of 256 KiB 0.88 s; larger ones gain
@@ -66,7 +66,7 @@ MAX_SCRATCH_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class PlanFigures:
     """Figures of a plan: its files with their bytes, the tensors whose elements these hold, tensor bytes read from
     the source as they are stored there, and bytes written."""
 
@@ -78,7 +78,7 @@ class Figures:
 
 
 @dataclass(frozen=True, slots=True)
-class CopyRules:
+class CopyLimits:
     """Limits of a destination that copies ranges of the source's files itself: parts of at least ``min_bytes``, at most
     ``max_parts`` per file."""
 
@@ -86,9 +86,9 @@ class CopyRules:
     max_parts: int
 
     @property
-    def task_bytes(self) -> int:
+    def min_task_bytes(self) -> int:
         """The smallest limit of tasks with which they are cut where stored ranges begin and end."""
-        return smallest_limit(self.min_bytes)
+        return min_part_limit(self.min_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class Plan:
     num_workers: int
     reading_bytes: int = 0
     """The most memory that reading the manifest took."""
-    copies: CopyRules | None = None
+    copy_limits: CopyLimits | None = None
     """If given, files are cut where stored ranges begin and end."""
     remote_bytes: int = 0
     """Memory for reaching a remote store."""
@@ -110,54 +110,60 @@ class Plan:
     it."""
 
     def __post_init__(self) -> None:
-        assert self.copies is None or self.task_bytes >= self.copies.task_bytes, "tasks too small to be cut anywhere"
+        assert self.copy_limits is None or self.task_bytes >= self.copy_limits.min_task_bytes, (
+            "tasks too small to be cut anywhere"
+        )
 
-    def tasks(self) -> Iterator[Task]:
+    def iter_tasks(self) -> Iterator[TransferTask]:
         """Every task, files in order, each file from its start."""
         for number, file in enumerate(self.layout.files):
-            yield from _cut(number, self._ends(file.load_layout()))
+            yield from _make_tasks(number, self._task_ends(file.load_layout()))
 
-    def _ends(self, file: FileLayout) -> Iterable[int]:
-        found = (
-            None if self.copies is None else _ends_at_stored_ranges(self.manifest, file, self.task_bytes, self.copies)
+    def _task_ends(self, file: FileLayout) -> Iterable[int]:
+        stored_range_ends = (
+            None
+            if self.copy_limits is None
+            else _task_ends_at_stored_ranges(self.manifest, file, self.task_bytes, self.copy_limits)
         )
-        return found or _ends(file, self.task_bytes)
+        return stored_range_ends or _regular_task_ends(file, self.task_bytes)
 
-    def figures(self) -> Figures:
+    def compute_figures(self) -> PlanFigures:
         """Bytes moved, computed in one pass, because files made on demand are made once."""
-        stored = {key: self._stored_bytes(entry) for key, entry in self.manifest.tensors.items()}
+        stored_bytes = {key: self._stored_bytes_per_element(entry) for key, entry in self.manifest.tensors.items()}
         files: dict[str, int] = {}
         tensors: set[StateKey] = set()
         num_tasks, bytes_read = 0, 0.0
         for file in self.layout.files:
-            made = file.load_layout()
-            files[file.path] = made.size_bytes
-            tensors.update(segment.key for segment in made.segments if isinstance(segment, Payload))
-            num_tasks += sum(1 for _ in self._ends(made))
+            file_layout = file.load_layout()
+            files[file.path] = file_layout.size_bytes
+            tensors.update(segment.key for segment in file_layout.segments if isinstance(segment, Payload))
+            num_tasks += sum(1 for _ in self._task_ends(file_layout))
             bytes_read += sum(
-                num_bytes // segment.dtype.item_bytes * stored[segment.key]
-                for segment, num_bytes in zip(made.segments, map(sub, made.offsets[1:], made.offsets), strict=True)
+                num_bytes // segment.dtype.item_bytes * stored_bytes[segment.key]
+                for segment, num_bytes in zip(
+                    file_layout.segments, map(sub, file_layout.offsets[1:], file_layout.offsets), strict=True
+                )
                 if isinstance(segment, Payload)
             )
-        return Figures(files, frozenset(tensors), num_tasks, round(bytes_read), sum(files.values()))
+        return PlanFigures(files, frozenset(tensors), num_tasks, round(bytes_read), sum(files.values()))
 
-    def _stored_bytes(self, entry: TensorEntry) -> float:
+    def _stored_bytes_per_element(self, entry: TensorEntry) -> float:
         """Bytes that are read for an element. A tensor is computed whole or not at all."""
-        made = self.manifest.computed.get(entry.shards.files[0]) if entry.shards.files else None
-        return entry.shards.dtype.item_bytes * (1 if made is None else made.read_amplification)
+        computed_tensor = self.manifest.computed.get(entry.shards.files[0]) if entry.shards.files else None
+        return entry.shards.dtype.item_bytes * (1 if computed_tensor is None else computed_tensor.read_amplification)
 
     @property
     def scratch_bytes(self) -> int:
         """The most that a worker reads in one block to place it strided."""
-        return _scratch_bytes(self.task_bytes, self.is_strided)
+        return _estimate_scratch_bytes(self.task_bytes, self.is_strided)
 
     @property
     def peak_memory_bytes(self) -> int:
         """The most resident memory the conversion will take, start-up included."""
-        fixed = _fixed_bytes(self.manifest, self.layout, self.num_workers)
-        largest = max((file.size_bytes for file in self.layout.files), default=0)
-        buffers = _worker_bytes(min(self.task_bytes, largest), self.is_strided)
-        return self.remote_bytes + max(self.reading_bytes, fixed + self.num_workers * buffers)
+        fixed_bytes = _estimate_fixed_bytes(self.manifest, self.layout, self.num_workers)
+        largest_file = max((file.size_bytes for file in self.layout.files), default=0)
+        worker_bytes = _estimate_worker_bytes(min(self.task_bytes, largest_file), self.is_strided)
+        return self.remote_bytes + max(self.reading_bytes, fixed_bytes + self.num_workers * worker_bytes)
 
 
 def make_plan(
@@ -167,166 +173,190 @@ def make_plan(
     memory_bytes: int,
     num_workers: int,
     is_limit: bool = True,
-    wanted_bytes: int = 0,
+    required_task_bytes: int = 0,
     reading_bytes: int = 0,
     remote_bytes: int = 0,
-    copies: CopyRules | None = None,
+    copy_limits: CopyLimits | None = None,
 ) -> Plan:
     """The plan that fills ``layout`` from ``manifest`` within ``memory_bytes``; if these are not a limit, a checkpoint
     whose index alone needs more gets more.
 
-    Tasks are at least ``wanted_bytes`` large, where the place they are written to has them so, and as large as
-    ``copies`` needs where that fits. ``reading_bytes`` is the most that reading took, of the whole checkpoint of which
-    ``manifest`` may be a part. ``remote_bytes`` is what reaching the source or the destination takes.
+    Tasks are at least ``required_task_bytes`` large, where the place they are written to has them so, and as large as
+    ``copy_limits`` needs where that fits. ``reading_bytes`` is the most that reading took, of the whole checkpoint of
+    which ``manifest`` may be a part. ``remote_bytes`` is what reaching the source or the destination takes.
 
     Raises:
         MemoryBudgetError: not even the smallest tasks fit.
     """
-    fixed, is_strided = _fixed_bytes(manifest, layout, num_workers), _is_strided(manifest, layout)
+    fixed_bytes, is_strided = _estimate_fixed_bytes(manifest, layout, num_workers), _is_strided(manifest, layout)
 
-    def needed(task_bytes: int) -> int:
-        return remote_bytes + max(reading_bytes, fixed + num_workers * _worker_bytes(task_bytes, is_strided))
+    def needed_bytes(task_bytes: int) -> int:
+        return remote_bytes + max(
+            reading_bytes, fixed_bytes + num_workers * _estimate_worker_bytes(task_bytes, is_strided)
+        )
 
-    if copies is not None and is_limit and needed(copies.task_bytes) > memory_bytes:
-        copies = None
-    wanted_bytes = max(wanted_bytes, 0 if copies is None else copies.task_bytes)
-    smallest = max(MIN_TASK_BYTES, wanted_bytes)
+    if copy_limits is not None and is_limit and needed_bytes(copy_limits.min_task_bytes) > memory_bytes:
+        copy_limits = None
+    required_task_bytes = max(required_task_bytes, 0 if copy_limits is None else copy_limits.min_task_bytes)
+    smallest_task_bytes = max(MIN_TASK_BYTES, required_task_bytes)
     if not is_limit:
         # Tasks of full size: smaller ones would be a hundred million where there are terabytes to write.
-        memory_bytes = max(memory_bytes, needed(max(MAX_TASK_BYTES, smallest)))
-    if needed(smallest) > memory_bytes:
+        memory_bytes = max(memory_bytes, needed_bytes(max(MAX_TASK_BYTES, smallest_task_bytes)))
+    if needed_bytes(smallest_task_bytes) > memory_bytes:
         raise MemoryBudgetError(
-            f"this checkpoint needs at least {format_size(needed(smallest), at_least=True)} of memory with "
+            f"this checkpoint needs at least {format_size(needed_bytes(smallest_task_bytes), at_least=True)} of "
+            f"memory with "
             f"{format_count(num_workers, 'worker')}, and the budget is {format_size(memory_bytes)}; "
             f"raise {format_option('memory')} or lower {format_option('workers')}"
         )
-    fitting = (aligned for aligned in range(MAX_TASK_BYTES, 0, -MIN_TASK_BYTES) if needed(aligned) <= memory_bytes)
-    task_bytes = max(next(fitting, MIN_TASK_BYTES), wanted_bytes)
-    return Plan(manifest, layout, task_bytes, num_workers, reading_bytes, copies, remote_bytes, is_strided)
+    fitting_sizes = (
+        aligned for aligned in range(MAX_TASK_BYTES, 0, -MIN_TASK_BYTES) if needed_bytes(aligned) <= memory_bytes
+    )
+    task_bytes = max(next(fitting_sizes, MIN_TASK_BYTES), required_task_bytes)
+    return Plan(manifest, layout, task_bytes, num_workers, reading_bytes, copy_limits, remote_bytes, is_strided)
 
 
-def reading_bytes(manifest: Manifest) -> int:
+def estimate_reading_bytes(manifest: Manifest) -> int:
     """The most resident memory that reading ``manifest`` took, start-up included."""
     items = sum(len(e.shards) for e in manifest.tensors.values() if e.shards.framing is not Framing.RAW)
-    return _tables_bytes(manifest) + items * (BYTES_PER_ITEM - BYTES_PER_SHARD)
+    return _estimate_table_bytes(manifest) + items * (BYTES_PER_ITEM - BYTES_PER_SHARD)
 
 
-def _worker_bytes(task_bytes: int, is_strided: bool) -> int:
+def _estimate_worker_bytes(task_bytes: int, is_strided: bool) -> int:
     """A worker's output, the elements before a cast, and a block read to be placed strided."""
-    return task_bytes + min(task_bytes, MAX_CAST_BYTES) + _scratch_bytes(task_bytes, is_strided)
+    return task_bytes + min(task_bytes, MAX_CAST_BYTES) + _estimate_scratch_bytes(task_bytes, is_strided)
 
 
-def _scratch_bytes(task_bytes: int, is_strided: bool) -> int:
+def _estimate_scratch_bytes(task_bytes: int, is_strided: bool) -> int:
     return task_bytes if is_strided else min(task_bytes, MAX_SCRATCH_BYTES)
 
 
 def _is_strided(manifest: Manifest, layout: Layout) -> bool:
     """True if a stored piece, or one of the layout, is not an interval of its tensor's row-major order."""
-    lazy, there = _by_making(layout)
+    lazy_files, ready_files = _split_lazy_files(layout)
     return any(entry.shards.flat_index is None for entry in manifest.tensors.values()) or any(
         not is_contiguous(segment.box, segment.shape)
-        for file in (*there, *(file.load_layout() for file in _typical(lazy)))
+        for file in (*ready_files, *(file.load_layout() for file in _representative_files(lazy_files)))
         for segment in file.segments
         if isinstance(segment, Payload)
     )
 
 
-def _by_making(layout: Layout) -> tuple[list[LazyFile], list[FileLayout]]:
-    lazy = [file for file in layout.files if isinstance(file, LazyFile)]
-    return lazy, [file.load_layout() for file in layout.files if not isinstance(file, LazyFile)]
+def _split_lazy_files(layout: Layout) -> tuple[list[LazyFile], list[FileLayout]]:
+    lazy_files = [file for file in layout.files if isinstance(file, LazyFile)]
+    return lazy_files, [file.load_layout() for file in layout.files if not isinstance(file, LazyFile)]
 
 
-def _typical(lazy: Sequence[LazyFile]) -> Sequence[LazyFile]:
+def _representative_files(lazy_files: Sequence[LazyFile]) -> Sequence[LazyFile]:
     """Two that speak for all: those of the first and the last rank."""
-    return (*lazy[:1], *lazy[-1:])
+    return (*lazy_files[:1], *lazy_files[-1:])
 
 
-def _fixed_bytes(manifest: Manifest, layout: Layout, num_workers: int) -> int:
-    steps = manifest.computed_in_order
-    computing = num_workers * sum(max(each.working_bytes for each in computed.values()) for computed in steps)
-    return _tables_bytes(manifest) + _layout_bytes(layout) + manifest.decoding_bytes + computing
+def _estimate_fixed_bytes(manifest: Manifest, layout: Layout, num_workers: int) -> int:
+    computation_steps = manifest.computed_in_order
+    computing_bytes = num_workers * sum(
+        max(each.working_bytes for each in computed.values()) for computed in computation_steps
+    )
+    return _estimate_table_bytes(manifest) + _estimate_layout_bytes(layout) + manifest.decoding_bytes + computing_bytes
 
 
-def _tables_bytes(manifest: Manifest) -> int:
+def _estimate_table_bytes(manifest: Manifest) -> int:
     operands = [entry for each in manifest.computed.values() for entry in each.operands]
     entries = [*manifest.tensors.values(), *operands]
     num_shards = sum(len(entry.shards) for entry in entries)
     is_compressed = any(entry.shards.framing is Framing.ZSTD_ITEM for entry in entries)
-    streams = INFLATING_BYTES if is_compressed else 0
-    return BASE_BYTES + streams + BYTES_PER_SHARD * num_shards + BYTES_PER_TENSOR * len(entries)
+    stream_bytes = INFLATING_BYTES if is_compressed else 0
+    return BASE_BYTES + stream_bytes + BYTES_PER_SHARD * num_shards + BYTES_PER_TENSOR * len(entries)
 
 
-def _layout_bytes(layout: Layout) -> int:
+def _estimate_layout_bytes(layout: Layout) -> int:
     """Files that are there, and as many of those made on demand as are kept."""
-    lazy, there = _by_making(layout)
-    largest = max((_file_bytes(file.load_layout()) for file in _typical(lazy)), default=0)
-    return sum(_file_bytes(file) for file in there) + min(MAX_CACHED_LAYOUTS, len(lazy)) * largest
+    lazy_files, ready_files = _split_lazy_files(layout)
+    largest_file_bytes = max(
+        (_estimate_file_bytes(file.load_layout()) for file in _representative_files(lazy_files)), default=0
+    )
+    return (
+        sum(_estimate_file_bytes(file) for file in ready_files)
+        + min(MAX_CACHED_LAYOUTS, len(lazy_files)) * largest_file_bytes
+    )
 
 
-def _file_bytes(file: FileLayout) -> int:
+def _estimate_file_bytes(file: FileLayout) -> int:
     literals = {id(segment): len(segment.data) for segment in file.segments if isinstance(segment, Literal)}
     return BYTES_PER_SEGMENT * len(file.segments) + COPIES_OF_LITERALS * sum(literals.values())
 
 
-def _cut(number: int, ends: Iterable[int]) -> Iterator[Task]:
+def _make_tasks(file_index: int, ends: Iterable[int]) -> Iterator[TransferTask]:
     start = 0
-    for part, stop in enumerate(ends):
-        yield Task(number, part, start, stop)
+    for part_number, stop in enumerate(ends):
+        yield TransferTask(file_index, part_number, start, stop)
         start = stop
 
 
-def _ends(file: FileLayout, task_bytes: int) -> Iterator[int]:
+def _regular_task_ends(file: FileLayout, task_bytes: int) -> Iterator[int]:
     """Ends of tasks of at most ``task_bytes`` that never split an element or a checksum; an empty file has one empty
     task."""
     size, stop = file.size_bytes, 0
     while True:
-        stop = _whole_elements(file, min(stop + task_bytes, size))
+        stop = _floor_to_element(file, min(stop + task_bytes, size))
         yield stop
         if stop == size:
             return
 
 
-def _ends_at_stored_ranges(
-    manifest: Manifest, file: FileLayout, task_bytes: int, copies: CopyRules
+def _task_ends_at_stored_ranges(
+    manifest: Manifest, file: FileLayout, task_bytes: int, copy_limits: CopyLimits
 ) -> list[int] | None:
     """The same, where as much as can be lies in tasks that the destination copies; None where that is nothing, or they
     would be too many."""
-    runs = list(_stored_runs(manifest, file, copies.min_bytes))
-    if not runs:
+    stored_runs = list(_find_stored_runs(manifest, file, copy_limits.min_bytes))
+    if not stored_runs:
         return None
-    whole = partial(_whole_elements, file)
-    found = cut_at_stored_ranges(file.size_bytes, runs, least=copies.min_bytes, most=task_bytes, whole=whole)
-    return found if len(found) <= copies.max_parts else None
+    floor_to_boundary = partial(_floor_to_element, file)
+    part_ends = cut_at_stored_ranges(
+        file.size_bytes,
+        stored_runs,
+        min_bytes=copy_limits.min_bytes,
+        max_bytes=task_bytes,
+        floor_to_boundary=floor_to_boundary,
+    )
+    return part_ends if len(part_ends) <= copy_limits.max_parts else None
 
 
-def _stored_runs(manifest: Manifest, file: FileLayout, least: int) -> Iterator[tuple[int, int]]:
-    """Bytes of a file, in order, that are ``least`` or more and one range of one stored file; none where checksums of
-    them are written too.
+def _find_stored_runs(manifest: Manifest, file: FileLayout, min_bytes: int) -> Iterator[tuple[int, int]]:
+    """Bytes of a file, in order, that are ``min_bytes`` or more and one range of one stored file; none where checksums
+    of them are written too.
 
     Of torch's own items it is found when they are read whether they are stored in order, as all but a few are.
     """
     if any(isinstance(segment, Crc32) for segment in file.segments):
         return
     for offset, segment in zip(file.offsets, file.segments, strict=False):
-        if isinstance(segment, Payload) and segment.num_bytes >= least:
+        if isinstance(segment, Payload) and segment.num_bytes >= min_bytes:
             entry = manifest.tensors[segment.key]
-            item, table = segment.dtype.item_bytes, entry.shards
+            item_bytes, table = segment.dtype.item_bytes, entry.shards
             is_same = table.dtype is segment.dtype and not entry.plus
-            if is_same and int(table.numels.max()) * item >= least:
-                found = sorted(_contiguous(hits(table, segment.box, segment.shape, 0, segment.box.numel)))
-                yield from ((offset + a * item, offset + b * item) for a, b in found if (b - a) * item >= least)
+            if is_same and int(table.numels.max()) * item_bytes >= min_bytes:
+                element_ranges = sorted(
+                    _contiguous_ranges(find_hits(table, segment.box, segment.shape, 0, segment.box.numel))
+                )
+                yield from (
+                    (offset + a * item_bytes, offset + b * item_bytes)
+                    for a, b in element_ranges
+                    if (b - a) * item_bytes >= min_bytes
+                )
 
 
-def _contiguous(found: Sequence[Hit]) -> Iterator[tuple[int, int]]:
+def _contiguous_ranges(hits: Sequence[Hit]) -> Iterator[tuple[int, int]]:
     """The elements of the destination that each hit fills, where they are contiguous there and in its piece."""
-    for hit in found:
+    for hit in hits:
         if isinstance(hit, FlatHit):
-            yield hit.into, hit.into + hit.stop - hit.start
-        elif is_row_major(hit.extents, hit.strides) and is_row_major(hit.extents, hit.into_strides):
-            yield hit.into, hit.into + prod(hit.extents)
+            yield hit.destination_start, hit.destination_start + hit.stop - hit.start
+        elif is_row_major(hit.extents, hit.strides) and is_row_major(hit.extents, hit.destination_strides):
+            yield hit.destination_start, hit.destination_start + prod(hit.extents)
 
 
-def _whole_elements(file: FileLayout, stop: int) -> int:
+def _floor_to_element(file: FileLayout, stop: int) -> int:
     """The last boundary between elements at or before ``stop``."""
     index = bisect_right(file.offsets, stop) - 1
     segment = file.segments[index] if index < len(file.segments) else None

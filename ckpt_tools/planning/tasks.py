@@ -10,11 +10,11 @@ from ckpt_tools.core.layout import Crc32, FileLayout, Literal, Padding, Payload
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
-    """Bytes ``[start, stop)`` of the layout's file number ``file``, the part ``number`` of it, counted from 0."""
+class TransferTask:
+    """Bytes ``[start, stop)`` of the layout's file number ``file``, the part ``part_number`` of it, counted from 0."""
 
-    file: int
-    number: int
+    file_index: int
+    part_number: int
     start: int
     stop: int
 
@@ -24,7 +24,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class Fill:
+class FillBytes:
     """Known bytes at ``offset`` of a task."""
 
     offset: int
@@ -32,7 +32,7 @@ class Fill:
 
 
 @dataclass(frozen=True, slots=True)
-class Zeros:
+class FillZeros:
     """Padding, or bytes that are known later, at ``offset`` of a task."""
 
     offset: int
@@ -40,7 +40,7 @@ class Zeros:
 
 
 @dataclass(frozen=True, slots=True)
-class Gather:
+class GatherElements:
     """Elements ``[start, stop)`` of a payload, to be assembled at byte ``offset`` of a task."""
 
     offset: int
@@ -49,28 +49,28 @@ class Gather:
     stop: int
 
 
-Step = Fill | Zeros | Gather
+FillStep = FillBytes | FillZeros | GatherElements
 
 
-def steps(file: FileLayout, task: Task) -> Iterator[Step]:
+def iter_fill_steps(file: FileLayout, task: TransferTask) -> Iterator[FillStep]:
     """Contents of a task, in order; each byte is covered exactly once."""
     index = max(0, bisect_right(file.offsets, task.start) - 1)
     while index < len(file.segments) and file.offsets[index] < task.stop:
         segment, offset = file.segments[index], file.offsets[index]
         lo, hi = max(task.start, offset) - offset, min(task.stop, offset + segment.num_bytes) - offset
-        at = offset + lo - task.start
+        task_offset = offset + lo - task.start
         if lo < hi:
             match segment:
                 case Literal():
-                    yield Fill(at, segment.data[lo:hi])
+                    yield FillBytes(task_offset, segment.data[lo:hi])
                 case Padding() | Crc32():
-                    yield Zeros(at, hi - lo)
+                    yield FillZeros(task_offset, hi - lo)
                 case Payload():
-                    yield _gather(segment, at, lo, hi)
+                    yield _gather_elements(segment, task_offset, lo, hi)
         index += 1
 
 
-def _gather(payload: Payload, at: int, lo: int, hi: int) -> Gather:
-    item = payload.dtype.item_bytes
-    assert lo % item == 0 and hi % item == 0, "a task splits no element"
-    return Gather(at, payload, lo // item, hi // item)
+def _gather_elements(payload: Payload, task_offset: int, lo: int, hi: int) -> GatherElements:
+    item_bytes = payload.dtype.item_bytes
+    assert lo % item_bytes == 0 and hi % item_bytes == 0, "a task splits no element"
+    return GatherElements(task_offset, payload, lo // item_bytes, hi // item_bytes)

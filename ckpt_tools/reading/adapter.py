@@ -17,7 +17,7 @@ from ckpt_tools.reading.model_files import MAX_CONFIG_BYTES, folder_near, folder
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.stores.source import Source, Store
 from ckpt_tools.stores.urls import open_source
-from ckpt_tools.stores.wrappers import Joined
+from ckpt_tools.stores.wrappers import RedirectingStore
 from ckpt_tools.trainers.transformers import ADAPTER
 
 
@@ -53,7 +53,7 @@ def open_adapter(request: ConvertRequest, source: Source, manifest: Manifest, ba
         for e in entries.values()
         for file in e.shards.files
     }
-    store = Joined(base, {prefix + file: (source.store, file) for file in files})
+    store = RedirectingStore(base, {prefix + file: (source.store, file) for file in files})
     parts = {module: {part: _below(e, prefix) for part, e in found.items()} for module, found in adapter.parts.items()}
     saved = {name: _below(entry, prefix) for name, entry in adapter.saved.items()}
     return OpenAdapter(Adapter(parts, saved), config, store)

@@ -22,7 +22,7 @@ from ckpt_tools.formats.index import find_format, hint_of_plugins, known, read_f
 from ckpt_tools.reading.enrich import enriched
 from ckpt_tools.reading.steps import with_doubts
 from ckpt_tools.stores.source import Source
-from ckpt_tools.stores.wrappers import Overlay
+from ckpt_tools.stores.wrappers import InMemoryOverlay
 from ckpt_tools.trainers.accelerate import refuse_several
 from ckpt_tools.trainers.megatron_lm import TRACKER
 from ckpt_tools.trainers.names import optimizer_of
@@ -56,7 +56,7 @@ def read_source(source: Source, options: ReadOptions, *, format_name: str | None
 
         is_quantized = get_quantization_config(config_beside(source, manifest)) is not None
         manifest = replace(manifest, is_quantized=is_quantized)
-    return replace(source, store=Overlay(source.store, manifest.literals)), manifest
+    return replace(source, store=InMemoryOverlay(source.store, manifest.literals)), manifest
 
 
 def _read_parts(source: Source, parts: Parts, format_name: str | None) -> tuple[Manifest, frozenset[str]]:

@@ -16,7 +16,7 @@ from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, StateKey, TensorEnt
 from ckpt_tools.core.notes import Note, Outcome, note_unrelated_files
 from ckpt_tools.core.values import Opaque
 from ckpt_tools.errors import FormatError, IncompleteError
-from ckpt_tools.stores.marker_files import is_shown
+from ckpt_tools.stores.marker_files import is_visible_file
 from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.accelerate import SCHEDULER, has_several_schedulers
 from ckpt_tools.trainers.names import is_unread, marks_unfinished, meaning_of
@@ -70,7 +70,11 @@ def enriched(manifest: Manifest, source: Source, own: Collection[str] = ()) -> M
         elif trainer is not None and path in trainer.unknown:
             why = f"not part of this checkpoint: {trainer.trainer} is not known to write it"
             notes.append(Note(Outcome.DROPPED, path, why))
-        elif is_shown(path) and not name.startswith(".") and (folder in homes or _is_below(folder, manifest, homes)):
+        elif (
+            is_visible_file(path)
+            and not name.startswith(".")
+            and (folder in homes or _is_below(folder, manifest, homes))
+        ):
             beside.append(path)
     step = extra.get("global_step") if manifest.step is None else manifest.step
     if step is None and manifest.extra:

@@ -18,7 +18,7 @@ from ckpt_tools.errors import CkptError, UnsupportedError
 from ckpt_tools.formats.index import read_format, read_manifest
 from ckpt_tools.formats.state_dict.masters import with_masters
 from ckpt_tools.stores.source import Source
-from ckpt_tools.stores.wrappers import part_of
+from ckpt_tools.stores.wrappers import open_subfolder
 from ckpt_tools.trainers.nemo import OPTIMIZER_HALF
 
 
@@ -63,7 +63,7 @@ def read_in(source: Source, folder: str) -> Manifest:
     """The model in safetensors in ``folder``, with the names that its files have in the whole source."""
     files = {path[len(folder) :]: size for path, size in source.files.items() if path.startswith(folder)}
     try:
-        manifest = read_manifest(read_format("safetensors"), part_of(source, folder[:-1], files), ReadOptions())
+        manifest = read_manifest(read_format("safetensors"), open_subfolder(source, folder[:-1], files), ReadOptions())
     except CkptError as error:
         path = folder if error.path is None else f"{folder}{error.path}"
         raise type(error)(error.message, path=path, key=error.key) from error

@@ -36,11 +36,11 @@ from ckpt_tools.core.trainer_folder import CompanionFile
 from ckpt_tools.errors import CkptError, MalformedError, SourceNotFoundError, StoreError, UsageError
 from ckpt_tools.formats.base import Format
 from ckpt_tools.serialization.strict_json import parse_json
-from ckpt_tools.stores.marker_files import MARKERS
-from ckpt_tools.stores.output_form import OutputForm, SingleFile
+from ckpt_tools.stores.marker_files import MARKER_NAMES
+from ckpt_tools.stores.output_form import OutputForm, SingleFileForm
 from ckpt_tools.stores.source import Source, Store
 from ckpt_tools.stores.urls import StorageOptions, is_remote, open_source
-from ckpt_tools.stores.wrappers import Joined
+from ckpt_tools.stores.wrappers import RedirectingStore
 from ckpt_tools.trainers.names import is_beside, marks_unfinished
 from ckpt_tools.trainers.transformers import ARGUMENTS, COMPANIONS, CONFIG, PREPARATION, STATE, TOKENIZER, TRANSFORMERS
 from ckpt_tools.trainers.verl import HUGGING_FACE
@@ -94,7 +94,7 @@ def is_model_file(path: str) -> bool:
 
 def is_carried(path: str) -> bool:
     """Whether a path in a model's own folder is of a file that is copied: not in a folder, and nobody else's."""
-    is_others = is_beside(path) or marks_unfinished(path) or path in MARKERS
+    is_others = is_beside(path) or marks_unfinished(path) or path in MARKER_NAMES
     return is_model_file(path) or not ("/" in path or is_others or _NOT_CARRIED.fullmatch(path))
 
 
@@ -176,7 +176,9 @@ def with_model_files(layout: Layout, found: ModelFiles, manifest: Manifest) -> L
 
 def takes_model_files(writer: Format, form: OutputForm) -> bool:
     """Whether an output is a folder that ``from_pretrained`` opens, with all files of a model."""
-    return "config" in writer.writing_options and not writer.asks_adapter_config and not isinstance(form, SingleFile)
+    return (
+        "config" in writer.writing_options and not writer.asks_adapter_config and not isinstance(form, SingleFileForm)
+    )
 
 
 def with_stated_ties(
@@ -286,7 +288,7 @@ def folder_near(url: str | Path, source: Source) -> tuple[str | None, bool]:
     if not base or base.endswith(":/"):
         return None, False
     is_file = set(source.files) == {name} or name.endswith(".index.json")
-    if name in MARKERS and not is_file:
+    if name in MARKER_NAMES and not is_file:
         base = base.rpartition("/")[0]
     return base, not is_file
 
@@ -296,7 +298,7 @@ def _joined(source: Source, found: ModelFiles, others: Mapping[str, tuple[Store,
     prefix = "beside/"
     while any(path.startswith(prefix) for path in source.files):
         prefix = f"_{prefix}"
-    store = Joined(source.store, {prefix + name: where for name, where in others.items()})
+    store = RedirectingStore(source.store, {prefix + name: where for name, where in others.items()})
     files = {name: replace(file, source=prefix + name) for name, file in found.files.items()}
     return replace(found, store=store, files=files, config_source=prefix + CONFIG)
 

@@ -90,12 +90,12 @@ def _used(url: str | Path, storage_options: StorageOptions) -> frozenset[str] | 
 
 def _states(source: Source) -> dict[str, tuple[str, float | None]]:
     """The version of every file, and when it changed."""
-    return {path: _state(source, path) for path in {**source.files, **source.store.hidden()}}
+    return {path: _state(source, path) for path in {**source.files, **source.store.list_hidden()}}
 
 
 def _state(source: Source, path: str) -> tuple[str, float | None]:
     try:
-        return source.store.version(path), source.store.changed(path)
+        return source.store.version(path), source.store.changed_time(path)
     except IncompleteError:
         return GONE, None
 

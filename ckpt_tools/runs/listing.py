@@ -114,5 +114,5 @@ def _shown(source: Source, url: str, member: Member) -> RunCheckpoint:
 
 
 def _time(source: Source, member: Member) -> str | None:
-    times = [when for path in member.files if (when := source.store.modified(path)) is not None]
+    times = [when for path in member.files if (when := source.store.modified_time(path)) is not None]
     return datetime.fromtimestamp(max(times), UTC).strftime("%Y-%m-%dT%H:%M:%SZ") if times else None

@@ -34,11 +34,11 @@ from ckpt_tools.runs.naming import named_by_file
 from ckpt_tools.runs.report import RunCheckpoint
 from ckpt_tools.runs.rules import Best, Facts, PruneRules, reasons, relied
 from ckpt_tools.stores.claims import claim
-from ckpt_tools.stores.destination import Place
-from ckpt_tools.stores.output_form import Folder
-from ckpt_tools.stores.present import Present, listed
+from ckpt_tools.stores.destination import OutputLocation
+from ckpt_tools.stores.output_form import FolderForm
+from ckpt_tools.stores.present import DestinationContents, format_names
 from ckpt_tools.stores.source import Source
-from ckpt_tools.stores.urls import StorageOptions, is_remote, local_path, open_place, open_run
+from ckpt_tools.stores.urls import StorageOptions, is_remote, local_path, open_output_location, open_run_source
 from ckpt_tools.trainers.run_folders import Member, parent_of
 
 RECENT_SECONDS = 3600
@@ -112,21 +112,21 @@ class _Run:
     """A run as it was listed: what a reader sees of it, and all that is there."""
 
     url: str
-    place: Place
+    place: OutputLocation
     source: Source
-    present: Present
+    present: DestinationContents
     members: Sequence[Member]
     shown: Mapping[str, RunCheckpoint]
     storage_options: StorageOptions
 
     @classmethod
     def open(cls, url: str | Path, storage_options: StorageOptions) -> _Run:
-        source = open_run(url, storage_options)
+        source = open_run_source(url, storage_options)
         shown = listing(source, url=str(url)).checkpoints
         members = found_in(source, str(url))
         _check_run(str(url), members)
-        place = open_place(url, storage_options).taken_as(Folder())
-        present = place.present()
+        place = open_output_location(url, storage_options).with_form(FolderForm())
+        present = place.list_contents()
         if present is None:
             raise SourceNotFoundError(f"there is no folder {url}")
         return cls(str(url), place, source, present, members, {each.name: each for each in shown}, storage_options)
@@ -182,7 +182,7 @@ class _Run:
             others -= self._own_files(member)
         others |= {path[len(start) :] for path in self.present.others if path.startswith(start)}
         others |= {path[len(start) :] for path in member.files if path not in self.present.files}
-        return f"it holds what no trainer writes: {listed(sorted(others))}" if others else None
+        return f"it holds what no trainer writes: {format_names(sorted(others))}" if others else None
 
     def _own_files(self, member: Member) -> frozenset[str]:
         saved = member.saved(self.source)
@@ -199,7 +199,7 @@ class _Run:
         if not going:
             return
         for member in reversed(going):
-            open_place(f"{self.url.rstrip('/')}/{member.name}", self.storage_options).leftovers()
+            open_output_location(f"{self.url.rstrip('/')}/{member.name}", self.storage_options).list_leftovers()
         for member in reversed(going):
             self.place.remove_files(in_order_of_removal(member.files))
 
@@ -210,7 +210,8 @@ def _check_run(url: str, members: Sequence[Member]) -> None:
     parents = sorted({parent_of(member.name) for member in members if member.is_numbered})
     if len(parents) > 1:
         raise UsageError(
-            f"{url} holds checkpoints of several runs ({listed([each or url for each in parents])}); name one of them"
+            f"{url} holds checkpoints of several runs ({format_names([each or url for each in parents])}); name one "
+            f"of them"
         )
     if not parents:
         raise UsageError(f"no checkpoint in {url} has a step in its name, so none of them is known to be old")

@@ -10,7 +10,7 @@ from typing import Any
 from ckpt_tools.arguments import api_function
 from ckpt_tools.credentials import mask_raised_errors
 from ckpt_tools.errors import CkptError
-from ckpt_tools.stores.remote import lock_of
+from ckpt_tools.stores.remote import lock_of_url
 from ckpt_tools.stores.s3.lock import ObjectLock
 
 
@@ -22,8 +22,8 @@ class UrlClaim:
 
     def check(self) -> None:
         """Raises StoreError if another process was seen to take over. Costs nothing: a thread looks."""
-        if self._lock.lost:
-            raise self._lock.taken_over()
+        if self._lock.is_lost:
+            raise self._lock.taken_over_error()
 
 
 @api_function
@@ -54,11 +54,11 @@ def claim(url: str, *, storage_options: Mapping[str, Any] | None = None) -> Iter
         ...     claim.check()
     """
     with mask_raised_errors():
-        lock = lock_of(url, storage_options or {})
-        lock.take()
+        lock = lock_of_url(url, storage_options or {})
+        lock.acquire_lock()
     try:
-        with lock.beating():
+        with lock.keep_alive():
             yield UrlClaim(lock)
     finally:
         with suppress(CkptError):
-            lock.release()
+            lock.release_lock()

@@ -11,20 +11,20 @@ from typing import ClassVar, Protocol, Self
 from ckpt_tools.core.dtypes import SPARE_BYTES
 from ckpt_tools.core.progress import log_info
 from ckpt_tools.core.showing import DisplayableResult, Jsonable
-from ckpt_tools.stores.output_form import Folder, OutputForm, SingleFile
-from ckpt_tools.stores.present import NOTHING, Present
-from ckpt_tools.stores.source import Buffer, ServiceFile, Store
+from ckpt_tools.stores.output_form import FolderForm, OutputForm, SingleFileForm
+from ckpt_tools.stores.present import NO_FILES, DestinationContents
+from ckpt_tools.stores.source import Buffer, CopySource, Store
 
 
 @dataclass(frozen=True, slots=True)
-class CopyingRules:
+class ServerCopyRules:
     """Copying by the ``service`` of a destination, between its own files, in parts of at least ``min_bytes``. All parts
     of such a file but the last have this size."""
 
     service: Hashable
     min_bytes: int
 
-    def allow(self, source: ServiceFile, num_bytes: int) -> bool:
+    def allows_copy(self, source: CopySource, num_bytes: int) -> bool:
         """True if so many bytes of ``source`` may be copied as a part."""
         return source.service == self.service and num_bytes >= self.min_bytes
 
@@ -33,17 +33,17 @@ class CopyingRules:
 class PartRules:
     """Part sizes that a destination needs: about ``part_bytes``, at most ``max_parts`` per file.
 
-    ``copying`` is None if the service cannot copy between its files.
+    ``server_copy_rules`` is None if the service cannot copy between its files.
     """
 
     part_bytes: int = 0
     max_parts: int | None = None
-    copying: CopyingRules | None = None
+    server_copy_rules: ServerCopyRules | None = None
 
-    def wanted_bytes(self, largest_file: int) -> int:
+    def required_task_bytes(self, largest_file: int) -> int:
         """The size to cut at, with room for parts that end a little earlier so as to split no element."""
-        by_number = 0 if self.max_parts is None else -(-largest_file // self.max_parts) + SPARE_BYTES
-        return max(self.part_bytes + SPARE_BYTES if self.part_bytes else 0, by_number)
+        bytes_for_max_parts = 0 if self.max_parts is None else -(-largest_file // self.max_parts) + SPARE_BYTES
+        return max(self.part_bytes + SPARE_BYTES if self.part_bytes else 0, bytes_for_max_parts)
 
 
 class Destination(ABC):
@@ -56,43 +56,46 @@ class Destination(ABC):
 
     __slots__ = ()
 
-    def check_room(self, num_bytes: int) -> None:  # noqa: B027 - most stores cannot tell
+    def check_free_space(self, num_bytes: int) -> None:  # noqa: B027 - most stores cannot tell
         """Raises StoreError if files of so many bytes in all are known not to fit."""
 
     @abstractmethod
-    def begin(self, path: str, size_bytes: int) -> str:
+    def begin_file(self, path: str, size_bytes: int) -> str:
         """Make a new file of exactly ``size_bytes``; its handle. Raises StoreError."""
 
     @abstractmethod
-    def write(self, path: str, handle: str, number: int, offset: int, data: Buffer) -> str:
+    def write_part(self, path: str, handle: str, number: int, offset: int, data: Buffer) -> str:
         """Write part ``number``, all of ``data`` at ``offset``; a part tag for it. Raises StoreError."""
 
     @abstractmethod
-    def holds(self, path: str, handle: str, number: int, offset: int, num_bytes: int, crc: int, part_tag: str) -> bool:
+    def has_part(
+        self, path: str, handle: str, number: int, offset: int, num_bytes: int, crc: int, part_tag: str
+    ) -> bool:
         """True if that part is stored completely, with the CRC-32 and the part tag of the process that wrote it."""
 
     @abstractmethod
-    def finish(self, path: str, handle: str, part_tags: Sequence[str]) -> None:
+    def finish_file(self, path: str, handle: str, part_tags: Sequence[str]) -> None:
         """Complete a file whose parts were all written, with these part tags. Raises StoreError."""
 
     @abstractmethod
-    def abandon(self) -> None:
+    def close_open_files(self) -> None:
         """Close everything that is open; nothing is removed or raised."""
 
     @property
-    def copying(self) -> CopyingRules | None:
-        """Rules for ``copy``; None if the service cannot copy ranges of its own files."""
+    def server_copy_rules(self) -> ServerCopyRules | None:
+        """Rules for ``copy_part``; None if the service cannot copy ranges of its own files."""
         return None
 
-    def copy(self, path: str, handle: str, number: int, source: ServiceFile, start: int, stop: int) -> str:
-        """Like ``write``, with bytes ``[start, stop)`` of ``source``, which ``copying`` allows. Raises StoreError."""
+    def copy_part(self, path: str, handle: str, number: int, source: CopySource, start: int, stop: int) -> str:
+        """Like ``write_part``, with bytes ``[start, stop)`` of ``source``, which ``server_copy_rules`` allows. Raises
+        StoreError."""
         raise AssertionError("a destination without copying rules copies nothing")
 
-    def fail(self, error: BaseException) -> None:  # noqa: B027 - nothing to do is the default
+    def fail_waiting_writers(self, error: BaseException) -> None:  # noqa: B027 - nothing to do is the default
         """Make every process that waits for parts raise this error, because a part will not come."""
 
 
-class Log(Protocol):
+class JournalLog(Protocol):
     """A log beside unfinished output, which outlives the process that wrote it."""
 
     def read(self) -> bytes:
@@ -120,39 +123,39 @@ class Claim(ABC):
 
     __slots__ = ()
     destination: Destination
-    log: Log
+    log: JournalLog
 
     @property
-    def finished(self) -> Store | None:
+    def finished_store(self) -> Store | None:
         """The finished files, if they can be read before they are published."""
         return None
 
     @abstractmethod
-    def publish(self, paths: Sequence[str], replaced: Mapping[str, int] = NOTHING) -> None:
+    def publish_files(self, paths: Sequence[str], replaced: Mapping[str, int] = NO_FILES) -> None:
         """Make the finished files visible, the last of ``paths`` last, and remove ``replaced``: names and sizes.
 
         Raises:
             DestinationExistsError: something else than ``replaced`` is there; it is kept. StoreError.
         """
 
-    def add(self, path: str) -> None:
+    def publish_companion_file(self, path: str) -> None:
         """Make one more finished file visible, which describes what was published. Raises StoreError."""
         raise AssertionError("a file beside output that can be read before is published with it")
 
 
 @dataclass(frozen=True, slots=True)
-class Place(ABC):
+class OutputLocation(ABC):
     """The place of an output, a file or a folder, before anything is written there."""
 
-    form: OutputForm = field(default=Folder(), kw_only=True)
+    form: OutputForm = field(default=FolderForm(), kw_only=True)
 
-    def taken_as(self, form: OutputForm) -> Self:
+    def with_form(self, form: OutputForm) -> Self:
         """The same place, for an output of another form."""
         return replace(self, form=form)
 
-    def as_file(self) -> Self:
+    def as_single_file(self) -> Self:
         """The same place, for an output that is one file whatever its name says."""
-        return self.taken_as(SingleFile(self.name))
+        return self.with_form(SingleFileForm(self.name))
 
     @property
     @abstractmethod
@@ -165,12 +168,12 @@ class Place(ABC):
         """The last part of the URL."""
 
     @property
-    def parts(self) -> PartRules:
+    def part_rules(self) -> PartRules:
         """Part sizes for files there."""
         return PartRules()
 
     @abstractmethod
-    def present(self) -> Present | None:
+    def list_contents(self) -> DestinationContents | None:
         """What exists there: one file, or a folder that is not empty; else None. Raises StoreError."""
 
     @abstractmethod
@@ -190,7 +193,7 @@ class Place(ABC):
         """
 
     @abstractmethod
-    def leftovers(self) -> Sequence[Leftover]:
+    def list_leftovers(self) -> Sequence[Leftover]:
         """Leftovers of killed runs, for every form of output, and nothing else.
 
         Raises:
@@ -225,10 +228,10 @@ class CleanReport(DisplayableResult):
         return sum(left.num_bytes for left in self.leftovers)
 
 
-def clean(place: Place, *, dry_run: bool) -> CleanReport:
+def clean_leftovers(location: OutputLocation, *, dry_run: bool) -> CleanReport:
     """Leftovers of runs that were killed, or failed with ``--resume``, which are removed unless ``dry_run``. Raises as
     ``Place.leftovers``."""
-    found = place.leftovers() if dry_run else place.remove_leftovers()
-    for left in () if dry_run else found:
+    leftovers = location.list_leftovers() if dry_run else location.remove_leftovers()
+    for left in () if dry_run else leftovers:
         log_info("stores", f"{left.url}: removed {left.kind}")
-    return CleanReport(place.url, tuple(found), is_removed=not dry_run)
+    return CleanReport(location.url, tuple(leftovers), is_removed=not dry_run)

@@ -11,7 +11,7 @@ from ckpt_tools.errors import CkptError
 from ckpt_tools.stores.destination import Destination
 from ckpt_tools.stores.source import Buffer, FileWriter, FillableStore
 
-CHECK_BYTES = 1 << 20
+VERIFY_BLOCK_BYTES = 1 << 20
 """Bytes that are read again at a time, to be checked."""
 
 
@@ -26,44 +26,46 @@ class StoreDestination(Destination):
     _writers: dict[str, FileWriter] = field(default_factory=dict, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def check_room(self, num_bytes: int) -> None:
-        self.store.check_room(num_bytes)
+    def check_free_space(self, num_bytes: int) -> None:
+        self.store.check_free_space(num_bytes)
 
-    def begin(self, path: str, size_bytes: int) -> str:
+    def begin_file(self, path: str, size_bytes: int) -> str:
         with self._lock:
             self._writers[path] = self.store.create(path, size_bytes)
         return ""
 
-    def write(self, path: str, handle: str, number: int, offset: int, data: Buffer) -> str:
-        self._writer(path).write_at(offset, data)
+    def write_part(self, path: str, handle: str, number: int, offset: int, data: Buffer) -> str:
+        self._writer_of(path).write_at(offset, data)
         return ""
 
-    def _writer(self, path: str) -> FileWriter:
+    def _writer_of(self, path: str) -> FileWriter:
         with self._lock:
             if path not in self._writers:
                 self._writers[path] = self.store.reopen(path)
             return self._writers[path]
 
-    def holds(self, path: str, handle: str, number: int, offset: int, num_bytes: int, crc: int, part_tag: str) -> bool:
+    def has_part(
+        self, path: str, handle: str, number: int, offset: int, num_bytes: int, crc: int, part_tag: str
+    ) -> bool:
         from isal import isal_zlib
 
-        found = 0
+        crc_so_far = 0
         try:
-            for start in range(offset, offset + num_bytes, CHECK_BYTES) or (offset,):
-                buffer = bytearray(min(CHECK_BYTES, offset + num_bytes - start))
+            for start in range(offset, offset + num_bytes, VERIFY_BLOCK_BYTES) or (offset,):
+                buffer = bytearray(min(VERIFY_BLOCK_BYTES, offset + num_bytes - start))
                 self.store.read_into(path, start, memoryview(buffer))
-                found = isal_zlib.crc32(buffer, found)
+                crc_so_far = isal_zlib.crc32(buffer, crc_so_far)
         except CkptError:
             return False
-        return found == crc
+        return crc_so_far == crc
 
-    def finish(self, path: str, handle: str, part_tags: Sequence[str]) -> None:
-        writer = self._writer(path)
+    def finish_file(self, path: str, handle: str, part_tags: Sequence[str]) -> None:
+        writer = self._writer_of(path)
         with self._lock:
             del self._writers[path]
         writer.close()
 
-    def abandon(self) -> None:
+    def close_open_files(self) -> None:
         with self._lock:
             for writer in self._writers.values():
                 with suppress(CkptError):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-PARTIAL = ".ckpt-tools-partial"
+PARTIAL_FOLDER_NAME = ".ckpt-tools-partial"
 """Folder of unfinished output in an object store: inside a destination that is a folder, beside a file."""
 
-MARKERS = (".metadata", "latest", "latest_universal")
+MARKER_NAMES = (".metadata", "latest", "latest_universal")
 """Marker files, as is ``*.index.json``: a folder without its marker is not a checkpoint."""
 
 DIGESTS_NAME = "ckpt-tools.digests.json"
@@ -18,7 +18,7 @@ DIGESTS_SUFFIX = ".digests.json"
 SIGNATURE_NAME = "model.sig"
 """The signature of a folder, in it; model-signing's own name."""
 
-TOKEN_NAME = "seen"
+SHARED_TOKEN_NAME = "seen"
 """A file beside staged output, by which other machines see that they share the folder. It is never in the output, so
 that no later run publishes it."""
 
@@ -26,16 +26,16 @@ that no later run publishes it."""
 def is_marker(path: str) -> bool:
     """True if a folder without the file is not a checkpoint."""
     name = path.rpartition("/")[2]
-    return name in MARKERS or name.endswith(".index.json")
+    return name in MARKER_NAMES or name.endswith(".index.json")
 
 
-def is_shown(path: str) -> bool:
+def is_visible_file(path: str) -> bool:
     """True if the relative name is a file of a checkpoint: not in a hidden folder, and not an empty object that stands
     for a folder."""
     *folders, name = path.split("/")
     return bool(name) and not any(folder.startswith(".") for folder in folders)
 
 
-def is_hidden(path: str, size: int) -> bool:
+def is_hidden_object(path: str, size: int) -> bool:
     """True if an object is not shown, and not the empty one that stands for a folder."""
-    return not is_shown(path) and (size > 0 or not path.endswith("/"))
+    return not is_visible_file(path) and (size > 0 or not path.endswith("/"))

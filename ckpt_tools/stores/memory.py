@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ckpt_tools.errors import IncompleteError
-from ckpt_tools.stores.source import Buffer, FillableStore, Source, checked_name
+from ckpt_tools.stores.source import Buffer, FillableStore, Source, check_file_name
 
 
 @dataclass(slots=True)
@@ -23,7 +23,7 @@ class MemoryStore(FillableStore):
         return {path: len(data) for path, data in self.files.items()}
 
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
-        data = self.files.get(checked_name(path))
+        data = self.files.get(check_file_name(path))
         if data is None:
             raise IncompleteError("this file of the checkpoint is missing", path=path)
         if start + len(buffer) > len(data):
@@ -33,16 +33,16 @@ class MemoryStore(FillableStore):
     def size(self, path: str) -> int:
         return Source(self, {path: len(self.files[path])} if path in self.files else {}).size(path)
 
-    def create(self, path: str, size_bytes: int) -> MemoryWriter:
-        data = self.files[checked_name(path)] = bytearray(size_bytes)
-        return MemoryWriter(data)
+    def create(self, path: str, size_bytes: int) -> MemoryFileWriter:
+        data = self.files[check_file_name(path)] = bytearray(size_bytes)
+        return MemoryFileWriter(data)
 
-    def reopen(self, path: str) -> MemoryWriter:
-        return MemoryWriter(self.files[checked_name(path)])
+    def reopen(self, path: str) -> MemoryFileWriter:
+        return MemoryFileWriter(self.files[check_file_name(path)])
 
 
 @dataclass(slots=True)
-class MemoryWriter:
+class MemoryFileWriter:
     """A byte array being filled."""
 
     data: bytearray

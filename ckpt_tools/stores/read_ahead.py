@@ -35,7 +35,7 @@ MAX_SMALL_BYTES = 128 << 10
 MAX_PIECE_BYTES = 4 << 20
 """A larger piece is worth a request for its headers and one for its elements; a thread keeps one that is not."""
 
-_Key = tuple[str, int]
+_BlockKey = tuple[str, int]
 _Block = Future[bytes]
 
 
@@ -46,8 +46,8 @@ class BlockCache(StoreWrapper):
 
     store: Store
     sizes: Mapping[str, int] = field(repr=False)
-    _blocks: OrderedDict[_Key, _Block] = field(default_factory=OrderedDict, init=False, repr=False)
-    _mine: threading.local = field(default_factory=threading.local, init=False, repr=False)
+    _blocks: OrderedDict[_BlockKey, _Block] = field(default_factory=OrderedDict, init=False, repr=False)
+    _thread_state: threading.local = field(default_factory=threading.local, init=False, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
     def size(self, path: str) -> int:
@@ -55,86 +55,92 @@ class BlockCache(StoreWrapper):
 
     def prefetch(self, path: str, start: int, stop: int) -> None:
         """Most of ``[start, stop)`` is about to be read by this thread, in an order of its own: read it at once."""
-        self._mine.piece = None
+        self._thread_state.piece = None
         if MAX_SMALL_BYTES < stop - start <= MAX_PIECE_BYTES:
             buffer = memoryview(bytearray(stop - start))
             self.store.read_into(path, start, buffer)
-            self._mine.piece = (path, start, buffer)
+            self._thread_state.piece = (path, start, buffer)
 
-    def _held(self, path: str, start: int, num_bytes: int) -> memoryview | None:
+    def _find_prefetched(self, path: str, start: int, num_bytes: int) -> memoryview | None:
         """The bytes, if they lie in the range that this thread announced last."""
-        held: tuple[str, int, memoryview] | None = getattr(self._mine, "piece", None)
-        if held is None or held[0] != path or not held[1] <= start <= start + num_bytes <= held[1] + len(held[2]):
+        prefetched: tuple[str, int, memoryview] | None = getattr(self._thread_state, "piece", None)
+        if (
+            prefetched is None
+            or prefetched[0] != path
+            or not prefetched[1] <= start <= start + num_bytes <= prefetched[1] + len(prefetched[2])
+        ):
             return None
-        return held[2][start - held[1] :][:num_bytes]
+        return prefetched[2][start - prefetched[1] :][:num_bytes]
 
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
         size = self.sizes.get(path, 0)
         if path in self.sizes and start + len(buffer) > size:
             raise IncompleteError(f"it ends at byte {size:,}, before byte {start + len(buffer):,}", path=path)
-        if (held := self._held(path, start, len(buffer))) is not None:
-            buffer[:] = held
+        if (prefetched := self._find_prefetched(path, start, len(buffer))) is not None:
+            buffer[:] = prefetched
             return
         if len(buffer) > MAX_SMALL_BYTES or path not in self.sizes:
             self.store.read_into(path, start, buffer)
             return
         if not len(buffer):
             return
-        first, last = start // BLOCK_BYTES, (start + len(buffer) - 1) // BLOCK_BYTES
-        done = 0
-        for number, block in zip(range(first, last + 1), self._wanted(path, first, last), strict=True):
-            offset = start + done - number * BLOCK_BYTES
-            piece = block.result()[offset : offset + len(buffer) - done]
-            buffer[done : done + len(piece)] = piece
-            done += len(piece)
+        first_block, last_block = start // BLOCK_BYTES, (start + len(buffer) - 1) // BLOCK_BYTES
+        bytes_copied = 0
+        for number, block in zip(
+            range(first_block, last_block + 1), self._get_blocks(path, first_block, last_block), strict=True
+        ):
+            offset = start + bytes_copied - number * BLOCK_BYTES
+            piece = block.result()[offset : offset + len(buffer) - bytes_copied]
+            buffer[bytes_copied : bytes_copied + len(piece)] = piece
+            bytes_copied += len(piece)
 
-    def _wanted(self, path: str, first: int, last: int) -> Sequence[_Block]:
+    def _get_blocks(self, path: str, first: int, last: int) -> Sequence[_Block]:
         """Blocks ``first`` to ``last``; those that are not being read yet are read here."""
         with self._lock:
-            found = {number: self._blocks.get((path, number)) for number in range(first, last + 1)}
-            missing = [number for number, block in found.items() if block is None]
-            run = self._claim(path, first, missing[0], last) if missing else {}
-            for key in ((path, number) for number in found):
+            cached_blocks = {number: self._blocks.get((path, number)) for number in range(first, last + 1)}
+            missing_numbers = [number for number, block in cached_blocks.items() if block is None]
+            new_blocks = self._reserve_blocks(path, first, missing_numbers[0], last) if missing_numbers else {}
+            for key in ((path, number) for number in cached_blocks):
                 self._blocks.move_to_end(key)
-            blocks = [self._blocks[path, number] for number in found]
+            blocks = [self._blocks[path, number] for number in cached_blocks]
             while len(self._blocks) > MAX_BLOCKS:
                 self._blocks.popitem(last=False)
-        if run:
-            self._read(path, run)
+        if new_blocks:
+            self._read_blocks(path, new_blocks)
         return blocks
 
-    def _claim(self, path: str, first: int, start: int, last: int) -> dict[int, _Block]:
+    def _reserve_blocks(self, path: str, first: int, start: int, last: int) -> dict[int, _Block]:
         """New blocks from ``start`` on for this thread to read: to ``last``, and beyond where an earlier read ended
         before ``first``; one that another thread reads already is left to it, and what follows it."""
         stop = last + 1
         if (path, first - 1) in self._blocks or start > first:
             stop = max(stop, start + AHEAD_BYTES // BLOCK_BYTES)
-        run: dict[int, _Block] = {}
+        new_blocks: dict[int, _Block] = {}
         for number in range(start, min(stop, -(-self.sizes[path] // BLOCK_BYTES))):
             if (path, number) not in self._blocks:
-                run[number] = self._blocks[path, number] = Future()
+                new_blocks[number] = self._blocks[path, number] = Future()
             elif number > last:
                 break
-        return run
+        return new_blocks
 
-    def _read(self, path: str, run: dict[int, _Block]) -> None:
+    def _read_blocks(self, path: str, new_blocks: dict[int, _Block]) -> None:
         """Read each stretch in one request. A failed block raises in all threads that wait for it, and is read again
         at the next request."""
-        for _, numbers in groupby(enumerate(run), key=lambda each: each[1] - each[0]):
-            stretch = [number for _, number in numbers]
-            start = stretch[0] * BLOCK_BYTES
-            buffer = memoryview(bytearray(min(len(stretch) * BLOCK_BYTES, self.sizes[path] - start)))
+        for _, numbers in groupby(enumerate(new_blocks), key=lambda each: each[1] - each[0]):
+            consecutive_numbers = [number for _, number in numbers]
+            start = consecutive_numbers[0] * BLOCK_BYTES
+            buffer = memoryview(bytearray(min(len(consecutive_numbers) * BLOCK_BYTES, self.sizes[path] - start)))
             try:
                 self.store.read_into(path, start, buffer)
             except BaseException as error:
                 with self._lock:
-                    for number in [number for number, block in run.items() if not block.done()]:
+                    for number in [number for number, block in new_blocks.items() if not block.done()]:
                         self._blocks.pop((path, number), None)
-                        run[number].set_exception(error)
+                        new_blocks[number].set_exception(error)
                 return
-            for number in stretch:
-                at = number * BLOCK_BYTES - start
-                run[number].set_result(bytes(buffer[at : at + BLOCK_BYTES]))
+            for number in consecutive_numbers:
+                block_offset = number * BLOCK_BYTES - start
+                new_blocks[number].set_result(bytes(buffer[block_offset : block_offset + BLOCK_BYTES]))
 
     def __reduce__(self) -> tuple[object, ...]:
         return BlockCache, (self.store, self.sizes)

@@ -11,16 +11,16 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from ckpt_tools.errors import SourceNotFoundError, UsageError
-from ckpt_tools.stores.destination import Place
-from ckpt_tools.stores.fsspec.hub import HubPlace, open_hub_store
-from ckpt_tools.stores.fsspec.lock import FsspecObjects
-from ckpt_tools.stores.fsspec.place import FsspecPlace
-from ckpt_tools.stores.fsspec.store import file_system, is_hub, open_fsspec_store
-from ckpt_tools.stores.marker_files import PARTIAL
+from ckpt_tools.stores.destination import OutputLocation
+from ckpt_tools.stores.fsspec.hub import HubOutputLocation, open_hub_store
+from ckpt_tools.stores.fsspec.lock import FsspecLockObjects
+from ckpt_tools.stores.fsspec.place import FsspecOutputLocation
+from ckpt_tools.stores.fsspec.store import is_hub, open_file_system, open_fsspec_store
+from ckpt_tools.stores.marker_files import PARTIAL_FOLDER_NAME
 from ckpt_tools.stores.read_ahead import BlockCache
 from ckpt_tools.stores.s3.client import S3Options
 from ckpt_tools.stores.s3.lock import ObjectLock
-from ckpt_tools.stores.s3.place import S3Place
+from ckpt_tools.stores.s3.place import S3OutputLocation
 from ckpt_tools.stores.s3.store import bucket_of, open_s3_store
 from ckpt_tools.stores.source import Source, Store
 
@@ -43,39 +43,39 @@ def open_remote_source(url: str, options: Mapping[str, Any]) -> Source:
     return replace(source, store=BlockCache(store, source.files))
 
 
-def open_remote_place(url: str, options: Mapping[str, Any]) -> Place:
+def open_remote_location(url: str, options: Mapping[str, Any]) -> OutputLocation:
     """Place of an output; nothing is touched. Raises UsageError."""
     if not _is_s3(url):
-        return (HubPlace if is_hub(url) else FsspecPlace).of(url, options)
+        return (HubOutputLocation if is_hub(url) else FsspecOutputLocation).of(url, options)
     bucket, key = bucket_of(url, S3Options.parse(options))
     if ".." in PurePosixPath(key).parts or "//" in key:
         raise UsageError(f"{url}: the destination must not contain .. or empty names")
-    return S3Place(bucket, key)
+    return S3OutputLocation(bucket, key)
 
 
-def lock_of(url: str, options: Mapping[str, Any]) -> ObjectLock:
+def lock_of_url(url: str, options: Mapping[str, Any]) -> ObjectLock:
     """The lock of a folder; nothing is touched. Raises UsageError."""
-    place = open_remote_place(url, options)
-    if isinstance(place, S3Place):
+    place = open_remote_location(url, options)
+    if isinstance(place, S3OutputLocation):
         return place.lock
     if is_hub(url):
         raise UsageError(
             f"{url}: the Hub has no locks; to remove a checkpoint there, run: hf repos delete-files NAME FOLDER/"
         )
-    objects = FsspecObjects.of(url, options)
-    return ObjectLock(objects, f"{objects.path}/{PARTIAL}/lock", url)
+    objects = FsspecLockObjects.of(url, options)
+    return ObjectLock(objects, f"{objects.path}/{PARTIAL_FOLDER_NAME}/lock", url)
 
 
-def located(url: str, options: Mapping[str, Any]) -> tuple[str, str]:
+def locate_on_service(url: str, options: Mapping[str, Any]) -> tuple[str, str]:
     """The service that ``url`` is of, ``file`` for local folders, and the path there. Raises UsageError."""
     if _is_s3(url):
         return "s3", url.partition("://")[2]
-    fs, path = file_system(url, options)
+    fs, path = open_file_system(url, options)
     while hasattr(fs, "fs"):  # one that keeps copies of another's files
         fs = fs.fs
     protocols = {fs.protocol} if isinstance(fs.protocol, str) else {*fs.protocol}
-    known = sorted(protocols & {"file", "s3"})
-    return (known or sorted(protocols))[0], path
+    copying_protocols = sorted(protocols & {"file", "s3"})
+    return (copying_protocols or sorted(protocols))[0], path
 
 
 def _is_s3(url: str) -> bool:

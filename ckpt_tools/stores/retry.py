@@ -68,18 +68,18 @@ class RetryPolicy:
         if self.attempts < 1 or self.base_seconds < 0 or self.cap_seconds < self.base_seconds:
             raise ValueError(f"{self} is not valid")
 
-    def wait_seconds(self, num_failures: int, fraction: float) -> float:
-        """Seconds to wait after that many failures; ``fraction`` of ``[0, 1)`` is the jitter."""
+    def wait_seconds(self, num_failures: int, jitter: float) -> float:
+        """Seconds to wait after that many failures; ``draw_jitter`` of ``[0, 1)`` is the jitter."""
         doublings = min(num_failures - 1, 64)
-        return float(min(self.cap_seconds, self.base_seconds * 2**doublings) * fraction)
+        return float(min(self.cap_seconds, self.base_seconds * 2**doublings) * jitter)
 
 
-def retried(
+def retry_transient(
     call: Callable[[], Result],
     policy: RetryPolicy,
     *,
     sleep: Callable[[float], None] = time.sleep,
-    fraction: Callable[[], float] = random.random,
+    draw_jitter: Callable[[], float] = random.random,
 ) -> Result:
     """Result of the first attempt of ``call`` without a ``TransientError``. Failed attempts are logged as warnings.
 
@@ -96,4 +96,4 @@ def retried(
                 if num_failures == policy.attempts:
                     raise failure.error from failure
                 log_warning("stores", f"{failure.trouble}; trying again ({num_failures + 1} of {policy.attempts})")
-                sleep(policy.wait_seconds(num_failures, fraction()))
+                sleep(policy.wait_seconds(num_failures, draw_jitter()))

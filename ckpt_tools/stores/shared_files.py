@@ -17,12 +17,12 @@ from ckpt_tools.errors import StoreError
 from ckpt_tools.stores.destination import Destination
 from ckpt_tools.stores.file_destination import StoreDestination
 from ckpt_tools.stores.local.store import LocalStore
-from ckpt_tools.stores.marker_files import TOKEN_NAME
+from ckpt_tools.stores.marker_files import SHARED_TOKEN_NAME
 from ckpt_tools.stores.source import Store, StoreWrapper
 
 
 @dataclass(frozen=True, slots=True)
-class SharedFiles:
+class SharedFilesCheck:
     """Called in another process, it raises StoreError unless these files are seen there as they are here."""
 
     sizes: tuple[tuple[Path, int], ...] = ()
@@ -30,20 +30,20 @@ class SharedFiles:
 
     def __call__(self) -> None:
         for path, size in self.sizes:
-            with _seeing(path):
-                _same(path.stat().st_size, size)
+            with _explain_unshared(path):
+                _require_same(path.stat().st_size, size)
         for path, content in self.contents:
-            with _seeing(path.parent):
-                _same(path.read_bytes(), content)
+            with _explain_unshared(path.parent):
+                _require_same(path.read_bytes(), content)
 
 
-def _same(found: object, wanted: object) -> None:
-    if found != wanted:
+def _require_same(seen_here: object, seen_by_driver: object) -> None:
+    if seen_here != seen_by_driver:
         raise OSError("another file of that name")
 
 
 @contextmanager
-def _seeing(path: Path) -> Iterator[None]:
+def _explain_unshared(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -54,24 +54,31 @@ def _seeing(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def shared_files(source: Store, target: Destination) -> Iterator[SharedFiles]:
+def prepare_shared_files_check(source: Store, target: Destination) -> Iterator[SharedFilesCheck]:
     """Files of a run's source and target that all machines must see; empty for stores that are not local folders."""
-    reading, writing = _local(source), _local(target.store) if isinstance(target, StoreDestination) else None
-    sizes = () if reading is None else ((reading.root / path, size) for path, size in [*reading.list().items()][:1])
-    if writing is None:
-        yield SharedFiles(tuple(sizes))
+    source_store, target_store = (
+        _find_local_store(source),
+        _find_local_store(target.store) if isinstance(target, StoreDestination) else None,
+    )
+    sizes = (
+        ()
+        if source_store is None
+        else ((source_store.root / path, size) for path, size in [*source_store.list().items()][:1])
+    )
+    if target_store is None:
+        yield SharedFilesCheck(tuple(sizes))
         return
-    token = writing.root.with_name(TOKEN_NAME)
-    content = secrets.token_bytes(16)
+    token_path = target_store.root.with_name(SHARED_TOKEN_NAME)
+    token_bytes = secrets.token_bytes(16)
     try:
-        token.write_bytes(content)
-        yield SharedFiles(tuple(sizes), ((token, content),))
+        token_path.write_bytes(token_bytes)
+        yield SharedFilesCheck(tuple(sizes), ((token_path, token_bytes),))
     finally:
         with suppress(OSError):
-            token.unlink(missing_ok=True)
+            token_path.unlink(missing_ok=True)
 
 
-def _local(store: Store) -> LocalStore | None:
+def _find_local_store(store: Store) -> LocalStore | None:
     if isinstance(store, StoreWrapper):
-        return _local(store.store)
+        return _find_local_store(store.store)
     return store if isinstance(store, LocalStore) else None

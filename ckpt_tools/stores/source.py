@@ -24,7 +24,7 @@ _LARGE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class ServiceFile:
+class CopySource:
     """A file as its service knows it, which can copy between its own files.
 
     ``service`` is equal for two files of one service; ``version`` tells the file from one written later.
@@ -73,7 +73,7 @@ class Store(ABC):
         """
         return ""
 
-    def modified(self, path: str) -> float | None:
+    def modified_time(self, path: str) -> float | None:
         """When a file that was listed was last written, in seconds since 1970; None if the store cannot tell.
 
         Raises:
@@ -81,7 +81,7 @@ class Store(ABC):
         """
         return None
 
-    def changed(self, path: str) -> float | None:
+    def changed_time(self, path: str) -> float | None:
         """When a file was last written, renamed or given other times, in seconds since 1970 by the clock of the file
         system; None if the store cannot tell.
 
@@ -90,20 +90,20 @@ class Store(ABC):
         """
         return None
 
-    def hidden(self) -> Mapping[str, int]:
+    def list_hidden(self) -> Mapping[str, int]:
         """The files in hidden folders, as ``list`` gives the others. Raises as ``list``."""
         return {}
 
-    def locate(self, path: str) -> ServiceFile | None:
+    def find_copy_source(self, path: str) -> CopySource | None:
         """The file in terms of a service that copies between its own files; None if there is no such service."""
         return None
 
-    def cost(self, path: str, num_bytes: int) -> int:
+    def count_stored_bytes(self, path: str, num_bytes: int) -> int:
         """Bytes of stored files that a read of ``num_bytes`` takes: other than these if the file is made as it is
         read."""
         return num_bytes
 
-    def make(self, path: str, first: int, last: int, dtype: DType, out: memoryview) -> bool:
+    def try_read_as(self, path: str, first: int, last: int, dtype: DType, out: memoryview) -> bool:
         """Elements ``[first, last)`` of a file that is made as it is read, as ``dtype``, into ``out``; False, and
         nothing, if they are to be read and cast.
 
@@ -121,13 +121,13 @@ class Store(ABC):
 
 
 class StoreWrapper(Store):
-    """A store in front of ``store``, to which it forwards everything. A wrapper overrides methods, or ``_behind`` where
-    files have other names or stores."""
+    """A store in front of ``store``, to which it forwards everything. A wrapper overrides methods, or
+    ``_resolve_file`` where files have other names or stores."""
 
     __slots__ = ()
     store: Store
 
-    def _behind(self, path: str) -> tuple[Store, str]:
+    def _resolve_file(self, path: str) -> tuple[Store, str]:
         """The store that holds ``path``, and its name there."""
         return self.store, path
 
@@ -138,43 +138,43 @@ class StoreWrapper(Store):
     def list(self) -> Mapping[str, int]:
         return self.store.list()
 
-    def hidden(self) -> Mapping[str, int]:
-        return self.store.hidden()
+    def list_hidden(self) -> Mapping[str, int]:
+        return self.store.list_hidden()
 
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
-        store, name = self._behind(path)
+        store, name = self._resolve_file(path)
         store.read_into(name, start, buffer)
 
     def size(self, path: str) -> int:
-        store, name = self._behind(path)
+        store, name = self._resolve_file(path)
         return store.size(name)
 
     def version(self, path: str) -> str:
-        store, name = self._behind(path)
+        store, name = self._resolve_file(path)
         return store.version(name)
 
-    def modified(self, path: str) -> float | None:
-        store, name = self._behind(path)
-        return store.modified(name)
+    def modified_time(self, path: str) -> float | None:
+        store, name = self._resolve_file(path)
+        return store.modified_time(name)
 
-    def changed(self, path: str) -> float | None:
-        store, name = self._behind(path)
-        return store.changed(name)
+    def changed_time(self, path: str) -> float | None:
+        store, name = self._resolve_file(path)
+        return store.changed_time(name)
 
-    def locate(self, path: str) -> ServiceFile | None:
-        store, name = self._behind(path)
-        return store.locate(name)
+    def find_copy_source(self, path: str) -> CopySource | None:
+        store, name = self._resolve_file(path)
+        return store.find_copy_source(name)
 
-    def cost(self, path: str, num_bytes: int) -> int:
-        store, name = self._behind(path)
-        return store.cost(name, num_bytes)
+    def count_stored_bytes(self, path: str, num_bytes: int) -> int:
+        store, name = self._resolve_file(path)
+        return store.count_stored_bytes(name, num_bytes)
 
-    def make(self, path: str, first: int, last: int, dtype: DType, out: memoryview) -> bool:
-        store, name = self._behind(path)
-        return store.make(name, first, last, dtype, out)
+    def try_read_as(self, path: str, first: int, last: int, dtype: DType, out: memoryview) -> bool:
+        store, name = self._resolve_file(path)
+        return store.try_read_as(name, first, last, dtype, out)
 
     def prefetch(self, path: str, start: int, stop: int) -> None:
-        store, name = self._behind(path)
+        store, name = self._resolve_file(path)
         store.prefetch(name, start, stop)
 
 
@@ -196,7 +196,7 @@ class FillableStore(Store):
 
     __slots__ = ()
 
-    def check_room(self, num_bytes: int) -> None:
+    def check_free_space(self, num_bytes: int) -> None:
         """Raises StoreError if new files of so many bytes in all do not fit."""
 
     @abstractmethod
@@ -208,7 +208,7 @@ class FillableStore(Store):
         """A file that was created before, to continue writing. Raises StoreError."""
 
 
-def checked_name(path: str) -> str:
+def check_file_name(path: str) -> str:
     """``path`` if it is a plain relative name that stays inside a store.
 
     Raises:
@@ -216,21 +216,21 @@ def checked_name(path: str) -> str:
         encoded as a file name.
     """
     parts = PurePosixPath(path).parts
-    unsafe = (
+    is_unsafe = (
         not parts
         or path.startswith("/")
         or ".." in parts
         or any(character in path for character in "\0\\")
         or "://" in path
         or (len(path) > 1 and path[1] == ":")
-        or not _is_encodable(path)
+        or not _is_encodable_name(path)
     )
-    if unsafe:
+    if is_unsafe:
         raise UnsafeError(f"the checkpoint names a file {path!r} outside of itself; it was not opened")
     return path
 
 
-def _is_encodable(path: str) -> bool:
+def _is_encodable_name(path: str) -> bool:
     """False for lone surrogates, which JSON and pickles can hold and a file name cannot."""
     try:
         os.fsencode(path)
@@ -258,7 +258,7 @@ class Source:
     def size(self, path: str) -> int:
         """Bytes of ``path``. Raises IncompleteError where it is missing."""
         if path not in self.files:
-            checked_name(path)
+            check_file_name(path)
             raise IncompleteError("this file of the checkpoint is missing", path=path)
         return self.files[path]
 
@@ -267,12 +267,12 @@ class Source:
         if not 0 <= start <= stop <= self.size(path):
             raise IncompleteError(f"it ends at byte {self.size(path):,}, before byte {stop:,}", path=path)
         if stop - start >= _LARGE_BYTES:
-            return self._read_once(path, start, stop)
+            return self._read_without_copy(path, start, stop)
         buffer = bytearray(stop - start)
         self.store.read_into(path, start, memoryview(buffer))
         return bytes(buffer)
 
-    def _read_once(self, path: str, start: int, stop: int) -> bytes:
+    def _read_without_copy(self, path: str, start: int, stop: int) -> bytes:
         """The same without a copy: ``getvalue`` hands out the bytes of the stream themselves."""
         stream = io.BytesIO()
         stream.seek(stop - start - 1)

@@ -11,32 +11,33 @@ from typing import Protocol
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.errors import IncompleteError
 from ckpt_tools.stores.memory import MemoryStore
-from ckpt_tools.stores.source import Source, Store, StoreWrapper, checked_name
+from ckpt_tools.stores.source import Source, Store, StoreWrapper, check_file_name
 
 
 @dataclass(frozen=True, slots=True)
-class Joined(StoreWrapper):
-    """``store`` with a few files of other stores: ``others`` maps a name to the store and the file's name in it."""
+class RedirectingStore(StoreWrapper):
+    """``store`` with a few files of other stores: ``redirected_files`` maps a name to the store and the file's name in
+    it."""
 
     store: Store
-    others: Mapping[str, tuple[Store, str]]
+    redirected_files: Mapping[str, tuple[Store, str]]
 
-    def _behind(self, path: str) -> tuple[Store, str]:
-        return self.others.get(path, (self.store, path))
+    def _resolve_file(self, path: str) -> tuple[Store, str]:
+        return self.redirected_files.get(path, (self.store, path))
 
 
 @dataclass(frozen=True, slots=True)
-class Overlay(StoreWrapper):
-    """``literals`` by name, in front of ``store``: values that a checkpoint keeps as plain numbers, as bytes."""
+class InMemoryOverlay(StoreWrapper):
+    """``in_memory_files`` by name, in front of ``store``: values that a checkpoint keeps as plain numbers, as bytes."""
 
     store: Store
-    literals: Mapping[str, bytes] = field(repr=False)
+    in_memory_files: Mapping[str, bytes] = field(repr=False)
 
     def list(self) -> Mapping[str, int]:
-        return {**self.store.list(), **{name: len(data) for name, data in self.literals.items()}}
+        return {**self.store.list(), **{name: len(data) for name, data in self.in_memory_files.items()}}
 
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
-        data = self.literals.get(path)
+        data = self.in_memory_files.get(path)
         if data is None:
             self.store.read_into(path, start, buffer)
         elif start + len(buffer) > len(data):
@@ -44,12 +45,12 @@ class Overlay(StoreWrapper):
         else:
             buffer[:] = memoryview(data)[start : start + len(buffer)]
 
-    def _behind(self, path: str) -> tuple[Store, str]:
+    def _resolve_file(self, path: str) -> tuple[Store, str]:
         """A literal has no version, no time and no service."""
-        return MemoryStore() if path in self.literals else self.store, path
+        return MemoryStore() if path in self.in_memory_files else self.store, path
 
 
-class Elements(Protocol):
+class GeneratedFile(Protocol):
     """The elements of a tensor, row-major, as a file that is made as it is read."""
 
     @property
@@ -59,50 +60,51 @@ class Elements(Protocol):
     def num_bytes(self) -> int: ...
 
 
-class MakingStore(StoreWrapper):
-    """``store`` with one more file for each of ``made``, whose elements are decoded or computed as they are read."""
+class GeneratedFilesStore(StoreWrapper):
+    """``store`` with one more file for each of ``generated_files``, whose elements are decoded or computed as they are
+    read."""
 
     __slots__ = ()
 
     @property
     @abstractmethod
-    def made(self) -> Mapping[str, Elements]:
+    def generated_files(self) -> Mapping[str, GeneratedFile]:
         """The files by name."""
 
     @abstractmethod
-    def _make(self, path: str, first: int, last: int, buffer: memoryview) -> None:
-        """Elements ``[first, last)`` of a file of ``made`` into ``buffer``, which has exactly their room."""
+    def _generate_elements(self, path: str, first: int, last: int, buffer: memoryview) -> None:
+        """Elements ``[first, last)`` of a file of ``generated_files`` into ``buffer``, which has exactly their room."""
 
     @property
-    def sizes(self) -> Mapping[str, int]:
-        return {name: each.num_bytes for name, each in self.made.items()}
+    def generated_sizes(self) -> Mapping[str, int]:
+        return {name: each.num_bytes for name, each in self.generated_files.items()}
 
     def list(self) -> Mapping[str, int]:
-        return {**self.store.list(), **self.sizes}
+        return {**self.store.list(), **self.generated_sizes}
 
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
-        found = self.made.get(path)
-        if found is None:
+        generated_file = self.generated_files.get(path)
+        if generated_file is None:
             self.store.read_into(path, start, buffer)
             return
-        stop, item = start + len(buffer), found.dtype.item_bytes
-        if stop > found.num_bytes:
-            raise IncompleteError(f"it ends at byte {found.num_bytes:,}, before byte {stop:,}", path=path)
+        stop, item = start + len(buffer), generated_file.dtype.item_bytes
+        if stop > generated_file.num_bytes:
+            raise IncompleteError(f"it ends at byte {generated_file.num_bytes:,}, before byte {stop:,}", path=path)
         first, last = start // item, -(-stop // item)
         if start == first * item and stop == last * item:
-            self._make(path, first, last, buffer)
+            self._generate_elements(path, first, last, buffer)
         else:
-            whole = bytearray((last - first) * item)
-            self._make(path, first, last, memoryview(whole))
-            buffer[:] = memoryview(whole)[start - first * item :][: len(buffer)]
+            whole_elements = bytearray((last - first) * item)
+            self._generate_elements(path, first, last, memoryview(whole_elements))
+            buffer[:] = memoryview(whole_elements)[start - first * item :][: len(buffer)]
 
-    def _behind(self, path: str) -> tuple[Store, str]:
-        """A file of ``made`` has no version, no time and no service, and is not read ahead."""
-        return MemoryStore() if path in self.made else self.store, path
+    def _resolve_file(self, path: str) -> tuple[Store, str]:
+        """A file of ``generated_files`` has no version, no time and no service, and is not read ahead."""
+        return MemoryStore() if path in self.generated_files else self.store, path
 
 
 @dataclass(frozen=True, slots=True)
-class Within(StoreWrapper):
+class SubfolderStore(StoreWrapper):
     """Files below ``folder`` of ``store``, which is not listed again."""
 
     store: Store
@@ -112,20 +114,22 @@ class Within(StoreWrapper):
     def url(self) -> str:
         return f"{self.store.url}/{self.folder}"
 
-    def _behind(self, path: str) -> tuple[Store, str]:
-        return self.store, f"{self.folder}/{checked_name(path)}"
+    def _resolve_file(self, path: str) -> tuple[Store, str]:
+        return self.store, f"{self.folder}/{check_file_name(path)}"
 
     def list(self) -> Mapping[str, int]:
-        return self._inside(self.store.list())
+        return self._strip_folder(self.store.list())
 
-    def hidden(self) -> Mapping[str, int]:
-        return self._inside(self.store.hidden())
+    def list_hidden(self) -> Mapping[str, int]:
+        return self._strip_folder(self.store.list_hidden())
 
-    def _inside(self, files: Mapping[str, int]) -> Mapping[str, int]:
-        start = f"{self.folder}/"
-        return {path.removeprefix(start): size for path, size in files.items() if path.startswith(start)}
+    def _strip_folder(self, files: Mapping[str, int]) -> Mapping[str, int]:
+        folder_prefix = f"{self.folder}/"
+        return {
+            path.removeprefix(folder_prefix): size for path, size in files.items() if path.startswith(folder_prefix)
+        }
 
 
-def part_of(source: Source, folder: str, files: Mapping[str, int]) -> Source:
+def open_subfolder(source: Source, folder: str, files: Mapping[str, int]) -> Source:
     """``files``, named relative to ``folder`` of ``source``, as a source; an empty ``folder`` is all of ``source``."""
-    return Source(Within(source.store, folder) if folder else source.store, files)
+    return Source(SubfolderStore(source.store, folder) if folder else source.store, files)

@@ -24,10 +24,10 @@ from ckpt_tools.planning.plan import make_plan
 from ckpt_tools.stores.file_destination import StoreDestination
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.source import Source
-from ckpt_tools.stores.wrappers import Overlay
+from ckpt_tools.stores.wrappers import InMemoryOverlay
 from ckpt_tools.testing.manifests import FORMAT, StoredCheckpoint, checkpoints_with_user_tensors, stored_checkpoints
 from ckpt_tools.testing.stored import arbitrary_elements
-from ckpt_tools.transfer.execute import execute
+from ckpt_tools.transfer.execute import execute_plan
 from ckpt_tools.transfer.runners.threads import ThreadRunner
 from ckpt_tools.transfer.tensor_reader import TensorReader
 
@@ -208,7 +208,7 @@ class FormatTests(ReaderTests):
         plan = make_plan(checkpoint.manifest, layout, memory_bytes=MEMORY_BYTES, num_workers=1)
         target = MemoryStore()
         runner = ThreadRunner(1)
-        execute(plan, checkpoint.store, StoreDestination(target), runner=runner, on_bytes=lambda num_bytes: None)
+        execute_plan(plan, checkpoint.store, StoreDestination(target), runner=runner, on_bytes=lambda num_bytes: None)
         return target.files
 
 
@@ -229,7 +229,7 @@ class _CountingStore(MemoryStore):
 
 
 def _read_all_elements(source: Source, manifest: Manifest) -> dict[StateKey, bytes]:
-    reader = TensorReader(Overlay(source.store, manifest.literals), SCRATCH_BYTES)
+    reader = TensorReader(InMemoryOverlay(source.store, manifest.literals), SCRATCH_BYTES)
     elements = {}
     for key, entry in manifest.tensors.items():
         buffer = bytearray(entry.num_bytes)

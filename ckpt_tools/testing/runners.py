@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from ckpt_tools.errors import StoreError
-from ckpt_tools.transfer.runners.base import Runner
+from ckpt_tools.transfer.runners.base import TaskRunner
 
 
 def double(item: int) -> int:
@@ -26,7 +26,7 @@ class RunnerTests(ABC):
     """Inherit it, and say how a runner is made."""
 
     @abstractmethod
-    def make(self, num_workers: int) -> Runner:
+    def make(self, num_workers: int) -> TaskRunner:
         """A runner with that many workers."""
 
     @pytest.mark.parametrize("num_workers", [1, 2, 5])

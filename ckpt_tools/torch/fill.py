@@ -21,7 +21,7 @@ from ckpt_tools.core.manifest import TensorEntry
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.quantized import is_low_precision
 from ckpt_tools.errors import UnsupportedError
-from ckpt_tools.transfer.buffers import populate
+from ckpt_tools.transfer.buffers import populate_pages
 from ckpt_tools.transfer.tensor_reader import TensorReader
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def _fill_box(target: torch.Tensor, tensor_reader: TensorReader, entry: TensorEn
         return
     if target.device.type == "cpu" and target.is_contiguous() and target.dtype == dtype:
         target_bytes = _view_bytes(target)
-        populate(np.frombuffer(target_bytes, np.uint8))
+        populate_pages(np.frombuffer(target_bytes, np.uint8))
         tensor_reader.read(entry, box, entry.shape, 0, box.numel, target_bytes)
     elif box.numel * entry.dtype.item_bytes > BLOCK_BYTES:
         for half in _split_box(box):

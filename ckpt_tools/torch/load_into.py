@@ -33,8 +33,8 @@ from ckpt_tools.stores.urls import check_storage_options
 from ckpt_tools.torch.dtensors import iter_local_views
 from ckpt_tools.torch.fill import SCRATCH_BYTES, TensorFill, fill_targets, read_tensor
 from ckpt_tools.torch.revive import revive_value
-from ckpt_tools.transfer.computing import with_made_files
-from ckpt_tools.transfer.equality import check_equal
+from ckpt_tools.transfer.computing import add_generated_files
+from ckpt_tools.transfer.equality import check_required_equal
 from ckpt_tools.transfer.tensor_reader import TensorReader
 
 if TYPE_CHECKING:
@@ -128,8 +128,8 @@ def load_into(
     if manifest.tree is not None:  # A job has masters where it saved them.
         tensors = {StateKey(key.fqn, manifest.tree.get_slot_name(key.slot)): e for key, e in manifest.tensors.items()}
         manifest = replace(manifest, tensors=tensors)
-    store = with_made_files(source.store, manifest)
-    check_equal(manifest, store)
+    store = add_generated_files(source.store, manifest)
+    check_required_equal(manifest, store)
     elsewhere_owners = frozenset(manifest.aliases.get(name, name) for name in elsewhere)
     loader = _CheckpointLoader(
         manifest, TensorReader(store, SCRATCH_BYTES), _MismatchCollector(), elsewhere_owners.union(elsewhere), dry_run
@@ -145,7 +145,7 @@ def load_into(
     for module, value in extra_states:
         module.set_extra_state(value)
     extras, _ = user_entries(manifest)
-    loader.tensor_reader.finish()
+    loader.tensor_reader.check_remaining_records()
     return {
         name: revive_value(value, load_tensor=loader.read_tensor, handle_unknown=lambda inert: inert)
         for name, value in extras.items()

@@ -157,13 +157,13 @@ def _both_files(base: str, file: re.Match[str], source: Source, look: Look) -> t
 
 def with_file(source: Source, other: Source, name: str) -> Source:
     """``source`` with the one file of ``other``, called ``name``. Raises UsageError if ``other`` is a folder."""
-    from ckpt_tools.stores.wrappers import Joined
+    from ckpt_tools.stores.wrappers import RedirectingStore
 
     if len(other.files) != 1:
         raise UsageError(f"{format_option('optimizer_file', other.store.url)} is not a file")
     own, size = next(iter(other.files.items()))
     files = {path: each for path, each in source.files.items() if path != own or len(source.files) == 1}
-    return Source(Joined(source.store, {name: (other.store, own)}), {**files, name: size})
+    return Source(RedirectingStore(source.store, {name: (other.store, own)}), {**files, name: size})
 
 
 def _found(look: Look, url: str) -> Source | None:

@@ -37,9 +37,9 @@ class Saved:
     @property
     def source(self) -> Source:
         """Its files alone."""
-        from ckpt_tools.stores.wrappers import part_of
+        from ckpt_tools.stores.wrappers import open_subfolder
 
-        return part_of(self.run, self.root, self.files)
+        return open_subfolder(self.run, self.root, self.files)
 
     def path(self, inside: str) -> str:
         return f"{self.root}/{inside}" if self.root else inside

@@ -23,14 +23,14 @@ POPULATE_WRITE = 23
 """``MADV_POPULATE_WRITE`` of Linux 5.14: pages are there as if each had been written to, and keep what they hold."""
 
 
-def page_aligned(num_bytes: int) -> NDArray[np.uint8]:
+def allocate_page_aligned(num_bytes: int) -> NDArray[np.uint8]:
     """So many bytes of memory, whatever they hold, that begin where a page does."""
     block = np.empty(num_bytes + PAGE_BYTES, np.uint8)
     first = -block.__array_interface__["data"][0] % PAGE_BYTES
     return block[first : first + num_bytes]
 
 
-def populate(memory: NDArray[np.uint8]) -> None:
+def populate_pages(memory: NDArray[np.uint8]) -> None:
     """Have Linux provide the pages of ``memory``, which is about to be overwritten, all at once.
 
     Otherwise each page of new memory interrupts the read that first reaches it. A DCP of 1 GB in the page cache takes
@@ -39,19 +39,21 @@ def populate(memory: NDArray[np.uint8]) -> None:
     """
     page = mmap.PAGESIZE
     first = -memory.__array_interface__["data"][0] % page
-    whole = memory[first : first + max(0, memory.nbytes - first) // page * page]
-    if sys.platform == "linux" and whole.nbytes >= MIN_POPULATED_BYTES and not _is_resident(whole):
-        _libc().madvise(whole.ctypes.data_as(ctypes.c_void_p), ctypes.c_size_t(whole.nbytes), POPULATE_WRITE)
+    whole_pages = memory[first : first + max(0, memory.nbytes - first) // page * page]
+    if sys.platform == "linux" and whole_pages.nbytes >= MIN_POPULATED_BYTES and not _is_resident(whole_pages):
+        _load_libc().madvise(
+            whole_pages.ctypes.data_as(ctypes.c_void_p), ctypes.c_size_t(whole_pages.nbytes), POPULATE_WRITE
+        )
 
 
 def _is_resident(pages: NDArray[np.uint8]) -> bool:
     """True if the page in the middle is resident: memory in use is resident as a whole."""
     middle = pages[pages.nbytes // mmap.PAGESIZE // 2 * mmap.PAGESIZE :]
-    found = ctypes.c_ubyte()
-    _libc().mincore(middle.ctypes.data_as(ctypes.c_void_p), ctypes.c_size_t(1), ctypes.byref(found))
-    return bool(found.value & 1)
+    residency = ctypes.c_ubyte()
+    _load_libc().mincore(middle.ctypes.data_as(ctypes.c_void_p), ctypes.c_size_t(1), ctypes.byref(residency))
+    return bool(residency.value & 1)
 
 
 @cache
-def _libc() -> Any:
+def _load_libc() -> Any:
     return ctypes.CDLL(None)

@@ -15,23 +15,23 @@ from ckpt_tools.core.boxes import Box, interval_to_boxes
 from ckpt_tools.core.dtypes import DType, to_numpy
 from ckpt_tools.core.manifest import ComputedTensor, Manifest
 from ckpt_tools.stores.source import Store
-from ckpt_tools.stores.wrappers import MakingStore, Overlay
+from ckpt_tools.stores.wrappers import GeneratedFilesStore, InMemoryOverlay
 from ckpt_tools.transfer.tensor_reader import TensorReader
 
 SCRATCH_BYTES = 1 << 20
 """A block that is read to be cast or placed, at most."""
 
 
-def with_made_files(store: Store, manifest: Manifest) -> Store:
+def add_generated_files(store: Store, manifest: Manifest) -> Store:
     """``store`` with the files of ``manifest`` that are nowhere: literals, and computed tensors."""
-    store = Overlay(store, manifest.literals)
+    store = InMemoryOverlay(store, manifest.literals)
     for computed in manifest.computed_in_order:
         store = ComputedStore(store, computed)
     return store
 
 
 @dataclass(slots=True)
-class ComputedStore(MakingStore):
+class ComputedStore(GeneratedFilesStore):
     """``store`` with a file for each of ``computed``. Threads may share it. Each keeps the last parts that it read,
     because neighbouring pieces often need the same, and for all threads the last piece that it was asked for a part of:
     tasks cut pieces, and the next task is another thread's.
@@ -42,76 +42,88 @@ class ComputedStore(MakingStore):
     store: Store
     computed: Mapping[str, ComputedTensor]
     _reader: TensorReader = field(init=False, repr=False)
-    _kept: threading.local = field(default_factory=threading.local, init=False, repr=False)
-    _begun: dict[int, tuple[tuple[str, int], NDArray[Any]]] = field(default_factory=dict, init=False, repr=False)
-    _costs: dict[str, float] = field(init=False, repr=False)
+    _thread_cache: threading.local = field(default_factory=threading.local, init=False, repr=False)
+    _last_pieces: dict[int, tuple[tuple[str, int], NDArray[Any]]] = field(default_factory=dict, init=False, repr=False)
+    _cost_ratios: dict[str, float] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         self._reader = TensorReader(self.store, SCRATCH_BYTES)
-        self._costs = {path: each.read_amplification for path, each in self.computed.items()}
+        self._cost_ratios = {path: each.read_amplification for path, each in self.computed.items()}
 
     @property
-    def made(self) -> Mapping[str, ComputedTensor]:
+    def generated_files(self) -> Mapping[str, ComputedTensor]:
         return self.computed
 
-    def cost(self, path: str, num_bytes: int) -> int:
-        cost = self._costs.get(path)
-        return self.store.cost(path, num_bytes) if cost is None else round(num_bytes * cost)
+    def count_stored_bytes(self, path: str, num_bytes: int) -> int:
+        cost = self._cost_ratios.get(path)
+        return self.store.count_stored_bytes(path, num_bytes) if cost is None else round(num_bytes * cost)
 
-    def make(self, path: str, first: int, last: int, dtype: DType, out: memoryview) -> bool:
-        found = self.computed.get(path)
-        if found is None or not found.can_cast:
-            return self.store.make(path, first, last, dtype, out)
-        self._fill(found, path, first, np.frombuffer(out, to_numpy(dtype)))
+    def try_read_as(self, path: str, first: int, last: int, dtype: DType, out: memoryview) -> bool:
+        computed_tensor = self.computed.get(path)
+        if computed_tensor is None or not computed_tensor.can_cast:
+            return self.store.try_read_as(path, first, last, dtype, out)
+        self._fill_elements(computed_tensor, path, first, np.frombuffer(out, to_numpy(dtype)))
         return True
 
-    def _make(self, path: str, first: int, last: int, buffer: memoryview) -> None:
-        found = self.computed[path]
-        self._fill(found, path, first, np.frombuffer(buffer, to_numpy(found.dtype)))
+    def _generate_elements(self, path: str, first: int, last: int, buffer: memoryview) -> None:
+        computed_tensor = self.computed[path]
+        self._fill_elements(computed_tensor, path, first, np.frombuffer(buffer, to_numpy(computed_tensor.dtype)))
 
-    def _fill(self, found: ComputedTensor, path: str, first: int, elements: NDArray[Any]) -> None:
+    def _fill_elements(self, computed_tensor: ComputedTensor, path: str, first: int, elements: NDArray[Any]) -> None:
         """Elements of a computed file from number ``first`` on."""
-        last, numel, step = first + len(elements), prod(found.shape), found.piece_numel
-        for begin in range(first - first % step, last, step):
-            end = min(begin + step, numel)
-            start, stop = max(begin, first), min(end, last)
-            wanted = elements[start - first : stop - first]
-            if (start, stop) == (begin, end):
-                self._compute(found, path, begin, wanted)
+        last, numel, piece_size = first + len(elements), prod(computed_tensor.shape), computed_tensor.piece_numel
+        for piece_start in range(first - first % piece_size, last, piece_size):
+            piece_stop = min(piece_start + piece_size, numel)
+            start, stop = max(piece_start, first), min(piece_stop, last)
+            destination = elements[start - first : stop - first]
+            if (start, stop) == (piece_start, piece_stop):
+                self._compute_piece(computed_tensor, path, piece_start, destination)
             else:
-                wanted[:] = self._piece(found, path, begin, end, wanted.dtype)[start - begin : stop - begin]
+                destination[:] = self._get_piece(computed_tensor, path, piece_start, piece_stop, destination.dtype)[
+                    start - piece_start : stop - piece_start
+                ]
 
-    def _piece(self, found: ComputedTensor, path: str, begin: int, end: int, dtype: np.dtype[Any]) -> NDArray[Any]:
+    def _get_piece(
+        self, computed_tensor: ComputedTensor, path: str, piece_start: int, piece_stop: int, dtype: np.dtype[Any]
+    ) -> NDArray[Any]:
         """A whole piece, until the thread that computed it computes another."""
-        for known, piece in list(self._begun.values()):
-            if known == (path, begin) and piece.dtype == dtype:
+        for cached_key, piece in list(self._last_pieces.values()):
+            if cached_key == (path, piece_start) and piece.dtype == dtype:
                 return piece
-        self._begun.pop(threading.get_ident(), None)
-        piece = np.empty(end - begin, dtype)
-        self._compute(found, path, begin, piece)
-        self._begun[threading.get_ident()] = (path, begin), piece
+        self._last_pieces.pop(threading.get_ident(), None)
+        piece = np.empty(piece_stop - piece_start, dtype)
+        self._compute_piece(computed_tensor, path, piece_start, piece)
+        self._last_pieces[threading.get_ident()] = (path, piece_start), piece
         return piece
 
-    def _compute(self, found: ComputedTensor, path: str, begin: int, out: NDArray[Any]) -> None:
-        done = 0
-        for box in interval_to_boxes(begin, begin + len(out), found.shape):
-            parts = [self._part(path, number, region) for number, region in enumerate(found.get_operand_regions(box))]
-            found.compute_box(box, parts, out[done : done + box.numel].reshape(box.shape))
-            done += box.numel
+    def _compute_piece(self, computed_tensor: ComputedTensor, path: str, piece_start: int, out: NDArray[Any]) -> None:
+        elements_done = 0
+        for box in interval_to_boxes(piece_start, piece_start + len(out), computed_tensor.shape):
+            operand_regions = [
+                self._get_operand_region(path, number, region)
+                for number, region in enumerate(computed_tensor.get_operand_regions(box))
+            ]
+            computed_tensor.compute_box(
+                box, operand_regions, out[elements_done : elements_done + box.numel].reshape(box.shape)
+            )
+            elements_done += box.numel
 
-    def _part(self, path: str, number: int, region: Box) -> NDArray[Any]:
+    def _get_operand_region(self, path: str, operand_index: int, region: Box) -> NDArray[Any]:
         """A region of an operand."""
-        parts: dict[int, tuple[str, Box, NDArray[Any]]] = self._kept.__dict__.setdefault("parts", {})
-        known = parts.get(number)
-        if known is not None and known[:2] == (path, region):
-            return known[2]
-        entry = self.computed[path].operands[number]
+        cached_regions: dict[int, tuple[str, Box, NDArray[Any]]] = self._thread_cache.__dict__.setdefault("parts", {})
+        cached_region = cached_regions.get(operand_index)
+        if cached_region is not None and cached_region[:2] == (path, region):
+            return cached_region[2]
+        entry = self.computed[path].operands[operand_index]
         dtype = to_numpy(entry.dtype)
-        is_alike = known is not None and (known[2].shape, known[2].dtype) == (region.shape, dtype)
-        part = known[2] if known is not None and is_alike else np.empty(region.shape, dtype)
-        parts.pop(number, None)
+        has_same_layout = cached_region is not None and (cached_region[2].shape, cached_region[2].dtype) == (
+            region.shape,
+            dtype,
+        )
+        part = cached_region[2] if cached_region is not None and has_same_layout else np.empty(region.shape, dtype)
+        cached_regions.pop(operand_index, None)
         self._reader.read(entry, region, entry.shape, 0, region.numel, part.reshape(-1).view(np.uint8).data)
-        parts[number] = path, region, part
+        cached_regions[operand_index] = path, region, part
         return part
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -20,72 +20,88 @@ from ckpt_tools.core.wording import format_count
 from ckpt_tools.stores.source import Store
 from ckpt_tools.transfer.tensor_reader import TensorReader
 
-BLOCK = 1 << 16
+BLOCK_ELEMENTS = 1 << 16
 """Elements that are compared at once: 256 KiB of a master."""
 
-SAMPLE = 1 << 12
+SAMPLE_ELEMENTS = 1 << 12
 """Elements of each weight that a conversion compares: a few pages, so that it costs next to nothing."""
 
-_BITS = {DType.BFLOAT16: np.int16, DType.FLOAT16: np.int16, DType.FLOAT32: np.int32}
+_INTEGER_TYPES = {DType.BFLOAT16: np.int16, DType.FLOAT16: np.int16, DType.FLOAT32: np.int32}
 
-THREADS = 8
+NUM_THREADS = 8
 """Threads that read: a request to a distant store takes 10 to 30 ms."""
 
 
-def _copies(manifest: Manifest) -> dict[str, tuple[TensorEntry, TensorEntry]]:
+def _find_weight_master_pairs(manifest: Manifest) -> dict[str, tuple[TensorEntry, TensorEntry]]:
     """The weight and the master of each parameter that has both, without weights that are read from their master, as
     those of ZeRO-3 are."""
-    masters = ((key.fqn, entry) for key, entry in manifest.tensors.items() if key.slot == MASTER)
-    pairs = ((name, manifest.tensors.get(StateKey(name, WEIGHT)), master) for name, master in masters)
+    master_entries = ((key.fqn, entry) for key, entry in manifest.tensors.items() if key.slot == MASTER)
+    pairs = ((name, manifest.tensors.get(StateKey(name, WEIGHT)), master) for name, master in master_entries)
     return {
         name: (weight, master)
         for name, weight, master in pairs
         if weight is not None
-        and weight.dtype in _BITS
+        and weight.dtype in _INTEGER_TYPES
         and weight.is_as_stored
         and weight.shape == master.shape
         and weight.shards is not master.shards
     }
 
 
-def note_of_copies(manifest: Manifest, store: Store, written: str, *, is_sample: bool) -> tuple[Note, ...]:
+def note_differing_copies(manifest: Manifest, store: Store, copy_taken: str, *, is_sample: bool) -> tuple[Note, ...]:
     """A note if copies differ by more than rounding, which is to the nearest number or the one beside it. ``is_sample``
-    reads the first ``SAMPLE`` elements of each alone. ``written`` says which copy is taken."""
-    reader, copies = TensorReader(store, BLOCK * 4, compares_records=False), _copies(manifest)
+    reads the first ``SAMPLE_ELEMENTS`` elements of each alone. ``copy_taken`` says which copy is taken."""
+    reader, weight_master_pairs = (
+        TensorReader(store, BLOCK_ELEMENTS * 4, compares_records=False),
+        _find_weight_master_pairs(manifest),
+    )
 
-    def largest(copy: tuple[str, tuple[TensorEntry, TensorEntry]]) -> tuple[float, str]:
+    def largest_deviation(copy: tuple[str, tuple[TensorEntry, TensorEntry]]) -> tuple[float, str]:
         name, (weight, master) = copy
-        num_compared = min(weight.numel, SAMPLE) if is_sample else weight.numel
-        ranges = ((start, min(start + BLOCK, num_compared)) for start in range(0, num_compared, BLOCK))
-        return max((_deviation(reader, weight, master, *each) for each in ranges), default=0.0), name
+        num_compared = min(weight.numel, SAMPLE_ELEMENTS) if is_sample else weight.numel
+        ranges = (
+            (start, min(start + BLOCK_ELEMENTS, num_compared)) for start in range(0, num_compared, BLOCK_ELEMENTS)
+        )
+        return max((_max_deviation(reader, weight, master, *each) for each in ranges), default=0.0), name
 
-    with ThreadPoolExecutor(THREADS) as threads:
-        found = [each for each in threads.map(largest, copies.items()) if each[0]]
-    if not found:
+    with ThreadPoolExecutor(NUM_THREADS) as threads:
+        differing = [each for each in threads.map(largest_deviation, weight_master_pairs.items()) if each[0]]
+    if not differing:
         return ()
-    value, name = max(found)
-    among = f" among the first {SAMPLE:,} elements of each" if is_sample else ""
-    why = f"the model's copy differs from its fp32 master by more than rounding, by up to {value:.3g}{among}, in {name}"
-    what = f"{format_count(len(found), 'weight')} of {len(copies):,}"
-    return (Note(Outcome.KEPT, what, f"{why}; {written}", len(found)),)
+    value, name = max(differing)
+    sample_remark = f" among the first {SAMPLE_ELEMENTS:,} elements of each" if is_sample else ""
+    why = (
+        f"the model's copy differs from its fp32 master by more than rounding, by up to {value:.3g}{sample_remark}, "
+        f"in {name}"
+    )
+    what = f"{format_count(len(differing), 'weight')} of {len(weight_master_pairs):,}"
+    return (Note(Outcome.KEPT, what, f"{why}; {copy_taken}", len(differing)),)
 
 
-def _deviation(reader: TensorReader, weight: TensorEntry, master: TensorEntry, start: int, stop: int) -> float:
+def _max_deviation(reader: TensorReader, weight: TensorEntry, master: TensorEntry, start: int, stop: int) -> float:
     """The largest difference among elements ``start`` to ``stop`` that is more than rounding; 0 where there is none."""
-    bits = [_read(reader, each, weight.dtype, start, stop).view(_BITS[weight.dtype]) for each in (weight, master)]
+    bits = [
+        _read_elements_as(reader, each, weight.dtype, start, stop).view(_INTEGER_TYPES[weight.dtype])
+        for each in (weight, master)
+    ]
     if np.array_equal(bits[0], bits[1]):
         return 0.0
     sign = np.iinfo(bits[0].dtype).min
-    order = [np.where(each < 0, int(sign) - each.astype(np.int64), each) for each in bits]
-    is_more = np.abs(order[0] - order[1]) > 1
-    if not is_more.any():
+    ordinal_values = [np.where(each < 0, int(sign) - each.astype(np.int64), each) for each in bits]
+    differs_beyond_rounding = np.abs(ordinal_values[0] - ordinal_values[1]) > 1
+    if not differs_beyond_rounding.any():
         return 0.0
-    values = [_read(reader, each, DType.FLOAT32, start, stop).view(np.float32)[is_more] for each in (weight, master)]
+    values = [
+        _read_elements_as(reader, each, DType.FLOAT32, start, stop).view(np.float32)[differs_beyond_rounding]
+        for each in (weight, master)
+    ]
     deviations = np.abs(values[0].astype(np.float64) - values[1])
     return float(np.nan_to_num(deviations, nan=np.inf).max())
 
 
-def _read(reader: TensorReader, entry: TensorEntry, dtype: DType, start: int, stop: int) -> NDArray[np.uint8]:
+def _read_elements_as(
+    reader: TensorReader, entry: TensorEntry, dtype: DType, start: int, stop: int
+) -> NDArray[np.uint8]:
     flat = (entry.numel,)
     out = np.empty((stop - start) * dtype.item_bytes, np.uint8)
     reader.read(replace(entry, dtype=dtype), Box.whole(flat), flat, start, stop, out.data)

@@ -21,74 +21,75 @@ from isal import isal_zlib
 class PartCrc:
     """The CRC-32 of bytes ``[start, stop)`` of a file, a part of the range ``covers``."""
 
-    covers: tuple[int, int]
+    covered_range: tuple[int, int]
     start: int
     stop: int
-    value: int
+    crc: int
 
     @property
     def is_whole(self) -> bool:
-        return self.covers == (self.start, self.stop)
+        return self.covered_range == (self.start, self.stop)
 
 
-class Board(Protocol):
+class ChecksumBoard(Protocol):
     """Exchange of parts' checksums between workers, by the number of the file."""
 
-    def post(self, file: int, parts: Iterable[PartCrc]) -> None:
+    def post_checksums(self, file: int, parts: Iterable[PartCrc]) -> None:
         """Tell; a part told twice counts once."""
 
-    def value(self, file: int, covers: tuple[int, int]) -> int:
-        """The checksum of a range, as soon as all of its parts are known. Raises what ``fail`` was given."""
+    def wait_for_checksum(self, file: int, covers: tuple[int, int]) -> int:
+        """The checksum of a range, as soon as all of its parts are known. Raises what ``fail_waiting_workers`` was
+        given."""
 
-    def fail(self, error: BaseException) -> None:
+    def fail_waiting_workers(self, error: BaseException) -> None:
         """Raise ``error`` in all workers that wait, because a part will not come."""
 
-    def forget(self, file: int) -> None:
+    def forget_file(self, file: int) -> None:
         """The file is complete."""
 
 
 @dataclass(slots=True)
-class LocalBoard:
+class LocalChecksumBoard:
     """A board for the threads of one process."""
 
     _parts: defaultdict[int, dict[tuple[int, int], dict[int, PartCrc]]] = field(
         default_factory=lambda: defaultdict(dict)
     )
     _error: list[BaseException] = field(default_factory=list)
-    _news: threading.Condition = field(default_factory=threading.Condition, repr=False)
+    _changed: threading.Condition = field(default_factory=threading.Condition, repr=False)
 
-    def post(self, file: int, parts: Iterable[PartCrc]) -> None:
-        with self._news:
+    def post_checksums(self, file: int, parts: Iterable[PartCrc]) -> None:
+        with self._changed:
             for part in parts:
-                self._parts[file].setdefault(part.covers, {})[part.start] = part
-            self._news.notify_all()
+                self._parts[file].setdefault(part.covered_range, {})[part.start] = part
+            self._changed.notify_all()
 
-    def value(self, file: int, covers: tuple[int, int]) -> int:
-        with self._news:
-            while (found := self.known(file, covers)) is None:
+    def wait_for_checksum(self, file: int, covers: tuple[int, int]) -> int:
+        with self._changed:
+            while (checksum := self.find_checksum(file, covers)) is None:
                 if self._error:
                     raise self._error[0]
-                self._news.wait()
-            return found
+                self._changed.wait()
+            return checksum
 
-    def known(self, file: int, covers: tuple[int, int]) -> int | None:
+    def find_checksum(self, file: int, covers: tuple[int, int]) -> int | None:
         """The checksum of a range, or None while a part is missing."""
         parts = self._parts[file].get(covers, {})
         if sum(part.stop - part.start for part in parts.values()) < covers[1] - covers[0]:
             return None
-        return combined(parts.values())
+        return combine_crcs(parts.values())
 
-    def fail(self, error: BaseException) -> None:
-        with self._news:
+    def fail_waiting_workers(self, error: BaseException) -> None:
+        with self._changed:
             self._error.append(error)
-            self._news.notify_all()
+            self._changed.notify_all()
 
-    def forget(self, file: int) -> None:
-        with self._news:
+    def forget_file(self, file: int) -> None:
+        with self._changed:
             self._parts.pop(file, None)
 
 
-def combined(parts: Iterable[PartCrc]) -> int:
+def combine_crcs(parts: Iterable[PartCrc]) -> int:
     """The CRC-32 of a range from those of its parts, each once; 0 for no part."""
     in_order = sorted(parts, key=lambda part: part.start)
-    return reduce(lambda crc, part: isal_zlib.crc32_combine(crc, part.value, part.stop - part.start), in_order, 0)
+    return reduce(lambda crc, part: isal_zlib.crc32_combine(crc, part.crc, part.stop - part.start), in_order, 0)

@@ -11,29 +11,29 @@ from ckpt_tools.transfer.tensor_reader import TensorReader
 BLOCK_BYTES = 1 << 20
 
 
-def check_equal(manifest: Manifest, store: Store) -> None:
+def check_required_equal(manifest: Manifest, store: Store) -> None:
     """Raises DifferenceError for the first pair of ``must_equal`` whose bits differ."""
     if not manifest.must_equal:
         return
     reader = TensorReader(store, BLOCK_BYTES, compares_records=False)
     for pair in manifest.must_equal:
-        if not _is_equal(reader, pair.first, pair.second):
+        if not _has_equal_bits(reader, pair.first, pair.second):
             advice = f"; {pair.advice}" if pair.advice else ""
             raise DifferenceError(f"{pair.what}: their bits differ, and must be the same{advice}")
 
 
-def _is_equal(reader: TensorReader, one: TensorEntry, other: TensorEntry) -> bool:
-    if one.numel != other.numel or one.dtype is not other.dtype:
+def _has_equal_bits(reader: TensorReader, first: TensorEntry, second: TensorEntry) -> bool:
+    if first.numel != second.numel or first.dtype is not second.dtype:
         return False
-    step = BLOCK_BYTES // one.dtype.item_bytes
+    block_elements = BLOCK_BYTES // first.dtype.item_bytes
     return all(
-        _block(reader, one, start, min(start + step, one.numel))
-        == _block(reader, other, start, min(start + step, one.numel))
-        for start in range(0, one.numel, step)
+        _read_block(reader, first, start, min(start + block_elements, first.numel))
+        == _read_block(reader, second, start, min(start + block_elements, first.numel))
+        for start in range(0, first.numel, block_elements)
     )
 
 
-def _block(reader: TensorReader, entry: TensorEntry, start: int, stop: int) -> bytearray:
+def _read_block(reader: TensorReader, entry: TensorEntry, start: int, stop: int) -> bytearray:
     block = bytearray((stop - start) * entry.dtype.item_bytes)
     flat = (entry.numel,)
     reader.read(entry, Box.whole(flat), flat, start, stop, memoryview(block))

@@ -20,30 +20,30 @@ from numpy.typing import NDArray
 from ckpt_tools.core.layout import Crc32, FileLayout
 from ckpt_tools.core.shards import ByteRange
 from ckpt_tools.planning.plan import Plan
-from ckpt_tools.planning.tasks import Fill, Gather, Step, Task, Zeros, steps
-from ckpt_tools.stores.destination import CopyingRules, Destination
+from ckpt_tools.planning.tasks import FillBytes, FillStep, FillZeros, GatherElements, TransferTask, iter_fill_steps
+from ckpt_tools.stores.destination import Destination, ServerCopyRules
 from ckpt_tools.stores.source import Store
-from ckpt_tools.transfer.buffers import page_aligned
-from ckpt_tools.transfer.crc_board import Board, LocalBoard, PartCrc
-from ckpt_tools.transfer.runners.base import Runner
+from ckpt_tools.transfer.buffers import allocate_page_aligned
+from ckpt_tools.transfer.crc_board import ChecksumBoard, LocalChecksumBoard, PartCrc
+from ckpt_tools.transfer.runners.base import TaskRunner
 from ckpt_tools.transfer.tensor_reader import TensorReader
 
 
 @dataclass(frozen=True, slots=True)
-class PlacedTask:
-    """A task, and the file that it fills a part of. ``is_noted`` says that its receipt will be, with a checksum."""
+class AssignedTask:
+    """A task, and the file that it fills a part of. ``is_journaled`` says that its receipt will be, with a checksum."""
 
-    task: Task
+    task: TransferTask
     handle: str
-    is_noted: bool
+    is_journaled: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Receipt:
+class TaskReceipt:
     """A task that is done: the CRC-32 of its bytes, if it is to be noted, and of their parts in longer ranges, and the
     destination's part tag."""
 
-    task: Task
+    task: TransferTask
     crc: int | None
     parts: tuple[PartCrc, ...]
     part_tag: str
@@ -62,13 +62,13 @@ class TransferResult:
     """Part of ``bytes_written`` that the destination copied itself."""
 
 
-class History:
+class RunHistory:
     """Progress of an earlier run of the same plan, and notes of this run for a later one. Here: nothing."""
 
     __slots__ = ()
 
     @property
-    def handles(self) -> Mapping[int, str]:
+    def file_handles(self) -> Mapping[int, str]:
         """Files begun, by number."""
         return {}
 
@@ -77,26 +77,26 @@ class History:
         """True if tasks that are started now will be noted."""
         return False
 
-    def receipts(self) -> Iterable[Receipt]:
+    def iter_receipts(self) -> Iterable[TaskReceipt]:
         """Tasks that are done, each checked before it is given."""
         return ()
 
-    def begun(self, file: int, handle: str) -> None:
+    def note_file_begun(self, file: int, handle: str) -> None:
         """Note that a file was begun."""
 
-    def done(self, receipt: Receipt) -> None:
+    def note_task_done(self, receipt: TaskReceipt) -> None:
         """Note that a task is done."""
 
 
-def execute(
+def execute_plan(
     plan: Plan,
     source: Store,
     target: Destination,
     *,
-    runner: Runner,
+    runner: TaskRunner,
     on_bytes: Callable[[int], None],
-    history: History | None = None,
-    board: Board | None = None,
+    history: RunHistory | None = None,
+    board: ChecksumBoard | None = None,
 ) -> TransferResult:
     """Fill every file of the plan's layout in ``target``; ``on_bytes`` hears of each task's bytes when they are
     written, or found to have been.
@@ -106,196 +106,206 @@ def execute(
     Raises:
         CkptError: reading or writing failed; the target then holds unfinished files.
     """
-    board, history = board or LocalBoard(), history or History()
-    files = _Files(plan, target, board, history)
-    work = Worker(plan, TensorReader(source, plan.scratch_bytes), target, board)
+    board, history = board or LocalChecksumBoard(), history or RunHistory()
+    output_files = _OutputFiles(plan, target, board, history)
+    worker = TaskWorker(plan, TensorReader(source, plan.scratch_bytes), target, board)
     bytes_read = bytes_written = bytes_copied = 0
     try:
         is_resumed = False
-        for receipt in history.receipts():
+        for receipt in history.iter_receipts():
             is_resumed = True
-            files.recover(receipt)
+            output_files.recover_task(receipt)
             on_bytes(receipt.task.num_bytes)
         # Closed before the files are: a task still under way would write into whatever has its descriptor by then.
-        with closing(runner.run(work, files.jobs())) as receipts:
+        with closing(runner.run(worker, output_files.iter_pending_tasks())) as receipts:
             for receipt in receipts:
-                files.settle(receipt)
+                output_files.record_task(receipt)
                 bytes_read += receipt.bytes_read
                 bytes_written += receipt.task.num_bytes
                 bytes_copied += receipt.bytes_copied
                 on_bytes(receipt.task.num_bytes)
-        assert files.num_finished == len(plan.layout.files), "every task was run"
+        assert output_files.num_finished == len(plan.layout.files), "every task was run"
         # The earlier run may have written almost all of a record with a wrong checksum.
-        work.tensor_reader.finish(every=is_resumed)
+        worker.tensor_reader.check_remaining_records(all_records=is_resumed)
     finally:
-        target.abandon()
+        target.close_open_files()
     return TransferResult(bytes_read, bytes_written, bytes_copied)
 
 
 @dataclass(slots=True)
-class Worker:
+class TaskWorker:
     """Runs a task. It may be sent to another process, where it starts with no buffer and no open file."""
 
     plan: Plan
     tensor_reader: TensorReader
     target: Destination
-    board: Board
+    board: ChecksumBoard
     _buffers: threading.local = field(default_factory=threading.local, repr=False)
-    _covered: dict[int, list[tuple[int, int]]] = field(default_factory=dict, repr=False)
-    _copying: CopyingRules | None = field(init=False, repr=False)
+    _covered_ranges: dict[int, list[tuple[int, int]]] = field(default_factory=dict, repr=False)
+    _copy_rules: ServerCopyRules | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._copying = self.target.copying
+        self._copy_rules = self.target.server_copy_rules
 
-    def __call__(self, job: PlacedTask) -> Receipt:
+    def __call__(self, job: AssignedTask) -> TaskReceipt:
         try:
-            return self._copied(job) or self._assembled(job)
+            return self._try_copy_on_server(job) or self._assemble_and_write(job)
         except BaseException as error:
-            self.board.fail(error)
-            self.target.fail(error)
+            self.board.fail_waiting_workers(error)
+            self.target.fail_waiting_writers(error)
             raise
 
-    def _copied(self, job: PlacedTask) -> Receipt | None:
+    def _try_copy_on_server(self, job: AssignedTask) -> TaskReceipt | None:
         """The task, done by the destination where it is one range of bytes of a file of its own service, and nothing
         has to be known of them."""
-        task, rules = job.task, self._copying
-        if rules is None:
+        task, copy_rules = job.task, self._copy_rules
+        if copy_rules is None:
             return None
-        file = self.plan.layout.files[task.file].load_layout()
-        if any(_overlaps(self._ranges(task.file, file), task)):
+        file = self.plan.layout.files[task.file_index].load_layout()
+        if any(_iter_overlaps(self._checksum_ranges(task.file_index, file), task)):
             return None
-        before = self.tensor_reader.bytes_read_here
-        found = self._single(list(steps(file, task)))
-        source = self.tensor_reader.locate(found.file) if found is not None else None
-        if found is None or source is None or not rules.allow(source, task.num_bytes):
+        bytes_read_before = self.tensor_reader.bytes_read_here
+        stored_range = self._find_single_stored_range(list(iter_fill_steps(file, task)))
+        source = self.tensor_reader.find_copy_source(stored_range.file) if stored_range is not None else None
+        if stored_range is None or source is None or not copy_rules.allows_copy(source, task.num_bytes):
             return None
-        part_tag = self.target.copy(file.path, job.handle, task.number, source, found.start, found.stop)
-        bytes_read = self.tensor_reader.bytes_read_here - before
-        return Receipt(task, 0 if job.is_noted else None, (), part_tag, bytes_read, task.num_bytes)
+        part_tag = self.target.copy_part(
+            file.path, job.handle, task.part_number, source, stored_range.start, stored_range.stop
+        )
+        bytes_read = self.tensor_reader.bytes_read_here - bytes_read_before
+        return TaskReceipt(task, 0 if job.is_journaled else None, (), part_tag, bytes_read, task.num_bytes)
 
-    def _single(self, found: list[Step]) -> ByteRange | None:
-        match found:
-            case [Gather(_, payload, start, stop)]:
+    def _find_single_stored_range(self, fill_steps: list[FillStep]) -> ByteRange | None:
+        match fill_steps:
+            case [GatherElements(_, payload, start, stop)]:
                 entry = self.plan.manifest.tensors[payload.key].cast_to(payload.dtype)
-                return self.tensor_reader.as_stored_range(entry, payload.box, payload.shape, start, stop)
+                return self.tensor_reader.find_stored_range(entry, payload.box, payload.shape, start, stop)
         return None
 
-    def _assembled(self, job: PlacedTask) -> Receipt:
-        task, before = job.task, self.tensor_reader.bytes_read_here
-        file = self.plan.layout.files[task.file].load_layout()
-        buffer = self._buffer()[: task.num_bytes]
-        for step in steps(file, task):
-            self._fill(step, buffer)
+    def _assemble_and_write(self, job: AssignedTask) -> TaskReceipt:
+        task, bytes_read_before = job.task, self.tensor_reader.bytes_read_here
+        file = self.plan.layout.files[task.file_index].load_layout()
+        buffer = self._output_buffer()[: task.num_bytes]
+        for step in iter_fill_steps(file, task):
+            self._run_fill_step(step, buffer)
         parts = tuple(
             PartCrc(covers, start, stop, isal_zlib.crc32(buffer[start - task.start : stop - task.start].data))
-            for covers, start, stop in _overlaps(self._ranges(task.file, file), task)
+            for covers, start, stop in _iter_overlaps(self._checksum_ranges(task.file_index, file), task)
         )
-        self._seal(file, task, parts, buffer)
-        part_tag = self.target.write(file.path, job.handle, task.number, task.start, buffer.data)
-        crc = _crc(parts, task, buffer) if job.is_noted else None
-        return Receipt(task, crc, parts, part_tag, self.tensor_reader.bytes_read_here - before)
+        self._fill_in_checksums(file, task, parts, buffer)
+        part_tag = self.target.write_part(file.path, job.handle, task.part_number, task.start, buffer.data)
+        crc = _crc_of_task(parts, task, buffer) if job.is_journaled else None
+        return TaskReceipt(task, crc, parts, part_tag, self.tensor_reader.bytes_read_here - bytes_read_before)
 
-    def _fill(self, step: Step, buffer: NDArray[np.uint8]) -> None:
+    def _run_fill_step(self, step: FillStep, buffer: NDArray[np.uint8]) -> None:
         match step:
-            case Fill(offset, data):
+            case FillBytes(offset, data):
                 buffer[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
-            case Zeros(offset, num_bytes):
+            case FillZeros(offset, num_bytes):
                 buffer[offset : offset + num_bytes] = 0
-            case Gather(offset, payload, start, stop):
+            case GatherElements(offset, payload, start, stop):
                 entry = self.plan.manifest.tensors[payload.key].cast_to(payload.dtype)
-                room = buffer[offset : offset + (stop - start) * payload.dtype.item_bytes]
-                self.tensor_reader.read(entry, payload.box, payload.shape, start, stop, room.data)
+                destination = buffer[offset : offset + (stop - start) * payload.dtype.item_bytes]
+                self.tensor_reader.read(entry, payload.box, payload.shape, start, stop, destination.data)
 
-    def _seal(self, file: FileLayout, task: Task, parts: tuple[PartCrc, ...], buffer: NDArray[np.uint8]) -> None:
+    def _fill_in_checksums(
+        self, file: FileLayout, task: TransferTask, parts: tuple[PartCrc, ...], buffer: NDArray[np.uint8]
+    ) -> None:
         """Fill in the checksums that lie in the task; those that others need are told first."""
-        self.board.post(task.file, parts)
-        for offset, segment in _checksums(file, task):
-            value = self.board.value(task.file, (segment.start, segment.stop)) if segment.start < segment.stop else 0
-            at = offset - task.start
-            buffer[at : at + segment.num_bytes] = np.frombuffer(value.to_bytes(4, "little"), np.uint8)
+        self.board.post_checksums(task.file_index, parts)
+        for offset, segment in _iter_checksums(file, task):
+            value = (
+                self.board.wait_for_checksum(task.file_index, (segment.start, segment.stop))
+                if segment.start < segment.stop
+                else 0
+            )
+            task_offset = offset - task.start
+            buffer[task_offset : task_offset + segment.num_bytes] = np.frombuffer(value.to_bytes(4, "little"), np.uint8)
 
-    def _ranges(self, number: int, file: FileLayout) -> list[tuple[int, int]]:
+    def _checksum_ranges(self, file_index: int, file: FileLayout) -> list[tuple[int, int]]:
         """The ranges of a file that checksums cover, in order."""
-        found = self._covered.get(number)
-        if found is None:
-            if len(self._covered) > 64:
-                self._covered.clear()
+        ranges_in_order = self._covered_ranges.get(file_index)
+        if ranges_in_order is None:
+            if len(self._covered_ranges) > 64:
+                self._covered_ranges.clear()
             ranges = {(each.start, each.stop) for each in file.segments if isinstance(each, Crc32)}
-            found = self._covered[number] = sorted(pair for pair in ranges if pair[0] < pair[1])
-        return found
+            ranges_in_order = self._covered_ranges[file_index] = sorted(pair for pair in ranges if pair[0] < pair[1])
+        return ranges_in_order
 
-    def _buffer(self) -> NDArray[np.uint8]:
+    def _output_buffer(self) -> NDArray[np.uint8]:
         if not hasattr(self._buffers, "output"):
-            self._buffers.output = page_aligned(self.plan.task_bytes)
+            self._buffers.output = allocate_page_aligned(self.plan.task_bytes)
         output: NDArray[np.uint8] = self._buffers.output
         return output
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Worker, (self.plan, self.tensor_reader, self.target, self.board)
+        return TaskWorker, (self.plan, self.tensor_reader, self.target, self.board)
 
 
 @dataclass(slots=True)
-class _Files:
+class _OutputFiles:
     """The files being written: begun when their first task is handed out, finished when their last is done."""
 
     plan: Plan
     target: Destination
-    board: Board
-    history: History
+    board: ChecksumBoard
+    history: RunHistory
     num_finished: int = 0
     _handles: dict[int, str] = field(default_factory=dict)
-    _missing: dict[int, int] = field(default_factory=dict)
+    _bytes_missing: dict[int, int] = field(default_factory=dict)
     _part_tags: dict[int, dict[int, str]] = field(default_factory=dict)
     _recovered: set[tuple[int, int]] = field(default_factory=set)
 
-    def jobs(self) -> Iterator[PlacedTask]:
+    def iter_pending_tasks(self) -> Iterator[AssignedTask]:
         """Tasks that are not done, in order; runners take one at a time. Raises StoreError where they do not fit."""
-        begun = self.history.handles
-        self.target.check_room(
-            sum(file.size_bytes for number, file in enumerate(self.plan.layout.files) if number not in begun)
+        known_handles = self.history.file_handles
+        self.target.check_free_space(
+            sum(file.size_bytes for number, file in enumerate(self.plan.layout.files) if number not in known_handles)
         )
-        for task in self.plan.tasks():
-            if (task.file, task.number) not in self._recovered:
-                yield PlacedTask(task, self._handle(task.file), self.history.is_journaling)
+        for task in self.plan.iter_tasks():
+            if (task.file_index, task.part_number) not in self._recovered:
+                yield AssignedTask(task, self._handle_of(task.file_index), self.history.is_journaling)
 
-    def _handle(self, number: int) -> str:
-        if number not in self._handles:
-            handle = self.history.handles.get(number)
+    def _handle_of(self, file_index: int) -> str:
+        if file_index not in self._handles:
+            handle = self.history.file_handles.get(file_index)
             if handle is None:
-                file = self.plan.layout.files[number]
-                handle = self.target.begin(file.path, file.size_bytes)
-                self.history.begun(number, handle)
-            self._handles[number] = handle
-        return self._handles[number]
+                file = self.plan.layout.files[file_index]
+                handle = self.target.begin_file(file.path, file.size_bytes)
+                self.history.note_file_begun(file_index, handle)
+            self._handles[file_index] = handle
+        return self._handles[file_index]
 
-    def recover(self, receipt: Receipt) -> None:
-        self._recovered.add((receipt.task.file, receipt.task.number))
-        self.board.post(receipt.task.file, receipt.parts)
-        self._count(receipt)
+    def recover_task(self, receipt: TaskReceipt) -> None:
+        self._recovered.add((receipt.task.file_index, receipt.task.part_number))
+        self.board.post_checksums(receipt.task.file_index, receipt.parts)
+        self._count_task(receipt)
 
-    def settle(self, receipt: Receipt) -> None:
-        self.history.done(receipt)
-        self._count(receipt)
+    def record_task(self, receipt: TaskReceipt) -> None:
+        self.history.note_task_done(receipt)
+        self._count_task(receipt)
 
-    def _count(self, receipt: Receipt) -> None:
-        number = receipt.task.file
-        part_tags = self._part_tags.setdefault(number, {})
-        part_tags[receipt.task.number] = receipt.part_tag
-        missing = self._missing.get(number, self.plan.layout.files[number].size_bytes) - receipt.task.num_bytes
-        self._missing[number] = missing
-        if missing == 0:
-            self._finish(number)
+    def _count_task(self, receipt: TaskReceipt) -> None:
+        file_index = receipt.task.file_index
+        part_tags = self._part_tags.setdefault(file_index, {})
+        part_tags[receipt.task.part_number] = receipt.part_tag
+        bytes_missing = (
+            self._bytes_missing.get(file_index, self.plan.layout.files[file_index].size_bytes) - receipt.task.num_bytes
+        )
+        self._bytes_missing[file_index] = bytes_missing
+        if bytes_missing == 0:
+            self._finish_file(file_index)
 
-    def _finish(self, number: int) -> None:
-        part_tags = self._part_tags.pop(number)
+    def _finish_file(self, file_index: int) -> None:
+        part_tags = self._part_tags.pop(file_index)
         in_order = [part_tags[part] for part in sorted(part_tags)]
-        self.target.finish(self.plan.layout.files[number].path, self._handle(number), in_order)
-        self.board.forget(number)
-        del self._missing[number]
+        self.target.finish_file(self.plan.layout.files[file_index].path, self._handle_of(file_index), in_order)
+        self.board.forget_file(file_index)
+        del self._bytes_missing[file_index]
         self.num_finished += 1
 
 
-def _checksums(file: FileLayout, task: Task) -> Iterator[tuple[int, Crc32]]:
+def _iter_checksums(file: FileLayout, task: TransferTask) -> Iterator[tuple[int, Crc32]]:
     index = bisect_left(file.offsets, task.start)
     while index < len(file.segments) and file.offsets[index] < task.stop:
         segment = file.segments[index]
@@ -304,16 +314,16 @@ def _checksums(file: FileLayout, task: Task) -> Iterator[tuple[int, Crc32]]:
         index += 1
 
 
-def _crc(parts: tuple[PartCrc, ...], task: Task, buffer: NDArray[np.uint8]) -> int:
+def _crc_of_task(parts: tuple[PartCrc, ...], task: TransferTask, buffer: NDArray[np.uint8]) -> int:
     """The CRC-32 of a whole task. What its parts' say is not computed again: that is 70 microseconds for 4 MiB."""
-    crc, end = 0, task.start
+    crc, position = 0, task.start
     for part in parts:
-        crc = isal_zlib.crc32(buffer[end - task.start : part.start - task.start].data, crc)
-        crc, end = isal_zlib.crc32_combine(crc, part.value, part.stop - part.start), part.stop
-    return isal_zlib.crc32(buffer[end - task.start :].data, crc)
+        crc = isal_zlib.crc32(buffer[position - task.start : part.start - task.start].data, crc)
+        crc, position = isal_zlib.crc32_combine(crc, part.crc, part.stop - part.start), part.stop
+    return isal_zlib.crc32(buffer[position - task.start :].data, crc)
 
 
-def _overlaps(covered: list[tuple[int, int]], task: Task) -> Iterator[tuple[tuple[int, int], int, int]]:
+def _iter_overlaps(covered: list[tuple[int, int]], task: TransferTask) -> Iterator[tuple[tuple[int, int], int, int]]:
     """Covered ranges, which do not overlap each other, and the bytes of each that lie in the task."""
     first = max(0, bisect_left(covered, (task.start, task.start)) - 1)
     for lower, upper in covered[first:]:

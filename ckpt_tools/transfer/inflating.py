@@ -32,129 +32,132 @@ MAX_STREAMS = 4
 MAX_OVERHEAD_BYTES = 1 << 20
 """Bytes of an item in addition to its elements: a zip directory and a small pickle."""
 
-_MARK = "\0inflated:"
+_NAME_PREFIX = "\0inflated:"
 
 
-def inflated_name(at: ByteRange) -> str:
+def inflated_name(compressed_range: ByteRange) -> str:
     """The name of what a compressed range holds, as if it were a file. No store has a file of such a name."""
-    return f"{_MARK}{at.start}:{at.stop}:{at.file}"
+    return f"{_NAME_PREFIX}{compressed_range.start}:{compressed_range.stop}:{compressed_range.file}"
 
 
-def is_inflated(file: str) -> bool:
-    return file.startswith(_MARK)
+def is_inflated_name(file: str) -> bool:
+    return file.startswith(_NAME_PREFIX)
 
 
 @dataclass(slots=True)
-class _Stream:
+class _InflateStream:
     """One item; what came out last is in ``window``, and ends at ``position``.
 
     ``head`` is what came out first: where an item is opened, its start is read before its end. ``length`` is known once
     the end was reached.
     """
 
-    open: Callable[[], ZstdStream]
-    source: ZstdStream
+    open_decompressor: Callable[[], ZstdStream]
+    decompressor: ZstdStream
     window: deque[bytes] = field(default_factory=deque)
-    kept: int = 0
+    num_kept: int = 0
     position: int = 0
     head: bytes = b""
     length: int | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def advance(self) -> int:
+    def decompress_block(self) -> int:
         """Bytes that came out; none at the end."""
-        data = self.source.read(BLOCK_BYTES)
+        data = self.decompressor.read(BLOCK_BYTES)
         if not self.position:
             self.head = data
         if not data:
             self.length = self.position
         self.window.append(data)
-        self.kept += len(data)
+        self.num_kept += len(data)
         self.position += len(data)
-        while self.kept - len(self.window[0]) >= WINDOW_BYTES:
-            self.kept -= len(self.window.popleft())
+        while self.num_kept - len(self.window[0]) >= WINDOW_BYTES:
+            self.num_kept -= len(self.window.popleft())
         return len(data)
 
     def read_into(self, start: int, buffer: memoryview) -> None:
         head = self.head[start : start + len(buffer)]
-        done = len(head)
-        buffer[:done] = head
-        if done < len(buffer) and start + done < self.position - self.kept:
-            self.source = self.open()
+        bytes_copied = len(head)
+        buffer[:bytes_copied] = head
+        if bytes_copied < len(buffer) and start + bytes_copied < self.position - self.num_kept:
+            self.decompressor = self.open_decompressor()
             self.window.clear()
-            self.kept = self.position = 0
-        while done < len(buffer):
-            if start + done >= self.position:
-                if not self.advance():
+            self.num_kept = self.position = 0
+        while bytes_copied < len(buffer):
+            if start + bytes_copied >= self.position:
+                if not self.decompress_block():
                     raise IncompleteError(f"a compressed item ends at byte {self.position:,}")
                 continue
-            done += self._copied(start + done, buffer[done:])
+            bytes_copied += self._copy_from_window(start + bytes_copied, buffer[bytes_copied:])
 
-    def _copied(self, start: int, buffer: memoryview) -> int:
-        at = self.position - self.kept
+    def _copy_from_window(self, start: int, buffer: memoryview) -> int:
+        window_position = self.position - self.num_kept
         for part in self.window:
-            if start < at + len(part):
-                found = part[start - at : start - at + len(buffer)]
-                buffer[: len(found)] = found
-                return len(found)
-            at += len(part)
+            if start < window_position + len(part):
+                piece = part[start - window_position : start - window_position + len(buffer)]
+                buffer[: len(piece)] = piece
+                return len(piece)
+            window_position += len(part)
         raise AssertionError("the window holds what lies between its ends")
 
 
 @dataclass(slots=True, weakref_slot=True)
-class Inflating:
+class InflatedReader:
     """Decompresses ranges; ``read`` gives bytes ``[start, stop)`` of a file. Safe to share between threads."""
 
     read: Callable[[str, int, int], bytes]
-    _streams: OrderedDict[str, _Stream] = field(default_factory=OrderedDict)
+    _streams: OrderedDict[str, _InflateStream] = field(default_factory=OrderedDict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def size(self, at: ByteRange, *, limit_bytes: int) -> int:
+    def inflated_size(self, compressed_range: ByteRange, *, limit_bytes: int) -> int:
         """The bytes that a range holds.
 
         Raises:
             MalformedError: it is damaged, or holds more than ``limit_bytes``.
         """
-        stream = self._stream(inflated_name(at))
+        stream = self._get_stream(inflated_name(compressed_range))
         with stream.lock:
-            while stream.length is None and stream.advance():
+            while stream.length is None and stream.decompress_block():
                 if stream.position > limit_bytes:
                     raise MalformedError(
-                        f"the item at byte {at.start:,} decompresses to more than the {limit_bytes:,} bytes that its "
+                        f"the item at byte {compressed_range.start:,} decompresses to more than the {limit_bytes:,} "
+                        f"bytes that its "
                         "index allows",
-                        path=at.file,
+                        path=compressed_range.file,
                     )
             assert stream.length is not None, "the end was reached"
             return stream.length
 
     def read_into(self, name: str, start: int, buffer: memoryview) -> None:
-        """Fill ``buffer`` from byte ``start`` of what the range of that name holds. Raises as ``size``."""
-        stream = self._stream(name)
+        """Fill ``buffer`` from byte ``start`` of what the range of that name holds. Raises as ``inflated_size``."""
+        stream = self._get_stream(name)
         with stream.lock:
             stream.read_into(start, buffer)
 
-    def _stream(self, name: str) -> _Stream:
+    def _get_stream(self, name: str) -> _InflateStream:
         with self._lock:
-            found = self._streams.pop(name, None) or self._opened(name)
-            self._streams[name] = found
+            stream = self._streams.pop(name, None) or self._open_stream(name)
+            self._streams[name] = stream
             while len(self._streams) > MAX_STREAMS:
                 self._streams.popitem(last=False)
-            return found
+            return stream
 
-    def _opened(self, name: str) -> _Stream:
+    def _open_stream(self, name: str) -> _InflateStream:
         from ckpt_tools.serialization.zstd import open_zstd_stream
 
-        first, last, file = name.removeprefix(_MARK).split(":", 2)
-        at = ByteRange(file, int(first), int(last))
+        first, last, file = name.removeprefix(_NAME_PREFIX).split(":", 2)
+        compressed_range = ByteRange(file, int(first), int(last))
         # zstandard's streams are invisible to the garbage collector: a cycle would stay forever.
-        own = weakref.ref(self)
+        owner_ref = weakref.ref(self)
 
-        def read(start: int, stop: int) -> bytes:
-            alive = own()
-            assert alive is not None, "a stream is read through its owner"
-            return alive.read(at.file, at.start + start, at.start + stop)
+        def read_compressed(start: int, stop: int) -> bytes:
+            owner = owner_ref()
+            assert owner is not None, "a stream is read through its owner"
+            return owner.read(compressed_range.file, compressed_range.start + start, compressed_range.start + stop)
 
-        def source() -> ZstdStream:
-            return open_zstd_stream(read, at.stop - at.start, at.file)
+        def open_decompressor() -> ZstdStream:
+            return open_zstd_stream(
+                read_compressed, compressed_range.stop - compressed_range.start, compressed_range.file
+            )
 
-        return _Stream(source, source())
+        return _InflateStream(open_decompressor, open_decompressor())

@@ -22,12 +22,12 @@ from ckpt_tools.core.manifest import TensorEntry
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.errors import CkptError, MalformedError, StoreError, UsageError
 from ckpt_tools.planning.plan import Plan
-from ckpt_tools.planning.tasks import Task
-from ckpt_tools.stores.destination import Destination, Log
+from ckpt_tools.planning.tasks import TransferTask
+from ckpt_tools.stores.destination import Destination, JournalLog
 from ckpt_tools.stores.source import Store
 from ckpt_tools.transfer.crc_board import PartCrc
-from ckpt_tools.transfer.execute import History, Receipt
-from ckpt_tools.transfer.runners.base import Runner
+from ckpt_tools.transfer.execute import RunHistory, TaskReceipt
+from ckpt_tools.transfer.runners.base import TaskRunner
 
 FORMAT = 1
 """Version of the lines below and of the digests; a journal of another version is of another plan."""
@@ -49,131 +49,138 @@ conversion that takes 1.2 s."""
 
 
 @dataclass(slots=True)
-class Journal(History):
+class TransferJournal(RunHistory):
     """The history of a run, kept in ``log``."""
 
-    log: Log
+    log: JournalLog
     plan: Plan
     destination: Destination
-    runner: Runner
+    runner: TaskRunner
     bytes_recovered: int = 0
-    _left: bytes = field(default=b"", repr=False)
+    _earlier_lines: bytes = field(default=b"", repr=False)
     """The lines of an earlier run: read as they are needed, since a large output has a million of them."""
-    _handles: dict[int, str] = field(default_factory=dict)
-    _pending: list[list[Any] | Receipt] = field(default_factory=list)
+    _file_handles: dict[int, str] = field(default_factory=dict)
+    _pending_entries: list[list[Any] | TaskReceipt] = field(default_factory=list)
     _quiet_until: float = 0.0
-    _due: float = 0.0
+    _next_flush_time: float = 0.0
 
     @classmethod
     def begin(
         cls,
-        log: Log,
+        log: JournalLog,
         plan: Plan,
         source: Store,
         destination: Destination,
-        runner: Runner,
+        runner: TaskRunner,
         *,
         quiet_seconds: float = 0.0,
-    ) -> Journal:
+    ) -> TransferJournal:
         """A new one, quiet for so long; what the log held is forgotten. Raises StoreError."""
         log.clear()
-        until = time.monotonic() + quiet_seconds
-        journal = cls(log, plan, destination, runner, _quiet_until=until, _due=until)
-        journal._note([_PLAN, FORMAT, fingerprint(plan, source)])
+        quiet_until = time.monotonic() + quiet_seconds
+        journal = cls(log, plan, destination, runner, _quiet_until=quiet_until, _next_flush_time=quiet_until)
+        journal._add_entry([_PLAN, FORMAT, fingerprint_plan(plan, source)])
         return journal
 
     @classmethod
-    def resume(cls, log: Log, plan: Plan, source: Store, destination: Destination, runner: Runner) -> Journal:
+    def resume(
+        cls, log: JournalLog, plan: Plan, source: Store, destination: Destination, runner: TaskRunner
+    ) -> TransferJournal:
         """The one that an earlier run left; a new one where none did.
 
         Raises:
             UsageError: it is of another plan. StoreError: it cannot be read.
         """
-        left = log.read()
-        heading = next(_lines(left, _PLAN), None)
+        earlier_lines = log.read()
+        heading = next(_decode_lines(earlier_lines, _PLAN), None)
         if heading is None:
             return cls.begin(log, plan, source, destination, runner)
-        if heading != [_PLAN, FORMAT, fingerprint(plan, source)]:
+        if heading != [_PLAN, FORMAT, fingerprint_plan(plan, source)]:
             raise UsageError(
                 "the run to resume had another source, other options or another version of ckpt-tools; "
                 f"resume with the same ones, or start again without {format_option('resume', True)}"
             )
-        return cls(log, plan, destination, runner, _left=left)._with_handles()
+        return cls(log, plan, destination, runner, _earlier_lines=earlier_lines)._recover_handles()
 
-    def _with_handles(self) -> Journal:
+    def _recover_handles(self) -> TransferJournal:
         """Files that were begun, the last time each was, if what is to be in them is still the same."""
         files = self.plan.layout.files
-        begun = {number: (handle, digest) for _, number, handle, digest in _lines(self._left, _FILE)}
-        for number, (handle, digest) in begun.items():
-            if 0 <= number < len(files) and contents(files[number]) == digest:
-                self._handles[number] = handle
+        begun_files = {
+            number: (handle, digest) for _, number, handle, digest in _decode_lines(self._earlier_lines, _FILE)
+        }
+        for number, (handle, digest) in begun_files.items():
+            if 0 <= number < len(files) and digest_file_contents(files[number]) == digest:
+                self._file_handles[number] = handle
         return self
 
     @property
-    def handles(self) -> dict[int, str]:
-        return self._handles
+    def file_handles(self) -> dict[int, str]:
+        return self._file_handles
 
-    def receipts(self) -> Iterator[Receipt]:
-        """Tasks that are done, each once, as soon as it was checked; afterwards, ``handles`` are of their files alone.
+    def iter_receipts(self) -> Iterator[TaskReceipt]:
+        """Tasks that are done, each once, as soon as it was checked; afterwards, ``file_handles`` are of their files
+        alone.
 
         A file none of whose tasks can be found may itself be gone, and is begun again.
         """
-        found: set[tuple[int, int]] = set()
-        with closing(self.runner.run(self._checked, self._noted())) as checked:
-            for receipt, held in checked:
-                key = (receipt.task.file, receipt.task.number)
-                if held and key not in found:
-                    found.add(key)
+        recovered_parts: set[tuple[int, int]] = set()
+        with closing(self.runner.run(self._check_receipt, self._iter_noted_receipts())) as checked_receipts:
+            for receipt, held in checked_receipts:
+                key = (receipt.task.file_index, receipt.task.part_number)
+                if held and key not in recovered_parts:
+                    recovered_parts.add(key)
                     self.bytes_recovered += receipt.task.num_bytes
                     yield receipt
-        kept = {file for file, _ in found}
-        self._handles = {number: handle for number, handle in self._handles.items() if number in kept}
-        self._left = b""
+        recovered_files = {file for file, _ in recovered_parts}
+        self._file_handles = {
+            number: handle for number, handle in self._file_handles.items() if number in recovered_files
+        }
+        self._earlier_lines = b""
 
-    def _noted(self) -> Iterator[Receipt]:
-        for _, number, part, start, stop, crc, part_tag, parts in _lines(self._left, _PART):
-            if number in self._handles:
-                covered = tuple(PartCrc((lower, upper), at, end, value) for lower, upper, at, end, value in parts)
-                yield Receipt(Task(number, part, start, stop), crc, covered, part_tag, bytes_read=0)
+    def _iter_noted_receipts(self) -> Iterator[TaskReceipt]:
+        for _, number, part, start, stop, crc, part_tag, parts in _decode_lines(self._earlier_lines, _PART):
+            if number in self._file_handles:
+                part_crcs = tuple(PartCrc((lower, upper), at, end, value) for lower, upper, at, end, value in parts)
+                yield TaskReceipt(TransferTask(number, part, start, stop), crc, part_crcs, part_tag, bytes_read=0)
 
-    def _checked(self, receipt: Receipt) -> tuple[Receipt, bool]:
+    def _check_receipt(self, receipt: TaskReceipt) -> tuple[TaskReceipt, bool]:
         assert receipt.crc is not None, "no task without a checksum is noted"
         task = receipt.task
-        path, handle = self.plan.layout.files[task.file].path, self._handles[task.file]
-        part = (task.number, task.start, task.num_bytes)
-        return receipt, self.destination.holds(path, handle, *part, receipt.crc, receipt.part_tag)
+        path, handle = self.plan.layout.files[task.file_index].path, self._file_handles[task.file_index]
+        part = (task.part_number, task.start, task.num_bytes)
+        return receipt, self.destination.has_part(path, handle, *part, receipt.crc, receipt.part_tag)
 
-    def begun(self, file: int, handle: str) -> None:
-        self._handles[file] = handle
-        self._note([_FILE, file, handle, contents(self.plan.layout.files[file])])
+    def note_file_begun(self, file: int, handle: str) -> None:
+        self._file_handles[file] = handle
+        self._add_entry([_FILE, file, handle, digest_file_contents(self.plan.layout.files[file])])
 
     @property
     def is_journaling(self) -> bool:
         return time.monotonic() >= self._quiet_until
 
-    def done(self, receipt: Receipt) -> None:
+    def note_task_done(self, receipt: TaskReceipt) -> None:
         if receipt.crc is not None:
-            self._note(receipt)
+            self._add_entry(receipt)
 
-    def _note(self, what: list[Any] | Receipt) -> None:
-        self._pending.append(what)
+    def _add_entry(self, entry: list[Any] | TaskReceipt) -> None:
+        self._pending_entries.append(entry)
         self.flush_if_due()
 
     def flush_if_due(self) -> None:
         """Write what is noted, unless that would be too often, or too early."""
-        if time.monotonic() >= self._due:
-            self.flush()
+        if time.monotonic() >= self._next_flush_time:
+            self.flush_entries()
 
-    def flush(self) -> None:
+    def flush_entries(self) -> None:
         """Write what is noted. A log that fails is tried again with the next note: the output is none the worse."""
-        if not self._pending:
+        if not self._pending_entries:
             return
         started = time.monotonic()
         with suppress(StoreError):
-            self.log.append(b"".join(map(_encoded, self._pending)))
-            self._pending.clear()
+            self.log.append(b"".join(map(_encode_line, self._pending_entries)))
+            self._pending_entries.clear()
         ended = time.monotonic()
-        self._due = ended + (ended - started) / MAX_SHARE
+        self._next_flush_time = ended + (ended - started) / MAX_SHARE
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,20 +193,22 @@ class JournalPolicy:
 
     keeps_output: bool
 
-    def open(self, log: Log, plan: Plan, source: Store, destination: Destination, runner: Runner) -> Journal:
+    def open(
+        self, log: JournalLog, plan: Plan, source: Store, destination: Destination, runner: TaskRunner
+    ) -> TransferJournal:
         """The journal of a run. Raises UsageError, StoreError."""
         if self.keeps_output:
-            return Journal.resume(log, plan, source, destination, runner)
-        return Journal.begin(log, plan, source, destination, runner, quiet_seconds=QUIET_SECONDS)
+            return TransferJournal.resume(log, plan, source, destination, runner)
+        return TransferJournal.begin(log, plan, source, destination, runner, quiet_seconds=QUIET_SECONDS)
 
-    def all_written(self, journal: Journal, *, is_replacing: bool) -> None:
+    def flush_before_publishing(self, journal: TransferJournal, *, is_replacing: bool) -> None:
         """Called when all output is written, just before it is published. If that removes old files, what was noted is
         needed if it fails."""
         is_needed = self.keeps_output or (is_replacing and journal.is_journaling)
-        journal.flush() if is_needed else journal.flush_if_due()
+        journal.flush_entries() if is_needed else journal.flush_if_due()
 
     @contextmanager
-    def noting(self, journal: Journal) -> Iterator[None]:
+    def preserve_output_on_error(self, journal: TransferJournal) -> Iterator[None]:
         """The work of a run; where its output is kept, the journal is written however it ends, and an error says so.
         What was made of a damaged source is not continued."""
         try:
@@ -210,32 +219,32 @@ class JournalPolicy:
             raise
         except BaseException as error:
             if self.keeps_output:
-                journal.flush()
+                journal.flush_entries()
                 if isinstance(error, CkptError):
                     error.message += "; what was written so far is kept, and the same command continues it"
             raise
 
 
-def _encoded(what: list[Any] | Receipt) -> bytes:
+def _encode_line(entry: list[Any] | TaskReceipt) -> bytes:
     """A line break, the CRC-32 of the rest as hex, a space, JSON. The break is in front, where a line that was cut off
     before may need it."""
-    if isinstance(what, Receipt):
-        task = what.task
-        parts = [[*part.covers, part.start, part.stop, part.value] for part in what.parts]
-        what = [_PART, task.file, task.number, task.start, task.stop, what.crc, what.part_tag, parts]
-    text = json.dumps(what, separators=(",", ":")).encode()
-    return b"\n%08x %b" % (zlib.crc32(text), text)
+    if isinstance(entry, TaskReceipt):
+        task = entry.task
+        parts = [[*part.covered_range, part.start, part.stop, part.crc] for part in entry.parts]
+        entry = [_PART, task.file_index, task.part_number, task.start, task.stop, entry.crc, entry.part_tag, parts]
+    line = json.dumps(entry, separators=(",", ":")).encode()
+    return b"\n%08x %b" % (zlib.crc32(line), line)
 
 
-def _lines(data: bytes, kind: str) -> Iterator[list[Any]]:
-    start = b'["%b"' % kind.encode()
-    for line in io.BytesIO(data):
+def _decode_lines(journal_data: bytes, kind: str) -> Iterator[list[Any]]:
+    line_prefix = b'["%b"' % kind.encode()
+    for line in io.BytesIO(journal_data):
         checksum, _, text = line.rstrip(b"\n").partition(b" ")
-        if text.startswith(start) and checksum == b"%08x" % zlib.crc32(text):
+        if text.startswith(line_prefix) and checksum == b"%08x" % zlib.crc32(text):
             yield json.loads(text)
 
 
-class _Digest:
+class _ValueDigest:
     """A hash of a sequence of values, each of which is delimited."""
 
     def __init__(self) -> None:
@@ -243,70 +252,73 @@ class _Digest:
 
         self._hash = xxh3_128()
 
-    def add(self, *values: object) -> None:
+    def add_values(self, *values: object) -> None:
         self._hash.update(repr(values).encode(errors="surrogatepass"))
 
     def add_bytes(self, data: bytes | memoryview) -> None:
-        self.add(memoryview(data).nbytes)
+        self.add_values(memoryview(data).nbytes)
         self._hash.update(data)
 
-    def text(self) -> str:
+    def hex_digest(self) -> str:
         return self._hash.hexdigest()
 
 
-def fingerprint(plan: Plan, source: Store) -> str:
+def fingerprint_plan(plan: Plan, source: Store) -> str:
     """A digest of everything that two runs must agree on to continue each other, but for what is in the files.
 
     It covers where every byte comes from and in which state those files are, which files are written and how they are
-    cut. Files themselves are compared one by one, by ``contents``: one that is made on demand is not made for this.
+    cut. Files themselves are compared one by one, by ``digest_file_contents``: one that is made on demand is not made
+    for this.
     """
-    digest = _Digest()
-    digest.add(plan.task_bytes, plan.copies, [(file.path, file.size_bytes) for file in plan.layout.files])
+    digest = _ValueDigest()
+    digest.add_values(plan.task_bytes, plan.copy_limits, [(file.path, file.size_bytes) for file in plan.layout.files])
     manifest = plan.manifest
     operands = {(name, n): e for name, each in manifest.computed.items() for n, e in enumerate(each.operands)}
-    for name in _add_tensors(digest, [*manifest.tensors.items(), *operands.items()]):
+    for name in _add_tensors_to_digest(digest, [*manifest.tensors.items(), *operands.items()]):
         version = ""  # where the store cannot tell, or the file is not needed
         with suppress(CkptError):
             version = source.version(name)
-        digest.add(name, version)
+        digest.add_values(name, version)
     for name, data in sorted(manifest.literals.items()):
-        digest.add(name)
+        digest.add_values(name)
         digest.add_bytes(data)
-    digest.add(sorted((name, repr(each)) for name, each in manifest.computed.items()))
-    return digest.text()
+    digest.add_values(sorted((name, repr(each)) for name, each in manifest.computed.items()))
+    return digest.hex_digest()
 
 
-def _add_tensors(digest: _Digest, tensors: Iterable[tuple[tuple[object, ...], TensorEntry]]) -> list[str]:
+def _add_tensors_to_digest(
+    digest: _ValueDigest, tensors: Iterable[tuple[tuple[object, ...], TensorEntry]]
+) -> list[str]:
     """Every tensor, and every shard of it; the files they lie in."""
-    known: dict[int | str, int] = {}
+    file_list_numbers: dict[int | str, int] = {}
     names: dict[str, None] = {}
-    held: list[Sequence[str]] = []  # an address is that of one list as long as the list lives
+    kept_alive: list[Sequence[str]] = []  # an address is that of one list as long as the list lives
     for key, entry in tensors:
         table = entry.shards
         files = table.files
-        which = files[0] if len(files) == 1 else id(files)
-        if which not in known:
-            known[which] = len(known)
-            held.append(files)
+        files_identity = files[0] if len(files) == 1 else id(files)
+        if files_identity not in file_list_numbers:
+            file_list_numbers[files_identity] = len(file_list_numbers)
+            kept_alive.append(files)
             names |= dict.fromkeys(files)
-            digest.add(list(files))
-        digest.add(tuple(key), entry.shape, entry.dtype.value, entry.plus, known[which])
-        digest.add(table.shape, table.dtype.value, table.framing.value)
+            digest.add_values(list(files))
+        digest.add_values(tuple(key), entry.shape, entry.dtype.value, entry.plus, file_list_numbers[files_identity])
+        digest.add_values(table.shape, table.dtype.value, table.framing.value)
         columns = (table.starts, table.stops, table.file_ids, table.byte_starts, table.byte_stops, table.strides)
         for column in (*columns, *(table.inner or ())):
             digest.add_bytes(b"" if column is None else column.tobytes())
     return sorted(names)
 
 
-def contents(file: FileSpec) -> str:
+def digest_file_contents(file: FileSpec) -> str:
     """A digest of what is to be in a file: known bytes, and regions of tensors."""
-    digest = _Digest()
+    digest = _ValueDigest()
     for segment in file.load_layout().segments:
         match segment:
             case Literal(data):
                 digest.add_bytes(data)
             case Payload(key, box, shape, dtype):
-                digest.add(tuple(key), box.start, box.stop, shape, dtype.value)
+                digest.add_values(tuple(key), box.start, box.stop, shape, dtype.value)
             case Padding() | Crc32():
-                digest.add(segment)
-    return digest.text()
+                digest.add_values(segment)
+    return digest.hex_digest()

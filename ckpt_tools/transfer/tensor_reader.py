@@ -22,11 +22,11 @@ from ckpt_tools.core.casts import MAX_CAST_BYTES, cast_into
 from ckpt_tools.core.manifest import TensorEntry
 from ckpt_tools.core.shards import ByteRange, Framing
 from ckpt_tools.errors import MalformedError
-from ckpt_tools.planning.hits import BoxHit, FlatHit, Hit, hits
-from ckpt_tools.stores.source import ServiceFile, Store
-from ckpt_tools.transfer.buffers import page_aligned
-from ckpt_tools.transfer.inflating import MAX_OVERHEAD_BYTES, Inflating, inflated_name, is_inflated
-from ckpt_tools.transfer.record_checks import Record, RecordChecks
+from ckpt_tools.planning.hits import BoxHit, FlatHit, Hit, find_hits
+from ckpt_tools.stores.source import CopySource, Store
+from ckpt_tools.transfer.buffers import allocate_page_aligned
+from ckpt_tools.transfer.inflating import MAX_OVERHEAD_BYTES, InflatedReader, inflated_name, is_inflated_name
+from ckpt_tools.transfer.record_checks import RecordChecks, RecordProgress
 
 if TYPE_CHECKING:
     from ckpt_tools.serialization.torch_zip import ItemLocation
@@ -55,18 +55,18 @@ class TensorReader:
     _bytes_read: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
     _buffers: threading.local = field(default_factory=threading.local, repr=False)
-    _items: dict[ByteRange, ItemLocation] = field(default_factory=dict, repr=False)
-    _inflating: Inflating = field(init=False, repr=False)
-    _checks: RecordChecks = field(init=False, repr=False)
+    _item_locations: dict[ByteRange, ItemLocation] = field(default_factory=dict, repr=False)
+    _inflated_reader: InflatedReader = field(init=False, repr=False)
+    _record_checks: RecordChecks = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._inflating = Inflating(lambda file, start, stop: self._reader(file)(start, stop))
-        self._checks = RecordChecks(self._read_unchecked, lambda file: self.store.size(file))
+        self._inflated_reader = InflatedReader(lambda file, start, stop: self._range_reader_of(file)(start, stop))
+        self._record_checks = RecordChecks(self._read_unchecked, lambda file: self.store.size(file))
 
-    def release(self, store: Store) -> None:
+    def replace_store(self, store: Store) -> None:
         """Free the store and everything kept of it; ``store`` is used from now on."""
         self.store = store
-        self._items.clear()
+        self._item_locations.clear()
         self.__post_init__()
 
     @property
@@ -88,101 +88,105 @@ class TensorReader:
             StoreError, IncompleteError, MalformedError: as the store and the items say.
         """
         if entry.is_as_stored:
-            self._gather(hits(entry.shards, box, shape, start, stop), out)
+            self._read_hits(find_hits(entry.shards, box, shape, start, stop), out)
             return
-        item = entry.dtype.item_bytes
-        step = min(MAX_CAST_BYTES, self.scratch_bytes) // entry.shards.dtype.item_bytes
-        if not self._is_made(entry, box, shape, start, stop, out):
-            for first in range(start, stop, step):
-                last = min(first + step, stop)
-                self._cast_block(entry, box, shape, first, last, out[(first - start) * item : (last - start) * item])
+        item_bytes = entry.dtype.item_bytes
+        block_elements = min(MAX_CAST_BYTES, self.scratch_bytes) // entry.shards.dtype.item_bytes
+        if not self._try_read_as(entry, box, shape, start, stop, out):
+            for first in range(start, stop, block_elements):
+                last = min(first + block_elements, stop)
+                self._cast_block(
+                    entry, box, shape, first, last, out[(first - start) * item_bytes : (last - start) * item_bytes]
+                )
 
-    def _is_made(self, entry: TensorEntry, box: Box, shape: Shape, start: int, stop: int, out: memoryview) -> bool:
+    def _try_read_as(self, entry: TensorEntry, box: Box, shape: Shape, start: int, stop: int, out: memoryview) -> bool:
         """``read``, by the store where it makes the elements in the dtype that is wanted; else False."""
         if entry.plus or len(entry.shards) != 1:
             return False
-        match hits(entry.shards, box, shape, start, stop):
+        match find_hits(entry.shards, box, shape, start, stop):
             case [FlatHit(at, start=first, stop=last)]:
-                before = at.start // entry.shards.dtype.item_bytes
-                if self.store.make(at.file, before + first, before + last, entry.dtype, out):
-                    self._count(at.file, (last - first) * entry.shards.dtype.item_bytes)
+                first_element = at.start // entry.shards.dtype.item_bytes
+                if self.store.try_read_as(at.file, first_element + first, first_element + last, entry.dtype, out):
+                    self._count_bytes_read(at.file, (last - first) * entry.shards.dtype.item_bytes)
                     return True
         return False
 
-    def as_stored_range(self, entry: TensorEntry, box: Box, shape: Shape, start: int, stop: int) -> ByteRange | None:
+    def find_stored_range(self, entry: TensorEntry, box: Box, shape: Shape, start: int, stop: int) -> ByteRange | None:
         """The bytes that ``read`` with the same arguments would give, where they are one range of one stored file.
 
         Raises:
             StoreError, IncompleteError, MalformedError: as the store and the items say.
         """
-        found = hits(entry.shards, box, shape, start, stop) if entry.is_as_stored else ()
-        if len(found) != 1:
+        found_hits = find_hits(entry.shards, box, shape, start, stop) if entry.is_as_stored else ()
+        if len(found_hits) != 1:
             return None
-        hit, item = found[0], entry.dtype.item_bytes
+        hit, item_bytes = found_hits[0], entry.dtype.item_bytes
         if hit.framing is Framing.ZSTD_ITEM:
             return None
         if isinstance(hit, BoxHit) and not is_row_major(hit.extents, hit.strides):
             return None
-        first = hit.at.start
+        first_byte = hit.at.start
         if hit.framing is not Framing.RAW:
-            location = self._location(hit)
+            location = self._get_item_location(hit)
             if not is_row_major(location.shape, location.strides):
                 return None
-            first = location.start + location.storage_offset * item
-        first += item * hit.start
-        return ByteRange(hit.at.file, first, first + item * (stop - start))
+            first_byte = location.start + location.storage_offset * item_bytes
+        first_byte += item_bytes * hit.start
+        return ByteRange(hit.at.file, first_byte, first_byte + item_bytes * (stop - start))
 
-    def finish(self, *, every: bool = False) -> None:
-        """Compare the CRC-32 of records that have passed almost whole, or of ``every`` one begun, at the end of the
-        work. Raises StoreError, FormatError."""
-        self._checks.finish(every=every)
+    def check_remaining_records(self, *, all_records: bool = False) -> None:
+        """Compare the CRC-32 of records that have passed almost whole, or of ``all_records`` one begun, at the end of
+        the work. Raises StoreError, FormatError."""
+        self._record_checks.check_remaining(all_records=all_records)
 
-    def locate(self, file: str) -> ServiceFile | None:
+    def find_copy_source(self, file: str) -> CopySource | None:
         """Location of a file in a service that can copy it; else None."""
-        return self.store.locate(file)
+        return self.store.find_copy_source(file)
 
     def _cast_block(self, entry: TensorEntry, box: Box, shape: Shape, start: int, stop: int, out: memoryview) -> None:
-        stored = entry.shards.dtype
-        elements = self._buffer("cast", (stop - start) * stored.item_bytes)
-        self._gather(hits(entry.shards, box, shape, start, stop), elements.data)
-        cast_into(elements, stored, out, entry.dtype, addend=entry.plus)
+        stored_dtype = entry.shards.dtype
+        elements = self._thread_buffer("cast", (stop - start) * stored_dtype.item_bytes)
+        self._read_hits(find_hits(entry.shards, box, shape, start, stop), elements.data)
+        cast_into(elements, stored_dtype, out, entry.dtype, addend=entry.plus)
 
-    def _gather(self, found: Sequence[Hit], out: memoryview) -> None:
-        for hit in found:
+    def _read_hits(self, found_hits: Sequence[Hit], out: memoryview) -> None:
+        for hit in found_hits:
             if hit.framing is Framing.RAW:
-                self._place(hit, hit.at.start, self._checks.in_zip(hit.at.file, hit.at.start), out)
+                self._read_hit(
+                    hit, hit.at.start, self._record_checks.find_record_in_zip(hit.at.file, hit.at.start), out
+                )
             else:
-                location = self._location(hit)
+                location = self._get_item_location(hit)
                 if hit.framing is Framing.ZSTD_ITEM:
                     hit = replace(hit, at=ByteRange(inflated_name(hit.at), 0, 0))
-                self._place_from_item(hit, location, out)
+                self._read_hit_of_item(hit, location, out)
 
-    def _place_from_item(self, hit: Hit, location: ItemLocation, out: memoryview) -> None:
+    def _read_hit_of_item(self, hit: Hit, location: ItemLocation, out: memoryview) -> None:
         first_byte = location.start + location.storage_offset * hit.dtype.item_bytes
-        record = self._checks.in_item(hit.at.file, location.start, location.stop, location.crc_at)
+        record = self._record_checks.make_item_record(hit.at.file, location.start, location.stop, location.crc_at)
         is_in_order = is_row_major(location.shape, location.strides)
-        for part in (hit,) if is_in_order else _strided(hit, location):
-            self._place(part, first_byte, record, out)
+        for hit_part in (hit,) if is_in_order else _to_stored_order_hits(hit, location):
+            self._read_hit(hit_part, first_byte, record, out)
 
-    def _location(self, hit: Hit) -> ItemLocation:
-        location = self._items.get(hit.at)
+    def _get_item_location(self, hit: Hit) -> ItemLocation:
+        location = self._item_locations.get(hit.at)
         if location is None:
-            location = self._locate(hit)
-            if len(self._items) >= MAX_KNOWN_ITEMS:
-                self._items.clear()
-            self._items[hit.at] = location
+            location = self._locate_item(hit)
+            if len(self._item_locations) >= MAX_KNOWN_ITEMS:
+                self._item_locations.clear()
+            self._item_locations[hit.at] = location
         return location
 
-    def _locate(self, hit: Hit) -> ItemLocation:
+    def _locate_item(self, hit: Hit) -> ItemLocation:
         from ckpt_tools.serialization.torch_zip import locate_item
 
         if hit.framing is Framing.ZSTD_ITEM:
             limit = hit.numel * hit.dtype.item_bytes + MAX_OVERHEAD_BYTES
-            size = self._inflating.size(hit.at, limit_bytes=limit)
-            location = locate_item(self._reader(inflated_name(hit.at)), 0, size, hit.at.file)
+            size = self._inflated_reader.inflated_size(hit.at, limit_bytes=limit)
+            location = locate_item(self._range_reader_of(inflated_name(hit.at)), 0, size, hit.at.file)
         else:
             self.store.prefetch(hit.at.file, hit.at.start, hit.at.stop)
-            location = locate_item(self._reader(hit.at.file), hit.at.start, hit.at.stop, hit.at.file)
+            location = locate_item(self._range_reader_of(hit.at.file), hit.at.start, hit.at.stop, hit.at.file)
         if location.dtype is not hit.dtype or prod(location.shape) != hit.numel:
             raise MalformedError(
                 f"the item at byte {hit.at.start:,} holds {list(location.shape)} of {location.dtype.value} "
@@ -191,92 +195,98 @@ class TensorReader:
             )
         return location
 
-    def _reader(self, file: str) -> Callable[[int, int], bytes]:
-        def read(start: int, stop: int) -> bytes:
+    def _range_reader_of(self, file: str) -> Callable[[int, int], bytes]:
+        def read_range(start: int, stop: int) -> bytes:
             buffer = bytearray(stop - start)
             self._read_into(file, start, memoryview(buffer))
             return bytes(buffer)
 
-        return read
+        return read_range
 
     def _read_into(self, file: str, start: int, buffer: memoryview) -> None:
-        if is_inflated(file):
-            self._inflating.read_into(file, start, buffer)
+        if is_inflated_name(file):
+            self._inflated_reader.read_into(file, start, buffer)
             return
         self.store.read_into(file, start, buffer)
-        self._count(file, len(buffer))
+        self._count_bytes_read(file, len(buffer))
 
     def _read_unchecked(self, file: str, start: int, stop: int) -> bytes:
         """Read a directory, or bytes for a checksum alone; neither counts as read."""
         buffer = bytearray(stop - start)
-        read = self._inflating.read_into if is_inflated(file) else self.store.read_into
+        read = self._inflated_reader.read_into if is_inflated_name(file) else self.store.read_into
         read(file, start, memoryview(buffer))
         return bytes(buffer)
 
-    def _read_elements(self, record: Record, start: int, buffer: memoryview) -> None:
+    def _read_elements(self, record: RecordProgress, start: int, buffer: memoryview) -> None:
         self._read_into(record.file, start, buffer)
         if self.compares_records:
-            self._checks.passed(record, start, buffer)
+            self._record_checks.check_passed_bytes(record, start, buffer)
 
-    def _count(self, file: str, num_bytes: int) -> None:
-        num_bytes = self.store.cost(file, num_bytes)
+    def _count_bytes_read(self, file: str, num_bytes: int) -> None:
+        num_bytes = self.store.count_stored_bytes(file, num_bytes)
         self._buffers.bytes_read = self.bytes_read_here + num_bytes
         with self._lock:
             self._bytes_read += num_bytes
 
-    def _place(self, hit: Hit, first_byte: int, record: Record, out: memoryview) -> None:
+    def _read_hit(self, hit: Hit, first_byte: int, record: RecordProgress, out: memoryview) -> None:
         """Read a hit whose piece has its element 0 at ``first_byte`` of its file, in ``record``."""
-        item = hit.dtype.item_bytes
+        item_bytes = hit.dtype.item_bytes
         if isinstance(hit, FlatHit):
-            room = out[hit.into * item : (hit.into + hit.stop - hit.start) * item]
-            self._read_elements(record, first_byte + hit.start * item, room)
+            destination_bytes = out[
+                hit.destination_start * item_bytes : (hit.destination_start + hit.stop - hit.start) * item_bytes
+            ]
+            self._read_elements(record, first_byte + hit.start * item_bytes, destination_bytes)
             return
-        strides = tuple(stride * item for stride in hit.into_strides)
-        wanted = np.ndarray(hit.extents, _opaque(item), out, hit.into * item, strides)
-        self._read_strided(record, first_byte + item * hit.start, hit.strides, wanted)
+        strides = tuple(stride * item_bytes for stride in hit.destination_strides)
+        destination = np.ndarray(
+            hit.extents, _opaque_dtype(item_bytes), out, hit.destination_start * item_bytes, strides
+        )
+        self._read_strided(record, first_byte + item_bytes * hit.start, hit.strides, destination)
 
-    def _read_strided(self, record: Record, start_byte: int, strides: Shape, wanted: NDArray[Any]) -> None:
-        """Fill ``wanted`` with elements ``strides`` apart in the file, its element 0 at ``start_byte``."""
-        if wanted.flags.c_contiguous and is_row_major(wanted.shape, strides):
-            self._read_elements(record, start_byte, wanted.reshape(-1).view(np.uint8).data)
+    def _read_strided(self, record: RecordProgress, start_byte: int, strides: Shape, destination: NDArray[Any]) -> None:
+        """Fill ``destination`` with elements ``strides`` apart in the file, its element 0 at ``start_byte``."""
+        if destination.flags.c_contiguous and is_row_major(destination.shape, strides):
+            self._read_elements(record, start_byte, destination.reshape(-1).view(np.uint8).data)
             return
-        item = wanted.dtype.itemsize
-        reach = [(extent - 1) * stride for extent, stride in zip(wanted.shape, strides, strict=True)]
-        span = sum(reach) + 1
-        if span > 1 and (span * item > self.scratch_bytes or _is_sparse(wanted, strides, span)):
-            self._read_halves(record, start_byte, strides, wanted, reach.index(max(reach)))
+        item_bytes = destination.dtype.itemsize
+        reach_by_dim = [(extent - 1) * stride for extent, stride in zip(destination.shape, strides, strict=True)]
+        span = sum(reach_by_dim) + 1
+        if span > 1 and (span * item_bytes > self.scratch_bytes or _is_sparse(destination, strides, span)):
+            self._read_halves(record, start_byte, strides, destination, reach_by_dim.index(max(reach_by_dim)))
             return
-        block = self._buffer("strided", span * item)
+        block = self._thread_buffer("strided", span * item_bytes)
         self._read_elements(record, start_byte, block.data)
-        byte_strides = tuple(stride * item for stride in strides)
-        wanted[...] = np.ndarray(wanted.shape, wanted.dtype, block.data, strides=byte_strides)
+        byte_strides = tuple(stride * item_bytes for stride in strides)
+        destination[...] = np.ndarray(destination.shape, destination.dtype, block.data, strides=byte_strides)
 
-    def _read_halves(self, record: Record, start_byte: int, strides: Shape, wanted: NDArray[Any], dim: int) -> None:
-        middle = (wanted.shape[dim] + 1) // 2
-        lower = (slice(None),) * dim
-        self._read_strided(record, start_byte, strides, wanted[(*lower, slice(None, middle))])
-        second = start_byte + middle * strides[dim] * wanted.dtype.itemsize
-        self._read_strided(record, second, strides, wanted[(*lower, slice(middle, None))])
+    def _read_halves(
+        self, record: RecordProgress, start_byte: int, strides: Shape, destination: NDArray[Any], dim: int
+    ) -> None:
+        middle = (destination.shape[dim] + 1) // 2
+        leading_slices = (slice(None),) * dim
+        self._read_strided(record, start_byte, strides, destination[(*leading_slices, slice(None, middle))])
+        second_start_byte = start_byte + middle * strides[dim] * destination.dtype.itemsize
+        self._read_strided(record, second_start_byte, strides, destination[(*leading_slices, slice(middle, None))])
 
     def __reduce__(self) -> tuple[object, ...]:
         """In another process: the same store, nothing read yet."""
         return TensorReader, (self.store, self.scratch_bytes, self.compares_records)
 
-    def _buffer(self, use: str, num_bytes: int) -> NDArray[np.uint8]:
+    def _thread_buffer(self, use: str, num_bytes: int) -> NDArray[np.uint8]:
         """``num_bytes`` of this thread's buffer for ``use``, which the next call overwrites."""
         buffer: NDArray[np.uint8] | None = getattr(self._buffers, use, None)
         if buffer is None or buffer.nbytes < num_bytes:
-            buffer = page_aligned(num_bytes)
+            buffer = allocate_page_aligned(num_bytes)
             setattr(self._buffers, use, buffer)
         return buffer[:num_bytes]
 
 
-def _is_sparse(wanted: NDArray[Any], strides: Shape, span: int) -> bool:
+def _is_sparse(destination: NDArray[Any], strides: Shape, span: int) -> bool:
     """True if most of a span is not wanted and its gaps are too long to be read."""
-    if span <= MAX_READ_AMPLIFICATION * wanted.size:
+    if span <= MAX_READ_AMPLIFICATION * destination.size:
         return False
-    num_runs = wanted.size // _run_length(wanted.shape, strides)
-    return (span - wanted.size) * wanted.dtype.itemsize > MAX_GAP_BYTES * num_runs
+    num_runs = destination.size // _run_length(destination.shape, strides)
+    return (span - destination.size) * destination.dtype.itemsize > MAX_GAP_BYTES * num_runs
 
 
 def _run_length(shape: Shape, strides: Shape) -> int:
@@ -290,20 +300,30 @@ def _run_length(shape: Shape, strides: Shape) -> int:
 
 
 @cache
-def _opaque(item_bytes: int) -> np.dtype[Any]:
+def _opaque_dtype(item_bytes: int) -> np.dtype[Any]:
     """A numpy type of that width which copies bits and never looks at them."""
     return np.dtype({1: "u1", 2: "u2", 4: "u4", 8: "u8"}.get(item_bytes, f"V{item_bytes}"))
 
 
-def _strided(hit: Hit, location: ItemLocation) -> Iterator[BoxHit]:
+def _to_stored_order_hits(hit: Hit, location: ItemLocation) -> Iterator[BoxHit]:
     """A hit on an item whose bytes are not row-major, as hits that count its elements as they are stored."""
     if isinstance(hit, FlatHit):
-        into = hit.into
+        destination_start = hit.destination_start
         for box in interval_to_boxes(hit.start, hit.stop, location.shape):
-            start, strides = _dot(box.start, location.strides), contiguous_strides(box.shape)
-            made = BoxHit(hit.at, hit.framing, hit.dtype, hit.numel, box.shape, start, location.strides, into, strides)
-            into += box.numel
-            yield made
+            start, strides = _flat_offset(box.start, location.strides), contiguous_strides(box.shape)
+            box_hit = BoxHit(
+                hit.at,
+                hit.framing,
+                hit.dtype,
+                hit.numel,
+                box.shape,
+                start,
+                location.strides,
+                destination_start,
+                strides,
+            )
+            destination_start += box.numel
+            yield box_hit
         return
     if hit.shape not in (None, location.shape):
         raise MalformedError(
@@ -311,30 +331,37 @@ def _strided(hit: Hit, location: ItemLocation) -> Iterator[BoxHit]:
             f"{list(hit.shape or ())}",
             path=hit.at.file,
         )
-    yield from _restrided(hit, location)
+    yield from _split_into_uniform_steps(hit, location)
 
 
-def _restrided(hit: BoxHit, location: ItemLocation) -> Iterator[BoxHit]:
+def _split_into_uniform_steps(hit: BoxHit, location: ItemLocation) -> Iterator[BoxHit]:
     """The same, cut along a dim where steps in row-major order are not steps of one length in the item."""
     first = np.unravel_index(hit.start, location.shape)
     strides = [stride if extent > 1 else 0 for stride, extent in zip(hit.strides, hit.extents, strict=True)]
-    steps = [np.unravel_index(stride, location.shape) for stride in strides]
-    for dim, (extent, step) in enumerate(zip(hit.extents, steps, strict=True)):
-        last = [at + (extent - 1) * by for at, by in zip(first, step, strict=True)]
-        if any(at >= size for at, size in zip(last, location.shape, strict=True)):
-            yield from (part for index in range(extent) for part in _restrided(_only(hit, dim, index), location))
+    item_steps = [np.unravel_index(stride, location.shape) for stride in strides]
+    for dim, (extent, step) in enumerate(zip(hit.extents, item_steps, strict=True)):
+        last_index = [at + (extent - 1) * by for at, by in zip(first, step, strict=True)]
+        if any(at >= size for at, size in zip(last_index, location.shape, strict=True)):
+            yield from (
+                part
+                for index in range(extent)
+                for part in _split_into_uniform_steps(_hit_at_index(hit, dim, index), location)
+            )
             return
-        first = tuple(last)
-    start = _dot(np.unravel_index(hit.start, location.shape), location.strides)
-    yield replace(hit, start=start, strides=tuple(_dot(step, location.strides) for step in steps))
+        first = tuple(last_index)
+    start = _flat_offset(np.unravel_index(hit.start, location.shape), location.strides)
+    yield replace(hit, start=start, strides=tuple(_flat_offset(step, location.strides) for step in item_steps))
 
 
-def _only(hit: BoxHit, dim: int, index: int) -> BoxHit:
+def _hit_at_index(hit: BoxHit, dim: int, index: int) -> BoxHit:
     """The part of a hit at one index of a dim."""
     extents = (*hit.extents[:dim], 1, *hit.extents[dim + 1 :])
-    start, into = hit.start + index * hit.strides[dim], hit.into + index * hit.into_strides[dim]
-    return replace(hit, extents=extents, start=start, into=into)
+    start, destination_start = (
+        hit.start + index * hit.strides[dim],
+        hit.destination_start + index * hit.destination_strides[dim],
+    )
+    return replace(hit, extents=extents, start=start, destination_start=destination_start)
 
 
-def _dot(index: Iterable[Any], strides: Shape) -> int:
+def _flat_offset(index: Iterable[Any], strides: Shape) -> int:
     return sum(int(at) * stride for at, stride in zip(index, strides, strict=True))

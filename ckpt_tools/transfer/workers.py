@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from ckpt_tools.planning.plan import Plan
     from ckpt_tools.stores.destination import Destination
     from ckpt_tools.stores.source import Store
-    from ckpt_tools.transfer.crc_board import Board
-    from ckpt_tools.transfer.runners.base import Runner
+    from ckpt_tools.transfer.crc_board import ChecksumBoard
+    from ckpt_tools.transfer.runners.base import TaskRunner
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,57 +39,69 @@ class WorkerPool:
         if self.address is not None and self.runner != "ray":
             raise UsageError.of("address", f"{format_option('address')} is for {format_option('runner', 'ray')}")
         if self.num_workers is not None:
-            _checked(self.num_workers)
+            _check_num_workers(self.num_workers)
 
     @classmethod
-    def choose(cls, runner: str, address: str | None, asked: int | None, *urls: str | Path) -> WorkerPool:
+    def choose_for_urls(
+        cls, runner: str, address: str | None, requested_workers: int | None, *urls: str | Path
+    ) -> WorkerPool:
         """The pool for a conversion between ``urls``, which ``plan`` plans for and ``convert`` runs. Raises as the
         class."""
-        return cls(runner, address, asked if runner == "ray" else choose_workers(asked, *urls))
+        return cls(
+            runner, address, requested_workers if runner == "ray" else choose_num_workers(requested_workers, *urls)
+        )
 
     @property
     def workers_per_process(self) -> int:
         """Number of workers that share the memory of a plan."""
-        return 1 if self.runner == "ray" else choose_workers(self.num_workers)
+        return 1 if self.runner == "ray" else choose_num_workers(self.num_workers)
 
-    def connected(self) -> AbstractContextManager[None]:
+    def connect_runner(self) -> AbstractContextManager[None]:
         """The connection to the cluster, if the runner needs one. A signal waits while Ray starts, so this comes before
         a destination is claimed; and Ray stops after the destination is cleaned up.
 
         Raises:
-            UsageError, StoreError: as ``runners.ray_cluster.connected`` says.
+            UsageError, StoreError: as ``runners.ray_cluster.connect_to_cluster`` says.
         """
         if self.runner == "threads":
             return nullcontext()
-        from ckpt_tools.transfer.runners.ray_cluster import connected
+        from ckpt_tools.transfer.runners.ray_cluster import connect_to_cluster
 
-        return connected(self.address, self.num_workers or choose_workers(None))
+        return connect_to_cluster(self.address, self.num_workers or choose_num_workers(None))
 
     @contextmanager
-    def start(self, plan: Plan, source: Store, target: Destination) -> Iterator[tuple[Runner, Board | None]]:
-        """Within ``connected``: a runner for the plan's tasks, and the board that its workers share if they are other
-        processes."""
+    def start_runner(
+        self, plan: Plan, source: Store, target: Destination
+    ) -> Iterator[tuple[TaskRunner, ChecksumBoard | None]]:
+        """Within ``connect_runner``: a runner for the plan's tasks, and the board that its workers share if they are
+        other processes."""
         if self.runner == "threads":
             from ckpt_tools.transfer.runners.threads import ThreadRunner
 
             yield ThreadRunner(plan.num_workers), None
             return
-        with _on_ray(self.num_workers, plan, source, target) as both:
-            yield both
+        with _start_ray_runner(self.num_workers, plan, source, target) as runner_and_board:
+            yield runner_and_board
 
 
 @contextmanager
-def _on_ray(asked: int | None, plan: Plan, source: Store, target: Destination) -> Iterator[tuple[Runner, Board]]:
-    from ckpt_tools.stores.shared_files import shared_files
+def _start_ray_runner(
+    requested_workers: int | None, plan: Plan, source: Store, target: Destination
+) -> Iterator[tuple[TaskRunner, ChecksumBoard]]:
+    from ckpt_tools.stores.shared_files import prepare_shared_files_check
     from ckpt_tools.transfer.runners.ray import ITEMS_PER_WORKER, RayRunner
     from ckpt_tools.transfer.runners.ray_board import open_board
-    from ckpt_tools.transfer.runners.ray_cluster import num_cpus
+    from ckpt_tools.transfer.runners.ray_cluster import count_cluster_cpus
 
-    num_workers = asked or num_cpus()
-    with shared_files(source, target) as check, closing(open_board()) as board:
-        in_flight = num_workers * ITEMS_PER_WORKER * plan.task_bytes
+    num_workers = requested_workers or count_cluster_cpus()
+    with prepare_shared_files_check(source, target) as check_shared_files, closing(open_board()) as board:
+        bytes_in_flight = num_workers * ITEMS_PER_WORKER * plan.task_bytes
         runner = RayRunner(
-            num_workers, cost=lambda item: item.task.num_bytes, bytes_in_flight=in_flight, check=check, board=board
+            num_workers,
+            bytes_of_item=lambda item: item.task.num_bytes,
+            bytes_in_flight=bytes_in_flight,
+            check=check_shared_files,
+            board=board,
         )
         with closing(runner):
             yield runner, board
@@ -102,18 +114,18 @@ REMOTE_WORKERS = 8
 """Threads for a distant store, whose requests wait more than they work."""
 
 
-def choose_workers(asked: int | None, *urls: str | Path | None) -> int:
+def choose_num_workers(requested_workers: int | None, *urls: str | Path | None) -> int:
     """The threads that work on what lies at ``urls``: as many as asked for, else as processors this process may use,
     and more if one of the URLs is remote. Raises UsageError for fewer than one."""
-    if asked is not None:
-        return _checked(asked)
+    if requested_workers is not None:
+        return _check_num_workers(requested_workers)
     from ckpt_tools.stores.urls import is_remote
 
     is_distant = any(url is not None and is_remote(url) for url in urls)
     return max(min(len(os.sched_getaffinity(0)), MAX_DEFAULT_WORKERS), REMOTE_WORKERS if is_distant else 1)
 
 
-def _checked(num_workers: int) -> int:
+def _check_num_workers(num_workers: int) -> int:
     if num_workers < 1:
         raise UsageError(f"{format_option('workers', num_workers)}: at least one is needed")
     return num_workers

@@ -13,7 +13,7 @@ from ckpt_tools.core.progress import ProgressCallback
 from ckpt_tools.core.value_refs import iter_ref_paths
 from ckpt_tools.formats.state_dict.from_deepspeed import user_entries
 from ckpt_tools.stores.source import Store
-from ckpt_tools.transfer.buffers import page_aligned
+from ckpt_tools.transfer.buffers import allocate_page_aligned
 from ckpt_tools.transfer.runners.threads import ThreadRunner
 from ckpt_tools.transfer.tensor_reader import TensorReader
 from ckpt_tools.verification.deviation import Deviation, measure_deviation
@@ -133,7 +133,7 @@ def compare_checkpoints(
         num_bytes_done += (block.stop - block.start) * ours.tensors[block.key].dtype.item_bytes
         on_progress(num_bytes_done, total)
     for _, reader in readers:
-        reader.finish()
+        reader.check_remaining_records()
     first_keys: dict[StateKey, StateKey] = {}
     for key in our_tensors:
         first_keys.setdefault(key._replace(fqn=ours.owners.get(key.fqn, key.fqn)), key)
@@ -215,7 +215,7 @@ def _make_block_comparer(
         entries = [side.tensors[block.key] for side, _ in readers]
         blocks = []
         for (_, tensor_reader), entry in zip(readers, entries, strict=True):
-            buffer = page_aligned((block.stop - block.start) * entry.dtype.item_bytes)
+            buffer = allocate_page_aligned((block.stop - block.start) * entry.dtype.item_bytes)
             tensor_reader.read(entry, Box.whole(entry.shape), entry.shape, block.start, block.stop, buffer.data)
             blocks.append(buffer)
         return block, measure_deviation(blocks[0], blocks[1], entries[0].dtype, entries[1].dtype)

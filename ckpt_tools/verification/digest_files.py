@@ -19,11 +19,11 @@ from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import CkptError, DestinationExistsError, SourceNotFoundError, UsageError
 from ckpt_tools.reading.checkpoint import read_source
 from ckpt_tools.runs.opening import named, read_checkpoint
-from ckpt_tools.stores.destination import Claim, Destination, Place
+from ckpt_tools.stores.destination import Claim, Destination, OutputLocation
 from ckpt_tools.stores.marker_files import DIGESTS_NAME, DIGESTS_SUFFIX
-from ckpt_tools.stores.present import NOTHING
+from ckpt_tools.stores.present import NO_FILES
 from ckpt_tools.stores.source import Source
-from ckpt_tools.stores.urls import StorageOptions, check_storage_options, open_place, open_source
+from ckpt_tools.stores.urls import StorageOptions, check_storage_options, open_output_location, open_source
 from ckpt_tools.trainers.names import is_optimizer
 from ckpt_tools.verification import digests
 from ckpt_tools.verification.digests import Digest, Digests
@@ -109,19 +109,19 @@ def is_single_file(source: Source) -> bool:
 
 def write_small_file(destination: Destination, path: str, data: bytes) -> None:
     """A file of a few known bytes, in one part. Raises StoreError."""
-    file_handle = destination.begin(path, len(data))
-    destination.finish(path, file_handle, [destination.write(path, file_handle, 0, 0, data)])
+    file_handle = destination.begin_file(path, len(data))
+    destination.finish_file(path, file_handle, [destination.write_part(path, file_handle, 0, 0, data)])
 
 
-def check_replaceable_list(destination: Place) -> Mapping[str, int]:
+def check_replaceable_list(destination: OutputLocation) -> Mapping[str, int]:
     """The name and size of the list at ``destination``, which may be replaced; nothing where nothing is there.
 
     Raises:
         DestinationExistsError: it is something else than a list of digests.
     """
-    contents = destination.as_file().present()
+    contents = destination.as_single_file().list_contents()
     if contents is None:
-        return NOTHING
+        return NO_FILES
     if contents.others or not digests.is_digest_list(Source(contents.store, contents.files), destination.name):
         raise DestinationExistsError(
             f"{destination.url} is not a list of digests, so it is not replaced; remove it yourself, or choose another "
@@ -130,20 +130,20 @@ def check_replaceable_list(destination: Place) -> Mapping[str, int]:
     return contents.files
 
 
-def write_digest_list(destination: Place, compute: Callable[[], Digests], *, overwrite: bool) -> Digests:
+def write_digest_list(destination: OutputLocation, compute: Callable[[], Digests], *, overwrite: bool) -> Digests:
     """A list as a file of its own; ``compute`` is called once it is known that it can be written.
 
     Raises:
         DestinationExistsError: something is there, and it is not a list, or ``overwrite`` is False. CkptError: as
         ``compute`` and the place say.
     """
-    destination = destination.as_file()
+    destination = destination.as_single_file()
     destination.check_free(overwrite=overwrite)
     replaced = check_replaceable_list(destination)
     with destination.claim(overwrite=overwrite, resume=False) as claim:
         computed_digests = compute()
         write_small_file(claim.destination, destination.name, digests.format_digest_list(computed_digests))
-        claim.publish([destination.name], replaced)
+        claim.publish_files([destination.name], replaced)
     return computed_digests
 
 
@@ -152,7 +152,7 @@ class OutputDigests:
     """The list of digests of the output of ``claim``, which is read back with ``options``."""
 
     claim: Claim
-    destination: Place
+    destination: OutputLocation
     format_name: str
     options: ReadOptions
     num_workers: int
@@ -162,7 +162,7 @@ class OutputDigests:
     def write_staged_list(self) -> list[str]:
         """Write the list of finished output that is not published yet; its path, to be published before the output's
         own. No path where the output cannot be read yet. Raises CkptError."""
-        finished_files = self.claim.finished
+        finished_files = self.claim.finished_store
         if finished_files is None:
             return []
         source, manifest = read_source(Source.open(finished_files), self.options, format_name=self.format_name)
@@ -179,16 +179,16 @@ class OutputDigests:
         """
         destination, storage_options = self.destination, self.storage_options
         if staged_paths:
-            return destination.form.url_of(destination.url, staged_paths[0])
+            return destination.form.file_url(destination.url, staged_paths[0])
         try:
             source, manifest = read_checkpoint(
                 destination.url, self.options, format_name=self.format_name, storage_options=storage_options
             )
             list_path = destination.form.digests_path(digests.locate_digest_list(manifest))
-            list_url = destination.form.url_of(destination.url, list_path)
-            check_replaceable_list(open_place(list_url, storage_options))
+            list_url = destination.form.file_url(destination.url, list_path)
+            check_replaceable_list(open_output_location(list_url, storage_options))
             write_small_file(self.claim.destination, list_path, self._compute_list(source, manifest))
-            self.claim.add(list_path)
+            self.claim.publish_companion_file(list_path)
         except CkptError as error:
             error.message += f"; {destination.url} is written, but its digests are not"
             raise

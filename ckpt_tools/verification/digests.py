@@ -28,7 +28,7 @@ from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.stores.marker_files import DIGESTS_NAME
 from ckpt_tools.stores.source import Source, Store
 from ckpt_tools.trainers.accelerate import numbered_model
-from ckpt_tools.transfer.buffers import page_aligned
+from ckpt_tools.transfer.buffers import allocate_page_aligned
 from ckpt_tools.transfer.runners.threads import ThreadRunner
 from ckpt_tools.transfer.tensor_reader import TensorReader
 from ckpt_tools.verification.compare import map_named_tensors
@@ -89,7 +89,7 @@ def compute_digests(
     for key, digest in ThreadRunner(num_workers).run(hash_tensor, list(manifest.tensors)):
         by_key[key] = digest
         on_bytes(manifest.tensors[key].num_bytes)
-    reader.finish()
+    reader.check_remaining_records()
     by_entry = {id(entry): by_key[key] for key, entry in manifest.tensors.items()}
     digests_by_key = {key: by_entry[id(entry)] for key, entry in map_named_tensors(manifest).items()}
     master_digests = {
@@ -119,7 +119,7 @@ def _read_blocks(tensor_reader: TensorReader, entry: TensorEntry) -> Iterator[me
     """The elements in order. A block is overwritten by the next."""
     item_bytes = entry.dtype.item_bytes
     block_numel = BLOCK_BYTES // item_bytes
-    buffer = page_aligned(min(entry.num_bytes, block_numel * item_bytes)).data
+    buffer = allocate_page_aligned(min(entry.num_bytes, block_numel * item_bytes)).data
     for start in range(0, entry.numel, block_numel):
         stop = min(start + block_numel, entry.numel)
         block = buffer[: (stop - start) * item_bytes]

@@ -21,7 +21,7 @@ from ckpt_tools.stores.local.store import LocalStore
 from ckpt_tools.stores.marker_files import DIGESTS_NAME, SIGNATURE_NAME
 from ckpt_tools.stores.source import Source, Store
 from ckpt_tools.stores.urls import StorageOptions, is_remote, local_path, open_source
-from ckpt_tools.transfer.buffers import page_aligned
+from ckpt_tools.transfer.buffers import allocate_page_aligned
 from ckpt_tools.transfer.runners.threads import ThreadRunner
 from ckpt_tools.verification.digest_files import is_single_file
 from ckpt_tools.verification.digests import LIST_FORMAT, MAX_LIST_BYTES
@@ -129,22 +129,22 @@ def find_file_lists(source: Source, folders: Collection[str]) -> tuple[list[File
         folder, _, name = path.rpartition("/")
         if folder in {"", *folders} and (name == INTEGRITY_NAME or SUMS_NAME.fullmatch(name)):
             file_lists.append(_prefix_folder(_parse_list(source, path), folder))
-    downloaded, notes = _read_download_metadata(Source(source.store, {**source.store.hidden(), **source.files}))
+    downloaded, notes = _read_download_metadata(Source(source.store, {**source.store.list_hidden(), **source.files}))
     return [*file_lists, *downloaded, *_list_snapshot_blobs(source.store)], notes
 
 
 def _find_sibling_lists(source: Source) -> list[FileList]:
     """The lists beside one local file that name it."""
     store = source.store
-    if not isinstance(store, LocalStore) or store.only is None:
+    if not isinstance(store, LocalStore) or store.only_file is None:
         return []
     sibling_names = {each.name for each in store.root.iterdir() if each.is_file()}
     sums_names = [
         name
         for name in sorted(sibling_names)
-        if SUMS_NAME.fullmatch(name) or name in {store.only + s for s in SUMS_SUFFIXES}
+        if SUMS_NAME.fullmatch(name) or name in {store.only_file + s for s in SUMS_SUFFIXES}
     ]
-    metadata_path = f"{HUB_FOLDER}/{store.only}{HUB_SUFFIX}"
+    metadata_path = f"{HUB_FOLDER}/{store.only_file}{HUB_SUFFIX}"
     list_names = [*sums_names, *([metadata_path] if (store.root / metadata_path).is_file() else [])]
     sibling_source = Source(LocalStore(store.root), {name: (store.root / name).stat().st_size for name in list_names})
     file_lists = [
@@ -152,7 +152,7 @@ def _find_sibling_lists(source: Source) -> list[FileList]:
         *_read_download_metadata(sibling_source)[0],
     ]
     if store.root.parent.name == "snapshots":
-        file_lists += _list_linked_blobs({store.only: store.root / store.only})
+        file_lists += _list_linked_blobs({store.only_file: store.root / store.only_file})
     relevant_lists = [
         replace(each, files={n: w for n, w in each.files.items() if n in source.files}) for each in file_lists
     ]
@@ -174,7 +174,11 @@ def _read_download_metadata(source: Source) -> tuple[list[FileList], list[Note]]
 
 def _list_snapshot_blobs(store: Store) -> list[FileList]:
     """The blobs that the links of a snapshot in the hub's cache lead to."""
-    if not isinstance(store, LocalStore) or store.only is not None or store.root.absolute().parent.name != "snapshots":
+    if (
+        not isinstance(store, LocalStore)
+        or store.only_file is not None
+        or store.root.absolute().parent.name != "snapshots"
+    ):
         return []
     link_paths = (Path(folder, name) for folder, _, names in os.walk(store.root) for name in names)
     return _list_linked_blobs({path.relative_to(store.root).as_posix(): path for path in link_paths})
@@ -202,7 +206,7 @@ def check_files(
     for each in lists:
         for path, stated_digest in each.files.items():
             stated_digests[path].append((each.name, stated_digest))
-    file_sizes = {**source.store.hidden(), **source.files}
+    file_sizes = {**source.store.list_hidden(), **source.files}
     jobs = [
         _HashJob(path, file_sizes[path], tuple(rows)) for path, rows in stated_digests.items() if path in file_sizes
     ]
@@ -256,7 +260,7 @@ def _make_file_hasher(
 
 def _read_blocks(store: Store, job: _HashJob) -> Iterator[memoryview]:
     """The bytes of a file. A block is overwritten by the next."""
-    buffer = page_aligned(min(job.size, BLOCK_BYTES)).data
+    buffer = allocate_page_aligned(min(job.size, BLOCK_BYTES)).data
     for start in range(0, job.size, BLOCK_BYTES):
         block = buffer[: min(BLOCK_BYTES, job.size - start)]
         store.read_into(job.path, start, block)

@@ -20,7 +20,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from ckpt_tools.errors import MalformedError, UnsafeError, UnsupportedError
-from ckpt_tools.stores.source import checked_name
+from ckpt_tools.stores.source import check_file_name
 
 INTEGRITY_NAME = "integrity.json"
 HUB_FOLDER = ".cache/huggingface/download"
@@ -150,7 +150,7 @@ def _add_digest(digests: dict[str, StatedDigest], name: str, stated_digest: Stat
 
 def _check_inside(name: str, path: str) -> str:
     try:
-        return PurePosixPath(checked_name(name)).as_posix()
+        return PurePosixPath(check_file_name(name)).as_posix()
     except UnsafeError:
         raise UnsafeError(
             f"the list names the file {name!r} outside of its folder; it was not opened", path=path

@@ -23,7 +23,7 @@ from ckpt_tools.core.shards import ByteRange, Framing, ShardTable
 from ckpt_tools.errors import FormatError, UnsafeError
 from ckpt_tools.serialization.zip_archive import read_directory
 from ckpt_tools.stores.source import Source
-from ckpt_tools.transfer.inflating import MAX_OVERHEAD_BYTES, Inflating, inflated_name
+from ckpt_tools.transfer.inflating import MAX_OVERHEAD_BYTES, InflatedReader, inflated_name
 from ckpt_tools.transfer.runners.threads import ThreadRunner
 from ckpt_tools.verification.compare import BLOCK_BYTES
 from ckpt_tools.verification.report import Aspect, Difference, VerifyReport
@@ -103,7 +103,7 @@ def _build_item_archive(table: ShardTable, row: int, key: StateKey) -> StoredArc
 
 @dataclass(frozen=True, slots=True)
 class _InflatedSource:
-    inflating: Inflating
+    inflating: InflatedReader
 
     def read(self, path: str, start: int, stop: int) -> bytes:
         buffer = bytearray(stop - start)
@@ -136,9 +136,9 @@ class _ArchiveChecker:
     def _find_broken_in_compressed(self, archive: StoredArchive, limit_bytes: int) -> list[str]:
         """Broken records in a compressed range, which has to be a zip."""
         byte_range = archive.at
-        inflating, inflated_file = Inflating(self.source.read), inflated_name(byte_range)
+        inflating, inflated_file = InflatedReader(self.source.read), inflated_name(byte_range)
         try:
-            inflated_range = ByteRange(inflated_file, 0, inflating.size(byte_range, limit_bytes=limit_bytes))
+            inflated_range = ByteRange(inflated_file, 0, inflating.inflated_size(byte_range, limit_bytes=limit_bytes))
             messages = _ArchiveChecker(_InflatedSource(inflating))._find_broken_records(
                 replace(archive, at=inflated_range)
             )

@@ -19,7 +19,7 @@ from ckpt_tools.reading.model_files import (
     with_stated_ties,
 )
 from ckpt_tools.stores.source import Source
-from ckpt_tools.stores.urls import open_place
+from ckpt_tools.stores.urls import open_output_location
 from ckpt_tools.trainers.transformers import CONFIG
 from ckpt_tools.verification.report import FILE_SLOT, Aspect, Difference
 
@@ -36,7 +36,7 @@ def build_expected_model(
     storage_options = options.storage_options
     if (
         writer is None
-        or not takes_model_files(writer, open_place(dst, storage_options).form)
+        or not takes_model_files(writer, open_output_location(dst, storage_options).form)
         or options.like is not None
     ):
         files = None

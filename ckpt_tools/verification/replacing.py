@@ -13,11 +13,11 @@ from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import CkptError, DestinationExistsError, StoreError
 from ckpt_tools.formats.index import find_format, read_manifest
 from ckpt_tools.reading.model_files import is_carried
-from ckpt_tools.stores.destination import Place
-from ckpt_tools.stores.marker_files import SIGNATURE_NAME, is_shown
-from ckpt_tools.stores.present import NOTHING, Present, listed
+from ckpt_tools.stores.destination import OutputLocation
+from ckpt_tools.stores.marker_files import SIGNATURE_NAME, is_visible_file
+from ckpt_tools.stores.present import NO_FILES, DestinationContents, format_names
 from ckpt_tools.stores.source import Source
-from ckpt_tools.stores.urls import ELSEWHERE
+from ckpt_tools.stores.urls import CHOOSE_ANOTHER_DESTINATION
 from ckpt_tools.trainers.transformers import ADAPTER
 from ckpt_tools.verification.digests import is_digest_list, locate_digest_list
 from ckpt_tools.verification.signing import is_signature
@@ -26,45 +26,47 @@ MAX_SIGNATURE_BYTES = 512 << 20
 """It lists every file of a folder with its digest."""
 
 
-def list_replaced_files(destination: Place, written: Iterable[str]) -> Mapping[str, int]:
+def list_replaced_files(destination: OutputLocation, written: Iterable[str]) -> Mapping[str, int]:
     """The names and sizes of what an output of the files ``written`` replaces at ``destination``.
 
     Raises:
         DestinationExistsError: something is there that is not of one checkpoint. StoreError: looking failed.
     """
     destination.check_free(overwrite=True)
-    contents = destination.present()
+    contents = destination.list_contents()
     if contents is None:
-        return NOTHING
+        return NO_FILES
     own_files = _find_checkpoint_files(contents, destination.url)
     if own_files:
         # What says what the model is, if the output has the same: no such file is removed without a new one.
         own_files |= {path for path in written if is_carried(path) or path == ADAPTER}
     files = {path: size for path, size in contents.files.items() if path in own_files}
-    unexpected = contents.beyond(files)
+    unexpected = contents.find_unexpected_files(files)
     if unexpected and not files:
         raise DestinationExistsError(
-            f"{destination.url} is not a checkpoint itself but contains one ({listed(unexpected)}); "
-            f"{format_option('overwrite', True)} does not replace a folder that contains other files; {ELSEWHERE}"
+            f"{destination.url} is not a checkpoint itself but contains one ({format_names(unexpected)}); "
+            f"{format_option('overwrite', True)} does not replace a folder that contains other files; "
+            f"{CHOOSE_ANOTHER_DESTINATION}"
         )
     if unexpected:
         raise DestinationExistsError(
-            f"{destination.url} contains files that are not part of its checkpoint: {listed(unexpected)}; "
+            f"{destination.url} contains files that are not part of its checkpoint: {format_names(unexpected)}; "
             f"{format_option('overwrite', True)} replaces only the checkpoint: move the other files away, or "
-            f"{ELSEWHERE}"
+            f"{CHOOSE_ANOTHER_DESTINATION}"
         )
     # In formats that keep each checkpoint in a folder of its own, only the one of the same name is replaced.
     new_folders = _list_top_folders(written)
     if new_folders and (lost_folders := sorted(_list_top_folders(files) - new_folders)):
         raise DestinationExistsError(
-            f"{destination.url} holds {lost_folders[0]} too, which replacing it would delete; {ELSEWHERE}"
+            f"{destination.url} holds {lost_folders[0]} too, which replacing it would delete; "
+            f"{CHOOSE_ANOTHER_DESTINATION}"
         )
     return files
 
 
-def _find_checkpoint_files(contents: Present, url: str) -> frozenset[str]:
+def _find_checkpoint_files(contents: DestinationContents, url: str) -> frozenset[str]:
     """The names of the files of the checkpoint there, and of our own files with it."""
-    source = Source(contents.store, {path: size for path, size in contents.files.items() if is_shown(path)})
+    source = Source(contents.store, {path: size for path, size in contents.files.items() if is_visible_file(path)})
     try:
         reader = find_format(source)
         manifest = read_manifest(reader, source, ReadOptions())
@@ -75,10 +77,10 @@ def _find_checkpoint_files(contents: Present, url: str) -> frozenset[str]:
     except StoreError:
         raise
     except CkptError as error:
-        listed_names = listed(sorted([*contents.files, *contents.others]))
+        listed_names = format_names(sorted([*contents.files, *contents.others]))
         raise DestinationExistsError(
             f"{url} is not a checkpoint that can be read, so it is not replaced: {error} (it holds {listed_names}); "
-            f"name the place of one checkpoint, or {ELSEWHERE}"
+            f"name the place of one checkpoint, or {CHOOSE_ANOTHER_DESTINATION}"
         ) from error
 
 

@@ -21,9 +21,9 @@ from ckpt_tools.core.progress import ProgressCallback, ProgressMeter
 from ckpt_tools.core.summary import TensorStats
 from ckpt_tools.core.wording import format_size
 from ckpt_tools.errors import MemoryBudgetError
-from ckpt_tools.planning.plan import BASE_BYTES, reading_bytes
+from ckpt_tools.planning.plan import BASE_BYTES, estimate_reading_bytes
 from ckpt_tools.stores.source import Store
-from ckpt_tools.transfer.buffers import page_aligned
+from ckpt_tools.transfer.buffers import allocate_page_aligned
 from ckpt_tools.transfer.runners.threads import ThreadRunner
 from ckpt_tools.transfer.tensor_reader import TensorReader
 from ckpt_tools.verification.deviation import widen_elements
@@ -60,7 +60,7 @@ class StatisticsPlan:
         cls, memory_bytes: int, manifest: Manifest, *, num_workers: int, is_limit: bool, sample: bool
     ) -> StatisticsPlan:
         """Raises MemoryBudgetError if not even the smallest blocks in one thread fit, and the budget is a limit."""
-        base_bytes = max(BASE_BYTES, reading_bytes(manifest)) + manifest.decoding_bytes
+        base_bytes = max(BASE_BYTES, estimate_reading_bytes(manifest)) + manifest.decoding_bytes
         block_bytes = MAX_BLOCK_BYTES
         while base_bytes + num_workers * _count_worker_bytes(block_bytes) > memory_bytes:
             if block_bytes > MIN_BLOCK_BYTES:
@@ -106,7 +106,7 @@ def compute_statistics(
         stats_by_position[position] = stats
         entry = numbered_tensors[position][1][1]
         meter.add_bytes(stats.num_read * entry.dtype.item_bytes)
-    reader.finish()
+    reader.check_remaining_records()
     return tuple(stats_by_position[position] for position, _ in numbered_tensors)
 
 
@@ -147,7 +147,7 @@ def _read_blocks(reader: TensorReader, entry: TensorEntry, plan: StatisticsPlan)
     """The elements as bytes. A block is overwritten by the next."""
     item_bytes = entry.dtype.item_bytes
     starts, block_numel = _choose_block_starts(entry, plan)
-    buffer = page_aligned(min(entry.num_bytes, block_numel * item_bytes))
+    buffer = allocate_page_aligned(min(entry.num_bytes, block_numel * item_bytes))
     for start in starts:
         stop = min(start + block_numel, entry.numel)
         block = buffer[: (stop - start) * item_bytes]

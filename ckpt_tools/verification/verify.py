@@ -27,9 +27,9 @@ from ckpt_tools.formats.index import known
 from ckpt_tools.reading.checkpoint import case_of, check_reading, own_keys, recipe_step
 from ckpt_tools.runs.opening import likeness, read_checkpoint
 from ckpt_tools.stores.source import Source
-from ckpt_tools.stores.urls import StorageOptions, open_place
-from ckpt_tools.transfer.computing import with_made_files
-from ckpt_tools.transfer.equality import check_equal
+from ckpt_tools.stores.urls import StorageOptions, open_output_location
+from ckpt_tools.transfer.computing import add_generated_files
+from ckpt_tools.transfer.equality import check_required_equal
 from ckpt_tools.verification import digests
 from ckpt_tools.verification.compare import ComparedCheckpoint, compare_checkpoints
 from ckpt_tools.verification.digest_files import (
@@ -134,12 +134,12 @@ def verify_tensors(
         else read_stored_digests(source, manifest, storage_options)
     )
     report = check_integrity(source, manifest, num_workers=execution.num_workers, on_progress=execution.on_progress)
-    check_equal(manifest, source.store)
+    check_required_equal(manifest, source.store)
     if any(key.slot == MASTER for key in manifest.tensors):
-        from ckpt_tools.transfer.copies import note_of_copies
+        from ckpt_tools.transfer.copies import note_differing_copies
 
         advice = "an export takes the model's" if manifest.masters_are_outdated else "an export takes the master's"
-        notes = note_of_copies(manifest, source.store, advice, is_sample=False)
+        notes = note_differing_copies(manifest, source.store, advice, is_sample=False)
         report = replace(report, notes=(*report.notes, *notes))
     file_digests = {} if against is not None else read_companion_digests(source, manifest)
     if recorded is None and not file_digests:
@@ -238,9 +238,9 @@ def verify_conversion(
     expected, model_files = build_expected_model(src, source, edited.manifest, dst, writer, options)
     dst_model, notes = _select_model(dst_manifest, options) if options.state == "model" else (dst_manifest, ())
     theirs = ComparedCheckpoint.of("the destination", dst_source.store, dst_model)
-    store = with_made_files(source.store, expected)
+    store = add_generated_files(source.store, expected)
     check_expansion(dst_manifest.tensors, dst_manifest.stored_bytes)
-    check_equal(expected, store)
+    check_required_equal(expected, store)
     ours = ComparedCheckpoint.of("the source", store, expected).add_masters_like(theirs).rename_extras_like(theirs)
     report = compare_checkpoints(ours, theirs, num_workers=execution.num_workers, on_progress=execution.on_progress)
     names = (ours.name, theirs.name)
@@ -328,8 +328,8 @@ def diff_checkpoints(
     joining_notes: tuple[Note, ...] = ()
     if recipe is not None and a[1].unjoined_state:
         joined_manifest, joining_notes = recipe(a[1])
-        a, recipe = (replace(a[0], store=with_made_files(a[0].store, joined_manifest)), joined_manifest), None
-        check_equal(joined_manifest, a[0].store)
+        a, recipe = (replace(a[0], store=add_generated_files(a[0].store, joined_manifest)), joined_manifest), None
+        check_required_equal(joined_manifest, a[0].store)
     has_masters = [any(key.slot == MASTER for key in each.tensors) for _, each in (a, b)]
     has_both_copies = all(has_masters) and options.state != "model"
     has_recipe = options.needs_config
@@ -343,9 +343,9 @@ def diff_checkpoints(
     side_stores = [source.store for source, _ in (a, b)]
     if recipe is not None:
         manifests[0], recipe_notes = recipe(manifests[0])
-        side_stores[0], notes = with_made_files(side_stores[0], manifests[0]), notes + recipe_notes
+        side_stores[0], notes = add_generated_files(side_stores[0], manifests[0]), notes + recipe_notes
     for manifest, store in zip(manifests, side_stores, strict=True):
-        check_equal(manifest, store)
+        check_required_equal(manifest, store)
     if options.rename or options.names:
         transforms.check_renaming(manifests[0], options.rename, options.names)
         new_name = transforms.make_renamer(options.rename, options.names)
@@ -434,7 +434,7 @@ def write_digests(
         DestinationExistsError: the list exists. CkptError: bytes cannot be read or written.
     """
     check_expansion(manifest.tensors, manifest.stored_bytes)
-    check_equal(manifest, source.store)
+    check_required_equal(manifest, source.store)
     meter = ProgressMeter(execution.on_progress, digests.count_hashed_bytes(manifest))
 
     def compute_all_digests() -> Digests:
@@ -444,6 +444,6 @@ def write_digests(
 
     if output == "-":
         return ChecksumReport(compute_all_digests(), count_tensors_by_role(manifest.tensors), meter.total, None)
-    destination = open_place(output or get_digests_url(source, manifest), execution.storage_options)
+    destination = open_output_location(output or get_digests_url(source, manifest), execution.storage_options)
     written_digests = write_digest_list(destination, compute_all_digests, overwrite=overwrite)
     return ChecksumReport(written_digests, count_tensors_by_role(manifest.tensors), meter.total, destination.url)

@@ -87,8 +87,8 @@ def test_a_bucket_is_listed_once(s3, run, monkeypatch):
     prefix = s3.new_prefix()
     s3.put(prefix, {path.relative_to(run).as_posix(): path.read_bytes() for path in run.rglob("*") if path.is_file()})
     listings = []
-    pages = Bucket._pages
-    monkeypatch.setattr(Bucket, "_pages", lambda *words, **given: listings.append(words) or pages(*words, **given))
+    pages = Bucket._list_pages
+    monkeypatch.setattr(Bucket, "_list_pages", lambda *words, **given: listings.append(words) or pages(*words, **given))
     found = ckpt_tools.ls(f"s3://{BUCKET}/{prefix}")
     assert len(listings) == 1
     assert [(each.name, each.is_complete) for each in found.checkpoints] == [

@@ -25,7 +25,7 @@ from ckpt_tools.stores.file_destination import StoreDestination
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.source import Source
 from ckpt_tools.testing.manifests import StoredCheckpoint, stored_checkpoints
-from ckpt_tools.transfer.execute import execute
+from ckpt_tools.transfer.execute import execute_plan
 from ckpt_tools.transfer.runners.threads import ThreadRunner
 
 MEMORY_BYTES = 64 << 20
@@ -46,9 +46,11 @@ def converted(checkpoint: StoredCheckpoint, writer: Format, whole: bool) -> tupl
     layout = writer.layout(made, WriteOptions())
     notes = merge_notes(made.notes + layout.notes)
     plan = make_plan(made, layout, memory_bytes=MEMORY_BYTES, num_workers=1)
-    check_nothing_lost(read, made, select_written_tensors(made, plan.figures()), notes, is_mapped=False)
+    check_nothing_lost(read, made, select_written_tensors(made, plan.compute_figures()), notes, is_mapped=False)
     target = MemoryStore()
-    execute(plan, checkpoint.store, StoreDestination(target), runner=ThreadRunner(1), on_bytes=lambda num_bytes: None)
+    execute_plan(
+        plan, checkpoint.store, StoreDestination(target), runner=ThreadRunner(1), on_bytes=lambda num_bytes: None
+    )
     return writer.read(Source.open(target), ReadOptions()), notes
 
 

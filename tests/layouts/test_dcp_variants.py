@@ -21,7 +21,7 @@ from ckpt_tools.core.manifest import StateKey
 from ckpt_tools.core.shards import ByteRange
 from ckpt_tools.errors import IncompleteError, MalformedError, SeveralCheckpointsError, UnsupportedError, UsageError
 from ckpt_tools.transfer import inflating
-from ckpt_tools.transfer.inflating import Inflating, inflated_name
+from ckpt_tools.transfer.inflating import InflatedReader, inflated_name
 from fixtures import dcp_cases
 from fixtures.corpus import make
 from tests.layouts.contents import contents, of_tensor
@@ -78,9 +78,9 @@ def test_parts_of_a_compressed_item_are_found_in_any_order(monkeypatch):
     monkeypatch.setattr(inflating, "WINDOW_BYTES", 3000)
     data = os.urandom(20_000)
     packed = zstandard.ZstdCompressor().compress(data)
-    found = Inflating(lambda file, start, stop: packed[start:stop])
+    found = InflatedReader(lambda file, start, stop: packed[start:stop])
     at = ByteRange("x", 0, len(packed))
-    assert found.size(at, limit_bytes=20_000) == 20_000
+    assert found.inflated_size(at, limit_bytes=20_000) == 20_000
     for start, stop in [(19_000, 20_000), (0, 10), (5_000, 12_345), (4_000, 4_001), (0, 20_000), (13_000, 13_000)]:
         buffer = bytearray(stop - start)
         found.read_into(inflated_name(at), start, memoryview(buffer))
@@ -92,10 +92,10 @@ def test_parts_of_a_compressed_item_are_found_in_any_order(monkeypatch):
 def test_a_checkpoint_that_was_read_is_let_go():
     """zstandard's streams are invisible to the garbage collector: in a cycle they would stay for good."""
     gc.collect()
-    before = sum(type(found) is inflating._Stream for found in gc.get_objects())
+    before = sum(type(found) is inflating._InflateStream for found in gc.get_objects())
     contents(make("dcp-zstd").source)
     gc.collect()
-    assert sum(type(found) is inflating._Stream for found in gc.get_objects()) == before
+    assert sum(type(found) is inflating._InflateStream for found in gc.get_objects()) == before
 
 
 def copy_of(name: str, folder: Path) -> Path:

@@ -45,7 +45,7 @@ def test_any_interval_of_any_box(data):
     expected = wanted.astype(np.float32).reshape(geometry)[index(box)].reshape(-1)[start:stop].tobytes()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("ckpt_tools.core.manifest.MAX_PIECE", data.draw(st.integers(1, 30)))
-        made_files = computing.with_made_files(store, Manifest("test", {}, computed={"computed:w": made}))
+        made_files = computing.add_generated_files(store, Manifest("test", {}, computed={"computed:w": made}))
         reader = TensorReader(made_files, scratch_bytes=data.draw(st.integers(16, 200)))
         assert read(reader, entry, box, geometry, start, stop) == expected
         assert read(reader, entry, box, geometry, start, stop) == expected

@@ -7,22 +7,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_tools.core.dtypes import SPARE_BYTES
-from ckpt_tools.planning.cuts import Run, cut_at_stored_ranges, smallest_limit
+from ckpt_tools.planning.cuts import StoredRun, cut_at_stored_ranges, min_part_limit
 
 pytestmark = pytest.mark.quick
 
 LEAST = 500
-MOST = smallest_limit(LEAST)
+MOST = min_part_limit(LEAST)
 assert MOST == 1128
 
 many = settings(max_examples=100, deadline=None)
 
 
-def ends(size: int, *runs: Run, least: int = LEAST, most: int = MOST) -> list[int]:
-    return cut_at_stored_ranges(size, runs, least=least, most=most, whole=lambda position: position)
+def ends(size: int, *runs: StoredRun, least: int = LEAST, most: int = MOST) -> list[int]:
+    return cut_at_stored_ranges(
+        size, runs, min_bytes=least, max_bytes=most, floor_to_boundary=lambda position: position
+    )
 
 
-def copied(size: int, runs: list[Run], found: list[int]) -> int:
+def copied(size: int, runs: list[StoredRun], found: list[int]) -> int:
     """Bytes in parts of ``LEAST`` and more that lie within one run."""
     parts = pairwise([0, *found])
     return sum(b - a for a, b in parts if b - a >= LEAST and any(start <= a and b <= stop for start, stop in runs))
@@ -67,9 +69,9 @@ def test_of_runs_with_a_little_between_them_every_other_is_given_up():
 
 
 @st.composite
-def files(draw: st.DrawFn) -> tuple[int, list[Run]]:
+def files(draw: st.DrawFn) -> tuple[int, list[StoredRun]]:
     """A size, and runs in it."""
-    runs: list[Run] = []
+    runs: list[StoredRun] = []
     at = 0
     lengths = st.one_of(st.integers(1, 3000), st.sampled_from([LEAST, LEAST + SPARE_BYTES, MOST, MOST + 1, 2 * LEAST]))
     gaps = st.one_of(st.just(0), st.integers(1, 20), st.integers(0, 2000), st.just(LEAST))
@@ -94,7 +96,9 @@ def test_parts_cover_the_file_and_are_neither_too_small_nor_too_large(file, most
 @given(files(), st.sampled_from([1, 2, 3, 8, 16]))
 def test_no_element_is_split(file, item):
     size, runs = file[0] * item, [(a * item, b * item) for a, b in file[1]]
-    found = cut_at_stored_ranges(size, runs, least=LEAST, most=MOST, whole=lambda position: position - position % item)
+    found = cut_at_stored_ranges(
+        size, runs, min_bytes=LEAST, max_bytes=MOST, floor_to_boundary=lambda position: position - position % item
+    )
     assert all(end % item == 0 for end in found)
     assert all(LEAST <= b - a <= MOST for a, b in pairwise([0, *found[:-1]]))
 

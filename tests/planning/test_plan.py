@@ -18,18 +18,18 @@ from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.options import parse_size
 from ckpt_tools.core.shards import ByteRange, Framing, RowTable, Shard, ShardTable
 from ckpt_tools.errors import MemoryBudgetError
-from ckpt_tools.planning.hits import FlatHit, Hit, hits
+from ckpt_tools.planning.hits import FlatHit, Hit, find_hits
 from ckpt_tools.planning.plan import (
     MAX_SCRATCH_BYTES,
     MAX_TASK_BYTES,
     MIN_TASK_BYTES,
     REMOTE_BYTES,
-    CopyRules,
-    Figures,
+    CopyLimits,
     Plan,
+    PlanFigures,
     make_plan,
 )
-from ckpt_tools.planning.tasks import Fill, Gather, Task, Zeros, steps
+from ckpt_tools.planning.tasks import FillBytes, FillZeros, GatherElements, TransferTask, iter_fill_steps
 from ckpt_tools.testing import strategies
 from ckpt_tools.testing.stored import StoredTensor, opaque, stored_tensors
 
@@ -70,7 +70,7 @@ class TestTasks:
     @many
     @given(file_layouts(), st.integers(16, 40))
     def test_they_cover_a_file_once_in_order_and_split_no_element(self, file, task_bytes):
-        tasks = list(plan_of((file,), task_bytes).tasks())
+        tasks = list(plan_of((file,), task_bytes).iter_tasks())
         assert [task.start for task in tasks] == [0, *(task.stop for task in tasks[:-1])]
         assert tasks[-1].stop == file.size_bytes
         assert all(task.num_bytes <= task_bytes for task in tasks)
@@ -94,16 +94,16 @@ class TestTasks:
 
         expected = [part for segment in file.segments for part in described(segment, 0, segment.num_bytes)]
         found: list[object] = []
-        for task in plan_of((file,), task_bytes).tasks():
+        for task in plan_of((file,), task_bytes).iter_tasks():
             cursor = 0
-            for step in steps(file, task):
+            for step in iter_fill_steps(file, task):
                 assert step.offset == cursor
                 match step:
-                    case Fill(_, data):
+                    case FillBytes(_, data):
                         more: list[object] = [("byte", value) for value in data]
-                    case Zeros(_, num_bytes):
+                    case FillZeros(_, num_bytes):
                         more = [("byte", 0)] * num_bytes
-                    case Gather(_, payload, start, stop):
+                    case GatherElements(_, payload, start, stop):
                         item = payload.dtype.item_bytes
                         more = described(payload, start * item, stop * item)
                 cursor += len(more)
@@ -113,16 +113,18 @@ class TestTasks:
 
     def test_an_empty_file_has_one_empty_task_that_makes_it(self):
         plan = plan_of((FileLayout("a", ()), FileLayout("b", (Padding(0), Literal(b"")))), 16)
-        assert list(plan.tasks()) == [Task(0, 0, 0, 0), Task(1, 0, 0, 0)]
-        assert plan.figures() == Figures({"a": 0, "b": 0}, frozenset(), num_tasks=2, bytes_read=0, bytes_written=0)
+        assert list(plan.iter_tasks()) == [TransferTask(0, 0, 0, 0), TransferTask(1, 0, 0, 0)]
+        assert plan.compute_figures() == PlanFigures(
+            {"a": 0, "b": 0}, frozenset(), num_tasks=2, bytes_read=0, bytes_written=0
+        )
 
     def test_an_odd_header_shifts_the_cuts_to_elements(self):
         payload = Payload(KEY, Box((0,), (8,)), (8,), DType.COMPLEX128)
         plan = plan_of((FileLayout("f", (Literal(b"abc"), payload)),), 40)
-        assert [(task.start, task.stop) for task in plan.tasks()] == [(0, 35), (35, 67), (67, 99), (99, 131)]
+        assert [(task.start, task.stop) for task in plan.iter_tasks()] == [(0, 35), (35, 67), (67, 99), (99, 131)]
 
 
-RULES = CopyRules(min_bytes=500, max_parts=100)
+RULES = CopyLimits(min_bytes=500, max_parts=100)
 
 
 def stored_as(dtype: DType, *shards: tuple[Box, int]) -> TensorEntry:
@@ -135,12 +137,12 @@ def stored_as(dtype: DType, *shards: tuple[Box, int]) -> TensorEntry:
     return TensorEntry(shape, dtype, Kind.PARAMETER, ShardTable.build(shape, dtype, placed))
 
 
-def cut(entry: TensorEntry, *segments: Segment, rules: CopyRules | None = RULES) -> list[int]:
+def cut(entry: TensorEntry, *segments: Segment, rules: CopyLimits | None = RULES) -> list[int]:
     """Where the tasks of a file end of which ``entry`` is the one tensor."""
     manifest, layout = Manifest("test", {KEY: entry}), Layout((FileLayout("f", segments),))
-    plan = Plan(manifest, layout, RULES.task_bytes, num_workers=1, copies=rules)
-    tasks = list(plan.tasks())
-    assert plan.figures().num_tasks == len(tasks)
+    plan = Plan(manifest, layout, RULES.min_task_bytes, num_workers=1, copy_limits=rules)
+    tasks = list(plan.iter_tasks())
+    assert plan.compute_figures().num_tasks == len(tasks)
     assert [task.start for task in tasks] == [0, *(task.stop for task in tasks[:-1])]
     return [task.stop for task in tasks]
 
@@ -194,8 +196,8 @@ class TestCopies:
         assert cut(entry, whole_of(entry)) == [600, 1300, 1900]
 
     def test_a_file_of_too_many_parts_is_cut_as_ever(self):
-        assert cut(OF_ROWS, whole_of(OF_ROWS), rules=CopyRules(500, max_parts=3)) == [600, 1300, 1900]
-        assert cut(OF_ROWS, whole_of(OF_ROWS), rules=CopyRules(500, max_parts=2)) == [1128, 1900]
+        assert cut(OF_ROWS, whole_of(OF_ROWS), rules=CopyLimits(500, max_parts=3)) == [600, 1300, 1900]
+        assert cut(OF_ROWS, whole_of(OF_ROWS), rules=CopyLimits(500, max_parts=2)) == [1128, 1900]
 
     @many
     @given(stored_tensors(), st.data())
@@ -203,12 +205,14 @@ class TestCopies:
         geometry, box, _, _ = data.draw(wanted(stored.entry.shape))
         head, item = Literal(data.draw(st.binary(max_size=20))), stored.entry.dtype.item_bytes
         file = FileLayout("f", (head, Payload(KEY, box, geometry, stored.entry.dtype)))
-        rules = CopyRules(data.draw(st.integers(1, 40)), 10**6)
+        rules = CopyLimits(data.draw(st.integers(1, 40)), 10**6)
         manifest = Manifest("test", {KEY: stored.entry})
-        tasks = list(Plan(manifest, Layout((file,)), rules.task_bytes, num_workers=1, copies=rules).tasks())
+        tasks = list(
+            Plan(manifest, Layout((file,)), rules.min_task_bytes, num_workers=1, copy_limits=rules).iter_tasks()
+        )
         assert [task.start for task in tasks] == [0, *(task.stop for task in tasks[:-1])]
         assert tasks[-1].stop == file.size_bytes
-        assert all(task.num_bytes <= rules.task_bytes for task in tasks)
+        assert all(task.num_bytes <= rules.min_task_bytes for task in tasks)
         assert all(task.num_bytes >= rules.min_bytes for task in tasks[:-1])
         assert all((task.stop - len(head.data)) % item == 0 for task in tasks if task.stop > len(head.data))
 
@@ -217,9 +221,9 @@ def found_by(hit: Hit, files: dict[str, bytes]) -> list[tuple[int, Any]]:
     """The elements of a hit: position in the destination, and the element in its file."""
     memory = np.frombuffer(files[hit.at.file][hit.at.start : hit.at.stop], opaque(hit.dtype))
     if isinstance(hit, FlatHit):
-        return [(hit.into + i, memory[hit.start + i]) for i in range(hit.stop - hit.start)]
+        return [(hit.destination_start + i, memory[hit.start + i]) for i in range(hit.stop - hit.start)]
     return [
-        (hit.into + dot(index, hit.into_strides), memory[hit.start + dot(index, hit.strides)])
+        (hit.destination_start + dot(index, hit.destination_strides), memory[hit.start + dot(index, hit.strides)])
         for index in np.ndindex(hit.extents)
     ]
 
@@ -246,7 +250,7 @@ class TestHits:
     @given(stored_tensors(), st.data())
     def test_they_find_every_element_once(self, stored, data):
         geometry, box, start, stop = data.draw(wanted(stored.entry.shape))
-        each = [found_by(hit, stored.files) for hit in hits(stored.entry.shards, box, geometry, start, stop)]
+        each = [found_by(hit, stored.files) for hit in find_hits(stored.entry.shards, box, geometry, start, stop)]
         assert all(each), "no hit is empty"
         found = list(chain.from_iterable(each))
         assert sorted(place for place, _ in found) == list(range(stop - start))
@@ -261,7 +265,7 @@ class TestHits:
             for w in range(ways)
         ]
         table = ShardTable.build(shape, DType.BFLOAT16, shards)
-        assert len(hits(table, Box.whole(shape), shape, 0, prod(shape))) == ways
+        assert len(find_hits(table, Box.whole(shape), shape, 0, prod(shape))) == ways
 
     @staticmethod
     def intervals(count: int, num_bytes: int) -> RowTable:
@@ -273,16 +277,20 @@ class TestHits:
 
     def test_an_interval_of_many_is_found_by_search(self):
         table = self.intervals(1 << 20, 4)
-        first, last = hits(table, Box.whole(table.shape), table.shape, 4002, 4006)
-        assert first == FlatHit(ByteRange("f", 4000, 4004), Framing.RAW, DType.UINT8, 4, start=2, stop=4, into=0)
-        assert last == FlatHit(ByteRange("f", 4004, 4008), Framing.RAW, DType.UINT8, 4, start=0, stop=2, into=2)
+        first, last = find_hits(table, Box.whole(table.shape), table.shape, 4002, 4006)
+        assert first == FlatHit(
+            ByteRange("f", 4000, 4004), Framing.RAW, DType.UINT8, 4, start=2, stop=4, destination_start=0
+        )
+        assert last == FlatHit(
+            ByteRange("f", 4004, 4008), Framing.RAW, DType.UINT8, 4, start=0, stop=2, destination_start=2
+        )
 
     def test_of_a_parameter_that_many_ranks_share_only_the_near_intervals_are_unfolded(self):
         table = self.intervals(10_000, 64)
 
         def found(start: int, stop: int) -> tuple[list[int], float]:
             began = time.thread_time()
-            each = hits(table, Box((0, 3), (10_000, 5)), (10_000, 64), start, stop)
+            each = find_hits(table, Box((0, 3), (10_000, 5)), (10_000, 64), start, stop)
             return [hit.at.start for hit in each], time.thread_time() - began
 
         near, seconds = min((found(8000, 8006) for _ in range(3)), key=lambda each: each[1])
@@ -337,13 +345,13 @@ class TestBudget:
         assert plan.task_bytes == MAX_TASK_BYTES and plan.peak_memory_bytes > MIB
 
     def test_one_without_room_for_tasks_of_copies_has_none_of_them(self):
-        rules = CopyRules(5 * MIB, 10_000)
+        rules = CopyLimits(5 * MIB, 10_000)
         larger, smaller, unlimited = (
             planned(None, Layout(()), size, is_limit=is_limit, copies=rules)
             for size, is_limit in [(72 * MIB, True), (66 * MIB, True), (66 * MIB, False)]
         )
-        assert larger.task_bytes == unlimited.task_bytes == rules.task_bytes == 2 * (5 * MIB + 64)
-        assert (larger.copies, smaller.copies, unlimited.copies) == (rules, None, rules)
+        assert larger.task_bytes == unlimited.task_bytes == rules.min_task_bytes == 2 * (5 * MIB + 64)
+        assert (larger.copy_limits, smaller.copy_limits, unlimited.copy_limits) == (rules, None, rules)
         assert smaller.task_bytes == MAX_TASK_BYTES
 
     def test_a_block_to_be_placed_strided_is_as_large_as_a_task_only_where_it_is_foreseen(self):
@@ -378,4 +386,6 @@ def test_bytes_read_are_as_stored_and_bytes_written_as_laid_out():
     entry = TensorEntry((6,), DType.BFLOAT16, Kind.PARAMETER, ShardTable.build((6,), DType.FLOAT32, [shard]))
     file = FileLayout("f", (Literal(b"head"), Payload(KEY, Box((1,), (6,)), (6,), DType.BFLOAT16)))
     plan = planned(Manifest("test", {KEY: entry}), Layout((file,)), num_workers=1)
-    assert plan.figures() == Figures({"f": 14}, frozenset({KEY}), num_tasks=1, bytes_read=5 * 4, bytes_written=4 + 10)
+    assert plan.compute_figures() == PlanFigures(
+        {"f": 14}, frozenset({KEY}), num_tasks=1, bytes_read=5 * 4, bytes_written=4 + 10
+    )

@@ -21,7 +21,7 @@ from ckpt_tools.recipes.like import AS_IT_IS, Like, Way
 from ckpt_tools.recipes.reference import Reference, Wanted
 from ckpt_tools.recipes.ways import ways
 from ckpt_tools.stores.memory import MemoryStore
-from ckpt_tools.stores.wrappers import Overlay
+from ckpt_tools.stores.wrappers import InMemoryOverlay
 from tests.support.manifests import elements
 from tests.support.refusals import refusal_test
 
@@ -62,7 +62,7 @@ class Held:
         return cls(Manifest("a test's", entries, **more), MemoryStore(files))
 
     def read(self, manifest: Manifest) -> dict[StateKey, np.ndarray]:
-        store = Overlay(self.store, manifest.literals)
+        store = InMemoryOverlay(self.store, manifest.literals)
         return {key: elements(store, entry) for key, entry in manifest.tensors.items()}
 
 

@@ -8,8 +8,8 @@ import pytest
 
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.read_ahead import BlockCache
-from ckpt_tools.stores.source import ServiceFile, Store, StoreWrapper
-from ckpt_tools.stores.wrappers import Overlay
+from ckpt_tools.stores.source import CopySource, Store, StoreWrapper
+from ckpt_tools.stores.wrappers import InMemoryOverlay
 from ckpt_tools.testing.stores import StoreTests
 
 DATA = bytes(range(200))
@@ -39,8 +39,8 @@ class Able(StoreWrapper):
     def version(self, path: str) -> str:
         return f"version of {path}"
 
-    def locate(self, path: str) -> ServiceFile:
-        return ServiceFile("service", path, self.version(path))
+    def find_copy_source(self, path: str) -> CopySource:
+        return CopySource("service", path, self.version(path))
 
     def prefetch(self, path: str, start: int, stop: int) -> None:
         self.asked.append(path)
@@ -68,7 +68,7 @@ class TestForwarding(StoreTests):
 def test_a_store_need_not_do_more_than_list_and_read():
     plain = Plain(store())
     plain.prefetch("f", 0, 3)
-    assert (plain.version("f"), plain.locate("f")) == ("", None)
+    assert (plain.version("f"), plain.find_copy_source("f")) == ("", None)
 
 
 def test_a_wrapper_forwards_all_that_a_store_can_do():
@@ -81,8 +81,8 @@ def test_a_wrapper_forwards_all_that_a_store_can_do():
     ("wrap", "path", "asked"),
     [
         (Forwarding, "f", ["f"]),
-        (lambda able: Overlay(able, {"mine": b"1"}), "f", ["f"]),
-        (lambda able: Overlay(able, {"mine": b"1"}), "mine", None),
+        (lambda able: InMemoryOverlay(able, {"mine": b"1"}), "f", ["f"]),
+        (lambda able: InMemoryOverlay(able, {"mine": b"1"}), "mine", None),
         (lambda able: BlockCache(able, able.list()), "f", []),
     ],
     ids=["wrapper", "overlay", "literal of an overlay", "cache, which reads ahead itself"],
@@ -91,5 +91,5 @@ def test_what_the_store_below_can_do_a_wrapper_can(wrap, path, asked):
     able = Able(store())
     wrapper = wrap(able)
     wrapper.prefetch(path, 0, 1)
-    expected = ("", None, []) if asked is None else (able.version(path), able.locate(path), asked)
-    assert (wrapper.version(path), wrapper.locate(path), able.asked) == expected
+    expected = ("", None, []) if asked is None else (able.version(path), able.find_copy_source(path), asked)
+    assert (wrapper.version(path), wrapper.find_copy_source(path), able.asked) == expected

@@ -5,12 +5,12 @@ from contextlib import nullcontext
 import pytest
 
 from ckpt_tools.errors import DestinationExistsError
-from ckpt_tools.stores.fsspec.place import FsspecPlace
-from ckpt_tools.stores.output_form import Folder, SingleFile
+from ckpt_tools.stores.fsspec.place import FsspecOutputLocation
+from ckpt_tools.stores.output_form import FolderForm, SingleFileForm
 from ckpt_tools.stores.present import check_free
 from ckpt_tools.stores.s3.client import Bucket, S3Options
-from ckpt_tools.stores.s3.place import S3Place
-from ckpt_tools.stores.urls import open_place
+from ckpt_tools.stores.s3.place import S3OutputLocation
+from ckpt_tools.stores.urls import open_output_location
 
 pytestmark = pytest.mark.quick
 
@@ -18,32 +18,32 @@ pytestmark = pytest.mark.quick
 @pytest.mark.parametrize(
     ("form", "root", "digests", "url"),
     [
-        (Folder(), "a/out.pt", "tag/ckpt-tools.digests.json", "x://a/out.pt/tag/ckpt-tools.digests.json"),
-        (SingleFile("out.pt"), "a", "out.pt.digests.json", "x://a/out.pt.digests.json"),
+        (FolderForm(), "a/out.pt", "tag/ckpt-tools.digests.json", "x://a/out.pt/tag/ckpt-tools.digests.json"),
+        (SingleFileForm("out.pt"), "a", "out.pt.digests.json", "x://a/out.pt.digests.json"),
     ],
 )
 def test_the_names_of_an_output(form, root, digests, url):
     path = form.digests_path("tag/ckpt-tools.digests.json")
-    assert (form.root_of("a/out.pt"), path, form.url_of("x://a/out.pt", path)) == (root, digests, url)
+    assert (form.root_folder_of("a/out.pt"), path, form.file_url("x://a/out.pt", path)) == (root, digests, url)
 
 
 @pytest.mark.parametrize(
     ("name", "form"),
-    [("out", Folder()), ("out.safetensors", SingleFile("out.safetensors")), ("m.pt", SingleFile("m.pt"))],
+    [("out", FolderForm()), ("out.safetensors", SingleFileForm("out.safetensors")), ("m.pt", SingleFileForm("m.pt"))],
 )
 @pytest.mark.parametrize("where", ["", "memory://x/", "s3://bucket/x/"])
 def test_the_name_decides_where_a_place_is_opened(where, name, form, tmp_path):
-    place = open_place(f"{where or tmp_path}/{name}".replace("//out", "/out").replace("//m", "/m"))
+    place = open_output_location(f"{where or tmp_path}/{name}".replace("//out", "/out").replace("//m", "/m"))
     assert (place.form, place.name) == (form, name)
-    assert place.as_file().form == SingleFile(name)
+    assert place.as_single_file().form == SingleFileForm(name)
 
 
 def test_object_stores_keep_what_is_ours_beside_a_file_and_in_a_folder():
-    place = S3Place(Bucket(S3Options(), "bucket"), "a/out")
+    place = S3OutputLocation(Bucket(S3Options(), "bucket"), "a/out")
     assert place.lock.key == "a/out/.ckpt-tools-partial/lock"
-    assert place.as_file().lock.key == "a/.out.ckpt-tools-partial/lock"
-    memory = FsspecPlace.of("memory://a/out", {})
-    assert memory._partials() == ["/a/out/.ckpt-tools-partial", "/a/.out.ckpt-tools-partial"]
+    assert place.as_single_file().lock.key == "a/.out.ckpt-tools-partial/lock"
+    memory = FsspecOutputLocation.of("memory://a/out", {})
+    assert memory._partial_folders() == ["/a/out/.ckpt-tools-partial", "/a/.out.ckpt-tools-partial"]
 
 
 @pytest.mark.parametrize("is_taken", [False, True])
@@ -56,4 +56,4 @@ def test_the_rule_of_what_may_take_a_place(kinds, kind, is_taken, overwrite):
     refusal = "exists" if is_taken and not overwrite else f"is a {min(others)}" if others else None
     refused = nullcontext() if refusal is None else pytest.raises(DestinationExistsError, match=refusal)
     with refused:
-        check_free("url", kind, is_taken=is_taken, kinds=kinds, overwrite=overwrite)
+        check_free("url", kind, is_taken=is_taken, existing_kinds=kinds, overwrite=overwrite)

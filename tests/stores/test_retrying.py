@@ -3,7 +3,7 @@
 import pytest
 
 from ckpt_tools.errors import StoreError
-from ckpt_tools.stores.retry import RetryPolicy, TransientError, is_transient, retried
+from ckpt_tools.stores.retry import RetryPolicy, TransientError, is_transient, retry_transient
 
 pytestmark = pytest.mark.quick
 
@@ -26,7 +26,7 @@ class Failing:
 def test_the_first_success_counts(times):
     call, waits = Failing(times), []
     policy = RetryPolicy(attempts=4, base_seconds=1.0, cap_seconds=3.0)
-    assert retried(call, policy, sleep=waits.append, fraction=lambda: 0.5) == times + 1
+    assert retry_transient(call, policy, sleep=waits.append, draw_jitter=lambda: 0.5) == times + 1
     assert waits == [0.5, 1.0, 1.5][:times]
 
 
@@ -36,7 +36,7 @@ def test_the_first_success_counts(times):
 def test_the_last_failure_is_raised_as_what_it_means_and_others_end_it_at_once(error, said, calls):
     call = Failing(9, error)
     with pytest.raises(StoreError, match=said):
-        retried(call, RetryPolicy(attempts=3), sleep=lambda _: None)
+        retry_transient(call, RetryPolicy(attempts=3), sleep=lambda _: None)
     assert call.calls == calls
 
 

@@ -12,14 +12,14 @@ from contextlib import AbstractContextManager, suppress
 import pytest
 
 from ckpt_tools.errors import CkptError, DestinationExistsError, IncompleteError, SourceNotFoundError, StoreError
-from ckpt_tools.stores.marker_files import PARTIAL
+from ckpt_tools.stores.marker_files import PARTIAL_FOLDER_NAME
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.read_ahead import AHEAD_BYTES, BLOCK_BYTES, MAX_SMALL_BYTES, BlockCache
 from ckpt_tools.stores.s3 import lock as s3_lock
 from ckpt_tools.stores.s3.client import Bucket, S3Options
-from ckpt_tools.stores.s3.place import S3Claim, S3Place
+from ckpt_tools.stores.s3.place import S3Claim, S3OutputLocation
 from ckpt_tools.stores.s3.store import S3Store, open_s3_store
-from ckpt_tools.stores.source import ServiceFile, Source, Store
+from ckpt_tools.stores.source import CopySource, Source, Store
 from ckpt_tools.testing.stores import StoreTests
 from tests.support.s3_server import BUCKET
 from tests.support.sweep import tiered
@@ -41,7 +41,7 @@ def runs(s3):
 
 @pytest.fixture
 def place(bucket, runs):
-    return S3Place(bucket, f"{runs}out")
+    return S3OutputLocation(bucket, f"{runs}out")
 
 
 class TestS3Store(StoreTests):
@@ -65,22 +65,24 @@ class TestBlockCache(StoreTests):
         return BlockCache(behind, behind.list())
 
 
-def claimed(place: S3Place, *, overwrite: bool = False, resume: bool = False) -> AbstractContextManager[S3Claim]:
+def claimed(
+    place: S3OutputLocation, *, overwrite: bool = False, resume: bool = False
+) -> AbstractContextManager[S3Claim]:
     return place.claim(overwrite=overwrite, resume=resume)
 
 
 def write(claim: S3Claim, files: Mapping[str, bytes], *, publish: bool = True) -> None:
     """The files in parts, the last of which is written first."""
     for path, data in files.items():
-        handle = claim.destination.begin(path, len(data))
+        handle = claim.destination.begin_file(path, len(data))
         starts = range(0, len(data), len(PART)) or range(1)
         numbered = [*enumerate(starts)]
         part_tags = {
-            n: claim.destination.write(path, handle, n, at, data[at : at + len(PART)]) for n, at in numbered[::-1]
+            n: claim.destination.write_part(path, handle, n, at, data[at : at + len(PART)]) for n, at in numbered[::-1]
         }
-        claim.destination.finish(path, handle, [part_tags[number] for number, _ in numbered])
+        claim.destination.finish_file(path, handle, [part_tags[number] for number, _ in numbered])
     if publish:
-        claim.publish(list(files))
+        claim.publish_files(list(files))
 
 
 FILES = {"a.bin": PART + PART + b"end", "empty": b"", "deep/b.bin": b"abc", ".metadata": b"index"}
@@ -89,14 +91,14 @@ FILES = {"a.bin": PART + PART + b"end", "empty": b"", "deep/b.bin": b"abc", ".me
 def test_nothing_is_seen_before_it_is_published_the_last_file_last_and_nothing_of_ours_after(
     place, runs, s3, monkeypatch
 ):
-    order, complete = [], Bucket.complete
-    monkeypatch.setattr(Bucket, "complete", lambda self, key, *rest: (complete(self, key, *rest), order.append(key)))
+    order, complete = [], Bucket.complete_upload
+    monkeypatch.setattr(Bucket, "complete_upload", lambda *key: (complete(*key), order.append(key[1])))
     with claimed(place) as claim:
         claim.log.append(b"noted")
         write(claim, FILES, publish=False)
-        assert all(PARTIAL in path for path in s3.files(runs))
-        assert place.present() is None
-        claim.publish(list(FILES))
+        assert all(PARTIAL_FOLDER_NAME in path for path in s3.files(runs))
+        assert place.list_contents() is None
+        claim.publish_files(list(FILES))
     assert order[-1].endswith("out/.metadata") and len(order) == len(FILES)
     assert s3.files(runs) == {f"out/{path}": data for path, data in FILES.items()}
     assert s3.open_uploads(runs) == []
@@ -119,20 +121,20 @@ def test_what_was_not_published_is_aborted_or_kept(place, runs, s3, resume):
 
 def test_a_later_run_finishes_what_another_process_began(place, runs, s3):
     with claimed(place, resume=True) as claim:
-        handle = claim.destination.begin("f", 2 * len(PART))
+        handle = claim.destination.begin_file("f", 2 * len(PART))
         elsewhere = pickle.loads(pickle.dumps(claim.destination))
-        part_tag = elsewhere.write("f", handle, 1, len(PART), memoryview(PART))
+        part_tag = elsewhere.write_part("f", handle, 1, len(PART), memoryview(PART))
     with claimed(place, resume=True) as claim:
-        holds = claim.destination.holds
+        holds = claim.destination.has_part
         assert holds("f", handle, 1, len(PART), len(PART), 0, part_tag)
         assert not holds("f", handle, 1, len(PART), len(PART) - 1, 0, part_tag)
         assert not holds("f", handle, 1, len(PART), len(PART), 0, f'{part_tag[:-2]}x"')
         assert not holds("f", handle, 0, 0, len(PART), 0, part_tag)
         assert not holds("g", handle, 1, len(PART), len(PART), 0, part_tag)
-        claim.destination.write("f", handle, 0, 0, b"sent twice, counts once" + PART)
-        first = claim.destination.write("f", handle, 0, 0, PART)
-        claim.destination.finish("f", handle, [first, part_tag])
-        claim.publish(["f"])
+        claim.destination.write_part("f", handle, 0, 0, b"sent twice, counts once" + PART)
+        first = claim.destination.write_part("f", handle, 0, 0, PART)
+        claim.destination.finish_file("f", handle, [first, part_tag])
+        claim.publish_files(["f"])
     assert s3.files(runs) == {"out/f": PART + PART}
 
 
@@ -141,11 +143,11 @@ def test_a_place_that_is_taken_at_the_start_or_meanwhile_is_not_overwritten(plac
         write(claim, FILES, publish=False)
         s3.put(runs, {"out/x": b"1"})
         with pytest.raises(DestinationExistsError):
-            claim.publish(list(FILES))
+            claim.publish_files(list(FILES))
     for taken, overwrite, said in (
         (place, False, "overwrite=True"),
-        (place.as_file(), True, "is a folder"),
-        (S3Place(place.bucket, f"{runs}out/x"), True, "is a file"),
+        (place.as_single_file(), True, "is a folder"),
+        (S3OutputLocation(place.bucket, f"{runs}out/x"), True, "is a file"),
     ):
         with pytest.raises(DestinationExistsError, match=said):
             claimed(taken, overwrite=overwrite).__enter__()
@@ -159,7 +161,7 @@ OLD = {".metadata": b"old index", "a.bin": b"old", "only old": b"old", "deep/old
 def test_replacing_shows_the_old_none_or_the_new(place, runs, s3, allowed, monkeypatch):
     """A run that dies between any two requests of publishing; what it left is then taken up, or replaced."""
     s3.put(f"{runs}out/", OLD)
-    once, left = Bucket._once, [10**6]
+    once, left = Bucket._call_once, [10**6]
 
     def dying(self: Bucket, operation: str, key: str, **given: object) -> object:
         if operation in ("complete_multipart_upload", "delete_objects"):
@@ -168,31 +170,31 @@ def test_replacing_shows_the_old_none_or_the_new(place, runs, s3, allowed, monke
             left[0] -= 1
         return once(self, operation, key, **given)
 
-    monkeypatch.setattr(Bucket, "_once", dying)
+    monkeypatch.setattr(Bucket, "_call_once", dying)
     with suppress(StoreError):
         with claimed(place, overwrite=True, resume=True) as claim:
             write(claim, FILES, publish=False)
             left[0] = allowed
-            claim.publish(list(FILES), {path: len(data) for path, data in OLD.items()})
+            claim.publish_files(list(FILES), {path: len(data) for path, data in OLD.items()})
     left[0] = 10**6
-    place.bucket.delete([claim.lock.key])
-    seen = {path: data for path, data in s3.files(f"{runs}out/").items() if PARTIAL not in path}
+    place.bucket.delete_objects([claim.lock.key])
+    seen = {path: data for path, data in s3.files(f"{runs}out/").items() if PARTIAL_FOLDER_NAME not in path}
     assert seen in (OLD, FILES) or ".metadata" not in seen
     with place.claim(overwrite=seen in (OLD, FILES), resume=False) as claim:
         write(claim, {"new": b"new"}, publish=False)
-        present = place.present()
-        claim.publish(["new"], {} if present is None else present.files)
+        present = place.list_contents()
+        claim.publish_files(["new"], {} if present is None else present.files)
     assert s3.files(runs) == {"out/new": b"new"}
     assert s3.open_uploads(runs) == []
 
 
 def test_one_file_is_replaced_in_one_step(bucket, runs, s3):
-    place = S3Place(bucket, f"{runs}model.safetensors")
+    place = S3OutputLocation(bucket, f"{runs}model.safetensors")
     s3.put(runs, {"model.safetensors": b"old", "other": b"kept"})
-    with place.as_file().claim(overwrite=True, resume=False) as claim:
+    with place.as_single_file().claim(overwrite=True, resume=False) as claim:
         write(claim, {"model.safetensors": b"new"}, publish=False)
-        assert bucket.get(f"{runs}model.safetensors").data == b"old"  # type: ignore[union-attr]
-        claim.publish(["model.safetensors"], {"model.safetensors": 3})
+        assert bucket.get_object(f"{runs}model.safetensors").data == b"old"  # type: ignore[union-attr]
+        claim.publish_files(["model.safetensors"], {"model.safetensors": 3})
     assert s3.files(runs) == {"model.safetensors": b"new", "other": b"kept"}
 
 
@@ -206,7 +208,7 @@ def test_a_second_writer_is_told_and_of_many_who_start_at_once_one_wins(place):
 
     def attempt(_: int) -> bool:
         try:
-            place.new_claim(overwrite=False).lock.take()
+            place.make_claim(overwrite=False).lock.acquire_lock()
         except DestinationExistsError:
             return False
         return True
@@ -225,36 +227,36 @@ taken.__enter__().destination.begin("f", 3)
 import os; os._exit(9)
 """
     assert subprocess.run([sys.executable, "-c", code], env={**os.environ}).returncode == 9
-    assert [left.kind for left in place.leftovers()] == ["open upload", "lock", "note"]
-    lock = place.new_claim(overwrite=False).lock
-    elsewhere = json.loads(place.bucket.get(lock.key).data) | {"machine": "another"}  # type: ignore[union-attr]
-    place.bucket.put(lock.key, json.dumps(elsewhere).encode())
+    assert [left.kind for left in place.list_leftovers()] == ["open upload", "lock", "note"]
+    lock = place.make_claim(overwrite=False).lock
+    elsewhere = json.loads(place.bucket.get_object(lock.key).data) | {"machine": "another"}  # type: ignore[union-attr]
+    place.bucket.put_object(lock.key, json.dumps(elsewhere).encode())
     with pytest.raises(DestinationExistsError):
-        lock.take()
+        lock.acquire_lock()
     monkeypatch.setattr(s3_lock, "STALE_SECONDS", -1.0)
-    lock.take()
+    lock.acquire_lock()
 
 
 @pytest.mark.extended
 @pytest.mark.parametrize("content", [b"", b'{"token": "1f'], ids=["empty", "cut off"])
 def test_notes_of_a_process_that_was_killed_while_it_wrote_them(place, content):
     """A service may keep what came of a request whose sender was killed."""
-    claim = place.new_claim(overwrite=False)
-    place.bucket.put(claim.lock.key, content)
-    place.bucket.put(f"{claim.destination.notes.prefix}publishing", content)
+    claim = place.make_claim(overwrite=False)
+    place.bucket.put_object(claim.lock.key, content)
+    place.bucket.put_object(f"{claim.destination.notes.prefix}publishing", content)
     with claimed(place) as taken:
         write(taken, {"a": b"data", "z": b"index"})
-    assert S3Store(place.bucket, place.inside).list() == {"a": 4, "z": 5}
-    assert not place.leftovers()
+    assert S3Store(place.bucket, place.folder_prefix).list() == {"a": 4, "z": 5}
+    assert not place.list_leftovers()
 
 
 def test_who_lost_the_lock_does_not_publish(place, runs, s3):
     with claimed(place, resume=True) as claim:
         write(claim, FILES, publish=False)
-        place.bucket.put(claim.lock.key, b'{"token": "somebody else"}')
+        place.bucket.put_object(claim.lock.key, b'{"token": "somebody else"}')
         with pytest.raises(StoreError, match="took over"):
-            claim.publish(list(FILES))
-    assert place.present() is None
+            claim.publish_files(list(FILES))
+    assert place.list_contents() is None
 
 
 def test_leftovers_are_ours_alone(place, runs, s3):
@@ -262,12 +264,12 @@ def test_leftovers_are_ours_alone(place, runs, s3):
     for key in ("out/g", "out/theirs", "other"):
         client.create_multipart_upload(Bucket=BUCKET, Key=runs + key)
     with claimed(place, resume=True) as claim:
-        claim.destination.write("f", claim.destination.begin("f", 3), 0, 0, b"abc")
+        claim.destination.write_part("f", claim.destination.begin_file("f", 3), 0, 0, b"abc")
         claim.log.append(b"noted")
-    found = {(left.kind, left.num_bytes) for left in place.leftovers()}
+    found = {(left.kind, left.num_bytes) for left in place.list_leftovers()}
     assert ("open upload", 3) in found and ("log", 5) in found
     place.remove_leftovers()
-    assert place.leftovers() == [] and s3.files(runs) == {}
+    assert place.list_leftovers() == [] and s3.files(runs) == {}
     assert sorted(s3.open_uploads(runs)) == ["other", "out/g", "out/theirs"]
 
 
@@ -275,34 +277,34 @@ def test_an_upload_that_is_gone_was_completed_if_the_object_has_its_metadata(buc
     """The answer to the first request can be lost, and then a second one is made."""
     upload = bucket.create_upload(f"{runs}a", {"digest": "1"})
     etags = [bucket.upload_part(f"{runs}a", upload, 1, b"data")]
-    bucket.complete(f"{runs}a", upload, etags, {"digest": "1"})
-    bucket.complete(f"{runs}a", "gone", etags, {"digest": "1"})
+    bucket.complete_upload(f"{runs}a", upload, etags, {"digest": "1"})
+    bucket.complete_upload(f"{runs}a", "gone", etags, {"digest": "1"})
     with pytest.raises(StoreError):
-        bucket.complete(f"{runs}a", "gone", etags, {"digest": "2"})
+        bucket.complete_upload(f"{runs}a", "gone", etags, {"digest": "2"})
 
 
 def test_the_service_copies_within_itself(place, runs, s3):
     s3.put(runs, {"source": b"head" + PART + PART})
-    source = S3Store(place.bucket, runs).locate("source")
+    source = S3Store(place.bucket, runs).find_copy_source("source")
     assert source is not None
     with claimed(place) as claim:
         target = claim.destination
-        rules = target.copying
-        assert rules.allow(source, len(PART)) and not rules.allow(source, len(PART) - 1)
-        assert not rules.allow(ServiceFile("elsewhere", source.name, source.version), len(PART))
-        handle = target.begin("f", len(PART) + 3)
+        rules = target.server_copy_rules
+        assert rules.allows_copy(source, len(PART)) and not rules.allows_copy(source, len(PART) - 1)
+        assert not rules.allows_copy(CopySource("elsewhere", source.name, source.version), len(PART))
+        handle = target.begin_file("f", len(PART) + 3)
         with pytest.raises(StoreError):
-            target.copy("f", handle, 0, ServiceFile(source.service, source.name, '"another"'), 5, 5 + len(PART))
+            target.copy_part("f", handle, 0, CopySource(source.service, source.name, '"another"'), 5, 5 + len(PART))
         part_tags = [
-            target.copy("f", handle, 0, source, 5, 5 + len(PART)),
-            target.write("f", handle, 1, len(PART), b"abc"),
+            target.copy_part("f", handle, 0, source, 5, 5 + len(PART)),
+            target.write_part("f", handle, 1, len(PART), b"abc"),
         ]
-        assert target.holds("f", handle, 0, 0, len(PART), 0, part_tags[0])
+        assert target.has_part("f", handle, 0, 0, len(PART), 0, part_tags[0])
         wrong = part_tags[0].replace(str(len(PART)), str(len(PART) + 1))
         with pytest.raises(StoreError, match="copied part 1 wrongly"):
-            target.finish("f", handle, [wrong, part_tags[1]])
-        target.finish("f", handle, part_tags)
-        claim.publish(["f"])
+            target.finish_file("f", handle, [wrong, part_tags[1]])
+        target.finish_file("f", handle, part_tags)
+        claim.publish_files(["f"])
     assert s3.files(runs)["out/f"] == PART[1:] + PART[:1] + b"abc"
 
 
@@ -338,7 +340,7 @@ def test_what_cannot_be_reached_is_said(bucket, options, said, monkeypatch):
         monkeypatch.delenv("AWS_ACCESS_KEY_ID")
         monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     with pytest.raises(StoreError, match=said) as caught:
-        list(Bucket(options, bucket.name).objects(""))
+        list(Bucket(options, bucket.name).list_objects(""))
     assert caught.value.exit_code == 5
 
 

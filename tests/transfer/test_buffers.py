@@ -7,14 +7,14 @@ import sys
 import numpy as np
 import pytest
 
-from ckpt_tools.transfer.buffers import page_aligned, populate
+from ckpt_tools.transfer.buffers import allocate_page_aligned, populate_pages
 
 pytestmark = pytest.mark.quick
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, 4095, 4096, 4097, 4 << 20])
 def test_a_buffer_begins_with_a_page_and_has_every_byte(num_bytes):
-    buffers = [page_aligned(num_bytes) for _ in range(4)]
+    buffers = [allocate_page_aligned(num_bytes) for _ in range(4)]
     for value, buffer in enumerate(buffers):
         buffer[...] = value
     assert [buffer.nbytes for buffer in buffers] == [num_bytes] * 4
@@ -30,7 +30,7 @@ def test_what_is_written_to_populated_memory_causes_no_page_faults():
         return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before
 
     plain, populated = (mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(2))
-    populate(np.frombuffer(populated, np.uint8)[3:-5])
+    populate_pages(np.frombuffer(populated, np.uint8)[3:-5])
     assert faults_of(populated) < faults_of(plain) / 10
 
 
@@ -39,6 +39,6 @@ def test_populated_memory_keeps_what_it_holds(start, stop):
     memory = np.frombuffer(mmap.mmap(-1, 4 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
     memory[:10_000] = 7
     memory[-10_000:] = 9
-    populate(memory[start:stop])
+    populate_pages(memory[start:stop])
     expected = bytes([7]) * 10_000 + bytes((4 << 20) - 20_000) + bytes([9]) * 10_000
     assert bytes(memory) == expected

@@ -17,8 +17,8 @@ from ckpt_tools.core.shards import ByteRange, ShardTable
 from ckpt_tools.errors import IncompleteError
 from ckpt_tools.planning.plan import Plan, make_plan
 from ckpt_tools.stores.memory import MemoryStore
-from ckpt_tools.transfer.computing import with_made_files
-from ckpt_tools.transfer.journal import fingerprint
+from ckpt_tools.transfer.computing import add_generated_files
+from ckpt_tools.transfer.journal import fingerprint_plan
 from ckpt_tools.transfer.tensor_reader import TensorReader
 
 ROWS, COLUMNS = 7, 10
@@ -59,7 +59,7 @@ def store(manifest, numbers):
     stored = MemoryStore()
     data = b"".join(each.tobytes() for each in numbers)
     stored.create("stored", len(data)).write_at(0, data)
-    return with_made_files(stored, manifest)
+    return add_generated_files(stored, manifest)
 
 
 @pytest.mark.parametrize("piece", [1, 3, 64, 1 << 18])
@@ -110,7 +110,7 @@ def test_the_fingerprint_of_a_run_covers_what_is_computed(manifest, store):
 
     def of(made: ComputedTensor) -> str:
         plan = Plan(replace(manifest, computed={name: made}), Layout(()), 64, 1)
-        return fingerprint(plan, store)
+        return fingerprint_plan(plan, store)
 
     ((name, first),) = manifest.computed.items()
     rows, columns = first.operands
@@ -125,7 +125,7 @@ def test_a_plan_counts_what_is_read_and_the_memory_of_computing(manifest):
     payload = Payload(StateKey("w"), Box.whole((ROWS, COLUMNS)), (ROWS, COLUMNS), DType.FLOAT32)
     layout = Layout((FileLayout("out", (payload,)),))
     plan = make_plan(manifest, layout, memory_bytes=1 << 30, num_workers=2)
-    assert plan.figures().bytes_read == 4 * (ROWS + COLUMNS)
+    assert plan.compute_figures().bytes_read == 4 * (ROWS + COLUMNS)
     other = make_plan(replace(manifest, computed={}), layout, memory_bytes=1 << 30, num_workers=2)
     (made,) = manifest.computed.values()
     assert plan.peak_memory_bytes - other.peak_memory_bytes >= 2 * made.working_bytes

@@ -30,19 +30,19 @@ from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.source import Buffer, FileWriter, FillableStore, Store
 from ckpt_tools.testing import strategies
 from ckpt_tools.testing.stored import StoredTensor, stored_tensors
-from ckpt_tools.transfer.execute import History, Receipt, TransferResult, execute
+from ckpt_tools.transfer.execute import RunHistory, TaskReceipt, TransferResult, execute_plan
 from ckpt_tools.transfer.runners.base import Item, Result
 from ckpt_tools.transfer.runners.threads import ThreadRunner
 
 
 @dataclass(frozen=True)
-class Noted(History):
+class Noted(RunHistory):
     """Keeps what was done."""
 
     is_journaling: bool = True
-    noted: list[Receipt] = field(default_factory=list)
+    noted: list[TaskReceipt] = field(default_factory=list)
 
-    def done(self, receipt: Receipt) -> None:
+    def note_task_done(self, receipt: TaskReceipt) -> None:
         self.noted.append(receipt)
 
 
@@ -52,10 +52,10 @@ def run(
     target: Store,
     *,
     on_bytes: Callable[[int], None] = lambda _: None,
-    history: History | None = None,
+    history: RunHistory | None = None,
 ) -> TransferResult:
     runner = ThreadRunner(plan.num_workers)
-    return execute(plan, source, StoreDestination(target), runner=runner, on_bytes=on_bytes, history=history)
+    return execute_plan(plan, source, StoreDestination(target), runner=runner, on_bytes=on_bytes, history=history)
 
 
 def plan_of(
@@ -187,7 +187,7 @@ def test_any_layout_of_any_checkpoint(data, task_bytes, num_workers):
     assert {path: bytes(found) for path, found in target.files.items()} == expected
     for receipt in history.noted:
         task = receipt.task
-        assert receipt.crc == zlib.crc32(expected[files[task.file].path][task.start : task.stop])
+        assert receipt.crc == zlib.crc32(expected[files[task.file_index].path][task.start : task.stop])
 
 
 @dataclass(slots=True)
@@ -291,7 +291,7 @@ class TestFailures:
 
         source, target = MemoryStore({"source": bytearray(DATA)}), StoreDestination(MemoryStore())
         with pytest.raises(AssertionError, match="every task was run"):
-            execute(self.plan, source, target, runner=Lazy(), on_bytes=lambda _: None)
+            execute_plan(self.plan, source, target, runner=Lazy(), on_bytes=lambda _: None)
 
 
 def test_no_tensor_is_read_twice(tmp_path):

@@ -5,7 +5,7 @@ import random
 import zstandard
 
 from ckpt_tools.core.shards import ByteRange
-from ckpt_tools.transfer.inflating import BLOCK_BYTES, WINDOW_BYTES, Inflating, inflated_name
+from ckpt_tools.transfer.inflating import BLOCK_BYTES, WINDOW_BYTES, InflatedReader, inflated_name
 
 
 def test_what_came_out_last_is_read_again_without_decompressing_again():
@@ -19,14 +19,14 @@ def test_what_came_out_last_is_read_again_without_decompressing_again():
         num_read += stop - start
         return packed[start:stop]
 
-    inflating, buffer = Inflating(read), bytearray(1000)
+    inflating, buffer = InflatedReader(read), bytearray(1000)
     at = ByteRange("f", 0, len(packed))
 
     def check(start: int) -> None:
         inflating.read_into(inflated_name(at), start, memoryview(buffer))
         assert buffer == data[start : start + len(buffer)]
 
-    assert inflating.size(at, limit_bytes=len(data)) == len(data)
+    assert inflating.inflated_size(at, limit_bytes=len(data)) == len(data)
     before = num_read
     for _ in range(100):
         check(len(data) - WINDOW_BYTES + generator.randrange(WINDOW_BYTES - len(buffer)))

@@ -16,14 +16,14 @@ from ckpt_tools.core.layout import Crc32, FileLayout, Layout, Literal, Payload
 from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.shards import ByteRange, ShardTable
 from ckpt_tools.errors import StoreError, UsageError
-from ckpt_tools.planning.plan import CopyRules, Plan
+from ckpt_tools.planning.plan import CopyLimits, Plan
 from ckpt_tools.stores.file_destination import StoreDestination
 from ckpt_tools.stores.local.store import LocalStore
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.source import Buffer
 from ckpt_tools.transfer import journal as journal_module
-from ckpt_tools.transfer.execute import Receipt, TransferResult, execute
-from ckpt_tools.transfer.journal import Journal, JournalPolicy, fingerprint
+from ckpt_tools.transfer.execute import TaskReceipt, TransferResult, execute_plan
+from ckpt_tools.transfer.journal import JournalPolicy, TransferJournal, fingerprint_plan
 from ckpt_tools.transfer.runners.threads import ThreadRunner
 
 W = StateKey("w")
@@ -61,11 +61,11 @@ class Breaking(StoreDestination):
 
     room: float = math.inf
 
-    def write(self, path: str, handle: str, number: int, offset: int, data: Buffer) -> str:
+    def write_part(self, path: str, handle: str, number: int, offset: int, data: Buffer) -> str:
         self.room -= 1
         if self.room < 0:
             raise StoreError("writing failed: No space left on device", path=path)
-        return StoreDestination.write(self, path, handle, number, offset, data)
+        return StoreDestination.write_part(self, path, handle, number, offset, data)
 
 
 def vector(file: str = "source") -> TensorEntry:
@@ -98,11 +98,11 @@ def _told_at_once(monkeypatch):
 
 def run(
     log: MemoryLog, target: MemoryStore, plan: Plan = PLAN, *, resume: bool = True, room: float = math.inf
-) -> tuple[TransferResult, Journal]:
+) -> tuple[TransferResult, TransferJournal]:
     destination, runner = Breaking(target, room=room), ThreadRunner(1)
     policy = JournalPolicy(keeps_output=resume)
     journal = policy.open(log, plan, SOURCE, destination, runner)
-    done = execute(plan, SOURCE, destination, runner=runner, on_bytes=lambda number: None, history=journal)
+    done = execute_plan(plan, SOURCE, destination, runner=runner, on_bytes=lambda number: None, history=journal)
     return done, journal
 
 
@@ -149,7 +149,7 @@ def test_a_run_that_fails_early_leaves_no_note(monkeypatch):
 def test_what_was_done_early_is_done_again_and_the_rest_is_not(monkeypatch):
     asked = count()
     with monkeypatch.context() as early:
-        early.setattr(Journal, "is_journaling", property(lambda journal: next(asked) >= 5))
+        early.setattr(TransferJournal, "is_journaling", property(lambda journal: next(asked) >= 5))
         log, target = broken(20)
     _, journal = run(log, target)
     assert TASK_BYTES * 10 < journal.bytes_recovered <= TASK_BYTES * 15
@@ -220,13 +220,14 @@ def test_one_of_another_plan_is_refused_and_kept(plan):
 
 def test_one_of_another_cut_is_of_another_plan_and_a_source_written_again_another(tmp_path):
     plan = plan_of(vector(), task_bytes=400)
-    plans = [plan, *(replace(plan, copies=CopyRules(least, most)) for least, most in [(100, 9), (101, 9), (100, 8)])]
-    assert len({fingerprint(each, SOURCE) for each in plans}) == 4
+    limits = (CopyLimits(least, most) for least, most in [(100, 9), (101, 9), (100, 8)])
+    plans = [plan, *(replace(plan, copy_limits=each) for each in limits)]
+    assert len({fingerprint_plan(each, SOURCE) for each in plans}) == 4
     (tmp_path / "source").write_bytes(DATA)
-    first = fingerprint(PLAN, LocalStore(tmp_path))
-    assert fingerprint(PLAN, LocalStore(tmp_path)) == first
+    first = fingerprint_plan(PLAN, LocalStore(tmp_path))
+    assert fingerprint_plan(PLAN, LocalStore(tmp_path)) == first
     os.utime(tmp_path / "source", ns=(1, 1))
-    assert fingerprint(PLAN, LocalStore(tmp_path)) != first
+    assert fingerprint_plan(PLAN, LocalStore(tmp_path)) != first
 
 
 def test_nothing_is_noted_before_it_is_written():
@@ -234,7 +235,7 @@ def test_nothing_is_noted_before_it_is_written():
 
     def look(data: bytes) -> None:
         for receipt in receipts_of(data, target):
-            path, task = PLAN.layout.files[receipt.task.file].path, receipt.task
+            path, task = PLAN.layout.files[receipt.task.file_index].path, receipt.task
             assert zlib.crc32(target.files[path][task.start : task.stop]) == receipt.crc
 
     log.before_append = look
@@ -242,11 +243,11 @@ def test_nothing_is_noted_before_it_is_written():
     assert len(list(receipts_of(log.data, target))) == 16 + 16 + 1 + 1
 
 
-def receipts_of(data: bytes, target: MemoryStore) -> Iterator[Receipt]:
+def receipts_of(data: bytes, target: MemoryStore) -> Iterator[TaskReceipt]:
     """What a journal notes as done, all of it."""
-    journal = Journal(MemoryLog(), PLAN, StoreDestination(target), ThreadRunner(1), _left=data)
-    journal._handles = dict.fromkeys(range(4), "")
-    return iter(list(journal._noted()))
+    journal = TransferJournal(MemoryLog(), PLAN, StoreDestination(target), ThreadRunner(1), _earlier_lines=data)
+    journal._file_handles = dict.fromkeys(range(4), "")
+    return iter(list(journal._iter_noted_receipts()))
 
 
 def test_a_log_that_takes_long_is_told_rarely(monkeypatch):
@@ -254,7 +255,7 @@ def test_a_log_that_takes_long_is_told_rarely(monkeypatch):
     log, target = MemoryLog(), MemoryStore()
     _, journal = run(log, target)
     assert len(log.appends) == 1
-    journal.flush()
+    journal.flush_entries()
     assert len(log.appends) == 2
     _, again = run(log, target)
     assert again.bytes_recovered == SIZE
@@ -265,7 +266,7 @@ def test_a_log_that_fails_fails_nothing_else_and_is_tried_again():
     _, journal = run(log, target)
     check(target)
     log.fails = False
-    journal.flush()
+    journal.flush_entries()
     _, again = run(log, target)
     assert again.bytes_recovered == SIZE
 
@@ -276,4 +277,4 @@ def test_the_fingerprint_covers_the_file_of_every_tensor():
     tables = [ShardTable.whole((2,), DType.FLOAT32, ByteRange(name, 0, 8)) for name in names]
     entries = [TensorEntry((2,), DType.FLOAT32, Kind.PARAMETER, table) for table in tables]
     tensors = [(StateKey(name), entry) for name, entry in zip(names, entries, strict=True)]
-    assert journal_module._add_tensors(journal_module._Digest(), tensors) == sorted(names)
+    assert journal_module._add_tensors_to_digest(journal_module._ValueDigest(), tensors) == sorted(names)

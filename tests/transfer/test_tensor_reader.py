@@ -66,7 +66,7 @@ def test_any_interval_of_any_box_of_any_sharding(stored, data, scratch_bytes):
     expected = stored.elements.reshape(geometry)[index(box)].reshape(-1)[start:stop].tobytes()
     tensor_reader = TensorReader(store_of(stored.files), scratch_bytes)
     assert read(tensor_reader, stored.entry, box, geometry, start, stop) == expected
-    place = tensor_reader.as_stored_range(stored.entry, box, geometry, start, stop)
+    place = tensor_reader.find_stored_range(stored.entry, box, geometry, start, stop)
     assert place is None or stored.files[place.file][place.start : place.stop] == expected
     assert tensor_reader.bytes_read >= (0 if stored.entry.shards.strides is not None else len(expected))
 
@@ -207,7 +207,7 @@ class TestItems:
         expected = tensor.contiguous().view(torch.uint8 if dtype is DType.BOOL else tensor.dtype)
         bits = expected.reshape(-1).view(torch.uint8).numpy().tobytes()
         item = dtype.item_bytes
-        place = items.tensor_reader().as_stored_range(entry, Box((7,), (30,)), (60,), 1, 20)
+        place = items.tensor_reader().find_stored_range(entry, Box((7,), (30,)), (60,), 1, 20)
         assert place is None or items.data[place.start : place.stop] == bits[8 * item : 27 * item]
         for scratch_bytes in (16, MIB):
             tensor_reader = items.tensor_reader(scratch_bytes)

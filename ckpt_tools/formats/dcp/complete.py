@@ -9,7 +9,7 @@ from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.dcp.names import DATA, is_metadata, is_of_dcp, is_of_one_rank
 from ckpt_tools.serialization.pickle.dcp_metadata import Metadata, TensorStorageMetadata
 from ckpt_tools.serialization.pickle.load import loads
-from ckpt_tools.stores.source import checked_name
+from ckpt_tools.stores.source import check_file_name
 from ckpt_tools.trainers.run_folders import parent_of
 from ckpt_tools.trainers.saved import Saved
 
@@ -60,7 +60,7 @@ def _cut_off(saved: Saved, path: str, metadata: Metadata) -> str | None:
         ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
     folder = parent_of(path)
     for name, end in ends.items():
-        file = f"{folder}/{checked_name(name)}" if folder else checked_name(name)
+        file = f"{folder}/{check_file_name(name)}" if folder else check_file_name(name)
         if file not in saved.files:
             return f"{file} is missing, which {path} names"
         if saved.files[file] < end:

@@ -42,7 +42,7 @@ from ckpt_tools.serialization.pickle.load import check_pickle_start, loads, refu
 from ckpt_tools.serialization.torch_zip import PICKLE_BYTES, read_item_value
 from ckpt_tools.serialization.unread_tensors import explain_unreadable
 from ckpt_tools.serialization.zstd import open_zstd_stream
-from ckpt_tools.stores.source import Source, checked_name
+from ckpt_tools.stores.source import Source, check_file_name
 from ckpt_tools.trainers.run_folders import parent_of
 
 MAX_METADATA_BYTES = 4 << 30
@@ -228,7 +228,9 @@ class _Files:
     def _number(self, relative_path: str) -> int:
         number = self._numbers.get(relative_path)
         if number is None:
-            name = f"{self._folder}/{checked_name(relative_path)}" if self._folder else checked_name(relative_path)
+            name = (
+                f"{self._folder}/{check_file_name(relative_path)}" if self._folder else check_file_name(relative_path)
+            )
             number = self._numbers[relative_path] = len(self.names)
             self._sizes.append(self._source.size(name))
             self.names.append(name)

@@ -24,7 +24,7 @@ from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError,
 from ckpt_tools.formats.orbax.metadata import Tree
 from ckpt_tools.formats.orbax.names import MANIFEST
 from ckpt_tools.stores.source import Store
-from ckpt_tools.stores.wrappers import MakingStore
+from ckpt_tools.stores.wrappers import GeneratedFilesStore
 
 FILE_PREFIX = "array:"
 """Prefix of the names of these files, which no store has."""
@@ -169,7 +169,7 @@ def decoding_bytes(arrays: Mapping[str, Array]) -> int:
 
 
 @dataclass(slots=True)
-class ArrayStore(MakingStore):
+class ArrayStore(GeneratedFilesStore):
     """``store`` with a file for each of ``arrays``, which are by the names of those files. Safe to share between
     threads. ``version_file`` is written again whenever an array is."""
 
@@ -181,10 +181,10 @@ class ArrayStore(MakingStore):
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
     @property
-    def made(self) -> Mapping[str, Array]:
+    def generated_files(self) -> Mapping[str, Array]:
         return self.arrays
 
-    def _make(self, path: str, first: int, last: int, buffer: memoryview) -> None:
+    def _generate_elements(self, path: str, first: int, last: int, buffer: memoryview) -> None:
         array, done = self.arrays[path], 0
         with _refusing(path, path.removeprefix(FILE_PREFIX)):
             opened = self._open(path, array)

@@ -61,7 +61,7 @@ def served(source: Source, manifest: Manifest) -> Source:
     arrays = {name: array for name, array in reading.files.items() if name in manifest.files}
     version_file = next((path for path in source.files if path.rpartition("/")[2] in (MANIFEST, TREE)), TREE)
     store = ArrayStore(source.store, arrays, version_file)
-    return replace(source, store=store, files={**source.files, **store.sizes})
+    return replace(source, store=store, files={**source.files, **store.generated_sizes})
 
 
 def own_files(source: Source) -> frozenset[str]:

@@ -13,7 +13,7 @@ from ckpt_tools.core.wording import join_names
 from ckpt_tools.errors import IncompleteError, MalformedError, SeveralCheckpointsError, UnsupportedError
 from ckpt_tools.formats.foreign import why_delta
 from ckpt_tools.serialization.strict_json import parse_json
-from ckpt_tools.stores.source import Source, checked_name
+from ckpt_tools.stores.source import Source, check_file_name
 
 if TYPE_CHECKING:
     from ckpt_tools.core.layout import FileLayout
@@ -76,7 +76,7 @@ def read_weight_map(source: Source, index: str) -> tuple[Mapping[str, str], list
         why = f"not read: {single} is beside it, and transformers loads that"
         return {}, [Note(Outcome.DOUBTFUL, name, why) for name in others]
     for file in files:
-        source.size(checked_name(file))
+        source.size(check_file_name(file))
     stated = found.get("metadata")
     others = [name for name in stated if name not in _SIZES] if isinstance(stated, dict) else []
     return weight_map, [Note(Outcome.DROPPED, f"{name} in {index}", "an index is written anew") for name in others]

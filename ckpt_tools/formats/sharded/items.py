@@ -24,7 +24,7 @@ from ckpt_tools.errors import (
 from ckpt_tools.formats.sharded.detection import folders_of_ranks, holds_parts, samples
 from ckpt_tools.formats.sharded.rank_file import RankFile, read_rank_file
 from ckpt_tools.serialization.pickle.load import loads
-from ckpt_tools.stores.source import Source, checked_name
+from ckpt_tools.stores.source import Source, check_file_name
 from ckpt_tools.trainers.names import is_candidate, rank_file, worlds
 from ckpt_tools.trainers.run_folders import parent_of
 from ckpt_tools.trainers.torch_checkpointing import INDEX, is_managed
@@ -288,4 +288,4 @@ def _files(name: str, item: Any, path: str) -> Iterator[tuple[str, str]]:
             continue
         if type(file) is not str or type(kind) is not str:
             raise MalformedError(f"item {name!r} does not state where its files are, or how they are stored", path=path)
-        yield checked_name(file), kind
+        yield check_file_name(file), kind

@@ -22,18 +22,18 @@ from ckpt_tools.errors import DestinationExistsError, UsageError
 from ckpt_tools.signals import allow_signals, defer_signals
 from ckpt_tools.stores.destination import Claim, Leftover
 from ckpt_tools.stores.file_destination import StoreDestination
-from ckpt_tools.stores.fsspec.place import FsspecPlace
-from ckpt_tools.stores.fsspec.store import FsspecStore, asked, file_system, kind_at, once
-from ckpt_tools.stores.local.place import LocalLog, LocalPlace, Staging
-from ckpt_tools.stores.output_form import SingleFile
-from ckpt_tools.stores.present import NOTHING, Present, check_only
+from ckpt_tools.stores.fsspec.place import FsspecOutputLocation
+from ckpt_tools.stores.fsspec.store import FsspecStore, call_once, call_with_retry, kind_of_path, open_file_system
+from ckpt_tools.stores.local.place import LocalClaim, LocalLog, LocalOutputLocation
+from ckpt_tools.stores.output_form import SingleFileForm
+from ckpt_tools.stores.present import NO_FILES, DestinationContents, check_no_unexpected_files
 from ckpt_tools.stores.source import Store
 
-BUCKETS = "buckets/"
+BUCKETS_PREFIX = "buckets/"
 
-_FORMS = "hf://ORG/NAME or hf://ORG/NAME@REVISION/PATH"
+_URL_FORMS = "hf://ORG/NAME or hf://ORG/NAME@REVISION/PATH"
 
-_REPOSITORYS_OWN = frozenset({".gitattributes", "README.md"})
+_REPOSITORY_FILES = frozenset({".gitattributes", "README.md"})
 """Files at the root that belong to the repository itself: the Hub makes the first, its page shows the second."""
 
 
@@ -44,56 +44,58 @@ class _Repository:
     api: Any
     name: str
     kind: str
-    root: str
+    path_root: str
     """The repository in the paths of the file system, without a revision."""
     revision: str
     path: str
 
-    def asking(self) -> dict[str, str]:
+    def api_arguments(self) -> dict[str, str]:
         return {"repo_id": self.name, "repo_type": self.kind, "revision": self.revision}
 
-    def commit(self, url: str) -> str:
+    def resolve_commit(self, url: str) -> str:
         """The commit that the revision names now. Raises StoreError, FileNotFoundError."""
-        return str(asked(url, lambda: self.api.repo_info(**self.asking()).sha))
+        return str(call_with_retry(url, lambda: self.api.repo_info(**self.api_arguments()).sha))
 
 
-def _repository(fs: Any, path: str, url: str) -> _Repository:
+def _resolve_repository(fs: Any, path: str, url: str) -> _Repository:
     """Raises UsageError: it is not the path of a repository. FileNotFoundError, StoreError."""
     from huggingface_hub import HfApi
 
-    def resolve() -> Any:
+    def resolve_path() -> Any:
         try:
             return fs.resolve_path(path)
         except (ValueError, NotImplementedError) as error:
-            raise UsageError(f"{url}: {str(error).rstrip('.')}; write {_FORMS}") from error
+            raise UsageError(f"{url}: {str(error).rstrip('.')}; write {_URL_FORMS}") from error
 
-    found = asked(url, resolve)
+    resolved_path = call_with_retry(url, resolve_path)
     api = HfApi(endpoint=fs.endpoint, token=fs.token)
-    root = found.root.partition("@")[0]
-    return _Repository(api, found.repo_id, found.repo_type, root, found.revision, found.path_in_repo)
+    root = resolved_path.root.partition("@")[0]
+    return _Repository(
+        api, resolved_path.repo_id, resolved_path.repo_type, root, resolved_path.revision, resolved_path.path_in_repo
+    )
 
 
 @dataclass(slots=True)
 class HubStore(FsspecStore):
     """Files of the Hub. Each range is one request."""
 
-    def fetched(self, full: str, start: int, stop: int) -> bytes:
+    def fetch_range(self, full_path: str, start: int, stop: int) -> bytes:
         """Without fsspec's reading ahead, which fetches 5 MiB more each time."""
-        data: bytes = self.fs.cat_file(full, start=start, end=stop, cache_type="none")
+        data: bytes = self.fs.cat_file(full_path, start=start, end=stop, cache_type="none")
         return data
 
 
 def open_hub_store(url: str, options: Mapping[str, Any]) -> HubStore | None:
     """Store at ``url``, pinned to a commit; None if nothing exists there. Raises as ``open_fsspec_store``."""
-    fs, path = file_system(url, options)
+    fs, path = open_file_system(url, options)
     fs.invalidate_cache()
-    if not path.startswith(BUCKETS):
+    if not path.startswith(BUCKETS_PREFIX):
         try:
-            repository = _repository(fs, path, url)
-            path = f"{repository.root}@{repository.commit(url)}/{repository.path}".rstrip("/")
+            repository = _resolve_repository(fs, path, url)
+            path = f"{repository.path_root}@{repository.resolve_commit(url)}/{repository.path}".rstrip("/")
         except FileNotFoundError:
             return None
-    kind = kind_at(fs, path, url)
+    kind = kind_of_path(fs, path, url)
     if kind == "file":
         folder, _, name = path.rpartition("/")
         return HubStore(fs, folder, name)
@@ -101,7 +103,7 @@ def open_hub_store(url: str, options: Mapping[str, Any]) -> HubStore | None:
 
 
 @dataclass(slots=True)
-class _Staged(StoreDestination):
+class _TemporaryDestination(StoreDestination):
     """Files of a temporary folder. It cannot be sent to another process, which may be on another machine."""
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -112,69 +114,71 @@ class _Staged(StoreDestination):
 class HubClaim(Claim):
     """An output in a temporary folder, to be sent as one commit."""
 
-    place: HubPlace
-    inner: Staging
+    location: HubOutputLocation
+    local_claim: LocalClaim
     overwrite: bool
-    destination: _Staged = field(init=False)
+    destination: _TemporaryDestination = field(init=False)
     log: LocalLog = field(init=False)
 
     def __post_init__(self) -> None:
-        self.destination = _Staged(self.inner.store)
-        self.log = self.inner.log
+        self.destination = _TemporaryDestination(self.local_claim.store)
+        self.log = self.local_claim.log
 
     @property
-    def finished(self) -> Store:
-        return self.inner.finished
+    def finished_store(self) -> Store:
+        return self.local_claim.finished_store
 
-    def publish(self, paths: Sequence[str], replaced: Mapping[str, int] = NOTHING) -> None:
-        place = self.place
-        repository = place.repository()
-        parent = repository.commit(place.url)
+    def publish_files(self, paths: Sequence[str], replaced: Mapping[str, int] = NO_FILES) -> None:
+        place = self.location
+        repository = place.open_repository()
+        parent_commit = repository.resolve_commit(place.url)
         place.check_free(overwrite=self.overwrite)
-        check_only(place.present(), place.url, replaced)
-        self.inner.publish(paths)
-        folder = self.inner.target.parent if isinstance(place.form, SingleFile) else self.inner.target
-        place.commit(repository, parent, {path: folder / path for path in paths}, {*replaced} - {*paths})
+        check_no_unexpected_files(place.list_contents(), place.url, replaced)
+        self.local_claim.publish_files(paths)
+        folder = self.local_claim.target.parent if isinstance(place.form, SingleFileForm) else self.local_claim.target
+        place.commit_files(repository, parent_commit, {path: folder / path for path in paths}, {*replaced} - {*paths})
 
 
 @dataclass(frozen=True, slots=True)
-class HubPlace(FsspecPlace):
+class HubOutputLocation(FsspecOutputLocation):
     """A path in a repository, as the place of an output."""
 
     @classmethod
-    def of(cls, url: str, options: Mapping[str, Any]) -> HubPlace:
-        fs, path = file_system(url, options)
-        if path.startswith(BUCKETS):
+    def of(cls, url: str, options: Mapping[str, Any]) -> HubOutputLocation:
+        fs, path = open_file_system(url, options)
+        if path.startswith(BUCKETS_PREFIX):
             raise UsageError(
                 f"{url}: a bucket takes files one after the other, so that others could read half a checkpoint; write "
                 f"to a folder, then run: hf buckets sync FOLDER {url}"
             )
         if "/" not in path:
-            raise UsageError(f"{url}: nothing can be written there; write {_FORMS}")
+            raise UsageError(f"{url}: nothing can be written there; write {_URL_FORMS}")
         return cls(fs, path)
 
-    def repository(self) -> _Repository:
+    def open_repository(self) -> _Repository:
         """Raises UsageError if it is absent, or has a .gitignore."""
         try:
-            found = _repository(self.fs, self.path, self.url)
+            repository = _resolve_repository(self.fs, self.path, self.url)
         except FileNotFoundError as error:
             raise UsageError(f"{self.url}: there is no such repository or branch; run: hf repos create") from error
-        if kind_at(self.fs, f"{found.root}@{found.revision.replace('/', '%2F')}/.gitignore", self.url):
+        if kind_of_path(
+            self.fs, f"{repository.path_root}@{repository.revision.replace('/', '%2F')}/.gitignore", self.url
+        ):
             raise UsageError(
                 f"{self.url}: the Hub leaves out files that the repository's .gitignore names; remove .gitignore"
             )
-        return found
+        return repository
 
-    def _folder(self) -> Present | None:
-        found = FsspecPlace._folder(self)
-        if found is None or self.fs.resolve_path(self.path).path_in_repo:
-            return found
-        files = {name: size for name, size in found.files.items() if name not in _REPOSITORYS_OWN}
-        return replace(found, files=files) if files or found.others else None
+    def _list_folder(self) -> DestinationContents | None:
+        contents = FsspecOutputLocation._list_folder(self)
+        if contents is None or self.fs.resolve_path(self.path).path_in_repo:
+            return contents
+        files = {name: size for name, size in contents.files.items() if name not in _REPOSITORY_FILES}
+        return replace(contents, files=files) if files or contents.others else None
 
     @contextmanager
     def claim(self, *, overwrite: bool, resume: bool, fsync: bool = False) -> Iterator[HubClaim]:
-        """Take the place; another commit before that of ``publish`` makes it fail.
+        """Take the place; another commit before that of ``publish_files`` makes it fail.
 
         Raises:
             UsageError: ``resume``, or there is no such repository.
@@ -185,14 +189,16 @@ class HubPlace(FsspecPlace):
                 "only to paths and s3:// URLs"
             )
         self.fs.invalidate_cache()
-        self.repository()
+        self.open_repository()
         self.check_free(overwrite=overwrite)
         with defer_signals(), tempfile.TemporaryDirectory(prefix="ckpt-tools-") as folder:
-            local = LocalPlace(Path(folder) / self.name, form=self.form)
-            with local.claim(overwrite=False, resume=False) as inner, allow_signals():
-                yield HubClaim(self, inner, overwrite)
+            local_location = LocalOutputLocation(Path(folder) / self.name, form=self.form)
+            with local_location.claim(overwrite=False, resume=False) as local_claim, allow_signals():
+                yield HubClaim(self, local_claim, overwrite)
 
-    def commit(self, repository: _Repository, parent: str, added: Mapping[str, Path], removed: set[str]) -> None:
+    def commit_files(
+        self, repository: _Repository, parent_commit: str, added_files: Mapping[str, Path], removed_names: set[str]
+    ) -> None:
         """Add and remove files of this place in one commit after ``parent``.
 
         Raises:
@@ -201,35 +207,35 @@ class HubPlace(FsspecPlace):
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
         from huggingface_hub.errors import HfHubHTTPError
 
-        root = self.form.root_of(repository.path)
-        inside = f"{root}/" if root else ""
+        root = self.form.root_folder_of(repository.path)
+        path_prefix = f"{root}/" if root else ""
         operations = [
-            *(CommitOperationAdd(f"{inside}{name}", str(path)) for name, path in added.items()),
-            *(CommitOperationDelete(f"{inside}{name}") for name in sorted(removed)),
+            *(CommitOperationAdd(f"{path_prefix}{name}", str(path)) for name, path in added_files.items()),
+            *(CommitOperationDelete(f"{path_prefix}{name}") for name in sorted(removed_names)),
         ]
 
-        def send() -> None:
+        def send_commit() -> None:
             try:
-                with _without_bars():
+                with _without_progress_bars():
                     repository.api.create_commit(
                         operations=operations,
                         commit_message="Write a checkpoint with ckpt-tools",
-                        parent_commit=parent,
-                        **repository.asking(),
+                        parent_commit=parent_commit,
+                        **repository.api_arguments(),
                     )
             except RuntimeError as error:  # around the answer to the upload of one file
                 raise error.__cause__ or error from None
             except HfHubHTTPError as error:
-                if error.response.status_code == _MOVED:
+                if error.response.status_code == _PRECONDITION_FAILED:
                     raise DestinationExistsError(
                         f"{self.url} has a new commit of another program; nothing was replaced; run this again"
                     ) from error
                 raise
 
-        once(self.url, send)
+        call_once(self.url, send_commit)
         self.fs.invalidate_cache()
 
-    def leftovers(self) -> Sequence[Leftover]:
+    def list_leftovers(self) -> Sequence[Leftover]:
         """None: an unfinished output is on this machine alone."""
         return ()
 
@@ -237,12 +243,12 @@ class HubPlace(FsspecPlace):
         return ()
 
 
-_MOVED = 412
+_PRECONDITION_FAILED = 412
 """The Hub's answer where the branch is no longer at the parent of a commit."""
 
 
 @contextmanager
-def _without_bars() -> Iterator[None]:
+def _without_progress_bars() -> Iterator[None]:
     """huggingface_hub shows no progress of its own within the block."""
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 

@@ -9,30 +9,30 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from ckpt_tools.stores.fsspec.store import asked, file_system
-from ckpt_tools.stores.s3.client import Small
+from ckpt_tools.stores.fsspec.store import call_with_retry, open_file_system
+from ckpt_tools.stores.s3.client import ObjectBody
 
 
 @dataclass(frozen=True, slots=True)
-class FsspecObjects:
-    """``SmallObjects`` of the file system of a URL. Ages compare the store's clock with the local one."""
+class FsspecLockObjects:
+    """``LockObjects`` of the file system of a URL. Ages compare the store's clock with the local one."""
 
     fs: Any
     path: str
 
     @classmethod
-    def of(cls, url: str, options: Mapping[str, Any]) -> FsspecObjects:
+    def of(cls, url: str, options: Mapping[str, Any]) -> FsspecLockObjects:
         """Raises UsageError, UnsupportedError."""
-        return cls(*file_system(url, options))
+        return cls(*open_file_system(url, options))
 
-    def get(self, key: str) -> Small | None:
-        def read() -> Small:
+    def get_object(self, key: str) -> ObjectBody | None:
+        def read_object() -> ObjectBody:
             self.fs.invalidate_cache()
             data: bytes = self.fs.cat_file(key)
-            return Small(data, hashlib.sha256(data).hexdigest(), self._age_seconds(key))
+            return ObjectBody(data, hashlib.sha256(data).hexdigest(), self._age_seconds(key))
 
         with suppress(FileNotFoundError):
-            return asked(key, read)
+            return call_with_retry(key, read_object)
         return None
 
     def _age_seconds(self, key: str) -> float:
@@ -42,22 +42,22 @@ class FsspecObjects:
             modified: datetime = self.fs.modified(key)
         except NotImplementedError:
             return 0.0
-        known = modified if modified.tzinfo else modified.replace(tzinfo=UTC)
-        return (datetime.now(UTC) - known).total_seconds()
+        modified_utc = modified if modified.tzinfo else modified.replace(tzinfo=UTC)
+        return (datetime.now(UTC) - modified_utc).total_seconds()
 
     def put_absent(self, key: str, data: bytes) -> bool:
-        return self.get(key) is None and self._put(key, data)
+        return self.get_object(key) is None and self._write_object(key, data)
 
     def put_matching(self, key: str, data: bytes, etag: str) -> bool:
-        found = self.get(key)
-        return found is not None and found.etag == etag and self._put(key, data)
+        existing = self.get_object(key)
+        return existing is not None and existing.etag == etag and self._write_object(key, data)
 
-    def _put(self, key: str, data: bytes) -> bool:
-        asked(key, lambda: self.fs.makedirs(self.fs._parent(key), exist_ok=True))
-        asked(key, lambda: self.fs.pipe_file(key, data))
+    def _write_object(self, key: str, data: bytes) -> bool:
+        call_with_retry(key, lambda: self.fs.makedirs(self.fs._parent(key), exist_ok=True))
+        call_with_retry(key, lambda: self.fs.pipe_file(key, data))
         return True
 
-    def delete(self, keys: list[str]) -> None:
+    def delete_objects(self, keys: list[str]) -> None:
         for key in keys:
             with suppress(FileNotFoundError):
-                asked(key, lambda key=key: self.fs.rm_file(key))  # type: ignore[misc]
+                call_with_retry(key, lambda key=key: self.fs.rm_file(key))  # type: ignore[misc]

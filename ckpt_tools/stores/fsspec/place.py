@@ -26,15 +26,21 @@ from typing import Any
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.errors import CkptError, StoreError, UsageError
 from ckpt_tools.signals import allow_signals, defer_signals
-from ckpt_tools.stores.destination import Claim, Destination, Leftover, Place
-from ckpt_tools.stores.fsspec.store import FsspecStore, asked, file_system, kind_at, size_of
-from ckpt_tools.stores.marker_files import PARTIAL, is_marker
-from ckpt_tools.stores.output_form import Folder, Kind, SingleFile
-from ckpt_tools.stores.present import NOTHING, Present, check_free, check_only, folders_of
-from ckpt_tools.stores.source import Buffer, checked_name
+from ckpt_tools.stores.destination import Claim, Destination, Leftover, OutputLocation
+from ckpt_tools.stores.fsspec.store import FsspecStore, call_with_retry, kind_of_path, open_file_system, size_of_info
+from ckpt_tools.stores.marker_files import PARTIAL_FOLDER_NAME, is_marker
+from ckpt_tools.stores.output_form import FolderForm, OutputKind, SingleFileForm
+from ckpt_tools.stores.present import (
+    NO_FILES,
+    DestinationContents,
+    check_free,
+    check_no_unexpected_files,
+    list_parent_folders,
+)
+from ckpt_tools.stores.source import Buffer, check_file_name
 
 _TOKEN_BYTES = 8
-_TOKEN = re.compile(f"[0-9a-f]{{{2 * _TOKEN_BYTES}}}")
+_TOKEN_FORM = re.compile(f"[0-9a-f]{{{2 * _TOKEN_BYTES}}}")
 """The name of a folder in which one run stages its output."""
 
 
@@ -43,10 +49,10 @@ def _is_link(info: Mapping[str, Any]) -> bool:
 
 
 @dataclass(slots=True)
-class _Stream:
+class _PartStream:
     file: Any
-    next: int = 0
-    turn: threading.Condition = field(default_factory=threading.Condition)
+    next_part: int = 0
+    part_written: threading.Condition = field(default_factory=threading.Condition)
 
 
 @dataclass(slots=True)
@@ -55,42 +61,44 @@ class FsspecDestination(Destination):
 
     fs: Any
     root: str
-    _streams: dict[str, _Stream] = field(default_factory=dict, repr=False)
+    _streams: dict[str, _PartStream] = field(default_factory=dict, repr=False)
     _errors: list[BaseException] = field(default_factory=list, repr=False)
 
-    def begin(self, path: str, size_bytes: int) -> str:
-        full = f"{self.root}/{checked_name(path)}"
+    def begin_file(self, path: str, size_bytes: int) -> str:
+        full_path = f"{self.root}/{check_file_name(path)}"
 
-        asked(full, lambda: self.fs.makedirs(full.rpartition("/")[0], exist_ok=True))
-        self._streams[path] = _Stream(asked(full, lambda: self.fs.open(full, "wb")))
+        call_with_retry(full_path, lambda: self.fs.makedirs(full_path.rpartition("/")[0], exist_ok=True))
+        self._streams[path] = _PartStream(call_with_retry(full_path, lambda: self.fs.open(full_path, "wb")))
         return ""
 
-    def write(self, path: str, handle: str, number: int, offset: int, data: Buffer) -> str:
+    def write_part(self, path: str, handle: str, number: int, offset: int, data: Buffer) -> str:
         stream = self._streams[path]
-        with stream.turn:
-            stream.turn.wait_for(lambda: stream.next == number or self._errors)
+        with stream.part_written:
+            stream.part_written.wait_for(lambda: stream.next_part == number or self._errors)
             if self._errors:
                 raise self._errors[0]
             # Not tried again: a stream does not say how much of a failed write it took.
-            _failing(path, lambda: stream.file.write(data))
-            stream.next += 1
-            stream.turn.notify_all()
+            _wrap_write_errors(path, lambda: stream.file.write(data))
+            stream.next_part += 1
+            stream.part_written.notify_all()
         return ""
 
-    def fail(self, error: BaseException) -> None:
+    def fail_waiting_writers(self, error: BaseException) -> None:
         self._errors.append(error)
         for stream in list(self._streams.values()):
-            with stream.turn:
-                stream.turn.notify_all()
+            with stream.part_written:
+                stream.part_written.notify_all()
 
-    def holds(self, path: str, handle: str, number: int, offset: int, num_bytes: int, crc: int, part_tag: str) -> bool:
+    def has_part(
+        self, path: str, handle: str, number: int, offset: int, num_bytes: int, crc: int, part_tag: str
+    ) -> bool:
         """Never: a stream ends with the process that wrote it."""
         return False
 
-    def finish(self, path: str, handle: str, part_tags: Sequence[str]) -> None:
-        _failing(path, self._streams.pop(path).file.close)
+    def finish_file(self, path: str, handle: str, part_tags: Sequence[str]) -> None:
+        _wrap_write_errors(path, self._streams.pop(path).file.close)
 
-    def abandon(self) -> None:
+    def close_open_files(self) -> None:
         for stream in self._streams.values():
             with suppress(Exception):
                 stream.file.discard() if hasattr(stream.file, "discard") else stream.file.close()
@@ -100,7 +108,7 @@ class FsspecDestination(Destination):
         raise UsageError("only one process can write to this destination; name a path or an s3:// URL")
 
 
-def _failing(path: str, call: Callable[[], object]) -> None:
+def _wrap_write_errors(path: str, call: Callable[[], object]) -> None:
     try:
         call()
     except Exception as error:
@@ -108,7 +116,7 @@ def _failing(path: str, call: Callable[[], object]) -> None:
 
 
 @dataclass(slots=True)
-class FsspecLog:
+class NullLog:
     """An empty log: unfinished streams cannot be continued by a later run."""
 
     def read(self) -> bytes:
@@ -125,76 +133,76 @@ class FsspecLog:
 class FsspecClaim(Claim):
     """A place of a file system, being written to."""
 
-    place: FsspecPlace
+    location: FsspecOutputLocation
     destination: FsspecDestination
     overwrite: bool
-    log: FsspecLog = field(default_factory=FsspecLog)
-    is_kept: bool = False
+    log: NullLog = field(default_factory=NullLog)
+    keeps_output: bool = False
     """True if nothing else is left of what was to be published."""
 
-    def publish(self, paths: Sequence[str], replaced: Mapping[str, int] = NOTHING) -> None:
-        """Like ``Claim.publish``. If moving fails, what was moved is removed, or moved back and kept if old files were
-        removed for it."""
-        place = self.place
-        place.check_free(overwrite=self.overwrite)
-        check_only(place.present(), place.url, replaced)
+    def publish_files(self, paths: Sequence[str], replaced: Mapping[str, int] = NO_FILES) -> None:
+        """Like ``Claim.publish_files``. If moving fails, what was moved is removed, or moved back and kept if old
+        files were removed for it."""
+        location = self.location
+        location.check_free(overwrite=self.overwrite)
+        check_no_unexpected_files(location.list_contents(), location.url, replaced)
         # What makes it a checkpoint first. The file system may know nothing of a folder but its files.
-        removed = sorted({*replaced} - {place.form.file_name}, key=lambda path: not is_marker(path))
-        begun: list[str] = []
+        replaced_names = sorted({*replaced} - {location.form.file_name}, key=lambda path: not is_marker(path))
+        moved_names: list[str] = []
         try:
-            place.remove_files([removed])
+            location.remove_files([replaced_names])
             for path in paths:
-                begun.append(path)
-                self.add(path)
+                moved_names.append(path)
+                self.publish_companion_file(path)
         except CkptError as error:
-            self.is_kept = bool(removed)
-            for path in begun:
-                if path in removed or path not in replaced:
-                    self._undo(path)
-            if removed:
+            self.keeps_output = bool(replaced_names)
+            for path in moved_names:
+                if path in replaced_names or path not in replaced:
+                    self._undo_move(path)
+            if replaced_names:
                 error.message += (
                     "; the old checkpoint is being replaced, and the new one is kept in "
-                    f"{place.fs.unstrip_protocol(self.destination.root)}: move its files to {place.url} yourself"
+                    f"{location.fs.unstrip_protocol(self.destination.root)}: move its files to {location.url} yourself"
                 )
             raise
 
-    def add(self, path: str) -> None:
-        old, new = self._ends(path)
+    def publish_companion_file(self, path: str) -> None:
+        staged_path, final_path = self._staged_and_final_path(path)
 
-        def move() -> None:
-            fs = self.place.fs
-            fs.makedirs(new.rpartition("/")[0], exist_ok=True)
-            if fs.exists(old):
-                fs.mv(old, new)
-            elif not fs.exists(new):
-                raise StoreError("it disappeared before it was published", path=old)
+        def move_into_place() -> None:
+            fs = self.location.fs
+            fs.makedirs(final_path.rpartition("/")[0], exist_ok=True)
+            if fs.exists(staged_path):
+                fs.mv(staged_path, final_path)
+            elif not fs.exists(final_path):
+                raise StoreError("it disappeared before it was published", path=staged_path)
 
-        asked(new, move)
+        call_with_retry(final_path, move_into_place)
 
-    def _ends(self, path: str) -> tuple[str, str]:
+    def _staged_and_final_path(self, path: str) -> tuple[str, str]:
         """Path of the file while it is written, and its path after the move."""
-        return f"{self.destination.root}/{path}", f"{self.place.root}/{path}"
+        return f"{self.destination.root}/{path}", f"{self.location.root}/{path}"
 
-    def _undo(self, path: str) -> None:
+    def _undo_move(self, path: str) -> None:
         """Undo a move that succeeded or failed halfway."""
-        (old, new), fs = self._ends(path), self.place.fs
+        (staged_path, final_path), fs = self._staged_and_final_path(path), self.location.fs
         with suppress(Exception):
-            if self.is_kept and not fs.exists(old):
-                fs.mv(new, old)
-            elif fs.exists(new):
-                fs.rm_file(new)
+            if self.keeps_output and not fs.exists(staged_path):
+                fs.mv(final_path, staged_path)
+            elif fs.exists(final_path):
+                fs.rm_file(final_path)
 
 
 @dataclass(frozen=True, slots=True)
-class FsspecPlace(Place):
+class FsspecOutputLocation(OutputLocation):
     """A path of a file system, as the place of an output."""
 
     fs: Any
     path: str
 
     @classmethod
-    def of(cls, url: str, options: Mapping[str, Any]) -> FsspecPlace:
-        fs, path = file_system(url, options)
+    def of(cls, url: str, options: Mapping[str, Any]) -> FsspecOutputLocation:
+        fs, path = open_file_system(url, options)
         protocols = (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
         if not path or "http" in protocols:
             raise UsageError(f"{url}: nothing can be written there; choose another destination")
@@ -208,51 +216,62 @@ class FsspecPlace(Place):
     def name(self) -> str:
         return PurePosixPath(self.path).name
 
-    def present(self) -> Present | None:
-        return asked(self.url, self._file if isinstance(self.form, SingleFile) else self._folder)
+    def list_contents(self) -> DestinationContents | None:
+        return call_with_retry(
+            self.url, self._list_file if isinstance(self.form, SingleFileForm) else self._list_folder
+        )
 
-    def _file(self) -> Present | None:
+    def _list_file(self) -> DestinationContents | None:
         self.fs.invalidate_cache()
         folder = self.path.rpartition("/")[0]
-        store = FsspecStore(self.fs, folder, only=self.name)
-        kind = kind_at(self.fs, self.path, self.url)
+        store = FsspecStore(self.fs, folder, only_file=self.name)
+        kind = kind_of_path(self.fs, self.path, self.url)
         if kind != "file":
-            return None if kind is None else Present(store, {}, [self.name])
-        return Present(store, {self.name: size_of(self.fs.info(self.path), self.url)})
+            return None if kind is None else DestinationContents(store, {}, [self.name])
+        return DestinationContents(store, {self.name: size_of_info(self.fs.info(self.path), self.url)})
 
-    def _folder(self) -> Present | None:
+    def _list_folder(self) -> DestinationContents | None:
         self.fs.invalidate_cache()
-        if kind_at(self.fs, self.path, self.url) != "directory":
+        if kind_of_path(self.fs, self.path, self.url) != "directory":
             return None
-        found = self.fs.find(self.path, withdirs=True, detail=True)
-        inside = {str(path).removeprefix(self.path).strip("/"): info for path, info in found.items()}
-        inside = {path: info for path, info in inside.items() if path and path.partition("/")[0] != PARTIAL}
-        plain = [path for path, info in inside.items() if info.get("type") == "file" and not _is_link(info)]
-        files = {path: size_of(inside[path], self.url) for path in plain}
-        full = set(folders_of(inside))
-        others = [path for path, info in inside.items() if path not in files and (path not in full or _is_link(info))]
-        return Present(FsspecStore(self.fs, self.path), files, others) if files or others else None
+        listing = self.fs.find(self.path, withdirs=True, detail=True)
+        infos = {str(path).removeprefix(self.path).strip("/"): info for path, info in listing.items()}
+        infos = {path: info for path, info in infos.items() if path and path.partition("/")[0] != PARTIAL_FOLDER_NAME}
+        file_names = [path for path, info in infos.items() if info.get("type") == "file" and not _is_link(info)]
+        files = {path: size_of_info(infos[path], self.url) for path in file_names}
+        nonempty_folders = set(list_parent_folders(infos))
+        others = [
+            path
+            for path, info in infos.items()
+            if path not in files and (path not in nonempty_folders or _is_link(info))
+        ]
+        return DestinationContents(FsspecStore(self.fs, self.path), files, others) if files or others else None
 
-    def _partials(self) -> list[str]:
+    def _partial_folders(self) -> list[str]:
         """Folders of unfinished output, for both forms, because the form of an earlier output is unknown."""
-        return [self.taken_as(Folder())._partial, self.as_file()._partial]
+        return [self.with_form(FolderForm())._partial_folder, self.as_single_file()._partial_folder]
 
     @property
     def root(self) -> str:
         """The folder in which the files of an output are named."""
-        return self.form.root_of(self.path)
+        return self.form.root_folder_of(self.path)
 
     @property
-    def _partial(self) -> str:
+    def _partial_folder(self) -> str:
         return f"{self.root}/{self.form.partial_name}"
 
     def check_free(self, *, overwrite: bool) -> None:
         """Raises DestinationExistsError where the place may not, or cannot, be taken."""
         self.fs.invalidate_cache()
-        is_file = kind_at(self.fs, self.path, self.url) == "file"
-        is_there: dict[Kind, bool] = {"file": is_file, "folder": asked(self.url, self._folder) is not None}
-        kinds = [kind for kind, found in is_there.items() if found]
-        check_free(self.url, self.form.kind, is_taken=bool(kinds), kinds=kinds, overwrite=overwrite)
+        is_file = kind_of_path(self.fs, self.path, self.url) == "file"
+        existing: dict[OutputKind, bool] = {
+            "file": is_file,
+            "folder": call_with_retry(self.url, self._list_folder) is not None,
+        }
+        existing_kinds = [kind for kind, found in existing.items() if found]
+        check_free(
+            self.url, self.form.kind, is_taken=bool(existing_kinds), existing_kinds=existing_kinds, overwrite=overwrite
+        )
 
     @contextmanager
     def claim(self, *, overwrite: bool, resume: bool, fsync: bool = False) -> Iterator[Claim]:
@@ -270,67 +289,67 @@ class FsspecPlace(Place):
                 "only to paths and s3:// URLs",
             )
         self.check_free(overwrite=overwrite)
-        partial = self._partial
-        self._remove_ours(partial)
-        destination = FsspecDestination(self.fs, f"{partial}/{secrets.token_hex(_TOKEN_BYTES)}")
+        partial_folder = self._partial_folder
+        self._remove_staged_folders(partial_folder)
+        destination = FsspecDestination(self.fs, f"{partial_folder}/{secrets.token_hex(_TOKEN_BYTES)}")
         claim = FsspecClaim(self, destination, overwrite)
         with defer_signals():
             try:
                 with allow_signals():
                     yield claim
             finally:
-                destination.abandon()
-                if not claim.is_kept:
+                destination.close_open_files()
+                if not claim.keeps_output:
                     with suppress(CkptError):
-                        self._remove_ours(partial)
+                        self._remove_staged_folders(partial_folder)
 
-    def _remove_ours(self, partial: str) -> None:
-        for folder in asked(self.url, lambda: self._staged(partial)):
+    def _remove_staged_folders(self, partial_folder: str) -> None:
+        for folder in call_with_retry(self.url, lambda: self._list_staged_folders(partial_folder)):
             with suppress(FileNotFoundError):
-                asked(self.url, partial_call(self.fs.rm, folder, recursive=True))
-        self._remove_folder(partial)
+                call_with_retry(self.url, partial_call(self.fs.rm, folder, recursive=True))
+        self._remove_empty_folder(partial_folder)
 
-    def _staged(self, partial: str) -> list[str]:
+    def _list_staged_folders(self, partial_folder: str) -> list[str]:
         self.fs.invalidate_cache()
         try:
-            found = [str(path).rstrip("/") for path in self.fs.ls(partial, detail=False)]
+            child_paths = [str(path).rstrip("/") for path in self.fs.ls(partial_folder, detail=False)]
         except (FileNotFoundError, NotADirectoryError):
             return []
-        return [path for path in found if _TOKEN.fullmatch(path.rpartition("/")[2])]
+        return [path for path in child_paths if _TOKEN_FORM.fullmatch(path.rpartition("/")[2])]
 
-    def leftovers(self) -> Sequence[Leftover]:
-        def find() -> list[Leftover]:
-            found: dict[str, Any] = {}
-            for folder in (each for partial in self._partials() for each in self._staged(partial)):
+    def list_leftovers(self) -> Sequence[Leftover]:
+        def find_leftovers() -> list[Leftover]:
+            infos: dict[str, Any] = {}
+            for folder in (each for partial in self._partial_folders() for each in self._list_staged_folders(partial)):
                 with suppress(FileNotFoundError):
-                    found |= self.fs.find(folder, detail=True)
+                    infos |= self.fs.find(folder, detail=True)
             return [
                 Leftover("unfinished output", str(self.fs.unstrip_protocol(path)), int(info.get("size") or 0))
-                for path, info in found.items()
+                for path, info in infos.items()
             ]
 
-        return asked(self.url, find)
+        return call_with_retry(self.url, find_leftovers)
 
     def remove_files(self, batches: Sequence[Sequence[str]]) -> None:
         names = [name for batch in batches for name in batch]
 
-        def remove() -> None:
+        def remove_all() -> None:
             self.fs.invalidate_cache()
             for name in names:
                 with suppress(FileNotFoundError):
                     self.fs.rm_file(f"{self.root}/{name}")
-            for folder in folders_of(names):
-                self._remove_folder(f"{self.root}/{folder}")
+            for folder in list_parent_folders(names):
+                self._remove_empty_folder(f"{self.root}/{folder}")
 
-        asked(self.url, remove)
+        call_with_retry(self.url, remove_all)
 
-    def _remove_folder(self, path: str) -> None:
+    def _remove_empty_folder(self, path: str) -> None:
         """Remove a folder if it is empty. Services without folders, and full folders, raise errors of many kinds."""
         with suppress(Exception):
             self.fs.rmdir(path)
 
     def remove_leftovers(self) -> Sequence[Leftover]:
-        found = self.leftovers()
-        for partial in self._partials():
-            self._remove_ours(partial)
+        found = self.list_leftovers()
+        for partial in self._partial_folders():
+            self._remove_staged_folders(partial)
         return found

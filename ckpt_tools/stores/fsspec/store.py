@@ -19,16 +19,16 @@ from ckpt_tools.errors import (
     UnsupportedError,
     UsageError,
 )
-from ckpt_tools.stores.marker_files import is_hidden, is_shown
-from ckpt_tools.stores.retry import RetryPolicy, TransientError, host_of, is_transient, retried
-from ckpt_tools.stores.source import Store, checked_name
+from ckpt_tools.stores.marker_files import is_hidden_object, is_visible_file
+from ckpt_tools.stores.retry import RetryPolicy, TransientError, host_of, is_transient, retry_transient
+from ckpt_tools.stores.source import Store, check_file_name
 
 Result = TypeVar("Result")
 
 
 _POLICY = RetryPolicy()
 
-_ONCE = RetryPolicy(attempts=1)
+_NO_RETRY = RetryPolicy(attempts=1)
 
 
 def is_hub(url: str) -> bool:
@@ -36,7 +36,7 @@ def is_hub(url: str) -> bool:
     return url.startswith("hf://")
 
 
-def file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
+def open_file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     """The file system of ``url`` and the path in it.
 
     Raises:
@@ -61,121 +61,123 @@ def file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     return fs, str(path).rstrip("/")
 
 
-def once(url: str, call: Callable[[], Result]) -> Result:
-    """Like ``asked``, for a call that must not be repeated."""
-    return asked(url, call, _ONCE)
+def call_once(url: str, call: Callable[[], Result]) -> Result:
+    """Like ``call_with_retry``, for a call that must not be repeated."""
+    return call_with_retry(url, call, _NO_RETRY)
 
 
-def asked(url: str, call: Callable[[], Result], policy: RetryPolicy | None = None) -> Result:
+def call_with_retry(url: str, call: Callable[[], Result], policy: RetryPolicy | None = None) -> Result:
     """Result of ``call`` of a file system, repeated after failures of the network.
 
     Raises:
         StoreError: it failed. FileNotFoundError is the caller's.
     """
 
-    def ask() -> Result:
+    def attempt() -> Result:
         try:
             return call()
         except CkptError:
             raise
         except Exception as error:
-            judged = _judged(error, url)
-            if judged is error:
+            translated = _translate_error(error, url)
+            if translated is error:
                 raise
-            raise judged from error
+            raise translated from error
 
-    return retried(ask, policy or _POLICY)
+    return retry_transient(attempt, policy or _POLICY)
 
 
 @dataclass(slots=True)
 class FsspecStore(Store):
-    """The files below ``root`` of a file system; with ``only``, a single one of them. ``query`` follows the name of a
-    file in a web address: a signature or a token."""
+    """The files below ``root`` of a file system; with ``only_file``, a single one of them. ``query`` follows the name
+    of a file in a web address: a signature or a token."""
 
     fs: Any
     root: str
-    only: str | None = None
+    only_file: str | None = None
     query: str = field(default="", repr=False)
-    _times: dict[str, float] = field(default_factory=dict, repr=False)
+    _modified_times: dict[str, float] = field(default_factory=dict, repr=False)
     _versions: dict[str, str] = field(default_factory=dict, repr=False)
-    _hidden: dict[str, int] = field(default_factory=dict, repr=False)
+    _hidden_files: dict[str, int] = field(default_factory=dict, repr=False)
 
     @property
     def url(self) -> str:
-        return str(self.fs.unstrip_protocol(self._path(self.only) if self.only else self.root))
+        return str(self.fs.unstrip_protocol(self._full_path(self.only_file) if self.only_file else self.root))
 
-    def _path(self, path: str) -> str:
+    def _full_path(self, path: str) -> str:
         return f"{self.root}/{path}{self.query}" if self.root else path
 
     def list(self) -> Mapping[str, int]:
-        sizes = self._asked()
-        shown = {name: size for name, size in sizes.items() if is_shown(name) or name == self.only}
-        self._hidden = {name: size for name, size in sizes.items() if name not in shown and is_hidden(name, size)}
-        return shown
+        sizes = self._list_sizes()
+        visible = {name: size for name, size in sizes.items() if is_visible_file(name) or name == self.only_file}
+        self._hidden_files = {
+            name: size for name, size in sizes.items() if name not in visible and is_hidden_object(name, size)
+        }
+        return visible
 
-    def hidden(self) -> Mapping[str, int]:
+    def list_hidden(self) -> Mapping[str, int]:
         """Those of the listing."""
-        return self._hidden
+        return self._hidden_files
 
-    def _asked(self) -> dict[str, int]:
+    def _list_sizes(self) -> dict[str, int]:
         try:
-            return asked(self.url, self._sizes)
+            return call_with_retry(self.url, self._list_sizes_once)
         except FileNotFoundError as error:
             raise SourceNotFoundError(f"there is no file or folder {self.url}") from error
 
-    def _sizes(self) -> dict[str, int]:
+    def _list_sizes_once(self) -> dict[str, int]:
         self.fs.invalidate_cache()
-        if self.only is not None:
-            names = {self.only: self.fs.info(self._path(self.only))}
+        if self.only_file is not None:
+            infos = {self.only_file: self.fs.info(self._full_path(self.only_file))}
         else:
-            found = self.fs.find(self.root, detail=True)
-            names = {str(path).removeprefix(self.root).lstrip("/"): info for path, info in found.items()}
-        self._times = {name: when for name, info in names.items() if (when := _time_of(info)) is not None}
-        self._versions = {name: _version_of(info) for name, info in names.items()}
-        return {name: size_of(info, self.url) for name, info in names.items()}
+            listing = self.fs.find(self.root, detail=True)
+            infos = {str(path).removeprefix(self.root).lstrip("/"): info for path, info in listing.items()}
+        self._modified_times = {name: when for name, info in infos.items() if (when := _time_of(info)) is not None}
+        self._versions = {name: _version_of(info) for name, info in infos.items()}
+        return {name: size_of_info(info, self.url) for name, info in infos.items()}
 
     def version(self, path: str) -> str:
         """The version in the listing."""
         return self._versions.get(path, "")
 
-    def modified(self, path: str) -> float | None:
+    def modified_time(self, path: str) -> float | None:
         """The time in the listing."""
-        return self._times.get(path)
+        return self._modified_times.get(path)
 
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
-        full = self._path(checked_name(path))
+        full_path = self._full_path(check_file_name(path))
         try:
             if len(buffer):
-                asked(full, lambda: self._read_once(full, start, buffer))
-            elif start > size_of(asked(full, lambda: self.fs.info(full)), full):
-                raise IncompleteError(f"the file ends before byte {start:,}", path=full)
+                call_with_retry(full_path, lambda: self._read_once(full_path, start, buffer))
+            elif start > size_of_info(call_with_retry(full_path, lambda: self.fs.info(full_path)), full_path):
+                raise IncompleteError(f"the file ends before byte {start:,}", path=full_path)
         except (FileNotFoundError, IsADirectoryError) as error:
-            raise IncompleteError("this file of the checkpoint is missing", path=full) from error
+            raise IncompleteError("this file of the checkpoint is missing", path=full_path) from error
 
-    def _read_once(self, full: str, start: int, buffer: memoryview) -> None:
+    def _read_once(self, full_path: str, start: int, buffer: memoryview) -> None:
         """fsspec cuts a range at the end of the file, and does not say so."""
-        data = self.fetched(full, start, start + len(buffer))
+        data = self.fetch_range(full_path, start, start + len(buffer))
         if len(data) == len(buffer):
             buffer[:] = data
             return
-        size = size_of(self.fs.info(full), full)
+        size = size_of_info(self.fs.info(full_path), full_path)
         if size < start + len(buffer):
-            raise IncompleteError(f"the file ends at byte {size:,}", path=full)
+            raise IncompleteError(f"the file ends at byte {size:,}", path=full_path)
         if len(data) == size:
             raise StoreError(
                 "its server sends the whole file where a part is asked for (it ignores the header Range), so nothing "
                 "can be read from it in place; download the file first, or serve it from a server that sends parts",
-                path=full,
+                path=full_path,
             )
         raise EOFError(f"{len(data):,} bytes were received, but {len(buffer):,} were requested")
 
-    def fetched(self, full: str, start: int, stop: int) -> bytes:
+    def fetch_range(self, full_path: str, start: int, stop: int) -> bytes:
         """Bytes ``[start, stop)`` of a file, or fewer."""
-        data: bytes = self.fs.cat_file(full, start=start, end=stop)
+        data: bytes = self.fs.cat_file(full_path, start=start, end=stop)
         return data
 
 
-def size_of(info: Mapping[str, Any], url: str) -> int:
+def size_of_info(info: Mapping[str, Any], url: str) -> int:
     if info.get("type") == "directory":
         raise FileNotFoundError(url)
     if info.get("size") is None:
@@ -183,11 +185,11 @@ def size_of(info: Mapping[str, Any], url: str) -> int:
     return int(info["size"])
 
 
-_TIMES = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
+_TIME_KEYS = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
 """What file systems call the time at which a file was written; ``created`` is what stores say that never change one."""
 
 
-_VERSIONS = (
+_VERSION_KEYS = (
     "ETag",
     "etag",
     "generation",
@@ -204,29 +206,29 @@ _VERSIONS = (
 
 def _version_of(info: Mapping[str, Any]) -> str:
     """A text of all that identifies the content of a file; empty if the file system tells only the size."""
-    found = [str(info[name]) for name in (*_VERSIONS, *_TIMES) if info.get(name)]
-    return " ".join([*found, str(info.get("size"))]) if found else ""
+    identifiers = [str(info[name]) for name in (*_VERSION_KEYS, *_TIME_KEYS) if info.get(name)]
+    return " ".join([*identifiers, str(info.get("size"))]) if identifiers else ""
 
 
 def _time_of(info: Mapping[str, Any]) -> float | None:
     """In seconds since 1970."""
-    found = next((info[name] for name in _TIMES if info.get(name)), None)
-    if isinstance(found, str):
+    modified = next((info[name] for name in _TIME_KEYS if info.get(name)), None)
+    if isinstance(modified, str):
         with suppress(ValueError):
-            found = datetime.fromisoformat(found)
-    if isinstance(found, datetime):
-        return found.timestamp()
-    return float(found) if isinstance(found, int | float) else None
+            modified = datetime.fromisoformat(modified)
+    if isinstance(modified, datetime):
+        return modified.timestamp()
+    return float(modified) if isinstance(modified, int | float) else None
 
 
 def open_fsspec_store(url: str, options: Mapping[str, Any]) -> FsspecStore | None:
     """Store at ``url``, a file or a folder; None if nothing exists there.
 
     Raises:
-        StoreError: it cannot be asked; others as ``file_system`` says.
+        StoreError: it cannot be asked; others as ``open_file_system`` says.
     """
-    fs, path = file_system(url, options)
-    kind = kind_at(fs, path, url)
+    fs, path = open_file_system(url, options)
+    kind = kind_of_path(fs, path, url)
     if kind == "file":
         address, mark, query = path.partition("?") if path.startswith(("http://", "https://")) else (path, "", "")
         folder, _, name = address.rpartition("/")
@@ -234,7 +236,7 @@ def open_fsspec_store(url: str, options: Mapping[str, Any]) -> FsspecStore | Non
     return None if kind is None else FsspecStore(fs, path)
 
 
-def kind_at(fs: Any, path: str, url: str) -> str | None:
+def kind_of_path(fs: Any, path: str, url: str) -> str | None:
     """``file`` or ``directory``; None where nothing is.
 
     ``isfile``, ``isdir`` and ``exists`` of fsspec say no where the service could not be asked, and ``info`` of some
@@ -244,23 +246,23 @@ def kind_at(fs: Any, path: str, url: str) -> str | None:
         StoreError: it cannot be asked.
     """
     try:
-        return str(asked(url, lambda: fs.info(path))["type"])
+        return str(call_with_retry(url, lambda: fs.info(path))["type"])
     except FileNotFoundError:
-        return "directory" if asked(url, lambda: fs.exists(path)) else None
+        return "directory" if call_with_retry(url, lambda: fs.exists(path)) else None
 
 
-_HUB = "the Hugging Face Hub"
+_HUB_NAME = "the Hugging Face Hub"
 
 _HUB_ACCESS = (
     ". It does not exist, is private, or is gated: log in with `hf auth login` or set HF_TOKEN, and ask for access on "
     "its page"
 )
 
-_GONE = (404, 410)
-_REFUSED = (401, 403, 407)
+_MISSING_STATUSES = (404, 410)
+_REFUSED_STATUSES = (401, 403, 407)
 
 
-def _judged(error: Exception, url: str) -> Exception:
+def _translate_error(error: Exception, url: str) -> Exception:
     """Exception to raise: ``error`` itself if it is a FileNotFoundError for a missing file; else a StoreError, or a
     TransientError with one.
 
@@ -268,61 +270,61 @@ def _judged(error: Exception, url: str) -> Exception:
     and keeps what happened as its cause (fsspec 2026.9.0, implementations/http.py ``_info``).
     """
     cause: BaseException = error
-    if isinstance(error, FileNotFoundError) and (first := error.__cause__) is not None:
-        cause = first if _status(first) or _is_of_network(first) else error
+    if isinstance(error, FileNotFoundError) and (direct_cause := error.__cause__) is not None:
+        cause = direct_cause if _http_status(direct_cause) or _is_network_error(direct_cause) else error
     if isinstance(cause, CkptError):
         return cause
-    if status := _status(cause):
-        return _answered(status, cause, error, url)
+    if status := _http_status(cause):
+        return _error_for_status(status, cause, error, url)
     if isinstance(cause, FileNotFoundError | IsADirectoryError):
         return error
     if isinstance(cause, PermissionError | NotImplementedError):
         return StoreError(f"it was refused: {cause or type(cause).__name__}", path=url)
-    if not _is_of_network(cause):
+    if not _is_network_error(cause):
         # Each service's library has exceptions of its own, whose meaning is not known here.
         return StoreError(f"it failed: {type(cause).__name__}: {cause}", path=url)
-    host = _host(url, cause)
-    found = getattr(cause, "os_error", cause)
-    if isinstance(found, socket.gaierror) and found.errno in _UNKNOWN_HOST:
+    host = _host_name(url, cause)
+    network_error = getattr(cause, "os_error", cause)
+    if isinstance(network_error, socket.gaierror) and network_error.errno in _UNKNOWN_HOST_ERRNOS:
         return StoreError(f"there is no host {host}: its name cannot be resolved", path=url)
-    failed = StoreError(f"no answer from {host}: {cause or type(cause).__name__}", path=url)
-    return TransientError(failed, f"no answer from {host} yet")
+    store_error = StoreError(f"no answer from {host}: {cause or type(cause).__name__}", path=url)
+    return TransientError(store_error, f"no answer from {host} yet")
 
 
-def _status(error: BaseException) -> int:
+def _http_status(error: BaseException) -> int:
     """The status of an HTTP answer, as aiohttp's errors have it, or those of httpx and requests; 0 where it is not
     one."""
     status = getattr(error, "status", None) or getattr(getattr(error, "response", None), "status_code", None)
     return status if isinstance(status, int) else 0
 
 
-def _answered(status: int, cause: BaseException, error: Exception, url: str) -> Exception:
-    host = _host(url, cause)
-    if status in _GONE:
+def _error_for_status(status: int, cause: BaseException, error: Exception, url: str) -> Exception:
+    host = _host_name(url, cause)
+    if status in _MISSING_STATUSES:
         return error if isinstance(error, FileNotFoundError) else FileNotFoundError(url)
     reason = f"{host} answers {status} {getattr(cause, 'message', '')}".rstrip()
     if is_transient(status, ""):
         return TransientError(StoreError(reason, path=url), f"{host} answers {status}")
-    if status in _REFUSED:
-        reason = f"access was refused: {reason}{_HUB_ACCESS if host == _HUB else ''}"
+    if status in _REFUSED_STATUSES:
+        reason = f"access was refused: {reason}{_HUB_ACCESS if host == _HUB_NAME else ''}"
     return StoreError(reason, path=url)
 
 
-def _host(url: str, cause: BaseException) -> str:
+def _host_name(url: str, cause: BaseException) -> str:
     is_of_hub = is_hub(url) or type(cause).__module__.startswith("huggingface_hub")
-    return _HUB if is_of_hub else host_of(url)
+    return _HUB_NAME if is_of_hub else host_of(url)
 
 
-def _is_of_network(cause: BaseException) -> bool:
+def _is_network_error(cause: BaseException) -> bool:
     """Errors of aiohttp and httpx are not all of OSError: a server that hangs up is not. A full disk is one that no
     time mends."""
-    if isinstance(cause, OSError) and cause.errno in _LASTING:
+    if isinstance(cause, OSError) and cause.errno in _PERMANENT_ERRNOS:
         return False
     return isinstance(cause, OSError | EOFError) or type(cause).__module__.startswith(("aiohttp", "httpx"))
 
 
-_LASTING = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+_PERMANENT_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
-_UNKNOWN_HOST = (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
+_UNKNOWN_HOST_ERRNOS = (socket.EAI_NONAME, getattr(socket, "EAI_NODATA", socket.EAI_NONAME))
 """The name service's answer that there is no such name; if it gave no answer, it may do so later."""

@@ -1,9 +1,9 @@
 """A local destination that is absent, old, or complete, never half written.
 
 A conversion writes into a hidden folder beside its destination, which holds the output and a log of its progress.
-Publishing renames the output, or the one file in it, into place in one step (``publish``); any failure removes the
-folder, unless it is to be resumed. The folder is locked while a process writes, so that a second writer gets an error,
-and leftovers of a killed one can be told apart. Files are removed by name only (``owned``).
+Publishing renames the output, or the one file in it, into place in one step (``publish_files``); any failure removes
+the folder, unless it is to be resumed. The folder is locked while a process writes, so that a second writer gets an
+error, and leftovers of a killed one can be told apart. Files are removed by name only (``owned``).
 """
 
 from __future__ import annotations
@@ -15,51 +15,51 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckpt_tools.signals import allow_signals, defer_signals
-from ckpt_tools.stores.destination import Claim, Leftover, Place
+from ckpt_tools.stores.destination import Claim, Leftover, OutputLocation
 from ckpt_tools.stores.file_destination import StoreDestination
 from ckpt_tools.stores.local.owned import (
-    NAMES_NAME,
-    OUTPUT_NAME,
-    aside_of,
-    claim_folder,
-    is_ours,
-    keep_only,
+    OUTPUT_FOLDER_NAME,
+    OWNED_NAMES_FILE,
+    create_and_lock_folder,
+    is_own_staging_entry,
+    journal_path,
+    list_unknown_files,
     lock_folder,
-    log_path,
-    names_in,
-    prepare,
-    remove_named,
-    remove_ours,
-    staging_folder,
-    unknown_in,
+    moved_aside_path,
+    owned_names_of,
+    prepare_staging_folder,
+    remove_files_by_name,
+    remove_other_output_files,
+    remove_staging_folder,
+    staging_folder_of,
 )
 from ckpt_tools.stores.local.present import (
     check_path_free,
-    contents_of,
-    file_at,
-    folder_at,
-    is_folder,
-    is_full_folder,
-    is_there,
+    contents_of_file,
+    contents_of_folder,
+    exists_or_link,
+    folder_size,
+    is_nonempty_folder,
+    is_real_folder,
+    list_contents_at,
     open_folder,
-    present_at,
-    resolved,
-    size_of,
+    resolve_target,
+    scan_folder,
 )
 from ckpt_tools.stores.local.publish import (
-    recover,
-    remove_replaced,
-    rename_new,
+    fsync_folders,
+    recover_moved_aside,
+    remove_replaced_folder,
+    rename_without_replacing,
     replace_folder,
-    sync,
 )
-from ckpt_tools.stores.local.store import LocalStore, LocalWriter, reporting
-from ckpt_tools.stores.output_form import Folder, OutputForm, SingleFile
-from ckpt_tools.stores.present import NOTHING, Present, already_exists, check_only
+from ckpt_tools.stores.local.store import LocalFileWriter, LocalStore, wrap_os_errors
+from ckpt_tools.stores.output_form import FolderForm, OutputForm, SingleFileForm
+from ckpt_tools.stores.present import NO_FILES, DestinationContents, already_exists_error, check_no_unexpected_files
 
 
 @dataclass(frozen=True, slots=True)
-class LocalPlace(Place):
+class LocalOutputLocation(OutputLocation):
     """A path of the local file system, as the place of an output."""
 
     path: Path
@@ -72,47 +72,51 @@ class LocalPlace(Place):
     def name(self) -> str:
         return self.path.name
 
-    def present(self) -> Present | None:
+    def list_contents(self) -> DestinationContents | None:
         """What exists there; an output that a killed run moved aside counts, because the next claim puts it back."""
-        with reporting("looking failed", self.path):
-            place = resolved(self.path, self.form)
-            aside = aside_of(place)
-            return present_at(aside if not is_there(place) and is_folder(aside) else place, self.form)
+        with wrap_os_errors("looking failed", self.path):
+            target = resolve_target(self.path, self.form)
+            aside_folder = moved_aside_path(target)
+            return list_contents_at(
+                aside_folder if not exists_or_link(target) and is_real_folder(aside_folder) else target, self.form
+            )
 
     def check_free(self, *, overwrite: bool) -> None:
-        with reporting("looking failed", self.path):
-            place = resolved(self.path, self.form)
-            if not overwrite and not is_there(place) and is_folder(aside_of(place)):
-                raise already_exists(str(place))
-            check_path_free(place, self.form, overwrite=overwrite)
+        with wrap_os_errors("looking failed", self.path):
+            target = resolve_target(self.path, self.form)
+            if not overwrite and not exists_or_link(target) and is_real_folder(moved_aside_path(target)):
+                raise already_exists_error(str(target))
+            check_path_free(target, self.form, overwrite=overwrite)
 
-    def claim(self, *, overwrite: bool, resume: bool, fsync: bool = False) -> AbstractContextManager[Staging]:
-        return staged(self.path, self.form, overwrite=overwrite, resume=resume, fsync=fsync)
+    def claim(self, *, overwrite: bool, resume: bool, fsync: bool = False) -> AbstractContextManager[LocalClaim]:
+        return open_local_claim(self.path, self.form, overwrite=overwrite, resume=resume, fsync=fsync)
 
-    def leftovers(self) -> Sequence[Leftover]:
-        with reporting("looking failed", self.path):
-            return [left for place in self._places() for left in find_leftovers(place)]
+    def list_leftovers(self) -> Sequence[Leftover]:
+        with wrap_os_errors("looking failed", self.path):
+            return [left for place in self._candidate_targets() for left in find_leftovers(place)]
 
     def remove_leftovers(self) -> Sequence[Leftover]:
-        found = self.leftovers()
-        with reporting("removing failed", self.path):
-            for place in filter(find_leftovers, self._places()):
-                folder = staging_folder(place)
-                lock = claim_folder(folder)
+        leftovers = self.list_leftovers()
+        with wrap_os_errors("removing failed", self.path):
+            for target in filter(find_leftovers, self._candidate_targets()):
+                folder = staging_folder_of(target)
+                lock_descriptor = create_and_lock_folder(folder)
                 try:
-                    recover(place)
-                    remove_ours(folder)
+                    recover_moved_aside(target)
+                    remove_staging_folder(folder)
                 finally:
-                    os.close(lock)
-        return found
+                    os.close(lock_descriptor)
+        return leftovers
 
     def remove_files(self, batches: Sequence[Sequence[str]]) -> None:
-        with reporting("removing failed", self.path):
-            remove_named(resolved(self.path, Folder()), [name for batch in batches for name in batch])
+        with wrap_os_errors("removing failed", self.path):
+            remove_files_by_name(resolve_target(self.path, FolderForm()), [name for batch in batches for name in batch])
 
-    def _places(self) -> list[Path]:
+    def _candidate_targets(self) -> list[Path]:
         """Paths whose staging folders are looked for: the path as a file, and as a folder."""
-        return list(dict.fromkeys(resolved(self.path, form) for form in (SingleFile(self.name), Folder())))
+        return list(
+            dict.fromkeys(resolve_target(self.path, form) for form in (SingleFileForm(self.name), FolderForm()))
+        )
 
 
 @dataclass(slots=True)
@@ -120,67 +124,69 @@ class LocalLog:
     """A file that is appended to, open from the first time until ``close``."""
 
     path: Path
-    _number: int | None = None
+    _descriptor: int | None = None
 
     def read(self) -> bytes:
-        with reporting("reading failed", self.path), suppress(FileNotFoundError):
+        with wrap_os_errors("reading failed", self.path), suppress(FileNotFoundError):
             return self.path.read_bytes()
         return b""
 
     def append(self, data: bytes) -> None:
-        with reporting("writing failed", self.path):
-            if self._number is None:
-                self._number = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        with wrap_os_errors("writing failed", self.path):
+            if self._descriptor is None:
+                self._descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
             while data:
-                data = data[os.write(self._number, data) :]
+                data = data[os.write(self._descriptor, data) :]
 
     def clear(self) -> None:
         self.close()
-        with reporting("removing failed", self.path):
+        with wrap_os_errors("removing failed", self.path):
             self.path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Appended bytes are in the kernel already, so errors of closing lose nothing and are ignored."""
-        if self._number is not None:
+        if self._descriptor is not None:
             with suppress(OSError):
-                os.close(self._number)
-            self._number = None
+                os.close(self._descriptor)
+            self._descriptor = None
 
 
 @dataclass(slots=True)
-class _OutputStore(LocalStore):
+class _NameRecordingStore(LocalStore):
     """An output; the name of each file is written down beside it before the file is made."""
 
-    def create(self, path: str, size_bytes: int) -> LocalWriter:
-        names_in(self.root.parent).add([path])
+    def create(self, path: str, size_bytes: int) -> LocalFileWriter:
+        owned_names_of(self.root.parent).add_names([path])
         # Without arguments it would look for the class that the decorator replaced.
-        return super(_OutputStore, self).create(path, size_bytes)
+        return super(_NameRecordingStore, self).create(path, size_bytes)
 
 
 @dataclass(slots=True)
-class Staging(Claim):
+class LocalClaim(Claim):
     """The hidden folder, the store in it to write into, and the place that the output will take."""
 
-    folder: Path
+    staging_folder: Path
     target: Path
     form: OutputForm
     overwrite: bool
     fsync: bool = False
-    published: bool = False
+    is_published: bool = False
     store: LocalStore = field(init=False)
     destination: StoreDestination = field(init=False)
     log: LocalLog = field(init=False)
 
     def __post_init__(self) -> None:
-        self.store = _OutputStore(self.folder / OUTPUT_NAME, replaces=True, fsync=self.fsync)
+        self.store = _NameRecordingStore(
+            self.staging_folder / OUTPUT_FOLDER_NAME, replaces_existing=True, fsync=self.fsync
+        )
         self.destination = StoreDestination(self.store)
-        self.log = LocalLog(log_path(self.folder))
+        self.log = LocalLog(journal_path(self.staging_folder))
 
     @property
-    def finished(self) -> LocalStore:
+    def finished_store(self) -> LocalStore:
         return self.store
 
-    def publish(self, paths: Sequence[str] = (), replaced: Mapping[str, int] = NOTHING) -> None:
+    def publish_files(self, paths: Sequence[str] = (), replaced: Mapping[str, int] = NO_FILES) -> None:
         """Put the finished output in its place, in one step; other files of ``paths`` beside a file just after.
 
         A killed run may have left more than ``paths``, such as digests that are not wanted now; if they are given,
@@ -191,48 +197,48 @@ class Staging(Claim):
             StoreError: renaming failed.
         """
         output = self.store.root
-        with reporting("publishing failed", self.target):
+        with wrap_os_errors("publishing failed", self.target):
             if paths:
-                keep_only(self.folder, paths)
+                remove_other_output_files(self.staging_folder, paths)
             if self.fsync:
-                sync(*(folder for folder, _, _ in os.walk(output)))
+                fsync_folders(*(folder for folder, _, _ in os.walk(output)))
             check_path_free(self.target, self.form, overwrite=self.overwrite)
-            if isinstance(self.form, SingleFile):
-                self._publish_files(paths or [self.form.name], replaced)
-            elif is_full_folder(self.target):
-                check_only(folder_at(self.target), str(self.target), replaced)
-                names_in(self.folder).add(replaced)
-                old = replace_folder(output, self.target, replaced)
-                self.published = True
-                remove_replaced(old, self.folder, self.target, replaced)
+            if isinstance(self.form, SingleFileForm):
+                self._publish_file_and_companions(paths or [self.form.name], replaced)
+            elif is_nonempty_folder(self.target):
+                check_no_unexpected_files(contents_of_folder(self.target), str(self.target), replaced)
+                owned_names_of(self.staging_folder).add_names(replaced)
+                old_folder = replace_folder(output, self.target, replaced)
+                self.is_published = True
+                remove_replaced_folder(old_folder, self.staging_folder, self.target, replaced)
             else:
                 output.rename(self.target)
-            self.published = True
+            self.is_published = True
             if self.fsync:
-                sync(self.target.parent)
+                fsync_folders(self.target.parent)
 
-    def _publish_files(self, paths: Sequence[str], replaced: Mapping[str, int]) -> None:
+    def _publish_file_and_companions(self, paths: Sequence[str], replaced: Mapping[str, int]) -> None:
         """Rename all files into one folder: the requested one, then those that describe it. Old ones of those are
         removed before, so that none ever describes another file."""
         name = self.target.name
-        others = {path: self.target.with_name(path) for path in paths if path != name}
-        for target in (self.target, *others.values()):
-            check_only(file_at(target), str(target), replaced)
-        remove_named(self.target.parent, replaced.keys() - {name})
-        finished = self.store.root
-        if name in replaced or not rename_new(finished / name, self.target):
-            finished.joinpath(name).rename(self.target)
-        self.published = True
-        for path, target in others.items():
-            with reporting(f"{self.target} is written, but this file beside it is not", target):
-                if not rename_new(finished / path, target):
-                    finished.joinpath(path).rename(target)
+        companion_targets = {path: self.target.with_name(path) for path in paths if path != name}
+        for target in (self.target, *companion_targets.values()):
+            check_no_unexpected_files(contents_of_file(target), str(target), replaced)
+        remove_files_by_name(self.target.parent, replaced.keys() - {name})
+        output_folder = self.store.root
+        if name in replaced or not rename_without_replacing(output_folder / name, self.target):
+            output_folder.joinpath(name).rename(self.target)
+        self.is_published = True
+        for path, target in companion_targets.items():
+            with wrap_os_errors(f"{self.target} is written, but this file beside it is not", target):
+                if not rename_without_replacing(output_folder / path, target):
+                    output_folder.joinpath(path).rename(target)
 
 
 @contextmanager
-def staged(
+def open_local_claim(
     target: Path, form: OutputForm, *, overwrite: bool, resume: bool = False, fsync: bool = False
-) -> Iterator[Staging]:
+) -> Iterator[LocalClaim]:
     """A staging folder for ``target``; on leaving, it is removed with all output that was not published.
 
     With ``resume`` it holds the output of a killed run, and stays for the next one if this one fails. With ``fsync``
@@ -244,46 +250,46 @@ def staged(
     """
     # A signal interrupts the block, but not the making and the removal of the folder.
     with defer_signals():
-        with reporting("cannot write there", target.parent):
-            place = resolved(target, form)
-            folder = staging_folder(place)
-            check_path_free(place, form, overwrite=overwrite)
-            lock = claim_folder(folder)
-        staging, kept = None, resume
+        with wrap_os_errors("cannot write there", target.parent):
+            resolved_target = resolve_target(target, form)
+            folder = staging_folder_of(resolved_target)
+            check_path_free(resolved_target, form, overwrite=overwrite)
+            lock_descriptor = create_and_lock_folder(folder)
+        staging, keeps_output = None, resume
         try:
-            with reporting("cannot write there", place.parent):
-                recover(place)
-                check_path_free(place, form, overwrite=overwrite)
-                prepare(folder, resume=resume)
-                staging = Staging(folder, place, form, overwrite, fsync)
+            with wrap_os_errors("cannot write there", resolved_target.parent):
+                recover_moved_aside(resolved_target)
+                check_path_free(resolved_target, form, overwrite=overwrite)
+                prepare_staging_folder(folder, resume=resume)
+                staging = LocalClaim(folder, resolved_target, form, overwrite, fsync)
             with allow_signals():
                 yield staging
-            kept = False
+            keeps_output = False
         finally:
             if staging is not None:
                 staging.log.close()
             with suppress(OSError):
                 if staging is None:
                     folder.rmdir()  # where it was new, nothing was begun in it
-                elif not kept or staging.published:
-                    remove_ours(folder)
+                elif not keeps_output or staging.is_published:
+                    remove_staging_folder(folder)
             with suppress(OSError):
-                os.close(lock)
+                os.close(lock_descriptor)
 
 
-def find_leftovers(place: Path) -> list[Leftover]:
+def find_leftovers(target: Path) -> list[Leftover]:
     """Leftovers beside ``place`` that are known to be from a run."""
-    found, folder, aside = [], staging_folder(place), aside_of(place)
-    if _is_idle(folder) and (size := _unfinished_bytes(folder)) is not None:
-        found.append(Leftover("unfinished output", str(folder), size))
-    if is_folder(aside) and not is_there(place):
-        found.append(Leftover("output moved aside, to be put back", str(aside), size_of(aside)))
-    elif is_folder(aside) and not unknown_in(aside, names_in(folder).read()):
-        found.append(Leftover("replaced output", str(aside), size_of(aside)))
-    return found
+    leftovers, folder, aside_folder = [], staging_folder_of(target), moved_aside_path(target)
+    if _is_unused_staging_folder(folder) and (size := _unfinished_bytes(folder)) is not None:
+        leftovers.append(Leftover("unfinished output", str(folder), size))
+    if is_real_folder(aside_folder) and not exists_or_link(target):
+        leftovers.append(Leftover("output moved aside, to be put back", str(aside_folder), folder_size(aside_folder)))
+    elif is_real_folder(aside_folder) and not list_unknown_files(aside_folder, owned_names_of(folder).read_names()):
+        leftovers.append(Leftover("replaced output", str(aside_folder), folder_size(aside_folder)))
+    return leftovers
 
 
-def _is_idle(folder: Path) -> bool:
+def _is_unused_staging_folder(folder: Path) -> bool:
     """True if the folder exists and no process writes into it. Raises DestinationExistsError if one does."""
     if folder.is_symlink() or not folder.is_dir():
         return False
@@ -295,10 +301,12 @@ def _is_idle(folder: Path) -> bool:
 
 def _unfinished_bytes(folder: Path) -> int | None:
     """Size of the run's files in a staging folder; None if it contains only other files."""
-    ours = [path for path in folder.iterdir() if is_ours(path)]
-    if not ours and any(folder.iterdir()):
+    own_paths = [path for path in folder.iterdir() if is_own_staging_entry(path)]
+    if not own_paths and any(folder.iterdir()):
         return None
-    files = [path.lstat().st_size for path in ours if path.name not in (OUTPUT_NAME, NAMES_NAME)]
-    output, known = folder / OUTPUT_NAME, names_in(folder).read()
-    inside = contents_of(output)[0] if output in ours else {}
-    return sum(files) + sum(size for name, size in inside.items() if name in known)
+    other_sizes = [
+        path.lstat().st_size for path in own_paths if path.name not in (OUTPUT_FOLDER_NAME, OWNED_NAMES_FILE)
+    ]
+    output, owned_names = folder / OUTPUT_FOLDER_NAME, owned_names_of(folder).read_names()
+    output_sizes = scan_folder(output)[0] if output in own_paths else {}
+    return sum(other_sizes) + sum(size for name, size in output_sizes.items() if name in owned_names)

@@ -10,48 +10,52 @@ from pathlib import Path
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.stores.local.store import LocalStore
-from ckpt_tools.stores.output_form import Kind, OutputForm, SingleFile
-from ckpt_tools.stores.present import Present, check_free
+from ckpt_tools.stores.output_form import OutputForm, OutputKind, SingleFileForm
+from ckpt_tools.stores.present import DestinationContents, check_free
 
 
-def resolved(target: Path, form: OutputForm) -> Path:
+def resolve_target(target: Path, form: OutputForm) -> Path:
     """The path without links. The last part of a file's path is kept: a link to a file is itself replaced."""
-    is_file = isinstance(form, SingleFile)
+    is_file = isinstance(form, SingleFileForm)
     return Path(os.path.realpath(target.parent), target.name) if is_file else Path(os.path.realpath(target))
 
 
-def present_at(path: Path, form: OutputForm) -> Present | None:
+def list_contents_at(path: Path, form: OutputForm) -> DestinationContents | None:
     """What exists at a path. Links are not followed, but a link to a file counts as the file. Raises OSError."""
-    return file_at(path) if isinstance(form, SingleFile) else folder_at(path)
+    return contents_of_file(path) if isinstance(form, SingleFileForm) else contents_of_folder(path)
 
 
-def file_at(path: Path) -> Present | None:
-    store = LocalStore(path.parent, only=path.name)
-    if not is_there(path):
+def contents_of_file(path: Path) -> DestinationContents | None:
+    store = LocalStore(path.parent, only_file=path.name)
+    if not exists_or_link(path):
         return None
-    return Present(store, {path.name: path.stat().st_size}) if path.is_file() else Present(store, {}, [path.name])
+    return (
+        DestinationContents(store, {path.name: path.stat().st_size})
+        if path.is_file()
+        else DestinationContents(store, {}, [path.name])
+    )
 
 
-def folder_at(path: Path) -> Present | None:
+def contents_of_folder(path: Path) -> DestinationContents | None:
     if not path.is_dir():
         return None
-    files, others = contents_of(path)
-    return Present(LocalStore(path), files, others) if files or others else None
+    files, others = scan_folder(path)
+    return DestinationContents(LocalStore(path), files, others) if files or others else None
 
 
-def contents_of(root: Path) -> tuple[dict[str, int], list[str]]:
+def scan_folder(root: Path) -> tuple[dict[str, int], list[str]]:
     """Files by relative name with their sizes, and the names of links, empty folders and special files."""
     files: dict[str, int] = {}
     others: list[str] = []
-    left = [""]
-    while left:
-        prefix = left.pop()
+    folders_left = [""]
+    while folders_left:
+        prefix = folders_left.pop()
         with os.scandir(root / prefix) as entries:
             is_empty = True
             for entry in entries:
                 is_empty, name = False, prefix + entry.name
                 if entry.is_dir(follow_symlinks=False):
-                    left.append(f"{name}/")
+                    folders_left.append(f"{name}/")
                 elif entry.is_file(follow_symlinks=False):
                     files[name] = entry.stat(follow_symlinks=False).st_size
                 else:
@@ -61,43 +65,43 @@ def contents_of(root: Path) -> tuple[dict[str, int], list[str]]:
     return files, others
 
 
-def size_of(folder: Path) -> int:
-    return sum(contents_of(folder)[0].values())
+def folder_size(folder: Path) -> int:
+    return sum(scan_folder(folder)[0].values())
 
 
-def check_path_free(place: Path, form: OutputForm, *, overwrite: bool) -> None:
-    """Raises DestinationExistsError or UsageError where ``place`` may not, or cannot, be taken."""
-    if os.path.ismount(place):
-        raise UsageError(f"{place} is a mount point and cannot be replaced as a whole; name a folder inside it")
+def check_path_free(target: Path, form: OutputForm, *, overwrite: bool) -> None:
+    """Raises DestinationExistsError or UsageError where ``path`` may not, or cannot, be taken."""
+    if os.path.ismount(target):
+        raise UsageError(f"{target} is a mount point and cannot be replaced as a whole; name a folder inside it")
     # A folder that may not be listed is looked into only if that decides.
-    is_taken = not overwrite and is_there(place) and (place.is_file() or is_full_folder(place))
-    kinds: list[Kind] = ["folder" if place.is_dir() else "file"] if place.exists() else []
-    check_free(str(place), form.kind, is_taken=is_taken, kinds=kinds, overwrite=overwrite)
+    is_taken = not overwrite and exists_or_link(target) and (target.is_file() or is_nonempty_folder(target))
+    existing_kinds: list[OutputKind] = ["folder" if target.is_dir() else "file"] if target.exists() else []
+    check_free(str(target), form.kind, is_taken=is_taken, existing_kinds=existing_kinds, overwrite=overwrite)
 
 
-def is_folder(path: Path) -> bool:
+def is_real_folder(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink()
 
 
-def is_there(place: Path) -> bool:
+def exists_or_link(path: Path) -> bool:
     """True if the path is a file, a folder or a link. Raises OSError where ``os.path`` would say False."""
-    return place.is_symlink() or place.exists()
+    return path.is_symlink() or path.exists()
 
 
-def is_full_folder(place: Path) -> bool:
-    return place.is_dir() and any(place.iterdir())
+def is_nonempty_folder(path: Path) -> bool:
+    return path.is_dir() and any(path.iterdir())
 
 
 @contextmanager
 def open_folder(folder: Path, flags: int = 0) -> Iterator[int]:
-    number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | flags)
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | flags)
     try:
-        yield number
+        yield descriptor
     finally:
-        os.close(number)
+        os.close(descriptor)
 
 
-def is_regular(path: Path) -> bool:
+def is_regular_file(path: Path) -> bool:
     try:
         return stat.S_ISREG(path.lstat().st_mode)
     except (FileNotFoundError, NotADirectoryError):

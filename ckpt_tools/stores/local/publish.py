@@ -9,121 +9,130 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ckpt_tools.errors import DestinationExistsError
-from ckpt_tools.stores.local.owned import aside_of, names_in, remove_named, staging_folder, unknown_in
-from ckpt_tools.stores.local.present import folder_at, is_folder, is_there, open_folder
-from ckpt_tools.stores.present import already_exists, listed
+from ckpt_tools.stores.local.owned import (
+    list_unknown_files,
+    moved_aside_path,
+    owned_names_of,
+    remove_files_by_name,
+    staging_folder_of,
+)
+from ckpt_tools.stores.local.present import contents_of_folder, exists_or_link, is_real_folder, open_folder
+from ckpt_tools.stores.present import already_exists_error, format_names
 
 _AT_FDCWD, _RENAME_NOREPLACE, _RENAME_EXCHANGE = -100, 1, 2
 """fcntl.h and linux/fs.h."""
 
 
-def recover(place: Path) -> None:
+def recover_moved_aside(target: Path) -> None:
     """Put back, or remove, the folder that ``_replace_in_two_steps`` moved aside before its process was killed.
 
     Raises:
         DestinationExistsError: it contains unknown files.
     """
-    aside = aside_of(place)
-    if not is_folder(aside):
+    aside_folder = moved_aside_path(target)
+    if not is_real_folder(aside_folder):
         return
-    if not is_there(place):
-        aside.rename(place)
+    if not exists_or_link(target):
+        aside_folder.rename(target)
         return
-    known = names_in(staging_folder(place)).read()
-    if unknown := unknown_in(aside, known):
+    owned_names = owned_names_of(staging_folder_of(target)).read_names()
+    if unknown_files := list_unknown_files(aside_folder, owned_names):
         raise DestinationExistsError(
-            f"{aside} is the temporary folder of a replaced checkpoint, but it contains other files: "
-            f"{listed(unknown)}; move it away"
+            f"{aside_folder} is the temporary folder of a replaced checkpoint, but it contains other files: "
+            f"{format_names(unknown_files)}; move it away"
         )
-    remove_named(aside, known)
-    aside.rmdir()
+    remove_files_by_name(aside_folder, owned_names)
+    aside_folder.rmdir()
 
 
-def replace_folder(finished: Path, target: Path, replaced: Mapping[str, int]) -> Path:
+def replace_folder(finished_folder: Path, target: Path, replaced: Mapping[str, int]) -> Path:
     """Put a folder in the place of a full one, which holds ``replaced`` and nothing else; the old one's new path.
 
     Raises:
         DestinationExistsError: files were added to it meanwhile; everything is as it was.
     """
-    if not _exchange(finished, target):
-        return _replace_in_two_steps(finished, target, replaced)
+    if not _exchange_paths(finished_folder, target):
+        return _replace_in_two_steps(finished_folder, target, replaced)
     try:
-        _refuse_added(finished, target, replaced)
+        _refuse_added_files(finished_folder, target, replaced)
     except DestinationExistsError:
-        _exchange(finished, target)
+        _exchange_paths(finished_folder, target)
         raise
-    return finished
+    return finished_folder
 
 
-def remove_replaced(old: Path, folder: Path, target: Path, replaced: Mapping[str, int]) -> None:
+def remove_replaced_folder(old_folder: Path, staging_folder: Path, target: Path, replaced: Mapping[str, int]) -> None:
     """Remove the old folder by the names in it; if that fails, the next run does it.
 
     Raises:
         DestinationExistsError: something came into it even now, by a process that had it open; it stays.
     """
     try:
-        remove_named(old, replaced)
-        old.rmdir()
+        remove_files_by_name(old_folder, replaced)
+        old_folder.rmdir()
     except OSError as error:
         if error.errno == errno.ENOTEMPTY:
-            names_in(folder).path.unlink(missing_ok=True)  # what is left there is not ours, whatever it is called
+            owned_names_of(staging_folder).path.unlink(
+                missing_ok=True
+            )  # what is left there is not ours, whatever it is called
             raise DestinationExistsError(
-                f"{target} is written; files that were added to the old one meanwhile are kept in {old}; move them away"
+                f"{target} is written; files that were added to the old one meanwhile are kept in {old_folder}; move "
+                f"them away"
             ) from error
 
 
-def _refuse_added(old: Path, target: Path, known: Mapping[str, int]) -> None:
-    found = folder_at(old)
-    if found is not None and (unknown := found.beyond(known)):
+def _refuse_added_files(old_folder: Path, target: Path, known_files: Mapping[str, int]) -> None:
+    contents = contents_of_folder(old_folder)
+    if contents is not None and (added_files := contents.find_unexpected_files(known_files)):
         raise DestinationExistsError(
-            f"{target} is unchanged, because files were added to it meanwhile: {listed(unknown)}"
+            f"{target} is unchanged, because files were added to it meanwhile: {format_names(added_files)}"
         )
 
 
-def _exchange(a: Path, b: Path) -> bool:
+def _exchange_paths(a: Path, b: Path) -> bool:
     """Swap two names in one step, or False where the system cannot (NFS, Lustre)."""
-    return _rename_flagged(a, b, _RENAME_EXCHANGE)
+    return _rename_with_flag(a, b, _RENAME_EXCHANGE)
 
 
-def rename_new(old: Path, new: Path) -> bool:
+def rename_without_replacing(old: Path, new: Path) -> bool:
     """Give a file a name that nothing has. False where the system cannot make sure of that.
 
     Raises:
         DestinationExistsError: something has the name.
     """
     try:
-        return _rename_flagged(old, new, _RENAME_NOREPLACE)
+        return _rename_with_flag(old, new, _RENAME_NOREPLACE)
     except FileExistsError as error:
-        raise already_exists(str(new)) from error
+        raise already_exists_error(str(new)) from error
 
 
-def _rename_flagged(a: Path, b: Path, flag: int) -> bool:
+def _rename_with_flag(a: Path, b: Path, flag: int) -> bool:
     """``renameat2``; False where the system or the file system does not have it. Raises OSError."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False
     if renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), flag) == 0:
         return True
-    number = ctypes.get_errno()
-    if number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
+    error_number = ctypes.get_errno()
+    if error_number in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
         return False
-    raise OSError(number, os.strerror(number))
+    raise OSError(error_number, os.strerror(error_number))
 
 
-def _replace_in_two_steps(finished: Path, target: Path, replaced: Mapping[str, int]) -> Path:
+def _replace_in_two_steps(finished_folder: Path, target: Path, replaced: Mapping[str, int]) -> Path:
     """Path of the old folder after both renames."""
-    aside = aside_of(target)
-    target.rename(aside)
+    aside_folder = moved_aside_path(target)
+    target.rename(aside_folder)
     try:
-        _refuse_added(aside, target, replaced)
-        finished.rename(target)
+        _refuse_added_files(aside_folder, target, replaced)
+        finished_folder.rename(target)
     except (OSError, DestinationExistsError):
-        aside.rename(target)
+        aside_folder.rename(target)
         raise
-    return aside
+    return aside_folder
 
 
-def sync(*folders: str | Path) -> None:
+def fsync_folders(*folders: str | Path) -> None:
     for folder in folders:
-        with open_folder(Path(folder)) as number:
-            os.fsync(number)
+        with open_folder(Path(folder)) as descriptor:
+            os.fsync(descriptor)

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckpt_tools.errors import IncompleteError, SourceNotFoundError, StoreError, UnsafeError
-from ckpt_tools.stores.marker_files import is_shown
-from ckpt_tools.stores.source import Buffer, FillableStore, checked_name
+from ckpt_tools.stores.marker_files import is_visible_file
+from ckpt_tools.stores.source import Buffer, FillableStore, check_file_name
 
 MAX_OPEN_FILES = 128
 """Descriptors kept open for reading: far under the usual limit of 1,024, and reopening costs 10 microseconds."""
@@ -34,20 +34,20 @@ largest cost more than all copying. 4.2 GB by a C program of 2 threads, calls th
 6 on a machine that had worked for ten hours, where ``cp -r`` took 1.10 s: 2.60 s by 1 MiB (0.72 s when it was fresh),
 0.73 s by 512 KiB, 1.08 s by 256 and 128 KiB. Calls of 1 MiB aligned to it took 6.3 s."""
 
-_STRADDLE_BYTES = 4 << 10
+_WRITE_END_OFFSET = 4 << 10
 """Offset of the end of each call from a multiple of ``WRITE_BYTES``: one page."""
 
 
 @contextmanager
-def reporting(what: str, path: str | Path | None) -> Iterator[None]:
+def wrap_os_errors(failure: str, path: str | Path | None) -> Iterator[None]:
     """Raises StoreError for an OSError within; without a ``path``, of the file that the error names."""
     try:
         yield
     except OSError as error:
-        raise StoreError(f"{what}: {error.strerror}", path=str(path or error.filename)) from error
+        raise StoreError(f"{failure}: {error.strerror}", path=str(path or error.filename)) from error
 
 
-class _Descriptor:
+class _OpenFile:
     """An open file, closed when the last thread lets go of it."""
 
     __slots__ = ("number", "path")
@@ -68,43 +68,43 @@ class _Descriptor:
 
 @dataclass(slots=True)
 class LocalStore(FillableStore):
-    """The files below ``root``; with ``only``, a single one of them.
+    """The files below ``root``; with ``only_file``, a single one of them.
 
-    With ``replaces``, a new file replaces an old one of its name, which a killed run left. With ``fsync``, a file is on
-    the disk once it is closed.
+    With ``replaces_existing``, a new file replaces an old one of its name, which a killed run left. With ``fsync``, a
+    file is on the disk once it is closed.
     """
 
     root: Path
-    only: str | None = None
-    replaces: bool = False
+    only_file: str | None = None
+    replaces_existing: bool = False
     fsync: bool = False
-    _open: OrderedDict[str, _Descriptor] = field(default_factory=OrderedDict, init=False, repr=False)
+    _open_files: OrderedDict[str, _OpenFile] = field(default_factory=OrderedDict, init=False, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
     @property
     def url(self) -> str:
-        return str(self.root / self.only if self.only else self.root)
+        return str(self.root / self.only_file if self.only_file else self.root)
 
     def list(self) -> Mapping[str, int]:
-        with reporting("listing failed", None):
-            return dict(self._walk() if self.only is None else self._single(self.only))
+        with wrap_os_errors("listing failed", None):
+            return dict(self._walk_files() if self.only_file is None else self._list_single_file(self.only_file))
 
-    def _single(self, name: str) -> Iterator[tuple[str, int]]:
+    def _list_single_file(self, name: str) -> Iterator[tuple[str, int]]:
         path = self.root / name
         if not path.is_file():
             raise SourceNotFoundError(f"there is no file {path}")
         yield name, path.stat().st_size
 
-    def hidden(self) -> Mapping[str, int]:
-        if self.only is not None:
+    def list_hidden(self) -> Mapping[str, int]:
+        if self.only_file is not None:
             return {}
-        with reporting("listing failed", None):
-            return {path: size for path, size in self._walk(with_hidden=True) if not is_shown(path)}
+        with wrap_os_errors("listing failed", None):
+            return {path: size for path, size in self._walk_files(with_hidden=True) if not is_visible_file(path)}
 
-    def _walk(self, *, with_hidden: bool = False) -> Iterator[tuple[str, int]]:
+    def _walk_files(self, *, with_hidden: bool = False) -> Iterator[tuple[str, int]]:
         if not self.root.is_dir():
             raise SourceNotFoundError(f"there is no folder {self.root}")
-        for folder, folders, names in os.walk(self.root, onerror=_raise):
+        for folder, folders, names in os.walk(self.root, onerror=_raise_error):
             folders[:] = [name for name in folders if with_hidden or not name.startswith(".")]
             for name in names:
                 path = Path(folder, name)
@@ -112,106 +112,106 @@ class LocalStore(FillableStore):
                     yield path.relative_to(self.root).as_posix(), path.stat().st_size
 
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
-        descriptor = self._descriptor(path)
-        done = 0
-        with reporting("reading failed", descriptor.path):
-            while done < len(buffer):
-                count = os.preadv(descriptor.number, [buffer[done:]], start + done)
+        descriptor = self._get_descriptor(path)
+        bytes_read = 0
+        with wrap_os_errors("reading failed", descriptor.path):
+            while bytes_read < len(buffer):
+                count = os.preadv(descriptor.number, [buffer[bytes_read:]], start + bytes_read)
                 if count == 0:
-                    raise IncompleteError(f"the file ends at byte {start + done:,}", path=str(descriptor.path))
-                done += count
+                    raise IncompleteError(f"the file ends at byte {start + bytes_read:,}", path=str(descriptor.path))
+                bytes_read += count
 
     def size(self, path: str) -> int:
-        descriptor = self._descriptor(path)
-        with reporting("reading the file's size failed", descriptor.path):
+        descriptor = self._get_descriptor(path)
+        with wrap_os_errors("reading the file's size failed", descriptor.path):
             return os.fstat(descriptor.number).st_size
 
-    def _descriptor(self, path: str) -> _Descriptor:
+    def _get_descriptor(self, path: str) -> _OpenFile:
         with self._lock:
-            found = self._open.get(path)
-            if found is None:
-                found = self._open[path] = self._opened(path)
-                if len(self._open) > MAX_OPEN_FILES:
-                    self._open.popitem(last=False)
+            descriptor = self._open_files.get(path)
+            if descriptor is None:
+                descriptor = self._open_files[path] = self._open_descriptor(path)
+                if len(self._open_files) > MAX_OPEN_FILES:
+                    self._open_files.popitem(last=False)
             else:
-                self._open.move_to_end(path)
-            return found
+                self._open_files.move_to_end(path)
+            return descriptor
 
-    def _opened(self, path: str) -> _Descriptor:
-        inside = self.root / checked_name(path)
-        if not _resolved(inside).is_relative_to(self._confines(path)):
-            raise UnsafeError(f"{inside} is a link to a file outside of the checkpoint; it was not opened")
-        with _needing(inside, "opening failed"):
-            return _Descriptor(inside)
+    def _open_descriptor(self, path: str) -> _OpenFile:
+        full_path = self.root / check_file_name(path)
+        if not _real_path(full_path).is_relative_to(self._allowed_root(path)):
+            raise UnsafeError(f"{full_path} is a link to a file outside of the checkpoint; it was not opened")
+        with _wrap_missing_file(full_path, "opening failed"):
+            return _OpenFile(full_path)
 
-    def _confines(self, path: str) -> Path:
+    def _allowed_root(self, path: str) -> Path:
         """The folder that links may lead into: the store, or the blobs of the hub cache that it is a snapshot of.
 
         A file that the user named may itself be a link.
         """
-        if path == self.only:
-            return _resolved(self.root / path).parent
-        root = _resolved(self.root)
+        if path == self.only_file:
+            return _real_path(self.root / path).parent
+        root = _real_path(self.root)
         return root.parent.parent if root.parent.name == "snapshots" else root
 
     def version(self, path: str) -> str:
         """When the file was last written and changed, its inode and its size. ``cp -p`` and ``rsync -t`` set the time
         of writing, and cannot set that of the change."""
-        file = self.root / checked_name(path)
-        with _needing(file, "reading the file's size failed"):
-            found = file.stat()
-            return f"{found.st_mtime_ns} {found.st_ctime_ns} {found.st_ino} {found.st_size}"
+        file = self.root / check_file_name(path)
+        with _wrap_missing_file(file, "reading the file's size failed"):
+            status = file.stat()
+            return f"{status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino} {status.st_size}"
 
-    def changed(self, path: str) -> float | None:
-        file = self.root / checked_name(path)
-        with _needing(file, "reading the file's time failed"):
+    def changed_time(self, path: str) -> float | None:
+        file = self.root / check_file_name(path)
+        with _wrap_missing_file(file, "reading the file's time failed"):
             return file.stat().st_ctime
 
-    def modified(self, path: str) -> float | None:
-        file = self.root / checked_name(path)
-        with reporting("reading the file's time failed", file), suppress(FileNotFoundError):
+    def modified_time(self, path: str) -> float | None:
+        file = self.root / check_file_name(path)
+        with wrap_os_errors("reading the file's time failed", file), suppress(FileNotFoundError):
             return file.stat().st_mtime
         return None
 
-    def check_room(self, num_bytes: int) -> None:
-        """Like ``FillableStore.check_room``, so that a conversion that cannot end is not begun."""
-        free = math.inf
+    def check_free_space(self, num_bytes: int) -> None:
+        """Like ``FillableStore.check_free_space``, so that a conversion that cannot end is not begun."""
+        free_bytes = math.inf
         with suppress(OSError):  # creating the first file says why
-            free = _free_bytes(os.statvfs(self.root))
-        if num_bytes > free:
+            free_bytes = _free_bytes(os.statvfs(self.root))
+        if num_bytes > free_bytes:
             raise StoreError(
-                f"there is no room for the output: it needs {num_bytes:,} bytes, and {int(free):,} are free; "
+                f"there is no room for the output: it needs {num_bytes:,} bytes, and {int(free_bytes):,} are free; "
                 "free some space or write elsewhere",
                 path=str(self.root),
             )
 
-    def create(self, path: str, size_bytes: int) -> LocalWriter:
-        target = self.root / checked_name(path)
-        with reporting("creating failed", target):
+    def create(self, path: str, size_bytes: int) -> LocalFileWriter:
+        target = self.root / check_file_name(path)
+        with wrap_os_errors("creating failed", target):
             target.parent.mkdir(parents=True, exist_ok=True)
-            if self.replaces:
+            if self.replaces_existing:
                 target.unlink(missing_ok=True)
                 with self._lock:
-                    self._open.pop(path, None)  # or it would keep the removed file's room
-            number = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        writer = LocalWriter(target, number, self.fsync)
-        writer.allocate(size_bytes)
+                    self._open_files.pop(path, None)  # or it would keep the removed file's room
+            descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        writer = LocalFileWriter(target, descriptor, self.fsync)
+        writer.allocate_space(size_bytes)
         return writer
 
-    def reopen(self, path: str) -> LocalWriter:
-        target = self.root / checked_name(path)
-        with reporting("opening failed", target):
-            return LocalWriter(target, os.open(target, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC), self.fsync)
+    def reopen(self, path: str) -> LocalFileWriter:
+        target = self.root / check_file_name(path)
+        with wrap_os_errors("opening failed", target):
+            return LocalFileWriter(target, os.open(target, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC), self.fsync)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return LocalStore, (self.root, self.only, self.replaces, self.fsync)
+        return LocalStore, (self.root, self.only_file, self.replaces_existing, self.fsync)
 
 
 @contextmanager
-def _needing(file: Path, what: str) -> Iterator[None]:
-    """``reporting``, with IncompleteError if there is no such file."""
+def _wrap_missing_file(file: Path, failure: str) -> Iterator[None]:
+    """``wrap_os_errors``, with IncompleteError if there is no such file."""
     try:
-        with reporting(what, file):
+        with wrap_os_errors(failure, file):
             yield
     except StoreError as error:
         if isinstance(error.__cause__, FileNotFoundError):
@@ -219,24 +219,24 @@ def _needing(file: Path, what: str) -> Iterator[None]:
         raise
 
 
-def _raise(error: OSError) -> None:
+def _raise_error(error: OSError) -> None:
     raise error
 
 
-def _resolved(path: Path) -> Path:
+def _real_path(path: Path) -> Path:
     """The path without links. ``Path.resolve`` raises RuntimeError for links in a circle; opening them, an OSError."""
     return Path(os.path.realpath(path))
 
 
 @dataclass(slots=True)
-class LocalWriter:
+class LocalFileWriter:
     """A local file being filled."""
 
     path: Path
-    number: int
+    descriptor: int
     fsync: bool = False
 
-    def allocate(self, size_bytes: int) -> None:
+    def allocate_space(self, size_bytes: int) -> None:
         """Reserve the whole file; where the file system cannot, only set its size.
 
         Raises:
@@ -244,12 +244,12 @@ class LocalWriter:
             others who write there would fail meanwhile, so that the room is looked up first.
         """
         try:
-            if size_bytes > _free_bytes(os.fstatvfs(self.number)):
+            if size_bytes > _free_bytes(os.fstatvfs(self.descriptor)):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             if size_bytes:
-                _reserve(self.number, size_bytes)
+                _reserve_space(self.descriptor, size_bytes)
         except OSError as error:
-            os.close(self.number)
+            os.close(self.descriptor)
             raise StoreError(
                 f"there is no room for {size_bytes:,} bytes: {error.strerror}; free some space or write elsewhere",
                 path=str(self.path),
@@ -258,35 +258,35 @@ class LocalWriter:
     def write_at(self, offset: int, data: Buffer) -> None:
         """Write all of ``data``; with ``fsync`` the disk begins with it at once. Raises StoreError."""
         view, position = memoryview(data), offset
-        with reporting("writing failed", self.path):
+        with wrap_os_errors("writing failed", self.path):
             while len(view):
-                num_bytes = WRITE_BYTES - (position - _STRADDLE_BYTES) % WRITE_BYTES
-                count = os.pwrite(self.number, view[:num_bytes], position)
+                num_bytes = WRITE_BYTES - (position - _WRITE_END_OFFSET) % WRITE_BYTES
+                count = os.pwrite(self.descriptor, view[:num_bytes], position)
                 view, position = view[count:], position + count
             if self.fsync:
-                _send_to_disk(self.number, offset, len(data))
+                _start_writeback(self.descriptor, offset, len(data))
 
     def close(self) -> None:
         """Raises StoreError if the bytes did not reach the disk, which network file systems report only here."""
-        with reporting("writing failed", self.path):
+        with wrap_os_errors("writing failed", self.path):
             try:
                 if self.fsync:
-                    os.fsync(self.number)
+                    os.fsync(self.descriptor)
             finally:
-                os.close(self.number)
+                os.close(self.descriptor)
 
     def abandon(self) -> None:
         """Like ``close``, without waiting for the disk."""
-        with reporting("writing failed", self.path):
-            os.close(self.number)
+        with wrap_os_errors("writing failed", self.path):
+            os.close(self.descriptor)
 
 
-def _free_bytes(room: os.statvfs_result) -> float:
+def _free_bytes(file_system_status: os.statvfs_result) -> float:
     """Bytes that this process may still write; a file system without a size does not say."""
-    return room.f_bavail * room.f_frsize if room.f_blocks else math.inf
+    return file_system_status.f_bavail * file_system_status.f_frsize if file_system_status.f_blocks else math.inf
 
 
-def _send_to_disk(number: int, start: int, num_bytes: int) -> None:
+def _start_writeback(descriptor: int, start: int, num_bytes: int) -> None:
     """Begin to write these bytes out, and do not wait.
 
     Linux does so when it is told that dirty pages are not needed, and keeps them while it writes. Otherwise it begins
@@ -294,13 +294,13 @@ def _send_to_disk(number: int, start: int, num_bytes: int) -> None:
     1.32 s, where ``cp -r`` and fsync took 1.95 s.
     """
     with suppress(OSError):
-        os.posix_fadvise(number, start, num_bytes, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(descriptor, start, num_bytes, os.POSIX_FADV_DONTNEED)
 
 
-def _reserve(number: int, size_bytes: int) -> None:
+def _reserve_space(descriptor: int, size_bytes: int) -> None:
     try:
-        os.posix_fallocate(number, 0, size_bytes)
+        os.posix_fallocate(descriptor, 0, size_bytes)
     except OSError as error:
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENODEV):
             raise
-        os.ftruncate(number, size_bytes)
+        os.ftruncate(descriptor, size_bytes)

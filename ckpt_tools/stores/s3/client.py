@@ -27,8 +27,8 @@ from isal import isal_zlib
 
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.errors import CkptError, IncompleteError, SourceNotFoundError, StoreError, UsageError
-from ckpt_tools.stores.retry import RetryPolicy, TransientError, host_of, is_transient, retried
-from ckpt_tools.stores.source import Buffer, ServiceFile
+from ckpt_tools.stores.retry import RetryPolicy, TransientError, host_of, is_transient, retry_transient
+from ckpt_tools.stores.source import Buffer, CopySource
 
 Result = TypeVar("Result")
 
@@ -41,19 +41,19 @@ CONNECT_SECONDS, READ_SECONDS = 10, 60
 RECEIVE_BYTES = 256 << 10
 """Bytes of a body read at a time, into a buffer that fits the processor's cache: no second copy of a part in memory."""
 
-MAX_DELETED = 1000
+MAX_KEYS_PER_DELETE = 1000
 """Keys of one DeleteObjects request, the service's own limit."""
 
-INSTALL = "pip install 'ckpt-tools[s3]'"
+INSTALL_COMMAND = "pip install 'ckpt-tools[s3]'"
 
-_SERVICE = "the S3 service"
+_SERVICE_NAME = "the S3 service"
 
-_REFUSED = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "403"}
+_REFUSED_CODES = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "403"}
 
 
-def _credentials() -> str:
-    given = format_option("storage_options", {"key": "...", "secret": "..."})
-    return f"check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or {given}"
+def _credentials_hint() -> str:
+    options_example = format_option("storage_options", {"key": "...", "secret": "..."})
+    return f"check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or {options_example}"
 
 
 class RefusedError(StoreError):
@@ -84,31 +84,34 @@ class S3Options:
     def parse(cls, options: Mapping[str, Any]) -> S3Options:
         """Storage options of a user, checked. Raises UsageError."""
         names = [each.name for each in fields(cls) if each.name != "retry"]
-        unknown = sorted(set(options) - {*names, "retries"})
-        if unknown:
+        unknown_names = sorted(set(options) - {*names, "retries"})
+        if unknown_names:
             raise UsageError(
-                f"{format_option('storage_options', {unknown[0]: '...'})}: s3:// knows {', '.join(names)} and retries"
+                f"{format_option('storage_options', {unknown_names[0]: '...'})}: s3:// knows {', '.join(names)} and "
+                f"retries"
             )
         try:
-            given = {name: _PARSERS.get(name, str)(value) for name, value in options.items() if name != "retries"}
+            parsed_options = {
+                name: _PARSERS.get(name, str)(value) for name, value in options.items() if name != "retries"
+            }
             policy = RetryPolicy(attempts=1 + int(options["retries"])) if "retries" in options else RetryPolicy()
         except ValueError as error:
             raise UsageError(f"{format_option('storage_options')} does not fit: {error}") from error
-        return cls(**given, retry=policy)
+        return cls(**parsed_options, retry=policy)
 
 
-def _truth(value: object) -> bool:
-    known = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-    if str(value).lower() not in known:
+def _parse_bool(value: object) -> bool:
+    parsed_values = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+    if str(value).lower() not in parsed_values:
         raise ValueError(f"anon is true or false, not {value!r}")
-    return known[str(value).lower()]
+    return parsed_values[str(value).lower()]
 
 
-_PARSERS: Mapping[str, Callable[[Any], Any]] = {"anon": _truth, "connect_timeout": float, "read_timeout": float}
+_PARSERS: Mapping[str, Callable[[Any], Any]] = {"anon": _parse_bool, "connect_timeout": float, "read_timeout": float}
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ListedObject:
     """An object of a listing."""
 
     key: str
@@ -119,7 +122,7 @@ class Found:
 
 
 @dataclass(frozen=True, slots=True)
-class Small:
+class ObjectBody:
     """A whole object, and how long ago it was written, by the service's own clock."""
 
     data: bytes
@@ -128,7 +131,7 @@ class Small:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class UploadedPart:
     """A part of an upload as the service lists it."""
 
     etag: str
@@ -147,38 +150,40 @@ class Bucket:
 
     # Reading
 
-    def objects(self, prefix: str) -> Iterator[Found]:
+    def list_objects(self, prefix: str) -> Iterator[ListedObject]:
         """Every object whose key starts with ``prefix``, in order. Raises SourceNotFoundError, StoreError."""
-        for page in self._pages("list_objects_v2", prefix, Prefix=prefix):
-            for found in page.get("Contents", ()):
-                yield Found(found["Key"], int(found["Size"]), found["ETag"], found["LastModified"].timestamp())
+        for page in self._list_pages("list_objects_v2", prefix, Prefix=prefix):
+            for listed in page.get("Contents", ()):
+                yield ListedObject(
+                    listed["Key"], int(listed["Size"]), listed["ETag"], listed["LastModified"].timestamp()
+                )
 
-    def holds_any(self, prefix: str) -> bool:
-        """True if any key starts with ``prefix``. Raises as ``objects``."""
-        return bool(self._call("list_objects_v2", prefix, Prefix=prefix, MaxKeys=1).get("Contents"))
+    def has_any_object(self, prefix: str) -> bool:
+        """True if any key starts with ``prefix``. Raises as ``list_objects``."""
+        return bool(self._call_with_retry("list_objects_v2", prefix, Prefix=prefix, MaxKeys=1).get("Contents"))
 
-    def _pages(self, operation: str, key: str, **given: Any) -> Iterator[Mapping[str, Any]]:
-        page = self._call(operation, key, **given)
+    def _list_pages(self, operation: str, key: str, **given: Any) -> Iterator[Mapping[str, Any]]:
+        page = self._call_with_retry(operation, key, **given)
         yield page
         while page.get("IsTruncated"):
-            page = self._call(operation, key, **given, ContinuationToken=page["NextContinuationToken"])
+            page = self._call_with_retry(operation, key, **given, ContinuationToken=page["NextContinuationToken"])
             yield page
 
-    def head(self, key: str) -> Found | None:
+    def head_object(self, key: str) -> ListedObject | None:
         """The object, if there is one. Raises StoreError."""
-        found = self._found("head_object", key, Key=key)
-        if found is None:
+        answer = self._call_or_none("head_object", key, Key=key)
+        if answer is None:
             return None
-        return Found(key, int(found["ContentLength"]), found["ETag"], found["LastModified"].timestamp())
+        return ListedObject(key, int(answer["ContentLength"]), answer["ETag"], answer["LastModified"].timestamp())
 
-    def metadata(self, key: str) -> Mapping[str, str] | None:
+    def get_metadata(self, key: str) -> Mapping[str, str] | None:
         """Metadata of the object, if it exists. Raises StoreError."""
-        found = self._found("head_object", key, Key=key)
-        return None if found is None else dict(found.get("Metadata", {}))
+        answer = self._call_or_none("head_object", key, Key=key)
+        return None if answer is None else dict(answer.get("Metadata", {}))
 
-    def _found(self, operation: str, key: str, **given: Any) -> Mapping[str, Any] | None:
+    def _call_or_none(self, operation: str, key: str, **given: Any) -> Mapping[str, Any] | None:
         try:
-            return self._call(operation, key, **given)
+            return self._call_with_retry(operation, key, **given)
         except RefusedError as error:
             if error.status == 404:
                 return None
@@ -190,24 +195,24 @@ class Bucket:
         Raises:
             IncompleteError: there is no such object, or it ends early. StoreError: reading failed.
         """
-        matching = {} if etag is None else {"IfMatch": etag}
-        retried(lambda: self._read_once(key, start, buffer, matching), self.options.retry)
+        version_condition = {} if etag is None else {"IfMatch": etag}
+        retry_transient(lambda: self._read_once(key, start, buffer, version_condition), self.options.retry)
 
-    def _read_once(self, key: str, start: int, buffer: memoryview, matching: Mapping[str, str]) -> None:
-        wanted = f"bytes={start}-{start + len(buffer) - 1}"
+    def _read_once(self, key: str, start: int, buffer: memoryview, version_condition: Mapping[str, str]) -> None:
+        byte_range = f"bytes={start}-{start + len(buffer) - 1}"
         try:
-            answer = self._once("get_object", key, Key=key, Range=wanted, **matching)
+            answer = self._call_once("get_object", key, Key=key, Range=byte_range, **version_condition)
         except RefusedError as error:
-            raise self._unreadable(error, key, start + len(buffer)) from error
+            raise self._error_of_read(error, key, start + len(buffer)) from error
         body = answer["Body"]
         try:
             self._check_range(answer, key, start, len(buffer))
-            self._guarded("get_object", key, lambda: _fill(buffer, body))
+            self._translate_errors("get_object", key, lambda: _read_body_into(buffer, body))
         except BaseException:
             body.close()
             raise
 
-    def _unreadable(self, error: RefusedError, key: str, stop: int) -> CkptError:
+    def _error_of_read(self, error: RefusedError, key: str, stop: int) -> CkptError:
         if error.status == 412:
             return StoreError("it was changed while it was being read; run again", path=self.url(key))
         reasons = {404: "this file of the checkpoint is missing", 416: f"the file ends before byte {stop:,}"}
@@ -215,78 +220,78 @@ class Bucket:
 
     def _check_range(self, answer: Mapping[str, Any], key: str, start: int, num_bytes: int) -> None:
         """Raises IncompleteError where the object ends early, TransientError for any other range than the asked."""
-        said, stop = str(answer.get("ContentRange", "")), start + num_bytes
-        if said.startswith(f"bytes {start}-{stop - 1}/") and answer["ContentLength"] == num_bytes:
+        content_range, stop = str(answer.get("ContentRange", "")), start + num_bytes
+        if content_range.startswith(f"bytes {start}-{stop - 1}/") and answer["ContentLength"] == num_bytes:
             return
-        found = re.fullmatch(r"bytes [0-9]+-[0-9]+/([0-9]{1,19})", said)
-        total = 0 if found is None else int(found[1])
-        if said == f"bytes {start}-{total - 1}/{total}" and total < stop:
-            raise IncompleteError(f"the file ends at byte {total:,}", path=self.url(key))
+        parsed_range = re.fullmatch(r"bytes [0-9]+-[0-9]+/([0-9]{1,19})", content_range)
+        object_size = 0 if parsed_range is None else int(parsed_range[1])
+        if content_range == f"bytes {start}-{object_size - 1}/{object_size}" and object_size < stop:
+            raise IncompleteError(f"the file ends at byte {object_size:,}", path=self.url(key))
         raise TransientError(
-            StoreError(f"the service sent {said or 'no range'} but bytes {start}-{stop - 1} were requested",
+            StoreError(f"the service sent {content_range or 'no range'} but bytes {start}-{stop - 1} were requested",
                        path=self.url(key))
         )  # fmt: skip
 
-    def get(self, key: str) -> Small | None:
+    def get_object(self, key: str) -> ObjectBody | None:
         """A small object in one piece, if there is one. Raises StoreError."""
-        return retried(lambda: self._get_once(key), self.options.retry)
+        return retry_transient(lambda: self._get_once(key), self.options.retry)
 
-    def _get_once(self, key: str) -> Small | None:
+    def _get_once(self, key: str) -> ObjectBody | None:
         try:
             # As a range, so that the answer says how large the object is: a body alone may be cut short unnoticed.
-            answer = self._once("get_object", key, Key=key, Range="bytes=0-")
+            answer = self._call_once("get_object", key, Key=key, Range="bytes=0-")
         except RefusedError as error:
             if error.status == 404:
                 return None
             if error.status != 416:
                 raise
             # An empty object has no range: SeaweedFS makes one of a request whose sender was killed.
-            found = self._found("head_object", key, Key=key)
-            if found is not None and int(found["ContentLength"]):
+            head_answer = self._call_or_none("head_object", key, Key=key)
+            if head_answer is not None and int(head_answer["ContentLength"]):
                 raise TransientError(StoreError("another process wrote it meanwhile", path=self.url(key))) from error
-            return None if found is None else Small(b"", found["ETag"], _age(found))
-        data = self._guarded("get_object", key, answer["Body"].read)
+            return None if head_answer is None else ObjectBody(b"", head_answer["ETag"], _age_seconds(head_answer))
+        data = self._translate_errors("get_object", key, answer["Body"].read)
         if answer.get("ContentRange") != f"bytes 0-{len(data) - 1}/{len(data)}":
             raise TransientError(StoreError("the service sent a part of it", path=self.url(key)))
-        return Small(data, answer["ETag"], _age(answer))
+        return ObjectBody(data, answer["ETag"], _age_seconds(answer))
 
     # Writing small objects
 
-    def put(self, key: str, data: bytes) -> None:
+    def put_object(self, key: str, data: bytes) -> None:
         """Make or replace an object. Raises StoreError."""
-        self._call("put_object", key, Key=key, Body=data)
+        self._call_with_retry("put_object", key, Key=key, Body=data)
 
     def put_absent(self, key: str, data: bytes) -> bool:
         """Make an object unless there is one, where the service can tell; else make it. Raises StoreError.
 
         False may also mean that an attempt before succeeded and its answer was lost.
         """
-        return self._put_if(key, data, IfNoneMatch="*")
+        return self._put_conditionally(key, data, IfNoneMatch="*")
 
     def put_matching(self, key: str, data: bytes, etag: str) -> bool:
         """Replace that version of an object, where the service can tell; else replace it. Raises StoreError."""
-        return self._put_if(key, data, IfMatch=etag)
+        return self._put_conditionally(key, data, IfMatch=etag)
 
-    def _put_if(self, key: str, data: bytes, **condition: str) -> bool:
+    def _put_conditionally(self, key: str, data: bytes, **condition: str) -> bool:
         try:
-            self._call("put_object", key, Key=key, Body=data, **condition)
+            self._call_with_retry("put_object", key, Key=key, Body=data, **condition)
         except RefusedError as error:
             if error.status == 501:
-                self.put(key, data)
+                self.put_object(key, data)
                 return True
             if error.status in (404, 412):
                 return False
             raise
         return True
 
-    def delete(self, keys: Sequence[str]) -> None:
+    def delete_objects(self, keys: Sequence[str]) -> None:
         """Remove objects, in that order by thousands; those that do not exist are skipped. Raises StoreError."""
-        for first in range(0, len(keys), MAX_DELETED):
-            batch = [{"Key": key} for key in keys[first : first + MAX_DELETED]]
-            retried(lambda batch=batch: self._delete_once(batch), self.options.retry)  # type: ignore[misc]
+        for first in range(0, len(keys), MAX_KEYS_PER_DELETE):
+            batch = [{"Key": key} for key in keys[first : first + MAX_KEYS_PER_DELETE]]
+            retry_transient(lambda batch=batch: self._delete_once(batch), self.options.retry)  # type: ignore[misc]
 
     def _delete_once(self, batch: Sequence[Mapping[str, str]]) -> None:
-        answer = self._once("delete_objects", batch[0]["Key"], Delete={"Objects": batch, "Quiet": True})
+        answer = self._call_once("delete_objects", batch[0]["Key"], Delete={"Objects": batch, "Quiet": True})
         for left in answer.get("Errors", ()):
             reason = f"removing failed: {left.get('Message') or left.get('Code')}"
             raise TransientError(StoreError(reason, path=self.url(left.get("Key", ""))))
@@ -296,95 +301,99 @@ class Bucket:
     def create_upload(self, key: str, metadata: Mapping[str, str]) -> str:
         """Id of a new upload, which is not visible before it is completed. Raises StoreError.
 
-        An attempt whose answer was lost leaves an open upload behind, which ``uploads`` lists.
+        An attempt whose answer was lost leaves an open upload behind, which ``list_uploads`` lists.
         """
-        return str(self._call("create_multipart_upload", key, Key=key, Metadata=dict(metadata))["UploadId"])
+        return str(self._call_with_retry("create_multipart_upload", key, Key=key, Metadata=dict(metadata))["UploadId"])
 
     def upload_part(self, key: str, upload: str, number: int, data: Buffer) -> str:
         """The ETag of part ``number``, from 1; sent again, it replaces itself. Raises StoreError."""
         crc = base64.b64encode(isal_zlib.crc32(data).to_bytes(4, "big")).decode()
-        given = {"Key": key, "UploadId": upload, "PartNumber": number, "ChecksumCRC32": crc}
-        given["ContentLength"] = memoryview(data).nbytes
+        request_fields = {"Key": key, "UploadId": upload, "PartNumber": number, "ChecksumCRC32": crc}
+        request_fields["ContentLength"] = memoryview(data).nbytes
 
-        def send() -> Mapping[str, Any]:
+        def send_part() -> Mapping[str, Any]:
             # A body for each attempt: a broken one has been read in part.
-            return self._once("upload_part", key, **given, Body=_Body(memoryview(data)))
+            return self._call_once("upload_part", key, **request_fields, Body=_UploadBody(memoryview(data)))
 
-        return _bare(retried(send, self.options.retry)["ETag"])
+        return _strip_quotes(retry_transient(send_part, self.options.retry)["ETag"])
 
-    def copy_part(self, key: str, upload: str, number: int, source: ServiceFile, start: int, stop: int) -> str:
+    def copy_part(self, key: str, upload: str, number: int, source: CopySource, start: int, stop: int) -> str:
         """The ETag of part ``number``, bytes ``[start, stop)`` of ``source``, which the service itself copies.
 
         Raises StoreError.
         """
         bucket, _, source_key = source.name.partition("/")
-        copied = {
+        copy_fields = {
             "CopySource": {"Bucket": bucket, "Key": source_key},
             "CopySourceRange": f"bytes={start}-{stop - 1}",
             "CopySourceIfMatch": source.version,
         }
-        answer = self._call("upload_part_copy", key, Key=key, UploadId=upload, PartNumber=number, **copied)
-        return _bare(answer["CopyPartResult"]["ETag"])
+        answer = self._call_with_retry(
+            "upload_part_copy", key, Key=key, UploadId=upload, PartNumber=number, **copy_fields
+        )
+        return _strip_quotes(answer["CopyPartResult"]["ETag"])
 
-    def parts(self, key: str, upload: str) -> dict[int, Part]:
+    def list_parts(self, key: str, upload: str) -> dict[int, UploadedPart]:
         """Parts of an open upload, by number from 1. Raises StoreError."""
-        found, marker = {}, 0
+        parts_by_number, marker = {}, 0
         while True:
-            page = self._call("list_parts", key, Key=key, UploadId=upload, PartNumberMarker=marker)
+            page = self._call_with_retry("list_parts", key, Key=key, UploadId=upload, PartNumberMarker=marker)
             for part in page.get("Parts", ()):
                 # SeaweedFS lists a part that was sent twice twice; the last counts.
-                found[int(part["PartNumber"])] = Part(_bare(part["ETag"]), int(part["Size"]))
+                parts_by_number[int(part["PartNumber"])] = UploadedPart(_strip_quotes(part["ETag"]), int(part["Size"]))
             if not page.get("IsTruncated"):
-                return found
+                return parts_by_number
             marker = int(page["NextPartNumberMarker"])
 
-    def uploads(self, prefix: str) -> Iterator[tuple[str, str]]:
+    def list_uploads(self, prefix: str) -> Iterator[tuple[str, str]]:
         """Keys and ids of open uploads to keys that start with ``prefix``. Raises StoreError."""
         marker: dict[str, str] = {}
         while True:
-            page = self._call("list_multipart_uploads", prefix, Prefix=prefix, **marker)
+            page = self._call_with_retry("list_multipart_uploads", prefix, Prefix=prefix, **marker)
             yield from ((each["Key"], each["UploadId"]) for each in page.get("Uploads", ()))
             if not page.get("IsTruncated"):
                 return
             marker = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
 
-    def complete(self, key: str, upload: str, etags: Sequence[str], metadata: Mapping[str, str]) -> None:
+    def complete_upload(self, key: str, upload: str, etags: Sequence[str], metadata: Mapping[str, str]) -> None:
         """Make an upload an object, visible in one step. Raises StoreError.
 
         An upload that is gone was completed by an attempt whose answer was lost, if the object has its metadata.
         """
         parts = [{"PartNumber": number, "ETag": etag} for number, etag in enumerate(etags, 1)]
         try:
-            self._call("complete_multipart_upload", key, Key=key, UploadId=upload, MultipartUpload={"Parts": parts})
+            self._call_with_retry(
+                "complete_multipart_upload", key, Key=key, UploadId=upload, MultipartUpload={"Parts": parts}
+            )
         except RefusedError as error:
-            if error.status != 404 or self.metadata(key) != metadata:
+            if error.status != 404 or self.get_metadata(key) != metadata:
                 raise
 
-    def abort(self, key: str, upload: str) -> None:
+    def abort_upload(self, key: str, upload: str) -> None:
         """Remove an upload; one that does not exist is skipped. Raises StoreError."""
-        self._found("abort_multipart_upload", key, Key=key, UploadId=upload)
+        self._call_or_none("abort_multipart_upload", key, Key=key, UploadId=upload)
 
     # One request
 
-    def _call(self, operation: str, key: str, **given: Any) -> Mapping[str, Any]:
-        return retried(lambda: self._once(operation, key, **given), self.options.retry)
+    def _call_with_retry(self, operation: str, key: str, **given: Any) -> Mapping[str, Any]:
+        return retry_transient(lambda: self._call_once(operation, key, **given), self.options.retry)
 
-    def _once(self, operation: str, key: str, **given: Any) -> Mapping[str, Any]:
+    def _call_once(self, operation: str, key: str, **given: Any) -> Mapping[str, Any]:
         """Raises RefusedError, TransientError, CkptError."""
 
-        def send() -> Any:
-            return getattr(_client(self.options, os.getpid()), operation)(Bucket=self.name, **given)
+        def send_request() -> Any:
+            return getattr(_make_client(self.options, os.getpid()), operation)(Bucket=self.name, **given)
 
-        return cast(Mapping[str, Any], self._guarded(operation, key, send))
+        return cast(Mapping[str, Any], self._translate_errors(operation, key, send_request))
 
-    def _guarded(self, operation: str, key: str, call: Callable[[], Result]) -> Result:
-        exceptions, urllib3 = _required()
+    def _translate_errors(self, operation: str, key: str, call: Callable[[], Result]) -> Result:
+        exceptions, urllib3 = _import_exceptions()
         try:
             return call()
         except exceptions.ClientError as error:
-            raise self._answered(operation, key, error.response) from error
+            raise self._error_of_answer(operation, key, error.response) from error
         except (exceptions.NoCredentialsError, exceptions.PartialCredentialsError) as error:
-            raise StoreError(f"no credentials for S3 were found; {_credentials()}", path=self.url(key)) from error
+            raise StoreError(f"no credentials for S3 were found; {_credentials_hint()}", path=self.url(key)) from error
         except (exceptions.CredentialRetrievalError, exceptions.TokenRetrievalError) as error:
             raise StoreError(f"credentials for S3 cannot be loaded: {error}", path=self.url(key)) from error
         except (
@@ -392,9 +401,9 @@ class Bucket:
             *(exceptions.IncompleteReadError, exceptions.ResponseParserError),
             *(OSError, http.client.HTTPException, urllib3.HTTPError, EOFError),
         ) as error:
-            reason = f"no answer from {self._endpoint or _SERVICE}: {error or type(error).__name__}"
-            failed = StoreError(reason, path=self.url(key))
-            raise TransientError(failed, f"no answer from {self._host} yet") from error
+            reason = f"no answer from {self._endpoint or _SERVICE_NAME}: {error or type(error).__name__}"
+            store_error = StoreError(reason, path=self.url(key))
+            raise TransientError(store_error, f"no answer from {self._host} yet") from error
         except exceptions.BotoCoreError as error:
             raise StoreError(f"S3 cannot be reached: {error}", path=self.url(key)) from error
 
@@ -404,44 +413,46 @@ class Bucket:
 
     @property
     def _host(self) -> str:
-        return host_of(self._endpoint) if self._endpoint else _SERVICE
+        return host_of(self._endpoint) if self._endpoint else _SERVICE_NAME
 
-    def _answered(self, operation: str, key: str, answer: Mapping[str, Any]) -> Exception:
+    def _error_of_answer(self, operation: str, key: str, answer: Mapping[str, Any]) -> Exception:
         status = int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
         code, message = answer["Error"].get("Code", ""), answer["Error"].get("Message", "")
         if is_transient(status, code):
-            failed = StoreError(f"the S3 service failed: {code} {message}", path=self.url(key))
-            return TransientError(failed, f"{self._host} answers {code}")
+            store_error = StoreError(f"the S3 service failed: {code} {message}", path=self.url(key))
+            return TransientError(store_error, f"{self._host} answers {code}")
         if code == "NoSuchBucket" or (status == 404 and operation.startswith("list_objects")):
             return SourceNotFoundError(f"there is no bucket {self.name}")
-        if code in _REFUSED:
-            return RefusedError(f"access was refused ({code}); {_credentials()}", path=self.url(key), status=status)
+        if code in _REFUSED_CODES:
+            return RefusedError(
+                f"access was refused ({code}); {_credentials_hint()}", path=self.url(key), status=status
+            )
         text = f"the S3 service refused {operation}: {code} {message}".rstrip()
         return RefusedError(text, path=self.url(key), status=status)
 
 
-def _age(answer: Mapping[str, Any]) -> float:
+def _age_seconds(answer: Mapping[str, Any]) -> float:
     """Seconds since the object was written, by the service's own clock."""
     now = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
     return (parsedate_to_datetime(now) - answer["LastModified"]).total_seconds() if now else 0.0
 
 
-def _bare(etag: str) -> str:
+def _strip_quotes(etag: str) -> str:
     """The ETag without quotes, which only some answers have."""
     return etag.strip('"')
 
 
-def _fill(buffer: memoryview, body: Any) -> None:
+def _read_body_into(buffer: memoryview, body: Any) -> None:
     """Raises EOFError where the body ends before the buffer does."""
-    done = 0
-    while done < len(buffer):
-        count = body.readinto(buffer[done : done + RECEIVE_BYTES])
+    bytes_received = 0
+    while bytes_received < len(buffer):
+        count = body.readinto(buffer[bytes_received : bytes_received + RECEIVE_BYTES])
         if not count:
-            raise EOFError(f"the body ended after {done:,} of {len(buffer):,} bytes")
-        done += count
+            raise EOFError(f"the body ended after {bytes_received:,} of {len(buffer):,} bytes")
+        bytes_received += count
 
 
-class _Body:
+class _UploadBody:
     """A buffer as a file, from which botocore sends a body without a copy.
 
     Read in blocks, because http.client asks for 8 KiB at a time, a system call each.
@@ -470,18 +481,18 @@ class _Body:
 
 
 @cache
-def _required() -> tuple[Any, Any]:
+def _import_exceptions() -> tuple[Any, Any]:
     """The exceptions of botocore, those of its parsers with them, and of urllib3 below it. Raises UsageError."""
     try:
         from botocore import exceptions, parsers
         from urllib3 import exceptions as below
     except ImportError as error:
-        raise UsageError(f"s3:// needs packages that are not installed: {INSTALL}") from error
+        raise UsageError(f"s3:// needs packages that are not installed: {INSTALL_COMMAND}") from error
     return SimpleNamespace(**vars(exceptions), ResponseParserError=parsers.ResponseParserError), below
 
 
 @cache
-def _client(options: S3Options, process: int) -> Any:
+def _make_client(options: S3Options, process: int) -> Any:
     """A client of this process: connections must not be shared with one that was forked."""
     import botocore.session
     from botocore import UNSIGNED, exceptions

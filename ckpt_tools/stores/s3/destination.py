@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from ckpt_tools.errors import StoreError
-from ckpt_tools.stores.destination import CopyingRules, Destination
-from ckpt_tools.stores.s3.client import Bucket, Part, RefusedError
-from ckpt_tools.stores.s3.upload_notes import TOKEN, UploadNotes, in_parallel
-from ckpt_tools.stores.source import Buffer, ServiceFile, checked_name
+from ckpt_tools.stores.destination import Destination, ServerCopyRules
+from ckpt_tools.stores.s3.client import Bucket, RefusedError, UploadedPart
+from ckpt_tools.stores.s3.upload_notes import TOKEN_METADATA_KEY, UploadNotes, map_in_parallel
+from ckpt_tools.stores.source import Buffer, CopySource, check_file_name
 
 PART_BYTES = 8 << 20
 """Part size of an uploaded file: S3's own tools use 8 MiB."""
@@ -23,7 +23,7 @@ PART_BYTES = 8 << 20
 MAX_PARTS = 10_000
 """Most parts of one upload, the service's limit."""
 
-LOG_NUMBER = re.compile(r"\d{12}")
+LOG_NAME_FORM = re.compile(r"\d{12}")
 
 MIN_COPY_BYTES = 5 << 20
 """Smallest part that the service copies, and smallest part that is not a file's last: the service's limit."""
@@ -40,83 +40,85 @@ class S3Destination(Destination):
     bucket: Bucket
     prefix: str
     notes: UploadNotes
-    finished: dict[str, tuple[str, str]] = field(default_factory=dict, repr=False)
+    finished_uploads: dict[str, tuple[str, str]] = field(default_factory=dict, repr=False)
     """By path: the handle, and the ETags of the parts, joined because a large output has millions."""
-    _held: dict[tuple[str, str], Mapping[int, Part] | None] = field(default_factory=dict, repr=False)
+    _earlier_parts: dict[tuple[str, str], Mapping[int, UploadedPart] | None] = field(default_factory=dict, repr=False)
 
-    def begin(self, path: str, size_bytes: int) -> str:
-        key = self.prefix + checked_name(path)
-        token = self.notes.begin(key)
-        return f"{token}/{self.bucket.create_upload(key, {TOKEN: token})}"
+    def begin_file(self, path: str, size_bytes: int) -> str:
+        key = self.prefix + check_file_name(path)
+        token = self.notes.note_upload(key)
+        return f"{token}/{self.bucket.create_upload(key, {TOKEN_METADATA_KEY: token})}"
 
-    def write(self, path: str, handle: str, number: int, offset: int, data: Buffer) -> str:
-        return self.bucket.upload_part(self.prefix + path, _upload(handle), number + 1, data)
+    def write_part(self, path: str, handle: str, number: int, offset: int, data: Buffer) -> str:
+        return self.bucket.upload_part(self.prefix + path, _upload_id(handle), number + 1, data)
 
     @property
-    def copying(self) -> CopyingRules:
-        return copying_rules(self.bucket)
+    def server_copy_rules(self) -> ServerCopyRules:
+        return server_copy_rules_of(self.bucket)
 
-    def copy(self, path: str, handle: str, number: int, source: ServiceFile, start: int, stop: int) -> str:
-        etag = self.bucket.copy_part(self.prefix + path, _upload(handle), number + 1, source, start, stop)
+    def copy_part(self, path: str, handle: str, number: int, source: CopySource, start: int, stop: int) -> str:
+        etag = self.bucket.copy_part(self.prefix + path, _upload_id(handle), number + 1, source, start, stop)
         return f"{stop - start}+{etag}"
 
-    def holds(self, path: str, handle: str, number: int, offset: int, num_bytes: int, crc: int, part_tag: str) -> bool:
-        found = self._parts(path, handle)
-        return found is None or found.get(number + 1) == Part(_etag(part_tag), num_bytes)
+    def has_part(
+        self, path: str, handle: str, number: int, offset: int, num_bytes: int, crc: int, part_tag: str
+    ) -> bool:
+        parts_by_number = self._list_earlier_parts(path, handle)
+        return parts_by_number is None or parts_by_number.get(number + 1) == UploadedPart(_etag_of(part_tag), num_bytes)
 
-    def _parts(self, path: str, handle: str) -> Mapping[int, Part] | None:
+    def _list_earlier_parts(self, path: str, handle: str) -> Mapping[int, UploadedPart] | None:
         """Parts of an upload of an earlier run; None if it was completed, empty if it is gone."""
-        if (path, handle) not in self._held:
+        if (path, handle) not in self._earlier_parts:
             key = self.prefix + path
             try:
-                self._held[path, handle] = self.bucket.parts(key, _upload(handle))
+                self._earlier_parts[path, handle] = self.bucket.list_parts(key, _upload_id(handle))
             except RefusedError:
-                is_complete = self.bucket.metadata(key) == {TOKEN: handle.partition("/")[0]}
-                self._held[path, handle] = None if is_complete else {}
-        return self._held[path, handle]
+                is_complete = self.bucket.get_metadata(key) == {TOKEN_METADATA_KEY: handle.partition("/")[0]}
+                self._earlier_parts[path, handle] = None if is_complete else {}
+        return self._earlier_parts[path, handle]
 
-    def finish(self, path: str, handle: str, part_tags: Sequence[str]) -> None:
+    def finish_file(self, path: str, handle: str, part_tags: Sequence[str]) -> None:
         if any("+" in part_tag for part_tag in part_tags):
-            self._check_copied(path, handle, part_tags)
-        self.finished[path] = (handle, "\n".join(map(_etag, part_tags)))
-        self._held.pop((path, handle), None)
+            self._check_copied_parts(path, handle, part_tags)
+        self.finished_uploads[path] = (handle, "\n".join(map(_etag_of, part_tags)))
+        self._earlier_parts.pop((path, handle), None)
 
-    def _check_copied(self, path: str, handle: str, part_tags: Sequence[str]) -> None:
+    def _check_copied_parts(self, path: str, handle: str, part_tags: Sequence[str]) -> None:
         """Raises StoreError where a copied part has another size than it should."""
-        found = self.bucket.parts(self.prefix + path, _upload(handle))
+        parts_by_number = self.bucket.list_parts(self.prefix + path, _upload_id(handle))
         for number, (size, mark, etag) in enumerate((each.rpartition("+") for each in part_tags), 1):
-            if mark and found.get(number) != Part(etag, int(size)):
+            if mark and parts_by_number.get(number) != UploadedPart(etag, int(size)):
                 raise StoreError(
-                    f"the service copied part {number} wrongly: {found.get(number)} instead of {size} bytes",
+                    f"the service copied part {number} wrongly: {parts_by_number.get(number)} instead of {size} bytes",
                     path=self.bucket.url(self.prefix + path),
                 )
 
-    def complete(self, path: str) -> None:
+    def complete_file(self, path: str) -> None:
         """Make a finished file visible. Raises StoreError."""
-        handle, etags = self.finished[path]
+        handle, etags = self.finished_uploads[path]
         token, _, upload = handle.partition("/")
-        self.bucket.complete(self.prefix + path, upload, etags.split("\n"), {TOKEN: token})
+        self.bucket.complete_upload(self.prefix + path, upload, etags.split("\n"), {TOKEN_METADATA_KEY: token})
 
-    def mark(self, path: str) -> tuple[str, str]:
+    def get_key_and_token(self, path: str) -> tuple[str, str]:
         """The key of a finished file, and the token that its object will carry."""
-        return self.prefix + path, self.finished[path][0].partition("/")[0]
+        return self.prefix + path, self.finished_uploads[path][0].partition("/")[0]
 
-    def abandon(self) -> None:
+    def close_open_files(self) -> None:
         """Does nothing: no file is open here."""
 
     def __reduce__(self) -> tuple[object, ...]:
         return S3Destination, (self.bucket, self.prefix, self.notes)
 
 
-def copying_rules(bucket: Bucket) -> CopyingRules:
-    return CopyingRules(bucket.options, MIN_COPY_BYTES)
+def server_copy_rules_of(bucket: Bucket) -> ServerCopyRules:
+    return ServerCopyRules(bucket.options, MIN_COPY_BYTES)
 
 
-def _upload(handle: str) -> str:
+def _upload_id(handle: str) -> str:
     return handle.partition("/")[2]
 
 
-def _etag(part_tag: str) -> str:
+def _etag_of(part_tag: str) -> str:
     return part_tag.rpartition("+")[2]
 
 
@@ -126,24 +128,24 @@ class S3Log:
 
     bucket: Bucket
     prefix: str
-    _next: Iterator[int] | None = None
+    _next_number: Iterator[int] | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def read(self) -> bytes:
-        pieces = in_parallel(self.bucket.get, self._keys())
-        return b"".join(piece.data for piece in pieces if piece is not None)
+        appended_objects = map_in_parallel(self.bucket.get_object, self._list_keys())
+        return b"".join(piece.data for piece in appended_objects if piece is not None)
 
     def append(self, data: bytes) -> None:
         with self._lock:
-            if self._next is None:
-                last = max(self._keys(), default=None)
-                self._next = count(0 if last is None else int(last.removeprefix(self.prefix)) + 1)
-            number = next(self._next)
-        self.bucket.put(f"{self.prefix}{number:012d}", data)
+            if self._next_number is None:
+                last = max(self._list_keys(), default=None)
+                self._next_number = count(0 if last is None else int(last.removeprefix(self.prefix)) + 1)
+            number = next(self._next_number)
+        self.bucket.put_object(f"{self.prefix}{number:012d}", data)
 
     def clear(self) -> None:
-        self.bucket.delete(self._keys())
+        self.bucket.delete_objects(self._list_keys())
 
-    def _keys(self) -> list[str]:
-        keys = [found.key for found in self.bucket.objects(self.prefix)]
-        return [key for key in keys if LOG_NUMBER.fullmatch(key.removeprefix(self.prefix))]
+    def _list_keys(self) -> list[str]:
+        keys = [found.key for found in self.bucket.list_objects(self.prefix)]
+        return [key for key in keys if LOG_NAME_FORM.fullmatch(key.removeprefix(self.prefix))]

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ckpt_tools.errors import CkptError, DestinationExistsError, StoreError
-from ckpt_tools.stores.s3.client import Small
+from ckpt_tools.stores.s3.client import ObjectBody
 
 BEAT_SECONDS = 15.0
 """Interval of a holder's heartbeats: four requests a minute."""
@@ -28,139 +28,144 @@ BEAT_SECONDS = 15.0
 STALE_SECONDS = 60.0
 """Silence after which a holder is taken for dead: four beats, as a request may be tried again for half a minute."""
 
-ATTEMPTS = 3
+MAX_ATTEMPTS = 3
 """Attempts to take a lock: its object may vanish between listing and reading when a holder ends."""
 
 
-class SmallObjects(Protocol):
+class LockObjects(Protocol):
     """Operations that a lock needs of a store."""
 
-    def get(self, key: str) -> Small | None: ...
+    def get_object(self, key: str) -> ObjectBody | None: ...
 
     def put_absent(self, key: str, data: bytes) -> bool: ...
 
     def put_matching(self, key: str, data: bytes, etag: str) -> bool: ...
 
-    def delete(self, keys: list[str]) -> None: ...
+    def delete_objects(self, keys: list[str]) -> None: ...
 
 
 @dataclass(slots=True)
 class ObjectLock:
     """A lock at ``key``, taken by ``hold``."""
 
-    objects: SmallObjects
+    objects: LockObjects
     key: str
     url: str
     _token: str = field(default_factory=lambda: secrets.token_hex(16), repr=False)
     _etag: str = field(default="", repr=False)
     _num_beats: int = field(default=0, repr=False)
-    lost: bool = field(default=False, repr=False)
+    is_lost: bool = field(default=False, repr=False)
     """True once another process was seen to have taken over."""
 
-    def take(self) -> None:
+    def acquire_lock(self) -> None:
         """Raises DestinationExistsError where another process holds it, and StoreError."""
-        for _ in range(ATTEMPTS):
-            found = self.objects.get(self.key)
-            if found is None:
-                self.objects.put_absent(self.key, self._text())
-            elif not _is_stale(found):
+        for _ in range(MAX_ATTEMPTS):
+            current_lock = self.objects.get_object(self.key)
+            if current_lock is None:
+                self.objects.put_absent(self.key, self._encode_holder())
+            elif not _is_stale(current_lock):
                 # Locks of earlier versions do not name the host.
-                content = _content(found)
+                content = _decode_holder(current_lock)
                 who = f" (process {content['pid']} on {content['host']})" if {"pid", "host"} <= content.keys() else ""
                 raise DestinationExistsError(
                     f"another process is writing to {self.url}{who}; wait for it to end (one that was killed "
                     f"on another machine is given up {STALE_SECONDS:.0f} seconds after its last sign of life)"
                 )
             else:
-                self.objects.put_matching(self.key, self._text(), found.etag)
-            if self._is_mine():
+                self.objects.put_matching(self.key, self._encode_holder(), current_lock.etag)
+            if self._is_held_by_this():
                 return
         raise DestinationExistsError(f"another process is about to write to {self.url}; wait for it to end")
 
-    def _text(self) -> bytes:
+    def _encode_holder(self) -> bytes:
         # Others on this machine find the process so.
         pid = os.getpid()
-        process = {"machine": _machine(), "host": socket.gethostname(), "pid": pid, "started": _started(pid)}
-        return json.dumps({"token": self._token, "beat": self._num_beats, **process}).encode()
+        holder = {
+            "machine": _machine_id(),
+            "host": socket.gethostname(),
+            "pid": pid,
+            "started": _process_start_time(pid),
+        }
+        return json.dumps({"token": self._token, "beat": self._num_beats, **holder}).encode()
 
-    def _is_mine(self) -> bool:
+    def _is_held_by_this(self) -> bool:
         """Read the lock back: a condition may have been ignored, or met by an attempt whose answer was lost."""
-        found = self.objects.get(self.key)
-        if found is None or _content(found).get("token") != self._token:
+        current_lock = self.objects.get_object(self.key)
+        if current_lock is None or _decode_holder(current_lock).get("token") != self._token:
             return False
-        self._etag = found.etag
+        self._etag = current_lock.etag
         return True
 
-    def beat(self) -> None:
+    def write_heartbeat(self) -> None:
         """Write a heartbeat. Raises StoreError if another process took over."""
         self._num_beats += 1
-        self.objects.put_matching(self.key, self._text(), self._etag)
-        self.check()
+        self.objects.put_matching(self.key, self._encode_holder(), self._etag)
+        self.check_still_held()
 
-    def check(self) -> None:
+    def check_still_held(self) -> None:
         """Raises StoreError if another process took over."""
-        if not self._is_mine():
-            self.lost = True
-            raise self.taken_over()
+        if not self._is_held_by_this():
+            self.is_lost = True
+            raise self.taken_over_error()
 
-    def taken_over(self) -> StoreError:
+    def taken_over_error(self) -> StoreError:
         return StoreError(f"another process took over {self.url}, because this one gave no sign of life for too long")
 
-    def release(self) -> None:
+    def release_lock(self) -> None:
         """Release the lock if this process still holds it. Raises StoreError."""
-        if self._is_mine():
-            self.objects.delete([self.key])
+        if self._is_held_by_this():
+            self.objects.delete_objects([self.key])
 
     @contextmanager
-    def beating(self) -> Iterator[None]:
+    def keep_alive(self) -> Iterator[None]:
         """Write heartbeats in a thread while this runs. The next beat makes up for one that fails."""
-        ended = threading.Event()
+        is_ended = threading.Event()
 
-        def beat() -> None:
-            while not ended.wait(BEAT_SECONDS):
+        def write_heartbeats() -> None:
+            while not is_ended.wait(BEAT_SECONDS):
                 with suppress(CkptError):
-                    self.beat()
+                    self.write_heartbeat()
 
-        thread = threading.Thread(target=beat, name="ckpt-tools-lock", daemon=True)
+        thread = threading.Thread(target=write_heartbeats, name="ckpt-tools-lock", daemon=True)
         thread.start()
         try:
             yield
         finally:
-            ended.set()
+            is_ended.set()
             thread.join()
 
 
-def _content(found: Small) -> dict[str, object]:
+def _decode_holder(lock_object: ObjectBody) -> dict[str, object]:
     """Content of a lock; empty if the object is damaged or not a lock."""
     with suppress(ValueError):
-        content = json.loads(found.data)
+        content = json.loads(lock_object.data)
         return content if isinstance(content, dict) else {}
     return {}
 
 
-def is_held(found: Small | None) -> bool:
+def is_lock_held(lock_object: ObjectBody | None) -> bool:
     """True if the lock is held by a process that is not known to be dead."""
-    return found is not None and not _is_stale(found)
+    return lock_object is not None and not _is_stale(lock_object)
 
 
-def _is_stale(found: Small) -> bool:
+def _is_stale(lock_object: ObjectBody) -> bool:
     """True if the holder is dead. An empty lock is of a process that was killed while it wrote it: a process holds a
     lock only after it has read it back."""
-    content = _content(found)
+    content = _decode_holder(lock_object)
     if not content:
         return True
-    if content.get("machine") == _machine():
+    if content.get("machine") == _machine_id():
         try:
             pid = content.get("pid")
-            has_ended = not isinstance(pid, int) or _started(pid) != content.get("started")
+            has_ended = not isinstance(pid, int) or _process_start_time(pid) != content.get("started")
         except OSError:
             has_ended = True
         if has_ended:
             return True
-    return found.age_seconds > STALE_SECONDS
+    return lock_object.age_seconds > STALE_SECONDS
 
 
-def _machine() -> str:
+def _machine_id() -> str:
     """The running system and the namespace of process numbers, which each container has for itself."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -169,7 +174,7 @@ def _machine() -> str:
         return secrets.token_hex(16)
 
 
-def _started(pid: int) -> str:
+def _process_start_time(pid: int) -> str:
     """Start of a process in ticks of the kernel, which tells it from a later process of the same number."""
     stat = Path(f"/proc/{pid}/stat").read_text()
     return stat.rpartition(")")[2].split()[19]

@@ -19,30 +19,43 @@ from pathlib import PurePosixPath
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.errors import CkptError, DestinationExistsError
 from ckpt_tools.signals import allow_signals, defer_signals
-from ckpt_tools.stores.destination import Claim, Leftover, PartRules, Place
+from ckpt_tools.stores.destination import Claim, Leftover, OutputLocation, PartRules
 from ckpt_tools.stores.marker_files import is_marker
-from ckpt_tools.stores.output_form import Folder, Kind, SingleFile
-from ckpt_tools.stores.present import NOTHING, Present, check_free, check_only, folders_of
-from ckpt_tools.stores.s3.client import Bucket, Found
-from ckpt_tools.stores.s3.destination import LOG_NUMBER, MAX_PARTS, PART_BYTES, S3Destination, S3Log, copying_rules
-from ckpt_tools.stores.s3.lock import ObjectLock, is_held
+from ckpt_tools.stores.output_form import FolderForm, OutputKind, SingleFileForm
+from ckpt_tools.stores.present import (
+    NO_FILES,
+    DestinationContents,
+    check_free,
+    check_no_unexpected_files,
+    list_parent_folders,
+)
+from ckpt_tools.stores.s3.client import Bucket, ListedObject
+from ckpt_tools.stores.s3.destination import (
+    LOG_NAME_FORM,
+    MAX_PARTS,
+    PART_BYTES,
+    S3Destination,
+    S3Log,
+    server_copy_rules_of,
+)
+from ckpt_tools.stores.s3.lock import ObjectLock, is_lock_held
 from ckpt_tools.stores.s3.store import S3Store
-from ckpt_tools.stores.s3.upload_notes import TOKEN_FORM, UploadNotes, in_parallel
+from ckpt_tools.stores.s3.upload_notes import TOKEN_FORM, UploadNotes, map_in_parallel
 
 
 @dataclass(slots=True)
 class S3Claim(Claim):
     """A place that this process alone writes to, as long as its lock says so."""
 
-    place: S3Place
+    location: S3OutputLocation
     destination: S3Destination
     log: S3Log
     lock: ObjectLock
     overwrite: bool
-    is_kept: bool
+    keeps_uploads: bool
     """True if output that was not published is kept for a run with ``resume``."""
 
-    def publish(self, paths: Sequence[str], replaced: Mapping[str, int] = NOTHING) -> None:
+    def publish_files(self, paths: Sequence[str], replaced: Mapping[str, int] = NO_FILES) -> None:
         """Make the finished files visible, the last of ``paths`` last, and remove ``replaced``.
 
         Once anything was removed, the uploads are all there is, and are kept if the service fails.
@@ -51,58 +64,69 @@ class S3Claim(Claim):
             DestinationExistsError: another process wrote there meanwhile. StoreError: the service failed, or
             another process took over.
         """
-        self.lock.check()
-        self.place.check_free(overwrite=self.overwrite)
-        check_only(self.place.present(), self.place.url, replaced)
-        *data, last = paths
-        marks = dict(map(self.destination.mark, paths))
+        self.lock.check_still_held()
+        self.location.check_free(overwrite=self.overwrite)
+        check_no_unexpected_files(self.location.list_contents(), self.location.url, replaced)
+        *data_paths, last_path = paths
+        tokens_by_key = dict(map(self.destination.get_key_and_token, paths))
         # Incomplete objects of a killed run are removed, except those that it completed for this one.
-        partial_objects = self.destination.notes.partial_objects()
-        completed = self._completed(marks, partial_objects)
-        self.place.bucket.delete([key for key in partial_objects if key not in completed])
-        old = self._old(marks, replaced)
-        self.destination.notes.publish(*self.destination.mark(last), old)
+        partial_objects = self.destination.notes.list_partial_objects()
+        completed_keys = self._find_completed_keys(tokens_by_key, partial_objects)
+        self.location.bucket.delete_objects([key for key in partial_objects if key not in completed_keys])
+        old_objects = self._find_replaced_objects(tokens_by_key, replaced)
+        self.destination.notes.note_publishing(*self.destination.get_key_and_token(last_path), old_objects)
         try:
             # In two requests: the folder is not a checkpoint once its markers are removed.
             for are_markers in (True, False):
-                self.place.bucket.delete([each.key for each in old if is_marker(each.key) is are_markers])
-            in_parallel(self.destination.complete, data)
-            self.destination.complete(last)
+                self.location.bucket.delete_objects(
+                    [each.key for each in old_objects if is_marker(each.key) is are_markers]
+                )
+            map_in_parallel(self.destination.complete_file, data_paths)
+            self.destination.complete_file(last_path)
         except CkptError as error:
-            if old and not self.is_kept:
+            if old_objects and not self.keeps_uploads:
                 error.message += (
                     "; the old checkpoint is being replaced, and the uploads of the new one are kept: the same command "
                     f"with {format_option('resume', True)} continues"
                 )
-                self.is_kept = True
+                self.keeps_uploads = True
             raise
-        self.is_kept = False
+        self.keeps_uploads = False
 
-    def add(self, path: str) -> None:
-        self.lock.check()
-        self.destination.complete(path)
+    def publish_companion_file(self, path: str) -> None:
+        self.lock.check_still_held()
+        self.destination.complete_file(path)
 
-    def _completed(self, marks: Mapping[str, str], keys: Iterable[str]) -> set[str]:
-        """Those of ``keys`` whose objects have the token of ``marks``: a killed run completed them for this one."""
-        known = [key for key in keys if key in marks]
-        tokens = in_parallel(self.destination.notes.token, known)
-        return {key for key, token in zip(known, tokens, strict=True) if token == marks[key]}
+    def _find_completed_keys(self, tokens_by_key: Mapping[str, str], keys: Iterable[str]) -> set[str]:
+        """Those of ``keys`` whose objects have the token of ``tokens_by_key``: a killed run completed them for this
+        one."""
+        known_keys = [key for key in keys if key in tokens_by_key]
+        tokens = map_in_parallel(self.destination.notes.get_object_token, known_keys)
+        return {key for key, token in zip(known_keys, tokens, strict=True) if token == tokens_by_key[key]}
 
-    def _old(self, marks: Mapping[str, str], replaced: Mapping[str, int]) -> list[Found]:
+    def _find_replaced_objects(
+        self, tokens_by_key: Mapping[str, str], replaced: Mapping[str, int]
+    ) -> list[ListedObject]:
         """Objects to remove; a single file is replaced in one step instead, and the digests beside it are removed."""
-        if isinstance(self.place.form, SingleFile):
-            self.place.bucket.delete([self.place.beside + path for path in replaced if path != self.place.name])
+        if isinstance(self.location.form, SingleFileForm):
+            self.location.bucket.delete_objects(
+                [self.location.sibling_prefix + path for path in replaced if path != self.location.name]
+            )
             return []
-        names = {self.place.inside + path for path in replaced}
-        old = [each for each in self.place.objects() if each.key in names]
-        if len(marks) == 1 and {each.key for each in old} <= marks.keys():
+        replaced_keys = {self.location.folder_prefix + path for path in replaced}
+        old_objects = [each for each in self.location.list_objects() if each.key in replaced_keys]
+        if len(tokens_by_key) == 1 and {each.key for each in old_objects} <= tokens_by_key.keys():
             return []
-        completed = self._completed(marks, (each.key for each in old)) if self.is_kept else set()
-        return [each for each in old if each.key not in completed]
+        completed_keys = (
+            self._find_completed_keys(tokens_by_key, (each.key for each in old_objects))
+            if self.keeps_uploads
+            else set()
+        )
+        return [each for each in old_objects if each.key not in completed_keys]
 
 
 @dataclass(frozen=True, slots=True)
-class S3Place(Place):
+class S3OutputLocation(OutputLocation):
     """A key of a bucket, without a slash at its end, as the place of an output."""
 
     bucket: Bucket
@@ -117,117 +141,136 @@ class S3Place(Place):
         return PurePosixPath(self.key).name or self.bucket.name
 
     @property
-    def parts(self) -> PartRules:
-        return PartRules(PART_BYTES, MAX_PARTS, copying_rules(self.bucket))
+    def part_rules(self) -> PartRules:
+        return PartRules(PART_BYTES, MAX_PARTS, server_copy_rules_of(self.bucket))
 
     @property
-    def inside(self) -> str:
+    def folder_prefix(self) -> str:
         """Prefix of the files in it as a folder."""
         return f"{self.key}/" if self.key else ""
 
     @property
-    def beside(self) -> str:
+    def sibling_prefix(self) -> str:
         """Prefix of the keys beside it."""
         return self.key.removesuffix(self.name)
 
     @property
-    def _root(self) -> str:
+    def _root_prefix(self) -> str:
         """The prefix of the names that an output's files have in its layout."""
-        return self.beside if isinstance(self.form, SingleFile) else self.inside
+        return self.sibling_prefix if isinstance(self.form, SingleFileForm) else self.folder_prefix
 
     @property
-    def _partial(self) -> str:
-        return f"{self._root}{self.form.partial_name}/"
+    def _partial_prefix(self) -> str:
+        return f"{self._root_prefix}{self.form.partial_name}/"
 
-    def objects(self) -> list[Found]:
+    def list_objects(self) -> list[ListedObject]:
         """Contents of the folder without unfinished output."""
-        folder = self.taken_as(Folder())
-        partial_objects = set(folder._notes.partial_objects())
-        found = self.bucket.objects(self.inside)
-        return [each for each in found if each.key not in partial_objects and not each.key.startswith(folder._partial)]
+        folder_location = self.with_form(FolderForm())
+        partial_objects = set(folder_location._upload_notes.list_partial_objects())
+        listed_objects = self.bucket.list_objects(self.folder_prefix)
+        return [
+            each
+            for each in listed_objects
+            if each.key not in partial_objects and not each.key.startswith(folder_location._partial_prefix)
+        ]
 
     @property
-    def _notes(self) -> UploadNotes:
-        return UploadNotes(self.bucket, f"{self._partial}notes/", self._root)
+    def _upload_notes(self) -> UploadNotes:
+        return UploadNotes(self.bucket, f"{self._partial_prefix}notes/", self._root_prefix)
 
     @property
     def lock(self) -> ObjectLock:
-        return ObjectLock(self.bucket, f"{self._partial}lock", self.url)
+        return ObjectLock(self.bucket, f"{self._partial_prefix}lock", self.url)
 
-    def present(self) -> Present | None:
-        if isinstance(self.form, Folder):
-            return self._folder()
-        found = self.bucket.head(self.key) if self.key else None
-        return None if found is None else Present(S3Store(self.bucket, self.beside, self.name), {self.name: found.size})
+    def list_contents(self) -> DestinationContents | None:
+        if isinstance(self.form, FolderForm):
+            return self._list_folder()
+        listed_object = self.bucket.head_object(self.key) if self.key else None
+        return (
+            None
+            if listed_object is None
+            else DestinationContents(
+                S3Store(self.bucket, self.sibling_prefix, self.name), {self.name: listed_object.size}
+            )
+        )
 
-    def _folder(self) -> Present | None:
+    def _list_folder(self) -> DestinationContents | None:
         """The folder's own mark, and those of folders that hold files, say nothing more than these."""
-        sizes = {each.key.removeprefix(self.inside): each.size for each in self.objects()}
+        sizes = {each.key.removeprefix(self.folder_prefix): each.size for each in self.list_objects()}
         files = {path: size for path, size in sizes.items() if path and not path.endswith("/")}
-        full = {"", *(f"{folder}/" for folder in folders_of(files))}
-        others = [path or "/" for path, size in sizes.items() if path not in files and (size or path not in full)]
-        return Present(S3Store(self.bucket, self.inside), files, others) if files or others else None
+        nonempty_folders = {"", *(f"{folder}/" for folder in list_parent_folders(files))}
+        others = [
+            path or "/" for path, size in sizes.items() if path not in files and (size or path not in nonempty_folders)
+        ]
+        return DestinationContents(S3Store(self.bucket, self.folder_prefix), files, others) if files or others else None
 
     def check_free(self, *, overwrite: bool) -> None:
         """Raises DestinationExistsError where the place may not, or cannot, be taken."""
-        single = self.bucket.head(self.key) if self.key else None
-        is_there: dict[Kind, bool] = {"file": single is not None, "folder": self._folder() is not None}
-        kinds = [kind for kind, found in is_there.items() if found]
-        check_free(self.url, self.form.kind, is_taken=bool(kinds), kinds=kinds, overwrite=overwrite)
+        single_file = self.bucket.head_object(self.key) if self.key else None
+        existing: dict[OutputKind, bool] = {"file": single_file is not None, "folder": self._list_folder() is not None}
+        existing_kinds = [kind for kind, found in existing.items() if found]
+        check_free(
+            self.url, self.form.kind, is_taken=bool(existing_kinds), existing_kinds=existing_kinds, overwrite=overwrite
+        )
 
     def claim(self, *, overwrite: bool, resume: bool, fsync: bool = False) -> AbstractContextManager[S3Claim]:
         """Like ``Place.claim``. S3 answers when bytes are safe, so ``fsync`` changes nothing."""
-        return claimed(self, overwrite=overwrite, resume=resume)
+        return open_s3_claim(self, overwrite=overwrite, resume=resume)
 
-    def new_claim(self, *, overwrite: bool, is_kept: bool = False) -> S3Claim:
-        destination = S3Destination(self.bucket, self._root, self._notes)
-        return S3Claim(self, destination, S3Log(self.bucket, f"{self._partial}log/"), self.lock, overwrite, is_kept)
+    def make_claim(self, *, overwrite: bool, keeps_uploads: bool = False) -> S3Claim:
+        destination = S3Destination(self.bucket, self._root_prefix, self._upload_notes)
+        return S3Claim(
+            self, destination, S3Log(self.bucket, f"{self._partial_prefix}log/"), self.lock, overwrite, keeps_uploads
+        )
 
-    def _ways(self) -> list[S3Place]:
+    def _locations_of_both_forms(self) -> list[S3OutputLocation]:
         """The place as a folder and as a file, because the form of an earlier output is unknown. A bucket is a
         folder."""
-        return [self.taken_as(Folder()), *([self.as_file()] if self.key else [])]
+        return [self.with_form(FolderForm()), *([self.as_single_file()] if self.key else [])]
 
-    def leftovers(self) -> Sequence[Leftover]:
-        found: list[Leftover] = []
-        for way in self._ways():
-            if is_held(self.bucket.get(way.lock.key)):
+    def list_leftovers(self) -> Sequence[Leftover]:
+        leftovers: list[Leftover] = []
+        for location in self._locations_of_both_forms():
+            if is_lock_held(self.bucket.get_object(location.lock.key)):
                 raise DestinationExistsError(f"another process is writing to {self.url}; wait for it to end")
-            found += way._left()
-        return found
+            leftovers += location._list_leftovers_of_form()
+        return leftovers
 
-    def _left(self) -> Iterator[Leftover]:
-        notes, partial = self._notes, self._partial
-        for key, upload in notes.open_uploads():
-            num_bytes = sum(part.size for part in self.bucket.parts(key, upload).values())
+    def _list_leftovers_of_form(self) -> Iterator[Leftover]:
+        notes, partial = self._upload_notes, self._partial_prefix
+        for key, upload in notes.list_open_uploads():
+            num_bytes = sum(part.size for part in self.bucket.list_parts(key, upload).values())
             yield Leftover("open upload", self.bucket.url(key), num_bytes)
-        for key in notes.partial_objects():
-            found = self.bucket.head(key)
-            yield Leftover("half an output", self.bucket.url(key), 0 if found is None else found.size)
-        for each in self.bucket.objects(partial):
-            kind = next((kind for kind, form in _KINDS.items() if form.fullmatch(each.key.removeprefix(partial))), None)
+        for key in notes.list_partial_objects():
+            listed_object = self.bucket.head_object(key)
+            yield Leftover("half an output", self.bucket.url(key), 0 if listed_object is None else listed_object.size)
+        for each in self.bucket.list_objects(partial):
+            kind = next(
+                (kind for kind, form in _LEFTOVER_NAME_FORMS.items() if form.fullmatch(each.key.removeprefix(partial))),
+                None,
+            )
             if kind is not None:
                 yield Leftover(kind, self.bucket.url(each.key), each.size)
 
     def remove_leftovers(self) -> Sequence[Leftover]:
-        found = self.leftovers()
-        for way in self._ways():
-            if self.bucket.holds_any(way._partial):
-                claim = way.new_claim(overwrite=False)
-                claim.lock.take()
+        leftovers = self.list_leftovers()
+        for location in self._locations_of_both_forms():
+            if self.bucket.has_any_object(location._partial_prefix):
+                claim = location.make_claim(overwrite=False)
+                claim.lock.acquire_lock()
                 try:
-                    _remove_earlier(claim)
+                    _remove_noted_objects(claim)
                 finally:
-                    claim.lock.release()
-        return found
+                    claim.lock.release_lock()
+        return leftovers
 
     def remove_files(self, batches: Sequence[Sequence[str]]) -> None:
         for batch in batches:
-            self.bucket.delete([self.inside + name for name in batch])
+            self.bucket.delete_objects([self.folder_prefix + name for name in batch])
 
 
-_KINDS = {
-    "log": re.compile(rf"log/{LOG_NUMBER.pattern}"),
+_LEFTOVER_NAME_FORMS = {
+    "log": re.compile(rf"log/{LOG_NAME_FORM.pattern}"),
     "lock": re.compile("lock"),
     "note": re.compile(rf"notes/(begun/{TOKEN_FORM.pattern}/.+|publishing)", re.DOTALL),
 }
@@ -235,41 +278,41 @@ _KINDS = {
 
 
 @contextmanager
-def claimed(place: S3Place, *, overwrite: bool, resume: bool) -> Iterator[S3Claim]:
+def open_s3_claim(location: S3OutputLocation, *, overwrite: bool, resume: bool) -> Iterator[S3Claim]:
     """The place, taken; on leaving, everything that was not published is removed. With ``resume`` it is kept.
 
     Raises:
         DestinationExistsError: something is there and ``overwrite`` is False, or another process is writing.
         StoreError: the service failed.
     """
-    place.check_free(overwrite=overwrite)
-    claim = place.new_claim(overwrite=overwrite, is_kept=resume)
+    location.check_free(overwrite=overwrite)
+    claim = location.make_claim(overwrite=overwrite, keeps_uploads=resume)
     # A signal interrupts the block, but not taking and leaving the place.
-    with defer_signals(), ExitStack() as leaving:
-        claim.lock.take()
-        leaving.callback(_quietly, claim.lock.release)
-        leaving.enter_context(claim.lock.beating())
+    with defer_signals(), ExitStack() as exit_stack:
+        claim.lock.acquire_lock()
+        exit_stack.callback(_ignore_store_errors, claim.lock.release_lock)
+        exit_stack.enter_context(claim.lock.keep_alive())
         with allow_signals():
-            place.check_free(overwrite=overwrite)
+            location.check_free(overwrite=overwrite)
             # Once published, these are notes, and uploads that were begun twice because an answer was lost.
-            leaving.callback(_forget, claim)
+            exit_stack.callback(_remove_unless_kept, claim)
             if not resume:
-                _remove_earlier(claim)
+                _remove_noted_objects(claim)
             yield claim
 
 
-def _remove_earlier(claim: S3Claim) -> None:
+def _remove_noted_objects(claim: S3Claim) -> None:
     """Objects that a killed run made and noted: uploads, log and notes."""
     claim.log.clear()
-    claim.destination.notes.remove()
+    claim.destination.notes.remove_all()
 
 
-def _forget(claim: S3Claim) -> None:
-    if not claim.is_kept:
-        _quietly(lambda: _remove_earlier(claim))
+def _remove_unless_kept(claim: S3Claim) -> None:
+    if not claim.keeps_uploads:
+        _ignore_store_errors(lambda: _remove_noted_objects(claim))
 
 
-def _quietly(call: Callable[[], None]) -> None:
+def _ignore_store_errors(call: Callable[[], None]) -> None:
     """Ignore errors: ``clean`` can remove the rest later, and the first error is the one to report."""
     with suppress(CkptError):
         call()

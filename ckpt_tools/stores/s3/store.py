@@ -7,72 +7,76 @@ from dataclasses import dataclass, field
 
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.errors import IncompleteError, SourceNotFoundError, UsageError
-from ckpt_tools.stores.marker_files import is_hidden, is_shown
-from ckpt_tools.stores.s3.client import Bucket, Found, S3Options
-from ckpt_tools.stores.source import ServiceFile, Store, checked_name
+from ckpt_tools.stores.marker_files import is_hidden_object, is_visible_file
+from ckpt_tools.stores.s3.client import Bucket, ListedObject, S3Options
+from ckpt_tools.stores.source import CopySource, Store, check_file_name
 
 
 @dataclass(slots=True)
 class S3Store(Store):
-    """The objects below ``prefix``, which is empty or ends with a slash; with ``only``, a single one of them."""
+    """The objects below ``prefix``, which is empty or ends with a slash; with ``only_file``, a single one of them."""
 
     bucket: Bucket
     prefix: str
-    only: str | None = None
+    only_file: str | None = None
     _etags: dict[str, str] = field(default_factory=dict, repr=False)
-    _times: dict[str, float | None] = field(default_factory=dict, repr=False)
-    _hidden: dict[str, int] = field(default_factory=dict, repr=False)
+    _modified_times: dict[str, float | None] = field(default_factory=dict, repr=False)
+    _hidden_files: dict[str, int] = field(default_factory=dict, repr=False)
 
     @property
     def url(self) -> str:
-        return self.bucket.url(self.prefix + (self.only or "")).rstrip("/")
+        return self.bucket.url(self.prefix + (self.only_file or "")).rstrip("/")
 
     def list(self) -> Mapping[str, int]:
-        listed = {each.key.removeprefix(self.prefix): each for each in self._objects()}
-        if self.only is not None and not listed:
+        all_objects = {each.key.removeprefix(self.prefix): each for each in self._list_objects()}
+        if self.only_file is not None and not all_objects:
             raise SourceNotFoundError(f"there is no file {self.url}")
-        found = {path: each for path, each in listed.items() if is_shown(path) or path == self.only}
-        self._hidden = {
-            path: each.size for path, each in listed.items() if path not in found and is_hidden(path, each.size)
+        visible_objects = {
+            path: each for path, each in all_objects.items() if is_visible_file(path) or path == self.only_file
         }
-        self._etags = {path: each.etag for path, each in found.items()}
-        self._times = {path: each.modified for path, each in found.items()}
-        return {path: each.size for path, each in found.items()}
+        self._hidden_files = {
+            path: each.size
+            for path, each in all_objects.items()
+            if path not in visible_objects and is_hidden_object(path, each.size)
+        }
+        self._etags = {path: each.etag for path, each in visible_objects.items()}
+        self._modified_times = {path: each.modified for path, each in visible_objects.items()}
+        return {path: each.size for path, each in visible_objects.items()}
 
-    def hidden(self) -> Mapping[str, int]:
+    def list_hidden(self) -> Mapping[str, int]:
         """Those of the listing."""
-        return self._hidden
+        return self._hidden_files
 
-    def _objects(self) -> Iterator[Found]:
-        if self.only is not None:
-            single = self.bucket.head(self.prefix + self.only)
+    def _list_objects(self) -> Iterator[ListedObject]:
+        if self.only_file is not None:
+            single = self.bucket.head_object(self.prefix + self.only_file)
             return iter(() if single is None else (single,))
-        return self.bucket.objects(self.prefix)
+        return self.bucket.list_objects(self.prefix)
 
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
-        key = self.prefix + checked_name(path)
+        key = self.prefix + check_file_name(path)
         if len(buffer):
             self.bucket.read_into(key, start, buffer, etag=self._etags.get(path))
             return
-        size = self._found(path).size
+        size = self._head_object(path).size
         if start > size:
             raise IncompleteError(f"the file ends at byte {size:,}", path=self.bucket.url(key))
 
-    def _found(self, path: str) -> Found:
-        found = self.bucket.head(self.prefix + checked_name(path))
-        if found is None:
+    def _head_object(self, path: str) -> ListedObject:
+        listed_object = self.bucket.head_object(self.prefix + check_file_name(path))
+        if listed_object is None:
             raise IncompleteError("this file of the checkpoint is missing", path=self.bucket.url(self.prefix + path))
-        return found
+        return listed_object
 
     def version(self, path: str) -> str:
-        return self._etags.get(path) or self._found(path).etag
+        return self._etags.get(path) or self._head_object(path).etag
 
-    def modified(self, path: str) -> float | None:
+    def modified_time(self, path: str) -> float | None:
         """The time in the listing."""
-        return self._times.get(path)
+        return self._modified_times.get(path)
 
-    def locate(self, path: str) -> ServiceFile | None:
-        return ServiceFile(self.bucket.options, f"{self.bucket.name}/{self.prefix}{path}", self.version(path))
+    def find_copy_source(self, path: str) -> CopySource | None:
+        return CopySource(self.bucket.options, f"{self.bucket.name}/{self.prefix}{path}", self.version(path))
 
 
 def open_s3_store(bucket: Bucket, key: str) -> S3Store | None:
@@ -82,11 +86,11 @@ def open_s3_store(bucket: Bucket, key: str) -> S3Store | None:
         SourceNotFoundError: there is no such bucket. StoreError: it cannot be asked.
     """
     key = key.rstrip("/")
-    if key and bucket.head(key) is not None:
+    if key and bucket.head_object(key) is not None:
         folder, _, name = key.rpartition("/")
-        return S3Store(bucket, f"{folder}/" if folder else "", only=name)
+        return S3Store(bucket, f"{folder}/" if folder else "", only_file=name)
     prefix = f"{key}/" if key else ""
-    return S3Store(bucket, prefix) if bucket.holds_any(prefix) else None
+    return S3Store(bucket, prefix) if bucket.has_any_object(prefix) else None
 
 
 def bucket_of(url: str, options: S3Options) -> tuple[Bucket, str]:
@@ -97,6 +101,6 @@ def bucket_of(url: str, options: S3Options) -> tuple[Bucket, str]:
     """
     name, _, key = url.partition("://")[2].partition("/")
     if "@" in name or (":" in name and not name.startswith("arn:")):
-        given = format_option("storage_options", {"key": "...", "secret": "..."})
-        raise UsageError(f"{url}: credentials do not belong in the URL; give them with {given}")
+        options_example = format_option("storage_options", {"key": "...", "secret": "..."})
+        raise UsageError(f"{url}: credentials do not belong in the URL; give them with {options_example}")
     return Bucket(options, name), key.strip("/")

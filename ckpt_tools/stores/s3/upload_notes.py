@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ckpt_tools.stores.s3.client import Bucket, Found
+from ckpt_tools.stores.s3.client import Bucket, ListedObject
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -23,26 +23,26 @@ Result = TypeVar("Result")
 TOKEN_FORM = re.compile(r"[0-9a-f]{16}")
 """Form of a token. A note by another name is ignored."""
 
-_NOTE = re.compile(rf"{TOKEN_FORM.pattern}/.+", re.DOTALL)
+_NOTE_NAME_FORM = re.compile(rf"{TOKEN_FORM.pattern}/.+", re.DOTALL)
 """Form of the name of an upload, below ``begun/``."""
 
-TOKEN = "ckpt-tools-upload"
+TOKEN_METADATA_KEY = "ckpt-tools-upload"
 """The metadata by which a finished object is known to be of a certain upload."""
 
-NUM_REQUESTS = 8
+MAX_PARALLEL_REQUESTS = 8
 """Small requests under way at once."""
 
 
-def in_parallel(call: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+def map_in_parallel(call: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
     """The results in the order of the items. Raises the first error."""
-    pool, is_waited_for = ThreadPoolExecutor(NUM_REQUESTS), True
+    pool, waits_for_requests = ThreadPoolExecutor(MAX_PARALLEL_REQUESTS), True
     try:
         return list(pool.map(call, items))
     except KeyboardInterrupt:
-        is_waited_for = False  # a request that hangs gives up after minutes
+        waits_for_requests = False  # a request that hangs gives up after minutes
         raise
     finally:
-        pool.shutdown(wait=is_waited_for, cancel_futures=True)
+        pool.shutdown(wait=waits_for_requests, cancel_futures=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,63 +57,65 @@ class UploadNotes:
     prefix: str
     root: str
 
-    def begin(self, key: str) -> str:
+    def note_upload(self, key: str) -> str:
         """Note that an upload of ``key`` begins; its token."""
         token = secrets.token_hex(8)
-        self.bucket.put(f"{self.prefix}begun/{token}/{key.removeprefix(self.root)}", b"")
+        self.bucket.put_object(f"{self.prefix}begun/{token}/{key.removeprefix(self.root)}", b"")
         return token
 
-    def publish(self, last: str, token: str, old: Sequence[Found]) -> None:
+    def note_publishing(self, last_key: str, token: str, old_objects: Sequence[ListedObject]) -> None:
         """Note that the output is about to be published in the place of ``old``: ``last`` and its token come last."""
-        note = {"last": last, "token": token, "old": {found.key: found.etag for found in old}}
-        self.bucket.put(f"{self.prefix}publishing", json.dumps(note).encode())
+        note = {"last": last_key, "token": token, "old": {found.key: found.etag for found in old_objects}}
+        self.bucket.put_object(f"{self.prefix}publishing", json.dumps(note).encode())
 
-    def begun(self) -> dict[str, str]:
+    def list_noted_uploads(self) -> dict[str, str]:
         """The key of each token."""
-        notes = (key.removeprefix(f"{self.prefix}begun/") for key in self._notes())
+        notes = (key.removeprefix(f"{self.prefix}begun/") for key in self._list_note_keys())
         return {token: self.root + path for token, _, path in (note.partition("/") for note in notes)}
 
-    def _notes(self) -> list[str]:
+    def _list_note_keys(self) -> list[str]:
         """The keys of the notes of uploads."""
         prefix = f"{self.prefix}begun/"
-        keys = (found.key for found in self.bucket.objects(prefix))
-        return [key for key in keys if _NOTE.fullmatch(key.removeprefix(prefix))]
+        keys = (found.key for found in self.bucket.list_objects(prefix))
+        return [key for key in keys if _NOTE_NAME_FORM.fullmatch(key.removeprefix(prefix))]
 
-    def open_uploads(self) -> list[tuple[str, str]]:
+    def list_open_uploads(self) -> list[tuple[str, str]]:
         """Keys and ids of our uploads that are neither completed nor aborted."""
-        keys = set(self.begun().values())
-        return [(key, upload) for key, upload in self.bucket.uploads(self.root) if key in keys] if keys else []
+        keys = set(self.list_noted_uploads().values())
+        return [(key, upload) for key, upload in self.bucket.list_uploads(self.root) if key in keys] if keys else []
 
-    def partial_objects(self) -> list[str]:
+    def list_partial_objects(self) -> list[str]:
         """Keys of visible objects that belong to an incomplete output, or to the replaced one."""
-        content = self.bucket.get(f"{self.prefix}publishing")
-        if content is None:
+        note_object = self.bucket.get_object(f"{self.prefix}publishing")
+        if note_object is None:
             return []
         try:
-            note = json.loads(content.data)
+            note = json.loads(note_object.data)
         except ValueError:  # of a process that was killed while it wrote it, so that nothing had begun
             return []
-        if self.token(note["last"]) == note["token"]:
+        if self.get_object_token(note["last"]) == note["token"]:
             return []
-        tokens = {(key, token) for token, key in self.begun().items()}
+        tokens = {(key, token) for token, key in self.list_noted_uploads().items()}
         keys = list(dict.fromkeys(key for key, _ in tokens))
-        found = zip(keys, in_parallel(self.token, keys), strict=True)
-        ours = [key for key, token in found if token is not None and (key, token) in tokens]
-        return ours + [key for key in self._remains(note["old"]) if key not in set(ours)]
+        current_tokens = zip(keys, map_in_parallel(self.get_object_token, keys), strict=True)
+        own_keys = [key for key, token in current_tokens if token is not None and (key, token) in tokens]
+        return own_keys + [key for key in self._list_remaining_keys(note["old"]) if key not in set(own_keys)]
 
-    def token(self, key: str) -> str | None:
+    def get_object_token(self, key: str) -> str | None:
         """Token of the upload that made the object at ``key``; None if there is no object or no upload of a run."""
-        return (self.bucket.metadata(key) or {}).get(TOKEN)
+        return (self.bucket.get_metadata(key) or {}).get(TOKEN_METADATA_KEY)
 
-    def _remains(self, old: Mapping[str, str]) -> list[str]:
+    def _list_remaining_keys(self, old_etags: Mapping[str, str]) -> list[str]:
         """Old objects that are left; empty if all of them are."""
-        found = dict(zip(old, in_parallel(self.bucket.head, old), strict=True))
-        left = [key for key, each in found.items() if each is not None and each.etag == old[key]]
-        return left if len(left) < len(old) else []
+        current_objects = dict(zip(old_etags, map_in_parallel(self.bucket.head_object, old_etags), strict=True))
+        remaining_keys = [
+            key for key, each in current_objects.items() if each is not None and each.etag == old_etags[key]
+        ]
+        return remaining_keys if len(remaining_keys) < len(old_etags) else []
 
-    def remove(self) -> None:
+    def remove_all(self) -> None:
         """Remove all objects and uploads of the notes, and the notes."""
-        in_parallel(lambda upload: self.bucket.abort(*upload), self.open_uploads())
-        self.bucket.delete(self.partial_objects())
-        self.bucket.delete(self._notes())
-        self.bucket.delete([f"{self.prefix}publishing"])  # last, as ``partial_objects`` reads it
+        map_in_parallel(lambda upload: self.bucket.abort_upload(*upload), self.list_open_uploads())
+        self.bucket.delete_objects(self.list_partial_objects())
+        self.bucket.delete_objects(self._list_note_keys())
+        self.bucket.delete_objects([f"{self.prefix}publishing"])  # last, as ``list_partial_objects`` reads it

@@ -9,7 +9,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-class Runner(Protocol):
+class TaskRunner(Protocol):
     """Applies ``work`` to every item."""
 
     def run(self, work: Callable[[Item], Result], items: Iterable[Item]) -> Generator[Result, None, None]:

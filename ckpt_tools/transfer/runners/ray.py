@@ -24,7 +24,7 @@ from typing import Any, Generic
 from ckpt_tools.errors import StoreError
 from ckpt_tools.signals import get_first_signal, get_from_queue
 from ckpt_tools.transfer.runners.base import Item, Result
-from ckpt_tools.transfer.runners.ray_board import PostponedError, RayBoard, sendable
+from ckpt_tools.transfer.runners.ray_board import PostponedError, RayChecksumBoard, make_error_sendable
 
 ITEMS_PER_WORKER = 2
 """One under way and one at hand, so that no worker waits for the driver: 910 empty tasks a second by 4 workers with
@@ -45,19 +45,19 @@ ENDING_SECONDS = 10.0
 class RayRunner:
     """Up to ``num_workers`` processes of one CPU each, spread over the nodes of the cluster that Ray is connected to.
 
-    ``cost`` says the bytes of an item, of which at most ``bytes_in_flight`` are handed out at a time; a larger item
-    goes alone. Every process runs ``check`` before its first item of a run, and an error there ends the run. ``board``
-    is where the work waits for other items' results, if it does.
+    ``bytes_of_item`` says the bytes of an item, of which at most ``bytes_in_flight`` are handed out at a time; a
+    larger item goes alone. Every process runs ``check`` before its first item of a run, and an error there ends the
+    run. ``board`` is where the work waits for other items' results, if it does.
 
     Processes are kept from run to run, until ``close``: one takes a second of a processor to start.
     """
 
     num_workers: int
-    cost: Callable[[Any], int]
+    bytes_of_item: Callable[[Any], int]
     bytes_in_flight: int
     check: Callable[[], None]
-    board: RayBoard | None = None
-    _kept: list[Any] = field(default_factory=list, repr=False)
+    board: RayChecksumBoard | None = None
+    _idle_processes: list[Any] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
         if self.num_workers < 1:
@@ -66,26 +66,26 @@ class RayRunner:
     def run(self, work: Callable[[Item], Result], items: Iterable[Item]) -> Generator[Result, None, None]:
         import ray
 
-        run: _Run[Item, Result] = _Run(self, ray.put(work), enumerate(items))
+        run: _RayRun[Item, Result] = _RayRun(self, ray.put(work), enumerate(items))
         try:
             for _ in range(self.num_workers):
-                run.start(self._kept.pop() if self._kept else new_process())
-            yield from run.results()
+                run.start_worker(self._idle_processes.pop() if self._idle_processes else new_process())
+            yield from run.iter_results()
         except GeneratorExit:
-            run.drain() if get_first_signal() is None else run.kill()
+            run.drain_tasks() if get_first_signal() is None else run.kill_workers()
             raise
         except BaseException:
-            run.kill()
+            run.kill_workers()
             raise
         finally:
-            self._kept = [worker.process for worker in run.workers]
+            self._idle_processes = [worker.process for worker in run.workers]
         if run.error is not None:
             raise run.error
 
     def close(self) -> None:
         """End the processes."""
-        _kill(self._kept)
-        self._kept = []
+        _kill_processes(self._idle_processes)
+        self._idle_processes = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,27 +96,27 @@ class TaskResult(Generic[Result]):
     error: BaseException | None = None
 
 
-class Process:
+class RayTaskProcess:
     """One worker. An error is part of what it returns; what Ray raises is then about Ray alone."""
 
     def start(self, work: Callable[[Any], Any], check: Callable[[], None]) -> TaskResult[None]:
         self._work, self._has_failed = work, False
-        return _task_result(check)
+        return _call_as_result(check)
 
     def do(self, item: Any) -> TaskResult[Any]:
         """The item at hand behind one that failed is not begun."""
         if self._has_failed:
             return TaskResult((), PostponedError())
-        result = _task_result(self._work, item)
+        result = _call_as_result(self._work, item)
         self._has_failed = not result.result and not isinstance(result.error, PostponedError)
         return result
 
 
-def _task_result(work: Callable[..., Result], *arguments: Any) -> TaskResult[Result]:
+def _call_as_result(work: Callable[..., Result], *arguments: Any) -> TaskResult[Result]:
     try:
         return TaskResult((work(*arguments),))
     except BaseException as error:
-        return TaskResult((), sendable(error))
+        return TaskResult((), make_error_sendable(error))
 
 
 def new_process() -> Any:
@@ -129,10 +129,10 @@ def _process_class() -> Any:
     """Register the class with Ray once, not once a process."""
     import ray
 
-    return ray.remote(num_cpus=1, max_restarts=0, scheduling_strategy="SPREAD")(Process)
+    return ray.remote(num_cpus=1, max_restarts=0, scheduling_strategy="SPREAD")(RayTaskProcess)
 
 
-def _kill(processes: Iterable[Any]) -> None:
+def _kill_processes(processes: Iterable[Any]) -> None:
     import ray
 
     for process in processes:
@@ -141,7 +141,7 @@ def _kill(processes: Iterable[Any]) -> None:
 
 
 @dataclass(slots=True, order=True)
-class _Numbered(Generic[Item]):
+class _NumberedItem(Generic[Item]):
     """An item in its place, and how many processes were lost with it."""
 
     number: int
@@ -150,7 +150,7 @@ class _Numbered(Generic[Item]):
 
 
 @dataclass(slots=True, eq=False)
-class _Worker:
+class _RayWorker:
     process: Any
     num_losses: int
     is_lost: bool = False
@@ -158,176 +158,181 @@ class _Worker:
 
 
 @dataclass(frozen=True, slots=True)
-class _Event(Generic[Item]):
+class _TaskEvent(Generic[Item]):
     """An item of a worker, or without one its start, has ended as ``ended`` tells."""
 
-    worker: _Worker
-    item: _Numbered[Item] | None
-    ended: Any
+    worker: _RayWorker
+    item: _NumberedItem[Item] | None
+    future: Any
 
 
 @dataclass(slots=True)
-class _Run(Generic[Item, Result]):
+class _RayRun(Generic[Item, Result]):
     """State of one call of ``RayRunner.run``. Used only by the thread that takes the results."""
 
     runner: RayRunner
-    work: Any
+    work_ref: Any
     """The work, put once where every node fetches it once."""
-    items: Iterator[tuple[int, Item]]
-    news: SimpleQueue[_Event[Item]] = field(default_factory=SimpleQueue)
-    workers: list[_Worker] = field(default_factory=list)
-    places: list[tuple[int, int, _Worker]] = field(default_factory=list)
+    numbered_items: Iterator[tuple[int, Item]]
+    events: SimpleQueue[_TaskEvent[Item]] = field(default_factory=SimpleQueue)
+    workers: list[_RayWorker] = field(default_factory=list)
+    free_slots: list[tuple[int, int, _RayWorker]] = field(default_factory=list)
     """A heap of the free places at workers, those at idle ones first."""
-    waiting: list[_Numbered[Item]] = field(default_factory=list)
+    unassigned_items: list[_NumberedItem[Item]] = field(default_factory=list)
     """Heap of items that were taken and are not assigned."""
     error: BaseException | None = None
-    num_out: int = 0
-    bytes_out: int = 0
+    num_assigned: int = 0
+    bytes_assigned: int = 0
     is_draining: bool = False
     is_exhausted: bool = False
-    _ties: Iterator[int] = field(default_factory=count)
+    _tie_breakers: Iterator[int] = field(default_factory=count)
 
-    def results(self) -> Generator[Result, None, None]:
+    def iter_results(self) -> Generator[Result, None, None]:
         """Results until nothing is left to hand out, or there was an error, and nothing is under way."""
-        while self.num_out or (self.error is None and self._peek() is not None):
-            yield from self._handle(self._next_news())
-            self._hand_out()
+        while self.num_assigned or (self.error is None and self._peek_item() is not None):
+            yield from self._handle_event(self._wait_for_event())
+            self._assign_items()
 
-    def drain(self) -> None:
+    def drain_tasks(self) -> None:
         """Wait for tasks under way without taking results; after a second interruption, kill them."""
         self.error = self.error or GeneratorExit()
         try:
-            while self.num_out:
-                self._handle(self._next_news())
+            while self.num_assigned:
+                self._handle_event(self._wait_for_event())
         except BaseException:
-            self.kill()
+            self.kill_workers()
             raise
 
-    def kill(self) -> None:
+    def kill_workers(self) -> None:
         """End every process now, and wait until Ray says so: what still wrote could meet the next run's files."""
-        _kill(worker.process for worker in self.workers)
+        _kill_processes(worker.process for worker in self.workers)
         with suppress(Empty):
-            while self.num_out:
-                self.num_out -= self.news.get(timeout=ENDING_SECONDS).item is not None
+            while self.num_assigned:
+                self.num_assigned -= self.events.get(timeout=ENDING_SECONDS).item is not None
         self.workers.clear()
 
-    def start(self, process: Any, num_losses: int = 0) -> None:
-        worker = _Worker(process, num_losses)
+    def start_worker(self, process: Any, num_losses: int = 0) -> None:
+        worker = _RayWorker(process, num_losses)
         self.workers.append(worker)
-        self._listen(worker, None, process.start.remote(self.work, self.runner.check))
+        self._notify_when_done(worker, None, process.start.remote(self.work_ref, self.runner.check))
 
-    def _listen(self, worker: _Worker, item: _Numbered[Item] | None, ref: Any) -> None:
+    def _notify_when_done(self, worker: _RayWorker, item: _NumberedItem[Item] | None, ref: Any) -> None:
         """Ray calls back when it has ended; ``ray.wait`` would look at all workers for each that is done."""
-        ref.future().add_done_callback(lambda ended: self.news.put(_Event(worker, item, ended)))
+        ref.future().add_done_callback(lambda ended: self.events.put(_TaskEvent(worker, item, ended)))
 
-    def _peek(self) -> _Numbered[Item] | None:
+    def _peek_item(self) -> _NumberedItem[Item] | None:
         """First item that is not assigned. An error of the items themselves ends the run like another."""
-        if not self.waiting and not self.is_exhausted:
+        if not self.unassigned_items and not self.is_exhausted:
             try:
-                self.waiting.extend(_Numbered(*taken) for taken in (next(self.items),))
+                self.unassigned_items.extend(
+                    _NumberedItem(*numbered_item) for numbered_item in (next(self.numbered_items),)
+                )
             except StopIteration:
                 self.is_exhausted = True
             except Exception as error:
                 self.error, self.is_exhausted = error, True
-        return self.waiting[0] if self.waiting else None
+        return self.unassigned_items[0] if self.unassigned_items else None
 
-    def _hand_out(self) -> None:
-        while self.error is None and not self.is_draining and self._has_place():
-            item = self._peek()
+    def _assign_items(self) -> None:
+        while self.error is None and not self.is_draining and self._has_free_slot():
+            item = self._peek_item()
             if item is None:
                 return
-            if self.num_out and self.bytes_out + self.runner.cost(item.item) > self.runner.bytes_in_flight:
+            if (
+                self.num_assigned
+                and self.bytes_assigned + self.runner.bytes_of_item(item.item) > self.runner.bytes_in_flight
+            ):
                 return
-            heapq.heappop(self.waiting)
-            self._give(heapq.heappop(self.places)[2], item)
+            heapq.heappop(self.unassigned_items)
+            self._assign_item(heapq.heappop(self.free_slots)[2], item)
 
-    def _has_place(self) -> bool:
-        while self.places and self.places[0][2].is_lost:
-            heapq.heappop(self.places)
-        return bool(self.places)
+    def _has_free_slot(self) -> bool:
+        while self.free_slots and self.free_slots[0][2].is_lost:
+            heapq.heappop(self.free_slots)
+        return bool(self.free_slots)
 
-    def _give(self, worker: _Worker, item: _Numbered[Item]) -> None:
+    def _assign_item(self, worker: _RayWorker, item: _NumberedItem[Item]) -> None:
         worker.num_items += 1
-        self.num_out += 1
-        self.bytes_out += self.runner.cost(item.item)
-        self._listen(worker, item, worker.process.do.remote(item.item))
+        self.num_assigned += 1
+        self.bytes_assigned += self.runner.bytes_of_item(item.item)
+        self._notify_when_done(worker, item, worker.process.do.remote(item.item))
 
-    def _next_news(self) -> _Event[Item]:
+    def _wait_for_event(self) -> _TaskEvent[Item]:
         try:
-            return get_from_queue(self.news, math.inf if self.num_out else START_SECONDS)
+            return get_from_queue(self.events, math.inf if self.num_assigned else START_SECONDS)
         except Empty:
             raise StoreError(
                 f"the cluster did not start a worker in {START_SECONDS:.0f} seconds; "
                 "check with ray status that a CPU is free"
             ) from None
 
-    def _handle(self, news: _Event[Item]) -> tuple[Result, ...]:
+    def _handle_event(self, event: _TaskEvent[Item]) -> tuple[Result, ...]:
         """Take in what has ended; the result of it, if it has one."""
-        if news.item is None:
-            self._started(news.worker, news.ended)
+        if event.item is None:
+            self._handle_worker_started(event.worker, event.future)
             return ()
-        news.worker.num_items -= 1
-        self.num_out -= 1
-        self.bytes_out -= self.runner.cost(news.item.item)
-        self._offer(news.worker, news.worker.num_items)
-        result = self._result(news.worker, news.item, news.ended)
-        if self.is_draining and self.num_out == 0:
+        event.worker.num_items -= 1
+        self.num_assigned -= 1
+        self.bytes_assigned -= self.runner.bytes_of_item(event.item.item)
+        self._offer_slot(event.worker, event.worker.num_items)
+        result = self._take_result(event.worker, event.item, event.future)
+        if self.is_draining and self.num_assigned == 0:
             # Resume in order: no task is under way, so none waits.
             if self.runner.board is not None:
                 self.runner.board.resume()
             self.is_draining = False
         return result
 
-    def _offer(self, worker: _Worker, num_items: int) -> None:
-        heapq.heappush(self.places, (num_items, next(self._ties), worker))
+    def _offer_slot(self, worker: _RayWorker, num_items: int) -> None:
+        heapq.heappush(self.free_slots, (num_items, next(self._tie_breakers), worker))
 
-    def _result(self, worker: _Worker, item: _Numbered[Item], ended: Any) -> tuple[Result, ...]:
-        loss = ended.exception()
+    def _take_result(self, worker: _RayWorker, item: _NumberedItem[Item], future: Any) -> tuple[Result, ...]:
+        loss = future.exception()
         if loss is not None:
-            self._lost(worker, loss)
-            self._lost_item(item, loss)
+            self._replace_lost_worker(worker, loss)
+            self._requeue_lost_item(item, loss)
             return ()
-        result: TaskResult[Result] = ended.result()
+        result: TaskResult[Result] = future.result()
         if isinstance(result.error, PostponedError):
-            heapq.heappush(self.waiting, item)
+            heapq.heappush(self.unassigned_items, item)
         else:
             self.error = self.error or result.error
         return result.result
 
-    def _started(self, worker: _Worker, ended: Any) -> None:
-        loss = ended.exception()
+    def _handle_worker_started(self, worker: _RayWorker, future: Any) -> None:
+        loss = future.exception()
         if loss is not None:
-            self._lost(worker, loss)
-        elif ended.result().error is not None:
-            self.error = self.error or ended.result().error
+            self._replace_lost_worker(worker, loss)
+        elif future.result().error is not None:
+            self.error = self.error or future.result().error
         else:
             worker.num_losses = 0
             for num_items in range(ITEMS_PER_WORKER):
-                self._offer(worker, num_items)
+                self._offer_slot(worker, num_items)
 
-    def _lost(self, worker: _Worker, loss: BaseException) -> None:
+    def _replace_lost_worker(self, worker: _RayWorker, loss: BaseException) -> None:
         """Replace a process that seems dead by a new one."""
         if worker.is_lost:
             return
         worker.is_lost = True
         self.workers.remove(worker)
-        _kill([worker.process])
+        _kill_processes([worker.process])
         if worker.num_losses + 1 >= MAX_LOSSES:
-            self.error = self.error or _too_many("start of a worker", loss)
+            self.error = self.error or _too_many_losses_error("start of a worker", loss)
         elif self.error is None:
-            self.start(new_process(), worker.num_losses + 1)
+            self.start_worker(new_process(), worker.num_losses + 1)
 
-    def _lost_item(self, item: _Numbered[Item], loss: BaseException) -> None:
+    def _requeue_lost_item(self, item: _NumberedItem[Item], loss: BaseException) -> None:
         item.num_losses += 1
         if item.num_losses >= MAX_LOSSES:
-            self.error = self.error or _too_many("task", loss)
-        heapq.heappush(self.waiting, item)
+            self.error = self.error or _too_many_losses_error("task", loss)
+        heapq.heappush(self.unassigned_items, item)
         if not self.is_draining:
             self.is_draining = True
             if self.runner.board is not None:
                 self.runner.board.postpone()
 
 
-def _too_many(what: str, loss: BaseException) -> StoreError:
+def _too_many_losses_error(what: str, loss: BaseException) -> StoreError:
     reason = str(loss).strip().partition("\n")[0].rstrip(".")
     return StoreError(f"{MAX_LOSSES} processes of the cluster were lost at the same {what}: {reason}")

@@ -15,18 +15,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt_tools.errors import CkptError, StoreError
-from ckpt_tools.transfer.crc_board import PartCrc, combined
+from ckpt_tools.transfer.crc_board import PartCrc, combine_crcs
 
-Range = tuple[int, int]
+CoveredRange = tuple[int, int]
 
-ANSWER_RANGES = 4096
+RANGES_PER_ANSWER = 4096
 """Checksums in one answer: those that follow the one asked for. The directory of a file of many records asks for each
 in turn, and a question costs half a millisecond."""
 
-MAX_WAITING = 100_000
+MAX_OPEN_CALLS = 100_000
 """Questions that may be open at a time, more than any cluster has workers: above it, no message could be sent."""
 
-MAX_UNHEARD = 1000
+MAX_UNANSWERED = 1000
 """Unanswered messages of the process that assigns tasks: it sends a whole journal at once."""
 
 
@@ -35,69 +35,69 @@ class PostponedError(Exception):
 
 
 @dataclass(slots=True)
-class RayBoard:
+class RayChecksumBoard:
     """Client of the board, for any process. A worker waits until its post has arrived, because after the receipt it is
     not repeated."""
 
-    notices: Any
+    actor: Any
     """The handle of ``ChecksumActor``."""
-    max_unheard: int = MAX_UNHEARD
-    _unheard: deque[Any] = field(default_factory=deque, repr=False)
-    _known: dict[tuple[int, Range], int] = field(default_factory=dict, repr=False)
+    max_unanswered: int = MAX_UNANSWERED
+    _unanswered: deque[Any] = field(default_factory=deque, repr=False)
+    _known_checksums: dict[tuple[int, CoveredRange], int] = field(default_factory=dict, repr=False)
 
-    def post(self, file: int, parts: Iterable[PartCrc]) -> None:
-        told = tuple(parts)
-        self._known = {(file, part.covers): part.value for part in told if part.is_whole}
-        if told:
-            self._unheard.append(self.notices.post.remote(file, told))
-        while len(self._unheard) > self.max_unheard:
-            _answer(self._unheard.popleft())
+    def post_checksums(self, file: int, parts: Iterable[PartCrc]) -> None:
+        posted_parts = tuple(parts)
+        self._known_checksums = {(file, part.covered_range): part.crc for part in posted_parts if part.is_whole}
+        if posted_parts:
+            self._unanswered.append(self.actor.post.remote(file, posted_parts))
+        while len(self._unanswered) > self.max_unanswered:
+            _get_answer(self._unanswered.popleft())
 
-    def value(self, file: int, covers: Range) -> int:
+    def wait_for_checksum(self, file: int, covers: CoveredRange) -> int:
         key = (file, covers)
-        if key not in self._known:
-            answer = _answer(self.notices.values.remote(file, covers))
+        if key not in self._known_checksums:
+            answer = _get_answer(self.actor.values.remote(file, covers))
             if isinstance(answer, BaseException):
                 raise answer
-            self._known.update(((file, each), value) for each, value in answer)
-        return self._known[key]
+            self._known_checksums.update(((file, each), value) for each, value in answer)
+        return self._known_checksums[key]
 
-    def fail(self, error: BaseException) -> None:
+    def fail_waiting_workers(self, error: BaseException) -> None:
         if not isinstance(error, PostponedError):
-            _answer(self.notices.fail.remote(sendable(error)))
+            _get_answer(self.actor.fail.remote(make_error_sendable(error)))
 
-    def forget(self, file: int) -> None:
-        self.notices.forget.remote(file)
+    def forget_file(self, file: int) -> None:
+        self.actor.forget.remote(file)
 
     def postpone(self) -> None:
         """Raise PostponedError in every call that waits or would wait, until ``resume``."""
-        _answer(self.notices.postpone.remote(True))
+        _get_answer(self.actor.postpone.remote(True))
 
     def resume(self) -> None:
         """Waiting is safe again."""
-        _answer(self.notices.postpone.remote(False))
+        _get_answer(self.actor.postpone.remote(False))
 
     def close(self) -> None:
         """End its process."""
         import ray
 
-        ray.kill(self.notices)
+        ray.kill(self.actor)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return RayBoard, (self.notices, 0)
+        return RayChecksumBoard, (self.actor, 0)
 
 
-def open_board() -> RayBoard:
+def open_board() -> RayChecksumBoard:
     """A new, empty board on this node: were it on another, one more loss would end the run."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    options = {"num_cpus": 0, "max_concurrency": MAX_WAITING, "scheduling_strategy": here}
-    return RayBoard(ray.remote(**options)(ChecksumActor).remote())
+    this_node = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    options = {"num_cpus": 0, "max_concurrency": MAX_OPEN_CALLS, "scheduling_strategy": this_node}
+    return RayChecksumBoard(ray.remote(**options)(ChecksumActor).remote())
 
 
-def _answer(ref: Any) -> Any:
+def _get_answer(ref: Any) -> Any:
     import ray
 
     try:
@@ -106,10 +106,10 @@ def _answer(ref: Any) -> Any:
         raise StoreError("the process that keeps the checksums of this run was lost; run again") from error
 
 
-def sendable(error: BaseException) -> BaseException:
+def make_error_sendable(error: BaseException) -> BaseException:
     """The error itself if any process can rebuild it, as those of ckpt-tools and Python; else its message."""
-    is_plain = type(error).__module__ == "builtins" and all(isinstance(each, str | int) for each in error.args)
-    if is_plain or isinstance(error, CkptError | PostponedError):
+    is_builtin = type(error).__module__ == "builtins" and all(isinstance(each, str | int) for each in error.args)
+    if is_builtin or isinstance(error, CkptError | PostponedError):
         return error
     return RuntimeError(f"{type(error).__name__}: {error}")
 
@@ -118,31 +118,31 @@ def sendable(error: BaseException) -> BaseException:
 class _FileChecksums:
     """Checksums of one file: ranges with missing parts, and values of complete ranges."""
 
-    parts: dict[Range, dict[int, PartCrc]] = field(default_factory=dict)
-    missing: dict[Range, int] = field(default_factory=dict)
-    values: dict[Range, int] = field(default_factory=dict)
-    in_order: list[Range] = field(default_factory=list)
+    parts: dict[CoveredRange, dict[int, PartCrc]] = field(default_factory=dict)
+    missing_bytes: dict[CoveredRange, int] = field(default_factory=dict)
+    values: dict[CoveredRange, int] = field(default_factory=dict)
+    ranges_in_order: list[CoveredRange] = field(default_factory=list)
 
-    def add(self, part: PartCrc) -> bool:
+    def add_part(self, part: PartCrc) -> bool:
         """True if the part was the last of its range."""
-        covers = part.covers
-        known = self.parts.setdefault(covers, {})
-        if covers in self.values or part.start in known:
+        covers = part.covered_range
+        known_parts = self.parts.setdefault(covers, {})
+        if covers in self.values or part.start in known_parts:
             return False
-        known[part.start] = part
-        self.missing[covers] = self.missing.get(covers, covers[1] - covers[0]) - (part.stop - part.start)
-        if self.missing[covers] == 0:
-            self._complete(covers)
+        known_parts[part.start] = part
+        self.missing_bytes[covers] = self.missing_bytes.get(covers, covers[1] - covers[0]) - (part.stop - part.start)
+        if self.missing_bytes[covers] == 0:
+            self._complete_range(covers)
         return covers in self.values
 
-    def _complete(self, covers: Range) -> None:
-        del self.missing[covers]
-        self.values[covers] = combined(self.parts.pop(covers).values())
-        insort(self.in_order, covers)
+    def _complete_range(self, covers: CoveredRange) -> None:
+        del self.missing_bytes[covers]
+        self.values[covers] = combine_crcs(self.parts.pop(covers).values())
+        insort(self.ranges_in_order, covers)
 
-    def following(self, covers: Range) -> list[tuple[Range, int]]:
-        first = bisect_left(self.in_order, covers)
-        return [(each, self.values[each]) for each in self.in_order[first : first + ANSWER_RANGES]]
+    def list_values_from(self, covers: CoveredRange) -> list[tuple[CoveredRange, int]]:
+        first = bisect_left(self.ranges_in_order, covers)
+        return [(each, self.values[each]) for each in self.ranges_in_order[first : first + RANGES_PER_ANSWER]]
 
 
 class ChecksumActor:
@@ -150,26 +150,26 @@ class ChecksumActor:
 
     def __init__(self) -> None:
         self._files: dict[int, _FileChecksums] = {}
-        self._news: dict[tuple[int, Range], asyncio.Event] = {}
+        self._news: dict[tuple[int, CoveredRange], asyncio.Event] = {}
         self._error: BaseException | None = None
         self._is_postponing = False
 
     async def post(self, file: int, parts: tuple[PartCrc, ...]) -> None:
-        notices = self._files.setdefault(file, _FileChecksums())
+        checksums = self._files.setdefault(file, _FileChecksums())
         for part in parts:
-            if notices.add(part) and (file, part.covers) in self._news:
-                self._news.pop((file, part.covers)).set()
+            if checksums.add_part(part) and (file, part.covered_range) in self._news:
+                self._news.pop((file, part.covered_range)).set()
 
-    async def values(self, file: int, covers: Range) -> list[tuple[Range, int]] | BaseException:
+    async def values(self, file: int, covers: CoveredRange) -> list[tuple[CoveredRange, int]] | BaseException:
         """The value of ``covers`` and those that follow it, once it is known; or why it will not be."""
-        notices = self._files.setdefault(file, _FileChecksums())
-        while covers not in notices.values:
+        checksums = self._files.setdefault(file, _FileChecksums())
+        while covers not in checksums.values:
             if self._error is not None:
                 return self._error
             if self._is_postponing:
                 return PostponedError()
             await self._news.setdefault((file, covers), asyncio.Event()).wait()
-        return notices.following(covers)
+        return checksums.list_values_from(covers)
 
     async def fail(self, error: BaseException) -> None:
         self._error = self._error or error

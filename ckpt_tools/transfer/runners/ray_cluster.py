@@ -24,36 +24,36 @@ ANSWER_SECONDS = 10.0
 
 
 @contextmanager
-def connected(address: str | None, num_workers: int) -> Iterator[None]:
+def connect_to_cluster(address: str | None, num_workers: int) -> Iterator[None]:
     """Ray, connected to the cluster at ``address`` or in ``RAY_ADDRESS``, else to one of ``num_workers`` CPUs that is
     started here and stopped afterwards. Where this process is connected already, that connection is used and kept.
 
     Raises:
         UsageError: Ray is not installed, or the address is a client's. StoreError: there is no cluster to be reached.
     """
-    ray = _imported()
+    ray = _import_ray()
     if ray.is_initialized():
         yield
         return
-    asked = address or os.environ.get("RAY_ADDRESS")
+    cluster_address = address or os.environ.get("RAY_ADDRESS")
     # Ray prints on stdout what became of its processes, where results belong.
     with redirect_stdout(sys.stderr):
-        with nullcontext(nullcontext) if _is_there(asked) else guard_processes() as marking:
+        with nullcontext(nullcontext) if _is_running_cluster(cluster_address) else guard_processes() as marking:
             try:
                 with marking():
-                    _connect(ray, asked, num_workers)
+                    _initialize_ray(ray, cluster_address, num_workers)
                 yield
             finally:
                 with defer_signals():
                     ray.shutdown()
 
 
-def _is_there(address: str | None) -> bool:
+def _is_running_cluster(address: str | None) -> bool:
     """True if the cluster at ``address`` runs already; else it is started here."""
     return address not in (None, "local")
 
 
-def _imported() -> Any:
+def _import_ray() -> Any:
     # Ray says in a warning what it will do with accelerators one day; none is asked for here.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     try:
@@ -65,16 +65,16 @@ def _imported() -> Any:
     return ray
 
 
-def _connect(ray: Any, address: str | None, num_workers: int) -> None:
+def _initialize_ray(ray: Any, address: str | None, num_workers: int) -> None:
     if address is not None and address.startswith("ray://"):
         raise UsageError(
             f"{format_option('address', address)} is a Ray client's: run on a node of the cluster, "
             f"with {format_option('address', 'auto')}"
         )
     if address not in (None, "auto", "local"):
-        _look_for(address)
-    local = {"num_cpus": num_workers, "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
-    options = {"address": address} if _is_there(address) else {"address": "local", **local}
+        _check_reachable(address)
+    local_options = {"num_cpus": num_workers, "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
+    options = {"address": address} if _is_running_cluster(address) else {"address": "local", **local_options}
     try:
         with block_signals_while_starting():
             ray.init(**options, logging_level=logging.ERROR, log_to_driver=False)
@@ -83,7 +83,7 @@ def _connect(ray: Any, address: str | None, num_workers: int) -> None:
         raise StoreError(f"no Ray cluster could be reached at {options['address']}: {reason}") from error
 
 
-def _look_for(address: str) -> None:
+def _check_reachable(address: str) -> None:
     """Ray itself tries for 45 seconds, and then says less."""
     host, _, port = address.rpartition(":")
     try:
@@ -92,7 +92,7 @@ def _look_for(address: str) -> None:
         raise StoreError(f"no Ray cluster could be reached at {address}: {error}") from error
 
 
-def num_cpus() -> int:
+def count_cluster_cpus() -> int:
     """CPUs of the whole cluster, at least 1."""
     import ray
 

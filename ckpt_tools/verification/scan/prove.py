@@ -26,7 +26,7 @@ from ckpt_tools.serialization.pickle.proof import Proof, UnlistedNameError, prov
 from ckpt_tools.serialization.torch_archive import MAX_PICKLE_BYTES, parse_storage_id, register_storage
 from ckpt_tools.serialization.torch_legacy import is_legacy
 from ckpt_tools.serialization.zip_archive import LOCAL_MAGIC, TORCHSCRIPT
-from ckpt_tools.stores.source import checked_name
+from ckpt_tools.stores.source import check_file_name
 from ckpt_tools.verification.scan import kinds
 from ckpt_tools.verification.scan.alike import ProvenItems
 from ckpt_tools.verification.scan.arrays import check_array_end, inflate_array, parse_npy_elements
@@ -216,7 +216,7 @@ class Prover:
             raise MalformedError("it is a zip archive, and not all of its records are arrays")
         if kind is FileKind.ZIP and not any(name.endswith("/data.pkl") for name in ranges):
             for name, (start, stop) in ranges.items():
-                member_view = replace(view.slice_range(start, stop, ""), file=f"{view.file}/{checked_name(name)}")
+                member_view = replace(view.slice_range(start, stop, ""), file=f"{view.file}/{check_file_name(name)}")
                 if member_view.read_head(len(LOCAL_MAGIC)) == LOCAL_MAGIC:
                     raise NotLookedIntoError("it is an archive in an archive")
                 self.prove_file(member_view)

@@ -16,7 +16,7 @@ from ckpt_tools.core.wording import join_names
 from ckpt_tools.errors import IncompleteError, MalformedError, SourceNotFoundError
 from ckpt_tools.serialization.pickle.dcp_metadata import StorageInfo
 from ckpt_tools.stores.local.store import LocalStore
-from ckpt_tools.stores.source import Source, checked_name
+from ckpt_tools.stores.source import Source, check_file_name
 from ckpt_tools.verification.scan.budget import MAX_INFLATED_BYTES
 from ckpt_tools.verification.scan.configuration import parse_item_key
 from ckpt_tools.verification.scan.findings import Danger, FindingCollector, NotLookedIntoError, Region, ScanReport
@@ -75,12 +75,12 @@ class _SourceScan:
         self._exclude = exclude
         self._prover = Prover(self._collector)
         self._inflation_budget = self._prover.inflation_budget
-        self._source = replace(source, files=dict(sorted({**source.store.hidden(), **source.files}.items())))
+        self._source = replace(source, files=dict(sorted({**source.store.list_hidden(), **source.files}.items())))
 
     def scan_files(self, url: str) -> ScanReport:
         excluded_paths = list(filter(self._is_excluded, self._source.files))
         store = self._source.store
-        if isinstance(store, LocalStore) and store.only is None:
+        if isinstance(store, LocalStore) and store.only_file is None:
             for path, danger, what in _find_special_entries(Path(os.path.realpath(store.root)), self._source.files):
                 if self._is_excluded(path):
                     excluded_paths.append(path)
@@ -150,7 +150,7 @@ class _SourceScan:
         """Keep the range of an item in its file, or note why there is none."""
         folder = metadata_path.rpartition("/")[0]
         try:
-            item_file = "/".join(filter(None, (folder, checked_name(info.relative_path))))
+            item_file = "/".join(filter(None, (folder, check_file_name(info.relative_path))))
             if not item_file.endswith(_ITEM_FILE_SUFFIX):
                 raise RunnableElsewhereError(
                     f"it places an item in {item_file}, which is not a file of items (.distcp)"

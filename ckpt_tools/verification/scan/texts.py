@@ -7,7 +7,7 @@ from typing import Any
 
 from ckpt_tools.errors import MalformedError
 from ckpt_tools.serialization.strict_json import parse_json
-from ckpt_tools.stores.source import checked_name
+from ckpt_tools.stores.source import check_file_name
 from ckpt_tools.verification.scan.configuration import UNREAD_SETTINGS_REASON, explain_unproved_names
 from ckpt_tools.verification.scan.findings import CouldRunError
 from ckpt_tools.verification.scan.kinds import LATEST_NAME, FileKind
@@ -35,7 +35,7 @@ def prove_text(view: FileView, kind: FileKind) -> str | None:
         )
         return next(filter(None, reasons), None)
     if LATEST_NAME.search(view.file):
-        checked_name(text.strip())
+        check_file_name(text.strip())
         return None
     _check_makes_no_objects(text)
     return UNREAD_SETTINGS_REASON if kind is FileKind.CONFIGURATION and text.strip() else None
@@ -61,7 +61,7 @@ def _check_weight_map(document: Any) -> None:
     for name in weight_map.values() if isinstance(weight_map, dict) else ():
         if type(name) is not str:
             raise MalformedError("its weight_map names no files")
-        checked_name(name)
+        check_file_name(name)
 
 
 _HYPERPYYAML_TAGS = ("new", "apply", "name", "module")

@@ -21,8 +21,8 @@ from ckpt_tools.planning.plan import make_plan
 from ckpt_tools.stores.file_destination import StoreDestination
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.source import Store
-from ckpt_tools.stores.wrappers import Overlay
-from ckpt_tools.transfer.execute import execute
+from ckpt_tools.stores.wrappers import InMemoryOverlay
+from ckpt_tools.transfer.execute import execute_plan
 from ckpt_tools.transfer.runners.threads import ThreadRunner
 
 OPTIONS = {"lr": 0.125, "momentum": 0.5}
@@ -87,8 +87,8 @@ class Checkpoint:
 
 def write(manifest: Manifest, layout: Layout, source: Store, target: Any) -> None:
     plan = make_plan(manifest, layout, memory_bytes=512 << 20, num_workers=1)
-    store = Overlay(source, manifest.literals)
-    execute(plan, store, StoreDestination(target), runner=ThreadRunner(1), on_bytes=lambda _: None)
+    store = InMemoryOverlay(source, manifest.literals)
+    execute_plan(plan, store, StoreDestination(target), runner=ThreadRunner(1), on_bytes=lambda _: None)
 
 
 def loaded(files: Mapping[str, bytes], name: str) -> Any:

@@ -14,16 +14,16 @@ import pytest
 
 from ckpt_tools.errors import DestinationExistsError, StoreError, UsageError
 from ckpt_tools.stores.local import publish
-from ckpt_tools.stores.local.owned import names_in
-from ckpt_tools.stores.local.place import LocalPlace, Staging, staged
-from ckpt_tools.stores.output_form import Folder, OutputForm, SingleFile
+from ckpt_tools.stores.local.owned import owned_names_of
+from ckpt_tools.stores.local.place import LocalClaim, LocalOutputLocation, open_local_claim
+from ckpt_tools.stores.output_form import FolderForm, OutputForm, SingleFileForm
 
 BOTH = pytest.mark.parametrize("is_file", [True, False], ids=["file", "folder"])
 
 
-def fill(staging: Staging, text: str) -> None:
+def fill(staging: LocalClaim, text: str) -> None:
     """An output whose two files have to agree; a single one where it is a file."""
-    names = [staging.target.name] if isinstance(staging.form, SingleFile) else ["a", "deep/b"]
+    names = [staging.target.name] if isinstance(staging.form, SingleFileForm) else ["a", "deep/b"]
     for name in names:
         writer = staging.store.create(name, len(text))
         writer.write_at(0, text.encode())
@@ -31,7 +31,7 @@ def fill(staging: Staging, text: str) -> None:
 
 
 def form_of(target: Path, *, is_file: bool) -> OutputForm:
-    return SingleFile(target.name) if is_file else Folder()
+    return SingleFileForm(target.name) if is_file else FolderForm()
 
 
 def put(target: Path, text: str, *, is_file: bool) -> None:
@@ -52,14 +52,14 @@ def text_of(target: Path) -> str:
 
 
 def convert(target: Path, text: str, *, is_file: bool, overwrite: bool = False, fsync: bool = False) -> None:
-    with staged(target, form_of(target, is_file=is_file), overwrite=overwrite, fsync=fsync) as staging:
+    with open_local_claim(target, form_of(target, is_file=is_file), overwrite=overwrite, fsync=fsync) as staging:
         fill(staging, text)
-        staging.publish(replaced=there(target, is_file=is_file))
+        staging.publish_files(replaced=there(target, is_file=is_file))
 
 
 def there(target: Path, *, is_file: bool) -> Mapping[str, int]:
     """The names and sizes of what is at the target now."""
-    present = LocalPlace(target, form=form_of(target, is_file=is_file)).present()
+    present = LocalOutputLocation(target, form=form_of(target, is_file=is_file)).list_contents()
     return {} if present is None else present.files
 
 
@@ -73,8 +73,8 @@ def note(target: Path, *names: str) -> None:
 
 def test_a_name_after_one_that_a_full_disk_cut_off(tmp_path):
     tmp_path.joinpath("names").write_bytes(b'"a.pt"\n"b.p')
-    names_in(tmp_path).add(["c.pt"])
-    assert names_in(tmp_path).read() == {"a.pt", "c.pt"}
+    owned_names_of(tmp_path).add_names(["c.pt"])
+    assert owned_names_of(tmp_path).read_names() == {"a.pt", "c.pt"}
 
 
 def names(folder: Path) -> list[str]:
@@ -90,10 +90,10 @@ def assert_alone(target: Path, text: str) -> None:
 @pytest.mark.parametrize("fsync", [False, True])
 def test_it_is_absent_and_then_complete(tmp_path, is_file, fsync):
     target = tmp_path / "new/out"
-    with staged(target, form_of(target, is_file=is_file), overwrite=False, fsync=fsync) as staging:
+    with open_local_claim(target, form_of(target, is_file=is_file), overwrite=False, fsync=fsync) as staging:
         fill(staging, "new")
         assert not target.exists()
-        staging.publish()
+        staging.publish_files()
         assert text_of(target) == "new"
     assert names(tmp_path / "new") == ["out"]
 
@@ -105,7 +105,7 @@ def test_it_is_absent_or_stays_old_where_the_work_ends_early(tmp_path, is_file, 
     if old:
         put(tmp_path / "out", "old", is_file=is_file)
     with suppress(StoreError, KeyboardInterrupt):
-        with staged(tmp_path / "out", form_of(tmp_path / "out", is_file=is_file), overwrite=old) as staging:
+        with open_local_claim(tmp_path / "out", form_of(tmp_path / "out", is_file=is_file), overwrite=old) as staging:
             fill(staging, "new")
             if error is not None:
                 raise error
@@ -149,7 +149,7 @@ class TestWithoutExchange:
 
     @pytest.fixture(autouse=True)
     def _no_exchange(self, monkeypatch):
-        monkeypatch.setattr(publish, "_exchange", lambda a, b: False)
+        monkeypatch.setattr(publish, "_exchange_paths", lambda a, b: False)
 
     def test_a_full_folder_is_replaced_in_two_steps(self, tmp_path):
         put(tmp_path / "out", "old", is_file=False)
@@ -172,7 +172,7 @@ class TestWithoutExchange:
 def test_what_comes_while_the_old_is_replaced_is_kept(tmp_path, monkeypatch, exchange):
     """Between the last look and the swap, and so with both ways to swap."""
     put(tmp_path / "out", "old", is_file=False)
-    real, came = publish._exchange, []
+    real, came = publish._exchange_paths, []
 
     def late(a: Path, b: Path) -> bool:
         if not came:
@@ -180,7 +180,7 @@ def test_what_comes_while_the_old_is_replaced_is_kept(tmp_path, monkeypatch, exc
         came.append(b)
         return real(a, b) if exchange else False
 
-    monkeypatch.setattr(publish, "_exchange", late)
+    monkeypatch.setattr(publish, "_exchange_paths", late)
     with pytest.raises(DestinationExistsError, match=r"unchanged, because files were added to it meanwhile: late"):
         convert(tmp_path / "out", "new", is_file=False, overwrite=True)
     assert names(tmp_path) == ["out"]
@@ -192,16 +192,16 @@ def test_what_comes_while_the_old_is_replaced_is_kept(tmp_path, monkeypatch, exc
 def test_what_comes_into_the_old_after_the_swap_is_kept_and_named(tmp_path, monkeypatch, exchange):
     """By a process that has the old folder open, under the name of a file of the new one."""
     put(tmp_path / "out", "old", is_file=False)
-    real = publish.remove_named
+    real = publish.remove_files_by_name
 
     def late(folder: Path, names: Collection[str]) -> None:
         if "gone" in names:
             (folder / "a").write_text("mine")
         real(folder, names)
 
-    monkeypatch.setattr(publish, "remove_named", late)
+    monkeypatch.setattr(publish, "remove_files_by_name", late)
     if not exchange:
-        monkeypatch.setattr(publish, "_exchange", lambda a, b: False)
+        monkeypatch.setattr(publish, "_exchange_paths", lambda a, b: False)
     (tmp_path / "out/a").rename(tmp_path / "out/gone")
     with pytest.raises(DestinationExistsError, match=r"out is written; .* are kept in (.*); move them away") as caught:
         convert(tmp_path / "out", "new", is_file=False, overwrite=True)
@@ -222,10 +222,10 @@ def test_nothing_but_what_is_named_is_replaced(tmp_path, is_file):
         dict.fromkeys(known, 4),
         {name: size for name, size in known.items() if name not in ("a", "out")},
     ):
-        with staged(tmp_path / "out", form_of(tmp_path / "out", is_file=is_file), overwrite=True) as staging:
+        with open_local_claim(tmp_path / "out", form_of(tmp_path / "out", is_file=is_file), overwrite=True) as staging:
             fill(staging, "new")
             with pytest.raises(DestinationExistsError, match="were not there at the start"):
-                staging.publish(replaced=wrong)
+                staging.publish_files(replaced=wrong)
     assert_alone(tmp_path / "out", "old")
 
 
@@ -263,11 +263,11 @@ def test_a_second_writer_is_told(tmp_path, is_file):
             convert(tmp_path / "out", "new", is_file=is_file)
         assert caught.value.exit_code == 8
         assert (tmp_path / ".out.ckpt-tools-partial/output/half/written").read_bytes()[:4] == b"half"
-    with staged(tmp_path / "own", Folder(), overwrite=False) as first:
+    with open_local_claim(tmp_path / "own", FolderForm(), overwrite=False) as first:
         with pytest.raises(DestinationExistsError, match="another process is writing"):
             convert(tmp_path / "own", "second, of this process", is_file=False)
         fill(first, "first")
-        first.publish()
+        first.publish_files()
     assert text_of(tmp_path / "own") == "first"
 
 
@@ -289,9 +289,9 @@ def test_what_is_not_ours_is_never_cleaned_away(tmp_path, name, resume):
     before = sorted(tmp_path.rglob("*"))
     for _ in range(2):
         with pytest.raises(DestinationExistsError, match=r"did not write.*; move them away"):
-            staged(tmp_path / "out", Folder(), overwrite=False, resume=resume).__enter__()
+            open_local_claim(tmp_path / "out", FolderForm(), overwrite=False, resume=resume).__enter__()
     assert sorted(tmp_path.rglob("*")) == before
-    assert all(left.kind == "unfinished output" for left in LocalPlace(tmp_path / "out").remove_leftovers())
+    assert all(left.kind == "unfinished output" for left in LocalOutputLocation(tmp_path / "out").remove_leftovers())
     assert os.path.lexists(stranger)
     assert text_of(tmp_path / "mine") == "precious"
 
@@ -306,11 +306,11 @@ def test_a_link_in_the_place_of_the_staging_folder_is_refused(tmp_path):
 
 @BOTH
 def test_what_somebody_else_put_there_meanwhile_is_kept(tmp_path, is_file):
-    with staged(tmp_path / "out", form_of(tmp_path / "out", is_file=is_file), overwrite=False) as staging:
+    with open_local_claim(tmp_path / "out", form_of(tmp_path / "out", is_file=is_file), overwrite=False) as staging:
         fill(staging, "new")
         put(tmp_path / "out", "theirs", is_file=is_file)
         with pytest.raises(DestinationExistsError):
-            staging.publish()
+            staging.publish_files()
     assert_alone(tmp_path / "out", "theirs")
 
 
@@ -384,9 +384,9 @@ class TestPlaces:
 
 
 def test_what_a_killed_run_left_beside_the_output_is_not_published(tmp_path):
-    with staged(tmp_path / "out", Folder(), overwrite=False, resume=True) as staging:
+    with open_local_claim(tmp_path / "out", FolderForm(), overwrite=False, resume=True) as staging:
         fill(staging, "new")
         staging.store.create("deep/ckpt-tools.digests.json", 2).close()
-        staging.publish(["a", "deep/b"])
+        staging.publish_files(["a", "deep/b"])
     assert text_of(tmp_path / "out") == "new"
     assert names(tmp_path / "out/deep") == ["b"]

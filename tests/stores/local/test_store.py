@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_tools.errors import IncompleteError, SourceNotFoundError, StoreError, UnsafeError
-from ckpt_tools.stores.local.store import MAX_OPEN_FILES, LocalStore, LocalWriter
+from ckpt_tools.stores.local.store import MAX_OPEN_FILES, LocalFileWriter, LocalStore
 from ckpt_tools.stores.source import FillableStore
 from ckpt_tools.testing.stores import FillableStoreTests
 from tests.support.refusals import refusal_test
@@ -68,7 +68,7 @@ def with_file(folder: Path) -> LocalStore:
 OUTSIDE = "link to a file outside"
 test_a_refusal = refusal_test(
     ("no folder", lambda at: LocalStore(at / "nowhere").list(), SourceNotFoundError, "there is no folder"),
-    ("no file", lambda at: LocalStore(at, only="c").list(), SourceNotFoundError, "there is no file"),
+    ("no file", lambda at: LocalStore(at, only_file="c").list(), SourceNotFoundError, "there is no file"),
     ("link that leads out", read_link("../secret"), UnsafeError, OUTSIDE),
     ("link that turns back", read_link("sub/../../secret"), UnsafeError, OUTSIDE),
     ("absolute link", read_link("{}/secret"), UnsafeError, OUTSIDE),
@@ -80,7 +80,7 @@ test_a_refusal = refusal_test(
     # /proc/self/mem has no bytes at address 0, and says so as a failing disk does.
     (
         "failing disk",
-        lambda at: read(LocalStore(Path("/proc/self"), only="mem"), "mem", 8),
+        lambda at: read(LocalStore(Path("/proc/self"), only_file="mem"), "mem", 8),
         StoreError,
         "reading failed: Input/output error",
     ),
@@ -100,7 +100,7 @@ class TestListing:
     def test_a_single_file_is_all_there_is(self, tmp_path):
         (tmp_path / "a").write_bytes(b"12")
         (tmp_path / "b").write_bytes(b"1")
-        store = LocalStore(tmp_path, only="a")
+        store = LocalStore(tmp_path, only_file="a")
         assert (dict(store.list()), store.url) == ({"a": 2}, f"{tmp_path}/a")
 
     def test_a_folder_that_may_not_be_read_is_a_store_error(self, tmp_path):
@@ -129,9 +129,9 @@ class TestLinks:
 
     def test_the_file_that_the_user_named_may_be_a_link(self, tmp_path):
         root = with_links(tmp_path, named="../secret", other="../secret")
-        assert read(LocalStore(root, only="named"), "named", 6) == b"secret"
+        assert read(LocalStore(root, only_file="named"), "named", 6) == b"secret"
         with pytest.raises(UnsafeError):
-            read(LocalStore(root, only="named"), "other", 1)
+            read(LocalStore(root, only_file="named"), "other", 1)
 
     def test_a_snapshot_of_the_hub_cache_may_link_to_its_blobs_and_no_further(self, tmp_path):
         model = tmp_path / "models--x"
@@ -202,13 +202,13 @@ class TestWriting:
             store.create("f", disk.total + 1)
         assert caught.value.path == str(tmp_path / "f")
         assert (tmp_path / "f").stat().st_blocks == 0
-        store.check_room(disk.free // 2)
+        store.check_free_space(disk.free // 2)
         with pytest.raises(StoreError, match=rf"it needs {disk.total + 1:,} bytes, and [\d,]+ are free; free some"):
-            store.check_room(disk.total + 1)
+            store.check_free_space(disk.total + 1)
 
     def test_a_disk_that_fills_up_is_a_store_error(self):
         """/dev/full takes no byte, as a disk on which somebody else took the room."""
-        writer = LocalWriter(Path("/dev/full"), os.open("/dev/full", os.O_WRONLY))
+        writer = LocalFileWriter(Path("/dev/full"), os.open("/dev/full", os.O_WRONLY))
         with pytest.raises(StoreError, match="writing failed: No space left on device") as caught:
             writer.write_at(0, b"1")
         writer.close()
@@ -231,7 +231,7 @@ class TestWriting:
         reader, writer = os.pipe()
         os.close(reader)
         with pytest.raises(StoreError, match="writing failed: Invalid argument"):
-            LocalWriter(Path("pipe"), writer, fsync=True).close()
+            LocalFileWriter(Path("pipe"), writer, fsync=True).close()
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(writer)
 
@@ -239,7 +239,7 @@ class TestWriting:
         """A pipe cannot be synced, which would say so."""
         reader, writer = os.pipe()
         os.close(reader)
-        LocalWriter(Path("pipe"), writer, fsync=True).abandon()
+        LocalFileWriter(Path("pipe"), writer, fsync=True).abandon()
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(writer)
 

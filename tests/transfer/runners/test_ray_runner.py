@@ -24,13 +24,13 @@ from ckpt_tools.errors import StoreError
 from ckpt_tools.stores.file_destination import StoreDestination
 from ckpt_tools.stores.local.store import LocalStore
 from ckpt_tools.stores.memory import MemoryStore
-from ckpt_tools.stores.shared_files import SharedFiles, shared_files
+from ckpt_tools.stores.shared_files import SharedFilesCheck, prepare_shared_files_check
 from ckpt_tools.testing.runners import RunnerTests, double
-from ckpt_tools.transfer.crc_board import PartCrc, combined
+from ckpt_tools.transfer.crc_board import PartCrc, combine_crcs
 from ckpt_tools.transfer.runners import ray as ray_runner
-from ckpt_tools.transfer.runners.base import Runner
-from ckpt_tools.transfer.runners.ray import MAX_LOSSES, Process, RayRunner, TaskResult
-from ckpt_tools.transfer.runners.ray_board import ANSWER_RANGES, PostponedError, open_board
+from ckpt_tools.transfer.runners.base import TaskRunner
+from ckpt_tools.transfer.runners.ray import MAX_LOSSES, RayRunner, RayTaskProcess, TaskResult
+from ckpt_tools.transfer.runners.ray_board import RANGES_PER_ANSWER, PostponedError, open_board
 from tests.support.ray_cluster import cluster, processes
 
 pytestmark = pytest.mark.extended
@@ -61,7 +61,7 @@ class TestRayRunner(RunnerTests):
     def _runners(self, runners):
         self.runners = runners
 
-    def make(self, num_workers: int) -> Runner:
+    def make(self, num_workers: int) -> TaskRunner:
         if num_workers not in self.runners:
             self.runners[num_workers] = runner_of(num_workers)
         return self.runners[num_workers]
@@ -93,7 +93,9 @@ def test_items_are_worked_through_in_order_by_as_many_processes_as_there_are_wor
 
 def test_no_more_bytes_are_handed_out_than_may_be(pair):
     """Of items of 40 bytes two fit in 100 at a time, and one of 1,000 goes alone."""
-    alone = RayRunner(2, cost=lambda item: item, bytes_in_flight=100, check=at_ease, _kept=pair._kept)
+    alone = RayRunner(
+        2, bytes_of_item=lambda item: item, bytes_in_flight=100, check=at_ease, _idle_processes=pair._idle_processes
+    )
 
     def span(num_bytes: int) -> tuple[int, float, float]:
         started = time.monotonic()
@@ -101,7 +103,7 @@ def test_no_more_bytes_are_handed_out_than_may_be(pair):
         return num_bytes, started, time.monotonic()
 
     spans = list(alone.run(span, [40, 40, 40, 40, 1000, 40, 40]))
-    pair._kept = alone._kept
+    pair._idle_processes = alone._idle_processes
     for _, started, _ in spans:
         together = [num_bytes for num_bytes, since, until in spans if since <= started < until]
         assert sum(together) <= 100 or together == [1000]
@@ -139,7 +141,7 @@ def test_an_item_that_kills_every_process_ends_the_run(pair):
 
 
 def test_a_check_that_fails_ends_the_run_before_it_begins(pair, tmp_path):
-    pair.check = SharedFiles(sizes=((tmp_path / "nowhere", 1),))
+    pair.check = SharedFilesCheck(sizes=((tmp_path / "nowhere", 1),))
     try:
         with pytest.raises(
             StoreError, match=f"the worker on {socket.gethostname()} does not see the same {tmp_path}/nowhere"
@@ -180,51 +182,51 @@ class TestWaiting:
     def test_parts_from_anywhere_make_a_checksum(self, board):
         parts = [PartCrc((0, 30), start, start + 10, 1000 + start) for start in (0, 10, 20)]
         for part in [*parts, parts[0]]:
-            board.post(7, [part])
-        assert board.value(7, (0, 30)) == combined(parts)
+            board.post_checksums(7, [part])
+        assert board.wait_for_checksum(7, (0, 30)) == combine_crcs(parts)
 
     def test_what_this_process_told_last_is_known_without_asking(self, board):
-        board.post(0, [PartCrc((0, 4), 0, 4, 11)])
-        ray.kill(board.notices)
-        assert board.value(0, (0, 4)) == 11
+        board.post_checksums(0, [PartCrc((0, 4), 0, 4, 11)])
+        ray.kill(board.actor)
+        assert board.wait_for_checksum(0, (0, 4)) == 11
 
     def test_one_answer_holds_the_checksums_that_are_asked_for_next(self, board):
-        board.post(0, [PartCrc((at, at + 1), at, at + 1, at) for at in range(5000)])
-        board.post(1, [])
-        assert board.value(0, (100, 101)) == 100
-        assert len(board._known) == ANSWER_RANGES
+        board.post_checksums(0, [PartCrc((at, at + 1), at, at + 1, at) for at in range(5000)])
+        board.post_checksums(1, [])
+        assert board.wait_for_checksum(0, (100, 101)) == 100
+        assert len(board._known_checksums) == RANGES_PER_ANSWER
 
     def test_a_lost_board_is_an_error_of_one_sentence(self, board):
-        ray.kill(board.notices)
+        ray.kill(board.actor)
         with pytest.raises(StoreError, match="keeps the checksums of this run was lost"):
-            board.value(0, (0, 4))
+            board.wait_for_checksum(0, (0, 4))
 
     @pytest.mark.parametrize("error", [StoreError("disk full", path="f"), PostponedError()])
     def test_whoever_waits_is_woken(self, board, error):
-        waiting = board.notices.values.remote(0, (0, 4))
-        board.postpone() if isinstance(error, PostponedError) else board.fail(error)
+        waiting = board.actor.values.remote(0, (0, 4))
+        board.postpone() if isinstance(error, PostponedError) else board.fail_waiting_workers(error)
         woken = ray.get(waiting, timeout=30)
         assert type(woken) is type(error) and str(woken) == str(error)
         with pytest.raises(type(error)):
-            board.value(0, (0, 4))
+            board.wait_for_checksum(0, (0, 4))
 
     def test_the_earliest_item_is_lost_while_all_others_wait_for_it(self, board, pair, tmp_path, monkeypatch):
         """The one process that is left had taken an item that needs the lost one, and no other ever comes."""
-        nobody = ray.remote(num_cpus=1, resources={"nowhere": 1})(Process)
+        nobody = ray.remote(num_cpus=1, resources={"nowhere": 1})(RayTaskProcess)
         monkeypatch.setattr(ray_runner, "new_process", nobody.remote)
 
         def work(item: int) -> int:
             if item == 0:
                 time.sleep(0.3)
                 kill_once(tmp_path / "killed")
-            board.post(0, [PartCrc((item, item + 1), item, item + 1, item)])
-            return board.value(0, (max(0, item - 1), max(1, item)))
+            board.post_checksums(0, [PartCrc((item, item + 1), item, item + 1, item)])
+            return board.wait_for_checksum(0, (max(0, item - 1), max(1, item)))
 
-        left = RayRunner(2, lambda item: 1, 1000, at_ease, board, _kept=pair._kept)
+        left = RayRunner(2, lambda item: 1, 1000, at_ease, board, _idle_processes=pair._idle_processes)
         with closing(left):
             assert sorted(left.run(work, range(20))) == sorted([0, *range(19)])
         assert (tmp_path / "killed").exists()
-        pair._kept = []
+        pair._idle_processes = []
 
 
 def test_what_is_shared_is_asked_for(tmp_path):
@@ -232,7 +234,7 @@ def test_what_is_shared_is_asked_for(tmp_path):
     source.mkdir()
     staged.mkdir(parents=True)
     (source / "file").write_bytes(b"abc")
-    with shared_files(LocalStore(source), StoreDestination(LocalStore(staged))) as check:
+    with prepare_shared_files_check(LocalStore(source), StoreDestination(LocalStore(staged))) as check:
         check()
         (source / "file").write_bytes(b"ab")
         with pytest.raises(StoreError, match=r"does not see .*source/file"):
@@ -245,8 +247,8 @@ def test_what_is_shared_is_asked_for(tmp_path):
 
 
 def test_what_is_not_on_a_disk_is_not_asked_for():
-    with shared_files(MemoryStore(), StoreDestination(MemoryStore())) as check:
-        assert check == SharedFiles()
+    with prepare_shared_files_check(MemoryStore(), StoreDestination(MemoryStore())) as check:
+        assert check == SharedFilesCheck()
 
 
 # --- no schedule of completions and losses ever leaves the run with nothing to happen ---
@@ -362,16 +364,16 @@ def test_something_always_moves(chance, num_workers, num_items, losses):
     runner = RayRunner(num_workers, lambda item: 1, chance.randrange(1, 9), at_ease, board=world)  # type: ignore[arg-type]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(ray_runner, "new_process", world.new_process)
-        patched.setattr(ray_runner, "_kill", lambda processes: None)
-        run: ray_runner._Run[int, int] = ray_runner._Run(runner, None, enumerate(range(num_items)), news=world)  # type: ignore[arg-type]
+        patched.setattr(ray_runner, "_kill_processes", lambda processes: None)
+        run: ray_runner._RayRun[int, int] = ray_runner._RayRun(runner, None, enumerate(range(num_items)), events=world)  # type: ignore[arg-type]
         for _ in range(num_workers):
-            run.start(world.new_process())
-        assert sorted(run.results()) == list(range(num_items))
-    assert run.error is None and run.num_out == 0 and run.bytes_out == 0
+            run.start_worker(world.new_process())
+        assert sorted(run.iter_results()) == list(range(num_items))
+    assert run.error is None and run.num_assigned == 0 and run.bytes_assigned == 0
 
 
 def test_a_cluster_without_a_free_processor_is_said_to_be_one(cluster, monkeypatch):
-    nobody = ray.remote(num_cpus=1, resources={"nowhere": 1})(Process)
+    nobody = ray.remote(num_cpus=1, resources={"nowhere": 1})(RayTaskProcess)
     monkeypatch.setattr(ray_runner, "new_process", nobody.remote)
     monkeypatch.setattr(ray_runner, "START_SECONDS", 0.2)
     with closing(runner_of(1)) as runner, pytest.raises(StoreError, match="did not start a worker in 0 seconds"):

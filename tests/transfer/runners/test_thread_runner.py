@@ -7,7 +7,7 @@ import pytest
 
 from ckpt_tools.errors import StoreError
 from ckpt_tools.testing.runners import RunnerTests, double, fail_at_seven
-from ckpt_tools.transfer.runners.base import Runner
+from ckpt_tools.transfer.runners.base import TaskRunner
 from ckpt_tools.transfer.runners.threads import ThreadRunner
 
 
@@ -19,7 +19,7 @@ def _no_thread_is_left():
 
 
 class TestThreadRunner(RunnerTests):
-    def make(self, num_workers: int) -> Runner:
+    def make(self, num_workers: int) -> TaskRunner:
         return ThreadRunner(num_workers)
 
 

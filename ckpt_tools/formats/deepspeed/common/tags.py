@@ -14,7 +14,7 @@ from ckpt_tools.errors import (
     UsageError,
     name_file_in_errors,
 )
-from ckpt_tools.stores.source import Source, checked_name
+from ckpt_tools.stores.source import Source, check_file_name
 
 MAX_LATEST_BYTES = 4096
 """Longest name of a folder."""
@@ -63,7 +63,7 @@ def _latest(source: Source, folders: list[str], latest: str) -> str:
     if not text.strip():
         raise IncompleteError("it should contain the name of a tag, but it is empty", path=latest)
     with name_file_in_errors(latest):
-        tag = checked_name(text.strip()).strip("/")
+        tag = check_file_name(text.strip()).strip("/")
     if tag not in folders:
         raise IncompleteError(
             f"it names the tag {tag!r}, which does not exist; the tags are {_listed(folders)}", path=latest

@@ -39,7 +39,7 @@ from ckpt_tools.formats.deepspeed.names import (
 from ckpt_tools.formats.deepspeed.universal.loader_limits import STEP, corrected, notes_of, portable, stage3_options
 from ckpt_tools.formats.deepspeed.universal.states import IS_EXPERT
 from ckpt_tools.serialization.torch_zip import get_archive_root, make_archive_segments
-from ckpt_tools.stores.source import checked_name
+from ckpt_tools.stores.source import check_file_name
 
 UNIVERSAL_VERSION = 0.4
 
@@ -95,7 +95,7 @@ class _Output:
                     yield tensors.file(self._path(fqn, STEP), tensors.scalar(group.scalars[STEP]))
 
     def _path(self, fqn: str, slot: str) -> str:
-        path = checked_name(f"{self.prefix}zero/{fqn}/{slot}.pt")
+        path = check_file_name(f"{self.prefix}zero/{fqn}/{slot}.pt")
         if not all(_FOLDER.fullmatch(part) and len(part.encode()) <= MAX_FOLDER_BYTES for part in fqn.split("/")):
             why = f"the tensor is called {fqn!r:.80}, which cannot be a folder of universal; rename it with"
             raise UnsupportedError(f"{why} {format_option('rename')}")
