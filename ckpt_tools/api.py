@@ -111,17 +111,17 @@ def inspect(
     from ckpt_tools.core.applicability import COMMAND_RULES, OptionContext, check_applicability
     from ckpt_tools.core.matching import check_globs_match, is_selected
     from ckpt_tools.core.summary import summarize
-    from ckpt_tools.reading.naming import naming_of, wrapping_of
-    from ckpt_tools.runs.opening import named
+    from ckpt_tools.reading.naming import detect_naming, find_wrapper_parts
+    from ckpt_tools.runs.opening import resolve_checkpoint_url
 
     checked_arguments = {"sample": sample, "memory": memory, "workers": workers}
     check_applicability(COMMAND_RULES["inspect"], checked_arguments, OptionContext(has_stats=stats))
     request = ConvertRequest(src=src, dst=src, include=include, exclude=exclude, memory=memory, **options)
-    src = named(src, request.storage_options)
+    src = resolve_checkpoint_url(src, request.storage_options)
     source, manifest = _open_checkpoint(src, request)
-    naming_match = naming_of(source, manifest)
+    naming_match = detect_naming(source, manifest)
     naming = None if naming_match is None else str(naming_match)
-    summary = summarize(manifest, str(src), source.files, naming=naming, wrapping=wrapping_of(manifest))
+    summary = summarize(manifest, str(src), source.files, naming=naming, wrapping=find_wrapper_parts(manifest))
     check_globs_match(manifest.fqns | manifest.unreadable_names, include=request.include, exclude=request.exclude)
     chosen_keys = [key for key in manifest.tensors if is_selected(key.fqn, request.include, request.exclude)]
     if len(chosen_keys) < len(manifest.tensors):
@@ -171,10 +171,10 @@ def open(src: str | Path, **options: Unpack[ReadKeywords]) -> Checkpoint:
         array([ 8.,  9., 10.], dtype=float32)
     """
     from ckpt_tools.checkpoint import Checkpoint
-    from ckpt_tools.runs.opening import named
+    from ckpt_tools.runs.opening import resolve_checkpoint_url
 
     read_options = ConvertOptions(**options)
-    src = named(src, read_options.storage_options)
+    src = resolve_checkpoint_url(src, read_options.storage_options)
     source, manifest = _open_checkpoint(src, read_options)
 
     def read_config() -> Mapping[str, Any]:
@@ -546,7 +546,7 @@ def verify(
         (True, 2)
     """
     from ckpt_tools.core.applicability import COMMAND_RULES, OptionContext, check_applicability
-    from ckpt_tools.runs.opening import named, read_checkpoint
+    from ckpt_tools.runs.opening import read_checkpoint, resolve_checkpoint_url
     from ckpt_tools.stores.urls import check_storage_options
     from ckpt_tools.verification.verify import verify_checkpoint, verify_conversion
 
@@ -562,7 +562,7 @@ def verify(
     )
     check_applicability(COMMAND_RULES["verify"], given_options, case)
     check_storage_options(convert_options.storage_options, src, dst, digests, convert_options.config, like)
-    src = named(src, convert_options.storage_options)
+    src = resolve_checkpoint_url(src, convert_options.storage_options)
     checked_signature = None
     if public_key is not None:
         from ckpt_tools.verification.signing import check_signature
@@ -630,14 +630,14 @@ def diff(
         >>> report.differences[0].key.fqn, report.differences[0].aspect.value
         ('encoder.bias', 'values')
     """
-    from ckpt_tools.runs.opening import named, read_checkpoint
+    from ckpt_tools.runs.opening import read_checkpoint, resolve_checkpoint_url
     from ckpt_tools.stores.urls import check_storage_options
     from ckpt_tools.verification.verify import diff_checkpoints
 
     convert_options = ConvertOptions(state=state, **options)
     storage_options = convert_options.storage_options
     check_storage_options(storage_options, a, b, convert_options.config)
-    a = named(a, storage_options)
+    a = resolve_checkpoint_url(a, storage_options)
     checkpoint_a = read_checkpoint(
         a, convert_options.read_options, format_name=convert_options.from_, storage_options=storage_options
     )
@@ -733,9 +733,9 @@ def scan(
     from ckpt_tools.verification.scan import scan_source
 
     check_storage_options(storage_options, src)
-    from ckpt_tools.runs.opening import named
+    from ckpt_tools.runs.opening import resolve_checkpoint_url
 
-    src = named(src, storage_options)
+    src = resolve_checkpoint_url(src, storage_options)
     return scan_source(
         open_source(src, storage_options),
         str(src),
@@ -765,13 +765,13 @@ def ls(run: str | Path, *, storage_options: Mapping[str, Any] | None = None) -> 
         >>> [(each.name, each.is_complete) for each in ckpt_tools.ls("run").checkpoints]
         [('.', True)]
     """
-    from ckpt_tools.runs.listing import listing
-    from ckpt_tools.runs.opening import named
+    from ckpt_tools.runs.listing import list_checkpoints
+    from ckpt_tools.runs.opening import resolve_checkpoint_url
     from ckpt_tools.stores.urls import check_storage_options, open_run_source
 
     check_storage_options(storage_options, run)
-    run = named(run, storage_options)
-    return listing(open_run_source(run, storage_options), url=str(run))
+    run = resolve_checkpoint_url(run, storage_options)
+    return list_checkpoints(open_run_source(run, storage_options), url=str(run))
 
 
 @api_function
@@ -823,11 +823,11 @@ def prune(
         [('step_3', True), ('step_2', True), ('step_1', False)]
     """
     from ckpt_tools.runs.pruning import prune_run
-    from ckpt_tools.runs.rules import Best, PruneRules
+    from ckpt_tools.runs.rules import BestMetric, PruneRules
     from ckpt_tools.stores.urls import check_storage_options
 
     check_storage_options(storage_options, run)
-    best_metric = None if keep_best is None else Best.parse(keep_best)
+    best_metric = None if keep_best is None else BestMetric.parse(keep_best)
     rules = PruneRules(keep_last, keep_every, best_metric, incomplete, allow_less)
     return prune_run(run, rules, yes=yes, storage_options=storage_options)
 
@@ -887,10 +887,10 @@ def sign(
         >>> ckpt_tools.verify("model.safetensors", public_key="key.pub").equal
         True
     """
-    from ckpt_tools.runs.opening import named
+    from ckpt_tools.runs.opening import resolve_checkpoint_url
     from ckpt_tools.verification.signing import sign_with_key
 
-    return sign_with_key(named(src), private_key=private_key, signature=signature, overwrite=overwrite)
+    return sign_with_key(resolve_checkpoint_url(src), private_key=private_key, signature=signature, overwrite=overwrite)
 
 
 @api_function
@@ -989,28 +989,28 @@ def check_recipe(
         ('encoder.rest', (2, 8), ('encoder.weight',))
     """
     from ckpt_tools.core import transforms
-    from ckpt_tools.reading.checkpoint import recipe_step
-    from ckpt_tools.recipes.report import recipe_map
-    from ckpt_tools.runs.opening import named
+    from ckpt_tools.reading.checkpoint import make_recipe_step
+    from ckpt_tools.recipes.report import make_recipe_map
+    from ckpt_tools.runs.opening import resolve_checkpoint_url
 
     convert_options = ConvertOptions(recipe=recipe, inverse=inverse, config=config, state=state, **options)
-    src = named(src, convert_options.storage_options)
+    src = resolve_checkpoint_url(src, convert_options.storage_options)
     source, manifest = _open_checkpoint(src, convert_options)
-    step = recipe_step(src, source, manifest, convert_options)
+    step = make_recipe_step(src, source, manifest, convert_options)
     assert step is not None and step.recipe is not None
     if state != "all" and not manifest.unjoined_state:
         weights_manifest, _ = transforms.keep_model_only(
             manifest, weight_copy=convert_options.choose_weight_copy(manifest), is_requested=True
         )
         manifest, _ = transforms.strip_wrappers(weights_manifest)
-    return recipe_map(manifest, step.recipe, step)
+    return make_recipe_map(manifest, step.recipe, step)
 
 
 def _open_checkpoint(
     src: str | Path, options: ConvertOptions, *other_urls: str | Path | None, may_be_empty: bool = True
 ) -> tuple[Source, Manifest]:
     """The checkpoint at ``src``. ``other_urls`` are other places that the storage options may be for."""
-    from ckpt_tools.reading.checkpoint import check_reading
+    from ckpt_tools.reading.checkpoint import check_reading_options
     from ckpt_tools.runs.opening import read_checkpoint
     from ckpt_tools.stores.urls import check_storage_options
 
@@ -1024,7 +1024,7 @@ def _open_checkpoint(
         may_be_empty=may_be_empty,
         step_by_name=True,
     )
-    check_reading(manifest, options.read_options)
+    check_reading_options(manifest, options.read_options)
     return source, manifest
 
 

@@ -38,18 +38,18 @@ from ckpt_tools.formats.applicability import WRITING
 from ckpt_tools.formats.base import Format
 from ckpt_tools.formats.index import written_format
 from ckpt_tools.planning.plan import REMOTE_BYTES, CopyLimits, Plan, PlanFigures, estimate_reading_bytes, make_plan
-from ckpt_tools.reading.checkpoint import case_of, own_keys, recipe_step
+from ckpt_tools.reading.checkpoint import make_option_case, make_read_back_options, make_recipe_step
 from ckpt_tools.reading.model_files import (
     ModelFiles,
-    config_in,
+    add_model_files,
+    apply_config_ties,
     find_config,
     find_model_files,
-    missing_note,
-    takes_model_files,
-    with_model_files,
-    with_stated_ties,
+    is_pretrained_folder,
+    note_missing_config,
+    read_model_config,
 )
-from ckpt_tools.runs.opening import likeness, named, read_checkpoint
+from ckpt_tools.runs.opening import open_reference_matcher, read_checkpoint, resolve_checkpoint_url
 from ckpt_tools.signals import defer_signals
 from ckpt_tools.stores.destination import Claim, OutputLocation
 from ckpt_tools.stores.marker_files import DIGESTS_SUFFIX
@@ -66,12 +66,12 @@ from ckpt_tools.stores.urls import (
     open_output_location,
     open_source,
 )
-from ckpt_tools.trainers.transformers import ADAPTER
+from ckpt_tools.trainers.transformers import ADAPTER_CONFIG_FILE
 
 if TYPE_CHECKING:
     from ckpt_tools.lora.merge import MergeStep
     from ckpt_tools.reading.recipe_step import RecipeStep
-    from ckpt_tools.recipes.like import Like
+    from ckpt_tools.recipes.like import ReferenceMatcher
     from ckpt_tools.recipes.report import UsedRecipe
     from ckpt_tools.transfer.workers import WorkerPool
     from ckpt_tools.verification.digest_files import OutputDigests
@@ -220,7 +220,7 @@ class _Opened:
 
     @property
     def takes_model_files(self) -> bool:
-        return takes_model_files(self.writer, self.place.form)
+        return is_pretrained_folder(self.writer, self.place.form)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +232,7 @@ class _Edited:
     manifest: Manifest
     applied_options: AppliedOptions
     recipe: RecipeStep | None
-    like: Like | None
+    like: ReferenceMatcher | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,7 +285,7 @@ def prepare_conversion(request: ConvertRequest, pool: WorkerPool) -> PreparedCon
         build_plan_report(plan, figures, source_format, target_format, replaced_sizes),
         notes=laid_out.notes,
         renamed=edited.applied_options.new_name_by_old,
-        recipe=None if edited.recipe is None else edited.recipe.used,
+        recipe=None if edited.recipe is None else edited.recipe.used_recipe,
     )
     _log_plan(report)
     return PreparedConversion(
@@ -294,7 +294,7 @@ def prepare_conversion(request: ConvertRequest, pool: WorkerPool) -> PreparedCon
         plan=plan,
         report=report,
         place=opened.place,
-        output_read_options=own_keys(source_format, target_format, request),
+        output_read_options=make_read_back_options(source_format, target_format, request),
         format_loading_code=partial(_format_loading_code, opened, laid_out),
         source_manifest=opened.manifest,
         written_copy_text=_describe_written_copy(opened),
@@ -304,7 +304,10 @@ def prepare_conversion(request: ConvertRequest, pool: WorkerPool) -> PreparedCon
 def _open_source_and_target(request: ConvertRequest) -> _Opened:
     """Read the source, and choose the writer."""
     storage_options = request.storage_options
-    src, place = named(request.src, storage_options), open_output_location(request.dst, storage_options)
+    src, place = (
+        resolve_checkpoint_url(request.src, storage_options),
+        open_output_location(request.dst, storage_options),
+    )
     writer = _choose_requested_writer(request, place.name)
     reads_weights_only = request.adapter is not None or (
         writer is not None and not _is_whole_state_written(request, writer)
@@ -385,17 +388,17 @@ def _prepare_lora_merge(
         return None, source, request
     from ckpt_tools.lora.merge import MergeStep
     from ckpt_tools.reading.adapter import open_adapter
-    from ckpt_tools.reading.naming import way_to_live
+    from ckpt_tools.reading.naming import find_options_to_live_model
 
     storage_options = request.storage_options
     check_not_nested(request.adapter, request.dst, storage_options)
     opened_adapter = open_adapter(
         request, *read_checkpoint(request.adapter, ReadOptions(), storage_options=storage_options), source.store
     )
-    if request.config is not None and config_in(open_source(request.config, storage_options)) is None:
+    if request.config is not None and read_model_config(open_source(request.config, storage_options)) is None:
         request = replace(request, config=None)
     config = find_config(src, source, manifest, request) or {}
-    find_live_naming = partial(way_to_live, config)
+    find_live_naming = partial(find_options_to_live_model, config)
     merge = MergeStep(
         opened_adapter.adapter, opened_adapter.config, config, request.untie, request.allow_missing, find_live_naming
     )
@@ -405,12 +408,12 @@ def _prepare_lora_merge(
 def _edit_manifest(opened: _Opened) -> _Edited:
     """Apply the options to the manifest, and refuse those that do not fit it."""
     request, manifest, writer, is_whole = opened.request, opened.manifest, opened.writer, opened.writes_whole_state
-    recipe, like = recipe_step(opened.src, opened.source, manifest, request), likeness(request)
-    case = case_of(
+    recipe, like = make_recipe_step(opened.src, opened.source, manifest, request), open_reference_matcher(request)
+    case = make_option_case(
         manifest,
         writer.name,
         keeps_both=opened.writes_weights_and_masters,
-        whole=is_whole,
+        is_whole_state=is_whole,
         has_recipe=request.needs_config,
     )
     check_applicability(WRITING, request.values_by_name, case)
@@ -488,19 +491,19 @@ def _lay_out_files(opened: _Opened, edited: _Edited) -> _LaidOut:
     write_options, model_files = _build_write_options(opened, edited.like), _find_output_model_files(opened, edited)
     tie_notes: tuple[Note, ...] = ()
     if model_files is not None:
-        manifest, model_files, tie_notes = with_stated_ties(manifest, model_files, untie=request.untie)
+        manifest, model_files, tie_notes = apply_config_ties(manifest, model_files, untie=request.untie)
     elif request.untie:
         reason = f"this writes {writer.name}" + (", and finds none" if opened.takes_model_files else "")
         raise UsageError(f"{format_option('untie', True)} is for folders with a config.json; {reason}")
     layout, copied_paths = writer.layout(manifest, write_options), frozenset[str]()
     if model_files is not None:
         source, copied_paths = replace(source, store=model_files.store), model_files.sources
-        layout = with_model_files(layout, model_files, manifest)
-    elif opened.takes_model_files and (note := missing_note(source, manifest)) is not None:
+        layout = add_model_files(layout, model_files, manifest)
+    elif opened.takes_model_files and (note := note_missing_config(source, manifest)) is not None:
         layout = replace(layout, notes=(*layout.notes, note))
     name_notes, hub_naming_hint = _note_foreign_names(edited, model_files)
     manifest = _add_copied_files(manifest, layout, copied_paths)
-    adapter_files = {ADAPTER} if opened.merge is not None or writer.asks_adapter_config else set()
+    adapter_files = {ADAPTER_CONFIG_FILE} if opened.merge is not None or writer.asks_adapter_config else set()
     merged_notes = merge_notes(
         name_notes
         + manifest.notes
@@ -521,14 +524,14 @@ def _lay_out_files(opened: _Opened, edited: _Edited) -> _LaidOut:
     return _LaidOut(source, manifest, layout, write_options, notes, hub_naming_hint)
 
 
-def _build_write_options(opened: _Opened, like: Like | None) -> WriteOptions:
+def _build_write_options(opened: _Opened, like: ReferenceMatcher | None) -> WriteOptions:
     """The keys say where a tree is read where the source is one, and where it is written elsewhere."""
     request, source, manifest, writer = opened.request, opened.source, opened.manifest, opened.writer
     is_tree, adapter_text = manifest.tree is not None, b""
     if writer.asks_adapter_config:
-        from ckpt_tools.reading.adapter import adapter_config
+        from ckpt_tools.reading.adapter import read_adapter_config
 
-        adapter_text = adapter_config(opened.src, source, manifest, request)
+        adapter_text = read_adapter_config(opened.src, source, manifest, request)
     config = find_config(opened.src, source, manifest, request) if writer.asks_model_type else None
     return WriteOptions(
         file_name=opened.place.form.file_name,
@@ -550,11 +553,11 @@ def _find_output_model_files(opened: _Opened, edited: _Edited) -> ModelFiles | N
         if request.config is not None and not (request.needs_config or opened.writer.asks_adapter_config):
             raise UsageError(f"{format_option('config')} is for folders; {opened.place.name} is one file")
         return None
-    config_folder, storage_options = request.config if like is None else like.folder_of_config, request.storage_options
+    config_folder, storage_options = request.config if like is None else like.config_folder, request.storage_options
     model_files = find_model_files(
         opened.src, edited.source, edited.manifest, config=config_folder, storage_options=storage_options
     )
-    return None if model_files is None else replace(model_files, is_of_reference=like is not None)
+    return None if model_files is None else replace(model_files, is_from_reference=like is not None)
 
 
 def _note_foreign_names(edited: _Edited, model_files: ModelFiles | None) -> tuple[tuple[Note, ...], str]:
@@ -563,16 +566,18 @@ def _note_foreign_names(edited: _Edited, model_files: ModelFiles | None) -> tupl
     is_mapped = edited.recipe is not None or edited.like is not None
     if model_files is None or is_mapped or edited.manifest.format == "safetensors":
         return (), ""
-    from ckpt_tools.reading.naming import naming_of
+    from ckpt_tools.reading.naming import detect_naming
 
-    naming = naming_of(edited.source, edited.manifest, model_files.config)
-    if naming is None or not naming.to_hub:
+    naming = detect_naming(edited.source, edited.manifest, model_files.config)
+    if naming is None or not naming.recipes_to_hub:
         return (), ""
     unable_loaders = "other loaders do" if naming.is_live else "from_pretrained does"
     note = Note(
-        Outcome.KEPT, "names of tensors", f"those of {naming.left}, which {unable_loaders} not know; {naming.like}"
+        Outcome.KEPT,
+        "names of tensors",
+        f"those of {naming.name}, which {unable_loaders} not know; {naming.reference_advice}",
     )
-    return (note,), "" if naming.is_live else naming.way
+    return (note,), "" if naming.is_live else naming.recipe_advice
 
 
 def _add_copied_files(manifest: Manifest, layout: Layout, copied_paths: frozenset[str]) -> Manifest:

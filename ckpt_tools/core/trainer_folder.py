@@ -41,7 +41,7 @@ class TrainerFolder:
     trainer's own. ``files`` are copied as they are, by their names in the folder. ``entries`` are the names in
     ``Manifest.extra`` that were read from them, and are not written a second time. ``unknown`` are files of the source
     in the folder itself that the trainer is not known to write. ``without_ranks``, ``first_is_enough`` and
-    ``resume``: as in ``trainers.record.Returned``.
+    ``resume``: as in ``trainers.record.ResumeRules``.
     """
 
     trainer: str

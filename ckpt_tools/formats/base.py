@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from ckpt_tools.core.manifest import Manifest
     from ckpt_tools.core.options import ReadOptions, WriteOptions
     from ckpt_tools.stores.source import Source
-    from ckpt_tools.trainers.saved import Saved
+    from ckpt_tools.trainers.saved import SavedCheckpoint
 
 READING_OPTIONS = ("tag", "model_key", "optim_key")
 """The options that a format may take for reading, by their names in ``ReadOptions``."""
@@ -113,7 +113,7 @@ class Format:
         """Those of ``reading_options`` that mean something for ``manifest``, which was read from this format."""
         return self.reading_options
 
-    def problem(self, saved: Saved) -> str | None:
+    def problem(self, saved: SavedCheckpoint) -> str | None:
         """Why a checkpoint of this format in a run is not complete, from names and headers; None if it looks complete.
 
         Raises:
@@ -121,7 +121,7 @@ class Format:
         """
         return None
 
-    def is_empty(self, saved: Saved, path: str) -> bool:
+    def is_empty(self, saved: SavedCheckpoint, path: str) -> bool:
         """True if a file of a checkpoint in a run has an ending of this format, and its header lists no tensor.
 
         Raises:
@@ -129,11 +129,11 @@ class Format:
         """
         return False
 
-    def is_named(self, saved: Saved) -> bool:
+    def is_named(self, saved: SavedCheckpoint) -> bool:
         """Whether names of files tell that a checkpoint in a run is in this format; endings of single files apart."""
         return False
 
-    def world_size_of(self, saved: Saved) -> int:
+    def world_size_of(self, saved: SavedCheckpoint) -> int:
         """The number of ranks that wrote a checkpoint in a run, by names of files; 0 if they tell none."""
         return 0
 

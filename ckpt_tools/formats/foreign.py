@@ -16,7 +16,7 @@ from ckpt_tools.core.values import GlobalRef, Opaque, OrderedDict, StorageRef, S
 from ckpt_tools.core.wording import join_names
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.serialization.unread_tensors import explain_unreadable
-from ckpt_tools.trainers.names import rank_file, world_of
+from ckpt_tools.trainers.names import match_rank_file, parse_world_size
 
 _SLOTS = frozenset(
     ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_avg_sq_row", "exp_avg_sq_col", "exp_inf", "momentum_buffer",
@@ -64,11 +64,11 @@ def refuse_tensor_object(value: Any, name: str) -> None:
 
 def rank_in_name(path: str) -> str | None:
     """``rank 0 of 2`` where the name of a file says that it holds the part of one of several ranks."""
-    match = rank_file(path)
+    match = match_rank_file(path)
     if match is None:
         part = _PART_OF_NANOTRON.search(path)
         return None if part is None else f"rank {part[1]} of {part[2]}"
-    rank, world = int(match["rank"]), world_of(match)
+    rank, world = int(match["rank"]), parse_world_size(match)
     return f"rank {rank}" if world is None else f"rank {rank} of {world}" if world > 1 else None
 
 

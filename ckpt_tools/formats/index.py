@@ -132,10 +132,10 @@ def find_format(source: Source, name: str | None = None) -> Format:
     added = _recognising_plugin(source, plugins())
     if added is not None:
         return added
-    from ckpt_tools.trainers.run_folders import members
+    from ckpt_tools.trainers.run_folders import find_members
 
     # The folder of a run, where formats look for one checkpoint.
-    steps = [each.name for each in members(source.files) if each.is_numbered and each.is_finished]
+    steps = [each.name for each in find_members(source.files) if each.is_numbered and each.is_finished]
     if len(steps) > 1:
         raise SeveralCheckpointsError(
             f"there are several checkpoints here ({join_newest(steps)}); name the folder of one"

@@ -13,12 +13,12 @@ from ckpt_tools.core.wording import join_names
 from ckpt_tools.errors import IncompleteError, SourceNotFoundError, StoreError, UsageError, name_file_in_errors
 from ckpt_tools.lora.adapter import Adapter, read_adapter
 from ckpt_tools.lora.config import AdapterConfig, check_mergeable, parse_config
-from ckpt_tools.reading.model_files import MAX_CONFIG_BYTES, folder_near, folders_around
+from ckpt_tools.reading.model_files import MAX_CONFIG_BYTES, find_nearby_folder, iter_folders_around
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.stores.source import Source, Store
 from ckpt_tools.stores.urls import open_source
 from ckpt_tools.stores.wrappers import RedirectingStore
-from ckpt_tools.trainers.transformers import ADAPTER
+from ckpt_tools.trainers.transformers import ADAPTER_CONFIG_FILE
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,22 +30,22 @@ class OpenAdapter:
     store: Store
 
 
-def open_adapter(request: ConvertRequest, source: Source, manifest: Manifest, base: Store) -> OpenAdapter:
+def open_adapter(request: ConvertRequest, source: Source, manifest: Manifest, base_store: Store) -> OpenAdapter:
     """The adapter that ``request`` names, which is ``manifest`` of ``source``; its files get names that none of
-    ``base`` has.
+    ``parent_url`` has.
 
     Raises:
         CkptError: its settings are missing or cannot be merged, or there is not exactly one that is meant.
     """
     assert request.adapter is not None
-    text = adapter_config(request.adapter, source, manifest, request)
+    config_text = read_adapter_config(request.adapter, source, manifest, request)
     with name_file_in_errors(str(request.adapter)):
-        config = parse_config(parse_json(text, ADAPTER), ADAPTER)
-        check_mergeable(config, ADAPTER)
+        config = parse_config(parse_json(config_text, ADAPTER_CONFIG_FILE), ADAPTER_CONFIG_FILE)
+        check_mergeable(config, ADAPTER_CONFIG_FILE)
         adapter = read_adapter(
             manifest, config, request.adapter_name, f"choose one with {format_option('adapter_name')}"
         )
-        _refuse_empty(adapter)
+        _refuse_empty_tensors(adapter)
     prefix = "adapter:"
     files = {
         file
@@ -53,13 +53,15 @@ def open_adapter(request: ConvertRequest, source: Source, manifest: Manifest, ba
         for e in entries.values()
         for file in e.shards.files
     }
-    store = RedirectingStore(base, {prefix + file: (source.store, file) for file in files})
-    parts = {module: {part: _below(e, prefix) for part, e in found.items()} for module, found in adapter.parts.items()}
-    saved = {name: _below(entry, prefix) for name, entry in adapter.saved.items()}
+    store = RedirectingStore(base_store, {prefix + file: (source.store, file) for file in files})
+    parts = {
+        module: {part: _prefix_files(e, prefix) for part, e in found.items()} for module, found in adapter.parts.items()
+    }
+    saved = {name: _prefix_files(entry, prefix) for name, entry in adapter.saved.items()}
     return OpenAdapter(Adapter(parts, saved), config, store)
 
 
-def _refuse_empty(adapter: Adapter) -> None:
+def _refuse_empty_tensors(adapter: Adapter) -> None:
     parts = {f"{module}.{part}": entry for module, found in adapter.parts.items() for part, entry in found.items()}
     empty = [name for name, entry in {**parts, **adapter.saved}.items() if not entry.numel]
     if empty:
@@ -67,31 +69,32 @@ def _refuse_empty(adapter: Adapter) -> None:
         raise IncompleteError(f"{join_names(empty)}: {why} (ckpt-tools convert CKPT OUT {format_option('to', 'peft')})")
 
 
-def _below(entry: TensorEntry, prefix: str) -> TensorEntry:
+def _prefix_files(entry: TensorEntry, prefix: str) -> TensorEntry:
     return replace(entry, shards=entry.shards.with_file_prefix(prefix))
 
 
-def adapter_config(url: str | Path, source: Source, manifest: Manifest, options: ConvertOptions) -> bytes:
+def read_adapter_config(url: str | Path, source: Source, manifest: Manifest, options: ConvertOptions) -> bytes:
     """The content of ``adapter_config.json`` in the folder ``options.config``, else beside the checkpoint ``source`` at
     ``url``, in a folder around it, or in the folder above.
 
     Raises:
         UsageError: there is none. CkptError: it cannot be read.
     """
-    config, stores = options.config, options.storage_options
+    config, storage_options = options.config, options.storage_options
     if config is not None:
-        opened = open_source(config, stores)
-        if ADAPTER in opened.files:
-            return opened.read_all(ADAPTER, limit_bytes=MAX_CONFIG_BYTES)
-    for prefix in folders_around(manifest.files - manifest.literals.keys()):
-        if prefix + ADAPTER in source.files:
-            return source.read_all(prefix + ADAPTER, limit_bytes=MAX_CONFIG_BYTES)
-    base, _ = folder_near(url, source)
-    if base is not None:
+        config_source = open_source(config, storage_options)
+        if ADAPTER_CONFIG_FILE in config_source.files:
+            return config_source.read_all(ADAPTER_CONFIG_FILE, limit_bytes=MAX_CONFIG_BYTES)
+    for prefix in iter_folders_around(manifest.files - manifest.literals.keys()):
+        if prefix + ADAPTER_CONFIG_FILE in source.files:
+            return source.read_all(prefix + ADAPTER_CONFIG_FILE, limit_bytes=MAX_CONFIG_BYTES)
+    parent_url, _ = find_nearby_folder(url, source)
+    if parent_url is not None:
         with suppress(SourceNotFoundError, StoreError):
-            opened = open_source(f"{base}/{ADAPTER}", stores)
-            return opened.read_all(ADAPTER, limit_bytes=MAX_CONFIG_BYTES)
+            config_source = open_source(f"{parent_url}/{ADAPTER_CONFIG_FILE}", storage_options)
+            return config_source.read_all(ADAPTER_CONFIG_FILE, limit_bytes=MAX_CONFIG_BYTES)
     where = f"in {format_option('config', config)} or " if config is not None else ""
     raise UsageError(
-        f"there is no {ADAPTER} {where}beside {url}; name the folder that has it with {format_option('config')}"
+        f"there is no {ADAPTER_CONFIG_FILE} {where}beside {url}; name the folder that has it with "
+        f"{format_option('config')}"
     )

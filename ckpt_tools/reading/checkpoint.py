@@ -19,20 +19,20 @@ from ckpt_tools.formats.applicability import READING
 from ckpt_tools.formats.base import Format
 from ckpt_tools.formats.deepspeed.names import LATEST, LATEST_UNIVERSAL
 from ckpt_tools.formats.index import find_format, hint_of_plugins, known, read_format, read_manifest, refuse_content
-from ckpt_tools.reading.enrich import enriched
-from ckpt_tools.reading.steps import with_doubts
+from ckpt_tools.reading.enrich import enrich_manifest
+from ckpt_tools.reading.steps import add_step_doubts
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.wrappers import InMemoryOverlay
-from ckpt_tools.trainers.accelerate import refuse_several
-from ckpt_tools.trainers.megatron_lm import TRACKER
-from ckpt_tools.trainers.names import optimizer_of
-from ckpt_tools.trainers.nemo import OPTIMIZER_HALF
-from ckpt_tools.trainers.verl import CONTENTS, Parts, find_parts
+from ckpt_tools.trainers.accelerate import refuse_several_models
+from ckpt_tools.trainers.megatron_lm import TRACKER_FILE
+from ckpt_tools.trainers.names import find_optimizer_file
+from ckpt_tools.trainers.nemo import OPTIMIZER_INDEX
+from ckpt_tools.trainers.verl import CONTENTS_FILE, VerlParts, find_parts
 
 if TYPE_CHECKING:
     from ckpt_tools.reading.recipe_step import RecipeStep
 
-CHOOSING = (LATEST, LATEST_UNIVERSAL, TRACKER)
+LATEST_FILES = (LATEST, LATEST_UNIVERSAL, TRACKER_FILE)
 """Files of a run that say which of its checkpoints is meant: DeepSpeed's and Megatron's."""
 
 
@@ -43,117 +43,123 @@ def read_source(source: Source, options: ReadOptions, *, format_name: str | None
         CkptError: as ``find_format`` and ``Format.read``.
     """
     stored_bytes = sum(source.files.values())
-    with _errors_explained(source):
-        refuse_several(source, options.tag)
+    with _explain_errors(source):
+        refuse_several_models(source, options.tag)
         parts = find_parts(source)
         if parts is not None:
-            manifest, own = _read_parts(source, parts, format_name)
+            manifest, tensorless_files = _read_verl_checkpoint(source, parts, format_name)
     if parts is None:
-        source, manifest, own = _read_one(source, options, format_name)
-    manifest = with_doubts(replace(enriched(manifest, source, own), stored_bytes=stored_bytes), source)
+        source, manifest, tensorless_files = _read_single_format(source, options, format_name)
+    manifest = add_step_doubts(
+        replace(enrich_manifest(manifest, source, tensorless_files), stored_bytes=stored_bytes), source
+    )
     if may_be_quantized(manifest):
-        from ckpt_tools.reading.model_files import config_beside
+        from ckpt_tools.reading.model_files import read_nearest_config
 
-        is_quantized = get_quantization_config(config_beside(source, manifest)) is not None
+        is_quantized = get_quantization_config(read_nearest_config(source, manifest)) is not None
         manifest = replace(manifest, is_quantized=is_quantized)
     return replace(source, store=InMemoryOverlay(source.store, manifest.literals)), manifest
 
 
-def _read_parts(source: Source, parts: Parts, format_name: str | None) -> tuple[Manifest, frozenset[str]]:
+def _read_verl_checkpoint(source: Source, parts: VerlParts, format_name: str | None) -> tuple[Manifest, frozenset[str]]:
     """Weights and optimizer of a checkpoint of verl, and its files that hold no tensor."""
     if format_name not in (None, "megatron"):
         what = "it lists the parts of a checkpoint of verl, which are read as megatron"
-        raise UnsupportedError(what, path=f"{parts.home}{CONTENTS}")
-    from ckpt_tools.reading.parts import read_parts
+        raise UnsupportedError(what, path=f"{parts.base_folder}{CONTENTS_FILE}")
+    from ckpt_tools.reading.parts import read_verl_parts
 
-    return read_parts(source, parts)
+    return read_verl_parts(source, parts)
 
 
-def _read_one(source: Source, options: ReadOptions, format_name: str | None) -> tuple[Source, Manifest, frozenset[str]]:
+def _read_single_format(
+    source: Source, options: ReadOptions, format_name: str | None
+) -> tuple[Source, Manifest, frozenset[str]]:
     """The source whose files the manifest of a checkpoint of one format names, the manifest, and its other files."""
-    with _errors_explained(source):
-        prefix = _prefix_of_halves(source) if format_name in (None, "dcp") else None
-        reader = find_format(source, format_name) if prefix is None else read_format("dcp")
-    with _errors_explained(source, reader if format_name is None and prefix is None else None):
-        manifest, own = _read(reader, source, prefix, options)
-        _refuse_others(source, manifest, options)
-    return reader.served(source, manifest), manifest, own | reader.own_files(source, manifest)
+    with _explain_errors(source):
+        automodel_prefix = _find_automodel_prefix(source) if format_name in (None, "dcp") else None
+        reader = find_format(source, format_name) if automodel_prefix is None else read_format("dcp")
+    with _explain_errors(source, reader if format_name is None and automodel_prefix is None else None):
+        manifest, tensorless_files = _read_with_optimizer(reader, source, automodel_prefix, options)
+        _refuse_other_steps(source, manifest, options)
+    return reader.served(source, manifest), manifest, tensorless_files | reader.own_files(source, manifest)
 
 
-def _read(reader: Format, source: Source, prefix: str | None, options: ReadOptions) -> tuple[Manifest, frozenset[str]]:
+def _read_with_optimizer(
+    reader: Format, source: Source, automodel_prefix: str | None, options: ReadOptions
+) -> tuple[Manifest, frozenset[str]]:
     """The manifest of a model, joined with an optimizer in a file or folder beside it, and that file."""
-    if prefix is not None:
-        from ckpt_tools.reading.halves import read_halves
+    if automodel_prefix is not None:
+        from ckpt_tools.reading.halves import read_automodel
 
-        return read_halves(source, prefix, options), frozenset()
-    optimizer = optimizer_of(source.files)
-    if optimizer is None:
+        return read_automodel(source, automodel_prefix, options), frozenset()
+    optimizer_path = find_optimizer_file(source.files)
+    if optimizer_path is None:
         return read_manifest(reader, source, options), frozenset()
-    from ckpt_tools.reading.optimizer_file import read_both
+    from ckpt_tools.reading.optimizer_file import read_model_and_optimizer
 
-    manifest, is_joined = read_both(reader, source, optimizer, options)
+    manifest, is_joined = read_model_and_optimizer(reader, source, optimizer_path, options)
     if options.optimizer_file is not None and not is_joined:
         raise UsageError(
             f"{format_option('optimizer_file')} is for a model alone in safetensors or a torch file; here is more"
         )
-    return manifest, frozenset([optimizer] if is_joined else [])
+    return manifest, frozenset([optimizer_path] if is_joined else [])
 
 
 @contextmanager
-def _errors_explained(source: Source, chosen: Format | None = None) -> Iterator[None]:
+def _explain_errors(source: Source, detected_format: Format | None = None) -> Iterator[None]:
     """Adds to errors: the file or folder, how to name one of several checkpoints, and the plug-in that recognises what
-    ``chosen``, a format that the user did not name, cannot read."""
+    ``detected_format``, a format that the user did not name, cannot read."""
     try:
         yield
     except SeveralCheckpointsError as error:
-        from ckpt_tools.trainers.run_folders import proposal
+        from ckpt_tools.trainers.run_folders import suggest_checkpoint
 
-        raise SeveralCheckpointsError(error.message + proposal(source.files, source.store.url)) from error
+        raise SeveralCheckpointsError(error.message + suggest_checkpoint(source.files, source.store.url)) from error
     except (FormatError, UnsafeError) as error:
-        error.path = error.path or known_by(source)
+        error.path = error.path or get_error_path(source)
         refuse_content(source, error.path)
-        if chosen is not None:
-            error.message += hint_of_plugins(source, chosen)
+        if detected_format is not None:
+            error.message += hint_of_plugins(source, detected_format)
         raise
 
 
-def _refuse_others(source: Source, manifest: Manifest, options: ReadOptions) -> None:
+def _refuse_other_steps(source: Source, manifest: Manifest, options: ReadOptions) -> None:
     """Raises SeveralCheckpointsError if the folder of one step was read, another step has a folder of another format,
     and neither a tag nor a file of the run chooses: each reader sees the folders of its own format alone."""
-    used = manifest.files & source.files.keys()
-    is_chosen = options.tag is not None or any(name in source.files for name in CHOOSING)
-    if is_chosen or not used or any("/" not in file for file in used):
+    used_files = manifest.files & source.files.keys()
+    is_chosen = options.tag is not None or any(name in source.files for name in LATEST_FILES)
+    if is_chosen or not used_files or any("/" not in file for file in used_files):
         return
-    from ckpt_tools.trainers.run_folders import others_of
+    from ckpt_tools.trainers.run_folders import find_other_checkpoints
 
-    others = [each.name for each in others_of(source.files, used) if each.is_finished]
-    if others:
-        names = join_newest([*others, min(used).rpartition("/")[0]])
+    other_names = [each.name for each in find_other_checkpoints(source.files, used_files) if each.is_finished]
+    if other_names:
+        names = join_newest([*other_names, min(used_files).rpartition("/")[0]])
         raise SeveralCheckpointsError(f"there are several checkpoints here ({names}); name the folder of one")
 
 
-def known_by(source: Source) -> str:
+def get_error_path(source: Source) -> str:
     """The one file of ``source``, or the folder, for an error about all of it."""
     return next(iter(source.files)) if len(source.files) == 1 else source.store.url
 
 
-def _prefix_of_halves(source: Source) -> str | None:
-    """The result of ``halves_prefix``, which is imported only if there is such a file."""
-    if not any(path.endswith(OPTIMIZER_HALF) for path in source.files):
+def _find_automodel_prefix(source: Source) -> str | None:
+    """The result of ``find_automodel_prefix``, which is imported only if there is such a file."""
+    if not any(path.endswith(OPTIMIZER_INDEX) for path in source.files):
         return None
-    from ckpt_tools.reading.halves import halves_prefix
+    from ckpt_tools.reading.halves import find_automodel_prefix
 
-    return halves_prefix(source)
+    return find_automodel_prefix(source)
 
 
-def own_keys(source: str, target: str, options: ConvertOptions) -> ReadOptions:
+def make_read_back_options(source: str, target: str, options: ConvertOptions) -> ReadOptions:
     """Options for reading what was converted from the format ``source`` to ``target``: a DCP keeps the tree of a DCP,
     a file of torch that of one, and with it the keys."""
     is_kept = source == target and source in ("dcp", "torch")
     return ReadOptions(model_key=options.model_key, optim_key=options.optim_key) if is_kept else ReadOptions()
 
 
-def recipe_step(url: str | Path, source: Source, manifest: Manifest, options: ConvertOptions) -> RecipeStep | None:
+def make_recipe_step(url: str | Path, source: Source, manifest: Manifest, options: ConvertOptions) -> RecipeStep | None:
     """The step of the recipe and the prefix that ``options`` name, and of dequantizing, for ``manifest`` read from
     ``source`` at ``url``; None if they ask for none. Raises CkptError if the recipe or ``config.json`` cannot be read.
     """
@@ -164,8 +170,8 @@ def recipe_step(url: str | Path, source: Source, manifest: Manifest, options: Co
     return RecipeStep.of(url, source, manifest, options)
 
 
-def case_of(
-    manifest: Manifest, target: str, *, keeps_both: bool, whole: bool, has_recipe: bool = False
+def make_option_case(
+    manifest: Manifest, target: str, *, keeps_both: bool, is_whole_state: bool, has_recipe: bool = False
 ) -> OptionContext:
     """The case that options are checked against when ``manifest`` is read and ``target`` written."""
     reader, writer = known(manifest.format), known(target) if target else None
@@ -177,11 +183,13 @@ def case_of(
         is_weights_alone=writer is not None and writer.is_weights_alone,
         has_masters=any(key.slot == MASTER for key in manifest.tensors),
         keeps_both_copies=keeps_both,
-        has_state=whole and bool(manifest.groups or manifest.select_kinds(Kind.STATE)),
+        has_state=is_whole_state and bool(manifest.groups or manifest.select_kinds(Kind.STATE)),
         has_recipe=has_recipe,
     )
 
 
-def check_reading(manifest: Manifest, options: ReadOptions) -> None:
+def check_reading_options(manifest: Manifest, options: ReadOptions) -> None:
     """Raises UsageError if a reading option does not apply to the format of ``manifest``."""
-    check_applicability(READING, asdict(options), case_of(manifest, "", keeps_both=False, whole=False))
+    check_applicability(
+        READING, asdict(options), make_option_case(manifest, "", keeps_both=False, is_whole_state=False)
+    )

@@ -19,9 +19,9 @@ from ckpt_tools.errors import FormatError, IncompleteError
 from ckpt_tools.stores.marker_files import is_visible_file
 from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.accelerate import SCHEDULER, has_several_schedulers
-from ckpt_tools.trainers.names import is_unread, marks_unfinished, meaning_of
-from ckpt_tools.trainers.record import Meaning
-from ckpt_tools.trainers.transformers import ADAPTER
+from ckpt_tools.trainers.names import find_entry_parser, is_private_trainer_file, is_unfinished_marker
+from ckpt_tools.trainers.record import EntryParser
+from ckpt_tools.trainers.transformers import ADAPTER_CONFIG_FILE
 
 if TYPE_CHECKING:
     from ckpt_tools.formats.state_dict.leaf import TensorLeaf
@@ -33,7 +33,7 @@ _OTHER_WEIGHTS = re.compile(r"(?:tf_model|flax_model)[\w.-]*|.*\.(?:bin|pt|pth|c
 """Weights in other formats, beside those of safetensors or torch."""
 
 
-def enriched(manifest: Manifest, source: Source, own: Collection[str] = ()) -> Manifest:
+def enrich_manifest(manifest: Manifest, source: Source, tensorless_files: Collection[str] = ()) -> Manifest:
     """``manifest`` with entries of the trainer's files, and notes; what the checkpoint says itself wins.
 
     ``own`` are files of the checkpoint that hold no tensor, such as a ZeRO-3 rank's model file: they are not noted.
@@ -42,30 +42,30 @@ def enriched(manifest: Manifest, source: Source, own: Collection[str] = ()) -> M
         IncompleteError: a file marks the checkpoint as unfinished.
     """
     extra, notes, tensors = dict(manifest.extra), list(manifest.notes), dict(manifest.tensors)
-    folders, trainer = _folders(manifest.files), manifest.trainer
-    copied = frozenset() if trainer is None else trainer.sources
+    folders, trainer = _list_folders(manifest.files), manifest.trainer
+    copied_files = frozenset() if trainer is None else trainer.sources
     entries: set[str] = set()
-    beside: list[str] = []
-    weights = (entry.shards.files for key, entry in manifest.tensors.items() if key.slot == WEIGHT)
-    homes = {path.rpartition("/")[0] for path in frozenset().union(*weights)}
-    for path in _others(manifest, source, own):
+    companion_files: list[str] = []
+    weight_files = (entry.shards.files for key, entry in manifest.tensors.items() if key.slot == WEIGHT)
+    weight_folders = {path.rpartition("/")[0] for path in frozenset().union(*weight_files)}
+    for path in _list_unread_files(manifest, source, tensorless_files):
         folder, _, name = path.rpartition("/")
-        if marks_unfinished(name) and folder in folders:
+        if is_unfinished_marker(name) and folder in folders:
             raise IncompleteError("this file marks the checkpoint as unfinished; take an earlier one", path=path)
-        meaning = meaning_of(name)
+        entry_parser = find_entry_parser(name)
         is_one_of_several = name == SCHEDULER and has_several_schedulers(source.files)
-        if meaning is not None and folder in folders and not is_one_of_several:
-            found, inner, note = _read(source, path, meaning, extra)
-            if path in copied:
-                entries |= found.keys()
-            extra |= found
-            tensors |= inner
+        if entry_parser is not None and folder in folders and not is_one_of_several:
+            new_entries, new_tensors, note = _read_companion(source, path, entry_parser, extra)
+            if path in copied_files:
+                entries |= new_entries.keys()
+            extra |= new_entries
+            tensors |= new_tensors
             notes += note
-        elif path == ADAPTER and manifest.format in ("safetensors", "torch"):
-            notes.append(_adapter(source, path, manifest))
-        elif path in copied or is_one_of_several or is_unread(name):
+        elif path == ADAPTER_CONFIG_FILE and manifest.format in ("safetensors", "torch"):
+            notes.append(_note_adapter(source, path, manifest))
+        elif path in copied_files or is_one_of_several or is_private_trainer_file(name):
             notes.append(Note(Outcome.DROPPED, path, "only the trainer that wrote it reads it"))
-        elif meaning is not None or _is_foreign_part(path, manifest):
+        elif entry_parser is not None or _is_file_of_other_format(path, manifest):
             notes.append(note_unrelated_files(path))
         elif trainer is not None and path in trainer.unknown:
             why = f"not part of this checkpoint: {trainer.trainer} is not known to write it"
@@ -73,29 +73,31 @@ def enriched(manifest: Manifest, source: Source, own: Collection[str] = ()) -> M
         elif (
             is_visible_file(path)
             and not name.startswith(".")
-            and (folder in homes or _is_below(folder, manifest, homes))
+            and (folder in weight_folders or _is_in_model_folder(folder, manifest, weight_folders))
         ):
-            beside.append(path)
+            companion_files.append(path)
     step = extra.get("global_step") if manifest.step is None else manifest.step
     if step is None and manifest.extra:
-        step = _stored_step(manifest, source)
+        step = _read_stored_step(manifest, source)
     return replace(
         manifest,
         tensors=tensors,
         extra=extra,
-        notes=(*notes, *_calls_noted(extra)),
+        notes=(*notes, *_iter_call_notes(extra)),
         step=step if type(step) is int else None,
-        unread_files=tuple(beside),
+        unread_files=tuple(companion_files),
         trainer=None if trainer is None else replace(trainer, entries=frozenset(entries)),
     )
 
 
-def _is_below(folder: str, manifest: Manifest, homes: Collection[str]) -> bool:
+def _is_in_model_folder(folder: str, manifest: Manifest, weight_folders: Collection[str]) -> bool:
     """Whether a folder is in that of a model, as ``1_Pooling`` of sentence-transformers and ``onnx`` are."""
-    return manifest.format == "safetensors" and any(not home or folder.startswith(f"{home}/") for home in homes)
+    return manifest.format == "safetensors" and any(
+        not home or folder.startswith(f"{home}/") for home in weight_folders
+    )
 
 
-def _stored_step(manifest: Manifest, source: Source) -> int | None:
+def _read_stored_step(manifest: Manifest, source: Source) -> int | None:
     """The step that is kept as a tensor, as torchtitan keeps it."""
     from ckpt_tools.formats.dcp.reader import read_number
     from ckpt_tools.formats.state_dict.parse import steps_in
@@ -106,30 +108,32 @@ def _stored_step(manifest: Manifest, source: Source) -> int | None:
     return None if entry is None or entry.shards.files[0] not in source.files else int(read_number(source, entry))
 
 
-def _others(manifest: Manifest, source: Source, own: Collection[str]) -> list[str]:
+def _list_unread_files(manifest: Manifest, source: Source, tensorless_files: Collection[str]) -> list[str]:
     """Files that are neither read nor noted, without those of other checkpoints of the run."""
-    known = {*manifest.files, *own, *(note.what for note in manifest.notes)}
-    found = [path for path in source.files if path not in known]
-    if not any("/" in path for path in found):
-        return found
+    known_files = {*manifest.files, *tensorless_files, *(note.what for note in manifest.notes)}
+    unread_files = [path for path in source.files if path not in known_files]
+    if not any("/" in path for path in unread_files):
+        return unread_files
     from ckpt_tools.formats.deepspeed.names import is_deepspeeds
-    from ckpt_tools.trainers.run_folders import files_of_others
+    from ckpt_tools.trainers.run_folders import list_other_checkpoint_files
 
-    others = files_of_others(source.files, manifest.files)
+    other_checkpoint_files = list_other_checkpoint_files(source.files, manifest.files)
     has_tags = manifest.format.startswith(("zero", "universal"))
-    return [path for path in found if path not in others and not (has_tags and is_deepspeeds(path))]
+    return [
+        path for path in unread_files if path not in other_checkpoint_files and not (has_tags and is_deepspeeds(path))
+    ]
 
 
-def _folders(files: Iterable[str]) -> set[str]:
+def _list_folders(files: Iterable[str]) -> set[str]:
     """Folders that hold ``files``, and those above."""
-    found = {""}
+    folders = {""}
     for file in files:
         parts = file.split("/")[:-1]
-        found |= {"/".join(parts[:depth]) for depth in range(1, len(parts) + 1)}
-    return found
+        folders |= {"/".join(parts[:depth]) for depth in range(1, len(parts) + 1)}
+    return folders
 
 
-def _adapter(source: Source, path: str, manifest: Manifest) -> Note:
+def _note_adapter(source: Source, path: str, manifest: Manifest) -> Note:
     """Note on the adapter of PEFT (0.21) that the tensors are, or that is among them."""
     from ckpt_tools.lora.names import PeftRole, parse_name
 
@@ -139,15 +143,15 @@ def _adapter(source: Source, path: str, manifest: Manifest) -> Note:
     if PeftRole.LORA in roles and any(".base_layer." in key.fqn for key in manifest.tensors):
         return Note(Outcome.DROPPED, path, "of the adapter among the tensors; copy this file beside them to use it")
     try:
-        kind = _json(source, path).get("peft_type")
+        kind = _read_json(source, path).get("peft_type")
     except (FormatError, ValueError, RecursionError, AttributeError):
         kind = None
-    known = f" ({kind})" if isinstance(kind, str) and kind.isidentifier() else ""
-    why = f"the tensors are those of an adapter{known}, not a whole model; copy this file beside them to use them"
+    kind_text = f" ({kind})" if isinstance(kind, str) and kind.isidentifier() else ""
+    why = f"the tensors are those of an adapter{kind_text}, not a whole model; copy this file beside them to use them"
     return Note(Outcome.DROPPED, path, why)
 
 
-def _is_foreign_part(path: str, manifest: Manifest) -> bool:
+def _is_file_of_other_format(path: str, manifest: Manifest) -> bool:
     """Whether the reader of another format ignored it: the index of a DCP, or a model in the same folder, perhaps the
     same one again, as Trainer and accelerate write it with FSDP."""
     if path.rpartition("/")[2] == ".metadata":
@@ -157,67 +161,77 @@ def _is_foreign_part(path: str, manifest: Manifest) -> bool:
     )
 
 
-_Read = tuple[Mapping[str, Any], Mapping[StateKey, TensorEntry], list[Note]]
+_CompanionContent = tuple[Mapping[str, Any], Mapping[StateKey, TensorEntry], list[Note]]
 """Entries that a file adds, tensors that they refer to, and notes."""
 
 
-def _read(source: Source, path: str, meaning: Meaning, known: Mapping[str, Any]) -> _Read:
-    """Content of the file at ``path``, without the entries that are ``known``."""
+def _read_companion(
+    source: Source, path: str, parse_entries: EntryParser, known_entries: Mapping[str, Any]
+) -> _CompanionContent:
+    """Content of the file at ``path``, without the entries that are ``known_names``."""
     try:
         if path.endswith(".json"):
-            said = meaning(_json(source, path))
+            entries = parse_entries(_read_json(source, path))
             notes = []
-            if (step := said.get("global_step")) != (own := known.get("global_step", step)) and own is not None:
+            if (step := entries.get("global_step")) != (
+                own := known_entries.get("global_step", step)
+            ) and own is not None:
                 why = f"it says {step}, and the checkpoint {own}, which is taken: it counts on, or is of another save"
                 notes = [Note(Outcome.DOUBTFUL, f"global_step of {path}", why)]
-            return {name: value for name, value in said.items() if name not in known}, {}, notes
-        return _read_archive(source, path, meaning, known)
+            return {name: value for name, value in entries.items() if name not in known_entries}, {}, notes
+        return _read_archive(source, path, parse_entries, known_entries)
     except (FormatError, ValueError, RecursionError) as error:
         reason = error.message if isinstance(error, FormatError) else str(error)
         return {}, {}, [Note(Outcome.DROPPED, path, f"it cannot be read: {reason}")]
 
 
-def _json(source: Source, path: str) -> Any:
+def _read_json(source: Source, path: str) -> Any:
     return json.loads(source.read_all(path, limit_bytes=MAX_COMPANION_BYTES))
 
 
-def _read_archive(source: Source, path: str, meaning: Meaning, known: Collection[str]) -> _Read:
+def _read_archive(
+    source: Source, path: str, parse_entries: EntryParser, known_names: Collection[str]
+) -> _CompanionContent:
     from ckpt_tools.formats.state_dict.leaves import Place, with_references
     from ckpt_tools.serialization.torch_zip import open_archive
 
     archive = open_archive(lambda start, stop: source.read(path, start, stop), source.size(path), path)
-    inner: dict[StateKey, TensorLeaf] = {}
-    found = {
-        name: with_references(value, Place(archive, path), name, inner)
-        for name, value in meaning(archive.value).items()
-        if name not in known
+    leaves: dict[StateKey, TensorLeaf] = {}
+    entries = {
+        name: with_references(value, Place(archive, path), name, leaves)
+        for name, value in parse_entries(archive.value).items()
+        if name not in known_names
     }
-    return found, {key: TensorEntry(leaf.shape, leaf.dtype, Kind.EXTRA, leaf.shards) for key, leaf in inner.items()}, []
+    return (
+        entries,
+        {key: TensorEntry(leaf.shape, leaf.dtype, Kind.EXTRA, leaf.shards) for key, leaf in leaves.items()},
+        [],
+    )
 
 
-def _calls_noted(extra: Mapping[str, Any]) -> Iterator[Note]:
+def _iter_call_notes(extra: Mapping[str, Any]) -> Iterator[Note]:
     """A note for each entry with a call that ``scan`` would list. Nothing here executes it, but a loader would."""
     for name, value in extra.items():
-        call = next(_calls(value), None)
+        call = next(_iter_refused_calls(value), None)
         if call is not None:
             why = f"it holds a call of {call.ref}, which a loader would execute; `ckpt-tools scan` tells more"
             yield Note(Outcome.KEPT, name, why)
 
 
-def _calls(value: Any) -> Iterator[Opaque]:
+def _iter_refused_calls(value: Any) -> Iterator[Opaque]:
     """Calls in ``value`` that the closed list refuses, each object once: one may hold itself."""
     from ckpt_tools.serialization.pickle.closed_list import explain_refusal
 
-    seen = set[int]()
-    todo = [value]
-    while todo:
-        part = todo.pop()
+    seen_ids = set[int]()
+    parts_left = [value]
+    while parts_left:
+        part = parts_left.pop()
         if isinstance(part, dict):
-            todo += [*part.keys(), *part.values()]
+            parts_left += [*part.keys(), *part.values()]
         elif isinstance(part, list | tuple | set | frozenset):
-            todo += part
-        elif isinstance(part, Opaque) and id(part) not in seen:
-            seen.add(id(part))
+            parts_left += part
+        elif isinstance(part, Opaque) and id(part) not in seen_ids:
+            seen_ids.add(id(part))
             if explain_refusal(part) is not None:
                 yield part
-            todo += [part.args, part.kwargs, part.state, part.items, part.pairs]
+            parts_left += [part.args, part.kwargs, part.state, part.items, part.pairs]

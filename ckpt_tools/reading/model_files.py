@@ -41,46 +41,54 @@ from ckpt_tools.stores.output_form import OutputForm, SingleFileForm
 from ckpt_tools.stores.source import Source, Store
 from ckpt_tools.stores.urls import StorageOptions, is_remote, open_source
 from ckpt_tools.stores.wrappers import RedirectingStore
-from ckpt_tools.trainers.names import is_beside, marks_unfinished
-from ckpt_tools.trainers.transformers import ARGUMENTS, COMPANIONS, CONFIG, PREPARATION, STATE, TOKENIZER, TRANSFORMERS
-from ckpt_tools.trainers.verl import HUGGING_FACE
+from ckpt_tools.trainers.names import is_companion_file, is_unfinished_marker
+from ckpt_tools.trainers.transformers import (
+    ARGUMENTS_FILE,
+    COMPANION_FILES,
+    CONFIG_FILE,
+    PROCESSOR_FILES,
+    STATE_FILE,
+    TOKENIZER_FILES,
+    TRANSFORMERS,
+)
+from ckpt_tools.trainers.verl import HUGGING_FACE_FOLDER
 
 MAX_CONFIG_BYTES = 16 << 20
 MAX_FILE_BYTES = 256 << 20
 """The largest vocabularies have about 35 MB."""
 
-_SIGNS = ("model_type", "architectures", "architecture", "_class_name", CONFIG_KEY)
+_MODEL_CONFIG_KEYS = ("model_type", "architectures", "architecture", "_class_name", CONFIG_KEY)
 """Keys of a ``config.json`` of transformers, of our training runs, of diffusers or of a quantizer; others' have none of
 them."""
 
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 """Of transformers 5, and before."""
 
-_EXTRA = re.compile(r"chat_templates/[\w.-]+\.jinja")
+_CHAT_TEMPLATE_FILE = re.compile(r"chat_templates/[\w.-]+\.jinja")
 
-_NOT_CARRIED = re.compile(
+_NOT_COPIED = re.compile(
     r"(?:.*/)?(?:\..*|.*\.(?:safetensors|bin|pth?|ckpt|gguf|np[yz]|h5|msgpack|onnx(?:_data)?|ot|pkl|distcp|nemo|index\.json"
     r"|zip|gz|sig|digests\.json|md5|sha\d+(?:sum)?|b[23])|(?:md5|sha\d+|b[23])sums?(?:\.txt)?)",
     re.IGNORECASE,
 )
 """Hidden files, weights, and what was stated of the bytes of other files."""
 
-SETTINGS_OF_WEIGHTS = ("hf_quant_config.json", "quantize_config.json")
+QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json")
 """Files that say how weights are quantized, of ModelOpt and of GPTQ's and AWQ's own tools."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
     """Files of a model: ``config`` is the content of ``config.json``, ``files`` are the others by name. Their sources
-    are names in ``store``. ``is_above`` if they were found in the folder above the source, ``is_of_reference`` if they
-    are those of a model that the output is like."""
+    are names in ``store``. ``is_above`` if they were found in the folder above the source, ``is_from_reference`` if
+    they are those of a model that the output is like."""
 
     store: Store
     config: Mapping[str, Any]
     config_source: str
     files: Mapping[str, CompanionFile]
-    is_above: bool = False
-    is_of_reference: bool = False
+    is_from_parent: bool = False
+    is_from_reference: bool = False
 
     @property
     def sources(self) -> frozenset[str]:
@@ -89,13 +97,13 @@ class ModelFiles:
 
 def is_model_file(path: str) -> bool:
     """Whether a path in the folder of the weights is one of these files, by the names that are known."""
-    return path in (CONFIG, *COMPANIONS) or _EXTRA.fullmatch(path) is not None
+    return path in (CONFIG_FILE, *COMPANION_FILES) or _CHAT_TEMPLATE_FILE.fullmatch(path) is not None
 
 
-def is_carried(path: str) -> bool:
+def is_copied_file(path: str) -> bool:
     """Whether a path in a model's own folder is of a file that is copied: not in a folder, and nobody else's."""
-    is_others = is_beside(path) or marks_unfinished(path) or path in MARKER_NAMES
-    return is_model_file(path) or not ("/" in path or is_others or _NOT_CARRIED.fullmatch(path))
+    is_other_file = is_companion_file(path) or is_unfinished_marker(path) or path in MARKER_NAMES
+    return is_model_file(path) or not ("/" in path or is_other_file or _NOT_COPIED.fullmatch(path))
 
 
 def find_model_files(
@@ -113,75 +121,79 @@ def find_model_files(
         CkptError: a file that was found cannot be read.
     """
     if config is not None:
-        return _files_in_named_folder(config, source, storage_options)
-    weights = _files_of_weights(manifest)
-    for prefix in folders_around(weights):
-        is_own = manifest.format in ("safetensors", "torch") and any(path.startswith(prefix) for path in weights)
-        found = _files_in(
-            source, prefix, is_carried if is_own or prefix.endswith(f"{HUGGING_FACE}/") else is_model_file
+        return _find_files_in_named_folder(config, source, storage_options)
+    weight_files = _list_weight_files(manifest)
+    for prefix in iter_folders_around(weight_files):
+        is_model_folder = manifest.format in ("safetensors", "torch") and any(
+            path.startswith(prefix) for path in weight_files
         )
-        if found is not None:
-            return found
-    return _files_nearby(url, source, storage_options)
+        model_files = _find_files_in(
+            source,
+            prefix,
+            is_copied_file if is_model_folder or prefix.endswith(f"{HUGGING_FACE_FOLDER}/") else is_model_file,
+        )
+        if model_files is not None:
+            return model_files
+    return _find_files_nearby(url, source, storage_options)
 
 
 def find_config(
     url: str | Path, source: Source, manifest: Manifest, options: ConvertOptions
 ) -> Mapping[str, Any] | None:
     """The content of the ``config.json`` that ``find_model_files`` finds; None if there is none. Raises as that."""
-    stores = options.storage_options
-    found = find_model_files(url, source, manifest, config=options.config, storage_options=stores)
-    return None if found is None else found.config
+    storage_options = options.storage_options
+    model_files = find_model_files(url, source, manifest, config=options.config, storage_options=storage_options)
+    return None if model_files is None else model_files.config
 
 
-def config_beside(source: Source, manifest: Manifest) -> Mapping[str, Any]:
+def read_nearest_config(source: Source, manifest: Manifest) -> Mapping[str, Any]:
     """The content of ``config.json`` in the folder ``source`` of ``manifest``; empty if there is none, or it cannot be
     read."""
-    for prefix in folders_around(_files_of_weights(manifest)):
+    for prefix in iter_folders_around(_list_weight_files(manifest)):
         with suppress(CkptError):
-            found = config_in(source, prefix)
-            if found is not None:
-                return found
+            config = read_model_config(source, prefix)
+            if config is not None:
+                return config
     return {}
 
 
-def config_in(source: Source, prefix: str = "") -> Mapping[str, Any] | None:
+def read_model_config(source: Source, prefix: str = "") -> Mapping[str, Any] | None:
     """The content of ``config.json`` in the folder ``prefix`` of ``source``; None if there is none of a model.
 
     Raises:
         FormatError: it is not JSON.
     """
-    path = prefix + CONFIG
+    path = prefix + CONFIG_FILE
     if path not in source.files:
         return None
-    found = parse_json(source.read_all(path, limit_bytes=MAX_CONFIG_BYTES), path)
-    return found if isinstance(found, dict) and any(sign in found for sign in _SIGNS) else None
+    content = parse_json(source.read_all(path, limit_bytes=MAX_CONFIG_BYTES), path)
+    return content if isinstance(content, dict) and any(sign in content for sign in _MODEL_CONFIG_KEYS) else None
 
 
-def with_model_files(layout: Layout, found: ModelFiles, manifest: Manifest) -> Layout:
+def add_model_files(layout: Layout, model_files: ModelFiles, manifest: Manifest) -> Layout:
     """The layout with the files in front of the weights: the index or the only file of weights still comes last."""
-    found, notes = fitted(found, manifest)
-    text = json.dumps(found.config, indent=2, ensure_ascii=False) + "\n"
-    files: list[FileSpec] = [FileLayout(CONFIG, (Literal(text.encode()),))]
-    files += [make_file_copy(name, file) for name, file in sorted(found.files.items())]
-    copied = {make_file_key(name): make_file_entry(file) for name, file in found.files.items()}
+    model_files, notes = fit_to_output(model_files, manifest)
+    text = json.dumps(model_files.config, indent=2, ensure_ascii=False) + "\n"
+    files: list[FileSpec] = [FileLayout(CONFIG_FILE, (Literal(text.encode()),))]
+    files += [make_file_copy(name, file) for name, file in sorted(model_files.files.items())]
+    copied_entries = {make_file_key(name): make_file_entry(file) for name, file in model_files.files.items()}
     return replace(
         layout,
         files=[*files, *layout.files],
         notes=(*layout.notes, *notes),
-        copied_files={**(layout.copied_files or {}), **copied},
-        config=found.config,
+        copied_files={**(layout.copied_files or {}), **copied_entries},
+        config=model_files.config,
     )
 
 
-def takes_model_files(writer: Format, form: OutputForm) -> bool:
+def is_pretrained_folder(writer: Format, form: OutputForm) -> bool:
     """Whether an output is a folder that ``from_pretrained`` opens, with all files of a model."""
     return (
         "config" in writer.writing_options and not writer.asks_adapter_config and not isinstance(form, SingleFileForm)
     )
 
 
-def with_stated_ties(
+def apply_config_ties(
     manifest: Manifest, files: ModelFiles, *, untie: bool
 ) -> tuple[Manifest, ModelFiles, tuple[Note, ...]]:
     """The manifest and ``config.json`` with embeddings and head tied as ``config.json`` says, or with ``untie`` as two
@@ -190,34 +202,36 @@ def with_stated_ties(
     return manifest, replace(files, config=make_untied_config(files.config)) if untie else files, notes
 
 
-def fitted(found: ModelFiles, manifest: Manifest) -> tuple[ModelFiles, tuple[Note, ...]]:
+def fit_to_output(model_files: ModelFiles, manifest: Manifest) -> tuple[ModelFiles, tuple[Note, ...]]:
     """The files as they are written beside the weights of ``manifest``, and notes."""
-    dtype, notes = _written_dtype(manifest), tuple(_notes_on_quantization(found, manifest))
-    gone = {note.what for note in notes if note.outcome is Outcome.DROPPED}
-    if f"{CONFIG_KEY} in {CONFIG}" in gone:
-        found = replace(found, config=drop_quantization_config(found.config))
-    found = replace(found, files={name: file for name, file in found.files.items() if name not in gone})
-    notes += tuple(_notes(found, dtype))
-    return replace(found, config=_with_dtype(found.config, dtype)), notes
+    dtype, notes = _find_main_dtype(manifest), tuple(_iter_quantization_notes(model_files, manifest))
+    dropped_names = {note.what for note in notes if note.outcome is Outcome.DROPPED}
+    if f"{CONFIG_KEY} in {CONFIG_FILE}" in dropped_names:
+        model_files = replace(model_files, config=drop_quantization_config(model_files.config))
+    model_files = replace(
+        model_files, files={name: file for name, file in model_files.files.items() if name not in dropped_names}
+    )
+    notes += tuple(_iter_config_notes(model_files, dtype))
+    return replace(model_files, config=_set_config_dtype(model_files.config, dtype)), notes
 
 
-def missing_note(source: Source, manifest: Manifest) -> Note | None:
+def note_missing_config(source: Source, manifest: Manifest) -> Note | None:
     """Note on a missing ``config.json`` if transformers made the source."""
     names = {path.rpartition("/")[2] for path in source.files}
     is_transformers = manifest.trainer is not None and manifest.trainer.trainer == TRANSFORMERS.name
-    if not is_transformers and not names & {*COMPANIONS, ARGUMENTS, STATE}:
+    if not is_transformers and not names & {*COMPANION_FILES, ARGUMENTS_FILE, STATE_FILE}:
         return None
     why = f"not found beside the source, and from_pretrained needs it; name its folder with {format_option('config')}"
-    return Note(Outcome.MISSING, CONFIG, why)
+    return Note(Outcome.MISSING, CONFIG_FILE, why)
 
 
-def _files_of_weights(manifest: Manifest) -> frozenset[str]:
+def _list_weight_files(manifest: Manifest) -> frozenset[str]:
     """Files of the store that hold weights; if these are computed, or there are none, those of all tensors."""
-    found = (entry.shards.files for key, entry in manifest.tensors.items() if key.slot == WEIGHT)
-    return frozenset().union(*found) & manifest.stored_files or manifest.stored_files
+    file_sets = (entry.shards.files for key, entry in manifest.tensors.items() if key.slot == WEIGHT)
+    return frozenset().union(*file_sets) & manifest.stored_files or manifest.stored_files
 
 
-def folders_around(files: Iterable[str]) -> Iterator[str]:
+def iter_folders_around(files: Iterable[str]) -> Iterator[str]:
     """The folder that holds all the files, and those above it, the nearest first; of each also ``huggingface``."""
     folders = [path.split("/")[:-1] for path in files]
     common = []
@@ -228,21 +242,21 @@ def folders_around(files: Iterable[str]) -> Iterator[str]:
     for depth in range(len(common), -1, -1):
         base = "".join(f"{part}/" for part in common[:depth])
         yield base
-        yield f"{base}{HUGGING_FACE}/"
+        yield f"{base}{HUGGING_FACE_FOLDER}/"
 
 
-def _files_in(source: Source, prefix: str, is_chosen: Callable[[str], bool]) -> ModelFiles | None:
+def _find_files_in(source: Source, prefix: str, is_copied: Callable[[str], bool]) -> ModelFiles | None:
     """Files in a folder of ``source`` whose names are chosen."""
-    content = config_in(source, prefix)
+    content = read_model_config(source, prefix)
     if content is None:
         return None
     names = (path.removeprefix(prefix) for path in source.files if path.startswith(prefix))
-    chosen = [name for name in names if name != CONFIG and is_chosen(name)]
+    chosen = [name for name in names if name != CONFIG_FILE and is_copied(name)]
     files = {name: CompanionFile(prefix + name, source.files[prefix + name]) for name in chosen}
-    return ModelFiles(source.store, content, prefix + CONFIG, _small(files))
+    return ModelFiles(source.store, content, prefix + CONFIG_FILE, _drop_large_files(files))
 
 
-def _small(files: Mapping[str, CompanionFile]) -> Mapping[str, CompanionFile]:
+def _drop_large_files(files: Mapping[str, CompanionFile]) -> Mapping[str, CompanionFile]:
     """The files, of which those that only a model's own folder gives may be too large and are left."""
     for name, file in files.items():
         if file.num_bytes > MAX_FILE_BYTES and is_model_file(name):
@@ -250,110 +264,123 @@ def _small(files: Mapping[str, CompanionFile]) -> Mapping[str, CompanionFile]:
     return {name: file for name, file in files.items() if file.num_bytes <= MAX_FILE_BYTES}
 
 
-def _files_in_named_folder(folder: str | Path, source: Source, storage_options: StorageOptions) -> ModelFiles:
-    opened = open_source(folder, storage_options)
-    found = _files_in(opened, "", is_carried)
-    if found is None:
-        raise UsageError(f"{format_option('config', folder)} has no {CONFIG} of a model")
-    return _joined(source, found, {name: (opened.store, file.source) for name, file in found.files.items()})
+def _find_files_in_named_folder(folder: str | Path, source: Source, storage_options: StorageOptions) -> ModelFiles:
+    folder_source = open_source(folder, storage_options)
+    model_files = _find_files_in(folder_source, "", is_copied_file)
+    if model_files is None:
+        raise UsageError(f"{format_option('config', folder)} has no {CONFIG_FILE} of a model")
+    return _join_stores(
+        source, model_files, {name: (folder_source.store, file.source) for name, file in model_files.files.items()}
+    )
 
 
-def _files_nearby(url: str | Path, source: Source, storage_options: StorageOptions) -> ModelFiles | None:
+def _find_files_nearby(url: str | Path, source: Source, storage_options: StorageOptions) -> ModelFiles | None:
     """Files in the folder of a single file, or above a folder: looked up by name, because that folder may be large."""
-    base, is_above = folder_near(url, source)
-    if base is None:
+    folder_url, is_above = find_nearby_folder(url, source)
+    if folder_url is None:
         return None
 
-    def look(name: str) -> Source | None:
+    def open_file(name: str) -> Source | None:
         try:
-            return open_source(f"{base}/{name}", storage_options)
+            return open_source(f"{folder_url}/{name}", storage_options)
         except (SourceNotFoundError, StoreError):
             return None
 
-    opened, content = look(CONFIG), None
+    config_source, content = open_file(CONFIG_FILE), None
     with suppress(CkptError):  # it may belong to something else
-        content = None if opened is None else config_in(opened)
+        content = None if config_source is None else read_model_config(config_source)
     if content is None:
         return None
-    others = {name: found for name in COMPANIONS if (found := look(name)) is not None and name in found.files}
-    files = {name: CompanionFile(name, found.files[name]) for name, found in others.items()}
-    near = ModelFiles(source.store, content, CONFIG, _small(files), is_above)
-    return _joined(source, near, {name: (found.store, name) for name, found in others.items()})
+    companion_sources = {
+        name: found for name in COMPANION_FILES if (found := open_file(name)) is not None and name in found.files
+    }
+    files = {name: CompanionFile(name, found.files[name]) for name, found in companion_sources.items()}
+    model_files = ModelFiles(source.store, content, CONFIG_FILE, _drop_large_files(files), is_above)
+    return _join_stores(source, model_files, {name: (found.store, name) for name, found in companion_sources.items()})
 
 
-def folder_near(url: str | Path, source: Source) -> tuple[str | None, bool]:
+def find_nearby_folder(url: str | Path, source: Source) -> tuple[str | None, bool]:
     """The folder, and whether it is the one above a folder."""
     text = str(url).rstrip("/") if is_remote(url) else str(Path(url).expanduser().absolute())
-    base, _, name = text.rpartition("/")
-    if not base or base.endswith(":/"):
+    folder_url, _, name = text.rpartition("/")
+    if not folder_url or folder_url.endswith(":/"):
         return None, False
     is_file = set(source.files) == {name} or name.endswith(".index.json")
     if name in MARKER_NAMES and not is_file:
-        base = base.rpartition("/")[0]
-    return base, not is_file
+        folder_url = folder_url.rpartition("/")[0]
+    return folder_url, not is_file
 
 
-def _joined(source: Source, found: ModelFiles, others: Mapping[str, tuple[Store, str]]) -> ModelFiles:
+def _join_stores(
+    source: Source, model_files: ModelFiles, file_locations: Mapping[str, tuple[Store, str]]
+) -> ModelFiles:
     """``found`` with its files under names that no file of the source has."""
     prefix = "beside/"
     while any(path.startswith(prefix) for path in source.files):
         prefix = f"_{prefix}"
-    store = RedirectingStore(source.store, {prefix + name: where for name, where in others.items()})
-    files = {name: replace(file, source=prefix + name) for name, file in found.files.items()}
-    return replace(found, store=store, files=files, config_source=prefix + CONFIG)
+    store = RedirectingStore(source.store, {prefix + name: where for name, where in file_locations.items()})
+    files = {name: replace(file, source=prefix + name) for name, file in model_files.files.items()}
+    return replace(model_files, store=store, files=files, config_source=prefix + CONFIG_FILE)
 
 
-def _written_dtype(manifest: Manifest) -> DType | None:
+def _find_main_dtype(manifest: Manifest) -> DType | None:
     """The dtype of most bytes of the floating-point weights; None if there are none."""
     sizes: dict[DType, int] = {}
     for key, entry in manifest.tensors.items():
-        if key.slot == WEIGHT and entry.kind is Kind.PARAMETER and entry.dtype.value in _NAMES:
+        if key.slot == WEIGHT and entry.kind is Kind.PARAMETER and entry.dtype.value in _FLOAT_DTYPES:
             sizes[entry.dtype] = sizes.get(entry.dtype, 0) + entry.num_bytes
     return max(sizes, key=lambda dtype: sizes[dtype], default=None)
 
 
-_NAMES = frozenset({"float64", "float32", "bfloat16", "float16"})
+_FLOAT_DTYPES = frozenset({"float64", "float32", "bfloat16", "float16"})
 
 
-def _with_dtype(config: Mapping[str, Any], dtype: DType | None) -> dict[str, Any]:
+def _set_config_dtype(config: Mapping[str, Any], dtype: DType | None) -> dict[str, Any]:
     """``config`` with the dtype under its own key, else under the one that every version of transformers reads. That
     of quantized weights is not the one for computing, which stays."""
-    found = dict(config)
+    new_config = dict(config)
     if dtype is None or "quantization_config" in config or not {"model_type", "architectures"} & {*config}:
-        return found
+        return new_config
     for key in [key for key in _DTYPE_KEYS if key in config] or ["torch_dtype"]:
-        found[key] = dtype.value
+        new_config[key] = dtype.value
     nested = {key: value for key, value in config.items() if isinstance(value, dict) and {*_DTYPE_KEYS} & {*value}}
     for name, part in nested.items():
-        found[name] = {key: dtype.value if key in _DTYPE_KEYS and value else value for key, value in part.items()}
-    return found
+        new_config[name] = {key: dtype.value if key in _DTYPE_KEYS and value else value for key, value in part.items()}
+    return new_config
 
 
-def _notes_on_quantization(found: ModelFiles, manifest: Manifest) -> Iterator[Note]:
+def _iter_quantization_notes(model_files: ModelFiles, manifest: Manifest) -> Iterator[Note]:
     """``config.json`` says how weights are quantized. Where it names a method whose weights are known by their names
     and types, and there are none, as of a model that was trained from a quantized one, it does not say so any more."""
-    is_quantized, said = has_quantized_weight(manifest), get_quantization_config(found.config)
+    is_quantized, quantization = has_quantized_weight(manifest), get_quantization_config(model_files.config)
     if not is_quantized:
-        lost = (name for name in SETTINGS_OF_WEIGHTS if name in found.files)
-        yield from (Note(Outcome.DROPPED, name, "no weight is quantized", asked=True) for name in lost)
-    if said is not None and not is_quantized and get_quant_method(said) in KNOWN_METHODS:
-        yield Note(Outcome.DROPPED, f"{CONFIG_KEY} in {CONFIG}", "no weight is quantized", asked=True)
-    elif is_quantized and said is None:
-        yield Note(Outcome.MISSING, f"{CONFIG_KEY} in {CONFIG}", "weights are quantized, and it does not say how")
+        dropped_files = (name for name in QUANTIZATION_FILES if name in model_files.files)
+        yield from (Note(Outcome.DROPPED, name, "no weight is quantized", asked=True) for name in dropped_files)
+    if quantization is not None and not is_quantized and get_quant_method(quantization) in KNOWN_METHODS:
+        yield Note(Outcome.DROPPED, f"{CONFIG_KEY} in {CONFIG_FILE}", "no weight is quantized", asked=True)
+    elif is_quantized and quantization is None:
+        yield Note(Outcome.MISSING, f"{CONFIG_KEY} in {CONFIG_FILE}", "weights are quantized, and it does not say how")
 
 
-def _notes(found: ModelFiles, dtype: DType | None) -> Iterator[Note]:
-    before = next((found.config[key] for key in _DTYPE_KEYS if found.config.get(key)), None)
-    now = next((value for key, value in _with_dtype(found.config, dtype).items() if key in _DTYPE_KEYS), before)
-    if before is not None and now != before:
-        yield Note(Outcome.CAST, f"dtype in {CONFIG}", f"{before} to {now}, the dtype of the weights")
-    if found.is_above:
+def _iter_config_notes(model_files: ModelFiles, dtype: DType | None) -> Iterator[Note]:
+    source_dtype = next((model_files.config[key] for key in _DTYPE_KEYS if model_files.config.get(key)), None)
+    written_dtype = next(
+        (value for key, value in _set_config_dtype(model_files.config, dtype).items() if key in _DTYPE_KEYS),
+        source_dtype,
+    )
+    if source_dtype is not None and written_dtype != source_dtype:
+        yield Note(
+            Outcome.CAST, f"dtype in {CONFIG_FILE}", f"{source_dtype} to {written_dtype}, the dtype of the weights"
+        )
+    if model_files.is_from_parent:
         why = "found in the folder above the source and taken for this model's"
-        yield Note(Outcome.KEPT, CONFIG, why)
-    if "architecture" not in found.config and not {*TOKENIZER, *PREPARATION} & {*found.files}:
-        advice = "" if found.is_of_reference else f"; name a folder that has one with {format_option('config')}"
-        yield Note(Outcome.MISSING, "tokenizer or preprocessor", f"none found beside {CONFIG}{advice}")
-    named = found.config.get("auto_map")
-    classes = [each for each in named.values() if isinstance(each, str)] if isinstance(named, dict) else []
-    files = sorted({f"{each.partition('.')[0]}.py" for each in classes if "--" not in each} - {*found.files})
-    yield from (Note(Outcome.MISSING, name, f"code that {CONFIG} names is not beside it") for name in files)
+        yield Note(Outcome.KEPT, CONFIG_FILE, why)
+    if "architecture" not in model_files.config and not {*TOKENIZER_FILES, *PROCESSOR_FILES} & {*model_files.files}:
+        advice = "" if model_files.is_from_reference else f"; name a folder that has one with {format_option('config')}"
+        yield Note(Outcome.MISSING, "tokenizer or preprocessor", f"none found beside {CONFIG_FILE}{advice}")
+    auto_map = model_files.config.get("auto_map")
+    classes = [each for each in auto_map.values() if isinstance(each, str)] if isinstance(auto_map, dict) else []
+    missing_code = sorted(
+        {f"{each.partition('.')[0]}.py" for each in classes if "--" not in each} - {*model_files.files}
+    )
+    yield from (Note(Outcome.MISSING, name, f"code that {CONFIG_FILE} names is not beside it") for name in missing_code)

@@ -27,100 +27,111 @@ from ckpt_tools.stores.source import Source
 if TYPE_CHECKING:
     from ckpt_tools.recipes.families import Naming
 
-_STACKED = re.compile(r'^stacked\s*=\s*\{\s*(left|right)\s*=\s*\["([^"]+)"\]', re.MULTILINE)
-_RIGHT = re.compile(r"^right\s*=.*$", re.MULTILINE)
+_STACKED_KEY = re.compile(r'^stacked\s*=\s*\{\s*(left|right)\s*=\s*\["([^"]+)"\]', re.MULTILINE)
+_RIGHT_KEY = re.compile(r"^right\s*=.*$", re.MULTILINE)
 
-_BUILT_IN = Path(__file__).parents[1] / "recipes" / "builtin"
+_BUILT_IN_FOLDER = Path(__file__).parents[1] / "recipes" / "builtin"
 
 
-def naming_of(source: Source, manifest: Manifest, config: Mapping[str, Any] | None = None) -> Naming | None:
+def detect_naming(source: Source, manifest: Manifest, config: Mapping[str, Any] | None = None) -> Naming | None:
     """The naming, by ``config.json`` if there is one; None if no built-in recipe tells it."""
     names = collect_model_names(manifest)
-    paths = list(_likely(names))
+    paths = list(_iter_likely_recipes(names))
     if not paths:
         return None
-    from ckpt_tools.reading.model_files import config_beside
-    from ckpt_tools.recipes.families import naming
+    from ckpt_tools.reading.model_files import read_nearest_config
+    from ckpt_tools.recipes.families import recognize_naming
     from ckpt_tools.recipes.reading import read_recipe
 
-    return naming(names, config_beside(source, manifest) if config is None else config, map(read_recipe, paths))
+    return recognize_naming(
+        names, read_nearest_config(source, manifest) if config is None else config, map(read_recipe, paths)
+    )
 
 
-def way_to_live(config: Mapping[str, Any]) -> str:
+def find_options_to_live_model(config: Mapping[str, Any]) -> str:
     """The options that lead from the hub's names to those of the model of ``config.json`` in memory; empty if they are
     the same, or no recipe is known."""
-    from ckpt_tools.recipes.families import LIVE, model_types
+    from ckpt_tools.recipes.families import TRANSFORMERS_NAMING, find_model_types
     from ckpt_tools.recipes.index import list_recipes
 
-    for model_type in sorted(model_types(config)):
-        if any(model_type in recipe.models and recipe.left == LIVE for recipe in list_recipes()):
+    for model_type in sorted(find_model_types(config)):
+        if any(model_type in recipe.models and recipe.left == TRANSFORMERS_NAMING for recipe in list_recipes()):
             return f"{format_option('recipe', model_type)} {format_option('inverse', True)}"
     return ""
 
 
-def wrapping_of(manifest: Manifest) -> tuple[str, ...]:
+def find_wrapper_parts(manifest: Manifest) -> tuple[str, ...]:
     """Parts that wrappers put into names, and prefixes outside the model's names."""
     names = collect_model_names(manifest)
-    shared = dict.fromkeys(find_shared_wrappers(names).split(".")[:-1])
+    shared_parts = dict.fromkeys(find_shared_wrappers(names).split(".")[:-1])
     parts = [part for part in WRAPPER_PARTS if any(part in name.split(".") for name in names)]
-    outer = (
+    outer_prefixes = (
         [MODEL_PREFIX.removesuffix(".")]
-        if has_model_attribute_prefix(map_to_bare_names(names).values(), _is_known)
+        if has_model_attribute_prefix(map_to_bare_names(names).values(), _are_known)
         else []
     )
-    return (*shared, *parts, *outer)
+    return (*shared_parts, *parts, *outer_prefixes)
 
 
-def _is_known(names: Collection[str]) -> bool:
-    paths = list(_likely(names))
+def _are_known(names: Collection[str]) -> bool:
+    paths = list(_iter_likely_recipes(names))
     if not paths:
         return False
-    from ckpt_tools.recipes.families import is_known
+    from ckpt_tools.recipes.families import are_known_names
 
-    return is_known(names)
+    return are_known_names(names)
 
 
-def _likely(names: Collection[str]) -> Iterator[Path]:
+def _iter_likely_recipes(names: Collection[str]) -> Iterator[Path]:
     """The built-in recipes that may be made for such names, by the text of their patterns between variables."""
-    shapes = set(map(zero_numbers, names))
-    for path in sorted(_BUILT_IN.glob("*.toml")):
+    name_shapes = set(map(zero_numbers, names))
+    for path in sorted(_BUILT_IN_FOLDER.glob("*.toml")):
         head, *lines = path.read_text().split("[[map]]")
-        stacked = _STACKED.search(head)
+        stacked_match = _STACKED_KEY.search(head)
         if any(
-            _may_take(_needed(lines), side, shapes, stacked[2] if stacked is not None and stacked[1] == side else None)
+            _may_match_all(
+                _select_required_lines(lines),
+                side,
+                name_shapes,
+                stacked_match[2] if stacked_match is not None and stacked_match[1] == side else None,
+            )
             for side in ("left", "right")
         ):
             yield path
 
 
-def _needed(lines: Collection[str]) -> list[str]:
+def _select_required_lines(lines: Collection[str]) -> list[str]:
     """The lines that need a tensor: they are not optional, and have no other spelling."""
-    spelled = {found[0] for line in lines if "one_way = true" in line and (found := _RIGHT.search(line))}
-    no = ("optional = true", "one_way = true", *spelled)
-    return [line for line in lines if not any(text in line for text in no)]
+    alternative_sides = {found[0] for line in lines if "one_way = true" in line and (found := _RIGHT_KEY.search(line))}
+    optional_marks = ("optional = true", "one_way = true", *alternative_sides)
+    return [line for line in lines if not any(text in line for text in optional_marks)]
 
 
-def _may_take(lines: Collection[str], side: str, names: Collection[str], stacked: str | None) -> bool:
-    """``stacked`` is the beginning of names that layers stacked in one tensor have without its variable."""
-    patterns = [pattern for line in lines for pattern in _patterns(line, side)]
+def _may_match_all(lines: Collection[str], side: str, names: Collection[str], stacked_prefix: str | None) -> bool:
+    """``stacked_prefix`` is the beginning of names that layers stacked in one tensor have without its variable."""
+    patterns = [pattern for line in lines for pattern in _parse_patterns(line, side)]
     return any("{" in each for each in patterns) and all(
         _may_match(pattern, names)
-        or (stacked is not None and pattern.startswith(stacked) and _may_match(_stacked(pattern, stacked), names))
+        or (
+            stacked_prefix is not None
+            and pattern.startswith(stacked_prefix)
+            and _may_match(_make_stacked_pattern(pattern, stacked_prefix), names)
+        )
         for pattern in patterns
     )
 
 
-def _stacked(pattern: str, stacked: str) -> str:
-    return stacked.partition("{")[0] + pattern.removeprefix(stacked)
+def _make_stacked_pattern(pattern: str, stacked_prefix: str) -> str:
+    return stacked_prefix.partition("{")[0] + pattern.removeprefix(stacked_prefix)
 
 
-def _patterns(line: str, side: str) -> list[str]:
+def _parse_patterns(line: str, side: str) -> list[str]:
     """The names of a side of a line of ``[[map]]``, which built-in recipes write in one line of text."""
-    found = re.search(rf"^{side}\s*=\s*(.*)$", line, re.MULTILINE)
-    if found is None:
+    side_match = re.search(rf"^{side}\s*=\s*(.*)$", line, re.MULTILINE)
+    if side_match is None:
         return []
-    several = re.findall(r'"([^"]+)"\s*=', found[1])
-    return several or re.findall(r'"([^"]+)"', found[1])
+    names_with_shapes = re.findall(r'"([^"]+)"\s*=', side_match[1])
+    return names_with_shapes or re.findall(r'"([^"]+)"', side_match[1])
 
 
 def _may_match(pattern: str, names: Collection[str]) -> bool:

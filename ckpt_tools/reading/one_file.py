@@ -14,50 +14,56 @@ from ckpt_tools.formats.foreign import rank_in_name
 from ckpt_tools.formats.megatron.names import COMMON_FILE, CONFIG_FILE
 from ckpt_tools.formats.orbax.names import CHECKPOINT, TREE
 from ckpt_tools.stores.source import Source
-from ckpt_tools.trainers.accelerate import PARTS
+from ckpt_tools.trainers.accelerate import DCP_FOLDERS
 from ckpt_tools.trainers.lightning import META
-from ckpt_tools.trainers.names import is_own
+from ckpt_tools.trainers.names import is_trainer_file
 
 SINGLE_FILES = ("torch", "safetensors", "gguf", "npz")
 """Formats that are one file: named by the user, they read this file alone."""
 
-_SHARD = re.compile(r".*-\d{5}-of-(\d{5})\.(?:safetensors|bin|gguf)")
-_STATE = re.compile(r"(.+)/zero/[^/]+/[^/]+\.pt")
+_SHARD_FILE = re.compile(r".*-\d{5}-of-(\d{5})\.(?:safetensors|bin|gguf)")
+_UNIVERSAL_FILE = re.compile(r"(.+)/zero/[^/]+/[^/]+\.pt")
 
-_MAX_ABOVE = 6
+_MAX_ORBAX_DEPTH = 6
 """Folders above a file of Orbax' arrays."""
 
-_KNOWN = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".gguf", ".npz")
+_SINGLE_FILE_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".gguf", ".npz")
 
-Exists = Callable[[str], bool]
+UrlExists = Callable[[str], bool]
 
 
-def folder_of_one_file(url: str, source: Source, exists: Exists) -> str | None:
+def find_folder_of_file(url: str, source: Source, url_exists: UrlExists) -> str | None:
     """The folder of the checkpoint that ``url``, opened as ``source``, is one file of; None if it is all of it.
 
-    ``exists`` tells whether a URL is a file. It is asked about names that only DeepSpeed, Megatron-Core and Orbax give
-    to the files beside it.
+    ``url_exists`` tells whether a URL is a file. It is asked about names that only DeepSpeed, Megatron-Core and Orbax
+    give to the files beside it.
     """
     folder, _, name = url.rpartition("/")
     if not folder or list(source.files) != [name]:
         return None
     if is_of_dcp(name) and name != METADATA:
-        above, _, part = folder.rpartition("/")
-        return above if re.fullmatch(PARTS, part) else folder
-    if (state := _STATE.fullmatch(url)) is not None:
-        return state[1]
-    if (model := MODEL.fullmatch(name)) is not None:  # without ZeRO it is all of its rank, and with one rank of all
-        return folder if any(exists(f"{folder}/{each}") for each in _beside_model_states(int(model["mp"]))) else None
-    shard = _SHARD.fullmatch(name)
-    is_shard = shard is not None and int(shard[1]) > 1
+        outer_folder, _, folder_name = folder.rpartition("/")
+        return outer_folder if re.fullmatch(DCP_FOLDERS, folder_name) else folder
+    if (universal_match := _UNIVERSAL_FILE.fullmatch(url)) is not None:
+        return universal_match[1]
+    if (
+        model_match := MODEL.fullmatch(name)
+    ) is not None:  # without ZeRO it is all of its rank, and with one rank of all
+        return (
+            folder
+            if any(url_exists(f"{folder}/{each}") for each in _iter_siblings_of_model_states(int(model_match["mp"])))
+            else None
+        )
+    shard_match = _SHARD_FILE.fullmatch(name)
+    is_shard = shard_match is not None and int(shard_match[1]) > 1
     if name in (COMMON_FILE, CONFIG_FILE, META):  # names that other files have too
-        return folder if exists(f"{folder}/{METADATA}") else None
-    if is_shard or name.endswith(("model_states.pt", "optim_states.pt")) or is_own(name) or rank_in_name(name):
+        return folder if url_exists(f"{folder}/{METADATA}") else None
+    if is_shard or name.endswith(("model_states.pt", "optim_states.pt")) or is_trainer_file(name) or rank_in_name(name):
         return folder
-    return None if name.endswith(_KNOWN) or "://" in url else _orbax_folder(folder, exists)
+    return None if name.endswith(_SINGLE_FILE_SUFFIXES) or "://" in url else _find_orbax_folder(folder, url_exists)
 
 
-def _beside_model_states(mp: int) -> Iterator[str]:
+def _iter_siblings_of_model_states(mp: int) -> Iterator[str]:
     """Files beside a rank's model file: one of them exists, unless one rank saved without ZeRO."""
     yield optim_name(0, mp)
     yield f"bf16_{optim_name(0, mp)}"
@@ -65,14 +71,14 @@ def _beside_model_states(mp: int) -> Iterator[str]:
     yield model_name(1 if mp == 0 else 0)
 
 
-def _orbax_folder(folder: str, exists: Exists) -> str | None:
+def _find_orbax_folder(folder: str, url_exists: UrlExists) -> str | None:
     """The outermost folder of Orbax around a file."""
-    found = None
-    for _ in range(_MAX_ABOVE):
-        if any(exists(f"{folder}/{name}") for name in (CHECKPOINT, TREE)):
-            found = folder
+    outermost_folder = None
+    for _ in range(_MAX_ORBAX_DEPTH):
+        if any(url_exists(f"{folder}/{name}") for name in (CHECKPOINT, TREE)):
+            outermost_folder = folder
         folder = folder.rpartition("/")[0]
-    return found
+    return outermost_folder
 
 
 def refuse_one_file(folder: str, source: Source, format_name: str | None) -> tuple[Note, ...]:

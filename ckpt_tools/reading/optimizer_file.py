@@ -22,41 +22,41 @@ from ckpt_tools.formats.state_dict.parse import Leaves, manifest_of
 from ckpt_tools.formats.torch.files import read_tree
 from ckpt_tools.stores.source import Source
 
-READERS = ("safetensors", "torch")
+JOINABLE_FORMATS = ("safetensors", "torch")
 """Formats of a model that can have its optimizer in another file."""
 
-_SHAPED = frozenset(
+_PARAMETER_SHAPED_SLOTS = frozenset(
     ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "acc_delta", "grad_avg")
 )
 """Slots that have the shape of their parameter."""
 
-MODEL, OPTIM = "model", "optimizer"
+MODEL_KEY, OPTIMIZER_KEY = "model", "optimizer"
 """Keys of both in the joined tree."""
 
 
-def read_both(reader: Format, source: Source, file: str, options: ReadOptions) -> tuple[Manifest, bool]:
+def read_model_and_optimizer(reader: Format, source: Source, file: str, options: ReadOptions) -> tuple[Manifest, bool]:
     """The manifest of ``source`` with the optimizer of ``file``, and whether that was joined: an optimizer in the
     checkpoint itself wins.
 
     Raises:
         CkptError: as the reader; the file cannot be read, or is of another model.
     """
-    alone = read_manifest(reader, source, replace(options, model_key=None, optim_key=None, param_order=None))
-    if _is_model_alone(alone):
-        return _with_optimizer(alone, source, file, options), True
+    model = read_manifest(reader, source, replace(options, model_key=None, optim_key=None, param_order=None))
+    if _is_model_alone(model):
+        return _join_optimizer_file(model, source, file, options), True
     return read_manifest(reader, source, options), False
 
 
 def _is_model_alone(manifest: Manifest) -> bool:
     kinds = {entry.kind for entry in manifest.tensors.values()}
     is_model = bool(kinds) and kinds <= {Kind.PARAMETER, Kind.BUFFER} and manifest.extra.keys() <= {HEADER_ENTRY}
-    return manifest.format in READERS and is_model and not manifest.groups
+    return manifest.format in JOINABLE_FORMATS and is_model and not manifest.groups
 
 
-def _with_optimizer(manifest: Manifest, source: Source, file: str, options: ReadOptions) -> Manifest:
+def _join_optimizer_file(manifest: Manifest, source: Source, file: str, options: ReadOptions) -> Manifest:
     try:
         tree = read_tree(source, file)
-        return _joined(manifest, tree.leaves(), tree.ties, options)
+        return _join_leaves(manifest, tree.leaves(), tree.ties, options)
     except FormatError as error:
         raise type(error)(
             f"{error.message}; it lies beside the model, whose file can be named to read the weights alone",
@@ -65,48 +65,65 @@ def _with_optimizer(manifest: Manifest, source: Source, file: str, options: Read
         ) from error
 
 
-def _joined(manifest: Manifest, own: Leaves, own_ties: Mapping[str, str], options: ReadOptions) -> Manifest:
-    if not any(path[:1] == ("param_groups",) for path in own.paths.values()):
+def _join_leaves(
+    manifest: Manifest, optimizer_leaves: Leaves, optimizer_ties: Mapping[str, str], options: ReadOptions
+) -> Manifest:
+    if not any(path[:1] == ("param_groups",) for path in optimizer_leaves.paths.values()):
         raise UnsupportedError("it does not hold the state of one optimizer of torch")
-    model = {_name(MODEL, name): (MODEL, name) for name in (*(key.fqn for key in manifest.tensors), *manifest.aliases)}
-    optim = {_name(OPTIM, name): (OPTIM, *path) for name, path in own.paths.items() if path != ("state",)}
+    model_paths = {
+        _join_name(MODEL_KEY, name): (MODEL_KEY, name)
+        for name in (*(key.fqn for key in manifest.tensors), *manifest.aliases)
+    }
+    optimizer_paths = {
+        _join_name(OPTIMIZER_KEY, name): (OPTIMIZER_KEY, *path)
+        for name, path in optimizer_leaves.paths.items()
+        if path != ("state",)
+    }
     weights = {
-        _name(MODEL, key.fqn): TensorLeaf(entry.shape, entry.dtype, entry.shards)
+        _join_name(MODEL_KEY, key.fqn): TensorLeaf(entry.shape, entry.dtype, entry.shards)
         for key, entry in manifest.tensors.items()
     }
-    ties = {_name(MODEL, alias): _name(MODEL, owner) for alias, owner in manifest.aliases.items()}
+    ties = {_join_name(MODEL_KEY, alias): _join_name(MODEL_KEY, owner) for alias, owner in manifest.aliases.items()}
     is_ordered = manifest.format == "torch" and len(manifest.files) == 1
     joined = manifest_of(
         Leaves(
-            {**model, **optim},
-            {**weights, **{_name(OPTIM, name): leaf for name, leaf in own.tensors.items()}},
-            {name: value for each, value in own.objects.items() if (name := _name(OPTIM, each)) in optim},
-            own.inner,
+            {**model_paths, **optimizer_paths},
+            {**weights, **{_join_name(OPTIMIZER_KEY, name): leaf for name, leaf in optimizer_leaves.tensors.items()}},
+            {
+                name: value
+                for each, value in optimizer_leaves.objects.items()
+                if (name := _join_name(OPTIMIZER_KEY, each)) in optimizer_paths
+            },
+            optimizer_leaves.inner,
             is_ordered=is_ordered,
         ),
         format_name=manifest.format,
-        model_key=options.model_key or MODEL,
-        optim_key=options.optim_key or OPTIM,
-        ties=ties | {_name(OPTIM, alias): _name(OPTIM, owner) for alias, owner in own_ties.items()},
+        model_key=options.model_key or MODEL_KEY,
+        optim_key=options.optim_key or OPTIMIZER_KEY,
+        ties=ties
+        | {
+            _join_name(OPTIMIZER_KEY, alias): _join_name(OPTIMIZER_KEY, owner)
+            for alias, owner in optimizer_ties.items()
+        },
         param_order=options.param_order,
     )
     if joined.tree is not None and not is_ordered:
         joined = replace(joined, tree=replace(joined.tree, numbers=()))  # no reader of one tree would find the names
-    _check_fit(joined, {key.fqn: entry.shape for key, entry in manifest.tensors.items()}, manifest.aliases)
+    _check_same_model(joined, {key.fqn: entry.shape for key, entry in manifest.tensors.items()}, manifest.aliases)
     extra, notes = {**joined.extra, **manifest.extra}, (*manifest.notes, *joined.notes)
     return replace(joined, world_size=manifest.world_size, extra=extra, notes=notes)
 
 
-def _check_fit(joined: Manifest, shapes: Mapping[str, Shape], aliases: Mapping[str, str]) -> None:
+def _check_same_model(joined: Manifest, shapes: Mapping[str, Shape], aliases: Mapping[str, str]) -> None:
     """Raises MalformedError where the optimizer has state of a parameter that the model does not have."""
-    named = [name for group in joined.groups for name in group.params]
-    for name in (*named, *(key.fqn for key in joined.select_kinds(Kind.STATE))):
+    group_params = [name for group in joined.groups for name in group.params]
+    for name in (*group_params, *(key.fqn for key in joined.select_kinds(Kind.STATE))):
         if aliases.get(name, name) not in shapes:
             raise MalformedError("the optimizer has it, and the model does not; they are of different models", key=name)
     for key, entry in joined.select_kinds(Kind.STATE).items():
-        if key.slot in _SHAPED and entry.shape != shapes[aliases.get(key.fqn, key.fqn)]:
+        if key.slot in _PARAMETER_SHAPED_SLOTS and entry.shape != shapes[aliases.get(key.fqn, key.fqn)]:
             raise MalformedError("the optimizer's state and the model's parameter have different shapes", key=str(key))
 
 
-def _name(part: str, name: str) -> str:
+def _join_name(part: str, name: str) -> str:
     return f"{part}.{name}"

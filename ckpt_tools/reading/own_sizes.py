@@ -17,10 +17,10 @@ from ckpt_tools.errors import MalformedError, UnsupportedError
 from ckpt_tools.formats.meta.params import own_sizes
 from ckpt_tools.stores.source import Source
 
-RUN_CONFIG = "run_config.yaml"
+RUN_CONFIG_FILE = "run_config.yaml"
 MAX_YAML_BYTES = 4 << 20
 
-_OF_CONFIG = {
+_CONFIG_KEYS = {
     "num_layers": "num_hidden_layers",
     "hidden_size": "hidden_size",
     "vocab_size": "vocab_size",
@@ -41,7 +41,7 @@ _OF_CONFIG = {
 """The key of ``config.json`` for each of Megatron's names."""
 
 
-def own_config(source: Source, manifest: Manifest) -> Mapping[str, Any] | None:
+def derive_config(source: Source, manifest: Manifest) -> Mapping[str, Any] | None:
     """The sizes as a ``config.json`` would give them; None if the checkpoint does not tell any.
 
     Raises:
@@ -49,67 +49,72 @@ def own_config(source: Source, manifest: Manifest) -> Mapping[str, Any] | None:
     """
     if manifest.format == "meta":
         return own_sizes(source) or None
-    said = _arguments(manifest) or _run_config(source)
-    found = {key: said[name] for name, key in _OF_CONFIG.items() if type(said.get(name)) is int}
-    if "num_attention_heads" in found:
+    settings = _read_arguments(manifest) or _read_run_config(source)
+    config = {key: settings[name] for name, key in _CONFIG_KEYS.items() if type(settings.get(name)) is int}
+    if "num_attention_heads" in config:
         # Megatron-LM's num_query_groups is 1 where attention is not grouped.
-        if said.get("group_query_attention") is False:
-            found["num_key_value_heads"] = found["num_attention_heads"]
-        found.setdefault("num_key_value_heads", found["num_attention_heads"])
+        if settings.get("group_query_attention") is False:
+            config["num_key_value_heads"] = config["num_attention_heads"]
+        config.setdefault("num_key_value_heads", config["num_attention_heads"])
     for name, means_tied in (
         ("untie_embeddings_and_output_weights", False),
         ("share_embeddings_and_output_weights", True),
     ):
-        if type(said.get(name)) is bool:
-            found["tie_word_embeddings"] = said[name] is means_tied
-    return found or None
+        if type(settings.get(name)) is bool:
+            config["tie_word_embeddings"] = settings[name] is means_tied
+    return config or None
 
 
 _FC1 = re.compile(r".*\.linear_fc1\.weight\d*")
 
 
-def refuse_parts_of_ranks(source: Source, manifest: Manifest) -> None:
+def refuse_rank_interleaving(source: Source, manifest: Manifest) -> None:
     """Raises UnsupportedError for a DCP of Megatron that has gate and up of each tensor parallel rank in turn.
 
     Megatron-FSDP splits the fused weight of SwiGLU alone (megatron-core 0.16.1, fsdp_dtensor_checkpoint.py).
     """
     if manifest.format != "dcp":
         return
-    said = _arguments(manifest) or _run_config(source)
-    ranks = said.get("tensor_model_parallel_size", 1)
+    settings = _read_arguments(manifest) or _read_run_config(source)
+    num_tensor_ranks = settings.get("tensor_model_parallel_size", 1)
     name = next((key.fqn for key in manifest.tensors if _FC1.fullmatch(key.fqn)), None)
-    if name is not None and ranks != 1 and True in (said.get("gated_linear_unit"), said.get("quick_geglu")):
+    if (
+        name is not None
+        and num_tensor_ranks != 1
+        and True in (settings.get("gated_linear_unit"), settings.get("quick_geglu"))
+    ):
         raise UnsupportedError(
-            f"its rows are gate and up of {ranks} tensor parallel ranks in turn, which recipes do not read; save it "
+            f"its rows are gate and up of {num_tensor_ranks} tensor parallel ranks in turn, which recipes do not "
+            f"read; save it "
             "with --ckpt-format torch_dist",
             key=name,
         )
 
 
-def _arguments(manifest: Manifest) -> Mapping[str, Any]:
-    common = manifest.extra.get("megatron", {})
-    first = common.get("common") if isinstance(common, Mapping) else None
-    state = first[0] if isinstance(first, tuple) and first else manifest.extra
+def _read_arguments(manifest: Manifest) -> Mapping[str, Any]:
+    megatron_entries = manifest.extra.get("megatron", {})
+    common_states = megatron_entries.get("common") if isinstance(megatron_entries, Mapping) else None
+    state = common_states[0] if isinstance(common_states, tuple) and common_states else manifest.extra
     args = state.get("args") if isinstance(state, Mapping) else None
     return args.attributes if isinstance(args, Opaque) and "num_attention_heads" in args.attributes else {}
 
 
-def _run_config(source: Source) -> Mapping[str, Any]:
+def _read_run_config(source: Source) -> Mapping[str, Any]:
     """The section of the model, whose tags are not followed."""
-    path = min((path for path in source.files if path.rpartition("/")[2] == RUN_CONFIG), key=len, default=None)
+    path = min((path for path in source.files if path.rpartition("/")[2] == RUN_CONFIG_FILE), key=len, default=None)
     if path is None or source.size(path) > MAX_YAML_BYTES:
         return {}
     import yaml
 
     try:
-        found = yaml.load(source.read(path, 0, source.size(path)), yaml.BaseLoader)
+        document = yaml.load(source.read(path, 0, source.size(path)), yaml.BaseLoader)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise MalformedError("it is not YAML", path=path) from error
-    model = found.get("model") if isinstance(found, dict) else None
-    return {name: _value(text) for name, text in model.items()} if isinstance(model, dict) else {}
+    model = document.get("model") if isinstance(document, dict) else None
+    return {name: _parse_yaml_scalar(text) for name, text in model.items()} if isinstance(model, dict) else {}
 
 
-def _value(text: Any) -> Any:
+def _parse_yaml_scalar(text: Any) -> Any:
     """A whole number or a truth value of YAML, or what it is."""
     if not isinstance(text, str):
         return text

@@ -13,13 +13,13 @@ from ckpt_tools.core.options import ConvertOptions
 from ckpt_tools.core.ties import make_untied_config
 from ckpt_tools.core.transforms import TransformResult
 from ckpt_tools.errors import UsageError
-from ckpt_tools.reading.halves import check_names
-from ckpt_tools.reading.model_files import config_in, find_config
-from ckpt_tools.reading.own_sizes import own_config, refuse_parts_of_ranks
+from ckpt_tools.reading.halves import check_parameter_names
+from ckpt_tools.reading.model_files import find_config, read_model_config
+from ckpt_tools.reading.own_sizes import derive_config, refuse_rank_interleaving
 from ckpt_tools.recipes import Recipe, apply_recipe, load_recipe
-from ckpt_tools.recipes.apply import with_ties, without_unknown
-from ckpt_tools.recipes.families import is_known
-from ckpt_tools.recipes.prefixes import strip
+from ckpt_tools.recipes.apply import apply_recipe_ties, exclude_unknown
+from ckpt_tools.recipes.families import are_known_names
+from ckpt_tools.recipes.prefixes import strip_prefix
 from ckpt_tools.recipes.report import UsedRecipe
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import open_source
@@ -27,11 +27,11 @@ from ckpt_tools.stores.urls import open_source
 
 @dataclass(frozen=True, slots=True)
 class RecipeStep:
-    """Dequantizes if ``dequantizes``, takes off the prefix ``strip`` and applies ``recipe``, each if it is not None.
-    ``config`` is the content of ``config.json``; None if there is none. ``exclude`` leaves out what the recipe does not
-    know, under the names of the source."""
+    """Dequantizes if ``does_dequantize``, takes off the prefix ``strip`` and applies ``recipe``, each if it is not
+    None. ``config`` is the content of ``config.json``; None if there is none. ``exclude`` leaves out what the recipe
+    does not know, under the names of the source."""
 
-    dequantizes: bool
+    does_dequantize: bool
     strip: str | None
     recipe: Recipe | None
     config: Mapping[str, Any] | None
@@ -46,18 +46,18 @@ class RecipeStep:
             return cls(False, options.strip, None, None)
         recipe = None if options.recipe is None else load_recipe(options.recipe, inverse=options.inverse)
         if recipe is not None:
-            refuse_parts_of_ranks(source, manifest)
+            refuse_rank_interleaving(source, manifest)
         config = find_config(url, source, manifest, options)
         if config is None and options.like is not None:
-            config = config_in(open_source(options.like, options.storage_options))
+            config = read_model_config(open_source(options.like, options.storage_options))
         if config is None:
-            config = own_config(source, manifest)
+            config = derive_config(source, manifest)
         if options.untie and config is not None:
             config = make_untied_config(config)
         return cls(options.dequantize, options.strip, recipe, config, tuple(options.exclude))
 
     @property
-    def used(self) -> UsedRecipe | None:
+    def used_recipe(self) -> UsedRecipe | None:
         """The recipe as reports name it; None if there is none."""
         return None if self.recipe is None else UsedRecipe.of(self.recipe)
 
@@ -65,26 +65,26 @@ class RecipeStep:
         """Raises UsageError if the recipe does not fit; UnsupportedError if it does not lead the optimizer state of a
         ``parted`` checkpoint to names and shapes of its weights."""
         if manifest.unjoined_state and self.recipe is not None:
-            return self._joined(manifest, self.recipe)
+            return self._join_renamed(manifest, self.recipe)
         notes: tuple[Note, ...] = ()
-        if self.dequantizes:
+        if self.does_dequantize:
             from ckpt_tools.recipes.dequantize import dequantize
 
             manifest, notes = dequantize(manifest, self.config)
         if self.strip is not None:
-            manifest, more = strip(manifest, self.strip, is_known)
-            notes += more
+            manifest, new_notes = strip_prefix(manifest, self.strip, are_known_names)
+            notes += new_notes
         if self.recipe is not None:
-            manifest, left = without_unknown(manifest, self.recipe, self.exclude)
-            manifest, more = apply_recipe(manifest, self.recipe, self.config)
-            notes += (*left, *more)
+            manifest, exclusion_notes = exclude_unknown(manifest, self.recipe, self.exclude)
+            manifest, new_notes = apply_recipe(manifest, self.recipe, self.config)
+            notes += (*exclusion_notes, *new_notes)
         return manifest, notes
 
-    def _joined(self, manifest: Manifest, recipe: Recipe) -> TransformResult:
+    def _join_renamed(self, manifest: Manifest, recipe: Recipe) -> TransformResult:
         """Weights and optimizer state under the names of the weights, then under those that ``recipe`` leads to."""
-        weights, notes = replace(self, recipe=None)(_part(manifest, is_state=False))
-        state, more, way = self._with_names_of_weights(_part(manifest, is_state=True), recipe)
-        check_names(state, weights, None, "the weights")
+        weights, notes = replace(self, recipe=None)(_select_part(manifest, is_state=False))
+        state, state_notes, applied_recipe = self._rename_like_weights(_select_part(manifest, is_state=True), recipe)
+        check_parameter_names(state, weights, None, "the weights")
         joined = replace(
             weights,
             tensors={**weights.tensors, **state.tensors},
@@ -92,27 +92,27 @@ class RecipeStep:
             literals={**weights.literals, **state.literals},
             must_equal=(*weights.must_equal, *state.must_equal),
         )
-        notes += more
-        if way is recipe:
-            return with_ties(joined, recipe, self.config), notes
-        joined, more = apply_recipe(joined, recipe, self.config)
-        return joined, notes + more
+        notes += state_notes
+        if applied_recipe is recipe:
+            return apply_recipe_ties(joined, recipe, self.config), notes
+        joined, state_notes = apply_recipe(joined, recipe, self.config)
+        return joined, notes + state_notes
 
-    def _with_names_of_weights(self, state: Manifest, recipe: Recipe) -> tuple[Manifest, tuple[Note, ...], Recipe]:
+    def _rename_like_weights(self, state: Manifest, recipe: Recipe) -> tuple[Manifest, tuple[Note, ...], Recipe]:
         """Optimizer state after the recipe, or after its inverse if it is the weights that the recipe takes, and which
         of the two it was."""
-        step = replace(self, dequantizes=False)
+        step = replace(self, does_dequantize=False)
         try:
             return *step(state), recipe
         except UsageError as error:
-            back = recipe.inverse()
+            inverse_recipe = recipe.inverse()
             try:
-                return *replace(step, recipe=back)(state), back
+                return *replace(step, recipe=inverse_recipe)(state), inverse_recipe
             except UsageError:
                 raise error from None
 
 
-def _part(manifest: Manifest, *, is_state: bool) -> Manifest:
+def _select_part(manifest: Manifest, *, is_state: bool) -> Manifest:
     """The optimizer state of a checkpoint, or all else."""
     tensors = {key: entry for key, entry in manifest.tensors.items() if (entry.kind is Kind.STATE) is is_state}
     if is_state:

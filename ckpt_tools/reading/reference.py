@@ -9,11 +9,11 @@ from ckpt_tools.core.options import ConvertOptions, ReadOptions
 from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.formats.index import find_format
 from ckpt_tools.reading.checkpoint import read_source
-from ckpt_tools.reading.model_files import config_in
-from ckpt_tools.recipes.fitting import weights_of
-from ckpt_tools.recipes.like import Like
-from ckpt_tools.recipes.reference import Reference, Wanted
-from ckpt_tools.recipes.ways import ways
+from ckpt_tools.reading.model_files import read_model_config
+from ckpt_tools.recipes.fitting import select_weights
+from ckpt_tools.recipes.like import ReferenceMatcher
+from ckpt_tools.recipes.reference import Reference, ReferenceTensor
+from ckpt_tools.recipes.ways import iter_mappings
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import StorageOptions, open_source
 
@@ -25,28 +25,30 @@ def read_reference(folder: str | Path, storage_options: StorageOptions) -> Refer
         UsageError: there is neither a checkpoint nor a ``config.json`` of a model. CkptError: it cannot be read.
     """
     source = open_source(folder, storage_options)
-    config = config_in(source)
-    if config is not None and not _holds_weights(source):
+    config = read_model_config(source)
+    if config is not None and not _has_weights(source):
         return Reference(str(folder), config=config)
-    opened, manifest = read_source(source, ReadOptions())
-    weights = weights_of(manifest)
+    opened_source, manifest = read_source(source, ReadOptions())
+    weights = select_weights(manifest)
     if not weights:
         raise UsageError(f"{format_option('like', folder)} holds no weights")
-    tensors = {name: Wanted(entry.shape, entry.dtype) for name, entry in weights.items()}
+    tensors = {name: ReferenceTensor(entry.shape, entry.dtype) for name, entry in weights.items()}
     files = {name: entry.shards.files[0] for name, entry in weights.items()}
-    is_folder = manifest.format == "safetensors" and len(opened.files) > 1
+    is_folder = manifest.format == "safetensors" and len(opened_source.files) > 1
     if not is_folder or not all(file.endswith(".safetensors") for file in files.values()):
         files = {}
     return Reference(str(folder), tensors, manifest.aliases, config or {}, files)
 
 
-def like_reference(folder: str | Path, options: ConvertOptions) -> Like:
+def make_reference_matcher(folder: str | Path, options: ConvertOptions) -> ReferenceMatcher:
     """The steps that make a manifest like the model at ``folder``. Raises CkptError as ``read_reference``."""
-    reference = read_reference(folder, options.storage_options).without(options.exclude)
-    return Like(reference, lambda manifest: ways(manifest, reference, has_recipe=options.recipe is not None))
+    reference = read_reference(folder, options.storage_options).exclude_tensors(options.exclude)
+    return ReferenceMatcher(
+        reference, lambda manifest: iter_mappings(manifest, reference, has_recipe=options.recipe is not None)
+    )
 
 
-def _holds_weights(source: Source) -> bool:
+def _has_weights(source: Source) -> bool:
     """False if no format recognises any of the files. Raises CkptError, also for a format that is not read."""
     try:
         find_format(source)

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.recipes.sizes import Env, Size, checked
+from ckpt_tools.recipes.sizes import SizeExpression, SizeValues, evaluate_size
 
-PAD = "pad"
+PAD_FIELD = "pad"
 """The field that one side alone may have: cropped on the way to the other side, zeros on the way back."""
 
-REST = "..."
+REST_FIELD = "..."
 """The field of all further axes, as many as the tensor has."""
 
 _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
@@ -25,41 +25,41 @@ _INDEX = re.compile(r"\{([A-Za-z_]\w*)\}", re.ASCII)
 
 
 @dataclass(frozen=True)
-class One:
+class SinglePosition:
     """One position without a field."""
 
 
 @dataclass(frozen=True)
-class Field:
+class AxisField:
     """A field of ``size`` positions. ``is_bare`` if no size was written: then it is that of the other side."""
 
     name: str
-    size: Size
+    size: SizeExpression
     is_bare: bool
 
 
 @dataclass(frozen=True)
-class Group:
+class AxisGroup:
     """Nodes one after the other."""
 
-    items: tuple[Node, ...]
+    items: tuple[AxisNode, ...]
 
 
 @dataclass(frozen=True)
-class Loop:
+class AxisLoop:
     """``count`` copies of ``content`` one after the other. With ``index``, each is of another index of that name, which
     the variable of that name counts."""
 
-    count: Size
+    count: SizeExpression
     index: str | None
-    content: Node
+    content: AxisNode
 
 
-Node = One | Field | Group | Loop
+AxisNode = SinglePosition | AxisField | AxisGroup | AxisLoop
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StrideStep:
     """``count`` positions ``stride`` apart; ``index`` names them if they are one index each."""
 
     index: str | None
@@ -68,221 +68,238 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Leaf:
+class AxisLeaf:
     """The positions of a field: nested steps from ``base``, the outermost first. ``field`` is None for an index alone,
     or one position."""
 
     field: str | None
     base: int
-    steps: tuple[Step, ...]
+    steps: tuple[StrideStep, ...]
 
 
-def parse_axes(text: str) -> tuple[Node, ...]:
+def parse_axes(text: str) -> tuple[AxisNode, ...]:
     """The axes of a shape such as ``{expert} (gate:F up:F) H``.
 
     Raises:
         UsageError: it is not a shape, or a field or index occurs in two axes.
     """
-    axes = tuple(Field(REST, Size("1"), False) if part == REST else _product(part, text) for part in _split(text, text))
-    if any(is_rest(axis) for axis in axes[:-1]):
-        raise UsageError(f"the shape {text!r} has {REST} before other axes; it stands for all further ones")
-    names = [name for axis in axes for name in {*fields_of(axis), *(f"{{{index}}}" for index in indices_of(axis))}]
+    axes = tuple(
+        AxisField(REST_FIELD, SizeExpression("1"), False) if part == REST_FIELD else _parse_product(part, text)
+        for part in _split_outside_brackets(text, text)
+    )
+    if any(is_rest_axis(axis) for axis in axes[:-1]):
+        raise UsageError(f"the shape {text!r} has {REST_FIELD} before other axes; it stands for all further ones")
+    names = [name for axis in axes for name in {*list_fields(axis), *(f"{{{index}}}" for index in list_indices(axis))}]
     for name in names:
         if names.count(name) > 1:
             raise UsageError(f"the shape {text!r} has {name} in two axes; give each its own name")
-    for fields in map(fields_of, axes):
-        again = next((name for name in fields if fields.count(name) > 1), None)
-        if again is not None:
-            raise UsageError(f"the shape {text!r} has the field {again} twice; give each its own name")
+    for fields in map(list_fields, axes):
+        repeated_field = next((name for name in fields if fields.count(name) > 1), None)
+        if repeated_field is not None:
+            raise UsageError(f"the shape {text!r} has the field {repeated_field} twice; give each its own name")
     return axes
 
 
-def is_rest(axis: Node) -> bool:
+def is_rest_axis(axis: AxisNode) -> bool:
     """True if the axis stands for all further ones."""
-    return isinstance(axis, Field) and axis.name == REST
+    return isinstance(axis, AxisField) and axis.name == REST_FIELD
 
 
-def with_rest(axes: tuple[Node, ...], number: int) -> tuple[Node, ...]:
-    """The axes with ``number`` ones, each a field of its own, in place of the rest."""
-    if not axes or not is_rest(axes[-1]):
+def expand_rest(axes: tuple[AxisNode, ...], num_rest_axes: int) -> tuple[AxisNode, ...]:
+    """The axes with ``num_rest_axes`` ones, each a field of its own, in place of the rest."""
+    if not axes or not is_rest_axis(axes[-1]):
         return axes
-    return (*axes[:-1], *(Field(f"{REST}{axis}", Size(f"rest{axis}"), False) for axis in range(number)))
+    return (
+        *axes[:-1],
+        *(AxisField(f"{REST_FIELD}{axis}", SizeExpression(f"rest{axis}"), False) for axis in range(num_rest_axes)),
+    )
 
 
-def _split(text: str, whole: str, sign: str = " ") -> list[str]:
+def _split_outside_brackets(text: str, shape_text: str, separator: str = " ") -> list[str]:
     """Parts of a text between signs that lie in no parentheses."""
     parts, depth = [""], 0
     for letter in text.strip():
         depth += (letter in "({") - (letter in ")}")
         if depth < 0:
             break
-        if letter == sign and depth == 0:
+        if letter == separator and depth == 0:
             parts.append("")
         else:
             parts[-1] += letter
     if depth:
-        raise UsageError(f"the shape {whole!r} has a parenthesis or brace without its other half")
-    return [part for part in parts if part] if sign == " " else parts
+        raise UsageError(f"the shape {shape_text!r} has a parenthesis or brace without its other half")
+    return [part for part in parts if part] if separator == " " else parts
 
 
-def _product(text: str, whole: str) -> Node:
+def _parse_product(text: str, shape_text: str) -> AxisNode:
     if re.match(r"[A-Za-z_]\w*:", text, re.ASCII):
         name, _, size = text.partition(":")
-        return Field(name, _size(size, whole), False)
-    *counts, last = _split(text, whole, "*")
-    node = _content(last, whole)
+        return AxisField(name, _parse_size(size, shape_text), False)
+    *counts, last = _split_outside_brackets(text, shape_text, "*")
+    node = _parse_content(last, shape_text)
     for count in reversed(counts):
         index = _INDEX.fullmatch(count)
-        node = Loop(_size(count, whole), None, node) if index is None else Loop(Size(index[1]), index[1], node)
+        node = (
+            AxisLoop(_parse_size(count, shape_text), None, node)
+            if index is None
+            else AxisLoop(SizeExpression(index[1]), index[1], node)
+        )
     return node
 
 
-def _size(text: str, whole: str) -> Size:
+def _parse_size(text: str, shape_text: str) -> SizeExpression:
     """The size in a shape. Raises UsageError."""
     try:
-        return Size(text)
+        return SizeExpression(text)
     except UsageError as error:
-        raise UsageError(f"the shape {whole!r}: {error.message}") from error
+        raise UsageError(f"the shape {shape_text!r}: {error.message}") from error
 
 
-def _content(text: str, whole: str) -> Node:
+def _parse_content(text: str, shape_text: str) -> AxisNode:
     if text == "1":
-        return One()
+        return SinglePosition()
     index = _INDEX.fullmatch(text)
     if index is not None:
-        return Loop(Size(index[1]), index[1], One())
+        return AxisLoop(SizeExpression(index[1]), index[1], SinglePosition())
     if _NAME.fullmatch(text):
-        return Field(text, Size(text), True)
+        return AxisField(text, SizeExpression(text), True)
     if text.startswith("(") and text.endswith(")"):
-        items = tuple(_product(part, whole) for part in _split(text[1:-1], whole))
+        items = tuple(_parse_product(part, shape_text) for part in _split_outside_brackets(text[1:-1], shape_text))
         if items:
-            return items[0] if len(items) == 1 else Group(items)
+            return items[0] if len(items) == 1 else AxisGroup(items)
     raise UsageError(
-        f"{text!r} in the shape {whole!r} is not an axis; write for example H, {{expert}}, (gate:F up:F) or "
+        f"{text!r} in the shape {shape_text!r} is not an axis; write for example H, {{expert}}, (gate:F up:F) or "
         "G*(q:R*D k:D v:D)"
     )
 
 
-def _nodes(node: Node) -> Iterator[Node]:
+def _walk_nodes(node: AxisNode) -> Iterator[AxisNode]:
     yield node
-    for inner in node.items if isinstance(node, Group) else (node.content,) if isinstance(node, Loop) else ():
-        yield from _nodes(inner)
+    for inner in node.items if isinstance(node, AxisGroup) else (node.content,) if isinstance(node, AxisLoop) else ():
+        yield from _walk_nodes(inner)
 
 
-def fields_of(node: Node) -> list[str]:
-    return [each.name for each in _nodes(node) if isinstance(each, Field)]
+def list_fields(node: AxisNode) -> list[str]:
+    return [each.name for each in _walk_nodes(node) if isinstance(each, AxisField)]
 
 
-def indices_of(node: Node) -> list[str]:
-    return [each.index for each in _nodes(node) if isinstance(each, Loop) and each.index is not None]
+def list_indices(node: AxisNode) -> list[str]:
+    return [each.index for each in _walk_nodes(node) if isinstance(each, AxisLoop) and each.index is not None]
 
 
-def leaf_fields(node: Node) -> list[str | None]:
-    """The field of each leaf, in the order of ``leaves``."""
+def list_leaf_fields(node: AxisNode) -> list[str | None]:
+    """The field of each leaf, in the order of ``list_leaves``."""
     match node:
-        case One():
+        case SinglePosition():
             return [None]
-        case Field():
+        case AxisField():
             return [node.name]
-        case Group():
-            return [name for item in node.items for name in leaf_fields(item)]
-        case Loop():
-            return leaf_fields(node.content)
+        case AxisGroup():
+            return [name for item in node.items for name in list_leaf_fields(item)]
+        case AxisLoop():
+            return list_leaf_fields(node.content)
 
 
-def total(node: Node, name: str) -> Size | None:
+def find_total_size(node: AxisNode, name: str) -> SizeExpression | None:
     """All elements of a field in an axis, those of each index alone; None if the axis does not have it."""
     match node:
-        case Field():
+        case AxisField():
             return node.size if node.name == name else None
-        case Group():
-            return next((found for item in node.items if (found := total(item, name)) is not None), None)
-        case Loop():
-            inner = total(node.content, name)
+        case AxisGroup():
+            return next((found for item in node.items if (found := find_total_size(item, name)) is not None), None)
+        case AxisLoop():
+            inner = find_total_size(node.content, name)
             if inner is None or node.index is not None:
                 return inner
-            return Size(f"({node.count.text})*({inner.text})")
-        case One():
+            return SizeExpression(f"({node.count.text})*({inner.text})")
+        case SinglePosition():
             return None
 
 
-def is_bare(node: Node, name: str) -> bool:
+def is_bare_field(node: AxisNode, name: str) -> bool:
     """True if the axis has the field once, and no size is written for it."""
     match node:
-        case Field():
+        case AxisField():
             return node.name == name and node.is_bare
-        case Group():
-            return any(is_bare(item, name) for item in node.items)
-        case Loop():
-            return node.index is not None and is_bare(node.content, name)
-        case One():
+        case AxisGroup():
+            return any(is_bare_field(item, name) for item in node.items)
+        case AxisLoop():
+            return node.index is not None and is_bare_field(node.content, name)
+        case SinglePosition():
             return False
 
 
-def with_size(node: Node, name: str, whole: Size) -> Node:
-    """The axis whose field ``name`` has ``whole`` elements, with each index."""
+def set_field_size(node: AxisNode, name: str, total_size: SizeExpression) -> AxisNode:
+    """The axis whose field ``name`` has ``total_size`` elements, with each index."""
     match node:
-        case Field():
-            return Field(name, whole, False) if node.name == name else node
-        case Group():
-            return Group(tuple(with_size(item, name, whole) for item in node.items))
-        case Loop():
-            part = whole if node.index is not None else Size(f"({whole.text})/({node.count.text})")
-            return Loop(node.count, node.index, with_size(node.content, name, part))
-        case One():
+        case AxisField():
+            return AxisField(name, total_size, False) if node.name == name else node
+        case AxisGroup():
+            return AxisGroup(tuple(set_field_size(item, name, total_size) for item in node.items))
+        case AxisLoop():
+            size_per_copy = (
+                total_size if node.index is not None else SizeExpression(f"({total_size.text})/({node.count.text})")
+            )
+            return AxisLoop(node.count, node.index, set_field_size(node.content, name, size_per_copy))
+        case SinglePosition():
             return node
 
 
-def extent_size(node: Node) -> Size:
+def build_extent_expression(node: AxisNode) -> SizeExpression:
     """The extent of an axis as an expression."""
     match node:
-        case One():
-            return Size("1")
-        case Field():
+        case SinglePosition():
+            return SizeExpression("1")
+        case AxisField():
             return node.size
-        case Group():
-            return Size(" + ".join(extent_size(item).text for item in node.items))
-        case Loop():
-            return Size(f"{_factor(node.count)}*{_factor(extent_size(node.content))}")
+        case AxisGroup():
+            return SizeExpression(" + ".join(build_extent_expression(item).text for item in node.items))
+        case AxisLoop():
+            return SizeExpression(f"{_parenthesize(node.count)}*{_parenthesize(build_extent_expression(node.content))}")
 
 
-def _factor(size: Size) -> str:
+def _parenthesize(size: SizeExpression) -> str:
     return size.text if size.text.isalnum() else f"({size.text})"
 
 
-def extent(node: Node, env: Env, what: str) -> int:
+def compute_extent(node: AxisNode, env: SizeValues, context: str) -> int:
     """The extent of an axis. Raises UsageError."""
     match node:
-        case One():
+        case SinglePosition():
             return 1
-        case Field():
-            return checked(node.size, env, what)
-        case Group():
-            return sum(extent(item, env, what) for item in node.items)
-        case Loop():
-            return checked(node.count, env, what) * extent(node.content, env, what)
+        case AxisField():
+            return evaluate_size(node.size, env, context)
+        case AxisGroup():
+            return sum(compute_extent(item, env, context) for item in node.items)
+        case AxisLoop():
+            return evaluate_size(node.count, env, context) * compute_extent(node.content, env, context)
 
 
-def leaves(node: Node, env: Env, what: str, base: int = 0) -> list[Leaf]:
+def list_leaves(node: AxisNode, env: SizeValues, context: str, base: int = 0) -> list[AxisLeaf]:
     """The leaves of an axis, with the sizes of ``env``. Raises UsageError."""
     match node:
-        case One():
-            return [Leaf(None, base, ())]
-        case Field():
-            return [Leaf(node.name, base, (Step(None, extent(node, env, what), 1),))]
-        case Group():
-            found = []
+        case SinglePosition():
+            return [AxisLeaf(None, base, ())]
+        case AxisField():
+            return [AxisLeaf(node.name, base, (StrideStep(None, compute_extent(node, env, context), 1),))]
+        case AxisGroup():
+            group_leaves = []
             for item in node.items:
-                found += leaves(item, env, what, base)
-                base += extent(item, env, what)
-            return found
-        case Loop():
-            step = Step(node.index, checked(node.count, env, what), extent(node.content, env, what))
-            return [Leaf(leaf.field, leaf.base, (step, *leaf.steps)) for leaf in leaves(node.content, env, what, base)]
+                group_leaves += list_leaves(item, env, context, base)
+                base += compute_extent(item, env, context)
+            return group_leaves
+        case AxisLoop():
+            step = StrideStep(
+                node.index, evaluate_size(node.count, env, context), compute_extent(node.content, env, context)
+            )
+            return [
+                AxisLeaf(leaf.field, leaf.base, (step, *leaf.steps))
+                for leaf in list_leaves(node.content, env, context, base)
+            ]
 
 
-def record_extent(node: Node, env: Env, what: str) -> int:
+def compute_record_extent(node: AxisNode, env: SizeValues, context: str) -> int:
     """The extent of the innermost record; the outer loops repeat it."""
-    while isinstance(node, Loop):
+    while isinstance(node, AxisLoop):
         node = node.content
-    return extent(node, env, what)
+    return compute_extent(node, env, context)

@@ -37,59 +37,60 @@ from ckpt_tools.core.quantized import (
 from ckpt_tools.core.transforms import TransformResult
 from ckpt_tools.core.wording import format_count
 from ckpt_tools.errors import UnsupportedError, UsageError
-from ckpt_tools.recipes.scales import Scaled, Third, Values
+from ckpt_tools.recipes.scales import ScaledWeight, ThirdOperand, ValueFormat
 
-_FP8 = {DType.FLOAT8_E4M3FN: Values.E4M3, DType.FLOAT8_E5M2: Values.E5M2}
-_SCALES = frozenset({DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16})
-_EXPONENTS = frozenset({DType.UINT8, DType.FLOAT8_E8M0FNU})
+_FP8_FORMATS = {DType.FLOAT8_E4M3FN: ValueFormat.E4M3, DType.FLOAT8_E5M2: ValueFormat.E5M2}
+_SCALE_DTYPES = frozenset({DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16})
+_EXPONENT_DTYPES = frozenset({DType.UINT8, DType.FLOAT8_E8M0FNU})
 
-_ACTIVATIONS = re.compile(
+_ACTIVATION_NAME = re.compile(
     r"(?:input|output)_(?:global_)?(?:scale|zero_point)|(?:\w+_)?activation_scale|[kvq]_(?:scale|zero_point)|qscale_act"
     r"|weight_format|scale_input|scaled_fp8"
 )
 """Names of what a quantized model holds about activations and caches, which a plain one has no use for; of
 bitsandbytes' number of the layout of its weights, which is 0 in files; and of ComfyUI's mark of files with scales."""
 
-_COMPANION = re.compile(r"scale|zero|qz|absmax|scb|g_idx|perm|quant|codebook|packed|blocks|shape", re.IGNORECASE)
+_COMPANION_NAME = re.compile(r"scale|zero|qz|absmax|scb|g_idx|perm|quant|codebook|packed|blocks|shape", re.IGNORECASE)
 """Parts of the names of tensors that belong to quantized weights."""
 
 
 @dataclass
-class _Module:
-    """The tensors of a module by the last part of their names. ``used`` are those that a weight is computed from."""
+class _QuantizedModule:
+    """The tensors of a module by the last part of their names. ``used_names`` are those that a weight is computed
+    from."""
 
     prefix: str
     tensors: Mapping[str, TensorEntry]
-    used: set[str] = field(default_factory=set)
+    used_names: set[str] = field(default_factory=set)
 
-    def take(self, *names: str, dtypes: frozenset[DType] = _SCALES) -> TensorEntry | None:
+    def take_tensor(self, *names: str, dtypes: frozenset[DType] = _SCALE_DTYPES) -> TensorEntry | None:
         """The first of ``names`` that there is. Raises UnsupportedError if its dtype is not one of ``dtypes``."""
         name = next((name for name in names if name in self.tensors), None)
         if name is None:
             return None
-        self.used.add(name)
+        self.used_names.add(name)
         entry = self.tensors[name]
         if entry.dtype not in dtypes:
-            raise self.refused(name, f"it is {entry.dtype.value}")
+            raise self.make_refusal(name, f"it is {entry.dtype.value}")
         return entry
 
-    def refused(self, name: str, why: str) -> UnsupportedError:
+    def make_refusal(self, name: str, why: str) -> UnsupportedError:
         full = self.prefix + name
         return UnsupportedError(
             f"{full} cannot be dequantized: {why}; convert without {format_option('dequantize', True)}"
         )
 
 
-_PLAIN = "plain fp8"
+_PLAIN_FP8 = "plain fp8"
 """Stands for a method where no config names one."""
 
 _MORE_THAN_SCALES = ("transform_config", "sparsity_config")
 """Keys of compressed-tensors for rotated weights, and for weights without their zeros."""
 
-_Made: TypeAlias = tuple[str, Scaled]
+_NamedWeight: TypeAlias = tuple[str, ScaledWeight]
 """A weight's name in its module, and how it is computed."""
 
-_Rule: TypeAlias = Callable[[_Module, str, Mapping[str, Any]], _Made | None]
+_MethodRule: TypeAlias = Callable[[_QuantizedModule, str, Mapping[str, Any]], _NamedWeight | None]
 """Makes the weight of the quantized tensor of a name in a module, by ``quantization_config``; None if it is not of this
 kind."""
 
@@ -104,44 +105,48 @@ def dequantize(manifest: Manifest, config: Mapping[str, Any] | None) -> Transfor
     """
     config = config or {}
     quantization = get_quantization_config(config)
-    method = _PLAIN if quantization is None else get_quant_method(quantization)
+    method = _PLAIN_FP8 if quantization is None else get_quant_method(quantization)
     if quantization is None:
         quantization = {"has_scales": any(SCALE_NAMES.fullmatch(fqn.rpartition(".")[2]) for fqn in manifest.fqns)}
-        if not any(entry.dtype in _FP8 for entry in manifest.tensors.values()):
-            raise _needs_config()
+        if not any(entry.dtype in _FP8_FORMATS for entry in manifest.tensors.values()):
+            raise _make_config_error()
     elif method not in _METHODS:
         raise UnsupportedError(
             f"weights quantized by {method or 'an unnamed method'} cannot be dequantized here, only those of "
             f"{', '.join(_METHODS)}; convert without {format_option('dequantize', True)}"
         )
-    more = next((key for key in _MORE_THAN_SCALES if _is_set(quantization.get(key))), None)
-    if more is not None:
+    unsupported_key = next((key for key in _MORE_THAN_SCALES if _is_set(quantization.get(key))), None)
+    if unsupported_key is not None:
         raise UnsupportedError(
-            f"{CONFIG_KEY} has {more}: weights are more than values and scales, and cannot be dequantized here; "
+            f"{CONFIG_KEY} has {unsupported_key}: weights are more than values and scales, and cannot be dequantized "
+            f"here; "
             f"convert without {format_option('dequantize', True)}"
         )
-    made: dict[str, tuple[str, Scaled]] = {}
-    gone: set[str] = set()
-    for module in _modules(manifest):
-        for name, computed in _weights_of(module, _METHODS.get(method, _fp8_alone), quantization):
-            made[module.prefix + name[0]] = module.prefix + name[1], computed
-        gone |= {module.prefix + name for name in module.used}
-    if not made:
+    weight_by_name: dict[str, tuple[str, ScaledWeight]] = {}
+    used_names: set[str] = set()
+    for module in _iter_quantized_modules(manifest):
+        for name, computed in _iter_weights(module, _METHODS.get(method, _dequantize_plain_fp8), quantization):
+            weight_by_name[module.prefix + name[0]] = module.prefix + name[1], computed
+        used_names |= {module.prefix + name for name in module.used_names}
+    if not weight_by_name:
         raise UsageError(f"{format_option('dequantize', True)}: no tensor is quantized")
-    activations = _of_activations(manifest)
-    manifest, notes = _replaced(manifest, made, gone | activations, _dtype_of(config))
+    activations = _find_activation_names(manifest)
+    manifest, notes = _replace_weights(manifest, weight_by_name, used_names | activations, _choose_dtype(config))
     if activations:
         what = format_count(len(activations), "tensor") + " of quantized activations or caches"
         notes = (*notes, Note(Outcome.DROPPED, what, "the output computes without them", len(activations), asked=True))
-    if method is _PLAIN and not quantization["has_scales"]:
+    if method is _PLAIN_FP8 and not quantization["has_scales"]:
         why = "taken as the numbers that they are: no tensor is a scale, and no config.json says how they are quantized"
-        notes = (*notes, Note(Outcome.KEPT, format_count(len(made), "float8 tensor"), why, len(made)))
+        notes = (
+            *notes,
+            Note(Outcome.KEPT, format_count(len(weight_by_name), "float8 tensor"), why, len(weight_by_name)),
+        )
     return manifest, notes
 
 
-def _needs_config(why: str = "") -> UsageError:
+def _make_config_error(reason: str = "") -> UsageError:
     return UsageError(
-        f"{why}{format_option('dequantize', True)} needs the {CONFIG_KEY} of the model's config.json; name its "
+        f"{reason}{format_option('dequantize', True)} needs the {CONFIG_KEY} of the model's config.json; name its "
         f"folder with "
         f"{format_option('config')}"
     )
@@ -152,80 +157,86 @@ def _is_set(settings: object) -> bool:
     return bool(settings) and not (isinstance(settings, Mapping) and settings.get("format") == "dense")
 
 
-def _modules(manifest: Manifest) -> Iterator[_Module]:
+def _iter_quantized_modules(manifest: Manifest) -> Iterator[_QuantizedModule]:
     """The modules that hold a quantized tensor or a scale, with all their tensors."""
-    found: dict[str, dict[str, TensorEntry]] = {}
+    tensors_by_prefix: dict[str, dict[str, TensorEntry]] = {}
     for key, entry in manifest.tensors.items():
         if key.slot == WEIGHT and entry.kind is not Kind.EXTRA:
             prefix, dot, name = key.fqn.rpartition(".")
-            found.setdefault(prefix + dot, {})[name] = entry
-    for prefix, tensors in found.items():
+            tensors_by_prefix.setdefault(prefix + dot, {})[name] = entry
+    for prefix, tensors in tensors_by_prefix.items():
         if any(is_quantized(name, entry.dtype) or SCALE_NAMES.fullmatch(name) for name, entry in tensors.items()):
-            yield _Module(prefix, tensors)
+            yield _QuantizedModule(prefix, tensors)
 
 
-def _weights_of(
-    module: _Module, rule: _Rule, quantization: Mapping[str, Any]
-) -> Iterator[tuple[tuple[str, str], Scaled]]:
+def _iter_weights(
+    module: _QuantizedModule, rule: _MethodRule, quantization: Mapping[str, Any]
+) -> Iterator[tuple[tuple[str, str], ScaledWeight]]:
     """Each weight of a module: its name before and after, and how it is computed. Raises UnsupportedError if a tensor
     is left that may belong to a quantized one."""
     for name, entry in module.tensors.items():
-        if is_quantized(name, entry.dtype) and name not in module.used and not _ACTIVATIONS.fullmatch(name):
-            made = rule(module, name, quantization)
-            if made is not None:
-                module.used.add(name)
-                yield (name, made[0]), made[1]
+        if is_quantized(name, entry.dtype) and name not in module.used_names and not _ACTIVATION_NAME.fullmatch(name):
+            weight = rule(module, name, quantization)
+            if weight is not None:
+                module.used_names.add(name)
+                yield (name, weight[0]), weight[1]
     for name, entry in module.tensors.items():
-        is_known = name in module.used or _ACTIVATIONS.fullmatch(name)
-        if not is_known and (is_quantized(name, entry.dtype) or _COMPANION.search(name)):
-            raise module.refused(name, f"what this {entry.dtype.value} tensor is for is not known")
+        is_known = name in module.used_names or _ACTIVATION_NAME.fullmatch(name)
+        if not is_known and (is_quantized(name, entry.dtype) or _COMPANION_NAME.search(name)):
+            raise module.make_refusal(name, f"what this {entry.dtype.value} tensor is for is not known")
 
 
-def _of_activations(manifest: Manifest) -> set[str]:
+def _find_activation_names(manifest: Manifest) -> set[str]:
     """Names of single scales of activations and caches, which may lie in any module."""
     return {
         key.fqn
         for key, entry in manifest.tensors.items()
-        if key.slot == WEIGHT and entry.kind is not Kind.EXTRA and _ACTIVATIONS.fullmatch(key.fqn.rpartition(".")[2])
+        if key.slot == WEIGHT
+        and entry.kind is not Kind.EXTRA
+        and _ACTIVATION_NAME.fullmatch(key.fqn.rpartition(".")[2])
     }
 
 
-def _dtype_of(config: Mapping[str, Any]) -> DType:
-    for part in (config, config.get(TEXT_CONFIG)):
+def _choose_dtype(config: Mapping[str, Any]) -> DType:
+    for section in (config, config.get(TEXT_CONFIG)):
         for key in ("dtype", "torch_dtype"):
-            named = part.get(key) if isinstance(part, Mapping) else None
-            found = from_torch(named) if isinstance(named, str) else None
-            if found in _SCALES:
-                return found
+            dtype_name = section.get(key) if isinstance(section, Mapping) else None
+            dtype = from_torch(dtype_name) if isinstance(dtype_name, str) else None
+            if dtype in _SCALE_DTYPES:
+                return dtype
     return DType.BFLOAT16
 
 
-def _replaced(
-    manifest: Manifest, made: Mapping[str, tuple[str, Scaled]], gone: set[str], dtype: DType
+def _replace_weights(
+    manifest: Manifest, weight_by_name: Mapping[str, tuple[str, ScaledWeight]], removed_names: set[str], dtype: DType
 ) -> TransformResult:
-    """The manifest with the weights ``made`` of quantized ones by their names, and without the tensors that are
-    ``gone``."""
+    """The manifest with the weights ``weight_by_name`` of quantized ones by their names, and without the tensors that
+    are ``removed_names``."""
     tensors: dict[StateKey, TensorEntry] = {}
     computed: dict[str, ComputedTensor] = dict(manifest.computed)
-    kinds: dict[DType, int] = {}
+    num_by_dtype: dict[DType, int] = {}
     for key, entry in manifest.tensors.items():
-        if key.fqn in made and key.slot == WEIGHT:
-            name, how = made[key.fqn]
+        if key.fqn in weight_by_name and key.slot == WEIGHT:
+            name, scaled_weight = weight_by_name[key.fqn]
             if StateKey(name) in manifest.tensors and name != key.fqn:
                 raise UnsupportedError(f"{key.fqn} would become {name}, and there is a tensor of this name")
             file = make_computed_file_name(name)
-            computed[file] = how
-            tensors[StateKey(name)] = TensorEntry(how.shape, dtype, Kind.PARAMETER, how.make_table(file))
-            kinds[entry.dtype] = kinds.get(entry.dtype, 0) + 1
-        elif key.fqn not in gone or entry.kind is Kind.EXTRA:
+            computed[file] = scaled_weight
+            tensors[StateKey(name)] = TensorEntry(
+                scaled_weight.shape, dtype, Kind.PARAMETER, scaled_weight.make_table(file)
+            )
+            num_by_dtype[entry.dtype] = num_by_dtype.get(entry.dtype, 0) + 1
+        elif key.fqn not in removed_names or entry.kind is Kind.EXTRA:
             tensors[key] = entry
     aliases = {
-        alias: made[owner][0] if owner in made else owner
+        alias: weight_by_name[owner][0] if owner in weight_by_name else owner
         for alias, owner in manifest.aliases.items()
-        if owner in made or owner not in gone
+        if owner in weight_by_name or owner not in removed_names
     }
     groups = tuple(
-        replace(group, params=tuple(made[name][0] if name in made else name for name in group.params))
+        replace(
+            group, params=tuple(weight_by_name[name][0] if name in weight_by_name else name for name in group.params)
+        )
         for group in manifest.groups
     )
     notes = tuple(
@@ -236,302 +247,343 @@ def _replaced(
             number,
             asked=True,
         )
-        for kind, number in kinds.items()
+        for kind, number in num_by_dtype.items()
     )
-    plain = replace(manifest, tensors=tensors, computed=computed, aliases=aliases, groups=groups, is_quantized=False)
-    return plain, notes
+    dequantized_manifest = replace(
+        manifest, tensors=tensors, computed=computed, aliases=aliases, groups=groups, is_quantized=False
+    )
+    return dequantized_manifest, notes
 
 
-def _scaled(
-    module: _Module,
+def _make_scaled_weight(
+    module: _QuantizedModule,
     name: str,
-    values: Values,
+    value_format: ValueFormat,
     scale: TensorEntry,
     *,
-    wanted: Shape | None,
+    block_size: Shape | None,
     dtype: DType = DType.FLOAT32,
-    third: Third = Third.NONE,
-    other: TensorEntry | None = None,
+    third_operand: ThirdOperand = ThirdOperand.NONE,
+    third_entry: TensorEntry | None = None,
     factor: float = 1.0,
     columns: int | None = None,
-) -> Scaled:
-    """The weight ``name`` of a module times ``scale``, whose blocks have the shape ``wanted`` where that fits, and else
-    the shape that divides the weight evenly. ``columns`` are the values in a row, if they do not fill its elements."""
+) -> ScaledWeight:
+    """The weight ``name`` of a module times ``scale``, whose blocks have the shape ``block_size`` where that fits, and
+    else the shape that divides the weight evenly. ``columns`` are the values in a row, if they do not fill its
+    elements."""
     entry = module.tensors[name]
     if not entry.shape:
-        raise module.refused(name, "it is a single number")
-    per_element = entry.dtype.item_bytes * 8 // values.bits
-    shape = (*entry.shape[:-1], entry.shape[-1] * per_element if columns is None else columns)
-    blocks = _blocks(shape, scale.shape, wanted)
+        raise module.make_refusal(name, "it is a single number")
+    values_per_element = entry.dtype.item_bytes * 8 // value_format.bits
+    shape = (*entry.shape[:-1], entry.shape[-1] * values_per_element if columns is None else columns)
+    blocks = _find_block_shape(shape, scale.shape, block_size)
     if blocks is None:
-        raise module.refused(name, f"its values {list(shape)} and its scales {list(scale.shape)} do not fit")
-    operands = (entry, scale) if other is None else (entry, scale, other)
-    return Scaled(shape, dtype, operands, values, blocks, third, factor)
+        raise module.make_refusal(name, f"its values {list(shape)} and its scales {list(scale.shape)} do not fit")
+    operands = (entry, scale) if third_entry is None else (entry, scale, third_entry)
+    return ScaledWeight(shape, dtype, operands, value_format, blocks, third_operand, factor)
 
 
-def _blocks(shape: Shape, grid: Shape, wanted: Shape | None) -> Shape | None:
-    """The elements that share a scale, by dim; None if weights and scales of these shapes do not fit. ``wanted`` are
-    the last two, whose blocks may be cut at the edge; other dims have a scale each, or one in all."""
-    if len(grid) > len(shape):
+def _find_block_shape(shape: Shape, scales_shape: Shape, block_size: Shape | None) -> Shape | None:
+    """The elements that share a scale, by dim; None if weights and scales of these shapes do not fit. ``block_size``
+    are the last two, whose blocks may be cut at the edge; other dims have a scale each, or one in all."""
+    if len(scales_shape) > len(shape):
         return None
-    grid += (1,) * (len(shape) - len(grid))
-    for last in (wanted, None):
+    scales_shape += (1,) * (len(shape) - len(scales_shape))
+    for tried_size in (block_size, None):
         blocks = []
-        for dim, (extent, number) in enumerate(zip(shape, grid, strict=True)):
-            at = dim - len(shape)
-            block = last[at] if last is not None and at >= -len(last) else 0
-            if number == 1:
+        for dim, (extent, num_scales) in enumerate(zip(shape, scales_shape, strict=True)):
+            dim_from_end = dim - len(shape)
+            block = tried_size[dim_from_end] if tried_size is not None and dim_from_end >= -len(tried_size) else 0
+            if num_scales == 1:
                 blocks.append(max(1, extent))
-            elif block and -(-extent // block) == number:
+            elif block and -(-extent // block) == num_scales:
                 blocks.append(block)
-            elif not block and number and extent and extent % number == 0:
-                blocks.append(extent // number)
+            elif not block and num_scales and extent and extent % num_scales == 0:
+                blocks.append(extent // num_scales)
         if len(blocks) == len(shape):
             return tuple(blocks)
     return None
 
 
-def _is_one(entry: TensorEntry) -> bool:
+def _is_single_number(entry: TensorEntry) -> bool:
     return entry.numel == 1
 
 
-def _pair(block: Any) -> Shape | None:
+def _parse_block_size(block: Any) -> Shape | None:
     """The rows and columns of a block in the config; None if it is not a list of two sizes."""
     is_pair = isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
     return tuple(block) if is_pair else None
 
 
-def _fp8(module: _Module, name: str, quantization: Mapping[str, Any]) -> _Made | None:
+def _dequantize_fp8(module: _QuantizedModule, name: str, quantization: Mapping[str, Any]) -> _NamedWeight | None:
     """DeepSeek's and transformers' own: blocks of ``weight_block_size``, cut at the edges; 4-bit experts in bytes."""
     dtype = module.tensors[name].dtype
-    if dtype in _EXPONENTS:
+    if dtype in _EXPONENT_DTYPES:
         return None
-    values = _FP8.get(dtype) or (Values.E2M1 if dtype in (DType.INT8, DType.FLOAT4_E2M1FN_X2) else None)
+    value_format = _FP8_FORMATS.get(dtype) or (
+        ValueFormat.E2M1 if dtype in (DType.INT8, DType.FLOAT4_E2M1FN_X2) else None
+    )
     names = ("weight_scale_inv", "scale", "qscale_weight") if name == "weight" else (f"{name}_scale_inv",)
-    scale = module.take(*names, dtypes=_SCALES | _EXPONENTS)
-    if values is None or scale is None:
-        why = f"{dtype.value} without scales" if values else dtype.value
-        raise module.refused(name, f"it is {why}")
+    scale = module.take_tensor(*names, dtypes=_SCALE_DTYPES | _EXPONENT_DTYPES)
+    if value_format is None or scale is None:
+        why = f"{dtype.value} without scales" if value_format else dtype.value
+        raise module.make_refusal(name, f"it is {why}")
     block = quantization.get("weight_block_size")
-    wanted = _pair(block)
-    if block is not None and wanted is None:
-        raise module.refused(name, f"weight_block_size is {block!r}")
-    if len(scale.shape) < 2 and not _is_one(scale):
-        raise module.refused(name, f"its scales are of shape {list(scale.shape)}")
-    return name, _scaled(module, name, values, scale, wanted=wanted)
+    block_size = _parse_block_size(block)
+    if block is not None and block_size is None:
+        raise module.make_refusal(name, f"weight_block_size is {block!r}")
+    if len(scale.shape) < 2 and not _is_single_number(scale):
+        raise module.make_refusal(name, f"its scales are of shape {list(scale.shape)}")
+    return name, _make_scaled_weight(module, name, value_format, scale, block_size=block_size)
 
 
-def _fp8_alone(module: _Module, name: str, quantization: Mapping[str, Any]) -> _Made | None:
+def _dequantize_plain_fp8(module: _QuantizedModule, name: str, quantization: Mapping[str, Any]) -> _NamedWeight | None:
     """fp8 without a config: scales under the usual names for the tensor, for each row, or for blocks of 128 x 128 that
     no edge cuts, so that their size is certain; without any scale in the checkpoint the values as they are."""
     entry = module.tensors[name]
-    if entry.dtype not in _FP8:
-        raise _needs_config(f"{module.prefix}{name} is {entry.dtype.value}, and ")
+    if entry.dtype not in _FP8_FORMATS:
+        raise _make_config_error(f"{module.prefix}{name} is {entry.dtype.value}, and ")
     names = ("weight_scale_inv", "weight_scale", "scale_weight") if name == "weight" else (f"{name}_scale_inv",)
-    scale = module.take(*names)
+    scale = module.take_tensor(*names)
     if scale is None and quantization["has_scales"]:
-        raise module.refused(name, f"it is {entry.dtype.value} without scales, and other tensors have them")
+        raise module.make_refusal(name, f"it is {entry.dtype.value} without scales, and other tensors have them")
     if scale is None and entry.shape:
         blocks = tuple(max(1, extent) for extent in entry.shape)
-        return name, Scaled(entry.shape, DType.FLOAT32, (entry,), _FP8[entry.dtype], blocks)
+        return name, ScaledWeight(entry.shape, DType.FLOAT32, (entry,), _FP8_FORMATS[entry.dtype], blocks)
     if scale is None:
-        raise module.refused(name, "it is a single number")
+        raise module.make_refusal(name, "it is a single number")
     rows = entry.shape[:1]
     grid = tuple(extent // 128 for extent in entry.shape if extent % 128 == 0)
-    if not _is_one(scale) and scale.shape not in (rows, (*rows, 1), grid if len(grid) == 2 else rows):
-        raise _needs_config(f"{module.prefix}{name} has scales {list(scale.shape)} of blocks of an unknown size, and ")
-    return name, _scaled(module, name, _FP8[entry.dtype], scale, wanted=None)
+    if not _is_single_number(scale) and scale.shape not in (rows, (*rows, 1), grid if len(grid) == 2 else rows):
+        raise _make_config_error(
+            f"{module.prefix}{name} has scales {list(scale.shape)} of blocks of an unknown size, and "
+        )
+    return name, _make_scaled_weight(module, name, _FP8_FORMATS[entry.dtype], scale, block_size=None)
 
 
-def _mxfp4(module: _Module, name: str, quantization: Mapping[str, Any]) -> _Made | None:
+def _dequantize_mxfp4(module: _QuantizedModule, name: str, quantization: Mapping[str, Any]) -> _NamedWeight | None:
     """gpt-oss: ``[experts, rows, blocks, 16]`` bytes and an exponent for each block of 32 values. transformers holds
     the experts with rows and columns exchanged."""
     stem = name.removesuffix("_blocks")
     if name.endswith("_scales") and f"{name.removesuffix('_scales')}_blocks" in module.tensors:
         return None
-    entry, scale = module.tensors[name], module.take(f"{stem}_scales", dtypes=frozenset({DType.UINT8}))
+    entry, scale = module.tensors[name], module.take_tensor(f"{stem}_scales", dtypes=frozenset({DType.UINT8}))
     is_known = stem in ("gate_up_proj", "down_proj") and stem != name and entry.dtype is DType.UINT8
     if scale is None or not is_known or len(entry.shape) != 4 or entry.shape[:-1] != scale.shape:
-        raise module.refused(name, f"{entry.dtype.value} of shape {list(entry.shape)} are not experts of gpt-oss")
+        raise module.make_refusal(name, f"{entry.dtype.value} of shape {list(entry.shape)} are not experts of gpt-oss")
     experts, rows, groups, num_bytes = entry.shape
-    stored = _flattened(entry)
+    stored = _flatten_last_dims(entry)
     columns = groups * num_bytes * 2
-    found = Scaled(
+    weight = ScaledWeight(
         (experts, columns, rows),
         DType.FLOAT32,
         (stored, scale),
-        Values.E2M1,
+        ValueFormat.E2M1,
         (1, 1, num_bytes * 2),
         # torch.ldexp, which does not overflow where 2 ** 128 would.
         factor=2.0,
-        bias=128,
+        exponent_bias=128,
         is_transposed=True,
     )
-    return stem, found
+    return stem, weight
 
 
-def _flattened(entry: TensorEntry) -> TensorEntry:
+def _flatten_last_dims(entry: TensorEntry) -> TensorEntry:
     """The last two dims as one."""
     *lead, groups, size = entry.shape
     return replace(entry, shape=(*lead, groups * size))
 
 
-def _modelopt(module: _Module, name: str, quantization: Mapping[str, Any]) -> _Made | None:
+def _dequantize_modelopt(module: _QuantizedModule, name: str, quantization: Mapping[str, Any]) -> _NamedWeight | None:
     """ModelOpt: fp8 with a scale for the tensor, for each row or for each block; NVFP4 with scales of scales."""
     entry = module.tensors[name]
     if name == "weight_scale":
         return None
     if name == "weight" and entry.dtype is DType.UINT8:
-        scale = module.take("weight_scale", dtypes=frozenset({DType.FLOAT8_E4M3FN}))
-        other = module.take("weight_scale_2", dtypes=frozenset({DType.FLOAT32}))
-        if scale is not None and other is not None and _is_one(other) and len(scale.shape) == len(entry.shape):
-            return name, _scaled(module, name, Values.E2M1, scale, wanted=(1, 16), third=Third.TIMES, other=other)
-    elif name == "weight" and entry.dtype in _FP8:
-        scale = module.take("weight_scale", "weight_scale_inv", dtypes=frozenset({DType.FLOAT32}))
+        scale = module.take_tensor("weight_scale", dtypes=frozenset({DType.FLOAT8_E4M3FN}))
+        global_scale = module.take_tensor("weight_scale_2", dtypes=frozenset({DType.FLOAT32}))
+        if (
+            scale is not None
+            and global_scale is not None
+            and _is_single_number(global_scale)
+            and len(scale.shape) == len(entry.shape)
+        ):
+            return name, _make_scaled_weight(
+                module,
+                name,
+                ValueFormat.E2M1,
+                scale,
+                block_size=(1, 16),
+                third_operand=ThirdOperand.MULTIPLY_SCALES,
+                third_entry=global_scale,
+            )
+    elif name == "weight" and entry.dtype in _FP8_FORMATS:
+        scale = module.take_tensor("weight_scale", "weight_scale_inv", dtypes=frozenset({DType.FLOAT32}))
         if scale is not None and (len(scale.shape) != 1 or scale.numel in (1, entry.shape[0])):
-            return name, _scaled(module, name, _FP8[entry.dtype], scale, wanted=(128, 128))
-    raise module.refused(name, f"it is {entry.dtype.value}, and its scales are not those of FP8 or NVFP4")
+            return name, _make_scaled_weight(module, name, _FP8_FORMATS[entry.dtype], scale, block_size=(128, 128))
+    raise module.make_refusal(name, f"it is {entry.dtype.value}, and its scales are not those of FP8 or NVFP4")
 
 
-def _compressed_tensors(module: _Module, name: str, quantization: Mapping[str, Any]) -> _Made | None:
+def _dequantize_compressed_tensors(
+    module: _QuantizedModule, name: str, quantization: Mapping[str, Any]
+) -> _NamedWeight | None:
     """compressed-tensors: the scheme is told by the tensors of the module, and its numbers must agree with a group of
     the config."""
     entry = module.tensors[name]
     if name in ("weight_scale", "weight_zero_point"):
         return None
-    packed = name == "weight_packed"
-    if packed and "weight_global_scale" in module.tensors:
-        return "weight", _nvfp4(module, name, quantization)
-    if packed and entry.dtype is DType.UINT8:
-        scale = module.take("weight_scale", dtypes=_EXPONENTS)
-        weights = _scheme(module, name, quantization, "float", 4)
-        if scale is not None and weights.get("group_size") == 32:
-            return "weight", _scaled(module, name, Values.E2M1, scale, wanted=(1, 32), dtype=DType.BFLOAT16)
-    if packed and entry.dtype is DType.INT32:
-        return "weight", _packed(module, name, quantization)
+    is_packed = name == "weight_packed"
+    if is_packed and "weight_global_scale" in module.tensors:
+        return "weight", _dequantize_nvfp4(module, name, quantization)
+    if is_packed and entry.dtype is DType.UINT8:
+        scale = module.take_tensor("weight_scale", dtypes=_EXPONENT_DTYPES)
+        scheme = _find_scheme(module, name, quantization, "float", 4)
+        if scale is not None and scheme.get("group_size") == 32:
+            return "weight", _make_scaled_weight(
+                module, name, ValueFormat.E2M1, scale, block_size=(1, 32), dtype=DType.BFLOAT16
+            )
+    if is_packed and entry.dtype is DType.INT32:
+        return "weight", _dequantize_packed(module, name, quantization)
     if name == "weight" and entry.dtype in (DType.FLOAT8_E4M3FN, DType.INT8):
-        return name, _naive(module, name, quantization)
-    raise module.refused(name, f"it is {entry.dtype.value}, and no format of compressed-tensors that is known")
+        return name, _dequantize_unpacked(module, name, quantization)
+    raise module.make_refusal(name, f"it is {entry.dtype.value}, and no format of compressed-tensors that is known")
 
 
-def _nvfp4(module: _Module, name: str, quantization: Mapping[str, Any]) -> Scaled:
+def _dequantize_nvfp4(module: _QuantizedModule, name: str, quantization: Mapping[str, Any]) -> ScaledWeight:
     """The reciprocal of ModelOpt's scale of scales. torch divides by a number without dims in the dtype of the scales,
     which are bfloat16 by then, and by a tensor of one element in float32."""
-    scale = module.take("weight_scale", dtypes=frozenset({DType.FLOAT8_E4M3FN}))
-    other = module.take("weight_global_scale", dtypes=frozenset({DType.FLOAT32}))
-    weights = _scheme(module, name, quantization, "float", 4)
-    if scale is None or other is None or not _is_one(other) or weights.get("group_size") != 16:
-        raise module.refused(name, "its scales are not those of NVFP4")
-    third = Third.OVER if other.shape else Third.OVER_ROUNDED
-    return _scaled(module, name, Values.E2M1, scale, wanted=(1, 16), dtype=DType.BFLOAT16, third=third, other=other)
+    scale = module.take_tensor("weight_scale", dtypes=frozenset({DType.FLOAT8_E4M3FN}))
+    global_scale = module.take_tensor("weight_global_scale", dtypes=frozenset({DType.FLOAT32}))
+    scheme = _find_scheme(module, name, quantization, "float", 4)
+    if scale is None or global_scale is None or not _is_single_number(global_scale) or scheme.get("group_size") != 16:
+        raise module.make_refusal(name, "its scales are not those of NVFP4")
+    third_operand = ThirdOperand.DIVIDE_SCALES if global_scale.shape else ThirdOperand.DIVIDE_SCALES_ROUNDED
+    return _make_scaled_weight(
+        module,
+        name,
+        ValueFormat.E2M1,
+        scale,
+        block_size=(1, 16),
+        dtype=DType.BFLOAT16,
+        third_operand=third_operand,
+        third_entry=global_scale,
+    )
 
 
-def _packed(module: _Module, name: str, quantization: Mapping[str, Any]) -> Scaled:
+def _dequantize_packed(module: _QuantizedModule, name: str, quantization: Mapping[str, Any]) -> ScaledWeight:
     """Integers of 4 or 8 bits, packed into int32. A row that does not fill its last int32 is known by its groups."""
-    module.used |= {"weight_shape"} & module.tensors.keys()
-    scale = module.take("weight_scale")
-    weights = next(
-        (found for bits in (4, 8) if (found := _scheme_or_none(quantization, "int", bits)) is not None), None
+    module.used_names |= {"weight_shape"} & module.tensors.keys()
+    scale = module.take_tensor("weight_scale")
+    scheme = next(
+        (found for bits in (4, 8) if (found := _find_scheme_or_none(quantization, "int", bits)) is not None), None
     )
     entry = module.tensors[name]
-    if scale is None or weights is None or len(entry.shape) != 2 or len(scale.shape) != 2:
-        raise module.refused(name, "only integers of 4 or 8 bits with scales of rows or groups are known")
-    if not weights.get("symmetric", True) or "weight_zero_point" in module.tensors:
-        raise module.refused(name, "packed zero points are not read")
-    bits, group = int(weights["num_bits"]), weights.get("group_size")
+    if scale is None or scheme is None or len(entry.shape) != 2 or len(scale.shape) != 2:
+        raise module.make_refusal(name, "only integers of 4 or 8 bits with scales of rows or groups are known")
+    if not scheme.get("symmetric", True) or "weight_zero_point" in module.tensors:
+        raise module.make_refusal(name, "packed zero points are not read")
+    bits, group_size = int(scheme["num_bits"]), scheme.get("group_size")
     columns = entry.shape[1] * 32 // bits
-    wanted: Shape | None = None
-    if weights.get("strategy") == "group" and isinstance(group, int) and group > 0:
-        wanted, columns = (1, group), scale.shape[1] * group
-    elif weights.get("strategy") != "channel" or scale.shape[1] != 1:
-        raise module.refused(name, f"its scales by {weights.get('strategy')} are not known")
+    block_size: Shape | None = None
+    if scheme.get("strategy") == "group" and isinstance(group_size, int) and group_size > 0:
+        block_size, columns = (1, group_size), scale.shape[1] * group_size
+    elif scheme.get("strategy") != "channel" or scale.shape[1] != 1:
+        raise module.make_refusal(name, f"its scales by {scheme.get('strategy')} are not known")
     elif "weight_shape" in module.tensors and columns % 32:
-        raise module.refused(name, "its width is not known")
+        raise module.make_refusal(name, "its width is not known")
     if -(-columns * bits // 32) != entry.shape[1]:
-        raise module.refused(name, f"its scales {list(scale.shape)} do not fit its shape {list(entry.shape)}")
-    values = Values.INT4 if bits == 4 else Values.PLUS_128
-    return _scaled(module, name, values, scale, wanted=wanted, dtype=scale.dtype, columns=columns)
+        raise module.make_refusal(name, f"its scales {list(scale.shape)} do not fit its shape {list(entry.shape)}")
+    value_format = ValueFormat.INT4 if bits == 4 else ValueFormat.PLUS_128
+    return _make_scaled_weight(
+        module, name, value_format, scale, block_size=block_size, dtype=scale.dtype, columns=columns
+    )
 
 
-def _naive(module: _Module, name: str, quantization: Mapping[str, Any]) -> Scaled:
+def _dequantize_unpacked(module: _QuantizedModule, name: str, quantization: Mapping[str, Any]) -> ScaledWeight:
     """fp8 or int8 as they are, with scales for the tensor, rows, groups or blocks."""
     entry = module.tensors[name]
-    kind, values = ("int", Values.INT8) if entry.dtype is DType.INT8 else ("float", Values.E4M3)
-    weights = _scheme(module, name, quantization, kind, 8)
-    scale = module.take("weight_scale", dtypes=_SCALES | {DType.UINT8})
-    zero = module.take("weight_zero_point", dtypes=frozenset({DType.INT8}))
-    if scale is None or (not _is_one(scale) and len(scale.shape) != len(entry.shape)):
-        raise module.refused(name, "its scales are missing, or of other dims")
+    kind, value_format = ("int", ValueFormat.INT8) if entry.dtype is DType.INT8 else ("float", ValueFormat.E4M3)
+    scheme = _find_scheme(module, name, quantization, kind, 8)
+    scale = module.take_tensor("weight_scale", dtypes=_SCALE_DTYPES | {DType.UINT8})
+    zero_points = module.take_tensor("weight_zero_point", dtypes=frozenset({DType.INT8}))
+    if scale is None or (not _is_single_number(scale) and len(scale.shape) != len(entry.shape)):
+        raise module.make_refusal(name, "its scales are missing, or of other dims")
     if len(entry.shape) < 2:
-        raise module.refused(name, f"its shape {list(entry.shape)} is not that of a matrix")
-    if zero is not None and zero.shape != scale.shape:
-        raise module.refused(name, f"its zero points {list(zero.shape)} and scales {list(scale.shape)} do not fit")
-    group, strategy = weights.get("group_size"), str(weights.get("strategy"))
-    by_strategy: dict[str, Shape | None] = {
-        "block": _pair(weights.get("block_structure")),
-        "group": (1, group) if isinstance(group, int) and group > 0 else None,
+        raise module.make_refusal(name, f"its shape {list(entry.shape)} is not that of a matrix")
+    if zero_points is not None and zero_points.shape != scale.shape:
+        raise module.make_refusal(
+            name, f"its zero points {list(zero_points.shape)} and scales {list(scale.shape)} do not fit"
+        )
+    group_size, strategy = scheme.get("group_size"), str(scheme.get("strategy"))
+    block_size_by_strategy: dict[str, Shape | None] = {
+        "block": _parse_block_size(scheme.get("block_structure")),
+        "group": (1, group_size) if isinstance(group_size, int) and group_size > 0 else None,
         "channel": (1, 0),
         "tensor": (0, 0),
     }
-    wanted = by_strategy.get(strategy)
+    block_size = block_size_by_strategy.get(strategy)
     dtype = DType.BFLOAT16 if scale.dtype is DType.UINT8 else scale.dtype
-    found = _scaled(
+    weight = _make_scaled_weight(
         module,
         name,
-        values,
+        value_format,
         scale,
-        wanted=wanted,
+        block_size=block_size,
         dtype=dtype,
-        third=Third.NONE if zero is None else Third.MINUS,
-        other=zero,
+        third_operand=ThirdOperand.NONE if zero_points is None else ThirdOperand.ZERO_POINTS,
+        third_entry=zero_points,
     )
-    if wanted is None or any(
+    if block_size is None or any(
         block not in (wish or extent, extent)
-        for block, wish, extent in zip(found.blocks[-2:], wanted, found.shape[-2:], strict=True)
+        for block, wish, extent in zip(weight.block_shape[-2:], block_size, weight.shape[-2:], strict=True)
     ):
-        raise module.refused(name, f"its scales {list(scale.shape)} are not those of {strategy}")
-    return found
+        raise module.make_refusal(name, f"its scales {list(scale.shape)} are not those of {strategy}")
+    return weight
 
 
-def _scheme(module: _Module, name: str, quantization: Mapping[str, Any], kind: str, bits: int) -> Mapping[str, Any]:
+def _find_scheme(
+    module: _QuantizedModule, name: str, quantization: Mapping[str, Any], kind: str, bits: int
+) -> Mapping[str, Any]:
     """The one kind of weights in the config's groups of this type and width. Raises UnsupportedError."""
-    found = _scheme_or_none(quantization, kind, bits)
-    if found is None:
-        raise module.refused(name, f"{CONFIG_KEY} has no group, or several, with weights of {bits} bits ({kind})")
-    return found
+    scheme = _find_scheme_or_none(quantization, kind, bits)
+    if scheme is None:
+        raise module.make_refusal(name, f"{CONFIG_KEY} has no group, or several, with weights of {bits} bits ({kind})")
+    return scheme
 
 
 _SCHEME_KEYS = ("num_bits", "type", "strategy", "group_size", "block_structure", "symmetric")
 
 
-def _scheme_or_none(quantization: Mapping[str, Any], kind: str, bits: int) -> Mapping[str, Any] | None:
+def _find_scheme_or_none(quantization: Mapping[str, Any], kind: str, bits: int) -> Mapping[str, Any] | None:
     groups = quantization.get("config_groups")
-    found: list[Mapping[str, Any]] = []
+    schemes: list[Mapping[str, Any]] = []
     for group in groups.values() if isinstance(groups, Mapping) else ():
         weights = group.get("weights") if isinstance(group, Mapping) else None
         if isinstance(weights, Mapping) and weights.get("type", "int") == kind and weights.get("num_bits") == bits:
-            known = {key: weights.get(key) for key in _SCHEME_KEYS if weights.get(key) is not None}
-            if known not in found:
-                found.append(known)
-    return found[0] if len(found) == 1 else None
+            scheme = {key: weights.get(key) for key in _SCHEME_KEYS if weights.get(key) is not None}
+            if scheme not in schemes:
+                schemes.append(scheme)
+    return schemes[0] if len(schemes) == 1 else None
 
 
-def _bitsandbytes(module: _Module, name: str, quantization: Mapping[str, Any]) -> _Made | None:
+def _dequantize_bitsandbytes(
+    module: _QuantizedModule, name: str, quantization: Mapping[str, Any]
+) -> _NamedWeight | None:
     """LLM.int8: a scale for each row, which is the row's largest magnitude; the largest integer is 127."""
     entry = module.tensors[name]
-    scale = module.take("SCB", dtypes=frozenset({DType.FLOAT32}))
+    scale = module.take_tensor("SCB", dtypes=frozenset({DType.FLOAT32}))
     if name != "weight" or entry.dtype is not DType.INT8 or scale is None or scale.shape != entry.shape[:1]:
-        raise module.refused(name, f"it is {entry.dtype.value}, and only int8 with SCB is known")
-    return name, _scaled(module, name, Values.INT8, scale, wanted=(1, 0), factor=_OF_127)
+        raise module.make_refusal(name, f"it is {entry.dtype.value}, and only int8 with SCB is known")
+    return name, _make_scaled_weight(module, name, ValueFormat.INT8, scale, block_size=(1, 0), factor=_ONE_OVER_127)
 
 
-_OF_127 = 7.874015718698502e-3
+_ONE_OVER_127 = 7.874015718698502e-3
 """bitsandbytes' own constant (``int8_vectorwise_dequant``), which is not quite 1/127."""
 
-_METHODS: Mapping[str, _Rule] = {
-    "fp8": _fp8,
-    "mxfp4": _mxfp4,
-    "compressed-tensors": _compressed_tensors,
-    "modelopt": _modelopt,
-    "bitsandbytes": _bitsandbytes,
+_METHODS: Mapping[str, _MethodRule] = {
+    "fp8": _dequantize_fp8,
+    "mxfp4": _dequantize_mxfp4,
+    "compressed-tensors": _dequantize_compressed_tensors,
+    "modelopt": _dequantize_modelopt,
+    "bitsandbytes": _dequantize_bitsandbytes,
 }

@@ -11,73 +11,91 @@ from ckpt_tools.core.casts import CASTABLE
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, TensorEntry
 from ckpt_tools.core.names import zero_numbers
 from ckpt_tools.core.wording import MAX_LISTED_NAMES, format_count, join_names
-from ckpt_tools.recipes.reference import Reference, Wanted
+from ckpt_tools.recipes.reference import Reference, ReferenceTensor
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class ReferenceFit:
     """A manifest whose ties are owned by names of the reference, beside that reference.
 
-    ``given`` maps names of the reference to the names that own their bytes here. ``ties`` maps names that the
-    reference does not hold to the ones of the same bits that it holds; the bits of ``unproved`` ones must be compared.
-    ``rows`` are the numbers of rows of tensors that are cropped or padded to the reference's vocabulary.
-    ``missing`` and ``left_over`` are names, ``wrong`` sentences on shapes and dtypes.
+    ``owners`` maps names of the reference to the names that own their bytes here. ``ties`` maps names that the
+    reference does not hold to the ones of the same bits that it holds; the bits of ``unverified_ties`` ones must be
+    compared. ``resized_names`` are the numbers of rows of tensors that are cropped or padded to the reference's
+    vocabulary. ``missing_names`` and ``unexpected_names`` are names, ``mismatches`` sentences on shapes and dtypes.
     """
 
     manifest: Manifest
-    given: Mapping[str, str]
+    owners: Mapping[str, str]
     ties: Mapping[str, str]
-    unproved: Collection[str]
-    rows: Mapping[str, int]
-    missing: tuple[str, ...]
-    left_over: tuple[str, ...]
-    wrong: tuple[str, ...]
+    unverified_ties: Collection[str]
+    num_rows: Mapping[str, int]
+    missing_names: tuple[str, ...]
+    unexpected_names: tuple[str, ...]
+    mismatches: tuple[str, ...]
 
     @property
-    def distance(self) -> int:
+    def num_misfits(self) -> int:
         """The number of tensors that do not fit."""
-        return len(self.missing) + len(self.left_over) + len(self.wrong)
+        return len(self.missing_names) + len(self.unexpected_names) + len(self.mismatches)
 
 
-def weights_of(manifest: Manifest) -> dict[str, TensorEntry]:
+def select_weights(manifest: Manifest) -> dict[str, TensorEntry]:
     """Parameters and buffers by name."""
     return {key.fqn: e for key, e in manifest.tensors.items() if key.slot == WEIGHT and e.kind is not Kind.EXTRA}
 
 
-def fit(manifest: Manifest, reference: Reference) -> Fit:
+def fit_to_reference(manifest: Manifest, reference: Reference) -> ReferenceFit:
     """Compares the weights of ``manifest`` with those of ``reference``, which holds tensors."""
-    wanted = reference.tensors
-    manifest = transforms.reassign_owners(manifest, wanted.__contains__)
-    weights, aliases = weights_of(manifest), manifest.aliases
-    given = {name: aliases[name] for name in wanted if name in aliases}
-    ties = {alias: owner for alias, owner in aliases.items() if alias not in wanted and owner in wanted}
-    vocabulary = _Vocabulary.of(reference, weights)
-    found = {
-        name: reference.aliases.get(name) or vocabulary.owner_of(entry.shape)
-        for name, entry in weights.items()
-        if name not in wanted
+    reference_tensors = reference.tensors
+    manifest = transforms.reassign_owners(manifest, reference_tensors.__contains__)
+    weights, aliases = select_weights(manifest), manifest.aliases
+    owners = {name: aliases[name] for name in reference_tensors if name in aliases}
+    ties = {
+        alias: owner
+        for alias, owner in aliases.items()
+        if alias not in reference_tensors and owner in reference_tensors
     }
-    unproved = {name: owner for name, owner in found.items() if owner is not None}
-    lacking = {name: vocabulary.tied_to(name) for name in wanted if name not in weights and name not in aliases}
-    given |= {name: owner for name, owner in lacking.items() if owner is not None}
-    held = {name: weights[given.get(name, name)] for name in wanted if given.get(name, name) in weights}
-    rows = {name: wanted[name].shape[0] for name in held if vocabulary.is_resized(name, held[name].shape)}
-    return Fit(
+    vocabulary = _Vocabulary.of(reference, weights)
+    owner_of_unexpected = {
+        name: reference.aliases.get(name) or vocabulary.find_owner_by_shape(entry.shape)
+        for name, entry in weights.items()
+        if name not in reference_tensors
+    }
+    unverified_ties = {name: owner for name, owner in owner_of_unexpected.items() if owner is not None}
+    owner_of_missing = {
+        name: vocabulary.find_tied_name(name)
+        for name in reference_tensors
+        if name not in weights and name not in aliases
+    }
+    owners |= {name: owner for name, owner in owner_of_missing.items() if owner is not None}
+    entry_by_name = {
+        name: weights[owners.get(name, name)] for name in reference_tensors if owners.get(name, name) in weights
+    }
+    num_rows = {
+        name: reference_tensors[name].shape[0]
+        for name in entry_by_name
+        if vocabulary.is_resized(name, entry_by_name[name].shape)
+    }
+    return ReferenceFit(
         manifest,
-        given=given,
-        ties={**ties, **unproved},
-        unproved=frozenset(unproved),
-        rows=rows,
-        missing=tuple(name for name, owner in lacking.items() if owner is None),
-        left_over=tuple(name for name, owner in found.items() if owner is None),
-        wrong=tuple(_wrong(held, wanted, rows)),
+        owners=owners,
+        ties={**ties, **unverified_ties},
+        unverified_ties=frozenset(unverified_ties),
+        num_rows=num_rows,
+        missing_names=tuple(name for name, owner in owner_of_missing.items() if owner is None),
+        unexpected_names=tuple(name for name, owner in owner_of_unexpected.items() if owner is None),
+        mismatches=tuple(_find_mismatches(entry_by_name, reference_tensors, num_rows)),
     )
 
 
-def _wrong(held: Mapping[str, TensorEntry], wanted: Mapping[str, Wanted], rows: Collection[str]) -> Iterator[str]:
-    for name, entry in held.items():
-        shape, dtype = wanted[name]
-        if entry.shape != shape and name not in rows:
+def _find_mismatches(
+    entry_by_name: Mapping[str, TensorEntry],
+    reference_tensors: Mapping[str, ReferenceTensor],
+    resized_names: Collection[str],
+) -> Iterator[str]:
+    for name, entry in entry_by_name.items():
+        shape, dtype = reference_tensors[name]
+        if entry.shape != shape and name not in resized_names:
             yield f"{name} is {list(entry.shape)} in the source and {list(shape)} in the reference"
         elif entry.dtype is not dtype and not {entry.shards.dtype, dtype} <= CASTABLE:
             yield f"{name} is {entry.dtype.value} in the source and {dtype.value} in the reference"
@@ -85,43 +103,55 @@ def _wrong(held: Mapping[str, TensorEntry], wanted: Mapping[str, Wanted], rows: 
 
 @dataclass(frozen=True, slots=True)
 class _Vocabulary:
-    """Embeddings and heads. ``wanted`` are the shapes of the reference's tensors with a row for each token, ``held``
-    those of the source under these names, ``is_tied`` is what the configuration says."""
+    """Embeddings and heads. ``reference_shape`` are the shapes of the reference's tensors with a row for each token,
+    ``held`` those of the source under these names, ``is_tied`` is what the configuration says."""
 
-    wanted: Mapping[str, Shape]
-    held: Mapping[str, Shape]
+    reference_shapes: Mapping[str, Shape]
+    source_shapes: Mapping[str, Shape]
     is_tied: bool | None
 
     @classmethod
     def of(cls, reference: Reference, weights: Mapping[str, TensorEntry]) -> _Vocabulary:
-        sizes = reference.vocabularies
-        wanted = {name: shape for name, (shape, _) in reference.tensors.items() if shape and shape[0] in sizes}
-        held = {name: weights[name].shape for name in wanted if name in weights}
-        return cls(wanted, held, reference.is_tied)
+        sizes = reference.vocabulary_sizes
+        reference_shapes = {
+            name: shape for name, (shape, _) in reference.tensors.items() if shape and shape[0] in sizes
+        }
+        source_shapes = {name: weights[name].shape for name in reference_shapes if name in weights}
+        return cls(reference_shapes, source_shapes, reference.is_tied)
 
     def is_resized(self, name: str, shape: Shape) -> bool:
         """True if a tensor of ``shape`` becomes the tensor ``name`` when rows are added or left out."""
-        wanted = self.wanted.get(name, ())
-        return len(shape) == len(wanted) > 0 and shape[0] != wanted[0] and shape[1:] == wanted[1:]
+        reference_shape = self.reference_shapes.get(name, ())
+        return (
+            len(shape) == len(reference_shape) > 0
+            and shape[0] != reference_shape[0]
+            and shape[1:] == reference_shape[1:]
+        )
 
-    def owner_of(self, shape: Shape) -> str | None:
+    def find_owner_by_shape(self, shape: Shape) -> str | None:
         """The tensor that one of ``shape``, which the reference lacks, may be tied to: the only one of tokens with this
         shape, unless the configuration says that none is tied."""
-        return None if self.is_tied is False else _only(name for name, held in self.held.items() if held == shape)
+        return (
+            None
+            if self.is_tied is False
+            else _get_single(name for name, held in self.source_shapes.items() if held == shape)
+        )
 
-    def tied_to(self, name: str) -> str | None:
+    def find_tied_name(self, name: str) -> str | None:
         """The tensor that ``name``, which the source lacks, is tied to, if the configuration says that it is."""
-        if not self.is_tied or name not in self.wanted:
+        if not self.is_tied or name not in self.reference_shapes:
             return None
-        return _only(each for each in self.held if self.wanted[each] == self.wanted[name])
+        return _get_single(
+            each for each in self.source_shapes if self.reference_shapes[each] == self.reference_shapes[name]
+        )
 
 
-def _only(names: Iterable[str]) -> str | None:
-    found = list(names)
-    return found[0] if len(found) == 1 else None
+def _get_single(names: Iterable[str]) -> str | None:
+    candidates = list(names)
+    return candidates[0] if len(candidates) == 1 else None
 
 
-def grouped(names: Collection[str]) -> str:
+def summarize_names(names: Collection[str]) -> str:
     """Names in a sentence, those that differ in numbers alone as one group: ``12 tensors such as layers.61.norm``.
     Of too many groups, tensors of one module are one."""
     by_pattern: dict[tuple[str, ...], list[str]] = {}

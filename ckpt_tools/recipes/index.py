@@ -21,7 +21,7 @@ from ckpt_tools.recipes.recipe import Recipe
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-GROUP = "ckpt_tools.recipes"
+ENTRY_POINT_GROUP = "ckpt_tools.recipes"
 
 _BUILT_IN = Path(__file__).parent / "builtin"
 
@@ -32,65 +32,69 @@ def load_recipe(recipe: str | Path, *, inverse: bool = False) -> Recipe:
     Raises:
         UsageError: there is no such name, or the file is not a recipe. SourceNotFoundError: there is no such file.
     """
-    found = _found(recipe)
-    return found.inverse() if inverse else found
+    named_recipe = _find_recipe(recipe)
+    return named_recipe.inverse() if inverse else named_recipe
 
 
-def _found(recipe: str | Path) -> Recipe:
+def _find_recipe(recipe: str | Path) -> Recipe:
     if isinstance(recipe, Path) or recipe.endswith(".toml") or "/" in recipe:
         return read_recipe(Path(recipe).expanduser())
     # A plug-in is looked up if no built-in recipe has the name.
-    path = _built_in().get(recipe) or _of_plugins().get(recipe)
+    path = _list_built_in_files().get(recipe) or _list_plugin_files().get(recipe)
     if path is not None:
         return read_recipe(path)
-    of_model = [each for each in list_recipes() if recipe in each.known_as]
-    if len(of_model) == 1:
-        return of_model[0]
-    if of_model:
-        names = ", ".join(each.name for each in of_model)
+    recipes_of_model = [each for each in list_recipes() if recipe in each.model_aliases]
+    if len(recipes_of_model) == 1:
+        return recipes_of_model[0]
+    if recipes_of_model:
+        names = ", ".join(each.name for each in recipes_of_model)
         raise UsageError(f"{format_option('recipe', recipe)} is a model of several recipes; choose one of {names}")
     recipes = list_recipes()
-    known = {each.name for each in recipes}.union(*(each.known_as for each in recipes))
-    near = f"the nearest are {', '.join(find_nearest(recipe, known))}" if known else "none is installed"
-    raise UsageError(f"there is no recipe {recipe!r}; {near}; a file's name ends in .toml")
+    known_names = {each.name for each in recipes}.union(*(each.model_aliases for each in recipes))
+    suggestion = (
+        f"the nearest are {', '.join(find_nearest(recipe, known_names))}" if known_names else "none is installed"
+    )
+    raise UsageError(f"there is no recipe {recipe!r}; {suggestion}; a file's name ends in .toml")
 
 
 @cache
 def list_recipes() -> tuple[Recipe, ...]:
     """All recipes by name, the built-in ones first. Raises UsageError if one of a plug-in cannot be read."""
-    return tuple(map(read_recipe, [*_built_in().values(), *_of_plugins().values()]))
+    return tuple(map(read_recipe, [*_list_built_in_files().values(), *_list_plugin_files().values()]))
 
 
-def other_names(recipe: Recipe) -> tuple[str, ...]:
+def list_other_names(recipe: Recipe) -> tuple[str, ...]:
     """The names of models by which :func:`load_recipe` finds it. Raises as ``list_recipes``."""
-    counts = Counter(name for each in list_recipes() for name in {each.name, *each.known_as})
-    return tuple(sorted(name for name in recipe.known_as - {recipe.name} if counts[name] == 1))
+    counts = Counter(name for each in list_recipes() for name in {each.name, *each.model_aliases})
+    return tuple(sorted(name for name in recipe.model_aliases - {recipe.name} if counts[name] == 1))
 
 
 @cache
-def _built_in() -> Mapping[str, Path]:
+def _list_built_in_files() -> Mapping[str, Path]:
     return {path.stem: path for path in sorted(_BUILT_IN.glob("*.toml"))}
 
 
 @cache
-def _of_plugins() -> Mapping[str, Path]:
+def _list_plugin_files() -> Mapping[str, Path]:
     """Raises UsageError if two distributions give one name, or one gives a name that is built in."""
-    added = ((path.stem, entry, path) for entry in list_entry_points(GROUP) for path in _files(entry))
-    return index_plugins_by_name(added, "recipe", _built_in())
+    added = (
+        (path.stem, entry, path) for entry in list_entry_points(ENTRY_POINT_GROUP) for path in _find_entry_files(entry)
+    )
+    return index_plugins_by_name(added, "recipe", _list_built_in_files())
 
 
-def _files(entry: EntryPoint) -> list[Path]:
+def _find_entry_files(entry: EntryPoint) -> list[Path]:
     """The files of the package that an entry point names. It is found and not run; one that lies in another is, because
     Python imports that to find it. Raises UsageError."""
     from importlib.util import find_spec
 
-    who = f"the recipes of {describe_distribution(entry)}"
+    provider = f"the recipes of {describe_distribution(entry)}"
     try:
         spec = find_spec(entry.value)
     except Exception as error:
-        raise UsageError(f"{who} cannot be found ({type(error).__name__}: {error})") from error
+        raise UsageError(f"{provider} cannot be found ({type(error).__name__}: {error})") from error
     folders = [] if spec is None else list(spec.submodule_search_locations or ())
-    found = sorted(path for folder in folders for path in Path(folder).glob("*.toml"))
-    if not found:
-        raise UsageError(f"{who} cannot be found: there is no package {entry.value} with TOML files")
-    return found
+    toml_files = sorted(path for folder in folders for path in Path(folder).glob("*.toml"))
+    if not toml_files:
+        raise UsageError(f"{provider} cannot be found: there is no package {entry.value} with TOML files")
+    return toml_files

@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.errors import UsageError
-from ckpt_tools.recipes.axes import Leaf, Step, extent, leaves, record_extent
-from ckpt_tools.recipes.recipe import Cell, CellPair, Line, Pattern
-from ckpt_tools.recipes.sizes import MAX_SIZE, Env
+from ckpt_tools.recipes.axes import AxisLeaf, StrideStep, compute_extent, compute_record_extent, list_leaves
+from ckpt_tools.recipes.recipe import Cell, CellPair, RecipeLine, TensorPattern
+from ckpt_tools.recipes.sizes import MAX_SIZE, SizeValues
 
 Indices = tuple[int, ...]
-"""Values of the numbered variables of a name, in the order of ``numbered``."""
+"""Values of the numbered variables of a name, in the order of ``list_indexed_variables``."""
 
 
 class Move(NamedTuple):
@@ -37,7 +37,7 @@ class Move(NamedTuple):
     dims: Shape
 
 
-class Fill(NamedTuple):
+class FillBox(NamedTuple):
     """A box of a target that no source has: padding."""
 
     start: Shape
@@ -49,7 +49,7 @@ class Fill(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Side:
+class SideShapes:
     """One side with sizes: the shape of each pattern's tensors, and the dims that its axes are split into."""
 
     shapes: tuple[Shape, ...]
@@ -57,300 +57,331 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Moves:
+class LineMoves:
     """All moves of a line: by pattern and indices of the source, what becomes of its tensor, and what fills targets.
-    ``cropped`` are elements of each source pattern that have no place."""
+    ``num_cropped`` are elements of each source pattern that have no place."""
 
-    source: Side
-    target: Side
+    source: SideShapes
+    target: SideShapes
     by_source: dict[tuple[int, Indices], tuple[Move, ...]]
-    fills: dict[int, tuple[Fill, ...]]
-    cropped: dict[int, int]
+    fills_by_pattern: dict[int, tuple[FillBox, ...]]
+    num_cropped: dict[int, int]
 
 
-def numbered(pattern: Pattern) -> tuple[str, ...]:
+def list_indexed_variables(pattern: TensorPattern) -> tuple[str, ...]:
     """The variables of a name that are an axis of the other side."""
-    return tuple(name for name in pattern.name.variables if name in pattern.name.numbers)
+    return tuple(name for name in pattern.name.variables if name in pattern.name.numeric_variables)
 
 
-class _Place(NamedTuple):
+class _AxisPlace(NamedTuple):
     axis: int
     stride: int
 
 
 @dataclass(frozen=True, slots=True)
-class _Digit:
+class _RadixStep:
     """``count`` elements of a cell along one direction, with their place on each side; None if they are in tensors of
     different names, by ``index``."""
 
     index: str | None
     count: int
-    places: tuple[_Place | None, _Place | None]
+    places: tuple[_AxisPlace | None, _AxisPlace | None]
 
-    def stride(self, which: int) -> int:
-        place = self.places[which]
+    def get_stride(self, side: int) -> int:
+        place = self.places[side]
         assert place is not None, "it lies along an axis"
         return place.stride
 
-    def axis(self, which: int) -> int | None:
-        place = self.places[which]
+    def get_axis(self, side: int) -> int | None:
+        place = self.places[side]
         return None if place is None else place.axis
 
 
 @dataclass(frozen=True)
-class _Block:
+class _CellBlock:
     """A cell with sizes: its first position along each axis of both sides, and its directions."""
 
     cells: CellPair
     source_base: Shape
     target_base: Shape
-    digits: tuple[_Digit, ...]
+    steps: tuple[_RadixStep, ...]
 
 
-def make_moves(line: Line, env: Env) -> Moves:
+def make_moves(line: RecipeLine, env: SizeValues) -> LineMoves:
     """All moves of a line.
 
     Raises:
         UsageError: a size is not known, does not divide, or differs between the sides.
     """
     source_leaves, target_leaves = [
-        [[leaves(axis, env, pattern.name.text) for axis in pattern.axes or ()] for pattern in side]
+        [[list_leaves(axis, env, pattern.name.text) for axis in pattern.axes or ()] for pattern in side]
         for side in (line.left, line.right)
     ]
-    shapes = [tuple(_shape(pattern, env) for pattern in side) for side in (line.left, line.right)]
-    blocks = [_block(line, cells, source_leaves, target_leaves) for cells in line.pairs]
-    inner = [
-        [[record_extent(axis, env, pattern.name.text) for axis in pattern.axes or ()] for pattern in side]
+    shapes = [tuple(_compute_shape(pattern, env) for pattern in side) for side in (line.left, line.right)]
+    blocks = [_make_block(line, cells, source_leaves, target_leaves) for cells in line.cell_pairs]
+    record_extents = [
+        [[compute_record_extent(axis, env, pattern.name.text) for axis in pattern.axes or ()] for pattern in side]
         for side in (line.left, line.right)
     ]
-    bounds = [
+    split_strides = [
         [
-            [_bounds(blocks, which, number, axis, size, inner[which][number][axis]) for axis, size in enumerate(shape)]
+            [
+                _find_split_strides(blocks, which, number, axis, size, record_extents[which][number][axis])
+                for axis, size in enumerate(shape)
+            ]
             for number, shape in enumerate(shapes[which])
         ]
         for which in (0, 1)
     ]
     source, target = (
-        Side(side, tuple(_dims(shape, each) for shape, each in zip(side, cut, strict=True)))
-        for side, cut in zip(shapes, bounds, strict=True)
+        SideShapes(side, tuple(_split_shape(shape, each) for shape, each in zip(side, cut, strict=True)))
+        for side, cut in zip(shapes, split_strides, strict=True)
     )
-    return _Maker(line, bounds, source, target).moves(blocks)
+    return _MoveBuilder(line, split_strides, source, target).build_moves(blocks)
 
 
-def _shape(pattern: Pattern, env: Env) -> Shape:
+def _compute_shape(pattern: TensorPattern, env: SizeValues) -> Shape:
     """The shape of a pattern's tensors. Raises UsageError."""
-    shape = tuple(extent(axis, env, pattern.name.text) for axis in pattern.axes or ())
+    shape = tuple(compute_extent(axis, env, pattern.name.text) for axis in pattern.axes or ())
     if prod(shape) > MAX_SIZE:
         raise UsageError(f"by the recipe {pattern.name.text} would have more than 2^62 elements")
     return shape
 
 
-def _block(line: Line, cells: CellPair, sources: list[list[list[Leaf]]], targets: list[list[list[Leaf]]]) -> _Block:
-    source, target = _chosen(cells.source, sources), _chosen(cells.target, targets)
-    digits: list[_Digit] = []
+def _make_block(
+    line: RecipeLine, cells: CellPair, sources: list[list[list[AxisLeaf]]], targets: list[list[list[AxisLeaf]]]
+) -> _CellBlock:
+    source, target = _select_leaves(cells.source, sources), _select_leaves(cells.target, targets)
+    radix_steps: list[_RadixStep] = []
     if cells.source is None or cells.target is None:
-        lone = source or target
-        for axis, leaf in enumerate(lone):
+        only_side = source or target
+        for axis, leaf in enumerate(only_side):
             for step in leaf.steps:
-                place = _Place(axis, step.stride)
+                place = _AxisPlace(axis, step.stride)
                 is_source = cells.source is not None
-                digits.append(_Digit(step.index, step.count, (place, None) if is_source else (None, place)))
+                radix_steps.append(_RadixStep(step.index, step.count, (place, None) if is_source else (None, place)))
     else:
-        there = {leaf.field: (axis, leaf) for axis, leaf in enumerate(target) if leaf.field is not None}
+        target_by_field = {leaf.field: (axis, leaf) for axis, leaf in enumerate(target) if leaf.field is not None}
         for axis, leaf in enumerate(source):
             if leaf.field is not None:
-                other_axis, other = there[leaf.field]
-                digits += _common(line, leaf.field, axis, leaf.steps, other_axis, other.steps)
-        digits += _index_digits(line, source, target)
-    return _Block(cells, tuple(leaf.base for leaf in source), tuple(leaf.base for leaf in target), tuple(digits))
+                other_axis, other = target_by_field[leaf.field]
+                radix_steps += _align_field_steps(line, leaf.field, axis, leaf.steps, other_axis, other.steps)
+        radix_steps += _make_index_steps(line, source, target)
+    return _CellBlock(
+        cells, tuple(leaf.base for leaf in source), tuple(leaf.base for leaf in target), tuple(radix_steps)
+    )
 
 
-def _chosen(cell: Cell | None, tables: list[list[list[Leaf]]]) -> list[Leaf]:
+def _select_leaves(cell: Cell | None, leaves_by_pattern: list[list[list[AxisLeaf]]]) -> list[AxisLeaf]:
     if cell is None:
         return []
-    return [axis[leaf] for axis, leaf in zip(tables[cell.pattern], cell.leaves, strict=True)]
+    return [axis[leaf] for axis, leaf in zip(leaves_by_pattern[cell.pattern], cell.leaves, strict=True)]
 
 
-def _index_digits(line: Line, source: Sequence[Leaf], target: Sequence[Leaf]) -> Iterator[_Digit]:
-    here, there = _by_index(source), _by_index(target)
-    for index in {**here, **there}:
-        count, place = here.get(index, (0, None))
-        other_count, other = there.get(index, (count, None))
+def _make_index_steps(line: RecipeLine, source: Sequence[AxisLeaf], target: Sequence[AxisLeaf]) -> Iterator[_RadixStep]:
+    source_places, target_places = _find_index_places(source), _find_index_places(target)
+    for index in {**source_places, **target_places}:
+        count, place = source_places.get(index, (0, None))
+        other_count, other = target_places.get(index, (count, None))
         if place is not None and count != other_count:
             raise UsageError(
-                f"the line {line.shown} has {count:,} of {{{index}}} on one side and {other_count:,} on the other"
+                f"the line {line.description} has {count:,} of {{{index}}} on one side and {other_count:,} on the other"
             )
-        yield _Digit(index, other_count, (place, other))
+        yield _RadixStep(index, other_count, (place, other))
 
 
-def _by_index(found: Sequence[Leaf]) -> dict[str, tuple[int, _Place]]:
+def _find_index_places(leaves: Sequence[AxisLeaf]) -> dict[str, tuple[int, _AxisPlace]]:
     return {
-        step.index: (step.count, _Place(axis, step.stride))
-        for axis, leaf in enumerate(found)
+        step.index: (step.count, _AxisPlace(axis, step.stride))
+        for axis, leaf in enumerate(leaves)
         for step in leaf.steps
         if step.index is not None
     }
 
 
-def _common(
-    line: Line, field: str, axis: int, steps: Iterable[Step], other_axis: int, others: Iterable[Step]
-) -> Iterator[_Digit]:
+def _align_field_steps(
+    line: RecipeLine,
+    field: str,
+    axis: int,
+    steps: Iterable[StrideStep],
+    other_axis: int,
+    other_steps: Iterable[StrideStep],
+) -> Iterator[_RadixStep]:
     """The steps of a field on both sides, cut so that each is one step on both; the innermost first."""
-    here = [step for step in steps if step.index is None and step.count != 1]
-    there = [step for step in others if step.index is None and step.count != 1]
-    totals = [prod(step.count for step in each) for each in (here, there)]
+    own_steps_left = [step for step in steps if step.index is None and step.count != 1]
+    other_steps_left = [step for step in other_steps if step.index is None and step.count != 1]
+    totals = [prod(step.count for step in each) for each in (own_steps_left, other_steps_left)]
     if totals[0] != totals[1] or not totals[0]:
         raise UsageError(
-            f"the line {line.shown} has {totals[0]:,} of {field} on one side and {totals[1]:,} on the other"
+            f"the line {line.description} has {totals[0]:,} of {field} on one side and {totals[1]:,} on the other"
         )
-    while here:
-        one, other = here.pop(), there.pop()
-        count = min(one.count, other.count)
-        if one.count % count or other.count % count:
+    while own_steps_left:
+        own_step, other_step = own_steps_left.pop(), other_steps_left.pop()
+        count = min(own_step.count, other_step.count)
+        if own_step.count % count or other_step.count % count:
             raise UsageError(
-                f"the line {line.shown}: {field} is in runs of {one.count:,} on one side and of {other.count:,} on the "
+                f"the line {line.description}: {field} is in runs of {own_step.count:,} on one side and of "
+                f"{other_step.count:,} on the "
                 "other, and neither divides the other"
             )
-        yield _Digit(None, count, (_Place(axis, one.stride), _Place(other_axis, other.stride)))
-        here += _rest(one, count)
-        there += _rest(other, count)
+        yield _RadixStep(None, count, (_AxisPlace(axis, own_step.stride), _AxisPlace(other_axis, other_step.stride)))
+        own_steps_left += _list_outer_steps(own_step, count)
+        other_steps_left += _list_outer_steps(other_step, count)
 
 
-def _rest(step: Step, count: int) -> list[Step]:
+def _list_outer_steps(step: StrideStep, count: int) -> list[StrideStep]:
     """The steps around ``count`` of them that are taken."""
-    return [Step(None, step.count // count, step.stride * count)] if step.count > count else []
+    return [StrideStep(None, step.count // count, step.stride * count)] if step.count > count else []
 
 
-def _bounds(blocks: Iterable[_Block], which: int, pattern: int, axis: int, extent: int, inner: int) -> Shape:
+def _find_split_strides(
+    blocks: Iterable[_CellBlock], side: int, pattern: int, axis: int, extent: int, record_extent: int
+) -> Shape:
     """Strides at which an axis is split into dims, the largest first: those of the loops around its innermost record,
-    of ``inner`` positions. Each divides the one before."""
+    of ``record_extent`` positions. Each divides the one before."""
     strides = {
         place.stride
         for block in blocks
-        if (cell := block.cells[which]) is not None and cell.pattern == pattern
-        for digit in block.digits
-        if (place := digit.places[which]) is not None and place.axis == axis
+        if (cell := block.cells[side]) is not None and cell.pattern == pattern
+        for digit in block.steps
+        if (place := digit.places[side]) is not None and place.axis == axis
     }
-    found: list[int] = []
+    split_strides: list[int] = []
     for stride in sorted(strides, reverse=True):
-        if inner <= stride < extent and stride > 1 and (found[-1] if found else extent) % stride == 0:
-            found.append(stride)
-    return tuple(found)
+        if (
+            record_extent <= stride < extent
+            and stride > 1
+            and (split_strides[-1] if split_strides else extent) % stride == 0
+        ):
+            split_strides.append(stride)
+    return tuple(split_strides)
 
 
-def _dims(shape: Shape, bounds: Sequence[Shape]) -> Shape:
+def _split_shape(shape: Shape, split_strides: Sequence[Shape]) -> Shape:
     """The extents of all dims that axes are split into."""
     return tuple(
         whole // part
-        for extent, cuts in zip(shape, bounds, strict=True)
+        for extent, cuts in zip(shape, split_strides, strict=True)
         for whole, part in zip((extent, *cuts), (*cuts, 1), strict=True)
     )
 
 
 @dataclass(frozen=True)
-class _Maker:
+class _MoveBuilder:
     """Turns blocks into moves, in the dims of both sides."""
 
-    line: Line
-    bounds: Sequence[Sequence[Sequence[Shape]]]
-    source: Side
-    target: Side
+    line: RecipeLine
+    split_strides: Sequence[Sequence[Sequence[Shape]]]
+    source: SideShapes
+    target: SideShapes
 
-    def moves(self, blocks: Iterable[_Block]) -> Moves:
-        found: dict[tuple[int, Indices], list[Move]] = {}
-        fills: dict[int, list[Fill]] = {}
-        cropped: dict[int, int] = {}
+    def build_moves(self, blocks: Iterable[_CellBlock]) -> LineMoves:
+        moves_by_source: dict[tuple[int, Indices], list[Move]] = {}
+        fills: dict[int, list[FillBox]] = {}
+        num_cropped: dict[int, int] = {}
         for block in blocks:
             source, target = block.cells
-            if None in block.cells and not all(digit.count for digit in block.digits):
+            if None in block.cells and not all(digit.count for digit in block.steps):
                 continue
             if target is None:
                 assert source is not None, "a cell is on one side at least"
-                cropped[source.pattern] = cropped.get(source.pattern, 0) + prod(digit.count for digit in block.digits)
+                num_cropped[source.pattern] = num_cropped.get(source.pattern, 0) + prod(
+                    digit.count for digit in block.steps
+                )
                 continue
-            for fixed, free in self._choices(block):
-                start, extents, from_digit = self._box(block.target_base, 1, target, fixed, free)
+            for fixed, free in self._iter_choices(block):
+                start, extents, target_steps = self._compute_box(block.target_base, 1, target, fixed, free)
                 if source is None:
-                    fills.setdefault(target.pattern, []).append(Fill(start, extents))
+                    fills.setdefault(target.pattern, []).append(FillBox(start, extents))
                     continue
-                source_start, _, places = self._box(block.source_base, 0, source, fixed, free)
-                dim_of = {digit: dim for dim, digit in enumerate(places) if digit >= 0}
-                dims = tuple(dim_of[digit] if digit >= 0 else -1 for digit in from_digit)
-                key = source.pattern, self._indices(0, source.pattern, fixed)
-                indices = self._indices(1, target.pattern, fixed)
-                found.setdefault(key, []).append(Move(target.pattern, indices, source_start, start, extents, dims))
-        return Moves(
+                source_start, _, source_steps = self._compute_box(block.source_base, 0, source, fixed, free)
+                dim_of = {digit: dim for dim, digit in enumerate(source_steps) if digit >= 0}
+                dims = tuple(dim_of[digit] if digit >= 0 else -1 for digit in target_steps)
+                key = source.pattern, self._get_indices(0, source.pattern, fixed)
+                indices = self._get_indices(1, target.pattern, fixed)
+                moves_by_source.setdefault(key, []).append(
+                    Move(target.pattern, indices, source_start, start, extents, dims)
+                )
+        return LineMoves(
             self.source,
             self.target,
-            {key: tuple(moves) for key, moves in found.items()},
+            {key: tuple(moves) for key, moves in moves_by_source.items()},
             {pattern: tuple(each) for pattern, each in fills.items()},
-            cropped,
+            num_cropped,
         )
 
-    def _choices(self, block: _Block) -> Iterator[tuple[tuple[tuple[_Digit, int], ...], tuple[_Digit, ...]]]:
+    def _iter_choices(
+        self, block: _CellBlock
+    ) -> Iterator[tuple[tuple[tuple[_RadixStep, int], ...], tuple[_RadixStep, ...]]]:
         """Digits that a box cannot span, with each of their values, and the others."""
-        digits = [part for digit in block.digits for part in self._split(block, digit)]
-        free = tuple(digit for digit in digits if self._is_free(block, digit))
-        fixed = [digit for digit in digits if not self._is_free(block, digit)]
+        steps = [part for digit in block.steps for part in self._split_step(block, digit)]
+        free = tuple(digit for digit in steps if self._is_spanned_by_box(block, digit))
+        fixed = [digit for digit in steps if not self._is_spanned_by_box(block, digit)]
         for values in product(*(range(digit.count) for digit in fixed)):
             yield tuple(zip(fixed, values, strict=True)), free
 
-    def _split(self, block: _Block, digit: _Digit) -> Iterator[_Digit]:
+    def _split_step(self, block: _CellBlock, step: _RadixStep) -> Iterator[_RadixStep]:
         """A digit cut where a dim of either side ends, the outermost first."""
-        for which in (0, 1):
-            for bound in self._bounds_of(block, digit, which):
-                stride = digit.stride(which)
-                steps = bound // stride
-                if stride < bound < stride * digit.count and bound % stride == 0 and digit.count % steps == 0:
-                    yield from self._split(block, _outer(digit, steps))
-                    yield from self._split(block, replace(digit, count=steps))
+        for side in (0, 1):
+            for bound in self._get_split_strides(block, step, side):
+                stride = step.get_stride(side)
+                inner_count = bound // stride
+                if stride < bound < stride * step.count and bound % stride == 0 and step.count % inner_count == 0:
+                    yield from self._split_step(block, _make_outer_step(step, inner_count))
+                    yield from self._split_step(block, replace(step, count=inner_count))
                     return
-        yield digit
+        yield step
 
-    def _bounds_of(self, block: _Block, digit: _Digit, which: int) -> Shape:
-        cell, axis = block.cells[which], digit.axis(which)
-        return () if cell is None or axis is None else self.bounds[which][cell.pattern][axis]
+    def _get_split_strides(self, block: _CellBlock, step: _RadixStep, side: int) -> Shape:
+        cell, axis = block.cells[side], step.get_axis(side)
+        return () if cell is None or axis is None else self.split_strides[side][cell.pattern][axis]
 
-    def _is_free(self, block: _Block, digit: _Digit) -> bool:
+    def _is_spanned_by_box(self, block: _CellBlock, step: _RadixStep) -> bool:
         """True if a box can span the digit on both sides."""
-        if None in digit.places and None not in block.cells:
+        if None in step.places and None not in block.cells:
             return False
-        return all(self._is_dim(block, digit, which) for which in (0, 1))
+        return all(self._is_whole_dim(block, step, which) for which in (0, 1))
 
-    def _is_dim(self, block: _Block, digit: _Digit, which: int) -> bool:
-        cell, axis = block.cells[which], digit.axis(which)
+    def _is_whole_dim(self, block: _CellBlock, step: _RadixStep, side: int) -> bool:
+        cell, axis = block.cells[side], step.get_axis(side)
         if cell is None or axis is None:
             return True
-        bounds, stride = self._bounds_of(block, digit, which), digit.stride(which)
-        if stride not in bounds:
+        split_strides, stride = self._get_split_strides(block, step, side), step.get_stride(side)
+        if stride not in split_strides:
             return stride == 1
-        extent = (self.source, self.target)[which].shapes[cell.pattern][axis]
-        return digit.count == (extent, *bounds)[bounds.index(stride)] // stride
+        extent = (self.source, self.target)[side].shapes[cell.pattern][axis]
+        return step.count == (extent, *split_strides)[split_strides.index(stride)] // stride
 
-    def _box(
-        self, base: Shape, which: int, cell: Cell, fixed: Sequence[tuple[_Digit, int]], free: Sequence[_Digit]
+    def _compute_box(
+        self, base: Shape, side: int, cell: Cell, fixed: Sequence[tuple[_RadixStep, int]], free: Sequence[_RadixStep]
     ) -> tuple[Shape, Shape, Shape]:
         """First position, extents, and the number of the digit along each dim, or -1."""
-        bounds = self.bounds[which][cell.pattern]
-        start, extents, digits = [], [], []
+        bounds = self.split_strides[side][cell.pattern]
+        start, extents, step_numbers = [], [], []
         for axis, cuts in enumerate(bounds):
-            along = {digit.stride(which): n for n, digit in enumerate(free) if digit.axis(which) == axis}
-            at = base[axis] + sum(n * digit.stride(which) for digit, n in fixed if digit.axis(which) == axis)
+            number_by_stride = {
+                digit.get_stride(side): n for n, digit in enumerate(free) if digit.get_axis(side) == axis
+            }
+            position = base[axis] + sum(
+                n * digit.get_stride(side) for digit, n in fixed if digit.get_axis(side) == axis
+            )
             for stride in (*cuts, 1):
-                number = along.get(stride, -1)
-                index, at = divmod(at, stride)
+                number = number_by_stride.get(stride, -1)
+                index, position = divmod(position, stride)
                 start.append(index)
                 extents.append(free[number].count if number >= 0 else 1)
-                digits.append(number)
-        return tuple(start), tuple(extents), tuple(digits)
+                step_numbers.append(number)
+        return tuple(start), tuple(extents), tuple(step_numbers)
 
-    def _indices(self, which: int, pattern: int, fixed: Iterable[tuple[_Digit, int]]) -> Indices:
+    def _get_indices(self, side_number: int, pattern: int, fixed: Iterable[tuple[_RadixStep, int]]) -> Indices:
         values = {digit.index: value for digit, value in fixed if digit.index is not None}
-        side = self.line.left if which == 0 else self.line.right
-        return tuple(values[name] for name in numbered(side[pattern]))
+        side = self.line.left if side_number == 0 else self.line.right
+        return tuple(values[name] for name in list_indexed_variables(side[pattern]))
 
 
-def _outer(digit: _Digit, steps: int) -> _Digit:
+def _make_outer_step(step: _RadixStep, inner_count: int) -> _RadixStep:
     """The digit of every ``steps``-th element."""
-    source, target = (None if place is None else _Place(place.axis, place.stride * steps) for place in digit.places)
-    return _Digit(digit.index, digit.count // steps, (source, target))
+    source, target = (
+        None if place is None else _AxisPlace(place.axis, place.stride * inner_count) for place in step.places
+    )
+    return _RadixStep(step.index, step.count // inner_count, (source, target))

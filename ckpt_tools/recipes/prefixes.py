@@ -11,22 +11,22 @@ from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.transforms import TransformResult
 
-AUTO = "auto"
+AUTO_PREFIX = "auto"
 
 
-def strip(manifest: Manifest, prefix: str, is_known: Callable[[Collection[str]], bool]) -> TransformResult:
+def strip_prefix(manifest: Manifest, prefix: str, are_known: Callable[[Collection[str]], bool]) -> TransformResult:
     """Names without ``prefix``; for ``auto`` without the parts of wrappers, and without a ``model.`` that all names
     share if the model's own names do not have it.
 
     Raises:
         UsageError: no name has the prefix.
     """
-    if prefix != AUTO:
+    if prefix != AUTO_PREFIX:
         return transforms.strip_prefix(manifest, prefix)
     bare, _ = transforms.strip_wrappers(manifest)
-    if not has_model_attribute_prefix(collect_model_names(bare), is_known):
+    if not has_model_attribute_prefix(collect_model_names(bare), are_known):
         return bare, ()
-    why = f"all names begin with it; {format_option('strip', AUTO)} takes it off"
+    why = f"all names begin with it; {format_option('strip', AUTO_PREFIX)} takes it off"
     return transforms.strip_prefix(bare, MODEL_PREFIX)[0], (
         Note(Outcome.DROPPED, f"the prefix {MODEL_PREFIX}", why, asked=True),
     )

@@ -12,18 +12,18 @@ from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.wording import find_nearest
 from ckpt_tools.errors import CkptError, SourceNotFoundError, UsageError
-from ckpt_tools.recipes.axes import Node, extent_size, parse_axes
+from ckpt_tools.recipes.axes import AxisNode, build_extent_expression, parse_axes
 from ckpt_tools.recipes.names import NamePattern
-from ckpt_tools.recipes.recipe import Line, Recipe, Way
-from ckpt_tools.recipes.repeats import Repeat
-from ckpt_tools.recipes.sizes import Binding, Size
-from ckpt_tools.recipes.stacks import Stacks
+from ckpt_tools.recipes.recipe import LineDirection, Recipe, RecipeLine
+from ckpt_tools.recipes.repeats import PrefixRepeat
+from ckpt_tools.recipes.sizes import SizeBinding, SizeExpression
+from ckpt_tools.recipes.stacks import StackedPrefixes
 from ckpt_tools.text_files import read_text
 
-MAX_ADDED = 1 << 24
+MAX_ADDEND = 1 << 24
 """The largest number to add: float32 has each whole number up to it."""
 
-_TOP = (
+_RECIPE_KEYS = (
     "about",
     "left",
     "right",
@@ -41,7 +41,7 @@ _TOP = (
     "left_ties",
     "stacked",
 )
-_OF_LINE = ("left", "right", "optional", "otherwise", "add", "dtype", "beside", "one_way", "of_state")
+_LINE_KEYS = ("left", "right", "optional", "otherwise", "add", "dtype", "beside", "one_way", "of_state")
 _SIDES = ("left", "right")
 _VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
@@ -66,7 +66,7 @@ def read_recipe(path: Path) -> Recipe:
 def parse_recipe(text: str, name: str, path: str) -> Recipe:
     """The recipe in ``text``, of a file at ``path``. Raises UsageError."""
     try:
-        return _recipe(tomllib.loads(text), text, name)
+        return _build_recipe(tomllib.loads(text), text, name)
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{path} is not TOML: {error}") from error
     except RecursionError as error:
@@ -75,112 +75,116 @@ def parse_recipe(text: str, name: str, path: str) -> Recipe:
         raise UsageError(f"{path}: {error.message}") from error
 
 
-def _recipe(table: Mapping[str, Any], text: str, name: str) -> Recipe:
-    _check_keys(table, _TOP, "a recipe")
+def _build_recipe(table: Mapping[str, Any], text: str, name: str) -> Recipe:
+    _check_keys(table, _RECIPE_KEYS, "a recipe")
     lines = table.get("map")
     if not isinstance(lines, list) or not lines:
         raise UsageError("a recipe needs at least one [[map]]")
     others = table.get("others", "refused")
     if others not in ("same", "refused"):
         raise UsageError(f"others = {others!r} is neither 'same' nor 'refused'")
-    drop = _table(table, "drop")
+    drop = _get_table(table, "drop")
     _check_keys(drop, _SIDES, "[drop]")
-    left, right = (_texts(drop, side) for side in _SIDES)
-    copies = {NamePattern(copy): owner for copy, owner in _owners(table, "copies").items()}
-    tables = [*enumerate(lines, 1), *_repeated(table, lines)]
-    made = tuple(_numbered(_line, line, number) for number, line in tables)
-    stacks = _stacks(table)
-    stacked = [_numbered(_line, stacks.applied(line), number) for number, line in tables] if stacks else []
-    bindings = tuple(_binding(key, value) for key, value in _table(table, "sizes").items())
-    _check_variables(bindings, made)
+    left, right = (_get_texts(drop, side) for side in _SIDES)
+    copies = {NamePattern(copy): owner for copy, owner in _get_owners(table, "copies").items()}
+    tables = [*enumerate(lines, 1), *_repeat_lines(table, lines)]
+    built_lines = tuple(_build_numbered_line(_build_line, line, number) for number, line in tables)
+    stacks = _parse_stacked(table)
+    stacked = (
+        [_build_numbered_line(_build_line, stacks.stack_line(line), number) for number, line in tables]
+        if stacks
+        else []
+    )
+    bindings = tuple(_parse_binding(key, value) for key, value in _get_table(table, "sizes").items())
+    _check_variables(bindings, built_lines)
     return Recipe(
         name=name,
-        lines=made,
-        stacked=tuple(stacked),
-        about=_text(table, "about"),
-        left=_text(table, "left", "left"),
-        right=_text(table, "right", "right"),
-        models=_texts(table, "models"),
-        trainer=_text(table, "trainer"),
-        source=_text(table, "source"),
-        keeps_others=others == "same",
+        lines=built_lines,
+        stacked_lines=tuple(stacked),
+        about=_get_text(table, "about"),
+        left=_get_text(table, "left", "left"),
+        right=_get_text(table, "right", "right"),
+        models=_get_texts(table, "models"),
+        trainer=_get_text(table, "trainer"),
+        source=_get_text(table, "source"),
+        does_keep_unmatched=others == "same",
         bindings=bindings,
-        drops=(tuple(map(NamePattern, left)), (*map(NamePattern, right), *copies)),
-        tied=_owners(table, "tied"),
+        dropped_names=(tuple(map(NamePattern, left)), (*map(NamePattern, right), *copies)),
+        tied_names=_get_owners(table, "tied"),
         copies=copies,
-        tied_by_default=_texts(table, "tied_by_default"),
-        left_ties=_flag(table, "left_ties", default=True),
+        tied_by_default=_get_texts(table, "tied_by_default"),
+        has_left_ties=_get_flag(table, "left_ties", default=True),
         text=text,
     )
 
 
-def _repeated(table: Mapping[str, Any], lines: list[Any]) -> list[tuple[int, Any]]:
+def _repeat_lines(table: Mapping[str, Any], lines: list[Any]) -> list[tuple[int, Any]]:
     """Lines that ``[[again]]`` makes of others, with the numbers of these."""
-    found = table.get("again", [])
-    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
+    repeat_tables = table.get("again", [])
+    if not isinstance(repeat_tables, list) or not all(isinstance(each, dict) for each in repeat_tables):
         raise UsageError("again is not a list of tables; write [[again]]")
-    for each in found:
+    for each in repeat_tables:
         _check_keys(each, _SIDES, "an [[again]]")
-    repeats = [Repeat(*(_texts(each, side) for side in _SIDES)) for each in found]
-    made = ((number, repeat.applied(line)) for repeat in repeats for number, line in enumerate(lines, 1))
-    return [(number, line) for number, line in made if line is not None]
+    repeats = [PrefixRepeat(*(_get_texts(each, side) for side in _SIDES)) for each in repeat_tables]
+    repeated_lines = ((number, repeat.repeat_line(line)) for repeat in repeats for number, line in enumerate(lines, 1))
+    return [(number, line) for number, line in repeated_lines if line is not None]
 
 
-def _stacks(table: Mapping[str, Any]) -> Stacks | None:
-    found = _table(table, "stacked")
-    if not found:
+def _parse_stacked(table: Mapping[str, Any]) -> StackedPrefixes | None:
+    stacked_table = _get_table(table, "stacked")
+    if not stacked_table:
         return None
-    _check_keys(found, _SIDES, "stacked")
-    if len(found) > 1:
+    _check_keys(stacked_table, _SIDES, "stacked")
+    if len(stacked_table) > 1:
         raise UsageError("stacked has both sides; layers can be stacked on one of them")
-    (side,) = found
-    return Stacks(side, _texts(found, side))
+    (side,) = stacked_table
+    return StackedPrefixes(side, _get_texts(stacked_table, side))
 
 
-def _numbered(make: Callable[[Any], Line], line: Any, number: int) -> Line:
+def _build_numbered_line(build_line: Callable[[Any], RecipeLine], line: Any, number: int) -> RecipeLine:
     try:
-        return make(line)
+        return build_line(line)
     except CkptError as error:
         raise UsageError(f"[[map]] number {number}: {error.message}") from error
 
 
-def _line(table: Any) -> Line:
+def _build_line(table: Any) -> RecipeLine:
     if not isinstance(table, dict):
         raise UsageError("it is not a table")
-    _check_keys(table, _OF_LINE, "a [[map]]")
+    _check_keys(table, _LINE_KEYS, "a [[map]]")
     missing = [side for side in _SIDES if side not in table]
     if missing:
         raise UsageError(f"it has no {missing[0]}")
     add = table.get("add", 0)
-    if type(add) is not int or abs(add) > MAX_ADDED:
-        raise UsageError(f"add = {add!r} is not a whole number of at most {MAX_ADDED:,}")
-    return Line.build(
-        _patterns(table["left"]),
-        _patterns(table["right"]),
-        optional=_flag(table, "optional"),
+    if type(add) is not int or abs(add) > MAX_ADDEND:
+        raise UsageError(f"add = {add!r} is not a whole number of at most {MAX_ADDEND:,}")
+    return RecipeLine.build(
+        _parse_patterns(table["left"]),
+        _parse_patterns(table["right"]),
+        is_optional=_get_flag(table, "optional"),
         plus=add,
-        dtypes=_dtypes(_table(table, "dtype")),
-        is_otherwise=_flag(table, "otherwise"),
-        beside=_beside(_table(table, "beside")),
-        way=Way.THERE if _flag(table, "one_way") else Way.BOTH,
-        of_state=_flag(table, "of_state"),
+        dtypes=_parse_dtypes(_get_table(table, "dtype")),
+        is_fallback=_get_flag(table, "otherwise"),
+        required_siblings=_parse_siblings(_get_table(table, "beside")),
+        direction=LineDirection.FORWARD if _get_flag(table, "one_way") else LineDirection.BOTH,
+        is_state_only=_get_flag(table, "of_state"),
     )
 
 
-def _beside(table: Mapping[str, Any]) -> tuple[NamePattern | None, NamePattern | None]:
+def _parse_siblings(table: Mapping[str, Any]) -> tuple[NamePattern | None, NamePattern | None]:
     _check_keys(table, _SIDES, "beside")
-    left, right = (NamePattern(_text(table, side)) if side in table else None for side in _SIDES)
+    left, right = (NamePattern(_get_text(table, side)) if side in table else None for side in _SIDES)
     return left, right
 
 
-def _flag(table: Mapping[str, Any], key: str, *, default: bool = False) -> bool:
+def _get_flag(table: Mapping[str, Any], key: str, *, default: bool = False) -> bool:
     value = table.get(key, default)
     if type(value) is not bool:
         raise UsageError(f"{key} = {value!r} is neither true nor false")
     return value
 
 
-def _patterns(value: Any) -> Mapping[str, tuple[Node, ...] | None]:
+def _parse_patterns(value: Any) -> Mapping[str, tuple[AxisNode, ...] | None]:
     if isinstance(value, str):
         return {value: None}
     if not isinstance(value, dict) or not value:
@@ -191,79 +195,81 @@ def _patterns(value: Any) -> Mapping[str, tuple[Node, ...] | None]:
     return {name: parse_axes(shape) for name, shape in value.items()}
 
 
-def _dtypes(table: Mapping[str, Any]) -> tuple[DType | None, DType | None]:
+def _parse_dtypes(table: Mapping[str, Any]) -> tuple[DType | None, DType | None]:
     _check_keys(table, _SIDES, "dtype")
-    left, right = (_dtype(table.get(side)) for side in _SIDES)
+    left, right = (_parse_dtype(table.get(side)) for side in _SIDES)
     return left, right
 
 
-def _dtype(name: Any) -> DType | None:
+def _parse_dtype(name: Any) -> DType | None:
     if name is None:
         return None
     known = [dtype.value for dtype in DType]
     if name not in known:
-        raise UsageError(f"{name!r} is not a dtype{_meant(str(name), known)}")
+        raise UsageError(f"{name!r} is not a dtype{_suggest_key(str(name), known)}")
     return DType(name)
 
 
-def _binding(name: str, value: Any) -> Binding:
+def _parse_binding(name: str, value: Any) -> SizeBinding:
     if not _VARIABLE.fullmatch(name):
         raise UsageError(f"{name!r} under [sizes] is not a variable")
     if type(value) is int:
-        return Binding(name, (Size(str(value)),))
+        return SizeBinding(name, (SizeExpression(str(value)),))
     if not isinstance(value, str):
         raise UsageError(f"{name} = {value!r} under [sizes] is neither a number nor text such as 'config.hidden_size'")
-    return Binding(name, tuple(Size(part) for part in value.split("|")))
+    return SizeBinding(name, tuple(SizeExpression(part) for part in value.split("|")))
 
 
-def _check_variables(bindings: Collection[Binding], lines: Collection[Line]) -> None:
+def _check_variables(bindings: Collection[SizeBinding], lines: Collection[RecipeLine]) -> None:
     """Raises UsageError if a variable of an expression has no value: it is neither bound nor a size of an axis."""
     axes = (axis for line in lines for pattern in (*line.left, *line.right) for axis in pattern.axes or ())
-    known = {each.name for each in bindings}.union(*(extent_size(axis).variables for axis in axes))
+    known_variables = {each.name for each in bindings}.union(
+        *(build_extent_expression(axis).variables for axis in axes)
+    )
     for binding in bindings:
-        for unknown in sorted({name for choice in binding.choices for name in choice.variables} - known):
+        for unknown in sorted({name for choice in binding.choices for name in choice.variables} - known_variables):
             expression = " | ".join(choice.text.strip() for choice in binding.choices)
             raise UsageError(
                 f"{binding.name} = {expression!r} under [sizes]: {unknown!r} is not bound, and no axis has it"
-                f"{_meant(unknown, known)}"
+                f"{_suggest_key(unknown, known_variables)}"
             )
 
 
-def _owners(table: Mapping[str, Any], key: str) -> Mapping[str, str]:
+def _get_owners(table: Mapping[str, Any], key: str) -> Mapping[str, str]:
     """Names and those that own their bytes. Raises UsageError."""
-    found = _table(table, key)
-    for alias, owner in found.items():
-        if not isinstance(owner, str) or owner in found or alias == owner:
+    owner_by_alias = _get_table(table, key)
+    for alias, owner in owner_by_alias.items():
+        if not isinstance(owner, str) or owner in owner_by_alias or alias == owner:
             raise UsageError(f"[{key}] {alias} = {owner!r} is not the name of a tensor that owns its bytes")
-    return dict(found)
+    return dict(owner_by_alias)
 
 
 def _check_keys(table: Mapping[str, Any], known: Collection[str], where: str) -> None:
     unknown = next((key for key in table if key not in known), None)
     if unknown is not None:
-        raise UsageError(f"{where} has no key {unknown!r}{_meant(unknown, known)}; known: {', '.join(known)}")
+        raise UsageError(f"{where} has no key {unknown!r}{_suggest_key(unknown, known)}; known: {', '.join(known)}")
 
 
-def _meant(name: str, known: Collection[str]) -> str:
+def _suggest_key(name: str, known: Collection[str]) -> str:
     found = find_nearest(name, known)
     return f" (did you mean {found[0]!r}?)" if found else ""
 
 
-def _table(table: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+def _get_table(table: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     value = table.get(key, {})
     if not isinstance(value, dict):
         raise UsageError(f"{key} is not a table")
     return value
 
 
-def _text(table: Mapping[str, Any], key: str, default: str = "") -> str:
+def _get_text(table: Mapping[str, Any], key: str, default: str = "") -> str:
     value = table.get(key, default)
     if not isinstance(value, str):
         raise UsageError(f"{key} = {value!r} is not text")
     return value
 
 
-def _texts(table: Mapping[str, Any], key: str) -> tuple[str, ...]:
+def _get_texts(table: Mapping[str, Any], key: str) -> tuple[str, ...]:
     value = table.get(key, [])
     if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
         raise UsageError(f"{key} = {value!r} is not a list of texts")

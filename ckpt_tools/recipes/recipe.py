@@ -16,28 +16,28 @@ from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.wording import join_names
 from ckpt_tools.errors import UsageError
 from ckpt_tools.recipes.axes import (
-    PAD,
-    Node,
-    extent_size,
-    fields_of,
-    indices_of,
-    is_bare,
-    is_rest,
-    leaf_fields,
-    total,
-    with_rest,
-    with_size,
+    PAD_FIELD,
+    AxisNode,
+    build_extent_expression,
+    expand_rest,
+    find_total_size,
+    is_bare_field,
+    is_rest_axis,
+    list_fields,
+    list_indices,
+    list_leaf_fields,
+    set_field_size,
 )
 from ckpt_tools.recipes.names import NamePattern
-from ckpt_tools.recipes.sizes import Binding
+from ckpt_tools.recipes.sizes import SizeBinding
 
 
 @dataclass(frozen=True)
-class Pattern:
+class TensorPattern:
     """The tensors of one pattern on one side: their names, and their axes if the line gives shapes."""
 
     name: NamePattern
-    axes: tuple[Node, ...] | None = None
+    axes: tuple[AxisNode, ...] | None = None
 
 
 class Cell(NamedTuple):
@@ -54,111 +54,119 @@ class CellPair(NamedTuple):
     target: Cell | None
 
 
-class Way(Enum):
+class LineDirection(Enum):
     """The ways on which a line takes names: both, from left to right alone, or from right to left alone."""
 
     BOTH = "both"
-    THERE = "there"
-    BACK = "back"
+    FORWARD = "there"
+    BACKWARD = "back"
 
     @property
-    def inverse(self) -> Way:
-        return {Way.BOTH: Way.BOTH, Way.THERE: Way.BACK, Way.BACK: Way.THERE}[self]
+    def inverse(self) -> LineDirection:
+        return {
+            LineDirection.BOTH: LineDirection.BOTH,
+            LineDirection.FORWARD: LineDirection.BACKWARD,
+            LineDirection.BACKWARD: LineDirection.FORWARD,
+        }[self]
 
 
 @dataclass(frozen=True)
-class Line:
+class RecipeLine:
     """One ``[[map]]``: the same elements on the left and on the right.
 
     ``plus`` is added from left to right, ``dtypes`` are those of the weights on the left and on the right. A line that
-    ``is_otherwise`` takes only names that no other line has. With a pattern in ``beside``, a name of that side is taken
-    only if the checkpoint has the name of this pattern too, with the same variables. A line of ``Way.THERE`` takes
-    names of its left side alone: another spelling, which the way back does not write; its inverse is ``Way.BACK``. A
-    line ``of_state`` takes optimizer state alone, before other lines do; weights of these names are theirs.
+    ``is_fallback`` takes only names that no other line has. With a pattern in ``beside``, a name of that side is taken
+    only if the checkpoint has the name of this pattern too, with the same variables. A line of ``Way.FORWARD`` takes
+    names of its left side alone: another spelling, which the way back does not write; its inverse is ``Way.BACKWARD``.
+    A line ``is_state_only`` takes optimizer state alone, before other lines do; weights of these names are theirs.
 
     Raises:
         UsageError: the two sides do not name the same elements.
     """
 
-    left: tuple[Pattern, ...]
-    right: tuple[Pattern, ...]
-    optional: bool = False
+    left: tuple[TensorPattern, ...]
+    right: tuple[TensorPattern, ...]
+    is_optional: bool = False
     plus: int = 0
     dtypes: tuple[DType | None, DType | None] = (None, None)
-    is_otherwise: bool = False
-    beside: tuple[NamePattern | None, NamePattern | None] = (None, None)
-    way: Way = Way.BOTH
-    of_state: bool = False
+    is_fallback: bool = False
+    required_siblings: tuple[NamePattern | None, NamePattern | None] = (None, None)
+    direction: LineDirection = LineDirection.BOTH
+    is_state_only: bool = False
 
     def __post_init__(self) -> None:
         if not self.left or not self.right:
             raise UsageError("a line of [[map]] has no name on one side; use drop for names that one side lacks")
         if self.is_renaming:
             self._check_renaming()
-        elif self.is_otherwise:
-            raise UsageError(f"the line {self.shown} gives shapes; only a line of names can be otherwise")
+        elif self.is_fallback:
+            raise UsageError(f"the line {self.description} gives shapes; only a line of names can be otherwise")
         else:
             self._check_shaped()
-        self._check_beside()
+        self._check_required_siblings()
 
     @classmethod
     def build(
         cls,
-        left: Mapping[str, tuple[Node, ...] | None],
-        right: Mapping[str, tuple[Node, ...] | None],
+        left: Mapping[str, tuple[AxisNode, ...] | None],
+        right: Mapping[str, tuple[AxisNode, ...] | None],
         *,
-        optional: bool = False,
+        is_optional: bool = False,
         plus: int = 0,
         dtypes: tuple[DType | None, DType | None] = (None, None),
-        is_otherwise: bool = False,
-        beside: tuple[NamePattern | None, NamePattern | None] = (None, None),
-        way: Way = Way.BOTH,
-        of_state: bool = False,
-    ) -> Line:
+        is_fallback: bool = False,
+        required_siblings: tuple[NamePattern | None, NamePattern | None] = (None, None),
+        direction: LineDirection = LineDirection.BOTH,
+        is_state_only: bool = False,
+    ) -> RecipeLine:
         """A line of patterns in words; sizes that are not written are those of the other side's fields."""
         names = {text: NamePattern(text) for text in (*left, *right)}
-        shared = _variables(names[text] for text in left) & _variables(names[text] for text in right)
-        sides = [_side(names, one, other, shared) for one, other in ((left, right), (right, left))]
-        return cls(sides[0], sides[1], optional, plus, dtypes, is_otherwise, beside, way, of_state)
+        shared = _find_common_variables(names[text] for text in left) & _find_common_variables(
+            names[text] for text in right
+        )
+        sides = [_build_side(names, one, other, shared) for one, other in ((left, right), (right, left))]
+        return cls(
+            sides[0], sides[1], is_optional, plus, dtypes, is_fallback, required_siblings, direction, is_state_only
+        )
 
-    def inverse(self) -> Line:
+    def inverse(self) -> RecipeLine:
         return replace(
             self,
             left=self.right,
             right=self.left,
             plus=-self.plus,
             dtypes=self.dtypes[::-1],
-            beside=self.beside[::-1],
-            way=self.way.inverse,
+            required_siblings=self.required_siblings[::-1],
+            direction=self.direction.inverse,
         )
 
-    def with_rest(self, number: int) -> Line:
+    def with_rest(self, number: int) -> RecipeLine:
         """The line with ``number`` axes for the rest."""
         sides = (
-            tuple(replace(each, axes=None if each.axes is None else with_rest(each.axes, number)) for each in side)
+            tuple(replace(each, axes=None if each.axes is None else expand_rest(each.axes, number)) for each in side)
             for side in (self.left, self.right)
         )
         return replace(self, left=next(sides), right=next(sides))
 
-    def with_sizes(self, env: Mapping[str, int]) -> Line:
+    def with_sizes(self, env: Mapping[str, int]) -> RecipeLine:
         """The line whose names count from the sizes of ``env``."""
-        if not any(pattern.name.offsets for pattern in (*self.left, *self.right)):
+        if not any(pattern.name.offset_sizes for pattern in (*self.left, *self.right)):
             return self
         sides = (
             tuple(replace(each, name=each.name.with_sizes(env)) for each in side) for side in (self.left, self.right)
         )
-        beside = (None if each is None else each.with_sizes(env) for each in self.beside)
-        return replace(self, left=next(sides), right=next(sides), beside=(next(beside), next(beside)))
+        beside = (None if each is None else each.with_sizes(env) for each in self.required_siblings)
+        return replace(self, left=next(sides), right=next(sides), required_siblings=(next(beside), next(beside)))
 
     @cached_property
-    def unknown(self) -> frozenset[str]:
+    def unknown_sizes(self) -> frozenset[str]:
         """Sizes from which its names count, and whose values are not known."""
-        return frozenset().union(*(each.name.unknown for each in (*self.left, *self.right)))
+        return frozenset().union(*(each.name.unknown_sizes for each in (*self.left, *self.right)))
 
     @property
     def has_rest(self) -> bool:
         """True if its shapes stand for tensors of any number of axes."""
-        return any(is_rest(axis) for each in self.left for axis in each.axes or ())
+        return any(is_rest_axis(axis) for each in self.left for axis in each.axes or ())
 
     @property
     def is_renaming(self) -> bool:
@@ -166,131 +174,136 @@ class Line:
         return all(pattern.axes is None for pattern in (*self.left, *self.right))
 
     @property
-    def keeps_names(self) -> bool:
+    def has_name_of_both_sides(self) -> bool:
         """True if a name is the same on both sides, so that shapes alone tell the sides apart."""
         return not {each.name.text for each in self.left}.isdisjoint(each.name.text for each in self.right)
 
     @cached_property
-    def variables(self) -> frozenset[str]:
+    def size_variables(self) -> frozenset[str]:
         """The sizes in its shapes."""
         axes = [axis for each in (*self.left, *self.right) for axis in each.axes or ()]
-        return frozenset().union(*(extent_size(axis).variables for axis in axes))
+        return frozenset().union(*(build_extent_expression(axis).variables for axis in axes))
 
     @cached_property
-    def shared(self) -> frozenset[str]:
+    def shared_variables(self) -> frozenset[str]:
         """Variables of the names of both sides: each set of values is a group of tensors for itself."""
         return frozenset.intersection(*(frozenset(each.name.variables) for each in (*self.left, *self.right)))
 
     @cached_property
-    def pairs(self) -> tuple[CellPair, ...]:
+    def cell_pairs(self) -> tuple[CellPair, ...]:
         """Cells of the left with those of the right."""
-        source, target = (dict(_cells(side)) for side in (self.left, self.right))
-        found = [CellPair(cell, target.get(key)) for key, cell in source.items()]
-        return (*found, *(CellPair(None, cell) for key, cell in target.items() if key not in source))
+        source, target = (dict(_iter_cells(side)) for side in (self.left, self.right))
+        matched_cells = [CellPair(cell, target.get(key)) for key, cell in source.items()]
+        return (*matched_cells, *(CellPair(None, cell) for key, cell in target.items() if key not in source))
 
     @property
-    def shown(self) -> str:
+    def description(self) -> str:
         """The line in words, for messages."""
-        return f"{_names(self.left)} = {_names(self.right)}"
+        return f"{_format_names(self.left)} = {_format_names(self.right)}"
 
     def _check_renaming(self) -> None:
         if len(self.left) > 1 or len(self.right) > 1:
-            raise UsageError(f"the line {self.shown} has several names without shapes")
+            raise UsageError(f"the line {self.description} has several names without shapes")
         left, right = self.left[0].name.variables, self.right[0].name.variables
         if set(left) != set(right):
             name = sorted({*left} ^ {*right})[0]
             raise UsageError(
-                f"the line {self.shown} has {{{name}}} on one side alone; make it an axis there: give both shapes"
+                f"the line {self.description} has {{{name}}} on one side alone; make it an axis there: give both shapes"
             )
 
     def _check_shaped(self) -> None:
         for one, other in ((self.left, self.right), (self.right, self.left)):
             for pattern in one:
                 if pattern.axes is None:
-                    raise UsageError(f"the line {self.shown} gives {pattern.name.text} no shape")
+                    raise UsageError(f"the line {self.description} gives {pattern.name.text} no shape")
                 self._check_indices(pattern, other)
             self._check_cells(one, other)
 
-    def _check_indices(self, pattern: Pattern, other: tuple[Pattern, ...]) -> None:
-        own = {index for axis in pattern.axes or () for index in indices_of(axis)}
-        both = sorted(own & {*pattern.name.variables})
-        if both:
-            raise UsageError(f"{pattern.name.text} has {{{both[0]}}} in its name and in its shape")
-        there = frozenset.intersection(*(_indices(each) for each in other))
-        alone = sorted(_indices(pattern) - there)
-        if alone:
+    def _check_indices(self, pattern: TensorPattern, other: tuple[TensorPattern, ...]) -> None:
+        axis_indices = {index for axis in pattern.axes or () for index in list_indices(axis)}
+        repeated_indices = sorted(axis_indices & {*pattern.name.variables})
+        if repeated_indices:
+            raise UsageError(f"{pattern.name.text} has {{{repeated_indices[0]}}} in its name and in its shape")
+        other_indices = frozenset.intersection(*(_list_all_indices(each) for each in other))
+        unmatched_indices = sorted(_list_all_indices(pattern) - other_indices)
+        if unmatched_indices:
             raise UsageError(
-                f"the line {self.shown} has {{{alone[0]}}} in {pattern.name.text}, and not in each tensor of the other "
+                f"the line {self.description} has {{{unmatched_indices[0]}}} in {pattern.name.text}, and not in each "
+                f"tensor of the other "
                 "side; make it an axis of that side, or a variable of its names"
             )
 
-    def _check_beside(self) -> None:
-        for side, beside in zip((self.left, self.right), self.beside, strict=True):
-            for pattern in side if beside is not None else ():
-                alone = sorted({*beside.variables} - {*pattern.name.variables} if beside is not None else ())
-                if alone:
-                    raise UsageError(f"beside has {{{alone[0]}}}, which {pattern.name.text} does not have")
+    def _check_required_siblings(self) -> None:
+        for side, sibling in zip((self.left, self.right), self.required_siblings, strict=True):
+            for pattern in side if sibling is not None else ():
+                unknown_variables = sorted(
+                    {*sibling.variables} - {*pattern.name.variables} if sibling is not None else ()
+                )
+                if unknown_variables:
+                    raise UsageError(f"beside has {{{unknown_variables[0]}}}, which {pattern.name.text} does not have")
 
-    def _check_cells(self, one: tuple[Pattern, ...], other: tuple[Pattern, ...]) -> None:
-        there, seen = dict(_cells(other)), set[frozenset[str]]()
-        for key, cell in _cells(one):
+    def _check_cells(self, one: tuple[TensorPattern, ...], other: tuple[TensorPattern, ...]) -> None:
+        other_cells, seen_fields = dict(_iter_cells(other)), set[frozenset[str]]()
+        for key, cell in _iter_cells(one):
             name = one[cell.pattern].name.text
             fields = ", ".join(sorted(key)) or "its one element"
-            if key in seen:
-                raise UsageError(f"the line {self.shown} has the elements ({fields}) twice, the second time in {name}")
-            if key not in there and PAD not in key:
-                raise UsageError(f"the line {self.shown} has no place for the elements ({fields}) of {name}")
-            seen.add(key)
+            if key in seen_fields:
+                raise UsageError(
+                    f"the line {self.description} has the elements ({fields}) twice, the second time in {name}"
+                )
+            if key not in other_cells and PAD_FIELD not in key:
+                raise UsageError(f"the line {self.description} has no place for the elements ({fields}) of {name}")
+            seen_fields.add(key)
 
 
-def _names(side: tuple[Pattern, ...]) -> str:
+def _format_names(side: tuple[TensorPattern, ...]) -> str:
     return join_names([pattern.name.text for pattern in side], 2)
 
 
-def _variables(patterns: Iterable[NamePattern]) -> frozenset[str]:
+def _find_common_variables(patterns: Iterable[NamePattern]) -> frozenset[str]:
     sets = [frozenset(each.variables) for each in patterns]
     return frozenset.intersection(*sets) if sets else frozenset()
 
 
-def _indices(pattern: Pattern) -> frozenset[str]:
-    in_axes = {index for axis in pattern.axes or () for index in indices_of(axis)}
+def _list_all_indices(pattern: TensorPattern) -> frozenset[str]:
+    in_axes = {index for axis in pattern.axes or () for index in list_indices(axis)}
     return frozenset(pattern.name.variables) | in_axes
 
 
-def _cells(side: tuple[Pattern, ...]) -> Iterator[tuple[frozenset[str], Cell]]:
+def _iter_cells(side: tuple[TensorPattern, ...]) -> Iterator[tuple[frozenset[str], Cell]]:
     """Each cell of a side with the names of its fields."""
     for number, pattern in enumerate(side):
-        numbered = [list(enumerate(leaf_fields(axis))) for axis in pattern.axes or ()]
+        numbered = [list(enumerate(list_leaf_fields(axis))) for axis in pattern.axes or ()]
         for leaves in product(*numbered):
             fields = frozenset(name for _, name in leaves if name is not None)
             yield fields, Cell(number, tuple(index for index, _ in leaves))
 
 
-def _side(
+def _build_side(
     names: Mapping[str, NamePattern],
-    one: Mapping[str, tuple[Node, ...] | None],
-    other: Mapping[str, tuple[Node, ...] | None],
+    own_axes: Mapping[str, tuple[AxisNode, ...] | None],
+    other_axes: Mapping[str, tuple[AxisNode, ...] | None],
     shared: frozenset[str],
-) -> tuple[Pattern, ...]:
+) -> tuple[TensorPattern, ...]:
     return tuple(
-        Pattern(
+        TensorPattern(
             names[text].with_numbers({*names[text].variables} - shared if axes is not None else ()),
-            None if axes is None else tuple(_with_totals(axis, other) for axis in axes),
+            None if axes is None else tuple(_fill_bare_sizes(axis, other_axes) for axis in axes),
         )
-        for text, axes in one.items()
+        for text, axes in own_axes.items()
     )
 
 
-def _with_totals(axis: Node, other: Mapping[str, tuple[Node, ...] | None]) -> Node:
+def _fill_bare_sizes(axis: AxisNode, other_axes: Mapping[str, tuple[AxisNode, ...] | None]) -> AxisNode:
     """An axis whose bare fields have the sizes that the other side writes for them."""
-    for name in fields_of(axis):
-        if not is_bare(axis, name):
+    for name in list_fields(axis):
+        if not is_bare_field(axis, name):
             continue
-        there = (each for axes in other.values() for each in axes or () if name in fields_of(each))
-        written = next((each for each in there if not is_bare(each, name)), None)
-        whole = None if written is None else total(written, name)
-        if whole is not None:
-            axis = with_size(axis, name, whole)
+        axes_with_field = (each for axes in other_axes.values() for each in axes or () if name in list_fields(each))
+        sized_axis = next((each for each in axes_with_field if not is_bare_field(each, name)), None)
+        total_size = None if sized_axis is None else find_total_size(sized_axis, name)
+        if total_size is not None:
+            axis = set_field_size(axis, name, total_size)
     return axis
 
 
@@ -299,30 +312,31 @@ class Recipe:
     """The tensors of a model in the naming ``left`` and in the naming ``right``.
 
     ``models`` are the ``model_type`` for which it is made, for ``trainer``; transformers if that is empty. With
-    ``keeps_others``, a tensor that no line names keeps its name. ``drops`` are patterns of names that the other side
-    does not have; ``tied`` maps names of the right side to those that own the bytes, if ``config.json`` ties them.
-    Models of ``tied_by_default`` are tied unless it says that they are not. Without ``left_ties`` the left side has no
-    names for what is tied. ``copies`` are patterns of names of the right side that repeat another of it, and that the
-    left side does not have. ``text`` is the file's. ``stacked`` are the lines for a side that holds all layers as one
-    tensor, each where the line for single layers is; empty if neither side does.
+    ``does_keep_unmatched``, a tensor that no line names keeps its name. ``dropped_names`` are patterns of names that
+    the other side does not have; ``tied_names`` maps names of the right side to those that own the bytes, if
+    ``config.json`` ties them. Models of ``tied_by_default`` are tied unless it says that they are not. Without
+    ``has_left_ties`` the left side has no names for what is tied. ``copies`` are patterns of names of the right side
+    that repeat another of it, and that the left side does not have. ``text`` is the file's. ``stacked`` are the lines
+    for a side that holds all layers as one tensor, each where the line for single layers is; empty if neither side
+    does.
     """
 
     name: str
-    lines: tuple[Line, ...]
-    stacked: tuple[Line, ...] = ()
+    lines: tuple[RecipeLine, ...]
+    stacked_lines: tuple[RecipeLine, ...] = ()
     about: str = ""
     left: str = "left"
     right: str = "right"
     models: tuple[str, ...] = ()
     trainer: str = ""
     source: str = ""
-    keeps_others: bool = False
-    bindings: tuple[Binding, ...] = ()
-    drops: tuple[tuple[NamePattern, ...], tuple[NamePattern, ...]] = ((), ())
-    tied: Mapping[str, str] = field(default_factory=dict)
+    does_keep_unmatched: bool = False
+    bindings: tuple[SizeBinding, ...] = ()
+    dropped_names: tuple[tuple[NamePattern, ...], tuple[NamePattern, ...]] = ((), ())
+    tied_names: Mapping[str, str] = field(default_factory=dict)
     copies: Mapping[NamePattern, str] = field(default_factory=dict)
     tied_by_default: tuple[str, ...] = ()
-    left_ties: bool = True
+    has_left_ties: bool = True
     text: str = ""
     is_inverse: bool = False
 
@@ -331,35 +345,40 @@ class Recipe:
         return replace(
             self,
             lines=tuple(line.inverse() for line in self.lines),
-            stacked=tuple(line.inverse() for line in self.stacked),
+            stacked_lines=tuple(line.inverse() for line in self.stacked_lines),
             left=self.right,
             right=self.left,
-            drops=self.drops[::-1],
+            dropped_names=self.dropped_names[::-1],
             is_inverse=not self.is_inverse,
         )
 
     @property
-    def known_as(self) -> frozenset[str]:
+    def model_aliases(self) -> frozenset[str]:
         """Names of its models, after that of the trainer: ``megatron_qwen3``."""
         return frozenset(f"{self.trainer}_{model}" if self.trainer else model for model in self.models)
 
-    def forms(self) -> tuple[Recipe, ...]:
+    def list_forms(self) -> tuple[Recipe, ...]:
         """The recipe for single layers, and the one for layers that are stacked."""
-        stacked = (replace(self, lines=self.stacked, stacked=()),) if self.stacked else ()
-        return (replace(self, stacked=()), *stacked)
+        stacked = (replace(self, lines=self.stacked_lines, stacked_lines=()),) if self.stacked_lines else ()
+        return (replace(self, stacked_lines=()), *stacked)
 
-    def lacking(self, used: Collection[int]) -> Iterator[int]:
-        """The lines that need a name and have none, if those of the numbers ``used`` have theirs. Another spelling of a
-        name counts."""
-        spelled = {
+    def find_unmatched_lines(self, matched_lines: Collection[int]) -> Iterator[int]:
+        """The lines that need a name and have none, if those of the numbers ``matched_lines`` have theirs. Another
+        spelling of a name counts."""
+        alternative_names = {
             each.name.text
-            for number in used
-            if self.lines[number].way is Way.THERE
+            for number in matched_lines
+            if self.lines[number].direction is LineDirection.FORWARD
             for each in self.lines[number].right
         }
         for number, line in enumerate(self.lines):
-            is_needed = not line.optional and line.way is Way.BOTH and not line.of_state and number not in used
-            if is_needed and not spelled.issuperset(each.name.text for each in line.right):
+            is_needed = (
+                not line.is_optional
+                and line.direction is LineDirection.BOTH
+                and not line.is_state_only
+                and number not in matched_lines
+            )
+            if is_needed and not alternative_names.issuperset(each.name.text for each in line.right):
                 yield number
 
     def with_sizes(self, env: Mapping[str, int]) -> Recipe:
@@ -367,5 +386,5 @@ class Recipe:
         return replace(
             self,
             lines=tuple(line.with_sizes(env) for line in self.lines),
-            stacked=tuple(line.with_sizes(env) for line in self.stacked),
+            stacked_lines=tuple(line.with_sizes(env) for line in self.stacked_lines),
         )

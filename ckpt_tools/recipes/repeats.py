@@ -11,7 +11,7 @@ from ckpt_tools.errors import UsageError
 
 
 @dataclass(frozen=True)
-class Repeat:
+class PrefixRepeat:
     """Beginnings of names on both sides, each a text and the one that replaces it: a line whose names all begin with
     the first texts is there with the second ones too, and is optional then.
 
@@ -27,21 +27,23 @@ class Repeat:
             if len(texts) != 2 or not texts[0]:
                 raise UsageError(f"{side} = {list(texts)!r} under [[again]] is not a list of two beginnings of names")
 
-    def applied(self, line: Any) -> Any | None:
+    def repeat_line(self, line: Any) -> Any | None:
         """The table of the other ``[[map]]``; None if a name of the line does not begin so."""
         if not isinstance(line, Mapping):
             return None
-        names = {side: _replaced(line.get(side), getattr(self, side)) for side in ("left", "right")}
+        names = {side: _replace_prefix(line.get(side), getattr(self, side)) for side in ("left", "right")}
         if None in names.values():
             return None
-        beside = line.get("beside", {})
-        if isinstance(beside, Mapping) and beside:
-            made = {side: _replaced(name, getattr(self, side)) for side, name in beside.items() if side in names}
-            names["beside"] = {side: beside[side] if name is None else name for side, name in made.items()}
+        siblings = line.get("beside", {})
+        if isinstance(siblings, Mapping) and siblings:
+            made = {
+                side: _replace_prefix(name, getattr(self, side)) for side, name in siblings.items() if side in names
+            }
+            names["beside"] = {side: siblings[side] if name is None else name for side, name in made.items()}
         return {**line, **names, "optional": True}
 
 
-def _replaced(names: Any, texts: tuple[str, ...]) -> Any | None:
+def _replace_prefix(names: Any, texts: tuple[str, ...]) -> Any | None:
     """Names, alone or with shapes, with another beginning; None if one of them does not begin so."""
     first, second = texts
     if isinstance(names, str):

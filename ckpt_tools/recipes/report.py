@@ -34,9 +34,9 @@ class RecipeInfo(DisplayableResult):
 
     @classmethod
     def of(cls, recipe: Recipe) -> RecipeInfo:
-        from ckpt_tools.recipes.index import other_names
+        from ckpt_tools.recipes.index import list_other_names
 
-        also = other_names(recipe)
+        also = list_other_names(recipe)
         return cls(
             recipe.name, recipe.left, recipe.right, recipe.about, recipe.models, recipe.source, recipe.text, also
         )
@@ -76,18 +76,22 @@ class RecipeMap(DisplayableResult):
     notes: tuple[Note, ...]
 
 
-def recipe_map(manifest: Manifest, recipe: Recipe, step: ManifestStep) -> RecipeMap:
+def make_recipe_map(manifest: Manifest, recipe: Recipe, step: ManifestStep) -> RecipeMap:
     """The map of ``recipe``, which ``step`` applies. Raises CkptError as it does."""
     # Each tensor is a file of its own here, so that the shards of a result name the tensors that they are from.
     names = {str(number): key.fqn for number, key in enumerate(manifest.tensors)}
-    apart = {key: _apart(entry, file) for file, (key, entry) in zip(names, manifest.tensors.items(), strict=True)}
-    made, notes = step(replace(manifest, tensors=apart))
+    separate_entries = {
+        key: _move_to_own_file(entry, file) for file, (key, entry) in zip(names, manifest.tensors.items(), strict=True)
+    }
+    made, notes = step(replace(manifest, tensors=separate_entries))
     kept = made.select_kinds(Kind.PARAMETER, Kind.BUFFER, Kind.STATE)
-    mapped = (MappedTensor(*key, e.shape, e.dtype.value, _sources(e.shards, names)) for key, e in kept.items())
+    mapped = (
+        MappedTensor(*key, e.shape, e.dtype.value, _find_source_names(e.shards, names)) for key, e in kept.items()
+    )
     return RecipeMap(UsedRecipe.of(recipe), tuple(mapped), notes)
 
 
-def _apart(entry: TensorEntry, file: str) -> TensorEntry:
+def _move_to_own_file(entry: TensorEntry, file: str) -> TensorEntry:
     """The tensor as it would be if ``file`` were its own."""
     dtype = entry.shards.dtype
     table = ShardTable.whole(
@@ -96,6 +100,6 @@ def _apart(entry: TensorEntry, file: str) -> TensorEntry:
     return replace(entry, shards=table)
 
 
-def _sources(table: ShardTable, names: Mapping[str, str]) -> tuple[str, ...]:
+def _find_source_names(table: ShardTable, names: Mapping[str, str]) -> tuple[str, ...]:
     files = (table.files[number] for number in table.file_ids.tolist())
     return tuple(dict.fromkeys(names[file] for file in files if file in names))

@@ -8,26 +8,29 @@ import numpy as np
 
 from ckpt_tools.core.manifest import TensorEntry
 from ckpt_tools.core.shards import ShardTable
-from ckpt_tools.recipes.apply import ZEROS
-from ckpt_tools.recipes.moves import Fill
-from ckpt_tools.recipes.tables import Boxes, joined, split_table
+from ckpt_tools.recipes.apply import ZEROS_FILE
+from ckpt_tools.recipes.moves import FillBox
+from ckpt_tools.recipes.tables import ShardBoxes, join_boxes, split_table
 
 
-def with_rows(entry: TensorEntry, rows: int) -> TensorEntry:
-    """``entry`` with its first ``rows`` rows, or with rows of zeros behind its own, of the literal ``ZEROS``.
+def resize_rows(entry: TensorEntry, rows: int) -> TensorEntry:
+    """``entry`` with its first ``rows`` rows, or with rows of zeros behind its own, of the literal ``ZEROS_FILE``.
 
     Raises:
         UnsupportedError: a recipe has split the axes of the tensor.
     """
     before, *rest = entry.shape
     shape = (rows, *rest)
-    found = split_table(entry.shards, entry.shape, entry.shape)
-    stops = np.minimum(found.stops, np.array(shape, np.int64))
-    kept = (stops > found.starts).all(axis=1)
-    columns = (column[kept] for column in (found.rows, found.starts, stops, found.strides, found.offsets))
-    boxes = Boxes(found.table, *columns)
-    fills = [Fill((before, *(0 for _ in rest)), (rows - before, *rest))] if rows > before else []
-    table = joined([boxes], fills, shape, entry.shards.dtype, ZEROS)
+    boxes_before = split_table(entry.shards, entry.shape, entry.shape)
+    stops = np.minimum(boxes_before.stops, np.array(shape, np.int64))
+    kept = (stops > boxes_before.starts).all(axis=1)
+    columns = (
+        column[kept]
+        for column in (boxes_before.rows, boxes_before.starts, stops, boxes_before.strides, boxes_before.offsets)
+    )
+    boxes = ShardBoxes(boxes_before.table, *columns)
+    fills = [FillBox((before, *(0 for _ in rest)), (rows - before, *rest))] if rows > before else []
+    table = join_boxes([boxes], fills, shape, entry.shards.dtype, ZEROS_FILE)
     return replace(entry, shape=shape, shards=table)
 
 
@@ -35,7 +38,7 @@ def has_same_elements(one: ShardTable, other: ShardTable) -> bool:
     """True if both tables take the same elements from the same places, in the same pieces."""
     if one is other:
         return True
-    return _values(one) == _values(other) and all(
+    return _table_attributes(one) == _table_attributes(other) and all(
         np.array_equal(getattr(one, name), getattr(other, name)) for name in _COLUMNS
     )
 
@@ -43,5 +46,5 @@ def has_same_elements(one: ShardTable, other: ShardTable) -> bool:
 _COLUMNS = ("starts", "stops", "file_ids", "byte_starts", "byte_stops", "strides", "inner")
 
 
-def _values(table: ShardTable) -> tuple[object, ...]:
+def _table_attributes(table: ShardTable) -> tuple[object, ...]:
     return table.shape, table.dtype, table.framing, tuple(table.files)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from ckpt_tools.core.wording import join_names
 from ckpt_tools.errors import UsageError
 
-Env = Mapping[str, int]
+SizeValues = Mapping[str, int]
 """Values of variables. The variable ``expert`` counts the index ``{expert}``."""
 
 MAX_SIZE = 1 << 62
@@ -20,12 +20,12 @@ MAX_SIZE = 1 << 62
 
 _CONFIG = "config"
 
-_NESTED = ("text_config", "llm_config", "language_config", "thinker_config", "vision_config")
+_CONFIG_SECTIONS = ("text_config", "llm_config", "language_config", "thinker_config", "vision_config")
 """Parts of a ``config.json`` in which a key is looked up if the top has none: the model of text first."""
 
 
 @dataclass(frozen=True)
-class Size:
+class SizeExpression:
     """An expression of variables and integers with ``+ - * / ( )``, such as ``A * D``.
 
     Raises:
@@ -45,34 +45,36 @@ class Size:
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise UsageError(f"{self.text!r} is not a size; write for example 2, H or A*D") from error
         for node in ast.walk(tree):
-            if not isinstance(node, _ALLOWED) or (isinstance(node, ast.Constant) and type(node.value) is not int):
+            if not isinstance(node, _ALLOWED_NODES) or (isinstance(node, ast.Constant) and type(node.value) is not int):
                 raise UsageError(f"{self.text!r} is not a size: only variables, integers, + - * / and ( ) are allowed")
         return tree
 
     @cached_property
     def variables(self) -> frozenset[str]:
         attributes = [node for node in ast.walk(self._tree) if isinstance(node, ast.Attribute)]
-        of_config = {id(node.value) for node in attributes}
-        names = [node.id for node in ast.walk(self._tree) if isinstance(node, ast.Name) and id(node) not in of_config]
-        if any(_root(node) != _CONFIG for node in attributes) or _CONFIG in names:
+        config_names = {id(node.value) for node in attributes}
+        names = [
+            node.id for node in ast.walk(self._tree) if isinstance(node, ast.Name) and id(node) not in config_names
+        ]
+        if any(_find_root_name(node) != _CONFIG for node in attributes) or _CONFIG in names:
             raise UsageError(f"{self.text!r} is not a size: config, and no other, has keys, as in config.hidden_size")
         return frozenset(names)
 
-    def value(self, env: Mapping[str, int | Fraction], config: Mapping[str, Any] | None = None) -> Fraction | None:
+    def evaluate(self, env: Mapping[str, int | Fraction], config: Mapping[str, Any] | None = None) -> Fraction | None:
         """The value; None if a variable or a key is not known.
 
         Raises:
             UsageError: it divides by zero, or a key of ``config`` is text, a truth value or a fraction.
         """
         try:
-            return _value(self._tree, env, config or {})
+            return _evaluate_node(self._tree, env, config or {})
         except KeyError:
             return None
         except ZeroDivisionError as error:
-            raise UsageError(f"the size {self.text} divides by zero{_with(env, self.variables)}") from error
+            raise UsageError(f"the size {self.text} divides by zero{_format_values(env, self.variables)}") from error
 
 
-_ALLOWED = (
+_ALLOWED_NODES = (
     ast.BinOp,
     ast.Add,
     ast.Sub,
@@ -85,13 +87,13 @@ _ALLOWED = (
 )
 
 
-def _root(node: ast.expr) -> str | None:
+def _find_root_name(node: ast.expr) -> str | None:
     while isinstance(node, ast.Attribute):
         node = node.value
     return node.id if isinstance(node, ast.Name) else None
 
 
-def _config_key(node: ast.AST) -> str | None:
+def _find_config_key(node: ast.AST) -> str | None:
     parts: list[str] = []
     while isinstance(node, ast.Attribute):
         parts.insert(0, node.attr)
@@ -99,16 +101,16 @@ def _config_key(node: ast.AST) -> str | None:
     return ".".join(parts) if parts and isinstance(node, ast.Name) and node.id == _CONFIG else None
 
 
-def _value(node: ast.AST, env: Mapping[str, int | Fraction], config: Mapping[str, Any]) -> Fraction:
+def _evaluate_node(node: ast.AST, env: Mapping[str, int | Fraction], config: Mapping[str, Any]) -> Fraction:
     match node:
         case ast.Constant():
             return Fraction(int(node.value))  # type: ignore[arg-type]
         case ast.Name():
             return Fraction(env[node.id])
         case ast.Attribute():
-            return Fraction(_looked_up(config, _config_key(node) or ""))
+            return Fraction(_look_up_config(config, _find_config_key(node) or ""))
         case ast.BinOp():
-            left, right = _value(node.left, env, config), _value(node.right, env, config)
+            left, right = _evaluate_node(node.left, env, config), _evaluate_node(node.right, env, config)
             match node.op:
                 case ast.Add():
                     return left + right
@@ -120,120 +122,125 @@ def _value(node: ast.AST, env: Mapping[str, int | Fraction], config: Mapping[str
     raise AssertionError("checked when it was parsed")
 
 
-def _looked_up(config: Mapping[str, Any], key: str) -> int:
+def _look_up_config(config: Mapping[str, Any], key: str) -> int:
     """A whole number of ``config.json``. Raises KeyError. UsageError if it is another value than a number, a list or
     null, which say that there is no one number."""
-    for part in (config, *(config.get(name) for name in _NESTED)):
-        found: Any = part
+    for section in (config, *(config.get(name) for name in _CONFIG_SECTIONS)):
+        value: Any = section
         for name in key.split("."):
-            found = found.get(name) if isinstance(found, Mapping) else None
-        if type(found) is int:
-            return found
-        if isinstance(found, str | bool | float):
-            raise UsageError(f"{key} of config.json is {found!r}, and the recipe needs a whole number")
+            value = value.get(name) if isinstance(value, Mapping) else None
+        if type(value) is int:
+            return value
+        if isinstance(value, str | bool | float):
+            raise UsageError(f"{key} of config.json is {value!r}, and the recipe needs a whole number")
     raise KeyError(key)
 
 
 @dataclass(frozen=True)
-class Binding:
+class SizeBinding:
     """A variable and the expressions that may give its value: the first that is known counts."""
 
     name: str
-    choices: tuple[Size, ...]
+    choices: tuple[SizeExpression, ...]
 
 
-def from_config(bindings: Iterable[Binding], config: Mapping[str, Any] | None) -> dict[str, int]:
+def evaluate_bindings(bindings: Iterable[SizeBinding], config: Mapping[str, Any] | None) -> dict[str, int]:
     """Values of the variables that ``config.json`` tells. Raises UsageError for one that is not a whole number."""
     env: dict[str, int] = {}
-    todo = list(bindings)
-    while todo:
-        known = [(each, value) for each in todo if (value := _first(each, env, config)) is not None]
-        if not known:
+    pending_bindings = list(bindings)
+    while pending_bindings:
+        known_values = [
+            (each, value) for each in pending_bindings if (value := _choose_value(each, env, config)) is not None
+        ]
+        if not known_values:
             break
-        for binding, value in known:
+        for binding, value in known_values:
             used = frozenset[str]().union(*(choice.variables for choice in binding.choices))
-            env[binding.name] = _whole(value, f"{binding.name} = {binding.choices[0].text}", env, used)
-            todo.remove(binding)
+            env[binding.name] = _check_whole_number(value, f"{binding.name} = {binding.choices[0].text}", env, used)
+            pending_bindings.remove(binding)
     return env
 
 
-def _first(binding: Binding, env: Env, config: Mapping[str, Any] | None) -> Fraction | None:
+def _choose_value(binding: SizeBinding, env: SizeValues, config: Mapping[str, Any] | None) -> Fraction | None:
     """The first choice, in order, that is known; none before one that may still become known."""
     for choice in binding.choices:
-        value = choice.value(env, config)
+        value = choice.evaluate(env, config)
         if value is not None or choice.variables - env.keys():
             return value
     return None
 
 
-def _whole(value: Fraction, what: str, env: Env, used: Collection[str]) -> int:
+def _check_whole_number(value: Fraction, description: str, env: SizeValues, variables: Collection[str]) -> int:
     if value > MAX_SIZE:
-        raise UsageError(f"a size is too large, beyond 2^62: {what}{_with(env, used)}")
+        raise UsageError(f"a size is too large, beyond 2^62: {description}{_format_values(env, variables)}")
     if value.denominator != 1 or value < 0:
-        raise UsageError(f"the size {what} is {value}{_with(env, used)}, which is not a whole number")
+        raise UsageError(
+            f"the size {description} is {value}{_format_values(env, variables)}, which is not a whole number"
+        )
     return int(value)
 
 
-def _with(env: Mapping[str, int | Fraction], names: Collection[str]) -> str:
+def _format_values(env: Mapping[str, int | Fraction], names: Collection[str]) -> str:
     """Values of variables as a message ends with them: `` with A = 4, G = 3``."""
     shown = ", ".join(f"{name} = {env[name]}" for name in sorted(names) if name in env)
     return f" with {shown}" if shown else ""
 
 
-def checked(size: Size, env: Env, what: str) -> int:
+def evaluate_size(size: SizeExpression, env: SizeValues, context: str) -> int:
     """The value as a whole number.
 
     Raises:
         UsageError: a variable is not known, or the value is not a whole number, as where a size does not divide.
     """
-    value = size.value(env)
+    value = size.evaluate(env)
     if value is None:
         missing = sorted(size.variables - env.keys())
         raise UsageError(
-            f"{what}: the size {join_names(missing)} is known neither from shapes nor from config.json; bind it under "
+            f"{context}: the size {join_names(missing)} is known neither from shapes nor from config.json; bind it "
+            f"under "
             "[sizes], or name a folder with config.json"
         )
-    return _whole(value, f"{size.text} of {what}", env, size.variables)
+    return _check_whole_number(value, f"{size.text} of {context}", env, size.variables)
 
 
-class Equation(NamedTuple):
+class SizeEquation(NamedTuple):
     """An axis of the tensor ``name`` has ``extent`` positions, and the recipe gives it ``size``."""
 
-    size: Size
+    size: SizeExpression
     extent: int
-    name: str
+    tensor_name: str
 
 
-def solved(equations: Iterable[Equation], env: Env) -> dict[str, int]:
+def solve_equations(equations: Iterable[SizeEquation], env: SizeValues) -> dict[str, int]:
     """``env`` with the variables that the equations give, each linear in one that is not known.
 
     Raises:
         UsageError: no whole number solves one of them, as where rows do not divide.
     """
-    found = dict(env)
-    todo = list(equations)
+    values = dict(env)
+    pending_equations = list(equations)
     while True:
-        step = next(_steps(todo, found), None)
-        if step is None:
-            return found
-        name, value = step
-        found[name] = value
+        solution = next(_iter_solutions(pending_equations, values), None)
+        if solution is None:
+            return values
+        name, value = solution
+        values[name] = value
 
 
-def _steps(equations: Iterable[Equation], env: Env) -> Iterator[tuple[str, int]]:
-    for size, extent, tensor in equations:
+def _iter_solutions(equations: Iterable[SizeEquation], env: SizeValues) -> Iterator[tuple[str, int]]:
+    for size, extent, tensor_name in equations:
         unknown = size.variables - env.keys()
         if len(unknown) != 1:
             continue
         (name,) = unknown
-        values = [size.value({**env, name: number}) for number in (1, 2, 3)]
+        values = [size.evaluate({**env, name: number}) for number in (1, 2, 3)]
         first, second, third = (value or Fraction(0) for value in values)
         if second == first or third - second != second - first:
             continue
         value = 1 + (extent - first) / (second - first)
         if value.denominator != 1 or value < 0:
             raise UsageError(
-                f"{tensor}: an axis has {extent:,} positions, and no whole number {name} makes it {size.text}"
-                f"{_with(env, size.variables)}"
+                f"{tensor_name}: an axis has {extent:,} positions, and no whole number {name} makes it {size.text}"
+                f"{_format_values(env, size.variables)}"
             )
         yield name, int(value)

@@ -16,97 +16,115 @@ from ckpt_tools.errors import FormatError, UnsafeError
 from ckpt_tools.formats.base import Format
 from ckpt_tools.formats.index import built_in
 from ckpt_tools.trainers.all import TRAINERS
-from ckpt_tools.trainers.names import is_own, marks_unfinished, pattern
-from ckpt_tools.trainers.run_folders import is_carrier
-from ckpt_tools.trainers.saved import Saved
+from ckpt_tools.trainers.names import combine_patterns, is_trainer_file, is_unfinished_marker
+from ckpt_tools.trainers.run_folders import is_checkpoint_file
+from ckpt_tools.trainers.saved import SavedCheckpoint
 
-_WITHOUT_WEIGHTS = re.compile(
+_WEIGHTLESS_FILE = re.compile(
     r"(?:optimizer|optim|scheduler|lr_scheduler|rng|data|train_state|optimizer_state)(?:_\d+)?\.(?:pt|pth|bin)"
 )
 """Names of files without weights that several trainers use."""
 
-_BESIDE = re.compile(r"(?:optim(?:izer)?|(?:lr_)?scheduler|rng|random|scaler|sampler|data(?:loader)?)(?:[-_=.].*)?")
+_TENSORLESS_FILE = re.compile(
+    r"(?:optim(?:izer)?|(?:lr_)?scheduler|rng|random|scaler|sampler|data(?:loader)?)(?:[-_=.].*)?"
+)
 """Names of files of a step that need not hold tensors: those of an optimizer without state, of a scheduler."""
 
-_EMPTY = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".distcp", ".metadata", ".json")
+_NEVER_EMPTY_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".distcp", ".metadata", ".json")
 """Endings of files that are never empty."""
 
 
-def problem_of(saved: Saved) -> str | None:
+def find_file_problem(checkpoint: SavedCheckpoint) -> str | None:
     """Why it is not complete, in words; None if it is. Raises StoreError."""
     try:
-        return next((text for rule in _rules() if (text := rule(saved)) is not None), None)
+        return next((text for rule in _iter_rules() if (text := rule(checkpoint)) is not None), None)
     except (FormatError, UnsafeError) as error:
         return str(error)
 
 
-def _rules() -> Iterator[Callable[[Saved], str | None]]:
-    yield from (_name, _marker, _empty)
-    yield from dict.fromkeys(trainer.problem for trainer in TRAINERS if trainer.problem is not None)
-    yield from (each.problem for each in _detected())
-    yield from (_weightless, _tensorless)
+def _iter_rules() -> Iterator[Callable[[SavedCheckpoint], str | None]]:
+    yield from (_check_name, _check_markers, _check_empty_files)
+    yield from dict.fromkeys(trainer.find_problem for trainer in TRAINERS if trainer.find_problem is not None)
+    yield from (each.problem for each in _list_detected_formats())
+    yield from (_check_model_files, _check_tensors)
 
 
-def _name(saved: Saved) -> str | None:
-    if saved.is_finished:
+def _check_name(checkpoint: SavedCheckpoint) -> str | None:
+    if checkpoint.is_finished:
         return None
-    return f"the name {saved.name.rpartition('/')[2]} says that the save did not finish, or is under way"
+    return f"the name {checkpoint.name.rpartition('/')[2]} says that the save did not finish, or is under way"
 
 
-def _marker(saved: Saved) -> str | None:
-    forms = (trainer.unfinished.format(title=saved.title) for trainer in TRAINERS if trainer.unfinished is not None)
-    inside = (path for path in saved.files if marks_unfinished(path.rpartition("/")[2]))
-    found = next(inside, None) or next(filter(None, map(saved.beside, forms)), None)
-    return None if found is None else f"the file {found} marks it as unfinished"
+def _check_markers(checkpoint: SavedCheckpoint) -> str | None:
+    marker_names = (
+        trainer.unfinished_marker.format(title=checkpoint.base_name)
+        for trainer in TRAINERS
+        if trainer.unfinished_marker is not None
+    )
+    inner_markers = (path for path in checkpoint.files if is_unfinished_marker(path.rpartition("/")[2]))
+    marker_path = next(inner_markers, None) or next(filter(None, map(checkpoint.find_sibling, marker_names)), None)
+    return None if marker_path is None else f"the file {marker_path} marks it as unfinished"
 
 
-def _empty(saved: Saved) -> str | None:
-    found = next((path for path, size in saved.files.items() if not size and path.endswith(_EMPTY)), None)
-    return None if found is None else f"{found} is empty: the save or a copy of it did not finish"
+def _check_empty_files(checkpoint: SavedCheckpoint) -> str | None:
+    empty_path = next(
+        (path for path, size in checkpoint.files.items() if not size and path.endswith(_NEVER_EMPTY_SUFFIXES)), None
+    )
+    return None if empty_path is None else f"{empty_path} is empty: the save or a copy of it did not finish"
 
 
-def _weightless(saved: Saved) -> str | None:
+def _check_model_files(checkpoint: SavedCheckpoint) -> str | None:
     """Finds the rest of a checkpoint whose weights are gone, or were not written yet."""
-    if format_of(saved) not in ("torch", "safetensors"):
+    if detect_format_name(checkpoint) not in ("torch", "safetensors"):
         return None
-    return None if any(_of_model(saved)) else "no file that holds the model's weights"
+    return None if any(_iter_model_files(checkpoint)) else "no file that holds the model's weights"
 
 
-def _tensorless(saved: Saved) -> str | None:
+def _check_tensors(checkpoint: SavedCheckpoint) -> str | None:
     """Finds a checkpoint whose files are whole, and none of those for weights holds a tensor. The first one that does
     ends the search."""
-    found = [path for path in _of_model(saved) if not _BESIDE.fullmatch(path.rpartition("/")[2])]
-    formats = _detected()
-    if not found or not all(any(each.is_empty(saved, path) for each in formats) for path in found):
+    model_paths = [
+        path for path in _iter_model_files(checkpoint) if not _TENSORLESS_FILE.fullmatch(path.rpartition("/")[2])
+    ]
+    formats = _list_detected_formats()
+    if not model_paths or not all(any(each.is_empty(checkpoint, path) for each in formats) for path in model_paths):
         return None
-    return f"{found[0]} holds no tensors" if len(found) == 1 else f"{found[0]} and its other files hold no tensors"
+    return (
+        f"{model_paths[0]} holds no tensors"
+        if len(model_paths) == 1
+        else f"{model_paths[0]} and its other files hold no tensors"
+    )
 
 
-def _of_model(saved: Saved) -> Iterator[str]:
+def _iter_model_files(checkpoint: SavedCheckpoint) -> Iterator[str]:
     """Files that may hold weights, by their names."""
-    for path in saved.files:
+    for path in checkpoint.files:
         name = path.rpartition("/")[2]
-        is_weights = is_carrier(path) and not path.endswith(".index.json")
-        if is_weights and not is_own(name) and not _WITHOUT_WEIGHTS.fullmatch(name):
+        is_weights = is_checkpoint_file(path) and not path.endswith(".index.json")
+        if is_weights and not is_trainer_file(name) and not _WEIGHTLESS_FILE.fullmatch(name):
             yield path
 
 
-def format_of(saved: Saved) -> str:
+def detect_format_name(checkpoint: SavedCheckpoint) -> str:
     """The format by the names of files, as ``inspect`` reports it; ``deepspeed`` for every ZeRO stage."""
-    named = (each.name for each in _detected() if each.is_named(saved))
-    ending = (
-        name for suffix, name in FORMAT_BY_FILE_SUFFIX.items() if any(path.endswith(suffix) for path in saved.files)
+    detected_names = (each.name for each in _list_detected_formats() if each.is_named(checkpoint))
+    names_by_suffix = (
+        name
+        for suffix, name in FORMAT_BY_FILE_SUFFIX.items()
+        if any(path.endswith(suffix) for path in checkpoint.files)
     )
-    return next(named, None) or next(ending, "torch")
+    return next(detected_names, None) or next(names_by_suffix, "torch")
 
 
-def world_size_of(saved: Saved) -> int | None:
+def infer_world_size(checkpoint: SavedCheckpoint) -> int | None:
     """The number of ranks that wrote it, as the names of its files say."""
-    own = (pattern("own").fullmatch(name) for name in saved.names)
-    of_trainer = (int(match[match.lastindex]) + 1 for match in own if match is not None and match.lastindex)
-    return max([*(each.world_size_of(saved) for each in _detected()), *of_trainer]) or None
+    rank_matches = (combine_patterns("own").fullmatch(name) for name in checkpoint.file_names)
+    sizes_from_ranks = (
+        int(match[match.lastindex]) + 1 for match in rank_matches if match is not None and match.lastindex
+    )
+    return max([*(each.world_size_of(checkpoint) for each in _list_detected_formats()), *sizes_from_ranks]) or None
 
 
-def _detected() -> list[Format]:
+def _list_detected_formats() -> list[Format]:
     """Built-in formats that are recognised by their files, in the order of detection."""
     return [each for each in built_in() if BUILTIN_FORMATS[each.name].signs]

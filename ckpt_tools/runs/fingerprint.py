@@ -11,14 +11,20 @@ from ckpt_tools.arguments import api_function
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import FormatError, IncompleteError, UnsafeError, UsageError
 from ckpt_tools.reading.model_files import is_model_file
-from ckpt_tools.runs.opening import named, read_checkpoint
+from ckpt_tools.runs.opening import read_checkpoint, resolve_checkpoint_url
 from ckpt_tools.stores.marker_files import DIGESTS_NAME, is_marker
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import StorageOptions, check_storage_options, open_source
-from ckpt_tools.trainers.names import marks_unfinished
-from ckpt_tools.trainers.run_folders import files_of_others, is_carrier, is_tag, parent_of, path_of
+from ckpt_tools.trainers.names import is_unfinished_marker
+from ckpt_tools.trainers.run_folders import (
+    get_parent_folder,
+    is_checkpoint_file,
+    is_deepspeed_tag,
+    iter_folder_chain,
+    list_other_checkpoint_files,
+)
 
-GONE = "gone"
+REMOVED_FILE_VERSION = "gone"
 """The state of a file that was removed after it was listed."""
 
 
@@ -36,7 +42,7 @@ class Fingerprint:
     url: str
     files: Mapping[str, str] = field(repr=False)
     changed: float | None
-    _used: frozenset[str] | None = field(repr=False, compare=False)
+    _tensor_files: frozenset[str] | None = field(repr=False, compare=False)
     """The files with tensors; None if they are not known."""
 
     def again(self, *, storage_options: Mapping[str, Any] | None = None) -> Fingerprint:
@@ -45,10 +51,12 @@ class Fingerprint:
         Raises:
             SourceNotFoundError, StoreError: as ``fingerprint``.
         """
-        url = named(self.src, storage_options)
+        url = resolve_checkpoint_url(self.src, storage_options)
         if str(url) != self.url:
             return fingerprint(self.src, storage_options=storage_options)
-        return _of(self.src, url, _states(open_source(url, storage_options)), self._used)
+        return _build_fingerprint(
+            self.src, url, _read_file_states(open_source(url, storage_options)), self._tensor_files
+        )
 
 
 @api_function
@@ -75,12 +83,14 @@ def fingerprint(src: str | Path, *, storage_options: Mapping[str, Any] | None = 
         True
     """
     check_storage_options(storage_options, src)
-    url = named(src, storage_options)
-    states = _states(open_source(url, storage_options))  # before anything is read
-    return _of(src, url, states, _used(url, storage_options) if len(states) > 1 else frozenset(states))
+    url = resolve_checkpoint_url(src, storage_options)
+    states = _read_file_states(open_source(url, storage_options))  # before anything is read
+    return _build_fingerprint(
+        src, url, states, _list_tensor_files(url, storage_options) if len(states) > 1 else frozenset(states)
+    )
 
 
-def _used(url: str | Path, storage_options: StorageOptions) -> frozenset[str] | None:
+def _list_tensor_files(url: str | Path, storage_options: StorageOptions) -> frozenset[str] | None:
     """The files with tensors; None for a checkpoint that is damaged, or needs the name of a tree or a tag."""
     try:
         return read_checkpoint(url, ReadOptions(), storage_options=storage_options)[1].stored_files
@@ -88,39 +98,52 @@ def _used(url: str | Path, storage_options: StorageOptions) -> frozenset[str] | 
         return None
 
 
-def _states(source: Source) -> dict[str, tuple[str, float | None]]:
+def _read_file_states(source: Source) -> dict[str, tuple[str, float | None]]:
     """The version of every file, and when it changed."""
-    return {path: _state(source, path) for path in {**source.files, **source.store.list_hidden()}}
+    return {path: _read_file_state(source, path) for path in {**source.files, **source.store.list_hidden()}}
 
 
-def _state(source: Source, path: str) -> tuple[str, float | None]:
+def _read_file_state(source: Source, path: str) -> tuple[str, float | None]:
     try:
         return source.store.version(path), source.store.changed_time(path)
     except IncompleteError:
-        return GONE, None
+        return REMOVED_FILE_VERSION, None
 
 
-def _of(
-    src: str | Path, url: str | Path, states: Mapping[str, tuple[str, float | None]], used: frozenset[str] | None
+def _build_fingerprint(
+    src: str | Path,
+    url: str | Path,
+    states: Mapping[str, tuple[str, float | None]],
+    tensor_files: frozenset[str] | None,
 ) -> Fingerprint:
-    found = {path: state for path, state in states.items() if _counts(path) or path in (used or ())}
-    if used is not None:
-        others = {*files_of_others(dict.fromkeys(states, 0), used), *_of_other_tags(states, used)}
-        found = {path: state for path, state in found.items() if path not in others}
-    times = [when for _, when in found.values() if when is not None]
-    files = {path: version for path, (version, _) in sorted(found.items())}
-    return Fingerprint(src, str(url), files, max(times, default=None), used)
+    counted_states = {
+        path: state for path, state in states.items() if _is_part_of_checkpoint(path) or path in (tensor_files or ())
+    }
+    if tensor_files is not None:
+        other_checkpoint_files = {
+            *list_other_checkpoint_files(dict.fromkeys(states, 0), tensor_files),
+            *_iter_other_tag_files(states, tensor_files),
+        }
+        counted_states = {path: state for path, state in counted_states.items() if path not in other_checkpoint_files}
+    times = [when for _, when in counted_states.values() if when is not None]
+    files = {path: version for path, (version, _) in sorted(counted_states.items())}
+    return Fingerprint(src, str(url), files, max(times, default=None), tensor_files)
 
 
-def _counts(path: str) -> bool:
+def _is_part_of_checkpoint(path: str) -> bool:
     """Whether it may be a file of the checkpoint by its name, or an unfinished copy of one, whose name is hidden."""
     name = path.rpartition("/")[2]
-    is_unfinished = marks_unfinished(name) or any(part.startswith(".") for part in path.split("/"))
-    return is_unfinished or is_carrier(path) or is_marker(path) or is_model_file(name) or name == DIGESTS_NAME
+    is_unfinished = is_unfinished_marker(name) or any(part.startswith(".") for part in path.split("/"))
+    return is_unfinished or is_checkpoint_file(path) or is_marker(path) or is_model_file(name) or name == DIGESTS_NAME
 
 
-def _of_other_tags(files: Collection[str], used: Collection[str]) -> Iterator[str]:
+def _iter_other_tag_files(files: Collection[str], tensor_files: Collection[str]) -> Iterator[str]:
     """Files of DeepSpeed's tags that hold nothing of what is read."""
-    tags = {folder: path for path in files for folder in path_of(parent_of(path)) if is_tag(folder)}
-    idle = tuple(f"{tag}/" for tag in tags if not any(path.startswith(f"{tag}/") for path in used))
-    return (path for path in files if path.startswith(idle))
+    tags = {
+        folder: path
+        for path in files
+        for folder in iter_folder_chain(get_parent_folder(path))
+        if is_deepspeed_tag(folder)
+    }
+    unread_prefixes = tuple(f"{tag}/" for tag in tags if not any(path.startswith(f"{tag}/") for path in tensor_files))
+    return (path for path in files if path.startswith(unread_prefixes))

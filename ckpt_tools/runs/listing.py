@@ -20,53 +20,63 @@ from ckpt_tools.formats.base import Format
 from ckpt_tools.formats.deepspeed.complete import is_shown_by_reading
 from ckpt_tools.formats.index import find_format, read_manifest
 from ckpt_tools.reading.checkpoint import read_source
-from ckpt_tools.runs.completeness import format_of, problem_of, world_size_of
+from ckpt_tools.runs.completeness import detect_format_name, find_file_problem, infer_world_size
 from ckpt_tools.runs.report import RunCheckpoint, RunListing
 from ckpt_tools.stores.source import Source
-from ckpt_tools.trainers.run_folders import Member, is_carrier, is_named, is_tag, members
-from ckpt_tools.trainers.saved import ITSELF, Saved
-from ckpt_tools.trainers.transformers import trainer_state
+from ckpt_tools.trainers.run_folders import (
+    RunMember,
+    find_members,
+    is_checkpoint_file,
+    is_checkpoint_name,
+    is_deepspeed_tag,
+)
+from ckpt_tools.trainers.saved import RUN_ITSELF, SavedCheckpoint
+from ckpt_tools.trainers.transformers import read_trainer_state
 
 THREADS = 16
 """Threads that read headers of several checkpoints: a request to a distant store takes 10 to 30 ms."""
 
 
-def listing(source: Source, *, url: str) -> RunListing:
+def list_checkpoints(source: Source, *, url: str) -> RunListing:
     """The checkpoints of the run that is ``source``, or the one checkpoint that it is itself.
 
     Raises:
         SourceNotFoundError: it holds none. StoreError: reading a header failed.
     """
-    found = found_in(source, url)
-    if not found:
+    run_members = find_run_members(source, url)
+    if not run_members:
         raise SourceNotFoundError(
             f"{url} holds no checkpoints: neither it nor a folder or file in it looks like one that a trainer writes"
         )
     with ThreadPoolExecutor(THREADS) as threads:
-        shown = partial(_shown, source, url)
-        return RunListing(url, tuple(threads.map(shown, found)))
+        describe = partial(_describe_member, source, url)
+        return RunListing(url, tuple(threads.map(describe, run_members)))
 
 
-def found_in(source: Source, url: str) -> list[Member]:
+def find_run_members(source: Source, url: str) -> list[RunMember]:
     """The checkpoints of a run, the newest first; or the one that it is itself, whose name is ``.``."""
     files = dict(source.files)
-    name = url.rstrip("/").rpartition("/")[2]
-    found = members(files)
-    inner = [member for member in found if member.is_numbered and not is_tag(member.name)]
-    is_one = is_named(name.removesuffix(".ckpt")) and not inner and any(map(is_carrier, files))
-    if is_one or (not found and any(is_carrier(path) for path in files)):
+    run_name = url.rstrip("/").rpartition("/")[2]
+    run_members = find_members(files)
+    inner_checkpoints = [member for member in run_members if member.is_numbered and not is_deepspeed_tag(member.name)]
+    is_named_checkpoint = (
+        is_checkpoint_name(run_name.removesuffix(".ckpt"))
+        and not inner_checkpoints
+        and any(map(is_checkpoint_file, files))
+    )
+    if is_named_checkpoint or (not run_members and any(is_checkpoint_file(path) for path in files)):
         is_file = len(files) == 1 and source.store.url.endswith(f"/{next(iter(files))}")
-        return [Member(next(iter(files)), files) if is_file else Member(ITSELF, files, known_as=name)]
-    return found
+        return [RunMember(next(iter(files)), files) if is_file else RunMember(RUN_ITSELF, files, folder_name=run_name)]
+    return run_members
 
 
-def problem_in(saved: Saved) -> str | None:
+def find_problem(checkpoint: SavedCheckpoint) -> str | None:
     """Why it is not complete, by its files or, if they do not show it, by its reader. Raises StoreError."""
-    found = problem_of(saved)
-    if found is not None or not is_shown_by_reading(saved):
-        return found
+    file_problem = find_file_problem(checkpoint)
+    if file_problem is not None or not is_shown_by_reading(checkpoint):
+        return file_problem
     try:
-        _enriched(saved)
+        _read_enriched_manifest(checkpoint)
     except (IncompleteError, MalformedError) as error:
         return str(error)
     except UnsupportedError:
@@ -74,45 +84,45 @@ def problem_in(saved: Saved) -> str | None:
     return None
 
 
-def step_of(saved: Saved) -> int | None:
+def read_step(checkpoint: SavedCheckpoint) -> int | None:
     """The step that the checkpoint itself says; None if it does not, or cannot be read. Raises StoreError."""
     try:
-        return _enriched(saved).step
+        return _read_enriched_manifest(checkpoint).step
     except StoreError:
         raise
     except CkptError:
         return None
 
 
-def read(saved: Saved) -> tuple[Format, Manifest]:
+def read_plain_manifest(checkpoint: SavedCheckpoint) -> tuple[Format, Manifest]:
     """The checkpoint by its reader. Raises CkptError."""
-    found = find_format(saved.source)
-    return found, read_manifest(found, saved.source, ReadOptions())
+    reader = find_format(checkpoint.source)
+    return reader, read_manifest(reader, checkpoint.source, ReadOptions())
 
 
-def _enriched(saved: Saved) -> Manifest:
-    return read_source(saved.source, ReadOptions())[1]
+def _read_enriched_manifest(checkpoint: SavedCheckpoint) -> Manifest:
+    return read_source(checkpoint.source, ReadOptions())[1]
 
 
-def _shown(source: Source, url: str, member: Member) -> RunCheckpoint:
-    saved = member.saved(source)
-    problem = problem_in(saved)
-    stated = trainer_state(saved).get("global_step")
-    step = stated if type(stated) is int else member.step
+def _describe_member(source: Source, url: str, member: RunMember) -> RunCheckpoint:
+    checkpoint = member.to_saved_checkpoint(source)
+    problem = find_problem(checkpoint)
+    stated_step = read_trainer_state(checkpoint).get("global_step")
+    step = stated_step if type(stated_step) is int else member.step
     is_itself = member.is_run or (member.is_file and source.store.url.endswith(f"/{member.name}"))
     return RunCheckpoint(
         name=member.name,
         url=url if is_itself else f"{url.rstrip('/')}/{member.name}",
-        step=step_of(saved) if step is None and problem is None else step,
-        time=_time(source, member),
+        step=read_step(checkpoint) if step is None and problem is None else step,
+        time=_find_newest_time(source, member),
         num_files=len(member.files),
         file_bytes=sum(member.files.values()),
-        format=format_of(saved),
-        world_size=world_size_of(saved) if problem is None else None,
+        format=detect_format_name(checkpoint),
+        world_size=infer_world_size(checkpoint) if problem is None else None,
         problem=problem,
     )
 
 
-def _time(source: Source, member: Member) -> str | None:
+def _find_newest_time(source: Source, member: RunMember) -> str | None:
     times = [when for path in member.files if (when := source.store.modified_time(path)) is not None]
     return datetime.fromtimestamp(max(times), UTC).strftime("%Y-%m-%dT%H:%M:%SZ") if times else None

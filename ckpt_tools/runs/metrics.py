@@ -8,46 +8,48 @@ from collections.abc import Callable, Mapping, Sequence
 from ckpt_tools.errors import FormatError
 from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.all import TRAINERS
-from ckpt_tools.trainers.record import Named
-from ckpt_tools.trainers.run_folders import Member
-from ckpt_tools.trainers.saved import Saved
+from ckpt_tools.trainers.record import BestCheckpoints
+from ckpt_tools.trainers.run_folders import RunMember
+from ckpt_tools.trainers.saved import SavedCheckpoint
 
-_COUNTS = frozenset(("epoch", "step", "global_step", "total_flos", "learning_rate"))
+_COUNTER_NAMES = frozenset(("epoch", "step", "global_step", "total_flos", "learning_rate"))
 
 
-def metrics_of(saved: Saved) -> Mapping[str, float]:
+def read_metrics(checkpoint: SavedCheckpoint) -> Mapping[str, float]:
     """Metrics by name. Of the same name, what the checkpoint itself says wins over the run. Raises StoreError."""
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for trainer in reversed(TRAINERS):
         try:
-            said = () if trainer.metrics is None else trainer.metrics(saved)
-            found |= {name: float(value) for name, value in said if _is_metric(name, value)}
+            recorded_items = () if trainer.read_metrics is None else trainer.read_metrics(checkpoint)
+            metrics |= {name: float(value) for name, value in recorded_items if _is_metric(name, value)}
         except FormatError:
             continue  # a record that cannot be read says nothing
-    return found
+    return metrics
 
 
-def named_best(members: Sequence[Member], run: Source) -> Mapping[str, str]:
+def find_recorded_best(members: Sequence[RunMember], run: Source) -> Mapping[str, str]:
     """Names of the checkpoints that the newest record of a trainer calls the best, each with the reason to keep it.
     ``members`` are in order, the newest first. Raises StoreError."""
-    found: dict[str, str] = {}
+    keep_reasons: dict[str, str] = {}
     for trainer in TRAINERS:
-        if trainer.best is not None:
-            records = (_record(trainer.best, member.saved(run)) for member in members)
-            newest = next((each for each in records if each is not None), None)
-            if newest is not None:
-                best = (member.name for member in members if member.title in newest.titles)
-                found |= dict.fromkeys(best, f"{newest.record} names it as the best")
-    return found
+        if trainer.read_best is not None:
+            records = (_read_best_record(trainer.read_best, member.to_saved_checkpoint(run)) for member in members)
+            newest_record = next((each for each in records if each is not None), None)
+            if newest_record is not None:
+                best_names = (member.name for member in members if member.base_name in newest_record.folder_names)
+                keep_reasons |= dict.fromkeys(best_names, f"{newest_record.record_name} names it as the best")
+    return keep_reasons
 
 
-def _record(best: Callable[[Saved], Named | None], saved: Saved) -> Named | None:
+def _read_best_record(
+    read_best: Callable[[SavedCheckpoint], BestCheckpoints | None], checkpoint: SavedCheckpoint
+) -> BestCheckpoints | None:
     try:
-        return best(saved)
+        return read_best(checkpoint)
     except FormatError:
         return None  # a record that cannot be read says nothing
 
 
 def _is_metric(name: object, value: object) -> bool:
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return isinstance(name, str) and name not in _COUNTS and is_number
+    return isinstance(name, str) and name not in _COUNTER_NAMES and is_number

@@ -10,120 +10,129 @@ from ckpt_tools.core.progress import log_warning
 from ckpt_tools.core.wording import join_newest
 from ckpt_tools.errors import SourceNotFoundError, UsageError
 from ckpt_tools.formats.deepspeed import names as deepspeed
-from ckpt_tools.runs.listing import problem_in, step_of
+from ckpt_tools.runs.listing import find_problem, read_step
 from ckpt_tools.stores.source import Source
-from ckpt_tools.trainers.run_folders import LATEST, Member, is_carrier, members, parent_of, step_in
-from ckpt_tools.trainers.saved import line_of
+from ckpt_tools.trainers.run_folders import (
+    LATEST,
+    RunMember,
+    find_members,
+    get_parent_folder,
+    is_checkpoint_file,
+    parse_step,
+)
+from ckpt_tools.trainers.saved import read_name_line
 
-Opened = Callable[[str | Path], Source]
+OpenSource = Callable[[str | Path], Source]
 
 
-def resolved(url: str | Path, opened: Opened) -> str | Path:
+def resolve_in_run(url: str | Path, open_source: OpenSource) -> str | Path:
     """``url``; or the checkpoint that it means, if it is a run and a name behind ``@``, and nothing is called so.
 
     Raises:
-        SourceNotFoundError: the run holds no such checkpoint. UsageError: the name is empty. CkptError: as ``opened``
-        raises.
+        SourceNotFoundError: the run holds no such checkpoint. UsageError: the name is empty. CkptError: as
+        ``open_source`` raises.
     """
     run, _, name = str(url).rpartition("@")
-    if not _is_folder(run):
+    if not _may_be_folder(run):
         return url
     run = run.rstrip("/") or run
     try:
-        opened(url)
+        open_source(url)
     except SourceNotFoundError as error:
         try:
-            source = opened(run)
+            source = open_source(run)
         except SourceNotFoundError:
             raise error from None
         if not name.strip("/"):
             raise UsageError(f"{url} names no checkpoint behind @; write {run}@{LATEST}, or {run} alone") from None
-        return _chosen(run, name.strip("/"), source)
+        return _choose_checkpoint(run, name.strip("/"), source)
     return url
 
 
-def named_by_file(source: Source) -> str | None:
+def read_latest_name(source: Source) -> str | None:
     """The checkpoint that DeepSpeed's file ``latest`` in the run names."""
     path = next((name for name in (deepspeed.LATEST, deepspeed.LATEST_UNIVERSAL) if name in source.files), None)
-    return None if path is None else line_of(source, path)
+    return None if path is None else read_name_line(source, path)
 
 
-def _is_folder(url: str) -> bool:
+def _may_be_folder(url: str) -> bool:
     """Whether it can be a folder: the user of ``https://user@host`` is not."""
     _, is_url, path = url.partition("://")
     return "/" in path if is_url else bool(url)
 
 
-def _chosen(run: str, name: str, source: Source) -> str:
-    every = members(source.files)
-    finished = {member.name: member for member in every if member.is_finished}
-    found = list(finished)
-    if not found:
+def _choose_checkpoint(run: str, name: str, source: Source) -> str:
+    all_members = find_members(source.files)
+    finished_members = {member.name: member for member in all_members if member.is_finished}
+    finished_names = list(finished_members)
+    if not finished_names:
         raise SourceNotFoundError(f"there is no file or folder {run}@{name}, and {run} holds no folders of checkpoints")
     if name == LATEST:
-        return _latest(run, source, every)
-    step = re.fullmatch(r"step=(\d{1,18})", name)
-    if step is not None:
-        chosen = list(_of_step(int(step[1]), source, finished))
+        return _find_latest(run, source, all_members)
+    step_match = re.fullmatch(r"step=(\d{1,18})", name)
+    if step_match is not None:
+        matching_names = list(_find_by_step(int(step_match[1]), source, finished_members))
     else:
-        chosen = _called(name, finished, source.files)
-    if len(chosen) == 1:
-        problem = problem_in(finished[chosen[0]].saved(source))
+        matching_names = _find_by_name(name, finished_members, source.files)
+    if len(matching_names) == 1:
+        problem = find_problem(finished_members[matching_names[0]].to_saved_checkpoint(source))
         if problem is not None:  # what it lacks may be refused later, or may not be needed
-            log_warning("runs", f"{chosen[0]} is not complete: {problem}")
-        return f"{run}/{chosen[0]}"
-    if chosen:
+            log_warning("runs", f"{matching_names[0]} is not complete: {problem}")
+        return f"{run}/{matching_names[0]}"
+    if matching_names:
         raise SourceNotFoundError(
-            f"{run} has several checkpoints {name!r} ({join_newest(chosen)}); name one of them, such as "
-            f"{run}@{chosen[0]}"
+            f"{run} has several checkpoints {name!r} ({join_newest(matching_names)}); name one of them, such as "
+            f"{run}@{matching_names[0]}"
         )
-    raise SourceNotFoundError(f"{run} has no checkpoint {name!r}; it has {join_newest(found)}")
+    raise SourceNotFoundError(f"{run} has no checkpoint {name!r}; it has {join_newest(finished_names)}")
 
 
-def _latest(run: str, source: Source, every: Sequence[Member]) -> str:
+def _find_latest(run: str, source: Source, run_members: Sequence[RunMember]) -> str:
     """The newest complete one; a line says which newer ones are not. A file ``latest`` in the run decides if the
     checkpoint that it names is complete.
 
     Raises SourceNotFoundError.
     """
-    named = named_by_file(source)
-    passed: dict[str, str] = {}
-    for member in sorted(every, key=lambda member: member.name == named, reverse=True):
-        problem = problem_in(member.saved(source))
+    latest_name = read_latest_name(source)
+    skipped_problems: dict[str, str] = {}
+    for member in sorted(run_members, key=lambda member: member.name == latest_name, reverse=True):
+        problem = find_problem(member.to_saved_checkpoint(source))
         if problem is None:
-            _tell_of(passed, member)
-            return run if member.name == named else f"{run}/{member.name}"
-        passed[member.name] = problem
-    name, problem = next(iter(passed.items()))
+            _warn_of_skipped(skipped_problems, member)
+            return run if member.name == latest_name else f"{run}/{member.name}"
+        skipped_problems[member.name] = problem
+    name, problem = next(iter(skipped_problems.items()))
     raise SourceNotFoundError(f"{run} has no complete checkpoint; the newest is {name}: {problem}")
 
 
-def _tell_of(passed: Mapping[str, str], taken: Member) -> None:
-    if passed:
-        name, problem = next(iter(passed.items()))
-        more = f" ({len(passed) - 1:,} more are not complete either)" if len(passed) > 1 else ""
-        log_warning("runs", f"latest is {taken.name}: the newer {name} is not complete: {problem}{more}")
+def _warn_of_skipped(skipped_problems: Mapping[str, str], chosen_member: RunMember) -> None:
+    if skipped_problems:
+        name, problem = next(iter(skipped_problems.items()))
+        more = f" ({len(skipped_problems) - 1:,} more are not complete either)" if len(skipped_problems) > 1 else ""
+        log_warning("runs", f"latest is {chosen_member.name}: the newer {name} is not complete: {problem}{more}")
 
 
-def _called(name: str, found: Mapping[str, Member], files: Iterable[str]) -> list[str]:
+def _find_by_name(name: str, members_by_name: Mapping[str, RunMember], files: Iterable[str]) -> list[str]:
     """Checkpoints of that name; of a file, the name without its ending is enough."""
-    chosen = _holding(found, lambda folder: f"/{folder}".endswith(f"/{name}"), files)
-    stems = (each.name for each in found.values() if each.is_file)
-    return chosen or [each for each in stems if f"/{each.rpartition('.')[0]}".endswith(f"/{name}")]
+    matching_names = _filter_by_folder(members_by_name, lambda folder: f"/{folder}".endswith(f"/{name}"), files)
+    stems = (each.name for each in members_by_name.values() if each.is_file)
+    return matching_names or [each for each in stems if f"/{each.rpartition('.')[0]}".endswith(f"/{name}")]
 
 
-def _of_step(step: int, source: Source, found: Mapping[str, Member]) -> Iterator[str]:
+def _find_by_step(step: int, source: Source, members_by_name: Mapping[str, RunMember]) -> Iterator[str]:
     """Checkpoints whose names say that step; if none does, those whose content says it."""
-    named = _holding(found, lambda folder: step_in(folder) == step, source.files)
-    others = (each.name for each in found.values() if step_of(each.saved(source)) == step)
-    yield from named or others
+    names_with_step = _filter_by_folder(members_by_name, lambda folder: parse_step(folder) == step, source.files)
+    names_by_content = (
+        each.name for each in members_by_name.values() if read_step(each.to_saved_checkpoint(source)) == step
+    )
+    yield from names_with_step or names_by_content
 
 
-def _holding(found: Iterable[str], is_meant: Callable[[str], bool], files: Iterable[str]) -> list[str]:
-    """Those of ``found`` that are meant, by their own name or by that of a folder of their files."""
-    inner = {parent_of(path) for path in files if is_carrier(path)}
+def _filter_by_folder(member_names: Iterable[str], is_wanted: Callable[[str], bool], files: Iterable[str]) -> list[str]:
+    """Those of ``member_names`` that are meant, by their own name or by that of a folder of their files."""
+    inner_folders = {get_parent_folder(path) for path in files if is_checkpoint_file(path)}
     return [
         folder
-        for folder in found
-        if is_meant(folder) or any(is_meant(each) for each in inner if each.startswith(f"{folder}/"))
+        for folder in member_names
+        if is_wanted(folder) or any(is_wanted(each) for each in inner_folders if each.startswith(f"{folder}/"))
     ]

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.options import ConvertOptions, ReadOptions
 from ckpt_tools.errors import SourceNotFoundError, StoreError, UnsupportedError
-from ckpt_tools.reading.checkpoint import known_by, read_source
+from ckpt_tools.reading.checkpoint import get_error_path, read_source
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import StorageOptions, is_remote, local_path, open_source
-from ckpt_tools.trainers.accelerate import OPTIMIZER, with_file, with_optimizer
-from ckpt_tools.trainers.saved import ITSELF
+from ckpt_tools.trainers.accelerate import OPTIMIZER, join_file, join_optimizer
+from ckpt_tools.trainers.saved import RUN_ITSELF
 
 if TYPE_CHECKING:
-    from ckpt_tools.recipes.like import Like
+    from ckpt_tools.recipes.like import ReferenceMatcher
 
 
 def read_checkpoint(
@@ -35,51 +35,51 @@ def read_checkpoint(
         CkptError: as ``open_source``, ``find_format`` and the reader say. UnsupportedError: ``url`` is one file of a
         checkpoint, or it holds no tensor and may not be empty.
     """
-    url = named(url, storage_options)
+    url = resolve_checkpoint_url(url, storage_options)
 
-    def look(each: str | Path) -> Source:
+    def open_url(each: str | Path) -> Source:
         return open_source(each, storage_options)
 
-    def exists(each: str) -> bool:
+    def url_exists(each: str) -> bool:
         try:
-            return bool(look(each).files)
+            return bool(open_url(each).files)
         except (SourceNotFoundError, StoreError):
             return False
 
-    source, place = look(url), str(url) if is_remote(url) else str(local_path(url).absolute())
+    source, absolute_url = open_url(url), str(url) if is_remote(url) else str(local_path(url).absolute())
     notes = None
     if len(source.files) == 1:
-        from ckpt_tools.reading.one_file import folder_of_one_file, refuse_one_file
+        from ckpt_tools.reading.one_file import find_folder_of_file, refuse_one_file
 
-        folder = folder_of_one_file(place, source, exists)
+        folder = find_folder_of_file(absolute_url, source, url_exists)
         notes = None if folder is None else refuse_one_file(folder, source, format_name)
     if options.optimizer_file is not None:
-        source, notes = with_file(source, look(options.optimizer_file), OPTIMIZER), notes or ()
+        source, notes = join_file(source, open_url(options.optimizer_file), OPTIMIZER), notes or ()
     elif notes is None:
-        source, notes = with_optimizer(place, source, look)
+        source, notes = join_optimizer(absolute_url, source, open_url)
     source, manifest = read_source(source, options, format_name=format_name)
     if not manifest.tensors and not may_be_empty:
-        raise UnsupportedError("it holds no tensors", path=known_by(source))
-    name = place.rstrip("/").rpartition("/")[2]
-    if step_by_name and manifest.step is None and any(map(str.isdigit, name)):
-        from ckpt_tools.trainers.run_folders import Member
+        raise UnsupportedError("it holds no tensors", path=get_error_path(source))
+    base_name = absolute_url.rstrip("/").rpartition("/")[2]
+    if step_by_name and manifest.step is None and any(map(str.isdigit, base_name)):
+        from ckpt_tools.trainers.run_folders import RunMember
 
         files = {path: source.files[path] for path in manifest.stored_files & source.files.keys()}
-        manifest = replace(manifest, step=Member(ITSELF, files, known_as=name).step)
+        manifest = replace(manifest, step=RunMember(RUN_ITSELF, files, folder_name=base_name).step)
     return source, replace(manifest, notes=(*manifest.notes, *notes)) if notes else manifest
 
 
-def likeness(options: ConvertOptions) -> Like | None:
+def open_reference_matcher(options: ConvertOptions) -> ReferenceMatcher | None:
     """The steps that make a manifest like the reference of ``options``; None if there is none. Raises CkptError if the
     reference cannot be read."""
     if options.like is None:
         return None
-    from ckpt_tools.reading.reference import like_reference
+    from ckpt_tools.reading.reference import make_reference_matcher
 
-    return like_reference(options.like, options)
+    return make_reference_matcher(options.like, options)
 
 
-def named(url: str | Path, storage_options: StorageOptions = None) -> str | Path:
+def resolve_checkpoint_url(url: str | Path, storage_options: StorageOptions = None) -> str | Path:
     """``url``; or the checkpoint of a run that it means, ``RUN@latest``.
 
     Raises:
@@ -87,6 +87,6 @@ def named(url: str | Path, storage_options: StorageOptions = None) -> str | Path
     """
     if "@" not in str(url):
         return url
-    from ckpt_tools.runs.naming import resolved
+    from ckpt_tools.runs.naming import resolve_in_run
 
-    return resolved(url, lambda each: open_source(each, storage_options))
+    return resolve_in_run(url, lambda each: open_source(each, storage_options))

@@ -26,20 +26,20 @@ from ckpt_tools.errors import (
     StoreError,
     UsageError,
 )
-from ckpt_tools.runs.comparing import compared
-from ckpt_tools.runs.files import in_order_of_removal, strangers
-from ckpt_tools.runs.listing import found_in, listing, read
-from ckpt_tools.runs.metrics import metrics_of, named_best
-from ckpt_tools.runs.naming import named_by_file
+from ckpt_tools.runs.comparing import check_kept_steps
+from ckpt_tools.runs.files import batch_for_removal, find_unknown_files
+from ckpt_tools.runs.listing import find_run_members, list_checkpoints, read_plain_manifest
+from ckpt_tools.runs.metrics import find_recorded_best, read_metrics
+from ckpt_tools.runs.naming import read_latest_name
 from ckpt_tools.runs.report import RunCheckpoint
-from ckpt_tools.runs.rules import Best, Facts, PruneRules, reasons, relied
+from ckpt_tools.runs.rules import BestMetric, PruneCandidate, PruneRules, choose_compared_steps, find_keep_reasons
 from ckpt_tools.stores.claims import claim
 from ckpt_tools.stores.destination import OutputLocation
 from ckpt_tools.stores.output_form import FolderForm
 from ckpt_tools.stores.present import DestinationContents, format_names
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import StorageOptions, is_remote, local_path, open_output_location, open_run_source
-from ckpt_tools.trainers.run_folders import Member, parent_of
+from ckpt_tools.trainers.run_folders import RunMember, get_parent_folder
 
 RECENT_SECONDS = 3600
 """A save of the largest models takes minutes. One that wrote nothing for an hour is over."""
@@ -47,7 +47,7 @@ RECENT_SECONDS = 3600
 LOCK_NAME = ".lock"
 """What a run of ours locks in its folder while it lives."""
 
-CHECKPOINTS = "checkpoints"
+CHECKPOINTS_FOLDER = "checkpoints"
 """Where a run of ours keeps its checkpoints, in the folder or store that it locks."""
 
 
@@ -99,115 +99,138 @@ def prune_run(url: str | Path, rules: PruneRules, *, yes: bool, storage_options:
         SourceNotFoundError: there are no checkpoints. UsageError: it is one checkpoint, or holds several runs.
         DestinationExistsError: a run of ours is writing there. FormatError: the newest complete one cannot be opened.
     """
-    with _alone(url, storage_options) if yes else nullcontext():
-        run = _Run.open(url, storage_options)
-        judged = run.judged(rules)
+    with _lock_run(url, storage_options) if yes else nullcontext():
+        run = _ListedRun.open(url, storage_options)
+        decisions = run.decide_members(rules)
         if yes:
-            run.remove([member for member, pruned in judged if not pruned.stays])
-        return PruneReport(str(url), tuple(pruned for _, pruned in judged), is_removed=yes)
+            run.remove_members([member for member, pruned in decisions if not pruned.stays])
+        return PruneReport(str(url), tuple(pruned for _, pruned in decisions), is_removed=yes)
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _ListedRun:
     """A run as it was listed: what a reader sees of it, and all that is there."""
 
     url: str
-    place: OutputLocation
+    destination: OutputLocation
     source: Source
-    present: DestinationContents
-    members: Sequence[Member]
-    shown: Mapping[str, RunCheckpoint]
+    directory_contents: DestinationContents
+    members: Sequence[RunMember]
+    checkpoint_by_name: Mapping[str, RunCheckpoint]
     storage_options: StorageOptions
 
     @classmethod
-    def open(cls, url: str | Path, storage_options: StorageOptions) -> _Run:
+    def open(cls, url: str | Path, storage_options: StorageOptions) -> _ListedRun:
         source = open_run_source(url, storage_options)
-        shown = listing(source, url=str(url)).checkpoints
-        members = found_in(source, str(url))
-        _check_run(str(url), members)
-        place = open_output_location(url, storage_options).with_form(FolderForm())
-        present = place.list_contents()
-        if present is None:
+        checkpoints = list_checkpoints(source, url=str(url)).checkpoints
+        members = find_run_members(source, str(url))
+        _check_is_one_run(str(url), members)
+        destination = open_output_location(url, storage_options).with_form(FolderForm())
+        directory_contents = destination.list_contents()
+        if directory_contents is None:
             raise SourceNotFoundError(f"there is no folder {url}")
-        return cls(str(url), place, source, present, members, {each.name: each for each in shown}, storage_options)
-
-    def judged(self, rules: PruneRules) -> list[tuple[Member, Pruned]]:
-        if not any(each.is_complete for each in self.shown.values()):
-            raise SourceNotFoundError(f"{self.url} has no complete checkpoint; nothing is removed from such a run")
-        best = None if rules.keep_best is None else self._best(rules.keep_best)
-        named = named_best(self.members, self.source)
-        facts = [self._facts(member, named) for member in self.members]
-        stays = reasons(facts, rules, best)
-        complete = [each for each in self.members if each.is_numbered and self.shown[each.name].is_complete]
-        kept = compared(complete, self.source, relied(facts, stays, rules))
-        return [(member, self._pruned(member, stays[member.name] or kept.get(member.name))) for member in self.members]
-
-    def _pruned(self, member: Member, reason: str | None) -> Pruned:
-        shown = self.shown[member.name]
-        goes = "older than those that stay" if shown.problem is None else f"not complete: {shown.problem}"
-        return Pruned(member.name, reason is not None, reason or goes, shown.num_files, shown.file_bytes)
-
-    def _best(self, best: Best) -> str:
-        complete = (member for member in self.members if self.shown[member.name].is_complete)
-        return best.choose({member.name: metrics_of(member.saved(self.source)) for member in complete})
-
-    def _facts(self, member: Member, named: Mapping[str, str]) -> Facts:
-        shown = self.shown[member.name]
-        return Facts(
-            shown,
-            number=member.number if member.is_numbered else "",
-            held=self._named(member) or named.get(member.name) or self._strangers(member),
-            is_recent=_is_recent(shown),
+        return cls(
+            str(url),
+            destination,
+            source,
+            directory_contents,
+            members,
+            {each.name: each for each in checkpoints},
+            storage_options,
         )
 
-    def _named(self, member: Member) -> str | None:
+    def decide_members(self, rules: PruneRules) -> list[tuple[RunMember, Pruned]]:
+        if not any(each.is_complete for each in self.checkpoint_by_name.values()):
+            raise SourceNotFoundError(f"{self.url} has no complete checkpoint; nothing is removed from such a run")
+        best_name = None if rules.keep_best is None else self._find_best(rules.keep_best)
+        recorded_best = find_recorded_best(self.members, self.source)
+        candidates = [self._make_candidate(member, recorded_best) for member in self.members]
+        keep_reasons = find_keep_reasons(candidates, rules, best_name)
+        complete_members = [
+            each for each in self.members if each.is_numbered and self.checkpoint_by_name[each.name].is_complete
+        ]
+        optimizer_reasons = check_kept_steps(
+            complete_members, self.source, choose_compared_steps(candidates, keep_reasons, rules)
+        )
+        return [
+            (member, self._make_result(member, keep_reasons[member.name] or optimizer_reasons.get(member.name)))
+            for member in self.members
+        ]
+
+    def _make_result(self, member: RunMember, reason: str | None) -> Pruned:
+        checkpoint = self.checkpoint_by_name[member.name]
+        removal_reason = (
+            "older than those that stay" if checkpoint.problem is None else f"not complete: {checkpoint.problem}"
+        )
+        return Pruned(
+            member.name, reason is not None, reason or removal_reason, checkpoint.num_files, checkpoint.file_bytes
+        )
+
+    def _find_best(self, metric: BestMetric) -> str:
+        complete = (member for member in self.members if self.checkpoint_by_name[member.name].is_complete)
+        return metric.choose_best(
+            {member.name: read_metrics(member.to_saved_checkpoint(self.source)) for member in complete}
+        )
+
+    def _make_candidate(self, member: RunMember, recorded_best: Mapping[str, str]) -> PruneCandidate:
+        checkpoint = self.checkpoint_by_name[member.name]
+        return PruneCandidate(
+            checkpoint,
+            step_key=member.step_key if member.is_numbered else "",
+            protection_reason=self._describe_pointer(member)
+            or recorded_best.get(member.name)
+            or self._describe_unknown_files(member),
+            is_recent=_is_recent(checkpoint),
+        )
+
+    def _describe_pointer(self, member: RunMember) -> str | None:
         """A link, or the file ``latest``, leads there."""
-        if named_by_file(self.source) == member.name:
+        if read_latest_name(self.source) == member.name:
             return "the file latest names it"
         if is_remote(self.url):
             return None
         root = local_path(self.url)
         target = os.path.realpath(root / member.name)
-        links = (name for name in self.present.others if (root / name).is_symlink())
-        found = next((name for name in links if f"{os.path.realpath(root / name)}/".startswith(f"{target}/")), None)
-        return None if found is None else f"the link {found} leads to it"
+        links = (name for name in self.directory_contents.others if (root / name).is_symlink())
+        link_name = next((name for name in links if f"{os.path.realpath(root / name)}/".startswith(f"{target}/")), None)
+        return None if link_name is None else f"the link {link_name} leads to it"
 
-    def _strangers(self, member: Member) -> str | None:
+    def _describe_unknown_files(self, member: RunMember) -> str | None:
         if member.is_file:
-            return None if member.name in self.present.files else "it is a link"
-        start = f"{member.name}/"
-        inside = {path[len(start) :] for path in self.present.files if path.startswith(start)}
-        others = strangers(inside)
-        if others:
-            others -= self._own_files(member)
-        others |= {path[len(start) :] for path in self.present.others if path.startswith(start)}
-        others |= {path[len(start) :] for path in member.files if path not in self.present.files}
-        return f"it holds what no trainer writes: {format_names(sorted(others))}" if others else None
+            return None if member.name in self.directory_contents.files else "it is a link"
+        prefix = f"{member.name}/"
+        inner_paths = {path[len(prefix) :] for path in self.directory_contents.files if path.startswith(prefix)}
+        unknown_paths = find_unknown_files(inner_paths)
+        if unknown_paths:
+            unknown_paths -= self._read_own_files(member)
+        unknown_paths |= {path[len(prefix) :] for path in self.directory_contents.others if path.startswith(prefix)}
+        unknown_paths |= {path[len(prefix) :] for path in member.files if path not in self.directory_contents.files}
+        return f"it holds what no trainer writes: {format_names(sorted(unknown_paths))}" if unknown_paths else None
 
-    def _own_files(self, member: Member) -> frozenset[str]:
-        saved = member.saved(self.source)
+    def _read_own_files(self, member: RunMember) -> frozenset[str]:
+        checkpoint = member.to_saved_checkpoint(self.source)
         try:
-            found, manifest = read(saved)
-            return found.own_files(saved.source, manifest) | (manifest.files & saved.files.keys())
+            reader, manifest = read_plain_manifest(checkpoint)
+            return reader.own_files(checkpoint.source, manifest) | (manifest.files & checkpoint.files.keys())
         except StoreError:
             raise
         except CkptError:
             return frozenset()
 
-    def remove(self, going: Sequence[Member]) -> None:
+    def remove_members(self, members: Sequence[RunMember]) -> None:
         """Removes the oldest first. Raises DestinationExistsError if a conversion is writing to one of them."""
-        if not going:
+        if not members:
             return
-        for member in reversed(going):
+        for member in reversed(members):
             open_output_location(f"{self.url.rstrip('/')}/{member.name}", self.storage_options).list_leftovers()
-        for member in reversed(going):
-            self.place.remove_files(in_order_of_removal(member.files))
+        for member in reversed(members):
+            self.destination.remove_files(batch_for_removal(member.files))
 
 
-def _check_run(url: str, members: Sequence[Member]) -> None:
+def _check_is_one_run(url: str, members: Sequence[RunMember]) -> None:
     if any(member.is_run or (member.is_file and url.endswith(f"/{member.name}")) for member in members):
         raise UsageError(f"{url} is itself one checkpoint; name the folder of the run that holds it")
-    parents = sorted({parent_of(member.name) for member in members if member.is_numbered})
+    parents = sorted({get_parent_folder(member.name) for member in members if member.is_numbered})
     if len(parents) > 1:
         raise UsageError(
             f"{url} holds checkpoints of several runs ({format_names([each or url for each in parents])}); name one "
@@ -217,30 +240,30 @@ def _check_run(url: str, members: Sequence[Member]) -> None:
         raise UsageError(f"no checkpoint in {url} has a step in its name, so none of them is known to be old")
 
 
-def _is_recent(shown: RunCheckpoint) -> bool:
+def _is_recent(checkpoint: RunCheckpoint) -> bool:
     """True if the store cannot tell."""
-    if shown.time is None:
+    if checkpoint.time is None:
         return True
-    return time.time() - datetime.fromisoformat(shown.time).timestamp() < RECENT_SECONDS
+    return time.time() - datetime.fromisoformat(checkpoint.time).timestamp() < RECENT_SECONDS
 
 
 @contextmanager
-def _alone(url: str | Path, storage_options: StorageOptions) -> Iterator[None]:
+def _lock_run(url: str | Path, storage_options: StorageOptions) -> Iterator[None]:
     """While inside, no run of ours writes to the run. Raises DestinationExistsError if one does."""
-    base = str(url).rstrip("/")
-    folder, _, name = base.rpartition("/")
-    homes = [base, folder] if name == CHECKPOINTS else [base]
-    with ExitStack() as held:
-        for home in homes:
+    run_url = str(url).rstrip("/")
+    folder, _, name = run_url.rpartition("/")
+    locked_urls = [run_url, folder] if name == CHECKPOINTS_FOLDER else [run_url]
+    with ExitStack() as locks:
+        for home in locked_urls:
             if is_remote(url):
-                held.enter_context(claim(home, storage_options=storage_options))
+                locks.enter_context(claim(home, storage_options=storage_options))
             else:
-                held.enter_context(_locked(local_path(home)))
+                locks.enter_context(_lock_folder(local_path(home)))
         yield
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def _lock_folder(folder: Path) -> Iterator[None]:
     """A lock that is there is taken; none is made."""
     path = folder / LOCK_NAME
     if path.is_symlink() or not path.is_file():

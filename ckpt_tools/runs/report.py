@@ -63,5 +63,5 @@ class RunListing(DisplayableResult):
         return next((each for each in self.checkpoints if each.is_complete), None)
 
     def to_json(self) -> dict[str, Any]:
-        found = dataclass_to_json(self)
-        return {**found, "latest": None if self.latest is None else self.latest.name}
+        json_object = dataclass_to_json(self)
+        return {**json_object, "latest": None if self.latest is None else self.latest.name}

@@ -11,52 +11,61 @@ from ckpt_tools.core.wording import find_nearest, join_names
 from ckpt_tools.errors import UsageError
 from ckpt_tools.runs.report import RunCheckpoint
 
-_SMALLER = frozenset(["loss", "error", "perplexity", "ppl", "wer", "cer", "mse", "mae", "rmse", "nll"])
-_LARGER = frozenset(["accuracy", "acc", "f1", "bleu", "rouge", "score", "auc", "reward", "precision", "recall"])
+_LOWER_IS_BETTER = frozenset(["loss", "error", "perplexity", "ppl", "wer", "cer", "mse", "mae", "rmse", "nll"])
+_HIGHER_IS_BETTER = frozenset(
+    ["accuracy", "acc", "f1", "bleu", "rouge", "score", "auc", "reward", "precision", "recall"]
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Best:
+class BestMetric:
     """A metric and its better end."""
 
     metric: str
     is_min: bool
 
     @classmethod
-    def parse(cls, text: str) -> Best:
+    def parse(cls, text: str) -> BestMetric:
         """Parse ``METRIC``, ``METRIC:min`` or ``METRIC:max``. Raises UsageError."""
-        metric, _, end = text.rpartition(":") if text.endswith((":min", ":max")) else (text, "", "")
+        metric, _, direction = text.rpartition(":") if text.endswith((":min", ":max")) else (text, "", "")
         if not metric:
             raise UsageError(f"{format_option('keep_best', text)} names no metric")
-        if end:
-            return cls(metric, end == "min")
+        if direction:
+            return cls(metric, direction == "min")
         words = set(re.split(r"[^a-z0-9]+", metric.lower()))
-        if bool(words & _SMALLER) == bool(words & _LARGER):
+        if bool(words & _LOWER_IS_BETTER) == bool(words & _HIGHER_IS_BETTER):
             raise UsageError(
                 f"{format_option('keep_best', text)} does not say whether less or more is better; write {metric}:min "
                 f"or "
                 f"{metric}:max"
             )
-        return cls(metric, bool(words & _SMALLER))
+        return cls(metric, bool(words & _LOWER_IS_BETTER))
 
-    def choose(self, metrics: Mapping[str, Mapping[str, float]]) -> str:
+    def choose_best(self, metrics: Mapping[str, Mapping[str, float]]) -> str:
         """The best of the checkpoints whose metrics are given by their names. Raises UsageError."""
         values = {name: found[self.metric] for name, found in metrics.items() if self.metric in found}
         if not values:
-            known = sorted({metric for found in metrics.values() for metric in found})
-            near = sorted(find_nearest(self.metric, known)) if len(known) > 20 else known
-            there = f"its checkpoints have {join_names(near, 20)}" if known else "its checkpoints have no metrics"
-            raise UsageError(f"no checkpoint of the run has the metric {self.metric!r}; {there}")
+            known_metrics = sorted({metric for found in metrics.values() for metric in found})
+            shown_metrics = (
+                sorted(find_nearest(self.metric, known_metrics)) if len(known_metrics) > 20 else known_metrics
+            )
+            advice = (
+                f"its checkpoints have {join_names(shown_metrics, 20)}"
+                if known_metrics
+                else "its checkpoints have no metrics"
+            )
+            raise UsageError(f"no checkpoint of the run has the metric {self.metric!r}; {advice}")
         return (min if self.is_min else max)(values, key=lambda name: values[name])
 
 
 @dataclass(frozen=True, slots=True)
 class PruneRules:
-    """Options of ``prune`` that say what to keep. ``best`` is the name of the best checkpoint, if there is a metric."""
+    """Options of ``prune`` that say what to keep. ``best_name`` is the name of the best checkpoint, if there is a
+    metric."""
 
     keep_last: int
     keep_every: int | None = None
-    keep_best: Best | None = None
+    keep_best: BestMetric | None = None
     incomplete: bool = False
     allow_less: bool = False
 
@@ -68,76 +77,97 @@ class PruneRules:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class PruneCandidate:
     """What ``ls`` says of a checkpoint, and what only matters here."""
 
-    shown: RunCheckpoint
-    number: str
+    checkpoint: RunCheckpoint
+    step_key: str
     """The numbers in its name, empty if it has none; files of one step share them."""
-    held: str | None = None
+    protection_reason: str | None = None
     """Why it stays whatever the rules say: a link or a file names it, or files in it are not a trainer's."""
     is_recent: bool = False
     """Written to within the last hour, so that it may be a save under way."""
 
 
 @dataclass(frozen=True, slots=True)
-class Relied:
-    """Checkpoints that pruning relies on: ``kept`` are the newest complete ones. None of them may hold less than the
-    ``elders``, which are the newest one that would go, and the one with the largest files."""
+class ComparedSteps:
+    """Checkpoints that pruning relies on: ``kept_name_by_step`` are the newest complete ones. None of them may hold
+    less than the ``older_steps``, which are the newest one that would go, and the one with the largest files."""
 
-    kept: Sequence[str]
-    elders: Sequence[str]
-
-
-def relied(facts: Sequence[Facts], stays: Mapping[str, str | None], rules: PruneRules) -> Relied:
-    """The checkpoints to open and compare before those go for which ``stays`` has no reason: none if nothing goes, and
-    the newest alone if no complete one goes, or if the user allows less."""
-    if all(stays.values()):
-        return Relied((), ())
-    going = [each for each in facts if stays[each.shown.name] is None and each.shown.is_complete]
-    if not going or rules.allow_less:
-        return Relied(_last(facts, 1), ())
-    largest = max(going, key=lambda each: each.shown.file_bytes)
-    return Relied(_last(facts, rules.keep_last), list(dict.fromkeys((going[0].number, largest.number))))
+    kept_steps: Sequence[str]
+    older_steps: Sequence[str]
 
 
-def reasons(facts: Sequence[Facts], rules: PruneRules, best: str | None) -> dict[str, str | None]:
-    """Why each checkpoint stays, by name; None for those that go. ``facts`` are in order, the newest first."""
-    last = _last(facts, rules.keep_last)
-    stays = {each.shown.name: _reason(each, last, rules, best) for each in facts}
-    kept = {each.number: each.shown.name for each in facts if each.number and stays[each.shown.name]}
-    for each in facts:
-        if stays[each.shown.name] is None and each.number in kept and each.shown.is_complete:
-            stays[each.shown.name] = f"of the same step as {kept[each.number]}, which stays"
-    return stays
+def choose_compared_steps(
+    candidates: Sequence[PruneCandidate], keep_reasons: Mapping[str, str | None], rules: PruneRules
+) -> ComparedSteps:
+    """The checkpoints to open and compare before those go for which ``keep_reasons`` has no reason: none if nothing
+    goes, and the newest alone if no complete one goes, or if the user allows less."""
+    if all(keep_reasons.values()):
+        return ComparedSteps((), ())
+    removed_candidates = [
+        each for each in candidates if keep_reasons[each.checkpoint.name] is None and each.checkpoint.is_complete
+    ]
+    if not removed_candidates or rules.allow_less:
+        return ComparedSteps(_list_newest_steps(candidates, 1), ())
+    largest = max(removed_candidates, key=lambda each: each.checkpoint.file_bytes)
+    return ComparedSteps(
+        _list_newest_steps(candidates, rules.keep_last),
+        list(dict.fromkeys((removed_candidates[0].step_key, largest.step_key))),
+    )
 
 
-def _last(facts: Sequence[Facts], keep_last: int) -> list[str]:
-    numbers = dict.fromkeys(each.number for each in facts if each.shown.is_complete and each.number)
-    return list(numbers)[:keep_last]
+def find_keep_reasons(
+    candidates: Sequence[PruneCandidate], rules: PruneRules, best_name: str | None
+) -> dict[str, str | None]:
+    """Why each checkpoint stays, by name; None for those that go. ``candidates`` are in order, the newest first."""
+    newest_steps = _list_newest_steps(candidates, rules.keep_last)
+    keep_reasons = {
+        each.checkpoint.name: _find_keep_reason(each, newest_steps, rules, best_name) for each in candidates
+    }
+    kept_name_by_step = {
+        each.step_key: each.checkpoint.name
+        for each in candidates
+        if each.step_key and keep_reasons[each.checkpoint.name]
+    }
+    for each in candidates:
+        if (
+            keep_reasons[each.checkpoint.name] is None
+            and each.step_key in kept_name_by_step
+            and each.checkpoint.is_complete
+        ):
+            keep_reasons[each.checkpoint.name] = f"of the same step as {kept_name_by_step[each.step_key]}, which stays"
+    return keep_reasons
 
 
-def _reason(each: Facts, last: Sequence[str], rules: PruneRules, best: str | None) -> str | None:
-    shown = each.shown
-    if not shown.is_complete:
-        return _reason_of_incomplete(each, rules)
-    if not each.number:
+def _list_newest_steps(candidates: Sequence[PruneCandidate], keep_last: int) -> list[str]:
+    step_keys = dict.fromkeys(each.step_key for each in candidates if each.checkpoint.is_complete and each.step_key)
+    return list(step_keys)[:keep_last]
+
+
+def _find_keep_reason(
+    candidate: PruneCandidate, newest_steps: Sequence[str], rules: PruneRules, best_name: str | None
+) -> str | None:
+    checkpoint = candidate.checkpoint
+    if not checkpoint.is_complete:
+        return _find_keep_reason_of_incomplete(candidate, rules)
+    if not candidate.step_key:
         return "its name has no step"
-    if each.number in last:
-        number = last.index(each.number)
-        return "the newest complete one" if number == 0 else f"one of the newest {rules.keep_last}"
-    if shown.name == best and rules.keep_best is not None:
+    if candidate.step_key in newest_steps:
+        rank_by_age = newest_steps.index(candidate.step_key)
+        return "the newest complete one" if rank_by_age == 0 else f"one of the newest {rules.keep_last}"
+    if checkpoint.name == best_name and rules.keep_best is not None:
         return f"the best by {rules.keep_best.metric}"
-    if rules.keep_every is not None and shown.step is None:
+    if rules.keep_every is not None and checkpoint.step is None:
         return "its step is not known"
-    if rules.keep_every is not None and shown.step is not None and shown.step % rules.keep_every == 0:
+    if rules.keep_every is not None and checkpoint.step is not None and checkpoint.step % rules.keep_every == 0:
         return f"its step is a multiple of {rules.keep_every:,}"
-    return each.held
+    return candidate.protection_reason
 
 
-def _reason_of_incomplete(each: Facts, rules: PruneRules) -> str | None:
+def _find_keep_reason_of_incomplete(candidate: PruneCandidate, rules: PruneRules) -> str | None:
     if not rules.incomplete:
-        return f"not complete ({each.shown.problem}); {format_option('incomplete', True)} removes it"
-    if each.is_recent:
+        return f"not complete ({candidate.checkpoint.problem}); {format_option('incomplete', True)} removes it"
+    if candidate.is_recent:
         return "not complete, and written to within the last hour: the save may be under way"
-    return each.held
+    return candidate.protection_reason

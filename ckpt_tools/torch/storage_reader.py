@@ -23,7 +23,7 @@ from ckpt_tools.core.options import ConvertOptions, ReadKeywords
 from ckpt_tools.core.values import GlobalRef, Opaque
 from ckpt_tools.errors import UnsafeError
 from ckpt_tools.formats.state_dict.build import Entries, chosen_tree, entries_of
-from ckpt_tools.reading.checkpoint import check_reading
+from ckpt_tools.reading.checkpoint import check_reading_options
 from ckpt_tools.runs.opening import read_checkpoint
 from ckpt_tools.stores.urls import check_storage_options
 from ckpt_tools.torch.fill import SCRATCH_BYTES, TensorFill, fill_targets, read_tensor, to_torch_dtype
@@ -79,7 +79,7 @@ def storage_reader(
     source, manifest = read_checkpoint(
         url, read_options, format_name=convert_options.from_, storage_options=storage_options
     )
-    check_reading(manifest, read_options)
+    check_reading_options(manifest, read_options)
     if not manifest.keeps_masters:
         manifest, _ = transforms.keep_one_copy(manifest, weight_copy=convert_options.choose_weight_copy(manifest))
     manifest, _ = transforms.strip_wrappers(manifest)

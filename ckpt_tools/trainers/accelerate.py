@@ -19,8 +19,8 @@ from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.wording import format_ranks, join_names, natural_sort_key
 from ckpt_tools.errors import SourceNotFoundError, UnsupportedError, UsageError
 from ckpt_tools.stores.source import Source
-from ckpt_tools.trainers.record import Returned, Trainer
-from ckpt_tools.trainers.saved import Saved
+from ckpt_tools.trainers.record import ResumeRules, Trainer
+from ckpt_tools.trainers.saved import SavedCheckpoint
 
 MAX_CHOICES = 4
 """Paths that a message spells out."""
@@ -29,39 +29,39 @@ SCHEDULER = "scheduler.bin"
 OPTIMIZER = "optimizer.bin"
 
 _MODEL = "pytorch_model_fsdp_"
-_FOLDER = re.compile(rf"{_MODEL}(\d{{1,9}})")
-_TAGGED = re.compile(r"(pytorch_model(?:_[1-9]\d{0,8})?)/[^/]*_states\.pt")
-_FILE = re.compile(r"(model|pytorch_model|pytorch_model_fsdp)(?:_([1-9]\d{0,8}))?\.(safetensors|bin)")
+_MODEL_FOLDER = re.compile(rf"{_MODEL}(\d{{1,9}})")
+_TAGGED_STATES = re.compile(r"(pytorch_model(?:_[1-9]\d{0,8})?)/[^/]*_states\.pt")
+_MODEL_FILE = re.compile(r"(model|pytorch_model|pytorch_model_fsdp)(?:_([1-9]\d{0,8}))?\.(safetensors|bin)")
 _SEVERAL_SCHEDULERS = re.compile(r"(?:scheduler|optimizer)_[1-9]\d{0,8}\.bin")
 
-_STATES = re.compile(r"random_states_(\d{1,9})\.pkl")
-_SIGN = re.compile(rf"(?:optimizer|scheduler|sampler)(?:_\d+)?\.bin|{_STATES.pattern}")
+_RANDOM_STATES = re.compile(r"random_states_(\d{1,9})\.pkl")
+_ACCELERATE_FILE = re.compile(rf"(?:optimizer|scheduler|sampler)(?:_\d+)?\.bin|{_RANDOM_STATES.pattern}")
 
-PARTS = r"(?:pytorch_model_fsdp|optimizer)_\d+"
+DCP_FOLDERS = r"(?:pytorch_model_fsdp|optimizer)_\d+"
 """Folders of the DCPs of models and optimizers, which are one checkpoint together."""
 
-TAGS = r"pytorch_model(?:_\d+)?"
+DEEPSPEED_TAGS = r"pytorch_model(?:_\d+)?"
 """Tags of DeepSpeed for several models."""
 
-_SMALL = r"(?:sampler|dl_state_dict)(?:_\d+)?\.bin|scheduler_\d+\.bin|scaler\.pt|custom_checkpoint_\d+\.pkl"
+_SMALL_FILES = r"(?:sampler|dl_state_dict)(?:_\d+)?\.bin|scheduler_\d+\.bin|scaler\.pt|custom_checkpoint_\d+\.pkl"
 
-RETURNED = (_STATES.pattern, f"{_SMALL}|{re.escape(SCHEDULER)}")
+RESUME_FILES = (_RANDOM_STATES.pattern, f"{_SMALL_FILES}|{re.escape(SCHEDULER)}")
 """Files that are copied into a folder that is written again."""
 
-Look = Callable[[str], Source]
+OpenUrl = Callable[[str], Source]
 """Opens what is at a URL. Raises SourceNotFoundError."""
 
 
-def scheduler(content: Any) -> Mapping[str, Any]:
+def parse_scheduler(content: Any) -> Mapping[str, Any]:
     return {"lr_scheduler": content} if isinstance(content, dict) else {}
 
 
-def problem(saved: Saved) -> str | None:
+def find_problem(checkpoint: SavedCheckpoint) -> str | None:
     """Every rank writes the state of its random generators last. ``transformers`` calls this for what it did not
     write: its Trainer saves through accelerate, and has no such files."""
-    if not any(map(_SIGN.fullmatch, saved.files)):
+    if not any(map(_ACCELERATE_FILE.fullmatch, checkpoint.files)):
         return None
-    ranks = {int(match[1]) for path in saved.files if (match := _STATES.fullmatch(path))}
+    ranks = {int(match[1]) for path in checkpoint.files if (match := _RANDOM_STATES.fullmatch(path))}
     if not ranks:
         return "no random_states_0.pkl, which accelerate writes last: the save did not finish"
     missing = set(range(max(ranks) + 1)) - ranks
@@ -70,37 +70,38 @@ def problem(saved: Saved) -> str | None:
 
 ACCELERATE = Trainer(
     name="accelerate",
-    reads={SCHEDULER: scheduler},
-    own=f"{_SMALL}|{_STATES.pattern}",
+    entry_parsers={SCHEDULER: parse_scheduler},
+    own=f"{_SMALL_FILES}|{_RANDOM_STATES.pattern}",
     optimizer=r"optimizer(?:_\d{1,9})?\.bin",
     rank_file=r"(?P<item>pytorch_model_fsdp|optimizer)(?:_(?P<index>\d{1,9}))?_rank(?P<rank>\d{1,9})\.bin",
     others=r"(?:pytorch_model_fsdp|optimizer)(?:_\d+)?(?:_rank\d+)?\.bin",
-    folders=f"{PARTS}|{TAGS}",
-    last=_STATES.pattern,
-    returned=Returned(
-        parts=PARTS,
-        files=RETURNED,
-        resume="accelerator.load_state({path})",
-        without_ranks="accelerate resumes without them, with generators as your script seeds them",
+    folders=f"{DCP_FOLDERS}|{DEEPSPEED_TAGS}",
+    last=_RANDOM_STATES.pattern,
+    resume_rules=ResumeRules(
+        dcp_folders=DCP_FOLDERS,
+        copied_files=RESUME_FILES,
+        resume_code="accelerator.load_state({path})",
+        note_without_rank_files="accelerate resumes without them, with generators as your script seeds them",
     ),
 )
 
 
-def refuse_several(source: Source, tag: str | None) -> None:
+def refuse_several_models(source: Source, tag: str | None) -> None:
     """Raises UnsupportedError if ``source`` holds several models of accelerate, and ``tag`` chooses none."""
     # With DeepSpeed each model has its own tag, and ``latest`` names the last one (accelerator.py ``save_state``).
     tags = sorted(
-        {match[1] for path in source.files if (match := _TAGGED.fullmatch(path)) is not None}, key=natural_sort_key
+        {match[1] for path in source.files if (match := _TAGGED_STATES.fullmatch(path)) is not None},
+        key=natural_sort_key,
     )
     if tag is None and len(tags) > 1:
         options = " or ".join(format_option("tag", each) for each in tags[:MAX_CHOICES])
         raise UnsupportedError(f"there are several models ({join_names(tags)}); choose one with {options}")
-    found: defaultdict[str, dict[int, str]] = defaultdict(dict)
+    models_by_folder: defaultdict[str, dict[int, str]] = defaultdict(dict)
     for path in source.files:
-        folder, name, number = _model_of(path)
+        folder, name, number = _parse_model_path(path)
         if number is not None:
-            found[folder].setdefault(number, f"{folder}{name}")
-    if len(found) == 1 and len(models := next(iter(found.values()))) > 1:
+            models_by_folder[folder].setdefault(number, f"{folder}{name}")
+    if len(models_by_folder) == 1 and len(models := next(iter(models_by_folder.values()))) > 1:
         url = source.store.url.rstrip("/")
         choices = [f"{url}/{models[number]}" for number in sorted(models)]
         raise UnsupportedError(
@@ -109,92 +110,96 @@ def refuse_several(source: Source, tag: str | None) -> None:
         )
 
 
-def _model_of(path: str) -> tuple[str, str, int | None]:
+def _parse_model_path(path: str) -> tuple[str, str, int | None]:
     """The prefix of a model's folder, the model's name, and its number; None if ``path`` is not a file of a model."""
     folder, _, name = path.rpartition("/")
-    above, _, last = folder.rpartition("/")
-    if name == ".metadata" and (match := _FOLDER.fullmatch(last)) is not None:
-        return above and f"{above}/", last, int(match[1])
-    file = _FILE.fullmatch(name) if not folder else None
-    return "", name, int(file[2] or 0) if file is not None else None
+    outer_folder, _, folder_name = folder.rpartition("/")
+    if name == ".metadata" and (match := _MODEL_FOLDER.fullmatch(folder_name)) is not None:
+        return outer_folder and f"{outer_folder}/", folder_name, int(match[1])
+    file_match = _MODEL_FILE.fullmatch(name) if not folder else None
+    return "", name, int(file_match[2] or 0) if file_match is not None else None
 
 
-def with_optimizer(url: str, source: Source, look: Look) -> tuple[Source, tuple[Note, ...]]:
+def join_optimizer(url: str, source: Source, open_url: OpenUrl) -> tuple[Source, tuple[Note, ...]]:
     """``source`` with the optimizer of the same number, or a note that it is missing, if ``url`` names the DCP of a
     model or the file of one of several models. The file of the only model is read alone."""
     base, _, name = url.rstrip("/").removesuffix("/.metadata").rpartition("/")
-    folder, file = _FOLDER.fullmatch(name), _FILE.fullmatch(name)
-    if base and folder is not None and ".metadata" in source.files:
-        return _both_folders(base, name, int(folder[1]), source, look)
-    if base and file is not None and list(source.files) == [name]:
-        return _both_files(base, file, source, look)
+    folder_match, file_match = _MODEL_FOLDER.fullmatch(name), _MODEL_FILE.fullmatch(name)
+    if base and folder_match is not None and ".metadata" in source.files:
+        return _join_optimizer_folder(base, name, int(folder_match[1]), source, open_url)
+    if base and file_match is not None and list(source.files) == [name]:
+        return _join_optimizer_file(base, file_match, source, open_url)
     return source, ()
 
 
-def _both_folders(base: str, name: str, number: int, source: Source, look: Look) -> tuple[Source, tuple[Note, ...]]:
+def _join_optimizer_folder(
+    base: str, name: str, number: int, source: Source, open_url: OpenUrl
+) -> tuple[Source, tuple[Note, ...]]:
     """The folder above, without the other models and optimizers."""
     optimizer = f"optimizer_{number}"
-    if _found(look, f"{base}/{optimizer}") is None:
-        return source, (_missing(optimizer, name),)
-    every = look(base)
+    if _open_if_exists(open_url, f"{base}/{optimizer}") is None:
+        return source, (_note_missing_optimizer(optimizer, name),)
+    base_source = open_url(base)
     parts = (f"{name}/", f"{optimizer}/")
-    files = {path: size for path, size in every.files.items() if path.startswith(parts) or "/" not in path}
-    return replace(every, files=files), ()
+    files = {path: size for path, size in base_source.files.items() if path.startswith(parts) or "/" not in path}
+    return replace(base_source, files=files), ()
 
 
-def _both_files(base: str, file: re.Match[str], source: Source, look: Look) -> tuple[Source, tuple[Note, ...]]:
-    number = int(file[2] or 0)
-    if not number and _found(look, f"{base}/{file[1]}_1.{file[3]}") is None:
+def _join_optimizer_file(
+    base: str, file_match: re.Match[str], source: Source, open_url: OpenUrl
+) -> tuple[Source, tuple[Note, ...]]:
+    number = int(file_match[2] or 0)
+    if not number and _open_if_exists(open_url, f"{base}/{file_match[1]}_1.{file_match[3]}") is None:
         return source, ()
     name = f"optimizer_{number}.bin" if number else "optimizer.bin"
-    found = _found(look, f"{base}/{name}")
-    if found is not None and list(found.files) == [name]:
-        return with_file(source, found, name), ()
+    optimizer_source = _open_if_exists(open_url, f"{base}/{name}")
+    if optimizer_source is not None and list(optimizer_source.files) == [name]:
+        return join_file(source, optimizer_source, name), ()
     others = ("optimizer.bin", "optimizer_1.bin")
-    has_others = any(_found(look, f"{base}/{other}") is not None for other in others)
-    return source, (_missing(name, file[0]),) if has_others else ()
+    has_others = any(_open_if_exists(open_url, f"{base}/{other}") is not None for other in others)
+    return source, (_note_missing_optimizer(name, file_match[0]),) if has_others else ()
 
 
-def with_file(source: Source, other: Source, name: str) -> Source:
+def join_file(source: Source, file_source: Source, name: str) -> Source:
     """``source`` with the one file of ``other``, called ``name``. Raises UsageError if ``other`` is a folder."""
     from ckpt_tools.stores.wrappers import RedirectingStore
 
-    if len(other.files) != 1:
-        raise UsageError(f"{format_option('optimizer_file', other.store.url)} is not a file")
-    own, size = next(iter(other.files.items()))
-    files = {path: each for path, each in source.files.items() if path != own or len(source.files) == 1}
-    return Source(RedirectingStore(source.store, {name: (other.store, own)}), {**files, name: size})
+    if len(file_source.files) != 1:
+        raise UsageError(f"{format_option('optimizer_file', file_source.store.url)} is not a file")
+    path_there, size = next(iter(file_source.files.items()))
+    files = {path: each for path, each in source.files.items() if path != path_there or len(source.files) == 1}
+    return Source(RedirectingStore(source.store, {name: (file_source.store, path_there)}), {**files, name: size})
 
 
-def _found(look: Look, url: str) -> Source | None:
+def _open_if_exists(open_url: OpenUrl, url: str) -> Source | None:
     try:
-        return look(url)
+        return open_url(url)
     except SourceNotFoundError:
         return None
 
 
-def _missing(optimizer: str, model: str) -> Note:
+def _note_missing_optimizer(optimizer: str, model: str) -> Note:
     return Note(Outcome.MISSING, optimizer, f"it is not beside {model}, which is read without an optimizer")
 
 
-def note_of_missing(folders: Collection[str]) -> tuple[Note, ...]:
+def note_missing_optimizers(folders: Collection[str]) -> tuple[Note, ...]:
     """A note for each model among the DCPs in ``folders`` whose optimizer is not among them."""
-    numbers = {folder: match[1] for folder in folders if (match := _FOLDER.fullmatch(folder.rpartition("/")[2]))}
+    numbers = {folder: match[1] for folder in folders if (match := _MODEL_FOLDER.fullmatch(folder.rpartition("/")[2]))}
     optimizers = {
         folder: f"{folder.removesuffix(_MODEL + number)}optimizer_{number}" for folder, number in numbers.items()
     }
-    return tuple(_missing(each, folder) for folder, each in optimizers.items() if each not in folders)
+    return tuple(_note_missing_optimizer(each, folder) for folder, each in optimizers.items() if each not in folders)
 
 
-def last_model(files: Collection[str]) -> int:
+def find_last_model_number(files: Collection[str]) -> int:
     """The largest number of a model in a folder."""
-    return max((number for path in files if (number := _model_of(path)[2]) is not None), default=0)
+    return max((number for path in files if (number := _parse_model_path(path)[2]) is not None), default=0)
 
 
-def refuse_several_of_ranks(labels: Collection[str], *, model_key: str | None, optim_key: str | None) -> None:
+def refuse_several_rank_models(labels: Collection[str], *, model_key: str | None, optim_key: str | None) -> None:
     """Raises UnsupportedError if the items ``labels`` of ranks' files are several models, and the keys do not choose a
     model and its optimizer. The labels of the first are ``model`` and ``optimizer``."""
-    models = {label: match[1] for label in labels if (match := _FOLDER.fullmatch(label)) is not None}
+    models = {label: match[1] for label in labels if (match := _MODEL_FOLDER.fullmatch(label)) is not None}
     optimizers = {model: f"optimizer_{number}" for model, number in models.items()}
     if "model" in labels:
         optimizers = {"model": "optimizer", **optimizers}
@@ -212,22 +217,24 @@ def refuse_several_of_ranks(labels: Collection[str], *, model_key: str | None, o
         )
 
 
-def is_one_model(folders: Collection[str]) -> bool:
+def is_model_with_optimizer(folders: Collection[str]) -> bool:
     """Whether two DCPs are a model and its optimizer in the same folder."""
     parents = {folder.rpartition("/")[0] for folder in folders}
     names = {folder.rpartition("/")[2] for folder in folders}
-    numbers = [match[1] for name in names if (match := _FOLDER.fullmatch(name)) is not None]
+    numbers = [match[1] for name in names if (match := _MODEL_FOLDER.fullmatch(name)) is not None]
     is_pair = len(numbers) == 1 and names == {f"{_MODEL}{numbers[0]}", f"optimizer_{numbers[0]}"}
     return len(parents) == 1 and len(folders) == 2 and is_pair
 
 
-def numbered_model(folders: Collection[str]) -> str:
+def find_numbered_model(folders: Collection[str]) -> str:
     """The folder of a model that is not the first, if ``folders`` are its own and its optimizer's; else empty."""
-    found = [folder for folder in folders if (match := _FOLDER.fullmatch(folder)) is not None and int(match[1])]
-    return found[0] if len(found) == 1 and len(folders) == 2 else ""
+    model_folders = [
+        folder for folder in folders if (match := _MODEL_FOLDER.fullmatch(folder)) is not None and int(match[1])
+    ]
+    return model_folders[0] if len(model_folders) == 1 and len(folders) == 2 else ""
 
 
 def has_several_schedulers(files: Collection[str]) -> bool:
     """Whether ``scheduler.bin`` can be another model's: schedulers are numbered by themselves."""
     names = {path.rpartition("/")[2] for path in files}
-    return any(map(_SEVERAL_SCHEDULERS.fullmatch, names)) or last_model(files) > 0
+    return any(map(_SEVERAL_SCHEDULERS.fullmatch, names)) or find_last_model_number(files) > 0

@@ -13,94 +13,100 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.values import Opaque, StoredTensor
-from ckpt_tools.trainers.record import Metrics, Named, Returned, Trainer
-from ckpt_tools.trainers.saved import Saved
-from ckpt_tools.trainers.transformers import counts
+from ckpt_tools.trainers.record import BestCheckpoints, MetricItems, ResumeRules, Trainer
+from ckpt_tools.trainers.saved import SavedCheckpoint
+from ckpt_tools.trainers.transformers import parse_counters
 
 if TYPE_CHECKING:
     from ckpt_tools.serialization.torch_archive import TorchArchive
 
 META = "meta.pt"
 
-_IN_NAME = re.compile(r"([A-Za-z][\w/]*)=(-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)")
+_METRIC_IN_NAME = re.compile(r"([A-Za-z][\w/]*)=(-?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?)")
 
 
-TRAINED = ("current_model_state",)
+TRAINED_WEIGHTS = ("current_model_state",)
 """Where WeightAveraging and EMAWeightAveraging put the weights that the optimizer belongs to; ``state_dict`` is their
 average then (callbacks/weight_averaging.py)."""
 
 
-def with_average(manifest: Manifest) -> Manifest:
+def rename_average(manifest: Manifest) -> Manifest:
     """Renames ``state_dict`` beside the trained weights, so that its name says that it is an average of them."""
-    if manifest.tree is None or manifest.tree.model != TRAINED or "state_dict" not in manifest.extra:
+    if manifest.tree is None or manifest.tree.model != TRAINED_WEIGHTS or "state_dict" not in manifest.extra:
         return manifest
     names = {name: "averaged_state_dict" if name == "state_dict" else name for name in manifest.extra}
     extra = {names[name]: value for name, value in manifest.extra.items()}
-    homes = {names.get(name, name): home for name, home in manifest.tree.extras.items()}
-    return replace(manifest, extra=extra, tree=replace(manifest.tree, extras=homes))
+    tree_paths = {names.get(name, name): home for name, home in manifest.tree.extras.items()}
+    return replace(manifest, extra=extra, tree=replace(manifest.tree, extras=tree_paths))
 
 
-def with_scheduler(manifest: Manifest) -> Manifest:
+def rename_scheduler(manifest: Manifest) -> Manifest:
     """Renames the only one of Lightning's ``lr_schedulers`` to ``lr_scheduler``, as other trainers call it."""
     is_lightning = "pytorch-lightning_version" in manifest.extra and "lr_scheduler" not in manifest.extra
-    found = _scheduler(manifest.extra) if is_lightning else {}
-    if not found:
+    scheduler_entry = _extract_scheduler(manifest.extra) if is_lightning else {}
+    if not scheduler_entry:
         return manifest
-    extra = {**{k: v for k, v in manifest.extra.items() if k != "lr_schedulers"}, **found}
+    extra = {**{k: v for k, v in manifest.extra.items() if k != "lr_schedulers"}, **scheduler_entry}
     tree = manifest.tree and replace(
         manifest.tree, extras={**manifest.tree.extras, "lr_scheduler": ("lr_schedulers", 0)}
     )
     return replace(manifest, extra=extra, tree=tree)
 
 
-def _scheduler(content: Mapping[str, Any]) -> Mapping[str, Any]:
+def _extract_scheduler(content: Mapping[str, Any]) -> Mapping[str, Any]:
     schedulers = content.get("lr_schedulers")
     return {"lr_scheduler": schedulers[0]} if isinstance(schedulers, list) and len(schedulers) == 1 else {}
 
 
-def _meta(content: Any) -> Mapping[str, Any]:
-    return {**counts(content), **_scheduler(content)} if isinstance(content, dict) else {}
+def _parse_meta(content: Any) -> Mapping[str, Any]:
+    return {**parse_counters(content), **_extract_scheduler(content)} if isinstance(content, dict) else {}
 
 
-def _problem(saved: Saved) -> str | None:
+def _find_problem(checkpoint: SavedCheckpoint) -> str | None:
     """``meta.pt`` is written when the shards are there."""
-    name = saved.title
-    if not name.endswith(".ckpt") or saved.files.keys() == {name} or ".metadata" not in saved.files:
+    name = checkpoint.base_name
+    if not name.endswith(".ckpt") or checkpoint.files.keys() == {name} or ".metadata" not in checkpoint.files:
         return None
-    return None if META in saved.files else f"no {META}: the save did not finish"
+    return None if META in checkpoint.files else f"no {META}: the save did not finish"
 
 
-def _metrics(saved: Saved) -> Metrics:
+def _read_metrics(checkpoint: SavedCheckpoint) -> MetricItems:
     """Metrics in the name, then the monitored value of each ``ModelCheckpoint`` among ``callbacks``."""
-    for name, value in _IN_NAME.findall(saved.title):
+    for name, value in _METRIC_IN_NAME.findall(checkpoint.base_name):
         yield name, float(value)
-    path, archive = _opened(saved)
+    path, archive = _open_callbacks_file(checkpoint)
     if archive is None:
         return
-    for state in _callbacks(archive):
+    for state in _iter_callback_states(archive):
         if isinstance(state.get("monitor"), str):
-            yield state["monitor"], _number(state.get("current_score"), archive, saved, path)
+            yield state["monitor"], _read_number(state.get("current_score"), archive, checkpoint, path)
 
 
-def _best(saved: Saved) -> Named | None:
+def _read_best(checkpoint: SavedCheckpoint) -> BestCheckpoints | None:
     """The best of each ``ModelCheckpoint``; one that monitors nothing calls its last one so."""
-    path, archive = _opened(saved)
-    states = [] if archive is None else [each for each in _callbacks(archive) if isinstance(each.get("monitor"), str)]
-    paths = (each.get("best_model_path") for each in states)
-    record = path if path == saved.title else f"{path} of {saved.title}"
-    return Named(record, [each for each in paths if isinstance(each, str) and each]) if states else None
+    path, archive = _open_callbacks_file(checkpoint)
+    callback_states = (
+        []
+        if archive is None
+        else [each for each in _iter_callback_states(archive) if isinstance(each.get("monitor"), str)]
+    )
+    paths = (each.get("best_model_path") for each in callback_states)
+    record = path if path == checkpoint.base_name else f"{path} of {checkpoint.base_name}"
+    return (
+        BestCheckpoints(record, [each for each in paths if isinstance(each, str) and each]) if callback_states else None
+    )
 
 
-def _opened(saved: Saved) -> tuple[str, TorchArchive | None]:
+def _open_callbacks_file(checkpoint: SavedCheckpoint) -> tuple[str, TorchArchive | None]:
     """The file that holds the callbacks' states, and its content if there is such a file."""
     from ckpt_tools.serialization.torch_zip import open_archive
 
-    path = saved.title if saved.title in saved.files else META
-    is_there = path in saved.files and path.endswith((".ckpt", META))
-    return path, open_archive(*saved.part(path)) if is_there else None
+    path = checkpoint.base_name if checkpoint.base_name in checkpoint.files else META
+    is_there = path in checkpoint.files and path.endswith((".ckpt", META))
+    return path, open_archive(*checkpoint.get_archive_arguments(path)) if is_there else None
 
 
-def _callbacks(archive: TorchArchive) -> Iterator[Mapping[str, Any]]:
+def _iter_callback_states(archive: TorchArchive) -> Iterator[Mapping[str, Any]]:
     callbacks = archive.value.get("callbacks") if isinstance(archive.value, dict) else None
     for each in callbacks.values() if isinstance(callbacks, dict) else ():
         state = each.attributes if isinstance(each, Opaque) else each
@@ -108,7 +114,7 @@ def _callbacks(archive: TorchArchive) -> Iterator[Mapping[str, Any]]:
             yield state
 
 
-def _number(value: Any, archive: TorchArchive, saved: Saved, path: str) -> Any:
+def _read_number(value: Any, archive: TorchArchive, checkpoint: SavedCheckpoint, path: str) -> Any:
     """A number, or the one element of a tensor."""
     if not isinstance(value, StoredTensor) or value.numel != 1 or value.storage is None:
         return value
@@ -116,18 +122,23 @@ def _number(value: Any, archive: TorchArchive, saved: Saved, path: str) -> Any:
 
     start, _ = archive.locate_storage(value.storage.key)
     start += value.storage_offset * value.dtype.item_bytes
-    data = saved.run.read(saved.path(path), start, start + value.dtype.item_bytes)
-    kind = {"float32": "<f4", "float64": "<f8", "float16": "<f2", "int64": "<i8"}.get(value.dtype.value)
-    return None if kind is None else np.frombuffer(data, kind)[0].item()
+    data = checkpoint.run.read(checkpoint.path_in_run(path), start, start + value.dtype.item_bytes)
+    numpy_dtype = {"float32": "<f4", "float64": "<f8", "float16": "<f2", "int64": "<i8"}.get(value.dtype.value)
+    return None if numpy_dtype is None else np.frombuffer(data, numpy_dtype)[0].item()
 
 
 LIGHTNING = Trainer(
     name="Lightning",
-    reads={META: _meta},
+    entry_parsers={META: _parse_meta},
     folders="checkpoint",
     last=re.escape(META),
-    returned=Returned(parts="", sign=META, files=(re.escape(META),), resume="trainer.fit(model, ckpt_path={path})"),
-    problem=_problem,
-    metrics=_metrics,
-    best=_best,
+    resume_rules=ResumeRules(
+        dcp_folders="",
+        marker_file=META,
+        copied_files=(re.escape(META),),
+        resume_code="trainer.fit(model, ckpt_path={path})",
+    ),
+    find_problem=_find_problem,
+    read_metrics=_read_metrics,
+    read_best=_read_best,
 )

@@ -10,42 +10,46 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ckpt_tools.trainers.record import Metrics, Trainer
-from ckpt_tools.trainers.saved import Saved
+from ckpt_tools.trainers.record import MetricItems, Trainer
+from ckpt_tools.trainers.saved import SavedCheckpoint
 
-OPTIMIZER_HALF = "optim/.metadata"
+OPTIMIZER_INDEX = "optim/.metadata"
 """The index of the optimizer of a model in the folder ``model`` beside it."""
 
 _LOSSES = "losses.json"
 _SHARD = r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors"
 
 
-def _problem(saved: Saved) -> str | None:
-    is_automodel = re.fullmatch(r"epoch_\d+_step_\d+", saved.title) is not None
-    has_model = is_automodel and any(re.fullmatch(f"model/{_SHARD}", path) for path in saved.files)
-    if not has_model or any(path.startswith("optim/") for path in saved.files):
+def _find_problem(checkpoint: SavedCheckpoint) -> str | None:
+    is_automodel = re.fullmatch(r"epoch_\d+_step_\d+", checkpoint.base_name) is not None
+    has_model = is_automodel and any(re.fullmatch(f"model/{_SHARD}", path) for path in checkpoint.files)
+    if not has_model or any(path.startswith("optim/") for path in checkpoint.files):
         return None
     return "no optim/, which is written after model/: the save did not finish"
 
 
-def _metrics(saved: Saved) -> Metrics:
-    return _flat(saved.object_at(saved.path(_LOSSES))) if _LOSSES in saved.files else ()
+def _read_metrics(checkpoint: SavedCheckpoint) -> MetricItems:
+    return (
+        _flatten_metrics(checkpoint.read_json_object(checkpoint.path_in_run(_LOSSES)))
+        if _LOSSES in checkpoint.files
+        else ()
+    )
 
 
-def _flat(found: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in found.items():
+def _flatten_metrics(metrics: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in metrics.items():
         if isinstance(value, dict) and not prefix:
-            yield from _flat(value, f"{name}.")
+            yield from _flatten_metrics(value, f"{name}.")
         else:
             yield f"{prefix}{name}", value
 
 
-NEMO = Trainer(name="NeMo", folders="weights", unfinished="{title}-unfinished")
+NEMO = Trainer(name="NeMo", folders="weights", unfinished_marker="{title}-unfinished")
 
 AUTOMODEL = Trainer(
     name="NeMo Automodel",
     others=rf"{_SHARD}|losses\.json|config\.yaml|consolidate\.sh",
     folders="model|optim|dataloader|rng|rank_?\\d+",
-    problem=_problem,
-    metrics=_metrics,
+    find_problem=_find_problem,
+    read_metrics=_read_metrics,
 )

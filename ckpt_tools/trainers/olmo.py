@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from ckpt_tools.trainers.record import Returned, Trainer
-from ckpt_tools.trainers.saved import Saved
+from ckpt_tools.trainers.record import ResumeRules, Trainer
+from ckpt_tools.trainers.saved import SavedCheckpoint
 
-_NEEDED = ("model_and_optim/.metadata", "train/rank0.pt", ".metadata.json")
+_REQUIRED_FILES = ("model_and_optim/.metadata", "train/rank0.pt", ".metadata.json")
 """Files that a folder needs to be taken for a checkpoint (``dir_is_checkpoint``), the last one written last."""
 
 
-def _problem(saved: Saved) -> str | None:
-    if _NEEDED[0] not in saved.files or not any(path.startswith("train/rank") for path in saved.files):
+def _find_problem(checkpoint: SavedCheckpoint) -> str | None:
+    if _REQUIRED_FILES[0] not in checkpoint.files or not any(
+        path.startswith("train/rank") for path in checkpoint.files
+    ):
         return None
-    missing = next((path for path in _NEEDED if path not in saved.files), None)
+    missing = next((path for path in _REQUIRED_FILES if path not in checkpoint.files), None)
     return None if missing is None else f"no {missing}: the save did not finish"
 
 
@@ -21,12 +23,12 @@ OLMO = Trainer(
     others=r"config\.json|\.metadata\.json|data_paths\.txt|rank\d+\.pt",
     folders="model_and_optim|train",
     last=r"\.metadata\.json",
-    returned=Returned(
-        parts="model_and_optim",
-        resume="trainer.load_checkpoint({path})",
-        files=(r"config\.json|\.metadata\.json|data_paths\.txt", r"train/rank(\d{1,9})\.pt"),
-        without_ranks="OLMo-core gives every rank the state of rank 0 then",
-        first_is_enough=True,
+    resume_rules=ResumeRules(
+        dcp_folders="model_and_optim",
+        resume_code="trainer.load_checkpoint({path})",
+        copied_files=(r"config\.json|\.metadata\.json|data_paths\.txt", r"train/rank(\d{1,9})\.pt"),
+        note_without_rank_files="OLMo-core gives every rank the state of rank 0 then",
+        is_rank0_enough=True,
     ),
-    problem=_problem,
+    find_problem=_find_problem,
 )

@@ -12,29 +12,29 @@ from contextlib import suppress
 from typing import Any
 
 from ckpt_tools.errors import FormatError
-from ckpt_tools.trainers.record import Metrics, Trainer
-from ckpt_tools.trainers.saved import Saved
+from ckpt_tools.trainers.record import MetricItems, Trainer
+from ckpt_tools.trainers.saved import SavedCheckpoint
 
 
-def _metrics(saved: Saved) -> Metrics:
-    match = re.fullmatch(r"epoch_0*(\d+)", saved.title)
+def _read_metrics(checkpoint: SavedCheckpoint) -> MetricItems:
+    match = re.fullmatch(r"epoch_0*(\d+)", checkpoint.base_name)
     if match is None:
         return
-    if (path := _in_folder_of_run(saved, "result.json")) is not None:
-        yield from _of_history(saved.object_at(path).get("history"), int(match[1]))
-    if (path := _in_folder_of_run(saved, "metrics.jsonl")) is not None:
-        for each in _lines(saved, path):
+    if (path := _find_run_file(checkpoint, "result.json")) is not None:
+        yield from _read_epoch_metrics(checkpoint.read_json_object(path).get("history"), int(match[1]))
+    if (path := _find_run_file(checkpoint, "metrics.jsonl")) is not None:
+        for each in _read_json_lines(checkpoint, path):
             if each.get("epoch") == int(match[1]):
                 yield from each.items()
 
 
-def _in_folder_of_run(saved: Saved, name: str) -> str | None:
-    folder = saved.name.rpartition("/")[0]
+def _find_run_file(checkpoint: SavedCheckpoint, name: str) -> str | None:
+    folder = checkpoint.name.rpartition("/")[0]
     paths = (f"{folder.rpartition('/')[0]}/{name}".lstrip("/"), f"{folder}/{name}".lstrip("/"))
-    return next((each for each in paths if each in saved.run.files), None)
+    return next((each for each in paths if each in checkpoint.run.files), None)
 
 
-def _of_history(history: Any, epoch: int) -> Metrics:
+def _read_epoch_metrics(history: Any, epoch: int) -> MetricItems:
     for each in history if isinstance(history, list) else ():
         if isinstance(each, dict) and each.get("epoch") == epoch:
             yield from each.items()
@@ -44,15 +44,15 @@ def _of_history(history: Any, epoch: int) -> Metrics:
                 yield "accuracy", each["correct"] / each["total"]
 
 
-def _lines(saved: Saved, path: str) -> Iterator[Mapping[str, Any]]:
+def _read_json_lines(checkpoint: SavedCheckpoint, path: str) -> Iterator[Mapping[str, Any]]:
     """Lines that are objects: a kill cuts off the last one of a record that a run appends to."""
     from ckpt_tools.serialization.strict_json import parse_json
 
-    for line in saved.text(path).splitlines():
+    for line in checkpoint.read_run_file(path).splitlines():
         with suppress(FormatError):
-            found = parse_json(line, path)
-            if isinstance(found, dict):
-                yield found
+            record = parse_json(line, path)
+            if isinstance(record, dict):
+                yield record
 
 
-OURS = Trainer(name="ckpt-tools", metrics=_metrics)
+OURS = Trainer(name="ckpt-tools", read_metrics=_read_metrics)

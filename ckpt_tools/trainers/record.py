@@ -7,53 +7,54 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt_tools.trainers.saved import Saved
+from ckpt_tools.trainers.saved import SavedCheckpoint
 
-Meaning = Callable[[Any], Mapping[str, Any]]
+EntryParser = Callable[[Any], Mapping[str, Any]]
 """From the content of a file to the entries of ``Manifest.extra`` that it adds."""
 
-Metrics = Iterable[tuple[str, Any]]
+MetricItems = Iterable[tuple[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class BestCheckpoints:
     """Checkpoints that a trainer's record calls the best, by their paths on the machine that wrote it."""
 
-    record: str
+    record_name: str
     """The record in words: ``trainer_state.json of checkpoint-500``."""
     paths: Collection[str]
 
     @property
-    def titles(self) -> frozenset[str]:
+    def folder_names(self) -> frozenset[str]:
         """The last part of each path, also of one that ends in a slash or was written on Windows."""
         return frozenset(re.split(r"[/\\]", path.rstrip("/\\"))[-1] for path in self.paths)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Returned:
+class ResumeRules:
     """Rules for writing a folder of the trainer again, so that the trainer resumes from it.
 
-    ``parts`` matches the folders of its DCPs, and is empty if the folder is itself the one DCP. ``sign`` is a file that
-    tells the trainer from others. ``files`` match paths in the folder that are copied as they are; a group is
-    the rank, 0 if it matches nothing. ``resume`` is Python code that resumes from the folder ``{path}``.
-    ``without_ranks`` says how the trainer resumes without the files of ranks; if ``first_is_enough``, it takes those of
-    rank 0.
+    ``dcp_folders`` matches the folders of its DCPs, and is empty if the folder is itself the one DCP. ``marker_file``
+    is a file that tells the trainer from others. ``copied_files`` match paths in the folder that are copied as they
+    are; a group is the rank, 0 if it matches nothing. ``resume_code`` is Python code that resumes from the folder
+    ``{path}``. ``note_without_rank_files`` says how the trainer resumes without the files of ranks; if
+    ``is_rank0_enough``, it takes those of rank 0.
     """
 
-    parts: str
-    files: tuple[str, ...]
-    resume: str = "# resume from {path} with the trainer"
-    sign: str | None = None
-    without_ranks: str = ""
-    first_is_enough: bool = False
+    dcp_folders: str
+    copied_files: tuple[str, ...]
+    resume_code: str = "# resume from {path} with the trainer"
+    marker_file: str | None = None
+    note_without_rank_files: str = ""
+    is_rank0_enough: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trainer:
-    """One trainer: its files by name, and what they say. Names are regular expressions, but for keys of ``reads``."""
+    """One trainer: its files by name, and what they say. Names are regular expressions, but for keys of
+    ``entry_parsers``."""
 
     name: str
-    reads: Mapping[str, Meaning] = field(default_factory=dict)
+    entry_parsers: Mapping[str, EntryParser] = field(default_factory=dict)
     """Files beside the model whose content is read into the manifest."""
     own: str = ""
     """Files beside the model that only the trainer reads; the group, if any, is a rank."""
@@ -67,12 +68,12 @@ class Trainer:
     """Names of folders in its checkpoints, for ``prune``."""
     last: str = ""
     """Files that it writes last; ``prune`` removes them first."""
-    unfinished: str | None = None
+    unfinished_marker: str | None = None
     """Format of the name of a file beside the checkpoint ``{title}`` that exists while it is written."""
-    returned: Returned | None = None
-    problem: Callable[[Saved], str | None] | None = None
+    resume_rules: ResumeRules | None = None
+    find_problem: Callable[[SavedCheckpoint], str | None] | None = None
     """Why the checkpoint is not complete by the trainer's own marker; None if it is, or is another trainer's."""
-    metrics: Callable[[Saved], Metrics] | None = None
+    read_metrics: Callable[[SavedCheckpoint], MetricItems] | None = None
     """Metrics of the checkpoint by name; of the same name the last one counts."""
-    best: Callable[[Saved], Named | None] | None = None
+    read_best: Callable[[SavedCheckpoint], BestCheckpoints | None] | None = None
     """The checkpoints that the record in this one calls the best; None if it has no such record."""

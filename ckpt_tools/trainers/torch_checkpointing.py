@@ -11,7 +11,7 @@ INDEX = "metadata.pkl"
 _INDEX_KEYS = (b"version", b"world_size", b"metadata")
 """The keys of its dict."""
 
-_INDEX_END = 1 << 10
+_KEY_SEARCH_BYTES = 1 << 10
 """Bytes at the start and at the end, where they stand."""
 
 TORCH_CHECKPOINTING = Trainer(
@@ -21,11 +21,13 @@ TORCH_CHECKPOINTING = Trainer(
 )
 
 
-def is_managed(source: Source, folder: str = "") -> bool:
+def has_index(source: Source, folder: str = "") -> bool:
     """Whether a folder has such an index; a file of this name can be anything."""
     path = f"{folder}/{INDEX}" if folder else INDEX
     if path not in source.files:
         return False
     size = source.size(path)
-    ends = source.read(path, 0, min(size, _INDEX_END)) + source.read(path, max(size - _INDEX_END, 0), size)
-    return all(sign in ends for sign in _INDEX_KEYS)
+    head_and_tail = source.read(path, 0, min(size, _KEY_SEARCH_BYTES)) + source.read(
+        path, max(size - _KEY_SEARCH_BYTES, 0), size
+    )
+    return all(sign in head_and_tail for sign in _INDEX_KEYS)

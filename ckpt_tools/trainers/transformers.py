@@ -10,16 +10,16 @@ from typing import Any
 from ckpt_tools.errors import FormatError
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.trainers import accelerate
-from ckpt_tools.trainers.record import Metrics, Named, Returned, Trainer
-from ckpt_tools.trainers.saved import Saved
+from ckpt_tools.trainers.record import BestCheckpoints, MetricItems, ResumeRules, Trainer
+from ckpt_tools.trainers.saved import SavedCheckpoint
 
-STATE = "trainer_state.json"
+STATE_FILE = "trainer_state.json"
 OPTIMIZER = "optimizer.pt"
-ARGUMENTS = "training_args.bin"
+ARGUMENTS_FILE = "training_args.bin"
 
-CONFIG = "config.json"
-ADAPTER = "adapter_config.json"
-TOKENIZER = (
+CONFIG_FILE = "config.json"
+ADAPTER_CONFIG_FILE = "adapter_config.json"
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
@@ -35,96 +35,96 @@ TOKENIZER = (
     "chat_template.jinja",
     "chat_template.json",
 )
-PREPARATION = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-COMPANIONS = ("generation_config.json", *TOKENIZER, *PREPARATION)
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+COMPANION_FILES = ("generation_config.json", *TOKENIZER_FILES, *PROCESSOR_FILES)
 """Files beside ``config.json`` that ``from_pretrained`` reads."""
 
-_MODEL_FILES = "|".join(map(re.escape, (CONFIG, ADAPTER, *COMPANIONS)))
-_STATES = r"rng_state(?:_(\d{1,9}))?\.pth"
-_OWN = f"{re.escape(ARGUMENTS)}|{_STATES}"
+_MODEL_FILES = "|".join(map(re.escape, (CONFIG_FILE, ADAPTER_CONFIG_FILE, *COMPANION_FILES)))
+_RANDOM_STATES = r"rng_state(?:_(\d{1,9}))?\.pth"
+_TRAINER_FILES = f"{re.escape(ARGUMENTS_FILE)}|{_RANDOM_STATES}"
 
 
-def counts(content: Any) -> Mapping[str, Any]:
+def parse_counters(content: Any) -> Mapping[str, Any]:
     names = ("global_step", "epoch")
     return {name: content[name] for name in names if name in content} if isinstance(content, dict) else {}
 
 
-def trainer_state(saved: Saved) -> Mapping[str, Any]:
+def read_trainer_state(checkpoint: SavedCheckpoint) -> Mapping[str, Any]:
     """Content of ``trainer_state.json``; empty if it cannot be read."""
-    return _state_at(saved, saved.path(STATE)) if STATE in saved.files else {}
+    return _read_state_file(checkpoint, checkpoint.path_in_run(STATE_FILE)) if STATE_FILE in checkpoint.files else {}
 
 
-def _state_at(saved: Saved, path: str) -> Mapping[str, Any]:
+def _read_state_file(checkpoint: SavedCheckpoint, path: str) -> Mapping[str, Any]:
     try:
-        found = json.loads(saved.text(path))
+        state = json.loads(checkpoint.read_run_file(path))
     except (FormatError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return state if isinstance(state, dict) else {}
 
 
-def _is_ours(saved: Saved) -> bool:
-    is_named = re.fullmatch(r"checkpoint-\d+", saved.title) is not None
-    own = re.compile(f"{re.escape(STATE)}|{_OWN}")
-    return any(map(own.fullmatch, saved.files)) or (is_named and OPTIMIZER in saved.files)
+def _is_trainer_checkpoint(checkpoint: SavedCheckpoint) -> bool:
+    has_checkpoint_name = re.fullmatch(r"checkpoint-\d+", checkpoint.base_name) is not None
+    own_file = re.compile(f"{re.escape(STATE_FILE)}|{_TRAINER_FILES}")
+    return any(map(own_file.fullmatch, checkpoint.files)) or (has_checkpoint_name and OPTIMIZER in checkpoint.files)
 
 
-def _problem(saved: Saved) -> str | None:
+def _find_problem(checkpoint: SavedCheckpoint) -> str | None:
     """The Trainer writes ``trainer_state.json`` last."""
-    if not _is_ours(saved):
-        return accelerate.problem(saved)
-    if STATE not in saved.files:
-        return f"no {STATE}, which the Trainer writes last: the save did not finish"
-    parse_json(saved.read(STATE), STATE)
+    if not _is_trainer_checkpoint(checkpoint):
+        return accelerate.find_problem(checkpoint)
+    if STATE_FILE not in checkpoint.files:
+        return f"no {STATE_FILE}, which the Trainer writes last: the save did not finish"
+    parse_json(checkpoint.read_file(STATE_FILE), STATE_FILE)
     return None
 
 
-def _metrics(saved: Saved) -> Metrics:
-    log = trainer_state(saved).get("log_history")
+def _read_metrics(checkpoint: SavedCheckpoint) -> MetricItems:
+    log = read_trainer_state(checkpoint).get("log_history")
     for entry in log if isinstance(log, list) else ():
         if isinstance(entry, dict):
             step = entry.get("step")
-            if not isinstance(step, int) or saved.step is None or step <= saved.step:
+            if not isinstance(step, int) or checkpoint.step is None or step <= checkpoint.step:
                 yield from entry.items()
 
 
-def _best(saved: Saved) -> Named | None:
+def _read_best(checkpoint: SavedCheckpoint) -> BestCheckpoints | None:
     """By the Trainer's state in the checkpoint, or in the run's folder if that is of a later step: ``save_state``."""
-    found = [(f"{STATE} of {saved.title}", trainer_state(saved))]
-    if (beside := saved.beside(STATE)) is not None:
-        found.append((beside, _state_at(saved, beside)))
-    record, state = max(found, key=lambda each: _number(each[1].get("global_step")))
+    states = [(f"{STATE_FILE} of {checkpoint.base_name}", read_trainer_state(checkpoint))]
+    if (run_state_file := checkpoint.find_sibling(STATE_FILE)) is not None:
+        states.append((run_state_file, _read_state_file(checkpoint, run_state_file)))
+    record, state = max(states, key=lambda each: _to_step(each[1].get("global_step")))
     path, step = state.get("best_model_checkpoint"), state.get("best_global_step")
     if isinstance(path, str) and path:
-        return Named(record, [path])
+        return BestCheckpoints(record, [path])
     if type(step) is int and step:
-        return Named(record, [f"checkpoint-{step}"])
-    return Named(record, []) if state else None
+        return BestCheckpoints(record, [f"checkpoint-{step}"])
+    return BestCheckpoints(record, []) if state else None
 
 
-def _number(value: Any) -> int:
+def _to_step(value: Any) -> int:
     return value if type(value) is int else -1
 
 
 TRANSFORMERS = Trainer(
     name="transformers' Trainer",
-    reads={"scheduler.pt": accelerate.scheduler, STATE: counts},
-    own=_OWN,
+    entry_parsers={"scheduler.pt": accelerate.parse_scheduler, STATE_FILE: parse_counters},
+    own=_TRAINER_FILES,
     optimizer=re.escape(OPTIMIZER),
     others=_MODEL_FILES,
     folders="tokenizer|processor",
-    last=re.escape(STATE),
-    returned=Returned(
-        parts=accelerate.PARTS,
-        sign=STATE,
-        resume="trainer.train(resume_from_checkpoint={path})",
-        files=(
-            _STATES,
-            f"{re.escape(ARGUMENTS)}|{re.escape(STATE)}|scheduler\\.pt|{_MODEL_FILES}|tokenizer[^/]*|README\\.md",
-            *accelerate.RETURNED,
+    last=re.escape(STATE_FILE),
+    resume_rules=ResumeRules(
+        dcp_folders=accelerate.DCP_FOLDERS,
+        marker_file=STATE_FILE,
+        resume_code="trainer.train(resume_from_checkpoint={path})",
+        copied_files=(
+            _RANDOM_STATES,
+            f"{re.escape(ARGUMENTS_FILE)}|{re.escape(STATE_FILE)}|scheduler\\.pt|{_MODEL_FILES}|tokenizer[^/]*|README\\.md",
+            *accelerate.RESUME_FILES,
         ),
-        without_ranks="the Trainer resumes without them, with generators as its seed sets them",
+        note_without_rank_files="the Trainer resumes without them, with generators as its seed sets them",
     ),
-    problem=_problem,
-    metrics=_metrics,
-    best=_best,
+    find_problem=_find_problem,
+    read_metrics=_read_metrics,
+    read_best=_read_best,
 )

@@ -15,89 +15,99 @@ from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers import megatron_lm
 from ckpt_tools.trainers.record import Trainer
 
-CONTENTS = "ckpt_contents.json"
+CONTENTS_FILE = "ckpt_contents.json"
 
 MAX_CONTENTS_BYTES = 1 << 20
 """It has some ten entries."""
 
-CONFIG = "fsdp_config.json"
+FSDP_CONFIG_FILE = "fsdp_config.json"
 """``{"FSDP_version": 2, "world_size": 2}``."""
 
-HUGGING_FACE = "huggingface"
+HUGGING_FACE_FOLDER = "huggingface"
 """Folder for ``config.json`` and tokenizer."""
 
 VERL = Trainer(
     name="verl",
     rank_file=r"(?P<item>[a-z_]+)_world_size_(?P<world>\d{1,9})_rank_(?P<rank>\d{1,9})\.pt",
     others=r"(?:model|optim|extra_state)_world_size_\d+_rank_\d+\.pt|fsdp_config\.json|data\.pt",
-    folders=f"actor|critic|{HUGGING_FACE}",
+    folders=f"actor|critic|{HUGGING_FACE_FOLDER}",
     last=r"model_world_size_\d+_rank_\d+\.pt",
-    problem=megatron_lm.problem,
+    find_problem=megatron_lm.find_problem,
 )
 
 
-FORMATS = {"huggingface": "safetensors", "megatron_dist_checkpoint": "megatron"}
+FORMAT_OF_TERM = {"huggingface": "safetensors", "megatron_dist_checkpoint": "megatron"}
 """The format of a part by verl's term for it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class VerlParts:
     """Parts of a checkpoint of layout 2. ``home`` is the folder of all, a prefix of paths; ``weights`` and
     ``optimizer`` are folders, which end in a slash; None if there is no optimizer."""
 
-    home: str
-    weights: str
+    base_folder: str
+    weights_folder: str
     format: str
-    optimizer: str | None
+    optimizer_folder: str | None
     step: int | None
 
 
-def find_parts(source: Source) -> Parts | None:
+def find_parts(source: Source) -> VerlParts | None:
     """The parts of a checkpoint of verl's layout 2; None if ``source`` is not one.
 
     Raises:
         SeveralCheckpointsError: there are several. MalformedError: the file of contents is not one.
         UnsupportedError: there are no weights, weights of an adapter, or weights of an unknown format.
     """
-    found = [each for each in source.files if each.rpartition("/")[2] == CONTENTS]
-    if not found:
+    contents_paths = [each for each in source.files if each.rpartition("/")[2] == CONTENTS_FILE]
+    if not contents_paths:
         return None
-    if len(found) > 1:
-        names = ", ".join(each.rpartition("/")[0] or "the folder itself" for each in sorted(found))
+    if len(contents_paths) > 1:
+        names = ", ".join(each.rpartition("/")[0] or "the folder itself" for each in sorted(contents_paths))
         raise SeveralCheckpointsError(f"there are several checkpoints here ({names}); name the folder of one")
-    (path,) = found
-    step, contents = _contents(source, path)
-    home, model, optimizer = path.removesuffix(CONTENTS), contents.get("model", {}), contents.get("optimizer", {})
-    if not model:
+    (path,) = contents_paths
+    step, contents = _read_contents(source, path)
+    base_folder, model_part, optimizer_part = (
+        path.removesuffix(CONTENTS_FILE),
+        contents.get("model", {}),
+        contents.get("optimizer", {}),
+    )
+    if not model_part:
         raise UnsupportedError("it states no weights, and parts of a checkpoint of verl are read with them", path=path)
-    weights = _folder(source, path, model)
-    form = model.get("format")
-    if form not in FORMATS:
-        raise UnsupportedError(f"weights of the format {form!r:.80} are not supported", path=path)
+    weights = _find_part_folder(source, path, model_part)
+    format_term = model_part.get("format")
+    if format_term not in FORMAT_OF_TERM:
+        raise UnsupportedError(f"weights of the format {format_term!r:.80} are not supported", path=path)
     if "peft_adapters" in contents:
         advice = f"name {weights} for the weights of the base model alone"
         raise UnsupportedError(
             f"the optimizer is that of an adapter of PEFT, which is not supported; {advice}", path=path
         )
-    return Parts(home, weights, FORMATS[form], _folder(source, path, optimizer) if optimizer else None, step)
+    return VerlParts(
+        base_folder,
+        weights,
+        FORMAT_OF_TERM[format_term],
+        _find_part_folder(source, path, optimizer_part) if optimizer_part else None,
+        step,
+    )
 
 
-def _folder(source: Source, path: str, part: dict[str, Any]) -> str:
+def _find_part_folder(source: Source, path: str, part: dict[str, Any]) -> str:
     """The folder of a part of the file of contents at ``path``. Raises MalformedError if there is none."""
-    home, name = path.removesuffix(CONTENTS), part.get("path")
+    home, name = path.removesuffix(CONTENTS_FILE), part.get("path")
     folder = f"{home}{name}/"
     if not isinstance(name, str) or not any(each.startswith(folder) for each in source.files):
         raise MalformedError(f"it states a part in {name!r:.80}, and there is no such folder", path=path)
     return folder
 
 
-def _contents(source: Source, path: str) -> tuple[int | None, dict[str, dict[str, Any]]]:
+def _read_contents(source: Source, path: str) -> tuple[int | None, dict[str, dict[str, Any]]]:
     """The step and the parts."""
     from ckpt_tools.serialization.strict_json import parse_json
 
-    found = parse_json(source.read_all(path, limit_bytes=MAX_CONTENTS_BYTES), path)
-    contents = found.get("contents") if isinstance(found, dict) else None
+    document = parse_json(source.read_all(path, limit_bytes=MAX_CONTENTS_BYTES), path)
+    contents = document.get("contents") if isinstance(document, dict) else None
     if not isinstance(contents, dict) or not all(isinstance(part, dict) for part in contents.values()):
         raise MalformedError("it does not state the contents of a checkpoint of verl", path=path)
-    step = found.get("global_step")
+    step = document.get("global_step")
     return step if type(step) is int and step >= 0 else None, contents

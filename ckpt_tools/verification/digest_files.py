@@ -18,13 +18,13 @@ from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import CkptError, DestinationExistsError, SourceNotFoundError, UsageError
 from ckpt_tools.reading.checkpoint import read_source
-from ckpt_tools.runs.opening import named, read_checkpoint
+from ckpt_tools.runs.opening import read_checkpoint, resolve_checkpoint_url
 from ckpt_tools.stores.destination import Claim, Destination, OutputLocation
 from ckpt_tools.stores.marker_files import DIGESTS_NAME, DIGESTS_SUFFIX
 from ckpt_tools.stores.present import NO_FILES
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import StorageOptions, check_storage_options, open_output_location, open_source
-from ckpt_tools.trainers.names import is_optimizer
+from ckpt_tools.trainers.names import is_optimizer_file
 from ckpt_tools.verification import digests
 from ckpt_tools.verification.digests import Digest, Digests
 
@@ -84,7 +84,7 @@ def recorded_digests(src: str | Path, *, storage_options: Mapping[str, Any] | No
         ((4, 8), 32)
     """
     check_storage_options(storage_options, src)
-    url = named(src, storage_options)
+    url = resolve_checkpoint_url(src, storage_options)
     files = open_source(url, storage_options).files
     has_list = any(path.rpartition("/")[2] == DIGESTS_NAME for path in files)
     if str(url).startswith(("http://", "https://")) if len(files) == 1 else not has_list:
@@ -104,7 +104,7 @@ def get_digests_url(source: Source, manifest: Manifest) -> str:
 def is_single_file(source: Source) -> bool:
     """True if the source is a file, or a file with its optimizer's, and not the folder around it."""
     other_files = source.files.keys() - {source.store.url.rpartition("/")[2]}
-    return len(other_files) < len(source.files) and all(is_optimizer(name) for name in other_files)
+    return len(other_files) < len(source.files) and all(is_optimizer_file(name) for name in other_files)
 
 
 def write_small_file(destination: Destination, path: str, data: bytes) -> None:

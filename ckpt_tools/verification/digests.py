@@ -27,7 +27,7 @@ from ckpt_tools.errors import FormatError, MalformedError, UnsupportedError
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.stores.marker_files import DIGESTS_NAME
 from ckpt_tools.stores.source import Source, Store
-from ckpt_tools.trainers.accelerate import numbered_model
+from ckpt_tools.trainers.accelerate import find_numbered_model
 from ckpt_tools.transfer.buffers import allocate_page_aligned
 from ckpt_tools.transfer.runners.threads import ThreadRunner
 from ckpt_tools.transfer.tensor_reader import TensorReader
@@ -252,7 +252,7 @@ def locate_digest_list(manifest: Manifest) -> str:
         for number in np.unique(table.file_ids).tolist()
         if table.files[number] not in manifest.literals
     }
-    (top_folder,) = top_folders if len(top_folders) == 1 else {numbered_model(top_folders)}
+    (top_folder,) = top_folders if len(top_folders) == 1 else {find_numbered_model(top_folders)}
     return f"{top_folder}/{DIGESTS_NAME}" if top_folder not in ("", "zero") else DIGESTS_NAME
 
 

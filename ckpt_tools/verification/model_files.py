@@ -12,15 +12,15 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.base import Format
 from ckpt_tools.reading.model_files import (
     ModelFiles,
-    config_in,
+    apply_config_ties,
     find_model_files,
-    fitted,
-    takes_model_files,
-    with_stated_ties,
+    fit_to_output,
+    is_pretrained_folder,
+    read_model_config,
 )
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import open_output_location
-from ckpt_tools.trainers.transformers import CONFIG
+from ckpt_tools.trainers.transformers import CONFIG_FILE
 from ckpt_tools.verification.report import FILE_SLOT, Aspect, Difference
 
 
@@ -36,7 +36,7 @@ def build_expected_model(
     storage_options = options.storage_options
     if (
         writer is None
-        or not takes_model_files(writer, open_output_location(dst, storage_options).form)
+        or not is_pretrained_folder(writer, open_output_location(dst, storage_options).form)
         or options.like is not None
     ):
         files = None
@@ -47,19 +47,19 @@ def build_expected_model(
             raise UsageError(f"{format_option('untie', True)} is for folders with a config.json")
         return manifest, None
     if options.untie:
-        manifest, files, _ = with_stated_ties(manifest, files, untie=True)
-    return manifest, fitted(files, manifest)[0]
+        manifest, files, _ = apply_config_ties(manifest, files, untie=True)
+    return manifest, fit_to_output(files, manifest)[0]
 
 
 def find_differing_files(expected: ModelFiles, written: Source) -> list[Difference]:
     """The files that ``written`` lacks or has with another content. Raises CkptError if one cannot be read."""
-    config = config_in(written)
-    problems = {} if config == expected.config else {CONFIG: "missing"}
+    config = read_model_config(written)
+    problems = {} if config == expected.config else {CONFIG_FILE: "missing"}
     if problems and config is not None:
         differing_keys = sorted(
             key for key in {*expected.config, *config} if expected.config.get(key) != config.get(key)
         )
-        problems = {CONFIG: f"{join_names(differing_keys)}: another content"}
+        problems = {CONFIG_FILE: f"{join_names(differing_keys)}: another content"}
     for name, file in expected.files.items():
         content = bytearray(file.num_bytes)
         expected.store.read_into(file.source, 0, memoryview(content))

@@ -12,13 +12,13 @@ from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import CkptError, DestinationExistsError, StoreError
 from ckpt_tools.formats.index import find_format, read_manifest
-from ckpt_tools.reading.model_files import is_carried
+from ckpt_tools.reading.model_files import is_copied_file
 from ckpt_tools.stores.destination import OutputLocation
 from ckpt_tools.stores.marker_files import SIGNATURE_NAME, is_visible_file
 from ckpt_tools.stores.present import NO_FILES, DestinationContents, format_names
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import CHOOSE_ANOTHER_DESTINATION
-from ckpt_tools.trainers.transformers import ADAPTER
+from ckpt_tools.trainers.transformers import ADAPTER_CONFIG_FILE
 from ckpt_tools.verification.digests import is_digest_list, locate_digest_list
 from ckpt_tools.verification.signing import is_signature
 
@@ -39,7 +39,7 @@ def list_replaced_files(destination: OutputLocation, written: Iterable[str]) -> 
     own_files = _find_checkpoint_files(contents, destination.url)
     if own_files:
         # What says what the model is, if the output has the same: no such file is removed without a new one.
-        own_files |= {path for path in written if is_carried(path) or path == ADAPTER}
+        own_files |= {path for path in written if is_copied_file(path) or path == ADAPTER_CONFIG_FILE}
     files = {path: size for path, size in contents.files.items() if path in own_files}
     unexpected = contents.find_unexpected_files(files)
     if unexpected and not files:

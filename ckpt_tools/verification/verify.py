@@ -24,8 +24,13 @@ from ckpt_tools.errors import FormatError, UnsupportedError, UsageError
 from ckpt_tools.formats.applicability import COMPARING, DIFFING
 from ckpt_tools.formats.base import Format
 from ckpt_tools.formats.index import known
-from ckpt_tools.reading.checkpoint import case_of, check_reading, own_keys, recipe_step
-from ckpt_tools.runs.opening import likeness, read_checkpoint
+from ckpt_tools.reading.checkpoint import (
+    check_reading_options,
+    make_option_case,
+    make_read_back_options,
+    make_recipe_step,
+)
+from ckpt_tools.runs.opening import open_reference_matcher, read_checkpoint
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import StorageOptions, open_output_location
 from ckpt_tools.transfer.computing import add_generated_files
@@ -93,7 +98,7 @@ def verify_checkpoint(
         source, manifest = read_checkpoint(
             src, options.read_options, format_name=options.from_, storage_options=execution.storage_options
         )
-        check_reading(manifest, options.read_options)
+        check_reading_options(manifest, options.read_options)
     except FormatError:
         report = check_listed_files(())
         if report is None or report.equal:
@@ -220,11 +225,15 @@ def verify_conversion(
             dst_source, dst_manifest = _read_destination(dst, manifest, options, state="all")
     holds_masters = writer is None or writer.holds_masters or manifest.keeps_masters
     has_recipe = options.needs_config
-    case = case_of(
-        manifest, dst_manifest.format, keeps_both=is_whole and holds_masters, whole=is_whole, has_recipe=has_recipe
+    case = make_option_case(
+        manifest,
+        dst_manifest.format,
+        keeps_both=is_whole and holds_masters,
+        is_whole_state=is_whole,
+        has_recipe=has_recipe,
     )
     check_applicability(COMPARING, options.values_by_name, case)
-    recipe, like = recipe_step(src, source, manifest, options), likeness(options)
+    recipe, like = make_recipe_step(src, source, manifest, options), open_reference_matcher(options)
     kept_entries = () if writer is None else writer.kept_entries
     edited = apply_options(
         manifest,
@@ -296,7 +305,7 @@ def _read_destination(
     """The destination, by the tag and the keys that are not for reading the source; with these if it may have kept the
     source's tree and does not say by itself which model is meant. Raises CkptError."""
     source_options, storage_options = (
-        case_of(manifest, "", keeps_both=False, whole=False).reader_options,
+        make_option_case(manifest, "", keeps_both=False, is_whole_state=False).reader_options,
         options.storage_options,
     )
     destination_options = {
@@ -305,7 +314,7 @@ def _read_destination(
     try:
         return read_checkpoint(dst, ReadOptions(state=state, **destination_options), storage_options=storage_options)
     except UnsupportedError:
-        tree_options = own_keys(manifest.format, manifest.format, options)
+        tree_options = make_read_back_options(manifest.format, manifest.format, options)
         if tree_options == ReadOptions():
             raise
         return read_checkpoint(dst, tree_options, format_name=manifest.format, storage_options=storage_options)
@@ -324,7 +333,7 @@ def diff_checkpoints(
     Raises:
         CkptError: bytes cannot be read. UsageError: no tensor is selected.
     """
-    recipe = recipe_step(url, *a, options)
+    recipe = make_recipe_step(url, *a, options)
     joining_notes: tuple[Note, ...] = ()
     if recipe is not None and a[1].unjoined_state:
         joined_manifest, joining_notes = recipe(a[1])
@@ -336,7 +345,7 @@ def diff_checkpoints(
     check_applicability(
         DIFFING,
         options.values_by_name,
-        case_of(a[1], "", keeps_both=has_both_copies, whole=True, has_recipe=has_recipe),
+        make_option_case(a[1], "", keeps_both=has_both_copies, is_whole_state=True, has_recipe=has_recipe),
     )
     manifests, notes = _select_comparable([a[1], b[1]], options)
     notes = joining_notes + notes

@@ -14,8 +14,8 @@ import torch
 
 import ckpt_tools
 from ckpt_tools.errors import CkptError, DestinationExistsError, SourceNotFoundError, UsageError
-from ckpt_tools.runs.files import in_order_of_removal
-from ckpt_tools.runs.rules import Best
+from ckpt_tools.runs.files import batch_for_removal
+from ckpt_tools.runs.rules import BestMetric
 from tests.runs.test_completeness import MADE, laid, listed
 from tests.support.commands import printed
 from tests.support.s3_server import BUCKET
@@ -90,11 +90,11 @@ def test_wrong_rules_are_refused(options, words, run):
 
 def test_which_end_of_a_metric_is_better():
     for word in ("loss", "error", "perplexity", "ppl", "wer", "cer", "mse", "mae", "rmse", "nll"):
-        assert Best.parse(f"eval_{word}") == Best(f"eval_{word}", True)
+        assert BestMetric.parse(f"eval_{word}") == BestMetric(f"eval_{word}", True)
     for word in ("accuracy", "acc", "f1", "bleu", "rouge", "score", "auc", "reward", "precision", "recall"):
-        assert Best.parse(f"Test/{word.upper()}@1") == Best(f"Test/{word.upper()}@1", False)
-    assert Best.parse("recall:min") == Best("recall", True)
-    assert Best.parse("a:b:max") == Best("a:b", False)
+        assert BestMetric.parse(f"Test/{word.upper()}@1") == BestMetric(f"Test/{word.upper()}@1", False)
+    assert BestMetric.parse("recall:min") == BestMetric("recall", True)
+    assert BestMetric.parse("a:b:max") == BestMetric("a:b", False)
 
 
 def test_the_newest_complete_one_stays_whatever_is_newer(run):
@@ -187,7 +187,7 @@ def test_a_removal_that_is_killed_leaves_nothing_that_looks_whole(name, tmp_path
         path.relative_to(tmp_path / "run").as_posix() for path in (tmp_path / "run" / name).rglob("*") if path.is_file()
     ]
     try:
-        assert_never_whole(tmp_path / "run", name, in_order_of_removal(files))
+        assert_never_whole(tmp_path / "run", name, batch_for_removal(files))
     except SourceNotFoundError:
         assert not list((tmp_path / "run" / name).rglob("*.safetensors"))
 

@@ -103,7 +103,7 @@ def trained(request, tmp_path_factory):
 
 
 def _has_recipe(model_type: str) -> bool:
-    return any(model_type in recipe.known_as for recipe in list_recipes())
+    return any(model_type in recipe.model_aliases for recipe in list_recipes())
 
 
 def test_the_hub_folder_is_that_of_save_pretrained(trained, tmp_path):

@@ -12,7 +12,7 @@ from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.values import GlobalRef, Opaque
 from ckpt_tools.errors import MalformedError
-from ckpt_tools.reading.own_sizes import own_config
+from ckpt_tools.reading.own_sizes import derive_config
 from ckpt_tools.runs.opening import read_checkpoint
 from ckpt_tools.stores.urls import open_source
 
@@ -75,7 +75,7 @@ ARGS = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 4, "kv_channel
 
 def test_arguments_are_named_as_in_config_json(tmp_path):
     args = {**ARGS, "group_query_attention": True, "num_query_groups": 2, "untie_embeddings_and_output_weights": True}
-    assert own_config(open_source(tmp_path, None), manifest(args)) == {
+    assert derive_config(open_source(tmp_path, None), manifest(args)) == {
         "num_hidden_layers": 2,
         "hidden_size": 8,
         "num_attention_heads": 4,
@@ -99,7 +99,7 @@ model:
 
 def test_run_config_is_read_without_making_what_its_tags_name(tmp_path):
     (tmp_path / "run_config.yaml").write_text(BRIDGE)
-    assert own_config(open_source(tmp_path, None), Manifest("megatron", {})) == {
+    assert derive_config(open_source(tmp_path, None), Manifest("megatron", {})) == {
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 4,
@@ -111,4 +111,4 @@ def test_run_config_is_read_without_making_what_its_tags_name(tmp_path):
 def test_text_that_is_not_yaml_is_named(text, tmp_path):
     (tmp_path / "run_config.yaml").write_text(text)
     with pytest.raises(MalformedError, match=r"run_config\.yaml: it is not YAML"):
-        own_config(open_source(tmp_path, None), Manifest("megatron", {}))
+        derive_config(open_source(tmp_path, None), Manifest("megatron", {}))

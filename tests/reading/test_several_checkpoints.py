@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 import ckpt_tools
 from ckpt_tools.cli.main import group
 from ckpt_tools.errors import CkptError, IncompleteError, LossError, SeveralCheckpointsError, SourceNotFoundError
-from ckpt_tools.trainers.run_folders import step_in
+from ckpt_tools.trainers.run_folders import parse_step
 from tests.runs.test_completeness import RUNS, Run
 from tests.support.sweep import extended
 
@@ -67,7 +67,7 @@ OTHERS += [(UNIVERSAL, "diff"), (PARALLEL, "reshard"), ("deepspeed-moe-fp32", "c
 def test_another_checkpoint_of_the_run_changes_nothing(layout, command, tmp_path):
     run = LAYOUTS[layout]
     folders = pair(run, 1, tmp_path)
-    for ending in ("", "@latest", f"@{run.names[1]}", f"@step={step_in(run.names[1])}"):
+    for ending in ("", "@latest", f"@{run.names[1]}", f"@step={parse_step(run.names[1])}"):
         said, expected = (outcome(command, f"{folder}{ending}", folder) for folder in folders)
         assert said == expected, ending
 
@@ -78,7 +78,7 @@ def test_a_run_that_does_not_choose_says_how_to_name_one_and_then_reads_it_alone
     both, alone = pair(run, 1, tmp_path)
     with pytest.raises(SeveralCheckpointsError, match=f"{both}@latest"):
         ckpt_tools.inspect(both)
-    for ending in ("@latest", f"@{run.names[1]}", f"@step={step_in(run.names[1])}"):
+    for ending in ("@latest", f"@{run.names[1]}", f"@step={parse_step(run.names[1])}"):
         said, expected = (outcome("convert", f"{folder}{ending}", folder) for folder in (both, alone))
         assert said == expected, ending
 

@@ -18,9 +18,9 @@ from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, Tenso
 from ckpt_tools.core.shards import ByteRange, ShardTable
 from ckpt_tools.errors import DifferenceError, UnsupportedError
 from ckpt_tools.recipes import apply_recipe
-from ckpt_tools.recipes.apply import MAX_ITEM_BYTES, ZEROS
+from ckpt_tools.recipes.apply import MAX_ITEM_BYTES, ZEROS_FILE
 from ckpt_tools.recipes.reading import parse_recipe
-from ckpt_tools.recipes.rows import has_same_elements, with_rows
+from ckpt_tools.recipes.rows import has_same_elements, resize_rows
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.wrappers import InMemoryOverlay
 from ckpt_tools.testing.stored import StoredTensor, stored_tensors
@@ -246,8 +246,8 @@ def test_rows_that_are_left_out_or_zeros_are_those_of_the_array(tensor, rows):
     kept = min(rows, len(tensor.elements))
     wanted[:kept] = tensor.elements[:kept]
     store = MemoryStore({file: bytearray(data) for file, data in tensor.files.items()})
-    made = with_rows(tensor.entry, rows)
+    made = resize_rows(tensor.entry, rows)
     assert made.shape == wanted.shape
-    assert read_bytes(InMemoryOverlay(store, {ZEROS: bytes(MAX_ITEM_BYTES)}), made) == wanted.tobytes()
-    assert has_same_elements(made.shards, with_rows(tensor.entry, rows).shards)
-    assert not has_same_elements(with_rows(tensor.entry, rows + 1).shards, made.shards)
+    assert read_bytes(InMemoryOverlay(store, {ZEROS_FILE: bytes(MAX_ITEM_BYTES)}), made) == wanted.tobytes()
+    assert has_same_elements(made.shards, resize_rows(tensor.entry, rows).shards)
+    assert not has_same_elements(resize_rows(tensor.entry, rows + 1).shards, made.shards)

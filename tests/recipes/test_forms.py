@@ -13,7 +13,7 @@ import ckpt_tools
 from ckpt_tools.core.manifest import ParamGroup
 from ckpt_tools.errors import DifferenceError, UnsupportedError, UsageError
 from ckpt_tools.recipes import apply_recipe
-from ckpt_tools.recipes.groups import check_way_back, group_names, targets
+from ckpt_tools.recipes.groups import check_round_trip, group_names, list_target_names
 from ckpt_tools.recipes.reading import parse_recipe
 from ckpt_tools.recipes.recipe import Recipe
 from tests.recipes.test_apply import Arrays, key, mapped, numbers, stored
@@ -323,9 +323,9 @@ def recipe(*lines: str) -> Recipe:
 def renamed(names: list[str], by: Recipe) -> dict[str, str]:
     found = {}
     for group in group_names(names, by).groups:
-        made = targets(group, {})
-        check_way_back(group, made, by.inverse(), made.values())
-        found[group.sources[0, ()]] = made[0, ()]
+        made = list_target_names(group, {})
+        check_round_trip(group, made, by.inverse(), made.values())
+        found[group.source_names[0, ()]] = made[0, ()]
     return found
 
 

@@ -18,10 +18,10 @@ pytestmark = pytest.mark.quick
 @pytest.fixture(autouse=True)
 def forgotten():
     """The recipes that a test installs are looked for in it, and forgotten after it."""
-    for cached in (index.list_recipes, index._of_plugins):
+    for cached in (index.list_recipes, index._list_plugin_files):
         cached.cache_clear()
     yield
-    for cached in (index.list_recipes, index._of_plugins):
+    for cached in (index.list_recipes, index._list_plugin_files):
         cached.cache_clear()
 
 
@@ -93,8 +93,8 @@ def test_two_of_one_name_are_refused(plugin):
 def test_one_of_a_built_in_name_is_refused(plugin, tmp_path, monkeypatch, request):
     (tmp_path / "one.toml").write_text(moe.RECIPE)
     monkeypatch.setattr(index, "_BUILT_IN", tmp_path)
-    index._built_in.cache_clear()
-    request.addfinalizer(index._built_in.cache_clear)
+    index._list_built_in_files.cache_clear()
+    request.addfinalizer(index._list_built_in_files.cache_clear)
     plugin("mine", one=moe.RECIPE, two=moe.RECIPE)
     assert load_recipe("one").name == "one"
     for ask in (ckpt_tools.list_recipes, lambda: load_recipe("two")):

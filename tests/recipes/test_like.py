@@ -17,9 +17,9 @@ from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, Tenso
 from ckpt_tools.core.notes import Outcome
 from ckpt_tools.core.shards import ByteRange, ShardTable
 from ckpt_tools.errors import UnsupportedError, UsageError
-from ckpt_tools.recipes.like import AS_IT_IS, Like, Way
-from ckpt_tools.recipes.reference import Reference, Wanted
-from ckpt_tools.recipes.ways import ways
+from ckpt_tools.recipes.like import UNCHANGED_NAMES, NameMapping, ReferenceMatcher
+from ckpt_tools.recipes.reference import Reference, ReferenceTensor
+from ckpt_tools.recipes.ways import iter_mappings
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.wrappers import InMemoryOverlay
 from tests.support.manifests import elements
@@ -67,12 +67,12 @@ class Held:
 
 
 def reference(tensors: Mapping[str, Sequence[int]], dtype: DType = DType.FLOAT32, **config: Any) -> Reference:
-    wanted = {name: Wanted(tuple(shape), dtype) for name, shape in tensors.items()}
+    wanted = {name: ReferenceTensor(tuple(shape), dtype) for name, shape in tensors.items()}
     return Reference("ref", wanted, config={"vocab_size": V, **config})
 
 
-def like(ref: Reference, *tried: Way) -> Like:
-    return Like(ref, lambda manifest: [tried or (AS_IT_IS,)])
+def like(ref: Reference, *tried: NameMapping) -> ReferenceMatcher:
+    return ReferenceMatcher(ref, lambda manifest: [tried or (UNCHANGED_NAMES,)])
 
 
 def model(rows: int = V, **more: np.ndarray) -> dict[str, np.ndarray]:
@@ -92,7 +92,7 @@ def same(found: Mapping[StateKey, np.ndarray], wanted: Mapping[str, np.ndarray])
 def test_each_weight_takes_the_dtype_of_the_reference_and_state_keeps_its_own():
     held = Held.of({**model(), BIAS: numbers(8), (NORM, "exp_avg"): numbers(H, seed=5)})
     ref = reference({**UNTIED, BIAS: (8,)}, DType.BFLOAT16)
-    ref = replace(ref, tensors={**ref.tensors, BIAS: Wanted((8,), DType.FLOAT32)})
+    ref = replace(ref, tensors={**ref.tensors, BIAS: ReferenceTensor((8,), DType.FLOAT32)})
     made, _ = like(ref).match_dtypes(like(ref).match_names(held.manifest)[0])
     assert {(key.fqn, key.slot): entry.dtype for key, entry in made.tensors.items()} == {
         **{(name, "weight"): DType.BFLOAT16 for name in (EMBED, NORM, HEAD)},
@@ -187,7 +187,7 @@ def double(manifest: Manifest) -> transforms.TransformResult:
 def test_the_only_way_that_leads_to_the_names_is_taken_and_noted():
     held = Held.of({"a.x": numbers(2), "a.y": numbers(3)})
     ref = reference({"b.y": (3,), "b.x": (2,)})
-    made, notes = like(ref, AS_IT_IS, Way("recipe double", double)).match_names(held.manifest)
+    made, notes = like(ref, UNCHANGED_NAMES, NameMapping("recipe double", double)).match_names(held.manifest)
     same(held.read(made), {"b.y": numbers(3), "b.x": numbers(2)})
     assert [note.what for note in notes] == ["recipe double"]
 
@@ -200,7 +200,7 @@ def swapped(manifest: Manifest) -> transforms.TransformResult:
 def test_prefixes_of_wrappers_are_taken_off(prefix):
     held = Held.of({prefix + name: array for name, array in model().items()})
     ref = reference(UNTIED)
-    made, _ = Like(ref, lambda each: ways(each, ref, has_recipe=False)).match_names(held.manifest)
+    made, _ = ReferenceMatcher(ref, lambda each: iter_mappings(each, ref, has_recipe=False)).match_names(held.manifest)
     same(held.read(made), {name: model()[name] for name in UNTIED})
 
 
@@ -253,14 +253,14 @@ def test_a_configuration_alone_says_vocabulary_and_ties():
 
 def several_ways(_: Path) -> None:
     held = Held.of({"a.x": numbers(2), "a.y": numbers(2, seed=1)})
-    tried = (Way("recipe one", double), Way("recipe two", swapped))
+    tried = (NameMapping("recipe one", double), NameMapping("recipe two", swapped))
     like(reference({"b.x": (2,), "b.y": (2,)}), *tried).match_names(held.manifest)
 
 
 def nearest(_: Path) -> None:
     held = Held.of({"a.x": numbers(2), "a.y": numbers(3), "a.z": numbers(1)})
     ref = reference({"b.x": (2,), "b.y": (3,)})
-    like(ref, AS_IT_IS, Way("recipe double", double)).match_names(held.manifest)
+    like(ref, UNCHANGED_NAMES, NameMapping("recipe double", double)).match_names(held.manifest)
 
 
 def factored_state(_: Path) -> None:
@@ -277,7 +277,7 @@ def more_experts(_: Path) -> None:
     experts = "model.layers.0.mlp.experts"
     held = Held.of({f"{experts}.gate_up_proj": numbers(2, 6, H), f"{experts}.down_proj": numbers(2, H, 3)})
     ref = Reference("ref", config={"model_type": "qwen3_moe", "num_experts": 4})
-    Like(ref, lambda manifest: ways(manifest, ref, has_recipe=False)).match_names(held.manifest)
+    ReferenceMatcher(ref, lambda manifest: iter_mappings(manifest, ref, has_recipe=False)).match_names(held.manifest)
 
 
 test_what_cannot_be_chosen_or_follow_is_refused = refusal_test(

@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_distribut
 import ckpt_tools
 from ckpt_tools.cli.main import group
 from ckpt_tools.errors import CkptError, IncompleteError
-from ckpt_tools.runs.contents import Content, lack
+from ckpt_tools.runs.contents import StepContent, find_missing_state
 from ckpt_tools.trainers.all import TRAINERS
-from ckpt_tools.trainers.names import holds_optimizer
+from ckpt_tools.trainers.names import has_optimizer_in_path
 from tests.support.ranks import for_ranks
 
 Weights = Mapping[str, torch.Tensor]
@@ -199,8 +199,8 @@ def test_another_format_and_world_size_are_as_much(to, checkpoint, tmp_path):
     assert {*reasons(tmp_path / "run")} - {"global_step1"} == {"global_step2"}
 
 
-def content(*, weights: Mapping[str, int], state: int = 0, size: int = 100, is_read: bool = True) -> Content:
-    return Content("2", "b", weights, state, size, is_read)
+def content(*, weights: Mapping[str, int], state: int = 0, size: int = 100, is_read: bool = True) -> StepContent:
+    return StepContent("2", "b", weights, state, size, is_read)
 
 
 @pytest.mark.parametrize(("newer", "elder", "words"), [
@@ -217,7 +217,7 @@ def content(*, weights: Mapping[str, int], state: int = 0, size: int = 100, is_r
     (content(weights={}, size=40, is_read=False), content(weights={"w": 9}), "files have 40 B, those of b 100 B"),
 ])  # fmt: skip
 def test_what_is_less(newer, elder, words):
-    found = lack(newer, elder)
+    found = find_missing_state(newer, elder)
     assert (words is None) == (found is None) and (words or "") in (found or "")
 
 
@@ -443,5 +443,5 @@ def test_names_of_optimizers():
     names, others = NAMES.split(), OTHERS.split()
     forms = [re.compile(trainer.optimizer) for trainer in TRAINERS if trainer.optimizer]
     assert all(any(map(form.fullmatch, names)) for form in forms)
-    assert [name for name in names if not holds_optimizer(name)] == []
-    assert [name for name in others if holds_optimizer(name)] == []
+    assert [name for name in names if not has_optimizer_in_path(name)] == []
+    assert [name for name in others if has_optimizer_in_path(name)] == []

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 import ckpt_tools
 from ckpt_tools.runs.report import RunCheckpoint
-from ckpt_tools.trainers.run_folders import members
+from ckpt_tools.trainers.run_folders import find_members
 from fixtures.corpus import make
 
 Damage = Callable[[Path], None]
@@ -228,7 +228,7 @@ def test_a_universal_checkpoint_has_every_parameter(checkpoint, tmp_path):
     (["final/model.safetensors", "checkpoint-5/model.safetensors"], ["checkpoint-5", "final"]),
 ])  # fmt: skip
 def test_which_folders_and_files_are_checkpoints(files, found):
-    assert [member.name for member in members(dict.fromkeys(files, 1))] == found
+    assert [member.name for member in find_members(dict.fromkeys(files, 1))] == found
 
 
 def test_a_zip_of_something_else_is_left_alone(tmp_path):

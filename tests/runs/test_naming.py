@@ -10,9 +10,9 @@ import torch
 import ckpt_tools
 from ckpt_tools.errors import SourceNotFoundError, UnsupportedError
 from ckpt_tools.formats.index import built_in
-from ckpt_tools.runs.naming import resolved
+from ckpt_tools.runs.naming import resolve_in_run
 from ckpt_tools.stores.urls import open_source
-from ckpt_tools.trainers.run_folders import checkpoints
+from ckpt_tools.trainers.run_folders import list_finished_checkpoints
 from fixtures.corpus import make
 
 
@@ -70,7 +70,7 @@ def test_several_of_a_step_are_told_with_the_name_of_one(tmp_path):
 def test_a_named_one_that_is_not_complete_is_told(run, caplog):
     (run / "checkpoints" / "epoch_9" / "IN_PROGRESS-9").touch()
     with caplog.at_level("WARNING", "ckpt_tools"):
-        assert resolved(f"{run}@epoch_9", open_source) == f"{run}/checkpoints/epoch_9"
+        assert resolve_in_run(f"{run}@epoch_9", open_source) == f"{run}/checkpoints/epoch_9"
     assert caplog.messages == ["checkpoints/epoch_9 is not complete: the file IN_PROGRESS-9 marks it as unfinished"]
 
 
@@ -107,7 +107,7 @@ def test_the_source_is_protected_by_its_real_name(run):
     ([".metadata", "model.pt", "notes/a.txt"], []),
 ])  # fmt: skip
 def test_folders_of_checkpoints(files, found):
-    assert checkpoints(files) == found
+    assert list_finished_checkpoints(files) == found
 
 
 def test_urls_too(tmp_path):

@@ -10,31 +10,31 @@ from ckpt_tools.formats.dcp.names import DATA, is_metadata, is_of_dcp, is_of_one
 from ckpt_tools.serialization.pickle.dcp_metadata import Metadata, TensorStorageMetadata
 from ckpt_tools.serialization.pickle.load import loads
 from ckpt_tools.stores.source import check_file_name
-from ckpt_tools.trainers.run_folders import parent_of
-from ckpt_tools.trainers.saved import Saved
+from ckpt_tools.trainers.run_folders import get_parent_folder
+from ckpt_tools.trainers.saved import SavedCheckpoint
 
 MAX_METADATA_BYTES = 4 << 30
 
 
-def is_dcp(saved: Saved) -> bool:
-    return any(is_of_dcp(name) for name in saved.names)
+def is_dcp(saved: SavedCheckpoint) -> bool:
+    return any(is_of_dcp(name) for name in saved.file_names)
 
 
-def world_size(saved: Saved) -> int:
+def world_size(saved: SavedCheckpoint) -> int:
     """One more than the largest rank in names of files with tensors."""
-    found = (DATA.fullmatch(name) for name in saved.names)
+    found = (DATA.fullmatch(name) for name in saved.file_names)
     return max((int(each[each.lastindex]) + 1 for each in found if each and each.lastindex), default=0)
 
 
-def problem(saved: Saved) -> str | None:
+def problem(saved: SavedCheckpoint) -> str | None:
     indexes = {path for path in saved.files if is_metadata(path) or is_of_one_rank(path)}
-    held = {parent_of(path) for path in indexes}
-    bare = sorted({parent_of(path) for path in saved.files if DATA.fullmatch(path.rpartition("/")[2])} - held)
+    held = {get_parent_folder(path) for path in indexes}
+    bare = sorted({get_parent_folder(path) for path in saved.files if DATA.fullmatch(path.rpartition("/")[2])} - held)
     if bare:
         return f"no {bare[0] + '/' if bare[0] else ''}.metadata: the save did not finish"
     has_tensors = not indexes
     for path in sorted(indexes):
-        metadata = loads(saved.read(path, MAX_METADATA_BYTES), path=path)
+        metadata = loads(saved.read_file(path, MAX_METADATA_BYTES), path=path)
         if not isinstance(metadata, Metadata):
             return f"{path} is not the index of a DCP"
         if (text := _cut_off(saved, path, metadata)) is not None:
@@ -43,7 +43,7 @@ def problem(saved: Saved) -> str | None:
     return None if has_tensors else _tensorless(saved, min(indexes))
 
 
-def _tensorless(saved: Saved, path: str) -> str | None:
+def _tensorless(saved: SavedCheckpoint, path: str) -> str | None:
     """Its objects may hold tensors, which the reader finds."""
     from ckpt_tools.formats.dcp.reader import read
 
@@ -54,11 +54,11 @@ def _tensorless(saved: Saved, path: str) -> str | None:
     return None
 
 
-def _cut_off(saved: Saved, path: str, metadata: Metadata) -> str | None:
+def _cut_off(saved: SavedCheckpoint, path: str, metadata: Metadata) -> str | None:
     ends: dict[str, int] = {}
     for info in metadata.storage_data.values():
         ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
-    folder = parent_of(path)
+    folder = get_parent_folder(path)
     for name, end in ends.items():
         file = f"{folder}/{check_file_name(name)}" if folder else check_file_name(name)
         if file not in saved.files:

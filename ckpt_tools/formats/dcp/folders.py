@@ -12,7 +12,7 @@ from collections.abc import Container, Iterable
 from ckpt_tools.core.wording import join_newest
 from ckpt_tools.errors import IncompleteError, SeveralCheckpointsError
 from ckpt_tools.formats.dcp.names import ALONE, DATA, METADATA, is_metadata, is_of_dcp, is_of_one_rank
-from ckpt_tools.trainers.accelerate import is_one_model
+from ckpt_tools.trainers.accelerate import is_model_with_optimizer
 
 
 def own_files(paths: Iterable[str], parts: Iterable[str] = ()) -> frozenset[str]:
@@ -41,7 +41,7 @@ def metadata_files(paths: Iterable[str]) -> list[str]:
     if not found:
         return _of_all_ranks(alone)
     folders = [path.rpartition("/")[0] for path in found]
-    if len(found) == 1 or is_one_model(folders):
+    if len(found) == 1 or is_model_with_optimizer(folders):
         for folder in folders:
             _refuse_both(alone, folder)
         _refuse_undescribed(paths, {*folders, *(path.rpartition("/")[0] for path in alone)})

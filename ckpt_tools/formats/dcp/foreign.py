@@ -71,9 +71,9 @@ def with_other_half(manifest: Manifest, source: Source, metadata: Iterable[str])
     found = [path for path in source.files if _WEIGHTS.fullmatch(path) and path not in known]
     others = [path for path in found if not path.startswith(tuple(filter(None, folders)))]
     if others:
-        from ckpt_tools.trainers.run_folders import files_of_others
+        from ckpt_tools.trainers.run_folders import list_other_checkpoint_files
 
-        elsewhere = files_of_others(source.files, known)
+        elsewhere = list_other_checkpoint_files(source.files, known)
         others = [path for path in others if path not in elsewhere]
     if not others:
         return manifest

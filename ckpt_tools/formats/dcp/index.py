@@ -43,7 +43,7 @@ from ckpt_tools.serialization.torch_zip import PICKLE_BYTES, read_item_value
 from ckpt_tools.serialization.unread_tensors import explain_unreadable
 from ckpt_tools.serialization.zstd import open_zstd_stream
 from ckpt_tools.stores.source import Source, check_file_name
-from ckpt_tools.trainers.run_folders import parent_of
+from ckpt_tools.trainers.run_folders import get_parent_folder
 
 MAX_METADATA_BYTES = 4 << 30
 """A million chunks take 150 MB."""
@@ -172,8 +172,10 @@ def notes_on_files(source: Source, indexes: Mapping[str, Index]) -> list[Note]:
     """Files of the folders, and ends of files, that hold no item: a later save by fewer ranks leaves such files, and so
     does a mixture of two saves."""
     ends = {file: end for index in indexes.values() for file, end in index.ends.items()}
-    folders = {parent_of(path) for path in indexes}
-    data = (path for path in source.files if DATA.fullmatch(path.rpartition("/")[2]) and parent_of(path) in folders)
+    folders = {get_parent_folder(path) for path in indexes}
+    data = (
+        path for path in source.files if DATA.fullmatch(path.rpartition("/")[2]) and get_parent_folder(path) in folders
+    )
     unnamed = [path for path in data if path not in ends]
     more = {file: source.files[file] - end for file, end in ends.items() if source.files[file] > end}
     unnamed += [f"{format_count(rest, 'byte')} at the end of {file}" for file, rest in more.items()]

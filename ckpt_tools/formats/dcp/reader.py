@@ -27,8 +27,8 @@ from ckpt_tools.formats.state_dict.parse import manifest_of
 from ckpt_tools.serialization.torch_zip import open_archive
 from ckpt_tools.serialization.zstd import decompress_all
 from ckpt_tools.stores.source import Source
-from ckpt_tools.trainers.accelerate import note_of_missing
-from ckpt_tools.trainers.folders import trainer_folder
+from ckpt_tools.trainers.accelerate import note_missing_optimizers
+from ckpt_tools.trainers.folders import find_trainer_folder
 
 
 def read(source: Source, options: ReadOptions) -> Manifest:
@@ -68,7 +68,7 @@ def read(source: Source, options: ReadOptions) -> Manifest:
             state=options.state,
         )
     tops = {path: {str(parts[0]) for parts in each.paths.values()} for path, each in indexes.items()}
-    trainer = trainer_folder(source.files, paths, tops, is_of_dcp)
+    trainer = find_trainer_folder(source.files, paths, tops, is_of_dcp)
     used = {file: data for file, data in literals.items() if file in manifest.files}
     manifest = replace(
         manifest,
@@ -78,7 +78,7 @@ def read(source: Source, options: ReadOptions) -> Manifest:
             *manifest.notes,
             *of_ranks,
             *notes_on_files(source, indexes),
-            *note_of_missing([path.rpartition("/")[0] for path in paths]),
+            *note_missing_optimizers([path.rpartition("/")[0] for path in paths]),
         ),
         literals={**manifest.literals, **used},
         archives=index.archives,

@@ -27,8 +27,8 @@ from ckpt_tools.formats.deepspeed.names import (
     slot_file,
 )
 from ckpt_tools.serialization.torch_zip import open_archive
-from ckpt_tools.trainers.run_folders import parent_of
-from ckpt_tools.trainers.saved import Saved
+from ckpt_tools.trainers.run_folders import get_parent_folder
+from ckpt_tools.trainers.saved import SavedCheckpoint
 
 MAX_RANKS = 1 << 24
 MAX_EXPERTS = 1 << 20
@@ -40,52 +40,52 @@ _Head = Mapping[Any, Any]
 """The content of a model file."""
 
 
-def problem(saved: Saved) -> str | None:
+def problem(saved: SavedCheckpoint) -> str | None:
     """Why a native checkpoint is not complete."""
     tags: dict[str, list[str]] = {}
     for path in saved.files:
         if path.endswith("_states.pt"):
-            tags.setdefault(parent_of(path), []).append(path.rpartition("/")[2])
+            tags.setdefault(get_parent_folder(path), []).append(path.rpartition("/")[2])
     found = (text for tag, names in tags.items() if (text := _tag(saved, tag, names)) is not None)
     return next(found, None) or _latest(saved, {*tags} - {""})
 
 
-def universal_problem(saved: Saved) -> str | None:
+def universal_problem(saved: SavedCheckpoint) -> str | None:
     """Each parameter has a folder with its fp32 values; the model's file is copied last."""
-    folders = {parent_of(path) for path in saved.files if slot_file(path) is not None}
+    folders = {get_parent_folder(path) for path in saved.files if slot_file(path) is not None}
     if not folders:
         return None
     bare = sorted(folder for folder in folders if f"{folder}/{MASTER_FILE}.pt" not in saved.files)
     if bare:
         return f"{bare[0]} has no fp32.pt: the conversion to universal did not finish"
-    return None if any(name.endswith("_model_states.pt") for name in saved.names) else "no *_model_states.pt"
+    return None if any(name.endswith("_model_states.pt") for name in saved.file_names) else "no *_model_states.pt"
 
 
-def is_native(saved: Saved) -> bool:
-    return any(name.endswith("_states.pt") for name in saved.names) and not is_universal(saved)
+def is_native(saved: SavedCheckpoint) -> bool:
+    return any(name.endswith("_states.pt") for name in saved.file_names) and not is_universal(saved)
 
 
-def is_universal(saved: Saved) -> bool:
+def is_universal(saved: SavedCheckpoint) -> bool:
     return any(path.endswith(f"/{MASTER_FILE}.pt") for path in saved.files)
 
 
-def is_shown_by_reading(saved: Saved) -> bool:
+def is_shown_by_reading(saved: SavedCheckpoint) -> bool:
     """Whether only the reader sees that a layer is missing: without ZeRO the model files of a pipeline do not name the
     parameters of its layers."""
     stages = [path for path in saved.files if is_model(path.rpartition("/")[2])]
-    if not stages or not any(map(LAYER.fullmatch, saved.names)):
+    if not stages or not any(map(LAYER.fullmatch, saved.file_names)):
         return False
-    head = open_archive(*saved.part(min(stages))).value
+    head = open_archive(*saved.get_archive_arguments(min(stages))).value
     return isinstance(head, dict) and not head.get("param_shapes")
 
 
-def world_size(saved: Saved) -> int:
+def world_size(saved: SavedCheckpoint) -> int:
     """Number of ranks, by the names of the optimizer's files."""
-    cut = numbers(saved.names, OPTIM)
+    cut = numbers(saved.file_names, OPTIM)
     return (max(rank for rank, _ in cut) + 1) * (max(part for _, part in cut) + 1) if cut else 0
 
 
-def _tag(saved: Saved, tag: str, names: list[str]) -> str | None:
+def _tag(saved: SavedCheckpoint, tag: str, names: list[str]) -> str | None:
     models = sorted(filter(is_model, names))
     if not models:
         return "no *_model_states.pt: the save did not finish"
@@ -113,21 +113,23 @@ def _tag(saved: Saved, tag: str, names: list[str]) -> str | None:
     return None
 
 
-def _head(saved: Saved, tag: str, name: str) -> Any:
-    return open_archive(*saved.part(f"{tag}/{name}" if tag else name)).value
+def _head(saved: SavedCheckpoint, tag: str, name: str) -> Any:
+    return open_archive(*saved.get_archive_arguments(f"{tag}/{name}" if tag else name)).value
 
 
 def _ranks(missing: Iterable[tuple[int, int]]) -> str:
     return format_ranks({rank for rank, _ in missing})
 
 
-def _latest(saved: Saved, tags: set[str]) -> str | None:
+def _latest(saved: SavedCheckpoint, tags: set[str]) -> str | None:
     named = (LATEST, LATEST_UNIVERSAL)
-    if tags and not any(f"{parent_of(tag)}/{name}".lstrip("/") in saved.files for tag in tags for name in named):
+    if tags and not any(
+        f"{get_parent_folder(tag)}/{name}".lstrip("/") in saved.files for tag in tags for name in named
+    ):
         return "no file latest beside the folder of the tag: the save did not finish"
-    if not is_native(saved) or saved.step is None or (text := saved.text_beside(LATEST)) is None:
+    if not is_native(saved) or saved.step is None or (text := saved.read_sibling_line(LATEST)) is None:
         return None
-    ours, theirs = (re.fullmatch(r"(.*?)(\d+)", name) for name in (saved.title, text))
+    ours, theirs = (re.fullmatch(r"(.*?)(\d+)", name) for name in (saved.base_name, text))
     if ours is None or theirs is None or ours[1] != theirs[1] or int(ours[2]) <= int(theirs[2]):
         return None
     return f"the file latest names {text}: this save did not finish, or the run went back to that tag"

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from ckpt_tools.core.manifest import Manifest
     from ckpt_tools.core.options import WriteOptions
     from ckpt_tools.stores.source import Source
-    from ckpt_tools.trainers.saved import Saved
+    from ckpt_tools.trainers.saved import SavedCheckpoint
 
 
 class MetaFormat(Format):
@@ -30,7 +30,7 @@ class MetaFormat(Format):
 
         return bool(files_of(source.files))
 
-    def is_named(self, saved: Saved) -> bool:
+    def is_named(self, saved: SavedCheckpoint) -> bool:
         from ckpt_tools.formats.meta.names import files_of
 
         return bool(files_of(saved.files))

@@ -8,7 +8,7 @@ from ckpt_tools.formats.base import Format, import_when_called
 
 if TYPE_CHECKING:
     from ckpt_tools.stores.source import Source
-    from ckpt_tools.trainers.saved import Saved
+    from ckpt_tools.trainers.saved import SavedCheckpoint
 
 
 class NanotronFormat(Format):
@@ -26,13 +26,13 @@ class NanotronFormat(Format):
     read = import_when_called("nanotron.reader:read", takes=1)
     own_files = import_when_called("nanotron.reader:own_files", takes=1)
 
-    def problem(self, saved: Saved) -> str | None:
+    def problem(self, saved: SavedCheckpoint) -> str | None:
         from ckpt_tools.formats.nanotron.names import METADATA
 
         is_begun = any(path.startswith("model/") for path in saved.files) and "model_config.json" in saved.files
         return f"no {METADATA}: the save did not finish" if is_begun and METADATA not in saved.files else None
 
-    def is_named(self, saved: Saved) -> bool:
+    def is_named(self, saved: SavedCheckpoint) -> bool:
         from ckpt_tools.formats.nanotron.names import METADATA
 
         return METADATA in saved.files

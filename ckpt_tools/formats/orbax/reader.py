@@ -44,7 +44,7 @@ from ckpt_tools.formats.orbax.roles import Roles, find_roles
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.stores.local.store import LocalStore
 from ckpt_tools.stores.source import Source
-from ckpt_tools.trainers.run_folders import files_of_others
+from ckpt_tools.trainers.run_folders import list_other_checkpoint_files
 
 MAX_SCALAR_BYTES = 16
 
@@ -234,7 +234,9 @@ def _beside(source: Source, folders: list[str]) -> tuple[dict[str, Any], list[No
     """The JSON items, and a note for each file that is not read."""
     found: dict[str, Any] = {}
     notes: list[Note] = []
-    elsewhere = files_of_others(source.files, [f"{folder}/{TREE}" if folder else TREE for folder in folders])
+    elsewhere = list_other_checkpoint_files(
+        source.files, [f"{folder}/{TREE}" if folder else TREE for folder in folders]
+    )
     for path in (each for each in source.files if each not in elsewhere):
         folder, _, name = path.rpartition("/")
         is_item = folder and folder not in folders and "/" not in folder and "" not in folders

@@ -12,7 +12,7 @@ from ckpt_tools.formats.safetensors.files import file_layout, written_texts
 from ckpt_tools.lora.adapter import map_file_names, map_weight_keys, parse_weight_names, select_adapter_names
 from ckpt_tools.lora.config import parse_config
 from ckpt_tools.serialization.strict_json import parse_json
-from ckpt_tools.trainers.transformers import ADAPTER
+from ckpt_tools.trainers.transformers import ADAPTER_CONFIG_FILE
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -23,7 +23,7 @@ def layout(manifest: Manifest, options: WriteOptions) -> Layout:
     Raises:
         UsageError: there is no adapter, or there are several. UnsupportedError: it is not of LoRA.
     """
-    config = parse_config(parse_json(options.adapter_config, ADAPTER), ADAPTER)
+    config = parse_config(parse_json(options.adapter_config, ADAPTER_CONFIG_FILE), ADAPTER_CONFIG_FILE)
     names = parse_weight_names(manifest)
     own = select_adapter_names(
         manifest, config, None, f"leave out the others, such as with {format_option('exclude', '*.NAME.*')}"
@@ -38,5 +38,5 @@ def layout(manifest: Manifest, options: WriteOptions) -> Layout:
         else ()
     )
     part = {name: (key, manifest.tensors[key]) for name, key in written.items()}
-    settings = FileLayout(ADAPTER, (Literal(options.adapter_config),))
+    settings = FileLayout(ADAPTER_CONFIG_FILE, (Literal(options.adapter_config),))
     return Layout((settings, file_layout(WEIGHTS, part, {}, written_texts(manifest))), notes)

@@ -9,29 +9,29 @@ from typing import Any
 
 from ckpt_tools.formats.foreign import why_delta, why_no_model
 from ckpt_tools.serialization.strict_json import parse_json
-from ckpt_tools.trainers.run_folders import parent_of
-from ckpt_tools.trainers.saved import Saved
+from ckpt_tools.trainers.run_folders import get_parent_folder
+from ckpt_tools.trainers.saved import SavedCheckpoint
 
 MAX_HEADER_BYTES = 100_000_000
 
 _SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.(?:safetensors|bin)")
 
 
-def problem(saved: Saved) -> str | None:
+def problem(saved: SavedCheckpoint) -> str | None:
     found = (_tensors_end(saved, path) for path in saved.files if path.endswith(".safetensors"))
     named = why_no_model(saved.files) or _index(saved) or _shards(saved)
     return named or next(filter(None, found), None) or _twice(saved)
 
 
-def _index(saved: Saved) -> str | None:
+def _index(saved: SavedCheckpoint) -> str | None:
     """Shards that an index names."""
     for path in saved.files:
         if path.endswith((".safetensors.index.json", ".bin.index.json")):
-            index = saved.object_at(saved.path(path))
+            index = saved.read_json_object(saved.path_in_run(path))
             if (why := why_delta(index.get("metadata"))) is not None:
                 return why
             names = index.get("weight_map", {})
-            folder = parent_of(path)
+            folder = get_parent_folder(path)
             for name in sorted({*names.values()}) if isinstance(names, dict) else []:
                 file = f"{folder}/{name}" if folder else str(name)
                 if file not in saved.files:
@@ -39,7 +39,7 @@ def _index(saved: Saved) -> str | None:
     return None
 
 
-def _shards(saved: Saved) -> str | None:
+def _shards(saved: SavedCheckpoint) -> str | None:
     """Shards that number themselves: ``model-00001-of-00003.safetensors``."""
     found: dict[tuple[str, int], set[int]] = {}
     for path in saved.files:
@@ -52,20 +52,20 @@ def _shards(saved: Saved) -> str | None:
     return None
 
 
-def is_empty(saved: Saved, path: str) -> bool:
+def is_empty(saved: SavedCheckpoint, path: str) -> bool:
     """True if the header of a file lists no tensor."""
     if not path.endswith(".safetensors"):
         return False
     return not any(True for _ in _stops(_header(saved, path)))
 
 
-def _header(saved: Saved, path: str) -> Any:
-    read, _, _ = saved.part(path)
+def _header(saved: SavedCheckpoint, path: str) -> Any:
+    read, _, _ = saved.get_archive_arguments(path)
     (length,) = struct.unpack("<Q", read(0, 8))
     return parse_json(read(8, 8 + length), path)
 
 
-def _twice(saved: Saved) -> str | None:
+def _twice(saved: SavedCheckpoint) -> str | None:
     """Shards with the same tensors, which are of ranks: each has its part of them."""
     seen: dict[tuple[str, str, str], str] = {}
     shards = {path: match for path in saved.files if (match := _SHARD.fullmatch(path)) and path.endswith("tensors")}
@@ -77,8 +77,8 @@ def _twice(saved: Saved) -> str | None:
     return None
 
 
-def _tensors_end(saved: Saved, path: str) -> str | None:
-    read, size, _ = saved.part(path)
+def _tensors_end(saved: SavedCheckpoint, path: str) -> str | None:
+    read, size, _ = saved.get_archive_arguments(path)
     if size < 8:
         return f"{path} is cut off"
     (length,) = struct.unpack("<Q", read(0, 8))

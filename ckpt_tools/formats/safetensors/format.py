@@ -27,9 +27,9 @@ class SafetensorsFormat(Format):
 
     def detect(self, source: Source) -> bool:
         from ckpt_tools.formats.safetensors.files import is_own
-        from ckpt_tools.trainers.torch_checkpointing import is_managed
+        from ckpt_tools.trainers.torch_checkpointing import has_index
 
-        return any(map(is_own, source.files)) and not is_managed(source)
+        return any(map(is_own, source.files)) and not has_index(source)
 
     read = import_when_called("safetensors.files:read")
     own_files = import_when_called("safetensors.files:own_files", takes=1)

@@ -8,9 +8,9 @@ from typing import Any
 
 from ckpt_tools.core.wording import format_ranks
 from ckpt_tools.serialization.pickle.load import loads
-from ckpt_tools.trainers.names import rank_file, world_of
-from ckpt_tools.trainers.run_folders import parent_of
-from ckpt_tools.trainers.saved import Saved
+from ckpt_tools.trainers.names import match_rank_file, parse_world_size
+from ckpt_tools.trainers.run_folders import get_parent_folder
+from ckpt_tools.trainers.saved import SavedCheckpoint
 from ckpt_tools.trainers.torch_checkpointing import INDEX
 
 MAX_INDEX_BYTES = 4 << 30
@@ -19,33 +19,33 @@ MAX_RANKS = 1 << 24
 _MANAGED = re.compile(r"(?:model|optimizer)_(\d{1,9})\.(?:pt|safetensors)")
 
 
-def is_sharded(saved: Saved) -> bool:
-    return INDEX in saved.names or any(map(rank_file, saved.names))
+def is_sharded(saved: SavedCheckpoint) -> bool:
+    return INDEX in saved.file_names or any(map(match_rank_file, saved.file_names))
 
 
-def world_size(saved: Saved) -> int:
+def world_size(saved: SavedCheckpoint) -> int:
     """The world size in a name, or one more than the largest rank in them."""
-    matches = [match for name in saved.names if (match := rank_file(name)) is not None]
+    matches = [match for name in saved.file_names if (match := match_rank_file(name)) is not None]
     managed = (_MANAGED.fullmatch(path) for path in saved.files if INDEX in saved.files)
-    sizes = [world_of(match) or int(match["rank"]) + 1 for match in matches]
+    sizes = [parse_world_size(match) or int(match["rank"]) + 1 for match in matches]
     return max([*sizes, *(int(match[1]) + 1 for match in managed if match is not None)], default=0)
 
 
-def problem(saved: Saved) -> str | None:
+def problem(saved: SavedCheckpoint) -> str | None:
     return _named(saved) or _managed(saved)
 
 
-def _named(saved: Saved) -> str | None:
+def _named(saved: SavedCheckpoint) -> str | None:
     """Checks files with a rank in their names: each item has as many as the world size, or ranks from 0 without
     gaps."""
     stems: dict[str, tuple[set[int], int | None]] = {}
     for path in saved.files:
-        match = rank_file(path)
+        match = match_rank_file(path)
         if match is not None:
             stem = re.sub(r"(?:_world_size_\d+)?_rank_?\d+\.\w+$", "", path)
-            stems.setdefault(stem, (set(), world_of(match)))[0].add(int(match["rank"]))
+            stems.setdefault(stem, (set(), parse_world_size(match)))[0].add(int(match["rank"]))
     for stem, (ranks, size) in stems.items():
-        model = f"{parent_of(stem)}/model".lstrip("/")
+        model = f"{get_parent_folder(stem)}/model".lstrip("/")
         if size is not None and model not in stems:
             return f"no {model}_world_size_{size}_rank_0.pt: the save did not finish"
         missing = set(range(max(ranks) + 1 if size is None else size)) - ranks
@@ -54,13 +54,13 @@ def _named(saved: Saved) -> str | None:
     return None
 
 
-def _managed(saved: Saved) -> str | None:
+def _managed(saved: SavedCheckpoint) -> str | None:
     """Checks the files of torch_checkpointing, whose index has the number of ranks and the items that can be
     resharded."""
     if INDEX not in saved.files:
         is_bare = {"model", "optimizer"} <= {path.partition("_")[0] for path in saved.files if _MANAGED.fullmatch(path)}
         return f"no {INDEX}: the save did not finish" if is_bare else None
-    found: Any = loads(saved.read(INDEX, MAX_INDEX_BYTES), path=INDEX)
+    found: Any = loads(saved.read_file(INDEX, MAX_INDEX_BYTES), path=INDEX)
     size, items = (found.get(name) if isinstance(found, dict) else None for name in ("world_size", "metadata"))
     if type(size) is not int or not 0 < size <= MAX_RANKS or not isinstance(items, dict):
         return f"{INDEX} does not list the items of a checkpoint"

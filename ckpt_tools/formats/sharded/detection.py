@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from ckpt_tools.errors import CkptError
 from ckpt_tools.serialization.torch_zip import read_pickle
 from ckpt_tools.stores.source import Source
-from ckpt_tools.trainers.names import are_those_of_ranks, is_candidate, rank_file
-from ckpt_tools.trainers.run_folders import parent_of
-from ckpt_tools.trainers.torch_checkpointing import INDEX, is_managed
+from ckpt_tools.trainers.names import are_rank_files, is_rank_file_candidate, match_rank_file
+from ckpt_tools.trainers.run_folders import get_parent_folder
+from ckpt_tools.trainers.torch_checkpointing import INDEX, has_index
 
 _SIGNS = (b"DTensor\n", b"ShardedTensor\n")
 """The classes in a pickle of protocol 2, as ``torch.save`` writes them."""
@@ -24,19 +24,19 @@ MAX_LOOKS = 8
 def looks_sharded(source: Source) -> bool:
     """Whether a file of ``source`` holds a part of a tensor, or its files have names of ranks."""
     below = folders_of_ranks(source)
-    here = [path for path in source.files if "/" not in path and is_candidate(path)]
-    if is_managed(source) and here:
+    here = [path for path in source.files if "/" not in path and is_rank_file_candidate(path)]
+    if has_index(source) and here:
         return True
-    if are_those_of_ranks(source.files):
+    if are_rank_files(source.files):
         return True
     return any(holds_parts(source, path) for path in samples(here)) or bool(below and below != [""])
 
 
 def folders_of_ranks(source: Source) -> list[str]:
     """Folders that hold files of ranks, by names and indexes."""
-    indexed = [parent_of(path) for path in source.files if path.rpartition("/")[2] == INDEX]
-    named = (parent_of(path) for path in source.files if rank_file(path))
-    return list(dict.fromkeys([*named, *(each for each in indexed if is_managed(source, each))]))
+    indexed = [get_parent_folder(path) for path in source.files if path.rpartition("/")[2] == INDEX]
+    named = (get_parent_folder(path) for path in source.files if match_rank_file(path))
+    return list(dict.fromkeys([*named, *(each for each in indexed if has_index(source, each))]))
 
 
 def samples(paths: Iterable[str]) -> list[str]:

@@ -25,9 +25,9 @@ from ckpt_tools.formats.sharded.detection import folders_of_ranks, holds_parts, 
 from ckpt_tools.formats.sharded.rank_file import RankFile, read_rank_file
 from ckpt_tools.serialization.pickle.load import loads
 from ckpt_tools.stores.source import Source, check_file_name
-from ckpt_tools.trainers.names import is_candidate, rank_file, worlds
-from ckpt_tools.trainers.run_folders import parent_of
-from ckpt_tools.trainers.torch_checkpointing import INDEX, is_managed
+from ckpt_tools.trainers.names import find_world_sizes, is_rank_file_candidate, match_rank_file
+from ckpt_tools.trainers.run_folders import get_parent_folder
+from ckpt_tools.trainers.torch_checkpointing import INDEX, has_index
 
 RANK, WORLD = "{rank}", "{world}"
 
@@ -68,7 +68,7 @@ def numbered(paths: Collection[str], ranks: Collection[int]) -> dict[str, dict[i
 
 def _templates(name: str, ranks: Collection[int]) -> list[tuple[str, int]]:
     """Every way to see one of ``ranks`` in a name."""
-    known = rank_file(name)
+    known = match_rank_file(name)
     spans = [known.span("rank")] if known else [match.span() for match in _NUMBER.finditer(name)]
     return [(name[:a] + RANK + name[b:], int(name[a:b])) for a, b in spans if int(name[a:b]) in ranks]
 
@@ -80,7 +80,7 @@ def without_world(template: str, world: int) -> str:
 
 def label(template: str) -> str:
     """Label of an item: the template without the rank and the ending."""
-    known = rank_file(template.replace(RANK, "0"))
+    known = match_rank_file(template.replace(RANK, "0"))
     if known is not None and known.groupdict().get("index", "") in (None, "0"):
         return "model" if known["item"] == "pytorch_model_fsdp" else "optimizer"
     stem = template.rpartition(".")[0] or template
@@ -122,15 +122,15 @@ def read_checkpoint_files(source: Source) -> Checkpoint:
     """The one checkpoint of files of ranks in ``source``. Raises FormatError if a file is missing, is there twice, or
     is of another run, or if there are several checkpoints."""
     folder = _folder(source)
-    here = [path for path in source.files if parent_of(path) == folder]
+    here = [path for path in source.files if get_parent_folder(path) == folder]
     world = check_index(source, folder, here)
-    files = [path for path in here if is_candidate(path)]
-    if len(sizes := sorted(worlds(files))) > 1:  # verl's, of a run that was started again with other ranks
+    files = [path for path in here if is_rank_file_candidate(path)]
+    if len(sizes := sorted(find_world_sizes(files))) > 1:  # verl's, of a run that was started again with other ranks
         raise MalformedError(
             f"there are files of several world sizes here ({join_names(list(map(str, sizes)))}); "
             "move those of one into a folder of their own"
         )
-    read = {path: read_rank_file(source, path) for path in files if rank_file(path) or holds_parts(source, path)}
+    read = {path: read_rank_file(source, path) for path in files if match_rank_file(path) or holds_parts(source, path)}
     parts = {path: file for path, file in read.items() if file.kind is not None}
     if not parts:
         return _plain(folder, read)
@@ -162,7 +162,7 @@ def _folder(source: Source) -> str:
     """The folder of the files of ranks: the top, or the only folder below that has some."""
     found = folders_of_ranks(source)
     below = [folder for folder in found if folder]
-    here = [path for path in source.files if "/" not in path and is_candidate(path)]
+    here = [path for path in source.files if "/" not in path and is_rank_file_candidate(path)]
     at_top = "" in found or any(holds_parts(source, path) for path in samples(here))
     if at_top or not below:
         return ""
@@ -208,7 +208,7 @@ def _plain_item(
 ) -> Item | None:
     """Files without a part of a tensor, such as the generators of each rank; None where they are those of no ranks."""
     if files.keys() != set(ranks):
-        if any(map(rank_file, files.values())):
+        if any(map(match_rank_file, files.values())):
             _check_ranks(template, files, ranks)
         return None
     by_rank = {rank: read.get(path) or read_rank_file(source, path) for rank, path in sorted(files.items())}
@@ -220,8 +220,8 @@ def _plain(folder: str, read: Mapping[str, RankFile]) -> Checkpoint:
     ranks."""
     if not read:
         raise UnsupportedError("there are no files of ranks here, which are torch files by their names")
-    ranks = {path: int(match["rank"]) if (match := rank_file(path)) else 0 for path in read}
-    world = max(max(worlds(read), default=1), max(ranks.values(), default=0) + 1)
+    ranks = {path: int(match["rank"]) if (match := match_rank_file(path)) else 0 for path in read}
+    world = max(max(find_world_sizes(read), default=1), max(ranks.values(), default=0) + 1)
     if world > 1:
         raise UnsupportedError(
             f"by their names these are files of {world} ranks ({join_names(list(read))}), but they hold plain "
@@ -239,7 +239,7 @@ def _checkpoint(folder: str, items: list[Item], ranks: tuple[int, ...]) -> Check
     labels = [item.label for item in items]
     alone = [file.path for item in items if item.is_optimizer for file in item.files.values()]
     is_half = all(item.is_optimizer or item.label == "extra_state" for item in items)
-    if is_half and any(map(rank_file, alone)):
+    if is_half and any(map(match_rank_file, alone)):
         raise IncompleteError("this is an optimizer's state, and the files of its model are missing", path=alone[0])
     unique = (replace(item, label=item.label if labels.count(item.label) == 1 else item.template) for item in items)
     return Checkpoint(folder, tuple(unique), ranks)
@@ -255,7 +255,7 @@ def check_index(source: Source, folder: str, here: Collection[str]) -> int | Non
     """The number of ranks in the index of a folder; None where it has no index. Raises FormatError if the index breaks
     a rule, or a file is stored in another way than by ``torch.save``, or is missing."""
     path = f"{folder}/{INDEX}" if folder else INDEX
-    if not is_managed(source, folder):
+    if not has_index(source, folder):
         return None
     found = loads(source.read_all(path, limit_bytes=MAX_BYTES), path=path)
     world, items = (found.get(name) if isinstance(found, dict) else None for name in ("world_size", "metadata"))

@@ -37,10 +37,10 @@ from ckpt_tools.formats.state_dict.parse import Leaves, manifest_of
 from ckpt_tools.serialization.pickle.dump import dumps
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.stores.source import Source
-from ckpt_tools.trainers.accelerate import refuse_several_of_ranks
-from ckpt_tools.trainers.names import is_beside
-from ckpt_tools.trainers.run_folders import parent_of
-from ckpt_tools.trainers.verl import CONFIG, HUGGING_FACE
+from ckpt_tools.trainers.accelerate import refuse_several_rank_models
+from ckpt_tools.trainers.names import is_companion_file
+from ckpt_tools.trainers.run_folders import get_parent_folder
+from ckpt_tools.trainers.verl import FSDP_CONFIG_FILE, HUGGING_FACE_FOLDER
 
 MAX_COMPARED_BYTES = 1 << 20
 """Tensors without a checksum that are read to see whether the ranks agree."""
@@ -69,7 +69,7 @@ def read(source: Source, options: ReadOptions) -> Manifest:
     paths = (path for item in found.items for file in item.files.values() for path in file.tensors)
     refuse_weights(join_path(path) for path in paths if str(path[-1]).rpartition(".")[2] in FLAT_PARAMETERS)
     labels = [item.label for item in found.items]
-    refuse_several_of_ranks(labels, model_key=options.model_key, optim_key=options.optim_key)
+    refuse_several_rank_models(labels, model_key=options.model_key, optim_key=options.optim_key)
     tree = _Tree(source, found)
     for item in found.items:
         tree.add(item)
@@ -107,16 +107,16 @@ def own_files(source: Source, manifest: Manifest) -> frozenset[str]:
     if origin is None:
         return frozenset()
     files = manifest.files & source.files.keys()
-    folder = parent_of(min(files, default=""))
+    folder = get_parent_folder(min(files, default=""))
     names = "|".join(re.escape(each).replace(re.escape(RANK), r"\d+") for each in origin.names)
-    here = (path for path in source.files if parent_of(path) == folder)
+    here = (path for path in source.files if get_parent_folder(path) == folder)
     named = [path for path in here if re.fullmatch(names, path.rpartition("/")[2])]
     return files | {*named} | _small_files(source, folder).keys()
 
 
 def _check_config(source: Source, found: Checkpoint) -> None:
     """Raises MalformedError where verl's configuration is of another number of ranks."""
-    path = f"{found.folder}/{CONFIG}" if found.folder else CONFIG
+    path = f"{found.folder}/{FSDP_CONFIG_FILE}" if found.folder else FSDP_CONFIG_FILE
     if path not in source.files:
         return
     config = parse_json(source.read_all(path, limit_bytes=MAX_BESIDE_BYTES), path)
@@ -152,11 +152,11 @@ _SMALL = frozenset(("rng", "lr_scheduler"))
 def _notes_of_others(source: Source, found: Checkpoint) -> Iterable[Note]:
     """Files that could hold weights and are not those of the ranks; a trainer's own are noted elsewhere."""
     others = [path for path in source.files if path.endswith(_WEIGHTS) and path not in found.files]
-    others = [path for path in others if not is_beside(path.rpartition("/")[2])]
+    others = [path for path in others if not is_companion_file(path.rpartition("/")[2])]
     if others:
-        from ckpt_tools.trainers.run_folders import files_of_others
+        from ckpt_tools.trainers.run_folders import list_other_checkpoint_files
 
-        elsewhere = files_of_others(source.files, found.files)
+        elsewhere = list_other_checkpoint_files(source.files, found.files)
         yield from (note_unrelated_files(path) for path in others if path not in elsewhere)
 
 
@@ -164,9 +164,13 @@ def _small_files(source: Source, folder: str) -> dict[str, str]:
     """verl's configuration, and its folder ``huggingface`` without weights, by their names below the folder."""
     prefix = f"{folder}/" if folder else ""
     names = {path: path.removeprefix(prefix) for path in source.files if path.startswith(prefix)}
-    own = {path: name for path, name in names.items() if name == CONFIG or name.startswith(f"{HUGGING_FACE}/")}
+    own = {
+        path: name
+        for path, name in names.items()
+        if name == FSDP_CONFIG_FILE or name.startswith(f"{HUGGING_FACE_FOLDER}/")
+    }
     is_small = {path: not path.endswith(_WEIGHTS) and source.size(path) <= MAX_BESIDE_BYTES for path in own}
-    return {path: name for path, name in own.items() if name == CONFIG or is_small[path]}
+    return {path: name for path, name in own.items() if name == FSDP_CONFIG_FILE or is_small[path]}
 
 
 def _counts_steps(path: TreePath) -> bool:

@@ -41,7 +41,7 @@ from ckpt_tools.formats.torch.files import Branch, as_lists, put_leaf
 from ckpt_tools.serialization.pickle.sharded_tensors import PickledMesh, ShardPlacement, make_dtensor_record
 from ckpt_tools.serialization.torch_zip import get_archive_root, make_archive_segments
 from ckpt_tools.trainers.accelerate import SCHEDULER
-from ckpt_tools.trainers.verl import CONFIG
+from ckpt_tools.trainers.verl import FSDP_CONFIG_FILE
 
 _VERL_NAME = f"_world_size_{WORLD}_rank_{RANK}.pt"
 VERL = Origin(
@@ -100,7 +100,7 @@ def _made_up(manifest: Manifest, origin: Origin, whole: frozenset[str]) -> Itera
 
 def _config(origin: Origin) -> dict[str, Any]:
     try:
-        found = json.loads(origin.beside.get(CONFIG, b"{}"))
+        found = json.loads(origin.beside.get(FSDP_CONFIG_FILE, b"{}"))
     except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -149,14 +149,14 @@ class _Files:
 
     def beside(self) -> Iterator[FileSpec]:
         for path, data in self._origin.beside.items():
-            if path != CONFIG:
+            if path != FSDP_CONFIG_FILE:
                 yield FileLayout(path, (Literal(data),))
         if "lr_scheduler" in self._left:
             value = self._manifest.extra["lr_scheduler"]
             yield FileLayout(SCHEDULER, tuple(make_archive_segments(value, {})))
-        if CONFIG in self._origin.beside or self._origin is VERL:
+        if FSDP_CONFIG_FILE in self._origin.beside or self._origin is VERL:
             content = {**_config(self._origin), "FSDP_version": 2, "world_size": self._world}
-            yield FileLayout(CONFIG, (Literal(json.dumps(content, indent=4).encode()),))
+            yield FileLayout(FSDP_CONFIG_FILE, (Literal(json.dumps(content, indent=4).encode()),))
 
     @property
     def _left(self) -> dict[str, None]:

@@ -50,7 +50,7 @@ from ckpt_tools.formats.state_dict.param_numbers import (
     why_unnamed,
 )
 from ckpt_tools.serialization.unread_tensors import explain_unreadable
-from ckpt_tools.trainers.lightning import TRAINED
+from ckpt_tools.trainers.lightning import TRAINED_WEIGHTS
 
 MODEL_NAMES = ("model", "module", "state_dict", "model_state_dict")
 """Usual names of a model's entry, which decide between mappings that no optimizer knows."""
@@ -150,8 +150,8 @@ def find_tree(
     known = {place.fqn for path in paths.values() if isinstance(place := _in_optim(path, optim), State)}
     model = _model_prefix(paths, numels, optim, known, integers)
     twins = [] if state != "all" or optim is None else _twins(model, _by_mapping(paths, numels, optim))
-    if twins == [TRAINED] and "pytorch-lightning_version" in paths:
-        return Tree(TRAINED, optim)
+    if twins == [TRAINED_WEIGHTS] and "pytorch-lightning_version" in paths:
+        return Tree(TRAINED_WEIGHTS, optim)
     if twins:
         raise UnsupportedError(
             "several models have the same names and shapes, and nothing says which one the optimizer belongs to "

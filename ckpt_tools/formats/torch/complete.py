@@ -6,25 +6,25 @@ from contextlib import suppress
 
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.serialization.zip_archive import ZipDirectory, read_directory
-from ckpt_tools.trainers.saved import Saved
+from ckpt_tools.trainers.saved import SavedCheckpoint
 
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 
 _TAIL_BYTES = 4096
 
 
-def problem(saved: Saved) -> str | None:
+def problem(saved: SavedCheckpoint) -> str | None:
     """A zip with no directory at its end is cut off; other files say nothing."""
     for path in saved.files:
         if path.endswith(_SUFFIXES) and "/zero/" not in f"/{path}":
             with suppress(UnsupportedError):
-                read, size, _ = saved.part(path)
+                read, size, _ = saved.get_archive_arguments(path)
                 if _directory(saved, path) is None and read(0, min(4, size)).startswith(b"PK"):
                     return f"{path} has no end: it is cut off"
     return None
 
 
-def is_empty(saved: Saved, path: str) -> bool:
+def is_empty(saved: SavedCheckpoint, path: str) -> bool:
     """True if a file is a zip without the storage of a tensor."""
     if path.endswith(_SUFFIXES):
         with suppress(UnsupportedError):
@@ -34,6 +34,6 @@ def is_empty(saved: Saved, path: str) -> bool:
     return False
 
 
-def _directory(saved: Saved, path: str) -> ZipDirectory | None:
-    read, size, _ = saved.part(path)
+def _directory(saved: SavedCheckpoint, path: str) -> ZipDirectory | None:
+    read, size, _ = saved.get_archive_arguments(path)
     return read_directory(read, size, path, tail_bytes=_TAIL_BYTES)

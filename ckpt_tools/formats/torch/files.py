@@ -37,8 +37,8 @@ from ckpt_tools.formats.state_dict.read_back import entries_for
 from ckpt_tools.serialization.pickle.load import refuse_call
 from ckpt_tools.serialization.torch_zip import make_archive_segments, open_archive
 from ckpt_tools.stores.source import Source
-from ckpt_tools.trainers.lightning import with_average, with_scheduler
-from ckpt_tools.trainers.names import is_beside
+from ckpt_tools.trainers.lightning import rename_average, rename_scheduler
+from ckpt_tools.trainers.names import is_companion_file
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 INDEX_NAME = "pytorch_model.bin.index.json"
@@ -64,7 +64,7 @@ def read(source: Source, options: ReadOptions) -> Manifest:
         exclude=options.exclude,
         state=options.state,
     )
-    return with_average(with_scheduler(replace(manifest, notes=(*manifest.notes, *notes))))
+    return rename_average(rename_scheduler(replace(manifest, notes=(*manifest.notes, *notes))))
 
 
 def own_files(source: Source) -> frozenset[str]:
@@ -95,7 +95,7 @@ def _model_files(source: Source) -> list[str]:
     found = [path for path in source.files if is_own(path)]
     if len(found) < 2:
         return found or list(source.files)
-    files = [path for path in found if rank_in_name(path) is not None or not is_beside(path.rpartition("/")[2])]
+    files = [path for path in found if rank_in_name(path) is not None or not is_companion_file(path.rpartition("/")[2])]
     if not files:
         raise UnsupportedError(
             f"there is no model here, only what a trainer lays beside it ({join_names(found)}); name the folder of "

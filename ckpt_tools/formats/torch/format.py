@@ -25,9 +25,9 @@ class TorchFormat(Format):
     def detect(self, source: Source) -> bool:
         from ckpt_tools.formats.meta.names import files_of
         from ckpt_tools.formats.torch.files import is_own
-        from ckpt_tools.trainers.names import are_those_of_ranks
+        from ckpt_tools.trainers.names import are_rank_files
 
-        are_others = are_those_of_ranks(source.files) or bool(files_of(source.files))
+        are_others = are_rank_files(source.files) or bool(files_of(source.files))
         return any(map(is_own, source.files)) and not are_others
 
     read = import_when_called("torch.files:read")

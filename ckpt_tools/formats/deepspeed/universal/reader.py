@@ -20,7 +20,7 @@ from ckpt_tools.formats.deepspeed.names import LATEST_UNIVERSAL, MASTER_FILE, is
 from ckpt_tools.formats.deepspeed.universal.contents import Contents
 from ckpt_tools.formats.deepspeed.universal.states import Slots, universal_files
 from ckpt_tools.stores.source import Source
-from ckpt_tools.trainers.run_folders import parent_of
+from ckpt_tools.trainers.run_folders import get_parent_folder
 
 _SLOTS = (MASTER_FILE, "exp_avg", "exp_avg_sq", "step")
 """The files that ``ds_to_universal`` makes of every parameter."""
@@ -47,7 +47,9 @@ def read(source: Source, options: ReadOptions) -> Manifest:
     check_parts(model, len(parts))
     has_fragments = any(map(prod, model.frozen_shapes.values()))
     models, steps = [model], [claim for part in parts for claim in model_claims(part.file)]
-    here = sorted(path for path in source.files if parent_of(path) == folder and is_model(path.rpartition("/")[2]))
+    here = sorted(
+        path for path in source.files if get_parent_folder(path) == folder and is_model(path.rpartition("/")[2])
+    )
     for path in dict.fromkeys((*files.model[1:], *here)):
         if path in (first.path, *files.model_parts):
             continue

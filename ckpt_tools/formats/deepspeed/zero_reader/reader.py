@@ -22,7 +22,7 @@ from ckpt_tools.formats.deepspeed.zero_reader.joining import Joining
 from ckpt_tools.formats.deepspeed.zero_reader.locate import TagFiles
 from ckpt_tools.formats.deepspeed.zero_reader.ranks import read_partitions
 from ckpt_tools.stores.source import Source
-from ckpt_tools.trainers.run_folders import parent_of
+from ckpt_tools.trainers.run_folders import get_parent_folder
 
 
 def read(source: Source, options: ReadOptions) -> Manifest:
@@ -53,7 +53,7 @@ def own_files(source: Source, manifest: Manifest) -> frozenset[str]:
     folder, paths = folder_of(tag_folders(source.files), manifest.files), source.files.keys()
     if folder and LATEST not in paths:
         return frozenset()
-    inside = {path for path in paths if parent_of(path) == folder and is_native(path.rpartition("/")[2])}
+    inside = {path for path in paths if get_parent_folder(path) == folder and is_native(path.rpartition("/")[2])}
     return frozenset(inside | ({LATEST, *SCRIPTS} & paths if folder else set()))
 
 
