@@ -33,7 +33,7 @@ from benchmarks.peers import PART_BYTES
 from benchmarks.suite import Settings
 from benchmarks.turns import markdown, ratio, take_turns
 from ckpt_tools.core.options import ReadOptions, WriteOptions
-from ckpt_tools.formats.index import written_format
+from ckpt_tools.formats.index import get_writable_format
 from ckpt_tools.planning.plan import CopyLimits, Plan
 from ckpt_tools.planning.tasks import iter_fill_steps
 from ckpt_tools.runs.opening import read_checkpoint
@@ -119,7 +119,7 @@ def count_copied_shares(settings: Settings) -> list[str]:
 def share_copied(model: Any, ranks: int, dtype: Any) -> tuple[float, float]:
     with tempfile.TemporaryDirectory() as folder:
         source, manifest = read_checkpoint(dcp(model.shapes(), ranks, Path(folder, "dcp"), dtype), ReadOptions())
-        layout = written_format("safetensors").layout(manifest, WriteOptions())
+        layout = get_writable_format("safetensors").layout(manifest, WriteOptions())
         rules = CopyLimits(MIN_COPY_BYTES, MAX_PARTS)
         plans = (
             Plan(manifest, layout, rules.min_task_bytes, 1, copy_limits=rules),

@@ -905,9 +905,9 @@ def list_formats() -> tuple[FormatInfo, ...]:
         >>> [row.name for row in ckpt_tools.list_formats() if row.writes][:3]
         ['megatron', 'dcp', 'universal']
     """
-    from ckpt_tools.formats.index import table
+    from ckpt_tools.formats.index import build_format_table
 
-    return table()
+    return build_format_table()
 
 
 @api_function

@@ -34,9 +34,9 @@ from ckpt_tools.errors import (
     UnsupportedError,
     UsageError,
 )
-from ckpt_tools.formats.applicability import WRITING
+from ckpt_tools.formats.applicability import WRITING_RULES
 from ckpt_tools.formats.base import Format
-from ckpt_tools.formats.index import written_format
+from ckpt_tools.formats.index import get_writable_format
 from ckpt_tools.planning.plan import REMOTE_BYTES, CopyLimits, Plan, PlanFigures, estimate_reading_bytes, make_plan
 from ckpt_tools.reading.checkpoint import make_option_case, make_read_back_options, make_recipe_step
 from ckpt_tools.reading.model_files import (
@@ -367,7 +367,7 @@ def _find_writer(to: str | None, destination_name: str) -> Format:
             f"drop "
             f"{format_option('to')}"
         )
-    return written_format(to or implied or "")
+    return get_writable_format(to or implied or "")
 
 
 def _choose_source_writer(request: ConvertRequest, manifest: Manifest, destination_name: str) -> Format:
@@ -416,7 +416,7 @@ def _edit_manifest(opened: _Opened) -> _Edited:
         is_whole_state=is_whole,
         has_recipe=request.needs_config,
     )
-    check_applicability(WRITING, request.values_by_name, case)
+    check_applicability(WRITING_RULES, request.values_by_name, case)
     if recipe is None:
         _check_quantized_selection(manifest, request)
     try:

@@ -20,15 +20,15 @@ WRITING_OPTIONS = ("tag", "model_key", "optim_key", "world_size", "max_shard_siz
 ``config`` is for folders that ``from_pretrained`` opens: ``config.json`` and the like are copied into them."""
 
 
-def import_when_called(place: str, *, takes: int | None = None) -> Any:
+def import_when_called(implementation: str, *, takes: int | None = None) -> Any:
     """A method of a built-in format that is the function ``MODULE:NAME`` below ``ckpt_tools.formats``, without
     ``self`` and with the first arguments alone if it ``takes`` fewer. Knowing a format so costs no import."""
-    module, _, name = place.partition(":")
+    module, _, name = implementation.partition(":")
 
-    def call(self: Format, *args: Any) -> Any:
+    def call_implementation(self: Format, *args: Any) -> Any:
         return getattr(import_module(f"ckpt_tools.formats.{module}"), name)(*args[:takes])
 
-    return call
+    return call_implementation
 
 
 class Format:

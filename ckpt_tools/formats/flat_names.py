@@ -7,13 +7,17 @@ from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.wording import format_count
 
 
-def weights_by_name(manifest: Manifest, format_name: str) -> tuple[dict[str, StateKey], tuple[Note, ...]]:
+def collect_weights_by_name(manifest: Manifest, format_name: str) -> tuple[dict[str, StateKey], tuple[Note, ...]]:
     """Every weight and buffer by its name. A tied tensor is there under each of its names, and a note says so."""
-    names = {
+    keys_by_name = {
         key.fqn: key for key, entry in manifest.tensors.items() if key.slot == WEIGHT and entry.kind is not Kind.EXTRA
     }
-    ties = {alias: names[owner] for alias, owner in manifest.aliases.items()}
-    size = sum(manifest.tensors[key].num_bytes for key in ties.values())
+    tied_keys = {alias: keys_by_name[owner] for alias, owner in manifest.aliases.items()}
+    tied_bytes = sum(manifest.tensors[key].num_bytes for key in tied_keys.values())
     why = f"{format_name} cannot tie weights; each name is stored with elements of its own"
-    notes = (Note(Outcome.KEPT, format_count(len(ties), "tied name"), why, len(ties), size),) if ties else ()
-    return {**names, **ties}, notes
+    notes = (
+        (Note(Outcome.KEPT, format_count(len(tied_keys), "tied name"), why, len(tied_keys), tied_bytes),)
+        if tied_keys
+        else ()
+    )
+    return {**keys_by_name, **tied_keys}, notes

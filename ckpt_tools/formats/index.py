@@ -27,7 +27,7 @@ from ckpt_tools.errors import (
     UsageError,
 )
 from ckpt_tools.formats.base import Format
-from ckpt_tools.formats.plugins import claiming, plugin, plugins
+from ckpt_tools.formats.plugins import find_claiming_formats, list_plugin_entries, load_plugin_format
 
 if TYPE_CHECKING:
     from ckpt_tools.core.manifest import Manifest
@@ -46,69 +46,69 @@ class FormatInfo(DisplayableResult):
     about: str
 
 
-def names() -> tuple[str, ...]:
+def list_format_names() -> tuple[str, ...]:
     """Every format, the built-in ones first. Raises UsageError."""
-    return (*BUILTIN_FORMATS, *plugins())
+    return (*BUILTIN_FORMATS, *list_plugin_entries())
 
 
-def known(name: str) -> Format | None:
+def lookup_format(name: str) -> Format | None:
     """The format that a user or a manifest calls ``name``, if there is one. Raises UsageError."""
     name = REPORTED_FORMAT_ALIASES.get(name, name)
     if name in BUILTIN_FORMATS:
-        return _built_in(name)
-    entry = plugins().get(name)
-    return None if entry is None else plugin(entry)
+        return _load_builtin_format(name)
+    entry = list_plugin_entries().get(name)
+    return None if entry is None else load_plugin_format(entry)
 
 
 @cache
-def _built_in(name: str) -> Format:
+def _load_builtin_format(name: str) -> Format:
     module, _, attribute = BUILTIN_FORMATS[name].object_path.partition(":")
-    found = getattr(import_module(f"ckpt_tools.formats.{module}"), attribute)
-    made = found() if isinstance(found, type) else found
-    assert isinstance(made, Format)
-    return made
+    loaded = getattr(import_module(f"ckpt_tools.formats.{module}"), attribute)
+    format_object = loaded() if isinstance(loaded, type) else loaded
+    assert isinstance(format_object, Format)
+    return format_object
 
 
-def built_in() -> tuple[Format, ...]:
+def load_builtin_formats() -> tuple[Format, ...]:
     """All built-in formats, in the order of detection."""
-    return tuple(map(_built_in, BUILTIN_FORMATS))
+    return tuple(map(_load_builtin_format, BUILTIN_FORMATS))
 
 
-def all_formats() -> tuple[Format, ...]:
+def load_all_formats() -> tuple[Format, ...]:
     """Every format. Raises UsageError if a plug-in cannot be imported."""
-    return (*built_in(), *(plugin(entry) for entry in plugins().values()))
+    return (*load_builtin_formats(), *(load_plugin_format(entry) for entry in list_plugin_entries().values()))
 
 
-def table() -> tuple[FormatInfo, ...]:
+def build_format_table() -> tuple[FormatInfo, ...]:
     """A row for each format. Raises UsageError if a plug-in cannot be imported."""
-    return tuple(FormatInfo(each.name, each.reads, each.writes, each.holds, each.about) for each in all_formats())
+    return tuple(FormatInfo(each.name, each.reads, each.writes, each.holds, each.about) for each in load_all_formats())
 
 
-def read_format(name: str) -> Format:
+def get_readable_format(name: str) -> Format:
     """The format called ``name``, which can be read. Raises UsageError."""
-    return _able(name, "read", lambda form: form.reads)
+    return _get_capable_format(name, "read", lambda form: form.reads)
 
 
-def written_format(name: str) -> Format:
+def get_writable_format(name: str) -> Format:
     """The format called ``name``, which can be written. Raises UsageError."""
-    return _able(name, "written", lambda form: form.writes)
+    return _get_capable_format(name, "written", lambda form: form.writes)
 
 
-def _able(name: str, verb: str, is_able: Callable[[Format], bool]) -> Format:
-    found = known(name)
-    if found is None or not is_able(found):
-        able = [each for each in names() if _is_perhaps(is_able, each)]
-        raise UsageError(f"no format {name!r} can be {verb}; there are {', '.join(able)}")
-    return found
+def _get_capable_format(name: str, verb: str, has_capability: Callable[[Format], bool]) -> Format:
+    candidate = lookup_format(name)
+    if candidate is None or not has_capability(candidate):
+        capable_names = [each for each in list_format_names() if _may_be_capable(has_capability, each)]
+        raise UsageError(f"no format {name!r} can be {verb}; there are {', '.join(capable_names)}")
+    return candidate
 
 
-def _is_perhaps(is_able: Callable[[Format], bool], name: str) -> bool:
+def _may_be_capable(has_capability: Callable[[Format], bool], name: str) -> bool:
     """True for a plug-in that cannot be imported too."""
     try:
-        found = known(name)
+        candidate = lookup_format(name)
     except UsageError:
         return True
-    return found is not None and is_able(found)
+    return candidate is not None and has_capability(candidate)
 
 
 def find_format(source: Source, name: str | None = None) -> Format:
@@ -120,38 +120,38 @@ def find_format(source: Source, name: str | None = None) -> Format:
         fails.
     """
     if name is not None:
-        return read_format(name)
+        return get_readable_format(name)
     if not source.files:
         raise SourceNotFoundError(f"{source.store.url} is an empty folder")
-    claimed = _recognising_plugin(source, claiming(source.files))
-    if claimed is not None:
-        return claimed
+    claiming_plugin = _find_recognising_plugin(source, find_claiming_formats(source.files))
+    if claiming_plugin is not None:
+        return claiming_plugin
     for known_name in BUILTIN_FORMATS:
-        if has_sign(source, known_name) and _built_in(known_name).detect(source):
-            return _built_in(known_name)
-    added = _recognising_plugin(source, plugins())
-    if added is not None:
-        return added
+        if has_sign(source, known_name) and _load_builtin_format(known_name).detect(source):
+            return _load_builtin_format(known_name)
+    plugin_format = _find_recognising_plugin(source, list_plugin_entries())
+    if plugin_format is not None:
+        return plugin_format
     from ckpt_tools.trainers.run_folders import find_members
 
     # The folder of a run, where formats look for one checkpoint.
-    steps = [each.name for each in find_members(source.files) if each.is_numbered and each.is_finished]
-    if len(steps) > 1:
+    finished_steps = [each.name for each in find_members(source.files) if each.is_numbered and each.is_finished]
+    if len(finished_steps) > 1:
         raise SeveralCheckpointsError(
-            f"there are several checkpoints here ({join_newest(steps)}); name the folder of one"
+            f"there are several checkpoints here ({join_newest(finished_steps)}); name the folder of one"
         )
-    _refuse_known(source)
-    detected = [each for each, entry in BUILTIN_FORMATS.items() if entry.signs]
+    _refuse_unsupported_formats(source)
+    detected_names = [each for each, entry in BUILTIN_FORMATS.items() if entry.signs]
     raise UnsupportedError(
-        f"{source.store.url} is not in a known format ({', '.join((*detected, *plugins()))}); "
+        f"{source.store.url} is not in a known format ({', '.join((*detected_names, *list_plugin_entries()))}); "
         f"if it is in one of them, name it with {format_option('from_')}"
     )
 
 
-def read_manifest(found: Format, source: Source, options: ReadOptions) -> Manifest:
-    """The manifest of ``source``, which is in the format ``found``. Raises as ``Format.read``."""
+def read_manifest(reader: Format, source: Source, options: ReadOptions) -> Manifest:
+    """The manifest of ``source``, which is in the format ``reader``. Raises as ``Format.read``."""
     try:
-        return found.read(source, options)
+        return reader.read(source, options)
     except RecursionError as error:  # values that refer to each other in circles can make any walk through them deep
         raise MalformedError(f"{source.store.url} contains values that are nested too deeply") from error
 
@@ -162,61 +162,60 @@ def has_sign(source: Source, name: str) -> bool:
     return any(path.endswith(signs) for path in source.files)
 
 
-def hint_of_plugins(source: Source, reader: Format) -> str:
+def suggest_plugin(source: Source, reader: Format) -> str:
     """The end of an error of a built-in format, if a plug-in recognises ``source`` too; else empty."""
     if reader.name not in BUILTIN_FORMATS:
         return ""
     try:
-        added = _recognising_plugin(source, plugins())
+        plugin_format = _find_recognising_plugin(source, list_plugin_entries())
     except CkptError:
         return ""
-    return (
-        ""
-        if added is None
-        else f"; the plug-in's format {added.name} recognises it: add {format_option('from_', added.name)}"
-    )
+    if plugin_format is None:
+        return ""
+    name = plugin_format.name
+    return f"; the plug-in's format {name} recognises it: add {format_option('from_', name)}"
 
 
-def _recognising_plugin(source: Source, names: Iterable[str]) -> Format | None:
+def _find_recognising_plugin(source: Source, names: Iterable[str]) -> Format | None:
     """The one of these plug-ins that recognises ``source``. One that fails is an error if no other recognises it,
     because it might be the one that is needed.
 
     Raises:
         CkptError: it fails or cannot be imported, or several recognise it.
     """
-    found: list[Format] = []
-    broken: list[CkptError] = []
+    recognising_formats: list[Format] = []
+    failures: list[CkptError] = []
     for name in names:
         try:
-            added = known(name)
-            if added is not None and added.reads and added.detect(source):
-                found.append(added)
+            candidate = lookup_format(name)
+            if candidate is not None and candidate.reads and candidate.detect(source):
+                recognising_formats.append(candidate)
         except CkptError as error:
-            broken.append(error)
-    if len(found) > 1:
-        several = join_names([each.name for each in found])
+            failures.append(error)
+    if len(recognising_formats) > 1:
+        several = join_names([each.name for each in recognising_formats])
         raise UsageError(
             f"several formats recognise {source.store.url} ({several}); say which with {format_option('from_')}"
         )
-    if broken and not found:
-        raise broken[0]
-    return found[0] if found else None
+    if failures and not recognising_formats:
+        raise failures[0]
+    return recognising_formats[0] if recognising_formats else None
 
 
-_NO_TENSORFLOW = (
+_TENSORFLOW_ADVICE = (
     "which is not supported; load it with its framework and save the weights with safetensors.numpy.save_file"
 )
 
-_FOREIGN = {
+_UNSUPPORTED_FORMATS = {
     "*.nemo": "NeMo's archive, which is not supported; unpack it with tar and name the folder inside",
     ".zarray": "a folder of Zarr arrays, which is not supported; export the weights as safetensors",
     "zarr.json": "a folder of Zarr arrays, which is not supported; export the weights as safetensors",
     "*.npy": "a single array without a name, which is not supported; save it with numpy.savez(FILE, name=array)",
-    "*.h5": f"a file of HDF5 (Keras), {_NO_TENSORFLOW}",
-    "*.hdf5": f"a file of HDF5 (Keras), {_NO_TENSORFLOW}",
-    "*.keras": f"a Keras archive, {_NO_TENSORFLOW}",
-    "saved_model.pb": f"a SavedModel of TensorFlow, {_NO_TENSORFLOW}",
-    "*.ckpt.index": f"a checkpoint of TensorFlow, {_NO_TENSORFLOW}",
+    "*.h5": f"a file of HDF5 (Keras), {_TENSORFLOW_ADVICE}",
+    "*.hdf5": f"a file of HDF5 (Keras), {_TENSORFLOW_ADVICE}",
+    "*.keras": f"a Keras archive, {_TENSORFLOW_ADVICE}",
+    "saved_model.pb": f"a SavedModel of TensorFlow, {_TENSORFLOW_ADVICE}",
+    "*.ckpt.index": f"a checkpoint of TensorFlow, {_TENSORFLOW_ADVICE}",
     "*.tflite": "a TensorFlow Lite model, which is a program; take the checkpoint that it was made from",
     "*.onnx": "an ONNX model, which is a program; take the checkpoint that it was exported from",
     "*.pt2": (
@@ -226,24 +225,26 @@ _FOREIGN = {
 """Known formats that are not read, by the names of their files, with advice for the user."""
 
 
-def _refuse_known(source: Source) -> None:
+def _refuse_unsupported_formats(source: Source) -> None:
     """Raises UnsupportedError for files of a known layout that is not read, and for a file of ``torch.save`` with the
     ending of another format; IncompleteError for a DCP whose save did not finish."""
-    from ckpt_tools.formats.dcp.folders import metadata_files
-    from ckpt_tools.formats.dcp.names import DATA
+    from ckpt_tools.formats.dcp.folders import find_metadata_files
+    from ckpt_tools.formats.dcp.names import DATA_FILE_NAME
 
     for path in source.files:
-        name = path.rpartition("/")[2]
-        if DATA.fullmatch(name):
-            metadata_files(source.files)
-        about = next((text for pattern, text in _FOREIGN.items() if fnmatchcase(name, pattern)), None)
-        if about is not None:
-            raise UnsupportedError(f"it is {about}", path=path)
+        file_name = path.rpartition("/")[2]
+        if DATA_FILE_NAME.fullmatch(file_name):
+            find_metadata_files(source.files)
+        description = next(
+            (text for pattern, text in _UNSUPPORTED_FORMATS.items() if fnmatchcase(file_name, pattern)), None
+        )
+        if description is not None:
+            raise UnsupportedError(f"it is {description}", path=path)
     if len(source.files) == 1:
-        refuse_content(source, next(iter(source.files)), is_of_no_format=True)
+        refuse_foreign_content(source, next(iter(source.files)), is_of_no_format=True)
 
 
-def refuse_content(source: Source, path: str, *, is_of_no_format: bool = False) -> None:
+def refuse_foreign_content(source: Source, path: str, *, is_of_no_format: bool = False) -> None:
     """Raises UnsupportedError for a file whose content is none of what its name says: the pointer or page that a
     download left in its place, or a file of ``torch.save``; one of torch that is not read only where the file
     ``is_of_no_format``, because a format's own reader has the better words."""

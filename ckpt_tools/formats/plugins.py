@@ -36,7 +36,7 @@ Result = TypeVar("Result")
 FORMATS, SIGNS = "ckpt_tools.formats", "ckpt_tools.signs"
 """The groups of entry points: objects by the format's name, and formats' names by the pattern of file names."""
 
-_COPIED = (
+_COPIED_ATTRIBUTES = (
     "name",
     "about",
     "holds_optimizer",
@@ -54,7 +54,7 @@ class PluginFormat(Format):
 
     def __init__(self, inner: Format, origin: str) -> None:
         self.inner, self.origin = inner, origin
-        for name in _COPIED:
+        for name in _COPIED_ATTRIBUTES:
             setattr(self, name, getattr(inner, name))
 
     @property
@@ -70,51 +70,52 @@ class PluginFormat(Format):
         return self.inner.holds
 
     def detect(self, source: Source) -> bool:
-        return bool(self._called("detect", object, source))
+        return bool(self._call_plugin("detect", object, source))
 
     def read(self, source: Source, options: ReadOptions) -> Manifest:
         from ckpt_tools.core.manifest import Manifest
 
-        return self._called("read", Manifest, source, options)
+        return self._call_plugin("read", Manifest, source, options)
 
     def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
-        return frozenset(self._called("own_files", Set, source, manifest))  # type: ignore[type-abstract]
+        return frozenset(self._call_plugin("own_files", Set, source, manifest))  # type: ignore[type-abstract]
 
     def served(self, source: Source, manifest: Manifest) -> Source:
-        return self._called("served", type(source), source, manifest)
+        return self._call_plugin("served", type(source), source, manifest)
 
     def reading_options_of(self, manifest: Manifest) -> tuple[str, ...]:
-        return self._called("reading_options_of", tuple, manifest)
+        return self._call_plugin("reading_options_of", tuple, manifest)
 
     def layout(self, manifest: Manifest, options: WriteOptions) -> Layout:
         from ckpt_tools.core.layout import Layout
 
-        return self._called("layout", Layout, manifest, options)
+        return self._call_plugin("layout", Layout, manifest, options)
 
-    def _called(self, method: str, kind: type[Result], *arguments: object) -> Result:
+    def _call_plugin(self, method: str, expected_type: type[Result], *arguments: object) -> Result:
         """Result of a method of the plug-in.
 
         Raises:
-            CkptError: the plug-in raised another exception, or returned something else than a ``kind``.
+            CkptError: the plug-in raised another exception, or returned something else than a ``expected_type``.
         """
-        who = f"the format {self.name!r} of {self.origin}"
+        plugin_label = f"the format {self.name!r} of {self.origin}"
         try:
             result = getattr(self.inner, method)(*arguments)
         except (CkptError, RecursionError, MemoryError):
             raise
         except Exception as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise CkptError(f"{who} failed in {method} ({reason}); report it to its authors") from error
-        if not isinstance(result, kind):
+            raise CkptError(f"{plugin_label} failed in {method} ({reason}); report it to its authors") from error
+        if not isinstance(result, expected_type):
             raise CkptError(
-                f"{who} returned {type(result).__name__} instead of {kind.__name__} from {method}; report it to its "
+                f"{plugin_label} returned {type(result).__name__} instead of {expected_type.__name__} from {method}; "
+                f"report it to its "
                 "authors"
             )
         return result
 
 
 @cache
-def plugins() -> Mapping[str, EntryPoint]:
+def list_plugin_entries() -> Mapping[str, EntryPoint]:
     """The formats that installed plug-ins add, by name.
 
     Raises:
@@ -126,36 +127,36 @@ def plugins() -> Mapping[str, EntryPoint]:
 
 
 @cache
-def plugin(entry: EntryPoint) -> Format:
+def load_plugin_format(entry: EntryPoint) -> Format:
     """The format of an entry point. Raises UsageError if it cannot be imported, or is not a format."""
-    who = f"the format {entry.name!r} of {describe_distribution(entry)}"
+    plugin_label = f"the format {entry.name!r} of {describe_distribution(entry)}"
     try:
-        found = entry.load()
-        found = found() if isinstance(found, type) else found
+        plugin_object = entry.load()
+        plugin_object = plugin_object() if isinstance(plugin_object, type) else plugin_object
     except Exception as error:
-        raise UsageError(f"{who} cannot be imported ({type(error).__name__}: {error})") from error
-    problem = _problem(found, entry.name)
-    if problem is not None:
-        raise UsageError(f"{who} {problem}")
-    return PluginFormat(found, describe_distribution(entry))
+        raise UsageError(f"{plugin_label} cannot be imported ({type(error).__name__}: {error})") from error
+    problem_text = _find_plugin_problem(plugin_object, entry.name)
+    if problem_text is not None:
+        raise UsageError(f"{plugin_label} {problem_text}")
+    return PluginFormat(plugin_object, describe_distribution(entry))
 
 
-def _problem(found: object, name: str) -> str | None:
+def _find_plugin_problem(plugin_object: object, name: str) -> str | None:
     """Problem of an object that an entry point of that name gave; None if it is a format."""
-    if not isinstance(found, Format):
+    if not isinstance(plugin_object, Format):
         return "is not a Format of ckpt_tools.formats.base"
-    if not (found.reads or found.writes):
+    if not (plugin_object.reads or plugin_object.writes):
         return "overrides neither read nor layout, so it can be neither read nor written"
-    if found.name != name:
-        return f"calls itself {found.name!r}"
-    unknown = [
-        *sorted({*found.reading_options} - {*READING_OPTIONS}),
-        *sorted({*found.writing_options} - {*WRITING_OPTIONS}),
+    if plugin_object.name != name:
+        return f"calls itself {plugin_object.name!r}"
+    unknown_options = [
+        *sorted({*plugin_object.reading_options} - {*READING_OPTIONS}),
+        *sorted({*plugin_object.writing_options} - {*WRITING_OPTIONS}),
     ]
-    return f"asks for options that formats do not have: {join_names(unknown)}" if unknown else None
+    return f"asks for options that formats do not have: {join_names(unknown_options)}" if unknown_options else None
 
 
-def claiming(files: Collection[str]) -> tuple[str, ...]:
+def find_claiming_formats(files: Collection[str]) -> tuple[str, ...]:
     """The names of the plug-ins' formats that have a sign among ``files``.
 
     Raises:
@@ -163,35 +164,37 @@ def claiming(files: Collection[str]) -> tuple[str, ...]:
     """
     if not _may_declare_signs(tuple(sys.path)):
         return ()
-    names = {path.rpartition("/")[2] for path in files}
-    found = {form: None for pattern, form in _signs() if any(fnmatchcase(name, pattern) for name in names)}
-    return tuple(found)
+    file_names = {path.rpartition("/")[2] for path in files}
+    claiming_names = {
+        form: None for pattern, form in _load_signs() if any(fnmatchcase(name, pattern) for name in file_names)
+    }
+    return tuple(claiming_names)
 
 
 @cache
-def _signs() -> tuple[tuple[str, str], ...]:
-    found = sorted((entry.name, entry.value) for entry in list_entry_points(SIGNS))
-    wrong = next((value for _, value in found if not value.isidentifier()), None)
-    if wrong is not None:
+def _load_signs() -> tuple[tuple[str, str], ...]:
+    signs = sorted((entry.name, entry.value) for entry in list_entry_points(SIGNS))
+    invalid_name = next((value for _, value in signs if not value.isidentifier()), None)
+    if invalid_name is not None:
         raise UsageError(
-            f"the entry points of {SIGNS} map a pattern of file names to a format's name; {wrong!r} is none"
+            f"the entry points of {SIGNS} map a pattern of file names to a format's name; {invalid_name!r} is none"
         )
-    return tuple(found)
+    return tuple(signs)
 
 
 @cache
 def _may_declare_signs(path: tuple[str, ...]) -> bool:
     """Whether a distribution declares a sign; also true of an archive on the path, which is not searched."""
-    return any(_declares(folder or ".") for folder in path)
+    return any(_declares_signs(folder or ".") for folder in path)
 
 
-def _declares(folder: str) -> bool:
+def _declares_signs(folder: str) -> bool:
     try:
         with os.scandir(folder) as entries:
-            infos = [entry.path for entry in entries if entry.name.endswith((".dist-info", ".egg-info"))]
+            metadata_folders = [entry.path for entry in entries if entry.name.endswith((".dist-info", ".egg-info"))]
     except OSError:
         return Path(folder).is_file()
-    for info in infos:
+    for info in metadata_folders:
         with suppress(OSError):
             if SIGNS.encode() in Path(info, "entry_points.txt").read_bytes():
                 return True

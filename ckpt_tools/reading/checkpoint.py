@@ -15,10 +15,17 @@ from ckpt_tools.core.options import ConvertOptions, ReadOptions
 from ckpt_tools.core.quantized import get_quantization_config, may_be_quantized
 from ckpt_tools.core.wording import join_newest
 from ckpt_tools.errors import FormatError, SeveralCheckpointsError, UnsafeError, UnsupportedError, UsageError
-from ckpt_tools.formats.applicability import READING
+from ckpt_tools.formats.applicability import READING_RULES
 from ckpt_tools.formats.base import Format
 from ckpt_tools.formats.deepspeed.names import LATEST, LATEST_UNIVERSAL
-from ckpt_tools.formats.index import find_format, hint_of_plugins, known, read_format, read_manifest, refuse_content
+from ckpt_tools.formats.index import (
+    find_format,
+    get_readable_format,
+    lookup_format,
+    read_manifest,
+    refuse_foreign_content,
+    suggest_plugin,
+)
 from ckpt_tools.reading.enrich import enrich_manifest
 from ckpt_tools.reading.steps import add_step_doubts
 from ckpt_tools.stores.source import Source
@@ -77,7 +84,7 @@ def _read_single_format(
     """The source whose files the manifest of a checkpoint of one format names, the manifest, and its other files."""
     with _explain_errors(source):
         automodel_prefix = _find_automodel_prefix(source) if format_name in (None, "dcp") else None
-        reader = find_format(source, format_name) if automodel_prefix is None else read_format("dcp")
+        reader = find_format(source, format_name) if automodel_prefix is None else get_readable_format("dcp")
     with _explain_errors(source, reader if format_name is None and automodel_prefix is None else None):
         manifest, tensorless_files = _read_with_optimizer(reader, source, automodel_prefix, options)
         _refuse_other_steps(source, manifest, options)
@@ -117,9 +124,9 @@ def _explain_errors(source: Source, detected_format: Format | None = None) -> It
         raise SeveralCheckpointsError(error.message + suggest_checkpoint(source.files, source.store.url)) from error
     except (FormatError, UnsafeError) as error:
         error.path = error.path or get_error_path(source)
-        refuse_content(source, error.path)
+        refuse_foreign_content(source, error.path)
         if detected_format is not None:
-            error.message += hint_of_plugins(source, detected_format)
+            error.message += suggest_plugin(source, detected_format)
         raise
 
 
@@ -174,7 +181,7 @@ def make_option_case(
     manifest: Manifest, target: str, *, keeps_both: bool, is_whole_state: bool, has_recipe: bool = False
 ) -> OptionContext:
     """The case that options are checked against when ``manifest`` is read and ``target`` written."""
-    reader, writer = known(manifest.format), known(target) if target else None
+    reader, writer = lookup_format(manifest.format), lookup_format(target) if target else None
     return OptionContext(
         source_format=manifest.format,
         target_format=target,
@@ -191,5 +198,5 @@ def make_option_case(
 def check_reading_options(manifest: Manifest, options: ReadOptions) -> None:
     """Raises UsageError if a reading option does not apply to the format of ``manifest``."""
     check_applicability(
-        READING, asdict(options), make_option_case(manifest, "", keeps_both=False, is_whole_state=False)
+        READING_RULES, asdict(options), make_option_case(manifest, "", keeps_both=False, is_whole_state=False)
     )

@@ -100,9 +100,9 @@ def _is_in_model_folder(folder: str, manifest: Manifest, weight_folders: Collect
 def _read_stored_step(manifest: Manifest, source: Source) -> int | None:
     """The step that is kept as a tensor, as torchtitan keeps it."""
     from ckpt_tools.formats.dcp.reader import read_number
-    from ckpt_tools.formats.state_dict.parse import steps_in
+    from ckpt_tools.formats.state_dict.parse import iter_step_values
 
-    refs = (value for value in steps_in(manifest.extra) if isinstance(value, TensorRef))
+    refs = (value for value in iter_step_values(manifest.extra) if isinstance(value, TensorRef))
     entries = (manifest.tensors[ref.key] for ref in refs)
     entry = next((each for each in entries if not each.shape and "int" in each.dtype.value), None)
     return None if entry is None or entry.shards.files[0] not in source.files else int(read_number(source, entry))
@@ -192,13 +192,13 @@ def _read_json(source: Source, path: str) -> Any:
 def _read_archive(
     source: Source, path: str, parse_entries: EntryParser, known_names: Collection[str]
 ) -> _CompanionContent:
-    from ckpt_tools.formats.state_dict.leaves import Place, with_references
+    from ckpt_tools.formats.state_dict.leaves import ArchiveLocation, extract_tensors
     from ckpt_tools.serialization.torch_zip import open_archive
 
     archive = open_archive(lambda start, stop: source.read(path, start, stop), source.size(path), path)
     leaves: dict[StateKey, TensorLeaf] = {}
     entries = {
-        name: with_references(value, Place(archive, path), name, leaves)
+        name: extract_tensors(value, ArchiveLocation(archive, path), name, leaves)
         for name, value in parse_entries(archive.value).items()
         if name not in known_names
     }

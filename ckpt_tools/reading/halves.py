@@ -15,8 +15,8 @@ from ckpt_tools.core.notes import Note, note_unrelated_files
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.wording import join_names
 from ckpt_tools.errors import CkptError, UnsupportedError
-from ckpt_tools.formats.index import read_format, read_manifest
-from ckpt_tools.formats.state_dict.masters import with_masters
+from ckpt_tools.formats.index import get_readable_format, read_manifest
+from ckpt_tools.formats.state_dict.masters import rename_master_slots
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.wrappers import open_subfolder
 from ckpt_tools.trainers.nemo import OPTIMIZER_INDEX
@@ -45,7 +45,7 @@ def read_automodel(source: Source, prefix: str, options: ReadOptions) -> Manifes
     """
     folder = f"{prefix}optim/"
     files = {path: size for path, size in source.files.items() if path.startswith(folder)}
-    optimizer = read_manifest(read_format("dcp"), replace(source, files=files), options)
+    optimizer = read_manifest(get_readable_format("dcp"), replace(source, files=files), options)
     model = read_safetensors_folder(source, f"{prefix}model/")
     refuse_optimizer_weights(optimizer, f"{prefix}optim/.metadata")
     check_parameter_names(optimizer, model, f"{prefix}optim/.metadata", f"{prefix}model")
@@ -59,7 +59,7 @@ def read_automodel(source: Source, prefix: str, options: ReadOptions) -> Manifes
         tree=tree,
         notes=(*optimizer.notes, *model.notes),
     )
-    joined = with_masters(joined)
+    joined = rename_master_slots(joined)
     return replace(joined, notes=(*joined.notes, *_note_other_files(source, prefix, joined)))
 
 
@@ -67,7 +67,9 @@ def read_safetensors_folder(source: Source, folder: str) -> Manifest:
     """The model in safetensors in ``folder``, with the names that its files have in the whole source."""
     files = {path[len(folder) :]: size for path, size in source.files.items() if path.startswith(folder)}
     try:
-        manifest = read_manifest(read_format("safetensors"), open_subfolder(source, folder[:-1], files), ReadOptions())
+        manifest = read_manifest(
+            get_readable_format("safetensors"), open_subfolder(source, folder[:-1], files), ReadOptions()
+        )
     except CkptError as error:
         path = folder if error.path is None else f"{folder}{error.path}"
         raise type(error)(error.message, path=path, key=error.key) from error

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.errors import UnsupportedError
-from ckpt_tools.formats.dcp.names import METADATA, is_of_dcp
+from ckpt_tools.formats.dcp.names import METADATA, is_dcp_file
 from ckpt_tools.formats.deepspeed.names import MODEL, layer_name, model_name, optim_name
-from ckpt_tools.formats.foreign import rank_in_name
+from ckpt_tools.formats.foreign import describe_rank_in_name
 from ckpt_tools.formats.megatron.names import COMMON_FILE, CONFIG_FILE
-from ckpt_tools.formats.orbax.names import CHECKPOINT, TREE
+from ckpt_tools.formats.orbax.names import CHECKPOINT_FILE, TREE_FILE
 from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.accelerate import DCP_FOLDERS
 from ckpt_tools.trainers.lightning import META
@@ -41,7 +41,7 @@ def find_folder_of_file(url: str, source: Source, url_exists: UrlExists) -> str 
     folder, _, name = url.rpartition("/")
     if not folder or list(source.files) != [name]:
         return None
-    if is_of_dcp(name) and name != METADATA:
+    if is_dcp_file(name) and name != METADATA:
         outer_folder, _, folder_name = folder.rpartition("/")
         return outer_folder if re.fullmatch(DCP_FOLDERS, folder_name) else folder
     if (universal_match := _UNIVERSAL_FILE.fullmatch(url)) is not None:
@@ -58,7 +58,12 @@ def find_folder_of_file(url: str, source: Source, url_exists: UrlExists) -> str 
     is_shard = shard_match is not None and int(shard_match[1]) > 1
     if name in (COMMON_FILE, CONFIG_FILE, META):  # names that other files have too
         return folder if url_exists(f"{folder}/{METADATA}") else None
-    if is_shard or name.endswith(("model_states.pt", "optim_states.pt")) or is_trainer_file(name) or rank_in_name(name):
+    if (
+        is_shard
+        or name.endswith(("model_states.pt", "optim_states.pt"))
+        or is_trainer_file(name)
+        or describe_rank_in_name(name)
+    ):
         return folder
     return None if name.endswith(_SINGLE_FILE_SUFFIXES) or "://" in url else _find_orbax_folder(folder, url_exists)
 
@@ -75,7 +80,7 @@ def _find_orbax_folder(folder: str, url_exists: UrlExists) -> str | None:
     """The outermost folder of Orbax around a file."""
     outermost_folder = None
     for _ in range(_MAX_ORBAX_DEPTH):
-        if any(url_exists(f"{folder}/{name}") for name in (CHECKPOINT, TREE)):
+        if any(url_exists(f"{folder}/{name}") for name in (CHECKPOINT_FILE, TREE_FILE)):
             outermost_folder = folder
         folder = folder.rpartition("/")[0]
     return outermost_folder

@@ -18,8 +18,8 @@ from ckpt_tools.errors import FormatError, MalformedError, UnsupportedError
 from ckpt_tools.formats.base import Format
 from ckpt_tools.formats.index import read_manifest
 from ckpt_tools.formats.state_dict.leaf import TensorLeaf
-from ckpt_tools.formats.state_dict.parse import Leaves, manifest_of
-from ckpt_tools.formats.torch.files import read_tree
+from ckpt_tools.formats.state_dict.parse import TreeLeaves, build_manifest
+from ckpt_tools.formats.torch.files import read_torch_tree
 from ckpt_tools.stores.source import Source
 
 JOINABLE_FORMATS = ("safetensors", "torch")
@@ -55,8 +55,8 @@ def _is_model_alone(manifest: Manifest) -> bool:
 
 def _join_optimizer_file(manifest: Manifest, source: Source, file: str, options: ReadOptions) -> Manifest:
     try:
-        tree = read_tree(source, file)
-        return _join_leaves(manifest, tree.leaves(), tree.ties, options)
+        tree = read_torch_tree(source, file)
+        return _join_leaves(manifest, tree.build_leaves(), tree.ties, options)
     except FormatError as error:
         raise type(error)(
             f"{error.message}; it lies beside the model, whose file can be named to read the weights alone",
@@ -66,7 +66,7 @@ def _join_optimizer_file(manifest: Manifest, source: Source, file: str, options:
 
 
 def _join_leaves(
-    manifest: Manifest, optimizer_leaves: Leaves, optimizer_ties: Mapping[str, str], options: ReadOptions
+    manifest: Manifest, optimizer_leaves: TreeLeaves, optimizer_ties: Mapping[str, str], options: ReadOptions
 ) -> Manifest:
     if not any(path[:1] == ("param_groups",) for path in optimizer_leaves.paths.values()):
         raise UnsupportedError("it does not hold the state of one optimizer of torch")
@@ -85,8 +85,8 @@ def _join_leaves(
     }
     ties = {_join_name(MODEL_KEY, alias): _join_name(MODEL_KEY, owner) for alias, owner in manifest.aliases.items()}
     is_ordered = manifest.format == "torch" and len(manifest.files) == 1
-    joined = manifest_of(
-        Leaves(
+    joined = build_manifest(
+        TreeLeaves(
             {**model_paths, **optimizer_paths},
             {**weights, **{_join_name(OPTIMIZER_KEY, name): leaf for name, leaf in optimizer_leaves.tensors.items()}},
             {

@@ -14,7 +14,7 @@ from typing import Any
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.values import Opaque
 from ckpt_tools.errors import MalformedError, UnsupportedError
-from ckpt_tools.formats.meta.params import own_sizes
+from ckpt_tools.formats.meta.params import read_model_sizes
 from ckpt_tools.stores.source import Source
 
 RUN_CONFIG_FILE = "run_config.yaml"
@@ -48,7 +48,7 @@ def derive_config(source: Source, manifest: Manifest) -> Mapping[str, Any] | Non
         MalformedError: ``run_config.yaml`` is not YAML.
     """
     if manifest.format == "meta":
-        return own_sizes(source) or None
+        return read_model_sizes(source) or None
     settings = _read_arguments(manifest) or _read_run_config(source)
     config = {key: settings[name] for name, key in _CONFIG_KEYS.items() if type(settings.get(name)) is int}
     if "num_attention_heads" in config:

@@ -13,7 +13,7 @@ from typing import Any
 from ckpt_tools.core.manifest import Kind, Manifest
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.options import ReadOptions
-from ckpt_tools.formats.index import read_format, read_manifest
+from ckpt_tools.formats.index import get_readable_format, read_manifest
 from ckpt_tools.formats.megatron.reader import read
 from ckpt_tools.reading.halves import check_parameter_names, read_safetensors_folder, refuse_optimizer_weights
 from ckpt_tools.stores.source import Source
@@ -50,7 +50,7 @@ def _select_folder(source: Source, folder: str) -> Source:
 def _read_weights(source: Source, parts: VerlParts) -> Manifest:
     if parts.format == "safetensors":
         return read_safetensors_folder(source, parts.weights_folder)
-    return read_manifest(read_format(parts.format), _select_folder(source, parts.weights_folder), ReadOptions())
+    return read_manifest(get_readable_format(parts.format), _select_folder(source, parts.weights_folder), ReadOptions())
 
 
 def _set_step(manifest: Manifest, step: int | None) -> Manifest:

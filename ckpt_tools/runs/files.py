@@ -38,10 +38,10 @@ _LAST_WRITTEN_FILES = (
     deepspeed.LATEST_UNIVERSAL,
     dcp.METADATA,
     megatron.CONFIG_FILE,
-    orbax.CHECKPOINT,
-    orbax.TREE,
-    orbax.COMMITTED,
-    orbax.MANIFEST,
+    orbax.CHECKPOINT_FILE,
+    orbax.TREE_FILE,
+    orbax.COMMIT_FILE,
+    orbax.OCDBT_MANIFEST,
 )
 _MODEL_STATES_FILE = re.compile(r".*_model_states\.pt")
 _MODEL_FILE = re.compile(r"(?:model|pytorch_model|adapter_model|shard)[-_.\w]*\.(?:safetensors|bin|pt)|.*\.safetensors")
@@ -52,9 +52,17 @@ def _compile_patterns() -> tuple[re.Pattern[str], re.Pattern[str], re.Pattern[st
     parsed_files = (re.escape(name) for trainer in TRAINERS for name in trainer.entry_parsers)
     trainer_files = combine_patterns("own", "optimizer", "others").pattern
     file_names = "|".join(
-        (dcp.FILES, deepspeed.FILES, _WEIGHT_FILES, megatron.FILES, orbax.FILES, trainer_files, *parsed_files)
+        (
+            dcp.FILE_NAME_PATTERN,
+            deepspeed.FILES,
+            _WEIGHT_FILES,
+            megatron.FILE_NAME_PATTERN,
+            orbax.FILE_NAME_PATTERN,
+            trainer_files,
+            *parsed_files,
+        )
     )
-    last_written = "|".join((dcp.ALONE.pattern, r"model_optim_rng\.pt", *map(re.escape, _LAST_WRITTEN_FILES)))
+    last_written = "|".join((dcp.RANK_INDEX_NAME.pattern, r"model_optim_rng\.pt", *map(re.escape, _LAST_WRITTEN_FILES)))
     return re.compile(file_names), _extend_pattern(_FOLDER_NAMES, "folders"), _extend_pattern(last_written, "last")
 
 
@@ -78,7 +86,7 @@ def find_unknown_files(paths: Collection[str]) -> set[str]:
     unknown_paths = {path for path in paths if not is_known_file(path)}
     return (
         {path for path in unknown_paths if not _ORBAX_ITEM_FILE.fullmatch(path)}
-        if orbax.CHECKPOINT in paths
+        if orbax.CHECKPOINT_FILE in paths
         else unknown_paths
     )
 

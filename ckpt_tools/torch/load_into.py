@@ -26,7 +26,7 @@ from ckpt_tools.core.options import ConvertOptions, SelectKeywords
 from ckpt_tools.core.value_refs import iter_tensor_refs
 from ckpt_tools.core.wording import join_names
 from ckpt_tools.errors import UnsafeError, UsageError
-from ckpt_tools.formats.state_dict.from_deepspeed import user_entries
+from ckpt_tools.formats.state_dict.from_deepspeed import collect_user_entries
 from ckpt_tools.reading.checkpoint import check_reading_options, make_recipe_step
 from ckpt_tools.runs.opening import read_checkpoint, resolve_checkpoint_url
 from ckpt_tools.stores.urls import check_storage_options
@@ -144,7 +144,7 @@ def load_into(
     loader.fill_targets(targets)
     for module, value in extra_states:
         module.set_extra_state(value)
-    extras, _ = user_entries(manifest)
+    extras, _ = collect_user_entries(manifest)
     loader.tensor_reader.check_remaining_records()
     return {
         name: revive_value(value, load_tensor=loader.read_tensor, handle_unknown=lambda inert: inert)

@@ -22,7 +22,7 @@ from ckpt_tools.core.option_names import DEFAULT_WEIGHTS, Weights
 from ckpt_tools.core.options import ConvertOptions, ReadKeywords
 from ckpt_tools.core.values import GlobalRef, Opaque
 from ckpt_tools.errors import UnsafeError
-from ckpt_tools.formats.state_dict.build import Entries, chosen_tree, entries_of
+from ckpt_tools.formats.state_dict.build import Entries, choose_tree, entries_of
 from ckpt_tools.reading.checkpoint import check_reading_options
 from ckpt_tools.runs.opening import read_checkpoint
 from ckpt_tools.stores.urls import check_storage_options
@@ -84,7 +84,7 @@ def storage_reader(
         manifest, _ = transforms.keep_one_copy(manifest, weight_copy=convert_options.choose_weight_copy(manifest))
     manifest, _ = transforms.strip_wrappers(manifest)
     # Groups have the names of both forms of an optimizer; a flattened one has no groups to ask for.
-    tree = replace(chosen_tree(manifest, model_key=None, optim_key=None), is_flattened=False, numbers=())
+    tree = replace(choose_tree(manifest, model_key=None, optim_key=None), is_flattened=False, numbers=())
     entries = entries_of(manifest, tree)
     names = JobNameMatcher.of(manifest, entries, tree, model_key=job_model_key, optim_key=job_optim_key)
     reader: StorageReader = _build_reader_class()(

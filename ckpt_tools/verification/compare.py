@@ -11,7 +11,7 @@ from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, StateKey, TensorEntry, count_tensors_by_role
 from ckpt_tools.core.progress import ProgressCallback
 from ckpt_tools.core.value_refs import iter_ref_paths
-from ckpt_tools.formats.state_dict.from_deepspeed import user_entries
+from ckpt_tools.formats.state_dict.from_deepspeed import collect_user_entries
 from ckpt_tools.stores.source import Store
 from ckpt_tools.transfer.buffers import allocate_page_aligned
 from ckpt_tools.transfer.runners.threads import ThreadRunner
@@ -56,7 +56,7 @@ class ComparedCheckpoint:
 
     @classmethod
     def of(cls, name: str, store: Store, manifest: Manifest) -> ComparedCheckpoint:
-        path_refs = iter_ref_paths(user_entries(manifest)[0])
+        path_refs = iter_ref_paths(collect_user_entries(manifest)[0])
         by_key = {_strip_client_state(ref.key): place for place, ref in path_refs}
         return cls(name, store, map_named_tensors(manifest), by_key, manifest.aliases)
 

@@ -14,7 +14,7 @@ from ckpt_tools.core.format_names import HEADER_ENTRY
 from ckpt_tools.core.manifest import Manifest, StateKey, TensorRef
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.values import StoredTensor
-from ckpt_tools.formats.state_dict.from_deepspeed import user_entries
+from ckpt_tools.formats.state_dict.from_deepspeed import collect_user_entries
 from ckpt_tools.verification.report import ENTRY_SLOT, Aspect, Difference
 
 _FORMAT_ENTRIES = frozenset(("megatron", "deepspeed"))
@@ -87,7 +87,7 @@ def _map_options_by_parameter(manifest: Manifest) -> dict[str, Mapping[str, Any]
 
 
 def _collect_entries(manifest: Manifest) -> dict[str, Any]:
-    all_entries, _ = user_entries(manifest)
+    all_entries, _ = collect_user_entries(manifest)
     step_entries = (
         {}
         if manifest.step is None

@@ -21,9 +21,9 @@ from ckpt_tools.core.progress import ProgressCallback, ProgressMeter
 from ckpt_tools.core.showing import DisplayableResult, dataclass_to_json
 from ckpt_tools.core.wording import format_count
 from ckpt_tools.errors import FormatError, UnsupportedError, UsageError
-from ckpt_tools.formats.applicability import COMPARING, DIFFING
+from ckpt_tools.formats.applicability import COMPARING_RULES, DIFFING_RULES
 from ckpt_tools.formats.base import Format
-from ckpt_tools.formats.index import known
+from ckpt_tools.formats.index import lookup_format
 from ckpt_tools.reading.checkpoint import (
     check_reading_options,
     make_option_case,
@@ -211,7 +211,7 @@ def verify_conversion(
         CkptError: one of them cannot be read.
     """
     dst_source, dst_manifest = _read_destination(dst, manifest, options)
-    dst_format = known(dst_manifest.format)
+    dst_format = lookup_format(dst_manifest.format)
     writer = dst_format if dst_format is not None and dst_format.writes else None
     is_whole = options.state != "model" and (
         _has_other_state(dst_manifest) or _has_source_names(manifest, dst_manifest, writer, options)
@@ -232,7 +232,7 @@ def verify_conversion(
         is_whole_state=is_whole,
         has_recipe=has_recipe,
     )
-    check_applicability(COMPARING, options.values_by_name, case)
+    check_applicability(COMPARING_RULES, options.values_by_name, case)
     recipe, like = make_recipe_step(src, source, manifest, options), open_reference_matcher(options)
     kept_entries = () if writer is None else writer.kept_entries
     edited = apply_options(
@@ -343,7 +343,7 @@ def diff_checkpoints(
     has_both_copies = all(has_masters) and options.state != "model"
     has_recipe = options.needs_config
     check_applicability(
-        DIFFING,
+        DIFFING_RULES,
         options.values_by_name,
         make_option_case(a[1], "", keeps_both=has_both_copies, is_whole_state=True, has_recipe=has_recipe),
     )

@@ -18,8 +18,8 @@ from ckpt_tools.core.options import ConvertOptions, ReadOptions, WriteOptions
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.errors import CkptError, UnsupportedError
 from ckpt_tools.formats.base import Format
-from ckpt_tools.formats.index import built_in
-from ckpt_tools.formats.state_dict.from_deepspeed import user_entries
+from ckpt_tools.formats.index import load_builtin_formats
+from ckpt_tools.formats.state_dict.from_deepspeed import collect_user_entries
 from ckpt_tools.planning.plan import make_plan
 from ckpt_tools.stores.file_destination import StoreDestination
 from ckpt_tools.stores.memory import MemoryStore
@@ -30,7 +30,7 @@ from ckpt_tools.transfer.runners.threads import ThreadRunner
 
 MEMORY_BYTES = 64 << 20
 HEADER = {"said": "x", "ss_network_alpha": "16"}
-WRITERS = {form.name: form for form in built_in() if form.writes and not form.asks_adapter_config}
+WRITERS = {form.name: form for form in load_builtin_formats() if form.writes and not form.asks_adapter_config}
 
 
 def converted(checkpoint: StoredCheckpoint, writer: Format, whole: bool) -> tuple[Manifest, tuple[Note, ...]]:
@@ -57,7 +57,7 @@ def converted(checkpoint: StoredCheckpoint, writer: Format, whole: bool) -> tupl
 def items(manifest: Manifest) -> set[str]:
     weights = {key.fqn for key in manifest.select_kinds(Kind.PARAMETER, Kind.BUFFER)}
     state = {str(key) for key in manifest.select_kinds(Kind.STATE)}
-    entries, _ = user_entries(manifest)
+    entries, _ = collect_user_entries(manifest)
     return {*weights, *manifest.aliases, *state, *map(str, entries)}
 
 

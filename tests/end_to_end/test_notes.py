@@ -19,8 +19,8 @@ from ckpt_tools.core.notes import ABSENT_REASON, Note, Outcome
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import CkptError
 from ckpt_tools.formats.deepspeed.common.pickled_objects import is_scaling
-from ckpt_tools.formats.index import built_in
-from ckpt_tools.formats.state_dict.from_deepspeed import user_entries
+from ckpt_tools.formats.index import load_builtin_formats
+from ckpt_tools.formats.state_dict.from_deepspeed import collect_user_entries
 from ckpt_tools.runs.opening import read_checkpoint
 from fixtures.corpus import layouts, make
 from tests.support.sweep import tiered
@@ -60,7 +60,7 @@ class Checkpoint:
 
     @cached_property
     def entries(self) -> dict[str, Any]:
-        return user_entries(self.manifest)[0]
+        return collect_user_entries(self.manifest)[0]
 
     def has(self, what: str, known: frozenset[str]) -> bool | None:
         """Whether ``what`` is here; ``known`` are the names of all files, tensors and entries of both sides."""
@@ -154,7 +154,7 @@ def _is_cast(before: Manifest, after: Manifest, note: Note) -> bool:
 
 
 def test_every_writer_is_judged():
-    assert set(WRITERS) == {each.name for each in built_in() if each.writes}
+    assert set(WRITERS) == {each.name for each in load_builtin_formats() if each.writes}
 
 
 @pytest.mark.parametrize(("name", "target"), tiered(product(OPENED, WRITERS), test=(), extended=SAMPLE))

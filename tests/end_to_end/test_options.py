@@ -15,7 +15,7 @@ import ckpt_tools
 from ckpt_tools.core import applicability
 from ckpt_tools.core.option_names import format_flag
 from ckpt_tools.errors import SourceNotFoundError, UsageError
-from ckpt_tools.formats.applicability import COMPARING, DIFFING, WRITING
+from ckpt_tools.formats.applicability import COMPARING_RULES, DIFFING_RULES, WRITING_RULES
 from tests.support.commands import all_commands, run_command
 
 Paths = Mapping[str, Path]
@@ -43,7 +43,7 @@ def commands() -> Iterator[tuple[str, click.Option]]:
 
 def rules() -> list[applicability.ApplicabilityRule]:
     by_command = itertools.chain.from_iterable(applicability.COMMAND_RULES.values())
-    return [*WRITING, *COMPARING, *DIFFING, *applicability.STORE_RULES, *by_command]
+    return [*WRITING_RULES, *COMPARING_RULES, *DIFFING_RULES, *applicability.STORE_RULES, *by_command]
 
 
 def test_every_option_is_in_the_table_or_always_applies():

@@ -12,7 +12,7 @@ from ckpt_tools.errors import FormatError
 from ckpt_tools.formats.dcp.format import DcpFormat
 from ckpt_tools.formats.gguf.format import GgufFormat
 from ckpt_tools.formats.gguf.header import DTYPES
-from ckpt_tools.formats.megatron.folders import TRACKER
+from ckpt_tools.formats.megatron.folders import TRACKER_FILE
 from ckpt_tools.formats.megatron.format import MegatronFormat
 from ckpt_tools.formats.meta.format import MetaFormat
 from ckpt_tools.formats.npz.format import NpzFormat
@@ -65,7 +65,7 @@ class TestNpz(FormatTests):
 
 class TestMegatron(LongTests):
     format = MegatronFormat()
-    optional_files = (TRACKER,)
+    optional_files = (TRACKER_FILE,)
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_an_empty_parameter_gets_no_master(self, dtype, tmp_path):

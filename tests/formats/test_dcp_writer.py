@@ -20,7 +20,7 @@ from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, State
 from ckpt_tools.core.notes import Outcome
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.errors import UnsupportedError
-from ckpt_tools.formats.state_dict.build import chosen_tree, entries_of
+from ckpt_tools.formats.state_dict.build import choose_tree, entries_of
 from tests.support.sweep import extended
 from tests.support.trees import assert_same_tree
 from tests.support.truth import WEIGHT, Truth, assert_same_bits
@@ -66,7 +66,7 @@ def manifest(**changes: Any) -> Manifest:
 
 
 def names(found: Manifest, model_key: str | None = None, optim_key: str | None = None) -> set[str]:
-    return set(entries_of(found, chosen_tree(found, model_key=model_key, optim_key=optim_key)).paths)
+    return set(entries_of(found, choose_tree(found, model_key=model_key, optim_key=optim_key)).paths)
 
 
 def test_a_whole_state_is_the_tree_of_a_stateful_called_app():
@@ -110,7 +110,7 @@ def options_of(options: dict[str, Any], config: dict[str, Any] | None = None) ->
     """What a group becomes, and what is noted."""
     extra = {"deepspeed": {"ds_config": config or {}}}
     found = manifest(groups=(ParamGroup(("w",), options),), extra=extra)
-    entries = entries_of(found, chosen_tree(found, model_key=None, optim_key=None))
+    entries = entries_of(found, choose_tree(found, model_key=None, optim_key=None))
     prefix = "app.optim.param_groups.0."
     values = {name.removeprefix(prefix): value for name, value in entries.objects.items() if name.startswith(prefix)}
     return values, [note.what for note in entries.notes if "group" in note.what]

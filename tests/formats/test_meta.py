@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import ckpt_tools
 from ckpt_tools.errors import DifferenceError, IncompleteError, MalformedError, UnsupportedError
-from ckpt_tools.formats.meta.params import params_json
+from ckpt_tools.formats.meta.params import build_params_json
 
 HEADS, GROUPS, WIDTH, HIDDEN, TOKENS = 4, 2, 32, 48, 40
 COLUMNS = ("wo", "w2")
@@ -129,7 +129,7 @@ def test_params_json_gives_the_width_of_the_feed_forward(dim, width, tmp_path):
 @pytest.mark.parametrize("size", [0, -1, 10**400, 0.5, None, "32"])
 @pytest.mark.parametrize("key", ["hidden_size", "intermediate_size", "num_attention_heads"])
 def test_params_json_is_not_made_of_sizes_that_no_model_has(key, size):
-    made = params_json({**CONFIG, key: size})
+    made = build_params_json({**CONFIG, key: size})
     assert made is None or (key == "intermediate_size" and "multiple_of" not in json.loads(made))
 
 

@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 import ckpt_tools
 from ckpt_tools.errors import CkptError, UnsafeError
-from ckpt_tools.formats.index import all_formats
+from ckpt_tools.formats.index import load_all_formats
 
 NAMES = [
     "__metadata__", "", " ", ".", "..", "/", "/abs", "a/b", "b/", "a//b", "../x", "a/../b", ".hidden", "..a", "a\0b",
@@ -51,7 +51,7 @@ JUDGES: dict[str, Callable[[Path], Collection[str]]] = {
     "dcp": of_dcp,
 }
 
-TARGETS = [each.name for each in all_formats() if each.writes and each.name not in ("meta", "peft", "deepspeed")]
+TARGETS = [each.name for each in load_all_formats() if each.writes and each.name not in ("meta", "peft", "deepspeed")]
 
 
 FEW = {"__metadata__", "", ".", "/abs", "../x", "a\0b", "a://b", "x" * 255, "x" * 256, "b.pt/a", "optimizer_state.pt"}

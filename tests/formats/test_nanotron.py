@@ -13,7 +13,7 @@ import torch
 import ckpt_tools
 from ckpt_tools.core.manifest import StateKey
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
-from ckpt_tools.formats.nanotron.geometry import Part
+from ckpt_tools.formats.nanotron.geometry import NanotronTensorPart
 from fixtures import corpus
 from fixtures.corpus.nanotron import EMBEDDING
 from tests.layouts.contents import contents, of_tensor
@@ -67,7 +67,7 @@ class TestGeometry:
     )
     def test_slices_that_are_no_boxes(self, pairs, error):
         with pytest.raises(error):
-            Part.read(pairs, (8, 2), (4, 2))
+            NanotronTensorPart.parse(pairs, (8, 2), (4, 2))
 
 
 class TestFolders:

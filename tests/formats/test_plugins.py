@@ -56,7 +56,7 @@ def installed(tmp_path_factory):
 
 
 def forget() -> None:
-    for cached in (plugins.plugins, plugins._signs, plugins._may_declare_signs):
+    for cached in (plugins.list_plugin_entries, plugins._load_signs, plugins._may_declare_signs):
         cached.cache_clear()
 
 
@@ -67,7 +67,7 @@ def path(monkeypatch):
     forget()
     yield monkeypatch
     forget()
-    plugins.plugin.cache_clear()
+    plugins.load_plugin_format.cache_clear()
     for name in set(sys.modules) - modules:
         if name.startswith("ckpt_npy"):
             del sys.modules[name]

@@ -15,7 +15,7 @@ import ckpt_tools
 from ckpt_tools.core.notes import Outcome
 from ckpt_tools.core.option_names import WrittenFormat
 from ckpt_tools.errors import CkptError
-from ckpt_tools.formats.index import written_format
+from ckpt_tools.formats.index import get_writable_format
 from ckpt_tools.verification.report import Aspect
 from fixtures.corpus import make
 from tests.layouts.sample import KINDS, OPENED, TEST, opened
@@ -57,14 +57,14 @@ IN_TURN = {f"{name} {TARGETS[number % len(TARGETS)]}" for number, name in enumer
 @pytest.mark.parametrize("cell", tiered(CELLS, test=(), extended=IN_TURN | {f"{a} {b}" for a, b in ALWAYS}))
 def test_what_was_converted_verifies(cell, tmp_path):
     name, target = CELLS[cell]
-    whole: Any = {"state": "all"} if "max_shard_size" in written_format(target).writing_options else {}
+    whole: Any = {"state": "all"} if "max_shard_size" in get_writable_format(target).writing_options else {}
     source, out = make(name).source, tmp_path / "out"
     try:
         report = ckpt_tools.convert(source, out, to=target, **whole)
     except CkptError as error:
         check_refusal(error, tmp_path, lambda: ckpt_tools.plan(source, out, to=target, **whole))
         return
-    compared: Any = {"state": "model"} if written_format(target).is_weights_alone else whole
+    compared: Any = {"state": "model"} if get_writable_format(target).is_weights_alone else whole
     found = ckpt_tools.verify(source, out, **compared)
     outcomes = {note.outcome for note in report.plan.notes}
     for difference in found.differences:

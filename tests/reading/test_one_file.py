@@ -9,7 +9,7 @@ import ckpt_tools
 from ckpt_tools.core.notes import Outcome
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import LossError
-from ckpt_tools.formats.index import all_formats
+from ckpt_tools.formats.index import load_all_formats
 from ckpt_tools.runs.opening import read_checkpoint
 from fixtures.corpus import make
 from tests.support.every_verb import READING, USING, refusal
@@ -82,7 +82,7 @@ def test_a_file_without_tensors_is_shown_and_not_used(tmp_path):
 
 READERS = {"torch": "torch", "torch before 1.6": "torch", "safetensors": "safetensors", "npz": "npz", "gguf": "gguf"}
 KINDS = [*READERS, "a text", "an empty file"]
-FORMATS = [each.name for each in all_formats() if each.reads]
+FORMATS = [each.name for each in load_all_formats() if each.reads]
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ckpt_tools.errors import MalformedError
-from ckpt_tools.formats.npz.npy import parse_header
+from ckpt_tools.formats.npz.npy import parse_npy_header
 from ckpt_tools.serialization.npy_header import MAGIC, parse_header_text
 from tests.end_to_end.fuzzing.mutations import changed_npy_text
 
@@ -33,7 +33,7 @@ def encoded(text: str, version: int) -> bytes:
 @pytest.mark.parametrize("shape", LOOSE)
 def test_a_loose_shape_is_refused(shape, version):
     with pytest.raises(MalformedError, match="does not describe an array"):
-        parse_header(encoded(PLAIN.replace("(4, 3)", shape), version), "a.npz", "w")
+        parse_npy_header(encoded(PLAIN.replace("(4, 3)", shape), version), "a.npz", "w")
 
 
 @pytest.mark.parametrize("shape", ["()", "(0,)", "(4,)", "(4, 3)", "(4,3)", "( 4 , 3 , )", "(4L, 3L)", "(1, 0, 2)"])

@@ -7,7 +7,7 @@ from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, TensorEntry
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.errors import UsageError
-from ckpt_tools.formats.state_dict.build import chosen_tree, entries_of
+from ckpt_tools.formats.state_dict.build import choose_tree, entries_of
 from ckpt_tools.torch.name_matching import JobNameMatcher
 
 pytestmark = pytest.mark.quick
@@ -29,7 +29,7 @@ def job_names(*fqns: str, model_key: str | None = None, optim_key: str | None = 
         groups=(ParamGroup(fqns, {"lr": 0.5}),),
         extra={"client_state": {"epoch": 2}},
     )
-    tree = chosen_tree(found, model_key=None, optim_key=None)
+    tree = choose_tree(found, model_key=None, optim_key=None)
     return JobNameMatcher.of(found, entries_of(found, tree), tree, model_key=model_key, optim_key=optim_key)
 
 

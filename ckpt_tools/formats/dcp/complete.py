@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import UnsupportedError
-from ckpt_tools.formats.dcp.names import DATA, is_metadata, is_of_dcp, is_of_one_rank
+from ckpt_tools.formats.dcp.names import DATA_FILE_NAME, is_dcp_file, is_metadata, is_rank_index
 from ckpt_tools.serialization.pickle.dcp_metadata import Metadata, TensorStorageMetadata
 from ckpt_tools.serialization.pickle.load import loads
 from ckpt_tools.stores.source import check_file_name
@@ -17,33 +17,36 @@ MAX_METADATA_BYTES = 4 << 30
 
 
 def is_dcp(saved: SavedCheckpoint) -> bool:
-    return any(is_of_dcp(name) for name in saved.file_names)
+    return any(is_dcp_file(name) for name in saved.file_names)
 
 
 def world_size(saved: SavedCheckpoint) -> int:
     """One more than the largest rank in names of files with tensors."""
-    found = (DATA.fullmatch(name) for name in saved.file_names)
-    return max((int(each[each.lastindex]) + 1 for each in found if each and each.lastindex), default=0)
+    matches = (DATA_FILE_NAME.fullmatch(name) for name in saved.file_names)
+    return max((int(each[each.lastindex]) + 1 for each in matches if each and each.lastindex), default=0)
 
 
 def problem(saved: SavedCheckpoint) -> str | None:
-    indexes = {path for path in saved.files if is_metadata(path) or is_of_one_rank(path)}
-    held = {get_parent_folder(path) for path in indexes}
-    bare = sorted({get_parent_folder(path) for path in saved.files if DATA.fullmatch(path.rpartition("/")[2])} - held)
-    if bare:
-        return f"no {bare[0] + '/' if bare[0] else ''}.metadata: the save did not finish"
+    indexes = {path for path in saved.files if is_metadata(path) or is_rank_index(path)}
+    described_folders = {get_parent_folder(path) for path in indexes}
+    undescribed_folders = sorted(
+        {get_parent_folder(path) for path in saved.files if DATA_FILE_NAME.fullmatch(path.rpartition("/")[2])}
+        - described_folders
+    )
+    if undescribed_folders:
+        return f"no {undescribed_folders[0] + '/' if undescribed_folders[0] else ''}.metadata: the save did not finish"
     has_tensors = not indexes
     for path in sorted(indexes):
         metadata = loads(saved.read_file(path, MAX_METADATA_BYTES), path=path)
         if not isinstance(metadata, Metadata):
             return f"{path} is not the index of a DCP"
-        if (text := _cut_off(saved, path, metadata)) is not None:
-            return text
+        if (truncation := _find_truncated_file(saved, path, metadata)) is not None:
+            return truncation
         has_tensors |= any(isinstance(each, TensorStorageMetadata) for each in metadata.state_dict_metadata.values())
-    return None if has_tensors else _tensorless(saved, min(indexes))
+    return None if has_tensors else _check_has_tensors(saved, min(indexes))
 
 
-def _tensorless(saved: SavedCheckpoint, path: str) -> str | None:
+def _check_has_tensors(saved: SavedCheckpoint, path: str) -> str | None:
     """Its objects may hold tensors, which the reader finds."""
     from ckpt_tools.formats.dcp.reader import read
 
@@ -54,12 +57,12 @@ def _tensorless(saved: SavedCheckpoint, path: str) -> str | None:
     return None
 
 
-def _cut_off(saved: SavedCheckpoint, path: str, metadata: Metadata) -> str | None:
-    ends: dict[str, int] = {}
+def _find_truncated_file(saved: SavedCheckpoint, path: str, metadata: Metadata) -> str | None:
+    file_ends: dict[str, int] = {}
     for info in metadata.storage_data.values():
-        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+        file_ends[info.relative_path] = max(file_ends.get(info.relative_path, 0), info.offset + info.length)
     folder = get_parent_folder(path)
-    for name, end in ends.items():
+    for name, end in file_ends.items():
         file = f"{folder}/{check_file_name(name)}" if folder else check_file_name(name)
         if file not in saved.files:
             return f"{file} is missing, which {path} names"

@@ -26,7 +26,7 @@ from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.rank_limits import check_ranks_by_rows
 from ckpt_tools.core.shards import Ints
 from ckpt_tools.core.values import GlobalRef, Opaque, Size
-from ckpt_tools.formats.dcp.items import Item, Items
+from ckpt_tools.formats.dcp.items import DcpItem, ItemFactory
 from ckpt_tools.formats.state_dict.build import Entries
 from ckpt_tools.serialization.pickle.dcp_metadata import (
     BytesStorageMetadata,
@@ -45,262 +45,280 @@ VERSION = "1.0.0"
 """filesystem.py, CURRENT_DCP_VERSION of torch 2.15.0."""
 
 
-def dcp_files(manifest: Manifest, entries: Entries, world_size: int, folder: str = "") -> list[FileSpec]:
+def build_dcp_files(manifest: Manifest, entries: Entries, world_size: int, folder: str = "") -> list[FileSpec]:
     """The files of one DCP, which lies in ``folder`` of the output: ``.metadata`` is the last one.
 
     Raises:
         UsageError: ``world_size`` is larger than is useful.
     """
-    placed = place(manifest, entries, world_size)
+    placement = place_items(manifest, entries, world_size)
     prefix = f"{folder}/" if folder else ""
-    metadata = FileLayout(f"{prefix}{METADATA}", (Literal(dumps(metadata_of(entries, placed))),))
-    return [*RankFiles(placed, prefix).files(), metadata]
+    metadata = FileLayout(f"{prefix}{METADATA}", (Literal(dumps(build_metadata(entries, placement))),))
+    return [*RankFiles(placement, prefix).list_files(), metadata]
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class UncutItem:
     """An item that is not cut: a tensor, or an object where ``key`` is None."""
 
-    item: Item
+    item: DcpItem
     key: StateKey | None
     rank: int
     offset: int
 
 
 @dataclass(frozen=True, slots=True)
-class Chunks:
+class ChunkLayout:
     """Cut of tensors of one shape and dtype, and the item of each chunk."""
 
     boxes: tuple[Box, ...]
-    items: tuple[Item, ...]
+    items: tuple[DcpItem, ...]
     lengths: Ints
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class CutTensor:
     """A tensor cut by rows; chunk r is at ``offsets[r]`` of the file of rank r."""
 
     key: StateKey
-    chunks: Chunks
+    chunks: ChunkLayout
     offsets: Ints
 
 
 @dataclass(frozen=True, slots=True)
-class Idle:
-    """The ranks from ``first`` on, which hold no element. As in torch's own files, each writes an empty piece, here of
-    the tensor ``name`` alone, and the index lists the last one."""
+class EmptyRanks:
+    """The ranks from ``first_rank`` on, which hold no element. As in torch's own files, each writes an empty piece,
+    here of the tensor ``tensor_name`` alone, and the index lists the last one."""
 
-    first: int
-    name: str
+    first_rank: int
+    tensor_name: str
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class ItemPlacement:
     """Places of all items of a checkpoint. Names are those of the entries, without aliases.
 
-    ``sizes`` are the bytes of each rank's file, 0 where a rank has none.
+    ``file_sizes`` are the bytes of each rank's file, 0 where a rank has none.
     """
 
     tensors: Mapping[StateKey, TensorEntry]
-    whole: Mapping[str, Whole]
-    cut: Mapping[str, Cut]
-    sizes: Ints
+    uncut_items: Mapping[str, UncutItem]
+    cut_tensors: Mapping[str, CutTensor]
+    file_sizes: Ints
     owners: Mapping[StateKey, StateKey] = field(default_factory=dict)
     """Tensors that another one is read for, such as a weight for the fp32 copy of it that the source lacks."""
-    idle: Idle | None = None
+    empty_ranks: EmptyRanks | None = None
 
 
-def place(manifest: Manifest, entries: Entries, world_size: int) -> Placed:
+def place_items(manifest: Manifest, entries: Entries, world_size: int) -> ItemPlacement:
     """Every item in the file of a rank: whole ones first, spread so that the files are of one size.
 
     Raises:
         UsageError: ``world_size`` is larger than is useful.
     """
     check_ranks_by_rows(manifest, world_size)
-    items = Items(manifest.tensors)
-    chunks = _Cutter(items, world_size)
-    cut = {name: chunks.of(manifest.tensors[key]) for name, key in entries.tensors.items() if _is_cut(manifest, key)}
-    sizes = np.zeros(world_size, np.int64)
-    for found in cut.values():
-        sizes[: len(found.lengths)] += found.lengths
-    whole = _spread(_whole_items(manifest, entries, items, cut), sizes)
-    ends = np.zeros(world_size, np.int64)
-    for piece in whole.values():
-        ends[piece.rank] += piece.item.num_bytes
-    placed = {}
-    for name, found in cut.items():
-        placed[name] = Cut(entries.tensors[name], found, ends[: len(found.lengths)].copy())
-        ends[: len(found.lengths)] += found.lengths
-    idle = np.flatnonzero(ends == 0)
-    if not (idle.size and placed):
-        return Placed(manifest.tensors, whole, placed, ends)
-    name, filler = next(iter(placed.items()))
-    ends[idle] = filler.chunks.lengths[-1]
-    return Placed(manifest.tensors, whole, placed, ends, idle=Idle(int(idle[0]), name))
+    item_factory = ItemFactory(manifest.tensors)
+    chunk_cache = _ChunkCache(item_factory, world_size)
+    chunks_by_name = {
+        name: chunk_cache.get_layout(manifest.tensors[key])
+        for name, key in entries.tensors.items()
+        if _is_cut_by_rows(manifest, key)
+    }
+    cut_bytes = np.zeros(world_size, np.int64)
+    for chunk_layout in chunks_by_name.values():
+        cut_bytes[: len(chunk_layout.lengths)] += chunk_layout.lengths
+    uncut_items = _balance_items(_iter_uncut_items(manifest, entries, item_factory, chunks_by_name), cut_bytes)
+    file_ends = np.zeros(world_size, np.int64)
+    for uncut_item in uncut_items.values():
+        file_ends[uncut_item.rank] += uncut_item.item.num_bytes
+    cut_tensors = {}
+    for name, chunk_layout in chunks_by_name.items():
+        cut_tensors[name] = CutTensor(
+            entries.tensors[name], chunk_layout, file_ends[: len(chunk_layout.lengths)].copy()
+        )
+        file_ends[: len(chunk_layout.lengths)] += chunk_layout.lengths
+    empty_files = np.flatnonzero(file_ends == 0)
+    if not (empty_files.size and cut_tensors):
+        return ItemPlacement(manifest.tensors, uncut_items, cut_tensors, file_ends)
+    name, filler = next(iter(cut_tensors.items()))
+    file_ends[empty_files] = filler.chunks.lengths[-1]
+    return ItemPlacement(
+        manifest.tensors, uncut_items, cut_tensors, file_ends, empty_ranks=EmptyRanks(int(empty_files[0]), name)
+    )
 
 
-def _is_cut(manifest: Manifest, key: StateKey) -> bool:
+def _is_cut_by_rows(manifest: Manifest, key: StateKey) -> bool:
     """FSDP2 refuses 0-d parameters and cannot train empty ones."""
     entry = manifest.tensors[key]
     return entry.kind in (Kind.PARAMETER, Kind.STATE) and bool(entry.shape) and 0 not in entry.shape
 
 
-def row_chunks(shape: Shape, world_size: int) -> list[Box]:
+def split_into_row_chunks(shape: Shape, world_size: int) -> list[Box]:
     """The chunks of a tensor that is cut, chunk r being rank r's; where ranks are left over, the last one is empty.
 
     FSDP2 cuts dim 0 as ``torch.chunk`` does: ceil(rows / ranks) rows each, fewer for the last, none for the ranks
     behind it. DCP lists the empty chunks of these too. All of them start where the tensor ends, and an item is known by
     its name and its start, so only one of them is kept.
     """
-    rows = shape[0]
-    step = -(-rows // world_size)
-    starts = list(range(0, rows, step))
+    num_rows = shape[0]
+    step = -(-num_rows // world_size)
+    starts = list(range(0, num_rows, step))
     if len(starts) < world_size:
-        starts.append(rows)
+        starts.append(num_rows)
     inner, origin = shape[1:], (0,) * (len(shape) - 1)
-    return [Box((start, *origin), (min(start + step, rows), *inner)) for start in starts]
+    return [Box((start, *origin), (min(start + step, num_rows), *inner)) for start in starts]
 
 
-class _Cutter:
-    def __init__(self, items: Items, world_size: int) -> None:
+class _ChunkCache:
+    def __init__(self, items: ItemFactory, world_size: int) -> None:
         self._items = items
         self._world_size = world_size
-        self._known: dict[tuple[Shape, DType], Chunks] = {}
+        self._layouts: dict[tuple[Shape, DType], ChunkLayout] = {}
 
-    def of(self, entry: TensorEntry) -> Chunks:
-        found = self._known.get((entry.shape, entry.dtype))
-        if found is None:
-            boxes = tuple(row_chunks(entry.shape, self._world_size))
-            items = tuple(self._items.tensor(box.shape, entry.dtype) for box in boxes)
-            found = Chunks(boxes, items, np.array([item.num_bytes for item in items], np.int64))
-            self._known[entry.shape, entry.dtype] = found
-        return found
+    def get_layout(self, entry: TensorEntry) -> ChunkLayout:
+        chunk_layout = self._layouts.get((entry.shape, entry.dtype))
+        if chunk_layout is None:
+            boxes = tuple(split_into_row_chunks(entry.shape, self._world_size))
+            items = tuple(self._items.make_tensor_item(box.shape, entry.dtype) for box in boxes)
+            chunk_layout = ChunkLayout(boxes, items, np.array([item.num_bytes for item in items], np.int64))
+            self._layouts[entry.shape, entry.dtype] = chunk_layout
+        return chunk_layout
 
 
-def _whole_items(
-    manifest: Manifest, entries: Entries, items: Items, cut: Mapping[str, Chunks]
-) -> Iterator[tuple[str, StateKey | None, Item]]:
+def _iter_uncut_items(
+    manifest: Manifest, entries: Entries, items: ItemFactory, cut_names: Mapping[str, ChunkLayout]
+) -> Iterator[tuple[str, StateKey | None, DcpItem]]:
     """Objects first, as torch writes them."""
     for name, value in entries.objects.items():
-        yield name, None, items.object(value)
+        yield name, None, items.make_object_item(value)
     for name, key in entries.tensors.items():
-        if name not in cut:
+        if name not in cut_names:
             entry = manifest.tensors[key]
-            yield name, key, items.tensor(entry.shape, entry.dtype)
+            yield name, key, items.make_tensor_item(entry.shape, entry.dtype)
 
 
-def _spread(found: Iterator[tuple[str, StateKey | None, Item]], sizes: Ints) -> dict[str, Whole]:
+def _balance_items(items: Iterator[tuple[str, StateKey | None, DcpItem]], cut_bytes: Ints) -> dict[str, UncutItem]:
     """Each in the file that is smallest by then."""
-    loads = [(size, rank) for rank, size in enumerate(sizes.tolist())]
-    heapq.heapify(loads)
-    ends = [0] * len(loads)
-    placed = {}
-    for name, key, item in found:
-        load, rank = loads[0]
-        heapq.heapreplace(loads, (load + item.num_bytes, rank))
-        placed[name] = Whole(item, key, rank, ends[rank])
-        ends[rank] += item.num_bytes
-    return placed
+    file_loads = [(size, rank) for rank, size in enumerate(cut_bytes.tolist())]
+    heapq.heapify(file_loads)
+    file_ends = [0] * len(file_loads)
+    uncut_items = {}
+    for name, key, item in items:
+        load, rank = file_loads[0]
+        heapq.heapreplace(file_loads, (load + item.num_bytes, rank))
+        uncut_items[name] = UncutItem(item, key, rank, file_ends[rank])
+        file_ends[rank] += item.num_bytes
+    return uncut_items
 
 
-def file_name(rank: int) -> str:
+def make_rank_file_name(rank: int) -> str:
     return f"__{rank}_0.distcp"
 
 
 class RankFiles:
     """The segments of the ranks' files, made when they are asked for."""
 
-    def __init__(self, placed: Placed, prefix: str = "") -> None:
-        self._placed = placed
+    def __init__(self, placement: ItemPlacement, prefix: str = "") -> None:
+        self._placement = placement
         self._prefix = prefix
-        self._whole: list[list[Whole]] = [[] for _ in placed.sizes]
-        for piece in placed.whole.values():
-            self._whole[piece.rank].append(piece)
+        self._uncut_by_rank: list[list[UncutItem]] = [[] for _ in placement.file_sizes]
+        for uncut_item in placement.uncut_items.values():
+            self._uncut_by_rank[uncut_item.rank].append(uncut_item)
 
-    def files(self) -> list[LazyFile]:
-        cache = FileLayoutCache(self.file)
-        sizes = enumerate(self._placed.sizes.tolist())
-        return [LazyFile(self._prefix + file_name(rank), size, rank, cache) for rank, size in sizes if size]
+    def list_files(self) -> list[LazyFile]:
+        cache = FileLayoutCache(self.build_file)
+        sizes = enumerate(self._placement.file_sizes.tolist())
+        return [LazyFile(self._prefix + make_rank_file_name(rank), size, rank, cache) for rank, size in sizes if size]
 
-    def file(self, rank: int) -> FileLayout:
-        return FileLayout(self._prefix + file_name(rank), tuple(chain.from_iterable(self._items(rank))))
+    def build_file(self, rank: int) -> FileLayout:
+        return FileLayout(
+            self._prefix + make_rank_file_name(rank), tuple(chain.from_iterable(self._iter_item_segments(rank)))
+        )
 
-    def _items(self, rank: int) -> Iterator[list[Segment]]:
-        for piece in self._whole[rank]:
-            if piece.key is None:
-                yield piece.item.at(piece.offset)
+    def _iter_item_segments(self, rank: int) -> Iterator[list[Segment]]:
+        for uncut_item in self._uncut_by_rank[rank]:
+            if uncut_item.key is None:
+                yield uncut_item.item.segments_at(uncut_item.offset)
             else:
-                box = Box.whole(self._placed.tensors[piece.key].shape)
-                yield piece.item.holding(self._payload(piece.key, box), piece.offset)
-        for cut in self._placed.cut.values():
-            if rank < len(cut.offsets):
-                payload = self._payload(cut.key, cut.chunks.boxes[rank])
-                yield cut.chunks.items[rank].holding(payload, int(cut.offsets[rank]))
-        if (idle := self._placed.idle) is not None and rank >= idle.first:
-            cut = self._placed.cut[idle.name]
-            yield cut.chunks.items[-1].holding(self._payload(cut.key, cut.chunks.boxes[-1]), 0)
+                box = Box.whole(self._placement.tensors[uncut_item.key].shape)
+                yield uncut_item.item.segments_with(self._make_payload(uncut_item.key, box), uncut_item.offset)
+        for cut_tensor in self._placement.cut_tensors.values():
+            if rank < len(cut_tensor.offsets):
+                payload = self._make_payload(cut_tensor.key, cut_tensor.chunks.boxes[rank])
+                yield cut_tensor.chunks.items[rank].segments_with(payload, int(cut_tensor.offsets[rank]))
+        if (empty_ranks := self._placement.empty_ranks) is not None and rank >= empty_ranks.first_rank:
+            cut_tensor = self._placement.cut_tensors[empty_ranks.tensor_name]
+            yield cut_tensor.chunks.items[-1].segments_with(
+                self._make_payload(cut_tensor.key, cut_tensor.chunks.boxes[-1]), 0
+            )
 
-    def _payload(self, key: StateKey, box: Box) -> Payload:
-        entry = self._placed.tensors[key]
-        return Payload(self._placed.owners.get(key, key), box, entry.shape, entry.dtype)
+    def _make_payload(self, key: StateKey, box: Box) -> Payload:
+        entry = self._placement.tensors[key]
+        return Payload(self._placement.owners.get(key, key), box, entry.shape, entry.dtype)
 
 
-def metadata_of(entries: Entries, placed: Placed) -> Metadata:
+def build_metadata(entries: Entries, placement: ItemPlacement) -> Metadata:
     """The index of the checkpoint, as torch would pickle it; descriptions of items are made while they are written."""
-    index = _Index(placed)
+    builder = _MetadataBuilder(placement)
     owners = {name: entries.aliases.get(name, name) for name in entries.paths}
-    described = {name: index.described(owner) for name, owner in owners.items()}
-    storage: Any = StreamedDict(item for name, owner in owners.items() for item in index.items(name, owner))
-    return Metadata(described, dict(entries.paths), storage, StorageMeta(), VERSION)
+    descriptions = {name: builder.describe_entry(owner) for name, owner in owners.items()}
+    storage: Any = StreamedDict(
+        item for name, owner in owners.items() for item in builder.iter_storage_items(name, owner)
+    )
+    return Metadata(descriptions, dict(entries.paths), storage, StorageMeta(), VERSION)
 
 
-class _Index:
-    def __init__(self, placed: Placed) -> None:
-        self._placed = placed
-        self._properties = _Properties()
-        self._files = [file_name(rank) for rank in range(len(placed.sizes))]
+class _MetadataBuilder:
+    def __init__(self, placement: ItemPlacement) -> None:
+        self._placement = placement
+        self._properties_cache = _TensorPropertiesCache()
+        self._files = [make_rank_file_name(rank) for rank in range(len(placement.file_sizes))]
         self._chunks: dict[int, list[ChunkStorageMetadata]] = {}
 
-    def described(self, name: str) -> TensorStorageMetadata | BytesStorageMetadata:
-        cut = self._placed.cut.get(name)
-        key = cut.key if cut is not None else self._placed.whole[name].key
+    def describe_entry(self, name: str) -> TensorStorageMetadata | BytesStorageMetadata:
+        cut_tensor = self._placement.cut_tensors.get(name)
+        key = cut_tensor.key if cut_tensor is not None else self._placement.uncut_items[name].key
         if key is None:
             return BytesStorageMetadata()
-        entry = self._placed.tensors[key]
-        chunks = self._chunks_of(cut) if cut is not None else [_chunk(Box.whole(entry.shape))]
-        return TensorStorageMetadata(self._properties.of(entry.dtype), Size(entry.shape), chunks)
+        entry = self._placement.tensors[key]
+        chunks = (
+            self._get_chunk_metadata(cut_tensor)
+            if cut_tensor is not None
+            else [_make_chunk_metadata(Box.whole(entry.shape))]
+        )
+        return TensorStorageMetadata(self._properties_cache.get_properties(entry.dtype), Size(entry.shape), chunks)
 
-    def items(self, name: str, owner: str) -> Iterator[tuple[MetadataIndex, StorageInfo]]:
+    def iter_storage_items(self, name: str, owner: str) -> Iterator[tuple[MetadataIndex, StorageInfo]]:
         """Place of each item of an entry; an alias has those of its owner."""
-        cut = self._placed.cut.get(owner)
-        if cut is None:
-            piece = self._placed.whole[owner]
-            info = StorageInfo(self._files[piece.rank], piece.offset, piece.item.num_bytes)
+        cut_tensor = self._placement.cut_tensors.get(owner)
+        if cut_tensor is None:
+            uncut_item = self._placement.uncut_items[owner]
+            info = StorageInfo(self._files[uncut_item.rank], uncut_item.offset, uncut_item.item.num_bytes)
             # An object has no shape.
-            shape = None if piece.key is None else self._placed.tensors[piece.key].shape
+            shape = None if uncut_item.key is None else self._placement.tensors[uncut_item.key].shape
             yield MetadataIndex(name) if shape is None else MetadataIndex(name, Size((0,) * len(shape)), 0), info
             return
-        lengths, offsets = cut.chunks.lengths.tolist(), cut.offsets.tolist()
+        lengths, offsets = cut_tensor.chunks.lengths.tolist(), cut_tensor.offsets.tolist()
         files = self._files[: len(lengths)]
-        if self._placed.idle is not None and self._placed.idle.name == owner:
+        if self._placement.empty_ranks is not None and self._placement.empty_ranks.tensor_name == owner:
             files[-1], offsets[-1] = self._files[-1], 0
         for rank, (file, offset, length) in enumerate(zip(files, offsets, lengths, strict=True)):
-            at = MetadataIndex(name, self._chunks_of(cut)[rank].offsets, rank)
-            yield at, StorageInfo(file, offset, length)
+            item_key = MetadataIndex(name, self._get_chunk_metadata(cut_tensor)[rank].offsets, rank)
+            yield item_key, StorageInfo(file, offset, length)
 
-    def _chunks_of(self, cut: Cut) -> list[ChunkStorageMetadata]:
+    def _get_chunk_metadata(self, cut_tensor: CutTensor) -> list[ChunkStorageMetadata]:
         """One list for all tensors that are cut alike; it is pickled once."""
-        known = self._chunks.get(id(cut.chunks))
-        if known is None:
-            known = self._chunks[id(cut.chunks)] = list(map(_chunk, cut.chunks.boxes))
-        return known
+        cached = self._chunks.get(id(cut_tensor.chunks))
+        if cached is None:
+            cached = self._chunks[id(cut_tensor.chunks)] = list(map(_make_chunk_metadata, cut_tensor.chunks.boxes))
+        return cached
 
 
-def _chunk(box: Box) -> ChunkStorageMetadata:
+def _make_chunk_metadata(box: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(Size(box.start), Size(box.shape))
 
 
-class _Properties:
+class _TensorPropertiesCache:
     """``TensorProperties`` by dtype, each the same object wherever it is meant.
 
     Their state has the five fields of torch before 2.8, which later versions read as well.
@@ -309,11 +327,11 @@ class _Properties:
     def __init__(self) -> None:
         self._layout = Opaque(GlobalRef("torch.serialization", "_get_layout"), ("torch.strided",))
         self._format = Opaque(GlobalRef("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"), (0,))
-        self._known: dict[DType, Any] = {}
+        self._properties: dict[DType, Any] = {}
 
-    def of(self, dtype: DType) -> Any:
-        if dtype not in self._known:
+    def get_properties(self, dtype: DType) -> Any:
+        if dtype not in self._properties:
             state = (GlobalRef("torch", dtype.value), self._layout, False, self._format, False)
             kind = GlobalRef("torch.distributed.checkpoint.metadata", "TensorProperties")
-            self._known[dtype] = Opaque(kind, form="new", state=state)
-        return self._known[dtype]
+            self._properties[dtype] = Opaque(kind, form="new", state=state)
+        return self._properties[dtype]

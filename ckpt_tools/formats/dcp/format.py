@@ -24,18 +24,18 @@ class DcpFormat(Format):
     writing_options = ("model_key", "optim_key", "world_size")
 
     def detect(self, source: Source) -> bool:
-        from ckpt_tools.formats.dcp.names import is_metadata, is_of_one_rank
-        from ckpt_tools.formats.megatron.names import torch_dist_folders
+        from ckpt_tools.formats.dcp.names import is_metadata, is_rank_index
+        from ckpt_tools.formats.megatron.names import find_torch_dist_folders
 
-        found = any(is_metadata(path) or is_of_one_rank(path) for path in source.files)
-        return found and not torch_dist_folders(source)
+        found = any(is_metadata(path) or is_rank_index(path) for path in source.files)
+        return found and not find_torch_dist_folders(source)
 
     read = import_when_called("dcp.reader:read")
 
     def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
-        from ckpt_tools.formats.dcp.folders import own_files
+        from ckpt_tools.formats.dcp.folders import find_own_files
 
-        found = own_files(source.files, () if manifest.trainer is None else manifest.trainer.parts)
+        found = find_own_files(source.files, () if manifest.trainer is None else manifest.trainer.parts)
         return found | (manifest.files & source.files.keys()) if found else found
 
     problem = import_when_called("dcp.complete:problem")
@@ -44,8 +44,8 @@ class DcpFormat(Format):
     layout = import_when_called("dcp.writer:layout")
 
     def loading(self, path: str, manifest: Manifest, layout: Layout, options: WriteOptions) -> str:
-        from ckpt_tools.formats.dcp.loading import code
-        from ckpt_tools.formats.state_dict.build import chosen_tree
+        from ckpt_tools.formats.dcp.loading import build_loading_code
+        from ckpt_tools.formats.state_dict.build import choose_tree
 
-        tree = layout.tree or chosen_tree(manifest, model_key=options.model_key, optim_key=options.optim_key)
-        return code(path, manifest, tree)
+        tree = layout.tree or choose_tree(manifest, model_key=options.model_key, optim_key=options.optim_key)
+        return build_loading_code(path, manifest, tree)

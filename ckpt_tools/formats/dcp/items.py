@@ -19,22 +19,22 @@ from ckpt_tools.core.values import StorageRef, StoredTensor
 from ckpt_tools.serialization.pickle.load import dumps
 from ckpt_tools.serialization.torch_zip import make_archive_segments
 
-_ANY = StateKey("")
+_PLACEHOLDER_KEY = StateKey("")
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class DcpItem:
     """Segments of an item as if its file began with it."""
 
     segments: tuple[Segment, ...]
     num_bytes: int
-    checksums: tuple[int, ...]
+    checksum_positions: tuple[int, ...]
     """Positions of the checksums among the segments."""
-    payload: int | None
+    payload_position: int | None
     """Position of the first payload."""
 
     @classmethod
-    def of(cls, segments: Sequence[Segment]) -> Item:
+    def of(cls, segments: Sequence[Segment]) -> DcpItem:
         segments = tuple(merge_literals(segments))
         payloads = [position for position, segment in enumerate(segments) if isinstance(segment, Payload)]
         return cls(
@@ -44,59 +44,59 @@ class Item:
             payloads[0] if payloads else None,
         )
 
-    def at(self, base: int) -> list[Segment]:
+    def segments_at(self, base: int) -> list[Segment]:
         """The segments where the item starts at byte ``base``."""
-        found = list(self.segments)
-        for position in self.checksums:
-            crc = found[position]
+        segments = list(self.segments)
+        for position in self.checksum_positions:
+            crc = segments[position]
             assert isinstance(crc, Crc32)
-            found[position] = Crc32(base + crc.start, base + crc.stop)
-        return found
+            segments[position] = Crc32(base + crc.start, base + crc.stop)
+        return segments
 
-    def holding(self, payload: Payload, base: int) -> list[Segment]:
+    def segments_with(self, payload: Payload, base: int) -> list[Segment]:
         """The segments at ``base``, with ``payload`` in the place of the only one in them; an empty tensor has none."""
-        found = self.at(base)
-        if self.payload is not None:
-            found[self.payload] = payload
-        return found
+        segments = self.segments_at(base)
+        if self.payload_position is not None:
+            segments[self.payload_position] = payload
+        return segments
 
 
 @dataclass(slots=True)
-class Items:
+class ItemFactory:
     """Makes items of the tensors of a manifest, and of objects; equal ones are the same."""
 
     tensors: Mapping[StateKey, TensorEntry]
-    _templates: dict[tuple[Shape, DType], Item] = field(default_factory=dict)
-    _objects: dict[bytes, Item] = field(default_factory=dict)
+    _templates: dict[tuple[Shape, DType], DcpItem] = field(default_factory=dict)
+    _objects: dict[bytes, DcpItem] = field(default_factory=dict)
 
-    def tensor(self, shape: Shape, dtype: DType) -> Item:
+    def make_tensor_item(self, shape: Shape, dtype: DType) -> DcpItem:
         """The template of a chunk."""
-        found = self._templates.get((shape, dtype))
-        if found is None:
-            chunk = [Payload(_ANY, Box.whole(shape), shape, dtype)]
-            found = Item.of(make_archive_segments(_stored("0", shape, dtype), {"0": chunk}))
-            self._templates[shape, dtype] = found
-        return found
+        template = self._templates.get((shape, dtype))
+        if template is None:
+            chunk = [Payload(_PLACEHOLDER_KEY, Box.whole(shape), shape, dtype)]
+            template = DcpItem.of(make_archive_segments(_make_stored_tensor("0", shape, dtype), {"0": chunk}))
+            self._templates[shape, dtype] = template
+        return template
 
-    def object(self, value: Any) -> Item:
+    def make_object_item(self, value: Any) -> DcpItem:
         """The item of an object; tensors inside it are stored with it."""
         storages: dict[str, list[Segment]] = {}
 
-        def stored(ref: TensorRef) -> StoredTensor:
+        def store_tensor(ref: TensorRef) -> StoredTensor:
             entry = self.tensors[ref.key]
             key = str(len(storages))
             storages[key] = [Payload(ref.key, Box.whole(entry.shape), entry.shape, entry.dtype)]
-            return _stored(key, entry.shape, entry.dtype)
+            return _make_stored_tensor(key, entry.shape, entry.dtype)
 
-        value = replace_tensor_refs(value, stored)
+        value = replace_tensor_refs(value, store_tensor)
         if storages:
-            return Item.of(make_archive_segments(value, storages))
+            return DcpItem.of(make_archive_segments(value, storages))
         pickle = dumps(value)
         if pickle not in self._objects:
-            self._objects[pickle] = Item.of(make_archive_segments(value, {}))
+            self._objects[pickle] = DcpItem.of(make_archive_segments(value, {}))
         return self._objects[pickle]
 
 
-def _stored(key: str, shape: Shape, dtype: DType) -> StoredTensor:
+def _make_stored_tensor(key: str, shape: Shape, dtype: DType) -> StoredTensor:
     numel = Box.whole(shape).numel
     return StoredTensor(StorageRef.of_elements(key, dtype, numel), dtype, 0, shape, contiguous_strides(shape))

@@ -9,50 +9,55 @@ from ckpt_tools.core.manifest import Kind, Manifest, StateTree, TreePath, join_p
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.wording import escape_unprintable, join_names
 from ckpt_tools.formats.state_dict.build import is_model_only
-from ckpt_tools.formats.state_dict.from_deepspeed import user_entries
+from ckpt_tools.formats.state_dict.from_deepspeed import collect_user_entries
 
 
-def code(path: str, manifest: Manifest, tree: StateTree) -> str:
+def build_loading_code(path: str, manifest: Manifest, tree: StateTree) -> str:
     """``dcp.load`` of ``path`` with the tree that was written; the state dicts have the form of ``get_state_dict``."""
-    where = f"checkpoint_id={quote_literal(path)}"
+    checkpoint_id = f"checkpoint_id={quote_literal(path)}"
     if manifest.trainer is not None:
         return manifest.trainer.resume.format(path=quote_literal(path))
-    start, about = "import torch.distributed.checkpoint as dcp", _about(manifest, tree)
+    import_line, comment = "import torch.distributed.checkpoint as dcp", _comment_on_tree(manifest, tree)
     if not manifest.groups and not manifest.select_kinds(Kind.STATE):
-        return f"{start}\ndcp.load({_tree({tree.model: 'model.state_dict()'})}, {where}){about}"
+        return (
+            f"{import_line}\ndcp.load({_format_tree_literal({tree.model: 'model.state_dict()'})}, "
+            f"{checkpoint_id}){comment}"
+        )
     if tree.optim is None or tree.numbers or (tree.is_flattened and not manifest.groups):
         return make_load_into_snippet(path)
     options = ", options=sd.StateDictOptions(flatten_optimizer_state_dict=True)" if tree.is_flattened else ""
-    optim = {tree.optim: "optim"} if manifest.groups else {(*tree.optim, "state"): 'optim["state"]'}
+    optim_targets = {tree.optim: "optim"} if manifest.groups else {(*tree.optim, "state"): 'optim["state"]'}
     return (
-        f"{start}, torch.distributed.checkpoint.state_dict as sd\n"
+        f"{import_line}, torch.distributed.checkpoint.state_dict as sd\n"
         f"weights, optim = sd.get_state_dict(model, optimizer{options})\n"
-        f"dcp.load({_tree({tree.model: 'weights', **optim})}, {where})\n"
-        f"sd.set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=optim{options}){about}"
+        f"dcp.load({_format_tree_literal({tree.model: 'weights', **optim_targets})}, {checkpoint_id})\n"
+        f"sd.set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=optim{options}){comment}"
     )
 
 
-def _about(manifest: Manifest, tree: StateTree) -> str:
+def _comment_on_tree(manifest: Manifest, tree: StateTree) -> str:
     """A comment on the user's entries, and on the option that names another tree."""
-    names = user_entries(manifest)[0]
+    names = collect_user_entries(manifest)[0]
     paths = [join_path(tree.extras.get(name, (*tree.model[:-1], name))) for name in names]
-    beside = [f"also in the tree: {escape_unprintable(join_names(paths))}"] if paths else []
-    other = (
+    entry_notes = [f"also in the tree: {escape_unprintable(join_names(paths))}"] if paths else []
+    tree_notes = (
         [f"for another tree: {format_option('model_key')}"]
         if manifest.tree is None and not is_model_only(manifest)
         else []
     )
-    return f"\n# {'; '.join([*beside, *other])}" if beside or other else ""
+    return f"\n# {'; '.join([*entry_notes, *tree_notes])}" if entry_notes or tree_notes else ""
 
 
-def _tree(values: Mapping[TreePath, str]) -> str:
+def _format_tree_literal(values: Mapping[TreePath, str]) -> str:
     """A dict of dicts, as a literal, with an expression at each path."""
-    below: dict[str | int, dict[TreePath, str]] = {}
-    own = [f"**{value}" for path, value in values.items() if not path]
-    if own and len(values) == 1:
-        return own[0][2:]
+    subtrees: dict[str | int, dict[TreePath, str]] = {}
+    unpacked_values = [f"**{value}" for path, value in values.items() if not path]
+    if unpacked_values and len(values) == 1:
+        return unpacked_values[0][2:]
     for path, value in values.items():
         if path:
-            below.setdefault(path[0], {})[path[1:]] = value
-    parts = own + [f"{quote_literal(str(key))}: {_tree(inner)}" for key, inner in below.items()]
+            subtrees.setdefault(path[0], {})[path[1:]] = value
+    parts = unpacked_values + [
+        f"{quote_literal(str(key))}: {_format_tree_literal(inner)}" for key, inner in subtrees.items()
+    ]
     return f"{{{', '.join(parts)}}}"

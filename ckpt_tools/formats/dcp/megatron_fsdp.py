@@ -29,13 +29,13 @@ from ckpt_tools.core.shards import ByteRange, ShardTable
 from ckpt_tools.core.values import Opaque, ValueNumbering
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.state_dict.leaf import TensorLeaf
-from ckpt_tools.formats.state_dict.leaves import FoundLeaves
+from ckpt_tools.formats.state_dict.leaves import LeafCollector
 
-SIGN = "param_to_group_meta"
+GROUP_METADATA = "param_to_group_meta"
 
 _WRAPPERS = re.compile(r"(?:(?:module|model)\.)*")
 
-_PARTS = (
+_SPLIT_PART_PATTERNS = (
     (re.compile(r"_[wv]$"), ""),
     (re.compile(r"\.(?:query|key|value|z|beta|alpha)$"), ""),
     (re.compile(r"\.linear_(?:q|kv)_down_proj\."), ".linear_qkv_down_proj."),
@@ -47,12 +47,12 @@ with one down projection, which has the norm before it."""
 MAX_STEP = 1 << 24
 """Steps become float32, as torch's Adam counts them: it has no larger whole number whose neighbours it has too."""
 
-_DTYPES = (DType.FLOAT32, DType.BFLOAT16)
+_UNSCALED_DTYPES = (DType.FLOAT32, DType.BFLOAT16)
 """Dtypes of moments that stand for themselves: others have a scale, which the checkpoint does not hold
 (TransformerEngine, pytorch/optimizers/fused_adam.py, ``_scales``)."""
 
 
-def of_weights(found: FoundLeaves, literals: dict[str, bytes]) -> FoundLeaves:
+def rename_optimizer_state(leaves: LeafCollector, literals: dict[str, bytes]) -> LeafCollector:
     """The leaves with the optimizer's state and groups under the names that the model has for the weights; those of
     another checkpoint as they are. Steps become files of ``literals``.
 
@@ -60,27 +60,27 @@ def of_weights(found: FoundLeaves, literals: dict[str, bytes]) -> FoundLeaves:
         UnsupportedError: a name of the optimizer is not that of exactly one weight, state has another shape than its
             weight, or the run kept something else under one name.
     """
-    optimizers = {path[: path.index(SIGN)] for path in found.paths.values() if SIGN in path}
-    if not optimizers and _arguments(found).get("ckpt_format") != "fsdp_dtensor":
-        return found
-    _refuse_stages(found)
-    if not optimizers:
-        return found
-    if len(optimizers) > 1:
-        listed = ", ".join(sorted(map(join_path, optimizers)))
+    optimizer_paths = {path[: path.index(GROUP_METADATA)] for path in leaves.paths.values() if GROUP_METADATA in path}
+    if not optimizer_paths and _get_run_arguments(leaves).get("ckpt_format") != "fsdp_dtensor":
+        return leaves
+    _refuse_pipeline_stages(leaves)
+    if not optimizer_paths:
+        return leaves
+    if len(optimizer_paths) > 1:
+        listed = ", ".join(sorted(map(join_path, optimizer_paths)))
         raise UnsupportedError(f"there are several optimizers of Megatron-FSDP ({listed}), which is not supported")
-    return _Renaming.of(found, *optimizers).leaves(literals)
+    return _OptimizerRenamer.of(leaves, *optimizer_paths).rename_leaves(literals)
 
 
-def _arguments(found: FoundLeaves) -> Mapping[str, Any]:
+def _get_run_arguments(leaves: LeafCollector) -> Mapping[str, Any]:
     """Those of Megatron-LM's command line."""
-    args = found.objects.get("args")
+    args = leaves.objects.get("args")
     return args.attributes if isinstance(args, Opaque) else {}
 
 
-def _refuse_stages(found: FoundLeaves) -> None:
+def _refuse_pipeline_stages(leaves: LeafCollector) -> None:
     """Raises UnsupportedError for a run in pipeline stages: the layers of each are named from 0 on."""
-    if (_arguments(found).get("pipeline_model_parallel_size") or 1) != 1:
+    if (_get_run_arguments(leaves).get("pipeline_model_parallel_size") or 1) != 1:
         raise UnsupportedError(
             "pipeline stages of Megatron-FSDP have the same names for their layers, so that the checkpoint holds those "
             "of one stage alone",
@@ -88,99 +88,101 @@ def _refuse_stages(found: FoundLeaves) -> None:
         )
 
 
-def _bare(name: str) -> str:
+def _strip_wrappers(name: str) -> str:
     return name[_WRAPPERS.match(name).end() :]  # type: ignore[union-attr]  # It matches any text.
 
 
-def _whole(part: str) -> Iterator[str]:
+def _iter_candidate_names(part: str) -> Iterator[str]:
     """Names that the optimizer may have for the parameter with the weight ``part``, the most likely first."""
     # The layer inside one of multi-token prediction has another name in the model than in checkpoints.
     for name in (part, part.replace(".transformer_layer.", ".mtp_model_layer.")):
         yield name
-        for pattern, before in _PARTS:
+        for pattern, before in _SPLIT_PART_PATTERNS:
             other, count = pattern.subn(before, name)
             if count:
                 yield other
 
 
-Group = tuple[list[str], dict[str, Any]]
+GroupMembers = tuple[list[str], dict[str, Any]]
 """The members of a parameter group, and its options."""
 
 
 @dataclass(slots=True)
-class _Renaming:
-    """One checkpoint whose optimizer lies at ``optim``. ``weights`` has the name and shape of each weight by its name
-    without wrappers."""
+class _OptimizerRenamer:
+    """One checkpoint whose optimizer lies at ``optim_path``. ``weights`` has the name and shape of each weight by its
+    name without wrappers."""
 
-    found: FoundLeaves
-    optim: TreePath
+    source: LeafCollector
+    optim_path: TreePath
     weights: Mapping[str, tuple[str, Shape]]
-    trained: dict[str, str] = field(default_factory=dict)
+    optimizer_names: dict[str, str] = field(default_factory=dict)
     """The optimizer's name of each weight that has state."""
-    stepped: set[str] = field(default_factory=set)
+    names_with_step: set[str] = field(default_factory=set)
     """Weights that have a step of their own."""
 
     @classmethod
-    def of(cls, found: FoundLeaves, optim: TreePath) -> _Renaming:
+    def of(cls, source: LeafCollector, optim_path: TreePath) -> _OptimizerRenamer:
         """Raises UnsupportedError if two weights have one name without wrappers."""
-        model = (*optim[:-1], "model")
+        model = (*optim_path[:-1], "model")
         weights: dict[str, tuple[str, Shape]] = {}
-        for name, tensor in found.tensors.items():
-            path = found.paths[name]
+        for name, tensor in source.tensors.items():
+            path = source.paths[name]
             if path[:-1] == model:
                 fqn = str(path[-1])
-                known, _ = weights.setdefault(_bare(fqn), (fqn, tensor.shape))
-                if known != fqn:
+                known_fqn, _ = weights.setdefault(_strip_wrappers(fqn), (fqn, tensor.shape))
+                if known_fqn != fqn:
                     raise UnsupportedError(
-                        f"without leading 'module.' and 'model.' it has the name of {known}", key=name
+                        f"without leading 'module.' and 'model.' it has the name of {known_fqn}", key=name
                     )
-        return cls(found, optim, weights)
+        return cls(source, optim_path, weights)
 
-    def leaves(self, literals: dict[str, bytes]) -> FoundLeaves:
+    def rename_leaves(self, literals: dict[str, bytes]) -> LeafCollector:
         paths: dict[str, TreePath] = {}
         options: dict[str, dict[str, Any]] = {}
-        for name, path in self.found.paths.items():
-            match path[len(self.optim) :] if path[: len(self.optim)] == self.optim else ():
+        for name, path in self.source.paths.items():
+            match path[len(self.optim_path) :] if path[: len(self.optim_path)] == self.optim_path else ():
                 case ():
                     paths[name] = path
                 case ("state", str(parameter), str(slot)):
-                    paths[name] = (*self.optim, "state", self._weight_of(name, parameter, slot), slot)
-                case (part, str(parameter), str(option)) if part == SIGN and name in self.found.objects:
-                    options.setdefault(_bare(parameter), {})[option] = self.found.objects[name]
+                    paths[name] = (*self.optim_path, "state", self._resolve_weight(name, parameter, slot), slot)
+                case (part, str(parameter), str(option)) if part == GROUP_METADATA and name in self.source.objects:
+                    options.setdefault(_strip_wrappers(parameter), {})[option] = self.source.objects[name]
                 case _:
                     raise UnsupportedError("Megatron-FSDP keeps no such entry in its optimizer", key=name)
-        objects = {name: value for name, value in self.found.objects.items() if name in paths}
-        tensors = dict(self.found.tensors)
-        groups, steps = self._groups(options)
+        objects = {name: value for name, value in self.source.objects.items() if name in paths}
+        tensors = dict(self.source.tensors)
+        groups, steps = self._collect_groups(options)
         for fqn, step in steps.items():
-            path = (*self.optim, "state", fqn, "step")
+            path = (*self.optim_path, "state", fqn, "step")
             file = make_literal_file_name(f"step {step}")
             literals[file] = struct.pack("<f", step)
             table = ShardTable.whole((), DType.FLOAT32, ByteRange(file, 0, 4))
             paths[join_path(path)], tensors[join_path(path)] = path, TensorLeaf((), DType.FLOAT32, table)
-        for number, (fqns, own) in enumerate(groups):
-            for name, value in {"params": fqns, **own}.items():
-                path = (*self.optim, "param_groups", number, name)
+        for number, (fqns, group_options) in enumerate(groups):
+            for name, value in {"params": fqns, **group_options}.items():
+                path = (*self.optim_path, "param_groups", number, name)
                 paths[join_path(path)], objects[join_path(path)] = path, value
-        return replace(self.found, paths=paths, objects=objects, tensors=tensors)
+        return replace(self.source, paths=paths, objects=objects, tensors=tensors)
 
-    def _weight_of(self, name: str, parameter: str, slot: str) -> str:
+    def _resolve_weight(self, name: str, parameter: str, slot: str) -> str:
         """The model's name of the weight whose state the leaf ``name`` is. Raises UnsupportedError."""
-        if _bare(parameter) not in self.weights:
+        if _strip_wrappers(parameter) not in self.weights:
             raise UnsupportedError("it is optimizer state of a parameter that the model does not have", key=name)
-        fqn, shape = self.weights[_bare(parameter)]
-        if self.trained.setdefault(fqn, parameter) != parameter:
-            raise UnsupportedError(f"the optimizer has state of the same weight as {self.trained[fqn]}", key=name)
-        tensor = self.found.tensors.get(name)
+        fqn, shape = self.weights[_strip_wrappers(parameter)]
+        if self.optimizer_names.setdefault(fqn, parameter) != parameter:
+            raise UnsupportedError(
+                f"the optimizer has state of the same weight as {self.optimizer_names[fqn]}", key=name
+            )
+        tensor = self.source.tensors.get(name)
         if slot == "step":
-            self.stepped.add(fqn)
+            self.names_with_step.add(fqn)
         elif tensor is not None and tensor.shape != shape:
             raise UnsupportedError(
                 f"it has the shape {list(tensor.shape)}, and its weight {list(shape)}: Megatron-FSDP splits exp_avg "
                 "and exp_avg_sq with a weight, and no other state; save it without the optimizer (--no-save-optim)",
                 key=name,
             )
-        elif tensor is not None and (tensor.dtype not in _DTYPES or slot == "master_param"):
+        elif tensor is not None and (tensor.dtype not in _UNSCALED_DTYPES or slot == "master_param"):
             raise UnsupportedError(
                 "it is state of Transformer Engine's precision-aware optimizer, whose scales and remainders are not "
                 "supported; save it without the optimizer (--no-save-optim)",
@@ -188,28 +190,32 @@ class _Renaming:
             )
         return fqn
 
-    def _groups(self, options: Mapping[str, Mapping[str, Any]]) -> tuple[list[Group], dict[str, int]]:
+    def _collect_groups(self, options: Mapping[str, Mapping[str, Any]]) -> tuple[list[GroupMembers], dict[str, int]]:
         """The groups of parameters with the same ``options``, and the steps that groups counted, by weight.
 
         Raises UnsupportedError."""
         distinct = ValueNumbering()
-        groups: dict[int, Group] = {}
+        groups: dict[int, GroupMembers] = {}
         steps: dict[str, int] = {}
-        unused = set(options)
+        unmatched_names = set(options)
         for bare, (fqn, _) in self.weights.items():
-            whole = next((name for name in _whole(bare) if name in options), None)
-            if whole is None:
-                if fqn in self.trained:
-                    raise UnsupportedError(f"it has optimizer state, but no entry in {SIGN}", key=fqn)
+            optimizer_name = next((name for name in _iter_candidate_names(bare) if name in options), None)
+            if optimizer_name is None:
+                if fqn in self.optimizer_names:
+                    raise UnsupportedError(f"it has optimizer state, but no entry in {GROUP_METADATA}", key=fqn)
                 continue
-            unused.discard(whole)
-            own = dict(sorted(options[whole].items()))
-            step = own.pop("step", None)
-            groups.setdefault(distinct.get_number(own), ([], own))[0].append(fqn)
+            unmatched_names.discard(optimizer_name)
+            group_options = dict(sorted(options[optimizer_name].items()))
+            step = group_options.pop("step", None)
+            groups.setdefault(distinct.get_number(group_options), ([], group_options))[0].append(fqn)
             if step is not None and (type(step) is not int or not 0 <= step <= MAX_STEP):
-                raise UnsupportedError(f"its step in {SIGN} is not a whole number up to {MAX_STEP:,}", key=fqn)
-            if step is not None and fqn in self.trained and fqn not in self.stepped:
+                raise UnsupportedError(
+                    f"its step in {GROUP_METADATA} is not a whole number up to {MAX_STEP:,}", key=fqn
+                )
+            if step is not None and fqn in self.optimizer_names and fqn not in self.names_with_step:
                 steps[fqn] = step
-        if unused:
-            raise UnsupportedError(f"the model does not have this parameter of {SIGN}", key=min(unused))
+        if unmatched_names:
+            raise UnsupportedError(
+                f"the model does not have this parameter of {GROUP_METADATA}", key=min(unmatched_names)
+            )
         return list(groups.values()), steps

@@ -19,14 +19,14 @@ from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.shards import ByteRange, RowTable, ShardTable
 from ckpt_tools.core.wording import format_count
 from ckpt_tools.errors import MalformedError
-from ckpt_tools.formats.dcp.index import Copy, Index, most_ranks
+from ckpt_tools.formats.dcp.index import ChunkCopy, DcpIndex, count_ranks
 from ckpt_tools.formats.state_dict.leaf import TensorLeaf
-from ckpt_tools.formats.state_dict.param_numbers import PER_RANK
+from ckpt_tools.formats.state_dict.param_numbers import PER_RANK_BUFFERS
 from ckpt_tools.formats.state_dict.parse import TreePath
 from ckpt_tools.stores.source import Source
 
 
-def merged(source: Source, indexes: Mapping[str, Index]) -> tuple[Index, tuple[Note, ...]]:
+def merge_rank_indexes(source: Source, indexes: Mapping[str, DcpIndex]) -> tuple[DcpIndex, tuple[Note, ...]]:
     """One index of all ranks, given from rank 0 on by their files, and notes on copies that were dropped.
 
     Raises:
@@ -40,67 +40,69 @@ def merged(source: Source, indexes: Mapping[str, Index]) -> tuple[Index, tuple[N
             objects[name].append(at)
         for name, leaf in index.tensors.items():
             tensors[name].append(leaf)
-        for name, place in index.paths.items():
-            if paths.setdefault(name, place) != place:
+        for name, tree_path in index.paths.items():
+            if paths.setdefault(name, tree_path) != tree_path:
                 raise MalformedError("another rank has this entry elsewhere in its tree", path=path, key=name)
-    if both := tensors.keys() & objects.keys():
-        raise MalformedError("it is a tensor of one rank and an object of another", key=min(both))
+    if conflicting_names := tensors.keys() & objects.keys():
+        raise MalformedError("it is a tensor of one rank and an object of another", key=min(conflicting_names))
     unread = {name: reason for index in indexes.values() for name, reason in index.unread.items()}
-    copies: dict[str, list[Copy]] = {}
-    index = Index(
-        {name: _united(name, leaves, copies) for name, leaves in tensors.items() if name not in unread},
+    copies: dict[str, list[ChunkCopy]] = {}
+    index = DcpIndex(
+        {name: _merge_leaves(name, leaves, copies) for name, leaves in tensors.items() if name not in unread},
         {name: found[0] for name, found in objects.items()},
         paths,
         frozenset(name for index in indexes.values() for name in index.compressed),
         next((index.mcore_data for index in indexes.values() if index.mcore_data is not None), None),
         unread,
         frozenset(name for index in indexes.values() for name in index.unflattened),
-        most_ranks(indexes.values()),
+        count_ranks(indexes.values()),
         all(index.is_ordered for index in indexes.values()),
         copies,
     )
-    return index, tuple(note for name, found in objects.items() for note in _differing(source, name, found))
+    return index, tuple(note for name, found in objects.items() for note in _note_differing_values(source, name, found))
 
 
-def with_copies_compared(manifest: Manifest, source: Source, index: Index) -> Manifest:
+def add_copy_checks(manifest: Manifest, source: Source, index: DcpIndex) -> Manifest:
     """``manifest`` with the copies of weights and optimizer state to be compared, and notes on others that differ."""
-    keys = {id(entry.shards): (key, entry) for key, entry in manifest.tensors.items()}
-    notes, equal = list[Note](), list[EqualPair]()
-    for name, copies in index.copies.items():
-        key, entry = keys.get(id(index.tensors[name].shards), (None, None))
+    key_by_table = {id(entry.shards): (key, entry) for key, entry in manifest.tensors.items()}
+    notes, equal_pairs = list[Note](), list[EqualPair]()
+    for name, chunk_copies in index.copies.items():
+        key, entry = key_by_table.get(id(index.tensors[name].shards), (None, None))
         if key is None or entry is None:
             continue
-        if entry.kind is Kind.EXTRA or name.rpartition(".")[2] in PER_RANK:
+        if entry.kind is Kind.EXTRA or name.rpartition(".")[2] in PER_RANK_BUFFERS:
             chunks: defaultdict[ByteRange, list[ByteRange]] = defaultdict(list)
-            for kept, copy in copies:
+            for kept, copy in chunk_copies:
                 chunks[kept.get_byte_range(0)].append(copy.get_byte_range(0))
-            notes += (note for at, others in chunks.items() for note in _differing(source, name, [at, *others]))
+            notes += (
+                note for at, others in chunks.items() for note in _note_differing_values(source, name, [at, *others])
+            )
             continue
-        for pair in copies:
+        for pair in chunk_copies:
             files = [table.files[0] for table in pair]
             one, other = (TensorEntry(table.shape, table.dtype, entry.kind, table) for table in pair)
-            equal.append(EqualPair(f"{key} in {files[0]} and in {files[1]}", one, other))
-    return replace(manifest, notes=(*manifest.notes, *notes), must_equal=(*manifest.must_equal, *equal))
+            equal_pairs.append(EqualPair(f"{key} in {files[0]} and in {files[1]}", one, other))
+    return replace(manifest, notes=(*manifest.notes, *notes), must_equal=(*manifest.must_equal, *equal_pairs))
 
 
-def _united(name: str, leaves: Sequence[TensorLeaf], copies: dict[str, list[Copy]]) -> TensorLeaf:
+def _merge_leaves(name: str, leaves: Sequence[TensorLeaf], copies: dict[str, list[ChunkCopy]]) -> TensorLeaf:
     first = leaves[0]
     if any(leaf.shape != first.shape or leaf.dtype is not first.dtype for leaf in leaves):
         raise MalformedError("ranks saved tensors of different shapes or dtypes under this name", key=name)
     if len(leaves) == 1:
         return first
-    table, doubled = _table([leaf.shards for leaf in leaves])
-    if doubled:
-        copies[name] = doubled
+    table, duplicates = _merge_tables([leaf.shards for leaf in leaves])
+    if duplicates:
+        copies[name] = duplicates
     return TensorLeaf(first.shape, first.dtype, table)
 
 
-def _table(tables: Sequence[ShardTable]) -> tuple[ShardTable, list[Copy]]:
+def _merge_tables(tables: Sequence[ShardTable]) -> tuple[ShardTable, list[ChunkCopy]]:
     """The shards of all ranks, each box once, and the others."""
     files = list(dict.fromkeys(file for table in tables for file in table.files))
-    number = {file: position for position, file in enumerate(files)}
+    file_number = {file: position for position, file in enumerate(files)}
     ids = np.concatenate(
-        [np.array([number[file] for file in table.files], np.int64)[table.file_ids] for table in tables]
+        [np.array([file_number[file] for file in table.files], np.int64)[table.file_ids] for table in tables]
     )
     starts, stops, byte_starts, byte_stops = (
         np.concatenate([getattr(table, name) for table in tables])
@@ -111,11 +113,11 @@ def _table(tables: Sequence[ShardTable]) -> tuple[ShardTable, list[Copy]]:
     _, firsts, numbers = np.unique(boxes, axis=0, return_index=True, return_inverse=True)
     first, rows = tables[0], np.sort(firsts)
 
-    def item(row: int) -> ShardTable:
+    def make_item_table(row: int) -> ShardTable:
         at = ByteRange(files[ids[row]], int(byte_starts[row]), int(byte_stops[row]))
         return ShardTable.whole(tuple((stops - starts)[row].tolist()), first.dtype, at, framing=first.framing)
 
-    kept = firsts[numbers.reshape(-1)]
+    kept_rows = firsts[numbers.reshape(-1)]
     table = RowTable(
         shape=first.shape,
         dtype=first.dtype,
@@ -127,16 +129,25 @@ def _table(tables: Sequence[ShardTable]) -> tuple[ShardTable, list[Copy]]:
         byte_stops=byte_stops[rows],
         framing=first.framing,
     )
-    return table, [(item(kept[row]), item(row)) for row in range(len(kept)) if kept[row] != row]
+    return table, [
+        (make_item_table(kept_rows[row]), make_item_table(row))
+        for row in range(len(kept_rows))
+        if kept_rows[row] != row
+    ]
 
 
-def _differing(source: Source, name: str, found: Sequence[ByteRange]) -> list[Note]:
-    def content(at: ByteRange) -> bytes:
+def _note_differing_values(source: Source, name: str, item_ranges: Sequence[ByteRange]) -> list[Note]:
+    def read_content(at: ByteRange) -> bytes:
         return source.read(at.file, at.start, at.stop)
 
-    first = content(found[0])
-    others = sum(len(first) != at.stop - at.start or content(at) != first for at in found[1:])
-    if not others:
+    first_content = read_content(item_ranges[0])
+    num_different = sum(
+        len(first_content) != at.stop - at.start or read_content(at) != first_content for at in item_ranges[1:]
+    )
+    if not num_different:
         return []
-    why = f"{format_count(others, 'rank')} saved another value; that of rank 0 is taken, as torch does with collectives"
-    return [Note(Outcome.DROPPED, f"other values of {name}", why, others)]
+    why = (
+        f"{format_count(num_different, 'rank')} saved another value; that of rank 0 is taken, as torch does with "
+        f"collectives"
+    )
+    return [Note(Outcome.DROPPED, f"other values of {name}", why, num_different)]

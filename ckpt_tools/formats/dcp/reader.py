@@ -15,15 +15,15 @@ from ckpt_tools.core.manifest import Manifest, StateKey, TensorEntry
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.shards import ByteRange, Framing
 from ckpt_tools.errors import MalformedError, name_file_in_errors
-from ckpt_tools.formats.dcp.folders import metadata_files
-from ckpt_tools.formats.dcp.foreign import refuse_megatron, with_other_half
-from ckpt_tools.formats.dcp.index import Index, most_ranks, notes_on_files, read_index
-from ckpt_tools.formats.dcp.megatron_fsdp import of_weights
-from ckpt_tools.formats.dcp.names import is_of_dcp, is_of_one_rank
-from ckpt_tools.formats.dcp.rank_indexes import merged, with_copies_compared
-from ckpt_tools.formats.state_dict.leaf import TensorLeaf, ties_among
-from ckpt_tools.formats.state_dict.leaves import FoundLeaves, Place, with_references
-from ckpt_tools.formats.state_dict.parse import manifest_of
+from ckpt_tools.formats.dcp.folders import find_metadata_files
+from ckpt_tools.formats.dcp.foreign import note_other_half, refuse_megatron
+from ckpt_tools.formats.dcp.index import DcpIndex, count_ranks, note_unread_files, read_index
+from ckpt_tools.formats.dcp.megatron_fsdp import rename_optimizer_state
+from ckpt_tools.formats.dcp.names import is_dcp_file, is_rank_index
+from ckpt_tools.formats.dcp.rank_indexes import add_copy_checks, merge_rank_indexes
+from ckpt_tools.formats.state_dict.leaf import TensorLeaf, find_ties
+from ckpt_tools.formats.state_dict.leaves import ArchiveLocation, LeafCollector, extract_tensors
+from ckpt_tools.formats.state_dict.parse import build_manifest
 from ckpt_tools.serialization.torch_zip import open_archive
 from ckpt_tools.serialization.zstd import decompress_all
 from ckpt_tools.stores.source import Source
@@ -32,112 +32,126 @@ from ckpt_tools.trainers.folders import find_trainer_folder
 
 
 def read(source: Source, options: ReadOptions) -> Manifest:
-    paths = metadata_files(source.files)
-    indexes = {path: read_index(source, path) for path in paths}
-    index, of_ranks = merged(source, indexes) if is_of_one_rank(paths[0]) else (_joined(indexes), ())
-    refuse_megatron(source, paths, index)
-    ties = ties_among(index.tensors)
+    metadata_paths = find_metadata_files(source.files)
+    indexes = {path: read_index(source, path) for path in metadata_paths}
+    index, rank_notes = (
+        merge_rank_indexes(source, indexes) if is_rank_index(metadata_paths[0]) else (_join_indexes(indexes), ())
+    )
+    refuse_megatron(source, metadata_paths, index)
+    ties = find_ties(index.tensors)
     tensors = {fqn: each for fqn, each in index.tensors.items() if fqn not in ties}
     literals: dict[str, bytes] = {}
-    found = FoundLeaves(tensors=tensors, unread=dict(index.unread), ties=ties)
-    changed: list[str] = []
+    leaves = LeafCollector(tensors=tensors, unread=dict(index.unread), ties=ties)
+    changed_forms: list[str] = []
     for fqn, path in index.paths.items():
         if fqn not in index.objects:
-            found.put(fqn, path, paths[0])
+            leaves.add_path(fqn, path, metadata_paths[0])
             continue
-        place = _place(source, fqn, index.objects[fqn], literals, is_compressed=fqn in index.compressed)
+        item_location = _open_item(source, fqn, index.objects[fqn], literals, is_compressed=fqn in index.compressed)
         if fqn in index.unflattened:
-            found.add_tree(place.archive.value, path, place)
-            changed += [f"{fqn} as one entry"] if isinstance(place.archive.value, dict) else []
+            leaves.add_tree(item_location.archive.value, path, item_location)
+            changed_forms += [f"{fqn} as one entry"] if isinstance(item_location.archive.value, dict) else []
         else:
-            found.add(fqn, path, place.archive.value, place)
-    with name_file_in_errors(paths[0]):
-        read = of_weights(found, literals)
-        changed += ["the optimizer of Megatron-FSDP"] if read is not found else []
-        found = read
-        manifest = manifest_of(
-            found.leaves(is_ordered=index.is_ordered),
+            leaves.add_leaf(fqn, path, item_location.archive.value, item_location)
+    with name_file_in_errors(metadata_paths[0]):
+        renamed_leaves = rename_optimizer_state(leaves, literals)
+        changed_forms += ["the optimizer of Megatron-FSDP"] if renamed_leaves is not leaves else []
+        leaves = renamed_leaves
+        manifest = build_manifest(
+            leaves.build_leaves(is_ordered=index.is_ordered),
             format_name="dcp",
             model_key=options.model_key,
             optim_key=options.optim_key,
             param_order=options.param_order,
-            world_size=len(paths) if is_of_one_rank(paths[0]) else index.num_ranks,
-            ties=found.ties,
+            world_size=len(metadata_paths) if is_rank_index(metadata_paths[0]) else index.num_ranks,
+            ties=leaves.ties,
             include=options.include,
             exclude=options.exclude,
             state=options.state,
         )
-    tops = {path: {str(parts[0]) for parts in each.paths.values()} for path, each in indexes.items()}
-    trainer = find_trainer_folder(source.files, paths, tops, is_of_dcp)
-    used = {file: data for file, data in literals.items() if file in manifest.files}
+    top_names = {path: {str(parts[0]) for parts in each.paths.values()} for path, each in indexes.items()}
+    trainer = find_trainer_folder(source.files, metadata_paths, top_names, is_dcp_file)
+    used_literals = {file: data for file, data in literals.items() if file in manifest.files}
     manifest = replace(
         manifest,
         trainer=trainer,
-        tree=manifest.tree and replace(manifest.tree, changed=tuple(changed)),
+        tree=manifest.tree and replace(manifest.tree, changed=tuple(changed_forms)),
         notes=(
             *manifest.notes,
-            *of_ranks,
-            *notes_on_files(source, indexes),
-            *note_missing_optimizers([path.rpartition("/")[0] for path in paths]),
+            *rank_notes,
+            *note_unread_files(source, indexes),
+            *note_missing_optimizers([path.rpartition("/")[0] for path in metadata_paths]),
         ),
-        literals={**manifest.literals, **used},
+        literals={**manifest.literals, **used_literals},
         archives=index.archives,
     )
-    return with_other_half(with_copies_compared(manifest, source, index), source, paths)
+    return note_other_half(add_copy_checks(manifest, source, index), source, metadata_paths)
 
 
-def _joined(indexes: Mapping[str, Index]) -> Index:
+def _join_indexes(indexes: Mapping[str, DcpIndex]) -> DcpIndex:
     """The trees of several folders as one. Raises MalformedError where they share a name."""
-    first, *others = indexes.values()
+    joined_index, *others = indexes.values()
     for path, other in zip(list(indexes)[1:], others, strict=True):
-        twice = first.paths.keys() & other.paths.keys()
-        if twice:
+        shared_names = joined_index.paths.keys() & other.paths.keys()
+        if shared_names:
             raise MalformedError(
-                "another folder of the checkpoint also has an entry with this name", path=path, key=min(twice)
+                "another folder of the checkpoint also has an entry with this name", path=path, key=min(shared_names)
             )
-        first = Index(
-            {**first.tensors, **other.tensors},
-            {**first.objects, **other.objects},
-            {**first.paths, **other.paths},
-            first.compressed | other.compressed,
-            unread={**first.unread, **other.unread},
-            unflattened=first.unflattened | other.unflattened,
-            num_ranks=most_ranks([first, other]),
-            is_ordered=first.is_ordered and other.is_ordered,
+        joined_index = DcpIndex(
+            {**joined_index.tensors, **other.tensors},
+            {**joined_index.objects, **other.objects},
+            {**joined_index.paths, **other.paths},
+            joined_index.compressed | other.compressed,
+            unread={**joined_index.unread, **other.unread},
+            unflattened=joined_index.unflattened | other.unflattened,
+            num_ranks=count_ranks([joined_index, other]),
+            is_ordered=joined_index.is_ordered and other.is_ordered,
         )
-    return first
+    return joined_index
 
 
 MAX_OBJECT_BYTES = 256 << 20
 """Maximum size of a compressed object; the state of a data loader may have some megabytes."""
 
 
-def read_object(source: Source, fqn: str, at: ByteRange, inner: dict[StateKey, TensorLeaf]) -> Any:
+def read_object(source: Source, fqn: str, item_range: ByteRange, inner: dict[StateKey, TensorLeaf]) -> Any:
     """The value of an item that is not compressed; tensors inside it are added to ``inner``, and leave references."""
-    place = _place(source, fqn, at, {}, is_compressed=False)
-    return with_references(place.archive.value, place, fqn, inner)
+    item_location = _open_item(source, fqn, item_range, {}, is_compressed=False)
+    return extract_tensors(item_location.archive.value, item_location, fqn, inner)
 
 
 def read_number(source: Source, entry: TensorEntry) -> float:
     """The element of a tensor of one, which lies in an item or in the file itself. Raises FormatError."""
-    framing, at, literals = entry.shards.framing, entry.shards.get_byte_range(0), dict[str, bytes]()
+    framing, item_range, literals = entry.shards.framing, entry.shards.get_byte_range(0), dict[str, bytes]()
     if framing is not Framing.RAW:
-        place = _place(source, at.file, at, literals, is_compressed=framing is Framing.ZSTD_ITEM)
-        at = place.leaf(place.archive.value).shards.get_byte_range(0)
-    data = literals[at.file][at.start : at.stop] if literals else source.read(at.file, at.start, at.stop)
+        item_location = _open_item(
+            source, item_range.file, item_range, literals, is_compressed=framing is Framing.ZSTD_ITEM
+        )
+        item_range = item_location.make_leaf(item_location.archive.value).shards.get_byte_range(0)
+    data = (
+        literals[item_range.file][item_range.start : item_range.stop]
+        if literals
+        else source.read(item_range.file, item_range.start, item_range.stop)
+    )
     return decode_number(data, entry.shards.dtype)
 
 
-def _place(source: Source, fqn: str, at: ByteRange, literals: dict[str, bytes], *, is_compressed: bool) -> Place:
+def _open_item(
+    source: Source, fqn: str, item_range: ByteRange, literals: dict[str, bytes], *, is_compressed: bool
+) -> ArchiveLocation:
     """The archive of an object's item; the content of a compressed one becomes a file of ``literals``."""
 
-    def read(start: int, stop: int) -> bytes:
-        return source.read(at.file, at.start + start, at.start + stop)
+    def read_range(start: int, stop: int) -> bytes:
+        return source.read(item_range.file, item_range.start + start, item_range.start + stop)
 
-    size = at.stop - at.start
+    size = item_range.stop - item_range.start
     if not is_compressed:
-        return Place(open_archive(read, size, f"{at.file}: {fqn}"), at.file, at.start, fqn)
-    data = decompress_all(read, size, at.file, limit_bytes=MAX_OBJECT_BYTES)
-    file = f"{at.file}@{at.start}"
+        return ArchiveLocation(
+            open_archive(read_range, size, f"{item_range.file}: {fqn}"), item_range.file, item_range.start, fqn
+        )
+    data = decompress_all(read_range, size, item_range.file, limit_bytes=MAX_OBJECT_BYTES)
+    file = f"{item_range.file}@{item_range.start}"
     literals[file] = data
-    return Place(open_archive(lambda start, stop: data[start:stop], len(data), f"{file}: {fqn}"), file, 0, fqn)
+    return ArchiveLocation(
+        open_archive(lambda start, stop: data[start:stop], len(data), f"{file}: {fqn}"), file, 0, fqn
+    )

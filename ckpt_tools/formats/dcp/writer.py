@@ -18,44 +18,48 @@ from ckpt_tools.core.options import WriteOptions
 from ckpt_tools.core.trainer_folder import CompanionFile, TrainerFolder
 from ckpt_tools.core.value_refs import iter_tensor_refs
 from ckpt_tools.core.wording import format_count, join_names
-from ckpt_tools.formats.dcp.files import dcp_files
-from ckpt_tools.formats.state_dict.build import Entries, chosen_tree, entries_of
-from ckpt_tools.formats.state_dict.read_back import entries_for
+from ckpt_tools.formats.dcp.files import build_dcp_files
+from ckpt_tools.formats.state_dict.build import Entries, choose_tree, entries_of
+from ckpt_tools.formats.state_dict.read_back import build_checked_entries
 
 
 def layout(manifest: Manifest, options: WriteOptions) -> Layout:
-    tree = chosen_tree(manifest, model_key=options.model_key, optim_key=options.optim_key)
+    tree = choose_tree(manifest, model_key=options.model_key, optim_key=options.optim_key)
     if manifest.trainer is not None:
-        return _trainer_layout(manifest, manifest.trainer, tree, options.world_size)
-    entries, notes = entries_for(manifest, tree, is_own=manifest.format == "dcp" and tree is manifest.tree)
+        return _layout_trainer_folder(manifest, manifest.trainer, tree, options.world_size)
+    entries, notes = build_checked_entries(
+        manifest, tree, is_source_tree=manifest.format == "dcp" and tree is manifest.tree
+    )
     if tree.changed:
         why = "it is written as get_state_dict and dcp.load have it by default"
         notes += (Note(Outcome.DROPPED, f"the form of {join_names(tree.changed)}", why, len(tree.changed)),)
-    return Layout(dcp_files(manifest, entries, options.world_size), (*entries.notes, *notes), tree=entries.tree)
+    return Layout(build_dcp_files(manifest, entries, options.world_size), (*entries.notes, *notes), tree=entries.tree)
 
 
-def _trainer_layout(manifest: Manifest, trainer: TrainerFolder, tree: StateTree, world_size: int) -> Layout:
+def _layout_trainer_folder(manifest: Manifest, trainer: TrainerFolder, tree: StateTree, world_size: int) -> Layout:
     """The files of the folder; the ``.metadata`` of the first part is the last one."""
-    entries = entries_of(_without(manifest, trainer.entries), tree)
-    kept, left = trainer.split_files_by_fit(world_size)
-    files: list[FileSpec] = [make_file_copy(name, file) for name, file in kept.items()]
+    entries = entries_of(_drop_entries(manifest, trainer.entries), tree)
+    kept_files, left_files = trainer.split_files_by_fit(world_size)
+    files: list[FileSpec] = [make_file_copy(name, file) for name, file in kept_files.items()]
     for part in [*trainer.parts][::-1]:
-        files += dcp_files(manifest, _part(entries, trainer, part), world_size, part)
-    copied = {make_file_key(name): make_file_entry(file) for name, file in kept.items()}
-    return Layout(files, (*entries.notes, *_left_out(trainer, left, world_size)), copied, tree=tree)
+        files += build_dcp_files(manifest, _select_part(entries, trainer, part), world_size, part)
+    copied_entries = {make_file_key(name): make_file_entry(file) for name, file in kept_files.items()}
+    return Layout(
+        files, (*entries.notes, *_note_left_out_files(trainer, left_files, world_size)), copied_entries, tree=tree
+    )
 
 
-def _without(manifest: Manifest, names: Collection[str]) -> Manifest:
+def _drop_entries(manifest: Manifest, names: Collection[str]) -> Manifest:
     """``manifest`` without these entries, which are in files that are copied, and their tensors."""
     extra = {name: value for name, value in manifest.extra.items() if name not in names}
-    gone = {ref.key for name in names for ref in iter_tensor_refs(manifest.extra.get(name))}
-    tensors = {key: entry for key, entry in manifest.tensors.items() if key not in gone}
+    dropped_keys = {ref.key for name in names for ref in iter_tensor_refs(manifest.extra.get(name))}
+    tensors = {key: entry for key, entry in manifest.tensors.items() if key not in dropped_keys}
     return replace(manifest, extra=extra, tensors=tensors)
 
 
-def _part(entries: Entries, trainer: TrainerFolder, part: str) -> Entries:
-    """The entries that lie in the folder ``part``."""
-    paths = {name: path for name, path in entries.paths.items() if trainer.find_part(str(path[0])) == part}
+def _select_part(entries: Entries, trainer: TrainerFolder, part_folder: str) -> Entries:
+    """The entries that lie in the folder ``part_folder``."""
+    paths = {name: path for name, path in entries.paths.items() if trainer.find_part(str(path[0])) == part_folder}
     return Entries(
         paths,
         {name: key for name, key in entries.tensors.items() if name in paths},
@@ -65,9 +69,14 @@ def _part(entries: Entries, trainer: TrainerFolder, part: str) -> Entries:
     )
 
 
-def _left_out(trainer: TrainerFolder, left: Mapping[str, CompanionFile], world_size: int) -> list[Note]:
-    if not left:
+def _note_left_out_files(
+    trainer: TrainerFolder, left_files: Mapping[str, CompanionFile], world_size: int
+) -> list[Note]:
+    if not left_files:
         return []
-    ranks = len({file.rank for file in trainer.files.values() if file.rank is not None})
-    why = f"each is of one rank of {ranks}, and this is for {format_count(world_size, 'rank')}; {trainer.without_ranks}"
-    return [Note(Outcome.DROPPED, name, why, num_bytes=file.num_bytes) for name, file in sorted(left.items())]
+    num_ranks = len({file.rank for file in trainer.files.values() if file.rank is not None})
+    why = (
+        f"each is of one rank of {num_ranks}, and this is for {format_count(world_size, 'rank')}; "
+        f"{trainer.without_ranks}"
+    )
+    return [Note(Outcome.DROPPED, name, why, num_bytes=file.num_bytes) for name, file in sorted(left_files.items())]

@@ -30,9 +30,9 @@ class GgufFormat(Format):
     read = import_when_called("gguf.files:read")
 
     def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
-        from ckpt_tools.formats.gguf.files import files_of
+        from ckpt_tools.formats.gguf.files import find_gguf_files
 
-        return frozenset(files_of(source))
+        return frozenset(find_gguf_files(source))
 
     is_empty = import_when_called("gguf.complete:is_empty")
     layout = import_when_called("gguf.files:layout")

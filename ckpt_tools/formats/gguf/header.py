@@ -78,7 +78,7 @@ class TensorInfo:
 
     shape: Shape
     type_number: int
-    at: ByteRange
+    byte_range: ByteRange
 
     @property
     def dtype(self) -> DType | None:
@@ -91,20 +91,20 @@ class TensorInfo:
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class GgufHeader:
     """The key-values of one file, and its tensors by name, in order. ``num_bytes`` is where its padding begins."""
 
     values: Mapping[str, Value]
     tensors: Mapping[str, TensorInfo]
     num_bytes: int
 
-    def number(self, name: str) -> int | None:
+    def get_integer(self, name: str) -> int | None:
         """The key-value ``name`` if it is an integer."""
-        found = self.values.get(name, ("", None))[1]
-        return found if type(found) is int else None
+        value = self.values.get(name, ("", None))[1]
+        return value if type(value) is int else None
 
 
-class Readable(Protocol):
+class FileReader(Protocol):
     """Interface that files are read from; a ``Source`` has it."""
 
     def size(self, path: str) -> int: ...
@@ -112,41 +112,43 @@ class Readable(Protocol):
     def read(self, path: str, start: int, stop: int) -> bytes: ...
 
 
-def read_header(source: Readable, path: str) -> Header:
+def read_gguf_header(source: FileReader, path: str) -> GgufHeader:
     """The checked header of one file.
 
     Raises:
         MalformedError, IncompleteError: a rule of the format is broken. UnsupportedError: another version, byte order
         or type.
     """
-    cursor = _Cursor(source, path)
-    num_tensors, num_values = _counts(cursor)
+    cursor = _HeaderCursor(source, path)
+    num_tensors, num_values = _read_counts(cursor)
     values: dict[str, Value] = {}
     for _ in range(num_values):
-        name = _name(cursor)
+        name = _read_name(cursor)
         if name in values:
             raise MalformedError(f"the key {format_brief(name)} appears twice", path=path)
-        values[name] = _value(cursor, cursor.integer("<I"), name)
-    raw = [_described(cursor) for _ in range(num_tensors)]
-    kind, alignment = values.get(ALIGNMENT_KEY, ("uint32", DEFAULT_ALIGNMENT))
-    if kind != "uint32" or alignment < 1 or alignment & (alignment - 1):
+        values[name] = _read_value(cursor, cursor.read_integer("<I"), name)
+    descriptions = [_read_description(cursor) for _ in range(num_tensors)]
+    alignment_type, alignment = values.get(ALIGNMENT_KEY, ("uint32", DEFAULT_ALIGNMENT))
+    if alignment_type != "uint32" or alignment < 1 or alignment & (alignment - 1):
         raise MalformedError(f"{ALIGNMENT_KEY} is not a power of two", path=path)
-    return Header(values, _placed(raw, int(alignment), cursor), cursor.position)
+    return GgufHeader(values, _place_tensors(descriptions, int(alignment), cursor), cursor.position)
 
 
-def _counts(cursor: _Cursor) -> tuple[int, int]:
-    if cursor.take(4) != MAGIC:
+def _read_counts(cursor: _HeaderCursor) -> tuple[int, int]:
+    if cursor.read_bytes(4) != MAGIC:
         raise MalformedError("it is not a GGUF file", path=cursor.path)
-    version = cursor.integer("<I")
+    version = cursor.read_integer("<I")
     if version not in VERSIONS:
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS
-        what = "a big-endian GGUF file" if swapped else f"GGUF of version {version}"
-        raise UnsupportedError(f"it is {what}, which is not supported; convert it with llama.cpp", path=cursor.path)
-    return cursor.integer("<Q"), cursor.integer("<Q")
+        described_as = "a big-endian GGUF file" if swapped else f"GGUF of version {version}"
+        raise UnsupportedError(
+            f"it is {described_as}, which is not supported; convert it with llama.cpp", path=cursor.path
+        )
+    return cursor.read_integer("<Q"), cursor.read_integer("<Q")
 
 
-class _Cursor:
-    def __init__(self, source: Readable, path: str) -> None:
+class _HeaderCursor:
+    def __init__(self, source: FileReader, path: str) -> None:
         self.path = path
         self.position = 0
         self.size = source.size(path)
@@ -154,7 +156,7 @@ class _Cursor:
         self._source = source
         self._window = (0, b"")
 
-    def take(self, num_bytes: int) -> bytes:
+    def read_bytes(self, num_bytes: int) -> bytes:
         """The next bytes. Raises IncompleteError, MalformedError."""
         stop = self.position + num_bytes
         if stop > self.size:
@@ -166,63 +168,63 @@ class _Cursor:
             start = self.position
             data = self._source.read(self.path, start, min(self.size, max(stop, start + WINDOW_BYTES)))
             self._window = start, data
-        found = data[self.position - start : stop - start]
+        taken_bytes = data[self.position - start : stop - start]
         self.position = stop
-        return found
+        return taken_bytes
 
-    def integer(self, form: str) -> int:
-        (number,) = struct.unpack(form, self.take(struct.calcsize(form)))
+    def read_integer(self, struct_format: str) -> int:
+        (number,) = struct.unpack(struct_format, self.read_bytes(struct.calcsize(struct_format)))
         return int(number)
 
-    def text(self) -> bytes:
-        return self.take(self.integer("<Q"))
+    def read_text(self) -> bytes:
+        return self.read_bytes(self.read_integer("<Q"))
 
-    def count(self) -> int:
+    def read_array_length(self) -> int:
         """Number of items that follow."""
-        number = self.integer("<Q")
+        number = self.read_integer("<Q")
         self.items_left -= number
         if self.items_left < 0:
             raise MalformedError(f"its arrays have more than {MAX_ITEMS:,} elements", path=self.path)
         return number
 
 
-def _name(cursor: _Cursor) -> str:
+def _read_name(cursor: _HeaderCursor) -> str:
     try:
-        return cursor.text().decode()
+        return cursor.read_text().decode()
     except UnicodeDecodeError as error:
         raise MalformedError("a name is not UTF-8", path=cursor.path) from error
 
 
-def _value(cursor: _Cursor, number: int, name: str) -> Value:
-    if number == STRING:
-        return "string", _text(cursor.text())
-    if number in SCALARS:
-        kind, form = SCALARS[number]
-        return kind, _scalars(cursor, kind, form, 1)[0]
-    if number != ARRAY:
-        raise MalformedError(f"the key {format_brief(name)} is of the unknown type {number}", path=cursor.path)
-    inner, length = cursor.integer("<I"), cursor.count()
-    if inner == STRING:
-        return "string[]", [_text(cursor.text()) for _ in range(length)]
-    if inner not in SCALARS:
+def _read_value(cursor: _HeaderCursor, type_number: int, name: str) -> Value:
+    if type_number == STRING:
+        return "string", _decode_text(cursor.read_text())
+    if type_number in SCALARS:
+        kind, form = SCALARS[type_number]
+        return kind, _read_scalars(cursor, kind, form, 1)[0]
+    if type_number != ARRAY:
+        raise MalformedError(f"the key {format_brief(name)} is of the unknown type {type_number}", path=cursor.path)
+    item_type, length = cursor.read_integer("<I"), cursor.read_array_length()
+    if item_type == STRING:
+        return "string[]", [_decode_text(cursor.read_text()) for _ in range(length)]
+    if item_type not in SCALARS:
         raise UnsupportedError(
             f"the key {format_brief(name)} is an array of arrays, which is not supported", path=cursor.path
         )
-    kind, form = SCALARS[inner]
-    return f"{kind}[]", _scalars(cursor, kind, form, length)
+    kind, form = SCALARS[item_type]
+    return f"{kind}[]", _read_scalars(cursor, kind, form, length)
 
 
-def _scalars(cursor: _Cursor, kind: str, form: str, length: int) -> list[Any]:
-    found = np.frombuffer(cursor.take(length * np.dtype(form).itemsize), form)
+def _read_scalars(cursor: _HeaderCursor, kind: str, struct_format: str, length: int) -> list[Any]:
+    scalars = np.frombuffer(cursor.read_bytes(length * np.dtype(struct_format).itemsize), struct_format)
     if kind == "bool":
-        if (found > 1).any():
+        if (scalars > 1).any():
             raise MalformedError("a bool is neither 0 nor 1", path=cursor.path)
-        found = found.astype(bool)
-    items: list[Any] = found.tolist()
+        scalars = scalars.astype(bool)
+    items: list[Any] = scalars.tolist()
     return items
 
 
-def _text(data: bytes) -> str | bytes:
+def _decode_text(data: bytes) -> str | bytes:
     try:
         return data.decode()
     except UnicodeDecodeError:
@@ -230,7 +232,7 @@ def _text(data: bytes) -> str | bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class _Described:
+class _TensorDescription:
     name: str
     dims: Shape
     type_number: int
@@ -244,46 +246,50 @@ class _Described:
         return prod(self.dims) // block * block_bytes
 
 
-def _described(cursor: _Cursor) -> _Described:
-    name = _name(cursor)
-    num_dims = cursor.integer("<I")
+def _read_description(cursor: _HeaderCursor) -> _TensorDescription:
+    name = _read_name(cursor)
+    num_dims = cursor.read_integer("<I")
     if num_dims > MAX_DIMS:
         raise MalformedError(f"it has {num_dims} dims, and ggml has at most {MAX_DIMS}", path=cursor.path, key=name)
-    dims = tuple(cursor.integer("<Q") for _ in range(num_dims))
-    number, offset = cursor.integer("<I"), cursor.integer("<Q")
-    if number not in DTYPES and number not in QUANTIZED:
-        raise UnsupportedError(f"its ggml type {number} is not known", path=cursor.path, key=name)
+    dims = tuple(cursor.read_integer("<Q") for _ in range(num_dims))
+    type_number, offset = cursor.read_integer("<I"), cursor.read_integer("<Q")
+    if type_number not in DTYPES and type_number not in QUANTIZED:
+        raise UnsupportedError(f"its ggml type {type_number} is not known", path=cursor.path, key=name)
     if prod(max(dim, 1) for dim in dims) > INT64_MAX // 8:
         raise MalformedError(f"a tensor of shape {list(reversed(dims))} is too large", path=cursor.path, key=name)
-    if number in QUANTIZED and (not dims or dims[0] % QUANTIZED[number][1]):
-        raise MalformedError(f"its rows are not whole blocks of {QUANTIZED[number][0]}", path=cursor.path, key=name)
-    return _Described(name, dims, number, offset)
+    if type_number in QUANTIZED and (not dims or dims[0] % QUANTIZED[type_number][1]):
+        raise MalformedError(
+            f"its rows are not whole blocks of {QUANTIZED[type_number][0]}", path=cursor.path, key=name
+        )
+    return _TensorDescription(name, dims, type_number, offset)
 
 
-def aligned(position: int, alignment: int) -> int:
+def align_up(position: int, alignment: int) -> int:
     """The first multiple of ``alignment`` at or after ``position``."""
     return position + -position % alignment
 
 
-def _placed(raw: list[_Described], alignment: int, cursor: _Cursor) -> dict[str, TensorInfo]:
+def _place_tensors(
+    descriptions: list[_TensorDescription], alignment: int, cursor: _HeaderCursor
+) -> dict[str, TensorInfo]:
     """The tensors by name; they follow one another with nothing but padding between them, to the end of the file."""
-    path, start = cursor.path, aligned(cursor.position, alignment)
-    found: dict[str, TensorInfo] = {}
-    expected = stop = 0
-    for each in raw:
-        if each.name in found:
-            raise MalformedError("two tensors have this name", path=path, key=each.name)
-        if each.offset != expected:
-            where = f"it starts at byte {each.offset:,} of the data instead of {expected:,}"
-            raise MalformedError(where, path=path, key=each.name)
-        stop = each.offset + each.num_bytes
-        at = ByteRange(path, start + each.offset, start + stop)
-        found[each.name] = TensorInfo(tuple(reversed(each.dims)), each.type_number, at)
-        expected = aligned(stop, alignment)
+    path, start = cursor.path, align_up(cursor.position, alignment)
+    tensors: dict[str, TensorInfo] = {}
+    next_offset = stop = 0
+    for description in descriptions:
+        if description.name in tensors:
+            raise MalformedError("two tensors have this name", path=path, key=description.name)
+        if description.offset != next_offset:
+            reason = f"it starts at byte {description.offset:,} of the data instead of {next_offset:,}"
+            raise MalformedError(reason, path=path, key=description.name)
+        stop = description.offset + description.num_bytes
+        byte_range = ByteRange(path, start + description.offset, start + stop)
+        tensors[description.name] = TensorInfo(tuple(reversed(description.dims)), description.type_number, byte_range)
+        next_offset = align_up(stop, alignment)
     # The last tensor may be padded as all others are.
-    size, end, padded = cursor.size, start + stop, start + expected
+    size, end, padded = cursor.size, start + stop, start + next_offset
     if size < end or end < size < padded:
         raise IncompleteError(f"it has {size:,} bytes instead of {padded:,}; the file is cut", path=path)
     if size > padded:
         raise MalformedError(f"{format_count(size - padded, 'byte')} too many, after the last tensor", path=path)
-    return found
+    return tensors

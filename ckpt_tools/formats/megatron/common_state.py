@@ -23,86 +23,89 @@ from typing import Any
 from ckpt_tools.core.manifest import TensorRef
 from ckpt_tools.core.values import GlobalRef, Opaque, Value, format_brief
 from ckpt_tools.errors import MalformedError
-from ckpt_tools.formats.foreign import classes_in
-from ckpt_tools.formats.megatron.names import is_expert, num_dims
+from ckpt_tools.formats.foreign import iter_global_refs
+from ckpt_tools.formats.megatron.names import count_dims, is_expert
 
 Options = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Parameter:
+class TrainedParameter:
     """A trained parameter: its name, how many dims it is stored in, and its optimizer's number, where that is known."""
 
     name: str
     stored_dims: int
-    chain: int | None
+    optimizer_number: int | None
 
-    def decays(self, *, also_norms: bool) -> bool:
+    def does_decay(self, *, also_norms: bool) -> bool:
         is_norm = also_norms and any(part in self.name for part in ("q_layernorm.", "k_layernorm."))
-        return is_norm or (num_dims(self.name, self.stored_dims) != 1 and not self.name.endswith(".bias"))
+        return is_norm or (count_dims(self.name, self.stored_dims) != 1 and not self.name.endswith(".bias"))
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
-    """A group as it is stored, of the optimizer number ``chain``."""
+class StoredGroup:
+    """A group as it is stored, of the optimizer number ``optimizer_number``."""
 
-    chain: int
+    optimizer_number: int
     options: Options
 
     @property
-    def decays(self) -> bool:
-        return bool(self._said("wd_mult", 1.0) != 0)
+    def does_decay(self) -> bool:
+        return bool(self._get_option("wd_mult", 1.0) != 0)
 
     @property
     def is_expert(self) -> bool:
-        return self._said("is_expert_parallel", False) is True
+        return self._get_option("is_expert_parallel", False) is True
 
     @property
     def is_plain(self) -> bool:
         """Whether it has no learning rate of its own: there is no rule for the parameters of such groups."""
-        return self._said("lr_mult", 1.0) == 1 and self._said("is_decoupled_lr", False) is False
+        return self._get_option("lr_mult", 1.0) == 1 and self._get_option("is_decoupled_lr", False) is False
 
-    def _said(self, name: str, default: Any) -> Any:
+    def _get_option(self, name: str, default: Any) -> Any:
         return self.options.get(name, self.options.get(f"pre_{name}", default))
 
 
-def by_rule(
-    groups: Sequence[Group], parameters: Sequence[Parameter], *, decays_norms: bool = False
+def assign_members_by_rule(
+    groups: Sequence[StoredGroup], parameters: Sequence[TrainedParameter], *, decays_norms: bool = False
 ) -> list[list[str]] | None:
     """The members of each group by Megatron's rule; None where the groups are not those that the rule makes."""
     if len(groups) == 1:
         return [[each.name for each in parameters]]
     if not all(group.is_plain for group in groups):
         return None
-    by_decay, by_expert = len({group.decays for group in groups}) > 1, len({group.is_expert for group in groups}) > 1
+    splits_by_decay, splits_by_expert = (
+        len({group.does_decay for group in groups}) > 1,
+        len({group.is_expert for group in groups}) > 1,
+    )
     members: list[list[str]] = [[] for _ in groups]
-    for each in parameters:
-        fitting = [
+    for parameter in parameters:
+        fitting_groups = [
             number
             for number, group in enumerate(groups)
-            if each.chain in (None, group.chain)
-            and (not by_decay or group.decays == each.decays(also_norms=decays_norms))
-            and (not by_expert or group.is_expert == is_expert(each.name))
+            if parameter.optimizer_number in (None, group.optimizer_number)
+            and (not splits_by_decay or group.does_decay == parameter.does_decay(also_norms=decays_norms))
+            and (not splits_by_expert or group.is_expert == is_expert(parameter.name))
         ]
-        if len(fitting) != 1:
+        if len(fitting_groups) != 1:
             return None
-        members[fitting[0]].append(each.name)
+        members[fitting_groups[0]].append(parameter.name)
     return members
 
 
 NAMESPACE = GlobalRef("argparse", "Namespace")
 
 FULLY_RESHARDABLE = "fully_reshardable"
-SHARDING = "param_state_sharding_type"
-CONTENT = "content_metadata"
+SHARDING_TYPE_KEY = "param_state_sharding_type"
+CONTENT_KEY = "content_metadata"
 
 
 @dataclass(frozen=True, slots=True)
 class CommonState:
-    """The value of ``common.pt``, or of the item that took its place. ``where`` names it in messages."""
+    """The value of ``common.pt``, or of the item that took its place. ``label`` names it in messages."""
 
     values: Mapping[Any, Value]
-    where: str
+    label: str
 
     @classmethod
     def of(cls, value: Value, where: str) -> CommonState:
@@ -122,79 +125,83 @@ class CommonState:
         return found.attributes if isinstance(found, Opaque) and found.ref == NAMESPACE else {}
 
     @property
-    def chains(self) -> list[tuple[int, dict[Any, Value]]]:
+    def optimizer_trees(self) -> list[tuple[int, dict[Any, Value]]]:
         """The tree of each optimizer, by number. Raises MalformedError."""
-        found = self.values.get("optimizer")
-        if found is None:
+        optimizer = self.values.get("optimizer")
+        if optimizer is None:
             return []
-        numbered = dict(enumerate(found)) if isinstance(found, list) else found
+        numbered = dict(enumerate(optimizer)) if isinstance(optimizer, list) else optimizer
         if not isinstance(numbered, dict) or not numbered:
-            raise self._wrong("its optimizer", found)
+            raise self._make_malformed_error("its optimizer", optimizer)
         trees = numbered if all(type(key) is int for key in numbered) else {0: numbered}
         for tree in trees.values():
             if not isinstance(tree, dict):
-                raise self._wrong("one of its optimizers", tree)
+                raise self._make_malformed_error("one of its optimizers", tree)
         return sorted(trees.items())
 
     @property
-    def sharding(self) -> str | None:
+    def sharding_type(self) -> str | None:
         """Sharding type of the distributed optimizer, megatron-core's own term; None if it is not recorded."""
-        found = [tree.get(SHARDING) for _, tree in self.chains]
+        found = [tree.get(SHARDING_TYPE_KEY) for _, tree in self.optimizer_trees]
         return next((each for each in found if isinstance(each, str)), None)
 
     @property
-    def groups(self) -> list[Group]:
+    def groups(self) -> list[StoredGroup]:
         """Every group of every optimizer, in order. Raises MalformedError."""
-        return [Group(number, options) for number, tree in self.chains for options in self._groups(tree)]
+        return [
+            StoredGroup(number, options)
+            for number, tree in self.optimizer_trees
+            for options in self._get_group_options(tree)
+        ]
 
-    def _groups(self, tree: Mapping[Any, Value]) -> list[dict[Any, Value]]:
-        found = inner_tree(tree).get("param_groups", [])
-        if not isinstance(found, list) or not all(isinstance(group, dict) for group in found):
-            raise self._wrong("its param_groups", found)
-        return found
+    def _get_group_options(self, tree: Mapping[Any, Value]) -> list[dict[Any, Value]]:
+        group_options = get_inner_tree(tree).get("param_groups", [])
+        if not isinstance(group_options, list) or not all(isinstance(group, dict) for group in group_options):
+            raise self._make_malformed_error("its param_groups", group_options)
+        return group_options
 
-    def step(self, group: Group) -> Value:
+    def get_step(self, group: StoredGroup) -> Value:
         """The step of a group's parameters: a number, a ``TensorRef``, or None."""
-        inner = inner_tree(dict(self.chains)[group.chain])
+        inner = get_inner_tree(dict(self.optimizer_trees)[group.optimizer_number])
         state = inner.get("state")
-        found = group.options.get("step", state.get("common_step") if isinstance(state, dict) else None)
-        if isinstance(found, TensorRef) or (type(found) in (int, float) and abs(found) < 1 << 53):
-            return found
+        step_value = group.options.get("step", state.get("common_step") if isinstance(state, dict) else None)
+        if isinstance(step_value, TensorRef) or (type(step_value) in (int, float) and abs(step_value) < 1 << 53):
+            return step_value
         return None
 
     @property
-    def rest(self) -> dict[Any, Value]:
+    def unplaced_entries(self) -> dict[Any, Value]:
         """The entries that have no place in a manifest; in the trees of optimizers the number of groups stands for the
         groups."""
-        known = ("iteration", "checkpoint_version")
-        found = {name: value for name, value in self.values.items() if name not in known}
-        if "optimizer" in found:
-            found["optimizer"] = {
-                number: with_groups(tree, lambda groups: len(groups) if isinstance(groups, list) else 0)
-                for number, tree in self.chains
+        read_names = ("iteration", "checkpoint_version")
+        entries = {name: value for name, value in self.values.items() if name not in read_names}
+        if "optimizer" in entries:
+            entries["optimizer"] = {
+                number: replace_groups(tree, lambda groups: len(groups) if isinstance(groups, list) else 0)
+                for number, tree in self.optimizer_trees
             }
-        return found
+        return entries
 
-    def _wrong(self, what: str, found: Value) -> MalformedError:
+    def _make_malformed_error(self, what: str, found: Value) -> MalformedError:
         return MalformedError(
-            f"{what} is {format_brief(found)}, which is not that of a Megatron optimizer", path=self.where
+            f"{what} is {format_brief(found)}, which is not that of a Megatron optimizer", path=self.label
         )
 
 
-def inner_tree(tree: Mapping[Any, Value]) -> Mapping[Any, Value]:
+def get_inner_tree(tree: Mapping[Any, Value]) -> Mapping[Any, Value]:
     """The state dict of torch's optimizer inside that of Megatron's."""
     found = tree.get("optimizer")
     return found if "param_groups" not in tree and isinstance(found, dict) else tree
 
 
-def with_groups(tree: Mapping[Any, Value], make: Callable[[Value], Value]) -> dict[Any, Value]:
+def replace_groups(tree: Mapping[Any, Value], make: Callable[[Value], Value]) -> dict[Any, Value]:
     """``tree`` with ``make(param_groups)`` in place of ``param_groups``."""
-    inner = inner_tree(tree)
-    made = {**inner, "param_groups": make(inner.get("param_groups"))}
-    return made if inner is tree else {**tree, "optimizer": made}
+    inner = get_inner_tree(tree)
+    new_inner = {**inner, "param_groups": make(inner.get("param_groups"))}
+    return new_inner if inner is tree else {**tree, "optimizer": new_inner}
 
 
-_NAMES: Mapping[str, str] = {
+_LOADABLE_NAMES: Mapping[str, str] = {
     "types": "SimpleNamespace",
     "pathlib": "PosixPath",
     "numpy.core.multiarray": "_reconstruct",
@@ -213,22 +220,24 @@ _NAMES: Mapping[str, str] = {
 """The classes that Megatron's loader unpickles (megatron-core 0.16.1, ``safe_globals.py``), and those that torch adds
 for arrays of numpy. Others would make the output unloadable, and might be a hidden call, so that they are dropped."""
 
-_KNOWN = frozenset(GlobalRef(module, name) for module, names in _NAMES.items() for name in names.split())
+_LOADABLE_GLOBALS = frozenset(
+    GlobalRef(module, name) for module, names in _LOADABLE_NAMES.items() for name in names.split()
+)
 
 
 def is_loadable(value: Value) -> bool:
-    return all(ref.dtype is not None or ref in _KNOWN for ref in classes_in(value))
+    return all(ref.dtype is not None or ref in _LOADABLE_GLOBALS for ref in iter_global_refs(value))
 
 
-def loadable(values: Mapping[Any, Value]) -> tuple[dict[Any, Value], list[str]]:
+def drop_unloadable(values: Mapping[Any, Value]) -> tuple[dict[Any, Value], list[str]]:
     """``values`` without what is not loadable, and the names of that; of ``args`` each argument is looked at."""
-    found, lost = dict(values), []
+    loadable_values, dropped_names = dict(values), []
     for name, value in values.items():
         if isinstance(value, Opaque) and value.ref == NAMESPACE:
-            kept = {each: item for each, item in value.attributes.items() if is_loadable(item)}
-            lost += [f"{name}.{each}" for each in value.attributes if each not in kept]
-            found[name] = Opaque(NAMESPACE, form="new", state=kept)
+            kept_arguments = {each: item for each, item in value.attributes.items() if is_loadable(item)}
+            dropped_names += [f"{name}.{each}" for each in value.attributes if each not in kept_arguments]
+            loadable_values[name] = Opaque(NAMESPACE, form="new", state=kept_arguments)
         elif not is_loadable(value):
-            lost.append(str(name))
-            del found[name]
-    return found, lost
+            dropped_names.append(str(name))
+            del loadable_values[name]
+    return loadable_values, dropped_names

@@ -15,17 +15,22 @@ def is_torch_dist(saved: SavedCheckpoint) -> bool:
     return is_iteration or bool({names.CONFIG_FILE, names.COMMON_FILE} & saved.file_names)
 
 
-def is_legacy(saved: SavedCheckpoint) -> bool:
+def is_legacy_checkpoint(saved: SavedCheckpoint) -> bool:
     """Whether Megatron-LM wrote it in its older format, a file for each tensor- and pipeline-parallel rank."""
-    return any(re.search(r"mp_rank_\d+(?:_\d+)*/", path) and names.is_legacy(path) for path in saved.files)
+    return any(re.search(r"mp_rank_\d+(?:_\d+)*/", path) and names.is_legacy_file(path) for path in saved.files)
 
 
 def is_megatron(saved: SavedCheckpoint) -> bool:
-    return is_torch_dist(saved) if is_dcp(saved) else is_legacy(saved)
+    return is_torch_dist(saved) if is_dcp(saved) else is_legacy_checkpoint(saved)
 
 
 def problem(saved: SavedCheckpoint) -> str | None:
     """Why it is not complete: ``metadata.json`` is written last."""
-    if not is_dcp(saved) or not is_torch_dist(saved) or names.CONFIG_FILE in saved.file_names or is_legacy(saved):
+    if (
+        not is_dcp(saved)
+        or not is_torch_dist(saved)
+        or names.CONFIG_FILE in saved.file_names
+        or is_legacy_checkpoint(saved)
+    ):
         return None
     return f"no {names.CONFIG_FILE}, which Megatron-Core writes last: the save did not finish"

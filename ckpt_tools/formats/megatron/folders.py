@@ -24,36 +24,36 @@ from ckpt_tools.formats.dcp.names import METADATA
 from ckpt_tools.formats.megatron.names import (
     COMMON_FILE,
     CONFIG_FILE,
-    DATA,
-    ITERATION,
-    TRACKER,
-    backend_of,
-    is_legacy,
-    torch_dist_folders,
+    DATA_FILE_NAME,
+    ITERATION_FOLDER,
+    TRACKER_FILE,
+    find_torch_dist_folders,
+    is_legacy_file,
+    read_backend,
 )
 from ckpt_tools.stores.source import Source
 
-BACKEND = "torch_dist"
+SUPPORTED_BACKEND = "torch_dist"
 
 MAX_TRACKER_BYTES = 64
 """A number, or ``release``."""
 
-_CONVERT = "save it with --ckpt-format torch_dist"
+_CONVERT_ADVICE = "save it with --ckpt-format torch_dist"
 
 
 @dataclass(frozen=True, slots=True)
-class Folder:
+class MegatronFolder:
     """The folder of one checkpoint. ``prefix`` ends in a slash, or is empty."""
 
     source: Source
     prefix: str
 
     @property
-    def metadata(self) -> str:
+    def metadata_path(self) -> str:
         return f"{self.prefix}{METADATA}"
 
     @property
-    def common(self) -> str | None:
+    def common_path(self) -> str | None:
         """The file of the common state; since megatron-core 0.19 it is an item of the checkpoint instead."""
         path = f"{self.prefix}{COMMON_FILE}"
         return path if path in self.source.files else None
@@ -61,81 +61,82 @@ class Folder:
     @property
     def iteration(self) -> int | None:
         name = self.prefix or f"{self.source.store.url.rstrip('/')}/"
-        found = ITERATION.fullmatch(name)
+        found = ITERATION_FOLDER.fullmatch(name)
         return int(found[1]) if found is not None else None
 
     @property
     def files(self) -> frozenset[str]:
         """The files that dist_checkpointing writes, and the tracker where it chose the folder."""
-        inside = {path: path[len(self.prefix) :] for path in self.source.files if path.startswith(self.prefix)}
+        name_by_path = {path: path[len(self.prefix) :] for path in self.source.files if path.startswith(self.prefix)}
         names = (METADATA, COMMON_FILE, CONFIG_FILE)
-        own = {path for path, name in inside.items() if name in names or DATA.fullmatch(name)}
-        return frozenset(own | ({TRACKER} & self.source.files.keys() if self.prefix else set()))
+        own_files = {path for path, name in name_by_path.items() if name in names or DATA_FILE_NAME.fullmatch(name)}
+        return frozenset(own_files | ({TRACKER_FILE} & self.source.files.keys() if self.prefix else set()))
 
-    def check(self) -> None:
+    def check_complete(self) -> None:
         """Raises UnsupportedError for another backend, IncompleteError for a checkpoint that was not finished."""
         path = f"{self.prefix}{CONFIG_FILE}"
         if path not in self.source.files:
             message = "this file is missing, which megatron-core writes last: the checkpoint was not finished"
             raise IncompleteError(f"{message}; take an earlier one", path=path)
-        backend = backend_of(self.source, path)
+        backend = read_backend(self.source, path)
         if backend is None:
             raise MalformedError("it does not state how the tensors are stored (sharded_backend)", path=path)
-        if backend != BACKEND:
+        if backend != SUPPORTED_BACKEND:
             message = f"its tensors are stored as {backend!r:.80}, which is not supported"
-            raise UnsupportedError(f"{message}; load it with Megatron and {_CONVERT}", path=path)
-        if self.metadata not in self.source.files:
-            raise IncompleteError("this file of the checkpoint is missing", path=self.metadata)
+            raise UnsupportedError(f"{message}; load it with Megatron and {_CONVERT_ADVICE}", path=path)
+        if self.metadata_path not in self.source.files:
+            raise IncompleteError("this file of the checkpoint is missing", path=self.metadata_path)
 
-    def notes(self, used: Collection[str]) -> list[Note]:
+    def note_unread_files(self, read_files: Collection[str]) -> list[Note]:
         """Notes on files in the folder, or in the other half of a NeMo checkpoint, that are not read."""
-        home = self.prefix.removesuffix("weights/")
-        others = [path for path in self.source.files if path.startswith(home) and path not in used]
-        tops = Counter(home + path[len(home) :].partition("/")[0] for path in others)
-        return [note_unrelated_files(top, count) for top, count in tops.items() if top != TRACKER]
+        checkpoint_prefix = self.prefix.removesuffix("weights/")
+        others = [path for path in self.source.files if path.startswith(checkpoint_prefix) and path not in read_files]
+        unread_by_top = Counter(checkpoint_prefix + path[len(checkpoint_prefix) :].partition("/")[0] for path in others)
+        return [note_unrelated_files(top, count) for top, count in unread_by_top.items() if top != TRACKER_FILE]
 
 
-def find_folder(source: Source) -> Folder:
+def find_folder(source: Source) -> MegatronFolder:
     """The checkpoint in ``source``. Raises SourceNotFoundError if there is none; UnsupportedError if there are several,
     or it is of a form that is not read; IncompleteError if it was not finished, or the tracker names one that is not
     there."""
-    found = torch_dist_folders(source)
-    chosen = _tracked(source, found) if TRACKER in source.files else None
-    if chosen is None:
+    prefixes = find_torch_dist_folders(source)
+    prefix = _read_tracker(source, prefixes) if TRACKER_FILE in source.files else None
+    if prefix is None:
         _refuse_legacy(source)
-        chosen = _only(source, found)
-    folder = Folder(source, chosen)
-    folder.check()
+        prefix = _find_only_prefix(source, prefixes)
+    folder = MegatronFolder(source, prefix)
+    folder.check_complete()
     return folder
 
 
-def _tracked(source: Source, found: list[str]) -> str | None:
-    text = source.read_all(TRACKER, limit_bytes=MAX_TRACKER_BYTES).decode("ascii", "replace").strip()
-    if text != "release" and not text.isdecimal():
-        raise MalformedError("it should contain the number of an iteration", path=TRACKER)
-    name = "release/" if text == "release" else f"iter_{int(text):07d}/"
-    if name not in found:
+def _read_tracker(source: Source, prefixes: list[str]) -> str | None:
+    tracker_text = source.read_all(TRACKER_FILE, limit_bytes=MAX_TRACKER_BYTES).decode("ascii", "replace").strip()
+    if tracker_text != "release" and not tracker_text.isdecimal():
+        raise MalformedError("it should contain the number of an iteration", path=TRACKER_FILE)
+    name = "release/" if tracker_text == "release" else f"iter_{int(tracker_text):07d}/"
+    if name not in prefixes:
         _refuse_legacy(source, name)
-        raise IncompleteError(f"it names {name}, which does not hold a checkpoint of megatron-core", path=TRACKER)
+        raise IncompleteError(f"it names {name}, which does not hold a checkpoint of megatron-core", path=TRACKER_FILE)
     return name
 
 
-def _only(source: Source, found: list[str]) -> str:
-    if not found:
-        found = [path.removesuffix(METADATA) for path in source.files if f"/{path}".endswith(f"/{METADATA}")]
-    if not found:
+def _find_only_prefix(source: Source, prefixes: list[str]) -> str:
+    if not prefixes:
+        prefixes = [path.removesuffix(METADATA) for path in source.files if f"/{path}".endswith(f"/{METADATA}")]
+    if not prefixes:
         raise SourceNotFoundError(f"there is no checkpoint of megatron-core in {source.store.url}")
-    if len(found) > 1:
-        names = join_newest([prefix.rstrip("/") or "the folder itself" for prefix in found])
+    if len(prefixes) > 1:
+        names = join_newest([prefix.rstrip("/") or "the folder itself" for prefix in prefixes])
         raise SeveralCheckpointsError(f"there are several checkpoints here ({names}); name the folder of one")
-    return found[0]
+    return prefixes[0]
 
 
 def _refuse_legacy(source: Source, prefix: str = "") -> None:
-    legacy = next((path for path in source.files if path.startswith(prefix) and is_legacy(path)), None)
-    if legacy is not None:
+    legacy_path = next((path for path in source.files if path.startswith(prefix) and is_legacy_file(path)), None)
+    if legacy_path is not None:
         raise UnsupportedError(
             "it is of Megatron-LM's legacy format (--ckpt-format torch), one file for each tensor and pipeline "
-            f"parallel rank, which is not supported; load it with Megatron-LM and {_CONVERT} (--ckpt-convert-format)",
-            path=legacy,
+            f"parallel rank, which is not supported; load it with Megatron-LM and {_CONVERT_ADVICE} "
+            f"(--ckpt-convert-format)",
+            path=legacy_path,
         )

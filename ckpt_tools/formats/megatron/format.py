@@ -23,9 +23,9 @@ class MegatronFormat(Format):
     writing_options = ("world_size",)
 
     def detect(self, source: Source) -> bool:
-        from ckpt_tools.formats.megatron.names import is_legacy, torch_dist_folders
+        from ckpt_tools.formats.megatron.names import find_torch_dist_folders, is_legacy_file
 
-        return bool(torch_dist_folders(source)) or any(map(is_legacy, source.files))
+        return bool(find_torch_dist_folders(source)) or any(map(is_legacy_file, source.files))
 
     read = import_when_called("megatron.reader:read", takes=1)
     own_files = import_when_called("megatron.reader:own_files", takes=1)

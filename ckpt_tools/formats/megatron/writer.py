@@ -26,38 +26,38 @@ from ckpt_tools.core.value_refs import iter_tensor_refs
 from ckpt_tools.core.values import Value
 from ckpt_tools.core.wording import format_count
 from ckpt_tools.errors import UnsupportedError
-from ckpt_tools.formats.dcp.files import RankFiles, metadata_of, place
-from ckpt_tools.formats.dcp.items import Items
+from ckpt_tools.formats.dcp.files import RankFiles, build_metadata, place_items
+from ckpt_tools.formats.dcp.items import ItemFactory
 from ckpt_tools.formats.dcp.names import METADATA
 from ckpt_tools.formats.megatron.common_state import (
-    CONTENT,
+    CONTENT_KEY,
     FULLY_RESHARDABLE,
-    SHARDING,
-    Parameter,
-    inner_tree,
+    SHARDING_TYPE_KEY,
+    TrainedParameter,
+    drop_unloadable,
+    get_inner_tree,
     is_loadable,
-    loadable,
-    with_groups,
+    replace_groups,
 )
-from ckpt_tools.formats.megatron.folders import BACKEND
+from ckpt_tools.formats.megatron.folders import SUPPORTED_BACKEND
 from ckpt_tools.formats.megatron.names import (
     COMMON_FILE,
     CONFIG_FILE,
-    MASTERS,
+    MASTER_SLOTS,
     OWN_ITEM,
-    TRACKER,
-    declared_forms,
-    extra_states,
+    TRACKER_FILE,
+    find_content_flags,
     is_expert,
-    is_extra_state,
-    without_numbers,
+    is_extra_state_item,
+    list_extra_states,
+    strip_numbers,
 )
 from ckpt_tools.formats.state_dict.build import Entries
-from ckpt_tools.formats.state_dict.from_deepspeed import user_entries
+from ckpt_tools.formats.state_dict.from_deepspeed import collect_user_entries
 from ckpt_tools.serialization.pickle.dump import dumps
 
 CONFIG = {
-    "sharded_backend": BACKEND,
+    "sharded_backend": SUPPORTED_BACKEND,
     "sharded_backend_version": 1,
     "common_backend": "torch",
     "common_backend_version": 1,
@@ -67,7 +67,12 @@ CONFIG = {
 VERSION = 3.0
 """Megatron-LM's version of its checkpoints (training/checkpointing.py)."""
 
-_DEFAULTS: Mapping[str, Any] = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
+_GROUP_IDENTIFIERS: Mapping[str, Any] = {
+    "wd_mult": 1.0,
+    "lr_mult": 1.0,
+    "is_expert_parallel": False,
+    "is_decoupled_lr": False,
+}
 """By these Megatron recognises its groups (optimizer/optimizer.py, ``param_group_identifier_keys``)."""
 
 
@@ -77,62 +82,66 @@ _REFUSED_CLASS = "it is of a class that Megatron's loader refuses"
 
 
 def layout(manifest: Manifest, options: WriteOptions) -> Layout:
-    state = _State(manifest)
-    entries = state.entries()
-    placed = place(state.readable, entries, options.world_size)
-    placed = replace(placed, owners=state.owners)
-    index = metadata_of(entries, placed)
+    writer = _MegatronWriter(manifest)
+    entries = writer.build_entries()
+    placement = place_items(writer.readable_manifest, entries, options.world_size)
+    placement = replace(placement, owners=writer.weight_of_master)
+    index = build_metadata(entries, placement)
     index.planner_data = None
-    folder = f"iter_{state.iteration:07d}/"
-    common = Items(manifest.tensors).object(state.common())
+    folder = f"iter_{writer.iteration:07d}/"
+    common_item = ItemFactory(manifest.tensors).make_object_item(writer.build_common_state())
     files: tuple[FileSpec, ...] = (
-        *RankFiles(placed, folder).files(),
+        *RankFiles(placement, folder).list_files(),
         FileLayout(f"{folder}{METADATA}", (Literal(dumps(index)),)),
-        FileLayout(f"{folder}{COMMON_FILE}", tuple(common.at(0))),
+        FileLayout(f"{folder}{COMMON_FILE}", tuple(common_item.segments_at(0))),
         FileLayout(f"{folder}{CONFIG_FILE}", (Literal(json.dumps(CONFIG).encode()),)),
-        FileLayout(TRACKER, (Literal(str(state.iteration).encode()),)),
+        FileLayout(TRACKER_FILE, (Literal(str(writer.iteration).encode()),)),
     )
-    return Layout(files, tuple(state.notes))
+    return Layout(files, tuple(writer.notes))
 
 
 @dataclass
-class _State:
-    """A manifest to be written. ``owners`` maps fp32 copies that the source lacks to the weights that become them."""
+class _MegatronWriter:
+    """A manifest to be written. ``weight_of_master`` maps fp32 copies that the source lacks to the weights that become
+    them."""
 
     manifest: Manifest
     notes: list[Note] = field(default_factory=list)
-    owners: dict[StateKey, StateKey] = field(default_factory=dict)
+    weight_of_master: dict[StateKey, StateKey] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.manifest.step is None and type(self.manifest.extra.get("global_step")) is not int:
             why = f"{ABSENT_REASON}; Megatron starts counting at 0"
             self.notes.append(Note(Outcome.DEFAULTED, "global_step", why))
-        for name in self.trained:
+        for name in self.trained_names:
             weight, master = self.manifest.tensors.get(StateKey(name)), StateKey(name, MASTER)
             if master not in self.manifest.tensors and weight is not None and weight.dtype is not DType.FLOAT32:
-                self.owners[master] = StateKey(name)
-        if self.owners:
+                self.weight_of_master[master] = StateKey(name)
+        if self.weight_of_master:
             why = "none are written from the source, so they are made from the weights"
-            what = f"fp32 masters of {format_count(len(self.owners), 'parameter')}"
-            self.notes.append(Note(Outcome.DEFAULTED, what, why, len(self.owners)))
+            what = f"fp32 masters of {format_count(len(self.weight_of_master), 'parameter')}"
+            self.notes.append(Note(Outcome.DEFAULTED, what, why, len(self.weight_of_master)))
 
     @cached_property
-    def trained(self) -> list[str]:
+    def trained_names(self) -> list[str]:
         return list(dict.fromkeys(key.fqn for key in self.manifest.select_kinds(Kind.STATE)))
 
     @cached_property
-    def readable(self) -> Manifest:
+    def readable_manifest(self) -> Manifest:
         tensors = self.manifest.tensors
-        made = {
-            key: replace(tensors[owner].cast_to(DType.FLOAT32), kind=Kind.STATE) for key, owner in self.owners.items()
+        made_masters = {
+            key: replace(tensors[owner].cast_to(DType.FLOAT32), kind=Kind.STATE)
+            for key, owner in self.weight_of_master.items()
         }
-        return replace(self.manifest, tensors={**tensors, **made}) if made else self.manifest
+        return replace(self.manifest, tensors={**tensors, **made_masters}) if made_masters else self.manifest
 
     @cached_property
-    def own_masters(self) -> list[str]:
+    def fp32_names(self) -> list[str]:
         """The trained parameters that are fp32 themselves, each its own master."""
-        tensors = self.readable.tensors
-        return [name for name in self.trained if StateKey(name, MASTER) not in tensors and StateKey(name) in tensors]
+        tensors = self.readable_manifest.tensors
+        return [
+            name for name in self.trained_names if StateKey(name, MASTER) not in tensors and StateKey(name) in tensors
+        ]
 
     @cached_property
     def iteration(self) -> int:
@@ -141,89 +150,92 @@ class _State:
         return step if step is not None and step >= 0 else 0
 
     @cached_property
-    def source(self) -> dict[Any, Value] | None:
+    def source_common(self) -> dict[Any, Value] | None:
         """The common state of a source that was Megatron's, wherever it has been since."""
-        found = self.manifest.extra.get("megatron")
-        match found.get("common") if isinstance(found, dict) else None:
-            case (dict() as common,) if self._is_whole(common):
+        source_entry = self.manifest.extra.get("megatron")
+        match source_entry.get("common") if isinstance(source_entry, dict) else None:
+            case (dict() as common,) if self._has_all_tensors(common):
                 return common
         return None
 
-    def _is_whole(self, value: Value) -> bool:
+    def _has_all_tensors(self, value: Value) -> bool:
         return all(ref.key in self.manifest.tensors for ref in iter_tensor_refs(value))
 
     @cached_property
-    def objects(self) -> dict[str, list[Value]]:
-        found = self.manifest.extra.get("megatron")
-        pairs = found.get("objects") if isinstance(found, dict) else None
+    def source_objects(self) -> dict[str, list[Value]]:
+        source_entry = self.manifest.extra.get("megatron")
+        pairs = source_entry.get("objects") if isinstance(source_entry, dict) else None
         pairs = pairs if isinstance(pairs, tuple) else ()
         return {
             pair[0]: list(pair[1])
             for pair in pairs
-            if isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], tuple) and self._is_whole(pair[1])
+            if isinstance(pair, tuple)
+            and len(pair) == 2
+            and isinstance(pair[1], tuple)
+            and self._has_all_tensors(pair[1])
         }
 
-    def entries(self) -> Entries:
+    def build_entries(self) -> Entries:
         tensors: dict[str, StateKey] = {}
         aliases: dict[str, str] = dict(self.manifest.aliases)
-        for key, entry in self.readable.tensors.items():
+        for key, entry in self.readable_manifest.tensors.items():
             if entry.kind in _WEIGHTS:
                 tensors[key.fqn] = key
             # The groups of a Megatron source have its steps.
             elif entry.kind is Kind.STATE and (
-                key.slot != "step" or self.source is None or self._number(entry) is None
+                key.slot != "step" or self.source_common is None or self._read_step_number(entry) is None
             ):
-                tensors[self._name(key)] = key
-        aliases.update({self._name(StateKey(name, MASTER)): name for name in self.own_masters})
-        lost = [name for name, value in self.objects.items() if not is_loadable(value)]
-        self.notes += [Note(Outcome.DROPPED, name, _REFUSED_CLASS) for name in lost]
-        objects = {name: value for name, value in self.objects.items() if name not in lost}
-        objects[OWN_ITEM] = [self._own()]
-        aliases.update(self._extra_states(objects))
+                tensors[self._make_tensor_name(key)] = key
+        aliases.update({self._make_tensor_name(StateKey(name, MASTER)): name for name in self.fp32_names})
+        refused_names = [name for name, value in self.source_objects.items() if not is_loadable(value)]
+        self.notes += [Note(Outcome.DROPPED, name, _REFUSED_CLASS) for name in refused_names]
+        objects = {name: value for name, value in self.source_objects.items() if name not in refused_names}
+        objects[OWN_ITEM] = [self._build_own_entry()]
+        aliases.update(self._add_extra_states(objects))
         names = [*tensors, *aliases, *objects]
         if len(set(names)) < len(names):
-            twice = next(name for name in names if names.count(name) > 1)
-            raise UnsupportedError("two entries would have this name in a Megatron checkpoint", key=twice)
+            duplicate_name = next(name for name in names if names.count(name) > 1)
+            raise UnsupportedError("two entries would have this name in a Megatron checkpoint", key=duplicate_name)
         return Entries({name: (name,) for name in names}, tensors, aliases, objects, ())
 
-    def _extra_states(self, objects: dict[str, list[Value]]) -> dict[str, str]:
+    def _add_extra_states(self, objects: dict[str, list[Value]]) -> dict[str, str]:
         """Megatron's modules ask for an object each, and say nothing in it without fp8. Where the source has none of
         these modules, ``objects`` gets the first, and the others are the same by name."""
         weights = {key.fqn: entry.shape for kind in _WEIGHTS for key, entry in self.manifest.select_kinds(kind).items()}
-        wanted = extra_states(weights)
-        known = frozenset(wanted)
-        others = [name for name in objects if is_extra_state(name) and name not in known]
-        if not objects.keys().isdisjoint(known):
+        expected_names = list_extra_states(weights)
+        expected_set = frozenset(expected_names)
+        unexpected_names = [name for name in objects if is_extra_state_item(name) and name not in expected_set]
+        if not objects.keys().isdisjoint(expected_set):
             # Layers and experts that the source names one by one are stacked now, or the other way round.
-            forms = frozenset(map(without_numbers, wanted))
-            others = [name for name in others if without_numbers(name) in forms]
-            if not others:
+            numberless_names = frozenset(map(strip_numbers, expected_names))
+            unexpected_names = [name for name in unexpected_names if strip_numbers(name) in numberless_names]
+            if not unexpected_names:
                 return {}
-        said = [name for name in others if objects.pop(name) != [None]]
-        self.notes += [Note(Outcome.DROPPED, name, "no module of the output has this name") for name in said]
-        missing = [name for name in wanted if name not in objects]
+        nonempty_names = [name for name in unexpected_names if objects.pop(name) != [None]]
+        self.notes += [Note(Outcome.DROPPED, name, "no module of the output has this name") for name in nonempty_names]
+        missing = [name for name in expected_names if name not in objects]
         objects |= {name: [None] for name in missing[:1]}
         return dict.fromkeys(missing[1:], missing[0]) if missing else {}
 
-    def _name(self, key: StateKey) -> str:
+    def _make_tensor_name(self, key: StateKey) -> str:
         if "." in key.slot:
             raise UnsupportedError("optimizer state of this name has no place in a Megatron checkpoint", key=str(key))
-        return f"optimizer.state.{self._master if key.slot == MASTER else key.slot}.{key.fqn}"
+        return f"optimizer.state.{self._master_slot if key.slot == MASTER else key.slot}.{key.fqn}"
 
     @cached_property
-    def _master(self) -> str:
+    def _master_slot(self) -> str:
         """The slot of the fp32 copy, by the kind of optimizer."""
-        trees = self._trees.values()
-        return MASTERS[1] if any("fp32_from_fp16_params" in tree for tree in trees) else MASTERS[0]
+        trees = self._optimizer_trees.values()
+        return MASTER_SLOTS[1] if any("fp32_from_fp16_params" in tree for tree in trees) else MASTER_SLOTS[0]
 
     @cached_property
-    def _trees(self) -> dict[Any, dict[Any, Value]]:
-        found = self.source.get("optimizer") if self.source is not None else None
-        is_known = isinstance(found, dict) and all(isinstance(tree, dict) for tree in found.values())
-        is_known = is_known and is_loadable(found)
-        return found if is_known and found is not None else {}
+    def _optimizer_trees(self) -> dict[Any, dict[Any, Value]]:
+        trees = self.source_common.get("optimizer") if self.source_common is not None else None
+        is_known = isinstance(trees, dict) and all(isinstance(tree, dict) for tree in trees.values())
+        is_known = is_known and is_loadable(trees)
+        return trees if is_known and trees is not None else {}
 
-    def _number(self, entry: TensorEntry) -> float | None:
+    def _read_step_number(self, entry: TensorEntry) -> float | None:
         """The value of a step, where it is not in a file of the source."""
         number = read_literal_number(self.manifest, entry)
         table = entry.shards
@@ -233,98 +245,126 @@ class _State:
             number = struct.unpack("<f", data[at.start : at.stop])[0]
         return number
 
-    def _own(self) -> dict[str, Value]:
-        extra, notes = user_entries(self.manifest)
+    def _build_own_entry(self) -> dict[str, Value]:
+        extra, notes = collect_user_entries(self.manifest)
         self.notes += notes
         extra.pop("megatron", None)
-        whole = {name: value for name, value in extra.items() if self._is_whole(value)}
-        for name in extra.keys() - whole.keys():
+        kept_extra = {name: value for name, value in extra.items() if self._has_all_tensors(value)}
+        for name in extra.keys() - kept_extra.keys():
             self.notes.append(Note(Outcome.DROPPED, name, "its tensor is not selected", asked=True))
         buffers = [key.fqn for key, entry in self.manifest.select_kinds(Kind.BUFFER).items() if entry.dtype.is_floating]
-        groups = [{"params": list(group.params), "added": list(_missing(group))} for group in self.manifest.groups]
+        groups = [
+            {"params": list(group.params), "added": list(_find_missing_options(group))}
+            for group in self.manifest.groups
+        ]
         # A tensor of no elements has no item, and so none that two names could share.
-        empty = [name for name in self.own_masters if not prod(self.readable.tensors[StateKey(name)].shape)]
-        widened = [*(key.fqn for key in self.owners), *empty]
-        return {"made": self.source is None, "groups": groups, "buffers": buffers, "widened": widened, "extra": whole}
+        empty = [name for name in self.fp32_names if not prod(self.readable_manifest.tensors[StateKey(name)].shape)]
+        widened_names = [*(key.fqn for key in self.weight_of_master), *empty]
+        return {
+            "made": self.source_common is None,
+            "groups": groups,
+            "buffers": buffers,
+            "widened": widened_names,
+            "extra": kept_extra,
+        }
 
-    def common(self) -> dict[Any, Value]:
+    def build_common_state(self) -> dict[Any, Value]:
         """The content of ``common.pt``."""
-        found, lost = loadable({name: value for name, value in (self.source or {}).items() if name != "optimizer"})
-        self.notes += [Note(Outcome.DROPPED, name, _REFUSED_CLASS) for name in lost]
-        content = found.get(CONTENT)
-        found[CONTENT] = {
+        common_state, refused_names = drop_unloadable(
+            {name: value for name, value in (self.source_common or {}).items() if name != "optimizer"}
+        )
+        self.notes += [Note(Outcome.DROPPED, name, _REFUSED_CLASS) for name in refused_names]
+        content = common_state.get(CONTENT_KEY)
+        common_state[CONTENT_KEY] = {
             **(content if isinstance(content, dict) else {}),
             "distrib_optim_sharding_type": FULLY_RESHARDABLE,
             "chained_optim_avoid_prefix": True,
-            **declared_forms(key.fqn for key in self.manifest.tensors),
+            **find_content_flags(key.fqn for key in self.manifest.tensors),
         }
-        found |= {"checkpoint_version": VERSION, "iteration": self.iteration}
-        if self.trained:
-            found["optimizer"] = self._optimizer()
-        if "args" not in found:
+        common_state |= {"checkpoint_version": VERSION, "iteration": self.iteration}
+        if self.trained_names:
+            common_state["optimizer"] = self._build_optimizer()
+        if "args" not in common_state:
             why = f"{ABSENT_REASON}; Megatron-LM then does not compare its arguments"
             self.notes.append(Note(Outcome.MISSING, "Megatron's args", why))
-        return found
+        return common_state
 
-    def _optimizer(self) -> dict[Any, Value]:
-        groups = [self._group(number, group) for number, group in enumerate(self.manifest.groups)]
-        if self.source is None and groups:
-            groups += self._groups_by_rule(groups)
-        trees = self._trees
-        counts = [n for tree in trees.values() if type(n := inner_tree(tree).get("param_groups")) is int]
-        if not trees or len(counts) != len(trees) or sum(counts) != len(groups):
-            return {"optimizer": {"param_groups": groups}, SHARDING: FULLY_RESHARDABLE}
-        left = iter(groups)
-        made = {number: self._filled(tree, left) for number, tree in trees.items()}
-        return made if len(made) > 1 else next(iter(made.values()))
+    def _build_optimizer(self) -> dict[Any, Value]:
+        groups = [self._build_group(number, group) for number, group in enumerate(self.manifest.groups)]
+        if self.source_common is None and groups:
+            groups += self._add_groups_by_rule(groups)
+        trees = self._optimizer_trees
+        group_counts = [n for tree in trees.values() if type(n := get_inner_tree(tree).get("param_groups")) is int]
+        if not trees or len(group_counts) != len(trees) or sum(group_counts) != len(groups):
+            return {"optimizer": {"param_groups": groups}, SHARDING_TYPE_KEY: FULLY_RESHARDABLE}
+        remaining_groups = iter(groups)
+        filled_trees = {number: self._fill_tree(tree, remaining_groups) for number, tree in trees.items()}
+        return filled_trees if len(filled_trees) > 1 else next(iter(filled_trees.values()))
 
-    def _filled(self, tree: Mapping[Any, Value], left: Iterator[dict[str, Value]]) -> dict[Any, Value]:
-        found = with_groups(tree, lambda number: [next(left) for _ in range(number)])
-        state = inner_tree(found).get("state")
+    def _fill_tree(self, tree: Mapping[Any, Value], remaining_groups: Iterator[dict[str, Value]]) -> dict[Any, Value]:
+        filled_tree = replace_groups(tree, lambda number: [next(remaining_groups) for _ in range(number)])
+        state = get_inner_tree(filled_tree).get("state")
         if isinstance(state, dict) and "common_step" in state:
-            inner_tree(found)["state"]["common_step"] = self._step(self.trained)
-        return {**found, SHARDING: FULLY_RESHARDABLE} if SHARDING in found else found
+            get_inner_tree(filled_tree)["state"]["common_step"] = self._find_common_step(self.trained_names)
+        return (
+            {**filled_tree, SHARDING_TYPE_KEY: FULLY_RESHARDABLE} if SHARDING_TYPE_KEY in filled_tree else filled_tree
+        )
 
-    def _group(self, number: int, group: ParamGroup) -> dict[str, Value]:
-        missing = _missing(group)
-        if missing:
-            what = f"{', '.join(missing)} of parameter group {number}"
+    def _build_group(self, number: int, group: ParamGroup) -> dict[str, Value]:
+        missing_options = _find_missing_options(group)
+        if missing_options:
+            what = f"{', '.join(missing_options)} of parameter group {number}"
             why = "Megatron needs them in its groups, and the source has none"
-            self.notes.append(Note(Outcome.DEFAULTED, what, why, len(missing)))
-        return {**group.options, **missing, "step": self._step(group.params or self.trained)}
+            self.notes.append(Note(Outcome.DEFAULTED, what, why, len(missing_options)))
+        return {**group.options, **missing_options, "step": self._find_common_step(group.params or self.trained_names)}
 
-    def _groups_by_rule(self, groups: Sequence[dict[str, Value]]) -> list[dict[str, Value]]:
+    def _add_groups_by_rule(self, groups: Sequence[dict[str, Value]]) -> list[dict[str, Value]]:
         """The groups that Megatron looks for by its rule, where ``groups`` of the source are not these: it takes the
         options of the last group that decays, or does not, for all parameters of this kind."""
-        source = {name: number for number, group in enumerate(self.manifest.groups) for name in group.params}
-        kinds: dict[float, list[str]] = {}
-        for name in filter(source.__contains__, self.trained):
-            stored = len(self.readable.tensors[StateKey(name)].shape) if StateKey(name) in self.readable.tensors else 2
-            does_decay = Parameter(name, stored, None).decays(also_norms=False)
-            kinds.setdefault(1.0 if does_decay else 0.0, []).append(name)
-        added, changed = [], 0
-        for kind, names in kinds.items():
-            taken = next((group for group in reversed(groups) if _is_of(group, kind)), None)
-            if taken is None:
-                own = {"wd_mult": kind, "is_expert_parallel": False, **({} if kind else {"weight_decay": 0.0})}
-                taken = {**groups[source[names[0]]], **own}
-                added.append(taken)
-            changed += sum(_hyperparameters(groups[source[name]]) != _hyperparameters(taken) for name in names)
-        if changed:
-            what = f"hyperparameters of {format_count(changed, 'parameter')}"
+        group_number_by_name = {
+            name: number for number, group in enumerate(self.manifest.groups) for name in group.params
+        }
+        names_by_multiplier: dict[float, list[str]] = {}
+        for name in filter(group_number_by_name.__contains__, self.trained_names):
+            stored = (
+                len(self.readable_manifest.tensors[StateKey(name)].shape)
+                if StateKey(name) in self.readable_manifest.tensors
+                else 2
+            )
+            does_decay = TrainedParameter(name, stored, None).does_decay(also_norms=False)
+            names_by_multiplier.setdefault(1.0 if does_decay else 0.0, []).append(name)
+        added, num_changed = [], 0
+        for multiplier, names in names_by_multiplier.items():
+            matching_group = next(
+                (group for group in reversed(groups) if _is_group_with_multiplier(group, multiplier)), None
+            )
+            if matching_group is None:
+                identifying_options = {
+                    "wd_mult": multiplier,
+                    "is_expert_parallel": False,
+                    **({} if multiplier else {"weight_decay": 0.0}),
+                }
+                matching_group = {**groups[group_number_by_name[names[0]]], **identifying_options}
+                added.append(matching_group)
+            num_changed += sum(
+                _select_hyperparameters(groups[group_number_by_name[name]]) != _select_hyperparameters(matching_group)
+                for name in names
+            )
+        if num_changed:
+            what = f"hyperparameters of {format_count(num_changed, 'parameter')}"
             why = (
                 "Megatron groups parameters by a rule of its own: no weight decay for biases and parameters of one dim"
             )
-            self.notes.append(Note(Outcome.DEFAULTED, what, why, changed))
+            self.notes.append(Note(Outcome.DEFAULTED, what, why, num_changed))
         return added
 
-    def _step(self, names: Sequence[str]) -> int:
+    def _find_common_step(self, names: Sequence[str]) -> int:
         """The step of these parameters, because Megatron's groups have one each."""
         entries = (self.manifest.tensors.get(StateKey(name, "step")) for name in names)
-        found = {self._number(entry) for entry in entries if entry is not None}
-        known = next(iter(found)) if len(found) == 1 else None
-        if known is not None and known == int(known):
-            return int(known)
+        step_numbers = {self._read_step_number(entry) for entry in entries if entry is not None}
+        common_step = next(iter(step_numbers)) if len(step_numbers) == 1 else None
+        if common_step is not None and common_step == int(common_step):
+            return int(common_step)
         why = "Megatron's groups have one each, and the parameters' are in tensors: the iteration is used"
         note = Note(Outcome.DEFAULTED, "step of the optimizer", why)
         if note not in self.notes:
@@ -332,25 +372,31 @@ class _State:
         return self.iteration
 
 
-def _is_of(group: Mapping[str, Any], kind: float) -> bool:
-    """Whether Megatron takes the group for the parameters whose weight decay is multiplied by ``kind``."""
-    said = {name: group.get(name, group.get(f"pre_{name}")) for name in _DEFAULTS}
-    return said == {**_DEFAULTS, "wd_mult": kind}
+def _is_group_with_multiplier(group: Mapping[str, Any], multiplier: float) -> bool:
+    """Whether Megatron takes the group for the parameters whose weight decay is multiplied by ``multiplier``."""
+    identifiers = {name: group.get(name, group.get(f"pre_{name}")) for name in _GROUP_IDENTIFIERS}
+    return identifiers == {**_GROUP_IDENTIFIERS, "wd_mult": multiplier}
 
 
-def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+def _select_hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
     """The options on which a step depends. Those that only identify a group in Megatron are left out."""
-    return {name: value for name, value in group.items() if name.removeprefix("pre_") not in _DEFAULTS}
+    return {name: value for name, value in group.items() if name.removeprefix("pre_") not in _GROUP_IDENTIFIERS}
 
 
-def _missing(group: ParamGroup) -> dict[str, Any]:
+def _find_missing_options(group: ParamGroup) -> dict[str, Any]:
     """Options that Megatron needs in a group and the source's does not have."""
     options = group.options
-    found = {name: value for name, value in _DEFAULTS.items() if name not in options and f"pre_{name}" not in options}
-    if "wd_mult" in found and options.get("weight_decay") == 0:
-        found["wd_mult"] = 0.0
-    if "is_expert_parallel" in found:
-        found["is_expert_parallel"] = bool(group.params) and all(map(is_expert, group.params))
+    missing_options = {
+        name: value
+        for name, value in _GROUP_IDENTIFIERS.items()
+        if name not in options and f"pre_{name}" not in options
+    }
+    if "wd_mult" in missing_options and options.get("weight_decay") == 0:
+        missing_options["wd_mult"] = 0.0
+    if "is_expert_parallel" in missing_options:
+        missing_options["is_expert_parallel"] = bool(group.params) and all(map(is_expert, group.params))
     if {"betas", "eps"} <= options.keys() and "bias_correction" not in options:
-        found["bias_correction"] = True  # FusedAdam of Transformer Engine and Apex needs it; torch's always corrects.
-    return found
+        missing_options["bias_correction"] = (
+            True  # FusedAdam of Transformer Engine and Apex needs it; torch's always corrects.
+        )
+    return missing_options

@@ -26,21 +26,21 @@ class MetaFormat(Format):
     asks_model_type = True
 
     def detect(self, source: Source) -> bool:
-        from ckpt_tools.formats.meta.names import files_of
+        from ckpt_tools.formats.meta.names import find_consolidated_files
 
-        return bool(files_of(source.files))
+        return bool(find_consolidated_files(source.files))
 
     def is_named(self, saved: SavedCheckpoint) -> bool:
-        from ckpt_tools.formats.meta.names import files_of
+        from ckpt_tools.formats.meta.names import find_consolidated_files
 
-        return bool(files_of(saved.files))
+        return bool(find_consolidated_files(saved.files))
 
     read = import_when_called("meta.reader:read")
 
     def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
-        from ckpt_tools.formats.meta.names import PARAMS, files_of
+        from ckpt_tools.formats.meta.names import PARAMS_FILE, find_consolidated_files
 
-        return frozenset([*files_of(source.files), *({PARAMS} & {*source.files})])
+        return frozenset([*find_consolidated_files(source.files), *({PARAMS_FILE} & {*source.files})])
 
     layout = import_when_called("meta.writer:layout")
 

@@ -12,40 +12,42 @@ from collections.abc import Collection
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.errors import IncompleteError, UnsupportedError
 
-PARAMS = "params.json"
+PARAMS_FILE = "params.json"
 EMBEDDING = "tok_embeddings.weight"
 LAST_NORM = "norm.weight"
 
-_FILE = re.compile(r"consolidated\.([0-9]{2,4})\.pth")
+_CONSOLIDATED_FILE = re.compile(r"consolidated\.([0-9]{2,4})\.pth")
 
-_AXES = {
+_CUT_AXES = {
     "wq": 0, "wk": 0, "wv": 0, "w1": 0, "w3": 0, "output": 0,
     "wo": 1, "w2": 1,
 }  # fmt: skip
 """``ColumnParallelLinear`` cuts rows of the weight, ``RowParallelLinear`` its columns."""
 
-_COPIED = ("norm", "attention_norm", "ffn_norm", "rope")
+_REPLICATED_MODULES = ("norm", "attention_norm", "ffn_norm", "rope")
 """Modules that every rank has whole."""
 
 
-def file_name(rank: int) -> str:
+def make_file_name(rank: int) -> str:
     return f"consolidated.{rank:02d}.pth"
 
 
-def files_of(paths: Collection[str]) -> tuple[str, ...]:
+def find_consolidated_files(paths: Collection[str]) -> tuple[str, ...]:
     """The files at the top, by rank."""
-    found = [(int(match[1]), path) for path in paths if (match := _FILE.fullmatch(path)) is not None]
-    return tuple(path for _, path in sorted(found))
+    files_by_rank = [
+        (int(match[1]), path) for path in paths if (match := _CONSOLIDATED_FILE.fullmatch(path)) is not None
+    ]
+    return tuple(path for _, path in sorted(files_by_rank))
 
 
-def check_ranks(files: Collection[str]) -> None:
+def check_all_ranks(files: Collection[str]) -> None:
     """Raises IncompleteError if ranks are missing in the names."""
-    missing = next((rank for rank, path in enumerate(files) if path != file_name(rank)), None)
-    if missing is not None:
-        raise IncompleteError(f"{file_name(missing)} is missing, and there are files of later ranks")
+    missing_rank = next((rank for rank, path in enumerate(files) if path != make_file_name(rank)), None)
+    if missing_rank is not None:
+        raise IncompleteError(f"{make_file_name(missing_rank)} is missing, and there are files of later ranks")
 
 
-def axis_of(name: str, shape: Shape, width: int | None) -> int | None:
+def find_cut_axis(name: str, shape: Shape, width: int | None) -> int | None:
     """The axis along which ranks cut a tensor; None if each rank has the whole. ``shape`` is that of one rank's part.
     ``width`` is that of the model: Llama 1 and 2 cut columns of the embedding, and Llama 3 its rows.
 
@@ -53,11 +55,11 @@ def axis_of(name: str, shape: Shape, width: int | None) -> int | None:
         UnsupportedError: the name is none of Llama's.
     """
     module = name.split(".")[-2] if "." in name else name
-    if module in _COPIED:
+    if module in _REPLICATED_MODULES:
         return None
     if name == EMBEDDING and width is not None and len(shape) > 1:
         return 0 if shape[1] == width else 1
-    axis = _AXES.get(module)
+    axis = _CUT_AXES.get(module)
     if axis is None or len(shape) < 2 or not name.endswith(".weight"):
         raise UnsupportedError("it is none of Llama's, so it is not known how ranks cut it", key=name)
     return axis

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, TypeGuard
 
 from ckpt_tools.errors import MalformedError
-from ckpt_tools.formats.meta.names import PARAMS
+from ckpt_tools.formats.meta.names import PARAMS_FILE
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.stores.source import Source
 
@@ -32,29 +32,29 @@ MAX_SIZE = 1 << 31
 """A larger size is that of no model."""
 
 
-def own_params(source: Source) -> Mapping[str, Any]:
+def read_params(source: Source) -> Mapping[str, Any]:
     """The content of ``params.json`` beside the files; empty if there is none.
 
     Raises:
         MalformedError: it is not a JSON object.
     """
-    if PARAMS not in source.files or source.size(PARAMS) > MAX_BYTES:
+    if PARAMS_FILE not in source.files or source.size(PARAMS_FILE) > MAX_BYTES:
         return {}
-    found = parse_json(source.read(PARAMS, 0, source.size(PARAMS)), PARAMS)
-    if not isinstance(found, dict):
-        raise MalformedError("it is not a JSON object", path=PARAMS)
-    return found
+    params = parse_json(source.read(PARAMS_FILE, 0, source.size(PARAMS_FILE)), PARAMS_FILE)
+    if not isinstance(params, dict):
+        raise MalformedError("it is not a JSON object", path=PARAMS_FILE)
+    return params
 
 
-def own_sizes(source: Source) -> Mapping[str, Any]:
+def read_model_sizes(source: Source) -> Mapping[str, Any]:
     """Sizes of ``params.json`` under the names of ``config.json``. Llama 1 and 2 have the vocabulary -1, which the
     tokenizer tells."""
-    params = own_params(source)
+    params = read_params(source)
     known = {key: params.get(name) for name, key in CONFIG_KEYS.items()}
     return {key: size for key, size in known.items() if _is_size(size)}
 
 
-def params_json(config: Mapping[str, Any]) -> bytes | None:
+def build_params_json(config: Mapping[str, Any]) -> bytes | None:
     """``params.json`` of a model with this ``config.json``; None if it lacks a size."""
     sizes = {name: config[key] for name, key in CONFIG_KEYS.items() if type(config.get(key)) in (int, float)}
     if not all(_is_size(size) for name, size in sizes.items() if name != "norm_eps"):
@@ -65,20 +65,20 @@ def params_json(config: Mapping[str, Any]) -> bytes | None:
     ropes = (config.get(key) for key in ("rope_parameters", "rope_scaling"))
     rope = next((each for each in ropes if isinstance(each, Mapping)), {})
     theta = rope.get("rope_theta", config.get("rope_theta"))
-    found = {
+    params = {
         **sizes,
-        **(_feed_forward(sizes["dim"], width) if _is_size(width) else {}),
+        **(_find_feed_forward_args(sizes["dim"], width) if _is_size(width) else {}),
         **({} if theta is None else {"rope_theta": theta}),
         **({"use_scaled_rope": True} if rope.get("rope_type") == "llama3" else {}),
     }
-    return (json.dumps(found, indent=2) + "\n").encode()
+    return (json.dumps(params, indent=2) + "\n").encode()
 
 
 def _is_size(value: Any) -> TypeGuard[int]:
     return type(value) is int and 0 < value < MAX_SIZE
 
 
-def _feed_forward(dim: int, width: int) -> Mapping[str, Any]:
+def _find_feed_forward_args(dim: int, width: int) -> Mapping[str, Any]:
     """Numbers from which Meta's code computes ``width``: 2/3 of 4 times ``dim``, times a factor, rounded up."""
     multiple = next(each for each in (256, 128, 64, 32, 16, 8, 4, 2, 1) if width % each == 0)
     base = int(2 * (4 * dim) / 3)

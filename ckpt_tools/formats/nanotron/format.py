@@ -19,20 +19,20 @@ class NanotronFormat(Format):
     holds = "whole state"
 
     def detect(self, source: Source) -> bool:
-        from ckpt_tools.formats.nanotron.names import METADATA
+        from ckpt_tools.formats.nanotron.names import METADATA_FILE
 
-        return any(path.rpartition("/")[2] == METADATA for path in source.files)
+        return any(path.rpartition("/")[2] == METADATA_FILE for path in source.files)
 
     read = import_when_called("nanotron.reader:read", takes=1)
     own_files = import_when_called("nanotron.reader:own_files", takes=1)
 
     def problem(self, saved: SavedCheckpoint) -> str | None:
-        from ckpt_tools.formats.nanotron.names import METADATA
+        from ckpt_tools.formats.nanotron.names import METADATA_FILE
 
         is_begun = any(path.startswith("model/") for path in saved.files) and "model_config.json" in saved.files
-        return f"no {METADATA}: the save did not finish" if is_begun and METADATA not in saved.files else None
+        return f"no {METADATA_FILE}: the save did not finish" if is_begun and METADATA_FILE not in saved.files else None
 
     def is_named(self, saved: SavedCheckpoint) -> bool:
-        from ckpt_tools.formats.nanotron.names import METADATA
+        from ckpt_tools.formats.nanotron.names import METADATA_FILE
 
-        return METADATA in saved.files
+        return METADATA_FILE in saved.files

@@ -17,54 +17,56 @@ from ckpt_tools.errors import MalformedError, UnsupportedError
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
-    """A rank's tensor of shape ``local``, whose boxes are boxes of the tensor of ``shape``."""
+class NanotronTensorPart:
+    """A rank's tensor of shape ``local_shape``, whose boxes are boxes of the tensor of ``shape``."""
 
-    local: Shape
+    local_shape: Shape
     shape: Shape
-    pairs: tuple[tuple[Box, Box], ...]
+    box_pairs: tuple[tuple[Box, Box], ...]
 
     @classmethod
-    def whole(cls, shape: Shape) -> Part:
+    def whole(cls, shape: Shape) -> NanotronTensorPart:
         return cls(shape, shape, ((Box.whole(shape), Box.whole(shape)),))
 
     @classmethod
-    def read(cls, pairs: str, shape: Shape, local: Shape) -> Part:
+    def parse(cls, pairs: str, shape: Shape, local: Shape) -> NanotronTensorPart:
         """From the metadata of a file. Raises MalformedError, or UnsupportedError for slices with steps."""
-        found = []
+        box_pairs = []
         for pair in pairs.split(";"):
             inner, _, outer = pair.partition("#")
-            boxes = _box(inner, local), _box(outer, shape)
+            boxes = _parse_box(inner, local), _parse_box(outer, shape)
             if boxes[0].shape != boxes[1].shape:
                 raise MalformedError(f"its slices {pair:.200} are of two sizes")
-            found.append(boxes)
-        return cls(local, shape, tuple(found))
+            box_pairs.append(boxes)
+        return cls(local, shape, tuple(box_pairs))
 
-    def shards(self, start: int, stop: int, at: ByteRange, item_bytes: int) -> Iterator[Shard]:
-        """The elements ``[start, stop)`` of the rank's tensor, flattened, which are the bytes ``at``."""
-        strides = contiguous_strides(self.local)
-        for box in interval_to_boxes(start, stop, self.local):
-            for inner, outer in self.pairs:
-                cut = box.intersect(inner)
-                if cut is None:
+    def iter_shards(self, start: int, stop: int, byte_range: ByteRange, item_bytes: int) -> Iterator[Shard]:
+        """The elements ``[start, stop)`` of the rank's tensor, flattened, which are the bytes ``byte_range``."""
+        strides = contiguous_strides(self.local_shape)
+        for box in interval_to_boxes(start, stop, self.local_shape):
+            for inner, outer in self.box_pairs:
+                overlap = box.intersect(inner)
+                if overlap is None:
                     continue
-                first = ravel_index(cut.start, self.local) - start
-                reach = sum((n - 1) * stride for n, stride in zip(cut.shape, strides, strict=True)) + 1
-                begin = at.start + first * item_bytes
-                moved = cut.shift(tuple(map(sub, outer.start, inner.start)))
-                packed = None if is_row_major(cut.shape, strides) else strides
-                yield Shard(moved, ByteRange(at.file, begin, begin + reach * item_bytes), packed)
+                first_element = ravel_index(overlap.start, self.local_shape) - start
+                num_spanned = sum((n - 1) * stride for n, stride in zip(overlap.shape, strides, strict=True)) + 1
+                begin = byte_range.start + first_element * item_bytes
+                target_box = overlap.shift(tuple(map(sub, outer.start, inner.start)))
+                shard_strides = None if is_row_major(overlap.shape, strides) else strides
+                yield Shard(
+                    target_box, ByteRange(byte_range.file, begin, begin + num_spanned * item_bytes), shard_strides
+                )
 
 
-def _box(text: str, shape: Shape) -> Box:
+def _parse_box(text: str, shape: Shape) -> Box:
     parts = [each.split(",") for each in text.split("|")]
     if len(parts) != len(shape) or any(len(part) != 3 for part in parts):
         raise MalformedError(f"its slices {text:.200} are not of {len(shape)} dims")
-    bounds = [_bounds(part, size) for part, size in zip(parts, shape, strict=True)]
+    bounds = [_parse_bounds(part, size) for part, size in zip(parts, shape, strict=True)]
     return Box(tuple(start for start, _ in bounds), tuple(stop for _, stop in bounds))
 
 
-def _bounds(part: list[str], size: int) -> tuple[int, int]:
+def _parse_bounds(part: list[str], size: int) -> tuple[int, int]:
     try:
         start, stop, step = (None if each == "None" else int(each) for each in part)
     except ValueError:
@@ -77,9 +79,9 @@ def _bounds(part: list[str], size: int) -> tuple[int, int]:
     return start, stop
 
 
-def interval(numel: int, rank: int, ranks: int) -> tuple[int, int]:
+def compute_zero1_interval(numel: int, rank: int, ranks: int) -> tuple[int, int]:
     """The elements of a flattened tensor that a data-parallel rank updates with ZeRO-1: the first ranks have one more
     where the ranks do not divide them (nanotron, optim/zero.py, _partition_parameters)."""
-    each, left = divmod(numel, ranks)
-    start = rank * each + min(rank, left)
-    return start, start + each + (rank < left)
+    per_rank, remainder = divmod(numel, ranks)
+    start = rank * per_rank + min(rank, remainder)
+    return start, start + per_rank + (rank < remainder)

@@ -5,22 +5,22 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-METADATA = "checkpoint_metadata.json"
+METADATA_FILE = "checkpoint_metadata.json"
 """Of a checkpoint; written last."""
 
 OPTIMIZER_CONFIG = "optimizer/optimizer_config.json"
 
-LATEST = "latest.txt"
+LATEST_FILE = "latest.txt"
 """Beside the checkpoints of a run, which are folders named by their steps: the step of the last one."""
 
-VERSIONS = ("1.2", "1.3", "1.4", "1.5")
+SUPPORTED_VERSIONS = ("1.2", "1.3", "1.4", "1.5")
 """Versions of a checkpoint, whose tensors state their boxes; older ones do not."""
 
-_RANKS = (
+_RANK_SUFFIX = (
     r"_pp-rank-(?P<pp>\d{1,6})-of-\d{1,6}_tp-rank-(?P<tp>\d{1,6})-of-\d{1,6}(?:_exp-rank-(?P<exp>\d{1,6})-of-\d{1,6})?"
 )
-_WEIGHT = re.compile(rf"model/(?P<folder>.+)/model_(?P<last>(?:(?!_pp-)[\w-])+)(?:{_RANKS})?\.safetensors")
-_OPTIMIZER = re.compile(
+_WEIGHT_PATH = re.compile(rf"model/(?P<folder>.+)/model_(?P<last>(?:(?!_pp-)[\w-])+)(?:{_RANK_SUFFIX})?\.safetensors")
+_OPTIMIZER_PATH = re.compile(
     r"optimizer/optimizer_pp-(?P<pp>\d{1,6})-of-(?P<pps>\d{1,6})(?:_dp-(?P<dp>\d{1,6})-of-(?P<dps>\d{1,6}))?"
     r"_tp-(?P<tp>\d{1,6})-of-(?P<tps>\d{1,6})_exp-(?P<exp>\d{1,6})-of-(?P<exps>\d{1,6})\.pt"
 )
@@ -44,21 +44,21 @@ class OptimizerFile(NamedTuple):
     sizes: tuple[int, int, int, int | None]
 
 
-def weight_file(path: str) -> WeightFile | None:
+def parse_weight_path(path: str) -> WeightFile | None:
     """``path`` is relative to the checkpoint's folder. None for another file."""
-    found = _WEIGHT.fullmatch(path)
-    if found is None:
+    match = _WEIGHT_PATH.fullmatch(path)
+    if match is None:
         return None
-    name = f"{found['folder'].replace('/', '.')}.{found['last']}"
-    tp, exp = (None if found[each] is None else int(found[each]) for each in ("tp", "exp"))
+    name = f"{match['folder'].replace('/', '.')}.{match['last']}"
+    tp, exp = (None if match[each] is None else int(match[each]) for each in ("tp", "exp"))
     return WeightFile(name, tp, exp)
 
 
-def optimizer_file(path: str) -> OptimizerFile | None:
+def parse_optimizer_path(path: str) -> OptimizerFile | None:
     """``path`` is relative to the checkpoint's folder. None for another file."""
-    found = _OPTIMIZER.fullmatch(path)
-    if found is None:
+    match = _OPTIMIZER_PATH.fullmatch(path)
+    if match is None:
         return None
-    dp, dps = (None if found[each] is None else int(found[each]) for each in ("dp", "dps"))
-    sizes = (int(found["pps"]), int(found["tps"]), int(found["exps"]), dps)
-    return OptimizerFile(int(found["pp"]), int(found["tp"]), int(found["exp"]), dp, sizes)
+    dp, dps = (None if match[each] is None else int(match[each]) for each in ("dp", "dps"))
+    sizes = (int(match["pps"]), int(match["tps"]), int(match["exps"]), dps)
+    return OptimizerFile(int(match["pp"]), int(match["tp"]), int(match["exp"]), dp, sizes)

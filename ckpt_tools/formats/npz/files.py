@@ -17,8 +17,8 @@ from ckpt_tools.core.options import WriteOptions
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.core.wording import format_count, join_names
 from ckpt_tools.errors import MalformedError, SeveralCheckpointsError, UnsupportedError
-from ckpt_tools.formats.flat_names import weights_by_name
-from ckpt_tools.formats.npz.npy import NpyHeader, check_size, npy_header, parse_header
+from ckpt_tools.formats.flat_names import collect_weights_by_name
+from ckpt_tools.formats.npz.npy import NpyHeader, build_npy_header, check_array_size, parse_npy_header
 from ckpt_tools.serialization.npy_header import PREFIX_BYTES, read_header_length
 from ckpt_tools.serialization.zip_archive import ArchiveWriter, ReadRange, ZipDirectory, is_safe_name, read_directory
 from ckpt_tools.stores.source import Source
@@ -32,31 +32,33 @@ TAIL_BYTES: Final = 1 << 16
 HEAD_BYTES: Final = 128
 """What numpy's header of an array of few dims takes: read at once."""
 
-COMPRESSED = (
+COMPRESSED_ADVICE = (
     "numpy.savez_compressed made it; pack it again without compression: "
     "numpy.savez(OUT, **numpy.load(FILE, allow_pickle=False))"
 )
 
 
 def read(source: Source) -> Manifest:
-    path = file_of(source)
+    path = find_npz_file(source)
 
-    def read(start: int, stop: int) -> bytes:
+    def read_range(start: int, stop: int) -> bytes:
         return source.read(path, start, stop)
 
-    directory = read_directory(read, source.size(path), path, tail_bytes=TAIL_BYTES, compressed_advice=COMPRESSED)
+    directory = read_directory(
+        read_range, source.size(path), path, tail_bytes=TAIL_BYTES, compressed_advice=COMPRESSED_ADVICE
+    )
     if directory is None or not directory.records:
         raise MalformedError("it is not a zip archive of arrays, or it is cut", path=path)
-    arrays, texts = _arrays(directory, read)
-    voids = [name for name, (header, _) in arrays.items() if header.is_void]
-    tensors = {StateKey(name): _entry(header, at) for name, (header, at) in arrays.items()}
+    arrays, text_notes = _read_arrays(directory, read_range)
+    void_names = [name for name, (header, _) in arrays.items() if header.is_void]
+    tensors = {StateKey(name): _make_entry(header, at) for name, (header, at) in arrays.items()}
     why = "numpy keeps it as void of 2 bytes, the form in which it saves bfloat16, and it is read as bfloat16"
-    what = f"dtype of {voids[0] if len(voids) == 1 else format_count(len(voids), 'array')}"
-    notes = (Note(Outcome.DEFAULTED, what, why, len(voids)),) if voids else ()
-    return Manifest("npz", tensors, notes=(*notes, *texts))
+    what = f"dtype of {void_names[0] if len(void_names) == 1 else format_count(len(void_names), 'array')}"
+    notes = (Note(Outcome.DEFAULTED, what, why, len(void_names)),) if void_names else ()
+    return Manifest("npz", tensors, notes=(*notes, *text_notes))
 
 
-def file_of(source: Source) -> str:
+def find_npz_file(source: Source) -> str:
     """The one file that is read. Raises SeveralCheckpointsError."""
     files = [path for path in source.files if "/" not in path and path.endswith(SUFFIX)] or list(source.files)
     if len(files) > 1:
@@ -64,53 +66,53 @@ def file_of(source: Source) -> str:
     return files[0]
 
 
-def _arrays(
-    directory: ZipDirectory, read: ReadRange
+def _read_arrays(
+    directory: ZipDirectory, read_range: ReadRange
 ) -> tuple[dict[str, tuple[NpyHeader, ByteRange]], tuple[Note, ...]]:
     """Every array by its name, with the bytes of its elements; and a note for each that holds text."""
     path = directory.path
-    found: dict[str, tuple[NpyHeader, ByteRange]] = {}
-    texts: list[Note] = []
-    for member, (start, stop) in directory.locate_payloads(read, directory.records).items():
+    arrays: dict[str, tuple[NpyHeader, ByteRange]] = {}
+    text_notes: list[Note] = []
+    for member, (start, stop) in directory.locate_payloads(read_range, directory.records).items():
         name = member.removesuffix(MEMBER_SUFFIX)
         if name == member or not name:
             raise UnsupportedError(f"its member {member!r} is not a .npy array", path=path)
-        header = _header(read, start, stop, path, name)
+        header = _read_npy_header(read_range, start, stop, path, name)
         if header is None:
-            texts.append(Note(Outcome.DROPPED, name, "it is an array of text", num_bytes=stop - start))
+            text_notes.append(Note(Outcome.DROPPED, name, "it is an array of text", num_bytes=stop - start))
             continue
-        check_size(header, stop - start, path, name)
-        found[name] = header, ByteRange(path, start + header.offset, stop)
-    if not found:
+        check_array_size(header, stop - start, path, name)
+        arrays[name] = header, ByteRange(path, start + header.offset, stop)
+    if not arrays:
         raise UnsupportedError("it holds no arrays of numbers", path=path)
-    return found, tuple(texts)
+    return arrays, tuple(text_notes)
 
 
-def _header(read: ReadRange, start: int, stop: int, path: str, name: str) -> NpyHeader | None:
-    data = read(start, min(start + HEAD_BYTES, stop))
+def _read_npy_header(read_range: ReadRange, start: int, stop: int, path: str, name: str) -> NpyHeader | None:
+    data = read_range(start, min(start + HEAD_BYTES, stop))
     length = read_header_length(data[:PREFIX_BYTES], path, name)
     if start + length > stop:
         raise MalformedError("its header does not fit the array", path=path, key=name)
-    data = data[:length] if length <= len(data) else read(start, start + length)
-    return parse_header(data, path, name)
+    data = data[:length] if length <= len(data) else read_range(start, start + length)
+    return parse_npy_header(data, path, name)
 
 
-def _entry(header: NpyHeader, at: ByteRange) -> TensorEntry:
+def _make_entry(header: NpyHeader, data_range: ByteRange) -> TensorEntry:
     strides = header.strides if prod(header.shape) else None
-    table = ShardTable.build(header.shape, header.dtype, [Shard(Box.whole(header.shape), at, strides)])
+    table = ShardTable.build(header.shape, header.dtype, [Shard(Box.whole(header.shape), data_range, strides)])
     kind = Kind.PARAMETER if header.dtype.is_floating else Kind.BUFFER
     return TensorEntry(header.shape, header.dtype, kind, table)
 
 
 def layout(manifest: Manifest, options: WriteOptions) -> Layout:
-    names, notes = weights_by_name(manifest, "numpy")
+    keys_by_name, notes = collect_weights_by_name(manifest, "numpy")
     archive = ArchiveWriter("", base=0)
-    for name, key in names.items():
+    for name, key in keys_by_name.items():
         # numpy takes a name for that of a member before it adds the ending.
         if (
             not name
             or not is_safe_name(name + MEMBER_SUFFIX)
-            or name.removesuffix(MEMBER_SUFFIX) in names.keys() - {name}
+            or name.removesuffix(MEMBER_SUFFIX) in keys_by_name.keys() - {name}
         ):
             why = (
                 f"the tensor is called {name!r:.80}, which cannot be a member of npz; rename it with "
@@ -118,7 +120,7 @@ def layout(manifest: Manifest, options: WriteOptions) -> Layout:
             )
             raise UnsupportedError(why)
         entry = manifest.tensors[key]
-        header = Literal(npy_header(entry.shape, entry.dtype, name))
+        header = Literal(build_npy_header(entry.shape, entry.dtype, name))
         payload = Payload(key, Box.whole(entry.shape), entry.shape, entry.dtype)
         archive.add_record(name + MEMBER_SUFFIX, [header, payload] if payload.num_bytes else [header])
     return Layout((FileLayout(options.file_name or f"model{SUFFIX}", tuple(archive.finish())),), notes)

@@ -27,9 +27,9 @@ class NpzFormat(Format):
     read = import_when_called("npz.files:read", takes=1)
 
     def own_files(self, source: Source, manifest: Manifest) -> frozenset[str]:
-        from ckpt_tools.formats.npz.files import file_of
+        from ckpt_tools.formats.npz.files import find_npz_file
 
-        return frozenset([file_of(source)])
+        return frozenset([find_npz_file(source)])
 
     is_empty = import_when_called("npz.complete:is_empty")
     layout = import_when_called("npz.files:layout")

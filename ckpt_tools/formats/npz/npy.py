@@ -25,10 +25,10 @@ _DTYPES = {
 }  # fmt: skip
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
-_FLOAT8 = ("V1", "f1")
+_AMBIGUOUS_FLOAT8 = ("V1", "f1")
 """What numpy makes of types of one byte that it does not know: ``f1`` of float8_e5m2, ``V1`` of the others."""
 
-_TEXT = re.compile(r"[<>|=]?[USa][0-9]{1,9}")
+_TEXT_DESCR = re.compile(r"[<>|=]?[USa][0-9]{1,9}")
 
 VOID_BFLOAT16 = "V2"
 """What numpy makes of an array of ml_dtypes.bfloat16, which it does not know."""
@@ -53,7 +53,7 @@ class NpyHeader:
         return tuple(reversed(contiguous_strides(tuple(reversed(self.shape)))))
 
 
-def parse_header(data: bytes, path: str, key: str) -> NpyHeader | None:
+def parse_npy_header(data: bytes, path: str, key: str) -> NpyHeader | None:
     """The header ``data``, as long as ``read_header_length`` says; None for an array of text.
 
     Raises:
@@ -61,20 +61,20 @@ def parse_header(data: bytes, path: str, key: str) -> NpyHeader | None:
         UnsafeError: it holds objects, which a loader would unpickle.
     """
     text = data[get_text_start(data) :]
-    found = parse_header_text(text)
-    if found is None and re.match(rb"\{ *'descr' *: *\[", text):
+    fields = parse_header_text(text)
+    if fields is None and re.match(rb"\{ *'descr' *: *\[", text):
         raise UnsupportedError("it is an array of records, which is not a tensor", path=path, key=key)
-    if found is None:
+    if fields is None:
         shown = repr(text[:100])[1:]
         raise MalformedError(f"its header {shown} does not describe an array", path=path, key=key)
-    if _TEXT.fullmatch(found.descr):
+    if _TEXT_DESCR.fullmatch(fields.descr):
         return None
-    dtype = _dtype(found.descr, path, key)
-    check_extents(found.shape)
-    return NpyHeader(found.shape, dtype, found.is_fortran, len(data), found.descr[1:] == VOID_BFLOAT16)
+    dtype = _parse_dtype(fields.descr, path, key)
+    check_extents(fields.shape)
+    return NpyHeader(fields.shape, dtype, fields.is_fortran, len(data), fields.descr[1:] == VOID_BFLOAT16)
 
 
-def _dtype(descr: str, path: str, key: str) -> DType:
+def _parse_dtype(descr: str, path: str, key: str) -> DType:
     order, code = descr[:1], descr[1:]
     if code[:1] == "O":
         raise UnsafeError(
@@ -85,7 +85,7 @@ def _dtype(descr: str, path: str, key: str) -> DType:
         )
     if code == VOID_BFLOAT16:
         return DType.BFLOAT16
-    if code in _FLOAT8:
+    if code in _AMBIGUOUS_FLOAT8:
         raise UnsupportedError(
             f"its dtype is {descr!r}, as which numpy saves types of float8 and int4, and they cannot be told apart; "
             "save it as another type",
@@ -103,7 +103,7 @@ def _dtype(descr: str, path: str, key: str) -> DType:
     return _DTYPES[code]
 
 
-def check_size(header: NpyHeader, size: int, path: str, key: str) -> None:
+def check_array_size(header: NpyHeader, size: int, path: str, key: str) -> None:
     """Raises FormatError where a member of ``size`` bytes does not hold exactly the array."""
     expected = header.offset + prod(header.shape) * header.dtype.item_bytes
     if size < expected:
@@ -114,7 +114,7 @@ def check_size(header: NpyHeader, size: int, path: str, key: str) -> None:
         )
 
 
-def npy_header(shape: Shape, dtype: DType, key: str) -> bytes:
+def build_npy_header(shape: Shape, dtype: DType, key: str) -> bytes:
     """The header that numpy writes. Raises UnsupportedError for a dtype that numpy does not know."""
     if dtype not in _CODES:
         raise UnsupportedError(f"numpy has no {dtype.value}; {suggest_dtype_fix(dtype)}", key=key)

@@ -19,9 +19,9 @@ class OrbaxFormat(Format):
     holds = "weights, and the moments of Adam"
 
     def detect(self, source: Source) -> bool:
-        from ckpt_tools.formats.orbax.names import CHECKPOINT, MANIFEST, TREE
+        from ckpt_tools.formats.orbax.names import CHECKPOINT_FILE, OCDBT_MANIFEST, TREE_FILE
 
-        return any(path.rpartition("/")[2] in (TREE, CHECKPOINT, MANIFEST) for path in source.files)
+        return any(path.rpartition("/")[2] in (TREE_FILE, CHECKPOINT_FILE, OCDBT_MANIFEST) for path in source.files)
 
     read = import_when_called("orbax.reader:read")
     own_files = import_when_called("orbax.reader:own_files", takes=1)

@@ -17,19 +17,19 @@ from ckpt_tools.core.manifest import TreePath, join_path
 from ckpt_tools.core.values import format_brief
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.orbax.names import (
-    AGGREGATE,
-    ARRAY,
     ARRAY_HANDLER,
     ARRAY_METADATAS,
-    CHECKPOINT,
-    COMMITTED,
-    DELETION,
-    MANIFEST,
-    MARKER,
-    STRINGS,
-    TREE,
-    TREES,
-    unfinished,
+    CHECKPOINT_FILE,
+    COMMIT_FILE,
+    DELETION_MARKER,
+    FILE_OF_HANDLER,
+    MSGPACK_FILE,
+    OCDBT_MANIFEST,
+    SINGLE_ARRAY_NAME,
+    STRINGS_FILE,
+    TREE_FILE,
+    VERSION_1_MARKER,
+    find_unfinished,
 )
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.stores.source import Source
@@ -37,38 +37,38 @@ from ckpt_tools.stores.source import Source
 MAX_JSON_BYTES = 256 << 20
 """A leaf takes about 300 bytes."""
 
-MAX_PARTS = 100
+MAX_DEPTH = 100
 """Levels of a tree, as everywhere."""
 
-_SEQUENCE, _NAME = 1, 2
+_SEQUENCE_KEY, _DICT_KEY = 1, 2
 """The key types: a position in a list or tuple, and a key of a dict."""
 
-_ARRAYS = ("jax.Array", "np.ndarray", "scalar")
-_EMPTY = ("None", "Dict", "List", "Tuple", "NamedTuple")
+_ARRAY_TYPES = ("jax.Array", "np.ndarray", "scalar")
+_EMPTY_TYPES = ("None", "Dict", "List", "Tuple", "NamedTuple")
 
 
 @dataclass(frozen=True, slots=True)
-class Leaf:
-    """One entry of a tree. ``array`` is the name under which its array is stored, None for a string."""
+class OrbaxLeaf:
+    """One entry of a tree. ``array_name`` is the name under which its array is stored, None for a string."""
 
     path: TreePath
-    array: str | None
+    array_name: str | None
     is_scalar: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Tree:
+class OrbaxTree:
     """Content of ``_METADATA`` of the item in ``folder`` ("" for the checkpoint itself)."""
 
     folder: str
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[OrbaxLeaf, ...]
     uses_ocdbt: bool
     uses_zarr3: bool
     has_all_chunks: bool
     """False of older versions, which left out chunks of zeros."""
     is_array: bool
     """True if the item is one array, which has the item's name."""
-    custom: Any
+    custom_metadata: Any
 
     @property
     def prefix(self) -> str:
@@ -79,50 +79,52 @@ class Tree:
         return self.folder.partition("/")[0]
 
 
-def read_tree(source: Source, folder: str, handlers: Mapping[str, str]) -> Tree:
+def read_orbax_tree(source: Source, folder: str, handlers: Mapping[str, str]) -> OrbaxTree:
     """The tree of the item in ``folder``. Raises FormatError."""
     prefix = f"{folder}/" if folder else ""
-    path = prefix + TREE
-    found = _object(source, path)
-    tree = found.get("tree_metadata")
-    if not isinstance(tree, dict):
+    path = prefix + TREE_FILE
+    metadata = _read_json_object(source, path)
+    tree_metadata = metadata.get("tree_metadata")
+    if not isinstance(tree_metadata, dict):
         raise MalformedError("it has no tree_metadata", path=path)
-    leaves = tuple(leaf for entry in tree.values() if (leaf := _leaf(entry, path)) is not None)
-    names = [leaf.array for leaf in leaves if leaf.array is not None]
+    leaves = tuple(leaf for entry in tree_metadata.values() if (leaf := _parse_leaf(entry, path)) is not None)
+    names = [leaf.array_name for leaf in leaves if leaf.array_name is not None]
     if len(set(names)) < len(names):
         raise MalformedError("two leaves of the tree have one name", path=path)
     paths = {leaf.path for leaf in leaves}
-    both = next((each for each in paths for end in range(len(each)) if each[:end] in paths), None)
-    if both is not None:
-        raise MalformedError("the tree has a value and a branch of one name", path=path, key=join_path(both))
-    _refuse_aggregated(source, prefix, names)
+    conflicting_path = next((each for each in paths for end in range(len(each)) if each[:end] in paths), None)
+    if conflicting_path is not None:
+        raise MalformedError(
+            "the tree has a value and a branch of one name", path=path, key=join_path(conflicting_path)
+        )
+    _refuse_msgpack_values(source, prefix, names)
     # Versions before OCDBT have no such entry, and Orbax looks for the file.
-    uses_ocdbt = _flag(found, "use_ocdbt", path, default=prefix + MANIFEST in source.files)
-    if uses_ocdbt and names and prefix + MANIFEST not in source.files:
-        raise IncompleteError("this file, the database of the arrays, is missing", path=prefix + MANIFEST)
+    uses_ocdbt = _read_flag(metadata, "use_ocdbt", path, default=prefix + OCDBT_MANIFEST in source.files)
+    if uses_ocdbt and names and prefix + OCDBT_MANIFEST not in source.files:
+        raise IncompleteError("this file, the database of the arrays, is missing", path=prefix + OCDBT_MANIFEST)
     # Without handlers, Orbax too is told by the user alone that such an item is one array.
-    is_array = bool(folder) and [leaf.array for leaf in leaves] == [ARRAY] and not uses_ocdbt
+    is_array = bool(folder) and [leaf.array_name for leaf in leaves] == [SINGLE_ARRAY_NAME] and not uses_ocdbt
     is_array = is_array and handlers.get(folder, ARRAY_HANDLER) == ARRAY_HANDLER
     if is_array:
         leaves = (replace(leaves[0], path=()),)
-    return Tree(
+    return OrbaxTree(
         folder,
         leaves,
         uses_ocdbt,
-        _flag(found, "use_zarr3", path),
-        _flag(found, "store_array_data_equal_to_fill_value", path),
+        _read_flag(metadata, "use_zarr3", path),
+        _read_flag(metadata, "store_array_data_equal_to_fill_value", path),
         is_array,
-        found.get("custom_metadata"),
+        metadata.get("custom_metadata"),
     )
 
 
-def _refuse_aggregated(source: Source, prefix: str, names: list[str]) -> None:
+def _refuse_msgpack_values(source: Source, prefix: str, names: list[str]) -> None:
     """Raises UnsupportedError if a value of the tree is in a msgpack file, where each array has a placeholder."""
-    path = prefix + AGGREGATE
+    path = prefix + MSGPACK_FILE
     if path not in source.files:
         return
     data = source.read_all(path, limit_bytes=MAX_JSON_BYTES)
-    key = next((name for name in names if _packed(f"PLACEHOLDER://{name}") not in data), None)
+    key = next((name for name in names if _encode_msgpack_text(f"PLACEHOLDER://{name}") not in data), None)
     if key is not None:
         raise UnsupportedError(
             "its value is in this msgpack file of older versions; restore it with orbax-checkpoint and save it again",
@@ -131,7 +133,7 @@ def _refuse_aggregated(source: Source, prefix: str, names: list[str]) -> None:
         )
 
 
-def _packed(text: str) -> bytes:
+def _encode_msgpack_text(text: str) -> bytes:
     """``text`` in msgpack, as every packer writes it."""
     data = text.encode()
     short, long = len(data) < 32, len(data) > 255
@@ -141,118 +143,132 @@ def _packed(text: str) -> bytes:
 
 def read_handlers(source: Source) -> Mapping[str, str]:
     """The class of the handler of each item. Raises IncompleteError if an item is missing, as Orbax leaves it out."""
-    listed = _object(source, CHECKPOINT).get("item_handlers") if CHECKPOINT in source.files else None
-    handlers = {item: str(each).rpartition(".")[2] for item, each in listed.items()} if isinstance(listed, dict) else {}
+    item_handlers = (
+        _read_json_object(source, CHECKPOINT_FILE).get("item_handlers") if CHECKPOINT_FILE in source.files else None
+    )
+    handlers = (
+        {item: str(each).rpartition(".")[2] for item, each in item_handlers.items()}
+        if isinstance(item_handlers, dict)
+        else {}
+    )
     # A descriptor is listed, and only Google's own version writes it.
     for item, handler in ((each, of) for each, of in handlers.items() if of != "DescriptorHandler"):
-        inside = {path.removeprefix(f"{item}/") for path in source.files if path.startswith(f"{item}/")} - {COMMITTED}
-        wanted = TREES.get(handler)
-        if not inside or (wanted is not None and wanted not in inside):
-            path = f"{item}/{wanted}" if wanted and inside else item
-            raise IncompleteError(f"it is missing, and {CHECKPOINT} lists the item", path=path)
+        item_files = {path.removeprefix(f"{item}/") for path in source.files if path.startswith(f"{item}/")} - {
+            COMMIT_FILE
+        }
+        required_file = FILE_OF_HANDLER.get(handler)
+        if not item_files or (required_file is not None and required_file not in item_files):
+            path = f"{item}/{required_file}" if required_file and item_files else item
+            raise IncompleteError(f"it is missing, and {CHECKPOINT_FILE} lists the item", path=path)
     return handlers
 
 
-def random_keys(source: Source, tree: Tree) -> frozenset[str]:
+def find_random_keys(source: Source, tree: OrbaxTree) -> frozenset[str]:
     """The arrays of ``tree`` that are typed random keys of JAX. Raises MalformedError."""
     if tree.is_array and "/" in tree.folder:
-        return frozenset(leaf.array for leaf in tree.leaves if leaf.array is not None)
+        return frozenset(leaf.array_name for leaf in tree.leaves if leaf.array_name is not None)
     path = min((each for each in source.files if each.startswith(f"{tree.prefix}{ARRAY_METADATAS}/")), default=None)
     if path is None:
         return frozenset()
     try:
-        every = [each["array_metadata"] for each in _object(source, path)["array_metadatas"]]
-        return frozenset(each["param_name"] for each in every if "random_key_impl" in (each.get("ext_metadata") or ()))
+        array_metadatas = [each["array_metadata"] for each in _read_json_object(source, path)["array_metadatas"]]
+        return frozenset(
+            each["param_name"] for each in array_metadatas if "random_key_impl" in (each.get("ext_metadata") or ())
+        )
     except (TypeError, KeyError, AttributeError) as error:
         raise MalformedError("it does not list arrays with their metadata", path=path) from error
 
 
-def _object(source: Source, path: str) -> dict[str, Any]:
-    found = parse_json(source.read_all(path, limit_bytes=MAX_JSON_BYTES), path)
-    if not isinstance(found, dict):
+def _read_json_object(source: Source, path: str) -> dict[str, Any]:
+    parsed = parse_json(source.read_all(path, limit_bytes=MAX_JSON_BYTES), path)
+    if not isinstance(parsed, dict):
         raise MalformedError("it is not a JSON object", path=path)
-    return found
+    return parsed
 
 
-def _flag(found: Mapping[str, Any], name: str, path: str, *, default: bool = False) -> bool:
-    value = found.get(name)
+def _read_flag(metadata: Mapping[str, Any], name: str, path: str, *, default: bool = False) -> bool:
+    value = metadata.get(name)
     value = default if value is None else value
     if type(value) is not bool:
         raise MalformedError(f"its {name} is neither true nor false", path=path)
     return value
 
 
-def _leaf(entry: Any, file: str) -> Leaf | None:
+def _parse_leaf(entry: Any, file: str) -> OrbaxLeaf | None:
     """An entry of the tree; None for an empty dict or the like, which holds nothing."""
     try:
         keys = [(each["key"], each["key_type"]) for each in entry["key_metadata"]]
-        kind, is_elsewhere = entry["value_metadata"]["value_type"], entry["value_metadata"].get("skip_deserialize")
+        value_type, is_skipped = entry["value_metadata"]["value_type"], entry["value_metadata"].get("skip_deserialize")
     except (TypeError, KeyError, AttributeError) as error:
         raise MalformedError("an entry of its tree has no path or no kind of value", path=file) from error
-    if not keys and kind not in _EMPTY:
+    if not keys and value_type not in _EMPTY_TYPES:
         raise UnsupportedError("its tree is a single value without a name; save it in a dict", path=file)
-    if not len(keys) <= MAX_PARTS or not all(isinstance(key, str) for key, _ in keys):
+    if not len(keys) <= MAX_DEPTH or not all(isinstance(key, str) for key, _ in keys):
         raise MalformedError("an entry of its tree has no path of names", path=file)
     name = ".".join(key for key, _ in keys)
-    if kind in _EMPTY:
+    if value_type in _EMPTY_TYPES:
         return None
-    if not all(number == _NAME or (number == _SEQUENCE and _is_position(key)) for key, number in keys):
+    if not all(number == _DICT_KEY or (number == _SEQUENCE_KEY and _is_position(key)) for key, number in keys):
         raise MalformedError("a key on its path is neither a name nor a position", path=file, key=name)
-    path = tuple(int(key) if number == _SEQUENCE else key for key, number in keys)
-    if kind not in (*_ARRAYS, "string"):
+    path = tuple(int(key) if number == _SEQUENCE_KEY else key for key, number in keys)
+    if value_type not in (*_ARRAY_TYPES, "string"):
         raise UnsupportedError(
-            f"it is a {format_brief(kind)}, a kind of value that is not supported", path=file, key=name
+            f"it is a {format_brief(value_type)}, a kind of value that is not supported", path=file, key=name
         )
-    if is_elsewhere:
+    if is_skipped:
         raise UnsupportedError("its value is not among the arrays (skip_deserialize)", path=file, key=name)
-    return Leaf(path, None if kind == "string" else name, kind == "scalar")
+    return OrbaxLeaf(path, None if value_type == "string" else name, value_type == "scalar")
 
 
 def _is_position(key: str) -> bool:
     return key.isascii() and key.isdecimal() and len(key) < 10
 
 
-def read_strings(source: Source, tree: Tree) -> Mapping[TreePath, str]:
+def read_strings(source: Source, tree: OrbaxTree) -> Mapping[TreePath, str]:
     """The strings of ``tree`` by path. Raises FormatError."""
-    wanted = [leaf.path for leaf in tree.leaves if leaf.array is None]
-    if not wanted:
+    string_paths = [leaf.path for leaf in tree.leaves if leaf.array_name is None]
+    if not string_paths:
         return {}
-    file = tree.prefix + STRINGS
-    found = _object(source, file)
-    texts = {path: _at_pointer(found, join_path(path)) for path in wanted}
-    missing = next((join_path(path) for path, text in texts.items() if not isinstance(text, str)), None)
-    if missing is not None:
-        raise IncompleteError("this string of the tree is not in the file", path=file, key=missing)
+    file = tree.prefix + STRINGS_FILE
+    strings = _read_json_object(source, file)
+    texts = {path: _resolve_pointer(strings, join_path(path)) for path in string_paths}
+    missing_name = next((join_path(path) for path, text in texts.items() if not isinstance(text, str)), None)
+    if missing_name is not None:
+        raise IncompleteError("this string of the tree is not in the file", path=file, key=missing_name)
     return texts
 
 
-def _at_pointer(found: Any, name: str) -> Any:
+def _resolve_pointer(node: Any, name: str) -> Any:
     """The value at the JSON pointer ``/name``, as Orbax writes it: a slash in a name makes an object."""
     for part in name.split("/"):
-        found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
-    return found
+        node = node.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(node, dict) else None
+    return node
 
 
 def refuse_unfinished(source: Source) -> None:
     """Raises IncompleteError for a checkpoint that was not written, or not deleted, to its end."""
-    marked = unfinished((source.store.url.rpartition("/")[2], *source.files))
-    if marked is not None:
-        path, mark = marked
+    unfinished_folder = find_unfinished((source.store.url.rpartition("/")[2], *source.files))
+    if unfinished_folder is not None:
+        path, mark = unfinished_folder
         raise IncompleteError(
             f"it is unfinished: Orbax gives the folder its name without {mark} last; take an earlier one", path=path
         )
-    if DELETION in source.files:
-        raise IncompleteError("the deletion of an item was begun and never finished; delete it again", path=DELETION)
-    if CHECKPOINT in source.files:
-        times = _object(source, CHECKPOINT)
+    if DELETION_MARKER in source.files:
+        raise IncompleteError(
+            "the deletion of an item was begun and never finished; delete it again", path=DELETION_MARKER
+        )
+    if CHECKPOINT_FILE in source.files:
+        times = _read_json_object(source, CHECKPOINT_FILE)
         if times.get("init_timestamp_nsecs") is not None and times.get("commit_timestamp_nsecs") is None:
-            raise IncompleteError("it says that the checkpoint was begun and never finished", path=CHECKPOINT)
-        if COMMITTED not in source.files and any(path.endswith(f"/{COMMITTED}") for path in source.files):
-            raise IncompleteError("this marker of a finished checkpoint is missing", path=COMMITTED)
-    elif MARKER in source.files:
-        raise IncompleteError("this file, which is in each checkpoint of version 1, is missing", path=CHECKPOINT)
+            raise IncompleteError("it says that the checkpoint was begun and never finished", path=CHECKPOINT_FILE)
+        if COMMIT_FILE not in source.files and any(path.endswith(f"/{COMMIT_FILE}") for path in source.files):
+            raise IncompleteError("this marker of a finished checkpoint is missing", path=COMMIT_FILE)
+    elif VERSION_1_MARKER in source.files:
+        raise IncompleteError("this file, which is in each checkpoint of version 1, is missing", path=CHECKPOINT_FILE)
 
 
-def custom_metadata(source: Source) -> Any:
+def read_custom_metadata(source: Source) -> Any:
     """The user's own values in ``_CHECKPOINT_METADATA``."""
-    return _object(source, CHECKPOINT).get("custom_metadata") if CHECKPOINT in source.files else None
+    return (
+        _read_json_object(source, CHECKPOINT_FILE).get("custom_metadata") if CHECKPOINT_FILE in source.files else None
+    )

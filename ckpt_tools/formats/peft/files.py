@@ -8,13 +8,13 @@ from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.options import WriteOptions
 from ckpt_tools.core.wording import format_count
-from ckpt_tools.formats.safetensors.files import file_layout, written_texts
+from ckpt_tools.formats.safetensors.files import build_file_layout, get_header_texts
 from ckpt_tools.lora.adapter import map_file_names, map_weight_keys, parse_weight_names, select_adapter_names
 from ckpt_tools.lora.config import parse_config
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.trainers.transformers import ADAPTER_CONFIG_FILE
 
-WEIGHTS = "adapter_model.safetensors"
+WEIGHTS_FILE = "adapter_model.safetensors"
 
 
 def layout(manifest: Manifest, options: WriteOptions) -> Layout:
@@ -25,18 +25,26 @@ def layout(manifest: Manifest, options: WriteOptions) -> Layout:
     """
     config = parse_config(parse_json(options.adapter_config, ADAPTER_CONFIG_FILE), ADAPTER_CONFIG_FILE)
     names = parse_weight_names(manifest)
-    own = select_adapter_names(
+    selected_adapter = select_adapter_names(
         manifest, config, None, f"leave out the others, such as with {format_option('exclude', '*.NAME.*')}"
     )
     keys = map_weight_keys(manifest)
-    written = {name: keys[old] for old, name in map_file_names(names, own, config).items()}
-    left = len(names) - len(written)
+    adapter_keys = {name: keys[old] for old, name in map_file_names(names, selected_adapter, config).items()}
+    num_left_out = len(names) - len(adapter_keys)
     why = "the folder of an adapter holds nothing else"
     notes = (
-        (Note(Outcome.DROPPED, f"{format_count(left, 'tensor')} of the base model", why, left, asked=True),)
-        if left
+        (
+            Note(
+                Outcome.DROPPED,
+                f"{format_count(num_left_out, 'tensor')} of the base model",
+                why,
+                num_left_out,
+                asked=True,
+            ),
+        )
+        if num_left_out
         else ()
     )
-    part = {name: (key, manifest.tensors[key]) for name, key in written.items()}
+    adapter_tensors = {name: (key, manifest.tensors[key]) for name, key in adapter_keys.items()}
     settings = FileLayout(ADAPTER_CONFIG_FILE, (Literal(options.adapter_config),))
-    return Layout((settings, file_layout(WEIGHTS, part, {}, written_texts(manifest))), notes)
+    return Layout((settings, build_file_layout(WEIGHTS_FILE, adapter_tensors, {}, get_header_texts(manifest))), notes)

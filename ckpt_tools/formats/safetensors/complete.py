@@ -14,22 +14,22 @@ from ckpt_tools.trainers.saved import SavedCheckpoint
 
 MAX_HEADER_BYTES = 100_000_000
 
-_SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.(?:safetensors|bin)")
+_NUMBERED_SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.(?:safetensors|bin)")
 
 
 def problem(saved: SavedCheckpoint) -> str | None:
-    found = (_tensors_end(saved, path) for path in saved.files if path.endswith(".safetensors"))
-    named = why_no_model(saved.files) or _index(saved) or _shards(saved)
-    return named or next(filter(None, found), None) or _twice(saved)
+    truncations = (_check_file_end(saved, path) for path in saved.files if path.endswith(".safetensors"))
+    naming_problem = why_no_model(saved.files) or _check_index(saved) or _check_numbered_shards(saved)
+    return naming_problem or next(filter(None, truncations), None) or _find_duplicate_tensor(saved)
 
 
-def _index(saved: SavedCheckpoint) -> str | None:
+def _check_index(saved: SavedCheckpoint) -> str | None:
     """Shards that an index names."""
     for path in saved.files:
         if path.endswith((".safetensors.index.json", ".bin.index.json")):
             index = saved.read_json_object(saved.path_in_run(path))
-            if (why := why_delta(index.get("metadata"))) is not None:
-                return why
+            if (delta_reason := why_delta(index.get("metadata"))) is not None:
+                return delta_reason
             names = index.get("weight_map", {})
             folder = get_parent_folder(path)
             for name in sorted({*names.values()}) if isinstance(names, dict) else []:
@@ -39,14 +39,14 @@ def _index(saved: SavedCheckpoint) -> str | None:
     return None
 
 
-def _shards(saved: SavedCheckpoint) -> str | None:
+def _check_numbered_shards(saved: SavedCheckpoint) -> str | None:
     """Shards that number themselves: ``model-00001-of-00003.safetensors``."""
-    found: dict[tuple[str, int], set[int]] = {}
+    numbers_by_set: dict[tuple[str, int], set[int]] = {}
     for path in saved.files:
-        match = _SHARD.fullmatch(path)
+        match = _NUMBERED_SHARD.fullmatch(path)
         if match is not None:
-            found.setdefault((match[1], int(match[3])), set()).add(int(match[2]))
-    for (stem, size), numbers in found.items():
+            numbers_by_set.setdefault((match[1], int(match[3])), set()).add(int(match[2]))
+    for (stem, size), numbers in numbers_by_set.items():
         if missing := sorted(set(range(1, size + 1)) - numbers):
             return f"{stem}-{missing[0]:05d}-of-{size:05d} is missing"
     return None
@@ -56,39 +56,41 @@ def is_empty(saved: SavedCheckpoint, path: str) -> bool:
     """True if the header of a file lists no tensor."""
     if not path.endswith(".safetensors"):
         return False
-    return not any(True for _ in _stops(_header(saved, path)))
+    return not any(True for _ in _iter_tensor_stops(_read_header(saved, path)))
 
 
-def _header(saved: SavedCheckpoint, path: str) -> Any:
+def _read_header(saved: SavedCheckpoint, path: str) -> Any:
     read, _, _ = saved.get_archive_arguments(path)
     (length,) = struct.unpack("<Q", read(0, 8))
     return parse_json(read(8, 8 + length), path)
 
 
-def _twice(saved: SavedCheckpoint) -> str | None:
+def _find_duplicate_tensor(saved: SavedCheckpoint) -> str | None:
     """Shards with the same tensors, which are of ranks: each has its part of them."""
-    seen: dict[tuple[str, str, str], str] = {}
-    shards = {path: match for path in saved.files if (match := _SHARD.fullmatch(path)) and path.endswith("tensors")}
+    file_by_tensor: dict[tuple[str, str, str], str] = {}
+    shards = {
+        path: match for path in saved.files if (match := _NUMBERED_SHARD.fullmatch(path)) and path.endswith("tensors")
+    }
     for path, match in shards.items() if len(shards) > 1 else ():
-        for name in {*_header(saved, path)} - {"__metadata__"}:
-            other = seen.setdefault((match[1], match[3], name), path)
+        for name in {*_read_header(saved, path)} - {"__metadata__"}:
+            other = file_by_tensor.setdefault((match[1], match[3], name), path)
             if other != path:
                 return f"tensors are in two files, {other} and {path}: they may be those of ranks, with a part of each"
     return None
 
 
-def _tensors_end(saved: SavedCheckpoint, path: str) -> str | None:
+def _check_file_end(saved: SavedCheckpoint, path: str) -> str | None:
     read, size, _ = saved.get_archive_arguments(path)
     if size < 8:
         return f"{path} is cut off"
     (length,) = struct.unpack("<Q", read(0, 8))
     if length > min(size - 8, MAX_HEADER_BYTES):
         return f"{path} is cut off, or it is not a safetensors file"
-    end = 8 + length + max(_stops(_header(saved, path)), default=0)
+    end = 8 + length + max(_iter_tensor_stops(_read_header(saved, path)), default=0)
     return None if size == end else f"{path} has {size:,} bytes instead of {end:,}: it is cut off or damaged"
 
 
-def _stops(header: Any) -> Iterator[int]:
+def _iter_tensor_stops(header: Any) -> Iterator[int]:
     for name, entry in header.items() if isinstance(header, dict) else ():
         offsets = entry.get("data_offsets") if isinstance(entry, dict) and name != "__metadata__" else None
         if isinstance(offsets, list) and len(offsets) == 2 and type(offsets[1]) is int:

@@ -35,24 +35,24 @@ from ckpt_tools.errors import (
     UnsupportedError,
 )
 from ckpt_tools.formats.foreign import why_delta, why_no_model
-from ckpt_tools.formats.safetensors.header_json import RawEntry, parse_header
+from ckpt_tools.formats.safetensors.header_json import RawEntry, parse_header_json
 from ckpt_tools.formats.safetensors.hf_index import (
-    are_shards,
-    check_promises,
-    index_layout,
-    index_of,
+    are_numbered_shards,
+    build_index_layout,
+    check_indexed_names,
+    find_index,
     read_weight_map,
-    shards,
+    split_into_shards,
 )
 from ckpt_tools.formats.safetensors.rank_pieces import (
     OFFSETS_KEY,
     VERSION_KEY,
-    Piece,
-    check_numbers,
-    is_shard_name,
-    joined,
-    piece_of,
-    read_offsets,
+    RankPiece,
+    check_all_ranks_present,
+    is_rank_shard_name,
+    join_pieces,
+    make_rank_piece,
+    parse_offsets,
 )
 from ckpt_tools.formats.state_dict.leaf import TensorLeaf
 from ckpt_tools.stores.source import Source
@@ -71,74 +71,74 @@ STATE_KEY = "ckpt_tools.state"
 """Our entry of the metadata where a file holds a whole training state: what ``state_dict.packed`` makes of it."""
 
 
-_FORMAT = "pt"
+_TORCH_FORMAT = "pt"
 """The library whose tensors these are, as ``format`` of the metadata says it; others' say ``mlx`` or ``np``."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Header:
+class SafetensorsHeader:
     tensors: Mapping[str, tuple[DType, tuple[int, ...], ByteRange]]
     metadata: Mapping[str, str]
 
 
 def read(source: Source, options: ReadOptions) -> Manifest:
-    files, notes = _files(source)
-    headers = {path: read_header(source, path) for path in files}
+    files, notes = _find_model_files(source)
+    headers = {path: read_safetensors_header(source, path) for path in files}
     # Each file holds pieces of tensors, as torch's DCP writes them from every rank.
     are_pieces = any(OFFSETS_KEY in header.metadata for header in headers.values())
-    leaves = _pieces(headers) if are_pieces else _leaves(headers)
-    ties = _ties(headers.values(), leaves)
-    texts, more = _texts(headers.values(), ties)
-    notes, extra = notes + more, {HEADER_ENTRY: texts} if texts else {}
-    state = next((h.metadata[STATE_KEY] for h in headers.values() if STATE_KEY in h.metadata), None)
-    if state is not None:
+    leaves = _join_rank_pieces(headers) if are_pieces else _make_whole_leaves(headers)
+    ties = _find_stated_ties(headers.values(), leaves)
+    header_texts, text_notes = _collect_texts(headers.values(), ties)
+    notes, extra = notes + text_notes, {HEADER_ENTRY: header_texts} if header_texts else {}
+    packed_state = next((h.metadata[STATE_KEY] for h in headers.values() if STATE_KEY in h.metadata), None)
+    if packed_state is not None:
         from ckpt_tools.formats.state_dict.packed import unpacked
 
-        whole = unpacked(state, leaves, ties, options, format_name="safetensors", where=STATE_KEY)
-        return replace(whole, extra={**whole.extra, **extra}, notes=(*whole.notes, *notes))
+        state_manifest = unpacked(packed_state, leaves, ties, options, format_name="safetensors", text_name=STATE_KEY)
+        return replace(state_manifest, extra={**state_manifest.extra, **extra}, notes=(*state_manifest.notes, *notes))
     if are_pieces:
         # No file says how many there are, and no piece how large its tensor is.
         why = f"the files do not state it; if one after {max(headers)} is missing, tensors are missing or end too early"
         notes.append(Note(Outcome.MISSING, "the number of ranks", why))
     del headers
     # A model may have hundreds of thousands: what one was read from is given up as its entry is made.
-    tensors = {StateKey(name): _entry(leaves.pop(name)) for name in list(leaves)}
+    tensors = {StateKey(name): _make_entry(leaves.pop(name)) for name in list(leaves)}
     return Manifest("safetensors", tensors, aliases=ties, extra=extra, notes=tuple(notes))
 
 
 def own_files(source: Source) -> frozenset[str]:
-    return frozenset(filter(None, [*_files(source)[0], index_of(source.files, INDEX_NAME)]))
+    return frozenset(filter(None, [*_find_model_files(source)[0], find_index(source.files, INDEX_NAME)]))
 
 
-def is_own(path: str) -> bool:
+def is_safetensors_file(path: str) -> bool:
     return "/" not in path and path.endswith((".safetensors", ".safetensors.index.json"))
 
 
-def _files(source: Source) -> tuple[list[str], list[Note]]:
+def _find_model_files(source: Source) -> tuple[list[str], list[Note]]:
     """The files of the model, and notes on what an index says of it."""
-    if (why := why_no_model(filter(is_own, source.files))) is not None:
+    if (why := why_no_model(filter(is_safetensors_file, source.files))) is not None:
         raise UnsupportedError(why)
-    index = index_of(source.files, INDEX_NAME)
+    index = find_index(source.files, INDEX_NAME)
     if index is not None:
         weight_map, notes = read_weight_map(source, index)
         files = list(dict.fromkeys(weight_map.values())) or [index.removesuffix(".index.json")]
         for file in files:
-            check_promises(weight_map, index, file, read_header(source, file).tensors)
+            check_indexed_names(weight_map, index, file, read_safetensors_header(source, file).tensors)
         return files, notes
-    files = [path for path in source.files if is_own(path)] or list(source.files)
-    if len(source.files) > 1 and not is_own(files[0]):
+    files = [path for path in source.files if is_safetensors_file(path)] or list(source.files)
+    if len(source.files) > 1 and not is_safetensors_file(files[0]):
         raise SourceNotFoundError(f"there is no file of safetensors in {source.store.url}")
     # A folder without an index is one model only if its files have all numbers.
-    if len(files) > 1 and all(map(is_shard_name, files)):
-        check_numbers(files)
-    elif not are_shards(source, files, ".safetensors") and len(files) > 1:
+    if len(files) > 1 and all(map(is_rank_shard_name, files)):
+        check_all_ranks_present(files)
+    elif not are_numbered_shards(source, files, ".safetensors") and len(files) > 1:
         raise SeveralCheckpointsError(
             f"there are several models here ({join_names(files)}); name the file of the one you mean"
         )
     return files, []
 
 
-def read_header(source: Source, path: str) -> _Header:
+def read_safetensors_header(source: Source, path: str) -> SafetensorsHeader:
     """The checked header of one file.
 
     Raises:
@@ -154,38 +154,42 @@ def read_header(source: Source, path: str) -> _Header:
         )
     if 8 + length > size:
         raise IncompleteError(f"its header of {length:,} bytes does not fit its {size:,} bytes", path=path)
-    found = parse_header(source.read(path, 8, 8 + length), path)
-    if not isinstance(found, dict):
+    header_json = parse_header_json(source.read(path, 8, 8 + length), path)
+    if not isinstance(header_json, dict):
         raise MalformedError("its header is not a JSON object", path=path)
-    metadata = _metadata(found.pop("__metadata__", {}), path)
-    tensors = {name: _described(name, found.pop(name), 8 + length, path) for name in list(found)}
+    metadata = _parse_metadata(header_json.pop("__metadata__", {}), path)
+    tensors = {name: _parse_entry(name, header_json.pop(name), 8 + length, path) for name in list(header_json)}
     _check_ranges(tensors, 8 + length, size, path)
     # Its metadata has a checksum of each tensor after the change.
     if tensors and all(name in metadata and dtype is DType.UINT8 for name, (dtype, _, _) in tensors.items()):
         raise UnsupportedError(f"{why_delta({'delta_encoding': ''})}", path=path)
-    return _Header(tensors, metadata)
+    return SafetensorsHeader(tensors, metadata)
 
 
-def _metadata(found: Any, path: str) -> dict[str, str]:
+def _parse_metadata(raw_metadata: Any, path: str) -> dict[str, str]:
     """MLX writes null for none, which the library takes too."""
-    if found is None:
+    if raw_metadata is None:
         return {}
-    if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
+    if not isinstance(raw_metadata, dict) or not all(isinstance(value, str) for value in raw_metadata.values()):
         raise MalformedError("__metadata__ does not map strings to strings", path=path)
-    return found
+    return raw_metadata
 
 
-def _described(name: str, info: Any, data_start: int, path: str) -> tuple[DType, tuple[int, ...], ByteRange]:
-    if not isinstance(info, RawEntry) and (not isinstance(info, dict) or set(info) != set(RawEntry._fields)):
+def _parse_entry(name: str, raw_entry: Any, data_start: int, path: str) -> tuple[DType, tuple[int, ...], ByteRange]:
+    if not isinstance(raw_entry, RawEntry) and (
+        not isinstance(raw_entry, dict) or set(raw_entry) != set(RawEntry._fields)
+    ):
         raise MalformedError("an entry needs dtype, shape and data_offsets, and nothing else", path=path, key=name)
-    stated, shape, offsets = info if isinstance(info, RawEntry) else (info[field] for field in RawEntry._fields)
-    dtype = from_safetensors(stated) if isinstance(stated, str) else None
+    dtype_name, shape, offsets = (
+        raw_entry if isinstance(raw_entry, RawEntry) else (raw_entry[field] for field in RawEntry._fields)
+    )
+    dtype = from_safetensors(dtype_name) if isinstance(dtype_name, str) else None
     if dtype is None:
-        raise UnsupportedError(f"unknown dtype {format_brief(stated)}", path=path, key=name)
+        raise UnsupportedError(f"unknown dtype {format_brief(dtype_name)}", path=path, key=name)
     if not are_naturals(shape) or not are_naturals(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         shown = [format_brief(list(found) if isinstance(found, tuple) else found) for found in (shape, offsets)]
         raise MalformedError(f"shape {shown[0]} or data_offsets {shown[1]} are not valid", path=path, key=name)
-    shape = elements_of(dtype, tuple(shape), path, name)
+    shape = convert_to_element_shape(dtype, tuple(shape), path, name)
     if prod(shape) * dtype.item_bytes != offsets[1] - offsets[0]:
         raise MalformedError(
             f"{format_count(offsets[1] - offsets[0], 'byte')} cannot hold {list(shape)} of {dtype.value}",
@@ -195,7 +199,7 @@ def _described(name: str, info: Any, data_start: int, path: str) -> tuple[DType,
     return dtype, shape, ByteRange(path, data_start + offsets[0], data_start + offsets[1])
 
 
-def elements_of(dtype: DType, shape: Shape, path: str, key: str) -> Shape:
+def convert_to_element_shape(dtype: DType, shape: Shape, path: str, key: str) -> Shape:
     """The shape in elements of one that counts values, which may be packed. Raises UnsupportedError if rows end within
     an element: torch cannot hold them either."""
     if dtype.num_values == 1:
@@ -209,48 +213,50 @@ def elements_of(dtype: DType, shape: Shape, path: str, key: str) -> Shape:
 def _check_ranges(
     tensors: Mapping[str, tuple[DType, tuple[int, ...], ByteRange]], data_start: int, size: int, path: str
 ) -> None:
-    cursor = data_start
+    expected_start = data_start
     for start, stop, name in sorted((at.start, at.stop, name) for name, (_, _, at) in tensors.items()):
-        if start != cursor:
-            kind = "overlaps the tensor before it" if start < cursor else "leaves a gap before it"
+        if start != expected_start:
+            kind = "overlaps the tensor before it" if start < expected_start else "leaves a gap before it"
             raise MalformedError(f"its range {kind}", path=path, key=name)
-        cursor = stop
-    if cursor > size:
+        expected_start = stop
+    if expected_start > size:
         raise IncompleteError(
-            f"it has {format_count(size, 'byte')} instead of {cursor:,}; the file is truncated", path=path
+            f"it has {format_count(size, 'byte')} instead of {expected_start:,}; the file is truncated", path=path
         )
-    if cursor < size:
-        raise MalformedError(f"no tensor has the {format_count(size - cursor, 'byte')} after the last one", path=path)
+    if expected_start < size:
+        raise MalformedError(
+            f"no tensor has the {format_count(size - expected_start, 'byte')} after the last one", path=path
+        )
 
 
-def _leaves(headers: Mapping[str, _Header]) -> dict[str, TensorLeaf]:
-    found: dict[str, TensorLeaf] = {}
+def _make_whole_leaves(headers: Mapping[str, SafetensorsHeader]) -> dict[str, TensorLeaf]:
+    leaves: dict[str, TensorLeaf] = {}
     for path, header in headers.items():
         for name, (dtype, shape, at) in header.tensors.items():
-            if name in found:
-                other = found[name].shards.files[0]
+            if name in leaves:
+                other = leaves[name].shards.files[0]
                 why = f"this tensor is in two files, {other} too: they may be those of ranks, with a part of it each"
                 raise MalformedError(why, path=path, key=name)
-            found[name] = TensorLeaf(shape, dtype, ShardTable.whole(shape, dtype, at))
-    return found
+            leaves[name] = TensorLeaf(shape, dtype, ShardTable.whole(shape, dtype, at))
+    return leaves
 
 
-def _pieces(headers: Mapping[str, _Header]) -> dict[str, TensorLeaf]:
-    found: dict[str, list[Piece]] = {}
+def _join_rank_pieces(headers: Mapping[str, SafetensorsHeader]) -> dict[str, TensorLeaf]:
+    pieces_by_name: dict[str, list[RankPiece]] = {}
     for path, header in headers.items():
-        offsets = read_offsets(header.metadata, path)
+        offsets = parse_offsets(header.metadata, path)
         for name, (dtype, extents, at) in header.tensors.items():
-            found.setdefault(name, []).append(piece_of(name, dtype, extents, at, offsets))
-    tables = {name: joined(name, pieces) for name, pieces in found.items()}
+            pieces_by_name.setdefault(name, []).append(make_rank_piece(name, dtype, extents, at, offsets))
+    tables = {name: join_pieces(name, pieces) for name, pieces in pieces_by_name.items()}
     return {name: TensorLeaf(table.shape, table.dtype, table) for name, table in tables.items()}
 
 
-def _entry(leaf: TensorLeaf) -> TensorEntry:
+def _make_entry(leaf: TensorLeaf) -> TensorEntry:
     kind = Kind.PARAMETER if leaf.dtype.is_floating else Kind.BUFFER
     return TensorEntry(leaf.shape, leaf.dtype, kind, leaf.shards)
 
 
-def _ties(headers: Iterable[_Header], tensors: Mapping[str, TensorLeaf]) -> dict[str, str]:
+def _find_stated_ties(headers: Iterable[SafetensorsHeader], tensors: Mapping[str, TensorLeaf]) -> dict[str, str]:
     return {
         alias: owner
         for header in headers
@@ -259,29 +265,29 @@ def _ties(headers: Iterable[_Header], tensors: Mapping[str, TensorLeaf]) -> dict
     }
 
 
-def _texts(headers: Iterable[_Header], ties: Mapping[str, str]) -> tuple[dict[str, str], list[Note]]:
+def _collect_texts(headers: Iterable[SafetensorsHeader], ties: Mapping[str, str]) -> tuple[dict[str, str], list[Note]]:
     """What the headers say beside ties, pieces and our own state, and notes on names that have several texts."""
-    found: dict[str, str] = {}
-    several = set[str]()
+    texts: dict[str, str] = {}
+    conflicting_names = set[str]()
     for name, text in (each for header in headers for each in header.metadata.items()):
         if ties.get(name) != text and name not in (STATE_KEY, OFFSETS_KEY, VERSION_KEY):
-            several |= {name} if found.setdefault(name, text) != text else set()
-    if found.get("format") == _FORMAT:
-        del found["format"]
+            conflicting_names |= {name} if texts.setdefault(name, text) != text else set()
+    if texts.get("format") == _TORCH_FORMAT:
+        del texts["format"]
     why = "the files have different texts, and each file that is written has all texts"
-    notes = [Note(Outcome.DROPPED, f"{HEADER_ENTRY}.{name}", why) for name in sorted(several)]
-    return {name: text for name, text in found.items() if name not in several}, notes
+    notes = [Note(Outcome.DROPPED, f"{HEADER_ENTRY}.{name}", why) for name in sorted(conflicting_names)]
+    return {name: text for name, text in texts.items() if name not in conflicting_names}, notes
 
 
-def written_texts(manifest: Manifest) -> Mapping[str, str]:
+def get_header_texts(manifest: Manifest) -> Mapping[str, str]:
     """What the headers of a source said. Raises UnsupportedError if an entry of this name is something else."""
-    found = manifest.extra.get(HEADER_ENTRY, {})
-    if not isinstance(found, Mapping) or not all(type(text) is str for each in found.items() for text in each):
+    texts = manifest.extra.get(HEADER_ENTRY, {})
+    if not isinstance(texts, Mapping) or not all(type(text) is str for each in texts.items() for text in each):
         raise UnsupportedError(f"the entry {HEADER_ENTRY!r} of the checkpoint does not map names to texts")
-    return found
+    return texts
 
 
-def without_texts(manifest: Manifest) -> Manifest:
+def drop_header_texts(manifest: Manifest) -> Manifest:
     return replace(manifest, extra={name: value for name, value in manifest.extra.items() if name != HEADER_ENTRY})
 
 
@@ -290,23 +296,28 @@ def layout(manifest: Manifest, options: WriteOptions) -> Layout:
     from ckpt_tools.formats.state_dict.build import entries_of
     from ckpt_tools.formats.state_dict.packed import TREE, packed
 
-    texts = written_texts(manifest)
-    manifest = without_texts(manifest)
+    header_texts = get_header_texts(manifest)
+    manifest = drop_header_texts(manifest)
     entries = entries_of(manifest, TREE, whole_values=True)
-    whole = packed(manifest, entries) if _is_whole_state(manifest) else None
-    state = {STATE_KEY: whole.text} if whole else {}
-    tensors = {**entries.tensors, **(whole.tensors if whole else {})}
+    packed_state = packed(manifest, entries) if _is_whole_state(manifest) else None
+    state_metadata = {STATE_KEY: packed_state.text} if packed_state else {}
+    tensors = {**entries.tensors, **(packed_state.tensors if packed_state else {})}
     contents = {name: (key, manifest.tensors[key]) for name, key in tensors.items()}
     # Names of a whole state are those of its tree.
-    options = replace(options, shard_map={}) if whole else options
-    parts = _parts({name: entry for name, (_, entry) in contents.items()}, options)
+    options = replace(options, shard_map={}) if packed_state else options
+    tensors_by_file = _assign_files({name: entry for name, (_, entry) in contents.items()}, options)
     files = [
-        file_layout(name, {n: contents[n] for n in part}, entries.aliases, {**texts, **({} if number else state)})
-        for number, (name, part) in enumerate(parts.items())
+        build_file_layout(
+            name,
+            {n: contents[n] for n in part},
+            entries.aliases,
+            {**header_texts, **({} if number else state_metadata)},
+        )
+        for number, (name, part) in enumerate(tensors_by_file.items())
     ]
     # One file of a folder may have another name than the one that is loaded without an index.
-    needs_index = len(parts) > 1 or (options.file_name is None and MODEL_NAME not in parts)
-    index = [index_layout(INDEX_NAME, parts, {})] if needs_index else []
+    needs_index = len(tensors_by_file) > 1 or (options.file_name is None and MODEL_NAME not in tensors_by_file)
+    index = [build_index_layout(INDEX_NAME, tensors_by_file, {})] if needs_index else []
     return Layout((*files, *index), entries.notes)
 
 
@@ -327,12 +338,12 @@ def loading(path: str, manifest: Manifest, layout: Layout, options: WriteOptions
         quote_literal,
     )
 
-    if _is_whole_state(without_texts(manifest)):
+    if _is_whole_state(drop_header_texts(manifest)):
         return make_load_into_snippet(path)
     if not all(entry.dtype.is_torch_dtype for entry in manifest.tensors.values()):
         return make_open_snippet(path)
-    if (found := make_from_pretrained_snippet(layout.config, path)) is not None:
-        return found
+    if (pretrained_code := make_from_pretrained_snippet(layout.config, path)) is not None:
+        return pretrained_code
     files = [file.path for file in layout.files if file.path.endswith(".safetensors")]
     name = quote_literal(path if options.file_name else f"{path}/{files[0]}")
     if len(files) > 1:
@@ -344,55 +355,59 @@ def loading(path: str, manifest: Manifest, layout: Layout, options: WriteOptions
     return f"from safetensors.torch import load_file\nstate_dict = load_file({name})"
 
 
-def _parts(entries: Mapping[str, TensorEntry], options: WriteOptions) -> dict[str, dict[str, TensorEntry]]:
+def _assign_files(entries: Mapping[str, TensorEntry], options: WriteOptions) -> dict[str, dict[str, TensorEntry]]:
     """The tensors of each file: by the options' map of names to files, in which a tensor without a file lies with the
     one before it, or by size."""
     if not options.shard_map or options.max_shard_bytes is not None or options.file_name is not None:
-        return shards(entries, options, MODEL_NAME)
-    parts: dict[str, dict[str, TensorEntry]] = {}
+        return split_into_shards(entries, options, MODEL_NAME)
+    tensors_by_file: dict[str, dict[str, TensorEntry]] = {}
     file = next(iter(options.shard_map.values()))
     for name, entry in entries.items():
         file = options.shard_map.get(name, file)
-        parts.setdefault(file, {})[name] = entry
-    return parts
+        tensors_by_file.setdefault(file, {})[name] = entry
+    return tensors_by_file
 
 
-def file_layout(
-    path: str, part: Mapping[str, tuple[StateKey, TensorEntry]], aliases: Mapping[str, str], texts: Mapping[str, str]
+def build_file_layout(
+    path: str, tensors: Mapping[str, tuple[StateKey, TensorEntry]], aliases: Mapping[str, str], texts: Mapping[str, str]
 ) -> FileLayout:
-    """A file of the tensors in ``part``, with ``aliases`` and ``texts`` in its metadata.
+    """A file of the tensors in ``tensors``, with ``aliases`` and ``texts`` in its metadata.
 
     Wide elements come first, so that every tensor is aligned to its own width; three bytes are aligned anywhere.
     """
     from ckpt_tools.core.layout import FileLayout, Literal, Payload
 
-    ordered = dict(sorted(part.items(), key=lambda item: -_alignment(item[1][1].dtype)))
-    payloads = [Payload(key, Box.whole(entry.shape), entry.shape, entry.dtype) for key, entry in ordered.values()]
-    ties = {alias: owner for alias, owner in aliases.items() if owner in ordered}
-    header = _header_bytes({name: entry for name, (_, entry) in ordered.items()}, {**texts, **ties})
+    aligned_tensors = dict(sorted(tensors.items(), key=lambda item: -_get_alignment(item[1][1].dtype)))
+    payloads = [
+        Payload(key, Box.whole(entry.shape), entry.shape, entry.dtype) for key, entry in aligned_tensors.values()
+    ]
+    stored_aliases = {alias: owner for alias, owner in aliases.items() if owner in aligned_tensors}
+    header = _encode_header({name: entry for name, (_, entry) in aligned_tensors.items()}, {**texts, **stored_aliases})
     return FileLayout(path, (Literal(header), *payloads))
 
 
-def _alignment(dtype: DType) -> int:
+def _get_alignment(dtype: DType) -> int:
     return dtype.item_bytes & -dtype.item_bytes
 
 
-def _header_bytes(tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str]) -> bytes:
-    header: dict[str, Any] = {"__metadata__": {"format": _FORMAT, **metadata}}
-    cursor = 0
+def _encode_header(tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str]) -> bytes:
+    header: dict[str, Any] = {"__metadata__": {"format": _TORCH_FORMAT, **metadata}}
+    data_stop = 0
     for name, entry in tensors.items():
         if name in header:
             raise UnsupportedError(f"safetensors has no tensor {name!r}; rename it with {format_option('rename')}")
         if entry.dtype.safetensors_name is None:
             instead = f"write it with {format_option('to', 'torch')} or exclude it"
             raise UnsupportedError(f"safetensors does not support {entry.dtype.value}; {instead}", key=name)
-        packed = entry.dtype.num_values  # the shape counts values
+        values_per_element = entry.dtype.num_values  # the shape counts values
         header[name] = {
             "dtype": entry.dtype.safetensors_name,
-            "shape": [*entry.shape[:-1], entry.shape[-1] * packed] if packed > 1 else list(entry.shape),
-            "data_offsets": [cursor, cursor + entry.num_bytes],
+            "shape": [*entry.shape[:-1], entry.shape[-1] * values_per_element]
+            if values_per_element > 1
+            else list(entry.shape),
+            "data_offsets": [data_stop, data_stop + entry.num_bytes],
         }
-        cursor += entry.num_bytes
+        data_stop += entry.num_bytes
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:

@@ -26,10 +26,10 @@ class SafetensorsFormat(Format):
     keeps_every_dtype = True
 
     def detect(self, source: Source) -> bool:
-        from ckpt_tools.formats.safetensors.files import is_own
+        from ckpt_tools.formats.safetensors.files import is_safetensors_file
         from ckpt_tools.trainers.torch_checkpointing import has_index
 
-        return any(map(is_own, source.files)) and not has_index(source)
+        return any(map(is_safetensors_file, source.files)) and not has_index(source)
 
     read = import_when_called("safetensors.files:read")
     own_files = import_when_called("safetensors.files:own_files", takes=1)

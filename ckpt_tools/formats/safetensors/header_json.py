@@ -17,7 +17,7 @@ class RawEntry(NamedTuple):
     data_offsets: tuple[Any, ...]
 
 
-def parse_header(data: bytes, path: str) -> Any:
+def parse_header_json(data: bytes, path: str) -> Any:
     """The header with a ``RawEntry`` for each object that is one: a fifth of the memory of dicts and lists.
 
     Raises MalformedError.
@@ -25,15 +25,15 @@ def parse_header(data: bytes, path: str) -> Any:
     shapes: dict[tuple[Any, ...], tuple[Any, ...]] = {}
     dtypes: dict[str, str] = {}
 
-    def entry_of(found: dict[str, Any]) -> Any:
-        if found.keys() != _KEYS:
-            return found
-        dtype, shape, offsets = found["dtype"], found["shape"], found["data_offsets"]
+    def compact_entry(parsed: dict[str, Any]) -> Any:
+        if parsed.keys() != _KEYS:
+            return parsed
+        dtype, shape, offsets = parsed["dtype"], parsed["shape"], parsed["data_offsets"]
         if type(dtype) is not str or type(shape) is not list or type(offsets) is not list:
-            return found
+            return parsed
         if not all(type(extent) is int for extent in shape):
-            return found
+            return parsed
         extents = tuple(shape)
         return RawEntry(dtypes.setdefault(dtype, dtype), shapes.setdefault(extents, extents), tuple(offsets))
 
-    return parse_json(data, path, value_of=entry_of)
+    return parse_json(data, path, value_of=compact_entry)

@@ -27,24 +27,24 @@ _FILE_NAME = re.compile(r"shard-(\d{1,9})-model-\d+-of-\d+\.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class RankPiece:
     """A box of a tensor, starting at ``start``, as one file holds it."""
 
     dtype: DType
     start: tuple[int, ...]
     extents: tuple[int, ...]
-    at: ByteRange
+    byte_range: ByteRange
 
     @property
     def stop(self) -> tuple[int, ...]:
         return tuple(a + n for a, n in zip(self.start, self.extents, strict=True))
 
 
-def is_shard_name(path: str) -> bool:
+def is_rank_shard_name(path: str) -> bool:
     return _FILE_NAME.fullmatch(path) is not None
 
 
-def check_numbers(paths: Iterable[str]) -> None:
+def check_all_ranks_present(paths: Iterable[str]) -> None:
     """Every rank up to the last has its file. Raises IncompleteError."""
     numbers = {int(match[1]): path for path in paths if (match := _FILE_NAME.fullmatch(path))}
     for number in range(1, max(numbers, default=0)):
@@ -53,30 +53,30 @@ def check_numbers(paths: Iterable[str]) -> None:
             raise IncompleteError("the shard of this rank is missing", path=missing)
 
 
-def read_offsets(metadata: Mapping[str, str], path: str) -> Mapping[str, tuple[int, ...]]:
+def parse_offsets(metadata: Mapping[str, str], path: str) -> Mapping[str, tuple[int, ...]]:
     """Starts of the pieces of a file, by name. Raises MalformedError."""
     if OFFSETS_KEY not in metadata:
         raise MalformedError(f"a shard of a rank needs {OFFSETS_KEY} in its metadata", path=path)
-    found = parse_json(metadata[OFFSETS_KEY].encode(), path)
-    pieces = found.items() if isinstance(found, dict) else ()
+    sharding_info = parse_json(metadata[OFFSETS_KEY].encode(), path)
+    pieces = sharding_info.items() if isinstance(sharding_info, dict) else ()
     offsets = {name: piece.get("saved_offsets") if isinstance(piece, dict) else None for name, piece in pieces}
     are_valid = all(isinstance(each, list) and are_naturals(each, None) for each in offsets.values())
-    if not isinstance(found, dict) or not are_valid:
+    if not isinstance(sharding_info, dict) or not are_valid:
         raise MalformedError(f"its {OFFSETS_KEY} does not map names to saved_offsets", path=path)
     return {name: tuple(offset) for name, offset in offsets.items() if offset is not None}
 
 
-def piece_of(
-    name: str, dtype: DType, extents: tuple[int, ...], at: ByteRange, offsets: Mapping[str, tuple[int, ...]]
-) -> Piece:
+def make_rank_piece(
+    name: str, dtype: DType, extents: tuple[int, ...], byte_range: ByteRange, offsets: Mapping[str, tuple[int, ...]]
+) -> RankPiece:
     """A tensor of a file at its place. Raises MalformedError where the file does not say it."""
     start = offsets.get(name)
     if start is None or len(start) != len(extents):
-        raise MalformedError(f"its {OFFSETS_KEY} has no offsets for this tensor", path=at.file, key=name)
-    return Piece(dtype, start, extents, at)
+        raise MalformedError(f"its {OFFSETS_KEY} has no offsets for this tensor", path=byte_range.file, key=name)
+    return RankPiece(dtype, start, extents, byte_range)
 
 
-def joined(name: str, pieces: list[Piece]) -> ShardTable:
+def join_pieces(name: str, pieces: list[RankPiece]) -> ShardTable:
     """One tensor from its pieces; empty ones, which all begin where another ends, count for its shape alone.
 
     Raises:
@@ -84,15 +84,17 @@ def joined(name: str, pieces: list[Piece]) -> ShardTable:
     """
     first = pieces[0]
     if any((piece.dtype, len(piece.start)) != (first.dtype, len(first.start)) for piece in pieces):
-        raise MalformedError("its pieces in the ranks' files differ in dtype or dims", path=first.at.file, key=name)
+        raise MalformedError(
+            "its pieces in the ranks' files differ in dtype or dims", path=first.byte_range.file, key=name
+        )
     shape = tuple(max(ends) for ends in zip(*(piece.stop for piece in pieces), strict=True))
-    shards = [Shard(Box(piece.start, piece.stop), piece.at) for piece in pieces if 0 not in piece.extents]
+    shards = [Shard(Box(piece.start, piece.stop), piece.byte_range) for piece in pieces if 0 not in piece.extents]
     try:
         table = ShardTable.build(shape, first.dtype, shards)
         check_exact_cover(table)
     except MalformedError as error:
         why = f"{error.message}; files of an earlier save by more ranks may be among them, which torch does not remove"
-        raise MalformedError(why, path=pieces[-1].at.file, key=name) from error
+        raise MalformedError(why, path=pieces[-1].byte_range.file, key=name) from error
     except CkptError as error:
         raise type(error)(error.message, path=error.path, key=name) from error
     return table

@@ -11,43 +11,45 @@ from ckpt_tools.trainers.names import are_rank_files, is_rank_file_candidate, ma
 from ckpt_tools.trainers.run_folders import get_parent_folder
 from ckpt_tools.trainers.torch_checkpointing import INDEX, has_index
 
-_SIGNS = (b"DTensor\n", b"ShardedTensor\n")
+_PROTOCOL_2_CLASSES = (b"DTensor\n", b"ShardedTensor\n")
 """The classes in a pickle of protocol 2, as ``torch.save`` writes them."""
 
-_NEWER_SIGNS = (b"\x07DTensor\x94", b"\rShardedTensor\x94")
+_PROTOCOL_4_CLASSES = (b"\x07DTensor\x94", b"\rShardedTensor\x94")
 """The same in protocol 4 and later."""
 
-MAX_LOOKS = 8
+MAX_INSPECTED_FILES = 8
 """Files that are opened to see whether any holds a part of a tensor."""
 
 
 def looks_sharded(source: Source) -> bool:
     """Whether a file of ``source`` holds a part of a tensor, or its files have names of ranks."""
-    below = folders_of_ranks(source)
-    here = [path for path in source.files if "/" not in path and is_rank_file_candidate(path)]
-    if has_index(source) and here:
+    rank_folders = find_rank_folders(source)
+    top_files = [path for path in source.files if "/" not in path and is_rank_file_candidate(path)]
+    if has_index(source) and top_files:
         return True
     if are_rank_files(source.files):
         return True
-    return any(holds_parts(source, path) for path in samples(here)) or bool(below and below != [""])
+    return any(has_tensor_parts(source, path) for path in pick_samples(top_files)) or bool(
+        rank_folders and rank_folders != [""]
+    )
 
 
-def folders_of_ranks(source: Source) -> list[str]:
+def find_rank_folders(source: Source) -> list[str]:
     """Folders that hold files of ranks, by names and indexes."""
-    indexed = [get_parent_folder(path) for path in source.files if path.rpartition("/")[2] == INDEX]
-    named = (get_parent_folder(path) for path in source.files if match_rank_file(path))
-    return list(dict.fromkeys([*named, *(each for each in indexed if has_index(source, each))]))
+    indexed_folders = [get_parent_folder(path) for path in source.files if path.rpartition("/")[2] == INDEX]
+    named_folders = (get_parent_folder(path) for path in source.files if match_rank_file(path))
+    return list(dict.fromkeys([*named_folders, *(each for each in indexed_folders if has_index(source, each))]))
 
 
-def samples(paths: Iterable[str]) -> list[str]:
-    kinds = {"".join("#" if c.isdigit() else c for c in path): path for path in paths}
-    return list(kinds.values())[:MAX_LOOKS]
+def pick_samples(paths: Iterable[str]) -> list[str]:
+    path_by_form = {"".join("#" if c.isdigit() else c for c in path): path for path in paths}
+    return list(path_by_form.values())[:MAX_INSPECTED_FILES]
 
 
-def holds_parts(source: Source, path: str) -> bool:
+def has_tensor_parts(source: Source, path: str) -> bool:
     """Whether the pickle of a file names a class of parts of tensors."""
     try:
         pickle = read_pickle(lambda start, stop: source.read(path, start, stop), source.size(path), path)
     except CkptError:
         return False
-    return any(sign in pickle for sign in (*_SIGNS, *_NEWER_SIGNS))
+    return any(sign in pickle for sign in (*_PROTOCOL_2_CLASSES, *_PROTOCOL_4_CLASSES))

@@ -20,7 +20,7 @@ Interval = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class LocalRegion:
     """The local tensor of a rank: its shape, and the boxes of the whole tensor that it holds, each with where it begins
     in the local tensor. Without an element it has none."""
 
@@ -29,49 +29,55 @@ class Region:
 
 
 @lru_cache(maxsize=4096)
-def region_of(shape: Shape, mesh: Shape, coordinate: Shape, placements: tuple[Placement, ...]) -> Region:
-    """The part of a tensor of ``shape`` on the rank at ``coordinate`` of a mesh of the shape ``mesh``."""
-    dims: list[list[Interval]] = [[(0, extent)] for extent in shape]
-    for placement, size, position in zip(placements, mesh, coordinate, strict=True):
+def compute_region(
+    shape: Shape, mesh_shape: Shape, coordinate: Shape, placements: tuple[Placement, ...]
+) -> LocalRegion:
+    """The part of a tensor of ``shape`` on the rank at ``coordinate`` of a mesh of the shape ``mesh_shape``."""
+    intervals_by_dim: list[list[Interval]] = [[(0, extent)] for extent in shape]
+    for placement, size, position in zip(placements, mesh_shape, coordinate, strict=True):
         if isinstance(placement, ShardPlacement):
-            dims[placement.dim] = _chunk(dims[placement.dim], size, position)
+            intervals_by_dim[placement.dim] = _select_chunk(intervals_by_dim[placement.dim], size, position)
         elif isinstance(placement, StridedShardPlacement):
-            whole, count = dims[placement.dim], placement.split_factor
-            parts = (_chunk(whole, count, number) for number in range(count))
-            dims[placement.dim] = _joined([each for part in parts for each in _chunk(part, size, position)])
-    local = tuple(sum(stop - start for start, stop in intervals) for intervals in dims)
-    return Region(local, tuple(_boxes(dims)) if 0 not in local else ())
+            whole_intervals, count = intervals_by_dim[placement.dim], placement.split_factor
+            parts = (_select_chunk(whole_intervals, count, number) for number in range(count))
+            intervals_by_dim[placement.dim] = _merge_adjacent(
+                [each for part in parts for each in _select_chunk(part, size, position)]
+            )
+    local_shape = tuple(sum(stop - start for start, stop in intervals) for intervals in intervals_by_dim)
+    return LocalRegion(local_shape, tuple(_combine_boxes(intervals_by_dim)) if 0 not in local_shape else ())
 
 
-def _chunk(intervals: Sequence[Interval], count: int, number: int) -> list[Interval]:
+def _select_chunk(intervals: Sequence[Interval], count: int, number: int) -> list[Interval]:
     """Chunk ``number`` of ``count``, as ``torch.chunk`` makes them; empty where it makes fewer."""
     total = sum(stop - start for start, stop in intervals)
     step = -(-total // count)
     first, last = min(number * step, total), min((number + 1) * step, total)
-    found, passed = [], 0
+    chunk_intervals, num_passed = [], 0
     for start, stop in intervals:
-        low, high = max(first - passed, 0), min(last - passed, stop - start)
+        low, high = max(first - num_passed, 0), min(last - num_passed, stop - start)
         if low < high:
-            found.append((start + low, start + high))
-        passed += stop - start
-    return found
+            chunk_intervals.append((start + low, start + high))
+        num_passed += stop - start
+    return chunk_intervals
 
 
-def _joined(intervals: list[Interval]) -> list[Interval]:
-    found: list[Interval] = []
+def _merge_adjacent(intervals: list[Interval]) -> list[Interval]:
+    merged_intervals: list[Interval] = []
     for start, stop in intervals:
-        if found and found[-1][1] == start:
-            found[-1] = found[-1][0], stop
+        if merged_intervals and merged_intervals[-1][1] == start:
+            merged_intervals[-1] = merged_intervals[-1][0], stop
         else:
-            found.append((start, stop))
-    return found
+            merged_intervals.append((start, stop))
+    return merged_intervals
 
 
-def _boxes(dims: Sequence[Sequence[Interval]]) -> list[tuple[Box, Shape]]:
-    lengths = ([stop - start for start, stop in intervals] for intervals in dims)
+def _combine_boxes(intervals_by_dim: Sequence[Sequence[Interval]]) -> list[tuple[Box, Shape]]:
+    lengths = ([stop - start for start, stop in intervals] for intervals in intervals_by_dim)
     starts = (accumulate(each, initial=0) for each in lengths)
-    placed = [list(zip(intervals, at, strict=False)) for intervals, at in zip(dims, starts, strict=True)]
+    starts_by_dim = [
+        list(zip(intervals, at, strict=False)) for intervals, at in zip(intervals_by_dim, starts, strict=True)
+    ]
     return [
         (Box(tuple(low for (low, _), _ in part), tuple(high for (_, high), _ in part)), tuple(at for _, at in part))
-        for part in product(*placed)
+        for part in product(*starts_by_dim)
     ]

@@ -13,8 +13,8 @@ from typing import Any
 from ckpt_tools.core.literals import make_literal_file_name
 from ckpt_tools.core.manifest import Manifest
 
-_NAME = make_literal_file_name("sharded.json")
-_BESIDE = make_literal_file_name("beside/")
+_ORIGIN_FILE = make_literal_file_name("sharded.json")
+_COMPANION_PREFIX = make_literal_file_name("beside/")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,15 +32,23 @@ class Origin:
     whole: tuple[str, ...] = ()
     beside: Mapping[str, bytes] = field(default_factory=dict)
 
-    def literals(self) -> dict[str, bytes]:
+    def to_literals(self) -> dict[str, bytes]:
         content = {name: value for name, value in asdict(self).items() if name != "beside"}
-        return {_NAME: json.dumps(content).encode()} | {_BESIDE + path: data for path, data in self.beside.items()}
+        return {_ORIGIN_FILE: json.dumps(content).encode()} | {
+            _COMPANION_PREFIX + path: data for path, data in self.beside.items()
+        }
 
 
-def origin_of(manifest: Manifest) -> Origin | None:
+def read_origin(manifest: Manifest) -> Origin | None:
     """The origin of a manifest that was read from files of ranks; None for others."""
-    if _NAME not in manifest.literals:
+    if _ORIGIN_FILE not in manifest.literals:
         return None
-    content: dict[str, Any] = json.loads(manifest.literals[_NAME])
-    found = {n.removeprefix(_BESIDE): data for n, data in manifest.literals.items() if n.startswith(_BESIDE)}
-    return Origin(**{**content, "whole": tuple(content["whole"]), "names": tuple(content["names"])}, beside=found)
+    content: dict[str, Any] = json.loads(manifest.literals[_ORIGIN_FILE])
+    companion_files = {
+        n.removeprefix(_COMPANION_PREFIX): data
+        for n, data in manifest.literals.items()
+        if n.startswith(_COMPANION_PREFIX)
+    }
+    return Origin(
+        **{**content, "whole": tuple(content["whole"]), "names": tuple(content["names"])}, beside=companion_files
+    )

@@ -12,10 +12,10 @@ from ckpt_tools.core.manifest import StateKey, TreePath, join_path
 from ckpt_tools.core.shards import ByteRange, Shard
 from ckpt_tools.core.values import PARAMETER, StorageRef, StoredTensor
 from ckpt_tools.errors import CkptError, MalformedError, UnsupportedError
-from ckpt_tools.formats.foreign import pieces_in, refuse_deepspeed
-from ckpt_tools.formats.sharded.geometry import region_of
+from ckpt_tools.formats.foreign import find_sharded_class, refuse_single_deepspeed_file
+from ckpt_tools.formats.sharded.geometry import compute_region
 from ckpt_tools.formats.state_dict.leaf import TensorLeaf
-from ckpt_tools.formats.state_dict.leaves import Place, tree_leaves, with_references
+from ckpt_tools.formats.state_dict.leaves import ArchiveLocation, extract_tensors, iter_tree_leaves
 from ckpt_tools.serialization.pickle.sharded_tensors import (
     DTensorPart,
     PartReader,
@@ -29,7 +29,7 @@ from ckpt_tools.stores.source import Source
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class RankShard:
     """A rank's part of a tensor of ``shape``: shards of it, none where it has no element.
 
     ``checksums`` are those of the storages of the shards, as the zip's directory has them; None where a shard is a part
@@ -55,7 +55,7 @@ class RankFile:
     rank: int | None
     ranks: frozenset[int]
     mesh: SavedMesh | None
-    tensors: Mapping[TreePath, Held]
+    tensors: Mapping[TreePath, RankShard]
     objects: Mapping[TreePath, Any]
     inner: Mapping[StateKey, TensorLeaf]
     """Tensors that objects refer to."""
@@ -72,27 +72,29 @@ def read_rank_file(source: Source, path: str) -> RankFile:
     understood."""
     archive = open_archive(lambda start, stop: source.read(path, start, stop), source.size(path), path)
     archive.check_rank()
-    refuse_deepspeed(archive.value, path)
-    found = _Found(archive)
-    tensors: dict[TreePath, Held] = {}
+    refuse_single_deepspeed_file(archive.value, path)
+    collector = _PartCollector(archive)
+    tensors: dict[TreePath, RankShard] = {}
     objects: dict[TreePath, Any] = {}
     inner: dict[StateKey, TensorLeaf] = {}
-    for leaf, value in tree_leaves(archive.value, (), path):
-        if not leaf:
+    for leaf_path, value in iter_tree_leaves(archive.value, (), path):
+        if not leaf_path:
             raise UnsupportedError("it does not contain a dict, so it is not a state dict", path=path)
         try:
-            if (held := found.held(value)) is not None:
-                tensors[leaf] = held
+            if (rank_shard := collector.find_shard(value)) is not None:
+                tensors[leaf_path] = rank_shard
             else:
-                objects[leaf] = with_references(value, Place(archive, path), f"{path}: {join_path(leaf)}", inner)
+                objects[leaf_path] = extract_tensors(
+                    value, ArchiveLocation(archive, path), f"{path}: {join_path(leaf_path)}", inner
+                )
         except CkptError as error:
-            error.path, error.key = error.path or path, error.key or join_path(leaf)
+            error.path, error.key = error.path or path, error.key or join_path(leaf_path)
             raise
-    kind = next(iter(found.kinds), None)
-    return RankFile(path, kind, found.rank, frozenset(found.ranks), found.mesh, tensors, objects, inner)
+    kind = next(iter(collector.kinds), None)
+    return RankFile(path, kind, collector.rank, frozenset(collector.ranks), collector.mesh, tensors, objects, inner)
 
 
-class _Found:
+class _PartCollector:
     """The parts of tensors in a file, and the rank and mesh that they state."""
 
     def __init__(self, archive: TorchArchive) -> None:
@@ -103,25 +105,29 @@ class _Found:
         self.ranks: set[int] = set()
         self.mesh: SavedMesh | None = None
 
-    def held(self, value: Any) -> Held | None:
+    def find_shard(self, value: Any) -> RankShard | None:
         """The rank's part of the tensor that a leaf is; None for an object."""
         if isinstance(value, StoredTensor):
             if value.storage is None:
                 raise UnsupportedError("this tensor is on the meta device and has no elements")
             if value.wrapper not in (None, PARAMETER):
                 raise UnsupportedError(f"a {value.wrapper} cannot be read; save plain tensors")
-            whole = (Box.whole(value.shape), (0,) * len(value.shape), value)
-            return self._held(value.shape, value.dtype, [whole])
+            whole_tensor = (Box.whole(value.shape), (0,) * len(value.shape), value)
+            return self._make_rank_shard(value.shape, value.dtype, [whole_tensor])
         part = self._parts.read_part(value)
         if part is not None:
-            self._note(part)
-            return replace(self._held(part.shape, part.dtype, _pieces(part)), is_cut=True, members=part.members)
-        inner = None if isinstance(value, str | int | float | bool | bytes | None) else pieces_in(value)
-        if inner is not None:
-            raise UnsupportedError(f"it holds {inner} inside an object, which is not supported")
+            self._note_rank(part)
+            return replace(
+                self._make_rank_shard(part.shape, part.dtype, _iter_local_boxes(part)),
+                is_cut=True,
+                members=part.members,
+            )
+        inner_class = None if isinstance(value, str | int | float | bool | bytes | None) else find_sharded_class(value)
+        if inner_class is not None:
+            raise UnsupportedError(f"it holds {inner_class} inside an object, which is not supported")
         return None
 
-    def _note(self, part: TensorPart) -> None:
+    def _note_rank(self, part: TensorPart) -> None:
         """The rank whose file it is; one file is of one rank."""
         self.kinds.setdefault("DTensor" if isinstance(part, DTensorPart) else "ShardedTensor")
         if self.rank is not None and self.rank != part.rank:
@@ -133,34 +139,38 @@ class _Found:
             self.mesh = self.mesh or part.mesh
         self.ranks.update(part.ranks)
 
-    def _held(self, shape: Shape, dtype: DType, pieces: Iterable[_Piece]) -> Held:
+    def _make_rank_shard(self, shape: Shape, dtype: DType, local_boxes: Iterable[_LocalBox]) -> RankShard:
         shards, checksums = [], []
-        for box, at, local in pieces:
+        for box, local_start, local in local_boxes:
             assert local.storage is not None, "tensors without elements were refused"
-            shards.append(self._shard(box, at, local, local.storage))
-            checksums.append(self._checksum(local, local.storage) if box.shape == local.shape else None)
-        return Held(tuple(shape), dtype, tuple(shards), tuple(checksums))
+            shards.append(self._make_shard(box, local_start, local, local.storage))
+            checksums.append(self._get_checksum(local, local.storage) if box.shape == local.shape else None)
+        return RankShard(tuple(shape), dtype, tuple(shards), tuple(checksums))
 
-    def _shard(self, box: Box, at: Shape, local: StoredTensor, storage: StorageRef) -> Shard:
-        """``box`` of the whole tensor, which begins ``at`` an index of the local one."""
+    def _make_shard(self, box: Box, local_start: Shape, local: StoredTensor, storage: StorageRef) -> Shard:
+        """``box`` of the whole tensor, which begins ``local_start`` an index of the local one."""
         item, extents = local.dtype.item_bytes, box.shape
-        first = local.storage_offset + sum(n * stride for n, stride in zip(at, local.strides, strict=True))
-        reach = sum((n - 1) * stride for n, stride in zip(extents, local.strides, strict=True)) + 1 if box.numel else 0
-        start = self._archive.locate_storage(storage.key)[0] + first * item
+        first_element = local.storage_offset + sum(
+            n * stride for n, stride in zip(local_start, local.strides, strict=True)
+        )
+        num_spanned = (
+            sum((n - 1) * stride for n, stride in zip(extents, local.strides, strict=True)) + 1 if box.numel else 0
+        )
+        start = self._archive.locate_storage(storage.key)[0] + first_element * item
         strides = None if is_row_major(extents, local.strides) else local.strides
-        return Shard(box, ByteRange(self._archive.path, start, start + reach * item), strides)
+        return Shard(box, ByteRange(self._archive.path, start, start + num_spanned * item), strides)
 
-    def _checksum(self, local: StoredTensor, storage: StorageRef) -> int | None:
+    def _get_checksum(self, local: StoredTensor, storage: StorageRef) -> int | None:
         record = self._archive.records[f"data/{storage.key}"]
         is_all = local.is_contiguous and local.numel * local.dtype.item_bytes == storage.num_bytes
         return record.crc32 if is_all and record.states_checksum else None
 
 
-_Piece = tuple[Box, Shape, StoredTensor]
+_LocalBox = tuple[Box, Shape, StoredTensor]
 """A box of the whole tensor, where it begins in the local tensor, and the local tensor."""
 
 
-def _pieces(part: TensorPart) -> Iterator[_Piece]:
+def _iter_local_boxes(part: TensorPart) -> Iterator[_LocalBox]:
     """The boxes that have elements."""
     if isinstance(part, ShardedTensorPart):
         for offsets, local in part.locals:
@@ -168,7 +178,7 @@ def _pieces(part: TensorPart) -> Iterator[_Piece]:
                 stop = tuple(a + n for a, n in zip(offsets, local.shape, strict=True))
                 yield Box(offsets, stop), (0,) * len(offsets), local
         return
-    region = region_of(part.shape, part.mesh.shape, part.mesh.coordinate, part.placements)
+    region = compute_region(part.shape, part.mesh.shape, part.mesh.coordinate, part.placements)
     if part.local.shape != region.shape:
         held = f"rank {part.rank} holds a part of shape {list(part.local.shape)}"
         raise MalformedError(f"{held}, but by its placement on the mesh it should be {list(region.shape)}")

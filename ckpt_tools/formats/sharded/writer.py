@@ -30,165 +30,181 @@ from ckpt_tools.core.value_refs import replace_tensor_refs
 from ckpt_tools.core.values import StorageRef, StoredTensor
 from ckpt_tools.core.wording import format_count, join_names
 from ckpt_tools.errors import IncompleteError
-from ckpt_tools.formats.sharded.geometry import region_of
-from ckpt_tools.formats.sharded.items import RANK, WORLD
-from ckpt_tools.formats.sharded.origin import Origin, origin_of
-from ckpt_tools.formats.sharded.reader import FSDP, GENERATORS
+from ckpt_tools.formats.sharded.geometry import compute_region
+from ckpt_tools.formats.sharded.items import RANK_FIELD, WORLD_FIELD
+from ckpt_tools.formats.sharded.origin import Origin, read_origin
+from ckpt_tools.formats.sharded.reader import FSDP_DIM, GENERATOR_NAMES
 from ckpt_tools.formats.state_dict.build import Entries, entries_of, is_model_only
-from ckpt_tools.formats.state_dict.frozen_or_buffer import guess_notes, untrained
+from ckpt_tools.formats.state_dict.frozen_or_buffer import classify_untrained, note_guesses
 from ckpt_tools.formats.state_dict.param_numbers import BUFFER_NAMES
-from ckpt_tools.formats.torch.files import Branch, as_lists, put_leaf
+from ckpt_tools.formats.torch.files import Branch, insert_leaf, restore_lists
 from ckpt_tools.serialization.pickle.sharded_tensors import PickledMesh, ShardPlacement, make_dtensor_record
 from ckpt_tools.serialization.torch_zip import get_archive_root, make_archive_segments
 from ckpt_tools.trainers.accelerate import SCHEDULER
 from ckpt_tools.trainers.verl import FSDP_CONFIG_FILE
 
-_VERL_NAME = f"_world_size_{WORLD}_rank_{RANK}.pt"
-VERL = Origin(
-    {"model": f"model{_VERL_NAME}", "optim": f"optim{_VERL_NAME}", "": f"extra_state{_VERL_NAME}"}, is_numbered=True
+_VERL_TEMPLATE = f"_world_size_{WORLD_FIELD}_rank_{RANK_FIELD}.pt"
+VERL_ORIGIN = Origin(
+    {"model": f"model{_VERL_TEMPLATE}", "optim": f"optim{_VERL_TEMPLATE}", "": f"extra_state{_VERL_TEMPLATE}"},
+    is_numbered=True,
 )
-TREE = StateTree(("model",), ("optim",))
-DEVICE = "cuda"
+VERL_TREE = StateTree(("model",), ("optim",))
+DEFAULT_DEVICE = "cuda"
 """The device of verl's mesh (``create_device_mesh``), for sources without a mesh."""
 
 
 def layout(manifest: Manifest, options: WriteOptions) -> Layout:
     check_ranks_by_elements(manifest, options.world_size)
-    origin = origin_of(manifest) if manifest.format == "sharded" else None
-    tree = manifest.tree if origin is not None and manifest.tree is not None else TREE
-    origin = origin or VERL
-    tree = replace(tree, numbers=_numbers(manifest) if origin.is_numbered and not tree.is_flattened else ())
+    origin = read_origin(manifest) if manifest.format == "sharded" else None
+    tree = manifest.tree if origin is not None and manifest.tree is not None else VERL_TREE
+    origin = origin or VERL_ORIGIN
+    tree = replace(tree, numbers=_number_parameters(manifest) if origin.is_numbered and not tree.is_flattened else ())
     entries = entries_of(manifest, tree)
-    whole, guesses = _whole(manifest, origin, options.world_size)
-    files = _Files(manifest, entries, origin, tree, whole, options.world_size)
-    specs = [*files.of_ranks(), *files.beside()]
-    return Layout(specs, (*entries.notes, *_made_up(manifest, origin, whole), *guesses, *files.dropped()))
+    whole_names, guess_notes = _find_whole_weights(manifest, origin, options.world_size)
+    writer = _RankFileWriter(manifest, entries, origin, tree, whole_names, options.world_size)
+    specs = [*writer.iter_rank_files(), *writer.iter_companion_files()]
+    return Layout(
+        specs,
+        (*entries.notes, *_note_defaults(manifest, origin, whole_names), *guess_notes, *writer.note_dropped_entries()),
+    )
 
 
-def _whole(manifest: Manifest, origin: Origin, world_size: int) -> tuple[frozenset[str], list[Note]]:
+def _find_whole_weights(manifest: Manifest, origin: Origin, world_size: int) -> tuple[frozenset[str], list[Note]]:
     """Weights that every rank has whole: buffers, and what FSDP2 cannot cut; and what was guessed of them.
 
     Raises:
         IncompleteError: the files are to be verl's, which are not read without the weights of the optimizer.
     """
-    names = {manifest.aliases.get(name, name) for group in manifest.groups for name in group.params}
-    trained = {name for name in names if StateKey(name) in manifest.tensors}
-    if origin is VERL and trained != names:
-        raise IncompleteError("a parameter group names it, but there is no such weight", key=min(names - trained))
-    found = {key.fqn for key, entry in manifest.tensors.items() if key.slot == WEIGHT and not _can_be_cut(entry.shape)}
-    found |= {key.fqn for key in manifest.select_kinds(Kind.BUFFER)}
-    if origin is not VERL and (manifest.world_size != 1 or world_size == 1):  # plain tensors of one rank do not show it
-        return frozenset(found | set(origin.whole)), []
-    if not trained:
-        return frozenset(found | {name for name, _ in manifest.tensors if name.rpartition(".")[2] in BUFFER_NAMES}), []
-    rest = untrained(manifest, trained)
-    return frozenset(found | rest.buffers.keys()), guess_notes(rest.guessed, rest.frozen, rest.buffers)
+    group_members = {manifest.aliases.get(name, name) for group in manifest.groups for name in group.params}
+    trained_names = {name for name in group_members if StateKey(name) in manifest.tensors}
+    if origin is VERL_ORIGIN and trained_names != group_members:
+        raise IncompleteError(
+            "a parameter group names it, but there is no such weight", key=min(group_members - trained_names)
+        )
+    whole_names = {
+        key.fqn for key, entry in manifest.tensors.items() if key.slot == WEIGHT and not _can_be_cut(entry.shape)
+    }
+    whole_names |= {key.fqn for key in manifest.select_kinds(Kind.BUFFER)}
+    if origin is not VERL_ORIGIN and (
+        manifest.world_size != 1 or world_size == 1
+    ):  # plain tensors of one rank do not show it
+        return frozenset(whole_names | set(origin.whole)), []
+    if not trained_names:
+        return frozenset(
+            whole_names | {name for name, _ in manifest.tensors if name.rpartition(".")[2] in BUFFER_NAMES}
+        ), []
+    untrained_tensors = classify_untrained(manifest, trained_names)
+    return frozenset(whole_names | untrained_tensors.buffers.keys()), note_guesses(
+        untrained_tensors.guessed_names, untrained_tensors.frozen, untrained_tensors.buffers
+    )
 
 
 def _can_be_cut(shape: Shape) -> bool:
     return bool(shape) and 0 not in shape
 
 
-def _made_up(manifest: Manifest, origin: Origin, whole: frozenset[str]) -> Iterator[Note]:
-    is_cut = any(key.fqn not in whole for key in manifest.select_kinds(Kind.PARAMETER))
+def _note_defaults(manifest: Manifest, origin: Origin, whole_names: frozenset[str]) -> Iterator[Note]:
+    is_cut = any(key.fqn not in whole_names for key in manifest.select_kinds(Kind.PARAMETER))
     if is_cut and origin.device_type is None:
-        why = f"the source has none; it is one of {DEVICE} whose dim is called {FSDP}, as verl's is"
+        why = f"the source has none; it is one of {DEFAULT_DEVICE} whose dim is called {FSDP_DIM}, as verl's is"
         yield Note(Outcome.DEFAULTED, "the device mesh", why)
-    if _config(origin).get("FSDP_version") == 1:
+    if _parse_verl_config(origin).get("FSDP_version") == 1:
         yield Note(Outcome.DEFAULTED, "FSDP_version of verl", "the source has 1, and DTensors are those of 2")
 
 
-def _config(origin: Origin) -> dict[str, Any]:
+def _parse_verl_config(origin: Origin) -> dict[str, Any]:
     try:
-        found = json.loads(origin.beside.get(FSDP_CONFIG_FILE, b"{}"))
+        config = json.loads(origin.beside.get(FSDP_CONFIG_FILE, b"{}"))
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return config if isinstance(config, dict) else {}
 
 
 @dataclass(slots=True)
-class _Files:
+class _RankFileWriter:
     """The files, made on demand."""
 
     _manifest: Manifest
     _entries: Entries
     _origin: Origin
     _tree: StateTree
-    _whole: frozenset[str]
-    _world: int
-    _generators: list[str] = field(init=False)
+    _whole_names: frozenset[str]
+    _world_size: int
+    _generator_names: list[str] = field(init=False)
     _paths: dict[str, TreePath] = field(init=False)
     _templates: Mapping[str, str] = field(init=False)
-    _labels: dict[str, list[str]] = field(init=False)
+    _names_by_file: dict[str, list[str]] = field(init=False)
 
     def __post_init__(self) -> None:
-        generators = _generators(self._manifest, self._entries)
-        self._generators = list(dict.fromkeys(generators.values()))
+        generators = _find_generator_entries(self._manifest, self._entries)
+        self._generator_names = list(dict.fromkeys(generators.values()))
         self._paths = {name: path for name, path in self._entries.paths.items() if name not in generators}
-        self._templates = _templates(self._origin)
-        self._labels = self._labelled()
+        self._templates = _get_templates(self._origin)
+        self._names_by_file = self._group_by_file()
 
-    def _labelled(self) -> dict[str, list[str]]:
+    def _group_by_file(self) -> dict[str, list[str]]:
         """The names of the entries by the file that they go to."""
-        found: dict[str, list[str]] = {}
+        names_by_file: dict[str, list[str]] = {}
         for name, path in self._paths.items():
             top = str(path[0])
             label = top if top in self._templates and len(path) > 1 else ""
-            found.setdefault(label, []).append(name)
-        if self._templates == _templates(VERL) and not is_model_only(self._manifest):
-            found.setdefault("", [])
-        return found
+            names_by_file.setdefault(label, []).append(name)
+        if self._templates == _get_templates(VERL_ORIGIN) and not is_model_only(self._manifest):
+            names_by_file.setdefault("", [])
+        return names_by_file
 
-    def of_ranks(self) -> Iterator[FileSpec]:
+    def iter_rank_files(self) -> Iterator[FileSpec]:
         for label, template in self._templates.items():
-            if label in self._labels:
-                cache = FileLayoutCache(partial(self._file, label, template))
-                for rank in range(self._world):
-                    made = self._file(label, template, rank)
-                    yield LazyFile(made.path, made.size_bytes, rank, cache)
+            if label in self._names_by_file:
+                cache = FileLayoutCache(partial(self._build_file, label, template))
+                for rank in range(self._world_size):
+                    first_layout = self._build_file(label, template, rank)
+                    yield LazyFile(first_layout.path, first_layout.size_bytes, rank, cache)
 
-    def beside(self) -> Iterator[FileSpec]:
+    def iter_companion_files(self) -> Iterator[FileSpec]:
         for path, data in self._origin.beside.items():
             if path != FSDP_CONFIG_FILE:
                 yield FileLayout(path, (Literal(data),))
-        if "lr_scheduler" in self._left:
+        if "lr_scheduler" in self._unplaced_names:
             value = self._manifest.extra["lr_scheduler"]
             yield FileLayout(SCHEDULER, tuple(make_archive_segments(value, {})))
-        if FSDP_CONFIG_FILE in self._origin.beside or self._origin is VERL:
-            content = {**_config(self._origin), "FSDP_version": 2, "world_size": self._world}
+        if FSDP_CONFIG_FILE in self._origin.beside or self._origin is VERL_ORIGIN:
+            content = {**_parse_verl_config(self._origin), "FSDP_version": 2, "world_size": self._world_size}
             yield FileLayout(FSDP_CONFIG_FILE, (Literal(json.dumps(content, indent=4).encode()),))
 
     @property
-    def _left(self) -> dict[str, None]:
+    def _unplaced_names(self) -> dict[str, None]:
         """The entries at the top for which no file has a place."""
-        names = [] if "" in self._templates else self._labels.get("", [])
+        names = [] if "" in self._templates else self._names_by_file.get("", [])
         return dict.fromkeys(str(self._paths[name][0]) for name in names)
 
-    def dropped(self) -> Iterator[Note]:
+    def note_dropped_entries(self) -> Iterator[Note]:
         """Entries that the files have no place for, and states of random number generators."""
-        if self._generators:
+        if self._generator_names:
             why = "each rank restores its own random number generators, and these are of other ranks"
-            yield Note(Outcome.DROPPED, join_names(self._generators), why, len(self._generators))
+            yield Note(Outcome.DROPPED, join_names(self._generator_names), why, len(self._generator_names))
         why = f"the files ({join_names(list(self._templates.values()))}) have no place for it"
-        yield from (Note(Outcome.DROPPED, name, why) for name in self._left if name != "lr_scheduler")
+        yield from (Note(Outcome.DROPPED, name, why) for name in self._unplaced_names if name != "lr_scheduler")
 
-    def _file(self, label: str, template: str, rank: int) -> FileLayout:
-        tensors = _RankTensors(self._manifest, self._whole, self._origin, rank, self._world)
+    def _build_file(self, label: str, template: str, rank: int) -> FileLayout:
+        tensors = _RankTensors(self._manifest, self._whole_names, self._origin, rank, self._world_size)
         root: dict[str | int, Any] = Branch()
-        for name in self._labels[label]:
+        for name in self._names_by_file[label]:
             path = self._paths[name][1:] if label else self._paths[name]
-            put_leaf(root, path, self._value(name, tensors))
-        if label == "" and self._templates == _templates(VERL):
+            insert_leaf(root, path, self._make_value(name, tensors))
+        if label == "" and self._templates == _get_templates(VERL_ORIGIN):
             root.setdefault("lr_scheduler", None)
-        value = as_lists(root)
+        value = restore_lists(root)
         self._name_parameters(value, label)
-        file = _file_name(template, rank, self._world)
-        return FileLayout(file, tuple(make_archive_segments(value, tensors.segments, root=get_archive_root(file))))
+        file_name = _format_file_name(template, rank, self._world_size)
+        return FileLayout(
+            file_name, tuple(make_archive_segments(value, tensors.segments, root=get_archive_root(file_name)))
+        )
 
-    def _value(self, name: str, tensors: _RankTensors) -> Any:
+    def _make_value(self, name: str, tensors: _RankTensors) -> Any:
         if name not in self._entries.objects:
-            return tensors.part(self._entries.tensors[self._entries.aliases.get(name, name)])
-        return replace_tensor_refs(self._entries.objects[name], lambda ref: tensors.whole(ref.key))
+            return tensors.get_part(self._entries.tensors[self._entries.aliases.get(name, name)])
+        return replace_tensor_refs(self._entries.objects[name], lambda ref: tensors.get_whole(ref.key))
 
     def _name_parameters(self, value: Any, label: str) -> None:
         """Names beside the numbers: torch keeps them where an optimizer is made of named parameters."""
@@ -198,57 +214,65 @@ class _Files:
         groups = value.get("param_groups") if isinstance(value, dict) else None
         if self._tree.optim is None or not isinstance(groups, list):
             return
-        for made, group in zip(groups, self._manifest.groups if self._tree.numbers else (), strict=False):
-            made["param_names"] = list(group.params)
+        for written_group, group in zip(groups, self._manifest.groups if self._tree.numbers else (), strict=False):
+            written_group["param_names"] = list(group.params)
 
 
 def loading(path: str, manifest: Manifest, layout: Layout, options: WriteOptions) -> str:
     """``torch.load`` of the files of one rank, in a job whose process group is up."""
-    origin, world = origin_of(manifest) if manifest.format == "sharded" else None, options.world_size
-    tree = manifest.tree if origin is not None and manifest.tree is not None else TREE
-    names = {str(tree.model[0]) if tree.model else "": "model_state"} | {
+    origin, world_size = read_origin(manifest) if manifest.format == "sharded" else None, options.world_size
+    tree = manifest.tree if origin is not None and manifest.tree is not None else VERL_TREE
+    variable_names = {str(tree.model[0]) if tree.model else "": "model_state"} | {
         str(part): "optim_state" for part in (tree.optim or ())[:1]
     }
-    written = {file.path for file in layout.files}
+    written_paths = {file.path for file in layout.files}
     lines = [
-        f"import torch, torch.distributed.tensor  # in each of {format_count(world, 'rank')}, its process group "
+        f"import torch, torch.distributed.tensor  # in each of {format_count(world_size, 'rank')}, its process group "
         f"initialized"
     ]
-    for label, template in _templates(origin or VERL).items():
-        if _file_name(template, 0, world) in written:
-            marked = escape_braces(f"{path}/") + re.sub(
-                _RANK_BRACED, r"{\1}", escape_braces(template.replace(WORLD, str(world)))
+    for label, template in _get_templates(origin or VERL_ORIGIN).items():
+        if _format_file_name(template, 0, world_size) in written_paths:
+            path_pattern = escape_braces(f"{path}/") + re.sub(
+                _BRACED_RANK_PATTERN, r"{\1}", escape_braces(template.replace(WORLD_FIELD, str(world_size)))
             )
-            if label in names:
-                lines.append(f"{names[label]} = torch.load(f{quote_literal(marked)}, weights_only=True)")
+            if label in variable_names:
+                lines.append(f"{variable_names[label]} = torch.load(f{quote_literal(path_pattern)}, weights_only=True)")
             else:  # objects of classes, which only an executed pickle makes
                 lines.append(f"# the other entries: ckpt_tools.open({quote_literal(path)}).extras")
     return "\n".join(lines)
 
 
-def _generators(manifest: Manifest, entries: Entries) -> Mapping[str, str]:
+def _find_generator_entries(manifest: Manifest, entries: Entries) -> Mapping[str, str]:
     """The user's entries that the reader would take for states of random number generators: the name at the top, by
     leaf."""
     tensors = {name for name, key in entries.tensors.items() if manifest.tensors[key].kind is Kind.EXTRA}
     paths = entries.paths
-    own = (name for name in paths if name in entries.objects or name in tensors)
-    return {name: str(paths[name][0]) for name in own if any(part in GENERATORS for part in paths[name][:-1])}
+    own_names = (name for name in paths if name in entries.objects or name in tensors)
+    return {
+        name: str(paths[name][0]) for name in own_names if any(part in GENERATOR_NAMES for part in paths[name][:-1])
+    }
 
 
-def _templates(origin: Origin) -> Mapping[str, str]:
+def _get_templates(origin: Origin) -> Mapping[str, str]:
     """The names of the source's files; verl's where these have no rank."""
-    return origin.templates if all(re.search(_RANK, name) for name in origin.templates.values()) else VERL.templates
+    return (
+        origin.templates
+        if all(re.search(_RANK_PATTERN, name) for name in origin.templates.values())
+        else VERL_ORIGIN.templates
+    )
 
 
-_RANK = r"\{rank(?::0(\d+))?\}"
-_RANK_BRACED = r"\{\{(rank(?::0\d+)?)\}\}"
+_RANK_PATTERN = r"\{rank(?::0(\d+))?\}"
+_BRACED_RANK_PATTERN = r"\{\{(rank(?::0\d+)?)\}\}"
 
 
-def _file_name(template: str, rank: int, world: int) -> str:
-    return re.sub(_RANK, lambda found: str(rank).zfill(int(found[1] or 0)), template).replace(WORLD, str(world))
+def _format_file_name(template: str, rank: int, world_size: int) -> str:
+    return re.sub(_RANK_PATTERN, lambda found: str(rank).zfill(int(found[1] or 0)), template).replace(
+        WORLD_FIELD, str(world_size)
+    )
 
 
-def _numbers(manifest: Manifest) -> tuple[int, ...]:
+def _number_parameters(manifest: Manifest) -> tuple[int, ...]:
     """The numbers of the optimizer's parameters; none if a parameter with state is in no group."""
     names = [name for group in manifest.groups for name in group.params]
     is_known = {key.fqn for key in manifest.select_kinds(Kind.STATE)} <= {*names}
@@ -260,44 +284,44 @@ class _RankTensors:
     """The tensors of one file, and the bytes of their storages, which are numbered in order of use."""
 
     _manifest: Manifest
-    _whole: frozenset[str]
+    _whole_names: frozenset[str]
     _origin: Origin
     _rank: int
-    _world: int
-    _made: dict[StateKey, Any] = field(default_factory=dict)
-    _mesh: PickledMesh | None = None
+    _world_size: int
+    _tensors: dict[StateKey, Any] = field(default_factory=dict)
+    _cached_mesh: PickledMesh | None = None
     segments: dict[str, list[Segment]] = field(default_factory=dict)
 
-    def part(self, key: StateKey) -> Any:
+    def get_part(self, key: StateKey) -> Any:
         """This rank's part of a tensor; the same object for the same key, so that ties share it."""
         entry = self._manifest.tensors[key]
         is_state = entry.kind in (Kind.PARAMETER, Kind.STATE)
-        if not is_state or key.fqn in self._whole or not _can_be_cut(entry.shape):
-            return self.whole(key)
-        if key not in self._made:
-            region = region_of(entry.shape, (self._world,), (self._rank,), (ShardPlacement(0),))
+        if not is_state or key.fqn in self._whole_names or not _can_be_cut(entry.shape):
+            return self.get_whole(key)
+        if key not in self._tensors:
+            region = compute_region(entry.shape, (self._world_size,), (self._rank,), (ShardPlacement(0),))
             payload = [Payload(key, box, entry.shape, entry.dtype) for box, _ in region.boxes]
-            local = self._stored(region.shape, entry.dtype, list(payload))
-            self._made[key] = make_dtensor_record(entry.shape, entry.dtype, self._mesh_record(), local)
-        return self._made[key]
+            local = self._store_tensor(region.shape, entry.dtype, list(payload))
+            self._tensors[key] = make_dtensor_record(entry.shape, entry.dtype, self._get_mesh_record(), local)
+        return self._tensors[key]
 
-    def whole(self, key: StateKey) -> Any:
-        if key not in self._made:
+    def get_whole(self, key: StateKey) -> Any:
+        if key not in self._tensors:
             entry = self._manifest.tensors[key]
             payload = Payload(key, Box.whole(entry.shape), entry.shape, entry.dtype)
-            self._made[key] = self._stored(entry.shape, entry.dtype, [payload])
-        return self._made[key]
+            self._tensors[key] = self._store_tensor(entry.shape, entry.dtype, [payload])
+        return self._tensors[key]
 
-    def _mesh_record(self) -> PickledMesh:
-        if self._mesh is None:
-            data = np.arange(self._world, dtype="<i4").tobytes()
-            ranks = self._stored((self._world,), DType.INT32, [Literal(data)])
+    def _get_mesh_record(self) -> PickledMesh:
+        if self._cached_mesh is None:
+            data = np.arange(self._world_size, dtype="<i4").tobytes()
+            ranks = self._store_tensor((self._world_size,), DType.INT32, [Literal(data)])
             device, dim = self._origin.device_type, self._origin.dim_name
-            names = (DEVICE, FSDP) if device is None else (device, dim)
-            self._mesh = PickledMesh.of(self._rank, self._world, *names, ranks)
-        return self._mesh
+            names = (DEFAULT_DEVICE, FSDP_DIM) if device is None else (device, dim)
+            self._cached_mesh = PickledMesh.of(self._rank, self._world_size, *names, ranks)
+        return self._cached_mesh
 
-    def _stored(self, shape: Shape, dtype: DType, segments: list[Segment]) -> StoredTensor:
+    def _store_tensor(self, shape: Shape, dtype: DType, segments: list[Segment]) -> StoredTensor:
         number, numel = str(len(self.segments)), Box.whole(shape).numel
         self.segments[number] = segments
         return StoredTensor(StorageRef.of_elements(number, dtype, numel), dtype, 0, shape, contiguous_strides(shape))

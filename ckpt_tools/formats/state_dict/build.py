@@ -29,7 +29,11 @@ from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.value_refs import has_tensors, is_tree, iter_tensor_refs
 from ckpt_tools.core.wording import format_count
 from ckpt_tools.errors import UnsupportedError
-from ckpt_tools.formats.state_dict.from_deepspeed import adam_decays_apart, for_torch, user_entries
+from ckpt_tools.formats.state_dict.from_deepspeed import (
+    collect_user_entries,
+    convert_group_for_torch,
+    has_decoupled_decay,
+)
 
 APP_TREE = StateTree(("app", "model"), ("app", "optim"))
 """What the FSDP2 recipes of torch use: one Stateful, saved as ``app``."""
@@ -38,18 +42,18 @@ MAX_ENTRIES = 10_000_000
 """Names of one checkpoint; dicts that share their values could describe any number of them."""
 
 
-def chosen_tree(manifest: Manifest, *, model_key: str | None, optim_key: str | None) -> StateTree:
+def choose_tree(manifest: Manifest, *, model_key: str | None, optim_key: str | None) -> StateTree:
     """Tree of a DCP of ``manifest``: a given key wins over the source's own place."""
-    base = manifest.tree if manifest.format == "dcp" else None
-    if is_model_only(manifest) and (base is None or base.optim is not None or base.extras):
-        base = StateTree((), None)
-    base = base or APP_TREE
-    if model_key is not None and join_path(base.model) != model_key:
+    tree = manifest.tree if manifest.format == "dcp" else None
+    if is_model_only(manifest) and (tree is None or tree.optim is not None or tree.extras):
+        tree = StateTree((), None)
+    tree = tree or APP_TREE
+    if model_key is not None and join_path(tree.model) != model_key:
         model = tuple(model_key.split(".")) if model_key else ()
-        base = StateTree(model, (*model[:-1], "optim"), base.is_flattened)
-    if optim_key is not None and (base.optim is None or join_path(base.optim) != optim_key):
-        base = replace(base, optim=tuple(optim_key.split(".")) if optim_key else ())
-    return base
+        tree = StateTree(model, (*model[:-1], "optim"), tree.is_flattened)
+    if optim_key is not None and (tree.optim is None or join_path(tree.optim) != optim_key):
+        tree = replace(tree, optim=tuple(optim_key.split(".")) if optim_key else ())
+    return tree
 
 
 def is_model_only(manifest: Manifest) -> bool:
@@ -85,7 +89,7 @@ def entries_of(manifest: Manifest, tree: StateTree, *, whole_values: bool = Fals
     entries.add_optimizer()
     entries.add_values()
     entries.add_extras()
-    notes = (*entries.notes, *entries.unused())
+    notes = (*entries.notes, *entries.note_unused_tensors())
     return Entries(entries.paths, entries.tensors, entries.aliases, entries.objects, notes, tree)
 
 
@@ -112,20 +116,22 @@ class _EntryCollector:
             if entry.kind in (Kind.PARAMETER, Kind.BUFFER):
                 names[key.fqn] = self._add_tensor((*self.tree.model, key.fqn), key)
         for alias, owner in self.manifest.aliases.items():
-            self.aliases[self._new((*self.tree.model, alias))] = names[owner]
+            self.aliases[self._register_path((*self.tree.model, alias))] = names[owner]
 
     def add_optimizer(self) -> None:
-        inside = {ref.key for ref in iter_tensor_refs(list(self.manifest.values.values()))}
+        keys_in_values = {ref.key for ref in iter_tensor_refs(list(self.manifest.values.values()))}
         for key in self.manifest.select_kinds(Kind.STATE):
-            if key not in inside:
+            if key not in keys_in_values:
                 self._add_state(self._state_path(key), key)
         self._add_empty_state()
         for number, group in enumerate(self.manifest.groups):
             if self.manifest.tree is None:
-                options, notes = for_torch(group.options, number, adam_decays_apart(self.manifest.extra))
+                options, notes = convert_group_for_torch(
+                    group.options, number, has_decoupled_decay(self.manifest.extra)
+                )
                 group = replace(group, options=options)
                 self.notes += notes
-            for path, value in self._options(number, group):
+            for path, value in self._iter_group_options(number, group):
                 self._add_leaves(path, value)
 
     def _state_path(self, key: StateKey) -> TreePath:
@@ -144,20 +150,20 @@ class _EntryCollector:
         if self.manifest.tree is not None or self.numbers:
             return
         state = self.manifest.select_kinds(Kind.STATE)
-        known = {key.fqn for key in state}
-        other = next((key.fqn for key, entry in state.items() if not entry.shape), None)
-        slots = [key for key in state if key.fqn == other]
-        empty = [key for key, entry in self.manifest.select_kinds(Kind.PARAMETER).items() if not entry.numel]
-        empty = [key for key in empty if slots and key.fqn not in known]
-        for key in empty:
-            for slot in slots:
+        names_with_state = {key.fqn for key in state}
+        sample_name = next((key.fqn for key, entry in state.items() if not entry.shape), None)
+        sample_keys = [key for key in state if key.fqn == sample_name]
+        empty_parameters = [key for key, entry in self.manifest.select_kinds(Kind.PARAMETER).items() if not entry.numel]
+        empty_parameters = [key for key in empty_parameters if sample_keys and key.fqn not in names_with_state]
+        for key in empty_parameters:
+            for slot in sample_keys:
                 path = self._state_path(StateKey(key.fqn, slot.slot))
                 self._add_tensor(path, key if state[slot].shape else slot)
-        if empty:
-            what = f"optimizer state of {format_count(len(empty), 'empty parameter')}"
-            self.notes.append(Note(Outcome.DEFAULTED, what, "the source has none", len(empty)))
+        if empty_parameters:
+            what = f"optimizer state of {format_count(len(empty_parameters), 'empty parameter')}"
+            self.notes.append(Note(Outcome.DEFAULTED, what, "the source has none", len(empty_parameters)))
 
-    def _options(self, number: int, group: ParamGroup) -> Iterator[tuple[TreePath, Any]]:
+    def _iter_group_options(self, number: int, group: ParamGroup) -> Iterator[tuple[TreePath, Any]]:
         assert self.tree.optim is not None, "a tree with groups has a place for them"
         prefix = self.tree.optim
         if self.tree.is_flattened:
@@ -172,45 +178,47 @@ class _EntryCollector:
         for key, value in self.manifest.values.items():
             path = (*self.tree.model, key.fqn) if key.slot == WEIGHT else self._state_path(key)
             if self.whole_values:
-                self.objects[self._new(path)] = value
+                self.objects[self._register_path(path)] = value
             else:
                 self._add_leaves(path, value)
 
     def add_extras(self) -> None:
-        root = self.tree.model[:-1]
+        parent_path = self.tree.model[:-1]
         has_optimizer = self.manifest.groups or self.manifest.select_kinds(Kind.STATE)
         reserved = (self.tree.model, self.tree.optim if has_optimizer else None)
-        extras, notes = user_entries(self.manifest)
+        extras, notes = collect_user_entries(self.manifest)
         self.notes += notes
-        inside = self._entries_inside()
+        nested_paths = self._find_nested_entries()
         for name, value in extras.items():
-            path = self.tree.extras.get(name, inside.get(name, (*root, name)))
-            if name in inside and isinstance(value, dict):
+            path = self.tree.extras.get(name, nested_paths.get(name, (*parent_path, name)))
+            if name in nested_paths and isinstance(value, dict):
                 self._add_leaves(path, value)
             elif path in reserved and name not in self.tree.extras:
                 self.notes.append(Note(Outcome.DROPPED, name, "the model or the optimizer has this name in the tree"))
             else:
                 self._add_leaves(path, value)
 
-    def _entries_inside(self) -> dict[str, TreePath]:
+    def _find_nested_entries(self) -> dict[str, TreePath]:
         """Entries of the source that are in the mappings of its model or optimizer, and the mappings they belong in."""
         source = self.manifest.tree or StateTree((), None)
-        homes = {
+        new_parents = {
             home: self.tree.model if home == source.model else self.tree.optim for home in (source.model, source.optim)
         }
-        return {name: path for name, home in source.extras.items() if home and (path := homes.get(home)) is not None}
+        return {
+            name: path for name, home in source.extras.items() if home and (path := new_parents.get(home)) is not None
+        }
 
     def _add_leaves(self, path: TreePath, value: Any) -> None:
-        for leaf, item in leaves(path, value, whole_values=self.whole_values):
-            missing = [ref.key for ref in iter_tensor_refs(item) if ref.key not in self.manifest.tensors]
-            if missing:
-                self.notes.append(Note(Outcome.DROPPED, join_path(leaf), "its tensor is not selected", asked=True))
+        for leaf_path, item in iter_leaves(path, value, whole_values=self.whole_values):
+            missing_keys = [ref.key for ref in iter_tensor_refs(item) if ref.key not in self.manifest.tensors]
+            if missing_keys:
+                self.notes.append(Note(Outcome.DROPPED, join_path(leaf_path), "its tensor is not selected", asked=True))
             elif isinstance(item, TensorRef):
-                self._add_tensor(leaf, item.key)
-            elif isinstance(item, _EmptyDict):
-                self.notes.append(Note(Outcome.DROPPED, join_path(leaf), "a DCP cannot hold an empty dict"))
+                self._add_tensor(leaf_path, item.key)
+            elif isinstance(item, _EmptyDictMarker):
+                self.notes.append(Note(Outcome.DROPPED, join_path(leaf_path), "a DCP cannot hold an empty dict"))
             else:
-                self.objects[self._new(leaf)] = item
+                self.objects[self._register_path(leaf_path)] = item
 
     def _add_state(self, path: TreePath, key: StateKey) -> None:
         """State that a tree kept as a plain number is a plain number again."""
@@ -220,18 +228,18 @@ class _EntryCollector:
         if number is None:
             self._add_tensor(path, key)
         else:
-            self.objects[self._new(path)] = number
+            self.objects[self._register_path(path)] = number
 
     def _add_tensor(self, path: TreePath, key: StateKey) -> str:
-        name = self._new(path)
+        name = self._register_path(path)
         self.tensors[name] = key
         return name
 
-    def _new(self, path: TreePath) -> str:
-        state = (*(self.tree.optim or ()), "state")
-        match path[len(state) :] if self.numbers and path[: len(state)] == state else ():
+    def _register_path(self, path: TreePath) -> str:
+        state_path = (*(self.tree.optim or ()), "state")
+        match path[len(state_path) :] if self.numbers and path[: len(state_path)] == state_path else ():
             case (str(fqn), *slot) if fqn in self.numbers:
-                path = (*state, str(self.numbers[fqn]), *slot)
+                path = (*state_path, str(self.numbers[fqn]), *slot)
         name = join_path(path)
         if name in self.paths:
             raise UnsupportedError(
@@ -243,43 +251,43 @@ class _EntryCollector:
         self.paths[name] = path
         return name
 
-    def unused(self) -> Iterator[Note]:
+    def note_unused_tensors(self) -> Iterator[Note]:
         """Tensors that no entry refers to."""
-        used = {
+        used_keys = {
             *self.tensors.values(),
             *(ref.key for value in self.objects.values() for ref in iter_tensor_refs(value)),
         }
         for key in self.manifest.select_kinds(Kind.EXTRA):
-            if key not in used:
+            if key not in used_keys:
                 yield Note(Outcome.DROPPED, str(key), "no entry of the checkpoint refers to it")
 
 
-class _EmptyDict:
+class _EmptyDictMarker:
     """Stands for an empty dict among leaves."""
 
 
-def leaves(path: TreePath, value: Any, *, whole_values: bool = False) -> Iterator[tuple[TreePath, Any]]:
-    """The leaves of ``value`` as DCP takes it apart, an empty dict as ``_EmptyDict``; if ``whole_values``, as files of
-    torch are taken apart."""
+def iter_leaves(path: TreePath, value: Any, *, whole_values: bool = False) -> Iterator[tuple[TreePath, Any]]:
+    """The leaves of ``value`` as DCP takes it apart, an empty dict as ``_EmptyDictMarker``; if ``whole_values``, as
+    files of torch are taken apart."""
     if whole_values and isinstance(value, dict) and not (is_tree(value) or has_tensors(value)):
         yield path, value
     elif isinstance(value, dict):
         if not value:
-            yield path, _EmptyDict()
+            yield path, _EmptyDictMarker()
         for name, item in value.items():
-            yield from leaves((*path, str(name)), item, whole_values=whole_values)
-    elif isinstance(value, list) and _is_taken_apart(value, set()):
+            yield from iter_leaves((*path, str(name)), item, whole_values=whole_values)
+    elif isinstance(value, list) and _has_dicts_or_tensors(value, set()):
         for position, item in enumerate(value):
-            yield from leaves((*path, position), item, whole_values=whole_values)
+            yield from iter_leaves((*path, position), item, whole_values=whole_values)
     else:
         yield path, value
 
 
-def _is_taken_apart(value: list[Any], seen: set[int]) -> bool:
+def _has_dicts_or_tensors(value: list[Any], seen_ids: set[int]) -> bool:
     """Whether a list holds a dict or a tensor, at any depth of lists; one that is shared is looked into once."""
-    seen.add(id(value))
+    seen_ids.add(id(value))
     return any(
         isinstance(item, dict | TensorRef)
-        or (isinstance(item, list) and id(item) not in seen and _is_taken_apart(item, seen))
+        or (isinstance(item, list) and id(item) not in seen_ids and _has_dicts_or_tensors(item, seen_ids))
         for item in value
     )

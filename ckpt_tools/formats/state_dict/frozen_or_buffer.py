@@ -32,60 +32,76 @@ _DEEPSPEED_FORMATS = ("zero", "universal")
 _PARAMETER_ENDINGS = ("weight", "bias")
 
 
-def is_deepspeed(manifest: Manifest) -> bool:
+def is_from_deepspeed(manifest: Manifest) -> bool:
     """Whether DeepSpeed made the source, so that it tells everything as DeepSpeed wants it."""
     return manifest.format.startswith(_DEEPSPEED_FORMATS)
 
 
 @dataclass(frozen=True, slots=True)
-class Untrained:
-    """Tensors that no optimizer knows, in the model's order. Only rules 4 and 5 decided on the names in ``guessed``."""
+class UntrainedTensors:
+    """Tensors that no optimizer knows, in the model's order. Only rules 4 and 5 decided on the names in
+    ``guessed_names``."""
 
     frozen: Mapping[str, TensorEntry]
     buffers: Mapping[str, TensorEntry]
-    guessed: tuple[str, ...]
+    guessed_names: tuple[str, ...]
 
 
-def untrained(manifest: Manifest, trained: Collection[str]) -> Untrained:
-    """The weights and buffers of ``manifest`` that are not among ``trained``.
+def classify_untrained(manifest: Manifest, trained_names: Collection[str]) -> UntrainedTensors:
+    """The weights and buffers of ``manifest`` that are not among ``trained_names``.
 
     Without an optimizer nothing is frozen: untrained tensors are stored whole, as buffers are, since such a checkpoint
     is loaded as weights alone, and then DeepSpeed asks for no fragments.
     """
-    model = {key.fqn: e for key, e in manifest.tensors.items() if key.slot == WEIGHT and e.kind is not Kind.EXTRA}
-    other = None if manifest.groups else Kind.BUFFER
-    kinds = {name: Kind.PARAMETER if name in trained else other or entry.kind for name, entry in model.items()}
-    evidence = _Evidence.of([model[name] for name in trained], cuts_all=manifest.format != "megatron")
-    unknown = [name for name, kind in kinds.items() if kind is Kind.PARAMETER and name not in trained]
-    seen = {name: evidence.kind(model[name]) for name in unknown if not is_deepspeed(manifest)}
-    guessed = tuple(name for name, kind in seen.items() if kind is None)
-    kinds |= {name: kind for name, kind in seen.items() if kind is not None}
-    kinds |= _guesses(kinds, trained, set(guessed))
-    return Untrained(
-        {name: model[name] for name, kind in kinds.items() if kind is Kind.PARAMETER and name not in trained},
-        {name: _as_buffer(model[name]) for name, kind in kinds.items() if kind is Kind.BUFFER},
-        guessed,
+    model_tensors = {
+        key.fqn: e for key, e in manifest.tensors.items() if key.slot == WEIGHT and e.kind is not Kind.EXTRA
+    }
+    forced_kind = None if manifest.groups else Kind.BUFFER
+    kinds = {
+        name: Kind.PARAMETER if name in trained_names else forced_kind or entry.kind
+        for name, entry in model_tensors.items()
+    }
+    evidence = _TrainedEvidence.of(
+        [model_tensors[name] for name in trained_names], cuts_all=manifest.format != "megatron"
+    )
+    unclassified = [name for name, kind in kinds.items() if kind is Kind.PARAMETER and name not in trained_names]
+    decided_kinds = {
+        name: evidence.decide_kind(model_tensors[name]) for name in unclassified if not is_from_deepspeed(manifest)
+    }
+    guessed_names = tuple(name for name, kind in decided_kinds.items() if kind is None)
+    kinds |= {name: kind for name, kind in decided_kinds.items() if kind is not None}
+    kinds |= _guess_kinds(kinds, trained_names, set(guessed_names))
+    return UntrainedTensors(
+        {
+            name: model_tensors[name]
+            for name, kind in kinds.items()
+            if kind is Kind.PARAMETER and name not in trained_names
+        },
+        {name: _make_buffer_entry(model_tensors[name]) for name, kind in kinds.items() if kind is Kind.BUFFER},
+        guessed_names,
     )
 
 
-def guess_notes(guessed: Collection[str], frozen: Collection[str], buffers: Collection[str]) -> list[Note]:
+def note_guesses(
+    guessed_names: Collection[str], frozen_names: Collection[str], buffer_names: Collection[str]
+) -> list[Note]:
     """Notes on names that only rules 4 and 5 decided."""
     why = "the source does not distinguish frozen parameters, tied names and buffers; they were guessed, and "
     why += f"{format_option('buffers')} says which are buffers"
     notes = []
-    for what, group in (("frozen parameters", frozen), ("buffers", buffers)):
-        if names := [name for name in guessed if name in group]:
+    for what, group in (("frozen parameters", frozen_names), ("buffers", buffer_names)):
+        if names := [name for name in guessed_names if name in group]:
             notes.append(Note(Outcome.DEFAULTED, f"{join_names(names)} taken as {what}", why, len(names)))
     return notes
 
 
-def _as_buffer(entry: TensorEntry) -> TensorEntry:
+def _make_buffer_entry(entry: TensorEntry) -> TensorEntry:
     """A buffer is not cast with the weights: it is read as it is stored."""
     return TensorEntry(entry.shape, entry.shards.dtype, Kind.BUFFER, entry.shards)
 
 
 @dataclass(frozen=True, slots=True)
-class _Evidence:
+class _TrainedEvidence:
     """What the trained parameters show: whether the source cuts some of them, and all that have two rows or more, and
     in which types it stores them."""
 
@@ -94,12 +110,12 @@ class _Evidence:
     dtypes: frozenset[DType]
 
     @classmethod
-    def of(cls, trained: Sequence[TensorEntry], *, cuts_all: bool) -> _Evidence:
+    def of(cls, trained: Sequence[TensorEntry], *, cuts_all: bool) -> _TrainedEvidence:
         cuts_some = cuts_all and any(len(entry.shards) > 1 for entry in trained)
         keeps_some = any(len(entry.shards) == 1 and entry.shape[0] > 1 for entry in trained if entry.shape)
         return cls(cuts_some, cuts_some and not keeps_some, frozenset(e.shards.dtype for e in trained))
 
-    def kind(self, entry: TensorEntry) -> Kind | None:
+    def decide_kind(self, entry: TensorEntry) -> Kind | None:
         """Rules 1 to 3; None where they are silent."""
         if not entry.shape:
             return Kind.BUFFER
@@ -110,24 +126,30 @@ class _Evidence:
         return None if entry.shards.dtype in self.dtypes else Kind.BUFFER
 
 
-def _guesses(kinds: Mapping[str, Kind], trained: Collection[str], guessed: Collection[str]) -> dict[str, Kind]:
-    """Rules 4 and 5 for the names in ``guessed``."""
-    modules: defaultdict[str, list[str]] = defaultdict(list)
+def _guess_kinds(
+    kinds: Mapping[str, Kind], trained_names: Collection[str], guessed_names: Collection[str]
+) -> dict[str, Kind]:
+    """Rules 4 and 5 for the names in ``guessed_names``."""
+    names_by_module: defaultdict[str, list[str]] = defaultdict(list)
     for name in kinds:
-        modules[name.rpartition(".")[0]].append(name)
-    found: dict[str, Kind] = {}
-    for names in modules.values():
-        known = {
-            name: Kind.PARAMETER if name in trained or name.endswith(_PARAMETER_ENDINGS) else kinds[name]
+        names_by_module[name.rpartition(".")[0]].append(name)
+    guessed_kinds: dict[str, Kind] = {}
+    for names in names_by_module.values():
+        known_kinds = {
+            name: Kind.PARAMETER if name in trained_names or name.endswith(_PARAMETER_ENDINGS) else kinds[name]
             for name in names
-            if name not in guessed or name.endswith(_PARAMETER_ENDINGS)
+            if name not in guessed_names or name.endswith(_PARAMETER_ENDINGS)
         }
-        found |= {name: _guess(position, names, known) for position, name in enumerate(names) if name in guessed}
-    return found
+        guessed_kinds |= {
+            name: _guess_kind(position, names, known_kinds)
+            for position, name in enumerate(names)
+            if name in guessed_names
+        }
+    return guessed_kinds
 
 
-def _guess(position: int, names: Sequence[str], known: Mapping[str, Kind]) -> Kind:
-    if any(known.get(name) is Kind.PARAMETER for name in names[position:]):
+def _guess_kind(position: int, names: Sequence[str], known_kinds: Mapping[str, Kind]) -> Kind:
+    if any(known_kinds.get(name) is Kind.PARAMETER for name in names[position:]):
         return Kind.PARAMETER
-    before = {known.get(name) for name in names[:position]}
-    return Kind.BUFFER if before - {None} else Kind.PARAMETER
+    earlier_kinds = {known_kinds.get(name) for name in names[:position]}
+    return Kind.BUFFER if earlier_kinds - {None} else Kind.PARAMETER

@@ -35,7 +35,7 @@ class TensorLeaf:
         return cls(shape, tensor.dtype, ShardTable.build(shape, tensor.dtype, [shard]))
 
 
-def ties_among(tensors: Mapping[str, TensorLeaf]) -> dict[str, str]:
+def find_ties(tensors: Mapping[str, TensorLeaf]) -> dict[str, str]:
     """Names whose every piece is the very bytes of another name's, read in the same order: in a DCP, as only ckpt-tools
     writes them."""
     owners: dict[object, str] = {}
@@ -46,12 +46,12 @@ def ties_among(tensors: Mapping[str, TensorLeaf]) -> dict[str, str]:
             # A transposed view begins at the same byte.
             key = (table.get_byte_range(0), table.shape, table.dtype, tuple(table.get_strides(0)))
             owner = owners.setdefault(key, fqn)
-            if owner != fqn and _are_same(table, tensors[owner].shards):
+            if owner != fqn and _are_same_shards(table, tensors[owner].shards):
                 ties[fqn] = owner
     return ties
 
 
-def _are_same(one: ShardTable, other: ShardTable) -> bool:
+def _are_same_shards(one: ShardTable, other: ShardTable) -> bool:
     """Whether tables of one shape and dtype have the same pieces in the same places."""
     columns = ("starts", "stops", "file_ids", "byte_starts", "byte_stops", "strides")
     return one.files == other.files and all(

@@ -12,9 +12,9 @@ from ckpt_tools.core.value_refs import has_tensors, is_tree, replace_stored_tens
 from ckpt_tools.core.values import StoredTensor
 from ckpt_tools.core.wording import format_count
 from ckpt_tools.errors import MalformedError, UnsupportedError
-from ckpt_tools.formats.foreign import holds_storage, objects_in
+from ckpt_tools.formats.foreign import has_bare_storage, iter_opaque_objects
 from ckpt_tools.formats.state_dict.leaf import TensorLeaf
-from ckpt_tools.formats.state_dict.parse import Leaves, TreePath
+from ckpt_tools.formats.state_dict.parse import TreeLeaves, TreePath
 from ckpt_tools.serialization.pickle.sharded_tensors import PartReader, ShardedTensorPart, TensorPart
 from ckpt_tools.serialization.torch_archive import TorchArchive
 from ckpt_tools.serialization.unread_tensors import explain_unreadable
@@ -26,7 +26,7 @@ _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ArchiveLocation:
     """Place of a torch archive: byte ``start`` of ``file``. ``item`` is its name in a DCP."""
 
     archive: TorchArchive
@@ -34,7 +34,7 @@ class Place:
     start: int = 0
     item: str = ""
 
-    def leaf(self, tensor: StoredTensor) -> TensorLeaf:
+    def make_leaf(self, tensor: StoredTensor) -> TensorLeaf:
         """Raises UnsupportedError if it is not a plain tensor."""
         reason = explain_unreadable(tensor)
         if reason is not None or tensor.storage is None:
@@ -43,7 +43,7 @@ class Place:
         return TensorLeaf.of(tensor, self.file, self.start + start)
 
 
-def with_references(value: Any, place: Place, name: str, inner: dict[StateKey, TensorLeaf]) -> Any:
+def extract_tensors(value: Any, location: ArchiveLocation, name: str, inner: dict[StateKey, TensorLeaf]) -> Any:
     """An object whose tensors are added to ``inner`` and leave references.
 
     Raises:
@@ -51,30 +51,32 @@ def with_references(value: Any, place: Place, name: str, inner: dict[StateKey, T
     """
     if type(value) in _PLAIN:
         return value
-    found: dict[StateKey, TensorLeaf] = {}
+    new_tensors: dict[StateKey, TensorLeaf] = {}
 
-    def refer(tensor: StoredTensor) -> Any:
+    def make_reference(tensor: StoredTensor) -> Any:
         if tensor.storage is None:
             return tensor
-        key = Leaves.inner_key(name, len(inner) + len(found))
-        found[key] = place.leaf(tensor)
+        key = TreeLeaves.make_inner_key(name, len(inner) + len(new_tensors))
+        new_tensors[key] = location.make_leaf(tensor)
         return TensorRef(key)
 
     try:
-        if holds_storage(value):
-            reasons = (explain_unreadable(each) for each in objects_in(value) if holds_storage(each.args))
-            alone = "it is a storage without a tensor, which cannot be read"
-            raise UnsupportedError(next(filter(None, reasons), alone))
-        referring = replace_stored_tensors(value, refer)
+        if has_bare_storage(value):
+            reasons = (explain_unreadable(each) for each in iter_opaque_objects(value) if has_bare_storage(each.args))
+            bare_storage_reason = "it is a storage without a tensor, which cannot be read"
+            raise UnsupportedError(next(filter(None, reasons), bare_storage_reason))
+        value_with_refs = replace_stored_tensors(value, make_reference)
     except UnsupportedError as error:
         raise UnsupportedError(
             explain_unreadable(value) or f"it holds {error.message.removeprefix('it is ')}"
         ) from error
-    inner |= found
-    return referring
+    inner |= new_tensors
+    return value_with_refs
 
 
-def tree_leaves(value: Any, path: TreePath, file: str, *, whole_values: bool = False) -> Iterator[tuple[TreePath, Any]]:
+def iter_tree_leaves(
+    value: Any, path: TreePath, file: str, *, whole_values: bool = False
+) -> Iterator[tuple[TreePath, Any]]:
     """The leaves of a tree of dicts and of the lists that hold dicts or tensors; other lists are leaves whole, as dicts
     are that are options, or have other keys than texts, and hold no tensors; but not the state of an optimizer.
 
@@ -85,37 +87,37 @@ def tree_leaves(value: Any, path: TreePath, file: str, *, whole_values: bool = F
         raise MalformedError("its dicts are nested too deeply", path=file)
     if whole_values and path and is_extra_state(path[-1]):
         yield path, value
-    elif isinstance(value, dict) and (not path or (value and not _is_object(value, path))):
-        for key, inner in value.items():
-            below = (*path, key if type(key) is int else str(key))
-            if whole_values and key == "state" and "param_groups" in value and isinstance(inner, dict):
-                yield from _state_leaves(inner, below, file)
+    elif isinstance(value, dict) and (not path or (value and not _is_whole_object(value, path))):
+        for key, child in value.items():
+            child_path = (*path, key if type(key) is int else str(key))
+            if whole_values and key == "state" and "param_groups" in value and isinstance(child, dict):
+                yield from _iter_state_leaves(child, child_path, file)
             else:
-                yield from tree_leaves(inner, below, file, whole_values=whole_values)
+                yield from iter_tree_leaves(child, child_path, file, whole_values=whole_values)
     elif isinstance(value, list) and any(isinstance(inner, dict | StoredTensor) for inner in value):
-        for position, inner in enumerate(value):
-            yield from tree_leaves(inner, (*path, position), file, whole_values=whole_values)
+        for position, child in enumerate(value):
+            yield from iter_tree_leaves(child, (*path, position), file, whole_values=whole_values)
     else:
         yield path, value
 
 
-def _is_object(value: dict[Any, Any], path: TreePath) -> bool:
+def _is_whole_object(value: dict[Any, Any], path: TreePath) -> bool:
     is_option = path[-3:-2] == ("param_groups",)
     return path[-1] != "state" and (is_option or not is_tree(value)) and not has_tensors(value)
 
 
-def _state_leaves(state: dict[Any, Any], path: TreePath, file: str) -> Iterator[tuple[TreePath, Any]]:
+def _iter_state_leaves(state: dict[Any, Any], path: TreePath, file: str) -> Iterator[tuple[TreePath, Any]]:
     """The values of each parameter in an optimizer's state."""
     for owner, slots in state.items():
-        below = (*path, owner if type(owner) is int else str(owner))
+        parameter_path = (*path, owner if type(owner) is int else str(owner))
         if isinstance(slots, dict):
-            yield from (((*below, str(slot)), value) for slot, value in slots.items())
+            yield from (((*parameter_path, str(slot)), value) for slot, value in slots.items())
         else:
-            yield from tree_leaves(slots, below, file)
+            yield from iter_tree_leaves(slots, parameter_path, file)
 
 
 @dataclass(frozen=True, slots=True)
-class FoundLeaves:
+class LeafCollector:
     """The leaves of archives as they are added; ``ties`` maps leaves that show the same view as an earlier one to that
     one."""
 
@@ -126,70 +128,73 @@ class FoundLeaves:
     unread: dict[str, str] = field(default_factory=dict)
     ties: dict[str, str] = field(default_factory=dict)
     _views: dict[tuple[object, ...], str] = field(default_factory=dict)
-    _parts: PartReader = field(default_factory=PartReader)
+    _part_reader: PartReader = field(default_factory=PartReader)
 
-    def add_tree(self, value: Any, path: TreePath, place: Place) -> None:
+    def add_tree(self, value: Any, path: TreePath, location: ArchiveLocation) -> None:
         """Add the leaves of the tree ``value``, which lies at ``path`` of the whole. Raises FormatError."""
-        for each, inner in tree_leaves(value, path, place.file, whole_values=True):
-            if not each:
-                raise UnsupportedError("it does not contain a dict, so it is not a state dict", path=place.file)
-            self.add(".".join(map(str, each)), each, inner, place)
+        for leaf_path, inner in iter_tree_leaves(value, path, location.file, whole_values=True):
+            if not leaf_path:
+                raise UnsupportedError("it does not contain a dict, so it is not a state dict", path=location.file)
+            self.add_leaf(".".join(map(str, leaf_path)), leaf_path, inner, location)
 
-    def add(self, name: str, path: TreePath, value: Any, place: Place) -> None:
+    def add_leaf(self, name: str, path: TreePath, value: Any, location: ArchiveLocation) -> None:
         """Add one leaf. Raises MalformedError where another has its name."""
-        self.put(name, path, place.file)
+        self.add_path(name, path, location.file)
         try:
-            tensor = self._tensor(value, place.item)
+            tensor = self._find_tensor(value, location.item)
             if tensor is not None:
-                self._add_tensor(name, tensor, place)
+                self._add_tensor(name, tensor, location)
             else:
-                self.objects[name] = with_references(value, place, name, self.inner)
+                self.objects[name] = extract_tensors(value, location, name, self.inner)
         except UnsupportedError as error:
             self.unread[name] = error.message
 
-    def put(self, name: str, path: TreePath, file: str) -> None:
+    def add_path(self, name: str, path: TreePath, file: str) -> None:
         """Add the path of a leaf that ``file`` names. Raises MalformedError where another has its name."""
         if name in self.paths:
             raise MalformedError("two entries of the tree have this name", path=file, key=name)
         self.paths[name] = path
 
-    def leaves(self, *, is_ordered: bool = True) -> Leaves:
+    def build_leaves(self, *, is_ordered: bool = True) -> TreeLeaves:
         """The leaves that were added, in order."""
-        return Leaves(self.paths, self.tensors, self.objects, self.inner, is_ordered=is_ordered, unread=self.unread)
+        return TreeLeaves(self.paths, self.tensors, self.objects, self.inner, is_ordered=is_ordered, unread=self.unread)
 
-    def _add_tensor(self, name: str, tensor: StoredTensor, place: Place) -> None:
-        leaf = place.leaf(tensor)
-        shown = (tensor.storage, tensor.storage_offset, tensor.shape, tensor.strides, tensor.dtype)
-        view = (place.file, place.start, *shown)
+    def _add_tensor(self, name: str, tensor: StoredTensor, location: ArchiveLocation) -> None:
+        leaf = location.make_leaf(tensor)
+        storage_view = (tensor.storage, tensor.storage_offset, tensor.shape, tensor.strides, tensor.dtype)
+        view = (location.file, location.start, *storage_view)
         if tensor.numel and view in self._views:
             self.ties[name] = self._views[view]
         else:
             self.tensors[name] = leaf
             self._views[view] = name
 
-    def _tensor(self, value: Any, item: str) -> StoredTensor | None:
+    def _find_tensor(self, value: Any, item: str) -> StoredTensor | None:
         """The tensor that a leaf of ``item`` is; None for an object. Raises UnsupportedError for a part of a tensor."""
         if isinstance(value, StoredTensor) or type(value) in _PLAIN:
             return value if isinstance(value, StoredTensor) else None
-        part = self._parts.read_part(value)
-        whole = None if part is None else _whole(part)
-        parts = (part,) if part is not None else map(self._parts.read_part, objects_in(value))
-        cut = next((each for each in parts if each is not None and _whole(each) is None), None)
-        if cut is not None:
-            kind = "ShardedTensor" if isinstance(cut, ShardedTensorPart) else "DTensor"
-            what = "it is" if cut is part else "it holds"
+        part = self._part_reader.read_part(value)
+        whole_tensor = None if part is None else _find_whole_tensor(part)
+        parts = (part,) if part is not None else map(self._part_reader.read_part, iter_opaque_objects(value))
+        sharded_part = next((each for each in parts if each is not None and _find_whole_tensor(each) is None), None)
+        if sharded_part is not None:
+            kind = "ShardedTensor" if isinstance(sharded_part, ShardedTensorPart) else "DTensor"
+            subject = "it is" if sharded_part is part else "it holds"
             raise UnsupportedError(
-                f"{what} the part of rank {cut.rank} of a {kind} of {format_count(len(cut.ranks), 'rank')}, and its "
+                f"{subject} the part of rank {sharded_part.rank} of a {kind} of "
+                f"{format_count(len(sharded_part.ranks), 'rank')}, and its "
                 f"item "
                 f"{item!r} holds what one rank pickled, without the other parts; save it as an entry of a dict, with "
                 "flatten_state_dict=True (the default)"
             )
-        return whole
+        return whole_tensor
 
 
-def _whole(part: TensorPart) -> StoredTensor | None:
+def _find_whole_tensor(part: TensorPart) -> StoredTensor | None:
     """The local tensor if it is the whole one, as on a mesh of one rank, or if it is replicated."""
     if isinstance(part, ShardedTensorPart):
-        offsets, local = part.locals[0] if len(part.locals) == 1 else ((1,), None)
-        return local if local is not None and local.shape == part.shape and not any(offsets) else None
+        offsets, local_tensor = part.locals[0] if len(part.locals) == 1 else ((1,), None)
+        return (
+            local_tensor if local_tensor is not None and local_tensor.shape == part.shape and not any(offsets) else None
+        )
     return part.local if part.local.shape == part.shape else None

@@ -10,19 +10,21 @@ from dataclasses import replace
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import MASTER, Kind, Manifest, StateKey
 
-SLOTS = frozenset(
+MASTER_SLOTS = frozenset(
     f"{name}{plural}" for name in ("master", "master_param", "master_weight", "fp32_param") for plural in ("", "s")
 )
 
 
-def with_masters(manifest: Manifest) -> Manifest:
+def rename_master_slots(manifest: Manifest) -> Manifest:
     """The manifest whose masters have the slot ``MASTER``, and whose tree says what they are called there."""
-    found = [key for key in manifest.select_kinds(Kind.STATE) if key.slot in SLOTS and _is_master(manifest, key)]
-    if manifest.tree is None or not found:
+    master_keys = [
+        key for key in manifest.select_kinds(Kind.STATE) if key.slot in MASTER_SLOTS and _is_master(manifest, key)
+    ]
+    if manifest.tree is None or not master_keys:
         return manifest
-    slot = found[0].slot
-    names = {key: StateKey(key.fqn, MASTER) for key in found if key.slot == slot}
-    tensors = {names.get(key, key): entry for key, entry in manifest.tensors.items()}
+    slot = master_keys[0].slot
+    renamed_keys = {key: StateKey(key.fqn, MASTER) for key in master_keys if key.slot == slot}
+    tensors = {renamed_keys.get(key, key): entry for key, entry in manifest.tensors.items()}
     return replace(manifest, tensors=tensors, tree=replace(manifest.tree, masters=slot))
 
 

@@ -25,7 +25,7 @@ from ckpt_tools.errors import UsageError
 BUFFER_NAMES = ("running_mean", "running_var")
 """torch's own floating-point buffers, of every normalization by batch: as many of one shape as there are layers."""
 
-PER_RANK = (*BUFFER_NAMES, "num_batches_tracked")
+PER_RANK_BUFFERS = (*BUFFER_NAMES, "num_batches_tracked")
 """Buffers that each rank computes by itself: those of rank 0 are taken. Other tensors must be the same on all ranks."""
 
 
@@ -50,44 +50,51 @@ def match_numbers(
     tensors, the buffers that could be taken for parameters included: in the model's order if ``is_ordered``. In any
     other order, only a shape that no other parameter has proves anything.
     """
-    choices = [name for name in parameters if name.rpartition(".")[2] not in BUFFER_NAMES]
-    groups = _in_names_of_model(groups, parameters)
+    candidate_names = [name for name in parameters if name.rpartition(".")[2] not in BUFFER_NAMES]
+    groups = _use_model_names(groups, parameters)
     if not is_ordered:
-        return _by_shape_alone(groups, shapes, parameters)
-    found: dict[int, str] = {}
+        return _match_by_shape(groups, shapes, parameters)
+    names_by_number: dict[int, str] = {}
     for group in groups:
-        names = group.names or _only_choice(
-            group.numbers, choices, lambda n, name: shapes.get(n) in (None, parameters[name])
+        names = group.names or _find_only_choice(
+            group.numbers, candidate_names, lambda n, name: shapes.get(n) in (None, parameters[name])
         )
         if names is None or len(names) != len(group.numbers):
             return None
-        found.update(zip(group.numbers, names, strict=True))
-    return found if _is_sound(found, groups, shapes, parameters) else None
+        names_by_number.update(zip(group.numbers, names, strict=True))
+    return names_by_number if _is_valid_match(names_by_number, groups, shapes, parameters) else None
 
 
-def _in_names_of_model(groups: Sequence[NumberedGroup], parameters: Mapping[str, Shape]) -> Sequence[NumberedGroup]:
+def _use_model_names(groups: Sequence[NumberedGroup], parameters: Mapping[str, Shape]) -> Sequence[NumberedGroup]:
     """Names that the optimizer says, with the wrappers that the model's have."""
-    said = [name for group in groups for name in group.names or ()]
-    if parameters.keys() >= {*said}:
+    stated_names = [name for group in groups for name in group.names or ()]
+    if parameters.keys() >= {*stated_names}:
         return groups
-    bare, owners = map_to_bare_names(said), {bare: name for name, bare in map_to_bare_names(parameters).items()}
-    return [replace(each, names=each.names and tuple(owners.get(bare[n], n) for n in each.names)) for each in groups]
+    bare_by_name, name_by_bare = (
+        map_to_bare_names(stated_names),
+        {bare: name for name, bare in map_to_bare_names(parameters).items()},
+    )
+    return [
+        replace(each, names=each.names and tuple(name_by_bare.get(bare_by_name[n], n) for n in each.names))
+        for each in groups
+    ]
 
 
-def notes_of_order(
+def note_assumed_order(
     groups: Sequence[NumberedGroup], shapes: Mapping[int, Shape], parameters: Mapping[str, Shape]
 ) -> tuple[Note, ...]:
     """The note that ``match_numbers`` took the model's order, where parameters could be exchanged: the optimizer does
     not name them, and others have their shapes."""
-    uses = Counter(parameters.values())
+    shape_counts = Counter(parameters.values())
     numbers = [n for group in groups if group.names is None for n in group.numbers if n in shapes]
-    alike = sum(uses[shapes[number]] > 1 for number in numbers)
+    num_ambiguous = sum(shape_counts[shapes[number]] > 1 for number in numbers)
     why = (
-        f"it numbers them, and {format_count(alike, 'parameter')} have the shape of another; they are taken to be in "
+        f"it numbers them, and {format_count(num_ambiguous, 'parameter')} have the shape of another; they are taken "
+        f"to be in "
         f"the "
         f"model's order, as in an optimizer made of model.parameters(); {format_option('param_order')} says another"
     )
-    return (Note(Outcome.KEPT, ASSUMED_ORDER_ITEM, why, alike),) if alike else ()
+    return (Note(Outcome.KEPT, ASSUMED_ORDER_ITEM, why, num_ambiguous),) if num_ambiguous else ()
 
 
 def why_unnamed(
@@ -105,26 +112,26 @@ def why_unnamed(
     )
 
 
-def _by_shape_alone(
+def _match_by_shape(
     groups: Sequence[NumberedGroup], shapes: Mapping[int, Shape], parameters: Mapping[str, Shape]
 ) -> dict[int, str] | None:
     """Names found without an order: names that the optimizer says, and parameters whose shape is unique."""
-    owners: dict[Shape, list[str]] = {}
+    names_by_shape: dict[Shape, list[str]] = {}
     for name, shape in parameters.items():
-        owners.setdefault(shape, []).append(name)
-    found: dict[int, str] = {}
+        names_by_shape.setdefault(shape, []).append(name)
+    names_by_number: dict[int, str] = {}
     for group in groups:
         for position, number in enumerate(group.numbers):
-            names = owners.get(shapes[number], []) if number in shapes else []
+            names = names_by_shape.get(shapes[number], []) if number in shapes else []
             if group.names is not None:
                 names = list(group.names[position : position + 1])
             if len(names) != 1:
                 return None
-            found[number] = names[0]
-    return found if _is_sound(found, groups, shapes, parameters) else None
+            names_by_number[number] = names[0]
+    return names_by_number if _is_valid_match(names_by_number, groups, shapes, parameters) else None
 
 
-def follow_order(
+def apply_param_order(
     order: ParamOrder, groups: Sequence[NumberedGroup], shapes: Mapping[int, Shape], parameters: Mapping[str, Shape]
 ) -> dict[int, str]:
     """The parameter that each number means, as the user says it; ``parameters`` has tied names too.
@@ -135,82 +142,88 @@ def follow_order(
     Raises:
         UsageError: a name is unknown, the shapes do not fit, or it can be read in two ways.
     """
-    unknown = next((name for name in order.names if name not in parameters), None)
-    if unknown is not None:
-        near = ", ".join(find_nearest(unknown, list(parameters)))
+    unknown_name = next((name for name in order.names if name not in parameters), None)
+    if unknown_name is not None:
+        nearest_names = ", ".join(find_nearest(unknown_name, list(parameters)))
         raise UsageError(
-            f"{format_option('param_order')} names {unknown!r}, which the checkpoint does not hold; nearest are {near}"
+            f"{format_option('param_order')} names {unknown_name!r}, which the checkpoint does not hold; nearest are "
+            f"{nearest_names}"
         )
     numbers = [number for group in groups for number in group.numbers]
     if order.groups is not None:
-        said, are = [len(group) for group in order.groups], [len(group.numbers) for group in groups]
-        if said != are:
+        stated_sizes, group_sizes = [len(group) for group in order.groups], [len(group.numbers) for group in groups]
+        if stated_sizes != group_sizes:
             raise UsageError(
-                f"{format_option('param_order')} has groups of {said} names; those of the optimizer have {are}"
+                f"{format_option('param_order')} has groups of {stated_sizes} names; those of the optimizer have "
+                f"{group_sizes}"
             )
-        return _checked(dict(zip(numbers, order.names, strict=True)), groups, shapes, parameters)
-    in_model = match_numbers(groups, shapes, {name: parameters[name] for name in order.names})
+        return _check_order_fits(dict(zip(numbers, order.names, strict=True)), groups, shapes, parameters)
+    model_order_names = match_numbers(groups, shapes, {name: parameters[name] for name in order.names})
     if len(numbers) != len(order.names):
-        if in_model is None:
+        if model_order_names is None:
             raise UsageError(
                 f"{format_option('param_order')} has {len(order.names)} names, and they do not identify the "
                 f"{len(numbers)} "
                 "parameters of the optimizer; list exactly these, in the optimizer's order"
             )
-        return in_model
-    direct = dict(zip(numbers, order.names, strict=True))
-    fits = _is_sound(direct, groups, shapes, parameters)
-    if in_model is not None and fits and in_model != direct:
+        return model_order_names
+    optimizer_order_names = dict(zip(numbers, order.names, strict=True))
+    fits_optimizer_order = _is_valid_match(optimizer_order_names, groups, shapes, parameters)
+    if model_order_names is not None and fits_optimizer_order and model_order_names != optimizer_order_names:
         raise UsageError(
             f"{format_option('param_order')} fits both as the optimizer's order and as the model's, which differ; "
             f"write it as "
             "a JSON list with one list of names for each parameter group of the optimizer"
         )
-    return in_model if in_model is not None and not fits else _checked(direct, groups, shapes, parameters)
+    return (
+        model_order_names
+        if model_order_names is not None and not fits_optimizer_order
+        else _check_order_fits(optimizer_order_names, groups, shapes, parameters)
+    )
 
 
-def _checked(
-    found: dict[int, str],
+def _check_order_fits(
+    names_by_number: dict[int, str],
     groups: Sequence[NumberedGroup],
     shapes: Mapping[int, Shape],
     parameters: Mapping[str, Shape],
 ) -> dict[int, str]:
     for number, shape in shapes.items():
-        name = found.get(number)
+        name = names_by_number.get(number)
         if name is not None and parameters[name] != shape:
             raise UsageError(
                 f"{format_option('param_order')} does not fit: state {number} of the optimizer has the shape "
                 f"{list(shape)}, "
                 f"but {name} has {list(parameters[name])}"
             )
-    if not _is_sound(found, groups, shapes, parameters):
+    if not _is_valid_match(names_by_number, groups, shapes, parameters):
         raise UsageError(
             f"{format_option('param_order')} does not fit: the optimizer has states of parameters in no group"
         )
-    return found
+    return names_by_number
 
 
-def _only_choice(
-    numbers: Sequence[int], names: Sequence[str], fits: Callable[[int, str], bool]
+def _find_only_choice(
+    numbers: Sequence[int], candidate_names: Sequence[str], fits: Callable[[int, str], bool]
 ) -> tuple[str, ...] | None:
     """The only names in order that fit the numbers: taking the first that fits from the front gives the foremost
     choice, from the back the hindmost, and any other lies between them."""
-    foremost = _first_fit(numbers, names, fits)
-    hindmost = _first_fit(numbers[::-1], names[::-1], fits)
+    foremost = _match_greedily(numbers, candidate_names, fits)
+    hindmost = _match_greedily(numbers[::-1], candidate_names[::-1], fits)
     return foremost if foremost is not None and hindmost is not None and foremost == hindmost[::-1] else None
 
 
-def _first_fit(
-    numbers: Iterable[int], names: Iterable[str], fits: Callable[[int, str], bool]
+def _match_greedily(
+    numbers: Iterable[int], candidate_names: Iterable[str], fits: Callable[[int, str], bool]
 ) -> tuple[str, ...] | None:
-    left = iter(names)
-    found = [next((name for name in left if fits(number, name)), None) for number in numbers]
-    chosen = tuple(name for name in found if name is not None)
-    return chosen if len(chosen) == len(found) else None
+    remaining_names = iter(candidate_names)
+    matches = [next((name for name in remaining_names if fits(number, name)), None) for number in numbers]
+    chosen = tuple(name for name in matches if name is not None)
+    return chosen if len(chosen) == len(matches) else None
 
 
-def _is_sound(
-    found: Mapping[int, str],
+def _is_valid_match(
+    names_by_number: Mapping[int, str],
     groups: Sequence[NumberedGroup],
     shapes: Mapping[int, Shape],
     parameters: Mapping[str, Shape],
@@ -218,7 +231,10 @@ def _is_sound(
     """Every number means one parameter, every state belongs to a number, and has the shape of its parameter."""
     total = sum(len(group.numbers) for group in groups)
     return (
-        len(found) == total == len(set(found.values()))
-        and set(found.values()) <= set(parameters)
-        and all(number in found and parameters[found[number]] == shape for number, shape in shapes.items())
+        len(names_by_number) == total == len(set(names_by_number.values()))
+        and set(names_by_number.values()) <= set(parameters)
+        and all(
+            number in names_by_number and parameters[names_by_number[number]] == shape
+            for number, shape in shapes.items()
+        )
     )

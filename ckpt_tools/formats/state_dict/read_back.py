@@ -1,7 +1,7 @@
 """Whether a tree of state that is about to be written is read back with the same model. Pure.
 
 Such a tree does not say which of its mappings is the model: readers find it by the names that the optimizer knows, by
-its own name and by its size (``parse.find_tree``). Tensors among the user's own entries could be taken for it.
+its own name and by its size (``parse.find_prefixes``). Tensors among the user's own entries could be taken for it.
 Readers also take the order of the weights for the model's when an optimizer numbers its parameters. The weights of a
 source in another order could be taken for parameters that the numbers do not mean.
 """
@@ -16,96 +16,106 @@ from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.state_dict.build import APP_TREE, Entries, entries_of
 from ckpt_tools.formats.state_dict.leaf import TensorLeaf
 from ckpt_tools.formats.state_dict.parse import (
-    Leaves,
-    State,
-    Tree,
-    Weight,
-    find_tree,
-    is_taken_by_number,
-    role_of,
+    StateRole,
+    TreeLeaves,
+    TreePrefixes,
+    WeightRole,
+    find_prefixes,
+    find_role,
+    is_matched_by_number,
 )
 
 
-def entries_for(
-    manifest: Manifest, tree: StateTree, *, is_own: bool, whole_values: bool = False
+def build_checked_entries(
+    manifest: Manifest, tree: StateTree, *, is_source_tree: bool, whole_values: bool = False
 ) -> tuple[Entries, tuple[Note, ...]]:
-    """Entries as of ``entries_of``, for a tree whose model a reader finds, and notes. ``is_own`` says that the source
-    had this tree; it is kept with a note on the key to read it with, unless its model is at the root.
+    """Entries as of ``entries_of``, for a tree whose model a reader finds, and notes. ``is_source_tree`` says that the
+    source had this tree; it is kept with a note on the key to read it with, unless its model is at the root.
 
     Raises:
         UnsupportedError: as ``entries_of`` does, or a reader would take something else for the model, or the
         optimizer's numbers for parameters that nothing proves.
     """
     entries = entries_of(manifest, tree, whole_values=whole_values)
-    _check_numbers(manifest, entries, tree)
-    key = format_option("model_key", join_path(tree.model))
-    if is_own and manifest.select_kinds(Kind.EXTRA) and _tree_found(manifest, entries) is None:
-        note = Note(Outcome.KEPT, "the model's place in the tree", f"a reader asks for it; read it with {key}")
+    _check_numbered_optimizer(manifest, entries, tree)
+    model_key_option = format_option("model_key", join_path(tree.model))
+    if is_source_tree and manifest.select_kinds(Kind.EXTRA) and _find_reader_prefixes(manifest, entries) is None:
+        note = Note(
+            Outcome.KEPT, "the model's place in the tree", f"a reader asks for it; read it with {model_key_option}"
+        )
         return entries, (note,)
-    wrong = _taken_for_model(manifest, entries)
-    if wrong is None:
+    wrong_model = _find_wrong_model(manifest, entries)
+    if wrong_model is None:
         return entries, ()
-    if not is_own:
+    if not is_source_tree:
         raise UnsupportedError(
-            f"the user's own tensors in {_place(wrong)} would be read as the model's weights; convert the weights "
+            f"the user's own tensors in {_describe_prefix(wrong_model)} would be read as the model's weights; "
+            f"convert the weights "
             f"alone with {format_option('state', 'model')}, or the whole state to safetensors or universal"
         )
     if not tree.model:
-        why = f"at the root, as in the source, the user's own tensors in {_place(wrong)} would be read as weights"
+        why = (
+            f"at the root, as in the source, the user's own tensors in {_describe_prefix(wrong_model)} would be "
+            f"read as weights"
+        )
         note = Note(Outcome.DEFAULTED, f"the model's place {join_path(APP_TREE.model)}", why)
-        return entries_for(manifest, APP_TREE, is_own=False, whole_values=whole_values)[0], (note,)
-    why = f"a reader would find the user's own tensors in {_place(wrong)}; read it with {key}"
+        return build_checked_entries(manifest, APP_TREE, is_source_tree=False, whole_values=whole_values)[0], (note,)
+    why = (
+        f"a reader would find the user's own tensors in {_describe_prefix(wrong_model)}; read it with "
+        f"{model_key_option}"
+    )
     return entries, (Note(Outcome.KEPT, "the model's place in the tree", why),)
 
 
-def _place(prefix: TreePath) -> str:
+def _describe_prefix(prefix: TreePath) -> str:
     return join_path(prefix) or "the root of the tree"
 
 
-def _taken_for_model(manifest: Manifest, entries: Entries) -> TreePath | None:
+def _find_wrong_model(manifest: Manifest, entries: Entries) -> TreePath | None:
     """The place where a reader would find other weights or optimizer state than are meant; None if it finds what is
     meant, or asks the user."""
     kinds = {name: manifest.tensors[key].kind for name, key in entries.tensors.items()}
-    tree = _tree_found(manifest, entries) if Kind.EXTRA in kinds.values() else None
-    if tree is None:
+    reader_prefixes = _find_reader_prefixes(manifest, entries) if Kind.EXTRA in kinds.values() else None
+    if reader_prefixes is None:
         return None
     paths = {name: entries.paths[name] for name in kinds if not any(map(is_extra_state, entries.paths[name]))}
-    is_meant = all(_is_meant(path, tree, kinds[name], manifest) for name, path in paths.items())
-    return None if is_meant else tree.model
+    is_meant = all(_is_intended_role(path, reader_prefixes, kinds[name], manifest) for name, path in paths.items())
+    return None if is_meant else reader_prefixes.model
 
 
-def _tree_found(manifest: Manifest, entries: Entries) -> Tree | None:
+def _find_reader_prefixes(manifest: Manifest, entries: Entries) -> TreePrefixes | None:
     """Keys where a reader finds model and optimizer; None if the user has to name them."""
     numels = {name: manifest.tensors[key].numel for name, key in entries.tensors.items()}
     integers = {name for name, key in entries.tensors.items() if not manifest.tensors[key].dtype.is_floating}
     try:
-        return find_tree(entries.paths, numels, model_key=None, optim_key=None, integers=integers)
+        return find_prefixes(entries.paths, numels, model_key=None, optim_key=None, integer_names=integers)
     except UnsupportedError:
         return None
 
 
-def _check_numbers(manifest: Manifest, entries: Entries, tree: StateTree) -> None:
+def _check_numbered_optimizer(manifest: Manifest, entries: Entries, tree: StateTree) -> None:
     """Raises UnsupportedError if a reader would place an optimizer by number among the user's own entries. Numbers that
     the tree keeps are read as they were in the source."""
     if tree.numbers or not manifest.select_kinds(Kind.EXTRA):
         return
-    found = _tree_found(manifest, entries)
+    reader_prefixes = _find_reader_prefixes(manifest, entries)
     tensors = {name: manifest.tensors[key] for name, key in entries.tensors.items()}
     leaves = {name: TensorLeaf(each.shape, each.dtype, each.shards) for name, each in tensors.items()}
-    if found is None or found.model != tree.model or found.optim is None:
+    if reader_prefixes is None or reader_prefixes.model != tree.model or reader_prefixes.optim is None:
         return
-    if is_taken_by_number(Leaves(entries.paths, leaves, entries.objects), found):
+    if is_matched_by_number(TreeLeaves(entries.paths, leaves, entries.objects), reader_prefixes):
         raise UnsupportedError(
-            f"the optimizer in {_place(found.optim)} numbers its parameters, and a reader would find them by the order "
+            f"the optimizer in {_describe_prefix(reader_prefixes.optim)} numbers its parameters, and a reader would "
+            f"find them by the order "
             "of the weights, which is not proved to be the model's; say which they are with "
             f"{format_option('param_order')}, or convert the weights alone with {format_option('state', 'model')}"
         )
 
 
-def _is_meant(path: TreePath, tree: Tree, kind: Kind, manifest: Manifest) -> bool:
-    role = role_of(path, tree, is_tensor=True)
-    if isinstance(role, State):
+def _is_intended_role(path: TreePath, tree: TreePrefixes, kind: Kind, manifest: Manifest) -> bool:
+    role = find_role(path, tree, is_tensor=True)
+    if isinstance(role, StateRole):
         return kind is Kind.STATE or role.fqn.isdecimal()
     if kind is Kind.STATE:
         return not manifest.groups
-    return isinstance(role, Weight) is (kind in (Kind.PARAMETER, Kind.BUFFER))
+    return isinstance(role, WeightRole) is (kind in (Kind.PARAMETER, Kind.BUFFER))

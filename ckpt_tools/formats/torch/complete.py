@@ -19,7 +19,7 @@ def problem(saved: SavedCheckpoint) -> str | None:
         if path.endswith(_SUFFIXES) and "/zero/" not in f"/{path}":
             with suppress(UnsupportedError):
                 read, size, _ = saved.get_archive_arguments(path)
-                if _directory(saved, path) is None and read(0, min(4, size)).startswith(b"PK"):
+                if _read_zip_directory(saved, path) is None and read(0, min(4, size)).startswith(b"PK"):
                     return f"{path} has no end: it is cut off"
     return None
 
@@ -28,12 +28,12 @@ def is_empty(saved: SavedCheckpoint, path: str) -> bool:
     """True if a file is a zip without the storage of a tensor."""
     if path.endswith(_SUFFIXES):
         with suppress(UnsupportedError):
-            directory = _directory(saved, path)
+            directory = _read_zip_directory(saved, path)
             records = () if directory is None else directory.records
             return directory is not None and not any(name.partition("/")[2].startswith("data/") for name in records)
     return False
 
 
-def _directory(saved: SavedCheckpoint, path: str) -> ZipDirectory | None:
+def _read_zip_directory(saved: SavedCheckpoint, path: str) -> ZipDirectory | None:
     read, size, _ = saved.get_archive_arguments(path)
     return read_directory(read, size, path, tail_bytes=_TAIL_BYTES)

@@ -23,12 +23,12 @@ class TorchFormat(Format):
     writing_options = ("max_shard_size", "config")
 
     def detect(self, source: Source) -> bool:
-        from ckpt_tools.formats.meta.names import files_of
-        from ckpt_tools.formats.torch.files import is_own
+        from ckpt_tools.formats.meta.names import find_consolidated_files
+        from ckpt_tools.formats.torch.files import is_torch_file
         from ckpt_tools.trainers.names import are_rank_files
 
-        are_others = are_rank_files(source.files) or bool(files_of(source.files))
-        return any(map(is_own, source.files)) and not are_others
+        are_others = are_rank_files(source.files) or bool(find_consolidated_files(source.files))
+        return any(map(is_torch_file, source.files)) and not are_others
 
     read = import_when_called("torch.files:read")
     own_files = import_when_called("torch.files:own_files", takes=1)

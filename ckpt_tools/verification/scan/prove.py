@@ -16,7 +16,7 @@ from ckpt_tools.core.dtypes import DType, from_safetensors
 from ckpt_tools.core.values import StorageRef, StoredTensor, Value, are_naturals
 from ckpt_tools.core.wording import format_count
 from ckpt_tools.errors import CkptError, FormatError, MalformedError, UnsafeError, UnsupportedError
-from ckpt_tools.formats.safetensors.header_json import RawEntry, parse_header
+from ckpt_tools.formats.safetensors.header_json import RawEntry, parse_header_json
 from ckpt_tools.serialization.joblib_proof import prove_joblib
 from ckpt_tools.serialization.legacy_proof import prove_inner_storage, prove_legacy
 from ckpt_tools.serialization.pickle.dcp_metadata import Metadata
@@ -265,7 +265,7 @@ class Prover:
         header_bytes = int.from_bytes(view.read_head(8), "little")
         if view.size < 8 or header_bytes > min(view.size - 8, MAX_HEADER_BYTES):
             raise MalformedError("its header is longer than the file, or than safetensors allows")
-        header = parse_header(view.read(8, 8 + header_bytes), view.file)
+        header = parse_header_json(view.read(8, 8 + header_bytes), view.file)
         if not isinstance(header, dict):
             raise MalformedError("its header is not a JSON object")
         # MLX writes a metadata of null.
@@ -328,13 +328,13 @@ def _parse_tensor_span(name: str, entry: Any) -> tuple[int, int]:
 
 def _prove_gguf(view: FileView) -> None:
     """The header as ``inspect`` reads it: tensors follow one another to the end, with zeros between them."""
-    from ckpt_tools.formats.gguf.header import read_header
+    from ckpt_tools.formats.gguf.header import read_gguf_header
 
-    header = read_header(_SingleFileSource(view), view.file)
+    header = read_gguf_header(_SingleFileSource(view), view.file)
     expected_start = header.num_bytes
     for info in header.tensors.values():
-        _check_zeros(view, expected_start, info.at.start)
-        expected_start = info.at.stop
+        _check_zeros(view, expected_start, info.byte_range.start)
+        expected_start = info.byte_range.stop
     _check_zeros(view, expected_start, view.size)
 
 

@@ -19,9 +19,9 @@ from ckpt_tools.core.manifest import StateKey
 from ckpt_tools.core.notes import Outcome
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import IncompleteError, MalformedError, SeveralCheckpointsError, UnsupportedError
-from ckpt_tools.formats.megatron.common_state import CommonState, Group, Parameter, by_rule
-from ckpt_tools.formats.megatron.names import extra_states, is_expert, num_dims, state_of
-from ckpt_tools.formats.megatron.reader import boxes, piece_shape
+from ckpt_tools.formats.megatron.common_state import CommonState, StoredGroup, TrainedParameter, assign_members_by_rule
+from ckpt_tools.formats.megatron.names import count_dims, is_expert, list_extra_states, parse_state_name
+from ckpt_tools.formats.megatron.reader import find_piece_shape, split_into_boxes
 from ckpt_tools.runs.opening import read_checkpoint
 from fixtures import corpus, launch
 from fixtures import megatron as mg
@@ -58,9 +58,9 @@ class TestGeometry:
     """Tensors that are stored flattened, by hand."""
 
     def test_the_shape_of_a_piece(self):
-        assert piece_shape((2, 3, 8), (4, 12)) == (2, 4)
-        assert piece_shape((4, 1, 2, 6), (4, 3, 4)) == (1, 3, 2)
-        assert piece_shape((1, 5), (5,)) == (5,)
+        assert find_piece_shape((2, 3, 8), (4, 12)) == (2, 4)
+        assert find_piece_shape((4, 1, 2, 6), (4, 3, 4)) == (1, 3, 2)
+        assert find_piece_shape((1, 5), (5,)) == (5,)
 
     @pytest.mark.parametrize(
         ("stored", "shape"),
@@ -68,7 +68,7 @@ class TestGeometry:
     )
     def test_a_shape_that_does_not_fit(self, stored, shape):
         with pytest.raises(MalformedError, match="cannot be stored"):
-            piece_shape(stored, shape)
+            find_piece_shape(stored, shape)
 
     @pytest.mark.parametrize(
         ("stored", "piece", "expected"),
@@ -81,53 +81,57 @@ class TestGeometry:
         ids=["an interval of one piece", "whole pieces side by side", "stacked layers"],
     )
     def test_where_elements_lie(self, stored, piece, expected):
-        assert list(boxes(stored, piece)) == expected
+        assert list(split_into_boxes(stored, piece)) == expected
 
 
 class TestNames:
     def test_state(self):
-        found = state_of("chained_1.optimizer.state.exp_avg.decoder.layers.mlp.weight")
+        found = parse_state_name("chained_1.optimizer.state.exp_avg.decoder.layers.mlp.weight")
         assert found is not None
-        assert (found.name, found.slot, found.chain) == ("decoder.layers.mlp.weight", "exp_avg", 1)
+        assert (found.name, found.slot, found.optimizer_number) == ("decoder.layers.mlp.weight", "exp_avg", 1)
         for master in ("param", "fp32_param"):
-            found = state_of(f"optimizer.state.{master}.w.bias")
-            assert found is not None and (found.name, found.slot, found.chain) == ("w.bias", "master", None)
-        assert state_of("decoder.optimizer.state.exp_avg.w") is None
-        assert state_of("optimizer.distributed.dp_group_idx_0.gbuf_idx_0.exp_avg") is None
+            found = parse_state_name(f"optimizer.state.{master}.w.bias")
+            assert found is not None and (found.name, found.slot, found.optimizer_number) == ("w.bias", "master", None)
+        assert parse_state_name("decoder.optimizer.state.exp_avg.w") is None
+        assert parse_state_name("optimizer.distributed.dp_group_idx_0.gbuf_idx_0.exp_avg") is None
 
     def test_experts_and_dims(self):
         expert = "decoder.layers.mlp.experts.experts.linear_fc1.weight"
         assert is_expert(expert) and not is_expert("decoder.layers.mlp.shared_experts.linear_fc1.weight")
-        assert num_dims(expert, 4) == num_dims("decoder.layers.mlp.linear_fc1.weight", 3) == 2
-        assert num_dims("decoder.layers.7.input_layernorm.weight", 1) == num_dims("decoder.norm.weight", 1) == 1
-        assert num_dims("decoder.layers.input_layernorm.weight", 2) == 1
+        assert count_dims(expert, 4) == count_dims("decoder.layers.mlp.linear_fc1.weight", 3) == 2
+        assert count_dims("decoder.layers.7.input_layernorm.weight", 1) == count_dims("decoder.norm.weight", 1) == 1
+        assert count_dims("decoder.layers.input_layernorm.weight", 2) == 1
 
 
 class TestGroups:
     PARAMETERS = (
-        Parameter("decoder.layers.mlp.linear_fc1.weight", 3, None),
-        Parameter("decoder.layers.mlp.linear_fc1.bias", 2, None),
-        Parameter("decoder.layers.self_attention.q_layernorm.weight", 2, None),
-        Parameter("decoder.layers.mlp.experts.experts.linear_fc1.weight", 4, None),
+        TrainedParameter("decoder.layers.mlp.linear_fc1.weight", 3, None),
+        TrainedParameter("decoder.layers.mlp.linear_fc1.bias", 2, None),
+        TrainedParameter("decoder.layers.self_attention.q_layernorm.weight", 2, None),
+        TrainedParameter("decoder.layers.mlp.experts.experts.linear_fc1.weight", 4, None),
     )
 
-    def group(self, chain: int = 0, **options: Any) -> Group:
-        return Group(chain, mg.group(**options))
+    def group(self, chain: int = 0, **options: Any) -> StoredGroup:
+        return StoredGroup(chain, mg.group(**options))
 
     def test_by_rule(self):
         groups = [self.group(), self.group(wd_mult=0.0), self.group(1, is_expert_parallel=True)]
         names = [each.name for each in self.PARAMETERS]
-        assert by_rule(groups, self.PARAMETERS) == [names[:1], names[1:3], names[3:]]
-        assert by_rule(groups, self.PARAMETERS, decays_norms=True) == [[names[0], names[2]], names[1:2], names[3:]]
-        assert by_rule([self.group(lr_mult=3.0)], self.PARAMETERS) == [names], "one group has all"
-        of_nemo = [Group(0, {"pre_wd_mult": 1.0}), Group(0, {"pre_wd_mult": 0.0})]
-        assert by_rule(of_nemo, self.PARAMETERS[:2]) == [names[:1], names[1:2]]
+        assert assign_members_by_rule(groups, self.PARAMETERS) == [names[:1], names[1:3], names[3:]]
+        assert assign_members_by_rule(groups, self.PARAMETERS, decays_norms=True) == [
+            [names[0], names[2]],
+            names[1:2],
+            names[3:],
+        ]
+        assert assign_members_by_rule([self.group(lr_mult=3.0)], self.PARAMETERS) == [names], "one group has all"
+        of_nemo = [StoredGroup(0, {"pre_wd_mult": 1.0}), StoredGroup(0, {"pre_wd_mult": 0.0})]
+        assert assign_members_by_rule(of_nemo, self.PARAMETERS[:2]) == [names[:1], names[1:2]]
 
     @pytest.mark.parametrize(
         "options", [{"lr_mult": 0.1}, {"is_decoupled_lr": True}, {}, {"wd_mult": 0.0, "is_expert_parallel": True}]
     )
     def test_other_groups_are_not_guessed(self, options):
-        assert by_rule([self.group(), self.group(**options)], self.PARAMETERS) is None
+        assert assign_members_by_rule([self.group(), self.group(**options)], self.PARAMETERS) is None
 
 
 class TestCommonState:
@@ -143,7 +147,7 @@ class TestCommonState:
         for form in (plain, {"optimizer": plain, "fp32_from_fp16_params": []}, {0: plain}, [plain]):
             state = CommonState({"optimizer": form}, "common.pt")
             (group,) = state.groups
-            assert group.options == {"lr": 1.0} and state.step(group) == 7
+            assert group.options == {"lr": 1.0} and state.get_step(group) == 7
 
 
 @pytest.fixture
@@ -356,7 +360,7 @@ class TestWritten:
 )
 def test_objects_that_modules_ask_for(name, shape, pieces):
     module = re.split(r"\.(?:weight|bias)", name)[0]
-    assert extra_states({name: shape}) == [f"{module}._extra_state/{piece}" for piece in pieces]
+    assert list_extra_states({name: shape}) == [f"{module}._extra_state/{piece}" for piece in pieces]
 
 
 class TestResumed:

@@ -22,8 +22,8 @@ from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.notes import Outcome
 from ckpt_tools.core.values import GlobalRef, Opaque, StorageRef, StoredTensor
 from ckpt_tools.errors import CkptError, FormatError
-from ckpt_tools.formats.sharded.geometry import region_of
-from ckpt_tools.formats.sharded.items import by_template, label, numbered
+from ckpt_tools.formats.sharded.geometry import compute_region
+from ckpt_tools.formats.sharded.items import group_by_number, group_by_template, make_label
 from ckpt_tools.serialization.pickle.sharded_tensors import (
     PartReader,
     Placement,
@@ -47,7 +47,7 @@ class TestGeometry:
         elements: list[tuple[int, ...]] = []
         for number in range(prod(mesh)):
             coordinate = _unravelled(number, mesh)
-            region = region_of(shape, mesh, coordinate, placements)
+            region = compute_region(shape, mesh, coordinate, placements)
             local, offset = _compute_local_shape_and_global_offset(shape, mesh, list(coordinate), torchs)
             assert region.shape == local
             if region.boxes:
@@ -91,11 +91,11 @@ def _indices(box: Box) -> list[tuple[int, ...]]:
 class TestNames:
     def test_the_rank_is_the_number_that_most_files_agree_on(self):
         ranks = {f"run1-layer{n}.of2.pt": n for n in range(2)}
-        assert by_template(ranks) == {"run1-layer{rank}.of2.pt": list(ranks)}
+        assert group_by_template(ranks) == {"run1-layer{rank}.of2.pt": list(ranks)}
 
     def test_files_without_parts_are_found_by_their_number(self):
         files = ["extra_0.pt", "extra_1.pt", "notes.pt"]
-        assert numbered(files, (0, 1)) == {"extra_{rank}.pt": {0: "extra_0.pt", 1: "extra_1.pt"}}
+        assert group_by_number(files, (0, 1)) == {"extra_{rank}.pt": {0: "extra_0.pt", 1: "extra_1.pt"}}
 
     @pytest.mark.parametrize(
         ("template", "wanted"),
@@ -106,7 +106,7 @@ class TestNames:
         ],
     )
     def test_an_item_is_called_by_what_is_left(self, template, wanted):
-        assert label(template) == wanted
+        assert make_label(template) == wanted
 
 
 MODEL = "model_world_size_2_rank_{}.pt"

@@ -15,7 +15,7 @@ from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.formats.state_dict.leaf import TensorLeaf
 from ckpt_tools.formats.state_dict.param_numbers import NumberedGroup, match_numbers
-from ckpt_tools.formats.state_dict.parse import Leaves, Tree, find_tree, manifest_of
+from ckpt_tools.formats.state_dict.parse import TreeLeaves, TreePrefixes, build_manifest, find_prefixes
 from tests.support.refusals import refusal_test
 
 # Where model and optimizer are
@@ -29,9 +29,9 @@ def paths(*found: str) -> dict[str, TreePath]:
     }
 
 
-def found(tree: dict[str, TreePath], model_key: str | None = None, optim_key: str | None = None) -> Tree:
+def found(tree: dict[str, TreePath], model_key: str | None = None, optim_key: str | None = None) -> TreePrefixes:
     sizes = {name: 10 for name in tree if "param_groups" not in name and "epoch" not in name}
-    return find_tree(tree, sizes, model_key=model_key, optim_key=optim_key)
+    return find_prefixes(tree, sizes, model_key=model_key, optim_key=optim_key)
 
 
 STATEFUL = paths(
@@ -42,7 +42,7 @@ STATEFUL = paths(
 
 
 def test_keys_override():
-    assert found(paths("model/w", "ema/w"), model_key="ema") == Tree(("ema",), None)
+    assert found(paths("model/w", "ema/w"), model_key="ema") == TreePrefixes(("ema",), None)
     assert found(TWO_OPTIMIZERS, optim_key="d").optim == ("d",)
 
 
@@ -110,13 +110,13 @@ def read(tensors: str, objects: Mapping[str, Any], ties: Mapping[str, str] = NO_
     """Of tensors of two float32 elements, by paths with blanks between."""
     table = ShardTable.build((2,), DType.FLOAT32, [Shard(Box.whole((2,)), ByteRange("a.bin", 0, 8))])
     leaf = TensorLeaf((2,), DType.FLOAT32, table)
-    leaves = Leaves(
+    leaves = TreeLeaves(
         paths(*tensors.split(), *objects, *ties),
         dict.fromkeys(paths(*tensors.split()), leaf),
         dict(zip(paths(*objects), objects.values(), strict=True)),
     )
     tied = {alias.replace("/", "."): owner.replace("/", ".") for alias, owner in ties.items()}
-    return manifest_of(leaves, format_name="dcp", model_key=None, optim_key=None, ties=tied)
+    return build_manifest(leaves, format_name="dcp", model_key=None, optim_key=None, ties=tied)
 
 
 WEIGHT, GROUP = "app/model/w", {"app/optim/param_groups/0/params": ["w"]}

@@ -20,7 +20,7 @@ from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.values import OrderedDict, Size
 from ckpt_tools.core.wording import format_count, join_names
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
-from ckpt_tools.formats.state_dict.frozen_or_buffer import is_deepspeed, untrained
+from ckpt_tools.formats.state_dict.frozen_or_buffer import classify_untrained, is_from_deepspeed
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,14 +199,14 @@ class _Reading:
         dtype = self._flavour([name for name in trained if name not in empty])
         found = [self._group(number, group, members) for number, (group, members) in enumerate(groups)]
         self._note_masters(name for group in found if group for name in group.params)
-        rest = untrained(self.manifest, trained)
+        rest = classify_untrained(self.manifest, trained)
         return TrainingState(
             self.manifest,
             dtype,
             tuple(group for group in found if group is not None),
             {**empty, **rest.frozen},
             rest.buffers,
-            rest.guessed,
+            rest.guessed_names,
             tuple(self.notes),
         )
 
@@ -303,7 +303,7 @@ class _Reading:
         torch's do not have because they always correct. Other optimizers have options of the same names."""
         slots = {slot for name in params for slot in self.slots.get(name, ())} - _NOT_OF_ADAM_ALONE
         is_adam = options.keys() >= _ADAM_OPTIONS and (not slots or slots == {"exp_avg", "exp_avg_sq"})
-        if is_deepspeed(self.manifest) or not is_adam or "bias_correction" in options:
+        if is_from_deepspeed(self.manifest) or not is_adam or "bias_correction" in options:
             return options
         why = "DeepSpeed's Adam requires this setting; torch's Adam always corrects the bias and does not store it"
         self.notes.append(Note(Outcome.DEFAULTED, f"bias_correction = True in parameter group {number}", why))

@@ -16,7 +16,7 @@ from ckpt_tools.core.values import describe_kind
 from ckpt_tools.core.wording import format_count, join_names
 from ckpt_tools.formats.deepspeed.common.pickled_objects import DEFAULT_SCALER, is_scaling
 from ckpt_tools.formats.deepspeed.common.saved_extras import RESERVED
-from ckpt_tools.formats.state_dict.frozen_or_buffer import is_deepspeed
+from ckpt_tools.formats.state_dict.frozen_or_buffer import is_from_deepspeed
 
 DEFAULT_SUB_GROUP_SIZE = 10**9
 """zero/config.py ``sub_group_size``, in elements of one rank."""
@@ -90,7 +90,7 @@ class Scheduler:
     def of(cls, manifest: Manifest, config: Mapping[str, Any]) -> Scheduler:
         """``config`` is DeepSpeed's of the source, empty where it has none."""
         found = manifest.extra.get(NAME)
-        if is_deepspeed(manifest):
+        if is_from_deepspeed(manifest):
             kind = _dict(config.get("scheduler")).get("type")
             why = _miscounted(manifest, found)
             if isinstance(found, dict) and kind in _OWN and "last_batch_iteration" not in found:

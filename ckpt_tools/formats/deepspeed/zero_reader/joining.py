@@ -14,7 +14,7 @@ from ckpt_tools.core.values import value_to_json
 from ckpt_tools.core.wording import join_names
 from ckpt_tools.errors import MalformedError, UnsupportedError
 from ckpt_tools.formats.deepspeed.common.tensor_parallel import Join, Rules, whole_extra
-from ckpt_tools.formats.state_dict.param_numbers import PER_RANK
+from ckpt_tools.formats.state_dict.param_numbers import PER_RANK_BUFFERS
 
 
 @dataclass
@@ -55,7 +55,7 @@ class Joining:
         """Buffers, for which there is no rule: of one shape they may be parts or copies."""
         for key, first in self.parts[0].select_kinds(Kind.BUFFER).items():
             for rank, part in enumerate(self.parts[1:], 1):
-                if key.fqn.rpartition(".")[2] not in PER_RANK:
+                if key.fqn.rpartition(".")[2] not in PER_RANK_BUFFERS:
                     yield EqualPair(f"{key} of {self.of}s 0 and {rank}", first, part.tensors[key])
 
     def _joined(self, key: StateKey, first: TensorEntry) -> TensorEntry:

@@ -29,7 +29,7 @@ from ckpt_tools.formats.deepspeed.common.saved_extras import Extras
 from ckpt_tools.formats.deepspeed.names import optim_name, place
 from ckpt_tools.formats.deepspeed.zero_reader.locate import TagFiles
 from ckpt_tools.formats.foreign import refuse_tensor_object
-from ckpt_tools.formats.state_dict.param_numbers import NumberedGroup, match_numbers, notes_of_order
+from ckpt_tools.formats.state_dict.param_numbers import NumberedGroup, match_numbers, note_assumed_order
 from ckpt_tools.stores.source import Source
 
 UNFUSED, FUSED = "fp32_groups", "fp32_groups_flat"
@@ -192,7 +192,7 @@ class Contents:
             why = "it numbers its parameters, and their order and shapes do not identify them"
             notes = (Note(Outcome.KEPT, "optimizer", why),)
         elif not self.saved.is_flat:
-            notes = notes_of_order(self._numbered(), self.saved.shapes(), parameters)
+            notes = note_assumed_order(self._numbered(), self.saved.shapes(), parameters)
         pieces = {name: piece for group in members or () for name, piece in group.items()}
         tensors |= {key: entry for name, piece in pieces.items() for key, entry in self._of(name, piece)}
         self._gather_extras()

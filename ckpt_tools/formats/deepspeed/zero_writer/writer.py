@@ -17,7 +17,7 @@ from ckpt_tools.core.rank_limits import check_ranks_by_elements
 from ckpt_tools.formats.deepspeed.common.tags import written_tag
 from ckpt_tools.formats.deepspeed.names import LATEST, model_name, optim_name, rank_model_name, split_expert
 from ckpt_tools.formats.deepspeed.zero_writer.files import CutModel, GroupCutOptim, ParamCutOptim, Target, WholeModel
-from ckpt_tools.formats.state_dict.frozen_or_buffer import guess_notes
+from ckpt_tools.formats.state_dict.frozen_or_buffer import note_guesses
 
 
 def layout(manifest: Manifest, options: WriteOptions, stage: int) -> Layout:
@@ -29,7 +29,7 @@ def layout(manifest: Manifest, options: WriteOptions, stage: int) -> Layout:
     state = target.state
     notes = [*state.notes, *target.extras.notes]
     if stage == 3:  # Only this stage stores frozen parameters and buffers in different ways.
-        notes += guess_notes(state.guessed, state.frozen, state.buffers)
+        notes += note_guesses(state.guessed, state.frozen, state.buffers)
     if any(split_expert(key.fqn) for key in manifest.tensors):
         why = (
             "they are in the model's file, and a job with deepspeed.moe stops without files of experts; load it in a "
