@@ -114,13 +114,15 @@ def _list_unread_files(manifest: Manifest, source: Source, tensorless_files: Col
     unread_files = [path for path in source.files if path not in known_files]
     if not any("/" in path for path in unread_files):
         return unread_files
-    from ckpt_tools.formats.deepspeed.names import is_deepspeeds
+    from ckpt_tools.formats.deepspeed.names import is_deepspeed_file_name
     from ckpt_tools.trainers.run_folders import list_other_checkpoint_files
 
     other_checkpoint_files = list_other_checkpoint_files(source.files, manifest.files)
     has_tags = manifest.format.startswith(("zero", "universal"))
     return [
-        path for path in unread_files if path not in other_checkpoint_files and not (has_tags and is_deepspeeds(path))
+        path
+        for path in unread_files
+        if path not in other_checkpoint_files and not (has_tags and is_deepspeed_file_name(path))
     ]
 
 

@@ -9,7 +9,7 @@ from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.dcp.names import METADATA, is_dcp_file
-from ckpt_tools.formats.deepspeed.names import MODEL, layer_name, model_name, optim_name
+from ckpt_tools.formats.deepspeed.names import MODEL_FILE, layer_file_name, model_file_name, optim_file_name
 from ckpt_tools.formats.foreign import describe_rank_in_name
 from ckpt_tools.formats.megatron.names import COMMON_FILE, CONFIG_FILE
 from ckpt_tools.formats.orbax.names import CHECKPOINT_FILE, TREE_FILE
@@ -47,7 +47,7 @@ def find_folder_of_file(url: str, source: Source, url_exists: UrlExists) -> str 
     if (universal_match := _UNIVERSAL_FILE.fullmatch(url)) is not None:
         return universal_match[1]
     if (
-        model_match := MODEL.fullmatch(name)
+        model_match := MODEL_FILE.fullmatch(name)
     ) is not None:  # without ZeRO it is all of its rank, and with one rank of all
         return (
             folder
@@ -70,10 +70,10 @@ def find_folder_of_file(url: str, source: Source, url_exists: UrlExists) -> str 
 
 def _iter_siblings_of_model_states(mp: int) -> Iterator[str]:
     """Files beside a rank's model file: one of them exists, unless one rank saved without ZeRO."""
-    yield optim_name(0, mp)
-    yield f"bf16_{optim_name(0, mp)}"
-    yield layer_name(0, "-model_00")
-    yield model_name(1 if mp == 0 else 0)
+    yield optim_file_name(0, mp)
+    yield f"bf16_{optim_file_name(0, mp)}"
+    yield layer_file_name(0, "-model_00")
+    yield model_file_name(1 if mp == 0 else 0)
 
 
 def _find_orbax_folder(folder: str, url_exists: UrlExists) -> str | None:

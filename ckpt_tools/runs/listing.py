@@ -17,7 +17,7 @@ from ckpt_tools.errors import (
     UnsupportedError,
 )
 from ckpt_tools.formats.base import Format
-from ckpt_tools.formats.deepspeed.complete import is_shown_by_reading
+from ckpt_tools.formats.deepspeed.complete import needs_reader_check
 from ckpt_tools.formats.index import find_format, read_manifest
 from ckpt_tools.reading.checkpoint import read_source
 from ckpt_tools.runs.completeness import detect_format_name, find_file_problem, infer_world_size
@@ -73,7 +73,7 @@ def find_run_members(source: Source, url: str) -> list[RunMember]:
 def find_problem(checkpoint: SavedCheckpoint) -> str | None:
     """Why it is not complete, by its files or, if they do not show it, by its reader. Raises StoreError."""
     file_problem = find_file_problem(checkpoint)
-    if file_problem is not None or not is_shown_by_reading(checkpoint):
+    if file_problem is not None or not needs_reader_check(checkpoint):
         return file_problem
     try:
         _read_enriched_manifest(checkpoint)

@@ -18,7 +18,7 @@ from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, StateKey
 from ckpt_tools.core.notes import ABSENT_REASON, Note, Outcome
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import CkptError
-from ckpt_tools.formats.deepspeed.common.pickled_objects import is_scaling
+from ckpt_tools.formats.deepspeed.common.pickled_objects import is_active_scaler
 from ckpt_tools.formats.index import load_builtin_formats
 from ckpt_tools.formats.state_dict.from_deepspeed import collect_user_entries
 from ckpt_tools.runs.opening import read_checkpoint
@@ -90,7 +90,7 @@ class Checkpoint:
 
 def _is_scaler(name: str, value: Any) -> bool:
     """Whether it is no scaler that DeepSpeed keeps in every file and that does not scale."""
-    return name != "loss_scaler" or is_scaling(value)
+    return name != "loss_scaler" or is_active_scaler(value)
 
 
 _ANSWERS: Mapping[str, Callable[..., bool | None]] = {

@@ -15,16 +15,16 @@ from ckpt_tools.core.wording import format_ranks
 from ckpt_tools.formats.deepspeed.names import (
     LATEST,
     LATEST_UNIVERSAL,
-    LAYER,
-    MASTER_FILE,
-    MODELS,
-    OPTIM,
-    expert_name,
-    expert_optim_name,
-    is_model,
-    layer_name,
-    numbers,
-    slot_file,
+    LAYER_FILE,
+    MODEL_FILES,
+    OPTIM_FILE,
+    UNIVERSAL_MASTER_SLOT,
+    expert_file_name,
+    expert_optim_file_name,
+    is_model_file_name,
+    layer_file_name,
+    match_slot_file,
+    parse_rank_pairs,
 )
 from ckpt_tools.serialization.torch_zip import open_archive
 from ckpt_tools.trainers.run_folders import get_parent_folder
@@ -33,155 +33,188 @@ from ckpt_tools.trainers.saved import SavedCheckpoint
 MAX_RANKS = 1 << 24
 MAX_EXPERTS = 1 << 20
 
-_NUMBERED = re.compile(r"(\d{1,9})\..+", re.DOTALL)
-_EP_SIZE = re.compile(r"ep_size_(\d{1,9})")
+_LAYER_PARAMETER = re.compile(r"(\d{1,9})\..+", re.DOTALL)
+_EXPERT_GROUP_NAME = re.compile(r"ep_size_(\d{1,9})")
 
-_Head = Mapping[Any, Any]
+_ModelContent = Mapping[Any, Any]
 """The content of a model file."""
 
 
-def problem(saved: SavedCheckpoint) -> str | None:
+def find_native_problem(checkpoint: SavedCheckpoint) -> str | None:
     """Why a native checkpoint is not complete."""
-    tags: dict[str, list[str]] = {}
-    for path in saved.files:
+    names_by_tag: dict[str, list[str]] = {}
+    for path in checkpoint.files:
         if path.endswith("_states.pt"):
-            tags.setdefault(get_parent_folder(path), []).append(path.rpartition("/")[2])
-    found = (text for tag, names in tags.items() if (text := _tag(saved, tag, names)) is not None)
-    return next(found, None) or _latest(saved, {*tags} - {""})
+            names_by_tag.setdefault(get_parent_folder(path), []).append(path.rpartition("/")[2])
+    problems = (
+        text for tag, names in names_by_tag.items() if (text := _find_tag_problem(checkpoint, tag, names)) is not None
+    )
+    return next(problems, None) or _find_latest_problem(checkpoint, {*names_by_tag} - {""})
 
 
-def universal_problem(saved: SavedCheckpoint) -> str | None:
+def find_universal_problem(checkpoint: SavedCheckpoint) -> str | None:
     """Each parameter has a folder with its fp32 values; the model's file is copied last."""
-    folders = {get_parent_folder(path) for path in saved.files if slot_file(path) is not None}
+    folders = {get_parent_folder(path) for path in checkpoint.files if match_slot_file(path) is not None}
     if not folders:
         return None
-    bare = sorted(folder for folder in folders if f"{folder}/{MASTER_FILE}.pt" not in saved.files)
-    if bare:
-        return f"{bare[0]} has no fp32.pt: the conversion to universal did not finish"
-    return None if any(name.endswith("_model_states.pt") for name in saved.file_names) else "no *_model_states.pt"
+    folders_without_master = sorted(
+        folder for folder in folders if f"{folder}/{UNIVERSAL_MASTER_SLOT}.pt" not in checkpoint.files
+    )
+    if folders_without_master:
+        return f"{folders_without_master[0]} has no fp32.pt: the conversion to universal did not finish"
+    return None if any(name.endswith("_model_states.pt") for name in checkpoint.file_names) else "no *_model_states.pt"
 
 
-def is_native(saved: SavedCheckpoint) -> bool:
-    return any(name.endswith("_states.pt") for name in saved.file_names) and not is_universal(saved)
+def has_native_files(checkpoint: SavedCheckpoint) -> bool:
+    return any(name.endswith("_states.pt") for name in checkpoint.file_names) and not has_universal_files(checkpoint)
 
 
-def is_universal(saved: SavedCheckpoint) -> bool:
-    return any(path.endswith(f"/{MASTER_FILE}.pt") for path in saved.files)
+def has_universal_files(checkpoint: SavedCheckpoint) -> bool:
+    return any(path.endswith(f"/{UNIVERSAL_MASTER_SLOT}.pt") for path in checkpoint.files)
 
 
-def is_shown_by_reading(saved: SavedCheckpoint) -> bool:
+def needs_reader_check(checkpoint: SavedCheckpoint) -> bool:
     """Whether only the reader sees that a layer is missing: without ZeRO the model files of a pipeline do not name the
     parameters of its layers."""
-    stages = [path for path in saved.files if is_model(path.rpartition("/")[2])]
-    if not stages or not any(map(LAYER.fullmatch, saved.file_names)):
+    model_paths = [path for path in checkpoint.files if is_model_file_name(path.rpartition("/")[2])]
+    if not model_paths or not any(map(LAYER_FILE.fullmatch, checkpoint.file_names)):
         return False
-    head = open_archive(*saved.get_archive_arguments(min(stages))).value
-    return isinstance(head, dict) and not head.get("param_shapes")
+    model_content = open_archive(*checkpoint.get_archive_arguments(min(model_paths))).value
+    return isinstance(model_content, dict) and not model_content.get("param_shapes")
 
 
-def world_size(saved: SavedCheckpoint) -> int:
+def count_ranks(checkpoint: SavedCheckpoint) -> int:
     """Number of ranks, by the names of the optimizer's files."""
-    cut = numbers(saved.file_names, OPTIM)
-    return (max(rank for rank, _ in cut) + 1) * (max(part for _, part in cut) + 1) if cut else 0
+    rank_pairs = parse_rank_pairs(checkpoint.file_names, OPTIM_FILE)
+    return (max(rank for rank, _ in rank_pairs) + 1) * (max(part for _, part in rank_pairs) + 1) if rank_pairs else 0
 
 
-def _tag(saved: SavedCheckpoint, tag: str, names: list[str]) -> str | None:
-    models = sorted(filter(is_model, names))
-    if not models:
+def _find_tag_problem(checkpoint: SavedCheckpoint, tag: str, names: list[str]) -> str | None:
+    model_names = sorted(filter(is_model_file_name, names))
+    if not model_names:
         return "no *_model_states.pt: the save did not finish"
-    head = _head(saved, tag, models[0])
-    if not isinstance(head, dict):
+    model_content = _read_model_content(checkpoint, tag, model_names[0])
+    if not isinstance(model_content, dict):
         return None
-    dp, mp = head.get("dp_world_size"), _model_parallel_size(head)
-    if type(dp) is not int or type(mp) is not int or not 0 < dp * mp <= MAX_RANKS:
-        return f"{models[0]} does not state the number of ranks"
-    wanted = {(r, m) for r in range(dp) for m in range(mp)}
-    is_zero3 = any(name.startswith("zero_pp_rank_") for name in models)
-    optims = numbers(names, OPTIM)
-    is_universal = any(path.startswith(f"{tag}/zero/" if tag else "zero/") for path in saved.files)
-    if any(name.startswith(("layer_", "expp_")) for name in names) or head.get("num_experts"):
-        if missing := {(0, m) for m in range(mp)} - numbers(names, *MODELS):
-            return f"model states of mp_rank_{min(missing)[1]:02d} are missing: the save did not finish"
-        file = _missing_file(names, filter(None, (_head(saved, tag, name) for name in models)))
-        if file is not None:
-            return f"{file} is missing: the save did not finish"
-    if is_zero3 and (missing := wanted - numbers(names, *MODELS)) and not is_universal:
-        return f"model states of {_ranks(missing)} are missing: the save did not finish"
-    has_zero = head.get("param_shapes") is not None and not is_universal
-    if (optims or has_zero) and (missing := wanted - optims):
-        return f"optimizer states of {_ranks(missing)} are missing: the save did not finish"
+    dp_size, mp_size = model_content.get("dp_world_size"), _read_model_parallel_size(model_content)
+    if type(dp_size) is not int or type(mp_size) is not int or not 0 < dp_size * mp_size <= MAX_RANKS:
+        return f"{model_names[0]} does not state the number of ranks"
+    expected_ranks = {(r, m) for r in range(dp_size) for m in range(mp_size)}
+    is_zero3 = any(name.startswith("zero_pp_rank_") for name in model_names)
+    optim_ranks = parse_rank_pairs(names, OPTIM_FILE)
+    has_universal_folder = any(path.startswith(f"{tag}/zero/" if tag else "zero/") for path in checkpoint.files)
+    if any(name.startswith(("layer_", "expp_")) for name in names) or model_content.get("num_experts"):
+        if missing_ranks := {(0, m) for m in range(mp_size)} - parse_rank_pairs(names, *MODEL_FILES):
+            return f"model states of mp_rank_{min(missing_ranks)[1]:02d} are missing: the save did not finish"
+        missing_file = _find_missing_file(
+            names, filter(None, (_read_model_content(checkpoint, tag, name) for name in model_names))
+        )
+        if missing_file is not None:
+            return f"{missing_file} is missing: the save did not finish"
+    if (
+        is_zero3
+        and (missing_ranks := expected_ranks - parse_rank_pairs(names, *MODEL_FILES))
+        and not has_universal_folder
+    ):
+        return f"model states of {_format_ranks(missing_ranks)} are missing: the save did not finish"
+    has_zero = model_content.get("param_shapes") is not None and not has_universal_folder
+    if (optim_ranks or has_zero) and (missing_ranks := expected_ranks - optim_ranks):
+        return f"optimizer states of {_format_ranks(missing_ranks)} are missing: the save did not finish"
     return None
 
 
-def _head(saved: SavedCheckpoint, tag: str, name: str) -> Any:
-    return open_archive(*saved.get_archive_arguments(f"{tag}/{name}" if tag else name)).value
+def _read_model_content(checkpoint: SavedCheckpoint, tag: str, name: str) -> Any:
+    return open_archive(*checkpoint.get_archive_arguments(f"{tag}/{name}" if tag else name)).value
 
 
-def _ranks(missing: Iterable[tuple[int, int]]) -> str:
-    return format_ranks({rank for rank, _ in missing})
+def _format_ranks(rank_pairs: Iterable[tuple[int, int]]) -> str:
+    return format_ranks({rank for rank, _ in rank_pairs})
 
 
-def _latest(saved: SavedCheckpoint, tags: set[str]) -> str | None:
-    named = (LATEST, LATEST_UNIVERSAL)
+def _find_latest_problem(checkpoint: SavedCheckpoint, tags: set[str]) -> str | None:
+    latest_files = (LATEST, LATEST_UNIVERSAL)
     if tags and not any(
-        f"{get_parent_folder(tag)}/{name}".lstrip("/") in saved.files for tag in tags for name in named
+        f"{get_parent_folder(tag)}/{name}".lstrip("/") in checkpoint.files for tag in tags for name in latest_files
     ):
         return "no file latest beside the folder of the tag: the save did not finish"
-    if not is_native(saved) or saved.step is None or (text := saved.read_sibling_line(LATEST)) is None:
+    if (
+        not has_native_files(checkpoint)
+        or checkpoint.step is None
+        or (latest_tag := checkpoint.read_sibling_line(LATEST)) is None
+    ):
         return None
-    ours, theirs = (re.fullmatch(r"(.*?)(\d+)", name) for name in (saved.base_name, text))
-    if ours is None or theirs is None or ours[1] != theirs[1] or int(ours[2]) <= int(theirs[2]):
+    own_match, latest_match = (re.fullmatch(r"(.*?)(\d+)", name) for name in (checkpoint.base_name, latest_tag))
+    if (
+        own_match is None
+        or latest_match is None
+        or own_match[1] != latest_match[1]
+        or int(own_match[2]) <= int(latest_match[2])
+    ):
         return None
-    return f"the file latest names {text}: this save did not finish, or the run went back to that tag"
+    return f"the file latest names {latest_tag}: this save did not finish, or the run went back to that tag"
 
 
-def _model_parallel_size(head: _Head) -> int | None:
+def _read_model_parallel_size(model_content: _ModelContent) -> int | None:
     """Tensor-parallel ranks times stages of a pipeline; None if the file does not state them."""
-    size, parallel = head.get("mp_world_size"), head.get("checkpoint_parallel_dimensions")
-    degrees = [each for each in (parallel.values() if isinstance(parallel, dict) else ()) if type(each) is int]
+    size, parallel_dimensions = model_content.get("mp_world_size"), model_content.get("checkpoint_parallel_dimensions")
+    degrees = [
+        each
+        for each in (parallel_dimensions.values() if isinstance(parallel_dimensions, dict) else ())
+        if type(each) is int
+    ]
     return max(size, prod(degrees)) if type(size) is int else None
 
 
-def _missing_file(names: Collection[str], heads: Iterable[_Head]) -> str | None:
-    """The first file of a layer or an expert that ``names`` lack; ``heads`` are all model files."""
-    cuts: dict[str, set[int]] = {}
-    for match in filter(None, map(LAYER.fullmatch, names)):
-        cuts.setdefault(match["cut"] or "", set()).add(int(match["layer"]))
-    for cut, held in cuts.items():
-        if others := set().union(*cuts.values()) - held:
-            return layer_name(min(others), cut)
-    for head in heads:
-        for name in (*_experts(head), *_expert_optimizers(head)):
+def _find_missing_file(names: Collection[str], model_contents: Iterable[_ModelContent]) -> str | None:
+    """The first file of a layer or an expert that ``names`` lack; ``model_contents`` are all model files."""
+    layers_by_suffix: dict[str, set[int]] = {}
+    for match in filter(None, map(LAYER_FILE.fullmatch, names)):
+        layers_by_suffix.setdefault(match["cut"] or "", set()).add(int(match["layer"]))
+    for tp_suffix, saved_layers in layers_by_suffix.items():
+        if layers_elsewhere := set().union(*layers_by_suffix.values()) - saved_layers:
+            return layer_file_name(min(layers_elsewhere), tp_suffix)
+    for model_content in model_contents:
+        for name in (*_list_expert_files(model_content), *_list_expert_optim_files(model_content)):
             if name not in names:
                 return name
-        layers = _layers(head).difference(*cuts.values()) if head.get("module") is None else set()
-        if layers:
-            return layer_name(min(layers), min(cuts, default=""))
+        missing_layers = (
+            _list_layers(model_content).difference(*layers_by_suffix.values())
+            if model_content.get("module") is None
+            else set()
+        )
+        if missing_layers:
+            return layer_file_name(min(missing_layers), min(layers_by_suffix, default=""))
     return None
 
 
-def _experts(head: _Head) -> Iterator[str]:
+def _list_expert_files(model_content: _ModelContent) -> Iterator[str]:
     """A file for each expert of each layer, if they are not in the model's own file."""
-    counts, module = head.get("num_experts"), head.get("module")
-    is_whole = isinstance(module, dict) and any(".deepspeed_experts." in str(name) for name in module)
-    for layer, count in enumerate(counts if isinstance(counts, list) and not is_whole else ()):
+    counts, module = model_content.get("num_experts"), model_content.get("module")
+    has_experts_in_module = isinstance(module, dict) and any(".deepspeed_experts." in str(name) for name in module)
+    for layer, count in enumerate(counts if isinstance(counts, list) and not has_experts_in_module else ()):
         if type(count) is int and count <= MAX_EXPERTS:
-            yield from (expert_name(layer, number) for number in range(count))
+            yield from (expert_file_name(layer, number) for number in range(count))
 
 
-def _expert_optimizers(head: _Head) -> Iterator[str]:
+def _list_expert_optim_files(model_content: _ModelContent) -> Iterator[str]:
     """Without ZeRO a file for each expert-parallel rank; groups of experts are called after their number."""
-    found = head.get("optimizer")
-    inner = found.get("optimizer_state_dict", found) if isinstance(found, dict) else {}
-    groups = inner.get("param_groups") if isinstance(inner, dict) else None
-    owned = [group for group in groups or () if isinstance(group, dict) and group.get("moe")]
-    sizes = [int(match[1]) for group in owned if (match := _EP_SIZE.fullmatch(str(group.get("name"))))]
-    yield from map(expert_optim_name, range(min(max(sizes, default=0), MAX_EXPERTS)))
+    optimizer = model_content.get("optimizer")
+    state_dict = optimizer.get("optimizer_state_dict", optimizer) if isinstance(optimizer, dict) else {}
+    groups = state_dict.get("param_groups") if isinstance(state_dict, dict) else None
+    expert_groups = [group for group in groups or () if isinstance(group, dict) and group.get("moe")]
+    sizes = [
+        int(match[1]) for group in expert_groups if (match := _EXPERT_GROUP_NAME.fullmatch(str(group.get("name"))))
+    ]
+    yield from map(expert_optim_file_name, range(min(max(sizes, default=0), MAX_EXPERTS)))
 
 
-def _layers(head: _Head) -> set[int]:
+def _list_layers(model_content: _ModelContent) -> set[int]:
     """The layers of a stage that have parameters or buffers, by its names (``3.weight``)."""
-    shapes = head.get("param_shapes")
-    lists = [*(shapes if isinstance(shapes, list) else ()), head.get("buffer_names"), head.get("frozen_param_shapes")]
-    names = (name for found in lists if isinstance(found, list | dict) for name in found)
-    return {int(match[1]) for match in map(_NUMBERED.fullmatch, map(str, names)) if match}
+    param_shapes = model_content.get("param_shapes")
+    name_lists = [
+        *(param_shapes if isinstance(param_shapes, list) else ()),
+        model_content.get("buffer_names"),
+        model_content.get("frozen_param_shapes"),
+    ]
+    names = (name for found in name_lists if isinstance(found, list | dict) for name in found)
+    return {int(match[1]) for match in map(_LAYER_PARAMETER.fullmatch, map(str, names)) if match}

@@ -23,32 +23,32 @@ class UniversalFormat(Format):
     reading_options = writing_options = ("tag",)
 
     def detect(self, source: Source) -> bool:
-        from ckpt_tools.formats.deepspeed.names import is_universal
+        from ckpt_tools.formats.deepspeed.names import is_universal_source
 
-        return is_universal(source.files)
+        return is_universal_source(source.files)
 
     read = import_when_called("deepspeed.universal.reader:read")
     own_files = import_when_called("deepspeed.universal.reader:own_files")
-    problem = import_when_called("deepspeed.complete:universal_problem")
-    is_named = import_when_called("deepspeed.complete:is_universal")
+    problem = import_when_called("deepspeed.complete:find_universal_problem")
+    is_named = import_when_called("deepspeed.complete:has_universal_files")
     layout = import_when_called("deepspeed.universal.writer:layout")
 
     def loading(self, path: str, manifest: Manifest, layout: Layout, options: WriteOptions) -> str:
         config = '# engine: deepspeed.initialize, ZeRO stage 1, 2 or 3, and "checkpoint": {"load_universal": true}'
-        return f"{config}\n{_load_checkpoint(path, layout)}"
+        return f"{config}\n{_make_load_checkpoint_code(path, layout)}"
 
 
-def _load_checkpoint(path: str, layout: Layout) -> str:
+def _make_load_checkpoint_code(path: str, layout: Layout) -> str:
     """With the arguments that the notes ask for."""
     from ckpt_tools.core.loading import quote_literal
-    from ckpt_tools.formats.deepspeed.common.written_extras import skips_scheduler
+    from ckpt_tools.formats.deepspeed.common.written_extras import must_skip_scheduler
 
-    given = [quote_literal(path), f"tag={quote_literal(layout.files[0].path.partition('/')[0])}"]
+    arguments = [quote_literal(path), f"tag={quote_literal(layout.files[0].path.partition('/')[0])}"]
     if any("load_optimizer_states=False" in note.why for note in layout.notes):
-        given.append("load_optimizer_states=False")
-    if skips_scheduler(layout.notes):
-        given.append("load_lr_scheduler_states=False")
-    return f"_, client_state = engine.load_checkpoint({', '.join(given)})"
+        arguments.append("load_optimizer_states=False")
+    if must_skip_scheduler(layout.notes):
+        arguments.append("load_lr_scheduler_states=False")
+    return f"_, client_state = engine.load_checkpoint({', '.join(arguments)})"
 
 
 class DeepSpeedFormat(Format):
@@ -62,15 +62,15 @@ class DeepSpeedFormat(Format):
     reading_options = ("tag",)
 
     def detect(self, source: Source) -> bool:
-        from ckpt_tools.formats.deepspeed.names import tag_folders
+        from ckpt_tools.formats.deepspeed.names import find_tag_folders
 
-        return bool(tag_folders(source.files))
+        return bool(find_tag_folders(source.files))
 
     read = import_when_called("deepspeed.zero_reader.reader:read")
     own_files = import_when_called("deepspeed.zero_reader.reader:own_files")
-    problem = import_when_called("deepspeed.complete:problem")
-    is_named = import_when_called("deepspeed.complete:is_native")
-    world_size_of = import_when_called("deepspeed.complete:world_size")
+    problem = import_when_called("deepspeed.complete:find_native_problem")
+    is_named = import_when_called("deepspeed.complete:has_native_files")
+    world_size_of = import_when_called("deepspeed.complete:count_ranks")
 
 
 class ZeroFormat(DeepSpeedFormat):
@@ -90,7 +90,7 @@ class ZeroFormat(DeepSpeedFormat):
 
     def loading(self, path: str, manifest: Manifest, layout: Layout, options: WriteOptions) -> str:
         ranks = format_count(options.world_size, "rank")
-        code = _load_checkpoint(path, layout)
+        code = _make_load_checkpoint_code(path, layout)
         return f"# engine: deepspeed.initialize, ZeRO stage {self.stage}, on {ranks}\n{code}"
 
 

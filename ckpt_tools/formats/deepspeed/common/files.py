@@ -26,14 +26,14 @@ from ckpt_tools.serialization.torch_archive import TorchArchive
 from ckpt_tools.serialization.torch_zip import open_archive
 from ckpt_tools.stores.source import Source
 
-Kind = TypeVar("Kind")
+EntryType = TypeVar("EntryType")
 
 MAX_PADDING = 1 << 48
 """Elements, a petabyte of them: sums over ten thousand ranks stay 64-bit numbers."""
 
 
 @dataclass(frozen=True, slots=True)
-class File:
+class DeepSpeedFile:
     """An opened file: its dictionary, and where the tensors in it have their bytes."""
 
     path: str
@@ -41,7 +41,7 @@ class File:
     archive: TorchArchive = field(repr=False)
 
     @classmethod
-    def open(cls, source: Source, path: str) -> File:
+    def open(cls, source: Source, path: str) -> DeepSpeedFile:
         """Raises FormatError where ``path`` is missing, damaged, or holds no dictionary."""
         archive = open_archive(lambda start, stop: source.read(path, start, stop), source.size(path), path)
         if not isinstance(archive.value, dict):
@@ -49,25 +49,25 @@ class File:
         archive.check_rank()
         return cls(path, archive.value, archive)
 
-    def start(self, tensor: StoredTensor) -> int:
+    def find_start_byte(self, tensor: StoredTensor) -> int:
         """The byte of element 0 of ``tensor``; opening the archive has checked that it holds them all."""
-        return storage_start(self.archive, tensor) + tensor.storage_offset * tensor.dtype.item_bytes
+        return find_storage_start(self.archive, tensor) + tensor.storage_offset * tensor.dtype.item_bytes
 
-    def number(self, source: Source, value: Value) -> Any:
+    def read_number(self, source: Source, value: Value) -> Any:
         """The number that a 0-d tensor holds; any other value as it is."""
         if not isinstance(value, StoredTensor) or value.shape or value.dtype.num_values > 1:
             return value
-        start = self.start(value)
-        return decode_number(source.read(self.path, start, start + value.dtype.item_bytes), value.dtype)
+        start_byte = self.find_start_byte(value)
+        return decode_number(source.read(self.path, start_byte, start_byte + value.dtype.item_bytes), value.dtype)
 
-    def table(self, tensor: StoredTensor) -> ShardTable:
-        return TensorLeaf.of(tensor, self.path, storage_start(self.archive, tensor)).shards
+    def build_shard_table(self, tensor: StoredTensor) -> ShardTable:
+        return TensorLeaf.of(tensor, self.path, find_storage_start(self.archive, tensor)).shards
 
-    def get(self, name: str, kind: type[Kind]) -> Kind:
-        return checked(self.content, name, kind, self.path)
+    def require_entry(self, name: str, expected_type: type[EntryType]) -> EntryType:
+        return require_entry(self.content, name, expected_type, self.path)
 
 
-def storage_start(archive: TorchArchive, tensor: StoredTensor) -> int:
+def find_storage_start(archive: TorchArchive, tensor: StoredTensor) -> int:
     """The byte at which the storage of ``tensor`` starts; 0 for a tensor without elements."""
     if not tensor.numel:
         return 0
@@ -76,12 +76,12 @@ def storage_start(archive: TorchArchive, tensor: StoredTensor) -> int:
     return archive.locate_storage(tensor.storage.key)[0]
 
 
-def checked(content: Mapping[str, Value], name: str, kind: type[Kind], path: str) -> Kind:
+def require_entry(content: Mapping[str, Value], name: str, expected_type: type[EntryType], path: str) -> EntryType:
     """``content[name]``. Raises MalformedError where it is missing or of another kind."""
     if name not in content:
         raise MalformedError(f"it has no {name!r}, which DeepSpeed saves", path=path, key=name)
     value = content[name]
-    if not isinstance(value, kind):
+    if not isinstance(value, expected_type):
         raise MalformedError(f"its {name!r} is a {describe_kind(value)}", path=path, key=name)
     return value
 
@@ -91,21 +91,21 @@ class ModelStates:
     """Parameters and buffers as a model file describes them.
 
     ``module`` is the model's state dict, in its own order. ``param_shapes`` has one mapping a param group (stages 1, 2)
-    or a sub-group (3); ``ties`` maps aliases to owners as DeepSpeed saw them. ``homes`` has the files of values that
-    are in a file of a layer or an expert.
+    or a sub-group (3); ``ties`` maps aliases to owners as DeepSpeed saw them. ``value_files`` has the files of values
+    that are in a file of a layer or an expert.
     """
 
-    file: File
+    file: DeepSpeedFile
     module: Mapping[str, Value]
     buffers: frozenset[str]
     param_shapes: tuple[Mapping[str, Shape], ...]
     frozen_shapes: Mapping[str, Shape]
     frozen_fragments: Mapping[str, StoredTensor]
     ties: Mapping[str, str]
-    homes: Mapping[str, File] = field(default_factory=dict)
+    value_files: Mapping[str, DeepSpeedFile] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, file: File) -> ModelStates:
+    def of(cls, file: DeepSpeedFile) -> ModelStates:
         if "param_shapes" not in file.content or "buffer_names" not in file.content:
             raise UnsupportedError(
                 "it has no param_shapes and buffer_names: it is not of ZeRO, or it is older than DeepSpeed 0.4",
@@ -115,48 +115,55 @@ class ModelStates:
             raise UnsupportedError(
                 "it was saved without ZeRO (stage 0), but there is a file of ZeRO's optimizer beside it", path=file.path
             )
-        return cls._of(file, _module(file), _param_shapes(file))
+        return cls._from_entries(file, _read_module(file), _read_param_shapes(file))
 
     @classmethod
-    def without_zero(cls, file: File) -> ModelStates:
+    def of_stage0(cls, file: DeepSpeedFile) -> ModelStates:
         """The model of stage 0, where no file says which parameters train."""
-        return cls._of(file, _module(file), ())
+        return cls._from_entries(file, _read_module(file), ())
 
     @classmethod
-    def of_stage(cls, file: File) -> ModelStates:
+    def of_pipeline_stage(cls, file: DeepSpeedFile) -> ModelStates:
         """A stage of a pipeline: everything except ``module``, which the files of layers hold."""
-        return cls._of(file, {}, () if file.content.get("param_shapes") is None else _param_shapes(file))
+        return cls._from_entries(file, {}, () if file.content.get("param_shapes") is None else _read_param_shapes(file))
 
     @classmethod
-    def _of(cls, file: File, module: Mapping[str, Value], param_shapes: tuple[Mapping[str, Shape], ...]) -> ModelStates:
-        ties, buffers = _optional(file, "shared_params"), _strings(file.get("buffer_names", list), file.path)
-        _strings([*ties, *ties.values()], file.path)
-        frozen_shapes = _shapes(_optional(file, "frozen_param_shapes"), file.path)
-        in_module = _NamesInModule(module, {*buffers, *ties, *frozen_shapes}.union(*param_shapes))
+    def _from_entries(
+        cls, file: DeepSpeedFile, module: Mapping[str, Value], param_shapes: tuple[Mapping[str, Shape], ...]
+    ) -> ModelStates:
+        ties, buffers = (
+            _read_optional_dict(file, "shared_params"),
+            _require_strings(file.require_entry("buffer_names", list), file.path),
+        )
+        _require_strings([*ties, *ties.values()], file.path)
+        frozen_shapes = _parse_shapes(_read_optional_dict(file, "frozen_param_shapes"), file.path)
+        resolver = _ModuleKeyResolver(module, {*buffers, *ties, *frozen_shapes}.union(*param_shapes))
         return cls(
             file=file,
             module=module,
-            buffers=frozenset(map(in_module, buffers)),
-            param_shapes=tuple(map(in_module.keys_of, param_shapes)),
-            frozen_shapes=in_module.keys_of(frozen_shapes),
-            frozen_fragments=in_module.keys_of(_tensors(_optional(file, "frozen_param_fragments"), file.path)),
-            ties={in_module(alias): in_module(owner) for alias, owner in ties.items()},
+            buffers=frozenset(map(resolver, buffers)),
+            param_shapes=tuple(map(resolver.resolve_keys, param_shapes)),
+            frozen_shapes=resolver.resolve_keys(frozen_shapes),
+            frozen_fragments=resolver.resolve_keys(
+                _require_tensors(_read_optional_dict(file, "frozen_param_fragments"), file.path)
+            ),
+            ties={resolver(alias): resolver(owner) for alias, owner in ties.items()},
         )
 
     @property
     def step(self) -> int | None:
-        found = self.file.content.get("global_steps")
-        return found if type(found) is int else None
+        global_steps = self.file.content.get("global_steps")
+        return global_steps if type(global_steps) is int else None
 
     @property
     def trainable(self) -> dict[str, Shape]:
         return {name: shape for group in self.param_shapes for name, shape in group.items()}
 
-    def home(self, name: str) -> File:
-        return self.homes.get(name, self.file)
+    def find_value_file(self, name: str) -> DeepSpeedFile:
+        return self.value_files.get(name, self.file)
 
 
-def model_claims(file: File) -> list[StepClaim]:
+def collect_model_claims(file: DeepSpeedFile) -> list[StepClaim]:
     """Claims of a model file: every rank has the counters of the engine and the state of the scheduler."""
     scheduler = file.content.get("lr_scheduler")
     values = {**(scheduler if isinstance(scheduler, dict) else {}), **file.content}
@@ -164,100 +171,107 @@ def model_claims(file: File) -> list[StepClaim]:
     return make_rank_claims(file.path, values, counters)
 
 
-class _NamesInModule:
+class _ModuleKeyResolver:
     """Names of parameters and buffers as ``module`` has them: a state dict leaves out parts that wrappers put into
     names, and a hook of the model may put a prefix before some. A prefix is believed where it fits one name alone, the
     longest names first: ``norm.bias`` is the end of a layer's name too."""
 
     def __init__(self, module: Mapping[str, Value], names: Collection[str]) -> None:
-        bare = {strip_wrapper_parts(key): key for key in module}
-        self.keys = {name: name if name in module else bare.get(strip_wrapper_parts(name), name) for name in names}
-        lost = {name: strip_wrapper_parts(name) for name, key in self.keys.items() if key not in module}
-        depths, wanted = {name.count(".") + 1 for name in lost.values()}, {*lost.values()}
+        key_by_bare_name = {strip_wrapper_parts(key): key for key in module}
+        self.keys_by_name = {
+            name: name if name in module else key_by_bare_name.get(strip_wrapper_parts(name), name) for name in names
+        }
+        bare_name_by_unresolved = {
+            name: strip_wrapper_parts(name) for name, key in self.keys_by_name.items() if key not in module
+        }
+        depths, wanted_suffixes = (
+            {name.count(".") + 1 for name in bare_name_by_unresolved.values()},
+            {*bare_name_by_unresolved.values()},
+        )
 
-        def ends_of(key: str) -> set[str]:
+        def list_wanted_suffixes(key: str) -> set[str]:
             parts = key.split(".")
-            return wanted & {".".join(parts[-depth:]) for depth in depths if depth < len(parts)}
+            return wanted_suffixes & {".".join(parts[-depth:]) for depth in depths if depth < len(parts)}
 
-        fitting: defaultdict[str, set[str]] = defaultdict(set)
-        for key in module.keys() - self.keys.values():
-            for end in ends_of(key):
-                fitting[end].add(key)
-        for name, end in sorted(lost.items(), key=lambda item: -item[1].count(".")):
-            if len(fitting[end]) == 1:
-                (self.keys[name],) = fitting[end]
-                for other in ends_of(self.keys[name]):
-                    fitting[other].discard(self.keys[name])
+        keys_by_suffix: defaultdict[str, set[str]] = defaultdict(set)
+        for key in module.keys() - self.keys_by_name.values():
+            for suffix in list_wanted_suffixes(key):
+                keys_by_suffix[suffix].add(key)
+        for name, suffix in sorted(bare_name_by_unresolved.items(), key=lambda item: -item[1].count(".")):
+            if len(keys_by_suffix[suffix]) == 1:
+                (self.keys_by_name[name],) = keys_by_suffix[suffix]
+                for other in list_wanted_suffixes(self.keys_by_name[name]):
+                    keys_by_suffix[other].discard(self.keys_by_name[name])
 
     def __call__(self, name: str) -> str:
-        return self.keys.get(name, name)
+        return self.keys_by_name.get(name, name)
 
-    def keys_of(self, values: Mapping[str, Kind]) -> Mapping[str, Kind]:
+    def resolve_keys(self, values: Mapping[str, EntryType]) -> Mapping[str, EntryType]:
         return {self(name): value for name, value in values.items()}
 
 
-def _module(file: File) -> Mapping[str, Value]:
+def _read_module(file: DeepSpeedFile) -> Mapping[str, Value]:
     """The model's state dict. The parts of a pipeline are layers, and no rule of tensor parallelism is for them."""
-    if stages_of(file) > 1:
+    if count_pipeline_stages(file) > 1:
         raise UnsupportedError(
             "it is of a pipeline-parallel run, and there are no files of layers (layer_00-model_states.pt) beside it",
             path=file.path,
         )
-    return _named(file.get("module", dict), file.path)
+    return _require_string_keys(file.require_entry("module", dict), file.path)
 
 
-def stages_of(file: File) -> int:
-    parallel = file.content.get("checkpoint_parallel_dimensions")
-    stages = parallel.get("pp_degree") if isinstance(parallel, dict) else None
+def count_pipeline_stages(file: DeepSpeedFile) -> int:
+    parallel_dimensions = file.content.get("checkpoint_parallel_dimensions")
+    stages = parallel_dimensions.get("pp_degree") if isinstance(parallel_dimensions, dict) else None
     return stages if type(stages) is int else 1
 
 
-def _named(found: Mapping[Value, Value], path: str) -> Mapping[str, Value]:
-    _strings(list(found), path)
-    return found
+def _require_string_keys(mapping: Mapping[Value, Value], path: str) -> Mapping[str, Value]:
+    _require_strings(list(mapping), path)
+    return mapping
 
 
-def _strings(found: Sequence[Value], path: str) -> Sequence[str]:
-    for name in found:
+def _require_strings(values: Sequence[Value], path: str) -> Sequence[str]:
+    for name in values:
         if not isinstance(name, str):
             raise MalformedError(f"expected a name, found a {describe_kind(name)}", path=path)
-    return found
+    return values
 
 
-def _param_shapes(file: File) -> tuple[Mapping[str, Shape], ...]:
+def _read_param_shapes(file: DeepSpeedFile) -> tuple[Mapping[str, Shape], ...]:
     """Older versions write one dictionary where newer ones write a list of them."""
-    found = file.content["param_shapes"]
-    groups = found if isinstance(found, list) else [found]
-    shapes = tuple(_shapes(group, file.path) for group in groups)
+    raw_shapes = file.content["param_shapes"]
+    groups = raw_shapes if isinstance(raw_shapes, list) else [raw_shapes]
+    shapes = tuple(_parse_shapes(group, file.path) for group in groups)
     counts = Counter(name for group in shapes for name in group)
-    if twice := next((name for name, count in counts.items() if count > 1), None):
-        raise MalformedError("param_shapes lists it in two groups", path=file.path, key=twice)
+    if duplicate := next((name for name, count in counts.items() if count > 1), None):
+        raise MalformedError("param_shapes lists it in two groups", path=file.path, key=duplicate)
     return shapes
 
 
-def _shapes(found: Value, path: str) -> Mapping[str, Shape]:
+def _parse_shapes(raw_shapes: Value, path: str) -> Mapping[str, Shape]:
     """Name to shape; a shape is a ``torch.Size`` or a plain tuple."""
-    if not isinstance(found, dict):
+    if not isinstance(raw_shapes, dict):
         raise MalformedError("its shapes are not a dictionary by name", path=path)
-    for name, shape in _named(found, path).items():
+    for name, shape in _require_string_keys(raw_shapes, path).items():
         if not are_naturals(shape) or prod(max(extent, 1) for extent in shape) > INT64_MAX:
             raise MalformedError(f"its shape is {format_brief(shape)}", path=path, key=name)
-    return {name: tuple(shape) for name, shape in found.items()}
+    return {name: tuple(shape) for name, shape in raw_shapes.items()}
 
 
-def _optional(file: File, name: str) -> Mapping[Value, Value]:
+def _read_optional_dict(file: DeepSpeedFile, name: str) -> Mapping[Value, Value]:
     """A dictionary that may be None, and that old versions leave out."""
-    found = file.content.get(name)
-    if found is not None and not isinstance(found, dict):
-        raise MalformedError(f"its {name!r} is a {describe_kind(found)}", path=file.path, key=name)
-    return found or {}
+    mapping = file.content.get(name)
+    if mapping is not None and not isinstance(mapping, dict):
+        raise MalformedError(f"its {name!r} is a {describe_kind(mapping)}", path=file.path, key=name)
+    return mapping or {}
 
 
-def _tensors(found: Mapping[Value, Value], path: str) -> Mapping[str, StoredTensor]:
-    for name, value in _named(found, path).items():
+def _require_tensors(tensors: Mapping[Value, Value], path: str) -> Mapping[str, StoredTensor]:
+    for name, value in _require_string_keys(tensors, path).items():
         if not isinstance(value, StoredTensor):
             raise MalformedError("its fragment is not a tensor", path=path, key=name)
-    return found
+    return tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,8 +284,8 @@ class OptimStates:
     each is cut. ``groups`` are the param groups: their hyperparameters, and which flats they have.
     """
 
-    file: File
-    own: Mapping[str, Value]
+    file: DeepSpeedFile
+    state_dict: Mapping[str, Value]
     stage: int
     is_bf16_optimizer: bool
     partition_counts: tuple[int, ...]
@@ -282,23 +296,27 @@ class OptimStates:
     alignment_paddings: tuple[tuple[int, ...], ...] | None
 
     @classmethod
-    def of(cls, file: File) -> OptimStates:
-        own = file.get("optimizer_state_dict", dict)
-        stage = _stage(own, file.path)
-        name = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
-        masters = _flat_tensors(checked(own, name, list, file.path), name, file.path)
-        states, groups = _optimizer(own, stage, len(masters), file.path)
+    def of(cls, file: DeepSpeedFile) -> OptimStates:
+        state_dict = file.require_entry("optimizer_state_dict", dict)
+        stage = _read_zero_stage(state_dict, file.path)
+        masters_entry = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
+        masters = _require_flat_tensors(
+            require_entry(state_dict, masters_entry, list, file.path), masters_entry, file.path
+        )
+        states, groups = _read_optimizer(state_dict, stage, len(masters), file.path)
         return cls(
             file=file,
-            own=own,
+            state_dict=state_dict,
             stage=stage,
-            is_bf16_optimizer="zero_stage" not in own,
-            partition_counts=_partition_counts(own, len(masters), file.path),
+            is_bf16_optimizer="zero_stage" not in state_dict,
+            partition_counts=_read_partition_counts(state_dict, len(masters), file.path),
             masters=masters,
             states=states,
-            paddings=_paddings(own, len(masters), file.path) if "zero_stage" in own else (0,) * len(masters),
+            paddings=_read_paddings(state_dict, len(masters), file.path)
+            if "zero_stage" in state_dict
+            else (0,) * len(masters),
             groups=groups,
-            alignment_paddings=_alignment_paddings(own, len(masters), file.path),
+            alignment_paddings=_read_alignment_paddings(state_dict, len(masters), file.path),
         )
 
     @property
@@ -315,14 +333,14 @@ class OptimGroup:
     options: Mapping[str, Value]
 
 
-def _stage(own: Mapping[str, Value], path: str) -> int:
+def _read_zero_stage(state_dict: Mapping[str, Value], path: str) -> int:
     """1, 2 or 3; BF16_Optimizer, which is a stage 1, does not state it."""
-    if "zero_stage" not in own:
-        if "single_partition_of_fp32_groups" not in own:
+    if "zero_stage" not in state_dict:
+        if "single_partition_of_fp32_groups" not in state_dict:
             raise UnsupportedError("it does not contain ZeRO optimizer state", path=path)
         return 1
-    found = own["zero_stage"]
-    stage = found.args[0] if isinstance(found, Opaque) and len(found.args) == 1 else found
+    raw_stage = state_dict["zero_stage"]
+    stage = raw_stage.args[0] if isinstance(raw_stage, Opaque) and len(raw_stage.args) == 1 else raw_stage
     if type(stage) is not int or stage not in (1, 2, 3):
         raise UnsupportedError(
             f"its ZeRO stage is {format_brief(stage)}; only stages 1, 2 and 3 are supported", path=path
@@ -330,79 +348,97 @@ def _stage(own: Mapping[str, Value], path: str) -> int:
     return stage
 
 
-def _partition_counts(own: Mapping[str, Value], num_flats: int, path: str) -> tuple[int, ...]:
+def _read_partition_counts(state_dict: Mapping[str, Value], num_flats: int, path: str) -> tuple[int, ...]:
     """``partition_count``: a number, or one a param group. Experts are cut into fewer partitions than the rest."""
-    found = own.get("partition_count")
-    counts: list[Any] = found if isinstance(found, list) and found else [found] * max(1, num_flats)
+    partition_count = state_dict.get("partition_count")
+    counts: list[Any] = (
+        partition_count
+        if isinstance(partition_count, list) and partition_count
+        else [partition_count] * max(1, num_flats)
+    )
     if not all(type(count) is int and count > 0 for count in counts):
-        raise MalformedError(f"its partition_count is {format_brief(found)}", path=path, key="partition_count")
+        raise MalformedError(
+            f"its partition_count is {format_brief(partition_count)}", path=path, key="partition_count"
+        )
     return tuple(counts)
 
 
-def _flat_tensors(found: list[Value], name: str, path: str) -> tuple[StoredTensor, ...]:
-    for value in found:
+def _require_flat_tensors(tensors: list[Value], name: str, path: str) -> tuple[StoredTensor, ...]:
+    for value in tensors:
         if not isinstance(value, StoredTensor) or len(value.shape) != 1 or not value.is_contiguous:
             raise MalformedError(f"{name} contains something other than flat tensors", path=path, key=name)
-    return tuple(found)
+    return tuple(tensors)
 
 
-def _paddings(own: Mapping[str, Value], num_flats: int, path: str) -> tuple[int, ...]:
-    found = own.get("group_paddings") or [0] * num_flats
-    if not are_naturals(found, num_flats) or len(found) != num_flats or max(found, default=0) > MAX_PADDING:
+def _read_paddings(state_dict: Mapping[str, Value], num_flats: int, path: str) -> tuple[int, ...]:
+    paddings = state_dict.get("group_paddings") or [0] * num_flats
+    if not are_naturals(paddings, num_flats) or len(paddings) != num_flats or max(paddings, default=0) > MAX_PADDING:
         raise MalformedError(f"its group_paddings are not {num_flats} numbers", path=path, key="group_paddings")
-    return tuple(found)
+    return tuple(paddings)
 
 
-def _alignment_paddings(own: Mapping[str, Value], num_flats: int, path: str) -> tuple[tuple[int, ...], ...] | None:
+def _read_alignment_paddings(
+    state_dict: Mapping[str, Value], num_flats: int, path: str
+) -> tuple[tuple[int, ...], ...] | None:
     """Zeros after each parameter of a group; since 0.19.7, stages 1 and 2."""
-    found = own.get("param_alignment_paddings")
-    if found is None:
+    paddings = state_dict.get("param_alignment_paddings")
+    if paddings is None:
         return None
-    if not isinstance(found, list) or len(found) != num_flats or not all(are_naturals(group, None) for group in found):
+    if (
+        not isinstance(paddings, list)
+        or len(paddings) != num_flats
+        or not all(are_naturals(group, None) for group in paddings)
+    ):
         raise MalformedError("they are not a list of numbers for each group", path=path, key="param_alignment_paddings")
-    return tuple(tuple(group) for group in found)
+    return tuple(tuple(group) for group in paddings)
 
 
-def _optimizer(
-    own: Mapping[str, Value], stage: int, num_flats: int, path: str
+def _read_optimizer(
+    state_dict: Mapping[str, Value], stage: int, num_flats: int, path: str
 ) -> tuple[tuple[Mapping[str, Value], ...], tuple[OptimGroup, ...]]:
     """The state of each flat, and the param groups."""
     name = "optimizer_state_dict" if stage == 3 else "base_optimizer_state"
-    found = own.get(name)
-    if isinstance(found, list):  # An elastic checkpoint has the states alone, and one step for all.
-        if len(found) != num_flats:
-            message = f"{len(found)} states, but {num_flats} param groups"
+    optimizer = state_dict.get(name)
+    if isinstance(optimizer, list):  # An elastic checkpoint has the states alone, and one step for all.
+        if len(optimizer) != num_flats:
+            message = f"{len(optimizer)} states, but {num_flats} param groups"
             raise MalformedError(message, path=path, key=name)
-        step = own.get("base_optimizer_state_step")
+        step = state_dict.get("base_optimizer_state_step")
         options = {} if step is None else {"step": step}
-        return tuple(_slots(state, path) for state in found), tuple(OptimGroup((i,), options) for i in range(num_flats))
-    if not isinstance(found, dict):
+        return tuple(_read_slots(state, path) for state in optimizer), tuple(
+            OptimGroup((i,), options) for i in range(num_flats)
+        )
+    if not isinstance(optimizer, dict):
         raise MalformedError(f"it has no {name!r}", path=path, key=name)
-    groups = _groups(checked(found, "param_groups", list, path), num_flats, path)
-    state = checked(found, "state", dict, path)
-    return tuple(_slots(state.get(flat), path) for flat in range(num_flats)), groups
+    groups = _read_groups(require_entry(optimizer, "param_groups", list, path), num_flats, path)
+    state = require_entry(optimizer, "state", dict, path)
+    return tuple(_read_slots(state.get(flat), path) for flat in range(num_flats)), groups
 
 
-def _slots(found: Value, path: str) -> Mapping[str, Value]:
-    if found is None:
+def _read_slots(slots: Value, path: str) -> Mapping[str, Value]:
+    if slots is None:
         return {}
-    if not isinstance(found, dict):
+    if not isinstance(slots, dict):
         raise MalformedError("the state of a parameter is not a dictionary", path=path)
     for slot in (WEIGHT, MASTER):
-        if slot in found:
+        if slot in slots:
             raise UnsupportedError(f"the optimizer has a slot named {slot!r}, which is a reserved name", path=path)
-    return _named(found, path)
+    return _require_string_keys(slots, path)
 
 
-def _groups(found: list[Value], num_flats: int, path: str) -> tuple[OptimGroup, ...]:
+def _read_groups(raw_groups: list[Value], num_flats: int, path: str) -> tuple[OptimGroup, ...]:
     """Each flat has to be in exactly one group; torch numbers them in the order of the groups."""
     groups = []
-    for group in found:
+    for group in raw_groups:
         if not isinstance(group, dict) or not isinstance(group.get("params"), list):
             raise MalformedError("a param group has no 'params'", path=path, key="param_groups")
         if not all(type(number) is int for number in group["params"]):
             raise MalformedError("the params of a group are not numbers", path=path, key="param_groups")
-        options = {name: value for name, value in _named(group, path).items() if name not in ("params", "param_names")}
+        options = {
+            name: value
+            for name, value in _require_string_keys(group, path).items()
+            if name not in ("params", "param_names")
+        }
         groups.append(OptimGroup(tuple(dict.fromkeys(group["params"])), options))
     flats = [flat for group in groups for flat in group.flats]
     if sorted(flats) != list(range(num_flats)):
@@ -410,6 +446,6 @@ def _groups(found: list[Value], num_flats: int, path: str) -> tuple[OptimGroup, 
     return tuple(groups)
 
 
-def plain(value: Value) -> Any:
+def unwrap_attributes(value: Value) -> Any:
     """The attributes of an object that was pickled by its ``__dict__``; any other value as it is."""
     return dict(value.attributes) if isinstance(value, Opaque) and value.attributes else value

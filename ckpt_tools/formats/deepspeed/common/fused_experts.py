@@ -16,160 +16,180 @@ from typing import Any
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.values import StoredTensor, Value, are_naturals, format_brief
 from ckpt_tools.errors import MalformedError, UnsupportedError
-from ckpt_tools.formats.deepspeed.common.files import File, ModelStates
+from ckpt_tools.formats.deepspeed.common.files import DeepSpeedFile, ModelStates
 
-LAYERS, OLD_LAYERS = "ds_autoep_layers", "autoep_layers"
-LEFT_OUT = (LAYERS, OLD_LAYERS, "num_experts", "universal_checkpoint_info")
+LAYERS_ENTRY, OLD_LAYERS_ENTRY = "ds_autoep_layers", "autoep_layers"
+DISTRIBUTION_ENTRIES = (LAYERS_ENTRY, OLD_LAYERS_ENTRY, "num_experts", "universal_checkpoint_info")
 """Entries of a model file that say how the experts are distributed, which is not so after a conversion."""
 
 
 @dataclass(frozen=True, slots=True)
-class FusedLayer:
-    """A layer with experts: ``number`` among those, ``module`` is its name, ``prefix`` what names of its experts start
-    with. Each of ``num_ranks`` expert-parallel ranks has ``num_local`` experts; this file is of rank ``rank``."""
+class AutoEPLayer:
+    """A layer with experts: ``moe_number`` among those, ``module_name`` is its name, ``expert_prefix`` what names of
+    its experts start with. Each of ``num_ranks`` expert-parallel ranks has ``num_local_experts`` experts; this file is
+    of rank ``rank``."""
 
-    number: int
-    module: str
-    prefix: str
-    num_local: int
+    moe_number: int
+    module_name: str
+    expert_prefix: str
+    num_local_experts: int
     num_ranks: int
     rank: int
 
     @property
     def num_experts(self) -> int:
-        return self.num_local * self.num_ranks
+        return self.num_local_experts * self.num_ranks
 
 
 @dataclass(frozen=True, slots=True)
-class Fused:
+class AutoEPLayers:
     """All layers with experts of a run; none where AutoEP distributed none."""
 
-    layers: tuple[FusedLayer, ...] = ()
+    layers: tuple[AutoEPLayer, ...] = ()
     path: str = ""
 
     @classmethod
-    def of(cls, file: File) -> Fused:
+    def of(cls, file: DeepSpeedFile) -> AutoEPLayers:
         """Raises FormatError where the layers are malformed, or are distributed in another way than evenly."""
-        if file.content.get(OLD_LAYERS):
+        if file.content.get(OLD_LAYERS_ENTRY):
             raise UnsupportedError(
-                f"it is of a first version of AutoEP ({OLD_LAYERS}), which is not supported", path=file.path
+                f"it is of a first version of AutoEP ({OLD_LAYERS_ENTRY}), which is not supported", path=file.path
             )
-        found = file.content.get(LAYERS) or []
-        if found and file.content.get("folding") is not None:
+        raw_layers = file.content.get(LAYERS_ENTRY) or []
+        if raw_layers and file.content.get("folding") is not None:
             raise UnsupportedError(
                 "it is of a run with AutoEP and tensor parallelism, which is not supported; save it without tensor "
                 "parallelism",
                 path=file.path,
             )
-        if not isinstance(found, list):
-            raise MalformedError(f"its {LAYERS} is {format_brief(found)}", path=file.path)
-        layers = tuple(_layer(each, file.path) for each in found)
-        if len({layer.prefix for layer in layers}) < len(layers) or len({layer.num_ranks for layer in layers}) > 1:
-            raise MalformedError(f"the layers of its {LAYERS} do not fit each other", path=file.path)
+        if not isinstance(raw_layers, list):
+            raise MalformedError(f"its {LAYERS_ENTRY} is {format_brief(raw_layers)}", path=file.path)
+        layers = tuple(_parse_layer(each, file.path) for each in raw_layers)
+        if (
+            len({layer.expert_prefix for layer in layers}) < len(layers)
+            or len({layer.num_ranks for layer in layers}) > 1
+        ):
+            raise MalformedError(f"the layers of its {LAYERS_ENTRY} do not fit each other", path=file.path)
         return cls(layers, file.path)
 
-    def layer_of(self, name: str) -> FusedLayer | None:
+    def find_layer(self, name: str) -> AutoEPLayer | None:
         """The layer whose experts ``name`` is of."""
-        return next((layer for layer in self.layers if name.startswith(layer.prefix)), None)
+        return next((layer for layer in self.layers if name.startswith(layer.expert_prefix)), None)
 
-    def names(self, model: ModelStates) -> list[str]:
+    def list_expert_tensors(self, model: ModelStates) -> list[str]:
         """The tensors of experts. Raises MalformedError where one is not of this rank's number of experts."""
         shapes = {**model.trainable, **model.frozen_shapes}
-        found = {name: layer for name in shapes if (layer := self.layer_of(name))}
-        for name, layer in found.items():
-            if shapes[name][:1] != (layer.num_local,):
+        layer_by_name = {name: layer for name in shapes if (layer := self.find_layer(name))}
+        for name, layer in layer_by_name.items():
+            if shapes[name][:1] != (layer.num_local_experts,):
                 raise MalformedError(
-                    f"its shape is {list(shapes[name])}, but a rank has {layer.num_local} experts",
+                    f"its shape is {list(shapes[name])}, but a rank has {layer.num_local_experts} experts",
                     path=self.path,
                     key=name,
                 )
-        return list(found)
+        return list(layer_by_name)
 
-    def whole(self, model: ModelStates, values: Mapping[str, tuple[StoredTensor, File]] | None = None) -> ModelStates:
+    def add_all_experts(
+        self, model: ModelStates, values: Mapping[str, tuple[StoredTensor, DeepSpeedFile]] | None = None
+    ) -> ModelStates:
         """The model of rank 0 with the experts of all ranks. ``values`` stand for those that are in files of their own;
         all others are empty, as stage 3 has them, and are read from the masters."""
         if not self.layers:
             return model
-        names = self.names(model)
-        values = {name: (_empty(model), model.file) for name in names} if values is None else values
+        names = self.list_expert_tensors(model)
+        values = {name: (_make_empty_tensor(model), model.file) for name in names} if values is None else values
         return replace(
             model,
-            module=dict(self._ordered(model, {name: value for name, (value, _) in values.items()})),
-            homes={**model.homes, **{name: file for name, (_, file) in values.items()}},
-            param_shapes=tuple(self._whole_shapes(shapes) for shapes in model.param_shapes),
-            frozen_shapes=self._whole_shapes(model.frozen_shapes),
-            ties={**model.ties, **dict(self._ties(model))},
+            module=dict(self._insert_after_routers(model, {name: value for name, (value, _) in values.items()})),
+            value_files={**model.value_files, **{name: file for name, (_, file) in values.items()}},
+            param_shapes=tuple(self._expand_shapes(shapes) for shapes in model.param_shapes),
+            frozen_shapes=self._expand_shapes(model.frozen_shapes),
+            ties={**model.ties, **dict(self._find_router_ties(model))},
         )
 
-    def _whole_shapes(self, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-        found = {name: (shape, self.layer_of(name)) for name, shape in shapes.items()}
-        return {name: (layer.num_experts, *shape[1:]) if layer else shape for name, (shape, layer) in found.items()}
-
-    def _ordered(self, model: ModelStates, values: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Value]]:
-        """The experts of a layer follow its router."""
-        last = {
-            layer.module: name for name in model.module for layer in self.layers if name.startswith(f"{layer.module}.")
+    def _expand_shapes(self, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+        shape_and_layer = {name: (shape, self.find_layer(name)) for name, shape in shapes.items()}
+        return {
+            name: (layer.num_experts, *shape[1:]) if layer else shape
+            for name, (shape, layer) in shape_and_layer.items()
         }
-        if len(last) < len(self.layers):
-            raise MalformedError(f"a layer of its {LAYERS} is not in module", path=self.path)
-        after = {last[layer.module]: layer for layer in self.layers}
+
+    def _insert_after_routers(
+        self, model: ModelStates, expert_values: Mapping[str, StoredTensor]
+    ) -> Iterator[tuple[str, Value]]:
+        """The experts of a layer follow its router."""
+        last_name_by_module = {
+            layer.module_name: name
+            for name in model.module
+            for layer in self.layers
+            if name.startswith(f"{layer.module_name}.")
+        }
+        if len(last_name_by_module) < len(self.layers):
+            raise MalformedError(f"a layer of its {LAYERS_ENTRY} is not in module", path=self.path)
+        layer_after_name = {last_name_by_module[layer.module_name]: layer for layer in self.layers}
         for name, value in model.module.items():
             yield name, value
-            if name in after:
-                yield from ((key, each) for key, each in values.items() if self.layer_of(key) is after[name])
+            if name in layer_after_name:
+                yield from (
+                    (key, each) for key, each in expert_values.items() if self.find_layer(key) is layer_after_name[name]
+                )
 
-    def _ties(self, model: ModelStates) -> Iterator[tuple[str, str]]:
+    def _find_router_ties(self, model: ModelStates) -> Iterator[tuple[str, str]]:
         """The second name of each tensor of a router."""
-        known = {*model.trainable, *model.frozen_shapes, *model.ties}
+        known_names = {*model.trainable, *model.frozen_shapes, *model.ties}
         for layer in self.layers:
             for name in model.module:
-                child, _, rest = name.removeprefix(f"{layer.module}.").partition(".")
-                owner = f"{layer.module}.router.{rest}"
+                child, _, suffix = name.removeprefix(f"{layer.module_name}.").partition(".")
+                owner = f"{layer.module_name}.router.{suffix}"
                 if (
-                    name.startswith(f"{layer.module}.")
+                    name.startswith(f"{layer.module_name}.")
                     and child != "router"
-                    and rest
+                    and suffix
                     and owner in model.module
-                    and name not in known
+                    and name not in known_names
                 ):
                     yield name, owner
 
 
-def _layer(found: Value, path: str) -> FusedLayer:
+def _parse_layer(entry: Value, path: str) -> AutoEPLayer:
     """One of ``ds_autoep_layers``."""
-    values = found if isinstance(found, dict) else {}
+    values = entry if isinstance(entry, dict) else {}
     numbers: Any = [
         values.get(name) for name in ("moe_layer_id", "num_experts", "num_local_experts", "ep_size", "ep_rank")
     ]
-    module, prefix = values.get("module_path"), values.get("expert_key_prefix")
-    if not are_naturals(numbers) or not isinstance(module, str) or not isinstance(prefix, str):
-        raise MalformedError(f"its {LAYERS} has no numbers of experts", path=path)
-    number, num_experts, num_local, num_ranks, rank = numbers
-    if not num_local or num_local * num_ranks != num_experts or rank >= num_ranks:
+    module_name, expert_prefix = values.get("module_path"), values.get("expert_key_prefix")
+    if not are_naturals(numbers) or not isinstance(module_name, str) or not isinstance(expert_prefix, str):
+        raise MalformedError(f"its {LAYERS_ENTRY} has no numbers of experts", path=path)
+    number, num_experts, num_local_experts, num_ranks, rank = numbers
+    if not num_local_experts or num_local_experts * num_ranks != num_experts or rank >= num_ranks:
         raise MalformedError(
-            f"its {LAYERS} has {num_local} of {num_experts} experts on each of {num_ranks} ranks", path=path
+            f"its {LAYERS_ENTRY} has {num_local_experts} of {num_experts} experts on each of {num_ranks} ranks",
+            path=path,
         )
-    if not _is_even(values.get("expert_placement"), num_local, num_ranks):
+    if not _is_even_placement(values.get("expert_placement"), num_local_experts, num_ranks):
         raise UnsupportedError(
-            "its experts are not distributed in equal runs (expert_placement)", path=path, key=prefix
+            "its experts are not distributed in equal runs (expert_placement)", path=path, key=expert_prefix
         )
-    return FusedLayer(number, module, f"{prefix}.", num_local, num_ranks, rank)
+    return AutoEPLayer(number, module_name, f"{expert_prefix}.", num_local_experts, num_ranks, rank)
 
 
-def _is_even(placement: Value, num_local: int, num_ranks: int) -> bool:
+def _is_even_placement(placement: Value, num_local_experts: int, num_ranks: int) -> bool:
     """Whether rank e has the e-th run of experts. Files without a placement are of versions that had no other."""
     if placement is None:
         return True
-    ranks = placement.get("ranks") if isinstance(placement, dict) else None
-    even = [{"rank": e, "experts": list(range(e * num_local, (e + 1) * num_local))} for e in range(num_ranks)]
-    return isinstance(placement, dict) and placement.get("version") == 1 and ranks == even
+    stated_ranks = placement.get("ranks") if isinstance(placement, dict) else None
+    even_ranks = [
+        {"rank": e, "experts": list(range(e * num_local_experts, (e + 1) * num_local_experts))}
+        for e in range(num_ranks)
+    ]
+    return isinstance(placement, dict) and placement.get("version") == 1 and stated_ranks == even_ranks
 
 
-def _empty(model: ModelStates) -> StoredTensor:
+def _make_empty_tensor(model: ModelStates) -> StoredTensor:
     """A tensor without elements, of the dtype of what trains. Raises UnsupportedError if there are several."""
-    found = [value for name in model.trainable if isinstance(value := model.module.get(name), StoredTensor)]
-    if len({value.dtype for value in found}) != 1:
+    trained_tensors = [value for name in model.trainable if isinstance(value := model.module.get(name), StoredTensor)]
+    if len({value.dtype for value in trained_tensors}) != 1:
         raise UnsupportedError(
             "no file states the dtype of its experts, and its weights have several", path=model.file.path
         )
-    return replace(found[0], storage_offset=0, shape=(0,), strides=(1,))
+    return replace(trained_tensors[0], storage_offset=0, shape=(0,), strides=(1,))

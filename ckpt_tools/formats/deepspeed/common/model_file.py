@@ -9,10 +9,10 @@ from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.values import StoredTensor, Value
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.deepspeed.common.files import ModelStates
-from ckpt_tools.formats.deepspeed.names import split_expert
+from ckpt_tools.formats.deepspeed.names import split_expert_name
 
 
-def check_names(model: ModelStates) -> None:
+def check_parameter_names(model: ModelStates) -> None:
     """Raises IncompleteError where a parameter that trains is not in ``module``."""
     missing = model.trainable.keys() - model.module.keys()
     if missing:
@@ -32,40 +32,45 @@ def check_experts(model: ModelStates) -> None:
         raise UnsupportedError(
             "it is of a run with experts (AutoEP) of a kind that is not supported", path=model.file.path
         )
-    counts = model.file.content.get("num_experts")
-    numbers = [count for count in counts if type(count) is int] if isinstance(counts, list) else []
-    found = {parts[:2] for name in model.module if (parts := split_expert(name))}
-    if len(found) < sum(numbers):
+    expert_counts = model.file.content.get("num_experts")
+    numbers = [count for count in expert_counts if type(count) is int] if isinstance(expert_counts, list) else []
+    saved_experts = {parts[:2] for name in model.module if (parts := split_expert_name(name))}
+    if len(saved_experts) < sum(numbers):
         raise IncompleteError(
-            f"it is of a run with {sum(numbers)} experts and has {len(found)} of them, and there are no files of "
+            f"it is of a run with {sum(numbers)} experts and has {len(saved_experts)} of them, and there are no "
+            f"files of "
             "experts (layer_0_expert_0_mp_rank_00_model_states.pt) beside it",
             path=model.file.path,
         )
 
 
-def check_parts(model: ModelStates, found: int) -> None:
-    """Raises FormatError where there are files of ``found`` parts and the run cut its model into another number, which
-    is the tensor-parallel ranks times the stages of its pipeline."""
+def check_model_parts(model: ModelStates, num_parts: int) -> None:
+    """Raises FormatError where there are files of ``num_parts`` parts and the run cut its model into another number,
+    which is the tensor-parallel ranks times the stages of its pipeline."""
     content = model.file.content
-    parallel = content.get("checkpoint_parallel_dimensions")
-    degrees = [degree for degree in (parallel.values() if isinstance(parallel, dict) else ()) if type(degree) is int]
+    parallel_dimensions = content.get("checkpoint_parallel_dimensions")
+    degrees = [
+        degree
+        for degree in (parallel_dimensions.values() if isinstance(parallel_dimensions, dict) else ())
+        if type(degree) is int
+    ]
     size = content.get("mp_world_size")
-    wanted = max(prod(degrees), size if type(size) is int else 1)
-    parts, path = f"the model is cut into {wanted} parts, and there are files of {found}", model.file.path
-    if wanted > found:
-        raise IncompleteError(f"{parts}: mp_rank_{found:02d} is missing", path=path)
-    if wanted < found:
-        raise MalformedError(f"{parts}, perhaps from an earlier save", path=path)
+    expected_parts = max(prod(degrees), size if type(size) is int else 1)
+    reason, path = f"the model is cut into {expected_parts} parts, and there are files of {num_parts}", model.file.path
+    if expected_parts > num_parts:
+        raise IncompleteError(f"{reason}: mp_rank_{num_parts:02d} is missing", path=path)
+    if expected_parts < num_parts:
+        raise MalformedError(f"{reason}, perhaps from an earlier save", path=path)
 
 
-def aliases(model: ModelStates, are_tied: Callable[[str, StoredTensor, StoredTensor], bool]) -> Mapping[str, str]:
+def find_aliases(model: ModelStates, are_tied: Callable[[str, StoredTensor, StoredTensor], bool]) -> Mapping[str, str]:
     """Tied parameters, by alias: those that DeepSpeed saw, and views of the same elements.
 
     ``are_tied`` checks an alias and an owner in ``module``, because DeepSpeed compares addresses, which empty tensors
     and views of other shapes may share too.
     """
     trainable, module = model.trainable, model.module
-    tied = {
+    owner_by_alias = {
         alias: owner
         for alias, owner in model.ties.items()
         if alias not in trainable
@@ -73,37 +78,37 @@ def aliases(model: ModelStates, are_tied: Callable[[str, StoredTensor, StoredTen
         and isinstance(other := module.get(owner), StoredTensor)
         and are_tied(alias, one, other)
     }
-    owners: dict[object, str] = {}
+    owner_by_view: dict[object, str] = {}
     parameters = [name for name in module if name not in model.buffers]
     for name in sorted(parameters, key=lambda name: name not in trainable):
-        owner = owners.setdefault(_view(name, module[name], model.home(name).path), name)
+        owner = owner_by_view.setdefault(_make_view_key(name, module[name], model.find_value_file(name).path), name)
         if owner != name and name not in trainable:
-            tied.setdefault(name, owner)
-    return {alias: tied.get(owner, owner) for alias, owner in tied.items()}
+            owner_by_alias.setdefault(name, owner)
+    return {alias: owner_by_alias.get(owner, owner) for alias, owner in owner_by_alias.items()}
 
 
-def _view(name: str, value: Value, path: str) -> object:
+def _make_view_key(name: str, value: Value, path: str) -> object:
     """A key that two tied parameters share; the name alone for one without elements."""
     if not isinstance(value, StoredTensor) or not value.numel or value.storage is None:
         return name
     return path, value.storage.key, value.dtype, value.storage_offset, tuple(value.shape), tuple(value.strides)
 
 
-def other_shape(model: ModelStates, name: str, value: StoredTensor, shape: Shape) -> MalformedError:
+def make_shape_error(model: ModelStates, name: str, value: StoredTensor, shape: Shape) -> MalformedError:
     """``module`` and ``param_shapes`` contradict each other."""
     return MalformedError(
         f"its shape is {list(value.shape)} in module and {list(shape)} in param_shapes",
-        path=model.home(name).path,
+        path=model.find_value_file(name).path,
         key=name,
     )
 
 
 def is_round_robin(model: ModelStates) -> bool:
     """Whether the config sets ``round_robin_gradients``, which only stage_1_and_2.py supports."""
-    return bool(zero_option(model, "round_robin_gradients"))
+    return bool(get_zero_option(model, "round_robin_gradients"))
 
 
-def zero_option(model: ModelStates, name: str) -> Value:
+def get_zero_option(model: ModelStates, name: str) -> Value:
     """An option of ``zero_optimization`` in the run's config; None if it has no such option."""
     config = model.file.content.get("ds_config")
     zero = config.get("zero_optimization") if isinstance(config, dict) else None

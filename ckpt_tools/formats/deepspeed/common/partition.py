@@ -21,7 +21,7 @@ ALIGNMENT_FACTOR = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Vector:
+class VectorLayout:
     """One rank's vector: row i is elements ``[starts[i], stops[i])`` of parameter ``params[i]`` of the group, then
     ``paddings[i]`` zeros. A row may hold no element."""
 
@@ -44,50 +44,50 @@ class Vector:
         ends: Ints = np.cumsum(self.stops - self.starts + self.paddings)
         return np.concatenate([[0], ends[:-1]])
 
-    def trimmed(self) -> Vector:
-        return Vector(self.params, self.starts, self.stops, np.zeros_like(self.paddings))
+    def drop_padding(self) -> VectorLayout:
+        return VectorLayout(self.params, self.starts, self.stops, np.zeros_like(self.paddings))
 
-    def of_whole(self, numels: Sequence[int]) -> Vector:
+    def cover_whole_parameters(self, numels: Sequence[int]) -> VectorLayout:
         """The vector of Muon's momentum: whole parameters in place of the parts that this one holds, without
         padding."""
         params = self.params[self.stops > self.starts]
         zeros = np.zeros_like(params)
-        return Vector(params, zeros, np.array(numels, np.int64)[params], zeros)
+        return VectorLayout(params, zeros, np.array(numels, np.int64)[params], zeros)
 
 
 @dataclass(frozen=True, slots=True)
-class GroupCut:
+class GroupPartition:
     """Stages 1 and 2: rank r holds elements ``[r * size, (r + 1) * size)`` of the flattened group.
 
-    ``bounds`` are where the parameters start, and at last where the last ends.
+    ``param_bounds`` are where the parameters start, and at last where the last ends.
     """
 
-    bounds: Ints
-    size: int
+    param_bounds: Ints
+    partition_numel: int
 
     @classmethod
-    def of(cls, numels: Sequence[int], world_size: int) -> GroupCut:
-        bounds = np.concatenate([[0], np.cumsum(np.array(numels, np.int64))])
+    def of(cls, numels: Sequence[int], world_size: int) -> GroupPartition:
+        param_bounds = np.concatenate([[0], np.cumsum(np.array(numels, np.int64))])
         alignment = ALIGNMENT_FACTOR * world_size
-        return cls(bounds, -(-int(bounds[-1]) // alignment) * ALIGNMENT_FACTOR)
+        return cls(param_bounds, -(-int(param_bounds[-1]) // alignment) * ALIGNMENT_FACTOR)
 
-    def vector(self, rank: int) -> Vector:
-        lower, upper = rank * self.size, (rank + 1) * self.size
-        first = int(np.searchsorted(self.bounds, lower, side="right")) - 1
-        last = max(first, int(np.searchsorted(self.bounds[:-1], upper, side="left")))
-        if first >= len(self.bounds) - 1:
+    def lay_out_rank(self, rank: int) -> VectorLayout:
+        lower, upper = rank * self.partition_numel, (rank + 1) * self.partition_numel
+        first_param = int(np.searchsorted(self.param_bounds, lower, side="right")) - 1
+        stop_param = max(first_param, int(np.searchsorted(self.param_bounds[:-1], upper, side="left")))
+        if first_param >= len(self.param_bounds) - 1:
             zero = np.zeros(1, np.int64)
-            return Vector(zero, zero, zero, np.array([self.size], np.int64))
-        params = np.arange(first, last, dtype=np.int64)
-        starts = np.maximum(self.bounds[params], lower) - self.bounds[params]
-        stops = np.minimum(self.bounds[params + 1], upper) - self.bounds[params]
+            return VectorLayout(zero, zero, zero, np.array([self.partition_numel], np.int64))
+        params = np.arange(first_param, stop_param, dtype=np.int64)
+        starts = np.maximum(self.param_bounds[params], lower) - self.param_bounds[params]
+        stops = np.minimum(self.param_bounds[params + 1], upper) - self.param_bounds[params]
         paddings = np.zeros_like(params)
-        paddings[-1] = self.size - int((stops - starts).sum())
-        return Vector(params, starts, stops, paddings)
+        paddings[-1] = self.partition_numel - int((stops - starts).sum())
+        return VectorLayout(params, starts, stops, paddings)
 
 
 @dataclass(frozen=True, slots=True)
-class ParamCut:
+class ParamPartition:
     """Stage 3: rank r holds elements ``[r * share, (r + 1) * share)`` of each parameter, whose share is
     ``ceil(numel / world size)``, padding included."""
 
@@ -95,28 +95,28 @@ class ParamCut:
     shares: Ints
 
     @classmethod
-    def of(cls, numels: Sequence[int], world_size: int) -> ParamCut:
-        whole = np.array(numels, np.int64)
-        return cls(whole, -(-whole // world_size))
+    def of(cls, numels: Sequence[int], world_size: int) -> ParamPartition:
+        numel_array = np.array(numels, np.int64)
+        return cls(numel_array, -(-numel_array // world_size))
 
-    def vector(self, rank: int) -> Vector:
+    def lay_out_rank(self, rank: int) -> VectorLayout:
         starts = np.minimum(rank * self.shares, self.numels)
         stops = np.minimum(starts + self.shares, self.numels)
-        return Vector(np.arange(len(self.numels), dtype=np.int64), starts, stops, self.shares - (stops - starts))
+        return VectorLayout(np.arange(len(self.numels), dtype=np.int64), starts, stops, self.shares - (stops - starts))
 
 
-def sub_groups(shares: Sequence[int], sub_group_size: int) -> list[range]:
+def split_sub_groups(shares: Sequence[int], sub_group_size: int) -> list[range]:
     """Positions of a param group's parameters in each of its sub-groups, whose ``shares`` reach ``sub_group_size``.
 
     stage3.py ``_create_fp16_sub_groups``: a sub-group ends with the parameter that reaches the size.
     """
-    found, first, reached = [], 0, 0
+    groups, first_position, group_numel = [], 0, 0
     for position, share in enumerate(shares):
-        reached += share
-        if reached >= sub_group_size or position + 1 == len(shares):
-            found.append(range(first, position + 1))
-            first, reached = position + 1, 0
-    return found
+        group_numel += share
+        if group_numel >= sub_group_size or position + 1 == len(shares):
+            groups.append(range(first_position, position + 1))
+            first_position, group_numel = position + 1, 0
+    return groups
 
 
 def round_robin_order(num_params: int, world_size: int) -> list[int]:
@@ -127,13 +127,13 @@ def round_robin_order(num_params: int, world_size: int) -> list[int]:
     return [position for rank in range(world_size) for position in range(rank, num_params, world_size)]
 
 
-def original_order(names: Sequence[str], world_size: int) -> tuple[str, ...]:
+def undo_round_robin(names: Sequence[str], world_size: int) -> tuple[str, ...]:
     """The order of a group's parameters before ``round_robin_gradients`` reordered them."""
     order = round_robin_order(len(names), min(world_size, max(1, len(names))))
     return tuple(name for _, name in sorted(zip(order, names, strict=True)))
 
 
-MOMENTUM = "momentum_buffer"
+MUON_MOMENTUM_SLOT = "momentum_buffer"
 """Muon's only slot. Muon works on whole matrices, so that in stages 1 and 2 a rank has one vector of the whole momentum
 of every parameter of which its partition holds a part, end to end and without padding (stage_1_and_2.py
 ``_muon_momentum_buffer``). A parameter on two ranks is in both vectors. With ``offload_optimizer``, in BF16_Optimizer

@@ -14,7 +14,7 @@ from ckpt_tools.core.values import GlobalRef, Opaque, Value
 DS_VERSION = "0.19.8"
 """The version whose layout is written; loaders compare it with the ones that changed something."""
 
-_LOSS_SCALER = "deepspeed.runtime.fp16.loss_scaler"
+_LOSS_SCALER_MODULE = "deepspeed.runtime.fp16.loss_scaler"
 
 _DYNAMIC_DEFAULTS: Mapping[str, Any] = {
     "cur_scale": 2**16,
@@ -32,37 +32,38 @@ _DYNAMIC_DEFAULTS: Mapping[str, Any] = {
 }
 """A ``DynamicLossScaler`` as the defaults of the ``fp16`` section make it (precision_config.py): 2 ** 16 at first."""
 
-DEFAULT_SCALER = "DeepSpeed's dynamic one, starting at 65536"
+DEFAULT_SCALER_TEXT = "DeepSpeed's dynamic one, starting at 65536"
 
 
-def loss_scaler(found: Value, dtype: DType) -> Opaque:
-    """The scaler of a run in ``dtype``; ``found`` are the attributes of the source's, if it has one that scales."""
+def make_loss_scaler(attributes: Value, dtype: DType) -> Opaque:
+    """The scaler of a run in ``dtype``; ``attributes`` are the attributes of the source's, if it has one that
+    scales."""
     if dtype is not DType.FLOAT16:
-        return _scaler("LossScaler", {"cur_scale": 1.0, "dynamic": False})
-    if not is_scaling(found):
-        return _scaler("DynamicLossScaler", _DYNAMIC_DEFAULTS)
-    if found.get("dynamic") is True:
-        return _scaler("DynamicLossScaler", {**_DYNAMIC_DEFAULTS, **found})
-    return _scaler("LossScaler", found)
+        return _make_scaler("LossScaler", {"cur_scale": 1.0, "dynamic": False})
+    if not is_active_scaler(attributes):
+        return _make_scaler("DynamicLossScaler", _DYNAMIC_DEFAULTS)
+    if attributes.get("dynamic") is True:
+        return _make_scaler("DynamicLossScaler", {**_DYNAMIC_DEFAULTS, **attributes})
+    return _make_scaler("LossScaler", attributes)
 
 
-def is_scaling(found: Value) -> bool:
+def is_active_scaler(attributes: Value) -> bool:
     """Whether these are the attributes of a scaler of DeepSpeed's that scales: in fp32 and bf16 it has one of scale
     1."""
-    if not isinstance(found, dict) or not isinstance(found.get("cur_scale"), int | float):
+    if not isinstance(attributes, dict) or not isinstance(attributes.get("cur_scale"), int | float):
         return False
-    return found.get("dynamic") is True or found["cur_scale"] != 1
+    return attributes.get("dynamic") is True or attributes["cur_scale"] != 1
 
 
-def _scaler(name: str, attributes: Mapping[str, Any]) -> Opaque:
-    return Opaque(GlobalRef(_LOSS_SCALER, name), form="new", state=dict(attributes))
+def _make_scaler(name: str, attributes: Mapping[str, Any]) -> Opaque:
+    return Opaque(GlobalRef(_LOSS_SCALER_MODULE, name), form="new", state=dict(attributes))
 
 
-def zero_stage(stage: int) -> Opaque:
+def make_zero_stage(stage: int) -> Opaque:
     return Opaque(GlobalRef("deepspeed.runtime.zero.config", "ZeroStageEnum"), (stage,))
 
 
-def fragment_address(numel: int, start: int) -> Opaque:
+def make_fragment_address(numel: int, start: int) -> Opaque:
     """A parameter's place in a rank's vector, in elements."""
-    ref = GlobalRef("deepspeed.utils.tensor_fragment", "fragment_address")
-    return Opaque(ref, form="new", state={"numel": numel, "start": start})
+    class_ref = GlobalRef("deepspeed.utils.tensor_fragment", "fragment_address")
+    return Opaque(class_ref, form="new", state={"numel": numel, "start": start})

@@ -20,77 +20,79 @@ from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.core.values import Opaque, Value, are_naturals, format_brief
 from ckpt_tools.errors import MalformedError, UnsupportedError
 
-REPLICATED = "tp_replicated_parameter_patterns"
-AVERAGED = "parameter_to_average_patterns"
-ROWS = "parameter_with_row_parallelism_patterns"
-VOCABULARY = "vocabulary_parameter_patterns"
-HALVES = "parameter_with_2_sub_params_cat_dim_0"
-SUB_PARAMS = "parameter_with_sub_params"
-WIDTHS = "sub_param_shard_widths"
-UNSUPPORTED = "autotp_unsupported_parameter_patterns"
+REPLICATED_PATTERNS = "tp_replicated_parameter_patterns"
+AVERAGED_PATTERNS = "parameter_to_average_patterns"
+ROW_PARALLEL_PATTERNS = "parameter_with_row_parallelism_patterns"
+VOCABULARY_PATTERNS = "vocabulary_parameter_patterns"
+TWO_SUB_PARAM_PATTERNS = "parameter_with_2_sub_params_cat_dim_0"
+SUB_PARAM_ENTRIES = "parameter_with_sub_params"
+SUB_PARAM_WIDTHS = "sub_param_shard_widths"
+UNSUPPORTED_PATTERNS = "autotp_unsupported_parameter_patterns"
 
 AFFINE_VERSION = 1
 """checkpoint/affine.py ``AFFINE_MAP_FORMAT_VERSION``."""
 
-WIDTHS_SINCE = 0.4
+WIDTHS_SINCE_VERSION = 0.4
 """``universal_checkpoint_version`` since which the widths of sub-parameters are stated."""
 
-MAX_PATTERN = 512
+MAX_PATTERN_CHARS = 512
 _REPEATS = re.compile(r"\\.|([*+{])")
 _REPEATED_GROUP = re.compile(r"\)[*+?{]|\\[1-9]|\(\?")
 MAX_REPEATS = 3
 """Repeats in a pattern: its time may grow with the length of a name to this power."""
 
-Placed = tuple[Box, Box]
+BoxPair = tuple[Box, Box]
 """A box of a rank's part, and the box of the whole that it is."""
 
 
-CUTTING = ("universal_checkpoint_info", "mp_world_size", "checkpoint_parallel_dimensions")
+PARTITION_ENTRIES = ("universal_checkpoint_info", "mp_world_size", "checkpoint_parallel_dimensions")
 """Entries of a model's file on how the run cut its model, which do not apply to the whole."""
 
 
 @dataclass(frozen=True, slots=True)
-class Join:
+class ParameterMerge:
     """A whole parameter of ``shape``, and by rank the boxes that each has of it. ``num_cropped`` are rows of padding
     that were left out."""
 
     shape: Shape
-    ranks: tuple[tuple[Placed, ...], ...]
+    rank_boxes: tuple[tuple[BoxPair, ...], ...]
     num_cropped: int = 0
 
-    def table(self, parts: Sequence[ShardTable], shapes: Sequence[Shape]) -> ShardTable:
+    def build_shard_table(self, part_tables: Sequence[ShardTable], part_shapes: Sequence[Shape]) -> ShardTable:
         shards = [
             shard
-            for table, shape, boxes in zip(parts, shapes, self.ranks, strict=True)
-            for shard in (_moved(table.unflatten(shape), boxes) if boxes else ())
+            for table, shape, boxes in zip(part_tables, part_shapes, self.rank_boxes, strict=True)
+            for shard in (_move_shards(table.unflatten(shape), boxes) if boxes else ())
         ]
-        return ShardTable.build(self.shape, parts[0].dtype, shards)
+        return ShardTable.build(self.shape, part_tables[0].dtype, shards)
 
 
-def _moved(table: ShardTable, boxes: Sequence[Placed]) -> Iterator[Shard]:
-    item = table.dtype.item_bytes
+def _move_shards(table: ShardTable, boxes: Sequence[BoxPair]) -> Iterator[Shard]:
+    item_bytes = table.dtype.item_bytes
     for row in range(len(table)):
-        stored, at, strides = table.get_box(row), table.get_byte_range(row), table.get_strides(row)
-        for there, here in boxes:
-            common = stored.intersect(there)
-            if common is None:
+        shard_box, byte_range, strides = table.get_box(row), table.get_byte_range(row), table.get_strides(row)
+        for part_box, whole_box in boxes:
+            overlap = shard_box.intersect(part_box)
+            if overlap is None:
                 continue
-            skipped = sum(s * i for s, i in zip(strides, common.relative_to(stored.start).start, strict=True))
-            span = 1 + sum((extent - 1) * s for extent, s in zip(common.shape, strides, strict=True))
-            start = at.start + skipped * item
-            placed = common.relative_to(there.start).shift(here.start)
-            yield Shard(placed, ByteRange(at.file, start, start + span * item), strides)
+            start_element = sum(s * i for s, i in zip(strides, overlap.relative_to(shard_box.start).start, strict=True))
+            span_elements = 1 + sum((extent - 1) * s for extent, s in zip(overlap.shape, strides, strict=True))
+            start_byte = byte_range.start + start_element * item_bytes
+            target_box = overlap.relative_to(part_box.start).shift(whole_box.start)
+            yield Shard(
+                target_box, ByteRange(byte_range.file, start_byte, start_byte + span_elements * item_bytes), strides
+            )
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class MergeRules:
     """The rules of ``universal_checkpoint_info``. ``path`` is their file, for messages."""
 
     info: Mapping[Value, Value]
     path: str
 
     @classmethod
-    def of(cls, info: Value, path: str) -> Rules:
+    def of(cls, info: Value, path: str) -> MergeRules:
         """Raises FormatError where there are no rules, or unknown ones."""
         if not isinstance(info, dict) or not info:
             raise UnsupportedError(
@@ -100,61 +102,63 @@ class Rules:
                 path=path,
             )
         rules = cls(info, path)
-        affine = rules._mapping("affine_map")
-        if affine and affine.get("version", AFFINE_VERSION) not in range(AFFINE_VERSION + 1):
-            raise UnsupportedError(f"its affine_map has version {format_brief(affine['version'])}", path=path)
+        affine_map = rules._read_mapping("affine_map")
+        if affine_map and affine_map.get("version", AFFINE_VERSION) not in range(AFFINE_VERSION + 1):
+            raise UnsupportedError(f"its affine_map has version {format_brief(affine_map['version'])}", path=path)
         return rules
 
-    def join(self, name: str, shapes: Sequence[Shape]) -> Join:
+    def plan_merge(self, name: str, shapes: Sequence[Shape]) -> ParameterMerge:
         """The join of parts of ``shapes``, one a rank. Raises UnsupportedError if it takes arithmetic; MalformedError
         if the rules do not fit the parts."""
-        blocks = self._mapping("affine_map").get("params", {})
+        blocks = self._read_mapping("affine_map").get("params", {})
         if not isinstance(blocks, dict):
-            raise self._bad("affine_map")
-        pattern = self._one([*blocks], name)
+            raise self._make_entry_error("affine_map")
+        pattern = self._find_pattern([*blocks], name)
         is_block = pattern is not None
-        found = self._by_blocks(name, blocks[pattern], shapes) if is_block else self._by_category(name, shapes)
-        return self._cropped(found) if self._matches(VOCABULARY, name) else found
+        merge = (
+            self._merge_by_blocks(name, blocks[pattern], shapes) if is_block else self._merge_by_category(name, shapes)
+        )
+        return self._crop_vocabulary(merge) if self._is_in_category(VOCABULARY_PATTERNS, name) else merge
 
-    def mention(self, text: str) -> bool:
+    def does_mention(self, text: str) -> bool:
         """Whether a pattern or a name of the rules has ``text``."""
         return text in repr(self.info)
 
     # The content of the file
 
-    def _mapping(self, key: str) -> Mapping[Value, Value]:
-        found = self.info.get(key)
-        if found is not None and not isinstance(found, dict):
-            raise self._bad(key)
-        return found or {}
+    def _read_mapping(self, key: str) -> Mapping[Value, Value]:
+        mapping = self.info.get(key)
+        if mapping is not None and not isinstance(mapping, dict):
+            raise self._make_entry_error(key)
+        return mapping or {}
 
-    def _bad(self, key: str) -> MalformedError:
-        return self._malformed(key, f"its universal_checkpoint_info has a malformed {key}")
+    def _make_entry_error(self, key: str) -> MalformedError:
+        return self._make_malformed_error(key, f"its universal_checkpoint_info has a malformed {key}")
 
-    def _malformed(self, key: str, message: str) -> MalformedError:
+    def _make_malformed_error(self, key: str, message: str) -> MalformedError:
         return MalformedError(message, path=self.path, key=key)
 
-    def _unsupported(self, key: str, message: str) -> UnsupportedError:
+    def _make_unsupported_error(self, key: str, message: str) -> UnsupportedError:
         return UnsupportedError(message, path=self.path, key=key)
 
-    def _matches(self, key: str, name: str) -> bool:
+    def _is_in_category(self, key: str, name: str) -> bool:
         patterns = self.info.get(key) or []
         if not isinstance(patterns, list | tuple | dict):
-            raise self._bad(key)
-        return self._one(list(patterns), name) is not None
+            raise self._make_entry_error(key)
+        return self._find_pattern(list(patterns), name) is not None
 
-    def _one(self, patterns: Sequence[Value], name: str) -> str | None:
+    def _find_pattern(self, patterns: Sequence[Value], name: str) -> str | None:
         """The one of ``patterns`` that matches from the start of the name, as in DeepSpeed."""
-        found = [pattern for pattern in patterns if self._compiled(pattern).match(name)]
-        if len(found) > 1:
-            raise self._malformed(name, f"several patterns of one kind match it: {format_brief(found)}")
-        return str(found[0]) if found else None
+        matching = [pattern for pattern in patterns if self._compile_pattern(pattern).match(name)]
+        if len(matching) > 1:
+            raise self._make_malformed_error(name, f"several patterns of one kind match it: {format_brief(matching)}")
+        return str(matching[0]) if matching else None
 
-    def _compiled(self, pattern: Value) -> re.Pattern[str]:
+    def _compile_pattern(self, pattern: Value) -> re.Pattern[str]:
         if not isinstance(pattern, str):
-            raise self._bad("pattern")
+            raise self._make_entry_error("pattern")
         repeats = sum(1 for match in _REPEATS.finditer(pattern) if match[1])
-        if len(pattern) > MAX_PATTERN or _REPEATED_GROUP.search(pattern) or repeats > MAX_REPEATS:
+        if len(pattern) > MAX_PATTERN_CHARS or _REPEATED_GROUP.search(pattern) or repeats > MAX_REPEATS:
             raise UnsupportedError(f"its pattern {format_brief(pattern)} could take very long to match", path=self.path)
         try:
             return re.compile(pattern)
@@ -165,194 +169,219 @@ class Rules:
 
     # Categories
 
-    def _by_category(self, name: str, shapes: Sequence[Shape]) -> Join:
-        if self._matches(UNSUPPORTED, name):
-            raise self._unsupported(name, "the run states that its parts cannot be joined")
-        if self._matches(REPLICATED, name):
-            return self.replicated(name, shapes)
-        if self._matches(AVERAGED, name):
+    def _merge_by_category(self, name: str, shapes: Sequence[Shape]) -> ParameterMerge:
+        if self._is_in_category(UNSUPPORTED_PATTERNS, name):
+            raise self._make_unsupported_error(name, "the run states that its parts cannot be joined")
+        if self._is_in_category(REPLICATED_PATTERNS, name):
+            return self.merge_replicated(name, shapes)
+        if self._is_in_category(AVERAGED_PATTERNS, name):
             message = "its tensor-parallel copies differ and would have to be averaged, which is not supported"
-            raise self._unsupported(name, message)
-        if self._matches(HALVES, name):
-            self._check_others(name, shapes, 0)
-            first = [-(-shape[0] // 2) for shape in shapes]
-            return self._sub_params(name, shapes, 0, [first, [s[0] - f for s, f in zip(shapes, first, strict=True)]])
-        for entry in self.info.get(SUB_PARAMS) or ():
+            raise self._make_unsupported_error(name, message)
+        if self._is_in_category(TWO_SUB_PARAM_PATTERNS, name):
+            self._check_other_dims(name, shapes, 0)
+            first_halves = [-(-shape[0] // 2) for shape in shapes]
+            return self._merge_sub_params(
+                name, shapes, 0, [first_halves, [s[0] - f for s, f in zip(shapes, first_halves, strict=True)]]
+            )
+        for entry in self.info.get(SUB_PARAM_ENTRIES) or ():
             entry = entry.attributes if isinstance(entry, Opaque) else entry
             if not isinstance(entry, dict) or not isinstance(entry.get("patterns"), list | tuple):
-                raise self._bad(SUB_PARAMS)
+                raise self._make_entry_error(SUB_PARAM_ENTRIES)
             for pattern in entry["patterns"]:
-                if self._compiled(pattern).match(name):
-                    return self._by_sub_params(name, pattern, entry, shapes)
-        return self.along(name, shapes, 1 if self._matches(ROWS, name) else 0)
+                if self._compile_pattern(pattern).match(name):
+                    return self._merge_by_sub_params(name, pattern, entry, shapes)
+        return self.merge_along(name, shapes, 1 if self._is_in_category(ROW_PARALLEL_PATTERNS, name) else 0)
 
-    def along(self, name: str, shapes: Sequence[Shape], dim: int) -> Join:
+    def merge_along(self, name: str, shapes: Sequence[Shape], dim: int) -> ParameterMerge:
         """Parts of ``shapes``, one after another along ``dim``."""
-        self._check_others(name, shapes, dim)
-        return self._sub_params(name, shapes, dim, [[shape[dim] for shape in shapes]])
+        self._check_other_dims(name, shapes, dim)
+        return self._merge_sub_params(name, shapes, dim, [[shape[dim] for shape in shapes]])
 
-    def _by_sub_params(self, name: str, pattern: str, entry: Mapping[Value, Value], shapes: Sequence[Shape]) -> Join:
-        dim, spec = entry.get("partition_dim"), entry.get("shape")
+    def _merge_by_sub_params(
+        self, name: str, pattern: str, entry: Mapping[Value, Value], shapes: Sequence[Shape]
+    ) -> ParameterMerge:
+        dim, view_shape = entry.get("partition_dim"), entry.get("shape")
         ndim = len(shapes[0])
-        if type(dim) is not int or not isinstance(spec, list | tuple) or not 0 <= dim < len(spec):
-            raise self._bad(SUB_PARAMS)
-        if len(spec) != ndim or any(not _fits(spec[d], shapes[0][d]) for d in range(ndim) if d != dim):
-            tensor = f"a tensor of shape {list(shapes[0])}"
-            raise self._unsupported(
-                name, f"its sub-parameters are {format_brief(spec)} of {tensor}, which is not supported"
+        if type(dim) is not int or not isinstance(view_shape, list | tuple) or not 0 <= dim < len(view_shape):
+            raise self._make_entry_error(SUB_PARAM_ENTRIES)
+        if len(view_shape) != ndim or any(
+            not _is_same_extent(view_shape[d], shapes[0][d]) for d in range(ndim) if d != dim
+        ):
+            tensor_text = f"a tensor of shape {list(shapes[0])}"
+            raise self._make_unsupported_error(
+                name, f"its sub-parameters are {format_brief(view_shape)} of {tensor_text}, which is not supported"
             )
-        sizes = spec[dim]
+        sizes = view_shape[dim]
         if type(sizes) is int:
-            total = sum(shape[dim] for shape in shapes)
-            if sizes < 1 or total % sizes:
-                raise self._bad(SUB_PARAMS)
-            sizes = (total // sizes,) * sizes
+            total_extent = sum(shape[dim] for shape in shapes)
+            if sizes < 1 or total_extent % sizes:
+                raise self._make_entry_error(SUB_PARAM_ENTRIES)
+            sizes = (total_extent // sizes,) * sizes
         if not are_naturals(sizes, None):
-            raise self._bad(SUB_PARAMS)
-        return self._sub_params(name, shapes, dim, self._widths(pattern, sizes, len(shapes), name))
+            raise self._make_entry_error(SUB_PARAM_ENTRIES)
+        return self._merge_sub_params(name, shapes, dim, self._read_widths(pattern, sizes, len(shapes), name))
 
-    def _widths(self, pattern: str, sizes: Sequence[int], num_ranks: int, name: str) -> list[list[int]]:
+    def _read_widths(self, pattern: str, sizes: Sequence[int], num_ranks: int, name: str) -> list[list[int]]:
         """The width on each rank, of each sub-parameter."""
         version = self.info.get("universal_checkpoint_version", 0.0)
         if not isinstance(version, int | float):
-            raise self._bad("universal_checkpoint_version")
-        if version < WIDTHS_SINCE:
+            raise self._make_entry_error("universal_checkpoint_version")
+        if version < WIDTHS_SINCE_VERSION:
             if any(size % num_ranks for size in sizes):
                 message = f"its sub-parameters of {list(sizes)} were cut unevenly, and how is not stated"
-                raise self._unsupported(name, message)
+                raise self._make_unsupported_error(name, message)
             return [[size // num_ranks] * num_ranks for size in sizes]
-        widths = self._mapping(WIDTHS).get(pattern)
+        widths = self._read_mapping(SUB_PARAM_WIDTHS).get(pattern)
         if not isinstance(widths, list | tuple) or len(widths) != len(sizes):
-            raise self._bad(WIDTHS)
-        for each, size in zip(widths, sizes, strict=True):
-            if not are_naturals(each, None) or len(each) != num_ranks or sum(each) != size:
-                raise self._bad(WIDTHS)
+            raise self._make_entry_error(SUB_PARAM_WIDTHS)
+        for rank_widths, size in zip(widths, sizes, strict=True):
+            if not are_naturals(rank_widths, None) or len(rank_widths) != num_ranks or sum(rank_widths) != size:
+                raise self._make_entry_error(SUB_PARAM_WIDTHS)
         return [list(each) for each in widths]
 
-    def _cropped(self, found: Join) -> Join:
+    def _crop_vocabulary(self, merge: ParameterMerge) -> ParameterMerge:
         """Without the rows that pad the vocabulary."""
         rows = self.info.get("original_vocab_size")
-        if type(rows) is not int or rows < 1 or not found.shape:
-            raise self._bad("original_vocab_size")
-        if found.shape[0] <= rows:
-            return found
-        shape = (rows, *found.shape[1:])
-        ranks = tuple(tuple(_within(boxes, Box.whole(shape))) for boxes in found.ranks)
-        return Join(shape, ranks, found.shape[0] - rows)
+        if type(rows) is not int or rows < 1 or not merge.shape:
+            raise self._make_entry_error("original_vocab_size")
+        if merge.shape[0] <= rows:
+            return merge
+        shape = (rows, *merge.shape[1:])
+        rank_boxes = tuple(tuple(_crop_boxes(boxes, Box.whole(shape))) for boxes in merge.rank_boxes)
+        return ParameterMerge(shape, rank_boxes, merge.shape[0] - rows)
 
     # Blocks
 
-    def _by_blocks(self, name: str, entry: Value, shapes: Sequence[Shape]) -> Join:
+    def _merge_by_blocks(self, name: str, entry: Value, shapes: Sequence[Shape]) -> ParameterMerge:
         if not isinstance(entry, dict) or not isinstance(entry.get("ranks"), dict):
-            raise self._bad("affine_map")
-        shape = self._naturals(entry.get("logical_shape"))
-        ranks = {str(rank): value for rank, value in entry["ranks"].items()}
-        if ranks.keys() != {str(rank) for rank in range(len(shapes))}:
-            raise self._bad("affine_map")
-        return Join(
-            shape, tuple(tuple(self._blocks(name, r, ranks[str(r)], shapes[r], shape)) for r in range(len(shapes)))
+            raise self._make_entry_error("affine_map")
+        shape = self._require_naturals(entry.get("logical_shape"))
+        entry_by_rank = {str(rank): value for rank, value in entry["ranks"].items()}
+        if entry_by_rank.keys() != {str(rank) for rank in range(len(shapes))}:
+            raise self._make_entry_error("affine_map")
+        return ParameterMerge(
+            shape,
+            tuple(
+                tuple(self._read_blocks(name, r, entry_by_rank[str(r)], shapes[r], shape)) for r in range(len(shapes))
+            ),
         )
 
-    def _blocks(self, name: str, rank: int, entry: Value, part: Shape, whole: Shape) -> Iterator[Placed]:
+    def _read_blocks(
+        self, name: str, rank: int, entry: Value, part_shape: Shape, whole_shape: Shape
+    ) -> Iterator[BoxPair]:
         if not isinstance(entry, dict) or not isinstance(entry.get("pieces"), list | tuple):
-            raise self._bad("affine_map")
-        if self._naturals(entry.get("shard_shape")) != part:
-            stated = format_brief(entry["shard_shape"])
-            raise self._malformed(name, f"its part on rank {rank} is {list(part)}, but {stated} in affine_map")
+            raise self._make_entry_error("affine_map")
+        if self._require_naturals(entry.get("shard_shape")) != part_shape:
+            shape_text = format_brief(entry["shard_shape"])
+            raise self._make_malformed_error(
+                name, f"its part on rank {rank} is {list(part_shape)}, but {shape_text} in affine_map"
+            )
         for piece in entry["pieces"]:
             if not isinstance(piece, dict) or not are_naturals(piece.get("locations"), None):
-                raise self._bad("affine_map")
+                raise self._make_entry_error("affine_map")
             if piece.get("scale", 1.0) != 1.0:
                 message = (
                     f"a block of it is stored multiplied by {format_brief(piece['scale'])}, which is not supported"
                 )
-                raise self._unsupported(name, message)
-            shape = self._naturals(piece.get("shape"))
+                raise self._make_unsupported_error(name, message)
+            shape = self._require_naturals(piece.get("shape"))
             if prod(shape) and rank == min(piece["locations"], default=rank):
-                ends = (self._box(name, piece.get(key), shape, of) for key, of in (("dest", part), ("source", whole)))
-                yield next(ends), next(ends)
+                boxes = (
+                    self._parse_box(name, piece.get(key), shape, of)
+                    for key, of in (("dest", part_shape), ("source", whole_shape))
+                )
+                yield next(boxes), next(boxes)
 
-    def _box(self, name: str, view: Value, shape: Shape, of: Shape) -> Box:
-        """The box of a tensor of shape ``of`` that a view of offset and strides is."""
+    def _parse_box(self, name: str, view: Value, shape: Shape, tensor_shape: Shape) -> Box:
+        """The box of a tensor of shape ``tensor_shape`` that a view of offset and strides is."""
         if not isinstance(view, list | tuple) or len(view) != 2 or type(view[0]) is not int or view[0] < 0:
-            raise self._bad("affine_map")
-        strides, wanted = self._naturals(view[1]), contiguous_strides(of)
+            raise self._make_entry_error("affine_map")
+        strides, tensor_strides = self._require_naturals(view[1]), contiguous_strides(tensor_shape)
         not_a_box = UnsupportedError("a block of it in affine_map is not a box, which is not supported", key=name)
-        if len(shape) != len(of) or len(strides) != len(of):
+        if len(shape) != len(tensor_shape) or len(strides) != len(tensor_shape):
             raise not_a_box
-        if any(n > 1 and a != b for n, a, b in zip(shape, strides, wanted, strict=True)):
+        if any(n > 1 and a != b for n, a, b in zip(shape, strides, tensor_strides, strict=True)):
             raise not_a_box
-        start, left = [], view[0]
-        for stride in wanted:
-            start.append(left // stride if stride else 0)
-            left = left % stride if stride else left
+        start, remaining_offset = [], view[0]
+        for stride in tensor_strides:
+            start.append(remaining_offset // stride if stride else 0)
+            remaining_offset = remaining_offset % stride if stride else remaining_offset
         box = Box(tuple(start), tuple(a + n for a, n in zip(start, shape, strict=True)))
-        if not box.is_within(of):
+        if not box.is_within(tensor_shape):
             raise not_a_box
         return box
 
-    def _naturals(self, found: Value) -> Shape:
-        if not are_naturals(found):
-            raise self._bad("affine_map")
-        return tuple(found)
+    def _require_naturals(self, values: Value) -> Shape:
+        if not are_naturals(values):
+            raise self._make_entry_error("affine_map")
+        return tuple(values)
 
     # Parts
 
-    def replicated(self, name: str, shapes: Sequence[Shape]) -> Join:
+    def merge_replicated(self, name: str, shapes: Sequence[Shape]) -> ParameterMerge:
         """Every rank has the whole; the first one's is read."""
         if len(set(shapes)) > 1:
-            have = format_brief([list(shape) for shape in shapes])
-            raise self._malformed(name, f"every tensor-parallel rank should have it whole, and they have {have}")
-        whole = Box.whole(shapes[0])
-        return Join(shapes[0], (((whole, whole),), *((),) * (len(shapes) - 1)))
+            shapes_text = format_brief([list(shape) for shape in shapes])
+            raise self._make_malformed_error(
+                name, f"every tensor-parallel rank should have it whole, and they have {shapes_text}"
+            )
+        whole_box = Box.whole(shapes[0])
+        return ParameterMerge(shapes[0], (((whole_box, whole_box),), *((),) * (len(shapes) - 1)))
 
-    def _sub_params(self, name: str, shapes: Sequence[Shape], dim: int, widths: Sequence[Sequence[int]]) -> Join:
+    def _merge_sub_params(
+        self, name: str, shapes: Sequence[Shape], dim: int, widths: Sequence[Sequence[int]]
+    ) -> ParameterMerge:
         """Each part is a piece of every sub-parameter, ``widths[sub][rank]`` wide along ``dim``; the whole has each
         sub-parameter's pieces together."""
-        self._check_others(name, shapes, dim)
+        self._check_other_dims(name, shapes, dim)
         for rank, shape in enumerate(shapes):
             if sum(width[rank] for width in widths) != shape[dim]:
-                part = f"its part on rank {rank} has the shape {list(shape)}"
-                raise self._malformed(name, f"{part}, which its sub-parameters do not fill")
-        whole = (*shapes[0][:dim], sum(shape[dim] for shape in shapes), *shapes[0][dim + 1 :])
+                part_text = f"its part on rank {rank} has the shape {list(shape)}"
+                raise self._make_malformed_error(name, f"{part_text}, which its sub-parameters do not fill")
+        whole_shape = (*shapes[0][:dim], sum(shape[dim] for shape in shapes), *shapes[0][dim + 1 :])
         starts = list(accumulate((sum(width) for width in widths), initial=0))
-        ranks = []
+        rank_boxes = []
         for rank, shape in enumerate(shapes):
-            before = [start + sum(width[:rank]) for start, width in zip(starts, widths, strict=False)]
-            ranks.append(tuple(_pieces(shape, dim, [width[rank] for width in widths], before)))
-        return Join(whole, tuple(ranks))
+            sub_param_starts = [start + sum(width[:rank]) for start, width in zip(starts, widths, strict=False)]
+            rank_boxes.append(tuple(_place_sub_params(shape, dim, [width[rank] for width in widths], sub_param_starts)))
+        return ParameterMerge(whole_shape, tuple(rank_boxes))
 
-    def _check_others(self, name: str, shapes: Sequence[Shape], dim: int) -> None:
-        others = {(len(shape), *shape[:dim], *shape[dim + 1 :]) for shape in shapes}
-        if len(others) > 1 or dim >= len(shapes[0]):
-            parts = format_brief([list(shape) for shape in shapes])
-            raise self._malformed(name, f"its parts of {parts} cannot be joined along dim {dim}")
+    def _check_other_dims(self, name: str, shapes: Sequence[Shape], dim: int) -> None:
+        other_extents = {(len(shape), *shape[:dim], *shape[dim + 1 :]) for shape in shapes}
+        if len(other_extents) > 1 or dim >= len(shapes[0]):
+            shapes_text = format_brief([list(shape) for shape in shapes])
+            raise self._make_malformed_error(name, f"its parts of {shapes_text} cannot be joined along dim {dim}")
 
 
-def _fits(spec: Value, extent: int) -> bool:
+def _is_same_extent(view_extent: Value, extent: int) -> bool:
     """Whether a dim of a view is that of the tensor: -1 stands for any, a list for the sum of its parts."""
-    return (sum(spec) if are_naturals(spec, None) else spec) in (-1, extent)
+    return (sum(view_extent) if are_naturals(view_extent, None) else view_extent) in (-1, extent)
 
 
-def _within(boxes: Sequence[Placed], limit: Box) -> Iterator[Placed]:
-    for there, here in boxes:
-        common = here.intersect(limit)
-        if common is not None:
-            yield common.relative_to(here.start).shift(there.start), common
+def _crop_boxes(boxes: Sequence[BoxPair], limit: Box) -> Iterator[BoxPair]:
+    for part_box, whole_box in boxes:
+        overlap = whole_box.intersect(limit)
+        if overlap is not None:
+            yield overlap.relative_to(whole_box.start).shift(part_box.start), overlap
 
 
-def _pieces(shape: Shape, dim: int, widths: Sequence[int], starts: Sequence[int]) -> Iterator[Placed]:
+def _place_sub_params(shape: Shape, dim: int, widths: Sequence[int], starts: Sequence[int]) -> Iterator[BoxPair]:
     cursor = 0
     for width, start in zip(widths, starts, strict=True):
         box = Box.whole((*shape[:dim], width, *shape[dim + 1 :]))
         if box.numel:
-            there, here = (tuple(at if d == dim else 0 for d in range(len(shape))) for at in (cursor, start))
-            yield box.shift(there), box.shift(here)
+            part_start, whole_start = (
+                tuple(at if d == dim else 0 for d in range(len(shape))) for at in (cursor, start)
+            )
+            yield box.shift(part_start), box.shift(whole_start)
         cursor += width
 
 
-def whole_extra(extra: Mapping[str, Any]) -> dict[str, Any]:
-    own = extra.get("deepspeed")
-    if not isinstance(own, dict):
+def drop_partition_entries(extra: Mapping[str, Any]) -> dict[str, Any]:
+    deepspeed_entries = extra.get("deepspeed")
+    if not isinstance(deepspeed_entries, dict):
         return dict(extra)
-    return {**extra, "deepspeed": {name: value for name, value in own.items() if name not in CUTTING}}
+    return {
+        **extra,
+        "deepspeed": {name: value for name, value in deepspeed_entries.items() if name not in PARTITION_ENTRIES},
+    }

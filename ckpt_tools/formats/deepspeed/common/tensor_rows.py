@@ -1,8 +1,8 @@
 """The tensors of one file: their records in the pickle, and the segments that are their bytes.
 
 In stage 3 the files of all ranks have the same pickle and differ in elements and in their names alone. Such a file is
-made once as a ``Form`` with holes, and a rank's copy is that form with its holes filled: for a thousand ranks of a
-thousand parameters writing the pickles would take longer than everything else.
+made once as a ``FileTemplate`` with holes, and a rank's copy is that form with its holes filled: for a thousand ranks
+of a thousand parameters writing the pickles would take longer than everything else.
 """
 
 from __future__ import annotations
@@ -18,62 +18,70 @@ from ckpt_tools.core.literals import read_literal_number
 from ckpt_tools.core.manifest import Manifest, StateKey, TensorEntry
 from ckpt_tools.core.value_refs import replace_tensor_refs
 from ckpt_tools.core.values import StorageRef, StoredTensor, Value
-from ckpt_tools.formats.deepspeed.common.partition import Vector
+from ckpt_tools.formats.deepspeed.common.partition import VectorLayout
 from ckpt_tools.formats.deepspeed.common.pickled_objects import DS_VERSION
-from ckpt_tools.formats.deepspeed.common.training_state import Group, Slot
-from ckpt_tools.formats.deepspeed.common.written_extras import Extras
+from ckpt_tools.formats.deepspeed.common.training_state import PartitionedSlot, TrainingGroup
+from ckpt_tools.formats.deepspeed.common.written_extras import DeepSpeedExtras
 from ckpt_tools.serialization.torch_zip import TorchFileContent, get_archive_root, make_archive_segments
 
 
 @dataclass(slots=True)
-class Tensors:
+class TorchFileBuilder:
     """The storages of one file, one a tensor, in the order of the calls."""
 
     manifest: Manifest
     _storages: dict[str, list[Segment]] = field(default_factory=dict)
     _holes: list[str] = field(default_factory=list)
 
-    def file(self, path: str, value: Value) -> FileLayout:
+    def build_file(self, path: str, value: Value) -> FileLayout:
         return FileLayout(path, tuple(make_archive_segments(value, self._storages, root=get_archive_root(path))))
 
-    def form(self, value: Value) -> Form:
+    def build_template(self, value: Value) -> FileTemplate:
         """The file of ``value``, with the holes made here."""
-        return Form(TorchFileContent.of(value, self._storages), self._storages, tuple(self._holes))
+        return FileTemplate(TorchFileContent.of(value, self._storages), self._storages, tuple(self._holes))
 
-    def add(self, segments: Sequence[Segment], dtype: DType, shape: Shape) -> StoredTensor:
+    def add_tensor(self, segments: Sequence[Segment], dtype: DType, shape: Shape) -> StoredTensor:
         key = str(len(self._storages))
         self._storages[key] = list(segments)
         return StoredTensor(StorageRef.of_elements(key, dtype, prod(shape)), dtype, 0, shape, contiguous_strides(shape))
 
-    def whole(self, key: StateKey, entry: TensorEntry) -> StoredTensor:
-        return self.add([Payload(key, Box.whole(entry.shape), entry.shape, entry.dtype)], entry.dtype, entry.shape)
+    def add_whole_tensor(self, key: StateKey, entry: TensorEntry) -> StoredTensor:
+        return self.add_tensor(
+            [Payload(key, Box.whole(entry.shape), entry.shape, entry.dtype)], entry.dtype, entry.shape
+        )
 
-    def vector(self, vector: Vector, group: Group, slot: Slot) -> StoredTensor:
-        return self.add(elements(rows_of(vector), group, slot), slot.dtype, (vector.numel,))
+    def add_vector(self, vector_layout: VectorLayout, group: TrainingGroup, slot: PartitionedSlot) -> StoredTensor:
+        return self.add_tensor(
+            build_vector_segments(list_vector_rows(vector_layout), group, slot), slot.dtype, (vector_layout.numel,)
+        )
 
-    def hole(self, dtype: DType, numel: int) -> StoredTensor:
+    def add_hole(self, dtype: DType, numel: int) -> StoredTensor:
         """A vector whose elements differ from rank to rank."""
         self._holes.append(str(len(self._storages)))
-        return self.add([Padding(numel * dtype.item_bytes)], dtype, (numel,))
+        return self.add_tensor([Padding(numel * dtype.item_bytes)], dtype, (numel,))
 
-    def scalar(self, key: StateKey) -> Value:
+    def add_scalar(self, key: StateKey) -> Value:
         """A 0-d tensor; a plain number where the source has one."""
         entry = self.manifest.tensors[key]
         number = read_literal_number(self.manifest, entry)
-        return self.whole(key, entry) if number is None else number
+        return self.add_whole_tensor(key, entry) if number is None else number
 
-    def restored(self, value: Value) -> Value:
+    def add_referenced_tensors(self, value: Value) -> Value:
         """``value`` with a tensor in the place of each reference to one."""
-        return replace_tensor_refs(value, lambda found: self.whole(found.key, self.manifest.tensors[found.key]))
+        return replace_tensor_refs(
+            value, lambda found: self.add_whole_tensor(found.key, self.manifest.tensors[found.key])
+        )
 
 
-def counters(extras: Extras, tensors: Tensors, world_size: int, config: Mapping[str, Value]) -> dict[str, Value]:
+def make_counters(
+    extras: DeepSpeedExtras, builder: TorchFileBuilder, world_size: int, config: Mapping[str, Value]
+) -> dict[str, Value]:
     """DeepSpeed's counters and sizes in a model file.
 
     ``global_samples``, ``data_sampler`` and ``random_ltd`` are absent where the source does not have them: DeepSpeed
     then takes steps times its batch size, and a run with a data sampler or random-LTD resets these. With None it fails.
     """
-    found = {
+    entries = {
         "lr_scheduler": extras.lr_scheduler,
         "skipped_steps": 0,
         "global_steps": extras.global_steps,
@@ -84,44 +92,44 @@ def counters(extras: Extras, tensors: Tensors, world_size: int, config: Mapping[
         "ds_config": dict(config),
         "ds_version": DS_VERSION,
     }
-    return {name: tensors.restored(value) for name, value in found.items()}
+    return {name: builder.add_referenced_tensors(value) for name, value in entries.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class FileTemplate:
     """A file with holes: those of ``storages`` that each rank replaces by its own, of the same bytes."""
 
     content: TorchFileContent
     storages: Mapping[str, Sequence[Segment]]
     holes: tuple[str, ...]
 
-    def filled(self, path: str, contents: Sequence[Sequence[Segment]]) -> FileLayout:
-        """The file with ``contents`` in its holes, in their order."""
-        own = dict(zip(self.holes, contents, strict=True))
+    def fill_holes(self, path: str, hole_contents: Sequence[Sequence[Segment]]) -> FileLayout:
+        """The file with ``hole_contents`` in its holes, in their order."""
+        own_storages = dict(zip(self.holes, hole_contents, strict=True))
         return FileLayout(
-            path, tuple(self.content.make_segments({**self.storages, **own}, root=get_archive_root(path)))
+            path, tuple(self.content.make_segments({**self.storages, **own_storages}, root=get_archive_root(path)))
         )
 
 
-Row = tuple[int, Box, int]
+VectorRow = tuple[int, Box, int]
 """A row of a vector: the parameter's position in its group, its elements, the zeros after them."""
 
 
-def rows_of(vector: Vector) -> list[Row]:
+def list_vector_rows(vector_layout: VectorLayout) -> list[VectorRow]:
     """The rows of a vector, which all slots share: a thousand ranks have millions."""
-    columns = (vector.params, vector.starts, vector.stops, vector.paddings)
+    columns = (vector_layout.params, vector_layout.starts, vector_layout.stops, vector_layout.paddings)
     rows = zip(*(column.tolist() for column in columns), strict=True)
     return [(param, Box((start,), (stop,)), padding) for param, start, stop, padding in rows]
 
 
-def elements(rows: Sequence[Row], group: Group, slot: Slot) -> list[Segment]:
-    found: list[Segment] = []
-    item = slot.dtype.item_bytes
+def build_vector_segments(rows: Sequence[VectorRow], group: TrainingGroup, slot: PartitionedSlot) -> list[Segment]:
+    segments: list[Segment] = []
+    item_bytes = slot.dtype.item_bytes
     for param, box, padding in rows:
         key, numel = slot.keys[param], box.stop[0] - box.start[0]
         if key is not None and numel:
-            found.append(Payload(key, box, (group.numels[param],), slot.dtype))
-        zeros = padding + (0 if key is not None else numel)
-        if zeros:
-            found.append(Padding(zeros * item))
-    return found
+            segments.append(Payload(key, box, (group.numels[param],), slot.dtype))
+        zero_elements = padding + (0 if key is not None else numel)
+        if zero_elements:
+            segments.append(Padding(zero_elements * item_bytes))
+    return segments

@@ -24,31 +24,31 @@ from ckpt_tools.formats.state_dict.frozen_or_buffer import classify_untrained, i
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class PartitionedSlot:
     """State that is cut as the parameters are: each one's tensor, or None where it has none, and zeros are meant."""
 
     name: str
     dtype: DType
     keys: tuple[StateKey | None, ...]
 
-    def picked(self, positions: Sequence[int]) -> Slot:
-        return Slot(self.name, self.dtype, tuple(self.keys[i] for i in positions))
+    def select_positions(self, positions: Sequence[int]) -> PartitionedSlot:
+        return PartitionedSlot(self.name, self.dtype, tuple(self.keys[i] for i in positions))
 
 
 @dataclass(frozen=True, slots=True)
-class _Column:
+class _SlotColumn:
     """One slot of a group's parameters: name, weight and state of each; the state is None for those that have none."""
 
     name: str
     rows: tuple[tuple[str, TensorEntry, TensorEntry | None], ...]
 
     @classmethod
-    def of(cls, manifest: Manifest, name: str, params: Sequence[str]) -> _Column:
+    def of(cls, manifest: Manifest, name: str, params: Sequence[str]) -> _SlotColumn:
         tensors = manifest.tensors
         return cls(name, tuple((fqn, tensors[StateKey(fqn)], tensors.get(StateKey(fqn, name))) for fqn in params))
 
     @property
-    def present(self) -> list[tuple[TensorEntry, TensorEntry]]:
+    def present_pairs(self) -> list[tuple[TensorEntry, TensorEntry]]:
         return [(weight, state) for _, weight, state in self.rows if state is not None]
 
     @property
@@ -56,61 +56,71 @@ class _Column:
         return tuple(None if state is None else StateKey(param, self.name) for param, _, state in self.rows)
 
     @property
-    def first(self) -> StateKey:
+    def first_key(self) -> StateKey:
         return next(key for key in self.keys if key is not None)
 
     @property
     def is_scalar(self) -> bool:
         """0-d where the parameter is not, or ``step``."""
-        return all(s.shape == () and (w.shape != () or self.name == "step") for w, s in self.present)
+        return all(s.shape == () and (w.shape != () or self.name == "step") for w, s in self.present_pairs)
 
     @property
-    def is_cut(self) -> bool:
+    def is_partitionable(self) -> bool:
         """Whether it has its parameter's shape everywhere, and one type, or types that become fp32."""
-        dtypes = {state.dtype for _, state in self.present}
-        return all(w.shape == s.shape for w, s in self.present) and (len(dtypes) == 1 or dtypes <= CASTABLE)
+        dtypes = {state.dtype for _, state in self.present_pairs}
+        return all(w.shape == s.shape for w, s in self.present_pairs) and (len(dtypes) == 1 or dtypes <= CASTABLE)
 
     @property
-    def slot(self) -> Slot:
-        dtype = self.present[0][1].dtype
-        return Slot(self.name, DType.FLOAT32 if dtype in CASTABLE else dtype, self.keys)
+    def partitioned_slot(self) -> PartitionedSlot:
+        dtype = self.present_pairs[0][1].dtype
+        return PartitionedSlot(self.name, DType.FLOAT32 if dtype in CASTABLE else dtype, self.keys)
 
-    def notes(self, number: int) -> Iterator[Note]:
+    def make_notes(self, group_number: int) -> Iterator[Note]:
         """Notes on what is set to zero, cast, or one for the group although each parameter has its own."""
         if self.is_scalar:
-            places = {(*map(str, state.shards.files), *state.shards.byte_starts.tolist()) for _, state in self.present}
+            places = {
+                (*map(str, state.shards.files), *state.shards.byte_starts.tolist()) for _, state in self.present_pairs
+            }
             if len(places) > 1:
-                why = f"DeepSpeed keeps one value for a group; the value of {self.first.fqn} is used"
-                yield Note(Outcome.DEFAULTED, f"{self.name} of parameter group {number}", why, len(places))
+                why = f"DeepSpeed keeps one value for a group; the value of {self.first_key.fqn} is used"
+                yield Note(Outcome.DEFAULTED, f"{self.name} of parameter group {group_number}", why, len(places))
             return
-        missing = {param: weight for param, weight, state in self.rows if state is None}
-        if missing:
+        weights_without_state = {param: weight for param, weight, state in self.rows if state is None}
+        if weights_without_state:
             why = (
                 "the source has none, as for parameters that never had a gradient; set to zero, at the step of their "
                 "group"
             )
-            yield noted(Outcome.DEFAULTED, f"{self.name} of {join_names([*missing])}", why, missing.values())
-        dtype = self.slot.dtype
-        for other in dict.fromkeys(state.dtype for _, state in self.present if state.dtype is not dtype):
-            found = [state for _, state in self.present if state.dtype is other]
-            what, why = f"{self.name} of {format_count(len(found), 'tensor')}", f"{other.value} to {dtype.value}"
-            yield noted(Outcome.CAST, what, why, found)
+            yield make_note(
+                Outcome.DEFAULTED,
+                f"{self.name} of {join_names([*weights_without_state])}",
+                why,
+                weights_without_state.values(),
+            )
+        dtype = self.partitioned_slot.dtype
+        for other_dtype in dict.fromkeys(state.dtype for _, state in self.present_pairs if state.dtype is not dtype):
+            cast_entries = [state for _, state in self.present_pairs if state.dtype is other_dtype]
+            what, why = (
+                f"{self.name} of {format_count(len(cast_entries), 'tensor')}",
+                f"{other_dtype.value} to {dtype.value}",
+            )
+            yield make_note(Outcome.CAST, what, why, cast_entries)
 
 
-def noted(outcome: Outcome, what: str, why: str, entries: Iterable[TensorEntry] = ()) -> Note:
-    found = list(entries)
-    return Note(outcome, what, why, max(1, len(found)), sum(entry.num_bytes for entry in found))
+def make_note(outcome: Outcome, what: str, why: str, entries: Iterable[TensorEntry] = ()) -> Note:
+    counted_entries = list(entries)
+    return Note(outcome, what, why, max(1, len(counted_entries)), sum(entry.num_bytes for entry in counted_entries))
 
 
-FLAVOURS = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
+TRAINING_DTYPES = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
 """The types in which DeepSpeed trains."""
 
 _ADAM_OPTIONS = {"lr", "betas", "eps", "weight_decay"}
-_NOT_OF_ADAM_ALONE = {MASTER, "step", "max_exp_avg_sq"}
+_SLOTS_BESIDES_MOMENTS = {MASTER, "step", "max_exp_avg_sq"}
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class TrainingGroup:
     """Parameters that are optimized together, in order: their elements, hyperparameters, and state.
 
     ``scalars`` are the 0-d slots, each by the tensor that stands for the whole group. ``notes`` are about the slots.
@@ -119,18 +129,18 @@ class Group:
     params: tuple[str, ...]
     numels: tuple[int, ...]
     options: Mapping[str, Any]
-    masters: Slot
-    slots: tuple[Slot, ...]
+    masters: PartitionedSlot
+    slots: tuple[PartitionedSlot, ...]
     scalars: Mapping[str, StateKey]
     notes: tuple[Note, ...] = ()
 
-    def picked(self, positions: Sequence[int]) -> Group:
-        return Group(
+    def select_positions(self, positions: Sequence[int]) -> TrainingGroup:
+        return TrainingGroup(
             tuple(self.params[i] for i in positions),
             tuple(self.numels[i] for i in positions),
             self.options,
-            self.masters.picked(positions),
-            tuple(slot.picked(positions) for slot in self.slots),
+            self.masters.select_positions(positions),
+            tuple(slot.select_positions(positions) for slot in self.slots),
             self.scalars,
             self.notes,
         )
@@ -146,74 +156,76 @@ class TrainingState:
 
     manifest: Manifest
     dtype: DType
-    groups: tuple[Group, ...]
+    groups: tuple[TrainingGroup, ...]
     frozen: Mapping[str, TensorEntry]
     buffers: Mapping[str, TensorEntry]
-    guessed: tuple[str, ...]
-    of_all_groups: tuple[Note, ...]
+    guessed_names: tuple[str, ...]
+    general_notes: tuple[Note, ...]
 
     @property
     def notes(self) -> tuple[Note, ...]:
         """Notes on all groups, then those on the optimizer state of each."""
-        return (*self.of_all_groups, *(note for group in self.groups for note in group.notes))
+        return (*self.general_notes, *(note for group in self.groups for note in group.notes))
 
     @property
     def ties(self) -> dict[str, str]:
         """Tied parameters, by alias; not tied buffers."""
         return {alias: owner for alias, owner in self.manifest.aliases.items() if owner not in self.buffers}
 
-    def weight(self, name: str) -> TensorEntry:
+    def get_weight(self, name: str) -> TensorEntry:
         return self.manifest.tensors[StateKey(name)]
 
-    def shapes(self, names: Iterable[str]) -> OrderedDict:
-        return OrderedDict({name: Size(self.weight(name).shape) for name in names})
+    def make_param_shapes(self, names: Iterable[str]) -> OrderedDict:
+        return OrderedDict({name: Size(self.get_weight(name).shape) for name in names})
 
-    def master(self, name: str) -> StateKey:
+    def find_master_key(self, name: str) -> StateKey:
         """The tensor from which the master of a trained parameter is read."""
-        return _master(self.manifest, name)
+        return _find_master_key(self.manifest, name)
 
     @classmethod
     def of(cls, manifest: Manifest) -> TrainingState:
         """Raises UnsupportedError where the weights are of a type that DeepSpeed does not train in, or of several;
         FormatError where a group names what is not there."""
-        slots: defaultdict[str, list[str]] = defaultdict(list)
+        slot_names: defaultdict[str, list[str]] = defaultdict(list)
         for key, entry in manifest.tensors.items():
             if entry.kind is Kind.STATE and key.slot not in (WEIGHT, MASTER):
-                slots[key.fqn].append(key.slot)
-        return _Reading(manifest, slots).state()
+                slot_names[key.fqn].append(key.slot)
+        return _TrainingStateBuilder(manifest, slot_names).build_state()
 
 
 @dataclass(slots=True)
-class _Reading:
-    """A manifest while its training state is collected; ``slots`` has the names of each parameter's."""
+class _TrainingStateBuilder:
+    """A manifest while its training state is collected; ``slot_names`` has the names of each parameter's."""
 
     manifest: Manifest
-    slots: Mapping[str, Sequence[str]]
+    slot_names: Mapping[str, Sequence[str]]
     notes: list[Note] = field(default_factory=list)
 
-    def state(self) -> TrainingState:
-        groups = [(group, self._members(group)) for group in self._source_groups()]
-        trained = _distinct(name for _, members in groups for name in members)
-        empty = {name: entry for name in trained if not (entry := self._weight(name)).numel}
-        self._note_lost(trained, empty)
-        dtype = self._flavour([name for name in trained if name not in empty])
-        found = [self._group(number, group, members) for number, (group, members) in enumerate(groups)]
-        self._note_masters(name for group in found if group for name in group.params)
-        rest = classify_untrained(self.manifest, trained)
+    def build_state(self) -> TrainingState:
+        source_groups = [(group, self._list_members(group)) for group in self._list_source_groups()]
+        trained = _require_distinct(name for _, members in source_groups for name in members)
+        empty = {name: entry for name in trained if not (entry := self._get_weight(name)).numel}
+        self._note_dropped_state(trained, empty)
+        dtype = self._find_training_dtype([name for name in trained if name not in empty])
+        training_groups = [
+            self._build_group(number, group, members) for number, (group, members) in enumerate(source_groups)
+        ]
+        self._note_made_masters(name for group in training_groups if group for name in group.params)
+        untrained_tensors = classify_untrained(self.manifest, trained)
         return TrainingState(
             self.manifest,
             dtype,
-            tuple(group for group in found if group is not None),
-            {**empty, **rest.frozen},
-            rest.buffers,
-            rest.guessed_names,
+            tuple(group for group in training_groups if group is not None),
+            {**empty, **untrained_tensors.frozen},
+            untrained_tensors.buffers,
+            untrained_tensors.guessed_names,
             tuple(self.notes),
         )
 
-    def _weight(self, name: str) -> TensorEntry:
+    def _get_weight(self, name: str) -> TensorEntry:
         return self.manifest.tensors[StateKey(name)]
 
-    def _source_groups(self) -> Sequence[ParamGroup]:
+    def _list_source_groups(self) -> Sequence[ParamGroup]:
         """The source's own groups; without any, one of all weights of the main type, which loads as weights alone."""
         if self.manifest.groups:
             return self.manifest.groups
@@ -227,10 +239,10 @@ class _Reading:
         numels: Counter[DType] = Counter()
         for entry in weights.values():
             numels[entry.dtype] += entry.numel
-        main = max(numels, key=lambda dtype: numels[dtype], default=None)
-        return [ParamGroup(tuple(name for name, entry in weights.items() if entry.dtype is main), {})]
+        main_dtype = max(numels, key=lambda dtype: numels[dtype], default=None)
+        return [ParamGroup(tuple(name for name, entry in weights.items() if entry.dtype is main_dtype), {})]
 
-    def _members(self, group: ParamGroup) -> tuple[str, ...]:
+    def _list_members(self, group: ParamGroup) -> tuple[str, ...]:
         names = tuple(self.manifest.aliases.get(name, name) for name in group.params)
         for name in names:
             if StateKey(name) not in self.manifest.tensors:
@@ -238,13 +250,13 @@ class _Reading:
                 raise IncompleteError(f"a parameter group names it, but there is no such weight; {advice}", key=name)
         return names
 
-    def _flavour(self, trained: Sequence[str]) -> DType:
-        found = {self._weight(name).dtype: name for name in trained}
-        if not found:
+    def _find_training_dtype(self, trained: Sequence[str]) -> DType:
+        name_by_dtype = {self._get_weight(name).dtype: name for name in trained}
+        if not name_by_dtype:
             raise UnsupportedError("there is no trainable parameter, and DeepSpeed does not start without one")
-        if len(found) > 1 or not found.keys() <= set(FLAVOURS):
-            kinds = ", ".join(f"{dtype.value} ({name})" for dtype, name in found.items())
-            can_cast = found.keys() <= CASTABLE
+        if len(name_by_dtype) > 1 or not name_by_dtype.keys() <= set(TRAINING_DTYPES):
+            kinds = ", ".join(f"{dtype.value} ({name})" for dtype, name in name_by_dtype.items())
+            can_cast = name_by_dtype.keys() <= CASTABLE
             advice = (
                 f"choose one with {format_option('dtype')}"
                 if can_cast
@@ -254,54 +266,63 @@ class _Reading:
                 f"DeepSpeed trains all parameters in one of float32, bfloat16 and float16, and these are {kinds}; "
                 f"{advice}"
             )
-        return next(iter(found))
+        return next(iter(name_by_dtype))
 
-    def _group(self, number: int, group: ParamGroup, members: Sequence[str]) -> Group | None:
+    def _build_group(self, number: int, group: ParamGroup, members: Sequence[str]) -> TrainingGroup | None:
         """None for a group without elements."""
-        params = tuple(name for name in members if self._weight(name).numel)
+        params = tuple(name for name in members if self._get_weight(name).numel)
         if not params:
             why = "DeepSpeed does not support a parameter group without elements"
             self.notes.append(Note(Outcome.DROPPED, f"hyperparameters of parameter group {number}", why))
             return None
-        scalars, slots, notes = self._optimizer_state(number, params)
-        return Group(
+        scalars, slots, notes = self._collect_optimizer_state(number, params)
+        return TrainingGroup(
             params,
-            tuple(self._weight(name).numel for name in params),
-            self._options(number, group.options, params),
-            Slot(MASTER, DType.FLOAT32, tuple(_master(self.manifest, name) for name in params)),
+            tuple(self._get_weight(name).numel for name in params),
+            self._complete_options(number, group.options, params),
+            PartitionedSlot(MASTER, DType.FLOAT32, tuple(_find_master_key(self.manifest, name) for name in params)),
             slots,
             scalars,
             notes,
         )
 
-    def _optimizer_state(
+    def _collect_optimizer_state(
         self, number: int, params: Sequence[str]
-    ) -> tuple[Mapping[str, StateKey], tuple[Slot, ...], tuple[Note, ...]]:
+    ) -> tuple[Mapping[str, StateKey], tuple[PartitionedSlot, ...], tuple[Note, ...]]:
         """A group's 0-d slots, by the tensor that stands for all parameters, its other slots, and notes on them."""
-        names = dict.fromkeys(slot for param in params for slot in self.slots.get(param, ()))
-        columns = [_Column.of(self.manifest, name, params) for name in names]
-        foreign = [column.name for column in columns if not column.is_scalar and not column.is_cut]
-        if foreign:
-            why = f"{', '.join(foreign)} cannot be partitioned like the parameters, so DeepSpeed resets this group"
-            lost = self._states(params)
-            return {}, (), (noted(Outcome.DROPPED, f"optimizer state of parameter group {number}", why, lost),)
+        names = dict.fromkeys(slot for param in params for slot in self.slot_names.get(param, ()))
+        columns = [_SlotColumn.of(self.manifest, name, params) for name in names]
+        unpartitionable_names = [
+            column.name for column in columns if not column.is_scalar and not column.is_partitionable
+        ]
+        if unpartitionable_names:
+            why = (
+                f"{', '.join(unpartitionable_names)} cannot be partitioned like the parameters, so DeepSpeed resets "
+                f"this group"
+            )
+            dropped_entries = self._list_states(params)
+            return (
+                {},
+                (),
+                (make_note(Outcome.DROPPED, f"optimizer state of parameter group {number}", why, dropped_entries),),
+            )
         if not columns and self.manifest.groups:
             why = f"{ABSENT_REASON}, so DeepSpeed initializes it at the first step"
-            return {}, (), (noted(Outcome.MISSING, f"optimizer state of parameter group {number}", why),)
+            return {}, (), (make_note(Outcome.MISSING, f"optimizer state of parameter group {number}", why),)
         columns.sort(key=lambda column: column.is_scalar)
         return (
-            {column.name: column.first for column in columns if column.is_scalar},
-            tuple(column.slot for column in columns if not column.is_scalar),
-            tuple(note for column in columns for note in column.notes(number)),
+            {column.name: column.first_key for column in columns if column.is_scalar},
+            tuple(column.partitioned_slot for column in columns if not column.is_scalar),
+            tuple(note for column in columns for note in column.make_notes(number)),
         )
 
-    def _states(self, names: Iterable[str]) -> list[TensorEntry]:
-        return [self.manifest.tensors[StateKey(n, slot)] for n in names for slot in self.slots.get(n, ())]
+    def _list_states(self, names: Iterable[str]) -> list[TensorEntry]:
+        return [self.manifest.tensors[StateKey(n, slot)] for n in names for slot in self.slot_names.get(n, ())]
 
-    def _options(self, number: int, options: Mapping[str, Any], params: Sequence[str]) -> Mapping[str, Any]:
+    def _complete_options(self, number: int, options: Mapping[str, Any], params: Sequence[str]) -> Mapping[str, Any]:
         """DeepSpeed's own Adams ask their groups for ``bias_correction`` (KeyError at the first step, ops/adam), which
         torch's do not have because they always correct. Other optimizers have options of the same names."""
-        slots = {slot for name in params for slot in self.slots.get(name, ())} - _NOT_OF_ADAM_ALONE
+        slots = {slot for name in params for slot in self.slot_names.get(name, ())} - _SLOTS_BESIDES_MOMENTS
         is_adam = options.keys() >= _ADAM_OPTIONS and (not slots or slots == {"exp_avg", "exp_avg_sq"})
         if is_from_deepspeed(self.manifest) or not is_adam or "bias_correction" in options:
             return options
@@ -309,36 +330,41 @@ class _Reading:
         self.notes.append(Note(Outcome.DEFAULTED, f"bias_correction = True in parameter group {number}", why))
         return {**options, "bias_correction": True}
 
-    def _note_lost(self, trained: Mapping[str, None], empty: Mapping[str, TensorEntry]) -> None:
+    def _note_dropped_state(self, trained: Mapping[str, None], empty: Mapping[str, TensorEntry]) -> None:
         """State of parameters that DeepSpeed does not optimize."""
-        why = {"they are in no parameter group": [name for name in self.slots if name not in trained]}
-        why["they have no elements"] = [name for name in empty if name in self.slots]
-        for reason, names in why.items():
+        names_by_reason = {"they are in no parameter group": [name for name in self.slot_names if name not in trained]}
+        names_by_reason["they have no elements"] = [name for name in empty if name in self.slot_names]
+        for reason, names in names_by_reason.items():
             if names:
                 what = f"optimizer state of {join_names(names)}"
-                self.notes.append(noted(Outcome.DROPPED, what, reason, self._states(names)))
+                self.notes.append(make_note(Outcome.DROPPED, what, reason, self._list_states(names)))
 
-    def _note_masters(self, trained: Iterable[str]) -> None:
+    def _note_made_masters(self, trained: Iterable[str]) -> None:
         """Notes masters that are made from a weight with fewer bits."""
-        keys = [_master(self.manifest, name) for name in trained]
-        narrow = [entry for key in keys if (entry := self.manifest.tensors[key]).shards.dtype.item_bytes < 4]
-        if narrow:
+        keys = [_find_master_key(self.manifest, name) for name in trained]
+        narrow_entries = [entry for key in keys if (entry := self.manifest.tensors[key]).shards.dtype.item_bytes < 4]
+        if narrow_entries:
             why = "none are written from the source, so they are made from the weights"
             self.notes.append(
-                noted(Outcome.DEFAULTED, f"fp32 masters of {format_count(len(narrow), 'parameter')}", why, narrow)
+                make_note(
+                    Outcome.DEFAULTED,
+                    f"fp32 masters of {format_count(len(narrow_entries), 'parameter')}",
+                    why,
+                    narrow_entries,
+                )
             )
 
 
-def _master(manifest: Manifest, name: str) -> StateKey:
+def _find_master_key(manifest: Manifest, name: str) -> StateKey:
     key = StateKey(name, MASTER)
     return key if key in manifest.tensors else StateKey(name)
 
 
-def _distinct(names: Iterable[str]) -> dict[str, None]:
+def _require_distinct(names: Iterable[str]) -> dict[str, None]:
     """``names`` in order. Raises MalformedError where one comes twice."""
-    found: dict[str, None] = {}
+    distinct_names: dict[str, None] = {}
     for name in names:
-        if name in found:
+        if name in distinct_names:
             raise MalformedError("it is in two parameter groups, or twice in one", key=name)
-        found[name] = None
-    return found
+        distinct_names[name] = None
+    return distinct_names

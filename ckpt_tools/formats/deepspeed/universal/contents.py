@@ -19,39 +19,46 @@ from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.core.step_claims import OPTIMIZER_STEP_COUNTER, StepClaim, is_finite_number
 from ckpt_tools.core.values import Opaque, StoredTensor, Value, format_brief
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
-from ckpt_tools.formats.deepspeed.common.files import File, ModelStates, checked
-from ckpt_tools.formats.deepspeed.common.fused_experts import LEFT_OUT
-from ckpt_tools.formats.deepspeed.common.model_file import aliases, check_names, is_round_robin, other_shape
-from ckpt_tools.formats.deepspeed.common.partition import original_order
-from ckpt_tools.formats.deepspeed.common.saved_extras import Extras
-from ckpt_tools.formats.deepspeed.common.tensor_parallel import Rules, whole_extra
-from ckpt_tools.formats.deepspeed.names import MASTER_FILE
-from ckpt_tools.formats.deepspeed.universal.states import Slots, UniversalFiles
+from ckpt_tools.formats.deepspeed.common.files import DeepSpeedFile, ModelStates, require_entry
+from ckpt_tools.formats.deepspeed.common.fused_experts import DISTRIBUTION_ENTRIES
+from ckpt_tools.formats.deepspeed.common.model_file import (
+    check_parameter_names,
+    find_aliases,
+    is_round_robin,
+    make_shape_error,
+)
+from ckpt_tools.formats.deepspeed.common.partition import undo_round_robin
+from ckpt_tools.formats.deepspeed.common.saved_extras import ExtrasCollector
+from ckpt_tools.formats.deepspeed.common.tensor_parallel import MergeRules, drop_partition_entries
+from ckpt_tools.formats.deepspeed.names import UNIVERSAL_MASTER_SLOT
+from ckpt_tools.formats.deepspeed.universal.states import SlotFileReader, UniversalFiles
 from ckpt_tools.formats.foreign import refuse_tensor_object
 
-STEP = "step"
+STEP_SLOT = "step"
 
-Entries = Iterator[tuple[StateKey, TensorEntry]]
+KeyedEntries = Iterator[tuple[StateKey, TensorEntry]]
 
 
 @dataclass
-class Contents:
-    """A checkpoint while it is read. ``models`` has one a rank if DeepSpeed made it from stage 3, ``parts`` one a
+class UniversalManifestBuilder:
+    """A checkpoint while it is read. ``models`` has one a rank if DeepSpeed made it from stage 3, ``tp_models`` one a
     tensor-parallel rank: trained parameters are whole in ``zero/``, and in parts in the model's files."""
 
     files: UniversalFiles
     models: tuple[ModelStates, ...]
-    optimizer: File
-    slots: Slots
-    parts: tuple[ModelStates, ...]
-    extras: Extras = field(default_factory=Extras)
+    optimizer_file: DeepSpeedFile
+    slot_reader: SlotFileReader
+    tp_models: tuple[ModelStates, ...]
+    extras: ExtrasCollector = field(default_factory=ExtrasCollector)
 
-    def manifest(self) -> Manifest:
+    def build_manifest(self) -> Manifest:
         """Raises FormatError where the files contradict themselves."""
-        tensors = {key: entry for name in self._names() for key, entry in self._of(name)}
-        groups = tuple(self._group(number, group) for number, group in enumerate(self.group_values))
-        self.extras.add_model(self.model.file, without=LEFT_OUT if self.slots.fused else ())
-        self.extras.add_optimizer(self.optimizer, self.optimizer.content)
+        tensors = {key: entry for name in self._list_names() for key, entry in self._build_entries(name)}
+        groups = tuple(self._build_group(number, group) for number, group in enumerate(self.group_values))
+        self.extras.add_model(
+            self.model.file, skipped_entries=DISTRIBUTION_ENTRIES if self.slot_reader.expert_tensors else ()
+        )
+        self.extras.add_optimizer(self.optimizer_file, self.optimizer_file.content)
         if self.files.tag:
             self.extras.values.setdefault("deepspeed", {})["tag"] = self.files.tag
         world_size = self.model.file.content.get("dp_world_size")
@@ -60,11 +67,11 @@ class Contents:
             tensors=tensors | self.extras.tensors,
             aliases=self.aliases,
             groups=groups if any(group.params for group in groups) else (),
-            literals=self.slots.literals,
-            extra=whole_extra(self.extras.values) if self.is_cut else self.extras.values,
+            literals=self.slot_reader.literals,
+            extra=drop_partition_entries(self.extras.values) if self.is_tensor_parallel else self.extras.values,
             step=self.model.step,
-            step_claims=tuple(self._claims()),
-            world_size=world_size * len(self.parts) if type(world_size) is int else None,
+            step_claims=tuple(self._collect_step_claims()),
+            world_size=world_size * len(self.tp_models) if type(world_size) is int else None,
         )
 
     @property
@@ -72,145 +79,161 @@ class Contents:
         return self.models[0]
 
     @property
-    def is_cut(self) -> bool:
-        return len(self.parts) > 1
+    def is_tensor_parallel(self) -> bool:
+        return len(self.tp_models) > 1
 
     @cached_property
     def trainable(self) -> Mapping[str, Shape]:
         """The whole shapes of what trains."""
-        if not self.is_cut:
+        if not self.is_tensor_parallel:
             return self.model.trainable
-        return {name: self._whole_shape(name, shape) for name, shape in self.model.trainable.items()}
+        return {name: self._read_whole_shape(name, shape) for name, shape in self.model.trainable.items()}
 
-    def _whole_shape(self, name: str, part: Shape) -> Shape:
+    def _read_whole_shape(self, name: str, part_shape: Shape) -> Shape:
         """The shape of a parameter of a tensor-parallel run, which only its master's file has."""
-        path = self.files.states.get(name, {}).get(MASTER_FILE)
+        path = self.files.slot_paths.get(name, {}).get(UNIVERSAL_MASTER_SLOT)
         if path is None:
             raise IncompleteError("there is no file zero/.../fp32.pt", path=self.model.file.path, key=name)
-        shape = self.slots.shape(path)
-        if len(shape) != len(part):
-            raise MalformedError(f"its shape is {list(shape)}, but that of a part is {list(part)}", path=path, key=name)
+        shape = self.slot_reader.read_shape(path)
+        if len(shape) != len(part_shape):
+            raise MalformedError(
+                f"its shape is {list(shape)}, but that of a part is {list(part_shape)}", path=path, key=name
+            )
         return shape
 
     # Names
 
     @cached_property
     def aliases(self) -> Mapping[str, str]:
-        return aliases(self.model, self._are_tied)
+        return find_aliases(self.model, self._are_tied)
 
     def _are_tied(self, alias: str, one: StoredTensor, other: StoredTensor) -> bool:
         if one.numel:
             return one.shape == other.shape
         return not other.numel and alias not in self.model.frozen_shapes
 
-    def _names(self) -> list[str]:
+    def _list_names(self) -> list[str]:
         """The model's own names in its own order, each tie once. Raises IncompleteError."""
-        check_names(self.model)
+        check_parameter_names(self.model)
         return [name for name in self.model.module if name not in self.aliases]
 
     # Tensors
 
-    def _of(self, name: str) -> Entries:
+    def _build_entries(self, name: str) -> KeyedEntries:
         """The tensors of one name: the weight or buffer, and what the optimizer has of it."""
         value = self.model.module[name]
         refuse_tensor_object(value, name)
         if not isinstance(value, StoredTensor):
             self.extras.add_module_value(name, value, self.model.file)
         elif name in self.trainable:
-            yield from self._trained(name, value, self.trainable[name])
+            yield from self._build_trained(name, value, self.trainable[name])
         else:
-            yield StateKey(name, WEIGHT), self._untrained(name, value)
+            yield StateKey(name, WEIGHT), self._build_untrained(name, value)
 
-    def _trained(self, name: str, value: StoredTensor, shape: Shape) -> Entries:
-        paths = self.files.states.get(name, {})
-        if MASTER_FILE not in paths and 0 not in shape:
+    def _build_trained(self, name: str, value: StoredTensor, shape: Shape) -> KeyedEntries:
+        paths = self.files.slot_paths.get(name, {})
+        if UNIVERSAL_MASTER_SLOT not in paths and 0 not in shape:
             raise IncompleteError("there is no file zero/.../fp32.pt", path=self.model.file.path, key=name)
         self._check_slots(name, paths, shape)
-        states = {_slot_name(slot, path): self._state(slot, path, shape, name) for slot, path in paths.items()}
-        yield StateKey(name, WEIGHT), self._weight(name, value, shape, states.get(MASTER))
+        states = {
+            _convert_slot_name(slot, path): self._build_state(slot, path, shape, name) for slot, path in paths.items()
+        }
+        yield StateKey(name, WEIGHT), self._build_weight(name, value, shape, states.get(MASTER))
         yield from ((StateKey(name, slot), entry) for slot, entry in states.items())
-        if states.keys() - {MASTER, STEP} and STEP not in states and name in self.shared_steps:
-            yield StateKey(name, STEP), self.shared_steps[name]
+        if states.keys() - {MASTER, STEP_SLOT} and STEP_SLOT not in states and name in self.shared_steps:
+            yield StateKey(name, STEP_SLOT), self.shared_steps[name]
 
     def _check_slots(self, name: str, paths: Mapping[str, str], shape: Shape) -> None:
         """Each parameter of a group has the same files, as DeepSpeed cuts them out of the group's flat tensors; or its
         master alone, if it never got a gradient. Raises IncompleteError if one is missing; MalformedError if there is
         one that no other parameter has."""
-        usual = self.usual_slots[name]
-        if 0 in shape or (paths.keys() == {MASTER_FILE} and len(usual) > 2):
+        usual_slots = self.usual_slots[name]
+        if 0 in shape or (paths.keys() == {UNIVERSAL_MASTER_SLOT} and len(usual_slots) > 2):
             return
-        missing, more = sorted(usual - paths.keys()), sorted(paths.keys() - usual)
-        if missing:
+        missing_slots, unexpected_slots = sorted(usual_slots - paths.keys()), sorted(paths.keys() - usual_slots)
+        if missing_slots:
             raise IncompleteError(
-                f"there is no file zero/.../{missing[0]}.pt, which the other parameters of its group have",
+                f"there is no file zero/.../{missing_slots[0]}.pt, which the other parameters of its group have",
                 path=self.model.file.path,
                 key=name,
             )
-        if more:
-            raise MalformedError("the other parameters of its group have no such file", path=paths[more[0]], key=name)
+        if unexpected_slots:
+            raise MalformedError(
+                "the other parameters of its group have no such file", path=paths[unexpected_slots[0]], key=name
+            )
 
     @cached_property
     def usual_slots(self) -> Mapping[str, frozenset[str]]:
         """The slots that most parameters of its group have, by name of a trained parameter."""
-        found: dict[str, frozenset[str]] = {}
+        slots_by_name: dict[str, frozenset[str]] = {}
         for group in self.model.param_shapes:
-            held = (frozenset(self.files.states.get(name, {})) for name, shape in group.items() if 0 not in shape)
-            counts = Counter(held)
-            found |= dict.fromkeys(
+            slot_sets = (
+                frozenset(self.files.slot_paths.get(name, {})) for name, shape in group.items() if 0 not in shape
+            )
+            counts = Counter(slot_sets)
+            slots_by_name |= dict.fromkeys(
                 group, max(counts, key=lambda each: (counts[each], len(each)), default=frozenset[str]())
             )
-        return found
+        return slots_by_name
 
-    def _state(self, slot: str, path: str, shape: Shape, name: str) -> TensorEntry:
-        table = self.slots.scalar(path) if slot == STEP else self.slots.table(path, shape, name)
-        return TensorEntry(() if slot == STEP else shape, table.dtype, Kind.STATE, table)
+    def _build_state(self, slot: str, path: str, shape: Shape, name: str) -> TensorEntry:
+        table = (
+            self.slot_reader.read_scalar(path)
+            if slot == STEP_SLOT
+            else self.slot_reader.build_shard_table(path, shape, name)
+        )
+        return TensorEntry(() if slot == STEP_SLOT else shape, table.dtype, Kind.STATE, table)
 
-    def _weight(self, name: str, value: StoredTensor, shape: Shape, master: TensorEntry | None) -> TensorEntry:
-        if tuple(value.shape) == shape and not self.is_cut:
-            return TensorEntry(shape, value.dtype, Kind.PARAMETER, self.model.file.table(value))
-        if value.numel and not self.is_cut:
-            raise other_shape(self.model, name, value, shape)
+    def _build_weight(self, name: str, value: StoredTensor, shape: Shape, master: TensorEntry | None) -> TensorEntry:
+        if tuple(value.shape) == shape and not self.is_tensor_parallel:
+            return TensorEntry(shape, value.dtype, Kind.PARAMETER, self.model.file.build_shard_table(value))
+        if value.numel and not self.is_tensor_parallel:
+            raise make_shape_error(self.model, name, value, shape)
         table = ShardTable.build(shape, value.dtype, []) if master is None else master.shards
         return TensorEntry(shape, value.dtype, Kind.PARAMETER, table)
 
-    def _untrained(self, name: str, value: StoredTensor) -> TensorEntry:
+    def _build_untrained(self, name: str, value: StoredTensor) -> TensorEntry:
         """A buffer, or a frozen weight, whose elements stage 3 leaves with the ranks."""
         if name in self.model.buffers:
-            return TensorEntry(tuple(value.shape), value.dtype, Kind.BUFFER, self.model.file.table(value))
-        if self.is_cut:
-            return self._joined(name, value)
+            return TensorEntry(tuple(value.shape), value.dtype, Kind.BUFFER, self.model.file.build_shard_table(value))
+        if self.is_tensor_parallel:
+            return self._merge_frozen(name, value)
         shape = self.model.frozen_shapes.get(name, tuple(value.shape))
         if tuple(value.shape) == shape:
-            return TensorEntry(shape, value.dtype, Kind.PARAMETER, self.model.file.table(value))
+            return TensorEntry(shape, value.dtype, Kind.PARAMETER, self.model.file.build_shard_table(value))
         if value.numel:
-            raise other_shape(self.model, name, value, shape)
-        return TensorEntry(shape, value.dtype, Kind.PARAMETER, self._fragments(name, shape, value))
+            raise make_shape_error(self.model, name, value, shape)
+        return TensorEntry(shape, value.dtype, Kind.PARAMETER, self._build_fragment_table(name, shape, value))
 
-    def _joined(self, name: str, value: StoredTensor) -> TensorEntry:
+    def _merge_frozen(self, name: str, value: StoredTensor) -> TensorEntry:
         """A frozen weight of a tensor-parallel run, from its parts in the model's files."""
-        tensors = [each for part in self.parts if isinstance(each := part.module.get(name), StoredTensor)]
-        if len(tensors) != len(self.parts):
+        tensors = [each for part in self.tp_models if isinstance(each := part.module.get(name), StoredTensor)]
+        if len(tensors) != len(self.tp_models):
             raise MalformedError("the model's files do not all contain it", path=self.model.file.path, key=name)
-        stored = [tuple(tensor.shape) for tensor in tensors]
-        shapes = [part.frozen_shapes.get(name, shape) for part, shape in zip(self.parts, stored, strict=True)]
-        join = self._rules.join(name, shapes)
-        if shapes == stored:
-            tables = [part.file.table(tensor) for part, tensor in zip(self.parts, tensors, strict=True)]
-            return TensorEntry(join.shape, value.dtype, Kind.PARAMETER, join.table(tables, shapes))
-        if any(join.ranks[1:]):
+        stored_shapes = [tuple(tensor.shape) for tensor in tensors]
+        shapes = [
+            part.frozen_shapes.get(name, shape) for part, shape in zip(self.tp_models, stored_shapes, strict=True)
+        ]
+        merge = self._merge_rules.plan_merge(name, shapes)
+        if shapes == stored_shapes:
+            tables = [part.file.build_shard_table(tensor) for part, tensor in zip(self.tp_models, tensors, strict=True)]
+            return TensorEntry(merge.shape, value.dtype, Kind.PARAMETER, merge.build_shard_table(tables, shapes))
+        if any(merge.rank_boxes[1:]):
             raise UnsupportedError(
                 "it is a frozen weight of a tensor-parallel run in stage 3, which is not supported in a universal "
                 "checkpoint; convert the native one",
                 path=self.model.file.path,
                 key=name,
             )
-        return TensorEntry(join.shape, value.dtype, Kind.PARAMETER, self._fragments(name, join.shape, value))
+        return TensorEntry(
+            merge.shape, value.dtype, Kind.PARAMETER, self._build_fragment_table(name, merge.shape, value)
+        )
 
     @cached_property
-    def _rules(self) -> Rules:
-        return Rules.of(self.model.file.content.get("universal_checkpoint_info"), self.model.file.path)
+    def _merge_rules(self) -> MergeRules:
+        return MergeRules.of(self.model.file.content.get("universal_checkpoint_info"), self.model.file.path)
 
-    def _fragments(self, name: str, shape: Shape, value: StoredTensor) -> ShardTable:
+    def _build_fragment_table(self, name: str, shape: Shape, value: StoredTensor) -> ShardTable:
         """stage3.py: each rank has ``ceil(numel / world size)`` elements of a frozen weight, the last ones padded."""
         numel, shards = prod(shape), []
         share = -(-numel // len(self.models))
@@ -218,15 +241,17 @@ class Contents:
             lower, upper = min(rank * share, numel), min((rank + 1) * share, numel)
             fragment = model.frozen_fragments.get(name)
             if lower < upper:
-                shards.append(self._fragment(name, model, fragment, lower, upper))
+                shards.append(self._build_fragment(name, model, fragment, lower, upper))
         return ShardTable.build((numel,), value.dtype, shards)
 
-    def _fragment(self, name: str, model: ModelStates, fragment: StoredTensor | None, lower: int, upper: int) -> Shard:
+    def _build_fragment(
+        self, name: str, model: ModelStates, fragment: StoredTensor | None, lower: int, upper: int
+    ) -> Shard:
         if fragment is None or fragment.numel < upper - lower or not fragment.is_contiguous:
             raise IncompleteError(
                 "the file does not contain its part of this frozen weight", path=model.file.path, key=name
             )
-        start = model.file.start(fragment)
+        start = model.file.find_start_byte(fragment)
         stop = start + (upper - lower) * fragment.dtype.item_bytes
         return Shard(Box((lower,), (upper,)), ByteRange(model.file.path, start, stop))
 
@@ -235,86 +260,86 @@ class Contents:
     @cached_property
     def group_values(self) -> list[Mapping[str, Value]]:
         """The optimizer's param groups as they were saved; their ``params`` are numbers of ``param_shapes``."""
-        nested = self.optimizer.content.get("optimizer_state_dict")
-        where = self.optimizer.content
-        if "param_groups" not in where and isinstance(nested, dict):
-            where = nested
-        found = checked(where, "param_groups", list, self.optimizer.path)
-        for group in found:
+        nested_state = self.optimizer_file.content.get("optimizer_state_dict")
+        group_container = self.optimizer_file.content
+        if "param_groups" not in group_container and isinstance(nested_state, dict):
+            group_container = nested_state
+        groups = require_entry(group_container, "param_groups", list, self.optimizer_file.path)
+        for group in groups:
             if not isinstance(group, dict) or not isinstance(group.get("params"), list):
-                raise self._bad_groups("a param group has no 'params'")
-        numbers = [number for group in found for number in group["params"]]
+                raise self._make_groups_error("a param group has no 'params'")
+        numbers = [number for group in groups for number in group["params"]]
         # Every list of ``param_shapes`` is in exactly one group.
         expected = list(range(len(self.model.param_shapes)))
         if not all(type(number) is int for number in numbers) or (numbers and sorted(numbers) != expected):
-            raise self._bad_groups(
+            raise self._make_groups_error(
                 f"its param groups contain the parameters {format_brief(numbers)}; param_shapes has {len(expected)}"
             )
-        return found
+        return groups
 
-    def _bad_groups(self, message: str) -> MalformedError:
-        return MalformedError(message, path=self.optimizer.path, key="param_groups")
+    def _make_groups_error(self, message: str) -> MalformedError:
+        return MalformedError(message, path=self.optimizer_file.path, key="param_groups")
 
-    def _group(self, number: int, group: Mapping[str, Value]) -> ParamGroup:
+    def _build_group(self, number: int, group: Mapping[str, Value]) -> ParamGroup:
         options = {
             name: value
             for name, value in group.items()
             if isinstance(name, str) and name not in ("params", "param_names")
         }
         return ParamGroup(
-            tuple(name for flat in group["params"] for name in self._members(flat)),
-            self.extras.options(number, options, self.optimizer),
+            tuple(name for flat in group["params"] for name in self._list_members(flat)),
+            self.extras.replace_option_tensors(number, options, self.optimizer_file),
         )
 
-    def _members(self, number: int) -> tuple[str, ...]:
+    def _list_members(self, number: int) -> tuple[str, ...]:
         """The names of a list of ``param_shapes`` in the order in which the optimizer got them."""
         names, world_size = tuple(self.model.param_shapes[number]), self.model.file.content.get("dp_world_size")
         if self._is_round_robin and type(world_size) is int and world_size > 0:
-            return original_order(names, world_size)
+            return undo_round_robin(names, world_size)
         return names
 
     @property
     def _is_round_robin(self) -> bool:
         """Whether ``round_robin_gradients`` was in force: its optimizer is one of stage 1 or 2."""
-        stage = self.optimizer.content.get("zero_stage")
+        stage = self.optimizer_file.content.get("zero_stage")
         stage = stage.args[0] if isinstance(stage, Opaque) and stage.args else stage
         return is_round_robin(self.model) and stage in (1, 2)
 
     @cached_property
     def shared_steps(self) -> Mapping[str, TensorEntry]:
         """Steps kept once for many parameters: stage 3 has them by sub-group, Apex among a group's options."""
-        found: dict[str, TensorEntry] = {}
+        step_by_name: dict[str, TensorEntry] = {}
         for group in self.group_values:
             for number in group["params"]:
-                value = self._shared_step(number, group)
+                value = self._find_shared_step(number, group)
                 if value is not None:
-                    entry = self._step(number, value)
-                    found |= dict.fromkeys(self.model.param_shapes[number], entry)
-        return found
+                    entry = self._build_step(number, value)
+                    step_by_name |= dict.fromkeys(self.model.param_shapes[number], entry)
+        return step_by_name
 
-    def _claims(self) -> Iterator[StepClaim]:
+    def _collect_step_claims(self) -> Iterator[StepClaim]:
         """The step in the optimizer's file, which each parameter has besides."""
         for group in self.group_values[:1]:
-            value = self._shared_step(next(iter(group["params"]), 0), group)
-            step = self.optimizer.number(self.slots.source, value)
+            value = self._find_shared_step(next(iter(group["params"]), 0), group)
+            step = self.optimizer_file.read_number(self.slot_reader.source, value)
             if is_finite_number(step):
-                yield StepClaim(OPTIMIZER_STEP_COUNTER, step, self.optimizer.path)
+                yield StepClaim(OPTIMIZER_STEP_COUNTER, step, self.optimizer_file.path)
 
-    def _shared_step(self, number: int, group: Mapping[str, Value]) -> Value:
-        nested = self.optimizer.content.get("optimizer_state_dict")
-        states = nested.get("state") if isinstance(nested, dict) else None
+    def _find_shared_step(self, number: int, group: Mapping[str, Value]) -> Value:
+        nested_state = self.optimizer_file.content.get("optimizer_state_dict")
+        states = nested_state.get("state") if isinstance(nested_state, dict) else None
         state = states.get(number, states.get(0)) if isinstance(states, dict) else None
-        return state[STEP] if isinstance(state, dict) and STEP in state else group.get(STEP)
+        return state[STEP_SLOT] if isinstance(state, dict) and STEP_SLOT in state else group.get(STEP_SLOT)
 
-    def _step(self, number: int, value: Value) -> TensorEntry:
+    def _build_step(self, number: int, value: Value) -> TensorEntry:
         if isinstance(value, StoredTensor) and not value.shape:
-            table = self.optimizer.table(value)
+            table = self.optimizer_file.build_shard_table(value)
         else:
-            table = self.slots.number(f"{number}.{STEP}", value)
+            table = self.slot_reader.store_number(f"{number}.{STEP_SLOT}", value)
         return TensorEntry((), table.dtype, Kind.STATE, table)
 
 
-def _slot_name(slot: str, path: str) -> str:
+def _convert_slot_name(slot: str, path: str) -> str:
     if slot in (WEIGHT, MASTER):
         raise UnsupportedError(f"the optimizer has a slot named {slot!r}, which is a reserved name", path=path)
-    return MASTER if slot == MASTER_FILE else slot
+    return MASTER if slot == UNIVERSAL_MASTER_SLOT else slot

@@ -12,54 +12,70 @@ from math import prod
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import UnsupportedError
-from ckpt_tools.formats.deepspeed.common.files import File, ModelStates, model_claims, stages_of
-from ckpt_tools.formats.deepspeed.common.fused_experts import Fused
-from ckpt_tools.formats.deepspeed.common.model_file import check_experts, check_parts
-from ckpt_tools.formats.deepspeed.common.tags import choose_tag, folder_of
-from ckpt_tools.formats.deepspeed.names import LATEST_UNIVERSAL, MASTER_FILE, is_model, universal_folders
-from ckpt_tools.formats.deepspeed.universal.contents import Contents
-from ckpt_tools.formats.deepspeed.universal.states import Slots, universal_files
+from ckpt_tools.formats.deepspeed.common.files import (
+    DeepSpeedFile,
+    ModelStates,
+    collect_model_claims,
+    count_pipeline_stages,
+)
+from ckpt_tools.formats.deepspeed.common.fused_experts import AutoEPLayers
+from ckpt_tools.formats.deepspeed.common.model_file import check_experts, check_model_parts
+from ckpt_tools.formats.deepspeed.common.tags import choose_tag, find_used_folder
+from ckpt_tools.formats.deepspeed.names import (
+    LATEST_UNIVERSAL,
+    UNIVERSAL_MASTER_SLOT,
+    find_universal_folders,
+    is_model_file_name,
+)
+from ckpt_tools.formats.deepspeed.universal.contents import UniversalManifestBuilder
+from ckpt_tools.formats.deepspeed.universal.states import SlotFileReader, find_universal_files
 from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.run_folders import get_parent_folder
 
-_SLOTS = (MASTER_FILE, "exp_avg", "exp_avg_sq", "step")
+_CONVERTER_SLOTS = (UNIVERSAL_MASTER_SLOT, "exp_avg", "exp_avg_sq", "step")
 """The files that ``ds_to_universal`` makes of every parameter."""
 
 
 def read(source: Source, options: ReadOptions) -> Manifest:
-    folders = universal_folders(source.files)
-    folder = choose_tag(source, options.tag, folders, latest=LATEST_UNIVERSAL, what="universal checkpoint")
-    files = universal_files(source, folder)
-    first = File.open(source, files.model[0])
-    if stages_of(first) > 1:
+    folders = find_universal_folders(source.files)
+    folder = choose_tag(source, options.tag, folders, latest_file=LATEST_UNIVERSAL, description="universal checkpoint")
+    files = find_universal_files(source, folder)
+    first_file = DeepSpeedFile.open(source, files.model_paths[0])
+    if count_pipeline_stages(first_file) > 1:
         raise UnsupportedError(
             "it is a universal checkpoint of a pipeline-parallel run, in which DeepSpeed leaves out the buffers "
             "and the frozen weights; convert the native checkpoint that it was made from",
-            path=first.path,
+            path=first_file.path,
         )
-    model = ModelStates.of(first)
-    fused = Fused.of(first)
-    names = frozenset(fused.names(model))
-    if not names:
+    model = ModelStates.of(first_file)
+    autoep_layers = AutoEPLayers.of(first_file)
+    expert_tensors = frozenset(autoep_layers.list_expert_tensors(model))
+    if not expert_tensors:
         check_experts(model)
-    model = fused.whole(model)
-    parts = (model, *(ModelStates.of(File.open(source, path)) for path in files.model_parts))
-    check_parts(model, len(parts))
+    model = autoep_layers.add_all_experts(model)
+    tp_models = (model, *(ModelStates.of(DeepSpeedFile.open(source, path)) for path in files.tp_model_paths))
+    check_model_parts(model, len(tp_models))
     has_fragments = any(map(prod, model.frozen_shapes.values()))
-    models, steps = [model], [claim for part in parts for claim in model_claims(part.file)]
-    here = sorted(
-        path for path in source.files if get_parent_folder(path) == folder and is_model(path.rpartition("/")[2])
+    rank_models, step_claims = [model], [claim for part in tp_models for claim in collect_model_claims(part.file)]
+    model_paths = sorted(
+        path
+        for path in source.files
+        if get_parent_folder(path) == folder and is_model_file_name(path.rpartition("/")[2])
     )
-    for path in dict.fromkeys((*files.model[1:], *here)):
-        if path in (first.path, *files.model_parts):
+    for path in dict.fromkeys((*files.model_paths[1:], *model_paths)):
+        if path in (first_file.path, *files.tp_model_paths):
             continue
-        file = File.open(source, path)
-        steps += model_claims(file)
-        models += [ModelStates.of(file)] if has_fragments and path in files.model else []
-    found = Contents(
-        files, tuple(models), File.open(source, files.optimizer), Slots(source, fused=names), parts
-    ).manifest()
-    return replace(found, step_claims=(*found.step_claims, *steps))
+        file = DeepSpeedFile.open(source, path)
+        step_claims += collect_model_claims(file)
+        rank_models += [ModelStates.of(file)] if has_fragments and path in files.model_paths else []
+    manifest = UniversalManifestBuilder(
+        files,
+        tuple(rank_models),
+        DeepSpeedFile.open(source, files.optimizer_path),
+        SlotFileReader(source, expert_tensors=expert_tensors),
+        tp_models,
+    ).build_manifest()
+    return replace(manifest, step_claims=(*manifest.step_claims, *step_claims))
 
 
 def own_files(source: Source, manifest: Manifest) -> frozenset[str]:
@@ -67,17 +83,19 @@ def own_files(source: Source, manifest: Manifest) -> frozenset[str]:
 
     Of parameters without state and of buffers, DeepSpeed leaves copies in ``zero/``.
     """
-    folder = folder_of(universal_folders(source.files), manifest.files)
+    folder = find_used_folder(find_universal_folders(source.files), manifest.files)
     if folder and LATEST_UNIVERSAL not in source.files:
         return frozenset()
-    files, prefix = universal_files(source, folder), f"{folder}/" if folder else ""
-    known = manifest.fqns | manifest.aliases.keys()
-    states = {
+    files, prefix = find_universal_files(source, folder), f"{folder}/" if folder else ""
+    known_names = manifest.fqns | manifest.aliases.keys()
+    slot_paths = {
         path
-        for fqn, slots in files.states.items()
+        for fqn, slots in files.slot_paths.items()
         for slot, path in slots.items()
-        if path in manifest.files or (fqn in known and slot in _SLOTS)
+        if path in manifest.files or (fqn in known_names and slot in _CONVERTER_SLOTS)
     }
-    models = {path for path in source.files if path.startswith(prefix) and is_model(path.removeprefix(prefix))}
-    beside = {files.optimizer, *([LATEST_UNIVERSAL] if folder else [])}
-    return frozenset(models | states | (source.files.keys() & beside))
+    model_paths = {
+        path for path in source.files if path.startswith(prefix) and is_model_file_name(path.removeprefix(prefix))
+    }
+    other_paths = {files.optimizer_path, *([LATEST_UNIVERSAL] if folder else [])}
+    return frozenset(model_paths | slot_paths | (source.files.keys() & other_paths))

@@ -16,27 +16,30 @@ from ckpt_tools.core.literals import is_number, make_literal_file_name, make_num
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.core.values import StoredTensor, Value
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
-from ckpt_tools.formats.deepspeed.common.files import storage_start
+from ckpt_tools.formats.deepspeed.common.files import find_storage_start
 from ckpt_tools.formats.deepspeed.names import (
-    MODEL,
-    OPTIMIZER_STATE,
-    OTHER_EXPERTS,
-    OTHER_LAYERS,
-    RANK_MODEL,
-    model_name,
-    rank_model_name,
-    refuse,
-    slot_file,
-    split_expert,
+    MODEL_FILE,
+    OPTIMIZER_STATE_FILE,
+    RANK_MODEL_FILE,
+    UNSUPPORTED_EXPERT_FILES,
+    UNSUPPORTED_LAYER_FILES,
+    match_slot_file,
+    model_file_name,
+    rank_model_file_name,
+    refuse_files,
+    split_expert_name,
 )
 from ckpt_tools.formats.state_dict.leaf import TensorLeaf
 from ckpt_tools.serialization.torch_archive import TorchArchive
 from ckpt_tools.serialization.torch_zip import DEFAULT_ROOT, get_archive_root, open_archive
 from ckpt_tools.stores.source import Source
 
-_REFUSED = {OTHER_EXPERTS: "experts (mixture of experts)", OTHER_LAYERS: "files of a pipeline's layers"}
+_UNSUPPORTED_FILES = {
+    UNSUPPORTED_EXPERT_FILES: "experts (mixture of experts)",
+    UNSUPPORTED_LAYER_FILES: "files of a pipeline's layers",
+}
 
-PARAM, VOCAB, IS_EXPERT = "param", "vocab_tensor", "is_expert_param"
+PARAM_FIELD, VOCAB_FIELD, IS_EXPERT_FIELD = "param", "vocab_tensor", "is_expert_param"
 
 MAX_VOCAB_PADDING_BYTES = 64 << 20
 """Zeros are kept in memory; vocabularies are padded to a multiple of some hundred rows, 1 MB to 8 MB."""
@@ -48,89 +51,93 @@ HEAD_BYTES = 4096
 
 @dataclass(frozen=True, slots=True)
 class UniversalFiles:
-    """The files of one checkpoint: ``states`` by fqn and slot, and the model's, one or in stage 3 one a rank.
+    """The files of one checkpoint: ``slot_paths`` by fqn and slot, and the model's, one or in stage 3 one a rank.
 
-    ``model_parts`` are the model's files of the other tensor-parallel ranks, one each. ``tag`` is empty where the
+    ``tp_model_paths`` are the model's files of the other tensor-parallel ranks, one each. ``tag`` is empty where the
     folder is the source itself.
     """
 
     tag: str
-    states: Mapping[str, Mapping[str, str]]
-    model: tuple[str, ...]
-    optimizer: str
-    model_parts: tuple[str, ...] = ()
+    slot_paths: Mapping[str, Mapping[str, str]]
+    model_paths: tuple[str, ...]
+    optimizer_path: str
+    tp_model_paths: tuple[str, ...] = ()
 
 
-def universal_files(source: Source, folder: str) -> UniversalFiles:
+def find_universal_files(source: Source, folder: str) -> UniversalFiles:
     """The files of the checkpoint in ``folder``. Raises UnsupportedError if it is of a kind of parallelism that is not
     read; IncompleteError if the model's file, or that of a rank, is missing."""
     prefix = f"{folder}/" if folder else ""
-    inside = [path for path in source.files if path.startswith(prefix)]
-    names = [path.removeprefix(prefix) for path in inside]
-    refuse(names, folder, _REFUSED)
-    states: dict[str, dict[str, str]] = {}
-    for path in inside:
-        match = slot_file(path)
+    paths = [path for path in source.files if path.startswith(prefix)]
+    names = [path.removeprefix(prefix) for path in paths]
+    refuse_files(names, folder, _UNSUPPORTED_FILES)
+    slot_paths: dict[str, dict[str, str]] = {}
+    for path in paths:
+        match = match_slot_file(path)
         if match and (match["folder"] or "") == folder:
-            states.setdefault(match["fqn"], {})[match["slot"]] = path
-    models = _models(names, prefix)
+            slot_paths.setdefault(match["fqn"], {})[match["slot"]] = path
+    model_paths = _find_model_paths(names, prefix)
     return UniversalFiles(
-        folder.rpartition("/")[2], states, models, prefix + OPTIMIZER_STATE, _model_parts(names, prefix)
+        folder.rpartition("/")[2],
+        slot_paths,
+        model_paths,
+        prefix + OPTIMIZER_STATE_FILE,
+        _find_tp_model_paths(names, prefix),
     )
 
 
-def _models(names: list[str], prefix: str) -> tuple[str, ...]:
+def _find_model_paths(names: list[str], prefix: str) -> tuple[str, ...]:
     """The file of all ranks if there is one, for it has the weights; else that of each rank."""
-    if model_name() in names:
-        return (prefix + model_name(),)
-    matches = [(name, match) for name in names if (match := RANK_MODEL.fullmatch(name))]
+    if model_file_name() in names:
+        return (prefix + model_file_name(),)
+    matches = [(name, match) for name in names if (match := RANK_MODEL_FILE.fullmatch(name))]
     ranks = {int(match["rank"]): name for name, match in matches if not int(match["mp"])}
     for rank in range(max(1, len(ranks))):
         if rank not in ranks:
-            missing = rank_model_name(rank) if ranks else model_name()
+            missing = rank_model_file_name(rank) if ranks else model_file_name()
             raise IncompleteError("this file of the checkpoint is missing", path=prefix + missing)
     return tuple(prefix + ranks[rank] for rank in range(len(ranks)))
 
 
-def _model_parts(names: list[str], prefix: str) -> tuple[str, ...]:
+def _find_tp_model_paths(names: list[str], prefix: str) -> tuple[str, ...]:
     """A file of each tensor-parallel rank but the first. Raises IncompleteError."""
-    found: dict[int, str] = {}
+    path_by_rank: dict[int, str] = {}
     for name in names:
-        match = MODEL.fullmatch(name) or RANK_MODEL.fullmatch(name)
+        match = MODEL_FILE.fullmatch(name) or RANK_MODEL_FILE.fullmatch(name)
         if match and int(match["mp"]) and not int(match.groupdict().get("rank", 0)):
-            found[int(match["mp"])] = prefix + name
-    for rank in range(1, len(found) + 1):
-        if rank not in found:
+            path_by_rank[int(match["mp"])] = prefix + name
+    for rank in range(1, len(path_by_rank) + 1):
+        if rank not in path_by_rank:
             raise IncompleteError("this file of the checkpoint is missing", path=f"{prefix}mp_rank_{rank:02d}_*")
-    return tuple(found[rank] for rank in range(1, len(found) + 1))
+    return tuple(path_by_rank[rank] for rank in range(1, len(path_by_rank) + 1))
 
 
 @dataclass(frozen=True, slots=True)
-class _Content:
-    """The content of a file: a tensor whose storage starts at byte ``start``, or a number. ``saved_as`` is the name
-    under which it was written, if the archive has it."""
+class _SlotContent:
+    """The content of a file: a tensor whose storage starts at byte ``storage_start``, or a number. ``saved_as`` is the
+    name under which it was written, if the archive has it."""
 
     value: Value
     saved_as: str
-    start: int = 0
+    storage_start: int = 0
     is_vocabulary: bool = False
     is_expert: bool = False
 
-    def tensor(self, path: str) -> StoredTensor:
+    def require_tensor(self, path: str) -> StoredTensor:
         if not isinstance(self.value, StoredTensor):
             raise MalformedError("it does not contain a tensor, as the files of universal checkpoints do", path=path)
         return self.value
 
-    def range(self, path: str, numel: int) -> ByteRange:
+    def find_byte_range(self, path: str, numel: int) -> ByteRange:
         """Bytes of ``numel`` elements from the tensor's first; opening has checked that its storage holds them all."""
-        tensor = self.tensor(path)
-        first = self.start + tensor.storage_offset * tensor.dtype.item_bytes
-        return ByteRange(path, first, first + numel * tensor.dtype.item_bytes)
+        tensor = self.require_tensor(path)
+        start_byte = self.storage_start + tensor.storage_offset * tensor.dtype.item_bytes
+        return ByteRange(path, start_byte, start_byte + numel * tensor.dtype.item_bytes)
 
 
 @dataclass(slots=True)
-class Slots:
-    """Opens the files of slots; ``literals`` gathers what they keep as plain numbers, and zeros. ``fused``
+class SlotFileReader:
+    """Opens the files of slots; ``literals`` gathers what they keep as plain numbers, and zeros. ``expert_tensors``
     are tensors of all experts.
 
     Files of one size that are equal up to their elements hold the same kind of tensor, so that all but the first of
@@ -138,43 +145,43 @@ class Slots:
     """
 
     source: Source
-    fused: frozenset[str] = frozenset()
+    expert_tensors: frozenset[str] = frozenset()
     literals: dict[str, bytes] = field(default_factory=dict)
-    _known: dict[int, tuple[bytes, _Content]] = field(default_factory=dict)
+    _known_contents: dict[int, tuple[bytes, _SlotContent]] = field(default_factory=dict)
 
-    def table(self, path: str, shape: Shape, fqn: str) -> ShardTable:
+    def build_shard_table(self, path: str, shape: Shape, fqn: str) -> ShardTable:
         """The slot in ``path`` of a parameter of ``shape``. Raises MalformedError if its elements are not those of the
         shape; UnsupportedError if it belongs to an expert."""
-        content = self._open(path)
-        if content.is_expert and split_expert(fqn) is None and fqn not in self.fused:
+        content = self._open_content(path)
+        if content.is_expert and split_expert_name(fqn) is None and fqn not in self.expert_tensors:
             raise UnsupportedError(
                 "it is of experts (AutoEP), and the model's file has no experts of this name", path=path, key=fqn
             )
-        tensor = content.tensor(path)
+        tensor = content.require_tensor(path)
         if tuple(tensor.shape) == shape:
-            return TensorLeaf.of(tensor, path, content.start).shards
+            return TensorLeaf.of(tensor, path, content.storage_start).shards
         if len(tensor.shape) == 1 and tensor.numel >= prod(shape) and tensor.is_contiguous:
             # Older versions left the padding of stage 3 at the end.
-            return ShardTable.whole((prod(shape),), tensor.dtype, content.range(path, prod(shape)))
+            return ShardTable.whole((prod(shape),), tensor.dtype, content.find_byte_range(path, prod(shape)))
         lacks_rows = bool(tensor.shape and shape) and tensor.shape[1:] == shape[1:] and tensor.shape[0] < shape[0]
         if content.is_vocabulary and lacks_rows and tensor.is_contiguous:
-            return self._padded_table(path, content, shape)
+            return self._build_padded_table(path, content, shape)
         raise MalformedError(
             f"its shape is {list(tensor.shape)}, but that of the model is {list(shape)}", path=path, key=fqn
         )
 
-    def shape(self, path: str) -> Shape:
+    def read_shape(self, path: str) -> Shape:
         """The shape of the tensor in ``path``. Raises MalformedError."""
-        return tuple(self._open(path).tensor(path).shape)
+        return tuple(self._open_content(path).require_tensor(path).shape)
 
-    def scalar(self, path: str) -> ShardTable:
+    def read_scalar(self, path: str) -> ShardTable:
         """The 0-d tensor or the number in ``path``. Raises MalformedError."""
-        content = self._open(path)
+        content = self._open_content(path)
         if isinstance(content.value, StoredTensor) and content.value.numel == 1:
-            return ShardTable.whole((), content.value.dtype, content.range(path, 1))
-        return self.number(path, content.value)
+            return ShardTable.whole((), content.value.dtype, content.find_byte_range(path, 1))
+        return self.store_number(path, content.value)
 
-    def number(self, name: str, value: Value) -> ShardTable:
+    def store_number(self, name: str, value: Value) -> ShardTable:
         """A plain number, kept under ``name``. Raises MalformedError."""
         if not is_number(value):
             raise MalformedError(f"a step is a {type(value).__name__}, which is not a number", path=name)
@@ -182,47 +189,53 @@ class Slots:
         self.literals |= files
         return table
 
-    def _open(self, path: str) -> _Content:
+    def _open_content(self, path: str) -> _SlotContent:
         size = self.source.size(path)
-        head = self.source.read(path, 0, min(HEAD_BYTES, size))
-        prefix, known = self._known.get(size, (b"", None))
-        if known is not None and head.startswith(prefix):
-            return _checked(path, known)
+        head_bytes = self.source.read(path, 0, min(HEAD_BYTES, size))
+        prefix, known_content = self._known_contents.get(size, (b"", None))
+        if known_content is not None and head_bytes.startswith(prefix):
+            return _check_saved_name(path, known_content)
         archive = open_archive(lambda start, stop: self.source.read(path, start, stop), size, path)
-        content = _content(archive)
-        if isinstance(content.value, StoredTensor) and 0 < content.start <= len(head) and len(archive.storages) == 1:
-            self._known[size] = (head[: content.start], content)
-        return _checked(path, content)
+        content = _read_content(archive)
+        if (
+            isinstance(content.value, StoredTensor)
+            and 0 < content.storage_start <= len(head_bytes)
+            and len(archive.storages) == 1
+        ):
+            self._known_contents[size] = (head_bytes[: content.storage_start], content)
+        return _check_saved_name(path, content)
 
-    def _padded_table(self, path: str, content: _Content, shape: Shape) -> ShardTable:
+    def _build_padded_table(self, path: str, content: _SlotContent, shape: Shape) -> ShardTable:
         """Rows of a vocabulary, and the zeros that the loader adds below them, universal_checkpoint.py."""
-        tensor = content.tensor(path)
-        rows, item = tensor.shape[0], tensor.dtype.item_bytes
-        missing = (prod(shape) - tensor.numel) * item
-        if missing > MAX_VOCAB_PADDING_BYTES:
+        tensor = content.require_tensor(path)
+        rows, item_bytes = tensor.shape[0], tensor.dtype.item_bytes
+        missing_bytes = (prod(shape) - tensor.numel) * item_bytes
+        if missing_bytes > MAX_VOCAB_PADDING_BYTES:
             raise UnsupportedError(
                 f"its vocabulary is {shape[0] - rows:,} rows too short, which is too many to add", path=path
             )
-        zeros = make_literal_file_name("zeros")
-        if len(self.literals.get(zeros, b"")) < missing:
-            self.literals[zeros] = bytes(missing)
-        stored = Shard(Box.whole(tuple(tensor.shape)), content.range(path, tensor.numel))
-        added = Shard(Box((rows, *(0,) * (len(shape) - 1)), shape), ByteRange(zeros, 0, missing))
-        return ShardTable.build(shape, tensor.dtype, [stored, added])
+        zeros_file = make_literal_file_name("zeros")
+        if len(self.literals.get(zeros_file, b"")) < missing_bytes:
+            self.literals[zeros_file] = bytes(missing_bytes)
+        stored_shard = Shard(Box.whole(tuple(tensor.shape)), content.find_byte_range(path, tensor.numel))
+        zero_shard = Shard(Box((rows, *(0,) * (len(shape) - 1)), shape), ByteRange(zeros_file, 0, missing_bytes))
+        return ShardTable.build(shape, tensor.dtype, [stored_shard, zero_shard])
 
 
-def _checked(path: str, content: _Content) -> _Content:
+def _check_saved_name(path: str, content: _SlotContent) -> _SlotContent:
     """Raises MalformedError where the file was saved under the name of another slot."""
     if content.saved_as not in (get_archive_root(path), DEFAULT_ROOT, ""):
         raise MalformedError(f"it was saved as {content.saved_as}.pt; give it its name back", path=path)
     return content
 
 
-def _content(archive: TorchArchive) -> _Content:
+def _read_content(archive: TorchArchive) -> _SlotContent:
     value = archive.value
-    fields: Mapping[Value, Value] = value if isinstance(value, dict) else {PARAM: value}
-    found = fields.get(PARAM)
-    if not isinstance(found, StoredTensor):
-        return _Content(found, archive.archive_name)
-    start = storage_start(archive, found)
-    return _Content(found, archive.archive_name, start, bool(fields.get(VOCAB)), bool(fields.get(IS_EXPERT)))
+    fields: Mapping[Value, Value] = value if isinstance(value, dict) else {PARAM_FIELD: value}
+    tensor = fields.get(PARAM_FIELD)
+    if not isinstance(tensor, StoredTensor):
+        return _SlotContent(tensor, archive.archive_name)
+    start = find_storage_start(archive, tensor)
+    return _SlotContent(
+        tensor, archive.archive_name, start, bool(fields.get(VOCAB_FIELD)), bool(fields.get(IS_EXPERT_FIELD))
+    )

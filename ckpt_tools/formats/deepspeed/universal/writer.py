@@ -23,21 +23,27 @@ from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.options import WriteOptions
 from ckpt_tools.core.values import OrderedDict, StorageRef, StoredTensor, Value
 from ckpt_tools.errors import UnsupportedError
-from ckpt_tools.formats.deepspeed.common.pickled_objects import DS_VERSION, is_scaling, loss_scaler
-from ckpt_tools.formats.deepspeed.common.tags import written_tag
-from ckpt_tools.formats.deepspeed.common.tensor_rows import Tensors, counters
+from ckpt_tools.formats.deepspeed.common.pickled_objects import DS_VERSION, is_active_scaler, make_loss_scaler
+from ckpt_tools.formats.deepspeed.common.tags import validate_tag
+from ckpt_tools.formats.deepspeed.common.tensor_rows import TorchFileBuilder, make_counters
 from ckpt_tools.formats.deepspeed.common.training_state import TrainingState
-from ckpt_tools.formats.deepspeed.common.written_extras import Extras
+from ckpt_tools.formats.deepspeed.common.written_extras import DeepSpeedExtras
 from ckpt_tools.formats.deepspeed.names import (
     LATEST_UNIVERSAL,
-    MASTER_FILE,
-    OPTIMIZER_STATE,
-    model_name,
-    rank_model_name,
-    split_expert,
+    OPTIMIZER_STATE_FILE,
+    UNIVERSAL_MASTER_SLOT,
+    model_file_name,
+    rank_model_file_name,
+    split_expert_name,
 )
-from ckpt_tools.formats.deepspeed.universal.loader_limits import STEP, corrected, notes_of, portable, stage3_options
-from ckpt_tools.formats.deepspeed.universal.states import IS_EXPERT
+from ckpt_tools.formats.deepspeed.universal.loader_limits import (
+    STEP_SLOT,
+    correct_scaler_notes,
+    drop_unportable_state,
+    make_loader_notes,
+    select_shared_options,
+)
+from ckpt_tools.formats.deepspeed.universal.states import IS_EXPERT_FIELD
 from ckpt_tools.serialization.torch_zip import get_archive_root, make_archive_segments
 from ckpt_tools.stores.source import check_file_name
 
@@ -45,82 +51,89 @@ UNIVERSAL_VERSION = 0.4
 
 MAX_FOLDER_BYTES = 255
 
-_FOLDER = re.compile(r"(?!\.)(?!.*\.pt\Z)[^\\\0]+", re.DOTALL)
+_PARAMETER_FOLDER = re.compile(r"(?!\.)(?!.*\.pt\Z)[^\\\0]+", re.DOTALL)
 """A folder of a parameter: hidden ones are not listed, and the files in others end in ``.pt``."""
 
 """checkpoint/constants.py ``UNIVERSAL_CHECKPOINT_VERSION_VALUE``; only tensor-parallel loads look at it."""
 
 
 def layout(manifest: Manifest, options: WriteOptions) -> Layout:
-    grouped = manifest
+    grouped_manifest = manifest
     if not manifest.groups:
         # Weights alone are one group without hyperparameters.
         weights = tuple(key.fqn for key in manifest.select_kinds(Kind.PARAMETER) if key.slot == WEIGHT)
-        grouped = replace(manifest, groups=(ParamGroup(weights, {}),))
-    state = TrainingState.of(grouped)
-    extras = Extras.of(manifest, state.dtype)
-    state = replace(state, groups=portable(state.groups))
-    tag = written_tag(options.tag or extras.tag, latest=LATEST_UNIVERSAL)
-    output = _Output(state, extras, f"{tag}/", is_grouped=bool(manifest.groups))
+        grouped_manifest = replace(manifest, groups=(ParamGroup(weights, {}),))
+    state = TrainingState.of(grouped_manifest)
+    extras = DeepSpeedExtras.of(manifest, state.dtype)
+    state = replace(state, groups=drop_unportable_state(state.groups))
+    tag = validate_tag(options.tag or extras.tag, latest_file=LATEST_UNIVERSAL)
+    output = _UniversalOutput(state, extras, f"{tag}/", has_source_groups=bool(manifest.groups))
     files = [
-        *output.parameter_files(),
-        output.optimizer_file(),
-        *output.model_files(),
+        *output.build_parameter_files(),
+        output.build_optimizer_file(),
+        *output.build_model_files(),
         FileLayout(LATEST_UNIVERSAL, (Literal(tag.encode()),)),
     ]
-    notes = (*state.notes, *corrected(extras.notes), *notes_of(state, extras))
+    notes = (*state.notes, *correct_scaler_notes(extras.notes), *make_loader_notes(state, extras))
     return Layout(files, notes, uncast_buffers=state.buffers.keys())
 
 
 @dataclass(frozen=True, slots=True)
-class _Output:
-    """The files of a tag folder, whose paths start with ``prefix``; ``is_grouped`` where the source knew groups."""
+class _UniversalOutput:
+    """The files of a tag folder, whose paths start with ``prefix``; ``has_source_groups`` where the source knew
+    groups."""
 
     state: TrainingState
-    extras: Extras
+    extras: DeepSpeedExtras
     prefix: str
-    is_grouped: bool
+    has_source_groups: bool
 
-    def parameter_files(self) -> Iterator[FileLayout]:
+    def build_parameter_files(self) -> Iterator[FileLayout]:
         """The master, the slots and the step of each parameter."""
         for group in self.state.groups:
-            named = [(MASTER_FILE, group.masters), *((slot.name, slot) for slot in group.slots)]
+            named_slots = [(UNIVERSAL_MASTER_SLOT, group.masters), *((slot.name, slot) for slot in group.slots)]
             for position, fqn in enumerate(group.params):
                 shape = self.state.manifest.tensors[StateKey(fqn)].shape
-                for name, slot in named:
-                    is_expert = split_expert(fqn) is not None
-                    yield _slot_file(self._path(fqn, name), shape, slot.keys[position], slot.dtype, is_expert)
-                if STEP in group.scalars:
-                    tensors = Tensors(self.state.manifest)
-                    yield tensors.file(self._path(fqn, STEP), tensors.scalar(group.scalars[STEP]))
+                for name, slot in named_slots:
+                    is_expert = split_expert_name(fqn) is not None
+                    yield _build_slot_file(
+                        self._make_path(fqn, name), shape, slot.keys[position], slot.dtype, is_expert
+                    )
+                if STEP_SLOT in group.scalars:
+                    builder = TorchFileBuilder(self.state.manifest)
+                    yield builder.build_file(
+                        self._make_path(fqn, STEP_SLOT), builder.add_scalar(group.scalars[STEP_SLOT])
+                    )
 
-    def _path(self, fqn: str, slot: str) -> str:
+    def _make_path(self, fqn: str, slot: str) -> str:
         path = check_file_name(f"{self.prefix}zero/{fqn}/{slot}.pt")
-        if not all(_FOLDER.fullmatch(part) and len(part.encode()) <= MAX_FOLDER_BYTES for part in fqn.split("/")):
+        if not all(
+            _PARAMETER_FOLDER.fullmatch(part) and len(part.encode()) <= MAX_FOLDER_BYTES for part in fqn.split("/")
+        ):
             why = f"the tensor is called {fqn!r:.80}, which cannot be a folder of universal; rename it with"
             raise UnsupportedError(f"{why} {format_option('rename')}")
         return path
 
-    def optimizer_file(self) -> FileLayout:
+    def build_optimizer_file(self) -> FileLayout:
         """``param_groups`` are for stages 1 and 2, ``optimizer_state_dict`` with the one step for stage 3."""
-        tensors = Tensors(self.state.manifest)
+        builder = TorchFileBuilder(self.state.manifest)
         options = [dict(group.options) for group in self.state.groups]
-        steps = [group.scalars[STEP] for group in self.state.groups if STEP in group.scalars]
+        steps = [group.scalars[STEP_SLOT] for group in self.state.groups if STEP_SLOT in group.scalars]
         value = {
-            **self._scaling(tensors),
+            **self._make_scaler_entries(builder),
             "ds_version": DS_VERSION,
-            "param_groups": [tensors.restored({**one, "params": [i]}) for i, one in enumerate(options)],
+            "param_groups": [builder.add_referenced_tensors({**one, "params": [i]}) for i, one in enumerate(options)],
             "optimizer_state_dict": {
-                "state": {0: {STEP: tensors.scalar(steps[0])} if steps else {}},
-                "param_groups": [tensors.restored({**stage3_options(options), "params": [0]})],
+                "state": {0: {STEP_SLOT: builder.add_scalar(steps[0])} if steps else {}},
+                "param_groups": [builder.add_referenced_tensors({**select_shared_options(options), "params": [0]})],
             },
         }
-        if not self.is_grouped:
+        if not self.has_source_groups:
             # Stages 1 and 2 load as many groups as they find here: enough for a job that has any number of them.
             value["param_groups"] = [{"params": []}] * sum(len(group.params) for group in self.state.groups)
-        return tensors.file(self.prefix + OPTIMIZER_STATE, value)
+        return builder.build_file(self.prefix + OPTIMIZER_STATE_FILE, value)
 
-    def model_files(self) -> Iterator[FileLayout]:
+    def build_model_files(self) -> Iterator[FileLayout]:
         """The two model files, for stages 1 and 2 and for stage 3.
 
         engine.py ``_load_checkpoint``: with ``load_universal`` every rank takes counters, scheduler and client state
@@ -129,66 +142,76 @@ class _Output:
         are nowhere else, are in the first file alone.
         """
         state, aliases = self.state, self.state.manifest.aliases
-        info = {"universal_checkpoint_info": {"universal_checkpoint_version": UNIVERSAL_VERSION}}
-        for name in (model_name(), rank_model_name(0)):
-            tensors = Tensors(state.manifest)
+        universal_info = {"universal_checkpoint_info": {"universal_checkpoint_version": UNIVERSAL_VERSION}}
+        for name in (model_file_name(), rank_model_file_name(0)):
+            builder = TorchFileBuilder(state.manifest)
             value = {
-                "module": self._module(tensors) if name == model_name() else OrderedDict(),
+                "module": self._build_module(builder) if name == model_file_name() else OrderedDict(),
                 "buffer_names": [*state.buffers, *(alias for alias, name in aliases.items() if name in state.buffers)],
                 "optimizer": None,
-                "param_shapes": [state.shapes(group.params) for group in state.groups],
-                "frozen_param_shapes": state.shapes(state.frozen),
+                "param_shapes": [state.make_param_shapes(group.params) for group in state.groups],
+                "frozen_param_shapes": state.make_param_shapes(state.frozen),
                 "frozen_param_fragments": None,
                 "shared_params": state.ties,
-                **info,
-                **counters(self.extras, tensors, state.manifest.world_size or 1, self.extras.config),
-                **tensors.restored(dict(self.extras.client_state)),
+                **universal_info,
+                **make_counters(self.extras, builder, state.manifest.world_size or 1, self.extras.config),
+                **builder.add_referenced_tensors(dict(self.extras.client_state)),
             }
-            yield tensors.file(self.prefix + name, value)
+            yield builder.build_file(self.prefix + name, value)
 
-    def _module(self, tensors: Tensors) -> OrderedDict:
+    def _build_module(self, builder: TorchFileBuilder) -> OrderedDict:
         """Names in the model's order, and each tie after them under its other names."""
         trained = {name for group in self.state.groups for name in group.params}
-        empty = tensors.add([], self.state.dtype, (0,))
-        whole = {**self.state.frozen, **self.state.buffers}
-        found: dict[str, Value] = {}
+        empty_tensor = builder.add_tensor([], self.state.dtype, (0,))
+        whole_entries = {**self.state.frozen, **self.state.buffers}
+        value_by_name: dict[str, Value] = {}
         for fqn in dict.fromkeys(key.fqn for key in self.state.manifest.tensors):
             if fqn in trained:
-                found[fqn] = empty
-            elif fqn in whole:
-                found[fqn] = tensors.whole(StateKey(fqn), whole[fqn])
-        found |= {alias: found[owner] for alias, owner in self.state.manifest.aliases.items() if owner in found}
-        return OrderedDict({**found, **tensors.restored(dict(self.extras.module))})
+                value_by_name[fqn] = empty_tensor
+            elif fqn in whole_entries:
+                value_by_name[fqn] = builder.add_whole_tensor(StateKey(fqn), whole_entries[fqn])
+        value_by_name |= {
+            alias: value_by_name[owner]
+            for alias, owner in self.state.manifest.aliases.items()
+            if owner in value_by_name
+        }
+        return OrderedDict({**value_by_name, **builder.add_referenced_tensors(dict(self.extras.module))})
 
-    def _scaling(self, tensors: Tensors) -> dict[str, Value]:
+    def _make_scaler_entries(self, builder: TorchFileBuilder) -> dict[str, Value]:
         """The source's entries; without them, the job keeps its own."""
-        own, dtype = self.extras.own, self.state.dtype
-        found: dict[str, Value] = {name: own[name] for name in ("overflow", "clip_grad") if own.get(name) is not None}
-        if self.extras.loss_scaler is not None and is_scaling(self.extras.loss_scaler) == (dtype is DType.FLOAT16):
-            scaler = loss_scaler(self.extras.loss_scaler, dtype)
-            dynamic = isinstance(scaler.state, dict) and scaler.state.get("dynamic") is True
-            found |= {"loss_scaler": tensors.restored(scaler), "dynamic_loss_scale": dynamic}
-        return found
+        deepspeed_entries, dtype = self.extras.deepspeed_entries, self.state.dtype
+        entries: dict[str, Value] = {
+            name: deepspeed_entries[name]
+            for name in ("overflow", "clip_grad")
+            if deepspeed_entries.get(name) is not None
+        }
+        if self.extras.loss_scaler is not None and is_active_scaler(self.extras.loss_scaler) == (
+            dtype is DType.FLOAT16
+        ):
+            scaler = make_loss_scaler(self.extras.loss_scaler, dtype)
+            is_dynamic = isinstance(scaler.state, dict) and scaler.state.get("dynamic") is True
+            entries |= {"loss_scaler": builder.add_referenced_tensors(scaler), "dynamic_loss_scale": is_dynamic}
+        return entries
 
 
-def _slot_file(path: str, shape: Shape, key: StateKey | None, dtype: DType, is_expert: bool) -> FileLayout:
+def _build_slot_file(path: str, shape: Shape, key: StateKey | None, dtype: DType, is_expert: bool) -> FileLayout:
     """A slot of a parameter; zeros where it has none and others of its group have."""
-    whole = Box.whole(shape)
-    elements = Padding(whole.numel * dtype.item_bytes) if key is None else Payload(key, whole, shape, dtype)
-    template = _slot_segments(get_archive_root(path), shape, dtype, is_expert)
+    whole_box = Box.whole(shape)
+    elements = Padding(whole_box.numel * dtype.item_bytes) if key is None else Payload(key, whole_box, shape, dtype)
+    template = _build_slot_segments(get_archive_root(path), shape, dtype, is_expert)
     return FileLayout(path, tuple(elements if isinstance(segment, Payload) else segment for segment in template))
 
 
 @lru_cache(maxsize=4096)
-def _slot_segments(root: str, shape: Shape, dtype: DType, is_expert: bool) -> tuple[Segment, ...]:
+def _build_slot_segments(root: str, shape: Shape, dtype: DType, is_expert: bool) -> tuple[Segment, ...]:
     """The file of a slot of this shape and type: 1 of its segments differs from parameter to parameter.
 
     ``cat_dim`` is that of ds_to_universal.py ``merge_tp_slices`` without tensor parallelism. A job with several
     expert-parallel ranks would take the experts of rank 0 on all of them; the mark without a number of experts makes it
     stop (universal_checkpoint.py ``load_hp_checkpoint_state``).
     """
-    ref = StorageRef.of_elements("0", dtype, prod(shape))
-    tensor = StoredTensor(ref, dtype, 0, shape, contiguous_strides(shape))
-    content: dict[str, Any] = {"cat_dim": 0, "param": tensor, **({IS_EXPERT: True} if is_expert else {})}
-    anybody = Payload(StateKey(""), Box.whole(shape), shape, dtype)
-    return tuple(merge_literals(make_archive_segments(content, {"0": [anybody]}, root=root)))
+    storage_ref = StorageRef.of_elements("0", dtype, prod(shape))
+    tensor = StoredTensor(storage_ref, dtype, 0, shape, contiguous_strides(shape))
+    content: dict[str, Any] = {"cat_dim": 0, "param": tensor, **({IS_EXPERT_FIELD: True} if is_expert else {})}
+    placeholder = Payload(StateKey(""), Box.whole(shape), shape, dtype)
+    return tuple(merge_literals(make_archive_segments(content, {"0": [placeholder]}, root=root)))

@@ -25,56 +25,62 @@ from ckpt_tools.core.shards import ShardTable
 from ckpt_tools.core.step_claims import StepClaim
 from ckpt_tools.core.values import StoredTensor, Value, describe_kind, format_brief
 from ckpt_tools.errors import IncompleteError, MalformedError
-from ckpt_tools.formats.deepspeed.common.files import File, ModelStates, OptimGroup, OptimStates, model_claims
+from ckpt_tools.formats.deepspeed.common.files import (
+    DeepSpeedFile,
+    ModelStates,
+    OptimGroup,
+    OptimStates,
+    collect_model_claims,
+)
 from ckpt_tools.formats.deepspeed.common.model_file import (
-    aliases,
-    check_names,
+    check_parameter_names,
+    find_aliases,
+    get_zero_option,
     is_round_robin,
-    other_shape,
-    zero_option,
+    make_shape_error,
 )
-from ckpt_tools.formats.deepspeed.common.partition import MOMENTUM, original_order
-from ckpt_tools.formats.deepspeed.common.saved_extras import Extras
+from ckpt_tools.formats.deepspeed.common.partition import MUON_MOMENTUM_SLOT, undo_round_robin
+from ckpt_tools.formats.deepspeed.common.saved_extras import ExtrasCollector
 from ckpt_tools.formats.deepspeed.zero_reader.flat import (
-    Flats,
-    Gaps,
-    Pieces,
-    Vector,
-    cut_pieces,
+    AlignmentGaps,
+    FlatIntervals,
+    SlotVectors,
+    StoredVector,
+    compute_share,
     locate_group,
+    locate_param,
     locate_params,
-    locate_whole,
-    share,
+    locate_whole_momentum,
 )
-from ckpt_tools.formats.deepspeed.zero_reader.ranks import Partitions, is_scalar, vector
+from ckpt_tools.formats.deepspeed.zero_reader.ranks import RankPartitions, is_scalar, locate_vector
 from ckpt_tools.formats.foreign import refuse_tensor_object
 from ckpt_tools.stores.source import Source
 
-Entries = Iterator[tuple[StateKey, TensorEntry]]
+KeyedEntries = Iterator[tuple[StateKey, TensorEntry]]
 
-Scalars = list[Mapping[str, TensorEntry]]
+ScalarsByFlat = list[Mapping[str, TensorEntry]]
 """By flat the 0-d slots."""
 
 
 @dataclass
-class Contents:
-    """A checkpoint while it is read. ``part`` sets its literals apart from those of checkpoints that are joined with
-    it."""
+class ZeroManifestBuilder:
+    """A checkpoint while it is read. ``literal_prefix`` sets its literals apart from those of checkpoints that are
+    joined with it."""
 
     source: Source
     model: ModelStates
     optim: OptimStates
     model_paths: tuple[str, ...]
-    partitions: Partitions
-    extras: Extras = field(default_factory=Extras)
+    partitions: RankPartitions
+    extras: ExtrasCollector = field(default_factory=ExtrasCollector)
     literals: dict[str, bytes] = field(default_factory=dict)
-    part: str = ""
-    left_out: ClassVar[tuple[str, ...]] = ("optimizer",)
+    literal_prefix: str = ""
+    skipped_entries: ClassVar[tuple[str, ...]] = ("optimizer",)
 
-    def manifest(self) -> Manifest:
+    def build_manifest(self) -> Manifest:
         """Raises FormatError where the files contradict themselves."""
-        tensors = {key: entry for name in self._names() for key, entry in self._of(name)}
-        groups = tuple(self._group(number, group) for number, group in enumerate(self.optim.groups))
+        tensors = {key: entry for name in self._list_names() for key, entry in self._build_entries(name)}
+        groups = tuple(self._build_group(number, group) for number, group in enumerate(self.optim.groups))
         self._gather_extras()
         return Manifest(
             format=f"zero{self.optim.stage}",
@@ -85,16 +91,16 @@ class Contents:
             extra=self.extras.values,
             step=self.model.step,
             world_size=self.optim.world_size,
-            notes=tuple(self._notes()),
+            notes=tuple(self._make_notes()),
             step_claims=(
-                *model_claims(self.model.file),
+                *collect_model_claims(self.model.file),
                 *chain(*(each[1] for each in self._other_models)),
-                *self.partitions.steps,
+                *self.partitions.step_claims,
             ),
-            masters_are_outdated=zero_option(self.model, "zenflow") is not None,
+            masters_are_outdated=get_zero_option(self.model, "zenflow") is not None,
         )
 
-    def _notes(self) -> Iterator[Note]:
+    def _make_notes(self) -> Iterator[Note]:
         """Stages 2 and 3 list frozen parameters, with None in place of the list if they were not saved. Stage 1 never
         lists them; if it has one, it has them all."""
         content = self.model.file.content
@@ -104,8 +110,8 @@ class Contents:
         if self.optim.stage > 1:
             yield Note(Outcome.MISSING, what, "the checkpoint was saved with exclude_frozen_parameters")
             return
-        known = {*self.trainable, *self.model.buffers, *self.aliases}
-        others = (value for name, value in self.model.module.items() if name not in known)
+        known_names = {*self.trainable, *self.model.buffers, *self.aliases}
+        others = (value for name, value in self.model.module.items() if name not in known_names)
         if not any(isinstance(value, StoredTensor) for value in others):
             why = "there are none, and stage 1 does not record whether exclude_frozen_parameters left them out"
             yield Note(Outcome.MISSING, what, why)
@@ -115,192 +121,204 @@ class Contents:
         return self.model.trainable
 
     @cached_property
-    def pieces(self) -> Mapping[str, Pieces]:
+    def param_intervals(self) -> Mapping[str, FlatIntervals]:
         """The places in the partitions of each trainable parameter that has elements."""
-        shapes, found = self.model.param_shapes, self.partitions
+        shapes, partitions = self.model.param_shapes, self.partitions
         if self.optim.stage == 3:
-            return locate_params(shapes, found.masters)
-        self._check_groups(shapes)
+            return locate_params(shapes, partitions.masters)
+        self._check_group_count(shapes)
         return {
             name: pieces
             for flat, group in enumerate(shapes)
-            for name, pieces in locate_group(flat, group, self._gaps(flat), found.masters, found.paddings).items()
+            for name, pieces in locate_group(
+                flat, group, self._get_alignment_gaps(flat), partitions.masters, partitions.paddings
+            ).items()
         }
 
-    def _check_groups(self, shapes: Sequence[Mapping[str, Shape]]) -> None:
-        groups, path = len(self.optim.masters), self.optim.file.path
-        if len(shapes) != groups:
-            raise MalformedError(f"{groups} groups of partitions, but param_shapes has {len(shapes)}", path=path)
+    def _check_group_count(self, shapes: Sequence[Mapping[str, Shape]]) -> None:
+        num_groups, path = len(self.optim.masters), self.optim.file.path
+        if len(shapes) != num_groups:
+            raise MalformedError(f"{num_groups} groups of partitions, but param_shapes has {len(shapes)}", path=path)
 
-    def _gaps(self, flat: int) -> Gaps:
+    def _get_alignment_gaps(self, flat: int) -> AlignmentGaps:
         return None if self.optim.alignment_paddings is None else self.optim.alignment_paddings[flat]
 
     @cached_property
-    def momentum(self) -> Mapping[str, Pieces]:
+    def momentum_intervals(self) -> Mapping[str, FlatIntervals]:
         """The places of Muon's momentum of each parameter, if its vectors hold whole parameters."""
-        return locate_whole(self.pieces, self.partitions.momentum)
+        return locate_whole_momentum(self.param_intervals, self.partitions.momentum)
 
     @cached_property
     def aliases(self) -> Mapping[str, str]:
         """Tied parameters, by alias."""
-        return aliases(self.model, self._are_tied)
+        return find_aliases(self.model, self._are_tied)
 
     def _are_tied(self, alias: str, one: StoredTensor, other: StoredTensor) -> bool:
         if self.optim.stage == 3:
             return alias not in self.model.frozen_shapes
         return one.numel > 0 and one.shape == other.shape
 
-    def _names(self) -> list[str]:
+    def _list_names(self) -> list[str]:
         """The model's own names in its own order, each tie once. Raises IncompleteError."""
-        check_names(self.model)
-        return [name for name in self.model.module if name not in self.aliases and not self._is_left_out(name)]
+        check_parameter_names(self.model)
+        return [name for name in self.model.module if name not in self.aliases and not self._is_alias_of_excluded(name)]
 
-    def _is_left_out(self, name: str) -> bool:
+    def _is_alias_of_excluded(self, name: str) -> bool:
         """Whether ``exclude_frozen_parameters`` took the owner of a tie and left its alias, empty, behind."""
         value, owner = self.model.module[name], self.model.ties.get(name)
         return (
             owner is not None and owner not in self.model.module and isinstance(value, StoredTensor) and not value.numel
         )
 
-    def _of(self, name: str) -> Entries:
+    def _build_entries(self, name: str) -> KeyedEntries:
         """The tensors of one name: the weight or buffer, and the optimizer's."""
         value = self.model.module[name]
         refuse_tensor_object(value, name)
         if not isinstance(value, StoredTensor) and name not in self.trainable:
-            self.extras.add_module_value(name, value, self.model.home(name))
+            self.extras.add_module_value(name, value, self.model.find_value_file(name))
             return
         if not isinstance(value, StoredTensor):
             raise MalformedError(
                 f"module contains a {describe_kind(value)} instead of a tensor", path=self.model.file.path, key=name
             )
-        yield StateKey(name, WEIGHT), self._weight(name, value)
-        if name in self.pieces:
-            yield from self._states(name, self.trainable[name], self.pieces[name])
+        yield StateKey(name, WEIGHT), self._build_weight(name, value)
+        if name in self.param_intervals:
+            yield from self._build_states(name, self.trainable[name], self.param_intervals[name])
 
-    def _weight(self, name: str, value: StoredTensor) -> TensorEntry:
+    def _build_weight(self, name: str, value: StoredTensor) -> TensorEntry:
         kind = Kind.BUFFER if name in self.model.buffers else Kind.PARAMETER
-        shape = self._shape(name, value)
+        shape = self._find_whole_shape(name, value)
         if tuple(value.shape) == shape:
-            return TensorEntry(shape, value.dtype, kind, self.model.home(name).table(value))
+            return TensorEntry(shape, value.dtype, kind, self.model.find_value_file(name).build_shard_table(value))
         if self.optim.stage < 3 or value.numel:
-            raise other_shape(self.model, name, value, shape)
-        return TensorEntry(shape, value.dtype, kind, self._cut_weight(name, shape, value.dtype))
+            raise make_shape_error(self.model, name, value, shape)
+        return TensorEntry(shape, value.dtype, kind, self._build_partitioned_table(name, shape, value.dtype))
 
-    def _shape(self, name: str, value: StoredTensor) -> Shape:
+    def _find_whole_shape(self, name: str, value: StoredTensor) -> Shape:
         """The shape of the whole weight; in stage 3 ``module`` has an empty tensor in place of one that is cut."""
         if name in self.model.buffers:
             return tuple(value.shape)
-        frozen = self.model.frozen_shapes if self.optim.stage == 3 else {}
-        shape = self.trainable.get(name, frozen.get(name))
+        frozen_shapes = self.model.frozen_shapes if self.optim.stage == 3 else {}
+        shape = self.trainable.get(name, frozen_shapes.get(name))
         if shape is None and self.optim.stage == 3 and not value.numel:
             raise IncompleteError(
                 "no file contains the elements of this parameter", path=self.model.file.path, key=name
             )
         return tuple(value.shape) if shape is None else shape
 
-    def _cut_weight(self, name: str, shape: Shape, dtype: DType) -> ShardTable:
+    def _build_partitioned_table(self, name: str, shape: Shape, dtype: DType) -> ShardTable:
         """The elements of a stage 3 weight: the masters, or the fragments of a frozen one."""
         if not prod(shape):
             return ShardTable.build(shape, dtype, [])
-        if name in self.pieces:
-            return self.partitions.masters.table(self.pieces[name])
-        fragments = [{0: rank[name]} if name in rank else {} for rank in self.fragments]
-        flats = Flats.of(f"the frozen {name}", self.model_paths, fragments, 1)
-        cut = share(prod(shape), self.optim.world_size)
-        return flats.table(cut_pieces(0, prod(shape), self.optim.world_size, np.array([0, cut])))
+        if name in self.param_intervals:
+            return self.partitions.masters.build_shard_table(self.param_intervals[name])
+        fragments = [{0: rank[name]} if name in rank else {} for rank in self.rank_fragments]
+        flats = SlotVectors.of(f"the frozen {name}", self.model_paths, fragments, 1)
+        share_numel = compute_share(prod(shape), self.optim.world_size)
+        return flats.build_shard_table(locate_param(0, prod(shape), self.optim.world_size, np.array([0, share_numel])))
 
     @property
-    def fragments(self) -> list[Mapping[str, Vector]]:
+    def rank_fragments(self) -> list[Mapping[str, StoredVector]]:
         """Each rank's fragments of the frozen parameters."""
-        return [_fragments(self.model), *(each[0] for each in self._other_models)]
+        return [_locate_fragments(self.model), *(each[0] for each in self._other_models)]
 
     @cached_property
-    def _other_models(self) -> list[tuple[Mapping[str, Vector], list[StepClaim]]]:
+    def _other_models(self) -> list[tuple[Mapping[str, StoredVector], list[StepClaim]]]:
         """The fragments and the steps of each model file but the first, which only stage 3 has."""
-        return list(map(self._read_model, self.model_paths[1:]))
+        return list(map(self._read_other_model, self.model_paths[1:]))
 
-    def _read_model(self, path: str) -> tuple[Mapping[str, Vector], list[StepClaim]]:
-        model = ModelStates.of(File.open(self.source, path))
-        found, expected = (each.file.content.get("dp_world_size") for each in (model, self.model))
-        if found != expected:
-            why = f"its dp_world_size is {format_brief(found)} but that of rank 0 is {format_brief(expected)}"
+    def _read_other_model(self, path: str) -> tuple[Mapping[str, StoredVector], list[StepClaim]]:
+        model = ModelStates.of(DeepSpeedFile.open(self.source, path))
+        rank_world_size, expected_world_size = (each.file.content.get("dp_world_size") for each in (model, self.model))
+        if rank_world_size != expected_world_size:
+            why = (
+                f"its dp_world_size is {format_brief(rank_world_size)} but that of rank 0 is "
+                f"{format_brief(expected_world_size)}"
+            )
             raise MalformedError(why, path=path)
-        return _fragments(model), model_claims(model.file)
+        return _locate_fragments(model), collect_model_claims(model.file)
 
-    def _states(self, name: str, shape: Shape, pieces: Pieces) -> Entries:
-        yield StateKey(name, MASTER), _state(shape, self.partitions.masters.table(pieces))
+    def _build_states(self, name: str, shape: Shape, intervals: FlatIntervals) -> KeyedEntries:
+        yield StateKey(name, MASTER), _make_state_entry(shape, self.partitions.masters.build_shard_table(intervals))
         for slot in self.partitions.slots:
-            if slot.holds(pieces):
-                yield StateKey(name, slot.name), _state(shape, slot.table(pieces))
-        if name in self.momentum:
-            yield StateKey(name, MOMENTUM), _state(shape, self.partitions.momentum.table(self.momentum[name]))
-        for slot_name, entry in self._scalars_at(pieces)[int(pieces.flats[0])].items():
+            if slot.has_intervals(intervals):
+                yield StateKey(name, slot.name), _make_state_entry(shape, slot.build_shard_table(intervals))
+        if name in self.momentum_intervals:
+            yield (
+                StateKey(name, MUON_MOMENTUM_SLOT),
+                _make_state_entry(shape, self.partitions.momentum.build_shard_table(self.momentum_intervals[name])),
+            )
+        for slot_name, entry in self._find_scalars(intervals)[int(intervals.flats[0])].items():
             yield StateKey(name, slot_name), entry
 
-    def _scalars_at(self, pieces: Pieces) -> Scalars:
+    def _find_scalars(self, intervals: FlatIntervals) -> ScalarsByFlat:
         return self.scalars
 
     @cached_property
-    def scalars(self) -> Scalars:
+    def scalars(self) -> ScalarsByFlat:
         """The 0-d state of each flat, from rank 0, which has some of every parameter's elements or of its group's."""
-        return self._scalars_of(self.optim, self.part)
+        return self._read_scalars(self.optim, self.literal_prefix)
 
-    def _scalars_of(self, optim: OptimStates, part: str) -> Scalars:
-        steps = {flat: group.options.get("step") for group in optim.groups for flat in group.flats}
+    def _read_scalars(self, optim: OptimStates, literal_prefix: str) -> ScalarsByFlat:
+        step_by_flat = {flat: group.options.get("step") for group in optim.groups for flat in group.flats}
         return [
             {
-                slot: self._scalar(optim.file, f"{part}{flat}.{slot}", value)
-                for slot, value in _scalars(state, steps.get(flat)).items()
+                slot: self._read_scalar(optim.file, f"{literal_prefix}{flat}.{slot}", value)
+                for slot, value in _select_scalars(state, step_by_flat.get(flat)).items()
             }
             for flat, state in enumerate(optim.states)
         ]
 
-    def _scalar(self, file: File, name: str, value: Value) -> TensorEntry:
+    def _read_scalar(self, file: DeepSpeedFile, name: str, value: Value) -> TensorEntry:
         if isinstance(value, StoredTensor):
-            return _state((), file.table(value))
+            return _make_state_entry((), file.build_shard_table(value))
         if not is_number(value):
             raise MalformedError(f"a step or another counter of the optimizer is {value.bit_length()} bits long")
         table, files = make_number_table(value, name)
         self.literals |= files
-        return _state((), table)
+        return _make_state_entry((), table)
 
-    def _group(self, number: int, group: OptimGroup) -> ParamGroup:
-        return ParamGroup(self._members(group), self.extras.options(number, group.options, self.optim.file))
+    def _build_group(self, number: int, group: OptimGroup) -> ParamGroup:
+        return ParamGroup(
+            self._list_members(group), self.extras.replace_option_tensors(number, group.options, self.optim.file)
+        )
 
-    def _members(self, group: OptimGroup) -> tuple[str, ...]:
+    def _list_members(self, group: OptimGroup) -> tuple[str, ...]:
         """The parameters of a group in the order in which the optimizer got them.
 
         A group is one flat in stages 1 and 2, but for Adagrad: DeepSpeed remakes it with a single group of all flats.
         """
         if self.optim.stage == 3:
             flats = set(group.flats)
-            return tuple(name for name, pieces in self.pieces.items() if int(pieces.flats[0]) in flats)
-        return tuple(name for flat in group.flats for name in self._flat_members(flat))
+            return tuple(name for name, pieces in self.param_intervals.items() if int(pieces.flats[0]) in flats)
+        return tuple(name for flat in group.flats for name in self._list_flat_members(flat))
 
-    def _flat_members(self, flat: int) -> tuple[str, ...]:
-        found = tuple(self.model.param_shapes[flat])
+    def _list_flat_members(self, flat: int) -> tuple[str, ...]:
+        names = tuple(self.model.param_shapes[flat])
         if is_round_robin(self.model) and not self.optim.is_bf16_optimizer:
-            return original_order(found, self.optim.world_size)
-        return found
+            return undo_round_robin(names, self.optim.world_size)
+        return names
 
     def _gather_extras(self) -> None:
-        self.extras.add_model(self.model.file, without=self.left_out)
-        self.extras.add_optimizer(self.optim.file, self.optim.own)
-        for rank, state in self.partitions.rest:
+        self.extras.add_model(self.model.file, skipped_entries=self.skipped_entries)
+        self.extras.add_optimizer(self.optim.file, self.optim.state_dict)
+        for rank, state in self.partitions.other_slots:
             assert state.file is not None, "other state is read with its file"
-            kept = self.extras.values.setdefault("deepspeed", {}).setdefault("partition_state", {})
-            kept[rank] = self.extras.inert(dict(state.rest), f"partition_state.{rank}", state.file)
+            partition_states = self.extras.values.setdefault("deepspeed", {}).setdefault("partition_state", {})
+            partition_states[rank] = self.extras.replace_tensors(
+                dict(state.other_slots), f"partition_state.{rank}", state.file
+            )
 
 
-def _fragments(model: ModelStates) -> Mapping[str, Vector]:
-    return {name: vector(model.file, tensor) for name, tensor in model.frozen_fragments.items() if tensor.numel}
+def _locate_fragments(model: ModelStates) -> Mapping[str, StoredVector]:
+    return {name: locate_vector(model.file, tensor) for name, tensor in model.frozen_fragments.items() if tensor.numel}
 
 
-def _state(shape: Shape, table: ShardTable) -> TensorEntry:
+def _make_state_entry(shape: Shape, table: ShardTable) -> TensorEntry:
     return TensorEntry(shape, table.dtype, Kind.STATE, table)
 
 
-def _scalars(state: Mapping[str, Value], group_step: Value) -> Mapping[str, Value]:
+def _select_scalars(state: Mapping[str, Value], group_step: Value) -> Mapping[str, Value]:
     """The 0-d slots of a flat. Apex keeps one step for a whole group, among its hyperparameters."""
-    found = {slot: value for slot, value in state.items() if is_scalar(value)}
-    return found if "step" in found or not is_scalar(group_step) else {**found, "step": group_step}
+    scalars = {slot: value for slot, value in state.items() if is_scalar(value)}
+    return scalars if "step" in scalars or not is_scalar(group_step) else {**scalars, "step": group_step}

@@ -14,8 +14,8 @@ from itertools import groupby
 
 from ckpt_tools.core.values import StoredTensor, Value, format_brief
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
-from ckpt_tools.formats.deepspeed.common.files import File, ModelStates
-from ckpt_tools.formats.deepspeed.names import INFIX, expert_name, split_expert
+from ckpt_tools.formats.deepspeed.common.files import DeepSpeedFile, ModelStates
+from ckpt_tools.formats.deepspeed.names import EXPERT_INFIX, expert_file_name, split_expert_name
 from ckpt_tools.formats.deepspeed.zero_reader.locate import ExpertFiles
 from ckpt_tools.stores.source import Source
 
@@ -24,196 +24,228 @@ MAX_EXPERTS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Layer:
+class MoELayer:
     """The experts of one layer: ``prefix`` is what their names start with, ``files`` are in the order of numbers."""
 
     prefix: str
-    files: tuple[File, ...]
+    files: tuple[DeepSpeedFile, ...]
 
     @property
     def rests(self) -> list[str]:
         """The ends of the names of each expert's tensors."""
         return [name.removeprefix(f"{self.prefix}0.") for name in map(str, self.files[0].content)]
 
-    def values(self) -> Iterator[tuple[str, Value, File]]:
+    def iterate_values(self) -> Iterator[tuple[str, Value, DeepSpeedFile]]:
         for file in self.files:
             yield from ((str(name), value, file) for name, value in file.content.items())
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
+class MoEExperts:
     """All layers with experts by their prefix, and how many of each layer's experts a rank has."""
 
-    layers: Mapping[str, Layer]
-    num_local: Mapping[str, int]
+    layers: Mapping[str, MoELayer]
+    num_local_experts: Mapping[str, int]
 
-    def num_ranks(self, prefix: str) -> int:
+    def count_expert_ranks(self, prefix: str) -> int:
         """Expert-parallel ranks of a layer."""
-        return len(self.layers[prefix].files) // self.num_local[prefix]
+        return len(self.layers[prefix].files) // self.num_local_experts[prefix]
 
-    def whole_name(self, name: str, rank: int) -> str:
+    def make_whole_name(self, name: str, rank: int) -> str:
         """The name among all experts of what expert-parallel rank ``rank`` calls ``name``."""
-        found = split_expert(name)
-        if found is None:
+        name_parts = split_expert_name(name)
+        if name_parts is None:
             return name
-        prefix, number, rest = found
-        return f"{prefix}{rank * self.num_local[prefix] + number}.{rest}"
+        prefix, number, suffix = name_parts
+        return f"{prefix}{rank * self.num_local_experts[prefix] + number}.{suffix}"
 
-    def expanded(self, names: Iterable[str]) -> list[tuple[str, str]]:
+    def expand_names(self, names: Iterable[str]) -> list[tuple[str, str]]:
         """The name of rank 0 and the whole name of each, in the order of a model that has all experts."""
-        found: list[tuple[str, str]] = []
-        for prefix, run in groupby(names, _prefix):
-            own = list(run)
-            ranks = range(1 if prefix is None else self.num_ranks(prefix))
-            found += [(name, self.whole_name(name, rank)) for rank in ranks for name in own]
-        return found
+        name_pairs: list[tuple[str, str]] = []
+        for prefix, run in groupby(names, _find_expert_prefix):
+            local_names = list(run)
+            ranks = range(1 if prefix is None else self.count_expert_ranks(prefix))
+            name_pairs += [(name, self.make_whole_name(name, rank)) for rank in ranks for name in local_names]
+        return name_pairs
 
-    def whole(self, model: ModelStates) -> ModelStates:
+    def add_all_experts(self, model: ModelStates) -> ModelStates:
         """The model of rank 0 with the experts of all ranks. Raises FormatError where names do not fit."""
-        values = list(self._values(model))
+        values = list(self._list_values(model))
         module = {name: value for name, value, _ in values}
-        buffers = self._buffers(model, module)
+        buffers = self._expand_buffers(model, module)
         return replace(
             model,
             module=module,
-            homes={name: file for name, _, file in values},
+            value_files={name: file for name, _, file in values},
             buffers=buffers,
             param_shapes=tuple(
-                {whole: shapes[name] for name, whole in self.expanded(shapes)} for shapes in model.param_shapes
+                {whole: shapes[name] for name, whole in self.expand_names(shapes)} for shapes in model.param_shapes
             ),
-            frozen_shapes={whole: model.frozen_shapes[name] for name, whole in self.expanded(model.frozen_shapes)},
-            ties={alias: owner for pair in model.ties.items() for alias, owner in self._tie(pair, model.file.path)},
+            frozen_shapes={whole: model.frozen_shapes[name] for name, whole in self.expand_names(model.frozen_shapes)},
+            ties={
+                alias: owner for pair in model.ties.items() for alias, owner in self._expand_tie(pair, model.file.path)
+            },
         )
 
-    def _values(self, model: ModelStates) -> Iterator[tuple[str, Value, File]]:
+    def _list_values(self, model: ModelStates) -> Iterator[tuple[str, Value, DeepSpeedFile]]:
         """Values in the order of the model: experts come after the gate of their layer."""
-        last = {_layer_of(name, self.layers): name for name in model.module}
-        after = {name: prefix for prefix, name in last.items() if prefix is not None}
+        last_name_by_prefix = {_find_layer_of_gate(name, self.layers): name for name in model.module}
+        prefix_after_name = {name: prefix for prefix, name in last_name_by_prefix.items() if prefix is not None}
         for prefix, layer in self.layers.items():
-            if prefix not in last:
-                yield from layer.values()
+            if prefix not in last_name_by_prefix:
+                yield from layer.iterate_values()
         for name, value in model.module.items():
             yield name, value, model.file
-            if name in after:
-                yield from self.layers[after[name]].values()
+            if name in prefix_after_name:
+                yield from self.layers[prefix_after_name[name]].iterate_values()
 
-    def _buffers(self, model: ModelStates, module: Mapping[str, Value]) -> frozenset[str]:
-        rests = {(found[0], found[2]) for name in model.buffers if (found := split_expert(name))}
-        of_experts = {
-            f"{prefix}{number}.{rest}" for prefix, rest in rests for number in range(len(self.layers[prefix].files))
+    def _expand_buffers(self, model: ModelStates, module: Mapping[str, Value]) -> frozenset[str]:
+        prefixes_and_suffixes = {(found[0], found[2]) for name in model.buffers if (found := split_expert_name(name))}
+        expert_buffers = {
+            f"{prefix}{number}.{rest}"
+            for prefix, rest in prefixes_and_suffixes
+            for number in range(len(self.layers[prefix].files))
         }
-        buffers = frozenset(name for name in model.buffers if split_expert(name) is None) | of_experts
+        buffers = frozenset(name for name in model.buffers if split_expert_name(name) is None) | expert_buffers
         if missing := buffers - module.keys():
             raise IncompleteError("no file contains this buffer", path=model.file.path, key=min(missing))
         return buffers
 
-    def _tie(self, tie: tuple[str, str], path: str) -> Iterator[tuple[str, str]]:
+    def _expand_tie(self, tie: tuple[str, str], path: str) -> Iterator[tuple[str, str]]:
         """The same tie on every expert-parallel rank."""
-        prefixes = [_prefix(name) for name in tie]
-        ranks = {1 if prefix is None else self.num_ranks(prefix) for prefix in prefixes}
+        prefixes = [_find_expert_prefix(name) for name in tie]
+        ranks = {1 if prefix is None else self.count_expert_ranks(prefix) for prefix in prefixes}
         if prefixes[0] is None and max(ranks) > 1:
             raise UnsupportedError(
                 "it is tied to a tensor of an expert, which differs from rank to rank", path=path, key=tie[0]
             )
         for rank in range(max(ranks)):
-            yield self.whole_name(tie[0], rank), self.whole_name(tie[1], rank)
+            yield self.make_whole_name(tie[0], rank), self.make_whole_name(tie[1], rank)
 
 
-def _prefix(name: str) -> str | None:
-    found = split_expert(name)
-    return found[0] if found else None
+def _find_expert_prefix(name: str) -> str | None:
+    name_parts = split_expert_name(name)
+    return name_parts[0] if name_parts else None
 
 
-def _layer_of(name: str, layers: Mapping[str, Layer]) -> str | None:
+def _find_layer_of_gate(name: str, layers: Mapping[str, MoELayer]) -> str | None:
     """The layer of experts that the gate's weight ``name`` belongs to."""
     head, infix, _ = name.rpartition(".deepspeed_moe.")
-    prefix = head + INFIX
+    prefix = head + EXPERT_INFIX
     return prefix if infix and prefix in layers else None
 
 
-def open_layers(source: Source, model: ModelStates, files: ExpertFiles) -> dict[str, Layer]:
+def open_expert_layers(source: Source, model: ModelStates, files: ExpertFiles) -> dict[str, MoELayer]:
     """The files of all experts, by the prefix of their names. Raises FormatError if one is missing or damaged, or is
     not of its layer or number."""
-    counts = _counts(model)
-    wanted = {(layer, number) for layer, count in enumerate(counts) for number in range(count)}
-    if missing := wanted - files.weights.keys():
-        layer, number = min(missing)
+    expert_counts = _read_expert_counts(model)
+    expected_experts = {(layer, number) for layer, count in enumerate(expert_counts) for number in range(count)}
+    if missing_experts := expected_experts - files.weight_paths.keys():
+        layer, number = min(missing_experts)
         raise IncompleteError(
-            f"the file of this expert is missing; layer {layer} has {counts[layer]}",
-            path=files.prefix + expert_name(layer, number),
+            f"the file of this expert is missing; layer {layer} has {expert_counts[layer]}",
+            path=files.prefix + expert_file_name(layer, number),
         )
-    if more := files.weights.keys() - wanted:
-        layer, number = min(more)
-        has = f"layer {layer} has {counts[layer]} experts" if layer < len(counts) else f"there are {len(counts)} layers"
-        raise MalformedError(f"{has}; this file is perhaps from an earlier save", path=files.weights[layer, number])
-    found: dict[str, Layer] = {}
-    for layer, count in enumerate(counts):
-        opened = _layer([File.open(source, files.weights[layer, number]) for number in range(count)])
-        if opened.prefix in found:
-            raise MalformedError("two layers have experts of this name", path=opened.files[0].path, key=opened.prefix)
-        found[opened.prefix] = opened
-    return found
+    if unexpected_experts := files.weight_paths.keys() - expected_experts:
+        layer, number = min(unexpected_experts)
+        has = (
+            f"layer {layer} has {expert_counts[layer]} experts"
+            if layer < len(expert_counts)
+            else f"there are {len(expert_counts)} layers"
+        )
+        raise MalformedError(
+            f"{has}; this file is perhaps from an earlier save", path=files.weight_paths[layer, number]
+        )
+    layer_by_prefix: dict[str, MoELayer] = {}
+    for layer, count in enumerate(expert_counts):
+        moe_layer = _build_layer(
+            [DeepSpeedFile.open(source, files.weight_paths[layer, number]) for number in range(count)]
+        )
+        if moe_layer.prefix in layer_by_prefix:
+            raise MalformedError(
+                "two layers have experts of this name", path=moe_layer.files[0].path, key=moe_layer.prefix
+            )
+        layer_by_prefix[moe_layer.prefix] = moe_layer
+    return layer_by_prefix
 
 
-def _counts(model: ModelStates) -> list[int]:
+def _read_expert_counts(model: ModelStates) -> list[int]:
     """``num_experts``: of each layer the experts of all ranks."""
-    found = model.file.content.get("num_experts")
-    if not isinstance(found, list) or not all(type(count) is int and 0 < count <= MAX_EXPERTS for count in found):
+    expert_counts = model.file.content.get("num_experts")
+    if not isinstance(expert_counts, list) or not all(
+        type(count) is int and 0 < count <= MAX_EXPERTS for count in expert_counts
+    ):
         raise UnsupportedError(
-            f"its num_experts is {format_brief(found)}, but DeepSpeed 0.6 and later list the experts of each layer; "
+            f"its num_experts is {format_brief(expert_counts)}, but DeepSpeed 0.6 and later list the experts of each "
+            f"layer; "
             "load the run in such a version and save it",
             path=model.file.path,
             key="num_experts",
         )
-    return found
+    return expert_counts
 
 
-def _layer(files: Sequence[File]) -> Layer:
+def _build_layer(files: Sequence[DeepSpeedFile]) -> MoELayer:
     """Raises MalformedError where a file has other names or shapes than that of the first expert."""
-    first = _described(files[0], 0)
-    prefix = next(iter(first), ("", ""))[0]
+    first_description = _describe_expert(files[0], 0)
+    prefix = next(iter(first_description), ("", ""))[0]
     for number, file in enumerate(files):
-        found = _described(file, number)
-        if {name for name, _ in found} != {prefix} or not prefix:
+        description = _describe_expert(file, number)
+        if {name for name, _ in description} != {prefix} or not prefix:
             raise MalformedError("it does not hold one expert of one layer", path=file.path)
-        if found != first:
-            _, rest = min(found.items() ^ first.items())[0]
+        if description != first_description:
+            _, rest = min(description.items() ^ first_description.items())[0]
             raise MalformedError(f"its {rest} is not as that of {files[0].path}", path=file.path)
-    return Layer(prefix, tuple(files))
+    return MoELayer(prefix, tuple(files))
 
 
-def _described(file: File, number: int) -> dict[tuple[str, str], str]:
+def _describe_expert(file: DeepSpeedFile, number: int) -> dict[tuple[str, str], str]:
     """The shape and dtype of each tensor. Raises MalformedError where it is of an expert of another number."""
-    found: dict[tuple[str, str], str] = {}
+    description: dict[tuple[str, str], str] = {}
     for name, value in file.content.items():
-        parts = split_expert(name) if isinstance(name, str) else None
-        if parts is None or INFIX in parts[0].removesuffix(INFIX) or parts[1] != number:
+        parts = split_expert_name(name) if isinstance(name, str) else None
+        if parts is None or EXPERT_INFIX in parts[0].removesuffix(EXPERT_INFIX) or parts[1] != number:
             raise MalformedError(f"it is the file of expert {number}, but has {format_brief(name)}", path=file.path)
         is_tensor = isinstance(value, StoredTensor)
-        found[parts[0], parts[2]] = f"{tuple(value.shape)} {value.dtype.value}" if is_tensor else "a value"
-    return found
+        description[parts[0], parts[2]] = f"{tuple(value.shape)} {value.dtype.value}" if is_tensor else "a value"
+    return description
 
 
-def local_counts(layers: Mapping[str, Layer], model: ModelStates, num_ranks: Mapping[str, int]) -> dict[str, int]:
+def count_local_experts(
+    layers: Mapping[str, MoELayer], model: ModelStates, num_ranks: Mapping[str, int]
+) -> dict[str, int]:
     """The number of rank 0's experts of each layer; ``num_ranks`` has the number of ranks of the experts of layers that
     train. Raises FormatError if rank 0 has the names of another number."""
-    seen: dict[str, set[int]] = {prefix: set() for prefix in layers}
+    numbers_by_prefix: dict[str, set[int]] = {prefix: set() for prefix in layers}
     names = (*model.trainable, *model.frozen_shapes, *model.buffers, *model.ties, *model.ties.values())
-    for prefix, number, _ in filter(None, map(split_expert, names)):
-        if prefix not in seen:
+    for prefix, number, _ in filter(None, map(split_expert_name, names)):
+        if prefix not in numbers_by_prefix:
             message = "no file of an expert (layer_0_expert_0_...) is of this layer"
             raise IncompleteError(message, path=model.file.path, key=prefix)
-        seen[prefix].add(number)
-    return {prefix: _local(prefix, seen[prefix], len(layers[prefix].files), num_ranks, model) for prefix in layers}
+        numbers_by_prefix[prefix].add(number)
+    return {
+        prefix: _count_local_experts_of_layer(
+            prefix, numbers_by_prefix[prefix], len(layers[prefix].files), num_ranks, model
+        )
+        for prefix in layers
+    }
 
 
-def _local(prefix: str, seen: set[int], total: int, num_ranks: Mapping[str, int], model: ModelStates) -> int:
+def _count_local_experts_of_layer(
+    prefix: str, expert_numbers: set[int], num_experts: int, num_ranks: Mapping[str, int], model: ModelStates
+) -> int:
     """A layer that rank 0 does not mention has nothing to be renamed."""
     ranks = num_ranks.get(prefix)
-    count = (len(seen) or total) if ranks is None else total // ranks
-    if not count or total % count or (ranks is not None and count * ranks != total) or seen - set(range(count)):
+    count = (len(expert_numbers) or num_experts) if ranks is None else num_experts // ranks
+    if (
+        not count
+        or num_experts % count
+        or (ranks is not None and count * ranks != num_experts)
+        or expert_numbers - set(range(count))
+    ):
         raise MalformedError(
-            f"rank 0 has the experts {format_brief(sorted(seen))} of {total}, which are spread over {ranks} ranks",
+            f"rank 0 has the experts {format_brief(sorted(expert_numbers))} of {num_experts}, which are spread over "
+            f"{ranks} ranks",
             path=model.file.path,
             key=prefix,
         )

@@ -19,17 +19,17 @@ from ckpt_tools.core.casts import CASTABLE, cast_into
 from ckpt_tools.core.shards import ShardTable
 from ckpt_tools.core.values import StoredTensor, Value, format_brief
 from ckpt_tools.errors import IncompleteError, MalformedError
-from ckpt_tools.formats.deepspeed.common.files import File, ModelStates
+from ckpt_tools.formats.deepspeed.common.files import DeepSpeedFile, ModelStates
 from ckpt_tools.stores.source import Source
 
-TIED = "tied_modules."
+TIED_PREFIX = "tied_modules."
 
-SAMPLE = 1024
+SAMPLE_ELEMENTS = 1024
 """Elements of a tied parameter that are compared with its masters."""
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class StageShapes:
     """The shapes of a stage's parameters by its files, and the masters of the tied ones.
 
     A shape is None where only the number of elements is known, ``numels``.
@@ -44,124 +44,143 @@ class Known:
     def names(self) -> set[str]:
         return {*self.shapes, *self.model.buffers}
 
-    def tied(self) -> dict[str, set[str]]:
+    def list_tied_modules(self) -> dict[str, set[str]]:
         """The names of each tied module of the stage, by its prefix."""
-        found: dict[str, set[str]] = {}
+        names_by_prefix: dict[str, set[str]] = {}
         for name in self.names:
-            if name.startswith(TIED):
-                found.setdefault(TIED + name.removeprefix(TIED).split(".")[0] + ".", set()).add(name)
-        return found
+            if name.startswith(TIED_PREFIX):
+                names_by_prefix.setdefault(TIED_PREFIX + name.removeprefix(TIED_PREFIX).split(".")[0] + ".", set()).add(
+                    name
+                )
+        return names_by_prefix
 
 
 @dataclass
-class Layers:
+class PipelineLayers:
     """The files of all layers, by number, and what the stages know of them."""
 
     source: Source
-    files: Mapping[int, File]
-    stages: Sequence[Known]
-    tied: dict[str, File] = field(default_factory=dict)
-    owners: dict[int, int] = field(default_factory=dict)
+    layer_files: Mapping[int, DeepSpeedFile]
+    stages: Sequence[StageShapes]
+    tied_files: dict[str, DeepSpeedFile] = field(default_factory=dict)
+    stage_by_layer: dict[int, int] = field(default_factory=dict)
 
-    def models(self) -> list[ModelStates]:
+    def build_models(self) -> list[ModelStates]:
         """Each stage's model with the tensors of its layers. Raises FormatError where they do not fit the stages."""
         stage = 0
-        for number in sorted(self.files):
-            own = self._stage_of(number)
-            prefix = None if own is not None else self._tied_prefix(self.files[number])
-            stage = stage if own is None else own
+        for number in sorted(self.layer_files):
+            named_stage = self._find_stage(number)
+            prefix = None if named_stage is not None else self._find_tied_prefix(self.layer_files[number])
+            stage = stage if named_stage is None else named_stage
             if prefix is None:
-                self.owners[number] = stage
+                self.stage_by_layer[number] = stage
             else:
-                self.tied.setdefault(prefix, self.files[number])
-        return [self._model(stage, known) for stage, known in enumerate(self.stages)]
+                self.tied_files.setdefault(prefix, self.layer_files[number])
+        return [self._build_model(stage, stage_shapes) for stage, stage_shapes in enumerate(self.stages)]
 
-    def unnamed(self) -> Iterator[File]:
+    def find_unnamed_files(self) -> Iterator[DeepSpeedFile]:
         """The files of layers that could be tied ones: they have only frozen parameters, which nothing names."""
-        for number in self.owners:
-            values = self.files[number].content.values()
-            if self._stage_of(number) is None and any(isinstance(value, StoredTensor) for value in values):
-                yield self.files[number]
+        for number in self.stage_by_layer:
+            values = self.layer_files[number].content.values()
+            if self._find_stage(number) is None and any(isinstance(value, StoredTensor) for value in values):
+                yield self.layer_files[number]
 
-    def _stage_of(self, number: int) -> int | None:
+    def _find_stage(self, number: int) -> int | None:
         """The stage that has a name of the layer."""
-        stages = [stage for stage, known in enumerate(self.stages) if any(_number(n) == number for n in known.names)]
+        stages = [
+            stage
+            for stage, stage_shapes in enumerate(self.stages)
+            if any(_parse_layer_number(n) == number for n in stage_shapes.names)
+        ]
         if len(stages) > 1:
             raise MalformedError(
-                f"stages {stages[0]} and {stages[1]} of the pipeline both have this layer", path=self.files[number].path
+                f"stages {stages[0]} and {stages[1]} of the pipeline both have this layer",
+                path=self.layer_files[number].path,
             )
         return stages[0] if stages else None
 
-    def _tied_prefix(self, file: File) -> str | None:
+    def _find_tied_prefix(self, file: DeepSpeedFile) -> str | None:
         """The tied module whose state dict ``file`` is, if it is one's."""
-        for known in self.stages:
-            for prefix, names in known.tied().items():
-                if all(self._fits(known, name, file.content.get(name.removeprefix(prefix)), file) for name in names):
+        for stage_shapes in self.stages:
+            for prefix, names in stage_shapes.list_tied_modules().items():
+                if all(
+                    self._is_tied_value(stage_shapes, name, file.content.get(name.removeprefix(prefix)), file)
+                    for name in names
+                ):
                     return prefix
         return None
 
-    def _fits(self, known: Known, name: str, value: Value, file: File) -> bool:
+    def _is_tied_value(self, stage_shapes: StageShapes, name: str, value: Value, file: DeepSpeedFile) -> bool:
         if not isinstance(value, StoredTensor):
             return False
-        if name not in known.shapes:
+        if name not in stage_shapes.shapes:
             return True
-        shape = known.shapes[name]
-        if value.numel != known.numels[name] or shape not in (None, tuple(value.shape)):
+        shape = stage_shapes.shapes[name]
+        if value.numel != stage_shapes.numels[name] or shape not in (None, tuple(value.shape)):
             return False
-        return name not in known.masters or not value.numel or self._is_of(file.table(value), known.masters[name])
+        return (
+            name not in stage_shapes.masters
+            or not value.numel
+            or self._is_cast_of_master(file.build_shard_table(value), stage_shapes.masters[name])
+        )
 
-    def _is_of(self, weight: ShardTable, master: ShardTable) -> bool:
+    def _is_cast_of_master(self, weight: ShardTable, master: ShardTable) -> bool:
         """Whether the first elements of a weight are those of its masters, in its dtype."""
         if weight.dtype not in CASTABLE or master.dtype not in CASTABLE or weight.strides is not None:
             return True
-        one, other = head(self.source, weight), head(self.source, master)
-        numel = min(len(one) // weight.dtype.item_bytes, len(other) // master.dtype.item_bytes)
-        cast = bytearray(numel * weight.dtype.item_bytes)
-        elements = np.frombuffer(other[: numel * master.dtype.item_bytes], np.uint8)
-        cast_into(elements, master.dtype, memoryview(cast), weight.dtype)
-        return bytes(one[: len(cast)]) == bytes(cast)
+        weight_bytes, master_bytes = read_first_elements(self.source, weight), read_first_elements(self.source, master)
+        numel = min(len(weight_bytes) // weight.dtype.item_bytes, len(master_bytes) // master.dtype.item_bytes)
+        cast_bytes = bytearray(numel * weight.dtype.item_bytes)
+        master_elements = np.frombuffer(master_bytes[: numel * master.dtype.item_bytes], np.uint8)
+        cast_into(master_elements, master.dtype, memoryview(cast_bytes), weight.dtype)
+        return bytes(weight_bytes[: len(cast_bytes)]) == bytes(cast_bytes)
 
     # The model of a stage
 
-    def _model(self, stage: int, known: Known) -> ModelStates:
-        values = list(self._values(stage, known))
+    def _build_model(self, stage: int, stage_shapes: StageShapes) -> ModelStates:
+        values = list(self._list_values(stage, stage_shapes))
         module = {name: value for name, value, _ in values}
-        homes = {name: file for name, _, file in values}
-        missing = known.names - module.keys()
+        value_files = {name: file for name, _, file in values}
+        missing = stage_shapes.names - module.keys()
         if missing:
-            raise IncompleteError("no file of a layer contains it", path=known.model.file.path, key=min(missing))
-        stored = {name: tuple(value.shape) for name, value in module.items() if isinstance(value, StoredTensor)}
+            raise IncompleteError("no file of a layer contains it", path=stage_shapes.model.file.path, key=min(missing))
+        stored_shapes = {name: tuple(value.shape) for name, value in module.items() if isinstance(value, StoredTensor)}
         shapes = tuple(
-            {name: stored.get(name, ()) if known.shapes[name] is None else shape for name, shape in group.items()}
-            for group in known.model.param_shapes
+            {
+                name: stored_shapes.get(name, ()) if stage_shapes.shapes[name] is None else shape
+                for name, shape in group.items()
+            }
+            for group in stage_shapes.model.param_shapes
         )
-        return replace(known.model, module=module, homes=homes, param_shapes=shapes)
+        return replace(stage_shapes.model, module=module, value_files=value_files, param_shapes=shapes)
 
-    def _values(self, stage: int, known: Known) -> Iterator[tuple[str, Value, File]]:
+    def _list_values(self, stage: int, stage_shapes: StageShapes) -> Iterator[tuple[str, Value, DeepSpeedFile]]:
         """Tied modules come first, as ``PipelineModule`` registers them."""
-        for prefix, file in self.tied.items():
-            if prefix in known.tied():
-                yield from ((prefix + _text(key, file), value, file) for key, value in file.content.items())
-        for number, file in self.files.items():
-            if self.owners.get(number) == stage:
-                yield from ((f"{number}.{_text(key, file)}", value, file) for key, value in file.content.items())
+        for prefix, file in self.tied_files.items():
+            if prefix in stage_shapes.list_tied_modules():
+                yield from ((prefix + _require_text_key(key, file), value, file) for key, value in file.content.items())
+        for number, file in self.layer_files.items():
+            if self.stage_by_layer.get(number) == stage:
+                yield from (
+                    (f"{number}.{_require_text_key(key, file)}", value, file) for key, value in file.content.items()
+                )
 
 
-def head(source: Source, table: ShardTable) -> bytes:
+def read_first_elements(source: Source, table: ShardTable) -> bytes:
     """The first elements, or those of its first part."""
-    first = int(np.argmin(table.starts[:, 0])) if len(table) > 1 else 0
-    start, stop = int(table.byte_starts[first]), int(table.byte_stops[first])
-    stop = min(stop, start + SAMPLE * table.dtype.item_bytes)
-    return source.read(table.files[int(table.file_ids[first])], start, stop)
+    first_row = int(np.argmin(table.starts[:, 0])) if len(table) > 1 else 0
+    start, stop = int(table.byte_starts[first_row]), int(table.byte_stops[first_row])
+    stop = min(stop, start + SAMPLE_ELEMENTS * table.dtype.item_bytes)
+    return source.read(table.files[int(table.file_ids[first_row])], start, stop)
 
 
-def _text(key: Value, file: File) -> str:
+def _require_text_key(key: Value, file: DeepSpeedFile) -> str:
     if not isinstance(key, str):
         raise MalformedError(f"the state dict of a layer has the key {format_brief(key)}", path=file.path)
     return key
 
 
-def _number(name: str) -> int | None:
+def _parse_layer_number(name: str) -> int | None:
     """The layer of a parameter."""
     first = name.partition(".")[0]
     return int(first) if first.isascii() and first.isdigit() and len(first) < 10 else None

@@ -20,201 +20,233 @@ from ckpt_tools.core.names import collect_model_names
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.values import format_brief
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
-from ckpt_tools.formats.deepspeed.common.files import File, ModelStates, OptimStates
-from ckpt_tools.formats.deepspeed.common.model_file import check_experts, check_parts
-from ckpt_tools.formats.deepspeed.common.tensor_parallel import Rules, whole_extra
+from ckpt_tools.formats.deepspeed.common.files import DeepSpeedFile, ModelStates, OptimStates
+from ckpt_tools.formats.deepspeed.common.model_file import check_experts, check_model_parts
+from ckpt_tools.formats.deepspeed.common.tensor_parallel import MergeRules, drop_partition_entries
 from ckpt_tools.formats.deepspeed.zero_reader import missing_layers, stage0
-from ckpt_tools.formats.deepspeed.zero_reader.contents import Contents
-from ckpt_tools.formats.deepspeed.zero_reader.joining import Joining, check_alike, comparable, differing
-from ckpt_tools.formats.deepspeed.zero_reader.layers import TIED, Known, Layers
+from ckpt_tools.formats.deepspeed.zero_reader.contents import ZeroManifestBuilder
+from ckpt_tools.formats.deepspeed.zero_reader.joining import (
+    ManifestMerger,
+    check_equal_parts,
+    note_differences,
+    to_comparable_text,
+)
+from ckpt_tools.formats.deepspeed.zero_reader.layers import TIED_PREFIX, PipelineLayers, StageShapes
 from ckpt_tools.formats.deepspeed.zero_reader.locate import TagFiles
-from ckpt_tools.formats.deepspeed.zero_reader.missing_layers import UNTOLD
-from ckpt_tools.formats.deepspeed.zero_reader.ranks import Mapped, read_partitions, slice_mappings
+from ckpt_tools.formats.deepspeed.zero_reader.missing_layers import UNLISTED_LAYERS
+from ckpt_tools.formats.deepspeed.zero_reader.ranks import SliceMapping, read_partitions, read_slice_mappings
 from ckpt_tools.stores.source import Source
 
 
 @dataclass(frozen=True, slots=True)
-class Stage:
-    """The files of one stage, without its layers. ``zero`` has the optimizer of a run with ZeRO; without, ``saved`` is
-    the optimizer, if it has names for its parameters. ``part`` sets what is read apart from other stages."""
+class StageFiles:
+    """The files of one stage, without its layers. ``zero_builder`` has the optimizer of a run with ZeRO; without,
+    ``saved_optimizer`` is the optimizer, if it has names for its parameters. ``literal_prefix`` sets what is read
+    apart from other stages."""
 
-    part: str
+    literal_prefix: str
     path: str
     model: ModelStates
-    zero: Contents | None = None
-    is_mapped: bool = False
-    saved: stage0.Saved | None = None
+    zero_builder: ZeroManifestBuilder | None = None
+    has_flat_shapes: bool = False
+    saved_optimizer: stage0.SavedOptimizer | None = None
 
     @classmethod
-    def of(cls, source: Source, number: int, files: TagFiles) -> Stage:
+    def of(cls, source: Source, number: int, files: TagFiles) -> StageFiles:
         """Raises FormatError where a file is missing or damaged."""
-        part, path = f"stage{number}." if number else "", files.models(0)[0]
-        model = ModelStates.of_stage(File.open(source, path))
+        literal_prefix, path = f"stage{number}." if number else "", files.require_model_paths(0)[0]
+        model = ModelStates.of_pipeline_stage(DeepSpeedFile.open(source, path))
         check_experts(model)
         if model.file.content.get("module") is not None:
             raise MalformedError("it holds a model, but there are files of a pipeline's layers beside it", path=path)
-        if not files.optim:
-            return cls(part, path, model)
-        optim = OptimStates.of(File.open(source, files.optim[0]))
+        if not files.optim_paths:
+            return cls(literal_prefix, path, model)
+        optim = OptimStates.of(DeepSpeedFile.open(source, files.optim_paths[0]))
         if optim.stage > 1:
             raise MalformedError(f"it is of ZeRO-{optim.stage}, which no pipeline has", path=optim.file.path)
-        zero = Contents(source, model, optim, (path,), read_partitions(source, files.optim, optim), part=part)
+        zero_builder = ZeroManifestBuilder(
+            source,
+            model,
+            optim,
+            (path,),
+            read_partitions(source, files.optim_paths, optim),
+            literal_prefix=literal_prefix,
+        )
         if model.param_shapes:
-            return cls(part, path, model, zero)
-        mapped = [slice_mappings(File.open(source, each)) for each in files.optim]
-        model = replace(model, param_shapes=_flat_shapes(mapped))
-        zero = replace(zero, model=model)
-        _check_mapped(zero, mapped)
-        return cls(part, path, model, zero, is_mapped=True)
+            return cls(literal_prefix, path, model, zero_builder)
+        mappings_by_rank = [read_slice_mappings(DeepSpeedFile.open(source, each)) for each in files.optim_paths]
+        model = replace(model, param_shapes=_compute_flat_shapes(mappings_by_rank))
+        zero_builder = replace(zero_builder, model=model)
+        _check_slice_mappings(zero_builder, mappings_by_rank)
+        return cls(literal_prefix, path, model, zero_builder, has_flat_shapes=True)
 
-    def known(self) -> Known:
+    def find_shapes(self) -> StageShapes:
         """The parameters that the files of the stage state."""
         trainable = self.model.trainable
-        shapes: dict[str, Shape | None] = {name: None if self.is_mapped else shape for name, shape in trainable.items()}
+        shapes: dict[str, Shape | None] = {
+            name: None if self.has_flat_shapes else shape for name, shape in trainable.items()
+        }
         masters = {}
-        if self.zero is not None:
-            table = self.zero.partitions.masters.table
-            masters = {name: table(each) for name, each in self.zero.pieces.items() if name.startswith(TIED)}
-        return Known(self.model, shapes, {name: prod(shape) for name, shape in trainable.items()}, masters)
+        if self.zero_builder is not None:
+            table = self.zero_builder.partitions.masters.build_shard_table
+            masters = {
+                name: table(each)
+                for name, each in self.zero_builder.param_intervals.items()
+                if name.startswith(TIED_PREFIX)
+            }
+        return StageShapes(self.model, shapes, {name: prod(shape) for name, shape in trainable.items()}, masters)
 
-    def manifest(self, model: ModelStates) -> Manifest:
+    def build_manifest(self, model: ModelStates) -> Manifest:
         """The stage with its layers, as a checkpoint of its own."""
-        if self.zero is not None:
-            return replace(self.zero, model=model).manifest()
-        if self.saved is None:
-            return stage0.Contents(model, stage0.Saved(model.file)).manifest()
-        found = stage0.Contents(model, self.saved, part=self.part).manifest()
-        if not found.groups:
+        if self.zero_builder is not None:
+            return replace(self.zero_builder, model=model).build_manifest()
+        if self.saved_optimizer is None:
+            return stage0.Stage0ManifestBuilder(model, stage0.SavedOptimizer(model.file)).build_manifest()
+        manifest = stage0.Stage0ManifestBuilder(
+            model, self.saved_optimizer, literal_prefix=self.literal_prefix
+        ).build_manifest()
+        if not manifest.groups:
             raise MalformedError("the shapes of its optimizer's state are not those of the layers", path=self.path)
-        return found
+        return manifest
 
 
-def _check_mapped(zero: Contents, mapped: Sequence[Sequence[Mapped]]) -> None:
-    said: set[tuple[str, int, int, int, int]] = set()
-    for rank, groups in enumerate(mapped):
-        for group, found in enumerate(groups):
-            said |= {(name, rank, group, numel, start) for name, (numel, start) in found.items() if numel}
-    wanted = {(name, *row) for name, each in zero.pieces.items() for row in each.rows()}
-    if said != wanted:
-        name, rank, *_ = min(said ^ wanted)
+def _check_slice_mappings(
+    zero_builder: ZeroManifestBuilder, mappings_by_rank: Sequence[Sequence[SliceMapping]]
+) -> None:
+    stated_rows: set[tuple[str, int, int, int, int]] = set()
+    for rank, groups in enumerate(mappings_by_rank):
+        for group, mapping in enumerate(groups):
+            stated_rows |= {(name, rank, group, numel, start) for name, (numel, start) in mapping.items() if numel}
+    expected_rows = {(name, *row) for name, each in zero_builder.param_intervals.items() for row in each.iterate_rows()}
+    if stated_rows != expected_rows:
+        name, rank, *_ = min(stated_rows ^ expected_rows)
         message = "its param_slice_mappings do not fit the partitions"
-        raise MalformedError(message, path=zero.partitions.masters.files[rank], key=name)
+        raise MalformedError(message, path=zero_builder.partitions.masters.files[rank], key=name)
 
 
 def read(
     source: Source,
-    tags: Sequence[TagFiles],
-    layers: Sequence[Mapping[int, str]],
-    check: Callable[[TagFiles, ModelStates, OptimStates], object],
+    mp_rank_files: Sequence[TagFiles],
+    layers_by_tp_rank: Sequence[Mapping[int, str]],
+    check_stage_files: Callable[[TagFiles, ModelStates, OptimStates], object],
 ) -> Manifest:
-    """The whole model. ``layers`` are those of each tensor-parallel rank. ``check`` looks whether a stage's files are
-    all there.
+    """The whole model. ``layers_by_tp_rank`` are those of each tensor-parallel rank. ``check_stage_files`` looks
+    whether a stage's files are all there.
 
     The topologies of DeepSpeed and Megatron number the tensor-parallel ranks of a stage one after the other. Raises
     FormatError if a file is missing or damaged, or does not fit the others.
     """
-    cut = len(layers)
-    stages = [Stage.of(source, number // cut, files) for number, files in enumerate(tags)]
-    first = stages[0].model
-    check_parts(first, len(stages))
-    if len(stages) % cut:
+    num_tp_ranks = len(layers_by_tp_rank)
+    stages = [StageFiles.of(source, number // num_tp_ranks, files) for number, files in enumerate(mp_rank_files)]
+    first_model = stages[0].model
+    check_model_parts(first_model, len(stages))
+    if len(stages) % num_tp_ranks:
         raise MalformedError(
-            f"the layers are cut into {cut} parts, and the {len(stages)} parts of the model are not a multiple of it",
+            f"the layers are cut into {num_tp_ranks} parts, and the {len(stages)} parts of the model are not a "
+            f"multiple of it",
             path=stages[0].path,
         )
-    for stage, files in zip(stages, tags, strict=True):
-        if stage.zero is not None:
-            check(files, stage.model, stage.zero.optim)
-        elif stages[0].zero is not None or stage.model.file.content.get("param_shapes") is not None:
+    for stage, files in zip(stages, mp_rank_files, strict=True):
+        if stage.zero_builder is not None:
+            check_stage_files(files, stage.model, stage.zero_builder.optim)
+        elif stages[0].zero_builder is not None or stage.model.file.content.get("param_shapes") is not None:
             raise IncompleteError("the optimizer's file of this stage is missing", path=stage.path)
-    if cut == 1:
-        return _whole_names(_read_rank(source, _named(stages), layers[0]), first.file.path)
-    rules = Rules.of(first.file.content.get("universal_checkpoint_info"), stages[0].path)
-    if stages[0].zero is None:
+    if num_tp_ranks == 1:
+        return _apply_whole_names(
+            _read_tp_rank(source, _attach_named_optimizers(stages), layers_by_tp_rank[0]), first_model.file.path
+        )
+    rules = MergeRules.of(first_model.file.content.get("universal_checkpoint_info"), stages[0].path)
+    if stages[0].zero_builder is None:
         raise UnsupportedError(
             "it is of a pipeline without ZeRO that tensor parallelism cuts too, and no file says which of its layers "
             "are tied, by whose names the parts are joined; resume the run and save it with ZeRO stage 1",
             path=stages[0].path,
         )
-    parts = [_read_rank(source, stages[rank::cut], layers[rank], rules) for rank in range(cut)]
-    return _whole_names(Joining(parts, rules).manifest(), first.file.path)
+    parts = [
+        _read_tp_rank(source, stages[rank::num_tp_ranks], layers_by_tp_rank[rank], rules)
+        for rank in range(num_tp_ranks)
+    ]
+    return _apply_whole_names(ManifestMerger(parts, rules).merge_manifests(), first_model.file.path)
 
 
-def _read_rank(
-    source: Source, stages: Sequence[Stage], layers: Mapping[int, str], rules: Rules | None = None
+def _read_tp_rank(
+    source: Source, stages: Sequence[StageFiles], layer_paths: Mapping[int, str], rules: MergeRules | None = None
 ) -> Manifest:
     """The model of one tensor-parallel rank. ``rules`` join it with others."""
-    opened = {number: File.open(source, path) for number, path in layers.items()}
-    found = Layers(source, opened, [stage.known() for stage in stages])
-    models = found.models()
-    if stages[0].zero is None and stages[0].saved is None:
+    layer_files = {number: DeepSpeedFile.open(source, path) for number, path in layer_paths.items()}
+    pipeline_layers = PipelineLayers(source, layer_files, [stage.find_shapes() for stage in stages])
+    models = pipeline_layers.build_models()
+    if stages[0].zero_builder is None and stages[0].saved_optimizer is None:
         buffers = [stage.model.buffers for stage in stages]
-        saved = [stage0.Saved.of(stage.model.file) for stage in stages]
-        missing_layers.check(
-            [missing_layers.Layer.of(number, file, buffers) for number, file in opened.items()],
-            [(stage.path, missing_layers.parameters(source, own)) for stage, own in zip(stages, saved, strict=True)],
+        optimizers = [stage0.SavedOptimizer.of(stage.model.file) for stage in stages]
+        missing_layers.check_no_layer_missing(
+            [missing_layers.LayerShapes.of(number, file, buffers) for number, file in layer_files.items()],
+            [
+                (stage.path, missing_layers.list_parameters(source, own))
+                for stage, own in zip(stages, optimizers, strict=True)
+            ],
         )
-    if rules is not None and rules.mention(TIED.rstrip(".")):
-        for file in found.unnamed():
+    if rules is not None and rules.does_mention(TIED_PREFIX.rstrip(".")):
+        for file in pipeline_layers.find_unnamed_files():
             raise UnsupportedError(
                 "it has only frozen parameters, so that no file states whether it is a tied layer, by whose name "
                 "its tensor-parallel parts would be joined",
                 path=file.path,
             )
-    parts = [stage.manifest(model) for stage, model in zip(stages, models, strict=True)]
-    return Stages(parts, list(layers), stages[0].path).whole()
+    parts = [stage.build_manifest(model) for stage, model in zip(stages, models, strict=True)]
+    return StageMerger(parts, list(layer_paths), stages[0].path).merge_stages()
 
 
-def _named(stages: Sequence[Stage]) -> Sequence[Stage]:
+def _attach_named_optimizers(stages: Sequence[StageFiles]) -> Sequence[StageFiles]:
     """The stages of a run without ZeRO with their optimizers, if each was made of named parameters."""
-    if stages[0].zero is not None:
+    if stages[0].zero_builder is not None:
         return stages
-    saved = [stage0.Saved.of(stage.model.file) for stage in stages]
-    found = []
-    for stage, each in zip(stages, saved, strict=True):
-        shapes = each.named_shapes()
+    optimizers = [stage0.SavedOptimizer.of(stage.model.file) for stage in stages]
+    named_stages = []
+    for stage, each in zip(stages, optimizers, strict=True):
+        shapes = each.find_named_shapes()
         if shapes is None:
             return stages
-        found.append(replace(stage, model=replace(stage.model, param_shapes=shapes), saved=each))
-    return found
+        named_stages.append(replace(stage, model=replace(stage.model, param_shapes=shapes), saved_optimizer=each))
+    return named_stages
 
 
-def _flat_shapes(ranks: Sequence[Sequence[Mapped]]) -> tuple[dict[str, Shape], ...]:
+def _compute_flat_shapes(mappings_by_rank: Sequence[Sequence[SliceMapping]]) -> tuple[dict[str, Shape], ...]:
     """The parameters of each group in its order, flat, from the places that each rank states.
 
     A bf16 run without ZeRO has BF16_Optimizer's partitions and no param_shapes.
     """
     groups: list[dict[str, int]] = []
-    for mappings in ranks:
-        for number, mapped in enumerate(mappings):
+    for mappings in mappings_by_rank:
+        for number, mapping in enumerate(mappings):
             if number == len(groups):
                 groups.append({})
-            for name, (numel, _) in sorted(mapped.items(), key=lambda item: item[1][1]):
+            for name, (numel, _) in sorted(mapping.items(), key=lambda item: item[1][1]):
                 groups[number][name] = groups[number].get(name, 0) + numel
     return tuple({name: (numel,) for name, numel in group.items()} for group in groups)
 
 
 @dataclass
-class Stages:
+class StageMerger:
     """The manifests of all stages while they are joined; ``path`` is a file for messages."""
 
     parts: Sequence[Manifest]
-    layers: Sequence[int]
+    layer_numbers: Sequence[int]
     path: str
     notes: list[Note] = field(default_factory=list)
 
-    def whole(self) -> Manifest:
+    def merge_stages(self) -> Manifest:
         """Raises MalformedError where the stages do not fit each other."""
         first = self.parts[0]
-        check_alike(
+        check_equal_parts(
             ("ZeRO stage", [part.format for part in self.parts]),
             ("data-parallel world size", [part.world_size for part in self.parts]),
-            of="stage",
+            part_name="stage",
             path=self.path,
         )
-        tensors = self._tensors()
-        groups = tuple(self._groups())
-        self.notes += differing(list(map(_rest, self.parts)), "the stages of the pipeline", "stages")
+        tensors = self._merge_tensors()
+        groups = tuple(self._merge_groups())
+        self.notes += note_differences(list(map(_flatten_entries, self.parts)), "the stages of the pipeline", "stages")
         is_numbered = first.format == "zero0" and not first.groups
         if is_numbered:
             why = (
@@ -224,116 +256,125 @@ class Stages:
             self.notes.append(Note(Outcome.DROPPED, "optimizer state", why))
             why = "without ZeRO no file says which layers are tied (tied_modules)"
             self.notes.append(Note(Outcome.DEFAULTED, "names of tied layers are the numbers of the layers", why))
-        self.notes.append(missing_layers.untold(self.layers, is_numbered=is_numbered))
+        self.notes.append(missing_layers.note_unlisted_layers(self.layer_numbers, is_numbered=is_numbered))
         return Manifest(
             format=first.format,
             tensors=tensors,
             aliases={alias: owner for part in self.parts for alias, owner in part.aliases.items()},
             groups=groups,
             literals={name: data for part in self.parts for name, data in part.literals.items()},
-            extra=self._extra(),
+            extra=self._merge_extra(),
             step=first.step,
             step_claims=tuple(claim for part in self.parts for claim in part.step_claims),
             world_size=None if first.world_size is None else first.world_size * len(self.parts),
             notes=(*dict.fromkeys(note for part in self.parts for note in part.notes), *self.notes),
         )
 
-    def _tensors(self) -> dict[StateKey, TensorEntry]:
+    def _merge_tensors(self) -> dict[StateKey, TensorEntry]:
         """Tied modules first; what the user keeps is the first stage's, but for what layers keep."""
-        found: dict[StateKey, TensorEntry] = {}
+        entry_by_key: dict[StateKey, TensorEntry] = {}
         for stage, part in enumerate(self.parts):
             for key, entry in part.tensors.items():
-                is_ours = entry.kind is not Kind.EXTRA or not stage or key.fqn.startswith("module.")
-                first = found.setdefault(key, entry) if is_ours else entry
+                is_kept = entry.kind is not Kind.EXTRA or not stage or key.fqn.startswith("module.")
+                first = entry_by_key.setdefault(key, entry) if is_kept else entry
                 if (entry.shape, entry.dtype) != (first.shape, first.dtype):
                     message = "two stages have it in different shapes or dtypes"
                     raise MalformedError(message, path=self.path, key=str(key))
-        return {key: found[key] for key in sorted(found, key=lambda key: not key.fqn.startswith(TIED))}
+        return {
+            key: entry_by_key[key] for key in sorted(entry_by_key, key=lambda key: not key.fqn.startswith(TIED_PREFIX))
+        }
 
-    def _groups(self) -> Iterator[ParamGroup]:
+    def _merge_groups(self) -> Iterator[ParamGroup]:
         """The groups of the stages, number by number; stage by stage where they differ."""
         first = self.parts[0].groups
-        options = [[comparable(group.options) for group in part.groups] for part in self.parts]
+        options = [[to_comparable_text(group.options) for group in part.groups] for part in self.parts]
         if all(each == options[0] for each in options):
             for number, group in enumerate(first):
                 members = [part.groups[number].params for part in self.parts]
                 names = dict.fromkeys(name for names in members for name in names)
-                yield replace(group, params=tuple(sorted(names, key=lambda name: not name.startswith(TIED))))
+                yield replace(group, params=tuple(sorted(names, key=lambda name: not name.startswith(TIED_PREFIX))))
             return
         why = "the stages of the pipeline differ in them, so each stage's are groups of their own"
         self.notes.append(Note(Outcome.DEFAULTED, "parameter groups", why))
-        seen: set[str] = set()
+        seen_names: set[str] = set()
         for part in self.parts:
             for group in part.groups:
-                params = tuple(name for name in group.params if name not in seen)
-                seen.update(params)
+                params = tuple(name for name in group.params if name not in seen_names)
+                seen_names.update(params)
                 if params:
                     yield replace(group, params=params)
 
-    def _extra(self) -> dict[str, Any]:
+    def _merge_extra(self) -> dict[str, Any]:
         """The entries of the first stage, with those of the modules of all stages."""
-        extra = whole_extra(self.parts[0].extra)
-        kept = {name: value for part in self.parts for name, value in _own(part).get("module", {}).items()}
-        return {**extra, "deepspeed": {**extra.get("deepspeed", {}), "module": kept}} if kept else extra
+        extra = drop_partition_entries(self.parts[0].extra)
+        module_values = {
+            name: value for part in self.parts for name, value in _get_deepspeed_entries(part).get("module", {}).items()
+        }
+        return (
+            {**extra, "deepspeed": {**extra.get("deepspeed", {}), "module": module_values}} if module_values else extra
+        )
 
 
-def _own(part: Manifest) -> dict[str, Any]:
+def _get_deepspeed_entries(part: Manifest) -> dict[str, Any]:
     own = part.extra.get("deepspeed")
     return own if isinstance(own, dict) else {}
 
 
-def _rest(part: Manifest) -> dict[str, Any]:
+def _flatten_entries(part: Manifest) -> dict[str, Any]:
     """The extras without what modules keep, entry by entry of DeepSpeed's own."""
-    own = _own(part)
-    rest = {name: value for name, value in part.extra.items() if name != "deepspeed"}
-    return rest | {f"deepspeed.{name}": value for name, value in own.items() if name != "module"}
+    deepspeed_entries = _get_deepspeed_entries(part)
+    other_entries = {name: value for name, value in part.extra.items() if name != "deepspeed"}
+    return other_entries | {f"deepspeed.{name}": value for name, value in deepspeed_entries.items() if name != "module"}
 
 
-ENTRY = "pipeline_names"
+PIPELINE_NAMES_ENTRY = "pipeline_names"
 """Entry of the client state with the names of layers in the whole model, which no file of DeepSpeed's has because
 ``PipelineModule`` numbers layers. For each layer with tensors, by the pipeline's name for it (``"1"``,
 ``"tied_modules.embed"``), it has the names of that module in the whole model; a tied one has several."""
 
-Names = Mapping[str, tuple[str, ...]]
+LayerNames = Mapping[str, tuple[str, ...]]
 
 
-def _whole_names(manifest: Manifest, path: str) -> Manifest:
+def _apply_whole_names(manifest: Manifest, path: str) -> Manifest:
     """The manifest under the names of the whole model, if the run states them. ``path`` is a file for messages. Raises
     MalformedError if the entry is not of that form, or does not name each layer once; IncompleteError if there is no
     tensor of a layer that it names."""
     client_state = manifest.extra.get("client_state")
-    if not isinstance(client_state, Mapping) or ENTRY not in client_state:
+    if not isinstance(client_state, Mapping) or PIPELINE_NAMES_ENTRY not in client_state:
         return manifest
-    names = _parsed(client_state[ENTRY], path)
-    layers = {fqn: _layer(fqn) for fqn in collect_model_names(manifest)}
-    _check(names, layers, path)
-    owners = {fqn: names[layer][0] + fqn.removeprefix(layer) for fqn, layer in layers.items()}
-    if len({*owners.values()}) < len(owners):
-        raise MalformedError(f"client_state.{ENTRY} gives two tensors one name", path=path)
-    renamed, _ = transforms.rename_tensors(manifest, owners.__getitem__)
+    names = _parse_layer_names(client_state[PIPELINE_NAMES_ENTRY], path)
+    layers = {fqn: _find_layer(fqn) for fqn in collect_model_names(manifest)}
+    _check_layer_names(names, layers, path)
+    name_by_fqn = {fqn: names[layer][0] + fqn.removeprefix(layer) for fqn, layer in layers.items()}
+    if len({*name_by_fqn.values()}) < len(name_by_fqn):
+        raise MalformedError(f"client_state.{PIPELINE_NAMES_ENTRY} gives two tensors one name", path=path)
+    renamed, _ = transforms.rename_tensors(manifest, name_by_fqn.__getitem__)
     # The entry is in the names now, and would be wrong beside a model without layers of a pipeline.
-    rest = {name: value for name, value in client_state.items() if name != ENTRY}
+    other_entries = {name: value for name, value in client_state.items() if name != PIPELINE_NAMES_ENTRY}
     extra = {name: value for name, value in manifest.extra.items() if name != "client_state"}
-    tied = {other + fqn.removeprefix(layer): owners[fqn] for fqn, layer in layers.items() for other in names[layer][1:]}
+    owner_by_alias = {
+        other + fqn.removeprefix(layer): name_by_fqn[fqn] for fqn, layer in layers.items() for other in names[layer][1:]
+    }
     return replace(
         renamed,
-        aliases={**renamed.aliases, **tied},
-        extra=extra | ({"client_state": rest} if rest else {}),
-        notes=tuple(note for note in manifest.notes if note.what != UNTOLD),
+        aliases={**renamed.aliases, **owner_by_alias},
+        extra=extra | ({"client_state": other_entries} if other_entries else {}),
+        notes=tuple(note for note in manifest.notes if note.what != UNLISTED_LAYERS),
     )
 
 
-def _layer(fqn: str) -> str:
+def _find_layer(fqn: str) -> str:
     """``1`` of ``1.norm.weight``, and ``tied_modules.embed`` of ``tied_modules.embed.weight``."""
-    parts = 2 if fqn.startswith(TIED) else 1
+    parts = 2 if fqn.startswith(TIED_PREFIX) else 1
     return ".".join(fqn.split(".")[:parts])
 
 
-def _parsed(entry: Any, path: str) -> Names:
+def _parse_layer_names(entry: Any, path: str) -> LayerNames:
     if isinstance(entry, Mapping) and all(map(_is_name, entry)) and all(map(_are_names, entry.values())):
         return {layer: tuple(names) for layer, names in entry.items()}
     raise MalformedError(
-        f"client_state.{ENTRY} is to have a list of names for each layer, and is {format_brief(entry)}", path=path
+        f"client_state.{PIPELINE_NAMES_ENTRY} is to have a list of names for each layer, and is {format_brief(entry)}",
+        path=path,
     )
 
 
@@ -345,13 +386,17 @@ def _are_names(value: Any) -> bool:
     return isinstance(value, list | tuple) and bool(value) and all(map(_is_name, value))
 
 
-def _check(names: Names, layers: Mapping[str, str], path: str) -> None:
-    found = {*layers.values()}
-    if unnamed := sorted(found - names.keys()):
-        raise MalformedError(f"client_state.{ENTRY} has no name for this layer", path=path, key=unnamed[0])
-    if missing := sorted(names.keys() - found):
-        why = f"client_state.{ENTRY} names this layer, and no file contains it"
-        raise IncompleteError(why, path=path, key=missing[0])
+def _check_layer_names(names: LayerNames, layers: Mapping[str, str], path: str) -> None:
+    saved_layers = {*layers.values()}
+    if unnamed_layers := sorted(saved_layers - names.keys()):
+        raise MalformedError(
+            f"client_state.{PIPELINE_NAMES_ENTRY} has no name for this layer", path=path, key=unnamed_layers[0]
+        )
+    if absent_layers := sorted(names.keys() - saved_layers):
+        why = f"client_state.{PIPELINE_NAMES_ENTRY} names this layer, and no file contains it"
+        raise IncompleteError(why, path=path, key=absent_layers[0])
     counts = Counter(name for each in names.values() for name in each)
-    if twice := [name for name, number in counts.items() if number > 1]:
-        raise MalformedError(f"client_state.{ENTRY} gives this name twice", path=path, key=twice[0])
+    if duplicate_names := [name for name, number in counts.items() if number > 1]:
+        raise MalformedError(
+            f"client_state.{PIPELINE_NAMES_ENTRY} gives this name twice", path=path, key=duplicate_names[0]
+        )

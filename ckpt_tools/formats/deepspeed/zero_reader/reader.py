@@ -10,15 +10,15 @@ from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.values import format_brief
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
-from ckpt_tools.formats.deepspeed.common.files import File, ModelStates, OptimStates
-from ckpt_tools.formats.deepspeed.common.fused_experts import Fused
-from ckpt_tools.formats.deepspeed.common.model_file import check_experts, check_parts
-from ckpt_tools.formats.deepspeed.common.tags import choose_tag, folder_of
-from ckpt_tools.formats.deepspeed.common.tensor_parallel import Rules
-from ckpt_tools.formats.deepspeed.names import LATEST, SCRIPTS, is_native, tag_folders
+from ckpt_tools.formats.deepspeed.common.files import DeepSpeedFile, ModelStates, OptimStates
+from ckpt_tools.formats.deepspeed.common.fused_experts import AutoEPLayers
+from ckpt_tools.formats.deepspeed.common.model_file import check_experts, check_model_parts
+from ckpt_tools.formats.deepspeed.common.tags import choose_tag, find_used_folder
+from ckpt_tools.formats.deepspeed.common.tensor_parallel import MergeRules
+from ckpt_tools.formats.deepspeed.names import LATEST, RECOVERY_SCRIPTS, find_tag_folders, is_native_file_name
 from ckpt_tools.formats.deepspeed.zero_reader import autoep, locate, moe, pipeline, stage0
-from ckpt_tools.formats.deepspeed.zero_reader.contents import Contents
-from ckpt_tools.formats.deepspeed.zero_reader.joining import Joining
+from ckpt_tools.formats.deepspeed.zero_reader.contents import ZeroManifestBuilder
+from ckpt_tools.formats.deepspeed.zero_reader.joining import ManifestMerger
 from ckpt_tools.formats.deepspeed.zero_reader.locate import TagFiles
 from ckpt_tools.formats.deepspeed.zero_reader.ranks import read_partitions
 from ckpt_tools.stores.source import Source
@@ -26,72 +26,80 @@ from ckpt_tools.trainers.run_folders import get_parent_folder
 
 
 def read(source: Source, options: ReadOptions) -> Manifest:
-    folder = choose_tag(source, options.tag, tag_folders(source.files), latest=LATEST, what="DeepSpeed checkpoint")
-    tags = locate.tag_files(source, folder)
-    layers, experts = locate.layer_files(source, folder), locate.expert_files(source, folder)
-    if layers and (experts.weights or experts.optim):
+    folder = choose_tag(
+        source, options.tag, find_tag_folders(source.files), latest_file=LATEST, description="DeepSpeed checkpoint"
+    )
+    mp_rank_files = locate.find_tag_files(source, folder)
+    layer_paths, expert_files = locate.find_layer_files(source, folder), locate.find_expert_files(source, folder)
+    if layer_paths and (expert_files.weight_paths or expert_files.optim_paths):
         raise UnsupportedError(
-            "it is of a pipeline with experts, which is not supported", path=layers[0][min(layers[0])]
+            "it is of a pipeline with experts, which is not supported", path=layer_paths[0][min(layer_paths[0])]
         )
-    if layers:
-        return pipeline.read(source, tags, layers, _check_stage)
-    if experts.weights or experts.optim:
-        fused = Fused.of(File.open(source, tags[0].models(0)[0]))
-        return autoep.read(source, tags, experts, fused) if fused.layers else moe.read(source, tags, experts)
-    parts = [_part(source, files) for files in tags]
-    first = parts[0].model
-    check_parts(first, len(parts))
+    if layer_paths:
+        return pipeline.read(source, mp_rank_files, layer_paths, _check_stage_files)
+    if expert_files.weight_paths or expert_files.optim_paths:
+        autoep_layers = AutoEPLayers.of(DeepSpeedFile.open(source, mp_rank_files[0].require_model_paths(0)[0]))
+        return (
+            autoep.read(source, mp_rank_files, expert_files, autoep_layers)
+            if autoep_layers.layers
+            else moe.read(source, mp_rank_files, expert_files)
+        )
+    parts = [_open_part(source, files) for files in mp_rank_files]
+    first_model = parts[0].model
+    check_model_parts(first_model, len(parts))
     if len(parts) == 1:
-        return parts[0].manifest()
-    rules = Rules.of(first.file.content.get("universal_checkpoint_info"), first.file.path)
-    return Joining([part.manifest() for part in parts], rules).manifest()
+        return parts[0].build_manifest()
+    rules = MergeRules.of(first_model.file.content.get("universal_checkpoint_info"), first_model.file.path)
+    return ManifestMerger([part.build_manifest() for part in parts], rules).merge_manifests()
 
 
 def own_files(source: Source, manifest: Manifest) -> frozenset[str]:
     """The files of the checkpoint, and those that DeepSpeed writes beside it; none where no file in the source names
     it."""
-    folder, paths = folder_of(tag_folders(source.files), manifest.files), source.files.keys()
+    folder, paths = find_used_folder(find_tag_folders(source.files), manifest.files), source.files.keys()
     if folder and LATEST not in paths:
         return frozenset()
-    inside = {path for path in paths if get_parent_folder(path) == folder and is_native(path.rpartition("/")[2])}
-    return frozenset(inside | ({LATEST, *SCRIPTS} & paths if folder else set()))
+    native_paths = {
+        path for path in paths if get_parent_folder(path) == folder and is_native_file_name(path.rpartition("/")[2])
+    }
+    return frozenset(native_paths | ({LATEST, *RECOVERY_SCRIPTS} & paths if folder else set()))
 
 
-def _part(source: Source, files: TagFiles) -> Contents | stage0.Contents:
-    if not files.optim:
-        model = ModelStates.without_zero(stage0.open_whole(source, files))
+def _open_part(source: Source, files: TagFiles) -> ZeroManifestBuilder | stage0.Stage0ManifestBuilder:
+    if not files.optim_paths:
+        model = ModelStates.of_stage0(stage0.open_stage0_model(source, files))
         check_experts(model)
-        return stage0.Contents(model, stage0.Saved.of(model.file))
-    optim = OptimStates.of(File.open(source, files.optim[0]))
-    paths = files.models(optim.stage)
-    _check_count(files.optim, optim)
+        return stage0.Stage0ManifestBuilder(model, stage0.SavedOptimizer.of(model.file))
+    optim = OptimStates.of(DeepSpeedFile.open(source, files.optim_paths[0]))
+    model_paths = files.require_model_paths(optim.stage)
+    _check_rank_count(files.optim_paths, optim)
     if optim.stage == 3:
-        _check_count(paths, optim)
-    model = ModelStates.of(File.open(source, paths[0]))
-    if (fused := Fused.of(model.file)).layers:
-        return autoep.partitioned(source, files, model, optim, fused)
-    _check_model(model, optim)
-    return Contents(source, model, optim, paths, read_partitions(source, files.optim, optim))
+        _check_rank_count(model_paths, optim)
+    model = ModelStates.of(DeepSpeedFile.open(source, model_paths[0]))
+    if (autoep_layers := AutoEPLayers.of(model.file)).layers:
+        return autoep.open_stage3(source, files, model, optim, autoep_layers)
+    _check_model_file(model, optim)
+    return ZeroManifestBuilder(source, model, optim, model_paths, read_partitions(source, files.optim_paths, optim))
 
 
-def _check_stage(files: TagFiles, model: ModelStates, optim: OptimStates) -> None:
-    _check_count(files.optim, optim)
-    _check_model(model, optim)
+def _check_stage_files(files: TagFiles, model: ModelStates, optim: OptimStates) -> None:
+    _check_rank_count(files.optim_paths, optim)
+    _check_model_file(model, optim)
 
 
-def _check_count(paths: tuple[str, ...], optim: OptimStates) -> None:
+def _check_rank_count(paths: tuple[str, ...], optim: OptimStates) -> None:
     if len(set(optim.partition_counts)) > 1:
         raise IncompleteError(
             "its param groups are cut into different numbers of partitions, as those of experts are, and there are no "
             "files of experts (layer_0_expert_0_mp_rank_00_model_states.pt) beside it",
             path=optim.file.path,
         )
-    locate.check_count(paths, optim.world_size)
+    locate.check_file_count(paths, optim.world_size)
 
 
-def _check_model(model: ModelStates, optim: OptimStates) -> None:
+def _check_model_file(model: ModelStates, optim: OptimStates) -> None:
     check_experts(model)
-    if optim.own.get(autoep.GROUPS) is not None:
+    if optim.state_dict.get(autoep.PARTITION_GROUPS_ENTRY) is not None:
         raise UnsupportedError(
             "its experts are partitioned over groups of their own (AutoEP), and the model's file has no "
             "ds_autoep_layers",

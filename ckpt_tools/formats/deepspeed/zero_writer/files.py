@@ -23,128 +23,145 @@ from ckpt_tools.core.layout import FileLayout, Padding, Payload, Segment
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, StateKey
 from ckpt_tools.core.values import OrderedDict, StoredTensor, Value
 from ckpt_tools.formats.deepspeed.common.partition import (
-    MOMENTUM,
-    GroupCut,
-    ParamCut,
-    Vector,
+    MUON_MOMENTUM_SLOT,
+    GroupPartition,
+    ParamPartition,
+    VectorLayout,
     is_muon,
     round_robin_order,
-    sub_groups,
+    split_sub_groups,
 )
-from ckpt_tools.formats.deepspeed.common.pickled_objects import DS_VERSION, fragment_address, loss_scaler, zero_stage
-from ckpt_tools.formats.deepspeed.common.tensor_rows import Form, Tensors, counters, elements, rows_of
-from ckpt_tools.formats.deepspeed.common.training_state import Group, TrainingState
-from ckpt_tools.formats.deepspeed.common.written_extras import Extras, Settings, adapted
+from ckpt_tools.formats.deepspeed.common.pickled_objects import (
+    DS_VERSION,
+    make_fragment_address,
+    make_loss_scaler,
+    make_zero_stage,
+)
+from ckpt_tools.formats.deepspeed.common.tensor_rows import (
+    FileTemplate,
+    TorchFileBuilder,
+    build_vector_segments,
+    list_vector_rows,
+    make_counters,
+)
+from ckpt_tools.formats.deepspeed.common.training_state import TrainingGroup, TrainingState
+from ckpt_tools.formats.deepspeed.common.written_extras import DeepSpeedExtras, PartitionSettings, adapt_config
 
 
 @dataclass(frozen=True, slots=True)
 class FlatGroup:
     """Parameters in the order in which they are flattened, their cut, and the number of their param group."""
 
-    group: Group
-    cut: GroupCut | ParamCut
-    number: int
+    group: TrainingGroup
+    partition: GroupPartition | ParamPartition
+    group_number: int
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class ZeroTarget:
     """The training state flattened for a stage and a number of ranks. ``flat_groups`` are a rank's vectors: one a param
     group, or in stage 3 one a sub-group. ``has_whole_momentum`` says that Muon's are of whole parameters."""
 
     state: TrainingState
-    extras: Extras
+    extras: DeepSpeedExtras
     flat_groups: tuple[FlatGroup, ...]
     stage: int
     world_size: int
     has_whole_momentum: bool = False
 
     @classmethod
-    def of(cls, manifest: Manifest, stage: int, world_size: int) -> Target:
+    def of(cls, manifest: Manifest, stage: int, world_size: int) -> ZeroTarget:
         state = TrainingState.of(manifest)
-        extras = Extras.of(manifest, state.dtype)
-        settings = Settings.of(extras.config, stage, state.dtype)
+        extras = DeepSpeedExtras.of(manifest, state.dtype)
+        settings = PartitionSettings.of(extras.config, stage, state.dtype)
         flat_groups: list[FlatGroup] = []
         for number, group in enumerate(state.groups):
             if stage < 3:
                 order = round_robin_order(len(group.params), world_size if settings.is_round_robin else 1)
-                part = group.picked(order)
-                flat_groups.append(FlatGroup(part, GroupCut.of(part.numels, world_size), number))
+                part = group.select_positions(order)
+                flat_groups.append(FlatGroup(part, GroupPartition.of(part.numels, world_size), number))
                 continue
-            shares = ParamCut.of(group.numels, world_size).shares.tolist()
-            for positions in sub_groups(shares, settings.sub_group_size):
-                part = group.picked(positions)
-                flat_groups.append(FlatGroup(part, ParamCut.of(part.numels, world_size), number))
+            shares = ParamPartition.of(group.numels, world_size).shares.tolist()
+            for positions in split_sub_groups(shares, settings.sub_group_size):
+                part = group.select_positions(positions)
+                flat_groups.append(FlatGroup(part, ParamPartition.of(part.numels, world_size), number))
         return cls(state, extras, tuple(flat_groups), stage, world_size, settings.has_whole_momentum)
 
     @property
     def config(self) -> dict[str, Value]:
-        return adapted(self.extras.config, self.stage, self.state.dtype)
+        return adapt_config(self.extras.config, self.stage, self.state.dtype)
 
 
 @dataclass(frozen=True, slots=True)
-class WholeModel:
+class WholeModelWriter:
     """Stages 1 and 2: one file, of rank 0. Stage 1 has the weights of frozen parameters and does not list them."""
 
-    target: Target
+    target: ZeroTarget
 
-    def file(self, path: str, rank: int) -> FileLayout:
+    def build_file(self, path: str, rank: int) -> FileLayout:
         state = self.target.state
-        tensors = Tensors(state.manifest)
+        builder = TorchFileBuilder(state.manifest)
         # In fp32 a trained weight is read from its master, of which it may be a rounded copy.
-        source = state.master if state.dtype is DType.FLOAT32 else StateKey
+        find_source_key = state.find_master_key if state.dtype is DType.FLOAT32 else StateKey
         trained = [name for group in state.groups for name in group.params]
-        weights = {name: tensors.whole(source(name), state.weight(name)) for name in trained}
-        frozen = {name: tensors.whole(StateKey(name), entry) for name, entry in state.frozen.items()}
-        return tensors.file(path, _model_content(self.target, tensors, weights | frozen, frozen, rank=rank))
+        weights = {name: builder.add_whole_tensor(find_source_key(name), state.get_weight(name)) for name in trained}
+        frozen = {name: builder.add_whole_tensor(StateKey(name), entry) for name, entry in state.frozen.items()}
+        return builder.build_file(path, _build_model_content(self.target, builder, weights | frozen, frozen, rank=rank))
 
 
 @dataclass(frozen=True)
-class CutModel:
+class PartitionedModelWriter:
     """Stage 3: one file a rank. They differ in the parts of frozen parameters, and in that only rank 0's names ties."""
 
-    target: Target
+    target: ZeroTarget
 
-    def file(self, path: str, rank: int) -> FileLayout:
-        first, other = self._forms
-        return (first if rank == 0 else other).filled(path, self._frozen_parts(rank))
+    def build_file(self, path: str, rank: int) -> FileLayout:
+        first_template, other_template = self._templates
+        return (first_template if rank == 0 else other_template).fill_holes(path, self._build_frozen_parts(rank))
 
     @cached_property
-    def _forms(self) -> tuple[Form, Form]:
-        return self._form(rank=0), self._form(rank=1)
+    def _templates(self) -> tuple[FileTemplate, FileTemplate]:
+        return self._build_template(rank=0), self._build_template(rank=1)
 
-    def _form(self, rank: int) -> Form:
-        tensors = Tensors(self.target.state.manifest)
+    def _build_template(self, rank: int) -> FileTemplate:
+        builder = TorchFileBuilder(self.target.state.manifest)
         frozen = self.target.state.frozen
-        shares = self._frozen_cut.shares.tolist()
-        parts = {name: tensors.hole(e.dtype, share) for (name, e), share in zip(frozen.items(), shares, strict=True)}
-        return tensors.form(_model_content(self.target, tensors, self._empty_weights(tensors), parts, rank=rank))
+        shares = self._frozen_partition.shares.tolist()
+        frozen_parts = {
+            name: builder.add_hole(e.dtype, share) for (name, e), share in zip(frozen.items(), shares, strict=True)
+        }
+        return builder.build_template(
+            _build_model_content(self.target, builder, self._make_empty_weights(builder), frozen_parts, rank=rank)
+        )
 
-    def _empty_weights(self, tensors: Tensors) -> dict[str, StoredTensor]:
+    def _make_empty_weights(self, builder: TorchFileBuilder) -> dict[str, StoredTensor]:
         """All on one empty storage a type: a record for each would be most of the file."""
         state = self.target.state
-        trained = {name: state.weight(name) for group in state.groups for name in group.params}
+        trained = {name: state.get_weight(name) for group in state.groups for name in group.params}
         entries = {**trained, **state.frozen}
-        empty = {dtype: tensors.add([], dtype, (0,)).storage for dtype in {e.dtype: None for e in entries.values()}}
-        return {name: StoredTensor(empty[e.dtype], e.dtype, 0, (0,), (1,)) for name, e in entries.items()}
+        storage_by_dtype = {
+            dtype: builder.add_tensor([], dtype, (0,)).storage for dtype in {e.dtype: None for e in entries.values()}
+        }
+        return {name: StoredTensor(storage_by_dtype[e.dtype], e.dtype, 0, (0,), (1,)) for name, e in entries.items()}
 
     @cached_property
-    def _frozen_cut(self) -> ParamCut:
-        return ParamCut.of([entry.numel for entry in self.target.state.frozen.values()], self.target.world_size)
+    def _frozen_partition(self) -> ParamPartition:
+        return ParamPartition.of([entry.numel for entry in self.target.state.frozen.values()], self.target.world_size)
 
-    def _frozen_parts(self, rank: int) -> list[list[Segment]]:
+    def _build_frozen_parts(self, rank: int) -> list[list[Segment]]:
         """A rank's part of each frozen parameter, in its own type."""
-        vector = self._frozen_cut.vector(rank)
-        columns = (vector.starts.tolist(), vector.stops.tolist(), vector.paddings.tolist())
-        found: list[list[Segment]] = []
+        vector_layout = self._frozen_partition.lay_out_rank(rank)
+        columns = (vector_layout.starts.tolist(), vector_layout.stops.tolist(), vector_layout.paddings.tolist())
+        frozen_segments: list[list[Segment]] = []
         for (name, entry), start, stop, padding in zip(self.target.state.frozen.items(), *columns, strict=True):
             payload = Payload(StateKey(name), Box((start,), (stop,)), (entry.numel,), entry.dtype)
-            found.append([payload, Padding(padding * entry.dtype.item_bytes)])
-        return found
+            frozen_segments.append([payload, Padding(padding * entry.dtype.item_bytes)])
+        return frozen_segments
 
 
-def _model_content(
-    target: Target,
-    tensors: Tensors,
+def _build_model_content(
+    target: ZeroTarget,
+    builder: TorchFileBuilder,
     weights: Mapping[str, StoredTensor],
     frozen: Mapping[str, StoredTensor],
     *,
@@ -153,127 +170,147 @@ def _model_content(
     """The whole dictionary; ``frozen`` are the fragments, which stage 1 does not list, nor a checkpoint of weights
     alone, whose module has everything."""
     state = target.state
-    module = _module(target, tensors, weights)
+    module = _build_module(target, builder, weights)
     lists_frozen = target.stage > 1 and bool(state.manifest.groups)
     return {
         "module": module,
         "buffer_names": [name for name in module if state.manifest.aliases.get(name, name) in state.buffers],
         "optimizer": None,
-        "param_shapes": [state.shapes(flat.group.params) for flat in target.flat_groups],
-        "frozen_param_shapes": state.shapes(state.frozen) if lists_frozen else None,
+        "param_shapes": [state.make_param_shapes(flat.group.params) for flat in target.flat_groups],
+        "frozen_param_shapes": state.make_param_shapes(state.frozen) if lists_frozen else None,
         "shared_params": state.ties if rank == 0 else {},
         "frozen_param_fragments": OrderedDict(frozen) if lists_frozen else None,
-        **counters(target.extras, tensors, target.world_size, target.config),
-        **tensors.restored(dict(target.extras.client_state)),
+        **make_counters(target.extras, builder, target.world_size, target.config),
+        **builder.add_referenced_tensors(dict(target.extras.client_state)),
     }
 
 
-def _module(target: Target, tensors: Tensors, weights: Mapping[str, StoredTensor]) -> OrderedDict:
+def _build_module(target: ZeroTarget, builder: TorchFileBuilder, weights: Mapping[str, StoredTensor]) -> OrderedDict:
     """The model's state dict in the source's order, ties under both names, and what modules keep beside tensors."""
     manifest = target.state.manifest
-    buffers = {name: tensors.whole(StateKey(name), entry) for name, entry in target.state.buffers.items()}
-    found: dict[str, Value] = {**weights, **buffers}
+    buffers = {name: builder.add_whole_tensor(StateKey(name), entry) for name, entry in target.state.buffers.items()}
+    value_by_name: dict[str, Value] = {**weights, **buffers}
     order = (key.fqn for key, e in manifest.tensors.items() if key.slot == WEIGHT and e.kind is not Kind.EXTRA)
-    module = {name: found[name] for name in order}
-    module |= {alias: found[owner] for alias, owner in manifest.aliases.items() if owner in found}
-    return OrderedDict(module | tensors.restored(dict(target.extras.module)))
+    module = {name: value_by_name[name] for name in order}
+    module |= {alias: value_by_name[owner] for alias, owner in manifest.aliases.items() if owner in value_by_name}
+    return OrderedDict(module | builder.add_referenced_tensors(dict(target.extras.module)))
 
 
 @dataclass(frozen=True, slots=True)
-class GroupCutOptim:
+class GroupOptimWriter:
     """Stages 1 and 2. Masters are saved without their padding, the optimizer's state with it."""
 
-    target: Target
+    target: ZeroTarget
 
-    def file(self, path: str, rank: int) -> FileLayout:
-        tensors = Tensors(self.target.state.manifest)
-        rows = [(flat, flat.cut.vector(rank)) for flat in self.target.flat_groups]
-        states = [self._state(tensors, flat.group, vector) for flat, vector in rows]
-        clip_grad = self.target.extras.own.get("clip_grad")
-        own = {
-            **_scaling(self.target),
+    def build_file(self, path: str, rank: int) -> FileLayout:
+        builder = TorchFileBuilder(self.target.state.manifest)
+        group_vectors = [(flat, flat.partition.lay_out_rank(rank)) for flat in self.target.flat_groups]
+        states = [self._build_state(builder, flat.group, vector) for flat, vector in group_vectors]
+        clip_grad = self.target.extras.deepspeed_entries.get("clip_grad")
+        state_dict = {
+            **_make_scaler_entries(self.target),
             **({"clip_grad": clip_grad} if isinstance(clip_grad, int | float) else {}),
-            "base_optimizer_state": _optimizer(self.target, tensors, states),
+            "base_optimizer_state": _build_optimizer_state_dict(self.target, builder, states),
             "single_partition_of_fp32_groups": [
-                tensors.vector(vector.trimmed(), flat.group, flat.group.masters) for flat, vector in rows
+                builder.add_vector(vector.drop_padding(), flat.group, flat.group.masters)
+                for flat, vector in group_vectors
             ],
-            "zero_stage": zero_stage(self.target.stage),
-            "group_paddings": [vector.num_padding for _, vector in rows],
-            "partition_count": [self.target.world_size] * len(rows),
+            "zero_stage": make_zero_stage(self.target.stage),
+            "group_paddings": [vector.num_padding for _, vector in group_vectors],
+            "partition_count": [self.target.world_size] * len(group_vectors),
             "ds_version": DS_VERSION,
-            "param_slice_mappings": [_mapping(flat.group, vector) for flat, vector in rows],
+            "param_slice_mappings": [_make_slice_mapping(flat.group, vector) for flat, vector in group_vectors],
         }
-        return tensors.file(path, _optim_content(self.target, tensors, own))
+        return builder.build_file(path, _build_optim_content(self.target, builder, state_dict))
 
-    def _state(self, tensors: Tensors, group: Group, vector: Vector) -> dict[str, Value]:
-        found: dict[str, Value] = {}
+    def _build_state(
+        self, builder: TorchFileBuilder, group: TrainingGroup, vector_layout: VectorLayout
+    ) -> dict[str, Value]:
+        slot_tensors: dict[str, Value] = {}
         for slot in group.slots:
-            is_whole = slot.name == MOMENTUM and is_muon(group.options) and self.target.has_whole_momentum
-            held = vector.of_whole(group.numels) if is_whole else vector
-            if held.numel:
-                found[slot.name] = tensors.vector(held, group, slot)
-        return found
+            is_whole = slot.name == MUON_MOMENTUM_SLOT and is_muon(group.options) and self.target.has_whole_momentum
+            slot_layout = vector_layout.cover_whole_parameters(group.numels) if is_whole else vector_layout
+            if slot_layout.numel:
+                slot_tensors[slot.name] = builder.add_vector(slot_layout, group, slot)
+        return slot_tensors
 
 
 @dataclass(frozen=True)
-class ParamCutOptim:
+class ParamOptimWriter:
     """Stage 3. Everything is padded, parameter by parameter, so that all ranks' vectors are equally long."""
 
-    target: Target
+    target: ZeroTarget
 
-    def file(self, path: str, rank: int) -> FileLayout:
-        groups = [(flat.group, rows_of(flat.cut.vector(rank))) for flat in self.target.flat_groups]
-        contents = [elements(rows, group, slot) for group, rows in groups for slot in (*group.slots, group.masters)]
-        return self._form.filled(path, contents)
+    def build_file(self, path: str, rank: int) -> FileLayout:
+        group_rows = [
+            (flat.group, list_vector_rows(flat.partition.lay_out_rank(rank))) for flat in self.target.flat_groups
+        ]
+        hole_contents = [
+            build_vector_segments(rows, group, slot)
+            for group, rows in group_rows
+            for slot in (*group.slots, group.masters)
+        ]
+        return self._template.fill_holes(path, hole_contents)
 
     @cached_property
-    def _form(self) -> Form:
-        tensors = Tensors(self.target.state.manifest)
+    def _template(self) -> FileTemplate:
+        builder = TorchFileBuilder(self.target.state.manifest)
         states, masters = [], []
         for flat in self.target.flat_groups:
-            numel = flat.cut.vector(0).numel
-            states.append({slot.name: tensors.hole(slot.dtype, numel) for slot in flat.group.slots})
-            masters.append(tensors.hole(flat.group.masters.dtype, numel))
-        own = {
-            "zero_stage": zero_stage(self.target.stage),
-            **_scaling(self.target),
+            numel = flat.partition.lay_out_rank(0).numel
+            states.append({slot.name: builder.add_hole(slot.dtype, numel) for slot in flat.group.slots})
+            masters.append(builder.add_hole(flat.group.masters.dtype, numel))
+        state_dict = {
+            "zero_stage": make_zero_stage(self.target.stage),
+            **_make_scaler_entries(self.target),
             "partition_count": self.target.world_size,
-            "optimizer_state_dict": _optimizer(self.target, tensors, states),
+            "optimizer_state_dict": _build_optimizer_state_dict(self.target, builder, states),
             "fp32_flat_groups": masters,
         }
-        return tensors.form(_optim_content(self.target, tensors, own))
+        return builder.build_template(_build_optim_content(self.target, builder, state_dict))
 
 
-def _optim_content(target: Target, tensors: Tensors, own: dict[str, Value]) -> dict[str, Value]:
-    config = tensors.restored(target.config)
-    return {"optimizer_state_dict": own, "ds_config": config, "ds_version": DS_VERSION}
+def _build_optim_content(
+    target: ZeroTarget, builder: TorchFileBuilder, state_dict: dict[str, Value]
+) -> dict[str, Value]:
+    config = builder.add_referenced_tensors(target.config)
+    return {"optimizer_state_dict": state_dict, "ds_config": config, "ds_version": DS_VERSION}
 
 
-def _scaling(target: Target) -> dict[str, Value]:
-    scaler = loss_scaler(target.extras.loss_scaler, target.state.dtype)
+def _make_scaler_entries(target: ZeroTarget) -> dict[str, Value]:
+    scaler = make_loss_scaler(target.extras.loss_scaler, target.state.dtype)
     return {"loss_scaler": scaler, "dynamic_loss_scale": scaler.attributes["dynamic"], "overflow": False}
 
 
-def _optimizer(target: Target, tensors: Tensors, states: Sequence[dict[str, Value]]) -> dict[str, Value]:
-    """torch's ``Optimizer.state_dict`` of vectors instead of parameters; ``states`` are their slots."""
-    whole = [
-        {name: tensors.scalar(key) for name, key in flat.group.scalars.items()} | state
-        for flat, state in zip(target.flat_groups, states, strict=True)
+def _build_optimizer_state_dict(
+    target: ZeroTarget, builder: TorchFileBuilder, slot_states: Sequence[dict[str, Value]]
+) -> dict[str, Value]:
+    """torch's ``Optimizer.state_dict`` of vectors instead of parameters; ``slot_states`` are their slots."""
+    vector_states = [
+        {name: builder.add_scalar(key) for name, key in flat.group.scalars.items()} | state
+        for flat, state in zip(target.flat_groups, slot_states, strict=True)
     ]
     groups = []
     for number, group in enumerate(target.state.groups):
-        vectors = [position for position, flat in enumerate(target.flat_groups) if flat.number == number]
+        vector_numbers = [position for position, flat in enumerate(target.flat_groups) if flat.group_number == number]
         # Of torch's own Adagrad stage 3 runs one group. stage3.py initialize_optimizer_states makes a new Adagrad over
         # all vectors, and _rigid_load_state_dict then adds each a second time, so that a fresh engine refuses even its
         # own checkpoints unless each is listed twice.
         is_adagrad = {"lr_decay", "initial_accumulator_value"} <= group.options.keys()
-        twice = target.stage == 3 and is_adagrad and len(target.state.groups) == 1
-        groups.append({**tensors.restored(dict(group.options)), "params": vectors * 2 if twice else vectors})
-    return {"state": {number: state for number, state in enumerate(whole) if state}, "param_groups": groups}
+        must_list_twice = target.stage == 3 and is_adagrad and len(target.state.groups) == 1
+        groups.append(
+            {
+                **builder.add_referenced_tensors(dict(group.options)),
+                "params": vector_numbers * 2 if must_list_twice else vector_numbers,
+            }
+        )
+    return {"state": {number: state for number, state in enumerate(vector_states) if state}, "param_groups": groups}
 
 
-def _mapping(group: Group, vector: Vector) -> OrderedDict:
+def _make_slice_mapping(group: TrainingGroup, vector_layout: VectorLayout) -> OrderedDict:
     """The place of each parameter in a rank's vector, which ``ds_to_universal`` reads."""
-    columns = (vector.params, vector.stops - vector.starts, vector.offsets)
+    columns = (vector_layout.params, vector_layout.stops - vector_layout.starts, vector_layout.offsets)
     rows = zip(*(column.tolist() for column in columns), strict=True)
-    return OrderedDict({group.params[param]: fragment_address(numel, start) for param, numel, start in rows if numel})
+    return OrderedDict(
+        {group.params[param]: make_fragment_address(numel, start) for param, numel, start in rows if numel}
+    )

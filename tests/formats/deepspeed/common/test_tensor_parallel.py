@@ -10,8 +10,14 @@ from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.errors import DifferenceError, FormatError, IncompleteError, MalformedError, UnsupportedError
-from ckpt_tools.formats.deepspeed.common.partition import GroupCut, ParamCut, Vector, round_robin_order, sub_groups
-from ckpt_tools.formats.deepspeed.common.tensor_parallel import Rules
+from ckpt_tools.formats.deepspeed.common.partition import (
+    GroupPartition,
+    ParamPartition,
+    VectorLayout,
+    round_robin_order,
+    split_sub_groups,
+)
+from ckpt_tools.formats.deepspeed.common.tensor_parallel import MergeRules
 from fixtures import launch
 from fixtures.corpus import deepspeed
 from tests.layouts.contents import contents
@@ -25,7 +31,7 @@ Shape = tuple[int, ...]
 
 def whole(info: dict[str, Any], shapes: list[Shape], name: str = "w") -> list[Any]:
     """The whole of two parts whose elements count 0, 1, ... and 100, 101, ..., through a table of real shards."""
-    join = Rules.of({"universal_checkpoint_version": 0.4, **info}, "file").join(name, shapes)
+    join = MergeRules.of({"universal_checkpoint_version": 0.4, **info}, "file").plan_merge(name, shapes)
     tables, data = [], {}
     for rank, shape in enumerate(shapes):
         numel = int(np.prod(shape))
@@ -35,7 +41,7 @@ def whole(info: dict[str, Any], shapes: list[Shape], name: str = "w") -> list[An
             Shard(Box((a,), (b,)), ByteRange(f"{rank}", 4 * a, 4 * b)) for a, b in ((0, cut), (cut, numel)) if a < b
         ]
         tables.append(ShardTable.build((numel,), DType.FLOAT32, shards))
-    table = join.table(tables, shapes)
+    table = join.build_shard_table(tables, shapes)
     out = np.full(join.shape, -1, np.float32)
     for row, shard in enumerate(table):
         extents, strides = shard.box.shape, table.get_strides(row)
@@ -112,7 +118,7 @@ REFUSED: dict[str, tuple[Any, list[Shape], type[FormatError], str]] = {
 
 
 def join(info: Any, shapes: list[Shape]) -> object:
-    return Rules.of(info and {"universal_checkpoint_version": 0.4, **info}, "file").join("w", shapes)
+    return MergeRules.of(info and {"universal_checkpoint_version": 0.4, **info}, "file").plan_merge("w", shapes)
 
 
 test_what_cannot_be_joined_is_refused = refusal_test(
@@ -174,25 +180,25 @@ def test_the_run_goes_on_without_tensor_parallelism(stage, dtype, to, tmp_path):
 # The geometry of ZeRO partitions, as literal examples read off DeepSpeed's files
 
 
-def rows(vector: Vector) -> list[tuple[int, int, int, int]]:
+def rows(vector: VectorLayout) -> list[tuple[int, int, int, int]]:
     """(parameter, start, stop, padding) of each row."""
     columns = (vector.params, vector.starts, vector.stops, vector.paddings)
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
 def test_a_group_is_padded_at_its_end_to_twice_the_world_size_and_cut_evenly():
-    halves, fourths = GroupCut.of([5, 4], world_size=2), GroupCut.of([1], world_size=4)
-    assert [rows(halves.vector(rank)) for rank in range(2)] == [[(0, 0, 5, 0), (1, 0, 1, 0)], [(1, 1, 4, 3)]]
-    assert [rows(fourths.vector(rank)) for rank in range(4)] == [[(0, 0, 1, 1)], *([[(0, 0, 0, 2)]] * 3)]
+    halves, fourths = GroupPartition.of([5, 4], world_size=2), GroupPartition.of([1], world_size=4)
+    assert [rows(halves.lay_out_rank(rank)) for rank in range(2)] == [[(0, 0, 5, 0), (1, 0, 1, 0)], [(1, 1, 4, 3)]]
+    assert [rows(fourths.lay_out_rank(rank)) for rank in range(4)] == [[(0, 0, 1, 1)], *([[(0, 0, 0, 2)]] * 3)]
 
 
 def test_stage_3_pads_every_parameter():
-    cut = ParamCut.of([5, 1, 4], world_size=2)
-    assert rows(cut.vector(0)) == [(0, 0, 3, 0), (1, 0, 1, 0), (2, 0, 2, 0)]
-    assert rows(cut.vector(1)) == [(0, 3, 5, 1), (1, 1, 1, 1), (2, 2, 4, 0)]
+    cut = ParamPartition.of([5, 1, 4], world_size=2)
+    assert rows(cut.lay_out_rank(0)) == [(0, 0, 3, 0), (1, 0, 1, 0), (2, 0, 2, 0)]
+    assert rows(cut.lay_out_rank(1)) == [(0, 3, 5, 1), (1, 1, 1, 1), (2, 2, 4, 0)]
 
 
 def test_sub_groups_end_with_the_parameter_that_reaches_their_size_and_round_robin_deals_out():
-    assert sub_groups([60, 50, 100, 1], 100) == [range(2), range(2, 3), range(3, 4)]
-    assert sub_groups([60, 40], 100) == [range(2)]
+    assert split_sub_groups([60, 50, 100, 1], 100) == [range(2), range(2, 3), range(3, 4)]
+    assert split_sub_groups([60, 40], 100) == [range(2)]
     assert round_robin_order(5, 2) == [0, 2, 4, 1, 3] and round_robin_order(2, 4) == [0, 1]

@@ -12,8 +12,8 @@ import ckpt_tools
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.manifest import StateKey
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
-from ckpt_tools.formats.deepspeed.zero_reader.missing_layers import Layer, Parameter
-from ckpt_tools.formats.deepspeed.zero_reader.missing_layers import check as check_layers
+from ckpt_tools.formats.deepspeed.zero_reader.missing_layers import LayerShapes, OptimizedParameter
+from ckpt_tools.formats.deepspeed.zero_reader.missing_layers import check_no_layer_missing as check_layers
 from fixtures import launch, universal
 from fixtures.corpus import deepspeed_pipeline, deepspeed_pipeline_cut, make
 from tests.layouts.contents import contents
@@ -245,28 +245,28 @@ def test_what_deepspeeds_own_script_writes_is_refused(tmp_path):
 
 A, B, V = (4, 4), (4,), (16, 4)
 
-UNKNOWN = Parameter(None, 0, b"")
+UNKNOWN = OptimizedParameter(None, 0, b"")
 
 
-def of(*shapes: Shape, tied: Mapping[Shape, bytes] | None = None) -> list[Parameter]:
+def of(*shapes: Shape, tied: Mapping[Shape, bytes] | None = None) -> list[OptimizedParameter]:
     """Parameters with moments of their own, but for tied ones."""
     return [
-        Parameter(shape, 4, (tied or {}).get(shape, f"{id(shapes)} {number}".encode()))
+        OptimizedParameter(shape, 4, (tied or {}).get(shape, f"{id(shapes)} {number}".encode()))
         for number, shape in enumerate(shapes)
     ]
 
 
-def flat(numel: int, head: bytes) -> Parameter:
-    return Parameter(None, numel, head)
+def flat(numel: int, head: bytes) -> OptimizedParameter:
+    return OptimizedParameter(None, numel, head)
 
 
-def layers(shapes: Mapping[int, Sequence[Shape]], pins: Mapping[int, int] | None = None) -> list[Layer]:
-    return [Layer(number, Counter(each), (pins or {}).get(number)) for number, each in shapes.items()]
+def layers(shapes: Mapping[int, Sequence[Shape]], pins: Mapping[int, int] | None = None) -> list[LayerShapes]:
+    return [LayerShapes(number, Counter(each), (pins or {}).get(number)) for number, each in shapes.items()]
 
 
 SHARED = {V: b"tied"}
 
-FITTING: dict[str, tuple[list[Layer], list[list[Parameter]]]] = {
+FITTING: dict[str, tuple[list[LayerShapes], list[list[OptimizedParameter]]]] = {
     "two stages": (layers({0: [A, B], 1: [A, B], 2: [A]}), [of(A, B, A, B), of(A)]),
     "frozen layers": (layers({0: [A], 1: [A], 2: [A], 3: [A]}), [of(A), of(A)]),
     "tied, with two files": (layers({0: [V], 1: [A], 2: [V]}), [of(V, tied=SHARED), of(V, A, tied=SHARED)]),
@@ -277,7 +277,7 @@ FITTING: dict[str, tuple[list[Layer], list[list[Parameter]]]] = {
     "buffers say the stage": (layers({0: [A], 1: [A], 2: [A]}, {1: 0}), [of(A), of(A)]),
 }
 
-LACKING: dict[str, tuple[list[Layer], list[list[Parameter]], str]] = {
+LACKING: dict[str, tuple[list[LayerShapes], list[list[OptimizedParameter]], str]] = {
     "the first": (layers({1: [B], 2: [A]}), [of(A, B), of(A)], r"1 parameter of shape \[4, 4\].*layer 0"),
     "one between": (layers({0: [A], 2: [A]}), [of(A, A), of(A)], r"shape \[4, 4\].*none of layer 1 and after layer 2$"),
     "the last": (layers({0: [A], 1: [A]}), [of(A, A), of(A, B)], r"shape \[4\].*none after layer 1$"),
@@ -294,7 +294,7 @@ LACKING: dict[str, tuple[list[Layer], list[list[Parameter]], str]] = {
 }  # fmt: skip
 
 
-def check(have: list[Layer], stages: list[list[Parameter]]) -> None:
+def check(have: list[LayerShapes], stages: list[list[OptimizedParameter]]) -> None:
     check_layers(have, [(f"mp_rank_{stage:02d}", own) for stage, own in enumerate(stages)])
 
 
