@@ -133,7 +133,7 @@ def _bytes_copied(plan: Any, store: Any) -> int:
     """Bytes of the tasks that a worker would have copied."""
     target, files = StoreDestination(MemoryStore({})), plan.layout.files
     worker = TaskWorker(plan, TensorReader(store, plan.task_bytes), target, LocalChecksumBoard())
-    large = (task for task in plan.tasks() if task.num_bytes >= MIN_COPY_BYTES)
+    large = (task for task in plan.iter_tasks() if task.num_bytes >= MIN_COPY_BYTES)
     return sum(
         task.num_bytes
         for task in large

@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     is_process = arguments is None
     if is_process:
         mask_output()
-        process.tune_for_short_command()
+        process.tune_for_short_life()
     try:
         _run_command_line(arguments)
     except SystemExit as error:

@@ -23,7 +23,7 @@ os.environ.setdefault(THREADS_VARIABLE, "1")
 _INITIAL_GC_THRESHOLDS = gc.get_threshold()
 
 
-def tune_for_short_command() -> None:
+def tune_for_short_life() -> None:
     """Let the collector run rarely."""
     ignore_signals_at_exit()
     gc.set_threshold(GC_THRESHOLD, *_INITIAL_GC_THRESHOLDS[1:])

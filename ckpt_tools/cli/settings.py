@@ -235,7 +235,10 @@ class SettingsDefaults(MutableMapping[str, Any]):
                 assert isinstance(root.command, click.Group)
                 root.meta[FILE_VARIABLE] = load_settings(root.command, root.params.get("settings"))
             words = tuple(_list_command_words(self._context))
-            self._found_defaults = {**root.meta[FILE_VARIABLE].of(self._context, words), **self._fixed_defaults}
+            self._found_defaults = {
+                **root.meta[FILE_VARIABLE].find_defaults(self._context, words),
+                **self._fixed_defaults,
+            }
         return self._found_defaults
 
     def __getitem__(self, name: str) -> Any:

@@ -354,7 +354,7 @@ class _SingleShardTable(ShardTable):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Workers in other processes share the columns of a shape too."""
-        return partial(ShardTable.whole, framing=self.framing), (self.shape, self.dtype, self.byte_range(0))
+        return partial(ShardTable.whole, framing=self.framing), (self.shape, self.dtype, self.get_byte_range(0))
 
     shape = property(lambda self: self._columns.shape)
     dtype = property(lambda self: self._columns.dtype)
@@ -371,7 +371,7 @@ class _SingleShardTable(ShardTable):
         at = ByteRange(f"{prefix}{self._file}", self._start, self._stop)
         return _SingleShardTable(self._columns, at, self.framing)
 
-    def byte_range(self, row: int) -> ByteRange:
+    def get_byte_range(self, row: int) -> ByteRange:
         return (ByteRange(self._file, self._start, self._stop),)[row]
 
     @property

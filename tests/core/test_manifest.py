@@ -113,10 +113,10 @@ class TestShardTable:
         positions = np.arange(prod(table.shape)).reshape(table.shape)
         places = [positions[_index(shard.box)].reshape(-1) for shard in table]
         is_flat = table.strides is None and all((np.diff(place) == 1).all() for place in places)
-        assert (table.flat is not None) == is_flat
-        if table.flat is not None:
+        assert (table.flat_index is not None) == is_flat
+        if table.flat_index is not None:
             intervals = sorted((int(p[0]), int(p[-1]) + 1, row) for row, p in enumerate(places) if p.size)
-            assert list(zip(*(column.tolist() for column in table.flat), strict=True)) == [
+            assert list(zip(*(column.tolist() for column in table.flat_index), strict=True)) == [
                 (row, start, stop) for start, stop, row in intervals
             ]
 

@@ -37,7 +37,9 @@ def template(node: ast.expr) -> str | None:
             return text
         case ast.JoinedStr(values=values):
             return "".join(template(value) or "\0" for value in values)
-        case ast.FormattedValue(value=ast.Call(func=ast.Name("option"), args=[ast.Constant(value=str(name)), *_])):
+        case ast.FormattedValue(
+            value=ast.Call(func=ast.Name("format_option"), args=[ast.Constant(value=str(name)), *_])
+        ):
             return f"--{name.replace('_', '-')}"
     return None
 

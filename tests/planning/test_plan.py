@@ -347,7 +347,7 @@ class TestBudget:
     def test_one_without_room_for_tasks_of_copies_has_none_of_them(self):
         rules = CopyLimits(5 * MIB, 10_000)
         larger, smaller, unlimited = (
-            planned(None, Layout(()), size, is_limit=is_limit, copies=rules)
+            planned(None, Layout(()), size, is_limit=is_limit, copy_limits=rules)
             for size, is_limit in [(72 * MIB, True), (66 * MIB, True), (66 * MIB, False)]
         )
         assert larger.task_bytes == unlimited.task_bytes == rules.min_task_bytes == 2 * (5 * MIB + 64)

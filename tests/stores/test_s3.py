@@ -219,11 +219,10 @@ def test_a_second_writer_is_told_and_of_many_who_start_at_once_one_wins(place):
 
 def test_a_lock_goes_with_its_process_or_with_time(place, monkeypatch):
     code = f"""
-from ckpt_tools.stores.marker_files import PARTIAL
-from ckpt_tools.stores.s3.place import S3Place
+from ckpt_tools.stores.s3.place import S3OutputLocation
 from ckpt_tools.stores.s3.client import Bucket, S3Options
-taken = S3Place(Bucket(S3Options(), {place.bucket.name!r}), {place.key!r}).claim(overwrite=False, resume=True)
-taken.__enter__().destination.begin("f", 3)
+taken = S3OutputLocation(Bucket(S3Options(), {place.bucket.name!r}), {place.key!r}).claim(overwrite=False, resume=True)
+taken.__enter__().destination.begin_file("f", 3)
 import os; os._exit(9)
 """
     assert subprocess.run([sys.executable, "-c", code], env={**os.environ}).returncode == 9

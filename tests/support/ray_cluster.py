@@ -44,6 +44,6 @@ def processes(cluster: Cluster, node: Any = None) -> list[psutil.Process]:
 
 def _is_worker(process: psutil.Process) -> bool:
     try:
-        return "ray::Process" in " ".join(process.cmdline())
+        return "ray::RayTaskProcess" in " ".join(process.cmdline())
     except psutil.Error:  # gone meanwhile
         return False

@@ -80,7 +80,7 @@ def test_any_range_of_bytes_is_that_of_the_whole(store, numbers, manifest, piece
 def test_boxes_and_casts_of_a_computed_tensor(store, numbers, manifest):
     import ml_dtypes
 
-    entry = manifest.tensors[StateKey("w")].cast(DType.BFLOAT16)
+    entry = manifest.tensors[StateKey("w")].cast_to(DType.BFLOAT16)
     box = Box((1, 2), (6, 9))
     out = np.empty(box.shape, ml_dtypes.bfloat16)
     reader = TensorReader(store, 64)

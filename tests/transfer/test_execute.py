@@ -305,7 +305,7 @@ def test_few_files_are_open_at_a_time_however_slowly_they_are_closed(tmp_path):
     program = """
         import sys, time
         from pathlib import Path
-        from ckpt_tools.transfer.execute import execute
+        from ckpt_tools.transfer.execute import execute_plan
         from ckpt_tools.core.layout import FileLayout, Layout, Literal
         from ckpt_tools.core.manifest import Manifest
         from ckpt_tools.planning.plan import Plan
@@ -316,7 +316,7 @@ def test_few_files_are_open_at_a_time_however_slowly_they_are_closed(tmp_path):
         plan = Plan(Manifest("test", {}), Layout(files), 64, 2)
         source = LocalStore(Path(sys.argv[1]))
         target, pause = StoreDestination(source), lambda _: time.sleep(0.001)
-        execute(plan, source, target, runner=ThreadRunner(2), on_bytes=pause)
+        execute_plan(plan, source, target, runner=ThreadRunner(2), on_bytes=pause)
     """
     command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)]
     limit = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))  # noqa: E731

@@ -271,7 +271,7 @@ class _NanotronManifestBuilder:
         if not isinstance(value, StoredTensor) or value.storage is None or not value.is_contiguous:
             raise UnsupportedError("state that is not a tensor with its elements in order is not supported")
         weight_file, part = self._find_part(key.fqn, ranks)
-        leaf = TensorLeaf.of(value, state.path, state.archive.storage_range(value.storage.key)[0])
+        leaf = TensorLeaf.of(value, state.path, state.archive.locate_storage(value.storage.key)[0])
         if key.slot == "step":
             if leaf.shape != ():
                 raise UnsupportedError(f"a step of shape {list(leaf.shape)} is not supported")

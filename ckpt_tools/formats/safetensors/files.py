@@ -94,7 +94,7 @@ def read(source: Source, options: ReadOptions) -> Manifest:
     if packed_state is not None:
         from ckpt_tools.formats.state_dict.packed import unpacked
 
-        state_manifest = unpacked(packed_state, leaves, ties, options, format_name="safetensors", text_name=STATE_KEY)
+        state_manifest = unpacked(packed_state, leaves, ties, options, format_name="safetensors", where=STATE_KEY)
         return replace(state_manifest, extra={**state_manifest.extra, **extra}, notes=(*state_manifest.notes, *notes))
     if are_pieces:
         # No file says how many there are, and no piece how large its tensor is.

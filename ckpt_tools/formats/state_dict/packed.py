@@ -66,16 +66,16 @@ def unpacked(
     options: ReadOptions,
     *,
     format_name: str,
-    text_name: str,
+    where: str,
 ) -> Manifest:
     """The manifest of ``tensors`` and of the ``text`` that ``packed`` made. ``ties`` maps other names of tensors to
-    their names in ``tensors``; ``text_name`` names the text in messages.
+    their names in ``tensors``; ``where`` names the text in messages.
 
     Raises:
         FormatError: ``packed`` did not make this text, or it does not fit the tensors. UsageError: a key of ``options``
         leads nowhere.
     """
-    paths, objects, own_names = _decode_text(text, text_name)
+    paths, objects, own_names = _decode_text(text, where)
     for alias, owner in ties.items():
         if owner not in tensors or alias in tensors or alias in objects:
             raise MalformedError(f"it is tied to {owner!r}, which cannot be", key=alias)

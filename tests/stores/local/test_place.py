@@ -232,10 +232,10 @@ def test_nothing_but_what_is_named_is_replaced(tmp_path, is_file):
 CHILD = """
 import sys, time
 from pathlib import Path
-from ckpt_tools.stores.local.place import staged
-from ckpt_tools.stores.output_form import Folder, SingleFile
-form = SingleFile("out") if sys.argv[2] == "True" else Folder()
-with staged(Path(sys.argv[1]), form, overwrite=sys.argv[3] == "True") as staging:
+from ckpt_tools.stores.local.place import open_local_claim
+from ckpt_tools.stores.output_form import FolderForm, SingleFileForm
+form = SingleFileForm("out") if sys.argv[2] == "True" else FolderForm()
+with open_local_claim(Path(sys.argv[1]), form, overwrite=sys.argv[3] == "True") as staging:
     writer = staging.store.create("half/written", 1 << 20)
     writer.write_at(0, b"half")
     staging.log.append(b"log")
@@ -318,19 +318,19 @@ RACE = """
 import sys
 from pathlib import Path
 from ckpt_tools.errors import DestinationExistsError
-from ckpt_tools.stores.local.place import LocalPlace, staged
-from ckpt_tools.stores.output_form import Folder
+from ckpt_tools.stores.local.place import LocalOutputLocation, open_local_claim
+from ckpt_tools.stores.output_form import FolderForm
 published = 0
 while published < 30:
     text = f"{sys.argv[2]} {published}".encode()
     try:
-        with staged(Path(sys.argv[1]), Folder(), overwrite=True) as staging:
+        with open_local_claim(Path(sys.argv[1]), FolderForm(), overwrite=True) as staging:
             for name in ("a", "deep/b"):
                 writer = staging.store.create(name, len(text))
                 writer.write_at(0, text)
                 writer.close()
-            there = LocalPlace(Path(sys.argv[1])).present()
-            staging.publish(replaced={} if there is None else there.files)
+            there = LocalOutputLocation(Path(sys.argv[1])).list_contents()
+            staging.publish_files(replaced={} if there is None else there.files)
         published += 1
     except DestinationExistsError:
         pass

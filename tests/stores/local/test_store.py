@@ -219,7 +219,7 @@ class TestWriting:
         outcome = in_child(
             f"""
             path = {str(tmp_path / "f")!r}
-            writer = LocalWriter(Path(path), os.open(path, os.O_WRONLY | os.O_CREAT))
+            writer = LocalFileWriter(Path(path), os.open(path, os.O_WRONLY | os.O_CREAT))
             writer.write_at(0, b"x" * 1000)
             """,
             file_size_limit=600,
@@ -250,7 +250,7 @@ def in_child(code: str, *, file_size_limit: int | None = None) -> str:
 import os
 from pathlib import Path
 from ckpt_tools.errors import CkptError
-from ckpt_tools.stores.local.store import LocalStore, LocalWriter
+from ckpt_tools.stores.local.store import LocalFileWriter, LocalStore
 try:
     {}
 except CkptError as error:

@@ -138,7 +138,7 @@ def test_on_a_cluster_of_its_own(kill, source, expected, tmp_path):
     try:
         if kill.seconds < 0:
             # They have sessions and names of their own: if they were not seen here, none would be missed below.
-            wait_until(lambda: titles(run) >= {b"ray::Process", b"ray::ChecksumActor"})
+            wait_until(lambda: titles(run) >= {b"ray::RayTaskProcess", b"ray::ChecksumActor"})
             wait_until(lambda: is_writing(out) or run.process.poll() is not None)
         said = killed(run, kill, out)
     finally:

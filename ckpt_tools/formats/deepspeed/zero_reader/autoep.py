@@ -61,15 +61,15 @@ class AutoEPManifestBuilder(MoEManifestBuilder):
     """``expert_tables`` are the experts that have files of their own, by name."""
 
     expert_tables: Mapping[str, ShardTable]
-    left_out: ClassVar[tuple[str, ...]] = ("optimizer", *DISTRIBUTION_ENTRIES)
+    skipped_entries: ClassVar[tuple[str, ...]] = ("optimizer", *DISTRIBUTION_ENTRIES)
 
-    def _weight(self, name: str, value: StoredTensor) -> TensorEntry:
+    def _build_weight(self, name: str, value: StoredTensor) -> TensorEntry:
         if name not in self.expert_tables:
             return super()._build_weight(name, value)
         table = self.expert_tables[name]
         return TensorEntry(table.shape, table.dtype, Kind.PARAMETER, table)
 
-    def _scalars_at(self, pieces: FlatIntervals) -> ScalarsByFlat:
+    def _find_scalars(self, pieces: FlatIntervals) -> ScalarsByFlat:
         """The scalars of rank 0. Raises UnsupportedError where the ranks of other experts have others."""
         flat = int(pieces.flats[0])
         for rank in range(self.num_expert_ranks[flat]):
@@ -90,7 +90,7 @@ class AutoEPStage3ManifestBuilder(AutoEPManifestBuilder):
     autoep_layers: AutoEPLayers
 
     @cached_property
-    def pieces(self) -> Mapping[str, FlatIntervals]:
+    def param_intervals(self) -> Mapping[str, FlatIntervals]:
         world_size = len(self.mappings_by_rank)
         counts = [world_size // self.num_expert_ranks[flat] for flat in range(len(self.optim.masters))]
         found = locate_params(self.local_model.param_shapes, self.partitions.masters, counts)
@@ -110,7 +110,7 @@ class AutoEPStage3ManifestBuilder(AutoEPManifestBuilder):
         )
         return [replace(intervals, ranks=own[intervals.ranks]) for own in data_ranks]
 
-    def _expert_ranks(self, flat: int, *, is_data_first: bool) -> Ints:
+    def _list_expert_ranks(self, flat: int, *, is_data_first: bool) -> Ints:
         return self.expert_ranks if self.num_expert_ranks[flat] > 1 else np.zeros_like(self.expert_ranks)
 
     @cached_property
@@ -234,9 +234,9 @@ class AutoEPRankManifestBuilder(ExpertRankManifestBuilder):
 
     autoep_layers: AutoEPLayers
     expert_tables: Mapping[str, ShardTable]
-    left_out = AutoEPManifestBuilder.left_out
+    skipped_entries = AutoEPManifestBuilder.skipped_entries
 
-    def _weights(self, ties: Mapping[str, str]) -> Iterator[tuple[StateKey, TensorEntry]]:
+    def _list_weights(self, ties: Mapping[str, str]) -> Iterator[tuple[StateKey, TensorEntry]]:
         for key, entry in super()._list_weights(ties):
             table = self.expert_tables.get(key.fqn)
             yield key, entry if table is None else TensorEntry(table.shape, table.dtype, Kind.PARAMETER, table)
@@ -251,7 +251,7 @@ class AutoEPMergeRules(MergeRules):
 
     autoep_layers: AutoEPLayers
 
-    def join(self, name: str, shapes: Sequence[Shape]) -> ParameterMerge:
+    def plan_merge(self, name: str, shapes: Sequence[Shape]) -> ParameterMerge:
         return (
             self.merge_along(name, shapes, 0)
             if self.autoep_layers.find_layer(name)

@@ -161,7 +161,7 @@ class MoEManifestBuilder(ZeroManifestBuilder):
     _scalars_by_rank: dict[int, ScalarsByFlat] = field(default_factory=dict)
 
     @cached_property
-    def pieces(self) -> Mapping[str, FlatIntervals]:
+    def param_intervals(self) -> Mapping[str, FlatIntervals]:
         self._check_group_count(self.local_model.param_shapes)
         found: dict[str, FlatIntervals] = {}
         for flat, shapes in enumerate(self.local_model.param_shapes):
@@ -236,7 +236,7 @@ class MoEManifestBuilder(ZeroManifestBuilder):
 
     # What is not cut
 
-    def _scalars_at(self, pieces: FlatIntervals) -> ScalarsByFlat:
+    def _find_scalars(self, pieces: FlatIntervals) -> ScalarsByFlat:
         """The scalars of the first rank that has these experts."""
         flat = int(pieces.flats[0])
         expert_ranks = self._list_expert_ranks(flat, is_data_first=self._is_data_first)
@@ -275,7 +275,7 @@ class MoEManifestBuilder(ZeroManifestBuilder):
             raise MalformedError("its param groups are not those of rank 0", path=optim.file.path)
         return self._read_scalars(optim, f"rank{rank}.")
 
-    def _flat_members(self, flat: int) -> tuple[str, ...]:
+    def _list_flat_members(self, flat: int) -> tuple[str, ...]:
         return tuple(whole for _, whole in self.experts.expand_names(self._list_local_params(flat)))
 
     def _list_local_params(self, flat: int) -> tuple[str, ...]:
@@ -347,7 +347,7 @@ class ExpertRankManifestBuilder(stage0.Stage0ManifestBuilder, ABC):
 
     remedy = "resume the run and save it with ZeRO stage 1"
 
-    def _matched(self, parameters: Mapping[str, Shape]) -> dict[int, str] | None:
+    def _match_numbers(self, parameters: Mapping[str, Shape]) -> dict[int, str] | None:
         """Groups of experts have only this rank's, and no other group has an expert."""
         found: dict[int, str] = {}
         for is_expert in (False, True):
@@ -369,7 +369,7 @@ class ExpertRankManifestBuilder(stage0.Stage0ManifestBuilder, ABC):
             found |= matched
         return found
 
-    def _flat_members(self, parameters: Mapping[str, Shape]) -> list[dict[str, stage0.MasterSlice]]:
+    def _find_flat_members(self, parameters: Mapping[str, Shape]) -> list[dict[str, stage0.MasterSlice]]:
         raise UnsupportedError(
             "its fp32 masters are flat vectors without names; save with ZeRO stage 1",
             path=self.saved_optimizer.file.path,
