@@ -48,6 +48,7 @@ def check_nothing_lost(
         else {}
     )
     lost_items = [str(key) for key in unwritten_keys if not _is_noted(key, entry_by_key.get(key), noted_items)]
+    # A note that counts tensors without their names ("12 tensors") accounts for as many of those that no note names.
     lost_items = lost_items[sum(note.count for note in loss_notes if _COUNT_ONLY_NOTE.fullmatch(note.what)) :]
     lost_items += [
         name

@@ -7,10 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
 
 from ckpt_tools.core import transforms
-from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.expansion import check_expansion
 from ckpt_tools.core.format_names import HEADER_ENTRY
-from ckpt_tools.core.manifest import WEIGHT, Manifest, StateKey
+from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.notes import ASSUMED_ORDER_ITEM, Note, Outcome, drop_stale_notes
 from ckpt_tools.core.options import ConvertOptions
 from ckpt_tools.core.transforms import TransformResult
@@ -68,7 +67,9 @@ def apply_options(
         UsageError: the options do not fit this checkpoint or each other. UnsupportedError: all state is written of
         weights and optimizer state under different names, and there is no recipe to join them.
     """
-    source_dtypes = _get_weight_dtypes(manifest)
+    # Weights joined with state -> choice of copies -> recipe -> adapter -> selection -> renaming -> reference -> cast.
+    # Notes that an item was kept are dropped where a later step leaves it out (_run_steps, _is_superseded).
+    source_dtypes = manifest.weight_dtypes
     notes = tuple(replace(note, asked=note.asked or options.state == "model") for note in manifest.notes)
     if manifest.unjoined_state:
         manifest, notes = _run_steps(manifest, notes, [] if recipe is None else [recipe])
@@ -88,9 +89,8 @@ def apply_options(
         copy_steps = [lambda each: transforms.keep_one_copy(each, weight_copy=weight_copy)]
     manifest, notes = _run_steps(manifest, notes, copy_steps)
     if manifest.values and (options.recipe is not None or merge is not None or like is not None):
-        manifest, new_notes = transforms.drop_values(
-            manifest, target_name="a recipe, an adapter or another model's layout"
-        )
+        target_name = "a recipe, an adapter or another model's layout"
+        manifest, new_notes = transforms.drop_values(manifest, target_name=target_name)
         notes += new_notes
     for step in (recipe, merge):
         if step is not None:
@@ -107,28 +107,21 @@ def apply_options(
         manifest, new_notes = like.match_names(manifest)
         notes += new_notes
     if keeps_tree:
-        manifest, new_notes = _drop_param_numbers(
-            manifest, params_changed=options.recipe is not None or like is not None
-        )
+        params_changed = options.recipe is not None or like is not None
+        manifest, new_notes = _drop_param_numbers(manifest, params_changed=params_changed)
         notes += new_notes
     if not manifest.groups or (keeps_tree and manifest.tree is not None and manifest.tree.numbers):
-        notes = tuple(
-            note for note in notes if note.what != ASSUMED_ORDER_ITEM
-        )  # numbers, or nothing, is what is written
+        # The output has the numbers themselves, or no optimizer: the names assumed for them are not written.
+        notes = tuple(note for note in notes if note.what != ASSUMED_ORDER_ITEM)
     check_expansion(manifest.tensors, manifest.stored_bytes)
     cast_manifest, new_notes = (
         transforms.cast_weights(manifest, options.target_dtype) if like is None else like.match_dtypes(manifest)
     )
-    if HEADER_ENTRY in cast_manifest.extra and (
-        merge is not None or _get_weight_dtypes(cast_manifest) != source_dtypes
-    ):
+    are_weights_changed = merge is not None or cast_manifest.weight_dtypes != source_dtypes
+    if HEADER_ENTRY in cast_manifest.extra and are_weights_changed:
         reason = "carried as it is, and it may say of tensors what was true before this conversion"
         new_notes = (*new_notes, Note(Outcome.KEPT, HEADER_ENTRY, reason))
     return AppliedOptions(replace(cast_manifest, notes=notes + new_notes), manifest, new_name_by_old)
-
-
-def _get_weight_dtypes(manifest: Manifest) -> Mapping[StateKey, DType]:
-    return {key: entry.dtype for key, entry in manifest.tensors.items() if key.slot == WEIGHT}
 
 
 def _drop_param_numbers(manifest: Manifest, *, params_changed: bool) -> TransformResult:

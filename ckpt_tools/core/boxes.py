@@ -106,6 +106,12 @@ def interval_to_boxes(start: int, stop: int, shape: Shape) -> list[Box]:
         return []
     if len(shape) <= 1:
         return [Box((start,), (stop,)) if shape else Box((), ())]
+    # An interval is a part of its first row, whole rows, and a part of its last row; parts are split within their row:
+    #
+    #     . . x x x     from element `head` of `first_row`
+    #     x x x x x   \ one box
+    #     x x x x x   /
+    #     x x . . .     up to element `tail` of `last_row`
     row_numel = prod(shape[1:])
     first_row, head = divmod(start, row_numel)
     last_row, tail = divmod(stop, row_numel)
@@ -130,6 +136,7 @@ def iter_contiguous_runs(box: Box, shape: Shape) -> Iterator[tuple[int, int]]:
     """
     if not box.numel:
         return
+    # From this dim on the elements of the box are contiguous: each index of the dims before it starts a run.
     first_contiguous_dim = _find_contiguous_dim(box, shape)
     strides = contiguous_strides(shape)
     run_numel = prod(box.shape[first_contiguous_dim:])
@@ -142,13 +149,9 @@ def iter_contiguous_runs(box: Box, shape: Shape) -> Iterator[tuple[int, int]]:
 def _find_contiguous_dim(box: Box, shape: Shape) -> int:
     """The outermost dim from which on the box's elements are contiguous."""
     dim = len(shape)
-    while dim > 0 and is_contiguous(_drop_leading_dims(box, dim - 1), shape[dim - 1 :]):
+    while dim > 0 and is_contiguous(Box(box.start[dim - 1 :], box.stop[dim - 1 :]), shape[dim - 1 :]):
         dim -= 1
     return dim
-
-
-def _drop_leading_dims(box: Box, dim: int) -> Box:
-    return Box(box.start[dim:], box.stop[dim:])
 
 
 def split_dims(shape: Shape, split_shape: Shape) -> list[slice]:
@@ -158,6 +161,8 @@ def split_dims(shape: Shape, split_shape: Shape) -> list[slice]:
     Raises:
         ValueError: ``split_shape`` does not split the dims of ``shape``, which hold elements.
     """
+    # Take dims of split_shape until their product reaches the extent. An extent of 1 takes one dim of 1, if it is next.
+    # Dims of 1 may be left over at the end.
     dim_slices, first_dim = [], 0
     for extent in shape:
         stop_dim, product = first_dim, 1

@@ -37,9 +37,9 @@ def suggest_dtype_fix(dtype: DType) -> str:
     """Advice on a tensor whose dtype a format does not have."""
     if dtype in CASTABLE:
         return "cast it (such as to float32) or exclude it"
-    return (
-        f"dequantize it with {format_option('dequantize', True)}, or exclude it" if dtype.is_floating else "exclude it"
-    )
+    if dtype.is_floating:
+        return f"dequantize it with {format_option('dequantize', True)}, or exclude it"
+    return "exclude it"
 
 
 def check_cast(source: DType, target: DType) -> None:
@@ -61,14 +61,9 @@ def cast_into(
     with np.errstate(over="ignore", invalid="ignore"):
         if not isinstance(addend, int) or addend:
             accumulation_dtype = np.dtype(np.float64 if source is DType.FLOAT64 else np.float32)
-            scratch = next(
-                (
-                    each
-                    for each in (result, addend)
-                    if isinstance(each, np.ndarray) and each.dtype == accumulation_dtype
-                ),
-                None,
-            )
+            # Sum into the memory of the output or of the addend, if either has the type of the sum.
+            arrays = [each for each in (result, addend) if isinstance(each, np.ndarray)]
+            scratch = next((each for each in arrays if each.dtype == accumulation_dtype), None)
             total = np.add(values, addend, out=scratch, dtype=accumulation_dtype)
             if total is not result:
                 _convert_values(total, result, target)
@@ -114,16 +109,15 @@ def _round_to_half(float32_values: NDArray[np.float32], half_bits: NDArray[np.ui
     """
     magnitude = np.absolute(float32_values)
     np.minimum(magnitude, _get_constant_array(65536.0, len(magnitude)), out=magnitude)
-    power_of_two = magnitude.view(np.uint32) & 0x7F80_0000
-    power_of_two += 13 << 23
-    np.maximum(
-        power_of_two.view(np.float32), _get_constant_array(0.5, len(magnitude)), out=power_of_two.view(np.float32)
-    )
-    magnitude += power_of_two.view(np.float32)
+    power_bits = magnitude.view(np.uint32) & 0x7F80_0000  # the exponent alone, as the bits of a power of two
+    power_bits += 13 << 23  # times 2**13
+    power = power_bits.view(np.float32)
+    np.maximum(power, _get_constant_array(0.5, len(magnitude)), out=power)
+    magnitude += power  # the addition rounds to nearest even; power has the exponent of the sum
     bits = magnitude.view(np.uint32)
-    bits -= power_of_two
-    power_of_two >>= 13
-    bits += power_of_two
+    bits -= power_bits  # the rounded significand, with a carry where it rounds up to the next power of two
+    power_bits >>= 13  # the exponent, where float16 has it
+    bits += power_bits
     half_bits[:] = bits
     half_bits -= np.uint16((126 << 10) % (1 << 16))
     half_bits |= np.left_shift(np.signbit(float32_values), 15, dtype=np.uint16)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from ckpt_tools.core.showing import Jsonable
 
@@ -66,6 +66,9 @@ NumberRanges = tuple[range, ...]
 def merge_number_ranges(ranges: Iterable[NumberRanges]) -> list[NumberRanges]:
     """The same combinations of numbers in as few items as joining neighbours gives: the last number of a name first, so
     that the experts of a layer are one item before the layers are."""
+    # layers.0.experts.0, layers.0.experts.1, layers.1.experts.0, layers.1.experts.1
+    #   -> layers.0.experts.0-1, layers.1.experts.0-1
+    #   -> layers.0-1.experts.0-1
     items = list(ranges)
     for dim in reversed(range(len(items[0]) if items else 0)):
         rows: defaultdict[NumberRanges, list[range]] = defaultdict(list)
@@ -110,27 +113,26 @@ def collapse_tensors(tensors: Iterable[TensorSummary]) -> list[TensorLine]:
     slots_by_tensor: defaultdict[tuple[str, Shape, str], list[TensorSummary]] = defaultdict(list)
     for tensor in tensors:
         slots_by_tensor[tensor.name, tensor.shape, tensor.dtype].append(tensor)
-    ranges_by_group: defaultdict[tuple[object, ...], dict[NumberRanges, tuple[int, list[TensorSummary]]]] = defaultdict(
-        dict
-    )
+    groups: defaultdict[object, _LineMembers] = defaultdict(dict)
     for position, ((name, shape, dtype), slots) in enumerate(slots_by_tensor.items()):
         names = NumberedNames.of(name)
         kinds = tuple((tensor.slot, tensor.kind) for tensor in slots)
-        ranges_by_group[names.texts, shape, dtype, kinds][names.ranges] = position, slots
-    positioned_lines = [
-        _build_line(item, found) for found in ranges_by_group.values() for item in merge_number_ranges(found)
-    ]
-    return [line for _, line in sorted(positioned_lines, key=lambda each: (_rank_line(each[1]), each[0]))]
+        groups[names.texts, shape, dtype, kinds][names.ranges] = position, slots
+    lines = [_build_line(ranges, members) for members in groups.values() for ranges in merge_number_ranges(members)]
+
+    def sort_key(positioned_line: tuple[int, TensorLine]) -> tuple[bool, bool, int]:
+        position, line = positioned_line
+        is_state = all(kind == "state" for _, kind in line.slots)
+        return is_state, is_state and not line.shape, position
+
+    return [line for _, line in sorted(lines, key=sort_key)]
 
 
-def _rank_line(line: TensorLine) -> int:
-    is_state = all(kind == "state" for _, kind in line.slots)
-    return is_state + (is_state and not line.shape)
+_LineMembers: TypeAlias = dict[NumberRanges, tuple[int, list[TensorSummary]]]
+"""By the numbers in a name: the position of the tensor in the list, and its slots. Only the numbers differ."""
 
 
-def _build_line(
-    ranges: NumberRanges, members_by_ranges: dict[NumberRanges, tuple[int, list[TensorSummary]]]
-) -> tuple[int, TensorLine]:
+def _build_line(ranges: NumberRanges, members_by_ranges: _LineMembers) -> tuple[int, TensorLine]:
     """The line of the tensors with the numbers of ``ranges``, and the position of the first of them."""
     members = [members_by_ranges[tuple(range(n, n + 1) for n in numbers)] for numbers in product(*ranges)]
     tensors = [tensor for _, slots in members for tensor in slots]

@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import numpy as np
 
+INT64_MAX = 2**63 - 1
+"""The largest extent, offset or number of bytes."""
+
 
 class DType(Enum):
     """An element type: its torch name without the ``torch.`` prefix, which is the value; the bytes of an element; its

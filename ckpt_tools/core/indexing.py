@@ -31,11 +31,11 @@ def resolve_index(index: Any, shape: Shape) -> IndexSelection:
     Raises:
         IndexError: as numpy does; also for ``None`` and a single ``True`` or ``False``.
     """
+    # For each dim: the positions that are wanted, the smallest interval that holds them, and their index within it.
     dim_indices = _normalize_index(index, shape)
-    bounding_ranges, local_index = (
-        [_find_bounding_range(part) for part in dim_indices],
-        [_make_local_index(part) for part in dim_indices],
-    )
+    bounding_ranges = [_find_bounding_range(part) for part in dim_indices]
+    local_index = [_make_local_index(part) for part in dim_indices]
+    # Along the first dim that is not an integer, an array of rows is read as several boxes, one for each run of rows.
     axis = next((dim for dim, part in enumerate(dim_indices) if not isinstance(part, int)), len(dim_indices))
     rows = dim_indices[axis] if axis < len(dim_indices) else None
     row_runs = bounding_ranges[axis : axis + 1]

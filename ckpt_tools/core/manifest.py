@@ -251,23 +251,6 @@ def _freeze_mapping(values: Mapping[Any, Any]) -> Mapping[Any, Any]:
 class Manifest:
     """A whole checkpoint.
 
-    ``aliases`` maps the name of a tied tensor to the fqn that owns the bytes. ``extra`` holds what is not a tensor:
-    global step, scheduler, loss scaler, the user's entries. ``step`` and ``world_size`` are what the source says of
-    itself. ``tree`` is None if the source has no tree made by its user. ``notes`` say what reading it could not
-    settle and what was left out since, one for each item.
-    ``decoding_bytes`` is the memory that reading elements takes besides buffers, where they are compressed.
-    ``trainer`` is the folder of a trainer in which the checkpoint lies, if it lies in one. ``unreadable_names`` are
-    names of tensors that cannot be read, and that the options did not choose. ``archives`` are zips within files, in
-    which tensors lie as in a file of their own: the objects of a DCP. ``must_equal`` are pairs to compare before
-    anything is written. ``values`` are those of optimizer state and of ``get_extra_state`` that are no tensors: by
-    parameter and slot, or by the name of the module's entry. ``computed`` are tensors as files that are nowhere, as
-    ``literals`` are: their elements are computed when they are read. ``unjoined_state`` is empty, or says where
-    weights are and where optimizer state is under other names than theirs: a recipe joins them. ``unnamed_optimizer``
-    is empty, or says which entry is an optimizer whose parameters are not known, and why. ``is_quantized`` says that a
-    ``config.json`` beside the weights says so. ``unread_files`` are files in the folders of the weights that were
-    neither read nor noted. ``masters_are_outdated`` says that the model's own weights are newer than the masters.
-    ``stored_bytes`` are those of all files of the source. ``step_claims`` are what single files say of the step.
-
     Raises:
         MalformedError: an alias or a group names a tensor that is not there, a name is not text, or two ranks make
             different claims of the step.
@@ -276,27 +259,49 @@ class Manifest:
     format: str
     tensors: Mapping[StateKey, TensorEntry]
     aliases: Mapping[str, str] = field(default_factory=dict)
+    """The fqn that owns the bytes, by the name of each tensor that is tied to it."""
     groups: tuple[ParamGroup, ...] = ()
     literals: Mapping[str, bytes] = field(default_factory=dict)
+    """Files that are nowhere but here, such as those of plain numbers: bytes by name."""
     extra: Mapping[str, Any] = field(default_factory=dict)
+    """What is not a tensor: global step, scheduler, loss scaler, the user's entries."""
     values: Mapping[StateKey, Any] = field(default_factory=dict)
+    """Optimizer state and results of ``get_extra_state`` that are no tensors: by parameter and slot, or by the name of
+    the module's entry."""
     step: int | None = None
+    """The step that the source states."""
     world_size: int | None = None
+    """The number of ranks that the source states."""
     tree: StateTree | None = None
+    """None if the source has no tree made by its user."""
     notes: tuple[Note, ...] = ()
+    """What reading could not settle, and what was left out since; one for each item."""
     decoding_bytes: int = 0
+    """Memory that reading elements takes besides buffers, where they are compressed."""
     trainer: TrainerFolder | None = None
+    """The folder of a trainer in which the checkpoint lies, if it lies in one."""
     unreadable_names: frozenset[str] = frozenset()
+    """Names of tensors that cannot be read, and that the options did not choose."""
     archives: tuple[ByteRange, ...] = ()
+    """Zips within files, in which tensors lie as in a file of their own: the objects of a DCP."""
     must_equal: tuple[EqualPair, ...] = ()
+    """Pairs to compare before anything is written."""
     computed: Mapping[str, ComputedTensor] = field(default_factory=dict)
+    """Files that are nowhere, whose elements are computed when they are read."""
     unjoined_state: str = ""
+    """Empty, or where weights are and where optimizer state is under other names than theirs: a recipe joins them."""
     is_quantized: bool = False
+    """True if a ``config.json`` beside the weights states it."""
     unread_files: tuple[str, ...] = ()
+    """Files in the folders of the weights that were neither read nor noted."""
     masters_are_outdated: bool = False
+    """True if the model's own weights are newer than the masters."""
     unnamed_optimizer: str = ""
+    """Empty, or which entry is an optimizer whose parameters are not known, and why."""
     stored_bytes: int = 0
+    """Bytes of all files of the source."""
     step_claims: tuple[StepClaim, ...] = ()
+    """What single files state of the step."""
 
     def __post_init__(self) -> None:
         check_same_save(self.step_claims)
@@ -349,6 +354,11 @@ class Manifest:
     @property
     def fqns(self) -> frozenset[str]:
         return frozenset(key.fqn for key in self.tensors)
+
+    @property
+    def weight_dtypes(self) -> dict[str, DType]:
+        """The dtype of each tensor in the slot ``WEIGHT``, by fqn."""
+        return {key.fqn: entry.dtype for key, entry in self.tensors.items() if key.slot == WEIGHT}
 
     def select_kinds(self, *kinds: Kind) -> dict[StateKey, TensorEntry]:
         """The tensors of these kinds, in order."""

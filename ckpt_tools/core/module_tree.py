@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from typing import TYPE_CHECKING
 
 from ckpt_tools.core.collapsing import NumberedNames, merge_number_ranges
@@ -69,7 +70,7 @@ class _ModuleNode:
 def _iter_summaries(node: _ModuleNode, name: str, depth: int, count: int, max_depth: int) -> Iterator[ModuleSummary]:
     tensors = list(node.iter_all_tensors())
     weights = [tensor for tensor in tensors if tensor.kind != "state"]
-    numel = sum(_count_elements(tensor) for tensor in weights if tensor.kind == "parameter")
+    numel = sum(prod(tensor.shape) for tensor in weights if tensor.kind == "parameter")
     weight_bytes = sum(tensor.num_bytes for tensor in weights)
     state_bytes = sum(tensor.num_bytes for tensor in tensors) - weight_bytes
     dtypes = tuple(dict.fromkeys(tensor.dtype for tensor in weights))
@@ -79,13 +80,6 @@ def _iter_summaries(node: _ModuleNode, name: str, depth: int, count: int, max_de
             yield from _iter_summaries(
                 child, f"{name}.{names}" if name else str(names), depth + 1, count * len(names), max_depth
             )
-
-
-def _count_elements(tensor: TensorSummary) -> int:
-    numel = 1
-    for extent in tensor.shape:
-        numel *= extent
-    return numel
 
 
 def _group_equal_children(node: _ModuleNode) -> list[tuple[NumberedNames, _ModuleNode]]:

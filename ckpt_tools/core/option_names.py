@@ -138,13 +138,9 @@ def expand_option_template(template: str) -> str:
 def _format_for_python(name: str, value: object) -> str:
     if name in _POSITIONAL_ARGUMENTS or name in _PYTHON_SPELLINGS:
         return _PYTHON_SPELLINGS.get(name, name)
-    return (
-        f"{name}=" if value is None else f"{name}={value!r}" if _has_literal_repr(value) else f"{name}={str(value)!r}"
-    )
-
-
-def _has_literal_repr(value: object) -> bool:
-    return isinstance(value, bool | int | Mapping)
+    if value is None:
+        return f"{name}="
+    return f"{name}={value if isinstance(value, int | Mapping) else str(value)!r}"
 
 
 def _format_for_command_line(name: str, value: object) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckpt_tools.core.casts import CASTABLE
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.manifest import WEIGHT, Manifest, StateKey
+from ckpt_tools.core.manifest import Manifest, StateKey
 from ckpt_tools.core.names import iter_names_with_prefix
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.errors import UsageError
@@ -53,7 +53,7 @@ def is_low_precision_float(dtype: DType) -> bool:
 def find_uncastable_keys(manifest: Manifest) -> set[StateKey]:
     """Quantized weights, and the floating-point tensors that they need: in the same module, or known by name. A bias is
     none."""
-    weights = _get_weight_dtypes(manifest)
+    weights = manifest.weight_dtypes
     quantized = set(_find_quantized(weights, is_declared=manifest.is_quantized))
     if not quantized:
         return set()
@@ -72,8 +72,8 @@ def _find_quantized(weights: Mapping[str, DType], *, is_declared: bool = False) 
     names_by_module = _group_by_module(weights)
     names_with_companions = {
         module
-        for module in names_by_module
-        if module in weights and any(map(_is_companion_below, names_by_module[module]))
+        for module, names in names_by_module.items()
+        if module in weights and any(_COMPANION_NAMES.fullmatch(name.rpartition(".")[2]) for name in names)
     }
     names_with_companions |= {fqn.rpartition(".quant_state.")[0] for fqn in weights if ".quant_state." in fqn}
     scaled_names = set(_iter_scaled_names(weights))
@@ -86,13 +86,9 @@ def _find_quantized(weights: Mapping[str, DType], *, is_declared: bool = False) 
     ]
 
 
-def _is_companion_below(fqn: str) -> bool:
-    return _COMPANION_NAMES.fullmatch(fqn.rpartition(".")[2]) is not None
-
-
 def map_companions(manifest: Manifest) -> dict[str, str]:
     """Tensors without which a quantized weight has no meaning, each with the name of the weight."""
-    weights = _get_weight_dtypes(manifest)
+    weights = manifest.weight_dtypes
     quantized = _find_quantized(weights)
     names_by_module = _group_by_module(weights) if quantized else {}
     weight_by_companion: dict[str, str] = {}
@@ -104,11 +100,11 @@ def map_companions(manifest: Manifest) -> dict[str, str]:
 
 def has_quantized_weight(manifest: Manifest) -> bool:
     """True if there is a quantized weight with what it needs."""
-    is_packed = (
+    has_packed_name = any(
         fqn.rpartition(".")[2] in _PACKED_NAMES and not dtype.is_floating
-        for fqn, dtype in _get_weight_dtypes(manifest).items()
+        for fqn, dtype in manifest.weight_dtypes.items()
     )
-    return any(is_packed) or bool(map_companions(manifest))
+    return has_packed_name or bool(map_companions(manifest))
 
 
 def rename_companion(companion: str, weight: str, new_weight: str) -> str | None:
@@ -127,30 +123,27 @@ def check_companions_renamed(manifest: Manifest, names: Mapping[str, str]) -> No
         if new_companion != rename_companion(companion, weight, new_weight):
             raise UsageError(
                 f"{weight} is quantized and becomes {new_weight}, and {companion}, which it needs, would become "
-                f"{new_companion}; "
-                "rename the module of both"
+                f"{new_companion}; rename the module of both"
             )
 
 
 def check_companions_selected(manifest: Manifest, is_selected: Callable[[str], bool]) -> None:
     """Raises UsageError if a quantized weight is chosen, and a tensor that it needs is not."""
-    weights = _get_weight_dtypes(manifest)
+    weights = manifest.weight_dtypes
     names_by_module = _group_by_module(weights)
-    for fqn in _find_quantized(weights):
-        if is_selected(fqn):
-            missing_companion = next(
-                (name for name in _iter_companions(fqn, names_by_module) if not is_selected(name)), None
-            )
-            if missing_companion is not None:
+    for fqn in filter(is_selected, _find_quantized(weights)):
+        for companion in _iter_companions(fqn, names_by_module):
+            if not is_selected(companion):
                 raise UsageError(
-                    f"{fqn} is quantized and needs {missing_companion}, which {format_option('include')} and "
-                    f"{format_option('exclude')} leave "
-                    "out; select both, or neither"
+                    f"{fqn} is quantized and needs {companion}, which {format_option('include')} and "
+                    f"{format_option('exclude')} leave out; select both, or neither"
                 )
 
 
 def _iter_companions(fqn: str, names_by_module: Mapping[str, list[str]]) -> Iterator[str]:
     """Tensors without which the quantized weight has no meaning, by the names that quantizers give them."""
+    # gpt-oss: NAME_blocks needs NAME_scales. GPTQ, AWQ and others: all of the module but its biases. Otherwise
+    # NAME_scale*. And always what lies below the weight's own name: bitsandbytes, quanto.
     module, _, name = fqn.rpartition(".")
     siblings = names_by_module[module]
     if name.endswith("_blocks"):
@@ -170,10 +163,6 @@ def _group_by_module(names: Iterable[str]) -> dict[str, list[str]]:
     for name in sorted(names):
         names_by_module.setdefault(name.rpartition(".")[0], []).append(name)
     return names_by_module
-
-
-def _get_weight_dtypes(manifest: Manifest) -> dict[str, DType]:
-    return {key.fqn: entry.dtype for key, entry in manifest.tensors.items() if key.slot == WEIGHT}
 
 
 def _is_scale(fqn: str, modules: set[str]) -> bool:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 
 from ckpt_tools.core.boxes import Box, Shape, contiguous_strides, interval_to_boxes
-from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.dtypes import INT64_MAX, DType
 from ckpt_tools.errors import IncompleteError, MalformedError
 
 if TYPE_CHECKING:
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 Ints: TypeAlias = np.ndarray[tuple[Any, ...], np.dtype[np.int64]]
 """``NDArray[np.int64]``, without the import of numpy.typing, which takes 1.4 ms."""
-
-INT64_MAX = 2**63 - 1
 
 
 class Framing(Enum):
@@ -291,7 +289,8 @@ class RowTable(ShardTable):
             )
 
     def _compute_spans(self) -> Ints:
-        """Elements from each shard's first to its last as stored, those between its own included."""
+        """Elements from each shard's first to its last as stored, those between its own included: ``sum((extent - 1) *
+        stride) + 1``, or 0 for an empty box. ``[num_shards]``"""
         if self.strides is None:
             return self.numels
         spans = [
@@ -314,6 +313,8 @@ class RowTable(ShardTable):
 
 
 class _SharedColumns(NamedTuple):
+    """The columns of a tensor of one shard that follow from shape and dtype: 200,000 tensors share a few of them."""
+
     shape: Shape
     dtype: DType
     num_bytes: int
@@ -459,6 +460,7 @@ def check_exact_cover(table: ShardTable) -> None:
 
 def _are_disjoint(starts: Ints, stops: Ints) -> bool:
     """Whether no two boxes share an element, in O(n log n) where they can be cut apart, as any sharding can."""
+    # Boxes on two sides of a plane share no element, so that only a group that no plane cuts is compared pair by pair.
     pending_groups = [(starts, stops)]
     while pending_groups:
         starts, stops = pending_groups.pop()
@@ -477,6 +479,12 @@ def _are_disjoint(starts: Ints, stops: Ints) -> bool:
 
 def _split_by_planes(starts: Ints, stops: Ints) -> list[tuple[Ints, Ints]] | None:
     """The boxes in groups that planes across one dim separate, or None where no plane does."""
+    # A plane cuts before a box that starts where all earlier boxes, in the order of their starts, have stopped:
+    #
+    #     |---a---|
+    #         |-b-|
+    #             ^ plane
+    #             |---c---|
     for dim in range(starts.shape[1]):
         order = np.argsort(starts[:, dim], kind="stable")
         sorted_starts = starts[order, dim]

@@ -234,21 +234,16 @@ class BoundedValues:
         if not isinstance(value, Mapping | list | tuple | set | frozenset):
             return {"$object": _truncate_text(type(value).__name__)}
         if depth >= MAX_DEPTH or len(value) > min(MAX_ITEMS, self.values_left):
-            return {f"${_get_container_name(value)}": len(value)}
+            name = "dict" if isinstance(value, Mapping) else "set" if isinstance(value, set | frozenset) else "list"
+            return {f"${name}": len(value)}
         if isinstance(value, Mapping):
             return {self._convert_key(name, depth): self.convert(part, depth + 1) for name, part in value.items()}
         return [self.convert(part, depth + 1) for part in value]
 
     def _convert_key(self, name: Any, depth: int) -> str:
-        return (
-            _truncate_text(name)
-            if isinstance(name, str)
-            else format_one_line(self.convert(name, depth + 1), MAX_TEXT_CHARS)
-        )
-
-
-def _get_container_name(value: Any) -> str:
-    return "dict" if isinstance(value, Mapping) else "set" if isinstance(value, set | frozenset) else "list"
+        if isinstance(name, str):
+            return _truncate_text(name)
+        return format_one_line(self.convert(name, depth + 1), MAX_TEXT_CHARS)
 
 
 def _truncate_text(value: str) -> str:

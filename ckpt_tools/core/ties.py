@@ -89,10 +89,8 @@ def iter_head_embedding_pairs(
     for head in [name for name in shapes if is_head(name)]:
         candidates = [name for name in embeddings if shapes[name] == shapes[head] and name.endswith(".weight")]
         if candidates:
-            yield (
-                head,
-                max(candidates, key=lambda name: (_count_shared_modules(head, name), "shared" in name, -len(name))),
-            )
+            owner = max(candidates, key=lambda name: (_count_shared_modules(head, name), "shared" in name, -len(name)))
+            yield head, owner
 
 
 def is_head(name: str) -> bool:

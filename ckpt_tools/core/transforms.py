@@ -76,7 +76,7 @@ def _explain_missing_weights(manifest: Manifest) -> str:
 
 
 def make_unjoined_state_error(manifest: Manifest) -> UnsupportedError:
-    """The refusal of the whole state of a ``parted`` manifest."""
+    """Refusal of the whole state of a manifest that has ``unjoined_state``."""
     way = f"join them with {format_option('recipe')}, or take the weights alone with {format_option('state', 'model')}"
     return UnsupportedError(f"{manifest.unjoined_state}; {way}")
 
@@ -204,7 +204,10 @@ def mark_buffers(manifest: Manifest, globs: Sequence[str]) -> TransformResult:
 
 
 def reassign_owners(manifest: Manifest, is_selected: Callable[[str], bool]) -> Manifest:
-    """Names swapped so that of each set of tied ones a chosen one owns the bytes."""
+    """The manifest with names swapped so that of each set of tied names a selected one owns the bytes.
+
+    Where b and c are tied to a, and b and c alone are selected: b owns the bytes, and a and c are tied to b.
+    """
     new_owners: dict[str, str] = {}
     for alias, owner in manifest.aliases.items():
         if is_selected(alias) and not is_selected(owner):
@@ -357,10 +360,11 @@ def cast_weights(manifest: Manifest, dtype: DType | None) -> TransformResult:
         return manifest, ()
     castable_keys = {key for key, entry in manifest.tensors.items() if _is_castable(entry) and entry.dtype is not dtype}
     quantized_keys = castable_keys & quantized.find_uncastable_keys(manifest)
-    tensors = {
-        key: _cast_entry(entry, dtype) if key.slot == WEIGHT and key not in quantized_keys else entry
-        for key, entry in manifest.tensors.items()
-    }
+    tensors = dict(manifest.tensors)
+    for key, entry in manifest.tensors.items():
+        if key.slot == WEIGHT and key not in quantized_keys and _is_castable(entry):
+            check_cast(entry.shards.dtype, dtype)
+            tensors[key] = entry.cast_to(dtype)
     low_precision_keys = {
         key
         for key, entry in manifest.tensors.items()
@@ -408,10 +412,3 @@ def note_cast(before: DType, after: DType, entries: Collection[TensorEntry], rea
 
 def _is_castable(entry: TensorEntry) -> bool:
     return entry.kind is Kind.PARAMETER and entry.dtype in CASTABLE
-
-
-def _cast_entry(entry: TensorEntry, dtype: DType) -> TensorEntry:
-    if not _is_castable(entry):
-        return entry
-    check_cast(entry.shards.dtype, dtype)
-    return entry.cast_to(dtype)

@@ -16,7 +16,7 @@ from math import isfinite, prod
 from typing import Any, Literal
 
 from ckpt_tools.core.boxes import Shape, is_row_major
-from ckpt_tools.core.dtypes import DType, from_torch
+from ckpt_tools.core.dtypes import INT64_MAX, DType, from_torch
 from ckpt_tools.errors import MalformedError
 
 Value = Any
@@ -24,8 +24,6 @@ Value = Any
 
 MAX_DIMS = 64
 """Dims of a tensor; torch has the same bound."""
-
-INT64_MAX = 2**63 - 1
 
 MAX_SHARED_VISITS = 100_000
 """How often ``value_to_json`` may write a value it has written before: shared lists in lists double with every
@@ -317,7 +315,9 @@ class _JsonConverter:
 
     def _convert_compound(self, value: Value) -> Any:
         if isinstance(value, dict):
-            return self._convert_mapping(value)
+            if all(isinstance(key, str) and not key.startswith("$") for key in value):
+                return {key: self.convert(item) for key, item in value.items()}
+            return {"$dict": [[self.convert(key), self.convert(item)] for key, item in value.items()]}
         if isinstance(value, list | tuple):
             return [self.convert(item) for item in value]
         if isinstance(value, set | frozenset):
@@ -325,20 +325,12 @@ class _JsonConverter:
         if isinstance(value, GlobalRef):
             return {"$global": str(value)}
         if isinstance(value, Opaque):
-            return self._convert_opaque(value)
+            parts = {name: getattr(value, name) for name in ("args", "kwargs", "state", "items", "pairs")}
+            json_parts = {name: self.convert(part) for name, part in parts.items() if part not in (None, (), [], {})}
+            return {f"${value.form}": str(value.ref)} | json_parts
         if isinstance(value, StoredTensor):
             return {"$tensor": {"dtype": value.dtype.value, "shape": list(value.shape)}}
         return {f"${type(value).__name__}": str(value)}
-
-    def _convert_mapping(self, value: dict[Value, Value]) -> Any:
-        if all(isinstance(key, str) and not key.startswith("$") for key in value):
-            return {key: self.convert(item) for key, item in value.items()}
-        return {"$dict": [[self.convert(key), self.convert(item)] for key, item in value.items()]}
-
-    def _convert_opaque(self, value: Opaque) -> Any:
-        parts = {name: getattr(value, name) for name in ("args", "kwargs", "state", "items", "pairs")}
-        json_parts = {name: self.convert(part) for name, part in parts.items() if part not in (None, (), [], {})}
-        return {f"${value.form}": str(value.ref)} | json_parts
 
 
 class ValueNumbering:

@@ -99,9 +99,10 @@ class _ArraySkipper:
     def _check_other_loaders(self, machine: Machine, position: int) -> None:
         """Refuse elements that another loader could take for opcodes that do anything.
 
-        The first one finds the wrapper on top of the stack, which is not a tuple, text or dict. An opcode that needs
-        one fails, and one that puts it into a container does what the pickle would have done. A loader ends at a name
-        that is not a text.
+        A plain unpickler runs them as opcodes: they are walked as it would run them, and are fine if it fails, ends, or
+        only pushes values before that. The first opcode finds the wrapper on top of the stack, which is not a tuple,
+        text or dict: an opcode that needs one of these fails, and one that puts the wrapper into a container does what
+        the pickle would have done. A loader also fails at the name of a module that is not text.
         """
         data, first = machine.data, position
         while position < len(data) and data[position] in _ARGUMENT_BYTES:

@@ -4,6 +4,9 @@ Five pickles follow each other: a magic number, a version, facts of the machine,
 storages in the order in which these follow the pickles. A storage is its number of elements in eight bytes, and the
 elements (torch 2.15.0, torch/serialization.py ``_legacy_save`` and ``_legacy_load``). The start of a storage follows
 from the sizes of those before it, so opening reads the pickles alone; no tensor byte is touched.
+
+    | magic | version | machine | value | keys | count, elements | count, elements | ...
+     pickle  pickle    pickle    pickle  pickle  one storage for each key, in the order of the keys
 """
 
 from __future__ import annotations

@@ -209,6 +209,8 @@ def locate_item(read: ReadRange, start: int, stop: int, path: str) -> ItemLocati
     Raises:
         FormatError: it is not a torch archive of one tensor.
     """
+    #   | headers, pickle, padding | elements | directory |
+    #     prefix: equal bytes of an item of equal size put the elements at the same offset
     head = read(start, min(start + ITEM_HEAD_BYTES, stop))
     prefix, location = _known_items.get(stop - start, (None, None))
     if prefix is None or location is None or not head.startswith(prefix):

@@ -140,7 +140,13 @@ class ZipDirectory:
         return {record.name: stop for record, stop in _pair_with_limits(list(self.records.values()), self.start)}
 
     def _read_header_length(self, record: ZipRecord, data: bytes, position: int, limits: Mapping[str, int]) -> int:
-        """No checksum covers it, and it says where the bytes are: they have to end where the descriptor begins."""
+        """Bytes of the record's local header, which stands at ``position`` of ``data``.
+
+            | local header | name | extra field | bytes of the record | descriptor | next local header
+
+        The header alone says how long its extra field is, and no checksum covers it: so the record must end before what
+        follows it, and the bytes between must be as many as a descriptor has where the header announces one.
+        """
         if len(data) - position < _get_min_header_bytes(record):
             self._raise_malformed(f"record {record.name!r} is truncated")
         magic, _, flags, method, *_, name_bytes, extra_bytes = LOCAL.unpack_from(data, position)
@@ -262,6 +268,9 @@ class _DirectoryReader:
 
     def _read_extent(self, end: int) -> tuple[int, int, int]:
         """Start, stop and number of records of the directory."""
+        # | records | directory | zip64 end record, locator | end record |
+        # Both end records must agree where the fields of the plain one are not saturated (MAX16, MAX32). torch adds
+        # those of zip64 also where no number needs them.
         end_fields = zip64_fields = END.unpack(self._read_bytes(end, end + END.size))[1:7]
         locator = self._read_bytes(max(0, end - LOCATOR64.size), end)
         if MAX16 in end_fields[2:4] or MAX32 in end_fields[4:6] or locator.startswith(LOCATOR64_MAGIC):
@@ -272,7 +281,6 @@ class _DirectoryReader:
         if any(a not in (b, MAX16, MAX32) for a, b in zip(end_fields, zip64_fields, strict=True)):
             self._raise_malformed("its two end records contradict each other about its directory")
         *_, count, num_bytes, start = zip64_fields
-        # torch adds the zip64 end records also where no number needs them.
         stop = start + num_bytes
         is_end64 = stop + END64.size + LOCATOR64.size == end and self._read_bytes(stop, stop + 4) == END64_MAGIC
         if stop != end and not is_end64:

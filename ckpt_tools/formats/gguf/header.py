@@ -17,9 +17,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from ckpt_tools.core.boxes import Shape
-from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.dtypes import INT64_MAX, DType
 from ckpt_tools.core.shards import ByteRange
-from ckpt_tools.core.values import INT64_MAX, format_brief
+from ckpt_tools.core.values import format_brief
 from ckpt_tools.core.wording import format_count
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 

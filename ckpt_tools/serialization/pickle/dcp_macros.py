@@ -84,6 +84,8 @@ class RecordMacro(ABC):
         where it is not known yet how the rest starts."""
 
     def _prepare_patterns(self, position: int) -> bool:
+        # Once the first record was read opcode by opcode, the memo has the field names. From then on all bytes of a
+        # record are known but for its values:  )\x81 }  (  fetch name, value  fetch name, value ...  u b
         self.attempts += 1
         size = self._find_fetch_opcode(self.machine.names.get(("torch", "Size")))
         fetches = [fetch for fetch in map(self._find_fetch_opcode, self.fields) if fetch]
@@ -324,7 +326,8 @@ class _TensorMacro(RecordMacro):
         return entry, tuple(places)
 
     def _resolve_size(self, made_size: bytes, fetched_size: bytes, places: list[Value]) -> Value:
-        """A size with its ``places``, or one out of the memo, or one of the places that this record has before it."""
+        """The size that is written out, whose ``places`` are appended; or the one fetched: from an earlier record, out
+        of the memo, or from this record, whose places are not in the memo yet."""
         if made_size:
             size = self.decode_size(made_size)
             places += () if size is None else _list_size_places(size)

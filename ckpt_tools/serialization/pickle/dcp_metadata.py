@@ -13,7 +13,8 @@ from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any, ClassVar, NoReturn
 
-from ckpt_tools.core.values import INT64_MAX, GlobalRef, Opaque, Size, Value
+from ckpt_tools.core.dtypes import INT64_MAX
+from ckpt_tools.core.values import GlobalRef, Opaque, Size, Value
 from ckpt_tools.errors import MalformedError, UnsupportedError
 
 MAX_FQN_CHARS = 1 << 16

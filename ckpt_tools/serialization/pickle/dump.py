@@ -201,7 +201,8 @@ class _PickleWriter:
         for item in value:
             self.write(item)
         if id(value) in self._reference_by_id:
-            # It contains an object that contains it, and was written with that: drop the items written now.
+            # It contains an object that contains it, and was written with that object: take the items written now off
+            # the stack, and fetch it from the memo, as Python's pickler does.
             self.out += (b"0" * len(value) if len(value) < 4 else b"1") + self._reference_by_id[id(value)]
             return
         self.out += _TUPLE_OPCODES.get(len(value), b"t")
@@ -304,7 +305,7 @@ class _PickleWriter:
         if value.dtype is None:
             self.write_global(_UNTYPED)
         else:
-            assert value.dtype.torch_storage is not None, "StorageRef.holding makes storages of newer types untyped"
+            assert value.dtype.torch_storage is not None, "StorageRef.of_elements makes storages of newer types untyped"
             self.write_global(GlobalRef("torch", value.dtype.torch_storage))
         self.write_text(value.key)
         self.write_text(value.location)

@@ -82,6 +82,7 @@ def _check_compound_keys(machine: Machine, target: Value, keys: list[Value]) -> 
     for key in keys:
         if _count_key_parts(machine, key, 0) > MAX_KEY_PARTS:
             machine.fail("a key of too many parts")
+    # Only tuples and integers can be made to collide: their hashes are counted over all insertions into one dict.
     # The target stays alive with its entry, so that its id stays its own. A new one gets all its keys at once.
     new_entry: tuple[Value, list[int], set[int]] = (target, [0], set())
     _, num_collisions, seen_hashes = (
@@ -133,7 +134,8 @@ class ValueChecker:
     """
 
     def __init__(self, num_bytes: int) -> None:
-        # By id: how deep a value nests, and how many parts it unfolds to. All values live as long as the walk.
+        # By id: how deep a value nests, _IN_PROGRESS while it is walked (met again then, it contains itself); and how
+        # many parts it has if shared ones are counted each time. All values live as long as the walk.
         self._heights: dict[int, int] = {}
         self._sizes: dict[int, int] = {}
         self._max_size = SPARE_NODES + 2 * num_bytes

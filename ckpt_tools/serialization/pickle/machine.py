@@ -101,7 +101,11 @@ _EMPTY_NUMBERS = array("Q")
 class Memo(list[Value]):
     """The values that were put, in order. Places that were left out take no room: ten million of them are 80 MB.
 
-    The first ``dense`` places are those of the list; behind them ``fetch`` knows where a value is.
+    The first ``dense`` places are those of the list; behind them ``fetch`` knows where a value is. If places 3, 4 and 5
+    were left out:
+
+        place      0 1 2 3 4 5 6 7
+        position   0 1 2 - - - 3 4      dense = 3, _firsts = [3], _resumes = [6]
     """
 
     __slots__ = ("_firsts", "_num_left_out", "_resumes", "dense")
@@ -109,7 +113,7 @@ class Memo(list[Value]):
     def __init__(self) -> None:
         self.dense = maxsize
         self._num_left_out = 0
-        # After each gap: the first place that has a value again, and the position of that value in the list.
+        # After each gap: the first place that has a value again, and its position in the list.
         self._resumes = _EMPTY_NUMBERS[:]
         self._firsts = _EMPTY_NUMBERS[:]
 
@@ -130,7 +134,7 @@ class Memo(list[Value]):
         self._resumes.append(self.next_place)
 
     def fetch(self, place: int) -> Value:
-        """The value at ``place``. Raises LeftOutError, and IndexError where nothing was put."""
+        """The value at ``place``. Raises SkippedPlaceError, and IndexError where nothing was put."""
         gap = bisect_right(self._resumes, place)
         position = place if gap == 0 else self._firsts[gap - 1] + place - self._resumes[gap - 1]
         if gap < len(self._firsts) and position >= self._firsts[gap]:
@@ -220,6 +224,11 @@ class Machine:
         self.key_hashes.clear()
 
     def _run_to_stop(self) -> int:
+        # Steps run up to `limit`: the end of the frame if there is one, else of the data. What happens rarely leaves
+        # the inner loop by an exception, as a look for it after each opcode would cost more than most opcodes:
+        #   FrameStarts   -> limit = end of the frame
+        #   ArrayFollows  -> position = behind the elements of the array
+        #   PickleStop    -> done
         data, position, limit = self.data, 0, len(self.data)
         steps = self.language.steps
         while True:

@@ -78,6 +78,8 @@ def is_consistent_dtype(dtype: Opaque) -> bool:
     code, state = dtype.args[0], dtype.state
     if state is None:
         return type(code) is str
+    # numpy/_core/src/multiarray/descriptor.c: (3, byte order, subdtype, names, fields, bytes, alignment, flags).
+    # A plain dtype has no subdtype, names and fields; a subarray a subdtype alone; a struct names and fields.
     order, subdtype, names, fields_by_name, size, alignment, flags = state[1:8]
     if subdtype is None and names is None and fields_by_name is None:
         return type(code) is str and _is_plain_state(code, size, alignment, flags)

@@ -362,6 +362,7 @@ def _find_members(rank: int, ranks: tuple[int, ...], shape: Shape, strides: Any,
 
 def _compute_rank_offset(position: int, axis: tuple[Shape, Shape]) -> int:
     """Rank offset of ``position`` in one dim of a mesh, which may be made of several axes."""
+    # A dim that was flattened from several has an axis for each: the last axis varies fastest.
     offset = 0
     for size, stride in zip(reversed(axis[0]), reversed(axis[1]), strict=True):
         position, inner = divmod(position, size)

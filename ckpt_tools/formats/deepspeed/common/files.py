@@ -14,12 +14,12 @@ from math import prod
 from typing import Any, TypeVar
 
 from ckpt_tools.core.boxes import Shape
-from ckpt_tools.core.dtypes import decode_number
+from ckpt_tools.core.dtypes import INT64_MAX, decode_number
 from ckpt_tools.core.manifest import MASTER, WEIGHT
 from ckpt_tools.core.names import strip_wrapper_parts
 from ckpt_tools.core.shards import ShardTable
 from ckpt_tools.core.step_claims import StepClaim, make_rank_claims
-from ckpt_tools.core.values import INT64_MAX, Opaque, StoredTensor, Value, are_naturals, describe_kind, format_brief
+from ckpt_tools.core.values import Opaque, StoredTensor, Value, are_naturals, describe_kind, format_brief
 from ckpt_tools.errors import MalformedError, UnsupportedError
 from ckpt_tools.formats.state_dict.leaf import TensorLeaf
 from ckpt_tools.serialization.torch_archive import TorchArchive
