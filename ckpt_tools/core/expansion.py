@@ -29,8 +29,7 @@ def check_expansion(tensors: Mapping[StateKey, TensorEntry], stored_bytes: int) 
         key, entry = max(tensors.items(), key=lambda each: each[1].num_bytes)
         raise UnsupportedError(
             f"its tensors have {format_size(total_bytes)}, more than {MAX_EXPANSION:,} times as many as the files "
-            f"have, which are "
-            f"{format_size(stored_bytes)}; the largest is {key} of {format_size(entry.num_bytes)}: it is expanded "
-            f"from a few "
-            f"elements; leave it out with {format_option('exclude')}, or save it with .contiguous()"
+            f"have, which are {format_size(stored_bytes)}; the largest is {key} of {format_size(entry.num_bytes)}: it "
+            f"is expanded from a few elements; leave it out with {format_option('exclude')}, or save it with "
+            ".contiguous()"
         )

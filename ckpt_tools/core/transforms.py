@@ -177,9 +177,8 @@ def drop_values(manifest: Manifest, *, target_name: str) -> TransformResult:
     if state_names:
         raise UnsupportedError(
             f"{target_name} cannot hold optimizer state that is a list, a dict or another object "
-            f"({join_names(state_names)}); write the "
-            f"whole state as it is, in a .pt file or with {format_option('to', 'dcp')}, or "
-            f"{format_option('state', 'model')}"
+            f"({join_names(state_names)}); write the whole state as it is, in a .pt file or with "
+            f"{format_option('to', 'dcp')}, or {format_option('state', 'model')}"
         )
     nested_keys = {ref.key for ref in iter_tensor_refs(list(manifest.values.values()))}
     tensors = {key: entry for key, entry in manifest.tensors.items() if key not in nested_keys}

@@ -27,8 +27,8 @@ from ckpt_tools.core.values import (
     Value,
 )
 from ckpt_tools.errors import UnsupportedError
+from ckpt_tools.serialization.pickle.torch_names import TENSOR_CLASS
 
-TENSOR_CLASS = GlobalRef("torch", "Tensor")
 _ALLOWED_TENSOR_CLASSES = (None, PARAMETER, TENSOR_CLASS)
 """Classes of tensors that the loader allows."""
 
@@ -185,9 +185,8 @@ class _LoadableVisitor:
         if {"_parameters", "_buffers", "_modules"} <= value.attributes.keys():  # a torch.nn.Module of any class
             raise UnsupportedError(
                 f"{_format_value_path(place)} is a model ({_describe_class(value)}) that was pickled whole, and its "
-                f"code alone tells which "
-                "tensors it has; where you have and trust that code, save torch.load(FILE, weights_only=False) again "
-                "with the model's state_dict() in its place",
+                "code alone tells which tensors it has; where you have and trust that code, save torch.load(FILE, "
+                "weights_only=False) again with the model's state_dict() in its place",
                 path=self._path,
             )
         if value.ref in _ALLOWED_CALLS and (called := self._visit_call(value, place)) is not _OMITTED:

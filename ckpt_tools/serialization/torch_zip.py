@@ -30,16 +30,15 @@ from ckpt_tools.serialization.pickle.load import (
 from ckpt_tools.serialization.torch_archive import MAX_PICKLE_BYTES, TorchArchive, parse_storage_id, register_storage
 from ckpt_tools.serialization.unread_tensors import explain_unreadable
 from ckpt_tools.serialization.zip_archive import (
-    ALIGNMENT,
     LOCAL,
     LOCAL_MAGIC,
     TORCHSCRIPT,
-    ArchiveWriter,
     ReadRange,
     ZipDirectory,
     ZipRecord,
     read_directory,
 )
+from ckpt_tools.serialization.zip_writer import ALIGNMENT, ArchiveWriter
 
 TAIL_BYTES: Final = 1 << 16
 """One read from the end that holds the directory of an archive of up to about 900 storages."""

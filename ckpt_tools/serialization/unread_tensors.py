@@ -10,9 +10,7 @@ from collections.abc import Mapping
 
 from ckpt_tools.core.values import PARAMETER, GlobalRef, Opaque, StoredTensor, Value
 from ckpt_tools.core.wording import join_names
-
-_TENSOR_CLASS = GlobalRef("torch", "Tensor")
-"""The class of a tensor that has attributes: FSDP1 sets ``_has_been_cloned`` on every parameter that it gathers."""
+from ckpt_tools.serialization.pickle.torch_names import TENSOR_CLASS
 
 _PLAIN_ATTRIBUTES = (bool, int, float, str)
 
@@ -37,26 +35,26 @@ def explain_unreadable(value: Value) -> str | None:
         return f"it is a {value.ref}, which has no elements; materialize it before saving"
     from ckpt_tools.serialization.pickle.allowed_calls import explain_unsupported
 
+    reason = explain_unsupported(value)
     is_rebuilt = value.ref.module in ("torch._utils", "torch._tensor") and value.ref.name.startswith("_rebuild")
-    return explain_unsupported(value) or (
-        _format_reason(_get_tensor_class(value)) if is_rebuilt or value.ref == PARAMETER else None
-    )
+    if reason is None and (is_rebuilt or value.ref == PARAMETER):
+        return _format_reason(_get_tensor_class(value))
+    return reason
 
 
 def _explain_unreadable_stored(tensor: StoredTensor) -> str | None:
     if tensor.storage is None:
         return "it is on the meta device and has no elements; materialize it before saving"
-    if tensor.wrapper not in (None, PARAMETER, _TENSOR_CLASS):
+    # TENSOR_CLASS is that of a tensor with attributes: FSDP1 sets _has_been_cloned on every parameter that it gathers.
+    if tensor.wrapper not in (None, PARAMETER, TENSOR_CLASS):
         return _format_reason(str(tensor.wrapper))
     parts = tensor.state if isinstance(tensor.state, tuple) else (tensor.state,)
     unknown_attributes = [
         name for part in parts if part is not None for name in _find_unknown_attributes(part, tensor.wrapper)
     ]
-    return (
-        _format_reason(f"{tensor.wrapper} with attributes of its own ({join_names(unknown_attributes)})")
-        if unknown_attributes
-        else None
-    )
+    if not unknown_attributes:
+        return None
+    return _format_reason(f"{tensor.wrapper} with attributes of its own ({join_names(unknown_attributes)})")
 
 
 def _find_unknown_attributes(state: Value, wrapper: GlobalRef | None) -> list[str]:

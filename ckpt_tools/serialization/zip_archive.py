@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from types import MappingProxyType
-from typing import NoReturn
 
-from ckpt_tools.core.layout import Crc32, Literal, Segment
 from ckpt_tools.errors import MalformedError, UnsafeError, UnsupportedError
 
 ReadRange = Callable[[int, int], bytes]
@@ -24,6 +22,8 @@ ReadRange = Callable[[int, int], bytes]
 
 LOCAL = struct.Struct("<4s5H3I2H")
 CENTRAL = struct.Struct("<4s6H3I5H2I")
+CRC_OFFSET = struct.calcsize("<4s6H")
+"""Of the checksum in ``CENTRAL``."""
 END = struct.Struct("<4s4H2IH")
 END64 = struct.Struct("<4sQ2H2I4Q")
 LOCATOR64 = struct.Struct("<4sIQI")
@@ -45,9 +45,6 @@ ZIP64_EXTRA = 0x0001
 
 STORED, DEFLATED = 0, 8
 """Methods of compression."""
-
-ALIGNMENT = 64
-"""Default alignment of payloads in torch's writer, so that tensors can be mapped."""
 
 MAX_DIRECTORY_BYTES = 1 << 28
 """About four million records."""
@@ -133,7 +130,7 @@ class ZipDirectory:
         if len(payload) < record.size:
             payload = read(record.header_offset + offset, record.header_offset + offset + record.size)
         if record.states_checksum and zlib.crc32(payload) != record.crc32:
-            self._raise_malformed(f"record {name!r} is damaged: its checksum is wrong")
+            raise _make_malformed_error(self.path, f"record {name!r} is damaged: its checksum is wrong")
         return payload
 
     def _get_record_limits(self) -> dict[str, int]:
@@ -148,21 +145,22 @@ class ZipDirectory:
         follows it, and the bytes between must be as many as a descriptor has where the header announces one.
         """
         if len(data) - position < _get_min_header_bytes(record):
-            self._raise_malformed(f"record {record.name!r} is truncated")
+            raise _make_malformed_error(self.path, f"record {record.name!r} is truncated")
         magic, _, flags, method, *_, name_bytes, extra_bytes = LOCAL.unpack_from(data, position)
         name = data[position + LOCAL.size : position + LOCAL.size + name_bytes]
         if magic != LOCAL_MAGIC or method or flags & ENCRYPTED or name != record.name.encode():
-            self._raise_malformed(f"record {record.name!r} does not start where the directory says")
+            raise _make_malformed_error(self.path, f"record {record.name!r} does not start where the directory says")
         length = int(LOCAL.size + name_bytes + extra_bytes)
         descriptor_bytes = limits[record.name] - record.header_offset - length - record.size
         if descriptor_bytes < 0:
-            self._raise_malformed(f"record {record.name!r} overlaps what follows it")
+            raise _make_malformed_error(self.path, f"record {record.name!r} overlaps what follows it")
         if flags & DESCRIPTOR_FOLLOWS and descriptor_bytes not in DESCRIPTOR_BYTES:
-            self._raise_malformed(f"record {record.name!r} does not end where its descriptor begins")
+            raise _make_malformed_error(self.path, f"record {record.name!r} does not end where its descriptor begins")
         return length
 
-    def _raise_malformed(self, reason: str) -> NoReturn:
-        raise MalformedError(f"the zip archive is malformed: {reason}", path=self.path)
+
+def _make_malformed_error(path: str, reason: str) -> MalformedError:
+    return MalformedError(f"the zip archive is malformed: {reason}", path=path)
 
 
 def _get_min_header_bytes(record: ZipRecord) -> int:
@@ -235,17 +233,17 @@ class _DirectoryReader:
             return None
         start, stop, count = self._read_extent(end)
         if stop - start > MAX_DIRECTORY_BYTES or count * CENTRAL.size > stop - start:
-            self._raise_malformed(f"a directory of {count:,} records in {stop - start:,} bytes")
+            raise _make_malformed_error(self._path, f"a directory of {count:,} records in {stop - start:,} bytes")
         records = self._parse_records(self._read_bytes(start, stop), count, start)
         # Each record, with the smallest possible header, ends before the next starts.
         for record, limit in _pair_with_limits(records, start):
             if record.header_offset + _get_min_header_bytes(record) + record.stored_size > limit:
-                self._raise_malformed(f"record {record.name!r} overlaps what follows it")
+                raise _make_malformed_error(self._path, f"record {record.name!r} overlaps what follows it")
         return ZipDirectory(MappingProxyType({record.name: record for record in records}), start, self._path)
 
     def _read_bytes(self, start: int, stop: int) -> bytes:
         if not 0 <= start <= stop <= self._size:
-            self._raise_malformed("its directory is outside the file")
+            raise _make_malformed_error(self._path, "its directory is outside the file")
         if start >= self._tail_start:
             return self._tail[start - self._tail_start : stop - self._tail_start]
         return self._read(start, stop)
@@ -260,7 +258,7 @@ class _DirectoryReader:
             is_whole = position + END.size <= len(self._tail)
             if is_whole and position + END.size + END.unpack_from(self._tail, position)[-1] == len(self._tail):
                 if num_later_ends:
-                    self._raise_malformed("it has more than one end record of its directory")
+                    raise _make_malformed_error(self._path, "it has more than one end record of its directory")
                 return self._tail_start + position
             num_later_ends += is_whole
             position = self._tail.rfind(END_MAGIC, 0, position + 3)
@@ -279,38 +277,38 @@ class _DirectoryReader:
             if disk or first_disk or num_on_disk != count:
                 raise UnsupportedError("a zip archive on several disks cannot be read", path=self._path)
         if any(a not in (b, MAX16, MAX32) for a, b in zip(end_fields, zip64_fields, strict=True)):
-            self._raise_malformed("its two end records contradict each other about its directory")
+            raise _make_malformed_error(self._path, "its two end records contradict each other about its directory")
         *_, count, num_bytes, start = zip64_fields
         stop = start + num_bytes
         is_end64 = stop + END64.size + LOCATOR64.size == end and self._read_bytes(stop, stop + 4) == END64_MAGIC
         if stop != end and not is_end64:
-            self._raise_malformed("its directory does not end where its end record starts")
+            raise _make_malformed_error(self._path, "its directory does not end where its end record starts")
         return start, stop, count
 
     def _read_zip64_end(self, end: int, locator: bytes) -> tuple[int, tuple[int, int, int, int, int, int]]:
         if len(locator) < LOCATOR64.size or not locator.startswith(LOCATOR64_MAGIC):
-            self._raise_malformed("its zip64 end record is missing")
+            raise _make_malformed_error(self._path, "its zip64 end record is missing")
         _, _, position, _ = LOCATOR64.unpack(locator)
         if position + END64.size + LOCATOR64.size != end:
-            self._raise_malformed("its zip64 end record is not before the end of its directory")
+            raise _make_malformed_error(self._path, "its zip64 end record is not before the end of its directory")
         magic, _, _, _, disk, first_disk, num_on_disk, count, num_bytes, start = END64.unpack(
             self._read_bytes(position, position + END64.size)
         )
         if magic != END64_MAGIC:
-            self._raise_malformed("its zip64 end record is missing")
+            raise _make_malformed_error(self._path, "its zip64 end record is missing")
         return position, (disk, first_disk, num_on_disk, count, num_bytes, start)
 
     def _parse_records(self, data: bytes, count: int, start: int) -> list[ZipRecord]:
         records, position = [], 0
         for _ in range(count):
             if position + CENTRAL.size > len(data):
-                self._raise_malformed("its directory ends early")
+                raise _make_malformed_error(self._path, "its directory ends early")
             record, position = self._parse_record(data, position, start)
             records.append(record)
         if position != len(data):
-            self._raise_malformed("its directory contains more than its records")
+            raise _make_malformed_error(self._path, "its directory contains more than its records")
         if len({record.name for record in records}) < len(records):
-            self._raise_malformed("two records have the same name")
+            raise _make_malformed_error(self._path, "two records have the same name")
         return sorted(records, key=attrgetter("header_offset"))
 
     def _parse_record(self, data: bytes, position: int, start: int) -> tuple[ZipRecord, int]:
@@ -320,15 +318,15 @@ class _DirectoryReader:
         name_stop = position + CENTRAL.size + name_bytes
         extra_stop = name_stop + extra_bytes
         if magic != CENTRAL_MAGIC or extra_stop + comment_bytes > len(data):
-            self._raise_malformed("its directory is damaged")
+            raise _make_malformed_error(self._path, "its directory is damaged")
         name = self._decode_name(data[position + CENTRAL.size : name_stop])
         size, packed_size, offset = self._apply_zip64_sizes(data[name_stop:extra_stop], size, packed_size, offset)
         may_deflate = self._deflated_suffix is not None and name.endswith(self._deflated_suffix)
         is_deflated = method == DEFLATED and may_deflate
         self._check_supported(name, flags, STORED if is_deflated else method, disk)
         if size != packed_size and not is_deflated:
-            self._raise_malformed(f"record {name!r} is stored, yet has two sizes")
-        crc_at = start + position + _CRC_OFFSET
+            raise _make_malformed_error(self._path, f"record {name!r} is stored, yet has two sizes")
+        crc_at = start + position + CRC_OFFSET
         record = ZipRecord(name, offset, size, crc32, crc_at, packed_size if is_deflated else None)
         return record, extra_stop + comment_bytes
 
@@ -345,8 +343,8 @@ class _DirectoryReader:
     def _decode_name(self, raw: bytes) -> str:
         try:
             name = raw.decode()
-        except UnicodeDecodeError:
-            self._raise_malformed("a record has a name that is not UTF-8")
+        except UnicodeDecodeError as error:
+            raise _make_malformed_error(self._path, "a record has a name that is not UTF-8") from error
         if not name or not is_safe_name(name):
             raise UnsafeError(f"a record of the zip archive is named {name!r}, outside of it", path=self._path)
         return name
@@ -358,7 +356,7 @@ class _DirectoryReader:
             return values
         zip64_numbers = self._parse_zip64_numbers(extra)
         if len(zip64_numbers) < values.count(MAX32):
-            self._raise_malformed("a zip64 field is missing")
+            raise _make_malformed_error(self._path, "a zip64 field is missing")
         size, packed_size, offset = (zip64_numbers.pop(0) if value == MAX32 else value for value in values)
         return size, packed_size, offset
 
@@ -371,139 +369,3 @@ class _DirectoryReader:
                 return list(struct.unpack(f"<{len(body) // 8}Q", body[: len(body) // 8 * 8]))
             position += 4 + length
         return []
-
-    def _raise_malformed(self, reason: str) -> NoReturn:
-        raise MalformedError(f"the zip archive is malformed: {reason}", path=self._path)
-
-
-class ArchiveWriter:
-    """Segments of a stored zip as torch's writer (miniz) writes it; ``base`` is its start in the file.
-
-    Payloads start at multiples of 64 bytes from the start of the archive, through an ``FB`` field of padding in the
-    local header. Sizes and checksums follow a record in a descriptor, so that the header can be written before the
-    bytes; the checksum of a payload is a ``Crc32`` there and in the directory.
-    """
-
-    def __init__(self, root: str, *, base: int) -> None:
-        self._root = root
-        self._base = base
-        self._position = 0
-        self._segments: list[Segment] = []
-        self._literals: list[bytes] = []
-        self._entries: list[_WrittenRecord] = []
-
-    def add_record(self, name: str, content: Sequence[Segment]) -> None:
-        """A record of ``content`` below the root folder, if there is one."""
-        full_name = (f"{self._root}/{name}" if self._root else name).encode()
-        size = sum(segment.num_bytes for segment in content)
-        header = _pack_local_header(full_name, self._position, size)
-        start = self._position + len(header)
-        entry = _WrittenRecord(full_name, self._position, size, self._make_checksum(content, start, start + size))
-        for segment in (Literal(header), *content, *_make_descriptor(entry)):
-            self._append_segment(segment)
-        self._entries.append(entry)
-
-    def finish(self) -> list[Segment]:
-        """All segments, the directory at the end."""
-        start = self._position
-        for entry in self._entries:
-            for segment in _make_central_header(entry):
-                self._append_segment(segment)
-        self._append_segment(Literal(_pack_end_records(len(self._entries), start, self._position)))
-        self._flush_literals()
-        return self._segments
-
-    def _make_checksum(self, content: Sequence[Segment], start: int, stop: int) -> Segment:
-        crc32 = 0
-        for segment in content:
-            if not isinstance(segment, Literal):
-                return Crc32(self._base + start, self._base + stop)
-            crc32 = zlib.crc32(segment.data, crc32)
-        return Literal(struct.pack("<I", crc32))
-
-    def _append_segment(self, segment: Segment) -> None:
-        """Literals in a row become one, as a writer takes a step for each segment."""
-        self._position += segment.num_bytes
-        if isinstance(segment, Literal):
-            self._literals.append(segment.data)
-        elif segment.num_bytes:
-            self._flush_literals()
-            self._segments.append(segment)
-
-    def _flush_literals(self) -> None:
-        if self._literals:
-            self._segments.append(Literal(b"".join(self._literals)))
-            self._literals = []
-
-
-@dataclass(frozen=True, slots=True)
-class _WrittenRecord:
-    name: bytes
-    offset: int
-    size: int
-    checksum: Segment
-
-
-def _get_flags(size: int) -> int:
-    """An empty record has no descriptor."""
-    return UTF8_NAME | (DESCRIPTOR_FOLLOWS if size else 0)
-
-
-def _pack_zip64_field(*numbers: int) -> bytes:
-    return struct.pack(f"<2H{len(numbers)}Q", ZIP64_EXTRA, 8 * len(numbers), *numbers) if numbers else b""
-
-
-def _pack_local_header(name: bytes, offset: int, size: int) -> bytes:
-    """The header of a record at ``offset``, padded so that what follows is aligned; torch's writer (miniz) puts the
-    offset into the local zip64 field too, and leaves the packed size 0."""
-    zip64_field = _pack_zip64_field(*((size, 0) if size >= MAX32 else ()), *((offset,) if offset >= MAX32 else ()))
-    padding = -(offset + LOCAL.size + len(name) + len(zip64_field) + 4) % ALIGNMENT
-    extra = zip64_field + b"FB" + struct.pack("<H", padding) + b"Z" * padding
-    return LOCAL.pack(LOCAL_MAGIC, 0, _get_flags(size), 0, 0, 0, 0, 0, 0, len(name), len(extra)) + name + extra
-
-
-def _make_descriptor(entry: _WrittenRecord) -> list[Segment]:
-    if not entry.size:
-        return []
-    # A number that does not fit 32 bits has a zip64 field in the local header, and then sizes of 64 bits here.
-    sizes = struct.pack("<2Q" if max(entry.size, entry.offset) >= MAX32 else "<2I", entry.size, entry.size)
-    return [Literal(DESCRIPTOR_MAGIC), entry.checksum, Literal(sizes)]
-
-
-def _make_central_header(entry: _WrittenRecord) -> list[Segment]:
-    is_large, is_far = entry.size >= MAX32, entry.offset >= MAX32
-    extra = _pack_zip64_field(*((entry.size, entry.size) if is_large else ()), *((entry.offset,) if is_far else ()))
-    size, offset = min(entry.size, MAX32), min(entry.offset, MAX32)
-    fields = CENTRAL.pack(
-        CENTRAL_MAGIC,
-        0,
-        0,
-        _get_flags(entry.size),
-        0,
-        0,
-        0,
-        0,
-        size,
-        size,
-        len(entry.name),
-        len(extra),
-        0,
-        0,
-        0,
-        0,
-        offset,
-    )
-    return [Literal(fields[:_CRC_OFFSET]), entry.checksum, Literal(fields[_CRC_OFFSET + 4 :] + entry.name + extra)]
-
-
-_CRC_OFFSET = struct.calcsize("<4s6H")
-
-
-def _pack_end_records(count: int, start: int, stop: int) -> bytes:
-    """The end records; torch's writer always adds those of zip64."""
-    end = END.pack(
-        END_MAGIC, 0, 0, min(count, MAX16), min(count, MAX16), min(stop - start, MAX32), min(start, MAX32), 0
-    )
-    # Made on UNIX by version 3.0, needs version 4.5: what miniz says of itself.
-    end64 = END64.pack(END64_MAGIC, END64.size - 12, 0x031E, 45, 0, 0, count, count, stop - start, start)
-    return end64 + LOCATOR64.pack(LOCATOR64_MAGIC, 0, stop, 1) + end

@@ -16,10 +16,10 @@ from ckpt_tools.serialization.zip_archive import (
     END64_MAGIC,
     END_MAGIC,
     LOCATOR64_MAGIC,
-    ArchiveWriter,
     ZipDirectory,
     read_directory,
 )
+from ckpt_tools.serialization.zip_writer import ArchiveWriter
 from ckpt_tools.serialization.zstd import decompress_all, decompress_frame
 from tests.serialization.archives import central, materialised, patched, reader, zipped
 

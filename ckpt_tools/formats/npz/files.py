@@ -20,7 +20,8 @@ from ckpt_tools.errors import MalformedError, SeveralCheckpointsError, Unsupport
 from ckpt_tools.formats.flat_names import collect_weights_by_name
 from ckpt_tools.formats.npz.npy import NpyHeader, build_npy_header, check_array_size, parse_npy_header
 from ckpt_tools.serialization.npy_header import PREFIX_BYTES, read_header_length
-from ckpt_tools.serialization.zip_archive import ArchiveWriter, ReadRange, ZipDirectory, is_safe_name, read_directory
+from ckpt_tools.serialization.zip_archive import ReadRange, ZipDirectory, is_safe_name, read_directory
+from ckpt_tools.serialization.zip_writer import ArchiveWriter
 from ckpt_tools.stores.source import Source
 
 SUFFIX = ".npz"

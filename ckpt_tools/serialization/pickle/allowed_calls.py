@@ -22,9 +22,17 @@ from ckpt_tools.core.values import (
     Value,
 )
 from ckpt_tools.errors import MalformedError, UnsupportedError
-from ckpt_tools.serialization.pickle.limits import check_keys, insert_items
+from ckpt_tools.serialization.pickle.keys import check_keys, insert_items
 from ckpt_tools.serialization.pickle.machine import CallBuilder, Machine, TensorAttributes
 from ckpt_tools.serialization.pickle.opcodes import make_object, record_object
+from ckpt_tools.serialization.pickle.torch_names import (
+    REBUILD_FROM_TYPE,
+    REBUILD_META_TENSOR,
+    REBUILD_PARAMETER,
+    REBUILD_PARAMETER_WITH_STATE,
+    REBUILD_TENSOR_V2,
+    REBUILD_TENSOR_V3,
+)
 
 # What torch's own functions build, as values. Positional arguments as torch passes them.
 
@@ -112,14 +120,12 @@ def _rebuild_device_tensor(data: Value, dtype: Value, device: Value, requires_gr
 
 _TENSOR_FUNCTIONS: dict[GlobalRef, Callable[..., StoredTensor]] = {
     GlobalRef("torch._utils", "_rebuild_tensor"): _rebuild_tensor,
-    GlobalRef("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
-    GlobalRef("torch._utils", "_rebuild_tensor_v3"): _rebuild_tensor_v3,
-    GlobalRef("torch._utils", "_rebuild_meta_tensor_no_storage"): _rebuild_meta_tensor,
+    REBUILD_TENSOR_V2: _rebuild_tensor,
+    REBUILD_TENSOR_V3: _rebuild_tensor_v3,
+    REBUILD_META_TENSOR: _rebuild_meta_tensor,
     GlobalRef("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"): _rebuild_device_tensor,
 }
 """The functions that rebuild plain tensors."""
-
-_REBUILD_FROM_TYPE = GlobalRef("torch._tensor", "_rebuild_from_type_v2")
 
 
 def _rebuild_parameter(machine: Machine, args: tuple[Value, ...]) -> Value:
@@ -143,7 +149,7 @@ def _rebuild_from_type(machine: Machine, args: tuple[Value, ...]) -> Value:
     function, kind, inner_args, state = args
     data = _call_rebuild_function(machine, function, inner_args)
     if type(data) is not StoredTensor or type(kind) is not GlobalRef:
-        return record_object(machine, Opaque(_REBUILD_FROM_TYPE, args))
+        return record_object(machine, Opaque(REBUILD_FROM_TYPE, args))
     return _attach_state(machine, replace(data, wrapper=kind), state)
 
 
@@ -155,10 +161,7 @@ def _call_rebuild_function(machine: Machine, function: Value, inner_args: Value)
     return ALLOWED_CALLS[function.module, function.name](machine, inner_args) if function in _TENSOR_FUNCTIONS else None
 
 
-_PARAMETER_FUNCTIONS = (
-    GlobalRef("torch._utils", "_rebuild_parameter"),
-    GlobalRef("torch._utils", "_rebuild_parameter_with_state"),
-)
+_PARAMETER_FUNCTIONS = (REBUILD_PARAMETER, REBUILD_PARAMETER_WITH_STATE)
 
 # Other calls on the allow-list, which get the machine to account for what they copy.
 
@@ -269,7 +272,7 @@ ALLOWED_CALLS: dict[tuple[str, str], CallBuilder] = {
     (ref.module, ref.name): _make_tensor_builder(ref) for ref in _TENSOR_FUNCTIONS
 } | {
     **{(ref.module, ref.name): _rebuild_parameter for ref in _PARAMETER_FUNCTIONS},
-    (_REBUILD_FROM_TYPE.module, _REBUILD_FROM_TYPE.name): _rebuild_from_type,
+    (REBUILD_FROM_TYPE.module, REBUILD_FROM_TYPE.name): _rebuild_from_type,
     ("torch", "Size"): _make_size,
     ("_codecs", "encode"): _encode_text,
     ("builtins", "bytes"): _make_bytes,

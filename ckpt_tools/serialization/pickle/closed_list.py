@@ -38,7 +38,7 @@ from ckpt_tools.serialization.pickle.shapes import (
     PLAIN_ATTRIBUTES,
     STR,
     TENSOR,
-    ClosedListRule,
+    NameRule,
     attribute_rule,
     dict_of,
     fields,
@@ -83,105 +83,106 @@ _PATH_CLASSES = "Path PosixPath WindowsPath PurePath PurePosixPath PureWindowsPa
 _OPTIONAL_INT = INT | NOTHING
 
 
-RULES: tuple[ClosedListRule, ...] = (
+RULES: tuple[NameRule, ...] = (
     # Python
-    ClosedListRule("builtins", "Ellipsis NotImplemented bool float int str object",
+    NameRule("builtins", "Ellipsis NotImplemented bool float int str object",
          "a name by itself: the type of a value, or the factory of a defaultdict"),
-    ClosedListRule("builtins", "dict list tuple", "the same, or a container of plain data", call=(row(),
-    row(CONTAINER))), ClosedListRule("builtins", "object", "an object without anything", new=(NO_ARGUMENTS,)),
-    ClosedListRule("builtins", "range", "three numbers", call=(row(INT, INT, INT),)),
-    ClosedListRule("builtins", "slice", "three numbers", call=(row(_OPTIONAL_INT, _OPTIONAL_INT, _OPTIONAL_INT),)),
-    ClosedListRule("builtins", "type", "the type of None", call=(row(NOTHING),)),
-    ClosedListRule("builtins", "getattr", "OneCycleLR of torch before 2.4 kept its annealing function",
-         call=(row(global_name("torch.optim.lr_scheduler.OneCycleLR"), one_of("_annealing_cos",
-         "_annealing_linear")),)),
-    ClosedListRule("torch.optim.lr_scheduler", "OneCycleLR._annealing_cos OneCycleLR._annealing_linear",
+    NameRule("builtins", "dict list tuple", "the same, or a container of plain data", call=(row(), row(CONTAINER))),
+    NameRule("builtins", "object", "an object without anything", new=(NO_ARGUMENTS,)),
+    NameRule("builtins", "range", "three numbers", call=(row(INT, INT, INT),)),
+    NameRule("builtins", "slice", "three numbers", call=(row(_OPTIONAL_INT, _OPTIONAL_INT, _OPTIONAL_INT),)),
+    NameRule("builtins", "type", "the type of None", call=(row(NOTHING),)),
+    NameRule("builtins", "getattr", "OneCycleLR of torch before 2.4 kept its annealing function",
+         call=(row(global_name("torch.optim.lr_scheduler.OneCycleLR"),
+                   one_of("_annealing_cos", "_annealing_linear")),)),
+    NameRule("torch.optim.lr_scheduler", "OneCycleLR._annealing_cos OneCycleLR._annealing_linear",
          "the same from protocol 4 on: two functions of torch, by their exact names"),
-    ClosedListRule("typing", "Any", "a name by itself: the type of a node of omegaconf"),
-    ClosedListRule("collections", "Counter", "counts of a plain dict", call=(row(dict_of(ANY, INT)), row(CONTAINER))),
-    ClosedListRule("collections", "deque", "an empty deque that is appended to", call=(row(), row(row(), INT)),
-    has_items=True), attribute_rule("argparse", "Namespace"),
-    ClosedListRule("types", "SimpleNamespace", ITS_ATTRIBUTES, call=(NO_ARGUMENTS,), state=ATTRIBUTES),
-    ClosedListRule("datetime", "date", "four bytes", call=(row(BYTES),)),
-    ClosedListRule("datetime", "datetime time", "ten bytes or six, and a fixed time zone",
+    NameRule("typing", "Any", "a name by itself: the type of a node of omegaconf"),
+    NameRule("collections", "Counter", "counts of a plain dict", call=(row(dict_of(ANY, INT)), row(CONTAINER))),
+    NameRule("collections", "deque", "an empty deque that is appended to", call=(row(), row(row(), INT)),
+         has_items=True),
+    attribute_rule("argparse", "Namespace"),
+    NameRule("types", "SimpleNamespace", ITS_ATTRIBUTES, call=(NO_ARGUMENTS,), state=ATTRIBUTES),
+    NameRule("datetime", "date", "four bytes", call=(row(BYTES),)),
+    NameRule("datetime", "datetime time", "ten bytes or six, and a fixed time zone",
          call=(row(BYTES), row(BYTES, made_by("datetime.timezone")))),
-    ClosedListRule("datetime", "timedelta", "three numbers", call=(row(INT, INT, INT),)),
-    ClosedListRule("datetime", "timezone", "a fixed difference",
+    NameRule("datetime", "timedelta", "three numbers", call=(row(INT, INT, INT),)),
+    NameRule("datetime", "timezone", "a fixed difference",
          call=(row(made_by("datetime.timedelta")), row(made_by("datetime.timedelta"), STR))),
-    ClosedListRule("decimal", "Decimal", "digits", call=(row(STR),)),
-    ClosedListRule("fractions", "Fraction", "two numbers, or digits", call=(row(INT, INT), row(STR))),
-    ClosedListRule("uuid", "UUID", "a number", new=(NO_ARGUMENTS,), state=fields(int=INT, is_safe=_OPTIONAL_INT)),
-    ClosedListRule("uuid", "SafeUUID", AN_ENUM, call=(row(_OPTIONAL_INT),)),
-    ClosedListRule("random", "Random", "a random generator and its numbers", call=(NO_ARGUMENTS,),
+    NameRule("decimal", "Decimal", "digits", call=(row(STR),)),
+    NameRule("fractions", "Fraction", "two numbers, or digits", call=(row(INT, INT), row(STR))),
+    NameRule("uuid", "UUID", "a number", new=(NO_ARGUMENTS,), state=fields(int=INT, is_safe=_OPTIONAL_INT)),
+    NameRule("uuid", "SafeUUID", AN_ENUM, call=(row(_OPTIONAL_INT),)),
+    NameRule("random", "Random", "a random generator and its numbers", call=(NO_ARGUMENTS,),
          state=row(INT, tuple_of(INT), FLOAT | NOTHING)),
-    ClosedListRule("signal", "Handlers Signals", AN_ENUM, call=(ENUM,)),
-    ClosedListRule("signal", "SIGHUP SIGINT SIGTERM SIGUSR1 SIGUSR2", "a constant"),
-    ClosedListRule("io _io", "BytesIO", "bytes and a position", new=(NO_ARGUMENTS,), state=row(BYTES, INT, NOTHING)),
-    ClosedListRule("io _io", "StringIO", "a text and a position", new=(NO_ARGUMENTS,), state=row(STR, STR, INT,
-    NOTHING)), ClosedListRule("pathlib pathlib._local", _PATH_CLASSES, "parts of a path, which is not opened",
-    call=(tuple_of(STR),)), # torch
-    ClosedListRule("torch", f"{_STORAGES} {_TENSORS} {_DTYPES} {_QSCHEMES} Tensor strided sparse_coo contiguous_format "
-         "preserve_format channels_last channels_last_3d", A_NAME),
-    ClosedListRule("torch.cuda", f"{_STORAGES} {_TENSORS}", A_NAME),
-    ClosedListRule("torch.sparse torch.cuda.sparse", _TENSORS, A_NAME),
-    ClosedListRule("torch._C", "device dtype layout memory_format", A_NAME),
-    ClosedListRule("torch.storage", "TypedStorage UntypedStorage _TypedStorage _UntypedStorage", A_NAME),
-    ClosedListRule("torch.nn.parameter", "Buffer Parameter UninitializedBuffer UninitializedParameter", A_NAME),
-    ClosedListRule("torch", "device", "a kind of device and its number", call=(row(STR), row(STR, INT))),
-    ClosedListRule("torch.serialization", "_get_layout", "looks a layout up", call=(row(_LAYOUTS),)),
-    ClosedListRule("torch.distributed.checkpoint.metadata torch.distributed._shard.checkpoint.metadata",
-    "_MEM_FORMAT_ENCODING", AN_ENUM, call=(ENUM,)),
-    ClosedListRule("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING", AN_ENUM, call=(ENUM,)),
-    ClosedListRule("torch._C", "Generator", "a random generator of one device, with its seed and its state",
+    NameRule("signal", "Handlers Signals", AN_ENUM, call=(ENUM,)),
+    NameRule("signal", "SIGHUP SIGINT SIGTERM SIGUSR1 SIGUSR2", "a constant"),
+    NameRule("io _io", "BytesIO", "bytes and a position", new=(NO_ARGUMENTS,), state=row(BYTES, INT, NOTHING)),
+    NameRule("io _io", "StringIO", "a text and a position", new=(NO_ARGUMENTS,), state=row(STR, STR, INT, NOTHING)),
+    NameRule("pathlib pathlib._local", _PATH_CLASSES, "parts of a path, which is not opened", call=(tuple_of(STR),)),
+    # torch
+    NameRule("torch",
+         f"{_STORAGES} {_TENSORS} {_DTYPES} {_QSCHEMES} Tensor strided sparse_coo contiguous_format preserve_format "
+         "channels_last channels_last_3d", A_NAME),
+    NameRule("torch.cuda", f"{_STORAGES} {_TENSORS}", A_NAME),
+    NameRule("torch.sparse torch.cuda.sparse", _TENSORS, A_NAME),
+    NameRule("torch._C", "device dtype layout memory_format", A_NAME),
+    NameRule("torch.storage", "TypedStorage UntypedStorage _TypedStorage _UntypedStorage", A_NAME),
+    NameRule("torch.nn.parameter", "Buffer Parameter UninitializedBuffer UninitializedParameter", A_NAME),
+    NameRule("torch", "device", "a kind of device and its number", call=(row(STR), row(STR, INT))),
+    NameRule("torch.serialization", "_get_layout", "looks a layout up", call=(row(_LAYOUTS),)),
+    NameRule("torch.distributed.checkpoint.metadata torch.distributed._shard.checkpoint.metadata",
+         "_MEM_FORMAT_ENCODING", AN_ENUM, call=(ENUM,)),
+    NameRule("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING", AN_ENUM, call=(ENUM,)),
+    NameRule("torch._C", "Generator", "a random generator of one device, with its seed and its state",
          call=(row(made_by("torch.device")),), state=row(INT, _OPTIONAL_INT, TENSOR)),
-    ClosedListRule("torch.torch_version", "TorchVersion", "a text", new=(row(STR),)),
+    NameRule("torch.torch_version", "TorchVersion", "a text", new=(row(STR),)),
     *TENSORS,
     attribute_rule("torch.optim.lr_scheduler", _SCHEDULERS),
     attribute_rule("torch.amp.grad_scaler torch.cuda.amp.grad_scaler", "GradScaler"),
-    ClosedListRule("torch.amp.grad_scaler torch.cuda.amp.grad_scaler", "OptState", AN_ENUM, call=(ENUM,)),
-    ClosedListRule("torch.distributed.checkpoint.filesystem", "_StoragePrefix", ITS_ATTRIBUTES, new=(NO_ARGUMENTS,),
+    NameRule("torch.amp.grad_scaler torch.cuda.amp.grad_scaler", "OptState", AN_ENUM, call=(ENUM,)),
+    NameRule("torch.distributed.checkpoint.filesystem", "_StoragePrefix", ITS_ATTRIBUTES, new=(NO_ARGUMENTS,),
          state=fields(prefix=STR)),
-    ClosedListRule("torch.distributed.tensor torch.distributed.tensor._api torch.distributed._tensor "
+    NameRule("torch.distributed.tensor torch.distributed.tensor._api torch.distributed._tensor "
          "torch.distributed._tensor.api", "DTensor", A_NAME),
     *SHARDED,
     *NUMPY,
     # Training libraries
-    ClosedListRule("deepspeed.runtime.zero.config", "ZeroStageEnum", AN_ENUM, call=(ENUM,)),
-    ClosedListRule("deepspeed.runtime.zero.offload_config", "OffloadDeviceEnum", AN_ENUM, call=(ENUM,)),
-    ClosedListRule("deepspeed.utils.tensor_fragment", "fragment_address", ITS_ATTRIBUTES, new=(NO_ARGUMENTS,),
+    NameRule("deepspeed.runtime.zero.config", "ZeroStageEnum", AN_ENUM, call=(ENUM,)),
+    NameRule("deepspeed.runtime.zero.offload_config", "OffloadDeviceEnum", AN_ENUM, call=(ENUM,)),
+    NameRule("deepspeed.utils.tensor_fragment", "fragment_address", ITS_ATTRIBUTES, new=(NO_ARGUMENTS,),
          state=fields(numel=INT, start=INT)),
     attribute_rule("deepspeed.checkpoint.universal_checkpoint", "SubparamShape"),
-    ClosedListRule("deepspeed.runtime.fp16.loss_scaler deepspeed.pt.loss_scaler", "LossScaler DynamicLossScaler",
+    NameRule("deepspeed.runtime.fp16.loss_scaler deepspeed.pt.loss_scaler", "LossScaler DynamicLossScaler",
          ITS_ATTRIBUTES, new=(NO_ARGUMENTS,), state=PLAIN_ATTRIBUTES),
-    ClosedListRule("transformers.training_args", "OptimizerNames ParallelMode", AN_ENUM, call=(ENUM,)),
-    ClosedListRule("transformers.trainer_utils",
-         "EvaluationStrategy FSDPOption HubStrategy IntervalStrategy SaveStrategy "
-         "SchedulerType ShardedDDPOption", AN_ENUM, call=(ENUM,)),
-    ClosedListRule("transformers.debug_utils", "DebugOption", AN_ENUM, call=(ENUM,)),
+    NameRule("transformers.training_args", "OptimizerNames ParallelMode", AN_ENUM, call=(ENUM,)),
+    NameRule("transformers.trainer_utils",
+         "EvaluationStrategy FSDPOption HubStrategy IntervalStrategy SaveStrategy SchedulerType ShardedDDPOption",
+         AN_ENUM, call=(ENUM,)),
+    NameRule("transformers.debug_utils", "DebugOption", AN_ENUM, call=(ENUM,)),
     attribute_rule("transformers.training_args", "TrainingArguments"),
     attribute_rule("transformers.training_args_seq2seq", "Seq2SeqTrainingArguments"),
     attribute_rule("transformers.trainer_pt_utils", "AcceleratorConfig"),
     attribute_rule("transformers.integrations.deepspeed transformers.deepspeed", _HF_DEEPSPEED),
-    ClosedListRule("accelerate.utils.dataclasses", "DistributedType", AN_ENUM, call=(ENUM,)),
+    NameRule("accelerate.utils.dataclasses", "DistributedType", AN_ENUM, call=(ENUM,)),
     attribute_rule("accelerate.utils.dataclasses", "DeepSpeedPlugin FullyShardedDataParallelPlugin"),
     attribute_rule("accelerate.state", "AcceleratorState PartialState"),
-    ClosedListRule("lightning.fabric.utilities.data lightning_fabric.utilities.data "
-         "lightning.pytorch.utilities.parsing pytorch_lightning.utilities.parsing", "AttributeDict", "a dict; its "
-         "items are set by key",
+    NameRule("lightning.fabric.utilities.data lightning_fabric.utilities.data lightning.pytorch.utilities.parsing "
+         "pytorch_lightning.utilities.parsing", "AttributeDict", "a dict; its items are set by key",
          new=(NO_ARGUMENTS,), has_pairs=True, state=fields()),
     attribute_rule("omegaconf.dictconfig", "DictConfig"),
     attribute_rule("omegaconf.listconfig", "ListConfig"),
     attribute_rule("omegaconf.base", "ContainerMetadata Metadata"),
     attribute_rule("omegaconf.nodes", _OMEGACONF_NODES),
-    ClosedListRule("megatron.core.rerun_state_machine", "RerunDiagnostic RerunMode RerunState", AN_ENUM, call=(ENUM,)),
-    ClosedListRule("megatron.core.enums", "ModelType", AN_ENUM, call=(ENUM,)),
-    ClosedListRule("megatron.model.enums megatron.core.transformer.enums",
+    NameRule("megatron.core.rerun_state_machine", "RerunDiagnostic RerunMode RerunState", AN_ENUM, call=(ENUM,)),
+    NameRule("megatron.core.enums", "ModelType", AN_ENUM, call=(ENUM,)),
+    NameRule("megatron.model.enums megatron.core.transformer.enums",
          "AttnBackend AttnMaskType AttnType LayerType ModelType PositionEmbeddingType", AN_ENUM, call=(ENUM,)),
 )  # fmt: skip
 """The list. ``docs/scanning_list.md`` shows it, and a test compares the two."""
 
 
-_RULES_BY_NAME: defaultdict[tuple[str, str], list[ClosedListRule]] = defaultdict(list)
+_RULES_BY_NAME: defaultdict[tuple[str, str], list[NameRule]] = defaultdict(list)
 for _rule in RULES:
     for _key in _rule.keys:
         _RULES_BY_NAME[_key].append(_rule)
@@ -207,10 +208,9 @@ def explain_refusal(recorded_object: Opaque | TensorAttributes) -> str | None:
         # torch sets the attributes of a tensor by ``setattr``: numbers and strings there call nothing.
         if str(recorded_object.ref) not in _TENSOR_CLASSES:
             return f"it makes a tensor a {recorded_object.ref}"
-        is_empty = recorded_object.state is None or (
-            type(recorded_object.state) in (dict, OrderedDict) and not recorded_object.state
-        )
-        is_plain = is_empty or TENSOR_ATTRIBUTES.accepts(recorded_object.state)
+        state = recorded_object.state
+        is_empty = state is None or (type(state) in (dict, OrderedDict) and not state)
+        is_plain = is_empty or TENSOR_ATTRIBUTES.accepts(state)
         return None if is_plain else "it gives a tensor attributes that are objects"
     ref = resolve_name(recorded_object.ref)
     if ref is None:
@@ -218,14 +218,13 @@ def explain_refusal(recorded_object: Opaque | TensorAttributes) -> str | None:
     rules = _RULES_BY_NAME.get((ref.module, ref.name), ())
     if not rules and not is_listed(ref.module, ref.name):
         return f"it calls {ref}"
-    if any(_is_allowed_by(rule, recorded_object) for rule in rules) and (
-        ref != DTYPE or is_consistent_dtype(recorded_object)
-    ):
+    is_allowed = any(_is_allowed_by(rule, recorded_object) for rule in rules)
+    if is_allowed and (ref != DTYPE or is_consistent_dtype(recorded_object)):
         return None
     return f"it uses {ref} as no checkpoint does"
 
 
-def _is_allowed_by(rule: ClosedListRule, recorded_object: Opaque) -> bool:
+def _is_allowed_by(rule: NameRule, recorded_object: Opaque) -> bool:
     shapes = rule.call if recorded_object.form == "call" else rule.new
     return (
         any(shape.accepts(recorded_object.args) for shape in shapes)
@@ -256,7 +255,7 @@ def iter_list_entries() -> Iterator[ClosedListEntry]:
             yield ClosedListEntry(f"{module}: {rule.names}", _describe_allowed_uses(rule), rule.reason)
 
 
-def _describe_allowed_uses(rule: ClosedListRule) -> str:
+def _describe_allowed_uses(rule: NameRule) -> str:
     parts = [f"call{shape.text if shape.text.startswith('(') else f'(*{shape.text})'}" for shape in rule.call]
     parts += [f"new{shape.text}" for shape in rule.new]
     parts += [f"state {rule.state.text}"] if rule.state else []

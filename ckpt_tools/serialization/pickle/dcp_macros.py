@@ -218,9 +218,11 @@ class _IndexMacro(RecordMacro):
         if fqn is None or tail_match is None:
             return 0
         hint, extents, fetched = tail_match.groups()
-        offset = (
-            self.decode_size(extents) if extents is not None else None if fetched == b"N" else self.fetch_value(fetched)
-        )
+        offset: Value = None
+        if extents is not None:
+            offset = self.decode_size(extents)
+        elif fetched != b"N":
+            offset = self.fetch_value(fetched)
         if type(offset) is not Size and fetched != b"N":
             return 0
         index = object.__new__(MetadataIndex)

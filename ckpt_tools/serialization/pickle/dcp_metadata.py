@@ -78,7 +78,7 @@ def _check_known_fields(kind: str, state: dict[str, Value], *known: str) -> None
         raise UnsupportedError(f"a {kind} has a field {unknown[0]!r:.80}, which this version does not know")
 
 
-def _make_wrong_type_error(kind: str) -> MalformedError:
+def make_wrong_type_error(kind: str) -> MalformedError:
     return MalformedError(f"a {kind} contains values of the wrong type")
 
 
@@ -97,7 +97,7 @@ class ChunkStorageMetadata(DcpRecord):
         """Fill the fields. Megatron-FSDP has tuples in them (uneven_dtensor.py). Raises MalformedError."""
         offsets, sizes = (Size(each) if type(each) is tuple else each for each in (offsets, sizes))
         if type(offsets) is not Size or type(sizes) is not Size or len(offsets) != len(sizes):
-            raise _make_wrong_type_error("ChunkStorageMetadata")
+            raise make_wrong_type_error("ChunkStorageMetadata")
         self.offsets = offsets
         self.sizes = sizes
 
@@ -121,9 +121,9 @@ class MetadataIndex(DcpRecord):
     def set_fields(self, fqn: str, offset: Size | None, index: int | None) -> None:
         """Fill the fields. Raises MalformedError."""
         if type(fqn) is not str or len(fqn) > MAX_FQN_CHARS or not (offset is None or type(offset) is Size):
-            raise _make_wrong_type_error("MetadataIndex")
+            raise make_wrong_type_error("MetadataIndex")
         if not (index is None or type(index) is int):
-            raise _make_wrong_type_error("MetadataIndex")
+            raise make_wrong_type_error("MetadataIndex")
         self.fqn = fqn
         self.offset = offset
         self.index = index
@@ -158,7 +158,7 @@ class StorageInfo(DcpRecord):
     def set_fields(self, relative_path: str, offset: int, length: int, transforms: Iterable[str] | None) -> None:
         """Fill the fields. Raises MalformedError."""
         if type(relative_path) is not str or type(offset) is not int or type(length) is not int:
-            raise _make_wrong_type_error("_StorageInfo")
+            raise make_wrong_type_error("_StorageInfo")
         if not (0 <= offset <= INT64_MAX and 0 <= length <= INT64_MAX):
             raise MalformedError(f"an item of {length} bytes is at byte {offset}")
         self.relative_path = relative_path
@@ -173,7 +173,7 @@ class StorageInfo(DcpRecord):
 
 def _check_transform_names(values: Value) -> tuple[str, ...]:
     if type(values) not in (list, tuple) or len(values) > MAX_TRANSFORMS or set(map(type, values)) - {str}:
-        raise _make_wrong_type_error("_StorageInfo")
+        raise make_wrong_type_error("_StorageInfo")
     return tuple(values)
 
 
@@ -209,7 +209,7 @@ class TensorProperties(DcpRecord):
 
     def set_state(self, state: Any) -> None:
         if type(state) is not tuple or len(state) not in (5, 6) or type(state[0]) is not GlobalRef:
-            raise _make_wrong_type_error("TensorProperties")
+            raise make_wrong_type_error("TensorProperties")
         self.dtype, self.layout, self.requires_grad, self.memory_format, self.pin_memory = state[:5]
         self.strides = state[5] if len(state) == 6 else None
 
@@ -241,7 +241,7 @@ class TensorStorageMetadata(DcpRecord):
 
     def check_fields(self) -> tuple[Value, ...]:
         if (type(self.properties), type(self.size), type(self.chunks)) != (TensorProperties, Size, list):
-            raise _make_wrong_type_error("TensorStorageMetadata")
+            raise make_wrong_type_error("TensorStorageMetadata")
         _check_types("TensorStorageMetadata", self.chunks, ChunkStorageMetadata)
         _check_filled(self.chunks, "sizes")
         return (self.properties,)
@@ -326,7 +326,7 @@ class Metadata(DcpRecord):
 
     def check_fields(self) -> tuple[Value, ...]:
         if not isinstance(self.state_dict_metadata, dict) or not isinstance(self.storage_data, dict):
-            raise _make_wrong_type_error("Metadata")
+            raise make_wrong_type_error("Metadata")
         _check_types("Metadata", self.state_dict_metadata, str)
         _check_types("Metadata", self.state_dict_metadata.values(), TensorStorageMetadata, BytesStorageMetadata)
         _check_types("Metadata", self.storage_data, MetadataIndex)
@@ -340,7 +340,7 @@ class Metadata(DcpRecord):
 def _check_types(kind: str, values: Iterable[Value], *allowed: type) -> None:
     """Raises MalformedError where a value is of another type."""
     if not set(map(type, values)).issubset(allowed):
-        raise _make_wrong_type_error(kind)
+        raise make_wrong_type_error(kind)
 
 
 def _check_filled(records: Iterable[DcpRecord], name: str) -> None:

@@ -36,6 +36,14 @@ from ckpt_tools.serialization.pickle.dcp_metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from ckpt_tools.serialization.pickle.torch_names import (
+    REBUILD_FROM_TYPE,
+    REBUILD_META_TENSOR,
+    REBUILD_PARAMETER,
+    REBUILD_PARAMETER_WITH_STATE,
+    REBUILD_TENSOR_V2,
+    REBUILD_TENSOR_V3,
+)
 
 BATCH_ITEMS = 1000
 """Items between a MARK and its SETITEMS or APPENDS, as the pickle module does it, so that readers need little stack."""
@@ -51,14 +59,6 @@ _ENCODE = GlobalRef("_codecs", "encode")
 _ORDERED_DICT, _DEFAULT_DICT = GlobalRef("collections", "OrderedDict"), GlobalRef("collections", "defaultdict")
 _SIZE = GlobalRef("torch", "Size")
 _UNTYPED = GlobalRef("torch.storage", "UntypedStorage")
-_REBUILD_TENSOR, _REBUILD_TENSOR_V3 = (
-    GlobalRef("torch._utils", "_rebuild_tensor_v2"),
-    GlobalRef("torch._utils", "_rebuild_tensor_v3"),
-)
-_REBUILD_META_TENSOR = GlobalRef("torch._utils", "_rebuild_meta_tensor_no_storage")
-_REBUILD_PARAMETER = GlobalRef("torch._utils", "_rebuild_parameter")
-_REBUILD_PARAMETER_WITH_STATE = GlobalRef("torch._utils", "_rebuild_parameter_with_state")
-_REBUILD_FROM_TYPE = GlobalRef("torch._tensor", "_rebuild_from_type_v2")
 
 _TUPLE_OPCODES = {1: b"\x85", 2: b"\x86", 3: b"\x87"}
 
@@ -333,13 +333,13 @@ class _PickleWriter:
         for part in (value.storage, value.storage_offset, value.shape, value.strides, requires_grad):
             self.write(part)
         self._write_empty_ordered_dict()
-        if _choose_rebuild_function(value) == _REBUILD_TENSOR_V3:
+        if _choose_rebuild_function(value) == REBUILD_TENSOR_V3:
             self.write_global(dtype)
         self.out += b"t"
 
     def _write_parameter(self, value: StoredTensor) -> None:
         """``_rebuild_parameter(data, requires_grad, hooks)``, where ``data`` itself requires none."""
-        self.write_global(_REBUILD_PARAMETER if value.state is None else _REBUILD_PARAMETER_WITH_STATE)
+        self.write_global(REBUILD_PARAMETER if value.state is None else REBUILD_PARAMETER_WITH_STATE)
         self.out += b"("
         self.write_global(_choose_rebuild_function(value))
         self._write_tensor_arguments(value, requires_grad=False)
@@ -351,7 +351,7 @@ class _PickleWriter:
         self.out += b"tR"
 
     def _write_wrapped_tensor(self, value: StoredTensor) -> None:
-        self.write_global(_REBUILD_FROM_TYPE)
+        self.write_global(REBUILD_FROM_TYPE)
         self.out += b"("
         self.write_global(_choose_rebuild_function(value))
         assert value.wrapper is not None
@@ -388,10 +388,8 @@ class _PickleWriter:
         template = self._templates.get(kind)
         if template is None:
             first, *others = (self._get_reference(name) for name in names)
-            template = self._templates[kind] = (
-                self._get_reference(GLOBAL_BY_CLASS[kind]) + b")\x81}(" + first,
-                *others,
-            )
+            new_object = self._get_reference(GLOBAL_BY_CLASS[kind]) + b")\x81}("
+            template = self._templates[kind] = (new_object + first, *others)
         return template
 
     def write_record(self, value: DcpRecord) -> None:
@@ -413,11 +411,8 @@ class _PickleWriter:
 
     def write_storage_info(self, value: StorageInfo) -> None:
         new, offset, length = self._get_record_template(StorageInfo, "relative_path", "offset", "length")
-        path, start, size = (
-            self._get_reference(value.relative_path),
-            _encode_integer(value.offset),
-            _encode_integer(value.length),
-        )
+        path = self._get_reference(value.relative_path)
+        start, size = _encode_integer(value.offset), _encode_integer(value.length)
         self.out += b"%b%b%b%b%b%b" % (new, path, offset, start, length, size)
         if value.transform_descriptors is not None:
             self.write_text("transform_descriptors")
@@ -445,8 +440,8 @@ def _encode_size_arguments(value: Size) -> bytes:
 def _choose_rebuild_function(value: StoredTensor) -> GlobalRef:
     """Function that rebuilds the bare tensor: a storage of another type than the tensor needs the newer one."""
     if value.storage is None:
-        return _REBUILD_META_TENSOR
-    return _REBUILD_TENSOR if value.storage.dtype is value.dtype else _REBUILD_TENSOR_V3
+        return REBUILD_META_TENSOR
+    return REBUILD_TENSOR_V2 if value.storage.dtype is value.dtype else REBUILD_TENSOR_V3
 
 
 _WRITE_METHODS: dict[type, Callable[[_PickleWriter, Any], None]] = {

@@ -30,9 +30,9 @@ from ckpt_tools.errors import CkptError, MalformedError, MemoryBudgetError, Unsa
 from ckpt_tools.serialization.pickle.allowed_calls import ALLOWED_CALLS
 from ckpt_tools.serialization.pickle.dcp_macros import MACROS
 from ckpt_tools.serialization.pickle.dump import dumps
-from ckpt_tools.serialization.pickle.limits import ValueChecker
 from ckpt_tools.serialization.pickle.machine import EndsEarlyError, InstructionSet, Machine, PersistentLoad
 from ckpt_tools.serialization.pickle.opcodes import OPCODE_STEPS
+from ckpt_tools.serialization.pickle.value_limits import ValueChecker
 
 __all__ = ["PersistentLoad", "dumps", "loads", "refuse_call"]
 

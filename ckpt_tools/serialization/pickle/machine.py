@@ -245,8 +245,7 @@ class Machine:
                 if self.arrays is None:
                     raise JoblibArrayError(
                         f"the pickle is malformed at byte {self.file_position:,}: the elements of an array of joblib "
-                        f"follow, "
-                        "which only joblib.load reads"
+                        "follow, which only joblib.load reads"
                     ) from None
                 position = self.arrays.skip_array(self, array)
                 data, self.is_framed = self.data, False
@@ -302,9 +301,8 @@ class Machine:
         if len(values) <= self.bytes_to_copy:
             self.bytes_to_copy -= len(values)
             text_bytes = sum(len(value) for value in values if isinstance(value, str | bytes))
-            self.bytes_to_copy -= text_bytes + 4 * sum(
-                len(value) for value in values if isinstance(value, list | tuple | dict)
-            )
+            num_items = sum(len(value) for value in values if isinstance(value, list | tuple | dict))
+            self.bytes_to_copy -= text_bytes + 4 * num_items
         if len(values) > self.bytes_to_copy or self.bytes_to_copy < 0:
             self.fail("the same data is copied too many times over")
 

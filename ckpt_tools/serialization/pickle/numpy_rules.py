@@ -18,7 +18,7 @@ from ckpt_tools.serialization.pickle.shapes import (
     NO_ARGUMENTS,
     NOTHING,
     STR,
-    ClosedListRule,
+    NameRule,
     ValueShape,
     charge_items,
     equal_to,
@@ -113,9 +113,8 @@ def _are_fields_within(names: Value, fields_by_name: Value, size: int) -> bool:
     """
     if type(fields_by_name) is not dict or type(names) is not tuple or len(names) > MAX_FIELDS:
         return False
-    is_named = (
-        tuple_of(STR).accepts(names) and len(fields_by_name) == len(names) and fields_by_name.keys() == set(names)
-    )
+    are_strings = tuple_of(STR).accepts(names)
+    is_named = are_strings and len(fields_by_name) == len(names) and fields_by_name.keys() == set(names)
     return is_named and all(_is_field_within(field, size) for field in charge_items(fields_by_name, weight=16).values())
 
 
@@ -250,47 +249,44 @@ _SPARSE_STATE = with_text("its shape, its arrays and bools", fields(
     _has_sorted_indices=BOOL, has_sorted_indices=BOOL, _index_dtype=made_by(str(DTYPE)),
 ))  # fmt: skip
 
-RULES: tuple[ClosedListRule, ...] = (
-    ClosedListRule("numpy",
-         "ndarray bool bool_ int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 "
-         "longdouble complex64 complex128 str_ bytes_ void datetime64 timedelta64",
-         "a name by itself: the type of a value"),
-    *(ClosedListRule(modules, names, "a name by itself: a class of arrays") for modules, names in _SUBCLASSES.items()),
-    ClosedListRule("numpy", "dtype",
+RULES: tuple[NameRule, ...] = (
+    NameRule("numpy",
+         "ndarray bool bool_ int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 longdouble "
+         "complex64 complex128 str_ bytes_ void datetime64 timedelta64", "a name by itself: the type of a value"),
+    *(NameRule(modules, names, "a name by itself: a class of arrays") for modules, names in _SUBCLASSES.items()),
+    NameRule("numpy", "dtype",
          "a plain dtype or one of fields without objects; its state must say the same as its code",
          call=(row(_CODE, BOOL | INT, BOOL | INT), row(_RECORD, BOOL | INT, _COPIED)),
          state=ValueShape("byte order, sizes and fields", _is_dtype_state)),
-    ClosedListRule("numpy.core.multiarray numpy._core.multiarray", "_reconstruct",
+    NameRule("numpy.core.multiarray numpy._core.multiarray", "_reconstruct",
          "an empty array; its state has exactly the bytes of its shape and dtype, or one object for each element",
          call=(row(_ARRAY_CLASSES, row(equal_to(0)), equal_to(b"b")),),
          state=ValueShape("(1, shape, dtype, bool, bytes or list)", _is_array_state)),
-    ClosedListRule("numpy.core.multiarray numpy._core.multiarray", "scalar",
-         "a plain dtype and the bytes of one element",
+    NameRule("numpy.core.multiarray numpy._core.multiarray", "scalar", "a plain dtype and the bytes of one element",
          call=(ValueShape("(dtype, bytes)", _is_scalar_call),)),
-    ClosedListRule("numpy.core.numeric numpy._core.numeric", "_frombuffer",
+    NameRule("numpy.core.numeric numpy._core.numeric", "_frombuffer",
          "an array over bytes of the pickle, exactly as many",
          call=(ValueShape("(bytes, dtype, shape, 'C' or 'F')", _is_buffer_call),)),
-    ClosedListRule("numpy.ma.core", "_mareconstruct",
+    NameRule("numpy.ma.core", "_mareconstruct",
          "the same with a mask, a byte for each element, and a value that fills it",
          call=(row(_MASKED, _MATRIX, row(equal_to(0)), equal_to("b")),),
          state=ValueShape("(1, shape, dtype, bool, bytes, bytes, array or None)", _is_masked_state)),
-    ClosedListRule("numpy.ma.core numpy.ma", "MaskedConstant", "numpy.ma.masked", call=(NO_ARGUMENTS,)),
-    ClosedListRule("numpy.random._pickle", "__randomstate_ctor __generator_ctor", "a random generator",
-         call=(row(_BIT_GENERATOR), row(_BIT_GENERATOR_NAMES),
-               row(_BIT_GENERATOR_NAMES, global_name("numpy.random._pickle.__bit_generator_ctor"))),
-         state=_GENERATOR_STATE),
-    ClosedListRule("numpy.random._pickle", "__bit_generator_ctor", "makes one of five classes of numpy",
+    NameRule("numpy.ma.core numpy.ma", "MaskedConstant", "numpy.ma.masked", call=(NO_ARGUMENTS,)),
+    NameRule("numpy.random._pickle", "__randomstate_ctor __generator_ctor", "a random generator",
+         call=(row(_BIT_GENERATOR), row(_BIT_GENERATOR_NAMES), row(_BIT_GENERATOR_NAMES,
+              global_name("numpy.random._pickle.__bit_generator_ctor"))), state=_GENERATOR_STATE),
+    NameRule("numpy.random._pickle", "__bit_generator_ctor", "makes one of five classes of numpy",
          call=(row(global_name(*_BIT_GENERATORS)), row(_BIT_GENERATOR_NAMES)),
          state=_GENERATOR_STATE | row(_GENERATOR_STATE, _SEED_SEQUENCE | NOTHING)),
-    ClosedListRule("numpy.random.bit_generator", "__pyx_unpickle_SeedSequence", "numbers of a seed",
+    NameRule("numpy.random.bit_generator", "__pyx_unpickle_SeedSequence", "numbers of a seed",
          call=(row(global_name("numpy.random.bit_generator.SeedSequence"), INT, NOTHING),),
          state=row(INT | NOTHING, INT, ARRAY, INT, tuple_of(INT))),
-    ClosedListRule("numpy.random.bit_generator", "SeedSequence", "a name by itself"),
-    *(ClosedListRule(*each.rpartition(".")[::2], "a name by itself") for each in _BIT_GENERATORS),
-    ClosedListRule(JOBLIB_ARRAY.module, JOBLIB_ARRAY.name, "an array of joblib.dump, whose bytes follow in the file",
+    NameRule("numpy.random.bit_generator", "SeedSequence", "a name by itself"),
+    *(NameRule(*each.rpartition(".")[::2], "a name by itself") for each in _BIT_GENERATORS),
+    NameRule(JOBLIB_ARRAY.module, JOBLIB_ARRAY.name, "an array of joblib.dump, whose bytes follow in the file",
          new=(NO_ARGUMENTS,), state=JOBLIB_STATE),
-    *(ClosedListRule(f"scipy.sparse._{form} scipy.sparse.{form}", f"{form}_matrix {form}_array",
-           "arrays and a shape; they cannot be hooks", new=(NO_ARGUMENTS,), state=_SPARSE_STATE)
-      for form in _SPARSE_FORMATS.split()),
+    *(NameRule(f"scipy.sparse._{form} scipy.sparse.{form}", f"{form}_matrix {form}_array",
+         "arrays and a shape; they cannot be hooks", new=(NO_ARGUMENTS, ),
+         state=_SPARSE_STATE) for form in _SPARSE_FORMATS.split()),
 )  # fmt: skip
 """A part of the list in ``closed_list``."""

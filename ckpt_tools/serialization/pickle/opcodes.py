@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from ckpt_tools.core.values import GlobalRef, Opaque, OrderedDict, Value, describe_kind
 from ckpt_tools.serialization.pickle.dcp_metadata import RECORD_CLASSES, DcpRecord
-from ckpt_tools.serialization.pickle.limits import check_keys, insert_items
+from ckpt_tools.serialization.pickle.keys import check_keys, insert_items
 from ckpt_tools.serialization.pickle.machine import (
     UNSET,
     ArrayFollows,
@@ -49,17 +49,13 @@ def _refuse_unknown(machine: Machine, position: int) -> int:
 
 def _read_protocol(machine: Machine, position: int) -> int:
     protocol = machine.data[position]
-    if machine.file_position or not 2 <= protocol <= 5:
-        machine.fail(
-            "its protocol is stated where no pickler states it"
-            if machine.file_position
-            else _UNKNOWN_PROTOCOL % protocol
-        )
+    if machine.file_position:
+        machine.fail("its protocol is stated where no pickler states it")
+    if not 2 <= protocol <= 5:
+        machine.fail(f"protocol {protocol} is unknown")
     machine.protocol = protocol
     return position + 1
 
-
-_UNKNOWN_PROTOCOL = "protocol %d is unknown"
 
 MIN_FRAME_BYTES = 4
 """Picklers write less than this without a frame."""
@@ -122,7 +118,7 @@ def read_span(machine: Machine, position: int, width: int) -> tuple[int, int]:
 
 
 def _make_sized_step(width: int, decode: Callable[[bytes], Value]) -> OpcodeStep:
-    """A value that ``make_object`` makes of the bytes after a length of ``width`` bytes."""
+    """A step that pushes what ``decode`` makes of the bytes after a length of ``width`` bytes."""
 
     def step(machine: Machine, position: int) -> int:
         start, stop = read_span(machine, position, width)
@@ -448,7 +444,7 @@ def _make_empty_step(kind: Callable[[], Value], cost: int) -> OpcodeStep:
 
 
 def _make_mark_step(make_value: Callable[[Machine, list[Value]], Value]) -> OpcodeStep:
-    """The value that ``make_object`` makes of the items since the last mark."""
+    """A step that pushes what ``make_value`` makes of the items since the last mark."""
 
     def step(machine: Machine, position: int) -> int:
         items = machine.pop_mark()

@@ -195,19 +195,12 @@ def _judge_once(
 ) -> str | None:
     """The judgement of an object; objects of a few scalars without a state, of which a DCP has millions, are judged
     once."""
-    if (
-        type(recorded_object) is not Opaque
-        or recorded_object.state is not None
-        or recorded_object.items
-        or recorded_object.pairs
-        or recorded_object.kwargs
-    ):
-        return explain_refusal(recorded_object)
-    if type(recorded_object.ref) is not GlobalRef or not _SCALAR_TYPES.issuperset(
-        map(type, charge_items(recorded_object.args))
-    ):
-        return explain_refusal(recorded_object)
-    key = (recorded_object.ref, recorded_object.form, *((type(arg), arg) for arg in recorded_object.args))
+    made = recorded_object
+    if type(made) is not Opaque or made.state is not None or made.items or made.pairs or made.kwargs:
+        return explain_refusal(made)
+    if type(made.ref) is not GlobalRef or not _SCALAR_TYPES.issuperset(map(type, charge_items(made.args))):
+        return explain_refusal(made)
+    key = (made.ref, made.form, *((type(arg), arg) for arg in made.args))
     if key not in judgements:
         judgements[key] = explain_refusal(recorded_object)
     return judgements[key]

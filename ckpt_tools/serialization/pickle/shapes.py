@@ -175,7 +175,7 @@ def with_slots(shape: ValueShape) -> ValueShape:
 
 
 @dataclass(frozen=True, slots=True)
-class ClosedListRule:
+class NameRule:
     """Allowed uses of each of ``names`` of each of ``modules``, and why they run no code of the pickle."""
 
     modules: str
@@ -199,6 +199,6 @@ ITS_ATTRIBUTES = "its attributes are set one by one; they cannot be hooks"
 A_NAME = "a name by itself: importing torch runs nothing of the pickle's"
 
 
-def attribute_rule(modules: str, names: str) -> ClosedListRule:
+def attribute_rule(modules: str, names: str) -> NameRule:
     """A class whose objects are made without arguments and given attributes."""
-    return ClosedListRule(modules, names, ITS_ATTRIBUTES, new=(NO_ARGUMENTS,), state=with_slots(ATTRIBUTES))
+    return NameRule(modules, names, ITS_ATTRIBUTES, new=(NO_ARGUMENTS,), state=with_slots(ATTRIBUTES))

@@ -22,7 +22,7 @@ from ckpt_tools.serialization.pickle.shapes import (
     NOTHING,
     STR,
     TENSOR,
-    ClosedListRule,
+    NameRule,
     ValueShape,
     dict_of,
     equal_to,
@@ -35,18 +35,20 @@ from ckpt_tools.serialization.pickle.shapes import (
     row,
     tuple_of,
 )
+from ckpt_tools.serialization.pickle.torch_names import (
+    DTENSOR_PACKAGE,
+    DTENSORS,
+    OLD_DTENSOR_PACKAGE,
+    PROCESS_GROUP_STATE,
+    REBUILD_WRAPPER_SUBCLASS,
+    SHARD_PACKAGE,
+    SHARDED_TENSOR,
+)
 
-_DTENSOR, _OLD_DTENSOR = "torch.distributed.tensor", "torch.distributed._tensor"
-_SHARDED = "torch.distributed._shard"
-_SHARDED_API = f"{_SHARDED}.sharded_tensor.api"
 _PLANNER = "torch.distributed.checkpoint.planner"
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
-_SPECS = f"{_DTENSOR}._dtensor_spec {_OLD_DTENSOR}.placement_types"
-_PLACEMENTS = f"{_DTENSOR}.placement_types {_OLD_DTENSOR}.placement_types"
-
-DTENSORS = (f"{_DTENSOR}.DTensor", f"{_DTENSOR}._api.DTensor", f"{_OLD_DTENSOR}.DTensor", f"{_OLD_DTENSOR}.api.DTensor")
-SHARDED_TENSOR = f"{_SHARDED_API}.ShardedTensor"
-_INNER_CLASS = "ProcessGroupState"
+_SPECS = f"{DTENSOR_PACKAGE}._dtensor_spec {OLD_DTENSOR_PACKAGE}.placement_types"
+_PLACEMENTS = f"{DTENSOR_PACKAGE}.placement_types {OLD_DTENSOR_PACKAGE}.placement_types"
 
 
 def _made_by_any(modules: str, *names: str) -> ValueShape:
@@ -62,22 +64,22 @@ _LAYOUT = _made_by_any("torch.distributed._mesh_layout", "_MeshLayout")
 _FLAT = _made_by_any("torch.distributed._mesh_layout", "_FlatLayout")
 _PLACEMENT = _made_by_any(_PLACEMENTS, "Shard", "Replicate", "Partial", "_Partial", "_StridedShard")
 _TENSOR_META = _made_by_any(_SPECS, "TensorMeta")
-_ORDER_ENTRY = _made_by_any(f"{_DTENSOR}._dtensor_spec", "ShardOrderEntry")
+_ORDER_ENTRY = _made_by_any(f"{DTENSOR_PACKAGE}._dtensor_spec", "ShardOrderEntry")
 _SPEC = _made_by_any(_SPECS, "DTensorSpec")
 _NESTED_INTS = INT | tuple_of(INT | tuple_of(INT))
 _WRAPPED = row(
-    global_name(*DTENSORS, SHARDED_TENSOR), _DTYPE, _DIMS, NATURALS, INT,
+    global_name(*map(str, (*DTENSORS, SHARDED_TENSOR))), _DTYPE, _DIMS, NATURALS, INT,
     made_by("torch.serialization._get_layout"), made_by("torch.device"), BOOL,
 )  # fmt: skip
 _DEVICE = _made_by_any("torch.distributed.remote_device", "_remote_device")
-_SHARD_METADATA = _made_by_any(f"{_SHARDED}.metadata", "ShardMetadata")
-_SHARD = _made_by_any(f"{_SHARDED}.sharded_tensor.shard", "Shard")
-_SHARDED_METADATA = _made_by_any(f"{_SHARDED}.sharded_tensor.metadata", "ShardedTensorMetadata")
+_SHARD_METADATA = _made_by_any(f"{SHARD_PACKAGE}.metadata", "ShardMetadata")
+_SHARD = _made_by_any(f"{SHARD_PACKAGE}.sharded_tensor.shard", "Shard")
+_SHARDED_METADATA = _made_by_any(f"{SHARD_PACKAGE}.sharded_tensor.metadata", "ShardedTensorMetadata")
 _SHARDING = made_by(
-    f"{_SHARDED}.sharding_spec.api.EnumerableShardingSpec",
-    f"{_SHARDED}.sharding_spec.chunk_sharding_spec.ChunkShardingSpec",
+    f"{SHARD_PACKAGE}.sharding_spec.api.EnumerableShardingSpec",
+    f"{SHARD_PACKAGE}.sharding_spec.chunk_sharding_spec.ChunkShardingSpec",
 )
-_PROCESS_GROUP_STATE = made_by(f"{SHARDED_TENSOR}.{_INNER_CLASS}")
+_PROCESS_GROUP_STATE = made_by(f"{SHARDED_TENSOR}.{PROCESS_GROUP_STATE}")
 
 
 def _dataclass_state(**shapes: ValueShape) -> ValueShape:
@@ -87,12 +89,12 @@ def _dataclass_state(**shapes: ValueShape) -> ValueShape:
 
 def _is_wrapped_tensor(args: Value) -> bool:
     """``_rebuild_from_type_v2(_rebuild_wrapper_subclass, kind, arguments, state)``, of one kind in both places."""
-    if type(args) is not tuple or len(args) != 4 or args[0] != GlobalRef("torch._utils", "_rebuild_wrapper_subclass"):
+    if type(args) is not tuple or len(args) != 4 or args[0] != REBUILD_WRAPPER_SUBCLASS:
         return False
     _, kind, inner, state = args
     if type(kind) is not GlobalRef or not _WRAPPED.accepts(inner) or inner[0] != kind:
         return False
-    return (_SHARDED_STATE if str(kind) == SHARDED_TENSOR else _DTENSOR_STATE).accepts(state)
+    return (_SHARDED_STATE if kind == SHARDED_TENSOR else _DTENSOR_STATE).accepts(state)
 
 
 _DTENSOR_STATE = row(NOTHING | fields(), fields(_local_tensor=TENSOR, _spec=_SPEC))
@@ -101,73 +103,79 @@ _SHARDED_STATE = row(list_of(_SHARD), _SHARDED_METADATA, _PROCESS_GROUP_STATE, _
 
 def _make_object_rule(
     modules: str, names: str, state: ValueShape | None = None, *, new: ValueShape = NO_ARGUMENTS
-) -> ClosedListRule:
-    return ClosedListRule(modules, names, ITS_ATTRIBUTES if state else "a tuple", new=(new,), state=state)
+) -> NameRule:
+    return NameRule(modules, names, ITS_ATTRIBUTES if state else "a tuple", new=(new,), state=state)
 
 
+_COORDINATE = tuple_of(INT) | list_of(INT) | NOTHING
 _MESH_STATE = fields(
     _device_type=STR, _layout=_LAYOUT, _rank_map=TENSOR, _mesh_dim_names=_OPTIONAL_STRS, _root_mesh=_MESH | NOTHING,
     _preserve_rank_order=BOOL, _flatten_rank_map=tuple_of(INT), _thread_id=_OPTIONAL_INT,
-    _flatten_mapping=dict_of(STR, _MESH), _dim_group_names=list_of(STR), _rank=INT, _coordinate_on_dim=tuple_of(INT)
-    | list_of(INT) | NOTHING, _hash=_OPTIONAL_INT,
+    _flatten_mapping=dict_of(STR, _MESH), _dim_group_names=list_of(STR), _rank=INT, _coordinate_on_dim=_COORDINATE,
+    _hash=_OPTIONAL_INT,
 )  # fmt: skip
 _OLD_MESH_STATE = fields(
     device_type=STR, mesh=TENSOR, mesh_dim_names=_OPTIONAL_STRS, _flatten_mesh_list=tuple_of(INT),
-    _parent_mesh=_MESH | NOTHING, _thread_id=_OPTIONAL_INT, _coordinate_on_dim=tuple_of(INT) | list_of(INT) | NOTHING,
+    _parent_mesh=_MESH | NOTHING, _thread_id=_OPTIONAL_INT, _coordinate_on_dim=_COORDINATE,
     _dim_group_infos=list_of(row(STR, list_of(INT), STR)), _dim_group_names=list_of(STR), _hash=_OPTIONAL_INT,
 )  # fmt: skip
 _PLAN_STATE = {
-    "items": list_of(_made_by_any(_PLANNER, "WriteItem")), "storage_data": NOTHING, "planner_data": fields() | NOTHING,
+    "items": list_of(_made_by_any(_PLANNER, "WriteItem")),
+    "storage_data": NOTHING,
+    "planner_data": fields() | NOTHING,
     "usable": BOOL,
-}  # fmt: skip
+}
 _MCORE_DATA = dict_of(STR, dict_of(STR, _DIMS))
 
-RULES: tuple[ClosedListRule, ...] = (
-    ClosedListRule("torch._utils", "_rebuild_wrapper_subclass", "handed to _rebuild_from_type_v2 alone"),
-    ClosedListRule(_SHARDED_API, "ShardedTensor", A_NAME),
-    ClosedListRule("builtins", "getattr", "an inner class of ShardedTensor, before protocol 4",
-         call=(row(global_name(SHARDED_TENSOR), one_of(_INNER_CLASS)),)),
-    ClosedListRule("torch._tensor", "_rebuild_from_type_v2", "a tensor of one rank; its parts are of the classes below",
+RULES: tuple[NameRule, ...] = (
+    NameRule("torch._utils", "_rebuild_wrapper_subclass", "handed to _rebuild_from_type_v2 alone"),
+    NameRule(SHARDED_TENSOR.module, "ShardedTensor", A_NAME),
+    NameRule("builtins", "getattr", "an inner class of ShardedTensor, before protocol 4",
+         call=(row(global_name(str(SHARDED_TENSOR)), one_of(PROCESS_GROUP_STATE)),)),
+    NameRule("torch._tensor", "_rebuild_from_type_v2", "a tensor of one rank; its parts are of the classes below",
          call=(ValueShape("(_rebuild_wrapper_subclass, DTensor or ShardedTensor, (it, dtype, shape, strides, int, "
-                     "layout, device, bool), its parts)", _is_wrapped_tensor),)),
-    _make_object_rule(_SPECS, "DTensorSpec", _dataclass_state(
-        mesh=_MESH, placements=tuple_of(_PLACEMENT) | list_of(_PLACEMENT), tensor_meta=_TENSOR_META | NOTHING,
-        shard_order=tuple_of(_ORDER_ENTRY) | NOTHING, use_strided_shard_as_shard_order=BOOL, _hash=_OPTIONAL_INT)),
+                          "layout, device, bool), its parts)", _is_wrapped_tensor),)),
+    _make_object_rule(_SPECS, "DTensorSpec",
+         _dataclass_state(mesh=_MESH, placements=tuple_of(_PLACEMENT) | list_of(_PLACEMENT),
+              tensor_meta=_TENSOR_META | NOTHING, shard_order=tuple_of(_ORDER_ENTRY) | NOTHING,
+              use_strided_shard_as_shard_order=BOOL, _hash=_OPTIONAL_INT)),
     _make_object_rule(_SPECS, "TensorMeta", new=row(_DIMS, NATURALS, _DTYPE)),
-    _make_object_rule(f"{_DTENSOR}._dtensor_spec", "ShardOrderEntry", new=row(INT, tuple_of(INT))),
+    _make_object_rule(f"{DTENSOR_PACKAGE}._dtensor_spec", "ShardOrderEntry", new=row(INT, tuple_of(INT))),
     _make_object_rule(_MESHES, "DeviceMesh", _MESH_STATE | _OLD_MESH_STATE),
     _make_object_rule("torch.distributed._mesh_layout", "_MeshLayout",
-            _dataclass_state(axes=tuple_of(_FLAT), shape=_NESTED_INTS, stride=_NESTED_INTS)),
-    _make_object_rule("torch.distributed._mesh_layout", "_FlatLayout", _dataclass_state(shape=tuple_of(INT),
-    stride=tuple_of(INT))), _make_object_rule(_PLACEMENTS, "Shard", _dataclass_state(dim=INT)),
+         _dataclass_state(axes=tuple_of(_FLAT), shape=_NESTED_INTS, stride=_NESTED_INTS)),
+    _make_object_rule("torch.distributed._mesh_layout", "_FlatLayout",
+         _dataclass_state(shape=tuple_of(INT), stride=tuple_of(INT))),
+    _make_object_rule(_PLACEMENTS, "Shard", _dataclass_state(dim=INT)),
     _make_object_rule(_PLACEMENTS, "Replicate", _dataclass_state()),
     _make_object_rule(_PLACEMENTS, "Partial _Partial", _dataclass_state(reduce_op=STR)),
     _make_object_rule(_PLACEMENTS, "_StridedShard", _dataclass_state(dim=INT, split_factor=INT)),
-    _make_object_rule(f"{_SHARDED}.sharded_tensor.shard", "Shard", _dataclass_state(tensor=TENSOR,
-    metadata=_SHARD_METADATA)), _make_object_rule(f"{_SHARDED}.metadata", "ShardMetadata",
-            _dataclass_state(shard_offsets=list_of(INT), shard_sizes=list_of(INT), placement=_DEVICE | NOTHING)),
+    _make_object_rule(f"{SHARD_PACKAGE}.sharded_tensor.shard", "Shard",
+         _dataclass_state(tensor=TENSOR, metadata=_SHARD_METADATA)),
+    _make_object_rule(f"{SHARD_PACKAGE}.metadata", "ShardMetadata",
+         _dataclass_state(shard_offsets=list_of(INT), shard_sizes=list_of(INT), placement=_DEVICE | NOTHING)),
     _make_object_rule("torch.distributed.remote_device", "_remote_device",
-            fields(_worker_name=STR | NOTHING, _rank=_OPTIONAL_INT, _device=made_by("torch.device"))),
-    _make_object_rule(f"{_SHARDED}.sharded_tensor.metadata", "ShardedTensorMetadata",
-            fields(shards_metadata=list_of(_SHARD_METADATA), size=_DIMS,
-                   tensor_properties=instance_of("TensorProperties", TensorProperties))),
-    _make_object_rule(_SHARDED_API, f"ShardedTensor.{_INNER_CLASS}",
-            fields(local_rank=INT, global_rank=INT, local_world_size=INT, global_world_size=INT)),
-    _make_object_rule(f"{_SHARDED}.sharding_spec.chunk_sharding_spec", "ChunkShardingSpec",
-            fields(dim=INT, placements=list_of(_DEVICE))),
-    _make_object_rule(f"{_SHARDED}.sharding_spec.api", "EnumerableShardingSpec",
-            fields(shards=list_of(_SHARD_METADATA))),
+         fields(_worker_name=STR | NOTHING, _rank=_OPTIONAL_INT, _device=made_by("torch.device"))),
+    _make_object_rule(f"{SHARD_PACKAGE}.sharded_tensor.metadata", "ShardedTensorMetadata",
+         fields(shards_metadata=list_of(_SHARD_METADATA), size=_DIMS, tensor_properties=instance_of("TensorProperties",
+              TensorProperties))),
+    _make_object_rule(SHARDED_TENSOR.module, f"ShardedTensor.{PROCESS_GROUP_STATE}",
+         fields(local_rank=INT, global_rank=INT, local_world_size=INT, global_world_size=INT)),
+    _make_object_rule(f"{SHARD_PACKAGE}.sharding_spec.chunk_sharding_spec", "ChunkShardingSpec",
+         fields(dim=INT, placements=list_of(_DEVICE))),
+    _make_object_rule(f"{SHARD_PACKAGE}.sharding_spec.api", "EnumerableShardingSpec",
+         fields(shards=list_of(_SHARD_METADATA))),
     # What Megatron keeps of the plan of each rank, beside the metadata of a DCP
     _make_object_rule(_PLANNER, "SavePlan", fields(**_PLAN_STATE)),
     _make_object_rule(_MEGATRON, "MCoreSavePlan", fields(**_PLAN_STATE, mcore_data=_MCORE_DATA)),
-    _make_object_rule(_PLANNER, "WriteItem", fields(
-        index=instance_of("MetadataIndex", MetadataIndex), type=_made_by_any(_PLANNER, "WriteItemType"),
-        bytes_io_data=_made_by_any(_PLANNER, "BytesIOWriteData") | NOTHING,
-        tensor_data=_made_by_any(_PLANNER, "TensorWriteData") | NOTHING)),
-    ClosedListRule(_PLANNER, "WriteItemType", AN_ENUM, call=(ENUM,)),
+    _make_object_rule(_PLANNER, "WriteItem",
+         fields(index=instance_of("MetadataIndex", MetadataIndex), type=_made_by_any(_PLANNER, "WriteItemType"),
+              bytes_io_data=_made_by_any(_PLANNER, "BytesIOWriteData") | NOTHING, tensor_data=_made_by_any(_PLANNER,
+              "TensorWriteData") | NOTHING)),
+    NameRule(_PLANNER, "WriteItemType", AN_ENUM, call=(ENUM,)),
     _make_object_rule(_PLANNER, "BytesIOWriteData", fields(nbytes=INT)),
-    _make_object_rule(_PLANNER, "TensorWriteData", fields(
-        chunk=instance_of("ChunkStorageMetadata", ChunkStorageMetadata),
-        properties=instance_of("TensorProperties", TensorProperties), size=_DIMS)),
+    _make_object_rule(_PLANNER, "TensorWriteData",
+         fields(chunk=instance_of("ChunkStorageMetadata", ChunkStorageMetadata),
+              properties=instance_of("TensorProperties", TensorProperties), size=_DIMS)),
 )  # fmt: skip
 """A part of the list in ``closed_list``."""

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
-from typing import Any, NoReturn
+from typing import Any
 
 from ckpt_tools.core.boxes import Shape, contiguous_strides
 from ckpt_tools.core.dtypes import DType
@@ -37,32 +37,30 @@ from ckpt_tools.core.values import (
     format_brief,
 )
 from ckpt_tools.errors import MalformedError, UnsupportedError
+from ckpt_tools.serialization.pickle.dcp_metadata import make_wrong_type_error
 from ckpt_tools.serialization.pickle.shapes import GETATTR
-
-_FROM_TYPE = GlobalRef("torch._tensor", "_rebuild_from_type_v2")
-_WRAPPER_SUBCLASS = GlobalRef("torch._utils", "_rebuild_wrapper_subclass")
-
-_DTENSOR_PACKAGE = "torch.distributed.tensor"
-_OLD_DTENSOR_PACKAGE = "torch.distributed._tensor"
-_SHARD_PACKAGE = "torch.distributed._shard"
-
-DTENSORS = frozenset(
-    GlobalRef(module, "DTensor")
-    for module in (_DTENSOR_PACKAGE, f"{_DTENSOR_PACKAGE}._api", _OLD_DTENSOR_PACKAGE, f"{_OLD_DTENSOR_PACKAGE}.api")
+from ckpt_tools.serialization.pickle.torch_names import (
+    DTENSOR_PACKAGE,
+    DTENSORS,
+    OLD_DTENSOR_PACKAGE,
+    PROCESS_GROUP_STATE,
+    REBUILD_FROM_TYPE,
+    REBUILD_WRAPPER_SUBCLASS,
+    SHARD_PACKAGE,
+    SHARDED_TENSOR,
 )
-SHARDED_TENSORS = frozenset({GlobalRef(f"{_SHARD_PACKAGE}.sharded_tensor.api", "ShardedTensor")})
 
-_SPEC_MODULES = (f"{_DTENSOR_PACKAGE}._dtensor_spec", f"{_OLD_DTENSOR_PACKAGE}.placement_types")
+_SPEC_MODULES = (f"{DTENSOR_PACKAGE}._dtensor_spec", f"{OLD_DTENSOR_PACKAGE}.placement_types")
 _SPECS = frozenset(GlobalRef(module, "DTensorSpec") for module in _SPEC_MODULES)
 _TENSOR_METAS = frozenset(GlobalRef(module, "TensorMeta") for module in _SPEC_MODULES)
-_PLACEMENTS = frozenset({f"{_DTENSOR_PACKAGE}.placement_types", f"{_OLD_DTENSOR_PACKAGE}.placement_types"})
-_ORDER_ENTRY = GlobalRef(f"{_DTENSOR_PACKAGE}._dtensor_spec", "ShardOrderEntry")
+_PLACEMENTS = frozenset({f"{DTENSOR_PACKAGE}.placement_types", f"{OLD_DTENSOR_PACKAGE}.placement_types"})
+_ORDER_ENTRY = GlobalRef(f"{DTENSOR_PACKAGE}._dtensor_spec", "ShardOrderEntry")
 _MESH = GlobalRef("torch.distributed.device_mesh", "DeviceMesh")
 _MESH_LAYOUT = GlobalRef("torch.distributed._mesh_layout", "_MeshLayout")
 _FLAT_LAYOUT = GlobalRef("torch.distributed._mesh_layout", "_FlatLayout")
-_SHARD = GlobalRef(f"{_SHARD_PACKAGE}.sharded_tensor.shard", "Shard")
-_SHARD_METADATA = GlobalRef(f"{_SHARD_PACKAGE}.metadata", "ShardMetadata")
-_SHARDED_METADATA = GlobalRef(f"{_SHARD_PACKAGE}.sharded_tensor.metadata", "ShardedTensorMetadata")
+_SHARD = GlobalRef(f"{SHARD_PACKAGE}.sharded_tensor.shard", "Shard")
+_SHARD_METADATA = GlobalRef(f"{SHARD_PACKAGE}.metadata", "ShardMetadata")
+_SHARDED_METADATA = GlobalRef(f"{SHARD_PACKAGE}.sharded_tensor.metadata", "ShardedTensorMetadata")
 
 _SPEC_FIELDS = ("mesh", "placements", "tensor_meta", "shard_order", "use_strided_shard_as_shard_order", "_hash")
 _NEW_MESH_FIELDS = (
@@ -174,22 +172,21 @@ class PartReader:
             return None
         if value.ref == PARAMETER and value.form == "call" and len(value.args) == 2:
             return self.read_part(value.args[0])
-        if value.ref != _FROM_TYPE or len(value.args) != 4:
+        if value.ref != REBUILD_FROM_TYPE or len(value.args) != 4:
             return None
         function, kind, args, state = value.args
-        if type(kind) is not GlobalRef or kind not in DTENSORS | SHARDED_TENSORS:
+        if type(kind) is not GlobalRef or kind not in (*DTENSORS, SHARDED_TENSOR):
             return None
-        if function != _WRAPPER_SUBCLASS:
+        if function != REBUILD_WRAPPER_SUBCLASS:
             raise UnsupportedError(f"a {kind.name} is rebuilt by {function!s:.80}, which is not supported")
         shape, dtype = _read_wrapper(kind, args)
-        return (
-            self._read_dtensor(shape, dtype, state) if kind in DTENSORS else _read_sharded_tensor(shape, dtype, state)
-        )
+        is_dtensor = kind in DTENSORS
+        return self._read_dtensor(shape, dtype, state) if is_dtensor else _read_sharded_tensor(shape, dtype, state)
 
     def _read_dtensor(self, shape: Shape, dtype: DType, state: Value) -> DTensorPart:
         # Its attributes, None as a rule, and its slots.
         if not isinstance(state, tuple) or len(state) != 2 or not isinstance(state[1], dict):
-            _raise_wrong_type("DTensor")
+            raise make_wrong_type_error("DTensor")
         slots = state[1]
         if slots.keys() != {"_local_tensor", "_spec"}:
             raise UnsupportedError(f"a DTensor has the slots {format_brief(list(slots))}, which are not supported")
@@ -198,14 +195,14 @@ class PartReader:
         mesh, placement_records = self._get_mesh(spec.get("mesh")), spec.get("placements")
         meta: Value = spec.get("tensor_meta")
         if not isinstance(placement_records, tuple | list) or len(placement_records) != len(mesh.shape):
-            _raise_wrong_type("DTensorSpec")
+            raise make_wrong_type_error("DTensorSpec")
         placements = tuple(_read_placement(each, len(shape)) for each in placement_records)
         is_meta = isinstance(meta, Opaque) and meta.ref in _TENSOR_METAS and len(meta.args) == 3
         if not is_meta or not are_naturals(meta.args[0]) or tuple(meta.args[0]) != shape:
             raise MalformedError(f"the spec of a DTensor of shape {list(shape)} is of another tensor")
         _check_shard_order(spec.get("shard_order"), placements)
         cut_dims = [each.dim for each in placements if isinstance(each, ShardPlacement)]
-        if slots["_spec"].ref.module.startswith(_OLD_DTENSOR_PACKAGE) and len(cut_dims) != len(set(cut_dims)):
+        if slots["_spec"].ref.module.startswith(OLD_DTENSOR_PACKAGE) and len(cut_dims) != len(set(cut_dims)):
             # torch 2.4 wrote Shard(0), Shard(0) for FSDP2 with tensor parallelism too, which cuts the other way round.
             raise UnsupportedError(
                 "a DTensor of torch before 2.5 is cut along one dim by two dims of its mesh; it does not say in which "
@@ -221,20 +218,16 @@ class PartReader:
         return record_and_mesh[1]
 
 
-def _raise_wrong_type(kind: str) -> NoReturn:
-    raise MalformedError(f"a {kind} contains values of the wrong type")
-
-
 def _check_naturals(value: Value, kind: str, max_items: int = MAX_DIMS) -> tuple[int, ...]:
     if not are_naturals(value, max_items):
-        _raise_wrong_type(kind)
+        raise make_wrong_type_error(kind)
     return tuple(value)
 
 
 def _read_wrapper(kind: GlobalRef, args: Value) -> tuple[Shape, DType]:
     """``_rebuild_wrapper_subclass(cls, dtype, size, stride, storage_offset, layout, device, requires_grad)``."""
     if not isinstance(args, tuple) or len(args) != 8 or args[0] != kind:
-        _raise_wrong_type(kind.name)
+        raise make_wrong_type_error(kind.name)
     dtype = args[1].dtype if type(args[1]) is GlobalRef else None
     if dtype is None:
         raise UnsupportedError(f"a {kind.name} has the dtype {args[1]!s:.80}, which is not supported")
@@ -270,7 +263,7 @@ def _check_shard_order(order: Value, placements: tuple[Placement, ...]) -> None:
         is_entry = isinstance(entry, Opaque) and entry.ref == _ORDER_ENTRY and len(entry.args) == 2
         dims = _check_naturals(entry.args[1] if is_entry else None, "DTensorSpec")
         if any(dim >= len(placements) for dim in dims):
-            _raise_wrong_type("DTensorSpec")
+            raise make_wrong_type_error("DTensorSpec")
         if list(dims) != sorted(dims):
             raise UnsupportedError(f"a DTensor is cut along the dims {list(dims)} of its mesh, in this order")
 
@@ -286,14 +279,12 @@ def _read_placement(value: Value, ndim: int) -> Placement:
     if name == "_StridedShard" and not value.args and attributes.keys() == {"dim", "split_factor"}:
         factor = attributes["split_factor"]
         if type(factor) is not int or not 0 < factor <= MAX_RANKS:
-            _raise_wrong_type(name)
+            raise make_wrong_type_error(name)
         return StridedShardPlacement(_check_dim(attributes["dim"], ndim), factor)
-    raise UnsupportedError(
-        f"a DTensor has the placement {name}, so that the ranks hold values that are still to be added up; "
-        "redistribute it before saving"
-        if name in ("Partial", "_Partial")
-        else f"a DTensor has the placement {name}, which is not supported"
-    )
+    problem = "which is not supported"
+    if name in ("Partial", "_Partial"):
+        problem = "so that the ranks hold values that are still to be added up; redistribute it before saving"
+    raise UnsupportedError(f"a DTensor has the placement {name}, {problem}")
 
 
 def _check_dim(dim: Value, ndim: int) -> int:
@@ -307,31 +298,26 @@ def _read_mesh(value: Value) -> SavedMesh:
     attributes = _read_attributes(value, frozenset({_MESH}), _NEW_MESH_FIELDS if is_new else _OLD_MESH_FIELDS)
     prefix = "_" if is_new else ""
     names, device = attributes.get(f"{prefix}mesh_dim_names"), attributes.get(f"{prefix}device_type")
-    shape, strides = (
-        _read_mesh_layout(attributes.get("_layout")) if is_new else _read_dense_mesh(attributes.get("mesh"))
-    )
-    ranks = _check_naturals(
-        attributes.get("_flatten_rank_map" if is_new else "_flatten_mesh_list"), "DeviceMesh", MAX_RANKS
-    )
+    if is_new:
+        shape, strides = _read_mesh_layout(attributes.get("_layout"))
+    else:
+        shape, strides = _read_dense_mesh(attributes.get("mesh"))
+    ranks_field = "_flatten_rank_map" if is_new else "_flatten_mesh_list"
+    ranks = _check_naturals(attributes.get(ranks_field), "DeviceMesh", MAX_RANKS)
     coordinate = _check_naturals(attributes.get("_coordinate_on_dim"), "DeviceMesh")
     if type(device) is not str:
-        _raise_wrong_type("DeviceMesh")
+        raise make_wrong_type_error("DeviceMesh")
     if len(coordinate) != len(shape) or any(a >= n for a, n in zip(coordinate, shape, strict=True)):
         raise MalformedError(f"a DeviceMesh of shape {list(shape)} has the coordinate {list(coordinate)}")
     # torch 2.10 and 2.11 say the rank by the coordinate in the mesh that this one was cut from.
     root_record = attributes.get("_root_mesh") if "_rank" not in attributes else None
-    rank = _find_rank(
-        attributes.get("_rank") if root_record is None else _read_mesh(root_record).rank,
-        ranks,
-        shape,
-        strides,
-        coordinate,
-    )
+    stated_rank = attributes.get("_rank") if root_record is None else _read_mesh(root_record).rank
+    rank = _find_rank(stated_rank, ranks, shape, strides, coordinate)
     members = _find_members(rank, ranks, shape, strides, coordinate)
     if names is not None:
         are_names = isinstance(names, tuple | list) and all(type(name) is str for name in names)
         if not are_names or len(names) != len(shape):
-            _raise_wrong_type("DeviceMesh")
+            raise make_wrong_type_error("DeviceMesh")
     return SavedMesh(shape, ranks, members, rank, coordinate, device, None if names is None else tuple(names))
 
 
@@ -373,7 +359,7 @@ def _compute_rank_offset(position: int, axis: tuple[Shape, Shape]) -> int:
 def _read_dense_mesh(mesh: Value) -> tuple[Shape, tuple[tuple[Shape, Shape], ...]]:
     """The shape of a mesh that is a tensor of ranks."""
     if not isinstance(mesh, StoredTensor) or not mesh.shape:
-        _raise_wrong_type("DeviceMesh")
+        raise make_wrong_type_error("DeviceMesh")
     strides = contiguous_strides(mesh.shape)
     return mesh.shape, tuple(((size,), (stride,)) for size, stride in zip(mesh.shape, strides, strict=True))
 
@@ -384,13 +370,12 @@ def _read_mesh_layout(value: Value) -> tuple[Shape, tuple[tuple[Shape, Shape], .
     if axes is None:
         axes = _pair_nested_dims(attributes.get("shape"), attributes.get("stride"))
     else:
-        flat = [
-            _read_attributes(axis, frozenset({_FLAT_LAYOUT}), ("shape", "stride")) for axis in _check_dim_tuple(axes)
-        ]
-        axes = tuple((axis.get("shape"), axis.get("stride")) for axis in flat)
+        records = _check_dim_tuple(axes)
+        flat_axes = [_read_attributes(record, frozenset({_FLAT_LAYOUT}), ("shape", "stride")) for record in records]
+        axes = tuple((axis.get("shape"), axis.get("stride")) for axis in flat_axes)
     for sizes, strides in axes:
         if not are_naturals(sizes) or not are_naturals(strides) or len(sizes) != len(strides) or 0 in sizes:
-            _raise_wrong_type("_MeshLayout")
+            raise make_wrong_type_error("_MeshLayout")
     return tuple(prod(sizes) for sizes, _ in axes), tuple((tuple(sizes), tuple(strides)) for sizes, strides in axes)
 
 
@@ -398,7 +383,7 @@ def _pair_nested_dims(shape: Value, stride: Value) -> tuple[tuple[Value, Value],
     """Dims as torch 2.10 keeps them: integers, or tuples of those that a dim was made of; one dim may stand bare."""
     shape, stride = ((shape,), (stride,)) if type(shape) is int else (shape, stride)
     if len(_check_dim_tuple(shape)) != len(_check_dim_tuple(stride)):
-        _raise_wrong_type("_MeshLayout")
+        raise make_wrong_type_error("_MeshLayout")
     return tuple(
         ((size,), (step,)) if type(size) is int else (size, step) for size, step in zip(shape, stride, strict=True)
     )
@@ -406,14 +391,14 @@ def _pair_nested_dims(shape: Value, stride: Value) -> tuple[tuple[Value, Value],
 
 def _check_dim_tuple(value: Value) -> tuple[Value, ...]:
     if not isinstance(value, tuple) or not 0 < len(value) <= MAX_DIMS:
-        _raise_wrong_type("_MeshLayout")
+        raise make_wrong_type_error("_MeshLayout")
     return value
 
 
 def _read_sharded_tensor(shape: Shape, dtype: DType, state: Value) -> ShardedTensorPart:
     """``(local_shards, metadata, process_group_state, sharding_spec, init_rrefs)``, checked against 2.15.0."""
     if not isinstance(state, tuple) or len(state) != 5 or not isinstance(state[0], list):
-        _raise_wrong_type("ShardedTensor")
+        raise make_wrong_type_error("ShardedTensor")
     shards, metadata, group = state[:3]
     metadata_fields = _read_attributes(
         metadata, frozenset({_SHARDED_METADATA}), ("shards_metadata", "size", "tensor_properties")
@@ -439,12 +424,12 @@ def _find_holders(shards: Value) -> frozenset[int]:
 def _read_process_group(value: Value) -> tuple[int, int]:
     """``ProcessGroupState``, an inner class of ShardedTensor."""
     ref: Value = value.ref if isinstance(value, Opaque) else None
-    is_call = isinstance(ref, Opaque) and ref.ref == GETATTR and len(ref.args) == 2
-    is_state = is_call and ref.args[0] in SHARDED_TENSORS and ref.args[1] == "ProcessGroupState"
+    is_inner_class = isinstance(ref, Opaque) and ref.ref == GETATTR
+    is_state = is_inner_class and ref.args == (SHARDED_TENSOR, PROCESS_GROUP_STATE)
     attributes = value.attributes if is_state else {}
     rank, world = attributes.get("global_rank"), attributes.get("global_world_size")
     if type(rank) is not int or type(world) is not int or not 0 <= rank < world <= MAX_RANKS:
-        _raise_wrong_type("ShardedTensor")
+        raise make_wrong_type_error("ShardedTensor")
     return rank, world
 
 
@@ -500,16 +485,12 @@ _CPU = Opaque(GlobalRef("torch", "device"), ("cpu",))
 
 def make_dtensor_record(shape: Shape, dtype: DType, mesh: PickledMesh, local: StoredTensor) -> Opaque:
     """A DTensor of ``shape`` that is cut along its rows, as torch 2.15 pickles it."""
-    kind, element, strides = (
-        GlobalRef(_DTENSOR_PACKAGE, "DTensor"),
-        GlobalRef("torch", dtype.value),
-        contiguous_strides(shape),
-    )
-    placement = Opaque(GlobalRef(f"{_DTENSOR_PACKAGE}.placement_types", "Shard"), form="new", state={"dim": 0})
+    kind, element, strides = DTENSORS[0], GlobalRef("torch", dtype.value), contiguous_strides(shape)
+    placement = Opaque(GlobalRef(f"{DTENSOR_PACKAGE}.placement_types", "Shard"), form="new", state={"dim": 0})
     meta = Opaque(
-        GlobalRef(f"{_DTENSOR_PACKAGE}._dtensor_spec", "TensorMeta"), (Size(shape), strides, element), form="new"
+        GlobalRef(f"{DTENSOR_PACKAGE}._dtensor_spec", "TensorMeta"), (Size(shape), strides, element), form="new"
     )
-    spec = Opaque(GlobalRef(f"{_DTENSOR_PACKAGE}._dtensor_spec", "DTensorSpec"), form="new", state={
+    spec = Opaque(GlobalRef(f"{DTENSOR_PACKAGE}._dtensor_spec", "DTensorSpec"), form="new", state={
         "mesh": mesh.value,
         "placements": (placement,),
         "tensor_meta": meta,
@@ -518,4 +499,5 @@ def make_dtensor_record(shape: Shape, dtype: DType, mesh: PickledMesh, local: St
         "_hash": None,
     })  # fmt: skip
     args = (kind, element, tuple(shape), strides, 0, _STRIDED, _CPU, False)
-    return Opaque(_FROM_TYPE, (_WRAPPER_SUBCLASS, kind, args, (None, {"_local_tensor": local, "_spec": spec})))
+    state = (None, {"_local_tensor": local, "_spec": spec})
+    return Opaque(REBUILD_FROM_TYPE, (REBUILD_WRAPPER_SUBCLASS, kind, args, state))

@@ -17,7 +17,7 @@ from ckpt_tools.serialization.pickle.shapes import (
     NOTHING,
     PLAIN_ATTRIBUTES,
     TENSOR,
-    ClosedListRule,
+    NameRule,
     ValueShape,
     fields,
     global_name,
@@ -41,11 +41,14 @@ _QUANTIZER = (
     | row(_CHANNELS, TENSOR, TENSOR, INT)
     | row(_CHANNELS, list_of(FLOAT), list_of(INT | FLOAT), INT)
 )
-_SPECIAL_TENSORS = made_by("torch._utils._rebuild_sparse_tensor", "torch._utils._rebuild_qtensor",
-                "torch._utils._rebuild_nested_tensor")  # fmt: skip
+_SPECIAL_TENSORS = made_by(
+    "torch._utils._rebuild_sparse_tensor", "torch._utils._rebuild_qtensor", "torch._utils._rebuild_nested_tensor"
+)
 
-_DYNAMIC_MARKS = ("_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices", "_dynamo_propagated_dynamic_indices",
-          "_dynamo_hint_overrides", "_specialize_on")  # fmt: skip
+_DYNAMIC_MARKS = (
+    *("_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices", "_dynamo_propagated_dynamic_indices"),
+    *("_dynamo_hint_overrides", "_specialize_on"),
+)
 
 
 def _is_dynamic_mark(value: Value) -> bool:
@@ -71,27 +74,26 @@ _CACHE = fields(min_seqlen=TENSOR, max_seqlen=TENSOR)
 _LENGTHS = TENSOR | NOTHING
 _JAGGED_PARTS = row(fields(values=TENSOR, offsets=TENSOR, lengths=_LENGTHS, _ragged_idx=INT, _metadata_cache=_CACHE,
                            requires_grad=BOOL))  # fmt: skip
+_SET_OF_INTS = ValueShape("set of int", lambda value: type(value) is set and _is_dynamic_mark(value))
 _JAGGED_STATE = fields(
     _values=TENSOR, _offsets=TENSOR, _lengths=_LENGTHS, _ragged_idx=INT, _metadata_cache=_CACHE,
-    _dynamo_propagated_dynamic_indices=ValueShape("set of int", lambda value: type(value) is set and
-    _is_dynamic_mark(value)),
+    _dynamo_propagated_dynamic_indices=_SET_OF_INTS,
 )  # fmt: skip
 
-RULES: tuple[ClosedListRule, ...] = (
-    ClosedListRule("torch._utils", "_rebuild_sparse_tensor", "indices and values, which torch.load validates",
-         call=(row(ANY, row(TENSOR, TENSOR, NATURALS)), row(ANY, row(TENSOR, TENSOR, NATURALS, BOOL)),
-               row(_LAYOUT, row(TENSOR, TENSOR, TENSOR, NATURALS)))),
-    ClosedListRule("torch._utils", "_rebuild_qtensor", "torch's own function, which checks the view of the storage",
+RULES: tuple[NameRule, ...] = (
+    NameRule("torch._utils", "_rebuild_sparse_tensor", "indices and values, which torch.load validates",
+         call=(row(ANY, row(TENSOR, TENSOR, NATURALS)), row(ANY, row(TENSOR, TENSOR, NATURALS, BOOL)), row(_LAYOUT,
+              row(TENSOR, TENSOR, TENSOR, NATURALS)))),
+    NameRule("torch._utils", "_rebuild_qtensor", "torch's own function, which checks the view of the storage",
          call=(row(instance_of("storage", StorageRef), INT, _DIMS, NATURALS, _QUANTIZER, BOOL, _NO_HOOKS),)),
-    ClosedListRule("torch._utils", "_rebuild_nested_tensor",
-         "a buffer, and sizes, strides and offsets of the tensors in it",
+    NameRule("torch._utils", "_rebuild_nested_tensor", "a buffer, and sizes, strides and offsets of the tensors in it",
          call=(row(TENSOR, TENSOR, TENSOR, TENSOR | tuple_of(INT) | list_of(INT)),)),
-    ClosedListRule(_JAGGED, "NestedTensor _rebuild_njt", "handed to _rebuild_from_type_v2 alone"),
-    ClosedListRule("torch._tensor", "_rebuild_from_type_v2",
+    NameRule(_JAGGED, "NestedTensor _rebuild_njt", "handed to _rebuild_from_type_v2 alone"),
+    NameRule("torch._tensor", "_rebuild_from_type_v2",
          "a nested tensor of the jagged layout: values, offsets and lengths",
          call=(row(global_name(f"{_JAGGED}._rebuild_njt"), global_name(f"{_JAGGED}.NestedTensor"), _JAGGED_PARTS,
-         _JAGGED_STATE),)),
-    ClosedListRule("torch.nn.parameter", "Parameter", "one of the tensors above", call=(row(_SPECIAL_TENSORS, BOOL),)),
-    ClosedListRule("torch", "sparse_csr sparse_csc sparse_bsr sparse_bsc jagged", A_NAME),
+              _JAGGED_STATE), )),
+    NameRule("torch.nn.parameter", "Parameter", "one of the tensors above", call=(row(_SPECIAL_TENSORS, BOOL),)),
+    NameRule("torch", "sparse_csr sparse_csc sparse_bsr sparse_bsc jagged", A_NAME),
 )  # fmt: skip
 """A part of the list in ``closed_list``."""
