@@ -129,7 +129,7 @@ def inspect(
         summary = replace(summary, tensors=tuple(rows))
     if not stats:
         return summary
-    from ckpt_tools.core.expansion import check_expansion
+    from ckpt_tools.core.limits import check_expansion
     from ckpt_tools.transfer.workers import choose_num_workers
     from ckpt_tools.verification.statistics import StatisticsPlan, compute_statistics
 
@@ -988,7 +988,7 @@ def check_recipe(
         >>> sorted((tensor.name, tensor.shape, tensor.sources) for tensor in report.tensors)[1]
         ('encoder.rest', (2, 8), ('encoder.weight',))
     """
-    from ckpt_tools.core import transforms
+    from ckpt_tools.core import renaming, transforms
     from ckpt_tools.reading.checkpoint import make_recipe_step
     from ckpt_tools.recipes.report import make_recipe_map
     from ckpt_tools.runs.opening import resolve_checkpoint_url
@@ -1002,7 +1002,7 @@ def check_recipe(
         weights_manifest, _ = transforms.keep_model_only(
             manifest, weight_copy=convert_options.choose_weight_copy(manifest), is_requested=True
         )
-        manifest, _ = transforms.strip_wrappers(weights_manifest)
+        manifest, _ = renaming.strip_wrappers(weights_manifest)
     return make_recipe_map(manifest, step.recipe, step)
 
 

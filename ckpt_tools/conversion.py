@@ -14,6 +14,7 @@ from ckpt_tools.core.accounting import check_nothing_lost
 from ckpt_tools.core.applicability import check_applicability
 from ckpt_tools.core.apply_options import AppliedOptions, apply_options
 from ckpt_tools.core.layout import Layout
+from ckpt_tools.core.limits import note_rank_states
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, StateKey, TensorEntry, count_tensors_by_role
 from ckpt_tools.core.matching import is_selected
 from ckpt_tools.core.notes import Note, Outcome, merge_notes
@@ -21,7 +22,6 @@ from ckpt_tools.core.option_names import WrittenFormat, format_option, format_wi
 from ckpt_tools.core.options import ConvertOptions, ConvertRequest, ReadOptions, WriteOptions
 from ckpt_tools.core.progress import ProgressCallback, ProgressMeter, ignore_progress, log_info
 from ckpt_tools.core.quantized import check_companions_selected
-from ckpt_tools.core.rank_limits import note_rank_states
 from ckpt_tools.core.showing import DisplayableResult
 from ckpt_tools.core.trainer_folder import FILE_SLOT
 from ckpt_tools.core.transforms import TransformResult, note_casts

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ckpt_tools.checkpoint import Checkpoint, LazyTensor
 from ckpt_tools.core.boxes import Shape
-from ckpt_tools.core.index_text import Index, parse_index, split_index
+from ckpt_tools.core.indexing import Index, parse_index, split_index
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.showing import Jsonable
 from ckpt_tools.errors import UsageError

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ckpt_tools
-from ckpt_tools.core.index_text import parse_index
+from ckpt_tools.core.indexing import parse_index
 from ckpt_tools.errors import UsageError
 from tests.support.commands import printed
 

@@ -7,8 +7,7 @@ from typing import Any
 import click
 import pytest
 
-from ckpt_tools.core.options import read_key_map
-from ckpt_tools.core.param_order import read_param_order
+from ckpt_tools.core.name_files import read_key_map, read_param_order
 from ckpt_tools.errors import CkptError
 from ckpt_tools.recipes.reading import read_recipe
 from ckpt_tools.text_files import MAX_TEXT_BYTES, read_text

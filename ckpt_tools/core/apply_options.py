@@ -6,9 +6,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
 
-from ckpt_tools.core import transforms
-from ckpt_tools.core.expansion import check_expansion
+from ckpt_tools.core import renaming, transforms
 from ckpt_tools.core.format_names import HEADER_ENTRY
+from ckpt_tools.core.limits import check_expansion
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.notes import ASSUMED_ORDER_ITEM, Note, Outcome, drop_stale_notes
 from ckpt_tools.core.options import ConvertOptions
@@ -83,7 +83,7 @@ def apply_options(
             lambda each: transforms.keep_model_only(
                 each, weight_copy=weight_copy, is_requested=options.state == "model", entry_names=kept_entries
             ),
-            transforms.strip_wrappers,
+            renaming.strip_wrappers,
         ]
     elif not (holds_masters or manifest.keeps_masters):
         copy_steps = [lambda each: transforms.keep_one_copy(each, weight_copy=weight_copy)]
@@ -99,10 +99,10 @@ def apply_options(
     if like is not None:
         manifest = replace(manifest, unreadable_names=manifest.unreadable_names | like.excluded_names)
     manifest, notes = _run_steps(manifest, notes, _make_selection_steps(options))
-    new_name = transforms.make_renamer(options.rename, options.names)
-    new_name_by_old = transforms.find_changed_names(manifest, new_name) if options.rename or options.names else {}
+    new_name = renaming.make_renamer(options.rename, options.names)
+    new_name_by_old = renaming.find_changed_names(manifest, new_name) if options.rename or options.names else {}
     if new_name_by_old:
-        manifest, _ = transforms.rename_tensors(manifest, new_name)
+        manifest, _ = renaming.rename_tensors(manifest, new_name)
     if like is not None:
         manifest, new_notes = like.match_names(manifest)
         notes += new_notes
@@ -166,7 +166,7 @@ def _make_selection_steps(options: ConvertOptions) -> list[ManifestStep]:
         steps.append(lambda manifest: transforms.mark_buffers(manifest, options.buffers))
     if options.rename or options.names:
         # Before names are chosen, so that a map of a whole model fits a part of it.
-        steps.append(lambda manifest: transforms.check_renaming(manifest, options.rename, options.names))
+        steps.append(lambda manifest: renaming.check_renaming(manifest, options.rename, options.names))
     steps.append(
         lambda manifest: transforms.select_tensors(
             manifest, include=tuple(options.include), exclude=tuple(options.exclude)

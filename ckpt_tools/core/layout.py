@@ -16,8 +16,9 @@ from typing import Any, ClassVar, Protocol
 
 from ckpt_tools.core.boxes import Box, Shape
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.manifest import StateKey, StateTree, TensorEntry
+from ckpt_tools.core.manifest import Kind, StateKey, StateTree, TensorEntry
 from ckpt_tools.core.notes import Note
+from ckpt_tools.core.trainer_folder import FILE_SLOT, CompanionFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,3 +196,19 @@ class Layout:
     @property
     def size_bytes(self) -> int:
         return sum(file.size_bytes for file in self.files)
+
+
+def make_file_key(name: str) -> StateKey:
+    """Key of the tensor that holds the bytes of the file that is copied as ``name``."""
+    return StateKey(name, FILE_SLOT)
+
+
+def make_file_entry(file: CompanionFile) -> TensorEntry:
+    """A file that is copied as it is, as a tensor of its bytes."""
+    return TensorEntry((file.num_bytes,), DType.UINT8, Kind.EXTRA, file.make_table())
+
+
+def make_file_copy(name: str, file: CompanionFile) -> FileLayout:
+    """The output file ``name`` with the bytes of ``file``."""
+    shape = (file.num_bytes,)
+    return FileLayout(name, (Payload(make_file_key(name), Box.whole(shape), shape, DType.UINT8),))

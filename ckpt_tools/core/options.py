@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.name_files import ParamOrder, read_key_map, read_param_order
 from ckpt_tools.core.option_names import (
     DEFAULT_MEMORY,
     DEFAULT_RUNNER,
@@ -19,8 +19,7 @@ from ckpt_tools.core.option_names import (
     WEIGHTS,
     format_option,
 )
-from ckpt_tools.core.param_order import ParamOrder, read_param_order
-from ckpt_tools.errors import SourceNotFoundError, UsageError
+from ckpt_tools.errors import UsageError
 
 if TYPE_CHECKING:
     from typing import TypeAlias
@@ -203,7 +202,7 @@ class ConvertOptions:
                 )
                 raise UsageError.of(name, message)
         if self.rename:
-            from ckpt_tools.core.transforms import parse_rename_rules
+            from ckpt_tools.core.renaming import parse_rename_rules
 
             parse_rename_rules(self.rename)
         if self.key_map is not None:
@@ -296,25 +295,6 @@ def get_dtype_name(dtype: Any) -> str | None:
 def _check_choice(name: str, value: str | None, allowed: tuple[str, ...]) -> None:
     if value is not None and value not in allowed:
         raise UsageError(f"{format_option(name, value)} is not one of {', '.join(allowed)}")
-
-
-def read_key_map(path: Path) -> Mapping[str, str]:
-    """A JSON object of old names to new ones. Raises SourceNotFoundError, UsageError."""
-    from ckpt_tools.text_files import read_text  # for the few that name a file
-
-    try:
-        key_map = json.loads(read_text(path))
-    except OSError as error:
-        raise SourceNotFoundError(f"{format_option('key_map', path)}: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{format_option('key_map', path)} is not valid JSON: {error}") from error
-    if not isinstance(key_map, dict) or not all(isinstance(name, str) for name in key_map.values()):
-        raise UsageError(f"{format_option('key_map', path)} must be a JSON object that maps old names to new ones")
-    if not key_map:
-        raise UsageError(f"{format_option('key_map', path)} is empty, so it renames nothing")
-    if "" in {*key_map, *key_map.values()}:
-        raise UsageError(f"{format_option('key_map', path)} has an empty name")
-    return key_map
 
 
 @dataclass(frozen=True, slots=True)

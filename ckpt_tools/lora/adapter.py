@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.option_names import format_option
-from ckpt_tools.core.transforms import keep_model_only, rename_tensors, strip_wrappers
+from ckpt_tools.core.renaming import rename_tensors, strip_wrappers
+from ckpt_tools.core.transforms import keep_model_only
 from ckpt_tools.core.wording import join_names
 from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.lora.config import EMBEDDING_LAYERS, AdapterConfig

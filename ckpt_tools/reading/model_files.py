@@ -16,9 +16,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ckpt_tools.core.copied_files import make_file_copy, make_file_entry, make_file_key
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.layout import FileLayout, FileSpec, Layout, Literal
+from ckpt_tools.core.layout import FileLayout, FileSpec, Layout, Literal, make_file_copy, make_file_entry, make_file_key
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import format_option

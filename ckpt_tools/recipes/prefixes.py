@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from ckpt_tools.core import transforms
+from ckpt_tools.core import renaming
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.names import MODEL_PREFIX, collect_model_names, has_model_attribute_prefix
 from ckpt_tools.core.notes import Note, Outcome
@@ -22,11 +22,11 @@ def strip_prefix(manifest: Manifest, prefix: str, are_known: Callable[[Collectio
         UsageError: no name has the prefix.
     """
     if prefix != AUTO_PREFIX:
-        return transforms.strip_prefix(manifest, prefix)
-    bare, _ = transforms.strip_wrappers(manifest)
+        return renaming.strip_prefix(manifest, prefix)
+    bare, _ = renaming.strip_wrappers(manifest)
     if not has_model_attribute_prefix(collect_model_names(bare), are_known):
         return bare, ()
     why = f"all names begin with it; {format_option('strip', AUTO_PREFIX)} takes it off"
-    return transforms.strip_prefix(bare, MODEL_PREFIX)[0], (
+    return renaming.strip_prefix(bare, MODEL_PREFIX)[0], (
         Note(Outcome.DROPPED, f"the prefix {MODEL_PREFIX}", why, asked=True),
     )

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from ckpt_tools.core import transforms
+from ckpt_tools.core import renaming
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.names import MODEL_PREFIX, collect_model_names, zero_numbers
 from ckpt_tools.core.option_names import format_option
@@ -92,14 +92,14 @@ def _make_lines_optional(recipe: Recipe) -> Recipe:
 
 def _iter_unwrap_mappings(manifest: Manifest) -> Iterator[NameMapping]:
     yield UNCHANGED_NAMES
-    bare, _ = transforms.strip_wrappers(manifest)
+    bare, _ = renaming.strip_wrappers(manifest)
     names = collect_model_names(bare)
     if names != collect_model_names(manifest):
-        yield NameMapping("the prefixes of wrappers taken off", transforms.strip_wrappers)
+        yield NameMapping("the prefixes of wrappers taken off", renaming.strip_wrappers)
     if names and all(name.startswith(MODEL_PREFIX) for name in names):
         yield NameMapping(
             f"{MODEL_PREFIX} taken off",
-            lambda manifest: transforms.strip_prefix(transforms.strip_wrappers(manifest)[0], MODEL_PREFIX),
+            lambda manifest: renaming.strip_prefix(renaming.strip_wrappers(manifest)[0], MODEL_PREFIX),
         )
 
 

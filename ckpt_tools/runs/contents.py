@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest
-from ckpt_tools.core.transforms import strip_wrappers
+from ckpt_tools.core.renaming import strip_wrappers
 from ckpt_tools.core.value_refs import iter_tensor_refs, iter_values
 from ckpt_tools.core.wording import format_count, format_size, join_names
 from ckpt_tools.formats.foreign import is_optimizer_name

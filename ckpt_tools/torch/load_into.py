@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from ckpt_tools.arguments import api_function, expand_keywords
-from ckpt_tools.core import transforms
+from ckpt_tools.core import renaming
 from ckpt_tools.core.applicability import RECIPE_CONFIG_RULE, OptionContext, check_applicability
 from ckpt_tools.core.apply_options import apply_options
 from ckpt_tools.core.literals import read_literal_number
@@ -121,7 +121,7 @@ def load_into(
     recipe = make_recipe_step(url, source, manifest, convert_options)
     if optimizer is None and recipe is None:
         manifest = replace(manifest, unjoined_state="")  # The weights alone.
-    manifest, _ = transforms.strip_wrappers(manifest)
+    manifest, _ = renaming.strip_wrappers(manifest)
     manifest = apply_options(
         manifest, convert_options, writes_all_state=True, holds_masters=False, recipe=recipe
     ).manifest

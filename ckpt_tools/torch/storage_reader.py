@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from ckpt_tools.arguments import api_function, expand_keywords
-from ckpt_tools.core import transforms
+from ckpt_tools.core import renaming, transforms
 from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.manifest import Manifest, TensorRef
 from ckpt_tools.core.option_names import DEFAULT_WEIGHTS, Weights
@@ -82,7 +82,7 @@ def storage_reader(
     check_reading_options(manifest, read_options)
     if not manifest.keeps_masters:
         manifest, _ = transforms.keep_one_copy(manifest, weight_copy=convert_options.choose_weight_copy(manifest))
-    manifest, _ = transforms.strip_wrappers(manifest)
+    manifest, _ = renaming.strip_wrappers(manifest)
     # Groups have the names of both forms of an optimizer; a flattened one has no groups to ask for.
     tree = replace(choose_tree(manifest, model_key=None, optim_key=None), is_flattened=False, numbers=())
     entries = entries_of(manifest, tree)

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ckpt_tools.core import matching, transforms
+from ckpt_tools.core import matching, renaming, transforms
 from ckpt_tools.core.applicability import TWO_COPIES_RULE, OptionContext, check_applicability
 from ckpt_tools.core.apply_options import apply_options
-from ckpt_tools.core.expansion import check_expansion
 from ckpt_tools.core.format_names import HEADER_ENTRY
+from ckpt_tools.core.limits import check_expansion
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, count_tensors_by_role
 from ckpt_tools.core.names import collect_model_names
 from ckpt_tools.core.notes import Note, Outcome
@@ -173,9 +173,9 @@ def _convert_digests(recorded: Digests, options: ConvertOptions) -> Digests:
         single_copies = digests.select_one_copy(recorded, weights=options.choose_weight_copy())
         recorded = {key: digest for key, digest in single_copies.items() if key.slot == WEIGHT}
     names = sorted({key.fqn for key in recorded})
-    matching.check_renaming(names, rules=transforms.parse_rename_rules(options.rename), key_map=options.names)
+    matching.check_renaming(names, rules=renaming.parse_rename_rules(options.rename), key_map=options.names)
     matching.check_globs_match(names, include=options.include, exclude=options.exclude)
-    new_name = transforms.make_renamer(options.rename, options.names)
+    new_name = renaming.make_renamer(options.rename, options.names)
     chosen_keys = [key for key in recorded if matching.is_selected(key.fqn, options.include, options.exclude)]
     renamed = {key._replace(fqn=new_name(key.fqn)): recorded[key] for key in chosen_keys}
     if len(renamed) < len(chosen_keys):
@@ -269,7 +269,7 @@ def _select_model(manifest: Manifest, options: ConvertOptions) -> tuple[Manifest
     model, _ = transforms.keep_model_only(manifest, weight_copy=options.choose_weight_copy(manifest), is_requested=True)
     reason = "the destination has them besides the model"
     note = Note(Outcome.NOT_COMPARED, format_count(len(other_keys), "tensor"), reason, len(other_keys))
-    return transforms.strip_wrappers(model)[0], (note,)
+    return renaming.strip_wrappers(model)[0], (note,)
 
 
 def _has_other_state(manifest: Manifest) -> bool:
@@ -356,9 +356,9 @@ def diff_checkpoints(
     for manifest, store in zip(manifests, side_stores, strict=True):
         check_required_equal(manifest, store)
     if options.rename or options.names:
-        transforms.check_renaming(manifests[0], options.rename, options.names)
-        new_name = transforms.make_renamer(options.rename, options.names)
-        manifests[0], _ = transforms.rename_tensors(manifests[0], new_name)
+        renaming.check_renaming(manifests[0], options.rename, options.names)
+        new_name = renaming.make_renamer(options.rename, options.names)
+        manifests[0], _ = renaming.rename_tensors(manifests[0], new_name)
     sides = [ComparedCheckpoint.of(name, store, m) for name, store, m in zip("AB", side_stores, manifests, strict=True)]
     if options.include or options.exclude:
         left_out_names = frozenset().union(*(each.unreadable_names for each in manifests))
@@ -397,7 +397,7 @@ def _select_comparable(manifests: list[Manifest], options: ConvertOptions) -> tu
             transforms.keep_model_only(each, weight_copy=options.choose_weight_copy(each), is_requested=True)
             for each in manifests
         ]
-        return [transforms.strip_wrappers(each)[0] for each, _ in bare_models], ()
+        return [renaming.strip_wrappers(each)[0] for each, _ in bare_models], ()
     master_counts = [sum(key.slot == MASTER for key in each.tensors) for each in manifests]
     if all(master_counts) or not any(master_counts):
         return manifests, ()

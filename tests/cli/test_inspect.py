@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import ckpt_tools
+from ckpt_tools.core.bounded_values import MAX_ITEMS, MAX_TEXT_CHARS, BoundedValues
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.notes import Note, Outcome
-from ckpt_tools.core.summary import MAX_ITEMS, MAX_TEXT_CHARS, BoundedValues
 from tests.support.commands import printed, run_command
 
 

@@ -11,8 +11,9 @@ from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry, TensorRef
 from ckpt_tools.core.notes import Note, Outcome, drop_stale_notes, merge_notes
 from ckpt_tools.core.options import ConvertOptions, ReadOptions
+from ckpt_tools.core.renaming import rename_tensors, strip_wrappers
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
-from ckpt_tools.core.transforms import TransformResult, rename_tensors, select_tensors, strip_wrappers
+from ckpt_tools.core.transforms import TransformResult, select_tensors
 from ckpt_tools.errors import UsageError
 from ckpt_tools.reading.checkpoint import read_source
 from ckpt_tools.stores.urls import open_source

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckpt_tools.core import transforms
+from ckpt_tools.core import renaming, transforms
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, TensorEntry
 from ckpt_tools.core.notes import Outcome
@@ -181,7 +181,7 @@ def test_a_name_that_the_reference_gives_to_another_tensor_is_one_here_too(form)
 
 
 def double(manifest: Manifest) -> transforms.TransformResult:
-    return transforms.rename_tensors(manifest, lambda name: name.replace("a.", "b."))
+    return renaming.rename_tensors(manifest, lambda name: name.replace("a.", "b."))
 
 
 def test_the_only_way_that_leads_to_the_names_is_taken_and_noted():
@@ -193,7 +193,7 @@ def test_the_only_way_that_leads_to_the_names_is_taken_and_noted():
 
 
 def swapped(manifest: Manifest) -> transforms.TransformResult:
-    return transforms.rename_tensors(manifest, lambda name: {"a.x": "b.y", "a.y": "b.x"}[name])
+    return renaming.rename_tensors(manifest, lambda name: {"a.x": "b.y", "a.y": "b.x"}[name])
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "_fsdp_wrapped_module.", "model.", "model._orig_mod."])

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint import filesystem, metadata
 
 from ckpt_tools.core.dtypes import DType, from_torch_storage
+from ckpt_tools.core.value_json import value_to_json
 from ckpt_tools.core.values import (
     PARAMETER,
     DefaultDict,
@@ -29,7 +30,6 @@ from ckpt_tools.core.values import (
     StorageRef,
     StoredTensor,
     Value,
-    value_to_json,
 )
 from ckpt_tools.errors import CkptError, MalformedError, UnsupportedError
 from ckpt_tools.serialization.pickle import dcp_metadata as dcp_classes

@@ -9,7 +9,7 @@ import numpy as np
 
 from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
-from ckpt_tools.core.values import value_to_json
+from ckpt_tools.core.value_json import value_to_json
 from ckpt_tools.stores.local.store import LocalStore
 from ckpt_tools.stores.source import Store
 from ckpt_tools.stores.wrappers import InMemoryOverlay

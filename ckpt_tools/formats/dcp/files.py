@@ -22,8 +22,8 @@ import numpy as np
 from ckpt_tools.core.boxes import Box, Shape
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.layout import FileLayout, FileLayoutCache, FileSpec, LazyFile, Literal, Payload, Segment
+from ckpt_tools.core.limits import check_ranks_by_rows
 from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
-from ckpt_tools.core.rank_limits import check_ranks_by_rows
 from ckpt_tools.core.shards import Ints
 from ckpt_tools.core.values import GlobalRef, Opaque, Size
 from ckpt_tools.formats.dcp.items import DcpItem, ItemFactory

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from ckpt_tools.core.copied_files import make_file_copy, make_file_entry, make_file_key
-from ckpt_tools.core.layout import FileSpec, Layout
+from ckpt_tools.core.layout import FileSpec, Layout, make_file_copy, make_file_entry, make_file_key
 from ckpt_tools.core.manifest import Manifest, StateTree
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.options import WriteOptions

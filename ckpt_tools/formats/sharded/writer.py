@@ -21,11 +21,11 @@ import numpy as np
 from ckpt_tools.core.boxes import Box, Shape, contiguous_strides
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.layout import FileLayout, FileLayoutCache, FileSpec, Layout, LazyFile, Literal, Payload, Segment
+from ckpt_tools.core.limits import check_ranks_by_elements
 from ckpt_tools.core.loading import escape_braces, quote_literal
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, StateKey, StateTree, TreePath
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.options import WriteOptions
-from ckpt_tools.core.rank_limits import check_ranks_by_elements
 from ckpt_tools.core.value_refs import replace_tensor_refs
 from ckpt_tools.core.values import StorageRef, StoredTensor
 from ckpt_tools.core.wording import format_count, join_names

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ckpt_tools.core.boxes import Shape
+from ckpt_tools.core.name_files import ParamOrder
 from ckpt_tools.core.names import map_to_bare_names
 from ckpt_tools.core.notes import ASSUMED_ORDER_ITEM, Note, Outcome
 from ckpt_tools.core.option_names import format_option
-from ckpt_tools.core.param_order import ParamOrder
 from ckpt_tools.core.wording import find_nearest, format_count
 from ckpt_tools.errors import UsageError
 

@@ -31,10 +31,10 @@ from ckpt_tools.core.manifest import (
 )
 from ckpt_tools.core.manifest import TreePath as TreePath
 from ckpt_tools.core.matching import is_selected
+from ckpt_tools.core.name_files import ParamOrder
 from ckpt_tools.core.names import is_extra_state
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import format_option
-from ckpt_tools.core.param_order import ParamOrder
 from ckpt_tools.core.value_refs import iter_ref_paths, iter_tensor_refs, replace_tensor_refs
 from ckpt_tools.core.values import ValueNumbering
 from ckpt_tools.core.wording import format_count, join_names

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
-from ckpt_tools.core import transforms
+from ckpt_tools.core import renaming
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, TensorEntry
 from ckpt_tools.core.names import collect_model_names
@@ -348,7 +348,7 @@ def _apply_whole_names(manifest: Manifest, path: str) -> Manifest:
     name_by_fqn = {fqn: names[layer][0] + fqn.removeprefix(layer) for fqn, layer in layers.items()}
     if len({*name_by_fqn.values()}) < len(name_by_fqn):
         raise MalformedError(f"client_state.{PIPELINE_NAMES_ENTRY} gives two tensors one name", path=path)
-    renamed, _ = transforms.rename_tensors(manifest, name_by_fqn.__getitem__)
+    renamed, _ = renaming.rename_tensors(manifest, name_by_fqn.__getitem__)
     # The entry is in the names now, and would be wrong beside a model without layers of a pipeline.
     other_entries = {name: value for name, value in client_state.items() if name != PIPELINE_NAMES_ENTRY}
     extra = {name: value for name, value in manifest.extra.items() if name != "client_state"}

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.layout import FileLayout, FileLayoutCache, FileSpec, Layout, LazyFile, Literal
+from ckpt_tools.core.limits import check_ranks_by_elements
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.options import WriteOptions
-from ckpt_tools.core.rank_limits import check_ranks_by_elements
 from ckpt_tools.formats.deepspeed.common.tags import validate_tag
 from ckpt_tools.formats.deepspeed.names import (
     LATEST,

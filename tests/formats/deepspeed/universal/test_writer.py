@@ -12,7 +12,7 @@ from ckpt_tools.core.layout import Layout
 from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey
 from ckpt_tools.core.notes import Outcome
 from ckpt_tools.core.options import ReadOptions, WriteOptions
-from ckpt_tools.core.values import value_to_json
+from ckpt_tools.core.value_json import value_to_json
 from ckpt_tools.errors import UnsafeError, UnsupportedError, UsageError
 from ckpt_tools.formats.dcp.format import DcpFormat
 from ckpt_tools.formats.deepspeed.format import DeepSpeedFormat, UniversalFormat

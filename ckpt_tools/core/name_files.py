@@ -1,8 +1,9 @@
-"""The order in which an optimizer knows its parameters, as a user says it: ``--param-order FILE``."""
+"""Files of names that options take: ``--param-order``, the order of an optimizer's parameters, and ``--key-map``."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -10,14 +11,15 @@ from typing import Any
 
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.errors import SourceNotFoundError, UsageError
+from ckpt_tools.text_files import read_text
 
 
 @dataclass(frozen=True, slots=True)
 class ParamOrder:
     """Names of parameters.
 
-    ``groups`` are those of each group of the optimizer, in its order, if the file says them; else ``names`` are the
-    optimizer's in its order, or the model's in the model's order.
+    ``groups`` are the names of each group of the optimizer, in its order, if the file has them; else ``names`` are
+    those of the optimizer in its order, or of the model in the model's order.
 
     Raises:
         UsageError: there are no names, or one occurs twice.
@@ -44,8 +46,6 @@ def read_param_order(path: Path) -> ParamOrder:
     Raises:
         SourceNotFoundError: it cannot be read. UsageError: it is something else.
     """
-    from ckpt_tools.text_files import read_text  # for the few that name a file
-
     try:
         text = read_text(path)
     except OSError as error:
@@ -72,3 +72,20 @@ def _parse_json(text: str, path: Path) -> Any:
 
 def _are_names(value: Any) -> bool:
     return isinstance(value, list) and all(type(name) is str for name in value)
+
+
+def read_key_map(path: Path) -> Mapping[str, str]:
+    """A JSON object of old names to new ones. Raises SourceNotFoundError, UsageError."""
+    try:
+        key_map = json.loads(read_text(path))
+    except OSError as error:
+        raise SourceNotFoundError(f"{format_option('key_map', path)}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"{format_option('key_map', path)} is not valid JSON: {error}") from error
+    if not isinstance(key_map, dict) or not all(isinstance(name, str) for name in key_map.values()):
+        raise UsageError(f"{format_option('key_map', path)} must be a JSON object that maps old names to new ones")
+    if not key_map:
+        raise UsageError(f"{format_option('key_map', path)} is empty, so it renames nothing")
+    if "" in {*key_map, *key_map.values()}:
+        raise UsageError(f"{format_option('key_map', path)} has an empty name")
+    return key_map
