@@ -24,7 +24,7 @@ from ckpt_tools.core.option_names import expand_option_template, format_option
 from ckpt_tools.core.options import get_dtype_name
 from ckpt_tools.core.showing import DisplayableResult, ItemCount
 from ckpt_tools.errors import CkptError, UsageError
-from ckpt_tools.formats.index import load_builtin_formats
+from ckpt_tools.formats.builtin import FORMATS
 from ckpt_tools.stores.destination import CleanReport
 from ckpt_tools.verification.report import Aspect
 from ckpt_tools.verification.signing import SignReport
@@ -116,8 +116,8 @@ def test_a_command_and_its_function_have_the_same_options_choices_and_defaults(n
 
 
 def test_choices_are_those_of_the_index():
-    assert set(get_args(option_names.WrittenFormat)) == {each.name for each in load_builtin_formats() if each.writes}
-    assert set(get_args(option_names.ReadFormat)) == {each.name for each in load_builtin_formats() if each.reads}
+    assert set(get_args(option_names.WrittenFormat)) == {each.name for each in FORMATS.values() if each.writes}
+    assert set(get_args(option_names.ReadFormat)) == {each.name for each in FORMATS.values() if each.reads}
     assert get_origin(option_names.WrittenFormat) is Literal
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from ckpt_tools.core.applicability import RECIPE_CONFIG_RULE, TWO_COPIES_RULE, ApplicabilityRule, OptionContext
-from ckpt_tools.formats.index import load_builtin_formats
+from ckpt_tools.formats.builtin import FORMATS
 
 
 def _list_formats_taking(option_name: str, *, for_reading: bool = False) -> str:
     """The built-in formats that take the option ``option_name``: ``dcp, megatron and sharded``."""
-    taken = (
-        (form.name, form.reading_options if for_reading else form.writing_options) for form in load_builtin_formats()
-    )
+    taken = ((form.name, form.reading_options if for_reading else form.writing_options) for form in FORMATS.values())
     *first, last = (form for form, options in taken if option_name in options)
     return f"{', '.join(first)} and {last}" if first else last
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from ckpt_tools.core.layout import Layout
@@ -18,17 +17,6 @@ READING_OPTIONS = ("tag", "model_key", "optim_key")
 WRITING_OPTIONS = ("tag", "model_key", "optim_key", "world_size", "max_shard_size", "config")
 """The options that a format may take for writing; ``max_shard_size`` arrives as ``WriteOptions.max_shard_bytes``.
 ``config`` is for folders that ``from_pretrained`` opens: ``config.json`` and the like are copied into them."""
-
-
-def import_when_called(implementation: str, *, takes: int | None = None) -> Any:
-    """A method of a built-in format that is the function ``MODULE:NAME`` below ``ckpt_tools.formats``, without
-    ``self`` and with the first arguments alone if it ``takes`` fewer. Knowing a format so costs no import."""
-    module, _, name = implementation.partition(":")
-
-    def call_implementation(self: Format, *args: Any) -> Any:
-        return getattr(import_module(f"ckpt_tools.formats.{module}"), name)(*args[:takes])
-
-    return call_implementation
 
 
 class Format:

@@ -1,7 +1,6 @@
 """Formats by name, built in and of plug-ins, and the format of a source.
 
-A format is imported when it is needed, which takes 5 to 40 ms. Plug-ins are asked before the built-in formats if a file
-has their sign, and else after them.
+Plug-ins are asked before the built-in formats if a file has their sign, and else after them.
 """
 
 from __future__ import annotations
@@ -9,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cache
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from ckpt_tools.core.format_names import BUILTIN_FORMATS, FORMAT_BY_FILE_SUFFIX, REPORTED_FORMAT_ALIASES
@@ -27,6 +24,7 @@ from ckpt_tools.errors import (
     UsageError,
 )
 from ckpt_tools.formats.base import Format
+from ckpt_tools.formats.builtin import FORMATS
 from ckpt_tools.formats.plugins import find_claiming_formats, list_plugin_entries, load_plugin_format
 
 if TYPE_CHECKING:
@@ -54,29 +52,15 @@ def list_format_names() -> tuple[str, ...]:
 def lookup_format(name: str) -> Format | None:
     """The format that a user or a manifest calls ``name``, if there is one. Raises UsageError."""
     name = REPORTED_FORMAT_ALIASES.get(name, name)
-    if name in BUILTIN_FORMATS:
-        return _load_builtin_format(name)
+    if name in FORMATS:
+        return FORMATS[name]
     entry = list_plugin_entries().get(name)
     return None if entry is None else load_plugin_format(entry)
 
 
-@cache
-def _load_builtin_format(name: str) -> Format:
-    module, _, attribute = BUILTIN_FORMATS[name].object_path.partition(":")
-    loaded = getattr(import_module(f"ckpt_tools.formats.{module}"), attribute)
-    format_object = loaded() if isinstance(loaded, type) else loaded
-    assert isinstance(format_object, Format)
-    return format_object
-
-
-def load_builtin_formats() -> tuple[Format, ...]:
-    """All built-in formats, in the order of detection."""
-    return tuple(map(_load_builtin_format, BUILTIN_FORMATS))
-
-
 def load_all_formats() -> tuple[Format, ...]:
     """Every format. Raises UsageError if a plug-in cannot be imported."""
-    return (*load_builtin_formats(), *(load_plugin_format(entry) for entry in list_plugin_entries().values()))
+    return (*FORMATS.values(), *(load_plugin_format(entry) for entry in list_plugin_entries().values()))
 
 
 def build_format_table() -> tuple[FormatInfo, ...]:
@@ -126,9 +110,9 @@ def find_format(source: Source, name: str | None = None) -> Format:
     claiming_plugin = _find_recognising_plugin(source, find_claiming_formats(source.files))
     if claiming_plugin is not None:
         return claiming_plugin
-    for known_name in BUILTIN_FORMATS:
-        if has_sign(source, known_name) and _load_builtin_format(known_name).detect(source):
-            return _load_builtin_format(known_name)
+    for builtin_format in FORMATS.values():
+        if has_sign(source, builtin_format.name) and builtin_format.detect(source):
+            return builtin_format
     plugin_format = _find_recognising_plugin(source, list_plugin_entries())
     if plugin_format is not None:
         return plugin_format
@@ -228,8 +212,7 @@ _UNSUPPORTED_FORMATS = {
 def _refuse_unsupported_formats(source: Source) -> None:
     """Raises UnsupportedError for files of a known layout that is not read, and for a file of ``torch.save`` with the
     ending of another format; IncompleteError for a DCP whose save did not finish."""
-    from ckpt_tools.formats.dcp.folders import find_metadata_files
-    from ckpt_tools.formats.dcp.names import DATA_FILE_NAME
+    from ckpt_tools.formats.dcp.names import DATA_FILE_NAME, find_metadata_files
 
     for path in source.files:
         file_name = path.rpartition("/")[2]

@@ -38,7 +38,7 @@ def read_verl_parts(source: Source, parts: VerlParts) -> tuple[Manifest, frozens
         weights = replace(weights, notes=(*weights.notes, note))
     manifest = _set_step(weights, parts.step)
     if parts.optimizer_folder is not None:
-        optimizer = read(_select_folder(source, parts.optimizer_folder), is_optimizer=True)
+        optimizer = read(_select_folder(source, parts.optimizer_folder), ReadOptions(), is_optimizer=True)
         manifest = _join_optimizer(manifest, optimizer, parts)
     return manifest, frozenset(own_files | {f"{parts.base_folder}{CONTENTS_FILE}"})
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from ckpt_tools.core.format_names import BUILTIN_FORMATS, FORMAT_BY_FILE_SUFFIX
 from ckpt_tools.errors import FormatError, UnsafeError
 from ckpt_tools.formats.base import Format
-from ckpt_tools.formats.index import load_builtin_formats
+from ckpt_tools.formats.builtin import FORMATS
 from ckpt_tools.trainers.all import TRAINERS
 from ckpt_tools.trainers.names import combine_patterns, is_trainer_file, is_unfinished_marker
 from ckpt_tools.trainers.run_folders import is_checkpoint_file
@@ -127,4 +127,4 @@ def infer_world_size(checkpoint: SavedCheckpoint) -> int | None:
 
 def _list_detected_formats() -> list[Format]:
     """Built-in formats that are recognised by their files, in the order of detection."""
-    return [each for each in load_builtin_formats() if BUILTIN_FORMATS[each.name].signs]
+    return [each for each in FORMATS.values() if BUILTIN_FORMATS[each.name].signs]

@@ -19,7 +19,7 @@ from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.core.value_refs import replace_tensor_refs
 from ckpt_tools.errors import CkptError, FormatError, UnsupportedError
 from ckpt_tools.formats.base import Format
-from ckpt_tools.formats.index import load_builtin_formats
+from ckpt_tools.formats.builtin import FORMATS
 from ckpt_tools.planning.plan import make_plan
 from ckpt_tools.stores.file_destination import StoreDestination
 from ckpt_tools.stores.memory import MemoryStore
@@ -100,7 +100,7 @@ class ReaderTests:
 
     def test_it_recognises_its_checkpoint_and_no_other_does(self) -> None:
         source = Source.open(_make_memory_store(self.example()))
-        others = [each for each in load_builtin_formats() if each.name != self.format.name]
+        others = [each for each in FORMATS.values() if each.name != self.format.name]
         assert self.format.detect(source)
         assert not [each.name for each in others if each.detect(source)]
 

@@ -18,7 +18,7 @@ from ckpt_tools.core.options import ConvertOptions, ReadOptions, WriteOptions
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.errors import CkptError, UnsupportedError
 from ckpt_tools.formats.base import Format
-from ckpt_tools.formats.index import load_builtin_formats
+from ckpt_tools.formats.builtin import FORMATS
 from ckpt_tools.formats.state_dict.from_deepspeed import collect_user_entries
 from ckpt_tools.planning.plan import make_plan
 from ckpt_tools.stores.file_destination import StoreDestination
@@ -30,7 +30,7 @@ from ckpt_tools.transfer.runners.threads import ThreadRunner
 
 MEMORY_BYTES = 64 << 20
 HEADER = {"said": "x", "ss_network_alpha": "16"}
-WRITERS = {form.name: form for form in load_builtin_formats() if form.writes and not form.asks_adapter_config}
+WRITERS = {form.name: form for form in FORMATS.values() if form.writes and not form.asks_adapter_config}
 
 
 def converted(checkpoint: StoredCheckpoint, writer: Format, whole: bool) -> tuple[Manifest, tuple[Note, ...]]:

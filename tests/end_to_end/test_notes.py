@@ -18,8 +18,8 @@ from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, StateKey
 from ckpt_tools.core.notes import ABSENT_REASON, Note, Outcome
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import CkptError
+from ckpt_tools.formats.builtin import FORMATS
 from ckpt_tools.formats.deepspeed.common.pickled_objects import is_active_scaler
-from ckpt_tools.formats.index import load_builtin_formats
 from ckpt_tools.formats.state_dict.from_deepspeed import collect_user_entries
 from ckpt_tools.runs.opening import read_checkpoint
 from fixtures.corpus import layouts, make
@@ -154,7 +154,7 @@ def _is_cast(before: Manifest, after: Manifest, note: Note) -> bool:
 
 
 def test_every_writer_is_judged():
-    assert set(WRITERS) == {each.name for each in load_builtin_formats() if each.writes}
+    assert set(WRITERS) == {each.name for each in FORMATS.values() if each.writes}
 
 
 @pytest.mark.parametrize(("name", "target"), tiered(product(OPENED, WRITERS), test=(), extended=SAMPLE))

@@ -9,16 +9,18 @@ import ckpt_tools
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import StateKey
 from ckpt_tools.errors import FormatError
-from ckpt_tools.formats.dcp.format import DcpFormat
-from ckpt_tools.formats.gguf.format import GgufFormat
+from ckpt_tools.formats.builtin import (
+    DcpFormat,
+    GgufFormat,
+    MegatronFormat,
+    MetaFormat,
+    NpzFormat,
+    SafetensorsFormat,
+    ShardedFormat,
+    TorchFormat,
+)
 from ckpt_tools.formats.gguf.header import DTYPES
 from ckpt_tools.formats.megatron.folders import TRACKER_FILE
-from ckpt_tools.formats.megatron.format import MegatronFormat
-from ckpt_tools.formats.meta.format import MetaFormat
-from ckpt_tools.formats.npz.format import NpzFormat
-from ckpt_tools.formats.safetensors.format import SafetensorsFormat
-from ckpt_tools.formats.sharded.format import ShardedFormat
-from ckpt_tools.formats.torch.format import TorchFormat
 from ckpt_tools.testing.formats import FormatTests
 
 

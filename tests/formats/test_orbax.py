@@ -16,8 +16,8 @@ from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.manifest import StateKey
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import CkptError, MemoryBudgetError, UnsupportedError, UsageError
+from ckpt_tools.formats.builtin import OrbaxFormat
 from ckpt_tools.formats.orbax.arrays import CHUNKS_AT_ONCE, LIBRARY_BYTES, MIN_CACHE_BYTES
-from ckpt_tools.formats.orbax.format import OrbaxFormat
 from ckpt_tools.formats.orbax.roles import find_roles
 from ckpt_tools.runs.opening import read_checkpoint
 from ckpt_tools.stores.memory import MemoryStore

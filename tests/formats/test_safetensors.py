@@ -31,9 +31,8 @@ from ckpt_tools.errors import (
     UnsafeError,
     UnsupportedError,
 )
-from ckpt_tools.formats.index import load_builtin_formats
+from ckpt_tools.formats.builtin import FORMATS, SafetensorsFormat
 from ckpt_tools.formats.safetensors.files import STATE_KEY
-from ckpt_tools.formats.safetensors.format import SafetensorsFormat
 from ckpt_tools.runs.opening import read_checkpoint
 from ckpt_tools.serialization.pickle.load import dumps
 from ckpt_tools.stores.memory import MemoryStore
@@ -175,7 +174,7 @@ def test_a_file_keeps_its_header(said, state, tmp_path):
         assert ckpt_tools.open(source).extras == {HEADER_ENTRY: {"said": "x"}}
 
 
-@pytest.mark.parametrize("to", [form.name for form in load_builtin_formats() if form.writes and form.name != "peft"])
+@pytest.mark.parametrize("to", [form.name for form in FORMATS.values() if form.writes and form.name != "peft"])
 def test_every_format_carries_a_header_or_names_it(to, tmp_path):
     source, there = save(tmp_path / "a.safetensors", TORCHAO), tmp_path / "there"
     report = ckpt_tools.convert(source, there, to=to, state="all" if to in CARRYING else None)

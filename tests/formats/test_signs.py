@@ -5,7 +5,8 @@ from itertools import product
 import pytest
 
 from ckpt_tools.core.format_names import BUILTIN_FORMATS
-from ckpt_tools.formats.index import has_sign, load_builtin_formats
+from ckpt_tools.formats.builtin import FORMATS
+from ckpt_tools.formats.index import has_sign
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.source import Source
 
@@ -30,7 +31,6 @@ NAMES = (
 RANKS = ("model_world_size_2_rank_{}.pt", "pytorch_model_fsdp_0_rank{}.bin")
 """Names that say of which rank a file is; one alone could be a whole state."""
 
-FORMATS = {each.name: each for each in load_builtin_formats()}
 DETECTED = [name for name, entry in BUILTIN_FORMATS.items() if entry.signs]
 
 SOURCES = [Source.open(MemoryStore({folder + name: bytearray()})) for folder, name in product(FOLDERS, NAMES)]

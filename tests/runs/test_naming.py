@@ -9,7 +9,7 @@ import torch
 
 import ckpt_tools
 from ckpt_tools.errors import SourceNotFoundError, UnsupportedError
-from ckpt_tools.formats.index import load_builtin_formats
+from ckpt_tools.formats.builtin import FORMATS
 from ckpt_tools.runs.naming import resolve_in_run
 from ckpt_tools.stores.urls import open_source
 from ckpt_tools.trainers.run_folders import list_finished_checkpoints
@@ -125,7 +125,7 @@ def test_urls_too(tmp_path):
 
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
-WRITTEN = [each.name for each in load_builtin_formats() if each.writes and not each.asks_adapter_config]
+WRITTEN = [each.name for each in FORMATS.values() if each.writes and not each.asks_adapter_config]
 """A folder of PEFT is safetensors by its files."""
 SHOWN = dict.fromkeys(["zero1", "zero2", "zero3"], "deepspeed")
 """The stage is in the files; ``ls`` reads names."""

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ckpt_tools.core.layout import Layout
 from ckpt_tools.core.loading import make_load_into_snippet, quote_literal
 from ckpt_tools.core.manifest import Kind, Manifest, StateTree, TreePath, join_path
 from ckpt_tools.core.option_names import format_option
+from ckpt_tools.core.options import WriteOptions
 from ckpt_tools.core.wording import escape_unprintable, join_names
-from ckpt_tools.formats.state_dict.build import is_model_only
+from ckpt_tools.formats.state_dict.build import choose_tree, is_model_only
 from ckpt_tools.formats.state_dict.from_deepspeed import collect_user_entries
 
 
-def build_loading_code(path: str, manifest: Manifest, tree: StateTree) -> str:
+def loading(path: str, manifest: Manifest, layout: Layout, options: WriteOptions) -> str:
     """``dcp.load`` of ``path`` with the tree that was written; the state dicts have the form of ``get_state_dict``."""
+    tree = layout.tree or choose_tree(manifest, model_key=options.model_key, optim_key=options.optim_key)
     checkpoint_id = f"checkpoint_id={quote_literal(path)}"
     if manifest.trainer is not None:
         return manifest.trainer.resume.format(path=quote_literal(path))
@@ -25,13 +28,13 @@ def build_loading_code(path: str, manifest: Manifest, tree: StateTree) -> str:
         )
     if tree.optim is None or tree.numbers or (tree.is_flattened and not manifest.groups):
         return make_load_into_snippet(path)
-    options = ", options=sd.StateDictOptions(flatten_optimizer_state_dict=True)" if tree.is_flattened else ""
+    sd_options = ", options=sd.StateDictOptions(flatten_optimizer_state_dict=True)" if tree.is_flattened else ""
     optim_targets = {tree.optim: "optim"} if manifest.groups else {(*tree.optim, "state"): 'optim["state"]'}
     return (
         f"{import_line}, torch.distributed.checkpoint.state_dict as sd\n"
-        f"weights, optim = sd.get_state_dict(model, optimizer{options})\n"
+        f"weights, optim = sd.get_state_dict(model, optimizer{sd_options})\n"
         f"dcp.load({_format_tree_literal({tree.model: 'weights', **optim_targets})}, {checkpoint_id})\n"
-        f"sd.set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=optim{options}){comment}"
+        f"sd.set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=optim{sd_options}){comment}"
     )
 
 

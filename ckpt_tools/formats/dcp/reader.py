@@ -15,11 +15,10 @@ from ckpt_tools.core.manifest import Manifest, StateKey, TensorEntry
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.shards import ByteRange, Framing
 from ckpt_tools.errors import MalformedError, name_file_in_errors
-from ckpt_tools.formats.dcp.folders import find_metadata_files
 from ckpt_tools.formats.dcp.foreign import note_other_half, refuse_megatron
 from ckpt_tools.formats.dcp.index import DcpIndex, count_ranks, note_unread_files, read_index
 from ckpt_tools.formats.dcp.megatron_fsdp import rename_optimizer_state
-from ckpt_tools.formats.dcp.names import is_dcp_file, is_rank_index
+from ckpt_tools.formats.dcp.names import find_metadata_files, is_dcp_file, is_rank_index
 from ckpt_tools.formats.dcp.rank_indexes import add_copy_checks, merge_rank_indexes
 from ckpt_tools.formats.state_dict.leaf import TensorLeaf, find_ties
 from ckpt_tools.formats.state_dict.leaves import ArchiveLocation, LeafCollector, extract_tensors

@@ -11,9 +11,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from ckpt_tools.core.wording import natural_sort_key
 from ckpt_tools.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from ckpt_tools.stores.source import Source
 
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 
@@ -136,14 +140,18 @@ def find_universal_folders(paths: Iterable[str]) -> list[str]:
     return sorted(folders, key=natural_sort_key)
 
 
-def is_universal_source(paths: Iterable[str]) -> bool:
+def detect_native(source: Source) -> bool:
+    return bool(find_tag_folders(source.files))
+
+
+def detect_universal(source: Source) -> bool:
     """Whether there are universal checkpoints and no native ones.
 
     ``ds_to_universal`` writes beside the checkpoint that it converts; the folder is then a native one.
     """
-    paths = list(paths)
-    folders = set(find_universal_folders(paths))
-    names_outside = [name for folder, _, name in (path.rpartition("/") for path in paths) if folder not in folders]
+    folders = set(find_universal_folders(source.files))
+    split_paths = (path.rpartition("/") for path in source.files)
+    names_outside = [name for folder, _, name in split_paths if folder not in folders]
     return bool(folders) and not any(
         is_model_file_name(name) or name.endswith("optim_states.pt") for name in names_outside
     )

@@ -15,6 +15,7 @@ import numpy as np
 from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.casts import suggest_dtype_fix
 from ckpt_tools.core.layout import FileLayout, Layout, Literal, Padding, Payload, Segment, merge_literals
+from ckpt_tools.core.loading import quote_literal
 from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.matching import is_selected
 from ckpt_tools.core.notes import Note, Outcome
@@ -63,8 +64,12 @@ _SPLIT_KEYS = (_PART_NUMBER_KEY, _PART_COUNT_KEY, "split.tensors.count")
 _TYPE_NUMBERS = {dtype: number for number, dtype in DTYPES.items()}
 
 
+def detect(source: Source) -> bool:
+    return any("/" not in path and path.endswith(SUFFIX) for path in source.files)
+
+
 def read(source: Source, options: ReadOptions) -> Manifest:
-    headers = _order_split_files({path: read_gguf_header(source, path) for path in find_gguf_files(source)})
+    headers = _order_split_files({path: read_gguf_header(source, path) for path in _find_parts(source)})
     tensors = _merge_tensors(headers)
     selection = options.include, options.exclude
     selected = {name: info for name, info in tensors.items() if info.dtype is not None or is_selected(name, *selection)}
@@ -81,8 +86,12 @@ def read(source: Source, options: ReadOptions) -> Manifest:
     )
 
 
-def find_gguf_files(source: Source) -> list[str]:
-    """The parts of the model."""
+def own_files(source: Source, manifest: Manifest) -> frozenset[str]:
+    return frozenset(_find_parts(source))
+
+
+def _find_parts(source: Source) -> list[str]:
+    """The files of the model, by their names; all files if none has the ending."""
     return [path for path in source.files if "/" not in path and path.endswith(SUFFIX)] or list(source.files)
 
 
@@ -154,6 +163,11 @@ def layout(manifest: Manifest, options: WriteOptions) -> Layout:
     return Layout(
         (FileLayout(path, tuple(merge_literals(each for each in segments if each.num_bytes))),), (*notes, *value_notes)
     )
+
+
+def loading(path: str, manifest: Manifest, layout: Layout, options: WriteOptions) -> str:
+    name = path if options.file_name else f"{path}/{layout.files[0].path}"
+    return f"from gguf import GGUFReader  # llama.cpp: --model FILE\nreader = GGUFReader({quote_literal(name)})"
 
 
 def _choose_key_values(manifest: Manifest, model_type: str | None) -> tuple[dict[str, Value], tuple[Note, ...]]:

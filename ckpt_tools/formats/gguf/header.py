@@ -12,7 +12,7 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -22,6 +22,9 @@ from ckpt_tools.core.shards import ByteRange
 from ckpt_tools.core.values import format_brief
 from ckpt_tools.core.wording import format_count
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
+
+if TYPE_CHECKING:
+    from ckpt_tools.trainers.saved import SavedCheckpoint
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -293,3 +296,12 @@ def _place_tensors(
     if size > padded:
         raise MalformedError(f"{format_count(size - padded, 'byte')} too many, after the last tensor", path=path)
     return tensors
+
+
+def is_empty(saved: SavedCheckpoint, path: str) -> bool:
+    """True if the header counts no tensor."""
+    if not path.endswith(".gguf"):
+        return False
+    read, size, _ = saved.get_archive_arguments(path)
+    head = read(0, min(16, size))
+    return head.startswith(MAGIC) and not any(head[8:])

@@ -68,6 +68,10 @@ def read_backend(source: Source, path: str) -> str | None:
     return backend if isinstance(backend, str) else None
 
 
+def detect(source: Source) -> bool:
+    return bool(find_torch_dist_folders(source)) or any(map(is_legacy_file, source.files))
+
+
 def is_legacy_file(path: str) -> bool:
     """Whether Megatron-LM's format before dist_checkpointing gives this name to a file."""
     return _LEGACY_FILE.fullmatch(path) is not None

@@ -19,6 +19,7 @@ from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.literals import make_literal_file_name
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, ParamGroup, StateKey, TensorEntry, TensorRef
 from ckpt_tools.core.notes import Note, Outcome
+from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.shards import ByteRange, Framing, Shard, ShardTable
 from ckpt_tools.core.value_refs import replace_stored_tensors
 from ckpt_tools.core.values import StoredTensor, Value, are_naturals
@@ -48,12 +49,12 @@ _VOCABULARY_NAMES = ("word_embeddings.weight", "output_layer.weight")
 InnerTensors = dict[StateKey, TensorLeaf]
 
 
-def read(source: Source, *, is_optimizer: bool = False) -> Manifest:
+def read(source: Source, options: ReadOptions, *, is_optimizer: bool = False) -> Manifest:
     """The checkpoint; of one that ``is_optimizer``, state whose weights are elsewhere. Raises CkptError."""
     return _MegatronManifestBuilder.of(find_folder(source), is_optimizer=is_optimizer).build_manifest()
 
 
-def own_files(source: Source) -> frozenset[str]:
+def own_files(source: Source, manifest: Manifest) -> frozenset[str]:
     folder = find_folder(source)
     has_tracker = any(not path.startswith(folder.prefix) for path in folder.files)
     is_here = not folder.prefix or (folder.prefix.count("/") == 1 and has_tracker)

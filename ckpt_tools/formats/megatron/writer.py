@@ -19,6 +19,7 @@ from typing import Any
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.layout import FileLayout, FileSpec, Layout, Literal
 from ckpt_tools.core.literals import read_literal_number
+from ckpt_tools.core.loading import quote_literal
 from ckpt_tools.core.manifest import MASTER, Kind, Manifest, ParamGroup, StateKey, TensorEntry
 from ckpt_tools.core.notes import ABSENT_REASON, Note, Outcome
 from ckpt_tools.core.options import WriteOptions
@@ -98,6 +99,14 @@ def layout(manifest: Manifest, options: WriteOptions) -> Layout:
         FileLayout(TRACKER_FILE, (Literal(str(writer.iteration).encode()),)),
     )
     return Layout(files, tuple(writer.notes))
+
+
+def loading(path: str, manifest: Manifest, layout: Layout, options: WriteOptions) -> str:
+    folder = layout.files[0].path.partition("/")[0]
+    return (
+        f"from megatron.core import dist_checkpointing  # Megatron-LM: --load DIR --ckpt-format torch_dist\n"
+        f"state = dist_checkpointing.load(sharded_state_dict, {quote_literal(f'{path}/{folder}')})"
+    )
 
 
 @dataclass

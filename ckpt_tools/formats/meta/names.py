@@ -8,9 +8,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection
+from typing import TYPE_CHECKING
 
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.errors import IncompleteError, UnsupportedError
+
+if TYPE_CHECKING:
+    from ckpt_tools.stores.source import Source
+    from ckpt_tools.trainers.saved import SavedCheckpoint
 
 PARAMS_FILE = "params.json"
 EMBEDDING = "tok_embeddings.weight"
@@ -38,6 +43,10 @@ def find_consolidated_files(paths: Collection[str]) -> tuple[str, ...]:
         (int(match[1]), path) for path in paths if (match := _CONSOLIDATED_FILE.fullmatch(path)) is not None
     ]
     return tuple(path for _, path in sorted(files_by_rank))
+
+
+def has_consolidated_files(source: Source | SavedCheckpoint) -> bool:
+    return bool(find_consolidated_files(source.files))
 
 
 def check_all_ranks(files: Collection[str]) -> None:

@@ -13,6 +13,7 @@ from ckpt_tools.core.shards import Shard, ShardTable
 from ckpt_tools.errors import IncompleteError, MalformedError, SourceNotFoundError, UnsupportedError
 from ckpt_tools.formats.meta.names import (
     LAST_NORM,
+    PARAMS_FILE,
     check_all_ranks,
     find_consolidated_files,
     find_cut_axis,
@@ -34,6 +35,10 @@ def read(source: Source, options: ReadOptions) -> Manifest:
     manifest = first if len(manifest_by_file) == 1 else _join_ranks(manifest_by_file)
     _check_heads(manifest, read_params(source), len(files))
     return manifest
+
+
+def own_files(source: Source, manifest: Manifest) -> frozenset[str]:
+    return frozenset([*find_consolidated_files(source.files), *({PARAMS_FILE} & {*source.files})])
 
 
 def _read_rank_file(source: Source, file: str, options: ReadOptions) -> Manifest:

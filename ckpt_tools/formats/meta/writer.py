@@ -7,6 +7,7 @@ from typing import Any
 
 from ckpt_tools.core.boxes import Box, Shape, contiguous_strides
 from ckpt_tools.core.layout import FileLayout, Layout, Literal, Payload, Segment
+from ckpt_tools.core.loading import escape_braces, quote_literal
 from ckpt_tools.core.manifest import Manifest, StateKey
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.options import WriteOptions
@@ -32,6 +33,14 @@ def layout(manifest: Manifest, options: WriteOptions) -> Layout:
         why = "it is made of config.json, and none with all sizes was found"
         return Layout(tuple(files), (*notes, Note(Outcome.MISSING, PARAMS_FILE, why)))
     return Layout((FileLayout(PARAMS_FILE, (Literal(params),)), *files), notes)
+
+
+def loading(path: str, manifest: Manifest, layout: Layout, options: WriteOptions) -> str:
+    name, ranks = quote_literal(f"{path}/consolidated.00.pth"), ""
+    if options.world_size > 1:
+        name = f"f{quote_literal(f'{escape_braces(path)}/consolidated.{{rank:02d}}.pth')}"
+        ranks = f"  # rank is 0 to {options.world_size - 1}"
+    return f"import torch\nstate_dict = torch.load({name}, weights_only=True){ranks}"
 
 
 def _choose_cut_axis(name: str, shape: Shape, num_ranks: int) -> int | None:

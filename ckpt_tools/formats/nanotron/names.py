@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from ckpt_tools.stores.source import Source
+    from ckpt_tools.trainers.saved import SavedCheckpoint
 
 METADATA_FILE = "checkpoint_metadata.json"
 """Of a checkpoint; written last."""
@@ -42,6 +46,19 @@ class OptimizerFile(NamedTuple):
     exp: int
     dp: int | None
     sizes: tuple[int, int, int, int | None]
+
+
+def detect(source: Source) -> bool:
+    return any(path.rpartition("/")[2] == METADATA_FILE for path in source.files)
+
+
+def is_nanotron(saved: SavedCheckpoint) -> bool:
+    return METADATA_FILE in saved.files
+
+
+def problem(saved: SavedCheckpoint) -> str | None:
+    is_begun = any(path.startswith("model/") for path in saved.files) and "model_config.json" in saved.files
+    return f"no {METADATA_FILE}: the save did not finish" if is_begun and METADATA_FILE not in saved.files else None
 
 
 def parse_weight_path(path: str) -> WeightFile | None:

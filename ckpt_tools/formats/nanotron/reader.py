@@ -15,6 +15,7 @@ from typing import Any
 from ckpt_tools.core.dtypes import DType, decode_number
 from ckpt_tools.core.manifest import MASTER, Kind, Manifest, ParamGroup, StateKey, TensorEntry
 from ckpt_tools.core.notes import Note, note_unrelated_files
+from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable, check_exact_cover
 from ckpt_tools.core.step_claims import StepClaim
 from ckpt_tools.core.values import StoredTensor
@@ -48,11 +49,11 @@ MAX_JSON_BYTES = 100_000_000
 """``optimizer_config.json`` has a line for each parameter."""
 
 
-def read(source: Source) -> Manifest:
+def read(source: Source, options: ReadOptions) -> Manifest:
     return _NanotronManifestBuilder(source, _find_folder(source)).build_manifest()
 
 
-def own_files(source: Source) -> frozenset[str]:
+def own_files(source: Source, manifest: Manifest) -> frozenset[str]:
     prefix = _find_folder(source)
     return frozenset() if prefix else frozenset(path for path in source.files if _is_nanotron_file(path))
 

@@ -5,15 +5,17 @@ Members have to be stored: a range of a deflated one is found only by inflating 
 
 from __future__ import annotations
 
+from contextlib import suppress
 from math import prod
 from typing import Final
 
 from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.layout import FileLayout, Layout, Literal, Payload
+from ckpt_tools.core.loading import quote_literal
 from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import format_option
-from ckpt_tools.core.options import WriteOptions
+from ckpt_tools.core.options import ReadOptions, WriteOptions
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.core.wording import format_count, join_names
 from ckpt_tools.errors import MalformedError, SeveralCheckpointsError, UnsupportedError
@@ -23,6 +25,7 @@ from ckpt_tools.serialization.npy_header import PREFIX_BYTES, read_header_length
 from ckpt_tools.serialization.zip_archive import ReadRange, ZipDirectory, is_safe_name, read_directory
 from ckpt_tools.serialization.zip_writer import ArchiveWriter
 from ckpt_tools.stores.source import Source
+from ckpt_tools.trainers.saved import SavedCheckpoint
 
 SUFFIX = ".npz"
 MEMBER_SUFFIX = ".npy"
@@ -39,8 +42,12 @@ COMPRESSED_ADVICE = (
 )
 
 
-def read(source: Source) -> Manifest:
-    path = find_npz_file(source)
+def detect(source: Source) -> bool:
+    return any("/" not in path and path.endswith(SUFFIX) for path in source.files)
+
+
+def read(source: Source, options: ReadOptions) -> Manifest:
+    path = _find_file(source)
 
     def read_range(start: int, stop: int) -> bytes:
         return source.read(path, start, stop)
@@ -59,7 +66,21 @@ def read(source: Source) -> Manifest:
     return Manifest("npz", tensors, notes=(*notes, *text_notes))
 
 
-def find_npz_file(source: Source) -> str:
+def own_files(source: Source, manifest: Manifest) -> frozenset[str]:
+    return frozenset([_find_file(source)])
+
+
+def is_empty(saved: SavedCheckpoint, path: str) -> bool:
+    """True if the archive has no array; False if it is compressed, or not a zip."""
+    if path.endswith(".npz"):
+        read, size, _ = saved.get_archive_arguments(path)
+        with suppress(UnsupportedError):
+            directory = read_directory(read, size, path, tail_bytes=4096)
+            return directory is not None and not directory.records
+    return False
+
+
+def _find_file(source: Source) -> str:
     """The one file that is read. Raises SeveralCheckpointsError."""
     files = [path for path in source.files if "/" not in path and path.endswith(SUFFIX)] or list(source.files)
     if len(files) > 1:
@@ -125,3 +146,8 @@ def layout(manifest: Manifest, options: WriteOptions) -> Layout:
         payload = Payload(key, Box.whole(entry.shape), entry.shape, entry.dtype)
         archive.add_record(name + MEMBER_SUFFIX, [header, payload] if payload.num_bytes else [header])
     return Layout((FileLayout(options.file_name or f"model{SUFFIX}", tuple(archive.finish())),), notes)
+
+
+def loading(path: str, manifest: Manifest, layout: Layout, options: WriteOptions) -> str:
+    name = path if options.file_name else f"{path}/{layout.files[0].path}"
+    return f"import numpy as np\narrays = np.load({quote_literal(name)})"

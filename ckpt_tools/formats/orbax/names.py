@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from ckpt_tools.stores.source import Source
 
 TREE_FILE = "_METADATA"
 """Every leaf of the tree, beside the arrays of one item."""
@@ -58,6 +62,10 @@ FILE_NAME_PATTERN = (
     r"|process_\d+|[0-9a-f]{32}"
 )
 """A pattern of the names of files in a checkpoint; the last are data files of OCDBT."""
+
+
+def detect(source: Source) -> bool:
+    return any(path.rpartition("/")[2] in (TREE_FILE, CHECKPOINT_FILE, OCDBT_MANIFEST) for path in source.files)
 
 
 def find_unfinished(paths: Iterable[str]) -> tuple[str, str] | None:

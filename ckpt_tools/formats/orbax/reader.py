@@ -66,7 +66,7 @@ def served(source: Source, manifest: Manifest) -> Source:
     return replace(source, store=store, files={**source.files, **store.generated_sizes})
 
 
-def own_files(source: Source) -> frozenset[str]:
+def own_files(source: Source, manifest: Manifest) -> frozenset[str]:
     return frozenset(path for path in source.files if _is_orbax_file(path, _find_tree_folders(source)))
 
 

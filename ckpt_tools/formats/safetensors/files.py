@@ -81,6 +81,12 @@ class SafetensorsHeader:
     metadata: Mapping[str, str]
 
 
+def detect(source: Source) -> bool:
+    from ckpt_tools.trainers.torch_checkpointing import has_index
+
+    return any(map(is_safetensors_file, source.files)) and not has_index(source)
+
+
 def read(source: Source, options: ReadOptions) -> Manifest:
     files, notes = _find_model_files(source)
     headers = {path: read_safetensors_header(source, path) for path in files}
@@ -106,7 +112,7 @@ def read(source: Source, options: ReadOptions) -> Manifest:
     return Manifest("safetensors", tensors, aliases=ties, extra=extra, notes=tuple(notes))
 
 
-def own_files(source: Source) -> frozenset[str]:
+def own_files(source: Source, manifest: Manifest) -> frozenset[str]:
     return frozenset(filter(None, [*_find_model_files(source)[0], find_index(source.files, INDEX_NAME)]))
 
 

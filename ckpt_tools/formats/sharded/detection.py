@@ -21,7 +21,7 @@ MAX_INSPECTED_FILES = 8
 """Files that are opened to see whether any holds a part of a tensor."""
 
 
-def looks_sharded(source: Source) -> bool:
+def detect(source: Source) -> bool:
     """Whether a file of ``source`` holds a part of a tensor, or its files have names of ranks."""
     rank_folders = find_rank_folders(source)
     top_files = [path for path in source.files if "/" not in path and is_rank_file_candidate(path)]

@@ -28,6 +28,7 @@ from ckpt_tools.formats.foreign import (
     refuse_rank_part,
     refuse_single_deepspeed_file,
 )
+from ckpt_tools.formats.meta.names import find_consolidated_files
 from ckpt_tools.formats.safetensors.hf_index import (
     are_numbered_shards,
     build_index_layout,
@@ -44,12 +45,17 @@ from ckpt_tools.serialization.pickle.load import refuse_call
 from ckpt_tools.serialization.torch_zip import make_archive_segments, open_archive
 from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.lightning import rename_average, rename_scheduler
-from ckpt_tools.trainers.names import is_companion_file
+from ckpt_tools.trainers.names import are_rank_files, is_companion_file
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 INDEX_NAME = "pytorch_model.bin.index.json"
 MAX_INSPECTED_FILES = 4
 """Files of a folder that are opened to say what they are."""
+
+
+def detect(source: Source) -> bool:
+    are_others = are_rank_files(source.files) or bool(find_consolidated_files(source.files))
+    return any(map(is_torch_file, source.files)) and not are_others
 
 
 def read(source: Source, options: ReadOptions) -> Manifest:
@@ -73,7 +79,7 @@ def read(source: Source, options: ReadOptions) -> Manifest:
     return rename_average(rename_scheduler(replace(manifest, notes=(*manifest.notes, *notes))))
 
 
-def own_files(source: Source) -> frozenset[str]:
+def own_files(source: Source, manifest: Manifest) -> frozenset[str]:
     return frozenset(filter(None, [*_find_files(source)[1], find_index(source.files, INDEX_NAME)]))
 
 

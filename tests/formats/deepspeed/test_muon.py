@@ -11,7 +11,7 @@ import ckpt_tools
 from ckpt_tools.core.manifest import StateKey
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import MalformedError
-from ckpt_tools.formats.deepspeed.format import DeepSpeedFormat
+from ckpt_tools.formats.builtin import DeepSpeedFormat
 from ckpt_tools.stores.source import Source
 from fixtures import launch
 from fixtures.corpus import deepspeed

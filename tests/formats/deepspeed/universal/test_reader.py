@@ -20,7 +20,7 @@ from ckpt_tools.errors import (
     UnsafeError,
     UnsupportedError,
 )
-from ckpt_tools.formats.deepspeed.format import DeepSpeedFormat, UniversalFormat
+from ckpt_tools.formats.builtin import DeepSpeedFormat, UniversalFormat
 from ckpt_tools.stores.local.store import LocalStore
 from ckpt_tools.stores.source import Source
 from tests.support.damage import Harm, save, swap, unlink

@@ -14,8 +14,7 @@ from ckpt_tools.core.notes import Outcome
 from ckpt_tools.core.options import ReadOptions, WriteOptions
 from ckpt_tools.core.value_json import value_to_json
 from ckpt_tools.errors import UnsafeError, UnsupportedError, UsageError
-from ckpt_tools.formats.dcp.format import DcpFormat
-from ckpt_tools.formats.deepspeed.format import DeepSpeedFormat, UniversalFormat
+from ckpt_tools.formats.builtin import DcpFormat, DeepSpeedFormat, UniversalFormat
 from ckpt_tools.stores.local.store import LocalStore
 from ckpt_tools.stores.source import Source
 from fixtures import launch, recipe, zero

@@ -17,7 +17,7 @@ from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.names import strip_wrapper_parts
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import IncompleteError
-from ckpt_tools.formats.deepspeed.format import DeepSpeedFormat
+from ckpt_tools.formats.builtin import DeepSpeedFormat
 from ckpt_tools.stores.local.store import LocalStore
 from ckpt_tools.stores.source import Source
 from fixtures import launch, recipe, zero

@@ -20,7 +20,7 @@ from ckpt_tools.errors import (
     UnsafeError,
     UnsupportedError,
 )
-from ckpt_tools.formats.deepspeed.format import DeepSpeedFormat
+from ckpt_tools.formats.builtin import DeepSpeedFormat
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.wrappers import InMemoryOverlay

@@ -18,7 +18,7 @@ from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.options import ReadOptions, WriteOptions
 from ckpt_tools.core.transforms import cast_weights
-from ckpt_tools.formats.deepspeed.format import ZeroFormat
+from ckpt_tools.formats.builtin import ZeroFormat
 from ckpt_tools.formats.index import find_format, read_manifest
 from ckpt_tools.stores.local.store import LocalStore
 from ckpt_tools.stores.source import Source

@@ -21,7 +21,7 @@ from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.options import ReadOptions, WriteOptions
 from ckpt_tools.core.transforms import cast_weights
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError, UsageError
-from ckpt_tools.formats.deepspeed.format import DeepSpeedFormat, ZeroFormat
+from ckpt_tools.formats.builtin import DeepSpeedFormat, ZeroFormat
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.wrappers import InMemoryOverlay

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ckpt_tools.core.layout import FileLayout, Layout, Literal
+from ckpt_tools.core.loading import quote_literal
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import format_option
@@ -48,3 +49,7 @@ def layout(manifest: Manifest, options: WriteOptions) -> Layout:
     adapter_tensors = {name: (key, manifest.tensors[key]) for name, key in adapter_keys.items()}
     settings = FileLayout(ADAPTER_CONFIG_FILE, (Literal(options.adapter_config),))
     return Layout((settings, build_file_layout(WEIGHTS_FILE, adapter_tensors, {}, get_header_texts(manifest))), notes)
+
+
+def loading(path: str, manifest: Manifest, layout: Layout, options: WriteOptions) -> str:
+    return f"from peft import PeftModel\nmodel = PeftModel.from_pretrained(base_model, {quote_literal(path)})"

@@ -1,1 +1,0 @@
-"""The folder of an adapter of PEFT, as ``PeftModel.from_pretrained`` loads it."""
