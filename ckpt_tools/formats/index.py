@@ -103,6 +103,9 @@ def find_format(source: Source, name: str | None = None) -> Format:
         SeveralCheckpointsError: the folder of a run. UnsupportedError: no format recognises it. CkptError: a plug-in
         fails.
     """
+    # Order: the name that the user gives; plug-ins with a sign among the files; the built-in formats; the other
+    # plug-ins, which are imported only now. If none recognises the source, the error is the most telling one: the
+    # folder of a run, a format that is known but not read, else "not in a known format".
     if name is not None:
         return get_readable_format(name)
     if not source.files:

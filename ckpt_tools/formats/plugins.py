@@ -184,7 +184,8 @@ def _load_signs() -> tuple[tuple[str, str], ...]:
 
 @cache
 def _may_declare_signs(path: tuple[str, ...]) -> bool:
-    """Whether a distribution declares a sign; also true of an archive on the path, which is not searched."""
+    """Whether a distribution in the folders ``path`` declares a sign; also true of an archive, which is not searched.
+    ``path`` is ``sys.path``, and the key of the cache."""
     return any(_declares_signs(folder or ".") for folder in path)
 
 

@@ -116,6 +116,12 @@ def place_items(manifest: Manifest, entries: Entries, world_size: int) -> ItemPl
     Raises:
         UsageError: ``world_size`` is larger than is useful.
     """
+    # rank 0:  | object | whole tensor |  chunk 0 of v | chunk 0 of w |
+    # rank 1:  | whole tensor |           chunk 1 of v | chunk 1 of w |
+    #           uncut items: each in      chunks, in the order
+    #           the smallest file so far  of the entries
+    # The bytes of the chunks are counted first, so that the uncut items even out the files. An offset is the sum of the
+    # lengths before it: no segment is built here.
     check_ranks_by_rows(manifest, world_size)
     item_factory = ItemFactory(manifest.tensors)
     chunk_cache = _ChunkCache(item_factory, world_size)
@@ -300,6 +306,9 @@ class _MetadataBuilder:
             return
         lengths, offsets = cut_tensor.chunks.lengths.tolist(), cut_tensor.offsets.tolist()
         files = self._files[: len(lengths)]
+        # torch finds an item by its name and the start of its box. All empty chunks of a tensor start where it ends, so
+        # one key stands for them. Of the tensor that every empty rank writes, it names the last file, as in torch's own
+        # index.
         if self._placement.empty_ranks is not None and self._placement.empty_ranks.tensor_name == owner:
             files[-1], offsets[-1] = self._files[-1], 0
         for rank, (file, offset, length) in enumerate(zip(files, offsets, lengths, strict=True)):

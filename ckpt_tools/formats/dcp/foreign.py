@@ -1,4 +1,4 @@
-"""Folders with a ``.metadata_paths`` that are more, or less, than a DCP of one model: refused by name, or noted.
+"""Folders with a ``.metadata`` that are more, or less, than a DCP of one model: refused by name, or noted.
 
 Megatron-Core's ``torch_dist`` (dist_checkpointing, 0.7 to 0.19) is a DCP whose names carry the optimizer's slots in
 front, ``optimizer.state.exp_avg.<name>``, whose layers are stacked into one tensor, and whose step and parameter groups

@@ -111,6 +111,8 @@ def _parse_index(source: Source, path: str) -> DcpIndex:
     file_table = _FileTable(source, path.rpartition("/")[0])
     items = metadata.storage_data
     num_ranks = _count_ranks_of_items(items.values())  # reading takes items away
+    # A checkpoint may have a million items. They are compared as columns of numpy, and ``_make_whole_leaf`` drops each
+    # description when its table is built, which halves the peak of memory.
     file_ends, shared_item_name = _measure_files(items, file_table)
     inspector = _ItemInspector(source)
     tensors: dict[str, TensorLeaf] = {}
@@ -165,6 +167,11 @@ def _parse_index(source: Source, path: str) -> DcpIndex:
 def _measure_files(items: StorageItems, file_table: _FileTable) -> tuple[dict[str, int], str | None]:
     """The end of the last item of each file; and the name of an item that shares bytes with another, but for an equal
     item of another name, which is tied to it."""
+    # Rows sorted by (file, start):
+    #   file    0    0    0  | 1    1
+    #   start   0   10   20  | 0    8     overlap: the next row is of the same file and starts before this one stops
+    #   stop   10   25*  30  | 8   16     (* overlaps); the last row of a file has the file's end
+    # Two names with the very same range are tied, which is allowed.
     keys = [key for key, info in items.items() if info.length]
     file_numbers, starts, stops = file_table.locate_items([items[key] for key in keys])
     order = np.lexsort((starts, file_numbers))

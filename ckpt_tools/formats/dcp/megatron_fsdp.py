@@ -137,6 +137,10 @@ class _OptimizerRenamer:
         return cls(source, optim_path, weights)
 
     def rename_leaves(self, literals: dict[str, bytes]) -> LeafCollector:
+        # weight          module.X.fc1.weight_w                     the name that the result uses
+        # state           module.module.X.fc1.weight_w, exp_avg     more wrappers, split as the weight is
+        # group option    module.module.X.fc1.weight, lr            more wrappers, the name from before the split
+        # All three meet in the name without wrappers (_strip_wrappers); _iter_candidate_names undoes the split.
         paths: dict[str, TreePath] = {}
         options: dict[str, dict[str, Any]] = {}
         for name, path in self.source.paths.items():

@@ -108,7 +108,9 @@ def _merge_tables(tables: Sequence[ShardTable]) -> tuple[ShardTable, list[ChunkC
         np.concatenate([getattr(table, name) for table in tables])
         for name in ("starts", "stops", "byte_starts", "byte_stops")
     )
-    # All boxes of a 0-d tensor are the same.
+    # A row for each shard of each rank: (starts, stops, 0). The constant column gives a 0-d tensor, whose boxes have no
+    # columns, one to compare. ``firsts[k]`` is the first row with box k, ``numbers[row]`` the k of a row: so
+    # ``kept_rows[row]`` is the row that is read in place of ``row``, and a row with another kept row is a copy.
     boxes = np.concatenate([starts, stops, np.zeros((len(ids), 1), np.int64)], axis=1)
     _, firsts, numbers = np.unique(boxes, axis=0, return_index=True, return_inverse=True)
     first, rows = tables[0], np.sort(firsts)

@@ -31,6 +31,9 @@ from ckpt_tools.trainers.folders import find_trainer_folder
 
 
 def read(source: Source, options: ReadOptions) -> Manifest:
+    # 1. indexes of all folders or ranks -> one index       4. the tree -> a manifest (state_dict.parse)
+    # 2. ties: names whose bytes are those of another name  5. the trainer's folder, notes on files without items
+    # 3. objects are read now: a kilobyte each              6. copies of ranks -> pairs that must be equal
     metadata_paths = find_metadata_files(source.files)
     indexes = {path: read_index(source, path) for path in metadata_paths}
     index, rank_notes = (

@@ -276,6 +276,9 @@ def _place_tensors(
     descriptions: list[_TensorDescription], alignment: int, cursor: _HeaderCursor
 ) -> dict[str, TensorInfo]:
     """The tensors by name; they follow one another with nothing but padding between them, to the end of the file."""
+    # | header | pad | tensor 0 | pad | tensor 1 | pad |    Offsets count from ``start``, the first multiple of the
+    #                0                ^ next_offset         alignment behind the header. Tensors lie in the order of
+    # their descriptions, so each offset is known before it is read, and any other one is an error.
     path, start = cursor.path, align_up(cursor.position, alignment)
     tensors: dict[str, TensorInfo] = {}
     next_offset = stop = 0

@@ -426,6 +426,10 @@ def find_piece_shape(stored: Shape, shape: Shape) -> Shape:
 def split_into_boxes(stored: Box, piece: Shape) -> Iterator[tuple[Box, int]]:
     """The boxes of the tensor that the box ``stored`` of its stored form holds, each with the position of its first
     element among those of ``stored``."""
+    # A tensor [4, 6] in pieces [2, 3] is stored as [2, 2, 6]:
+    #     cell (0,0) | cell (0,1)     stored[i, j, :] is the piece at rows 2 * i.., columns 3 * j.., flattened
+    #     cell (1,0) | cell (1,1)     ``stored`` is a box of it: some cells, and an interval of each, which is one or
+    #                                 more boxes of the piece; moved by the cell's origin, they are boxes of the tensor
     num_passed = 0
     for cell in product(*map(range, stored.start[:-1], stored.stop[:-1])):
         origin = tuple(index * size for index, size in zip(cell, piece, strict=True))

@@ -208,8 +208,9 @@ class _MegatronWriter:
         return Entries({name: (name,) for name in names}, tensors, aliases, objects, ())
 
     def _add_extra_states(self, objects: dict[str, list[Value]]) -> dict[str, str]:
-        """Megatron's modules ask for an object each, and say nothing in it without fp8. Where the source has none of
-        these modules, ``objects`` gets the first, and the others are the same by name."""
+        """The names of the modules' objects, for which Megatron asks, as aliases. Without fp8 each is ``[None]``: where
+        the source has none of these modules, ``objects`` gets the first one, and all others are aliases of it, since a
+        large model would have thousands of equal items."""
         weights = {key.fqn: entry.shape for kind in _WEIGHTS for key, entry in self.manifest.select_kinds(kind).items()}
         expected_names = list_extra_states(weights)
         expected_set = frozenset(expected_names)
@@ -342,6 +343,8 @@ class _MegatronWriter:
             )
             does_decay = TrainedParameter(name, stored, None).does_decay(also_norms=False)
             names_by_multiplier.setdefault(1.0 if does_decay else 0.0, []).append(name)
+        # On loading, Megatron makes its own groups and takes for each the options of the last stored group with the
+        # same identifiers. For a kind of parameters that no group of the source is meant for, one is appended.
         added, num_changed = [], 0
         for multiplier, names in names_by_multiplier.items():
             matching_group = next(

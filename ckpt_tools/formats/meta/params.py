@@ -80,9 +80,11 @@ def _is_size(value: Any) -> TypeGuard[int]:
 
 def _find_feed_forward_args(dim: int, width: int) -> Mapping[str, Any]:
     """Numbers from which Meta's code computes ``width``: 2/3 of 4 times ``dim``, times a factor, rounded up."""
+    # width = ceil(int(factor * base) / multiple) * multiple, with base = int(2 * 4 * dim / 3). ``multiple`` is the
+    # largest one that divides the width. If that is the width without a factor, there is none.
     multiple = next(each for each in (256, 128, 64, 32, 16, 8, 4, 2, 1) if width % each == 0)
     base = int(2 * (4 * dim) / 3)
     if -(-base // multiple) * multiple == width:
         return {"multiple_of": multiple}
-    # In the middle of the last step: no rounding of the product leads to another multiple.
+    # The product lies in the middle of the last step: no rounding leads to another multiple.
     return {"multiple_of": multiple, "ffn_dim_multiplier": (width - multiple / 2 + 0.5) / base}

@@ -66,6 +66,9 @@ def _join_ranks(manifest_by_file: Mapping[str, Manifest]) -> Manifest:
         if part.tensors.keys() != first.tensors.keys():
             differing_key = next(iter(part.tensors.keys() ^ first.tensors.keys()))
             raise MalformedError(f"it and {first_file} do not hold the same tensors", path=file, key=str(differing_key))
+    # wq, wk, wv, w1, w3, output (column parallel):  files hold rows     -> concatenated along axis 0
+    # wo, w2 (row parallel):                         files hold columns  -> along axis 1
+    # norms, rope:                                   each has the whole  -> the first is read, the others must equal it
     last_norm = first.tensors.get(StateKey(LAST_NORM))
     width = last_norm.shape[0] if last_norm is not None and last_norm.shape else None
     tensors, equal_pairs = dict[StateKey, TensorEntry](), list[EqualPair]()

@@ -42,6 +42,11 @@ class NanotronTensorPart:
 
     def iter_shards(self, start: int, stop: int, byte_range: ByteRange, item_bytes: int) -> Iterator[Shard]:
         """The elements ``[start, stop)`` of the rank's tensor, flattened, which are the bytes ``byte_range``."""
+        # stored bytes       ...[start ===== stop]...    an interval of the rank's flattened tensor (ZeRO-1), or all
+        # interval_to_boxes  boxes of the rank's tensor  e.g. rows 2 to 5 of a [6, n] block of q, k and v
+        # overlap            with ``inner`` of a pair    the rows of k alone
+        # target_box         moved by outer - inner      where these rows are in the whole tensor
+        # The first element of an overlap gives its byte; its rows keep the strides of the rank's tensor.
         strides = contiguous_strides(self.local_shape)
         for box in interval_to_boxes(start, stop, self.local_shape):
             for inner, outer in self.box_pairs:

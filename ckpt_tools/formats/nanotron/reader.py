@@ -282,9 +282,11 @@ class _NanotronManifestBuilder:
                 number = decode_number(self.source.read(byte_range.file, byte_range.start, byte_range.stop), leaf.dtype)
                 self.step_claims[state.path] = StepClaim(f"step of {key.fqn}", number, state.path, of_rank=True)
             return
+        # Ranks with the same part of a parameter store the same state: the first file is read. With ZeRO-1 (``dp`` is a
+        # number) a file holds an interval of the part, without it the whole part.
         state_id = (key, weight_file.tp, weight_file.exp, ranks.dp)
         if state_id in self._seen_state:
-            return  # Ranks that hold the whole parameter have the same state.
+            return
         self._seen_state.add(state_id)
         start, stop = self._find_interval(state, part)
         is_flat = ranks.dp is not None

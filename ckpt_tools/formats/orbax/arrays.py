@@ -97,6 +97,8 @@ class ArrayOpener:
 
     def check_database(self, files: Mapping[str, int]) -> None:
         """Raises FormatError where a file of ``files`` that the database refers to is missing or too short."""
+        # OCDBT is a B+tree in data files: newest version -> root node -> nodes -> values. All nodes are walked, because
+        # a lost file would otherwise be found only when a chunk in it is read.
         library = import_tensorstore()
         with _translate_errors(self._metadata_file, ""):
             base_store = library.KvStore.open({"driver": "file", "path": f"{self.root}/{self.tree.prefix}"}).result()

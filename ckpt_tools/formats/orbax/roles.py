@@ -81,6 +81,8 @@ def _find_moments(
     shapes: Mapping[TreePath, Shape], prefix: TreePath, weights: Mapping[TreePath, str]
 ) -> dict[TreePath, tuple[str, str]]:
     """The moments of Adam, if one pair of trees holds them for every weight."""
+    # opt_state/0/mu/<weight>, opt_state/0/nu/<weight>: taken for Adam's moments only if exactly one pair of trees, side
+    # by side, has every weight's path and shape. Anything less stays the user's own.
     weight_shapes = {path[len(prefix) :]: shapes[path] for path in weights}
     moment_parents = {
         path[:at] for path in shapes if path not in weights for at, part in enumerate(path) if part == "mu"

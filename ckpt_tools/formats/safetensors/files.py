@@ -88,6 +88,8 @@ def detect(source: Source) -> bool:
 
 
 def read(source: Source, options: ReadOptions) -> Manifest:
+    # headers -> leaves (whole tensors, or pieces of ranks joined) -> ties and texts of the metadata -> manifest; or,
+    # with STATE_KEY in a header, leaves and the packed tree -> the whole state.
     files, notes = _find_model_files(source)
     headers = {path: read_safetensors_header(source, path) for path in files}
     # Each file holds pieces of tensors, as torch's DCP writes them from every rank.
@@ -219,6 +221,8 @@ def convert_to_element_shape(dtype: DType, shape: Shape, path: str, key: str) ->
 def _check_ranges(
     tensors: Mapping[str, tuple[DType, tuple[int, ...], ByteRange]], data_start: int, size: int, path: str
 ) -> None:
+    # The format's rule against overlaps and hidden bytes: sorted by start, each range begins where the one before it
+    # ends, and the last one ends with the file.
     expected_start = data_start
     for start, stop, name in sorted((at.start, at.stop, name) for name, (_, _, at) in tensors.items()):
         if start != expected_start:

@@ -33,6 +33,10 @@ def compute_region(
     shape: Shape, mesh_shape: Shape, coordinate: Shape, placements: tuple[Placement, ...]
 ) -> LocalRegion:
     """The part of a tensor of ``shape`` on the rank at ``coordinate`` of a mesh of the shape ``mesh_shape``."""
+    # 8 rows, mesh (2, 2), placements (Shard(0), Shard(0)):  rank (0,0): 0 1,  (0,1): 2 3,  (1,0): 4 5,  (1,1): 6 7
+    # 8 rows, mesh (2,), _StridedShard(0, split_factor=2):   the rows are 2 parts, and a rank has its chunk of each:
+    #     part 0: 0 1 | 2 3    part 1: 4 5 | 6 7             rank 0: 0 1 4 5,  rank 1: 2 3 6 7
+    # So a rank's indices along a dim are a list of intervals, and its part is the product of these lists.
     intervals_by_dim: list[list[Interval]] = [[(0, extent)] for extent in shape]
     for placement, size, position in zip(placements, mesh_shape, coordinate, strict=True):
         if isinstance(placement, ShardPlacement):
@@ -72,6 +76,8 @@ def _merge_adjacent(intervals: list[Interval]) -> list[Interval]:
 
 
 def _combine_boxes(intervals_by_dim: Sequence[Sequence[Interval]]) -> list[tuple[Box, Shape]]:
+    # In the local tensor the intervals of a dim lie one behind the other: each starts at the sum of the lengths before
+    # it.
     lengths = ([stop - start for start, stop in intervals] for intervals in intervals_by_dim)
     starts = (accumulate(each, initial=0) for each in lengths)
     starts_by_dim = [

@@ -40,6 +40,8 @@ _RANK_SUFFIX = re.compile(
 def group_by_template(ranks: Mapping[str, int]) -> dict[str, list[str]]:
     """Files, whose ranks are known, by their names with the rank left out. A number that equals the rank may be another
     thing: what most files agree on is taken, the last one if that does not decide."""
+    # step_2_rank_2.pt, known to be of rank 2, has the templates step_{rank}_rank_2 and step_2_rank_{rank}. The second
+    # is that of the other ranks' files too, so most files have it.
     templates_by_path = {path: _find_templates(path.rpartition("/")[2], {rank}) for path, rank in ranks.items()}
     template_counts = Counter(template for found in templates_by_path.values() for template, _ in found)
     items: defaultdict[str, list[str]] = defaultdict(list)

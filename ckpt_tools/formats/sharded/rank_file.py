@@ -149,6 +149,9 @@ class _PartCollector:
 
     def _make_shard(self, box: Box, local_start: Shape, local: StoredTensor, storage: StorageRef) -> Shard:
         """``box`` of the whole tensor, which begins ``local_start`` an index of the local one."""
+        # The byte of the box: start of the storage + (storage_offset + sum(index * stride)) * bytes of an element. The
+        # shard reaches from the first to the last element in memory, gaps included, and has strides unless it is
+        # row-major.
         item, extents = local.dtype.item_bytes, box.shape
         first_element = local.storage_offset + sum(
             n * stride for n, stride in zip(local_start, local.strides, strict=True)

@@ -270,6 +270,12 @@ class _TreeBuilder:
     ) -> tuple[TensorLeaf, bool]:
         """The tensor of all ranks. Ranks are replicas where the mesh of a tensor says so: a mesh of other ranks, or a
         plain tensor, may be another tensor of the same name, such as other experts."""
+        # Shards by ``members``, the ranks whose parts make one tensor:
+        #   one group {0..7}           shards of one tensor; equal boxes are replicas, of which the first is read
+        #   groups {0..3} and {4..7}   meshes of other ranks; a plain tensor is a group of its rank alone
+        # The first group is read. Another one is a copy if its checksums, or its few bytes, are the same; if that is
+        # not known, it is compared before anything is written (must_equal). If it differs, the tensor is unread: they
+        # may be two tensors of one name, such as other experts.
         shard_by_rank = {rank: file.tensors[path] for rank, file in item.files.items() if path in file.tensors}
         _check_same_tensor(path, shard_by_rank, item)
         shards_by_members: defaultdict[frozenset[int], dict[int, RankShard]] = defaultdict(dict)

@@ -95,6 +95,11 @@ def entries_of(manifest: Manifest, tree: StateTree, *, whole_values: bool = Fals
 
 @dataclass(slots=True)
 class _EntryCollector:
+    # (*tree.model, fqn)                             weights                 add_model
+    # (*tree.optim, "state", fqn, slot)              optimizer state         add_optimizer, add_values
+    # (*tree.optim, "param_groups", number, option)  hyperparameters         add_optimizer
+    # (*tree.model[:-1], name, ...)                  the user's own entries  add_extras, or where the source had them
+    # Each path goes through _register_path, which numbers parameters if the tree does, and refuses a taken name.
     manifest: Manifest
     tree: StateTree
     whole_values: bool

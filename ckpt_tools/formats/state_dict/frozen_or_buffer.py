@@ -111,6 +111,9 @@ class _TrainedEvidence:
 
     @classmethod
     def of(cls, trained: Sequence[TensorEntry], *, cuts_all: bool) -> _TrainedEvidence:
+        # cuts_some: a trained parameter has several shards, so that several shards prove a parameter.
+        # cuts_all:  none with two rows or more is in one shard, so that one shard proves a buffer.
+        # Megatron cuts buffers too, so that neither holds there.
         cuts_some = cuts_all and any(len(entry.shards) > 1 for entry in trained)
         keeps_some = any(len(entry.shards) == 1 and entry.shape[0] > 1 for entry in trained if entry.shape)
         return cls(cuts_some, cuts_some and not keeps_some, frozenset(e.shards.dtype for e in trained))

@@ -43,7 +43,8 @@ def find_ties(tensors: Mapping[str, TensorLeaf]) -> dict[str, str]:
     for fqn, tensor in tensors.items():
         table = tensor.shards
         if table.num_bytes:
-            # A transposed view begins at the same byte.
+            # The first piece is the key, which is cheap for a million pieces; the others are compared only where it is
+            # equal. Strides are in it, because a transposed view begins at the same byte.
             key = (table.get_byte_range(0), table.shape, table.dtype, tuple(table.get_strides(0)))
             owner = owners.setdefault(key, fqn)
             if owner != fqn and _are_same_shards(table, tensors[owner].shards):

@@ -83,6 +83,7 @@ def iter_tree_leaves(
     ``whole_values`` keeps each value of a parameter's optimizer state, and of ``get_extra_state``, as one leaf: taken
     apart, a list could not be told from a dict of numbers, and an empty dict would be lost.
     """
+    # What is taken apart here must be what ``build.iter_leaves`` takes apart, or a round trip would change the tree.
     if len(path) > MAX_TREE_DEPTH:
         raise MalformedError("its dicts are nested too deeply", path=file)
     if whole_values and path and is_extra_state(path[-1]):

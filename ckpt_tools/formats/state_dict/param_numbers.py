@@ -208,6 +208,8 @@ def _find_only_choice(
 ) -> tuple[str, ...] | None:
     """The only names in order that fit the numbers: taking the first that fits from the front gives the foremost
     choice, from the back the hindmost, and any other lies between them."""
+    # numbers need the shapes A B A, names have A(w0) A(w1) B(w2) A(w3): from the front w0 w2 w3, from the back w1 w2
+    # w3. They differ, so nothing is proven.
     foremost = _match_greedily(numbers, candidate_names, fits)
     hindmost = _match_greedily(numbers[::-1], candidate_names[::-1], fits)
     return foremost if foremost is not None and hindmost is not None and foremost == hindmost[::-1] else None

@@ -135,6 +135,8 @@ def find_prefixes(
     Raises:
         UsageError: a given key leads nowhere. UnsupportedError: there are several optimizers, or several models.
     """
+    # Evidence for the model's place, the strongest first: the user's key; names that the optimizer's state has; the
+    # only mapping that can be a model, or that is called one; the largest. A tie between the first kinds is refused.
     model_prefix = None if model_key is None else _resolve_key(model_key, paths, "model_key")
     optim_prefix = None if optim_key is None else _resolve_key(optim_key, paths, "optim_key")
     if own_names:
@@ -233,6 +235,8 @@ def _find_model_prefix(
     integer_names: Collection[str],
 ) -> TreePath:
     """The parent of the names that the optimizer knows best; if it knows none, the one that names or sizes leave."""
+    # One mapping has the most names that the optimizer knows: it is the model. Several have: those whose sizes fit the
+    # moments best, of these the ones not called an average, of these the ones called a model. Still several: refused.
     mappings = _group_by_mapping(paths, numels, optim_prefix)
     name_hits = {prefix: sum(key in optimizer_names for key in inside) for prefix, inside in mappings.items()}
     most_hits = max(name_hits.values(), default=0)
@@ -401,6 +405,10 @@ def build_manifest(
         FormatError: a tensor's pieces do not cover it, it cannot be read, or there are several optimizers or models.
         UsageError: a key leads nowhere, or the order of parameters does not fit.
     """
+    # 1. find the places of model and optimizer         4. a role for each leaf: weight, state, option, value, own entry
+    # 2. the optimizer's numbers -> names               5. ties -> aliases of weights, or tensors of their own
+    # 3. drop what cannot be read and is not selected   6. numbers -> 0-d tensors; values, the user's entries, groups
+    # Names come before a selection by name, roles before what is refused by role.
     numels = {name: int(tensor.shards.numels.sum()) for name, tensor in leaves.tensors.items()}
     numels |= dict.fromkeys(leaves.unread, 1)
     integers = {name for name, tensor in leaves.tensors.items() if not tensor.dtype.is_floating}
@@ -843,7 +851,8 @@ def _common_prefix(first: TreePath, second: TreePath) -> TreePath:
 
 
 class _TreeLevel(dict[str | int, Any]):
-    """A level of a tree under construction, apart from the dicts that are values of leaves."""
+    """A level of a tree under construction, apart from the dicts that are values of leaves: only levels become lists
+    again, if their keys are all of 0 to n - 1."""
 
 
 def _insert_value(tree: dict[Any, Any], path: TreePath, value: Any) -> None:
