@@ -6,7 +6,7 @@ import types
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin, is_typeddict
 
 import click
 import ml_dtypes
@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 import ckpt_tools
 from ckpt_tools import api, errors
-from ckpt_tools.core import option_names
+from ckpt_tools.core import option_names, options
 from ckpt_tools.core.manifest import StateKey
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import expand_option_template, format_option
@@ -85,6 +85,11 @@ def test_every_keyword_is_written_out_and_a_misspelt_one_is_an_error_of_the_func
     said = rf"^{function_of(name)}\(\) got an unexpected keyword argument 'storage_option'"
     with pytest.raises(TypeError, match=said):
         FUNCTIONS[name](**dict.fromkeys(required, "x"), storage_option={})
+
+
+def test_a_type_checker_asks_for_none_of_the_shared_keywords():
+    kinds = [kind for kind in vars(options).values() if is_typeddict(kind)]
+    assert kinds and not frozenset().union(*(kind.__required_keys__ for kind in kinds))
 
 
 def test_verbs_that_convert_take_the_same_keywords():

@@ -8,7 +8,7 @@ from safetensors.numpy import save_file
 from ckpt_tools.core.apply_options import AppliedOptions, apply_options
 from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry, TensorRef
+from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, TensorEntry, TensorRef
 from ckpt_tools.core.notes import Note, Outcome, drop_stale_notes, merge_notes
 from ckpt_tools.core.options import ConvertOptions, ReadOptions
 from ckpt_tools.core.renaming import rename_tensors, strip_wrappers
@@ -65,6 +65,13 @@ def test_options_name_what_a_recipe_makes(manifest):
 def test_options_do_not_name_what_a_recipe_took(options, manifest):
     with pytest.raises(UsageError, match=r"matches no tensor; the nearest"):
         applied(manifest, **options)
+
+
+def test_names_in_a_group_are_renamed_where_its_parameters_are(manifest):
+    own, new = {"param_names": ["of its own"]}, {"param_names": ["MODULE.A.W"]}
+    groups = (ParamGroup(("module.a.w",), {"param_names": ["module.a.w"], "lr": 1}), ParamGroup((), own))
+    made, _ = upper(Manifest(manifest.format, manifest.tensors, groups=groups))
+    assert [group.options for group in made.groups] == [{**new, "lr": 1}, own]
 
 
 def test_notes_are_those_of_the_source_and_of_the_recipe(manifest):

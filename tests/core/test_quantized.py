@@ -233,6 +233,14 @@ def test_a_recipe_that_renames_takes_all_of_them_along(source, module, tmp_path)
     assert read(tmp_path / "back.safetensors") == read(source)
 
 
+def test_zero_points_follow_the_weight_that_comes_after_them(tmp_path):
+    tensors = {f"a.q.{name}": MODULES["GPTQ"][name] for name in ("qzeros", "scales", "qweight")}
+    torch.save(tensors, tmp_path / "in.pt")
+    recipe = recipe_of(tmp_path / "r.toml", '"{m}.q.qweight"', '"{m}.p.qweight"')
+    ckpt_tools.convert(tmp_path / "in.pt", tmp_path / "out.pt", recipe=recipe)
+    assert read(tmp_path / "out.pt").keys() == {name.replace("q.", "p.", 1) for name in tensors}
+
+
 @pytest.mark.parametrize(
     ("module", "left", "right", "said"),
     [

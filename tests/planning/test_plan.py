@@ -30,6 +30,7 @@ from ckpt_tools.planning.plan import (
     make_plan,
 )
 from ckpt_tools.planning.tasks import FillBytes, FillZeros, GatherElements, TransferTask, iter_fill_steps
+from ckpt_tools.stores.destination import PartRules
 from ckpt_tools.testing import strategies
 from ckpt_tools.testing.stored import StoredTensor, opaque, stored_tensors
 
@@ -79,6 +80,13 @@ class TestTasks:
             for offset, segment in zip(file.offsets, file.segments, strict=False):
                 if isinstance(segment, Payload) and offset < task.stop < offset + segment.num_bytes:
                     assert (task.stop - offset) % segment.dtype.item_bytes == 0
+
+    def test_they_are_no_more_than_a_destination_takes(self):
+        """Though each ends a little earlier, so as to split no element."""
+        payload = Payload(KEY, Box.whole((1000,)), (1000,), DType.COMPLEX128)
+        file = FileLayout("f", (Literal(b"1234567"), payload))
+        task_bytes = PartRules(max_parts=10).required_task_bytes(file.size_bytes)
+        assert len(list(plan_of((file,), task_bytes).iter_tasks())) <= 10
 
     @many
     @given(file_layouts(), st.integers(16, 40))

@@ -54,10 +54,13 @@ def test_the_folder_to_name_is_said_and_opens(name, pattern, above, tmp_path):
     assert ckpt_tools.inspect(folder).num_tensors
 
 
-@pytest.mark.parametrize("name", ["megatron", "dcp"])
-def test_an_index_stands_for_its_folder(name):
+@pytest.mark.parametrize(
+    ("name", "marker"),
+    [("megatron", ".metadata"), ("dcp", ".metadata"), ("deepspeed-universal", "latest_universal")],
+)
+def test_an_index_stands_for_its_folder(name, marker):
     made = make(name)
-    index = min(made.folder.rglob(".metadata"))
+    index = min(made.folder.rglob(marker))
     assert ckpt_tools.inspect(index).num_tensors == ckpt_tools.inspect(made.source).num_tensors
 
 

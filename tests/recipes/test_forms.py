@@ -87,6 +87,44 @@ def test_layers_that_differ_stay_single():
     assert {str(name) for name in found} >= {"layers.0.norm", "layers.2.qkv", "layers.1.experts"}
 
 
+BESIDE_LAYERS = """
+stacked = { left = ["layers.{layer}."] }
+[[map]]
+left = "layers.{layer}.norm"
+right = "l.{layer}.n"
+beside = { left = "embed" }
+[[map]]
+left = "embed"
+right = "e"
+optional = true
+"""
+
+
+def test_a_name_beside_stacked_layers_may_be_of_none():
+    arrays = {key("embed"): numbers(5), key("layers.norm"): numbers(2, 3)}
+    found = there_and_back(BESIDE_LAYERS, arrays)
+    assert {str(name) for name in found} == {"e", "l.0.n", "l.1.n"}
+    with pytest.raises(UsageError, match=r"layers\.norm"):
+        mapped(BESIDE_LAYERS, {key("layers.norm"): numbers(2, 3)})
+
+
+OF_EACH_INDEX = """
+[[map]]
+left = { w = "{n}*(a b) H" }
+right = { "a.{n}" = "a:A H", "b.{n}" = "b:B H" }
+[sizes]
+A = "config.a"
+B = "config.b"
+"""
+
+
+def test_sizes_of_the_other_side_are_those_of_each_index():
+    array = numbers(6, 2)
+    found = there_and_back(OF_EACH_INDEX, {key("w"): array}, {"a": 2, "b": 1})
+    assert found[key("a.1")].tobytes() == array[3:5].tobytes()
+    assert found[key("b.1")].tobytes() == array[5:].tobytes()
+
+
 REST_OF_AXES = '[[map]]\nleft = { "a" = "{n} ..." }\nright = { "b.{n}" = "..." }\n'
 
 

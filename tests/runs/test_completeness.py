@@ -19,6 +19,7 @@ import ckpt_tools
 from ckpt_tools.runs.report import RunCheckpoint
 from ckpt_tools.trainers.run_folders import find_members
 from fixtures.corpus import make
+from tests.support.sweep import tiered
 
 Damage = Callable[[Path], None]
 
@@ -272,6 +273,10 @@ class Run:
     latest: tuple[str, str] = ("", "")
     format: str = "dcp"
 
+    @property
+    def name(self) -> str:
+        return f"{self.layout}-{self.markers}"
+
     def lay(self, run: Path) -> Path:
         made = make(self.layout)
         for name in self.names:
@@ -342,8 +347,9 @@ RUNS = (
 )  # fmt: skip
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("run", RUNS, ids=lambda run: f"{run.layout}-{run.markers}")
+@pytest.mark.parametrize(
+    "run", tiered(RUNS, test=["deepspeed-pipeline-fp32-layer_00-model_states.pt"], extended=[run.name for run in RUNS])
+)
 def test_it_is_complete_with_its_marker_alone(run, tmp_path):
     newer = run.lay(tmp_path / "run")
     listing = ckpt_tools.ls(tmp_path / "run").checkpoints

@@ -97,6 +97,12 @@ def test_a_loss_free_cast_has_the_same_numbers(tmp_path):
     assert report.differences[0].what == "bfloat16 in A, float32 in B; as numbers, 0 of 100 elements differ"
 
 
+def test_packed_values_and_those_of_another_dtype_differ_in_every_element(tmp_path):
+    a = torch.zeros(2, 3, dtype=torch.uint8)
+    report = diff_of(tmp_path, {"w": a.view(torch.float4_e2m1fn_x2)}, {"w": a})
+    assert only(report) == ("w", Aspect.DTYPE, Deviation(num_differing=6))
+
+
 def test_a_difference_in_any_block_of_a_large_tensor(tmp_path):
     a = torch.zeros(3 << 20)
     b = a.clone()

@@ -349,6 +349,21 @@ class TestWritten:
         assert manifest.groups[0].options == {name: value for name, value in groups[0].items() if name != "params"}
 
 
+def test_groups_that_are_by_megatrons_rule_are_all_that_it_gets(tmp_path):
+    model, state = {"w": torch.randn(4, 6), "w.bias": torch.randn(4)}, {}
+    for name, tensor in model.items():
+        state[name] = {"exp_avg": tensor, "exp_avg_sq": tensor.square(), "step": torch.tensor(5.0)}
+    groups = [
+        {"lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": decay, "params": [name]}
+        for name, decay in (("w", 0.1), ("w.bias", 0.0))
+    ]
+    torch.save({"model": model, "optim": {"state": state, "param_groups": groups}}, tmp_path / "a.pt")
+    ckpt_tools.convert(tmp_path / "a.pt", tmp_path / "out", to="megatron", state="all")
+    (common,) = (tmp_path / "out").rglob("common.pt")
+    found = torch.load(common, weights_only=False)["optimizer"]["optimizer"]["param_groups"]
+    assert [(group["wd_mult"], group["weight_decay"]) for group in found] == [(1.0, 0.1), (0.0, 0.0)]
+
+
 @pytest.mark.parametrize(
     ("name", "shape", "pieces"),
     [

@@ -20,8 +20,9 @@ import ckpt_tools
 from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.notes import Outcome
-from ckpt_tools.core.values import GlobalRef, Opaque, StorageRef, StoredTensor
+from ckpt_tools.core.values import PARAMETER, GlobalRef, Opaque, StorageRef, StoredTensor
 from ckpt_tools.errors import CkptError, FormatError
+from ckpt_tools.formats.sharded.detection import looks_sharded
 from ckpt_tools.formats.sharded.geometry import compute_region
 from ckpt_tools.formats.sharded.items import group_by_number, group_by_template, make_label
 from ckpt_tools.serialization.pickle.sharded_tensors import (
@@ -31,6 +32,8 @@ from ckpt_tools.serialization.pickle.sharded_tensors import (
     ShardPlacement,
     StridedShardPlacement,
 )
+from ckpt_tools.stores.memory import MemoryStore
+from ckpt_tools.stores.source import Source
 from fixtures.corpus import make
 from tests.support.damage import Harm, changed, unlink
 from tests.support.sweep import extended
@@ -187,6 +190,18 @@ class TestFolders:
         with pytest.raises(CkptError, match="hold plain tensors"):
             ckpt_tools.inspect(tmp_path)
 
+    def test_few_of_many_files_are_opened_to_tell(self):
+        asked = set[str]()
+
+        class Asked(MemoryStore):
+            def read_into(self, path: str, start: int, buffer: memoryview) -> None:
+                asked.add(path)
+                super().read_into(path, start, buffer)
+
+        names = [f"{letter}.pt" for letter in "abcdefghijkl"]
+        assert not looks_sharded(Source.open(Asked({name: bytearray(b"no archive") for name in names})))
+        assert asked == {*names[:8]}
+
     @pytest.mark.extended
     def test_two_files_of_one_rank(self, tmp_path):
         for name in ("first.pt", "second.pt"):
@@ -307,6 +322,10 @@ class TestOlderForms:
         mesh.state["_backwards"] = True
         with pytest.raises(CkptError, match="_backwards"):
             read_part(mesh)
+
+    def test_a_parameter_is_read_as_what_it_wraps(self):
+        parameter = Opaque(PARAMETER, (dtensor(old_mesh([1], 2)), True))
+        assert PartReader().read_part(parameter) == read_part(old_mesh([1], 2))
 
     @pytest.mark.parametrize("coordinate", [[2], [0, 0], [-1], [True], None])
     def test_a_coordinate_outside_of_the_mesh(self, coordinate):

@@ -45,6 +45,7 @@ def piece(data: bytes) -> FileView:
 def test_whatever_a_pickle_imports_is_seen(name):
     assert is_importing_pickle(piece(INDIRECT[name]))
     assert is_importing_pickle(piece(b"V" + b"a" * (1 << 17) + b"\n0" + INDIRECT[name]))
+    assert is_importing_pickle(piece(b"S'" + b"a" * (1 << 17) + b"'\n0" + INDIRECT[name]))
     assert is_importing_pickle(piece(b"B" + (1 << 17).to_bytes(4, "little") + b"\0" * (1 << 17) + INDIRECT[name]))
 
 
@@ -139,7 +140,7 @@ def inner(name: str, of: GlobalRef = SHARDED_TENSOR) -> Opaque:
 GENUINE: dict[str, Callable[[], Value]] = {
     "a spec": lambda: spec(mesh=mesh(_rank=1), placements=(), _hash=3),
     "an inner class": lambda: Opaque(inner("ProcessGroupState"), form="new", state={"global_rank": 1}),
-    "names alone": lambda: [DTENSOR, SHARDED_TENSOR],
+    "names alone": lambda: [DTENSOR, SHARDED_TENSOR, WRAPPER],
 }
 
 HOSTILE: dict[str, Callable[[], Value]] = {

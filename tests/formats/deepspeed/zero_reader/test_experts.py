@@ -130,8 +130,12 @@ def test_autoep_without_zero_steps_of_experts_must_be_equal(tmp_path):
 
 def test_names_and_order_are_those_of_a_model_with_all_experts():
     manifest = contents(make(NATIVE).folder)[0]
-    names = [key.fqn for key in manifest.tensors if key.slot == "weight" and key.fqn.endswith("down.weight")]
-    assert names == [NAME.format(n, "down.weight") for n in range(4)] + [
+    endings = ("wg.weight", "down.weight")
+    names = [key.fqn for key in manifest.tensors if key.slot == "weight" and key.fqn.endswith(endings)]
+    assert names == [
+        "first.deepspeed_moe.gate.wg.weight",
+        *(NAME.format(n, "down.weight") for n in range(4)),
+        "second.deepspeed_moe.gate.wg.weight",
         *(f"second.deepspeed_moe.experts.deepspeed_experts.{n}.down.weight" for n in range(2)),
         "second.mlp.down.weight",
     ]
