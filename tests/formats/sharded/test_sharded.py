@@ -22,7 +22,7 @@ from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.notes import Outcome
 from ckpt_tools.core.values import PARAMETER, GlobalRef, Opaque, StorageRef, StoredTensor
 from ckpt_tools.errors import CkptError, FormatError
-from ckpt_tools.formats.sharded.detection import looks_sharded
+from ckpt_tools.formats.sharded.detection import detect
 from ckpt_tools.formats.sharded.geometry import compute_region
 from ckpt_tools.formats.sharded.items import group_by_number, group_by_template, make_label
 from ckpt_tools.serialization.pickle.sharded_tensors import (
@@ -199,7 +199,7 @@ class TestFolders:
                 super().read_into(path, start, buffer)
 
         names = [f"{letter}.pt" for letter in "abcdefghijkl"]
-        assert not looks_sharded(Source.open(Asked({name: bytearray(b"no archive") for name in names})))
+        assert not detect(Source.open(Asked({name: bytearray(b"no archive") for name in names})))
         assert asked == {*names[:8]}
 
     @pytest.mark.extended
