@@ -1,7 +1,7 @@
 """The account of a conversion: each tensor and description of the source is written, or a note names it. Pure.
 
-A tensor goes in one of two steps: an option leaves it out of the manifest, or the writer has no place for it. Each step
-says so in a note. What neither step named is a defect of this program, never a loss in silence.
+A tensor is left out in one of two steps: an option leaves it out of the manifest, or the writer has no place for it.
+Each step makes a note of it. What neither step named is a defect of this program, never a loss in silence.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ def check_nothing_lost(
     *,
     is_mapped: bool,
 ) -> None:
-    """Every tensor of ``source_manifest`` is in ``target_manifest`` under its name or another, every one of
-    ``target_manifest`` is ``written_keys``, and every description of ``source_manifest`` is in ``target_manifest``; or
-    ``notes`` name them. ``is_mapped`` says that a recipe or an adapter made tensors of others: these check by
-    themselves that each has its place.
+    """Check that each item of the source is in the output, or that ``notes`` name it:
+
+    - each tensor of ``source_manifest`` is in ``target_manifest``, under its name or another; if ``is_mapped``, a
+      recipe or an adapter that made tensors of others has checked that itself;
+    - each tensor of ``target_manifest`` is in ``written_keys``;
+    - each description of ``source_manifest`` is in ``target_manifest``.
 
     Raises:
         CkptError: an item is neither written nor named.
@@ -42,11 +44,8 @@ def check_nothing_lost(
     unwritten_keys += [
         key for key in target_manifest.tensors if key not in written_keys and not _needs_no_bytes(key, target_manifest)
     ]
-    entry_by_key = (
-        {ref.key: str(name) for name, value in source_manifest.extra.items() for ref in iter_tensor_refs(value)}
-        if unwritten_keys
-        else {}
-    )
+    extra = source_manifest.extra if unwritten_keys else {}
+    entry_by_key = {ref.key: str(name) for name, value in extra.items() for ref in iter_tensor_refs(value)}
     lost_items = [str(key) for key in unwritten_keys if not _is_noted(key, entry_by_key.get(key), noted_items)]
     # A note that counts tensors without their names ("12 tensors") accounts for as many of those that no note names.
     lost_items = lost_items[sum(note.count for note in loss_notes if _COUNT_ONLY_NOTE.fullmatch(note.what)) :]
@@ -63,8 +62,8 @@ def check_nothing_lost(
 
 
 def _needs_no_bytes(key: StateKey, target_manifest: Manifest) -> bool:
-    """Whether it is a plain number, which is written as a value; or state of a parameter without elements, which some
-    frameworks store and others do not."""
+    """Whether the tensor is a plain number, which is written as a value; or state of a parameter without elements,
+    which some frameworks store and others do not."""
     weight = target_manifest.tensors.get(StateKey(key.fqn))
     return {*target_manifest.tensors[key].shards.files} <= target_manifest.literals.keys() or (
         weight is not None and not weight.numel
@@ -88,7 +87,8 @@ def _iter_dropped_keys(source_manifest: Manifest, target_manifest: Manifest) -> 
 
 
 def _is_noted(key: StateKey, entry: str | None, noted_items: Iterable[str]) -> bool:
-    """``entry`` is the one that refers to the tensor: it goes with it, and the note begins with its name."""
+    """Whether a note names the tensor, its parameter, its slot, or the ``entry`` that refers to it and is left out with
+    it."""
     return any(
         what in (str(key), key.fqn)
         or what.startswith((f"{key.slot} of ", f"optimizer state of {key.fqn}"))

@@ -114,9 +114,10 @@ def apply_options(
         # The output has the numbers themselves, or no optimizer: the names assumed for them are not written.
         notes = tuple(note for note in notes if note.what != ASSUMED_ORDER_ITEM)
     check_expansion(manifest.tensors, manifest.stored_bytes)
-    cast_manifest, new_notes = (
-        transforms.cast_weights(manifest, options.target_dtype) if like is None else like.match_dtypes(manifest)
-    )
+    if like is not None:
+        cast_manifest, new_notes = like.match_dtypes(manifest)
+    else:
+        cast_manifest, new_notes = transforms.cast_weights(manifest, options.target_dtype)
     are_weights_changed = merge is not None or cast_manifest.weight_dtypes != source_dtypes
     if HEADER_ENTRY in cast_manifest.extra and are_weights_changed:
         reason = "carried as it is, and it may say of tensors what was true before this conversion"

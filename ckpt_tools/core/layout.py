@@ -87,7 +87,7 @@ def merge_literals(segments: Iterable[Segment]) -> list[Segment]:
 
 
 class FileSpec(Protocol):
-    """One output file of a known name and size, which says what is in it when it is asked."""
+    """One output file of a known name and size, whose segments are made when they are needed."""
 
     @property
     def path(self) -> str:
@@ -129,7 +129,7 @@ to 5 MB."""
 
 
 class FileLayoutCache:
-    """Makes the files of an output by number when they are asked for, and keeps the latest of them."""
+    """Makes the files of an output by number when they are needed, and keeps the latest of them."""
 
     def __init__(self, make: Callable[[int], FileLayout]) -> None:
         self._make_layout = make
@@ -150,7 +150,7 @@ class FileLayoutCache:
 
 @dataclass(frozen=True, slots=True)
 class LazyFile:
-    """File number ``number`` of a cache, which makes its segments when they are asked for."""
+    """File number ``number`` of a cache, which makes its segments when they are needed."""
 
     path: str
     size_bytes: int
@@ -176,19 +176,21 @@ def _check_checksum_ranges(positioned_crcs: Sequence[tuple[int, Crc32]]) -> None
 class Layout:
     """The files of an output, in the order in which they become visible.
 
-    The last is the one that makes the checkpoint valid (an index, ``.metadata``, ``latest``). ``notes`` say what the
-    writer could not carry or had to make up. ``copied_files`` maps the keys of payloads that are small files
-    of a trainer's folder to tensors of their bytes; None if no trainer's folder is written. ``uncast_buffers`` names
-    buffers among the weights, which are written in the dtype of the source. ``tree`` has the places of model and
-    optimizer, where one is written, and ``config`` is the content of ``config.json`` among the files.
+    The last file makes the checkpoint valid: an index, ``.metadata``, ``latest``.
     """
 
     files: Sequence[FileSpec]
     notes: tuple[Note, ...] = ()
+    """What the writer could not carry or had to make up."""
     copied_files: Mapping[StateKey, TensorEntry] | None = None
+    """Small files of a trainer's folder as tensors of their bytes, by the keys of their payloads; None if no trainer's
+    folder is written."""
     uncast_buffers: Collection[str] = ()
+    """Names of buffers among the weights that are written in the dtype of the source."""
     tree: StateTree | None = None
+    """The places of model and optimizer in the output, if it is a tree."""
     config: Mapping[str, Any] = field(default_factory=dict)
+    """The content of ``config.json`` among the files."""
 
     def __post_init__(self) -> None:
         assert len({file.path for file in self.files}) == len(self.files), "two files have the same name"

@@ -65,8 +65,9 @@ class Kind(Enum):
 class TensorEntry:
     """One logical tensor.
 
-    ``dtype`` is what it is to be read as; ``shards.dtype`` is what is stored. Where they differ, reading casts, as it
-    does for a bf16 weight if only its fp32 master is stored. ``plus`` is added to each element before that, in fp32.
+    ``dtype`` is the type of the elements after reading; ``shards.dtype`` the stored one. Where they differ, reading
+    casts, as it does for a bf16 weight if only its fp32 master is stored. ``plus`` is added to each element before the
+    cast, in fp32.
 
     Raises:
         MalformedError: two shards overlap.
@@ -194,8 +195,8 @@ class TensorRef:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EqualPair:
-    """Two tensors of one shape and dtype that become one, ``what`` in words, so that their bits must be equal;
-    ``advice`` says what the user can do if they are not."""
+    """Two tensors of one shape and dtype that become one, so that their bits must be equal. ``what`` names both in a
+    message, ``advice`` is what the user can do if they differ."""
 
     what: str
     first: TensorEntry

@@ -68,10 +68,8 @@ def suggest_names(unknown_name: str, names: Collection[str]) -> str:
     if not names:
         return "there is no weight that it could name"
     suggestions = find_nearest(unknown_name, names)
-    return (
-        f"the nearest {'name is' if len(suggestions) == 1 else 'names are'} {', '.join(suggestions)} (see "
-        f"{format_option('tensors')})"
-    )
+    names_are = "name is" if len(suggestions) == 1 else "names are"
+    return f"the nearest {names_are} {', '.join(suggestions)} (see {format_option('tensors')})"
 
 
 def _strip_pattern_syntax(pattern: str) -> str:

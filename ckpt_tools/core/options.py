@@ -197,10 +197,8 @@ class ConvertOptions:
         }
         for name, why in implied_by_like.items():
             if self.like is not None and getattr(self, name):
-                message = (
-                    f"{format_option(name)} contradicts {format_option('like')}, which says {why}; drop one of them"
-                )
-                raise UsageError.of(name, message)
+                contradiction = f"{format_option(name)} contradicts {format_option('like')}"
+                raise UsageError.of(name, f"{contradiction}, which says {why}; drop one of them")
         if self.rename:
             from ckpt_tools.core.renaming import parse_rename_rules
 
@@ -222,7 +220,7 @@ class ConvertOptions:
 
     @property
     def values_by_name(self) -> Mapping[str, Any]:
-        """Every option by name; what is not asked for is empty."""
+        """Every option by name; one that was not given is empty."""
         return {each.name: getattr(self, each.name) for each in fields(self) if each.init}
 
     @property
@@ -299,43 +297,46 @@ def _check_choice(name: str, value: str | None, allowed: tuple[str, ...]) -> Non
 
 @dataclass(frozen=True, slots=True)
 class ReadOptions:
-    """Options of readers. ``tag`` chooses one of several checkpoints of a DeepSpeed folder; the
-    keys say where model and optimizer live in a DCP tree (``app.model``), ``param_order`` which parameters the numbers
-    of an optimizer mean, ``optimizer_file`` where the optimizer of a model is, if it is apart. ``include`` and
-    ``exclude`` matter to a reader that cannot read every tensor: one that is not chosen is not refused. ``state`` says
-    what is used of the checkpoint: weights alone need no choice of an optimizer, and the whole state needs the weights
-    that the optimizer belongs to. None: it is not known yet."""
+    """Options of readers."""
 
     tag: str | None = None
+    """Which of several checkpoints of a DeepSpeed folder."""
     model_key: str | None = None
+    """The path of the model in a tree such as a DCP: ``app.model``."""
     optim_key: str | None = None
+    """The path of the optimizer in the tree."""
     param_order: ParamOrder | None = None
+    """Which parameters the numbers of an optimizer mean."""
     optimizer_file: str | Path | None = None
+    """Where the optimizer of a model is, if it is apart."""
     include: tuple[str, ...] = ()
+    """Globs of tensors. A reader that cannot read every tensor refuses only those that are chosen."""
     exclude: tuple[str, ...] = ()
     state: State | None = None
+    """What is used of the checkpoint: weights alone need no choice of an optimizer, the whole state needs the weights
+    that the optimizer belongs to. None: not known yet."""
 
 
 @dataclass(frozen=True, slots=True)
 class WriteOptions:
-    """Options of writers.
-
-    ``file_name`` is set where the destination is a single file; sizes are in bytes. ``tag`` names the folder of a
-    DeepSpeed checkpoint, ``model_key`` and ``optim_key`` where a DCP keeps model and optimizer (``app.model``); None
-    leaves it to the writer. ``model_config`` is the content of ``config.json``, where the writer asks for it.
-    ``shard_map`` names the files of a folder of safetensors for tensors by name, if no size is given.
-    ``adapter_config`` is the content of ``adapter_config.json``, where the writer asks for it.
-    """
+    """Options of writers."""
 
     file_name: str | None = None
+    """Set if the destination is a single file."""
     max_shard_bytes: int | None = None
     world_size: int = 1
     tag: str | None = None
+    """The folder of a DeepSpeed checkpoint. None, here and for the keys: the writer chooses."""
     model_key: str | None = None
+    """Where a DCP keeps the model: ``app.model``."""
     optim_key: str | None = None
+    """Where a DCP keeps the optimizer."""
     model_config: Mapping[str, Any] = field(default_factory=dict)
+    """The content of ``config.json``, if the writer asks for it."""
     shard_map: Mapping[str, str] = field(default_factory=dict)
+    """The file of each tensor in a folder of safetensors, by name; used if no size is given."""
     adapter_config: bytes = b""
+    """The content of ``adapter_config.json``, if the writer asks for it."""
 
     @property
     def model_type(self) -> str | None:

@@ -1,4 +1,4 @@
-"""Progress callbacks, and what is logged: that a store is asked again, decisions and outcomes.
+"""Progress callbacks, and what is logged: repeated requests to a store, decisions and outcomes.
 
 Imports nothing that costs time at start-up.
 """

@@ -35,7 +35,7 @@ SCALE_NAMES = re.compile(
 
 
 CONFIG_KEY = "quantization_config"
-"""The key of ``config.json`` that says how a model is quantized."""
+"""The key of ``config.json`` that describes how a model is quantized."""
 
 TEXT_CONFIG = "text_config"
 """The key of the language model's own part of it."""
@@ -51,8 +51,8 @@ def is_low_precision_float(dtype: DType) -> bool:
 
 
 def find_uncastable_keys(manifest: Manifest) -> set[StateKey]:
-    """Quantized weights, and the floating-point tensors that they need: in the same module, or known by name. A bias is
-    none."""
+    """Keys of quantized weights, and of the floating-point tensors that they need: those in the same module but biases,
+    and those known by name."""
     weights = manifest.weight_dtypes
     quantized = set(_find_quantized(weights, is_declared=manifest.is_quantized))
     if not quantized:
@@ -67,8 +67,8 @@ def may_be_quantized(manifest: Manifest) -> bool:
 
 
 def _find_quantized(weights: Mapping[str, DType], *, is_declared: bool = False) -> list[str]:
-    """The names of quantized weights; ``is_declared`` says that the model is quantized, so that no integer is a
-    mask."""
+    """The names of quantized weights. If ``is_declared``, ``config.json`` states that the model is quantized, so that
+    no integer is a mask."""
     names_by_module = _group_by_module(weights)
     names_with_companions = {
         module

@@ -10,12 +10,12 @@ from typing import Any, TypeGuard
 from ckpt_tools.errors import MalformedError
 
 OPTIMIZER_STEP_COUNTER = "step of the optimizer"
-"""The counter of a claim that repeats what state of the optimizer says."""
+"""The counter of a claim that repeats the step in the optimizer's state."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepClaim:
-    """``file`` says that ``counter`` is ``number``; if it is ``of_rank``, all ranks of a save say the same."""
+    """``file`` states that ``counter`` is ``number``; if ``of_rank``, all ranks of a save state the same."""
 
     counter: str
     number: float
@@ -24,7 +24,7 @@ class StepClaim:
 
 
 def make_rank_claims(file: str, values: Mapping[Any, Any], counters: Iterable[str]) -> list[StepClaim]:
-    """Claims of a rank's file by those of ``values`` that are numbers."""
+    """Claims of a rank's file: one for each of ``counters`` whose value in ``values`` is a number."""
     counter_values = ((name, values.get(name)) for name in counters)
     return [StepClaim(name, value, file, of_rank=True) for name, value in counter_values if is_finite_number(value)]
 
@@ -39,8 +39,8 @@ def check_same_save(claims: Iterable[StepClaim]) -> None:
     for claim in claims:
         earlier_claim = first_claims.setdefault(claim.counter, claim) if claim.of_rank else claim
         if earlier_claim.number != claim.number:
-            difference = (
+            raise MalformedError(
                 f"its {claim.counter} is {claim.number:.15g}, but that of {earlier_claim.file} is "
-                f"{earlier_claim.number:.15g}"
+                f"{earlier_claim.number:.15g}: they are of two saves; take all files from one",
+                path=claim.file,
             )
-            raise MalformedError(f"{difference}: they are of two saves; take all files from one", path=claim.file)

@@ -52,31 +52,24 @@ class GroupSummary(Jsonable):
 class Summary(DisplayableResult):
     """A checkpoint in figures, and its values that are not tensors.
 
-    ``num_parameters`` counts elements of parameters, each tie once. ``tensors_by_role`` counts tensors as
-    ``core.manifest.ROLES`` says. ``num_bytes`` is what the tensors take as they are
-    read, each in its own dtype; ``file_bytes`` is the size of the ``num_files`` files that hold them. A file may hold
-    a weight and its fp32 master once, so that ``num_bytes`` can be the larger.
+    ``num_parameters`` counts elements of parameters, each tie once. ``tensors_by_role`` counts tensors by
+    ``core.manifest.ROLES``. ``num_bytes`` is what the tensors take as they are read, each in its own dtype;
+    ``file_bytes`` is the size of the ``num_files`` files that hold them. A file may hold a weight and its fp32 master
+    once, so that ``num_bytes`` can be the larger.
 
     ``notes`` say what was inferred, which files beside the checkpoint were not read, and which entries were not
     understood and are copied as they are.
 
-    ``naming`` says, if a recipe tells it, whose names the tensors have, and which recipe gives those of the hub.
+    ``naming`` tells whose names the tensors have, and which recipe gives those of the hub; None if no recipe tells it.
     ``wrapping`` are parts of names that wrappers put in. ``tensors`` are those that ``include`` and ``exclude`` choose,
-    and ``stats`` their statistics, if they were asked for; the figures are of the whole checkpoint.
+    and ``stats`` their statistics if these are computed; the figures are of the whole checkpoint.
 
-    ``values`` are the values in optimizer state, and of ``get_extra_state``, that are not tensors.
-    The options of ``groups``, and ``values`` and ``extras``, are bounded, as ``BoundedValues`` says.
+    ``values`` are the values in optimizer state, and of ``get_extra_state``, that are not tensors. The options of
+    ``groups``, and ``values`` and ``extras``, are bounded by ``BoundedValues``.
     """
 
     SHOWN: ClassVar[tuple[str, ...]] = (
-        "source",
-        "format",
-        "step",
-        "world_size",
-        "num_parameters",
-        "num_tensors",
-        "num_bytes",
-        "notes",
+        *("source", "format", "step", "world_size", "num_parameters", "num_tensors", "num_bytes", "notes"),
     )
 
     source: str
@@ -155,17 +148,14 @@ def summarize(
         num_bytes=sum(tensor.num_bytes for tensor in tensors),
         file_bytes=sum(stored_file_sizes),
         bytes_by_dtype=dict(by_dtype.most_common()),
-        optimizer_slots=tuple(
-            dict.fromkeys(key.slot for key, entry in manifest.tensors.items() if entry.kind is Kind.STATE)
-        ),
+        optimizer_slots=tuple(dict.fromkeys(key.slot for key in manifest.select_kinds(Kind.STATE))),
         groups=tuple(
             GroupSummary(len(group.params), bounded_values.convert(group.options)) for group in manifest.groups
         ),
         aliases=dict(manifest.aliases),
         extras={name: bounded_values.convert(value) for name, value in manifest.extra.items()},
-        values={
-            str(key): bounded_values.convert(value) for key, value in manifest.values.items()
-        },  # last, as they may be many
+        # After extras, as values may be many, and all share one bound.
+        values={str(key): bounded_values.convert(value) for key, value in manifest.values.items()},
         notes=(*manifest.notes, *_note_unjoined_state(manifest)),
         naming=naming,
         wrapping=wrapping,

@@ -1,4 +1,4 @@
-"""Embeddings and head of a model that are one tensor: whether ``config.json`` says so, and what follows. Pure."""
+"""Embeddings and head of a model that are one tensor: whether ``config.json`` ties them, and what follows. Pure."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ _COMPUTE_BY_FLAG = ("longt5", "mt5", "pop2piano", "switch_transformers", "t5", "
 
 
 def read_tie_flag(config: Mapping[str, Any], by_default: Collection[str] = TIED_BY_DEFAULT) -> bool | None:
-    """Whether the model of ``config.json`` ties its head: as it or its part for text says, else as its class does; None
-    for a class that is not among those ``by_default``."""
+    """Whether the model of ``config.json`` ties its head: the flag of the model or of its part for text, else True for
+    a ``model_type`` that is among those tied ``by_default``; None if neither tells."""
     stated_flags = _read_stated_flags(config)
     return stated_flags[0] if stated_flags else (True if config.get("model_type") in by_default else None)
 
@@ -133,8 +133,8 @@ def untie_heads(manifest: Manifest, *, is_tied: bool) -> TransformResult:
 
 
 def match_ties_to_config(manifest: Manifest, config: Mapping[str, Any], *, untie: bool) -> TransformResult:
-    """The manifest that is written beside ``config.json``, which is as it was: with ``untie`` as ``make_untied_config``
-    makes it."""
+    """The manifest that is written beside ``config.json``: that of the source, or with ``untie`` that of
+    ``make_untied_config``."""
     is_tied = read_tie_flag(config)
     if untie or is_tied is False:
         untied_manifest, notes = untie_heads(manifest, is_tied=untie and is_tied is True)

@@ -26,10 +26,10 @@ TransformResult = tuple[Manifest, tuple[Note, ...]]
 def keep_model_only(
     manifest: Manifest, *, weight_copy: str, is_requested: bool, entry_names: Collection[str] = ()
 ) -> TransformResult:
-    """Parameters and buffers, and those of the ``entry_names`` that there are.
+    """The manifest of parameters and buffers alone, with those of its entries that are among ``entry_names``.
 
     ``weight_copy`` chooses which copy of a parameter stands for it: ``"master"``, the fp32 one where there is one, or
-    ``"model"``, the one that the model computes with. ``is_requested`` says that the user wants no more than this.
+    ``"model"``, the one that the model computes with. ``is_requested`` is true if the user wants no more than this.
 
     Raises:
         UnsupportedError: there is state, and no weight.
@@ -41,25 +41,17 @@ def keep_model_only(
         kept_tensors = {key: _use_master(manifest, key, entry) for key, entry in kept_tensors.items()}
     values = {key: value for key, value in manifest.values.items() if key.slot == WEIGHT}
     nested_tensors = {ref.key: manifest.tensors[ref.key] for ref in iter_tensor_refs(list(values.values()))}
-    if not kept_tensors and any(entry.kind is Kind.STATE for entry in manifest.tensors.values()) | bool(manifest.extra):
+    if not kept_tensors and (manifest.extra or manifest.select_kinds(Kind.STATE)):
         raise UnsupportedError(f"{_explain_missing_weights(manifest)}; name the file or folder of the model")
     extra = {name: value for name, value in manifest.extra.items() if name in entry_names}
-    training_groups = [
-        number for number, group in enumerate(manifest.groups) if group.options.get("train_mode") is True
-    ]
-    train_mode_reason = (
-        "the optimizer is in train mode, and evaluation uses others (ScheduleFree's x); save after optimizer.eval()"
-    )
-    mode_notes = (Note(Outcome.KEPT, "weights of training", train_mode_reason),) if training_groups else ()
-    notes = mode_notes + tuple(
-        replace(note, asked=is_requested)
-        for note in _note_dropped_state(manifest, {**kept_tensors, **nested_tensors}, extra)
-    )
-    step = manifest.step if extra.keys() >= manifest.extra.keys() else None
     kept_tensors |= nested_tensors
-    return replace(
-        manifest, tensors=kept_tensors, groups=(), extra=extra, values=values, step=step, trainer=None
-    ), notes
+    notes = tuple(replace(note, asked=is_requested) for note in _note_dropped_state(manifest, kept_tensors, extra))
+    if any(group.options.get("train_mode") is True for group in manifest.groups):
+        why = "the optimizer is in train mode, and evaluation uses others (ScheduleFree's x)"
+        notes = (Note(Outcome.KEPT, "weights of training", f"{why}; save after optimizer.eval()"), *notes)
+    step = manifest.step if extra.keys() >= manifest.extra.keys() else None
+    kept = replace(manifest, tensors=kept_tensors, groups=(), extra=extra, values=values, step=step, trainer=None)
+    return kept, notes
 
 
 def _explain_missing_weights(manifest: Manifest) -> str:
@@ -128,9 +120,9 @@ def _note_dropped_entries(what: str, entries: list[TensorEntry]) -> Note:
 
 
 def select_tensors(manifest: Manifest, *, include: tuple[str, ...], exclude: tuple[str, ...]) -> TransformResult:
-    """The tensors whose fqn matches a glob of ``include`` (none: all) and none of ``exclude``.
+    """The manifest of the tensors whose fqn matches a glob of ``include`` (none: all) and none of ``exclude``.
 
-    A tied name that is chosen without the one that owns its bytes takes ownership.
+    A tied name that is chosen without the owner of its bytes becomes the owner.
 
     Raises:
         UsageError: nothing is left, or a glob matches nothing.
@@ -158,12 +150,9 @@ def select_tensors(manifest: Manifest, *, include: tuple[str, ...], exclude: tup
     num_dropped = len(manifest.tensors) - len(kept_tensors)
     aliases = {alias: owner for alias, owner in manifest.aliases.items() if is_chosen(alias) and is_chosen(owner)}
     groups = tuple(replace(group, params=tuple(filter(is_chosen, group.params))) for group in manifest.groups)
-    notes = (
-        (Note(Outcome.DROPPED, format_count(num_dropped, "tensor"), "not selected", num_dropped, asked=True),)
-        if num_dropped
-        else ()
-    )
-    return replace(manifest, tensors=kept_tensors, aliases=aliases, groups=groups, values=values), notes
+    selected = replace(manifest, tensors=kept_tensors, aliases=aliases, groups=groups, values=values)
+    note = Note(Outcome.DROPPED, format_count(num_dropped, "tensor"), "not selected", num_dropped, asked=True)
+    return selected, (note,) if num_dropped else ()
 
 
 def drop_values(manifest: Manifest, *, target_name: str) -> TransformResult:
@@ -187,7 +176,8 @@ def drop_values(manifest: Manifest, *, target_name: str) -> TransformResult:
 
 
 def mark_buffers(manifest: Manifest, globs: Sequence[str]) -> TransformResult:
-    """The weights whose names match a glob, as buffers: they are not cast, and DeepSpeed keeps them with the module.
+    """The manifest with the weights whose names match a glob as buffers: these are not cast, and DeepSpeed keeps them
+    with the module.
 
     Raises:
         UsageError: a glob matches nothing, or a parameter that the optimizer trains.
@@ -259,14 +249,10 @@ def cast_weights(manifest: Manifest, dtype: DType | None) -> TransformResult:
         for key, entry in manifest.tensors.items()
         if entry.kind is Kind.PARAMETER and quantized.is_low_precision_float(entry.dtype)
     }
-    low_precision_reason = (
-        f"not cast: floats of 8 bits or less may need scales; {format_option('dequantize', True)} widens them"
-    )
-    quantized_reason = (
-        "not cast: they belong to quantized weights (scales, zero points), which have no meaning in another type"
-    )
-    kept_with_reasons = ((low_precision_keys, low_precision_reason), (quantized_keys, quantized_reason))
-    notes = tuple(_note_uncast(manifest, keys, why) for keys, why in kept_with_reasons if keys)
+    may_need_scales = f"floats of 8 bits or less may need scales; {format_option('dequantize', True)} widens them"
+    is_companion = "they belong to quantized weights (scales, zero points), which have no meaning in another type"
+    keys_by_reason = {may_need_scales: low_precision_keys, is_companion: quantized_keys}
+    notes = tuple(_note_uncast(manifest, keys, f"not cast: {why}") for why, keys in keys_by_reason.items() if keys)
     return replace(manifest, tensors=tensors), notes
 
 

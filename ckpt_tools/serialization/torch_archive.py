@@ -48,10 +48,9 @@ class TorchArchive:
 
     def check_rank(self) -> None:
         """Raises MalformedError where the file is another rank's: torch names an archive after the file that it writes,
-        and often nothing else in a rank's file says its rank."""
-        ranks, archive_ranks = (
-            _RANK_NUMBER.findall(name) for name in (self.path.rpartition("/")[2], self.archive_name)
-        )
+        and often nothing else in a rank's file tells its rank."""
+        ranks = _RANK_NUMBER.findall(self.path.rpartition("/")[2])
+        archive_ranks = _RANK_NUMBER.findall(self.archive_name)
         if len(ranks) == len(archive_ranks) and list(map(int, ranks)) != list(map(int, archive_ranks)):
             why = f"it was saved as {self.archive_name}, so it is another rank's; give it its name back"
             raise MalformedError(why, path=self.path)

@@ -255,9 +255,9 @@ def _parse_item(read: ReadRange, start: int, stop: int, path: str, head: bytes) 
     def read_item(first: int, last: int) -> bytes:
         if last <= len(head):
             return head[first:last]
-        return (
-            tail[first - tail_start : last - tail_start] if first >= tail_start else read(start + first, start + last)
-        )
+        if first >= tail_start:
+            return tail[first - tail_start : last - tail_start]
+        return read(start + first, start + last)
 
     archive = _open_zip(read_item, size, path, ITEM_TAIL_BYTES, _interpret_pickle)
     tensor = archive.value

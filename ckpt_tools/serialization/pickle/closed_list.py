@@ -225,13 +225,13 @@ def explain_refusal(recorded_object: Opaque | TensorAttributes) -> str | None:
 
 
 def _is_allowed_by(rule: NameRule, recorded_object: Opaque) -> bool:
-    shapes = rule.call if recorded_object.form == "call" else rule.new
+    made, shapes = recorded_object, rule.call if recorded_object.form == "call" else rule.new
     return (
-        any(shape.accepts(recorded_object.args) for shape in shapes)
-        and not recorded_object.kwargs
-        and (recorded_object.state is None or (rule.state is not None and rule.state.accepts(recorded_object.state)))
-        and (rule.has_items or not recorded_object.items)
-        and (rule.has_pairs or not recorded_object.pairs)
+        any(shape.accepts(made.args) for shape in shapes)
+        and not made.kwargs
+        and (made.state is None or (rule.state is not None and rule.state.accepts(made.state)))
+        and (rule.has_items or not made.items)
+        and (rule.has_pairs or not made.pairs)
     )
 
 

@@ -272,29 +272,25 @@ class _TensorMacro(RecordMacro):
             return None
         self.kept, self.spelled = {}, {}
         names = [re.escape(fetch) for fetch in fetches]
+        # `tail` reads a record as a whole, and `chunk` then each of its chunks. Both have the pattern of a chunk:
+        #   new chunk  "offsets" size  "sizes" size  u b
         new_chunk = re.escape(kinds[1] + b")\x81" + self.put + b"}" + self.put + b"(")
-        groups, one = (
-            new_chunk
-            + names[3]
-            + self._make_size_pattern(size, *marks)
-            + names[4]
-            + self._make_size_pattern(size, *marks)
-            + rb"ub"
-            for marks in ((rb"(", rb")"), (rb"(?:", rb")"))
-        )
-        self.chunk = re.compile(rb"(?s:" + groups + rb")")
+        group, no_group = (self._make_size_pattern(size, start) for start in (rb"(", rb"(?:"))
+        self.chunk = re.compile(rb"(?s:" + new_chunk + names[3] + group + names[4] + group + rb"ub)")
+        one = new_chunk + names[3] + no_group + names[4] + no_group + rb"ub"
+        # The state of the properties is a tuple: dtype, layout, requires_grad, memory format, pinned, perhaps strides.
         fetch, flag = rb"(?:h.|j....)", rb"[\x88\x89]"
         facts = rb"(" + fetch + fetch + flag + fetch + flag + rb")(N|" + self.make_extents_pattern() + rb")?"
         state = facts + rb"t" + re.escape(self.put) + rb"b"
         chunks = rb"((?:" + one + rb"a|\((?:" + one + rb")++e)*+)"
         start = kinds[0] + b")\x81" + self.put + b"("
-        made = state + names[1] + self._make_size_pattern(size, rb"(", rb")") + names[2] + re.escape(b"]" + self.put)
+        made = state + names[1] + group + names[2] + re.escape(b"]" + self.put)
         return start, made + chunks
 
-    def _make_size_pattern(self, size: bytes, start: bytes, stop: bytes) -> bytes:
-        """A size that is made here, or one that was made before."""
-        made = re.escape(size) + start + self.make_extents_pattern() + stop + self.make_size_call_pattern()
-        return rb"(?:" + made + rb"|" + start + rb"h.|j...." + stop + rb")"
+    def _make_size_pattern(self, size: bytes, start: bytes) -> bytes:
+        """A size that is made here, or fetched because it was made before; ``start`` begins a group for either."""
+        made = re.escape(size) + start + self.make_extents_pattern() + rb")" + self.make_size_call_pattern()
+        return rb"(?:" + made + rb"|" + start + rb"h.|j....))"
 
     def _find_class(self, kind: type[DcpRecord]) -> Value:
         """The name of a class in the pickle."""

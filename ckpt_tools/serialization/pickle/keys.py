@@ -78,10 +78,10 @@ def _check_compound_keys(machine: Machine, target: Value, keys: list[Value]) -> 
             machine.fail("a key of too many parts")
     # Only tuples and integers can be made to collide: their hashes are counted over all insertions into one dict.
     # The target stays alive with its entry, so that its id stays its own. A new one gets all its keys at once.
-    new_entry: tuple[Value, list[int], set[int]] = (target, [0], set())
-    _, num_collisions, seen_hashes = (
-        new_entry if target is None else machine.key_hashes.setdefault(id(target), new_entry)
-    )
+    counted: tuple[Value, list[int], set[int]] = (target, [0], set())
+    if target is not None:
+        counted = machine.key_hashes.setdefault(id(target), counted)
+    _, num_collisions, seen_hashes = counted
     for key_hash in map(hash, keys):
         num_collisions[0] += key_hash in seen_hashes
         seen_hashes.add(key_hash)

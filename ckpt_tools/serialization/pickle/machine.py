@@ -91,7 +91,7 @@ class InstructionSet:
 
 
 class SkippedPlaceError(Exception):
-    """A place was asked for whose value a macro left out."""
+    """A place of the memo is fetched whose value a macro left out."""
 
 
 _EMPTY_NUMBERS = array("Q")
@@ -151,27 +151,9 @@ class Machine:
     """The state of the pickle machine, as Lib/pickle.py documents it: a stack cut by marks, and a memo."""
 
     __slots__ = (
-        "arrays",
-        "budget",
-        "bytes_to_copy",
-        "calls",
-        "data",
-        "factories",
-        "is_framed",
-        "key_hashes",
-        "language",
-        "macros",
-        "marks",
-        "memo",
-        "names",
-        "num_skipped",
-        "objects",
-        "position",
-        "protocol",
-        "resolve",
-        "shift",
-        "sizes",
-        "stack",
+        *("arrays", "budget", "bytes_to_copy", "calls", "data", "factories", "is_framed", "key_hashes", "language"),
+        *("macros", "marks", "memo", "names", "num_skipped", "objects", "position", "protocol", "resolve", "shift"),
+        *("sizes", "stack"),
     )
 
     def __init__(self, data: bytes, language: InstructionSet, persistent_load: PersistentLoad | None) -> None:

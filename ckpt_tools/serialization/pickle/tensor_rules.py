@@ -82,8 +82,8 @@ _JAGGED_STATE = fields(
 
 RULES: tuple[NameRule, ...] = (
     NameRule("torch._utils", "_rebuild_sparse_tensor", "indices and values, which torch.load validates",
-         call=(row(ANY, row(TENSOR, TENSOR, NATURALS)), row(ANY, row(TENSOR, TENSOR, NATURALS, BOOL)), row(_LAYOUT,
-              row(TENSOR, TENSOR, TENSOR, NATURALS)))),
+         call=(row(ANY, row(TENSOR, TENSOR, NATURALS)), row(ANY, row(TENSOR, TENSOR, NATURALS, BOOL)),
+               row(_LAYOUT, row(TENSOR, TENSOR, TENSOR, NATURALS)))),
     NameRule("torch._utils", "_rebuild_qtensor", "torch's own function, which checks the view of the storage",
          call=(row(instance_of("storage", StorageRef), INT, _DIMS, NATURALS, _QUANTIZER, BOOL, _NO_HOOKS),)),
     NameRule("torch._utils", "_rebuild_nested_tensor", "a buffer, and sizes, strides and offsets of the tensors in it",
