@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.name_files import ParamOrder, read_key_map, read_param_order
 from ckpt_tools.core.option_names import (
     DEFAULT_MEMORY,
     DEFAULT_RUNNER,
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from ckpt_tools.core.manifest import Manifest
+    from ckpt_tools.core.name_files import ParamOrder
     from ckpt_tools.core.option_names import (
         DTypeAlias,
         DTypeName,
@@ -203,6 +203,12 @@ class ConvertOptions:
             from ckpt_tools.core.renaming import parse_rename_rules
 
             parse_rename_rules(self.rename)
+        if self.key_map is not None or self.param_order is not None:
+            self._read_name_files()
+
+    def _read_name_files(self) -> None:
+        from ckpt_tools.core.name_files import read_key_map, read_param_order  # for the few that name a file
+
         if self.key_map is not None:
             object.__setattr__(self, "names", read_key_map(Path(self.key_map)))
         if self.param_order is not None:

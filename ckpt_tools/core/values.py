@@ -42,6 +42,7 @@ class GlobalRef:
 
 
 PARAMETER = GlobalRef("torch.nn.parameter", "Parameter")
+TENSOR_CLASS = GlobalRef("torch", "Tensor")
 
 
 class Opaque:

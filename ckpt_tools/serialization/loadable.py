@@ -17,6 +17,7 @@ import numpy as np
 from ckpt_tools.core.value_refs import replace_stored_tensors
 from ckpt_tools.core.values import (
     PARAMETER,
+    TENSOR_CLASS,
     DefaultDict,
     GlobalRef,
     Opaque,
@@ -27,7 +28,6 @@ from ckpt_tools.core.values import (
     Value,
 )
 from ckpt_tools.errors import UnsupportedError
-from ckpt_tools.serialization.pickle.torch_names import TENSOR_CLASS
 
 _ALLOWED_TENSOR_CLASSES = (None, PARAMETER, TENSOR_CLASS)
 """Classes of tensors that the loader allows."""

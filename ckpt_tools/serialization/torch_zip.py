@@ -30,6 +30,7 @@ from ckpt_tools.serialization.pickle.load import (
 from ckpt_tools.serialization.torch_archive import MAX_PICKLE_BYTES, TorchArchive, parse_storage_id, register_storage
 from ckpt_tools.serialization.unread_tensors import explain_unreadable
 from ckpt_tools.serialization.zip_archive import (
+    ALIGNMENT,
     LOCAL,
     LOCAL_MAGIC,
     TORCHSCRIPT,
@@ -38,7 +39,6 @@ from ckpt_tools.serialization.zip_archive import (
     ZipRecord,
     read_directory,
 )
-from ckpt_tools.serialization.zip_writer import ALIGNMENT, ArchiveWriter
 
 TAIL_BYTES: Final = 1 << 16
 """One read from the end that holds the directory of an archive of up to about 900 storages."""
@@ -310,6 +310,8 @@ class TorchFileContent:
     def make_segments(self, storages: Mapping[str, Sequence[Segment]], *, root: str, base: int = 0) -> list[Segment]:
         """The file with these ``storages``, which have the sizes that were promised."""
         from xxhash import xxh3_128_intdigest
+
+        from ckpt_tools.serialization.zip_writer import ArchiveWriter
 
         writer = ArchiveWriter(root, base=base)
         for name, content in _HEAD_RECORDS.items():

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ckpt_tools.core.values import PARAMETER, GlobalRef, Opaque, StoredTensor, Value
+from ckpt_tools.core.values import PARAMETER, TENSOR_CLASS, GlobalRef, Opaque, StoredTensor, Value
 from ckpt_tools.core.wording import join_names
-from ckpt_tools.serialization.pickle.torch_names import TENSOR_CLASS
 
 _PLAIN_ATTRIBUTES = (bool, int, float, str)
 

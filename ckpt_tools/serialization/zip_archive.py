@@ -43,6 +43,9 @@ DESCRIPTOR_BYTES = (12, 16, 20, 24)
 MAX16, MAX32 = 0xFFFF, 0xFFFFFFFF
 ZIP64_EXTRA = 0x0001
 
+ALIGNMENT = 64
+"""Default alignment of payloads in torch's writer, so that tensors can be mapped."""
+
 STORED, DEFLATED = 0, 8
 """Methods of compression."""
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from ckpt_tools.core.layout import Crc32, Literal, Segment
 from ckpt_tools.serialization.zip_archive import (
+    ALIGNMENT,
     CENTRAL,
     CENTRAL_MAGIC,
     CRC_OFFSET,
@@ -30,9 +31,6 @@ from ckpt_tools.serialization.zip_archive import (
     UTF8_NAME,
     ZIP64_EXTRA,
 )
-
-ALIGNMENT = 64
-"""Default alignment of payloads in torch's writer, so that tensors can be mapped."""
 
 
 class ArchiveWriter:

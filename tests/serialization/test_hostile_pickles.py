@@ -15,9 +15,8 @@ import pytest
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.values import GlobalRef, Opaque, OrderedDict
 from ckpt_tools.errors import CkptError, MalformedError
-from ckpt_tools.serialization.pickle.load import loads
+from ckpt_tools.serialization.pickle.load import MAX_DEPTH, loads
 from ckpt_tools.serialization.pickle.machine import PickleTooLongError
-from ckpt_tools.serialization.pickle.value_limits import MAX_DEPTH
 from tests.support.sweep import tiered
 from tests.verification.scan.generator import TRICKS
 

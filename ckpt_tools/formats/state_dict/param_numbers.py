@@ -13,14 +13,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from ckpt_tools.core.boxes import Shape
-from ckpt_tools.core.name_files import ParamOrder
 from ckpt_tools.core.names import map_to_bare_names
 from ckpt_tools.core.notes import ASSUMED_ORDER_ITEM, Note, Outcome
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.wording import find_nearest, format_count
 from ckpt_tools.errors import UsageError
+
+if TYPE_CHECKING:
+    from ckpt_tools.core.name_files import ParamOrder
 
 BUFFER_NAMES = ("running_mean", "running_var")
 """torch's own floating-point buffers, of every normalization by batch: as many of one shape as there are layers."""

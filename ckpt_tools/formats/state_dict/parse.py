@@ -14,7 +14,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.literals import is_number, make_number_table
@@ -31,7 +31,6 @@ from ckpt_tools.core.manifest import (
 )
 from ckpt_tools.core.manifest import TreePath as TreePath
 from ckpt_tools.core.matching import is_selected
-from ckpt_tools.core.name_files import ParamOrder
 from ckpt_tools.core.names import is_extra_state
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import format_option
@@ -51,6 +50,9 @@ from ckpt_tools.formats.state_dict.param_numbers import (
 )
 from ckpt_tools.serialization.unread_tensors import explain_unreadable
 from ckpt_tools.trainers.lightning import TRAINED_WEIGHTS
+
+if TYPE_CHECKING:
+    from ckpt_tools.core.name_files import ParamOrder
 
 MODEL_NAMES = ("model", "module", "state_dict", "model_state_dict")
 """Usual names of a model's entry, which decide between mappings that no optimizer knows."""

@@ -6,8 +6,6 @@ from typing import Final
 
 from ckpt_tools.core.values import GlobalRef
 
-TENSOR_CLASS: Final = GlobalRef("torch", "Tensor")
-
 REBUILD_TENSOR_V2: Final = GlobalRef("torch._utils", "_rebuild_tensor_v2")
 REBUILD_TENSOR_V3: Final = GlobalRef("torch._utils", "_rebuild_tensor_v3")
 """Since torch 2.1, for a tensor of another dtype than its storage."""
