@@ -36,7 +36,7 @@ from ckpt_tools.core.options import ReadOptions, WriteOptions
 from ckpt_tools.formats.index import get_writable_format
 from ckpt_tools.planning.plan import CopyLimits, Plan
 from ckpt_tools.planning.tasks import iter_fill_steps
-from ckpt_tools.runs.opening import read_checkpoint
+from ckpt_tools.runs.opening import open_checkpoint
 from ckpt_tools.stores.file_destination import StoreDestination
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.s3.destination import MAX_PARTS, MIN_COPY_BYTES
@@ -118,7 +118,8 @@ def count_copied_shares(settings: Settings) -> list[str]:
 
 def share_copied(model: Any, ranks: int, dtype: Any) -> tuple[float, float]:
     with tempfile.TemporaryDirectory() as folder:
-        source, manifest = read_checkpoint(dcp(model.shapes(), ranks, Path(folder, "dcp"), dtype), ReadOptions())
+        opened = open_checkpoint(dcp(model.shapes(), ranks, Path(folder, "dcp"), dtype), ReadOptions())
+        source, manifest = opened.source, opened.manifest
         layout = get_writable_format("safetensors").layout(manifest, WriteOptions())
         rules = CopyLimits(MIN_COPY_BYTES, MAX_PARTS)
         plans = (

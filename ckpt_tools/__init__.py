@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         verify as verify,
     )
     from ckpt_tools.checkpoint import Checkpoint as Checkpoint, LazyTensor as LazyTensor
-    from ckpt_tools.conversion import ConvertReport as ConvertReport, PlanReport as PlanReport
+    from ckpt_tools.conversion.report import ConvertReport as ConvertReport, PlanReport as PlanReport
     from ckpt_tools.core.collapsing import TensorSummary as TensorSummary
     from ckpt_tools.core.notes import Note as Note, Outcome as Outcome
     from ckpt_tools.core.option_names import ReadFormat as ReadFormat, WrittenFormat as WrittenFormat
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
         UsageError as UsageError,
     )
     from ckpt_tools.formats.index import FormatInfo as FormatInfo
-    from ckpt_tools.loadable import LoadableReport as LoadableReport
+    from ckpt_tools.conversion.loadable import LoadableReport as LoadableReport
     from ckpt_tools.recipes.report import (
         MappedTensor as MappedTensor,
         RecipeInfo as RecipeInfo,
@@ -109,7 +109,7 @@ _NAMES_BY_MODULE = {
         "verify",
     ),
     "checkpoint": ("Checkpoint", "LazyTensor"),
-    "conversion": ("ConvertReport", "PlanReport"),
+    "conversion.report": ("ConvertReport", "PlanReport"),
     "core.collapsing": ("TensorSummary",),
     "core.notes": ("Note", "Outcome"),
     "core.option_names": ("ReadFormat", "WrittenFormat"),
@@ -133,7 +133,7 @@ _NAMES_BY_MODULE = {
         "UsageError",
     ),
     "formats.index": ("FormatInfo",),
-    "loadable": ("LoadableReport",),
+    "conversion.loadable": ("LoadableReport",),
     "recipes.report": ("MappedTensor", "RecipeInfo", "RecipeMap", "UsedRecipe"),
     "serialization.loadable": ("LeftOut", "Replaced"),
     "slices": ("TensorSlice",),

@@ -31,20 +31,19 @@ from ckpt_tools.core.progress import ignore_progress
 
 if TYPE_CHECKING:
     from ckpt_tools.checkpoint import Checkpoint
-    from ckpt_tools.conversion import ConvertReport, PlanReport
-    from ckpt_tools.core.manifest import Manifest
+    from ckpt_tools.conversion.loadable import LoadableReport
+    from ckpt_tools.conversion.report import ConvertReport, PlanReport
     from ckpt_tools.core.option_names import State
     from ckpt_tools.core.options import DTypeLike
     from ckpt_tools.core.progress import ProgressCallback
     from ckpt_tools.core.summary import Summary
     from ckpt_tools.formats.index import FormatInfo
-    from ckpt_tools.loadable import LoadableReport
+    from ckpt_tools.reading.opened import OpenedCheckpoint
     from ckpt_tools.recipes.report import RecipeInfo, RecipeMap
     from ckpt_tools.runs.pruning import PruneReport
     from ckpt_tools.runs.report import RunListing
     from ckpt_tools.slices import TensorSlice
     from ckpt_tools.stores.destination import CleanReport
-    from ckpt_tools.stores.source import Source
     from ckpt_tools.verification.report import VerifyReport
     from ckpt_tools.verification.scan import ScanReport
     from ckpt_tools.verification.signing import SignReport
@@ -112,16 +111,15 @@ def inspect(
     from ckpt_tools.core.matching import check_globs_match, is_selected
     from ckpt_tools.core.summary import summarize
     from ckpt_tools.reading.naming import detect_naming, find_wrapper_parts
-    from ckpt_tools.runs.opening import resolve_checkpoint_url
 
     checked_arguments = {"sample": sample, "memory": memory, "workers": workers}
     check_applicability(COMMAND_RULES["inspect"], checked_arguments, OptionContext(has_stats=stats))
     request = ConvertRequest(src=src, dst=src, include=include, exclude=exclude, memory=memory, **options)
-    src = resolve_checkpoint_url(src, request.storage_options)
-    source, manifest = _open_checkpoint(src, request)
+    opened = _open_checkpoint(src, request)
+    source, manifest = opened.source, opened.manifest
     naming_match = detect_naming(source, manifest)
     naming = None if naming_match is None else str(naming_match)
-    summary = summarize(manifest, str(src), source.files, naming=naming, wrapping=find_wrapper_parts(manifest))
+    summary = summarize(manifest, str(opened.url), source.files, naming=naming, wrapping=find_wrapper_parts(manifest))
     check_globs_match(manifest.fqns | manifest.unreadable_names, include=request.include, exclude=request.exclude)
     chosen_keys = [key for key in manifest.tensors if is_selected(key.fqn, request.include, request.exclude)]
     if len(chosen_keys) < len(manifest.tensors):
@@ -136,7 +134,7 @@ def inspect(
     measuring = StatisticsPlan.fit_to_memory(
         request.memory_bytes,
         manifest,
-        num_workers=choose_num_workers(workers, src),
+        num_workers=choose_num_workers(workers, opened.url),
         is_limit=memory is not None,
         sample=sample,
     )
@@ -171,20 +169,19 @@ def open(src: str | Path, **options: Unpack[ReadKeywords]) -> Checkpoint:
         array([ 8.,  9., 10.], dtype=float32)
     """
     from ckpt_tools.checkpoint import Checkpoint
-    from ckpt_tools.runs.opening import resolve_checkpoint_url
 
-    read_options = ConvertOptions(**options)
-    src = resolve_checkpoint_url(src, read_options.storage_options)
-    source, manifest = _open_checkpoint(src, read_options)
+    opened = _open_checkpoint(src, ConvertOptions(**options))
+
+    url, manifest, storage_options = opened.url, opened.manifest, opened.storage_options
 
     def read_config() -> Mapping[str, Any]:
-        from ckpt_tools.reading.model_files import find_config
+        from ckpt_tools.reading.opened import OpenedCheckpoint
         from ckpt_tools.stores.urls import open_source
 
         # Opened again, because a closed checkpoint keeps no file open.
-        return find_config(src, open_source(src, read_options.storage_options), manifest, read_options) or {}
+        return OpenedCheckpoint(url, open_source(url, storage_options), manifest, storage_options).find_config() or {}
 
-    return Checkpoint.of(source.store, manifest, read_config)
+    return Checkpoint.of(opened.source.store, manifest, read_config)
 
 
 @api_function
@@ -215,8 +212,8 @@ def cat(src: str | Path, name: str, *, slot: str | None = None, **options: Unpac
     """
     from ckpt_tools.slices import find_tensor_slice
 
-    source, manifest = _open_checkpoint(src, ConvertOptions(**options))
-    return find_tensor_slice(source.store, manifest, name, slot)
+    opened = _open_checkpoint(src, ConvertOptions(**options))
+    return find_tensor_slice(opened.source.store, opened.manifest, name, slot)
 
 
 @api_function
@@ -243,7 +240,7 @@ def plan(src: str | Path, dst: str | Path, **options: Unpack[ConvertKeywords]) -
         >>> [str(note.outcome.value) for note in report.notes]
         ['cast']
     """
-    from ckpt_tools.conversion import plan_conversion
+    from ckpt_tools.conversion.convert import plan_conversion
 
     return plan_conversion(ConvertRequest(src=src, dst=dst, **options))
 
@@ -343,7 +340,7 @@ def convert(src: str | Path, dst: str | Path, **options: Unpack[ConvertKeywords]
         >>> str(ckpt_tools.open("half.safetensors")["encoder.weight"].dtype)
         'bfloat16'
     """
-    from ckpt_tools.conversion import run_conversion
+    from ckpt_tools.conversion.convert import run_conversion
 
     return run_conversion(ConvertRequest(src=src, dst=dst, **options))
 
@@ -370,7 +367,7 @@ def consolidate(src: str | Path, dst: str | Path, **options: Unpack[ConsolidateK
         >>> list(report.plan.files)
         ['model.safetensors']
     """
-    from ckpt_tools.conversion import run_conversion
+    from ckpt_tools.conversion.convert import run_conversion
     from ckpt_tools.stores.urls import check_storage_options, find_format_by_suffix, open_output_location
 
     request = ConvertRequest(src=src, dst=dst, state="model", **options)
@@ -409,7 +406,7 @@ def reshard(
         >>> ckpt_tools.inspect("run-4").world_size
         4
     """
-    from ckpt_tools.conversion import run_conversion
+    from ckpt_tools.conversion.convert import run_conversion
 
     request = ConvertRequest(src=src, dst=dst, keeps_format=True, world_size=world_size, state=state, **options)
     return run_conversion(request)
@@ -454,7 +451,7 @@ def merge_lora(
         >>> [note.what for note in report.notes if note.outcome.value == "merged"]
         ['1 tensor']
     """
-    from ckpt_tools.conversion import run_conversion
+    from ckpt_tools.conversion.convert import run_conversion
 
     return run_conversion(ConvertRequest(src=base, dst=dst, adapter=adapter, state="model", **options))
 
@@ -489,7 +486,7 @@ def make_loadable(src: str | Path, dst: str | Path, **options: Unpack[LoadableKe
         >>> ckpt_tools.make_loadable("foreign.pt", "plain.pt").left_out
         (LeftOut(place='trainer', kind='my_code.Trainer', num_tensors=0),)
     """
-    from ckpt_tools.loadable import rewrite_as_loadable
+    from ckpt_tools.conversion.loadable import rewrite_as_loadable
 
     return rewrite_as_loadable(ConvertRequest(src=src, dst=dst, **options))
 
@@ -546,7 +543,7 @@ def verify(
         (True, 2)
     """
     from ckpt_tools.core.applicability import COMMAND_RULES, OptionContext, check_applicability
-    from ckpt_tools.runs.opening import read_checkpoint, resolve_checkpoint_url
+    from ckpt_tools.runs.opening import open_checkpoint, resolve_checkpoint_url
     from ckpt_tools.stores.urls import check_storage_options
     from ckpt_tools.verification.verify import verify_checkpoint, verify_conversion
 
@@ -580,13 +577,14 @@ def verify(
             src, convert_options, execution_options, against=digests if file_list is None else None, files=file_list
         )
         return replace(report, signature=checked_signature)
-    source, manifest = read_checkpoint(
+    opened = open_checkpoint(
         src,
         convert_options.read_options,
         format_name=convert_options.from_,
         storage_options=convert_options.storage_options,
+        config_folder=convert_options.config,
     )
-    return verify_conversion(src, source, manifest, dst, convert_options, execution_options)
+    return verify_conversion(opened, dst, convert_options, execution_options)
 
 
 @api_function
@@ -630,21 +628,23 @@ def diff(
         >>> report.differences[0].key.fqn, report.differences[0].aspect.value
         ('encoder.bias', 'values')
     """
-    from ckpt_tools.runs.opening import read_checkpoint, resolve_checkpoint_url
+    from ckpt_tools.runs.opening import open_checkpoint
     from ckpt_tools.stores.urls import check_storage_options
     from ckpt_tools.verification.verify import diff_checkpoints
 
     convert_options = ConvertOptions(state=state, **options)
     storage_options = convert_options.storage_options
     check_storage_options(storage_options, a, b, convert_options.config)
-    a = resolve_checkpoint_url(a, storage_options)
-    checkpoint_a = read_checkpoint(
-        a, convert_options.read_options, format_name=convert_options.from_, storage_options=storage_options
+    opened_a = open_checkpoint(
+        a,
+        convert_options.read_options,
+        format_name=convert_options.from_,
+        storage_options=storage_options,
+        config_folder=convert_options.config,
     )
-    checkpoint_b = read_checkpoint(b, ReadOptions(), storage_options=storage_options)
-    return diff_checkpoints(
-        a, checkpoint_a, checkpoint_b, convert_options, _execution_options(convert_options, workers, on_progress, a, b)
-    )
+    opened_b = open_checkpoint(b, ReadOptions(), storage_options=storage_options)
+    execution_options = _execution_options(convert_options, workers, on_progress, a, b)
+    return diff_checkpoints(opened_a, opened_b, convert_options, execution_options)
 
 
 @api_function
@@ -690,9 +690,9 @@ def checksum(
     check_applicability(
         COMMAND_RULES["checksum"], {"overwrite": overwrite}, OptionContext(prints_digests=output == "-")
     )
-    source, manifest = _open_checkpoint(src, read_options, output, may_be_empty=False)
+    opened = _open_checkpoint(src, read_options, output, may_be_empty=False)
     execution_options = _execution_options(read_options, workers, on_progress, src)
-    return write_digests(source, manifest, execution_options, output=output, overwrite=overwrite)
+    return write_digests(opened.source, opened.manifest, execution_options, output=output, overwrite=overwrite)
 
 
 @api_function
@@ -991,12 +991,10 @@ def check_recipe(
     from ckpt_tools.core import renaming, transforms
     from ckpt_tools.reading.checkpoint import make_recipe_step
     from ckpt_tools.recipes.report import make_recipe_map
-    from ckpt_tools.runs.opening import resolve_checkpoint_url
 
     convert_options = ConvertOptions(recipe=recipe, inverse=inverse, config=config, state=state, **options)
-    src = resolve_checkpoint_url(src, convert_options.storage_options)
-    source, manifest = _open_checkpoint(src, convert_options)
-    step = make_recipe_step(src, source, manifest, convert_options)
+    opened = _open_checkpoint(src, convert_options)
+    manifest, step = opened.manifest, make_recipe_step(opened, convert_options)
     assert step is not None and step.recipe is not None
     if state != "all" and not manifest.unjoined_state:
         weights_manifest, _ = transforms.keep_model_only(
@@ -1008,24 +1006,23 @@ def check_recipe(
 
 def _open_checkpoint(
     src: str | Path, options: ConvertOptions, *other_urls: str | Path | None, may_be_empty: bool = True
-) -> tuple[Source, Manifest]:
+) -> OpenedCheckpoint:
     """The checkpoint at ``src``. ``other_urls`` are other places that the storage options may be for."""
-    from ckpt_tools.reading.checkpoint import check_reading_options
-    from ckpt_tools.runs.opening import read_checkpoint
+    from ckpt_tools.runs.opening import open_checkpoint
     from ckpt_tools.stores.urls import check_storage_options
 
     storage_options = options.storage_options
     check_storage_options(storage_options, src, *other_urls)
-    source, manifest = read_checkpoint(
+    return open_checkpoint(
         src,
         options.read_options,
         format_name=options.from_,
         storage_options=storage_options,
+        config_folder=options.config,
         may_be_empty=may_be_empty,
         step_by_name=True,
+        checks_options=True,
     )
-    check_reading_options(manifest, options.read_options)
-    return source, manifest
 
 
 def _execution_options(

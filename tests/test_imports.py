@@ -13,7 +13,7 @@ pytestmark = pytest.mark.quick
 
 PACKAGES = (
     *("core", "lora", "recipes", "planning", "stores", "serialization", "trainers", "formats", "reading", "runs"),
-    *("transfer", "verification", "torch", "cli", "testing"),
+    *("transfer", "verification", "conversion", "torch", "cli", "testing"),
 )
 """Each imports only those before it."""
 
@@ -26,8 +26,8 @@ APART = {
 """Packages that know nothing of each other, though one stands before the other."""
 
 FACE = {
-    *("__main__", "api", "arguments", "checkpoint", "conversion", "credentials", "errors", "guard", "guard_process"),
-    *("help_text", "loadable", "signals", "slices", "text_files"),
+    *("__main__", "api", "arguments", "checkpoint", "credentials", "errors", "guard", "guard_process"),
+    *("help_text", "signals", "slices", "text_files"),
 }
 """The modules at the root, beside the package itself."""
 

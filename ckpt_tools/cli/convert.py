@@ -23,8 +23,8 @@ from ckpt_tools.core.wording import (
 )
 
 if TYPE_CHECKING:
-    from ckpt_tools.conversion import ConvertReport, PlanReport
-    from ckpt_tools.loadable import LoadableReport
+    from ckpt_tools.conversion.loadable import LoadableReport
+    from ckpt_tools.conversion.report import ConvertReport, PlanReport
 
 
 _destination_argument = click.argument("dst", metavar="DST")

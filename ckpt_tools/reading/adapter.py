@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from ckpt_tools.core.manifest import Manifest, TensorEntry
+from ckpt_tools.core.manifest import TensorEntry
 from ckpt_tools.core.option_names import format_option
-from ckpt_tools.core.options import ConvertOptions, ConvertRequest
+from ckpt_tools.core.options import ConvertRequest
 from ckpt_tools.core.wording import join_names
 from ckpt_tools.errors import IncompleteError, SourceNotFoundError, StoreError, UsageError, name_file_in_errors
 from ckpt_tools.lora.adapter import Adapter, read_adapter
 from ckpt_tools.lora.config import AdapterConfig, check_mergeable, parse_config
 from ckpt_tools.reading.model_files import MAX_CONFIG_BYTES, find_nearby_folder, iter_folders_around
+from ckpt_tools.reading.opened import OpenedCheckpoint
 from ckpt_tools.serialization.strict_json import parse_json
-from ckpt_tools.stores.source import Source, Store
+from ckpt_tools.stores.source import Store
 from ckpt_tools.stores.urls import open_source
 from ckpt_tools.stores.wrappers import RedirectingStore
 from ckpt_tools.trainers.transformers import ADAPTER_CONFIG_FILE
@@ -30,20 +30,20 @@ class OpenAdapter:
     store: Store
 
 
-def open_adapter(request: ConvertRequest, source: Source, manifest: Manifest, base_store: Store) -> OpenAdapter:
-    """The adapter that ``request`` names, which is ``manifest`` of ``source``; its files get names that none of
-    ``parent_url`` has.
+def open_adapter(request: ConvertRequest, opened: OpenedCheckpoint, base_store: Store) -> OpenAdapter:
+    """The adapter that ``request`` names and ``opened`` holds; its files get names that none of ``base_store`` has.
 
     Raises:
         CkptError: its settings are missing or cannot be merged, or there is not exactly one that is meant.
     """
     assert request.adapter is not None
-    config_text = read_adapter_config(request.adapter, source, manifest, request)
+    source = opened.source
+    config_text = read_adapter_config(opened)
     with name_file_in_errors(str(request.adapter)):
         config = parse_config(parse_json(config_text, ADAPTER_CONFIG_FILE), ADAPTER_CONFIG_FILE)
         check_mergeable(config, ADAPTER_CONFIG_FILE)
         adapter = read_adapter(
-            manifest, config, request.adapter_name, f"choose one with {format_option('adapter_name')}"
+            opened.manifest, config, request.adapter_name, f"choose one with {format_option('adapter_name')}"
         )
         _refuse_empty_tensors(adapter)
     prefix = "adapter:"
@@ -73,28 +73,29 @@ def _prefix_files(entry: TensorEntry, prefix: str) -> TensorEntry:
     return replace(entry, shards=entry.shards.with_file_prefix(prefix))
 
 
-def read_adapter_config(url: str | Path, source: Source, manifest: Manifest, options: ConvertOptions) -> bytes:
-    """The content of ``adapter_config.json`` in the folder ``options.config``, else beside the checkpoint ``source`` at
-    ``url``, in a folder around it, or in the folder above.
+def read_adapter_config(opened: OpenedCheckpoint) -> bytes:
+    """The content of ``adapter_config.json`` in its ``config_folder``, else beside the checkpoint, in a folder around
+    it, or in the folder above.
 
     Raises:
         UsageError: there is none. CkptError: it cannot be read.
     """
-    config, storage_options = options.config, options.storage_options
-    if config is not None:
-        config_source = open_source(config, storage_options)
+    source, manifest, storage_options = opened.source, opened.manifest, opened.storage_options
+    config_folder = opened.config_folder
+    if config_folder is not None:
+        config_source = open_source(config_folder, storage_options)
         if ADAPTER_CONFIG_FILE in config_source.files:
             return config_source.read_all(ADAPTER_CONFIG_FILE, limit_bytes=MAX_CONFIG_BYTES)
     for prefix in iter_folders_around(manifest.files - manifest.literals.keys()):
         if prefix + ADAPTER_CONFIG_FILE in source.files:
             return source.read_all(prefix + ADAPTER_CONFIG_FILE, limit_bytes=MAX_CONFIG_BYTES)
-    parent_url, _ = find_nearby_folder(url, source)
+    parent_url, _ = find_nearby_folder(opened.url, source)
     if parent_url is not None:
         with suppress(SourceNotFoundError, StoreError):
             config_source = open_source(f"{parent_url}/{ADAPTER_CONFIG_FILE}", storage_options)
             return config_source.read_all(ADAPTER_CONFIG_FILE, limit_bytes=MAX_CONFIG_BYTES)
-    where = f"in {format_option('config', config)} or " if config is not None else ""
+    where = f"in {format_option('config', config_folder)} or " if config_folder is not None else ""
     raise UsageError(
-        f"there is no {ADAPTER_CONFIG_FILE} {where}beside {url}; name the folder that has it with "
+        f"there is no {ADAPTER_CONFIG_FILE} {where}beside {opened.url}; name the folder that has it with "
         f"{format_option('config')}"
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_tools.core.applicability import OptionContext, check_applicability
@@ -37,6 +36,7 @@ from ckpt_tools.trainers.nemo import OPTIMIZER_INDEX
 from ckpt_tools.trainers.verl import CONTENTS_FILE, VerlParts, find_parts
 
 if TYPE_CHECKING:
+    from ckpt_tools.reading.opened import OpenedCheckpoint
     from ckpt_tools.reading.recipe_step import RecipeStep
 
 LATEST_FILES = (LATEST, LATEST_UNIVERSAL, TRACKER_FILE)
@@ -166,15 +166,14 @@ def make_read_back_options(source: str, target: str, options: ConvertOptions) ->
     return ReadOptions(model_key=options.model_key, optim_key=options.optim_key) if is_kept else ReadOptions()
 
 
-def make_recipe_step(url: str | Path, source: Source, manifest: Manifest, options: ConvertOptions) -> RecipeStep | None:
-    """The step of the recipe and the prefix that ``options`` name, and of dequantizing, for ``manifest`` read from
-    ``source`` at ``url``; None if they ask for none. Raises CkptError if the recipe or ``config.json`` cannot be read.
-    """
+def make_recipe_step(opened: OpenedCheckpoint, options: ConvertOptions) -> RecipeStep | None:
+    """The step of the recipe and the prefix that ``options`` name, and of dequantizing; None if they ask for none.
+    Raises CkptError if the recipe or ``config.json`` cannot be read."""
     if not options.needs_config and options.strip is None:
         return None
     from ckpt_tools.reading.recipe_step import RecipeStep
 
-    return RecipeStep.of(url, source, manifest, options)
+    return RecipeStep.of(opened, options)
 
 
 def make_option_case(

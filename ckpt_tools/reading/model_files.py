@@ -12,7 +12,7 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ from ckpt_tools.core.layout import FileLayout, FileSpec, Layout, Literal, make_f
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import format_option
-from ckpt_tools.core.options import ConvertOptions
 from ckpt_tools.core.quantized import (
     CONFIG_KEY,
     KNOWN_METHODS,
@@ -79,19 +78,24 @@ QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json")
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
     """Files of a model: ``config`` is the content of ``config.json``, ``files`` are the others by name. Their sources
-    are names in ``store``. ``is_above`` if they were found in the folder above the source, ``is_from_reference`` if
-    they are those of a model that the output is like."""
+    are names in the source, or in ``locations``: names that no file of the source has, each with a store and the name
+    there. ``is_from_parent`` if they were found in the folder above the source, ``is_from_reference`` if they are those
+    of a model that the output is like."""
 
-    store: Store
     config: Mapping[str, Any]
     config_source: str
     files: Mapping[str, CompanionFile]
+    locations: Mapping[str, tuple[Store, str]] = field(default_factory=dict)
     is_from_parent: bool = False
     is_from_reference: bool = False
 
     @property
     def sources(self) -> frozenset[str]:
         return frozenset([self.config_source, *(file.source for file in self.files.values())])
+
+    def join_to(self, store: Store) -> Store:
+        """``store``, the source's, with the files that lie elsewhere."""
+        return RedirectingStore(store, self.locations) if self.locations else store
 
 
 def is_model_file(path: str) -> bool:
@@ -113,15 +117,11 @@ def find_model_files(
     config: str | Path | None,
     storage_options: StorageOptions,
 ) -> ModelFiles | None:
-    """Files in the folder ``config`` that the user names, else beside the checkpoint ``source`` at ``url``.
-
-    Raises:
-        UsageError: ``config`` has no ``config.json`` of a model. SourceNotFoundError: there is no such folder.
-        CkptError: a file that was found cannot be read.
-    """
+    """Files in the folder ``config`` that the user names, else beside the checkpoint ``source`` at ``url``. Raises as
+    ``OpenedCheckpoint.find_model_files``."""
     if config is not None:
         return _find_files_in_named_folder(config, source, storage_options)
-    weight_files = _list_weight_files(manifest)
+    weight_files = list_weight_files(manifest)
     for prefix in iter_folders_around(weight_files):
         is_model_folder = manifest.format in ("safetensors", "torch") and any(
             path.startswith(prefix) for path in weight_files
@@ -136,19 +136,10 @@ def find_model_files(
     return _find_files_nearby(url, source, storage_options)
 
 
-def find_config(
-    url: str | Path, source: Source, manifest: Manifest, options: ConvertOptions
-) -> Mapping[str, Any] | None:
-    """The content of the ``config.json`` that ``find_model_files`` finds; None if there is none. Raises as that."""
-    storage_options = options.storage_options
-    model_files = find_model_files(url, source, manifest, config=options.config, storage_options=storage_options)
-    return None if model_files is None else model_files.config
-
-
 def read_nearest_config(source: Source, manifest: Manifest) -> Mapping[str, Any]:
     """The content of ``config.json`` in the folder ``source`` of ``manifest``; empty if there is none, or it cannot be
     read."""
-    for prefix in iter_folders_around(_list_weight_files(manifest)):
+    for prefix in iter_folders_around(list_weight_files(manifest)):
         with suppress(CkptError):
             config = read_model_config(source, prefix)
             if config is not None:
@@ -224,10 +215,10 @@ def note_missing_config(source: Source, manifest: Manifest) -> Note | None:
     return Note(Outcome.MISSING, CONFIG_FILE, why)
 
 
-def _list_weight_files(manifest: Manifest) -> frozenset[str]:
+def list_weight_files(manifest: Manifest) -> frozenset[str]:
     """Files of the store that hold weights; if these are computed, or there are none, those of all tensors."""
     file_sets = (entry.shards.files for key, entry in manifest.tensors.items() if key.slot == WEIGHT)
-    return frozenset().union(*file_sets) & manifest.stored_files or manifest.stored_files
+    return frozenset().union(*file_sets) & manifest.stored_files or frozenset(manifest.stored_files)
 
 
 def iter_folders_around(files: Iterable[str]) -> Iterator[str]:
@@ -252,7 +243,7 @@ def _find_files_in(source: Source, prefix: str, is_copied: Callable[[str], bool]
     names = (path.removeprefix(prefix) for path in source.files if path.startswith(prefix))
     chosen = [name for name in names if name != CONFIG_FILE and is_copied(name)]
     files = {name: CompanionFile(prefix + name, source.files[prefix + name]) for name in chosen}
-    return ModelFiles(source.store, content, prefix + CONFIG_FILE, _drop_large_files(files))
+    return ModelFiles(content, prefix + CONFIG_FILE, _drop_large_files(files))
 
 
 def _drop_large_files(files: Mapping[str, CompanionFile]) -> Mapping[str, CompanionFile]:
@@ -268,9 +259,8 @@ def _find_files_in_named_folder(folder: str | Path, source: Source, storage_opti
     model_files = _find_files_in(folder_source, "", is_copied_file)
     if model_files is None:
         raise UsageError(f"{format_option('config', folder)} has no {CONFIG_FILE} of a model")
-    return _join_stores(
-        source, model_files, {name: (folder_source.store, file.source) for name, file in model_files.files.items()}
-    )
+    locations = {name: (folder_source.store, file.source) for name, file in model_files.files.items()}
+    return _locate_outside(source, replace(model_files, locations=locations))
 
 
 def _find_files_nearby(url: str | Path, source: Source, storage_options: StorageOptions) -> ModelFiles | None:
@@ -294,8 +284,8 @@ def _find_files_nearby(url: str | Path, source: Source, storage_options: Storage
         name: found for name in COMPANION_FILES if (found := open_file(name)) is not None and name in found.files
     }
     files = {name: CompanionFile(name, found.files[name]) for name, found in companion_sources.items()}
-    model_files = ModelFiles(source.store, content, CONFIG_FILE, _drop_large_files(files), is_above)
-    return _join_stores(source, model_files, {name: (found.store, name) for name, found in companion_sources.items()})
+    locations = {name: (found.store, name) for name, found in companion_sources.items()}
+    return _locate_outside(source, ModelFiles(content, CONFIG_FILE, _drop_large_files(files), locations, is_above))
 
 
 def find_nearby_folder(url: str | Path, source: Source) -> tuple[str | None, bool]:
@@ -310,16 +300,17 @@ def find_nearby_folder(url: str | Path, source: Source) -> tuple[str | None, boo
     return folder_url, not is_file
 
 
-def _join_stores(
-    source: Source, model_files: ModelFiles, file_locations: Mapping[str, tuple[Store, str]]
-) -> ModelFiles:
-    """``found`` with its files under names that no file of the source has."""
+def _locate_outside(source: Source, model_files: ModelFiles) -> ModelFiles:
+    """The files, whose ``locations`` are by their own names, under names that no file of the source has."""
     prefix = "beside/"
     while any(path.startswith(prefix) for path in source.files):
         prefix = f"_{prefix}"
-    store = RedirectingStore(source.store, {prefix + name: where for name, where in file_locations.items()})
-    files = {name: replace(file, source=prefix + name) for name, file in model_files.files.items()}
-    return replace(model_files, store=store, files=files, config_source=prefix + CONFIG_FILE)
+    return replace(
+        model_files,
+        config_source=prefix + CONFIG_FILE,
+        files={name: replace(file, source=prefix + name) for name, file in model_files.files.items()},
+        locations={prefix + name: location for name, location in model_files.locations.items()},
+    )
 
 
 def _find_main_dtype(manifest: Manifest) -> DType | None:

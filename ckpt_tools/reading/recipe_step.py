@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from ckpt_tools.core.manifest import Kind, Manifest
@@ -14,14 +13,14 @@ from ckpt_tools.core.ties import make_untied_config
 from ckpt_tools.core.transforms import TransformResult
 from ckpt_tools.errors import UsageError
 from ckpt_tools.reading.halves import check_parameter_names
-from ckpt_tools.reading.model_files import find_config, read_model_config
+from ckpt_tools.reading.model_files import read_model_config
+from ckpt_tools.reading.opened import OpenedCheckpoint
 from ckpt_tools.reading.own_sizes import derive_config, refuse_rank_interleaving
 from ckpt_tools.recipes import Recipe, apply_recipe, load_recipe
 from ckpt_tools.recipes.apply import apply_recipe_ties, exclude_unknown
 from ckpt_tools.recipes.families import are_known_names
 from ckpt_tools.recipes.prefixes import strip_prefix
 from ckpt_tools.recipes.report import UsedRecipe
-from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import open_source
 
 
@@ -38,7 +37,7 @@ class RecipeStep:
     exclude: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, url: str | Path, source: Source, manifest: Manifest, options: ConvertOptions) -> RecipeStep:
+    def of(cls, opened: OpenedCheckpoint, options: ConvertOptions) -> RecipeStep:
         """The step of ``options``. Sizes of a recipe, and how the model is quantized, are in ``options.config``, beside
         the source, in ``options.like``, or in what the checkpoint says of itself. Raises CkptError if a file
         that it needs cannot be read."""
@@ -46,12 +45,12 @@ class RecipeStep:
             return cls(False, options.strip, None, None)
         recipe = None if options.recipe is None else load_recipe(options.recipe, inverse=options.inverse)
         if recipe is not None:
-            refuse_rank_interleaving(source, manifest)
-        config = find_config(url, source, manifest, options)
+            refuse_rank_interleaving(opened.source, opened.manifest)
+        config = opened.find_config()
         if config is None and options.like is not None:
             config = read_model_config(open_source(options.like, options.storage_options))
         if config is None:
-            config = derive_config(source, manifest)
+            config = derive_config(opened.source, opened.manifest)
         if options.untie and config is not None:
             config = make_untied_config(config)
         return cls(options.dequantize, options.strip, recipe, config, tuple(options.exclude))
@@ -63,7 +62,7 @@ class RecipeStep:
 
     def __call__(self, manifest: Manifest) -> TransformResult:
         """Raises UsageError if the recipe does not fit; UnsupportedError if it does not lead the optimizer state of a
-        ``parted`` checkpoint to names and shapes of its weights."""
+        checkpoint with ``unjoined_state`` to names and shapes of its weights."""
         if manifest.unjoined_state and self.recipe is not None:
             return self._join_renamed(manifest, self.recipe)
         notes: tuple[Note, ...] = ()

@@ -11,7 +11,7 @@ from ckpt_tools.arguments import api_function
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import FormatError, IncompleteError, UnsafeError, UsageError
 from ckpt_tools.reading.model_files import is_model_file
-from ckpt_tools.runs.opening import read_checkpoint, resolve_checkpoint_url
+from ckpt_tools.runs.opening import open_checkpoint, resolve_checkpoint_url
 from ckpt_tools.stores.marker_files import DIGESTS_NAME, is_marker
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import StorageOptions, check_storage_options, open_source
@@ -93,7 +93,7 @@ def fingerprint(src: str | Path, *, storage_options: Mapping[str, Any] | None = 
 def _list_tensor_files(url: str | Path, storage_options: StorageOptions) -> frozenset[str] | None:
     """The files with tensors; None for a checkpoint that is damaged, or needs the name of a tree or a tag."""
     try:
-        return read_checkpoint(url, ReadOptions(), storage_options=storage_options)[1].stored_files
+        return open_checkpoint(url, ReadOptions(), storage_options=storage_options).manifest.stored_files
     except (FormatError, UnsafeError, UsageError):
         return None
 

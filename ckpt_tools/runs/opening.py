@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.options import ConvertOptions, ReadOptions
 from ckpt_tools.errors import SourceNotFoundError, StoreError, UnsupportedError
-from ckpt_tools.reading.checkpoint import get_error_path, read_source
+from ckpt_tools.reading.checkpoint import check_reading_options, get_error_path, read_source
+from ckpt_tools.reading.opened import OpenedCheckpoint
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import StorageOptions, is_remote, local_path, open_source
 from ckpt_tools.trainers.accelerate import OPTIMIZER, join_file, join_optimizer
@@ -19,21 +19,24 @@ if TYPE_CHECKING:
     from ckpt_tools.recipes.like import ReferenceMatcher
 
 
-def read_checkpoint(
+def open_checkpoint(
     url: str | Path,
     options: ReadOptions,
     *,
     format_name: str | None = None,
     storage_options: StorageOptions = None,
+    config_folder: str | Path | None = None,
     may_be_empty: bool = False,
     step_by_name: bool = False,
-) -> tuple[Source, Manifest]:
-    """The manifest of what is at ``url``, with the source whose files its shards name. With ``step_by_name`` its step,
-    if it says none, is that of the folder's name, as ``ls`` shows it.
+    checks_options: bool = False,
+) -> OpenedCheckpoint:
+    """Read the headers of what is at ``url``. With ``step_by_name`` its step, if it says none, is that of the folder's
+    name, as ``ls`` shows it. With ``checks_options`` an option that its format does not take is refused.
+    ``config_folder`` is that of ``OpenedCheckpoint``.
 
     Raises:
         CkptError: as ``open_source``, ``find_format`` and the reader say. UnsupportedError: ``url`` is one file of a
-        checkpoint, or it holds no tensor and may not be empty.
+        checkpoint, or it holds no tensor and may not be empty. UsageError: an option does not apply.
     """
     url = resolve_checkpoint_url(url, storage_options)
 
@@ -66,7 +69,10 @@ def read_checkpoint(
 
         files = {path: source.files[path] for path in manifest.stored_files & source.files.keys()}
         manifest = replace(manifest, step=RunMember(RUN_ITSELF, files, folder_name=base_name).step)
-    return source, replace(manifest, notes=(*manifest.notes, *notes)) if notes else manifest
+    if checks_options:
+        check_reading_options(manifest, options)
+    manifest = replace(manifest, notes=(*manifest.notes, *notes)) if notes else manifest
+    return OpenedCheckpoint(url, source, manifest, storage_options, config_folder)
 
 
 def open_reference_matcher(options: ConvertOptions) -> ReferenceMatcher | None:

@@ -27,8 +27,8 @@ from ckpt_tools.core.value_refs import iter_tensor_refs
 from ckpt_tools.core.wording import join_names
 from ckpt_tools.errors import UnsafeError, UsageError
 from ckpt_tools.formats.state_dict.from_deepspeed import collect_user_entries
-from ckpt_tools.reading.checkpoint import check_reading_options, make_recipe_step
-from ckpt_tools.runs.opening import read_checkpoint, resolve_checkpoint_url
+from ckpt_tools.reading.checkpoint import make_recipe_step
+from ckpt_tools.runs.opening import open_checkpoint
 from ckpt_tools.stores.urls import check_storage_options
 from ckpt_tools.torch.dtensors import iter_local_views
 from ckpt_tools.torch.fill import SCRATCH_BYTES, TensorFill, fill_targets, read_tensor
@@ -113,12 +113,15 @@ def load_into(
     check_applicability(
         [RECIPE_CONFIG_RULE], convert_options.values_by_name, OptionContext(has_recipe=convert_options.needs_config)
     )
-    url = resolve_checkpoint_url(url, storage_options)
-    source, manifest = read_checkpoint(
-        url, read_options, format_name=convert_options.from_, storage_options=storage_options
+    opened = open_checkpoint(
+        url,
+        read_options,
+        format_name=convert_options.from_,
+        storage_options=storage_options,
+        config_folder=convert_options.config,
+        checks_options=True,
     )
-    check_reading_options(manifest, read_options)
-    recipe = make_recipe_step(url, source, manifest, convert_options)
+    manifest, recipe = opened.manifest, make_recipe_step(opened, convert_options)
     if optimizer is None and recipe is None:
         manifest = replace(manifest, unjoined_state="")  # The weights alone.
     manifest, _ = renaming.strip_wrappers(manifest)
@@ -128,7 +131,7 @@ def load_into(
     if manifest.tree is not None:  # A job has masters where it saved them.
         tensors = {StateKey(key.fqn, manifest.tree.get_slot_name(key.slot)): e for key, e in manifest.tensors.items()}
         manifest = replace(manifest, tensors=tensors)
-    store = add_generated_files(source.store, manifest)
+    store = add_generated_files(opened.source.store, manifest)
     check_required_equal(manifest, store)
     elsewhere_owners = frozenset(manifest.aliases.get(name, name) for name in elsewhere)
     loader = _CheckpointLoader(

@@ -23,8 +23,7 @@ from ckpt_tools.core.options import ConvertOptions, ReadKeywords
 from ckpt_tools.core.values import GlobalRef, Opaque
 from ckpt_tools.errors import UnsafeError
 from ckpt_tools.formats.state_dict.build import Entries, choose_tree, entries_of
-from ckpt_tools.reading.checkpoint import check_reading_options
-from ckpt_tools.runs.opening import read_checkpoint
+from ckpt_tools.runs.opening import open_checkpoint
 from ckpt_tools.stores.urls import check_storage_options
 from ckpt_tools.torch.fill import SCRATCH_BYTES, TensorFill, fill_targets, read_tensor, to_torch_dtype
 from ckpt_tools.torch.name_matching import JobNameMatcher
@@ -76,10 +75,10 @@ def storage_reader(
     convert_options = ConvertOptions(weights=weights, **given)
     read_options, storage_options = convert_options.read_options, convert_options.storage_options
     check_storage_options(storage_options, url)
-    source, manifest = read_checkpoint(
-        url, read_options, format_name=convert_options.from_, storage_options=storage_options
+    opened = open_checkpoint(
+        url, read_options, format_name=convert_options.from_, storage_options=storage_options, checks_options=True
     )
-    check_reading_options(manifest, read_options)
+    manifest = opened.manifest
     if not manifest.keeps_masters:
         manifest, _ = transforms.keep_one_copy(manifest, weight_copy=convert_options.choose_weight_copy(manifest))
     manifest, _ = renaming.strip_wrappers(manifest)
@@ -88,7 +87,7 @@ def storage_reader(
     entries = entries_of(manifest, tree)
     names = JobNameMatcher.of(manifest, entries, tree, model_key=job_model_key, optim_key=job_optim_key)
     reader: StorageReader = _build_reader_class()(
-        _ServedCheckpoint(manifest, entries, names, TensorReader(source.store, SCRATCH_BYTES))
+        _ServedCheckpoint(manifest, entries, names, TensorReader(opened.source.store, SCRATCH_BYTES))
     )
     return reader
 

@@ -18,7 +18,7 @@ from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import CkptError, DestinationExistsError, SourceNotFoundError, UsageError
 from ckpt_tools.reading.checkpoint import read_source
-from ckpt_tools.runs.opening import read_checkpoint, resolve_checkpoint_url
+from ckpt_tools.runs.opening import open_checkpoint, resolve_checkpoint_url
 from ckpt_tools.stores.destination import Claim, Destination, OutputLocation
 from ckpt_tools.stores.marker_files import DIGESTS_NAME, DIGESTS_SUFFIX
 from ckpt_tools.stores.present import NO_FILES
@@ -89,8 +89,9 @@ def recorded_digests(src: str | Path, *, storage_options: Mapping[str, Any] | No
     has_list = any(path.rpartition("/")[2] == DIGESTS_NAME for path in files)
     if str(url).startswith(("http://", "https://")) if len(files) == 1 else not has_list:
         return {}
-    source, manifest = read_checkpoint(url, ReadOptions(), storage_options=storage_options)
-    stored = digests.select_one_copy(read_stored_digests(source, manifest, storage_options) or {}, weights=MASTER)
+    opened = open_checkpoint(url, ReadOptions(), storage_options=storage_options)
+    stored = read_stored_digests(opened.source, opened.manifest, storage_options) or {}
+    stored = digests.select_one_copy(stored, weights=MASTER)
     return {key.fqn: digest for key, digest in stored.items() if key.slot == WEIGHT}
 
 
@@ -181,13 +182,13 @@ class OutputDigests:
         if staged_paths:
             return destination.form.file_url(destination.url, staged_paths[0])
         try:
-            source, manifest = read_checkpoint(
+            opened = open_checkpoint(
                 destination.url, self.options, format_name=self.format_name, storage_options=storage_options
             )
-            list_path = destination.form.digests_path(digests.locate_digest_list(manifest))
+            list_path = destination.form.digests_path(digests.locate_digest_list(opened.manifest))
             list_url = destination.form.file_url(destination.url, list_path)
             check_replaceable_list(open_output_location(list_url, storage_options))
-            write_small_file(self.claim.destination, list_path, self._compute_list(source, manifest))
+            write_small_file(self.claim.destination, list_path, self._compute_list(opened.source, opened.manifest))
             self.claim.publish_companion_file(list_path)
         except CkptError as error:
             error.message += f"; {destination.url} is written, but its digests are not"

@@ -13,11 +13,11 @@ from ckpt_tools.formats.base import Format
 from ckpt_tools.reading.model_files import (
     ModelFiles,
     apply_config_ties,
-    find_model_files,
     fit_to_output,
     is_pretrained_folder,
     read_model_config,
 )
+from ckpt_tools.reading.opened import OpenedCheckpoint
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import open_output_location
 from ckpt_tools.trainers.transformers import CONFIG_FILE
@@ -25,10 +25,10 @@ from ckpt_tools.verification.report import FILE_SLOT, Aspect, Difference
 
 
 def build_expected_model(
-    src: str | Path, source: Source, manifest: Manifest, dst: str | Path, writer: Format | None, options: ConvertOptions
+    opened: OpenedCheckpoint, manifest: Manifest, dst: str | Path, writer: Format | None, options: ConvertOptions
 ) -> tuple[Manifest, ModelFiles | None]:
-    """``manifest``, read at ``src``, and the files beside it as a conversion to ``dst`` writes them. None if it copies
-    no files, and with ``like``: they are another model's then.
+    """``manifest``, which options made of ``opened``, and the files beside it as a conversion to ``dst`` writes them.
+    None if it copies no files, and with ``like``: they are another model's then.
 
     Raises:
         UsageError: ``untie`` is for a model with ``config.json``. CkptError: a file cannot be read.
@@ -41,7 +41,7 @@ def build_expected_model(
     ):
         files = None
     else:
-        files = find_model_files(src, source, manifest, config=options.config, storage_options=storage_options)
+        files = opened.find_model_files(manifest)
     if files is None:
         if options.untie:
             raise UsageError(f"{format_option('untie', True)} is for folders with a config.json")
@@ -51,9 +51,10 @@ def build_expected_model(
     return manifest, fit_to_output(files, manifest)[0]
 
 
-def find_differing_files(expected: ModelFiles, written: Source) -> list[Difference]:
-    """The files that ``written`` lacks or has with another content. Raises CkptError if one cannot be read."""
-    config = read_model_config(written)
+def find_differing_files(expected: ModelFiles, source: Source, written: Source) -> list[Difference]:
+    """The files of ``source`` that ``written`` lacks or has with another content. Raises CkptError if one cannot be
+    read."""
+    store, config = expected.join_to(source.store), read_model_config(written)
     problems = {} if config == expected.config else {CONFIG_FILE: "missing"}
     if problems and config is not None:
         differing_keys = sorted(
@@ -62,7 +63,7 @@ def find_differing_files(expected: ModelFiles, written: Source) -> list[Differen
         problems = {CONFIG_FILE: f"{join_names(differing_keys)}: another content"}
     for name, file in expected.files.items():
         content = bytearray(file.num_bytes)
-        expected.store.read_into(file.source, 0, memoryview(content))
+        store.read_into(file.source, 0, memoryview(content))
         if name not in written.files:
             problems[name] = "missing"
         elif written.size(name) != file.num_bytes or content != written.read(name, 0, file.num_bytes):

@@ -25,12 +25,12 @@ from ckpt_tools.formats.applicability import COMPARING_RULES, DIFFING_RULES
 from ckpt_tools.formats.base import Format
 from ckpt_tools.formats.index import lookup_format
 from ckpt_tools.reading.checkpoint import (
-    check_reading_options,
     make_option_case,
     make_read_back_options,
     make_recipe_step,
 )
-from ckpt_tools.runs.opening import open_reference_matcher, read_checkpoint
+from ckpt_tools.reading.opened import OpenedCheckpoint
+from ckpt_tools.runs.opening import open_checkpoint, open_reference_matcher
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import StorageOptions, open_output_location
 from ckpt_tools.transfer.computing import add_generated_files
@@ -95,20 +95,23 @@ def verify_checkpoint(
         )
 
     try:
-        source, manifest = read_checkpoint(
-            src, options.read_options, format_name=options.from_, storage_options=execution.storage_options
+        opened = open_checkpoint(
+            src,
+            options.read_options,
+            format_name=options.from_,
+            storage_options=execution.storage_options,
+            checks_options=True,
         )
-        check_reading_options(manifest, options.read_options)
     except FormatError:
         report = check_listed_files(())
         if report is None or report.equal:
             raise
         return report
-    tensor_files = {file for entry in manifest.tensors.values() for file in entry.shards.files}
-    file_report = check_listed_files({file.rpartition("/")[0] for file in tensor_files.difference(manifest.literals)})
+    tensor_files = opened.manifest.files.difference(opened.manifest.literals)
+    file_report = check_listed_files({file.rpartition("/")[0] for file in tensor_files})
     if file_report is not None and not file_report.equal:
         return file_report
-    report = verify_tensors(source, manifest, options, execution, against=against)
+    report = verify_tensors(opened.source, opened.manifest, options, execution, against=against)
     if file_report is None:
         return report
     return replace(
@@ -198,19 +201,16 @@ def _select_comparable_digests(expected: Digests, actual: Digests, options: Conv
 
 
 def verify_conversion(
-    src: str | Path,
-    source: Source,
-    manifest: Manifest,
-    dst: str | Path,
-    options: ConvertOptions,
-    execution: ExecutionOptions,
+    opened: OpenedCheckpoint, dst: str | Path, options: ConvertOptions, execution: ExecutionOptions
 ) -> VerifyReport:
-    """Whether ``dst`` holds the result of converting ``manifest``, read at ``src``, with ``options``.
+    """Whether ``dst`` holds the result of converting ``opened`` with ``options``.
 
     Raises:
         CkptError: one of them cannot be read.
     """
-    dst_source, dst_manifest = _read_destination(dst, manifest, options)
+    manifest = opened.manifest
+    written = _open_destination(dst, manifest, options)
+    dst_manifest = written.manifest
     dst_format = lookup_format(dst_manifest.format)
     writer = dst_format if dst_format is not None and dst_format.writes else None
     is_whole = options.state != "model" and (
@@ -218,11 +218,17 @@ def verify_conversion(
     )
     if options.state is None and manifest.tree is not None:  # the weights may be others than those with the optimizer
         reading = replace(options.read_options, state="all" if is_whole else "model")
-        source, manifest = read_checkpoint(
-            src, reading, format_name=options.from_, storage_options=execution.storage_options
+        opened = open_checkpoint(
+            opened.url,
+            reading,
+            format_name=options.from_,
+            storage_options=execution.storage_options,
+            config_folder=options.config,
         )
+        manifest = opened.manifest
         if is_whole and dst_manifest.tree is not None:
-            dst_source, dst_manifest = _read_destination(dst, manifest, options, state="all")
+            written = _open_destination(dst, manifest, options, state="all")
+            dst_manifest = written.manifest
     holds_masters = writer is None or writer.holds_masters or manifest.keeps_masters
     has_recipe = options.needs_config
     case = make_option_case(
@@ -233,7 +239,7 @@ def verify_conversion(
         has_recipe=has_recipe,
     )
     check_applicability(COMPARING_RULES, options.values_by_name, case)
-    recipe, like = make_recipe_step(src, source, manifest, options), open_reference_matcher(options)
+    recipe, like = make_recipe_step(opened, options), open_reference_matcher(options)
     kept_entries = () if writer is None else writer.kept_entries
     edited = apply_options(
         manifest,
@@ -244,10 +250,10 @@ def verify_conversion(
         recipe=recipe,
         like=like,
     )
-    expected, model_files = build_expected_model(src, source, edited.manifest, dst, writer, options)
+    expected, model_files = build_expected_model(opened, edited.manifest, dst, writer, options)
     dst_model, notes = _select_model(dst_manifest, options) if options.state == "model" else (dst_manifest, ())
-    theirs = ComparedCheckpoint.of("the destination", dst_source.store, dst_model)
-    store = add_generated_files(source.store, expected)
+    theirs = ComparedCheckpoint.of("the destination", written.source.store, dst_model)
+    store = add_generated_files(opened.source.store, expected)
     check_expansion(dst_manifest.tensors, dst_manifest.stored_bytes)
     check_required_equal(expected, store)
     ours = ComparedCheckpoint.of("the source", store, expected).add_masters_like(theirs).rename_extras_like(theirs)
@@ -256,7 +262,7 @@ def verify_conversion(
     text_differences = (
         find_differing_texts(expected, dst_manifest, names) if is_whole or HEADER_ENTRY in kept_entries else []
     )
-    file_differences = [] if model_files is None else find_differing_files(model_files, dst_source)
+    file_differences = [] if model_files is None else find_differing_files(model_files, opened.source, written.source)
     report = replace(report, notes=notes, differences=(*report.differences, *text_differences, *file_differences))
     return _add_entry_differences(report, expected, dst_manifest, names) if is_whole else report
 
@@ -299,9 +305,9 @@ def _add_entry_differences(
     )
 
 
-def _read_destination(
+def _open_destination(
     dst: str | Path, manifest: Manifest, options: ConvertOptions, state: State | None = None
-) -> tuple[Source, Manifest]:
+) -> OpenedCheckpoint:
     """The destination, by the tag and the keys that are not for reading the source; with these if it may have kept the
     source's tree and does not say by itself which model is meant. Raises CkptError."""
     source_options, storage_options = (
@@ -312,44 +318,40 @@ def _read_destination(
         name: getattr(options, name) for name in ("tag", "model_key", "optim_key") if name not in source_options
     }
     try:
-        return read_checkpoint(dst, ReadOptions(state=state, **destination_options), storage_options=storage_options)
+        return open_checkpoint(dst, ReadOptions(state=state, **destination_options), storage_options=storage_options)
     except UnsupportedError:
         tree_options = make_read_back_options(manifest.format, manifest.format, options)
         if tree_options == ReadOptions():
             raise
-        return read_checkpoint(dst, tree_options, format_name=manifest.format, storage_options=storage_options)
+        return open_checkpoint(dst, tree_options, format_name=manifest.format, storage_options=storage_options)
 
 
 def diff_checkpoints(
-    url: str | Path,
-    a: tuple[Source, Manifest],
-    b: tuple[Source, Manifest],
-    options: ConvertOptions,
-    execution: ExecutionOptions,
+    a: OpenedCheckpoint, b: OpenedCheckpoint, options: ConvertOptions, execution: ExecutionOptions
 ) -> VerifyReport:
-    """The differences between ``a``, read at ``url``, with its tensors mapped and renamed by ``options``, and ``b``, in
-    the selected tensors.
+    """The differences between ``a``, with its tensors mapped and renamed by ``options``, and ``b``, in the selected
+    tensors.
 
     Raises:
         CkptError: bytes cannot be read. UsageError: no tensor is selected.
     """
-    recipe = make_recipe_step(url, *a, options)
+    recipe = make_recipe_step(a, options)
+    manifests, side_stores = [a.manifest, b.manifest], [a.source.store, b.source.store]
     joining_notes: tuple[Note, ...] = ()
-    if recipe is not None and a[1].unjoined_state:
-        joined_manifest, joining_notes = recipe(a[1])
-        a, recipe = (replace(a[0], store=add_generated_files(a[0].store, joined_manifest)), joined_manifest), None
-        check_required_equal(joined_manifest, a[0].store)
-    has_masters = [any(key.slot == MASTER for key in each.tensors) for _, each in (a, b)]
+    if recipe is not None and a.manifest.unjoined_state:
+        manifests[0], joining_notes = recipe(a.manifest)
+        side_stores[0], recipe = add_generated_files(a.source.store, manifests[0]), None
+        check_required_equal(manifests[0], side_stores[0])
+    has_masters = [any(key.slot == MASTER for key in each.tensors) for each in manifests]
     has_both_copies = all(has_masters) and options.state != "model"
     has_recipe = options.needs_config
     check_applicability(
         DIFFING_RULES,
         options.values_by_name,
-        make_option_case(a[1], "", keeps_both=has_both_copies, is_whole_state=True, has_recipe=has_recipe),
+        make_option_case(manifests[0], "", keeps_both=has_both_copies, is_whole_state=True, has_recipe=has_recipe),
     )
-    manifests, notes = _select_comparable([a[1], b[1]], options)
+    manifests, notes = _select_comparable(manifests, options)
     notes = joining_notes + notes
-    side_stores = [source.store for source, _ in (a, b)]
     if recipe is not None:
         manifests[0], recipe_notes = recipe(manifests[0])
         side_stores[0], notes = add_generated_files(side_stores[0], manifests[0]), notes + recipe_notes

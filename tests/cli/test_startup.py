@@ -45,22 +45,22 @@ class Allowed:
     others: set[str]
 
 
-CONVERTING = {"cli", *MACHINERY, "planning", "transfer"}
-CHECKING = {*CONVERTING, "verification"}
+CHECKING = {"cli", *MACHINERY, "planning", "transfer", "verification"}
+CONVERTING = {"cli", *MACHINERY, "planning", "transfer", "conversion"}
 LISTING = Allowed({"cli", "core"}, set(), 24, {"click"})
 
 ALLOWED = {
     "--help": LISTING,
     "--version": LISTING,
     "convert --help": LISTING,
-    "inspect": Allowed({"cli", *MACHINERY}, {"safetensors"}, 99, {"click", "numpy", "rich"}),
-    "inspect torch": Allowed({"cli", *MACHINERY}, {"safetensors", "sharded", "torch"}, 130, {"click", "numpy", "rich"}),
-    "plan": Allowed(CONVERTING, {"safetensors", "torch"}, 148, {"click", "numpy", "rich", "xxhash"}),
-    "convert": Allowed(CONVERTING, {"safetensors"}, 153, {"click", "isal", "numpy", "xxhash"}),
-    "verify": Allowed(CHECKING, {"safetensors"}, 135, {"click", "isal", "numpy"}),
-    "verify pair": Allowed(CHECKING, {"safetensors"}, 138, {"click", "isal", "numpy"}),
-    "diff": Allowed(CHECKING, {"safetensors"}, 133, {"click", "isal", "numpy"}),
-    "scan": Allowed({"cli", *MACHINERY, "verification"}, {"safetensors"}, 119, {"click", "numpy"}),
+    "inspect": Allowed({"cli", *MACHINERY}, {"safetensors"}, 104, {"click", "numpy", "rich"}),
+    "inspect torch": Allowed({"cli", *MACHINERY}, {"safetensors", "sharded", "torch"}, 135, {"click", "numpy", "rich"}),
+    "plan": Allowed(CONVERTING, {"safetensors", "torch"}, 158, {"click", "numpy", "rich", "xxhash"}),
+    "convert": Allowed(CONVERTING, {"safetensors"}, 163, {"click", "isal", "numpy", "xxhash"}),
+    "verify": Allowed(CHECKING, {"safetensors"}, 139, {"click", "isal", "numpy"}),
+    "verify pair": Allowed(CHECKING, {"safetensors"}, 142, {"click", "isal", "numpy"}),
+    "diff": Allowed(CHECKING, {"safetensors"}, 137, {"click", "isal", "numpy"}),
+    "scan": Allowed({"cli", *MACHINERY, "verification"}, {"safetensors"}, 123, {"click", "numpy"}),
     "formats": Allowed({"cli", "core", "formats"}, set(), 52, {"click", "rich"}),
     "clean": Allowed({"cli", "core", "stores"}, set(), 47, {"click"}),
 }

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, Phase, assume, given, settings
 
-from ckpt_tools.conversion import select_written_tensors
+from ckpt_tools.conversion.report import select_written_tensors
 from ckpt_tools.core.accounting import check_nothing_lost
 from ckpt_tools.core.apply_options import apply_options
 from ckpt_tools.core.boxes import Box

@@ -21,7 +21,7 @@ from ckpt_tools.errors import CkptError
 from ckpt_tools.formats.builtin import FORMATS
 from ckpt_tools.formats.deepspeed.common.pickled_objects import is_active_scaler
 from ckpt_tools.formats.state_dict.from_deepspeed import collect_user_entries
-from ckpt_tools.runs.opening import read_checkpoint
+from ckpt_tools.runs.opening import open_checkpoint
 from fixtures.corpus import layouts, make
 from tests.support.sweep import tiered
 
@@ -55,7 +55,8 @@ class Checkpoint:
 
     @classmethod
     def read(cls, path: Path) -> Checkpoint:
-        source, manifest = read_checkpoint(path, ReadOptions())
+        opened = open_checkpoint(path, ReadOptions())
+        source, manifest = opened.source, opened.manifest
         return cls(manifest, frozenset(source.files))
 
     @cached_property

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import ckpt_tools
-from ckpt_tools.conversion import prepare_conversion
+from ckpt_tools.conversion.convert import prepare_conversion
 from ckpt_tools.core.options import ConvertRequest
 from ckpt_tools.errors import CkptError, SourceNotFoundError, UsageError
 from ckpt_tools.transfer.journal import fingerprint_plan
@@ -139,7 +139,7 @@ def test_two_recipes_of_the_same_names_are_two_plans(made, tmp_path):
         (tmp_path / "r.toml").write_text(text)
         request = ConvertRequest(src=made.source, dst=tmp_path / "out", to="dcp", recipe=tmp_path / "r.toml")
         prepared = prepare_conversion(request, WorkerPool.choose_for_urls("threads", None, 1, request.src, request.dst))
-        return fingerprint_plan(prepared.plan, prepared.store)
+        return fingerprint_plan(prepared.plan, prepared.laid_out.source.store)
 
     assert of(moe.RECIPE) == of(f"# the same in other words\n{moe.RECIPE}")
     assert of(moe.RECIPE) != of(moe.RECIPE.replace(*SWAPPED))

@@ -19,7 +19,7 @@ import pytest
 import ckpt_tools
 from ckpt_tools.core.manifest import StateKey
 from ckpt_tools.core.options import ReadOptions
-from ckpt_tools.runs.opening import read_checkpoint
+from ckpt_tools.runs.opening import open_checkpoint
 from ckpt_tools.serialization.torch_zip import ITEM_HEAD_BYTES, ITEM_TAIL_BYTES
 from ckpt_tools.stores.local.store import LocalStore
 from fixtures import synthetic
@@ -155,7 +155,7 @@ def test_converting_one_tensor_touches_no_byte_of_another(kind, sources, reads, 
         for file, start, stop in reads
         if not any(file == head and first <= start and stop <= last for head, first, last in headers)
     ]
-    _, manifest = read_checkpoint(sources[kind], ReadOptions())
+    manifest = open_checkpoint(sources[kind], ReadOptions()).manifest
     slot = "weight" if kind == "dcp" else "master"
     shards = manifest.tensors[StateKey(NAME, slot)].shards
     places = [shards.get_byte_range(row) for row in range(len(shards))]

@@ -19,7 +19,7 @@ from ckpt_tools.core.manifest import Manifest, StateTree
 from ckpt_tools.core.notes import ASSUMED_ORDER_ITEM
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, UnsupportedError
-from ckpt_tools.runs.opening import read_checkpoint
+from ckpt_tools.runs.opening import open_checkpoint
 from tests.support.manifests import as_json, elements_in
 from tests.support.sweep import extended
 from tests.support.truth import WEIGHT, Key, Truth, assert_same_bits
@@ -35,12 +35,13 @@ TREES = {
 
 
 def manifest_of(folder: Path) -> Manifest:
-    return read_checkpoint(folder, ReadOptions())[1]
+    return open_checkpoint(folder, ReadOptions()).manifest
 
 
 def gathered(folder: Path) -> dict[Key, np.ndarray]:
     """Every weight, under its aliases too, and every tensor of the optimizer."""
-    source, manifest = read_checkpoint(folder, ReadOptions())
+    opened = open_checkpoint(folder, ReadOptions())
+    source, manifest = opened.source, opened.manifest
     return elements_in(source.store, manifest)
 
 

@@ -19,7 +19,7 @@ from ckpt_tools.errors import CkptError, MemoryBudgetError, UnsupportedError, Us
 from ckpt_tools.formats.builtin import OrbaxFormat
 from ckpt_tools.formats.orbax.arrays import CHUNKS_AT_ONCE, LIBRARY_BYTES, MIN_CACHE_BYTES
 from ckpt_tools.formats.orbax.roles import find_roles
-from ckpt_tools.runs.opening import read_checkpoint
+from ckpt_tools.runs.opening import open_checkpoint
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.source import Source
 from ckpt_tools.transfer.tensor_reader import TensorReader
@@ -76,7 +76,8 @@ def test_the_whole_state_goes_to_dcp(tmp_path):
 def test_any_range_of_an_array_is_read():
     """Each interval of the row-major order, over the boundaries of chunks, and bytes that split an element."""
     made = make("orbax-sharded")
-    source, manifest = read_checkpoint(made.source, ReadOptions())
+    opened = open_checkpoint(made.source, ReadOptions())
+    source, manifest = opened.source, opened.manifest
     entry = manifest.tensors[StateKey("both")]
     truth = made.state.weights["both"].numpy().reshape(-1)
     reader = TensorReader(source.store, scratch_bytes=1 << 16)
@@ -200,7 +201,8 @@ def test_what_lies_beside_is_read_or_noted(tmp_path):
     root = tmp_path / "5"
     shutil.copytree(make("orbax-manager").source, root)
     (root / "params" / "notes.txt").write_text("mine")
-    source, manifest = read_checkpoint(root, ReadOptions())
+    opened = open_checkpoint(root, ReadOptions())
+    source, manifest = opened.source, opened.manifest
     assert manifest.extra["loop"] == {"epoch": 2}
     assert "params/notes.txt" in [note.what for note in manifest.notes]
     reader = OrbaxFormat()

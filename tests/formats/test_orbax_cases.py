@@ -14,7 +14,7 @@ from ckpt_tools.core.manifest import TensorRef
 from ckpt_tools.core.notes import Outcome
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import CkptError
-from ckpt_tools.runs.opening import read_checkpoint
+from ckpt_tools.runs.opening import open_checkpoint
 from fixtures.orbax_cases import CASES, TREE, Made, Restored, make, restored
 from tests.layouts.test_damage import ALONE, CODES, Damage
 from tests.support.manifests import read_bytes
@@ -82,7 +82,8 @@ def flat(value: Any, path: tuple[str, ...] = ()) -> Restored:
 
 def ours(path: Path) -> tuple[Restored, set[str], set[str]]:
     """What is read, files that a note says were left out, and tensors that a note is on."""
-    source, manifest = read_checkpoint(path, ReadOptions())
+    opened = open_checkpoint(path, ReadOptions())
+    source, manifest = opened.source, opened.manifest
     found: Restored = {
         key.fqn: [entry.dtype.value, list(entry.shape), read_bytes(source.store, entry).hex()]
         for key, entry in manifest.tensors.items()

@@ -33,7 +33,7 @@ from ckpt_tools.errors import (
 )
 from ckpt_tools.formats.builtin import FORMATS, SafetensorsFormat
 from ckpt_tools.formats.safetensors.files import STATE_KEY
-from ckpt_tools.runs.opening import read_checkpoint
+from ckpt_tools.runs.opening import open_checkpoint
 from ckpt_tools.serialization.pickle.load import dumps
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.source import Source
@@ -230,7 +230,7 @@ OBJECTS: dict[str, Any] = {"optim.param_groups.0.params": ["w"], "seeds": [1]}
 
 
 def opened(path: Path) -> Manifest:
-    return read_checkpoint(path, ReadOptions())[1]
+    return open_checkpoint(path, ReadOptions()).manifest
 
 
 def names(manifest: Manifest) -> set[str]:

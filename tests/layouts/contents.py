@@ -6,7 +6,7 @@ import torch
 
 from ckpt_tools.core.manifest import Kind, Manifest, StateKey
 from ckpt_tools.core.options import ReadOptions
-from ckpt_tools.runs.opening import read_checkpoint
+from ckpt_tools.runs.opening import open_checkpoint
 from tests.support.manifests import read_bytes
 
 Contents = dict[StateKey, tuple[str, tuple[int, ...], bytes]]
@@ -18,7 +18,8 @@ WHOLE = ReadOptions()
 
 def contents(path: Path, options: ReadOptions = WHOLE) -> tuple[Manifest, Contents]:
     """The manifest of ``path``, and every tensor of it but the user's own, tied ones under each of their names."""
-    source, manifest = read_checkpoint(path, options)
+    opened = open_checkpoint(path, options)
+    source, manifest = opened.source, opened.manifest
     entries = {key: entry for key, entry in manifest.tensors.items() if entry.kind is not Kind.EXTRA}
     for alias, owner in manifest.aliases.items():
         entries |= {StateKey(alias, key.slot): entry for key, entry in entries.items() if key.fqn == owner}

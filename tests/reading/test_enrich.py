@@ -13,12 +13,12 @@ from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.values import GlobalRef, Opaque
 from ckpt_tools.errors import MalformedError
 from ckpt_tools.reading.own_sizes import derive_config
-from ckpt_tools.runs.opening import read_checkpoint
+from ckpt_tools.runs.opening import open_checkpoint
 from ckpt_tools.stores.urls import open_source
 
 
 def read(folder: Path) -> Manifest:
-    return read_checkpoint(folder, ReadOptions())[1]
+    return open_checkpoint(folder, ReadOptions()).manifest
 
 
 @pytest.fixture

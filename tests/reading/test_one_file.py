@@ -10,7 +10,7 @@ from ckpt_tools.core.notes import Outcome
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import LossError
 from ckpt_tools.formats.index import load_all_formats
-from ckpt_tools.runs.opening import read_checkpoint
+from ckpt_tools.runs.opening import open_checkpoint
 from fixtures.corpus import make
 from tests.support.every_verb import READING, USING, refusal
 
@@ -66,7 +66,7 @@ def test_an_index_stands_for_its_folder(name, marker):
 
 def test_a_shard_is_read_by_itself_if_its_format_is_named_and_never_in_silence(tmp_path):
     file = min(make("hf-pretrained-sharded").source.glob("model-00001-of-*.safetensors"))
-    _, manifest = read_checkpoint(file, ReadOptions(), format_name="safetensors")
+    manifest = open_checkpoint(file, ReadOptions(), format_name="safetensors").manifest
     (note,) = manifest.notes
     assert note.outcome is Outcome.DROPPED and str(file.parent) in note.what
     with pytest.raises(LossError):

@@ -12,7 +12,7 @@ import ckpt_tools
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import UnsupportedError
-from ckpt_tools.runs.opening import read_checkpoint
+from ckpt_tools.runs.opening import open_checkpoint
 from fixtures.corpus import make
 from fixtures.corpus.several_models import weights_of
 from tests.support.every_verb import refusal
@@ -43,7 +43,7 @@ def test_each_choice_is_read_with_its_own_optimizer(name, number, tmp_path):
     assert set(ckpt_tools.inspect(source).optimizer_slots) == {"exp_avg", "exp_avg_sq", "step"}
     ckpt_tools.convert(source, tmp_path / "out", to="dcp")
     assert ckpt_tools.verify(source, tmp_path / "out").equal
-    notes = read_checkpoint(source, ReadOptions())[1].notes
+    notes = open_checkpoint(source, ReadOptions()).manifest.notes
     assert not [note for note in notes if "optimizer" in note.what]
 
 
@@ -70,7 +70,7 @@ def test_the_run_is_one_checkpoint(tmp_path):
 
 
 def notes_of(source: Path) -> Sequence[Note]:
-    return read_checkpoint(source, ReadOptions())[1].notes
+    return open_checkpoint(source, ReadOptions()).manifest.notes
 
 
 @pytest.mark.parametrize(("name", "optimizer"), [

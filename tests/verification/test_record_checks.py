@@ -18,7 +18,7 @@ from ckpt_tools.core.manifest import MASTER, WEIGHT
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.shards import Framing
 from ckpt_tools.errors import FormatError, MalformedError
-from ckpt_tools.runs.opening import read_checkpoint
+from ckpt_tools.runs.opening import open_checkpoint
 from ckpt_tools.serialization.torch_zip import DEFAULT_ROOT
 from ckpt_tools.serialization.zip_archive import LOCAL, ZipDirectory, ZipRecord, read_directory
 from tests.support.sweep import tiered
@@ -54,7 +54,7 @@ def layouts(tmp_path_factory):
 def record_of_a_weight(path: Path) -> tuple[Path, int, ZipDirectory, ZipRecord, tuple[int, int]]:
     """The file, the start of the zip in it, its directory, the record that holds the first elements of the largest
     weight or its master, and the range of that."""
-    _, manifest = read_checkpoint(path, ReadOptions())
+    manifest = open_checkpoint(path, ReadOptions()).manifest
     slot = MASTER if any(key.slot == MASTER for key in manifest.tensors) else WEIGHT
     entry = max((each for key, each in manifest.tensors.items() if key.slot == slot), key=lambda each: each.numel)
     at = entry.shards.get_byte_range(0)

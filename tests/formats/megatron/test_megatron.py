@@ -22,7 +22,7 @@ from ckpt_tools.errors import IncompleteError, MalformedError, SeveralCheckpoint
 from ckpt_tools.formats.megatron.common_state import CommonState, StoredGroup, TrainedParameter, assign_members_by_rule
 from ckpt_tools.formats.megatron.names import count_dims, is_expert, list_extra_states, parse_state_name
 from ckpt_tools.formats.megatron.reader import find_piece_shape, split_into_boxes
-from ckpt_tools.runs.opening import read_checkpoint
+from ckpt_tools.runs.opening import open_checkpoint
 from fixtures import corpus, launch
 from fixtures import megatron as mg
 from fixtures.corpus.megatron import DENSE, FOLDER, MIXTURE
@@ -221,7 +221,7 @@ class TestFolders:
         twice(run)
         assert ckpt_tools.inspect(run).step == 10
         (run / TRACKER).write_text("20\n")
-        manifest = read_checkpoint(run, ReadOptions())[1]
+        manifest = open_checkpoint(run, ReadOptions()).manifest
         assert {path.partition("/")[0] for path in manifest.files - manifest.literals.keys()} == {"iter_0000020"}
         (run / TRACKER).unlink()
         assert ckpt_tools.inspect(f"{run}@latest").format == "megatron"
@@ -232,7 +232,9 @@ class TestFolders:
         change_file(run / COMMON, lambda common: common.pop("iteration"))
         assert ckpt_tools.inspect(run).step == 10
         (run / TRACKER).unlink()
-        assert [note for note in read_checkpoint(run, ReadOptions())[1].notes if note.outcome is Outcome.DROPPED] == []
+        assert [
+            note for note in open_checkpoint(run, ReadOptions()).manifest.notes if note.outcome is Outcome.DROPPED
+        ] == []
         (run / FOLDER).rename(run / "release")
         (run / TRACKER).write_text("release")
         assert ckpt_tools.inspect(run).format == "megatron"
@@ -310,7 +312,7 @@ class TestWritten:
         ckpt_tools.convert(corpus.make("megatron").source, tmp_path / "dcp", to="dcp")
         ckpt_tools.convert(tmp_path / "dcp", tmp_path / "out", to="megatron")
         for path in (corpus.make("megatron").source, tmp_path / "out"):
-            extra = read_checkpoint(path, ReadOptions())[1].extra["megatron"]
+            extra = open_checkpoint(path, ReadOptions()).manifest.extra["megatron"]
             names = [name for name, _ in extra["objects"]]
             assert "rng_state/shard_0.0_1.2" in names and len(names) == 6
 

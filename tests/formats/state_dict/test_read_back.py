@@ -14,14 +14,14 @@ from ckpt_tools.core.manifest import Kind
 from ckpt_tools.core.option_names import WrittenFormat
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import UnsupportedError
-from ckpt_tools.runs.opening import read_checkpoint
+from ckpt_tools.runs.opening import open_checkpoint
 from tests.support.sweep import extended
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def weights(path: Path, model_key: str | None = None) -> set[str]:
-    manifest = read_checkpoint(path, ReadOptions(model_key=model_key))[1]
+    manifest = open_checkpoint(path, ReadOptions(model_key=model_key)).manifest
     return {key.fqn for key in manifest.select_kinds(Kind.PARAMETER, Kind.BUFFER)}
 
 
@@ -85,12 +85,12 @@ def test_a_second_entry_of_a_models_name_is_told(tmp_path):
     """No optimizer says which of the two is the model, and one is a single number."""
     torch.save({"model": {"w": torch.ones(1)}, "state_dict": {"q": torch.ones(3)}}, tmp_path / "in.pt")
     assert weights(tmp_path / "in.pt") == {"q"}
-    (note,) = read_checkpoint(tmp_path / "in.pt", ReadOptions())[1].notes
+    (note,) = open_checkpoint(tmp_path / "in.pt", ReadOptions()).manifest.notes
     assert note.what == "tensors in model"
     assert "the model is state_dict, and this is carried along" in note.why
     assert "model_key='model'" in note.why
     assert weights(tmp_path / "in.pt", "model") == {"w"}
-    assert not read_checkpoint(tmp_path / "in.pt", ReadOptions(model_key="model"))[1].notes
+    assert not open_checkpoint(tmp_path / "in.pt", ReadOptions(model_key="model")).manifest.notes
 
 
 def test_a_model_at_the_root_gets_a_place_of_its_own(tmp_path):

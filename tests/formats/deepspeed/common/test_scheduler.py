@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.format_utils import torch_save_to_dcp
 import ckpt_tools
 from ckpt_tools.core.notes import Outcome
 from ckpt_tools.core.options import ReadOptions
-from ckpt_tools.runs.opening import read_checkpoint
+from ckpt_tools.runs.opening import open_checkpoint
 from fixtures import launch, models, recipe, zero
 from tests.support.sweep import tiered
 from tests.support.truth import Truth
@@ -169,7 +169,7 @@ def test_entries_with_names_of_deepspeed_do_not_reach_its_loader(target, saved, 
     assert {*client} >= FREE
     notes = ckpt_tools.plan(source, tmp_path / "planned", to="zero1").notes
     assert {note.what for note in notes if note.outcome is Outcome.DROPPED} == {*OWN.split()}
-    assert read_checkpoint(tmp_path / "out", ReadOptions())[1].extra["client_state"].keys() >= FREE
+    assert open_checkpoint(tmp_path / "out", ReadOptions()).manifest.extra["client_state"].keys() >= FREE
 
 
 @pytest.mark.parametrize("target", tiered(TARGETS, ["zero1-fp32", "zero3-fp16", "universal-3"]))

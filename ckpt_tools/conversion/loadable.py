@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt_tools.conversion import (
-    PreparedConversion,
-    build_plan_report,
-    estimate_client_bytes,
-    find_replaced_files,
-    write_destination,
-)
+from ckpt_tools.conversion.target import estimate_client_bytes, find_replaced_files
+from ckpt_tools.conversion.write import write_output
 from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.layout import FileLayout, Layout, Payload, Segment
 from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.option_names import DEFAULT_MEMORY, format_option
-from ckpt_tools.core.options import ConvertRequest, parse_size
+from ckpt_tools.core.options import ConvertRequest, ReadOptions, parse_size
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.core.showing import DisplayableResult
 from ckpt_tools.core.values import StorageRef, Value
@@ -82,14 +78,23 @@ def rewrite_as_loadable(request: ConvertRequest) -> LoadableReport:
         required_task_bytes=place.part_rules.required_task_bytes(layout.size_bytes),
     )
     replaced_sizes = find_replaced_files(place, layout, request)
-    planned_report = build_plan_report(plan, plan.compute_figures(), TORCH_FORMAT, TORCH_FORMAT, replaced_sizes)
-    report = write_destination(PreparedConversion(request, source.store, plan, planned_report, place), pool)
+    start_seconds = time.perf_counter()
+    written = write_output(
+        plan,
+        source.store,
+        place,
+        request,
+        pool,
+        target_format=TORCH_FORMAT,
+        replaced_sizes=replaced_sizes,
+        read_back_options=ReadOptions(),
+    )
     return LoadableReport(
         str(src),
-        report.destination,
+        place.url,
         len(manifest.tensors),
-        report.bytes_written,
-        report.seconds,
+        written.bytes_written,
+        time.perf_counter() - start_seconds,
         loadable_file.left_out,
         loadable_file.replaced,
     )

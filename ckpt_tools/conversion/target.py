@@ -1,0 +1,164 @@
+"""Where a conversion writes, in which format, and what it replaces there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+from ckpt_tools.core.layout import Layout
+from ckpt_tools.core.manifest import Manifest
+from ckpt_tools.core.option_names import WrittenFormat, format_option, format_with_aliases
+from ckpt_tools.core.options import ConvertOptions, ConvertRequest
+from ckpt_tools.errors import DestinationExistsError, UnsupportedError, UsageError
+from ckpt_tools.formats.base import Format
+from ckpt_tools.formats.index import get_writable_format
+from ckpt_tools.planning.plan import REMOTE_BYTES, CopyLimits
+from ckpt_tools.reading.model_files import is_pretrained_folder
+from ckpt_tools.stores.destination import OutputLocation
+from ckpt_tools.stores.marker_files import DIGESTS_SUFFIX
+from ckpt_tools.stores.output_form import SingleFileForm
+from ckpt_tools.stores.present import NO_FILES, already_exists_error
+from ckpt_tools.stores.source import Source
+from ckpt_tools.stores.urls import (
+    StorageOptions,
+    check_destination_suffix,
+    find_format_by_suffix,
+    is_remote,
+    open_output_location,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ConversionTarget:
+    """The destination, its format, and how much of the state is written there: all of it, or the model alone; a weight
+    beside its fp32 master, or one of the two."""
+
+    place: OutputLocation
+    writer: Format
+    writes_whole_state: bool
+    writes_weights_and_masters: bool
+
+    @classmethod
+    def of(cls, request: ConvertRequest, place: OutputLocation, writer: Format, manifest: Manifest) -> ConversionTarget:
+        """Raises UnsupportedError if the run that resumes from the output would start with an empty optimizer."""
+        is_whole = is_whole_state_written(request, writer)
+        is_optimizer_lost = manifest.unnamed_optimizer and writer.holds_optimizer and writer.name != manifest.format
+        if is_whole and is_optimizer_lost:
+            model_alone = format_option("state", "model")
+            alternative = "" if model_alone in manifest.unnamed_optimizer else f", or convert with {model_alone}"
+            raise UnsupportedError(
+                f"{writer.name} keeps an optimizer by the names of its parameters; "
+                f"{manifest.unnamed_optimizer}{alternative}"
+            )
+        return cls(place, writer, is_whole, is_whole and (writer.holds_masters or manifest.keeps_masters))
+
+    @property
+    def takes_model_files(self) -> bool:
+        """Whether the output is a folder for ``from_pretrained``, with ``config.json`` and a tokenizer."""
+        return is_pretrained_folder(self.writer, self.place.form)
+
+    def choose_task_bytes(self, layout: Layout) -> int:
+        """The size of tasks that the place asks for; files made one by one are not made for a place that does not
+        care."""
+        if self.place.part_rules.max_parts is None:
+            return self.place.part_rules.required_task_bytes(0)
+        return self.place.part_rules.required_task_bytes(max((file.size_bytes for file in layout.files), default=0))
+
+    def find_copy_limits(self, source: Source) -> CopyLimits | None:
+        """Limits for cutting files whose ranges the destination's service can copy from the source; None if it
+        cannot."""
+        part_rules, store = self.place.part_rules, source.store
+        if part_rules.server_copy_rules is None or part_rules.max_parts is None:
+            return None
+        source_location = next((store.find_copy_source(path) for path in source.files), None)
+        if source_location is None or source_location.service != part_rules.server_copy_rules.service:
+            return None
+        return CopyLimits(part_rules.server_copy_rules.min_bytes, part_rules.max_parts)
+
+
+def estimate_client_bytes(*urls: str | Path) -> int:
+    """Memory of the clients of stores that are not local."""
+    return REMOTE_BYTES if any(map(is_remote, urls)) else 0
+
+
+def is_whole_state_written(options: ConvertOptions, writer: Format) -> bool:
+    """Whether all state is written: what the user says, else what the format is for."""
+    return writer.holds_optimizer if options.state is None else options.state == "all"
+
+
+def choose_requested_writer(request: ConvertRequest, destination_name: str) -> Format | None:
+    """The writer of the format that the user names, or that ``destination_name`` implies; with ``like`` that of
+    folders for ``from_pretrained``. None if it is the source's own format."""
+    is_format_given = request.to is not None or find_format_by_suffix(destination_name) is not None
+    if request.keeps_format or (request.adapter is not None and not is_format_given):
+        return None
+    return _find_writer(
+        "safetensors" if request.like is not None and not is_format_given else request.to, destination_name
+    )
+
+
+def _find_writer(to: str | None, destination_name: str) -> Format:
+    check_destination_suffix(destination_name, to)
+    implied = find_format_by_suffix(destination_name)
+    if to is None and implied is None:
+        raise UsageError(
+            f"choose a format with {format_option('to')}: {format_with_aliases('to', get_args(WrittenFormat))}"
+        )
+    if to is not None and implied is not None and to != implied:
+        raise UsageError(
+            f"{destination_name} is a {implied} file, which {format_option('to', to)} contradicts; name a folder or "
+            f"drop "
+            f"{format_option('to')}"
+        )
+    return get_writable_format(to or implied or "")
+
+
+def choose_source_writer(request: ConvertRequest, manifest: Manifest, destination_name: str) -> Format:
+    """The writer of the source's own format: for another world size, or of a base model in safetensors."""
+    if not request.keeps_format:
+        return _find_writer("safetensors" if manifest.format == "safetensors" else None, destination_name)
+    if manifest.world_size is None or manifest.format in ("universal", "zero0"):
+        raise UsageError(f"a {manifest.format} checkpoint has no world size to change")
+    return _find_writer(manifest.format, destination_name)
+
+
+def find_replaced_files(place: OutputLocation, layout: Layout, request: ConvertRequest) -> Mapping[str, int]:
+    """The files at the destination that the output replaces: one checkpoint, and the digests beside it.
+
+    Raises:
+        DestinationExistsError: something is there that may not be replaced, or digests of a file that is gone or would
+            be replaced.
+    """
+    digests_url = _find_sibling_digests(place, request.storage_options)
+    if not request.overwrite:
+        place.check_free(overwrite=False)
+        if digests_url is not None:
+            raise already_exists_error(digests_url) if request.checksum else _stale_digests_error(digests_url)
+        return NO_FILES
+    from ckpt_tools.verification.digest_files import check_replaceable_list
+    from ckpt_tools.verification.replacing import list_replaced_files
+
+    replaced_sizes = list_replaced_files(place, [file.path for file in layout.files])
+    if digests_url is None:
+        return replaced_sizes
+    if not request.checksum:
+        raise _stale_digests_error(digests_url)
+    return {**replaced_sizes, **check_replaceable_list(open_output_location(digests_url, request.storage_options))}
+
+
+def _find_sibling_digests(place: OutputLocation, storage_options: StorageOptions) -> str | None:
+    """URL of the list of digests beside a destination that is one file, if there is one: it describes the old file."""
+    url = place.url + DIGESTS_SUFFIX
+    exists = (
+        isinstance(place.form, SingleFileForm)
+        and open_output_location(url, storage_options).as_single_file().list_contents() is not None
+    )
+    return url if exists else None
+
+
+def _stale_digests_error(url: str) -> DestinationExistsError:
+    return DestinationExistsError(
+        f"{url} describes the file being replaced; remove it, or replace it with {format_option('checksum', True)}"
+    )

@@ -1,0 +1,58 @@
+"""A checkpoint that was opened, with the files around it that say what its model is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckpt_tools.core.manifest import Manifest
+from ckpt_tools.stores.source import Source
+from ckpt_tools.stores.urls import StorageOptions
+
+if TYPE_CHECKING:
+    from ckpt_tools.reading.model_files import ModelFiles
+
+
+@dataclass(frozen=True)
+class OpenedCheckpoint:
+    """A checkpoint whose headers were read: the shards of ``manifest`` are ranges of the files of ``source``.
+
+    ``url`` is where it is; a name in a run (``RUN@latest``) is resolved. ``config_folder`` is the folder with the files
+    of its model that the user names; by default they are looked for around the weights, when they are first needed,
+    and once.
+    """
+
+    url: str | Path
+    source: Source
+    manifest: Manifest
+    storage_options: StorageOptions = None
+    config_folder: str | Path | None = None
+    _found_files: dict[frozenset[str], ModelFiles | None] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def find_model_files(self, manifest: Manifest | None = None) -> ModelFiles | None:
+        """Files in ``config_folder``, else in the nearest folder around the weights of ``manifest``, which is that of
+        this checkpoint or what options made of it.
+
+        Raises:
+            UsageError: ``config_folder`` has no ``config.json`` of a model. SourceNotFoundError: there is no such
+            folder. CkptError: a file that was found cannot be read.
+        """
+        from ckpt_tools.reading.model_files import find_model_files, list_weight_files
+
+        manifest = self.manifest if manifest is None else manifest
+        # A selection may leave weights in one of several folders, each with a config.json of its own.
+        weight_files = list_weight_files(manifest)
+        if weight_files not in self._found_files:
+            self._found_files[weight_files] = find_model_files(
+                self.url, self.source, manifest, config=self.config_folder, storage_options=self.storage_options
+            )
+        return self._found_files[weight_files]
+
+    def find_config(self) -> Mapping[str, Any] | None:
+        """The content of the ``config.json`` that ``find_model_files`` finds; None if there is none. Raises as that."""
+        model_files = self.find_model_files()
+        return None if model_files is None else model_files.config
