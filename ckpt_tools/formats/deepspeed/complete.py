@@ -16,6 +16,7 @@ from ckpt_tools.formats.deepspeed.names import (
     LATEST,
     LATEST_UNIVERSAL,
     LAYER_FILE,
+    MAX_EXPERTS,
     MODEL_FILES,
     OPTIM_FILE,
     UNIVERSAL_MASTER_SLOT,
@@ -31,7 +32,6 @@ from ckpt_tools.trainers.run_folders import get_parent_folder
 from ckpt_tools.trainers.saved import SavedCheckpoint
 
 MAX_RANKS = 1 << 24
-MAX_EXPERTS = 1 << 20
 
 _LAYER_PARAMETER = re.compile(r"(\d{1,9})\..+", re.DOTALL)
 _EXPERT_GROUP_NAME = re.compile(r"ep_size_(\d{1,9})")
@@ -106,10 +106,8 @@ def _find_tag_problem(checkpoint: SavedCheckpoint, tag: str, names: list[str]) -
     if any(name.startswith(("layer_", "expp_")) for name in names) or model_content.get("num_experts"):
         if missing_ranks := {(0, m) for m in range(mp_size)} - parse_rank_pairs(names, *MODEL_FILES):
             return f"model states of mp_rank_{min(missing_ranks)[1]:02d} are missing: the save did not finish"
-        missing_file = _find_missing_file(
-            names, filter(None, (_read_model_content(checkpoint, tag, name) for name in model_names))
-        )
-        if missing_file is not None:
+        model_contents = filter(None, (_read_model_content(checkpoint, tag, name) for name in model_names))
+        if (missing_file := _find_missing_file(names, model_contents)) is not None:
             return f"{missing_file} is missing: the save did not finish"
     if (
         is_zero3

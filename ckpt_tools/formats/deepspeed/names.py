@@ -172,6 +172,9 @@ def refuse_files(names: Iterable[str], folder: str, refused_kinds: dict[re.Patte
                 )
 
 
+MAX_EXPERTS = 1 << 20
+"""Most experts of one layer, so that a number of a damaged file does not make a list of that length."""
+
 EXPERT_INFIX = ".deepspeed_moe.experts.deepspeed_experts."
 _EXPERT_TENSOR_NAME = re.compile(
     rf"(?P<prefix>.+{re.escape(EXPERT_INFIX)})(?P<number>\d{{1,9}})\.(?P<rest>.+)", re.DOTALL

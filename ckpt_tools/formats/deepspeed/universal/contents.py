@@ -31,10 +31,9 @@ from ckpt_tools.formats.deepspeed.common.partition import undo_round_robin
 from ckpt_tools.formats.deepspeed.common.saved_extras import ExtrasCollector
 from ckpt_tools.formats.deepspeed.common.tensor_parallel import MergeRules, drop_partition_entries
 from ckpt_tools.formats.deepspeed.names import UNIVERSAL_MASTER_SLOT
+from ckpt_tools.formats.deepspeed.universal.loader_limits import STEP_SLOT
 from ckpt_tools.formats.deepspeed.universal.states import SlotFileReader, UniversalFiles
 from ckpt_tools.formats.foreign import refuse_tensor_object
-
-STEP_SLOT = "step"
 
 KeyedEntries = Iterator[tuple[StateKey, TensorEntry]]
 
@@ -135,9 +134,17 @@ class UniversalManifestBuilder:
         if UNIVERSAL_MASTER_SLOT not in paths and 0 not in shape:
             raise IncompleteError("there is no file zero/.../fp32.pt", path=self.model.file.path, key=name)
         self._check_slots(name, paths, shape)
-        states = {
-            _convert_slot_name(slot, path): self._build_state(slot, path, shape, name) for slot, path in paths.items()
-        }
+        states: dict[str, TensorEntry] = {}
+        for slot, path in paths.items():
+            if slot in (WEIGHT, MASTER):
+                raise UnsupportedError(f"the optimizer has a slot named {slot!r}, which is a reserved name", path=path)
+            if slot == STEP_SLOT:
+                table = self.slot_reader.read_scalar(path)
+                states[slot] = TensorEntry((), table.dtype, Kind.STATE, table)
+            else:
+                table = self.slot_reader.build_shard_table(path, shape, name)
+                manifest_slot = MASTER if slot == UNIVERSAL_MASTER_SLOT else slot
+                states[manifest_slot] = TensorEntry(shape, table.dtype, Kind.STATE, table)
         yield StateKey(name, WEIGHT), self._build_weight(name, value, shape, states.get(MASTER))
         yield from ((StateKey(name, slot), entry) for slot, entry in states.items())
         if states.keys() - {MASTER, STEP_SLOT} and STEP_SLOT not in states and name in self.shared_steps:
@@ -175,14 +182,6 @@ class UniversalManifestBuilder:
                 group, max(counts, key=lambda each: (counts[each], len(each)), default=frozenset[str]())
             )
         return slots_by_name
-
-    def _build_state(self, slot: str, path: str, shape: Shape, name: str) -> TensorEntry:
-        table = (
-            self.slot_reader.read_scalar(path)
-            if slot == STEP_SLOT
-            else self.slot_reader.build_shard_table(path, shape, name)
-        )
-        return TensorEntry(() if slot == STEP_SLOT else shape, table.dtype, Kind.STATE, table)
 
     def _build_weight(self, name: str, value: StoredTensor, shape: Shape, master: TensorEntry | None) -> TensorEntry:
         if tuple(value.shape) == shape and not self.is_tensor_parallel:
@@ -337,9 +336,3 @@ class UniversalManifestBuilder:
         else:
             table = self.slot_reader.store_number(f"{number}.{STEP_SLOT}", value)
         return TensorEntry((), table.dtype, Kind.STATE, table)
-
-
-def _convert_slot_name(slot: str, path: str) -> str:
-    if slot in (WEIGHT, MASTER):
-        raise UnsupportedError(f"the optimizer has a slot named {slot!r}, which is a reserved name", path=path)
-    return MASTER if slot == UNIVERSAL_MASTER_SLOT else slot

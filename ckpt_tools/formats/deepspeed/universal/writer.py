@@ -48,13 +48,12 @@ from ckpt_tools.serialization.torch_zip import get_archive_root, make_archive_se
 from ckpt_tools.stores.source import check_file_name
 
 UNIVERSAL_VERSION = 0.4
+"""checkpoint/constants.py ``UNIVERSAL_CHECKPOINT_VERSION_VALUE``; only tensor-parallel loads look at it."""
 
 MAX_FOLDER_BYTES = 255
 
 _PARAMETER_FOLDER = re.compile(r"(?!\.)(?!.*\.pt\Z)[^\\\0]+", re.DOTALL)
 """A folder of a parameter: hidden ones are not listed, and the files in others end in ``.pt``."""
-
-"""checkpoint/constants.py ``UNIVERSAL_CHECKPOINT_VERSION_VALUE``; only tensor-parallel loads look at it."""
 
 
 def layout(manifest: Manifest, options: WriteOptions) -> Layout:
@@ -93,12 +92,19 @@ class _UniversalOutput:
         for group in self.state.groups:
             named_slots = [(UNIVERSAL_MASTER_SLOT, group.masters), *((slot.name, slot) for slot in group.slots)]
             for position, fqn in enumerate(group.params):
-                shape = self.state.manifest.tensors[StateKey(fqn)].shape
+                box = Box.whole(self.state.get_weight(fqn).shape)
+                is_expert = split_expert_name(fqn) is not None
                 for name, slot in named_slots:
-                    is_expert = split_expert_name(fqn) is not None
-                    yield _build_slot_file(
-                        self._make_path(fqn, name), shape, slot.keys[position], slot.dtype, is_expert
+                    path, key = self._make_path(fqn, name), slot.keys[position]
+                    # Zeros where the parameter has no such slot and others of its group have.
+                    elements = (
+                        Padding(box.numel * slot.dtype.item_bytes)
+                        if key is None
+                        else Payload(key, box, box.shape, slot.dtype)
                     )
+                    template = _build_slot_segments(get_archive_root(path), box.shape, slot.dtype, is_expert)
+                    segments = (elements if isinstance(segment, Payload) else segment for segment in template)
+                    yield FileLayout(path, tuple(segments))
                 if STEP_SLOT in group.scalars:
                     builder = TorchFileBuilder(self.state.manifest)
                     yield builder.build_file(
@@ -192,14 +198,6 @@ class _UniversalOutput:
             is_dynamic = isinstance(scaler.state, dict) and scaler.state.get("dynamic") is True
             entries |= {"loss_scaler": builder.add_referenced_tensors(scaler), "dynamic_loss_scale": is_dynamic}
         return entries
-
-
-def _build_slot_file(path: str, shape: Shape, key: StateKey | None, dtype: DType, is_expert: bool) -> FileLayout:
-    """A slot of a parameter; zeros where it has none and others of its group have."""
-    whole_box = Box.whole(shape)
-    elements = Padding(whole_box.numel * dtype.item_bytes) if key is None else Payload(key, whole_box, shape, dtype)
-    template = _build_slot_segments(get_archive_root(path), shape, dtype, is_expert)
-    return FileLayout(path, tuple(elements if isinstance(segment, Payload) else segment for segment in template))
 
 
 @lru_cache(maxsize=4096)

@@ -18,7 +18,7 @@ import numpy as np
 from ckpt_tools.core.boxes import Box, Shape
 from ckpt_tools.core.manifest import EqualPair, Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.shards import ByteRange, Ints, Shard, ShardTable
-from ckpt_tools.core.values import StoredTensor, Value
+from ckpt_tools.core.values import StoredTensor
 from ckpt_tools.core.wording import format_count
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.deepspeed.common.files import DeepSpeedFile, ModelStates, OptimStates
@@ -320,7 +320,7 @@ def open_stage3(
     if optim.stage < 3:
         raise IncompleteError("the files of its experts are missing", path=files.prefix + expert_file_name(0, 0))
     world_size = optim.world_size
-    expert_rank_numbers = read_expert_ranks(source, files.rank_model_paths, world_size)
+    expert_ranks = read_expert_ranks(source, files.rank_model_paths, world_size)
     _check_sub_groups(model, autoep_layers, optim.file.path, len(optim.masters))
     num_ranks = {
         flat: autoep_layers.layers[0].num_ranks if any(map(autoep_layers.find_layer, shapes)) else 1
@@ -330,13 +330,15 @@ def open_stage3(
     visited_states: list[OptimStates] = []
 
     def check_partition_ranks(states: OptimStates) -> None:
+        """``ds_zero_partition_groups`` list, for each sub-group, the ranks over which it is cut: those that hold the
+        same experts, or all."""
         rank = len(visited_states)
         visited_states.append(states)
+        groups = states.state_dict.get(PARTITION_GROUPS_ENTRY)
         for flat, num in num_ranks.items():
-            same = (
-                np.flatnonzero(expert_rank_numbers == expert_rank_numbers[rank]) if num > 1 else np.arange(world_size)
-            )
-            if _get_partition_ranks(states, flat) != same.tolist():
+            expected_ranks = np.flatnonzero(expert_ranks == expert_ranks[rank]) if num > 1 else np.arange(world_size)
+            group = groups[flat] if isinstance(groups, list) and flat < len(groups) else None
+            if not isinstance(group, dict) or group.get("partition_ranks") != expected_ranks.tolist():
                 raise MalformedError(
                     f"its {PARTITION_GROUPS_ENTRY} are not those of its experts", path=states.file.path
                 )
@@ -353,7 +355,7 @@ def open_stage3(
         num_expert_ranks=num_ranks,
         mappings_by_rank=[[]] * world_size,
         expert_tables={},
-        expert_ranks=expert_rank_numbers,
+        expert_ranks=expert_ranks,
         autoep_layers=autoep_layers,
     )
 
@@ -365,10 +367,3 @@ def _check_sub_groups(model: ModelStates, autoep_layers: AutoEPLayers, path: str
         )
     if any(map(autoep_layers.find_layer, model.frozen_shapes)):
         raise UnsupportedError("its experts are frozen, which is not supported in stage 3", path=model.file.path)
-
-
-def _get_partition_ranks(states: OptimStates, flat: int) -> Value:
-    """The ranks over which a sub-group is cut."""
-    groups = states.state_dict.get(PARTITION_GROUPS_ENTRY)
-    group = groups[flat] if isinstance(groups, list) and flat < len(groups) else None
-    return group.get("partition_ranks") if isinstance(group, dict) else None

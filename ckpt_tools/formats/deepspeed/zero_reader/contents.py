@@ -217,7 +217,7 @@ class ZeroManifestBuilder:
         share_numel = compute_share(prod(shape), self.optim.world_size)
         return flats.build_shard_table(locate_param(0, prod(shape), self.optim.world_size, np.array([0, share_numel])))
 
-    @property
+    @cached_property
     def rank_fragments(self) -> list[Mapping[str, StoredVector]]:
         """Each rank's fragments of the frozen parameters."""
         return [_locate_fragments(self.model), *(each[0] for each in self._other_models)]
@@ -261,13 +261,19 @@ class ZeroManifestBuilder:
 
     def _read_scalars(self, optim: OptimStates, literal_prefix: str) -> ScalarsByFlat:
         step_by_flat = {flat: group.options.get("step") for group in optim.groups for flat in group.flats}
-        return [
-            {
-                slot: self._read_scalar(optim.file, f"{literal_prefix}{flat}.{slot}", value)
-                for slot, value in _select_scalars(state, step_by_flat.get(flat)).items()
-            }
-            for flat, state in enumerate(optim.states)
-        ]
+        scalars_by_flat: ScalarsByFlat = []
+        for flat, state in enumerate(optim.states):
+            values = {slot: value for slot, value in state.items() if is_scalar(value)}
+            # Apex keeps one step for a whole group, among its hyperparameters.
+            if "step" not in values and is_scalar(group_step := step_by_flat.get(flat)):
+                values["step"] = group_step
+            scalars_by_flat.append(
+                {
+                    slot: self._read_scalar(optim.file, f"{literal_prefix}{flat}.{slot}", value)
+                    for slot, value in values.items()
+                }
+            )
+        return scalars_by_flat
 
     def _read_scalar(self, file: DeepSpeedFile, name: str, value: Value) -> TensorEntry:
         if isinstance(value, StoredTensor):
@@ -316,9 +322,3 @@ def _locate_fragments(model: ModelStates) -> Mapping[str, StoredVector]:
 
 def _make_state_entry(shape: Shape, table: ShardTable) -> TensorEntry:
     return TensorEntry(shape, table.dtype, Kind.STATE, table)
-
-
-def _select_scalars(state: Mapping[str, Value], group_step: Value) -> Mapping[str, Value]:
-    """The 0-d slots of a flat. Apex keeps one step for a whole group, among its hyperparameters."""
-    scalars = {slot: value for slot, value in state.items() if is_scalar(value)}
-    return scalars if "step" in scalars or not is_scalar(group_step) else {**scalars, "step": group_step}

@@ -15,12 +15,9 @@ from itertools import groupby
 from ckpt_tools.core.values import StoredTensor, Value, format_brief
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.deepspeed.common.files import DeepSpeedFile, ModelStates
-from ckpt_tools.formats.deepspeed.names import EXPERT_INFIX, expert_file_name, split_expert_name
+from ckpt_tools.formats.deepspeed.names import EXPERT_INFIX, MAX_EXPERTS, expert_file_name, split_expert_name
 from ckpt_tools.formats.deepspeed.zero_reader.locate import ExpertFiles
 from ckpt_tools.stores.source import Source
-
-MAX_EXPERTS = 1 << 20
-"""Most experts of one layer, so that a number of a damaged file does not make a list of that length."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +26,6 @@ class MoELayer:
 
     prefix: str
     files: tuple[DeepSpeedFile, ...]
-
-    @property
-    def rests(self) -> list[str]:
-        """The ends of the names of each expert's tensors."""
-        return [name.removeprefix(f"{self.prefix}0.") for name in map(str, self.files[0].content)]
 
     def iterate_values(self) -> Iterator[tuple[str, Value, DeepSpeedFile]]:
         for file in self.files:

@@ -90,7 +90,7 @@ class PipelineLayers:
         stages = [
             stage
             for stage, stage_shapes in enumerate(self.stages)
-            if any(_parse_layer_number(n) == number for n in stage_shapes.names)
+            if any(name.startswith(f"{number}.") for name in stage_shapes.names)
         ]
         if len(stages) > 1:
             raise MalformedError(
@@ -178,9 +178,3 @@ def _require_text_key(key: Value, file: DeepSpeedFile) -> str:
     if not isinstance(key, str):
         raise MalformedError(f"the state dict of a layer has the key {format_brief(key)}", path=file.path)
     return key
-
-
-def _parse_layer_number(name: str) -> int | None:
-    """The layer of a parameter."""
-    first = name.partition(".")[0]
-    return int(first) if first.isascii() and first.isdigit() and len(first) < 10 else None

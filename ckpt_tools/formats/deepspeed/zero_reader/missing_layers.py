@@ -150,7 +150,11 @@ def check_no_layer_missing(
     Every stage takes the fewest layers that will do, which leaves most for those after it. Raises IncompleteError if in
     no cut of the layers into stages has every stage the tensors that its optimizer needs.
     """
-    shared_identities = _find_shared_parameters([own for _, own in stages])
+    # Parameters of more than one stage: tied ones, and flat groups that begin with one.
+    counts = Counter(
+        identity for _, own in stages for identity in {each.identity for each in own if each.first_elements}
+    )
+    shared_identities = frozenset(identity for identity, number in counts.items() if number > 1)
     all_shapes = sum((layer.shapes for layer in layers), Counter[Shape]())
     stop = 0
     for stage, (path, parameters) in enumerate(stages):
@@ -170,12 +174,6 @@ def check_no_layer_missing(
     ).describe_missing(all_shapes, Counter())
     if missing_text is not None:
         raise _make_missing_layer_error(path, missing_text, layers, len(layers))
-
-
-def _find_shared_parameters(stages: Sequence[Sequence[OptimizedParameter]]) -> frozenset[ParameterIdentity]:
-    """Parameters of more than one stage: tied ones, and flat groups that begin with one."""
-    counts = Counter(identity for own in stages for identity in {each.identity for each in own if each.first_elements})
-    return frozenset(identity for identity, number in counts.items() if number > 1)
 
 
 def _count_shared_once(stages: Sequence[Sequence[OptimizedParameter]]) -> list[OptimizedParameter]:

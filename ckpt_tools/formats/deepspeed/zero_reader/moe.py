@@ -166,15 +166,16 @@ class MoEManifestBuilder(ZeroManifestBuilder):
         found: dict[str, FlatIntervals] = {}
         for flat, shapes in enumerate(self.local_model.param_shapes):
             for rank in range(self.num_expert_ranks[flat]):
-                for name, pieces in self._locate_on_ranks(flat, shapes, self._list_data_ranks(flat, rank)).items():
+                data_ranks = self._list_data_ranks(flat, rank)
+                masters = self.partitions.masters.select_ranks(data_ranks)
+                paddings = self.partitions.paddings[data_ranks]
+                local_intervals = locate_group(flat, shapes, self._get_alignment_gaps(flat), masters, paddings)
+                for name, intervals in local_intervals.items():
+                    # ``locate_group`` numbers the ranks that it is given from 0.
+                    intervals = replace(intervals, ranks=data_ranks[intervals.ranks])
                     whole = self.experts.make_whole_name(name, rank)
-                    found[whole] = found[whole].concatenate_rows(pieces) if whole in found else pieces
+                    found[whole] = found[whole].concatenate_rows(intervals) if whole in found else intervals
         return {name: found[name] for shapes in self.model.param_shapes for name in shapes if name in found}
-
-    def _locate_on_ranks(self, flat: int, shapes: Mapping[str, Shape], ranks: Ints) -> dict[str, FlatIntervals]:
-        masters, paddings = self.partitions.masters.select_ranks(ranks), self.partitions.paddings[ranks]
-        rank_intervals = locate_group(flat, shapes, self._get_alignment_gaps(flat), masters, paddings)
-        return {name: replace(pieces, ranks=ranks[pieces.ranks]) for name, pieces in rank_intervals.items()}
 
     # Which rank has which experts
 
@@ -243,12 +244,19 @@ class MoEManifestBuilder(ZeroManifestBuilder):
         return self._get_scalars_of_rank(int(np.flatnonzero(expert_ranks == expert_ranks[int(pieces.ranks[0])])[0]))
 
     def _get_scalars_of_rank(self, rank: int) -> ScalarsByFlat:
-        """Those of a rank; ``scalars`` itself where they are equal."""
+        """The scalars of a rank; ``self.scalars`` itself if they are equal to those of rank 0. Raises MalformedError if
+        the rank has other param groups."""
+        if rank == 0:
+            return self.scalars
         if rank not in self._scalars_by_rank:
-            rank_scalars = self._read_scalars_of_rank(rank) if rank else self.scalars
-            self._scalars_by_rank[rank] = (
-                self.scalars if self._are_scalars_equal(rank_scalars, self.scalars) else rank_scalars
+            optim = OptimStates.of(DeepSpeedFile.open(self.source, self.partitions.masters.files[rank]))
+            own_options, first_options = (
+                [to_comparable_text(group.options) for group in each.groups] for each in (optim, self.optim)
             )
+            if own_options != first_options:
+                raise MalformedError("its param groups are not those of rank 0", path=optim.file.path)
+            scalars = self._read_scalars(optim, f"rank{rank}.")
+            self._scalars_by_rank[rank] = self.scalars if self._are_scalars_equal(scalars, self.scalars) else scalars
         return self._scalars_by_rank[rank]
 
     def _are_scalars_equal(self, one: ScalarsByFlat, other: ScalarsByFlat) -> bool:
@@ -266,14 +274,6 @@ class MoEManifestBuilder(ZeroManifestBuilder):
             if byte_range.file in self.literals
             else self.source.read(byte_range.file, byte_range.start, byte_range.stop)
         )
-
-    def _read_scalars_of_rank(self, rank: int) -> ScalarsByFlat:
-        optim = OptimStates.of(DeepSpeedFile.open(self.source, self.partitions.masters.files[rank]))
-        if [to_comparable_text(group.options) for group in optim.groups] != [
-            to_comparable_text(g.options) for g in self.optim.groups
-        ]:
-            raise MalformedError("its param groups are not those of rank 0", path=optim.file.path)
-        return self._read_scalars(optim, f"rank{rank}.")
 
     def _list_flat_members(self, flat: int) -> tuple[str, ...]:
         return tuple(whole for _, whole in self.experts.expand_names(self._list_local_params(flat)))

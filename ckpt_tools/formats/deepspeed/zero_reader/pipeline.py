@@ -370,20 +370,17 @@ def _find_layer(fqn: str) -> str:
 
 
 def _parse_layer_names(entry: Any, path: str) -> LayerNames:
-    if isinstance(entry, Mapping) and all(map(_is_name, entry)) and all(map(_are_names, entry.values())):
-        return {layer: tuple(names) for layer, names in entry.items()}
-    raise MalformedError(
-        f"client_state.{PIPELINE_NAMES_ENTRY} is to have a list of names for each layer, and is {format_brief(entry)}",
-        path=path,
-    )
+    if not isinstance(entry, Mapping) or not all(
+        _is_name(layer) and isinstance(names, list | tuple) and names and all(map(_is_name, names))
+        for layer, names in entry.items()
+    ):
+        why = f"is to have a list of names for each layer, and is {format_brief(entry)}"
+        raise MalformedError(f"client_state.{PIPELINE_NAMES_ENTRY} {why}", path=path)
+    return {layer: tuple(names) for layer, names in entry.items()}
 
 
 def _is_name(value: Any) -> bool:
     return isinstance(value, str) and bool(value)
-
-
-def _are_names(value: Any) -> bool:
-    return isinstance(value, list | tuple) and bool(value) and all(map(_is_name, value))
 
 
 def _check_layer_names(names: LayerNames, layers: Mapping[str, str], path: str) -> None:
