@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from math import prod
 from typing import Any
 
 from ckpt_tools.core.wording import format_ranks
+from ckpt_tools.formats.deepspeed.common.model_file import count_model_parts
 from ckpt_tools.formats.deepspeed.names import (
     LATEST,
     LATEST_UNIVERSAL,
@@ -96,8 +96,9 @@ def _find_tag_problem(checkpoint: SavedCheckpoint, tag: str, names: list[str]) -
     model_content = _read_model_content(checkpoint, tag, model_names[0])
     if not isinstance(model_content, dict):
         return None
-    dp_size, mp_size = model_content.get("dp_world_size"), _read_model_parallel_size(model_content)
-    if type(dp_size) is not int or type(mp_size) is not int or not 0 < dp_size * mp_size <= MAX_RANKS:
+    dp_size, mp_size = model_content.get("dp_world_size"), count_model_parts(model_content)
+    states_mp_size = type(model_content.get("mp_world_size")) is int
+    if type(dp_size) is not int or not states_mp_size or not 0 < dp_size * mp_size <= MAX_RANKS:
         return f"{model_names[0]} does not state the number of ranks"
     expected_ranks = {(r, m) for r in range(dp_size) for m in range(mp_size)}
     is_zero3 = any(name.startswith("zero_pp_rank_") for name in model_names)
@@ -150,17 +151,6 @@ def _find_latest_problem(checkpoint: SavedCheckpoint, tags: set[str]) -> str | N
     ):
         return None
     return f"the file latest names {latest_tag}: this save did not finish, or the run went back to that tag"
-
-
-def _read_model_parallel_size(model_content: _ModelContent) -> int | None:
-    """Tensor-parallel ranks times stages of a pipeline; None if the file does not state them."""
-    size, parallel_dimensions = model_content.get("mp_world_size"), model_content.get("checkpoint_parallel_dimensions")
-    degrees = [
-        each
-        for each in (parallel_dimensions.values() if isinstance(parallel_dimensions, dict) else ())
-        if type(each) is int
-    ]
-    return max(size, prod(degrees)) if type(size) is int else None
 
 
 def _find_missing_file(names: Collection[str], model_contents: Iterable[_ModelContent]) -> str | None:

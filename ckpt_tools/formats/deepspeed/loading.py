@@ -7,7 +7,7 @@ from ckpt_tools.core.loading import quote_literal
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.options import WriteOptions
 from ckpt_tools.core.wording import format_count
-from ckpt_tools.formats.deepspeed.common.written_extras import must_skip_scheduler
+from ckpt_tools.formats.deepspeed.common.scheduler_state import must_skip_scheduler
 
 
 def load_universal(path: str, manifest: Manifest, layout: Layout, options: WriteOptions) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from math import prod
+from typing import Any
 
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.values import StoredTensor, Value
@@ -47,20 +48,19 @@ def check_experts(model: ModelStates) -> None:
 def check_model_parts(model: ModelStates, num_parts: int) -> None:
     """Raises FormatError where there are files of ``num_parts`` parts and the run cut its model into another number,
     which is the tensor-parallel ranks times the stages of its pipeline."""
-    content = model.file.content
-    parallel_dimensions = content.get("checkpoint_parallel_dimensions")
-    degrees = [
-        degree
-        for degree in (parallel_dimensions.values() if isinstance(parallel_dimensions, dict) else ())
-        if type(degree) is int
-    ]
-    size = content.get("mp_world_size")
-    expected_parts = max(prod(degrees), size if type(size) is int else 1)
+    expected_parts = count_model_parts(model.file.content)
     reason, path = f"the model is cut into {expected_parts} parts, and there are files of {num_parts}", model.file.path
     if expected_parts > num_parts:
         raise IncompleteError(f"{reason}: mp_rank_{num_parts:02d} is missing", path=path)
     if expected_parts < num_parts:
         raise MalformedError(f"{reason}, perhaps from an earlier save", path=path)
+
+
+def count_model_parts(content: Mapping[Any, Any]) -> int:
+    """The tensor-parallel ranks times the stages of the pipeline, as a model file states them; 1 if it does not."""
+    size, dimensions = content.get("mp_world_size"), content.get("checkpoint_parallel_dimensions")
+    degrees = dimensions.values() if isinstance(dimensions, dict) else ()
+    return max(size if type(size) is int else 1, prod(degree for degree in degrees if type(degree) is int))
 
 
 def find_aliases(model: ModelStates, are_tied: Callable[[str, StoredTensor, StoredTensor], bool]) -> Mapping[str, str]:

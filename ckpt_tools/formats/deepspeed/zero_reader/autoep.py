@@ -26,21 +26,17 @@ from ckpt_tools.formats.deepspeed.common.fused_experts import DISTRIBUTION_ENTRI
 from ckpt_tools.formats.deepspeed.common.tensor_parallel import MergeRules, ParameterMerge
 from ckpt_tools.formats.deepspeed.names import expert_file_name, expert_optim_file_name
 from ckpt_tools.formats.deepspeed.zero_reader import stage0
+from ckpt_tools.formats.deepspeed.zero_reader.checks import PARTITION_GROUPS_ENTRY, check_expert_run
 from ckpt_tools.formats.deepspeed.zero_reader.contents import ScalarsByFlat
 from ckpt_tools.formats.deepspeed.zero_reader.experts import MoEExperts
 from ckpt_tools.formats.deepspeed.zero_reader.flat import FlatIntervals, locate_params
 from ckpt_tools.formats.deepspeed.zero_reader.joining import ManifestMerger
-from ckpt_tools.formats.deepspeed.zero_reader.locate import ExpertFiles, TagFiles
-from ckpt_tools.formats.deepspeed.zero_reader.moe import (
-    ExpertRankManifestBuilder,
-    MoEManifestBuilder,
-    check_ranks,
-    read_mapped_partitions,
-)
+from ckpt_tools.formats.deepspeed.zero_reader.moe import MoEManifestBuilder, read_mapped_partitions
+from ckpt_tools.formats.deepspeed.zero_reader.moe_stage0 import ExpertRankManifestBuilder
 from ckpt_tools.formats.deepspeed.zero_reader.ranks import read_partitions
+from ckpt_tools.formats.deepspeed.zero_reader.tag_files import ExpertFiles, TagFiles
 from ckpt_tools.stores.source import Source
 
-PARTITION_GROUPS_ENTRY = "ds_zero_partition_groups"
 _FOLDED_RUN_TEXT = (
     "of a run with AutoEP and tensor parallelism, which is not supported; save it without tensor parallelism"
 )
@@ -209,7 +205,7 @@ def read(
             path=min(files.weight_paths.values(), default=autoep_layers.path),
         )
     model = ModelStates.of(DeepSpeedFile.open(source, mp_rank_files[0].require_model_paths(optim.stage)[0]))
-    check_ranks(mp_rank_files[0], model, optim)
+    check_expert_run(mp_rank_files[0], model, optim)
     expert_tables, first_values = read_expert_weights(source, autoep_layers, model, files)
     partitions, mappings_by_rank = read_mapped_partitions(source, mp_rank_files[0].optim_paths, optim)
     num_ranks = {flat: len(mp_rank_files[0].optim_paths) // parts for flat, parts in enumerate(optim.partition_counts)}

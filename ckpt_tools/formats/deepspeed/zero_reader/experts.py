@@ -16,7 +16,7 @@ from ckpt_tools.core.values import StoredTensor, Value, format_brief
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.deepspeed.common.files import DeepSpeedFile, ModelStates
 from ckpt_tools.formats.deepspeed.names import EXPERT_INFIX, MAX_EXPERTS, expert_file_name, split_expert_name
-from ckpt_tools.formats.deepspeed.zero_reader.locate import ExpertFiles
+from ckpt_tools.formats.deepspeed.zero_reader.tag_files import ExpertFiles
 from ckpt_tools.stores.source import Source
 
 

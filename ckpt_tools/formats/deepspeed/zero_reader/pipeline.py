@@ -8,7 +8,7 @@ parameter each stage has an optimizer state; all are the same, and the first is 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -24,6 +24,7 @@ from ckpt_tools.formats.deepspeed.common.files import DeepSpeedFile, ModelStates
 from ckpt_tools.formats.deepspeed.common.model_file import check_experts, check_model_parts
 from ckpt_tools.formats.deepspeed.common.tensor_parallel import MergeRules, drop_partition_entries
 from ckpt_tools.formats.deepspeed.zero_reader import missing_layers, stage0
+from ckpt_tools.formats.deepspeed.zero_reader.checks import check_model_file, check_rank_count
 from ckpt_tools.formats.deepspeed.zero_reader.contents import ZeroManifestBuilder
 from ckpt_tools.formats.deepspeed.zero_reader.joining import (
     ManifestMerger,
@@ -32,9 +33,9 @@ from ckpt_tools.formats.deepspeed.zero_reader.joining import (
     to_comparable_text,
 )
 from ckpt_tools.formats.deepspeed.zero_reader.layers import TIED_PREFIX, PipelineLayers, StageShapes
-from ckpt_tools.formats.deepspeed.zero_reader.locate import TagFiles
 from ckpt_tools.formats.deepspeed.zero_reader.missing_layers import UNLISTED_LAYERS
 from ckpt_tools.formats.deepspeed.zero_reader.ranks import SliceMapping, read_partitions, read_slice_mappings
+from ckpt_tools.formats.deepspeed.zero_reader.tag_files import TagFiles
 from ckpt_tools.stores.source import Source
 
 
@@ -124,14 +125,8 @@ def _check_slice_mappings(
         raise MalformedError(message, path=zero_builder.partitions.masters.files[rank], key=name)
 
 
-def read(
-    source: Source,
-    mp_rank_files: Sequence[TagFiles],
-    layers_by_tp_rank: Sequence[Mapping[int, str]],
-    check_stage_files: Callable[[TagFiles, ModelStates, OptimStates], object],
-) -> Manifest:
-    """The whole model. ``layers_by_tp_rank`` are those of each tensor-parallel rank. ``check_stage_files`` looks
-    whether a stage's files are all there.
+def read(source: Source, mp_rank_files: Sequence[TagFiles], layers_by_tp_rank: Sequence[Mapping[int, str]]) -> Manifest:
+    """The whole model. ``layers_by_tp_rank`` are the files of layers, by number, of each tensor-parallel rank.
 
     The topologies of DeepSpeed and Megatron number the tensor-parallel ranks of a stage one after the other. Raises
     FormatError if a file is missing or damaged, or does not fit the others.
@@ -148,7 +143,8 @@ def read(
         )
     for stage, files in zip(stages, mp_rank_files, strict=True):
         if stage.zero_builder is not None:
-            check_stage_files(files, stage.model, stage.zero_builder.optim)
+            check_rank_count(files.optim_paths, stage.zero_builder.optim)
+            check_model_file(stage.model, stage.zero_builder.optim)
         elif stages[0].zero_builder is not None or stage.model.file.content.get("param_shapes") is not None:
             raise IncompleteError("the optimizer's file of this stage is missing", path=stage.path)
     if num_tp_ranks == 1:

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.options import ReadOptions
-from ckpt_tools.core.values import format_brief
-from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
+from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.deepspeed.common.files import DeepSpeedFile, ModelStates, OptimStates
 from ckpt_tools.formats.deepspeed.common.fused_experts import AutoEPLayers
 from ckpt_tools.formats.deepspeed.common.model_file import check_experts, check_model_parts
 from ckpt_tools.formats.deepspeed.common.tags import choose_tag, find_used_folder
 from ckpt_tools.formats.deepspeed.common.tensor_parallel import MergeRules
 from ckpt_tools.formats.deepspeed.names import LATEST, RECOVERY_SCRIPTS, find_tag_folders, is_native_file_name
-from ckpt_tools.formats.deepspeed.zero_reader import autoep, locate, moe, pipeline, stage0
+from ckpt_tools.formats.deepspeed.zero_reader import autoep, moe, pipeline, stage0, tag_files
+from ckpt_tools.formats.deepspeed.zero_reader.checks import check_model_file, check_rank_count
 from ckpt_tools.formats.deepspeed.zero_reader.contents import ZeroManifestBuilder
 from ckpt_tools.formats.deepspeed.zero_reader.joining import ManifestMerger
-from ckpt_tools.formats.deepspeed.zero_reader.locate import TagFiles
 from ckpt_tools.formats.deepspeed.zero_reader.ranks import read_partitions
+from ckpt_tools.formats.deepspeed.zero_reader.tag_files import TagFiles
 from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.run_folders import get_parent_folder
 
@@ -29,14 +29,14 @@ def read(source: Source, options: ReadOptions) -> Manifest:
     folder = choose_tag(
         source, options.tag, find_tag_folders(source.files), latest_file=LATEST, description="DeepSpeed checkpoint"
     )
-    mp_rank_files = locate.find_tag_files(source, folder)
-    layer_paths, expert_files = locate.find_layer_files(source, folder), locate.find_expert_files(source, folder)
+    mp_rank_files = tag_files.find_tag_files(source, folder)
+    layer_paths, expert_files = tag_files.find_layer_files(source, folder), tag_files.find_expert_files(source, folder)
     if layer_paths and (expert_files.weight_paths or expert_files.optim_paths):
         raise UnsupportedError(
             "it is of a pipeline with experts, which is not supported", path=layer_paths[0][min(layer_paths[0])]
         )
     if layer_paths:
-        return pipeline.read(source, mp_rank_files, layer_paths, _check_stage_files)
+        return pipeline.read(source, mp_rank_files, layer_paths)
     if expert_files.weight_paths or expert_files.optim_paths:
         autoep_layers = AutoEPLayers.of(DeepSpeedFile.open(source, mp_rank_files[0].require_model_paths(0)[0]))
         return (
@@ -72,42 +72,11 @@ def _open_part(source: Source, files: TagFiles) -> ZeroManifestBuilder | stage0.
         return stage0.Stage0ManifestBuilder(model, stage0.SavedOptimizer.of(model.file))
     optim = OptimStates.of(DeepSpeedFile.open(source, files.optim_paths[0]))
     model_paths = files.require_model_paths(optim.stage)
-    _check_rank_count(files.optim_paths, optim)
+    check_rank_count(files.optim_paths, optim)
     if optim.stage == 3:
-        _check_rank_count(model_paths, optim)
+        check_rank_count(model_paths, optim)
     model = ModelStates.of(DeepSpeedFile.open(source, model_paths[0]))
     if (autoep_layers := AutoEPLayers.of(model.file)).layers:
         return autoep.open_stage3(source, files, model, optim, autoep_layers)
-    _check_model_file(model, optim)
+    check_model_file(model, optim)
     return ZeroManifestBuilder(source, model, optim, model_paths, read_partitions(source, files.optim_paths, optim))
-
-
-def _check_stage_files(files: TagFiles, model: ModelStates, optim: OptimStates) -> None:
-    _check_rank_count(files.optim_paths, optim)
-    _check_model_file(model, optim)
-
-
-def _check_rank_count(paths: tuple[str, ...], optim: OptimStates) -> None:
-    if len(set(optim.partition_counts)) > 1:
-        raise IncompleteError(
-            "its param groups are cut into different numbers of partitions, as those of experts are, and there are no "
-            "files of experts (layer_0_expert_0_mp_rank_00_model_states.pt) beside it",
-            path=optim.file.path,
-        )
-    locate.check_file_count(paths, optim.world_size)
-
-
-def _check_model_file(model: ModelStates, optim: OptimStates) -> None:
-    check_experts(model)
-    if optim.state_dict.get(autoep.PARTITION_GROUPS_ENTRY) is not None:
-        raise UnsupportedError(
-            "its experts are partitioned over groups of their own (AutoEP), and the model's file has no "
-            "ds_autoep_layers",
-            path=optim.file.path,
-        )
-    world_size = model.file.content.get("dp_world_size", optim.world_size)
-    if world_size != optim.world_size:
-        raise MalformedError(
-            f"its dp_world_size is {format_brief(world_size)}, but that of the optimizer is {optim.world_size}",
-            path=model.file.path,
-        )

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ckpt_tools.core.wording import format_count
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.deepspeed import names as file_names
 from ckpt_tools.formats.deepspeed.names import describe_folder, is_native_file_name, replace_rank
@@ -132,17 +131,3 @@ def _require_consecutive_ranks(path_by_rank: Mapping[int, str]) -> tuple[str, ..
                 "the file of this rank is missing", path=replace_rank(path_by_rank[max(path_by_rank)], rank)
             )
     return tuple(path_by_rank[rank] for rank in range(len(path_by_rank)))
-
-
-def check_file_count(paths: Sequence[str], world_size: int) -> None:
-    """Raises IncompleteError where a rank has no file, MalformedError where there are more files than ranks."""
-    if len(paths) < world_size:
-        missing = replace_rank(paths[0], len(paths))
-        raise IncompleteError(f"the file of this rank, one of {world_size}, is missing", path=missing)
-    if len(paths) > world_size:
-        raise MalformedError(
-            f"the checkpoint is of {format_count(world_size, 'rank')}; this file is of another one, perhaps from an "
-            f"earlier "
-            "save",
-            path=paths[world_size],
-        )
