@@ -38,9 +38,8 @@ def check_experts(model: ModelStates) -> None:
     saved_experts = {parts[:2] for name in model.module if (parts := split_expert_name(name))}
     if len(saved_experts) < sum(numbers):
         raise IncompleteError(
-            f"it is of a run with {sum(numbers)} experts and has {len(saved_experts)} of them, and there are no "
-            f"files of "
-            "experts (layer_0_expert_0_mp_rank_00_model_states.pt) beside it",
+            f"it is of a run with {sum(numbers)} experts and has {len(saved_experts)} of them, and there are no files "
+            "of experts (layer_0_expert_0_mp_rank_00_model_states.pt) beside it",
             path=model.file.path,
         )
 

@@ -231,7 +231,7 @@ class _TrainingStateBuilder:
             return self.manifest.groups
         why = (
             f"{ABSENT_REASON}, so all are in one group without hyperparameters; load it with "
-            f"load_optimizer_states=False"
+            "load_optimizer_states=False"
         )
         self.notes.append(Note(Outcome.DEFAULTED, "parameter groups", why))
         weights = {key.fqn: e for key, e in self.manifest.tensors.items() if key.slot == WEIGHT}
@@ -298,7 +298,7 @@ class _TrainingStateBuilder:
         if unpartitionable_names:
             why = (
                 f"{', '.join(unpartitionable_names)} cannot be partitioned like the parameters, so DeepSpeed resets "
-                f"this group"
+                "this group"
             )
             dropped_entries = self._list_states(params)
             return (

@@ -155,7 +155,7 @@ def _note_groups_in_stages_1_and_2(groups: Sequence[TrainingGroup]) -> Iterator[
         numel = sum(group.numels)
         if numel <= MAX_ELEMENTS_OF_ONE_RANK:
             why = (
-                "stages 1 and 2 fail on more than one rank, where a rank has none of a group's elements; "
-                "zero1 and zero2 load"
+                "stages 1 and 2 fail on more than one rank, where a rank has none of a group's elements; zero1 and "
+                "zero2 load"
             )
             yield Note(Outcome.KEPT, f"parameter group {number} of {numel} elements", why)

@@ -29,8 +29,9 @@ from ckpt_tools.formats.deepspeed.zero_reader import stage0
 from ckpt_tools.formats.deepspeed.zero_reader.checks import PARTITION_GROUPS_ENTRY, check_expert_run
 from ckpt_tools.formats.deepspeed.zero_reader.contents import ScalarsByFlat
 from ckpt_tools.formats.deepspeed.zero_reader.experts import MoEExperts
-from ckpt_tools.formats.deepspeed.zero_reader.flat import FlatIntervals, locate_params
+from ckpt_tools.formats.deepspeed.zero_reader.flat import FlatIntervals
 from ckpt_tools.formats.deepspeed.zero_reader.joining import ManifestMerger
+from ckpt_tools.formats.deepspeed.zero_reader.locate_elements import locate_params
 from ckpt_tools.formats.deepspeed.zero_reader.moe import MoEManifestBuilder, read_mapped_partitions
 from ckpt_tools.formats.deepspeed.zero_reader.moe_stage0 import ExpertRankManifestBuilder
 from ckpt_tools.formats.deepspeed.zero_reader.ranks import read_partitions
@@ -42,14 +43,38 @@ _FOLDED_RUN_TEXT = (
 )
 
 
-def _check_expert_groups(
-    autoep_layers: AutoEPLayers, model: ModelStates, num_ranks: Mapping[int, int], path: str
-) -> None:
-    """Raises MalformedError where a group of partitions is not cut over the ranks of its experts."""
-    for flat, shapes in enumerate(model.param_shapes):
-        expected_ranks = {layer.num_ranks if (layer := autoep_layers.find_layer(name)) else 1 for name in shapes}
-        if shapes and expected_ranks != {num_ranks.get(flat)}:
-            raise MalformedError(f"its group {flat} of partitions is not cut over the ranks of its experts", path=path)
+def read(
+    source: Source, mp_rank_files: Sequence[TagFiles], files: ExpertFiles, autoep_layers: AutoEPLayers
+) -> Manifest:
+    """A run in stage 1 or 2. Raises FormatError if a file is missing or damaged, or does not fit the others."""
+    if len(mp_rank_files) > 1:
+        raise UnsupportedError(f"it is {_FOLDED_RUN_TEXT}", path=mp_rank_files[1].require_model_paths(0)[0])
+    if not mp_rank_files[0].optim_paths:
+        return _read_without_zero(source, mp_rank_files[0], files, autoep_layers)
+    optim = OptimStates.of(DeepSpeedFile.open(source, mp_rank_files[0].optim_paths[0]))
+    if optim.stage > 2 or files.optim_paths:
+        raise MalformedError(
+            "it is of a run in stage 1 or 2, perhaps from an earlier save",
+            path=min(files.weight_paths.values(), default=autoep_layers.path),
+        )
+    model = ModelStates.of(DeepSpeedFile.open(source, mp_rank_files[0].require_model_paths(optim.stage)[0]))
+    check_expert_run(mp_rank_files[0], model, optim)
+    expert_tables, first_values = read_expert_weights(source, autoep_layers, model, files)
+    partitions, mappings_by_rank = read_mapped_partitions(source, mp_rank_files[0].optim_paths, optim)
+    num_ranks = {flat: len(mp_rank_files[0].optim_paths) // parts for flat, parts in enumerate(optim.partition_counts)}
+    _check_expert_groups(autoep_layers, model, num_ranks, optim.file.path)
+    return AutoEPManifestBuilder(
+        source,
+        autoep_layers.add_all_experts(model, first_values),
+        optim,
+        (model.file.path,),
+        partitions,
+        experts=MoEExperts({}, {}),
+        local_model=model,
+        num_expert_ranks=num_ranks,
+        mappings_by_rank=mappings_by_rank,
+        expert_tables=expert_tables,
+    ).build_manifest()
 
 
 @dataclass(kw_only=True)
@@ -78,40 +103,17 @@ class AutoEPManifestBuilder(MoEManifestBuilder):
         return self.scalars
 
 
-@dataclass(kw_only=True)
-class AutoEPStage3ManifestBuilder(AutoEPManifestBuilder):
-    """Stage 3. ``expert_ranks`` are the expert-parallel ranks of all ranks."""
+def _check_expert_groups(
+    autoep_layers: AutoEPLayers, model: ModelStates, num_ranks: Mapping[int, int], path: str
+) -> None:
+    """Raises MalformedError where a group of partitions is not cut over the ranks of its experts."""
+    for flat, shapes in enumerate(model.param_shapes):
+        expected_ranks = {layer.num_ranks if (layer := autoep_layers.find_layer(name)) else 1 for name in shapes}
+        if shapes and expected_ranks != {num_ranks.get(flat)}:
+            raise MalformedError(f"its group {flat} of partitions is not cut over the ranks of its experts", path=path)
 
-    expert_ranks: Ints
-    autoep_layers: AutoEPLayers
 
-    @cached_property
-    def param_intervals(self) -> Mapping[str, FlatIntervals]:
-        world_size = len(self.mappings_by_rank)
-        counts = [world_size // self.num_expert_ranks[flat] for flat in range(len(self.optim.masters))]
-        found = locate_params(self.local_model.param_shapes, self.partitions.masters, counts)
-        return {
-            name: reduce(FlatIntervals.concatenate_rows, self._locate_on_all_ranks(name, found[name]))
-            for shapes in self.local_model.param_shapes
-            for name in shapes
-            if name in found
-        }
-
-    def _locate_on_all_ranks(self, name: str, intervals: FlatIntervals) -> list[FlatIntervals]:
-        if self.autoep_layers.find_layer(name) is None:
-            return [intervals]
-        data_ranks = (
-            self._list_data_ranks(int(intervals.flats[0]), rank)
-            for rank in range(self.num_expert_ranks[int(intervals.flats[0])])
-        )
-        return [replace(intervals, ranks=own[intervals.ranks]) for own in data_ranks]
-
-    def _list_expert_ranks(self, flat: int, *, is_data_first: bool) -> Ints:
-        return self.expert_ranks if self.num_expert_ranks[flat] > 1 else np.zeros_like(self.expert_ranks)
-
-    @cached_property
-    def _is_data_first(self) -> bool:
-        return False
+# The files of experts
 
 
 def read_expert_weights(
@@ -173,6 +175,101 @@ def _stack_experts(
     return ShardTable.build(shape, parts[0].dtype, shards)
 
 
+# Stage 3
+
+
+def open_stage3(
+    source: Source, files: TagFiles, model: ModelStates, optim: OptimStates, autoep_layers: AutoEPLayers
+) -> AutoEPStage3ManifestBuilder:
+    """A run in stage 3. Raises FormatError as ``read`` does."""
+    if optim.stage < 3:
+        raise IncompleteError("the files of its experts are missing", path=files.prefix + expert_file_name(0, 0))
+    world_size = optim.world_size
+    expert_ranks = read_expert_ranks(source, files.rank_model_paths, world_size)
+    _check_sub_groups(model, autoep_layers, optim.file.path, len(optim.masters))
+    num_ranks = {
+        flat: autoep_layers.layers[0].num_ranks if any(map(autoep_layers.find_layer, shapes)) else 1
+        for flat, shapes in enumerate(model.param_shapes)
+    }
+    _check_expert_groups(autoep_layers, model, num_ranks, model.file.path)
+    visited_states: list[OptimStates] = []
+
+    def check_partition_ranks(states: OptimStates) -> None:
+        """``ds_zero_partition_groups`` list, for each sub-group, the ranks over which it is cut: those that hold the
+        same experts, or all."""
+        rank = len(visited_states)
+        visited_states.append(states)
+        groups = states.state_dict.get(PARTITION_GROUPS_ENTRY)
+        for flat, num in num_ranks.items():
+            expected_ranks = np.flatnonzero(expert_ranks == expert_ranks[rank]) if num > 1 else np.arange(world_size)
+            group = groups[flat] if isinstance(groups, list) and flat < len(groups) else None
+            if not isinstance(group, dict) or group.get("partition_ranks") != expected_ranks.tolist():
+                raise MalformedError(
+                    f"its {PARTITION_GROUPS_ENTRY} are not those of its experts", path=states.file.path
+                )
+
+    partitions = read_partitions(source, files.optim_paths, optim, check_partition_ranks)
+    return AutoEPStage3ManifestBuilder(
+        source,
+        autoep_layers.add_all_experts(model),
+        optim,
+        files.rank_model_paths,
+        partitions,
+        experts=MoEExperts({}, {}),
+        local_model=model,
+        num_expert_ranks=num_ranks,
+        mappings_by_rank=[[]] * world_size,
+        expert_tables={},
+        expert_ranks=expert_ranks,
+        autoep_layers=autoep_layers,
+    )
+
+
+def _check_sub_groups(model: ModelStates, autoep_layers: AutoEPLayers, path: str, num_flats: int) -> None:
+    if len(model.param_shapes) != num_flats:
+        raise MalformedError(
+            f"it has {num_flats} partitions, but param_shapes has {len(model.param_shapes)}", path=path
+        )
+    if any(map(autoep_layers.find_layer, model.frozen_shapes)):
+        raise UnsupportedError("its experts are frozen, which is not supported in stage 3", path=model.file.path)
+
+
+@dataclass(kw_only=True)
+class AutoEPStage3ManifestBuilder(AutoEPManifestBuilder):
+    """Stage 3. ``expert_ranks`` are the expert-parallel ranks of all ranks."""
+
+    expert_ranks: Ints
+    autoep_layers: AutoEPLayers
+
+    @cached_property
+    def param_intervals(self) -> Mapping[str, FlatIntervals]:
+        world_size = len(self.mappings_by_rank)
+        counts = [world_size // self.num_expert_ranks[flat] for flat in range(len(self.optim.masters))]
+        found = locate_params(self.local_model.param_shapes, self.partitions.masters, counts)
+        return {
+            name: reduce(FlatIntervals.concatenate_rows, self._locate_on_all_ranks(name, found[name]))
+            for shapes in self.local_model.param_shapes
+            for name in shapes
+            if name in found
+        }
+
+    def _locate_on_all_ranks(self, name: str, intervals: FlatIntervals) -> list[FlatIntervals]:
+        if self.autoep_layers.find_layer(name) is None:
+            return [intervals]
+        data_ranks = (
+            self._list_data_ranks(int(intervals.flats[0]), rank)
+            for rank in range(self.num_expert_ranks[int(intervals.flats[0])])
+        )
+        return [replace(intervals, ranks=own[intervals.ranks]) for own in data_ranks]
+
+    def _list_expert_ranks(self, flat: int, *, is_data_first: bool) -> Ints:
+        return self.expert_ranks if self.num_expert_ranks[flat] > 1 else np.zeros_like(self.expert_ranks)
+
+    @cached_property
+    def _is_data_first(self) -> bool:
+        return False
+
+
 def read_expert_ranks(source: Source, paths: Sequence[str], world_size: int) -> Ints:
     """The expert-parallel rank of each rank in stage 3, as its model file states it. Raises FormatError."""
     expert_ranks = []
@@ -190,38 +287,7 @@ def read_expert_ranks(source: Source, paths: Sequence[str], world_size: int) -> 
     return np.array(expert_ranks, np.int64)
 
 
-def read(
-    source: Source, mp_rank_files: Sequence[TagFiles], files: ExpertFiles, autoep_layers: AutoEPLayers
-) -> Manifest:
-    """A run in stage 1 or 2. Raises FormatError if a file is missing or damaged, or does not fit the others."""
-    if len(mp_rank_files) > 1:
-        raise UnsupportedError(f"it is {_FOLDED_RUN_TEXT}", path=mp_rank_files[1].require_model_paths(0)[0])
-    if not mp_rank_files[0].optim_paths:
-        return _read_without_zero(source, mp_rank_files[0], files, autoep_layers)
-    optim = OptimStates.of(DeepSpeedFile.open(source, mp_rank_files[0].optim_paths[0]))
-    if optim.stage > 2 or files.optim_paths:
-        raise MalformedError(
-            "it is of a run in stage 1 or 2, perhaps from an earlier save",
-            path=min(files.weight_paths.values(), default=autoep_layers.path),
-        )
-    model = ModelStates.of(DeepSpeedFile.open(source, mp_rank_files[0].require_model_paths(optim.stage)[0]))
-    check_expert_run(mp_rank_files[0], model, optim)
-    expert_tables, first_values = read_expert_weights(source, autoep_layers, model, files)
-    partitions, mappings_by_rank = read_mapped_partitions(source, mp_rank_files[0].optim_paths, optim)
-    num_ranks = {flat: len(mp_rank_files[0].optim_paths) // parts for flat, parts in enumerate(optim.partition_counts)}
-    _check_expert_groups(autoep_layers, model, num_ranks, optim.file.path)
-    return AutoEPManifestBuilder(
-        source,
-        autoep_layers.add_all_experts(model, first_values),
-        optim,
-        (model.file.path,),
-        partitions,
-        experts=MoEExperts({}, {}),
-        local_model=model,
-        num_expert_ranks=num_ranks,
-        mappings_by_rank=mappings_by_rank,
-        expert_tables=expert_tables,
-    ).build_manifest()
+# Without ZeRO
 
 
 @dataclass(kw_only=True)
@@ -307,59 +373,3 @@ def _read_local_shapes(source: Source, autoep_layers: AutoEPLayers, files: Exper
             if isinstance(name, str) and name.startswith(layer.expert_prefix) and isinstance(value, StoredTensor):
                 shape_by_name[name.removesuffix(".0")] = (layer.num_local_experts, *value.shape)
     return shape_by_name
-
-
-def open_stage3(
-    source: Source, files: TagFiles, model: ModelStates, optim: OptimStates, autoep_layers: AutoEPLayers
-) -> AutoEPStage3ManifestBuilder:
-    """A run in stage 3. Raises FormatError as ``read`` does."""
-    if optim.stage < 3:
-        raise IncompleteError("the files of its experts are missing", path=files.prefix + expert_file_name(0, 0))
-    world_size = optim.world_size
-    expert_ranks = read_expert_ranks(source, files.rank_model_paths, world_size)
-    _check_sub_groups(model, autoep_layers, optim.file.path, len(optim.masters))
-    num_ranks = {
-        flat: autoep_layers.layers[0].num_ranks if any(map(autoep_layers.find_layer, shapes)) else 1
-        for flat, shapes in enumerate(model.param_shapes)
-    }
-    _check_expert_groups(autoep_layers, model, num_ranks, model.file.path)
-    visited_states: list[OptimStates] = []
-
-    def check_partition_ranks(states: OptimStates) -> None:
-        """``ds_zero_partition_groups`` list, for each sub-group, the ranks over which it is cut: those that hold the
-        same experts, or all."""
-        rank = len(visited_states)
-        visited_states.append(states)
-        groups = states.state_dict.get(PARTITION_GROUPS_ENTRY)
-        for flat, num in num_ranks.items():
-            expected_ranks = np.flatnonzero(expert_ranks == expert_ranks[rank]) if num > 1 else np.arange(world_size)
-            group = groups[flat] if isinstance(groups, list) and flat < len(groups) else None
-            if not isinstance(group, dict) or group.get("partition_ranks") != expected_ranks.tolist():
-                raise MalformedError(
-                    f"its {PARTITION_GROUPS_ENTRY} are not those of its experts", path=states.file.path
-                )
-
-    partitions = read_partitions(source, files.optim_paths, optim, check_partition_ranks)
-    return AutoEPStage3ManifestBuilder(
-        source,
-        autoep_layers.add_all_experts(model),
-        optim,
-        files.rank_model_paths,
-        partitions,
-        experts=MoEExperts({}, {}),
-        local_model=model,
-        num_expert_ranks=num_ranks,
-        mappings_by_rank=[[]] * world_size,
-        expert_tables={},
-        expert_ranks=expert_ranks,
-        autoep_layers=autoep_layers,
-    )
-
-
-def _check_sub_groups(model: ModelStates, autoep_layers: AutoEPLayers, path: str, num_flats: int) -> None:
-    if len(model.param_shapes) != num_flats:
-        raise MalformedError(
-            f"it has {num_flats} partitions, but param_shapes has {len(model.param_shapes)}", path=path
-        )
-    if any(map(autoep_layers.find_layer, model.frozen_shapes)):
-        raise UnsupportedError("its experts are frozen, which is not supported in stage 3", path=model.file.path)

@@ -25,8 +25,7 @@ def check_file_count(paths: Sequence[str], world_size: int) -> None:
     if len(paths) > world_size:
         raise MalformedError(
             f"the checkpoint is of {format_count(world_size, 'rank')}; this file is of another one, perhaps from an "
-            f"earlier "
-            "save",
+            "earlier save",
             path=paths[world_size],
         )
 

@@ -41,11 +41,9 @@ from ckpt_tools.formats.deepspeed.common.model_file import (
 )
 from ckpt_tools.formats.deepspeed.common.partition import MUON_MOMENTUM_SLOT, undo_round_robin
 from ckpt_tools.formats.deepspeed.common.saved_extras import ExtrasCollector
-from ckpt_tools.formats.deepspeed.zero_reader.flat import (
+from ckpt_tools.formats.deepspeed.zero_reader.flat import FlatIntervals, SlotVectors, StoredVector
+from ckpt_tools.formats.deepspeed.zero_reader.locate_elements import (
     AlignmentGaps,
-    FlatIntervals,
-    SlotVectors,
-    StoredVector,
     compute_share,
     locate_group,
     locate_param,

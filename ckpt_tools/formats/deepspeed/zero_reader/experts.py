@@ -169,8 +169,7 @@ def _read_expert_counts(model: ModelStates) -> list[int]:
     ):
         raise UnsupportedError(
             f"its num_experts is {format_brief(expert_counts)}, but DeepSpeed 0.6 and later list the experts of each "
-            f"layer; "
-            "load the run in such a version and save it",
+            "layer; load the run in such a version and save it",
             path=model.file.path,
             key="num_experts",
         )

@@ -201,8 +201,8 @@ def _make_missing_layer_error(
     ]
     location = f"there is none {' and '.join(places)}" if places else "or one of them lacks tensors"
     return IncompleteError(
-        f"the optimizer has {missing_text} more than the files of layers hold, so that the file of a layer is missing; "
-        f"{location}",
+        f"the optimizer has {missing_text} more than the files of layers hold, so that the file of a layer is "
+        f"missing; {location}",
         path=path,
     )
 

@@ -28,13 +28,13 @@ from ckpt_tools.formats.deepspeed.zero_reader import moe_stage0
 from ckpt_tools.formats.deepspeed.zero_reader.checks import check_expert_run
 from ckpt_tools.formats.deepspeed.zero_reader.contents import ScalarsByFlat, ZeroManifestBuilder
 from ckpt_tools.formats.deepspeed.zero_reader.experts import MoEExperts, count_local_experts, open_expert_layers
-from ckpt_tools.formats.deepspeed.zero_reader.flat import (
-    FlatIntervals,
+from ckpt_tools.formats.deepspeed.zero_reader.flat import FlatIntervals
+from ckpt_tools.formats.deepspeed.zero_reader.joining import to_comparable_text
+from ckpt_tools.formats.deepspeed.zero_reader.locate_elements import (
     find_partition_numel,
     locate_group,
     partition_group,
 )
-from ckpt_tools.formats.deepspeed.zero_reader.joining import to_comparable_text
 from ckpt_tools.formats.deepspeed.zero_reader.ranks import (
     RankPartitions,
     SliceMapping,

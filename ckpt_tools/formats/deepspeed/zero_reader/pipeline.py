@@ -138,7 +138,7 @@ def read(source: Source, mp_rank_files: Sequence[TagFiles], layers_by_tp_rank: S
     if len(stages) % num_tp_ranks:
         raise MalformedError(
             f"the layers are cut into {num_tp_ranks} parts, and the {len(stages)} parts of the model are not a "
-            f"multiple of it",
+            "multiple of it",
             path=stages[0].path,
         )
     for stage, files in zip(stages, mp_rank_files, strict=True):

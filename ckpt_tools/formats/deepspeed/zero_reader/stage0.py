@@ -44,8 +44,8 @@ def open_stage0_model(source: Source, files: TagFiles) -> DeepSpeedFile:
     file = DeepSpeedFile.open(source, files.require_model_paths(0)[0])
     if "param_shapes" not in file.content or file.content["param_shapes"] is not None:
         raise IncompleteError(
-            f"{describe_folder(files.prefix.rstrip('/'))} has no *_optim_states.pt, the optimizer's files, which "
-            f"ZeRO writes",
+            f"{describe_folder(files.prefix.rstrip('/'))} has no *_optim_states.pt, the optimizer's files, which ZeRO "
+            "writes",
             path=files.prefix + optim_file_name(0, files.mp_rank),
         )
     return file
@@ -86,8 +86,7 @@ class SavedOptimizer:
         if UNFUSED_MASTERS not in optimizer and FLAT_MASTERS not in optimizer:
             raise UnsupportedError(
                 f"its optimizer state has the entries {format_brief(list(optimizer))}, which are not those of torch "
-                f"or of "
-                "DeepSpeed's 16-bit optimizers; save with ZeRO stage 1",
+                "or of DeepSpeed's 16-bit optimizers; save with ZeRO stage 1",
                 path=file.path,
                 key="optimizer",
             )
@@ -281,8 +280,7 @@ class Stage0ManifestBuilder:
             if len(fitting_layouts) != 1:
                 raise UnsupportedError(
                     f"its fp32 masters are flat vectors without names, and {len(fitting_layouts)} of the model's "
-                    f"storages have "
-                    f"the {numel:,} elements of one; save with ZeRO stage 1",
+                    f"storages have the {numel:,} elements of one; save with ZeRO stage 1",
                     path=self.model.file.path,
                     key=FLAT_MASTERS,
                 )

@@ -90,9 +90,8 @@ def find_expert_files(source: Source, folder: str) -> ExpertFiles:
         match = file_names.EXPERT_FILE.fullmatch(name) or file_names.EXPERT_OPTIM_FILE.fullmatch(name)
         if match is not None and int(match["mp"]):
             raise UnsupportedError(
-                f"{describe_folder(folder)} holds experts of a tensor-parallel run ({name}), which are not "
-                f"supported; save the "
-                "run without tensor parallelism"
+                f"{describe_folder(folder)} holds experts of a tensor-parallel run ({name}), which are not supported; "
+                "save the run without tensor parallelism"
             )
     weights = _group_by_numbers(names, prefix, file_names.EXPERT_FILE, "layer", "expert")
     optim = _group_by_numbers(names, prefix, file_names.EXPERT_OPTIM_FILE, "mp", "rank")
