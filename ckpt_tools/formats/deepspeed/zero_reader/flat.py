@@ -24,7 +24,7 @@ NO_START = -1
 
 
 class StoredVector(NamedTuple):
-    """One flat of one rank: the byte it starts at in the rank's file, its elements, their type."""
+    """One flat of one rank: the byte at which it starts in the rank's file, its number of elements, their dtype."""
 
     start_byte: int
     numel: int
@@ -49,7 +49,7 @@ class FlatIntervals:
         yield from zip(*(column.tolist() for column in columns), strict=True)
 
     def concatenate_rows(self, other: FlatIntervals) -> FlatIntervals:
-        """The pieces of a tensor whose next rows are another's."""
+        """Intervals of the tensor that has the rows of ``other`` after its own, as the experts of the next rank."""
         return FlatIntervals(
             numel=self.numel + other.numel,
             ranks=np.concatenate([self.ranks, other.ranks]),
@@ -77,7 +77,8 @@ class SlotVectors:
     def of(
         cls, name: str, files: Sequence[str], ranks: Sequence[Mapping[int, StoredVector]], num_flats: int
     ) -> SlotVectors:
-        """From each rank's vectors by flat. Raises MalformedError where ranks disagree on an element type."""
+        """Gathers the vectors of all ranks, each a mapping by flat. Raises MalformedError if ranks differ in the dtype
+        of a flat."""
         byte_starts = np.full((len(ranks), num_flats), NO_START, np.int64)
         numels = np.zeros((len(ranks), num_flats), np.int64)
         dtypes: dict[int, DType] = {}
@@ -97,12 +98,13 @@ class SlotVectors:
         return SlotVectors(self.name, files, self.dtypes, self.byte_starts[ranks], self.numels[ranks])
 
     def has_intervals(self, intervals: FlatIntervals) -> bool:
-        """Whether any rank saved a flat that ``intervals`` are in."""
+        """Whether a rank saved this slot for one of the flats that ``intervals`` are in."""
         return not self.dtypes.keys().isdisjoint(intervals.flats.tolist())
 
     def build_shard_table(self, intervals: FlatIntervals) -> ShardTable:
-        """The shards of a parameter in this slot, as intervals. Raises IncompleteError if a rank saved nothing where it
-        holds a part; MalformedError if it saved too little, or in several types."""
+        """Shards of a parameter in this slot, as a flat tensor of ``intervals.numel`` elements. Raises IncompleteError
+        if a rank that holds a part did not save its flat; MalformedError if it saved too few elements, or if the
+        parameter is in several dtypes."""
         starts = self.byte_starts[intervals.ranks, intervals.flats]
         numels = intervals.stops - intervals.starts
         self._raise_where(intervals, starts == NO_START, "is missing", IncompleteError)

@@ -1,17 +1,15 @@
 """The places of every parameter's elements in the flats of all ranks: ``FlatIntervals`` by name.
 
-::
-
-    One param group of three parameters a, b and c on two ranks; "." is padding.
+One param group of three parameters a, b and c on two ranks ("." is padding):
 
     Stages 1 and 2: the group is one vector, padded to a multiple of 2 * world size, and cut evenly.
         group:   a a a a a b b c c c . .
         rank 0:  a a a a a b                rank 1:  b c c c . .
-        intervals of b: elements 0 to 1 on rank 0 at offset 5, elements 1 to 2 on rank 1 at offset 0
+        b:       element 0 on rank 0 at offset 5, element 1 on rank 1 at offset 0
 
     Stage 3: every parameter is cut evenly and padded, and a rank's shares follow each other.
         rank 0:  a a a b c c                rank 1:  a a . b c .
-        intervals of b: elements 0 to 1 on rank 0 at offset 3, elements 1 to 2 on rank 1 at offset 3
+        b:       element 0 on rank 0 at offset 3, element 1 on rank 1 at offset 3
 """
 
 from __future__ import annotations
@@ -34,20 +32,21 @@ AlignmentGaps = Sequence[int] | None
 
 
 def compute_share(numel: int, world_size: int) -> int:
-    """Elements of a parameter on each rank in stage 3, padding included."""
+    """Number of elements of a parameter on each rank in stage 3, padding included."""
     return -(-numel // world_size)
 
 
 def locate_params(
     param_shapes: Sequence[Mapping[str, Shape]], masters: SlotVectors, rank_counts: Sequence[int] | None = None
 ) -> dict[str, FlatIntervals]:
-    """The pieces of every parameter that has elements, in stage 3. Raises MalformedError if the partitions are not
-    those of these parameters.
+    """Intervals of every parameter that has elements, in stage 3. Raises MalformedError if the masters have other
+    numbers of elements than ``param_shapes``, or if ranks differ in them.
 
-    stage3.py: a rank has a cut of ``compute_share`` elements of each parameter; ``fp32_flat_groups`` has one vector a
-    sub-group, and ``param_shapes`` lists the parameters in the same order. ``rank_counts`` are the ranks over which
-    each of its lists is cut, all of them if it is None. As in zero_to_fp32.py (``GatheredTensor``),
-    the cuts of a rank follow each other through all its vectors, so that a cut may be in two of them.
+    stage3.py: a rank has a share of ``compute_share`` elements of each parameter; ``fp32_flat_groups`` has one vector
+    a sub-group, and ``param_shapes`` lists the parameters in the same order. ``rank_counts`` has, for each mapping of
+    ``param_shapes``, the number of ranks over which its parameters are cut; None stands for all ranks. As in
+    zero_to_fp32.py (``GatheredTensor``), the shares of a rank follow each other through all its vectors, so that a
+    share may be in two of them.
     """
     rank_counts = [len(masters.files)] * len(param_shapes) if rank_counts is None else rank_counts
     vector_bounds = np.concatenate([[0], np.cumsum(masters.numels[0])])
@@ -56,10 +55,8 @@ def locate_params(
         for ranks, shapes in zip(rank_counts, param_shapes, strict=True)
         for name, shape in shapes.items()
     }
-    saved_numel, stated_numel = (
-        vector_bounds[-1],
-        sum(compute_share(numel, ranks) for numel, ranks in numel_and_ranks.values()),
-    )
+    saved_numel = vector_bounds[-1]
+    stated_numel = sum(compute_share(numel, ranks) for numel, ranks in numel_and_ranks.values())
     if saved_numel != stated_numel:
         message = f"its partitions have {saved_numel:,} elements, but param_shapes states {stated_numel:,}"
         raise MalformedError(message, path=masters.files[0])
@@ -79,30 +76,26 @@ def locate_params(
 
 
 def locate_param(start: int, numel: int, world_size: int, vector_bounds: Ints) -> FlatIntervals:
-    """The pieces of a parameter whose cut is at element ``start`` of each rank's vectors.
+    """Intervals of a stage 3 parameter whose share starts at element ``start`` of each rank's concatenated vectors.
 
-    ``vector_bounds`` are the starts of the vectors and the end of the last. Ranks that hold only padding are left out.
+    ``vector_bounds`` are the starts of the vectors there, and the end of the last. Ranks that hold only padding are
+    left out.
     """
     share_numel = compute_share(numel, world_size)
     first_flat = int(np.searchsorted(vector_bounds, start, side="right")) - 1
     stop_flat = int(np.searchsorted(vector_bounds, start + share_numel, side="left"))
-    ranks = np.arange(compute_share(numel, share_numel), dtype=np.int64)
+    ranks = np.arange(-(-numel // share_numel), dtype=np.int64)
     flat_columns = []
+    # A share may straddle two vectors: [lower, upper) is its part in vector ``flat``. The vectors of all ranks have the
+    # same lengths, so one computation is for all ranks.
     for flat in range(first_flat, stop_flat):
         lower = max(0, int(vector_bounds[flat]) - start)
         upper = min(share_numel, int(vector_bounds[flat + 1]) - start)
         starts, stops = ranks * share_numel + lower, np.minimum(ranks * share_numel + upper, numel)
         is_held = stops > starts
-        ones = np.ones(int(is_held.sum()), np.int64)
-        flat_columns.append(
-            (
-                ranks[is_held],
-                starts[is_held],
-                stops[is_held],
-                ones * flat,
-                ones * (start + lower - int(vector_bounds[flat])),
-            )
-        )
+        num_held, offset = int(is_held.sum()), start + lower - int(vector_bounds[flat])
+        flats, offsets = np.full(num_held, flat, np.int64), np.full(num_held, offset, np.int64)
+        flat_columns.append((ranks[is_held], starts[is_held], stops[is_held], flats, offsets))
     return FlatIntervals(numel, *(np.concatenate(column) for column in zip(*flat_columns, strict=True)))
 
 
@@ -112,8 +105,8 @@ def locate_param(start: int, numel: int, world_size: int, vector_bounds: Ints) -
 def locate_group(
     group: int, shapes: Mapping[str, Shape], gaps: AlignmentGaps, masters: SlotVectors, paddings: Ints
 ) -> dict[str, FlatIntervals]:
-    """The pieces of every parameter that has elements, in stages 1 and 2, where a group is one vector. Raises
-    MalformedError if the partitions are not those of these parameters.
+    """Intervals of the parameters of ``group`` that have elements, in stages 1 and 2, where a group is one vector.
+    Raises MalformedError if the masters have other numbers of elements than ``shapes``.
 
     stage_1_and_2.py: ``flatten_dense_tensors_aligned`` pads a group to a multiple of twice the world size,
     ``get_data_parallel_partitions`` cuts it, and ``_get_groups_without_padding`` trims the masters, so that the last
@@ -129,21 +122,22 @@ def locate_group(
 def partition_group(
     group: int, shapes: Mapping[str, Shape], gaps: AlignmentGaps, partition_numel: int, path: str
 ) -> dict[str, FlatIntervals]:
-    """The pieces of a group's parameters, cut into partitions of ``partition_numel`` elements. Raises
-    MalformedError."""
+    """Intervals of a group's parameters in partitions of ``partition_numel`` elements. Raises MalformedError if
+    ``gaps`` are not one a parameter."""
     spans = _list_spans(shapes, gaps, path)
     return {name: _locate_span(start, stop, partition_numel, group) for name, start, stop in spans if stop > start}
 
 
 def find_partition_numel(group: int, masters: SlotVectors, paddings: Ints) -> int:
-    """The elements of a partition, padding included, as most ranks state them, so that a message names the rank that
-    differs."""
+    """Number of elements of a partition, padding included, by the majority of ranks, so that a message can name the
+    rank that differs."""
     numels, counts = np.unique(masters.numels[:, group] + paddings[:, group], return_counts=True)
     return int(numels[np.argmax(counts)])
 
 
 def _list_spans(shapes: Mapping[str, Shape], gaps: AlignmentGaps, path: str) -> Iterator[tuple[str, int, int]]:
-    """Each parameter's name, start and stop in the flattened group."""
+    """Name, start and stop of each parameter in the flattened group. Raises MalformedError if ``gaps`` are not one a
+    parameter."""
     gaps = [0] * len(shapes) if gaps is None else gaps
     if len(gaps) != len(shapes):
         raise MalformedError(f"{len(gaps)} param_alignment_paddings for {len(shapes)} parameters", path=path)
@@ -154,8 +148,10 @@ def _list_spans(shapes: Mapping[str, Shape], gaps: AlignmentGaps, path: str) -> 
 
 
 def _check_partition_numels(masters: SlotVectors, group: int, partition_numel: int, numel: int) -> None:
-    """Every rank has the elements of its partition, all or without the padding."""
+    """Raises MalformedError if a rank's master vector is neither a whole partition nor one without its padding.
+    ``numel`` are the elements of the group without padding."""
     world_size = len(masters.files)
+    # The padding of the whole group: it fills up to a multiple of ALIGNMENT_FACTOR * world_size and so is less.
     surplus = partition_numel * world_size - numel
     if not 0 <= surplus < max(1, ALIGNMENT_FACTOR * world_size):
         raise MalformedError(
@@ -176,7 +172,7 @@ def _check_partition_numels(masters: SlotVectors, group: int, partition_numel: i
 
 
 def _locate_span(start: int, stop: int, partition_numel: int, group: int) -> FlatIntervals:
-    """The pieces of a parameter at ``[start, stop)`` of a group that is cut every ``partition_numel`` elements."""
+    """Intervals of the parameter at ``[start, stop)`` of a group that is cut every ``partition_numel`` elements."""
     ranks = np.arange(start // partition_numel, -(-stop // partition_numel), dtype=np.int64)
     lower = np.maximum(ranks * partition_numel, start)
     upper = np.minimum((ranks + 1) * partition_numel, stop)
@@ -193,9 +189,11 @@ def _locate_span(start: int, stop: int, partition_numel: int, group: int) -> Fla
 def locate_whole_momentum(
     param_intervals: Mapping[str, FlatIntervals], momentum: SlotVectors
 ) -> dict[str, FlatIntervals]:
-    """The pieces of Muon's momentum: whole parameters, in the vector of every rank that holds a part of
-    ``param_intervals``. The first of these ranks is read. Raises MalformedError if a vector is not as long as its
-    parameters."""
+    """Intervals of Muon's momentum, whose vector on a rank has the whole of every parameter of which the rank holds a
+    part by ``param_intervals``. Each is read from the first such rank. Raises MalformedError if a vector is not as long
+    as its parameters."""
+    # The parameters follow each other in the order of the partition. This is where the next one starts in the vector of
+    # each rank; at the end, it must be the vector's length.
     end_by_rank_and_flat: dict[tuple[int, int], int] = {}
     momentum_intervals: dict[str, FlatIntervals] = {}
     for name, intervals in param_intervals.items():
