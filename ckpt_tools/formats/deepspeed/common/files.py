@@ -50,11 +50,12 @@ class DeepSpeedFile:
         return cls(path, archive.value, archive)
 
     def find_start_byte(self, tensor: StoredTensor) -> int:
-        """The byte of element 0 of ``tensor``; opening the archive has checked that it holds them all."""
+        """The byte in the file at which element 0 of ``tensor`` is; opening the archive has checked that it holds all
+        elements."""
         return find_storage_start(self.archive, tensor) + tensor.storage_offset * tensor.dtype.item_bytes
 
     def read_number(self, source: Source, value: Value) -> Any:
-        """The number that a 0-d tensor holds; any other value as it is."""
+        """The number that a 0-d tensor holds, read from ``source``; any other value as it is."""
         if not isinstance(value, StoredTensor) or value.shape or value.dtype.num_values > 1:
             return value
         start_byte = self.find_start_byte(value)
@@ -90,9 +91,9 @@ def require_entry(content: Mapping[str, Value], name: str, expected_type: type[E
 class ModelStates:
     """Parameters and buffers as a model file describes them.
 
-    ``module`` is the model's state dict, in its own order. ``param_shapes`` has one mapping a param group (stages 1, 2)
-    or a sub-group (3); ``ties`` maps aliases to owners as DeepSpeed saw them. ``value_files`` has the files of values
-    that are in a file of a layer or an expert.
+    ``module`` is the model's state dict, in its own order. ``param_shapes`` has one mapping from name to shape for each
+    param group (stages 1, 2) or sub-group (3); ``ties`` maps aliases to owners as DeepSpeed saw them. ``value_files``
+    has the file of each value of ``module`` that is in another file than ``file``, that of a layer or an expert.
     """
 
     file: DeepSpeedFile
@@ -131,10 +132,8 @@ class ModelStates:
     def _from_entries(
         cls, file: DeepSpeedFile, module: Mapping[str, Value], param_shapes: tuple[Mapping[str, Shape], ...]
     ) -> ModelStates:
-        ties, buffers = (
-            _read_optional_dict(file, "shared_params"),
-            _require_strings(file.require_entry("buffer_names", list), file.path),
-        )
+        ties = _read_optional_dict(file, "shared_params")
+        buffers = _require_strings(file.require_entry("buffer_names", list), file.path)
         _require_strings([*ties, *ties.values()], file.path)
         frozen_shapes = _parse_shapes(_read_optional_dict(file, "frozen_param_shapes"), file.path)
         resolver = _ModuleKeyResolver(module, {*buffers, *ties, *frozen_shapes}.union(*param_shapes))
@@ -172,46 +171,51 @@ def collect_model_claims(file: DeepSpeedFile) -> list[StepClaim]:
 
 
 class _ModuleKeyResolver:
-    """Names of parameters and buffers as ``module`` has them: a state dict leaves out parts that wrappers put into
-    names, and a hook of the model may put a prefix before some. A prefix is believed where it fits one name alone, the
-    longest names first: ``norm.bias`` is the end of a layer's name too."""
+    """Finds the keys of ``module`` for names of parameters and buffers, which differ where a wrapper put parts into
+    names, or a hook of the model a prefix before keys. The first that applies:
+
+    1. the key that is the name;
+    2. the key that is the name after both lose the parts of wrappers (``core.names``);
+    3. the only key left that ends with the name. Long names go first and use their key up: ``norm.bias`` is the end of
+       ``layer.norm.bias`` too.
+    """
 
     def __init__(self, module: Mapping[str, Value], names: Collection[str]) -> None:
         key_by_bare_name = {strip_wrapper_parts(key): key for key in module}
-        self.keys_by_name = {
+        self.key_by_name = {
             name: name if name in module else key_by_bare_name.get(strip_wrapper_parts(name), name) for name in names
         }
         bare_name_by_unresolved = {
-            name: strip_wrapper_parts(name) for name, key in self.keys_by_name.items() if key not in module
+            name: strip_wrapper_parts(name) for name, key in self.key_by_name.items() if key not in module
         }
-        depths, wanted_suffixes = (
-            {name.count(".") + 1 for name in bare_name_by_unresolved.values()},
-            {*bare_name_by_unresolved.values()},
-        )
+        wanted_suffixes = {*bare_name_by_unresolved.values()}
+        depths = {name.count(".") + 1 for name in wanted_suffixes}
 
         def list_wanted_suffixes(key: str) -> set[str]:
             parts = key.split(".")
             return wanted_suffixes & {".".join(parts[-depth:]) for depth in depths if depth < len(parts)}
 
         keys_by_suffix: defaultdict[str, set[str]] = defaultdict(set)
-        for key in module.keys() - self.keys_by_name.values():
+        for key in module.keys() - self.key_by_name.values():
             for suffix in list_wanted_suffixes(key):
                 keys_by_suffix[suffix].add(key)
         for name, suffix in sorted(bare_name_by_unresolved.items(), key=lambda item: -item[1].count(".")):
             if len(keys_by_suffix[suffix]) == 1:
-                (self.keys_by_name[name],) = keys_by_suffix[suffix]
-                for other in list_wanted_suffixes(self.keys_by_name[name]):
-                    keys_by_suffix[other].discard(self.keys_by_name[name])
+                (key,) = keys_by_suffix[suffix]
+                self.key_by_name[name] = key
+                for other in list_wanted_suffixes(key):
+                    keys_by_suffix[other].discard(key)
 
     def __call__(self, name: str) -> str:
-        return self.keys_by_name.get(name, name)
+        return self.key_by_name.get(name, name)
 
     def resolve_keys(self, values: Mapping[str, EntryType]) -> Mapping[str, EntryType]:
         return {self(name): value for name, value in values.items()}
 
 
 def _read_module(file: DeepSpeedFile) -> Mapping[str, Value]:
-    """The model's state dict. The parts of a pipeline are layers, and no rule of tensor parallelism is for them."""
+    """The model's state dict. Raises UnsupportedError if the run has stages of a pipeline: they have whole layers,
+    which no rule of tensor parallelism joins."""
     if count_pipeline_stages(file) > 1:
         raise UnsupportedError(
             "it is of a pipeline-parallel run, and there are no files of layers (layer_00-model_states.pt) beside it",
@@ -278,10 +282,11 @@ def _require_tensors(tensors: Mapping[Value, Value], path: str) -> Mapping[str, 
 class OptimStates:
     """A rank's optimizer file.
 
-    ``masters`` are its flats in order: one a param group (stages 1, 2) or a sub-group (3). ``states`` has the
-    optimizer's state of each, ``paddings`` the elements its slots may have more than the masters (none for
-    BF16_Optimizer, which trims nothing and counts its padding otherwise). ``partition_counts`` say over how many ranks
-    each is cut. ``groups`` are the param groups: their hyperparameters, and which flats they have.
+    ``masters`` are its flats in order: one for each param group (stages 1, 2) or sub-group (3). By flat, ``states`` has
+    the optimizer's state, ``paddings`` the number of elements that slots may have more than the masters (0 for
+    BF16_Optimizer, which trims nothing and counts its padding otherwise), ``partition_counts`` the number of ranks over
+    which it is cut, and ``alignment_paddings`` the zeros after each of its parameters. ``groups`` are the param groups:
+    their hyperparameters, and which flats they have.
     """
 
     file: DeepSpeedFile
@@ -299,6 +304,7 @@ class OptimStates:
     def of(cls, file: DeepSpeedFile) -> OptimStates:
         state_dict = file.require_entry("optimizer_state_dict", dict)
         stage = _read_zero_stage(state_dict, file.path)
+        is_bf16 = "zero_stage" not in state_dict
         masters_entry = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
         masters = _require_flat_tensors(
             require_entry(state_dict, masters_entry, list, file.path), masters_entry, file.path
@@ -308,20 +314,18 @@ class OptimStates:
             file=file,
             state_dict=state_dict,
             stage=stage,
-            is_bf16_optimizer="zero_stage" not in state_dict,
+            is_bf16_optimizer=is_bf16,
             partition_counts=_read_partition_counts(state_dict, len(masters), file.path),
             masters=masters,
             states=states,
-            paddings=_read_paddings(state_dict, len(masters), file.path)
-            if "zero_stage" in state_dict
-            else (0,) * len(masters),
+            paddings=(0,) * len(masters) if is_bf16 else _read_paddings(state_dict, len(masters), file.path),
             groups=groups,
             alignment_paddings=_read_alignment_paddings(state_dict, len(masters), file.path),
         )
 
     @property
     def world_size(self) -> int:
-        """The ranks that partition the optimizer; those of experts are cut over some of them."""
+        """The number of ranks that partition the optimizer; flats of experts are cut over some of them."""
         return max(self.partition_counts)
 
 
@@ -334,7 +338,7 @@ class OptimGroup:
 
 
 def _read_zero_stage(state_dict: Mapping[str, Value], path: str) -> int:
-    """1, 2 or 3; BF16_Optimizer, which is a stage 1, does not state it."""
+    """The stage, 1, 2 or 3. BF16_Optimizer, which is a stage 1, does not state it."""
     if "zero_stage" not in state_dict:
         if "single_partition_of_fp32_groups" not in state_dict:
             raise UnsupportedError("it does not contain ZeRO optimizer state", path=path)
@@ -350,16 +354,10 @@ def _read_zero_stage(state_dict: Mapping[str, Value], path: str) -> int:
 
 def _read_partition_counts(state_dict: Mapping[str, Value], num_flats: int, path: str) -> tuple[int, ...]:
     """``partition_count``: a number, or one a param group. Experts are cut into fewer partitions than the rest."""
-    partition_count = state_dict.get("partition_count")
-    counts: list[Any] = (
-        partition_count
-        if isinstance(partition_count, list) and partition_count
-        else [partition_count] * max(1, num_flats)
-    )
+    value = state_dict.get("partition_count")
+    counts: list[Any] = value if isinstance(value, list) and value else [value] * max(1, num_flats)
     if not all(type(count) is int and count > 0 for count in counts):
-        raise MalformedError(
-            f"its partition_count is {format_brief(partition_count)}", path=path, key="partition_count"
-        )
+        raise MalformedError(f"its partition_count is {format_brief(value)}", path=path, key="partition_count")
     return tuple(counts)
 
 
@@ -380,7 +378,8 @@ def _read_paddings(state_dict: Mapping[str, Value], num_flats: int, path: str) -
 def _read_alignment_paddings(
     state_dict: Mapping[str, Value], num_flats: int, path: str
 ) -> tuple[tuple[int, ...], ...] | None:
-    """Zeros after each parameter of a group; since 0.19.7, stages 1 and 2."""
+    """``param_alignment_paddings``: the number of zeros after each parameter of a group, in stages 1 and 2 since
+    0.19.7. None for none."""
     paddings = state_dict.get("param_alignment_paddings")
     if paddings is None:
         return None
@@ -405,9 +404,8 @@ def _read_optimizer(
             raise MalformedError(message, path=path, key=name)
         step = state_dict.get("base_optimizer_state_step")
         options = {} if step is None else {"step": step}
-        return tuple(_read_slots(state, path) for state in optimizer), tuple(
-            OptimGroup((i,), options) for i in range(num_flats)
-        )
+        states = tuple(_read_slots(state, path) for state in optimizer)
+        return states, tuple(OptimGroup((flat,), options) for flat in range(num_flats))
     if not isinstance(optimizer, dict):
         raise MalformedError(f"it has no {name!r}", path=path, key=name)
     groups = _read_groups(require_entry(optimizer, "param_groups", list, path), num_flats, path)

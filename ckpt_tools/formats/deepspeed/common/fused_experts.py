@@ -25,9 +25,9 @@ DISTRIBUTION_ENTRIES = (LAYERS_ENTRY, OLD_LAYERS_ENTRY, "num_experts", "universa
 
 @dataclass(frozen=True, slots=True)
 class AutoEPLayer:
-    """A layer with experts: ``moe_number`` among those, ``module_name`` is its name, ``expert_prefix`` what names of
-    its experts start with. Each of ``num_ranks`` expert-parallel ranks has ``num_local_experts`` experts; this file is
-    of rank ``rank``."""
+    """A layer with experts. ``moe_number`` is its number among such layers, ``module_name`` its name in the model,
+    ``expert_prefix`` the start of the names of its experts. Each of ``num_ranks`` expert-parallel ranks has
+    ``num_local_experts`` experts; the file that states this is of expert-parallel rank ``rank``."""
 
     moe_number: int
     module_name: str
@@ -43,14 +43,15 @@ class AutoEPLayer:
 
 @dataclass(frozen=True, slots=True)
 class AutoEPLayers:
-    """All layers with experts of a run; none where AutoEP distributed none."""
+    """All layers with experts of a run, without any if AutoEP distributed none. ``path`` is their file."""
 
     layers: tuple[AutoEPLayer, ...] = ()
     path: str = ""
 
     @classmethod
     def of(cls, file: DeepSpeedFile) -> AutoEPLayers:
-        """Raises FormatError where the layers are malformed, or are distributed in another way than evenly."""
+        """The layers of a model file. Raises FormatError if they are malformed, or if experts are distributed in
+        another way than in equal runs."""
         if file.content.get(OLD_LAYERS_ENTRY):
             raise UnsupportedError(
                 f"it is of a first version of AutoEP ({OLD_LAYERS_ENTRY}), which is not supported", path=file.path
@@ -73,11 +74,12 @@ class AutoEPLayers:
         return cls(layers, file.path)
 
     def find_layer(self, name: str) -> AutoEPLayer | None:
-        """The layer whose experts ``name`` is of."""
+        """The layer of whose experts ``name`` is a tensor; None if there is none."""
         return next((layer for layer in self.layers if name.startswith(layer.expert_prefix)), None)
 
     def list_expert_tensors(self, model: ModelStates) -> list[str]:
-        """The tensors of experts. Raises MalformedError where one is not of this rank's number of experts."""
+        """Names of the tensors of experts. Raises MalformedError if the first dim of one is not the number of experts
+        of a rank."""
         shapes = {**model.trainable, **model.frozen_shapes}
         layer_by_name = {name: layer for name in shapes if (layer := self.find_layer(name))}
         for name, layer in layer_by_name.items():
@@ -92,8 +94,9 @@ class AutoEPLayers:
     def add_all_experts(
         self, model: ModelStates, values: Mapping[str, tuple[StoredTensor, DeepSpeedFile]] | None = None
     ) -> ModelStates:
-        """The model of rank 0 with the experts of all ranks. ``values`` stand for those that are in files of their own;
-        all others are empty, as stage 3 has them, and are read from the masters."""
+        """``model``, that of rank 0, with the experts of all ranks. If experts are in files of their own, ``values`` has
+        a tensor of each name and its file. Without ``values`` their tensors are empty, as stage 3 has them, and the
+        reader takes the masters."""
         if not self.layers:
             return model
         names = self.list_expert_tensors(model)
@@ -108,16 +111,16 @@ class AutoEPLayers:
         )
 
     def _expand_shapes(self, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-        shape_and_layer = {name: (shape, self.find_layer(name)) for name, shape in shapes.items()}
         return {
-            name: (layer.num_experts, *shape[1:]) if layer else shape
-            for name, (shape, layer) in shape_and_layer.items()
+            name: (layer.num_experts, *shape[1:]) if (layer := self.find_layer(name)) else shape
+            for name, shape in shapes.items()
         }
 
     def _insert_after_routers(
         self, model: ModelStates, expert_values: Mapping[str, StoredTensor]
     ) -> Iterator[tuple[str, Value]]:
-        """The experts of a layer follow its router."""
+        """The values of ``module``, each layer's followed by the layer's experts. Raises MalformedError if a layer has
+        no value there."""
         last_name_by_module = {
             layer.module_name: name
             for name in model.module
@@ -135,7 +138,7 @@ class AutoEPLayers:
                 )
 
     def _find_router_ties(self, model: ModelStates) -> Iterator[tuple[str, str]]:
-        """The second name of each tensor of a router."""
+        """Pairs of alias and owner: the second name of each tensor of a router, and its first."""
         known_names = {*model.trainable, *model.frozen_shapes, *model.ties}
         for layer in self.layers:
             for name in model.module:
@@ -152,7 +155,7 @@ class AutoEPLayers:
 
 
 def _parse_layer(entry: Value, path: str) -> AutoEPLayer:
-    """One of ``ds_autoep_layers``."""
+    """The layer that an entry of ``ds_autoep_layers`` describes. Raises FormatError if it is malformed."""
     values = entry if isinstance(entry, dict) else {}
     numbers: Any = [
         values.get(name) for name in ("moe_layer_id", "num_experts", "num_local_experts", "ep_size", "ep_rank")

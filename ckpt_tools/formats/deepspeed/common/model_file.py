@@ -26,9 +26,9 @@ def check_parameter_names(model: ModelStates) -> None:
 
 
 def check_experts(model: ModelStates) -> None:
-    """Raises IncompleteError for the file of a run with ``deepspeed.moe`` layers that does not have all experts.
-    ckpt-tools writes them into the model's file, DeepSpeed into files of their own. Raises UnsupportedError for a run
-    of AutoEP."""
+    """Checks a model that is read without files of experts. Raises IncompleteError if the run has ``deepspeed.moe``
+    layers and not all experts are in the model's file, where ckpt-tools writes them and DeepSpeed does not;
+    UnsupportedError if the run is of AutoEP."""
     if model.file.content.get("ds_autoep_layers") or model.file.content.get("autoep_layers"):
         raise UnsupportedError(
             "it is of a run with experts (AutoEP) of a kind that is not supported", path=model.file.path
@@ -45,8 +45,8 @@ def check_experts(model: ModelStates) -> None:
 
 
 def check_model_parts(model: ModelStates, num_parts: int) -> None:
-    """Raises FormatError where there are files of ``num_parts`` parts and the run cut its model into another number,
-    which is the tensor-parallel ranks times the stages of its pipeline."""
+    """Raises FormatError if the run cut its model into another number of parts than ``num_parts``, of which there are
+    files: IncompleteError if parts are missing, MalformedError if there are too many."""
     expected_parts = count_model_parts(model.file.content)
     reason, path = f"the model is cut into {expected_parts} parts, and there are files of {num_parts}", model.file.path
     if expected_parts > num_parts:
@@ -63,10 +63,11 @@ def count_model_parts(content: Mapping[Any, Any]) -> int:
 
 
 def find_aliases(model: ModelStates, are_tied: Callable[[str, StoredTensor, StoredTensor], bool]) -> Mapping[str, str]:
-    """Tied parameters, by alias: those that DeepSpeed saw, and views of the same elements.
+    """Owners of tied parameters, by alias: those that DeepSpeed saw, and views of the same elements.
 
-    ``are_tied`` checks an alias and an owner in ``module``, because DeepSpeed compares addresses, which empty tensors
-    and views of other shapes may share too.
+    ``are_tied(alias, alias_tensor, owner_tensor)`` confirms a tie that DeepSpeed saw: it compares addresses, which
+    empty tensors and views of other shapes may share too. Of several views of the same elements one that trains is the
+    owner, and otherwise the first in ``module``.
     """
     trainable, module = model.trainable, model.module
     owner_by_alias = {
@@ -94,7 +95,7 @@ def _make_view_key(name: str, value: Value, path: str) -> object:
 
 
 def make_shape_error(model: ModelStates, name: str, value: StoredTensor, shape: Shape) -> MalformedError:
-    """``module`` and ``param_shapes`` contradict each other."""
+    """The error for a parameter with one shape in ``module`` and another in ``param_shapes``."""
     return MalformedError(
         f"its shape is {list(value.shape)} in module and {list(shape)} in param_shapes",
         path=model.find_value_file(name).path,

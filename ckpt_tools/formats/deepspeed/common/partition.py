@@ -48,8 +48,8 @@ class VectorLayout:
         return VectorLayout(self.params, self.starts, self.stops, np.zeros_like(self.paddings))
 
     def cover_whole_parameters(self, numels: Sequence[int]) -> VectorLayout:
-        """The vector of Muon's momentum: whole parameters in place of the parts that this one holds, without
-        padding."""
+        """The layout of Muon's momentum: the whole of every parameter of which this vector holds a part, without
+        padding. ``numels`` are the elements of the group's parameters."""
         params = self.params[self.stops > self.starts]
         zeros = np.zeros_like(params)
         return VectorLayout(params, zeros, np.array(numels, np.int64)[params], zeros)
@@ -57,9 +57,9 @@ class VectorLayout:
 
 @dataclass(frozen=True, slots=True)
 class GroupPartition:
-    """Stages 1 and 2: rank r holds elements ``[r * size, (r + 1) * size)`` of the flattened group.
+    """Stages 1 and 2: rank r holds elements ``[r * partition_numel, (r + 1) * partition_numel)`` of a flattened group.
 
-    ``param_bounds`` are where the parameters start, and at last where the last ends.
+    ``param_bounds`` are the starts of the parameters in it, and the end of the last one.
     """
 
     param_bounds: Ints
@@ -73,9 +73,11 @@ class GroupPartition:
 
     def lay_out_rank(self, rank: int) -> VectorLayout:
         lower, upper = rank * self.partition_numel, (rank + 1) * self.partition_numel
+        # The last parameter that starts at or before ``lower``, and the first one that starts at or after ``upper``.
         first_param = int(np.searchsorted(self.param_bounds, lower, side="right")) - 1
         stop_param = max(first_param, int(np.searchsorted(self.param_bounds[:-1], upper, side="left")))
         if first_param >= len(self.param_bounds) - 1:
+            # The rank has nothing but padding: one row without elements.
             zero = np.zeros(1, np.int64)
             return VectorLayout(zero, zero, zero, np.array([self.partition_numel], np.int64))
         params = np.arange(first_param, stop_param, dtype=np.int64)
@@ -120,7 +122,8 @@ def split_sub_groups(shares: Sequence[int], sub_group_size: int) -> list[range]:
 
 
 def round_robin_order(num_params: int, world_size: int) -> list[int]:
-    """The order in which ``round_robin_gradients`` flattens a group: rank r's are r, r + N, r + 2 N, ...
+    """The order in which ``round_robin_gradients`` flattens a group: of N ranks, rank r has the positions r, r + N,
+    r + 2 N, ...
 
     stage_1_and_2.py ``_round_robin_reorder``.
     """

@@ -1,6 +1,6 @@
 """DeepSpeed's scalars, the scheduler and the client state of a checkpoint that is read.
 
-Values stay inert. A ``TensorRef`` stands for each tensor in them, which becomes one of the manifest.
+Values stay inert. Each tensor in them becomes a tensor of the manifest, and a ``TensorRef`` takes its place.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ckpt_tools.formats.deepspeed.common.files import DeepSpeedFile, unwrap_attr
 EXTRA_SLOT = "extra"
 """The slot of a tensor found in an extra; its fqn is its path there."""
 
-# engine.py, _common_checkpoint_state and _save_moe_checkpoint, and what older versions called theirs. The first row
-# becomes the manifest itself.
+# Entries of engine.py's _common_checkpoint_state and _save_moe_checkpoint, and their names in older versions. The first
+# ones become the tensors of the manifest.
 _MANIFEST_ENTRIES = (
     "module",
     "buffer_names",
@@ -58,14 +58,15 @@ names would replace DeepSpeed's."""
 
 @dataclass(slots=True)
 class ExtrasCollector:
-    """Extras being gathered, and the tensors found in them."""
+    """Gathers ``values``, the extras of a manifest by name, and the ``tensors`` found in them."""
 
     values: dict[str, Any] = field(default_factory=dict)
     tensors: dict[StateKey, TensorEntry] = field(default_factory=dict)
     _name_counts: Counter[str] = field(default_factory=Counter, repr=False)
 
     def add_model(self, file: DeepSpeedFile, skipped_entries: tuple[str, ...] = ()) -> None:
-        """Everything of a model file but the model, and but the entries ``skipped_entries``, which were read."""
+        """Adds the entries of a model file, without those of the model and ``skipped_entries``, which are read
+        elsewhere."""
         content = file.content
         self.values["global_step"] = content.get("global_steps")
         if content.get("lr_scheduler") is not None:
@@ -80,7 +81,7 @@ class ExtrasCollector:
         )
 
     def add_optimizer(self, file: DeepSpeedFile, state_dict: Mapping[str, Value]) -> None:
-        """The loss scaler and the scalars of an optimizer file."""
+        """Adds the loss scaler and the scalars of an optimizer file."""
         if state_dict.get("loss_scaler") is not None:
             self.values["loss_scaler"] = self.replace_tensors(
                 unwrap_attributes(state_dict["loss_scaler"]), "loss_scaler", file
@@ -118,7 +119,8 @@ class ExtrasCollector:
         return replace_stored_tensors(value, lambda tensor: refs_by_id.get(id(tensor), tensor)) if refs_by_id else value
 
     def _add_tensor(self, tensor: StoredTensor, name: str, file: DeepSpeedFile) -> TensorRef:
-        """A reference to a new tensor. The keys 1 and "1" of one dictionary have the same path."""
+        """Adds ``tensor`` under ``name`` and returns a reference to it. A name may come twice, because the keys 1 and
+        "1" of one dictionary have the same path; the second gets a number."""
         key = StateKey(name, EXTRA_SLOT)
         while key in self.tensors:
             self._name_counts[name] += 1
@@ -128,7 +130,8 @@ class ExtrasCollector:
 
 
 def _find_tensors(value: Value, name: str, seen_ids: set[int]) -> Iterator[tuple[str, StoredTensor]]:
-    """Every tensor with elements in ``value`` and the path at which it is met first; cycles are followed once."""
+    """Every tensor of ``value`` that is in the file, and the path at which it is met first; cycles are followed
+    once."""
     if id(value) in seen_ids:
         return
     seen_ids.add(id(value))

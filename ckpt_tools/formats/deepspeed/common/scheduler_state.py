@@ -24,7 +24,7 @@ _DEEPSPEED_SCHEDULERS = ("LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR",
 
 @dataclass(frozen=True, slots=True)
 class SchedulerState:
-    """``state`` is written as ``lr_scheduler``; ``source_entry`` is the entry of ``Manifest.extra`` that it was.
+    """``state`` is written as ``lr_scheduler``; ``source_entry`` is the name in ``Manifest.extra`` that it had.
 
     engine.py ``_load_checkpoint`` passes it unchanged to the run's scheduler. Those of torch set its items as their
     attributes (torch 2.15.0, optim/lr_scheduler.py ``load_state_dict``), those of DeepSpeed need
@@ -63,7 +63,8 @@ class SchedulerState:
 
 
 def _use_standard_entry(manifest: Manifest, scheduler_entry: Any) -> SchedulerState:
-    """The entry ``lr_scheduler``, which keeps its place whatever its form: it would be lost otherwise."""
+    """The state in the source's ``lr_scheduler``, which is written there even if no scheduler can load it: it would be
+    lost otherwise."""
     state = _unwrap_single_item(scheduler_entry)
     why = _explain_group_mismatch(manifest, state) or _explain_foreign_state(state)
     if why:
@@ -75,6 +76,8 @@ def _use_standard_entry(manifest: Manifest, scheduler_entry: Any) -> SchedulerSt
 
 
 def _search_other_entries(manifest: Manifest) -> SchedulerState:
+    """The state in the only other entry called after a scheduler that torch or DeepSpeed can load; None if there is no
+    such entry, or several."""
     entries = {
         name: _unwrap_single_item(value) for name, value in manifest.extra.items() if "sched" in str(name).lower()
     }
@@ -106,13 +109,13 @@ def _search_other_entries(manifest: Manifest) -> SchedulerState:
 
 
 def _unwrap_single_item(value: Any) -> Any:
-    """The only item of a list, or of a dict by the names of classes; of anything else, itself."""
+    """The only item of a list or dict, if it is the state of a scheduler; otherwise ``value`` itself."""
     items = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
     return items[0] if len(items) == 1 and not _explain_foreign_state(items[0]) else value
 
 
 def _explain_foreign_state(state: Any) -> str:
-    """Why a scheduler of torch or DeepSpeed does not take ``state``; empty if it does."""
+    """Why no scheduler of torch or DeepSpeed can load ``state``; empty if one can."""
     if isinstance(state, list):
         return f"it has {format_count(len(state), 'scheduler')}"
     if not isinstance(state, dict):
@@ -121,7 +124,8 @@ def _explain_foreign_state(state: Any) -> str:
 
 
 def _explain_group_mismatch(manifest: Manifest, state: Any) -> str:
-    """Whether it has learning rates for another number of groups: DeepSpeed has no group without elements."""
+    """Text on a state with learning rates for another number of groups than the run has; empty if the numbers agree.
+    Groups without elements do not count, because DeepSpeed has none."""
     rates, tensors = as_dict(state).get("base_lrs"), manifest.tensors
     names = [[manifest.aliases.get(name, name) for name in group.params] for group in manifest.groups]
     kept_groups = [group for group in names if any(tensors[StateKey(name)].numel for name in group)]

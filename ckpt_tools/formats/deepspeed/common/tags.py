@@ -21,10 +21,11 @@ MAX_LATEST_BYTES = 4096
 
 
 def choose_tag(source: Source, tag: str | None, folders: list[str], *, latest_file: str, description: str) -> str:
-    """The one of ``folders`` that ``tag`` names, or else the file ``latest_file``; ``description`` describes them in
-    messages.
+    """The tag folder to read: ``tag`` if it is given, otherwise the source itself, the tag in the file ``latest_file``,
+    or the only one of ``folders``. ``description`` describes the folders in messages.
+
     Raises SourceNotFoundError if there is no such tag; IncompleteError if ``latest_file`` names one that is not there;
-    UnsafeError if ``latest_file`` leads out of the source; UnsupportedError if there are several and nothing
+    UnsafeError if ``latest_file`` leads out of the source; SeveralCheckpointsError if there are several and nothing
     chooses."""
     if not folders:
         raise SourceNotFoundError(f"there is no {description} in {source.store.url}")
@@ -45,7 +46,7 @@ def choose_tag(source: Source, tag: str | None, folders: list[str], *, latest_fi
 
 
 def find_used_folder(folders: Iterable[str], used_paths: Collection[str]) -> str:
-    """The one of ``folders`` that holds the files ``used_paths`` of a checkpoint that was read."""
+    """The longest of ``folders`` that holds one of ``used_paths``, the files of a checkpoint that was read."""
     used_folders = (each for each in folders if any(not each or path.startswith(f"{each}/") for path in used_paths))
     return max(used_folders, key=len)
 

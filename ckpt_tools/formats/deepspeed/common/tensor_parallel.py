@@ -51,14 +51,15 @@ PARTITION_ENTRIES = ("universal_checkpoint_info", "mp_world_size", "checkpoint_p
 
 @dataclass(frozen=True, slots=True)
 class ParameterMerge:
-    """A whole parameter of ``shape``, and by rank the boxes that each has of it. ``num_cropped`` are rows of padding
-    that were left out."""
+    """A whole parameter of ``shape``, and the boxes that each rank has of it. ``num_cropped`` is the number of rows of
+    padding that were left out."""
 
     shape: Shape
     rank_boxes: tuple[tuple[BoxPair, ...], ...]
     num_cropped: int = 0
 
     def build_shard_table(self, part_tables: Sequence[ShardTable], part_shapes: Sequence[Shape]) -> ShardTable:
+        """The shards of the whole, from the tables and shapes of the ranks' parts. A rank without boxes is not read."""
         shards = [
             shard
             for table, shape, boxes in zip(part_tables, part_shapes, self.rank_boxes, strict=True)
@@ -68,6 +69,11 @@ class ParameterMerge:
 
 
 def _move_shards(table: ShardTable, boxes: Sequence[BoxPair]) -> Iterator[Shard]:
+    """Shards of the whole: the overlap of each shard of a rank's part with each box, moved to the whole's coordinates.
+
+    The strides of the stored shard stay. From them comes the byte of the overlap's first element, and the span of bytes
+    that holds all its elements.
+    """
     item_bytes = table.dtype.item_bytes
     for row in range(len(table)):
         shard_box, byte_range, strides = table.get_box(row), table.get_byte_range(row), table.get_strides(row)
@@ -108,16 +114,15 @@ class MergeRules:
         return rules
 
     def plan_merge(self, name: str, shapes: Sequence[Shape]) -> ParameterMerge:
-        """The join of parts of ``shapes``, one a rank. Raises UnsupportedError if it takes arithmetic; MalformedError
-        if the rules do not fit the parts."""
+        """How the parts of parameter ``name`` are joined; ``shapes`` are those of the parts, one a rank. Raises
+        UnsupportedError if joining takes arithmetic; MalformedError if the rules do not fit the parts."""
         blocks = self._read_mapping("affine_map").get("params", {})
         if not isinstance(blocks, dict):
             raise self._make_entry_error("affine_map")
-        pattern = self._find_pattern([*blocks], name)
-        is_block = pattern is not None
-        merge = (
-            self._merge_by_blocks(name, blocks[pattern], shapes) if is_block else self._merge_by_category(name, shapes)
-        )
+        if (pattern := self._find_pattern([*blocks], name)) is not None:
+            merge = self._merge_by_blocks(name, blocks[pattern], shapes)
+        else:
+            merge = self._merge_by_category(name, shapes)
         return self._crop_vocabulary(merge) if self._is_in_category(VOCABULARY_PATTERNS, name) else merge
 
     def does_mention(self, text: str) -> bool:
@@ -148,7 +153,8 @@ class MergeRules:
         return self._find_pattern(list(patterns), name) is not None
 
     def _find_pattern(self, patterns: Sequence[Value], name: str) -> str | None:
-        """The one of ``patterns`` that matches from the start of the name, as in DeepSpeed."""
+        """The only one of ``patterns`` that matches from the start of ``name``, as in DeepSpeed; None if none does.
+        Raises MalformedError if several do."""
         matching = [pattern for pattern in patterns if self._compile_pattern(pattern).match(name)]
         if len(matching) > 1:
             raise self._make_malformed_error(name, f"several patterns of one kind match it: {format_brief(matching)}")
@@ -193,7 +199,7 @@ class MergeRules:
         return self.merge_along(name, shapes, 1 if self._is_in_category(ROW_PARALLEL_PATTERNS, name) else 0)
 
     def merge_along(self, name: str, shapes: Sequence[Shape], dim: int) -> ParameterMerge:
-        """Parts of ``shapes``, one after another along ``dim``."""
+        """Joins parts of ``shapes`` one after another along ``dim``."""
         self._check_other_dims(name, shapes, dim)
         return self._merge_sub_params(name, shapes, dim, [[shape[dim] for shape in shapes]])
 
@@ -222,7 +228,8 @@ class MergeRules:
         return self._merge_sub_params(name, shapes, dim, self._read_widths(pattern, sizes, len(shapes), name))
 
     def _read_widths(self, pattern: str, sizes: Sequence[int], num_ranks: int, name: str) -> list[list[int]]:
-        """The width on each rank, of each sub-parameter."""
+        """``widths[sub][rank]``: the width of each sub-parameter on each rank. ``sizes`` are the widths of the whole
+        ones."""
         version = self.info.get("universal_checkpoint_version", 0.0)
         if not isinstance(version, int | float):
             raise self._make_entry_error("universal_checkpoint_version")
@@ -240,7 +247,7 @@ class MergeRules:
         return [list(each) for each in widths]
 
     def _crop_vocabulary(self, merge: ParameterMerge) -> ParameterMerge:
-        """Without the rows that pad the vocabulary."""
+        """``merge`` without the rows that pad the vocabulary, those from ``original_vocab_size`` on."""
         rows = self.info.get("original_vocab_size")
         if type(rows) is not int or rows < 1 or not merge.shape:
             raise self._make_entry_error("original_vocab_size")
@@ -293,13 +300,16 @@ class MergeRules:
                 yield next(boxes), next(boxes)
 
     def _parse_box(self, name: str, view: Value, shape: Shape, tensor_shape: Shape) -> Box:
-        """The box of a tensor of shape ``tensor_shape`` that a view of offset and strides is."""
+        """The box of shape ``shape`` in a tensor of ``tensor_shape`` that ``view``, an offset and strides in elements,
+        is. Raises UnsupportedError if it is none."""
         if not isinstance(view, list | tuple) or len(view) != 2 or type(view[0]) is not int or view[0] < 0:
             raise self._make_entry_error("affine_map")
         strides, tensor_strides = self._require_naturals(view[1]), contiguous_strides(tensor_shape)
         not_a_box = UnsupportedError("a block of it in affine_map is not a box, which is not supported", key=name)
         if len(shape) != len(tensor_shape) or len(strides) != len(tensor_shape):
             raise not_a_box
+        # A box has the strides of the contiguous tensor in every dim in which it is longer than 1. The offset is then
+        # the sum of start * stride over the dims, which division by the strides takes apart.
         if any(n > 1 and a != b for n, a, b in zip(shape, strides, tensor_strides, strict=True)):
             raise not_a_box
         start, remaining_offset = [], view[0]
@@ -319,7 +329,7 @@ class MergeRules:
     # Parts
 
     def merge_replicated(self, name: str, shapes: Sequence[Shape]) -> ParameterMerge:
-        """Every rank has the whole; the first one's is read."""
+        """Joins copies of the whole, one a rank: that of the first rank is read."""
         if len(set(shapes)) > 1:
             shapes_text = format_brief([list(shape) for shape in shapes])
             raise self._make_malformed_error(
@@ -331,14 +341,18 @@ class MergeRules:
     def _merge_sub_params(
         self, name: str, shapes: Sequence[Shape], dim: int, widths: Sequence[Sequence[int]]
     ) -> ParameterMerge:
-        """Each part is a piece of every sub-parameter, ``widths[sub][rank]`` wide along ``dim``; the whole has each
-        sub-parameter's pieces together."""
+        """Joins parts that have a piece of every sub-parameter, ``widths[sub][rank]`` wide along ``dim``; the whole has
+        the pieces of a sub-parameter together. A fused qkv on two ranks, along dim 0:
+
+            rank 0:  q0 k0 v0        rank 1:  q1 k1 v1        whole:  q0 q1 k0 k1 v0 v1
+        """
         self._check_other_dims(name, shapes, dim)
         for rank, shape in enumerate(shapes):
             if sum(width[rank] for width in widths) != shape[dim]:
                 part_text = f"its part on rank {rank} has the shape {list(shape)}"
                 raise self._make_malformed_error(name, f"{part_text}, which its sub-parameters do not fill")
         whole_shape = (*shapes[0][:dim], sum(shape[dim] for shape in shapes), *shapes[0][dim + 1 :])
+        # Where each sub-parameter starts in the whole, and in the loop, where the rank's piece of it does.
         starts = list(accumulate((sum(width) for width in widths), initial=0))
         rank_boxes = []
         for rank, shape in enumerate(shapes):
@@ -354,7 +368,8 @@ class MergeRules:
 
 
 def _is_same_extent(view_extent: Value, extent: int) -> bool:
-    """Whether a dim of a view is that of the tensor: -1 stands for any, a list for the sum of its parts."""
+    """Whether the extent that ``parameter_with_sub_params`` states for a dim is ``extent``: -1 stands for any, a list
+    for the sum of its parts."""
     return (sum(view_extent) if are_naturals(view_extent, None) else view_extent) in (-1, extent)
 
 
@@ -366,6 +381,8 @@ def _crop_boxes(boxes: Sequence[BoxPair], limit: Box) -> Iterator[BoxPair]:
 
 
 def _place_sub_params(shape: Shape, dim: int, widths: Sequence[int], starts: Sequence[int]) -> Iterator[BoxPair]:
+    """The boxes of a part of ``shape``: pieces of ``widths`` one after another along ``dim``, each at one of ``starts``
+    in the whole."""
     cursor = 0
     for width, start in zip(widths, starts, strict=True):
         box = Box.whole((*shape[:dim], width, *shape[dim + 1 :]))
@@ -378,6 +395,7 @@ def _place_sub_params(shape: Shape, dim: int, widths: Sequence[int], starts: Seq
 
 
 def drop_partition_entries(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """The extras of a manifest without ``PARTITION_ENTRIES`` among DeepSpeed's entries."""
     deepspeed_entries = extra.get("deepspeed")
     if not isinstance(deepspeed_entries, dict):
         return dict(extra)

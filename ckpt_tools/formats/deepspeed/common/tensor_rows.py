@@ -27,7 +27,8 @@ from ckpt_tools.serialization.torch_zip import TorchFileContent, get_archive_roo
 
 @dataclass(slots=True)
 class TorchFileBuilder:
-    """The storages of one file, one a tensor, in the order of the calls."""
+    """Builds one file. The ``add_`` methods make storages, in the order of the calls, and return tensors on them, of
+    which the caller makes the value that is pickled."""
 
     manifest: Manifest
     _storages: dict[str, list[Segment]] = field(default_factory=dict)
@@ -37,7 +38,7 @@ class TorchFileBuilder:
         return FileLayout(path, tuple(make_archive_segments(value, self._storages, root=get_archive_root(path))))
 
     def build_template(self, value: Value) -> FileTemplate:
-        """The file of ``value``, with the holes made here."""
+        """The file of ``value`` with the holes of ``add_hole``."""
         return FileTemplate(TorchFileContent.of(value, self._storages), self._storages, tuple(self._holes))
 
     def add_tensor(self, segments: Sequence[Segment], dtype: DType, shape: Shape) -> StoredTensor:
@@ -56,12 +57,12 @@ class TorchFileBuilder:
         )
 
     def add_hole(self, dtype: DType, numel: int) -> StoredTensor:
-        """A vector whose elements differ from rank to rank."""
+        """Adds a vector whose elements differ from rank to rank and are filled in for each."""
         self._holes.append(str(len(self._storages)))
         return self.add_tensor([Padding(numel * dtype.item_bytes)], dtype, (numel,))
 
     def add_scalar(self, key: StateKey) -> Value:
-        """A 0-d tensor; a plain number where the source has one."""
+        """Adds a 0-d tensor, unless the source has a plain number, which is then returned."""
         entry = self.manifest.tensors[key]
         number = read_literal_number(self.manifest, entry)
         return self.add_whole_tensor(key, entry) if number is None else number
@@ -97,7 +98,8 @@ def make_counters(
 
 @dataclass(frozen=True, slots=True)
 class FileTemplate:
-    """A file with holes: those of ``storages`` that each rank replaces by its own, of the same bytes."""
+    """A file with ``holes``: keys of ``storages`` that each rank replaces by its own segments, of the same number of
+    bytes."""
 
     content: TorchFileContent
     storages: Mapping[str, Sequence[Segment]]
@@ -116,13 +118,15 @@ VectorRow = tuple[int, Box, int]
 
 
 def list_vector_rows(vector_layout: VectorLayout) -> list[VectorRow]:
-    """The rows of a vector, which all slots share: a thousand ranks have millions."""
+    """The rows of a vector as Python values. All slots share them: a thousand ranks have millions."""
     columns = (vector_layout.params, vector_layout.starts, vector_layout.stops, vector_layout.paddings)
     rows = zip(*(column.tolist() for column in columns), strict=True)
     return [(param, Box((start,), (stop,)), padding) for param, start, stop, padding in rows]
 
 
 def build_vector_segments(rows: Sequence[VectorRow], group: TrainingGroup, slot: PartitionedSlot) -> list[Segment]:
+    """The bytes of a vector of ``slot``: the elements of each row, or zeros for a parameter without state, and then the
+    row's padding."""
     segments: list[Segment] = []
     item_bytes = slot.dtype.item_bytes
     for param, box, padding in rows:

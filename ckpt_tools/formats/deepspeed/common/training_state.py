@@ -25,7 +25,8 @@ from ckpt_tools.formats.state_dict.frozen_or_buffer import classify_untrained, i
 
 @dataclass(frozen=True, slots=True)
 class PartitionedSlot:
-    """State that is cut as the parameters are: each one's tensor, or None where it has none, and zeros are meant."""
+    """A slot of a group that is cut as its parameters are. ``keys`` has the tensor of each parameter; None for one
+    without state, which stands for zeros."""
 
     name: str
     dtype: DType
@@ -37,7 +38,7 @@ class PartitionedSlot:
 
 @dataclass(frozen=True, slots=True)
 class _SlotColumn:
-    """One slot of a group's parameters: name, weight and state of each; the state is None for those that have none."""
+    """One slot of a group: for each parameter its name, its weight and its state, which may be None."""
 
     name: str
     rows: tuple[tuple[str, TensorEntry, TensorEntry | None], ...]
@@ -61,7 +62,7 @@ class _SlotColumn:
 
     @property
     def is_scalar(self) -> bool:
-        """0-d where the parameter is not, or ``step``."""
+        """Whether all its state is 0-d. That of a 0-d parameter counts as its element, except in the slot ``step``."""
         return all(s.shape == () and (w.shape != () or self.name == "step") for w, s in self.present_pairs)
 
     @property
@@ -76,7 +77,7 @@ class _SlotColumn:
         return PartitionedSlot(self.name, DType.FLOAT32 if dtype in CASTABLE else dtype, self.keys)
 
     def make_notes(self, group_number: int) -> Iterator[Note]:
-        """Notes on what is set to zero, cast, or one for the group although each parameter has its own."""
+        """Notes on state that is set to zero or cast, or that parameters have each and the group only once."""
         if self.is_scalar:
             places = {
                 (*map(str, state.shards.files), *state.shards.byte_starts.tolist()) for _, state in self.present_pairs
@@ -91,20 +92,13 @@ class _SlotColumn:
                 "the source has none, as for parameters that never had a gradient; set to zero, at the step of their "
                 "group"
             )
-            yield make_note(
-                Outcome.DEFAULTED,
-                f"{self.name} of {join_names([*weights_without_state])}",
-                why,
-                weights_without_state.values(),
-            )
+            what = f"{self.name} of {join_names([*weights_without_state])}"
+            yield make_note(Outcome.DEFAULTED, what, why, weights_without_state.values())
         dtype = self.partitioned_slot.dtype
         for other_dtype in dict.fromkeys(state.dtype for _, state in self.present_pairs if state.dtype is not dtype):
             cast_entries = [state for _, state in self.present_pairs if state.dtype is other_dtype]
-            what, why = (
-                f"{self.name} of {format_count(len(cast_entries), 'tensor')}",
-                f"{other_dtype.value} to {dtype.value}",
-            )
-            yield make_note(Outcome.CAST, what, why, cast_entries)
+            what = f"{self.name} of {format_count(len(cast_entries), 'tensor')}"
+            yield make_note(Outcome.CAST, what, f"{other_dtype.value} to {dtype.value}", cast_entries)
 
 
 def make_note(outcome: Outcome, what: str, why: str, entries: Iterable[TensorEntry] = ()) -> Note:
@@ -121,9 +115,10 @@ _SLOTS_BESIDES_MOMENTS = {MASTER, "step", "max_exp_avg_sq"}
 
 @dataclass(frozen=True, slots=True)
 class TrainingGroup:
-    """Parameters that are optimized together, in order: their elements, hyperparameters, and state.
+    """Parameters that are optimized together, in order: their numbers of elements, hyperparameters, and state.
 
-    ``scalars`` are the 0-d slots, each by the tensor that stands for the whole group. ``notes`` are about the slots.
+    ``scalars`` are the 0-d slots by name, each the tensor of one parameter, which stands for the whole group. ``notes``
+    are about the slots.
     """
 
     params: tuple[str, ...]
@@ -195,21 +190,20 @@ class TrainingState:
 
 @dataclass(slots=True)
 class _TrainingStateBuilder:
-    """A manifest while its training state is collected; ``slot_names`` has the names of each parameter's."""
+    """Collects the training state of a manifest. ``slot_names`` has the slots of each parameter."""
 
     manifest: Manifest
     slot_names: Mapping[str, Sequence[str]]
     notes: list[Note] = field(default_factory=list)
 
     def build_state(self) -> TrainingState:
+        # The order is that of the notes: each step may add some.
         source_groups = [(group, self._list_members(group)) for group in self._list_source_groups()]
         trained = _require_distinct(name for _, members in source_groups for name in members)
         empty = {name: entry for name in trained if not (entry := self._get_weight(name)).numel}
         self._note_dropped_state(trained, empty)
         dtype = self._find_training_dtype([name for name in trained if name not in empty])
-        training_groups = [
-            self._build_group(number, group, members) for number, (group, members) in enumerate(source_groups)
-        ]
+        training_groups = [self._build_group(i, group, members) for i, (group, members) in enumerate(source_groups)]
         self._note_made_masters(name for group in training_groups if group for name in group.params)
         untrained_tensors = classify_untrained(self.manifest, trained)
         return TrainingState(
@@ -226,7 +220,8 @@ class _TrainingStateBuilder:
         return self.manifest.tensors[StateKey(name)]
 
     def _list_source_groups(self) -> Sequence[ParamGroup]:
-        """The source's own groups; without any, one of all weights of the main type, which loads as weights alone."""
+        """The source's groups. If it has none, one group of all weights of the dtype that has most elements, which
+        loads as weights alone."""
         if self.manifest.groups:
             return self.manifest.groups
         why = (
@@ -256,12 +251,10 @@ class _TrainingStateBuilder:
             raise UnsupportedError("there is no trainable parameter, and DeepSpeed does not start without one")
         if len(name_by_dtype) > 1 or not name_by_dtype.keys() <= set(TRAINING_DTYPES):
             kinds = ", ".join(f"{dtype.value} ({name})" for dtype, name in name_by_dtype.items())
-            can_cast = name_by_dtype.keys() <= CASTABLE
-            advice = (
-                f"choose one with {format_option('dtype')}"
-                if can_cast
-                else f"dequantize the weights with {format_option('dequantize', True)}"
-            )
+            if name_by_dtype.keys() <= CASTABLE:
+                advice = f"choose one with {format_option('dtype')}"
+            else:
+                advice = f"dequantize the weights with {format_option('dequantize', True)}"
             raise UnsupportedError(
                 f"DeepSpeed trains all parameters in one of float32, bfloat16 and float16, and these are {kinds}; "
                 f"{advice}"
@@ -269,7 +262,7 @@ class _TrainingStateBuilder:
         return next(iter(name_by_dtype))
 
     def _build_group(self, number: int, group: ParamGroup, members: Sequence[str]) -> TrainingGroup | None:
-        """None for a group without elements."""
+        """The training group of a group of the source; None if it has no elements."""
         params = tuple(name for name in members if self._get_weight(name).numel)
         if not params:
             why = "DeepSpeed does not support a parameter group without elements"
@@ -289,26 +282,17 @@ class _TrainingStateBuilder:
     def _collect_optimizer_state(
         self, number: int, params: Sequence[str]
     ) -> tuple[Mapping[str, StateKey], tuple[PartitionedSlot, ...], tuple[Note, ...]]:
-        """A group's 0-d slots, by the tensor that stands for all parameters, its other slots, and notes on them."""
+        """A group's 0-d slots with the tensor that stands for all parameters, its other slots, and notes on them."""
         names = dict.fromkeys(slot for param in params for slot in self.slot_names.get(param, ()))
         columns = [_SlotColumn.of(self.manifest, name, params) for name in names]
-        unpartitionable_names = [
-            column.name for column in columns if not column.is_scalar and not column.is_partitionable
-        ]
-        if unpartitionable_names:
-            why = (
-                f"{', '.join(unpartitionable_names)} cannot be partitioned like the parameters, so DeepSpeed resets "
-                "this group"
-            )
-            dropped_entries = self._list_states(params)
-            return (
-                {},
-                (),
-                (make_note(Outcome.DROPPED, f"optimizer state of parameter group {number}", why, dropped_entries),),
-            )
+        what = f"optimizer state of parameter group {number}"
+        misfits = [column.name for column in columns if not column.is_scalar and not column.is_partitionable]
+        if misfits:
+            why = f"{', '.join(misfits)} cannot be partitioned like the parameters, so DeepSpeed resets this group"
+            return {}, (), (make_note(Outcome.DROPPED, what, why, self._list_states(params)),)
         if not columns and self.manifest.groups:
             why = f"{ABSENT_REASON}, so DeepSpeed initializes it at the first step"
-            return {}, (), (make_note(Outcome.MISSING, f"optimizer state of parameter group {number}", why),)
+            return {}, (), (make_note(Outcome.MISSING, what, why),)
         columns.sort(key=lambda column: column.is_scalar)
         return (
             {column.name: column.first_key for column in columns if column.is_scalar},
@@ -331,7 +315,7 @@ class _TrainingStateBuilder:
         return {**options, "bias_correction": True}
 
     def _note_dropped_state(self, trained: Mapping[str, None], empty: Mapping[str, TensorEntry]) -> None:
-        """State of parameters that DeepSpeed does not optimize."""
+        """Notes the state of parameters that DeepSpeed does not optimize."""
         names_by_reason = {"they are in no parameter group": [name for name in self.slot_names if name not in trained]}
         names_by_reason["they have no elements"] = [name for name in empty if name in self.slot_names]
         for reason, names in names_by_reason.items():
@@ -344,15 +328,9 @@ class _TrainingStateBuilder:
         keys = [_find_master_key(self.manifest, name) for name in trained]
         narrow_entries = [entry for key in keys if (entry := self.manifest.tensors[key]).shards.dtype.item_bytes < 4]
         if narrow_entries:
+            what = f"fp32 masters of {format_count(len(narrow_entries), 'parameter')}"
             why = "none are written from the source, so they are made from the weights"
-            self.notes.append(
-                make_note(
-                    Outcome.DEFAULTED,
-                    f"fp32 masters of {format_count(len(narrow_entries), 'parameter')}",
-                    why,
-                    narrow_entries,
-                )
-            )
+            self.notes.append(make_note(Outcome.DEFAULTED, what, why, narrow_entries))
 
 
 def _find_master_key(manifest: Manifest, name: str) -> StateKey:

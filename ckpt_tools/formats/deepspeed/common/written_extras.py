@@ -54,7 +54,7 @@ class PartitionSettings:
 
 
 def adapt_config(config: Mapping[str, Any], stage: int, dtype: DType) -> dict[str, Any]:
-    """``config`` for another stage and type; an empty one gets only these. ``load_checkpoint`` does not read it."""
+    """``config`` with this stage and dtype, also if it was empty. ``load_checkpoint`` does not read it."""
     adapted_config = {**config, "zero_optimization": {**as_dict(config.get("zero_optimization")), "stage": stage}}
     for name, section_dtype in _DTYPE_SECTIONS.items():
         if name in config or (section_dtype is dtype and name not in _OLD_SECTIONS):
@@ -73,8 +73,8 @@ _PORTABLE_ENTRIES = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class DeepSpeedExtras:
-    """The entries of ``Manifest.extra`` by what they are. ``counters`` are DeepSpeed's own of a model file,
-    ``deepspeed_entries`` all that the source's DeepSpeed had."""
+    """The entries of ``Manifest.extra``, sorted by where DeepSpeed has them. Of a source that is DeepSpeed's,
+    ``counters`` are the entries that mean the same at any stage and world size, ``deepspeed_entries`` all entries."""
 
     global_steps: int
     lr_scheduler: Any
@@ -130,7 +130,7 @@ class DeepSpeedExtras:
 
     @property
     def tag(self) -> str:
-        """The source's own tag; else as DeepSpeed names it."""
+        """The tag of the source; without one, the tag that DeepSpeed makes of the number of steps."""
         source_tag = self.deepspeed_entries.get("tag")
         return source_tag if isinstance(source_tag, str) else f"global_step{self.global_steps}"
 
