@@ -41,19 +41,20 @@ _ModelContent = Mapping[Any, Any]
 
 
 def find_native_problem(checkpoint: SavedCheckpoint) -> str | None:
-    """Why a native checkpoint is not complete."""
+    """Why a native checkpoint is not complete; None if it is."""
     names_by_tag: dict[str, list[str]] = {}
     for path in checkpoint.files:
         if path.endswith("_states.pt"):
             names_by_tag.setdefault(get_parent_folder(path), []).append(path.rpartition("/")[2])
-    problems = (
-        text for tag, names in names_by_tag.items() if (text := _find_tag_problem(checkpoint, tag, names)) is not None
-    )
-    return next(problems, None) or _find_latest_problem(checkpoint, {*names_by_tag} - {""})
+    for tag, names in names_by_tag.items():
+        if (problem := _find_tag_problem(checkpoint, tag, names)) is not None:
+            return problem
+    return _find_latest_problem(checkpoint, {*names_by_tag} - {""})
 
 
 def find_universal_problem(checkpoint: SavedCheckpoint) -> str | None:
-    """Each parameter has a folder with its fp32 values; the model's file is copied last."""
+    """Why a universal checkpoint is not complete; None if it is. Each parameter has a folder with its fp32 values; the
+    model's file is copied last."""
     folders = {get_parent_folder(path) for path in checkpoint.files if match_slot_file(path) is not None}
     if not folders:
         return None
@@ -84,12 +85,15 @@ def needs_reader_check(checkpoint: SavedCheckpoint) -> bool:
 
 
 def count_ranks(checkpoint: SavedCheckpoint) -> int:
-    """Number of ranks, by the names of the optimizer's files."""
+    """Number of ranks, by the names of the optimizer's files; 0 if there are none."""
     rank_pairs = parse_rank_pairs(checkpoint.file_names, OPTIM_FILE)
     return (max(rank for rank, _ in rank_pairs) + 1) * (max(part for _, part in rank_pairs) + 1) if rank_pairs else 0
 
 
 def _find_tag_problem(checkpoint: SavedCheckpoint, tag: str, names: list[str]) -> str | None:
+    """The first kind of files of which the folder ``tag`` lacks some: model files, files of layers and experts, ranks'
+    model files (stage 3), optimizer files. A folder that was converted to universal, with ``zero/`` in it, needs no
+    ranks' model files, and of optimizer files none or all."""
     model_names = sorted(filter(is_model_file_name, names))
     if not model_names:
         return "no *_model_states.pt: the save did not finish"
@@ -131,6 +135,7 @@ def _format_ranks(rank_pairs: Iterable[tuple[int, int]]) -> str:
 
 
 def _find_latest_problem(checkpoint: SavedCheckpoint, tags: set[str]) -> str | None:
+    """Whether the file ``latest`` is missing, or names a tag of the same run with a lower number."""
     latest_files = (LATEST, LATEST_UNIVERSAL)
     if tags and not any(
         f"{get_parent_folder(tag)}/{name}".lstrip("/") in checkpoint.files for tag in tags for name in latest_files
@@ -154,7 +159,8 @@ def _find_latest_problem(checkpoint: SavedCheckpoint, tags: set[str]) -> str | N
 
 
 def _find_missing_file(names: Collection[str], model_contents: Iterable[_ModelContent]) -> str | None:
-    """The first file of a layer or an expert that ``names`` lack; ``model_contents`` are all model files."""
+    """The first file of a layer or an expert that ``names`` lack; ``model_contents`` are those of all model files."""
+    # Each tensor-parallel rank has files of the same layers.
     layers_by_suffix: dict[str, set[int]] = {}
     for match in filter(None, map(LAYER_FILE.fullmatch, names)):
         layers_by_suffix.setdefault(match["cut"] or "", set()).add(int(match["layer"]))
@@ -165,18 +171,14 @@ def _find_missing_file(names: Collection[str], model_contents: Iterable[_ModelCo
         for name in (*_list_expert_files(model_content), *_list_expert_optim_files(model_content)):
             if name not in names:
                 return name
-        missing_layers = (
-            _list_layers(model_content).difference(*layers_by_suffix.values())
-            if model_content.get("module") is None
-            else set()
-        )
-        if missing_layers:
+        missing_layers = _list_layers(model_content).difference(*layers_by_suffix.values())
+        if model_content.get("module") is None and missing_layers:
             return layer_file_name(min(missing_layers), min(layers_by_suffix, default=""))
     return None
 
 
 def _list_expert_files(model_content: _ModelContent) -> Iterator[str]:
-    """A file for each expert of each layer, if they are not in the model's own file."""
+    """Names of the files of all experts, one an expert of a layer; none if the model's file has experts."""
     counts, module = model_content.get("num_experts"), model_content.get("module")
     has_experts_in_module = isinstance(module, dict) and any(".deepspeed_experts." in str(name) for name in module)
     for layer, count in enumerate(counts if isinstance(counts, list) and not has_experts_in_module else ()):
@@ -185,7 +187,8 @@ def _list_expert_files(model_content: _ModelContent) -> Iterator[str]:
 
 
 def _list_expert_optim_files(model_content: _ModelContent) -> Iterator[str]:
-    """Without ZeRO a file for each expert-parallel rank; groups of experts are called after their number."""
+    """Names of the optimizer's files of a run without ZeRO, one an expert-parallel rank. The param groups of experts
+    are called after the number of these ranks."""
     optimizer = model_content.get("optimizer")
     state_dict = optimizer.get("optimizer_state_dict", optimizer) if isinstance(optimizer, dict) else {}
     groups = state_dict.get("param_groups") if isinstance(state_dict, dict) else None
@@ -197,7 +200,7 @@ def _list_expert_optim_files(model_content: _ModelContent) -> Iterator[str]:
 
 
 def _list_layers(model_content: _ModelContent) -> set[int]:
-    """The layers of a stage that have parameters or buffers, by its names (``3.weight``)."""
+    """Numbers of a stage's layers that have parameters or buffers, by the names of these (``3.weight``)."""
     param_shapes = model_content.get("param_shapes")
     name_lists = [
         *(param_shapes if isinstance(param_shapes, list) else ()),

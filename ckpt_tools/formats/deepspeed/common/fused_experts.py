@@ -94,7 +94,7 @@ class AutoEPLayers:
     def add_all_experts(
         self, model: ModelStates, values: Mapping[str, tuple[StoredTensor, DeepSpeedFile]] | None = None
     ) -> ModelStates:
-        """``model``, that of rank 0, with the experts of all ranks. If experts are in files of their own, ``values`` has
+        """``model``, that of rank 0, with the experts of all ranks. If they are in files of their own, ``values`` has
         a tensor of each name and its file. Without ``values`` their tensors are empty, as stage 3 has them, and the
         reader takes the masters."""
         if not self.layers:

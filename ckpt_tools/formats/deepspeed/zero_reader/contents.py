@@ -57,13 +57,16 @@ from ckpt_tools.stores.source import Source
 KeyedEntries = Iterator[tuple[StateKey, TensorEntry]]
 
 ScalarsByFlat = list[Mapping[str, TensorEntry]]
-"""By flat the 0-d slots."""
+"""For each flat its 0-d slots by name, such as ``step``."""
 
 
 @dataclass
 class ZeroManifestBuilder:
-    """A checkpoint while it is read. ``literal_prefix`` sets its literals apart from those of checkpoints that are
-    joined with it."""
+    """Builds the manifest of a checkpoint of ZeRO from the content of its files.
+
+    ``model_paths`` are the model's files, one a rank in stage 3. ``literals`` gathers plain numbers under names that
+    start with ``literal_prefix``, so that those of several checkpoints that are joined differ.
+    """
 
     source: Source
     model: ModelStates
@@ -99,8 +102,11 @@ class ZeroManifestBuilder:
         )
 
     def _make_notes(self) -> Iterator[Note]:
-        """Stages 2 and 3 list frozen parameters, with None in place of the list if they were not saved. Stage 1 never
-        lists them; if it has one, it has them all."""
+        """Notes on frozen parameters that may be missing.
+
+        Stages 2 and 3 list frozen parameters, with None in place of the list if they were not saved. Stage 1 never
+        lists them: if one is in ``module``, all are.
+        """
         content = self.model.file.content
         if "frozen_param_shapes" not in content or content["frozen_param_shapes"] is not None:
             return
@@ -120,18 +126,16 @@ class ZeroManifestBuilder:
 
     @cached_property
     def param_intervals(self) -> Mapping[str, FlatIntervals]:
-        """The places in the partitions of each trainable parameter that has elements."""
+        """Intervals of each trainable parameter that has elements."""
         shapes, partitions = self.model.param_shapes, self.partitions
         if self.optim.stage == 3:
             return locate_params(shapes, partitions.masters)
         self._check_group_count(shapes)
-        return {
-            name: pieces
-            for flat, group in enumerate(shapes)
-            for name, pieces in locate_group(
-                flat, group, self._get_alignment_gaps(flat), partitions.masters, partitions.paddings
-            ).items()
-        }
+        found: dict[str, FlatIntervals] = {}
+        for flat, group in enumerate(shapes):
+            gaps = self._get_alignment_gaps(flat)
+            found |= locate_group(flat, group, gaps, partitions.masters, partitions.paddings)
+        return found
 
     def _check_group_count(self, shapes: Sequence[Mapping[str, Shape]]) -> None:
         num_groups, path = len(self.optim.masters), self.optim.file.path
@@ -143,7 +147,7 @@ class ZeroManifestBuilder:
 
     @cached_property
     def momentum_intervals(self) -> Mapping[str, FlatIntervals]:
-        """The places of Muon's momentum of each parameter, if its vectors hold whole parameters."""
+        """Intervals of Muon's momentum by parameter, as far as its vectors hold whole parameters."""
         return locate_whole_momentum(self.param_intervals, self.partitions.momentum)
 
     @cached_property
@@ -169,7 +173,7 @@ class ZeroManifestBuilder:
         )
 
     def _build_entries(self, name: str) -> KeyedEntries:
-        """The tensors of one name: the weight or buffer, and the optimizer's."""
+        """The entries of one name: its weight or buffer, and the optimizer's state."""
         value = self.model.module[name]
         refuse_tensor_object(value, name)
         if not isinstance(value, StoredTensor) and name not in self.trainable:
@@ -205,15 +209,16 @@ class ZeroManifestBuilder:
         return tuple(value.shape) if shape is None else shape
 
     def _build_partitioned_table(self, name: str, shape: Shape, dtype: DType) -> ShardTable:
-        """The elements of a stage 3 weight: the masters, or the fragments of a frozen one."""
+        """The elements of a weight in stage 3: its masters, or if it is frozen the ranks' fragments."""
         if not prod(shape):
             return ShardTable.build(shape, dtype, [])
         if name in self.param_intervals:
             return self.partitions.masters.build_shard_table(self.param_intervals[name])
         fragments = [{0: rank[name]} if name in rank else {} for rank in self.rank_fragments]
-        flats = SlotVectors.of(f"the frozen {name}", self.model_paths, fragments, 1)
-        share_numel = compute_share(prod(shape), self.optim.world_size)
-        return flats.build_shard_table(locate_param(0, prod(shape), self.optim.world_size, np.array([0, share_numel])))
+        # Each rank's fragment is a vector of its own, flat 0, that holds one share.
+        numel, world_size = prod(shape), self.optim.world_size
+        intervals = locate_param(0, numel, world_size, np.array([0, compute_share(numel, world_size)]))
+        return SlotVectors.of(f"the frozen {name}", self.model_paths, fragments, 1).build_shard_table(intervals)
 
     @cached_property
     def rank_fragments(self) -> list[Mapping[str, StoredVector]]:
@@ -222,7 +227,7 @@ class ZeroManifestBuilder:
 
     @cached_property
     def _other_models(self) -> list[tuple[Mapping[str, StoredVector], list[StepClaim]]]:
-        """The fragments and the steps of each model file but the first, which only stage 3 has."""
+        """The fragments and the step claims of each model file but the first; only stage 3 has several."""
         return list(map(self._read_other_model, self.model_paths[1:]))
 
     def _read_other_model(self, path: str) -> tuple[Mapping[str, StoredVector], list[StepClaim]]:
@@ -250,11 +255,12 @@ class ZeroManifestBuilder:
             yield StateKey(name, slot_name), entry
 
     def _find_scalars(self, intervals: FlatIntervals) -> ScalarsByFlat:
+        """The 0-d state for the parameter of ``intervals``; with experts, ranks may have different values."""
         return self.scalars
 
     @cached_property
     def scalars(self) -> ScalarsByFlat:
-        """The 0-d state of each flat, from rank 0, which has some of every parameter's elements or of its group's."""
+        """The 0-d state of each flat, from rank 0, which has elements of every parameter (stage 3) or group (1, 2)."""
         return self._read_scalars(self.optim, self.literal_prefix)
 
     def _read_scalars(self, optim: OptimStates, literal_prefix: str) -> ScalarsByFlat:

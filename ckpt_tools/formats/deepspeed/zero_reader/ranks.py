@@ -3,9 +3,9 @@
 Of a rank only numbers are kept: a thousand files of values would be gigabytes. Files are opened one after the other:
 parsing holds the interpreter, and eight threads took 1.7 times as long for 256 files on two cores.
 
-What a slot of the optimizer is, its value tells: as long as the masters it is cut with them, a number or a 0-d tensor
-belongs to every parameter of the partition, and anything else (the block scales of an 8-bit optimizer) is kept under
-its rank, as it is.
+The value of an optimizer's slot tells what it is: a vector as long as the masters is cut as they are, a number or a 0-d
+tensor belongs to every parameter of the partition, and anything else (the block scales of an 8-bit optimizer) is kept
+under its rank, as it is.
 """
 
 from __future__ import annotations
@@ -34,9 +34,11 @@ from ckpt_tools.stores.source import Source
 
 @dataclass(frozen=True, slots=True)
 class RankOptimizerState:
-    """One rank: its masters, its slots by flat, its paddings, and state of other kinds (``file`` is set if any).
+    """The vectors of one rank: by flat its masters, and by name and flat its slots. ``paddings`` are by flat.
 
-    ``momentum`` is Muon's in stages 1 and 2, whose vectors may hold whole parameters."""
+    ``momentum`` is Muon's in stages 1 and 2, by flat, whose vectors may hold whole parameters. ``other_slots`` is state
+    of other kinds by flat and name; ``file``, from which its tensors are read, is None if there is none.
+    """
 
     masters: dict[int, StoredVector]
     slots: dict[str, dict[int, StoredVector]]
@@ -69,7 +71,8 @@ class RankOptimizerState:
 
 
 def _collect_step_claims(states: OptimStates, source: Source) -> Iterator[StepClaim]:
-    """The step and the learning rate of each group that all ranks cut: the groups of experts are the ranks' own."""
+    """The step and the learning rate of each group that is cut over all ranks. Groups of experts, which are cut over
+    fewer, may differ from rank to rank."""
     path, counts = states.file.path, states.partition_counts
     for number, group in enumerate(states.groups):
         flat = next((flat for flat in group.flats if flat < len(states.states)), None)
@@ -86,7 +89,7 @@ def _is_vector(value: Value) -> bool:
 
 
 def is_scalar(value: Value) -> bool:
-    """Whether a slot is one value for all parameters of a partition."""
+    """Whether a slot is a number or a 0-d tensor, one value for all parameters of a partition."""
     return isinstance(value, bool | int | float) or (isinstance(value, StoredTensor) and not value.shape)
 
 
@@ -96,9 +99,11 @@ def locate_vector(file: DeepSpeedFile, tensor: StoredTensor) -> StoredVector:
 
 @dataclass(frozen=True, slots=True)
 class RankPartitions:
-    """All ranks: masters and slots as flats, and ``paddings`` ``[world size, num flats]``.
+    """The vectors of all ranks. ``paddings`` are ``[world size, num flats]``.
 
-    ``momentum`` has Muon's vectors if they are not cut as the masters are."""
+    ``momentum`` has Muon's vectors of whole parameters; those that are cut as the masters are one of ``slots``.
+    ``other_slots`` has the number and state of each rank that has some of another kind.
+    """
 
     masters: SlotVectors
     slots: tuple[SlotVectors, ...]
@@ -114,9 +119,9 @@ StatesCallback = Callable[[OptimStates], object]
 def read_partitions(
     source: Source, paths: Sequence[str], first_states: OptimStates, on_states: StatesCallback = lambda states: None
 ) -> RankPartitions:
-    """The vectors of every rank; ``first_states`` has those of rank 0. ``on_states`` sees the states of all ranks in
-    their order.
-    Raises FormatError if a file is missing or damaged, or does not agree with that of rank 0."""
+    """The vectors of every rank. ``paths`` are the optimizer's files in the order of ranks; ``first_states`` is the
+    content of the first. ``on_states`` is called with the content of each. Raises FormatError if a file is missing or
+    damaged, or does not agree with that of rank 0."""
     on_states(first_states)
     other_ranks = [_read_rank_state(source, path, first_states, on_states) for path in paths[1:]]
     return _gather_partitions(
@@ -173,18 +178,21 @@ def _gather_partitions(ranks: Sequence[RankOptimizerState], paths: Sequence[str]
 
 
 def _is_momentum_partitioned(ranks: Sequence[RankOptimizerState], flat: int) -> bool:
-    """Whether Muon's momentum is cut as the masters are, which no single rank can tell: by its padding the vector of
-    whole parameters may be as long."""
-    expected_and_vector = [(rank.masters[flat].numel + rank.paddings[flat], rank.momentum.get(flat)) for rank in ranks]
-    return all(vector is not None and vector.numel == size for size, vector in expected_and_vector)
+    """Whether Muon's momentum is cut as the masters are: on every rank it is as long as the padded partition. On a
+    single rank, a vector of whole parameters may by chance be as long."""
+    partition_numels = [rank.masters[flat].numel + rank.paddings[flat] for rank in ranks]
+    vectors = [rank.momentum.get(flat) for rank in ranks]
+    return all(
+        vector is not None and vector.numel == numel for vector, numel in zip(vectors, partition_numels, strict=True)
+    )
 
 
 SliceMapping = Mapping[str, tuple[int, int]]
-"""The number of elements of each parameter of a group on a rank, and their start in the rank's vector."""
+"""Of each parameter of a group, by name, the number of its elements on a rank and their start in the rank's vector."""
 
 
 def read_slice_mappings(file: DeepSpeedFile) -> list[SliceMapping]:
-    """``param_slice_mappings``: the elements of each parameter on the rank, as its file states them."""
+    """``param_slice_mappings`` of a rank's file, one mapping a group."""
     state_dict = require_entry(file.content, "optimizer_state_dict", dict, file.path)
     mappings: list[SliceMapping] = []
     for group in require_entry(state_dict, "param_slice_mappings", list, file.path):
