@@ -46,7 +46,8 @@ _FOLDED_RUN_TEXT = (
 def read(
     source: Source, mp_rank_files: Sequence[TagFiles], files: ExpertFiles, autoep_layers: AutoEPLayers
 ) -> Manifest:
-    """A run in stage 1 or 2. Raises FormatError if a file is missing or damaged, or does not fit the others."""
+    """The whole model of a run in stage 0, 1 or 2. Raises FormatError if a file is missing or damaged, or does not fit
+    the others."""
     if len(mp_rank_files) > 1:
         raise UnsupportedError(f"it is {_FOLDED_RUN_TEXT}", path=mp_rank_files[1].require_model_paths(0)[0])
     if not mp_rank_files[0].optim_paths:
@@ -79,7 +80,8 @@ def read(
 
 @dataclass(kw_only=True)
 class AutoEPManifestBuilder(MoEManifestBuilder):
-    """``expert_tables`` are the experts that have files of their own, by name."""
+    """Builds the manifest of a run in stage 1 or 2. ``expert_tables`` has the shards of the tensors of experts, by
+    name, if these have files of their own."""
 
     expert_tables: Mapping[str, ShardTable]
     skipped_entries: ClassVar[tuple[str, ...]] = ("optimizer", *DISTRIBUTION_ENTRIES)
@@ -90,9 +92,9 @@ class AutoEPManifestBuilder(MoEManifestBuilder):
         table = self.expert_tables[name]
         return TensorEntry(table.shape, table.dtype, Kind.PARAMETER, table)
 
-    def _find_scalars(self, pieces: FlatIntervals) -> ScalarsByFlat:
-        """The scalars of rank 0. Raises UnsupportedError where the ranks of other experts have others."""
-        flat = int(pieces.flats[0])
+    def _find_scalars(self, intervals: FlatIntervals) -> ScalarsByFlat:
+        """The scalars of rank 0. Raises UnsupportedError if ranks with other rows of the same tensor have others."""
+        flat = int(intervals.flats[0])
         for rank in range(self.num_expert_ranks[flat]):
             first = int(self._list_data_ranks(flat, rank)[0])
             if self._get_scalars_of_rank(first) is not self.scalars:
@@ -106,7 +108,8 @@ class AutoEPManifestBuilder(MoEManifestBuilder):
 def _check_expert_groups(
     autoep_layers: AutoEPLayers, model: ModelStates, num_ranks: Mapping[int, int], path: str
 ) -> None:
-    """Raises MalformedError where a group of partitions is not cut over the ranks of its experts."""
+    """Raises MalformedError if a group of partitions is not cut over the ranks of its experts. ``num_ranks`` is the
+    number of expert-parallel ranks by flat."""
     for flat, shapes in enumerate(model.param_shapes):
         expected_ranks = {layer.num_ranks if (layer := autoep_layers.find_layer(name)) else 1 for name in shapes}
         if shapes and expected_ranks != {num_ranks.get(flat)}:
@@ -119,8 +122,9 @@ def _check_expert_groups(
 def read_expert_weights(
     source: Source, autoep_layers: AutoEPLayers, model: ModelStates, files: ExpertFiles, expert_rank: int | None = None
 ) -> tuple[dict[str, ShardTable], dict[str, tuple[StoredTensor, DeepSpeedFile]]]:
-    """The tensors of experts from their files, all or those of one expert-parallel rank, and the first expert's part of
-    each. Raises FormatError if a file is missing or is not of its expert."""
+    """Two mappings by the names of the tensors of experts: the shards of all experts' rows, or of those of
+    ``expert_rank``; and the first expert's tensor with its file. Raises FormatError if a file is missing or is not of
+    its expert."""
     shapes = {**model.trainable, **model.frozen_shapes}
     names = autoep_layers.list_expert_tensors(model)
     tables: dict[str, ShardTable] = {}
@@ -139,9 +143,9 @@ def read_expert_weights(
         )
     for layer in autoep_layers.layers:
         layer_names = [name for name in names if autoep_layers.find_layer(name) is layer]
-        numbers = range(layer.num_experts)
+        numbers, num_local = range(layer.num_experts), layer.num_local_experts
         if expert_rank is not None:
-            numbers = numbers[expert_rank * layer.num_local_experts : (expert_rank + 1) * layer.num_local_experts]
+            numbers = numbers[expert_rank * num_local : (expert_rank + 1) * num_local]
         expert_files = [DeepSpeedFile.open(source, files.weight_paths[layer.moe_number, number]) for number in numbers]
         parts = [
             _read_expert(file, number, layer, layer_names) for number, file in zip(numbers, expert_files, strict=True)
@@ -154,7 +158,7 @@ def read_expert_weights(
 
 
 def _read_expert(file: DeepSpeedFile, number: int, layer: AutoEPLayer, names: Sequence[str]) -> dict[str, StoredTensor]:
-    """The tensors of one expert, which are called ``experts.w1.3``."""
+    """The tensors of expert ``number`` by the names in the model: ``experts.w1`` for ``experts.w1.3`` in the file."""
     value_by_name = {f"{name}.{number}": file.content.get(f"{name}.{number}") for name in names}
     parts = {name.rpartition(".")[0]: value for name, value in value_by_name.items() if isinstance(value, StoredTensor)}
     if file.content.keys() != value_by_name.keys() or len(parts) < len(names):
@@ -165,6 +169,7 @@ def _read_expert(file: DeepSpeedFile, number: int, layer: AutoEPLayer, names: Se
 def _stack_experts(
     shape: tuple[int, ...], parts: Sequence[StoredTensor], files: Sequence[DeepSpeedFile], name: str
 ) -> ShardTable:
+    """The shards of a tensor of ``shape`` whose row i is ``parts[i]`` in ``files[i]``."""
     shards = []
     for number, (part, file) in enumerate(zip(parts, files, strict=True)):
         if tuple(part.shape) != shape[1:] or part.dtype is not parts[0].dtype or not part.is_contiguous:
@@ -181,7 +186,7 @@ def _stack_experts(
 def open_stage3(
     source: Source, files: TagFiles, model: ModelStates, optim: OptimStates, autoep_layers: AutoEPLayers
 ) -> AutoEPStage3ManifestBuilder:
-    """A run in stage 3. Raises FormatError as ``read`` does."""
+    """The builder of a run in stage 3. Raises FormatError as ``read`` does."""
     if optim.stage < 3:
         raise IncompleteError("the files of its experts are missing", path=files.prefix + expert_file_name(0, 0))
     world_size = optim.world_size
@@ -236,7 +241,12 @@ def _check_sub_groups(model: ModelStates, autoep_layers: AutoEPLayers, path: str
 
 @dataclass(kw_only=True)
 class AutoEPStage3ManifestBuilder(AutoEPManifestBuilder):
-    """Stage 3. ``expert_ranks`` are the expert-parallel ranks of all ranks."""
+    """Builds the manifest of a run in stage 3. ``expert_ranks`` has the expert-parallel rank of each rank.
+
+    A tensor of 4 experts on 4 ranks with the expert-parallel ranks 0, 1, 0, 1:
+        rows 0 and 1, the experts of expert-parallel rank 0, are cut over ranks 0 and 2,
+        rows 2 and 3, the experts of expert-parallel rank 1, are cut over ranks 1 and 3.
+    """
 
     expert_ranks: Ints
     autoep_layers: AutoEPLayers
@@ -254,12 +264,12 @@ class AutoEPStage3ManifestBuilder(AutoEPManifestBuilder):
         }
 
     def _locate_on_all_ranks(self, name: str, intervals: FlatIntervals) -> list[FlatIntervals]:
+        """Intervals of the rows of each expert-parallel rank; one item if ``name`` is not of experts. ``intervals`` are
+        those of one expert-parallel rank, and number its data-parallel ranks from 0."""
         if self.autoep_layers.find_layer(name) is None:
             return [intervals]
-        data_ranks = (
-            self._list_data_ranks(int(intervals.flats[0]), rank)
-            for rank in range(self.num_expert_ranks[int(intervals.flats[0])])
-        )
+        flat = int(intervals.flats[0])
+        data_ranks = (self._list_data_ranks(flat, rank) for rank in range(self.num_expert_ranks[flat]))
         return [replace(intervals, ranks=own[intervals.ranks]) for own in data_ranks]
 
     def _list_expert_ranks(self, flat: int, *, is_data_first: bool) -> Ints:
@@ -292,7 +302,7 @@ def read_expert_ranks(source: Source, paths: Sequence[str], world_size: int) -> 
 
 @dataclass(kw_only=True)
 class AutoEPRankManifestBuilder(ExpertRankManifestBuilder):
-    """Without ZeRO: the weights of one expert-parallel rank, and its optimizer. ``expert_tables`` are its experts."""
+    """Builds the manifest of one expert-parallel rank. ``expert_tables`` has the shards of its experts' tensors."""
 
     autoep_layers: AutoEPLayers
     expert_tables: Mapping[str, ShardTable]
@@ -309,7 +319,7 @@ class AutoEPRankManifestBuilder(ExpertRankManifestBuilder):
 
 @dataclass(frozen=True, slots=True)
 class AutoEPMergeRules(MergeRules):
-    """Experts are cut along their first dim, and all else is on every rank."""
+    """Joins experts along their first dim; all else is a copy on every rank."""
 
     autoep_layers: AutoEPLayers
 
@@ -353,7 +363,7 @@ def _read_without_zero(
         parts, AutoEPMergeRules({}, autoep_layers.path, autoep_layers), part_name="expert-parallel rank"
     ).merge_manifests()
     literals = {name: data for part in parts for name, data in part.literals.items()}
-    # The steps of experts are one number of one tensor.
+    # A tensor of experts has one step, for which each expert-parallel rank has a value.
     equal_steps = [
         EqualPair(f"{key} of expert-parallel ranks 0 and {rank}", entry, part.tensors[key])
         for key, entry in parts[0].tensors.items()
@@ -365,7 +375,8 @@ def _read_without_zero(
 
 
 def _read_local_shapes(source: Source, autoep_layers: AutoEPLayers, files: ExpertFiles) -> dict[str, Shape]:
-    """The shapes of one rank's experts, which no file states without ZeRO, by the first expert of each layer."""
+    """The shapes of one rank's tensors of experts, from the file of each layer's first expert: without ZeRO no file
+    states them."""
     shape_by_name: dict[str, Shape] = {}
     for layer in autoep_layers.layers:
         path = files.weight_paths.get((layer.moe_number, 0))

@@ -94,7 +94,8 @@ def _open_zero_run(
 def read_mapped_partitions(
     source: Source, paths: Sequence[str], optim: OptimStates
 ) -> tuple[RankPartitions, list[list[SliceMapping]]]:
-    """All ranks, and their ``param_slice_mappings``. Raises FormatError as ``read_partitions`` does."""
+    """The vectors of all ranks, and the ``param_slice_mappings`` of each. Raises UnsupportedError if a file has none;
+    FormatError as ``read_partitions`` does."""
     mappings_by_rank: list[list[SliceMapping]] = []
 
     def collect_mappings(states: OptimStates) -> None:
@@ -110,30 +111,29 @@ def read_mapped_partitions(
 
 
 def _count_ranks_by_layer(model: ModelStates, num_expert_ranks: Mapping[int, int], path: str) -> dict[str, int]:
-    """The number of ranks of each layer's experts, by the partitions of their groups."""
+    """The number of expert-parallel ranks of each layer with experts, by prefix, from the partitions of its groups.
+    Raises MalformedError if a layer's groups differ in it, or if a group without experts is not cut over all ranks."""
     ranks_by_prefix: dict[str, int] = {}
     for flat, shapes in enumerate(model.param_shapes):
         for name in shapes if flat in num_expert_ranks else ():
             parts = split_expert_name(name)
-            num_ranks = (
-                num_expert_ranks[flat]
-                if parts is None
-                else ranks_by_prefix.setdefault(parts[0], num_expert_ranks[flat])
-            )
-            if num_ranks != num_expert_ranks[flat] or (parts is None and num_ranks > 1):
-                raise MalformedError(
-                    f"its group {flat} of partitions is cut over {num_expert_ranks[flat]} sets of ranks",
-                    path=path,
-                    key=name,
-                )
+            num_ranks = num_expert_ranks[flat]
+            expected_ranks = 1 if parts is None else ranks_by_prefix.setdefault(parts[0], num_ranks)
+            if num_ranks != expected_ranks:
+                why = f"its group {flat} of partitions is cut over {num_ranks} sets of ranks"
+                raise MalformedError(why, path=path, key=name)
     return ranks_by_prefix
 
 
 @dataclass(kw_only=True)
 class MoEManifestBuilder(ZeroManifestBuilder):
-    """A run with ZeRO-1 or -2. ``model`` is the whole one, ``local_model`` that of rank 0. ``num_expert_ranks`` are the
-    expert-parallel ranks of each flat, 1 if it has no experts. ``mappings_by_rank`` are the ``param_slice_mappings``
-    of all ranks."""
+    """Builds the manifest of a run with ZeRO-1 or -2.
+
+    ``model`` has the experts of all ranks, ``local_model`` those of rank 0 under its names. ``num_expert_ranks`` is the
+    number of expert-parallel ranks by flat, 1 if it has no experts. ``mappings_by_rank`` are the
+    ``param_slice_mappings`` of all ranks. "Data-parallel ranks" of an expert-parallel rank are the ranks with its
+    experts.
+    """
 
     experts: MoEExperts
     local_model: ModelStates
@@ -161,10 +161,11 @@ class MoEManifestBuilder(ZeroManifestBuilder):
     # Which rank has which experts
 
     def _list_data_ranks(self, flat: int, rank: int) -> Ints:
-        """The data-parallel ranks of an expert-parallel one, in the order of their partitions."""
+        """The data-parallel ranks of expert-parallel rank ``rank``, in the order of their partitions."""
         return np.flatnonzero(self._list_expert_ranks(flat, is_data_first=self._is_data_first) == rank)
 
     def _list_expert_ranks(self, flat: int, *, is_data_first: bool) -> Ints:
+        """The expert-parallel rank of each rank: 0, 1, 0, 1, or with ``is_data_first`` 0, 0, 1, 1, for two on four."""
         all_ranks = np.arange(len(self.mappings_by_rank), dtype=np.int64)
         expert_ranks: Ints = (
             all_ranks // self._count_partitions(flat) if is_data_first else all_ranks % self.num_expert_ranks[flat]
@@ -186,6 +187,11 @@ class MoEManifestBuilder(ZeroManifestBuilder):
         )
 
     def _find_wrong_rank(self, *, is_data_first: bool) -> int | None:
+        """The first rank whose mapping does not fit this order of ranks; None if all do.
+
+        A rank has the partition of the group's parameters whose position is the number of ranks before it with the same
+        experts. Its mapping must be what cutting the group gives for that partition.
+        """
         for flat, shapes in enumerate(self.local_model.param_shapes):
             expected_mappings = self._compute_mappings(
                 flat, {name: shapes[name] for name in self._list_local_params(flat)}
@@ -201,7 +207,7 @@ class MoEManifestBuilder(ZeroManifestBuilder):
         return None
 
     def _compute_mappings(self, flat: int, shapes: Mapping[str, Shape]) -> list[dict[str, tuple[int, int]]]:
-        """The elements of a group in each partition, and their starts, by name."""
+        """For each partition of a group, the mapping by name that a rank with it states."""
         masters, paddings = self.partitions.masters, self.partitions.paddings
         partition_numel = find_partition_numel(flat, masters, paddings)
         mappings: list[dict[str, tuple[int, int]]] = [{} for _ in range(self._count_partitions(flat))]
@@ -218,11 +224,11 @@ class MoEManifestBuilder(ZeroManifestBuilder):
 
     # What is not cut
 
-    def _find_scalars(self, pieces: FlatIntervals) -> ScalarsByFlat:
-        """The scalars of the first rank that has these experts."""
-        flat = int(pieces.flats[0])
-        expert_ranks = self._list_expert_ranks(flat, is_data_first=self._is_data_first)
-        return self._get_scalars_of_rank(int(np.flatnonzero(expert_ranks == expert_ranks[int(pieces.ranks[0])])[0]))
+    def _find_scalars(self, intervals: FlatIntervals) -> ScalarsByFlat:
+        """The scalars of the first rank that has the experts of the first rank in ``intervals``."""
+        expert_ranks = self._list_expert_ranks(int(intervals.flats[0]), is_data_first=self._is_data_first)
+        own_rank = expert_ranks[int(intervals.ranks[0])]
+        return self._get_scalars_of_rank(int(np.flatnonzero(expert_ranks == own_rank)[0]))
 
     def _get_scalars_of_rank(self, rank: int) -> ScalarsByFlat:
         """The scalars of a rank; ``self.scalars`` itself if they are equal to those of rank 0. Raises MalformedError if

@@ -54,7 +54,8 @@ def read(source: Source, tag_files: TagFiles, files: ExpertFiles) -> Manifest:
 
 
 def _count_expert_ranks(optimizers: Sequence[stage0.SavedOptimizer], files: ExpertFiles) -> int:
-    """The expert-parallel ranks, as groups of experts are called after them. Raises FormatError."""
+    """The number of expert-parallel ranks N. Raises UnsupportedError if a group of experts is not called ``ep_size_N``,
+    or is of fewer ranks; IncompleteError if there are fewer files than ranks."""
     for path, optimizer in zip(files.optim_paths, optimizers, strict=True):
         for group in optimizer.groups:
             if not group.get("moe"):
@@ -75,14 +76,15 @@ def _count_expert_ranks(optimizers: Sequence[stage0.SavedOptimizer], files: Expe
 
 @dataclass(kw_only=True)
 class ExpertRankManifestBuilder(stage0.Stage0ManifestBuilder, ABC):
-    """The optimizer of one expert-parallel rank."""
+    """Builds the manifest of the optimizer of one expert-parallel rank, ``rank``."""
 
     rank: int
 
     remedy = "resume the run and save it with ZeRO stage 1"
 
     def _match_numbers(self, parameters: Mapping[str, Shape]) -> dict[int, str] | None:
-        """Groups of experts have only this rank's, and no other group has an expert."""
+        """The name of each number. Groups of experts have only this rank's experts, and no other group has an expert, so
+        the two kinds are matched apart: together, an expert's number could fit another parameter of its shape."""
         found: dict[int, str] = {}
         for is_expert in (False, True):
             groups = [
@@ -126,7 +128,8 @@ class MoERankManifestBuilder(ExpertRankManifestBuilder):
 
 
 def _merge_ranks(parts: Sequence[MoERankManifestBuilder]) -> Manifest:
-    """The manifests of all expert-parallel ranks as one. Raises MalformedError."""
+    """The manifests of all expert-parallel ranks as one; what several have is the first one's. Raises MalformedError if
+    their param groups differ."""
     manifests = [part.build_manifest() for part in parts]
     first = manifests[0]
     tensors: dict[StateKey, TensorEntry] = {}
