@@ -31,6 +31,7 @@ def check_file_count(paths: Sequence[str], world_size: int) -> None:
 
 
 def check_rank_count(paths: tuple[str, ...], optim: OptimStates) -> None:
+    """Raises FormatError if ``paths`` are not one file a rank, or if the optimizer is of a run with experts."""
     if len(set(optim.partition_counts)) > 1:
         raise IncompleteError(
             "its param groups are cut into different numbers of partitions, as those of experts are, and there are no "
@@ -41,6 +42,8 @@ def check_rank_count(paths: tuple[str, ...], optim: OptimStates) -> None:
 
 
 def check_model_file(model: ModelStates, optim: OptimStates) -> None:
+    """Raises FormatError if the run has experts that are not in the files, or if model and optimizer differ in the
+    number of ranks."""
     check_experts(model)
     if optim.state_dict.get(PARTITION_GROUPS_ENTRY) is not None:
         raise UnsupportedError(
@@ -57,7 +60,8 @@ def check_model_file(model: ModelStates, optim: OptimStates) -> None:
 
 
 def check_expert_run(files: TagFiles, model: ModelStates, optim: OptimStates) -> None:
-    """Raises FormatError where the files are not those of all ranks, or the optimizer is one that is not read."""
+    """Checks a run with experts. Raises FormatError if the optimizer's files are not those of all ranks, or if the
+    optimizer is one that is not read for such a run."""
     world_size, path = model.file.content.get("dp_world_size"), model.file.path
     if type(world_size) is not int or not 0 < world_size <= 1 << 24:
         raise MalformedError("it does not state the number of ranks (dp_world_size)", path=path)

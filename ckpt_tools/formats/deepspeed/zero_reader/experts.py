@@ -22,7 +22,7 @@ from ckpt_tools.stores.source import Source
 
 @dataclass(frozen=True, slots=True)
 class MoELayer:
-    """The experts of one layer: ``prefix`` is what their names start with, ``files`` are in the order of numbers."""
+    """The experts of one layer. ``prefix`` is the start of their names, ``files`` are in the order of their numbers."""
 
     prefix: str
     files: tuple[DeepSpeedFile, ...]
@@ -34,17 +34,18 @@ class MoELayer:
 
 @dataclass(frozen=True, slots=True)
 class MoEExperts:
-    """All layers with experts by their prefix, and how many of each layer's experts a rank has."""
+    """All layers with experts by their prefix, and the number of each layer's experts that a rank has."""
 
     layers: Mapping[str, MoELayer]
     num_local_experts: Mapping[str, int]
 
     def count_expert_ranks(self, prefix: str) -> int:
-        """Expert-parallel ranks of a layer."""
+        """Number of expert-parallel ranks of a layer."""
         return len(self.layers[prefix].files) // self.num_local_experts[prefix]
 
     def make_whole_name(self, name: str, rank: int) -> str:
-        """The name among all experts of what expert-parallel rank ``rank`` calls ``name``."""
+        """The name, with the number among all experts, of the tensor that expert-parallel rank ``rank`` calls
+        ``name``."""
         name_parts = split_expert_name(name)
         if name_parts is None:
             return name
@@ -52,7 +53,8 @@ class MoEExperts:
         return f"{prefix}{rank * self.num_local_experts[prefix] + number}.{suffix}"
 
     def expand_names(self, names: Iterable[str]) -> list[tuple[str, str]]:
-        """The name of rank 0 and the whole name of each, in the order of a model that has all experts."""
+        """Pairs of the local name and the whole name of every tensor of all ranks, in the order of a model that has all
+        experts; ``names`` are the local ones of rank 0."""
         name_pairs: list[tuple[str, str]] = []
         for prefix, run in groupby(names, _find_expert_prefix):
             local_names = list(run)
@@ -61,7 +63,8 @@ class MoEExperts:
         return name_pairs
 
     def add_all_experts(self, model: ModelStates) -> ModelStates:
-        """The model of rank 0 with the experts of all ranks. Raises FormatError where names do not fit."""
+        """``model``, that of rank 0, with the experts of all ranks. Raises FormatError if a buffer is in no file, or if
+        a tie joins an expert to a tensor that is not one."""
         values = list(self._list_values(model))
         module = {name: value for name, value, _ in values}
         buffers = self._expand_buffers(model, module)
@@ -80,7 +83,8 @@ class MoEExperts:
         )
 
     def _list_values(self, model: ModelStates) -> Iterator[tuple[str, Value, DeepSpeedFile]]:
-        """Values in the order of the model: experts come after the gate of their layer."""
+        """Name, value and file of everything in the whole model, in its order: the experts of a layer follow its gate.
+        Those of layers without a gate come first."""
         last_name_by_prefix = {_find_layer_of_gate(name, self.layers): name for name in model.module}
         prefix_after_name = {name: prefix for prefix, name in last_name_by_prefix.items() if prefix is not None}
         for prefix, layer in self.layers.items():
@@ -121,7 +125,7 @@ def _find_expert_prefix(name: str) -> str | None:
 
 
 def _find_layer_of_gate(name: str, layers: Mapping[str, MoELayer]) -> str | None:
-    """The layer of experts that the gate's weight ``name`` belongs to."""
+    """The prefix of the experts whose layer has the value ``name`` beside them, as a gate's weight; None for others."""
     head, infix, _ = name.rpartition(".deepspeed_moe.")
     prefix = head + EXPERT_INFIX
     return prefix if infix and prefix in layers else None
@@ -162,7 +166,7 @@ def open_expert_layers(source: Source, model: ModelStates, files: ExpertFiles) -
 
 
 def _read_expert_counts(model: ModelStates) -> list[int]:
-    """``num_experts``: of each layer the experts of all ranks."""
+    """``num_experts``: for each layer the number of experts of all ranks. Raises UnsupportedError if it is no list."""
     expert_counts = model.file.content.get("num_experts")
     if not isinstance(expert_counts, list) or not all(
         type(count) is int and 0 < count <= MAX_EXPERTS for count in expert_counts
@@ -177,7 +181,8 @@ def _read_expert_counts(model: ModelStates) -> list[int]:
 
 
 def _build_layer(files: Sequence[DeepSpeedFile]) -> MoELayer:
-    """Raises MalformedError where a file has other names or shapes than that of the first expert."""
+    """The layer of the experts in ``files``. Raises MalformedError if a file has other names or shapes than that of the
+    first expert."""
     first_description = _describe_expert(files[0], 0)
     prefix = next(iter(first_description), ("", ""))[0]
     for number, file in enumerate(files):
@@ -191,7 +196,8 @@ def _build_layer(files: Sequence[DeepSpeedFile]) -> MoELayer:
 
 
 def _describe_expert(file: DeepSpeedFile, number: int) -> dict[tuple[str, str], str]:
-    """The shape and dtype of each tensor. Raises MalformedError where it is of an expert of another number."""
+    """Shape and dtype of each tensor, as text, by the prefix of its layer and the end of its name. Raises
+    MalformedError if one is of an expert of another number than ``number``."""
     description: dict[tuple[str, str], str] = {}
     for name, value in file.content.items():
         parts = split_expert_name(name) if isinstance(name, str) else None
@@ -205,8 +211,8 @@ def _describe_expert(file: DeepSpeedFile, number: int) -> dict[tuple[str, str], 
 def count_local_experts(
     layers: Mapping[str, MoELayer], model: ModelStates, num_ranks: Mapping[str, int]
 ) -> dict[str, int]:
-    """The number of rank 0's experts of each layer; ``num_ranks`` has the number of ranks of the experts of layers that
-    train. Raises FormatError if rank 0 has the names of another number."""
+    """The number of rank 0's experts by layer. ``num_ranks`` has the number of expert-parallel ranks of layers that
+    train. Raises FormatError if the names of rank 0 are not those of its experts."""
     numbers_by_prefix: dict[str, set[int]] = {prefix: set() for prefix in layers}
     names = (*model.trainable, *model.frozen_shapes, *model.buffers, *model.ties, *model.ties.values())
     for prefix, number, _ in filter(None, map(split_expert_name, names)):
@@ -225,8 +231,9 @@ def count_local_experts(
 def _count_local_experts_of_layer(
     prefix: str, expert_numbers: set[int], num_experts: int, num_ranks: Mapping[str, int], model: ModelStates
 ) -> int:
-    """A layer that rank 0 does not mention has nothing to be renamed."""
+    """``expert_numbers`` are those in the names of rank 0."""
     ranks = num_ranks.get(prefix)
+    # If no name of rank 0 has the layer, any number will do: there is nothing to rename.
     count = (len(expert_numbers) or num_experts) if ranks is None else num_experts // ranks
     if (
         not count

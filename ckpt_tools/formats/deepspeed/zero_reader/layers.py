@@ -30,9 +30,9 @@ SAMPLE_ELEMENTS = 1024
 
 @dataclass(frozen=True, slots=True)
 class StageShapes:
-    """The shapes of a stage's parameters by its files, and the masters of the tied ones.
+    """Shapes of a stage's parameters as its own files state them, and the masters of its tied ones.
 
-    A shape is None where only the number of elements is known, ``numels``.
+    A shape is None if the files state only the number of elements, which is in ``numels``.
     """
 
     model: ModelStates
@@ -45,19 +45,22 @@ class StageShapes:
         return {*self.shapes, *self.model.buffers}
 
     def list_tied_modules(self) -> dict[str, set[str]]:
-        """The names of each tied module of the stage, by its prefix."""
+        """The names of each tied module of the stage, by its prefix, ``tied_modules.embed.``."""
         names_by_prefix: dict[str, set[str]] = {}
         for name in self.names:
             if name.startswith(TIED_PREFIX):
-                names_by_prefix.setdefault(TIED_PREFIX + name.removeprefix(TIED_PREFIX).split(".")[0] + ".", set()).add(
-                    name
-                )
+                key = name.removeprefix(TIED_PREFIX).split(".")[0]
+                names_by_prefix.setdefault(f"{TIED_PREFIX}{key}.", set()).add(name)
         return names_by_prefix
 
 
 @dataclass
 class PipelineLayers:
-    """The files of all layers, by number, and what the stages know of them."""
+    """The files of all layers, by number, and the shapes that the stages state.
+
+    ``build_models`` finds out which files belong to which stage: ``tied_files`` by the prefix of a tied module, and all
+    others in ``stage_by_layer``.
+    """
 
     source: Source
     layer_files: Mapping[int, DeepSpeedFile]
@@ -66,7 +69,8 @@ class PipelineLayers:
     stage_by_layer: dict[int, int] = field(default_factory=dict)
 
     def build_models(self) -> list[ModelStates]:
-        """Each stage's model with the tensors of its layers. Raises FormatError where they do not fit the stages."""
+        """Each stage's model with the tensors of its layers. Raises FormatError if they do not fit the stages."""
+        # A layer that no stage names (all its parameters are frozen) is of the same stage as the layer before it.
         stage = 0
         for number in sorted(self.layer_files):
             named_stage = self._find_stage(number)
@@ -79,14 +83,16 @@ class PipelineLayers:
         return [self._build_model(stage, stage_shapes) for stage, stage_shapes in enumerate(self.stages)]
 
     def find_unnamed_files(self) -> Iterator[DeepSpeedFile]:
-        """The files of layers that could be tied ones: they have only frozen parameters, which nothing names."""
+        """The files of layers without trained parameters or buffers, which no stage names. They could be of tied
+        modules."""
         for number in self.stage_by_layer:
             values = self.layer_files[number].content.values()
             if self._find_stage(number) is None and any(isinstance(value, StoredTensor) for value in values):
                 yield self.layer_files[number]
 
     def _find_stage(self, number: int) -> int | None:
-        """The stage that has a name of the layer."""
+        """The stage that has a parameter or buffer of the layer by name, ``3.weight``; None if there is none. Raises
+        MalformedError if several have."""
         stages = [
             stage
             for stage, stage_shapes in enumerate(self.stages)
@@ -100,7 +106,7 @@ class PipelineLayers:
         return stages[0] if stages else None
 
     def _find_tied_prefix(self, file: DeepSpeedFile) -> str | None:
-        """The tied module whose state dict ``file`` is, if it is one's."""
+        """The prefix of the tied module whose state dict is in ``file``; None if it is not that of a tied module."""
         for stage_shapes in self.stages:
             for prefix, names in stage_shapes.list_tied_modules().items():
                 if all(
@@ -111,6 +117,7 @@ class PipelineLayers:
         return None
 
     def _is_tied_value(self, stage_shapes: StageShapes, name: str, value: Value, file: DeepSpeedFile) -> bool:
+        """Whether ``value`` in ``file`` could be the tied parameter or buffer ``name`` of the stage."""
         if not isinstance(value, StoredTensor):
             return False
         if name not in stage_shapes.shapes:
@@ -125,7 +132,8 @@ class PipelineLayers:
         )
 
     def _is_cast_of_master(self, weight: ShardTable, master: ShardTable) -> bool:
-        """Whether the first elements of a weight are those of its masters, in its dtype."""
+        """Whether the first elements of a weight are those of ``master``, cast to the weight's dtype, bit for bit. Also
+        True if that cannot be computed."""
         if weight.dtype not in CASTABLE or master.dtype not in CASTABLE or weight.strides is not None:
             return True
         weight_bytes, master_bytes = read_first_elements(self.source, weight), read_first_elements(self.source, master)
@@ -155,7 +163,8 @@ class PipelineLayers:
         return replace(stage_shapes.model, module=module, value_files=value_files, param_shapes=shapes)
 
     def _list_values(self, stage: int, stage_shapes: StageShapes) -> Iterator[tuple[str, Value, DeepSpeedFile]]:
-        """Tied modules come first, as ``PipelineModule`` registers them."""
+        """Name, value and file of everything in a stage's model. Tied modules come first, as ``PipelineModule``
+        registers them."""
         for prefix, file in self.tied_files.items():
             if prefix in stage_shapes.list_tied_modules():
                 yield from ((prefix + _require_text_key(key, file), value, file) for key, value in file.content.items())
@@ -167,7 +176,7 @@ class PipelineLayers:
 
 
 def read_first_elements(source: Source, table: ShardTable) -> bytes:
-    """The first elements, or those of its first part."""
+    """The bytes of the first elements of a tensor, at most ``SAMPLE_ELEMENTS``, as far as its first shard has them."""
     first_row = int(np.argmin(table.starts[:, 0])) if len(table) > 1 else 0
     start, stop = int(table.byte_starts[first_row]), int(table.byte_stops[first_row])
     stop = min(stop, start + SAMPLE_ELEMENTS * table.dtype.item_bytes)

@@ -1,4 +1,4 @@
-"""Whether the files of a pipeline's layers are all there, as far as the stages' optimizers show it without ZeRO.
+"""Checks that the files of a pipeline's layers are all there, as far as the stages' optimizers show it without ZeRO.
 
 No file names the layers of the model or their parameters. But a stage has consecutive layers, and its optimizer has
 states or masters of the shapes of their parameters. So the layers are cut into stages such that each has a tensor for
@@ -28,18 +28,19 @@ from ckpt_tools.formats.deepspeed.zero_reader.stage0 import SavedOptimizer
 from ckpt_tools.stores.source import Source
 
 ELEMENTWISE_SLOTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "sum")
-"""State that has an element for each one of its parameter, in torch's and DeepSpeed's optimizers."""
+"""Slots that have as many elements as their parameter, in torch's and DeepSpeed's optimizers."""
 
 
 UNLISTED_LAYERS = "layers without a file, if the run has any"
-"""The subject of the note of :func:`untold`."""
+"""The subject of the note of ``note_unlisted_layers``."""
 
 ParameterIdentity = tuple[Shape | None, bytes]
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShapes:
-    """The tensors in the file of a layer that may be parameters. ``stage`` is the one that names a buffer of it."""
+    """The shapes of the tensors in the file of a layer that may be parameters. ``stage`` is the stage that names a
+    buffer of the layer, None if there is none."""
 
     number: int
     shapes: Counter[Shape]
@@ -47,7 +48,7 @@ class LayerShapes:
 
     @classmethod
     def of(cls, number: int, file: DeepSpeedFile, buffers: Sequence[frozenset[str]]) -> LayerShapes:
-        """``buffers`` are the names of each stage."""
+        """``buffers`` are the names of the buffers of each stage."""
         prefix = f"{number}."
         stages = [stage for stage, names in enumerate(buffers) if any(name.startswith(prefix) for name in names)]
         known_buffers = frozenset[str]().union(*buffers)
@@ -58,8 +59,8 @@ class LayerShapes:
 
 @dataclass(frozen=True, slots=True)
 class OptimizedParameter:
-    """A parameter of an optimizer, or a flat group of them: what is known of it. ``first_elements`` are its first
-    elements."""
+    """A parameter of an optimizer, or a flat group of parameters. ``shape`` is None for a group, and for a parameter
+    without state, which has no ``first_elements`` either: bytes of its first masters or moments."""
 
     shape: Shape | None
     numel: int
@@ -89,10 +90,10 @@ def _read_parameter(source: Source, saved: SavedOptimizer, number: int) -> Optim
 
 @dataclass(frozen=True, slots=True)
 class RequiredTensors:
-    """The tensors that the layers of a stage must hold: those of ``shapes``, ``num_unknown`` others, and so many
-    elements.
+    """The tensors that the layers of a stage must hold: tensors of ``shapes``, ``num_unknown`` of any shape, and
+    ``numel`` elements in flat groups.
 
-    What is ``tied_shapes`` may be in a layer of another stage.
+    Those of ``tied_shapes``, and with ``has_tied_group`` elements of flat groups, may be in a layer of another stage.
     """
 
     path: str
@@ -120,8 +121,8 @@ class RequiredTensors:
         )
 
     def describe_missing(self, own_shapes: Counter[Shape], other_shapes: Counter[Shape]) -> str | None:
-        """The tensors that are missing in its own layers and not tied to those of ``other_shapes``; None if there are
-        none."""
+        """Text on the tensors that are missing in the stage's own layers and not tied to those in layers of other
+        stages; None if there are none."""
         missing = (
             self.shapes
             - own_shapes
@@ -130,6 +131,7 @@ class RequiredTensors:
         if missing:
             shape, number = min(missing.items())
             return f"{format_count(number, 'parameter')} of shape {list(shape)}"
+        # Parameters without state may be any tensors that are left.
         num_elsewhere = (self.shapes - own_shapes).total()
         num_spare = own_shapes.total() - (self.shapes.total() - num_elsewhere)
         if num_spare < self.num_unknown:
@@ -147,8 +149,9 @@ def check_no_layer_missing(
 ) -> None:
     """Checks ``layers``, in order of number, against each stage's model file and its optimizer's parameters.
 
-    Every stage takes the fewest layers that will do, which leaves most for those after it. Raises IncompleteError if in
-    no cut of the layers into stages has every stage the tensors that its optimizer needs.
+    Every stage takes the fewest layers that will do. That leaves most layers for those after it, so if one of them then
+    lacks tensors, it lacks them in every cut. Raises IncompleteError if in no cut of the layers into stages every stage
+    has the tensors that its optimizer needs.
     """
     # Parameters of more than one stage: tied ones, and flat groups that begin with one.
     counts = Counter(
@@ -168,16 +171,15 @@ def check_no_layer_missing(
                 raise _make_missing_layer_error(path, missing_text, layers, stop)
             stage_layer_shapes += layers[stop].shapes
             stop += 1
+    # All layers together must have what all stages need, where tied parameters count once.
     path = stages[-1][0]
-    missing_text = RequiredTensors.of(
-        path, _count_shared_once([own for _, own in stages]), frozenset()
-    ).describe_missing(all_shapes, Counter())
-    if missing_text is not None:
+    required = RequiredTensors.of(path, _count_shared_once([own for _, own in stages]), frozenset())
+    if (missing_text := required.describe_missing(all_shapes, Counter())) is not None:
         raise _make_missing_layer_error(path, missing_text, layers, len(layers))
 
 
 def _count_shared_once(stages: Sequence[Sequence[OptimizedParameter]]) -> list[OptimizedParameter]:
-    """All parameters, those of several stages once; of flat groups that begin alike, the largest."""
+    """The parameters of all stages, those of several stages once; of flat groups that begin alike, the largest one."""
     all_parameters = sorted((each for own in stages for each in own), key=lambda each: each.numel)
     largest_by_identity = {each.identity: each for each in all_parameters}
     identity_counts = reduce(or_, (Counter(each.identity for each in own if each.first_elements) for own in stages))
@@ -190,7 +192,7 @@ def _count_shared_once(stages: Sequence[Sequence[OptimizedParameter]]) -> list[O
 def _make_missing_layer_error(
     path: str, missing_text: str, layers: Sequence[LayerShapes], stop: int
 ) -> IncompleteError:
-    """The layer is one before that at ``stop``, or after the last."""
+    """The error for a missing layer: it is one before ``layers[stop]``, or after the last layer."""
     numbers = {layer.number for layer in layers}
     is_last = stop == len(layers)
     last_number = layers[-1].number if is_last else layers[stop].number

@@ -83,8 +83,8 @@ class ExpertRankManifestBuilder(stage0.Stage0ManifestBuilder, ABC):
     remedy = "resume the run and save it with ZeRO stage 1"
 
     def _match_numbers(self, parameters: Mapping[str, Shape]) -> dict[int, str] | None:
-        """The name of each number. Groups of experts have only this rank's experts, and no other group has an expert, so
-        the two kinds are matched apart: together, an expert's number could fit another parameter of its shape."""
+        """The name of each number. Groups of experts have only this rank's experts, and no other group has an expert.
+        So the two kinds are matched apart: together, an expert's number could fit another parameter of its shape."""
         found: dict[int, str] = {}
         for is_expert in (False, True):
             groups = [
