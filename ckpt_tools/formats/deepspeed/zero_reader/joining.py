@@ -19,7 +19,8 @@ from ckpt_tools.formats.state_dict.param_numbers import PER_RANK_BUFFERS
 
 @dataclass
 class ManifestMerger:
-    """The parts of all ranks, each ``part_name`` one, while they are joined."""
+    """Joins the manifests of all ranks, one part each. ``part_name`` says in messages which ranks these are; ``merges``
+    keeps the merge of each parameter, which all its slots share."""
 
     parts: Sequence[Manifest]
     rules: MergeRules
@@ -28,7 +29,7 @@ class ManifestMerger:
     notes: list[Note] = field(default_factory=list)
 
     def merge_manifests(self) -> Manifest:
-        """Raises FormatError where the parts do not fit each other or the rules."""
+        """The manifest of the whole model. Raises FormatError if the parts do not fit each other or the rules."""
         first = self.parts[0]
         names = [{key for key, entry in part.tensors.items() if entry.kind is not Kind.EXTRA} for part in self.parts]
         check_equal_parts(
@@ -52,7 +53,8 @@ class ManifestMerger:
         )
 
     def _list_equal_buffers(self) -> Iterator[EqualPair]:
-        """Buffers, for which there is no rule: of one shape they may be parts or copies."""
+        """Pairs of buffers whose bytes a conversion compares: there is no rule for buffers, and if their shapes are
+        equal they may be parts or copies."""
         for key, first in self.parts[0].select_kinds(Kind.BUFFER).items():
             for rank, part in enumerate(self.parts[1:], 1):
                 if key.fqn.rpartition(".")[2] not in PER_RANK_BUFFERS:
@@ -70,8 +72,8 @@ class ManifestMerger:
         return TensorEntry(merge.shape, first.dtype, first.kind, table)
 
     def _find_merge(self, key: StateKey, first: TensorEntry, shapes: Sequence[Shape]) -> ParameterMerge:
-        """All slots of a parameter are cut alike. A buffer is the same on every rank, because there is no rule for
-        buffers."""
+        """The merge of a tensor. All slots of a parameter are cut alike. A buffer has to be a copy on every rank: there
+        is no rule for buffers."""
         name, path = key.fqn, self.rules.path
         if first.kind is Kind.BUFFER:
             if len(set(shapes)) > 1:
@@ -91,7 +93,7 @@ class ManifestMerger:
 
 
 def check_equal_parts(*values: tuple[str, Sequence[object]], part_name: str, path: str) -> None:
-    """Raises MalformedError where ``values``, each a name and one value a part, differ between parts."""
+    """Raises MalformedError if parts differ in one of ``values``, each a description and one value a part."""
     for description, (first, *other_values) in values:
         for number, other in enumerate(other_values, 1):
             if other != first:
@@ -101,7 +103,8 @@ def check_equal_parts(*values: tuple[str, Sequence[object]], part_name: str, pat
 
 
 def note_differences(extras: Sequence[Mapping[str, Any]], parts_name: str, owners_name: str) -> list[Note]:
-    """A note on the entries in which ``parts_name`` differ from the first, whose are kept."""
+    """A note on the entries in which others of ``extras`` differ from the first, which is kept; empty if none differs.
+    ``parts_name`` and ``owners_name`` name the parts in its text."""
     first, *other_entries = [{name: to_comparable_text(value) for name, value in extra.items()} for extra in extras]
     names = [name for name in first if any(other.get(name) != first[name] for other in other_entries)]
     why = f"{parts_name} differ in it, and that of the first is kept"

@@ -1,8 +1,8 @@
-"""A run of ``PipelineModule``: the manifests of its stages as the one of the whole model.
+"""A run of ``PipelineModule``: joins the manifests of its stages to that of the whole model.
 
 A stage has a model file without a model and its own optimizer, cut over the data-parallel ranks of the stage. Names
-and order are those of the same ``PipelineModule`` with one stage: tied modules first, then layers by number. Of a tied
-parameter each stage has an optimizer state; all are the same, and the first is read.
+and order are those of the same ``PipelineModule`` with one stage: tied modules first, then layers by number. Every
+stage that uses a tied parameter has optimizer state of it; all are the same, and the first is read.
 """
 
 from __future__ import annotations
@@ -41,9 +41,12 @@ from ckpt_tools.stores.source import Source
 
 @dataclass(frozen=True, slots=True)
 class StageFiles:
-    """The files of one stage, without its layers. ``zero_builder`` has the optimizer of a run with ZeRO; without,
-    ``saved_optimizer`` is the optimizer, if it has names for its parameters. ``literal_prefix`` sets what is read
-    apart from other stages."""
+    """The content of one stage's files, without those of its layers. ``path`` is its model file.
+
+    ``zero_builder`` has the optimizer of a run with ZeRO; with ``has_flat_shapes`` its parameters have flat shapes, as
+    only their numbers of elements are known. Without ZeRO, ``saved_optimizer`` is the optimizer if it names its
+    parameters. ``literal_prefix`` is in the names of literals, so that those of all stages differ.
+    """
 
     literal_prefix: str
     path: str
@@ -54,7 +57,7 @@ class StageFiles:
 
     @classmethod
     def of(cls, source: Source, number: int, files: TagFiles) -> StageFiles:
-        """Raises FormatError where a file is missing or damaged."""
+        """Opens ``files``, those of stage ``number``. Raises FormatError if one is missing or damaged."""
         literal_prefix, path = f"stage{number}." if number else "", files.require_model_paths(0)[0]
         model = ModelStates.of_pipeline_stage(DeepSpeedFile.open(source, path))
         check_experts(model)
@@ -82,23 +85,21 @@ class StageFiles:
         return cls(literal_prefix, path, model, zero_builder, has_flat_shapes=True)
 
     def find_shapes(self) -> StageShapes:
-        """The parameters that the files of the stage state."""
+        """Shapes of the parameters that the files of the stage state."""
         trainable = self.model.trainable
         shapes: dict[str, Shape | None] = {
             name: None if self.has_flat_shapes else shape for name, shape in trainable.items()
         }
         masters = {}
         if self.zero_builder is not None:
-            table = self.zero_builder.partitions.masters.build_shard_table
-            masters = {
-                name: table(each)
-                for name, each in self.zero_builder.param_intervals.items()
-                if name.startswith(TIED_PREFIX)
-            }
+            vectors, intervals = self.zero_builder.partitions.masters, self.zero_builder.param_intervals
+            tied_names = [name for name in intervals if name.startswith(TIED_PREFIX)]
+            masters = {name: vectors.build_shard_table(intervals[name]) for name in tied_names}
         return StageShapes(self.model, shapes, {name: prod(shape) for name, shape in trainable.items()}, masters)
 
     def build_manifest(self, model: ModelStates) -> Manifest:
-        """The stage with its layers, as a checkpoint of its own."""
+        """The manifest of the stage as a checkpoint of its own; ``model`` has the tensors of its layers. Raises
+        MalformedError if the optimizer without ZeRO does not fit them."""
         if self.zero_builder is not None:
             return replace(self.zero_builder, model=model).build_manifest()
         if self.saved_optimizer is None:
@@ -114,6 +115,7 @@ class StageFiles:
 def _check_slice_mappings(
     zero_builder: ZeroManifestBuilder, mappings_by_rank: Sequence[Sequence[SliceMapping]]
 ) -> None:
+    """Raises MalformedError if the places that ranks state for parameters are not those of the cut of the groups."""
     stated_rows: set[tuple[str, int, int, int, int]] = set()
     for rank, groups in enumerate(mappings_by_rank):
         for group, mapping in enumerate(groups):
@@ -168,7 +170,8 @@ def read(source: Source, mp_rank_files: Sequence[TagFiles], layers_by_tp_rank: S
 def _read_tp_rank(
     source: Source, stages: Sequence[StageFiles], layer_paths: Mapping[int, str], rules: MergeRules | None = None
 ) -> Manifest:
-    """The model of one tensor-parallel rank. ``rules`` join it with others."""
+    """The manifest of one tensor-parallel rank. ``stages`` are its parts of all stages, ``layer_paths`` its files of
+    layers by number. ``rules`` are those by which it will be joined with other ranks."""
     layer_files = {number: DeepSpeedFile.open(source, path) for number, path in layer_paths.items()}
     pipeline_layers = PipelineLayers(source, layer_files, [stage.find_shapes() for stage in stages])
     models = pipeline_layers.build_models()
@@ -194,7 +197,8 @@ def _read_tp_rank(
 
 
 def _attach_named_optimizers(stages: Sequence[StageFiles]) -> Sequence[StageFiles]:
-    """The stages of a run without ZeRO with their optimizers, if each was made of named parameters."""
+    """``stages`` with their ``saved_optimizer``, if it is a run without ZeRO and every stage's optimizer was made of
+    named parameters; otherwise unchanged."""
     if stages[0].zero_builder is not None:
         return stages
     optimizers = [stage0.SavedOptimizer.of(stage.model.file) for stage in stages]
@@ -208,7 +212,7 @@ def _attach_named_optimizers(stages: Sequence[StageFiles]) -> Sequence[StageFile
 
 
 def _compute_flat_shapes(mappings_by_rank: Sequence[Sequence[SliceMapping]]) -> tuple[dict[str, Shape], ...]:
-    """The parameters of each group in its order, flat, from the places that each rank states.
+    """Flat shapes ``(numel,)`` of each group's parameters in their order, from the places that each rank states.
 
     A bf16 run without ZeRO has BF16_Optimizer's partitions and no param_shapes.
     """
@@ -224,7 +228,7 @@ def _compute_flat_shapes(mappings_by_rank: Sequence[Sequence[SliceMapping]]) -> 
 
 @dataclass
 class StageMerger:
-    """The manifests of all stages while they are joined; ``path`` is a file for messages."""
+    """Joins the manifests of all stages; ``path`` is a file for messages."""
 
     parts: Sequence[Manifest]
     layer_numbers: Sequence[int]
@@ -232,7 +236,7 @@ class StageMerger:
     notes: list[Note] = field(default_factory=list)
 
     def merge_stages(self) -> Manifest:
-        """Raises MalformedError where the stages do not fit each other."""
+        """The manifest of all stages. Raises MalformedError if they do not fit each other."""
         first = self.parts[0]
         check_equal_parts(
             ("ZeRO stage", [part.format for part in self.parts]),
@@ -267,7 +271,8 @@ class StageMerger:
         )
 
     def _merge_tensors(self) -> dict[StateKey, TensorEntry]:
-        """Tied modules first; what the user keeps is the first stage's, but for what layers keep."""
+        """The tensors of all stages, tied modules first. A tied one is the first stage's that has it. Of the tensors in
+        extras only the first stage's are kept, and those in values of modules."""
         entry_by_key: dict[StateKey, TensorEntry] = {}
         for stage, part in enumerate(self.parts):
             for key, entry in part.tensors.items():
@@ -281,7 +286,8 @@ class StageMerger:
         }
 
     def _merge_groups(self) -> Iterator[ParamGroup]:
-        """The groups of the stages, number by number; stage by stage where they differ."""
+        """Joins the groups of the stages, number by number, if these have the same hyperparameters. Otherwise each
+        stage's groups stay groups of their own, and a tied parameter is in the first."""
         first = self.parts[0].groups
         options = [[to_comparable_text(group.options) for group in part.groups] for part in self.parts]
         if all(each == options[0] for each in options):
@@ -301,7 +307,7 @@ class StageMerger:
                     yield replace(group, params=params)
 
     def _merge_extra(self) -> dict[str, Any]:
-        """The entries of the first stage, with those of the modules of all stages."""
+        """The extras of the first stage, with the values of the modules of all stages."""
         extra = drop_partition_entries(self.parts[0].extra)
         module_values = {
             name: value for part in self.parts for name, value in _get_deepspeed_entries(part).get("module", {}).items()
@@ -317,7 +323,8 @@ def _get_deepspeed_entries(part: Manifest) -> dict[str, Any]:
 
 
 def _flatten_entries(part: Manifest) -> dict[str, Any]:
-    """The extras without what modules keep, entry by entry of DeepSpeed's own."""
+    """The extras of a stage as one level of entries, without the values of modules: those of ``deepspeed`` under names
+    such as ``deepspeed.ds_config``."""
     deepspeed_entries = _get_deepspeed_entries(part)
     other_entries = {name: value for name, value in part.extra.items() if name != "deepspeed"}
     return other_entries | {f"deepspeed.{name}": value for name, value in deepspeed_entries.items() if name != "module"}
@@ -332,9 +339,9 @@ LayerNames = Mapping[str, tuple[str, ...]]
 
 
 def _apply_whole_names(manifest: Manifest, path: str) -> Manifest:
-    """The manifest under the names of the whole model, if the run states them. ``path`` is a file for messages. Raises
-    MalformedError if the entry is not of that form, or does not name each layer once; IncompleteError if there is no
-    tensor of a layer that it names."""
+    """The manifest under the names of the whole model, if the client state has ``PIPELINE_NAMES_ENTRY``; otherwise
+    unchanged. ``path`` is a file for messages. Raises MalformedError if the entry is malformed, or does not name each
+    layer once; IncompleteError if there is no tensor of a layer that it names."""
     client_state = manifest.extra.get("client_state")
     if not isinstance(client_state, Mapping) or PIPELINE_NAMES_ENTRY not in client_state:
         return manifest
@@ -360,7 +367,7 @@ def _apply_whole_names(manifest: Manifest, path: str) -> Manifest:
 
 
 def _find_layer(fqn: str) -> str:
-    """``1`` of ``1.norm.weight``, and ``tied_modules.embed`` of ``tied_modules.embed.weight``."""
+    """The layer of a tensor: ``1`` of ``1.norm.weight``, ``tied_modules.embed`` of ``tied_modules.embed.weight``."""
     parts = 2 if fqn.startswith(TIED_PREFIX) else 1
     return ".".join(fqn.split(".")[:parts])
 

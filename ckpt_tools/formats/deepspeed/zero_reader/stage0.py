@@ -52,7 +52,7 @@ def open_stage0_model(source: Source, files: TagFiles) -> DeepSpeedFile:
 
 
 class MasterSlice(NamedTuple):
-    """Elements ``[start, start + numel)`` of a flat group, which are a parameter."""
+    """The place of a parameter's masters: elements ``[start, start + numel)`` of the master with ``number``."""
 
     number: int
     start: int
@@ -75,7 +75,8 @@ class SavedOptimizer:
 
     @classmethod
     def of(cls, file: DeepSpeedFile) -> SavedOptimizer:
-        """Raises FormatError where it is neither torch's state nor that of DeepSpeed's two wrappers."""
+        """The optimizer in ``file``, empty if there is none. Raises FormatError if it is neither torch's state nor that
+        of DeepSpeed's two wrappers."""
         optimizer = file.content.get("optimizer")
         if optimizer is None:
             return cls(file)
@@ -97,8 +98,8 @@ class SavedOptimizer:
         return cls(file, _read_states(state_dict, file.path), groups, masters, is_flat, optimizer)
 
     def find_named_shapes(self) -> tuple[dict[str, Shape], ...] | None:
-        """The parameters of each group by the names that the optimizer itself has for them, with their shapes; None
-        where it has numbers alone, masters, or no state of a parameter."""
+        """Shapes of each group's parameters by the names that the optimizer itself has; None if it has only numbers, or
+        masters, or no state of a parameter."""
         shapes = self.find_shapes()
         groups = [(group["params"], _read_param_names(group)) for group in self.groups]
         if self.masters or any(names is None or not shapes.keys() >= {*numbers} for numbers, names in groups):
@@ -109,7 +110,8 @@ class SavedOptimizer:
         return tuple(shapes_by_name) or None
 
     def find_shapes(self) -> dict[int, Shape]:
-        """The one shape that a master, or else all state of a parameter, has."""
+        """Shapes by number: that of the master, or else the shape that all state of a parameter but ``step`` has. A
+        number without state, or with state of several shapes, is left out."""
         shape_by_number = {number: tuple(master.shape) for number, master in self.masters.items()}
         for number, slots in self.states.items():
             shapes = {
@@ -168,8 +170,12 @@ def _read_masters(
 
 @dataclass
 class Stage0ManifestBuilder:
-    """A checkpoint of stage 0 while it is read. ``literal_prefix`` sets it apart from others that join it.
-    ``optimizer_name`` is the name under which an optimizer is kept whose numbers are not understood."""
+    """Builds the manifest of a checkpoint of stage 0.
+
+    ``literals`` gathers plain numbers under names that start with ``literal_prefix``, so that those of several
+    checkpoints that are joined differ. ``optimizer_name`` is the name under which the optimizer is kept in the extras
+    if its numbers cannot be matched with parameters.
+    """
 
     model: ModelStates
     saved_optimizer: SavedOptimizer
@@ -184,8 +190,8 @@ class Stage0ManifestBuilder:
     )
 
     def build_manifest(self) -> Manifest:
-        """Raises FormatError where the files contradict themselves, and UnsupportedError where masters have no
-        names."""
+        """Raises FormatError if the files contradict themselves, UnsupportedError if masters cannot be matched with
+        parameters."""
         ties = find_aliases(self.model, lambda alias, one, other: True)
         tensors = dict(self._list_weights(ties))
         parameters = {key.fqn: entry.shape for key, entry in tensors.items() if entry.kind is Kind.PARAMETER}
@@ -236,10 +242,11 @@ class Stage0ManifestBuilder:
                 table = self.model.find_value_file(name).build_shard_table(value)
                 yield StateKey(name), TensorEntry(tuple(value.shape), value.dtype, kind, table)
 
-    # Which parameter is which
+    # Which number is which parameter
 
     def _find_group_members(self, parameters: Mapping[str, Shape]) -> list[dict[str, MasterSlice]] | None:
-        """The parameters of each group, or None where that cannot be proven. Raises UnsupportedError for masters."""
+        """The slices of each group's parameters by name; None if it cannot be proven which they are. Raises
+        UnsupportedError if that cannot be proven and there are masters."""
         names = self._match_numbers(parameters)
         if names is not None:
             numbers = [group["params"] for group in self.saved_optimizer.groups]
@@ -262,7 +269,11 @@ class Stage0ManifestBuilder:
         ]
 
     def _find_flat_members(self, parameters: Mapping[str, Shape]) -> list[dict[str, MasterSlice]]:
-        """The parameters of each flat group: those that are views into the one storage of its length."""
+        """The slices of each flat group's parameters by name. Raises UnsupportedError if they cannot be told.
+
+        The wrapper flattens the weights of a group, and they become views into that vector. So the storage that views
+        fill, and that is as long as the group's master, has its parameters in their order. If several are, none counts.
+        """
         names_by_storage: dict[str, dict[int, str]] = {}
         for name in parameters:
             value = self.model.module[name]
@@ -291,7 +302,8 @@ class Stage0ManifestBuilder:
         return group_members
 
     def _find_view_sizes(self, name_by_offset: Mapping[int, str]) -> dict[str, int] | None:
-        """The sizes of views that fill their storage from its start without gaps; None for any others."""
+        """The number of elements of each view by name, in order, if they fill the storage from its start without gaps;
+        None otherwise. ``name_by_offset`` are the views into one storage."""
         size_by_name: dict[str, int] = {}
         cursor = 0
         for offset in sorted(name_by_offset):
@@ -317,10 +329,8 @@ class Stage0ManifestBuilder:
                 yield StateKey(name, slot), TensorEntry((), table.dtype, Kind.STATE, table)
             elif value is not None:
                 other_states = self.extras.values.setdefault("deepspeed", {}).setdefault("optimizer_state", {})
-                entry_path = f"optimizer_state.{name}.{slot}"
-                other_states[f"{name}.{slot}"] = self.extras.replace_tensors(
-                    value, entry_path, self.saved_optimizer.file
-                )
+                path, file = f"optimizer_state.{name}.{slot}", self.saved_optimizer.file
+                other_states[f"{name}.{slot}"] = self.extras.replace_tensors(value, path, file)
 
     def _build_state_entry(
         self, name: str, shape: Shape, master_slice: MasterSlice, value: StoredTensor
@@ -337,13 +347,12 @@ class Stage0ManifestBuilder:
                 "state of a flat group is not cut like its masters", path=self.saved_optimizer.file.path
             )
         start = self.saved_optimizer.file.find_start_byte(value) + master_slice.start * value.dtype.item_bytes
-        byte_range = ByteRange(
-            self.saved_optimizer.file.path, start, start + master_slice.numel * value.dtype.item_bytes
-        )
+        stop = start + master_slice.numel * value.dtype.item_bytes
+        byte_range = ByteRange(self.saved_optimizer.file.path, start, stop)
         table = ShardTable.whole((master_slice.numel,), value.dtype, byte_range)
         return TensorEntry(shape, value.dtype, Kind.STATE, table)
 
-    # What is no tensor of the model
+    # Groups and extras
 
     def _build_group(self, number: int, names: Mapping[str, MasterSlice]) -> ParamGroup:
         options = {
@@ -366,8 +375,8 @@ class Stage0ManifestBuilder:
 
 
 def _read_param_names(group: Mapping[str, Value]) -> tuple[str, ...] | None:
-    """The names in an optimizer made of named parameters; None where a wrapper has dropped frozen ones and left their
-    names."""
+    """The names in an optimizer made of named parameters. None if there are none, or not one a parameter: a wrapper may
+    have dropped frozen parameters and left their names."""
     names = group.get("param_names")
     if not isinstance(names, list) or len(names) != len(group["params"]):
         return None

@@ -20,8 +20,9 @@ _UNSUPPORTED_FILES = {
 
 @dataclass(frozen=True, slots=True)
 class TagFiles:
-    """The files of one checkpoint. The model has one file, or in stage 3 one a rank; a folder that was written twice
-    may hold both, and the stage decides. Without ZeRO there are no files of the optimizer."""
+    """Paths of the files of one model-parallel rank, ``mp_rank``. The model has one file, or in stage 3 one a
+    data-parallel rank; a folder that was written twice may hold both, and the stage decides. Without ZeRO there are no
+    files of the optimizer. ``prefix`` is the start of all paths in the folder."""
 
     prefix: str
     mp_rank: int
@@ -41,8 +42,8 @@ class TagFiles:
 
 @dataclass(frozen=True, slots=True)
 class ExpertFiles:
-    """The files of experts by their layer among those with experts, and by their number in it. ``optim_paths`` are,
-    without ZeRO, those of the optimizer, one for each expert-parallel rank."""
+    """Paths of the files of experts by (layer, expert), the layer's number among those with experts and the expert's in
+    it. ``optim_paths`` are, without ZeRO, the optimizer's files, one for each expert-parallel rank."""
 
     prefix: str
     weight_paths: Mapping[tuple[int, int], str]
@@ -108,14 +109,13 @@ def _list_folder(source: Source, folder: str) -> tuple[str, list[str]]:
 def _group_by_numbers(
     names: Iterable[str], prefix: str, pattern: re.Pattern[str], outer_group: str, inner_group: str
 ) -> dict[int, dict[int, str]]:
-    """The files of a kind by two numbers in their names."""
+    """Paths of the files that match ``pattern``, by the numbers in two of its groups; a missing one is 0. Raises
+    MalformedError if two files have the same numbers."""
     paths_by_numbers: dict[int, dict[int, str]] = {}
     for name in names:
         if match := pattern.fullmatch(name):
-            files, number = (
-                paths_by_numbers.setdefault(int(match[outer_group] or 0), {}),
-                int(match.groupdict().get(inner_group, 0)),
-            )
+            files = paths_by_numbers.setdefault(int(match[outer_group] or 0), {})
+            number = int(match.groupdict().get(inner_group, 0))
             if number in files:
                 raise MalformedError(f"it and {files[number]} are both of {inner_group} {number}", path=prefix + name)
             files[number] = prefix + name
@@ -123,7 +123,7 @@ def _group_by_numbers(
 
 
 def _require_consecutive_ranks(path_by_rank: Mapping[int, str]) -> tuple[str, ...]:
-    """The files in the order of their ranks. Raises IncompleteError naming the first that is missing."""
+    """The paths in the order of their ranks. Raises IncompleteError for the first rank that has none."""
     for rank in range(len(path_by_rank)):
         if rank not in path_by_rank:
             raise IncompleteError(
