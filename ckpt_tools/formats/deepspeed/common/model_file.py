@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from typing import Any
 
 from ckpt_tools.core.boxes import Shape
+from ckpt_tools.core.manifest import StateKey, TensorEntry
 from ckpt_tools.core.values import StoredTensor, Value
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.deepspeed.common.files import ModelStates
 from ckpt_tools.formats.deepspeed.names import split_expert_name
+
+KeyedEntries = Iterator[tuple[StateKey, TensorEntry]]
 
 
 def check_parameter_names(model: ModelStates) -> None:

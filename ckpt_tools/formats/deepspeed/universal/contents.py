@@ -22,6 +22,7 @@ from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.deepspeed.common.files import DeepSpeedFile, ModelStates, require_entry
 from ckpt_tools.formats.deepspeed.common.fused_experts import DISTRIBUTION_ENTRIES
 from ckpt_tools.formats.deepspeed.common.model_file import (
+    KeyedEntries,
     check_parameter_names,
     find_aliases,
     is_round_robin,
@@ -35,13 +36,15 @@ from ckpt_tools.formats.deepspeed.universal.loader_limits import STEP_SLOT
 from ckpt_tools.formats.deepspeed.universal.states import SlotFileReader, UniversalFiles
 from ckpt_tools.formats.foreign import refuse_tensor_object
 
-KeyedEntries = Iterator[tuple[StateKey, TensorEntry]]
-
 
 @dataclass
 class UniversalManifestBuilder:
-    """A checkpoint while it is read. ``models`` has one a rank if DeepSpeed made it from stage 3, ``tp_models`` one a
-    tensor-parallel rank: trained parameters are whole in ``zero/``, and in parts in the model's files."""
+    """Builds the manifest of a universal checkpoint.
+
+    ``models`` are the model's files: several, one a rank, if DeepSpeed converted it from stage 3 and it has frozen
+    parameters. ``tp_models`` has one a tensor-parallel rank: trained parameters are whole in ``zero/``, and in parts in
+    these files.
+    """
 
     files: UniversalFiles
     models: tuple[ModelStates, ...]
@@ -83,13 +86,14 @@ class UniversalManifestBuilder:
 
     @cached_property
     def trainable(self) -> Mapping[str, Shape]:
-        """The whole shapes of what trains."""
+        """The whole shapes of trained parameters, by name."""
         if not self.is_tensor_parallel:
             return self.model.trainable
         return {name: self._read_whole_shape(name, shape) for name, shape in self.model.trainable.items()}
 
     def _read_whole_shape(self, name: str, part_shape: Shape) -> Shape:
-        """The shape of a parameter of a tensor-parallel run, which only its master's file has."""
+        """The whole shape of a parameter of a tensor-parallel run, which only the file of its master has. Raises
+        FormatError if there is no such file, or if the shape has other dims than that of a part."""
         path = self.files.slot_paths.get(name, {}).get(UNIVERSAL_MASTER_SLOT)
         if path is None:
             raise IncompleteError("there is no file zero/.../fp32.pt", path=self.model.file.path, key=name)
@@ -119,7 +123,7 @@ class UniversalManifestBuilder:
     # Tensors
 
     def _build_entries(self, name: str) -> KeyedEntries:
-        """The tensors of one name: the weight or buffer, and what the optimizer has of it."""
+        """The entries of one name: its weight or buffer, and the optimizer's state."""
         value = self.model.module[name]
         refuse_tensor_object(value, name)
         if not isinstance(value, StoredTensor):
@@ -151,9 +155,9 @@ class UniversalManifestBuilder:
             yield StateKey(name, STEP_SLOT), self.shared_steps[name]
 
     def _check_slots(self, name: str, paths: Mapping[str, str], shape: Shape) -> None:
-        """Each parameter of a group has the same files, as DeepSpeed cuts them out of the group's flat tensors; or its
-        master alone, if it never got a gradient. Raises IncompleteError if one is missing; MalformedError if there is
-        one that no other parameter has."""
+        """Checks that a parameter has the files that are usual in its group, since DeepSpeed cuts them out of the
+        group's flat tensors; a parameter that never got a gradient may have its master alone. Raises IncompleteError if
+        a file is missing; MalformedError if there is one that is not usual."""
         usual_slots = self.usual_slots[name]
         if 0 in shape or (paths.keys() == {UNIVERSAL_MASTER_SLOT} and len(usual_slots) > 2):
             return
@@ -171,16 +175,14 @@ class UniversalManifestBuilder:
 
     @cached_property
     def usual_slots(self) -> Mapping[str, frozenset[str]]:
-        """The slots that most parameters of its group have, by name of a trained parameter."""
+        """By trained parameter, the slots that most parameters of its group have; of sets that equally many have, the
+        largest. A parameter that deviates has lost a file, or has one too many."""
         slots_by_name: dict[str, frozenset[str]] = {}
         for group in self.model.param_shapes:
-            slot_sets = (
-                frozenset(self.files.slot_paths.get(name, {})) for name, shape in group.items() if 0 not in shape
-            )
-            counts = Counter(slot_sets)
-            slots_by_name |= dict.fromkeys(
-                group, max(counts, key=lambda each: (counts[each], len(each)), default=frozenset[str]())
-            )
+            names = [name for name, shape in group.items() if 0 not in shape]
+            counts = Counter(frozenset(self.files.slot_paths.get(name, {})) for name in names)
+            usual = max(counts, key=lambda slots: (counts[slots], len(slots)), default=frozenset[str]())
+            slots_by_name |= dict.fromkeys(group, usual)
         return slots_by_name
 
     def _build_weight(self, name: str, value: StoredTensor, shape: Shape, master: TensorEntry | None) -> TensorEntry:
@@ -192,7 +194,7 @@ class UniversalManifestBuilder:
         return TensorEntry(shape, value.dtype, Kind.PARAMETER, table)
 
     def _build_untrained(self, name: str, value: StoredTensor) -> TensorEntry:
-        """A buffer, or a frozen weight, whose elements stage 3 leaves with the ranks."""
+        """The entry of a buffer, or of a frozen weight, whose elements stage 3 leaves in the ranks' model files."""
         if name in self.model.buffers:
             return TensorEntry(tuple(value.shape), value.dtype, Kind.BUFFER, self.model.file.build_shard_table(value))
         if self.is_tensor_parallel:
@@ -205,7 +207,8 @@ class UniversalManifestBuilder:
         return TensorEntry(shape, value.dtype, Kind.PARAMETER, self._build_fragment_table(name, shape, value))
 
     def _merge_frozen(self, name: str, value: StoredTensor) -> TensorEntry:
-        """A frozen weight of a tensor-parallel run, from its parts in the model's files."""
+        """The entry of a frozen weight of a tensor-parallel run, from its parts in the model's files. Raises
+        FormatError if a part is missing, or if stage 3 has cut the parts again."""
         tensors = [each for part in self.tp_models if isinstance(each := part.module.get(name), StoredTensor)]
         if len(tensors) != len(self.tp_models):
             raise MalformedError("the model's files do not all contain it", path=self.model.file.path, key=name)
@@ -233,32 +236,28 @@ class UniversalManifestBuilder:
         return MergeRules.of(self.model.file.content.get("universal_checkpoint_info"), self.model.file.path)
 
     def _build_fragment_table(self, name: str, shape: Shape, value: StoredTensor) -> ShardTable:
-        """stage3.py: each rank has ``ceil(numel / world size)`` elements of a frozen weight, the last ones padded."""
+        """The ranks' fragments of a frozen weight: each has ``ceil(numel / world size)`` elements, padding included
+        (stage3.py). Raises IncompleteError if a file lacks its fragment."""
         numel, shards = prod(shape), []
         share = -(-numel // len(self.models))
         for rank, model in enumerate(self.models):
             lower, upper = min(rank * share, numel), min((rank + 1) * share, numel)
-            fragment = model.frozen_fragments.get(name)
-            if lower < upper:
-                shards.append(self._build_fragment(name, model, fragment, lower, upper))
+            if lower == upper:
+                continue
+            fragment, path = model.frozen_fragments.get(name), model.file.path
+            if fragment is None or fragment.numel < upper - lower or not fragment.is_contiguous:
+                raise IncompleteError("the file does not contain its part of this frozen weight", path=path, key=name)
+            start = model.file.find_start_byte(fragment)
+            stop = start + (upper - lower) * fragment.dtype.item_bytes
+            shards.append(Shard(Box((lower,), (upper,)), ByteRange(path, start, stop)))
         return ShardTable.build((numel,), value.dtype, shards)
-
-    def _build_fragment(
-        self, name: str, model: ModelStates, fragment: StoredTensor | None, lower: int, upper: int
-    ) -> Shard:
-        if fragment is None or fragment.numel < upper - lower or not fragment.is_contiguous:
-            raise IncompleteError(
-                "the file does not contain its part of this frozen weight", path=model.file.path, key=name
-            )
-        start = model.file.find_start_byte(fragment)
-        stop = start + (upper - lower) * fragment.dtype.item_bytes
-        return Shard(Box((lower,), (upper,)), ByteRange(model.file.path, start, stop))
 
     # Groups
 
     @cached_property
     def group_values(self) -> list[Mapping[str, Value]]:
-        """The optimizer's param groups as they were saved; their ``params`` are numbers of ``param_shapes``."""
+        """The optimizer's param groups as they were saved. Their ``params`` are positions in ``param_shapes``, each in
+        exactly one group. Raises MalformedError."""
         nested_state = self.optimizer_file.content.get("optimizer_state_dict")
         group_container = self.optimizer_file.content
         if "param_groups" not in group_container and isinstance(nested_state, dict):
@@ -268,7 +267,6 @@ class UniversalManifestBuilder:
             if not isinstance(group, dict) or not isinstance(group.get("params"), list):
                 raise self._make_groups_error("a param group has no 'params'")
         numbers = [number for group in groups for number in group["params"]]
-        # Every list of ``param_shapes`` is in exactly one group.
         expected = list(range(len(self.model.param_shapes)))
         if not all(type(number) is int for number in numbers) or (numbers and sorted(numbers) != expected):
             raise self._make_groups_error(
@@ -291,7 +289,7 @@ class UniversalManifestBuilder:
         )
 
     def _list_members(self, number: int) -> tuple[str, ...]:
-        """The names of a list of ``param_shapes`` in the order in which the optimizer got them."""
+        """The names in ``param_shapes[number]`` in the order in which the optimizer got them."""
         names, world_size = tuple(self.model.param_shapes[number]), self.model.file.content.get("dp_world_size")
         if self._is_round_robin and type(world_size) is int and world_size > 0:
             return undo_round_robin(names, world_size)
@@ -306,7 +304,8 @@ class UniversalManifestBuilder:
 
     @cached_property
     def shared_steps(self) -> Mapping[str, TensorEntry]:
-        """Steps kept once for many parameters: stage 3 has them by sub-group, Apex among a group's options."""
+        """By parameter, a step that is kept once for many: stage 3 has one a sub-group, Apex one among a group's
+        options."""
         step_by_name: dict[str, TensorEntry] = {}
         for group in self.group_values:
             for number in group["params"]:
@@ -317,7 +316,7 @@ class UniversalManifestBuilder:
         return step_by_name
 
     def _collect_step_claims(self) -> Iterator[StepClaim]:
-        """The step in the optimizer's file, which each parameter has besides."""
+        """A claim of the step in the optimizer's file, which a file of each parameter states besides."""
         for group in self.group_values[:1]:
             value = self._find_shared_step(next(iter(group["params"]), 0), group)
             step = self.optimizer_file.read_number(self.slot_reader.source, value)

@@ -31,7 +31,8 @@ others have none of it and fail, base_optimizer.py ``load_hp_checkpoint_state_fr
 
 
 def drop_unportable_state(groups: Sequence[TrainingGroup]) -> tuple[TrainingGroup, ...]:
-    """The groups without state that cannot be a file of ``zero/<fqn>/``, with notes on it.
+    """``groups``, without the state of those that have some which cannot be a file of ``zero/<fqn>/``, and with notes
+    on that.
 
     Such a file has as many elements as its parameter, and is copied into float32. A group keeps all of its state or
     none, because an optimizer that finds a part takes it for all. Raises UnsupportedError if a slot has the name of the
@@ -47,6 +48,7 @@ def drop_unportable_state(groups: Sequence[TrainingGroup]) -> tuple[TrainingGrou
 
 
 def _list_unportable_slots(group: TrainingGroup) -> list[str]:
+    """Slots that cannot be a file: 0-d ones other than ``step``, those that are not float32, and Muon's momentum."""
     for slot in (*group.scalars, *(slot.name for slot in group.slots)):
         if slot == UNIVERSAL_MASTER_SLOT or "/" in slot:
             raise UnsupportedError(
@@ -58,7 +60,7 @@ def _list_unportable_slots(group: TrainingGroup) -> list[str]:
 
 
 def select_shared_options(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The hyperparameters that all groups share: stage 3 sets every group to the same ones.
+    """The hyperparameters that are equal in all groups: stage 3 sets every group to the same ones.
 
     DeepSpeed's own files make it give all groups the first one's, weight decay and learning rate included.
     """
@@ -71,8 +73,8 @@ def select_shared_options(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]
 
 
 def correct_scaler_notes(notes: Iterable[Note]) -> Iterator[Note]:
-    """The notes of ``DeepSpeedExtras``, corrected. A native checkpoint needs a loss scaler; here the job keeps its
-    own."""
+    """``notes`` of ``DeepSpeedExtras``, with that on a new loss scaler corrected: a native checkpoint needs one, but
+    here the job keeps its own."""
     for note in notes:
         if note.what == "loss_scaler" and note.outcome is Outcome.DEFAULTED:
             note = replace(
@@ -120,12 +122,14 @@ def _note_slots_in_stage3(groups: Sequence[TrainingGroup]) -> Iterator[Note]:
 
 
 def _list_missing_in_stage3(groups: Sequence[TrainingGroup]) -> list[str]:
+    """The slots without which stage 3 fails and that a group does not have."""
     held_slots = [{*group.scalars, *(slot.name for slot in group.slots)} for group in groups]
     return [slot for slot in (*STAGE3_SLOTS, STEP_SLOT) if not all(slot in names for names in held_slots)]
 
 
 def _note_groups_in_stage3(state: TrainingState, extras: DeepSpeedExtras) -> Iterator[Note]:
-    """All sub-groups get one and the same step; a tensor is then counted up once for each of them."""
+    """Notes on what all groups and sub-groups share in stage 3: hyperparameters, and a step. If the step is a tensor,
+    each of them counts the same tensor up."""
     if _list_missing_in_stage3(state.groups):
         return
     sub_group_size = PartitionSettings.of(extras.config, 3, DType.FLOAT32).sub_group_size

@@ -33,7 +33,7 @@ from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.run_folders import get_parent_folder
 
 _CONVERTER_SLOTS = (UNIVERSAL_MASTER_SLOT, "exp_avg", "exp_avg_sq", "step")
-"""The files that ``ds_to_universal`` makes of every parameter."""
+"""The slots of which ``ds_to_universal`` makes a file for every parameter."""
 
 
 def read(source: Source, options: ReadOptions) -> Manifest:
@@ -79,9 +79,9 @@ def read(source: Source, options: ReadOptions) -> Manifest:
 
 
 def own_files(source: Source, manifest: Manifest) -> frozenset[str]:
-    """The files of the checkpoint; none where no file in the source names it.
+    """The files of the checkpoint; none if no file in the source names it.
 
-    Of parameters without state and of buffers, DeepSpeed leaves copies in ``zero/``.
+    Besides the files that the manifest uses, these are copies of parameters without state and of buffers in ``zero/``.
     """
     folder = find_used_folder(find_universal_folders(source.files), manifest.files)
     if folder and LATEST_UNIVERSAL not in source.files:

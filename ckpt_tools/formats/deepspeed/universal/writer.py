@@ -1,7 +1,7 @@
-"""One folder that DeepSpeed resumes from in stages 1, 2 and 3, at any world size.
+"""Writes one folder from which DeepSpeed resumes in stages 1, 2 and 3, at any world size.
 
 DeepSpeed's own converter writes shaped dicts for stages 1 and 2 or bare flat tensors for stage 3, and neither loads in
-the other. But the loader of stage 3 takes the dicts too, and only asks for ``optimizer_state_dict`` in
+the other. But the loader of stage 3 takes the dicts too, and needs only ``optimizer_state_dict`` in
 ``optimizer_state.pt``, which those of stages 1 and 2 ignore: stage3.py ``load_hp_checkpoint_state``, base_optimizer.py
 ``load_hp_checkpoint_state_from_checkpoint_dir``. docs/formats/universal.md says what each restores.
 """
@@ -57,9 +57,11 @@ _PARAMETER_FOLDER = re.compile(r"(?!\.)(?!.*\.pt\Z)[^\\\0]+", re.DOTALL)
 
 
 def layout(manifest: Manifest, options: WriteOptions) -> Layout:
+    """Raises UnsupportedError if the weights have no dtype that DeepSpeed trains in, or a name that cannot be a folder;
+    UsageError for a tag that cannot name a folder."""
     grouped_manifest = manifest
     if not manifest.groups:
-        # Weights alone are one group without hyperparameters.
+        # Without groups, all parameters are one group without hyperparameters.
         weights = tuple(key.fqn for key in manifest.select_kinds(Kind.PARAMETER) if key.slot == WEIGHT)
         grouped_manifest = replace(manifest, groups=(ParamGroup(weights, {}),))
     state = TrainingState.of(grouped_manifest)
@@ -79,8 +81,8 @@ def layout(manifest: Manifest, options: WriteOptions) -> Layout:
 
 @dataclass(frozen=True, slots=True)
 class _UniversalOutput:
-    """The files of a tag folder, whose paths start with ``prefix``; ``has_source_groups`` where the source knew
-    groups."""
+    """Builds the files of a tag folder, whose paths start with ``prefix``. ``has_source_groups`` says whether the
+    source has param groups."""
 
     state: TrainingState
     extras: DeepSpeedExtras
@@ -88,7 +90,7 @@ class _UniversalOutput:
     has_source_groups: bool
 
     def build_parameter_files(self) -> Iterator[FileLayout]:
-        """The master, the slots and the step of each parameter."""
+        """The files of the master, the slots and the step of each parameter."""
         for group in self.state.groups:
             named_slots = [(UNIVERSAL_MASTER_SLOT, group.masters), *((slot.name, slot) for slot in group.slots)]
             for position, fqn in enumerate(group.params):
@@ -121,7 +123,8 @@ class _UniversalOutput:
         return path
 
     def build_optimizer_file(self) -> FileLayout:
-        """``param_groups`` are for stages 1 and 2, ``optimizer_state_dict`` with the one step for stage 3."""
+        """``optimizer_state.pt``: ``param_groups`` are for stages 1 and 2, ``optimizer_state_dict`` with one step for
+        stage 3."""
         builder = TorchFileBuilder(self.state.manifest)
         options = [dict(group.options) for group in self.state.groups]
         steps = [group.scalars[STEP_SLOT] for group in self.state.groups if STEP_SLOT in group.scalars]
@@ -166,7 +169,8 @@ class _UniversalOutput:
             yield builder.build_file(self.prefix + name, value)
 
     def _build_module(self, builder: TorchFileBuilder) -> OrderedDict:
-        """Names in the model's order, and each tie after them under its other names."""
+        """The model's state dict: tensors in the order of the source, then ties under their other names, then values
+        that are not tensors. Trained weights are empty."""
         trained = {name for group in self.state.groups for name in group.params}
         empty_tensor = builder.add_tensor([], self.state.dtype, (0,))
         whole_entries = {**self.state.frozen, **self.state.buffers}
@@ -184,17 +188,17 @@ class _UniversalOutput:
         return OrderedDict({**value_by_name, **builder.add_referenced_tensors(dict(self.extras.module))})
 
     def _make_scaler_entries(self, builder: TorchFileBuilder) -> dict[str, Value]:
-        """The source's entries; without them, the job keeps its own."""
+        """``overflow``, ``clip_grad`` and the loss scaler, as far as the source has them; the job keeps its own for any
+        other."""
         deepspeed_entries, dtype = self.extras.deepspeed_entries, self.state.dtype
         entries: dict[str, Value] = {
             name: deepspeed_entries[name]
             for name in ("overflow", "clip_grad")
             if deepspeed_entries.get(name) is not None
         }
-        if self.extras.loss_scaler is not None and is_active_scaler(self.extras.loss_scaler) == (
-            dtype is DType.FLOAT16
-        ):
-            scaler = make_loss_scaler(self.extras.loss_scaler, dtype)
+        source_scaler, is_fp16 = self.extras.loss_scaler, dtype is DType.FLOAT16
+        if source_scaler is not None and is_active_scaler(source_scaler) == is_fp16:
+            scaler = make_loss_scaler(source_scaler, dtype)
             is_dynamic = isinstance(scaler.state, dict) and scaler.state.get("dynamic") is True
             entries |= {"loss_scaler": builder.add_referenced_tensors(scaler), "dynamic_loss_scale": is_dynamic}
         return entries
@@ -202,7 +206,8 @@ class _UniversalOutput:
 
 @lru_cache(maxsize=4096)
 def _build_slot_segments(root: str, shape: Shape, dtype: DType, is_expert: bool) -> tuple[Segment, ...]:
-    """The file of a slot of this shape and type: 1 of its segments differs from parameter to parameter.
+    """The segments of a slot's file of this shape and dtype. The one that is a ``Payload`` stands for the elements,
+    which differ from parameter to parameter.
 
     ``cat_dim`` is that of ds_to_universal.py ``merge_tp_slices`` without tensor parallelism. A job with several
     expert-parallel ranks would take the experts of rank 0 on all of them; the mark without a number of experts makes it

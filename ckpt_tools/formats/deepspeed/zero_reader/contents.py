@@ -33,6 +33,7 @@ from ckpt_tools.formats.deepspeed.common.files import (
     collect_model_claims,
 )
 from ckpt_tools.formats.deepspeed.common.model_file import (
+    KeyedEntries,
     check_parameter_names,
     find_aliases,
     get_zero_option,
@@ -53,8 +54,6 @@ from ckpt_tools.formats.deepspeed.zero_reader.locate_elements import (
 from ckpt_tools.formats.deepspeed.zero_reader.ranks import RankPartitions, is_scalar, locate_vector
 from ckpt_tools.formats.foreign import refuse_tensor_object
 from ckpt_tools.stores.source import Source
-
-KeyedEntries = Iterator[tuple[StateKey, TensorEntry]]
 
 ScalarsByFlat = list[Mapping[str, TensorEntry]]
 """For each flat its 0-d slots by name, such as ``step``."""

@@ -50,7 +50,7 @@ from ckpt_tools.formats.deepspeed.common.written_extras import DeepSpeedExtras, 
 
 @dataclass(frozen=True, slots=True)
 class FlatGroup:
-    """Parameters in the order in which they are flattened, their cut, and the number of their param group."""
+    """Parameters in the order in which they are flattened, their partition, and the number of their param group."""
 
     group: TrainingGroup
     partition: GroupPartition | ParamPartition
@@ -59,8 +59,8 @@ class FlatGroup:
 
 @dataclass(frozen=True, slots=True)
 class ZeroTarget:
-    """The training state flattened for a stage and a number of ranks. ``flat_groups`` are a rank's vectors: one a param
-    group, or in stage 3 one a sub-group. ``has_whole_momentum`` says that Muon's are of whole parameters."""
+    """The training state flattened for a stage and a number of ranks. ``flat_groups`` are the vectors of a rank: one a
+    param group, or in stage 3 one a sub-group. ``has_whole_momentum`` says that Muon's have whole parameters."""
 
     state: TrainingState
     extras: DeepSpeedExtras
@@ -121,6 +121,7 @@ class PartitionedModelWriter:
 
     @cached_property
     def _templates(self) -> tuple[FileTemplate, FileTemplate]:
+        """Those of rank 0 and of all others, which differ in holes alone: two pickles for a thousand files."""
         return self._build_template(rank=0), self._build_template(rank=1)
 
     def _build_template(self, rank: int) -> FileTemplate:
@@ -135,7 +136,8 @@ class PartitionedModelWriter:
         )
 
     def _make_empty_weights(self, builder: TorchFileBuilder) -> dict[str, StoredTensor]:
-        """All on one empty storage a type: a record for each would be most of the file."""
+        """Empty tensors in place of all weights, on one storage a dtype: a storage for each would be most of the
+        file."""
         state = self.target.state
         trained = {name: state.get_weight(name) for group in state.groups for name in group.params}
         entries = {**trained, **state.frozen}
@@ -149,7 +151,7 @@ class PartitionedModelWriter:
         return ParamPartition.of([entry.numel for entry in self.target.state.frozen.values()], self.target.world_size)
 
     def _build_frozen_parts(self, rank: int) -> list[list[Segment]]:
-        """A rank's part of each frozen parameter, in its own type."""
+        """The contents of a rank's holes: its part of each frozen parameter, in the dtype of that."""
         vector_layout = self._frozen_partition.lay_out_rank(rank)
         columns = (vector_layout.starts.tolist(), vector_layout.stops.tolist(), vector_layout.paddings.tolist())
         frozen_segments: list[list[Segment]] = []
@@ -167,8 +169,9 @@ def _build_model_content(
     *,
     rank: int,
 ) -> dict[str, Value]:
-    """The whole dictionary; ``frozen`` are the fragments, which stage 1 does not list, nor a checkpoint of weights
-    alone, whose module has everything."""
+    """The dictionary of a model file. ``weights`` are the tensors in ``module``, ``frozen`` the fragments of frozen
+    parameters. Stage 1 does not list frozen parameters, nor does a checkpoint of weights alone, whose ``module`` has
+    everything."""
     state = target.state
     module = _build_module(target, builder, weights)
     lists_frozen = target.stage > 1 and bool(state.manifest.groups)
@@ -186,7 +189,8 @@ def _build_model_content(
 
 
 def _build_module(target: ZeroTarget, builder: TorchFileBuilder, weights: Mapping[str, StoredTensor]) -> OrderedDict:
-    """The model's state dict in the source's order, ties under both names, and what modules keep beside tensors."""
+    """The model's state dict: tensors in the order of the source, then ties under their other names, then values that
+    are not tensors."""
     manifest = target.state.manifest
     buffers = {name: builder.add_whole_tensor(StateKey(name), entry) for name, entry in target.state.buffers.items()}
     value_by_name: dict[str, Value] = {**weights, **buffers}
@@ -198,7 +202,7 @@ def _build_module(target: ZeroTarget, builder: TorchFileBuilder, weights: Mappin
 
 @dataclass(frozen=True, slots=True)
 class GroupOptimWriter:
-    """Stages 1 and 2. Masters are saved without their padding, the optimizer's state with it."""
+    """Optimizer files of stages 1 and 2. Masters are saved without their padding, the optimizer's state with it."""
 
     target: ZeroTarget
 
@@ -237,7 +241,8 @@ class GroupOptimWriter:
 
 @dataclass(frozen=True)
 class ParamOptimWriter:
-    """Stage 3. Everything is padded, parameter by parameter, so that all ranks' vectors are equally long."""
+    """Optimizer files of stage 3. Every parameter's share is padded, so that the vectors of all ranks are equally
+    long."""
 
     target: ZeroTarget
 
@@ -285,7 +290,7 @@ def _make_scaler_entries(target: ZeroTarget) -> dict[str, Value]:
 def _build_optimizer_state_dict(
     target: ZeroTarget, builder: TorchFileBuilder, slot_states: Sequence[dict[str, Value]]
 ) -> dict[str, Value]:
-    """torch's ``Optimizer.state_dict`` of vectors instead of parameters; ``slot_states`` are their slots."""
+    """torch's ``Optimizer.state_dict`` with vectors in place of parameters; ``slot_states`` are the slots of each."""
     vector_states = [
         {name: builder.add_scalar(key) for name, key in flat.group.scalars.items()} | state
         for flat, state in zip(target.flat_groups, slot_states, strict=True)

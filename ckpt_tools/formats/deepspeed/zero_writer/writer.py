@@ -33,8 +33,8 @@ from ckpt_tools.formats.state_dict.frozen_or_buffer import note_guesses
 
 
 def layout(manifest: Manifest, options: WriteOptions, stage: int) -> Layout:
-    """Raises UnsupportedError where the weights have no type that DeepSpeed trains in; UsageError for a tag that
-    cannot name a folder, or for too many ranks."""
+    """Raises UnsupportedError if the weights have no dtype that DeepSpeed trains in; UsageError for a tag that cannot
+    name a folder, or for too many ranks."""
     check_ranks_by_elements(manifest, options.world_size)
     target = ZeroTarget.of(manifest, stage, options.world_size)
     tag = validate_tag(options.tag or target.extras.tag, latest_file=LATEST)
@@ -53,7 +53,8 @@ def layout(manifest: Manifest, options: WriteOptions, stage: int) -> Layout:
 
 @dataclass(frozen=True, slots=True)
 class ZeroFiles:
-    """The files of a checkpoint by number: the model's, the optimizer's, and ``latest``, which makes it valid."""
+    """The files of a checkpoint by number: first the model's, then the optimizer's of each rank. ``latest``, which
+    makes the checkpoint valid, is the last file and has no number."""
 
     tag: str
     target: ZeroTarget
@@ -87,8 +88,11 @@ class ZeroFiles:
         return self.target.world_size if isinstance(self.model_writer, PartitionedModelWriter) else 1
 
     def _find_same_size_file(self, number: int) -> int:
-        """A file of the same size: in stage 3 ranks differ in their elements and the length of their names alone, and
-        rank 0 names the ties."""
+        """The number of a file of the same size, which is built in place of this one to know its size.
+
+        In stage 3 the files of ranks differ in their elements, and in size only by the number of digits of the rank in
+        their names, which the zip repeats, and in that rank 0 names the ties. So rank 0, 1, 10, 100 ... are built.
+        """
         if self.target.stage < 3:
             return number
         first = self.num_model_files if number >= self.num_model_files else 0
