@@ -185,10 +185,8 @@ class _ModuleKeyResolver:
         self.key_by_name = {
             name: name if name in module else key_by_bare_name.get(strip_wrapper_parts(name), name) for name in names
         }
-        bare_name_by_unresolved = {
-            name: strip_wrapper_parts(name) for name, key in self.key_by_name.items() if key not in module
-        }
-        wanted_suffixes = {*bare_name_by_unresolved.values()}
+        unresolved = {name: strip_wrapper_parts(name) for name, key in self.key_by_name.items() if key not in module}
+        wanted_suffixes = {*unresolved.values()}
         depths = {name.count(".") + 1 for name in wanted_suffixes}
 
         def list_wanted_suffixes(key: str) -> set[str]:
@@ -199,7 +197,7 @@ class _ModuleKeyResolver:
         for key in module.keys() - self.key_by_name.values():
             for suffix in list_wanted_suffixes(key):
                 keys_by_suffix[suffix].add(key)
-        for name, suffix in sorted(bare_name_by_unresolved.items(), key=lambda item: -item[1].count(".")):
+        for name, suffix in sorted(unresolved.items(), key=lambda item: -item[1].count(".")):
             if len(keys_by_suffix[suffix]) == 1:
                 (key,) = keys_by_suffix[suffix]
                 self.key_by_name[name] = key
@@ -306,9 +304,8 @@ class OptimStates:
         stage = _read_zero_stage(state_dict, file.path)
         is_bf16 = "zero_stage" not in state_dict
         masters_entry = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
-        masters = _require_flat_tensors(
-            require_entry(state_dict, masters_entry, list, file.path), masters_entry, file.path
-        )
+        tensors = require_entry(state_dict, masters_entry, list, file.path)
+        masters = _require_flat_tensors(tensors, masters_entry, file.path)
         states, groups = _read_optimizer(state_dict, stage, len(masters), file.path)
         return cls(
             file=file,
@@ -346,9 +343,8 @@ def _read_zero_stage(state_dict: Mapping[str, Value], path: str) -> int:
     raw_stage = state_dict["zero_stage"]
     stage = raw_stage.args[0] if isinstance(raw_stage, Opaque) and len(raw_stage.args) == 1 else raw_stage
     if type(stage) is not int or stage not in (1, 2, 3):
-        raise UnsupportedError(
-            f"its ZeRO stage is {format_brief(stage)}; only stages 1, 2 and 3 are supported", path=path
-        )
+        why = f"its ZeRO stage is {format_brief(stage)}; only stages 1, 2 and 3 are supported"
+        raise UnsupportedError(why, path=path)
     return stage
 
 
@@ -380,16 +376,13 @@ def _read_alignment_paddings(
 ) -> tuple[tuple[int, ...], ...] | None:
     """``param_alignment_paddings``: the number of zeros after each parameter of a group, in stages 1 and 2 since
     0.19.7. None for none."""
-    paddings = state_dict.get("param_alignment_paddings")
-    if paddings is None:
+    name = "param_alignment_paddings"
+    groups = state_dict.get(name)
+    if groups is None:
         return None
-    if (
-        not isinstance(paddings, list)
-        or len(paddings) != num_flats
-        or not all(are_naturals(group, None) for group in paddings)
-    ):
-        raise MalformedError("they are not a list of numbers for each group", path=path, key="param_alignment_paddings")
-    return tuple(tuple(group) for group in paddings)
+    if not isinstance(groups, list) or len(groups) != num_flats or not all(are_naturals(g, None) for g in groups):
+        raise MalformedError("they are not a list of numbers for each group", path=path, key=name)
+    return tuple(tuple(group) for group in groups)
 
 
 def _read_optimizer(

@@ -66,10 +66,8 @@ class AutoEPLayers:
         if not isinstance(raw_layers, list):
             raise MalformedError(f"its {LAYERS_ENTRY} is {format_brief(raw_layers)}", path=file.path)
         layers = tuple(_parse_layer(each, file.path) for each in raw_layers)
-        if (
-            len({layer.expert_prefix for layer in layers}) < len(layers)
-            or len({layer.num_ranks for layer in layers}) > 1
-        ):
+        prefixes, rank_counts = ({layer.expert_prefix for layer in layers}, {layer.num_ranks for layer in layers})
+        if len(prefixes) < len(layers) or len(rank_counts) > 1:
             raise MalformedError(f"the layers of its {LAYERS_ENTRY} do not fit each other", path=file.path)
         return cls(layers, file.path)
 
@@ -117,7 +115,7 @@ class AutoEPLayers:
         }
 
     def _insert_after_routers(
-        self, model: ModelStates, expert_values: Mapping[str, StoredTensor]
+        self, model: ModelStates, experts: Mapping[str, StoredTensor]
     ) -> Iterator[tuple[str, Value]]:
         """The values of ``module``, each layer's followed by the layer's experts. Raises MalformedError if a layer has
         no value there."""
@@ -133,9 +131,8 @@ class AutoEPLayers:
         for name, value in model.module.items():
             yield name, value
             if name in layer_after_name:
-                yield from (
-                    (key, each) for key, each in expert_values.items() if self.find_layer(key) is layer_after_name[name]
-                )
+                layer = layer_after_name[name]
+                yield from ((key, each) for key, each in experts.items() if self.find_layer(key) is layer)
 
     def _find_router_ties(self, model: ModelStates) -> Iterator[tuple[str, str]]:
         """Pairs of alias and owner: the second name of each tensor of a router, and its first."""
@@ -157,9 +154,8 @@ class AutoEPLayers:
 def _parse_layer(entry: Value, path: str) -> AutoEPLayer:
     """The layer that an entry of ``ds_autoep_layers`` describes. Raises FormatError if it is malformed."""
     values = entry if isinstance(entry, dict) else {}
-    numbers: Any = [
-        values.get(name) for name in ("moe_layer_id", "num_experts", "num_local_experts", "ep_size", "ep_rank")
-    ]
+    number_entries = ("moe_layer_id", "num_experts", "num_local_experts", "ep_size", "ep_rank")
+    numbers: Any = [values.get(name) for name in number_entries]
     module_name, expert_prefix = values.get("module_path"), values.get("expert_key_prefix")
     if not are_naturals(numbers) or not isinstance(module_name, str) or not isinstance(expert_prefix, str):
         raise MalformedError(f"its {LAYERS_ENTRY} has no numbers of experts", path=path)
@@ -170,9 +166,8 @@ def _parse_layer(entry: Value, path: str) -> AutoEPLayer:
             path=path,
         )
     if not _is_even_placement(values.get("expert_placement"), num_local_experts, num_ranks):
-        raise UnsupportedError(
-            "its experts are not distributed in equal runs (expert_placement)", path=path, key=expert_prefix
-        )
+        why = "its experts are not distributed in equal runs (expert_placement)"
+        raise UnsupportedError(why, path=path, key=expert_prefix)
     return AutoEPLayer(number, module_name, f"{expert_prefix}.", num_local_experts, num_ranks, rank)
 
 
@@ -180,19 +175,15 @@ def _is_even_placement(placement: Value, num_local_experts: int, num_ranks: int)
     """Whether rank e has the e-th run of experts. Files without a placement are of versions that had no other."""
     if placement is None:
         return True
-    stated_ranks = placement.get("ranks") if isinstance(placement, dict) else None
-    even_ranks = [
-        {"rank": e, "experts": list(range(e * num_local_experts, (e + 1) * num_local_experts))}
-        for e in range(num_ranks)
-    ]
-    return isinstance(placement, dict) and placement.get("version") == 1 and stated_ranks == even_ranks
+    starts = range(0, num_ranks * num_local_experts, num_local_experts)
+    even = [{"rank": e, "experts": list(range(at, at + num_local_experts))} for e, at in enumerate(starts)]
+    return isinstance(placement, dict) and placement.get("version") == 1 and placement.get("ranks") == even
 
 
 def _make_empty_tensor(model: ModelStates) -> StoredTensor:
     """A tensor without elements, of the dtype of what trains. Raises UnsupportedError if there are several."""
     trained_tensors = [value for name in model.trainable if isinstance(value := model.module.get(name), StoredTensor)]
     if len({value.dtype for value in trained_tensors}) != 1:
-        raise UnsupportedError(
-            "no file states the dtype of its experts, and its weights have several", path=model.file.path
-        )
+        why = "no file states the dtype of its experts, and its weights have several"
+        raise UnsupportedError(why, path=model.file.path)
     return replace(trained_tensors[0], storage_offset=0, shape=(0,), strides=(1,))

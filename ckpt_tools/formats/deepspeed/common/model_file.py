@@ -33,9 +33,8 @@ def check_experts(model: ModelStates) -> None:
     layers and not all experts are in the model's file, where ckpt-tools writes them and DeepSpeed does not;
     UnsupportedError if the run is of AutoEP."""
     if model.file.content.get("ds_autoep_layers") or model.file.content.get("autoep_layers"):
-        raise UnsupportedError(
-            "it is of a run with experts (AutoEP) of a kind that is not supported", path=model.file.path
-        )
+        why = "it is of a run with experts (AutoEP) of a kind that is not supported"
+        raise UnsupportedError(why, path=model.file.path)
     expert_counts = model.file.content.get("num_experts")
     numbers = [count for count in expert_counts if type(count) is int] if isinstance(expert_counts, list) else []
     saved_experts = {parts[:2] for name in model.module if (parts := split_expert_name(name))}

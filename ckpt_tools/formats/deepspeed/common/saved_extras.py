@@ -76,16 +76,14 @@ class ExtrasCollector:
                 self.values[name] = self.replace_tensors(content[name], name, file)
         client_names = (name for name in content if name not in (*RESERVED_ENTRIES, *DESCRIPTION_ENTRIES))
         self._add_section("client_state", file, content, client_names)
-        self._add_section(
-            "deepspeed", file, content, (name for name in _DEEPSPEED_ENTRIES if name not in skipped_entries)
-        )
+        own_names = (name for name in _DEEPSPEED_ENTRIES if name not in skipped_entries)
+        self._add_section("deepspeed", file, content, own_names)
 
     def add_optimizer(self, file: DeepSpeedFile, state_dict: Mapping[str, Value]) -> None:
         """Adds the loss scaler and the scalars of an optimizer file."""
         if state_dict.get("loss_scaler") is not None:
-            self.values["loss_scaler"] = self.replace_tensors(
-                unwrap_attributes(state_dict["loss_scaler"]), "loss_scaler", file
-            )
+            scaler = unwrap_attributes(state_dict["loss_scaler"])
+            self.values["loss_scaler"] = self.replace_tensors(scaler, "loss_scaler", file)
         self._add_section("deepspeed", file, state_dict, _OPTIMIZER_ENTRIES)
 
     def add_module_value(self, name: str, value: Value, file: DeepSpeedFile) -> None:
@@ -96,9 +94,9 @@ class ExtrasCollector:
     def replace_option_tensors(
         self, number: int, options: Mapping[str, Value], file: DeepSpeedFile
     ) -> dict[str, Value]:
-        return {
-            name: self.replace_tensors(value, f"param_groups.{number}.{name}", file) for name, value in options.items()
-        }
+        """The hyperparameters of param group ``number`` with a reference in the place of each tensor."""
+        path = f"param_groups.{number}"
+        return {name: self.replace_tensors(value, f"{path}.{name}", file) for name, value in options.items()}
 
     def _add_section(
         self, section: str, file: DeepSpeedFile, content: Mapping[str, Value], names: Iterable[Value]
@@ -113,10 +111,9 @@ class ExtrasCollector:
 
     def replace_tensors(self, value: Value, name: str, file: DeepSpeedFile) -> Value:
         """``value`` with a reference in the place of each tensor; itself where there is none."""
-        refs_by_id = {
-            id(tensor): self._add_tensor(tensor, path, file) for path, tensor in _find_tensors(value, name, set())
-        }
-        return replace_stored_tensors(value, lambda tensor: refs_by_id.get(id(tensor), tensor)) if refs_by_id else value
+        found = _find_tensors(value, name, set())
+        refs = {id(tensor): self._add_tensor(tensor, path, file) for path, tensor in found}
+        return replace_stored_tensors(value, lambda tensor: refs.get(id(tensor), tensor)) if refs else value
 
     def _add_tensor(self, tensor: StoredTensor, name: str, file: DeepSpeedFile) -> TensorRef:
         """Adds ``tensor`` under ``name`` and returns a reference to it. A name may come twice, because the keys 1 and

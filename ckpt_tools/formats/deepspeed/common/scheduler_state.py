@@ -38,74 +38,52 @@ class SchedulerState:
     @classmethod
     def of(cls, manifest: Manifest, config: Mapping[str, Any]) -> SchedulerState:
         """``config`` is DeepSpeed's of the source, empty where it has none."""
-        scheduler_entry = manifest.extra.get(SCHEDULER_ENTRY)
+        entry = manifest.extra.get(SCHEDULER_ENTRY)
         if is_from_deepspeed(manifest):
-            scheduler_type = as_dict(config.get("scheduler")).get("type")
-            why = _explain_group_mismatch(manifest, scheduler_entry)
-            if (
-                isinstance(scheduler_entry, dict)
-                and scheduler_type in _DEEPSPEED_SCHEDULERS
-                and "last_batch_iteration" not in scheduler_entry
-            ):
-                why = (
-                    f"the recorded config has DeepSpeed's {scheduler_type}, and this is the state of another scheduler"
-                )
-            return cls(
-                scheduler_entry,
-                SCHEDULER_ENTRY,
-                (Note(Outcome.KEPT, SCHEDULER_ENTRY, f"{why}; {_SKIP_SCHEDULER_ADVICE}"),) if why else (),
-            )
-        return (
-            _use_standard_entry(manifest, scheduler_entry)
-            if scheduler_entry is not None
-            else _search_other_entries(manifest)
-        )
+            kind = as_dict(config.get("scheduler")).get("type")
+            why = _explain_group_mismatch(manifest, entry)
+            is_foreign = isinstance(entry, dict) and "last_batch_iteration" not in entry
+            if is_foreign and kind in _DEEPSPEED_SCHEDULERS:
+                why = f"the recorded config has DeepSpeed's {kind}, and this is the state of another scheduler"
+            note = Note(Outcome.KEPT, SCHEDULER_ENTRY, f"{why}; {_SKIP_SCHEDULER_ADVICE}")
+            return cls(entry, SCHEDULER_ENTRY, (note,) if why else ())
+        return _search_other_entries(manifest) if entry is None else _use_standard_entry(manifest, entry)
 
 
-def _use_standard_entry(manifest: Manifest, scheduler_entry: Any) -> SchedulerState:
+def _use_standard_entry(manifest: Manifest, entry: Any) -> SchedulerState:
     """The state in the source's ``lr_scheduler``, which is written there even if no scheduler can load it: it would be
     lost otherwise."""
-    state = _unwrap_single_item(scheduler_entry)
-    why = _explain_group_mismatch(manifest, state) or _explain_foreign_state(state)
-    if why:
-        note = Note(
-            Outcome.KEPT, SCHEDULER_ENTRY, f"{why}; {_SKIP_SCHEDULER_ADVICE}, which returns it in the client state"
-        )
-        return SchedulerState(scheduler_entry, SCHEDULER_ENTRY, (note,))
+    state = _unwrap_single_item(entry)
+    if problem := _explain_group_mismatch(manifest, state) or _explain_foreign_state(state):
+        why = f"{problem}; {_SKIP_SCHEDULER_ADVICE}, which returns it in the client state"
+        return SchedulerState(entry, SCHEDULER_ENTRY, (Note(Outcome.KEPT, SCHEDULER_ENTRY, why),))
     return SchedulerState(state, SCHEDULER_ENTRY, (_make_restored_note(SCHEDULER_ENTRY, state),))
 
 
 def _search_other_entries(manifest: Manifest) -> SchedulerState:
     """The state in the only other entry called after a scheduler that torch or DeepSpeed can load; None if there is no
     such entry, or several."""
-    entries = {
-        name: _unwrap_single_item(value) for name, value in manifest.extra.items() if "sched" in str(name).lower()
-    }
-    fitting_names = [
-        name
+    names = [name for name in manifest.extra if "sched" in str(name).lower()]
+    entries = {name: _unwrap_single_item(manifest.extra[name]) for name in names}
+    problems = {
+        name: _explain_foreign_state(value) or _explain_group_mismatch(manifest, value)
         for name, value in entries.items()
-        if not (_explain_foreign_state(value) or _explain_group_mismatch(manifest, value))
-    ]
+    }
+    fitting_names = [name for name, problem in problems.items() if not problem]
     if len(fitting_names) == 1:
         (name,) = fitting_names
         return SchedulerState(entries[name], name, (_make_restored_note(name, entries[name]),))
     if fitting_names:
         why = f"the source has several ({join_names(fitting_names)}), which go into the client state"
-    elif entries:
-        name, value = next(iter(entries.items()))
-        why = (
-            f"the source's {name} goes into the client state: "
-            f"{_explain_foreign_state(value) or _explain_group_mismatch(manifest, value)}"
-        )
+    elif problems:
+        name, problem = next(iter(problems.items()))
+        why = f"the source's {name} goes into the client state: {problem}"
     elif "megatron" in manifest.extra:
         why = "the source has Megatron's only, which torch's schedulers do not load"
     else:
         why = ABSENT_REASON
-    return SchedulerState(
-        None,
-        SCHEDULER_ENTRY,
-        (Note(Outcome.MISSING, SCHEDULER_ENTRY, f"{why}; if the run has a scheduler, {_SKIP_SCHEDULER_ADVICE}"),),
-    )
+    note = Note(Outcome.MISSING, SCHEDULER_ENTRY, f"{why}; if the run has a scheduler, {_SKIP_SCHEDULER_ADVICE}")
+    return SchedulerState(None, SCHEDULER_ENTRY, (note,))
 
 
 def _unwrap_single_item(value: Any) -> Any:

@@ -43,30 +43,28 @@ _FOLDED_RUN_TEXT = (
 )
 
 
-def read(
-    source: Source, mp_rank_files: Sequence[TagFiles], files: ExpertFiles, autoep_layers: AutoEPLayers
-) -> Manifest:
+def read(source: Source, mp_rank_files: Sequence[TagFiles], files: ExpertFiles, ep_layers: AutoEPLayers) -> Manifest:
     """The whole model of a run in stage 0, 1 or 2. Raises FormatError if a file is missing or damaged, or does not fit
     the others."""
     if len(mp_rank_files) > 1:
         raise UnsupportedError(f"it is {_FOLDED_RUN_TEXT}", path=mp_rank_files[1].require_model_paths(0)[0])
     if not mp_rank_files[0].optim_paths:
-        return _read_without_zero(source, mp_rank_files[0], files, autoep_layers)
+        return _read_without_zero(source, mp_rank_files[0], files, ep_layers)
     optim = OptimStates.of(DeepSpeedFile.open(source, mp_rank_files[0].optim_paths[0]))
     if optim.stage > 2 or files.optim_paths:
         raise MalformedError(
             "it is of a run in stage 1 or 2, perhaps from an earlier save",
-            path=min(files.weight_paths.values(), default=autoep_layers.path),
+            path=min(files.weight_paths.values(), default=ep_layers.path),
         )
     model = ModelStates.of(DeepSpeedFile.open(source, mp_rank_files[0].require_model_paths(optim.stage)[0]))
     check_expert_run(mp_rank_files[0], model, optim)
-    expert_tables, first_values = read_expert_weights(source, autoep_layers, model, files)
+    expert_tables, first_values = read_expert_weights(source, ep_layers, model, files)
     partitions, mappings_by_rank = read_mapped_partitions(source, mp_rank_files[0].optim_paths, optim)
     num_ranks = {flat: len(mp_rank_files[0].optim_paths) // parts for flat, parts in enumerate(optim.partition_counts)}
-    _check_expert_groups(autoep_layers, model, num_ranks, optim.file.path)
+    _check_expert_groups(ep_layers, model, num_ranks, optim.file.path)
     return AutoEPManifestBuilder(
         source,
-        autoep_layers.add_all_experts(model, first_values),
+        ep_layers.add_all_experts(model, first_values),
         optim,
         (model.file.path,),
         partitions,
@@ -105,13 +103,11 @@ class AutoEPManifestBuilder(MoEManifestBuilder):
         return self.scalars
 
 
-def _check_expert_groups(
-    autoep_layers: AutoEPLayers, model: ModelStates, num_ranks: Mapping[int, int], path: str
-) -> None:
+def _check_expert_groups(ep_layers: AutoEPLayers, model: ModelStates, num_ranks: Mapping[int, int], path: str) -> None:
     """Raises MalformedError if a group of partitions is not cut over the ranks of its experts. ``num_ranks`` is the
     number of expert-parallel ranks by flat."""
     for flat, shapes in enumerate(model.param_shapes):
-        expected_ranks = {layer.num_ranks if (layer := autoep_layers.find_layer(name)) else 1 for name in shapes}
+        expected_ranks = {layer.num_ranks if (layer := ep_layers.find_layer(name)) else 1 for name in shapes}
         if shapes and expected_ranks != {num_ranks.get(flat)}:
             raise MalformedError(f"its group {flat} of partitions is not cut over the ranks of its experts", path=path)
 
@@ -120,18 +116,16 @@ def _check_expert_groups(
 
 
 def read_expert_weights(
-    source: Source, autoep_layers: AutoEPLayers, model: ModelStates, files: ExpertFiles, expert_rank: int | None = None
+    source: Source, ep_layers: AutoEPLayers, model: ModelStates, files: ExpertFiles, expert_rank: int | None = None
 ) -> tuple[dict[str, ShardTable], dict[str, tuple[StoredTensor, DeepSpeedFile]]]:
     """Two mappings by the names of the tensors of experts: the shards of all experts' rows, or of those of
     ``expert_rank``; and the first expert's tensor with its file. Raises FormatError if a file is missing or is not of
     its expert."""
     shapes = {**model.trainable, **model.frozen_shapes}
-    names = autoep_layers.list_expert_tensors(model)
+    names = ep_layers.list_expert_tensors(model)
     tables: dict[str, ShardTable] = {}
     first_values: dict[str, tuple[StoredTensor, DeepSpeedFile]] = {}
-    expected_experts = {
-        (layer.moe_number, number) for layer in autoep_layers.layers for number in range(layer.num_experts)
-    }
+    expected_experts = {(layer.moe_number, number) for layer in ep_layers.layers for number in range(layer.num_experts)}
     if missing_experts := expected_experts - files.weight_paths.keys():
         raise IncompleteError(
             "the file of this expert is missing", path=files.prefix + expert_file_name(*min(missing_experts))
@@ -141,8 +135,8 @@ def read_expert_weights(
             "there is no such expert; this file is perhaps from an earlier save",
             path=files.weight_paths[min(unexpected_experts)],
         )
-    for layer in autoep_layers.layers:
-        layer_names = [name for name in names if autoep_layers.find_layer(name) is layer]
+    for layer in ep_layers.layers:
+        layer_names = [name for name in names if ep_layers.find_layer(name) is layer]
         numbers, num_local = range(layer.num_experts), layer.num_local_experts
         if expert_rank is not None:
             numbers = numbers[expert_rank * num_local : (expert_rank + 1) * num_local]
@@ -184,19 +178,19 @@ def _stack_experts(
 
 
 def open_stage3(
-    source: Source, files: TagFiles, model: ModelStates, optim: OptimStates, autoep_layers: AutoEPLayers
+    source: Source, files: TagFiles, model: ModelStates, optim: OptimStates, ep_layers: AutoEPLayers
 ) -> AutoEPStage3ManifestBuilder:
     """The builder of a run in stage 3. Raises FormatError as ``read`` does."""
     if optim.stage < 3:
         raise IncompleteError("the files of its experts are missing", path=files.prefix + expert_file_name(0, 0))
     world_size = optim.world_size
     expert_ranks = read_expert_ranks(source, files.rank_model_paths, world_size)
-    _check_sub_groups(model, autoep_layers, optim.file.path, len(optim.masters))
+    _check_sub_groups(model, ep_layers, optim.file.path, len(optim.masters))
     num_ranks = {
-        flat: autoep_layers.layers[0].num_ranks if any(map(autoep_layers.find_layer, shapes)) else 1
+        flat: ep_layers.layers[0].num_ranks if any(map(ep_layers.find_layer, shapes)) else 1
         for flat, shapes in enumerate(model.param_shapes)
     }
-    _check_expert_groups(autoep_layers, model, num_ranks, model.file.path)
+    _check_expert_groups(ep_layers, model, num_ranks, model.file.path)
     visited_states: list[OptimStates] = []
 
     def check_partition_ranks(states: OptimStates) -> None:
@@ -216,7 +210,7 @@ def open_stage3(
     partitions = read_partitions(source, files.optim_paths, optim, check_partition_ranks)
     return AutoEPStage3ManifestBuilder(
         source,
-        autoep_layers.add_all_experts(model),
+        ep_layers.add_all_experts(model),
         optim,
         files.rank_model_paths,
         partitions,
@@ -226,16 +220,16 @@ def open_stage3(
         mappings_by_rank=[[]] * world_size,
         expert_tables={},
         expert_ranks=expert_ranks,
-        autoep_layers=autoep_layers,
+        ep_layers=ep_layers,
     )
 
 
-def _check_sub_groups(model: ModelStates, autoep_layers: AutoEPLayers, path: str, num_flats: int) -> None:
+def _check_sub_groups(model: ModelStates, ep_layers: AutoEPLayers, path: str, num_flats: int) -> None:
     if len(model.param_shapes) != num_flats:
         raise MalformedError(
             f"it has {num_flats} partitions, but param_shapes has {len(model.param_shapes)}", path=path
         )
-    if any(map(autoep_layers.find_layer, model.frozen_shapes)):
+    if any(map(ep_layers.find_layer, model.frozen_shapes)):
         raise UnsupportedError("its experts are frozen, which is not supported in stage 3", path=model.file.path)
 
 
@@ -249,7 +243,7 @@ class AutoEPStage3ManifestBuilder(AutoEPManifestBuilder):
     """
 
     expert_ranks: Ints
-    autoep_layers: AutoEPLayers
+    ep_layers: AutoEPLayers
 
     @cached_property
     def param_intervals(self) -> Mapping[str, FlatIntervals]:
@@ -266,7 +260,7 @@ class AutoEPStage3ManifestBuilder(AutoEPManifestBuilder):
     def _locate_on_all_ranks(self, name: str, intervals: FlatIntervals) -> list[FlatIntervals]:
         """Intervals of the rows of each expert-parallel rank; one item if ``name`` is not of experts. ``intervals`` are
         those of one expert-parallel rank, and number its data-parallel ranks from 0."""
-        if self.autoep_layers.find_layer(name) is None:
+        if self.ep_layers.find_layer(name) is None:
             return [intervals]
         flat = int(intervals.flats[0])
         data_ranks = (self._list_data_ranks(flat, rank) for rank in range(self.num_expert_ranks[flat]))
@@ -304,7 +298,7 @@ def read_expert_ranks(source: Source, paths: Sequence[str], world_size: int) -> 
 class AutoEPRankManifestBuilder(ExpertRankManifestBuilder):
     """Builds the manifest of one expert-parallel rank. ``expert_tables`` has the shards of its experts' tensors."""
 
-    autoep_layers: AutoEPLayers
+    ep_layers: AutoEPLayers
     expert_tables: Mapping[str, ShardTable]
     skipped_entries = AutoEPManifestBuilder.skipped_entries
 
@@ -321,21 +315,19 @@ class AutoEPRankManifestBuilder(ExpertRankManifestBuilder):
 class AutoEPMergeRules(MergeRules):
     """Joins experts along their first dim; all else is a copy on every rank."""
 
-    autoep_layers: AutoEPLayers
+    ep_layers: AutoEPLayers
 
     def plan_merge(self, name: str, shapes: Sequence[Shape]) -> ParameterMerge:
         return (
             self.merge_along(name, shapes, 0)
-            if self.autoep_layers.find_layer(name)
+            if self.ep_layers.find_layer(name)
             else self.merge_replicated(name, shapes)
         )
 
 
-def _read_without_zero(
-    source: Source, tag_files: TagFiles, files: ExpertFiles, autoep_layers: AutoEPLayers
-) -> Manifest:
+def _read_without_zero(source: Source, tag_files: TagFiles, files: ExpertFiles, ep_layers: AutoEPLayers) -> Manifest:
     file = stage0.open_stage0_model(source, tag_files)
-    num_ranks = autoep_layers.layers[0].num_ranks
+    num_ranks = ep_layers.layers[0].num_ranks
     if file.content.get("optimizer") is not None and len(files.optim_paths) != num_ranks:
         raise IncompleteError(
             f"the files of the optimizers of {format_count(num_ranks, 'expert-parallel rank')} are not all there",
@@ -344,41 +336,41 @@ def _read_without_zero(
     optimizers = [stage0.SavedOptimizer.of(DeepSpeedFile.open(source, path)) for path in files.optim_paths] or [
         stage0.SavedOptimizer(file)
     ] * num_ranks
-    model = replace(ModelStates.of_stage0(file), param_shapes=(_read_local_shapes(source, autoep_layers, files),))
+    model = replace(ModelStates.of_stage0(file), param_shapes=(_read_local_shapes(source, ep_layers, files),))
     parts = []
     for rank, each in enumerate(optimizers):
-        expert_tables, first_values = read_expert_weights(source, autoep_layers, model, files, rank)
-        rank_model = replace(autoep_layers.add_all_experts(model, first_values), param_shapes=())
+        expert_tables, first_values = read_expert_weights(source, ep_layers, model, files, rank)
+        rank_model = replace(ep_layers.add_all_experts(model, first_values), param_shapes=())
         parts.append(
             AutoEPRankManifestBuilder(
                 rank_model,
                 each,
                 literal_prefix=f"rank{rank}.",
                 rank=rank,
-                autoep_layers=autoep_layers,
+                ep_layers=ep_layers,
                 expert_tables=expert_tables,
             ).build_manifest()
         )
     merged = ManifestMerger(
-        parts, AutoEPMergeRules({}, autoep_layers.path, autoep_layers), part_name="expert-parallel rank"
+        parts, AutoEPMergeRules({}, ep_layers.path, ep_layers), part_name="expert-parallel rank"
     ).merge_manifests()
     literals = {name: data for part in parts for name, data in part.literals.items()}
     # A tensor of experts has one step, for which each expert-parallel rank has a value.
     equal_steps = [
         EqualPair(f"{key} of expert-parallel ranks 0 and {rank}", entry, part.tensors[key])
         for key, entry in parts[0].tensors.items()
-        if entry.kind is Kind.STATE and not entry.shape and autoep_layers.find_layer(key.fqn)
+        if entry.kind is Kind.STATE and not entry.shape and ep_layers.find_layer(key.fqn)
         for rank, part in enumerate(parts[1:], 1)
     ]
     must_equal = (*merged.must_equal, *equal_steps)
     return replace(merged, world_size=parts[0].world_size, literals=literals, must_equal=must_equal)
 
 
-def _read_local_shapes(source: Source, autoep_layers: AutoEPLayers, files: ExpertFiles) -> dict[str, Shape]:
+def _read_local_shapes(source: Source, ep_layers: AutoEPLayers, files: ExpertFiles) -> dict[str, Shape]:
     """The shapes of one rank's tensors of experts, from the file of each layer's first expert: without ZeRO no file
     states them."""
     shape_by_name: dict[str, Shape] = {}
-    for layer in autoep_layers.layers:
+    for layer in ep_layers.layers:
         path = files.weight_paths.get((layer.moe_number, 0))
         for name, value in (DeepSpeedFile.open(source, path).content if path else {}).items():
             if isinstance(name, str) and name.startswith(layer.expert_prefix) and isinstance(value, StoredTensor):

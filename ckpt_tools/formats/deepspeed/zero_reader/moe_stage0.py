@@ -89,17 +89,13 @@ class ExpertRankManifestBuilder(stage0.Stage0ManifestBuilder, ABC):
         for is_expert in (False, True):
             groups = [
                 NumberedGroup(tuple(group["params"]))
-                for group in self.saved_optimizer.groups
+                for group in self.optimizer.groups
                 if bool(group.get("moe")) == is_expert
             ]
             numbers = {number for group in groups for number in group.numbers}
-            shapes = {
-                number: shape for number, shape in self.saved_optimizer.find_shapes().items() if number in numbers
-            }
-            own = {
-                name: shape for name, shape in parameters.items() if self._is_own_parameter(name, is_expert=is_expert)
-            }
-            matched = match_numbers(groups, shapes, own)
+            shapes = {number: shape for number, shape in self.optimizer.find_shapes().items() if number in numbers}
+            own_names = [name for name in parameters if self._is_own_parameter(name, is_expert=is_expert)]
+            matched = match_numbers(groups, shapes, {name: parameters[name] for name in own_names})
             if matched is None:
                 return None
             found |= matched
@@ -108,7 +104,7 @@ class ExpertRankManifestBuilder(stage0.Stage0ManifestBuilder, ABC):
     def _find_flat_members(self, parameters: Mapping[str, Shape]) -> list[dict[str, stage0.MasterSlice]]:
         raise UnsupportedError(
             "its fp32 masters are flat vectors without names; save with ZeRO stage 1",
-            path=self.saved_optimizer.file.path,
+            path=self.optimizer.file.path,
         )
 
     @abstractmethod
@@ -155,9 +151,8 @@ def _merge_groups(manifests: Sequence[Manifest], first: MoERankManifestBuilder) 
             other is None or to_comparable_text(other.options) != to_comparable_text(group.options)
             for other in rank_groups
         ):
-            raise MalformedError(
-                f"the expert-parallel ranks differ in param group {number}", path=first.saved_optimizer.file.path
-            )
+            why = f"the expert-parallel ranks differ in param group {number}"
+            raise MalformedError(why, path=first.optimizer.file.path)
         yield replace(group, params=params)
 
 
@@ -166,12 +161,8 @@ def _merge_extra(manifests: Sequence[Manifest]) -> dict[str, Any]:
     extra = dict(manifests[0].extra)
     if "optimizer" in extra:
         extra["optimizer"] = {f"expp_rank_{rank}": each.extra.get("optimizer") for rank, each in enumerate(manifests)}
-    states = [
-        own.get("optimizer_state", {}) for each in manifests if isinstance(own := each.extra.get("deepspeed"), dict)
-    ]
-    optimizer_states = {name: value for state in reversed(states) for name, value in state.items()}
-    return (
-        {**extra, "deepspeed": {**extra.get("deepspeed", {}), "optimizer_state": optimizer_states}}
-        if optimizer_states
-        else extra
-    )
+    sections = [own for each in manifests if isinstance(own := each.extra.get("deepspeed"), dict)]
+    states: dict[str, Any] = {}
+    for section in reversed(sections):
+        states |= section.get("optimizer_state", {})
+    return {**extra, "deepspeed": {**extra.get("deepspeed", {}), "optimizer_state": states}} if states else extra

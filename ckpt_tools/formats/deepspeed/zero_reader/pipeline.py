@@ -44,7 +44,7 @@ class StageFiles:
     """The content of one stage's files, without those of its layers. ``path`` is its model file.
 
     ``zero_builder`` has the optimizer of a run with ZeRO; with ``has_flat_shapes`` its parameters have flat shapes, as
-    only their numbers of elements are known. Without ZeRO, ``saved_optimizer`` is the optimizer if it names its
+    only their numbers of elements are known. Without ZeRO, ``optimizer`` is the optimizer if it names its
     parameters. ``literal_prefix`` is in the names of literals, so that those of all stages differ.
     """
 
@@ -53,7 +53,7 @@ class StageFiles:
     model: ModelStates
     zero_builder: ZeroManifestBuilder | None = None
     has_flat_shapes: bool = False
-    saved_optimizer: stage0.SavedOptimizer | None = None
+    optimizer: stage0.SavedOptimizer | None = None
 
     @classmethod
     def of(cls, source: Source, number: int, files: TagFiles) -> StageFiles:
@@ -87,9 +87,7 @@ class StageFiles:
     def find_shapes(self) -> StageShapes:
         """Shapes of the parameters that the files of the stage state."""
         trainable = self.model.trainable
-        shapes: dict[str, Shape | None] = {
-            name: None if self.has_flat_shapes else shape for name, shape in trainable.items()
-        }
+        shapes: dict[str, Shape | None] = dict.fromkeys(trainable) if self.has_flat_shapes else dict(trainable)
         masters = {}
         if self.zero_builder is not None:
             vectors, intervals = self.zero_builder.partitions.masters, self.zero_builder.param_intervals
@@ -102,12 +100,10 @@ class StageFiles:
         MalformedError if the optimizer without ZeRO does not fit them."""
         if self.zero_builder is not None:
             return replace(self.zero_builder, model=model).build_manifest()
-        if self.saved_optimizer is None:
-            return stage0.Stage0ManifestBuilder(model, stage0.SavedOptimizer(model.file)).build_manifest()
-        manifest = stage0.Stage0ManifestBuilder(
-            model, self.saved_optimizer, literal_prefix=self.literal_prefix
-        ).build_manifest()
-        if not manifest.groups:
+        optimizer = self.optimizer or stage0.SavedOptimizer(model.file)
+        builder = stage0.Stage0ManifestBuilder(model, optimizer, literal_prefix=self.literal_prefix)
+        manifest = builder.build_manifest()
+        if self.optimizer is not None and not manifest.groups:
             raise MalformedError("the shapes of its optimizer's state are not those of the layers", path=self.path)
         return manifest
 
@@ -161,8 +157,8 @@ def read(source: Source, mp_rank_files: Sequence[TagFiles], layers_by_tp_rank: S
             path=stages[0].path,
         )
     parts = [
-        _read_tp_rank(source, stages[rank::num_tp_ranks], layers_by_tp_rank[rank], rules)
-        for rank in range(num_tp_ranks)
+        _read_tp_rank(source, stages[rank::num_tp_ranks], layer_paths, rules)
+        for rank, layer_paths in enumerate(layers_by_tp_rank)
     ]
     return _apply_whole_names(ManifestMerger(parts, rules).merge_manifests(), first_model.file.path)
 
@@ -175,7 +171,7 @@ def _read_tp_rank(
     layer_files = {number: DeepSpeedFile.open(source, path) for number, path in layer_paths.items()}
     pipeline_layers = PipelineLayers(source, layer_files, [stage.find_shapes() for stage in stages])
     models = pipeline_layers.build_models()
-    if stages[0].zero_builder is None and stages[0].saved_optimizer is None:
+    if stages[0].zero_builder is None and stages[0].optimizer is None:
         buffers = [stage.model.buffers for stage in stages]
         optimizers = [stage0.SavedOptimizer.of(stage.model.file) for stage in stages]
         missing_layers.check_no_layer_missing(
@@ -197,7 +193,7 @@ def _read_tp_rank(
 
 
 def _attach_named_optimizers(stages: Sequence[StageFiles]) -> Sequence[StageFiles]:
-    """``stages`` with their ``saved_optimizer``, if it is a run without ZeRO and every stage's optimizer was made of
+    """``stages`` with their ``optimizer``, if it is a run without ZeRO and every stage's optimizer was made of
     named parameters; otherwise unchanged."""
     if stages[0].zero_builder is not None:
         return stages
@@ -207,7 +203,7 @@ def _attach_named_optimizers(stages: Sequence[StageFiles]) -> Sequence[StageFile
         shapes = each.find_named_shapes()
         if shapes is None:
             return stages
-        named_stages.append(replace(stage, model=replace(stage.model, param_shapes=shapes), saved_optimizer=each))
+        named_stages.append(replace(stage, model=replace(stage.model, param_shapes=shapes), optimizer=each))
     return named_stages
 
 
@@ -281,9 +277,7 @@ class StageMerger:
                 if (entry.shape, entry.dtype) != (first.shape, first.dtype):
                     message = "two stages have it in different shapes or dtypes"
                     raise MalformedError(message, path=self.path, key=str(key))
-        return {
-            key: entry_by_key[key] for key in sorted(entry_by_key, key=lambda key: not key.fqn.startswith(TIED_PREFIX))
-        }
+        return dict(sorted(entry_by_key.items(), key=lambda item: not item[0].fqn.startswith(TIED_PREFIX)))
 
     def _merge_groups(self) -> Iterator[ParamGroup]:
         """Joins the groups of the stages, number by number, if these have the same hyperparameters. Otherwise each
@@ -309,12 +303,10 @@ class StageMerger:
     def _merge_extra(self) -> dict[str, Any]:
         """The extras of the first stage, with the values of the modules of all stages."""
         extra = drop_partition_entries(self.parts[0].extra)
-        module_values = {
-            name: value for part in self.parts for name, value in _get_deepspeed_entries(part).get("module", {}).items()
-        }
-        return (
-            {**extra, "deepspeed": {**extra.get("deepspeed", {}), "module": module_values}} if module_values else extra
-        )
+        values: dict[str, Any] = {}
+        for part in self.parts:
+            values |= _get_deepspeed_entries(part).get("module", {})
+        return {**extra, "deepspeed": {**extra.get("deepspeed", {}), "module": values}} if values else extra
 
 
 def _get_deepspeed_entries(part: Manifest) -> dict[str, Any]:
@@ -389,14 +381,11 @@ def _is_name(value: Any) -> bool:
 def _check_layer_names(names: LayerNames, layers: Mapping[str, str], path: str) -> None:
     saved_layers = {*layers.values()}
     if unnamed_layers := sorted(saved_layers - names.keys()):
-        raise MalformedError(
-            f"client_state.{PIPELINE_NAMES_ENTRY} has no name for this layer", path=path, key=unnamed_layers[0]
-        )
+        why = f"client_state.{PIPELINE_NAMES_ENTRY} has no name for this layer"
+        raise MalformedError(why, path=path, key=unnamed_layers[0])
     if absent_layers := sorted(names.keys() - saved_layers):
         why = f"client_state.{PIPELINE_NAMES_ENTRY} names this layer, and no file contains it"
         raise IncompleteError(why, path=path, key=absent_layers[0])
     counts = Counter(name for each in names.values() for name in each)
-    if duplicate_names := [name for name, number in counts.items() if number > 1]:
-        raise MalformedError(
-            f"client_state.{PIPELINE_NAMES_ENTRY} gives this name twice", path=path, key=duplicate_names[0]
-        )
+    if duplicate := next((name for name, number in counts.items() if number > 1), None):
+        raise MalformedError(f"client_state.{PIPELINE_NAMES_ENTRY} gives this name twice", path=path, key=duplicate)

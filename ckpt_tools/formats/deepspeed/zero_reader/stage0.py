@@ -104,23 +104,17 @@ class SavedOptimizer:
         groups = [(group["params"], _read_param_names(group)) for group in self.groups]
         if self.masters or any(names is None or not shapes.keys() >= {*numbers} for numbers, names in groups):
             return None
-        shapes_by_name = [
-            {name: shapes[n] for n, name in zip(numbers, names or (), strict=True)} for numbers, names in groups
-        ]
-        return tuple(shapes_by_name) or None
+        named = [{name: shapes[n] for n, name in zip(numbers, names or (), strict=True)} for numbers, names in groups]
+        return tuple(named) or None
 
     def find_shapes(self) -> dict[int, Shape]:
         """Shapes by number: that of the master, or else the shape that all state of a parameter but ``step`` has. A
         number without state, or with state of several shapes, is left out."""
         shape_by_number = {number: tuple(master.shape) for number, master in self.masters.items()}
         for number, slots in self.states.items():
-            shapes = {
-                tuple(value.shape)
-                for slot, value in slots.items()
-                if isinstance(value, StoredTensor) and slot != "step"
-            }
-            if len(shapes) == 1:
-                shape_by_number.setdefault(number, next(iter(shapes)))
+            tensors = [value for slot, value in slots.items() if isinstance(value, StoredTensor) and slot != "step"]
+            if len(shapes := {tuple(tensor.shape) for tensor in tensors}) == 1:
+                shape_by_number.setdefault(number, shapes.pop())
         return shape_by_number
 
 
@@ -150,15 +144,13 @@ def _read_masters(
     wrapper_entries: Mapping[Value, Value], groups: tuple[Mapping[str, Value], ...], is_flat: bool, path: str
 ) -> dict[int, StoredTensor]:
     name = FLAT_MASTERS if is_flat else UNFUSED_MASTERS
-    masters_by_group = require_entry(wrapper_entries, name, list, path)
+    lists = require_entry(wrapper_entries, name, list, path)
     if is_flat:
-        masters_by_group = [[flat] for flat in masters_by_group]
+        lists = [[flat] for flat in lists]
     masters: dict[int, StoredTensor] = {}
-    if len(masters_by_group) != len(groups):
-        raise MalformedError(
-            f"{len(masters_by_group)} lists of masters, but {len(groups)} param groups", path=path, key=name
-        )
-    for tensors, group in zip(masters_by_group, groups, strict=True):
+    if len(lists) != len(groups):
+        raise MalformedError(f"{len(lists)} lists of masters, but {len(groups)} param groups", path=path, key=name)
+    for tensors, group in zip(lists, groups, strict=True):
         if not isinstance(tensors, list) or not all(isinstance(tensor, StoredTensor) for tensor in tensors):
             raise MalformedError("its masters are not tensors", path=path, key=name)
         numbers: list[int] = group["params"]
@@ -178,7 +170,7 @@ class Stage0ManifestBuilder:
     """
 
     model: ModelStates
-    saved_optimizer: SavedOptimizer
+    optimizer: SavedOptimizer
     extras: ExtrasCollector = field(default_factory=ExtrasCollector)
     literals: dict[str, bytes] = field(default_factory=dict)
     literal_prefix: str = ""
@@ -196,20 +188,17 @@ class Stage0ManifestBuilder:
         tensors = dict(self._list_weights(ties))
         parameters = {key.fqn: entry.shape for key, entry in tensors.items() if entry.kind is Kind.PARAMETER}
         group_members = (
-            self._find_flat_members(parameters)
-            if self.saved_optimizer.is_flat
-            else self._find_group_members(parameters)
+            self._find_flat_members(parameters) if self.optimizer.is_flat else self._find_group_members(parameters)
         )
         notes: tuple[Note, ...] = ()
         if group_members is None:
-            optimizer = self.saved_optimizer.file.content["optimizer"]
-            self.extras.values["optimizer"] = self.extras.replace_tensors(
-                optimizer, self.optimizer_name, self.saved_optimizer.file
-            )
+            file = self.optimizer.file
+            value = self.extras.replace_tensors(file.content["optimizer"], self.optimizer_name, file)
+            self.extras.values["optimizer"] = value
             why = "it numbers its parameters, and their order and shapes do not identify them"
             notes = (Note(Outcome.KEPT, "optimizer", why),)
-        elif not self.saved_optimizer.is_flat:
-            notes = note_assumed_order(self._list_numbered_groups(), self.saved_optimizer.find_shapes(), parameters)
+        elif not self.optimizer.is_flat:
+            notes = note_assumed_order(self._list_numbered_groups(), self.optimizer.find_shapes(), parameters)
         slice_by_name = {name: piece for group in group_members or () for name, piece in group.items()}
         tensors |= {
             key: entry
@@ -249,24 +238,22 @@ class Stage0ManifestBuilder:
         UnsupportedError if that cannot be proven and there are masters."""
         names = self._match_numbers(parameters)
         if names is not None:
-            numbers = [group["params"] for group in self.saved_optimizer.groups]
+            numbers = [group["params"] for group in self.optimizer.groups]
             return [{names[n]: MasterSlice(n, 0, prod(parameters[names[n]])) for n in group} for group in numbers]
-        if self.saved_optimizer.masters:
+        if self.optimizer.masters:
             raise UnsupportedError(
                 "its fp32 masters lie under numbers, and the order and shapes of the parameters do not prove which "
                 f"they are; {self.remedy}",
-                path=self.saved_optimizer.file.path,
+                path=self.optimizer.file.path,
                 key="optimizer",
             )
         return None
 
     def _match_numbers(self, parameters: Mapping[str, Shape]) -> dict[int, str] | None:
-        return match_numbers(self._list_numbered_groups(), self.saved_optimizer.find_shapes(), parameters)
+        return match_numbers(self._list_numbered_groups(), self.optimizer.find_shapes(), parameters)
 
     def _list_numbered_groups(self) -> list[NumberedGroup]:
-        return [
-            NumberedGroup(tuple(group["params"]), _read_param_names(group)) for group in self.saved_optimizer.groups
-        ]
+        return [NumberedGroup(tuple(group["params"]), _read_param_names(group)) for group in self.optimizer.groups]
 
     def _find_flat_members(self, parameters: Mapping[str, Shape]) -> list[dict[str, MasterSlice]]:
         """The slices of each flat group's parameters by name. Raises UnsupportedError if they cannot be told.
@@ -280,13 +267,11 @@ class Stage0ManifestBuilder:
             assert isinstance(value, StoredTensor), "parameters are tensors"
             if value.numel and value.storage is not None:
                 names_by_storage.setdefault(value.storage.key, {})[value.storage_offset] = name
-        layouts = [
-            layout for views in names_by_storage.values() if (layout := self._find_view_sizes(views)) is not None
-        ]
+        layouts = [sizes for views in names_by_storage.values() if (sizes := self._find_view_sizes(views)) is not None]
         group_members = []
-        for group in self.saved_optimizer.groups:
+        for group in self.optimizer.groups:
             (number,) = group["params"]
-            numel = self.saved_optimizer.masters[number].numel
+            numel = self.optimizer.masters[number].numel
             fitting_layouts = [layout for layout in layouts if sum(layout.values()) == numel]
             if len(fitting_layouts) != 1:
                 raise UnsupportedError(
@@ -318,8 +303,8 @@ class Stage0ManifestBuilder:
 
     def _build_optimizer_entries(self, name: str, master_slice: MasterSlice) -> Iterator[tuple[StateKey, TensorEntry]]:
         shape = tuple(self.model.module[name].shape)
-        state = self.saved_optimizer.states.get(master_slice.number, {})
-        master = {MASTER: self.saved_optimizer.masters[master_slice.number]} if self.saved_optimizer.masters else {}
+        state = self.optimizer.states.get(master_slice.number, {})
+        master = {MASTER: self.optimizer.masters[master_slice.number]} if self.optimizer.masters else {}
         for slot, value in {**master, **state}.items():
             if isinstance(value, StoredTensor):
                 yield StateKey(name, slot), self._build_state_entry(name, shape, master_slice, value)
@@ -329,26 +314,20 @@ class Stage0ManifestBuilder:
                 yield StateKey(name, slot), TensorEntry((), table.dtype, Kind.STATE, table)
             elif value is not None:
                 other_states = self.extras.values.setdefault("deepspeed", {}).setdefault("optimizer_state", {})
-                path, file = f"optimizer_state.{name}.{slot}", self.saved_optimizer.file
+                path, file = f"optimizer_state.{name}.{slot}", self.optimizer.file
                 other_states[f"{name}.{slot}"] = self.extras.replace_tensors(value, path, file)
 
     def _build_state_entry(
         self, name: str, shape: Shape, master_slice: MasterSlice, value: StoredTensor
     ) -> TensorEntry:
-        if not self.saved_optimizer.is_flat or not value.shape:
-            return TensorEntry(
-                tuple(value.shape), value.dtype, Kind.STATE, self.saved_optimizer.file.build_shard_table(value)
-            )
-        if (
-            tuple(value.shape) != tuple(self.saved_optimizer.masters[master_slice.number].shape)
-            or not value.is_contiguous
-        ):
-            raise UnsupportedError(
-                "state of a flat group is not cut like its masters", path=self.saved_optimizer.file.path
-            )
-        start = self.saved_optimizer.file.find_start_byte(value) + master_slice.start * value.dtype.item_bytes
-        stop = start + master_slice.numel * value.dtype.item_bytes
-        byte_range = ByteRange(self.saved_optimizer.file.path, start, stop)
+        file, item_bytes = self.optimizer.file, value.dtype.item_bytes
+        if not self.optimizer.is_flat or not value.shape:
+            return TensorEntry(tuple(value.shape), value.dtype, Kind.STATE, file.build_shard_table(value))
+        master = self.optimizer.masters[master_slice.number]
+        if tuple(value.shape) != tuple(master.shape) or not value.is_contiguous:
+            raise UnsupportedError("state of a flat group is not cut like its masters", path=file.path)
+        start = file.find_start_byte(value) + master_slice.start * item_bytes
+        byte_range = ByteRange(file.path, start, start + master_slice.numel * item_bytes)
         table = ShardTable.whole((master_slice.numel,), value.dtype, byte_range)
         return TensorEntry(shape, value.dtype, Kind.STATE, table)
 
@@ -357,20 +336,16 @@ class Stage0ManifestBuilder:
     def _build_group(self, number: int, names: Mapping[str, MasterSlice]) -> ParamGroup:
         options = {
             str(name): value
-            for name, value in self.saved_optimizer.groups[number].items()
+            for name, value in self.optimizer.groups[number].items()
             if name not in ("params", "param_names")
         }
-        return ParamGroup(tuple(names), self.extras.replace_option_tensors(number, options, self.saved_optimizer.file))
+        return ParamGroup(tuple(names), self.extras.replace_option_tensors(number, options, self.optimizer.file))
 
     def _gather_extras(self) -> None:
         self.extras.add_model(self.model.file, skipped_entries=self.skipped_entries)
-        if self.saved_optimizer.wrapper_entries:
-            dynamic = self.saved_optimizer.wrapper_entries.get("dynamic_loss_scale") is True
-            scaler = {
-                name: self.saved_optimizer.wrapper_entries[name]
-                for name in _SCALER_ENTRIES
-                if name in self.saved_optimizer.wrapper_entries
-            }
+        if entries := self.optimizer.wrapper_entries:
+            scaler = {name: entries[name] for name in _SCALER_ENTRIES if name in entries}
+            dynamic = entries.get("dynamic_loss_scale") is True
             self.extras.values["loss_scaler"] = {"dynamic": dynamic, **scaler}
 
 
