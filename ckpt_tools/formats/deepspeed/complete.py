@@ -58,11 +58,9 @@ def find_universal_problem(checkpoint: SavedCheckpoint) -> str | None:
     folders = {get_parent_folder(path) for path in checkpoint.files if match_slot_file(path) is not None}
     if not folders:
         return None
-    folders_without_master = sorted(
-        folder for folder in folders if f"{folder}/{UNIVERSAL_MASTER_SLOT}.pt" not in checkpoint.files
-    )
-    if folders_without_master:
-        return f"{folders_without_master[0]} has no fp32.pt: the conversion to universal did not finish"
+    master = f"{UNIVERSAL_MASTER_SLOT}.pt"
+    if lacking := sorted(folder for folder in folders if f"{folder}/{master}" not in checkpoint.files):
+        return f"{lacking[0]} has no fp32.pt: the conversion to universal did not finish"
     return None if any(name.endswith("_model_states.pt") for name in checkpoint.file_names) else "no *_model_states.pt"
 
 
@@ -114,11 +112,8 @@ def _find_tag_problem(checkpoint: SavedCheckpoint, tag: str, names: list[str]) -
         model_contents = filter(None, (_read_model_content(checkpoint, tag, name) for name in model_names))
         if (missing_file := _find_missing_file(names, model_contents)) is not None:
             return f"{missing_file} is missing: the save did not finish"
-    if (
-        is_zero3
-        and (missing_ranks := expected_ranks - parse_rank_pairs(names, *MODEL_FILES))
-        and not has_universal_folder
-    ):
+    missing_ranks = expected_ranks - parse_rank_pairs(names, *MODEL_FILES)
+    if is_zero3 and missing_ranks and not has_universal_folder:
         return f"model states of {_format_ranks(missing_ranks)} are missing: the save did not finish"
     has_zero = model_content.get("param_shapes") is not None and not has_universal_folder
     if (optim_ranks or has_zero) and (missing_ranks := expected_ranks - optim_ranks):
@@ -137,23 +132,15 @@ def _format_ranks(rank_pairs: Iterable[tuple[int, int]]) -> str:
 def _find_latest_problem(checkpoint: SavedCheckpoint, tags: set[str]) -> str | None:
     """Whether the file ``latest`` is missing, or names a tag of the same run with a lower number."""
     latest_files = (LATEST, LATEST_UNIVERSAL)
-    if tags and not any(
-        f"{get_parent_folder(tag)}/{name}".lstrip("/") in checkpoint.files for tag in tags for name in latest_files
-    ):
+    places = {f"{get_parent_folder(tag)}/{name}".lstrip("/") for tag in tags for name in latest_files}
+    if tags and places.isdisjoint(checkpoint.files):
         return "no file latest beside the folder of the tag: the save did not finish"
-    if (
-        not has_native_files(checkpoint)
-        or checkpoint.step is None
-        or (latest_tag := checkpoint.read_sibling_line(LATEST)) is None
-    ):
+    if not has_native_files(checkpoint) or checkpoint.step is None:
         return None
-    own_match, latest_match = (re.fullmatch(r"(.*?)(\d+)", name) for name in (checkpoint.base_name, latest_tag))
-    if (
-        own_match is None
-        or latest_match is None
-        or own_match[1] != latest_match[1]
-        or int(own_match[2]) <= int(latest_match[2])
-    ):
+    if (latest_tag := checkpoint.read_sibling_line(LATEST)) is None:
+        return None
+    own, latest = (re.fullmatch(r"(.*?)(\d+)", name) for name in (checkpoint.base_name, latest_tag))
+    if own is None or latest is None or own[1] != latest[1] or int(own[2]) <= int(latest[2]):
         return None
     return f"the file latest names {latest_tag}: this save did not finish, or the run went back to that tag"
 
@@ -192,10 +179,8 @@ def _list_expert_optim_files(model_content: _ModelContent) -> Iterator[str]:
     optimizer = model_content.get("optimizer")
     state_dict = optimizer.get("optimizer_state_dict", optimizer) if isinstance(optimizer, dict) else {}
     groups = state_dict.get("param_groups") if isinstance(state_dict, dict) else None
-    expert_groups = [group for group in groups or () if isinstance(group, dict) and group.get("moe")]
-    sizes = [
-        int(match[1]) for group in expert_groups if (match := _EXPERT_GROUP_NAME.fullmatch(str(group.get("name"))))
-    ]
+    names = [str(group.get("name")) for group in groups or () if isinstance(group, dict) and group.get("moe")]
+    sizes = [int(match[1]) for name in names if (match := _EXPERT_GROUP_NAME.fullmatch(name))]
     yield from map(expert_optim_file_name, range(min(max(sizes, default=0), MAX_EXPERTS)))
 
 

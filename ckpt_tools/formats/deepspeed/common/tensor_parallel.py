@@ -85,9 +85,8 @@ def _move_shards(table: ShardTable, boxes: Sequence[BoxPair]) -> Iterator[Shard]
             span_elements = 1 + sum((extent - 1) * s for extent, s in zip(overlap.shape, strides, strict=True))
             start_byte = byte_range.start + start_element * item_bytes
             target_box = overlap.relative_to(part_box.start).shift(whole_box.start)
-            yield Shard(
-                target_box, ByteRange(byte_range.file, start_byte, start_byte + span_elements * item_bytes), strides
-            )
+            stop_byte = start_byte + span_elements * item_bytes
+            yield Shard(target_box, ByteRange(byte_range.file, start_byte, stop_byte), strides)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +168,8 @@ class MergeRules:
         try:
             return re.compile(pattern)
         except re.error as error:
-            raise MalformedError(
-                f"its pattern {format_brief(pattern)} is not a regular expression", path=self.path
-            ) from error
+            why = f"its pattern {format_brief(pattern)} is not a regular expression"
+            raise MalformedError(why, path=self.path) from error
 
     # Categories
 
@@ -185,10 +183,8 @@ class MergeRules:
             raise self._make_unsupported_error(name, message)
         if self._is_in_category(TWO_SUB_PARAM_PATTERNS, name):
             self._check_other_dims(name, shapes, 0)
-            first_halves = [-(-shape[0] // 2) for shape in shapes]
-            return self._merge_sub_params(
-                name, shapes, 0, [first_halves, [s[0] - f for s, f in zip(shapes, first_halves, strict=True)]]
-            )
+            halves = [[-(-shape[0] // 2) for shape in shapes], [shape[0] // 2 for shape in shapes]]
+            return self._merge_sub_params(name, shapes, 0, halves)
         for entry in self.info.get(SUB_PARAM_ENTRIES) or ():
             entry = entry.attributes if isinstance(entry, Opaque) else entry
             if not isinstance(entry, dict) or not isinstance(entry.get("patterns"), list | tuple):
@@ -210,13 +206,10 @@ class MergeRules:
         ndim = len(shapes[0])
         if type(dim) is not int or not isinstance(view_shape, list | tuple) or not 0 <= dim < len(view_shape):
             raise self._make_entry_error(SUB_PARAM_ENTRIES)
-        if len(view_shape) != ndim or any(
-            not _is_same_extent(view_shape[d], shapes[0][d]) for d in range(ndim) if d != dim
-        ):
-            tensor_text = f"a tensor of shape {list(shapes[0])}"
-            raise self._make_unsupported_error(
-                name, f"its sub-parameters are {format_brief(view_shape)} of {tensor_text}, which is not supported"
-            )
+        other_dims = [d for d in range(ndim) if d != dim]
+        if len(view_shape) != ndim or not all(_is_same_extent(view_shape[d], shapes[0][d]) for d in other_dims):
+            view_text = f"{format_brief(view_shape)} of a tensor of shape {list(shapes[0])}"
+            raise self._make_unsupported_error(name, f"its sub-parameters are {view_text}, which is not supported")
         sizes = view_shape[dim]
         if type(sizes) is int:
             total_extent = sum(shape[dim] for shape in shapes)
@@ -266,12 +259,8 @@ class MergeRules:
         entry_by_rank = {str(rank): value for rank, value in entry["ranks"].items()}
         if entry_by_rank.keys() != {str(rank) for rank in range(len(shapes))}:
             raise self._make_entry_error("affine_map")
-        return ParameterMerge(
-            shape,
-            tuple(
-                tuple(self._read_blocks(name, r, entry_by_rank[str(r)], shapes[r], shape)) for r in range(len(shapes))
-            ),
-        )
+        blocks = (self._read_blocks(name, r, entry_by_rank[str(r)], part, shape) for r, part in enumerate(shapes))
+        return ParameterMerge(shape, tuple(map(tuple, blocks)))
 
     def _read_blocks(
         self, name: str, rank: int, entry: Value, part_shape: Shape, whole_shape: Shape
@@ -280,24 +269,19 @@ class MergeRules:
             raise self._make_entry_error("affine_map")
         if self._require_naturals(entry.get("shard_shape")) != part_shape:
             shape_text = format_brief(entry["shard_shape"])
-            raise self._make_malformed_error(
-                name, f"its part on rank {rank} is {list(part_shape)}, but {shape_text} in affine_map"
-            )
+            message = f"its part on rank {rank} is {list(part_shape)}, but {shape_text} in affine_map"
+            raise self._make_malformed_error(name, message)
         for piece in entry["pieces"]:
             if not isinstance(piece, dict) or not are_naturals(piece.get("locations"), None):
                 raise self._make_entry_error("affine_map")
             if piece.get("scale", 1.0) != 1.0:
-                message = (
-                    f"a block of it is stored multiplied by {format_brief(piece['scale'])}, which is not supported"
-                )
+                scale = format_brief(piece["scale"])
+                message = f"a block of it is stored multiplied by {scale}, which is not supported"
                 raise self._make_unsupported_error(name, message)
             shape = self._require_naturals(piece.get("shape"))
             if prod(shape) and rank == min(piece["locations"], default=rank):
-                boxes = (
-                    self._parse_box(name, piece.get(key), shape, of)
-                    for key, of in (("dest", part_shape), ("source", whole_shape))
-                )
-                yield next(boxes), next(boxes)
+                part_box = self._parse_box(name, piece.get("dest"), shape, part_shape)
+                yield part_box, self._parse_box(name, piece.get("source"), shape, whole_shape)
 
     def _parse_box(self, name: str, view: Value, shape: Shape, tensor_shape: Shape) -> Box:
         """The box of shape ``shape`` in a tensor of ``tensor_shape`` that ``view``, an offset and strides in elements,
@@ -332,9 +316,8 @@ class MergeRules:
         """Joins copies of the whole, one a rank: that of the first rank is read."""
         if len(set(shapes)) > 1:
             shapes_text = format_brief([list(shape) for shape in shapes])
-            raise self._make_malformed_error(
-                name, f"every tensor-parallel rank should have it whole, and they have {shapes_text}"
-            )
+            message = f"every tensor-parallel rank should have it whole, and they have {shapes_text}"
+            raise self._make_malformed_error(name, message)
         whole_box = Box.whole(shapes[0])
         return ParameterMerge(shapes[0], (((whole_box, whole_box),), *((),) * (len(shapes) - 1)))
 
@@ -387,19 +370,15 @@ def _place_sub_params(shape: Shape, dim: int, widths: Sequence[int], starts: Seq
     for width, start in zip(widths, starts, strict=True):
         box = Box.whole((*shape[:dim], width, *shape[dim + 1 :]))
         if box.numel:
-            part_start, whole_start = (
-                tuple(at if d == dim else 0 for d in range(len(shape))) for at in (cursor, start)
-            )
+            dims = range(len(shape))
+            part_start, whole_start = (tuple(at if d == dim else 0 for d in dims) for at in (cursor, start))
             yield box.shift(part_start), box.shift(whole_start)
         cursor += width
 
 
 def drop_partition_entries(extra: Mapping[str, Any]) -> dict[str, Any]:
     """The extras of a manifest without ``PARTITION_ENTRIES`` among DeepSpeed's entries."""
-    deepspeed_entries = extra.get("deepspeed")
-    if not isinstance(deepspeed_entries, dict):
+    entries = extra.get("deepspeed")
+    if not isinstance(entries, dict):
         return dict(extra)
-    return {
-        **extra,
-        "deepspeed": {name: value for name, value in deepspeed_entries.items() if name not in PARTITION_ENTRIES},
-    }
+    return {**extra, "deepspeed": {name: value for name, value in entries.items() if name not in PARTITION_ENTRIES}}

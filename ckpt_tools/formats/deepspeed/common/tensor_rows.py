@@ -47,14 +47,12 @@ class TorchFileBuilder:
         return StoredTensor(StorageRef.of_elements(key, dtype, prod(shape)), dtype, 0, shape, contiguous_strides(shape))
 
     def add_whole_tensor(self, key: StateKey, entry: TensorEntry) -> StoredTensor:
-        return self.add_tensor(
-            [Payload(key, Box.whole(entry.shape), entry.shape, entry.dtype)], entry.dtype, entry.shape
-        )
+        payload = Payload(key, Box.whole(entry.shape), entry.shape, entry.dtype)
+        return self.add_tensor([payload], entry.dtype, entry.shape)
 
     def add_vector(self, vector_layout: VectorLayout, group: TrainingGroup, slot: PartitionedSlot) -> StoredTensor:
-        return self.add_tensor(
-            build_vector_segments(list_vector_rows(vector_layout), group, slot), slot.dtype, (vector_layout.numel,)
-        )
+        segments = build_vector_segments(list_vector_rows(vector_layout), group, slot)
+        return self.add_tensor(segments, slot.dtype, (vector_layout.numel,))
 
     def add_hole(self, dtype: DType, numel: int) -> StoredTensor:
         """Adds a vector whose elements differ from rank to rank and are filled in for each."""
@@ -69,9 +67,8 @@ class TorchFileBuilder:
 
     def add_referenced_tensors(self, value: Value) -> Value:
         """``value`` with a tensor in the place of each reference to one."""
-        return replace_tensor_refs(
-            value, lambda found: self.add_whole_tensor(found.key, self.manifest.tensors[found.key])
-        )
+        tensors = self.manifest.tensors
+        return replace_tensor_refs(value, lambda ref: self.add_whole_tensor(ref.key, tensors[ref.key]))
 
 
 def make_counters(
@@ -107,10 +104,8 @@ class FileTemplate:
 
     def fill_holes(self, path: str, hole_contents: Sequence[Sequence[Segment]]) -> FileLayout:
         """The file with ``hole_contents`` in its holes, in their order."""
-        own_storages = dict(zip(self.holes, hole_contents, strict=True))
-        return FileLayout(
-            path, tuple(self.content.make_segments({**self.storages, **own_storages}, root=get_archive_root(path)))
-        )
+        storages = {**self.storages, **dict(zip(self.holes, hole_contents, strict=True))}
+        return FileLayout(path, tuple(self.content.make_segments(storages, root=get_archive_root(path))))
 
 
 VectorRow = tuple[int, Box, int]

@@ -79,9 +79,8 @@ class _SlotColumn:
     def make_notes(self, group_number: int) -> Iterator[Note]:
         """Notes on state that is set to zero or cast, or that parameters have each and the group only once."""
         if self.is_scalar:
-            places = {
-                (*map(str, state.shards.files), *state.shards.byte_starts.tolist()) for _, state in self.present_pairs
-            }
+            tables = [state.shards for _, state in self.present_pairs]
+            places = {(*map(str, table.files), *table.byte_starts.tolist()) for table in tables}
             if len(places) > 1:
                 why = f"DeepSpeed keeps one value for a group; the value of {self.first_key.fqn} is used"
                 yield Note(Outcome.DEFAULTED, f"{self.name} of parameter group {group_number}", why, len(places))
@@ -224,11 +223,8 @@ class _TrainingStateBuilder:
         loads as weights alone."""
         if self.manifest.groups:
             return self.manifest.groups
-        why = (
-            f"{ABSENT_REASON}, so all are in one group without hyperparameters; load it with "
-            "load_optimizer_states=False"
-        )
-        self.notes.append(Note(Outcome.DEFAULTED, "parameter groups", why))
+        effect = "all are in one group without hyperparameters; load it with load_optimizer_states=False"
+        self.notes.append(Note(Outcome.DEFAULTED, "parameter groups", f"{ABSENT_REASON}, so {effect}"))
         weights = {key.fqn: e for key, e in self.manifest.tensors.items() if key.slot == WEIGHT}
         weights = {name: entry for name, entry in weights.items() if entry.kind is Kind.PARAMETER and entry.numel}
         numels: Counter[DType] = Counter()

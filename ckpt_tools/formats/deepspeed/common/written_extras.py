@@ -91,24 +91,21 @@ class DeepSpeedExtras:
         global_step = extra.get("global_step")
         steps = global_step if type(global_step) is int else manifest.step
         scheduler = SchedulerState.of(manifest, as_dict(deepspeed_entries.get("ds_config")))
-        other_entries = {
-            name: value for name, value in extra.items() if name not in (*_NON_CLIENT_ENTRIES, scheduler.source_entry)
-        }
+        known_entries = (*_NON_CLIENT_ENTRIES, scheduler.source_entry)
+        other_entries = {name: value for name, value in extra.items() if name not in known_entries}
         client_entries = {**other_entries, **as_dict(extra.get("client_state"))}
         reserved_names = [name for name in client_entries if name in RESERVED_ENTRIES]
         # The reason why an entry has no place is a note of the reader, if there is one.
         reason_by_entry = {note.what: note.why for note in manifest.notes if note.outcome is Outcome.KEPT}
         reserved_reason = "DeepSpeed uses this name for something else"
         scaler = extra.get("loss_scaler")
+        present_entries = {name: value for name, value in deepspeed_entries.items() if value is not None}
+        counters = {name: value for name, value in present_entries.items() if name in _PORTABLE_ENTRIES}
         return cls(
             global_steps=steps or 0,
             lr_scheduler=scheduler.state,
             loss_scaler=scaler,
-            counters={
-                name: value
-                for name, value in deepspeed_entries.items()
-                if name in _PORTABLE_ENTRIES and value is not None
-            },
+            counters=counters,
             deepspeed_entries=deepspeed_entries,
             client_state={name: value for name, value in client_entries.items() if name not in reserved_names},
             notes=(
