@@ -317,7 +317,7 @@ class OptimStates:
             states=states,
             paddings=(0,) * len(masters) if is_bf16 else _read_paddings(state_dict, len(masters), file.path),
             groups=groups,
-            alignment_paddings=_read_alignment_paddings(state_dict, len(masters), file.path),
+            alignment_paddings=_read_alignment(state_dict, len(masters), file.path),
         )
 
     @property
@@ -371,9 +371,7 @@ def _read_paddings(state_dict: Mapping[str, Value], num_flats: int, path: str) -
     return tuple(paddings)
 
 
-def _read_alignment_paddings(
-    state_dict: Mapping[str, Value], num_flats: int, path: str
-) -> tuple[tuple[int, ...], ...] | None:
+def _read_alignment(state_dict: Mapping[str, Value], num_flats: int, path: str) -> tuple[tuple[int, ...], ...] | None:
     """``param_alignment_paddings``: the number of zeros after each parameter of a group, in stages 1 and 2 since
     0.19.7. None for none."""
     name = "param_alignment_paddings"

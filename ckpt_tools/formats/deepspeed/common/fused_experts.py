@@ -101,7 +101,7 @@ class AutoEPLayers:
         values = {name: (_make_empty_tensor(model), model.file) for name in names} if values is None else values
         return replace(
             model,
-            module=dict(self._insert_after_routers(model, {name: value for name, (value, _) in values.items()})),
+            module=dict(self._insert_experts(model, {name: value for name, (value, _) in values.items()})),
             value_files={**model.value_files, **{name: file for name, (_, file) in values.items()}},
             param_shapes=tuple(self._expand_shapes(shapes) for shapes in model.param_shapes),
             frozen_shapes=self._expand_shapes(model.frozen_shapes),
@@ -114,9 +114,7 @@ class AutoEPLayers:
             for name, shape in shapes.items()
         }
 
-    def _insert_after_routers(
-        self, model: ModelStates, experts: Mapping[str, StoredTensor]
-    ) -> Iterator[tuple[str, Value]]:
+    def _insert_experts(self, model: ModelStates, experts: Mapping[str, StoredTensor]) -> Iterator[tuple[str, Value]]:
         """The values of ``module``, each layer's followed by the layer's experts. Raises MalformedError if a layer has
         no value there."""
         last_name_by_module = {

@@ -87,10 +87,8 @@ class _SlotColumn:
             return
         weights_without_state = {param: weight for param, weight, state in self.rows if state is None}
         if weights_without_state:
-            why = (
-                "the source has none, as for parameters that never had a gradient; set to zero, at the step of their "
-                "group"
-            )
+            absence = "the source has none, as for parameters that never had a gradient"
+            why = f"{absence}; set to zero, at the step of their group"
             what = f"{self.name} of {join_names([*weights_without_state])}"
             yield make_note(Outcome.DEFAULTED, what, why, weights_without_state.values())
         dtype = self.partitioned_slot.dtype

@@ -57,9 +57,8 @@ class UniversalManifestBuilder:
         """Raises FormatError where the files contradict themselves."""
         tensors = {key: entry for name in self._list_names() for key, entry in self._build_entries(name)}
         groups = tuple(self._build_group(number, group) for number, group in enumerate(self.group_values))
-        self.extras.add_model(
-            self.model.file, skipped_entries=DISTRIBUTION_ENTRIES if self.slot_reader.expert_tensors else ()
-        )
+        skipped_entries = DISTRIBUTION_ENTRIES if self.slot_reader.expert_tensors else ()
+        self.extras.add_model(self.model.file, skipped_entries)
         self.extras.add_optimizer(self.optimizer_file, self.optimizer_file.content)
         if self.files.tag:
             self.extras.values.setdefault("deepspeed", {})["tag"] = self.files.tag
@@ -99,9 +98,8 @@ class UniversalManifestBuilder:
             raise IncompleteError("there is no file zero/.../fp32.pt", path=self.model.file.path, key=name)
         shape = self.slot_reader.read_shape(path)
         if len(shape) != len(part_shape):
-            raise MalformedError(
-                f"its shape is {list(shape)}, but that of a part is {list(part_shape)}", path=path, key=name
-            )
+            why = f"its shape is {list(shape)}, but that of a part is {list(part_shape)}"
+            raise MalformedError(why, path=path, key=name)
         return shape
 
     # Names
@@ -169,9 +167,8 @@ class UniversalManifestBuilder:
                 key=name,
             )
         if unexpected_slots:
-            raise MalformedError(
-                "the other parameters of its group have no such file", path=paths[unexpected_slots[0]], key=name
-            )
+            path = paths[unexpected_slots[0]]
+            raise MalformedError("the other parameters of its group have no such file", path=path, key=name)
 
     @cached_property
     def usual_slots(self) -> Mapping[str, frozenset[str]]:
@@ -213,9 +210,8 @@ class UniversalManifestBuilder:
         if len(tensors) != len(self.tp_models):
             raise MalformedError("the model's files do not all contain it", path=self.model.file.path, key=name)
         stored_shapes = [tuple(tensor.shape) for tensor in tensors]
-        shapes = [
-            part.frozen_shapes.get(name, shape) for part, shape in zip(self.tp_models, stored_shapes, strict=True)
-        ]
+        parts = zip(self.tp_models, stored_shapes, strict=True)
+        shapes = [part.frozen_shapes.get(name, shape) for part, shape in parts]
         merge = self._merge_rules.plan_merge(name, shapes)
         if shapes == stored_shapes:
             tables = [part.file.build_shard_table(tensor) for part, tensor in zip(self.tp_models, tensors, strict=True)]
@@ -227,9 +223,8 @@ class UniversalManifestBuilder:
                 path=self.model.file.path,
                 key=name,
             )
-        return TensorEntry(
-            merge.shape, value.dtype, Kind.PARAMETER, self._build_fragment_table(name, merge.shape, value)
-        )
+        table = self._build_fragment_table(name, merge.shape, value)
+        return TensorEntry(merge.shape, value.dtype, Kind.PARAMETER, table)
 
     @cached_property
     def _merge_rules(self) -> MergeRules:
@@ -278,15 +273,10 @@ class UniversalManifestBuilder:
         return MalformedError(message, path=self.optimizer_file.path, key="param_groups")
 
     def _build_group(self, number: int, group: Mapping[str, Value]) -> ParamGroup:
-        options = {
-            name: value
-            for name, value in group.items()
-            if isinstance(name, str) and name not in ("params", "param_names")
-        }
-        return ParamGroup(
-            tuple(name for flat in group["params"] for name in self._list_members(flat)),
-            self.extras.replace_option_tensors(number, options, self.optimizer_file),
-        )
+        members = tuple(name for flat in group["params"] for name in self._list_members(flat))
+        names = [name for name in group if isinstance(name, str) and name not in ("params", "param_names")]
+        options = {name: group[name] for name in names}
+        return ParamGroup(members, self.extras.replace_option_tensors(number, options, self.optimizer_file))
 
     def _list_members(self, number: int) -> tuple[str, ...]:
         """The names in ``param_shapes[number]`` in the order in which the optimizer got them."""

@@ -77,9 +77,8 @@ def correct_scaler_notes(notes: Iterable[Note]) -> Iterator[Note]:
     here the job keeps its own."""
     for note in notes:
         if note.what == "loss_scaler" and note.outcome is Outcome.DEFAULTED:
-            note = replace(
-                note, outcome=Outcome.MISSING, why=note.why.replace(DEFAULT_SCALER_TEXT, "the job keeps its own")
-            )
+            why = note.why.replace(DEFAULT_SCALER_TEXT, "the job keeps its own")
+            note = replace(note, outcome=Outcome.MISSING, why=why)
         yield note
 
 
@@ -115,9 +114,8 @@ def _note_slots_in_stage3(groups: Sequence[TrainingGroup]) -> Iterator[Note]:
         why = f"it loads Adam's state and nothing else, and fails without {', '.join(missing_slots)}; zero3 loads"
         yield Note(Outcome.KEPT, what, why)
     elif other_slots:
-        why = (
-            f"it does not load {', '.join(sorted(other_slots))}, and the next step fails without it; zero3 restores it"
-        )
+        slots = ", ".join(sorted(other_slots))
+        why = f"it does not load {slots}, and the next step fails without it; zero3 restores it"
         yield Note(Outcome.KEPT, what, why)
 
 
@@ -140,9 +138,8 @@ def _note_groups_in_stage3(state: TrainingState, extras: DeepSpeedExtras) -> Ite
     are_numbers = all(set(entry.shards.files) <= state.manifest.literals.keys() for entry in steps)
     shared_values = [] if are_numbers else ["one step count, which runs ahead"]
     if differing_options:
-        shared_values.insert(
-            0, f"the same hyperparameters, so that {', '.join(differing_options)} stay as the job sets them"
-        )
+        names = ", ".join(differing_options)
+        shared_values.insert(0, f"the same hyperparameters, so that {names} stay as the job sets them")
     if len(options) > 1 and shared_values:
         why = f"they get {', and '.join(shared_values)}; zero3 restores each group's own"
         yield Note(Outcome.KEPT, f"{len(options)} parameter groups in stage 3", why, len(options))

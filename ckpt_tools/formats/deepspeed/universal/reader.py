@@ -94,8 +94,7 @@ def own_files(source: Source, manifest: Manifest) -> frozenset[str]:
         for slot, path in slots.items()
         if path in manifest.files or (fqn in known_names and slot in _CONVERTER_SLOTS)
     }
-    model_paths = {
-        path for path in source.files if path.startswith(prefix) and is_model_file_name(path.removeprefix(prefix))
-    }
+    own_paths = [path for path in source.files if path.startswith(prefix)]
+    model_paths = {path for path in own_paths if is_model_file_name(path.removeprefix(prefix))}
     other_paths = {files.optimizer_path, *([LATEST_UNIVERSAL] if folder else [])}
     return frozenset(model_paths | slot_paths | (source.files.keys() & other_paths))

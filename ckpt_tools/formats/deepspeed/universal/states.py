@@ -168,9 +168,8 @@ class SlotFileReader:
         lacks_rows = bool(tensor.shape and shape) and tensor.shape[1:] == shape[1:] and tensor.shape[0] < shape[0]
         if content.is_vocabulary and lacks_rows and tensor.is_contiguous:
             return self._build_padded_table(path, content, shape)
-        raise MalformedError(
-            f"its shape is {list(tensor.shape)}, but that of the model is {list(shape)}", path=path, key=fqn
-        )
+        why = f"its shape is {list(tensor.shape)}, but that of the model is {list(shape)}"
+        raise MalformedError(why, path=path, key=fqn)
 
     def read_shape(self, path: str) -> Shape:
         """The shape of the tensor in ``path``. Raises MalformedError."""
@@ -216,9 +215,8 @@ class SlotFileReader:
         rows, item_bytes = tensor.shape[0], tensor.dtype.item_bytes
         missing_bytes = (prod(shape) - tensor.numel) * item_bytes
         if missing_bytes > MAX_VOCAB_PADDING_BYTES:
-            raise UnsupportedError(
-                f"its vocabulary is {shape[0] - rows:,} rows too short, which is too many to add", path=path
-            )
+            why = f"its vocabulary is {shape[0] - rows:,} rows too short, which is too many to add"
+            raise UnsupportedError(why, path=path)
         zeros_file = make_literal_file_name("zeros")
         if len(self.literals.get(zeros_file, b"")) < missing_bytes:
             self.literals[zeros_file] = bytes(missing_bytes)
@@ -241,6 +239,5 @@ def _read_content(archive: TorchArchive) -> _SlotContent:
     if not isinstance(tensor, StoredTensor):
         return _SlotContent(tensor, archive.archive_name)
     start = find_storage_start(archive, tensor)
-    return _SlotContent(
-        tensor, archive.archive_name, start, bool(fields.get(VOCAB_FIELD)), bool(fields.get(IS_EXPERT_FIELD))
-    )
+    is_vocabulary, is_expert = bool(fields.get(VOCAB_FIELD)), bool(fields.get(IS_EXPERT_FIELD))
+    return _SlotContent(tensor, archive.archive_name, start, is_vocabulary, is_expert)

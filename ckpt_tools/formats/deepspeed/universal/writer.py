@@ -109,15 +109,13 @@ class _UniversalOutput:
                     yield FileLayout(path, tuple(segments))
                 if STEP_SLOT in group.scalars:
                     builder = TorchFileBuilder(self.state.manifest)
-                    yield builder.build_file(
-                        self._make_path(fqn, STEP_SLOT), builder.add_scalar(group.scalars[STEP_SLOT])
-                    )
+                    step = builder.add_scalar(group.scalars[STEP_SLOT])
+                    yield builder.build_file(self._make_path(fqn, STEP_SLOT), step)
 
     def _make_path(self, fqn: str, slot: str) -> str:
         path = check_file_name(f"{self.prefix}zero/{fqn}/{slot}.pt")
-        if not all(
-            _PARAMETER_FOLDER.fullmatch(part) and len(part.encode()) <= MAX_FOLDER_BYTES for part in fqn.split("/")
-        ):
+        folders = fqn.split("/")
+        if not all(_PARAMETER_FOLDER.fullmatch(each) and len(each.encode()) <= MAX_FOLDER_BYTES for each in folders):
             why = f"the tensor is called {fqn!r:.80}, which cannot be a folder of universal; rename it with"
             raise UnsupportedError(f"{why} {format_option('rename')}")
         return path

@@ -127,10 +127,8 @@ class PartitionedModelWriter:
     def _build_template(self, rank: int) -> FileTemplate:
         builder = TorchFileBuilder(self.target.state.manifest)
         frozen = self.target.state.frozen
-        shares = self._frozen_partition.shares.tolist()
-        frozen_parts = {
-            name: builder.add_hole(e.dtype, share) for (name, e), share in zip(frozen.items(), shares, strict=True)
-        }
+        shares = zip(frozen.items(), self._frozen_partition.shares.tolist(), strict=True)
+        frozen_parts = {name: builder.add_hole(entry.dtype, share) for (name, entry), share in shares}
         return builder.build_template(
             _build_model_content(self.target, builder, self._make_empty_weights(builder), frozen_parts, rank=rank)
         )
@@ -227,13 +225,11 @@ class GroupOptimWriter:
         }
         return builder.build_file(path, _build_optim_content(self.target, builder, state_dict))
 
-    def _build_state(
-        self, builder: TorchFileBuilder, group: TrainingGroup, vector_layout: VectorLayout
-    ) -> dict[str, Value]:
+    def _build_state(self, builder: TorchFileBuilder, group: TrainingGroup, vector: VectorLayout) -> dict[str, Value]:
         slot_tensors: dict[str, Value] = {}
         for slot in group.slots:
             is_whole = slot.name == MUON_MOMENTUM_SLOT and is_muon(group.options) and self.target.has_whole_momentum
-            slot_layout = vector_layout.cover_whole_parameters(group.numels) if is_whole else vector_layout
+            slot_layout = vector.cover_whole_parameters(group.numels) if is_whole else vector
             if slot_layout.numel:
                 slot_tensors[slot.name] = builder.add_vector(slot_layout, group, slot)
         return slot_tensors
@@ -247,9 +243,8 @@ class ParamOptimWriter:
     target: ZeroTarget
 
     def build_file(self, path: str, rank: int) -> FileLayout:
-        group_rows = [
-            (flat.group, list_vector_rows(flat.partition.lay_out_rank(rank))) for flat in self.target.flat_groups
-        ]
+        flats = self.target.flat_groups
+        group_rows = [(flat.group, list_vector_rows(flat.partition.lay_out_rank(rank))) for flat in flats]
         hole_contents = [
             build_vector_segments(rows, group, slot)
             for group, rows in group_rows
@@ -316,6 +311,5 @@ def _make_slice_mapping(group: TrainingGroup, vector_layout: VectorLayout) -> Or
     """The place of each parameter in a rank's vector, which ``ds_to_universal`` reads."""
     columns = (vector_layout.params, vector_layout.stops - vector_layout.starts, vector_layout.offsets)
     rows = zip(*(column.tolist() for column in columns), strict=True)
-    return OrderedDict(
-        {group.params[param]: make_fragment_address(numel, start) for param, numel, start in rows if numel}
-    )
+    params = group.params
+    return OrderedDict({params[i]: make_fragment_address(numel, start) for i, numel, start in rows if numel})

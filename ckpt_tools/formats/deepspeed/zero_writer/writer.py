@@ -104,7 +104,5 @@ class ZeroFiles:
         if rank >= 0:  # engine.py _get_zero_ckpt_prefix
             prefix = "bf16_" if self.target.state.dtype is DType.BFLOAT16 else ""
             return f"{self.tag}/{prefix}{optim_file_name(rank)}"
-        name = (
-            rank_model_file_name(number) if isinstance(self.model_writer, PartitionedModelWriter) else model_file_name()
-        )
-        return f"{self.tag}/{name}"
+        is_partitioned = isinstance(self.model_writer, PartitionedModelWriter)
+        return f"{self.tag}/{rank_model_file_name(number) if is_partitioned else model_file_name()}"
