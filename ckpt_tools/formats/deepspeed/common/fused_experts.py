@@ -22,6 +22,10 @@ LAYERS_ENTRY, OLD_LAYERS_ENTRY = "ds_autoep_layers", "autoep_layers"
 DISTRIBUTION_ENTRIES = (LAYERS_ENTRY, OLD_LAYERS_ENTRY, "num_experts", "universal_checkpoint_info")
 """Entries of a model file that say how the experts are distributed, which is not so after a conversion."""
 
+FOLDED_RUN_TEXT = (
+    "it is of a run with AutoEP and tensor parallelism, which is not supported; save it without tensor parallelism"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class AutoEPLayer:
@@ -58,11 +62,7 @@ class AutoEPLayers:
             )
         raw_layers = file.content.get(LAYERS_ENTRY) or []
         if raw_layers and file.content.get("folding") is not None:
-            raise UnsupportedError(
-                "it is of a run with AutoEP and tensor parallelism, which is not supported; save it without tensor "
-                "parallelism",
-                path=file.path,
-            )
+            raise UnsupportedError(FOLDED_RUN_TEXT, path=file.path)
         if not isinstance(raw_layers, list):
             raise MalformedError(f"its {LAYERS_ENTRY} is {format_brief(raw_layers)}", path=file.path)
         layers = tuple(_parse_layer(each, file.path) for each in raw_layers)

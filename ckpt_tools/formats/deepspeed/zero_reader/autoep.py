@@ -22,7 +22,12 @@ from ckpt_tools.core.values import StoredTensor
 from ckpt_tools.core.wording import format_count
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.deepspeed.common.files import DeepSpeedFile, ModelStates, OptimStates
-from ckpt_tools.formats.deepspeed.common.fused_experts import DISTRIBUTION_ENTRIES, AutoEPLayer, AutoEPLayers
+from ckpt_tools.formats.deepspeed.common.fused_experts import (
+    DISTRIBUTION_ENTRIES,
+    FOLDED_RUN_TEXT,
+    AutoEPLayer,
+    AutoEPLayers,
+)
 from ckpt_tools.formats.deepspeed.common.tensor_parallel import MergeRules, ParameterMerge
 from ckpt_tools.formats.deepspeed.names import expert_file_name, expert_optim_file_name
 from ckpt_tools.formats.deepspeed.zero_reader import stage0
@@ -38,16 +43,12 @@ from ckpt_tools.formats.deepspeed.zero_reader.ranks import read_partitions
 from ckpt_tools.formats.deepspeed.zero_reader.tag_files import ExpertFiles, TagFiles
 from ckpt_tools.stores.source import Source
 
-_FOLDED_RUN_TEXT = (
-    "of a run with AutoEP and tensor parallelism, which is not supported; save it without tensor parallelism"
-)
-
 
 def read(source: Source, mp_rank_files: Sequence[TagFiles], files: ExpertFiles, ep_layers: AutoEPLayers) -> Manifest:
     """The whole model of a run in stage 0, 1 or 2. Raises FormatError if a file is missing or damaged, or does not fit
     the others."""
     if len(mp_rank_files) > 1:
-        raise UnsupportedError(f"it is {_FOLDED_RUN_TEXT}", path=mp_rank_files[1].require_model_paths(0)[0])
+        raise UnsupportedError(FOLDED_RUN_TEXT, path=mp_rank_files[1].require_model_paths(0)[0])
     if not mp_rank_files[0].optim_paths:
         return _read_without_zero(source, mp_rank_files[0], files, ep_layers)
     optim = OptimStates.of(DeepSpeedFile.open(source, mp_rank_files[0].optim_paths[0]))
@@ -127,9 +128,8 @@ def read_expert_weights(
     first_values: dict[str, tuple[StoredTensor, DeepSpeedFile]] = {}
     expected_experts = {(layer.moe_number, number) for layer in ep_layers.layers for number in range(layer.num_experts)}
     if missing_experts := expected_experts - files.weight_paths.keys():
-        raise IncompleteError(
-            "the file of this expert is missing", path=files.prefix + expert_file_name(*min(missing_experts))
-        )
+        path = files.prefix + expert_file_name(*min(missing_experts))
+        raise IncompleteError("the file of this expert is missing", path=path)
     if unexpected_experts := files.weight_paths.keys() - expected_experts:
         raise MalformedError(
             "there is no such expert; this file is perhaps from an earlier save",
@@ -141,9 +141,8 @@ def read_expert_weights(
         if expert_rank is not None:
             numbers = numbers[expert_rank * num_local : (expert_rank + 1) * num_local]
         expert_files = [DeepSpeedFile.open(source, files.weight_paths[layer.moe_number, number]) for number in numbers]
-        parts = [
-            _read_expert(file, number, layer, layer_names) for number, file in zip(numbers, expert_files, strict=True)
-        ]
+        numbered_files = zip(numbers, expert_files, strict=True)
+        parts = [_read_expert(file, number, layer, layer_names) for number, file in numbered_files]
         for name in layer_names:
             shape = (len(numbers), *shapes[name][1:])
             tables[name] = _stack_experts(shape, [each[name] for each in parts], expert_files, name)
@@ -203,9 +202,8 @@ def open_stage3(
             expected_ranks = np.flatnonzero(expert_ranks == expert_ranks[rank]) if num > 1 else np.arange(world_size)
             group = groups[flat] if isinstance(groups, list) and flat < len(groups) else None
             if not isinstance(group, dict) or group.get("partition_ranks") != expected_ranks.tolist():
-                raise MalformedError(
-                    f"its {PARTITION_GROUPS_ENTRY} are not those of its experts", path=states.file.path
-                )
+                why = f"its {PARTITION_GROUPS_ENTRY} are not those of its experts"
+                raise MalformedError(why, path=states.file.path)
 
     partitions = read_partitions(source, files.optim_paths, optim, check_partition_ranks)
     return AutoEPStage3ManifestBuilder(
@@ -318,11 +316,9 @@ class AutoEPMergeRules(MergeRules):
     ep_layers: AutoEPLayers
 
     def plan_merge(self, name: str, shapes: Sequence[Shape]) -> ParameterMerge:
-        return (
-            self.merge_along(name, shapes, 0)
-            if self.ep_layers.find_layer(name)
-            else self.merge_replicated(name, shapes)
-        )
+        if self.ep_layers.find_layer(name):
+            return self.merge_along(name, shapes, 0)
+        return self.merge_replicated(name, shapes)
 
 
 def _read_without_zero(source: Source, tag_files: TagFiles, files: ExpertFiles, ep_layers: AutoEPLayers) -> Manifest:

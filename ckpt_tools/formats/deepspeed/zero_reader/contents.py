@@ -167,9 +167,8 @@ class ZeroManifestBuilder:
     def _is_alias_of_excluded(self, name: str) -> bool:
         """Whether ``exclude_frozen_parameters`` took the owner of a tie and left its alias, empty, behind."""
         value, owner = self.model.module[name], self.model.ties.get(name)
-        return (
-            owner is not None and owner not in self.model.module and isinstance(value, StoredTensor) and not value.numel
-        )
+        is_left_behind = owner is not None and owner not in self.model.module
+        return is_left_behind and isinstance(value, StoredTensor) and not value.numel
 
     def _build_entries(self, name: str) -> KeyedEntries:
         """The entries of one name: its weight or buffer, and the optimizer's state."""
@@ -202,9 +201,8 @@ class ZeroManifestBuilder:
         frozen_shapes = self.model.frozen_shapes if self.optim.stage == 3 else {}
         shape = self.trainable.get(name, frozen_shapes.get(name))
         if shape is None and self.optim.stage == 3 and not value.numel:
-            raise IncompleteError(
-                "no file contains the elements of this parameter", path=self.model.file.path, key=name
-            )
+            why = "no file contains the elements of this parameter"
+            raise IncompleteError(why, path=self.model.file.path, key=name)
         return tuple(value.shape) if shape is None else shape
 
     def _build_partitioned_table(self, name: str, shape: Shape, dtype: DType) -> ShardTable:
@@ -233,11 +231,8 @@ class ZeroManifestBuilder:
         model = ModelStates.of(DeepSpeedFile.open(self.source, path))
         rank_world_size, expected_world_size = (each.file.content.get("dp_world_size") for each in (model, self.model))
         if rank_world_size != expected_world_size:
-            why = (
-                f"its dp_world_size is {format_brief(rank_world_size)} but that of rank 0 is "
-                f"{format_brief(expected_world_size)}"
-            )
-            raise MalformedError(why, path=path)
+            sizes = f"{format_brief(rank_world_size)} but that of rank 0 is {format_brief(expected_world_size)}"
+            raise MalformedError(f"its dp_world_size is {sizes}", path=path)
         return _locate_fragments(model), collect_model_claims(model.file)
 
     def _build_states(self, name: str, shape: Shape, intervals: FlatIntervals) -> KeyedEntries:
@@ -288,9 +283,8 @@ class ZeroManifestBuilder:
         return _make_state_entry((), table)
 
     def _build_group(self, number: int, group: OptimGroup) -> ParamGroup:
-        return ParamGroup(
-            self._list_members(group), self.extras.replace_option_tensors(number, group.options, self.optim.file)
-        )
+        options = self.extras.replace_option_tensors(number, group.options, self.optim.file)
+        return ParamGroup(self._list_members(group), options)
 
     def _list_members(self, group: OptimGroup) -> tuple[str, ...]:
         """The parameters of a group in the order in which the optimizer got them.
@@ -314,9 +308,8 @@ class ZeroManifestBuilder:
         for rank, state in self.partitions.other_slots:
             assert state.file is not None, "other state is read with its file"
             partition_states = self.extras.values.setdefault("deepspeed", {}).setdefault("partition_state", {})
-            partition_states[rank] = self.extras.replace_tensors(
-                dict(state.other_slots), f"partition_state.{rank}", state.file
-            )
+            name = f"partition_state.{rank}"
+            partition_states[rank] = self.extras.replace_tensors(dict(state.other_slots), name, state.file)
 
 
 def _locate_fragments(model: ModelStates) -> Mapping[str, StoredVector]:

@@ -96,25 +96,20 @@ class MoEExperts:
                 yield from self.layers[prefix_after_name[name]].iterate_values()
 
     def _expand_buffers(self, model: ModelStates, module: Mapping[str, Value]) -> frozenset[str]:
-        prefixes_and_suffixes = {(found[0], found[2]) for name in model.buffers if (found := split_expert_name(name))}
-        expert_buffers = {
-            f"{prefix}{number}.{rest}"
-            for prefix, rest in prefixes_and_suffixes
-            for number in range(len(self.layers[prefix].files))
-        }
-        buffers = frozenset(name for name in model.buffers if split_expert_name(name) is None) | expert_buffers
+        buffers = {name for name in model.buffers if split_expert_name(name) is None}
+        for prefix, rest in {(parts[0], parts[2]) for name in model.buffers if (parts := split_expert_name(name))}:
+            buffers.update(f"{prefix}{number}.{rest}" for number in range(len(self.layers[prefix].files)))
         if missing := buffers - module.keys():
             raise IncompleteError("no file contains this buffer", path=model.file.path, key=min(missing))
-        return buffers
+        return frozenset(buffers)
 
     def _expand_tie(self, tie: tuple[str, str], path: str) -> Iterator[tuple[str, str]]:
         """The same tie on every expert-parallel rank."""
         prefixes = [_find_expert_prefix(name) for name in tie]
         ranks = {1 if prefix is None else self.count_expert_ranks(prefix) for prefix in prefixes}
         if prefixes[0] is None and max(ranks) > 1:
-            raise UnsupportedError(
-                "it is tied to a tensor of an expert, which differs from rank to rank", path=path, key=tie[0]
-            )
+            why = "it is tied to a tensor of an expert, which differs from rank to rank"
+            raise UnsupportedError(why, path=path, key=tie[0])
         for rank in range(max(ranks)):
             yield self.make_whole_name(tie[0], rank), self.make_whole_name(tie[1], rank)
 
@@ -144,40 +139,31 @@ def open_expert_layers(source: Source, model: ModelStates, files: ExpertFiles) -
         )
     if unexpected_experts := files.weight_paths.keys() - expected_experts:
         layer, number = min(unexpected_experts)
-        has = (
-            f"layer {layer} has {expert_counts[layer]} experts"
-            if layer < len(expert_counts)
-            else f"there are {len(expert_counts)} layers"
-        )
-        raise MalformedError(
-            f"{has}; this file is perhaps from an earlier save", path=files.weight_paths[layer, number]
-        )
+        path, num_layers = files.weight_paths[layer, number], len(expert_counts)
+        is_layer = layer < num_layers
+        has = f"layer {layer} has {expert_counts[layer]} experts" if is_layer else f"there are {num_layers} layers"
+        raise MalformedError(f"{has}; this file is perhaps from an earlier save", path=path)
     layer_by_prefix: dict[str, MoELayer] = {}
     for layer, count in enumerate(expert_counts):
-        moe_layer = _build_layer(
-            [DeepSpeedFile.open(source, files.weight_paths[layer, number]) for number in range(count)]
-        )
+        paths = [files.weight_paths[layer, number] for number in range(count)]
+        moe_layer = _build_layer([DeepSpeedFile.open(source, path) for path in paths])
         if moe_layer.prefix in layer_by_prefix:
-            raise MalformedError(
-                "two layers have experts of this name", path=moe_layer.files[0].path, key=moe_layer.prefix
-            )
+            raise MalformedError("two layers have experts of this name", path=paths[0], key=moe_layer.prefix)
         layer_by_prefix[moe_layer.prefix] = moe_layer
     return layer_by_prefix
 
 
 def _read_expert_counts(model: ModelStates) -> list[int]:
     """``num_experts``: for each layer the number of experts of all ranks. Raises UnsupportedError if it is no list."""
-    expert_counts = model.file.content.get("num_experts")
-    if not isinstance(expert_counts, list) or not all(
-        type(count) is int and 0 < count <= MAX_EXPERTS for count in expert_counts
-    ):
+    counts = model.file.content.get("num_experts")
+    if not isinstance(counts, list) or not all(type(count) is int and 0 < count <= MAX_EXPERTS for count in counts):
         raise UnsupportedError(
-            f"its num_experts is {format_brief(expert_counts)}, but DeepSpeed 0.6 and later list the experts of each "
+            f"its num_experts is {format_brief(counts)}, but DeepSpeed 0.6 and later list the experts of each "
             "layer; load the run in such a version and save it",
             path=model.file.path,
             key="num_experts",
         )
-    return expert_counts
+    return counts
 
 
 def _build_layer(files: Sequence[DeepSpeedFile]) -> MoELayer:

@@ -113,10 +113,8 @@ class SlotVectors:
         dtype = self._find_dtype(intervals)
         byte_starts = starts + intervals.offsets * dtype.item_bytes
         if len(numels) == 1 and numels[0] == intervals.numel:
-            start = int(byte_starts[0])
-            byte_range = ByteRange(
-                self.files[int(intervals.ranks[0])], start, start + intervals.numel * dtype.item_bytes
-            )
+            path, start = self.files[int(intervals.ranks[0])], int(byte_starts[0])
+            byte_range = ByteRange(path, start, start + intervals.numel * dtype.item_bytes)
             return ShardTable.whole((intervals.numel,), dtype, byte_range)
         return RowTable(
             shape=(intervals.numel,),

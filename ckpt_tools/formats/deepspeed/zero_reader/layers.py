@@ -170,9 +170,8 @@ class PipelineLayers:
                 yield from ((prefix + _require_text_key(key, file), value, file) for key, value in file.content.items())
         for number, file in self.layer_files.items():
             if self.stage_by_layer.get(number) == stage:
-                yield from (
-                    (f"{number}.{_require_text_key(key, file)}", value, file) for key, value in file.content.items()
-                )
+                values = file.content.items()
+                yield from ((f"{number}.{_require_text_key(key, file)}", value, file) for key, value in values)
 
 
 def read_first_elements(source: Source, table: ShardTable) -> bytes:

@@ -154,28 +154,25 @@ def check_no_layer_missing(
     has the tensors that its optimizer needs.
     """
     # Parameters of more than one stage: tied ones, and flat groups that begin with one.
-    counts = Counter(
-        identity for _, own in stages for identity in {each.identity for each in own if each.first_elements}
-    )
+    known = [{each.identity for each in own if each.first_elements} for _, own in stages]
+    counts = Counter(identity for identities in known for identity in identities)
     shared_identities = frozenset(identity for identity, number in counts.items() if number > 1)
     all_shapes = sum((layer.shapes for layer in layers), Counter[Shape]())
     stop = 0
     for stage, (path, parameters) in enumerate(stages):
         required, start = RequiredTensors.of(path, parameters, shared_identities), stop
         stop = max(start, *(at + 1 for at, layer in enumerate(layers) if layer.stage == stage), 0)
-        stage_layer_shapes = sum((layer.shapes for layer in layers[start:stop]), Counter[Shape]())
-        while (
-            missing_text := required.describe_missing(stage_layer_shapes, all_shapes - stage_layer_shapes)
-        ) is not None:
+        shapes = sum((layer.shapes for layer in layers[start:stop]), Counter[Shape]())
+        while (missing := required.describe_missing(shapes, all_shapes - shapes)) is not None:
             if stop == len(layers) or layers[stop].stage not in (None, stage):
-                raise _make_missing_layer_error(path, missing_text, layers, stop)
-            stage_layer_shapes += layers[stop].shapes
+                raise _make_missing_layer_error(path, missing, layers, stop)
+            shapes += layers[stop].shapes
             stop += 1
     # All layers together must have what all stages need, where tied parameters count once.
     path = stages[-1][0]
     required = RequiredTensors.of(path, _count_shared_once([own for _, own in stages]), frozenset())
-    if (missing_text := required.describe_missing(all_shapes, Counter())) is not None:
-        raise _make_missing_layer_error(path, missing_text, layers, len(layers))
+    if (missing := required.describe_missing(all_shapes, Counter())) is not None:
+        raise _make_missing_layer_error(path, missing, layers, len(layers))
 
 
 def _count_shared_once(stages: Sequence[Sequence[OptimizedParameter]]) -> list[OptimizedParameter]:
@@ -189,9 +186,7 @@ def _count_shared_once(stages: Sequence[Sequence[OptimizedParameter]]) -> list[O
     ]
 
 
-def _make_missing_layer_error(
-    path: str, missing_text: str, layers: Sequence[LayerShapes], stop: int
-) -> IncompleteError:
+def _make_missing_layer_error(path: str, missing: str, layers: Sequence[LayerShapes], stop: int) -> IncompleteError:
     """The error for a missing layer: it is one before ``layers[stop]``, or after the last layer."""
     numbers = {layer.number for layer in layers}
     is_last = stop == len(layers)
@@ -203,7 +198,7 @@ def _make_missing_layer_error(
     ]
     location = f"there is none {' and '.join(places)}" if places else "or one of them lacks tensors"
     return IncompleteError(
-        f"the optimizer has {missing_text} more than the files of layers hold, so that the file of a layer is "
+        f"the optimizer has {missing} more than the files of layers hold, so that the file of a layer is "
         f"missing; {location}",
         path=path,
     )
@@ -212,9 +207,8 @@ def _make_missing_layer_error(
 def note_unlisted_layers(numbers: Collection[int], *, is_numbered: bool) -> Note:
     """A note that no file lists the layers. ``is_numbered``: the optimizer has numbers for its parameters."""
     layers_text = join_names([str(number) for number in numbers], len(numbers))
-    condition = (
-        "its parameters are frozen, or frozen ones have their shapes" if is_numbered else "it has only frozen ones"
-    )
+    frozen_text = "its parameters are frozen, or frozen ones have their shapes"
+    condition = frozen_text if is_numbered else "it has only frozen ones"
     why = (
         f"nothing in the checkpoint tells which layers the model has, and there are files of layers {layers_text}; the "
         f"loss of another one does not show if {condition}"

@@ -167,10 +167,7 @@ class MoEManifestBuilder(ZeroManifestBuilder):
     def _list_expert_ranks(self, flat: int, *, is_data_first: bool) -> Ints:
         """The expert-parallel rank of each rank: 0, 1, 0, 1, or with ``is_data_first`` 0, 0, 1, 1, for two on four."""
         all_ranks = np.arange(len(self.mappings_by_rank), dtype=np.int64)
-        expert_ranks: Ints = (
-            all_ranks // self._count_partitions(flat) if is_data_first else all_ranks % self.num_expert_ranks[flat]
-        )
-        return expert_ranks
+        return all_ranks // self._count_partitions(flat) if is_data_first else all_ranks % self.num_expert_ranks[flat]
 
     def _count_partitions(self, flat: int) -> int:
         return len(self.mappings_by_rank) // self.num_expert_ranks[flat]
@@ -182,9 +179,8 @@ class MoEManifestBuilder(ZeroManifestBuilder):
             return False
         if self._find_wrong_rank(is_data_first=True) is None:
             return True
-        raise MalformedError(
-            f"its {MAPPINGS_ENTRY} do not fit the partitions", path=self.partitions.masters.files[wrong_rank]
-        )
+        path = self.partitions.masters.files[wrong_rank]
+        raise MalformedError(f"its {MAPPINGS_ENTRY} do not fit the partitions", path=path)
 
     def _find_wrong_rank(self, *, is_data_first: bool) -> int | None:
         """The first rank whose mapping does not fit this order of ranks; None if all do.
@@ -193,9 +189,8 @@ class MoEManifestBuilder(ZeroManifestBuilder):
         experts. Its mapping must be what cutting the group gives for that partition.
         """
         for flat, shapes in enumerate(self.local_model.param_shapes):
-            expected_mappings = self._compute_mappings(
-                flat, {name: shapes[name] for name in self._list_local_params(flat)}
-            )
+            ordered_shapes = {name: shapes[name] for name in self._list_local_params(flat)}
+            expected_mappings = self._compute_mappings(flat, ordered_shapes)
             expert_ranks = self._list_expert_ranks(flat, is_data_first=is_data_first)
             next_position = [0] * self.num_expert_ranks[flat]
             for rank, groups in enumerate(self.mappings_by_rank):
@@ -211,14 +206,12 @@ class MoEManifestBuilder(ZeroManifestBuilder):
         masters, paddings = self.partitions.masters, self.partitions.paddings
         partition_numel = find_partition_numel(flat, masters, paddings)
         mappings: list[dict[str, tuple[int, int]]] = [{} for _ in range(self._count_partitions(flat))]
-        for name, intervals in partition_group(
-            flat, shapes, self._get_alignment_gaps(flat), partition_numel, masters.files[0]
-        ).items():
+        gaps, path = self._get_alignment_gaps(flat), masters.files[0]
+        for name, intervals in partition_group(flat, shapes, gaps, partition_numel, path).items():
             for position, _, numel, start in intervals.iterate_rows():
                 if position >= len(mappings):
-                    raise MalformedError(
-                        f"group {flat} has more elements than its {len(mappings)} partitions", path=masters.files[0]
-                    )
+                    why = f"group {flat} has more elements than its {len(mappings)} partitions"
+                    raise MalformedError(why, path=path)
                 mappings[position][name] = (numel, start)
         return mappings
 
@@ -256,11 +249,9 @@ class MoEManifestBuilder(ZeroManifestBuilder):
 
     def _read_entry_bytes(self, entry: TensorEntry) -> bytes:
         byte_range = entry.shards.get_byte_range(0)
-        return (
-            self.literals[byte_range.file]
-            if byte_range.file in self.literals
-            else self.source.read(byte_range.file, byte_range.start, byte_range.stop)
-        )
+        if byte_range.file in self.literals:
+            return self.literals[byte_range.file]
+        return self.source.read(byte_range.file, byte_range.start, byte_range.stop)
 
     def _list_flat_members(self, flat: int) -> tuple[str, ...]:
         return tuple(whole for _, whole in self.experts.expand_names(self._list_local_params(flat)))

@@ -64,10 +64,9 @@ class RankOptimizerState:
                 elif value is not None and not is_scalar(value):
                     other_slots.setdefault(flat, {})[slot] = value
         masters = {flat: locate_vector(states.file, master) for flat, master in enumerate(states.masters)}
-        step_claims = tuple(_collect_step_claims(states, source))
-        return cls(
-            masters, slots, momentum, states.paddings, other_slots, states.file if other_slots else None, step_claims
-        )
+        claims = tuple(_collect_step_claims(states, source))
+        file = states.file if other_slots else None
+        return cls(masters, slots, momentum, states.paddings, other_slots, file, claims)
 
 
 def _collect_step_claims(states: OptimStates, source: Source) -> Iterator[StepClaim]:
@@ -123,17 +122,14 @@ def read_partitions(
     content of the first. ``on_states`` is called with the content of each. Raises FormatError if a file is missing or
     damaged, or does not agree with that of rank 0."""
     on_states(first_states)
-    other_ranks = [_read_rank_state(source, path, first_states, on_states) for path in paths[1:]]
-    return _gather_partitions(
-        [RankOptimizerState.of(first_states, source), *other_ranks], paths, len(first_states.masters)
-    )
+    other_ranks = [_read_rank(source, path, first_states, on_states) for path in paths[1:]]
+    ranks = [RankOptimizerState.of(first_states, source), *other_ranks]
+    return _gather_partitions(ranks, paths, len(first_states.masters))
 
 
-def _read_rank_state(
-    source: Source, path: str, first_states: OptimStates, on_states: StatesCallback
-) -> RankOptimizerState:
+def _read_rank(source: Source, path: str, first: OptimStates, on_states: StatesCallback) -> RankOptimizerState:
     states = OptimStates.of(DeepSpeedFile.open(source, path))
-    counts, expected_counts = states.partition_counts, first_states.partition_counts
+    counts, expected_counts = states.partition_counts, first.partition_counts
     if counts != expected_counts and sorted(counts) == sorted(expected_counts):
         raise UnsupportedError(
             "its param groups of experts are in another order than those of rank 0, as DeepSpeed takes them from a "
@@ -141,16 +137,13 @@ def _read_rank_state(
             path=path,
         )
     for name in ("stage", "partition_counts", "is_bf16_optimizer", "alignment_paddings"):
-        rank_value, expected_value = getattr(states, name), getattr(first_states, name)
-        if rank_value != expected_value:
-            raise MalformedError(
-                f"its {name} is {format_brief(rank_value)} but that of rank 0 is {format_brief(expected_value)}",
-                path=path,
-            )
-    if len(states.masters) != len(first_states.masters):
-        raise MalformedError(
-            f"it has {len(states.masters)} partitions, but rank 0 has {len(first_states.masters)}", path=path
-        )
+        value, expected = getattr(states, name), getattr(first, name)
+        if value != expected:
+            why = f"its {name} is {format_brief(value)} but that of rank 0 is {format_brief(expected)}"
+            raise MalformedError(why, path=path)
+    if len(states.masters) != len(first.masters):
+        why = f"it has {len(states.masters)} partitions, but rank 0 has {len(first.masters)}"
+        raise MalformedError(why, path=path)
     on_states(states)
     return RankOptimizerState.of(states, source)
 
@@ -162,7 +155,7 @@ def _gather_partitions(ranks: Sequence[RankOptimizerState], paths: Sequence[str]
         if found := {flat: vector for flat, vector in rank.momentum.items() if flat in partitioned_flats}:
             own_slots[MUON_MOMENTUM_SLOT] = {**own_slots.get(MUON_MOMENTUM_SLOT, {}), **found}
     whole_momentum = [
-        {flat: vector for flat, vector in rank.momentum.items() if flat not in partitioned_flats} for rank in ranks
+        {f: vector for f, vector in rank.momentum.items() if f not in partitioned_flats} for rank in ranks
     ]
     slot_names = dict.fromkeys(name for own in rank_slots for name in own)
     return RankPartitions(
@@ -181,10 +174,8 @@ def _is_momentum_partitioned(ranks: Sequence[RankOptimizerState], flat: int) -> 
     """Whether Muon's momentum is cut as the masters are: on every rank it is as long as the padded partition. On a
     single rank, a vector of whole parameters may by chance be as long."""
     partition_numels = [rank.masters[flat].numel + rank.paddings[flat] for rank in ranks]
-    vectors = [rank.momentum.get(flat) for rank in ranks]
-    return all(
-        vector is not None and vector.numel == numel for vector, numel in zip(vectors, partition_numels, strict=True)
-    )
+    momentum_numels = [rank.momentum[flat].numel if flat in rank.momentum else None for rank in ranks]
+    return momentum_numels == partition_numels
 
 
 SliceMapping = Mapping[str, tuple[int, int]]

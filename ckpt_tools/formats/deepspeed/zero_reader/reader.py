@@ -26,24 +26,20 @@ from ckpt_tools.trainers.run_folders import get_parent_folder
 
 
 def read(source: Source, options: ReadOptions) -> Manifest:
-    folder = choose_tag(
-        source, options.tag, find_tag_folders(source.files), latest_file=LATEST, description="DeepSpeed checkpoint"
-    )
+    folders = find_tag_folders(source.files)
+    folder = choose_tag(source, options.tag, folders, latest_file=LATEST, description="DeepSpeed checkpoint")
     mp_rank_files = tag_files.find_tag_files(source, folder)
     layer_paths, expert_files = tag_files.find_layer_files(source, folder), tag_files.find_expert_files(source, folder)
     if layer_paths and (expert_files.weight_paths or expert_files.optim_paths):
-        raise UnsupportedError(
-            "it is of a pipeline with experts, which is not supported", path=layer_paths[0][min(layer_paths[0])]
-        )
+        path = layer_paths[0][min(layer_paths[0])]
+        raise UnsupportedError("it is of a pipeline with experts, which is not supported", path=path)
     if layer_paths:
         return pipeline.read(source, mp_rank_files, layer_paths)
     if expert_files.weight_paths or expert_files.optim_paths:
         autoep_layers = AutoEPLayers.of(DeepSpeedFile.open(source, mp_rank_files[0].require_model_paths(0)[0]))
-        return (
-            autoep.read(source, mp_rank_files, expert_files, autoep_layers)
-            if autoep_layers.layers
-            else moe.read(source, mp_rank_files, expert_files)
-        )
+        if autoep_layers.layers:
+            return autoep.read(source, mp_rank_files, expert_files, autoep_layers)
+        return moe.read(source, mp_rank_files, expert_files)
     parts = [_open_part(source, files) for files in mp_rank_files]
     first_model = parts[0].model
     check_model_parts(first_model, len(parts))
@@ -59,9 +55,8 @@ def own_files(source: Source, manifest: Manifest) -> frozenset[str]:
     folder, paths = find_used_folder(find_tag_folders(source.files), manifest.files), source.files.keys()
     if folder and LATEST not in paths:
         return frozenset()
-    native_paths = {
-        path for path in paths if get_parent_folder(path) == folder and is_native_file_name(path.rpartition("/")[2])
-    }
+    tag_paths = [path for path in paths if get_parent_folder(path) == folder]
+    native_paths = {path for path in tag_paths if is_native_file_name(path.rpartition("/")[2])}
     return frozenset(native_paths | ({LATEST, *RECOVERY_SCRIPTS} & paths if folder else set()))
 
 

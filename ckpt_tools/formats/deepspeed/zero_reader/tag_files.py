@@ -126,7 +126,6 @@ def _require_consecutive_ranks(path_by_rank: Mapping[int, str]) -> tuple[str, ..
     """The paths in the order of their ranks. Raises IncompleteError for the first rank that has none."""
     for rank in range(len(path_by_rank)):
         if rank not in path_by_rank:
-            raise IncompleteError(
-                "the file of this rank is missing", path=replace_rank(path_by_rank[max(path_by_rank)], rank)
-            )
+            path = replace_rank(path_by_rank[max(path_by_rank)], rank)
+            raise IncompleteError("the file of this rank is missing", path=path)
     return tuple(path_by_rank[rank] for rank in range(len(path_by_rank)))
