@@ -73,8 +73,8 @@ def has_universal_files(checkpoint: SavedCheckpoint) -> bool:
 
 
 def needs_reader_check(checkpoint: SavedCheckpoint) -> bool:
-    """Whether only the reader sees that a layer is missing: without ZeRO the model files of a pipeline do not name the
-    parameters of its layers."""
+    """Whether the reader alone can tell that a layer is missing: without ZeRO the model files of a pipeline do not name
+    the parameters of its layers."""
     model_paths = [path for path in checkpoint.files if is_model_file_name(path.rpartition("/")[2])]
     if not model_paths or not any(map(LAYER_FILE.fullmatch, checkpoint.file_names)):
         return False

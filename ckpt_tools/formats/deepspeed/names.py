@@ -44,7 +44,6 @@ FILES = (
 )
 """A pattern of the names that any version gives to files in a tag or beside the tags."""
 
-
 UNSUPPORTED_EXPERT_FILES = re.compile(r"(layer_\d+_)?expert_.*|expp_rank_.*")
 UNSUPPORTED_LAYER_FILES = re.compile(r"layer_\d+[-_].*")
 OFFLOADED_FILES = re.compile(r"offloaded_tensors/.*")
@@ -107,7 +106,8 @@ def is_model_file_name(name: str) -> bool:
 
 
 def parse_rank_pairs(names: Iterable[str], *patterns: re.Pattern[str]) -> set[tuple[int, int]]:
-    """The rank and the model-parallel rank of each of ``names`` that has one of ``patterns``."""
+    """The rank and the model-parallel rank in each of ``names`` that matches one of ``patterns``; a rank that is not in
+    the name is 0."""
     matches = (match for name in names for form in patterns if (match := form.fullmatch(name)))
     return {(int(match.groupdict().get("rank") or 0), int(match["mp"])) for match in matches}
 
@@ -132,11 +132,8 @@ def match_slot_file(path: str) -> re.Match[str] | None:
 
 def find_universal_folders(paths: Iterable[str]) -> list[str]:
     """The folders that hold universal checkpoints, in the order of their names; ``""`` is the source itself."""
-    folders = {
-        match["folder"] or ""
-        for path in paths
-        if (match := match_slot_file(path)) and match["slot"] == UNIVERSAL_MASTER_SLOT
-    }
+    matches = filter(None, map(match_slot_file, paths))
+    folders = {match["folder"] or "" for match in matches if match["slot"] == UNIVERSAL_MASTER_SLOT}
     return sorted(folders, key=natural_sort_key)
 
 
@@ -151,10 +148,8 @@ def detect_universal(source: Source) -> bool:
     """
     folders = set(find_universal_folders(source.files))
     split_paths = (path.rpartition("/") for path in source.files)
-    names_outside = [name for folder, _, name in split_paths if folder not in folders]
-    return bool(folders) and not any(
-        is_model_file_name(name) or name.endswith("optim_states.pt") for name in names_outside
-    )
+    outside = [name for folder, _, name in split_paths if folder not in folders]
+    return bool(folders) and not any(is_model_file_name(name) or name.endswith("optim_states.pt") for name in outside)
 
 
 def describe_folder(folder: str) -> str:
@@ -167,9 +162,8 @@ def refuse_files(names: Iterable[str], folder: str, refused_kinds: dict[re.Patte
     for name in names:
         for pattern, description in refused_kinds.items():
             if pattern.fullmatch(name):
-                raise UnsupportedError(
-                    f"{describe_folder(folder)} holds {description} ({name}), which are not supported"
-                )
+                text = f"{describe_folder(folder)} holds {description} ({name})"
+                raise UnsupportedError(f"{text}, which are not supported")
 
 
 MAX_EXPERTS = 1 << 20

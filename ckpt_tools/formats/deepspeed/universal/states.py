@@ -200,11 +200,8 @@ class SlotFileReader:
             return _check_saved_name(path, known_content)
         archive = open_archive(lambda start, stop: self.source.read(path, start, stop), size, path)
         content = _read_content(archive)
-        if (
-            isinstance(content.value, StoredTensor)
-            and 0 < content.storage_start <= len(head_bytes)
-            and len(archive.storages) == 1
-        ):
+        is_single = isinstance(content.value, StoredTensor) and len(archive.storages) == 1
+        if is_single and 0 < content.storage_start <= len(head_bytes):
             self._known_contents[size] = (head_bytes[: content.storage_start], content)
         return _check_saved_name(path, content)
 

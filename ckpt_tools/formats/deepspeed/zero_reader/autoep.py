@@ -49,19 +49,20 @@ def read(source: Source, mp_rank_files: Sequence[TagFiles], files: ExpertFiles, 
     the others."""
     if len(mp_rank_files) > 1:
         raise UnsupportedError(FOLDED_RUN_TEXT, path=mp_rank_files[1].require_model_paths(0)[0])
-    if not mp_rank_files[0].optim_paths:
-        return _read_without_zero(source, mp_rank_files[0], files, ep_layers)
-    optim = OptimStates.of(DeepSpeedFile.open(source, mp_rank_files[0].optim_paths[0]))
+    tag_files = mp_rank_files[0]
+    if not tag_files.optim_paths:
+        return _read_without_zero(source, tag_files, files, ep_layers)
+    optim = OptimStates.of(DeepSpeedFile.open(source, tag_files.optim_paths[0]))
     if optim.stage > 2 or files.optim_paths:
         raise MalformedError(
             "it is of a run in stage 1 or 2, perhaps from an earlier save",
             path=min(files.weight_paths.values(), default=ep_layers.path),
         )
-    model = ModelStates.of(DeepSpeedFile.open(source, mp_rank_files[0].require_model_paths(optim.stage)[0]))
-    check_expert_run(mp_rank_files[0], model, optim)
+    model = ModelStates.of(DeepSpeedFile.open(source, tag_files.require_model_paths(optim.stage)[0]))
+    check_expert_run(tag_files, model, optim)
     expert_tables, first_values = read_expert_weights(source, ep_layers, model, files)
-    partitions, mappings_by_rank = read_mapped_partitions(source, mp_rank_files[0].optim_paths, optim)
-    num_ranks = {flat: len(mp_rank_files[0].optim_paths) // parts for flat, parts in enumerate(optim.partition_counts)}
+    partitions, mappings_by_rank = read_mapped_partitions(source, tag_files.optim_paths, optim)
+    num_ranks = {flat: len(tag_files.optim_paths) // parts for flat, parts in enumerate(optim.partition_counts)}
     _check_expert_groups(ep_layers, model, num_ranks, optim.file.path)
     return AutoEPManifestBuilder(
         source,
@@ -135,6 +136,7 @@ def read_expert_weights(
             "there is no such expert; this file is perhaps from an earlier save",
             path=files.weight_paths[min(unexpected_experts)],
         )
+    # Row i of a tensor is in the file of expert i, or with ``expert_rank`` in that of the rank's i-th expert.
     for layer in ep_layers.layers:
         layer_names = [name for name in names if ep_layers.find_layer(name) is layer]
         numbers, num_local = range(layer.num_experts), layer.num_local_experts

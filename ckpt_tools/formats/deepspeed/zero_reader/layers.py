@@ -109,10 +109,8 @@ class PipelineLayers:
         """The prefix of the tied module whose state dict is in ``file``; None if it is not that of a tied module."""
         for stage_shapes in self.stages:
             for prefix, names in stage_shapes.list_tied_modules().items():
-                if all(
-                    self._is_tied_value(stage_shapes, name, file.content.get(name.removeprefix(prefix)), file)
-                    for name in names
-                ):
+                values = {name: file.content.get(name.removeprefix(prefix)) for name in names}
+                if all(self._is_tied_value(stage_shapes, name, value, file) for name, value in values.items()):
                     return prefix
         return None
 

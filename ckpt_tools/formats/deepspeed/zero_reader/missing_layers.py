@@ -123,12 +123,8 @@ class RequiredTensors:
     def describe_missing(self, own_shapes: Counter[Shape], other_shapes: Counter[Shape]) -> str | None:
         """Text on the tensors that are missing in the stage's own layers and not tied to those in layers of other
         stages; None if there are none."""
-        missing = (
-            self.shapes
-            - own_shapes
-            - Counter({shape: min(n, other_shapes[shape]) for shape, n in self.tied_shapes.items()})
-        )
-        if missing:
+        tied_elsewhere = Counter({shape: min(n, other_shapes[shape]) for shape, n in self.tied_shapes.items()})
+        if missing := self.shapes - own_shapes - tied_elsewhere:
             shape, number = min(missing.items())
             return f"{format_count(number, 'parameter')} of shape {list(shape)}"
         # Parameters without state may be any tensors that are left.

@@ -55,17 +55,18 @@ def read(source: Source, mp_rank_files: Sequence[TagFiles], files: ExpertFiles) 
             "tensor parallelism",
             path=mp_rank_files[1].require_model_paths(0)[0],
         )
-    if not mp_rank_files[0].optim_paths:
-        return moe_stage0.read(source, mp_rank_files[0], files)
-    optim = OptimStates.of(DeepSpeedFile.open(source, mp_rank_files[0].optim_paths[0]))
+    tag_files = mp_rank_files[0]
+    if not tag_files.optim_paths:
+        return moe_stage0.read(source, tag_files, files)
+    optim = OptimStates.of(DeepSpeedFile.open(source, tag_files.optim_paths[0]))
     if optim.stage > 2:
         raise UnsupportedError("DeepSpeed has no experts in ZeRO-3", path=optim.file.path)
     if files.optim_paths:
         raise MalformedError("it is of a run without ZeRO, perhaps from an earlier save", path=files.optim_paths[0])
-    model = ModelStates.of(DeepSpeedFile.open(source, mp_rank_files[0].require_model_paths(optim.stage)[0]))
+    model = ModelStates.of(DeepSpeedFile.open(source, tag_files.require_model_paths(optim.stage)[0]))
     check_model_parts(model, 1)
-    check_expert_run(mp_rank_files[0], model, optim)
-    return _open_zero_run(source, mp_rank_files[0].optim_paths, model, optim, files).build_manifest()
+    check_expert_run(tag_files, model, optim)
+    return _open_zero_run(source, tag_files.optim_paths, model, optim, files).build_manifest()
 
 
 def _open_zero_run(
@@ -74,13 +75,11 @@ def _open_zero_run(
     partitions, mappings_by_rank = read_mapped_partitions(source, paths, optim)
     layers = open_expert_layers(source, model, files)
     num_expert_ranks = {flat: len(paths) // parts for flat, parts in enumerate(optim.partition_counts)}
-    experts = MoEExperts(
-        layers, count_local_experts(layers, model, _count_ranks_by_layer(model, num_expert_ranks, optim.file.path))
-    )
-    whole_model = experts.add_all_experts(model)
+    ranks_by_prefix = _count_ranks_by_layer(model, num_expert_ranks, optim.file.path)
+    experts = MoEExperts(layers, count_local_experts(layers, model, ranks_by_prefix))
     return MoEManifestBuilder(
         source,
-        whole_model,
+        experts.add_all_experts(model),
         optim,
         (model.file.path,),
         partitions,
@@ -230,10 +229,8 @@ class MoEManifestBuilder(ZeroManifestBuilder):
             return self.scalars
         if rank not in self._scalars_by_rank:
             optim = OptimStates.of(DeepSpeedFile.open(self.source, self.partitions.masters.files[rank]))
-            own_options, first_options = (
-                [to_comparable_text(group.options) for group in each.groups] for each in (optim, self.optim)
-            )
-            if own_options != first_options:
+            options = [[to_comparable_text(group.options) for group in each.groups] for each in (optim, self.optim)]
+            if options[0] != options[1]:
                 raise MalformedError("its param groups are not those of rank 0", path=optim.file.path)
             scalars = self._read_scalars(optim, f"rank{rank}.")
             self._scalars_by_rank[rank] = self.scalars if self._are_scalars_equal(scalars, self.scalars) else scalars

@@ -149,14 +149,12 @@ def _read_rank(source: Source, path: str, first: OptimStates, on_states: StatesC
 
 
 def _gather_partitions(ranks: Sequence[RankOptimizerState], paths: Sequence[str], num_flats: int) -> RankPartitions:
-    partitioned_flats = {flat for flat in range(num_flats) if _is_momentum_partitioned(ranks, flat)}
+    cut_flats = {flat for flat in range(num_flats) if _is_momentum_partitioned(ranks, flat)}
     rank_slots = [dict(rank.slots) for rank in ranks]
     for rank, own_slots in zip(ranks, rank_slots, strict=True):
-        if found := {flat: vector for flat, vector in rank.momentum.items() if flat in partitioned_flats}:
+        if found := {flat: vector for flat, vector in rank.momentum.items() if flat in cut_flats}:
             own_slots[MUON_MOMENTUM_SLOT] = {**own_slots.get(MUON_MOMENTUM_SLOT, {}), **found}
-    whole_momentum = [
-        {f: vector for f, vector in rank.momentum.items() if f not in partitioned_flats} for rank in ranks
-    ]
+    whole_momentum = [{f: vector for f, vector in rank.momentum.items() if f not in cut_flats} for rank in ranks]
     slot_names = dict.fromkeys(name for own in rank_slots for name in own)
     return RankPartitions(
         masters=SlotVectors.of("the masters", paths, [rank.masters for rank in ranks], num_flats),

@@ -199,12 +199,9 @@ class Stage0ManifestBuilder:
             notes = (Note(Outcome.KEPT, "optimizer", why),)
         elif not self.optimizer.is_flat:
             notes = note_assumed_order(self._list_numbered_groups(), self.optimizer.find_shapes(), parameters)
-        slice_by_name = {name: piece for group in group_members or () for name, piece in group.items()}
-        tensors |= {
-            key: entry
-            for name, piece in slice_by_name.items()
-            for key, entry in self._build_optimizer_entries(name, piece)
-        }
+        for group in group_members or ():
+            for name, master_slice in group.items():
+                tensors |= dict(self._build_optimizer_entries(name, master_slice))
         self._gather_extras()
         world_size = self.model.file.content.get("dp_world_size")
         return Manifest(
@@ -334,11 +331,8 @@ class Stage0ManifestBuilder:
     # Groups and extras
 
     def _build_group(self, number: int, names: Mapping[str, MasterSlice]) -> ParamGroup:
-        options = {
-            str(name): value
-            for name, value in self.optimizer.groups[number].items()
-            if name not in ("params", "param_names")
-        }
+        items = self.optimizer.groups[number].items()
+        options = {str(name): value for name, value in items if name not in ("params", "param_names")}
         return ParamGroup(tuple(names), self.extras.replace_option_tensors(number, options, self.optimizer.file))
 
     def _gather_extras(self) -> None:
