@@ -158,7 +158,8 @@ def describe_folder(folder: str) -> str:
 
 
 def refuse_files(names: Iterable[str], folder: str, refused_kinds: dict[re.Pattern[str], str]) -> None:
-    """Raises UnsupportedError where a file of the tag ``folder`` is of one of ``refused_kinds``, which are not read."""
+    """Raises UnsupportedError if one of ``names`` in the tag ``folder`` matches a pattern of ``refused_kinds``, which
+    has a description of each."""
     for name in names:
         for pattern, description in refused_kinds.items():
             if pattern.fullmatch(name):

@@ -42,7 +42,7 @@ class DeepSpeedFile:
 
     @classmethod
     def open(cls, source: Source, path: str) -> DeepSpeedFile:
-        """Raises FormatError where ``path`` is missing, damaged, or holds no dictionary."""
+        """Raises FormatError if ``path`` is missing, damaged, or holds no dictionary."""
         archive = open_archive(lambda start, stop: source.read(path, start, stop), source.size(path), path)
         if not isinstance(archive.value, dict):
             raise MalformedError("it does not contain a dictionary, as DeepSpeed's files do", path=path)
@@ -78,7 +78,7 @@ def find_storage_start(archive: TorchArchive, tensor: StoredTensor) -> int:
 
 
 def require_entry(content: Mapping[str, Value], name: str, expected_type: type[EntryType], path: str) -> EntryType:
-    """``content[name]``. Raises MalformedError where it is missing or of another kind."""
+    """``content[name]``. Raises MalformedError if it is missing or of another kind."""
     if name not in content:
         raise MalformedError(f"it has no {name!r}, which DeepSpeed saves", path=path, key=name)
     value = content[name]
@@ -241,7 +241,7 @@ def _require_strings(values: Sequence[Value], path: str) -> Sequence[str]:
 
 
 def _read_param_shapes(file: DeepSpeedFile) -> tuple[Mapping[str, Shape], ...]:
-    """Older versions write one dictionary where newer ones write a list of them."""
+    """``param_shapes``: a list of dictionaries, or in older versions one dictionary. Raises MalformedError."""
     raw_shapes = file.content["param_shapes"]
     groups = raw_shapes if isinstance(raw_shapes, list) else [raw_shapes]
     shapes = tuple(_parse_shapes(group, file.path) for group in groups)
@@ -252,7 +252,7 @@ def _read_param_shapes(file: DeepSpeedFile) -> tuple[Mapping[str, Shape], ...]:
 
 
 def _parse_shapes(raw_shapes: Value, path: str) -> Mapping[str, Shape]:
-    """Name to shape; a shape is a ``torch.Size`` or a plain tuple."""
+    """Shapes by name; in the file a shape is a ``torch.Size`` or a plain tuple. Raises MalformedError."""
     if not isinstance(raw_shapes, dict):
         raise MalformedError("its shapes are not a dictionary by name", path=path)
     for name, shape in _require_string_keys(raw_shapes, path).items():
@@ -262,7 +262,7 @@ def _parse_shapes(raw_shapes: Value, path: str) -> Mapping[str, Shape]:
 
 
 def _read_optional_dict(file: DeepSpeedFile, name: str) -> Mapping[Value, Value]:
-    """A dictionary that may be None, and that old versions leave out."""
+    """A dictionary of the file, empty if it is None or left out, as by old versions. Raises MalformedError."""
     mapping = file.content.get(name)
     if mapping is not None and not isinstance(mapping, dict):
         raise MalformedError(f"its {name!r} is a {describe_kind(mapping)}", path=file.path, key=name)

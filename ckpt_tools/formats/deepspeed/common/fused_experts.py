@@ -179,7 +179,7 @@ def _is_even_placement(placement: Value, num_local_experts: int, num_ranks: int)
 
 
 def _make_empty_tensor(model: ModelStates) -> StoredTensor:
-    """A tensor without elements, of the dtype of what trains. Raises UnsupportedError if there are several."""
+    """A tensor without elements, of the dtype of the trained weights. Raises UnsupportedError if they have several."""
     trained_tensors = [value for name in model.trainable if isinstance(value := model.module.get(name), StoredTensor)]
     if len({value.dtype for value in trained_tensors}) != 1:
         why = "no file states the dtype of its experts, and its weights have several"

@@ -17,7 +17,7 @@ KeyedEntries = Iterator[tuple[StateKey, TensorEntry]]
 
 
 def check_parameter_names(model: ModelStates) -> None:
-    """Raises IncompleteError where a parameter that trains is not in ``module``."""
+    """Raises IncompleteError if a parameter that trains is not in ``module``."""
     missing = model.trainable.keys() - model.module.keys()
     if missing:
         raise IncompleteError(

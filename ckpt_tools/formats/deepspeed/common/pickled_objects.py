@@ -12,7 +12,7 @@ from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.values import GlobalRef, Opaque, Value
 
 DS_VERSION = "0.19.8"
-"""The version whose layout is written; loaders compare it with the ones that changed something."""
+"""The version whose layout is written; loaders compare it with the versions in which the layout changed."""
 
 _LOSS_SCALER_MODULE = "deepspeed.runtime.fp16.loss_scaler"
 
@@ -30,13 +30,13 @@ _DYNAMIC_DEFAULTS: Mapping[str, Any] = {
     "raise_error_at_min_scale": True,
     "dtype": GlobalRef("torch", "float16"),
 }
-"""A ``DynamicLossScaler`` as the defaults of the ``fp16`` section make it (precision_config.py): 2 ** 16 at first."""
+"""A ``DynamicLossScaler`` as the defaults of the ``fp16`` section make it (precision_config.py)."""
 
 DEFAULT_SCALER_TEXT = "DeepSpeed's dynamic one, starting at 65536"
 
 
 def make_loss_scaler(attributes: Value, dtype: DType) -> Opaque:
-    """The scaler of a run in ``dtype``; ``attributes`` are the attributes of the source's, if it has one that
+    """The scaler of a run in ``dtype``. ``attributes`` are those of the source's scaler, which is taken over if it
     scales."""
     if dtype is not DType.FLOAT16:
         return _make_scaler("LossScaler", {"cur_scale": 1.0, "dynamic": False})
@@ -48,8 +48,7 @@ def make_loss_scaler(attributes: Value, dtype: DType) -> Opaque:
 
 
 def is_active_scaler(attributes: Value) -> bool:
-    """Whether these are the attributes of a scaler of DeepSpeed's that scales: in fp32 and bf16 it has one of scale
-    1."""
+    """Whether ``attributes`` are those of a scaler of DeepSpeed's that scales: in fp32 and bf16 its scale is 1."""
     if not isinstance(attributes, dict) or not isinstance(attributes.get("cur_scale"), int | float):
         return False
     return attributes.get("dynamic") is True or attributes["cur_scale"] != 1

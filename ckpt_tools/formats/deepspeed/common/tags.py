@@ -1,4 +1,4 @@
-"""Tags of native and universal checkpoints: which of a folder is meant, and names for new ones."""
+"""Tags of native and universal checkpoints: chooses the tag to read, and checks the name of a new one."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ class MergeRules:
 
     @classmethod
     def of(cls, info: Value, path: str) -> MergeRules:
-        """Raises FormatError where there are no rules, or unknown ones."""
+        """Raises FormatError if there are no rules, or unknown ones."""
         if not isinstance(info, dict) or not info:
             raise UnsupportedError(
                 "it is of a tensor-parallel run and has no universal_checkpoint_info, the rules by which the parts "

@@ -1,8 +1,8 @@
-"""The training state in DeepSpeed's terms, for any stage and world size: groups, element type, and what is lost.
+"""The training state in DeepSpeed's terms, for any stage and world size: groups, dtype, and notes on lost state.
 
 DeepSpeed's optimizers see one flat fp32 parameter a group. So a slot must have the shape of its parameter, to be cut
-with it, or no dims, and then the group has one. If a slot is neither, the group is reset: an optimizer that finds a
-part of its state takes it for all of it.
+with it, or no dims, and then the group has one value. If a slot has another shape, the group is reset: an optimizer
+that finds a part of its state takes it for all of it.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class TrainingState:
 
     @classmethod
     def of(cls, manifest: Manifest) -> TrainingState:
-        """Raises UnsupportedError where the weights are of a type that DeepSpeed does not train in, or of several;
+        """Raises UnsupportedError if the weights are of a type that DeepSpeed does not train in, or of several;
         FormatError where a group names what is not there."""
         slot_names: defaultdict[str, list[str]] = defaultdict(list)
         for key, entry in manifest.tensors.items():
@@ -333,7 +333,7 @@ def _find_master_key(manifest: Manifest, name: str) -> StateKey:
 
 
 def _require_distinct(names: Iterable[str]) -> dict[str, None]:
-    """``names`` in order. Raises MalformedError where one comes twice."""
+    """``names`` in order. Raises MalformedError if one comes twice."""
     distinct_names: dict[str, None] = {}
     for name in names:
         if name in distinct_names:

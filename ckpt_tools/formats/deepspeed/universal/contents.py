@@ -1,4 +1,4 @@
-"""From the headers of a universal checkpoint to its manifest: which tensor is what, and where.
+"""Builds the manifest of a universal checkpoint from the headers of its files.
 
 Parameters that train have their states in ``zero/``, and their weights in the model's file or, where that has them at
 size 0 (stage 3, and what we write), only as the masters: the weight is then their cast. Buffers, frozen weights and
@@ -54,7 +54,7 @@ class UniversalManifestBuilder:
     extras: ExtrasCollector = field(default_factory=ExtrasCollector)
 
     def build_manifest(self) -> Manifest:
-        """Raises FormatError where the files contradict themselves."""
+        """The manifest of the checkpoint. Raises FormatError if the files contradict each other."""
         tensors = {key: entry for name in self._list_names() for key, entry in self._build_entries(name)}
         groups = tuple(self._build_group(number, group) for number, group in enumerate(self.group_values))
         skipped_entries = DISTRIBUTION_ENTRIES if self.slot_reader.expert_tensors else ()

@@ -223,7 +223,7 @@ class SlotFileReader:
 
 
 def _check_saved_name(path: str, content: _SlotContent) -> _SlotContent:
-    """Raises MalformedError where the file was saved under the name of another slot."""
+    """``content`` itself. Raises MalformedError if the file was saved under the name of another slot."""
     if content.saved_as not in (get_archive_root(path), DEFAULT_ROOT, ""):
         raise MalformedError(f"it was saved as {content.saved_as}.pt; give it its name back", path=path)
     return content

@@ -18,7 +18,7 @@ PARTITION_GROUPS_ENTRY = "ds_zero_partition_groups"
 
 
 def check_file_count(paths: Sequence[str], world_size: int) -> None:
-    """Raises IncompleteError where a rank has no file, MalformedError where there are more files than ranks."""
+    """Raises IncompleteError if a rank has no file, MalformedError where there are more files than ranks."""
     if len(paths) < world_size:
         missing = replace_rank(paths[0], len(paths))
         raise IncompleteError(f"the file of this rank, one of {world_size}, is missing", path=missing)

@@ -1,7 +1,7 @@
-"""From the headers of a ZeRO checkpoint to its manifest: which tensor is what, and where.
+"""Builds the manifest of a ZeRO checkpoint from the headers of its files.
 
-Weights come from ``module`` where it has them (stages 1 and 2). In stage 3 it has only their type, and the masters are
-read as it: DeepSpeed itself refills the 16-bit weights from the masters when it loads, stage3.py
+Weights come from ``module`` where it has them (stages 1 and 2). In stage 3 it has only their dtype, and weights are the
+masters, cast to it: DeepSpeed itself refills the 16-bit weights from the masters when it loads, stage3.py
 ``_rigid_load_state_dict``.
 """
 
@@ -78,7 +78,7 @@ class ZeroManifestBuilder:
     skipped_entries: ClassVar[tuple[str, ...]] = ("optimizer",)
 
     def build_manifest(self) -> Manifest:
-        """Raises FormatError where the files contradict themselves."""
+        """The manifest of the checkpoint. Raises FormatError if the files contradict each other."""
         tensors = {key: entry for name in self._list_names() for key, entry in self._build_entries(name)}
         groups = tuple(self._build_group(number, group) for number, group in enumerate(self.optim.groups))
         self._gather_extras()

@@ -30,7 +30,7 @@ SAMPLE_ELEMENTS = 1024
 
 @dataclass(frozen=True, slots=True)
 class StageShapes:
-    """Shapes of a stage's parameters as its own files state them, and the masters of its tied ones.
+    """Shapes of a stage's parameters as its own files state them, and the masters of its tied parameters.
 
     A shape is None if the files state only the number of elements, which is in ``numels``.
     """

@@ -173,7 +173,7 @@ class MoEManifestBuilder(ZeroManifestBuilder):
 
     @cached_property
     def _is_data_first(self) -> bool:
-        """Whether ranks of the same experts are neighbours. Raises MalformedError where no order fits."""
+        """Whether ranks of the same experts are neighbours. Raises MalformedError if no order fits."""
         if (wrong_rank := self._find_wrong_rank(is_data_first=False)) is None:
             return False
         if self._find_wrong_rank(is_data_first=True) is None:

@@ -124,8 +124,8 @@ class MoERankManifestBuilder(ExpertRankManifestBuilder):
 
 
 def _merge_ranks(parts: Sequence[MoERankManifestBuilder]) -> Manifest:
-    """The manifests of all expert-parallel ranks as one; what several have is the first one's. Raises MalformedError if
-    their param groups differ."""
+    """Joins the manifests of all expert-parallel ranks. A tensor that several have is read from the first of them.
+    Raises MalformedError if their param groups differ."""
     manifests = [part.build_manifest() for part in parts]
     first = manifests[0]
     tensors: dict[StateKey, TensorEntry] = {}

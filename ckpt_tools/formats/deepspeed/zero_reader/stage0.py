@@ -40,7 +40,8 @@ SlotValues = Mapping[str, Value]
 
 
 def open_stage0_model(source: Source, files: TagFiles) -> DeepSpeedFile:
-    """The model's file. Raises IncompleteError where it is of ZeRO, whose optimizer's files are missing then."""
+    """The model's file. Raises IncompleteError if it is of a run with ZeRO, the files of whose optimizer are missing
+    then."""
     file = DeepSpeedFile.open(source, files.require_model_paths(0)[0])
     if "param_shapes" not in file.content or file.content["param_shapes"] is not None:
         raise IncompleteError(
