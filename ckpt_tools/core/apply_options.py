@@ -20,8 +20,8 @@ ManifestStep: TypeAlias = Callable[[Manifest], TransformResult]
 
 @dataclass(frozen=True, slots=True)
 class AppliedOptions:
-    """A manifest as it is to be written, whose notes say what was left behind; ``uncast_manifest`` is the same in the
-    dtypes that it had, ``new_name_by_old`` has the new names by the old ones."""
+    """The manifest to write, with notes on what was left out. ``uncast_manifest`` is the same before the cast to other
+    dtypes, ``new_name_by_old`` has the names that were changed."""
 
     manifest: Manifest
     uncast_manifest: Manifest
@@ -126,7 +126,7 @@ def apply_options(
 
 
 def _drop_param_numbers(manifest: Manifest, *, params_changed: bool) -> TransformResult:
-    """The optimizer by names if it had numbers, and these would be of other parameters than in the source:
+    """The manifest with an optimizer of names, if it had numbers that would be of other parameters than in the source:
     ``params_changed``, or some are left out."""
     numbers = () if manifest.tree is None else manifest.tree.numbers
     if manifest.tree is None or not manifest.groups or not numbers:
@@ -139,12 +139,13 @@ def _drop_param_numbers(manifest: Manifest, *, params_changed: bool) -> Transfor
 
 
 def _collect_item_names(manifest: Manifest) -> frozenset[str]:
-    """Names of tensors, tied ones too, and of entries: what a note can say was kept."""
+    """Names of tensors, tied ones too, and of entries: the items that a note can name as kept."""
     return frozenset([*manifest.fqns, *manifest.aliases, *map(str, manifest.extra)])
 
 
 def _run_steps(manifest: Manifest, notes: tuple[Note, ...], steps: Iterable[ManifestStep]) -> TransformResult:
-    """The manifest after ``steps``, with ``notes`` and theirs, but for those on items that a step left out."""
+    """The manifest after ``steps``, with ``notes`` and the notes of the steps, but for those on items that a step left
+    out."""
     items_before = _collect_item_names(manifest)
     for step in steps:
         manifest, new_notes = step(manifest)

@@ -41,7 +41,7 @@ class BoundedValues:
     values_left: int = MAX_VALUES
 
     def convert(self, value: Any, depth: int = 0) -> Any:
-        """``value``, bounded."""
+        """``value``, at ``depth`` lists and dicts within each other, as bounded JSON."""
         self.values_left -= 1
         if value is None or isinstance(value, bool):
             return value

@@ -53,8 +53,8 @@ def cast_into(
 ) -> None:
     """Write ``elements``, whose bytes are ``source``, as ``target`` into ``out``, which has exactly their room.
 
-    ``addend``, a number or one for each element, is added in float32, or in float64 to float64. Of an array only the
-    memory is used afterwards.
+    ``addend``, a number or one for each element, is added in float32, or in float64 to float64. The memory of an array
+    ``addend`` may be overwritten.
     """
     values = elements.view(to_numpy(source))
     result = np.frombuffer(out, dtype=to_numpy(target))
@@ -95,7 +95,8 @@ def _convert_values(values: NDArray[Any], result: NDArray[Any], target: DType) -
 
 
 def _has_nan(values: NDArray[Any]) -> bool:
-    """A tenth of the time that rounding takes; ``np.isnan(values).any()`` takes twice as long."""
+    """Whether a value is NaN, in a tenth of the time that rounding takes; ``np.isnan(values).any()`` takes twice
+    that."""
     return bool(np.isnan(np.maximum.reduce(values, initial=0)))
 
 
@@ -128,7 +129,8 @@ def _round_to_half(float32_values: NDArray[np.float32], half_bits: NDArray[np.ui
 
 
 def _get_constant_array(value: float, length: int) -> NDArray[np.float32]:
-    """``value`` over and over: numpy's minimum of two arrays is five times as fast as that of an array and a number."""
+    """An array of ``length`` times ``value``: numpy's minimum of two arrays is five times as fast as that of an array
+    and a number."""
     return _make_constant_array(value, 1 << (length - 1).bit_length())[:length]
 
 

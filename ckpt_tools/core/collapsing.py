@@ -42,7 +42,7 @@ class NumberedNames:
 
     @classmethod
     def of(cls, name: str) -> NumberedNames:
-        """The one ``name``, split at its numbers."""
+        """``name``, split at its numbers."""
         parts = _NUMBER.split(name)
         return cls(tuple(parts[::2]), tuple(range(int(part), int(part) + 1) for part in parts[1::2]))
 
@@ -95,8 +95,8 @@ def _merge_adjacent(ranges: list[range]) -> Iterator[range]:
 
 @dataclass(frozen=True, slots=True)
 class TensorLine:
-    """The tensors of ``names`` in all ``slots``, which are pairs of a slot and a kind. ``shape`` and ``dtype`` are of
-    each of them, ``num_bytes`` and ``num_shards`` of all together."""
+    """The tensors of ``names`` in all ``slots``, which are pairs of a slot and a kind. Each tensor has ``shape`` and
+    ``dtype``; ``num_bytes`` and ``num_shards`` are sums."""
 
     names: NumberedNames
     slots: tuple[tuple[str, str], ...]

@@ -119,7 +119,7 @@ def to_numpy(dtype: DType) -> np.dtype[Any]:
 
 
 def decode_number(data: bytes, dtype: DType) -> float:
-    """The number that the bytes of one element are."""
+    """The number of one element by its bytes."""
     import numpy as np
 
     name = str(dtype.value)  # ml_dtypes takes time to import, and few steps need it

@@ -76,7 +76,7 @@ Segment = Literal | Padding | Payload | Crc32
 
 
 def merge_literals(segments: Iterable[Segment]) -> list[Segment]:
-    """The same bytes with neighbouring literals as one: a template is repeated a million times."""
+    """Segments of the same bytes, with neighbouring literals merged: a template is repeated a million times."""
     merged_segments: list[Segment] = []
     for segment in segments:
         if isinstance(segment, Literal) and merged_segments and isinstance(merged_segments[-1], Literal):
@@ -103,7 +103,7 @@ class FileSpec(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FileLayout:
-    """A file whose segments are there, in order. ``path`` is relative to the destination."""
+    """A file as its segments in order. ``path`` is relative to the destination."""
 
     path: str
     segments: tuple[Segment, ...]
@@ -162,7 +162,7 @@ class LazyFile:
 
 
 def _check_checksum_ranges(positioned_crcs: Sequence[tuple[int, Crc32]]) -> None:
-    """Every checksum can be computed from parts of its range as they are written."""
+    """Check that every checksum can be computed from parts of its range as they are written."""
     assert all(0 <= crc.start <= crc.stop <= at for at, crc in positioned_crcs), (
         "a checksum comes after the bytes that it covers"
     )

@@ -39,7 +39,8 @@ def check_expansion(tensors: Mapping[StateKey, TensorEntry], stored_bytes: int) 
 
 
 def check_ranks_by_rows(manifest: Manifest, world_size: int) -> None:
-    """For DCPs, which any number of ranks loads, and whose tensors are cut along their rows. Raises UsageError."""
+    """Raises UsageError for too many ranks of a DCP, which any number of ranks loads, and whose tensors are cut along
+    their rows."""
     kinds = (Kind.PARAMETER, Kind.STATE)
     rows = [entry.shape[0] for entry in manifest.tensors.values() if entry.kind in kinds and entry.shape]
     _check_world_size(

@@ -22,7 +22,7 @@ _STRUCT_FORMAT_BY_DTYPE = dict(_ENCODING_BY_TYPE.values())
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a bool, a float, or an integer of 64 bits: a number that a literal file can hold."""
+    """Whether ``value`` is a bool, a float, or an integer of 64 bits: a number that a literal file can hold."""
     return type(value) in _ENCODING_BY_TYPE and (type(value) is not int or -(1 << 63) <= value < 1 << 63)
 
 
@@ -32,8 +32,8 @@ def make_literal_file_name(name: str) -> str:
 
 
 def make_number_table(number: Number, name: str) -> tuple[ShardTable, dict[str, bytes]]:
-    """``number``, for which ``is_number`` is true, as a 0-d tensor in a literal file called ``name``, in the width of
-    its type; and that file by its name."""
+    """The table of a 0-d tensor that holds ``number``, in the width of its Python type, in a literal file called
+    ``name``; and that file's bytes by its name. ``is_number`` must be true."""
     dtype, struct_format = _ENCODING_BY_TYPE[type(number)]
     file, data = make_literal_file_name(name), struct.pack(struct_format, number)
     return ShardTable.build((), dtype, [Shard(Box.whole(()), ByteRange(file, 0, len(data)))]), {file: data}

@@ -18,17 +18,19 @@ def escape_braces(text: str) -> str:
 
 
 def make_open_snippet(path: str) -> str:
-    """The output as a mapping of tensors, for formats that no framework loads."""
+    """Code that opens the output as a mapping of tensors, for formats that no framework loads."""
     return f"import ckpt_tools\ncheckpoint = ckpt_tools.open({quote_literal(path)})"
 
 
 def make_load_into_snippet(path: str) -> str:
-    """The whole state into a live model and its optimizer, for files that only ckpt-tools reads whole."""
+    """Code that loads the whole state into a live model and its optimizer, for files that only ckpt-tools reads
+    whole."""
     return f"import ckpt_tools\nextras = ckpt_tools.load_into(model, optimizer, {quote_literal(path)})"
 
 
 def make_from_pretrained_snippet(config: Mapping[str, Any], path: str) -> str | None:
-    """``from_pretrained`` of the class that ``config.json`` names; None if it is not one of transformers."""
+    """Code that calls ``from_pretrained`` of the class that ``config.json`` names; None if it is not of
+    transformers."""
     class_names = config.get("architectures")
     name = class_names[0] if isinstance(class_names, list) and class_names else None
     if not isinstance(config.get("model_type"), str) or "auto_map" in config:
@@ -40,6 +42,6 @@ def make_from_pretrained_snippet(config: Mapping[str, Any], path: str) -> str | 
 
 
 def make_joined_files_snippet(path: str, pattern: str, module: str, call: str) -> str:
-    """The state dict of all files of a folder, each loaded by ``call``."""
+    """Code that makes the state dict of all files of a folder, each loaded by ``call``."""
     each = f"for file in Path({quote_literal(path)}).glob({quote_literal(pattern)}) for name, tensor in {call}.items()"
     return f"from pathlib import Path\n{module}\nstate_dict = {{name: tensor {each}}}"

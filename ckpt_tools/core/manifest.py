@@ -126,11 +126,11 @@ class ComputedTensor(ABC):
 
     @abstractmethod
     def get_operand_regions(self, box: Box) -> Sequence[Box]:
-        """For each operand the region that the elements of ``box`` need."""
+        """The regions of the operands that the elements of ``box`` need, one for each operand."""
 
     @abstractmethod
     def compute_box(self, box: Box, operand_values: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
-        """The elements of ``box`` into ``out``, which has its shape. ``operand_values`` are the regions of the
+        """Compute the elements of ``box`` into ``out``, which has its shape. ``operand_values`` are the regions of the
         operands, which may be used again: they must not be changed. If ``can_cast``, ``out`` may be of another type
         than ``dtype``."""
 
@@ -151,7 +151,8 @@ class ComputedTensor(ABC):
 
     @property
     def working_bytes(self) -> int:
-        """The most memory that a piece of ``MAX_PIECE`` elements takes, with its parts and with one that is kept."""
+        """The most memory that computing a piece of ``MAX_PIECE`` elements takes, with its parts and a piece that is
+        kept."""
         return 6 << 20
 
     @property

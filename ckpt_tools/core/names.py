@@ -29,12 +29,12 @@ def collect_model_names(manifest: Manifest) -> frozenset[str]:
 
 
 def is_extra_state(name: str | int) -> bool:
-    """Whether a module's ``get_extra_state`` returned what has this name."""
+    """Whether ``name`` is that of a value which ``get_extra_state`` of a module returned."""
     return str(name).rpartition(".")[2] == _EXTRA_STATE_NAME
 
 
 def iter_names_with_prefix(prefix: str, sorted_names: Sequence[str]) -> Iterator[str]:
-    """The names that begin with ``prefix``, of those that are ``sorted_names``."""
+    """Those of ``sorted_names`` that begin with ``prefix``."""
     position = bisect_left(sorted_names, prefix)
     while position < len(sorted_names) and sorted_names[position].startswith(prefix):
         yield sorted_names[position]
@@ -42,7 +42,7 @@ def iter_names_with_prefix(prefix: str, sorted_names: Sequence[str]) -> Iterator
 
 
 def zero_numbers(name: str) -> str:
-    """A name with 0 for each of its numbers: names that differ in numbers alone are one."""
+    """``name`` with 0 for each of its numbers: names that differ in numbers alone become equal."""
     return ".".join("0" if part.isdecimal() else part for part in name.split("."))
 
 
@@ -64,14 +64,14 @@ def find_shared_wrappers(names: Collection[str]) -> str:
 
 
 def map_to_bare_names(names: Collection[str]) -> dict[str, str]:
-    """Names as the bare model has them, by what they are: without wrappers, in whatever order these were put on."""
+    """The names of the bare model, by the given names: without wrappers, in whatever order these were put on."""
     prefix = find_shared_wrappers(names)
     return {name: strip_wrapper_parts(name).removeprefix(prefix) for name in names}
 
 
 def map_to_bare_model_names(manifest: Manifest) -> dict[str, str]:
-    """The same of ``collect_model_names``. State of the optimizer may have other wrappers in its names than the
-    weights."""
+    """``map_to_bare_names`` of ``collect_model_names``. Names of weights and of optimizer state are stripped apart
+    where that leads to the same names, as they may have other wrappers."""
     names = collect_model_names(manifest)
     weight_keys = [
         *manifest.select_kinds(Kind.PARAMETER, Kind.BUFFER),

@@ -40,7 +40,7 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Note(DisplayableResult):
-    """The outcome of one item, and why. ``asked`` says that the user chose it; else the target format forced it."""
+    """The outcome of one item, and why. ``asked`` is true if the user chose it; else the target format forced it."""
 
     outcome: Outcome
     what: str
@@ -82,7 +82,7 @@ def note_unrelated_files(path: str, count: int = 1) -> Note:
 def drop_stale_notes(
     notes: Iterable[Note], items_before: Collection[str], items_after: Collection[str]
 ) -> tuple[Note, ...]:
-    """``notes`` without those that say that an item of ``items_before`` was kept, where it is not among
-    ``items_after``: the step that left it out says so."""
+    """``notes`` without those on kept items of ``items_before`` that are not among ``items_after``: the step that left
+    an item out made its own note."""
     dropped_items = frozenset(items_before) - frozenset(items_after)
     return tuple(note for note in notes if note.outcome is not Outcome.KEPT or note.what not in dropped_items)

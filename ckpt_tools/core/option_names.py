@@ -87,7 +87,7 @@ _PYTHON_SPELLINGS = {"tensors": "inspect(...).tensors"}
 
 
 def resolve_alias(name: str | None, value: Any) -> Any:
-    """``value`` of the parameter ``name``; of an alias, the name that it stands for."""
+    """``value`` of the parameter ``name``; if it is an alias, the value that it stands for."""
     return OPTION_VALUE_ALIASES.get(name or "", {}).get(value, value) if isinstance(value, str) else value
 
 

@@ -99,7 +99,7 @@ def map_companions(manifest: Manifest) -> dict[str, str]:
 
 
 def has_quantized_weight(manifest: Manifest) -> bool:
-    """True if there is a quantized weight with what it needs."""
+    """Whether a weight is quantized: by a name of packed elements, or by tensors beside it that it needs."""
     has_packed_name = any(
         fqn.rpartition(".")[2] in _PACKED_NAMES and not dtype.is_floating
         for fqn, dtype in manifest.weight_dtypes.items()
@@ -108,7 +108,7 @@ def has_quantized_weight(manifest: Manifest) -> bool:
 
 
 def rename_companion(companion: str, weight: str, new_weight: str) -> str | None:
-    """The name of a companion of ``weight`` if that is ``new_weight``; None if it would be parted from it."""
+    """The new name of a companion when ``weight`` becomes ``new_weight``; None if that would part the two."""
     module, _, name = weight.rpartition(".")
     new_module, _, new_name = new_weight.rpartition(".")
     if name == new_name:
@@ -177,7 +177,7 @@ def _is_scale(fqn: str, modules: set[str]) -> bool:
 
 
 def is_quantized(fqn: str, dtype: DType, *, has_scale: bool = False) -> bool:
-    """Whether name and type are those of a quantized weight; integers of 8 bits that have a scale are."""
+    """Whether name and type are those of a quantized weight. An integer of 8 bits with a scale is one."""
     name = fqn.rpartition(".")[2]
     if dtype.is_floating or dtype in _INDEX_DTYPES:
         return is_low_precision_float(dtype)

@@ -15,8 +15,8 @@ from ckpt_tools.errors import UsageError
 
 
 def rename_tensors(manifest: Manifest, new_name: Callable[[str], str]) -> TransformResult:
-    """Every fqn through ``new_name``: weights, optimizer state, ties and groups alike. A weight and state that had
-    another name may come to have one name.
+    """The manifest with every fqn through ``new_name``: of weights, optimizer state, ties and groups. A weight and
+    state under another name may come to have one name.
 
     Raises:
         UsageError: two names become one, one becomes empty, or a quantized weight is parted from its scales.
@@ -57,7 +57,7 @@ def find_changed_names(manifest: Manifest, new_name: Callable[[str], str]) -> di
 
 
 def check_renaming(manifest: Manifest, rules: Iterable[str], key_map: Mapping[str, str]) -> TransformResult:
-    """The manifest as it is. Raises UsageError for a rule or a key of the map that is of none of its names."""
+    """The manifest unchanged. Raises UsageError for a rule or a key of the map that matches none of its names."""
     matching.check_renaming(sorted(collect_model_names(manifest)), rules=parse_rename_rules(rules), key_map=key_map)
     return manifest, ()
 
@@ -99,8 +99,8 @@ def parse_rename_rules(rules: Iterable[str]) -> list[tuple[str, re.Pattern[str],
 
 
 def strip_wrappers(manifest: Manifest) -> TransformResult:
-    """Names as the bare model has them: parts that wrappers put in are taken out, and what all names begin with of
-    ``module.`` and ``model0.``."""
+    """The manifest with the names of the bare model: without the parts that wrappers put in, and without ``module.``
+    and ``model0.`` where all names begin with them."""
     bare_name_by_name = map_to_bare_model_names(manifest)
     if all(name == old for old, name in bare_name_by_name.items()):
         return manifest, ()
@@ -108,7 +108,7 @@ def strip_wrappers(manifest: Manifest) -> TransformResult:
 
 
 def strip_prefix(manifest: Manifest, prefix: str) -> TransformResult:
-    """Names without ``prefix``, where they begin with it; the dot that ends it need not be given.
+    """The manifest with names without ``prefix``, where they begin with it; the dot that ends it need not be given.
 
     Raises:
         UsageError: no name begins with it, or two names become one.

@@ -69,15 +69,15 @@ class FlatIndex(NamedTuple):
     stops: Ints
 
     def select_overlapping(self, start: int, stop: int) -> FlatIndex:
-        """Those that hold an element of ``[start, stop)``."""
+        """The index of the shards that hold an element of ``[start, stop)``."""
         first = int(self.stops.searchsorted(start, side="right"))
         last = int(self.starts.searchsorted(stop, side="left"))
         return FlatIndex(self.rows[first:last], self.starts[first:last], self.stops[first:last])
 
 
 class NestedRows(NamedTuple):
-    """Rows that are parts of stored items: the items' numbers of elements, and the first element of each part in the
-    row-major order of its item. An item of 0 elements is none: the row's bytes are plain, whatever the framing."""
+    """For rows that are parts of stored items: the number of elements of each row's item, and the first element of the
+    part in the row-major order of the item. 0 elements: no item, the row's bytes are plain whatever the framing."""
 
     numels: Ints
     starts: Ints
@@ -202,7 +202,8 @@ class ShardTable(ABC):
         )
 
     def get_item_framing(self, row: int) -> tuple[Framing, int, int]:
-        """The framing of a row's bytes, the elements that they hold, and the first of them that is the row's."""
+        """The framing of a row's bytes, the number of elements that they hold, and the position of the row's first one
+        among them."""
         if self.inner is None:
             return self.framing, int(self.numels[row]), 0
         numel = int(self.inner.numels[row])
@@ -336,7 +337,7 @@ def _make_shared_columns(shape: Shape, dtype: DType) -> _SharedColumns:
 
 
 class _SingleShardTable(ShardTable):
-    """One row-major shard that is the whole tensor: its range, and the columns that its shape has."""
+    """The table of one row-major shard that is the whole tensor: its byte range, and shared columns."""
 
     __slots__ = ("_columns", "_file", "_start", "_stop", "framing")
     _columns: _SharedColumns
@@ -387,8 +388,8 @@ def _make_read_only_column(numbers: Sequence[int]) -> Ints:
 
 
 def _check_addressable(shape: Shape, dtype: DType) -> None:
-    """No position in the tensor, in elements or bytes, exceeds an int64, even where an empty dim makes them all
-    vanish."""
+    """Raises MalformedError if a position in the tensor, in elements or bytes, may exceed an int64, also where a dim is
+    empty."""
     if any(extent < 0 for extent in shape) or prod(max(extent, 1) for extent in shape) * dtype.item_bytes > INT64_MAX:
         raise MalformedError(f"a {dtype.value} tensor of shape {list(shape)} is too large")
 
@@ -433,7 +434,7 @@ def _find_contiguous_boxes(extents: Ints, shape: Shape) -> NDArray[np.bool_]:
 
 
 def check_exact_cover(table: ShardTable) -> None:
-    """The shards hold every element exactly once; a table found good is not looked through again.
+    """Check that the shards hold every element exactly once; the result is remembered.
 
     Raises:
         MalformedError: two shards overlap.

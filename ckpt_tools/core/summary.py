@@ -121,8 +121,8 @@ def summarize(
     naming: str | None = None,
     wrapping: tuple[str, ...] = (),
 ) -> Summary:
-    """The summary of ``manifest``, which was read from ``source``; ``files`` are the sizes of what lies there.
-    ``naming`` and ``wrapping`` are what is known of its names."""
+    """The summary of ``manifest``, which was read from ``source``; ``files`` are the sizes of all files there.
+    ``naming`` and ``wrapping``: as in ``Summary``."""
     stored_file_sizes = [files[name] for name in manifest.files if name in files]
     tensors = tuple(
         TensorSummary(

@@ -26,7 +26,7 @@ class CompanionFile:
     rank: int | None = None
 
     def make_table(self) -> ShardTable:
-        """Its bytes as a tensor."""
+        """The table of a tensor of the file's bytes."""
         shape = (self.num_bytes,)
         return ShardTable.build(
             shape, DType.UINT8, [Shard(Box.whole(shape), ByteRange(self.source, 0, self.num_bytes))]

@@ -231,9 +231,9 @@ def rename_values(manifest: Manifest, names: Mapping[str, str]) -> dict[StateKey
 
 
 def cast_weights(manifest: Manifest, dtype: DType | None) -> TransformResult:
-    """Floating-point weights as ``dtype``; optimizer state, buffers and integers as they are.
+    """The manifest with floating-point weights as ``dtype``; optimizer state, buffers and integers stay.
 
-    Quantized weights are left alone too, and the scales stored beside them: they mean nothing without each other.
+    So do quantized weights and the scales stored beside them: they mean nothing without each other.
     """
     if dtype is None:
         return manifest, ()

@@ -92,7 +92,7 @@ class Opaque:
 
 
 def format_brief(value: Value) -> str:
-    """A value for a message: what is long or deep is only named."""
+    """``value`` for a message; of a long or deep one only the kind."""
     if isinstance(value, str | bytes) and len(value) > 60:
         return repr(value[:60]) + "..."
     if isinstance(value, list | tuple | dict | set | frozenset):
@@ -127,7 +127,7 @@ class OrderedDict(dict[Value, Value]):
         self.attributes = attributes
 
     def seal(self) -> None:
-        """Take no items and no attributes any more: it is what a tensor has for its hooks."""
+        """Refuse items and attributes from now on: the dict stands for a tensor's hooks, which must stay empty."""
         self.attributes = _SEALED
 
     @property
@@ -174,7 +174,7 @@ class Size(tuple[int, ...]):
 
 
 def are_naturals(values: Any, max_length: int | None = MAX_DIMS) -> bool:
-    """Whether it is a list or tuple of at most ``max_length`` non-negative 64-bit integers, such as a shape."""
+    """Whether ``values`` is a list or tuple of at most ``max_length`` non-negative 64-bit integers, such as a shape."""
     is_list = isinstance(values, list | tuple) and (max_length is None or len(values) <= max_length)
     return is_list and all(type(n) is int and 0 <= n <= INT64_MAX for n in values)
 
@@ -258,7 +258,7 @@ class StoredTensor:
 
     @property
     def stop(self) -> int:
-        """The first element of the storage after the last one that the tensor shows; 0 if it shows none."""
+        """The position in the storage after the last element of the tensor; 0 for a tensor without elements."""
         if not self.numel:
             return 0
         return self.storage_offset + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)) + 1

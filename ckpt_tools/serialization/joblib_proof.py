@@ -89,7 +89,8 @@ class _ArraySkipper:
         return stop - machine.shift
 
     def _check_padding(self, machine: Machine, start: int) -> int:
-        """Bytes before the elements: their number but the first, and padding up to a multiple of the alignment."""
+        """Number of bytes before the elements, which must be as joblib writes them: a byte with the number of bytes of
+        padding, and these up to a multiple of the alignment."""
         num_bytes = JOBLIB_ALIGNMENT - (start + 1) % JOBLIB_ALIGNMENT
         expected_padding = bytes([num_bytes]) + _PADDING_BYTE * num_bytes
         if self._read(start, min(start + len(expected_padding), self._size)) != expected_padding:
@@ -125,7 +126,7 @@ class _ArraySkipper:
 
 
 def _read_description(machine: Machine, array: ArrayFollows) -> tuple[int, bool]:
-    """Bytes of the elements, and True if padding is before them."""
+    """Number of bytes of the elements, and whether padding is before them."""
     state = array.description.state
     if not JOBLIB_STATE.accepts(state) or not state.keys() >= _REQUIRED_ATTRIBUTES:
         machine.fail("an array is not described as joblib does it")

@@ -19,7 +19,7 @@ def prove_legacy(read: ReadRange, size: int, path: str, *, allowed: Collection[s
     """The legacy file of ``size`` bytes, with the proof of each pickle.
 
     Raises:
-        FormatError: it is none, damaged, or not as torch writes it since 0.4.
+        FormatError: it is not a legacy file, is damaged, or not as torch writes it since 0.4.
     """
 
     def prove_first_pickle(data: bytes, persistent_load: PersistentLoad | None) -> Proof:

@@ -70,7 +70,7 @@ class Replaced:
 
 
 class _OmittedPlaceholder:
-    """In the place of what is left out."""
+    """Stands for a value that is left out."""
 
 
 _OMITTED: Final = _OmittedPlaceholder()
@@ -86,7 +86,7 @@ class LoadableValue:
 
 
 def make_loadable_value(value: Value, path: str) -> LoadableValue:
-    """``value``, which the file ``path`` holds, of allowed names alone.
+    """``value`` of the file ``path`` without names that are not allowed, and what became of these.
 
     Raises:
         UnsupportedError: it is or holds a model that was pickled whole, or nothing of it would be left.
@@ -199,7 +199,7 @@ class _LoadableVisitor:
         return self._omit_value(value, place)
 
     def _visit_call(self, value: Opaque, place: _ValuePath) -> Value:
-        """An allowed call, if all that it is given is allowed too."""
+        """The call of an allowed function if its arguments are allowed too; else ``_OMITTED``."""
         is_plain = value.form == "call" and value.state is None and not (value.kwargs or value.items or value.pairs)
         num_omitted = len(self.left_out)
         args = tuple(self._visit_items(value.args, place)) if is_plain else ()

@@ -58,7 +58,7 @@ def get_text_start(prefix: bytes) -> int:
 
 
 def parse_header_text(text: bytes) -> NpyDescription | None:
-    """None if it does not describe an array of one plain dtype."""
+    """The three entries of the text; None if it does not describe an array of one plain dtype."""
     value_by_field: dict[bytes, bytes] = {}
     position = 1
     if not text.startswith(b"{"):

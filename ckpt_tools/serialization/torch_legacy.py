@@ -230,7 +230,7 @@ class LegacyStorages:
         return range_by_key
 
     def locate_all(self, read: ReadRange, path: str) -> dict[str, tuple[int, int]]:
-        """The same with the views."""
+        """The bytes of each storage, and of each view of one."""
         range_by_key = self.locate_roots(read, path)
         for key, (root, offset) in self._views.items():
             dtype = self._roots[root].dtype

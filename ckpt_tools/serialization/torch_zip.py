@@ -172,7 +172,8 @@ def _interpret_pickle(data: bytes, path: str) -> tuple[Value, Mapping[str, Stora
 
 
 def _check_storage_sizes(storages: Mapping[str, StorageRef], records: Mapping[str, ZipRecord], path: str) -> None:
-    """Every storage has a record of its size, before any byte of it is read; those on the meta device have none."""
+    """Check that every storage has a record of its size, before any byte of it is read; storages on the meta device
+    have no record."""
     for key, storage in storages.items():
         record = records.get(f"data/{key}")
         if record is None and storage.location != "meta":
@@ -308,7 +309,7 @@ class TorchFileContent:
         return cls(pickle, sizes)
 
     def make_segments(self, storages: Mapping[str, Sequence[Segment]], *, root: str, base: int = 0) -> list[Segment]:
-        """The file with these ``storages``, which have the sizes that were promised."""
+        """Segments of the file with these ``storages``, which have the ``sizes``."""
         from xxhash import xxh3_128_intdigest
 
         from ckpt_tools.serialization.zip_writer import ArchiveWriter

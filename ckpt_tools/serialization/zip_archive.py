@@ -60,7 +60,7 @@ MERGE_GAP_BYTES = 4096
 
 
 def is_safe_name(name: str) -> bool:
-    """Whether a record of this name stays inside of what it is unpacked to."""
+    """Whether a record of this name stays inside the folder that it is unpacked to."""
     return not (any(each in name for each in "\0\\") or name.startswith("/") or ".." in name.split("/"))
 
 
@@ -353,7 +353,7 @@ class _DirectoryReader:
         return name
 
     def _apply_zip64_sizes(self, extra: bytes, size: int, packed_size: int, offset: int) -> tuple[int, int, int]:
-        """The three numbers; the zip64 extra field has those that are all ones, in order (APPNOTE 4.5.3)."""
+        """The sizes and the offset; the zip64 extra field has those that are saturated, in order (APPNOTE 4.5.3)."""
         values = (size, packed_size, offset)
         if MAX32 not in values:
             return values

@@ -79,7 +79,7 @@ class ArchiveWriter:
         return Literal(struct.pack("<I", crc32))
 
     def _append_segment(self, segment: Segment) -> None:
-        """Literals in a row become one, as a writer takes a step for each segment."""
+        """Append ``segment``; literals in a row become one, as writing takes a step for each segment."""
         self._position += segment.num_bytes
         if isinstance(segment, Literal):
             self._literals.append(segment.data)
@@ -102,7 +102,7 @@ class _WrittenRecord:
 
 
 def _get_flags(size: int) -> int:
-    """An empty record has no descriptor."""
+    """Flags of a record of ``size`` bytes; an empty one has no descriptor."""
     return UTF8_NAME | (DESCRIPTOR_FOLLOWS if size else 0)
 
 

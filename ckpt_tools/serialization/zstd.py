@@ -42,7 +42,8 @@ def decompress_all(read: ReadRange, size: int, path: str, *, limit_bytes: int) -
 
 
 def decompress_frame(read: ReadRange, size: int, path: str, *, limit_bytes: int) -> bytes:
-    """The one frame that every decompressor reads alike: of several frames, some read the first alone.
+    """The decompressed data of exactly one frame, which every decompressor reads alike: of several, some read the
+    first.
 
     Raises:
         UnsupportedError: it holds more than ``limit_bytes``. MalformedError: it is damaged, or not one frame to the

@@ -139,7 +139,8 @@ def _rebuild_parameter(machine: Machine, args: tuple[Value, ...]) -> Value:
 
 
 def _attach_state(machine: Machine, tensor: StoredTensor, state: Value = None) -> StoredTensor:
-    """torch sets each attribute: ``closed_list`` judges them with the class of the tensor."""
+    """``tensor`` with ``state``. torch would set each attribute: ``closed_list`` judges them with the tensor's
+    class."""
     machine.objects.append((machine.file_position, TensorAttributes(tensor.wrapper, state)))
     return replace(tensor, state=state)
 
@@ -245,7 +246,8 @@ def _reconstruct_object(machine: Machine, args: tuple[Value, ...]) -> Value:
 
 
 def _make_tensor_builder(ref: GlobalRef) -> CallBuilder:
-    """A plain tensor; the record of the call where it is of a kind that is not supported, so that it can be named."""
+    """The builder of a plain tensor. Of a tensor that is not supported it records the call, so that a message can name
+    it."""
 
     def build_tensor(machine: Machine, args: tuple[Value, ...]) -> Value:
         try:
@@ -257,7 +259,7 @@ def _make_tensor_builder(ref: GlobalRef) -> CallBuilder:
 
 
 def explain_unsupported(value: Opaque) -> str | None:
-    """Why the call of one of torch's functions for plain tensors gives none; None for other objects."""
+    """Why a call of one of torch's functions for plain tensors makes none; None for other objects."""
     rebuild = _TENSOR_FUNCTIONS.get(value.ref) if isinstance(value.ref, GlobalRef) else None
     if rebuild is None or value.form != "call":
         return None
@@ -284,7 +286,7 @@ ALLOWED_CALLS: dict[tuple[str, str], CallBuilder] = {
     ("collections", "defaultdict"): _make_default_dict,
     ("copyreg", "_reconstructor"): _reconstruct_object,
 }
-"""The allow-list of functions. All others, and all classes but those of a DCP (``dcp_classes``), are recorded."""
+"""The allow-list of functions. All others, and all classes but ``RECORD_CLASSES``, are recorded."""
 
 
 _TENSOR_REASON = "torch's own function; the view must lie inside its storage"

@@ -203,7 +203,7 @@ def is_listed(module: str, attribute: str) -> bool:
 
 
 def explain_refusal(recorded_object: Opaque | TensorAttributes) -> str | None:
-    """Why an object is not one that the list knows; None if it is."""
+    """Why the list does not allow an object; None if it does."""
     if isinstance(recorded_object, TensorAttributes):
         # torch sets the attributes of a tensor by ``setattr``: numbers and strings there call nothing.
         if str(recorded_object.ref) not in _TENSOR_CLASSES:

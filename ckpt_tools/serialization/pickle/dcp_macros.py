@@ -139,7 +139,7 @@ class RecordMacro(ABC):
         return cached_size
 
     def decode_length(self, opcode: bytes) -> int:
-        """The integer that an opcode pushes; equal ones are one."""
+        """The integer that an opcode pushes; equal integers are one object."""
         if len(self.lengths) >= MAX_KEPT_ENTRIES:
             self.lengths.clear()
         return self.lengths.setdefault(opcode, _decode_int(opcode))
@@ -293,7 +293,7 @@ class _TensorMacro(RecordMacro):
         return rb"(?:" + made + rb"|" + start + rb"h.|j....))"
 
     def _find_class(self, kind: type[DcpRecord]) -> Value:
-        """The name of a class in the pickle."""
+        """The ``GlobalRef`` by which this pickle names a class of records; None if it does not."""
         return next((ref for name, ref in self.machine.names.items() if RECORD_CLASSES.get(name) is kind), None)
 
     def push_record(self, found: re.Match[bytes]) -> bool:
@@ -335,7 +335,8 @@ class _TensorMacro(RecordMacro):
         return self.machine.memo.fetch(place) if own < 0 else places[own]
 
     def _make_entry(self, facts: bytes, strides: bytes | None, sizes: list[Value]) -> TensorStorageMetadata | None:
-        """The one entry of these properties, of the size and of the chunks that follow it."""
+        """The entry of these properties and ``sizes``: of the tensor, then offsets and sizes of each chunk. Equal
+        entries are one object. None where the opcodes make none."""
         key = (facts, strides, *sizes)
         entry = self.kept.get(key)
         if entry is None:
@@ -374,7 +375,7 @@ def _list_size_places(size: Size) -> tuple[Value, ...]:
 
 
 def _decode_int(opcode: bytes) -> int:
-    """The integer that one opcode pushes."""
+    """The integer that an opcode with its operand pushes."""
     start = 2 if opcode[0] == 0x8A else 1
     return int.from_bytes(opcode[start:], "little", signed=opcode[0] not in b"KM")
 

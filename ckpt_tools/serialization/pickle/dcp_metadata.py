@@ -53,7 +53,7 @@ class DcpRecord:
         return self.fields
 
     def check_fields(self) -> tuple[Value, ...]:
-        """The values in it of any type, after a check of the fields that have one.
+        """Check the fields that have a type. Returns the values in them that are checked on their own.
 
         Called when the whole pickle was read, since a list may be changed after it became a field.
         """

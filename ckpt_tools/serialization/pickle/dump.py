@@ -106,7 +106,7 @@ class _PickleWriter:
     # Memory
 
     def _memoize_top(self) -> bytes:
-        """Memoise the top of the stack; the opcode that refers to it."""
+        """Memoise the top of the stack, and give the opcode that refers to it."""
         index = self._memo_size
         self._memo_size += 1
         if index < 256:
@@ -163,7 +163,7 @@ class _PickleWriter:
             self._memoize_object(value)
 
     def _write_unmemoized_text(self, value: str) -> None:
-        """A text that is not remembered."""
+        """Write a text that nothing refers to again."""
         data = value.encode("utf-8", "surrogatepass")
         is_long = len(data) >= 1 << 32
         self.out += b"\x8d" + struct.pack("<Q", len(data)) if is_long else b"X" + struct.pack("<I", len(data))
@@ -217,7 +217,8 @@ class _PickleWriter:
     def _write_items(
         self, values: Iterable[Value], opcodes: tuple[bytes, bytes] = (b"a", b"e"), width: int = 1
     ) -> None:
-        """Values in batches, each of ``width`` a step; ``opcodes`` set one step and a batch of several."""
+        """Write values in batches. A step is ``width`` values, an item or a pair; ``opcodes`` are those that add one
+        step, and those that add several since a MARK."""
         remaining = iter(values)
         while batch := list(islice(remaining, BATCH_ITEMS * width)):
             is_single = len(batch) == width
@@ -240,7 +241,7 @@ class _PickleWriter:
         self._write_pairs(value.items)
 
     def write_set(self, value: set[Value] | frozenset[Value]) -> None:
-        """In an order that is the same in every run, unlike that of the hashes of strings."""
+        """Write the items in an order that is the same in every run, unlike that of the hashes of strings."""
         if not self._try_write_reference(value):
             self.write_global(_SET if isinstance(value, set) else _FROZENSET)
             self.out += b"]"
@@ -270,7 +271,7 @@ class _PickleWriter:
     # Objects
 
     def _write_arguments(self, args: Iterable[Value]) -> None:
-        """A tuple that nothing refers to again."""
+        """Write a tuple that nothing refers to again."""
         items = tuple(args)
         self.out += b"" if 0 < len(items) < 4 else b"("
         for item in items:
@@ -367,7 +368,7 @@ class _PickleWriter:
         self.out += _encode_size_arguments(value)
 
     def _encode_size(self, value: Size) -> bytes:
-        """The bytes of a ``Size`` after the first."""
+        """The opcodes of a ``Size``, kept for the next equal one."""
         encoded = self._encoded_sizes.get(value)
         if encoded is None:
             encoded = self._get_reference(_SIZE) + _encode_size_arguments(value)
@@ -384,7 +385,8 @@ class _PickleWriter:
         return self._reference_by_name[name]
 
     def _get_record_template(self, kind: type[DcpRecord], *names: str) -> tuple[bytes, ...]:
-        """A new object of ``kind`` with its first field's name, then the names of the others."""
+        """Opcodes of a record of ``kind``: a new object with the name of its first field, then the name of each other
+        field."""
         template = self._templates.get(kind)
         if template is None:
             first, *others = (self._get_reference(name) for name in names)
@@ -393,7 +395,7 @@ class _PickleWriter:
         return template
 
     def write_record(self, value: DcpRecord) -> None:
-        """An object of a dataclass, which nothing refers to again, and its attributes."""
+        """Write a record, which nothing refers to again, with its attributes."""
         self.write_global(GLOBAL_BY_CLASS[type(value)])
         self.out += b")\x81"
         if not isinstance(value, BytesStorageMetadata):

@@ -94,7 +94,7 @@ def check_pickle_start(
     short pickle, or within a string of it.
 
     Raises:
-        FormatError: as ``loads`` would, or TooLongError.
+        FormatError: as ``loads`` would, or PickleTooLongError.
     """
     for num_bytes in FIRST_READ_SIZES:
         if size < num_bytes * MIN_SIZE_RATIO:
@@ -114,7 +114,8 @@ def _load_pickle(data: bytes, path: str, persistent_load: PersistentLoad | None,
 
 
 def interpret_checked(machine: Machine, *, is_prefix: bool) -> int:
-    """Interpret one pickle, or with ``is_prefix`` the first of several. The value stays on the stack; where it ends."""
+    """Interpret one pickle, or with ``is_prefix`` the first of several, and check the value, which stays on the stack.
+    Returns the position after the pickle."""
     stop = machine.run_first_pickle()
     if stop != len(machine.data) and not is_prefix:
         raise MalformedError(f"more data follows the end of the pickle at byte {machine.file_position:,}")
@@ -197,7 +198,7 @@ class ValueChecker:
 
 
 def _group_parts(value: Value) -> Iterable[Collection[Value]]:
-    """Contents of a value, in groups."""
+    """The parts of a value, in groups."""
     if isinstance(value, OrderedDict):
         return (value.keys(), value.values(), (value.attributes,))
     if isinstance(value, dict):

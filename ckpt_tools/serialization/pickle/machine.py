@@ -66,19 +66,21 @@ class ArrayReader(Protocol):
     """Reads past the elements of arrays that stand within a pickle."""
 
     def skip_array(self, machine: Machine, array: ArrayFollows) -> int:
-        """The position after the elements; the data of the machine may be another part of the file then."""
+        """Read past the elements. Returns the position after them in the data of the machine, which may then be another
+        part of the file."""
 
 
 class Macro(Protocol):
-    """Reads what would take many opcodes at once."""
+    """Reads many opcodes at once."""
 
     def try_read(self, at: int) -> int:
-        """The position after what starts at ``at``, or 0 where it is to be read opcode by opcode."""
+        """Read the record that starts at ``at``. Returns the position after it, or 0 where it must be read opcode by
+        opcode."""
 
 
 @dataclass(frozen=True, slots=True)
 class InstructionSet:
-    """Language of a machine: a step for each opcode, the functions that a pickle may call, and macros for classes whose
+    """What a machine can do: a step for each opcode, the functions that a pickle may call, and macros for classes whose
     objects are read at once.
 
     Macros give no place in the memo to what no pickler refers to again; ``run_first_pickle`` starts again without them
@@ -186,7 +188,7 @@ class Machine:
         self.bytes_to_copy = 4096 + 4 * len(self.data)
 
     def run_first_pickle(self) -> int:
-        """Interpret up to the first STOP, and leave the value on the stack; the position after it.
+        """Interpret up to the first STOP, and leave the value on the stack. Returns the position after the STOP.
 
         A frame ends where an opcode does, and no frame starts within another: CPython's C unpickler takes frames for
         hints only, and the Python one reads other bytes where a frame cuts an opcode.
@@ -289,7 +291,7 @@ class Machine:
             self.fail("the same data is copied too many times over")
 
     def resolve_global(self, module: str, name: str) -> GlobalRef:
-        """The one ``GlobalRef`` of a name, and what calling it builds."""
+        """The one ``GlobalRef`` of a name, which is registered with its builder or macro if it has one."""
         if len(module) + len(name) > MAX_NAME_CHARS:
             self.fail("a name of absurd length")
         if not module or not name:

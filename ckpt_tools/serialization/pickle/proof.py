@@ -111,7 +111,8 @@ class UnlistedNameError(MalformedError):
 
 
 def _make_flag_ignoring_builder(key: tuple[str, str], num_args: int) -> CallBuilder:
-    """A tensor whose values are conjugated or negated: ``loads`` refuses it, because it could not say so."""
+    """The builder of a tensor that may have flags for conjugated or negated values, which ``loads`` refuses because its
+    tensors have no such flags."""
     rebuild = ALLOWED_CALLS[key]
 
     def build_tensor(machine: Machine, args: tuple[Value, ...]) -> Value:
@@ -160,7 +161,7 @@ class _ClosedListJudge:
                 self._add_refusal(at, f"a defaultdict makes what is missing with {factory}", None)
 
     def _judge_objects(self) -> set[str]:
-        """Judge every object; the names that were refused with one."""
+        """Judge every object. Returns the names of those that are refused."""
         refused_names: set[str] = set()
         judgements: dict[tuple[Value, ...], str | None] = {}
         for at, recorded_object in self.machine.objects:

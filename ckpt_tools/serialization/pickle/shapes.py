@@ -32,7 +32,7 @@ def limit_walked_items(num_items: int) -> Iterator[None]:
 
 
 def charge_items(values: CollectionT, *, weight: int = 1) -> CollectionT:
-    """``values``, each accounted for as ``weight`` items that are looked at. Raises TooLongError."""
+    """``values``, each accounted for as ``weight`` items that are looked at. Raises PickleTooLongError."""
     budget = _items_left.get()
     if budget is not None:
         budget[0] -= weight * len(values)
@@ -43,7 +43,7 @@ def charge_items(values: CollectionT, *, weight: int = 1) -> CollectionT:
 
 @dataclass(frozen=True, slots=True)
 class ValueShape:
-    """``text`` says in the documentation which values ``accepts`` takes."""
+    """A set of values: those that ``accepts`` takes, described by ``text`` in the documentation."""
 
     text: str
     accepts: Callable[[Value], bool]
@@ -92,7 +92,8 @@ def global_name(*texts: str) -> ValueShape:
 
 
 def resolve_name(ref: Value) -> GlobalRef | None:
-    """The name that ``ref`` is, or that ``getattr`` looks up in a class, as protocols below 4 name an inner class."""
+    """``ref`` if it is a name, or the name of an inner class, for which protocols below 4 call ``getattr``; else
+    None."""
     if type(ref) is not Opaque:
         return ref if type(ref) is GlobalRef else None
     is_inner = ref.ref == GETATTR and ref.form == "call" and tuple(map(type, ref.args)) == (GlobalRef, str)

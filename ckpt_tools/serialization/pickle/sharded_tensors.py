@@ -246,7 +246,7 @@ def _check_local_tensor(value: Value, dtype: DType, kind: str) -> StoredTensor:
 
 
 def _read_attributes(value: Value, refs: frozenset[GlobalRef], fields: tuple[str, ...]) -> Mapping[str, Value]:
-    """The attributes of an object that is made without arguments."""
+    """The attributes of an object of one of the classes ``refs``, made without arguments; all are among ``fields``."""
     name = next(iter(refs)).name
     if not isinstance(value, Opaque) or value.ref not in refs or value.form != "new" or value.args or value.kwargs:
         raise UnsupportedError(f"a {describe_kind(value)} stands where a {name} is expected")
@@ -258,7 +258,7 @@ def _read_attributes(value: Value, refs: frozenset[GlobalRef], fields: tuple[str
 
 
 def _check_shard_order(order: Value, placements: tuple[Placement, ...]) -> None:
-    """Only the default: from the first dim of the mesh to the last."""
+    """Refuse all orders of cutting but the default: from the first dim of the mesh to the last."""
     for entry in order if isinstance(order, tuple) else ():
         is_entry = isinstance(entry, Opaque) and entry.ref == _ORDER_ENTRY and len(entry.args) == 2
         dims = _check_naturals(entry.args[1] if is_entry else None, "DTensorSpec")
@@ -322,7 +322,7 @@ def _read_mesh(value: Value) -> SavedMesh:
 
 
 def _find_rank(stated_rank: Value, ranks: tuple[int, ...], shape: Shape, strides: Any, coordinate: Shape) -> int:
-    """The rank at a coordinate; a mesh that was cut from another says its rank."""
+    """The rank at ``coordinate``, checked against ``stated_rank``, which a mesh that was cut from another must have."""
     rank_index = sum(map(_compute_rank_offset, coordinate, strides))
     if len(set(ranks)) != len(ranks) or prod(shape) > len(ranks):
         raise MalformedError("a DeviceMesh names a rank twice, or too few")
@@ -357,7 +357,7 @@ def _compute_rank_offset(position: int, axis: tuple[Shape, Shape]) -> int:
 
 
 def _read_dense_mesh(mesh: Value) -> tuple[Shape, tuple[tuple[Shape, Shape], ...]]:
-    """The shape of a mesh that is a tensor of ranks."""
+    """Shape and axes of a mesh that is a tensor of ranks: for each dim the sizes and strides of its axes."""
     if not isinstance(mesh, StoredTensor) or not mesh.shape:
         raise make_wrong_type_error("DeviceMesh")
     strides = contiguous_strides(mesh.shape)
