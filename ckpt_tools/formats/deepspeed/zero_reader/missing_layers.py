@@ -96,7 +96,6 @@ class RequiredTensors:
     Those of ``tied_shapes``, and with ``has_tied_group`` elements of flat groups, may be in a layer of another stage.
     """
 
-    path: str
     shapes: Counter[Shape]
     num_unknown: int
     numel: int
@@ -104,21 +103,14 @@ class RequiredTensors:
     has_tied_group: bool
 
     @classmethod
-    def of(
-        cls, path: str, parameters: Sequence[OptimizedParameter], shared: Collection[ParameterIdentity]
-    ) -> RequiredTensors:
+    def of(cls, parameters: Sequence[OptimizedParameter], shared: Collection[ParameterIdentity]) -> RequiredTensors:
+        """Those of a stage's optimizer; ``shared`` are the parameters that are in several stages."""
         shapes = Counter(each.shape for each in parameters if each.shape is not None)
         tied_shapes = Counter(each.shape for each in parameters if each.shape is not None and each.identity in shared)
         flat_groups = [each for each in parameters if each.shape is None and each.numel]
         num_unknown = len(parameters) - shapes.total() - len(flat_groups)
-        return cls(
-            path,
-            shapes,
-            num_unknown,
-            sum(f.numel for f in flat_groups),
-            tied_shapes,
-            any(f.identity in shared for f in flat_groups),
-        )
+        numel, has_tied = sum(f.numel for f in flat_groups), any(f.identity in shared for f in flat_groups)
+        return cls(shapes, num_unknown, numel, tied_shapes, has_tied)
 
     def describe_missing(self, own_shapes: Counter[Shape], other_shapes: Counter[Shape]) -> str | None:
         """Text on the tensors that are missing in the stage's own layers and not tied to those in layers of other
@@ -156,7 +148,8 @@ def check_no_layer_missing(
     all_shapes = sum((layer.shapes for layer in layers), Counter[Shape]())
     stop = 0
     for stage, (path, parameters) in enumerate(stages):
-        required, start = RequiredTensors.of(path, parameters, shared_identities), stop
+        required, start = RequiredTensors.of(parameters, shared_identities), stop
+        # The layers whose buffers the stage names are its own.
         stop = max(start, *(at + 1 for at, layer in enumerate(layers) if layer.stage == stage), 0)
         shapes = sum((layer.shapes for layer in layers[start:stop]), Counter[Shape]())
         while (missing := required.describe_missing(shapes, all_shapes - shapes)) is not None:
@@ -165,10 +158,9 @@ def check_no_layer_missing(
             shapes += layers[stop].shapes
             stop += 1
     # All layers together must have what all stages need, where tied parameters count once.
-    path = stages[-1][0]
-    required = RequiredTensors.of(path, _count_shared_once([own for _, own in stages]), frozenset())
+    required = RequiredTensors.of(_count_shared_once([own for _, own in stages]), frozenset())
     if (missing := required.describe_missing(all_shapes, Counter())) is not None:
-        raise _make_missing_layer_error(path, missing, layers, len(layers))
+        raise _make_missing_layer_error(stages[-1][0], missing, layers, len(layers))
 
 
 def _count_shared_once(stages: Sequence[Sequence[OptimizedParameter]]) -> list[OptimizedParameter]:

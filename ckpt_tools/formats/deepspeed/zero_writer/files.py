@@ -80,11 +80,11 @@ class ZeroTarget:
                 order = round_robin_order(len(group.params), world_size if settings.is_round_robin else 1)
                 part = group.select_positions(order)
                 flat_groups.append(FlatGroup(part, GroupPartition.of(part.numels, world_size), number))
-                continue
-            shares = ParamPartition.of(group.numels, world_size).shares.tolist()
-            for positions in split_sub_groups(shares, settings.sub_group_size):
-                part = group.select_positions(positions)
-                flat_groups.append(FlatGroup(part, ParamPartition.of(part.numels, world_size), number))
+            else:
+                shares = ParamPartition.of(group.numels, world_size).shares.tolist()
+                for positions in split_sub_groups(shares, settings.sub_group_size):
+                    part = group.select_positions(positions)
+                    flat_groups.append(FlatGroup(part, ParamPartition.of(part.numels, world_size), number))
         return cls(state, extras, tuple(flat_groups), stage, world_size, settings.has_whole_momentum)
 
     @property
@@ -129,9 +129,8 @@ class PartitionedModelWriter:
         frozen = self.target.state.frozen
         shares = zip(frozen.items(), self._frozen_partition.shares.tolist(), strict=True)
         frozen_parts = {name: builder.add_hole(entry.dtype, share) for (name, entry), share in shares}
-        return builder.build_template(
-            _build_model_content(self.target, builder, self._make_empty_weights(builder), frozen_parts, rank=rank)
-        )
+        weights = self._make_empty_weights(builder)
+        return builder.build_template(_build_model_content(self.target, builder, weights, frozen_parts, rank=rank))
 
     def _make_empty_weights(self, builder: TorchFileBuilder) -> dict[str, StoredTensor]:
         """Empty tensors in place of all weights, on one storage a dtype: a storage for each would be most of the
@@ -139,9 +138,8 @@ class PartitionedModelWriter:
         state = self.target.state
         trained = {name: state.get_weight(name) for group in state.groups for name in group.params}
         entries = {**trained, **state.frozen}
-        storage_by_dtype = {
-            dtype: builder.add_tensor([], dtype, (0,)).storage for dtype in {e.dtype: None for e in entries.values()}
-        }
+        dtypes = dict.fromkeys(entry.dtype for entry in entries.values())
+        storage_by_dtype = {dtype: builder.add_tensor([], dtype, (0,)).storage for dtype in dtypes}
         return {name: StoredTensor(storage_by_dtype[e.dtype], e.dtype, 0, (0,), (1,)) for name, e in entries.items()}
 
     @cached_property
