@@ -48,6 +48,7 @@ def api_function(function: Callable[Parameters, Result]) -> Callable[Parameters,
         ]
         keyword_values = {name: resolve_alias(name, _materialize_iterator(each)) for name, each in kwargs.items()}
         values_by_name = {**dict(zip(parameters, positional_values, strict=False)), **keyword_values}
+        # Before any check, so that the error about an unknown keyword is masked too.
         remember_secrets(values_by_name.values(), values_by_name.get("storage_options"))
         with mask_raised_errors():
             for name, value in values_by_name.items():

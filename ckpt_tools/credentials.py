@@ -81,6 +81,8 @@ _URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.I)
 _ADDRESS_VARIABLE = re.compile(r".*_(?:URL|URI|ENDPOINT|PROXY)(?:_[A-Z0-9]+)?", re.I)
 """Environment variables with the address of a service, such as ``AWS_ENDPOINT_URL_S3``."""
 
+# before:  scheme://user:password@          address: what stands before ? or # of a URL
+# name:    ?token= or &signature=           bare:    X-Amz-Signature= without ? or & before it
 _SECRET_SHAPE = re.compile(
     rf"""(?P<before>[a-z][a-z0-9+.-]{{0,40}}:/(?:/+|(?=[^\s/?#:@'"]+:[^\s@'"]{{0,1024}}@)))(?!\*\*\*@)
         # user:password@, also if a slash is in the password
@@ -110,12 +112,13 @@ _secrets_lock = threading.Lock()
 
 def mask_secrets(text: str) -> str:
     """``text`` with ``***`` for every credential. The rest of a URL is as it was."""
-    if _secrets_longest_first:
+    if _secrets_longest_first:  # the longest first, so that none is cut by one that is a part of it
         lowered = text.lower()
         for secret in _secrets_longest_first:
             if secret.anchor in lowered:
                 text = secret.pattern.sub(MASK, text)
     if ":/" in text or "?" in text or "&" in text or "X-Amz-" in text:
+        # Twice, because the first pass may uncover the beginning of another URL.
         return _SECRET_SHAPE.sub(_mask_match, _SECRET_SHAPE.sub(_mask_match, text))
     return text
 
@@ -125,6 +128,10 @@ def _mask_match(match: re.Match[str]) -> str:
         return f"{match['before']}{MASK}@"
     address = _PATH_PARAMETER.sub(rf"\1{MASK}", match["address"] or "")
     return f"{address or match['name'] or match['bare']}{MASK}"
+
+
+_RANDOM_TOKEN = re.compile(r"(?=.*\d)[\w+%=~-]{20,}")
+"""A long value of letters and digits: the name of a file or a type has dots or slashes."""
 
 
 # What is remembered
@@ -327,13 +334,8 @@ def _remember_query(query: str, scheme: str) -> None:
     _remember_text(query)
     for pair in re.split("[&;#]", query):
         name, _, value = pair.partition("=")
-        if _SECRET_PARAMETER.fullmatch(name) or _is_random_token(value):
+        if _SECRET_PARAMETER.fullmatch(name) or _RANDOM_TOKEN.fullmatch(value):
             _remember_secret(value)
-
-
-def _is_random_token(value: str) -> bool:
-    """True for a long value of letters and digits: the name of a file or a type has dots or slashes."""
-    return re.fullmatch(r"(?=.*\d)[\w+%=~-]{20,}", value) is not None
 
 
 # Errors and output
@@ -375,6 +377,7 @@ def _mask_value(value: Any) -> Any:
 
 
 def _mask_causes(error: BaseException, seen_ids: set[int]) -> None:
+    # Cause and context may be one object, and chains of them may be circles. Setting a cause suppresses the context.
     seen_ids.add(id(error))
     is_suppressed, replacements = error.__suppress_context__, {}
     for each in (error.__cause__, error.__context__):

@@ -39,15 +39,10 @@ def kill_marked_processes(mark: bytes) -> None:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(process_fd, signal.SIGKILL)
         for process_fd in process_fds:
-            _wait_for_exit(process_fd, deadline)
+            poller = select.poll()  # the descriptor can be read from when the process has ended
+            poller.register(process_fd, select.POLLIN)
+            poller.poll(max(0.0, deadline - time.monotonic()) * 1000)
             os.close(process_fd)
-
-
-def _wait_for_exit(process_fd: int, deadline: float) -> None:
-    """A descriptor of a process can be read from when the process has ended."""
-    poller = select.poll()
-    poller.register(process_fd, select.POLLIN)
-    poller.poll(max(0.0, deadline - time.monotonic()) * 1000)
 
 
 def find_marked_processes(mark: bytes) -> Iterator[int]:

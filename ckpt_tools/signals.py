@@ -2,6 +2,10 @@
 
 ``SIGTERM``, ``SIGHUP`` and ``SIGINT`` (Ctrl-C) become an exception in the main thread. So ``with`` and ``finally``
 blocks end what the command started, whichever signal it was.
+
+    signal ─▶ _handle_signal ─┬─ a module is being imported: send it again in 0.1 s
+              notes the first ├─ a block of defer_signals is under way: its end raises
+                              └─ else: raise Stopped, once
 """
 
 from __future__ import annotations
@@ -87,7 +91,7 @@ def raise_on_signals(*, is_last: bool = False) -> Iterator[None]:
     try:
         yield
     finally:
-        _signal_state.num_deferrals += is_last
+        _signal_state.num_deferrals += is_last  # the handlers stay, and raise nothing any more
         for number, handler in previous_handlers.items():
             if handler is not None and not is_last:
                 signal.signal(number, handler)
@@ -234,27 +238,27 @@ def _isolate_children() -> None:
 
 
 def _handle_signal(number: int, frame: FrameType | None) -> None:
+    def send_again() -> None:
+        if number in list_handled_signals():
+            os.kill(os.getpid(), number)
+
     if _signal_state.first_signal is None:
         _signal_state.first_signal, _signal_state.arrival_seconds = number, time.monotonic()
     if (
         _count_imports(frame) > _signal_state.num_outer_imports
         and time.monotonic() - _signal_state.arrival_seconds < IMPORT_SECONDS
     ):
-        resend_timer = threading.Timer(RESEND_SECONDS, _resend_signal, (number,))
+        resend_timer = threading.Timer(RESEND_SECONDS, send_again)
         resend_timer.daemon = True
         resend_timer.start()
     else:
         _raise_pending_signal()
 
 
-def _resend_signal(number: int) -> None:
-    if number in list_handled_signals():
-        os.kill(os.getpid(), number)
-
-
 def _count_imports(frame: FrameType | None) -> int:
     """Number of calls of the import system around this frame: 0 if no module is being imported. An exception in the
     middle of an import may be lost: torch imports numpy from C++, which clears it, and leaves numpy in pieces."""
+    # What imports the whole command, as `python -m` does, is counted when the block begins (num_outer_imports).
     num_imports = 0
     while frame is not None:
         num_imports += frame.f_code.co_filename == "<frozen importlib._bootstrap>"

@@ -61,6 +61,7 @@ class TensorSlice(Jsonable):
 
     def _read_edges(self) -> NDArray[Any]:
         """The elements at the edges, with one between them, which is not shown, where a dim has more."""
+        # numpy shows three at each end. A dim of seven, of which the middle is not read, is elided as a long one is.
         edge_elements = np.zeros([min(extent, 2 * NUM_EDGE_ELEMENTS + 1) for extent in self.shape], self._tensor.dtype)
         edges_by_dim = [_split_edges(extent) for extent in self.shape]
         for parts in product(*edges_by_dim):
@@ -123,6 +124,7 @@ def _split_edges(extent: int) -> list[EdgePart]:
 
 def _narrow_index(index: Index, parts: tuple[EdgePart, ...], shape: Shape) -> Index:
     """The index of those elements of what ``index`` gives that ``parts`` choose along each of its dims."""
+    # x[index][parts] == x[_narrow_index(index, parts)]; an integer of `index` leaves no dim for a part.
     ellipsis_position = index.index(...) if ... in index else len(index)
     implied_slices = (slice(None),) * (len(shape) - len(index) + (... in index))
     narrowed_index: list[int | slice | EllipsisType] = []
@@ -132,11 +134,8 @@ def _narrow_index(index: Index, parts: tuple[EdgePart, ...], shape: Shape) -> In
     ):
         if isinstance(each, slice):
             _, part = next(remaining_parts)
-            each = _convert_range(range(extent)[each][part.start : part.stop])
+            numbers = range(extent)[each][part.start : part.stop]
+            # One that goes down to 0 has no end: -1 would be the last element.
+            each = slice(numbers.start, numbers.stop if numbers.stop >= 0 else None, numbers.step)
         narrowed_index.append(each)
     return tuple(narrowed_index)
-
-
-def _convert_range(numbers: range) -> slice:
-    """A slice that gives these numbers. One that goes down to 0 has no end: -1 would be the last element."""
-    return slice(numbers.start, numbers.stop if numbers.stop >= 0 else None, numbers.step)

@@ -124,6 +124,8 @@ def _find_command_name(words: Sequence[str]) -> str | None:
 
 def _start_watchdog(words: Sequence[str]) -> None:
     """Start the thread that ends the process ``CLEANUP_SECONDS`` after the first signal, if it still runs then."""
+    # Python runs handlers between the bytecodes of the main thread, which may hang in a system call. The pipe is
+    # written by the handler in C, at once.
     wakeup_reader, wakeup_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wakeup_writer, warn_on_full_buffer=False)
     numbers = list_handled_signals()

@@ -29,6 +29,8 @@ class CommandContext(HelpContext):
         for name, each in used_defaults.items():
             _report_default(name, each)
         with reporting.log_to_stderr(quiet=bool(self.params.get("quiet"))):
+            # A default from settings may not apply to this command line, as --memory to a format that takes none. The
+            # API names it; the command runs again without it, at most once for each. What is typed is always refused.
             while True:
                 try:
                     return super().invoke(callback, *arguments, **options)

@@ -135,17 +135,14 @@ def inspect_command(
         _print_separator(is_needed=tensors or tree)
         _show_stats(summary.stats)
     if not (tensors or tree or keywords["stats"]):
-        _show_summary(summary)
+        rows = _list_summary_rows(summary)
+        print_pairs((escape_unprintable(name), escape_unprintable(value)) for name, value in rows)
+        show_notes(summary.notes, MAX_NOTES)
 
 
 def _print_separator(*, is_needed: bool) -> None:
     if is_needed:
         echo("")
-
-
-def _show_summary(summary: Summary) -> None:
-    print_pairs((escape_unprintable(name), escape_unprintable(value)) for name, value in _list_summary_rows(summary))
-    show_notes(summary.notes, MAX_NOTES)
 
 
 def _show_run_listing(src: str, storage_options: Mapping[str, str]) -> bool:
@@ -186,17 +183,14 @@ def _list_summary_rows(summary: Summary) -> Iterator[tuple[str, str]]:
     if summary.wrapping:
         yield "wrappers", f"{join_names(summary.wrapping)} in names; {format_option('strip', 'auto')} takes them off"
     for name, value in islice(summary.extras.items(), MAX_NOTES):
-        yield _shorten_name(name), _format_value(value)
+        short_name = name if len(name) <= MAX_NAME_CHARS else f"{name[: MAX_NAME_CHARS - 3]}..."
+        yield short_name, _format_value(value)
     if len(summary.extras) > MAX_NOTES:
         yield "", f"and {format_count(len(summary.extras) - MAX_NOTES, 'more entry', 'more entries')}; see --json"
 
 
 def _format_if_known(number: int | float | None) -> str:
     return "unknown" if number is None else f"{number:,}"
-
-
-def _shorten_name(name: str) -> str:
-    return name if len(name) <= MAX_NAME_CHARS else f"{name[: MAX_NAME_CHARS - 3]}..."
 
 
 def _format_value(value: Any) -> str:

@@ -90,7 +90,11 @@ def print_notice(sentence: str, level: str, logger: str = LOGGER_NAME) -> None:
 
 def print_error(sentence: str, error: BaseException, code: int) -> None:
     """Print the sentence about ``error``; with ``--verbose`` the traceback too."""
-    traceback = _format_traceback() if is_verbose() else ""
+    traceback = ""
+    if is_verbose():
+        from traceback import format_exc
+
+        traceback = mask_secrets(format_exc())
     if is_json():
         traceback_field = {"traceback": traceback} if traceback else {}
         message = sentence.removeprefix("Error: ")
@@ -102,12 +106,6 @@ def print_error(sentence: str, error: BaseException, code: int) -> None:
     if traceback:
         echo(traceback, err=True)
     print_wrapped(escape_unprintable(sentence), err=True)
-
-
-def _format_traceback() -> str:
-    import traceback
-
-    return mask_secrets(traceback.format_exc())
 
 
 def print_usage_error(error: click.ClickException) -> None:

@@ -88,7 +88,9 @@ def _show_report(report: VerifyReport, claim: str, *, top: int | None) -> None:
     if report.equal:
         print_wrapped(_format_equality(report, claim))
     else:
-        _show_summary(report)
+        print_wrapped(_format_summary_line(report))
+        for name, what in _list_totals(report):
+            print_item(name, what)
         _show_rows(report, top)
     if report.signature:
         print_wrapped(escape_unprintable(_format_signature(report)))
@@ -144,12 +146,6 @@ def _format_summary_line(report: VerifyReport) -> str:
 
 def _format_aspect(aspect: str, number: int) -> str:
     return f"{number:,} {aspect}" if aspect in ("missing", "unexpected") else f"{number:,} in {aspect}"
-
-
-def _show_summary(report: VerifyReport) -> None:
-    print_wrapped(_format_summary_line(report))
-    for name, what in _list_totals(report):
-        print_item(name, what)
 
 
 def _list_totals(report: VerifyReport) -> Iterator[tuple[str, str]]:
