@@ -65,9 +65,8 @@ def _needs_no_bytes(key: StateKey, target_manifest: Manifest) -> bool:
     """Whether the tensor is a plain number, which is written as a value; or state of a parameter without elements,
     which some frameworks store and others do not."""
     weight = target_manifest.tensors.get(StateKey(key.fqn))
-    return {*target_manifest.tensors[key].shards.files} <= target_manifest.literals.keys() or (
-        weight is not None and not weight.numel
-    )
+    is_number = {*target_manifest.tensors[key].shards.files} <= target_manifest.literals.keys()
+    return is_number or (weight is not None and not weight.numel)
 
 
 def _iter_dropped_keys(source_manifest: Manifest, target_manifest: Manifest) -> Iterator[StateKey]:

@@ -59,9 +59,8 @@ class ApplicabilityRule:
             value = option_values.get(name)
             if value and self.checked_value in (None, value) and not self.applies(case):
                 what = self.purpose if isinstance(self.purpose, str) else self.purpose()
-                raise UsageError.of(
-                    name, f"{format_option(name)} is for {expand_option_template(what)}; {self.describe_context(case)}"
-                )
+                purpose, context = expand_option_template(what), self.describe_context(case)
+                raise UsageError.of(name, f"{format_option(name)} is for {purpose}; {context}")
 
 
 TWO_COPIES_RULE = ApplicabilityRule(

@@ -155,10 +155,8 @@ def _run_steps(manifest: Manifest, notes: tuple[Note, ...], steps: Iterable[Mani
 
 def _is_superseded(note: Note, later_notes: Collection[Note]) -> bool:
     """True if a part that was kept is left out by a recipe, as rows that are padding are."""
-    is_left_out = any(
-        each.outcome is Outcome.DROPPED and each.what.endswith(f" of {note.what}") for each in later_notes
-    )
-    return note.outcome is Outcome.KEPT and is_left_out
+    dropped_parts = [each.what for each in later_notes if each.outcome is Outcome.DROPPED]
+    return note.outcome is Outcome.KEPT and any(part.endswith(f" of {note.what}") for part in dropped_parts)
 
 
 def _make_selection_steps(options: ConvertOptions) -> list[ManifestStep]:
@@ -169,9 +167,5 @@ def _make_selection_steps(options: ConvertOptions) -> list[ManifestStep]:
     if options.rename or options.names:
         # Before names are chosen, so that a map of a whole model fits a part of it.
         steps.append(lambda manifest: renaming.check_renaming(manifest, options.rename, options.names))
-    steps.append(
-        lambda manifest: transforms.select_tensors(
-            manifest, include=tuple(options.include), exclude=tuple(options.exclude)
-        )
-    )
-    return steps
+    include, exclude = tuple(options.include), tuple(options.exclude)
+    return [*steps, lambda manifest: transforms.select_tensors(manifest, include=include, exclude=exclude)]

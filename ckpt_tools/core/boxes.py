@@ -166,9 +166,9 @@ def split_dims(shape: Shape, split_shape: Shape) -> list[slice]:
     dim_slices, first_dim = [], 0
     for extent in shape:
         stop_dim, product = first_dim, 1
-        while stop_dim < len(split_shape) and (
-            product < extent or (stop_dim == first_dim and split_shape[stop_dim] == 1 == extent)
-        ):
+        if extent == 1 and split_shape[first_dim : first_dim + 1] == (1,):
+            stop_dim += 1
+        while stop_dim < len(split_shape) and product < extent:
             product *= split_shape[stop_dim]
             stop_dim += 1
         if product != extent:

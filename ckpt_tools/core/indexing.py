@@ -83,13 +83,12 @@ def resolve_index(index: Any, shape: Shape) -> IndexSelection:
     if isinstance(rows, np.ndarray) and rows.size:
         unique, inverse = np.unique(rows, return_inverse=True)
         row_runs, local_index[axis] = _split_row_runs(unique), inverse.reshape(rows.shape)
-    boxes = tuple(_make_box([*bounding_ranges[:axis], run, *bounding_ranges[axis + 1 :]]) for run in row_runs) or (
-        _make_box(bounding_ranges),
-    )
+    boxes = [_make_box([*bounding_ranges[:axis], run, *bounding_ranges[axis + 1 :]]) for run in row_runs]
+    boxes = boxes or [_make_box(bounding_ranges)]  # of a tensor without dims, or where all are integers
     extents = list(boxes[0].shape)
     extents[axis : axis + 1] = [sum(map(len, row_runs))] if row_runs else []
     # Without dims, only an ellipsis gives an array.
-    return IndexSelection(boxes, tuple(extents), (*local_index, ...))
+    return IndexSelection(tuple(boxes), tuple(extents), (*local_index, ...))
 
 
 _DimIndex = range | int | NDArray[np.intp]

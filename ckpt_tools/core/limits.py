@@ -43,9 +43,8 @@ def check_ranks_by_rows(manifest: Manifest, world_size: int) -> None:
     their rows."""
     kinds = (Kind.PARAMETER, Kind.STATE)
     rows = [entry.shape[0] for entry in manifest.tensors.values() if entry.kind in kinds and entry.shape]
-    _check_world_size(
-        manifest, world_size, max(rows, default=1), "the most rows that a tensor has, along which tensors are cut"
-    )
+    reason = "the most rows that a tensor has, along which tensors are cut"
+    _check_world_size(manifest, world_size, max(rows, default=1), reason)
 
 
 def check_ranks_by_elements(manifest: Manifest, world_size: int) -> None:

@@ -33,9 +33,8 @@ def check_buffer_globs(names: Collection[str], globs: Iterable[str], trained: Co
             raise _make_no_match_error("buffers", glob, _strip_pattern_syntax(glob), names)
         trained_match = next((name for name in matches if name in trained), None)
         if trained_match is not None:
-            raise UsageError(
-                f"{format_option('buffers', glob)} matches {trained_match}, a parameter that the optimizer trains"
-            )
+            option = format_option("buffers", glob)
+            raise UsageError(f"{option} matches {trained_match}, a parameter that the optimizer trains")
 
 
 def check_renaming(

@@ -77,9 +77,8 @@ def _iter_summaries(node: _ModuleNode, name: str, depth: int, count: int, max_de
     yield ModuleSummary(name, depth, count, count * numel, count * weight_bytes, count * state_bytes, dtypes)
     if depth < max_depth:
         for names, child in _group_equal_children(node):
-            yield from _iter_summaries(
-                child, f"{name}.{names}" if name else str(names), depth + 1, count * len(names), max_depth
-            )
+            child_name = f"{name}.{names}" if name else str(names)
+            yield from _iter_summaries(child, child_name, depth + 1, count * len(names), max_depth)
 
 
 def _group_equal_children(node: _ModuleNode) -> list[tuple[NumberedNames, _ModuleNode]]:

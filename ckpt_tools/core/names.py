@@ -89,6 +89,5 @@ def has_model_attribute_prefix(names: Collection[str], is_known: Callable[[Colle
     if not names or not all(name.startswith(MODEL_PREFIX) for name in names):
         return False
     stripped_names = [name.removeprefix(MODEL_PREFIX) for name in names]
-    return any(name.startswith(MODEL_PREFIX) for name in stripped_names) or (
-        is_known(stripped_names) and not is_known(names)
-    )
+    has_prefix_again = any(name.startswith(MODEL_PREFIX) for name in stripped_names)
+    return has_prefix_again or (is_known(stripped_names) and not is_known(names))

@@ -185,9 +185,8 @@ class ConvertOptions:
         _check_choice("dtype", dtype, DTYPE_NAMES)
         _check_choice("weights", self.weights, WEIGHTS)
         if self.inverse and self.recipe is None:
-            raise UsageError.of(
-                "inverse", f"{format_option('inverse', True)} is for a recipe; name it with {format_option('recipe')}"
-            )
+            inverse = format_option("inverse", True)
+            raise UsageError.of("inverse", f"{inverse} is for a recipe; name it with {format_option('recipe')}")
         if self.world_size is not None and self.world_size < 1:
             raise UsageError(f"{format_option('world_size', self.world_size)}: at least one rank is needed")
         implied_by_like = {

@@ -152,9 +152,8 @@ class ShardTable(ABC):
         if at.stop > INT64_MAX:
             raise MalformedError("a shard's offset is not a 64-bit number")
         if framing is Framing.RAW and at.stop - at.start != columns.num_bytes:
-            raise MalformedError(
-                f"{at.stop - at.start} bytes cannot hold {prod(shape)} elements of {dtype.value}", path=at.file
-            )
+            num_bytes = at.stop - at.start
+            raise MalformedError(f"{num_bytes} bytes cannot hold {prod(shape)} elements of {dtype.value}", path=at.file)
         return _SingleShardTable(columns, at, framing)
 
     def __len__(self) -> int:
@@ -181,9 +180,8 @@ class ShardTable(ABC):
 
     def __iter__(self) -> Iterator[Shard]:
         for row in range(len(self)):
-            yield Shard(
-                self.get_box(row), self.get_byte_range(row), None if self.strides is None else self.get_strides(row)
-            )
+            strides = None if self.strides is None else self.get_strides(row)
+            yield Shard(self.get_box(row), self.get_byte_range(row), strides)
 
     def select_rows(self, rows: Ints) -> ShardTable:
         """The table of some of the shards."""

@@ -84,9 +84,8 @@ class DisplayableResult(Jsonable):
         return {name: _shorten_value(getattr(self, name)) for name in names}
 
     def __repr__(self) -> str:
-        text = ", ".join(
-            f"{name}={shorten_text(mask_secrets(repr(value)), MAX_VALUE_CHARS)}" for name, value in self.shown().items()
-        )
+        reprs = {name: mask_secrets(repr(value)) for name, value in self.shown().items()}
+        text = ", ".join(f"{name}={shorten_text(value, MAX_VALUE_CHARS)}" for name, value in reprs.items())
         return f"{type(self).__name__}({shorten_text(text, MAX_REPR_CHARS - len(type(self).__name__) - 2)})"
 
     def _repr_html_(self) -> str:

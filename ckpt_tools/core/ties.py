@@ -67,10 +67,8 @@ def make_untied_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """``config.json`` of the same model whose head is a tensor of its own. Raises UnsupportedError if it would compute
     something else."""
     if config.get("model_type") in _COMPUTE_BY_FLAG:
-        kind = config["model_type"]
-        raise UnsupportedError(
-            f"{format_option('untie', True)} would change what a {kind} computes, by {TIE_FLAG} itself"
-        )
+        untie, kind = format_option("untie", True), config["model_type"]
+        raise UnsupportedError(f"{untie} would change what a {kind} computes, by {TIE_FLAG} itself")
     parts = {
         name: {**part, TIE_FLAG: False}
         for name, part in config.items()
@@ -138,9 +136,8 @@ def match_ties_to_config(manifest: Manifest, config: Mapping[str, Any], *, untie
     is_tied = read_tie_flag(config)
     if untie or is_tied is False:
         untied_manifest, notes = untie_heads(manifest, is_tied=untie and is_tied is True)
-        flag_note = Note(
-            Outcome.DEFAULTED, f"{TIE_FLAG} in config.json", f"false: {format_option('untie', True)}", asked=True
-        )
+        why = f"false: {format_option('untie', True)}"
+        flag_note = Note(Outcome.DEFAULTED, f"{TIE_FLAG} in config.json", why, asked=True)
         return untied_manifest, (*notes, *([flag_note] if untie and is_tied else []))
     if not is_tied or False in _read_stated_flags(config):
         return manifest, ()
@@ -151,9 +148,8 @@ def match_ties_to_config(manifest: Manifest, config: Mapping[str, Any], *, untie
             head_shape, owner_shape = weights[head].shape, weights[owner].shape
             if head_shape[1:] and head_shape[1:] == owner_shape[1:]:
                 shapes = f"{list(head_shape)} and {list(owner_shape)}"
-                raise UnsupportedError(
-                    f"{head} and {owner}, which config.json ties, are {shapes}; {_suggest_tie_fix()}"
-                )
+                both = f"{head} and {owner}, which config.json ties,"
+                raise UnsupportedError(f"{both} are {shapes}; {_suggest_tie_fix()}")
     equal_pairs = [
         make_tied_pair(f"{a} and {b}, which config.json ties", weights[b], weights[a]) for a, b in owner_by_head.items()
     ]
@@ -166,10 +162,8 @@ def make_tied_pair(what: str, first: TensorEntry, second: TensorEntry) -> EqualP
 
 
 def _suggest_tie_fix() -> str:
-    return (
-        f"{format_option('untie', True)} writes both, and {TIE_FLAG} as false; or leave one out with "
-        f"{format_option('exclude')}"
-    )
+    untie, exclude = format_option("untie", True), format_option("exclude")
+    return f"{untie} writes both, and {TIE_FLAG} as false; or leave one out with {exclude}"
 
 
 def _get_weight_entries(manifest: Manifest) -> dict[str, TensorEntry]:

@@ -9,9 +9,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
+from ckpt_tools.core.shards import ByteRange, ShardTable
 
 FILE_SLOT = "file"
 """Slot of the bytes of a file that is copied as it is."""
@@ -27,10 +26,7 @@ class CompanionFile:
 
     def make_table(self) -> ShardTable:
         """The table of a tensor of the file's bytes."""
-        shape = (self.num_bytes,)
-        return ShardTable.build(
-            shape, DType.UINT8, [Shard(Box.whole(shape), ByteRange(self.source, 0, self.num_bytes))]
-        )
+        return ShardTable.whole((self.num_bytes,), DType.UINT8, ByteRange(self.source, 0, self.num_bytes))
 
 
 @dataclass(frozen=True, slots=True)

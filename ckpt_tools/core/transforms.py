@@ -85,9 +85,8 @@ def keep_one_copy(manifest: Manifest, *, weight_copy: str) -> TransformResult:
         note = _note_dropped_entries(f"{MASTER} of {format_count(len(masters), 'tensor')}", masters)
         notes = (replace(note, why=format_option("weights", "model"), asked=True),) if masters else ()
         return replace(manifest, tensors=kept_tensors), notes
-    kept_tensors |= {
-        key: _use_master(manifest, key, entry) for key, entry in kept_tensors.items() if key.slot == WEIGHT
-    }
+    weights = {key: entry for key, entry in kept_tensors.items() if key.slot == WEIGHT}
+    kept_tensors |= {key: _use_master(manifest, key, entry) for key, entry in weights.items()}
     return replace(manifest, tensors=kept_tensors), ()
 
 
@@ -129,9 +128,8 @@ def select_tensors(manifest: Manifest, *, include: tuple[str, ...], exclude: tup
     """
     if not include and not exclude:
         return manifest, ()
-    matching.check_globs_match(
-        sorted(collect_model_names(manifest) | manifest.unreadable_names), include=include, exclude=exclude
-    )
+    known_names = sorted(collect_model_names(manifest) | manifest.unreadable_names)
+    matching.check_globs_match(known_names, include=include, exclude=exclude)
 
     def is_chosen(fqn: str) -> bool:
         return matching.is_selected(fqn, include, exclude)

@@ -83,9 +83,11 @@ def find_nearest(unknown_name: str, names: Collection[str]) -> Sequence[str]:
     name_words = set(_split_words(unknown_name))
     candidates = names
     if len(names) > MAX_COMPARED_NAMES:
-        candidates = nlargest(
-            MAX_COMPARED_NAMES, names, key=lambda name: sum(part in name_words for part in _split_words(name))
-        )
+
+        def count_common_words(name: str) -> int:
+            return sum(word in name_words for word in _split_words(name))
+
+        candidates = nlargest(MAX_COMPARED_NAMES, names, key=count_common_words)
     return get_close_matches(unknown_name, list(candidates), n=NUM_SUGGESTIONS, cutoff=0.0)
 
 

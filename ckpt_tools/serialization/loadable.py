@@ -94,9 +94,8 @@ def make_loadable_value(value: Value, path: str) -> LoadableValue:
     visitor = _LoadableVisitor(path)
     loadable_value = visitor.visit(value, ())
     if loadable_value is _OMITTED:
-        raise UnsupportedError(
-            f"it is a {_describe_class(value)}, which torch.load(weights_only=True) refuses", path=path
-        )
+        kind = _describe_class(value)
+        raise UnsupportedError(f"it is a {kind}, which torch.load(weights_only=True) refuses", path=path)
     return LoadableValue(loadable_value, tuple(visitor.left_out), tuple(visitor.replaced))
 
 

@@ -138,9 +138,8 @@ def _check_pickle_start(directory: ZipDirectory, name: str, read: ReadRange) -> 
 def _make_not_archive_error(read: ReadRange, size: int, path: str) -> CkptError:
     head = read(0, min(size, 512))
     if head[257:262] == b"ustar":
-        return UnsupportedError(
-            f"it has the tar format of torch before 0.1.10, which is not supported; {_RESAVE_ADVICE}", path=path
-        )
+        problem = "it has the tar format of torch before 0.1.10, which is not supported"
+        return UnsupportedError(f"{problem}; {_RESAVE_ADVICE}", path=path)
     if head.startswith(b"PK"):
         return MalformedError("the zip archive has no end; it is truncated or damaged", path=path)
     return MalformedError("it is not a file of torch.save", path=path)
@@ -154,9 +153,8 @@ def _check_byte_order(directory: ZipDirectory, root: str, records: Mapping[str, 
         raise MalformedError("its byte order is unknown", path=directory.path)
     order = directory.read_record(read, f"{root}/byteorder")
     if order == b"big":
-        raise UnsupportedError(
-            f"its elements are big-endian; on a little-endian machine, {_RESAVE_ADVICE}", path=directory.path
-        )
+        problem = "its elements are big-endian; on a little-endian machine"
+        raise UnsupportedError(f"{problem}, {_RESAVE_ADVICE}", path=directory.path)
     if order != b"little":
         raise MalformedError(f"its byte order is {order!r}", path=directory.path)
 
@@ -179,9 +177,8 @@ def _check_storage_sizes(storages: Mapping[str, StorageRef], records: Mapping[st
         if record is None and storage.location != "meta":
             raise IncompleteError(f"storage {key!r} has no record in the archive", path=path)
         if record is not None and record.size != storage.num_bytes:
-            raise MalformedError(
-                f"storage {key!r} has {format_count(record.size, 'byte')} instead of {storage.num_bytes:,}", path=path
-            )
+            size = format_count(record.size, "byte")
+            raise MalformedError(f"storage {key!r} has {size} instead of {storage.num_bytes:,}", path=path)
 
 
 @dataclass(frozen=True, slots=True)

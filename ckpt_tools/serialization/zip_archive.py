@@ -116,9 +116,8 @@ class ZipDirectory:
             first_offset = group[0].header_offset
             data = read(first_offset, group[-1].header_offset + _get_min_header_bytes(group[-1]))
             for record in group:
-                start = record.header_offset + self._read_header_length(
-                    record, data, record.header_offset - first_offset, end_by_name
-                )
+                position = record.header_offset - first_offset
+                start = record.header_offset + self._read_header_length(record, data, position, end_by_name)
                 ranges[record.name] = (start, start + record.size)
         return ranges
 
@@ -294,9 +293,8 @@ class _DirectoryReader:
         _, _, position, _ = LOCATOR64.unpack(locator)
         if position + END64.size + LOCATOR64.size != end:
             raise _make_malformed_error(self._path, "its zip64 end record is not before the end of its directory")
-        magic, _, _, _, disk, first_disk, num_on_disk, count, num_bytes, start = END64.unpack(
-            self._read_bytes(position, position + END64.size)
-        )
+        fields = END64.unpack(self._read_bytes(position, position + END64.size))
+        magic, _, _, _, disk, first_disk, num_on_disk, count, num_bytes, start = fields
         if magic != END64_MAGIC:
             raise _make_malformed_error(self._path, "its zip64 end record is missing")
         return position, (disk, first_disk, num_on_disk, count, num_bytes, start)

@@ -139,9 +139,8 @@ def _make_central_header(entry: _WrittenRecord) -> list[Segment]:
 
 def _pack_end_records(count: int, start: int, stop: int) -> bytes:
     """The end records; torch's writer always adds those of zip64."""
-    end = END.pack(
-        END_MAGIC, 0, 0, min(count, MAX16), min(count, MAX16), min(stop - start, MAX32), min(start, MAX32), 0
-    )
+    count16 = min(count, MAX16)
+    end = END.pack(END_MAGIC, 0, 0, count16, count16, min(stop - start, MAX32), min(start, MAX32), 0)
     # Made on UNIX by version 3.0, needs version 4.5: what miniz says of itself.
     end64 = END64.pack(END64_MAGIC, END64.size - 12, 0x031E, 45, 0, 0, count, count, stop - start, start)
     return end64 + LOCATOR64.pack(LOCATOR64_MAGIC, 0, stop, 1) + end

@@ -202,9 +202,7 @@ class TensorProperties(DcpRecord):
         strides: tuple[int, ...] | None = None,
     ) -> None:
         layout = layout or Opaque(GlobalRef("torch.serialization", "_get_layout"), ("torch.strided",))
-        memory_format = memory_format or Opaque(
-            GlobalRef("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"), (0,)
-        )
+        memory_format = memory_format or Opaque(GlobalRef(_METADATA_MODULES[0], "_MEM_FORMAT_ENCODING"), (0,))
         self.set_state((dtype, layout, requires_grad, memory_format, pin_memory, strides))
 
     def set_state(self, state: Any) -> None:
@@ -376,6 +374,6 @@ RECORD_CLASSES: dict[tuple[str, str], type[DcpRecord]] = {
 """Class that each global becomes."""
 
 GLOBAL_BY_CLASS: dict[type, GlobalRef] = {
-    kind: GlobalRef("torch.distributed.checkpoint.metadata", kind.__name__) for kind in RECORD_CLASSES.values()
+    kind: GlobalRef(_METADATA_MODULES[0], kind.__name__) for kind in RECORD_CLASSES.values()
 } | {StorageInfo: GlobalRef("torch.distributed.checkpoint.filesystem", "_StorageInfo")}
 """The global that is written for each."""

@@ -101,9 +101,8 @@ def check_pickle_start(
             return
         with suppress(EndsEarlyError):
             first_pickle = load_first_pickle(read(0, num_bytes), path=path, persistent_load=persistent_load)
-            raise MalformedError(
-                f"more data follows the end of the pickle at byte {first_pickle.stop - 1:,}", path=path
-            )
+            last = first_pickle.stop - 1
+            raise MalformedError(f"more data follows the end of the pickle at byte {last:,}", path=path)
 
 
 def _load_pickle(data: bytes, path: str, persistent_load: PersistentLoad | None, *, is_prefix: bool) -> LoadedPickle:

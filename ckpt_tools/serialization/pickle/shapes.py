@@ -106,9 +106,11 @@ GETATTR = GlobalRef("builtins", "getattr")
 def made_by(*texts: str) -> ValueShape:
     """An object that one of these names made."""
     text = " or ".join(texts)
-    return ValueShape(
-        f"object of {text}", lambda value: type(value) is Opaque and str(resolve_name(value.ref)) in texts
-    )
+
+    def accepts(value: Value) -> bool:
+        return type(value) is Opaque and str(resolve_name(value.ref)) in texts
+
+    return ValueShape(f"object of {text}", accepts)
 
 
 def _sequence_of(kind: type[tuple[Value, ...]] | type[list[Value]], shape: ValueShape) -> ValueShape:
@@ -142,9 +144,8 @@ def fields(**shapes: ValueShape) -> ValueShape:
     """A dict of no other keys than these."""
 
     def accepts(value: Value) -> bool:
-        return type(value) is dict and all(
-            key in shapes and shapes[key].accepts(item) for key, item in charge_items(value).items()
-        )
+        items = charge_items(value).items() if type(value) is dict else ()
+        return type(value) is dict and all(key in shapes and shapes[key].accepts(item) for key, item in items)
 
     return ValueShape("{" + ", ".join(f"{key}: {shape.text}" for key, shape in shapes.items()) + "}", accepts)
 

@@ -384,9 +384,8 @@ def _pair_nested_dims(shape: Value, stride: Value) -> tuple[tuple[Value, Value],
     shape, stride = ((shape,), (stride,)) if type(shape) is int else (shape, stride)
     if len(_check_dim_tuple(shape)) != len(_check_dim_tuple(stride)):
         raise make_wrong_type_error("_MeshLayout")
-    return tuple(
-        ((size,), (step,)) if type(size) is int else (size, step) for size, step in zip(shape, stride, strict=True)
-    )
+    dims = zip(shape, stride, strict=True)
+    return tuple(((size,), (step,)) if type(size) is int else (size, step) for size, step in dims)
 
 
 def _check_dim_tuple(value: Value) -> tuple[Value, ...]:
@@ -400,17 +399,15 @@ def _read_sharded_tensor(shape: Shape, dtype: DType, state: Value) -> ShardedTen
     if not isinstance(state, tuple) or len(state) != 5 or not isinstance(state[0], list):
         raise make_wrong_type_error("ShardedTensor")
     shards, metadata, group = state[:3]
-    metadata_fields = _read_attributes(
-        metadata, frozenset({_SHARDED_METADATA}), ("shards_metadata", "size", "tensor_properties")
-    )
+    field_names = ("shards_metadata", "size", "tensor_properties")
+    metadata_fields = _read_attributes(metadata, frozenset({_SHARDED_METADATA}), field_names)
     size = metadata_fields.get("size")
     if not isinstance(size, Size) or tuple(size) != shape:
         raise MalformedError(f"the metadata of a ShardedTensor of shape {list(shape)} is of another tensor")
     rank, world = _read_process_group(group)
     local_shards = tuple(_read_shard(each, shape, dtype) for each in shards)
-    return ShardedTensorPart(
-        shape, dtype, rank, tuple(range(world)), _find_holders(metadata_fields.get("shards_metadata")), local_shards
-    )
+    holders = _find_holders(metadata_fields.get("shards_metadata"))
+    return ShardedTensorPart(shape, dtype, rank, tuple(range(world)), holders, local_shards)
 
 
 def _find_holders(shards: Value) -> frozenset[int]:
@@ -435,9 +432,8 @@ def _read_process_group(value: Value) -> tuple[int, int]:
 
 def _read_shard(value: Value, shape: Shape, dtype: DType) -> tuple[Shape, StoredTensor]:
     attributes = _read_attributes(value, frozenset({_SHARD}), ("tensor", "metadata"))
-    shard_metadata = _read_attributes(
-        attributes.get("metadata"), frozenset({_SHARD_METADATA}), ("shard_offsets", "shard_sizes", "placement")
-    )
+    field_names = ("shard_offsets", "shard_sizes", "placement")
+    shard_metadata = _read_attributes(attributes.get("metadata"), frozenset({_SHARD_METADATA}), field_names)
     offsets = _check_naturals(shard_metadata.get("shard_offsets"), "ShardMetadata")
     sizes = _check_naturals(shard_metadata.get("shard_sizes"), "ShardMetadata")
     local = _check_local_tensor(attributes.get("tensor"), dtype, "ShardedTensor")
