@@ -124,8 +124,7 @@ class MergeStep:
             raise IncompleteError(
                 f"the adapter lacks {join_names(missing)}, which {settings} of adapter_config.json "
                 f"{'names' if len({*missing.values()}) == 1 else 'name'}; {format_option('allow_missing', True)} "
-                f"merges "
-                f"what it holds{advice}"
+                f"merges what it holds{advice}"
             )
         if missing:
             yield Note(Outcome.MISSING, join_names(missing), f"named by {settings}, and not in the adapter", asked=True)

@@ -44,8 +44,7 @@ def derive_tensors_from_config(reference: Reference, manifest: Manifest) -> Refe
     if sizes and not any(shape and shape[0] in sizes for shape, _ in tensors.values()):
         raise UsageError(
             f"{format_option('like', reference.location)} has a vocabulary of "
-            f"{join_names([f'{each:,}' for each in sizes])} tokens, "
-            "and no tensor of the source has so many rows"
+            f"{join_names([f'{each:,}' for each in sizes])} tokens, and no tensor of the source has so many rows"
         )
     return replace(reference, tensors=tensors)
 

@@ -314,9 +314,9 @@ class _ManifestBuilder:
             return self._copy_numbers(mapped, slot, sources)
         name, entry = mapped.group.source_names[reshaped_place], sources[reshaped_place]
         raise UnsupportedError(
-            f"{slot} of {name} has the shape {list(entry.shape)}, and the weight {list(shapes[reshaped_place[0]])}: "
-            f"it cannot "
-            f"follow the weight to another shape; convert the weights alone with {format_option('state', 'model')}"
+            f"{slot} of {name} has the shape {list(entry.shape)}, and the weight {list(shapes[reshaped_place[0]])}: it "
+            "cannot follow the weight to another shape; convert the weights alone with "
+            f"{format_option('state', 'model')}"
         )
 
     def _check_elementwise(self, slot: str, name: str) -> None:
@@ -479,9 +479,8 @@ def _check_same_storage(
             prototype.plus,
         ):
             raise UnsupportedError(
-                f"{target_key} would be made of {group.source_names[first]} and {group.source_names[place]}, which "
-                f"are stored in two "
-                f"ways ({prototype.shards.dtype.value} and {entry.shards.dtype.value})"
+                f"{target_key} would be made of {group.source_names[first]} and {group.source_names[place]}, which are "
+                f"stored in two ways ({prototype.shards.dtype.value} and {entry.shards.dtype.value})"
             )
     return prototype
 

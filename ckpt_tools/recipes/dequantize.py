@@ -119,8 +119,7 @@ def dequantize(manifest: Manifest, config: Mapping[str, Any] | None) -> Transfor
     if unsupported_key is not None:
         raise UnsupportedError(
             f"{CONFIG_KEY} has {unsupported_key}: weights are more than values and scales, and cannot be dequantized "
-            f"here; "
-            f"convert without {format_option('dequantize', True)}"
+            f"here; convert without {format_option('dequantize', True)}"
         )
     weight_by_name: dict[str, tuple[str, ScaledWeight]] = {}
     used_names: set[str] = set()
@@ -147,8 +146,7 @@ def dequantize(manifest: Manifest, config: Mapping[str, Any] | None) -> Transfor
 def _make_config_error(reason: str = "") -> UsageError:
     return UsageError(
         f"{reason}{format_option('dequantize', True)} needs the {CONFIG_KEY} of the model's config.json; name its "
-        f"folder with "
-        f"{format_option('config')}"
+        f"folder with {format_option('config')}"
     )
 
 

@@ -85,8 +85,7 @@ def group_names(names: Sequence[str], recipe: Recipe, without_weight: Collection
             if line.unknown_sizes:
                 raise UsageError(
                     f"{name} is numbered from {join_names(sorted(line.unknown_sizes))} on by the recipe {recipe.name}, "
-                    f"which is "
-                    f"not known; name the folder of config.json with {format_option('config')}"
+                    f"which is not known; name the folder of config.json with {format_option('config')}"
                 )
             pattern = line.left[which]
             shared_values = {variable: value for variable, value in values.items() if variable in line.shared_variables}
@@ -146,8 +145,7 @@ def check_round_trip(
             others = [inverse_recipe.lines[number].left[pattern].name.text for number, pattern, _ in line_matches]
             raise UsageError(
                 f"{source} becomes {name}, which the recipe {inverse_recipe.name} would not read in the same way on "
-                f"the way "
-                f"back (by {join_names(others)}); give {source} a line of its own"
+                f"the way back (by {join_names(others)}); give {source} a line of its own"
             )
         if any(pattern.match_name(name) is not None for pattern in inverse_recipe.dropped_names[0]):
             raise UsageError(f"the recipe {inverse_recipe.name} makes {name}, and drops it on the way back")
@@ -197,9 +195,8 @@ def _check_kept_names(kept_names: Sequence[str], recipe: Recipe) -> None:
         patterns = [pattern.name for line in recipe.lines for pattern in line.left]
         near = find_nearest(kept_names[0], [pattern.text for pattern in patterns])
         raise UsageError(
-            f"the recipe {recipe.name} has no line for {join_names(kept_names)}; the nearest is {near[0]}; add one, "
-            f"or leave "
-            f"the tensors out with {format_option('exclude')}"
+            f"the recipe {recipe.name} has no line for {join_names(kept_names)}; the nearest is {near[0]}; add one, or "
+            f"leave the tensors out with {format_option('exclude')}"
         )
     for name in kept_names:
         for line in recipe.lines:
@@ -267,8 +264,7 @@ def _count_indices(group: TensorGroup, env: SizeValues) -> dict[str, int]:
         why = f" ({', '.join(known)})" if known else ""
         raise IncompleteError(
             f"the checkpoint has {join_names(list(group.source_names.values()), 2)}, and lacks "
-            f"{', '.join(first)}{more}{why}; "
-            "a part of a model cannot be mapped"
+            f"{', '.join(first)}{more}{why}; a part of a model cannot be mapped"
         )
     return counts
 

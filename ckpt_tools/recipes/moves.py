@@ -221,8 +221,7 @@ def _align_field_steps(
         if own_step.count % count or other_step.count % count:
             raise UsageError(
                 f"the line {line.description}: {field} is in runs of {own_step.count:,} on one side and of "
-                f"{other_step.count:,} on the "
-                "other, and neither divides the other"
+                f"{other_step.count:,} on the other, and neither divides the other"
             )
         yield _RadixStep(None, count, (_AxisPlace(axis, own_step.stride), _AxisPlace(other_axis, other_step.stride)))
         own_steps_left += _list_outer_steps(own_step, count)

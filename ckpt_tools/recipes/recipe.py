@@ -229,8 +229,7 @@ class RecipeLine:
         if unmatched_indices:
             raise UsageError(
                 f"the line {self.description} has {{{unmatched_indices[0]}}} in {pattern.name.text}, and not in each "
-                f"tensor of the other "
-                "side; make it an axis of that side, or a variable of its names"
+                "tensor of the other side; make it an axis of that side, or a variable of its names"
             )
 
     def _check_required_siblings(self) -> None:

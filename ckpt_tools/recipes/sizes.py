@@ -197,8 +197,7 @@ def evaluate_size(size: SizeExpression, env: SizeValues, context: str) -> int:
         missing = sorted(size.variables - env.keys())
         raise UsageError(
             f"{context}: the size {join_names(missing)} is known neither from shapes nor from config.json; bind it "
-            f"under "
-            "[sizes], or name a folder with config.json"
+            "under [sizes], or name a folder with config.json"
         )
     return _check_whole_number(value, f"{size.text} of {context}", env, size.variables)
 

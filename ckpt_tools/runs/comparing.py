@@ -42,8 +42,7 @@ def check_kept_steps(
         if (missing_state := find_missing_state(each, elder)) is not None:
             raise IncompleteError(
                 f"{each.name}, which is to stay, holds less than an older checkpoint that would go: {missing_state}; "
-                f"nothing "
-                f"was removed; add {format_option('allow_less', True)} if that is right"
+                f"nothing was removed; add {format_option('allow_less', True)} if that is right"
             )
     if not compared_steps.older_steps or any(each.has_optimizer for each in kept_contents):
         return {}

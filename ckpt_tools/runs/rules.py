@@ -36,8 +36,7 @@ class BestMetric:
         if bool(words & _LOWER_IS_BETTER) == bool(words & _HIGHER_IS_BETTER):
             raise UsageError(
                 f"{format_option('keep_best', text)} does not say whether less or more is better; write {metric}:min "
-                f"or "
-                f"{metric}:max"
+                f"or {metric}:max"
             )
         return cls(metric, bool(words & _LOWER_IS_BETTER))
 
