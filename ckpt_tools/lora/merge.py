@@ -330,10 +330,8 @@ class MergeStep:
         if len(shape) == 3 and self.config.is_target_parameter(name):
             return self._build_expert_product(name, shape, a, b, rank, scale, orientations[3])
         if len(shape) == 2:
-            straight_shapes, transposed_shapes = (
-                ((rank, shape[1]), (shape[0], rank)),
-                ((rank, shape[0]), (shape[1], rank)),
-            )
+            straight_shapes = ((rank, shape[1]), (shape[0], rank))
+            transposed_shapes = ((rank, shape[0]), (shape[1], rank))
             is_transposed = (a.shape, b.shape) == transposed_shapes
             _check_shapes(name, shape, (a, b), transposed_shapes if is_transposed else straight_shapes)
             if shape[0] == shape[1]:

@@ -6,6 +6,8 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 
+import numpy as np
+
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.manifest import WEIGHT, EqualPair, Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.notes import Note, Outcome
@@ -13,10 +15,11 @@ from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.transforms import TransformResult
 from ckpt_tools.core.wording import format_count, join_names
 from ckpt_tools.errors import UnsupportedError, UsageError
-from ckpt_tools.recipes.apply import MAX_ITEM_BYTES, ZEROS_FILE
 from ckpt_tools.recipes.fitting import ReferenceFit, select_weights
+from ckpt_tools.recipes.manifest_builder import MAX_ITEM_BYTES, ZEROS_FILE
+from ckpt_tools.recipes.moves import FillBox
 from ckpt_tools.recipes.reference import Reference, ReferenceTensor
-from ckpt_tools.recipes.rows import resize_rows
+from ckpt_tools.recipes.tables import ShardBoxes, join_boxes, split_table
 
 _EMBEDDING = re.compile(
     r"(?:.*\.)?(?:embed_tokens|wte|word_embeddings|embed_in|tok_embeddings|lm_head|embed_out)\.(?:weight|bias)"
@@ -99,6 +102,27 @@ def _resize_entry(key: StateKey, entry: TensorEntry, shape: Shape, rows: int) ->
     )
 
 
+def resize_rows(entry: TensorEntry, rows: int) -> TensorEntry:
+    """``entry`` with its first ``rows`` rows, or with rows of zeros behind its own, of the literal ``ZEROS_FILE``.
+
+    Raises:
+        UnsupportedError: a recipe has split the axes of the tensor.
+    """
+    before, *rest = entry.shape
+    shape = (rows, *rest)
+    boxes_before = split_table(entry.shards, entry.shape, entry.shape)
+    stops = np.minimum(boxes_before.stops, np.array(shape, np.int64))
+    kept = (stops > boxes_before.starts).all(axis=1)
+    columns = (
+        column[kept]
+        for column in (boxes_before.rows, boxes_before.starts, stops, boxes_before.strides, boxes_before.offsets)
+    )
+    boxes = ShardBoxes(boxes_before.table, *columns)
+    fills = [FillBox((before, *(0 for _ in rest)), (rows - before, *rest))] if rows > before else []
+    table = join_boxes([boxes], fills, shape, entry.shards.dtype, ZEROS_FILE)
+    return replace(entry, shape=shape, shards=table)
+
+
 def _reassign_state(tensors: Mapping[StateKey, TensorEntry], ties: Mapping[str, str]) -> dict[StateKey, TensorEntry]:
     """All tensors except weights; optimizer state of a tie becomes that of its owner.
 
@@ -136,10 +160,8 @@ def _iter_notes(fit: ReferenceFit, reference: Reference, shapes: Mapping[str, Sh
         yield Note(Outcome.DEFAULTED, name, f"written as a copy of {owner}: they are tied")
     for name, rows in fit.num_rows.items():
         rows_before = shapes[fit.owners.get(name, name)][0]
-        what, num_changed = (
-            f"{name}, rows {min(rows_before, rows):,} to {max(rows_before, rows) - 1:,}",
-            abs(rows - rows_before),
-        )
+        what = f"{name}, rows {min(rows_before, rows):,} to {max(rows_before, rows) - 1:,}"
+        num_changed = abs(rows - rows_before)
         why = f"the reference has {format_count(rows, 'token')}"
         if rows < rows_before:
             yield Note(Outcome.DROPPED, what, f"{why}, the source {rows_before:,}", num_changed, asked=True)

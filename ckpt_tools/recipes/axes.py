@@ -277,6 +277,10 @@ def compute_extent(node: AxisNode, env: SizeValues, context: str) -> int:
 
 def list_leaves(node: AxisNode, env: SizeValues, context: str, base: int = 0) -> list[AxisLeaf]:
     """The leaves of an axis, with the sizes of ``env``. Raises UsageError."""
+    # `G*(q:R*D k:D)` is a record of (R+1)*D positions, G times:
+    #     q: base 0,    steps (G, stride (R+1)*D), (R*D, stride 1)
+    #     k: base R*D,  steps (G, stride (R+1)*D), (D,   stride 1)
+    # A group moves `base` by the extent of each item; a loop puts one step in front of those of all that is in it.
     match node:
         case SinglePosition():
             return [AxisLeaf(None, base, ())]

@@ -1,19 +1,16 @@
-"""From a quantized model to one of floating-point weights, as ``quantization_config`` in its ``config.json`` says.
+"""Dequantizes a model as ``quantization_config`` in its ``config.json`` says. Pure.
 
-Pure: each quantized weight becomes a tensor that is computed when it is read, of itself and its scales (``scales``).
-The rules are those of the code that loads such a model: transformers 5.23 (``integrations/finegrained_fp8.py``,
-``mxfp4.py``, ``bitsandbytes.py``), compressed-tensors 0.20 (``compressors``) and ModelOpt
-(``qtensor/nvfp4_tensor.py``). A tensor whose meaning is not known whole is refused by its name.
+Each quantized weight becomes a tensor that is computed when it is read, of itself and its scales (``scales``), by the
+rule of its method (``quantization_methods``). A tensor whose use is not known is refused by its name.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
 
-from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.dtypes import DType, from_torch
 from ckpt_tools.core.manifest import (
     WEIGHT,
@@ -37,11 +34,17 @@ from ckpt_tools.core.quantized import (
 from ckpt_tools.core.transforms import TransformResult
 from ckpt_tools.core.wording import format_count
 from ckpt_tools.errors import UnsupportedError, UsageError
-from ckpt_tools.recipes.scales import ScaledWeight, ThirdOperand, ValueFormat
-
-_FP8_FORMATS = {DType.FLOAT8_E4M3FN: ValueFormat.E4M3, DType.FLOAT8_E5M2: ValueFormat.E5M2}
-_SCALE_DTYPES = frozenset({DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16})
-_EXPONENT_DTYPES = frozenset({DType.UINT8, DType.FLOAT8_E8M0FNU})
+from ckpt_tools.recipes.quantization_methods import (
+    FP8_FORMATS,
+    METHOD_RULES,
+    PLAIN_FP8,
+    SCALE_DTYPES,
+    MethodRule,
+    QuantizedModule,
+    dequantize_plain_fp8,
+    make_config_error,
+)
+from ckpt_tools.recipes.scales import ScaledWeight
 
 _ACTIVATION_NAME = re.compile(
     r"(?:input|output)_(?:global_)?(?:scale|zero_point)|(?:\w+_)?activation_scale|[kvq]_(?:scale|zero_point)|qscale_act"
@@ -53,46 +56,8 @@ bitsandbytes' number of the layout of its weights, which is 0 in files; and of C
 _COMPANION_NAME = re.compile(r"scale|zero|qz|absmax|scb|g_idx|perm|quant|codebook|packed|blocks|shape", re.IGNORECASE)
 """Parts of the names of tensors that belong to quantized weights."""
 
-
-@dataclass
-class _QuantizedModule:
-    """The tensors of a module by the last part of their names. ``used_names`` are those that a weight is computed
-    from."""
-
-    prefix: str
-    tensors: Mapping[str, TensorEntry]
-    used_names: set[str] = field(default_factory=set)
-
-    def take_tensor(self, *names: str, dtypes: frozenset[DType] = _SCALE_DTYPES) -> TensorEntry | None:
-        """The first of ``names`` that there is. Raises UnsupportedError if its dtype is not one of ``dtypes``."""
-        name = next((name for name in names if name in self.tensors), None)
-        if name is None:
-            return None
-        self.used_names.add(name)
-        entry = self.tensors[name]
-        if entry.dtype not in dtypes:
-            raise self.make_refusal(name, f"it is {entry.dtype.value}")
-        return entry
-
-    def make_refusal(self, name: str, why: str) -> UnsupportedError:
-        full = self.prefix + name
-        return UnsupportedError(
-            f"{full} cannot be dequantized: {why}; convert without {format_option('dequantize', True)}"
-        )
-
-
-_PLAIN_FP8 = "plain fp8"
-"""Stands for a method where no config names one."""
-
 _MORE_THAN_SCALES = ("transform_config", "sparsity_config")
 """Keys of compressed-tensors for rotated weights, and for weights without their zeros."""
-
-_NamedWeight: TypeAlias = tuple[str, ScaledWeight]
-"""A weight's name in its module, and how it is computed."""
-
-_MethodRule: TypeAlias = Callable[[_QuantizedModule, str, Mapping[str, Any]], _NamedWeight | None]
-"""Makes the weight of the quantized tensor of a name in a module, by ``quantization_config``; None if it is not of this
-kind."""
 
 
 def dequantize(manifest: Manifest, config: Mapping[str, Any] | None) -> TransformResult:
@@ -105,18 +70,21 @@ def dequantize(manifest: Manifest, config: Mapping[str, Any] | None) -> Transfor
     """
     config = config or {}
     quantization = get_quantization_config(config)
-    method = _PLAIN_FP8 if quantization is None else get_quant_method(quantization)
+    method = PLAIN_FP8 if quantization is None else get_quant_method(quantization)
     if quantization is None:
         quantization = {"has_scales": any(SCALE_NAMES.fullmatch(fqn.rpartition(".")[2]) for fqn in manifest.fqns)}
-        if not any(entry.dtype in _FP8_FORMATS for entry in manifest.tensors.values()):
-            raise _make_config_error()
-    elif method not in _METHODS:
+        if not any(entry.dtype in FP8_FORMATS for entry in manifest.tensors.values()):
+            raise make_config_error()
+    elif method not in METHOD_RULES:
         raise UnsupportedError(
             f"weights quantized by {method or 'an unnamed method'} cannot be dequantized here, only those of "
-            f"{', '.join(_METHODS)}; convert without {format_option('dequantize', True)}"
+            f"{', '.join(METHOD_RULES)}; convert without {format_option('dequantize', True)}"
         )
-    unsupported_key = next((key for key in _MORE_THAN_SCALES if _is_set(quantization.get(key))), None)
-    if unsupported_key is not None:
+    for unsupported_key in _MORE_THAN_SCALES:
+        settings = quantization.get(unsupported_key)
+        # compressed-tensors writes a sparsity_config for weights that are not sparse too: its format is dense.
+        if not settings or (isinstance(settings, Mapping) and settings.get("format") == "dense"):
+            continue
         raise UnsupportedError(
             f"{CONFIG_KEY} has {unsupported_key}: weights are more than values and scales, and cannot be dequantized "
             f"here; convert without {format_option('dequantize', True)}"
@@ -124,7 +92,7 @@ def dequantize(manifest: Manifest, config: Mapping[str, Any] | None) -> Transfor
     weight_by_name: dict[str, tuple[str, ScaledWeight]] = {}
     used_names: set[str] = set()
     for module in _iter_quantized_modules(manifest):
-        for name, computed in _iter_weights(module, _METHODS.get(method, _dequantize_plain_fp8), quantization):
+        for name, computed in _iter_weights(module, METHOD_RULES.get(method, dequantize_plain_fp8), quantization):
             weight_by_name[module.prefix + name[0]] = module.prefix + name[1], computed
         used_names |= {module.prefix + name for name in module.used_names}
     if not weight_by_name:
@@ -134,7 +102,7 @@ def dequantize(manifest: Manifest, config: Mapping[str, Any] | None) -> Transfor
     if activations:
         what = format_count(len(activations), "tensor") + " of quantized activations or caches"
         notes = (*notes, Note(Outcome.DROPPED, what, "the output computes without them", len(activations), asked=True))
-    if method is _PLAIN_FP8 and not quantization["has_scales"]:
+    if method is PLAIN_FP8 and not quantization["has_scales"]:
         why = "taken as the numbers that they are: no tensor is a scale, and no config.json says how they are quantized"
         notes = (
             *notes,
@@ -143,19 +111,7 @@ def dequantize(manifest: Manifest, config: Mapping[str, Any] | None) -> Transfor
     return manifest, notes
 
 
-def _make_config_error(reason: str = "") -> UsageError:
-    return UsageError(
-        f"{reason}{format_option('dequantize', True)} needs the {CONFIG_KEY} of the model's config.json; name its "
-        f"folder with {format_option('config')}"
-    )
-
-
-def _is_set(settings: object) -> bool:
-    """False for none, and for sparse weights that are not."""
-    return bool(settings) and not (isinstance(settings, Mapping) and settings.get("format") == "dense")
-
-
-def _iter_quantized_modules(manifest: Manifest) -> Iterator[_QuantizedModule]:
+def _iter_quantized_modules(manifest: Manifest) -> Iterator[QuantizedModule]:
     """The modules that hold a quantized tensor or a scale, with all their tensors."""
     tensors_by_prefix: dict[str, dict[str, TensorEntry]] = {}
     for key, entry in manifest.tensors.items():
@@ -164,11 +120,11 @@ def _iter_quantized_modules(manifest: Manifest) -> Iterator[_QuantizedModule]:
             tensors_by_prefix.setdefault(prefix + dot, {})[name] = entry
     for prefix, tensors in tensors_by_prefix.items():
         if any(is_quantized(name, entry.dtype) or SCALE_NAMES.fullmatch(name) for name, entry in tensors.items()):
-            yield _QuantizedModule(prefix, tensors)
+            yield QuantizedModule(prefix, tensors)
 
 
 def _iter_weights(
-    module: _QuantizedModule, rule: _MethodRule, quantization: Mapping[str, Any]
+    module: QuantizedModule, rule: MethodRule, quantization: Mapping[str, Any]
 ) -> Iterator[tuple[tuple[str, str], ScaledWeight]]:
     """Each weight of a module: its name before and after, and how it is computed. Raises UnsupportedError if a tensor
     is left that may belong to a quantized one."""
@@ -200,7 +156,7 @@ def _choose_dtype(config: Mapping[str, Any]) -> DType:
         for key in ("dtype", "torch_dtype"):
             dtype_name = section.get(key) if isinstance(section, Mapping) else None
             dtype = from_torch(dtype_name) if isinstance(dtype_name, str) else None
-            if dtype in _SCALE_DTYPES:
+            if dtype in SCALE_DTYPES:
                 return dtype
     return DType.BFLOAT16
 
@@ -208,8 +164,8 @@ def _choose_dtype(config: Mapping[str, Any]) -> DType:
 def _replace_weights(
     manifest: Manifest, weight_by_name: Mapping[str, tuple[str, ScaledWeight]], removed_names: set[str], dtype: DType
 ) -> TransformResult:
-    """The manifest with the weights ``weight_by_name`` of quantized ones by their names, and without the tensors that
-    are ``removed_names``."""
+    """The manifest with a computed tensor of ``dtype`` for each quantized one in ``weight_by_name``, which has the new
+    name and the weight by the old name, and without the tensors ``removed_names``."""
     tensors: dict[StateKey, TensorEntry] = {}
     computed: dict[str, ComputedTensor] = dict(manifest.computed)
     num_by_dtype: dict[DType, int] = {}
@@ -251,337 +207,3 @@ def _replace_weights(
         manifest, tensors=tensors, computed=computed, aliases=aliases, groups=groups, is_quantized=False
     )
     return dequantized_manifest, notes
-
-
-def _make_scaled_weight(
-    module: _QuantizedModule,
-    name: str,
-    value_format: ValueFormat,
-    scale: TensorEntry,
-    *,
-    block_size: Shape | None,
-    dtype: DType = DType.FLOAT32,
-    third_operand: ThirdOperand = ThirdOperand.NONE,
-    third_entry: TensorEntry | None = None,
-    factor: float = 1.0,
-    columns: int | None = None,
-) -> ScaledWeight:
-    """The weight ``name`` of a module times ``scale``, whose blocks have the shape ``block_size`` where that fits, and
-    else the shape that divides the weight evenly. ``columns`` are the values in a row, if they do not fill its
-    elements."""
-    entry = module.tensors[name]
-    if not entry.shape:
-        raise module.make_refusal(name, "it is a single number")
-    values_per_element = entry.dtype.item_bytes * 8 // value_format.bits
-    shape = (*entry.shape[:-1], entry.shape[-1] * values_per_element if columns is None else columns)
-    blocks = _find_block_shape(shape, scale.shape, block_size)
-    if blocks is None:
-        raise module.make_refusal(name, f"its values {list(shape)} and its scales {list(scale.shape)} do not fit")
-    operands = (entry, scale) if third_entry is None else (entry, scale, third_entry)
-    return ScaledWeight(shape, dtype, operands, value_format, blocks, third_operand, factor)
-
-
-def _find_block_shape(shape: Shape, scales_shape: Shape, block_size: Shape | None) -> Shape | None:
-    """The elements that share a scale, by dim; None if weights and scales of these shapes do not fit. ``block_size``
-    are the last two, whose blocks may be cut at the edge; other dims have a scale each, or one in all."""
-    if len(scales_shape) > len(shape):
-        return None
-    scales_shape += (1,) * (len(shape) - len(scales_shape))
-    for tried_size in (block_size, None):
-        blocks = []
-        for dim, (extent, num_scales) in enumerate(zip(shape, scales_shape, strict=True)):
-            dim_from_end = dim - len(shape)
-            block = tried_size[dim_from_end] if tried_size is not None and dim_from_end >= -len(tried_size) else 0
-            if num_scales == 1:
-                blocks.append(max(1, extent))
-            elif block and -(-extent // block) == num_scales:
-                blocks.append(block)
-            elif not block and num_scales and extent and extent % num_scales == 0:
-                blocks.append(extent // num_scales)
-        if len(blocks) == len(shape):
-            return tuple(blocks)
-    return None
-
-
-def _is_single_number(entry: TensorEntry) -> bool:
-    return entry.numel == 1
-
-
-def _parse_block_size(block: Any) -> Shape | None:
-    """The rows and columns of a block in the config; None if it is not a list of two sizes."""
-    is_pair = isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
-    return tuple(block) if is_pair else None
-
-
-def _dequantize_fp8(module: _QuantizedModule, name: str, quantization: Mapping[str, Any]) -> _NamedWeight | None:
-    """DeepSeek's and transformers' own: blocks of ``weight_block_size``, cut at the edges; 4-bit experts in bytes."""
-    dtype = module.tensors[name].dtype
-    if dtype in _EXPONENT_DTYPES:
-        return None
-    value_format = _FP8_FORMATS.get(dtype) or (
-        ValueFormat.E2M1 if dtype in (DType.INT8, DType.FLOAT4_E2M1FN_X2) else None
-    )
-    names = ("weight_scale_inv", "scale", "qscale_weight") if name == "weight" else (f"{name}_scale_inv",)
-    scale = module.take_tensor(*names, dtypes=_SCALE_DTYPES | _EXPONENT_DTYPES)
-    if value_format is None or scale is None:
-        why = f"{dtype.value} without scales" if value_format else dtype.value
-        raise module.make_refusal(name, f"it is {why}")
-    block = quantization.get("weight_block_size")
-    block_size = _parse_block_size(block)
-    if block is not None and block_size is None:
-        raise module.make_refusal(name, f"weight_block_size is {block!r}")
-    if len(scale.shape) < 2 and not _is_single_number(scale):
-        raise module.make_refusal(name, f"its scales are of shape {list(scale.shape)}")
-    return name, _make_scaled_weight(module, name, value_format, scale, block_size=block_size)
-
-
-def _dequantize_plain_fp8(module: _QuantizedModule, name: str, quantization: Mapping[str, Any]) -> _NamedWeight | None:
-    """fp8 without a config: scales under the usual names for the tensor, for each row, or for blocks of 128 x 128 that
-    no edge cuts, so that their size is certain; without any scale in the checkpoint the values as they are."""
-    entry = module.tensors[name]
-    if entry.dtype not in _FP8_FORMATS:
-        raise _make_config_error(f"{module.prefix}{name} is {entry.dtype.value}, and ")
-    names = ("weight_scale_inv", "weight_scale", "scale_weight") if name == "weight" else (f"{name}_scale_inv",)
-    scale = module.take_tensor(*names)
-    if scale is None and quantization["has_scales"]:
-        raise module.make_refusal(name, f"it is {entry.dtype.value} without scales, and other tensors have them")
-    if scale is None and entry.shape:
-        blocks = tuple(max(1, extent) for extent in entry.shape)
-        return name, ScaledWeight(entry.shape, DType.FLOAT32, (entry,), _FP8_FORMATS[entry.dtype], blocks)
-    if scale is None:
-        raise module.make_refusal(name, "it is a single number")
-    rows = entry.shape[:1]
-    grid = tuple(extent // 128 for extent in entry.shape if extent % 128 == 0)
-    if not _is_single_number(scale) and scale.shape not in (rows, (*rows, 1), grid if len(grid) == 2 else rows):
-        raise _make_config_error(
-            f"{module.prefix}{name} has scales {list(scale.shape)} of blocks of an unknown size, and "
-        )
-    return name, _make_scaled_weight(module, name, _FP8_FORMATS[entry.dtype], scale, block_size=None)
-
-
-def _dequantize_mxfp4(module: _QuantizedModule, name: str, quantization: Mapping[str, Any]) -> _NamedWeight | None:
-    """gpt-oss: ``[experts, rows, blocks, 16]`` bytes and an exponent for each block of 32 values. transformers holds
-    the experts with rows and columns exchanged."""
-    stem = name.removesuffix("_blocks")
-    if name.endswith("_scales") and f"{name.removesuffix('_scales')}_blocks" in module.tensors:
-        return None
-    entry, scale = module.tensors[name], module.take_tensor(f"{stem}_scales", dtypes=frozenset({DType.UINT8}))
-    is_known = stem in ("gate_up_proj", "down_proj") and stem != name and entry.dtype is DType.UINT8
-    if scale is None or not is_known or len(entry.shape) != 4 or entry.shape[:-1] != scale.shape:
-        raise module.make_refusal(name, f"{entry.dtype.value} of shape {list(entry.shape)} are not experts of gpt-oss")
-    experts, rows, groups, num_bytes = entry.shape
-    stored = _flatten_last_dims(entry)
-    columns = groups * num_bytes * 2
-    weight = ScaledWeight(
-        (experts, columns, rows),
-        DType.FLOAT32,
-        (stored, scale),
-        ValueFormat.E2M1,
-        (1, 1, num_bytes * 2),
-        # torch.ldexp, which does not overflow where 2 ** 128 would.
-        factor=2.0,
-        exponent_bias=128,
-        is_transposed=True,
-    )
-    return stem, weight
-
-
-def _flatten_last_dims(entry: TensorEntry) -> TensorEntry:
-    """The last two dims as one."""
-    *lead, groups, size = entry.shape
-    return replace(entry, shape=(*lead, groups * size))
-
-
-def _dequantize_modelopt(module: _QuantizedModule, name: str, quantization: Mapping[str, Any]) -> _NamedWeight | None:
-    """ModelOpt: fp8 with a scale for the tensor, for each row or for each block; NVFP4 with scales of scales."""
-    entry = module.tensors[name]
-    if name == "weight_scale":
-        return None
-    if name == "weight" and entry.dtype is DType.UINT8:
-        scale = module.take_tensor("weight_scale", dtypes=frozenset({DType.FLOAT8_E4M3FN}))
-        global_scale = module.take_tensor("weight_scale_2", dtypes=frozenset({DType.FLOAT32}))
-        if (
-            scale is not None
-            and global_scale is not None
-            and _is_single_number(global_scale)
-            and len(scale.shape) == len(entry.shape)
-        ):
-            return name, _make_scaled_weight(
-                module,
-                name,
-                ValueFormat.E2M1,
-                scale,
-                block_size=(1, 16),
-                third_operand=ThirdOperand.MULTIPLY_SCALES,
-                third_entry=global_scale,
-            )
-    elif name == "weight" and entry.dtype in _FP8_FORMATS:
-        scale = module.take_tensor("weight_scale", "weight_scale_inv", dtypes=frozenset({DType.FLOAT32}))
-        if scale is not None and (len(scale.shape) != 1 or scale.numel in (1, entry.shape[0])):
-            return name, _make_scaled_weight(module, name, _FP8_FORMATS[entry.dtype], scale, block_size=(128, 128))
-    raise module.make_refusal(name, f"it is {entry.dtype.value}, and its scales are not those of FP8 or NVFP4")
-
-
-def _dequantize_compressed_tensors(
-    module: _QuantizedModule, name: str, quantization: Mapping[str, Any]
-) -> _NamedWeight | None:
-    """compressed-tensors: the scheme is told by the tensors of the module, and its numbers must agree with a group of
-    the config."""
-    entry = module.tensors[name]
-    if name in ("weight_scale", "weight_zero_point"):
-        return None
-    is_packed = name == "weight_packed"
-    if is_packed and "weight_global_scale" in module.tensors:
-        return "weight", _dequantize_nvfp4(module, name, quantization)
-    if is_packed and entry.dtype is DType.UINT8:
-        scale = module.take_tensor("weight_scale", dtypes=_EXPONENT_DTYPES)
-        scheme = _find_scheme(module, name, quantization, "float", 4)
-        if scale is not None and scheme.get("group_size") == 32:
-            return "weight", _make_scaled_weight(
-                module, name, ValueFormat.E2M1, scale, block_size=(1, 32), dtype=DType.BFLOAT16
-            )
-    if is_packed and entry.dtype is DType.INT32:
-        return "weight", _dequantize_packed(module, name, quantization)
-    if name == "weight" and entry.dtype in (DType.FLOAT8_E4M3FN, DType.INT8):
-        return name, _dequantize_unpacked(module, name, quantization)
-    raise module.make_refusal(name, f"it is {entry.dtype.value}, and no format of compressed-tensors that is known")
-
-
-def _dequantize_nvfp4(module: _QuantizedModule, name: str, quantization: Mapping[str, Any]) -> ScaledWeight:
-    """The reciprocal of ModelOpt's scale of scales. torch divides by a number without dims in the dtype of the scales,
-    which are bfloat16 by then, and by a tensor of one element in float32."""
-    scale = module.take_tensor("weight_scale", dtypes=frozenset({DType.FLOAT8_E4M3FN}))
-    global_scale = module.take_tensor("weight_global_scale", dtypes=frozenset({DType.FLOAT32}))
-    scheme = _find_scheme(module, name, quantization, "float", 4)
-    if scale is None or global_scale is None or not _is_single_number(global_scale) or scheme.get("group_size") != 16:
-        raise module.make_refusal(name, "its scales are not those of NVFP4")
-    third_operand = ThirdOperand.DIVIDE_SCALES if global_scale.shape else ThirdOperand.DIVIDE_SCALES_ROUNDED
-    return _make_scaled_weight(
-        module,
-        name,
-        ValueFormat.E2M1,
-        scale,
-        block_size=(1, 16),
-        dtype=DType.BFLOAT16,
-        third_operand=third_operand,
-        third_entry=global_scale,
-    )
-
-
-def _dequantize_packed(module: _QuantizedModule, name: str, quantization: Mapping[str, Any]) -> ScaledWeight:
-    """Integers of 4 or 8 bits, packed into int32. A row that does not fill its last int32 is known by its groups."""
-    module.used_names |= {"weight_shape"} & module.tensors.keys()
-    scale = module.take_tensor("weight_scale")
-    scheme = next(
-        (found for bits in (4, 8) if (found := _find_scheme_or_none(quantization, "int", bits)) is not None), None
-    )
-    entry = module.tensors[name]
-    if scale is None or scheme is None or len(entry.shape) != 2 or len(scale.shape) != 2:
-        raise module.make_refusal(name, "only integers of 4 or 8 bits with scales of rows or groups are known")
-    if not scheme.get("symmetric", True) or "weight_zero_point" in module.tensors:
-        raise module.make_refusal(name, "packed zero points are not read")
-    bits, group_size = int(scheme["num_bits"]), scheme.get("group_size")
-    columns = entry.shape[1] * 32 // bits
-    block_size: Shape | None = None
-    if scheme.get("strategy") == "group" and isinstance(group_size, int) and group_size > 0:
-        block_size, columns = (1, group_size), scale.shape[1] * group_size
-    elif scheme.get("strategy") != "channel" or scale.shape[1] != 1:
-        raise module.make_refusal(name, f"its scales by {scheme.get('strategy')} are not known")
-    elif "weight_shape" in module.tensors and columns % 32:
-        raise module.make_refusal(name, "its width is not known")
-    if -(-columns * bits // 32) != entry.shape[1]:
-        raise module.make_refusal(name, f"its scales {list(scale.shape)} do not fit its shape {list(entry.shape)}")
-    value_format = ValueFormat.INT4 if bits == 4 else ValueFormat.PLUS_128
-    return _make_scaled_weight(
-        module, name, value_format, scale, block_size=block_size, dtype=scale.dtype, columns=columns
-    )
-
-
-def _dequantize_unpacked(module: _QuantizedModule, name: str, quantization: Mapping[str, Any]) -> ScaledWeight:
-    """fp8 or int8 as they are, with scales for the tensor, rows, groups or blocks."""
-    entry = module.tensors[name]
-    kind, value_format = ("int", ValueFormat.INT8) if entry.dtype is DType.INT8 else ("float", ValueFormat.E4M3)
-    scheme = _find_scheme(module, name, quantization, kind, 8)
-    scale = module.take_tensor("weight_scale", dtypes=_SCALE_DTYPES | {DType.UINT8})
-    zero_points = module.take_tensor("weight_zero_point", dtypes=frozenset({DType.INT8}))
-    if scale is None or (not _is_single_number(scale) and len(scale.shape) != len(entry.shape)):
-        raise module.make_refusal(name, "its scales are missing, or of other dims")
-    if len(entry.shape) < 2:
-        raise module.make_refusal(name, f"its shape {list(entry.shape)} is not that of a matrix")
-    if zero_points is not None and zero_points.shape != scale.shape:
-        raise module.make_refusal(
-            name, f"its zero points {list(zero_points.shape)} and scales {list(scale.shape)} do not fit"
-        )
-    group_size, strategy = scheme.get("group_size"), str(scheme.get("strategy"))
-    block_size_by_strategy: dict[str, Shape | None] = {
-        "block": _parse_block_size(scheme.get("block_structure")),
-        "group": (1, group_size) if isinstance(group_size, int) and group_size > 0 else None,
-        "channel": (1, 0),
-        "tensor": (0, 0),
-    }
-    block_size = block_size_by_strategy.get(strategy)
-    dtype = DType.BFLOAT16 if scale.dtype is DType.UINT8 else scale.dtype
-    weight = _make_scaled_weight(
-        module,
-        name,
-        value_format,
-        scale,
-        block_size=block_size,
-        dtype=dtype,
-        third_operand=ThirdOperand.NONE if zero_points is None else ThirdOperand.ZERO_POINTS,
-        third_entry=zero_points,
-    )
-    if block_size is None or any(
-        block not in (wish or extent, extent)
-        for block, wish, extent in zip(weight.block_shape[-2:], block_size, weight.shape[-2:], strict=True)
-    ):
-        raise module.make_refusal(name, f"its scales {list(scale.shape)} are not those of {strategy}")
-    return weight
-
-
-def _find_scheme(
-    module: _QuantizedModule, name: str, quantization: Mapping[str, Any], kind: str, bits: int
-) -> Mapping[str, Any]:
-    """The one kind of weights in the config's groups of this type and width. Raises UnsupportedError."""
-    scheme = _find_scheme_or_none(quantization, kind, bits)
-    if scheme is None:
-        raise module.make_refusal(name, f"{CONFIG_KEY} has no group, or several, with weights of {bits} bits ({kind})")
-    return scheme
-
-
-_SCHEME_KEYS = ("num_bits", "type", "strategy", "group_size", "block_structure", "symmetric")
-
-
-def _find_scheme_or_none(quantization: Mapping[str, Any], kind: str, bits: int) -> Mapping[str, Any] | None:
-    groups = quantization.get("config_groups")
-    schemes: list[Mapping[str, Any]] = []
-    for group in groups.values() if isinstance(groups, Mapping) else ():
-        weights = group.get("weights") if isinstance(group, Mapping) else None
-        if isinstance(weights, Mapping) and weights.get("type", "int") == kind and weights.get("num_bits") == bits:
-            scheme = {key: weights.get(key) for key in _SCHEME_KEYS if weights.get(key) is not None}
-            if scheme not in schemes:
-                schemes.append(scheme)
-    return schemes[0] if len(schemes) == 1 else None
-
-
-def _dequantize_bitsandbytes(
-    module: _QuantizedModule, name: str, quantization: Mapping[str, Any]
-) -> _NamedWeight | None:
-    """LLM.int8: a scale for each row, which is the row's largest magnitude; the largest integer is 127."""
-    entry = module.tensors[name]
-    scale = module.take_tensor("SCB", dtypes=frozenset({DType.FLOAT32}))
-    if name != "weight" or entry.dtype is not DType.INT8 or scale is None or scale.shape != entry.shape[:1]:
-        raise module.make_refusal(name, f"it is {entry.dtype.value}, and only int8 with SCB is known")
-    return name, _make_scaled_weight(module, name, ValueFormat.INT8, scale, block_size=(1, 0), factor=_ONE_OVER_127)
-
-
-_ONE_OVER_127 = 7.874015718698502e-3
-"""bitsandbytes' own constant (``int8_vectorwise_dequant``), which is not quite 1/127."""
-
-_METHODS: Mapping[str, _MethodRule] = {
-    "fp8": _dequantize_fp8,
-    "mxfp4": _dequantize_mxfp4,
-    "compressed-tensors": _dequantize_compressed_tensors,
-    "modelopt": _dequantize_modelopt,
-    "bitsandbytes": _dequantize_bitsandbytes,
-}

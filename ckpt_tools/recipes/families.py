@@ -27,8 +27,8 @@ TRANSFORMERS_NAMING = "transformers 5"
 
 @dataclass(frozen=True, slots=True)
 class RecipeRoute:
-    """A recipe that takes the names of a checkpoint, by the ``lines`` that have one; ``target_names`` are the names
-    that it makes. Numbers are 0 in them."""
+    """A recipe that takes the names of a checkpoint: ``matched_lines`` are its lines that have one, ``target_names``
+    the names that it makes, in which numbers are 0."""
 
     recipe: Recipe
     matched_lines: frozenset[RecipeLine]

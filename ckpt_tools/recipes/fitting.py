@@ -19,9 +19,9 @@ class ReferenceFit:
     """A manifest whose ties are owned by names of the reference, beside that reference.
 
     ``owners`` maps names of the reference to the names that own their bytes here. ``ties`` maps names that the
-    reference does not hold to the ones of the same bits that it holds; the bits of ``unverified_ties`` ones must be
-    compared. ``resized_names`` are the numbers of rows of tensors that are cropped or padded to the reference's
-    vocabulary. ``missing_names`` and ``unexpected_names`` are names, ``mismatches`` sentences on shapes and dtypes.
+    reference does not hold to names of the same bits that it holds; for those in ``unverified_ties`` the bits must be
+    compared. ``num_rows`` has the new number of rows of each tensor that is cropped or padded to the reference's
+    vocabulary. ``mismatches`` are sentences on shapes and dtypes.
     """
 
     manifest: Manifest
@@ -46,6 +46,10 @@ def select_weights(manifest: Manifest) -> dict[str, TensorEntry]:
 
 def fit_to_reference(manifest: Manifest, reference: Reference) -> ReferenceFit:
     """Compares the weights of ``manifest`` with those of ``reference``, which holds tensors."""
+    # Names by where they are:
+    #                       in the reference          not in the reference
+    # in the source       shape, dtype compared     a tie (an alias, or to be proved by equal bytes), else unexpected
+    #     not in the source   a tie, else missing       -
     reference_tensors = reference.tensors
     manifest = transforms.reassign_owners(manifest, reference_tensors.__contains__)
     weights, aliases = select_weights(manifest), manifest.aliases
@@ -103,8 +107,8 @@ def _find_mismatches(
 
 @dataclass(frozen=True, slots=True)
 class _Vocabulary:
-    """Embeddings and heads. ``reference_shape`` are the shapes of the reference's tensors with a row for each token,
-    ``held`` those of the source under these names, ``is_tied`` is what the configuration says."""
+    """Embeddings and heads. ``reference_shapes`` are those of the reference's tensors with a row for each token,
+    ``source_shapes`` those of the source under these names; ``is_tied`` is what the configuration says."""
 
     reference_shapes: Mapping[str, Shape]
     source_shapes: Mapping[str, Shape]
@@ -129,8 +133,8 @@ class _Vocabulary:
         )
 
     def find_owner_by_shape(self, shape: Shape) -> str | None:
-        """The tensor that one of ``shape``, which the reference lacks, may be tied to: the only one of tokens with this
-        shape, unless the configuration says that none is tied."""
+        """The tensor to which one of ``shape``, which the reference lacks, may be tied: the only one of the vocabulary
+        with this shape, unless the configuration says that none is tied."""
         return (
             None
             if self.is_tied is False

@@ -14,19 +14,15 @@ from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.wording import MAX_LISTED_NAMES, find_nearest, format_count, join_names
 from ckpt_tools.errors import IncompleteError, UsageError
 from ckpt_tools.recipes.axes import PAD_FIELD, build_extent_expression, compute_extent
-from ckpt_tools.recipes.moves import Indices, list_indexed_variables
-from ckpt_tools.recipes.names import NamePattern
+from ckpt_tools.recipes.moves import GroupPlace, Indices, list_indexed_variables
 from ckpt_tools.recipes.recipe import LineDirection, Recipe, RecipeLine, TensorPattern
 from ckpt_tools.recipes.sizes import SizeEquation, SizeValues, solve_equations
-
-GroupPlace = tuple[int, Indices]
-"""A tensor's place in a group: the pattern of its name, and the values of its numbered variables."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorGroup:
-    """Tensors of one line, the ``number``-th, whose shared variables have the same ``values``: they become each other.
-    ``source_names`` are names by place."""
+    """Tensors of one line whose shared variables have the same values: they become each other. ``source_names`` are the
+    names before, by place."""
 
     line_number: int
     line: RecipeLine
@@ -67,10 +63,8 @@ def group_names(names: Sequence[str], recipe: Recipe, without_weight: Collection
     groups: dict[tuple[int, tuple[tuple[str, str], ...]], TensorGroup] = {}
     kept_names, dropped_names, all_names = [], [], frozenset(names)
     for name in names:
-        weight_matches, state_matches = (
-            match_lines(name, recipe, all_names),
-            match_lines(name, recipe, all_names, is_state_only=True),
-        )
+        weight_matches = match_lines(name, recipe, all_names)
+        state_matches = match_lines(name, recipe, all_names, is_state_only=True)
         for found_once in (weight_matches, state_matches):
             if len(found_once) > 1:
                 both = " and ".join(recipe.lines[number].left[which].name.text for number, which, _ in found_once[:2])
@@ -104,8 +98,9 @@ LineMatch = tuple[int, int, Mapping[str, str]]
 
 
 def match_lines(name: str, recipe: Recipe, names: Collection[str], *, is_state_only: bool = False) -> list[LineMatch]:
-    """The lines that have a name of a checkpoint with ``names``; those for optimizer state alone if ``of_state``.
-    A line whose names are numbered from a size on goes before others, and one that ``is_fallback`` after them."""
+    """The lines that have a name of a checkpoint with ``names``; with ``is_state_only``, those for optimizer state
+    alone. A line whose names are numbered from a size on goes before others, and one that ``is_fallback`` after
+    them."""
     line_matches = [
         (number, which, values)
         for number, line in enumerate(recipe.lines)
@@ -114,6 +109,9 @@ def match_lines(name: str, recipe: Recipe, names: Collection[str], *, is_state_o
         if (values := pattern.name.match_name(name)) is not None
         and (line.required_siblings[0] is None or line.required_siblings[0].fill_variables(values) in names)
     ]
+    # By precedence, so that a name has one line: names whose sizes are known before those whose sizes are not, names
+    # that count from a size (`{mtp+L}`) before plain ones, plain ones before fallback lines. Two may be left:
+    # `group_names` refuses them.
     line_matches = [match for match in line_matches if not recipe.lines[match[0]].unknown_sizes] or line_matches
     offset_matches = [match for match in line_matches if recipe.lines[match[0]].left[match[1]].name.offset_sizes]
     return offset_matches or [match for match in line_matches if not recipe.lines[match[0]].is_fallback] or line_matches
@@ -160,8 +158,10 @@ def _check_required_lines(matched_lines: Collection[int], names: Sequence[str], 
             f"the checkpoint has the names of {recipe.right} already, which the recipe {recipe.name} leads to; "
             f"read it the other way with {format_option('inverse', True)}, or without it"
         )
-    text = recipe.lines[number].left[0].name
-    raise UsageError(f"{text.text} of the recipe {recipe.name} matches no tensor; {_suggest_name(text, names)}")
+    pattern = recipe.lines[number].left[0].name
+    nearest = find_nearest(pattern.text_without_variables, names)
+    advice = f"the nearest name is {nearest[0]}" if nearest else "the checkpoint has no weight"
+    raise UsageError(f"{pattern.text} of the recipe {recipe.name} matches no tensor; {advice}")
 
 
 def _has_required_names(names: Sequence[str], recipe: Recipe) -> bool:
@@ -182,11 +182,6 @@ def find_complete_lines(recipe: Recipe, matched_patterns: Collection[tuple[int, 
         for number, line in enumerate(recipe.lines)
         if all((number, which) in matched_patterns for which in range(len(line.left)))
     )
-
-
-def _suggest_name(pattern: NamePattern, names: Sequence[str]) -> str:
-    found = find_nearest(pattern.text_without_variables, names)
-    return f"the nearest name is {found[0]}" if found else "the checkpoint has no weight"
 
 
 def _check_kept_names(kept_names: Sequence[str], recipe: Recipe) -> None:
@@ -301,3 +296,38 @@ def list_target_names(group: TensorGroup, env: SizeValues) -> dict[GroupPlace, s
         for indices in product(*(range(env[variable]) for variable in list_indexed_variables(pattern)))
     }
     return dict(sorted(name_by_place.items(), key=lambda each: each[0][1]))
+
+
+def choose_form(recipe: Recipe, names: Sequence[str]) -> Recipe:
+    """The form whose left side has the most of ``names``. If the right side is the one with stacked layers, it is the
+    stacked one where all layers have the same tensors, as Megatron-Core stores them.
+
+    Source: Megatron-Core 0.16.1, ``transformer/transformer_block.py``, ``sharded_state_dict``.
+    """
+    if not recipe.stacked_lines:
+        return recipe
+    single, stacked = recipe.list_forms()
+    all_names = frozenset(names)
+    if _is_stacked_on_left(recipe):
+        return max((single, stacked), key=lambda form: sum(bool(match_lines(name, form, all_names)) for name in names))
+    return stacked if _has_same_tensors_in_layers(single, stacked, names) else single
+
+
+def _is_stacked_on_left(recipe: Recipe) -> bool:
+    """True if the left side is the one whose names lack the layer when stacked."""
+    return any(
+        [each.name.text for each in one.left] != [each.name.text for each in other.left]
+        for one, other in zip(recipe.lines, recipe.stacked_lines, strict=True)
+    )
+
+
+def _has_same_tensors_in_layers(single: Recipe, stacked: Recipe, names: Collection[str]) -> bool:
+    """True if each line of layers has the same ones."""
+    all_names, layers_by_line = frozenset(names), dict[int, set[str]]()
+    for name in names:
+        for number, _, values in match_lines(name, single, all_names):
+            variables = single.lines[number].shared_variables - stacked.lines[number].shared_variables
+            for variable in variables:
+                layers_by_line.setdefault(number, set()).add(values[variable])
+    layers = list(layers_by_line.values())
+    return all(each == layers[0] for each in layers[1:])

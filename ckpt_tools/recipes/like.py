@@ -11,23 +11,25 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import numpy as np
+
 from ckpt_tools.core import transforms
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import format_option
+from ckpt_tools.core.shards import ShardTable
 from ckpt_tools.core.transforms import TransformResult
 from ckpt_tools.core.wording import join_names
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.recipes.adapting import adapt_to_reference, derive_tensors_from_config
 from ckpt_tools.recipes.fitting import ReferenceFit, fit_to_reference, select_weights, summarize_names
 from ckpt_tools.recipes.reference import Reference
-from ckpt_tools.recipes.rows import has_same_elements
 
 
 class NameMapping(NamedTuple):
-    """A way to other names: what is done, empty for nothing, and the step that does it. ``is_for_model`` says that it
-    is made for the model of the reference."""
+    """A step that gives a manifest other names, and what it does in words, empty if nothing. ``is_for_model`` says that
+    it is made for the model of the reference."""
 
     description: str
     apply: Callable[[Manifest], TransformResult]
@@ -38,7 +40,7 @@ UNCHANGED_NAMES = NameMapping("", lambda manifest: (manifest, ()))
 
 
 class _MappingResult(NamedTuple):
-    """The result of a way and how it fits, or its error."""
+    """What a mapping led to: its notes and how it fits, or its error."""
 
     mapping: NameMapping
     notes: tuple[Note, ...] = ()
@@ -47,13 +49,13 @@ class _MappingResult(NamedTuple):
 
     @property
     def num_misfits(self) -> float:
-        """The number of tensors that do not fit; without end where the way cannot be gone."""
+        """The number of tensors that do not fit; infinite if the mapping failed."""
         return float("inf") if self.fit is None else self.fit.num_misfits
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceMatcher:
-    """The reference, and the ways to its names that are tried: one set after the other, until one fits."""
+    """A reference, and the mappings to its names that are tried: one set after the other, until one fits."""
 
     reference: Reference
     find_mappings: Callable[[Manifest], Iterable[Sequence[NameMapping]]]
@@ -62,11 +64,14 @@ class ReferenceMatcher:
         """The manifest with the names, shapes and ties of the reference; dtypes are left to ``match_dtypes``.
 
         Raises:
-            UsageError: names or shapes do not fit, or after several ways they do. CkptError: the recipe of the model
-            cannot be applied.
+            UsageError: names or shapes do not fit, or they fit after several mappings. CkptError: the recipe of the
+            model cannot be applied.
         """
         if not self.reference.tensors:
             return self._match_config_alone(manifest)
+        # Sets of mappings are tried in order of likelihood. Of a set, the one that fits is taken; two that fit with
+        # different elements are ambiguous; if none fits, the next set is tried. At the end the nearest misfit is
+        # reported, unless the model's own recipe failed, which says more.
         tried: list[_MappingResult] = []
         for several in self.find_mappings(manifest):
             found = [self._try_mapping(way, manifest) for way in several]
@@ -199,4 +204,14 @@ def _is_same_fit(one: ReferenceFit | None, other: ReferenceFit | None) -> bool:
     return (one.owners, one.ties) == (other.owners, other.ties) and all(
         has_same_elements(entry.shards, second[name].shards) and entry.plus == second[name].plus
         for name, entry in first.items()
+    )
+
+
+def has_same_elements(one: ShardTable, other: ShardTable) -> bool:
+    """True if both tables take the same elements from the same places, in the same pieces."""
+    columns = ("starts", "stops", "file_ids", "byte_starts", "byte_stops", "strides", "inner")
+    return one is other or (
+        (one.shape, one.dtype, one.framing, tuple(one.files))
+        == (other.shape, other.dtype, other.framing, tuple(other.files))
+        and all(np.array_equal(getattr(one, name), getattr(other, name)) for name in columns)
     )

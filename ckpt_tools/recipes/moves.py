@@ -21,6 +21,9 @@ from ckpt_tools.recipes.sizes import MAX_SIZE, SizeValues
 Indices = tuple[int, ...]
 """Values of the numbered variables of a name, in the order of ``list_indexed_variables``."""
 
+GroupPlace = tuple[int, Indices]
+"""A tensor's place in a group: the pattern of its name, and the values of its numbered variables."""
+
 
 class Move(NamedTuple):
     """The box from ``source_start`` of one tensor becomes the box from ``target_start`` of another, of ``extents``.
@@ -58,8 +61,9 @@ class SideShapes:
 
 @dataclass(frozen=True)
 class LineMoves:
-    """All moves of a line: by pattern and indices of the source, what becomes of its tensor, and what fills targets.
-    ``num_cropped`` are elements of each source pattern that have no place."""
+    """All moves of a line. ``by_source`` has those of each source tensor, by its pattern and indices;
+    ``fills_by_pattern`` the padding of each target pattern. ``num_cropped`` counts the elements of each source pattern
+    that no target has."""
 
     source: SideShapes
     target: SideShapes
@@ -113,6 +117,12 @@ def make_moves(line: RecipeLine, env: SizeValues) -> LineMoves:
     Raises:
         UsageError: a size is not known, does not divide, or differs between the sides.
     """
+    # Positions of one field on both sides are numbers in a mixed radix. For q of `G*(q:R*D k:D v:D)` and of an axis
+    # that is q alone, with g < G and i < R*D:
+    #     source position =  g * (R+2)*D  +  i
+    #     target position =  g *  R*D     +  i
+    # so its radix steps are (count R*D, strides 1 and 1) and (count G, strides (R+2)*D and R*D). A step that is a whole
+    # dim on both sides is one extent of a box. For each value of any other step there is a move of its own.
     source_leaves, target_leaves = [
         [[list_leaves(axis, env, pattern.name.text) for axis in pattern.axes or ()] for pattern in side]
         for side in (line.left, line.right)
@@ -141,7 +151,7 @@ def make_moves(line: RecipeLine, env: SizeValues) -> LineMoves:
 
 
 def _compute_shape(pattern: TensorPattern, env: SizeValues) -> Shape:
-    """The shape of a pattern's tensors. Raises UsageError."""
+    """The shape of a pattern's tensors. Raises UsageError if it is too large."""
     shape = tuple(compute_extent(axis, env, pattern.name.text) for axis in pattern.axes or ())
     if prod(shape) > MAX_SIZE:
         raise UsageError(f"by the recipe {pattern.name.text} would have more than 2^62 elements")
@@ -215,6 +225,9 @@ def _align_field_steps(
         raise UsageError(
             f"the line {line.description} has {totals[0]:,} of {field} on one side and {totals[1]:,} on the other"
         )
+    # Both lists enumerate the same elements. Take the innermost step of each. The smaller count divides the larger:
+    #     own [.., 6] [4]      other [.., 2] [12]      gives a step of 4, and leaves one of 12/4 = 3 on the other
+    # Put back what is left with its stride multiplied. Both totals shrink alike, so that both lists end together.
     while own_steps_left:
         own_step, other_step = own_steps_left.pop(), other_steps_left.pop()
         count = min(own_step.count, other_step.count)
@@ -229,7 +242,7 @@ def _align_field_steps(
 
 
 def _list_outer_steps(step: StrideStep, count: int) -> list[StrideStep]:
-    """The steps around ``count`` of them that are taken."""
+    """What is left of a step once its innermost ``count`` positions are taken."""
     return [StrideStep(None, step.count // count, step.stride * count)] if step.count > count else []
 
 
@@ -238,12 +251,14 @@ def _find_split_strides(
 ) -> Shape:
     """Strides at which an axis is split into dims, the largest first: those of the loops around its innermost record,
     of ``record_extent`` positions. Each divides the one before."""
+    # `F*(gate:1 up:1)` of 2F positions becomes [F, 2], in which gate is one box. A stride inside a record is no dim of
+    # the whole axis, because other fields of the record have other strides.
     strides = {
         place.stride
         for block in blocks
         if (cell := block.cells[side]) is not None and cell.pattern == pattern
-        for digit in block.steps
-        if (place := digit.places[side]) is not None and place.axis == axis
+        for step in block.steps
+        if (place := step.places[side]) is not None and place.axis == axis
     }
     split_strides: list[int] = []
     for stride in sorted(strides, reverse=True):
@@ -280,12 +295,12 @@ class _MoveBuilder:
         num_cropped: dict[int, int] = {}
         for block in blocks:
             source, target = block.cells
-            if None in block.cells and not all(digit.count for digit in block.steps):
+            if None in block.cells and not all(step.count for step in block.steps):
                 continue
             if target is None:
                 assert source is not None, "a cell is on one side at least"
                 num_cropped[source.pattern] = num_cropped.get(source.pattern, 0) + prod(
-                    digit.count for digit in block.steps
+                    step.count for step in block.steps
                 )
                 continue
             for fixed, free in self._iter_choices(block):
@@ -294,8 +309,8 @@ class _MoveBuilder:
                     fills.setdefault(target.pattern, []).append(FillBox(start, extents))
                     continue
                 source_start, _, source_steps = self._compute_box(block.source_base, 0, source, fixed, free)
-                dim_of = {digit: dim for dim, digit in enumerate(source_steps) if digit >= 0}
-                dims = tuple(dim_of[digit] if digit >= 0 else -1 for digit in target_steps)
+                dim_of_step = {number: dim for dim, number in enumerate(source_steps) if number >= 0}
+                dims = tuple(dim_of_step[number] if number >= 0 else -1 for number in target_steps)
                 key = source.pattern, self._get_indices(0, source.pattern, fixed)
                 indices = self._get_indices(1, target.pattern, fixed)
                 moves_by_source.setdefault(key, []).append(
@@ -312,15 +327,17 @@ class _MoveBuilder:
     def _iter_choices(
         self, block: _CellBlock
     ) -> Iterator[tuple[tuple[tuple[_RadixStep, int], ...], tuple[_RadixStep, ...]]]:
-        """Digits that a box cannot span, with each of their values, and the others."""
-        steps = [part for digit in block.steps for part in self._split_step(block, digit)]
-        free = tuple(digit for digit in steps if self._is_spanned_by_box(block, digit))
-        fixed = [digit for digit in steps if not self._is_spanned_by_box(block, digit)]
-        for values in product(*(range(digit.count) for digit in fixed)):
+        """The steps that a box cannot span, with each combination of their values, and the steps that it can."""
+        steps = [part for step in block.steps for part in self._split_step(block, step)]
+        free = tuple(step for step in steps if self._is_spanned_by_box(block, step))
+        fixed = [step for step in steps if not self._is_spanned_by_box(block, step)]
+        for values in product(*(range(step.count) for step in fixed)):
             yield tuple(zip(fixed, values, strict=True)), free
 
     def _split_step(self, block: _CellBlock, step: _RadixStep) -> Iterator[_RadixStep]:
-        """A digit cut where a dim of either side ends, the outermost first."""
+        """A step cut where a dim of either side ends, the outermost part first."""
+        # 12 elements along dims of 4 are cut into 3 outer and 4 inner ones. Both are tried again, since the other side
+        # may cut them elsewhere. This ends because each cut makes both counts smaller.
         for side in (0, 1):
             for bound in self._get_split_strides(block, step, side):
                 stride = step.get_stride(side)
@@ -336,7 +353,7 @@ class _MoveBuilder:
         return () if cell is None or axis is None else self.split_strides[side][cell.pattern][axis]
 
     def _is_spanned_by_box(self, block: _CellBlock, step: _RadixStep) -> bool:
-        """True if a box can span the digit on both sides."""
+        """True if a box can span the step on both sides."""
         if None in step.places and None not in block.cells:
             return False
         return all(self._is_whole_dim(block, step, which) for which in (0, 1))
@@ -354,17 +371,13 @@ class _MoveBuilder:
     def _compute_box(
         self, base: Shape, side: int, cell: Cell, fixed: Sequence[tuple[_RadixStep, int]], free: Sequence[_RadixStep]
     ) -> tuple[Shape, Shape, Shape]:
-        """First position, extents, and the number of the digit along each dim, or -1."""
-        bounds = self.split_strides[side][cell.pattern]
+        """First position, extents, and the number of the free step along each dim, or -1."""
         start, extents, step_numbers = [], [], []
-        for axis, cuts in enumerate(bounds):
-            number_by_stride = {
-                digit.get_stride(side): n for n, digit in enumerate(free) if digit.get_axis(side) == axis
-            }
-            position = base[axis] + sum(
-                n * digit.get_stride(side) for digit, n in fixed if digit.get_axis(side) == axis
-            )
-            for stride in (*cuts, 1):
+        for axis, split_strides in enumerate(self.split_strides[side][cell.pattern]):
+            number_by_stride = {step.get_stride(side): n for n, step in enumerate(free) if step.get_axis(side) == axis}
+            position = base[axis] + sum(n * step.get_stride(side) for step, n in fixed if step.get_axis(side) == axis)
+            # `position` is what is left of the first position. A dim along which no free step runs has one position.
+            for stride in (*split_strides, 1):
                 number = number_by_stride.get(stride, -1)
                 index, position = divmod(position, stride)
                 start.append(index)
@@ -373,13 +386,13 @@ class _MoveBuilder:
         return tuple(start), tuple(extents), tuple(step_numbers)
 
     def _get_indices(self, side_number: int, pattern: int, fixed: Iterable[tuple[_RadixStep, int]]) -> Indices:
-        values = {digit.index: value for digit, value in fixed if digit.index is not None}
+        values = {step.index: value for step, value in fixed if step.index is not None}
         side = self.line.left if side_number == 0 else self.line.right
         return tuple(values[name] for name in list_indexed_variables(side[pattern]))
 
 
 def _make_outer_step(step: _RadixStep, inner_count: int) -> _RadixStep:
-    """The digit of every ``steps``-th element."""
+    """The step over every ``inner_count``-th element of ``step``."""
     source, target = (
         None if place is None else _AxisPlace(place.axis, place.stride * inner_count) for place in step.places
     )

@@ -76,11 +76,11 @@ class NamePattern:
 
     def fill_variables(self, values: Mapping[str, str]) -> str:
         """The name with these values."""
-        return _VARIABLE_PATTERN.sub(lambda found: self._format_value(found[1], values[found[1]]), self.text)
-
-    def _format_value(self, variable: str, value: str) -> str:
-        size = self.offset_sizes.get(variable)
-        return value if size is None else str(int(value) + self.sizes.get(size, 0))
+        numbers = {
+            variable: str(int(values[variable]) + self.sizes.get(size, 0))
+            for variable, size in self.offset_sizes.items()
+        }
+        return _VARIABLE_PATTERN.sub(lambda found: numbers.get(found[1], values[found[1]]), self.text)
 
     @cached_property
     def offset_sizes(self) -> Mapping[str, str]:

@@ -13,11 +13,10 @@ from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.wording import find_nearest
 from ckpt_tools.errors import CkptError, SourceNotFoundError, UsageError
 from ckpt_tools.recipes.axes import AxisNode, build_extent_expression, parse_axes
+from ckpt_tools.recipes.line_tables import PrefixRepeat, StackedPrefixes
 from ckpt_tools.recipes.names import NamePattern
 from ckpt_tools.recipes.recipe import LineDirection, Recipe, RecipeLine
-from ckpt_tools.recipes.repeats import PrefixRepeat
 from ckpt_tools.recipes.sizes import SizeBinding, SizeExpression
-from ckpt_tools.recipes.stacks import StackedPrefixes
 from ckpt_tools.text_files import read_text
 
 MAX_ADDEND = 1 << 24
@@ -158,23 +157,25 @@ def _build_line(table: Any) -> RecipeLine:
     add = table.get("add", 0)
     if type(add) is not int or abs(add) > MAX_ADDEND:
         raise UsageError(f"add = {add!r} is not a whole number of at most {MAX_ADDEND:,}")
+    left_patterns, right_patterns = (_parse_patterns(table[side]) for side in _SIDES)
+    dtypes, siblings = _get_table(table, "dtype"), _get_table(table, "beside")
+    _check_keys(dtypes, _SIDES, "dtype")
+    left_dtype, right_dtype = (_parse_dtype(dtypes.get(side)) for side in _SIDES)
+    _check_keys(siblings, _SIDES, "beside")
+    left_sibling, right_sibling = (
+        NamePattern(_get_text(siblings, side)) if side in siblings else None for side in _SIDES
+    )
     return RecipeLine.build(
-        _parse_patterns(table["left"]),
-        _parse_patterns(table["right"]),
+        left_patterns,
+        right_patterns,
         is_optional=_get_flag(table, "optional"),
         plus=add,
-        dtypes=_parse_dtypes(_get_table(table, "dtype")),
+        dtypes=(left_dtype, right_dtype),
         is_fallback=_get_flag(table, "otherwise"),
-        required_siblings=_parse_siblings(_get_table(table, "beside")),
+        required_siblings=(left_sibling, right_sibling),
         direction=LineDirection.FORWARD if _get_flag(table, "one_way") else LineDirection.BOTH,
         is_state_only=_get_flag(table, "of_state"),
     )
-
-
-def _parse_siblings(table: Mapping[str, Any]) -> tuple[NamePattern | None, NamePattern | None]:
-    _check_keys(table, _SIDES, "beside")
-    left, right = (NamePattern(_get_text(table, side)) if side in table else None for side in _SIDES)
-    return left, right
 
 
 def _get_flag(table: Mapping[str, Any], key: str, *, default: bool = False) -> bool:
@@ -193,12 +194,6 @@ def _parse_patterns(value: Any) -> Mapping[str, tuple[AxisNode, ...] | None]:
     if wrong is not None:
         raise UsageError(f"the shape of {wrong} is not text; names with dots need quotes")
     return {name: parse_axes(shape) for name, shape in value.items()}
-
-
-def _parse_dtypes(table: Mapping[str, Any]) -> tuple[DType | None, DType | None]:
-    _check_keys(table, _SIDES, "dtype")
-    left, right = (_parse_dtype(table.get(side)) for side in _SIDES)
-    return left, right
 
 
 def _parse_dtype(name: Any) -> DType | None:

@@ -76,8 +76,9 @@ class RecipeLine:
 
     ``plus`` is added from left to right, ``dtypes`` are those of the weights on the left and on the right. A line that
     ``is_fallback`` takes only names that no other line has. With a pattern in ``beside``, a name of that side is taken
-    only if the checkpoint has the name of this pattern too, with the same variables. A line of ``Way.FORWARD`` takes
-    names of its left side alone: another spelling, which the way back does not write; its inverse is ``Way.BACKWARD``.
+    only if the checkpoint has the name of this pattern too, with the same variables. A line of
+    ``LineDirection.FORWARD`` takes names of its left side alone: another spelling, which the way back does not write;
+    its inverse is ``LineDirection.BACKWARD``.
     A line ``is_state_only`` takes optimizer state alone, before other lines do; weights of these names are theirs.
 
     Raises:
@@ -315,9 +316,9 @@ class Recipe:
     the other side does not have; ``tied_names`` maps names of the right side to those that own the bytes, if
     ``config.json`` ties them. Models of ``tied_by_default`` are tied unless it says that they are not. Without
     ``has_left_ties`` the left side has no names for what is tied. ``copies`` are patterns of names of the right side
-    that repeat another of it, and that the left side does not have. ``text`` is the file's. ``stacked`` are the lines
-    for a side that holds all layers as one tensor, each where the line for single layers is; empty if neither side
-    does.
+    that repeat another of it, and that the left side does not have. ``text`` is the file's.
+    ``stacked_lines`` are the lines for a side that holds all layers as one tensor, each where the line for single
+    layers is; empty if neither side does.
     """
 
     name: str
@@ -350,6 +351,13 @@ class Recipe:
             dropped_names=self.dropped_names[::-1],
             is_inverse=not self.is_inverse,
         )
+
+    def with_optional_lines(self) -> Recipe:
+        """The recipe whose lines may all have no tensor."""
+        lines, stacked_lines = (
+            tuple(replace(line, is_optional=True) for line in each) for each in (self.lines, self.stacked_lines)
+        )
+        return replace(self, lines=lines, stacked_lines=stacked_lines)
 
     @property
     def model_aliases(self) -> frozenset[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -85,9 +84,11 @@ def make_recipe_map(manifest: Manifest, recipe: Recipe, step: ManifestStep) -> R
     }
     made, notes = step(replace(manifest, tensors=separate_entries))
     kept = made.select_kinds(Kind.PARAMETER, Kind.BUFFER, Kind.STATE)
-    mapped = (
-        MappedTensor(*key, e.shape, e.dtype.value, _find_source_names(e.shards, names)) for key, e in kept.items()
-    )
+    mapped = []
+    for key, entry in kept.items():
+        files = (entry.shards.files[number] for number in entry.shards.file_ids.tolist())
+        source_names = tuple(dict.fromkeys(names[file] for file in files if file in names))
+        mapped.append(MappedTensor(*key, entry.shape, entry.dtype.value, source_names))
     return RecipeMap(UsedRecipe.of(recipe), tuple(mapped), notes)
 
 
@@ -98,8 +99,3 @@ def _move_to_own_file(entry: TensorEntry, file: str) -> TensorEntry:
         entry.shape, dtype, ByteRange(file, 0, entry.numel * dtype.item_bytes), framing=entry.shards.framing
     )
     return replace(entry, shards=table)
-
-
-def _find_source_names(table: ShardTable, names: Mapping[str, str]) -> tuple[str, ...]:
-    files = (table.files[number] for number in table.file_ids.tolist())
-    return tuple(dict.fromkeys(names[file] for file in files if file in names))

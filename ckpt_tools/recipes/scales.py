@@ -62,8 +62,8 @@ class ScaledWeight(ComputedTensor):
     """Values times scales: the operands are the stored weight, its scales if it has any, and what ``third_operand``
     says.
 
-    ``blocks`` are the elements in each dim of the stored weight that share a scale. Dims that the scales lack at their
-    end are of one block. Scales that are bytes are exponents of two, less ``exponent_bias``. ``is_transposed``
+    ``block_shape`` are the elements in each dim of the stored weight that share a scale. Dims that the scales lack at
+    their end are of one block. Scales that are bytes are exponents of two, less ``exponent_bias``. ``is_transposed``
     exchanges the last two dims of the result; ``factor`` is multiplied last.
     """
 
@@ -127,6 +127,8 @@ class ScaledWeight(ComputedTensor):
         """The values to read for a box: of a transposed matrix a strip of columns, in which the next pieces lie too."""
         if not self.is_transposed:
             return box
+        # A row of the transposed result is a column of what is stored: alone it would cost a read of every stored row.
+        # Strips lie on a fixed grid, so that the next pieces are in the strip that was read for this one.
         rows, columns, block = self.shape[-1], self.shape[-2], self.block_shape[-1]
         width = STRIP_BYTES * self._values_per_element // max(1, rows * self.operands[0].dtype.item_bytes)
         width = max(1, width // block) * block
@@ -141,6 +143,9 @@ class ScaledWeight(ComputedTensor):
 
     def _decode_values(self, box: Box, part: NDArray[Any], out: NDArray[Any] | None) -> NDArray[np.float32]:
         """The values of a box, from the stored elements that were read for it."""
+        # Two values of 4 bits share a byte, the low one first, and the table gives both as one number of 64 bits, which
+        # is then seen as two float32. A box that begins at an odd value starts inside a byte: `skipped` drops its
+        # first.
         element_box = self._to_element_box(self._widen_to_strip(box))
         first = element_box.start[-1] * self._values_per_element
         value_slice = slice(box.start[-1] - first, box.stop[-1] - first)
@@ -176,6 +181,8 @@ class ScaledWeight(ComputedTensor):
     def _repeat_scales(self, box: Box, scale: NDArray[np.float32]) -> NDArray[np.float32]:
         """The scale of each value of a box, of those that were read for it; dims of one block are left to numpy's
         broadcasting."""
+        # Of the scales that were read, take those of this box, repeat each along its block, and cut to the box, whose
+        # first value may lie in the middle of a block.
         scale = scale.reshape(scale.shape + (1,) * (len(box.start) - scale.ndim))
         blocks = self._to_block_box(box)
         block_slices = _slice_in(blocks, self._to_block_box(self._widen_to_strip(box)))

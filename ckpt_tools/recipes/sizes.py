@@ -203,7 +203,7 @@ def evaluate_size(size: SizeExpression, env: SizeValues, context: str) -> int:
 
 
 class SizeEquation(NamedTuple):
-    """An axis of the tensor ``name`` has ``extent`` positions, and the recipe gives it ``size``."""
+    """An axis of the tensor ``tensor_name`` has ``extent`` positions, and the recipe gives it ``size``."""
 
     size: SizeExpression
     extent: int
@@ -232,6 +232,8 @@ def _iter_solutions(equations: Iterable[SizeEquation], env: SizeValues) -> Itera
         if len(unknown) != 1:
             continue
         (name,) = unknown
+        # A size is linear in the unknown if its values at 1, 2 and 3 are equally far apart, and only then it is solved.
+        # Each solution may make another equation solvable, so that `solve_equations` starts over with it.
         values = [size.evaluate({**env, name: number}) for number in (1, 2, 3)]
         first, second, third = (value or Fraction(0) for value in values)
         if second == first or third - second != second - first:

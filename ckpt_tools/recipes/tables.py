@@ -12,7 +12,7 @@ from ckpt_tools.core.boxes import Shape, contiguous_strides, interval_to_boxes, 
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.shards import Framing, Ints, NestedRows, RowTable, ShardTable
 from ckpt_tools.errors import UnsupportedError
-from ckpt_tools.recipes.moves import FillBox, Indices, Move
+from ckpt_tools.recipes.moves import FillBox, GroupPlace, Move
 
 MAX_PAIRS = 1 << 18
 """Pairs of a move and a shard that are intersected at a time."""
@@ -34,15 +34,11 @@ class ShardBoxes:
     offsets: Ints
 
 
-TargetPlace = tuple[int, Indices]
-"""A tensor of a group: its pattern, and the values of its numbered variables."""
-
-
 class MoveTable:
     """The moves of one source tensor as columns, ordered by target."""
 
     def __init__(self, moves: Sequence[Move], num_source_dims: int) -> None:
-        self.targets: list[TargetPlace] = list(dict.fromkeys((move.pattern, move.indices) for move in moves))
+        self.targets: list[GroupPlace] = list(dict.fromkeys((move.pattern, move.indices) for move in moves))
         number = {target: index for index, target in enumerate(self.targets)}
         ordered = sorted(moves, key=lambda move: number[move.pattern, move.indices])
         self.target_ids = _to_column([number[move.pattern, move.indices] for move in ordered])
@@ -59,13 +55,20 @@ class MoveTable:
         self.target_starts = _to_column([(0,) * (width - len(m.dims)) + m.target_start for m in ordered]).reshape(shape)
         self.source_dims = _to_column([(-1,) * (width - len(m.dims)) + m.dims for m in ordered]).reshape(shape)
 
-    def split_by_target(self, source: ShardBoxes) -> Iterator[tuple[TargetPlace, ShardBoxes]]:
+    def split_by_target(self, source: ShardBoxes) -> Iterator[tuple[GroupPlace, ShardBoxes]]:
         """The part of each target that lies in the shards of ``source``."""
         step = max(1, MAX_PAIRS // max(1, len(source.rows)))
         for first in range(0, len(self.source_extents), step):
             yield from self._split_range(source, first, min(first + step, len(self.source_extents)))
 
-    def _split_range(self, source: ShardBoxes, first: int, last: int) -> Iterator[tuple[TargetPlace, ShardBoxes]]:
+    def _split_range(self, source: ShardBoxes, first: int, last: int) -> Iterator[tuple[GroupPlace, ShardBoxes]]:
+        # Every move against every box at once, as arrays [moves, boxes, dims]:
+        #     move     |------ source_starts + source_extents ------|
+        #     box             |------ starts .. stops ------------------|
+        #     both            |------ lower .. upper ---------------|        kept if upper > lower in every dim
+        # A part keeps the strides of its box, and lies at target_starts + (lower - source_starts), dim by dim. A target
+        # dim without a source dim (-1) has one position. Moves are sorted by target, so that equal ids are adjacent,
+        # and one slice of the parts is one target.
         source_starts = self.source_starts[first:last, None, :]
         lower = np.maximum(source.starts[None], source_starts)
         upper = np.minimum(source.stops[None], source_starts + self.source_extents[first:last, None, :])
@@ -129,7 +132,10 @@ def split_table(table: ShardTable, shape: Shape, dims: Shape) -> ShardBoxes:
 def _iter_boxes(
     table: ShardTable, row: int, shape: Shape, dims: Shape
 ) -> Iterator[tuple[int, Shape, Shape, Shape, int]]:
-    """A shard as boxes: row, start, stop, strides, and the elements before it in the shard."""
+    """A shard as boxes of split dims: row, start, stop, strides, and the elements before it in the shard."""
+    # Rows 5 to 9 of an axis that is split into [3, 4] are the boxes [1, 1:4] and [2, 0:2]. The boxes of a shard are the
+    # product of those of its axes. A table with one axis for a tensor of several is a flat interval, such as a
+    # partition of DeepSpeed: it unfolds in all dims at once.
     box, strides = table.get_box(row), table.get_strides(row)
     if table.shape != shape:
         (first,), (last,) = box.start, box.stop
@@ -175,11 +181,8 @@ def _compute_strides(extents: Ints) -> Ints:
 def join_boxes(
     parts: Sequence[ShardBoxes], fills: Iterable[FillBox], dims: Shape, dtype: DType, zeros_file: str
 ) -> ShardTable:
-    """The table of a tensor from its parts, which have one dtype and one framing. ``zeros`` is a file of zero bytes.
-
-    Raises:
-        MalformedError, IncompleteError: as ``check_exact_cover`` says, when a tensor is made of it.
-    """
+    """The table of a tensor from its parts, which have one dtype and one framing; ``fills`` are of ``zeros_file``, a
+    file of zero bytes. The parts may overlap or leave gaps: ``check_exact_cover`` refuses that in the tensor."""
     all_boxes = [*parts, *_make_fill_boxes(fills, dims, dtype, zeros_file)]
     if not all_boxes:
         return ShardTable.build(dims, dtype, [])
@@ -195,6 +198,8 @@ def join_boxes(
     byte_starts = np.concatenate([part.table.byte_starts[part.rows] for part in all_boxes])
     byte_stops = np.concatenate([part.table.byte_stops[part.rows] for part in all_boxes])
     inner = None
+    # The bytes of a raw row start at its first element. Otherwise a row is a stored item, whose elements are found when
+    # it is read: the byte range stays that of the item, and `inner` says which of its elements are meant.
     if framing is Framing.RAW:
         spans = ((extents - 1) * strides).sum(axis=1) + 1
         byte_starts = byte_starts + offsets * dtype.item_bytes

@@ -1,4 +1,4 @@
-"""The ways to other names that may be those of a reference. Pure."""
+"""Candidates of mappings from the names of a checkpoint to those of a reference. Pure."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from ckpt_tools.recipes.reference import Reference
 
 
 def iter_mappings(manifest: Manifest, reference: Reference, *, has_recipe: bool) -> Iterator[Sequence[NameMapping]]:
-    """The ways to the names of ``reference``, the likelier ones first: none, without the prefix of a wrapper, and each
-    of these after a recipe, unless the user named one. A ``config.json`` alone tells no names: then only recipes of its
-    model that lead to the hub's are tried."""
+    """Sets of mappings to the names of ``reference``, the likelier ones first: no change, the prefix of a wrapper taken
+    off, and a recipe after either of these, unless the user named one. A ``config.json`` alone tells no names: then
+    only recipes of its model that lead to the hub's names are candidates."""
     unwrap_mappings, model_types = list(_iter_unwrap_mappings(manifest)), find_model_types(reference.config)
     # Of several that do the same, the one for most models is named.
     recipes = sorted(list_recipes(), key=lambda recipe: -len(recipe.models))
@@ -33,30 +33,23 @@ def iter_mappings(manifest: Manifest, reference: Reference, *, has_recipe: bool)
         combinations = _iter_recipes_after(unwrap_mappings, model_recipes, manifest)
         yield [_make_mapping(each, reference) for each in combinations if each.route.recipe.right == HUB_NAMING]
     else:
-        lenient_combinations, reference_names = (
-            list(_iter_recipes_after(unwrap_mappings, map(_make_lines_optional, model_recipes), manifest)),
-            frozenset(map(zero_numbers, reference.tensors)),
-        )
+        # Lines of the model's own recipes may have no tensor: what is missing is known from the reference.
+        lenient_recipes = [recipe.with_optional_lines() for recipe in model_recipes]
         other_recipes = [recipe for recipe in recipes if not model_types & {*recipe.models}]
-        yield [
-            *unwrap_mappings,
-            *(
-                _make_mapping(each, reference)
-                for each in lenient_combinations
-                if _is_route_to(each.route, reference_names)
-            ),
-        ]
+        reference_names = frozenset(map(zero_numbers, reference.tensors))
+        likely: list[NameMapping] = []
+        unlikely: list[NameMapping] = []
+        for each in _iter_recipes_after(unwrap_mappings, lenient_recipes, manifest):
+            is_likely = _is_route_to(each.route, reference_names)
+            (likely if is_likely else unlikely).append(_make_mapping(each, reference))
+        yield [*unwrap_mappings, *likely]
         combinations = _iter_recipes_after(unwrap_mappings, other_recipes, manifest)
         yield [_make_mapping(each, reference) for each in combinations if _is_route_to(each.route, reference_names)]
-        yield [
-            _make_mapping(each, reference)
-            for each in lenient_combinations
-            if not _is_route_to(each.route, reference_names)
-        ]
+        yield unlikely
 
 
 class _MappingThenRecipe(NamedTuple):
-    """A recipe after a way."""
+    """A mapping, and a recipe that takes the names that it leads to."""
 
     mapping: NameMapping
     route: RecipeRoute
@@ -65,7 +58,7 @@ class _MappingThenRecipe(NamedTuple):
 def _iter_recipes_after(
     mappings: Collection[NameMapping], recipes: Iterable[Recipe], manifest: Manifest
 ) -> Iterator[_MappingThenRecipe]:
-    """Recipes that take the names after a way; of those that do the same, one."""
+    """Recipes that take the names after one of ``mappings``; of those with the same effect, the first."""
     recipes = list(recipes)
     for mapping in mappings:
         seen = set[object]()
@@ -80,14 +73,6 @@ def _is_route_to(route: RecipeRoute, reference_names: frozenset[str]) -> bool:
     """True if its names are those of the reference, except single tensors such as a tied head."""
     different = route.target_names ^ reference_names
     return not any(part.isdecimal() for name in different for part in name.split("."))
-
-
-def _make_lines_optional(recipe: Recipe) -> Recipe:
-    """The recipe without the demand that each line has a tensor: what is missing is known from the reference."""
-    lines, stacked = (
-        tuple(replace(line, is_optional=True) for line in each) for each in (recipe.lines, recipe.stacked_lines)
-    )
-    return replace(recipe, lines=lines, stacked_lines=stacked)
 
 
 def _iter_unwrap_mappings(manifest: Manifest) -> Iterator[NameMapping]:

@@ -67,11 +67,9 @@ def find_parts(source: Source) -> VerlParts | None:
         raise SeveralCheckpointsError(f"there are several checkpoints here ({names}); name the folder of one")
     (path,) = contents_paths
     step, contents = _read_contents(source, path)
-    base_folder, model_part, optimizer_part = (
-        path.removesuffix(CONTENTS_FILE),
-        contents.get("model", {}),
-        contents.get("optimizer", {}),
-    )
+    base_folder = path.removesuffix(CONTENTS_FILE)
+    model_part = contents.get("model", {})
+    optimizer_part = contents.get("optimizer", {})
     if not model_part:
         raise UnsupportedError("it states no weights, and parts of a checkpoint of verl are read with them", path=path)
     weights = _find_part_folder(source, path, model_part)

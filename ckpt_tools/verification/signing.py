@@ -106,11 +106,9 @@ def check_signature(src: str | Path, *, public_key: str | Path, signature: str |
         DifferenceError: the check fails. SourceNotFoundError: no signature. UsageError: as for ``sign_with_key``.
     """
     _, verifying, _ = _import_model_signing()
-    path, signature_path, key = (
-        _resolve_existing(src),
-        _resolve_existing(_choose_signature_path(src, signature)),
-        _resolve_existing(public_key),
-    )
+    path = _resolve_existing(src)
+    signature_path = _resolve_existing(_choose_signature_path(src, signature))
+    key = _resolve_existing(public_key)
     create_verifier = verifying.Config().use_elliptic_key_verifier
     verifier = _call_library("the public key cannot be used", UsageError, lambda: create_verifier(public_key=key))
     _call_library(

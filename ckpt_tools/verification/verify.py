@@ -310,10 +310,8 @@ def _open_destination(
 ) -> OpenedCheckpoint:
     """The destination, by the tag and the keys that are not for reading the source; with these if it may have kept the
     source's tree and does not say by itself which model is meant. Raises CkptError."""
-    source_options, storage_options = (
-        make_option_case(manifest, "", keeps_both=False, is_whole_state=False).reader_options,
-        options.storage_options,
-    )
+    source_options = make_option_case(manifest, "", keeps_both=False, is_whole_state=False).reader_options
+    storage_options = options.storage_options
     destination_options = {
         name: getattr(options, name) for name in ("tag", "model_key", "optim_key") if name not in source_options
     }
