@@ -89,7 +89,7 @@ def _read_content_or_none(step_key: str, members: Sequence[RunMember], run: Sour
 
 
 def _read_content(step_key: str, members: Sequence[RunMember], run: Source) -> StepContent:
-    """From headers; the sizes of files alone if its layout is not read. Raises CkptError."""
+    """The content of a step by headers, or by the sizes of its files if its layout is not read. Raises CkptError."""
     name, file_bytes = members[0].name, sum(sum(each.files.values()) for each in members)
     optimizer_files = {path: size for each in members for path, size in _list_optimizer_files(each, run).items()}
     try:
@@ -112,7 +112,7 @@ def _list_optimizer_files(member: RunMember, run: Source) -> dict[str, int]:
 
 
 def _read_manifest(member: RunMember, run: Source) -> Manifest:
-    """Without the optimizer in a file beside the model if that cannot be joined with it."""
+    """The manifest of a checkpoint, without the optimizer in a file beside the model if that cannot be joined."""
     checkpoint = member.to_saved_checkpoint(run)
     with suppress(FormatError, UnsafeError):
         return read_source(checkpoint.source, ReadOptions())[1]

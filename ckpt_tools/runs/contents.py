@@ -67,6 +67,8 @@ def summarize_content(
 def find_missing_state(newer: StepContent, older: StepContent) -> str | None:
     """Reason why ``newer`` holds less than ``older``; None if it does not. Optimizer state that is missing altogether
     is a model that was saved alone, which is not a reason."""
+    # From sure to vague: sizes of files if one is not read, no weights at all, names that are missing, and half of the
+    # elements or of the optimizer state missing.
     if not (newer.is_read and older.is_read):
         older_bytes = older.file_bytes - (0 if newer.has_optimizer else older.state_bytes)
         sizes = f"its files have {format_size(newer.file_bytes)}, those of {older.name} {format_size(older_bytes)}"

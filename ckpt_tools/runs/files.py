@@ -49,6 +49,7 @@ _MODEL_FILE = re.compile(r"(?:model|pytorch_model|adapter_model|shard)[-_.\w]*\.
 
 @cache
 def _compile_patterns() -> tuple[re.Pattern[str], re.Pattern[str], re.Pattern[str]]:
+    """The patterns of names of files, of folders, and of files that are written last."""
     parsed_files = (re.escape(name) for trainer in TRAINERS for name in trainer.entry_parsers)
     trainer_files = combine_patterns("own", "optimizer", "others").pattern
     file_names = "|".join(
@@ -63,11 +64,11 @@ def _compile_patterns() -> tuple[re.Pattern[str], re.Pattern[str], re.Pattern[st
         )
     )
     last_written = "|".join((dcp.RANK_INDEX_NAME.pattern, r"model_optim_rng\.pt", *map(re.escape, _LAST_WRITTEN_FILES)))
-    return re.compile(file_names), _extend_pattern(_FOLDER_NAMES, "folders"), _extend_pattern(last_written, "last")
-
-
-def _extend_pattern(names: str, field: str) -> re.Pattern[str]:
-    return re.compile(f"{names}|{combine_patterns(field).pattern}")
+    return (
+        re.compile(file_names),
+        re.compile(f"{_FOLDER_NAMES}|{combine_patterns('folders').pattern}"),
+        re.compile(f"{last_written}|{combine_patterns('last').pattern}"),
+    )
 
 
 def is_known_file(path: str) -> bool:

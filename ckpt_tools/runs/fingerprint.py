@@ -100,14 +100,13 @@ def _list_tensor_files(url: str | Path, storage_options: StorageOptions) -> froz
 
 def _read_file_states(source: Source) -> dict[str, tuple[str, float | None]]:
     """The version of every file, and when it changed."""
-    return {path: _read_file_state(source, path) for path in {**source.files, **source.store.list_hidden()}}
-
-
-def _read_file_state(source: Source, path: str) -> tuple[str, float | None]:
-    try:
-        return source.store.version(path), source.store.changed_time(path)
-    except IncompleteError:
-        return REMOVED_FILE_VERSION, None
+    states: dict[str, tuple[str, float | None]] = {}
+    for path in {**source.files, **source.store.list_hidden()}:
+        try:
+            states[path] = source.store.version(path), source.store.changed_time(path)
+        except IncompleteError:
+            states[path] = REMOVED_FILE_VERSION, None
+    return states
 
 
 def _build_fingerprint(
@@ -116,6 +115,9 @@ def _build_fingerprint(
     states: Mapping[str, tuple[str, float | None]],
     tensor_files: frozenset[str] | None,
 ) -> Fingerprint:
+    # Counted are files whose names are those of a checkpoint, and all files with tensors. Files of the run's other
+    # checkpoints and of other tags are not, once it is known which files are read. If it is not known, all of them
+    # count, so that no change is missed.
     counted_states = {
         path: state for path, state in states.items() if _is_part_of_checkpoint(path) or path in (tensor_files or ())
     }
@@ -131,7 +133,7 @@ def _build_fingerprint(
 
 
 def _is_part_of_checkpoint(path: str) -> bool:
-    """Whether it may be a file of the checkpoint by its name, or an unfinished copy of one, whose name is hidden."""
+    """Whether a file may belong to the checkpoint by its name, or is an unfinished copy, whose name is hidden."""
     name = path.rpartition("/")[2]
     is_unfinished = is_unfinished_marker(name) or any(part.startswith(".") for part in path.split("/"))
     return is_unfinished or is_checkpoint_file(path) or is_marker(path) or is_model_file(name) or name == DIGESTS_NAME

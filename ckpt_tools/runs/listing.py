@@ -76,7 +76,7 @@ def find_problem(checkpoint: SavedCheckpoint) -> str | None:
     if file_problem is not None or not needs_reader_check(checkpoint):
         return file_problem
     try:
-        _read_enriched_manifest(checkpoint)
+        read_source(checkpoint.source, ReadOptions())
     except (IncompleteError, MalformedError) as error:
         return str(error)
     except UnsupportedError:
@@ -85,9 +85,9 @@ def find_problem(checkpoint: SavedCheckpoint) -> str | None:
 
 
 def read_step(checkpoint: SavedCheckpoint) -> int | None:
-    """The step that the checkpoint itself says; None if it does not, or cannot be read. Raises StoreError."""
+    """The step in the content of the checkpoint; None if there is none, or it cannot be read. Raises StoreError."""
     try:
-        return _read_enriched_manifest(checkpoint).step
+        return read_source(checkpoint.source, ReadOptions())[1].step
     except StoreError:
         raise
     except CkptError:
@@ -95,13 +95,9 @@ def read_step(checkpoint: SavedCheckpoint) -> int | None:
 
 
 def read_plain_manifest(checkpoint: SavedCheckpoint) -> tuple[Format, Manifest]:
-    """The checkpoint by its reader. Raises CkptError."""
+    """The format of the checkpoint and its manifest as the format's reader makes it. Raises CkptError."""
     reader = find_format(checkpoint.source)
     return reader, read_manifest(reader, checkpoint.source, ReadOptions())
-
-
-def _read_enriched_manifest(checkpoint: SavedCheckpoint) -> Manifest:
-    return read_source(checkpoint.source, ReadOptions())[1]
 
 
 def _describe_member(source: Source, url: str, member: RunMember) -> RunCheckpoint:
@@ -109,20 +105,16 @@ def _describe_member(source: Source, url: str, member: RunMember) -> RunCheckpoi
     problem = find_problem(checkpoint)
     stated_step = read_trainer_state(checkpoint).get("global_step")
     step = stated_step if type(stated_step) is int else member.step
+    times = [when for path in member.files if (when := source.store.modified_time(path)) is not None]
     is_itself = member.is_run or (member.is_file and source.store.url.endswith(f"/{member.name}"))
     return RunCheckpoint(
         name=member.name,
         url=url if is_itself else f"{url.rstrip('/')}/{member.name}",
         step=read_step(checkpoint) if step is None and problem is None else step,
-        time=_find_newest_time(source, member),
+        time=datetime.fromtimestamp(max(times), UTC).strftime("%Y-%m-%dT%H:%M:%SZ") if times else None,
         num_files=len(member.files),
         file_bytes=sum(member.files.values()),
         format=detect_format_name(checkpoint),
         world_size=infer_world_size(checkpoint) if problem is None else None,
         problem=problem,
     )
-
-
-def _find_newest_time(source: Source, member: RunMember) -> str | None:
-    times = [when for path in member.files if (when := source.store.modified_time(path)) is not None]
-    return datetime.fromtimestamp(max(times), UTC).strftime("%Y-%m-%dT%H:%M:%SZ") if times else None

@@ -20,10 +20,13 @@ def read_metrics(checkpoint: SavedCheckpoint) -> Mapping[str, float]:
     metrics: dict[str, float] = {}
     for trainer in reversed(TRAINERS):
         try:
-            recorded_items = () if trainer.read_metrics is None else trainer.read_metrics(checkpoint)
-            metrics |= {name: float(value) for name, value in recorded_items if _is_metric(name, value)}
+            recorded_items = [] if trainer.read_metrics is None else list(trainer.read_metrics(checkpoint))
         except FormatError:
             continue  # a record that cannot be read says nothing
+        for name, value in recorded_items:
+            is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+            if isinstance(name, str) and name not in _COUNTER_NAMES and is_number:
+                metrics[name] = float(value)
     return metrics
 
 
@@ -48,8 +51,3 @@ def _read_best_record(
         return read_best(checkpoint)
     except FormatError:
         return None  # a record that cannot be read says nothing
-
-
-def _is_metric(name: object, value: object) -> bool:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    return isinstance(name, str) and name not in _COUNTER_NAMES and is_number

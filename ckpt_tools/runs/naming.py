@@ -98,18 +98,15 @@ def _find_latest(run: str, source: Source, run_members: Sequence[RunMember]) -> 
     for member in sorted(run_members, key=lambda member: member.name == latest_name, reverse=True):
         problem = find_problem(member.to_saved_checkpoint(source))
         if problem is None:
-            _warn_of_skipped(skipped_problems, member)
+            if skipped_problems:
+                newer, why = next(iter(skipped_problems.items()))
+                num_more = len(skipped_problems) - 1
+                more = f" ({num_more:,} more are not complete either)" if num_more else ""
+                log_warning("runs", f"latest is {member.name}: the newer {newer} is not complete: {why}{more}")
             return run if member.name == latest_name else f"{run}/{member.name}"
         skipped_problems[member.name] = problem
     name, problem = next(iter(skipped_problems.items()))
     raise SourceNotFoundError(f"{run} has no complete checkpoint; the newest is {name}: {problem}")
-
-
-def _warn_of_skipped(skipped_problems: Mapping[str, str], chosen_member: RunMember) -> None:
-    if skipped_problems:
-        name, problem = next(iter(skipped_problems.items()))
-        more = f" ({len(skipped_problems) - 1:,} more are not complete either)" if len(skipped_problems) > 1 else ""
-        log_warning("runs", f"latest is {chosen_member.name}: the newer {name} is not complete: {problem}{more}")
 
 
 def _find_by_name(name: str, members_by_name: Mapping[str, RunMember], files: Iterable[str]) -> list[str]:
@@ -129,7 +126,7 @@ def _find_by_step(step: int, source: Source, members_by_name: Mapping[str, RunMe
 
 
 def _filter_by_folder(member_names: Iterable[str], is_wanted: Callable[[str], bool], files: Iterable[str]) -> list[str]:
-    """Those of ``member_names`` that are meant, by their own name or by that of a folder of their files."""
+    """Those of ``member_names`` of which ``is_wanted`` is true, or true of an inner folder that holds their files."""
     inner_folders = {get_parent_folder(path) for path in files if is_checkpoint_file(path)}
     return [
         folder

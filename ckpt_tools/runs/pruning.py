@@ -32,7 +32,7 @@ from ckpt_tools.runs.listing import find_run_members, list_checkpoints, read_pla
 from ckpt_tools.runs.metrics import find_recorded_best, read_metrics
 from ckpt_tools.runs.naming import read_latest_name
 from ckpt_tools.runs.report import RunCheckpoint
-from ckpt_tools.runs.rules import BestMetric, PruneCandidate, PruneRules, choose_compared_steps, find_keep_reasons
+from ckpt_tools.runs.rules import PruneCandidate, PruneRules, choose_compared_steps, find_keep_reasons
 from ckpt_tools.stores.claims import claim
 from ckpt_tools.stores.destination import OutputLocation
 from ckpt_tools.stores.output_form import FolderForm
@@ -140,9 +140,17 @@ class _ListedRun:
         )
 
     def decide_members(self, rules: PruneRules) -> list[tuple[RunMember, Pruned]]:
+        """Each checkpoint with the decision on it. Raises as :func:`prune_run`."""
         if not any(each.is_complete for each in self.checkpoint_by_name.values()):
             raise SourceNotFoundError(f"{self.url} has no complete checkpoint; nothing is removed from such a run")
-        best_name = None if rules.keep_best is None else self._find_best(rules.keep_best)
+        # First the pure rules, then the step that reads: the checkpoints that stay are opened, and the command is
+        # refused if one that goes holds more. That step may also keep the newest with optimizer state.
+        best_name = None
+        if rules.keep_best is not None:
+            complete = (member for member in self.members if self.checkpoint_by_name[member.name].is_complete)
+            best_name = rules.keep_best.choose_best(
+                {member.name: read_metrics(member.to_saved_checkpoint(self.source)) for member in complete}
+            )
         recorded_best = find_recorded_best(self.members, self.source)
         candidates = [self._make_candidate(member, recorded_best) for member in self.members]
         keep_reasons = find_keep_reasons(candidates, rules, best_name)
@@ -152,25 +160,17 @@ class _ListedRun:
         optimizer_reasons = check_kept_steps(
             complete_members, self.source, choose_compared_steps(candidates, keep_reasons, rules)
         )
-        return [
-            (member, self._make_result(member, keep_reasons[member.name] or optimizer_reasons.get(member.name)))
-            for member in self.members
-        ]
-
-    def _make_result(self, member: RunMember, reason: str | None) -> Pruned:
-        checkpoint = self.checkpoint_by_name[member.name]
-        removal_reason = (
-            "older than those that stay" if checkpoint.problem is None else f"not complete: {checkpoint.problem}"
-        )
-        return Pruned(
-            member.name, reason is not None, reason or removal_reason, checkpoint.num_files, checkpoint.file_bytes
-        )
-
-    def _find_best(self, metric: BestMetric) -> str:
-        complete = (member for member in self.members if self.checkpoint_by_name[member.name].is_complete)
-        return metric.choose_best(
-            {member.name: read_metrics(member.to_saved_checkpoint(self.source)) for member in complete}
-        )
+        decisions = []
+        for member in self.members:
+            checkpoint = self.checkpoint_by_name[member.name]
+            reason = keep_reasons[member.name] or optimizer_reasons.get(member.name)
+            problem = checkpoint.problem
+            removal_reason = "older than those that stay" if problem is None else f"not complete: {problem}"
+            pruned = Pruned(
+                member.name, reason is not None, reason or removal_reason, checkpoint.num_files, checkpoint.file_bytes
+            )
+            decisions.append((member, pruned))
+        return decisions
 
     def _make_candidate(self, member: RunMember, recorded_best: Mapping[str, str]) -> PruneCandidate:
         checkpoint = self.checkpoint_by_name[member.name]
@@ -184,7 +184,7 @@ class _ListedRun:
         )
 
     def _describe_pointer(self, member: RunMember) -> str | None:
-        """A link, or the file ``latest``, leads there."""
+        """Why it is protected, if a link or the file ``latest`` leads to it."""
         if read_latest_name(self.source) == member.name:
             return "the file latest names it"
         if is_remote(self.url):
@@ -241,7 +241,7 @@ def _check_is_one_run(url: str, members: Sequence[RunMember]) -> None:
 
 
 def _is_recent(checkpoint: RunCheckpoint) -> bool:
-    """True if the store cannot tell."""
+    """Whether a file of it was written within the last hour. True if the store cannot tell."""
     if checkpoint.time is None:
         return True
     return time.time() - datetime.fromisoformat(checkpoint.time).timestamp() < RECENT_SECONDS

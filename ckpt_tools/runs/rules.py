@@ -59,8 +59,7 @@ class BestMetric:
 
 @dataclass(frozen=True, slots=True)
 class PruneRules:
-    """Options of ``prune`` that say what to keep. ``best_name`` is the name of the best checkpoint, if there is a
-    metric."""
+    """Options of ``prune`` that say what to keep. ``keep_best`` is the metric whose best checkpoint stays."""
 
     keep_last: int
     keep_every: int | None = None
@@ -77,7 +76,7 @@ class PruneRules:
 
 @dataclass(frozen=True, slots=True)
 class PruneCandidate:
-    """What ``ls`` says of a checkpoint, and what only matters here."""
+    """A checkpoint as ``ls`` shows it, and what matters to pruning alone."""
 
     checkpoint: RunCheckpoint
     step_key: str
@@ -90,8 +89,8 @@ class PruneCandidate:
 
 @dataclass(frozen=True, slots=True)
 class ComparedSteps:
-    """Checkpoints that pruning relies on: ``kept_name_by_step`` are the newest complete ones. None of them may hold
-    less than the ``older_steps``, which are the newest one that would go, and the one with the largest files."""
+    """Checkpoints that are opened before pruning, by step keys: ``kept_steps`` are the newest complete ones. None of
+    them may hold less than ``older_steps``, the newest one that would go and the one with the largest files."""
 
     kept_steps: Sequence[str]
     older_steps: Sequence[str]
@@ -109,6 +108,7 @@ def choose_compared_steps(
     ]
     if not removed_candidates or rules.allow_less:
         return ComparedSteps(_list_newest_steps(candidates, 1), ())
+    # Each one that is compared costs a header read. The newest and the largest that go stand for all of them.
     largest = max(removed_candidates, key=lambda each: each.checkpoint.file_bytes)
     return ComparedSteps(
         _list_newest_steps(candidates, rules.keep_last),

@@ -161,7 +161,7 @@ def _join_optimizer_file(
 
 
 def join_file(source: Source, file_source: Source, name: str) -> Source:
-    """``source`` with the one file of ``other``, called ``name``. Raises UsageError if ``other`` is a folder."""
+    """``source`` with the one file of ``file_source``, called ``name``. Raises UsageError if that is a folder."""
     from ckpt_tools.stores.wrappers import RedirectingStore
 
     if len(file_source.files) != 1:

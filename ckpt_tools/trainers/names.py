@@ -71,7 +71,7 @@ def find_optimizer_file(files: Collection[str]) -> str | None:
 
 
 def find_entry_parser(name: str) -> EntryParser | None:
-    """Entries that a file of this name adds to the manifest; None if it is not read."""
+    """The function that makes entries of the manifest of a file of this name; None if it is not read."""
     return _ENTRY_PARSERS.get(name)
 
 

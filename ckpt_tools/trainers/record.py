@@ -13,6 +13,7 @@ EntryParser = Callable[[Any], Mapping[str, Any]]
 """From the content of a file to the entries of ``Manifest.extra`` that it adds."""
 
 MetricItems = Iterable[tuple[str, Any]]
+"""Metrics by name, also values that are no numbers."""
 
 
 @dataclass(frozen=True, slots=True)

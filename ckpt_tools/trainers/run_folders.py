@@ -48,7 +48,6 @@ _SINGLE_FILE = re.compile(r"(?P<stem>.+)\.(?P<suffix>pt|pth|ckpt|bin|safetensors
 _PLAIN_STEMS = frozenset(("last", "best", "final", "latest"))
 
 _ACCELERATE_FOLDER = re.compile(f"{DCP_FOLDERS}|{DEEPSPEED_TAGS}")
-"""Folders of accelerate that are one checkpoint together."""
 
 _STEP = re.compile(
     r"(?:^|[^a-z])(?:(?:global[-_]?)?step|iter(?:ation)?|checkpoint|ckpt|ba)[-_=]?0*(\d+)", re.IGNORECASE
@@ -161,6 +160,13 @@ def is_checkpoint_file(path: str) -> bool:
 
 def find_members(files: Mapping[str, int]) -> list[RunMember]:
     """The checkpoints in a run whose files are ``files``, but for the run itself; the newest first."""
+    # 1. Folders named by a step are checkpoints: the outermost, unless it holds several such folders, and is a run.
+    # 2. Every other folder with a checkpoint's file in it is one too, except folders that hold those of 1 or 3, and
+    #    folders inside another one.
+    # 3. Single files are those called *.ckpt or by a step, and `last`, `best` and the like of the same suffix beside
+    #    them.
+    # A hidden or unfinished folder around a checkpoint hides it; an unfinished name of its own says that it is not
+    # finished.
     checkpoint_folders = _find_checkpoint_folders(files)
     verl_folders = {get_parent_folder(path) for path in files if path.rpartition("/")[2] == CONTENTS_FILE}
     is_finished_by_folder: dict[str, bool] = {}
@@ -202,8 +208,7 @@ def suggest_checkpoint(files: Iterable[str], url: str) -> str:
 
 
 def find_other_checkpoints(files: Mapping[str, int], used_files: Collection[str]) -> list[RunMember]:
-    """The other checkpoints than the one that holds ``used_files``: folders whose names say another step, the newest
-    first.
+    """The checkpoints beside the one that holds ``used_files``: folders whose names say another step, the newest first.
 
     A tag of DeepSpeed's is not taken for another checkpoint: a trainer keeps one in each of its own, beside the model.
     """
@@ -231,6 +236,9 @@ def _find_checkpoint_folders(files: Iterable[str]) -> frozenset[str]:
         for each in iter_folder_chain(get_parent_folder(path))
         if _ORBAX_FILE.fullmatch(path[len(each) + 1 :])
     }
+    # Of candidates, those that hold several others directly are runs, and so are all folders around these:
+    #     epoch_1/global_step10             epoch_1 is the checkpoint
+    #     epoch_1/step_1, epoch_1/step_2    both steps are checkpoints, and epoch_1 is a run
     candidates = {each for each in all_folders if _is_checkpoint_folder(each, orbax_folders)}
     inner_folders: dict[str, set[str]] = {}
     for each in candidates:
@@ -289,7 +297,11 @@ def _find_single_files(files: Iterable[str], checkpoint_folders: Iterable[str]) 
 def _drop_containers(folders: set[str], checkpoint_folders: Iterable[str]) -> set[str]:
     """``folders`` without folders that hold numbered checkpoints, which are runs, and without folders in a
     checkpoint."""
-    folders = {_get_whole_folder(folder) for folder in folders} - {""}
+    # Folders of accelerate for models and optimizers are one checkpoint together: their parent.
+    folders = {
+        get_parent_folder(folder) if _ACCELERATE_FOLDER.fullmatch(folder.rpartition("/")[2]) else folder
+        for folder in folders
+    } - {""}
     folders -= {outer for owner in checkpoint_folders for outer in iter_folder_chain(get_parent_folder(owner))}
     folders -= {
         get_parent_folder(each) for each in folders if _has_number(each) and not _has_number(get_parent_folder(each))
@@ -330,8 +342,3 @@ def get_parent_folder(path: str) -> str:
 
 def _has_number(folder: str) -> bool:
     return re.search(r"\d", folder.rpartition("/")[2]) is not None
-
-
-def _get_whole_folder(folder: str) -> str:
-    """The folder that is one checkpoint with those beside ``folder``; nothing if that is the run itself."""
-    return get_parent_folder(folder) if _ACCELERATE_FOLDER.fullmatch(folder.rpartition("/")[2]) else folder

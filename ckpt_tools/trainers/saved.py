@@ -59,7 +59,7 @@ class SavedCheckpoint:
         return path if path in self.run.files and self.name != RUN_ITSELF else None
 
     def read_run_file(self, path: str) -> bytes:
-        """A JSON file of the run."""
+        """The content of a JSON file of the run, of at most ``MAX_JSON_BYTES``."""
         return self.run.read_all(path, limit_bytes=MAX_JSON_BYTES)
 
     def read_json_object(self, path: str) -> Mapping[str, Any]:
@@ -76,5 +76,5 @@ class SavedCheckpoint:
 
 
 def read_name_line(run: Source, path: str) -> str:
-    """A file that names a checkpoint, without spaces and slashes around the name."""
+    """The name of a checkpoint in a file, without spaces and slashes around it."""
     return run.read_all(path, limit_bytes=MAX_NAME_BYTES).decode(errors="replace").strip().strip("/")

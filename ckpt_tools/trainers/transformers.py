@@ -88,21 +88,17 @@ def _read_metrics(checkpoint: SavedCheckpoint) -> MetricItems:
 
 
 def _read_best(checkpoint: SavedCheckpoint) -> BestCheckpoints | None:
-    """By the Trainer's state in the checkpoint, or in the run's folder if that is of a later step: ``save_state``."""
+    """The best by the Trainer's state in the checkpoint, or by the run's if ``save_state`` wrote a later step there."""
     states = [(f"{STATE_FILE} of {checkpoint.base_name}", read_trainer_state(checkpoint))]
     if (run_state_file := checkpoint.find_sibling(STATE_FILE)) is not None:
         states.append((run_state_file, _read_state_file(checkpoint, run_state_file)))
-    record, state = max(states, key=lambda each: _to_step(each[1].get("global_step")))
-    path, step = state.get("best_model_checkpoint"), state.get("best_global_step")
+    record, state = max(states, key=lambda each: step if type(step := each[1].get("global_step")) is int else -1)
+    path, best_step = state.get("best_model_checkpoint"), state.get("best_global_step")
     if isinstance(path, str) and path:
         return BestCheckpoints(record, [path])
-    if type(step) is int and step:
-        return BestCheckpoints(record, [f"checkpoint-{step}"])
+    if type(best_step) is int and best_step:
+        return BestCheckpoints(record, [f"checkpoint-{best_step}"])
     return BestCheckpoints(record, []) if state else None
-
-
-def _to_step(value: Any) -> int:
-    return value if type(value) is int else -1
 
 
 TRANSFORMERS = Trainer(

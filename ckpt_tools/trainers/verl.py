@@ -42,8 +42,8 @@ FORMAT_OF_TERM = {"huggingface": "safetensors", "megatron_dist_checkpoint": "meg
 
 @dataclass(frozen=True, slots=True)
 class VerlParts:
-    """Parts of a checkpoint of layout 2. ``home`` is the folder of all, a prefix of paths; ``weights`` and
-    ``optimizer`` are folders, which end in a slash; None if there is no optimizer."""
+    """Parts of a checkpoint of layout 2. Folders are prefixes of paths, which end in a slash unless they are empty.
+    ``base_folder`` holds all parts; ``optimizer_folder`` is None if there is no optimizer."""
 
     base_folder: str
     weights_folder: str

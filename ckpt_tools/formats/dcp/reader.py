@@ -27,7 +27,7 @@ from ckpt_tools.serialization.torch_zip import open_archive
 from ckpt_tools.serialization.zstd import decompress_all
 from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.accelerate import note_missing_optimizers
-from ckpt_tools.trainers.folders import find_trainer_folder
+from ckpt_tools.trainers.trainer_folder import find_trainer_folder
 
 
 def read(source: Source, options: ReadOptions) -> Manifest:

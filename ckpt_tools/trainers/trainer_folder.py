@@ -24,33 +24,31 @@ def find_trainer_folder(
     """
     metadata_by_folder = {path.rpartition("/")[0]: path for path in metadata_paths}
     for trainer in TRAINERS:
-        resume_rules = trainer.resume_rules
-        base = None if resume_rules is None else _find_base(resume_rules, metadata_by_folder, files)
-        if resume_rules is not None and base is not None:
-            parts = {folder[len(base) :]: top_names[path] for folder, path in metadata_by_folder.items()}
-            copied_files = _match_copied_files(resume_rules, base, files)
-            copied_paths = {file.source for file in copied_files.values()}
-            other_paths = (path for path in files if _is_direct_file(path, base) and not is_dcp_file(path[len(base) :]))
-            unknown = frozenset(path for path in other_paths if path not in copied_paths)
-            return TrainerFolder(
-                trainer.name,
-                parts,
-                copied_files,
-                resume_rules.note_without_rank_files,
-                resume_rules.is_rank0_enough,
-                unknown,
-                resume=resume_rules.resume_code,
-            )
+        rules = trainer.resume_rules
+        base = None if rules is None else _find_base(rules, metadata_by_folder, files)
+        if rules is None or base is None:
+            continue
+        parts = {folder[len(base) :]: top_names[path] for folder, path in metadata_by_folder.items()}
+        copied_files = _match_copied_files(rules, base, files)
+        # Other files in the folder itself are unknown, but for those of the DCP and those that ckpt-tools writes.
+        known_paths = {*(file.source for file in copied_files.values()), base + SIGNATURE_NAME, base + DIGESTS_NAME}
+        names = (path[len(base) :] for path in files if path.startswith(base) and path not in known_paths)
+        unknown = frozenset(base + name for name in names if "/" not in name and not is_dcp_file(name))
+        return TrainerFolder(
+            trainer.name,
+            parts,
+            copied_files,
+            rules.note_without_rank_files,
+            rules.is_rank0_enough,
+            unknown,
+            resume=rules.resume_code,
+        )
     return None
 
 
-def _is_direct_file(path: str, base: str) -> bool:
-    """Whether a file is in the folder itself, and not written by ckpt-tools."""
-    name = path[len(base) :]
-    return path.startswith(base) and "/" not in name and name not in (SIGNATURE_NAME, DIGESTS_NAME)
-
-
 def _find_base(resume_rules: ResumeRules, folders: Iterable[str], files: Mapping[str, int]) -> str | None:
+    """The prefix of the trainer's folder in the paths of the source; None if the DCPs in ``folders`` are not its
+    own."""
     prefixes = set()
     for folder in folders:
         parent, _, name = folder.rpartition("/")
@@ -59,14 +57,12 @@ def _find_base(resume_rules: ResumeRules, folders: Iterable[str], files: Mapping
             return None
         prefixes.add(f"{above}/" if above else "")
     base = prefixes.pop()
-    return (
-        base
-        if not prefixes and (resume_rules.marker_file is None or f"{base}{resume_rules.marker_file}" in files)
-        else None
-    )
+    has_marker = resume_rules.marker_file is None or f"{base}{resume_rules.marker_file}" in files
+    return base if not prefixes and has_marker else None
 
 
 def _match_copied_files(resume_rules: ResumeRules, base: str, files: Mapping[str, int]) -> dict[str, CompanionFile]:
+    """The files to copy by their paths in the folder, each with its rank if the pattern has one."""
     copied_files = {}
     for path, size in files.items():
         name = path.removeprefix(base)
