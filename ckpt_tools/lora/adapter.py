@@ -33,7 +33,7 @@ def map_weight_keys(manifest: Manifest) -> dict[str, StateKey]:
 
 
 def parse_weight_names(manifest: Manifest) -> dict[str, ParsedName]:
-    """Each name of a weight, read."""
+    """The parts of the name of each weight."""
     return {name: parse_name(name) for name in map_weight_keys(manifest)}
 
 

@@ -24,7 +24,10 @@ def find_missing_parts(
 ) -> dict[str, str]:
     """The modules and tensors of the base model that the settings name and ``adapter`` does not hold, each with the
     setting. ``model_config`` is the content of the base model's ``config.json``."""
-    num_layers = _get_num_layers(model_config)
+    text_config = model_config.get("text_config")
+    text_layers = text_config.get("num_hidden_layers") if isinstance(text_config, Mapping) else None
+    num_layers = model_config.get("num_hidden_layers", text_layers)
+    num_layers = num_layers if type(num_layers) is int else None
     names = [name for name in weights if not _is_multi_token_layer(name, num_layers)]
     adapted = {get_base_module(module) for module in adapter.parts}
     missing: dict[str, str] = {}
@@ -101,16 +104,9 @@ def _is_module_saved(module: str, names: NameSuffixes) -> bool:
     return names.does_match_path(module, after_dot=False)
 
 
-def _get_num_layers(model_config: Mapping[str, Any]) -> int | None:
-    text_config = model_config.get("text_config")
-    num_layers = model_config.get(
-        "num_hidden_layers", text_config.get("num_hidden_layers") if isinstance(text_config, Mapping) else None
-    )
-    return num_layers if type(num_layers) is int else None
-
-
 def _is_multi_token_layer(name: str, num_layers: int | None) -> bool:
-    """Layers for predicting several tokens, which files on the hub have and models of transformers do not."""
+    """Whether ``name`` is of a layer that predicts further tokens. Files on the hub have such layers, and models of
+    transformers do not."""
     layer_match = _TEXT_LAYER_NAME.match(name)
     return "mtp" in name.split(".") or (
         num_layers is not None and layer_match is not None and int(layer_match[1]) >= num_layers

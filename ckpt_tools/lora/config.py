@@ -127,6 +127,10 @@ def parse_config(content: Any, path: str) -> AdapterConfig:
     peft_type = content.get("peft_type")
     if peft_type != "LORA":
         raise UnsupportedError(f"the adapter's peft_type is {peft_type!r}; only LORA is supported", path=path)
+    stated_layers = content.get("layers_to_transform")
+    layers = stated_layers if isinstance(stated_layers, list) else [] if stated_layers is None else [stated_layers]
+    if not all(type(each) is int for each in layers):
+        raise MalformedError(f"layers_to_transform is {stated_layers!r}, and no numbers of layers", path=path)
     target_modules = (
         None if content.get("target_modules") is None else _parse_names_or_pattern(content, "target_modules", path)
     )
@@ -140,7 +144,7 @@ def parse_config(content: Any, path: str) -> AdapterConfig:
         bias=str(content.get("bias") or "none"),
         target_modules=target_modules,
         exclude_modules=_parse_names_or_pattern(content, "exclude_modules", path),
-        layer_indices=_parse_layers(content.get("layers_to_transform"), path),
+        layer_indices=frozenset(layers) or None,  # PEFT takes no layers for all of them
         layers_pattern=_check_pattern_count(
             _parse_names(content, "layers_pattern", path, may_be_one=True), "layers_pattern", path
         ),
@@ -226,11 +230,3 @@ def _parse_names_or_pattern(content: Mapping[str, Any], key: str, path: str) -> 
         return NameSuffixes.of(_parse_names(content, key, path))
     _check_regex(value, key, path)
     return value
-
-
-def _parse_layers(value: Any, path: str) -> frozenset[int] | None:
-    """PEFT takes no layers for all of them."""
-    indices = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(type(each) is int for each in indices):
-        raise MalformedError(f"layers_to_transform is {value!r}, and no numbers of layers", path=path)
-    return frozenset(indices) or None

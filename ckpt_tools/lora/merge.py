@@ -71,15 +71,21 @@ class MergeStep:
         weights = {key.fqn: entry for key, entry in manifest.tensors.items()} | saved
         products = dict(self._build_products(manifest, weights))
         missing_notes = tuple(self._note_missing_parts(manifest))
-        files = {name: make_computed_file_name(f"{name} with the adapter") for name in products}
-        computed = {files[name]: _build_sum(name, weights[name], made, manifest) for name, made in products.items()}
-        merged = {name: _build_merged_entry(weights[name], file) for name, file in files.items()}
+        merged, computed = dict[str, TensorEntry](), dict(manifest.computed)
+        for name, product in products.items():
+            weight, file = weights[name], make_computed_file_name(f"{name} with the adapter")
+            if weight.plus:
+                raise UnsupportedError("something else is added to it already", key=name)
+            # A dequantized weight is rounded to its dtype first, as in a model that was dequantized before.
+            is_rounded = not manifest.computed.keys().isdisjoint(weight.shards.files)
+            computed[file] = WithProduct.of(weight, product, is_rounded=is_rounded)
+            merged[name] = replace(weight, shards=computed[file].make_table(file))
         tensors = {**manifest.tensors, **{StateKey(name): entry for name, entry in (saved | merged).items()}}
         merged_manifest = replace(
             manifest,
             tensors=tensors,
             literals={**manifest.literals, _ONE_FILE: struct.pack("<f", 1)},
-            computed={**manifest.computed, **computed},
+            computed=computed,
             must_equal=(*manifest.must_equal, *must_equal),
         )
         return merged_manifest, (
@@ -142,7 +148,9 @@ class MergeStep:
             base_entry = manifest.tensors.get(StateKey(name))
             tied_name = self._find_tied_name(manifest, name)
             if tied_name is not None:
-                twin = self.adapter.saved.get(tied_name) or self._find_twin(name)
+                # The tied name may not be known: then it is the one other head or embedding of the adapter.
+                vocabulary = [e for n, e in self.adapter.saved.items() if n != name and _is_vocabulary_tensor(n)]
+                twin = self.adapter.saved.get(tied_name) or (vocabulary[0] if len(vocabulary) == 1 else None)
                 if twin is None:
                     raise UnsupportedError(_explain_tie(name, tied_name), key=name)
                 equal_pairs.append(
@@ -153,11 +161,6 @@ class MergeStep:
                 continue
             saved[name] = entry if base_entry is None else _cast_like_base(name, entry, base_entry)
         return saved, dropped_names, equal_pairs
-
-    def _find_twin(self, name: str) -> TensorEntry | None:
-        """The other of head and embeddings, if the adapter holds it."""
-        twins = [each for other, each in self.adapter.saved.items() if other != name and _is_vocabulary_tensor(other)]
-        return twins[0] if len(twins) == 1 else None
 
     def _find_tied_name(self, manifest: Manifest, name: str) -> str | None:
         """The tensor whose bytes ``name`` shares in the base model; the head's is not named there."""
@@ -209,7 +212,11 @@ class MergeStep:
                 yield bias_name, _build_bias_product(bias_name, weights[bias_name], parts[BIAS_PART], scale)
 
     def _find_targets(self, weights: Mapping[str, TensorEntry]) -> dict[str, str]:
-        """The tensor that each module's matrices are added to."""
+        """The name of the tensor to which each module's matrices are added, by module."""
+        #     modules of the adapter         tensors of the base model    found
+        #     layers.0.q_proj                layers.0.q_proj.weight       by name
+        #     experts, experts.base_layer    experts.gate_up_proj,        by shapes (`_match_parameters`), as PEFT
+        #                                    experts.down_proj            nests a module for each target parameter
         target_names: dict[str, str] = {}
         modules_by_base: dict[str, list[str]] = {}
         for module in self.adapter.parts:
@@ -295,6 +302,8 @@ class MergeStep:
         self, targets: Mapping[str, str], weights: Mapping[str, TensorEntry]
     ) -> dict[int, set[bool]]:
         """Whether the weights that are not square are transposed, by the number of dims."""
+        # Square ones do not tell. Those of experts are taken to be as the others are; those of layers are as
+        # config.json or `fan_in_fan_out` says, and without a config.json the others must agree.
         orientations: dict[int, set[bool]] = {2: set(), 3: set()}
         for module, name in targets.items():
             product, shape = self._get_product_shape(module), weights[name].shape
@@ -360,6 +369,9 @@ class MergeStep:
     ) -> Product:
         """Experts in one tensor: ``A`` has a block of ``rank`` rows for each expert; in the columns of ``B`` the expert
         is the fast index."""
+        # PEFT stores A as [E * r, in], expert by expert, and B as [out, r * E]. As stacks of matrices:
+        #     B -> (out, r, E) -> [E, out, r]      A -> (E, r, in) -> [E, r, in]      B A -> [E, out, in]
+        # A tensor that keeps [E, in, out] gets the transpose of each product.
         num_experts, rows, columns = shape
         if (a.shape, b.shape) == ((rank * num_experts, columns), (rows, rank * num_experts)):
             is_transposed = False
@@ -411,7 +423,7 @@ def _check_dtypes(name: str, weight: TensorEntry, parts: Mapping[str, TensorEntr
 def _check_shapes(
     name: str, shape: Shape, matrices: tuple[TensorEntry, TensorEntry], expected_shapes: tuple[Shape, Shape] | None
 ) -> None:
-    """Raises UsageError unless both matrices have the shapes that are wanted; None if none would fit."""
+    """Raises UsageError unless both matrices have ``expected_shapes``, which are None if none would fit."""
     actual_shapes = tuple(entry.shape for entry in matrices)
     if actual_shapes != expected_shapes:
         actual_text = " and ".join(str(list(each)) for each in actual_shapes)
@@ -457,21 +469,3 @@ def _cast_like_base(name: str, entry: TensorEntry, base_entry: TensorEntry) -> T
 
 def _is_vocabulary_tensor(name: str) -> bool:
     return is_head(name) or is_embedding(name)
-
-
-def _build_sum(name: str, entry: TensorEntry, product: Product, base: Manifest) -> WithProduct:
-    """The sum. A dequantized weight is rounded to its dtype first, as in a model that was dequantized before."""
-    if entry.plus:
-        raise UnsupportedError("something else is added to it already", key=name)
-    return WithProduct.of(entry, product, is_rounded=not base.computed.keys().isdisjoint(entry.shards.files))
-
-
-def _build_merged_entry(entry: TensorEntry, file: str) -> TensorEntry:
-    """The tensor whose elements are those of the computed ``file``."""
-    computed_dtype = DType.FLOAT64 if entry.dtype is DType.FLOAT64 else DType.FLOAT32
-    return replace(
-        entry,
-        shards=ShardTable.whole(
-            entry.shape, computed_dtype, ByteRange(file, 0, entry.numel * computed_dtype.item_bytes)
-        ),
-    )

@@ -41,9 +41,9 @@ class PeftRole(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ParsedName:
-    """A name, read: ``name`` is that of the base model's tensor, of a part of LoRA that of its module, which may end
-    with ``.base_layer`` where several parameters of a module have one. ``adapter`` is the name of the adapter, None in
-    an adapter's file."""
+    """The parts of a name. ``name`` is that of the tensor of the base model; for a part of LoRA it is the module's,
+    which ends with ``.base_layer`` where several parameters of a module have an adapter. ``adapter`` is the name of the
+    adapter, None in an adapter's file."""
 
     role: PeftRole
     name: str
@@ -57,7 +57,7 @@ class ParsedName:
 
 
 def parse_name(name: str) -> ParsedName:
-    """``name``, with or without the prefix."""
+    """The parts of ``name``, which may begin with ``PEFT_PREFIX``."""
     bare_name = name.removeprefix(PEFT_PREFIX)
     if (saved_match := _SAVED_NAME.fullmatch(bare_name)) is not None:
         return ParsedName(PeftRole.SAVED, f"{saved_match[1]}.{saved_match[3]}", adapter=saved_match[2])

@@ -72,6 +72,8 @@ class PatternValues:
         return min(hits)[1] if hits else self.values_by_pattern.get(key, default)
 
     def _find_plain_value(self, key: str, lengths: tuple[int, ...]) -> tuple[int, Any] | None:
+        # In the regular expression "q.proj" the dot matches any letter, so the key is cut at the lengths of its parts:
+        # (1, 4) gives key[-6:-5] and key[-4:]. There is one look-up for each distinct tuple of lengths.
         start = len(key) - sum(lengths) - len(lengths) + 1
         if start < 0 or (start and key[start - 1] != "."):
             return None
@@ -100,6 +102,8 @@ def is_fast_to_match(patterns: Iterable[str], names: Collection[str]) -> bool:
 def _count_steps(pattern: str, length: int) -> float:
     """The most steps of matching a name: each repetition can end at any letter, and each group take any of its
     alternatives. Infinite for a repeated group, and for what begins with ``(?`` but for ``(?:``."""
+    # An upper bound of backtracking: r repetitions that end at any of n letters are C(n + r, r) ways, times the choices
+    # of the groups, times the longest literal that is compared each time.
     simplified = re.sub(r"\\.|\[\^?\]?[^\]]*\]", "x", pattern.removeprefix(r"(.*\.)?")).replace("(?:", "(")
     choices = simplified.count("(") + simplified.count("?")
     if choices > _MAX_CHOICES or re.search(r"\)[*+{]|\(\?", simplified):

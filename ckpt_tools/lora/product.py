@@ -83,10 +83,9 @@ class WithProduct(ComputedTensor):
     def of(cls, weight: TensorEntry, product: Product, *, is_rounded: bool = False) -> WithProduct:
         """``weight`` with ``product`` added: to its stored elements, or if ``is_rounded`` to those of its dtype."""
         dtype = DType.FLOAT64 if weight.dtype is DType.FLOAT64 else DType.FLOAT32
-        is_widened_by_numpy = (
-            dtype is DType.FLOAT32 and weight.shards.dtype is DType.BFLOAT16
-        )  # by numpy, while it adds
-        operand = weight if is_rounded else weight.cast_to(DType.BFLOAT16 if is_widened_by_numpy else dtype)
+        # bfloat16 is widened to float32 while the product is added, and not before.
+        is_widened_late = dtype is DType.FLOAT32 and weight.shards.dtype is DType.BFLOAT16
+        operand = weight if is_rounded else weight.cast_to(DType.BFLOAT16 if is_widened_late else dtype)
         factors = (product.left.entry.cast_to(DType.FLOAT32), product.right.entry.cast_to(DType.FLOAT32))
         return cls(weight.shape, dtype, (operand, *factors), product)
 
@@ -98,6 +97,8 @@ class WithProduct(ComputedTensor):
         return True
 
     def compute_box(self, box: Box, parts: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
+        # A piece is a run of consecutive elements: at most five boxes of the product's [stack, rows, columns]. Each box
+        # is one matmul into the buffer of the thread, and then one cast adds the buffer to the weight.
         left, right = self.product.left.reshape_to_stack(parts[1]), self.product.right.reshape_to_stack(parts[2])
         products, num_done = _THREAD_BUFFER.get_buffer(box.numel), 0
         with np.errstate(over="ignore", invalid="ignore"):

@@ -56,6 +56,9 @@ def _find_runs(tensor: DTensor, dim: int) -> list[DimensionRun]:
 
 
 def _find_local_positions(tensor: DTensor, dim: int, cut_mask: list[bool]) -> list[int]:
+    # torch does not say which elements of a strided shard a rank holds. So the vector of all positions is distributed
+    # in the same way. Of 8 positions that FSDP cuts over tensor parallelism of two ranks each, these are local:
+    #     rank 0: [0, 1]    rank 1: [4, 5]    rank 2: [2, 3]    rank 3: [6, 7]
     import torch
     from torch.distributed.tensor import Replicate, distribute_tensor
 

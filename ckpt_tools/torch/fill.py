@@ -128,6 +128,8 @@ def _choose_read_dtype(tensor_fill: TensorFill) -> DType:
 def _fill_box(target: torch.Tensor, tensor_reader: TensorReader, entry: TensorEntry, box: Box) -> None:
     import torch
 
+    # Elements are read straight into the target's memory where that is possible. A large box is cut in halves; a small
+    # one is read into a block and copied, which casts, takes any strides and moves to the device.
     dtype = to_torch_dtype(entry.dtype)
     if not box.numel:
         return

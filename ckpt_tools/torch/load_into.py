@@ -278,7 +278,7 @@ NewValue = tuple[dict[Any, Any], Any, Any]
 
 @dataclass(frozen=True, slots=True)
 class _OptimizerLoader:
-    """Loads the state of one optimizer; ``names`` are those of the model's parameters by id."""
+    """Loads the state of one optimizer; ``parameter_names`` are those of the model's parameters by id."""
 
     loader: _CheckpointLoader
     optimizer: torch.optim.Optimizer
@@ -286,6 +286,9 @@ class _OptimizerLoader:
     targets: list[_LoadTarget] = field(default_factory=list)
 
     def load_state(self, model: torch.nn.Module) -> None:
+        # Nothing of the checkpoint is loaded until all checks have passed: options of groups and new values are
+        # computed first, and tensors that are filled in place are collected in `targets`; then problems raise; then all
+        # are set.
         groups: list[dict[str, Any]] = self.optimizer.param_groups
         options_by_group = [self._find_group_options(number, group) for number, group in enumerate(groups)]
         self.loader.problems.raise_if_any()
@@ -353,7 +356,7 @@ class _OptimizerLoader:
     def _iter_new_values(
         self, parameter: torch.Tensor, stored_state: Mapping[str, dict[str, Any]], is_initialized: bool
     ) -> Iterator[NewValue]:
-        """The values that are not filled in place. Takes what the parameter has out of ``stored``."""
+        """The values that are not filled in place. Takes what the parameter has out of ``stored_state``."""
         aliases = self.loader.manifest.aliases
         fqns = [aliases.get(name, name) for name in self.parameter_names[id(parameter)]]
         stored_slots: dict[str, Any] = next((stored_state[fqn] for fqn in fqns if fqn in stored_state), {})

@@ -48,6 +48,8 @@ class JobNameMatcher:
 
     def find_match(self, name: str) -> EntryMatch | None:
         """The entry that a job means by ``name``, in which wrappers of the model may have left their marks."""
+        # "state.model.layers.0.w" is tried as a whole, then as "model.layers.0.w" with the prefix "state.", and so on:
+        # the longest ending that the checkpoint has is the entry.
         for prefix, own_name in _iter_splits(strip_wrapper_parts(name)):
             for part in (OPTIM, MODEL, EXTRA):
                 entry = self.entries[part].get(own_name)
@@ -74,26 +76,20 @@ class JobNameMatcher:
         """The user's own entries are beside the model."""
         for prefix, name in prefixes[EXTRA].items():
             for model in prefixes[MODEL]:
-                if prefix not in ("", _get_parent_prefix(model)):
+                parent = model[: model.rstrip(".").rfind(".") + 1]
+                if prefix not in ("", parent):
                     raise UsageError(f"the checkpoint has no entry {name!r}; remove it from the state dict")
 
 
 def _split_part_and_name(path: TreePath, tree: StateTree) -> tuple[str, str]:
+    """The part of the state that an entry belongs to, and its name in that part."""
     for part, prefix in ((OPTIM, tree.optim), (MODEL, tree.model)):
-        if (
-            prefix is not None
-            and len(path) > len(prefix)
-            and path[: len(prefix)] == prefix
-            and _is_owned_by_part(part, path, tree)
-        ):
+        # A model without a prefix owns the paths of one name alone.
+        owns_path = part == OPTIM or bool(tree.model) or len(path) == 1
+        if prefix is not None and owns_path and len(path) > len(prefix) and path[: len(prefix)] == prefix:
             return part, join_path(path[len(prefix) :])
     model_parent = tree.model[:-1]
     return EXTRA, join_path(path[len(model_parent) :] if path[: len(model_parent)] == model_parent else path)
-
-
-def _is_owned_by_part(part: str, path: TreePath, tree: StateTree) -> bool:
-    """A model without a prefix owns the paths of one name."""
-    return part == OPTIM or bool(tree.model) or len(path) == 1
 
 
 def _iter_options_by_parameter(manifest: Manifest, optim: Mapping[str, str]) -> Iterator[tuple[str, str]]:
@@ -112,7 +108,3 @@ def _iter_splits(name: str) -> Iterator[tuple[str, str]]:
     while dot_position >= 0:
         yield name[: dot_position + 1], name[dot_position + 1 :]
         dot_position = name.find(".", dot_position + 1)
-
-
-def _get_parent_prefix(prefix: str) -> str:
-    return prefix[: prefix.rstrip(".").rfind(".") + 1]
