@@ -68,6 +68,9 @@ class ComparedCheckpoint:
         """If only ``reference`` has one of the user's own tensors in the same place, or at the end of a longer path,
         or of a shorter one, ours goes by that name: formats name such tensors their own way, or put them below entries
         of their own."""
+        # One format has `app.rng.torch` where another has `rng.torch`. A tensor goes by the name of its counterpart if
+        # that is at the same path of the entries, or if one name is the end of the other, and no second tensor claims
+        # it.
         unmatched_extras = [key for key in reference.tensors if key.slot == EXTRA_SLOT and key not in self.tensors]
         keys_by_path = {reference.entry_paths[key]: key for key in unmatched_extras if key in reference.entry_paths}
         candidates: dict[StateKey, list[StateKey]] = {}
@@ -148,6 +151,7 @@ def compare_checkpoints(
 
 def _deduplicate_tied_tensors(ours: ComparedCheckpoint, theirs: ComparedCheckpoint) -> dict[StateKey, TensorEntry]:
     """Our tensors, a tied one by its first name alone where its other names are tied on the other side too."""
+    # Two names with the same slot, our owner and their owner are one pair of tensors.
     first_keys: dict[tuple[str, str, str | None], StateKey] = {}
     for key in ours.tensors:
         their_owner = theirs.owners.get(key.fqn, key.fqn) if key in theirs.tensors else None

@@ -149,6 +149,8 @@ def _compute_absolute_difference(ours: NDArray[Any], theirs: NDArray[Any]) -> ND
     if ours.dtype != theirs.dtype:
         ours, theirs = _convert_to_floats(ours), _convert_to_floats(theirs)
     if ours.dtype.kind in "iu":
+        # The difference of two int64 can need 65 bits. That of the larger and the smaller one is not negative and fits
+        # a uint64. Subtracting their bits as uint64 gives it, because two's complement wraps around.
         upper, lower = np.maximum(ours, theirs), np.minimum(ours, theirs)
         return np.asarray(upper.view(np.uint64) - lower.view(np.uint64))
     if ours.dtype.kind == "c":

@@ -29,7 +29,7 @@ from ckpt_tools.verification import digests
 from ckpt_tools.verification.digests import Digest, Digests
 
 MakeByteCallback = Callable[[int], digests.OnBytes]
-"""Told how many bytes there are to hash, gives what is to hear of them."""
+"""Takes the number of bytes to hash, and gives the callback for the bytes that were hashed."""
 
 
 def read_digests(url: str | Path, storage_options: StorageOptions = None) -> Digests:

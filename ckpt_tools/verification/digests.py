@@ -257,5 +257,5 @@ def locate_digest_list(manifest: Manifest) -> str:
 
 
 def read_digest_list(source: Source, path: str) -> dict[StateKey, Digest]:
-    """The list in a file of ``source``. Raises as ``loads`` does, and IncompleteError if it is missing."""
+    """The list in a file of ``source``. Raises as ``parse_digest_list``, and IncompleteError if it is missing."""
     return parse_digest_list(source.read_all(path, limit_bytes=MAX_LIST_BYTES), path)

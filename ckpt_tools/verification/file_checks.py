@@ -222,21 +222,23 @@ def check_files(
         for path in stated_digests
         if path in problems
     ]
-    unlisted_paths = [path for path in source.files if path not in stated_digests and _is_unlisted(path, lists)]
+    known_paths = {*stated_digests, *(each.name for each in lists)}
+    unlisted_paths = [
+        path
+        for path in source.files
+        if path not in known_paths
+        and path.rpartition("/")[2] not in _OWN_FILE_NAMES
+        and any(each.does_cover(path) for each in lists)
+    ]
     notes = tuple(Note(Outcome.NOT_COMPARED, path, f"{list_names} does not name it") for path in unlisted_paths)
     return VerifyReport(
         {}, 0, tuple(differences), notes=notes, num_files=len(stated_digests), lists=tuple(each.name for each in lists)
     )
 
 
-def _is_unlisted(path: str, lists: Collection[FileList]) -> bool:
-    is_list = path in {each.name for each in lists} or path.rpartition("/")[2] in _OWN_FILE_NAMES
-    return not is_list and any(each.does_cover(path) for each in lists)
-
-
 @dataclass(frozen=True, slots=True)
 class _HashJob:
-    """A file with the lists that name it."""
+    """A file, and its digests in the lists that name it, each with the name of the list."""
 
     path: str
     size: int

@@ -36,7 +36,7 @@ SIGNATURE_SUFFIX = ".sig"
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SignReport(DisplayableResult):
-    """File of the signature."""
+    """The file of a signature that was made."""
 
     signature: str
 
@@ -75,18 +75,14 @@ def _check_replaceable(target: Path, *, overwrite: bool) -> None:
             f"{target} exists; choose another {format_option('signature')}, or replace it with "
             f"{format_option('overwrite', True)}"
         )
-    if target.is_symlink() or not _is_signature_file(target):
+    is_ours = False
+    with suppress(OSError):
+        is_ours = not target.is_symlink() and target.is_file() and is_signature(target.read_bytes())
+    if not is_ours:
         raise DestinationExistsError(
             f"{target} is not a signature, so it is not replaced; remove it yourself, or choose another "
             f"{format_option('signature')}"
         )
-
-
-def _is_signature_file(path: Path) -> bool:
-    try:
-        return path.is_file() and is_signature(path.read_bytes())
-    except OSError:
-        return False
 
 
 def is_signature(data: bytes) -> bool:

@@ -190,6 +190,10 @@ class _RunningStatistics:
             self._total += (int((finite >> 32).sum()) << 32) + int((finite & 0xFFFFFFFF).sum())
             self.norm = math.hypot(self.norm, _compute_norm(finite.astype(np.float64)))
         else:
+            # Mean and norm are updated block by block, so that no sum overflows, for n elements before and m in the
+            # block:
+            #     mean' = mean * n / (n + m) + block_mean * m / (n + m)        norm' = hypot(norm, block_norm)
+            # Blocks of very large or very small elements are scaled by a power of two first, which is exact.
             exponent = _choose_exponent(finite)
             self.norm = math.hypot(self.norm, _apply_scaled(finite, exponent, _compute_norm))
             block_share = len(finite) / self.num_finite
@@ -222,6 +226,8 @@ def _choose_exponent(elements: NDArray[np.float64]) -> int:
 def _apply_scaled(
     elements: NDArray[np.float64], exponent: int, function: Callable[[NDArray[np.float64]], float]
 ) -> float:
+    """The result of ``function``, which scales with the elements, computed on elements scaled by a power of
+    two."""
     if not exponent:
         return function(elements)
     try:

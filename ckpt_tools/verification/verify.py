@@ -208,6 +208,14 @@ def verify_conversion(
     Raises:
         CkptError: one of them cannot be read.
     """
+    # The destination is compared with what the conversion would write now:
+    #
+    #     src ── read ──▶ manifest ── apply_options ──▶ expected ──┐
+    #                                                              ├──▶ tensors, entries, texts and files that differ
+    #     dst ── read ──▶ its manifest ── the model alone? ────────┘
+    #
+    # The destination tells which state is compared: the whole one (`is_whole`) if it holds more than a model, or keeps
+    # the names of the source. A tree is then read again with that state.
     manifest = opened.manifest
     written = _open_destination(dst, manifest, options)
     dst_manifest = written.manifest
@@ -333,6 +341,8 @@ def diff_checkpoints(
     Raises:
         CkptError: bytes cannot be read. UsageError: no tensor is selected.
     """
+    # Each step makes the two sides comparable: parts joined, one copy of each weight, a recipe, other names, a
+    # selection. Options that map names change side A alone; the selection is applied to both.
     recipe = make_recipe_step(a, options)
     manifests, side_stores = [a.manifest, b.manifest], [a.source.store, b.source.store]
     joining_notes: tuple[Note, ...] = ()

@@ -1,8 +1,9 @@
 """Proof that loading a checkpoint runs no code, or the findings where there is no proof.
 
-``source`` lists the files and the items of a DCP, ``kinds`` recognises them, ``prove`` parses each kind to its last
-byte, ``other_loaders`` looks for a second meaning, ``configuration`` for names of code, and ``findings`` holds the
-report.
+``source`` goes through the files and the items of a DCP, and ``kinds`` recognises them. ``prove`` parses each kind to
+its last byte, with ``arrays``, ``strict_zip``, ``texts`` and ``pictures``; ``alike`` spares it items like one that is
+proved, and ``budget`` limits what is decompressed. ``other_loaders`` and ``tokens`` look for a second meaning,
+``configuration`` for names of code. ``piece`` is what is proved, and ``findings`` holds the report.
 """
 
 from ckpt_tools.verification.scan.findings import Finding, ScanReport

@@ -58,6 +58,9 @@ class ProvenItems:
         templates = self._templates[len(data)]
         if len(templates) == MAX_TEMPLATES:
             return
+        # Elements of storages, torch's id of the file, and the checksums of both vary, and all bytes between are fixed.
+        # A checksum stands with its record and in the directory:
+        #     | fixed | elements | checksum | fixed | id | checksum | fixed | checksum | fixed | checksum | fixed |
         storage_ranges = {name: span for name, span in ranges.items() if "/data/" in name}
         id_ranges = {name: span for name, span in ranges.items() if name.endswith("/.data/serialization_id")}
         variable_ranges = storage_ranges | id_ranges

@@ -69,6 +69,8 @@ def parse_npy_elements(view: FileView) -> ArrayElements:
 
 
 def _count_item_bytes(descr: str) -> int:
+    # Innermost structures become codes of as many bytes, until none is left:
+    #     [('a', '<f4'), ('b', [('c', '<i8', (2,))])]   ->   [('a', '<f4'), ('b', '|V16')]   ->   '|V20'
     for _ in range(MAX_STRUCT_DEPTH):
         if not descr.startswith("["):
             break

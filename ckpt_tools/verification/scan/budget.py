@@ -16,7 +16,8 @@ that a checkpoint of many compressed tensors is far from this; a compressed obje
 
 
 class InflationBudget:
-    """Bytes that compressed items may have outside of their compression."""
+    """Bytes that compressed items may have outside of their compression: some for each compressed byte that was met,
+    and a base that is there once. So small files do not expand to gigabytes, and large ones do not run out."""
 
     def __init__(self) -> None:
         self._remaining_bytes = _BASE_INFLATED_BYTES

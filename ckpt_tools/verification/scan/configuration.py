@@ -18,6 +18,7 @@ from typing import Any
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.values import DefaultDict, GlobalRef, Opaque, OrderedDict, StoredTensor, Value
 from ckpt_tools.core.wording import format_count
+from ckpt_tools.verification.scan.findings import CouldRunError
 
 UNREAD_SETTINGS_REASON = "a program that reads it may import or call names in it"
 """The reason for a file of settings in a form that is not read."""
@@ -190,3 +191,35 @@ _OPAQUE_TEXT_MODULES = re.compile(
 )
 """Modules of the closed list whose objects hold texts of their own form, which these modules do not import: parts of a
 path, names of devices, arguments of a Trainer."""
+
+
+_HYPERPYYAML_TAGS = ("new", "apply", "name", "module")
+"""Tags of hyperpyyaml, which SpeechBrain reads."""
+
+
+def _build_word_pattern(word: str) -> str:
+    """A pattern for ``word`` with any of its characters percent-encoded, as tags of YAML may be."""
+    return "".join(f"(?:{character}|%{ord(character):02x})" for character in word)
+
+
+_OBJECT_TAG_PATTERNS = (
+    "!!" + _build_word_pattern("python"),
+    "!<" + _build_word_pattern("tag:"),
+    *(f"!{_build_word_pattern(word)}:" for word in _HYPERPYYAML_TAGS),
+)
+_OBJECT_TAG = re.compile("|".join(_OBJECT_TAG_PATTERNS), re.I)
+_TAG_DIRECTIVE = re.compile(r"%TAG\s+!")
+
+
+_LOGGING_SECTION = re.compile(r"^[ \t]*\[[ \t]*(handlers|formatters|loggers)[ \t]*\]", re.M)
+_LOGGING_CALL_KEY = re.compile(r"^[ \t]*(args|class|kwargs)[ \t]*[=:]", re.M | re.I)
+
+
+def check_makes_no_objects(text: str) -> None:
+    """Raises CouldRunError if a loader of YAML, or of a configuration of logging, would make objects of ``text``. They
+    read any text, whatever its name is."""
+    if _OBJECT_TAG.search(text) or _TAG_DIRECTIVE.search(text):
+        raise CouldRunError("it holds a tag of YAML that makes objects of Python")
+    lines = text.replace("\r", "\n")
+    if _LOGGING_SECTION.search(lines) and _LOGGING_CALL_KEY.search(lines):
+        raise CouldRunError("it is a configuration of logging, whose classes and arguments logging.config evaluates")

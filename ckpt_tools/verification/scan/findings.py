@@ -32,6 +32,11 @@ class Danger(StrEnum):
     NOT_LOOKED_INTO = "not looked into"
     """Data of a kind that is not read: compressed, encrypted, or unknown."""
 
+    @property
+    def rule_id(self) -> str:
+        """The id of its rule in SARIF."""
+        return self.value.replace(" ", "-")
+
 
 class NotLookedIntoError(UnsupportedError):
     """Data of a kind that is not read at all, or beyond what a scan spends on it."""
@@ -68,7 +73,7 @@ class FindingCollector:
     """Collects findings and what was proved. ``allowed`` are the names that the user vouches for; with
     ``allow_configuration``, configuration is counted and is not a finding.
 
-    ``met`` are those of them that were met, and ``names`` those that could be vouched for.
+    ``used_names`` are the allowed names that were met, ``allowable_names`` further ones that could be allowed.
     """
 
     def __init__(self, allowed: Collection[str] = (), *, allow_configuration: bool = False) -> None:
@@ -160,7 +165,7 @@ class ScanReport(DisplayableResult):
         from ckpt_tools.verification.sarif import build_log
 
         properties = {**self.shown(), "allowed": list(self.allowed), "names": list(self.names)}
-        rules = {_get_rule_id(danger): about for danger, (_, about) in _SARIF_RULES.items()}
+        rules = {danger.rule_id: about for danger, (_, about) in _SARIF_RULES.items()}
         return build_log(
             "ckpt-tools scan", rules, (_build_sarif_result(finding, folder) for finding in self.findings), properties
         )
@@ -177,10 +182,6 @@ _SARIF_RULES = {
 """Levels and descriptions of SARIF's rules."""
 
 
-def _get_rule_id(danger: Danger) -> str:
-    return danger.value.replace(" ", "-")
-
-
 def _build_sarif_result(finding: Finding, folder: str) -> dict[str, Any]:
     from ckpt_tools.verification.sarif import build_file_location, build_result
 
@@ -189,7 +190,7 @@ def _build_sarif_result(finding: Finding, folder: str) -> dict[str, Any]:
     region = None if offset is None or length is None else (offset, length)
     level, _ = _SARIF_RULES[finding.danger]
     return build_result(
-        _get_rule_id(finding.danger),
+        finding.danger.rule_id,
         level,
         f"{finding.what}{place_suffix}",
         build_file_location(finding.file, folder, region),

@@ -19,18 +19,19 @@ class FileView:
     start: int | None = 0
 
     def slice_range(self, start: int, stop: int, place: str) -> FileView:
+        """A view of the bytes from ``start`` to ``stop``."""
         read_file = self.read
         subview = self._make_subview(place, stop - start)
         absolute_start = None if self.start is None else self.start + start
         return replace(subview, read=lambda first, last: read_file(start + first, start + last), start=absolute_start)
 
     def wrap_data(self, data: bytes, place: str) -> FileView:
-        """``data``, which came out of this."""
+        """A view of ``data``, which was decompressed from this."""
         subview = self._make_subview(place, len(data))
         return replace(subview, read=lambda start, stop: data[start:stop], start=None)
 
     def load_into_memory(self) -> FileView:
-        """The same, read at once."""
+        """The same view, whose bytes are read at once."""
         content = self.read_all()
         return replace(self, read=lambda start, stop: content[start:stop])
 
@@ -40,8 +41,8 @@ class FileView:
 
     @property
     def region(self) -> tuple[int, int] | None:
-        """Its first byte in the file and its size, where that is known."""
-        return None if self.start is None else (self.start, self.size)
+        """The first byte of a part in its file, and its size; None for a whole file, and where they are not known."""
+        return (self.start, self.size) if self.start is not None and self.place else None
 
     def read_head(self, num_bytes: int) -> bytes:
         return self.read(0, min(num_bytes, self.size))

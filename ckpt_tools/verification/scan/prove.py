@@ -104,6 +104,9 @@ class Prover:
         compressed. Return the start of its directory."""
         if not view.size:
             raise MalformedError("an item of no bytes")
+        # A checkpoint has thousands of items that differ in elements and checksums alone: one of them is proved, and
+        # the others are compared with it. Not compared are compressed items, tensors of bytes, and items with a
+        # finding.
         is_small = packed_bytes is None and view.size <= IN_MEMORY_ITEM_BYTES
         if is_small and (directory_start := self._proven_items.find_directory(view.read_all())) is not None:
             self._collector.num_pickles += 1

@@ -89,6 +89,7 @@ class _SourceScan:
         if not self._source.files and not self._collector.findings and not excluded_paths:
             raise SourceNotFoundError("there is nothing to scan", path=url)
         scanned_paths = [path for path in self._source.files if not self._is_excluded(path)]
+        # Two passes: the items of a file lie where .metadata says, which the first pass proves, and the prover keeps.
         item_files = {path for path in scanned_paths if path.endswith(_ITEM_FILE_SUFFIX)}
         for path in scanned_paths:
             if path not in item_files:
@@ -103,7 +104,7 @@ class _SourceScan:
         return any(fnmatchcase(path, glob) or fnmatchcase(name, glob) for glob in self._exclude)
 
     def _scan_file(self, path: str, items: ItemsByRange | None = None) -> None:
-        """A file that cannot be proved is a finding, and keeps none from being read."""
+        """Prove a file, or note a finding; the files after it are proved in any case."""
         num_unproved_before = self._collector.num_unproved
         try:
             view = self._view_file(path)
@@ -122,9 +123,9 @@ class _SourceScan:
         except PROOF_ERRORS as error:
             if classify_error(error) in (Danger.NOT_UNDERSTOOD, Danger.NOT_LOOKED_INTO) and is_runnable_pickle(view):
                 what = f"{describe_error(error)}; {RUNNABLE_PICKLE_REASON}"
-                self._collector.add_finding(view.file, view.place, Danger.RUNS, what, region=_get_item_region(view))
+                self._collector.add_finding(view.file, view.place, Danger.RUNS, what, region=view.region)
             else:
-                self._record_refusal(view.file, view.place, error, _get_item_region(view))
+                self._record_refusal(view.file, view.place, error, view.region)
             return None
 
     def _record_refusal(self, path: str, place: str, error: Exception, region: Region | None = None) -> None:
@@ -166,7 +167,11 @@ class _SourceScan:
                 items_by_file[item_file][info.offset, info.offset + info.length] = "", info
 
     def _scan_item_file(self, file_view: FileView, items: ItemsByRange) -> None:
-        """Every byte of a file of items is in exactly one of them."""
+        """Prove a file of items, of which every byte must be in exactly one."""
+        #     file of items    | item 0 | item 1 | item 2 | ...
+        #     each item        | records ... | directory | end record |        the last two are in `directory_ranges`
+        # A loader that takes the file for one zip uses the last end record, whose offset it counts from the start of
+        # the file. `check_item_file` refuses the file if it finds a directory there that is not an item's.
         if not items:
             raise MalformedError("no metadata names the items of this file")
         expected_start, directory_ranges = 0, []
@@ -190,7 +195,7 @@ class _SourceScan:
         try:
             content = self._inflate_item(view, info)
         except PROOF_ERRORS as error:
-            self._record_refusal(view.file, view.place, error, _get_item_region(view))
+            self._record_refusal(view.file, view.place, error, view.region)
             return None
         is_inflated = content is not view
         prove = partial(self._prover.prove_item, key=key, packed_bytes=view.size if is_inflated else None)
@@ -217,11 +222,6 @@ class _SourceScan:
         return view.wrap_data(data, "")
 
 
-def _get_item_region(view: FileView) -> Region | None:
-    """The bytes of an item; none for a whole file."""
-    return view.region if view.place else None
-
-
 _SPECIAL_FILE_TYPES = {
     stat.S_IFIFO: "a named pipe: a loader that opens it may wait, or read what another process writes",
     stat.S_IFSOCK: "a socket",
@@ -238,11 +238,7 @@ def _find_special_entries(root: Path, files: Collection[str]) -> Iterator[tuple[
             if path.is_symlink() and not Path(os.path.realpath(path)).is_relative_to(root):
                 yield name, Danger.OUTSIDE, "a link to a folder outside the checkpoint"
             elif PACKAGE_NAME.search(name):
-                yield (
-                    name,
-                    Danger.COULD_RUN,
-                    "a folder with the name of an installed package",
-                )
+                yield name, Danger.COULD_RUN, "a folder with the name of an installed package"
         for path in (Path(folder, name) for name in names):
             if (name := path.relative_to(root).as_posix()) not in files:
                 yield name, *_classify_special_file(path)

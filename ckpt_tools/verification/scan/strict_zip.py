@@ -7,7 +7,6 @@ which reads the archive in another way, from the start, past the directory, or b
 from __future__ import annotations
 
 import struct
-from typing import NoReturn
 
 from ckpt_tools.core.wording import format_count
 from ckpt_tools.errors import MalformedError
@@ -93,11 +92,14 @@ class _ZipCoverageCheck:
         self._directory = directory
 
     def find_record_ranges(self) -> dict[str, tuple[int, int]]:
+        """The range of each record's bytes. Raises MalformedError if a byte belongs to nothing, or has two meanings."""
+        #     | header | data | descriptor? | header | data | ... | directory | zip64 end? | end |
+        # `expected_start` moves from record to record, and must meet the directory.
         self._check_directory()
         ranges, expected_start = {}, 0
         for record in self._directory.records.values():
             if record.header_offset != expected_start:
-                self._raise_unproved(
+                raise self._build_error(
                     f"{format_count(record.header_offset - expected_start, 'byte')} before the record {record.name!r} "
                     "outside any record"
                 )
@@ -106,7 +108,7 @@ class _ZipCoverageCheck:
             ranges[record.name] = (start, expected_start)
             expected_start += self._check_descriptor(record, expected_start) if has_descriptor else 0
         if expected_start != self._directory.start:
-            self._raise_unproved(
+            raise self._build_error(
                 f"{format_count(self._directory.start - expected_start, 'byte')} before its directory outside any "
                 f"record"
             )
@@ -117,11 +119,11 @@ class _ZipCoverageCheck:
         name = record.name.encode()
         data = self._read(header_start, min(header_start + LOCAL.size + len(name) + 256, self._directory.start))
         if len(data) < LOCAL.size:
-            self._raise_unproved(f"record {record.name!r} is truncated")
+            raise self._build_error(f"record {record.name!r} is truncated")
         _, _, flags, method, _, _, crc32, compressed_size, size, name_bytes, extra_bytes = LOCAL.unpack_from(data)
         extra_at = LOCAL.size + name_bytes
         if not data.startswith(b"PK\x03\x04") or method != record.method or data[LOCAL.size : extra_at] != name:
-            self._raise_unproved(f"record {record.name!r} does not start where the directory says")
+            raise self._build_error(f"record {record.name!r} does not start where the directory says")
         if len(data) < extra_at + extra_bytes:
             data = self._read(header_start, min(header_start + extra_at + extra_bytes, self._directory.start))
         zip64_sizes = self._parse_extra_field(record, data[extra_at : extra_at + extra_bytes])
@@ -129,7 +131,7 @@ class _ZipCoverageCheck:
         if flags & ~(DESCRIPTOR_FOLLOWS | UTF8_NAME) or not self._does_header_agree(
             record, (compressed_size, size), crc32, zip64_sizes, has_descriptor
         ):
-            self._raise_unproved(f"record {record.name!r} is described in two ways")
+            raise self._build_error(f"record {record.name!r} is described in two ways")
         start = header_start + extra_at + extra_bytes
         self._check_no_array(record, start, data[extra_at + extra_bytes :])
         return start, has_descriptor
@@ -139,7 +141,7 @@ class _ZipCoverageCheck:
         num_bytes = min(len(ARRAY_MAGIC), record.size)
         head = bytes_read[:num_bytes] if len(bytes_read) >= num_bytes else self._read(start, start + num_bytes)
         if head == ARRAY_MAGIC and not record.name.endswith(".npy"):
-            self._raise_unproved(f"record {record.name!r} may be taken for an array of numpy")
+            raise self._build_error(f"record {record.name!r} may be taken for an array of numpy")
 
     def _does_header_agree(
         self, record: ZipRecord, sizes: tuple[int, int], crc32: int, zip64_sizes: tuple[int, ...], has_descriptor: bool
@@ -159,9 +161,9 @@ class _ZipCoverageCheck:
             field_id, length = struct.unpack_from("<2H", data.ljust(position + 4, b"\0"), position)
             body = data[position + 4 : position + 4 + length]
             if len(body) != length or field_id not in (ZIP64_EXTRA, _PADDING_EXTRA):
-                self._raise_unproved(f"the header of record {record.name!r} holds something unknown")
+                raise self._build_error(f"the header of record {record.name!r} holds something unknown")
             if field_id == _PADDING_EXTRA and body.strip(b"Z\0"):
-                self._raise_unproved(f"the padding of record {record.name!r} is not padding")
+                raise self._build_error(f"the padding of record {record.name!r} is not padding")
             if field_id == ZIP64_EXTRA:
                 zip64_sizes = struct.unpack(f"<{length // 8}Q", body[: length // 8 * 8])
             position += 4 + length
@@ -191,15 +193,12 @@ class _ZipCoverageCheck:
             _, _, _, flags, *_, name_bytes, extra_bytes, comment_bytes, _, _, _, _ = CENTRAL.unpack_from(data, position)
             extra_at = position + CENTRAL.size + name_bytes
             if comment_bytes or flags & ~(DESCRIPTOR_FOLLOWS | UTF8_NAME):
-                self._raise_unproved("its directory holds more than its records")
+                raise self._build_error("its directory holds more than its records")
             record = next(iter(self._directory.records.values()))
             self._parse_extra_field(record, data[extra_at : extra_at + extra_bytes])
             position = extra_at + extra_bytes
         if len(data) - position not in (END.size, END64.size + LOCATOR64.size + END.size):
-            self._raise_unproved("bytes behind its directory belong to nothing")
-
-    def _raise_unproved(self, reason: str) -> NoReturn:
-        raise self._build_error(reason)
+            raise self._build_error("bytes behind its directory belong to nothing")
 
     def _build_error(self, reason: str) -> MalformedError:
         return MalformedError(f"the zip archive cannot be proved: {reason}", path=self._directory.path)

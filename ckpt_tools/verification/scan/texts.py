@@ -8,8 +8,11 @@ from typing import Any
 from ckpt_tools.errors import MalformedError
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.stores.source import check_file_name
-from ckpt_tools.verification.scan.configuration import UNREAD_SETTINGS_REASON, explain_unproved_names
-from ckpt_tools.verification.scan.findings import CouldRunError
+from ckpt_tools.verification.scan.configuration import (
+    UNREAD_SETTINGS_REASON,
+    check_makes_no_objects,
+    explain_unproved_names,
+)
 from ckpt_tools.verification.scan.kinds import LATEST_NAME, FileKind
 from ckpt_tools.verification.scan.piece import FileView
 
@@ -37,7 +40,7 @@ def prove_text(view: FileView, kind: FileKind) -> str | None:
     if LATEST_NAME.search(view.file):
         check_file_name(text.strip())
         return None
-    _check_makes_no_objects(text)
+    check_makes_no_objects(text)
     return UNREAD_SETTINGS_REASON if kind is FileKind.CONFIGURATION and text.strip() else None
 
 
@@ -62,34 +65,3 @@ def _check_weight_map(document: Any) -> None:
         if type(name) is not str:
             raise MalformedError("its weight_map names no files")
         check_file_name(name)
-
-
-_HYPERPYYAML_TAGS = ("new", "apply", "name", "module")
-"""Tags of hyperpyyaml, which SpeechBrain reads."""
-
-
-def _build_word_pattern(word: str) -> str:
-    """A pattern for ``word`` with any of its characters percent-encoded, as tags of YAML may be."""
-    return "".join(f"(?:{character}|%{ord(character):02x})" for character in word)
-
-
-_OBJECT_TAG_PATTERNS = (
-    "!!" + _build_word_pattern("python"),
-    "!<" + _build_word_pattern("tag:"),
-    *(f"!{_build_word_pattern(word)}:" for word in _HYPERPYYAML_TAGS),
-)
-_OBJECT_TAG = re.compile("|".join(_OBJECT_TAG_PATTERNS), re.I)
-_TAG_DIRECTIVE = re.compile(r"%TAG\s+!")
-
-
-_LOGGING_SECTION = re.compile(r"^[ \t]*\[[ \t]*(handlers|formatters|loggers)[ \t]*\]", re.M)
-_LOGGING_CALL_KEY = re.compile(r"^[ \t]*(args|class|kwargs)[ \t]*[=:]", re.M | re.I)
-
-
-def _check_makes_no_objects(text: str) -> None:
-    """Loaders of YAML, and of a configuration of logging, read any text, whatever its name is."""
-    if _OBJECT_TAG.search(text) or _TAG_DIRECTIVE.search(text):
-        raise CouldRunError("it holds a tag of YAML that makes objects of Python")
-    lines = text.replace("\r", "\n")
-    if _LOGGING_SECTION.search(lines) and _LOGGING_CALL_KEY.search(lines):
-        raise CouldRunError("it is a configuration of logging, whose classes and arguments logging.config evaluates")

@@ -87,9 +87,10 @@ class _OpcodeScanner:
                     return True
         except _UnpicklingFailsError:
             return False
-        return True
+        return True  # more opcodes than an accident has: they count as an import
 
     def _follow_opcode(self, opcode: int) -> bool:
+        """Follow an opcode; True if it imports something, or calls what was imported."""
         if opcode in _STACK_EFFECTS:
             num_bytes, num_taken, num_left = _STACK_EFFECTS[opcode]
             self._reader.position += num_bytes
@@ -202,6 +203,7 @@ class _OpcodeScanner:
             # INST calls what it imports.
             self._pop_mark()
             return True
+        # A text such as "config of a run" begins like an import, whose opcode is "c": it counts if something is called.
         self._has_odd_import = True
         self._depth += 1
         return False
