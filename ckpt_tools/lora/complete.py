@@ -92,10 +92,8 @@ def _is_name_listed(module: str, names: str | NameSuffixes) -> bool:
 def _is_in_layer(module: str, config: AdapterConfig) -> bool:
     if config.layer_indices is None:
         return True
-    patterns = [re.compile(rf"(?:^|.*?\.){re.escape(name)}\.(\d+)\.") for name in config.layers_pattern] or [
-        _LAYER_NAME
-    ]
-    first_match = next((match for pattern in patterns if (match := pattern.match(module)) is not None), None)
+    regexes = [re.compile(rf"(?:^|.*?\.){re.escape(name)}\.(\d+)\.") for name in config.layers_pattern] or [_LAYER_NAME]
+    first_match = next((match for pattern in regexes if (match := pattern.match(module)) is not None), None)
     return first_match is not None and int(first_match[1]) in config.layer_indices
 
 
@@ -107,7 +105,5 @@ def _is_module_saved(module: str, names: NameSuffixes) -> bool:
 def _is_multi_token_layer(name: str, num_layers: int | None) -> bool:
     """Whether ``name`` is of a layer that predicts further tokens. Files on the hub have such layers, and models of
     transformers do not."""
-    layer_match = _TEXT_LAYER_NAME.match(name)
-    return "mtp" in name.split(".") or (
-        num_layers is not None and layer_match is not None and int(layer_match[1]) >= num_layers
-    )
+    match = _TEXT_LAYER_NAME.match(name)
+    return "mtp" in name.split(".") or (num_layers is not None and match is not None and int(match[1]) >= num_layers)

@@ -167,11 +167,9 @@ def check_mergeable(config: AdapterConfig, path: str) -> None:
 
 def _find_unmergeable_settings(content: Mapping[str, Any]) -> list[str]:
     reasons = [f"{key} is set ({what})" for key, what in _UNSUPPORTED_KEYS.items() if content.get(key)]
-    initialization = content.get("init_lora_weights")
-    if isinstance(initialization, str) and initialization.lower().startswith(_BASE_CHANGING_INITS):
-        reasons.append(
-            f"init_lora_weights is {initialization!r}, which changed the base model's weights before training"
-        )
+    method = content.get("init_lora_weights")
+    if isinstance(method, str) and method.lower().startswith(_BASE_CHANGING_INITS):
+        reasons.append(f"init_lora_weights is {method!r}, which changed the base model's weights before training")
     unknown_keys = [
         key
         for key, value in content.items()

@@ -81,14 +81,14 @@ class MergeStep:
             computed[file] = WithProduct.of(weight, product, is_rounded=is_rounded)
             merged[name] = replace(weight, shards=computed[file].make_table(file))
         tensors = {**manifest.tensors, **{StateKey(name): entry for name, entry in (saved | merged).items()}}
-        merged_manifest = replace(
+        result = replace(
             manifest,
             tensors=tensors,
             literals={**manifest.literals, _ONE_FILE: struct.pack("<f", 1)},
             computed=computed,
             must_equal=(*manifest.must_equal, *must_equal),
         )
-        return merged_manifest, (
+        return result, (
             *untying_notes,
             *missing_notes,
             *self._build_notes(manifest, saved, merged, dropped_names),
@@ -107,11 +107,9 @@ class MergeStep:
         )
         for name, entry in saved.items():
             base_entry, stored_dtype = manifest.tensors.get(StateKey(name)), entry.shards.dtype
-            cast_text = (
-                f", cast from {stored_dtype.value} to {entry.dtype.value}" if stored_dtype is not entry.dtype else ""
-            )
+            cast = f", cast from {stored_dtype.value} to {entry.dtype.value}" if stored_dtype is not entry.dtype else ""
             reason = "is not in the base model" if base_entry is None else "replaces that of the base model"
-            yield Note(Outcome.MERGED, name, f"the adapter's own {reason}{cast_text}", asked=True)
+            yield Note(Outcome.MERGED, name, f"the adapter's own {reason}{cast}", asked=True)
         for name in dropped_names:
             yield Note(Outcome.DROPPED, name, "tied to the embeddings, whose bits it has", asked=True)
 
@@ -192,16 +190,14 @@ class MergeStep:
         targets = self._find_targets(weights)
         self._check_targets_exist(targets, weights)
         orientations = self._find_orientations(targets, weights)
-        pattern_keys = {
-            m: name if self.config.is_target_parameter(name) else get_base_module(m) for m, name in targets.items()
-        }
-        self.config.check_pattern_cost({*pattern_keys.values()})
+        keys = {m: name if self.config.is_target_parameter(name) else get_base_module(m) for m, name in targets.items()}
+        self.config.check_pattern_cost({*keys.values()})
         for module, name in targets.items():
             parts, weight = self.adapter.parts[module], weights[name]
             tied_name = self._find_tied_name(manifest, name)
             if tied_name is not None:
                 raise UnsupportedError(_explain_tie(name, tied_name), key=name)
-            rank, scale = self.config.get_rank_and_scale(pattern_keys[module])
+            rank, scale = self.config.get_rank_and_scale(keys[module])
             yield name, self._build_product(name, weight, parts, rank, scale, orientations)
             if BIAS_PART in parts:
                 bias_name = f"{get_base_module(module)}.bias"
@@ -347,10 +343,8 @@ class MergeStep:
                 is_parameter = self.config.is_target_parameter(name)
                 is_transposed = not is_parameter and self._is_square_transposed(name, orientations[2])
             return _build_matrix_product(a, b, is_transposed=is_transposed, scale=scale)
-        kernel_shape = (1,) * (len(shape) - 2)
-        _check_shapes(
-            name, shape, (a, b), ((rank, *shape[1:]), (*shape[:1], rank, *kernel_shape)) if shape[2:] else None
-        )
+        kernel = (1,) * (len(shape) - 2)
+        _check_shapes(name, shape, (a, b), ((rank, *shape[1:]), (*shape[:1], rank, *kernel)) if shape[2:] else None)
         return _build_matrix_product(a, b, is_transposed=False, scale=scale)
 
     def _is_square_transposed(self, name: str, orientations: set[bool]) -> bool:

@@ -70,16 +70,14 @@ def parse_name(name: str) -> ParsedName:
     return ParsedName(role, ".".join(part for part in parts if part not in ("base_layer", "original_module")))
 
 
-def _parse_lora_name(bare_name: str, module: str, part: str, suffix_parts: list[str]) -> ParsedName:
+def _parse_lora_name(bare_name: str, module: str, part: str, rest: list[str]) -> ParsedName:
     """Modules of LoRA have a ``weight`` and perhaps a ``bias``, those of embeddings are parameters."""
-    if part in ("lora_A", "lora_B") and suffix_parts and suffix_parts[-1] in ("weight", "bias"):
-        return ParsedName(
-            PeftRole.LORA, module, f"{part}.{suffix_parts[-1]}", suffix_parts[0] if len(suffix_parts) > 1 else None
-        )
-    if part in EMBEDDING_PARTS and len(suffix_parts) < 2:
-        return ParsedName(PeftRole.LORA, module, part, suffix_parts[0] if suffix_parts else None)
-    if part == MAGNITUDE_PART and suffix_parts[1:] in ([], ["weight"]):
-        return ParsedName(PeftRole.LORA, module, part, suffix_parts[0] if suffix_parts else None)
+    if part in ("lora_A", "lora_B") and rest and rest[-1] in ("weight", "bias"):
+        return ParsedName(PeftRole.LORA, module, f"{part}.{rest[-1]}", rest[0] if len(rest) > 1 else None)
+    if part in EMBEDDING_PARTS and len(rest) < 2:
+        return ParsedName(PeftRole.LORA, module, part, rest[0] if rest else None)
+    if part == MAGNITUDE_PART and rest[1:] in ([], ["weight"]):
+        return ParsedName(PeftRole.LORA, module, part, rest[0] if rest else None)
     return ParsedName(PeftRole.FOREIGN, bare_name)
 
 

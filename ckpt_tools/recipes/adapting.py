@@ -61,14 +61,12 @@ def adapt_to_reference(fit: ReferenceFit, reference: Reference) -> TransformResu
     """The manifest as ``fit`` says: no name is missing or left over."""
     manifest = fit.manifest
     shapes = {name: entry.shape for name, entry in select_weights(manifest).items()}
-    num_rows = {fit.owners.get(name, name): number for name, number in fit.num_rows.items()}
-    num_rows |= {
-        name: num_rows[owner] for name, tie in fit.ties.items() if (owner := fit.owners.get(tie, tie)) in num_rows
-    }
+    rows = {fit.owners.get(name, name): number for name, number in fit.num_rows.items()}
+    rows |= {name: rows[owner] for name, tie in fit.ties.items() if (owner := fit.owners.get(tie, tie)) in rows}
     resized = {
-        key: _resize_entry(key, entry, shapes[key.fqn], num_rows[key.fqn])
+        key: _resize_entry(key, entry, shapes[key.fqn], rows[key.fqn])
         for key, entry in manifest.tensors.items()
-        if key.fqn in num_rows and entry.kind is not Kind.EXTRA
+        if key.fqn in rows and entry.kind is not Kind.EXTRA
     }
     tensors = {**manifest.tensors, **resized}
     weights = {StateKey(name): tensors[StateKey(fit.owners.get(name, name))] for name in reference.tensors}
@@ -80,7 +78,7 @@ def adapt_to_reference(fit: ReferenceFit, reference: Reference) -> TransformResu
             replace(group, params=tuple(dict.fromkeys(fit.ties.get(name, name) for name in group.params)))
             for group in manifest.groups
         ),
-        literals={**manifest.literals, **({ZEROS_FILE: bytes(MAX_ITEM_BYTES)} if num_rows else {})},
+        literals={**manifest.literals, **({ZEROS_FILE: bytes(MAX_ITEM_BYTES)} if rows else {})},
         must_equal=(*manifest.must_equal, *_iter_unverified_ties(fit, tensors)),
     )
     return new_manifest, tuple(_iter_notes(fit, reference, shapes))

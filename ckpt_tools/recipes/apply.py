@@ -95,7 +95,7 @@ def apply_recipe_ties(manifest: Manifest, recipe: Recipe, config: Mapping[str, A
     if not recipe.tied_names or not read_tie_flag(config or {}, recipe.tied_by_default):
         return manifest
     manifest = reassign_owners(manifest, lambda name: name not in recipe.tied_names)
-    tensors, aliases, equal_entries = dict(manifest.tensors), dict(manifest.aliases), list(manifest.must_equal)
+    tensors, aliases, equal_pairs = dict(manifest.tensors), dict(manifest.aliases), list(manifest.must_equal)
     for alias, owner in recipe.tied_names.items():
         alias_entry, owner_entry = tensors.get(StateKey(alias)), tensors.get(StateKey(owner))
         if owner_entry is None or alias in aliases:
@@ -103,9 +103,7 @@ def apply_recipe_ties(manifest: Manifest, recipe: Recipe, config: Mapping[str, A
         if alias_entry is not None:
             if alias_entry.shape != owner_entry.shape or alias_entry.dtype is not owner_entry.dtype:
                 raise UnsupportedError(f"{alias} and {owner} are tied by config.json, and differ in shape or dtype")
-            equal_entries.append(
-                make_tied_pair(f"{alias} and {owner}, which config.json ties", owner_entry, alias_entry)
-            )
+            equal_pairs.append(make_tied_pair(f"{alias} and {owner}, which config.json ties", owner_entry, alias_entry))
             state = [key.slot for key in tensors if key.fqn == alias and key.slot != WEIGHT]
             if state:
                 raise UnsupportedError(
@@ -119,4 +117,4 @@ def apply_recipe_ties(manifest: Manifest, recipe: Recipe, config: Mapping[str, A
     )
     if recipe.is_inverse and not recipe.has_left_ties:
         aliases = {alias: owner for alias, owner in aliases.items() if alias not in recipe.tied_names}
-    return replace(manifest, tensors=tensors, aliases=aliases, groups=groups, must_equal=tuple(equal_entries))
+    return replace(manifest, tensors=tensors, aliases=aliases, groups=groups, must_equal=tuple(equal_pairs))

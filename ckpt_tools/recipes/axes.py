@@ -237,10 +237,8 @@ def set_field_size(node: AxisNode, name: str, total_size: SizeExpression) -> Axi
         case AxisGroup():
             return AxisGroup(tuple(set_field_size(item, name, total_size) for item in node.items))
         case AxisLoop():
-            size_per_copy = (
-                total_size if node.index is not None else SizeExpression(f"({total_size.text})/({node.count.text})")
-            )
-            return AxisLoop(node.count, node.index, set_field_size(node.content, name, size_per_copy))
+            size = total_size if node.index is not None else SizeExpression(f"({total_size.text})/({node.count.text})")
+            return AxisLoop(node.count, node.index, set_field_size(node.content, name, size))
         case SinglePosition():
             return node
 
@@ -296,10 +294,8 @@ def list_leaves(node: AxisNode, env: SizeValues, context: str, base: int = 0) ->
             step = StrideStep(
                 node.index, evaluate_size(node.count, env, context), compute_extent(node.content, env, context)
             )
-            return [
-                AxisLeaf(leaf.field, leaf.base, (step, *leaf.steps))
-                for leaf in list_leaves(node.content, env, context, base)
-            ]
+            leaves = list_leaves(node.content, env, context, base)
+            return [AxisLeaf(leaf.field, leaf.base, (step, *leaf.steps)) for leaf in leaves]
 
 
 def compute_record_extent(node: AxisNode, env: SizeValues, context: str) -> int:

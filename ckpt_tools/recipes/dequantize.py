@@ -89,16 +89,16 @@ def dequantize(manifest: Manifest, config: Mapping[str, Any] | None) -> Transfor
             f"{CONFIG_KEY} has {unsupported_key}: weights are more than values and scales, and cannot be dequantized "
             f"here; convert without {format_option('dequantize', True)}"
         )
-    weight_by_name: dict[str, tuple[str, ScaledWeight]] = {}
+    weights: dict[str, tuple[str, ScaledWeight]] = {}
     used_names: set[str] = set()
     for module in _iter_quantized_modules(manifest):
         for name, computed in _iter_weights(module, METHOD_RULES.get(method, dequantize_plain_fp8), quantization):
-            weight_by_name[module.prefix + name[0]] = module.prefix + name[1], computed
+            weights[module.prefix + name[0]] = module.prefix + name[1], computed
         used_names |= {module.prefix + name for name in module.used_names}
-    if not weight_by_name:
+    if not weights:
         raise UsageError(f"{format_option('dequantize', True)}: no tensor is quantized")
     activations = _find_activation_names(manifest)
-    manifest, notes = _replace_weights(manifest, weight_by_name, used_names | activations, _choose_dtype(config))
+    manifest, notes = _replace_weights(manifest, weights, used_names | activations, _choose_dtype(config))
     if activations:
         what = format_count(len(activations), "tensor") + " of quantized activations or caches"
         notes = (*notes, Note(Outcome.DROPPED, what, "the output computes without them", len(activations), asked=True))
@@ -106,7 +106,7 @@ def dequantize(manifest: Manifest, config: Mapping[str, Any] | None) -> Transfor
         why = "taken as the numbers that they are: no tensor is a scale, and no config.json says how they are quantized"
         notes = (
             *notes,
-            Note(Outcome.KEPT, format_count(len(weight_by_name), "float8 tensor"), why, len(weight_by_name)),
+            Note(Outcome.KEPT, format_count(len(weights), "float8 tensor"), why, len(weights)),
         )
     return manifest, notes
 
@@ -171,14 +171,12 @@ def _replace_weights(
     num_by_dtype: dict[DType, int] = {}
     for key, entry in manifest.tensors.items():
         if key.fqn in weight_by_name and key.slot == WEIGHT:
-            name, scaled_weight = weight_by_name[key.fqn]
+            name, weight = weight_by_name[key.fqn]
             if StateKey(name) in manifest.tensors and name != key.fqn:
                 raise UnsupportedError(f"{key.fqn} would become {name}, and there is a tensor of this name")
             file = make_computed_file_name(name)
-            computed[file] = scaled_weight
-            tensors[StateKey(name)] = TensorEntry(
-                scaled_weight.shape, dtype, Kind.PARAMETER, scaled_weight.make_table(file)
-            )
+            computed[file] = weight
+            tensors[StateKey(name)] = TensorEntry(weight.shape, dtype, Kind.PARAMETER, weight.make_table(file))
             num_by_dtype[entry.dtype] = num_by_dtype.get(entry.dtype, 0) + 1
         elif key.fqn not in removed_names or entry.kind is Kind.EXTRA:
             tensors[key] = entry
@@ -203,7 +201,5 @@ def _replace_weights(
         )
         for kind, number in num_by_dtype.items()
     )
-    dequantized_manifest = replace(
-        manifest, tensors=tensors, computed=computed, aliases=aliases, groups=groups, is_quantized=False
-    )
-    return dequantized_manifest, notes
+    result = replace(manifest, tensors=tensors, computed=computed, aliases=aliases, groups=groups, is_quantized=False)
+    return result, notes

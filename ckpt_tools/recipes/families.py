@@ -52,10 +52,8 @@ def _find_route(recipe: Recipe, names: Collection[str]) -> RecipeRoute | None:
         line_matches = match_lines(name, recipe, names)
         matched_patterns |= {(number, which) for number, which, _ in line_matches}
         for number, _, values in line_matches:
-            for target_pattern in (pattern.name for pattern in recipe.lines[number].right):
-                target_names.add(
-                    target_pattern.fill_variables({each: values.get(each, "0") for each in target_pattern.variables})
-                )
+            for pattern in (pattern.name for pattern in recipe.lines[number].right):
+                target_names.add(pattern.fill_variables({each: values.get(each, "0") for each in pattern.variables}))
         is_dropped = any(pattern.match_name(name) is not None for pattern in recipe.dropped_names[0])
         if not line_matches and not is_dropped:
             if not recipe.does_keep_unmatched:
@@ -122,11 +120,9 @@ def recognize_naming(names: Collection[str], config: Mapping[str, Any], recipes:
     # One that takes them both ways changes shapes alone, which names do not tell.
     num_routes = Counter(each.recipe.name for each in matching_routes)
     one_way_recipes = [each.recipe for each in matching_routes if num_routes[each.recipe.name] == 1]
-    one_way_recipes.sort(key=lambda recipe: -len(recipe.models))
-    if len({recipe.left for recipe in one_way_recipes}) != 1:
+    one_way_recipes.sort(key=lambda each: -len(each.models))
+    if len({each.left for each in one_way_recipes}) != 1:
         return None
     model_types = ", ".join(sorted(types & {*one_way_recipes[0].models}))
-    recipes_to_hub = tuple(
-        recipe.name for recipe in one_way_recipes if recipe.right == HUB_NAMING and not recipe.is_inverse
-    )
+    recipes_to_hub = tuple(each.name for each in one_way_recipes if each.right == HUB_NAMING and not each.is_inverse)
     return Naming(one_way_recipes[0].left, model_types, recipes_to_hub)

@@ -50,33 +50,25 @@ def fit_to_reference(manifest: Manifest, reference: Reference) -> ReferenceFit:
     #                       in the reference          not in the reference
     # in the source       shape, dtype compared     a tie (an alias, or to be proved by equal bytes), else unexpected
     #     not in the source   a tie, else missing       -
-    reference_tensors = reference.tensors
-    manifest = transforms.reassign_owners(manifest, reference_tensors.__contains__)
+    expected = reference.tensors
+    manifest = transforms.reassign_owners(manifest, expected.__contains__)
     weights, aliases = select_weights(manifest), manifest.aliases
-    owners = {name: aliases[name] for name in reference_tensors if name in aliases}
-    ties = {
-        alias: owner
-        for alias, owner in aliases.items()
-        if alias not in reference_tensors and owner in reference_tensors
-    }
+    owners = {name: aliases[name] for name in expected if name in aliases}
+    ties = {alias: owner for alias, owner in aliases.items() if alias not in expected and owner in expected}
     vocabulary = _Vocabulary.of(reference, weights)
     owner_of_unexpected = {
         name: reference.aliases.get(name) or vocabulary.find_owner_by_shape(entry.shape)
         for name, entry in weights.items()
-        if name not in reference_tensors
+        if name not in expected
     }
     unverified_ties = {name: owner for name, owner in owner_of_unexpected.items() if owner is not None}
     owner_of_missing = {
-        name: vocabulary.find_tied_name(name)
-        for name in reference_tensors
-        if name not in weights and name not in aliases
+        name: vocabulary.find_tied_name(name) for name in expected if name not in weights and name not in aliases
     }
     owners |= {name: owner for name, owner in owner_of_missing.items() if owner is not None}
-    entry_by_name = {
-        name: weights[owners.get(name, name)] for name in reference_tensors if owners.get(name, name) in weights
-    }
+    entry_by_name = {name: weights[owners.get(name, name)] for name in expected if owners.get(name, name) in weights}
     num_rows = {
-        name: reference_tensors[name].shape[0]
+        name: expected[name].shape[0]
         for name in entry_by_name
         if vocabulary.is_resized(name, entry_by_name[name].shape)
     }
@@ -88,7 +80,7 @@ def fit_to_reference(manifest: Manifest, reference: Reference) -> ReferenceFit:
         num_rows=num_rows,
         missing_names=tuple(name for name, owner in owner_of_missing.items() if owner is None),
         unexpected_names=tuple(name for name, owner in owner_of_unexpected.items() if owner is None),
-        mismatches=tuple(_find_mismatches(entry_by_name, reference_tensors, num_rows)),
+        mismatches=tuple(_find_mismatches(entry_by_name, expected, num_rows)),
     )
 
 
@@ -117,37 +109,28 @@ class _Vocabulary:
     @classmethod
     def of(cls, reference: Reference, weights: Mapping[str, TensorEntry]) -> _Vocabulary:
         sizes = reference.vocabulary_sizes
-        reference_shapes = {
-            name: shape for name, (shape, _) in reference.tensors.items() if shape and shape[0] in sizes
-        }
-        source_shapes = {name: weights[name].shape for name in reference_shapes if name in weights}
-        return cls(reference_shapes, source_shapes, reference.is_tied)
+        shapes = {name: shape for name, (shape, _) in reference.tensors.items() if shape and shape[0] in sizes}
+        source_shapes = {name: weights[name].shape for name in shapes if name in weights}
+        return cls(shapes, source_shapes, reference.is_tied)
 
     def is_resized(self, name: str, shape: Shape) -> bool:
         """True if a tensor of ``shape`` becomes the tensor ``name`` when rows are added or left out."""
-        reference_shape = self.reference_shapes.get(name, ())
-        return (
-            len(shape) == len(reference_shape) > 0
-            and shape[0] != reference_shape[0]
-            and shape[1:] == reference_shape[1:]
-        )
+        expected = self.reference_shapes.get(name, ())
+        return len(shape) == len(expected) > 0 and shape[0] != expected[0] and shape[1:] == expected[1:]
 
     def find_owner_by_shape(self, shape: Shape) -> str | None:
         """The tensor to which one of ``shape``, which the reference lacks, may be tied: the only one of the vocabulary
         with this shape, unless the configuration says that none is tied."""
-        return (
-            None
-            if self.is_tied is False
-            else _get_single(name for name, held in self.source_shapes.items() if held == shape)
-        )
+        if self.is_tied is False:
+            return None
+        return _get_single(name for name, held in self.source_shapes.items() if held == shape)
 
     def find_tied_name(self, name: str) -> str | None:
         """The tensor that ``name``, which the source lacks, is tied to, if the configuration says that it is."""
-        if not self.is_tied or name not in self.reference_shapes:
+        shapes = self.reference_shapes
+        if not self.is_tied or name not in shapes:
             return None
-        return _get_single(
-            each for each in self.source_shapes if self.reference_shapes[each] == self.reference_shapes[name]
-        )
+        return _get_single(each for each in self.source_shapes if shapes[each] == shapes[name])
 
 
 def _get_single(names: Iterable[str]) -> str | None:

@@ -82,10 +82,8 @@ def group_names(names: Sequence[str], recipe: Recipe, without_weight: Collection
                     f"which is not known; name the folder of config.json with {format_option('config')}"
                 )
             pattern = line.left[which]
-            shared_values = {variable: value for variable, value in values.items() if variable in line.shared_variables}
-            group = groups.setdefault(
-                (number, tuple(sorted(shared_values.items()))), TensorGroup(number, line, shared_values, {})
-            )
+            shared = {variable: value for variable, value in values.items() if variable in line.shared_variables}
+            group = groups.setdefault((number, tuple(sorted(shared.items()))), TensorGroup(number, line, shared, {}))
             indices = tuple(int(values[variable]) for variable in list_indexed_variables(pattern))
             group.source_names[which, indices] = name
     _check_required_lines({number for number, _ in groups}, names, recipe)
@@ -282,9 +280,8 @@ def _iter_indices(extents: Sequence[int]) -> Iterator[Indices]:
 
 
 def _fill_pattern(pattern: TensorPattern, values: Mapping[str, str], indices: Indices) -> str:
-    return pattern.name.fill_variables(
-        {**values, **dict(zip(list_indexed_variables(pattern), map(str, indices), strict=True))}
-    )
+    numbers = zip(list_indexed_variables(pattern), map(str, indices), strict=True)
+    return pattern.name.fill_variables({**values, **dict(numbers)})
 
 
 def list_target_names(group: TensorGroup, env: SizeValues) -> dict[GroupPlace, str]:

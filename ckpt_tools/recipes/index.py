@@ -50,10 +50,8 @@ def _find_recipe(recipe: str | Path) -> Recipe:
         names = ", ".join(each.name for each in recipes_of_model)
         raise UsageError(f"{format_option('recipe', recipe)} is a model of several recipes; choose one of {names}")
     recipes = list_recipes()
-    known_names = {each.name for each in recipes}.union(*(each.model_aliases for each in recipes))
-    suggestion = (
-        f"the nearest are {', '.join(find_nearest(recipe, known_names))}" if known_names else "none is installed"
-    )
+    known = {each.name for each in recipes}.union(*(each.model_aliases for each in recipes))
+    suggestion = f"the nearest are {', '.join(find_nearest(recipe, known))}" if known else "none is installed"
     raise UsageError(f"there is no recipe {recipe!r}; {suggestion}; a file's name ends in .toml")
 
 

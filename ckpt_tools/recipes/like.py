@@ -157,14 +157,12 @@ class ReferenceMatcher:
         )
         return made, (*result.notes, *mapping_notes, *notes)
 
-    def _make_misfit_error(self, mapping: NameMapping, best_fit: ReferenceFit) -> UsageError:
+    def _make_misfit_error(self, mapping: NameMapping, fit: ReferenceFit) -> UsageError:
         parts = [f"after {mapping.description}"] if mapping.description else []
-        parts += [f"the source lacks {summarize_names(best_fit.missing_names)}"] if best_fit.missing_names else []
-        parts += (
-            [f"the reference lacks {summarize_names(best_fit.unexpected_names)}"] if best_fit.unexpected_names else []
-        )
-        parts += [join_names(best_fit.mismatches, 2)] if best_fit.mismatches else []
-        if best_fit.missing_names or best_fit.unexpected_names:
+        parts += [f"the source lacks {summarize_names(fit.missing_names)}"] if fit.missing_names else []
+        parts += [f"the reference lacks {summarize_names(fit.unexpected_names)}"] if fit.unexpected_names else []
+        parts += [join_names(fit.mismatches, 2)] if fit.mismatches else []
+        if fit.missing_names or fit.unexpected_names:
             parts.append(f"{format_option('exclude')} leaves out what is not to be written")
         if "quantization_config" in self.reference.config:
             parts.append("the reference is quantized: name a folder of the same model that is not")

@@ -37,12 +37,10 @@ class PrefixRepeat:
         names = {side: _replace_prefix(line.get(side), getattr(self, side)) for side in ("left", "right")}
         if None in names.values():
             return None
-        siblings = line.get("beside", {})
-        if isinstance(siblings, Mapping) and siblings:
-            replaced = {
-                side: _replace_prefix(name, getattr(self, side)) for side, name in siblings.items() if side in names
-            }
-            names["beside"] = {side: siblings[side] if name is None else name for side, name in replaced.items()}
+        beside = line.get("beside", {})
+        if isinstance(beside, Mapping) and beside:
+            made = {side: _replace_prefix(name, getattr(self, side)) for side, name in beside.items() if side in names}
+            names["beside"] = {side: beside[side] if name is None else name for side, name in made.items()}
         return {**line, **names, "optional": True}
 
 

@@ -59,7 +59,7 @@ class ManifestBuilder:
     quantized_weights: frozenset[str] = frozenset()
     """Weights whose scales were taken out of ``source``, to follow them."""
     mapped_groups: dict[int, _MappedGroup] = field(default_factory=dict)
-    equal_entries: list[EqualPair] = field(default_factory=list)
+    equal_pairs: list[EqualPair] = field(default_factory=list)
     num_cropped: dict[str, int] = field(default_factory=dict)
     num_padded: dict[str, int] = field(default_factory=dict)
     cast_entries: dict[tuple[DType, DType], list[TensorEntry]] = field(default_factory=dict)
@@ -73,7 +73,7 @@ class ManifestBuilder:
         for group in self.name_groups.groups:
             self.mapped_groups[id(group)] = self._map_group(group, shapes)
         self._check_new_names()
-        self.equal_entries += self._iter_dropped_copies()
+        self.equal_pairs += self._iter_dropped_copies()
 
     def add_companions(
         self, mapped_manifest: Manifest, source_manifest: Manifest, weight_by_companion: Mapping[str, str]
@@ -111,7 +111,7 @@ class ManifestBuilder:
             aliases=self._rename_aliases(),
             groups=tuple(map(self._map_param_group, self.source.groups)),
             literals={**self.source.literals, **zeros},
-            must_equal=(*self.source.must_equal, *self.equal_entries),
+            must_equal=(*self.source.must_equal, *self.equal_pairs),
         )
 
     def iter_notes(self) -> Iterable[Note]:
@@ -121,11 +121,8 @@ class ManifestBuilder:
             why = f"padding that {self.recipe.right} does not have"
             yield Note(Outcome.DROPPED, f"{format_count(number, 'element')} of {name}", why, asked=True)
         for name, number in self.num_padded.items():
-            yield Note(
-                Outcome.DEFAULTED,
-                f"{format_count(number, 'element')} of {name}",
-                f"padding of {self.recipe.right}: zeros",
-            )
+            why = f"padding of {self.recipe.right}: zeros"
+            yield Note(Outcome.DEFAULTED, f"{format_count(number, 'element')} of {name}", why)
         for (before, after), entries in self.cast_entries.items():
             yield note_cast(before, after, entries, f", by the recipe {self.recipe.name}")
         added = [name for name, group in self.name_groups.group_by_name.items() if group.line.plus]
@@ -179,9 +176,7 @@ class ManifestBuilder:
         key = id(line), tuple(sorted(env.items()))
         if key not in self._moves_cache:
             moves = make_moves(line, env)
-            tables = {
-                slot: MoveTable(found, len(moves.source.dims[slot[0]])) for slot, found in moves.by_source.items()
-            }
+            tables = {slot: MoveTable(each, len(moves.source.dims[slot[0]])) for slot, each in moves.by_source.items()}
             self._moves_cache[key] = moves, tables
         return _MappedGroup(group, list_target_names(group, env), *self._moves_cache[key])
 
@@ -216,19 +211,17 @@ class ManifestBuilder:
         """Raises UsageError if two tensors become one name, or the way back would read a name as another: a recipe can
         be reversed."""
         inverse_recipe, slots = self.recipe.inverse(), self._find_slots()
-        source_by_key = {
-            StateKey(name, slot): name for name in self.name_groups.kept_names for slot in slots[name, None]
-        }
+        sources = {StateKey(name, slot): name for name in self.name_groups.kept_names for slot in slots[name, None]}
         for group, mapped in self.mapped_groups.items():
             first = next(iter(mapped.group.source_names.values()))
             group_slots = {slot for name in mapped.group.source_names.values() for slot in slots[name, group]}
             for key in (StateKey(name, slot) for name in mapped.target_names.values() for slot in group_slots):
-                if key in source_by_key:
+                if key in sources:
                     raise UsageError(
-                        f"the recipe makes {key} of {source_by_key[key]} and of {first}; names must stay distinct"
+                        f"the recipe makes {key} of {sources[key]} and of {first}; names must stay distinct"
                     )
-                source_by_key[key] = first
-        names = {key.fqn for key in source_by_key}
+                sources[key] = first
+        names = {key.fqn for key in sources}
         for mapped in self.mapped_groups.values():
             check_round_trip(mapped.group, mapped.target_names, inverse_recipe, names)
 
@@ -289,11 +282,9 @@ class ManifestBuilder:
 
     def _select_entries(self, group: TensorGroup, slot: str) -> dict[GroupPlace, TensorEntry]:
         """The tensors of a slot by place. A weight that takes part in arithmetic is computed from its fp32 master."""
-        entry_by_place = {
-            place: self.source.tensors.get(StateKey(name, slot)) for place, name in group.source_names.items()
-        }
-        missing_names = [group.source_names[place] for place, entry in entry_by_place.items() if entry is None]
-        present = {place: entry for place, entry in entry_by_place.items() if entry is not None}
+        entries = {place: self.source.tensors.get(StateKey(name, slot)) for place, name in group.source_names.items()}
+        missing_names = [group.source_names[place] for place, entry in entries.items() if entry is None]
+        present = {place: entry for place, entry in entries.items() if entry is not None}
         if missing_names and present and not group.line.is_renaming:
             there = next(group.source_names[place] for place in present)
             raise IncompleteError(
@@ -333,25 +324,23 @@ class ManifestBuilder:
         # got is joined, with zeros where no source has elements.
         assert mapped.moves is not None, "shapes are given"
         moves, line = mapped.moves, mapped.group.line
-        boxes_by_target: dict[GroupPlace, list[tuple[GroupPlace, ShardBoxes]]] = {
-            place: [] for place in mapped.target_names
-        }
+        parts: dict[GroupPlace, list[tuple[GroupPlace, ShardBoxes]]] = {place: [] for place in mapped.target_names}
         for place, entry in sources.items():
             split = split_table(entry.shards, entry.shape, moves.source.dims[place[0]])
             for target, boxes in (
                 mapped.move_tables[place].split_by_target(split) if place in mapped.move_tables else ()
             ):
-                boxes_by_target[target].append((place, boxes))
+                parts[target].append((place, boxes))
             if slot == WEIGHT and moves.num_cropped.get(place[0]):
                 self.num_cropped[mapped.group.source_names[place]] = moves.num_cropped[place[0]]
         placed_entries = {}
         for target, name in mapped.target_names.items():
             fills = moves.fills_by_pattern.get(target[0], ())
             # An empty tensor has no part: then any source tells its dtype and framing.
-            used_sources = {place: sources[place] for place, _ in boxes_by_target[target]} or sources
+            used_sources = {place: sources[place] for place, _ in parts[target]} or sources
             prototype = _check_same_storage(used_sources, StateKey(name, slot), mapped.group)
             dims, dtype = moves.target.dims[target[0]], prototype.shards.dtype
-            table = join_boxes([boxes for _, boxes in boxes_by_target[target]], fills, dims, dtype, ZEROS_FILE)
+            table = join_boxes([boxes for _, boxes in parts[target]], fills, dims, dtype, ZEROS_FILE)
             if fills and slot == WEIGHT:
                 self.num_padded[name] = sum(fill.numel for fill in fills)
             entry = TensorEntry(moves.target.shapes[target[0]], prototype.dtype, prototype.kind, table, prototype.plus)
@@ -366,7 +355,7 @@ class ManifestBuilder:
         for other, entry in others:
             if not _is_same_range(first, entry):
                 one, two = mapped.group.source_names[place], mapped.group.source_names[other]
-                self.equal_entries.append(
+                self.equal_pairs.append(
                     EqualPair(f"{slot} of {one} and of {two}, which become one tensor", first, entry)
                 )
         return {StateKey(name, slot): first for name in mapped.target_names.values()}

@@ -162,24 +162,22 @@ def _make_block(
     line: RecipeLine, cells: CellPair, sources: list[list[list[AxisLeaf]]], targets: list[list[list[AxisLeaf]]]
 ) -> _CellBlock:
     source, target = _select_leaves(cells.source, sources), _select_leaves(cells.target, targets)
-    radix_steps: list[_RadixStep] = []
+    steps: list[_RadixStep] = []
     if cells.source is None or cells.target is None:
         only_side = source or target
         for axis, leaf in enumerate(only_side):
             for step in leaf.steps:
                 place = _AxisPlace(axis, step.stride)
                 is_source = cells.source is not None
-                radix_steps.append(_RadixStep(step.index, step.count, (place, None) if is_source else (None, place)))
+                steps.append(_RadixStep(step.index, step.count, (place, None) if is_source else (None, place)))
     else:
         target_by_field = {leaf.field: (axis, leaf) for axis, leaf in enumerate(target) if leaf.field is not None}
         for axis, leaf in enumerate(source):
             if leaf.field is not None:
                 other_axis, other = target_by_field[leaf.field]
-                radix_steps += _align_field_steps(line, leaf.field, axis, leaf.steps, other_axis, other.steps)
-        radix_steps += _make_index_steps(line, source, target)
-    return _CellBlock(
-        cells, tuple(leaf.base for leaf in source), tuple(leaf.base for leaf in target), tuple(radix_steps)
-    )
+                steps += _align_field_steps(line, leaf.field, axis, leaf.steps, other_axis, other.steps)
+        steps += _make_index_steps(line, source, target)
+    return _CellBlock(cells, tuple(leaf.base for leaf in source), tuple(leaf.base for leaf in target), tuple(steps))
 
 
 def _select_leaves(cell: Cell | None, leaves_by_pattern: list[list[list[AxisLeaf]]]) -> list[AxisLeaf]:
@@ -290,7 +288,7 @@ class _MoveBuilder:
     target: SideShapes
 
     def build_moves(self, blocks: Iterable[_CellBlock]) -> LineMoves:
-        moves_by_source: dict[tuple[int, Indices], list[Move]] = {}
+        by_source: dict[tuple[int, Indices], list[Move]] = {}
         fills: dict[int, list[FillBox]] = {}
         num_cropped: dict[int, int] = {}
         for block in blocks:
@@ -299,9 +297,8 @@ class _MoveBuilder:
                 continue
             if target is None:
                 assert source is not None, "a cell is on one side at least"
-                num_cropped[source.pattern] = num_cropped.get(source.pattern, 0) + prod(
-                    step.count for step in block.steps
-                )
+                numel = prod(step.count for step in block.steps)
+                num_cropped[source.pattern] = num_cropped.get(source.pattern, 0) + numel
                 continue
             for fixed, free in self._iter_choices(block):
                 start, extents, target_steps = self._compute_box(block.target_base, 1, target, fixed, free)
@@ -313,13 +310,11 @@ class _MoveBuilder:
                 dims = tuple(dim_of_step[number] if number >= 0 else -1 for number in target_steps)
                 key = source.pattern, self._get_indices(0, source.pattern, fixed)
                 indices = self._get_indices(1, target.pattern, fixed)
-                moves_by_source.setdefault(key, []).append(
-                    Move(target.pattern, indices, source_start, start, extents, dims)
-                )
+                by_source.setdefault(key, []).append(Move(target.pattern, indices, source_start, start, extents, dims))
         return LineMoves(
             self.source,
             self.target,
-            {key: tuple(moves) for key, moves in moves_by_source.items()},
+            {key: tuple(moves) for key, moves in by_source.items()},
             {pattern: tuple(each) for pattern, each in fills.items()},
             num_cropped,
         )
@@ -394,6 +389,6 @@ class _MoveBuilder:
 def _make_outer_step(step: _RadixStep, inner_count: int) -> _RadixStep:
     """The step over every ``inner_count``-th element of ``step``."""
     source, target = (
-        None if place is None else _AxisPlace(place.axis, place.stride * inner_count) for place in step.places
+        None if each is None else _AxisPlace(each.axis, each.stride * inner_count) for each in step.places
     )
     return _RadixStep(step.index, step.count // inner_count, (source, target))

@@ -76,10 +76,7 @@ class NamePattern:
 
     def fill_variables(self, values: Mapping[str, str]) -> str:
         """The name with these values."""
-        numbers = {
-            variable: str(int(values[variable]) + self.sizes.get(size, 0))
-            for variable, size in self.offset_sizes.items()
-        }
+        numbers = {name: str(int(values[name]) + self.sizes.get(size, 0)) for name, size in self.offset_sizes.items()}
         return _VARIABLE_PATTERN.sub(lambda found: numbers.get(found[1], values[found[1]]), self.text)
 
     @cached_property

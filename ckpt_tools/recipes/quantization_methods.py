@@ -278,9 +278,8 @@ def _dequantize_packed(module: QuantizedModule, name: str, quantization: Mapping
     """Integers of 4 or 8 bits, packed into int32. A row that does not fill its last int32 is known by its groups."""
     module.used_names |= {"weight_shape"} & module.tensors.keys()
     scale = module.take_tensor("weight_scale")
-    scheme = next(
-        (found for bits in (4, 8) if (found := _find_scheme_or_none(quantization, "int", bits)) is not None), None
-    )
+    schemes = (_find_scheme_or_none(quantization, "int", bits) for bits in (4, 8))
+    scheme = next(filter(None, schemes), None)
     entry = module.tensors[name]
     if scale is None or scheme is None or len(entry.shape) != 2 or len(scale.shape) != 2:
         raise module.make_refusal(name, "only integers of 4 or 8 bits with scales of rows or groups are known")

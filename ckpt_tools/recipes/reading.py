@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -87,19 +87,15 @@ def _build_recipe(table: Mapping[str, Any], text: str, name: str) -> Recipe:
     left, right = (_get_texts(drop, side) for side in _SIDES)
     copies = {NamePattern(copy): owner for copy, owner in _get_owners(table, "copies").items()}
     tables = [*enumerate(lines, 1), *_repeat_lines(table, lines)]
-    built_lines = tuple(_build_numbered_line(_build_line, line, number) for number, line in tables)
+    built_lines = tuple(_build_numbered_line(line, number) for number, line in tables)
     stacks = _parse_stacked(table)
-    stacked = (
-        [_build_numbered_line(_build_line, stacks.stack_line(line), number) for number, line in tables]
-        if stacks
-        else []
-    )
+    stacked_tables = [(number, stacks.stack_line(line)) for number, line in tables] if stacks else []
     bindings = tuple(_parse_binding(key, value) for key, value in _get_table(table, "sizes").items())
     _check_variables(bindings, built_lines)
     return Recipe(
         name=name,
         lines=built_lines,
-        stacked_lines=tuple(stacked),
+        stacked_lines=tuple(_build_numbered_line(line, number) for number, line in stacked_tables),
         about=_get_text(table, "about"),
         left=_get_text(table, "left", "left"),
         right=_get_text(table, "right", "right"),
@@ -140,9 +136,9 @@ def _parse_stacked(table: Mapping[str, Any]) -> StackedPrefixes | None:
     return StackedPrefixes(side, _get_texts(stacked_table, side))
 
 
-def _build_numbered_line(build_line: Callable[[Any], RecipeLine], line: Any, number: int) -> RecipeLine:
+def _build_numbered_line(line: Any, number: int) -> RecipeLine:
     try:
-        return build_line(line)
+        return _build_line(line)
     except CkptError as error:
         raise UsageError(f"[[map]] number {number}: {error.message}") from error
 
@@ -218,15 +214,13 @@ def _parse_binding(name: str, value: Any) -> SizeBinding:
 def _check_variables(bindings: Collection[SizeBinding], lines: Collection[RecipeLine]) -> None:
     """Raises UsageError if a variable of an expression has no value: it is neither bound nor a size of an axis."""
     axes = (axis for line in lines for pattern in (*line.left, *line.right) for axis in pattern.axes or ())
-    known_variables = {each.name for each in bindings}.union(
-        *(build_extent_expression(axis).variables for axis in axes)
-    )
+    known = {each.name for each in bindings}.union(*(build_extent_expression(axis).variables for axis in axes))
     for binding in bindings:
-        for unknown in sorted({name for choice in binding.choices for name in choice.variables} - known_variables):
+        for unknown in sorted({name for choice in binding.choices for name in choice.variables} - known):
             expression = " | ".join(choice.text.strip() for choice in binding.choices)
             raise UsageError(
                 f"{binding.name} = {expression!r} under [sizes]: {unknown!r} is not bound, and no axis has it"
-                f"{_suggest_key(unknown, known_variables)}"
+                f"{_suggest_key(unknown, known)}"
             )
 
 

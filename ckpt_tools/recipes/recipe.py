@@ -236,11 +236,9 @@ class RecipeLine:
     def _check_required_siblings(self) -> None:
         for side, sibling in zip((self.left, self.right), self.required_siblings, strict=True):
             for pattern in side if sibling is not None else ():
-                unknown_variables = sorted(
-                    {*sibling.variables} - {*pattern.name.variables} if sibling is not None else ()
-                )
-                if unknown_variables:
-                    raise UsageError(f"beside has {{{unknown_variables[0]}}}, which {pattern.name.text} does not have")
+                unknown = sorted({*sibling.variables} - {*pattern.name.variables} if sibling is not None else ())
+                if unknown:
+                    raise UsageError(f"beside has {{{unknown[0]}}}, which {pattern.name.text} does not have")
 
     def _check_cells(self, one: tuple[TensorPattern, ...], other: tuple[TensorPattern, ...]) -> None:
         other_cells, seen_fields = dict(_iter_cells(other)), set[frozenset[str]]()

@@ -49,9 +49,7 @@ class Reference:
     @property
     def is_tied(self) -> bool | None:
         """True if the configuration says that head and embeddings are one tensor; None if it does not say."""
-        return next(
-            (found for found in self._iter_config_values("tie_word_embeddings") if isinstance(found, bool)), None
-        )
+        return next((flag for flag in self._iter_config_values("tie_word_embeddings") if isinstance(flag, bool)), None)
 
     def _iter_config_values(self, key: str) -> Iterator[Any]:
         """Values of ``key`` in ``config.json``: the one at the top, then those of the parts of a model."""

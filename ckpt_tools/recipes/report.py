@@ -95,7 +95,6 @@ def make_recipe_map(manifest: Manifest, recipe: Recipe, step: ManifestStep) -> R
 def _move_to_own_file(entry: TensorEntry, file: str) -> TensorEntry:
     """The tensor as it would be if ``file`` were its own."""
     dtype = entry.shards.dtype
-    table = ShardTable.whole(
-        entry.shape, dtype, ByteRange(file, 0, entry.numel * dtype.item_bytes), framing=entry.shards.framing
-    )
+    whole_file = ByteRange(file, 0, entry.numel * dtype.item_bytes)
+    table = ShardTable.whole(entry.shape, dtype, whole_file, framing=entry.shards.framing)
     return replace(entry, shards=table)

@@ -52,10 +52,8 @@ class SizeExpression:
     @cached_property
     def variables(self) -> frozenset[str]:
         attributes = [node for node in ast.walk(self._tree) if isinstance(node, ast.Attribute)]
-        config_names = {id(node.value) for node in attributes}
-        names = [
-            node.id for node in ast.walk(self._tree) if isinstance(node, ast.Name) and id(node) not in config_names
-        ]
+        config_ids = {id(node.value) for node in attributes}
+        names = [node.id for node in ast.walk(self._tree) if isinstance(node, ast.Name) and id(node) not in config_ids]
         if any(_find_root_name(node) != _CONFIG for node in attributes) or _CONFIG in names:
             raise UsageError(f"{self.text!r} is not a size: config, and no other, has keys, as in config.hidden_size")
         return frozenset(names)
@@ -147,17 +145,15 @@ class SizeBinding:
 def evaluate_bindings(bindings: Iterable[SizeBinding], config: Mapping[str, Any] | None) -> dict[str, int]:
     """Values of the variables that ``config.json`` tells. Raises UsageError for one that is not a whole number."""
     env: dict[str, int] = {}
-    pending_bindings = list(bindings)
-    while pending_bindings:
-        known_values = [
-            (each, value) for each in pending_bindings if (value := _choose_value(each, env, config)) is not None
-        ]
-        if not known_values:
+    pending = list(bindings)
+    while pending:
+        known = [(each, value) for each in pending if (value := _choose_value(each, env, config)) is not None]
+        if not known:
             break
-        for binding, value in known_values:
+        for binding, value in known:
             used = frozenset[str]().union(*(choice.variables for choice in binding.choices))
             env[binding.name] = _check_whole_number(value, f"{binding.name} = {binding.choices[0].text}", env, used)
-            pending_bindings.remove(binding)
+            pending.remove(binding)
     return env
 
 

@@ -96,10 +96,8 @@ def _make_mapping(combination: _MappingThenRecipe, reference: Reference) -> Name
         made, more = apply_recipe(bare, recipe, reference.config)
         return made, (*notes, *more)
 
-    recipe_option = format_option("recipe", recipe.name) + (
-        f" {format_option('inverse', True)}" if recipe.is_inverse else ""
-    )
+    option = format_option("recipe", recipe.name) + (f" {format_option('inverse', True)}" if recipe.is_inverse else "")
     is_of_model = bool(find_model_types(reference.config) & {*recipe.models})
     return NameMapping(
-        f"{mapping.description} and {recipe_option}" if mapping.description else recipe_option, apply_both, is_of_model
+        f"{mapping.description} and {option}" if mapping.description else option, apply_both, is_of_model
     )

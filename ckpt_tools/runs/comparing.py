@@ -47,10 +47,8 @@ def check_kept_steps(
     if not compared_steps.older_steps or any(each.has_optimizer for each in kept_contents):
         return {}
     others = (members for number, members in members_by_step.items() if number not in compared_steps.kept_steps)
-    newest_with_optimizer = next(
-        (members for members in others if _may_have_optimizer(members, run, kept_contents)), ()
-    )
-    return {each.name: "the newest with optimizer state" for each in newest_with_optimizer}
+    newest = next((members for members in others if _may_have_optimizer(members, run, kept_contents)), ())
+    return {each.name: "the newest with optimizer state" for each in newest}
 
 
 def _may_have_optimizer(members: Sequence[RunMember], run: Source, kept_contents: Sequence[StepContent]) -> bool:

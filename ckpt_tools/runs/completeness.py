@@ -83,17 +83,11 @@ def _check_model_files(checkpoint: SavedCheckpoint) -> str | None:
 def _check_tensors(checkpoint: SavedCheckpoint) -> str | None:
     """Finds a checkpoint whose files are whole, and none of those for weights holds a tensor. The first one that does
     ends the search."""
-    model_paths = [
-        path for path in _iter_model_files(checkpoint) if not _TENSORLESS_FILE.fullmatch(path.rpartition("/")[2])
-    ]
+    paths = [path for path in _iter_model_files(checkpoint) if not _TENSORLESS_FILE.fullmatch(path.rpartition("/")[2])]
     formats = _list_detected_formats()
-    if not model_paths or not all(any(each.is_empty(checkpoint, path) for each in formats) for path in model_paths):
+    if not paths or not all(any(each.is_empty(checkpoint, path) for each in formats) for path in paths):
         return None
-    return (
-        f"{model_paths[0]} holds no tensors"
-        if len(model_paths) == 1
-        else f"{model_paths[0]} and its other files hold no tensors"
-    )
+    return f"{paths[0]} holds no tensors" if len(paths) == 1 else f"{paths[0]} and its other files hold no tensors"
 
 
 def _iter_model_files(checkpoint: SavedCheckpoint) -> Iterator[str]:
@@ -119,10 +113,8 @@ def detect_format_name(checkpoint: SavedCheckpoint) -> str:
 def infer_world_size(checkpoint: SavedCheckpoint) -> int | None:
     """The number of ranks that wrote it, as the names of its files say."""
     rank_matches = (combine_patterns("own").fullmatch(name) for name in checkpoint.file_names)
-    sizes_from_ranks = (
-        int(match[match.lastindex]) + 1 for match in rank_matches if match is not None and match.lastindex
-    )
-    return max([*(each.world_size_of(checkpoint) for each in _list_detected_formats()), *sizes_from_ranks]) or None
+    rank_sizes = (int(match[match.lastindex]) + 1 for match in rank_matches if match is not None and match.lastindex)
+    return max([*(each.world_size_of(checkpoint) for each in _list_detected_formats()), *rank_sizes]) or None
 
 
 def _list_detected_formats() -> list[Format]:

@@ -82,10 +82,8 @@ def find_missing_state(newer: StepContent, older: StepContent) -> str | None:
             f"({join_names(missing_weights)})"
         )
     if newer.num_weights * MAX_SHRINKAGE < older.num_weights:
-        return (
-            f"its weights have {format_count(newer.num_weights, 'element')}, those of {older.name} "
-            f"{older.num_weights:,}"
-        )
+        sizes = f"{format_count(newer.num_weights, 'element')}, those of {older.name} {older.num_weights:,}"
+        return f"its weights have {sizes}"
     if newer.state_bytes and newer.state_bytes * MAX_SHRINKAGE < older.state_bytes:
         sizes = f"{format_size(newer.state_bytes)}, that of {older.name} {format_size(older.state_bytes)}"
         return f"its optimizer state has {sizes}"

@@ -76,10 +76,8 @@ def is_known_file(path: str) -> bool:
     if _UNIVERSAL_FILE.fullmatch(path) is not None:
         return True
     *folders, name = path.split("/")
-    file_pattern, folder_pattern, _ = _compile_patterns()
-    return file_pattern.fullmatch(name) is not None and all(
-        folder_pattern.fullmatch(each) is not None for each in folders
-    )
+    file_form, folder_form, _ = _compile_patterns()
+    return file_form.fullmatch(name) is not None and all(folder_form.fullmatch(each) is not None for each in folders)
 
 
 def find_unknown_files(paths: Collection[str]) -> set[str]:

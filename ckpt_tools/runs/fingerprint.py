@@ -54,9 +54,8 @@ class Fingerprint:
         url = resolve_checkpoint_url(self.src, storage_options)
         if str(url) != self.url:
             return fingerprint(self.src, storage_options=storage_options)
-        return _build_fingerprint(
-            self.src, url, _read_file_states(open_source(url, storage_options)), self._tensor_files
-        )
+        states = _read_file_states(open_source(url, storage_options))
+        return _build_fingerprint(self.src, url, states, self._tensor_files)
 
 
 @api_function
@@ -85,9 +84,8 @@ def fingerprint(src: str | Path, *, storage_options: Mapping[str, Any] | None = 
     check_storage_options(storage_options, src)
     url = resolve_checkpoint_url(src, storage_options)
     states = _read_file_states(open_source(url, storage_options))  # before anything is read
-    return _build_fingerprint(
-        src, url, states, _list_tensor_files(url, storage_options) if len(states) > 1 else frozenset(states)
-    )
+    tensor_files = _list_tensor_files(url, storage_options) if len(states) > 1 else frozenset(states)
+    return _build_fingerprint(src, url, states, tensor_files)
 
 
 def _list_tensor_files(url: str | Path, storage_options: StorageOptions) -> frozenset[str] | None:
@@ -141,11 +139,7 @@ def _is_part_of_checkpoint(path: str) -> bool:
 
 def _iter_other_tag_files(files: Collection[str], tensor_files: Collection[str]) -> Iterator[str]:
     """Files of DeepSpeed's tags that hold nothing of what is read."""
-    tags = {
-        folder: path
-        for path in files
-        for folder in iter_folder_chain(get_parent_folder(path))
-        if is_deepspeed_tag(folder)
-    }
+    parents = {get_parent_folder(path) for path in files}
+    tags = {folder for parent in parents for folder in iter_folder_chain(parent) if is_deepspeed_tag(folder)}
     unread_prefixes = tuple(f"{tag}/" for tag in tags if not any(path.startswith(f"{tag}/") for path in tensor_files))
     return (path for path in files if path.startswith(unread_prefixes))

@@ -157,9 +157,8 @@ class _ListedRun:
         complete_members = [
             each for each in self.members if each.is_numbered and self.checkpoint_by_name[each.name].is_complete
         ]
-        optimizer_reasons = check_kept_steps(
-            complete_members, self.source, choose_compared_steps(candidates, keep_reasons, rules)
-        )
+        compared_steps = choose_compared_steps(candidates, keep_reasons, rules)
+        optimizer_reasons = check_kept_steps(complete_members, self.source, compared_steps)
         decisions = []
         for member in self.members:
             checkpoint = self.checkpoint_by_name[member.name]

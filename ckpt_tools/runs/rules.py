@@ -44,15 +44,9 @@ class BestMetric:
         """The best of the checkpoints whose metrics are given by their names. Raises UsageError."""
         values = {name: found[self.metric] for name, found in metrics.items() if self.metric in found}
         if not values:
-            known_metrics = sorted({metric for found in metrics.values() for metric in found})
-            shown_metrics = (
-                sorted(find_nearest(self.metric, known_metrics)) if len(known_metrics) > 20 else known_metrics
-            )
-            advice = (
-                f"its checkpoints have {join_names(shown_metrics, 20)}"
-                if known_metrics
-                else "its checkpoints have no metrics"
-            )
+            known = sorted({metric for found in metrics.values() for metric in found})
+            shown = sorted(find_nearest(self.metric, known)) if len(known) > 20 else known
+            advice = f"its checkpoints have {join_names(shown, 20)}" if known else "its checkpoints have no metrics"
             raise UsageError(f"no checkpoint of the run has the metric {self.metric!r}; {advice}")
         return (min if self.is_min else max)(values, key=lambda name: values[name])
 
@@ -103,16 +97,14 @@ def choose_compared_steps(
     goes, and the newest alone if no complete one goes, or if the user allows less."""
     if all(keep_reasons.values()):
         return ComparedSteps((), ())
-    removed_candidates = [
-        each for each in candidates if keep_reasons[each.checkpoint.name] is None and each.checkpoint.is_complete
-    ]
-    if not removed_candidates or rules.allow_less:
+    going = [each for each in candidates if keep_reasons[each.checkpoint.name] is None and each.checkpoint.is_complete]
+    if not going or rules.allow_less:
         return ComparedSteps(_list_newest_steps(candidates, 1), ())
     # Each one that is compared costs a header read. The newest and the largest that go stand for all of them.
-    largest = max(removed_candidates, key=lambda each: each.checkpoint.file_bytes)
+    largest = max(going, key=lambda each: each.checkpoint.file_bytes)
     return ComparedSteps(
         _list_newest_steps(candidates, rules.keep_last),
-        list(dict.fromkeys((removed_candidates[0].step_key, largest.step_key))),
+        list(dict.fromkeys((going[0].step_key, largest.step_key))),
     )
 
 
@@ -120,10 +112,8 @@ def find_keep_reasons(
     candidates: Sequence[PruneCandidate], rules: PruneRules, best_name: str | None
 ) -> dict[str, str | None]:
     """Why each checkpoint stays, by name; None for those that go. ``candidates`` are in order, the newest first."""
-    newest_steps = _list_newest_steps(candidates, rules.keep_last)
-    keep_reasons = {
-        each.checkpoint.name: _find_keep_reason(each, newest_steps, rules, best_name) for each in candidates
-    }
+    newest = _list_newest_steps(candidates, rules.keep_last)
+    keep_reasons = {each.checkpoint.name: _find_keep_reason(each, newest, rules, best_name) for each in candidates}
     kept_name_by_step = {
         each.step_key: each.checkpoint.name
         for each in candidates

@@ -153,10 +153,8 @@ class _ServedCheckpoint:
             )
 
         buffer = io.BytesIO()
-        torch.save(
-            revive_value(self.entries.objects[name], load_tensor=self._read_tensor, handle_unknown=refuse_unknown),
-            buffer,
-        )
+        stored = self.entries.objects[name]
+        torch.save(revive_value(stored, load_tensor=self._read_tensor, handle_unknown=refuse_unknown), buffer)
         buffer.seek(0)
         return buffer
 

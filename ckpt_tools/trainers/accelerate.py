@@ -228,10 +228,8 @@ def is_model_with_optimizer(folders: Collection[str]) -> bool:
 
 def find_numbered_model(folders: Collection[str]) -> str:
     """The folder of a model that is not the first, if ``folders`` are its own and its optimizer's; else empty."""
-    model_folders = [
-        folder for folder in folders if (match := _MODEL_FOLDER.fullmatch(folder)) is not None and int(match[1])
-    ]
-    return model_folders[0] if len(model_folders) == 1 and len(folders) == 2 else ""
+    models = [folder for folder in folders if (match := _MODEL_FOLDER.fullmatch(folder)) is not None and int(match[1])]
+    return models[0] if len(models) == 1 and len(folders) == 2 else ""
 
 
 def has_several_schedulers(files: Collection[str]) -> bool:

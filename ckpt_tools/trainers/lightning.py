@@ -85,16 +85,14 @@ def _read_metrics(checkpoint: SavedCheckpoint) -> MetricItems:
 def _read_best(checkpoint: SavedCheckpoint) -> BestCheckpoints | None:
     """The best of each ``ModelCheckpoint``; one that monitors nothing calls its last one so."""
     path, archive = _open_callbacks_file(checkpoint)
-    callback_states = (
+    states = (
         []
         if archive is None
         else [each for each in _iter_callback_states(archive) if isinstance(each.get("monitor"), str)]
     )
-    paths = (each.get("best_model_path") for each in callback_states)
+    paths = (each.get("best_model_path") for each in states)
     record = path if path == checkpoint.base_name else f"{path} of {checkpoint.base_name}"
-    return (
-        BestCheckpoints(record, [each for each in paths if isinstance(each, str) and each]) if callback_states else None
-    )
+    return BestCheckpoints(record, [each for each in paths if isinstance(each, str) and each]) if states else None
 
 
 def _open_callbacks_file(checkpoint: SavedCheckpoint) -> tuple[str, TorchArchive | None]:

@@ -63,10 +63,8 @@ def has_optimizer_in_path(path: str) -> bool:
 
 def find_optimizer_file(files: Collection[str]) -> str | None:
     """The file with the optimizer of the model in a folder; None if there is none."""
-    last_model_number = accelerate.find_last_model_number(files)
-    names = (
-        (f"optimizer_{last_model_number}.bin",) if last_model_number else (accelerate.OPTIMIZER, transformers.OPTIMIZER)
-    )
+    number = accelerate.find_last_model_number(files)
+    names = (f"optimizer_{number}.bin",) if number else (accelerate.OPTIMIZER, transformers.OPTIMIZER)
     return next((name for name in names if name in files and len(files) > 1), None)
 
 

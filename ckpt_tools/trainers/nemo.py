@@ -29,11 +29,9 @@ def _find_problem(checkpoint: SavedCheckpoint) -> str | None:
 
 
 def _read_metrics(checkpoint: SavedCheckpoint) -> MetricItems:
-    return (
-        _flatten_metrics(checkpoint.read_json_object(checkpoint.path_in_run(_LOSSES)))
-        if _LOSSES in checkpoint.files
-        else ()
-    )
+    if _LOSSES not in checkpoint.files:
+        return ()
+    return _flatten_metrics(checkpoint.read_json_object(checkpoint.path_in_run(_LOSSES)))
 
 
 def _flatten_metrics(metrics: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -27,7 +27,6 @@ def has_index(source: Source, folder: str = "") -> bool:
     if path not in source.files:
         return False
     size = source.size(path)
-    head_and_tail = source.read(path, 0, min(size, _KEY_SEARCH_BYTES)) + source.read(
-        path, max(size - _KEY_SEARCH_BYTES, 0), size
-    )
-    return all(sign in head_and_tail for sign in _INDEX_KEYS)
+    head = source.read(path, 0, min(size, _KEY_SEARCH_BYTES))
+    tail = source.read(path, max(size - _KEY_SEARCH_BYTES, 0), size)
+    return all(sign in head + tail for sign in _INDEX_KEYS)

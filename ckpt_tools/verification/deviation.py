@@ -135,13 +135,11 @@ def _find_largest_differences(ours: NDArray[Any], theirs: NDArray[Any]) -> tuple
     if not len(ours):
         return 0, 0.0
     with np.errstate(invalid="ignore", over="ignore"):
-        absolute_difference = _compute_absolute_difference(ours, theirs)
+        absolute = _compute_absolute_difference(ours, theirs)
         magnitude = np.maximum(_compute_magnitude(ours), _compute_magnitude(theirs))
-        relative_difference = np.divide(
-            absolute_difference, magnitude, out=np.zeros(len(absolute_difference)), where=magnitude > 0
-        )
-    relative_difference[np.isinf(magnitude)] = np.inf
-    return absolute_difference.max().item(), float(relative_difference.max())
+        relative = np.divide(absolute, magnitude, out=np.zeros(len(absolute)), where=magnitude > 0)
+    relative[np.isinf(magnitude)] = np.inf
+    return absolute.max().item(), float(relative.max())
 
 
 def _compute_absolute_difference(ours: NDArray[Any], theirs: NDArray[Any]) -> NDArray[Any]:

@@ -148,12 +148,10 @@ def select_digests_of_file(computed: Digests, recorded: Digests, manifest: Manif
 
 def select_one_copy(digests: Digests, *, weights: str) -> dict[StateKey, Digest]:
     """The list of the same checkpoint with one copy of each weight, as ``keep_one_copy`` chooses it."""
-    kept_digests = {key: digest for key, digest in digests.items() if key.slot != MASTER}
+    kept = {key: digest for key, digest in digests.items() if key.slot != MASTER}
     if weights == "model":
-        return kept_digests
-    return {
-        key: digests.get(key._replace(slot=MASTER), d) if key.slot == WEIGHT else d for key, d in kept_digests.items()
-    }
+        return kept
+    return {key: digests.get(key._replace(slot=MASTER), d) if key.slot == WEIGHT else d for key, d in kept.items()}
 
 
 def has_masters(digests: Digests) -> bool:

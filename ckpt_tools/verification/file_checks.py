@@ -147,16 +147,14 @@ def _find_sibling_lists(source: Source) -> list[FileList]:
     metadata_path = f"{HUB_FOLDER}/{store.only_file}{HUB_SUFFIX}"
     list_names = [*sums_names, *([metadata_path] if (store.root / metadata_path).is_file() else [])]
     sibling_source = Source(LocalStore(store.root), {name: (store.root / name).stat().st_size for name in list_names})
-    file_lists = [
+    lists = [
         *(_parse_list(sibling_source, name) for name in sums_names),
         *_read_download_metadata(sibling_source)[0],
     ]
     if store.root.parent.name == "snapshots":
-        file_lists += _list_linked_blobs({store.only_file: store.root / store.only_file})
-    relevant_lists = [
-        replace(each, files={n: w for n, w in each.files.items() if n in source.files}) for each in file_lists
-    ]
-    return [each for each in relevant_lists if each.files]
+        lists += _list_linked_blobs({store.only_file: store.root / store.only_file})
+    relevant = [replace(each, files={n: w for n, w in each.files.items() if n in source.files}) for each in lists]
+    return [each for each in relevant if each.files]
 
 
 def _read_download_metadata(source: Source) -> tuple[list[FileList], list[Note]]:
@@ -185,10 +183,8 @@ def _list_snapshot_blobs(store: Store) -> list[FileList]:
 
 
 def _list_linked_blobs(link_paths: Mapping[str, Path]) -> list[FileList]:
-    blob_digests = {
-        name: parse_hub_digest(path.readlink().name) for name, path in link_paths.items() if path.is_symlink()
-    }
-    files = {name: wanted for name, wanted in blob_digests.items() if wanted is not None}
+    digests = {name: parse_hub_digest(path.readlink().name) for name, path in link_paths.items() if path.is_symlink()}
+    files = {name: wanted for name, wanted in digests.items() if wanted is not None}
     return [FileList("the names of the hub's blobs", files)] if files else []
 
 
@@ -206,12 +202,10 @@ def check_files(
     for each in lists:
         for path, stated_digest in each.files.items():
             stated_digests[path].append((each.name, stated_digest))
-    file_sizes = {**source.store.list_hidden(), **source.files}
-    jobs = [
-        _HashJob(path, file_sizes[path], tuple(rows)) for path, rows in stated_digests.items() if path in file_sizes
-    ]
+    sizes = {**source.store.list_hidden(), **source.files}
+    jobs = [_HashJob(path, sizes[path], tuple(rows)) for path, rows in stated_digests.items() if path in sizes]
     list_names = join_names([each.name for each in lists])
-    problems = {path: f"it is missing; {list_names} names it" for path in stated_digests if path not in file_sizes}
+    problems = {path: f"it is missing; {list_names} names it" for path in stated_digests if path not in sizes}
     meter = ProgressMeter(on_progress, sum(job.size for job in jobs))
     for job, computed_digests in ThreadRunner(num_workers).run(_make_file_hasher(source.store, meter.add_bytes), jobs):
         for name, stated_digest in job.stated_digests:

@@ -77,23 +77,19 @@ def _list_archives(source: Source, manifest: Manifest) -> Iterator[StoredArchive
     """What is read once: the items of a DCP, and its objects that hold tensors; elsewhere, whole files."""
     # An item is one archive, whose pickle must state the dtype and shape of the index. An object of a DCP is an archive
     # that the manifest lists. Any other file is read whole; if it begins as a zip, its records have CRC-32s.
-    archives_by_file: defaultdict[str, list[ByteRange]] = defaultdict(list)
+    archives: defaultdict[str, list[ByteRange]] = defaultdict(list)
     for byte_range in manifest.archives:
-        archives_by_file[byte_range.file].append(byte_range)
-    keys_by_file: dict[str, StateKey] = {}
+        archives[byte_range.file].append(byte_range)
+    keys: dict[str, StateKey] = {}
     for key, entry in manifest.tensors.items():
         table = entry.shards
         if table.framing is not Framing.RAW:
             yield from (_build_item_archive(table, row, key) for row in range(len(table)))
         else:
             files = {table.files[number] for number in table.file_ids.tolist()}
-            keys_by_file |= {
-                file: key for file in sorted(files) if file not in keys_by_file and file not in manifest.literals
-            }
-    for file, key in keys_by_file.items():
-        yield from (
-            StoredArchive(at, key) for at in archives_by_file.get(file) or [ByteRange(file, 0, source.size(file))]
-        )
+            keys |= {file: key for file in sorted(files) if file not in keys and file not in manifest.literals}
+    for file, key in keys.items():
+        yield from (StoredArchive(at, key) for at in archives.get(file) or [ByteRange(file, 0, source.size(file))])
 
 
 def _build_item_archive(table: ShardTable, row: int, key: StateKey) -> StoredArchive:
@@ -140,55 +136,45 @@ class _ArchiveChecker:
         byte_range = archive.at
         inflating, inflated_file = InflatedReader(self.source.read), inflated_name(byte_range)
         try:
-            inflated_range = ByteRange(inflated_file, 0, inflating.inflated_size(byte_range, limit_bytes=limit_bytes))
-            messages = _ArchiveChecker(_InflatedSource(inflating))._find_broken_records(
-                replace(archive, at=inflated_range)
-            )
+            inflated = ByteRange(inflated_file, 0, inflating.inflated_size(byte_range, limit_bytes=limit_bytes))
+            messages = _ArchiveChecker(_InflatedSource(inflating))._find_broken_records(replace(archive, at=inflated))
         except (FormatError, UnsafeError) as error:
             messages = [str(error)]
         return [what.replace(inflated_file, byte_range.file) for what in messages]
 
     def _find_broken_records(self, archive: StoredArchive) -> list[str]:
-        byte_range = archive.at
-        read_range = partial(self._read_range, byte_range)
-        directory = read_directory(
-            read_range, byte_range.stop - byte_range.start, byte_range.file, tail_bytes=DIRECTORY_TAIL_BYTES
-        )
+        span = archive.at
+        read_range = partial(self._read_range, span)
+        directory = read_directory(read_range, span.stop - span.start, span.file, tail_bytes=DIRECTORY_TAIL_BYTES)
         if directory is None:
-            return [f"{byte_range.file}: the zip archive at byte {byte_range.start:,} has no end"]
+            return [f"{span.file}: the zip archive at byte {span.start:,} has no end"]
         ranges = directory.locate_payloads(read_range, directory.records)
         messages = [
-            f"{byte_range.file}: the record {name} at byte {byte_range.start + start:,} does not have its stored CRC-32"
+            f"{span.file}: the record {name} at byte {span.start + start:,} does not have its stored CRC-32"
             for name, (start, stop) in ranges.items()
-            if self._compute_crc32(byte_range, start, stop) != directory.records[name].crc32
+            if self._compute_crc32(span, start, stop) != directory.records[name].crc32
             and directory.records[name].states_checksum
         ]
-        return (
-            messages
-            if messages or archive.index_entry is None
-            else self._find_misstatement(byte_range, *archive.index_entry)
-        )
+        if messages or archive.index_entry is None:
+            return messages
+        return self._find_misstatement(span, *archive.index_entry)
 
-    def _find_misstatement(self, byte_range: ByteRange, dtype: DType, shape: Shape) -> list[str]:
+    def _find_misstatement(self, span: ByteRange, dtype: DType, shape: Shape) -> list[str]:
         """The index may give a piece of another number of dims, as the interval of a flat tensor."""
         from ckpt_tools.serialization.torch_zip import locate_item
 
-        item = locate_item(
-            partial(self.source.read, byte_range.file), byte_range.start, byte_range.stop, byte_range.file
-        )
+        item = locate_item(partial(self.source.read, span.file), span.start, span.stop, span.file)
         is_flat = len(item.shape) != len(shape) and prod(item.shape) == prod(shape)
         if item.dtype is dtype and (is_flat or item.shape == shape):
             return []
         actual = f"{list(item.shape)} of {item.dtype.value}"
         return [
-            f"{byte_range.file}: the item at byte {byte_range.start:,} holds {actual}, its index states "
+            f"{span.file}: the item at byte {span.start:,} holds {actual}, its index states "
             f"{list(shape)} of {dtype.value}"
         ]
 
     def _compute_crc32(self, byte_range: ByteRange, start: int, stop: int) -> int:
         crc32 = 0
-        for block_start in range(start, stop, BLOCK_BYTES):
-            crc32 = isal_zlib.crc32(
-                self._read_range(byte_range, block_start, min(block_start + BLOCK_BYTES, stop)), crc32
-            )
+        for first in range(start, stop, BLOCK_BYTES):
+            crc32 = isal_zlib.crc32(self._read_range(byte_range, first, min(first + BLOCK_BYTES, stop)), crc32)
         return crc32

@@ -57,10 +57,8 @@ def find_differing_files(expected: ModelFiles, source: Source, written: Source) 
     store, config = expected.join_to(source.store), read_model_config(written)
     problems = {} if config == expected.config else {CONFIG_FILE: "missing"}
     if problems and config is not None:
-        differing_keys = sorted(
-            key for key in {*expected.config, *config} if expected.config.get(key) != config.get(key)
-        )
-        problems = {CONFIG_FILE: f"{join_names(differing_keys)}: another content"}
+        differing = sorted(key for key in {*expected.config, *config} if expected.config.get(key) != config.get(key))
+        problems = {CONFIG_FILE: f"{join_names(differing)}: another content"}
     for name, file in expected.files.items():
         content = bytearray(file.num_bytes)
         store.read_into(file.source, 0, memoryview(content))

@@ -87,12 +87,10 @@ def _find_checkpoint_files(contents: DestinationContents, url: str) -> frozenset
 def _find_companion_files(source: Source, digests_path: str) -> frozenset[str]:
     """The list of digests and the signatures that lie with a checkpoint, if they are what their names say."""
     folder = digests_path.rpartition("/")[0]
-    signature_paths = {SIGNATURE_NAME, f"{folder}/{SIGNATURE_NAME}"} & source.files.keys()
-    valid_signatures = {
-        path for path in signature_paths if is_signature(source.read_all(path, limit_bytes=MAX_SIGNATURE_BYTES))
-    }
+    paths = {SIGNATURE_NAME, f"{folder}/{SIGNATURE_NAME}"} & source.files.keys()
+    signatures = {path for path in paths if is_signature(source.read_all(path, limit_bytes=MAX_SIGNATURE_BYTES))}
     has_digests = digests_path in source.files and is_digest_list(source, digests_path)
-    return frozenset(valid_signatures | ({digests_path} if has_digests else set()))
+    return frozenset(signatures | ({digests_path} if has_digests else set()))
 
 
 def _list_top_folders(paths: Iterable[str]) -> set[str]:

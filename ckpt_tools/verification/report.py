@@ -311,14 +311,10 @@ def _build_row(name: str, difference: Difference) -> DifferenceRow:
 
 def _find_equal_masters(differences: list[Difference]) -> set[str]:
     """The parameters whose weight and master differ in the same way, by as much."""
-    outcomes_by_key: dict[StateKey, list[tuple[object, ...]]] = {}
+    outcomes: dict[StateKey, list[tuple[object, ...]]] = {}
     for difference in differences:
         if difference.key.slot in (WEIGHT, MASTER):
-            outcomes_by_key.setdefault(difference.key, []).append(
-                (difference.aspect, difference.what, difference.deviation)
-            )
+            outcomes.setdefault(difference.key, []).append((difference.aspect, difference.what, difference.deviation))
     return {
-        key.fqn
-        for key in outcomes_by_key
-        if key.slot == WEIGHT and outcomes_by_key.get(key._replace(slot=MASTER)) == outcomes_by_key[key]
+        key.fqn for key in outcomes if key.slot == WEIGHT and outcomes.get(key._replace(slot=MASTER)) == outcomes[key]
     }

@@ -119,13 +119,11 @@ def _measure_tensor(reader: TensorReader, key: StateKey, entry: TensorEntry, pla
         rows = elements.reshape(-1, entry.dtype.item_bytes)
         for start in range(0, len(rows), MEASURED_ELEMENTS):
             sums.add_elements(widen_elements(rows[start : start + MEASURED_ELEMENTS], entry.dtype))
-    tensor_fields = key.fqn, key.slot, entry.shape, entry.dtype.value, num_read
+    fields = key.fqn, key.slot, entry.shape, entry.dtype.value, num_read
     if not is_measured:
-        return TensorStats(*tensor_fields)
+        return TensorStats(*fields)
     mean = sums.mean if sums.is_ordered else None
-    return TensorStats(
-        *tensor_fields, sums.minimum, sums.maximum, mean, sums.norm, sums.num_zeros, sums.num_nan, sums.num_inf
-    )
+    return TensorStats(*fields, sums.minimum, sums.maximum, mean, sums.norm, sums.num_zeros, sums.num_nan, sums.num_inf)
 
 
 def _choose_block_starts(entry: TensorEntry, plan: StatisticsPlan) -> tuple[list[int] | range, int]:

@@ -64,18 +64,14 @@ class ProvenItems:
         storage_ranges = {name: span for name, span in ranges.items() if "/data/" in name}
         id_ranges = {name: span for name, span in ranges.items() if name.endswith("/.data/serialization_id")}
         variable_ranges = storage_ranges | id_ranges
-        checksum_pairs = [
-            pair for name, pair in _iter_checksum_positions(data, directory, ranges) if name in variable_ranges
-        ]
-        variable_spans = sorted([*variable_ranges.values(), *((at, at + 4) for pair in checksum_pairs for at in pair)])
+        pairs = [pair for name, pair in _iter_checksum_positions(data, directory, ranges) if name in variable_ranges]
+        variable_spans = sorted([*variable_ranges.values(), *((at, at + 4) for pair in pairs for at in pair)])
         starts = [0, *(stop for _, stop in variable_spans)]
         stops = [*(start for start, _ in variable_spans), len(data)]
         fixed_parts = tuple((at, data[at:stop]) for at, stop in zip(starts, stops, strict=True))
         element_starts = tuple(start for start, _ in storage_ranges.values())
         templates.append(
-            _ItemTemplate(
-                directory.start, fixed_parts, element_starts, tuple(id_ranges.values()), tuple(checksum_pairs)
-            )
+            _ItemTemplate(directory.start, fixed_parts, element_starts, tuple(id_ranges.values()), tuple(pairs))
         )
 
 

@@ -137,12 +137,10 @@ _CHUNK_BYTES = 1 << 18
 def _inflate_chunks(view: FileView, record: ZipRecord) -> Iterator[bytes]:
     """The inflated data in pieces. It ends where the record does, and is as long as the archive says."""
     inflater = zlib.decompressobj(-zlib.MAX_WBITS)
-    num_bytes, crc32, num_bytes_read = 0, 0, 0
+    num_bytes, crc32, num_read = 0, 0, 0
     while not inflater.eof:
-        compressed = inflater.unconsumed_tail or view.read(
-            num_bytes_read, min(num_bytes_read + _CHUNK_BYTES, view.size)
-        )
-        num_bytes_read += 0 if inflater.unconsumed_tail else len(compressed)
+        compressed = inflater.unconsumed_tail or view.read(num_read, min(num_read + _CHUNK_BYTES, view.size))
+        num_read += 0 if inflater.unconsumed_tail else len(compressed)
         try:
             chunk = inflater.decompress(compressed, _CHUNK_BYTES)
         except zlib.error:
@@ -155,7 +153,7 @@ def _inflate_chunks(view: FileView, record: ZipRecord) -> Iterator[bytes]:
         crc32 = zlib.crc32(chunk, crc32)
         if chunk:
             yield chunk
-    if num_bytes_read - len(inflater.unused_data) != view.size:
+    if num_read - len(inflater.unused_data) != view.size:
         _raise_damaged(record, "ends before the record does")
     if num_bytes != record.size:
         _raise_damaged(record, "is shorter than the archive says")

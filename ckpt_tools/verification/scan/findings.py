@@ -166,9 +166,8 @@ class ScanReport(DisplayableResult):
 
         properties = {**self.shown(), "allowed": list(self.allowed), "names": list(self.names)}
         rules = {danger.rule_id: about for danger, (_, about) in _SARIF_RULES.items()}
-        return build_log(
-            "ckpt-tools scan", rules, (_build_sarif_result(finding, folder) for finding in self.findings), properties
-        )
+        results = (_build_sarif_result(finding, folder) for finding in self.findings)
+        return build_log("ckpt-tools scan", rules, results, properties)
 
 
 _SARIF_RULES = {

@@ -310,11 +310,9 @@ def _check_records(view: FileView, records: Mapping[str, tuple[int, int]], stora
                 raise MalformedError(f"the record {name!r} holds something unknown")
         elif name != "data.pkl":
             raise MalformedError(f"the record {name!r} belongs to no tensor")
-    missing_keys = [
-        key for key, storage in storages.items() if f"data/{key}" not in records and storage.location != "meta"
-    ]
-    if missing_keys:
-        raise MalformedError(f"storage {missing_keys[0]!r} has no record")
+    missing = [key for key, storage in storages.items() if f"data/{key}" not in records and storage.location != "meta"]
+    if missing:
+        raise MalformedError(f"storage {missing[0]!r} has no record")
 
 
 def _parse_tensor_span(name: str, entry: Any) -> tuple[int, int]:

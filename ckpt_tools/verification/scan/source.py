@@ -64,9 +64,8 @@ def scan_source(
         SourceNotFoundError: there is no file. StoreError: a file cannot be read. MemoryBudgetError: there is not enough
         memory for a pickle.
     """
-    return _SourceScan(source, FindingCollector(allowed, allow_configuration=allow_configuration), exclude).scan_files(
-        url
-    )
+    collector = FindingCollector(allowed, allow_configuration=allow_configuration)
+    return _SourceScan(source, collector, exclude).scan_files(url)
 
 
 class _SourceScan:

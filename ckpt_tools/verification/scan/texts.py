@@ -32,10 +32,8 @@ def prove_text(view: FileView, kind: FileKind) -> str | None:
         _check_weight_map(document)
         return explain_unproved_names(view.file, document)
     if kind is FileKind.JSON_LINES:
-        reasons = (
-            explain_unproved_names(view.file, _parse_lenient_json(line, view.file))
-            for line in view.read_all().splitlines()
-        )
+        lines = view.read_all().splitlines()
+        reasons = (explain_unproved_names(view.file, _parse_lenient_json(line, view.file)) for line in lines)
         return next(filter(None, reasons), None)
     if LATEST_NAME.search(view.file):
         check_file_name(text.strip())
