@@ -103,7 +103,8 @@ def read_adapter(manifest: Manifest, config: AdapterConfig, adapter: str | None,
 
 
 def extract_base_model(manifest: Manifest) -> Manifest:
-    """The base model of a training state of PEFT, under its own names; any other manifest as it is."""
+    """The base model in a training state of PEFT, under the base model's own names. Any other manifest is returned as
+    it is."""
     names = parse_weight_names(manifest)
     if all(read.role is PeftRole.BASE and read.name == name for name, read in names.items()):
         return manifest

@@ -52,8 +52,9 @@ def find_missing_parts(
 
 
 def find_target_modules(config: AdapterConfig, modules: list[str], adapted: set[str]) -> Iterator[str]:
-    """Those of ``modules`` that ``target_modules`` names. What only the model's code tells (all linear layers), or a
-    pattern that may not end, are the modules of the layers that have an adapter elsewhere."""
+    """The modules of ``modules`` that ``target_modules`` names. If only the model's code tells them (all linear
+    layers), or only a pattern that may take too long to match, they are the modules of which another layer has an
+    adapter."""
     if does_name_all_targets(config, modules):
         yield from (module for module in modules if _is_target(module, config))
         return
@@ -98,7 +99,8 @@ def _is_in_layer(module: str, config: AdapterConfig) -> bool:
 
 
 def _is_module_saved(module: str, names: NameSuffixes) -> bool:
-    """PEFT compares ends of names without regard to dots; what is in such a module is saved too."""
+    """Whether ``module`` is, or lies in, a module that ``names`` name. PEFT compares ends of names without regard to
+    dots."""
     return names.does_match_path(module, after_dot=False)
 
 

@@ -114,10 +114,10 @@ class MergeStep:
             yield Note(Outcome.DROPPED, name, "tied to the embeddings, whose bits it has", asked=True)
 
     def _note_missing_parts(self, manifest: Manifest) -> Iterator[Note]:
-        """Notes on what the settings name and the adapter does not hold.
+        """Notes on modules and tensors that the settings name and the adapter does not hold.
 
         Raises:
-            IncompleteError: there is something, and the user does not allow it.
+            IncompleteError: something is missing, and the user does not allow that.
         """
         weights = {key.fqn: entry for key, entry in manifest.tensors.items()}
         missing = find_missing_parts(self.config, self.adapter, weights, self.model_config)
@@ -161,7 +161,8 @@ class MergeStep:
         return saved, dropped_names, equal_pairs
 
     def _find_tied_name(self, manifest: Manifest, name: str) -> str | None:
-        """The tensor whose bytes ``name`` shares in the base model; the head's is not named there."""
+        """The name of the tensor whose bytes ``name`` shares in the base model, in words if the base model has no name
+        for it; None if it shares none."""
         aliases = manifest.aliases
         if self.unties:
             return None

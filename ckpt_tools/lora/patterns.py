@@ -42,7 +42,7 @@ class NameSuffixes:
         return False
 
     def does_match_path(self, module: str, *, after_dot: bool = True) -> bool:
-        """Whether ``module`` or one that it is in ends so."""
+        """Whether the name of ``module``, or of a module around it, matches as in ``does_match_name``."""
         stops = [*(at for at, letter in enumerate(module) if letter == "."), len(module)]
         return bool(self.names) and any(self.does_match_name(module, stop, after_dot=after_dot) for stop in stops)
 

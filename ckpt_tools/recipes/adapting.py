@@ -58,7 +58,8 @@ def _resize_to_vocabulary(name: str, entry: TensorEntry, sizes: Collection[int])
 
 
 def adapt_to_reference(fit: ReferenceFit, reference: Reference) -> TransformResult:
-    """The manifest as ``fit`` says: no name is missing or left over."""
+    """The manifest with the names, ties and numbers of rows of ``reference``, as ``fit`` found them. Every name must
+    fit."""
     manifest = fit.manifest
     shapes = {name: entry.shape for name, entry in select_weights(manifest).items()}
     rows = {fit.owners.get(name, name): number for name, number in fit.num_rows.items()}

@@ -106,7 +106,7 @@ def is_rest_axis(axis: AxisNode) -> bool:
 
 
 def expand_rest(axes: tuple[AxisNode, ...], num_rest_axes: int) -> tuple[AxisNode, ...]:
-    """The axes with ``num_rest_axes`` ones, each a field of its own, in place of the rest."""
+    """The axes with ``num_rest_axes`` axes, each a field of its own, in place of the rest axis."""
     if not axes or not is_rest_axis(axes[-1]):
         return axes
     return (

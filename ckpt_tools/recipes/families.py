@@ -36,7 +36,7 @@ class RecipeRoute:
 
 
 def find_routes(names: Collection[str], recipes: Iterable[Recipe]) -> Iterator[RecipeRoute]:
-    """Those of ``recipes`` that take these names, read from left to right or from right to left."""
+    """A route for each of ``recipes`` that takes ``names``, read from left to right or from right to left."""
     patterns = set(map(zero_numbers, names))
     for recipe in recipes:
         for each in (recipe, recipe.inverse()):
@@ -46,7 +46,8 @@ def find_routes(names: Collection[str], recipes: Iterable[Recipe]) -> Iterator[R
 
 
 def _find_route(recipe: Recipe, names: Collection[str]) -> RecipeRoute | None:
-    """None if a line that is not optional has no name, or a name has no line and may not stay."""
+    """The route of ``recipe`` for ``names``; None if a line that is not optional has no name, or a name has no line and
+    may not stay."""
     matched_patterns, target_names = set[tuple[int, int]](), set[str]()
     for name in names:
         line_matches = match_lines(name, recipe, names)

@@ -32,7 +32,8 @@ class TensorGroup:
 
 @dataclass(frozen=True)
 class NameGroups:
-    """Names of a checkpoint by what a recipe makes of them: groups, names that stay, and names that are dropped."""
+    """Names of a checkpoint as a recipe divides them: groups that are mapped, names that stay, and names that are
+    dropped."""
 
     groups: tuple[TensorGroup, ...]
     kept_names: frozenset[str]
@@ -241,7 +242,7 @@ def bind_sizes(group: TensorGroup, shapes: Mapping[str, Shape], env: SizeValues)
 
 
 def _count_indices(group: TensorGroup, env: SizeValues) -> dict[str, int]:
-    """The number of each index, by the names that are there. No name may be missing."""
+    """The number of each index, counted from the names of the group. Raises IncompleteError if a name is missing."""
     line, counts = group.line, dict[str, int]()
     for (which, indices), _ in group.source_names.items():
         for variable, value in zip(list_indexed_variables(line.left[which]), indices, strict=True):

@@ -188,7 +188,7 @@ def _apply_mapping(mapping: NameMapping, manifest: Manifest) -> TransformResult 
 
 
 def _drop_equal_results(fitting: Iterable[_MappingResult]) -> list[_MappingResult]:
-    """One of each set that takes the same elements of the same files."""
+    """The results without those that take the same elements of the same files as another one."""
     distinct_results: list[_MappingResult] = []
     for each in fitting:
         if not any(_is_same_fit(each.fit, other.fit) for other in distinct_results):

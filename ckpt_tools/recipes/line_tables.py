@@ -14,8 +14,8 @@ from ckpt_tools.recipes.axes import REST_FIELD
 
 @dataclass(frozen=True)
 class PrefixRepeat:
-    """Beginnings of names on both sides, each a text and the one that replaces it: a line whose names all begin with
-    the first texts is there with the second ones too, and is optional then.
+    """Two beginnings of names on each side. A line whose names all begin with the first ones is repeated with the
+    second ones in their place; the repeated line is optional.
 
     Raises:
         UsageError: a side has not two texts.

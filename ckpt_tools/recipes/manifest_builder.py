@@ -42,7 +42,8 @@ _MUON_OPTIONS = frozenset({"ns_steps", "ns_coefficients"})
 
 @dataclass(frozen=True, slots=True)
 class _MappedGroup:
-    """A group with its sizes: the names that it becomes by place, and how their elements move; none for a renaming."""
+    """A group with its sizes: the names that it becomes by place, and how elements move; ``moves`` is None for a
+    renaming."""
 
     group: TensorGroup
     target_names: Mapping[GroupPlace, str]
@@ -147,7 +148,7 @@ class ManifestBuilder:
             yield EqualPair(f"{name} and {owner}, which it repeats", owner_entry, copy)
 
     def _find_shapes(self) -> Mapping[str, Shape]:
-        """The shape of each weight; of one that is not there, that of its optimizer state."""
+        """The shape of each weight by name; where the weight is missing, the shape of its optimizer state."""
         shapes: dict[str, Shape] = {}
         for key, entry in self.source.tensors.items():
             if entry.kind is not Kind.EXTRA and (key.slot == WEIGHT or not shapes.get(key.fqn)):

@@ -53,7 +53,8 @@ class FillBox(NamedTuple):
 
 @dataclass(frozen=True)
 class SideShapes:
-    """One side with sizes: the shape of each pattern's tensors, and the dims that its axes are split into."""
+    """One side of a line with sizes: by pattern, the shape of its tensors, and the dims that their axes are split
+    into."""
 
     shapes: tuple[Shape, ...]
     dims: tuple[Shape, ...]

@@ -38,7 +38,8 @@ class QuantizedModule:
     used_names: set[str] = field(default_factory=set)
 
     def take_tensor(self, *names: str, dtypes: frozenset[DType] = SCALE_DTYPES) -> TensorEntry | None:
-        """The first of ``names`` that there is. Raises UnsupportedError if its dtype is not one of ``dtypes``."""
+        """The tensor of the first of ``names`` that the module has, noted as used; None if it has none. Raises
+        UnsupportedError if its dtype is not one of ``dtypes``."""
         name = next((name for name in names if name in self.tensors), None)
         if name is None:
             return None
@@ -347,7 +348,8 @@ def _dequantize_unpacked(module: QuantizedModule, name: str, quantization: Mappi
 def _find_scheme(
     module: QuantizedModule, name: str, quantization: Mapping[str, Any], kind: str, bits: int
 ) -> Mapping[str, Any]:
-    """The one kind of weights in the config's groups of this type and width. Raises UnsupportedError."""
+    """The settings of weights of this type and width in the config. Raises UnsupportedError unless its groups have one
+    such set of settings."""
     scheme = _find_scheme_or_none(quantization, kind, bits)
     if scheme is None:
         raise module.make_refusal(name, f"{CONFIG_KEY} has no group, or several, with weights of {bits} bits ({kind})")

@@ -121,8 +121,8 @@ def _evaluate_node(node: ast.AST, env: Mapping[str, int | Fraction], config: Map
 
 
 def _look_up_config(config: Mapping[str, Any], key: str) -> int:
-    """A whole number of ``config.json``. Raises KeyError. UsageError if it is another value than a number, a list or
-    null, which say that there is no one number."""
+    """The whole number under a key of ``config.json``. Raises KeyError if it has none, also where a list or null says
+    that there is no one number. Raises UsageError for any other value."""
     for section in (config, *(config.get(name) for name in _CONFIG_SECTIONS)):
         value: Any = section
         for name in key.split("."):

@@ -81,7 +81,7 @@ def is_known_file(path: str) -> bool:
 
 
 def find_unknown_files(paths: Collection[str]) -> set[str]:
-    """Those of a checkpoint's files that no trainer and no format writes."""
+    """The files of a checkpoint that no trainer and no format writes."""
     unknown_paths = {path for path in paths if not is_known_file(path)}
     return (
         {path for path in unknown_paths if not _ORBAX_ITEM_FILE.fullmatch(path)}

@@ -138,7 +138,7 @@ def _is_part_of_checkpoint(path: str) -> bool:
 
 
 def _iter_other_tag_files(files: Collection[str], tensor_files: Collection[str]) -> Iterator[str]:
-    """Files of DeepSpeed's tags that hold nothing of what is read."""
+    """Files in folders of DeepSpeed's tags that hold none of ``tensor_files``."""
     parents = {get_parent_folder(path) for path in files}
     tags = {folder for parent in parents for folder in iter_folder_chain(parent) if is_deepspeed_tag(folder)}
     unread_prefixes = tuple(f"{tag}/" for tag in tags if not any(path.startswith(f"{tag}/") for path in tensor_files))

@@ -54,7 +54,8 @@ def list_checkpoints(source: Source, *, url: str) -> RunListing:
 
 
 def find_run_members(source: Source, url: str) -> list[RunMember]:
-    """The checkpoints of a run, the newest first; or the one that it is itself, whose name is ``.``."""
+    """The checkpoints of a run, the newest first. If the run is itself a checkpoint, it is the only one, called
+    ``.``."""
     files = dict(source.files)
     run_name = url.rstrip("/").rpartition("/")[2]
     run_members = find_members(files)

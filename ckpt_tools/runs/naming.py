@@ -26,7 +26,8 @@ OpenSource = Callable[[str | Path], Source]
 
 
 def resolve_in_run(url: str | Path, open_source: OpenSource) -> str | Path:
-    """``url``; or the checkpoint that it means, if it is a run and a name behind ``@``, and nothing is called so.
+    """The checkpoint that ``url`` means: the one of a run that the name behind ``@`` chooses, or ``url`` itself if
+    something is there or it has no such name.
 
     Raises:
         SourceNotFoundError: the run holds no such checkpoint. UsageError: the name is empty. CkptError: as
@@ -88,8 +89,8 @@ def _choose_checkpoint(run: str, name: str, source: Source) -> str:
 
 
 def _find_latest(run: str, source: Source, run_members: Sequence[RunMember]) -> str:
-    """The newest complete one; a line says which newer ones are not. A file ``latest`` in the run decides if the
-    checkpoint that it names is complete.
+    """The newest complete checkpoint; a warning says which newer ones are not complete. The checkpoint that the run's
+    file ``latest`` names comes first.
 
     Raises SourceNotFoundError.
     """

@@ -93,7 +93,7 @@ class PruneReport(DisplayableResult):
 
 
 def prune_run(url: str | Path, rules: PruneRules, *, yes: bool, storage_options: StorageOptions) -> PruneReport:
-    """What goes and what stays; with ``yes``, what goes is gone.
+    """Decide which checkpoints go and which stay, and with ``yes`` remove those that go.
 
     Raises:
         SourceNotFoundError: there are no checkpoints. UsageError: it is one checkpoint, or holds several runs.
@@ -263,7 +263,7 @@ def _lock_run(url: str | Path, storage_options: StorageOptions) -> Iterator[None
 
 @contextmanager
 def _lock_folder(folder: Path) -> Iterator[None]:
-    """A lock that is there is taken; none is made."""
+    """Hold the lock of ``folder`` while inside, if there is a file for it; none is made."""
     path = folder / LOCK_NAME
     if path.is_symlink() or not path.is_file():
         yield

@@ -57,8 +57,8 @@ def parse_scheduler(content: Any) -> Mapping[str, Any]:
 
 
 def find_problem(checkpoint: SavedCheckpoint) -> str | None:
-    """Every rank writes the state of its random generators last. ``transformers`` calls this for what it did not
-    write: its Trainer saves through accelerate, and has no such files."""
+    """Why the checkpoint is not complete: every rank writes the state of its random generators last. ``transformers``
+    calls this for checkpoints without its own files, since its Trainer saves through accelerate."""
     if not any(map(_ACCELERATE_FILE.fullmatch, checkpoint.files)):
         return None
     ranks = {int(match[1]) for path in checkpoint.files if (match := _RANDOM_STATES.fullmatch(path))}

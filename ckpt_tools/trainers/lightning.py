@@ -63,7 +63,7 @@ def _parse_meta(content: Any) -> Mapping[str, Any]:
 
 
 def _find_problem(checkpoint: SavedCheckpoint) -> str | None:
-    """``meta.pt`` is written when the shards are there."""
+    """Why the checkpoint is not complete: Lightning writes ``meta.pt`` after the shards."""
     name = checkpoint.base_name
     if not name.endswith(".ckpt") or checkpoint.files.keys() == {name} or ".metadata" not in checkpoint.files:
         return None
@@ -96,7 +96,7 @@ def _read_best(checkpoint: SavedCheckpoint) -> BestCheckpoints | None:
 
 
 def _open_callbacks_file(checkpoint: SavedCheckpoint) -> tuple[str, TorchArchive | None]:
-    """The file that holds the callbacks' states, and its content if there is such a file."""
+    """The name of the file with the callbacks' states, and its content; None if there is no such file."""
     from ckpt_tools.serialization.torch_zip import open_archive
 
     path = checkpoint.base_name if checkpoint.base_name in checkpoint.files else META

@@ -10,7 +10,7 @@ TRACKER_FILE = "latest_checkpointed_iteration.txt"
 
 
 def find_problem(checkpoint: SavedCheckpoint) -> str | None:
-    """verl and Megatron-LM's older format have no other marker than the tracker."""
+    """Why the checkpoint is not complete: verl and Megatron-LM's older format have no other marker than the tracker."""
     if (
         checkpoint.step is None
         or "metadata.json" in checkpoint.files

@@ -28,7 +28,7 @@ _ENTRY_PARSERS = {name: meaning for trainer in TRAINERS for name, meaning in tra
 
 @cache
 def combine_patterns(*fields: str) -> re.Pattern[str]:
-    """One pattern of these fields of all trainers."""
+    """The pattern that matches what one of these fields of any trainer matches."""
     parts = (str(getattr(trainer, field)) for trainer in TRAINERS for field in fields)
     return re.compile("|".join(filter(None, parts)))
 

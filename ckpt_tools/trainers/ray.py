@@ -18,7 +18,8 @@ def _read_results(checkpoint: SavedCheckpoint, path: str) -> list[Mapping[str, A
 
 
 def _find_problem(checkpoint: SavedCheckpoint) -> str | None:
-    """A run of ours on a disk renames a finished folder, which needs no record."""
+    """Why the checkpoint is not complete by the record of the run. A run of ours on a disk renames a finished folder,
+    which needs no record."""
     from ckpt_tools.stores.urls import is_remote
 
     path = checkpoint.find_sibling(SNAPSHOT_FILE)

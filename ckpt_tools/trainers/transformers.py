@@ -69,7 +69,7 @@ def _is_trainer_checkpoint(checkpoint: SavedCheckpoint) -> bool:
 
 
 def _find_problem(checkpoint: SavedCheckpoint) -> str | None:
-    """The Trainer writes ``trainer_state.json`` last."""
+    """Why the checkpoint is not complete: the Trainer writes ``trainer_state.json`` last."""
     if not _is_trainer_checkpoint(checkpoint):
         return accelerate.find_problem(checkpoint)
     if STATE_FILE not in checkpoint.files:

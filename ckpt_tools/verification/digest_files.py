@@ -115,7 +115,7 @@ def write_small_file(destination: Destination, path: str, data: bytes) -> None:
 
 
 def check_replaceable_list(destination: OutputLocation) -> Mapping[str, int]:
-    """The name and size of the list at ``destination``, which may be replaced; nothing where nothing is there.
+    """The name and size of the list at ``destination``, which may be replaced; empty if nothing is there.
 
     Raises:
         DestinationExistsError: it is something else than a list of digests.
@@ -132,7 +132,7 @@ def check_replaceable_list(destination: OutputLocation) -> Mapping[str, int]:
 
 
 def write_digest_list(destination: OutputLocation, compute: Callable[[], Digests], *, overwrite: bool) -> Digests:
-    """A list as a file of its own; ``compute`` is called once it is known that it can be written.
+    """Write a list as a file of its own; ``compute`` is called once it is known that the file can be written.
 
     Raises:
         DestinationExistsError: something is there, and it is not a list, or ``overwrite`` is False. CkptError: as

@@ -140,8 +140,8 @@ def compare_digests(expected: Digests, actual: Digests) -> Iterator[Difference]:
 
 
 def select_digests_of_file(computed: Digests, recorded: Digests, manifest: Manifest, file: str) -> Digests:
-    """Those of ``computed`` that the list of one file is about: what it names, and each tensor whose shards are in that
-    file alone, under the name that owns its bytes."""
+    """The digests of ``computed`` that the list of one file covers: of the tensors that it names, and of each tensor
+    whose shards are in that file alone, under the name that owns its bytes."""
     own_keys = {key for key, entry in manifest.tensors.items() if set(entry.shards.files) == {file}}
     return {key: digest for key, digest in computed.items() if key in recorded or key in own_keys}
 

@@ -27,7 +27,7 @@ MAX_SIGNATURE_BYTES = 512 << 20
 
 
 def list_replaced_files(destination: OutputLocation, written: Iterable[str]) -> Mapping[str, int]:
-    """The names and sizes of what an output of the files ``written`` replaces at ``destination``.
+    """The names and sizes of the files at ``destination`` that an output of the files ``written`` replaces.
 
     Raises:
         DestinationExistsError: something is there that is not of one checkpoint. StoreError: looking failed.
@@ -65,7 +65,7 @@ def list_replaced_files(destination: OutputLocation, written: Iterable[str]) -> 
 
 
 def _find_checkpoint_files(contents: DestinationContents, url: str) -> frozenset[str]:
-    """The names of the files of the checkpoint there, and of our own files with it."""
+    """The names of the files of the checkpoint at ``url``, and of our own files with it."""
     source = Source(contents.store, {path: size for path, size in contents.files.items() if is_visible_file(path)})
     try:
         reader = find_format(source)
@@ -85,7 +85,8 @@ def _find_checkpoint_files(contents: DestinationContents, url: str) -> frozenset
 
 
 def _find_companion_files(source: Source, digests_path: str) -> frozenset[str]:
-    """The list of digests and the signatures that lie with a checkpoint, if they are what their names say."""
+    """The paths of the list of digests and of signatures with a checkpoint, if their contents are what their names
+    say."""
     folder = digests_path.rpartition("/")[0]
     paths = {SIGNATURE_NAME, f"{folder}/{SIGNATURE_NAME}"} & source.files.keys()
     signatures = {path for path in paths if is_signature(source.read_all(path, limit_bytes=MAX_SIGNATURE_BYTES))}

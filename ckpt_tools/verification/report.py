@@ -117,7 +117,7 @@ class VerifyReport(DisplayableResult):
 
     @property
     def num_wrong_files(self) -> int:
-        """Files that are missing, or neither as a list of files says nor as a conversion copies them."""
+        """Files that are missing, or are not as a list of files or a conversion would have them."""
         return sum(difference.aspect is Aspect.FILE for difference in self.differences)
 
     @property
@@ -222,8 +222,8 @@ class DifferenceSummary:
 
 
 def fold_rows(rows: Iterable[DifferenceRow]) -> tuple[DifferenceRow, ...]:
-    """One row for all of the same reason, in the place of the first: ``30 tensors``, ``float32 -> bfloat16 (a, b and 28
-    more)``."""
+    """The rows with one row for all of the same reason, in the place of the first: ``30 tensors``, ``float32 ->
+    bfloat16 (a, b and 28 more)``."""
     rows_by_reason: dict[object, list[DifferenceRow]] = {}
     for position, row in enumerate(rows):
         rows_by_reason.setdefault(row.reason or position, []).append(row)

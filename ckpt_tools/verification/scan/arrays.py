@@ -135,7 +135,8 @@ _CHUNK_BYTES = 1 << 18
 
 
 def _inflate_chunks(view: FileView, record: ZipRecord) -> Iterator[bytes]:
-    """The inflated data in pieces. It ends where the record does, and is as long as the archive says."""
+    """The inflated data of a record in pieces. Raises MalformedError if it does not end where the record does, or has
+    another length or checksum than the archive says."""
     inflater = zlib.decompressobj(-zlib.MAX_WBITS)
     num_bytes, crc32, num_read = 0, 0, 0
     while not inflater.eof:

@@ -105,7 +105,7 @@ def _build_reason(program: str, keys: list[str]) -> str | None:
 
 
 def _find_unlisted_keys(known_file: KnownFile, document: Any) -> Iterator[str]:
-    """The keys whose values are not known to be data. What stands in such a value is not looked at."""
+    """The keys whose values are not known to be data. What stands in such a value is not examined."""
     pending: list[tuple[dict[str, Any], str | None]] = [({"": document}, None)]
     while pending:
         # ``table`` is the key that the entry stands under if its own keys are free.

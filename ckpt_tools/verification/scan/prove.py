@@ -63,8 +63,8 @@ class Prover:
         self.metadata_by_file: dict[str, Metadata] = {}
 
     def prove_file(self, view: FileView) -> None:
-        """Prove a whole file as the one kind that its name and first bytes say. Raises FormatError or UnsafeError where
-        it cannot be; refused names are noted."""
+        """Prove a whole file as the one kind that its name and first bytes say; refused names are findings. Raises
+        FormatError or UnsafeError if it cannot be proved."""
         if view.size == 0:
             # A link to a file outside is refused when it is opened.
             view.read(0, 0)
@@ -131,7 +131,7 @@ class Prover:
     # Pickles
 
     def _prove_pickle_or_archive(self, view: FileView) -> None:
-        """A file of torch.save, or one pickle."""
+        """Prove a file of torch.save, or one pickle."""
         head = view.read_head(_HEAD_BYTES)
         if head.startswith(LOCAL_MAGIC):
             self._prove_zip(view, FileKind.PICKLED)
@@ -256,7 +256,8 @@ class Prover:
     # Others
 
     def _prove_npy(self, view: FileView) -> None:
-        """An array without objects, or one of objects, which is a pickle to the last byte behind the same header."""
+        """Prove an array without objects, or one of objects, which is a pickle to the last byte behind the same
+        header."""
         elements = parse_npy_elements(view)
         if elements.are_objects:
             objects_view = view.slice_range(elements.start, view.size, f"objects at byte {elements.start:,}")
@@ -299,7 +300,8 @@ _SMALL_RECORDS = {
 
 
 def _check_records(view: FileView, records: Mapping[str, tuple[int, int]], storages: Mapping[str, StorageRef]) -> None:
-    """Every record is the pickle, a storage that a tensor declares, of its size, or one of a few small ones."""
+    """Raises MalformedError unless every record is the pickle, a storage of the size that its tensors state, or one of
+    a few small ones."""
     for name, (start, stop) in records.items():
         storage = storages.get(name.removeprefix("data/")) if re.fullmatch(r"data/\d+", name) else None
         if storage is not None:
@@ -328,7 +330,7 @@ def _parse_tensor_span(name: str, entry: Any) -> tuple[int, int]:
 
 
 def _prove_gguf(view: FileView) -> None:
-    """The header as ``inspect`` reads it: tensors follow one another to the end, with zeros between them."""
+    """Prove a GGUF file by its header: tensors must follow one another to the end, with zeros between them."""
     from ckpt_tools.formats.gguf.header import read_gguf_header
 
     header = read_gguf_header(_SingleFileSource(view), view.file)
@@ -351,7 +353,8 @@ class _SingleFileSource:
 
 
 def _check_zeros(view: FileView, start: int, stop: int) -> None:
-    """An alignment, which the header chooses, may ask for much padding."""
+    """Raises MalformedError unless the bytes between two tensors are zeros, and not too many: the header chooses the
+    alignment, which may ask for much padding."""
     if stop - start > _MAX_PADDING_BYTES:
         raise MalformedError(f"it has {format_count(stop - start, 'byte')} between its tensors, of none of them")
     for position in range(start, stop, _ZEROS_BYTES):

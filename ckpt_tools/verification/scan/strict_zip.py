@@ -185,7 +185,8 @@ class _ZipCoverageCheck:
         raise self._build_error(f"the descriptor of record {record.name!r} says something else than the directory")
 
     def _check_directory(self) -> None:
-        """No comments, and no extra fields but zip64: bytes in which something else could stand."""
+        """Raises MalformedError if the directory has comments, or extra fields but zip64: bytes that could hold
+        something else."""
         start = self._directory.start
         data = self._read(start, self._size)
         position = 0

@@ -57,7 +57,7 @@ def _parse_lenient_json(data: bytes, path: str) -> Any:
 
 
 def _check_weight_map(document: Any) -> None:
-    """The index of shards names files inside of the checkpoint."""
+    """Raises UnsafeError if an index of shards names a file outside of the checkpoint."""
     weight_map = document.get("weight_map") if isinstance(document, dict) else None
     for name in weight_map.values() if isinstance(weight_map, dict) else ():
         if type(name) is not str:
