@@ -138,5 +138,6 @@ def _bytes_copied(plan: Any, store: Any) -> int:
     return sum(
         task.num_bytes
         for task in large
-        if worker._find_single_stored_range(list(iter_fill_steps(files[task.file], task))) is not None
+        if worker._find_single_stored_range(list(iter_fill_steps(files[task.file_index].load_layout(), task)))
+        is not None
     )

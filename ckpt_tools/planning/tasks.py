@@ -66,11 +66,7 @@ def iter_fill_steps(file: FileLayout, task: TransferTask) -> Iterator[FillStep]:
                 case Padding() | Crc32():
                     yield FillZeros(task_offset, hi - lo)
                 case Payload():
-                    yield _gather_elements(segment, task_offset, lo, hi)
+                    item_bytes = segment.dtype.item_bytes
+                    assert lo % item_bytes == 0 and hi % item_bytes == 0, "a task splits no element"
+                    yield GatherElements(task_offset, segment, lo // item_bytes, hi // item_bytes)
         index += 1
-
-
-def _gather_elements(payload: Payload, task_offset: int, lo: int, hi: int) -> GatherElements:
-    item_bytes = payload.dtype.item_bytes
-    assert lo % item_bytes == 0 and hi % item_bytes == 0, "a task splits no element"
-    return GatherElements(task_offset, payload, lo // item_bytes, hi // item_bytes)

@@ -166,8 +166,10 @@ class TaskWorker:
             return None
         bytes_read_before = self.tensor_reader.bytes_read_here
         stored_range = self._find_single_stored_range(list(iter_fill_steps(file, task)))
-        source = self.tensor_reader.find_copy_source(stored_range.file) if stored_range is not None else None
-        if stored_range is None or source is None or not copy_rules.allows_copy(source, task.num_bytes):
+        if stored_range is None:
+            return None
+        source = self.tensor_reader.store.find_copy_source(stored_range.file)
+        if source is None or not copy_rules.allows_copy(source, task.num_bytes):
             return None
         part_tag = self.target.copy_part(
             file.path, job.handle, task.part_number, source, stored_range.start, stored_range.stop
@@ -294,15 +296,11 @@ class _OutputFiles:
         )
         self._bytes_missing[file_index] = bytes_missing
         if bytes_missing == 0:
-            self._finish_file(file_index)
-
-    def _finish_file(self, file_index: int) -> None:
-        part_tags = self._part_tags.pop(file_index)
-        in_order = [part_tags[part] for part in sorted(part_tags)]
-        self.target.finish_file(self.plan.layout.files[file_index].path, self._handle_of(file_index), in_order)
-        self.board.forget_file(file_index)
-        del self._bytes_missing[file_index]
-        self.num_finished += 1
+            tags_in_order = [part_tags[part] for part in sorted(part_tags)]
+            self.target.finish_file(self.plan.layout.files[file_index].path, self._handle_of(file_index), tags_in_order)
+            self.board.forget_file(file_index)
+            del self._part_tags[file_index], self._bytes_missing[file_index]
+            self.num_finished += 1
 
 
 def _iter_checksums(file: FileLayout, task: TransferTask) -> Iterator[tuple[int, Crc32]]:

@@ -100,18 +100,15 @@ class TransferJournal(RunHistory):
                 "the run to resume had another source, other options or another version of ckpt-tools; "
                 f"resume with the same ones, or start again without {format_option('resume', True)}"
             )
-        return cls(log, plan, destination, runner, _earlier_lines=earlier_lines)._recover_handles()
-
-    def _recover_handles(self) -> TransferJournal:
-        """Files that were begun, the last time each was, if what is to be in them is still the same."""
-        files = self.plan.layout.files
-        begun_files = {
-            number: (handle, digest) for _, number, handle, digest in _decode_lines(self._earlier_lines, _FILE)
+        # A file may have been begun several times: the last time counts, if the same is to be in it now.
+        files = plan.layout.files
+        begun_files = {number: (handle, digest) for _, number, handle, digest in _decode_lines(earlier_lines, _FILE)}
+        handles = {
+            number: handle
+            for number, (handle, digest) in begun_files.items()
+            if 0 <= number < len(files) and digest_file_contents(files[number]) == digest
         }
-        for number, (handle, digest) in begun_files.items():
-            if 0 <= number < len(files) and digest_file_contents(files[number]) == digest:
-                self._file_handles[number] = handle
-        return self
+        return cls(log, plan, destination, runner, _earlier_lines=earlier_lines, _file_handles=handles)
 
     @property
     def file_handles(self) -> dict[int, str]:
@@ -250,17 +247,14 @@ class _ValueDigest:
     def __init__(self) -> None:
         from xxhash import xxh3_128
 
-        self._hash = xxh3_128()
+        self.hash = xxh3_128()
 
     def add_values(self, *values: object) -> None:
-        self._hash.update(repr(values).encode(errors="surrogatepass"))
+        self.hash.update(repr(values).encode(errors="surrogatepass"))
 
     def add_bytes(self, data: bytes | memoryview) -> None:
         self.add_values(memoryview(data).nbytes)
-        self._hash.update(data)
-
-    def hex_digest(self) -> str:
-        return self._hash.hexdigest()
+        self.hash.update(data)
 
 
 def fingerprint_plan(plan: Plan, source: Store) -> str:
@@ -283,7 +277,7 @@ def fingerprint_plan(plan: Plan, source: Store) -> str:
         digest.add_values(name)
         digest.add_bytes(data)
     digest.add_values(sorted((name, repr(each)) for name, each in manifest.computed.items()))
-    return digest.hex_digest()
+    return digest.hash.hexdigest()
 
 
 def _add_tensors_to_digest(
@@ -321,4 +315,4 @@ def digest_file_contents(file: FileSpec) -> str:
                 digest.add_values(tuple(key), box.start, box.stop, shape, dtype.value)
             case Padding() | Crc32():
                 digest.add_values(segment)
-    return digest.hex_digest()
+    return digest.hash.hexdigest()

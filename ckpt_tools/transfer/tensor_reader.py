@@ -23,7 +23,7 @@ from ckpt_tools.core.manifest import TensorEntry
 from ckpt_tools.core.shards import ByteRange, Framing
 from ckpt_tools.errors import MalformedError
 from ckpt_tools.planning.hits import BoxHit, FlatHit, Hit, find_hits
-from ckpt_tools.stores.source import CopySource, Store
+from ckpt_tools.stores.source import Store
 from ckpt_tools.transfer.buffers import allocate_page_aligned
 from ckpt_tools.transfer.inflating import MAX_OVERHEAD_BYTES, InflatedReader, inflated_name, is_inflated_name
 from ckpt_tools.transfer.record_checks import RecordChecks, RecordProgress
@@ -138,10 +138,6 @@ class TensorReader:
         """Compare the CRC-32 of records that have passed almost whole, or of ``all_records`` one begun, at the end of
         the work. Raises StoreError, FormatError."""
         self._record_checks.check_remaining(all_records=all_records)
-
-    def find_copy_source(self, file: str) -> CopySource | None:
-        """Location of a file in a service that can copy it; else None."""
-        return self.store.find_copy_source(file)
 
     def _cast_block(self, entry: TensorEntry, box: Box, shape: Shape, start: int, stop: int, out: memoryview) -> None:
         stored_dtype = entry.shards.dtype
@@ -285,18 +281,13 @@ def _is_sparse(destination: NDArray[Any], strides: Shape, span: int) -> bool:
     """True if most of a span is not wanted and its gaps are too long to be read."""
     if span <= MAX_READ_AMPLIFICATION * destination.size:
         return False
-    num_runs = destination.size // _run_length(destination.shape, strides)
-    return (span - destination.size) * destination.dtype.itemsize > MAX_GAP_BYTES * num_runs
-
-
-def _run_length(shape: Shape, strides: Shape) -> int:
-    """Number of elements ``strides`` apart that follow one another without a gap."""
-    length = 1
-    for stride, extent in sorted(zip(strides, shape, strict=True)):
-        if extent > 1 and stride != length:
+    run_elements = 1  # elements that follow one another without a gap
+    for stride, extent in sorted(zip(strides, destination.shape, strict=True)):
+        if extent > 1 and stride != run_elements:
             break
-        length *= extent
-    return length
+        run_elements *= extent
+    num_runs = destination.size // run_elements
+    return (span - destination.size) * destination.dtype.itemsize > MAX_GAP_BYTES * num_runs
 
 
 @cache

@@ -23,7 +23,7 @@ from ckpt_tools.signals import allow_signals, defer_signals
 from ckpt_tools.stores.destination import Claim, Leftover
 from ckpt_tools.stores.file_destination import StoreDestination
 from ckpt_tools.stores.fsspec.place import FsspecOutputLocation
-from ckpt_tools.stores.fsspec.store import FsspecStore, call_once, call_with_retry, kind_of_path, open_file_system
+from ckpt_tools.stores.fsspec.store import NO_RETRY, FsspecStore, call_with_retry, kind_of_path, open_file_system
 from ckpt_tools.stores.local.place import LocalClaim, LocalLog, LocalOutputLocation
 from ckpt_tools.stores.output_form import SingleFileForm
 from ckpt_tools.stores.present import NO_FILES, DestinationContents, check_no_unexpected_files
@@ -232,7 +232,7 @@ class HubOutputLocation(FsspecOutputLocation):
                     ) from error
                 raise
 
-        call_once(self.url, send_commit)
+        call_with_retry(self.url, send_commit, NO_RETRY)
         self.fs.invalidate_cache()
 
     def list_leftovers(self) -> Sequence[Leftover]:

@@ -28,7 +28,8 @@ Result = TypeVar("Result")
 
 _POLICY = RetryPolicy()
 
-_NO_RETRY = RetryPolicy(attempts=1)
+NO_RETRY = RetryPolicy(attempts=1)
+"""For a call that must not be repeated."""
 
 
 def is_hub(url: str) -> bool:
@@ -59,11 +60,6 @@ def open_file_system(url: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     except OSError as error:
         raise StoreError(f"{url}: {error}") from error
     return fs, str(path).rstrip("/")
-
-
-def call_once(url: str, call: Callable[[], Result]) -> Result:
-    """Like ``call_with_retry``, for a call that must not be repeated."""
-    return call_with_retry(url, call, _NO_RETRY)
 
 
 def call_with_retry(url: str, call: Callable[[], Result], policy: RetryPolicy | None = None) -> Result:
@@ -108,7 +104,10 @@ class FsspecStore(Store):
         return f"{self.root}/{path}{self.query}" if self.root else path
 
     def list(self) -> Mapping[str, int]:
-        sizes = self._list_sizes()
+        try:
+            sizes = call_with_retry(self.url, self._list_sizes_once)
+        except FileNotFoundError as error:
+            raise SourceNotFoundError(f"there is no file or folder {self.url}") from error
         visible = {name: size for name, size in sizes.items() if is_visible_file(name) or name == self.only_file}
         self._hidden_files = {
             name: size for name, size in sizes.items() if name not in visible and is_hidden_object(name, size)
@@ -118,12 +117,6 @@ class FsspecStore(Store):
     def list_hidden(self) -> Mapping[str, int]:
         """Those of the listing."""
         return self._hidden_files
-
-    def _list_sizes(self) -> dict[str, int]:
-        try:
-            return call_with_retry(self.url, self._list_sizes_once)
-        except FileNotFoundError as error:
-            raise SourceNotFoundError(f"there is no file or folder {self.url}") from error
 
     def _list_sizes_once(self) -> dict[str, int]:
         self.fs.invalidate_cache()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -88,8 +88,45 @@ class LocalOutputLocation(OutputLocation):
                 raise already_exists_error(str(target))
             check_path_free(target, self.form, overwrite=overwrite)
 
-    def claim(self, *, overwrite: bool, resume: bool, fsync: bool = False) -> AbstractContextManager[LocalClaim]:
-        return open_local_claim(self.path, self.form, overwrite=overwrite, resume=resume, fsync=fsync)
+    @contextmanager
+    def claim(self, *, overwrite: bool, resume: bool, fsync: bool = False) -> Iterator[LocalClaim]:
+        """A staging folder for the output; on leaving, it is removed with all output that was not published.
+
+        With ``resume`` it holds the output of a killed run, and stays for the next one if this one fails. With
+        ``fsync`` the published output outlives a power failure.
+
+        Raises:
+            DestinationExistsError: the path exists and ``overwrite`` is False, another process is writing it, or other
+            files are in the staging folder. UsageError: the path is a mount point. StoreError: the folder cannot be
+            made.
+        """
+        # A signal interrupts the block, but not the making and the removal of the folder.
+        with defer_signals():
+            with wrap_os_errors("cannot write there", self.path.parent):
+                target = resolve_target(self.path, self.form)
+                folder = staging_folder_of(target)
+                check_path_free(target, self.form, overwrite=overwrite)
+                lock_descriptor = create_and_lock_folder(folder)
+            claim, keeps_output = None, resume
+            try:
+                with wrap_os_errors("cannot write there", target.parent):
+                    recover_moved_aside(target)
+                    check_path_free(target, self.form, overwrite=overwrite)
+                    prepare_staging_folder(folder, resume=resume)
+                    claim = LocalClaim(folder, target, self.form, overwrite, fsync)
+                with allow_signals():
+                    yield claim
+                keeps_output = False
+            finally:
+                if claim is not None:
+                    claim.log.close()
+                with suppress(OSError):
+                    if claim is None:
+                        folder.rmdir()  # if it was new, nothing was begun in it
+                    elif not keeps_output or claim.is_published:
+                        remove_staging_folder(folder)
+                with suppress(OSError):
+                    os.close(lock_descriptor)
 
     def list_leftovers(self) -> Sequence[Leftover]:
         with wrap_os_errors("looking failed", self.path):
@@ -233,48 +270,6 @@ class LocalClaim(Claim):
             with wrap_os_errors(f"{self.target} is written, but this file beside it is not", target):
                 if not rename_without_replacing(output_folder / path, target):
                     output_folder.joinpath(path).rename(target)
-
-
-@contextmanager
-def open_local_claim(
-    target: Path, form: OutputForm, *, overwrite: bool, resume: bool = False, fsync: bool = False
-) -> Iterator[LocalClaim]:
-    """A staging folder for ``target``; on leaving, it is removed with all output that was not published.
-
-    With ``resume`` it holds the output of a killed run, and stays for the next one if this one fails. With ``fsync``
-    the published output outlives a power failure.
-
-    Raises:
-        DestinationExistsError: the target exists and ``overwrite`` is False, another process is writing it, or other
-        files are in the staging folder. UsageError: the target is a mount point. StoreError: the folder cannot be made.
-    """
-    # A signal interrupts the block, but not the making and the removal of the folder.
-    with defer_signals():
-        with wrap_os_errors("cannot write there", target.parent):
-            resolved_target = resolve_target(target, form)
-            folder = staging_folder_of(resolved_target)
-            check_path_free(resolved_target, form, overwrite=overwrite)
-            lock_descriptor = create_and_lock_folder(folder)
-        staging, keeps_output = None, resume
-        try:
-            with wrap_os_errors("cannot write there", resolved_target.parent):
-                recover_moved_aside(resolved_target)
-                check_path_free(resolved_target, form, overwrite=overwrite)
-                prepare_staging_folder(folder, resume=resume)
-                staging = LocalClaim(folder, resolved_target, form, overwrite, fsync)
-            with allow_signals():
-                yield staging
-            keeps_output = False
-        finally:
-            if staging is not None:
-                staging.log.close()
-            with suppress(OSError):
-                if staging is None:
-                    folder.rmdir()  # where it was new, nothing was begun in it
-                elif not keeps_output or staging.is_published:
-                    remove_staging_folder(folder)
-            with suppress(OSError):
-                os.close(lock_descriptor)
 
 
 def find_leftovers(target: Path) -> list[Leftover]:

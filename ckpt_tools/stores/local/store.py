@@ -87,13 +87,12 @@ class LocalStore(FillableStore):
 
     def list(self) -> Mapping[str, int]:
         with wrap_os_errors("listing failed", None):
-            return dict(self._walk_files() if self.only_file is None else self._list_single_file(self.only_file))
-
-    def _list_single_file(self, name: str) -> Iterator[tuple[str, int]]:
-        path = self.root / name
-        if not path.is_file():
-            raise SourceNotFoundError(f"there is no file {path}")
-        yield name, path.stat().st_size
+            if self.only_file is None:
+                return dict(self._walk_files())
+            path = self.root / self.only_file
+            if not path.is_file():
+                raise SourceNotFoundError(f"there is no file {path}")
+            return {self.only_file: path.stat().st_size}
 
     def list_hidden(self) -> Mapping[str, int]:
         if self.only_file is not None:
@@ -139,20 +138,16 @@ class LocalStore(FillableStore):
 
     def _open_descriptor(self, path: str) -> _OpenFile:
         full_path = self.root / check_file_name(path)
-        if not _real_path(full_path).is_relative_to(self._allowed_root(path)):
-            raise UnsafeError(f"{full_path} is a link to a file outside of the checkpoint; it was not opened")
+        # A file that the user named may itself be a link. Others may lead into the store, or, where the store is a
+        # snapshot in the hub's cache, into the blobs beside its snapshots.
+        if path != self.only_file:
+            allowed_root = _real_path(self.root)
+            if allowed_root.parent.name == "snapshots":
+                allowed_root = allowed_root.parent.parent
+            if not _real_path(full_path).is_relative_to(allowed_root):
+                raise UnsafeError(f"{full_path} is a link to a file outside of the checkpoint; it was not opened")
         with _wrap_missing_file(full_path, "opening failed"):
             return _OpenFile(full_path)
-
-    def _allowed_root(self, path: str) -> Path:
-        """The folder that links may lead into: the store, or the blobs of the hub cache that it is a snapshot of.
-
-        A file that the user named may itself be a link.
-        """
-        if path == self.only_file:
-            return _real_path(self.root / path).parent
-        root = _real_path(self.root)
-        return root.parent.parent if root.parent.name == "snapshots" else root
 
     def version(self, path: str) -> str:
         """When the file was last written and changed, its inode and its size. ``cp -p`` and ``rsync -t`` set the time

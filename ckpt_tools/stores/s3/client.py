@@ -26,7 +26,7 @@ from typing import Any, TypeVar, cast
 from isal import isal_zlib
 
 from ckpt_tools.core.option_names import format_option
-from ckpt_tools.errors import CkptError, IncompleteError, SourceNotFoundError, StoreError, UsageError
+from ckpt_tools.errors import IncompleteError, SourceNotFoundError, StoreError, UsageError
 from ckpt_tools.stores.retry import RetryPolicy, TransientError, host_of, is_transient, retry_transient
 from ckpt_tools.stores.source import Buffer, CopySource
 
@@ -203,7 +203,14 @@ class Bucket:
         try:
             answer = self._call_once("get_object", key, Key=key, Range=byte_range, **version_condition)
         except RefusedError as error:
-            raise self._error_of_read(error, key, start + len(buffer)) from error
+            if error.status == 412:
+                raise StoreError("it was changed while it was being read; run again", path=self.url(key)) from error
+            if error.status == 404:
+                raise IncompleteError("this file of the checkpoint is missing", path=self.url(key)) from error
+            if error.status == 416:
+                stop = start + len(buffer)
+                raise IncompleteError(f"the file ends before byte {stop:,}", path=self.url(key)) from error
+            raise
         body = answer["Body"]
         try:
             self._check_range(answer, key, start, len(buffer))
@@ -211,12 +218,6 @@ class Bucket:
         except BaseException:
             body.close()
             raise
-
-    def _error_of_read(self, error: RefusedError, key: str, stop: int) -> CkptError:
-        if error.status == 412:
-            return StoreError("it was changed while it was being read; run again", path=self.url(key))
-        reasons = {404: "this file of the checkpoint is missing", 416: f"the file ends before byte {stop:,}"}
-        return IncompleteError(reasons[error.status], path=self.url(key)) if error.status in reasons else error
 
     def _check_range(self, answer: Mapping[str, Any], key: str, start: int, num_bytes: int) -> None:
         """Raises IncompleteError where the object ends early, TransientError for any other range than the asked."""

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from typing import NamedTuple
 
 from ckpt_tools.errors import StoreError
 from ckpt_tools.stores.destination import Destination, ServerCopyRules
@@ -29,12 +30,28 @@ MIN_COPY_BYTES = 5 << 20
 """Smallest part that the service copies, and smallest part that is not a file's last: the service's limit."""
 
 
+class _PartTag(NamedTuple):
+    """The ETag of a part; as text, ``ETAG``, or ``SIZE+ETAG`` if the service copied the part."""
+
+    etag: str
+    copied_bytes: int | None = None
+    """Bytes that the service was asked to copy, to be compared with those that it lists; None for a part sent here."""
+
+    @classmethod
+    def parse(cls, text: str) -> _PartTag:
+        size, mark, etag = text.rpartition("+")
+        return cls(etag, int(size) if mark else None)
+
+    def __str__(self) -> str:
+        return self.etag if self.copied_bytes is None else f"{self.copied_bytes}+{self.etag}"
+
+
 @dataclass(slots=True)
 class S3Destination(Destination):
     """Uploads of files below ``prefix``. In another process it writes parts of uploads that were begun here.
 
-    A handle is a token, which the finished object carries, and the upload's id. A part tag is its ETag, after a ``+``
-    where the service copied the part itself, so that its size has to be looked at.
+    A handle is a token, which the finished object carries, a slash, and the upload's id. A part tag is the text of a
+    ``_PartTag``.
     """
 
     bucket: Bucket
@@ -58,13 +75,15 @@ class S3Destination(Destination):
 
     def copy_part(self, path: str, handle: str, number: int, source: CopySource, start: int, stop: int) -> str:
         etag = self.bucket.copy_part(self.prefix + path, _upload_id(handle), number + 1, source, start, stop)
-        return f"{stop - start}+{etag}"
+        return str(_PartTag(etag, stop - start))
 
     def has_part(
         self, path: str, handle: str, number: int, offset: int, num_bytes: int, crc: int, part_tag: str
     ) -> bool:
         parts_by_number = self._list_earlier_parts(path, handle)
-        return parts_by_number is None or parts_by_number.get(number + 1) == UploadedPart(_etag_of(part_tag), num_bytes)
+        return parts_by_number is None or parts_by_number.get(number + 1) == UploadedPart(
+            _PartTag.parse(part_tag).etag, num_bytes
+        )
 
     def _list_earlier_parts(self, path: str, handle: str) -> Mapping[int, UploadedPart] | None:
         """Parts of an upload of an earlier run; None if it was completed, empty if it is gone."""
@@ -78,16 +97,17 @@ class S3Destination(Destination):
         return self._earlier_parts[path, handle]
 
     def finish_file(self, path: str, handle: str, part_tags: Sequence[str]) -> None:
-        if any("+" in part_tag for part_tag in part_tags):
-            self._check_copied_parts(path, handle, part_tags)
-        self.finished_uploads[path] = (handle, "\n".join(map(_etag_of, part_tags)))
+        parsed_tags = [_PartTag.parse(part_tag) for part_tag in part_tags]
+        if any(tag.copied_bytes is not None for tag in parsed_tags):
+            self._check_copied_parts(path, handle, parsed_tags)
+        self.finished_uploads[path] = (handle, "\n".join(tag.etag for tag in parsed_tags))
         self._earlier_parts.pop((path, handle), None)
 
-    def _check_copied_parts(self, path: str, handle: str, part_tags: Sequence[str]) -> None:
+    def _check_copied_parts(self, path: str, handle: str, part_tags: Sequence[_PartTag]) -> None:
         """Raises StoreError where a copied part has another size than it should."""
         parts_by_number = self.bucket.list_parts(self.prefix + path, _upload_id(handle))
-        for number, (size, mark, etag) in enumerate((each.rpartition("+") for each in part_tags), 1):
-            if mark and parts_by_number.get(number) != UploadedPart(etag, int(size)):
+        for number, (etag, size) in enumerate(part_tags, 1):
+            if size is not None and parts_by_number.get(number) != UploadedPart(etag, size):
                 raise StoreError(
                     f"the service copied part {number} wrongly: {parts_by_number.get(number)} instead of {size} bytes",
                     path=self.bucket.url(self.prefix + path),
@@ -116,10 +136,6 @@ def server_copy_rules_of(bucket: Bucket) -> ServerCopyRules:
 
 def _upload_id(handle: str) -> str:
     return handle.partition("/")[2]
-
-
-def _etag_of(part_tag: str) -> str:
-    return part_tag.rpartition("+")[2]
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
@@ -213,9 +213,23 @@ class S3OutputLocation(OutputLocation):
             self.url, self.form.kind, is_taken=bool(existing_kinds), existing_kinds=existing_kinds, overwrite=overwrite
         )
 
-    def claim(self, *, overwrite: bool, resume: bool, fsync: bool = False) -> AbstractContextManager[S3Claim]:
-        """Like ``Place.claim``. S3 answers when bytes are safe, so ``fsync`` changes nothing."""
-        return open_s3_claim(self, overwrite=overwrite, resume=resume)
+    @contextmanager
+    def claim(self, *, overwrite: bool, resume: bool, fsync: bool = False) -> Iterator[S3Claim]:
+        """As ``OutputLocation.claim`` says. S3 answers when bytes are safe, so ``fsync`` changes nothing."""
+        self.check_free(overwrite=overwrite)
+        claim = self.make_claim(overwrite=overwrite, keeps_uploads=resume)
+        # A signal interrupts the block, but not taking and leaving the place.
+        with defer_signals(), ExitStack() as exit_stack:
+            claim.lock.acquire_lock()
+            exit_stack.callback(_ignore_store_errors, claim.lock.release_lock)
+            exit_stack.enter_context(claim.lock.keep_alive())
+            with allow_signals():
+                self.check_free(overwrite=overwrite)
+                # After publishing, what is left are notes, and uploads begun twice because an answer was lost.
+                exit_stack.callback(_remove_unless_kept, claim)
+                if not resume:
+                    _remove_noted_objects(claim)
+                yield claim
 
     def make_claim(self, *, overwrite: bool, keeps_uploads: bool = False) -> S3Claim:
         destination = S3Destination(self.bucket, self._root_prefix, self._upload_notes)
@@ -275,30 +289,6 @@ _LEFTOVER_NAME_FORMS = {
     "note": re.compile(rf"notes/(begun/{TOKEN_FORM.pattern}/.+|publishing)", re.DOTALL),
 }
 """Objects below ``.ckpt-tools-partial/`` that runs make."""
-
-
-@contextmanager
-def open_s3_claim(location: S3OutputLocation, *, overwrite: bool, resume: bool) -> Iterator[S3Claim]:
-    """The place, taken; on leaving, everything that was not published is removed. With ``resume`` it is kept.
-
-    Raises:
-        DestinationExistsError: something is there and ``overwrite`` is False, or another process is writing.
-        StoreError: the service failed.
-    """
-    location.check_free(overwrite=overwrite)
-    claim = location.make_claim(overwrite=overwrite, keeps_uploads=resume)
-    # A signal interrupts the block, but not taking and leaving the place.
-    with defer_signals(), ExitStack() as exit_stack:
-        claim.lock.acquire_lock()
-        exit_stack.callback(_ignore_store_errors, claim.lock.release_lock)
-        exit_stack.enter_context(claim.lock.keep_alive())
-        with allow_signals():
-            location.check_free(overwrite=overwrite)
-            # Once published, these are notes, and uploads that were begun twice because an answer was lost.
-            exit_stack.callback(_remove_unless_kept, claim)
-            if not resume:
-                _remove_noted_objects(claim)
-            yield claim
 
 
 def _remove_noted_objects(claim: S3Claim) -> None:

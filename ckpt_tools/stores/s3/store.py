@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ckpt_tools.core.option_names import format_option
@@ -28,8 +28,11 @@ class S3Store(Store):
         return self.bucket.url(self.prefix + (self.only_file or "")).rstrip("/")
 
     def list(self) -> Mapping[str, int]:
-        all_objects = {each.key.removeprefix(self.prefix): each for each in self._list_objects()}
-        if self.only_file is not None and not all_objects:
+        if self.only_file is None:
+            all_objects = {each.key.removeprefix(self.prefix): each for each in self.bucket.list_objects(self.prefix)}
+        elif (single_object := self.bucket.head_object(self.prefix + self.only_file)) is not None:
+            all_objects = {self.only_file: single_object}
+        else:
             raise SourceNotFoundError(f"there is no file {self.url}")
         visible_objects = {
             path: each for path, each in all_objects.items() if is_visible_file(path) or path == self.only_file
@@ -46,12 +49,6 @@ class S3Store(Store):
     def list_hidden(self) -> Mapping[str, int]:
         """Those of the listing."""
         return self._hidden_files
-
-    def _list_objects(self) -> Iterator[ListedObject]:
-        if self.only_file is not None:
-            single = self.bucket.head_object(self.prefix + self.only_file)
-            return iter(() if single is None else (single,))
-        return self.bucket.list_objects(self.prefix)
 
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
         key = self.prefix + check_file_name(path)

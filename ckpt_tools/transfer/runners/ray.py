@@ -234,8 +234,10 @@ class _RayRun(Generic[Item, Result]):
         return self.unassigned_items[0] if self.unassigned_items else None
 
     def _assign_items(self) -> None:
-        while self.error is None and not self.is_draining and self._has_free_slot():
-            item = self._peek_item()
+        while self.error is None and not self.is_draining:
+            while self.free_slots and self.free_slots[0][2].is_lost:
+                heapq.heappop(self.free_slots)
+            item = self._peek_item() if self.free_slots else None
             if item is None:
                 return
             if (
@@ -245,11 +247,6 @@ class _RayRun(Generic[Item, Result]):
                 return
             heapq.heappop(self.unassigned_items)
             self._assign_item(heapq.heappop(self.free_slots)[2], item)
-
-    def _has_free_slot(self) -> bool:
-        while self.free_slots and self.free_slots[0][2].is_lost:
-            heapq.heappop(self.free_slots)
-        return bool(self.free_slots)
 
     def _assign_item(self, worker: _RayWorker, item: _NumberedItem[Item]) -> None:
         worker.num_items += 1

@@ -131,14 +131,12 @@ class _FileChecksums:
             return False
         known_parts[part.start] = part
         self.missing_bytes[covers] = self.missing_bytes.get(covers, covers[1] - covers[0]) - (part.stop - part.start)
-        if self.missing_bytes[covers] == 0:
-            self._complete_range(covers)
-        return covers in self.values
-
-    def _complete_range(self, covers: CoveredRange) -> None:
+        if self.missing_bytes[covers]:
+            return False
         del self.missing_bytes[covers]
         self.values[covers] = combine_crcs(self.parts.pop(covers).values())
         insort(self.ranges_in_order, covers)
+        return True
 
     def list_values_from(self, covers: CoveredRange) -> list[tuple[CoveredRange, int]]:
         first = bisect_left(self.ranges_in_order, covers)

@@ -72,7 +72,12 @@ def _initialize_ray(ray: Any, address: str | None, num_workers: int) -> None:
             f"with {format_option('address', 'auto')}"
         )
     if address not in (None, "auto", "local"):
-        _check_reachable(address)
+        # Ray itself would try for 45 seconds, and then say less.
+        host, _, port = address.rpartition(":")
+        try:
+            socket.create_connection((host, int(port)), timeout=ANSWER_SECONDS).close()
+        except (OSError, ValueError) as error:
+            raise StoreError(f"no Ray cluster could be reached at {address}: {error}") from error
     local_options = {"num_cpus": num_workers, "include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
     options = {"address": address} if _is_running_cluster(address) else {"address": "local", **local_options}
     try:
@@ -81,15 +86,6 @@ def _initialize_ray(ray: Any, address: str | None, num_workers: int) -> None:
     except (ConnectionError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise StoreError(f"no Ray cluster could be reached at {options['address']}: {reason}") from error
-
-
-def _check_reachable(address: str) -> None:
-    """Ray itself tries for 45 seconds, and then says less."""
-    host, _, port = address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), timeout=ANSWER_SECONDS).close()
-    except (OSError, ValueError) as error:
-        raise StoreError(f"no Ray cluster could be reached at {address}: {error}") from error
 
 
 def count_cluster_cpus() -> int:

@@ -15,7 +15,7 @@ import pytest
 from ckpt_tools.errors import DestinationExistsError, StoreError, UsageError
 from ckpt_tools.stores.local import publish
 from ckpt_tools.stores.local.owned import owned_names_of
-from ckpt_tools.stores.local.place import LocalClaim, LocalOutputLocation, open_local_claim
+from ckpt_tools.stores.local.place import LocalClaim, LocalOutputLocation
 from ckpt_tools.stores.output_form import FolderForm, OutputForm, SingleFileForm
 
 BOTH = pytest.mark.parametrize("is_file", [True, False], ids=["file", "folder"])
@@ -43,6 +43,10 @@ def put(target: Path, text: str, *, is_file: bool) -> None:
         (target / "deep/b").write_text(text)
 
 
+def location_of(target: Path, *, is_file: bool) -> LocalOutputLocation:
+    return LocalOutputLocation(target, form=form_of(target, is_file=is_file))
+
+
 def text_of(target: Path) -> str:
     if target.is_file():
         return target.read_text()
@@ -52,14 +56,14 @@ def text_of(target: Path) -> str:
 
 
 def convert(target: Path, text: str, *, is_file: bool, overwrite: bool = False, fsync: bool = False) -> None:
-    with open_local_claim(target, form_of(target, is_file=is_file), overwrite=overwrite, fsync=fsync) as staging:
+    with location_of(target, is_file=is_file).claim(overwrite=overwrite, resume=False, fsync=fsync) as staging:
         fill(staging, text)
         staging.publish_files(replaced=there(target, is_file=is_file))
 
 
 def there(target: Path, *, is_file: bool) -> Mapping[str, int]:
     """The names and sizes of what is at the target now."""
-    present = LocalOutputLocation(target, form=form_of(target, is_file=is_file)).list_contents()
+    present = location_of(target, is_file=is_file).list_contents()
     return {} if present is None else present.files
 
 
@@ -90,7 +94,7 @@ def assert_alone(target: Path, text: str) -> None:
 @pytest.mark.parametrize("fsync", [False, True])
 def test_it_is_absent_and_then_complete(tmp_path, is_file, fsync):
     target = tmp_path / "new/out"
-    with open_local_claim(target, form_of(target, is_file=is_file), overwrite=False, fsync=fsync) as staging:
+    with location_of(target, is_file=is_file).claim(overwrite=False, resume=False, fsync=fsync) as staging:
         fill(staging, "new")
         assert not target.exists()
         staging.publish_files()
@@ -105,7 +109,7 @@ def test_it_is_absent_or_stays_old_where_the_work_ends_early(tmp_path, is_file, 
     if old:
         put(tmp_path / "out", "old", is_file=is_file)
     with suppress(StoreError, KeyboardInterrupt):
-        with open_local_claim(tmp_path / "out", form_of(tmp_path / "out", is_file=is_file), overwrite=old) as staging:
+        with location_of(tmp_path / "out", is_file=is_file).claim(overwrite=old, resume=False) as staging:
             fill(staging, "new")
             if error is not None:
                 raise error
@@ -222,7 +226,7 @@ def test_nothing_but_what_is_named_is_replaced(tmp_path, is_file):
         dict.fromkeys(known, 4),
         {name: size for name, size in known.items() if name not in ("a", "out")},
     ):
-        with open_local_claim(tmp_path / "out", form_of(tmp_path / "out", is_file=is_file), overwrite=True) as staging:
+        with location_of(tmp_path / "out", is_file=is_file).claim(overwrite=True, resume=False) as staging:
             fill(staging, "new")
             with pytest.raises(DestinationExistsError, match="were not there at the start"):
                 staging.publish_files(replaced=wrong)
@@ -232,10 +236,10 @@ def test_nothing_but_what_is_named_is_replaced(tmp_path, is_file):
 CHILD = """
 import sys, time
 from pathlib import Path
-from ckpt_tools.stores.local.place import open_local_claim
+from ckpt_tools.stores.local.place import LocalOutputLocation
 from ckpt_tools.stores.output_form import FolderForm, SingleFileForm
 form = SingleFileForm("out") if sys.argv[2] == "True" else FolderForm()
-with open_local_claim(Path(sys.argv[1]), form, overwrite=sys.argv[3] == "True") as staging:
+with LocalOutputLocation(Path(sys.argv[1]), form=form).claim(overwrite=sys.argv[3] == "True", resume=False) as staging:
     writer = staging.store.create("half/written", 1 << 20)
     writer.write_at(0, b"half")
     staging.log.append(b"log")
@@ -263,7 +267,7 @@ def test_a_second_writer_is_told(tmp_path, is_file):
             convert(tmp_path / "out", "new", is_file=is_file)
         assert caught.value.exit_code == 8
         assert (tmp_path / ".out.ckpt-tools-partial/output/half/written").read_bytes()[:4] == b"half"
-    with open_local_claim(tmp_path / "own", FolderForm(), overwrite=False) as first:
+    with LocalOutputLocation(tmp_path / "own").claim(overwrite=False, resume=False) as first:
         with pytest.raises(DestinationExistsError, match="another process is writing"):
             convert(tmp_path / "own", "second, of this process", is_file=False)
         fill(first, "first")
@@ -289,7 +293,7 @@ def test_what_is_not_ours_is_never_cleaned_away(tmp_path, name, resume):
     before = sorted(tmp_path.rglob("*"))
     for _ in range(2):
         with pytest.raises(DestinationExistsError, match=r"did not write.*; move them away"):
-            open_local_claim(tmp_path / "out", FolderForm(), overwrite=False, resume=resume).__enter__()
+            LocalOutputLocation(tmp_path / "out").claim(overwrite=False, resume=resume).__enter__()
     assert sorted(tmp_path.rglob("*")) == before
     assert all(left.kind == "unfinished output" for left in LocalOutputLocation(tmp_path / "out").remove_leftovers())
     assert os.path.lexists(stranger)
@@ -306,7 +310,7 @@ def test_a_link_in_the_place_of_the_staging_folder_is_refused(tmp_path):
 
 @BOTH
 def test_what_somebody_else_put_there_meanwhile_is_kept(tmp_path, is_file):
-    with open_local_claim(tmp_path / "out", form_of(tmp_path / "out", is_file=is_file), overwrite=False) as staging:
+    with location_of(tmp_path / "out", is_file=is_file).claim(overwrite=False, resume=False) as staging:
         fill(staging, "new")
         put(tmp_path / "out", "theirs", is_file=is_file)
         with pytest.raises(DestinationExistsError):
@@ -318,13 +322,13 @@ RACE = """
 import sys
 from pathlib import Path
 from ckpt_tools.errors import DestinationExistsError
-from ckpt_tools.stores.local.place import LocalOutputLocation, open_local_claim
+from ckpt_tools.stores.local.place import LocalOutputLocation
 from ckpt_tools.stores.output_form import FolderForm
 published = 0
 while published < 30:
     text = f"{sys.argv[2]} {published}".encode()
     try:
-        with open_local_claim(Path(sys.argv[1]), FolderForm(), overwrite=True) as staging:
+        with LocalOutputLocation(Path(sys.argv[1])).claim(overwrite=True, resume=False) as staging:
             for name in ("a", "deep/b"):
                 writer = staging.store.create(name, len(text))
                 writer.write_at(0, text)
@@ -384,7 +388,7 @@ class TestPlaces:
 
 
 def test_what_a_killed_run_left_beside_the_output_is_not_published(tmp_path):
-    with open_local_claim(tmp_path / "out", FolderForm(), overwrite=False, resume=True) as staging:
+    with LocalOutputLocation(tmp_path / "out").claim(overwrite=False, resume=True) as staging:
         fill(staging, "new")
         staging.store.create("deep/ckpt-tools.digests.json", 2).close()
         staging.publish_files(["a", "deep/b"])
