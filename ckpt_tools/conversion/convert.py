@@ -70,7 +70,7 @@ def run_conversion(request: ConvertRequest) -> ConvertReport:
     report = _note_differing_copies(prepared)
     opened, target, store = prepared.opened, prepared.target, prepared.laid_out.source.store
     if prepared.plan.manifest.must_equal:
-        from ckpt_tools.transfer.equality import check_required_equal
+        from ckpt_tools.transfer.tensor_checks import check_required_equal
 
         check_required_equal(prepared.plan.manifest, store)
     written = write_output(
@@ -186,7 +186,7 @@ def _note_differing_copies(prepared: PreparedConversion) -> PlanReport:
     manifest, request, report = prepared.opened.manifest, prepared.request, prepared.report
     if request.include or request.exclude or not any(key.slot == MASTER for key in manifest.tensors):
         return report
-    from ckpt_tools.transfer.copies import note_differing_copies
+    from ckpt_tools.transfer.tensor_checks import note_differing_copies
 
     notes = note_differing_copies(
         manifest, prepared.laid_out.source.store, _describe_written_copy(prepared), is_sample=True

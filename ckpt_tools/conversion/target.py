@@ -16,10 +16,8 @@ from ckpt_tools.formats.base import Format
 from ckpt_tools.formats.index import get_writable_format
 from ckpt_tools.planning.plan import REMOTE_BYTES, CopyLimits
 from ckpt_tools.reading.model_files import is_pretrained_folder
-from ckpt_tools.stores.destination import OutputLocation
-from ckpt_tools.stores.marker_files import DIGESTS_SUFFIX
-from ckpt_tools.stores.output_form import SingleFileForm
-from ckpt_tools.stores.present import NO_FILES, already_exists_error
+from ckpt_tools.stores.destination import NO_FILES, OutputLocation, already_exists_error
+from ckpt_tools.stores.output_names import DIGESTS_SUFFIX, SingleFileForm
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import (
     StorageOptions,

@@ -16,7 +16,7 @@ from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, StateKey, TensorEnt
 from ckpt_tools.core.notes import Note, Outcome, note_unrelated_files
 from ckpt_tools.core.values import Opaque
 from ckpt_tools.errors import FormatError, IncompleteError
-from ckpt_tools.stores.marker_files import is_visible_file
+from ckpt_tools.stores.output_names import is_visible_file
 from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.accelerate import SCHEDULER, has_several_schedulers
 from ckpt_tools.trainers.names import find_entry_parser, is_private_trainer_file, is_unfinished_marker

@@ -34,8 +34,7 @@ from ckpt_tools.core.trainer_folder import CompanionFile
 from ckpt_tools.errors import CkptError, MalformedError, SourceNotFoundError, StoreError, UsageError
 from ckpt_tools.formats.base import Format
 from ckpt_tools.serialization.strict_json import parse_json
-from ckpt_tools.stores.marker_files import MARKER_NAMES
-from ckpt_tools.stores.output_form import OutputForm, SingleFileForm
+from ckpt_tools.stores.output_names import MARKER_NAMES, OutputForm, SingleFileForm
 from ckpt_tools.stores.source import Source, Store
 from ckpt_tools.stores.urls import StorageOptions, is_remote, open_source
 from ckpt_tools.stores.wrappers import RedirectingStore

@@ -12,7 +12,7 @@ from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import FormatError, IncompleteError, UnsafeError, UsageError
 from ckpt_tools.reading.model_files import is_model_file
 from ckpt_tools.runs.opening import open_checkpoint, resolve_checkpoint_url
-from ckpt_tools.stores.marker_files import DIGESTS_NAME, is_marker
+from ckpt_tools.stores.output_names import DIGESTS_NAME, is_marker
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import StorageOptions, check_storage_options, open_source
 from ckpt_tools.trainers.names import is_unfinished_marker

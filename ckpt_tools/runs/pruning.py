@@ -33,10 +33,9 @@ from ckpt_tools.runs.metrics import find_recorded_best, read_metrics
 from ckpt_tools.runs.naming import read_latest_name
 from ckpt_tools.runs.report import RunCheckpoint
 from ckpt_tools.runs.rules import PruneCandidate, PruneRules, choose_compared_steps, find_keep_reasons
-from ckpt_tools.stores.claims import claim
-from ckpt_tools.stores.destination import OutputLocation
-from ckpt_tools.stores.output_form import FolderForm
-from ckpt_tools.stores.present import DestinationContents, format_names
+from ckpt_tools.stores.destination import DestinationContents, OutputLocation, format_names
+from ckpt_tools.stores.output_names import FolderForm
+from ckpt_tools.stores.remote import claim
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import StorageOptions, is_remote, local_path, open_output_location, open_run_source
 from ckpt_tools.trainers.run_folders import RunMember, get_parent_folder

@@ -1,25 +1,28 @@
-"""URLs of stores that are not local: which store each scheme is, and with which options.
+"""URLs of stores that are not local: which store each scheme is, with which options, and the lock of a URL.
 
 S3 has a store of our own. Everything else, and nothing of S3, goes through fsspec; the Hub by commits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import Any
 
-from ckpt_tools.errors import SourceNotFoundError, UsageError
+from ckpt_tools.arguments import api_function
+from ckpt_tools.credentials import mask_raised_errors
+from ckpt_tools.errors import CkptError, SourceNotFoundError, UsageError
 from ckpt_tools.stores.destination import OutputLocation
 from ckpt_tools.stores.fsspec.hub import HubOutputLocation, open_hub_store
 from ckpt_tools.stores.fsspec.lock import FsspecLockObjects
 from ckpt_tools.stores.fsspec.place import FsspecOutputLocation
 from ckpt_tools.stores.fsspec.store import is_hub, open_file_system, open_fsspec_store
-from ckpt_tools.stores.marker_files import PARTIAL_FOLDER_NAME
+from ckpt_tools.stores.object_lock import ObjectLock
+from ckpt_tools.stores.output_names import PARTIAL_FOLDER_NAME
 from ckpt_tools.stores.read_ahead import BlockCache
 from ckpt_tools.stores.s3.client import S3Options
-from ckpt_tools.stores.s3.lock import ObjectLock
 from ckpt_tools.stores.s3.place import S3OutputLocation
 from ckpt_tools.stores.s3.store import bucket_of, open_s3_store
 from ckpt_tools.stores.source import Source, Store
@@ -53,19 +56,6 @@ def open_remote_location(url: str, options: Mapping[str, Any]) -> OutputLocation
     return S3OutputLocation(bucket, key)
 
 
-def lock_of_url(url: str, options: Mapping[str, Any]) -> ObjectLock:
-    """The lock of a folder; nothing is touched. Raises UsageError."""
-    place = open_remote_location(url, options)
-    if isinstance(place, S3OutputLocation):
-        return place.lock
-    if is_hub(url):
-        raise UsageError(
-            f"{url}: the Hub has no locks; to remove a checkpoint there, run: hf repos delete-files NAME FOLDER/"
-        )
-    objects = FsspecLockObjects.of(url, options)
-    return ObjectLock(objects, f"{objects.path}/{PARTIAL_FOLDER_NAME}/lock", url)
-
-
 def locate_on_service(url: str, options: Mapping[str, Any]) -> tuple[str, str]:
     """The service that ``url`` is of, ``file`` for local folders, and the path there. Raises UsageError."""
     if _is_s3(url):
@@ -76,6 +66,69 @@ def locate_on_service(url: str, options: Mapping[str, Any]) -> tuple[str, str]:
     protocols = {fs.protocol} if isinstance(fs.protocol, str) else {*fs.protocol}
     copying_protocols = sorted(protocols & {"file", "s3"})
     return (copying_protocols or sorted(protocols))[0], path
+
+
+@dataclass(frozen=True, slots=True)
+class UrlClaim:
+    """A URL below which this process alone writes."""
+
+    _lock: ObjectLock = field(repr=False)
+
+    def check(self) -> None:
+        """Raises StoreError if another process was seen to take over. Costs nothing: a thread looks."""
+        if self._lock.is_lost:
+            raise self._lock.taken_over_error()
+
+
+@api_function
+@contextmanager
+def claim(url: str, *, storage_options: Mapping[str, Any] | None = None) -> Iterator[UrlClaim]:
+    """Hold ``url``, a folder of a store, while the block runs: no other program that asks can hold it too.
+
+    A small object, ``URL/.ckpt-tools-partial/lock``, says who holds it, and is written again every 15 seconds. The
+    lock of a process of this machine that has ended is taken over at once, any other after a minute without a sign of
+    life. S3 has conditions that decide between two who begin at once; on other stores both may believe to be first.
+
+    Args:
+        url: A URL of a store that can be written to, such as ``s3://bucket/run``. Not a local path.
+        storage_options: How the store is reached (credentials, ``endpoint_url``). Default: the environment's.
+
+    Returns:
+        A context manager that gives a ``UrlClaim``; its ``check()`` raises ``StoreError`` if another process has
+        taken over.
+
+    Raises:
+        DestinationExistsError: another process holds it.
+        StoreError: the store failed.
+        UsageError: ``url`` is not a URL of a store that can be written to.
+
+    Example:
+        >>> import ckpt_tools
+        >>> with ckpt_tools.claim("memory://examples/run") as claim:
+        ...     claim.check()
+    """
+    with mask_raised_errors():
+        lock = _open_lock(url, storage_options or {})
+        lock.acquire_lock()
+    try:
+        with lock.keep_alive():
+            yield UrlClaim(lock)
+    finally:
+        with suppress(CkptError):
+            lock.release_lock()
+
+
+def _open_lock(url: str, options: Mapping[str, Any]) -> ObjectLock:
+    """The lock of a folder; nothing is touched. Raises UsageError."""
+    place = open_remote_location(url, options)
+    if isinstance(place, S3OutputLocation):
+        return place.lock
+    if is_hub(url):
+        raise UsageError(
+            f"{url}: the Hub has no locks; to remove a checkpoint there, run: hf repos delete-files NAME FOLDER/"
+        )
+    objects = FsspecLockObjects.of(url, options)
+    return ObjectLock(objects, f"{objects.path}/{PARTIAL_FOLDER_NAME}/lock", url)
 
 
 def _is_s3(url: str) -> bool:

@@ -17,7 +17,7 @@ from ckpt_tools.errors import StoreError
 from ckpt_tools.stores.destination import Destination
 from ckpt_tools.stores.file_destination import StoreDestination
 from ckpt_tools.stores.local.store import LocalStore
-from ckpt_tools.stores.marker_files import SHARED_TOKEN_NAME
+from ckpt_tools.stores.output_names import SHARED_TOKEN_NAME
 from ckpt_tools.stores.source import Store, StoreWrapper
 
 

@@ -15,7 +15,7 @@ from ckpt_tools.core.applicability import STORE_RULES, OptionContext, check_appl
 from ckpt_tools.core.format_names import FORMAT_BY_FILE_SUFFIX
 from ckpt_tools.errors import DestinationExistsError, SourceNotFoundError, StoreError, UnsupportedError, UsageError
 from ckpt_tools.stores.local.store import LocalStore
-from ckpt_tools.stores.marker_files import MARKER_NAMES, is_marker
+from ckpt_tools.stores.output_names import MARKER_NAMES, is_marker
 from ckpt_tools.stores.source import Source
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from ckpt_tools.errors import StoreError
-from ckpt_tools.transfer.runners.base import TaskRunner
+from ckpt_tools.transfer.runners import TaskRunner
 
 
 def double(item: int) -> int:

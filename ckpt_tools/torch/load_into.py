@@ -34,7 +34,7 @@ from ckpt_tools.torch.dtensors import iter_local_views
 from ckpt_tools.torch.fill import SCRATCH_BYTES, TensorFill, fill_targets, read_tensor
 from ckpt_tools.torch.revive import revive_value
 from ckpt_tools.transfer.computing import add_generated_files
-from ckpt_tools.transfer.equality import check_required_equal
+from ckpt_tools.transfer.tensor_checks import check_required_equal
 from ckpt_tools.transfer.tensor_reader import TensorReader
 
 if TYPE_CHECKING:

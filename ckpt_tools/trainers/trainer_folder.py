@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from ckpt_tools.core.trainer_folder import CompanionFile, TrainerFolder
-from ckpt_tools.stores.marker_files import DIGESTS_NAME, SIGNATURE_NAME
+from ckpt_tools.stores.output_names import DIGESTS_NAME, SIGNATURE_NAME
 from ckpt_tools.trainers.all import TRAINERS
 from ckpt_tools.trainers.record import ResumeRules
 

@@ -25,7 +25,7 @@ from ckpt_tools.stores.destination import Destination, ServerCopyRules
 from ckpt_tools.stores.source import Store
 from ckpt_tools.transfer.buffers import allocate_page_aligned
 from ckpt_tools.transfer.crc_board import ChecksumBoard, LocalChecksumBoard, PartCrc
-from ckpt_tools.transfer.runners.base import TaskRunner
+from ckpt_tools.transfer.runners import TaskRunner
 from ckpt_tools.transfer.tensor_reader import TensorReader
 
 

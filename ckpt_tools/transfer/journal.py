@@ -27,7 +27,7 @@ from ckpt_tools.stores.destination import Destination, JournalLog
 from ckpt_tools.stores.source import Store
 from ckpt_tools.transfer.crc_board import PartCrc
 from ckpt_tools.transfer.execute import RunHistory, TaskReceipt
-from ckpt_tools.transfer.runners.base import TaskRunner
+from ckpt_tools.transfer.runners import TaskRunner
 
 FORMAT = 1
 """Version of the lines below and of the digests; a journal of another version is of another plan."""

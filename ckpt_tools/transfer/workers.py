@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ckpt_tools.stores.destination import Destination
     from ckpt_tools.stores.source import Store
     from ckpt_tools.transfer.crc_board import ChecksumBoard
-    from ckpt_tools.transfer.runners.base import TaskRunner
+    from ckpt_tools.transfer.runners import TaskRunner
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from ckpt_tools.core.dtypes import DType, from_torch
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Manifest, StateKey, TensorEntry
 from ckpt_tools.errors import FormatError, MalformedError, UnsupportedError
 from ckpt_tools.serialization.strict_json import parse_json
-from ckpt_tools.stores.marker_files import DIGESTS_NAME
+from ckpt_tools.stores.output_names import DIGESTS_NAME
 from ckpt_tools.stores.source import Source, Store
 from ckpt_tools.trainers.accelerate import find_numbered_model
 from ckpt_tools.transfer.buffers import allocate_page_aligned

@@ -18,7 +18,7 @@ from ckpt_tools.core.wording import join_names
 from ckpt_tools.errors import SourceNotFoundError, UsageError
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.stores.local.store import LocalStore
-from ckpt_tools.stores.marker_files import DIGESTS_NAME, SIGNATURE_NAME
+from ckpt_tools.stores.output_names import DIGESTS_NAME, SIGNATURE_NAME
 from ckpt_tools.stores.source import Source, Store
 from ckpt_tools.stores.urls import StorageOptions, is_remote, local_path, open_source
 from ckpt_tools.transfer.buffers import allocate_page_aligned

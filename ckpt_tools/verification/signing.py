@@ -28,7 +28,7 @@ from ckpt_tools.errors import (
     StoreError,
     UsageError,
 )
-from ckpt_tools.stores.marker_files import SIGNATURE_NAME
+from ckpt_tools.stores.output_names import SIGNATURE_NAME
 from ckpt_tools.stores.urls import local_path
 
 SIGNATURE_SUFFIX = ".sig"

@@ -34,7 +34,7 @@ from ckpt_tools.runs.opening import open_checkpoint, open_reference_matcher
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import StorageOptions, open_output_location
 from ckpt_tools.transfer.computing import add_generated_files
-from ckpt_tools.transfer.equality import check_required_equal
+from ckpt_tools.transfer.tensor_checks import check_required_equal
 from ckpt_tools.verification import digests
 from ckpt_tools.verification.compare import ComparedCheckpoint, compare_checkpoints
 from ckpt_tools.verification.digest_files import (
@@ -144,7 +144,7 @@ def verify_tensors(
     report = check_integrity(source, manifest, num_workers=execution.num_workers, on_progress=execution.on_progress)
     check_required_equal(manifest, source.store)
     if any(key.slot == MASTER for key in manifest.tensors):
-        from ckpt_tools.transfer.copies import note_differing_copies
+        from ckpt_tools.transfer.tensor_checks import note_differing_copies
 
         advice = "an export takes the model's" if manifest.masters_are_outdated else "an export takes the master's"
         notes = note_differing_copies(manifest, source.store, advice, is_sample=False)

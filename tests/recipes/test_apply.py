@@ -25,7 +25,7 @@ from ckpt_tools.recipes.reading import parse_recipe
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.wrappers import InMemoryOverlay
 from ckpt_tools.testing.stored import StoredTensor, stored_tensors
-from ckpt_tools.transfer.equality import check_required_equal
+from ckpt_tools.transfer.tensor_checks import check_required_equal
 from tests.recipes.test_properties import read
 from tests.support.manifests import read_bytes
 

@@ -11,8 +11,8 @@ import pytest
 
 import ckpt_tools
 from ckpt_tools.errors import DestinationExistsError, StoreError
-from ckpt_tools.stores.claims import UrlClaim
-from ckpt_tools.stores.s3 import lock as s3_lock
+from ckpt_tools.stores import object_lock
+from ckpt_tools.stores.remote import UrlClaim
 
 URL = "memory://bucket/run"
 KEY = "/bucket/run/.ckpt-tools-partial/lock"
@@ -50,7 +50,7 @@ def test_a_claim_of_another_machine_is_given_up_after_a_minute(fs, monkeypatch):
     fs.pipe_file(KEY, b'{"token": "theirs", "machine": "another", "pid": 1, "host": "there"}')
     with pytest.raises(DestinationExistsError, match="process 1 on there"), ckpt_tools.claim(URL):
         pass
-    monkeypatch.setattr(s3_lock, "STALE_SECONDS", 0.0)
+    monkeypatch.setattr(object_lock, "STALE_SECONDS", 0.0)
     with ckpt_tools.claim(URL) as claim:
         claim.check()
 
@@ -63,7 +63,7 @@ def check_for_seconds(claim: UrlClaim, seconds: float) -> None:
 
 
 def test_who_lost_a_claim_is_told(fs, monkeypatch):
-    monkeypatch.setattr(s3_lock, "BEAT_SECONDS", 0.2)
+    monkeypatch.setattr(object_lock, "BEAT_SECONDS", 0.2)
     with ckpt_tools.claim(URL) as claim:
         fs.pipe_file(KEY, b'{"token": "theirs"}')
         with pytest.raises(StoreError, match="took over"):

@@ -12,10 +12,10 @@ from contextlib import AbstractContextManager, suppress
 import pytest
 
 from ckpt_tools.errors import CkptError, DestinationExistsError, IncompleteError, SourceNotFoundError, StoreError
-from ckpt_tools.stores.marker_files import PARTIAL_FOLDER_NAME
+from ckpt_tools.stores import object_lock
 from ckpt_tools.stores.memory import MemoryStore
+from ckpt_tools.stores.output_names import PARTIAL_FOLDER_NAME
 from ckpt_tools.stores.read_ahead import AHEAD_BYTES, BLOCK_BYTES, MAX_SMALL_BYTES, BlockCache
-from ckpt_tools.stores.s3 import lock as s3_lock
 from ckpt_tools.stores.s3.client import Bucket, S3Options
 from ckpt_tools.stores.s3.place import S3Claim, S3OutputLocation
 from ckpt_tools.stores.s3.store import S3Store, open_s3_store
@@ -232,7 +232,7 @@ import os; os._exit(9)
     place.bucket.put_object(lock.key, json.dumps(elsewhere).encode())
     with pytest.raises(DestinationExistsError):
         lock.acquire_lock()
-    monkeypatch.setattr(s3_lock, "STALE_SECONDS", -1.0)
+    monkeypatch.setattr(object_lock, "STALE_SECONDS", -1.0)
     lock.acquire_lock()
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import ckpt_tools
 from ckpt_tools.errors import CkptError, StoreError
-from ckpt_tools.stores.marker_files import is_marker
+from ckpt_tools.stores.output_names import is_marker
 from ckpt_tools.stores.retry import RetryPolicy
 from tests.support.fault_proxy import KINDS, LATE, STATUSES, Fault, running_fault_proxy
 from tests.support.s3_server import BUCKET, S3Server

@@ -31,7 +31,7 @@ from ckpt_tools.stores.source import Buffer, FileWriter, FillableStore, Store
 from ckpt_tools.testing import strategies
 from ckpt_tools.testing.stored import StoredTensor, stored_tensors
 from ckpt_tools.transfer.execute import RunHistory, TaskReceipt, TransferResult, execute_plan
-from ckpt_tools.transfer.runners.base import Item, Result
+from ckpt_tools.transfer.runners import Item, Result
 from ckpt_tools.transfer.runners.threads import ThreadRunner
 
 

@@ -26,7 +26,7 @@ from ckpt_tools.errors import (
     UnsupportedError,
     UsageError,
 )
-from ckpt_tools.stores.marker_files import DIGESTS_NAME
+from ckpt_tools.stores.output_names import DIGESTS_NAME
 from ckpt_tools.verification import digests
 from ckpt_tools.verification.digests import Digest
 from ckpt_tools.verification.report import Aspect

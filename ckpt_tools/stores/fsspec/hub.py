@@ -20,13 +20,12 @@ from typing import Any
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.errors import DestinationExistsError, UsageError
 from ckpt_tools.signals import allow_signals, defer_signals
-from ckpt_tools.stores.destination import Claim, Leftover
+from ckpt_tools.stores.destination import NO_FILES, Claim, DestinationContents, Leftover, check_no_unexpected_files
 from ckpt_tools.stores.file_destination import StoreDestination
 from ckpt_tools.stores.fsspec.place import FsspecOutputLocation
 from ckpt_tools.stores.fsspec.store import NO_RETRY, FsspecStore, call_with_retry, kind_of_path, open_file_system
 from ckpt_tools.stores.local.place import LocalClaim, LocalLog, LocalOutputLocation
-from ckpt_tools.stores.output_form import SingleFileForm
-from ckpt_tools.stores.present import NO_FILES, DestinationContents, check_no_unexpected_files
+from ckpt_tools.stores.output_names import SingleFileForm
 from ckpt_tools.stores.source import Store
 
 BUCKETS_PREFIX = "buckets/"

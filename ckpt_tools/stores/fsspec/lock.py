@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from ckpt_tools.stores.fsspec.store import call_with_retry, open_file_system
-from ckpt_tools.stores.s3.client import ObjectBody
+from ckpt_tools.stores.object_lock import ObjectBody
 
 
 @dataclass(frozen=True, slots=True)

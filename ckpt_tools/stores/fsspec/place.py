@@ -26,17 +26,19 @@ from typing import Any
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.errors import CkptError, StoreError, UsageError
 from ckpt_tools.signals import allow_signals, defer_signals
-from ckpt_tools.stores.destination import Claim, Destination, Leftover, OutputLocation
-from ckpt_tools.stores.fsspec.store import FsspecStore, call_with_retry, kind_of_path, open_file_system, size_of_info
-from ckpt_tools.stores.marker_files import PARTIAL_FOLDER_NAME, is_marker
-from ckpt_tools.stores.output_form import FolderForm, OutputKind, SingleFileForm
-from ckpt_tools.stores.present import (
+from ckpt_tools.stores.destination import (
     NO_FILES,
+    Claim,
+    Destination,
     DestinationContents,
+    Leftover,
+    OutputLocation,
     check_free,
     check_no_unexpected_files,
     list_parent_folders,
 )
+from ckpt_tools.stores.fsspec.store import FsspecStore, call_with_retry, kind_of_path, open_file_system, size_of_info
+from ckpt_tools.stores.output_names import PARTIAL_FOLDER_NAME, FolderForm, OutputKind, SingleFileForm, is_marker
 from ckpt_tools.stores.source import Buffer, check_file_name
 
 _TOKEN_BYTES = 8

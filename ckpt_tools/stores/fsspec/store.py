@@ -19,7 +19,7 @@ from ckpt_tools.errors import (
     UnsupportedError,
     UsageError,
 )
-from ckpt_tools.stores.marker_files import is_hidden_object, is_visible_file
+from ckpt_tools.stores.output_names import is_hidden_object, is_visible_file
 from ckpt_tools.stores.retry import RetryPolicy, TransientError, host_of, is_transient, retry_transient
 from ckpt_tools.stores.source import Store, check_file_name
 

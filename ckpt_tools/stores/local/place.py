@@ -3,7 +3,7 @@
 A conversion writes into a hidden folder beside its destination, which holds the output and a log of its progress.
 Publishing renames the output, or the one file in it, into place in one step (``publish_files``); any failure removes
 the folder, unless it is to be resumed. The folder is locked while a process writes, so that a second writer gets an
-error, and leftovers of a killed one can be told apart. Files are removed by name only (``owned``).
+error, and leftovers of a killed one can be told apart. Files are removed by name only (``staging_folder``).
 """
 
 from __future__ import annotations
@@ -15,25 +15,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckpt_tools.signals import allow_signals, defer_signals
-from ckpt_tools.stores.destination import Claim, Leftover, OutputLocation
-from ckpt_tools.stores.file_destination import StoreDestination
-from ckpt_tools.stores.local.owned import (
-    OUTPUT_FOLDER_NAME,
-    OWNED_NAMES_FILE,
-    create_and_lock_folder,
-    is_own_staging_entry,
-    journal_path,
-    list_unknown_files,
-    lock_folder,
-    moved_aside_path,
-    owned_names_of,
-    prepare_staging_folder,
-    remove_files_by_name,
-    remove_other_output_files,
-    remove_staging_folder,
-    staging_folder_of,
+from ckpt_tools.stores.destination import (
+    NO_FILES,
+    Claim,
+    DestinationContents,
+    Leftover,
+    OutputLocation,
+    already_exists_error,
+    check_no_unexpected_files,
 )
-from ckpt_tools.stores.local.present import (
+from ckpt_tools.stores.file_destination import StoreDestination
+from ckpt_tools.stores.local.contents import (
     check_path_free,
     contents_of_file,
     contents_of_folder,
@@ -53,9 +45,24 @@ from ckpt_tools.stores.local.publish import (
     rename_without_replacing,
     replace_folder,
 )
+from ckpt_tools.stores.local.staging_folder import (
+    OUTPUT_FOLDER_NAME,
+    OWNED_NAMES_FILE,
+    create_and_lock_folder,
+    is_own_staging_entry,
+    journal_path,
+    list_unknown_files,
+    lock_folder,
+    moved_aside_path,
+    owned_names_of,
+    prepare_staging_folder,
+    remove_files_by_name,
+    remove_other_output_files,
+    remove_staging_folder,
+    staging_folder_of,
+)
 from ckpt_tools.stores.local.store import LocalFileWriter, LocalStore, wrap_os_errors
-from ckpt_tools.stores.output_form import FolderForm, OutputForm, SingleFileForm
-from ckpt_tools.stores.present import NO_FILES, DestinationContents, already_exists_error, check_no_unexpected_files
+from ckpt_tools.stores.output_names import FolderForm, OutputForm, SingleFileForm
 
 
 @dataclass(frozen=True, slots=True)

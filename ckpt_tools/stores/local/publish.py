@@ -9,15 +9,15 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ckpt_tools.errors import DestinationExistsError
-from ckpt_tools.stores.local.owned import (
+from ckpt_tools.stores.destination import already_exists_error, format_names
+from ckpt_tools.stores.local.contents import contents_of_folder, exists_or_link, is_real_folder, open_folder
+from ckpt_tools.stores.local.staging_folder import (
     list_unknown_files,
     moved_aside_path,
     owned_names_of,
     remove_files_by_name,
     staging_folder_of,
 )
-from ckpt_tools.stores.local.present import contents_of_folder, exists_or_link, is_real_folder, open_folder
-from ckpt_tools.stores.present import already_exists_error, format_names
 
 _AT_FDCWD, _RENAME_NOREPLACE, _RENAME_EXCHANGE = -100, 1, 2
 """fcntl.h and linux/fs.h."""

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckpt_tools.errors import IncompleteError, SourceNotFoundError, StoreError, UnsafeError
-from ckpt_tools.stores.marker_files import is_visible_file
+from ckpt_tools.stores.output_names import is_visible_file
 from ckpt_tools.stores.source import Buffer, FillableStore, check_file_name
 
 MAX_OPEN_FILES = 128

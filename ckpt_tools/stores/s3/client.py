@@ -27,6 +27,7 @@ from isal import isal_zlib
 
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.errors import IncompleteError, SourceNotFoundError, StoreError, UsageError
+from ckpt_tools.stores.object_lock import ObjectBody
 from ckpt_tools.stores.retry import RetryPolicy, TransientError, host_of, is_transient, retry_transient
 from ckpt_tools.stores.source import Buffer, CopySource
 
@@ -119,15 +120,6 @@ class ListedObject:
     etag: str
     modified: float | None = None
     """When it was written, in seconds since 1970."""
-
-
-@dataclass(frozen=True, slots=True)
-class ObjectBody:
-    """A whole object, and how long ago it was written, by the service's own clock."""
-
-    data: bytes
-    etag: str
-    age_seconds: float
 
 
 @dataclass(frozen=True, slots=True)

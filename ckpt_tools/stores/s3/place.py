@@ -19,16 +19,19 @@ from pathlib import PurePosixPath
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.errors import CkptError, DestinationExistsError
 from ckpt_tools.signals import allow_signals, defer_signals
-from ckpt_tools.stores.destination import Claim, Leftover, OutputLocation, PartRules
-from ckpt_tools.stores.marker_files import is_marker
-from ckpt_tools.stores.output_form import FolderForm, OutputKind, SingleFileForm
-from ckpt_tools.stores.present import (
+from ckpt_tools.stores.destination import (
     NO_FILES,
+    Claim,
     DestinationContents,
+    Leftover,
+    OutputLocation,
+    PartRules,
     check_free,
     check_no_unexpected_files,
     list_parent_folders,
 )
+from ckpt_tools.stores.object_lock import ObjectLock, is_lock_held
+from ckpt_tools.stores.output_names import FolderForm, OutputKind, SingleFileForm, is_marker
 from ckpt_tools.stores.s3.client import Bucket, ListedObject
 from ckpt_tools.stores.s3.destination import (
     LOG_NAME_FORM,
@@ -38,7 +41,6 @@ from ckpt_tools.stores.s3.destination import (
     S3Log,
     server_copy_rules_of,
 )
-from ckpt_tools.stores.s3.lock import ObjectLock, is_lock_held
 from ckpt_tools.stores.s3.store import S3Store
 from ckpt_tools.stores.s3.upload_notes import TOKEN_FORM, UploadNotes, map_in_parallel
 

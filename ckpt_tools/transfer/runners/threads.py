@@ -16,7 +16,7 @@ from queue import SimpleQueue
 from typing import Generic
 
 from ckpt_tools.signals import POLL_SECONDS, get_first_signal, get_from_queue
-from ckpt_tools.transfer.runners.base import Item, Result
+from ckpt_tools.transfer.runners import Item, Result
 
 RESULTS_PER_WORKER = 8
 """Results that may wait to be taken. Each may hold a file open until it is, and closing one may take a disk's time."""

@@ -22,7 +22,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckpt_tools.stores.marker_files import is_marker
+from ckpt_tools.stores.output_names import is_marker
 from tests.end_to_end.crashes.cases import SOURCES, done_bytes, make_sources
 from tests.end_to_end.crashes.runs import Call, Runs
 from tests.support.fault_proxy import FaultProxy, running_fault_proxy

@@ -14,9 +14,9 @@ import pytest
 
 from ckpt_tools.errors import DestinationExistsError, StoreError, UsageError
 from ckpt_tools.stores.local import publish
-from ckpt_tools.stores.local.owned import owned_names_of
 from ckpt_tools.stores.local.place import LocalClaim, LocalOutputLocation
-from ckpt_tools.stores.output_form import FolderForm, OutputForm, SingleFileForm
+from ckpt_tools.stores.local.staging_folder import owned_names_of
+from ckpt_tools.stores.output_names import FolderForm, OutputForm, SingleFileForm
 
 BOTH = pytest.mark.parametrize("is_file", [True, False], ids=["file", "folder"])
 
@@ -237,7 +237,7 @@ CHILD = """
 import sys, time
 from pathlib import Path
 from ckpt_tools.stores.local.place import LocalOutputLocation
-from ckpt_tools.stores.output_form import FolderForm, SingleFileForm
+from ckpt_tools.stores.output_names import FolderForm, SingleFileForm
 form = SingleFileForm("out") if sys.argv[2] == "True" else FolderForm()
 with LocalOutputLocation(Path(sys.argv[1]), form=form).claim(overwrite=sys.argv[3] == "True", resume=False) as staging:
     writer = staging.store.create("half/written", 1 << 20)
@@ -323,7 +323,7 @@ import sys
 from pathlib import Path
 from ckpt_tools.errors import DestinationExistsError
 from ckpt_tools.stores.local.place import LocalOutputLocation
-from ckpt_tools.stores.output_form import FolderForm
+from ckpt_tools.stores.output_names import FolderForm
 published = 0
 while published < 30:
     text = f"{sys.argv[2]} {published}".encode()

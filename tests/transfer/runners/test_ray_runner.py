@@ -27,8 +27,8 @@ from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.shared_files import SharedFilesCheck, prepare_shared_files_check
 from ckpt_tools.testing.runners import RunnerTests, double
 from ckpt_tools.transfer.crc_board import PartCrc, combine_crcs
+from ckpt_tools.transfer.runners import TaskRunner
 from ckpt_tools.transfer.runners import ray as ray_runner
-from ckpt_tools.transfer.runners.base import TaskRunner
 from ckpt_tools.transfer.runners.ray import MAX_LOSSES, RayRunner, RayTaskProcess, TaskResult
 from ckpt_tools.transfer.runners.ray_board import RANGES_PER_ANSWER, PostponedError, open_board
 from tests.support.ray_cluster import cluster, processes

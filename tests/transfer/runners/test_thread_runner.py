@@ -7,7 +7,7 @@ import pytest
 
 from ckpt_tools.errors import StoreError
 from ckpt_tools.testing.runners import RunnerTests, double, fail_at_seven
-from ckpt_tools.transfer.runners.base import TaskRunner
+from ckpt_tools.transfer.runners import TaskRunner
 from ckpt_tools.transfer.runners.threads import ThreadRunner
 
 

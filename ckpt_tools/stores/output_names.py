@@ -1,11 +1,48 @@
-"""Form of an output, one file or a folder, decided where a place is opened, and the names that follow from it."""
+"""Names of the files of an output: those with a meaning of their own (markers, digests, signatures, unfinished output),
+and those that follow from its form, one file or a folder, which is decided where a location is opened."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from ckpt_tools.stores.marker_files import DIGESTS_SUFFIX, PARTIAL_FOLDER_NAME
+PARTIAL_FOLDER_NAME = ".ckpt-tools-partial"
+"""Folder of unfinished output in an object store: inside a destination that is a folder, beside a file."""
+
+MARKER_NAMES = (".metadata", "latest", "latest_universal")
+"""Marker files, as is ``*.index.json``: a folder without its marker is not a checkpoint."""
+
+DIGESTS_NAME = "ckpt-tools.digests.json"
+"""The list of digests in a folder."""
+
+DIGESTS_SUFFIX = ".digests.json"
+"""Suffix of the file of digests beside a file."""
+
+SIGNATURE_NAME = "model.sig"
+"""The signature of a folder, in it; model-signing's own name."""
+
+SHARED_TOKEN_NAME = "seen"
+"""A file beside staged output, by which other machines see that they share the folder. It is never in the output, so
+that no later run publishes it."""
+
+
+def is_marker(path: str) -> bool:
+    """True if a folder without the file is not a checkpoint."""
+    name = path.rpartition("/")[2]
+    return name in MARKER_NAMES or name.endswith(".index.json")
+
+
+def is_visible_file(path: str) -> bool:
+    """True if the relative name is a file of a checkpoint: not in a hidden folder, and not an empty object that stands
+    for a folder."""
+    *folders, name = path.split("/")
+    return bool(name) and not any(folder.startswith(".") for folder in folders)
+
+
+def is_hidden_object(path: str, size: int) -> bool:
+    """True if an object is not shown, and not the empty one that stands for a folder."""
+    return not is_visible_file(path) and (size > 0 or not path.endswith("/"))
+
 
 OutputKind = Literal["file", "folder"]
 

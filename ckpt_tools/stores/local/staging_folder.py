@@ -18,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_tools.errors import DestinationExistsError
-from ckpt_tools.stores.local.present import contents_of_folder, is_real_folder, is_regular_file, open_folder
+from ckpt_tools.stores.destination import format_names, list_parent_folders
+from ckpt_tools.stores.local.contents import contents_of_folder, is_real_folder, is_regular_file, open_folder
 from ckpt_tools.stores.local.store import wrap_os_errors
-from ckpt_tools.stores.marker_files import SHARED_TOKEN_NAME
-from ckpt_tools.stores.present import format_names, list_parent_folders
+from ckpt_tools.stores.output_names import SHARED_TOKEN_NAME
 
 STAGING_SUFFIX = ".ckpt-tools-partial"
 REPLACED_SUFFIX = ".ckpt-tools-replaced"

@@ -1,7 +1,8 @@
-"""Compares the model's own copy of each weight with its fp32 master: a cast of the master, unless something is wrong.
+"""Compares tensors of a source with each other: those that become one, such as tied weights, and the model's own copy
+of each weight with its fp32 master.
 
-They differ where weights were set after DeepSpeed had copied them into its masters, and where DeepSpeed's ZenFlow
-updates some columns of a weight only, and the master later.
+The copy is a cast of the master, unless something is wrong. They differ where weights were set after DeepSpeed had
+copied them into its masters, and where DeepSpeed's ZenFlow updates some columns of a weight only, and the master later.
 """
 
 from __future__ import annotations
@@ -17,8 +18,12 @@ from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.wording import format_count
+from ckpt_tools.errors import DifferenceError
 from ckpt_tools.stores.source import Store
 from ckpt_tools.transfer.tensor_reader import TensorReader
+
+BLOCK_BYTES = 1 << 20
+"""Bytes of each of two tensors that are compared at once."""
 
 BLOCK_ELEMENTS = 1 << 16
 """Elements that are compared at once: 256 KiB of a master."""
@@ -30,6 +35,29 @@ _INTEGER_TYPES = {DType.BFLOAT16: np.int16, DType.FLOAT16: np.int16, DType.FLOAT
 
 NUM_THREADS = 8
 """Threads that read: a request to a distant store takes 10 to 30 ms."""
+
+
+def check_required_equal(manifest: Manifest, store: Store) -> None:
+    """Raises DifferenceError for the first pair of ``must_equal`` whose bits differ."""
+    if not manifest.must_equal:
+        return
+    reader = TensorReader(store, BLOCK_BYTES, compares_records=False)
+    for pair in manifest.must_equal:
+        if not _has_equal_bits(reader, pair.first, pair.second):
+            advice = f"; {pair.advice}" if pair.advice else ""
+            raise DifferenceError(f"{pair.what}: their bits differ, and must be the same{advice}")
+
+
+def _has_equal_bits(reader: TensorReader, first: TensorEntry, second: TensorEntry) -> bool:
+    if first.numel != second.numel or first.dtype is not second.dtype:
+        return False
+    block_elements = BLOCK_BYTES // first.dtype.item_bytes
+    for start in range(0, first.numel, block_elements):
+        stop = min(start + block_elements, first.numel)
+        blocks = [_read_elements_as(reader, entry, entry.dtype, start, stop) for entry in (first, second)]
+        if not np.array_equal(blocks[0], blocks[1]):
+            return False
+    return True
 
 
 def _find_weight_master_pairs(manifest: Manifest) -> dict[str, tuple[TensorEntry, TensorEntry]]:

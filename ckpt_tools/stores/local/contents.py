@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ckpt_tools.errors import UsageError
+from ckpt_tools.stores.destination import DestinationContents, check_free
 from ckpt_tools.stores.local.store import LocalStore
-from ckpt_tools.stores.output_form import OutputForm, OutputKind, SingleFileForm
-from ckpt_tools.stores.present import DestinationContents, check_free
+from ckpt_tools.stores.output_names import OutputForm, OutputKind, SingleFileForm
 
 
 def resolve_target(target: Path, form: OutputForm) -> Path:

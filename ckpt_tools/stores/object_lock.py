@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Protocol
 
 from ckpt_tools.errors import CkptError, DestinationExistsError, StoreError
-from ckpt_tools.stores.s3.client import ObjectBody
 
 BEAT_SECONDS = 15.0
 """Interval of a holder's heartbeats: four requests a minute."""
@@ -30,6 +29,15 @@ STALE_SECONDS = 60.0
 
 MAX_ATTEMPTS = 3
 """Attempts to take a lock: its object may vanish between listing and reading when a holder ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectBody:
+    """A whole object, and how long ago it was written, by the service's own clock."""
+
+    data: bytes
+    etag: str
+    age_seconds: float
 
 
 class LockObjects(Protocol):
