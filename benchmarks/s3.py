@@ -34,7 +34,8 @@ from benchmarks.suite import Settings
 from benchmarks.turns import markdown, ratio, take_turns
 from ckpt_tools.core.options import ReadOptions, WriteOptions
 from ckpt_tools.formats.index import get_writable_format
-from ckpt_tools.planning.plan import CopyLimits, Plan
+from ckpt_tools.planning.cuts import PartRules
+from ckpt_tools.planning.plan import Plan
 from ckpt_tools.planning.tasks import iter_fill_steps
 from ckpt_tools.runs.opening import open_checkpoint
 from ckpt_tools.stores.file_destination import StoreDestination
@@ -121,9 +122,9 @@ def share_copied(model: Any, ranks: int, dtype: Any) -> tuple[float, float]:
         opened = open_checkpoint(dcp(model.shapes(), ranks, Path(folder, "dcp"), dtype), ReadOptions())
         source, manifest = opened.source, opened.manifest
         layout = get_writable_format("safetensors").layout(manifest, WriteOptions())
-        rules = CopyLimits(MIN_COPY_BYTES, MAX_PARTS)
+        rules = PartRules(max_parts=MAX_PARTS, min_copy_bytes=MIN_COPY_BYTES)
         plans = (
-            Plan(manifest, layout, rules.min_task_bytes, 1, copy_limits=rules),
+            Plan(manifest, layout, rules.min_copy_task_bytes, 1, copy_rules=rules),
             Plan(manifest, layout, PART_BYTES, 1),
         )
         now, every_8 = (_bytes_copied(plan, source.store) / layout.size_bytes for plan in plans)

@@ -137,7 +137,7 @@ def prepare_conversion(request: ConvertRequest, pool: WorkerPool) -> PreparedCon
         required_task_bytes=target.choose_task_bytes(laid_out.layout),
         reading_bytes=estimate_reading_bytes(opened.manifest),
         remote_bytes=estimate_client_bytes(opened.url, request.dst, request.adapter or request.dst),
-        copy_limits=target.find_copy_limits(laid_out.source),
+        copy_rules=target.find_copy_rules(laid_out.source),
     )
     figures = plan.compute_figures()
     written_tensors = select_written_tensors(plan.manifest, figures)

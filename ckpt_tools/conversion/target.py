@@ -14,7 +14,8 @@ from ckpt_tools.core.options import ConvertOptions, ConvertRequest
 from ckpt_tools.errors import DestinationExistsError, UnsupportedError, UsageError
 from ckpt_tools.formats.base import Format
 from ckpt_tools.formats.index import get_writable_format
-from ckpt_tools.planning.plan import REMOTE_BYTES, CopyLimits
+from ckpt_tools.planning.cuts import PartRules
+from ckpt_tools.planning.plan import REMOTE_BYTES
 from ckpt_tools.reading.model_files import is_pretrained_folder
 from ckpt_tools.stores.destination import NO_FILES, OutputLocation, already_exists_error
 from ckpt_tools.stores.output_names import DIGESTS_SUFFIX, SingleFileForm
@@ -64,16 +65,14 @@ class ConversionTarget:
             return self.place.part_rules.required_task_bytes(0)
         return self.place.part_rules.required_task_bytes(max((file.size_bytes for file in layout.files), default=0))
 
-    def find_copy_limits(self, source: Source) -> CopyLimits | None:
-        """Limits for cutting files whose ranges the destination's service can copy from the source; None if it
-        cannot."""
-        part_rules, store = self.place.part_rules, source.store
-        if part_rules.server_copy_rules is None or part_rules.max_parts is None:
+    def find_copy_rules(self, source: Source) -> PartRules | None:
+        """The destination's rules if its service can copy ranges of the source, whose files are then cut for that; else
+        None."""
+        part_rules = self.place.part_rules
+        if part_rules.service is None:
             return None
-        source_location = next((store.find_copy_source(path) for path in source.files), None)
-        if source_location is None or source_location.service != part_rules.server_copy_rules.service:
-            return None
-        return CopyLimits(part_rules.server_copy_rules.min_bytes, part_rules.max_parts)
+        copy_source = next((source.store.find_copy_source(path) for path in source.files), None)
+        return part_rules if copy_source is not None and copy_source.service == part_rules.service else None
 
 
 def estimate_client_bytes(*urls: str | Path) -> int:

@@ -23,7 +23,7 @@ from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.shards import Framing
 from ckpt_tools.core.wording import format_count, format_size
 from ckpt_tools.errors import MemoryBudgetError
-from ckpt_tools.planning.cuts import cut_at_stored_ranges, min_part_limit
+from ckpt_tools.planning.cuts import PartRules, cut_at_stored_ranges
 from ckpt_tools.planning.hits import FlatHit, Hit, find_hits
 from ckpt_tools.planning.tasks import TransferTask
 
@@ -78,20 +78,6 @@ class PlanFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class CopyLimits:
-    """Limits of a destination that copies ranges of the source's files itself: parts of at least ``min_bytes``, at most
-    ``max_parts`` per file."""
-
-    min_bytes: int
-    max_parts: int
-
-    @property
-    def min_task_bytes(self) -> int:
-        """The smallest limit of tasks with which they are cut where stored ranges begin and end."""
-        return min_part_limit(self.min_bytes)
-
-
-@dataclass(frozen=True, slots=True)
 class Plan:
     """A conversion, decided: what is read, what is written, in which pieces, and in how much memory."""
 
@@ -101,7 +87,7 @@ class Plan:
     num_workers: int
     reading_bytes: int = 0
     """The most memory that reading the manifest took."""
-    copy_limits: CopyLimits | None = None
+    copy_rules: PartRules | None = None
     """If given, files are cut where stored ranges begin and end."""
     remote_bytes: int = 0
     """Memory for reaching a remote store."""
@@ -110,7 +96,7 @@ class Plan:
     it."""
 
     def __post_init__(self) -> None:
-        assert self.copy_limits is None or self.task_bytes >= self.copy_limits.min_task_bytes, (
+        assert self.copy_rules is None or self.task_bytes >= self.copy_rules.min_copy_task_bytes, (
             "tasks too small to be cut anywhere"
         )
 
@@ -122,8 +108,8 @@ class Plan:
     def _task_ends(self, file: FileLayout) -> Iterable[int]:
         stored_range_ends = (
             None
-            if self.copy_limits is None
-            else _task_ends_at_stored_ranges(self.manifest, file, self.task_bytes, self.copy_limits)
+            if self.copy_rules is None
+            else _task_ends_at_stored_ranges(self.manifest, file, self.task_bytes, self.copy_rules)
         )
         return stored_range_ends or _regular_task_ends(file, self.task_bytes)
 
@@ -176,13 +162,13 @@ def make_plan(
     required_task_bytes: int = 0,
     reading_bytes: int = 0,
     remote_bytes: int = 0,
-    copy_limits: CopyLimits | None = None,
+    copy_rules: PartRules | None = None,
 ) -> Plan:
     """The plan that fills ``layout`` from ``manifest`` within ``memory_bytes``; if these are not a limit, a checkpoint
     whose index alone needs more gets more.
 
     Tasks are at least ``required_task_bytes`` large, where the place they are written to has them so, and as large as
-    ``copy_limits`` needs where that fits. ``reading_bytes`` is the most that reading took, of the whole checkpoint of
+    ``copy_rules`` needs where that fits. ``reading_bytes`` is the most that reading took, of the whole checkpoint of
     which ``manifest`` may be a part. ``remote_bytes`` is what reaching the source or the destination takes.
 
     Raises:
@@ -195,9 +181,9 @@ def make_plan(
             reading_bytes, fixed_bytes + num_workers * _estimate_worker_bytes(task_bytes, is_strided)
         )
 
-    if copy_limits is not None and is_limit and needed_bytes(copy_limits.min_task_bytes) > memory_bytes:
-        copy_limits = None
-    required_task_bytes = max(required_task_bytes, 0 if copy_limits is None else copy_limits.min_task_bytes)
+    if copy_rules is not None and is_limit and needed_bytes(copy_rules.min_copy_task_bytes) > memory_bytes:
+        copy_rules = None
+    required_task_bytes = max(required_task_bytes, 0 if copy_rules is None else copy_rules.min_copy_task_bytes)
     smallest_task_bytes = max(MIN_TASK_BYTES, required_task_bytes)
     if not is_limit:
         # Tasks of full size: smaller ones would be a hundred million where there are terabytes to write.
@@ -213,7 +199,7 @@ def make_plan(
         aligned for aligned in range(MAX_TASK_BYTES, 0, -MIN_TASK_BYTES) if needed_bytes(aligned) <= memory_bytes
     )
     task_bytes = max(next(fitting_sizes, MIN_TASK_BYTES), required_task_bytes)
-    return Plan(manifest, layout, task_bytes, num_workers, reading_bytes, copy_limits, remote_bytes, is_strided)
+    return Plan(manifest, layout, task_bytes, num_workers, reading_bytes, copy_rules, remote_bytes, is_strided)
 
 
 def estimate_reading_bytes(manifest: Manifest) -> int:
@@ -305,22 +291,23 @@ def _regular_task_ends(file: FileLayout, task_bytes: int) -> Iterator[int]:
 
 
 def _task_ends_at_stored_ranges(
-    manifest: Manifest, file: FileLayout, task_bytes: int, copy_limits: CopyLimits
+    manifest: Manifest, file: FileLayout, task_bytes: int, copy_rules: PartRules
 ) -> list[int] | None:
     """The same, where as much as can be lies in tasks that the destination copies; None where that is nothing, or they
     would be too many."""
-    stored_runs = list(_find_stored_runs(manifest, file, copy_limits.min_bytes))
+    stored_runs = list(_find_stored_runs(manifest, file, copy_rules.min_copy_bytes))
     if not stored_runs:
         return None
     floor_to_boundary = partial(_floor_to_element, file)
     part_ends = cut_at_stored_ranges(
         file.size_bytes,
         stored_runs,
-        min_bytes=copy_limits.min_bytes,
+        min_bytes=copy_rules.min_copy_bytes,
         max_bytes=task_bytes,
         floor_to_boundary=floor_to_boundary,
     )
-    return part_ends if len(part_ends) <= copy_limits.max_parts else None
+    is_allowed = copy_rules.max_parts is None or len(part_ends) <= copy_rules.max_parts
+    return part_ends if is_allowed else None
 
 
 def _find_stored_runs(manifest: Manifest, file: FileLayout, min_bytes: int) -> Iterator[tuple[int, int]]:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from posixpath import dirname
 from types import MappingProxyType
 from typing import ClassVar, Protocol, Self
 
-from ckpt_tools.core.dtypes import SPARE_BYTES
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.progress import log_info
 from ckpt_tools.core.showing import DisplayableResult, Jsonable
 from ckpt_tools.errors import DestinationExistsError
+from ckpt_tools.planning.cuts import PartRules
 from ckpt_tools.stores.output_names import FolderForm, OutputForm, OutputKind, SingleFileForm
 from ckpt_tools.stores.source import Buffer, CopySource, Store
 
@@ -22,36 +22,6 @@ NO_FILES: Mapping[str, int] = MappingProxyType({})
 
 MAX_NAMES_IN_MESSAGE = 8
 """Names in one message."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServerCopyRules:
-    """Copying by the ``service`` of a destination, between its own files, in parts of at least ``min_bytes``. All parts
-    of such a file but the last have this size."""
-
-    service: Hashable
-    min_bytes: int
-
-    def allows_copy(self, source: CopySource, num_bytes: int) -> bool:
-        """True if so many bytes of ``source`` may be copied as a part."""
-        return source.service == self.service and num_bytes >= self.min_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class PartRules:
-    """Part sizes that a destination needs: about ``part_bytes``, at most ``max_parts`` per file.
-
-    ``server_copy_rules`` is None if the service cannot copy between its files.
-    """
-
-    part_bytes: int = 0
-    max_parts: int | None = None
-    server_copy_rules: ServerCopyRules | None = None
-
-    def required_task_bytes(self, largest_file: int) -> int:
-        """The size to cut at, with room for parts that end a little earlier so as to split no element."""
-        bytes_for_max_parts = 0 if self.max_parts is None else -(-largest_file // self.max_parts) + SPARE_BYTES
-        return max(self.part_bytes + SPARE_BYTES if self.part_bytes else 0, bytes_for_max_parts)
 
 
 class Destination(ABC):
@@ -90,14 +60,14 @@ class Destination(ABC):
         """Close everything that is open; nothing is removed or raised."""
 
     @property
-    def server_copy_rules(self) -> ServerCopyRules | None:
-        """Rules for ``copy_part``; None if the service cannot copy ranges of its own files."""
-        return None
+    def part_rules(self) -> PartRules:
+        """Rules for parts, those for ``copy_part`` among them."""
+        return PartRules()
 
     def copy_part(self, path: str, handle: str, number: int, source: CopySource, start: int, stop: int) -> str:
-        """Like ``write_part``, with bytes ``[start, stop)`` of ``source``, which ``server_copy_rules`` allows. Raises
+        """Like ``write_part``, with bytes ``[start, stop)`` of ``source``, which ``part_rules`` allow. Raises
         StoreError."""
-        raise AssertionError("a destination without copying rules copies nothing")
+        raise AssertionError("a destination whose rules name no service copies nothing")
 
     def fail_waiting_writers(self, error: BaseException) -> None:  # noqa: B027 - nothing to do is the default
         """Make every process that waits for parts raise this error, because a part will not come."""

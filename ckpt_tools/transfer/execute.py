@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 
 from ckpt_tools.core.layout import Crc32, FileLayout
 from ckpt_tools.core.shards import ByteRange
+from ckpt_tools.planning.cuts import PartRules
 from ckpt_tools.planning.plan import Plan
 from ckpt_tools.planning.tasks import FillBytes, FillStep, FillZeros, GatherElements, TransferTask, iter_fill_steps
-from ckpt_tools.stores.destination import Destination, ServerCopyRules
+from ckpt_tools.stores.destination import Destination
 from ckpt_tools.stores.source import Store
 from ckpt_tools.transfer.buffers import allocate_page_aligned
 from ckpt_tools.transfer.crc_board import ChecksumBoard, LocalChecksumBoard, PartCrc
@@ -142,10 +143,10 @@ class TaskWorker:
     board: ChecksumBoard
     _buffers: threading.local = field(default_factory=threading.local, repr=False)
     _covered_ranges: dict[int, list[tuple[int, int]]] = field(default_factory=dict, repr=False)
-    _copy_rules: ServerCopyRules | None = field(init=False, repr=False)
+    _part_rules: PartRules = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        self._copy_rules = self.target.server_copy_rules
+        self._part_rules = self.target.part_rules
 
     def __call__(self, job: AssignedTask) -> TaskReceipt:
         try:
@@ -158,8 +159,8 @@ class TaskWorker:
     def _try_copy_on_server(self, job: AssignedTask) -> TaskReceipt | None:
         """The task, done by the destination where it is one range of bytes of a file of its own service, and nothing
         has to be known of them."""
-        task, copy_rules = job.task, self._copy_rules
-        if copy_rules is None:
+        task = job.task
+        if self._part_rules.service is None:
             return None
         file = self.plan.layout.files[task.file_index].load_layout()
         if any(_iter_overlaps(self._checksum_ranges(task.file_index, file), task)):
@@ -169,7 +170,7 @@ class TaskWorker:
         if stored_range is None:
             return None
         source = self.tensor_reader.store.find_copy_source(stored_range.file)
-        if source is None or not copy_rules.allows_copy(source, task.num_bytes):
+        if source is None or not self._part_rules.allows_copy(source.service, task.num_bytes):
             return None
         part_tag = self.target.copy_part(
             file.path, job.handle, task.part_number, source, stored_range.start, stored_range.stop

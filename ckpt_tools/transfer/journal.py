@@ -265,7 +265,8 @@ def fingerprint_plan(plan: Plan, source: Store) -> str:
     for this.
     """
     digest = _ValueDigest()
-    digest.add_values(plan.task_bytes, plan.copy_limits, [(file.path, file.size_bytes) for file in plan.layout.files])
+    copy_rules = plan.copy_rules and (plan.copy_rules.min_copy_bytes, plan.copy_rules.max_parts)
+    digest.add_values(plan.task_bytes, copy_rules, [(file.path, file.size_bytes) for file in plan.layout.files])
     manifest = plan.manifest
     operands = {(name, n): e for name, each in manifest.computed.items() for n, e in enumerate(each.operands)}
     for name in _add_tensors_to_digest(digest, [*manifest.tensors.items(), *operands.items()]):

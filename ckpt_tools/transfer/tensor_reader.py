@@ -8,7 +8,7 @@ strided copy, because a read for every run of an inner-axis shard would be tens 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from math import prod
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ckpt_tools.core.boxes import Box, Shape, contiguous_strides, interval_to_boxes, is_row_major
+from ckpt_tools.core.boxes import Box, Shape, is_row_major
 from ckpt_tools.core.casts import MAX_CAST_BYTES, cast_into
 from ckpt_tools.core.manifest import TensorEntry
 from ckpt_tools.core.shards import ByteRange, Framing
@@ -27,6 +27,7 @@ from ckpt_tools.stores.source import Store
 from ckpt_tools.transfer.buffers import allocate_page_aligned
 from ckpt_tools.transfer.inflating import MAX_OVERHEAD_BYTES, InflatedReader, inflated_name, is_inflated_name
 from ckpt_tools.transfer.record_checks import RecordChecks, RecordProgress
+from ckpt_tools.transfer.stored_order import to_stored_order_hits
 
 if TYPE_CHECKING:
     from ckpt_tools.serialization.torch_zip import ItemLocation
@@ -161,7 +162,7 @@ class TensorReader:
         first_byte = location.start + location.storage_offset * hit.dtype.item_bytes
         record = self._record_checks.make_item_record(hit.at.file, location.start, location.stop, location.crc_at)
         is_in_order = is_row_major(location.shape, location.strides)
-        for hit_part in (hit,) if is_in_order else _to_stored_order_hits(hit, location):
+        for hit_part in (hit,) if is_in_order else to_stored_order_hits(hit, location):
             self._read_hit(hit_part, first_byte, record, out)
 
     def _get_item_location(self, hit: Hit) -> ItemLocation:
@@ -294,65 +295,3 @@ def _is_sparse(destination: NDArray[Any], strides: Shape, span: int) -> bool:
 def _opaque_dtype(item_bytes: int) -> np.dtype[Any]:
     """A numpy type of that width which copies bits and never looks at them."""
     return np.dtype({1: "u1", 2: "u2", 4: "u4", 8: "u8"}.get(item_bytes, f"V{item_bytes}"))
-
-
-def _to_stored_order_hits(hit: Hit, location: ItemLocation) -> Iterator[BoxHit]:
-    """A hit on an item whose bytes are not row-major, as hits that count its elements as they are stored."""
-    if isinstance(hit, FlatHit):
-        destination_start = hit.destination_start
-        for box in interval_to_boxes(hit.start, hit.stop, location.shape):
-            start, strides = _flat_offset(box.start, location.strides), contiguous_strides(box.shape)
-            box_hit = BoxHit(
-                hit.at,
-                hit.framing,
-                hit.dtype,
-                hit.numel,
-                box.shape,
-                start,
-                location.strides,
-                destination_start,
-                strides,
-            )
-            destination_start += box.numel
-            yield box_hit
-        return
-    if hit.shape not in (None, location.shape):
-        raise MalformedError(
-            f"the item at byte {hit.at.start:,} holds {list(location.shape)} but its index states "
-            f"{list(hit.shape or ())}",
-            path=hit.at.file,
-        )
-    yield from _split_into_uniform_steps(hit, location)
-
-
-def _split_into_uniform_steps(hit: BoxHit, location: ItemLocation) -> Iterator[BoxHit]:
-    """The same, cut along a dim where steps in row-major order are not steps of one length in the item."""
-    first = np.unravel_index(hit.start, location.shape)
-    strides = [stride if extent > 1 else 0 for stride, extent in zip(hit.strides, hit.extents, strict=True)]
-    item_steps = [np.unravel_index(stride, location.shape) for stride in strides]
-    for dim, (extent, step) in enumerate(zip(hit.extents, item_steps, strict=True)):
-        last_index = [at + (extent - 1) * by for at, by in zip(first, step, strict=True)]
-        if any(at >= size for at, size in zip(last_index, location.shape, strict=True)):
-            yield from (
-                part
-                for index in range(extent)
-                for part in _split_into_uniform_steps(_hit_at_index(hit, dim, index), location)
-            )
-            return
-        first = tuple(last_index)
-    start = _flat_offset(np.unravel_index(hit.start, location.shape), location.strides)
-    yield replace(hit, start=start, strides=tuple(_flat_offset(step, location.strides) for step in item_steps))
-
-
-def _hit_at_index(hit: BoxHit, dim: int, index: int) -> BoxHit:
-    """The part of a hit at one index of a dim."""
-    extents = (*hit.extents[:dim], 1, *hit.extents[dim + 1 :])
-    start, destination_start = (
-        hit.start + index * hit.strides[dim],
-        hit.destination_start + index * hit.destination_strides[dim],
-    )
-    return replace(hit, extents=extents, start=start, destination_start=destination_start)
-
-
-def _flat_offset(index: Iterable[Any], strides: Shape) -> int:
-    return sum(int(at) * stride for at, stride in zip(index, strides, strict=True))

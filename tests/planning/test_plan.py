@@ -18,13 +18,13 @@ from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.options import parse_size
 from ckpt_tools.core.shards import ByteRange, Framing, RowTable, Shard, ShardTable
 from ckpt_tools.errors import MemoryBudgetError
+from ckpt_tools.planning.cuts import PartRules
 from ckpt_tools.planning.hits import FlatHit, Hit, find_hits
 from ckpt_tools.planning.plan import (
     MAX_SCRATCH_BYTES,
     MAX_TASK_BYTES,
     MIN_TASK_BYTES,
     REMOTE_BYTES,
-    CopyLimits,
     Plan,
     PlanFigures,
     make_plan,
@@ -132,7 +132,7 @@ class TestTasks:
         assert [(task.start, task.stop) for task in plan.iter_tasks()] == [(0, 35), (35, 67), (67, 99), (99, 131)]
 
 
-RULES = CopyLimits(min_bytes=500, max_parts=100)
+RULES = PartRules(min_copy_bytes=500, max_parts=100)
 
 
 def stored_as(dtype: DType, *shards: tuple[Box, int]) -> TensorEntry:
@@ -145,10 +145,10 @@ def stored_as(dtype: DType, *shards: tuple[Box, int]) -> TensorEntry:
     return TensorEntry(shape, dtype, Kind.PARAMETER, ShardTable.build(shape, dtype, placed))
 
 
-def cut(entry: TensorEntry, *segments: Segment, rules: CopyLimits | None = RULES) -> list[int]:
+def cut(entry: TensorEntry, *segments: Segment, rules: PartRules | None = RULES) -> list[int]:
     """Where the tasks of a file end of which ``entry`` is the one tensor."""
     manifest, layout = Manifest("test", {KEY: entry}), Layout((FileLayout("f", segments),))
-    plan = Plan(manifest, layout, RULES.min_task_bytes, num_workers=1, copy_limits=rules)
+    plan = Plan(manifest, layout, RULES.min_copy_task_bytes, num_workers=1, copy_rules=rules)
     tasks = list(plan.iter_tasks())
     assert plan.compute_figures().num_tasks == len(tasks)
     assert [task.start for task in tasks] == [0, *(task.stop for task in tasks[:-1])]
@@ -204,8 +204,8 @@ class TestCopies:
         assert cut(entry, whole_of(entry)) == [600, 1300, 1900]
 
     def test_a_file_of_too_many_parts_is_cut_as_ever(self):
-        assert cut(OF_ROWS, whole_of(OF_ROWS), rules=CopyLimits(500, max_parts=3)) == [600, 1300, 1900]
-        assert cut(OF_ROWS, whole_of(OF_ROWS), rules=CopyLimits(500, max_parts=2)) == [1128, 1900]
+        assert cut(OF_ROWS, whole_of(OF_ROWS), rules=PartRules(min_copy_bytes=500, max_parts=3)) == [600, 1300, 1900]
+        assert cut(OF_ROWS, whole_of(OF_ROWS), rules=PartRules(min_copy_bytes=500, max_parts=2)) == [1128, 1900]
 
     @many
     @given(stored_tensors(), st.data())
@@ -213,14 +213,14 @@ class TestCopies:
         geometry, box, _, _ = data.draw(wanted(stored.entry.shape))
         head, item = Literal(data.draw(st.binary(max_size=20))), stored.entry.dtype.item_bytes
         file = FileLayout("f", (head, Payload(KEY, box, geometry, stored.entry.dtype)))
-        rules = CopyLimits(data.draw(st.integers(1, 40)), 10**6)
+        rules = PartRules(min_copy_bytes=data.draw(st.integers(1, 40)), max_parts=10**6)
         manifest = Manifest("test", {KEY: stored.entry})
         tasks = list(
-            Plan(manifest, Layout((file,)), rules.min_task_bytes, num_workers=1, copy_limits=rules).iter_tasks()
+            Plan(manifest, Layout((file,)), rules.min_copy_task_bytes, num_workers=1, copy_rules=rules).iter_tasks()
         )
         assert [task.start for task in tasks] == [0, *(task.stop for task in tasks[:-1])]
         assert tasks[-1].stop == file.size_bytes
-        assert all(task.num_bytes <= rules.min_task_bytes for task in tasks)
+        assert all(task.num_bytes <= rules.min_copy_task_bytes for task in tasks)
         assert all(task.num_bytes >= rules.min_bytes for task in tasks[:-1])
         assert all((task.stop - len(head.data)) % item == 0 for task in tasks if task.stop > len(head.data))
 
@@ -353,13 +353,13 @@ class TestBudget:
         assert plan.task_bytes == MAX_TASK_BYTES and plan.peak_memory_bytes > MIB
 
     def test_one_without_room_for_tasks_of_copies_has_none_of_them(self):
-        rules = CopyLimits(5 * MIB, 10_000)
+        rules = PartRules(min_copy_bytes=5 * MIB, max_parts=10_000)
         larger, smaller, unlimited = (
-            planned(None, Layout(()), size, is_limit=is_limit, copy_limits=rules)
+            planned(None, Layout(()), size, is_limit=is_limit, copy_rules=rules)
             for size, is_limit in [(72 * MIB, True), (66 * MIB, True), (66 * MIB, False)]
         )
-        assert larger.task_bytes == unlimited.task_bytes == rules.min_task_bytes == 2 * (5 * MIB + 64)
-        assert (larger.copy_limits, smaller.copy_limits, unlimited.copy_limits) == (rules, None, rules)
+        assert larger.task_bytes == unlimited.task_bytes == rules.min_copy_task_bytes == 2 * (5 * MIB + 64)
+        assert (larger.copy_rules, smaller.copy_rules, unlimited.copy_rules) == (rules, None, rules)
         assert smaller.task_bytes == MAX_TASK_BYTES
 
     def test_a_block_to_be_placed_strided_is_as_large_as_a_task_only_where_it_is_foreseen(self):

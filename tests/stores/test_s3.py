@@ -288,9 +288,9 @@ def test_the_service_copies_within_itself(place, runs, s3):
     assert source is not None
     with claimed(place) as claim:
         target = claim.destination
-        rules = target.server_copy_rules
-        assert rules.allows_copy(source, len(PART)) and not rules.allows_copy(source, len(PART) - 1)
-        assert not rules.allows_copy(CopySource("elsewhere", source.name, source.version), len(PART))
+        rules = target.part_rules
+        assert rules.allows_copy(source.service, len(PART)) and not rules.allows_copy(source.service, len(PART) - 1)
+        assert not rules.allows_copy("elsewhere", len(PART))
         handle = target.begin_file("f", len(PART) + 3)
         with pytest.raises(StoreError):
             target.copy_part("f", handle, 0, CopySource(source.service, source.name, '"another"'), 5, 5 + len(PART))

@@ -16,7 +16,8 @@ from ckpt_tools.core.layout import Crc32, FileLayout, Layout, Literal, Payload
 from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.shards import ByteRange, ShardTable
 from ckpt_tools.errors import StoreError, UsageError
-from ckpt_tools.planning.plan import CopyLimits, Plan
+from ckpt_tools.planning.cuts import PartRules
+from ckpt_tools.planning.plan import Plan
 from ckpt_tools.stores.file_destination import StoreDestination
 from ckpt_tools.stores.local.store import LocalStore
 from ckpt_tools.stores.memory import MemoryStore
@@ -220,8 +221,8 @@ def test_one_of_another_plan_is_refused_and_kept(plan):
 
 def test_one_of_another_cut_is_of_another_plan_and_a_source_written_again_another(tmp_path):
     plan = plan_of(vector(), task_bytes=400)
-    limits = (CopyLimits(least, most) for least, most in [(100, 9), (101, 9), (100, 8)])
-    plans = [plan, *(replace(plan, copy_limits=each) for each in limits)]
+    rules = (PartRules(0, most, least) for least, most in [(100, 9), (101, 9), (100, 8)])
+    plans = [plan, *(replace(plan, copy_rules=each) for each in rules)]
     assert len({fingerprint_plan(each, SOURCE) for each in plans}) == 4
     (tmp_path / "source").write_bytes(DATA)
     first = fingerprint_plan(PLAN, LocalStore(tmp_path))

@@ -13,7 +13,8 @@ from itertools import count
 from typing import NamedTuple
 
 from ckpt_tools.errors import StoreError
-from ckpt_tools.stores.destination import Destination, ServerCopyRules
+from ckpt_tools.planning.cuts import PartRules
+from ckpt_tools.stores.destination import Destination
 from ckpt_tools.stores.s3.client import Bucket, RefusedError, UploadedPart
 from ckpt_tools.stores.s3.upload_notes import TOKEN_METADATA_KEY, UploadNotes, map_in_parallel
 from ckpt_tools.stores.source import Buffer, CopySource, check_file_name
@@ -70,8 +71,8 @@ class S3Destination(Destination):
         return self.bucket.upload_part(self.prefix + path, _upload_id(handle), number + 1, data)
 
     @property
-    def server_copy_rules(self) -> ServerCopyRules:
-        return server_copy_rules_of(self.bucket)
+    def part_rules(self) -> PartRules:
+        return part_rules_of(self.bucket)
 
     def copy_part(self, path: str, handle: str, number: int, source: CopySource, start: int, stop: int) -> str:
         etag = self.bucket.copy_part(self.prefix + path, _upload_id(handle), number + 1, source, start, stop)
@@ -130,8 +131,8 @@ class S3Destination(Destination):
         return S3Destination, (self.bucket, self.prefix, self.notes)
 
 
-def server_copy_rules_of(bucket: Bucket) -> ServerCopyRules:
-    return ServerCopyRules(bucket.options, MIN_COPY_BYTES)
+def part_rules_of(bucket: Bucket) -> PartRules:
+    return PartRules(PART_BYTES, MAX_PARTS, MIN_COPY_BYTES, service=bucket.options)
 
 
 def _upload_id(handle: str) -> str:

@@ -18,6 +18,7 @@ from pathlib import PurePosixPath
 
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.errors import CkptError, DestinationExistsError
+from ckpt_tools.planning.cuts import PartRules
 from ckpt_tools.signals import allow_signals, defer_signals
 from ckpt_tools.stores.destination import (
     NO_FILES,
@@ -25,7 +26,6 @@ from ckpt_tools.stores.destination import (
     DestinationContents,
     Leftover,
     OutputLocation,
-    PartRules,
     check_free,
     check_no_unexpected_files,
     list_parent_folders,
@@ -35,11 +35,9 @@ from ckpt_tools.stores.output_names import FolderForm, OutputKind, SingleFileFor
 from ckpt_tools.stores.s3.client import Bucket, ListedObject
 from ckpt_tools.stores.s3.destination import (
     LOG_NAME_FORM,
-    MAX_PARTS,
-    PART_BYTES,
     S3Destination,
     S3Log,
-    server_copy_rules_of,
+    part_rules_of,
 )
 from ckpt_tools.stores.s3.store import S3Store
 from ckpt_tools.stores.s3.upload_notes import TOKEN_FORM, UploadNotes, map_in_parallel
@@ -144,7 +142,7 @@ class S3OutputLocation(OutputLocation):
 
     @property
     def part_rules(self) -> PartRules:
-        return PartRules(PART_BYTES, MAX_PARTS, server_copy_rules_of(self.bucket))
+        return part_rules_of(self.bucket)
 
     @property
     def folder_prefix(self) -> str:
