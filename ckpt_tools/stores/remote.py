@@ -22,7 +22,7 @@ from ckpt_tools.stores.fsspec.store import is_hub, open_file_system, open_fsspec
 from ckpt_tools.stores.object_lock import ObjectLock
 from ckpt_tools.stores.output_names import PARTIAL_FOLDER_NAME
 from ckpt_tools.stores.read_ahead import BlockCache
-from ckpt_tools.stores.s3.client import S3Options
+from ckpt_tools.stores.s3.options import S3Options
 from ckpt_tools.stores.s3.place import S3OutputLocation
 from ckpt_tools.stores.s3.store import bucket_of, open_s3_store
 from ckpt_tools.stores.source import Source, Store

@@ -15,7 +15,8 @@ from safetensors.numpy import save_file
 import ckpt_tools
 from ckpt_tools.errors import CkptError
 from ckpt_tools.planning.plan import REMOTE_BYTES
-from ckpt_tools.stores.s3.client import Bucket, S3Options
+from ckpt_tools.stores.s3.client import Bucket
+from ckpt_tools.stores.s3.options import S3Options
 from tests.support.commands import run_command
 from tests.support.files import files_below
 from tests.support.s3_server import ACCESS_KEY, BUCKET, SECRET_KEY

@@ -1,10 +1,8 @@
-"""The requests of S3 that we make, each checked, tried again where that may help, and its errors in our words.
+"""The requests of S3 that we make, each checked, tried again where that may help, and its errors translated to ours.
 
-botocore's client signs, resolves credentials, regions and endpoints as every AWS tool does, and is what s3fs is built
-on. Its threads share one pool of connections. Measured on 2 cores against SeaweedFS on loopback, 512 MiB by 6
-threads in parts of 8 MiB, medians of 3 (server included, which is the limit of uploads): ranged reads botocore
-619 MB/s, obstore 620, s3fs 477; part uploads botocore 72, obstore 66, s3fs 71. obstore has no upload of single
-parts from several processes.
+Measured on 2 cores against SeaweedFS on loopback, 512 MiB by 6 threads in parts of 8 MiB, medians of 3 (server
+included, which is the limit of uploads): ranged reads botocore 619 MB/s, obstore 620, s3fs 477; part uploads botocore
+72, obstore 66, s3fs 71. obstore has no upload of single parts from several processes.
 
 Bodies are not hashed for the signature, which costs more than sending them; each part carries its CRC-32 in a signed
 header instead, which the service checks.
@@ -17,27 +15,19 @@ import http.client
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
-from functools import cache
-from types import SimpleNamespace
 from typing import Any, TypeVar, cast
 
 from isal import isal_zlib
 
-from ckpt_tools.core.option_names import format_option
-from ckpt_tools.errors import IncompleteError, SourceNotFoundError, StoreError, UsageError
+from ckpt_tools.errors import IncompleteError, SourceNotFoundError, StoreError
 from ckpt_tools.stores.object_lock import ObjectBody
-from ckpt_tools.stores.retry import RetryPolicy, TransientError, host_of, is_transient, retry_transient
+from ckpt_tools.stores.retry import TransientError, host_of, is_transient, retry_transient
+from ckpt_tools.stores.s3.options import S3Options, credentials_hint, import_exceptions, make_client
 from ckpt_tools.stores.source import Buffer, CopySource
 
 Result = TypeVar("Result")
-
-MAX_CONNECTIONS = 64
-"""Kept open to a service; more threads than that wait for each other."""
-
-CONNECT_SECONDS, READ_SECONDS = 10, 60
-"""S3 answers within a second, or not at all."""
 
 RECEIVE_BYTES = 256 << 10
 """Bytes of a body read at a time, into a buffer that fits the processor's cache: no second copy of a part in memory."""
@@ -45,16 +35,9 @@ RECEIVE_BYTES = 256 << 10
 MAX_KEYS_PER_DELETE = 1000
 """Keys of one DeleteObjects request, the service's own limit."""
 
-INSTALL_COMMAND = "pip install 'ckpt-tools[s3]'"
-
 _SERVICE_NAME = "the S3 service"
 
 _REFUSED_CODES = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "403"}
-
-
-def _credentials_hint() -> str:
-    options_example = format_option("storage_options", {"key": "...", "secret": "..."})
-    return f"check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or {options_example}"
 
 
 class RefusedError(StoreError):
@@ -63,52 +46,6 @@ class RefusedError(StoreError):
     def __init__(self, message: str, *, path: str | None = None, key: str | None = None, status: int = 0) -> None:
         super().__init__(message, path=path, key=key)
         self.status = status
-
-
-@dataclass(frozen=True, slots=True)
-class S3Options:
-    """Options for reaching a service; missing ones come from the usual AWS environment and files."""
-
-    key: str | None = field(default=None, repr=False)
-    secret: str | None = field(default=None, repr=False)
-    token: str | None = field(default=None, repr=False)
-    profile: str | None = None
-    endpoint_url: str | None = field(default=None, repr=False)
-    region: str | None = None
-    anon: bool = False
-    addressing_style: str | None = None
-    connect_timeout: float = CONNECT_SECONDS
-    read_timeout: float = READ_SECONDS
-    retry: RetryPolicy = field(default_factory=RetryPolicy)
-
-    @classmethod
-    def parse(cls, options: Mapping[str, Any]) -> S3Options:
-        """Storage options of a user, checked. Raises UsageError."""
-        names = [each.name for each in fields(cls) if each.name != "retry"]
-        unknown_names = sorted(set(options) - {*names, "retries"})
-        if unknown_names:
-            raise UsageError(
-                f"{format_option('storage_options', {unknown_names[0]: '...'})}: s3:// knows {', '.join(names)} and "
-                f"retries"
-            )
-        try:
-            parsed_options = {
-                name: _PARSERS.get(name, str)(value) for name, value in options.items() if name != "retries"
-            }
-            policy = RetryPolicy(attempts=1 + int(options["retries"])) if "retries" in options else RetryPolicy()
-        except ValueError as error:
-            raise UsageError(f"{format_option('storage_options')} does not fit: {error}") from error
-        return cls(**parsed_options, retry=policy)
-
-
-def _parse_bool(value: object) -> bool:
-    parsed_values = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
-    if str(value).lower() not in parsed_values:
-        raise ValueError(f"anon is true or false, not {value!r}")
-    return parsed_values[str(value).lower()]
-
-
-_PARSERS: Mapping[str, Callable[[Any], Any]] = {"anon": _parse_bool, "connect_timeout": float, "read_timeout": float}
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,18 +312,18 @@ class Bucket:
         """Raises RefusedError, TransientError, CkptError."""
 
         def send_request() -> Any:
-            return getattr(_make_client(self.options, os.getpid()), operation)(Bucket=self.name, **given)
+            return getattr(make_client(self.options, os.getpid()), operation)(Bucket=self.name, **given)
 
         return cast(Mapping[str, Any], self._translate_errors(operation, key, send_request))
 
     def _translate_errors(self, operation: str, key: str, call: Callable[[], Result]) -> Result:
-        exceptions, urllib3 = _import_exceptions()
+        exceptions, urllib3 = import_exceptions()
         try:
             return call()
         except exceptions.ClientError as error:
             raise self._error_of_answer(operation, key, error.response) from error
         except (exceptions.NoCredentialsError, exceptions.PartialCredentialsError) as error:
-            raise StoreError(f"no credentials for S3 were found; {_credentials_hint()}", path=self.url(key)) from error
+            raise StoreError(f"no credentials for S3 were found; {credentials_hint()}", path=self.url(key)) from error
         except (exceptions.CredentialRetrievalError, exceptions.TokenRetrievalError) as error:
             raise StoreError(f"credentials for S3 cannot be loaded: {error}", path=self.url(key)) from error
         except (
@@ -417,9 +354,7 @@ class Bucket:
         if code == "NoSuchBucket" or (status == 404 and operation.startswith("list_objects")):
             return SourceNotFoundError(f"there is no bucket {self.name}")
         if code in _REFUSED_CODES:
-            return RefusedError(
-                f"access was refused ({code}); {_credentials_hint()}", path=self.url(key), status=status
-            )
+            return RefusedError(f"access was refused ({code}); {credentials_hint()}", path=self.url(key), status=status)
         text = f"the S3 service refused {operation}: {code} {message}".rstrip()
         return RefusedError(text, path=self.url(key), status=status)
 
@@ -471,47 +406,3 @@ class _UploadBody:
 
     def tell(self) -> int:
         return self._at
-
-
-@cache
-def _import_exceptions() -> tuple[Any, Any]:
-    """The exceptions of botocore, those of its parsers with them, and of urllib3 below it. Raises UsageError."""
-    try:
-        from botocore import exceptions, parsers
-        from urllib3 import exceptions as below
-    except ImportError as error:
-        raise UsageError(f"s3:// needs packages that are not installed: {INSTALL_COMMAND}") from error
-    return SimpleNamespace(**vars(exceptions), ResponseParserError=parsers.ResponseParserError), below
-
-
-@cache
-def _make_client(options: S3Options, process: int) -> Any:
-    """A client of this process: connections must not be shared with one that was forked."""
-    import botocore.session
-    from botocore import UNSIGNED, exceptions
-    from botocore.config import Config
-
-    config = Config(
-        signature_version=UNSIGNED if options.anon else None,
-        max_pool_connections=MAX_CONNECTIONS,
-        connect_timeout=options.connect_timeout,
-        read_timeout=options.read_timeout,
-        retries={"total_max_attempts": 1, "mode": "standard"},
-        request_checksum_calculation="when_required",
-        response_checksum_validation="when_required",
-        s3={"payload_signing_enabled": False, "addressing_style": options.addressing_style},
-    )
-    try:
-        session = botocore.session.Session(profile=options.profile)
-        region = options.region or session.get_config_variable("region") or "us-east-1"
-        return session.create_client(
-            "s3",
-            region_name=region,
-            endpoint_url=options.endpoint_url,
-            aws_access_key_id=options.key,
-            aws_secret_access_key=options.secret,
-            aws_session_token=options.token,
-            config=config,
-        )
-    except (exceptions.BotoCoreError, ValueError) as error:
-        raise StoreError(f"S3 cannot be reached as configured: {error}") from error

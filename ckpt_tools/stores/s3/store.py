@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.errors import IncompleteError, SourceNotFoundError, UsageError
 from ckpt_tools.stores.output_names import is_hidden_object, is_visible_file
-from ckpt_tools.stores.s3.client import Bucket, ListedObject, S3Options
+from ckpt_tools.stores.s3.client import Bucket, ListedObject
+from ckpt_tools.stores.s3.options import S3Options
 from ckpt_tools.stores.source import CopySource, Store, check_file_name
 
 
