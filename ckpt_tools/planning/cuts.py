@@ -4,6 +4,12 @@ tensor, no store.
 A *run* is a range of the file that is one range of one stored file. A service copies a part that lies within a run, and
 every part but the last has to have a least size, so that runs may not simply be cut out: what is left between two of
 them may be a few kilobytes. Then it is made large enough at the expense of its neighbours, or one of them is given up.
+
+    bytes of the file   |------------------------------------------|
+    runs                    [== run 1 ==]  [= run 2 =]   [= run 3 =]
+    between them        ----             --           ---
+
+If the two bytes between runs 1 and 2 are too few for a part, the end of run 1 and then the start of run 2 are moved.
 """
 
 from __future__ import annotations
@@ -88,21 +94,18 @@ def _iter_part_ends(
 
 @dataclass(frozen=True, slots=True)
 class _RunSelection:
-    """Runs to be copied, shortened so that nothing between two of them is too small; the last one first."""
+    """Runs to be copied, shortened so that nothing between two of them is too small: a chain from the last run back."""
 
     copied: int
+    """Bytes of all of them."""
     last_run: StoredRun
     previous: _RunSelection | None = None
 
-    def iter_runs(self) -> Iterator[StoredRun]:
-        chain: _RunSelection | None = self
-        while chain is not None:
-            yield chain.last_run
-            chain = chain.previous
-
     def try_add_run(self, run: StoredRun, min_bytes: int, floor_to_boundary: FloorToBoundary) -> _RunSelection | None:
-        """With one more run, where what lies between can be made large enough: first of what this chain's last can
-        spare, since no later one may have it."""
+        """This selection and one more run, if what lies between can be made large enough; else None.
+
+        The missing bytes come from the end of the last run first: later runs cannot use what it can spare.
+        """
         stop, (first, end) = self.last_run[1], run
         missing_bytes = max(0, min_bytes - (first - stop)) if first > stop else 0
         from_last_run = min(missing_bytes, _spare_bytes(self.last_run, min_bytes))
@@ -123,16 +126,23 @@ def _spare_bytes(run: StoredRun, min_bytes: int) -> int:
 def _choose_copied_runs(
     runs: Iterable[StoredRun], min_bytes: int, floor_to_boundary: FloorToBoundary
 ) -> list[StoredRun]:
-    """The runs to be copied, as ``_RunSelection`` has them: for each that is taken or given up, the better
-    way to come there."""
+    """The runs to be copied, shortened, the last one first."""
+    # A dynamic programme over the runs in order. For each run there are two candidates: the best selection that ends
+    # with it, and the best one that gives it up. A later run shortens the last run of a selection and no other, so
+    # that nothing else has to be kept.
     best = best_without_last = _RunSelection(0, (0, 0))
     best_with_last: _RunSelection | None = None
     for run in runs:
         extensions = (
-            chain.try_add_run(run, min_bytes, floor_to_boundary)
-            for chain in (best_without_last, best_with_last)
-            if chain is not None
+            selection.try_add_run(run, min_bytes, floor_to_boundary)
+            for selection in (best_without_last, best_with_last)
+            if selection is not None
         )
         best_without_last, best_with_last = best, max(filter(None, extensions), key=attrgetter("copied"), default=None)
         best = max(filter(None, (best_without_last, best_with_last)), key=attrgetter("copied"))
-    return list(best.iter_runs())
+    chosen_runs: list[StoredRun] = []
+    chain: _RunSelection | None = best
+    while chain is not None:
+        chosen_runs.append(chain.last_run)
+        chain = chain.previous
+    return chosen_runs

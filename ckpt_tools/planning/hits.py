@@ -1,4 +1,15 @@
-"""Finds the shards that a range of a tensor needs, and the part of each."""
+"""Finds the shards that a range of a tensor needs, and the part of each.
+
+A request is elements ``[start, stop)`` of the row-major order of a box. There are two cases:
+
+- The shards are intervals of the flat tensor, as in ZeRO, and the box is one interval of it too:
+
+      shards    |----a----|----b----|----c----|
+      request         [==========]               one binary search, a ``FlatHit`` of each of a and b
+
+- Otherwise the request becomes a few boxes. Each box is intersected with all shards, and each intersection is a
+  ``BoxHit``: its extents, its strides in the shard, and its strides in the destination.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +53,8 @@ class BoxHit:
     """Elements of one stored piece of ``numel`` elements that a block of the destination needs.
 
     Index ``i`` of ``extents`` is element ``start + i * strides`` of the piece, in its row-major order, and element
-    ``into + i * into_strides`` of the destination, which is an array of elements. ``shape`` is that of the piece, if
-    it is stored in this shape.
+    ``destination_start + i * destination_strides`` of the destination, which is an array of elements. ``shape`` is that
+    of the piece, if it is stored in this shape.
     """
 
     at: ByteRange
@@ -155,7 +166,11 @@ def _iter_blocks(boxes: Iterator[Box] | Sequence[Box]) -> Iterator[_PlacedBox]:
 
 
 def _split_block_dims(block: _PlacedBox, shape: Shape, finer_shape: Shape) -> Iterator[_PlacedBox]:
-    """A block of a tensor of ``shape`` as blocks in ``finer_shape``, whose dims split those of ``shape``."""
+    """A block of a tensor of ``shape`` as blocks in ``finer_shape``, whose dims split those of ``shape``.
+
+    With shape (6, 4) stored as (2, 3, 4), dim 0 is split into dims 0 and 1. A range along a dim that is split into
+    ``n`` is at most ``2 * n - 1`` boxes of these; their product over all dims gives the blocks.
+    """
     if is_contiguous(block.box, shape):
         interval = box_to_interval(block.box, shape)
         yield from (
@@ -174,6 +189,7 @@ def _split_block_dims(block: _PlacedBox, shape: Shape, finer_shape: Shape) -> It
         ]
         for dim, dims in enumerate(split_dims(shape, finer_shape))
     ]
+    # Dims of extent 1 at the end that belong to no dim of ``shape``.
     trailing_dims = finer_shape[sum(len(parts[0][2]) for parts in parts_by_dim) :]
     for parts in product(*parts_by_dim):
         box = Box(
@@ -185,9 +201,9 @@ def _split_block_dims(block: _PlacedBox, shape: Shape, finer_shape: Shape) -> It
 
 
 def _unflatten_near(table: ShardTable, shape: Shape, block_boxes: list[Box]) -> ShardTable:
-    """The intervals near ``blocks``, a flattening, as boxes of ``shape``.
+    """The shards of a flattened table that overlap the blocks, as boxes of ``shape``.
 
-    Only those: of a parameter that 512 ranks share, a task needs a few, and unfolding them all costs it 15 ms.
+    Only those: of a parameter that 512 ranks share, a task needs a few, and unflattening them all costs it 15 ms.
     """
     assert table.flat_index is not None, "a flattening is made of intervals"
     first_element = min(ravel_index(block.start, shape) for block in block_boxes)

@@ -146,6 +146,7 @@ class Plan:
     @property
     def peak_memory_bytes(self) -> int:
         """The most resident memory the conversion will take, start-up included."""
+        # Reading the manifest and moving the bytes do not overlap: the larger of the two counts, and not their sum.
         fixed_bytes = _estimate_fixed_bytes(self.manifest, self.layout, self.num_workers)
         largest_file = max((file.size_bytes for file in self.layout.files), default=0)
         worker_bytes = _estimate_worker_bytes(min(self.task_bytes, largest_file), self.is_strided)
@@ -167,9 +168,10 @@ def make_plan(
     """The plan that fills ``layout`` from ``manifest`` within ``memory_bytes``; if these are not a limit, a checkpoint
     whose index alone needs more gets more.
 
-    Tasks are at least ``required_task_bytes`` large, where the place they are written to has them so, and as large as
-    ``copy_rules`` needs where that fits. ``reading_bytes`` is the most that reading took, of the whole checkpoint of
-    which ``manifest`` may be a part. ``remote_bytes`` is what reaching the source or the destination takes.
+    Tasks are as close to 4 MiB as fits, but at least ``required_task_bytes``, which the destination asks for. If
+    ``copy_rules`` are given, tasks are also large enough for them; if that does not fit, they are given up.
+    ``reading_bytes`` is the most that reading took, of the whole checkpoint of which ``manifest`` may be a part.
+    ``remote_bytes`` is what reaching the source or the destination takes.
 
     Raises:
         MemoryBudgetError: not even the smallest tasks fit.
@@ -293,8 +295,8 @@ def _regular_task_ends(file: FileLayout, task_bytes: int) -> Iterator[int]:
 def _task_ends_at_stored_ranges(
     manifest: Manifest, file: FileLayout, task_bytes: int, copy_rules: PartRules
 ) -> list[int] | None:
-    """The same, where as much as can be lies in tasks that the destination copies; None where that is nothing, or they
-    would be too many."""
+    """Ends of tasks so that most bytes lie in tasks that the destination copies; None if nothing can be copied, or if
+    these tasks were too many for the destination."""
     stored_runs = list(_find_stored_runs(manifest, file, copy_rules.min_copy_bytes))
     if not stored_runs:
         return None
@@ -311,10 +313,10 @@ def _task_ends_at_stored_ranges(
 
 
 def _find_stored_runs(manifest: Manifest, file: FileLayout, min_bytes: int) -> Iterator[tuple[int, int]]:
-    """Bytes of a file, in order, that are ``min_bytes`` or more and one range of one stored file; none where checksums
-    of them are written too.
+    """Ranges of a file, in order, of ``min_bytes`` or more, each of which is one range of one stored file.
 
-    Of torch's own items it is found when they are read whether they are stored in order, as all but a few are.
+    There are none in a file that holds checksums: the bytes that a service copies never pass here. Whether an item of
+    torch is stored in row-major order, as all but a few are, is found when it is read.
     """
     if any(isinstance(segment, Crc32) for segment in file.segments):
         return
@@ -344,7 +346,7 @@ def _contiguous_ranges(hits: Sequence[Hit]) -> Iterator[tuple[int, int]]:
 
 
 def _floor_to_element(file: FileLayout, stop: int) -> int:
-    """The last boundary between elements at or before ``stop``."""
+    """The last position at or before ``stop`` that splits no element and no checksum."""
     index = bisect_right(file.offsets, stop) - 1
     segment = file.segments[index] if index < len(file.segments) else None
     match segment:

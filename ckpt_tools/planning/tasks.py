@@ -11,7 +11,7 @@ from ckpt_tools.core.layout import Crc32, FileLayout, Literal, Padding, Payload
 
 @dataclass(frozen=True, slots=True)
 class TransferTask:
-    """Bytes ``[start, stop)`` of the layout's file number ``file``, the part ``part_number`` of it, counted from 0."""
+    """Bytes ``[start, stop)`` of the layout's file ``file_index``: its part ``part_number``, counted from 0."""
 
     file_index: int
     part_number: int

@@ -1,4 +1,15 @@
-"""Interfaces of places that take bytes, and the rules on what may be replaced there."""
+"""Interfaces of places that take bytes, and the rules on what may be replaced there.
+
+    OutputLocation --claim()--> Claim --destination--> files are written, part by part, not visible yet
+          |                       '------publish_files--> 1. check that nothing unexpected is at the location
+          |                                               2. note what is about to be replaced
+          |                                               3. remove old files, or swap them with the new ones
+          |                                               4. new files become visible, the marker file last
+          '--list_leftovers, remove_leftovers: what a killed run left at any of these steps
+
+Each kind of place does these steps as its file system or service allows: most local file systems swap two folders in
+one rename, and on S3 uploads are completed one by one. Step 2 is for places where a killed run is found by its notes.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +85,7 @@ class Destination(ABC):
 
 
 class JournalLog(Protocol):
-    """A log beside unfinished output, which outlives the process that wrote it."""
+    """An append-only log stored beside unfinished output, which outlives the process that wrote it."""
 
     def read(self) -> bytes:
         """Everything that was appended; the end may be cut off. Raises StoreError."""
@@ -83,7 +94,7 @@ class JournalLog(Protocol):
         """Add ``data``. Raises StoreError."""
 
     def clear(self) -> None:
-        """Forget everything. Raises StoreError."""
+        """Remove all entries. Raises StoreError."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +109,7 @@ class Leftover(Jsonable):
 
 @dataclass(frozen=True, slots=True)
 class DestinationContents:
-    """The files at a place, hidden ones too, by their names in ``store`` with their sizes in bytes.
+    """The files at a destination, hidden ones too, by their names in ``store`` with their sizes in bytes.
 
     ``others`` are the names of everything else: links, empty folders, pipes, devices.
     """
@@ -108,12 +119,13 @@ class DestinationContents:
     others: Sequence[str] = ()
 
     def find_unexpected_files(self, known_files: Mapping[str, int]) -> list[str]:
-        """The names that are not ``known_files``, or that have another size now."""
+        """The names that are not in ``known_files``, or that have another size now."""
         return sorted([*self.others, *(path for path, size in self.files.items() if known_files.get(path) != size)])
 
 
 class Claim(ABC):
-    """A place that this process alone writes to: files go to ``destination``, and ``log`` records what was written."""
+    """An output location that this process alone writes to: files go to ``destination``, and ``log`` records what was
+    written."""
 
     __slots__ = ()
     destination: Destination
@@ -196,7 +208,8 @@ class OutputLocation(ABC):
 
     @abstractmethod
     def remove_leftovers(self) -> Sequence[Leftover]:
-        """Remove leftovers, and put back what a killed run had moved aside. Returns and raises as ``leftovers``."""
+        """Remove leftovers, and put back what a killed run had moved aside. Returns and raises as
+        ``list_leftovers``."""
 
     @abstractmethod
     def remove_files(self, batches: Sequence[Sequence[str]]) -> None:
@@ -224,7 +237,7 @@ class CleanReport(DisplayableResult):
 
 def clean_leftovers(location: OutputLocation, *, dry_run: bool) -> CleanReport:
     """Leftovers of runs that were killed, or failed with ``--resume``, which are removed unless ``dry_run``. Raises as
-    ``Place.leftovers``."""
+    ``OutputLocation.list_leftovers``."""
     leftovers = location.list_leftovers() if dry_run else location.remove_leftovers()
     for left in () if dry_run else leftovers:
         log_info("stores", f"{left.url}: removed {left.kind}")
@@ -256,7 +269,7 @@ def already_exists_error(url: str) -> DestinationExistsError:
 def check_no_unexpected_files(
     contents: DestinationContents | None, url: str, replaced_files: Mapping[str, int]
 ) -> None:
-    """Raises DestinationExistsError if there are other files than ``replaced_files``."""
+    """Raises DestinationExistsError if ``contents`` has other files than ``replaced_files``."""
     unexpected_names = [] if contents is None else contents.find_unexpected_files(replaced_files)
     if unexpected_names:
         raise DestinationExistsError(

@@ -19,7 +19,7 @@ VERIFY_BLOCK_BYTES = 1 << 20
 class StoreDestination(Destination):
     """Files of ``store``, each open from its first part until it is finished.
 
-    Another process opens a file when it first writes to it. Pickled, it has the same files, and none open.
+    A copy in another process has no file open, and opens one when it first writes to it.
     """
 
     store: FillableStore

@@ -55,4 +55,4 @@ class MemoryFileWriter:
         """Does nothing."""
 
     def abandon(self) -> None:
-        """Nor here."""
+        """Does nothing."""

@@ -33,7 +33,7 @@ MAX_ATTEMPTS = 3
 
 @dataclass(frozen=True, slots=True)
 class ObjectBody:
-    """A whole object, and how long ago it was written, by the service's own clock."""
+    """A whole object, and the seconds since it was written, by the service's own clock."""
 
     data: bytes
     etag: str
@@ -54,7 +54,7 @@ class LockObjects(Protocol):
 
 @dataclass(slots=True)
 class ObjectLock:
-    """A lock at ``key``, taken by ``hold``."""
+    """A lock at ``key``, taken by ``acquire_lock``. ``url`` is the locked place, for messages."""
 
     objects: LockObjects
     key: str
@@ -67,6 +67,8 @@ class ObjectLock:
 
     def acquire_lock(self) -> None:
         """Raises DestinationExistsError where another process holds it, and StoreError."""
+        # The results of put_absent and put_matching are not used: a service may ignore their condition, or their answer
+        # may be lost. The lock is held if and only if it has this process's token when it is read back.
         for _ in range(MAX_ATTEMPTS):
             current_lock = self.objects.get_object(self.key)
             if current_lock is None:
@@ -86,7 +88,7 @@ class ObjectLock:
         raise DestinationExistsError(f"another process is about to write to {self.url}; wait for it to end")
 
     def _encode_holder(self) -> bytes:
-        # Others on this machine find the process so.
+        # By these, other processes on this machine find out whether this one has ended.
         pid = os.getpid()
         holder = {
             "machine": _machine_id(),

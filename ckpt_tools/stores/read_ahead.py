@@ -62,7 +62,7 @@ class BlockCache(StoreWrapper):
             self._thread_state.piece = (path, start, buffer)
 
     def _find_prefetched(self, path: str, start: int, num_bytes: int) -> memoryview | None:
-        """The bytes, if they lie in the range that this thread announced last."""
+        """The bytes if they lie in the range that this thread prefetched last, else None."""
         prefetched: tuple[str, int, memoryview] | None = getattr(self._thread_state, "piece", None)
         if (
             prefetched is None
@@ -96,6 +96,8 @@ class BlockCache(StoreWrapper):
 
     def _get_blocks(self, path: str, first: int, last: int) -> Sequence[_Block]:
         """Blocks ``first`` to ``last``; those that are not being read yet are read here."""
+        # A block is a future. A thread adds the futures of missing blocks with the lock held, and reads them without
+        # it; other threads wait for these futures. A failed read takes its futures out, so that the next one retries.
         with self._lock:
             cached_blocks = {number: self._blocks.get((path, number)) for number in range(first, last + 1)}
             missing_numbers = [number for number, block in cached_blocks.items() if block is None]
@@ -110,8 +112,9 @@ class BlockCache(StoreWrapper):
         return blocks
 
     def _reserve_blocks(self, path: str, first: int, start: int, last: int) -> dict[int, _Block]:
-        """New blocks from ``start`` on for this thread to read: to ``last``, and beyond where an earlier read ended
-        before ``first``; one that another thread reads already is left to it, and what follows it."""
+        """New blocks from ``start`` on for this thread to read: up to ``last``, and a few more if the file seems to be
+        read in order, since ``first`` or the block before it is there. Beyond ``last`` they end at a block that is
+        there."""
         stop = last + 1
         if (path, first - 1) in self._blocks or start > first:
             stop = max(stop, start + AHEAD_BYTES // BLOCK_BYTES)

@@ -47,7 +47,7 @@ def open_remote_source(url: str, options: Mapping[str, Any]) -> Source:
 
 
 def open_remote_location(url: str, options: Mapping[str, Any]) -> OutputLocation:
-    """Place of an output; nothing is touched. Raises UsageError."""
+    """Location of an output; nothing is read or written. Raises UsageError."""
     if not _is_s3(url):
         return (HubOutputLocation if is_hub(url) else FsspecOutputLocation).of(url, options)
     bucket, key = bucket_of(url, S3Options.parse(options))
@@ -57,7 +57,7 @@ def open_remote_location(url: str, options: Mapping[str, Any]) -> OutputLocation
 
 
 def locate_on_service(url: str, options: Mapping[str, Any]) -> tuple[str, str]:
-    """The service that ``url`` is of, ``file`` for local folders, and the path there. Raises UsageError."""
+    """The name of the service of ``url``, ``file`` for local folders, and the path there. Raises UsageError."""
     if _is_s3(url):
         return "s3", url.partition("://")[2]
     fs, path = open_file_system(url, options)
@@ -75,7 +75,7 @@ class UrlClaim:
     _lock: ObjectLock = field(repr=False)
 
     def check(self) -> None:
-        """Raises StoreError if another process was seen to take over. Costs nothing: a thread looks."""
+        """Raises StoreError if another process was seen to take over. Sends no request: a thread looks regularly."""
         if self._lock.is_lost:
             raise self._lock.taken_over_error()
 
@@ -119,7 +119,7 @@ def claim(url: str, *, storage_options: Mapping[str, Any] | None = None) -> Iter
 
 
 def _open_lock(url: str, options: Mapping[str, Any]) -> ObjectLock:
-    """The lock of a folder; nothing is touched. Raises UsageError."""
+    """The lock of a folder, not taken yet; nothing is read or written. Raises UsageError."""
     place = open_remote_location(url, options)
     if isinstance(place, S3OutputLocation):
         return place.lock

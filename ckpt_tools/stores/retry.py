@@ -69,7 +69,7 @@ class RetryPolicy:
             raise ValueError(f"{self} is not valid")
 
     def wait_seconds(self, num_failures: int, jitter: float) -> float:
-        """Seconds to wait after that many failures; ``draw_jitter`` of ``[0, 1)`` is the jitter."""
+        """Seconds to wait after so many failures; ``jitter``, from ``[0, 1)``, is the share of the longest wait."""
         doublings = min(num_failures - 1, 64)
         return float(min(self.cap_seconds, self.base_seconds * 2**doublings) * jitter)
 

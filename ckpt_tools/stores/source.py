@@ -66,7 +66,7 @@ class Store(ABC):
         return Source(self, self.list()).size(path)
 
     def version(self, path: str) -> str:
-        """Another text if the file was written again; empty if the store cannot tell.
+        """A text that changes if the file is written again; empty if the store cannot tell.
 
         Raises:
             IncompleteError, StoreError: as ``read_into``.
@@ -91,11 +91,11 @@ class Store(ABC):
         return None
 
     def list_hidden(self) -> Mapping[str, int]:
-        """The files in hidden folders, as ``list`` gives the others. Raises as ``list``."""
+        """Files in hidden folders, which ``list`` leaves out, by name with their bytes. Raises as ``list``."""
         return {}
 
     def find_copy_source(self, path: str) -> CopySource | None:
-        """The file in terms of a service that copies between its own files; None if there is no such service."""
+        """The file as a service knows it that copies between its own files; None if there is no such service."""
         return None
 
     def count_stored_bytes(self, path: str, num_bytes: int) -> int:
@@ -104,8 +104,9 @@ class Store(ABC):
         return num_bytes
 
     def try_read_as(self, path: str, first: int, last: int, dtype: DType, out: memoryview) -> bool:
-        """Elements ``[first, last)`` of a file that is made as it is read, as ``dtype``, into ``out``; False, and
-        nothing, if they are to be read and cast.
+        """Fill ``out`` with elements ``[first, last)`` of a file that is made as it is read, as ``dtype``.
+
+        Returns False, and does nothing, if the caller has to read and cast them.
 
         Raises:
             IncompleteError, StoreError: as ``read_into``.

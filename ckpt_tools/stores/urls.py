@@ -122,7 +122,7 @@ def open_output_location(url: str | Path, storage_options: StorageOptions = None
     """Place of an output, one file if the name implies it; nothing is touched.
 
     Raises:
-        UsageError: nothing can be written there.
+        UsageError: the URL is read-only.
     """
     place: OutputLocation
     if is_remote(url):

@@ -23,7 +23,7 @@ SCRATCH_BYTES = 1 << 20
 
 
 def add_generated_files(store: Store, manifest: Manifest) -> Store:
-    """``store`` with the files of ``manifest`` that are nowhere: literals, and computed tensors."""
+    """``store`` with the files of ``manifest`` that are not stored: literals, and computed tensors."""
     store = InMemoryOverlay(store, manifest.literals)
     for computed in manifest.computed_in_order:
         store = ComputedStore(store, computed)
@@ -32,11 +32,15 @@ def add_generated_files(store: Store, manifest: Manifest) -> Store:
 
 @dataclass(slots=True)
 class ComputedStore(GeneratedFilesStore):
-    """``store`` with a file for each of ``computed``. Threads may share it. Each keeps the last parts that it read,
-    because neighbouring pieces often need the same, and for all threads the last piece that it was asked for a part of:
-    tasks cut pieces, and the next task is another thread's.
+    """``store`` with a file for each of ``computed``, made in pieces of ``piece_numel`` elements. Threads may share it.
 
-    Pieces are the same ones whatever part of a file is read, so the elements are the same too.
+        file       |--piece 0--|--piece 1--|--piece 2--|
+        request            [===================]
+
+    The pieces are the same whatever range is read, so the elements are the same too. A piece that lies in the request
+    is computed straight into place, one that is cut goes through a cache for all threads: tasks cut pieces, and the
+    next task, which needs the rest, is another thread's. Each thread also keeps the last regions of operands that it
+    read, because neighbouring pieces often need the same.
     """
 
     store: Store
@@ -70,7 +74,7 @@ class ComputedStore(GeneratedFilesStore):
         self._fill_elements(computed_tensor, path, first, np.frombuffer(buffer, to_numpy(computed_tensor.dtype)))
 
     def _fill_elements(self, computed_tensor: ComputedTensor, path: str, first: int, elements: NDArray[Any]) -> None:
-        """Elements of a computed file from number ``first`` on."""
+        """Fill ``elements`` with those of a computed file from number ``first`` on."""
         last, numel, piece_size = first + len(elements), prod(computed_tensor.shape), computed_tensor.piece_numel
         for piece_start in range(first - first % piece_size, last, piece_size):
             piece_stop = min(piece_start + piece_size, numel)
@@ -109,7 +113,7 @@ class ComputedStore(GeneratedFilesStore):
             elements_done += box.numel
 
     def _get_operand_region(self, path: str, operand_index: int, region: Box) -> NDArray[Any]:
-        """A region of an operand."""
+        """A region of an operand, read unless it is the last one that this thread read of it."""
         cached_regions: dict[int, tuple[str, Box, NDArray[Any]]] = self._thread_cache.__dict__.setdefault("parts", {})
         cached_region = cached_regions.get(operand_index)
         if cached_region is not None and cached_region[:2] == (path, region):

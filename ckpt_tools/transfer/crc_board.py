@@ -19,7 +19,7 @@ from isal import isal_zlib
 
 @dataclass(frozen=True, slots=True)
 class PartCrc:
-    """The CRC-32 of bytes ``[start, stop)`` of a file, a part of the range ``covers``."""
+    """The CRC-32 of bytes ``[start, stop)`` of a file, a part of ``covered_range``."""
 
     covered_range: tuple[int, int]
     start: int
@@ -35,11 +35,11 @@ class ChecksumBoard(Protocol):
     """Exchange of parts' checksums between workers, by the number of the file."""
 
     def post_checksums(self, file: int, parts: Iterable[PartCrc]) -> None:
-        """Tell; a part told twice counts once."""
+        """Make parts known to all workers; a part posted twice counts once."""
 
     def wait_for_checksum(self, file: int, covers: tuple[int, int]) -> int:
-        """The checksum of a range, as soon as all of its parts are known. Raises what ``fail_waiting_workers`` was
-        given."""
+        """The checksum of a range, as soon as all of its parts are known. Raises the error that
+        ``fail_waiting_workers`` got."""
 
     def fail_waiting_workers(self, error: BaseException) -> None:
         """Raise ``error`` in all workers that wait, because a part will not come."""

@@ -1,8 +1,14 @@
 """Run a plan: read, place, cast, checksum, write.
 
+    tasks -> runner -> TaskWorker: copied by the destination's service, or else
+                |        fill steps -> post checksums of parts -> fill in checksums -> write the part
+                v                              |                        ^
+            TaskReceipt -> journal             '----> ChecksumBoard ----'
+
 A task assembles its range in one buffer, fills in the checksums that lie in it, and writes it with one call. It depends
-only on its inputs and the checksums of earlier bytes, so it may run in any process, and twice. Once all tasks of
-a file are done the file is finished. Publishing is the caller's.
+only on its inputs and the checksums of earlier bytes, so it may run in any process, and twice. Tasks are handed out in
+order, so that the earliest one that is not done never waits for a checksum. Once all tasks of a file are done the file
+is finished. Publishing is the caller's.
 """
 
 from __future__ import annotations
@@ -32,7 +38,7 @@ from ckpt_tools.transfer.tensor_reader import TensorReader
 
 @dataclass(frozen=True, slots=True)
 class AssignedTask:
-    """A task, and the file that it fills a part of. ``is_journaled`` says that its receipt will be, with a checksum."""
+    """A task, and the destination's handle of its file. If ``is_journaled``, its receipt needs a checksum."""
 
     task: TransferTask
     handle: str
@@ -41,16 +47,18 @@ class AssignedTask:
 
 @dataclass(frozen=True, slots=True)
 class TaskReceipt:
-    """A task that is done: the CRC-32 of its bytes, if it is to be noted, and of their parts in longer ranges, and the
-    destination's part tag."""
+    """A task that is done."""
 
     task: TransferTask
     crc: int | None
+    """The CRC-32 of its bytes, for the journal; None if it is not journaled."""
     parts: tuple[PartCrc, ...]
+    """For each range with a checksum in the file, the CRC-32 of the bytes that the task has of it."""
     part_tag: str
+    """The destination's own, to find the part again."""
     bytes_read: int
     bytes_copied: int = 0
-    """Moved by the destination itself, and never seen here: then ``crc`` is 0."""
+    """Bytes that the destination copied itself. They never passed here, so that ``crc`` is 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +72,7 @@ class TransferResult:
 
 
 class RunHistory:
-    """Progress of an earlier run of the same plan, and notes of this run for a later one. Here: nothing."""
+    """Progress of an earlier run of the same plan, and notes of this run for a later one. This class keeps none."""
 
     __slots__ = ()
 
@@ -75,7 +83,7 @@ class RunHistory:
 
     @property
     def is_journaling(self) -> bool:
-        """True if tasks that are started now will be noted."""
+        """True if the receipts of tasks that start now are recorded."""
         return False
 
     def iter_receipts(self) -> Iterable[TaskReceipt]:
@@ -99,10 +107,10 @@ def execute_plan(
     history: RunHistory | None = None,
     board: ChecksumBoard | None = None,
 ) -> TransferResult:
-    """Fill every file of the plan's layout in ``target``; ``on_bytes`` hears of each task's bytes when they are
-    written, or found to have been.
+    """Fill every file of the plan's layout in ``target``.
 
-    ``board`` is one that all of the runner's workers share, where they are not threads of this process.
+    ``on_bytes`` is called with the bytes of each task when they are written, or found written by an earlier run.
+    ``board`` is shared by all workers of the runner; it has to be given if they are not threads of this process.
 
     Raises:
         CkptError: reading or writing failed; the target then holds unfinished files.
@@ -157,8 +165,8 @@ class TaskWorker:
             raise
 
     def _try_copy_on_server(self, job: AssignedTask) -> TaskReceipt | None:
-        """The task, done by the destination where it is one range of bytes of a file of its own service, and nothing
-        has to be known of them."""
+        """Have the destination's service copy the bytes, if they are one range of one of its own files and no checksum
+        covers them; else return None."""
         task = job.task
         if self._part_rules.service is None:
             return None
@@ -214,7 +222,8 @@ class TaskWorker:
     def _fill_in_checksums(
         self, file: FileLayout, task: TransferTask, parts: tuple[PartCrc, ...], buffer: NDArray[np.uint8]
     ) -> None:
-        """Fill in the checksums that lie in the task; those that others need are told first."""
+        """Fill in the checksums that lie in the task."""
+        # Posted before anything is waited for: other workers may wait for these.
         self.board.post_checksums(task.file_index, parts)
         for offset, segment in _iter_checksums(file, task):
             value = (
@@ -226,7 +235,7 @@ class TaskWorker:
             buffer[task_offset : task_offset + segment.num_bytes] = np.frombuffer(value.to_bytes(4, "little"), np.uint8)
 
     def _checksum_ranges(self, file_index: int, file: FileLayout) -> list[tuple[int, int]]:
-        """The ranges of a file that checksums cover, in order."""
+        """The ranges of a file that checksums cover, sorted and without duplicates."""
         ranges_in_order = self._covered_ranges.get(file_index)
         if ranges_in_order is None:
             if len(self._covered_ranges) > 64:
@@ -305,6 +314,7 @@ class _OutputFiles:
 
 
 def _iter_checksums(file: FileLayout, task: TransferTask) -> Iterator[tuple[int, Crc32]]:
+    """The checksum fields that lie in the task, each with its offset in the file."""
     index = bisect_left(file.offsets, task.start)
     while index < len(file.segments) and file.offsets[index] < task.stop:
         segment = file.segments[index]
@@ -314,7 +324,9 @@ def _iter_checksums(file: FileLayout, task: TransferTask) -> Iterator[tuple[int,
 
 
 def _crc_of_task(parts: tuple[PartCrc, ...], task: TransferTask, buffer: NDArray[np.uint8]) -> int:
-    """The CRC-32 of a whole task. What its parts' say is not computed again: that is 70 microseconds for 4 MiB."""
+    """The CRC-32 of a whole task."""
+    # The parts' checksums are combined, crc(a + b) = combine(crc(a), crc(b), len(b)), and not computed again, which
+    # would take 70 microseconds for 4 MiB.
     crc, position = 0, task.start
     for part in parts:
         crc = isal_zlib.crc32(buffer[position - task.start : part.start - task.start].data, crc)
@@ -323,7 +335,8 @@ def _crc_of_task(parts: tuple[PartCrc, ...], task: TransferTask, buffer: NDArray
 
 
 def _iter_overlaps(covered: list[tuple[int, int]], task: TransferTask) -> Iterator[tuple[tuple[int, int], int, int]]:
-    """Covered ranges, which do not overlap each other, and the bytes of each that lie in the task."""
+    """Each covered range that overlaps the task, and the start and stop of the overlap. Covered ranges do not overlap
+    each other."""
     first = max(0, bisect_left(covered, (task.start, task.start)) - 1)
     for lower, upper in covered[first:]:
         if lower >= task.stop:

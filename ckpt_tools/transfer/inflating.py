@@ -1,8 +1,8 @@
 """Ranges of items that are stored compressed, in bounded memory.
 
-A compressed item can be read from its start alone. Each of the few items in use has a stream,
-which keeps the last part of its output, because workers do not ask in order. Bytes before that part are decompressed
-again. An item is read once before, to learn its length: its zip directory is at its end.
+A compressed item can be read from its start alone. Each of the few items in use has a stream, which keeps the last part
+of its output, because workers do not read in order. Bytes before that part are decompressed again. Before its elements
+are read, an item is decompressed once to learn its length: its zip directory is at its end.
 """
 
 from __future__ import annotations
@@ -46,10 +46,16 @@ def is_inflated_name(file: str) -> bool:
 
 @dataclass(slots=True)
 class _InflateStream:
-    """One item; what came out last is in ``window``, and ends at ``position``.
+    """One item, decompressed up to ``position``.
 
-    ``head`` is what came out first: where an item is opened, its start is read before its end. ``length`` is known once
-    the end was reached.
+        bytes   0 == head ==              == window ==
+                |-----------|-------------|------------|---------------|
+                                                    position         length
+
+    ``window`` holds the last ``num_kept`` bytes before ``position``. ``head`` is the first block, kept because an item
+    is opened by its start and its end, after it was decompressed once for its length. A read that begins between the
+    two starts again from byte 0; one that ends after ``position`` decompresses further. ``length`` is None until the
+    end was reached.
     """
 
     open_decompressor: Callable[[], ZstdStream]
@@ -62,7 +68,7 @@ class _InflateStream:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def decompress_block(self) -> int:
-        """Bytes that came out; none at the end."""
+        """Decompress the next block; the number of its bytes, 0 at the end."""
         data = self.decompressor.read(BLOCK_BYTES)
         if not self.position:
             self.head = data

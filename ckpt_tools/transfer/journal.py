@@ -75,7 +75,7 @@ class TransferJournal(RunHistory):
         *,
         quiet_seconds: float = 0.0,
     ) -> TransferJournal:
-        """A new one, quiet for so long; what the log held is forgotten. Raises StoreError."""
+        """A new journal, which notes no task in the first ``quiet_seconds``; the log is cleared. Raises StoreError."""
         log.clear()
         quiet_until = time.monotonic() + quiet_seconds
         journal = cls(log, plan, destination, runner, _quiet_until=quiet_until, _next_flush_time=quiet_until)
@@ -86,7 +86,7 @@ class TransferJournal(RunHistory):
     def resume(
         cls, log: JournalLog, plan: Plan, source: Store, destination: Destination, runner: TaskRunner
     ) -> TransferJournal:
-        """The one that an earlier run left; a new one where none did.
+        """The journal that an earlier run left; a new one if there is none.
 
         Raises:
             UsageError: it is of another plan. StoreError: it cannot be read.
@@ -115,10 +115,10 @@ class TransferJournal(RunHistory):
         return self._file_handles
 
     def iter_receipts(self) -> Iterator[TaskReceipt]:
-        """Tasks that are done, each once, as soon as it was checked; afterwards, ``file_handles`` are of their files
-        alone.
+        """Tasks that are done, each once, as soon as the destination has checked its part.
 
-        A file none of whose tasks can be found may itself be gone, and is begun again.
+        Afterwards, ``file_handles`` has only files with such a task: another file may itself be gone, and is begun
+        again.
         """
         recovered_parts: set[tuple[int, int]] = set()
         with closing(self.runner.run(self._check_receipt, self._iter_noted_receipts())) as checked_receipts:
@@ -242,7 +242,7 @@ def _decode_lines(journal_data: bytes, kind: str) -> Iterator[list[Any]]:
 
 
 class _ValueDigest:
-    """A hash of a sequence of values, each of which is delimited."""
+    """A hash of a sequence of values. Each is delimited, so that none runs into the next."""
 
     def __init__(self) -> None:
         from xxhash import xxh3_128
@@ -284,7 +284,7 @@ def fingerprint_plan(plan: Plan, source: Store) -> str:
 def _add_tensors_to_digest(
     digest: _ValueDigest, tensors: Iterable[tuple[tuple[object, ...], TensorEntry]]
 ) -> list[str]:
-    """Every tensor, and every shard of it; the files they lie in."""
+    """Add every tensor and every shard of it; return the names of the files they lie in."""
     file_list_numbers: dict[int | str, int] = {}
     names: dict[str, None] = {}
     kept_alive: list[Sequence[str]] = []  # an address is that of one list as long as the list lives

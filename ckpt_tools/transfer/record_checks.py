@@ -40,8 +40,7 @@ BLOCK_BYTES: Final = 1 << 20
 
 @dataclass(slots=True, eq=False)
 class RecordProgress:
-    """A record of ``file`` while its ``size`` bytes pass. ``ranges`` have passed: start, stop and CRC-32 of each, in
-    order. ``size`` is 0 where no CRC-32 is stated."""
+    """A record of ``file`` while its ``size`` bytes pass. ``size`` is 0 if no CRC-32 is stated."""
 
     file: str
     number: int = 0
@@ -51,6 +50,8 @@ class RecordProgress:
     """The CRC-32 that the directory states; 0 for none."""
     find_start: Callable[[], int] = int
     ranges: list[tuple[int, int, int]] = field(default_factory=list)
+    """Ranges that have passed: start, stop and CRC-32 of each. They are disjoint, in order, and never adjacent, since
+    adjacent ones are merged: a record that has passed completely is one range."""
 
     def iter_missing_ranges(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """The parts of ``[start, stop)`` that have not passed."""
@@ -64,7 +65,7 @@ class RecordProgress:
             yield start, stop
 
     def add_range(self, start: int, stop: int, crc: int) -> None:
-        """A part that has passed, unless a part of it has: another thread may be faster."""
+        """Add a range that has passed, unless a part of it has already: another thread may be faster."""
         index = bisect_left(self.ranges, (start,))
         if any(each[0] < stop and start < each[1] for each in self.ranges[max(0, index - 1) : index + 1]):
             return
@@ -88,7 +89,7 @@ class _ZipColumns:
 
 @dataclass(slots=True)
 class RecordChecks:
-    """The records in progress of the files that ``read_range`` reads, whose sizes ``size`` says. Threads may share
+    """The records in progress of the files that ``read_range`` reads and ``size_of_file`` measures. Threads may share
     it."""
 
     read_range: Callable[[str, int, int], bytes]
@@ -148,8 +149,9 @@ class RecordChecks:
             raise self._mismatch_error(record)
 
     def check_remaining(self, *, all_records: bool) -> None:
-        """Read and compare the rest of records, such as the padding of a flat buffer and the header of an array, if it
-        is short, or of ``all_records`` one. Raises as ``check_passed_bytes``, and as reading does."""
+        """Read the rest of records in progress, such as the padding of a flat buffer or the header of an array, and
+        compare them: if the rest is short, or all with ``all_records``. Raises as ``check_passed_bytes``, and as
+        reading does."""
         for record in list(self._in_progress.values()):
             missing_bytes = record.size - sum(stop - start for start, stop, _ in record.ranges)
             if all_records or missing_bytes <= max(MAX_REMAINING_BYTES, record.size // 8):

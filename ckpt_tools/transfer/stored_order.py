@@ -46,7 +46,10 @@ def to_stored_order_hits(hit: Hit, location: ItemLocation) -> Iterator[BoxHit]:
 
 
 def _split_into_uniform_steps(hit: BoxHit, location: ItemLocation) -> Iterator[BoxHit]:
-    """The same, cut along a dim where steps in row-major order are not steps of one length in the item."""
+    """Hits with the strides of the item's own order that together are ``hit``."""
+    # The strides of a hit count elements in row-major order of the item. Along one dim of the hit, such a step is one
+    # step of the item's index (``unravel_index`` of the stride), as long as no index leaves its extent. If one does,
+    # the hit is cut at every index of that dim, and each part is tried again.
     first = np.unravel_index(hit.start, location.shape)
     strides = [stride if extent > 1 else 0 for stride, extent in zip(hit.strides, hit.extents, strict=True)]
     item_steps = [np.unravel_index(stride, location.shape) for stride in strides]

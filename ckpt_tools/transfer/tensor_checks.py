@@ -77,12 +77,11 @@ def _find_weight_master_pairs(manifest: Manifest) -> dict[str, tuple[TensorEntry
 
 
 def note_differing_copies(manifest: Manifest, store: Store, copy_taken: str, *, is_sample: bool) -> tuple[Note, ...]:
-    """A note if copies differ by more than rounding, which is to the nearest number or the one beside it. ``is_sample``
-    reads the first ``SAMPLE_ELEMENTS`` elements of each alone. ``copy_taken`` says which copy is taken."""
-    reader, weight_master_pairs = (
-        TensorReader(store, BLOCK_ELEMENTS * 4, compares_records=False),
-        _find_weight_master_pairs(manifest),
-    )
+    """A note if copies differ by more than rounding, which is to the nearest number or the one beside it. With
+    ``is_sample``, only the first ``SAMPLE_ELEMENTS`` elements of each are read. ``copy_taken`` is for the note: which
+    of the two is used."""
+    reader = TensorReader(store, BLOCK_ELEMENTS * 4, compares_records=False)
+    weight_master_pairs = _find_weight_master_pairs(manifest)
 
     def largest_deviation(copy: tuple[str, tuple[TensorEntry, TensorEntry]]) -> tuple[float, str]:
         name, (weight, master) = copy
@@ -114,6 +113,8 @@ def _max_deviation(reader: TensorReader, weight: TensorEntry, master: TensorEntr
     ]
     if np.array_equal(bits[0], bits[1]):
         return 0.0
+    # Floats of one sign are ordered as their bits are as integers, negative ones in reverse. With those turned around,
+    # neighbouring numbers of any dtype differ by 1.
     sign = np.iinfo(bits[0].dtype).min
     ordinal_values = [np.where(each < 0, int(sign) - each.astype(np.int64), each) for each in bits]
     differs_beyond_rounding = np.abs(ordinal_values[0] - ordinal_values[1]) > 1
@@ -130,6 +131,7 @@ def _max_deviation(reader: TensorReader, weight: TensorEntry, master: TensorEntr
 def _read_elements_as(
     reader: TensorReader, entry: TensorEntry, dtype: DType, start: int, stop: int
 ) -> NDArray[np.uint8]:
+    """The bytes of elements ``[start, stop)`` of the row-major order of a tensor, cast to ``dtype``."""
     flat = (entry.numel,)
     out = np.empty((stop - start) * dtype.item_bytes, np.uint8)
     reader.read(replace(entry, dtype=dtype), Box.whole(flat), flat, start, stop, out.data)

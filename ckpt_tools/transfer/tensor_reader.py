@@ -77,7 +77,7 @@ class TensorReader:
 
     @property
     def bytes_read_here(self) -> int:
-        """The part of ``bytes_read`` that this thread asked for."""
+        """The part of ``bytes_read`` that this thread has read."""
         return getattr(self._buffers, "bytes_read", 0)
 
     def read(self, entry: TensorEntry, box: Box, shape: Shape, start: int, stop: int, out: memoryview) -> None:
@@ -101,7 +101,7 @@ class TensorReader:
                 )
 
     def _try_read_as(self, entry: TensorEntry, box: Box, shape: Shape, start: int, stop: int, out: memoryview) -> bool:
-        """``read``, by the store where it makes the elements in the dtype that is wanted; else False."""
+        """Like ``read``, if the store itself makes the elements in the wanted dtype; else read nothing: False."""
         if entry.plus or len(entry.shards) != 1:
             return False
         match find_hits(entry.shards, box, shape, start, stop):
@@ -136,8 +136,8 @@ class TensorReader:
         return ByteRange(hit.at.file, first_byte, first_byte + item_bytes * (stop - start))
 
     def check_remaining_records(self, *, all_records: bool = False) -> None:
-        """Compare the CRC-32 of records that have passed almost whole, or of ``all_records`` one begun, at the end of
-        the work. Raises StoreError, FormatError."""
+        """At the end of the work, compare the CRC-32 of records that were read almost completely; with
+        ``all_records``, of every record of which a part was read. Raises StoreError, FormatError."""
         self._record_checks.check_remaining(all_records=all_records)
 
     def _cast_block(self, entry: TensorEntry, box: Box, shape: Shape, start: int, stop: int, out: memoryview) -> None:
@@ -226,7 +226,7 @@ class TensorReader:
             self._bytes_read += num_bytes
 
     def _read_hit(self, hit: Hit, first_byte: int, record: RecordProgress, out: memoryview) -> None:
-        """Read a hit whose piece has its element 0 at ``first_byte`` of its file, in ``record``."""
+        """Read a hit whose stored piece has its element 0 at ``first_byte`` of the file and lies in ``record``."""
         item_bytes = hit.dtype.item_bytes
         if isinstance(hit, FlatHit):
             destination_bytes = out[
@@ -242,6 +242,8 @@ class TensorReader:
 
     def _read_strided(self, record: RecordProgress, start_byte: int, strides: Shape, destination: NDArray[Any]) -> None:
         """Fill ``destination`` with elements ``strides`` apart in the file, its element 0 at ``start_byte``."""
+        # One read and a strided copy, if the span from the first to the last element fits the scratch buffer and is
+        # not mostly gaps. Otherwise the dim that reaches farthest is halved; a span of one element ends this.
         if destination.flags.c_contiguous and is_row_major(destination.shape, strides):
             self._read_elements(record, start_byte, destination.reshape(-1).view(np.uint8).data)
             return
@@ -279,7 +281,7 @@ class TensorReader:
 
 
 def _is_sparse(destination: NDArray[Any], strides: Shape, span: int) -> bool:
-    """True if most of a span is not wanted and its gaps are too long to be read."""
+    """True if less than half of a span is wanted, and its gaps are so long that they cost more than further reads."""
     if span <= MAX_READ_AMPLIFICATION * destination.size:
         return False
     run_elements = 1  # elements that follow one another without a gap

@@ -57,8 +57,8 @@ class WorkerPool:
         return 1 if self.runner == "ray" else choose_num_workers(self.num_workers)
 
     def connect_runner(self) -> AbstractContextManager[None]:
-        """The connection to the cluster, if the runner needs one. A signal waits while Ray starts, so this comes before
-        a destination is claimed; and Ray stops after the destination is cleaned up.
+        """The connection to the cluster, if the runner needs one. It is opened before a destination is claimed, because
+        signals wait while Ray starts, and closed after the destination is cleaned up.
 
         Raises:
             UsageError, StoreError: as ``runners.ray_cluster.connect_to_cluster`` says.
@@ -115,7 +115,7 @@ REMOTE_WORKERS = 8
 
 
 def choose_num_workers(requested_workers: int | None, *urls: str | Path | None) -> int:
-    """The threads that work on what lies at ``urls``: as many as asked for, else as processors this process may use,
+    """The number of threads for ``urls``: ``requested_workers``, else one for each processor that this process may use,
     and more if one of the URLs is remote. Raises UsageError for fewer than one."""
     if requested_workers is not None:
         return _check_num_workers(requested_workers)

@@ -198,7 +198,7 @@ class HubOutputLocation(FsspecOutputLocation):
     def commit_files(
         self, repository: _Repository, parent_commit: str, added_files: Mapping[str, Path], removed_names: set[str]
     ) -> None:
-        """Add and remove files of this place in one commit after ``parent``.
+        """Add and remove files of this place in one commit after ``parent_commit``.
 
         Raises:
             DestinationExistsError: the branch has another commit now. StoreError.

@@ -74,6 +74,8 @@ class FsspecDestination(Destination):
         return ""
 
     def write_part(self, path: str, handle: str, number: int, offset: int, data: Buffer) -> str:
+        # Parts come in any order, and the stream takes them in order only: each waits until the one before is written,
+        # or until ``fail_waiting_writers`` says that a part will not come.
         stream = self._streams[path]
         with stream.part_written:
             stream.part_written.wait_for(lambda: stream.next_part == number or self._errors)
@@ -140,7 +142,7 @@ class FsspecClaim(Claim):
     overwrite: bool
     log: NullLog = field(default_factory=NullLog)
     keeps_output: bool = False
-    """True if nothing else is left of what was to be published."""
+    """True if publishing failed when old files may have been removed: the staged files may be all there is."""
 
     def publish_files(self, paths: Sequence[str], replaced: Mapping[str, int] = NO_FILES) -> None:
         """Like ``Claim.publish_files``. If moving fails, what was moved is removed, or moved back and kept if old
@@ -148,7 +150,7 @@ class FsspecClaim(Claim):
         location = self.location
         location.check_free(overwrite=self.overwrite)
         check_no_unexpected_files(location.list_contents(), location.url, replaced)
-        # What makes it a checkpoint first. The file system may know nothing of a folder but its files.
+        # Markers first: without them the rest is no checkpoint.
         replaced_names = sorted({*replaced} - {location.form.file_name}, key=lambda path: not is_marker(path))
         moved_names: list[str] = []
         try:
@@ -277,9 +279,9 @@ class FsspecOutputLocation(OutputLocation):
 
     @contextmanager
     def claim(self, *, overwrite: bool, resume: bool, fsync: bool = False) -> Iterator[Claim]:
-        """Take the place; two who take it at once are not told apart, as file systems have no common lock.
+        """As ``OutputLocation.claim``, but two processes may claim it at once: file systems have no common lock.
 
-        Services answer when bytes are safe, so that ``fsync`` asks for nothing more.
+        Services answer when bytes are safe, so ``fsync`` changes nothing.
 
         Raises:
             UsageError: ``resume``, which this kind of store cannot do.

@@ -179,7 +179,7 @@ def size_of_info(info: Mapping[str, Any], url: str) -> int:
 
 
 _TIME_KEYS = ("mtime", "LastModified", "last_modified", "updated", "modified", "created")
-"""What file systems call the time at which a file was written; ``created`` is what stores say that never change one."""
+"""What file systems call the time at which a file was written; ``created`` is used by stores that never change one."""
 
 
 _VERSION_KEYS = (
@@ -194,7 +194,7 @@ _VERSION_KEYS = (
     "xet_hash",
     "ino",
 )
-"""What file systems call that which another content of a file changes."""
+"""What file systems call a value that changes with the content of a file."""
 
 
 def _version_of(info: Mapping[str, Any]) -> str:
@@ -204,7 +204,7 @@ def _version_of(info: Mapping[str, Any]) -> str:
 
 
 def _time_of(info: Mapping[str, Any]) -> float | None:
-    """In seconds since 1970."""
+    """The time at which the file was written, in seconds since 1970; None if the file system does not give it."""
     modified = next((info[name] for name in _TIME_KEYS if info.get(name)), None)
     if isinstance(modified, str):
         with suppress(ValueError):
@@ -256,8 +256,8 @@ _REFUSED_STATUSES = (401, 403, 407)
 
 
 def _translate_error(error: Exception, url: str) -> Exception:
-    """Exception to raise: ``error`` itself if it is a FileNotFoundError for a missing file; else a StoreError, or a
-    TransientError with one.
+    """An error of fsspec translated to one of ours: a StoreError, or a TransientError around one. A FileNotFoundError
+    for a missing file is returned as it is.
 
     fsspec's HTTP file system turns everything that ``info`` meets, a refused connection too, into FileNotFoundError,
     and keeps what happened as its cause (fsspec 2026.9.0, implementations/http.py ``_info``).

@@ -70,7 +70,7 @@ def folder_size(folder: Path) -> int:
 
 
 def check_path_free(target: Path, form: OutputForm, *, overwrite: bool) -> None:
-    """Raises DestinationExistsError or UsageError where ``path`` may not, or cannot, be taken."""
+    """Raises DestinationExistsError or UsageError if ``target`` may not, or cannot, be taken."""
     if os.path.ismount(target):
         raise UsageError(f"{target} is a mount point and cannot be replaced as a whole; name a folder inside it")
     # A folder that may not be listed is looked into only if that decides.
@@ -84,7 +84,7 @@ def is_real_folder(path: Path) -> bool:
 
 
 def exists_or_link(path: Path) -> bool:
-    """True if the path is a file, a folder or a link. Raises OSError where ``os.path`` would say False."""
+    """True if the path is a file, a folder or a link, broken or not. Raises OSError if it cannot be determined."""
     return path.is_symlink() or path.exists()
 
 

@@ -80,7 +80,7 @@ class LocalOutputLocation(OutputLocation):
         return self.path.name
 
     def list_contents(self) -> DestinationContents | None:
-        """What exists there; an output that a killed run moved aside counts, because the next claim puts it back."""
+        """What exists there. An output that a killed run moved aside counts, because the next claim puts it back."""
         with wrap_os_errors("looking failed", self.path):
             target = resolve_target(self.path, self.form)
             aside_folder = moved_aside_path(target)
@@ -165,7 +165,7 @@ class LocalOutputLocation(OutputLocation):
 
 @dataclass(slots=True)
 class LocalLog:
-    """A file that is appended to, open from the first time until ``close``."""
+    """A log in a file, which is open from the first ``append`` until ``close``."""
 
     path: Path
     _descriptor: int | None = None
@@ -197,7 +197,7 @@ class LocalLog:
 
 @dataclass(slots=True)
 class _NameRecordingStore(LocalStore):
-    """An output; the name of each file is written down beside it before the file is made."""
+    """An output folder. The name of each file is written down beside the folder before the file is made."""
 
     def create(self, path: str, size_bytes: int) -> LocalFileWriter:
         owned_names_of(self.root.parent).add_names([path])
@@ -231,10 +231,10 @@ class LocalClaim(Claim):
         return self.store
 
     def publish_files(self, paths: Sequence[str] = (), replaced: Mapping[str, int] = NO_FILES) -> None:
-        """Put the finished output in its place, in one step; other files of ``paths`` beside a file just after.
+        """Put the finished output in its place in one step. If it is a file, the other ``paths`` follow beside it.
 
-        A killed run may have left more than ``paths``, such as digests that are not wanted now; if they are given,
-        nothing else is published. ``replaced`` are the existing files that may be removed.
+        If ``paths`` are given, nothing else is published: a killed run may have left more, such as digests that are not
+        wanted now. ``replaced`` are the existing files that may be removed.
 
         Raises:
             DestinationExistsError: there is something else, which is kept, or was added during publishing.
@@ -262,8 +262,8 @@ class LocalClaim(Claim):
                 fsync_folders(self.target.parent)
 
     def _publish_file_and_companions(self, paths: Sequence[str], replaced: Mapping[str, int]) -> None:
-        """Rename all files into one folder: the requested one, then those that describe it. Old ones of those are
-        removed before, so that none ever describes another file."""
+        """Rename all files into one folder: the requested one, then those that describe it, such as its digests. Old
+        companions are removed first, so that none ever describes another file."""
         name = self.target.name
         companion_targets = {path: self.target.with_name(path) for path in paths if path != name}
         for target in (self.target, *companion_targets.values()):
@@ -280,7 +280,7 @@ class LocalClaim(Claim):
 
 
 def find_leftovers(target: Path) -> list[Leftover]:
-    """Leftovers beside ``place`` that are known to be from a run."""
+    """Leftovers beside ``target`` that are known to be from a run."""
     leftovers, folder, aside_folder = [], staging_folder_of(target), moved_aside_path(target)
     if _is_unused_staging_folder(folder) and (size := _unfinished_bytes(folder)) is not None:
         leftovers.append(Leftover("unfinished output", str(folder), size))

@@ -1,4 +1,12 @@
-"""Renames that put a finished folder or file in its place, in one step if the system can, and undo a step cut short."""
+"""Renames that put a finished folder in the place of another, or a file in its place, and undo a step cut short.
+
+    one step (Linux)          out        <->  output                        then the old files are removed there
+    two steps (NFS, Lustre)   out         ->  .out.ckpt-tools-replaced      killed here: put back by the next run
+                              output      ->  out                           killed here: removed by the next run
+    a single file             output/out  ->  out                           refused if an unexpected one is there
+
+The folder ``output`` is in the staging folder, ``.out.ckpt-tools-partial``.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +32,8 @@ _AT_FDCWD, _RENAME_NOREPLACE, _RENAME_EXCHANGE = -100, 1, 2
 
 
 def recover_moved_aside(target: Path) -> None:
-    """Put back, or remove, the folder that ``_replace_in_two_steps`` moved aside before its process was killed.
+    """Put back, or remove, the folder that ``_replace_in_two_steps`` moved aside before its process was killed: the
+    target is missing if it was killed between the two steps.
 
     Raises:
         DestinationExistsError: it contains unknown files.
@@ -46,7 +55,7 @@ def recover_moved_aside(target: Path) -> None:
 
 
 def replace_folder(finished_folder: Path, target: Path, replaced: Mapping[str, int]) -> Path:
-    """Put a folder in the place of a full one, which holds ``replaced`` and nothing else; the old one's new path.
+    """Put a folder in the place of ``target``, which holds ``replaced`` and nothing else. Returns where the old one is.
 
     Raises:
         DestinationExistsError: files were added to it meanwhile; everything is as it was.
@@ -72,9 +81,8 @@ def remove_replaced_folder(old_folder: Path, staging_folder: Path, target: Path,
         old_folder.rmdir()
     except OSError as error:
         if error.errno == errno.ENOTEMPTY:
-            owned_names_of(staging_folder).path.unlink(
-                missing_ok=True
-            )  # what is left there is not ours, whatever it is called
+            # What is left there is not ours, whatever it is called.
+            owned_names_of(staging_folder).path.unlink(missing_ok=True)
             raise DestinationExistsError(
                 f"{target} is written; files that were added to the old one meanwhile are kept in {old_folder}; move "
                 f"them away"
@@ -120,7 +128,7 @@ def _rename_with_flag(a: Path, b: Path, flag: int) -> bool:
 
 
 def _replace_in_two_steps(finished_folder: Path, target: Path, replaced: Mapping[str, int]) -> Path:
-    """Path of the old folder after both renames."""
+    """``replace_folder`` where two names cannot be swapped."""
     aside_folder = moved_aside_path(target)
     target.rename(aside_folder)
     try:

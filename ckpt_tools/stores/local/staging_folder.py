@@ -36,7 +36,11 @@ _LOG_NAME_FORM = re.compile(r"\d+\.log")
 
 @dataclass(slots=True)
 class OwnedNames:
-    """The names that were written down, by a file of them: one that is removed has to be among them."""
+    """The list of names in the file ``path``.
+
+    A name is added before the file of that name is made. So every file of a run is in the list, and a file that is not
+    in the list was made by somebody else and is never removed.
+    """
 
     path: Path
 
@@ -52,7 +56,7 @@ class OwnedNames:
                     data = data[file.write(data) :]
 
     def read_names(self) -> frozenset[str]:
-        """An end that was cut off names nothing: no file was made after it."""
+        """All names. A line that was cut off is left out: no file was made after it."""
         json_values: list[object] = []
         with suppress(FileNotFoundError):
             for line in self.path.read_bytes().splitlines():
@@ -127,10 +131,10 @@ def list_unknown_files(folder: Path, known_names: Collection[str]) -> list[str]:
 
 
 def journal_path(folder: Path) -> Path:
-    """The log of the output that is there now, by the number of its folder.
+    """The log of the folder ``output`` that is there now, named by its inode.
 
-    A run may be killed after it swapped its output with the folder that it replaces, and before it removed that one,
-    which must not be taken for unfinished output.
+    A run may be killed after it swapped its output with the folder that it replaces, and before it removed that folder.
+    Such a folder has another inode and so no log, and is not taken for unfinished output.
     """
     return folder / f"{folder.joinpath(OUTPUT_FOLDER_NAME).lstat().st_ino}.log"
 
@@ -178,7 +182,9 @@ def create_and_lock_folder(folder: Path) -> int:
     """Make ``folder`` and lock it. The returned descriptor holds the lock, until it is closed or the process ends."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     while True:
-        # Until the lock is taken, its holder may publish or remove the folder at any time; then this starts again.
+        # Until the lock is taken, its holder may rename or remove the folder at any time. The lock is then on a folder
+        # that is no longer at this path, so that the two are compared, and this starts again. The lock belongs to the
+        # open folder: it lasts until the duplicate is closed too.
         with suppress(FileExistsError):
             folder.mkdir()
         with suppress(FileNotFoundError), open_folder(folder, os.O_NOFOLLOW) as descriptor:

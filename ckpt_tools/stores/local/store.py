@@ -40,7 +40,7 @@ _WRITE_END_OFFSET = 4 << 10
 
 @contextmanager
 def wrap_os_errors(failure: str, path: str | Path | None) -> Iterator[None]:
-    """Raises StoreError for an OSError within; without a ``path``, of the file that the error names."""
+    """Raises StoreError for an OSError within, about ``path`` or, if that is None, the file that the error names."""
     try:
         yield
     except OSError as error:
@@ -150,8 +150,8 @@ class LocalStore(FillableStore):
             return _OpenFile(full_path)
 
     def version(self, path: str) -> str:
-        """When the file was last written and changed, its inode and its size. ``cp -p`` and ``rsync -t`` set the time
-        of writing, and cannot set that of the change."""
+        """The file's time of writing, time of change, inode and size. ``cp -p`` and ``rsync -t`` set the time of
+        writing, and cannot set that of the change."""
         file = self.root / check_file_name(path)
         with _wrap_missing_file(file, "reading the file's size failed"):
             status = file.stat()

@@ -64,6 +64,12 @@ class S3Claim(Claim):
             DestinationExistsError: another process wrote there meanwhile. StoreError: the service failed, or
             another process took over.
         """
+        # 1. Visible objects of a killed run are removed: its note says that they are not a whole output.
+        # 2. The old objects are found.
+        # 3. The last key, its token and the ETags of the old objects are noted.
+        # 4. The old objects are removed, markers first.
+        # 5. The uploads are completed, the last key last.
+        # After a kill, the token at the last key says whether 5 has ended, and the ETags whether 4 had begun.
         self.lock.check_still_held()
         self.location.check_free(overwrite=self.overwrite)
         check_no_unexpected_files(self.location.list_contents(), self.location.url, replaced)
@@ -195,7 +201,8 @@ class S3OutputLocation(OutputLocation):
         )
 
     def _list_folder(self) -> DestinationContents | None:
-        """The folder's own mark, and those of folders that hold files, say nothing more than these."""
+        """Contents as a folder. The empty objects that stand for the folder itself, and for folders with files in
+        them, are left out."""
         sizes = {each.key.removeprefix(self.folder_prefix): each.size for each in self.list_objects()}
         files = {path: size for path, size in sizes.items() if path and not path.endswith("/")}
         nonempty_folders = {"", *(f"{folder}/" for folder in list_parent_folders(files))}
@@ -238,8 +245,8 @@ class S3OutputLocation(OutputLocation):
         )
 
     def _locations_of_both_forms(self) -> list[S3OutputLocation]:
-        """The place as a folder and as a file, because the form of an earlier output is unknown. A bucket is a
-        folder."""
+        """The location as a folder and as a file, because the form of an earlier output is unknown. A whole bucket is
+        a folder alone."""
         return [self.with_form(FolderForm()), *([self.as_single_file()] if self.key else [])]
 
     def list_leftovers(self) -> Sequence[Leftover]:

@@ -58,13 +58,14 @@ class UploadNotes:
     root: str
 
     def note_upload(self, key: str) -> str:
-        """Note that an upload of ``key`` begins; its token."""
+        """Note that an upload of ``key`` begins. Returns the token of the upload."""
         token = secrets.token_hex(8)
         self.bucket.put_object(f"{self.prefix}begun/{token}/{key.removeprefix(self.root)}", b"")
         return token
 
     def note_publishing(self, last_key: str, token: str, old_objects: Sequence[ListedObject]) -> None:
-        """Note that the output is about to be published in the place of ``old``: ``last`` and its token come last."""
+        """Note that the output is about to be published in the place of ``old_objects``. ``last_key`` becomes visible
+        last, as an object with ``token``."""
         note = {"last": last_key, "token": token, "old": {found.key: found.etag for found in old_objects}}
         self.bucket.put_object(f"{self.prefix}publishing", json.dumps(note).encode())
 
@@ -85,7 +86,8 @@ class UploadNotes:
         return [(key, upload) for key, upload in self.bucket.list_uploads(self.root) if key in keys] if keys else []
 
     def list_partial_objects(self) -> list[str]:
-        """Keys of visible objects that belong to an incomplete output, or to the replaced one."""
+        """Keys of visible objects that belong to an output that was not published completely: its own, and those that
+        are left of the output that it replaces. Empty if publishing has not begun, or has ended."""
         note_object = self.bucket.get_object(f"{self.prefix}publishing")
         if note_object is None:
             return []
@@ -106,7 +108,7 @@ class UploadNotes:
         return (self.bucket.get_metadata(key) or {}).get(TOKEN_METADATA_KEY)
 
     def _list_remaining_keys(self, old_etags: Mapping[str, str]) -> list[str]:
-        """Old objects that are left; empty if all of them are."""
+        """Keys of old objects that are left; empty if all of them are, since then their removal has not begun."""
         current_objects = dict(zip(old_etags, map_in_parallel(self.bucket.head_object, old_etags), strict=True))
         remaining_keys = [
             key for key, each in current_objects.items() if each is not None and each.etag == old_etags[key]

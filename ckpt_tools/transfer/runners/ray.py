@@ -5,8 +5,13 @@ done is always under way, or the next to be assigned; an item waits for earlier 
 there is no deadlock.
 
 A lost process breaks this: its items would queue behind others that wait for them. Then nothing more is assigned,
-waiting items are given back (``RayBoard.postpone``), and when none is assigned all of them are assigned again, in order
-and before new ones. A loss costs the items of the lost process, those that waited, and the time of those under way.
+waiting items are given back (``RayChecksumBoard.postpone``), and when none is assigned all of them are assigned again,
+in order and before new ones. A loss costs the items of the lost process, those that waited, and the time of those under
+way.
+
+    items -> unassigned_items (heap) -> a free slot of a worker -> event when it has ended -> result
+                   ^                                                    |
+                   '------- items of a lost worker, postponed items ----'
 """
 
 from __future__ import annotations
@@ -45,9 +50,9 @@ ENDING_SECONDS = 10.0
 class RayRunner:
     """Up to ``num_workers`` processes of one CPU each, spread over the nodes of the cluster that Ray is connected to.
 
-    ``bytes_of_item`` says the bytes of an item, of which at most ``bytes_in_flight`` are handed out at a time; a
-    larger item goes alone. Every process runs ``check`` before its first item of a run, and an error there ends the
-    run. ``board`` is where the work waits for other items' results, if it does.
+    ``bytes_of_item`` gives the bytes of an item. At most ``bytes_in_flight`` are handed out at a time; a larger item
+    goes alone. Every process runs ``check`` before its first item of a run, and an error there ends the run. ``board``
+    is where the work waits for other items' results, if it does.
 
     Processes are kept from run to run, until ``close``: one takes a second of a processor to start.
     """
@@ -142,7 +147,7 @@ def _kill_processes(processes: Iterable[Any]) -> None:
 
 @dataclass(slots=True, order=True)
 class _NumberedItem(Generic[Item]):
-    """An item in its place, and how many processes were lost with it."""
+    """An item with its position in the order, and the number of processes that were lost with it."""
 
     number: int
     item: Item = field(compare=False)
@@ -159,7 +164,7 @@ class _RayWorker:
 
 @dataclass(frozen=True, slots=True)
 class _TaskEvent(Generic[Item]):
-    """An item of a worker, or without one its start, has ended as ``ended`` tells."""
+    """``future`` has ended: an item of a worker or, if ``item`` is None, the start of the worker."""
 
     worker: _RayWorker
     item: _NumberedItem[Item] | None
@@ -264,7 +269,7 @@ class _RayRun(Generic[Item, Result]):
             ) from None
 
     def _handle_event(self, event: _TaskEvent[Item]) -> tuple[Result, ...]:
-        """Take in what has ended; the result of it, if it has one."""
+        """Handle a start or an item that has ended; the result of an item, if it has one."""
         if event.item is None:
             self._handle_worker_started(event.worker, event.future)
             return ()

@@ -20,11 +20,11 @@ from ckpt_tools.transfer.crc_board import PartCrc, combine_crcs
 CoveredRange = tuple[int, int]
 
 RANGES_PER_ANSWER = 4096
-"""Checksums in one answer: those that follow the one asked for. The directory of a file of many records asks for each
-in turn, and a question costs half a millisecond."""
+"""Checksums in one answer: the requested one and those that follow it. The directory of a file of many records needs
+each in turn, and a request costs half a millisecond."""
 
 MAX_OPEN_CALLS = 100_000
-"""Questions that may be open at a time, more than any cluster has workers: above it, no message could be sent."""
+"""Requests that may be open at a time, more than any cluster has workers: above it, no message could be sent."""
 
 MAX_UNANSWERED = 1000
 """Unanswered messages of the process that assigns tasks: it sends a whole journal at once."""
@@ -36,8 +36,11 @@ class PostponedError(Exception):
 
 @dataclass(slots=True)
 class RayChecksumBoard:
-    """Client of the board, for any process. A worker waits until its post has arrived, because after the receipt it is
-    not repeated."""
+    """Client of the board, for any process.
+
+    A worker waits until its post has arrived (``max_unanswered`` is 0 there): once its receipt is taken, the task and
+    its post are not repeated.
+    """
 
     actor: Any
     """The handle of ``ChecksumActor``."""

@@ -91,7 +91,8 @@ class _SharedItems(Generic[Item]):
         return next_items
 
     def stop_taking(self) -> None:
-        """Take no further item, and wake the threads that wait for room, one after the other."""
+        """Take no further item, and wake one thread that waits for room: it finds ``is_ended``, calls this itself, and
+        so wakes the next."""
         self.is_ended = True
         self.result_slots.release()
 
