@@ -106,12 +106,11 @@ class Plan:
             yield from _make_tasks(number, self._task_ends(file.load_layout()))
 
     def _task_ends(self, file: FileLayout) -> Iterable[int]:
-        stored_range_ends = (
-            None
-            if self.copy_rules is None
-            else _task_ends_at_stored_ranges(self.manifest, file, self.task_bytes, self.copy_rules)
-        )
-        return stored_range_ends or _regular_task_ends(file, self.task_bytes)
+        if self.copy_rules is not None:
+            ends = _task_ends_at_stored_ranges(self.manifest, file, self.task_bytes, self.copy_rules)
+            if ends is not None:
+                return ends
+        return _regular_task_ends(file, self.task_bytes)
 
     def compute_figures(self) -> PlanFigures:
         """Bytes moved, computed in one pass, because files made on demand are made once."""
@@ -263,10 +262,8 @@ def _estimate_layout_bytes(layout: Layout) -> int:
     largest_file_bytes = max(
         (_estimate_file_bytes(file.load_layout()) for file in _representative_files(lazy_files)), default=0
     )
-    return (
-        sum(_estimate_file_bytes(file) for file in ready_files)
-        + min(MAX_CACHED_LAYOUTS, len(lazy_files)) * largest_file_bytes
-    )
+    lazy_bytes = min(MAX_CACHED_LAYOUTS, len(lazy_files)) * largest_file_bytes
+    return lazy_bytes + sum(_estimate_file_bytes(file) for file in ready_files)
 
 
 def _estimate_file_bytes(file: FileLayout) -> int:
@@ -300,13 +297,12 @@ def _task_ends_at_stored_ranges(
     stored_runs = list(_find_stored_runs(manifest, file, copy_rules.min_copy_bytes))
     if not stored_runs:
         return None
-    floor_to_boundary = partial(_floor_to_element, file)
     part_ends = cut_at_stored_ranges(
         file.size_bytes,
         stored_runs,
         min_bytes=copy_rules.min_copy_bytes,
         max_bytes=task_bytes,
-        floor_to_boundary=floor_to_boundary,
+        floor_to_boundary=partial(_floor_to_element, file),
     )
     is_allowed = copy_rules.max_parts is None or len(part_ends) <= copy_rules.max_parts
     return part_ends if is_allowed else None

@@ -63,14 +63,10 @@ class BlockCache(StoreWrapper):
 
     def _find_prefetched(self, path: str, start: int, num_bytes: int) -> memoryview | None:
         """The bytes if they lie in the range that this thread prefetched last, else None."""
-        prefetched: tuple[str, int, memoryview] | None = getattr(self._thread_state, "piece", None)
-        if (
-            prefetched is None
-            or prefetched[0] != path
-            or not prefetched[1] <= start <= start + num_bytes <= prefetched[1] + len(prefetched[2])
-        ):
+        piece_path, piece_start, piece = getattr(self._thread_state, "piece", None) or ("", 0, memoryview(b""))
+        if piece_path != path or not piece_start <= start <= start + num_bytes <= piece_start + len(piece):
             return None
-        return prefetched[2][start - prefetched[1] :][:num_bytes]
+        return piece[start - piece_start :][:num_bytes]
 
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
         size = self.sizes.get(path, 0)
@@ -84,11 +80,9 @@ class BlockCache(StoreWrapper):
             return
         if not len(buffer):
             return
-        first_block, last_block = start // BLOCK_BYTES, (start + len(buffer) - 1) // BLOCK_BYTES
+        first, last = start // BLOCK_BYTES, (start + len(buffer) - 1) // BLOCK_BYTES
         bytes_copied = 0
-        for number, block in zip(
-            range(first_block, last_block + 1), self._get_blocks(path, first_block, last_block), strict=True
-        ):
+        for number, block in enumerate(self._get_blocks(path, first, last), first):
             offset = start + bytes_copied - number * BLOCK_BYTES
             piece = block.result()[offset : offset + len(buffer) - bytes_copied]
             buffer[bytes_copied : bytes_copied + len(piece)] = piece

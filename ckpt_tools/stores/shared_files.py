@@ -56,23 +56,18 @@ def _explain_unshared(path: Path) -> Iterator[None]:
 @contextmanager
 def prepare_shared_files_check(source: Store, target: Destination) -> Iterator[SharedFilesCheck]:
     """Files of a run's source and target that all machines must see; empty for stores that are not local folders."""
-    source_store, target_store = (
-        _find_local_store(source),
-        _find_local_store(target.store) if isinstance(target, StoreDestination) else None,
-    )
-    sizes = (
-        ()
-        if source_store is None
-        else ((source_store.root / path, size) for path, size in [*source_store.list().items()][:1])
-    )
+    sizes: tuple[tuple[Path, int], ...] = ()
+    if (source_store := _find_local_store(source)) is not None:
+        sizes = tuple((source_store.root / path, size) for path, size in [*source_store.list().items()][:1])
+    target_store = _find_local_store(target.store) if isinstance(target, StoreDestination) else None
     if target_store is None:
-        yield SharedFilesCheck(tuple(sizes))
+        yield SharedFilesCheck(sizes)
         return
     token_path = target_store.root.with_name(SHARED_TOKEN_NAME)
     token_bytes = secrets.token_bytes(16)
     try:
         token_path.write_bytes(token_bytes)
-        yield SharedFilesCheck(tuple(sizes), ((token_path, token_bytes),))
+        yield SharedFilesCheck(sizes, ((token_path, token_bytes),))
     finally:
         with suppress(OSError):
             token_path.unlink(missing_ok=True)

@@ -139,10 +139,8 @@ def open_output_location(url: str | Path, storage_options: StorageOptions = None
 def check_not_nested(src: str | Path, dst: str | Path, storage_options: StorageOptions = None) -> None:
     """Raises DestinationExistsError if one of the two is the other, or is inside it: a reader could take the output
     for a part of the source."""
-    (source_service, source_path), (target_service, target_path) = (
-        _service_and_path(src, storage_options),
-        _service_and_path(dst, storage_options),
-    )
+    source_service, source_path = _service_and_path(src, storage_options)
+    target_service, target_path = _service_and_path(dst, storage_options)
     if source_service != target_service:
         return
     is_same_path = _is_same_file if source_service == "file" else PurePosixPath.__eq__

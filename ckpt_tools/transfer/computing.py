@@ -83,9 +83,8 @@ class ComputedStore(GeneratedFilesStore):
             if (start, stop) == (piece_start, piece_stop):
                 self._compute_piece(computed_tensor, path, piece_start, destination)
             else:
-                destination[:] = self._get_piece(computed_tensor, path, piece_start, piece_stop, destination.dtype)[
-                    start - piece_start : stop - piece_start
-                ]
+                piece = self._get_piece(computed_tensor, path, piece_start, piece_stop, destination.dtype)
+                destination[:] = piece[start - piece_start : stop - piece_start]
 
     def _get_piece(
         self, computed_tensor: ComputedTensor, path: str, piece_start: int, piece_stop: int, dtype: np.dtype[Any]
@@ -120,11 +119,9 @@ class ComputedStore(GeneratedFilesStore):
             return cached_region[2]
         entry = self.computed[path].operands[operand_index]
         dtype = to_numpy(entry.dtype)
-        has_same_layout = cached_region is not None and (cached_region[2].shape, cached_region[2].dtype) == (
-            region.shape,
-            dtype,
-        )
-        part = cached_region[2] if cached_region is not None and has_same_layout else np.empty(region.shape, dtype)
+        part = None if cached_region is None else cached_region[2]
+        if part is None or (part.shape, part.dtype) != (region.shape, dtype):
+            part = np.empty(region.shape, dtype)
         cached_regions.pop(operand_index, None)
         self._reader.read(entry, region, entry.shape, 0, region.numel, part.reshape(-1).view(np.uint8).data)
         cached_regions[operand_index] = path, region, part

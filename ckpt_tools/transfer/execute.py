@@ -226,13 +226,9 @@ class TaskWorker:
         # Posted before anything is waited for: other workers may wait for these.
         self.board.post_checksums(task.file_index, parts)
         for offset, segment in _iter_checksums(file, task):
-            value = (
-                self.board.wait_for_checksum(task.file_index, (segment.start, segment.stop))
-                if segment.start < segment.stop
-                else 0
-            )
-            task_offset = offset - task.start
-            buffer[task_offset : task_offset + segment.num_bytes] = np.frombuffer(value.to_bytes(4, "little"), np.uint8)
+            covers, start = (segment.start, segment.stop), offset - task.start
+            crc = self.board.wait_for_checksum(task.file_index, covers) if segment.start < segment.stop else 0
+            buffer[start : start + segment.num_bytes] = np.frombuffer(crc.to_bytes(4, "little"), np.uint8)
 
     def _checksum_ranges(self, file_index: int, file: FileLayout) -> list[tuple[int, int]]:
         """The ranges of a file that checksums cover, sorted and without duplicates."""
@@ -298,16 +294,15 @@ class _OutputFiles:
         self._count_task(receipt)
 
     def _count_task(self, receipt: TaskReceipt) -> None:
-        file_index = receipt.task.file_index
+        task, file_index = receipt.task, receipt.task.file_index
+        file = self.plan.layout.files[file_index]
         part_tags = self._part_tags.setdefault(file_index, {})
-        part_tags[receipt.task.part_number] = receipt.part_tag
-        bytes_missing = (
-            self._bytes_missing.get(file_index, self.plan.layout.files[file_index].size_bytes) - receipt.task.num_bytes
-        )
+        part_tags[task.part_number] = receipt.part_tag
+        bytes_missing = self._bytes_missing.get(file_index, file.size_bytes) - task.num_bytes
         self._bytes_missing[file_index] = bytes_missing
         if bytes_missing == 0:
             tags_in_order = [part_tags[part] for part in sorted(part_tags)]
-            self.target.finish_file(self.plan.layout.files[file_index].path, self._handle_of(file_index), tags_in_order)
+            self.target.finish_file(file.path, self._handle_of(file_index), tags_in_order)
             self.board.forget_file(file_index)
             del self._part_tags[file_index], self._bytes_missing[file_index]
             self.num_finished += 1

@@ -22,19 +22,9 @@ def to_stored_order_hits(hit: Hit, location: ItemLocation) -> Iterator[BoxHit]:
         destination_start = hit.destination_start
         for box in interval_to_boxes(hit.start, hit.stop, location.shape):
             start, strides = _flat_offset(box.start, location.strides), contiguous_strides(box.shape)
-            box_hit = BoxHit(
-                hit.at,
-                hit.framing,
-                hit.dtype,
-                hit.numel,
-                box.shape,
-                start,
-                location.strides,
-                destination_start,
-                strides,
-            )
+            geometry = (box.shape, start, location.strides, destination_start, strides)
+            yield BoxHit(hit.at, hit.framing, hit.dtype, hit.numel, *geometry)
             destination_start += box.numel
-            yield box_hit
         return
     if hit.shape not in (None, location.shape):
         raise MalformedError(
@@ -69,12 +59,12 @@ def _split_into_uniform_steps(hit: BoxHit, location: ItemLocation) -> Iterator[B
 
 def _hit_at_index(hit: BoxHit, dim: int, index: int) -> BoxHit:
     """The part of a hit at one index of a dim."""
-    extents = (*hit.extents[:dim], 1, *hit.extents[dim + 1 :])
-    start, destination_start = (
-        hit.start + index * hit.strides[dim],
-        hit.destination_start + index * hit.destination_strides[dim],
+    return replace(
+        hit,
+        extents=(*hit.extents[:dim], 1, *hit.extents[dim + 1 :]),
+        start=hit.start + index * hit.strides[dim],
+        destination_start=hit.destination_start + index * hit.destination_strides[dim],
     )
-    return replace(hit, extents=extents, start=start, destination_start=destination_start)
 
 
 def _flat_offset(index: Iterable[Any], strides: Shape) -> int:

@@ -229,10 +229,8 @@ class TensorReader:
         """Read a hit whose stored piece has its element 0 at ``first_byte`` of the file and lies in ``record``."""
         item_bytes = hit.dtype.item_bytes
         if isinstance(hit, FlatHit):
-            destination_bytes = out[
-                hit.destination_start * item_bytes : (hit.destination_start + hit.stop - hit.start) * item_bytes
-            ]
-            self._read_elements(record, first_byte + hit.start * item_bytes, destination_bytes)
+            start, num_bytes = hit.destination_start * item_bytes, (hit.stop - hit.start) * item_bytes
+            self._read_elements(record, first_byte + hit.start * item_bytes, out[start : start + num_bytes])
             return
         strides = tuple(stride * item_bytes for stride in hit.destination_strides)
         destination = np.ndarray(

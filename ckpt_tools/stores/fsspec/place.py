@@ -244,11 +244,8 @@ class FsspecOutputLocation(OutputLocation):
         file_names = [path for path, info in infos.items() if info.get("type") == "file" and not _is_link(info)]
         files = {path: size_of_info(infos[path], self.url) for path in file_names}
         nonempty_folders = set(list_parent_folders(infos))
-        others = [
-            path
-            for path, info in infos.items()
-            if path not in files and (path not in nonempty_folders or _is_link(info))
-        ]
+        more = ((path, info) for path, info in infos.items() if path not in files)
+        others = [path for path, info in more if path not in nonempty_folders or _is_link(info)]
         return DestinationContents(FsspecStore(self.fs, self.path), files, others) if files or others else None
 
     def _partial_folders(self) -> list[str]:
@@ -268,10 +265,8 @@ class FsspecOutputLocation(OutputLocation):
         """Raises DestinationExistsError where the place may not, or cannot, be taken."""
         self.fs.invalidate_cache()
         is_file = kind_of_path(self.fs, self.path, self.url) == "file"
-        existing: dict[OutputKind, bool] = {
-            "file": is_file,
-            "folder": call_with_retry(self.url, self._list_folder) is not None,
-        }
+        is_folder = call_with_retry(self.url, self._list_folder) is not None
+        existing: dict[OutputKind, bool] = {"file": is_file, "folder": is_folder}
         existing_kinds = [kind for kind, found in existing.items() if found]
         check_free(
             self.url, self.form.kind, is_taken=bool(existing_kinds), existing_kinds=existing_kinds, overwrite=overwrite

@@ -183,15 +183,7 @@ _TIME_KEYS = ("mtime", "LastModified", "last_modified", "updated", "modified", "
 
 
 _VERSION_KEYS = (
-    "ETag",
-    "etag",
-    "generation",
-    "md5Hash",
-    "content_md5",
-    "Content-MD5",
-    "version_id",
-    "blob_id",
-    "xet_hash",
+    *("ETag", "etag", "generation", "md5Hash", "content_md5", "Content-MD5", "version_id", "blob_id", "xet_hash"),
     "ino",
 )
 """What file systems call a value that changes with the content of a file."""

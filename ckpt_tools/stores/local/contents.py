@@ -26,14 +26,10 @@ def list_contents_at(path: Path, form: OutputForm) -> DestinationContents | None
 
 
 def contents_of_file(path: Path) -> DestinationContents | None:
-    store = LocalStore(path.parent, only_file=path.name)
     if not exists_or_link(path):
         return None
-    return (
-        DestinationContents(store, {path.name: path.stat().st_size})
-        if path.is_file()
-        else DestinationContents(store, {}, [path.name])
-    )
+    files = {path.name: path.stat().st_size} if path.is_file() else {}
+    return DestinationContents(LocalStore(path.parent, only_file=path.name), files, () if files else (path.name,))
 
 
 def contents_of_folder(path: Path) -> DestinationContents | None:

@@ -123,11 +123,9 @@ class S3Claim(Claim):
         old_objects = [each for each in self.location.list_objects() if each.key in replaced_keys]
         if len(tokens_by_key) == 1 and {each.key for each in old_objects} <= tokens_by_key.keys():
             return []
-        completed_keys = (
-            self._find_completed_keys(tokens_by_key, (each.key for each in old_objects))
-            if self.keeps_uploads
-            else set()
-        )
+        if not self.keeps_uploads:
+            return old_objects
+        completed_keys = self._find_completed_keys(tokens_by_key, (each.key for each in old_objects))
         return [each for each in old_objects if each.key not in completed_keys]
 
 
@@ -172,13 +170,10 @@ class S3OutputLocation(OutputLocation):
     def list_objects(self) -> list[ListedObject]:
         """Contents of the folder without unfinished output."""
         folder_location = self.with_form(FolderForm())
-        partial_objects = set(folder_location._upload_notes.list_partial_objects())
-        listed_objects = self.bucket.list_objects(self.folder_prefix)
-        return [
-            each
-            for each in listed_objects
-            if each.key not in partial_objects and not each.key.startswith(folder_location._partial_prefix)
-        ]
+        partial_keys = set(folder_location._upload_notes.list_partial_objects())
+        partial_prefix = folder_location._partial_prefix
+        found = self.bucket.list_objects(self.folder_prefix)
+        return [each for each in found if each.key not in partial_keys and not each.key.startswith(partial_prefix)]
 
     @property
     def _upload_notes(self) -> UploadNotes:
@@ -191,14 +186,10 @@ class S3OutputLocation(OutputLocation):
     def list_contents(self) -> DestinationContents | None:
         if isinstance(self.form, FolderForm):
             return self._list_folder()
-        listed_object = self.bucket.head_object(self.key) if self.key else None
-        return (
-            None
-            if listed_object is None
-            else DestinationContents(
-                S3Store(self.bucket, self.sibling_prefix, self.name), {self.name: listed_object.size}
-            )
-        )
+        found = self.bucket.head_object(self.key) if self.key else None
+        if found is None:
+            return None
+        return DestinationContents(S3Store(self.bucket, self.sibling_prefix, self.name), {self.name: found.size})
 
     def _list_folder(self) -> DestinationContents | None:
         """Contents as a folder. The empty objects that stand for the folder itself, and for folders with files in

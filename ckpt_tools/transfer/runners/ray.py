@@ -229,9 +229,7 @@ class _RayRun(Generic[Item, Result]):
         """First item that is not assigned. An error of the items themselves ends the run like another."""
         if not self.unassigned_items and not self.is_exhausted:
             try:
-                self.unassigned_items.extend(
-                    _NumberedItem(*numbered_item) for numbered_item in (next(self.numbered_items),)
-                )
+                self.unassigned_items.append(_NumberedItem(*next(self.numbered_items)))
             except StopIteration:
                 self.is_exhausted = True
             except Exception as error:
@@ -245,10 +243,8 @@ class _RayRun(Generic[Item, Result]):
             item = self._peek_item() if self.free_slots else None
             if item is None:
                 return
-            if (
-                self.num_assigned
-                and self.bytes_assigned + self.runner.bytes_of_item(item.item) > self.runner.bytes_in_flight
-            ):
+            num_bytes = self.bytes_assigned + self.runner.bytes_of_item(item.item)
+            if self.num_assigned and num_bytes > self.runner.bytes_in_flight:
                 return
             heapq.heappop(self.unassigned_items)
             self._assign_item(heapq.heappop(self.free_slots)[2], item)
