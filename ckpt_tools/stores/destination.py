@@ -1,4 +1,4 @@
-"""Interfaces of places that take bytes, and the rules on what may be replaced there.
+"""Interfaces of locations that take bytes, and the rules on what may be replaced there.
 
     OutputLocation --claim()--> Claim --destination--> files are written, part by part, not visible yet
           |                       '------publish_files--> 1. check that nothing unexpected is at the location
@@ -7,8 +7,8 @@
           |                                               4. new files become visible, the marker file last
           '--list_leftovers, remove_leftovers: what a killed run left at any of these steps
 
-Each kind of place does these steps as its file system or service allows: most local file systems swap two folders in
-one rename, and on S3 uploads are completed one by one. Step 2 is for places where a killed run is found by its notes.
+Each kind of location does these steps as its file system or service allows: most local file systems swap two folders in
+one rename, and on S3 uploads are completed one by one. Step 2 is for those where a killed run is found by its notes.
 """
 
 from __future__ import annotations
@@ -151,16 +151,16 @@ class Claim(ABC):
 
 @dataclass(frozen=True, slots=True)
 class OutputLocation(ABC):
-    """The place of an output, a file or a folder, before anything is written there."""
+    """The location of an output, a file or a folder, before anything is written there."""
 
     form: OutputForm = field(default=FolderForm(), kw_only=True)
 
     def with_form(self, form: OutputForm) -> Self:
-        """The same place, for an output of another form."""
+        """The same location, for an output of another form."""
         return replace(self, form=form)
 
     def as_single_file(self) -> Self:
-        """The same place, for an output that is one file whatever its name says."""
+        """The same location, for an output that is one file whatever its name says."""
         return self.with_form(SingleFileForm(self.name))
 
     @property
@@ -184,18 +184,18 @@ class OutputLocation(ABC):
 
     @abstractmethod
     def check_free(self, *, overwrite: bool) -> None:
-        """Raises DestinationExistsError or UsageError where the place may not, or cannot, be taken; StoreError."""
+        """Raises DestinationExistsError or UsageError if the location may not, or cannot, be taken; StoreError."""
 
     @abstractmethod
     def claim(self, *, overwrite: bool, resume: bool, fsync: bool = False) -> AbstractContextManager[Claim]:
-        """Take the place; on leaving, output that was not published is removed.
+        """Take the location; on leaving, output that was not published is removed.
 
         With ``resume`` the output of a killed run is kept, even if this run fails. With ``fsync`` published files
         outlive a power failure.
 
         Raises:
             DestinationExistsError: something is there and ``overwrite`` is False, or another process is writing it.
-            UsageError: the place cannot be replaced. StoreError: it cannot be written.
+            UsageError: the location cannot be replaced. StoreError: it cannot be written.
         """
 
     @abstractmethod
@@ -247,7 +247,7 @@ def clean_leftovers(location: OutputLocation, *, dry_run: bool) -> CleanReport:
 def check_free(
     url: str, kind: OutputKind, *, is_taken: bool, existing_kinds: Collection[OutputKind], overwrite: bool
 ) -> None:
-    """Raises DestinationExistsError if an output of that ``kind`` may not, or cannot, take the place.
+    """Raises DestinationExistsError if an output of that ``kind`` may not, or cannot, take the location.
 
     ``is_taken`` says that a file is there, or a folder with contents; ``existing_kinds`` are the kinds of what exists
     there.

@@ -1,4 +1,4 @@
-"""Lock on a place of an object store: an object that its holder writes again every few seconds.
+"""Lock on a location in an object store: an object that its holder writes again every few seconds.
 
 The object is made with a condition ("if there is none"), so that of two processes one fails. A lock whose holder has
 been silent for long, by the service's own clock, or was a process of this machine that has ended, is taken over, again
@@ -54,7 +54,7 @@ class LockObjects(Protocol):
 
 @dataclass(slots=True)
 class ObjectLock:
-    """A lock at ``key``, taken by ``acquire_lock``. ``url`` is the locked place, for messages."""
+    """A lock at ``key``, taken by ``acquire_lock``. ``url`` is what it locks, for messages."""
 
     objects: LockObjects
     key: str

@@ -16,14 +16,14 @@ from ckpt_tools.credentials import mask_raised_errors
 from ckpt_tools.errors import CkptError, SourceNotFoundError, UsageError
 from ckpt_tools.stores.destination import OutputLocation
 from ckpt_tools.stores.fsspec.hub import HubOutputLocation, open_hub_store
+from ckpt_tools.stores.fsspec.location import FsspecOutputLocation
 from ckpt_tools.stores.fsspec.lock import FsspecLockObjects
-from ckpt_tools.stores.fsspec.place import FsspecOutputLocation
 from ckpt_tools.stores.fsspec.store import is_hub, open_file_system, open_fsspec_store
 from ckpt_tools.stores.object_lock import ObjectLock
 from ckpt_tools.stores.output_names import PARTIAL_FOLDER_NAME
 from ckpt_tools.stores.read_ahead import BlockCache
+from ckpt_tools.stores.s3.location import S3OutputLocation
 from ckpt_tools.stores.s3.options import S3Options
-from ckpt_tools.stores.s3.place import S3OutputLocation
 from ckpt_tools.stores.s3.store import bucket_of, open_s3_store
 from ckpt_tools.stores.source import Source, Store
 
@@ -120,9 +120,9 @@ def claim(url: str, *, storage_options: Mapping[str, Any] | None = None) -> Iter
 
 def _open_lock(url: str, options: Mapping[str, Any]) -> ObjectLock:
     """The lock of a folder, not taken yet; nothing is read or written. Raises UsageError."""
-    place = open_remote_location(url, options)
-    if isinstance(place, S3OutputLocation):
-        return place.lock
+    location = open_remote_location(url, options)
+    if isinstance(location, S3OutputLocation):
+        return location.lock
     if is_hub(url):
         raise UsageError(
             f"{url}: the Hub has no locks; to remove a checkpoint there, run: hf repos delete-files NAME FOLDER/"

@@ -119,21 +119,21 @@ def _open_any_source(url: str | Path, storage_options: StorageOptions) -> Source
 
 
 def open_output_location(url: str | Path, storage_options: StorageOptions = None) -> OutputLocation:
-    """Place of an output, one file if the name implies it; nothing is touched.
+    """Location of an output, one file if the name implies it; nothing is read or written.
 
     Raises:
         UsageError: the URL is read-only.
     """
-    place: OutputLocation
+    location: OutputLocation
     if is_remote(url):
         from ckpt_tools.stores.remote import open_remote_location
 
-        place = open_remote_location(str(url), storage_options or {})
+        location = open_remote_location(str(url), storage_options or {})
     else:
-        from ckpt_tools.stores.local.place import LocalOutputLocation
+        from ckpt_tools.stores.local.location import LocalOutputLocation
 
-        place = LocalOutputLocation(local_path(url))
-    return place if find_format_by_suffix(place.name) is None else place.as_single_file()
+        location = LocalOutputLocation(local_path(url))
+    return location if find_format_by_suffix(location.name) is None else location.as_single_file()
 
 
 def check_not_nested(src: str | Path, dst: str | Path, storage_options: StorageOptions = None) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 import ckpt_tools
 from ckpt_tools.errors import DestinationExistsError
-from tests.stores.local.test_place import BOTH, another_writer, names, put
+from tests.stores.local.test_location import BOTH, another_writer, names, put
 from tests.support.commands import printed, run_command
 
 HALF_BYTES = 1 << 20

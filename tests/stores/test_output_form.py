@@ -6,11 +6,11 @@ import pytest
 
 from ckpt_tools.errors import DestinationExistsError
 from ckpt_tools.stores.destination import check_free
-from ckpt_tools.stores.fsspec.place import FsspecOutputLocation
+from ckpt_tools.stores.fsspec.location import FsspecOutputLocation
 from ckpt_tools.stores.output_names import FolderForm, SingleFileForm
 from ckpt_tools.stores.s3.client import Bucket
+from ckpt_tools.stores.s3.location import S3OutputLocation
 from ckpt_tools.stores.s3.options import S3Options
-from ckpt_tools.stores.s3.place import S3OutputLocation
 from ckpt_tools.stores.urls import open_output_location
 
 pytestmark = pytest.mark.quick

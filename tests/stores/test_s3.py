@@ -17,8 +17,8 @@ from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.output_names import PARTIAL_FOLDER_NAME
 from ckpt_tools.stores.read_ahead import AHEAD_BYTES, BLOCK_BYTES, MAX_SMALL_BYTES, BlockCache
 from ckpt_tools.stores.s3.client import Bucket
+from ckpt_tools.stores.s3.location import S3Claim, S3OutputLocation
 from ckpt_tools.stores.s3.options import S3Options
-from ckpt_tools.stores.s3.place import S3Claim, S3OutputLocation
 from ckpt_tools.stores.s3.store import S3Store, open_s3_store
 from ckpt_tools.stores.source import CopySource, Source, Store
 from ckpt_tools.testing.stores import StoreTests
@@ -220,7 +220,7 @@ def test_a_second_writer_is_told_and_of_many_who_start_at_once_one_wins(place):
 
 def test_a_lock_goes_with_its_process_or_with_time(place, monkeypatch):
     code = f"""
-from ckpt_tools.stores.s3.place import S3OutputLocation
+from ckpt_tools.stores.s3.location import S3OutputLocation
 from ckpt_tools.stores.s3.client import Bucket
 from ckpt_tools.stores.s3.options import S3Options
 taken = S3OutputLocation(Bucket(S3Options(), {place.bucket.name!r}), {place.key!r}).claim(overwrite=False, resume=True)

@@ -1,1 +1,1 @@
-"""File systems of fsspec: the store, the place and the lock."""
+"""File systems of fsspec: the store, the location and the lock."""

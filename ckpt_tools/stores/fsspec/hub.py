@@ -22,9 +22,9 @@ from ckpt_tools.errors import DestinationExistsError, UsageError
 from ckpt_tools.signals import allow_signals, defer_signals
 from ckpt_tools.stores.destination import NO_FILES, Claim, DestinationContents, Leftover, check_no_unexpected_files
 from ckpt_tools.stores.file_destination import StoreDestination
-from ckpt_tools.stores.fsspec.place import FsspecOutputLocation
+from ckpt_tools.stores.fsspec.location import FsspecOutputLocation
 from ckpt_tools.stores.fsspec.store import NO_RETRY, FsspecStore, call_with_retry, kind_of_path, open_file_system
-from ckpt_tools.stores.local.place import LocalClaim, LocalLog, LocalOutputLocation
+from ckpt_tools.stores.local.location import LocalClaim, LocalLog, LocalOutputLocation
 from ckpt_tools.stores.output_names import SingleFileForm
 from ckpt_tools.stores.source import Store
 
@@ -128,19 +128,23 @@ class HubClaim(Claim):
         return self.local_claim.finished_store
 
     def publish_files(self, paths: Sequence[str], replaced: Mapping[str, int] = NO_FILES) -> None:
-        place = self.location
-        repository = place.open_repository()
-        parent_commit = repository.resolve_commit(place.url)
-        place.check_free(overwrite=self.overwrite)
-        check_no_unexpected_files(place.list_contents(), place.url, replaced)
+        location = self.location
+        repository = location.open_repository()
+        parent_commit = repository.resolve_commit(location.url)
+        location.check_free(overwrite=self.overwrite)
+        check_no_unexpected_files(location.list_contents(), location.url, replaced)
         self.local_claim.publish_files(paths)
-        folder = self.local_claim.target.parent if isinstance(place.form, SingleFileForm) else self.local_claim.target
-        place.commit_files(repository, parent_commit, {path: folder / path for path in paths}, {*replaced} - {*paths})
+        folder = (
+            self.local_claim.target.parent if isinstance(location.form, SingleFileForm) else self.local_claim.target
+        )
+        location.commit_files(
+            repository, parent_commit, {path: folder / path for path in paths}, {*replaced} - {*paths}
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class HubOutputLocation(FsspecOutputLocation):
-    """A path in a repository, as the place of an output."""
+    """A path in a repository, as the location of an output."""
 
     @classmethod
     def of(cls, url: str, options: Mapping[str, Any]) -> HubOutputLocation:
@@ -177,7 +181,7 @@ class HubOutputLocation(FsspecOutputLocation):
 
     @contextmanager
     def claim(self, *, overwrite: bool, resume: bool, fsync: bool = False) -> Iterator[HubClaim]:
-        """Take the place; another commit before that of ``publish_files`` makes it fail.
+        """Take the location; another commit before that of ``publish_files`` makes it fail.
 
         Raises:
             UsageError: ``resume``, or there is no such repository.
@@ -198,7 +202,7 @@ class HubOutputLocation(FsspecOutputLocation):
     def commit_files(
         self, repository: _Repository, parent_commit: str, added_files: Mapping[str, Path], removed_names: set[str]
     ) -> None:
-        """Add and remove files of this place in one commit after ``parent_commit``.
+        """Add and remove files of this location in one commit after ``parent_commit``.
 
         Raises:
             DestinationExistsError: the branch has another commit now. StoreError.

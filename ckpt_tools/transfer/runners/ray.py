@@ -182,7 +182,7 @@ class _RayRun(Generic[Item, Result]):
     events: SimpleQueue[_TaskEvent[Item]] = field(default_factory=SimpleQueue)
     workers: list[_RayWorker] = field(default_factory=list)
     free_slots: list[tuple[int, int, _RayWorker]] = field(default_factory=list)
-    """A heap of the free places at workers, those at idle ones first."""
+    """A heap of the free slots of workers, those at idle ones first."""
     unassigned_items: list[_NumberedItem[Item]] = field(default_factory=list)
     """Heap of items that were taken and are not assigned."""
     error: BaseException | None = None

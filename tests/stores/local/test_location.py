@@ -14,7 +14,7 @@ import pytest
 
 from ckpt_tools.errors import DestinationExistsError, StoreError, UsageError
 from ckpt_tools.stores.local import publish
-from ckpt_tools.stores.local.place import LocalClaim, LocalOutputLocation
+from ckpt_tools.stores.local.location import LocalClaim, LocalOutputLocation
 from ckpt_tools.stores.local.staging_folder import owned_names_of
 from ckpt_tools.stores.output_names import FolderForm, OutputForm, SingleFileForm
 
@@ -236,7 +236,7 @@ def test_nothing_but_what_is_named_is_replaced(tmp_path, is_file):
 CHILD = """
 import sys, time
 from pathlib import Path
-from ckpt_tools.stores.local.place import LocalOutputLocation
+from ckpt_tools.stores.local.location import LocalOutputLocation
 from ckpt_tools.stores.output_names import FolderForm, SingleFileForm
 form = SingleFileForm("out") if sys.argv[2] == "True" else FolderForm()
 with LocalOutputLocation(Path(sys.argv[1]), form=form).claim(overwrite=sys.argv[3] == "True", resume=False) as staging:
@@ -322,7 +322,7 @@ RACE = """
 import sys
 from pathlib import Path
 from ckpt_tools.errors import DestinationExistsError
-from ckpt_tools.stores.local.place import LocalOutputLocation
+from ckpt_tools.stores.local.location import LocalOutputLocation
 from ckpt_tools.stores.output_names import FolderForm
 published = 0
 while published < 30:

@@ -67,7 +67,7 @@ from ckpt_tools.stores.output_names import FolderForm, OutputForm, SingleFileFor
 
 @dataclass(frozen=True, slots=True)
 class LocalOutputLocation(OutputLocation):
-    """A path of the local file system, as the place of an output."""
+    """A path of the local file system, as the location of an output."""
 
     path: Path
 
@@ -137,7 +137,7 @@ class LocalOutputLocation(OutputLocation):
 
     def list_leftovers(self) -> Sequence[Leftover]:
         with wrap_os_errors("looking failed", self.path):
-            return [left for place in self._candidate_targets() for left in find_leftovers(place)]
+            return [left for target in self._candidate_targets() for left in find_leftovers(target)]
 
     def remove_leftovers(self) -> Sequence[Leftover]:
         leftovers = self.list_leftovers()
@@ -207,7 +207,7 @@ class _NameRecordingStore(LocalStore):
 
 @dataclass(slots=True)
 class LocalClaim(Claim):
-    """The hidden folder, the store in it to write into, and the place that the output will take."""
+    """The hidden folder, the store in it to write into, and the path that the output will have."""
 
     staging_folder: Path
     target: Path

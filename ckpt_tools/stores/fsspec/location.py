@@ -1,4 +1,4 @@
-"""A path of a file system of fsspec, as the place of an output.
+"""A path of a file system of fsspec, as the location of an output.
 
 fsspec has no common way to send a file in parts from several processes. A file is therefore one stream, into which
 parts are written in order; a part that is early waits in its buffer for those before it.
@@ -135,7 +135,7 @@ class NullLog:
 
 @dataclass(slots=True)
 class FsspecClaim(Claim):
-    """A place of a file system, being written to."""
+    """A location in a file system, being written to."""
 
     location: FsspecOutputLocation
     destination: FsspecDestination
@@ -199,7 +199,7 @@ class FsspecClaim(Claim):
 
 @dataclass(frozen=True, slots=True)
 class FsspecOutputLocation(OutputLocation):
-    """A path of a file system, as the place of an output."""
+    """A path of a file system, as the location of an output."""
 
     fs: Any
     path: str
@@ -262,7 +262,7 @@ class FsspecOutputLocation(OutputLocation):
         return f"{self.root}/{self.form.partial_name}"
 
     def check_free(self, *, overwrite: bool) -> None:
-        """Raises DestinationExistsError where the place may not, or cannot, be taken."""
+        """Raises DestinationExistsError if the location may not, or cannot, be taken."""
         self.fs.invalidate_cache()
         is_file = kind_of_path(self.fs, self.path, self.url) == "file"
         is_folder = call_with_retry(self.url, self._list_folder) is not None

@@ -1,4 +1,4 @@
-"""A key of an S3 bucket as the place of an output that is absent, old, or complete.
+"""A key of an S3 bucket as the location of an output that is absent, old, or complete.
 
 Publishing completes the uploads, the marker file last. Small objects below ``.ckpt-tools-partial/`` are the lock of the
 process that writes, its log, and its notes. They are removed when the output is published.
@@ -45,7 +45,7 @@ from ckpt_tools.stores.s3.upload_notes import TOKEN_FORM, UploadNotes, map_in_pa
 
 @dataclass(slots=True)
 class S3Claim(Claim):
-    """A place that this process alone writes to, as long as its lock says so."""
+    """A location that this process alone writes to, as long as its lock says so."""
 
     location: S3OutputLocation
     destination: S3Destination
@@ -131,7 +131,7 @@ class S3Claim(Claim):
 
 @dataclass(frozen=True, slots=True)
 class S3OutputLocation(OutputLocation):
-    """A key of a bucket, without a slash at its end, as the place of an output."""
+    """A key of a bucket, without a slash at its end, as the location of an output."""
 
     bucket: Bucket
     key: str
@@ -203,7 +203,7 @@ class S3OutputLocation(OutputLocation):
         return DestinationContents(S3Store(self.bucket, self.folder_prefix), files, others) if files or others else None
 
     def check_free(self, *, overwrite: bool) -> None:
-        """Raises DestinationExistsError where the place may not, or cannot, be taken."""
+        """Raises DestinationExistsError if the location may not, or cannot, be taken."""
         single_file = self.bucket.head_object(self.key) if self.key else None
         existing: dict[OutputKind, bool] = {"file": single_file is not None, "folder": self._list_folder() is not None}
         existing_kinds = [kind for kind, found in existing.items() if found]
@@ -216,7 +216,7 @@ class S3OutputLocation(OutputLocation):
         """As ``OutputLocation.claim`` says. S3 answers when bytes are safe, so ``fsync`` changes nothing."""
         self.check_free(overwrite=overwrite)
         claim = self.make_claim(overwrite=overwrite, keeps_uploads=resume)
-        # A signal interrupts the block, but not taking and leaving the place.
+        # A signal interrupts the block, but not taking and leaving the location.
         with defer_signals(), ExitStack() as exit_stack:
             claim.lock.acquire_lock()
             exit_stack.callback(_ignore_store_errors, claim.lock.release_lock)
