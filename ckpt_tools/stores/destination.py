@@ -249,7 +249,7 @@ def check_free(
 ) -> None:
     """Raises DestinationExistsError if an output of that ``kind`` may not, or cannot, take the location.
 
-    ``is_taken`` says that a file is there, or a folder with contents; ``existing_kinds`` are the kinds of what exists
+    ``is_taken`` is True if a file is there, or a folder with contents; ``existing_kinds`` are the kinds of what exists
     there.
     """
     if is_taken and not overwrite:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ckpt_tools.errors import IncompleteError
-from ckpt_tools.stores.source import Buffer, FillableStore, Source, check_file_name
+from ckpt_tools.stores.source import Buffer, FillableStore, Source, check_file_name, check_range
 
 
 @dataclass(slots=True)
@@ -26,8 +26,7 @@ class MemoryStore(FillableStore):
         data = self.files.get(check_file_name(path))
         if data is None:
             raise IncompleteError("this file of the checkpoint is missing", path=path)
-        if start + len(buffer) > len(data):
-            raise IncompleteError(f"it ends at byte {len(data):,}, before byte {start + len(buffer):,}", path=path)
+        check_range(path, start + len(buffer), len(data))
         buffer[:] = memoryview(data)[start : start + len(buffer)]
 
     def size(self, path: str) -> int:

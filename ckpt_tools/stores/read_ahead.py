@@ -16,8 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from ckpt_tools.errors import IncompleteError
-from ckpt_tools.stores.source import Store, StoreWrapper
+from ckpt_tools.stores.source import Store, StoreWrapper, check_range
 
 BLOCK_BYTES = 64 << 10
 """Between two headers that are far from each other, little else is read."""
@@ -69,9 +68,8 @@ class BlockCache(StoreWrapper):
         return piece[start - piece_start :][:num_bytes]
 
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
-        size = self.sizes.get(path, 0)
-        if path in self.sizes and start + len(buffer) > size:
-            raise IncompleteError(f"it ends at byte {size:,}, before byte {start + len(buffer):,}", path=path)
+        if path in self.sizes:
+            check_range(path, start + len(buffer), self.sizes[path])
         if (prefetched := self._find_prefetched(path, start, len(buffer))) is not None:
             buffer[:] = prefetched
             return

@@ -27,7 +27,7 @@ _LARGE_BYTES = 1 << 20
 class CopySource:
     """A file as its service knows it, which can copy between its own files.
 
-    ``service`` is equal for two files of one service; ``version`` tells the file from one written later.
+    ``service`` is equal for two files of one service; ``version`` changes when the file is written again.
     """
 
     service: Hashable
@@ -229,6 +229,12 @@ def check_file_name(path: str) -> str:
     if is_unsafe:
         raise UnsafeError(f"the checkpoint names a file {path!r} outside of itself; it was not opened")
     return path
+
+
+def check_range(path: str, stop: int, size: int) -> None:
+    """Raises IncompleteError if ``path``, a file of ``size`` bytes, ends before byte ``stop``."""
+    if stop > size:
+        raise IncompleteError(f"it ends at byte {size:,}, before byte {stop:,}", path=path)
 
 
 def _is_encodable_name(path: str) -> bool:

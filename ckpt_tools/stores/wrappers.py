@@ -9,9 +9,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.errors import IncompleteError
 from ckpt_tools.stores.memory import MemoryStore
-from ckpt_tools.stores.source import Source, Store, StoreWrapper, check_file_name
+from ckpt_tools.stores.source import Source, Store, StoreWrapper, check_file_name, check_range
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +39,9 @@ class InMemoryOverlay(StoreWrapper):
         data = self.in_memory_files.get(path)
         if data is None:
             self.store.read_into(path, start, buffer)
-        elif start + len(buffer) > len(data):
-            raise IncompleteError(f"it ends at byte {len(data):,}, before byte {start + len(buffer):,}", path=path)
-        else:
-            buffer[:] = memoryview(data)[start : start + len(buffer)]
+            return
+        check_range(path, start + len(buffer), len(data))
+        buffer[:] = memoryview(data)[start : start + len(buffer)]
 
     def _resolve_file(self, path: str) -> tuple[Store, str]:
         """A literal has no version, no time and no service."""
@@ -88,8 +86,7 @@ class GeneratedFilesStore(StoreWrapper):
             self.store.read_into(path, start, buffer)
             return
         stop, item = start + len(buffer), generated_file.dtype.item_bytes
-        if stop > generated_file.num_bytes:
-            raise IncompleteError(f"it ends at byte {generated_file.num_bytes:,}, before byte {stop:,}", path=path)
+        check_range(path, stop, generated_file.num_bytes)
         first, last = start // item, -(-stop // item)
         if start == first * item and stop == last * item:
             self._generate_elements(path, first, last, buffer)

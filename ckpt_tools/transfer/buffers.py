@@ -24,7 +24,7 @@ POPULATE_WRITE = 23
 
 
 def allocate_page_aligned(num_bytes: int) -> NDArray[np.uint8]:
-    """So many bytes of memory, whatever they hold, that begin where a page does."""
+    """Uninitialized memory of ``num_bytes`` that begins where a page does."""
     block = np.empty(num_bytes + PAGE_BYTES, np.uint8)
     first = -block.__array_interface__["data"][0] % PAGE_BYTES
     return block[first : first + num_bytes]

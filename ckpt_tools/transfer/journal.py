@@ -206,8 +206,8 @@ class JournalPolicy:
 
     @contextmanager
     def preserve_output_on_error(self, journal: TransferJournal) -> Iterator[None]:
-        """The work of a run; where its output is kept, the journal is written however it ends, and an error says so.
-        What was made of a damaged source is not continued."""
+        """A context for the work of a run. If the output is kept, the journal is written however the work ends, and an
+        error mentions it. The output of a damaged source is not continued: its journal is cleared."""
         try:
             yield
         except MalformedError:

@@ -46,8 +46,8 @@ MAX_KNOWN_ITEMS = 4096
 class TensorReader:
     """Reads elements from ``store``; safe to share between threads, each of which has buffers of its own.
 
-    ``scratch_bytes`` bounds each of the two buffers that a thread has beside the caller's. ``compares_records`` says
-    that a wrong CRC-32 of a record is an error.
+    ``scratch_bytes`` bounds each of the two buffers that a thread has beside the caller's. With ``compares_records``, a
+    wrong CRC-32 of a record is an error.
     """
 
     store: Store

@@ -221,7 +221,7 @@ class TestCopies:
         assert [task.start for task in tasks] == [0, *(task.stop for task in tasks[:-1])]
         assert tasks[-1].stop == file.size_bytes
         assert all(task.num_bytes <= rules.min_copy_task_bytes for task in tasks)
-        assert all(task.num_bytes >= rules.min_bytes for task in tasks[:-1])
+        assert all(task.num_bytes >= rules.min_copy_bytes for task in tasks[:-1])
         assert all((task.stop - len(head.data)) % item == 0 for task in tasks if task.stop > len(head.data))
 
 

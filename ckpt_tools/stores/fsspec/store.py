@@ -190,7 +190,7 @@ _VERSION_KEYS = (
 
 
 def _version_of(info: Mapping[str, Any]) -> str:
-    """A text of all that identifies the content of a file; empty if the file system tells only the size."""
+    """All that identifies the content of a file, as one text; empty if the file system has only its size."""
     identifiers = [str(info[name]) for name in (*_VERSION_KEYS, *_TIME_KEYS) if info.get(name)]
     return " ".join([*identifiers, str(info.get("size"))]) if identifiers else ""
 
@@ -210,7 +210,7 @@ def open_fsspec_store(url: str, options: Mapping[str, Any]) -> FsspecStore | Non
     """Store at ``url``, a file or a folder; None if nothing exists there.
 
     Raises:
-        StoreError: it cannot be asked; others as ``open_file_system`` says.
+        StoreError: the service does not answer. Others as ``open_file_system``.
     """
     fs, path = open_file_system(url, options)
     kind = kind_of_path(fs, path, url)
@@ -224,11 +224,11 @@ def open_fsspec_store(url: str, options: Mapping[str, Any]) -> FsspecStore | Non
 def kind_of_path(fs: Any, path: str, url: str) -> str | None:
     """``file`` or ``directory``; None where nothing is.
 
-    ``isfile``, ``isdir`` and ``exists`` of fsspec say no where the service could not be asked, and ``info`` of some
-    services knows nothing of a folder that is only the beginning of other names.
+    ``isfile``, ``isdir`` and ``exists`` of fsspec return False if the service does not answer, and ``info`` of some
+    services does not find a folder that is only the beginning of other names.
 
     Raises:
-        StoreError: it cannot be asked.
+        StoreError: the service does not answer.
     """
     try:
         return str(call_with_retry(url, lambda: fs.info(path))["type"])

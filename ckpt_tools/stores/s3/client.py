@@ -149,7 +149,7 @@ class Bucket:
             raise
 
     def _check_range(self, answer: Mapping[str, Any], key: str, start: int, num_bytes: int) -> None:
-        """Raises IncompleteError where the object ends early, TransientError for any other range than the asked."""
+        """Raises IncompleteError if the object ends early, TransientError if another range than this came."""
         content_range, stop = str(answer.get("ContentRange", "")), start + num_bytes
         if content_range.startswith(f"bytes {start}-{stop - 1}/") and answer["ContentLength"] == num_bytes:
             return

@@ -301,6 +301,6 @@ def _remove_unless_kept(claim: S3Claim) -> None:
 
 
 def _ignore_store_errors(call: Callable[[], None]) -> None:
-    """Ignore errors: ``clean`` can remove the rest later, and the first error is the one to report."""
+    """Ignore errors: ``clean`` can remove the rest later, and an earlier error is the one to report."""
     with suppress(CkptError):
         call()

@@ -81,7 +81,7 @@ def open_s3_store(bucket: Bucket, key: str) -> S3Store | None:
     """Store at ``key``, which is an object or a prefix; None if nothing exists there.
 
     Raises:
-        SourceNotFoundError: there is no such bucket. StoreError: it cannot be asked.
+        SourceNotFoundError: there is no such bucket. StoreError: the service does not answer.
     """
     key = key.rstrip("/")
     if key and bucket.head_object(key) is not None:

@@ -209,7 +209,7 @@ class _RayRun(Generic[Item, Result]):
             raise
 
     def kill_workers(self) -> None:
-        """End every process now, and wait until Ray says so: what still wrote could meet the next run's files."""
+        """End all processes now, and wait for it: one that still wrote could meet the next run's files."""
         _kill_processes(worker.process for worker in self.workers)
         with suppress(Empty):
             while self.num_assigned:

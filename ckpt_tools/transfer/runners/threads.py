@@ -58,7 +58,7 @@ class ThreadRunner:
 
 
 def _join_threads(threads: Iterable[threading.Thread]) -> None:
-    """Wait for what is under way; where a signal asks this process to end, not for a thread that hangs."""
+    """Wait for the threads; once a signal asks this process to end, for ``JOIN_SECONDS`` at most."""
     try:
         _join_until(threads, math.inf)
     except KeyboardInterrupt:
