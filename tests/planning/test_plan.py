@@ -30,7 +30,6 @@ from ckpt_tools.planning.plan import (
     make_plan,
 )
 from ckpt_tools.planning.tasks import FillBytes, FillZeros, GatherElements, TransferTask, iter_fill_steps
-from ckpt_tools.stores.destination import PartRules
 from ckpt_tools.testing import strategies
 from ckpt_tools.testing.stored import StoredTensor, opaque, stored_tensors
 

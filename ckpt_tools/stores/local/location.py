@@ -29,14 +29,10 @@ from ckpt_tools.stores.local.contents import (
     check_path_free,
     contents_of_file,
     contents_of_folder,
-    exists_or_link,
     folder_size,
     is_nonempty_folder,
-    is_real_folder,
     list_contents_at,
-    open_folder,
     resolve_target,
-    scan_folder,
 )
 from ckpt_tools.stores.local.publish import (
     fsync_folders,
@@ -46,20 +42,11 @@ from ckpt_tools.stores.local.publish import (
     replace_folder,
 )
 from ckpt_tools.stores.local.staging_folder import (
-    OUTPUT_FOLDER_NAME,
     OWNED_NAMES_FILE,
-    create_and_lock_folder,
-    is_own_staging_entry,
-    journal_path,
+    OwnedNames,
+    StagingFolder,
     list_unknown_files,
-    lock_folder,
-    moved_aside_path,
-    owned_names_of,
-    prepare_staging_folder,
     remove_files_by_name,
-    remove_other_output_files,
-    remove_staging_folder,
-    staging_folder_of,
 )
 from ckpt_tools.stores.local.store import LocalFileWriter, LocalStore, wrap_os_errors
 from ckpt_tools.stores.output_names import FolderForm, OutputForm, SingleFileForm
@@ -82,18 +69,19 @@ class LocalOutputLocation(OutputLocation):
     def list_contents(self) -> DestinationContents | None:
         """What exists there. An output that a killed run moved aside counts, because the next claim puts it back."""
         with wrap_os_errors("looking failed", self.path):
-            target = resolve_target(self.path, self.form)
-            aside_folder = moved_aside_path(target)
-            return list_contents_at(
-                aside_folder if not exists_or_link(target) and is_real_folder(aside_folder) else target, self.form
-            )
+            staging = self._staging_folder
+            return list_contents_at(staging.aside_path if staging.is_target_moved_aside else staging.target, self.form)
 
     def check_free(self, *, overwrite: bool) -> None:
         with wrap_os_errors("looking failed", self.path):
-            target = resolve_target(self.path, self.form)
-            if not overwrite and not exists_or_link(target) and is_real_folder(moved_aside_path(target)):
-                raise already_exists_error(str(target))
-            check_path_free(target, self.form, overwrite=overwrite)
+            staging = self._staging_folder
+            if not overwrite and staging.is_target_moved_aside:
+                raise already_exists_error(str(staging.target))
+            check_path_free(staging.target, self.form, overwrite=overwrite)
+
+    @property
+    def _staging_folder(self) -> StagingFolder:
+        return StagingFolder(resolve_target(self.path, self.form))
 
     @contextmanager
     def claim(self, *, overwrite: bool, resume: bool, fsync: bool = False) -> Iterator[LocalClaim]:
@@ -110,17 +98,16 @@ class LocalOutputLocation(OutputLocation):
         # A signal interrupts the block, but not the making and the removal of the folder.
         with defer_signals():
             with wrap_os_errors("cannot write there", self.path.parent):
-                target = resolve_target(self.path, self.form)
-                folder = staging_folder_of(target)
-                check_path_free(target, self.form, overwrite=overwrite)
-                lock_descriptor = create_and_lock_folder(folder)
+                staging = self._staging_folder
+                check_path_free(staging.target, self.form, overwrite=overwrite)
+                lock_descriptor = staging.create_and_lock()
             claim, keeps_output = None, resume
             try:
-                with wrap_os_errors("cannot write there", target.parent):
-                    recover_moved_aside(target)
-                    check_path_free(target, self.form, overwrite=overwrite)
-                    prepare_staging_folder(folder, resume=resume)
-                    claim = LocalClaim(folder, target, self.form, overwrite, fsync)
+                with wrap_os_errors("cannot write there", staging.target.parent):
+                    recover_moved_aside(staging)
+                    check_path_free(staging.target, self.form, overwrite=overwrite)
+                    staging.prepare(resume=resume)
+                    claim = LocalClaim(staging, self.form, overwrite, fsync)
                 with allow_signals():
                     yield claim
                 keeps_output = False
@@ -129,25 +116,24 @@ class LocalOutputLocation(OutputLocation):
                     claim.log.close()
                 with suppress(OSError):
                     if claim is None:
-                        folder.rmdir()  # if it was new, nothing was begun in it
+                        staging.path.rmdir()  # if it was new, nothing was begun in it
                     elif not keeps_output or claim.is_published:
-                        remove_staging_folder(folder)
+                        staging.remove()
                 with suppress(OSError):
                     os.close(lock_descriptor)
 
     def list_leftovers(self) -> Sequence[Leftover]:
         with wrap_os_errors("looking failed", self.path):
-            return [left for target in self._candidate_targets() for left in find_leftovers(target)]
+            return [left for staging in self._candidate_folders() for left in _find_leftovers(staging)]
 
     def remove_leftovers(self) -> Sequence[Leftover]:
         leftovers = self.list_leftovers()
         with wrap_os_errors("removing failed", self.path):
-            for target in filter(find_leftovers, self._candidate_targets()):
-                folder = staging_folder_of(target)
-                lock_descriptor = create_and_lock_folder(folder)
+            for staging in filter(_find_leftovers, self._candidate_folders()):
+                lock_descriptor = staging.create_and_lock()
                 try:
-                    recover_moved_aside(target)
-                    remove_staging_folder(folder)
+                    recover_moved_aside(staging)
+                    staging.remove()
                 finally:
                     os.close(lock_descriptor)
         return leftovers
@@ -156,11 +142,10 @@ class LocalOutputLocation(OutputLocation):
         with wrap_os_errors("removing failed", self.path):
             remove_files_by_name(resolve_target(self.path, FolderForm()), [name for batch in batches for name in batch])
 
-    def _candidate_targets(self) -> list[Path]:
-        """Paths whose staging folders are looked for: the path as a file, and as a folder."""
-        return list(
-            dict.fromkeys(resolve_target(self.path, form) for form in (SingleFileForm(self.name), FolderForm()))
-        )
+    def _candidate_folders(self) -> list[StagingFolder]:
+        """Folders in which output may be left: for the path as a file, and as a folder."""
+        forms = (SingleFileForm(self.name), FolderForm())
+        return [StagingFolder(target) for target in dict.fromkeys(resolve_target(self.path, form) for form in forms)]
 
 
 @dataclass(slots=True)
@@ -200,17 +185,16 @@ class _NameRecordingStore(LocalStore):
     """An output folder. The name of each file is written down beside the folder before the file is made."""
 
     def create(self, path: str, size_bytes: int) -> LocalFileWriter:
-        owned_names_of(self.root.parent).add_names([path])
+        OwnedNames(self.root.with_name(OWNED_NAMES_FILE)).add_names([path])
         # Without arguments it would look for the class that the decorator replaced.
         return super(_NameRecordingStore, self).create(path, size_bytes)
 
 
 @dataclass(slots=True)
 class LocalClaim(Claim):
-    """The hidden folder, the store in it to write into, and the path that the output will have."""
+    """The hidden folder, and the store in it to write into."""
 
-    staging_folder: Path
-    target: Path
+    staging: StagingFolder
     form: OutputForm
     overwrite: bool
     fsync: bool = False
@@ -220,11 +204,14 @@ class LocalClaim(Claim):
     log: LocalLog = field(init=False)
 
     def __post_init__(self) -> None:
-        self.store = _NameRecordingStore(
-            self.staging_folder / OUTPUT_FOLDER_NAME, replaces_existing=True, fsync=self.fsync
-        )
+        self.store = _NameRecordingStore(self.staging.output, replaces_existing=True, fsync=self.fsync)
         self.destination = StoreDestination(self.store)
-        self.log = LocalLog(journal_path(self.staging_folder))
+        self.log = LocalLog(self.staging.journal_path)
+
+    @property
+    def target(self) -> Path:
+        """The path that the output will have."""
+        return self.staging.target
 
     @property
     def finished_store(self) -> LocalStore:
@@ -243,7 +230,7 @@ class LocalClaim(Claim):
         output = self.store.root
         with wrap_os_errors("publishing failed", self.target):
             if paths:
-                remove_other_output_files(self.staging_folder, paths)
+                self.staging.remove_other_output_files(paths)
             if self.fsync:
                 fsync_folders(*(folder for folder, _, _ in os.walk(output)))
             check_path_free(self.target, self.form, overwrite=self.overwrite)
@@ -251,10 +238,10 @@ class LocalClaim(Claim):
                 self._publish_file_and_companions(paths or [self.form.name], replaced)
             elif is_nonempty_folder(self.target):
                 check_no_unexpected_files(contents_of_folder(self.target), str(self.target), replaced)
-                owned_names_of(self.staging_folder).add_names(replaced)
-                old_folder = replace_folder(output, self.target, replaced)
+                self.staging.owned_names.add_names(replaced)
+                old_folder = replace_folder(self.staging, replaced)
                 self.is_published = True
-                remove_replaced_folder(old_folder, self.staging_folder, self.target, replaced)
+                remove_replaced_folder(old_folder, self.staging, replaced)
             else:
                 output.rename(self.target)
             self.is_published = True
@@ -279,36 +266,13 @@ class LocalClaim(Claim):
                     output_folder.joinpath(path).rename(target)
 
 
-def find_leftovers(target: Path) -> list[Leftover]:
-    """Leftovers beside ``target`` that are known to be from a run."""
-    leftovers, folder, aside_folder = [], staging_folder_of(target), moved_aside_path(target)
-    if _is_unused_staging_folder(folder) and (size := _unfinished_bytes(folder)) is not None:
-        leftovers.append(Leftover("unfinished output", str(folder), size))
-    if is_real_folder(aside_folder) and not exists_or_link(target):
+def _find_leftovers(staging: StagingFolder) -> list[Leftover]:
+    """Leftovers in the staging folder and beside it that are known to be from a run."""
+    leftovers, aside_folder = [], staging.aside_path
+    if staging.is_left_over() and (size := staging.find_unfinished_bytes()) is not None:
+        leftovers.append(Leftover("unfinished output", str(staging.path), size))
+    if staging.is_target_moved_aside:
         leftovers.append(Leftover("output moved aside, to be put back", str(aside_folder), folder_size(aside_folder)))
-    elif is_real_folder(aside_folder) and not list_unknown_files(aside_folder, owned_names_of(folder).read_names()):
+    elif staging.has_aside_folder and not list_unknown_files(aside_folder, staging.owned_names.read_names()):
         leftovers.append(Leftover("replaced output", str(aside_folder), folder_size(aside_folder)))
     return leftovers
-
-
-def _is_unused_staging_folder(folder: Path) -> bool:
-    """True if the folder exists and no process writes into it. Raises DestinationExistsError if one does."""
-    if folder.is_symlink() or not folder.is_dir():
-        return False
-    with suppress(FileNotFoundError), open_folder(folder, os.O_NOFOLLOW) as number:
-        lock_folder(number, folder)
-        return True
-    return False
-
-
-def _unfinished_bytes(folder: Path) -> int | None:
-    """Size of the run's files in a staging folder; None if it contains only other files."""
-    own_paths = [path for path in folder.iterdir() if is_own_staging_entry(path)]
-    if not own_paths and any(folder.iterdir()):
-        return None
-    other_sizes = [
-        path.lstat().st_size for path in own_paths if path.name not in (OUTPUT_FOLDER_NAME, OWNED_NAMES_FILE)
-    ]
-    output, owned_names = folder / OUTPUT_FOLDER_NAME, owned_names_of(folder).read_names()
-    output_sizes = scan_folder(output)[0] if output in own_paths else {}
-    return sum(other_sizes) + sum(size for name, size in output_sizes.items() if name in owned_names)

@@ -18,33 +18,27 @@ from pathlib import Path
 
 from ckpt_tools.errors import DestinationExistsError
 from ckpt_tools.stores.destination import already_exists_error, format_names
-from ckpt_tools.stores.local.contents import contents_of_folder, exists_or_link, is_real_folder, open_folder
-from ckpt_tools.stores.local.staging_folder import (
-    list_unknown_files,
-    moved_aside_path,
-    owned_names_of,
-    remove_files_by_name,
-    staging_folder_of,
-)
+from ckpt_tools.stores.local.contents import contents_of_folder, open_folder
+from ckpt_tools.stores.local.staging_folder import StagingFolder, list_unknown_files, remove_files_by_name
 
 _AT_FDCWD, _RENAME_NOREPLACE, _RENAME_EXCHANGE = -100, 1, 2
 """fcntl.h and linux/fs.h."""
 
 
-def recover_moved_aside(target: Path) -> None:
+def recover_moved_aside(staging: StagingFolder) -> None:
     """Put back, or remove, the folder that ``_replace_in_two_steps`` moved aside before its process was killed: the
     target is missing if it was killed between the two steps.
 
     Raises:
         DestinationExistsError: it contains unknown files.
     """
-    aside_folder = moved_aside_path(target)
-    if not is_real_folder(aside_folder):
+    aside_folder = staging.aside_path
+    if staging.is_target_moved_aside:
+        aside_folder.rename(staging.target)
         return
-    if not exists_or_link(target):
-        aside_folder.rename(target)
+    if not staging.has_aside_folder:
         return
-    owned_names = owned_names_of(staging_folder_of(target)).read_names()
+    owned_names = staging.owned_names.read_names()
     if unknown_files := list_unknown_files(aside_folder, owned_names):
         raise DestinationExistsError(
             f"{aside_folder} is the temporary folder of a replaced checkpoint, but it contains other files: "
@@ -54,23 +48,25 @@ def recover_moved_aside(target: Path) -> None:
     aside_folder.rmdir()
 
 
-def replace_folder(finished_folder: Path, target: Path, replaced: Mapping[str, int]) -> Path:
-    """Put a folder in the place of ``target``, which holds ``replaced`` and nothing else. Returns where the old one is.
+def replace_folder(staging: StagingFolder, replaced: Mapping[str, int]) -> Path:
+    """Put the output in the place of the target folder, which holds ``replaced`` and nothing else. Returns the path
+    that the old folder has then.
 
     Raises:
         DestinationExistsError: files were added to it meanwhile; everything is as it was.
     """
-    if not _exchange_paths(finished_folder, target):
-        return _replace_in_two_steps(finished_folder, target, replaced)
+    output, target = staging.output, staging.target
+    if not _exchange_paths(output, target):
+        return _replace_in_two_steps(staging, replaced)
     try:
-        _refuse_added_files(finished_folder, target, replaced)
+        _refuse_added_files(output, target, replaced)
     except DestinationExistsError:
-        _exchange_paths(finished_folder, target)
+        _exchange_paths(output, target)
         raise
-    return finished_folder
+    return output
 
 
-def remove_replaced_folder(old_folder: Path, staging_folder: Path, target: Path, replaced: Mapping[str, int]) -> None:
+def remove_replaced_folder(old_folder: Path, staging: StagingFolder, replaced: Mapping[str, int]) -> None:
     """Remove the old folder by the names in it; if that fails, the next run does it.
 
     Raises:
@@ -82,10 +78,10 @@ def remove_replaced_folder(old_folder: Path, staging_folder: Path, target: Path,
     except OSError as error:
         if error.errno == errno.ENOTEMPTY:
             # What is left there is not ours, whatever it is called.
-            owned_names_of(staging_folder).path.unlink(missing_ok=True)
+            staging.owned_names.path.unlink(missing_ok=True)
             raise DestinationExistsError(
-                f"{target} is written; files that were added to the old one meanwhile are kept in {old_folder}; move "
-                f"them away"
+                f"{staging.target} is written; files that were added to the old one meanwhile are kept in "
+                f"{old_folder}; move them away"
             ) from error
 
 
@@ -127,13 +123,13 @@ def _rename_with_flag(a: Path, b: Path, flag: int) -> bool:
     raise OSError(error_number, os.strerror(error_number))
 
 
-def _replace_in_two_steps(finished_folder: Path, target: Path, replaced: Mapping[str, int]) -> Path:
+def _replace_in_two_steps(staging: StagingFolder, replaced: Mapping[str, int]) -> Path:
     """``replace_folder`` where two names cannot be swapped."""
-    aside_folder = moved_aside_path(target)
+    target, aside_folder = staging.target, staging.aside_path
     target.rename(aside_folder)
     try:
         _refuse_added_files(aside_folder, target, replaced)
-        finished_folder.rename(target)
+        staging.output.rename(target)
     except (OSError, DestinationExistsError):
         aside_folder.rename(target)
         raise

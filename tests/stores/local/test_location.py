@@ -15,7 +15,7 @@ import pytest
 from ckpt_tools.errors import DestinationExistsError, StoreError, UsageError
 from ckpt_tools.stores.local import publish
 from ckpt_tools.stores.local.location import LocalClaim, LocalOutputLocation
-from ckpt_tools.stores.local.staging_folder import owned_names_of
+from ckpt_tools.stores.local.staging_folder import OwnedNames
 from ckpt_tools.stores.output_names import FolderForm, OutputForm, SingleFileForm
 
 BOTH = pytest.mark.parametrize("is_file", [True, False], ids=["file", "folder"])
@@ -77,8 +77,9 @@ def note(target: Path, *names: str) -> None:
 
 def test_a_name_after_one_that_a_full_disk_cut_off(tmp_path):
     tmp_path.joinpath("names").write_bytes(b'"a.pt"\n"b.p')
-    owned_names_of(tmp_path).add_names(["c.pt"])
-    assert owned_names_of(tmp_path).read_names() == {"a.pt", "c.pt"}
+    owned_names = OwnedNames(tmp_path / "names")
+    owned_names.add_names(["c.pt"])
+    assert owned_names.read_names() == {"a.pt", "c.pt"}
 
 
 def names(folder: Path) -> list[str]:
