@@ -72,10 +72,19 @@ class StackedPrefixes:
             raise UsageError(f"stacked.{self.side} = {wrong!r} is not text such as 'decoder.layers.{{layer}}.'")
 
     def stack_line(self, line: Any) -> Any:
-        """The table of a ``[[map]]`` for the stacked tensors; the same if it has none."""
+        """The table of a ``[[map]]`` for the stacked tensors; the same if it has none.
+
+        Raises:
+            UsageError: a name beside a stacked one is numbered by the same variable, which is an axis now.
+        """
         names = line.get(self.side) if isinstance(line, Mapping) else None
         if not isinstance(names, str | Mapping) or not any(map(self._find_prefix, _add_shapes(names))):
             return line
+        names = _add_shapes(names)
+        variables = {match[2] for name in names if (match := _PREFIX.fullmatch(self._find_prefix(name) or ""))}
+        for name in names:
+            if self._find_prefix(name) is None and any(variable in name for variable in variables):
+                raise UsageError(f"{name} stands beside stacked tensors and is not stacked; give it a line of its own")
         other_side = "right" if self.side == "left" else "left"
         siblings = line.get("beside", {})
         if isinstance(siblings, Mapping) and isinstance(siblings.get(self.side), str):
@@ -83,7 +92,7 @@ class StackedPrefixes:
         other_names = line.get(other_side)
         return {
             **line,
-            self.side: dict(self._stack_name(*each) for each in _add_shapes(names).items()),
+            self.side: dict(self._stack_name(*each) for each in names.items()),
             other_side: _add_shapes(other_names),
             **({"beside": siblings} if siblings else {}),
         }

@@ -324,6 +324,9 @@ def test_copies_are_left_out_and_not_given_back():
 AGAIN_LEFT = '["layers.{layer}.", "mtp.{i}.inner."]'
 
 test_what_is_refused = refusal_test(
+    ("a numbered name beside a stacked one", parsed(STACKED.replace('"layers.{layer}.qkv" = "(q:Q k:K) H"',
+        '"layers.{layer}.q" = "q H", "keys.{layer}" = "k H"')), UsageError,
+        r"keys\.\{layer\} stands beside stacked tensors and is not stacked"),
     ("a stacked prefix without a variable", parsed(STACKED.replace('["layers.{layer}."]', '["layers."]')), UsageError,
         r"stacked.left = 'layers\.' is not text such as"),
     ("a rest before other axes", parsed(REST_OF_AXES.replace("{n} ...", "... {n}")), UsageError,
