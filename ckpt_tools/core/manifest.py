@@ -216,25 +216,24 @@ def join_path(path: Iterable[str | int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class StateTree:
-    """Paths of model, optimizer and entries in a source that is a tree, so that it can be written back as it was.
-
-    ``optim`` is None where there was no optimizer. ``is_flattened`` says that optimizer state had one key each,
-    ``state.<fqn>.<slot>`` and ``param_groups.<fqn>.<option>``. ``extras`` maps the names at the top of
-    ``Manifest.extra`` to their paths. ``masters`` is the slot of the optimizer's state that has the fp32 masters.
-    ``numbers`` are those that the optimizer gave its parameters, in the order of ``Manifest.groups``; empty where it
-    named them. ``changed`` are parts that are written in another form, in words.
-    """
+    """Paths of model, optimizer and entries in a source that is a tree, so that it can be written back as it was."""
 
     model: TreePath
     optim: TreePath | None
+    """None where there was no optimizer."""
     is_flattened: bool = False
+    """True if optimizer state had one key each: ``state.<fqn>.<slot>`` and ``param_groups.<fqn>.<option>``."""
     extras: Mapping[str, TreePath] = field(default_factory=dict)
+    """The paths of the entries in ``Manifest.extra``, by their names at its top."""
     masters: str = ""
+    """The slot of the optimizer's state that has the fp32 masters."""
     numbers: tuple[int, ...] = ()
+    """The numbers of the optimizer's parameters, in the order of ``Manifest.groups``; empty where it named them."""
     changed: tuple[str, ...] = ()
+    """Parts that are written in another form, in words."""
 
     def get_slot_name(self, slot: str) -> str:
-        """What the tree calls a slot of a parameter's state."""
+        """The name that the tree has for a slot of a parameter's state."""
         return self.masters or slot if slot == MASTER else slot
 
 

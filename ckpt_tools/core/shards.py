@@ -88,29 +88,31 @@ class _NotComputed(Enum):
 
 
 class ShardTable(ABC):
-    """The shards of one tensor as columns.
-
-    ``shape`` is the geometry the boxes are in: the tensor's own, the same with dims split (``[6, 4]`` as
-    ``[2, 3, 4]``), or ``(numel,)``. ``starts`` and ``stops`` are ``[num_shards, ndim]`` in elements, ``byte_starts``
-    and ``byte_stops`` ``[num_shards]``, ``file_ids`` index ``files``. ``strides`` are ``[num_shards, ndim]`` in
-    elements, or None where every shard is row-major. ``inner`` is given if shards are parts of framed items: then the
-    bytes are those of the items, and strides count the elements of an item in its row-major order.
-    """
+    """The shards of one tensor as columns, one row a shard."""
 
     __slots__ = ()
     shape: Shape
+    """The geometry of the boxes: the tensor's own shape, the same with dims split (``[6, 4]`` as ``[2, 3, 4]``), or
+    ``(numel,)``."""
     dtype: DType
     starts: Ints
+    """First index of each box, ``[num_shards, ndim]``, in elements."""
     stops: Ints
+    """End of each box, ``[num_shards, ndim]``, in elements."""
     files: Sequence[str]
     file_ids: Ints
+    """Index of each shard's file in ``files``, ``[num_shards]``."""
     byte_starts: Ints
+    """``[num_shards]``, like ``byte_stops``."""
     byte_stops: Ints
     framing: Framing
     strides: Ints | None
+    """``[num_shards, ndim]``, in elements; None where every shard is row-major."""
     inner: NestedRows | None
+    """Given if shards are parts of framed items: then the bytes are those of the items, and ``strides`` count the
+    elements of an item in its row-major order."""
     numels: Ints
-    """Elements of each shard."""
+    """Elements of each shard, ``[num_shards]``."""
     _covers: bool
 
     @classmethod

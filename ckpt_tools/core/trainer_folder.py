@@ -31,22 +31,21 @@ class CompanionFile:
 
 @dataclass(frozen=True, slots=True)
 class TrainerFolder:
-    """The folder of ``trainer``.
-
-    ``parts`` maps the folder of each checkpoint in it to the names at the top of its tree; an empty folder is the
-    trainer's own. ``files`` are copied as they are, by their names in the folder. ``entries`` are the names in
-    ``Manifest.extra`` that were read from them, and are not written a second time. ``unknown`` are files of the source
-    in the folder itself that the trainer is not known to write. ``without_ranks``, ``first_is_enough`` and
-    ``resume``: as in ``trainers.record.ResumeRules``.
-    """
+    """The folder of ``trainer``. ``without_ranks``, ``first_is_enough`` and ``resume`` are those of
+    ``trainers.record.ResumeRules``."""
 
     trainer: str
     parts: Mapping[str, Collection[str]]
+    """The names at the top of the tree of each checkpoint in the folder, by the folder of the checkpoint; an empty one
+    is the trainer's own."""
     files: Mapping[str, CompanionFile]
+    """Files that are copied as they are, by their names in the folder."""
     without_ranks: str = ""
     first_is_enough: bool = False
     unknown: frozenset[str] = frozenset()
+    """Files of the source in the folder itself that the trainer is not known to write."""
     entries: frozenset[str] = frozenset()
+    """Names in ``Manifest.extra`` that were read from ``files``, and are not written a second time."""
     resume: str = ""
 
     def __post_init__(self) -> None:
