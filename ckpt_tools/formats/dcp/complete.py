@@ -43,17 +43,13 @@ def problem(saved: SavedCheckpoint) -> str | None:
         if (truncation := _find_truncated_file(saved, path, metadata)) is not None:
             return truncation
         has_tensors |= any(isinstance(each, TensorStorageMetadata) for each in metadata.state_dict_metadata.values())
-    return None if has_tensors else _check_has_tensors(saved, min(indexes))
+    if not has_tensors:
+        from ckpt_tools.formats.dcp.reader import read
 
-
-def _check_has_tensors(saved: SavedCheckpoint, path: str) -> str | None:
-    """Its objects may hold tensors, which the reader finds."""
-    from ckpt_tools.formats.dcp.reader import read
-
-    with suppress(UnsupportedError):
-        if read(saved.source, ReadOptions()).tensors:
-            return None
-        return f"{path} names no tensors"
+        # Objects may hold tensors, which the reader finds.
+        with suppress(UnsupportedError):
+            if not read(saved.source, ReadOptions()).tensors:
+                return f"{min(indexes)} names no tensors"
     return None
 
 

@@ -110,7 +110,10 @@ def _parse_index(source: Source, path: str) -> DcpIndex:
         raise MalformedError("it does not contain DCP metadata", path=path)
     file_table = _FileTable(source, path.rpartition("/")[0])
     items = metadata.storage_data
-    num_ranks = _count_ranks_of_items(items.values())  # reading takes items away
+    # Counted before leaves are made, which takes items away. Ranks without elements count: torch lists an empty piece.
+    data_files = {info.relative_path for info in items.values()}
+    matches = (_FILE_NAME.fullmatch(path.rpartition("/")[2]) for path in data_files)
+    num_ranks = max((int(match[1]) + 1 for match in matches if match), default=None)
     # A checkpoint may have a million items. They are compared as columns of numpy, and ``_make_whole_leaf`` drops each
     # description when its table is built, which halves the peak of memory.
     file_ends, shared_item_name = _measure_files(items, file_table)
@@ -200,13 +203,6 @@ def note_unread_files(source: Source, indexes: Mapping[str, DcpIndex]) -> list[N
     trailing_bytes = {file: source.files[file] - end for file, end in file_ends.items() if source.files[file] > end}
     unlisted += [f"{format_count(rest, 'byte')} at the end of {file}" for file, rest in trailing_bytes.items()]
     return [Note(Outcome.DOUBTFUL, what, f"not read: no item in {METADATA} is there") for what in unlisted]
-
-
-def _count_ranks_of_items(item_infos: Iterable[StorageInfo]) -> int | None:
-    """By the files of all items; of a rank that holds no element, torch lists a piece without any."""
-    names = (path.rpartition("/")[2] for path in set(map(attrgetter("relative_path"), item_infos)))
-    ranks = [int(match[1]) for name in names if (match := _FILE_NAME.fullmatch(name))]
-    return max(ranks) + 1 if ranks else None
 
 
 class _FileTable:

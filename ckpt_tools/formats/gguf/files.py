@@ -75,14 +75,16 @@ def read(source: Source, options: ReadOptions) -> Manifest:
     selected = {name: info for name, info in tensors.items() if info.dtype is not None or is_selected(name, *selection)}
     entries = {StateKey(name): _make_entry(name, info) for name, info in selected.items()}
     unselected = [info for name, info in tensors.items() if name not in selected]
+    unselected_bytes = sum(info.byte_range.stop - info.byte_range.start for info in unselected)
+    what = format_count(len(unselected), "quantized tensor")
+    note = Note(Outcome.DROPPED, what, "not selected", len(unselected), unselected_bytes, asked=True)
     key_values = {name: value for name, value in headers[0].values.items() if name not in _SPLIT_KEYS}
-    unselected_names = tensors.keys() - selected.keys()
     return Manifest(
         "gguf",
         entries,
         extra={KEY_VALUES_ENTRY: key_values},
-        notes=_note_unselected(unselected),
-        unreadable_names=frozenset(unselected_names),
+        notes=(note,) if unselected else (),
+        unreadable_names=frozenset(tensors.keys() - selected.keys()),
     )
 
 
@@ -142,14 +144,6 @@ def _make_entry(name: str, info: TensorInfo) -> TensorEntry:
     return TensorEntry(info.shape, info.dtype, kind, ShardTable.whole(info.shape, info.dtype, info.byte_range))
 
 
-def _note_unselected(unselected: list[TensorInfo]) -> tuple[Note, ...]:
-    total_bytes = sum(info.byte_range.stop - info.byte_range.start for info in unselected)
-    what = format_count(len(unselected), "quantized tensor")
-    return (
-        (Note(Outcome.DROPPED, what, "not selected", len(unselected), total_bytes, asked=True),) if unselected else ()
-    )
-
-
 def layout(manifest: Manifest, options: WriteOptions) -> Layout:
     keys_by_name, notes = collect_weights_by_name(manifest, "GGUF")
     key_values, value_notes = _choose_key_values(manifest, options.model_type)
@@ -158,7 +152,7 @@ def layout(manifest: Manifest, options: WriteOptions) -> Layout:
     segments: list[Segment] = list(_build_header_segments(entries, key_values, alignment))
     for name, entry in entries.items():
         segments.append(Payload(keys_by_name[name], Box.whole(entry.shape), entry.shape, entry.dtype))
-        segments += _pad_to_alignment(entry.num_bytes, alignment)
+        segments.append(Padding(-entry.num_bytes % alignment))
     path = options.file_name or f"model{SUFFIX}"
     return Layout(
         (FileLayout(path, tuple(merge_literals(each for each in segments if each.num_bytes))),), (*notes, *value_notes)
@@ -197,11 +191,7 @@ def _build_header_segments(
         header_parts.append(_pack_tensor_info(name, entry, offset))
         offset = align_up(offset + entry.num_bytes, alignment)
     data = b"".join(header_parts)
-    return (Literal(data), *_pad_to_alignment(len(data), alignment))
-
-
-def _pad_to_alignment(num_bytes: int, alignment: int) -> list[Segment]:
-    return [Padding(-num_bytes % alignment)]
+    return (Literal(data), Padding(-len(data) % alignment))
 
 
 def _pack_tensor_info(name: str, entry: TensorEntry, offset: int) -> bytes:

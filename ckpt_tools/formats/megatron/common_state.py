@@ -148,17 +148,13 @@ class CommonState:
     @property
     def groups(self) -> list[StoredGroup]:
         """Every group of every optimizer, in order. Raises MalformedError."""
-        return [
-            StoredGroup(number, options)
-            for number, tree in self.optimizer_trees
-            for options in self._get_group_options(tree)
-        ]
-
-    def _get_group_options(self, tree: Mapping[Any, Value]) -> list[dict[Any, Value]]:
-        group_options = get_inner_tree(tree).get("param_groups", [])
-        if not isinstance(group_options, list) or not all(isinstance(group, dict) for group in group_options):
-            raise self._make_malformed_error("its param_groups", group_options)
-        return group_options
+        groups: list[StoredGroup] = []
+        for number, tree in self.optimizer_trees:
+            stored = get_inner_tree(tree).get("param_groups", [])
+            if not isinstance(stored, list) or not all(isinstance(options, dict) for options in stored):
+                raise self._make_malformed_error("its param_groups", stored)
+            groups += (StoredGroup(number, options) for options in stored)
+        return groups
 
     def get_step(self, group: StoredGroup) -> Value:
         """The step of a group's parameters: a number, a ``TensorRef``, or None."""

@@ -95,11 +95,14 @@ class _MegatronManifestBuilder:
 
     def build_manifest(self) -> Manifest:
         self._refuse_layer_wise()
-        objects = self._read_objects()
+        objects: dict[str, Value] = {}
+        for key in self.index.objects:
+            if key not in (COMMON_ITEM, OWN_ITEM) and not is_bucket_state(key):
+                objects[key] = tuple(_read_sharded_object(self.folder.source, key, self.index, self.inner_tensors))
         entries = self._build_entries()
         groups = self._build_groups(entries)
         entries |= self._build_step_entries(entries, groups)
-        entries |= {key: _make_tensor_entry(leaf, Kind.EXTRA) for key, leaf in self.inner_tensors.items()}
+        entries |= {key: leaf.make_entry(Kind.EXTRA) for key, leaf in self.inner_tensors.items()}
         self._note_buckets()
         self._note_vocabulary(entries)
         self.notes += self.folder.note_unread_files(self.folder.files)
@@ -177,21 +180,11 @@ class _MegatronManifestBuilder:
             raise MalformedError("its original shape in mcore_data is not one of a tensor", key=key)
         try:
             if original_shape is None:
-                return _make_tensor_entry(leaf, kind)
+                return leaf.make_entry(kind)
             self.flattened_items += [leaf.shards.get_byte_range(row) for row in range(len(leaf.shards))]
-            return _make_tensor_entry(_unflatten(self.folder.source, leaf, tuple(original_shape)), kind)
+            return _unflatten(self.folder.source, leaf, tuple(original_shape)).make_entry(kind)
         except CkptError as error:
             raise type(error)(error.message, path=error.path, key=key) from error
-
-    def _read_objects(self) -> dict[str, Value]:
-        """Every object but the common state, and state of the distributed optimizer."""
-        object_names = [
-            key for key in self.index.objects if key not in (COMMON_ITEM, OWN_ITEM) and not is_bucket_state(key)
-        ]
-        return {
-            key: tuple(_read_sharded_object(self.folder.source, key, self.index, self.inner_tensors))
-            for key in object_names
-        }
 
     def _collect_extra(self, objects: Mapping[str, Value]) -> dict[str, Any]:
         own_extra = self.own_entry.get("extra")
@@ -216,17 +209,14 @@ class _MegatronManifestBuilder:
             why = "the common state has no param_groups of the optimizer"
             self.notes.append(Note(Outcome.DEFAULTED, "hyperparameters of the optimizer", why))
             return [ParamGroup(tuple(each.name for each in trained), {})]
-        members = self._assign_members(groups, trained)
-        return [
-            ParamGroup(tuple(names), self._collect_options(number, group))
-            for number, (names, group) in enumerate(zip(members, groups, strict=True))
-        ]
-
-    def _collect_options(self, number: int, group: StoredGroup) -> dict[str, Any]:
-        """All but the step, which each parameter has, and what ckpt-tools added to a group that was not Megatron's."""
-        own_group = self._own_groups[number] if number < len(self._own_groups) else {}
-        omitted_names = {"step", *_keep_texts(own_group.get("added"))}
-        return {str(name): value for name, value in group.options.items() if name not in omitted_names}
+        param_groups: list[ParamGroup] = []
+        for number, (names, group) in enumerate(zip(self._assign_members(groups, trained), groups, strict=True)):
+            # Without the step, which each parameter has, and what ckpt-tools added to a group that was not Megatron's.
+            own_group = self._own_groups[number] if number < len(self._own_groups) else {}
+            omitted_names = {"step", *_keep_texts(own_group.get("added"))}
+            options = {str(name): value for name, value in group.options.items() if name not in omitted_names}
+            param_groups.append(ParamGroup(tuple(names), options))
+        return param_groups
 
     @cached_property
     def _own_groups(self) -> list[dict[Any, Any]]:
@@ -285,7 +275,7 @@ class _MegatronManifestBuilder:
             return None
         if isinstance(step, TensorRef):
             leaf = self.inner_tensors[step.key]
-            return _make_tensor_entry(leaf, Kind.STATE) if not leaf.shape else None
+            return leaf.make_entry(Kind.STATE) if not leaf.shape else None
         file = make_literal_file_name(f"step {step}")
         self.literals[file] = struct.pack("<f", step)
         return TensorEntry((), DType.FLOAT32, Kind.STATE, ShardTable.whole((), DType.FLOAT32, ByteRange(file, 0, 4)))
@@ -333,10 +323,6 @@ class _MegatronManifestBuilder:
 
 def _keep_texts(names: Any) -> list[str]:
     return [name for name in names if type(name) is str] if isinstance(names, list) else []
-
-
-def _make_tensor_entry(leaf: TensorLeaf, kind: Kind) -> TensorEntry:
-    return TensorEntry(leaf.shape, leaf.dtype, kind, leaf.shards)
 
 
 def _read_common_state(folder: MegatronFolder, index: DcpIndex, inner_tensors: InnerTensors) -> CommonState:

@@ -59,7 +59,12 @@ def read(source: Source, options: ReadOptions) -> Manifest:
         raise MalformedError("it is not a zip archive of arrays, or it is cut", path=path)
     arrays, text_notes = _read_arrays(directory, read_range)
     void_names = [name for name, (header, _) in arrays.items() if header.is_void]
-    tensors = {StateKey(name): _make_entry(header, at) for name, (header, at) in arrays.items()}
+    tensors = dict[StateKey, TensorEntry]()
+    for name, (header, data_range) in arrays.items():
+        shard = Shard(Box.whole(header.shape), data_range, header.strides if prod(header.shape) else None)
+        kind = Kind.PARAMETER if header.dtype.is_floating else Kind.BUFFER
+        table = ShardTable.build(header.shape, header.dtype, [shard])
+        tensors[StateKey(name)] = TensorEntry(header.shape, header.dtype, kind, table)
     why = "numpy keeps it as void of 2 bytes, the form in which it saves bfloat16, and it is read as bfloat16"
     what = f"dtype of {void_names[0] if len(void_names) == 1 else format_count(len(void_names), 'array')}"
     notes = (Note(Outcome.DEFAULTED, what, why, len(void_names)),) if void_names else ()
@@ -117,13 +122,6 @@ def _read_npy_header(read_range: ReadRange, start: int, stop: int, path: str, na
         raise MalformedError("its header does not fit the array", path=path, key=name)
     data = data[:length] if length <= len(data) else read_range(start, start + length)
     return parse_npy_header(data, path, name)
-
-
-def _make_entry(header: NpyHeader, data_range: ByteRange) -> TensorEntry:
-    strides = header.strides if prod(header.shape) else None
-    table = ShardTable.build(header.shape, header.dtype, [Shard(Box.whole(header.shape), data_range, strides)])
-    kind = Kind.PARAMETER if header.dtype.is_floating else Kind.BUFFER
-    return TensorEntry(header.shape, header.dtype, kind, table)
 
 
 def layout(manifest: Manifest, options: WriteOptions) -> Layout:

@@ -208,7 +208,9 @@ def _parse_leaf(entry: Any, file: str) -> OrbaxLeaf | None:
     name = ".".join(key for key, _ in keys)
     if value_type in _EMPTY_TYPES:
         return None
-    if not all(number == _DICT_KEY or (number == _SEQUENCE_KEY and _is_position(key)) for key, number in keys):
+    positions = [key for key, number in keys if number == _SEQUENCE_KEY]
+    are_positions = all(key.isascii() and key.isdecimal() and len(key) < 10 for key in positions)
+    if not are_positions or not all(number in (_DICT_KEY, _SEQUENCE_KEY) for _, number in keys):
         raise MalformedError("a key on its path is neither a name nor a position", path=file, key=name)
     path = tuple(int(key) if number == _SEQUENCE_KEY else key for key, number in keys)
     if value_type not in (*_ARRAY_TYPES, "string"):
@@ -218,10 +220,6 @@ def _parse_leaf(entry: Any, file: str) -> OrbaxLeaf | None:
     if is_skipped:
         raise UnsupportedError("its value is not among the arrays (skip_deserialize)", path=file, key=name)
     return OrbaxLeaf(path, None if value_type == "string" else name, value_type == "scalar")
-
-
-def _is_position(key: str) -> bool:
-    return key.isascii() and key.isdecimal() and len(key) < 10
 
 
 def read_strings(source: Source, tree: OrbaxTree) -> Mapping[TreePath, str]:

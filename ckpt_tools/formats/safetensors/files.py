@@ -110,7 +110,10 @@ def read(source: Source, options: ReadOptions) -> Manifest:
         notes.append(Note(Outcome.MISSING, "the number of ranks", why))
     del headers
     # A model may have hundreds of thousands: what one was read from is given up as its entry is made.
-    tensors = {StateKey(name): _make_entry(leaves.pop(name)) for name in list(leaves)}
+    tensors = dict[StateKey, TensorEntry]()
+    for name in list(leaves):
+        leaf = leaves.pop(name)
+        tensors[StateKey(name)] = leaf.make_entry(Kind.PARAMETER if leaf.dtype.is_floating else Kind.BUFFER)
     return Manifest("safetensors", tensors, aliases=ties, extra=extra, notes=tuple(notes))
 
 
@@ -261,11 +264,6 @@ def _join_rank_pieces(headers: Mapping[str, SafetensorsHeader]) -> dict[str, Ten
     return {name: TensorLeaf(table.shape, table.dtype, table) for name, table in tables.items()}
 
 
-def _make_entry(leaf: TensorLeaf) -> TensorEntry:
-    kind = Kind.PARAMETER if leaf.dtype.is_floating else Kind.BUFFER
-    return TensorEntry(leaf.shape, leaf.dtype, kind, leaf.shards)
-
-
 def _find_stated_ties(headers: Iterable[SafetensorsHeader], tensors: Mapping[str, TensorLeaf]) -> dict[str, str]:
     return {
         alias: owner
@@ -381,23 +379,18 @@ def _assign_files(entries: Mapping[str, TensorEntry], options: WriteOptions) -> 
 def build_file_layout(
     path: str, tensors: Mapping[str, tuple[StateKey, TensorEntry]], aliases: Mapping[str, str], texts: Mapping[str, str]
 ) -> FileLayout:
-    """A file of the tensors in ``tensors``, with ``aliases`` and ``texts`` in its metadata.
-
-    Wide elements come first, so that every tensor is aligned to its own width; three bytes are aligned anywhere.
-    """
+    """A file of the tensors in ``tensors``, with ``aliases`` and ``texts`` in its metadata."""
     from ckpt_tools.core.layout import FileLayout, Literal, Payload
 
-    aligned_tensors = dict(sorted(tensors.items(), key=lambda item: -_get_alignment(item[1][1].dtype)))
+    # Wide elements come first, so that every tensor is aligned to the largest power of two that divides its width.
+    widths = {name: entry.dtype.item_bytes for name, (_, entry) in tensors.items()}
+    aligned_tensors = {name: tensors[name] for name in sorted(tensors, key=lambda n: -(widths[n] & -widths[n]))}
     payloads = [
         Payload(key, Box.whole(entry.shape), entry.shape, entry.dtype) for key, entry in aligned_tensors.values()
     ]
     stored_aliases = {alias: owner for alias, owner in aliases.items() if owner in aligned_tensors}
     header = _encode_header({name: entry for name, (_, entry) in aligned_tensors.items()}, {**texts, **stored_aliases})
     return FileLayout(path, (Literal(header), *payloads))
-
-
-def _get_alignment(dtype: DType) -> int:
-    return dtype.item_bytes & -dtype.item_bytes
 
 
 def _encode_header(tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str]) -> bytes:

@@ -400,14 +400,15 @@ class _TreeBuilder:
         return "state" in self.paths[name][:-1]
 
     def build_origin(self, manifest: Manifest) -> Origin:
-        world, files = (
-            len(self.checkpoint.ranks),
-            [file for item in self.checkpoint.items for file in item.files.values()],
-        )
+        """What the writer needs to write such files again."""
+        files = [file for item in self.checkpoint.items for file in item.files.values()]
         templates = {
-            label: self._pad_rank_field(generalize_world_size(name, world))
+            label: self._pad_rank_field(generalize_world_size(name, len(self.checkpoint.ranks)))
             for label, name in self._template_by_entry.items()
         }
+        objects = (item for file in files for item in file.objects.items())
+        param_lists = [value for path, value in objects if path[-1] == "params" and "param_groups" in path]
+        is_numbered = any(isinstance(value, list) and any(type(each) is int for each in value) for value in param_lists)
         mesh = next((file.mesh for file in files if file.mesh is not None), None)
         companion_files = _find_companion_files(self.source, self.checkpoint.folder)
         depth = 0 if manifest.tree is None else len(manifest.tree.model)
@@ -417,7 +418,7 @@ class _TreeBuilder:
         return Origin(
             templates,
             tuple(item.template for item in self.checkpoint.items),
-            any(map(_has_numbered_params, files)),
+            is_numbered,
             mesh.device_type if mesh is not None else None,
             dim_name,
             tuple(
@@ -437,11 +438,6 @@ class _TreeBuilder:
             if len(digits) > 1 and digits.isdecimal() and digits.startswith("0"):
                 return f"{before}{{rank:0{len(digits)}}}{after}"
         return template
-
-
-def _has_numbered_params(file: RankFile) -> bool:
-    params = [value for path, value in file.objects.items() if path[-1] == "params" and "param_groups" in path]
-    return any(isinstance(value, list) and any(type(each) is int for each in value) for value in params)
 
 
 def _check_same_tensor(path: TreePath, shard_by_rank: Mapping[int, RankShard], item: ShardedItem) -> None:

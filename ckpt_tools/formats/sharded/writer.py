@@ -58,7 +58,11 @@ def layout(manifest: Manifest, options: WriteOptions) -> Layout:
     origin = read_origin(manifest) if manifest.format == "sharded" else None
     tree = manifest.tree if origin is not None and manifest.tree is not None else VERL_TREE
     origin = origin or VERL_ORIGIN
-    tree = replace(tree, numbers=_number_parameters(manifest) if origin.is_numbered and not tree.is_flattened else ())
+    # By number, unless a parameter with state is in no group.
+    names = [name for group in manifest.groups for name in group.params]
+    can_number = {key.fqn for key in manifest.select_kinds(Kind.STATE)} <= {*names}
+    is_numbered = origin.is_numbered and not tree.is_flattened and can_number
+    tree = replace(tree, numbers=tuple(range(len(names))) if is_numbered else ())
     entries = entries_of(manifest, tree)
     whole_names, guess_notes = _find_whole_weights(manifest, origin, options.world_size)
     writer = _RankFileWriter(manifest, entries, origin, tree, whole_names, options.world_size)
@@ -191,7 +195,11 @@ class _RankFileWriter:
         root: dict[str | int, Any] = Branch()
         for name in self._names_by_file[label]:
             path = self._paths[name][1:] if label else self._paths[name]
-            insert_leaf(root, path, self._make_value(name, tensors))
+            if name in self._entries.objects:
+                value = replace_tensor_refs(self._entries.objects[name], lambda ref: tensors.get_whole(ref.key))
+            else:
+                value = tensors.get_part(self._entries.tensors[self._entries.aliases.get(name, name)])
+            insert_leaf(root, path, value)
         if label == "" and self._templates == _get_templates(VERL_ORIGIN):
             root.setdefault("lr_scheduler", None)
         value = restore_lists(root)
@@ -200,11 +208,6 @@ class _RankFileWriter:
         return FileLayout(
             file_name, tuple(make_archive_segments(value, tensors.segments, root=get_archive_root(file_name)))
         )
-
-    def _make_value(self, name: str, tensors: _RankTensors) -> Any:
-        if name not in self._entries.objects:
-            return tensors.get_part(self._entries.tensors[self._entries.aliases.get(name, name)])
-        return replace_tensor_refs(self._entries.objects[name], lambda ref: tensors.get_whole(ref.key))
 
     def _name_parameters(self, value: Any, label: str) -> None:
         """Names beside the numbers: torch keeps them where an optimizer is made of named parameters."""
@@ -270,13 +273,6 @@ def _format_file_name(template: str, rank: int, world_size: int) -> str:
     return re.sub(_RANK_PATTERN, lambda found: str(rank).zfill(int(found[1] or 0)), template).replace(
         WORLD_FIELD, str(world_size)
     )
-
-
-def _number_parameters(manifest: Manifest) -> tuple[int, ...]:
-    """The numbers of the optimizer's parameters; none if a parameter with state is in no group."""
-    names = [name for group in manifest.groups for name in group.params]
-    is_known = {key.fqn for key in manifest.select_kinds(Kind.STATE)} <= {*names}
-    return tuple(range(len(names))) if is_known else ()
 
 
 @dataclass(slots=True)

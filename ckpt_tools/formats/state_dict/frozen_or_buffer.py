@@ -71,15 +71,14 @@ def classify_untrained(manifest: Manifest, trained_names: Collection[str]) -> Un
     guessed_names = tuple(name for name, kind in decided_kinds.items() if kind is None)
     kinds |= {name: kind for name, kind in decided_kinds.items() if kind is not None}
     kinds |= _guess_kinds(kinds, trained_names, set(guessed_names))
-    return UntrainedTensors(
-        {
-            name: model_tensors[name]
-            for name, kind in kinds.items()
-            if kind is Kind.PARAMETER and name not in trained_names
-        },
-        {name: _make_buffer_entry(model_tensors[name]) for name, kind in kinds.items() if kind is Kind.BUFFER},
-        guessed_names,
-    )
+    frozen_names = [name for name, kind in kinds.items() if kind is Kind.PARAMETER and name not in trained_names]
+    # A buffer is not cast with the weights: it is read as it is stored.
+    buffers = {
+        name: TensorEntry(entry.shape, entry.shards.dtype, Kind.BUFFER, entry.shards)
+        for name, entry in model_tensors.items()
+        if kinds[name] is Kind.BUFFER
+    }
+    return UntrainedTensors({name: model_tensors[name] for name in frozen_names}, buffers, guessed_names)
 
 
 def note_guesses(
@@ -93,11 +92,6 @@ def note_guesses(
         if names := [name for name in guessed_names if name in group]:
             notes.append(Note(Outcome.DEFAULTED, f"{join_names(names)} taken as {what}", why, len(names)))
     return notes
-
-
-def _make_buffer_entry(entry: TensorEntry) -> TensorEntry:
-    """A buffer is not cast with the weights: it is read as it is stored."""
-    return TensorEntry(entry.shape, entry.shards.dtype, Kind.BUFFER, entry.shards)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import numpy as np
 
 from ckpt_tools.core.boxes import Box, Shape
 from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.manifest import Kind, TensorEntry
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.core.values import StoredTensor
 
@@ -20,6 +21,9 @@ class TensorLeaf:
     shape: Shape
     dtype: DType
     shards: ShardTable
+
+    def make_entry(self, kind: Kind) -> TensorEntry:
+        return TensorEntry(self.shape, self.dtype, kind, self.shards)
 
     @classmethod
     def of(cls, tensor: StoredTensor, file: str, storage_start: int) -> TensorLeaf:
@@ -47,14 +51,9 @@ def find_ties(tensors: Mapping[str, TensorLeaf]) -> dict[str, str]:
             # equal. Strides are in it, because a transposed view begins at the same byte.
             key = (table.get_byte_range(0), table.shape, table.dtype, tuple(table.get_strides(0)))
             owner = owners.setdefault(key, fqn)
-            if owner != fqn and _are_same_shards(table, tensors[owner].shards):
-                ties[fqn] = owner
+            other = tensors[owner].shards
+            if owner != fqn and table.files == other.files:
+                columns = ("starts", "stops", "file_ids", "byte_starts", "byte_stops", "strides")
+                if all(np.array_equal(getattr(table, column), getattr(other, column)) for column in columns):
+                    ties[fqn] = owner
     return ties
-
-
-def _are_same_shards(one: ShardTable, other: ShardTable) -> bool:
-    """Whether tables of one shape and dtype have the same pieces in the same places."""
-    columns = ("starts", "stops", "file_ids", "byte_starts", "byte_stops", "strides")
-    return one.files == other.files and all(
-        np.array_equal(getattr(one, column), getattr(other, column)) for column in columns
-    )

@@ -457,7 +457,7 @@ def build_manifest(
         literals={file: data for _, files in number_tables.values() for file, data in files.items()},
         extra=extra,
         values=values,
-        step=_find_step(extra),
+        step=next((found for found in iter_step_values(extra) if type(found) is int), None),
         world_size=world_size,
         tree=StateTree(tree.model, tree.optim, is_flattened, paths_by_entry, numbers=tree.numbers),
         notes=(*doubt_notes, *notes, *dropped_notes),
@@ -618,15 +618,11 @@ def _find_numbered_groups(leaves: TreeLeaves, optim_prefix: TreePath) -> dict[st
     objects_by_path = {leaves.paths[name]: (name, value) for name, value in leaves.objects.items()}
     for path, (name, value) in objects_by_path.items():
         match path[len(optim_prefix) :] if path[: len(optim_prefix)] == optim_prefix else ():
-            case ("param_groups", int(number), "params") if _are_numbers(value):
+            case ("param_groups", int(number), "params") if isinstance(value, list) and {*map(type, value)} == {int}:
                 _, names = objects_by_path.get((*path[:-1], "param_names"), ("", None))
                 are_names = isinstance(names, list) and all(type(each) is str for each in names)
                 groups_by_number[number] = name, NumberedGroup(tuple(value), tuple(names) if are_names else None)
     return dict(groups_by_number[number] for number in sorted(groups_by_number))
-
-
-def _are_numbers(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(number) is int for number in value)
 
 
 def _parse_state_number(path: TreePath, optim_prefix: TreePath) -> int | None:
@@ -747,14 +743,13 @@ def _build_entries(
             kind = Kind.BUFFER if kind is Kind.PARAMETER and name in buffers else kind
             if key in entries:
                 raise MalformedError("another entry of the tree is the same tensor")
-            entries[key] = TensorEntry(tensor.shape, tensor.dtype, kind, tensor.shards)
+            entries[key] = tensor.make_entry(kind)
         except CkptError as error:
             raise type(error)(error.message, path=error.path, key=name) from error
     for key, tensor in leaves.inner.items():
         if key in entries:
             raise MalformedError("another entry of the tree has the name of this tensor", key=str(key))
-        kind = Kind.EXTRA if key.slot == "extra" else Kind.STATE
-        entries[key] = TensorEntry(tensor.shape, tensor.dtype, kind, tensor.shards)
+        entries[key] = tensor.make_entry(Kind.EXTRA if key.slot == "extra" else Kind.STATE)
     return entries
 
 
@@ -891,7 +886,3 @@ def iter_step_values(extra: Mapping[str, Any]) -> Iterator[Any]:
     """The values that training loops keep under such a name, the likeliest first."""
     nested_dicts = (value for name, value in extra.items() if isinstance(value, dict) and "scheduler" not in name)
     return (found[name] for found in (extra, *nested_dicts) for name in STEP_NAMES if name in found)
-
-
-def _find_step(extra: Mapping[str, Any]) -> int | None:
-    return next((found for found in iter_step_values(extra) if type(found) is int), None)

@@ -95,7 +95,11 @@ def _find_files(source: Source) -> tuple[Mapping[str, str], list[str], list[Note
         files = list(dict.fromkeys(weight_map.values())) or [index.removesuffix(".index.json")]
         return weight_map, files, notes
     files = _select_model_files(source)
-    _refuse_several_files(source, files)
+    if not are_numbered_shards(source, files, ".bin") and len(files) > 1:
+        rank_parts = {file: _describe_rank_part(source, file) for file in files[:MAX_INSPECTED_FILES]}
+        refuse_rank_files({file: part for file, part in rank_parts.items() if part is not None})
+        advice = f"name the one you mean; the file of its optimizer goes with {format_option('optimizer_file')}"
+        raise SeveralCheckpointsError(f"there are several files here ({join_names(files)}); {advice}")
     return {}, files, []
 
 
@@ -120,19 +124,6 @@ def _select_model_files(source: Source) -> list[str]:
             "or the model's file"
         )
     return files
-
-
-def _refuse_several_files(source: Source, files: list[str]) -> None:
-    if not are_numbered_shards(source, files, ".bin") and len(files) > 1:
-        refuse_rank_files(
-            {
-                file: found
-                for file in files[:MAX_INSPECTED_FILES]
-                if (found := _describe_rank_part(source, file)) is not None
-            }
-        )
-        advice = f"name the one you mean; the file of its optimizer goes with {format_option('optimizer_file')}"
-        raise SeveralCheckpointsError(f"there are several files here ({join_names(files)}); {advice}")
 
 
 def _describe_rank_part(source: Source, file: str) -> str | None:
