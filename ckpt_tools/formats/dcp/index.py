@@ -20,7 +20,7 @@ import numpy as np
 
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.manifest import join_path
+from ckpt_tools.core.manifest import TreePath, join_path
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.shards import ByteRange, Framing, Ints, RowTable, ShardTable
 from ckpt_tools.core.values import Size, Value, format_brief
@@ -36,7 +36,7 @@ from ckpt_tools.errors import (
 from ckpt_tools.formats.dcp.items import ItemFactory
 from ckpt_tools.formats.dcp.names import DATA_FILE_NAME, METADATA
 from ckpt_tools.formats.state_dict.leaf import TensorLeaf
-from ckpt_tools.formats.state_dict.parse import MAX_PATH_PARTS, TreePath
+from ckpt_tools.formats.state_dict.prefixes import MAX_PATH_PARTS
 from ckpt_tools.serialization.pickle.dcp_metadata import Metadata, MetadataIndex, StorageInfo, TensorStorageMetadata
 from ckpt_tools.serialization.pickle.load import check_pickle_start, loads, refuse_call
 from ckpt_tools.serialization.torch_zip import PICKLE_BYTES, read_item_value

@@ -13,7 +13,7 @@ from typing import Any
 
 from ckpt_tools.core.boxes import Box, contiguous_strides
 from ckpt_tools.core.layout import FileLayout, Layout, Payload, Segment
-from ckpt_tools.core.manifest import WEIGHT, Manifest, StateKey, StateTree, TensorEntry
+from ckpt_tools.core.manifest import WEIGHT, Manifest, StateKey, StateTree, TensorEntry, TreePath
 from ckpt_tools.core.notes import Note
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.options import ReadOptions, WriteOptions
@@ -39,7 +39,7 @@ from ckpt_tools.formats.safetensors.hf_index import (
 )
 from ckpt_tools.formats.state_dict.build import Entries, is_model_only
 from ckpt_tools.formats.state_dict.leaves import ArchiveLocation, LeafCollector
-from ckpt_tools.formats.state_dict.parse import TreeLeaves, TreePath, build_manifest
+from ckpt_tools.formats.state_dict.parse import TreeLeaves, build_manifest
 from ckpt_tools.formats.state_dict.read_back import build_checked_entries
 from ckpt_tools.serialization.pickle.load import refuse_call
 from ckpt_tools.serialization.torch_zip import make_archive_segments, open_archive

@@ -15,7 +15,8 @@ from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.formats.state_dict.leaf import TensorLeaf
 from ckpt_tools.formats.state_dict.param_numbers import NumberedGroup, match_numbers
-from ckpt_tools.formats.state_dict.parse import TreeLeaves, TreePrefixes, build_manifest, find_prefixes
+from ckpt_tools.formats.state_dict.parse import TreeLeaves, build_manifest
+from ckpt_tools.formats.state_dict.prefixes import TreePrefixes, find_prefixes
 from tests.support.refusals import refusal_test
 
 # Where model and optimizer are
