@@ -61,7 +61,7 @@ ALLOWED = {
     "verify pair": Allowed(CHECKING, {"safetensors"}, 142, {"click", "isal", "numpy"}),
     "diff": Allowed(CHECKING, {"safetensors"}, 137, {"click", "isal", "numpy"}),
     "scan": Allowed({"cli", *MACHINERY, "verification"}, {"safetensors"}, 123, {"click", "numpy"}),
-    "formats": Allowed({"cli", "core", "formats"}, set(), 52, {"click", "rich"}),
+    "formats": Allowed({"cli", "core", "formats"}, set(), 38, {"click", "rich"}),
     "clean": Allowed({"cli", "core", "stores"}, set(), 47, {"click"}),
 }
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -18,30 +17,19 @@ from typing import Any
 
 import numpy as np
 
-from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import TreePath, join_path
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.shards import ByteRange, Framing, Ints, RowTable, ShardTable
 from ckpt_tools.core.values import Size, Value, format_brief
 from ckpt_tools.core.wording import format_count, join_names
-from ckpt_tools.errors import (
-    FormatError,
-    IncompleteError,
-    MalformedError,
-    UnsafeError,
-    UnsupportedError,
-    name_file_in_errors,
-)
-from ckpt_tools.formats.dcp.items import ItemFactory
+from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError, name_file_in_errors
+from ckpt_tools.formats.dcp.item_inspector import ItemInspector
 from ckpt_tools.formats.dcp.names import DATA_FILE_NAME, METADATA
 from ckpt_tools.formats.state_dict.leaf import TensorLeaf
 from ckpt_tools.formats.state_dict.prefixes import MAX_PATH_PARTS
 from ckpt_tools.serialization.pickle.dcp_metadata import Metadata, MetadataIndex, StorageInfo, TensorStorageMetadata
 from ckpt_tools.serialization.pickle.load import check_pickle_start, loads, refuse_call
-from ckpt_tools.serialization.torch_zip import PICKLE_BYTES, read_item_value
-from ckpt_tools.serialization.unread_tensors import explain_unreadable
-from ckpt_tools.serialization.zstd import open_zstd_stream
 from ckpt_tools.stores.source import Source, check_file_name
 from ckpt_tools.trainers.run_folders import get_parent_folder
 
@@ -117,7 +105,7 @@ def _parse_index(source: Source, path: str) -> DcpIndex:
     # A checkpoint may have a million items. They are compared as columns of numpy, and ``_make_whole_leaf`` drops each
     # description when its table is built, which halves the peak of memory.
     file_ends, shared_item_name = _measure_files(items, file_table)
-    inspector = _ItemInspector(source)
+    inspector = ItemInspector(source)
     tensors: dict[str, TensorLeaf] = {}
     unread: dict[str, str] = {}
     objects: dict[str, ByteRange] = {}
@@ -257,55 +245,6 @@ class _FileTable:
         return number
 
 
-@dataclass(slots=True)
-class _ItemInspector:
-    """Looks into the items of tensors that may not be plain, such as quantized ones of torchao.
-
-    The index states shape and dtype of a tensor, and not its class. A plain tensor has an item of a known length, as
-    current torch writes it. Of items of any other length, one is opened for each shape, dtype and length.
-    """
-
-    source: Source
-    _plain_items: ItemFactory = field(default_factory=lambda: ItemFactory({}))
-    _reasons: dict[tuple[Shape, DType, int], str | None] = field(default_factory=dict)
-
-    def find_unread_reason(
-        self, shape: Shape, dtype: DType, item_range: ByteRange, *, is_compressed: bool
-    ) -> str | None:
-        """Why the tensor whose piece of ``shape`` is at ``item_range`` cannot be read; None if it can.
-
-        The length of a compressed item is its own, so that most are looked into. That of complex numbers does not tell
-        whether they are conjugated.
-        """
-        shape, item_bytes = tuple(shape), item_range.stop - item_range.start
-        may_be_flagged = dtype in (DType.COMPLEX32, DType.COMPLEX64, DType.COMPLEX128)
-        if (
-            not is_compressed
-            and not may_be_flagged
-            and item_bytes == self._plain_items.make_tensor_item(shape, dtype).num_bytes
-        ):
-            return None
-        key = (shape, dtype, item_bytes)
-        if key not in self._reasons:
-            self._reasons[key] = self._inspect_item(item_range, is_compressed=is_compressed)
-        return self._reasons[key]
-
-    def _inspect_item(self, item_range: ByteRange, *, is_compressed: bool) -> str | None:
-        """Reason from the item's pickle; None if it is damaged, which reading finds."""
-        size = item_range.stop - item_range.start
-
-        def read_range(start: int, stop: int) -> bytes:
-            return self.source.read(item_range.file, item_range.start + start, item_range.start + stop)
-
-        with suppress(FormatError, UnsafeError):
-            if is_compressed:
-                head = open_zstd_stream(read_range, size, item_range.file).read(PICKLE_BYTES)
-            else:
-                head = read_range(0, min(PICKLE_BYTES, size))
-            return explain_unreadable(read_item_value(head, item_range.file))
-        return None
-
-
 StorageItems = dict[MetadataIndex, StorageInfo]
 
 ZSTD = re.compile(r"stream\.zstd/1(?:\..*)?")
@@ -348,7 +287,7 @@ def _stack_sizes(sizes: Iterable[Size], num_rows: int, ndim: int) -> Ints:
 
 
 def _make_leaf(
-    fqn: str, entry: TensorStorageMetadata, items: StorageItems, file_table: _FileTable, inspector: _ItemInspector
+    fqn: str, entry: TensorStorageMetadata, items: StorageItems, file_table: _FileTable, inspector: ItemInspector
 ) -> TensorLeaf | str:
     dtype = entry.properties.dtype.dtype
     if dtype is None:
@@ -364,7 +303,7 @@ def _make_whole_leaf(
     dtype: DType,
     items: StorageItems,
     file_table: _FileTable,
-    inspector: _ItemInspector,
+    inspector: ItemInspector,
 ) -> TensorLeaf | str:
     """A tensor in one piece, as most are where a rank keeps whole tensors: 200,000 take a tenth of the time, and half
     the memory because the description of a piece is dropped when it was used."""
@@ -393,7 +332,7 @@ def _make_chunked_leaf(
     dtype: DType,
     items: StorageItems,
     file_table: _FileTable,
-    inspector: _ItemInspector,
+    inspector: ItemInspector,
 ) -> TensorLeaf | str:
     shape = tuple(entry.size)
     chunks = [chunk for chunk in entry.chunks if 0 not in chunk.sizes]

@@ -27,9 +27,10 @@ from ckpt_tools.core.value_refs import iter_tensor_refs
 from ckpt_tools.core.values import Value
 from ckpt_tools.core.wording import format_count
 from ckpt_tools.errors import UnsupportedError
-from ckpt_tools.formats.dcp.files import RankFiles, build_metadata, place_items
+from ckpt_tools.formats.dcp.files import RankFiles, build_metadata
 from ckpt_tools.formats.dcp.items import ItemFactory
 from ckpt_tools.formats.dcp.names import METADATA
+from ckpt_tools.formats.dcp.placement import place_items
 from ckpt_tools.formats.megatron.common_state import (
     CONTENT_KEY,
     FULLY_RESHARDABLE,

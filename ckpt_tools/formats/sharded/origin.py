@@ -13,6 +13,13 @@ from typing import Any
 from ckpt_tools.core.literals import make_literal_file_name
 from ckpt_tools.core.manifest import Manifest
 
+FSDP_DIM = "fsdp"
+"""The dim of verl's mesh."""
+
+GENERATOR_NAMES = ("rng", "rng_state", "rng_states", "cpu_rng_state", "cuda_rng_state")
+"""Entries with the states of a rank's random number generators. They are neither read nor written: ranks of another
+run cannot use them, and verl's loader restores its own from ``rng``."""
+
 _ORIGIN_FILE = make_literal_file_name("sharded.json")
 _COMPANION_PREFIX = make_literal_file_name("beside/")
 

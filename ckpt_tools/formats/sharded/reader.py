@@ -35,7 +35,7 @@ from ckpt_tools.formats.sharded.items import (
     generalize_world_size,
     read_checkpoint_files,
 )
-from ckpt_tools.formats.sharded.origin import Origin, read_origin
+from ckpt_tools.formats.sharded.origin import FSDP_DIM, GENERATOR_NAMES, Origin, read_origin
 from ckpt_tools.formats.sharded.rank_file import RankFile, RankShard
 from ckpt_tools.formats.state_dict.leaf import TensorLeaf, find_ties
 from ckpt_tools.formats.state_dict.param_numbers import PER_RANK_BUFFERS
@@ -53,13 +53,6 @@ MAX_COMPARED_BYTES = 1 << 20
 
 MAX_COMPANION_BYTES = 64 << 20
 """Most bytes of a small file that is kept; a tokenizer has up to 20 MB."""
-
-FSDP_DIM = "fsdp"
-"""The dim of verl's mesh."""
-
-GENERATOR_NAMES = ("rng", "rng_state", "rng_states", "cpu_rng_state", "cuda_rng_state")
-"""Entries with the states of a rank's random number generators. They are neither read nor written: ranks of another
-run cannot use them, and verl's loader restores its own from ``rng``."""
 
 _ShardsByBox = dict[tuple[Shape, Shape], tuple[Shard, int | None]]
 """Shards by the box that each holds, with their checksums."""

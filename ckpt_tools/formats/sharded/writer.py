@@ -32,8 +32,7 @@ from ckpt_tools.core.wording import format_count, join_names
 from ckpt_tools.errors import IncompleteError
 from ckpt_tools.formats.sharded.geometry import compute_region
 from ckpt_tools.formats.sharded.items import RANK_FIELD, WORLD_FIELD
-from ckpt_tools.formats.sharded.origin import Origin, read_origin
-from ckpt_tools.formats.sharded.reader import FSDP_DIM, GENERATOR_NAMES
+from ckpt_tools.formats.sharded.origin import FSDP_DIM, GENERATOR_NAMES, Origin, read_origin
 from ckpt_tools.formats.state_dict.build import Entries, entries_of, is_model_only
 from ckpt_tools.formats.state_dict.frozen_or_buffer import classify_untrained, note_guesses
 from ckpt_tools.formats.state_dict.param_numbers import BUFFER_NAMES
