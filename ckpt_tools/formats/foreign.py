@@ -91,8 +91,7 @@ def why_no_model(paths: Iterable[str]) -> str | None:
     subject = "this is one part" if len(names) == 1 else f"these are {len(names):,} parts"
     return (
         f"by name {subject} of a model that tensor parallelism cut ({join_names(names)}), and no file says how; take "
-        f"the "
-        "model that was cut"
+        "the model that was cut"
     )
 
 

@@ -108,8 +108,7 @@ class PluginFormat(Format):
         if not isinstance(result, expected_type):
             raise CkptError(
                 f"{plugin_label} returned {type(result).__name__} instead of {expected_type.__name__} from {method}; "
-                f"report it to its "
-                "authors"
+                "report it to its authors"
             )
         return result
 

@@ -56,8 +56,7 @@ def refuse_megatron(source: Source, metadata_paths: Iterable[str], index: DcpInd
     if name is not None or index.mcore_data is not None:
         raise UnsupportedError(
             f"{_MEGATRON_MESSAGE}{CONFIG_FILE}, which it writes last, is missing: the checkpoint was not finished; "
-            f"take an "
-            "earlier one",
+            "take an earlier one",
             path=next(iter(metadata_paths)),
             key=name,
         )
@@ -85,7 +84,6 @@ def note_other_half(manifest: Manifest, source: Source, metadata_paths: Iterable
     if not has_weights:
         raise UnsupportedError(
             f"the checkpoint has two halves, which are not joined: {', '.join(metadata_paths)} describes optimizer "
-            f"state "
-            f"alone, and the model lies in {shown_files}; name the model's files by themselves for the weights"
+            f"state alone, and the model lies in {shown_files}; name the model's files by themselves for the weights"
         )
     return replace(manifest, notes=(*manifest.notes, *map(note_unrelated_files, other_files)))

@@ -263,8 +263,7 @@ def _is_compressed(item_infos: Sequence[StorageInfo]) -> bool:
         if len(descriptors) != 1 or ZSTD.fullmatch(descriptors[0]) is None:
             raise UnsupportedError(
                 f"its items were written through the stream extensions {join_names(descriptors)}, of which only "
-                f"stream.zstd/1 "
-                "is supported; save without the others",
+                "stream.zstd/1 is supported; save without the others",
                 path=info.relative_path,
             )
     if transformed_infos and len(transformed_infos) < len(item_infos):

@@ -125,7 +125,6 @@ def _check_heads(manifest: Manifest, params: Mapping[str, Any], num_files: int) 
     if rows != expected_rows:
         raise IncompleteError(
             f"it has {rows} rows in {num_files} {'file' if num_files == 1 else 'files'}, and all heads have "
-            f"{expected_rows}: "
-            "the files of some ranks are missing, or params.json is not beside them",
+            f"{expected_rows}: the files of some ranks are missing, or params.json is not beside them",
             key=query.fqn,
         )

@@ -91,9 +91,8 @@ def _find_tree_folders(source: Source) -> list[str]:
         )
     if not tree_folders:
         raise IncompleteError(
-            f"it looks like a checkpoint of Orbax, and has no {TREE_FILE}, the file that names its arrays; restore "
-            f"it with "
-            "orbax-checkpoint and save it again, if an old version wrote it"
+            f"it looks like a checkpoint of Orbax, and has no {TREE_FILE}, the file that names its arrays; restore it "
+            "with orbax-checkpoint and save it again, if an old version wrote it"
         )
     return tree_folders
 

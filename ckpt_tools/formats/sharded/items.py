@@ -239,9 +239,8 @@ def _build_plain_checkpoint(folder: str, rank_files: Mapping[str, RankFile]) -> 
     if world_size > 1:
         raise UnsupportedError(
             f"by their names these are files of {world_size} ranks ({join_names(list(rank_files))}), but they hold "
-            f"plain "
-            f"tensors, and "
-            "do not say which part of the model each one is; save with torch.distributed.checkpoint.save"
+            "plain tensors, and do not say which part of the model each one is; save with "
+            "torch.distributed.checkpoint.save"
         )
     templates = group_by_template(ranks)
     items = [

@@ -295,8 +295,7 @@ class _TreeBuilder:
             elif not is_same:
                 mismatch_reasons[path] = (
                     f"{format_ranks(first)} and {format_ranks(other)} hold different values of it, and no placement "
-                    f"says how "
-                    "these make one tensor; save it as a DTensor on one mesh of all of them"
+                    "says how these make one tensor; save it as a DTensor on one mesh of all of them"
                 )
         return leaves[0], rank_shard.is_cut
 

@@ -183,10 +183,8 @@ class LeafCollector:
             subject = "it is" if sharded_part is part else "it holds"
             raise UnsupportedError(
                 f"{subject} the part of rank {sharded_part.rank} of a {kind} of "
-                f"{format_count(len(sharded_part.ranks), 'rank')}, and its "
-                f"item "
-                f"{item!r} holds what one rank pickled, without the other parts; save it as an entry of a dict, with "
-                "flatten_state_dict=True (the default)"
+                f"{format_count(len(sharded_part.ranks), 'rank')}, and its item {item!r} holds what one rank pickled, "
+                "without the other parts; save it as an entry of a dict, with flatten_state_dict=True (the default)"
             )
         return whole_tensor
 

@@ -92,10 +92,9 @@ def note_assumed_order(
     numbers = [n for group in groups if group.names is None for n in group.numbers if n in shapes]
     num_ambiguous = sum(shape_counts[shapes[number]] > 1 for number in numbers)
     why = (
-        f"it numbers them, and {format_count(num_ambiguous, 'parameter')} have the shape of another; they are taken "
-        f"to be in "
-        f"the "
-        f"model's order, as in an optimizer made of model.parameters(); {format_option('param_order')} says another"
+        f"it numbers them, and {format_count(num_ambiguous, 'parameter')} have the shape of another; they are taken to "
+        f"be in the model's order, as in an optimizer made of model.parameters(); {format_option('param_order')} says "
+        "another"
     )
     return (Note(Outcome.KEPT, ASSUMED_ORDER_ITEM, why, num_ambiguous),) if num_ambiguous else ()
 
@@ -109,9 +108,8 @@ def why_unnamed(
     numbers = sum(len(group.numbers) for group in groups)
     return (
         f"it numbers {format_count(numbers, 'parameter')}, and the {format_count(len(parameters), 'tensor')} of the "
-        f"model have other "
-        "shapes, as when transformers 5 splits fused experts on saving; the two cannot be joined yet, so convert with "
-        f"{format_option('state', 'model')} for the weights alone"
+        "model have other shapes, as when transformers 5 splits fused experts on saving; the two cannot be joined yet, "
+        f"so convert with {format_option('state', 'model')} for the weights alone"
     )
 
 
@@ -166,8 +164,7 @@ def apply_param_order(
         if model_order_names is None:
             raise UsageError(
                 f"{format_option('param_order')} has {len(order.names)} names, and they do not identify the "
-                f"{len(numbers)} "
-                "parameters of the optimizer; list exactly these, in the optimizer's order"
+                f"{len(numbers)} parameters of the optimizer; list exactly these, in the optimizer's order"
             )
         return model_order_names
     optimizer_order_names = dict(zip(numbers, order.names, strict=True))
@@ -175,8 +172,7 @@ def apply_param_order(
     if model_order_names is not None and fits_optimizer_order and model_order_names != optimizer_order_names:
         raise UsageError(
             f"{format_option('param_order')} fits both as the optimizer's order and as the model's, which differ; "
-            f"write it as "
-            "a JSON list with one list of names for each parameter group of the optimizer"
+            "write it as a JSON list with one list of names for each parameter group of the optimizer"
         )
     return (
         model_order_names
@@ -196,8 +192,7 @@ def _check_order_fits(
         if name is not None and parameters[name] != shape:
             raise UsageError(
                 f"{format_option('param_order')} does not fit: state {number} of the optimizer has the shape "
-                f"{list(shape)}, "
-                f"but {name} has {list(parameters[name])}"
+                f"{list(shape)}, but {name} has {list(parameters[name])}"
             )
     if not _is_valid_match(names_by_number, groups, shapes, parameters):
         raise UsageError(

@@ -42,9 +42,8 @@ def build_checked_entries(
         return entries, ()
     if not is_source_tree:
         raise UnsupportedError(
-            f"the user's own tensors in {_describe_prefix(wrong_model)} would be read as the model's weights; "
-            f"convert the weights "
-            f"alone with {format_option('state', 'model')}, or the whole state to safetensors or universal"
+            f"the user's own tensors in {_describe_prefix(wrong_model)} would be read as the model's weights; convert "
+            f"the weights alone with {format_option('state', 'model')}, or the whole state to safetensors or universal"
         )
     if not tree.model:
         why = (
@@ -99,8 +98,7 @@ def _check_numbered_optimizer(manifest: Manifest, entries: Entries, tree: StateT
     if is_matched_by_number(TreeLeaves(entries.paths, leaves, entries.objects), reader_prefixes):
         raise UnsupportedError(
             f"the optimizer in {_describe_prefix(reader_prefixes.optim)} numbers its parameters, and a reader would "
-            f"find them by the order "
-            "of the weights, which is not proved to be the model's; say which they are with "
+            "find them by the order of the weights, which is not proved to be the model's; say which they are with "
             f"{format_option('param_order')}, or convert the weights alone with {format_option('state', 'model')}"
         )
 

@@ -118,10 +118,8 @@ def _select_model_files(source: Source) -> list[str]:
     ]
     if not files:
         raise UnsupportedError(
-            f"there is no model here, only what a trainer lays beside it ({join_names(torch_files)}); name the "
-            f"folder of "
-            f"both, "
-            "or the model's file"
+            f"there is no model here, only what a trainer lays beside it ({join_names(torch_files)}); name the folder "
+            "of both, or the model's file"
         )
     return files
 
