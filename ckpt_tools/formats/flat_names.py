@@ -15,9 +15,5 @@ def collect_weights_by_name(manifest: Manifest, format_name: str) -> tuple[dict[
     tied_keys = {alias: keys_by_name[owner] for alias, owner in manifest.aliases.items()}
     tied_bytes = sum(manifest.tensors[key].num_bytes for key in tied_keys.values())
     why = f"{format_name} cannot tie weights; each name is stored with elements of its own"
-    notes = (
-        (Note(Outcome.KEPT, format_count(len(tied_keys), "tied name"), why, len(tied_keys), tied_bytes),)
-        if tied_keys
-        else ()
-    )
-    return {**keys_by_name, **tied_keys}, notes
+    note = Note(Outcome.KEPT, format_count(len(tied_keys), "tied name"), why, len(tied_keys), tied_bytes)
+    return {**keys_by_name, **tied_keys}, (note,) if tied_keys else ()

@@ -33,19 +33,8 @@ def layout(manifest: Manifest, options: WriteOptions) -> Layout:
     adapter_keys = {name: keys[old] for old, name in map_file_names(names, selected_adapter, config).items()}
     num_left_out = len(names) - len(adapter_keys)
     why = "the folder of an adapter holds nothing else"
-    notes = (
-        (
-            Note(
-                Outcome.DROPPED,
-                f"{format_count(num_left_out, 'tensor')} of the base model",
-                why,
-                num_left_out,
-                asked=True,
-            ),
-        )
-        if num_left_out
-        else ()
-    )
+    what = f"{format_count(num_left_out, 'tensor')} of the base model"
+    notes = (Note(Outcome.DROPPED, what, why, num_left_out, asked=True),) if num_left_out else ()
     adapter_tensors = {name: (key, manifest.tensors[key]) for name, key in adapter_keys.items()}
     settings = FileLayout(ADAPTER_CONFIG_FILE, (Literal(options.adapter_config),))
     return Layout((settings, build_file_layout(WEIGHTS_FILE, adapter_tensors, {}, get_header_texts(manifest))), notes)

@@ -116,11 +116,10 @@ class _MetadataBuilder:
         if key is None:
             return BytesStorageMetadata()
         entry = self._placement.tensors[key]
-        chunks = (
-            self._get_chunk_metadata(cut_tensor)
-            if cut_tensor is not None
-            else [_make_chunk_metadata(Box.whole(entry.shape))]
-        )
+        if cut_tensor is not None:
+            chunks = self._get_chunk_metadata(cut_tensor)
+        else:
+            chunks = [_make_chunk_metadata(Box.whole(entry.shape))]
         return TensorStorageMetadata(self._properties_cache.get_properties(entry.dtype), Size(entry.shape), chunks)
 
     def iter_storage_items(self, name: str, owner: str) -> Iterator[tuple[MetadataIndex, StorageInfo]]:

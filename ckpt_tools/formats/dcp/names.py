@@ -71,10 +71,8 @@ def find_metadata_files(paths: Iterable[str]) -> list[str]:
         SeveralCheckpointsError: there are several checkpoints. IncompleteError: a rank's file is missing, or all are.
     """
     paths = list(paths)
-    metadata_paths, rank_indexes = (
-        [path for path in paths if is_metadata(path)],
-        [path for path in paths if is_rank_index(path)],
-    )
+    metadata_paths = [path for path in paths if is_metadata(path)]
+    rank_indexes = [path for path in paths if is_rank_index(path)]
     if METADATA in metadata_paths:
         _refuse_mixed_saves(rank_indexes, "")
         return [METADATA]

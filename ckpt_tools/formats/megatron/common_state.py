@@ -74,10 +74,8 @@ def assign_members_by_rule(
         return [[each.name for each in parameters]]
     if not all(group.is_plain for group in groups):
         return None
-    splits_by_decay, splits_by_expert = (
-        len({group.does_decay for group in groups}) > 1,
-        len({group.is_expert for group in groups}) > 1,
-    )
+    splits_by_decay = len({group.does_decay for group in groups}) > 1
+    splits_by_expert = len({group.is_expert for group in groups}) > 1
     members: list[list[str]] = [[] for _ in groups]
     for parameter in parameters:
         fitting_groups = [

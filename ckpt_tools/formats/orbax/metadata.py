@@ -143,19 +143,17 @@ def _encode_msgpack_text(text: str) -> bytes:
 
 def read_handlers(source: Source) -> Mapping[str, str]:
     """The class of the handler of each item. Raises IncompleteError if an item is missing, as Orbax leaves it out."""
-    item_handlers = (
-        _read_json_object(source, CHECKPOINT_FILE).get("item_handlers") if CHECKPOINT_FILE in source.files else None
-    )
-    handlers = (
-        {item: str(each).rpartition(".")[2] for item, each in item_handlers.items()}
-        if isinstance(item_handlers, dict)
-        else {}
-    )
-    # A descriptor is listed, and only Google's own version writes it.
-    for item, handler in ((each, of) for each, of in handlers.items() if of != "DescriptorHandler"):
-        item_files = {path.removeprefix(f"{item}/") for path in source.files if path.startswith(f"{item}/")} - {
-            COMMIT_FILE
-        }
+    item_handlers = None
+    if CHECKPOINT_FILE in source.files:
+        item_handlers = _read_json_object(source, CHECKPOINT_FILE).get("item_handlers")
+    if not isinstance(item_handlers, dict):
+        return {}
+    handlers = {item: str(each).rpartition(".")[2] for item, each in item_handlers.items()}
+    for item, handler in handlers.items():
+        if handler == "DescriptorHandler":  # listed, and only Google's own version writes it
+            continue
+        item_files = {path.removeprefix(f"{item}/") for path in source.files if path.startswith(f"{item}/")}
+        item_files.discard(COMMIT_FILE)
         required_file = FILE_OF_HANDLER.get(handler)
         if not item_files or (required_file is not None and required_file not in item_files):
             path = f"{item}/{required_file}" if required_file and item_files else item
@@ -267,6 +265,6 @@ def refuse_unfinished(source: Source) -> None:
 
 def read_custom_metadata(source: Source) -> Any:
     """The user's own values in ``_CHECKPOINT_METADATA``."""
-    return (
-        _read_json_object(source, CHECKPOINT_FILE).get("custom_metadata") if CHECKPOINT_FILE in source.files else None
-    )
+    if CHECKPOINT_FILE not in source.files:
+        return None
+    return _read_json_object(source, CHECKPOINT_FILE).get("custom_metadata")

@@ -187,13 +187,11 @@ def _parse_metadata(raw_metadata: Any, path: str) -> dict[str, str]:
 
 
 def _parse_entry(name: str, raw_entry: Any, data_start: int, path: str) -> tuple[DType, tuple[int, ...], ByteRange]:
-    if not isinstance(raw_entry, RawEntry) and (
-        not isinstance(raw_entry, dict) or set(raw_entry) != set(RawEntry._fields)
-    ):
-        raise MalformedError("an entry needs dtype, shape and data_offsets, and nothing else", path=path, key=name)
-    dtype_name, shape, offsets = (
-        raw_entry if isinstance(raw_entry, RawEntry) else (raw_entry[field] for field in RawEntry._fields)
-    )
+    if not isinstance(raw_entry, RawEntry):
+        if not isinstance(raw_entry, dict) or set(raw_entry) != set(RawEntry._fields):
+            raise MalformedError("an entry needs dtype, shape and data_offsets, and nothing else", path=path, key=name)
+        raw_entry = RawEntry(**raw_entry)
+    dtype_name, shape, offsets = raw_entry
     dtype = from_safetensors(dtype_name) if isinstance(dtype_name, str) else None
     if dtype is None:
         raise UnsupportedError(f"unknown dtype {format_brief(dtype_name)}", path=path, key=name)

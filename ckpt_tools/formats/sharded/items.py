@@ -118,9 +118,8 @@ def read_checkpoint_files(source: Source) -> ShardedCheckpoint:
     folder_files = [path for path in source.files if get_parent_folder(path) == folder]
     index_world_size = read_index_world_size(source, folder, folder_files)
     files = [path for path in folder_files if is_rank_file_candidate(path)]
-    if (
-        len(world_sizes := sorted(find_world_sizes(files))) > 1
-    ):  # verl's, of a run that was started again with other ranks
+    world_sizes = sorted(find_world_sizes(files))
+    if len(world_sizes) > 1:  # verl's, of a run that was started again with other ranks
         raise MalformedError(
             f"there are files of several world sizes here ({join_names(list(map(str, world_sizes)))}); "
             "move those of one into a folder of their own"

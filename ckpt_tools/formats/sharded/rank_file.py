@@ -156,9 +156,8 @@ class _PartCollector:
         first_element = local.storage_offset + sum(
             n * stride for n, stride in zip(local_start, local.strides, strict=True)
         )
-        num_spanned = (
-            sum((n - 1) * stride for n, stride in zip(extents, local.strides, strict=True)) + 1 if box.numel else 0
-        )
+        last_element = sum((n - 1) * stride for n, stride in zip(extents, local.strides, strict=True))
+        num_spanned = last_element + 1 if box.numel else 0
         start = self._archive.locate_storage(storage.key)[0] + first_element * item
         strides = None if is_row_major(extents, local.strides) else local.strides
         return Shard(box, ByteRange(self._archive.path, start, start + num_spanned * item), strides)

@@ -16,7 +16,6 @@ from ckpt_tools.core.manifest import (
     Manifest,
     ParamGroup,
     StateKey,
-    TensorEntry,
     TreePath,
     join_path,
 )
@@ -286,9 +285,7 @@ class _TreeBuilder:
             is_same = self._have_same_bytes(boxes_by_members[first], boxes_by_members[other])
             if is_same is None:
                 compared_names = f"{join_path(path)} of {format_ranks(first)} and of {format_ranks(other)}"
-                one, two = (
-                    TensorEntry(each.shape, each.dtype, Kind.PARAMETER, each.shards) for each in (leaves[0], leaf)
-                )
+                one, two = (each.make_entry(Kind.PARAMETER) for each in (leaves[0], leaf))
                 self.must_equal.append(EqualPair(compared_names, one, two))
             elif not is_same and join_path(path).rpartition(".")[2] in PER_RANK_BUFFERS:
                 differing_names.append(join_path(path))
@@ -340,9 +337,8 @@ class _TreeBuilder:
                 dropped_reasons[top].append("values that differ between the ranks")
         for path in (*first_file.tensors, *first_file.objects):
             tree_path = path if join_path(path) not in self.paths else (item.label, *path)
-            if str(path[0]) in dropped_reasons or (
-                path == ("lr_scheduler",) and first_file.objects.get(path, "") is None
-            ):
+            is_empty = path == ("lr_scheduler",) and first_file.objects.get(path, "") is None
+            if is_empty or str(path[0]) in dropped_reasons:
                 continue
             if rank_shard := first_file.tensors.get(path):
                 self.tensors[self._add_path(tree_path)] = _make_leaf(path, rank_shard, rank_shard.shards)
@@ -360,12 +356,10 @@ class _TreeBuilder:
             is_alike = all(
                 each.shape == rank_shards[0].shape and each.dtype is rank_shards[0].dtype for each in rank_shards
             )
+            if not is_alike or len(rank_shards) != len(item.files):
+                return False
             cut, *others = (self._collect_shards(path, {0: each}, []) for each in rank_shards)
-            return (
-                len(rank_shards) == len(item.files)
-                and is_alike
-                and all(self._have_same_bytes(cut, each) for each in others)
-            )
+            return all(self._have_same_bytes(cut, each) for each in others)
         return all(
             path in file.objects and _is_equal_object(file.objects[path], item, path) for file in item.files.values()
         )

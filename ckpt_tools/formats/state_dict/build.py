@@ -227,9 +227,8 @@ class _EntryCollector:
 
     def _add_state(self, path: TreePath, key: StateKey) -> None:
         """State that a tree kept as a plain number is a plain number again."""
-        number = (
-            read_literal_number(self.manifest, self.manifest.tensors[key]) if self.manifest.tree is not None else None
-        )
+        entry = self.manifest.tensors[key]
+        number = None if self.manifest.tree is None else read_literal_number(self.manifest, entry)
         if number is None:
             self._add_tensor(path, key)
         else:

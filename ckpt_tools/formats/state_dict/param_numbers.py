@@ -73,10 +73,8 @@ def _use_model_names(groups: Sequence[NumberedGroup], parameters: Mapping[str, S
     stated_names = [name for group in groups for name in group.names or ()]
     if parameters.keys() >= {*stated_names}:
         return groups
-    bare_by_name, name_by_bare = (
-        map_to_bare_names(stated_names),
-        {bare: name for name, bare in map_to_bare_names(parameters).items()},
-    )
+    bare_by_name = map_to_bare_names(stated_names)
+    name_by_bare = {bare: name for name, bare in map_to_bare_names(parameters).items()}
     return [
         replace(each, names=each.names and tuple(name_by_bare.get(bare_by_name[n], n) for n in each.names))
         for each in groups

@@ -158,11 +158,7 @@ def build_manifest(
     extra, paths_by_entry = _collect_extras(leaves, roles, tree)
     optim_paths = [path for path in leaves.paths.values() if path and path[:-1] == tree.optim]
     is_flattened = any(parse_flattened_name(str(path[-1])) for path in optim_paths)
-    dropped_notes = (
-        (Note(Outcome.DROPPED, join_names(sorted(unselected)), "not selected", len(unselected), asked=True),)
-        if unselected
-        else ()
-    )
+    dropped_note = Note(Outcome.DROPPED, join_names(sorted(unselected)), "not selected", len(unselected), asked=True)
     manifest = Manifest(
         format_name,
         _build_entries(leaves, roles, buffers),
@@ -174,7 +170,7 @@ def build_manifest(
         step=next((found for found in iter_step_values(extra) if type(found) is int), None),
         world_size=world_size,
         tree=StateTree(tree.model, tree.optim, is_flattened, paths_by_entry, numbers=tree.numbers),
-        notes=(*doubt_notes, *notes, *dropped_notes),
+        notes=(*doubt_notes, *notes, *((dropped_note,) if unselected else ())),
         unreadable_names=unselected,
         unnamed_optimizer=f"{notes[0].what}: {notes[0].why}" if has_optimizer and tree.optim is None else "",
     )
@@ -252,15 +248,11 @@ def _name_numbered_parameters(
     names = _match_numbers_to_names(leaves, tree, groups, shapes, ties, param_order, parameters)
     if names is None or not _collect_state_numbers(leaves, tree.optim) <= names.keys():
         tree_without_optim = replace(tree, optim=None)
-        optimizer = (
-            str(tree.optim[_count_shared_levels(tree.optim, tree_without_optim)]) if tree.optim else "the optimizer"
-        )
+        depth = _count_shared_levels(tree.optim, tree_without_optim)
+        optimizer = str(tree.optim[depth]) if tree.optim else "the optimizer"
         why = "it numbers its parameters, and nothing here proves which ones are meant; give their order with"
-        return (
-            leaves,
-            tree_without_optim,
-            (Note(Outcome.KEPT, optimizer, mismatch_reason or f"{why} {format_option('param_order')}"),),
-        )
+        note = Note(Outcome.KEPT, optimizer, mismatch_reason or f"{why} {format_option('param_order')}")
+        return leaves, tree_without_optim, (note,)
     numbers = tuple(number for group in groups for number in group.numbers)
     notes = () if param_order is not None else note_assumed_order(groups, shapes, parameters)
     return _replace_numbers(leaves, tree.optim, groups_by_leaf, names), replace(tree, numbers=numbers), notes

@@ -107,11 +107,9 @@ def find_prefixes(
         place.fqn for path in paths.values() if isinstance(place := _find_optim_role(path, optim_prefix), StateRole)
     }
     found_prefix = _find_model_prefix(paths, numels, optim_prefix, optimizer_names, integer_names)
-    twin_prefixes = (
-        []
-        if state != "all" or optim_prefix is None
-        else _find_twins(found_prefix, _group_by_mapping(paths, numels, optim_prefix))
-    )
+    twin_prefixes: list[TreePath] = []
+    if state == "all" and optim_prefix is not None:
+        twin_prefixes = _find_twins(found_prefix, _group_by_mapping(paths, numels, optim_prefix))
     if twin_prefixes == [TRAINED_WEIGHTS] and "pytorch-lightning_version" in paths:
         return TreePrefixes(TRAINED_WEIGHTS, optim_prefix)
     if twin_prefixes:
@@ -198,11 +196,10 @@ def _find_model_prefix(
     if len(candidates) == 1:
         return candidates[0]
     if candidates:
-        fitting_candidates = _keep_best_fitting(candidates, paths, numels, optim_prefix)
-        fitting_candidates = [rival for rival in fitting_candidates if not _is_averaged(rival)] or fitting_candidates
-        remaining = (
-            len(fitting_candidates) > 1 and list(filter(_is_model_name, fitting_candidates))
-        ) or fitting_candidates
+        remaining = _keep_best_fitting(candidates, paths, numels, optim_prefix)
+        remaining = [rival for rival in remaining if not _is_averaged(rival)] or remaining
+        if len(remaining) > 1:
+            remaining = list(filter(_is_model_name, remaining)) or remaining
         if len(remaining) > 1:
             raise UnsupportedError(
                 "there are several models whose tensors have the names and shapes that the optimizer knows "
@@ -244,11 +241,8 @@ def _find_possible_models(
     ]
     weight_mappings = {prefix: inside for prefix, inside in weight_mappings.items() if prefix not in redundant_averages}
     root_numel = sum(weight_mappings.pop((), {}).values())
-    return (
-        []
-        if root_numel and root_numel >= max((sum(each.values()) for each in weight_mappings.values()), default=0)
-        else list(weight_mappings)
-    )
+    largest_numel = max((sum(each.values()) for each in weight_mappings.values()), default=0)
+    return [] if root_numel and root_numel >= largest_numel else list(weight_mappings)
 
 
 def _choose_by_name(possible_models: list[TreePath]) -> TreePath | None:
@@ -326,13 +320,8 @@ def note_other_models(
         why = (
             f"the weights are those of {join_path(tree.model)}, and {others} has tensors of the same names; choose with"
         )
-        return (
-            Note(
-                Outcome.KEPT,
-                "the model's place in the tree",
-                f"{why} {format_option('model_key', join_path(twin_prefixes[0]))}",
-            ),
-        )
+        advice = format_option("model_key", join_path(twin_prefixes[0]))
+        return (Note(Outcome.KEPT, "the model's place in the tree", f"{why} {advice}"),)
     optim_roles = (_find_optim_role(paths[name], tree.optim) for name in numels)
     knows_names = any(isinstance(place, StateRole) and not place.fqn.isdecimal() for place in optim_roles)
     if knows_names or not _is_model_name(tree.model):
