@@ -37,9 +37,9 @@ class Format:
     is_weights_alone: bool = False
     """Whether only a model's weights can be written, so that ``state="all"`` is refused."""
     reading_options: tuple[str, ...] = ()
-    """Those of ``READING_OPTIONS`` that mean something here; any other is an error."""
+    """The part of ``READING_OPTIONS`` that the format takes; any other option of them is an error."""
     writing_options: tuple[str, ...] = ()
-    """Those of ``WRITING_OPTIONS`` that mean something here; any other is an error."""
+    """The part of ``WRITING_OPTIONS`` that the format takes; any other option of them is an error."""
     holds_values: Literal["never", "with state", "always"] = "never"
     """When ``Manifest.values`` have a place; a conversion leaves them out or refuses them where they have none."""
     kept_entries: tuple[str, ...] = ()
@@ -62,7 +62,7 @@ class Format:
 
     @property
     def holds(self) -> str:
-        """Content for the table of formats. One that is only read says here what it reads."""
+        """Text of the column "holds" in the table of formats. A format that is only read overrides it."""
         if self.is_weights_alone:
             return "weights"
         if not self.writes:
@@ -98,7 +98,7 @@ class Format:
         return source
 
     def reading_options_of(self, manifest: Manifest) -> tuple[str, ...]:
-        """Those of ``reading_options`` that mean something for ``manifest``, which was read from this format."""
+        """The part of ``reading_options`` that has an effect on ``manifest``, which was read from this format."""
         return self.reading_options
 
     def problem(self, saved: SavedCheckpoint) -> str | None:
@@ -134,9 +134,10 @@ class Format:
         raise NotImplementedError
 
     def loading(self, path: str, manifest: Manifest, layout: Layout, options: WriteOptions) -> str:
-        """Python code that loads what ``layout`` made of ``manifest`` and ``options``, by the framework that the format
-        is for: at most five lines. ``path`` is the local file or folder. ``model`` and ``optimizer`` are the reader's
-        own. What is not Python, such as an option of a command, is a comment."""
+        """Python code that loads the files of ``layout`` with the framework that the format is for: at most five lines.
+        ``path`` is the local file or folder, ``manifest`` and ``options`` are those that ``layout`` was made from. The
+        code takes ``model`` and ``optimizer`` as defined. What is not Python, such as an option of a command, is a
+        comment."""
         from ckpt_tools.core.loading import make_open_snippet
 
         return make_open_snippet(path)

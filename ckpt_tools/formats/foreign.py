@@ -83,8 +83,8 @@ _SINGLE_RANK_FILE = re.compile(
 
 
 def why_no_model(paths: Iterable[str]) -> str | None:
-    """Why safetensors of these names are no model: each has one rank's piece of tensors, under the names of whole ones;
-    None where one of them may be a model."""
+    """Reason why safetensors of these names are no model: each has one rank's piece of tensors, under the names of
+    whole ones. None if one of them may be a model."""
     names = [path.rpartition("/")[2] for path in paths if path.endswith(".safetensors")]
     if not names or not all(map(_SINGLE_RANK_FILE.fullmatch, names)):
         return None
@@ -96,7 +96,8 @@ def why_no_model(paths: Iterable[str]) -> str | None:
 
 
 def why_delta(metadata: Any) -> str | None:
-    """Why a folder whose index has this ``metadata`` is no model: slime, SGLang and miles publish what has changed."""
+    """Reason why a folder whose index has this ``metadata`` is no model; None if it may be one. slime, SGLang and miles
+    publish deltas."""
     if not isinstance(metadata, Mapping) or "delta_encoding" not in metadata:
         return None
     base = format_brief(metadata.get("base_version", "unknown"))

@@ -87,7 +87,7 @@ def _get_capable_format(name: str, verb: str, has_capability: Callable[[Format],
 
 
 def _may_be_capable(has_capability: Callable[[Format], bool], name: str) -> bool:
-    """True for a plug-in that cannot be imported too."""
+    """Whether the format ``name`` has the capability; True too if it is of a plug-in that cannot be imported."""
     try:
         candidate = lookup_format(name)
     except UsageError:

@@ -144,7 +144,8 @@ class _MetadataBuilder:
             yield item_key, StorageInfo(file, offset, length)
 
     def _get_chunk_metadata(self, cut_tensor: CutTensor) -> list[ChunkStorageMetadata]:
-        """One list for all tensors that are cut alike; it is pickled once."""
+        """The descriptions of a tensor's chunks: one list for all tensors that are cut alike, so that it is pickled
+        once."""
         cached = self._chunks.get(id(cut_tensor.chunks))
         if cached is None:
             cached = self._chunks[id(cut_tensor.chunks)] = list(map(_make_chunk_metadata, cut_tensor.chunks.boxes))

@@ -220,7 +220,7 @@ class _FileTable:
         return numbers, starts, starts + lengths
 
     def locate_item(self, item_info: StorageInfo) -> ByteRange:
-        """The same of one item."""
+        """File, start and stop of one item. Raises IncompleteError."""
         number, stop = self._get_file_number(item_info.relative_path), item_info.offset + item_info.length
         if stop > self._sizes[number]:
             raise self._make_truncated_error(number, stop)

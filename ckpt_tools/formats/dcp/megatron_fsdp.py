@@ -73,7 +73,7 @@ def rename_optimizer_state(leaves: LeafCollector, literals: dict[str, bytes]) ->
 
 
 def _get_run_arguments(leaves: LeafCollector) -> Mapping[str, Any]:
-    """Those of Megatron-LM's command line."""
+    """The arguments of Megatron-LM's command line, by name; empty if they were not saved."""
     args = leaves.objects.get("args")
     return args.attributes if isinstance(args, Opaque) else {}
 

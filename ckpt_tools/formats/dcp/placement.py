@@ -120,7 +120,7 @@ def place_items(manifest: Manifest, entries: Entries, world_size: int) -> ItemPl
 
 
 def _is_cut_by_rows(manifest: Manifest, key: StateKey) -> bool:
-    """FSDP2 refuses 0-d parameters and cannot train empty ones."""
+    """Whether FSDP2 cuts such a tensor: it refuses 0-d parameters and cannot train empty ones."""
     entry = manifest.tensors[key]
     return entry.kind in (Kind.PARAMETER, Kind.STATE) and bool(entry.shape) and 0 not in entry.shape
 
@@ -160,7 +160,7 @@ class _ChunkCache:
 def _iter_uncut_items(
     manifest: Manifest, entries: Entries, items: ItemFactory, cut_names: Mapping[str, ChunkLayout]
 ) -> Iterator[tuple[str, StateKey | None, DcpItem]]:
-    """Objects first, as torch writes them."""
+    """Name, key (None for an object) and item of all that is not cut, objects first, as torch writes them."""
     for name, value in entries.objects.items():
         yield name, None, items.make_object_item(value)
     for name, key in entries.tensors.items():
@@ -170,7 +170,7 @@ def _iter_uncut_items(
 
 
 def _balance_items(items: Iterator[tuple[str, StateKey | None, DcpItem]], cut_bytes: Ints) -> dict[str, UncutItem]:
-    """Each in the file that is smallest by then."""
+    """Each item in the file that is smallest by then; ``cut_bytes`` are those of the chunks in each file."""
     file_loads = [(size, rank) for rank, size in enumerate(cut_bytes.tolist())]
     heapq.heapify(file_loads)
     file_ends = [0] * len(file_loads)

@@ -97,7 +97,8 @@ def _merge_leaves(name: str, leaves: Sequence[TensorLeaf], copies: dict[str, lis
 
 
 def _merge_tables(tables: Sequence[ShardTable]) -> tuple[ShardTable, list[ChunkCopy]]:
-    """The shards of all ranks, each box once, and the others."""
+    """A table of the shards of all ranks, each box once, and the copies: pairs of the shard that is read and another
+    of the same box."""
     files = list(dict.fromkeys(file for table in tables for file in table.files))
     file_number = {file: position for position, file in enumerate(files)}
     ids = np.concatenate(

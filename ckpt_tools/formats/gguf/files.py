@@ -234,7 +234,7 @@ def parse_key_values(entry: Any) -> dict[str, Value]:
     """The key-values in an entry of a checkpoint, which a file of torch may have carried as lists.
 
     Raises:
-        UnsupportedError: it is not what reading GGUF gave.
+        UnsupportedError: the entry does not have the form that the reader of GGUF gives it.
     """
     if not isinstance(entry, Mapping):
         raise UnsupportedError(f"the entry {KEY_VALUES_ENTRY!r} of the checkpoint does not hold key-values of GGUF")

@@ -25,7 +25,7 @@ def is_megatron(saved: SavedCheckpoint) -> bool:
 
 
 def problem(saved: SavedCheckpoint) -> str | None:
-    """Why it is not complete: ``metadata.json`` is written last."""
+    """Reason why the checkpoint is not complete, or None: ``metadata.json`` is written last."""
     if (
         not is_dcp(saved)
         or not is_torch_dist(saved)

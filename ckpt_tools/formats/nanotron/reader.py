@@ -337,7 +337,7 @@ class _NanotronManifestBuilder:
 
 @dataclass(frozen=True, slots=True)
 class _RankState:
-    """A value of a rank's file, with what says where it belongs."""
+    """A value of a rank's file, with the key, ranks and offsets that tell its place."""
 
     path: str
     archive: Any

@@ -20,7 +20,8 @@ def is_orbax(saved: SavedCheckpoint) -> bool:
 
 
 def problem(saved: SavedCheckpoint) -> str | None:
-    """Why it is not complete: a temporary folder, no metadata, or no mark of the commit."""
+    """Reason why the checkpoint is not complete: a temporary folder, no metadata, or no mark of the commit. None if
+    there is no sign of that."""
     unfinished_folder = find_unfinished(saved.files)
     if unfinished_folder is not None:
         path, mark = unfinished_folder

@@ -178,7 +178,7 @@ def read_safetensors_header(source: Source, path: str) -> SafetensorsHeader:
 
 
 def _parse_metadata(raw_metadata: Any, path: str) -> dict[str, str]:
-    """MLX writes null for none, which the library takes too."""
+    """The texts of a header. MLX writes null for none, which the library takes too. Raises MalformedError."""
     if raw_metadata is None:
         return {}
     if not isinstance(raw_metadata, dict) or not all(isinstance(value, str) for value in raw_metadata.values()):
@@ -272,7 +272,7 @@ def _find_stated_ties(headers: Iterable[SafetensorsHeader], tensors: Mapping[str
 
 
 def _collect_texts(headers: Iterable[SafetensorsHeader], ties: Mapping[str, str]) -> tuple[dict[str, str], list[Note]]:
-    """What the headers say beside ties, pieces and our own state, and notes on names that have several texts."""
+    """The texts of the headers but for ties, pieces and our own state, and notes on names that have several texts."""
     texts: dict[str, str] = {}
     conflicting_names = set[str]()
     for name, text in (each for header in headers for each in header.metadata.items()):
@@ -286,7 +286,7 @@ def _collect_texts(headers: Iterable[SafetensorsHeader], ties: Mapping[str, str]
 
 
 def get_header_texts(manifest: Manifest) -> Mapping[str, str]:
-    """What the headers of a source said. Raises UnsupportedError if an entry of this name is something else."""
+    """The texts in the headers of the source. Raises UnsupportedError if an entry of this name is something else."""
     texts = manifest.extra.get(HEADER_ENTRY, {})
     if not isinstance(texts, Mapping) or not all(type(text) is str for each in texts.items() for text in each):
         raise UnsupportedError(f"the entry {HEADER_ENTRY!r} of the checkpoint does not map names to texts")

@@ -58,8 +58,8 @@ def are_numbered_shards(source: Source, files: list[str], suffix: str) -> bool:
 
 
 def read_weight_map(source: Source, index: str) -> tuple[Mapping[str, str], list[Note]]:
-    """Names to files, all of them in ``source``, and notes on what else the index states beside sizes. No names if a
-    model in one file is beside the index, which transformers loads instead.
+    """The file of each name, which is in ``source``, and notes on other entries of the index but for sizes. No names if
+    a model in one file is beside the index, which transformers loads instead.
 
     Raises:
         MalformedError: it is not such an index. IncompleteError: a file is missing. UnsafeError: it names one outside.

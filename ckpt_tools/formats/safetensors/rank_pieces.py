@@ -69,7 +69,7 @@ def parse_offsets(metadata: Mapping[str, str], path: str) -> Mapping[str, tuple[
 def make_rank_piece(
     name: str, dtype: DType, extents: tuple[int, ...], byte_range: ByteRange, offsets: Mapping[str, tuple[int, ...]]
 ) -> RankPiece:
-    """A tensor of a file at its place. Raises MalformedError where the file does not say it."""
+    """The piece that a tensor of a file is. Raises MalformedError if ``offsets`` do not have its start."""
     start = offsets.get(name)
     if start is None or len(start) != len(extents):
         raise MalformedError(f"its {OFFSETS_KEY} has no offsets for this tensor", path=byte_range.file, key=name)

@@ -209,7 +209,7 @@ class _RankFileWriter:
         )
 
     def _name_parameters(self, value: Any, label: str) -> None:
-        """Names beside the numbers: torch keeps them where an optimizer is made of named parameters."""
+        """Add the names of parameters beside their numbers, as torch does if an optimizer is made of named ones."""
         path = self._tree.optim or ()
         for part in path[1:] if label else path:
             value = value.get(part) if isinstance(value, dict) else None

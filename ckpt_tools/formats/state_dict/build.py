@@ -109,7 +109,7 @@ class _EntryCollector:
     objects: dict[str, Any] = field(default_factory=dict)
     notes: list[Note] = field(default_factory=list)
     numbers: dict[str, int] = field(init=False)
-    """By the names of parameters, where the optimizer of the tree numbers them."""
+    """The number of each parameter by name; empty unless the optimizer of the tree numbers them."""
 
     def __post_init__(self) -> None:
         names = (name for group in self.manifest.groups for name in group.params)

@@ -96,8 +96,8 @@ def note_guesses(
 
 @dataclass(frozen=True, slots=True)
 class _TrainedEvidence:
-    """What the trained parameters show: whether the source cuts some of them, and all that have two rows or more, and
-    in which types it stores them."""
+    """Facts about the trained parameters: whether the source cuts some of them, whether it cuts all that have two rows
+    or more, and in which types it stores them."""
 
     cuts_some: bool
     cuts_all: bool
@@ -113,7 +113,7 @@ class _TrainedEvidence:
         return cls(cuts_some, cuts_some and not keeps_some, frozenset(e.shards.dtype for e in trained))
 
     def decide_kind(self, entry: TensorEntry) -> Kind | None:
-        """Rules 1 to 3; None where they are silent."""
+        """The kind of a tensor by rules 1 to 3; None if none of them decides."""
         if not entry.shape:
             return Kind.BUFFER
         if self.cuts_some and len(entry.shards) > 1:
@@ -126,7 +126,7 @@ class _TrainedEvidence:
 def _guess_kinds(
     kinds: Mapping[str, Kind], trained_names: Collection[str], guessed_names: Collection[str]
 ) -> dict[str, Kind]:
-    """Rules 4 and 5 for the names in ``guessed_names``."""
+    """The kinds of ``guessed_names`` by rules 4 and 5."""
     names_by_module: defaultdict[str, list[str]] = defaultdict(list)
     for name in kinds:
         names_by_module[name.rpartition(".")[0]].append(name)

@@ -40,8 +40,8 @@ class TensorLeaf:
 
 
 def find_ties(tensors: Mapping[str, TensorLeaf]) -> dict[str, str]:
-    """Names whose every piece is the very bytes of another name's, read in the same order: in a DCP, as only ckpt-tools
-    writes them."""
+    """The names that share all their pieces with an earlier name, which they are mapped to: the very same bytes, read
+    in the same order. In a DCP only ckpt-tools writes such names."""
     owners: dict[object, str] = {}
     ties = {}
     for fqn, tensor in tensors.items():

@@ -69,7 +69,7 @@ def match_numbers(
 
 
 def _use_model_names(groups: Sequence[NumberedGroup], parameters: Mapping[str, Shape]) -> Sequence[NumberedGroup]:
-    """Names that the optimizer says, with the wrappers that the model's have."""
+    """``groups`` with their names written as the model's are, with the same wrappers."""
     stated_names = [name for group in groups for name in group.names or ()]
     if parameters.keys() >= {*stated_names}:
         return groups
@@ -114,7 +114,7 @@ def why_unnamed(
 def _match_by_shape(
     groups: Sequence[NumberedGroup], shapes: Mapping[int, Shape], parameters: Mapping[str, Shape]
 ) -> dict[int, str] | None:
-    """Names found without an order: names that the optimizer says, and parameters whose shape is unique."""
+    """The name of each number, without regard to order: by the names in the groups, and by shapes that are unique."""
     names_by_shape: dict[Shape, list[str]] = {}
     for name, shape in parameters.items():
         names_by_shape.setdefault(shape, []).append(name)

@@ -63,7 +63,7 @@ MAX_NUMBER_DIGITS = 18
 
 @dataclass(frozen=True, slots=True)
 class ValuePartRole:
-    """What lies at ``path`` in a value that is no tensor: of optimizer state, or of ``get_extra_state``."""
+    """A part, at ``path``, of a value that is no tensor: of optimizer state, or of ``get_extra_state``."""
 
     owner: StateKey
     path: TreePath
@@ -316,7 +316,8 @@ def _collect_state_numbers(leaves: TreeLeaves, optim_prefix: TreePath) -> set[in
 def _collect_state_shapes(
     leaves: TreeLeaves, optim_prefix: TreePath, parameters: Mapping[str, Shape]
 ) -> dict[int, Shape]:
-    """The one shape that all state of a parameter has but its step. One element, which no parameter has, is none."""
+    """The shape of each parameter by number: that of all its state but the step. A number whose state has several
+    shapes is left out, and so is one of single elements, unless a parameter of the model has one element."""
     scalar_shapes = {shape for shape in ((), (1,)) if shape not in parameters.values()}
     shapes_by_number: defaultdict[int, set[Shape]] = defaultdict(set)
     for name, tensor in leaves.tensors.items():
@@ -444,7 +445,7 @@ def _make_key(role: LeafRole, tensor: TensorLeaf) -> tuple[StateKey, Kind]:
 
 
 def _split_ties(ties: Mapping[str, str], roles: Mapping[str, LeafRole]) -> tuple[dict[str, str], dict[str, str]]:
-    """Ties between weights, by fqn, and others, by leaf, which become tensors of their own."""
+    """Ties between weights, by fqn; and all other ties, by leaf, which become tensors of their own."""
     aliases, duplicates = {}, {}
     for alias, owner in ties.items():
         role_pair = roles[alias], roles[owner]
@@ -535,7 +536,7 @@ def _insert_value(tree: dict[Any, Any], path: TreePath, value: Any) -> None:
 
 
 def _restore_lists(value: Any) -> Any:
-    """Levels whose keys are all the positions from 0 on were lists."""
+    """``value`` with lists in place of the levels whose keys are all the positions from 0 on."""
     if not isinstance(value, _TreeLevel):
         return value
     children = {part: _restore_lists(item) for part, item in value.items()}

@@ -266,7 +266,7 @@ def _choose_by_name(possible_models: list[TreePath]) -> TreePath | None:
 def _keep_best_fitting(
     candidates: list[TreePath], paths: Mapping[str, TreePath], numels: Mapping[str, int], optim_prefix: TreePath | None
 ) -> list[TreePath]:
-    """Those models whose tensors have as many elements as the optimizer's state of the same name."""
+    """The models with the fewest tensors that differ in size from the optimizer's state of the same name."""
     numel_by_path = {paths[name]: numel for name, numel in numels.items()}
     mismatches: Counter[TreePath] = Counter()
     for path, numel in numel_by_path.items():

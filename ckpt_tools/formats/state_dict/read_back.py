@@ -1,7 +1,7 @@
 """Whether a tree of state that is about to be written is read back with the same model. Pure.
 
 Such a tree does not say which of its mappings is the model: readers find it by the names that the optimizer knows, by
-its own name and by its size (``parse.find_prefixes``). Tensors among the user's own entries could be taken for it.
+its own name and by its size (``prefixes.find_prefixes``). Tensors among the user's own entries could be taken for it.
 Readers also take the order of the weights for the model's when an optimizer numbers its parameters. The weights of a
 source in another order could be taken for parameters that the numbers do not mean.
 """

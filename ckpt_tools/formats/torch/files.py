@@ -249,7 +249,8 @@ def insert_leaf(root: dict[str | int, Any], path: TreePath, value: Any) -> None:
 
 
 class Branch(dict[Any, Any]):
-    """A dict that the tree is made of, as opposed to one that is a value in it."""
+    """A dict that is a level of the tree, as opposed to one that is a value in it: only levels become lists again.
+    Reading tells them apart by ``_TreeLevel`` of ``state_dict.parse``."""
 
 
 def restore_lists(value: Any) -> Any:
