@@ -9,16 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpt_tools.core.boxes import Shape
-from ckpt_tools.core.manifest import (
-    WEIGHT,
-    EqualPair,
-    Kind,
-    Manifest,
-    ParamGroup,
-    StateKey,
-    TreePath,
-    join_path,
-)
+from ckpt_tools.core.manifest import WEIGHT, EqualPair, Kind, Manifest, ParamGroup, StateKey, TreePath, join_path
 from ckpt_tools.core.notes import Note, Outcome, note_unrelated_files
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.shards import Shard, ShardTable
@@ -99,11 +90,7 @@ def read(source: Source, options: ReadOptions) -> Manifest:
     notes = (*manifest.notes, *builder.notes, *_note_unread_weights(source, checkpoint))
     literals = {**manifest.literals, **origin.to_literals()}
     return replace(
-        manifest,
-        notes=notes,
-        literals=literals,
-        must_equal=tuple(builder.must_equal),
-        step_claims=tuple(builder.steps),
+        manifest, notes=notes, literals=literals, must_equal=tuple(builder.must_equal), step_claims=tuple(builder.steps)
     )
 
 
