@@ -106,12 +106,9 @@ def why_delta(metadata: Any) -> str | None:
 
 def refuse_rank_part(value: Value, path: str) -> None:
     """Raises UnsupportedError where ``value``, which the file ``path`` holds, is one rank's part of a sharded state."""
-    sharded_class = find_sharded_class(value)
-    rank_text = (
-        next((text for item in iter_opaque_objects(value) if (text := _describe_mesh_rank(item)) is not None), None)
-        if sharded_class
-        else None
-    )
+    sharded_class, rank_text = find_sharded_class(value), None
+    if sharded_class is not None:
+        rank_text = next(filter(None, map(_describe_mesh_rank, iter_opaque_objects(value))), None)
     rank_text = rank_text or describe_rank_in_name(path) or ("one rank" if sharded_class else None)
     if rank_text is not None:
         evidence = f" ({sharded_class})" if sharded_class else ", by its name"

@@ -43,11 +43,8 @@ def _comment_on_tree(manifest: Manifest, tree: StateTree) -> str:
     names = collect_user_entries(manifest)[0]
     paths = [join_path(tree.extras.get(name, (*tree.model[:-1], name))) for name in names]
     entry_notes = [f"also in the tree: {escape_unprintable(join_names(paths))}"] if paths else []
-    tree_notes = (
-        [f"for another tree: {format_option('model_key')}"]
-        if manifest.tree is None and not is_model_only(manifest)
-        else []
-    )
+    has_other_tree = manifest.tree is None and not is_model_only(manifest)
+    tree_notes = [f"for another tree: {format_option('model_key')}"] if has_other_tree else []
     return f"\n# {'; '.join([*entry_notes, *tree_notes])}" if entry_notes or tree_notes else ""
 
 

@@ -131,11 +131,8 @@ def _merge_tables(tables: Sequence[ShardTable]) -> tuple[ShardTable, list[ChunkC
         byte_stops=byte_stops[rows],
         framing=first.framing,
     )
-    return table, [
-        (make_item_table(kept_rows[row]), make_item_table(row))
-        for row in range(len(kept_rows))
-        if kept_rows[row] != row
-    ]
+    copies = [(kept, row) for row, kept in enumerate(kept_rows) if kept != row]
+    return table, [(make_item_table(kept), make_item_table(row)) for kept, row in copies]
 
 
 def _note_differing_values(source: Source, name: str, item_ranges: Sequence[ByteRange]) -> list[Note]:

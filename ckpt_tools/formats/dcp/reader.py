@@ -130,11 +130,8 @@ def read_number(source: Source, entry: TensorEntry) -> float:
             source, item_range.file, item_range, literals, is_compressed=framing is Framing.ZSTD_ITEM
         )
         item_range = item_location.make_leaf(item_location.archive.value).shards.get_byte_range(0)
-    data = (
-        literals[item_range.file][item_range.start : item_range.stop]
-        if literals
-        else source.read(item_range.file, item_range.start, item_range.stop)
-    )
+    file, start, stop = item_range.file, item_range.start, item_range.stop
+    data = literals[file][start:stop] if literals else source.read(file, start, stop)
     return decode_number(data, entry.shards.dtype)
 
 

@@ -337,12 +337,9 @@ class _MegatronWriter:
         }
         names_by_multiplier: dict[float, list[str]] = {}
         for name in filter(group_number_by_name.__contains__, self.trained_names):
-            stored = (
-                len(self.readable_manifest.tensors[StateKey(name)].shape)
-                if StateKey(name) in self.readable_manifest.tensors
-                else 2
-            )
-            does_decay = TrainedParameter(name, stored, None).does_decay(also_norms=False)
+            weight = self.readable_manifest.tensors.get(StateKey(name))
+            stored_dims = 2 if weight is None else len(weight.shape)
+            does_decay = TrainedParameter(name, stored_dims, None).does_decay(also_norms=False)
             names_by_multiplier.setdefault(1.0 if does_decay else 0.0, []).append(name)
         # On loading, Megatron makes its own groups and takes for each the options of the last stored group with the
         # same identifiers. For a kind of parameters that no group of the source is meant for, one is appended.

@@ -257,11 +257,8 @@ def _find_generator_entries(manifest: Manifest, entries: Entries) -> Mapping[str
 
 def _get_templates(origin: Origin) -> Mapping[str, str]:
     """The names of the source's files; verl's where these have no rank."""
-    return (
-        origin.templates
-        if all(re.search(_RANK_PATTERN, name) for name in origin.templates.values())
-        else VERL_ORIGIN.templates
-    )
+    have_ranks = all(re.search(_RANK_PATTERN, name) for name in origin.templates.values())
+    return origin.templates if have_ranks else VERL_ORIGIN.templates
 
 
 _RANK_PATTERN = r"\{rank(?::0(\d+))?\}"

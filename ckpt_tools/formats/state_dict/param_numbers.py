@@ -172,11 +172,9 @@ def apply_param_order(
             f"{format_option('param_order')} fits both as the optimizer's order and as the model's, which differ; "
             "write it as a JSON list with one list of names for each parameter group of the optimizer"
         )
-    return (
-        model_order_names
-        if model_order_names is not None and not fits_optimizer_order
-        else _check_order_fits(optimizer_order_names, groups, shapes, parameters)
-    )
+    if model_order_names is not None and not fits_optimizer_order:
+        return model_order_names
+    return _check_order_fits(optimizer_order_names, groups, shapes, parameters)
 
 
 def _check_order_fits(
@@ -227,12 +225,8 @@ def _is_valid_match(
     parameters: Mapping[str, Shape],
 ) -> bool:
     """Every number means one parameter, every state belongs to a number, and has the shape of its parameter."""
-    total = sum(len(group.numbers) for group in groups)
-    return (
-        len(names_by_number) == total == len(set(names_by_number.values()))
-        and set(names_by_number.values()) <= set(parameters)
-        and all(
-            number in names_by_number and parameters[names_by_number[number]] == shape
-            for number, shape in shapes.items()
-        )
-    )
+    names = set(names_by_number.values())
+    num_parameters = sum(len(group.numbers) for group in groups)
+    if not len(names_by_number) == len(names) == num_parameters or not names <= parameters.keys():
+        return False
+    return all(number in names_by_number and parameters[names_by_number[number]] == shapes[number] for number in shapes)
