@@ -30,9 +30,9 @@ from ckpt_tools.formats.dcp.reader import read_object
 from ckpt_tools.formats.foreign import refuse_non_weights
 from ckpt_tools.formats.megatron.common_state import CommonState, StoredGroup, TrainedParameter, assign_members_by_rule
 from ckpt_tools.formats.megatron.folders import MegatronFolder, find_folder
-from ckpt_tools.formats.megatron.names import (
+from ckpt_tools.formats.megatron.names import LAYER_WISE_FILE
+from ckpt_tools.formats.megatron.tensor_names import (
     COMMON_ITEM,
-    LAYER_WISE_FILE,
     OWN_ITEM,
     StateName,
     is_bucket_state,

@@ -42,12 +42,10 @@ from ckpt_tools.formats.megatron.common_state import (
     replace_groups,
 )
 from ckpt_tools.formats.megatron.folders import SUPPORTED_BACKEND
-from ckpt_tools.formats.megatron.names import (
-    COMMON_FILE,
-    CONFIG_FILE,
+from ckpt_tools.formats.megatron.names import COMMON_FILE, CONFIG_FILE, TRACKER_FILE
+from ckpt_tools.formats.megatron.tensor_names import (
     MASTER_SLOTS,
     OWN_ITEM,
-    TRACKER_FILE,
     find_content_flags,
     is_expert,
     is_extra_state_item,

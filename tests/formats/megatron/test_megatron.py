@@ -20,8 +20,8 @@ from ckpt_tools.core.notes import Outcome
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import IncompleteError, MalformedError, SeveralCheckpointsError, UnsupportedError
 from ckpt_tools.formats.megatron.common_state import CommonState, StoredGroup, TrainedParameter, assign_members_by_rule
-from ckpt_tools.formats.megatron.names import count_dims, is_expert, list_extra_states, parse_state_name
 from ckpt_tools.formats.megatron.reader import find_piece_shape, split_into_boxes
+from ckpt_tools.formats.megatron.tensor_names import count_dims, is_expert, list_extra_states, parse_state_name
 from ckpt_tools.runs.opening import open_checkpoint
 from fixtures import corpus, launch
 from fixtures import megatron as mg
