@@ -1,9 +1,9 @@
 """The built-in formats: what each is and takes, and which function does each thing.
 
-All commands import this module, so it names functions as texts (``import_when_called``): a format's own modules are
-imported when one of its functions is called, which takes 5 to 40 ms. ``ls`` calls ``problem``, ``is_empty``,
-``is_named`` and ``world_size_of`` of every format: where the reader takes long to import, these are in ``names.py`` and
-``complete.py``.
+Each command that reads a checkpoint imports this module, so it names functions as texts (``import_when_called``): a
+format's own modules are imported when one of its functions is called, which takes 5 to 40 ms. ``ls`` calls ``problem``,
+``is_empty``, ``is_named`` and ``world_size_of`` of every format: where the reader takes long to import, these are in
+``names.py`` and ``complete.py``.
 """
 
 from __future__ import annotations
