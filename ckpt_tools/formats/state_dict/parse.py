@@ -8,8 +8,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.core.boxes import Shape
+from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.literals import is_number, make_number_table
 from ckpt_tools.core.manifest import (
+    MASTER,
     WEIGHT,
     Kind,
     Manifest,
@@ -31,7 +33,6 @@ from ckpt_tools.core.wording import format_count, join_names
 from ckpt_tools.errors import CkptError, MalformedError, UnsupportedError, UsageError
 from ckpt_tools.formats.foreign import refuse_non_weights
 from ckpt_tools.formats.state_dict.leaf import TensorLeaf
-from ckpt_tools.formats.state_dict.masters import rename_master_slots
 from ckpt_tools.formats.state_dict.param_numbers import (
     NumberedGroup,
     apply_param_order,
@@ -557,3 +558,29 @@ def iter_step_values(extra: Mapping[str, Any]) -> Iterator[Any]:
     """The values that training loops keep under such a name, the likeliest first."""
     nested_dicts = (value for name, value in extra.items() if isinstance(value, dict) and "scheduler" not in name)
     return (found[name] for found in (extra, *nested_dicts) for name in STEP_NAMES if name in found)
+
+
+_MASTER_SLOTS = frozenset(
+    f"{name}{plural}" for name in ("master", "master_param", "master_weight", "fp32_param") for plural in ("", "s")
+)
+"""Slots of fp32 copies of the parameters in an optimizer's state: ``master_param`` is that of TransformerEngine's
+``FusedAdam(master_weights=True)``, ``fp32_param`` that of Megatron-Core."""
+
+
+def rename_master_slots(manifest: Manifest) -> Manifest:
+    """The manifest with its masters in the slot ``MASTER``; its tree keeps the slot's own name."""
+    master_keys = [
+        key for key in manifest.select_kinds(Kind.STATE) if key.slot in _MASTER_SLOTS and _is_master(manifest, key)
+    ]
+    if manifest.tree is None or not master_keys:
+        return manifest
+    slot = master_keys[0].slot
+    renamed_keys = {key: StateKey(key.fqn, MASTER) for key in master_keys if key.slot == slot}
+    tensors = {renamed_keys.get(key, key): entry for key, entry in manifest.tensors.items()}
+    return replace(manifest, tensors=tensors, tree=replace(manifest.tree, masters=slot))
+
+
+def _is_master(manifest: Manifest, key: StateKey) -> bool:
+    state = manifest.tensors[key]
+    weight = manifest.tensors.get(StateKey(manifest.aliases.get(key.fqn, key.fqn)))
+    return weight is not None and weight.shape == state.shape and state.dtype is DType.FLOAT32

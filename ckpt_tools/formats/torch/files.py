@@ -28,7 +28,6 @@ from ckpt_tools.formats.foreign import (
     refuse_rank_part,
     refuse_single_deepspeed_file,
 )
-from ckpt_tools.formats.meta.names import find_consolidated_files
 from ckpt_tools.formats.safetensors.hf_index import (
     are_numbered_shards,
     build_index_layout,
@@ -54,6 +53,8 @@ MAX_INSPECTED_FILES = 4
 
 
 def detect(source: Source) -> bool:
+    from ckpt_tools.formats.meta.names import find_consolidated_files
+
     are_others = are_rank_files(source.files) or bool(find_consolidated_files(source.files))
     return any(map(is_torch_file, source.files)) and not are_others
 
