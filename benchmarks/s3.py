@@ -33,8 +33,8 @@ from benchmarks.peers import PART_BYTES
 from benchmarks.suite import Settings
 from benchmarks.turns import markdown, ratio, take_turns
 from ckpt_tools.core.options import ReadOptions, WriteOptions
+from ckpt_tools.core.part_rules import PartRules
 from ckpt_tools.formats.index import get_writable_format
-from ckpt_tools.planning.cuts import PartRules
 from ckpt_tools.planning.plan import Plan
 from ckpt_tools.planning.tasks import iter_fill_steps
 from ckpt_tools.runs.opening import open_checkpoint

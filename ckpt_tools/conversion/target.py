@@ -11,10 +11,10 @@ from ckpt_tools.core.layout import Layout
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.option_names import WrittenFormat, format_option, format_with_aliases
 from ckpt_tools.core.options import ConvertOptions, ConvertRequest
+from ckpt_tools.core.part_rules import PartRules
 from ckpt_tools.errors import DestinationExistsError, UnsupportedError, UsageError
 from ckpt_tools.formats.base import Format
 from ckpt_tools.formats.index import get_writable_format
-from ckpt_tools.planning.cuts import PartRules
 from ckpt_tools.planning.plan import REMOTE_BYTES
 from ckpt_tools.reading.model_files import is_pretrained_folder
 from ckpt_tools.stores.destination import NO_FILES, OutputLocation, already_exists_error

@@ -125,7 +125,3 @@ def decode_number(data: bytes, dtype: DType) -> float:
     name = str(dtype.value)  # ml_dtypes takes time to import, and few steps need it
     found: float = np.frombuffer(data, name if name in np.sctypeDict else to_numpy(dtype))[0].item()
     return found
-
-
-SPARE_BYTES = 64
-"""More than any element has: what a cut moves back, so as to split none, is less."""

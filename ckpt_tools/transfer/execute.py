@@ -24,8 +24,8 @@ from isal import isal_zlib
 from numpy.typing import NDArray
 
 from ckpt_tools.core.layout import Crc32, FileLayout
+from ckpt_tools.core.part_rules import PartRules
 from ckpt_tools.core.shards import ByteRange
-from ckpt_tools.planning.cuts import PartRules
 from ckpt_tools.planning.plan import Plan
 from ckpt_tools.planning.tasks import FillBytes, FillStep, FillZeros, GatherElements, TransferTask, iter_fill_steps
 from ckpt_tools.stores.destination import Destination

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_tools.core.dtypes import SPARE_BYTES
-from ckpt_tools.planning.cuts import StoredRun, cut_at_stored_ranges, min_part_limit
+from ckpt_tools.core.part_rules import SPARE_BYTES, min_part_limit
+from ckpt_tools.planning.cuts import StoredRun, cut_at_stored_ranges
 
 pytestmark = pytest.mark.quick
 

@@ -16,9 +16,9 @@ from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.layout import Crc32, FileLayout, Layout, Literal, Padding, Payload, Segment
 from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.options import parse_size
+from ckpt_tools.core.part_rules import PartRules
 from ckpt_tools.core.shards import ByteRange, Framing, RowTable, Shard, ShardTable
 from ckpt_tools.errors import MemoryBudgetError
-from ckpt_tools.planning.cuts import PartRules
 from ckpt_tools.planning.hits import FlatHit, Hit, find_hits
 from ckpt_tools.planning.plan import (
     MAX_SCRATCH_BYTES,

@@ -14,9 +14,9 @@ from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.layout import Crc32, FileLayout, Layout, Literal, Payload
 from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
+from ckpt_tools.core.part_rules import PartRules
 from ckpt_tools.core.shards import ByteRange, ShardTable
 from ckpt_tools.errors import StoreError, UsageError
-from ckpt_tools.planning.cuts import PartRules
 from ckpt_tools.planning.plan import Plan
 from ckpt_tools.stores.file_destination import StoreDestination
 from ckpt_tools.stores.local.store import LocalStore

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
 
+from ckpt_tools.core.part_rules import PartRules
 from ckpt_tools.errors import StoreError
-from ckpt_tools.planning.cuts import PartRules
 from ckpt_tools.stores.destination import Destination
 from ckpt_tools.stores.s3.client import Bucket, RefusedError, UploadedPart
 from ckpt_tools.stores.s3.upload_notes import TOKEN_METADATA_KEY, UploadNotes, map_in_parallel
