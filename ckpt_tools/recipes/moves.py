@@ -124,25 +124,16 @@ def make_moves(line: RecipeLine, env: SizeValues) -> LineMoves:
     #     target position =  g *  R*D     +  i
     # so its radix steps are (count R*D, strides 1 and 1) and (count G, strides (R+2)*D and R*D). A step that is a whole
     # dim on both sides is one extent of a box. For each value of any other step there is a move of its own.
-    source_leaves, target_leaves = [
-        [[list_leaves(axis, env, pattern.name.text) for axis in pattern.axes or ()] for pattern in side]
-        for side in (line.left, line.right)
-    ]
-    shapes = [tuple(_compute_shape(pattern, env) for pattern in side) for side in (line.left, line.right)]
-    blocks = [_make_block(line, cells, source_leaves, target_leaves) for cells in line.cell_pairs]
-    record_extents = [
-        [[compute_record_extent(axis, env, pattern.name.text) for axis in pattern.axes or ()] for pattern in side]
-        for side in (line.left, line.right)
-    ]
+    sides = (line.left, line.right)
+    leaves = [[[list_leaves(axis, env, each.name.text) for axis in each.axes or ()] for each in side] for side in sides]
+    shapes = [tuple(_compute_shape(pattern, env) for pattern in side) for side in sides]
+    blocks = [_make_block(line, cells, leaves[0], leaves[1]) for cells in line.cell_pairs]
     split_strides = [
         [
-            [
-                _find_split_strides(blocks, which, number, axis, size, record_extents[which][number][axis])
-                for axis, size in enumerate(shape)
-            ]
-            for number, shape in enumerate(shapes[which])
+            _find_split_strides(blocks, which, number, pattern, shape, env)
+            for number, (pattern, shape) in enumerate(zip(side, shapes[which], strict=True))
         ]
-        for which in (0, 1)
+        for which, side in enumerate(sides)
     ]
     source, target = (
         SideShapes(side, tuple(_split_shape(shape, each) for shape, each in zip(side, cut, strict=True)))
@@ -246,28 +237,26 @@ def _list_outer_steps(step: StrideStep, count: int) -> list[StrideStep]:
 
 
 def _find_split_strides(
-    blocks: Iterable[_CellBlock], side: int, pattern: int, axis: int, extent: int, record_extent: int
-) -> Shape:
-    """Strides at which an axis is split into dims, the largest first: those of the loops around its innermost record,
-    of ``record_extent`` positions. Each divides the one before."""
+    blocks: Iterable[_CellBlock], side: int, number: int, pattern: TensorPattern, shape: Shape, env: SizeValues
+) -> list[Shape]:
+    """The strides at which each axis of the ``number``-th pattern of a side is split into dims, the largest first:
+    those of the loops around its innermost record. Each divides the one before."""
     # `F*(gate:1 up:1)` of 2F positions becomes [F, 2], in which gate is one box. A stride inside a record is no dim of
     # the whole axis, because other fields of the record have other strides.
-    strides = {
-        place.stride
-        for block in blocks
-        if (cell := block.cells[side]) is not None and cell.pattern == pattern
-        for step in block.steps
-        if (place := step.places[side]) is not None and place.axis == axis
-    }
-    split_strides: list[int] = []
-    for stride in sorted(strides, reverse=True):
-        if (
-            record_extent <= stride < extent
-            and stride > 1
-            and (split_strides[-1] if split_strides else extent) % stride == 0
-        ):
-            split_strides.append(stride)
-    return tuple(split_strides)
+    strides_by_axis: list[set[int]] = [set() for _ in shape]
+    for block in blocks:
+        cell = block.cells[side]
+        for step in block.steps if cell is not None and cell.pattern == number else ():
+            if (place := step.places[side]) is not None:
+                strides_by_axis[place.axis].add(place.stride)
+    split_strides = []
+    for axis, extent, strides in zip(pattern.axes or (), shape, strides_by_axis, strict=True):
+        record_extent, chosen = compute_record_extent(axis, env, pattern.name.text), list[int]()
+        for stride in sorted(strides, reverse=True):
+            if max(record_extent, 2) <= stride < extent and (chosen[-1] if chosen else extent) % stride == 0:
+                chosen.append(stride)
+        split_strides.append(tuple(chosen))
+    return split_strides
 
 
 def _split_shape(shape: Shape, split_strides: Sequence[Shape]) -> Shape:
