@@ -192,10 +192,9 @@ def make_plan(
         memory_bytes = max(memory_bytes, needed_bytes(max(MAX_TASK_BYTES, smallest_task_bytes)))
     if needed_bytes(smallest_task_bytes) > memory_bytes:
         raise MemoryBudgetError(
-            f"this checkpoint needs at least {format_size(needed_bytes(smallest_task_bytes), at_least=True)} of "
-            f"memory with "
-            f"{format_count(num_workers, 'worker')}, and the budget is {format_size(memory_bytes)}; "
-            f"raise {format_option('memory')} or lower {format_option('workers')}"
+            f"this checkpoint needs at least {format_size(needed_bytes(smallest_task_bytes), at_least=True)} of memory "
+            f"with {format_count(num_workers, 'worker')}, and the budget is {format_size(memory_bytes)}; raise "
+            f"{format_option('memory')} or lower {format_option('workers')}"
         )
     fitting_sizes = (
         aligned for aligned in range(MAX_TASK_BYTES, 0, -MIN_TASK_BYTES) if needed_bytes(aligned) <= memory_bytes

@@ -189,7 +189,6 @@ def check_destination_suffix(name: str, to: str | None) -> None:
     is_foreign = suffix.lower() in FOREIGN_SUFFIXES or (suffix.lower() in AMBIGUOUS_SUFFIXES and is_single_file)
     if is_foreign or (suffix not in FORMAT_BY_FILE_SUFFIX and suffix.lower() in FORMAT_BY_FILE_SUFFIX):
         raise UsageError(
-            f"{name}: files that end in {suffix} are not written; name a file that ends in "
-            f"{', '.join(other_suffixes)} or {last_suffix}"
-            ", or a folder without such an ending"
+            f"{name}: files that end in {suffix} are not written; name a file that ends in {', '.join(other_suffixes)} "
+            f"or {last_suffix}, or a folder without such an ending"
         )

@@ -127,8 +127,7 @@ class InflatedReader:
                 if stream.position > limit_bytes:
                     raise MalformedError(
                         f"the item at byte {compressed_range.start:,} decompresses to more than the {limit_bytes:,} "
-                        f"bytes that its "
-                        "index allows",
+                        "bytes that its index allows",
                         path=compressed_range.file,
                     )
             assert stream.length is not None, "the end was reached"

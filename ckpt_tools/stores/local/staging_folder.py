@@ -211,8 +211,7 @@ def _refuse_unknown_files(folder: Path, names: list[str]) -> None:
     if names:
         raise DestinationExistsError(
             f"{folder} is the staging folder, but it contains files that ckpt-tools did not write: "
-            f"{format_names(names)}; "
-            "move them away"
+            f"{format_names(names)}; move them away"
         )
 
 
