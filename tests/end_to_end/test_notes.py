@@ -122,6 +122,7 @@ def wrong(before: Checkpoint, after: Checkpoint, notes: tuple[Note, ...], target
         ):
             is_there = None  # What was added for Megatron is left out when it is read.
         said = {
+            Outcome.DOUBTFUL: was is not False,
             Outcome.KEPT: is_there is not False,
             Outcome.NOT_LOADED: is_there is not False,
             Outcome.DROPPED: is_there is not True,
