@@ -190,12 +190,11 @@ class _ZipCoverageCheck:
         start = self._directory.start
         data = self._read(start, self._size)
         position = 0
-        for _ in self._directory.records:
+        for record in self._directory.records.values():
             _, _, _, flags, *_, name_bytes, extra_bytes, comment_bytes, _, _, _, _ = CENTRAL.unpack_from(data, position)
             extra_at = position + CENTRAL.size + name_bytes
             if comment_bytes or flags & ~(DESCRIPTOR_FOLLOWS | UTF8_NAME):
                 raise self._build_error("its directory holds more than its records")
-            record = next(iter(self._directory.records.values()))
             self._parse_extra_field(record, data[extra_at : extra_at + extra_bytes])
             position = extra_at + extra_bytes
         if len(data) - position not in (END.size, END64.size + LOCATOR64.size + END.size):
