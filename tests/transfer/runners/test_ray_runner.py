@@ -43,7 +43,7 @@ def at_ease() -> None:
 
 
 def runner_of(num_workers: int, **changed: Any) -> RayRunner:
-    usual = {"cost": lambda item: 1, "bytes_in_flight": 1000, "check": at_ease}
+    usual = {"bytes_of_item": lambda item: 1, "bytes_in_flight": 1000, "check": at_ease}
     return RayRunner(num_workers, **{**usual, **changed})
 
 
