@@ -39,7 +39,7 @@ from ckpt_tools.transfer.workers import WorkerPool
 
 @dataclass(frozen=True, slots=True)
 class PreparedConversion:
-    """A conversion of which every refusal is known, ready to run."""
+    """A conversion that passed every check and is ready to run."""
 
     request: ConvertRequest
     opened: OpenedCheckpoint
@@ -80,6 +80,7 @@ def run_conversion(request: ConvertRequest) -> ConvertReport:
         request,
         pool,
         target_format=target.writer.name,
+        num_bytes=report.bytes_written,
         replaced_sizes=report.removed_files,
         read_back_options=make_read_back_options(opened.manifest.format, target.writer.name, request),
     )

@@ -86,6 +86,7 @@ def rewrite_as_loadable(request: ConvertRequest) -> LoadableReport:
         request,
         pool,
         target_format=TORCH_FORMAT,
+        num_bytes=plan.compute_figures().bytes_written,
         replaced_sizes=replaced_sizes,
         read_back_options=ReadOptions(),
     )

@@ -37,10 +37,11 @@ def write_output(
     pool: WorkerPool,
     *,
     target_format: str,
+    num_bytes: int,
     replaced_sizes: Mapping[str, int],
     read_back_options: ReadOptions,
 ) -> WrittenOutput:
-    """Write the files of ``plan`` from ``store`` to ``place``: whole, or not at all.
+    """Write the files of ``plan``, ``num_bytes`` in all, from ``store`` to ``place``: whole, or not at all.
 
     Raises:
         DestinationExistsError, StoreError, FormatError: as the stores and the source's bytes say.
@@ -55,7 +56,7 @@ def write_output(
         claim_context as claim,
         pool.start_runner(plan, store, claim.destination) as (runner, board),
     ):
-        meter = ProgressMeter(on_progress, plan.compute_figures().bytes_written)
+        meter = ProgressMeter(on_progress, num_bytes)
         threads = ThreadRunner(plan.num_workers)
         journal = journal_policy.open(claim.log, plan, store, claim.destination, threads)
         with journal_policy.preserve_output_on_error(journal):
