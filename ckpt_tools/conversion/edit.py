@@ -1,4 +1,4 @@
-"""What the options of a conversion make of its source."""
+"""Application of a conversion's options to its source."""
 
 from __future__ import annotations
 

@@ -169,8 +169,8 @@ def _add_copied_files(manifest: Manifest, layout: Layout, copied_paths: frozense
 def _note_uncopied_companions(
     manifest: Manifest, copied_paths: frozenset[str], layout: Layout, *, takes_model_files: bool
 ) -> tuple[Note, ...]:
-    """A note on the files beside the weights that are not ``copied_paths``, which layouts may have notes on. Whoever
-    chooses a format without a place for a model's files asks for that."""
+    """A note on the files beside the weights that are not ``copied_paths``, which layouts may have notes on. It is
+    no loss where the chosen format has no place for a model's files."""
     accounted_paths = copied_paths.union((note.what for note in layout.notes), (file.path for file in layout.files))
     uncopied_paths = [path for path in manifest.unread_files if path not in accounted_paths]
     reason = (

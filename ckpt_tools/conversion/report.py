@@ -1,4 +1,4 @@
-"""What a conversion will do, and what it did."""
+"""Reports of a conversion: its plan and its result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a conversion writes, in which format, and what it replaces there."""
+"""The destination of a conversion: its place, its format, and the files that are replaced there."""
 
 from __future__ import annotations
 
