@@ -57,9 +57,12 @@ class WordWrapFormatter(click.HelpFormatter):
 
 
 class HelpContext(click.Context):
-    """A context with the help of ``WordWrapFormatter``."""
+    """A context with the help of ``WordWrapFormatter`` and ``-h`` beside ``--help``."""
 
     formatter_class = WordWrapFormatter
+
+    def __init__(self, command: click.Command, parent: click.Context | None = None, **settings: Any) -> None:
+        super().__init__(command, parent, **{"help_option_names": ["-h", "--help"], **settings})
 
 
 Headings = Mapping[str, Sequence[str]]

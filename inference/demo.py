@@ -218,7 +218,7 @@ def run_demo(out: Path, console: Console) -> list[Row]:
     return rows
 
 
-@click.command(cls=commands.Command, context_settings={"show_default": True, "help_option_names": ["-h", "--help"]})
+@click.command(cls=commands.Command, context_settings={"show_default": True})
 @click.option("--out", type=click.Path(path_type=Path), default="demo", help="The folder to write to.")
 def main(out: Path) -> None:
     """Train with FSDP2 and ZeRO-3, convert both checkpoints, and check that the files predict as the runs did."""

@@ -78,7 +78,7 @@ COMMANDS = {name: home for each in SECTIONS.values() for name, home in each.item
     sections=SECTIONS,
     headings={"Before any command": ("settings", "log_format", "quiet", "verbose", "version", "help")},
     examples=("ckpt-tools inspect run/step-1000", "ckpt-tools convert run/step-1000 model --to hf --dtype bf16"),
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    context_settings={"max_content_width": 110},
 )
 @click.option(
     "--settings",

@@ -70,7 +70,7 @@ HEADINGS = {
     cls=commands.Command,
     headings=HEADINGS,
     examples=("ckpt-tools predict --model run@latest --input images --output out.jsonl",),
-    context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
+    context_settings={"show_default": True},
 )
 @click.option("--model", metavar="URL", required=True, help="Checkpoint of any format, local or remote.")
 @click.option(

@@ -255,7 +255,7 @@ HEADINGS = {
         "ckpt-tools serve model.safetensors --port 8080",
         "ckpt-tools serve --model digits=run@latest --watch 60",
     ),
-    context_settings={"show_default": True, "help_option_names": ["-h", "--help"]},
+    context_settings={"show_default": True},
 )
 @click.argument("model", required=False)
 @click.option(

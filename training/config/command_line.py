@@ -81,7 +81,7 @@ def _parsed(value: str) -> dict[str, Any]:
         raise click.BadParameter(f"{value} is not TOML: {error}") from error
 
 
-CONTEXT = {"show_default": True, "help_option_names": ["-h", "--help"]}
+CONTEXT = {"show_default": True}
 CONTEXT_BEFORE_OPTIONS = CONTEXT | {"ignore_unknown_options": True}
 """Context of a command whose last argument is the options of a run."""
 
