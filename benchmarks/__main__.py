@@ -17,8 +17,8 @@ from benchmarks.journal import Journal
 from benchmarks.measure import MeasureError
 from benchmarks.suite import WAYS, Runner, Settings, say
 from benchmarks.works import WORKS
-from ckpt_tools.guard import guard_processes
-from ckpt_tools.signals import get_exit_code, raise_on_signals
+from ckpt_tools.process.guard import guard_processes
+from ckpt_tools.process.signals import get_exit_code, raise_on_signals
 
 RESULTS, DATA = Path(__file__).parent / "results", machine.ROOT / ".cache" / "benchmarks"
 NAMES = (*(work.name for work in WORKS), *(part.name for part in parts.PARTS))

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from ckpt_tools.core.collapsing import TensorSummary as TensorSummary
     from ckpt_tools.core.notes import Note as Note, Outcome as Outcome
     from ckpt_tools.core.option_names import ReadFormat as ReadFormat, WrittenFormat as WrittenFormat
-    from ckpt_tools.core.progress_bar import progress_bar as progress_bar
+    from ckpt_tools.messages.progress_bar import progress_bar as progress_bar
     from ckpt_tools.core.summary import Summary as Summary, TensorStats as TensorStats
     from ckpt_tools.errors import (
         CkptError as CkptError,
@@ -114,7 +114,7 @@ _NAMES_BY_MODULE = {
     "core.notes": ("Note", "Outcome"),
     "core.option_names": ("ReadFormat", "WrittenFormat"),
     "runs.report": ("RunCheckpoint", "RunListing"),
-    "core.progress_bar": ("progress_bar",),
+    "messages.progress_bar": ("progress_bar",),
     "core.summary": ("Summary", "TensorStats"),
     "errors": (
         "CkptError",

@@ -27,7 +27,7 @@ from ckpt_tools.core.options import (
     ReshardKeywords,
     SelectKeywords,
 )
-from ckpt_tools.core.progress import ignore_progress
+from ckpt_tools.messages.progress import ignore_progress
 
 if TYPE_CHECKING:
     from ckpt_tools.checkpoint import Checkpoint
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from ckpt_tools.conversion.report import ConvertReport, PlanReport
     from ckpt_tools.core.option_names import State
     from ckpt_tools.core.options import DTypeLike
-    from ckpt_tools.core.progress import ProgressCallback
     from ckpt_tools.core.summary import Summary
     from ckpt_tools.formats.index import FormatInfo
+    from ckpt_tools.messages.progress import ProgressCallback
     from ckpt_tools.reading.opened import OpenedCheckpoint
     from ckpt_tools.recipes.report import RecipeInfo, RecipeMap
     from ckpt_tools.runs.pruning import PruneReport

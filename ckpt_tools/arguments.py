@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 
 from ckpt_tools.core.format_names import FORMAT_BY_FILE_SUFFIX
 from ckpt_tools.core.option_names import WrittenFormat, format_option, format_with_aliases, is_location, resolve_alias
-from ckpt_tools.credentials import mask_raised_errors, remember_secrets
 from ckpt_tools.errors import UsageError
+from ckpt_tools.process.credentials import mask_raised_errors, remember_secrets
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")

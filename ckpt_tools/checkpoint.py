@@ -20,8 +20,8 @@ from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.dtypes import DType, to_numpy
 from ckpt_tools.core.indexing import resolve_index
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Manifest, ParamGroup, StateKey, TensorEntry, TensorRef
-from ckpt_tools.core.wording import find_nearest, format_count, join_names
 from ckpt_tools.errors import UnsupportedError
+from ckpt_tools.messages.wording import find_nearest, format_count, join_names
 from ckpt_tools.stores.source import Store
 from ckpt_tools.transfer.tensor_reader import TensorReader
 

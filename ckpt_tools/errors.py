@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import ClassVar, Self
 
-from ckpt_tools.credentials import mask_secrets
+from ckpt_tools.process.credentials import mask_secrets
 
 MAX_MESSAGE_CHARS = 1000
 """A checkpoint chooses some of the words of a message, and may choose a megabyte of them."""

@@ -16,8 +16,8 @@ from ckpt_tools.checkpoint import Checkpoint, LazyTensor
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.indexing import Index, parse_index, split_index
 from ckpt_tools.core.manifest import Manifest
-from ckpt_tools.core.showing import Jsonable
 from ckpt_tools.errors import UsageError
+from ckpt_tools.messages.showing import Jsonable
 from ckpt_tools.stores.source import Store
 
 MAX_SHOWN_ELEMENTS = 1000

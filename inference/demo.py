@@ -7,7 +7,7 @@ fails unless every file gives the run's own prediction for each sample, and at l
 
 from __future__ import annotations
 
-from ckpt_tools.signals import use_default_interrupt
+from ckpt_tools.process.signals import use_default_interrupt
 
 with use_default_interrupt():
     import json

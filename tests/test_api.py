@@ -22,9 +22,9 @@ from ckpt_tools.core.manifest import StateKey
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import expand_option_template, format_option
 from ckpt_tools.core.options import get_dtype_name
-from ckpt_tools.core.showing import DisplayableResult, ItemCount
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.formats.builtin import FORMATS
+from ckpt_tools.messages.showing import DisplayableResult, ItemCount
 from ckpt_tools.stores.destination import CleanReport
 from ckpt_tools.verification.report import Aspect
 from ckpt_tools.verification.signing import SignReport

@@ -8,12 +8,12 @@ from contextlib import suppress
 
 import pytest
 
-from ckpt_tools.guard import KEEP_ENVIRONMENT, MARK_VARIABLE, guard_processes
+from ckpt_tools.process.guard import KEEP_ENVIRONMENT, MARK_VARIABLE, guard_processes
 from tests.support.running import is_dead, users_of, wait_until
 
 PROGRAM = """
 import signal, subprocess, sys
-from ckpt_tools.guard import guard_processes
+from ckpt_tools.process.guard import guard_processes
 
 def start():
     return subprocess.Popen(["sleep", "300"], start_new_session=True, stdout=subprocess.DEVNULL).pid

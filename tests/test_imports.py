@@ -12,7 +12,21 @@ from tests.support.imports import IMPORTS, MODULES, PACKAGE, ROOT, Import
 pytestmark = pytest.mark.quick
 
 PACKAGES = (
-    *("core", "lora", "recipes", "planning", "stores", "serialization", "trainers", "formats", "reading", "runs"),
+    *(
+        "process",
+        "messages",
+        "core",
+        "lora",
+        "recipes",
+        "planning",
+        "stores",
+        "serialization",
+        "trainers",
+        "state_tree",
+        "formats",
+        "reading",
+        "runs",
+    ),
     *("transfer", "verification", "conversion", "torch", "cli", "testing"),
 )
 """Each imports only those before it."""
@@ -25,20 +39,14 @@ APART = {
 }
 """Packages that know nothing of each other, though one stands before the other."""
 
-FACE = {
-    *("__main__", "api", "arguments", "checkpoint", "credentials", "errors", "guard", "guard_process"),
-    *("help_text", "signals", "slices", "text_files"),
-}
+FACE = {"__main__", "api", "arguments", "checkpoint", "errors", "slices"}
 """The modules at the root, beside the package itself."""
 
-EVERYWHERE = {"arguments", "credentials", "errors", "guard", "help_text", "signals", "text_files"}
+EVERYWHERE = {"arguments", "errors"}
 """Modules at the root that any package may import. The others stand above all packages but ``cli`` and ``testing``."""
 
-LOWEST = {"credentials", "errors", "guard", "help_text", "signals", "text_files"}
-"""Modules at the root that import none of the packages."""
-
-LIGHT = {"core.format_names", "core.option_names", "core.progress", "core.wording"}
-"""What the command line imports beside the public API: it costs nothing."""
+LIGHT = {"core.format_names", "core.option_names", "messages.help_text", "messages.progress", "messages.wording"}
+"""What the command line imports beside the public API and ``process``: it costs nothing."""
 
 FRAMEWORKS = {
     *("torch", "torchvision", "deepspeed", "ray", "safetensors", "transformers", "accelerate", "pandas", "pyarrow"),
@@ -68,8 +76,8 @@ def listing(wrong: list[Import]) -> str:
 def may_import(found: Import) -> bool:
     here, there = package_of(found.module), package_of(found.target)
     root_module = inside(found.target)
-    if inside(found.module) in LOWEST:
-        return there is None
+    if inside(found.module) == "errors":
+        return there == "process"
     if here is None:
         return there not in {"cli", "testing"} or inside(found.module) == "__main__"
     if there is None:
@@ -116,7 +124,7 @@ def test_families_of_deepspeed_share_what_is_common_alone():
 def test_the_command_line_knows_the_public_api_alone():
     def allowed(found: Import) -> bool:
         there = inside(found.target)
-        return found.for_types or there in {"", *EVERYWHERE, *LIGHT} or package_of(found.target) == "cli"
+        return found.for_types or there in {"", *EVERYWHERE, *LIGHT} or package_of(found.target) in {"cli", "process"}
 
     imports = [found for found in AMONG_US if package_of(found.module) == "cli"]
     assert imports and not listing([found for found in imports if not allowed(found)])
@@ -137,7 +145,8 @@ FORBIDDEN: dict[str, Callable[[Import], bool]] = {
     "of the converter by training and inference, but for the public API": lambda found: (
         first(found.module) in ("training", "inference")
         and first(found.target) == PACKAGE
-        and inside(found.target) not in {"", *EVERYWHERE}
+        and inside(found.target) not in {"", "messages.help_text", *EVERYWHERE}
+        and package_of(found.target) != "process"
     ),
     "of inference by training": lambda found: (
         first(found.module) == "training" and first(found.target) in {"inference", *BESIDE}

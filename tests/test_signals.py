@@ -10,8 +10,8 @@ from types import FrameType
 
 import pytest
 
-from ckpt_tools import signals
-from ckpt_tools.signals import Stopped, block_signals_while_starting, get_first_signal, raise_on_signals
+from ckpt_tools.process import signals
+from ckpt_tools.process.signals import Stopped, block_signals_while_starting, get_first_signal, raise_on_signals
 
 
 @pytest.fixture(autouse=True)

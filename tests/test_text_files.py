@@ -9,8 +9,8 @@ import pytest
 
 from ckpt_tools.core.name_files import read_key_map, read_param_order
 from ckpt_tools.errors import CkptError
+from ckpt_tools.process.text_files import MAX_TEXT_BYTES, read_text
 from ckpt_tools.recipes.reading import read_recipe
-from ckpt_tools.text_files import MAX_TEXT_BYTES, read_text
 from inference.models.options import DEFAULTS
 from inference.serving.sources import sources_in
 from tests.training.jobs import small_config

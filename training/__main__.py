@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckpt_tools.signals import use_default_interrupt
+from ckpt_tools.process.signals import use_default_interrupt
 
 with use_default_interrupt():
     import os

@@ -13,7 +13,7 @@ from ckpt_tools.cli.render import print_json, show_notes, show_progress
 from ckpt_tools.cli.wrapping import echo, print_item, print_table, print_wrapped
 from ckpt_tools.core.format_names import FORMAT_BY_FILE_SUFFIX
 from ckpt_tools.core.option_names import WrittenFormat, format_with_aliases
-from ckpt_tools.core.wording import (
+from ckpt_tools.messages.wording import (
     MAX_LISTED_NAMES,
     escape_unprintable,
     format_count,

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import click
 
-from ckpt_tools.signals import (
+from ckpt_tools.process.signals import (
     Stopped,
     get_exit_code,
     get_first_signal,

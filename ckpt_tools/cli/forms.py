@@ -12,8 +12,8 @@ from typing import Any, TypeVar, cast
 import click
 
 from ckpt_tools.cli.wrapping import echo
-from ckpt_tools.core.wording import escape_unprintable
 from ckpt_tools.errors import UsageError
+from ckpt_tools.messages.wording import escape_unprintable
 
 DecoratedCommand = TypeVar("DecoratedCommand", bound=Callable[..., Any])
 

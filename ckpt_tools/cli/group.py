@@ -11,9 +11,9 @@ import click
 from ckpt_tools.cli import reporting
 from ckpt_tools.cli.ending import StoppableGroup
 from ckpt_tools.cli.settings import DESTRUCTIVE_OPTIONS, DefaultFromSettings, SettingsDefaults
-from ckpt_tools.core.wording import escape_unprintable
 from ckpt_tools.errors import UsageError
-from ckpt_tools.help_text import GroupedCommand, HelpContext
+from ckpt_tools.messages.help_text import GroupedCommand, HelpContext
+from ckpt_tools.messages.wording import escape_unprintable
 
 
 class CommandContext(HelpContext):

@@ -13,7 +13,8 @@ from ckpt_tools.cli import options
 from ckpt_tools.cli.render import MAX_NOTES, print_json, show_notes, show_progress
 from ckpt_tools.cli.wrapping import echo, get_terminal_width, print_pairs, print_table, print_wrapped
 from ckpt_tools.core.option_names import format_option
-from ckpt_tools.core.wording import (
+from ckpt_tools.errors import SeveralCheckpointsError
+from ckpt_tools.messages.wording import (
     escape_unprintable,
     format_count,
     format_one_line,
@@ -22,7 +23,6 @@ from ckpt_tools.core.wording import (
     format_ties,
     join_names,
 )
-from ckpt_tools.errors import SeveralCheckpointsError
 
 if TYPE_CHECKING:
     from ckpt_tools.core.collapsing import TensorLine, TensorSummary

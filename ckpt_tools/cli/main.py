@@ -13,8 +13,8 @@ from ckpt_tools.cli import options, process, reporting
 from ckpt_tools.cli.ending import end_command_on_signals, exit_after_signal
 from ckpt_tools.cli.group import CommandLocation, RootGroup
 from ckpt_tools.core.option_names import use_command_line_spelling
-from ckpt_tools.credentials import mask_output, remember_secrets_in_words
 from ckpt_tools.errors import CkptError, StoreError
+from ckpt_tools.process.credentials import mask_output, remember_secrets_in_words
 
 PROGRAM = "ckpt-tools"
 

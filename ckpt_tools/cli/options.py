@@ -22,7 +22,7 @@ from ckpt_tools.core.option_names import (
     format_with_aliases,
     resolve_alias,
 )
-from ckpt_tools.help_text import GroupedCommand, Headings
+from ckpt_tools.messages.help_text import GroupedCommand, Headings
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 

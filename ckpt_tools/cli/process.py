@@ -12,7 +12,7 @@ import gc
 import os
 import sys
 
-from ckpt_tools.signals import exit_on_signals, ignore_signals_at_exit
+from ckpt_tools.process.signals import exit_on_signals, ignore_signals_at_exit
 
 THREADS_VARIABLE = "OPENBLAS_NUM_THREADS"
 GC_THRESHOLD = 50_000

@@ -10,8 +10,8 @@ from ckpt_tools.cli import options
 from ckpt_tools.cli.group import CommandGroup
 from ckpt_tools.cli.render import is_typed, print_json, show_notes
 from ckpt_tools.cli.wrapping import echo, print_table, print_wrapped
-from ckpt_tools.core.wording import escape_unprintable, format_count, join_names
 from ckpt_tools.errors import UsageError
+from ckpt_tools.messages.wording import escape_unprintable, format_count, join_names
 
 if TYPE_CHECKING:
     from ckpt_tools.recipes.report import MappedTensor, RecipeMap

@@ -14,8 +14,8 @@ import click
 
 from ckpt_tools.cli import reporting
 from ckpt_tools.cli.wrapping import echo, print_wrapped
-from ckpt_tools.core.wording import escape_unprintable, format_count, format_size, join_names
-from ckpt_tools.credentials import mask_secrets
+from ckpt_tools.messages.wording import escape_unprintable, format_count, format_size, join_names
+from ckpt_tools.process.credentials import mask_secrets
 
 if TYPE_CHECKING:
     from ckpt_tools.core.notes import Note

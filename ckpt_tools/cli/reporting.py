@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt_tools.cli.wrapping import echo, get_terminal_width, print_wrapped
-from ckpt_tools.core.wording import escape_unprintable
-from ckpt_tools.credentials import mask_secrets
-from ckpt_tools.help_text import wrap_words
+from ckpt_tools.messages.help_text import wrap_words
+from ckpt_tools.messages.wording import escape_unprintable
+from ckpt_tools.process.credentials import mask_secrets
 
 if TYPE_CHECKING:
     import logging

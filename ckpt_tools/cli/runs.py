@@ -10,7 +10,7 @@ import click
 from ckpt_tools.cli import options
 from ckpt_tools.cli.render import print_json
 from ckpt_tools.cli.wrapping import print_table, print_wrapped
-from ckpt_tools.core.wording import escape_unprintable, format_count, format_size
+from ckpt_tools.messages.wording import escape_unprintable, format_count, format_size
 
 if TYPE_CHECKING:
     from ckpt_tools.runs.report import RunCheckpoint

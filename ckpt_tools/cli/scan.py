@@ -11,8 +11,8 @@ from ckpt_tools.cli import options
 from ckpt_tools.cli.forms import find_source_folder, form_option, print_markdown
 from ckpt_tools.cli.render import print_json
 from ckpt_tools.cli.wrapping import print_item, print_wrapped
-from ckpt_tools.core.wording import escape_unprintable, format_count, format_size, join_names
 from ckpt_tools.errors import UnsafeError
+from ckpt_tools.messages.wording import escape_unprintable, format_count, format_size, join_names
 
 if TYPE_CHECKING:
     from ckpt_tools.verification.scan import Finding, ScanReport

@@ -16,8 +16,8 @@ import click
 
 from ckpt_tools.arguments import check_not_empty
 from ckpt_tools.cli.beside import ExternalCommand
-from ckpt_tools.credentials import remember_secrets_in_words
 from ckpt_tools.errors import UsageError
+from ckpt_tools.process.credentials import remember_secrets_in_words
 
 PREFIX = "CKPT_TOOLS_"
 FILE_VARIABLE = f"{PREFIX}SETTINGS"
@@ -109,7 +109,7 @@ def _find_settings_file(settings_file: str | None) -> Path | None:
 def _parse_settings_file(file: Path) -> dict[str, Any]:
     import tomllib
 
-    from ckpt_tools.text_files import read_text
+    from ckpt_tools.process.text_files import read_text
 
     try:
         return tomllib.loads(read_text(file))

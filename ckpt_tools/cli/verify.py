@@ -11,7 +11,8 @@ from ckpt_tools.cli import options
 from ckpt_tools.cli.forms import find_source_folder, form_option, print_markdown
 from ckpt_tools.cli.render import MAX_NOTES, print_json, show_notes, show_progress
 from ckpt_tools.cli.wrapping import print_item, print_wrapped
-from ckpt_tools.core.wording import (
+from ckpt_tools.errors import DifferenceError
+from ckpt_tools.messages.wording import (
     escape_unprintable,
     format_count,
     format_size,
@@ -19,7 +20,6 @@ from ckpt_tools.core.wording import (
     format_ties,
     join_names,
 )
-from ckpt_tools.errors import DifferenceError
 
 if TYPE_CHECKING:
     from ckpt_tools.verification.report import Difference, DifferenceRow, VerifyReport

@@ -10,8 +10,8 @@ from typing import Any, TextIO
 
 import click
 
-from ckpt_tools.credentials import mask_secrets
-from ckpt_tools.help_text import wrap_words
+from ckpt_tools.messages.help_text import wrap_words
+from ckpt_tools.process.credentials import mask_secrets
 
 MIN_COLUMNS = 20
 

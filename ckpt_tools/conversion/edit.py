@@ -16,10 +16,10 @@ from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.options import ConvertOptions, ConvertRequest, ReadOptions
 from ckpt_tools.core.quantized import check_companions_selected
 from ckpt_tools.core.transforms import TransformResult
-from ckpt_tools.core.wording import join_names
 from ckpt_tools.errors import CkptError, IncompleteError, UnsupportedError, UsageError
 from ckpt_tools.formats.applicability import WRITING_RULES
 from ckpt_tools.formats.base import Format
+from ckpt_tools.messages.wording import join_names
 from ckpt_tools.reading.checkpoint import make_option_case, make_recipe_step
 from ckpt_tools.reading.model_files import read_model_config
 from ckpt_tools.reading.opened import OpenedCheckpoint

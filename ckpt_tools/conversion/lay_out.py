@@ -13,8 +13,8 @@ from ckpt_tools.core.notes import Note, Outcome, merge_notes
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.options import ConvertRequest, WriteOptions
 from ckpt_tools.core.transforms import note_casts
-from ckpt_tools.core.wording import escape_unprintable, join_names
 from ckpt_tools.errors import LossError, UsageError
+from ckpt_tools.messages.wording import escape_unprintable, join_names
 from ckpt_tools.reading.model_files import ModelFiles, add_model_files, apply_config_ties, note_missing_config
 from ckpt_tools.reading.opened import OpenedCheckpoint
 from ckpt_tools.stores.source import Source

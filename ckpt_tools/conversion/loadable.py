@@ -15,10 +15,10 @@ from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.option_names import DEFAULT_MEMORY, format_option
 from ckpt_tools.core.options import ConvertRequest, ReadOptions, parse_size
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
-from ckpt_tools.core.showing import DisplayableResult
 from ckpt_tools.core.values import StorageRef, Value
-from ckpt_tools.core.wording import join_names
 from ckpt_tools.errors import LossError, MalformedError, SourceNotFoundError, UnsupportedError, UsageError
+from ckpt_tools.messages.showing import DisplayableResult
+from ckpt_tools.messages.wording import join_names
 from ckpt_tools.planning.plan import make_plan
 from ckpt_tools.serialization.loadable import LeftOut, LoadableValue, Replaced, make_loadable_value
 from ckpt_tools.serialization.pickle.dump import dumps_with_storages

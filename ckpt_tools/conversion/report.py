@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, StateKey, TensorEntry, count_tensors_by_role
 from ckpt_tools.core.notes import Note
-from ckpt_tools.core.progress import log_info
-from ckpt_tools.core.showing import DisplayableResult
 from ckpt_tools.core.trainer_folder import FILE_SLOT
-from ckpt_tools.core.wording import format_count, format_size
+from ckpt_tools.messages.progress import log_info
+from ckpt_tools.messages.showing import DisplayableResult
+from ckpt_tools.messages.wording import format_count, format_size
 from ckpt_tools.planning.plan import Plan, PlanFigures
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ckpt_tools.core.options import ConvertRequest, ReadOptions
-from ckpt_tools.core.progress import ProgressMeter, ignore_progress
+from ckpt_tools.messages.progress import ProgressMeter, ignore_progress
 from ckpt_tools.planning.plan import Plan
-from ckpt_tools.signals import defer_signals
+from ckpt_tools.process.signals import defer_signals
 from ckpt_tools.stores.destination import OutputLocation
 from ckpt_tools.stores.source import Store
 from ckpt_tools.transfer.execute import execute_plan

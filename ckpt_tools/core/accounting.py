@@ -13,8 +13,8 @@ from ckpt_tools.core.format_names import DESCRIPTION_ENTRIES
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Manifest, StateKey
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.value_refs import iter_tensor_refs
-from ckpt_tools.core.wording import join_names
 from ckpt_tools.errors import CkptError
+from ckpt_tools.messages.wording import join_names
 
 _COUNT_ONLY_NOTE = re.compile(r"[\d,]+ (?:\S+ )?tensors?(?: .*)?")
 """A note on tensors by their number alone, as selecting some makes it."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from ckpt_tools.core.manifest import Manifest, TensorRef
 from ckpt_tools.core.values import GlobalRef, Opaque, StoredTensor
-from ckpt_tools.core.wording import format_one_line
+from ckpt_tools.messages.wording import format_one_line
 
 MAX_TEXT_CHARS = 1000
 """Of one string. What is longer is cut."""

@@ -10,7 +10,7 @@ from itertools import product
 from math import prod
 from typing import TYPE_CHECKING, TypeAlias
 
-from ckpt_tools.core.showing import Jsonable
+from ckpt_tools.messages.showing import Jsonable
 
 if TYPE_CHECKING:
     from ckpt_tools.core.boxes import Shape

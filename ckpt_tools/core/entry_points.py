@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, TypeVar
 
-from ckpt_tools.core.wording import join_names
 from ckpt_tools.errors import UsageError
+from ckpt_tools.messages.wording import join_names
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint

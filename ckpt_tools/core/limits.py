@@ -14,8 +14,8 @@ from typing import Any, Final
 from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import format_option
-from ckpt_tools.core.wording import format_count, format_size
 from ckpt_tools.errors import UnsupportedError, UsageError
+from ckpt_tools.messages.wording import format_count, format_size
 
 MAX_EXPANSION: Final = 1024
 """Bytes of all tensors for each byte of the files: a second of reading for a megabyte."""

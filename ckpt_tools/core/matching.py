@@ -7,8 +7,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from ckpt_tools.core.option_names import format_option
-from ckpt_tools.core.wording import find_nearest, join_names
 from ckpt_tools.errors import UsageError
+from ckpt_tools.messages.wording import find_nearest, join_names
 
 
 def is_selected(fqn: str, include: Sequence[str], exclude: Sequence[str]) -> bool:

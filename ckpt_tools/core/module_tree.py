@@ -9,7 +9,7 @@ from math import prod
 from typing import TYPE_CHECKING
 
 from ckpt_tools.core.collapsing import NumberedNames, merge_number_ranges
-from ckpt_tools.core.showing import Jsonable
+from ckpt_tools.messages.showing import Jsonable
 
 if TYPE_CHECKING:
     from ckpt_tools.core.collapsing import TensorSummary

@@ -11,7 +11,7 @@ from typing import Any
 
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.errors import SourceNotFoundError, UsageError
-from ckpt_tools.text_files import read_text
+from ckpt_tools.process.text_files import read_text
 
 
 @dataclass(frozen=True, slots=True)

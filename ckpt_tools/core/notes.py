@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from ckpt_tools.core.showing import DisplayableResult
+from ckpt_tools.messages.showing import DisplayableResult
 
 ABSENT_REASON = "none is taken from the source"
 """Reason for a default: the source has none, or none under names of parameters, or a step before left it out."""

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
         Weights,
         WrittenFormat,
     )
-    from ckpt_tools.core.progress import ProgressCallback
+    from ckpt_tools.messages.progress import ProgressCallback
 
     DTypeLike: TypeAlias = DTypeName | DTypeAlias | torch.dtype | np.dtype[Any] | type[np.generic]
     """A dtype that weights can be cast to, by its name or as torch, numpy or ml_dtypes has it."""

@@ -12,7 +12,7 @@ from ckpt_tools.core.bounded_values import BoundedValues
 from ckpt_tools.core.collapsing import TensorLine, TensorSummary, collapse_tensors
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, count_tensors_by_role
 from ckpt_tools.core.notes import Note, Outcome
-from ckpt_tools.core.showing import DisplayableResult, Jsonable, dataclass_to_json
+from ckpt_tools.messages.showing import DisplayableResult, Jsonable, dataclass_to_json
 
 if TYPE_CHECKING:
     from ckpt_tools.core.module_tree import ModuleSummary

@@ -17,8 +17,8 @@ from ckpt_tools.core.names import collect_model_names
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.value_refs import iter_tensor_refs, replace_tensor_refs
-from ckpt_tools.core.wording import format_count, join_names
 from ckpt_tools.errors import UnsupportedError, UsageError
+from ckpt_tools.messages.wording import format_count, join_names
 
 TransformResult = tuple[Manifest, tuple[Note, ...]]
 

@@ -138,6 +138,6 @@ class Format:
         ``path`` is the local file or folder, ``manifest`` and ``options`` are those that ``layout`` was made from. The
         code takes ``model`` and ``optimizer`` as defined. What is not Python, such as an option of a command, is a
         comment."""
-        from ckpt_tools.core.loading import make_open_snippet
+        from ckpt_tools.messages.loading_code import make_open_snippet
 
         return make_open_snippet(path)

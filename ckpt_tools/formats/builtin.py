@@ -211,14 +211,14 @@ class ShardedFormat(Format):
     reading_options = ("model_key", "optim_key")
     writing_options = ("world_size",)
 
-    detect = import_when_called("sharded.detection:detect")
-    read = import_when_called("sharded.reader:read")
-    own_files = import_when_called("sharded.reader:own_files")
-    problem = import_when_called("sharded.complete:problem")
-    is_named = import_when_called("sharded.complete:is_sharded")
-    world_size_of = import_when_called("sharded.complete:world_size")
-    layout = import_when_called("sharded.writer:layout")
-    loading = import_when_called("sharded.writer:loading")
+    detect = import_when_called("rank_files.detection:detect")
+    read = import_when_called("rank_files.reader:read")
+    own_files = import_when_called("rank_files.reader:own_files")
+    problem = import_when_called("rank_files.complete:problem")
+    is_named = import_when_called("rank_files.complete:is_sharded")
+    world_size_of = import_when_called("rank_files.complete:world_size")
+    layout = import_when_called("rank_files.writer:layout")
+    loading = import_when_called("rank_files.writer:loading")
 
 
 class TorchFormat(Format):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, StateKey
 from ckpt_tools.core.notes import Note, Outcome
-from ckpt_tools.core.wording import format_count
+from ckpt_tools.messages.wording import format_count
 
 
 def collect_weights_by_name(manifest: Manifest, format_name: str) -> tuple[dict[str, StateKey], tuple[Note, ...]]:

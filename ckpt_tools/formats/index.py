@@ -12,8 +12,6 @@ from typing import TYPE_CHECKING
 
 from ckpt_tools.core.format_names import BUILTIN_FORMATS, FORMAT_BY_FILE_SUFFIX, REPORTED_FORMAT_ALIASES
 from ckpt_tools.core.option_names import format_option
-from ckpt_tools.core.showing import DisplayableResult
-from ckpt_tools.core.wording import join_names, join_newest
 from ckpt_tools.errors import (
     CkptError,
     FormatError,
@@ -26,6 +24,8 @@ from ckpt_tools.errors import (
 from ckpt_tools.formats.base import Format
 from ckpt_tools.formats.builtin import FORMATS
 from ckpt_tools.formats.plugins import find_claiming_formats, list_plugin_entries, load_plugin_format
+from ckpt_tools.messages.showing import DisplayableResult
+from ckpt_tools.messages.wording import join_names, join_newest
 
 if TYPE_CHECKING:
     from ckpt_tools.core.manifest import Manifest

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from ckpt_tools.core.layout import FileLayout, Layout, Literal
-from ckpt_tools.core.loading import quote_literal
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.options import WriteOptions
-from ckpt_tools.core.wording import format_count
 from ckpt_tools.formats.safetensors.files import build_file_layout, get_header_texts
 from ckpt_tools.lora.adapter import map_file_names, map_weight_keys, parse_weight_names, select_adapter_names
 from ckpt_tools.lora.config import parse_config
+from ckpt_tools.messages.loading_code import quote_literal
+from ckpt_tools.messages.wording import format_count
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.trainers.transformers import ADAPTER_CONFIG_FILE
 

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from ckpt_tools.core.entry_points import describe_distribution, index_plugins_by_name, list_entry_points
 from ckpt_tools.core.format_names import BUILTIN_FORMATS
-from ckpt_tools.core.wording import join_names
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.formats.base import READING_OPTIONS, WRITING_OPTIONS, Format
+from ckpt_tools.messages.wording import join_names
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint

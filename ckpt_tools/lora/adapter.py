@@ -9,10 +9,10 @@ from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, StateKey, TensorEnt
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.renaming import rename_tensors, strip_wrappers
 from ckpt_tools.core.transforms import keep_model_only
-from ckpt_tools.core.wording import join_names
 from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.lora.config import EMBEDDING_LAYERS, AdapterConfig
 from ckpt_tools.lora.names import EMBEDDING_PARTS, ParsedName, PeftRole, get_base_module, parse_name
+from ckpt_tools.messages.wording import join_names
 
 
 @dataclass(frozen=True, slots=True)

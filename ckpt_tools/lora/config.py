@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from math import sqrt
 from typing import Any
 
-from ckpt_tools.core.wording import join_names
 from ckpt_tools.errors import MalformedError, UnsupportedError
 from ckpt_tools.lora.patterns import NO_SUFFIXES, NameSuffixes, PatternValues, is_plain_name
+from ckpt_tools.messages.wording import join_names
 
 EMBEDDING_LAYERS = ("embed_tokens", "lm_head")
 """``EMBEDDING_LAYER_NAMES`` of PEFT: if one is among ``target_modules``, ``save_pretrained`` writes embeddings too."""

@@ -26,7 +26,6 @@ from ckpt_tools.core.quantized import is_quantized
 from ckpt_tools.core.shards import ByteRange, ShardTable
 from ckpt_tools.core.ties import is_embedding, is_head, make_tied_pair, read_tie_flag, untie_heads
 from ckpt_tools.core.transforms import TransformResult
-from ckpt_tools.core.wording import format_count, join_names
 from ckpt_tools.errors import IncompleteError, UnsupportedError, UsageError
 from ckpt_tools.lora.adapter import Adapter, extract_base_model
 from ckpt_tools.lora.complete import does_name_all_targets, find_missing_parts
@@ -34,6 +33,7 @@ from ckpt_tools.lora.config import AdapterConfig
 from ckpt_tools.lora.names import BIAS_PART, EMBEDDING_PARTS, MATRIX_PARTS, get_base_module
 from ckpt_tools.lora.patterns import NameSuffixes
 from ckpt_tools.lora.product import Factor, Product, WithProduct
+from ckpt_tools.messages.wording import format_count, join_names
 
 TRANSPOSED_LINEAR = frozenset({"clvp", "decision_transformer", "gpt2", "imagegpt", "openai-gpt"})
 """``model_type`` of transformers (5.23) whose layers are ``Conv1D``, which keeps ``[in, out]``."""

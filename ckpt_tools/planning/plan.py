@@ -22,8 +22,8 @@ from ckpt_tools.core.manifest import Manifest, StateKey, TensorEntry
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.part_rules import PartRules
 from ckpt_tools.core.shards import Framing
-from ckpt_tools.core.wording import format_count, format_size
 from ckpt_tools.errors import MemoryBudgetError
+from ckpt_tools.messages.wording import format_count, format_size
 from ckpt_tools.planning.cuts import cut_at_stored_ranges
 from ckpt_tools.planning.hits import FlatHit, Hit, find_hits
 from ckpt_tools.planning.tasks import TransferTask

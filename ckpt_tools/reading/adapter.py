@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from ckpt_tools.core.manifest import TensorEntry
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.options import ConvertRequest
-from ckpt_tools.core.wording import join_names
 from ckpt_tools.errors import IncompleteError, SourceNotFoundError, StoreError, UsageError, name_file_in_errors
 from ckpt_tools.lora.adapter import Adapter, read_adapter
 from ckpt_tools.lora.config import AdapterConfig, check_mergeable, parse_config
+from ckpt_tools.messages.wording import join_names
 from ckpt_tools.reading.model_files import MAX_CONFIG_BYTES, find_nearby_folder, iter_folders_around
 from ckpt_tools.reading.opened import OpenedCheckpoint
 from ckpt_tools.serialization.strict_json import parse_json

@@ -12,7 +12,6 @@ from ckpt_tools.core.manifest import MASTER, Kind, Manifest
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.options import ConvertOptions, ReadOptions
 from ckpt_tools.core.quantized import get_quantization_config, may_be_quantized
-from ckpt_tools.core.wording import join_newest
 from ckpt_tools.errors import FormatError, SeveralCheckpointsError, UnsafeError, UnsupportedError, UsageError
 from ckpt_tools.formats.applicability import READING_RULES
 from ckpt_tools.formats.base import Format
@@ -25,6 +24,7 @@ from ckpt_tools.formats.index import (
     refuse_foreign_content,
     suggest_plugin,
 )
+from ckpt_tools.messages.wording import join_newest
 from ckpt_tools.reading.enrich import enrich_manifest
 from ckpt_tools.reading.steps import add_step_doubts
 from ckpt_tools.stores.source import Source

@@ -24,7 +24,7 @@ from ckpt_tools.trainers.record import EntryParser
 from ckpt_tools.trainers.transformers import ADAPTER_CONFIG_FILE
 
 if TYPE_CHECKING:
-    from ckpt_tools.formats.state_dict.leaf import TensorLeaf
+    from ckpt_tools.state_tree.leaf import TensorLeaf
 
 MAX_COMPANION_BYTES = 64 << 20
 """A trainer's log of a million steps is smaller."""
@@ -100,7 +100,7 @@ def _is_in_model_folder(folder: str, manifest: Manifest, weight_folders: Collect
 def _read_stored_step(manifest: Manifest, source: Source) -> int | None:
     """The step that is kept as a tensor, as torchtitan keeps it."""
     from ckpt_tools.formats.dcp.reader import read_number
-    from ckpt_tools.formats.state_dict.parse import iter_step_values
+    from ckpt_tools.state_tree.parse import iter_step_values
 
     refs = (value for value in iter_step_values(manifest.extra) if isinstance(value, TensorRef))
     entries = (manifest.tensors[ref.key] for ref in refs)
@@ -194,8 +194,8 @@ def _read_json(source: Source, path: str) -> Any:
 def _read_archive(
     source: Source, path: str, parse_entries: EntryParser, known_names: Collection[str]
 ) -> _CompanionContent:
-    from ckpt_tools.formats.state_dict.leaves import ArchiveLocation, extract_tensors
     from ckpt_tools.serialization.torch_zip import open_archive
+    from ckpt_tools.state_tree.leaves import ArchiveLocation, extract_tensors
 
     archive = open_archive(lambda start, stop: source.read(path, start, stop), source.size(path), path)
     leaves: dict[StateKey, TensorLeaf] = {}

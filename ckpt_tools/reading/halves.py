@@ -13,10 +13,10 @@ from typing import Any
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, StateKey, StateTree, TensorEntry
 from ckpt_tools.core.notes import Note, note_unrelated_files
 from ckpt_tools.core.options import ReadOptions
-from ckpt_tools.core.wording import join_names
 from ckpt_tools.errors import CkptError, UnsupportedError
 from ckpt_tools.formats.index import get_readable_format, read_manifest
-from ckpt_tools.formats.state_dict.parse import rename_master_slots
+from ckpt_tools.messages.wording import join_names
+from ckpt_tools.state_tree.parse import rename_master_slots
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.wrappers import open_subfolder
 from ckpt_tools.trainers.nemo import OPTIMIZER_INDEX

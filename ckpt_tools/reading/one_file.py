@@ -10,9 +10,9 @@ from ckpt_tools.core.option_names import format_option
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.dcp.names import METADATA, is_dcp_file
 from ckpt_tools.formats.deepspeed.names import MODEL_FILE, layer_file_name, model_file_name, optim_file_name
-from ckpt_tools.formats.foreign import describe_rank_in_name
 from ckpt_tools.formats.megatron.names import COMMON_FILE, CONFIG_FILE
 from ckpt_tools.formats.orbax.names import CHECKPOINT_FILE, TREE_FILE
+from ckpt_tools.state_tree.incomplete_state import describe_rank_in_name
 from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.accelerate import DCP_FOLDERS
 from ckpt_tools.trainers.lightning import META

@@ -17,9 +17,9 @@ from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import FormatError, MalformedError, UnsupportedError
 from ckpt_tools.formats.base import Format
 from ckpt_tools.formats.index import read_manifest
-from ckpt_tools.formats.state_dict.leaf import TensorLeaf
-from ckpt_tools.formats.state_dict.parse import TreeLeaves, build_manifest
 from ckpt_tools.formats.torch.files import read_torch_tree
+from ckpt_tools.state_tree.leaf import TensorLeaf
+from ckpt_tools.state_tree.parse import TreeLeaves, build_manifest
 from ckpt_tools.stores.source import Source
 
 JOINABLE_FORMATS = ("safetensors", "torch")

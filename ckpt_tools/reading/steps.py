@@ -16,11 +16,11 @@ from typing import Any
 from ckpt_tools.core.dtypes import decode_number
 from ckpt_tools.core.manifest import Kind, Manifest, TensorEntry
 from ckpt_tools.core.notes import Note, Outcome
-from ckpt_tools.core.progress import log_warning
 from ckpt_tools.core.shards import Framing
 from ckpt_tools.core.step_claims import OPTIMIZER_STEP_COUNTER, is_finite_number
-from ckpt_tools.core.wording import join_names
 from ckpt_tools.errors import FormatError
+from ckpt_tools.messages.progress import log_warning
+from ckpt_tools.messages.wording import join_names
 from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.transformers import STATE_FILE
 

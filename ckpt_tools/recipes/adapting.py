@@ -13,8 +13,8 @@ from ckpt_tools.core.manifest import WEIGHT, EqualPair, Kind, Manifest, StateKey
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.transforms import TransformResult
-from ckpt_tools.core.wording import format_count, join_names
 from ckpt_tools.errors import UnsupportedError, UsageError
+from ckpt_tools.messages.wording import format_count, join_names
 from ckpt_tools.recipes.fitting import ReferenceFit, select_weights
 from ckpt_tools.recipes.manifest_builder import MAX_ITEM_BYTES, ZEROS_FILE
 from ckpt_tools.recipes.moves import FillBox

@@ -13,8 +13,8 @@ from ckpt_tools.core.names import collect_model_names
 from ckpt_tools.core.quantized import map_companions
 from ckpt_tools.core.ties import make_tied_pair, read_tie_flag
 from ckpt_tools.core.transforms import TransformResult, reassign_owners, select_tensors
-from ckpt_tools.core.wording import join_names
 from ckpt_tools.errors import UnsupportedError
+from ckpt_tools.messages.wording import join_names
 from ckpt_tools.recipes.groups import (
     choose_form,
     group_names,

@@ -32,8 +32,8 @@ from ckpt_tools.core.quantized import (
     is_quantized,
 )
 from ckpt_tools.core.transforms import TransformResult
-from ckpt_tools.core.wording import format_count
 from ckpt_tools.errors import UnsupportedError, UsageError
+from ckpt_tools.messages.wording import format_count
 from ckpt_tools.recipes.quantization_methods import (
     FP8_FORMATS,
     METHOD_RULES,

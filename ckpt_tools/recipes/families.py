@@ -13,7 +13,7 @@ from typing import Any
 
 from ckpt_tools.core.names import zero_numbers
 from ckpt_tools.core.option_names import format_option
-from ckpt_tools.core.wording import join_names
+from ckpt_tools.messages.wording import join_names
 from ckpt_tools.recipes.groups import find_complete_lines, match_lines
 from ckpt_tools.recipes.index import list_recipes
 from ckpt_tools.recipes.recipe import Recipe, RecipeLine

@@ -10,7 +10,7 @@ from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.casts import CASTABLE
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, TensorEntry
 from ckpt_tools.core.names import zero_numbers
-from ckpt_tools.core.wording import MAX_LISTED_NAMES, format_count, join_names
+from ckpt_tools.messages.wording import MAX_LISTED_NAMES, format_count, join_names
 from ckpt_tools.recipes.reference import Reference, ReferenceTensor
 
 

@@ -11,8 +11,8 @@ from math import prod
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.manifest import WEIGHT, StateKey
 from ckpt_tools.core.option_names import format_option
-from ckpt_tools.core.wording import MAX_LISTED_NAMES, find_nearest, format_count, join_names
 from ckpt_tools.errors import IncompleteError, UsageError
+from ckpt_tools.messages.wording import MAX_LISTED_NAMES, find_nearest, format_count, join_names
 from ckpt_tools.recipes.axes import PAD_FIELD, build_extent_expression, compute_extent
 from ckpt_tools.recipes.moves import GroupPlace, Indices, list_indexed_variables
 from ckpt_tools.recipes.recipe import LineDirection, Recipe, RecipeLine, TensorPattern

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from ckpt_tools.core.entry_points import describe_distribution, index_plugins_by_name, list_entry_points
 from ckpt_tools.core.option_names import format_option
-from ckpt_tools.core.wording import find_nearest
 from ckpt_tools.errors import UsageError
+from ckpt_tools.messages.wording import find_nearest
 from ckpt_tools.recipes.reading import read_recipe
 from ckpt_tools.recipes.recipe import Recipe
 

@@ -20,8 +20,8 @@ from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.shards import ShardTable
 from ckpt_tools.core.transforms import TransformResult
-from ckpt_tools.core.wording import join_names
 from ckpt_tools.errors import CkptError, UsageError
+from ckpt_tools.messages.wording import join_names
 from ckpt_tools.recipes.adapting import adapt_to_reference, derive_tensors_from_config
 from ckpt_tools.recipes.fitting import ReferenceFit, fit_to_reference, select_weights, summarize_names
 from ckpt_tools.recipes.reference import Reference

@@ -16,8 +16,8 @@ from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.quantized import is_quantized, rename_companion
 from ckpt_tools.core.transforms import note_cast
-from ckpt_tools.core.wording import format_count, join_names
 from ckpt_tools.errors import IncompleteError, UnsupportedError, UsageError
+from ckpt_tools.messages.wording import format_count, join_names
 from ckpt_tools.recipes.axes import SinglePosition, is_rest_axis
 from ckpt_tools.recipes.groups import (
     NameGroups,

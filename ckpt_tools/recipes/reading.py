@@ -10,14 +10,14 @@ from typing import Any
 
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.option_names import format_option
-from ckpt_tools.core.wording import find_nearest
 from ckpt_tools.errors import CkptError, SourceNotFoundError, UsageError
+from ckpt_tools.messages.wording import find_nearest
+from ckpt_tools.process.text_files import read_text
 from ckpt_tools.recipes.axes import AxisNode, build_extent_expression, parse_axes
 from ckpt_tools.recipes.line_tables import PrefixRepeat, StackedPrefixes
 from ckpt_tools.recipes.names import NamePattern
 from ckpt_tools.recipes.recipe import LineDirection, Recipe, RecipeLine
 from ckpt_tools.recipes.sizes import SizeBinding, SizeExpression
-from ckpt_tools.text_files import read_text
 
 MAX_ADDEND = 1 << 24
 """The largest number to add: float32 has each whole number up to it."""

@@ -13,8 +13,8 @@ from itertools import product
 from typing import NamedTuple
 
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.wording import join_names
 from ckpt_tools.errors import UsageError
+from ckpt_tools.messages.wording import join_names
 from ckpt_tools.recipes.axes import (
     PAD_FIELD,
     AxisNode,

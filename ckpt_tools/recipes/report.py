@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 from ckpt_tools.core.manifest import Kind, Manifest, TensorEntry
 from ckpt_tools.core.notes import Note
 from ckpt_tools.core.shards import ByteRange, ShardTable
-from ckpt_tools.core.showing import DisplayableResult
+from ckpt_tools.messages.showing import DisplayableResult
 
 if TYPE_CHECKING:
     from ckpt_tools.core.apply_options import ManifestStep

@@ -9,8 +9,8 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from ckpt_tools.core.wording import join_names
 from ckpt_tools.errors import UsageError
+from ckpt_tools.messages.wording import join_names
 
 SizeValues = Mapping[str, int]
 """Values of variables. The variable ``expert`` counts the index ``{expert}``."""

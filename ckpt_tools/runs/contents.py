@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest
 from ckpt_tools.core.renaming import strip_wrappers
 from ckpt_tools.core.value_refs import iter_tensor_refs, iter_values
-from ckpt_tools.core.wording import format_count, format_size, join_names
-from ckpt_tools.formats.foreign import is_optimizer_name
+from ckpt_tools.messages.wording import format_count, format_size, join_names
+from ckpt_tools.state_tree.incomplete_state import is_optimizer_name
 
 MAX_SHRINKAGE = 2
 """One that holds less than half of what an older one does holds less. Another optimizer, or another dtype of its

@@ -6,10 +6,10 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ckpt_tools.core.progress import log_warning
-from ckpt_tools.core.wording import join_newest
 from ckpt_tools.errors import SourceNotFoundError, UsageError
 from ckpt_tools.formats.deepspeed import names as deepspeed
+from ckpt_tools.messages.progress import log_warning
+from ckpt_tools.messages.wording import join_newest
 from ckpt_tools.runs.listing import find_problem, read_step
 from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.run_folders import (

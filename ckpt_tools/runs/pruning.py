@@ -18,7 +18,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import ClassVar
 
-from ckpt_tools.core.showing import DisplayableResult
 from ckpt_tools.errors import (
     CkptError,
     DestinationExistsError,
@@ -26,6 +25,7 @@ from ckpt_tools.errors import (
     StoreError,
     UsageError,
 )
+from ckpt_tools.messages.showing import DisplayableResult
 from ckpt_tools.runs.comparing import check_kept_steps
 from ckpt_tools.runs.files import batch_for_removal, find_unknown_files
 from ckpt_tools.runs.listing import find_run_members, list_checkpoints, read_plain_manifest

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ckpt_tools.core.showing import DisplayableResult, dataclass_to_json
+from ckpt_tools.messages.showing import DisplayableResult, dataclass_to_json
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt_tools.core.option_names import format_option
-from ckpt_tools.core.wording import find_nearest, join_names
 from ckpt_tools.errors import UsageError
+from ckpt_tools.messages.wording import find_nearest, join_names
 from ckpt_tools.runs.report import RunCheckpoint
 
 _LOWER_IS_BETTER = frozenset(["loss", "error", "perplexity", "ppl", "wer", "cer", "mse", "mae", "rmse", "nll"])

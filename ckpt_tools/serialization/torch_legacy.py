@@ -18,8 +18,8 @@ from types import MappingProxyType
 from typing import Final, Generic, Protocol, TypeVar
 
 from ckpt_tools.core.values import StorageRef, Value
-from ckpt_tools.core.wording import format_count
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
+from ckpt_tools.messages.wording import format_count
 from ckpt_tools.serialization.pickle.load import load_first_pickle
 from ckpt_tools.serialization.pickle.machine import EndsEarlyError, PersistentLoad
 from ckpt_tools.serialization.torch_archive import MAX_PICKLE_BYTES, TorchArchive, parse_storage_id, register_storage

@@ -17,8 +17,8 @@ from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.layout import Literal, Segment
 from ckpt_tools.core.values import StorageRef, StoredTensor, Value
-from ckpt_tools.core.wording import format_count
 from ckpt_tools.errors import CkptError, FormatError, IncompleteError, MalformedError, UnsafeError, UnsupportedError
+from ckpt_tools.messages.wording import format_count
 from ckpt_tools.serialization.pickle.dump import dumps_with_storages
 from ckpt_tools.serialization.pickle.load import (
     FIRST_READ_SIZES,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ckpt_tools.core.values import PARAMETER, TENSOR_CLASS, GlobalRef, Opaque, StoredTensor, Value
-from ckpt_tools.core.wording import join_names
+from ckpt_tools.messages.wording import join_names
 
 _PLAIN_ATTRIBUTES = (bool, int, float, str)
 

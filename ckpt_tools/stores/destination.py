@@ -23,9 +23,9 @@ from typing import ClassVar, Protocol, Self
 
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.part_rules import PartRules
-from ckpt_tools.core.progress import log_info
-from ckpt_tools.core.showing import DisplayableResult, Jsonable
 from ckpt_tools.errors import DestinationExistsError
+from ckpt_tools.messages.progress import log_info
+from ckpt_tools.messages.showing import DisplayableResult, Jsonable
 from ckpt_tools.stores.output_names import FolderForm, OutputForm, OutputKind, SingleFileForm
 from ckpt_tools.stores.source import Buffer, CopySource, Store
 

@@ -12,8 +12,8 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from ckpt_tools.arguments import api_function
-from ckpt_tools.credentials import mask_raised_errors
 from ckpt_tools.errors import CkptError, SourceNotFoundError, UsageError
+from ckpt_tools.process.credentials import mask_raised_errors
 from ckpt_tools.stores.destination import OutputLocation
 from ckpt_tools.stores.fsspec.hub import HubOutputLocation, open_hub_store
 from ckpt_tools.stores.fsspec.location import FsspecOutputLocation

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ckpt_tools.core.progress import log_warning
-from ckpt_tools.credentials import mask_raised_errors, mask_secrets
 from ckpt_tools.errors import CkptError
+from ckpt_tools.messages.progress import log_warning
+from ckpt_tools.process.credentials import mask_raised_errors, mask_secrets
 
 Result = TypeVar("Result")
 

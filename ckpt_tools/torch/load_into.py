@@ -24,11 +24,11 @@ from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, ParamGroup, StateKe
 from ckpt_tools.core.names import is_extra_state, map_to_bare_names
 from ckpt_tools.core.options import ConvertOptions, SelectKeywords
 from ckpt_tools.core.value_refs import iter_tensor_refs
-from ckpt_tools.core.wording import join_names
 from ckpt_tools.errors import UnsafeError, UsageError
-from ckpt_tools.formats.state_dict.from_deepspeed import collect_user_entries
+from ckpt_tools.messages.wording import join_names
 from ckpt_tools.reading.checkpoint import make_recipe_step
 from ckpt_tools.runs.opening import open_checkpoint
+from ckpt_tools.state_tree.from_deepspeed import collect_user_entries
 from ckpt_tools.stores.urls import check_storage_options
 from ckpt_tools.torch.dtensors import iter_local_views
 from ckpt_tools.torch.fill import SCRATCH_BYTES, TensorFill, fill_targets, read_tensor

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ckpt_tools.core.manifest import Manifest, StateTree, TreePath, join_path
 from ckpt_tools.core.names import strip_wrapper_parts
 from ckpt_tools.errors import UsageError
-from ckpt_tools.formats.state_dict.build import Entries
+from ckpt_tools.state_tree.build import Entries
 
 MODEL, OPTIM, EXTRA = "model", "optimizer", "entry"
 

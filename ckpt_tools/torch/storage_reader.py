@@ -22,8 +22,8 @@ from ckpt_tools.core.option_names import DEFAULT_WEIGHTS, Weights
 from ckpt_tools.core.options import ConvertOptions, ReadKeywords
 from ckpt_tools.core.values import GlobalRef, Opaque
 from ckpt_tools.errors import UnsafeError
-from ckpt_tools.formats.state_dict.build import Entries, choose_tree, entries_of
 from ckpt_tools.runs.opening import open_checkpoint
+from ckpt_tools.state_tree.build import Entries, choose_tree, entries_of
 from ckpt_tools.stores.urls import check_storage_options
 from ckpt_tools.torch.fill import SCRATCH_BYTES, TensorFill, fill_targets, read_tensor, to_torch_dtype
 from ckpt_tools.torch.name_matching import JobNameMatcher

@@ -16,8 +16,8 @@ from typing import Any
 
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import format_option
-from ckpt_tools.core.wording import format_ranks, join_names, natural_sort_key
 from ckpt_tools.errors import SourceNotFoundError, UnsupportedError, UsageError
+from ckpt_tools.messages.wording import format_ranks, join_names, natural_sort_key
 from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.record import ResumeRules, Trainer
 from ckpt_tools.trainers.saved import SavedCheckpoint

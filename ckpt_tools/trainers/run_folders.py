@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
-from ckpt_tools.core.wording import natural_sort_key
+from ckpt_tools.messages.wording import natural_sort_key
 from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.accelerate import DCP_FOLDERS, DEEPSPEED_TAGS
 from ckpt_tools.trainers.saved import RUN_ITSELF, SavedCheckpoint

@@ -17,8 +17,8 @@ from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.notes import Note, Outcome
-from ckpt_tools.core.wording import format_count
 from ckpt_tools.errors import DifferenceError
+from ckpt_tools.messages.wording import format_count
 from ckpt_tools.stores.source import Store
 from ckpt_tools.transfer.tensor_reader import TensorReader
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, StateKey, TensorEntry, count_tensors_by_role
-from ckpt_tools.core.progress import ProgressCallback
 from ckpt_tools.core.value_refs import iter_ref_paths
-from ckpt_tools.formats.state_dict.from_deepspeed import collect_user_entries
+from ckpt_tools.messages.progress import ProgressCallback
+from ckpt_tools.state_tree.from_deepspeed import collect_user_entries
 from ckpt_tools.stores.source import Store
 from ckpt_tools.transfer.buffers import allocate_page_aligned
 from ckpt_tools.transfer.runners.threads import ThreadRunner

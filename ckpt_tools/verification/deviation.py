@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckpt_tools.core.dtypes import DType, to_numpy
-from ckpt_tools.core.showing import Jsonable
-from ckpt_tools.core.wording import format_count
+from ckpt_tools.messages.showing import Jsonable
+from ckpt_tools.messages.wording import format_count
 
 MEASURED_ELEMENTS = 1 << 16
 """Elements that are measured at a time: about 4 MB as float64 with their temporaries."""

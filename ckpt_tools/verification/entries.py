@@ -14,7 +14,7 @@ from ckpt_tools.core.format_names import HEADER_ENTRY
 from ckpt_tools.core.manifest import Manifest, StateKey, TensorRef
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.values import StoredTensor
-from ckpt_tools.formats.state_dict.from_deepspeed import collect_user_entries
+from ckpt_tools.state_tree.from_deepspeed import collect_user_entries
 from ckpt_tools.verification.report import ENTRY_SLOT, Aspect, Difference
 
 _FORMAT_ENTRIES = frozenset(("megatron", "deepspeed"))

@@ -13,9 +13,9 @@ from typing import Any
 
 from ckpt_tools.core.manifest import StateKey
 from ckpt_tools.core.notes import Note, Outcome
-from ckpt_tools.core.progress import ProgressCallback, ProgressMeter
-from ckpt_tools.core.wording import join_names
 from ckpt_tools.errors import SourceNotFoundError, UsageError
+from ckpt_tools.messages.progress import ProgressCallback, ProgressMeter
+from ckpt_tools.messages.wording import join_names
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.stores.local.store import LocalStore
 from ckpt_tools.stores.output_names import DIGESTS_NAME, SIGNATURE_NAME

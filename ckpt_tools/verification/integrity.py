@@ -18,9 +18,9 @@ from isal import isal_zlib
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import Manifest, StateKey, count_tensors_by_role
-from ckpt_tools.core.progress import ProgressCallback
 from ckpt_tools.core.shards import ByteRange, Framing, ShardTable
 from ckpt_tools.errors import FormatError, UnsafeError
+from ckpt_tools.messages.progress import ProgressCallback
 from ckpt_tools.serialization.zip_archive import read_directory
 from ckpt_tools.stores.source import Source
 from ckpt_tools.transfer.inflating import MAX_OVERHEAD_BYTES, InflatedReader, inflated_name

@@ -7,9 +7,9 @@ from pathlib import Path
 from ckpt_tools.core.manifest import Manifest, StateKey
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.options import ConvertOptions
-from ckpt_tools.core.wording import join_names
 from ckpt_tools.errors import UsageError
 from ckpt_tools.formats.base import Format
+from ckpt_tools.messages.wording import join_names
 from ckpt_tools.reading.model_files import (
     ModelFiles,
     apply_config_ties,

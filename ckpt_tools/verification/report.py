@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 
 from ckpt_tools.core.manifest import MASTER, WEIGHT, StateKey
 from ckpt_tools.core.notes import Note
-from ckpt_tools.core.showing import DisplayableResult
-from ckpt_tools.core.wording import format_count, join_names
-from ckpt_tools.credentials import mask_secrets
+from ckpt_tools.messages.showing import DisplayableResult
+from ckpt_tools.messages.wording import format_count, join_names
+from ckpt_tools.process.credentials import mask_secrets
 from ckpt_tools.verification.deviation import Deviation
 
 

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from ckpt_tools.core.option_names import format_option
-from ckpt_tools.core.showing import DisplayableResult
 from ckpt_tools.errors import (
     CkptError,
     DestinationExistsError,
@@ -28,6 +27,7 @@ from ckpt_tools.errors import (
     StoreError,
     UsageError,
 )
+from ckpt_tools.messages.showing import DisplayableResult
 from ckpt_tools.stores.output_names import SIGNATURE_NAME
 from ckpt_tools.stores.urls import local_path
 

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.manifest import Manifest, StateKey, TensorEntry
 from ckpt_tools.core.option_names import format_option
-from ckpt_tools.core.progress import ProgressCallback, ProgressMeter
 from ckpt_tools.core.summary import TensorStats
-from ckpt_tools.core.wording import format_size
 from ckpt_tools.errors import MemoryBudgetError
+from ckpt_tools.messages.progress import ProgressCallback, ProgressMeter
+from ckpt_tools.messages.wording import format_size
 from ckpt_tools.planning.plan import BASE_BYTES, estimate_reading_bytes
 from ckpt_tools.stores.source import Store
 from ckpt_tools.transfer.buffers import allocate_page_aligned

@@ -17,13 +17,13 @@ from ckpt_tools.core.names import collect_model_names
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import State, format_option
 from ckpt_tools.core.options import ConvertOptions, ReadOptions
-from ckpt_tools.core.progress import ProgressCallback, ProgressMeter
-from ckpt_tools.core.showing import DisplayableResult, dataclass_to_json
-from ckpt_tools.core.wording import format_count
 from ckpt_tools.errors import FormatError, UnsupportedError, UsageError
 from ckpt_tools.formats.applicability import COMPARING_RULES, DIFFING_RULES
 from ckpt_tools.formats.base import Format
 from ckpt_tools.formats.index import lookup_format
+from ckpt_tools.messages.progress import ProgressCallback, ProgressMeter
+from ckpt_tools.messages.showing import DisplayableResult, dataclass_to_json
+from ckpt_tools.messages.wording import format_count
 from ckpt_tools.reading.checkpoint import (
     make_option_case,
     make_read_back_options,

@@ -6,7 +6,7 @@ written as they are made, so memory does not grow with the input.
 
 from __future__ import annotations
 
-from ckpt_tools.signals import use_default_interrupt
+from ckpt_tools.process.signals import use_default_interrupt
 
 with use_default_interrupt():
     import json

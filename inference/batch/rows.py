@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from ckpt_tools.credentials import mask_secrets
+from ckpt_tools.process.credentials import mask_secrets
 
 from ..models.results import ANSWER, Prediction
 

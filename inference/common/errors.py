@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 import click
 
-from ckpt_tools.credentials import mask_secrets
 from ckpt_tools.errors import CkptError, FormatError, StoreError, UsageError
-from ckpt_tools.signals import get_exit_code, raise_on_signals
+from ckpt_tools.process.credentials import mask_secrets
+from ckpt_tools.process.signals import get_exit_code, raise_on_signals
 
 OUR_PACKAGES = frozenset(
     {"ckpt_tools", *(f"{prefix}{name}" for prefix in ("", "ckpt_tools_") for name in ("training", "inference"))}

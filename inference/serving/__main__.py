@@ -7,7 +7,7 @@ checked and the port is bound before torch is imported.
 
 from __future__ import annotations
 
-from ckpt_tools.signals import use_default_interrupt
+from ckpt_tools.process.signals import use_default_interrupt
 
 with use_default_interrupt():
     import os

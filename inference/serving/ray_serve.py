@@ -20,7 +20,7 @@ import ray
 from ray import serve
 
 from ckpt_tools.errors import FormatError, StoreError
-from ckpt_tools.signals import block_signals_while_starting, defer_signals
+from ckpt_tools.process.signals import block_signals_while_starting, defer_signals
 
 from ..common.training_package import launchers
 from ..models.predictor import Predictor, loaded

@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from ckpt_tools.errors import FormatError, SourceNotFoundError, StoreError, UsageError
-from ckpt_tools.text_files import read_text
+from ckpt_tools.process.text_files import read_text
 
 from ..models.options import DEFAULTS, ModelOptions
 

@@ -8,7 +8,7 @@ import pytest
 
 from ckpt_tools.cli.beside import ExternalCommand
 from ckpt_tools.cli.main import SECTIONS, group
-from ckpt_tools.help_text import GroupedCommand, WordWrapFormatter
+from ckpt_tools.messages.help_text import GroupedCommand, WordWrapFormatter
 from inference.batch.__main__ import main as predict
 from inference.serving.__main__ import main as serve
 from tests.support.commands import all_commands, printed

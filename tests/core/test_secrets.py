@@ -12,10 +12,10 @@ import safetensors.numpy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_tools import credentials
-from ckpt_tools.core.wording import escape_unprintable
-from ckpt_tools.credentials import mask_secrets, remember_secrets_in_words
 from ckpt_tools.errors import StoreError
+from ckpt_tools.messages.wording import escape_unprintable
+from ckpt_tools.process import credentials
+from ckpt_tools.process.credentials import mask_secrets, remember_secrets_in_words
 
 pytestmark = pytest.mark.quick
 

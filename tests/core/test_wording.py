@@ -2,7 +2,7 @@
 
 import pytest
 
-from ckpt_tools.core.wording import format_size
+from ckpt_tools.messages.wording import format_size
 
 pytestmark = pytest.mark.quick
 

@@ -19,8 +19,8 @@ from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.errors import CkptError, UnsupportedError
 from ckpt_tools.formats.base import Format
 from ckpt_tools.formats.builtin import FORMATS
-from ckpt_tools.formats.state_dict.from_deepspeed import collect_user_entries
 from ckpt_tools.planning.plan import make_plan
+from ckpt_tools.state_tree.from_deepspeed import collect_user_entries
 from ckpt_tools.stores.file_destination import StoreDestination
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.source import Source

@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save
 
 import ckpt_tools
-from ckpt_tools import credentials
+from ckpt_tools.process import credentials
 from ckpt_tools.stores.fsspec import store
 from ckpt_tools.stores.retry import RetryPolicy
 from inference.batch.rows import Columns, Row
@@ -214,7 +214,7 @@ def test_a_signed_address_is_in_no_file(tmp_path):
 
 PRINTING = """
 import logging, sys, warnings
-from ckpt_tools.credentials import mask_output, remember_secrets
+from ckpt_tools.process.credentials import mask_output, remember_secrets
 
 mask_output()
 url = sys.argv[1]

@@ -20,8 +20,8 @@ from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import CkptError
 from ckpt_tools.formats.builtin import FORMATS
 from ckpt_tools.formats.deepspeed.common.pickled_objects import is_active_scaler
-from ckpt_tools.formats.state_dict.from_deepspeed import collect_user_entries
 from ckpt_tools.runs.opening import open_checkpoint
+from ckpt_tools.state_tree.from_deepspeed import collect_user_entries
 from fixtures.corpus import layouts, make
 from tests.support.sweep import tiered
 

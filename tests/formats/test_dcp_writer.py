@@ -20,7 +20,7 @@ from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, State
 from ckpt_tools.core.notes import Outcome
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.errors import UnsupportedError
-from ckpt_tools.formats.state_dict.build import choose_tree, entries_of
+from ckpt_tools.state_tree.build import choose_tree, entries_of
 from tests.support.sweep import extended
 from tests.support.trees import assert_same_tree
 from tests.support.truth import WEIGHT, Truth, assert_same_bits

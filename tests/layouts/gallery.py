@@ -16,8 +16,8 @@ import pytest
 
 import ckpt_tools
 from ckpt_tools.core.option_names import use_command_line_spelling
-from ckpt_tools.core.wording import format_count
 from ckpt_tools.errors import CkptError
+from ckpt_tools.messages.wording import format_count
 from fixtures.corpus import layouts, make
 from fixtures.corpus.layout import Made
 

@@ -5,6 +5,7 @@ so; and a bit of metadata that is flipped is found.
 
 import random
 import shutil
+import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -79,9 +80,9 @@ UNPROVABLE = {"dcp-hf-pieces": _LAST_SHARD, "torchtitan-hf": _LAST_SHARD}
 """Layouts of which a file can be missing without a trace, that file, and the note that says so."""
 
 NAMELESS = ("__*_*.distcp", "zero/*/*.pt", "model/model/*/model_*.safetensors", "optimizer/optimizer_pp-*.pt")
-"""Files of equal sizes that do not say which ones they are: the items of a DCP have neither names nor checksums, a
-universal checkpoint and nanotron say the parameter in the name of the folder alone, and nanotron the ranks of an
-optimizer in the name of the file. Swapped with another of its kind, such a file is that other."""
+"""Files with as many elements, which do not say which ones they are: the items of a DCP have neither names nor
+checksums, a universal checkpoint and nanotron say the parameter in the name of the folder alone, and nanotron the ranks
+of an optimizer in the name of the file. Swapped with another of its kind, such a file is that other."""
 
 
 def is_nameless(damage: Damage, folder: Path) -> bool:
@@ -90,7 +91,15 @@ def is_nameless(damage: Damage, folder: Path) -> bool:
     alike = any(all(fnmatchcase(file, f"*{kind}") for file in files) for kind in NAMELESS)
     is_of_rank = damage.file.endswith(".distcp") or "/optimizer_pp-" in damage.file or "_pp-rank-" in damage.file
     same_slot = is_of_rank or Path(files[0]).name == Path(files[1]).name
-    return alike and same_slot and len({(folder / file).stat().st_size for file in files}) == 1
+    return alike and same_slot and len({num_element_bytes(folder / file) for file in files}) == 1
+
+
+def num_element_bytes(path: Path) -> int:
+    """The size of a file; of one of torch, that of its storages: beside them is the same, or no name (``cat_dim``)."""
+    if not zipfile.is_zipfile(path):
+        return path.stat().st_size
+    with zipfile.ZipFile(path) as archive:
+        return sum(each.file_size for each in archive.infolist() if "/data/" in each.filename)
 
 
 def problem_of_damage(name: str, damage: Damage, source: Path, before: Contents) -> str | None:

@@ -13,8 +13,8 @@ import torch
 
 import ckpt_tools
 from ckpt_tools.cli import reporting
-from ckpt_tools.core.progress import log_warning
 from ckpt_tools.errors import StoreError
+from ckpt_tools.messages.progress import log_warning
 from ckpt_tools.stores.fsspec import store as fsspec_store
 from ckpt_tools.stores.retry import RetryPolicy
 from tests.cli.terminals import shown

@@ -7,7 +7,7 @@ from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, TensorEntry
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.errors import UsageError
-from ckpt_tools.formats.state_dict.build import choose_tree, entries_of
+from ckpt_tools.state_tree.build import choose_tree, entries_of
 from ckpt_tools.torch.name_matching import JobNameMatcher
 
 pytestmark = pytest.mark.quick

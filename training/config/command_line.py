@@ -14,10 +14,10 @@ from typing import Any, Literal, get_args, get_origin
 import click
 
 from ckpt_tools.arguments import check_not_empty
-from ckpt_tools.credentials import mask_output, mask_raised_errors, remember_secrets, remember_secrets_in_words
 from ckpt_tools.errors import CkptError, UsageError
-from ckpt_tools.help_text import GroupedCommand
-from ckpt_tools.text_files import read_text
+from ckpt_tools.messages.help_text import GroupedCommand
+from ckpt_tools.process.credentials import mask_output, mask_raised_errors, remember_secrets, remember_secrets_in_words
+from ckpt_tools.process.text_files import read_text
 
 from . import PACKAGE
 from .hub import folder_of

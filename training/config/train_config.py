@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from ckpt_tools.arguments import check_not_empty
-from ckpt_tools.credentials import remember_secrets
 from ckpt_tools.errors import UsageError
+from ckpt_tools.process.credentials import remember_secrets
 
 from .combinations import broken_rule
 from .options import DATASETS, OPTIMIZERS, SCHEDULES, SETTINGS, Options, described, spelt

@@ -10,7 +10,7 @@ import torch
 from pydantic import ValidationError
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.text_files import read_text
+from ckpt_tools.process.text_files import read_text
 
 from ..config.command_line import shipped_text
 from ..config.options import first_line

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ckpt_tools import errors
-from ckpt_tools.credentials import mask_secrets
 from ckpt_tools.errors import CkptError, StoreError
+from ckpt_tools.process.credentials import mask_secrets
 
 from ..checkpoints.writing import root_of, sentence_of
 from ..config.references import place_in

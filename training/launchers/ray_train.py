@@ -27,8 +27,8 @@ from pyarrow.fs import FSSpecHandler, PyFileSystem
 from ray.util.queue import Queue
 
 from ckpt_tools.errors import StoreError
-from ckpt_tools.guard import guard_processes
-from ckpt_tools.signals import block_signals_while_starting
+from ckpt_tools.process.guard import guard_processes
+from ckpt_tools.process.signals import block_signals_while_starting
 
 from ..checkpoints.locking import LostStorageError, RunLock
 from ..checkpoints.run_folder import CHECKPOINTS, remove_shards, resume_folder
@@ -79,8 +79,8 @@ def launch(config: TrainConfig, lock: RunLock) -> RunResult:
 @contextmanager
 def cluster(num_workers: int, keep_open: Sequence[int] = ()) -> Iterator[None]:
     """The Ray cluster of this process or of ``RAY_ADDRESS``, or else a local one for the block.
-    :func:`ckpt_tools.guard.guard_processes`, which describes ``keep_open``, ends it if this process is killed or
-    stopped."""
+    :func:`ckpt_tools.process.guard.guard_processes`, which describes ``keep_open``, ends it if this process is
+    killed or stopped."""
     if ray.is_initialized():
         yield
         return

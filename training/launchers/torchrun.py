@@ -25,8 +25,8 @@ import torch
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from ckpt_tools.guard import guard_processes
-from ckpt_tools.signals import allow_signals, defer_signals
+from ckpt_tools.process.guard import guard_processes
+from ckpt_tools.process.signals import allow_signals, defer_signals
 
 from ..checkpoints.locking import RunLock, only_run
 from ..checkpoints.run_folder import restarted, resume_folder

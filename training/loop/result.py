@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import ckpt_tools
-from ckpt_tools.credentials import mask_secrets
 from ckpt_tools.errors import DestinationExistsError
+from ckpt_tools.process.credentials import mask_secrets
 
 from ..checkpoints.run_folder import checkpoint_of
 from ..checkpoints.writing import writing

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import click
 
 from ckpt_tools.errors import CkptError
-from ckpt_tools.signals import get_exit_code, list_handled_signals, raise_on_signals
+from ckpt_tools.process.signals import get_exit_code, list_handled_signals, raise_on_signals
 
 from ..checkpoints.locking import LostStorageError
 from ..checkpoints.run_folder import saved_checkpoints
@@ -67,7 +67,8 @@ class Request:
 @contextmanager
 def passing_on(ask: Callable[[], None]) -> Iterator[None]:
     """Within the block, the first SIGTERM or SIGUSR1 calls ``ask``; a second SIGTERM has its earlier effect. Does
-    nothing unless ``ckpt_tools.signals`` handles SIGTERM: a program that calls the launchers keeps its handlers."""
+    nothing unless ``ckpt_tools.process.signals`` handles SIGTERM: a program that calls the launchers keeps its own
+    handlers."""
     if threading.current_thread() is not threading.main_thread() or signal.SIGTERM not in list_handled_signals():
         yield
         return

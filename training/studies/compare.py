@@ -6,7 +6,7 @@ measure how long it takes to resume. Finished cases are not run again.
 
 from __future__ import annotations
 
-from ckpt_tools.signals import use_default_interrupt
+from ckpt_tools.process.signals import use_default_interrupt
 
 with use_default_interrupt():
     import json
@@ -22,9 +22,9 @@ with use_default_interrupt():
 
     import click
 
-    from ckpt_tools.credentials import mask_secrets
     from ckpt_tools.errors import CkptError, DestinationExistsError, UsageError
-    from ckpt_tools.guard import guard_processes
+    from ckpt_tools.process.credentials import mask_secrets
+    from ckpt_tools.process.guard import guard_processes
 
     from ..config import PACKAGE
     from ..config.command_line import CONTEXT_BEFORE_OPTIONS, Command, check_modules, config_of, parsed

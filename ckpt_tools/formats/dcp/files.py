@@ -18,7 +18,6 @@ from ckpt_tools.core.manifest import Manifest, StateKey
 from ckpt_tools.core.values import GlobalRef, Opaque, Size
 from ckpt_tools.formats.dcp.names import METADATA
 from ckpt_tools.formats.dcp.placement import CutTensor, ItemPlacement, UncutItem, place_items
-from ckpt_tools.formats.state_dict.build import Entries
 from ckpt_tools.serialization.pickle.dcp_metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -29,6 +28,7 @@ from ckpt_tools.serialization.pickle.dcp_metadata import (
     TensorStorageMetadata,
 )
 from ckpt_tools.serialization.pickle.dump import StreamedDict, dumps
+from ckpt_tools.state_tree.build import Entries
 
 VERSION = "1.0.0"
 """filesystem.py, CURRENT_DCP_VERSION of torch 2.15.0."""

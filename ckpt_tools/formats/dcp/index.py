@@ -22,14 +22,14 @@ from ckpt_tools.core.manifest import TreePath, join_path
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.shards import ByteRange, Framing, Ints, RowTable, ShardTable
 from ckpt_tools.core.values import Size, Value, format_brief
-from ckpt_tools.core.wording import format_count, join_names
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError, name_file_in_errors
 from ckpt_tools.formats.dcp.item_inspector import ItemInspector
 from ckpt_tools.formats.dcp.names import DATA_FILE_NAME, METADATA
-from ckpt_tools.formats.state_dict.leaf import TensorLeaf
-from ckpt_tools.formats.state_dict.prefixes import MAX_PATH_PARTS
+from ckpt_tools.messages.wording import format_count, join_names
 from ckpt_tools.serialization.pickle.dcp_metadata import Metadata, MetadataIndex, StorageInfo, TensorStorageMetadata
 from ckpt_tools.serialization.pickle.load import check_pickle_start, loads, refuse_call
+from ckpt_tools.state_tree.leaf import TensorLeaf
+from ckpt_tools.state_tree.prefixes import MAX_PATH_PARTS
 from ckpt_tools.stores.source import Source, check_file_name
 from ckpt_tools.trainers.run_folders import get_parent_folder
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ckpt_tools.core.layout import Layout
-from ckpt_tools.core.loading import make_load_into_snippet, quote_literal
 from ckpt_tools.core.manifest import Kind, Manifest, StateTree, TreePath, join_path
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.options import WriteOptions
-from ckpt_tools.core.wording import escape_unprintable, join_names
-from ckpt_tools.formats.state_dict.build import choose_tree, is_model_only
-from ckpt_tools.formats.state_dict.from_deepspeed import collect_user_entries
+from ckpt_tools.messages.loading_code import make_load_into_snippet, quote_literal
+from ckpt_tools.messages.wording import escape_unprintable, join_names
+from ckpt_tools.state_tree.build import choose_tree, is_model_only
+from ckpt_tools.state_tree.from_deepspeed import collect_user_entries
 
 
 def loading(path: str, manifest: Manifest, layout: Layout, options: WriteOptions) -> str:

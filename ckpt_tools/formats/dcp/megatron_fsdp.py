@@ -28,8 +28,8 @@ from ckpt_tools.core.manifest import TreePath, join_path
 from ckpt_tools.core.shards import ByteRange, ShardTable
 from ckpt_tools.core.values import Opaque, ValueNumbering
 from ckpt_tools.errors import UnsupportedError
-from ckpt_tools.formats.state_dict.leaf import TensorLeaf
-from ckpt_tools.formats.state_dict.leaves import LeafCollector
+from ckpt_tools.state_tree.leaf import TensorLeaf
+from ckpt_tools.state_tree.leaves import LeafCollector
 
 GROUP_METADATA = "param_to_group_meta"
 

@@ -11,9 +11,9 @@ import re
 from collections.abc import Container, Iterable
 from typing import TYPE_CHECKING
 
-from ckpt_tools.core.wording import join_newest
 from ckpt_tools.errors import IncompleteError, SeveralCheckpointsError
 from ckpt_tools.formats.megatron.names import find_torch_dist_folders
+from ckpt_tools.messages.wording import join_newest
 from ckpt_tools.trainers.accelerate import is_model_with_optimizer
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from ckpt_tools.core.limits import check_ranks_by_rows
 from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.shards import Ints
 from ckpt_tools.formats.dcp.items import DcpItem, ItemFactory
-from ckpt_tools.formats.state_dict.build import Entries
+from ckpt_tools.state_tree.build import Entries
 
 
 @dataclass(frozen=True, slots=True)

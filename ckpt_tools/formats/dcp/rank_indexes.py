@@ -17,11 +17,11 @@ import numpy as np
 from ckpt_tools.core.manifest import EqualPair, Kind, Manifest, TensorEntry, TreePath
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.shards import ByteRange, RowTable, ShardTable
-from ckpt_tools.core.wording import format_count
 from ckpt_tools.errors import MalformedError
 from ckpt_tools.formats.dcp.index import ChunkCopy, DcpIndex, count_ranks
-from ckpt_tools.formats.state_dict.leaf import TensorLeaf
-from ckpt_tools.formats.state_dict.param_numbers import PER_RANK_BUFFERS
+from ckpt_tools.messages.wording import format_count
+from ckpt_tools.state_tree.leaf import TensorLeaf
+from ckpt_tools.state_tree.param_numbers import PER_RANK_BUFFERS
 from ckpt_tools.stores.source import Source
 
 

@@ -20,11 +20,11 @@ from ckpt_tools.formats.dcp.index import DcpIndex, count_ranks, note_unread_file
 from ckpt_tools.formats.dcp.megatron_fsdp import rename_optimizer_state
 from ckpt_tools.formats.dcp.names import find_metadata_files, is_dcp_file, is_rank_index
 from ckpt_tools.formats.dcp.rank_indexes import add_copy_checks, merge_rank_indexes
-from ckpt_tools.formats.state_dict.leaf import TensorLeaf, find_ties
-from ckpt_tools.formats.state_dict.leaves import ArchiveLocation, LeafCollector, extract_tensors
-from ckpt_tools.formats.state_dict.parse import build_manifest
 from ckpt_tools.serialization.torch_zip import open_archive
 from ckpt_tools.serialization.zstd import decompress_all
+from ckpt_tools.state_tree.leaf import TensorLeaf, find_ties
+from ckpt_tools.state_tree.leaves import ArchiveLocation, LeafCollector, extract_tensors
+from ckpt_tools.state_tree.parse import build_manifest
 from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.accelerate import note_missing_optimizers
 from ckpt_tools.trainers.trainer_folder import find_trainer_folder

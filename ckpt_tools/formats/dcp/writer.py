@@ -16,10 +16,10 @@ from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.options import WriteOptions
 from ckpt_tools.core.trainer_folder import CompanionFile, TrainerFolder
 from ckpt_tools.core.value_refs import iter_tensor_refs
-from ckpt_tools.core.wording import format_count, join_names
 from ckpt_tools.formats.dcp.files import build_dcp_files
-from ckpt_tools.formats.state_dict.build import Entries, choose_tree, entries_of
-from ckpt_tools.formats.state_dict.read_back import build_checked_entries
+from ckpt_tools.messages.wording import format_count, join_names
+from ckpt_tools.state_tree.build import Entries, choose_tree, entries_of
+from ckpt_tools.state_tree.read_back import build_checked_entries
 
 
 def layout(manifest: Manifest, options: WriteOptions) -> Layout:

@@ -10,7 +10,6 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
-from ckpt_tools.core.wording import format_ranks
 from ckpt_tools.formats.deepspeed.common.model_file import count_model_parts
 from ckpt_tools.formats.deepspeed.names import (
     LATEST,
@@ -27,6 +26,7 @@ from ckpt_tools.formats.deepspeed.names import (
     match_slot_file,
     parse_rank_pairs,
 )
+from ckpt_tools.messages.wording import format_ranks
 from ckpt_tools.serialization.torch_zip import open_archive
 from ckpt_tools.trainers.run_folders import get_parent_folder
 from ckpt_tools.trainers.saved import SavedCheckpoint

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from ckpt_tools.core.layout import Layout
-from ckpt_tools.core.loading import quote_literal
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.options import WriteOptions
-from ckpt_tools.core.wording import format_count
 from ckpt_tools.formats.deepspeed.common.scheduler_state import must_skip_scheduler
+from ckpt_tools.messages.loading_code import quote_literal
+from ckpt_tools.messages.wording import format_count
 
 
 def load_universal(path: str, manifest: Manifest, layout: Layout, options: WriteOptions) -> str:

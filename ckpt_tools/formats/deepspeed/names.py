@@ -13,8 +13,8 @@ import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from ckpt_tools.core.wording import natural_sort_key
 from ckpt_tools.errors import UnsupportedError
+from ckpt_tools.messages.wording import natural_sort_key
 
 if TYPE_CHECKING:
     from ckpt_tools.stores.source import Source

@@ -15,14 +15,12 @@ import numpy as np
 from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.casts import suggest_dtype_fix
 from ckpt_tools.core.layout import FileLayout, Layout, Literal, Padding, Payload, Segment, merge_literals
-from ckpt_tools.core.loading import quote_literal
 from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.matching import is_selected
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.options import ReadOptions, WriteOptions
 from ckpt_tools.core.shards import ShardTable
-from ckpt_tools.core.wording import format_count, join_names
 from ckpt_tools.errors import IncompleteError, MalformedError, SeveralCheckpointsError, UnsupportedError
 from ckpt_tools.formats.flat_names import collect_weights_by_name
 from ckpt_tools.formats.gguf.header import (
@@ -42,6 +40,8 @@ from ckpt_tools.formats.gguf.header import (
     align_up,
     read_gguf_header,
 )
+from ckpt_tools.messages.loading_code import quote_literal
+from ckpt_tools.messages.wording import format_count, join_names
 from ckpt_tools.stores.source import Source
 
 SUFFIX = ".gguf"

@@ -20,8 +20,8 @@ from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.dtypes import INT64_MAX, DType
 from ckpt_tools.core.shards import ByteRange
 from ckpt_tools.core.values import format_brief
-from ckpt_tools.core.wording import format_count
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
+from ckpt_tools.messages.wording import format_count
 
 if TYPE_CHECKING:
     from ckpt_tools.trainers.saved import SavedCheckpoint

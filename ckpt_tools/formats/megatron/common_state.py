@@ -23,8 +23,8 @@ from typing import Any
 from ckpt_tools.core.manifest import TensorRef
 from ckpt_tools.core.values import GlobalRef, Opaque, Value, format_brief
 from ckpt_tools.errors import MalformedError
-from ckpt_tools.formats.foreign import iter_global_refs
 from ckpt_tools.formats.megatron.tensor_names import count_dims, is_expert
+from ckpt_tools.state_tree.incomplete_state import iter_global_refs
 
 Options = Mapping[str, Any]
 

@@ -12,7 +12,6 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from ckpt_tools.core.notes import Note, note_unrelated_files
-from ckpt_tools.core.wording import join_newest
 from ckpt_tools.errors import (
     IncompleteError,
     MalformedError,
@@ -31,6 +30,7 @@ from ckpt_tools.formats.megatron.names import (
     is_legacy_file,
     read_backend,
 )
+from ckpt_tools.messages.wording import join_newest
 from ckpt_tools.stores.source import Source
 
 SUPPORTED_BACKEND = "torch_dist"

@@ -23,11 +23,9 @@ from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.shards import ByteRange, Framing, Shard, ShardTable
 from ckpt_tools.core.value_refs import replace_stored_tensors
 from ckpt_tools.core.values import StoredTensor, Value, are_naturals
-from ckpt_tools.core.wording import format_count
 from ckpt_tools.errors import CkptError, IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.dcp.index import DcpIndex, note_unread_files, read_index
 from ckpt_tools.formats.dcp.reader import read_object
-from ckpt_tools.formats.foreign import refuse_non_weights
 from ckpt_tools.formats.megatron.common_state import CommonState, StoredGroup, TrainedParameter, assign_members_by_rule
 from ckpt_tools.formats.megatron.folders import MegatronFolder, find_folder
 from ckpt_tools.formats.megatron.names import LAYER_WISE_FILE
@@ -39,9 +37,11 @@ from ckpt_tools.formats.megatron.tensor_names import (
     is_expert_bias,
     parse_state_name,
 )
-from ckpt_tools.formats.state_dict.leaf import TensorLeaf, find_ties
-from ckpt_tools.formats.state_dict.parse import TreeLeaves
+from ckpt_tools.messages.wording import format_count
 from ckpt_tools.serialization.torch_zip import locate_item, open_archive
+from ckpt_tools.state_tree.incomplete_state import refuse_non_weights
+from ckpt_tools.state_tree.leaf import TensorLeaf, find_ties
+from ckpt_tools.state_tree.parse import TreeLeaves
 from ckpt_tools.stores.source import Source
 
 _VOCABULARY_NAMES = ("word_embeddings.weight", "output_layer.weight")

@@ -19,13 +19,11 @@ from typing import Any
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.layout import FileLayout, FileSpec, Layout, Literal
 from ckpt_tools.core.literals import read_literal_number
-from ckpt_tools.core.loading import quote_literal
 from ckpt_tools.core.manifest import MASTER, Kind, Manifest, ParamGroup, StateKey, TensorEntry
 from ckpt_tools.core.notes import ABSENT_REASON, Note, Outcome
 from ckpt_tools.core.options import WriteOptions
 from ckpt_tools.core.value_refs import iter_tensor_refs
 from ckpt_tools.core.values import Value
-from ckpt_tools.core.wording import format_count
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.dcp.files import RankFiles, build_metadata
 from ckpt_tools.formats.dcp.items import ItemFactory
@@ -52,9 +50,11 @@ from ckpt_tools.formats.megatron.tensor_names import (
     list_extra_states,
     strip_numbers,
 )
-from ckpt_tools.formats.state_dict.build import Entries
-from ckpt_tools.formats.state_dict.from_deepspeed import collect_user_entries
+from ckpt_tools.messages.loading_code import quote_literal
+from ckpt_tools.messages.wording import format_count
 from ckpt_tools.serialization.pickle.dump import dumps
+from ckpt_tools.state_tree.build import Entries
+from ckpt_tools.state_tree.from_deepspeed import collect_user_entries
 
 CONFIG = {
     "sharded_backend": SUPPORTED_BACKEND,

@@ -20,8 +20,8 @@ from ckpt_tools.formats.meta.names import (
     make_file_name,
 )
 from ckpt_tools.formats.meta.params import read_params
-from ckpt_tools.formats.state_dict.parse import build_manifest
 from ckpt_tools.formats.torch.files import read_torch_tree
+from ckpt_tools.state_tree.parse import build_manifest
 from ckpt_tools.stores.source import Source
 
 

@@ -7,16 +7,16 @@ from typing import Any
 
 from ckpt_tools.core.boxes import Box, Shape, contiguous_strides
 from ckpt_tools.core.layout import FileLayout, Layout, Literal, Payload, Segment
-from ckpt_tools.core.loading import escape_braces, quote_literal
 from ckpt_tools.core.manifest import Manifest, StateKey
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.options import WriteOptions
 from ckpt_tools.core.values import OrderedDict, StorageRef, StoredTensor
-from ckpt_tools.core.wording import format_count
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.flat_names import collect_weights_by_name
 from ckpt_tools.formats.meta.names import EMBEDDING, PARAMS_FILE, find_cut_axis, make_file_name
 from ckpt_tools.formats.meta.params import build_params_json
+from ckpt_tools.messages.loading_code import escape_braces, quote_literal
+from ckpt_tools.messages.wording import format_count
 from ckpt_tools.serialization.torch_zip import get_archive_root, make_archive_segments
 
 _FIRST_OF_LLAMA_3 = 100_000

@@ -19,7 +19,6 @@ from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable, check_exact_cover
 from ckpt_tools.core.step_claims import StepClaim
 from ckpt_tools.core.values import StoredTensor
-from ckpt_tools.core.wording import join_names, join_newest
 from ckpt_tools.errors import (
     CkptError,
     IncompleteError,
@@ -40,9 +39,10 @@ from ckpt_tools.formats.nanotron.names import (
     parse_weight_path,
 )
 from ckpt_tools.formats.safetensors.files import read_safetensors_header
-from ckpt_tools.formats.state_dict.leaf import TensorLeaf
+from ckpt_tools.messages.wording import join_names, join_newest
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.serialization.torch_zip import open_archive
+from ckpt_tools.state_tree.leaf import TensorLeaf
 from ckpt_tools.stores.source import Source
 
 MAX_JSON_BYTES = 100_000_000

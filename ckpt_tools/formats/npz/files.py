@@ -11,16 +11,16 @@ from typing import Final
 
 from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.layout import FileLayout, Layout, Literal, Payload
-from ckpt_tools.core.loading import quote_literal
 from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.options import ReadOptions, WriteOptions
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
-from ckpt_tools.core.wording import format_count, join_names
 from ckpt_tools.errors import MalformedError, SeveralCheckpointsError, UnsupportedError
 from ckpt_tools.formats.flat_names import collect_weights_by_name
 from ckpt_tools.formats.npz.npy import NpyHeader, build_npy_header, check_array_size, parse_npy_header
+from ckpt_tools.messages.loading_code import quote_literal
+from ckpt_tools.messages.wording import format_count, join_names
 from ckpt_tools.serialization.npy_header import PREFIX_BYTES, read_header_length
 from ckpt_tools.serialization.zip_archive import ReadRange, ZipDirectory, is_safe_name, read_directory
 from ckpt_tools.serialization.zip_writer import ArchiveWriter

@@ -11,8 +11,8 @@ from ckpt_tools.core.boxes import Shape, contiguous_strides
 from ckpt_tools.core.casts import suggest_dtype_fix
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.values import check_extents
-from ckpt_tools.core.wording import format_count
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsafeError, UnsupportedError
+from ckpt_tools.messages.wording import format_count
 from ckpt_tools.serialization.npy_header import MAGIC, get_text_start, parse_header_text
 
 ALIGNMENT = 64

@@ -15,7 +15,6 @@ from ckpt_tools.core.notes import Note, Outcome, note_unrelated_files
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.shards import ByteRange, ShardTable
-from ckpt_tools.core.wording import join_names
 from ckpt_tools.errors import FormatError, IncompleteError, SeveralCheckpointsError, UnsupportedError, UsageError
 from ckpt_tools.formats.orbax.arrays import FILE_PREFIX, ArrayOpener, ArrayStore, OrbaxArray, estimate_decoding_bytes
 from ckpt_tools.formats.orbax.metadata import (
@@ -41,6 +40,7 @@ from ckpt_tools.formats.orbax.names import (
     VERSION_1_MARKER,
 )
 from ckpt_tools.formats.orbax.roles import OrbaxRoles, find_roles
+from ckpt_tools.messages.wording import join_names
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.stores.local.store import LocalStore
 from ckpt_tools.stores.source import Source

@@ -14,7 +14,7 @@ from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.manifest import TreePath, join_path
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.errors import UnsupportedError, UsageError
-from ckpt_tools.formats.state_dict.prefixes import describe_choices
+from ckpt_tools.state_tree.prefixes import describe_choices
 
 PARAMS = "params"
 

@@ -7,8 +7,8 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
-from ckpt_tools.formats.foreign import why_delta, why_no_model
 from ckpt_tools.serialization.strict_json import parse_json
+from ckpt_tools.state_tree.incomplete_state import why_delta, why_no_model
 from ckpt_tools.trainers.run_folders import get_parent_folder
 from ckpt_tools.trainers.saved import SavedCheckpoint
 

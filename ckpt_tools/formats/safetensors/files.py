@@ -26,7 +26,6 @@ from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.shards import ByteRange, ShardTable
 from ckpt_tools.core.values import are_naturals, format_brief
-from ckpt_tools.core.wording import format_count, join_names
 from ckpt_tools.errors import (
     IncompleteError,
     MalformedError,
@@ -34,7 +33,6 @@ from ckpt_tools.errors import (
     SourceNotFoundError,
     UnsupportedError,
 )
-from ckpt_tools.formats.foreign import why_delta, why_no_model
 from ckpt_tools.formats.safetensors.header_json import RawEntry, parse_header_json
 from ckpt_tools.formats.safetensors.hf_index import (
     are_numbered_shards,
@@ -54,7 +52,9 @@ from ckpt_tools.formats.safetensors.rank_pieces import (
     make_rank_piece,
     parse_offsets,
 )
-from ckpt_tools.formats.state_dict.leaf import TensorLeaf
+from ckpt_tools.messages.wording import format_count, join_names
+from ckpt_tools.state_tree.incomplete_state import why_delta, why_no_model
+from ckpt_tools.state_tree.leaf import TensorLeaf
 from ckpt_tools.stores.source import Source
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def read(source: Source, options: ReadOptions) -> Manifest:
     notes, extra = notes + text_notes, {HEADER_ENTRY: header_texts} if header_texts else {}
     packed_state = next((h.metadata[STATE_KEY] for h in headers.values() if STATE_KEY in h.metadata), None)
     if packed_state is not None:
-        from ckpt_tools.formats.state_dict.packed import unpacked
+        from ckpt_tools.state_tree.packed import unpacked
 
         state_manifest = unpacked(packed_state, leaves, ties, options, format_name="safetensors", where=STATE_KEY)
         return replace(state_manifest, extra={**state_manifest.extra, **extra}, notes=(*state_manifest.notes, *notes))
@@ -299,8 +299,8 @@ def drop_header_texts(manifest: Manifest) -> Manifest:
 
 def layout(manifest: Manifest, options: WriteOptions) -> Layout:
     from ckpt_tools.core.layout import Layout
-    from ckpt_tools.formats.state_dict.build import entries_of
-    from ckpt_tools.formats.state_dict.packed import TREE, packed
+    from ckpt_tools.state_tree.build import entries_of
+    from ckpt_tools.state_tree.packed import TREE, packed
 
     header_texts = get_header_texts(manifest)
     manifest = drop_header_texts(manifest)
@@ -328,7 +328,7 @@ def layout(manifest: Manifest, options: WriteOptions) -> Layout:
 
 
 def _is_whole_state(manifest: Manifest) -> bool:
-    from ckpt_tools.formats.state_dict.build import is_model_only
+    from ckpt_tools.state_tree.build import is_model_only
 
     return bool(manifest.values) or not is_model_only(manifest)
 
@@ -336,7 +336,7 @@ def _is_whole_state(manifest: Manifest) -> bool:
 def loading(path: str, manifest: Manifest, layout: Layout, options: WriteOptions) -> str:
     """``from_pretrained`` of a folder with ``config.json``, else the functions of safetensors; a whole state is in a
     form of our own."""
-    from ckpt_tools.core.loading import (
+    from ckpt_tools.messages.loading_code import (
         make_from_pretrained_snippet,
         make_joined_files_snippet,
         make_load_into_snippet,

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import format_option
-from ckpt_tools.core.wording import join_names
 from ckpt_tools.errors import IncompleteError, MalformedError, SeveralCheckpointsError, UnsupportedError
-from ckpt_tools.formats.foreign import why_delta
+from ckpt_tools.messages.wording import join_names
 from ckpt_tools.serialization.strict_json import parse_json
+from ckpt_tools.state_tree.incomplete_state import why_delta
 from ckpt_tools.stores.source import Source, check_file_name
 
 if TYPE_CHECKING:

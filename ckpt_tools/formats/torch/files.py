@@ -19,15 +19,7 @@ from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.options import ReadOptions, WriteOptions
 from ckpt_tools.core.value_refs import replace_tensor_refs
 from ckpt_tools.core.values import OrderedDict, StorageRef, StoredTensor
-from ckpt_tools.core.wording import escape_unprintable, join_names
 from ckpt_tools.errors import CkptError, MalformedError, SeveralCheckpointsError, UnsupportedError
-from ckpt_tools.formats.foreign import (
-    describe_rank_in_name,
-    find_sharded_class,
-    refuse_rank_files,
-    refuse_rank_part,
-    refuse_single_deepspeed_file,
-)
 from ckpt_tools.formats.safetensors.hf_index import (
     are_numbered_shards,
     build_index_layout,
@@ -36,12 +28,20 @@ from ckpt_tools.formats.safetensors.hf_index import (
     read_weight_map,
     split_into_shards,
 )
-from ckpt_tools.formats.state_dict.build import Entries, is_model_only
-from ckpt_tools.formats.state_dict.leaves import ArchiveLocation, LeafCollector
-from ckpt_tools.formats.state_dict.parse import TreeLeaves, build_manifest
-from ckpt_tools.formats.state_dict.read_back import build_checked_entries
+from ckpt_tools.messages.wording import escape_unprintable, join_names
 from ckpt_tools.serialization.pickle.load import refuse_call
 from ckpt_tools.serialization.torch_zip import make_archive_segments, open_archive
+from ckpt_tools.state_tree.build import Entries, is_model_only
+from ckpt_tools.state_tree.incomplete_state import (
+    describe_rank_in_name,
+    find_sharded_class,
+    refuse_rank_files,
+    refuse_rank_part,
+    refuse_single_deepspeed_file,
+)
+from ckpt_tools.state_tree.leaves import ArchiveLocation, LeafCollector
+from ckpt_tools.state_tree.parse import TreeLeaves, build_manifest
+from ckpt_tools.state_tree.read_back import build_checked_entries
 from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.lightning import rename_average, rename_scheduler
 from ckpt_tools.trainers.names import are_rank_files, is_companion_file
@@ -191,7 +191,7 @@ def layout(manifest: Manifest, options: WriteOptions) -> Layout:
 def loading(path: str, manifest: Manifest, layout: Layout, options: WriteOptions) -> str:
     """``from_pretrained`` of a folder with ``config.json``, else ``torch.load(weights_only=True)``, or ``load_into`` if
     that refuses an entry: no code that is printed executes a pickle."""
-    from ckpt_tools.core.loading import (
+    from ckpt_tools.messages.loading_code import (
         make_from_pretrained_snippet,
         make_joined_files_snippet,
         make_load_into_snippet,

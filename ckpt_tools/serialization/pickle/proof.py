@@ -10,8 +10,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from ckpt_tools.core.values import GlobalRef, Opaque, StorageRef, Value
-from ckpt_tools.core.wording import join_names
 from ckpt_tools.errors import FormatError, MalformedError
+from ckpt_tools.messages.wording import join_names
 from ckpt_tools.serialization.pickle.allowed_calls import ALLOWED_CALLS
 from ckpt_tools.serialization.pickle.closed_list import ALLOWED_FACTORIES, explain_refusal, is_listed
 from ckpt_tools.serialization.pickle.dcp_macros import MACROS

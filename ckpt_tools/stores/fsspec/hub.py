@@ -19,7 +19,7 @@ from typing import Any
 
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.errors import DestinationExistsError, UsageError
-from ckpt_tools.signals import allow_signals, defer_signals
+from ckpt_tools.process.signals import allow_signals, defer_signals
 from ckpt_tools.stores.destination import NO_FILES, Claim, DestinationContents, Leftover, check_no_unexpected_files
 from ckpt_tools.stores.file_destination import StoreDestination
 from ckpt_tools.stores.fsspec.location import FsspecOutputLocation

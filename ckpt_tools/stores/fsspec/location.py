@@ -25,7 +25,7 @@ from typing import Any
 
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.errors import CkptError, StoreError, UsageError
-from ckpt_tools.signals import allow_signals, defer_signals
+from ckpt_tools.process.signals import allow_signals, defer_signals
 from ckpt_tools.stores.destination import (
     NO_FILES,
     Claim,

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ckpt_tools.signals import allow_signals, defer_signals
+from ckpt_tools.process.signals import allow_signals, defer_signals
 from ckpt_tools.stores.destination import (
     NO_FILES,
     Claim,

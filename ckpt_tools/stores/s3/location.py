@@ -19,7 +19,7 @@ from pathlib import PurePosixPath
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.part_rules import PartRules
 from ckpt_tools.errors import CkptError, DestinationExistsError
-from ckpt_tools.signals import allow_signals, defer_signals
+from ckpt_tools.process.signals import allow_signals, defer_signals
 from ckpt_tools.stores.destination import (
     NO_FILES,
     Claim,

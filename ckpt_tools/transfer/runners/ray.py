@@ -27,7 +27,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, Generic
 
 from ckpt_tools.errors import StoreError
-from ckpt_tools.signals import get_first_signal, get_from_queue
+from ckpt_tools.process.signals import get_first_signal, get_from_queue
 from ckpt_tools.transfer.runners import Item, Result
 from ckpt_tools.transfer.runners.ray_board import PostponedError, RayChecksumBoard, make_error_sendable
 

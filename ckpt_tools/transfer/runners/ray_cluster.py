@@ -12,8 +12,8 @@ from typing import Any
 
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.errors import StoreError, UsageError
-from ckpt_tools.guard import guard_processes
-from ckpt_tools.signals import block_signals_while_starting, defer_signals
+from ckpt_tools.process.guard import guard_processes
+from ckpt_tools.process.signals import block_signals_while_starting, defer_signals
 
 OBJECT_STORE_BYTES = 256 << 20
 """Object store memory of a cluster that is started here. Only the plan passes through it; Ray's default is 30 % of the

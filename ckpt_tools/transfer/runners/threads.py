@@ -15,7 +15,7 @@ from itertools import islice
 from queue import SimpleQueue
 from typing import Generic
 
-from ckpt_tools.signals import POLL_SECONDS, get_first_signal, get_from_queue
+from ckpt_tools.process.signals import POLL_SECONDS, get_first_signal, get_from_queue
 from ckpt_tools.transfer.runners import Item, Result
 
 RESULTS_PER_WORKER = 8

@@ -17,7 +17,7 @@ from typing import Any
 
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.values import DefaultDict, GlobalRef, Opaque, OrderedDict, StoredTensor, Value
-from ckpt_tools.core.wording import format_count
+from ckpt_tools.messages.wording import format_count
 from ckpt_tools.verification.scan.findings import CouldRunError
 
 UNREAD_SETTINGS_REASON = "a program that reads it may import or call names in it"

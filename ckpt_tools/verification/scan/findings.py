@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, ClassVar
 
-from ckpt_tools.core.showing import DisplayableResult
-from ckpt_tools.core.wording import escape_unprintable
 from ckpt_tools.errors import UnsafeError, UnsupportedError
+from ckpt_tools.messages.showing import DisplayableResult
+from ckpt_tools.messages.wording import escape_unprintable
 from ckpt_tools.serialization.pickle.proof import Proof
 
 MAX_FINDINGS = 1000

@@ -14,9 +14,9 @@ from typing import Any
 
 from ckpt_tools.core.dtypes import DType, from_safetensors
 from ckpt_tools.core.values import StorageRef, StoredTensor, Value, are_naturals
-from ckpt_tools.core.wording import format_count
 from ckpt_tools.errors import CkptError, FormatError, MalformedError, UnsafeError, UnsupportedError
 from ckpt_tools.formats.safetensors.header_json import RawEntry, parse_header_json
+from ckpt_tools.messages.wording import format_count
 from ckpt_tools.serialization.joblib_proof import prove_joblib
 from ckpt_tools.serialization.legacy_proof import prove_inner_storage, prove_legacy
 from ckpt_tools.serialization.pickle.dcp_metadata import Metadata

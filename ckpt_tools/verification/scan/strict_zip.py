@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import struct
 
-from ckpt_tools.core.wording import format_count
 from ckpt_tools.errors import MalformedError
+from ckpt_tools.messages.wording import format_count
 from ckpt_tools.serialization.zip_archive import (
     CENTRAL,
     DESCRIPTOR_FOLLOWS,

@@ -16,7 +16,7 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from ckpt_tools.signals import STOP_SIGNALS, Stopped
+from ckpt_tools.process.signals import STOP_SIGNALS, Stopped
 
 from ...common.garbage import settle
 from ..settings import HEAD_SECONDS, MAX_HEAD_BYTES

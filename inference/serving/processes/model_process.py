@@ -21,9 +21,9 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from typing import TYPE_CHECKING, Any
 
-from ckpt_tools.credentials import mask_output, mask_secrets
 from ckpt_tools.errors import CkptError
-from ckpt_tools.signals import STOP_SIGNALS
+from ckpt_tools.process.credentials import mask_output, mask_secrets
+from ckpt_tools.process.signals import STOP_SIGNALS
 
 from ...common.garbage import settle
 from ...models.generation import Give, generate

@@ -2,7 +2,7 @@
 
 import sys
 
-from ckpt_tools.signals import get_exit_code, raise_on_signals
+from ckpt_tools.process.signals import get_exit_code, raise_on_signals
 from tests.end_to_end.fuzzing.runner import main
 
 if __name__ == "__main__":

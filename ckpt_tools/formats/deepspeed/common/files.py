@@ -21,9 +21,9 @@ from ckpt_tools.core.shards import ShardTable
 from ckpt_tools.core.step_claims import StepClaim, make_rank_claims
 from ckpt_tools.core.values import Opaque, StoredTensor, Value, are_naturals, describe_kind, format_brief
 from ckpt_tools.errors import MalformedError, UnsupportedError
-from ckpt_tools.formats.state_dict.leaf import TensorLeaf
 from ckpt_tools.serialization.torch_archive import TorchArchive
 from ckpt_tools.serialization.torch_zip import open_archive
+from ckpt_tools.state_tree.leaf import TensorLeaf
 from ckpt_tools.stores.source import Source
 
 EntryType = TypeVar("EntryType")

@@ -10,8 +10,8 @@ from typing import Any
 from ckpt_tools.core.manifest import Manifest, StateKey
 from ckpt_tools.core.notes import ABSENT_REASON, Note, Outcome
 from ckpt_tools.core.values import describe_kind
-from ckpt_tools.core.wording import format_count, join_names
-from ckpt_tools.formats.state_dict.frozen_or_buffer import is_from_deepspeed
+from ckpt_tools.messages.wording import format_count, join_names
+from ckpt_tools.state_tree.frozen_or_buffer import is_from_deepspeed
 
 SCHEDULER_ENTRY = "lr_scheduler"
 

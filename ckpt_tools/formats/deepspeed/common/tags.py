@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from ckpt_tools.core.option_names import format_option
-from ckpt_tools.core.wording import join_newest
 from ckpt_tools.errors import (
     IncompleteError,
     MalformedError,
@@ -14,6 +13,7 @@ from ckpt_tools.errors import (
     UsageError,
     name_file_in_errors,
 )
+from ckpt_tools.messages.wording import join_newest
 from ckpt_tools.stores.source import Source, check_file_name
 
 MAX_LATEST_BYTES = 4096

@@ -18,9 +18,9 @@ from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, ParamGroup,
 from ckpt_tools.core.notes import ABSENT_REASON, Note, Outcome
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.values import OrderedDict, Size
-from ckpt_tools.core.wording import format_count, join_names
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
-from ckpt_tools.formats.state_dict.frozen_or_buffer import classify_untrained, is_from_deepspeed
+from ckpt_tools.messages.wording import format_count, join_names
+from ckpt_tools.state_tree.frozen_or_buffer import classify_untrained, is_from_deepspeed
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from ckpt_tools.formats.deepspeed.common.tensor_parallel import MergeRules, drop
 from ckpt_tools.formats.deepspeed.names import UNIVERSAL_MASTER_SLOT
 from ckpt_tools.formats.deepspeed.universal.loader_limits import STEP_SLOT
 from ckpt_tools.formats.deepspeed.universal.states import SlotFileReader, UniversalFiles
-from ckpt_tools.formats.foreign import refuse_tensor_object
+from ckpt_tools.state_tree.incomplete_state import refuse_tensor_object
 
 
 @dataclass

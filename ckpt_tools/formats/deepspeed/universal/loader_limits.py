@@ -12,13 +12,13 @@ from typing import Any
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import TensorEntry
 from ckpt_tools.core.notes import Note, Outcome
-from ckpt_tools.core.wording import format_count
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.formats.deepspeed.common.partition import MUON_MOMENTUM_SLOT, is_muon
 from ckpt_tools.formats.deepspeed.common.pickled_objects import DEFAULT_SCALER_TEXT
 from ckpt_tools.formats.deepspeed.common.training_state import TrainingGroup, TrainingState, make_note
 from ckpt_tools.formats.deepspeed.common.written_extras import DeepSpeedExtras, PartitionSettings
 from ckpt_tools.formats.deepspeed.names import UNIVERSAL_MASTER_SLOT, split_expert_name
+from ckpt_tools.messages.wording import format_count
 
 STEP_SLOT = "step"
 

@@ -29,9 +29,9 @@ from ckpt_tools.formats.deepspeed.names import (
     refuse_files,
     split_expert_name,
 )
-from ckpt_tools.formats.state_dict.leaf import TensorLeaf
 from ckpt_tools.serialization.torch_archive import TorchArchive
 from ckpt_tools.serialization.torch_zip import DEFAULT_ROOT, get_archive_root, open_archive
+from ckpt_tools.state_tree.leaf import TensorLeaf
 from ckpt_tools.stores.source import Source
 
 _UNSUPPORTED_FILES = {

@@ -19,7 +19,6 @@ from ckpt_tools.core.boxes import Box, Shape
 from ckpt_tools.core.manifest import EqualPair, Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.shards import ByteRange, Ints, Shard, ShardTable
 from ckpt_tools.core.values import StoredTensor
-from ckpt_tools.core.wording import format_count
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.deepspeed.common.files import DeepSpeedFile, ModelStates, OptimStates
 from ckpt_tools.formats.deepspeed.common.fused_experts import (
@@ -41,6 +40,7 @@ from ckpt_tools.formats.deepspeed.zero_reader.moe import MoEManifestBuilder, rea
 from ckpt_tools.formats.deepspeed.zero_reader.moe_stage0 import ExpertRankManifestBuilder
 from ckpt_tools.formats.deepspeed.zero_reader.ranks import read_partitions
 from ckpt_tools.formats.deepspeed.zero_reader.tag_files import ExpertFiles, TagFiles
+from ckpt_tools.messages.wording import format_count
 from ckpt_tools.stores.source import Source
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ckpt_tools.core.values import format_brief
-from ckpt_tools.core.wording import format_count
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.deepspeed.common.files import ModelStates, OptimStates
 from ckpt_tools.formats.deepspeed.common.model_file import check_experts
 from ckpt_tools.formats.deepspeed.common.partition import is_muon
 from ckpt_tools.formats.deepspeed.names import replace_rank
 from ckpt_tools.formats.deepspeed.zero_reader.tag_files import TagFiles
+from ckpt_tools.messages.wording import format_count
 
 PARTITION_GROUPS_ENTRY = "ds_zero_partition_groups"
 """Entry of an optimizer's file in stage 3: for each sub-group the ranks over which it is cut, if experts are."""

@@ -52,7 +52,7 @@ from ckpt_tools.formats.deepspeed.zero_reader.locate_elements import (
     locate_whole_momentum,
 )
 from ckpt_tools.formats.deepspeed.zero_reader.ranks import RankPartitions, is_scalar, locate_vector
-from ckpt_tools.formats.foreign import refuse_tensor_object
+from ckpt_tools.state_tree.incomplete_state import refuse_tensor_object
 from ckpt_tools.stores.source import Source
 
 ScalarsByFlat = list[Mapping[str, TensorEntry]]

@@ -11,10 +11,10 @@ from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.manifest import EqualPair, Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.value_json import value_to_json
-from ckpt_tools.core.wording import join_names
 from ckpt_tools.errors import MalformedError, UnsupportedError
 from ckpt_tools.formats.deepspeed.common.tensor_parallel import MergeRules, ParameterMerge, drop_partition_entries
-from ckpt_tools.formats.state_dict.param_numbers import PER_RANK_BUFFERS
+from ckpt_tools.messages.wording import join_names
+from ckpt_tools.state_tree.param_numbers import PER_RANK_BUFFERS
 
 
 @dataclass

@@ -20,7 +20,7 @@ from ckpt_tools.formats.deepspeed.zero_reader import stage0
 from ckpt_tools.formats.deepspeed.zero_reader.experts import MoEExperts, count_local_experts, open_expert_layers
 from ckpt_tools.formats.deepspeed.zero_reader.joining import to_comparable_text
 from ckpt_tools.formats.deepspeed.zero_reader.tag_files import ExpertFiles, TagFiles
-from ckpt_tools.formats.state_dict.param_numbers import NumberedGroup, match_numbers
+from ckpt_tools.state_tree.param_numbers import NumberedGroup, match_numbers
 from ckpt_tools.stores.source import Source
 
 

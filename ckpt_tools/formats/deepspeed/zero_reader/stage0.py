@@ -28,8 +28,8 @@ from ckpt_tools.formats.deepspeed.common.model_file import find_aliases
 from ckpt_tools.formats.deepspeed.common.saved_extras import ExtrasCollector
 from ckpt_tools.formats.deepspeed.names import describe_folder, optim_file_name
 from ckpt_tools.formats.deepspeed.zero_reader.tag_files import TagFiles
-from ckpt_tools.formats.foreign import refuse_tensor_object
-from ckpt_tools.formats.state_dict.param_numbers import NumberedGroup, match_numbers, note_assumed_order
+from ckpt_tools.state_tree.incomplete_state import refuse_tensor_object
+from ckpt_tools.state_tree.param_numbers import NumberedGroup, match_numbers, note_assumed_order
 from ckpt_tools.stores.source import Source
 
 UNFUSED_MASTERS, FLAT_MASTERS = "fp32_groups", "fp32_groups_flat"

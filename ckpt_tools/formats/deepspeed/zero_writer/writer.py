@@ -29,7 +29,7 @@ from ckpt_tools.formats.deepspeed.zero_writer.files import (
     WholeModelWriter,
     ZeroTarget,
 )
-from ckpt_tools.formats.state_dict.frozen_or_buffer import note_guesses
+from ckpt_tools.state_tree.frozen_or_buffer import note_guesses
 
 
 def layout(manifest: Manifest, options: WriteOptions, stage: int) -> Layout:

@@ -13,10 +13,10 @@ from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, TensorRef, TreePath
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.errors import UnsupportedError, UsageError
-from ckpt_tools.formats.state_dict.leaf import TensorLeaf
-from ckpt_tools.formats.state_dict.param_numbers import NumberedGroup, match_numbers
-from ckpt_tools.formats.state_dict.parse import TreeLeaves, build_manifest
-from ckpt_tools.formats.state_dict.prefixes import TreePrefixes, find_prefixes
+from ckpt_tools.state_tree.leaf import TensorLeaf
+from ckpt_tools.state_tree.param_numbers import NumberedGroup, match_numbers
+from ckpt_tools.state_tree.parse import TreeLeaves, build_manifest
+from ckpt_tools.state_tree.prefixes import TreePrefixes, find_prefixes
 from tests.support.refusals import refusal_test
 
 # Where model and optimizer are

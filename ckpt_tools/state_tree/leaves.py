@@ -10,14 +10,14 @@ from ckpt_tools.core.manifest import StateKey, TensorRef, TreePath
 from ckpt_tools.core.names import is_extra_state
 from ckpt_tools.core.value_refs import has_tensors, is_tree, replace_stored_tensors
 from ckpt_tools.core.values import StoredTensor
-from ckpt_tools.core.wording import format_count
 from ckpt_tools.errors import MalformedError, UnsupportedError
-from ckpt_tools.formats.foreign import has_bare_storage, iter_opaque_objects
-from ckpt_tools.formats.state_dict.leaf import TensorLeaf
-from ckpt_tools.formats.state_dict.parse import TreeLeaves
+from ckpt_tools.messages.wording import format_count
 from ckpt_tools.serialization.pickle.sharded_tensors import PartReader, ShardedTensorPart, TensorPart
 from ckpt_tools.serialization.torch_archive import TorchArchive
 from ckpt_tools.serialization.unread_tensors import explain_unreadable
+from ckpt_tools.state_tree.incomplete_state import has_bare_storage, iter_opaque_objects
+from ckpt_tools.state_tree.leaf import TensorLeaf
+from ckpt_tools.state_tree.parse import TreeLeaves
 
 MAX_TREE_DEPTH = 100
 """Dicts in dicts; recursion must end."""

@@ -15,23 +15,23 @@ from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.shards import Shard, ShardTable
 from ckpt_tools.core.step_claims import StepClaim, make_rank_claims
 from ckpt_tools.core.value_refs import iter_tensor_refs, replace_tensor_refs
-from ckpt_tools.core.wording import format_count, format_ranks, join_names
 from ckpt_tools.errors import CkptError, MalformedError
-from ckpt_tools.formats.foreign import FLAT_PARAMETERS, refuse_non_weights
-from ckpt_tools.formats.sharded.items import (
+from ckpt_tools.formats.rank_files.items import (
     RANK_FIELD,
     ShardedCheckpoint,
     ShardedItem,
     generalize_world_size,
     read_checkpoint_files,
 )
-from ckpt_tools.formats.sharded.origin import FSDP_DIM, GENERATOR_NAMES, Origin, read_origin
-from ckpt_tools.formats.sharded.rank_file import RankFile, RankShard
-from ckpt_tools.formats.state_dict.leaf import TensorLeaf, find_ties
-from ckpt_tools.formats.state_dict.param_numbers import PER_RANK_BUFFERS
-from ckpt_tools.formats.state_dict.parse import TreeLeaves, build_manifest
+from ckpt_tools.formats.rank_files.origin import FSDP_DIM, GENERATOR_NAMES, Origin, read_origin
+from ckpt_tools.formats.rank_files.rank_file import RankFile, RankShard
+from ckpt_tools.messages.wording import format_count, format_ranks, join_names
 from ckpt_tools.serialization.pickle.dump import dumps
 from ckpt_tools.serialization.strict_json import parse_json
+from ckpt_tools.state_tree.incomplete_state import FLAT_PARAMETERS, refuse_non_weights
+from ckpt_tools.state_tree.leaf import TensorLeaf, find_ties
+from ckpt_tools.state_tree.param_numbers import PER_RANK_BUFFERS
+from ckpt_tools.state_tree.parse import TreeLeaves, build_manifest
 from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.accelerate import refuse_several_rank_models
 from ckpt_tools.trainers.names import is_companion_file

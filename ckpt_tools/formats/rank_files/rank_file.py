@@ -12,10 +12,7 @@ from ckpt_tools.core.manifest import StateKey, TreePath, join_path
 from ckpt_tools.core.shards import ByteRange, Shard
 from ckpt_tools.core.values import PARAMETER, StorageRef, StoredTensor
 from ckpt_tools.errors import CkptError, MalformedError, UnsupportedError
-from ckpt_tools.formats.foreign import find_sharded_class, refuse_single_deepspeed_file
-from ckpt_tools.formats.sharded.geometry import compute_region
-from ckpt_tools.formats.state_dict.leaf import TensorLeaf
-from ckpt_tools.formats.state_dict.leaves import ArchiveLocation, extract_tensors, iter_tree_leaves
+from ckpt_tools.formats.rank_files.geometry import compute_region
 from ckpt_tools.serialization.pickle.sharded_tensors import (
     DTensorPart,
     PartReader,
@@ -25,6 +22,9 @@ from ckpt_tools.serialization.pickle.sharded_tensors import (
 )
 from ckpt_tools.serialization.torch_archive import TorchArchive
 from ckpt_tools.serialization.torch_zip import open_archive
+from ckpt_tools.state_tree.incomplete_state import find_sharded_class, refuse_single_deepspeed_file
+from ckpt_tools.state_tree.leaf import TensorLeaf
+from ckpt_tools.state_tree.leaves import ArchiveLocation, extract_tensors, iter_tree_leaves
 from ckpt_tools.stores.source import Source
 
 

@@ -9,7 +9,7 @@ from itertools import islice
 from math import ceil
 from typing import Any
 
-from ckpt_tools.credentials import mask_secrets
+from ckpt_tools.process.credentials import mask_secrets
 
 MAX_LISTED_NAMES = 4
 """How many names a message lists before it says how many more there are."""

@@ -25,7 +25,7 @@ from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, TensorEntry
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import format_option
-from ckpt_tools.core.wording import join_names
+from ckpt_tools.messages.wording import join_names
 
 _DEEPSPEED_FORMATS = ("zero", "universal")
 

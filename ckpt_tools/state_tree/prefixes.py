@@ -18,8 +18,8 @@ from functools import reduce
 from ckpt_tools.core.manifest import TreePath, join_path
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import format_option
-from ckpt_tools.core.wording import join_names
 from ckpt_tools.errors import UnsupportedError, UsageError
+from ckpt_tools.messages.wording import join_names
 from ckpt_tools.trainers.lightning import TRAINED_WEIGHTS
 
 MODEL_NAMES = ("model", "module", "state_dict", "model_state_dict")

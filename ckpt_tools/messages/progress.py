@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ckpt_tools.credentials import mask_secrets
+from ckpt_tools.process.credentials import mask_secrets
 
 if TYPE_CHECKING:
     import logging

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from ckpt_tools.core.wording import format_ranks
+from ckpt_tools.messages.wording import format_ranks
 from ckpt_tools.serialization.pickle.load import loads
 from ckpt_tools.trainers.names import match_rank_file, parse_world_size
 from ckpt_tools.trainers.run_folders import get_parent_folder

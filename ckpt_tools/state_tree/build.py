@@ -27,9 +27,9 @@ from ckpt_tools.core.manifest import (
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.value_refs import has_tensors, is_tree, iter_tensor_refs
-from ckpt_tools.core.wording import format_count
 from ckpt_tools.errors import UnsupportedError
-from ckpt_tools.formats.state_dict.from_deepspeed import (
+from ckpt_tools.messages.wording import format_count
+from ckpt_tools.state_tree.from_deepspeed import (
     collect_user_entries,
     convert_group_for_torch,
     has_decoupled_decay,

@@ -29,18 +29,19 @@ from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.value_refs import iter_ref_paths, iter_tensor_refs, replace_tensor_refs
 from ckpt_tools.core.values import ValueNumbering
-from ckpt_tools.core.wording import format_count, join_names
 from ckpt_tools.errors import CkptError, MalformedError, UnsupportedError, UsageError
-from ckpt_tools.formats.foreign import refuse_non_weights
-from ckpt_tools.formats.state_dict.leaf import TensorLeaf
-from ckpt_tools.formats.state_dict.param_numbers import (
+from ckpt_tools.messages.wording import format_count, join_names
+from ckpt_tools.serialization.unread_tensors import explain_unreadable
+from ckpt_tools.state_tree.incomplete_state import refuse_non_weights
+from ckpt_tools.state_tree.leaf import TensorLeaf
+from ckpt_tools.state_tree.param_numbers import (
     NumberedGroup,
     apply_param_order,
     match_numbers,
     note_assumed_order,
     why_unnamed,
 )
-from ckpt_tools.formats.state_dict.prefixes import (
+from ckpt_tools.state_tree.prefixes import (
     ExtraRole,
     OptionRole,
     PathRole,
@@ -53,7 +54,6 @@ from ckpt_tools.formats.state_dict.prefixes import (
     note_other_models,
     parse_flattened_name,
 )
-from ckpt_tools.serialization.unread_tensors import explain_unreadable
 
 if TYPE_CHECKING:
     from ckpt_tools.core.name_files import ParamOrder

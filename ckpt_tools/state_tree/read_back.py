@@ -13,10 +13,10 @@ from ckpt_tools.core.names import is_extra_state
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.errors import UnsupportedError
-from ckpt_tools.formats.state_dict.build import APP_TREE, Entries, entries_of
-from ckpt_tools.formats.state_dict.leaf import TensorLeaf
-from ckpt_tools.formats.state_dict.parse import TreeLeaves, is_matched_by_number
-from ckpt_tools.formats.state_dict.prefixes import StateRole, TreePrefixes, WeightRole, find_prefixes, find_role
+from ckpt_tools.state_tree.build import APP_TREE, Entries, entries_of
+from ckpt_tools.state_tree.leaf import TensorLeaf
+from ckpt_tools.state_tree.parse import TreeLeaves, is_matched_by_number
+from ckpt_tools.state_tree.prefixes import StateRole, TreePrefixes, WeightRole, find_prefixes, find_role
 
 
 def build_checked_entries(

@@ -12,8 +12,8 @@ from threading import Lock
 from typing import Any
 
 from ckpt_tools.arguments import api_function
-from ckpt_tools.core.progress import ProgressCallback
-from ckpt_tools.core.wording import format_size
+from ckpt_tools.messages.progress import ProgressCallback
+from ckpt_tools.messages.wording import format_size
 
 REDRAW_SECONDS = 0.2
 """In a notebook, where each drawing is a message to the browser."""

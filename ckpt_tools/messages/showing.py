@@ -9,8 +9,8 @@ from math import isfinite
 from pathlib import PurePath
 from typing import Any, ClassVar
 
-from ckpt_tools.core.wording import format_size
-from ckpt_tools.credentials import mask_secrets
+from ckpt_tools.messages.wording import format_size
+from ckpt_tools.process.credentials import mask_secrets
 
 MAX_REPR_CHARS = 199
 MAX_VALUE_CHARS = 60

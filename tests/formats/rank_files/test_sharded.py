@@ -22,9 +22,9 @@ from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.notes import Outcome
 from ckpt_tools.core.values import PARAMETER, GlobalRef, Opaque, StorageRef, StoredTensor
 from ckpt_tools.errors import CkptError, FormatError
-from ckpt_tools.formats.sharded.detection import detect
-from ckpt_tools.formats.sharded.geometry import compute_region
-from ckpt_tools.formats.sharded.items import group_by_number, group_by_template, make_label
+from ckpt_tools.formats.rank_files.detection import detect
+from ckpt_tools.formats.rank_files.geometry import compute_region
+from ckpt_tools.formats.rank_files.items import group_by_number, group_by_template, make_label
 from ckpt_tools.serialization.pickle.sharded_tensors import (
     PartReader,
     Placement,

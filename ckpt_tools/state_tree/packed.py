@@ -20,13 +20,13 @@ from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.value_refs import replace_stored_tensors, replace_tensor_refs
 from ckpt_tools.core.values import StorageRef, StoredTensor
 from ckpt_tools.errors import MalformedError
-from ckpt_tools.formats.state_dict.build import Entries
-from ckpt_tools.formats.state_dict.leaf import TensorLeaf
-from ckpt_tools.formats.state_dict.parse import TreeLeaves, build_manifest
-from ckpt_tools.formats.state_dict.prefixes import MAX_PATH_PARTS
 from ckpt_tools.serialization.pickle.dump import dumps_with_storages
 from ckpt_tools.serialization.pickle.load import loads
 from ckpt_tools.serialization.torch_archive import parse_storage_id
+from ckpt_tools.state_tree.build import Entries
+from ckpt_tools.state_tree.leaf import TensorLeaf
+from ckpt_tools.state_tree.parse import TreeLeaves, build_manifest
+from ckpt_tools.state_tree.prefixes import MAX_PATH_PARTS
 
 OPTIM = "optim"
 TREE = StateTree((), (OPTIM,))

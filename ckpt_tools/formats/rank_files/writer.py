@@ -22,23 +22,23 @@ from ckpt_tools.core.boxes import Box, Shape, contiguous_strides
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.layout import FileLayout, FileLayoutCache, FileSpec, Layout, LazyFile, Literal, Payload, Segment
 from ckpt_tools.core.limits import check_ranks_by_elements
-from ckpt_tools.core.loading import escape_braces, quote_literal
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, StateKey, StateTree, TreePath
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.options import WriteOptions
 from ckpt_tools.core.value_refs import replace_tensor_refs
 from ckpt_tools.core.values import StorageRef, StoredTensor
-from ckpt_tools.core.wording import format_count, join_names
 from ckpt_tools.errors import IncompleteError
-from ckpt_tools.formats.sharded.geometry import compute_region
-from ckpt_tools.formats.sharded.items import RANK_FIELD, WORLD_FIELD
-from ckpt_tools.formats.sharded.origin import FSDP_DIM, GENERATOR_NAMES, Origin, read_origin
-from ckpt_tools.formats.state_dict.build import Entries, entries_of, is_model_only
-from ckpt_tools.formats.state_dict.frozen_or_buffer import classify_untrained, note_guesses
-from ckpt_tools.formats.state_dict.param_numbers import BUFFER_NAMES
+from ckpt_tools.formats.rank_files.geometry import compute_region
+from ckpt_tools.formats.rank_files.items import RANK_FIELD, WORLD_FIELD
+from ckpt_tools.formats.rank_files.origin import FSDP_DIM, GENERATOR_NAMES, Origin, read_origin
 from ckpt_tools.formats.torch.files import Branch, insert_leaf, restore_lists
+from ckpt_tools.messages.loading_code import escape_braces, quote_literal
+from ckpt_tools.messages.wording import format_count, join_names
 from ckpt_tools.serialization.pickle.sharded_tensors import PickledMesh, ShardPlacement, make_dtensor_record
 from ckpt_tools.serialization.torch_zip import get_archive_root, make_archive_segments
+from ckpt_tools.state_tree.build import Entries, entries_of, is_model_only
+from ckpt_tools.state_tree.frozen_or_buffer import classify_untrained, note_guesses
+from ckpt_tools.state_tree.param_numbers import BUFFER_NAMES
 from ckpt_tools.trainers.accelerate import SCHEDULER
 from ckpt_tools.trainers.verl import FSDP_CONFIG_FILE
 

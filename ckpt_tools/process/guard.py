@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
-from ckpt_tools.signals import defer_signals
+from ckpt_tools.process.signals import defer_signals
 
 MARK_VARIABLE = "CKPT_TOOLS_RUN_MARK"
 

@@ -13,8 +13,8 @@ from typing import Any
 
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.values import GlobalRef, Opaque, OrderedDict, StorageRef, StoredTensor, Value, format_brief
-from ckpt_tools.core.wording import join_names
 from ckpt_tools.errors import UnsupportedError
+from ckpt_tools.messages.wording import join_names
 from ckpt_tools.serialization.unread_tensors import explain_unreadable
 from ckpt_tools.trainers.names import match_rank_file, parse_world_size
 

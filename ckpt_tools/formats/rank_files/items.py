@@ -7,11 +7,11 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
-from ckpt_tools.core.wording import join_names
 from ckpt_tools.errors import IncompleteError, MalformedError, SeveralCheckpointsError, UnsupportedError
-from ckpt_tools.formats.sharded.detection import find_rank_folders, has_tensor_parts, pick_samples
-from ckpt_tools.formats.sharded.managed_index import read_index_world_size
-from ckpt_tools.formats.sharded.rank_file import RankFile, read_rank_file
+from ckpt_tools.formats.rank_files.detection import find_rank_folders, has_tensor_parts, pick_samples
+from ckpt_tools.formats.rank_files.managed_index import read_index_world_size
+from ckpt_tools.formats.rank_files.rank_file import RankFile, read_rank_file
+from ckpt_tools.messages.wording import join_names
 from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.names import find_world_sizes, is_rank_file_candidate, match_rank_file
 from ckpt_tools.trainers.run_folders import get_parent_folder

@@ -19,8 +19,8 @@ from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.names import map_to_bare_names
 from ckpt_tools.core.notes import ASSUMED_ORDER_ITEM, Note, Outcome
 from ckpt_tools.core.option_names import format_option
-from ckpt_tools.core.wording import find_nearest, format_count
 from ckpt_tools.errors import UsageError
+from ckpt_tools.messages.wording import find_nearest, format_count
 
 if TYPE_CHECKING:
     from ckpt_tools.core.name_files import ParamOrder
