@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import wraps
 from inspect import Parameter, signature
 from itertools import zip_longest
-from typing import Any, ParamSpec, TypeVar, get_args
+from typing import Any, ParamSpec, TypeVar
 from urllib.parse import urlsplit
 
 from ckpt_tools.core.format_names import FORMAT_BY_FILE_SUFFIX
-from ckpt_tools.core.option_names import WrittenFormat, format_option, format_with_aliases, is_location, resolve_alias
+from ckpt_tools.core.option_names import WRITTEN_FORMATS, format_option, format_with_aliases, is_location, resolve_alias
 from ckpt_tools.errors import UsageError
 from ckpt_tools.process.credentials import mask_raised_errors, remember_secrets
 
@@ -78,7 +78,7 @@ def expand_keywords(keywords: type, defaults: type) -> Callable[[Function], Func
             for name, kind in keywords.__annotations__.items()
         ]
         docstring = (function.__doc__ or "").replace("{endings}", ", ".join(FORMAT_BY_FILE_SUFFIX))
-        function.__doc__ = docstring.replace("{formats}", format_with_aliases("to", get_args(WrittenFormat)))
+        function.__doc__ = docstring.replace("{formats}", format_with_aliases("to", WRITTEN_FORMATS))
         function.__signature__ = declared_signature.replace(parameters=[*declared_parameters, *keyword_parameters])  # type: ignore[attr-defined]
         return function
 

@@ -45,7 +45,14 @@ FACE = {"__main__", "api", "arguments", "checkpoint", "errors", "slices"}
 EVERYWHERE = {"arguments", "errors"}
 """Modules at the root that any package may import. The others stand above all packages but ``cli`` and ``testing``."""
 
-LIGHT = {"core.format_names", "core.option_names", "messages.help_text", "messages.progress", "messages.wording"}
+LIGHT = {
+    "core.format_names",
+    "core.option_names",
+    "core.options",
+    "messages.help_text",
+    "messages.progress",
+    "messages.wording",
+}
 """What the command line imports beside the public API and ``process``: it costs nothing."""
 
 FRAMEWORKS = {

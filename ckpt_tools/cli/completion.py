@@ -8,13 +8,12 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import get_args
 
 import click
 from click.shell_completion import CompletionItem, ShellComplete, get_completion_class
 
 from ckpt_tools.cli import options
-from ckpt_tools.core.option_names import DTYPE_NAMES, OPTION_VALUE_ALIASES, ReadFormat, WrittenFormat
+from ckpt_tools.core.option_names import DTYPE_NAMES, OPTION_VALUE_ALIASES, READ_FORMATS, WRITTEN_FORMATS
 
 SHELLS = ("bash", "zsh", "fish")
 COMPLETION_VARIABLE = "_CKPT_TOOLS_COMPLETE"
@@ -88,8 +87,8 @@ def _list_items(shell: ShellComplete, words: list[str], incomplete: str) -> Sequ
 
 def _list_candidates(context: click.Context, parameter: click.Parameter) -> Candidates:
     candidates_by_option: Mapping[str, Callable[[], Candidates]] = {
-        "to": lambda: [*get_args(WrittenFormat), *OPTION_VALUE_ALIASES["to"]],
-        "from_": lambda: [*get_args(ReadFormat), *OPTION_VALUE_ALIASES["from_"]],
+        "to": lambda: [*WRITTEN_FORMATS, *OPTION_VALUE_ALIASES["to"]],
+        "from_": lambda: [*READ_FORMATS, *OPTION_VALUE_ALIASES["from_"]],
         "dtype": lambda: [*DTYPE_NAMES, *OPTION_VALUE_ALIASES["dtype"]],
         "recipe": _list_recipe_names,
         "include": lambda: _list_tensor_names(context),

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import islice
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ckpt_tools.cli import options
 from ckpt_tools.cli.render import print_json, show_notes, show_progress
 from ckpt_tools.cli.wrapping import echo, print_item, print_table, print_wrapped
-from ckpt_tools.core.format_names import FORMAT_BY_FILE_SUFFIX
-from ckpt_tools.core.option_names import WrittenFormat, format_with_aliases
+from ckpt_tools.core.options import (
+    ConvertKeywords,
+    ExecutionKeywords,
+    LoadableKeywords,
+    MergeKeywords,
+    ReadKeywords,
+    ReshardKeywords,
+)
 from ckpt_tools.messages.wording import (
     MAX_LISTED_NAMES,
     escape_unprintable,
@@ -28,50 +34,6 @@ if TYPE_CHECKING:
 
 
 _destination_argument = click.argument("dst", metavar="DST")
-_to_option = click.option(
-    "--to",
-    metavar="FORMAT",
-    help=f"The format to write: {format_with_aliases('to', get_args(WrittenFormat))}, or a plug-in's. "
-    f"Default: by the ending of DST ({', '.join(FORMAT_BY_FILE_SUFFIX)}); with --like, safetensors.",
-)
-_state_option = options.state_option(
-    "Write the weights alone, or the whole training state. Default: all if the format can hold it."
-)
-_max_shard_size_option = click.option(
-    "--max-shard-size", metavar="SIZE", help="Split safetensors or torch output into files of at most this size."
-)
-_world_size_option = click.option(
-    "--world-size",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="The number of ranks to write for, in formats with files for each rank. Default: that of the source.",
-)
-_config_option = click.option(
-    "--config",
-    metavar="DIR",
-    help="The folder with config.json, for sizes of the recipe too, and tokenizer and preprocessor files for the "
-    "output. Default: beside SRC.",
-)
-_strict_option = click.option("--strict", is_flag=True, help="Fail if something would be dropped.")
-_overwrite_option = click.option("--overwrite", is_flag=True, help="Replace the checkpoint at DST, and nothing else.")
-_resume_option = click.option(
-    "--resume",
-    is_flag=True,
-    help="Continue a killed run of the same conversion. If this run fails too, keep its output.",
-)
-_fsync_option = click.option("--fsync", is_flag=True, help="Wait until the output is safe from a power failure.")
-_checksum_option = click.option("--checksum", is_flag=True, help="Also write the digests of the output, for verify.")
-
-_writing_options = options.combine_decorators(
-    options.execution_options,
-    options.cluster_options,
-    _strict_option,
-    _overwrite_option,
-    _resume_option,
-    _fsync_option,
-    _checksum_option,
-)
-"""The options of every command that writes a checkpoint."""
 
 
 @click.command(
@@ -84,16 +46,7 @@ _writing_options = options.combine_decorators(
 )
 @options.source_argument
 @_destination_argument
-@_to_option
-@_world_size_option
-@options.reading_options
-@_state_option
-@options.selection_options
-@_max_shard_size_option
-@options.untie_option
-@_config_option
-@options.like_option
-@_writing_options
+@options.options_of(ConvertKeywords)
 @click.option("--dry-run", is_flag=True, help="Show the plan and write nothing.")
 @options.json_option
 @options.transfer_options
@@ -114,11 +67,8 @@ def convert_command(src: str, dst: str, dry_run: bool, as_json: bool, quiet: boo
 )
 @options.source_argument
 @_destination_argument
-@click.option(
-    "--world-size", type=click.IntRange(min=1), metavar="N", required=True, help="The number of ranks to write for."
-)
-@options.reading_options
-@_writing_options
+@options.option_of("world_size", "The number of ranks to write for.", required=True)
+@options.options_of(ReadKeywords, ExecutionKeywords)
 @options.json_option
 @options.transfer_options
 def reshard_command(src: str, dst: str, as_json: bool, quiet: bool, **keywords: Any) -> None:
@@ -135,19 +85,7 @@ def reshard_command(src: str, dst: str, as_json: bool, quiet: bool, **keywords: 
 )
 @options.source_argument
 @_destination_argument
-@_to_option
-@_world_size_option
-@options.reading_options
-@_state_option
-@options.selection_options
-@_max_shard_size_option
-@options.untie_option
-@_config_option
-@options.like_option
-@options.execution_options
-@_strict_option
-@_overwrite_option
-@_checksum_option
+@options.options_of(ConvertKeywords, without=("runner", "address", "resume", "fsync"))
 @options.json_option
 @options.output_options
 def plan_command(src: str, dst: str, as_json: bool, quiet: bool, **keywords: Any) -> None:
@@ -164,14 +102,8 @@ def plan_command(src: str, dst: str, as_json: bool, quiet: bool, **keywords: Any
 )
 @options.source_argument
 @_destination_argument
-@_to_option
-@options.reading_options
-@options.selection_options
-@_max_shard_size_option
-@options.untie_option
-@_config_option
-@options.like_option
-@_writing_options
+@options.option_of("to")
+@options.options_of(ReshardKeywords)
 @options.json_option
 @options.transfer_options
 def consolidate_command(src: str, dst: str, as_json: bool, quiet: bool, **keywords: Any) -> None:
@@ -191,25 +123,10 @@ def consolidate_command(src: str, dst: str, as_json: bool, quiet: bool, **keywor
 @click.argument("base", metavar="BASE")
 @click.argument("adapter", metavar="ADAPTER")
 @_destination_argument
-@options.storage_option
-@_to_option
-@_world_size_option
-@click.option(
-    "--adapter", "adapter_name", metavar="NAME", help="The name of the adapter, if the training state has several."
+@options.options_of(
+    MergeKeywords,
+    config="The folder with config.json, adapter_config.json or both. Default: beside BASE and ADAPTER.",
 )
-@click.option(
-    "--allow-missing", is_flag=True, help="Merge an adapter that lacks parts which adapter_config.json names."
-)
-@options.reading_options
-@options.selection_options
-@_max_shard_size_option
-@options.untie_option
-@click.option(
-    "--config",
-    metavar="DIR",
-    help="The folder with config.json, adapter_config.json or both. Default: beside BASE and ADAPTER.",
-)
-@_writing_options
 @options.json_option
 @options.transfer_options
 def merge_lora_command(base: str, adapter: str, dst: str, as_json: bool, quiet: bool, **keywords: Any) -> None:
@@ -295,9 +212,11 @@ def _show_conversion(report: ConvertReport, as_json: bool, quiet: bool) -> None:
 )
 @options.source_argument
 @_destination_argument
-@click.option("--strict", is_flag=True, help="Fail if something would be left out.")
-@click.option("--overwrite", is_flag=True, help="Replace the file at DST, and nothing else.")
-@_fsync_option
+@options.options_of(
+    LoadableKeywords,
+    strict="Fail if something would be left out.",
+    overwrite="Replace the file at DST, and nothing else.",
+)
 @options.json_option
 @options.transfer_options
 def make_loadable_command(src: str, dst: str, as_json: bool, quiet: bool, **keywords: Any) -> None:

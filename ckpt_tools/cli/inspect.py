@@ -13,6 +13,7 @@ from ckpt_tools.cli import options
 from ckpt_tools.cli.render import MAX_NOTES, print_json, show_notes, show_progress
 from ckpt_tools.cli.wrapping import echo, get_terminal_width, print_pairs, print_table, print_wrapped
 from ckpt_tools.core.option_names import format_option
+from ckpt_tools.core.options import ReadKeywords
 from ckpt_tools.errors import SeveralCheckpointsError
 from ckpt_tools.messages.wording import (
     escape_unprintable,
@@ -65,7 +66,7 @@ def _require_flag(flag: str) -> Any:
     ),
 )
 @options.source_argument
-@options.reading_options
+@options.options_of(ReadKeywords)
 @click.option(
     "--tensors", is_flag=True, is_eager=True, help="List the tensors; those that differ in a number share a line."
 )
@@ -88,9 +89,10 @@ def _require_flag(flag: str) -> Any:
     "--stats", is_flag=True, help="Read the tensors, and show minimum, maximum, mean, norm, zeros, NaN and Inf of each."
 )
 @click.option("--sample", is_flag=True, help="With --stats, read at most 16 blocks of each tensor.")
-@click.option("--include", multiple=True, metavar="GLOB", help="List only tensors whose names match. Repeatable.")
-@click.option("--exclude", multiple=True, metavar="GLOB", help="Do not list tensors whose names match. Repeatable.")
-@options.execution_options
+@options.option_of("include", "List only tensors whose names match. Repeatable.")
+@options.option_of("exclude", "Do not list tensors whose names match. Repeatable.")
+@options.option_of("memory")
+@options.option_of("workers")
 @options.json_option
 @options.transfer_options
 def inspect_command(
@@ -319,7 +321,7 @@ def _format_number(value: int | float | None) -> str:
     metavar="SLOT",
     help="What of the parameter: weight, master, exp_avg, ... Default: its master if there is one, else the weight.",
 )
-@options.reading_options
+@options.options_of(ReadKeywords)
 @click.option("--all", "list_all", is_flag=True, help="Print every element. Default: of more than 1,000, the edges.")
 @options.json_option
 @options.output_options

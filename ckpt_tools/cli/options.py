@@ -1,89 +1,52 @@
-"""Options that several commands share, each written once."""
+"""Options of the command line: those of the table in ``core.options``, and what commands share about printing."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from functools import wraps
-from typing import Any, TypeVar, cast, get_args
+from typing import Any, TypeVar, cast
 
 import click
 
 from ckpt_tools.cli import reporting
 from ckpt_tools.cli.render import PROGRESS_MODES, is_typed, store_progress_mode
 from ckpt_tools.core.option_names import (
-    DEFAULT_MEMORY,
     DEFAULT_RUNNER,
-    DEFAULT_WEIGHTS,
     DTYPE_NAMES,
     RUNNERS,
     STATES,
     WEIGHTS,
-    ReadFormat,
-    format_with_aliases,
+    format_flag,
     resolve_alias,
 )
+from ckpt_tools.core.options import NAMES, OUTPUT, READING, RUNNING, SAFETY, ConvertRequest
 from ckpt_tools.messages.help_text import GroupedCommand, Headings
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
 
+TABLE = {name: each for name, each in ConvertRequest.__dataclass_fields__.items() if "text" in each.metadata}
+"""The options of conversions by parameter, as ``core.options`` describes them."""
+
+
+def _list_names_under(heading: str) -> tuple[str, ...]:
+    return tuple(name for name, each in TABLE.items() if each.metadata["text"].heading == heading)
+
+
 HEADINGS: Headings = {
-    "What to read": ("from_", "tag", "model_key", "optim_key", "param_order", "optimizer_file", "storage_options"),
-    "Names and selection": (
-        "include",
-        "exclude",
-        "rename",
-        "key_map",
-        "strip",
-        "recipe",
-        "inverse",
-        "weights",
-        "state",
-        "adapter_name",
-    ),
+    READING: _list_names_under(READING),
+    NAMES: _list_names_under(NAMES),
     "What stays": ("keep_last", "keep_every", "keep_best"),
-    "Output": (
-        "to",
-        "dequantize",
-        "dtype",
-        "buffers",
-        "world_size",
-        "max_shard_size",
-        "untie",
-        "config",
-        "like",
-        "output",
-        "tensors",
-        "tree",
-        "depth",
-        "stats",
-        "sample",
-        "slot",
-        "top",
-        "list_all",
-        "form",
-        "as_json",
+    OUTPUT: (
+        *("to", *_list_names_under(OUTPUT), "output", "tensors", "tree", "depth", "stats", "sample", "slot", "top"),
+        *("list_all", "form", "as_json"),
     ),
-    "Running": ("memory", "workers", "runner", "address", "progress", "quiet", "verbose", "log_format", "help"),
-    "Safety": (
-        "dry_run",
-        "yes",
-        "overwrite",
-        "resume",
-        "strict",
-        "fsync",
-        "checksum",
-        "incomplete",
-        "allow_less",
-        "allow_missing",
-        "allow",
-        "allow_configuration",
-        "digests",
-        "public_key",
-        "private_key",
-        "signature",
+    RUNNING: (*_list_names_under(RUNNING), "progress", "quiet", "verbose", "log_format", "help"),
+    SAFETY: (
+        *("dry_run", "yes", *_list_names_under(SAFETY), "incomplete", "allow_less", "allow", "allow_configuration"),
+        *("digests", "public_key", "private_key", "signature"),
     ),
 }
-"""Parameters by heading of the help; those of conversions as in the docstring of ``ckpt_tools.convert``."""
+"""Parameters by heading of the help: those of the table, and those of single commands."""
 
 
 class ConverterCommand(GroupedCommand):
@@ -122,140 +85,44 @@ def _parse_pairs(context: click.Context, option: click.Parameter, values: tuple[
     return {name: value for name, _, value in pairs}
 
 
-storage_option = click.option(
-    "--storage-option",
-    "storage_options",
-    multiple=True,
-    metavar="KEY=VALUE",
-    callback=_parse_pairs,
-    help="An option of the store, e.g. endpoint_url=http://host:9000. Repeatable.",
+_CLICK_SETTINGS: dict[object, dict[str, Any]] = {
+    "bool": {"is_flag": True},
+    "int | None": {"type": click.IntRange(min=1)},
+    "Sequence[str]": {"multiple": True},
+    "Mapping[str, Any] | None": {"multiple": True, "callback": _parse_pairs},
+    "State | None": {"type": click.Choice(STATES)},
+    "Weights | None": {"type": click.Choice(WEIGHTS)},
+    "DTypeLike | None": {"type": DTypeChoice(DTYPE_NAMES)},
+    "Runner": {"type": click.Choice(RUNNERS), "default": DEFAULT_RUNNER, "show_default": True},
+}
+"""How click parses an option, by the annotation of its field. Others are texts, and paths if they stand for a file."""
+
+
+def option_of(name: str, help_text: str = "", **settings: Any) -> Callable[[Decorated], Decorated]:
+    """The option of the parameter ``name``, as the table describes it; ``help_text`` stands in place of its help."""
+    text = TABLE[name].metadata["text"]
+    path_type = {"type": click.Path()} if text.metavar == "FILE" else {}
+    return click.option(
+        format_flag(name),
+        name,
+        metavar=text.metavar,
+        help=help_text or text.help,
+        **{**path_type, **_CLICK_SETTINGS.get(TABLE[name].type, {}), **settings},
+    )
+
+
+def options_of(*keywords: type, without: Container[str] = (), **help_texts: str) -> Callable[[Decorated], Decorated]:
+    """The options for all keywords of TypedDicts of ``core.options``; ``help_texts`` stand in place of their help."""
+    names = [name for each in keywords for name in each.__annotations__ if name in TABLE and name not in without]
+    return combine_decorators(*(option_of(name, help_texts.get(name, "")) for name in names))
+
+
+source_argument = click.argument("src", metavar="SRC")
+
+SIZES_CONFIG_HELP = (
+    "The folder of config.json, for the sizes of a recipe and for --dequantize. Default: beside the source."
 )
-
-source_argument = combine_decorators(click.argument("src", metavar="SRC"), storage_option)
-
-reading_options = combine_decorators(
-    click.option(
-        "--from",
-        "from_",
-        metavar="FORMAT",
-        help=f"The source's format: {format_with_aliases('from_', get_args(ReadFormat))}, or a plug-in's. "
-        "Default: detected.",
-    ),
-    click.option("--tag", help="The checkpoint of a DeepSpeed folder. Default: the tag named in the file latest."),
-    click.option("--model-key", help="The key of the model in a DCP tree, e.g. app.model. Default: detected."),
-    click.option("--optim-key", help="The key of the optimizer in a DCP tree. Default: detected."),
-    click.option(
-        "--param-order",
-        type=click.Path(),
-        metavar="FILE",
-        help="Parameter names in the optimizer's order or in the model's, if it numbers its parameters.",
-    ),
-    click.option(
-        "--optimizer",
-        "optimizer_file",
-        metavar="FILE",
-        help="The file of torch.save with the optimizer, if it is apart from the model in SRC.",
-    ),
-)
-
-
-def state_option(help_text: str) -> Callable[[Decorated], Decorated]:
-    """``--state`` with the help that a command gives it."""
-    return click.option("--state", type=click.Choice(STATES), help=help_text)
-
-
-weights_option = click.option(
-    "--weights",
-    type=click.Choice(WEIGHTS),
-    help=f"The copy of a weight to use: its fp32 master if there is one, or the model's. Default: {DEFAULT_WEIGHTS}.",
-)
-
-naming_options = combine_decorators(
-    click.option("--include", multiple=True, metavar="GLOB", help="Take only tensors whose names match. Repeatable."),
-    click.option("--exclude", multiple=True, metavar="GLOB", help="Leave out tensors whose names match. Repeatable."),
-    click.option(
-        "--rename",
-        multiple=True,
-        metavar="REGEX=REPL",
-        help="Rename tensors. Several rules apply in the given order. Repeatable.",
-    ),
-    click.option("--key-map", type=click.Path(), metavar="FILE", help="A JSON file that maps old names to new names."),
-    click.option(
-        "--strip",
-        metavar="auto|PREFIX",
-        help="Take a prefix off the names of the source, before all other options: auto for those of wrappers.",
-    ),
-    click.option(
-        "--recipe",
-        metavar="NAME|FILE",
-        help="Map tensors to another model layout, by a built-in recipe (see recipes) or a TOML file. "
-        "The options above name the tensors that it makes.",
-    ),
-    click.option("--inverse", is_flag=True, help="Read the recipe from right to left."),
-    click.option(
-        "--dequantize",
-        is_flag=True,
-        help="Make floating-point weights of quantized ones, as quantization_config in config.json says. "
-        "Comes before all other options that name tensors.",
-    ),
-)
-
-like_option = click.option(
-    "--like",
-    metavar="DIR",
-    help="A model that the output is to be like: its names, shapes, dtypes, files and config.json, and the recipe that "
-    "leads to them.",
-)
-
-untie_option = click.option(
-    "--untie",
-    is_flag=True,
-    help="Write embeddings and head as two tensors, and tie_word_embeddings in config.json as false.",
-)
-
-sizes_config_option = click.option(
-    "--config",
-    metavar="DIR",
-    help="The folder of config.json, for the sizes of a recipe and for --dequantize. Default: beside the source.",
-)
-
-selection_options = combine_decorators(
-    click.option(
-        "--dtype",
-        type=DTypeChoice(DTYPE_NAMES),
-        metavar="DTYPE",
-        help=f"Cast the weights to this type, and nothing else: {format_with_aliases('dtype', DTYPE_NAMES)}.",
-    ),
-    weights_option,
-    click.option("--buffers", multiple=True, metavar="GLOB", help="Tensors that are buffers of the model. Repeatable."),
-    naming_options,
-)
-
-workers_option = click.option(
-    "--workers", type=click.IntRange(min=1), metavar="N", help="Number of threads. Default: one for each processor."
-)
-
-execution_options = combine_decorators(
-    click.option(
-        "--memory",
-        metavar="SIZE",
-        help=f"Peak memory of the whole process. Default: {DEFAULT_MEMORY}, or more if the index needs more.",
-    ),
-    workers_option,
-)
-
-cluster_options = combine_decorators(
-    click.option(
-        "--runner",
-        type=click.Choice(RUNNERS),
-        default=DEFAULT_RUNNER,
-        show_default=True,
-        help="Run in threads of this process, or in processes of a Ray cluster. Each process has --memory.",
-    ),
-    click.option(
-        "--address", metavar="ADDR", help="The address of the Ray cluster. Default: start one on this machine."
-    ),
-)
+"""Of ``config`` in commands that write no files of a model."""
 
 DEFAULT_TOP = 20
 """As many differences fit on a screen with their summary."""

@@ -10,6 +10,7 @@ from ckpt_tools.cli import options
 from ckpt_tools.cli.group import CommandGroup
 from ckpt_tools.cli.render import is_typed, print_json, show_notes
 from ckpt_tools.cli.wrapping import echo, print_table, print_wrapped
+from ckpt_tools.core.options import ReadKeywords
 from ckpt_tools.errors import UsageError
 from ckpt_tools.messages.wording import escape_unprintable, format_count, join_names
 
@@ -78,10 +79,10 @@ def recipes_show_command(recipe: str) -> None:
 )
 @_recipe_argument
 @options.source_argument
-@click.option("--inverse", is_flag=True, help="Read the recipe from right to left.")
-@options.sizes_config_option
-@options.reading_options
-@options.state_option("Map the weights alone, or the whole training state. Default: model.")
+@options.options_of(ReadKeywords)
+@options.option_of("inverse")
+@options.option_of("config", options.SIZES_CONFIG_HELP)
+@options.option_of("state", "Map the weights alone, or the whole training state. Default: model.")
 @options.json_option
 @options.output_options
 def recipes_check_command(recipe: str, src: str, as_json: bool, quiet: bool, **keywords: Any) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @click.command("ls", cls=options.ConverterCommand, examples=("ckpt-tools ls run",))
 @click.argument("run", metavar="RUN")
-@options.storage_option
+@options.option_of("storage_options")
 @options.json_option
 @options.output_options
 def ls_command(run: str, as_json: bool, quiet: bool, storage_options: dict[str, str]) -> None:
@@ -87,7 +87,7 @@ def _format_row(checkpoint: RunCheckpoint) -> tuple[str, ...]:
     "--allow-less", is_flag=True, help="Prune even if a new checkpoint that stays holds less than an older one."
 )
 @click.option("--yes", is_flag=True, help="Remove them. Default: list what would be removed.")
-@options.storage_option
+@options.option_of("storage_options")
 @options.json_option
 @options.output_options
 def prune_command(run: str, as_json: bool, quiet: bool, **rules: Any) -> None:
@@ -123,7 +123,7 @@ def prune_command(run: str, as_json: bool, quiet: bool, **rules: Any) -> None:
 
 @click.command("clean", cls=options.ConverterCommand, examples=("ckpt-tools clean run/step-1000 --dry-run",))
 @click.argument("dst", metavar="DST")
-@options.storage_option
+@options.option_of("storage_options")
 @click.option("--dry-run", is_flag=True, help="List the leftovers and remove nothing.")
 @options.json_option
 @options.verbosity_options

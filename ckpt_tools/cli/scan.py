@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     examples=("ckpt-tools scan downloaded.bin", "ckpt-tools scan run --exclude '*.svg' --format sarif"),
 )
 @click.argument("src", metavar="SRC...", nargs=-1, required=True)
-@options.storage_option
+@options.option_of("storage_options")
 @click.option(
     "--allow",
     multiple=True,
@@ -36,9 +36,7 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Do not fail for configuration: you know that the programs that will read it import no names in it.",
 )
-@click.option(
-    "--exclude", multiple=True, metavar="GLOB", help="Do not look at files whose name or path matches. Repeatable."
-)
+@options.option_of("exclude", "Do not look at files whose name or path matches. Repeatable.")
 @form_option("text", "json", "markdown", "sarif")
 @options.output_options
 def scan_command(src: tuple[str, ...], form: str, quiet: bool, **scan_options: Any) -> None:

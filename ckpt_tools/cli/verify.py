@@ -11,6 +11,7 @@ from ckpt_tools.cli import options
 from ckpt_tools.cli.forms import find_source_folder, form_option, print_markdown
 from ckpt_tools.cli.render import MAX_NOTES, print_json, show_notes, show_progress
 from ckpt_tools.cli.wrapping import print_item, print_wrapped
+from ckpt_tools.core.options import ReadKeywords, SelectKeywords
 from ckpt_tools.errors import DifferenceError
 from ckpt_tools.messages.wording import (
     escape_unprintable,
@@ -32,13 +33,9 @@ MAX_MODULES = 8
 @click.command("diff", cls=options.ConverterCommand, examples=("ckpt-tools diff run/step-1000 run/step-2000 --top 5",))
 @click.argument("a", metavar="A")
 @click.argument("b", metavar="B")
-@options.storage_option
-@options.reading_options
-@options.state_option("Compare the weights alone, or everything. Default: all.")
-@options.weights_option
-@options.naming_options
-@options.sizes_config_option
-@options.workers_option
+@options.options_of(SelectKeywords, config=options.SIZES_CONFIG_HELP)
+@options.option_of("state", "Compare the weights alone, or everything. Default: all.")
+@options.option_of("workers")
 @options.listing_options
 @form_option("text", "json", "markdown")
 @options.transfer_options
@@ -206,12 +203,12 @@ def _print_markdown_report(title: str, report: VerifyReport, equality: str, top:
 )
 @options.source_argument
 @click.argument("dst", metavar="[DST]", required=False)
-@options.reading_options
-@options.state_option("The --state of the conversion.")
-@options.selection_options
-@options.sizes_config_option
-@options.like_option
-@options.untie_option
+@options.options_of(SelectKeywords, config=options.SIZES_CONFIG_HELP)
+@options.option_of("state", "The --state of the conversion.")
+@options.option_of("dtype")
+@options.option_of("buffers")
+@options.option_of("like")
+@options.option_of("untie")
 @click.option(
     "--digests",
     metavar="FILE",
@@ -220,7 +217,7 @@ def _print_markdown_report(title: str, report: VerifyReport, equality: str, top:
 )
 @click.option("--public-key", metavar="FILE", help="First check the signature of SRC, or of --digests, with this key.")
 @click.option("--signature", metavar="FILE", help="The file of the signature. Default: stored with what it signs.")
-@options.workers_option
+@options.option_of("workers")
 @options.listing_options
 @form_option("text", "json", "markdown", "sarif")
 @options.transfer_options
@@ -267,9 +264,9 @@ def _format_checked_digests(num_digests: int | None) -> str:
 @click.command("checksum", cls=options.ConverterCommand, examples=("ckpt-tools checksum model.safetensors",))
 @options.source_argument
 @click.option("--output", metavar="FILE", help="The file to write; - prints the digests. Default: stored with SRC.")
-@options.reading_options
-@options.workers_option
-@click.option("--overwrite", is_flag=True, help="Replace existing digests.")
+@options.options_of(ReadKeywords)
+@options.option_of("workers")
+@options.option_of("overwrite", "Replace existing digests.")
 @options.json_option
 @options.transfer_options
 def checksum_command(src: str, output: str | None, as_json: bool, quiet: bool, **keywords: Any) -> None:
@@ -296,7 +293,7 @@ def checksum_command(src: str, output: str | None, as_json: bool, quiet: bool, *
 @click.argument("src", metavar="SRC")
 @click.option("--private-key", metavar="FILE", required=True, help="An elliptic-curve private key in PEM format.")
 @click.option("--signature", metavar="FILE", help="The file of the signature. Default: stored with SRC.")
-@click.option("--overwrite", is_flag=True, help="Replace an existing signature.")
+@options.option_of("overwrite", "Replace an existing signature.")
 @options.json_option
 @options.verbosity_options
 def sign_command(src: str, as_json: bool, **keywords: Any) -> None:

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
 
 from ckpt_tools.core.layout import Layout
 from ckpt_tools.core.manifest import Manifest
-from ckpt_tools.core.option_names import WrittenFormat, format_option, format_with_aliases
+from ckpt_tools.core.option_names import WRITTEN_FORMATS, format_option, format_with_aliases
 from ckpt_tools.core.options import ConvertOptions, ConvertRequest
 from ckpt_tools.core.part_rules import PartRules
 from ckpt_tools.errors import DestinationExistsError, UnsupportedError, UsageError
@@ -100,9 +99,7 @@ def _find_writer(to: str | None, destination_name: str) -> Format:
     check_destination_suffix(destination_name, to)
     implied = find_format_by_suffix(destination_name)
     if to is None and implied is None:
-        raise UsageError(
-            f"choose a format with {format_option('to')}: {format_with_aliases('to', get_args(WrittenFormat))}"
-        )
+        raise UsageError(f"choose a format with {format_option('to')}: {format_with_aliases('to', WRITTEN_FORMATS)}")
     if to is not None and implied is not None and to != implied:
         raise UsageError(
             f"{destination_name} is a {implied} file, which {format_option('to', to)} contradicts; name a folder or "

@@ -52,6 +52,8 @@ FormatAlias: TypeAlias = Literal["hf", "fsdp2", "pt"]
 DTypeAlias: TypeAlias = Literal["fp32", "bf16", "fp16"]
 Runner: TypeAlias = Literal["threads", "ray"]
 
+READ_FORMATS: tuple[str, ...] = get_args(ReadFormat)
+WRITTEN_FORMATS: tuple[str, ...] = get_args(WrittenFormat)
 STATES: tuple[str, ...] = get_args(State)
 WEIGHTS: tuple[str, ...] = get_args(Weights)
 """The copies of a weight: the fp32 master of the optimizer, or the model's own."""

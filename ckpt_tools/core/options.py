@@ -9,14 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.format_names import FORMAT_BY_FILE_SUFFIX
 from ckpt_tools.core.option_names import (
     DEFAULT_MEMORY,
     DEFAULT_RUNNER,
     DEFAULT_WEIGHTS,
     DTYPE_NAMES,
+    READ_FORMATS,
     STATES,
     WEIGHTS,
+    WRITTEN_FORMATS,
     format_option,
+    format_with_aliases,
 )
 from ckpt_tools.errors import UsageError
 
@@ -59,6 +63,33 @@ def parse_size(text: str | int) -> int:
     return size
 
 
+@dataclass(frozen=True, slots=True)
+class OptionText:
+    """How the command line shows an option: ``help``, under ``heading``, with ``metavar`` for its value."""
+
+    heading: str
+    help: str
+    metavar: str | None = None
+
+
+READING, NAMES, OUTPUT, RUNNING, SAFETY = (
+    "What to read",
+    "Names and selection",
+    "Output",
+    "Running",
+    "Safety",
+)
+"""Headings of the help and of the docstring of ``convert``."""
+
+
+def _option(default: Any, heading: str, help_text: str, metavar: str | None = None) -> Any:
+    """A field of the table of options: its name is the keyword in Python, its type decides how its text is parsed."""
+    return field(default=default, metadata={"text": OptionText(heading, help_text, metavar)})
+
+
+# Which keywords a function takes, as a type checker has to know them. What each means is in the fields below.
+
+
 class ReadKeywords(TypedDict, total=False):
     """Keywords of every function that opens a checkpoint."""
 
@@ -71,18 +102,8 @@ class ReadKeywords(TypedDict, total=False):
     storage_options: Mapping[str, Any] | None
 
 
-class LoadableKeywords(TypedDict, total=False):
-    """Keywords of ``make_loadable``."""
-
-    overwrite: bool
-    strict: bool
-    fsync: bool
-    on_progress: ProgressCallback | None
-    storage_options: Mapping[str, Any] | None
-
-
-class SelectKeywords(ReadKeywords, total=False):
-    """Keywords of every function that selects, renames and maps tensors."""
+class NamingKeywords(TypedDict, total=False):
+    """Keywords that select, rename and map tensors."""
 
     include: Sequence[str]
     exclude: Sequence[str]
@@ -96,13 +117,13 @@ class SelectKeywords(ReadKeywords, total=False):
     config: str | Path | None
 
 
-class WriteKeywords(SelectKeywords, total=False):
-    """Keywords of every function that writes a checkpoint from another."""
+class SelectKeywords(ReadKeywords, NamingKeywords, total=False):
+    """Keywords of every function that selects, renames and maps tensors of a checkpoint."""
 
-    dtype: DTypeLike | None
-    buffers: Sequence[str]
-    max_shard_size: str | int | None
-    untie: bool
+
+class ExecutionKeywords(TypedDict, total=False):
+    """Keywords about the writing itself."""
+
     memory: str | int | None
     workers: int | None
     runner: Runner
@@ -113,6 +134,25 @@ class WriteKeywords(SelectKeywords, total=False):
     strict: bool
     fsync: bool
     checksum: bool
+
+
+class LoadableKeywords(TypedDict, total=False):
+    """Keywords of ``make_loadable``."""
+
+    overwrite: bool
+    strict: bool
+    fsync: bool
+    on_progress: ProgressCallback | None
+    storage_options: Mapping[str, Any] | None
+
+
+class WriteKeywords(SelectKeywords, ExecutionKeywords, total=False):
+    """Keywords of every function that writes a checkpoint from another."""
+
+    dtype: DTypeLike | None
+    buffers: Sequence[str]
+    max_shard_size: str | int | None
+    untie: bool
 
 
 class ReshardKeywords(WriteKeywords, total=False):
@@ -143,34 +183,107 @@ class ConvertKeywords(ConsolidateKeywords, total=False):
 class ConvertOptions:
     """Everything that decides what is read, written or compared, with the same meaning in every function.
 
+    The fields of this class and of ``ConvertRequest`` are the table of options: the command line, its settings and its
+    help are made of them.
+
     Raises:
         UsageError: a value is not among those allowed.
     """
 
-    from_: str | None = None
-    tag: str | None = None
-    model_key: str | None = None
-    optim_key: str | None = None
-    param_order: str | Path | None = None
-    optimizer_file: str | Path | None = None
-    storage_options: Mapping[str, Any] | None = None
-    include: Sequence[str] = ()
-    exclude: Sequence[str] = ()
-    rename: Sequence[str] = ()
-    key_map: str | Path | None = None
-    weights: str | None = None
-    strip: str | None = None
-    recipe: str | Path | None = None
-    inverse: bool = False
-    dequantize: bool = False
-    state: State | None = None
-    dtype: DTypeLike | None = None
-    buffers: Sequence[str] = ()
-    max_shard_size: str | int | None = None
-    world_size: int | None = None
-    config: str | Path | None = None
-    like: str | Path | None = None
-    untie: bool = False
+    from_: str | None = _option(
+        None,
+        READING,
+        f"The source's format: {format_with_aliases('from_', READ_FORMATS)}, or a plug-in's. Default: detected.",
+        "FORMAT",
+    )
+    tag: str | None = _option(
+        None, READING, "The checkpoint of a DeepSpeed folder. Default: the tag named in the file latest."
+    )
+    model_key: str | None = _option(
+        None, READING, "The key of the model in a DCP tree, e.g. app.model. Default: detected."
+    )
+    optim_key: str | None = _option(None, READING, "The key of the optimizer in a DCP tree. Default: detected.")
+    param_order: str | Path | None = _option(
+        None,
+        READING,
+        "Parameter names in the optimizer's order or in the model's, if it numbers its parameters.",
+        "FILE",
+    )
+    optimizer_file: str | Path | None = _option(
+        None, READING, "The file of torch.save with the optimizer, if it is apart from the model in SRC.", "FILE"
+    )
+    storage_options: Mapping[str, Any] | None = _option(
+        None, READING, "An option of the store, e.g. endpoint_url=http://host:9000. Repeatable.", "KEY=VALUE"
+    )
+    include: Sequence[str] = _option((), NAMES, "Take only tensors whose names match. Repeatable.", "GLOB")
+    exclude: Sequence[str] = _option((), NAMES, "Leave out tensors whose names match. Repeatable.", "GLOB")
+    rename: Sequence[str] = _option(
+        (), NAMES, "Rename tensors. Several rules apply in the given order. Repeatable.", "REGEX=REPL"
+    )
+    key_map: str | Path | None = _option(None, NAMES, "A JSON file that maps old names to new names.", "FILE")
+    strip: str | None = _option(
+        None,
+        NAMES,
+        "Take a prefix off the names of the source, before all other options: auto for those of wrappers.",
+        "auto|PREFIX",
+    )
+    recipe: str | Path | None = _option(
+        None,
+        NAMES,
+        "Map tensors to another model layout, by a built-in recipe (see recipes) or a TOML file. "
+        "The options above name the tensors that it makes.",
+        "NAME|FILE",
+    )
+    inverse: bool = _option(False, NAMES, "Read the recipe from right to left.")
+    weights: Weights | None = _option(
+        None,
+        NAMES,
+        f"The copy of a weight to use: its fp32 master if there is one, or the model's. Default: {DEFAULT_WEIGHTS}.",
+    )
+    state: State | None = _option(
+        None, NAMES, "Write the weights alone, or the whole training state. Default: all if the format can hold it."
+    )
+    dequantize: bool = _option(
+        False,
+        OUTPUT,
+        "Make floating-point weights of quantized ones, as quantization_config in config.json says. "
+        "Comes before all other options that name tensors.",
+    )
+    dtype: DTypeLike | None = _option(
+        None,
+        OUTPUT,
+        f"Cast the weights to this type, and nothing else: {format_with_aliases('dtype', DTYPE_NAMES)}.",
+        "DTYPE",
+    )
+    buffers: Sequence[str] = _option((), OUTPUT, "Tensors that are buffers of the model. Repeatable.", "GLOB")
+    world_size: int | None = _option(
+        None,
+        OUTPUT,
+        "The number of ranks to write for, in formats with files for each rank. Default: that of the source.",
+        "N",
+    )
+    max_shard_size: str | int | None = _option(
+        None, OUTPUT, "Split safetensors or torch output into files of at most this size.", "SIZE"
+    )
+    untie: bool = _option(
+        False,
+        OUTPUT,
+        "Write embeddings and head as two tensors, and tie_word_embeddings in config.json as false.",
+    )
+    config: str | Path | None = _option(
+        None,
+        OUTPUT,
+        "The folder with config.json, for sizes of the recipe too, and tokenizer and preprocessor files for the "
+        "output. Default: beside SRC.",
+        "DIR",
+    )
+    like: str | Path | None = _option(
+        None,
+        OUTPUT,
+        "A model that the output is to be like: its names, shapes, dtypes, files and config.json, and the recipe that "
+        "leads to them.",
+        "DIR",
+    )
     names: Mapping[str, str] = field(default_factory=dict, init=False)
     order: ParamOrder | None = field(default=None, init=False)
 
@@ -262,21 +375,42 @@ class ConvertRequest(ConvertOptions):
 
     src: str | Path
     dst: str | Path
-    to: str | None = None
     keeps_format: bool = False
     adapter: str | Path | None = None
-    adapter_name: str | None = None
-    allow_missing: bool = False
-    memory: str | int | None = None
-    workers: int | None = None
-    runner: str = DEFAULT_RUNNER
-    address: str | None = None
     on_progress: ProgressCallback | None = None
-    overwrite: bool = False
-    resume: bool = False
-    strict: bool = False
-    fsync: bool = False
-    checksum: bool = False
+    to: str | None = _option(
+        None,
+        OUTPUT,
+        f"The format to write: {format_with_aliases('to', WRITTEN_FORMATS)}, or a plug-in's. "
+        f"Default: by the ending of DST ({', '.join(FORMAT_BY_FILE_SUFFIX)}); with --like, safetensors.",
+        "FORMAT",
+    )
+    adapter_name: str | None = _option(
+        None, NAMES, "The name of the adapter, if the training state has several.", "NAME"
+    )
+    memory: str | int | None = _option(
+        None,
+        RUNNING,
+        f"Peak memory of the whole process. Default: {DEFAULT_MEMORY}, or more if the index needs more.",
+        "SIZE",
+    )
+    workers: int | None = _option(None, RUNNING, "Number of threads. Default: one for each processor.", "N")
+    runner: Runner = _option(
+        DEFAULT_RUNNER,
+        RUNNING,
+        "Run in threads of this process, or in processes of a Ray cluster. Each process has --memory.",
+    )
+    address: str | None = _option(
+        None, RUNNING, "The address of the Ray cluster. Default: start one on this machine.", "ADDR"
+    )
+    overwrite: bool = _option(False, SAFETY, "Replace the checkpoint at DST, and nothing else.")
+    resume: bool = _option(
+        False, SAFETY, "Continue a killed run of the same conversion. If this run fails too, keep its output."
+    )
+    strict: bool = _option(False, SAFETY, "Fail if something would be dropped.")
+    fsync: bool = _option(False, SAFETY, "Wait until the output is safe from a power failure.")
+    checksum: bool = _option(False, SAFETY, "Also write the digests of the output, for verify.")
+    allow_missing: bool = _option(False, SAFETY, "Merge an adapter that lacks parts which adapter_config.json names.")
 
     def __post_init__(self) -> None:
         ConvertOptions.__post_init__(self)

@@ -48,7 +48,7 @@ class Allowed:
 
 CHECKING = {*MACHINERY, "planning", "transfer", "verification"}
 CONVERTING = {*MACHINERY, "planning", "transfer", "conversion"}
-LISTING = Allowed(BASE, set(), 24, {"click"})
+LISTING = Allowed(BASE, set(), 26, {"click"})
 
 ALLOWED = {
     "--help": LISTING,
