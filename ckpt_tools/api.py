@@ -368,10 +368,9 @@ def consolidate(src: str | Path, dst: str | Path, **options: Unpack[ConsolidateK
         ['model.safetensors']
     """
     from ckpt_tools.conversion.convert import run_conversion
-    from ckpt_tools.stores.urls import check_storage_options, find_format_by_suffix, open_output_location
+    from ckpt_tools.stores.urls import find_format_by_suffix, open_output_location
 
     request = ConvertRequest(src=src, dst=dst, state="model", **options)
-    check_storage_options(request.storage_options, src, dst)
     to = request.to or find_format_by_suffix(open_output_location(dst, request.storage_options).name) or "safetensors"
     return run_conversion(replace(request, to=to))
 
@@ -544,7 +543,6 @@ def verify(
     """
     from ckpt_tools.core.applicability import COMMAND_RULES, OptionContext, check_applicability
     from ckpt_tools.runs.opening import open_checkpoint, resolve_checkpoint_url
-    from ckpt_tools.stores.urls import check_storage_options
     from ckpt_tools.verification.verify import verify_checkpoint, verify_conversion
 
     convert_options = ConvertOptions(state=state, dtype=dtype, buffers=buffers, like=like, untie=untie, **options)
@@ -558,7 +556,6 @@ def verify(
         has_destination=dst is not None, has_digests=digests is not None, has_public_key=public_key is not None
     )
     check_applicability(COMMAND_RULES["verify"], given_options, case)
-    check_storage_options(convert_options.storage_options, src, dst, digests, convert_options.config, like)
     src = resolve_checkpoint_url(src, convert_options.storage_options)
     checked_signature = None
     if public_key is not None:
@@ -629,12 +626,10 @@ def diff(
         ('encoder.bias', 'values')
     """
     from ckpt_tools.runs.opening import open_checkpoint
-    from ckpt_tools.stores.urls import check_storage_options
     from ckpt_tools.verification.verify import diff_checkpoints
 
     convert_options = ConvertOptions(state=state, **options)
     storage_options = convert_options.storage_options
-    check_storage_options(storage_options, a, b, convert_options.config)
     opened_a = open_checkpoint(
         a,
         convert_options.read_options,
@@ -729,11 +724,9 @@ def scan(
         >>> report.clean, report.num_findings
         (True, 0)
     """
-    from ckpt_tools.stores.urls import check_storage_options, open_source
-    from ckpt_tools.verification.scan import scan_source
-
-    check_storage_options(storage_options, src)
     from ckpt_tools.runs.opening import resolve_checkpoint_url
+    from ckpt_tools.stores.urls import open_source
+    from ckpt_tools.verification.scan import scan_source
 
     src = resolve_checkpoint_url(src, storage_options)
     return scan_source(
@@ -767,9 +760,8 @@ def ls(run: str | Path, *, storage_options: Mapping[str, Any] | None = None) -> 
     """
     from ckpt_tools.runs.listing import list_checkpoints
     from ckpt_tools.runs.opening import resolve_checkpoint_url
-    from ckpt_tools.stores.urls import check_storage_options, open_run_source
+    from ckpt_tools.stores.urls import open_run_source
 
-    check_storage_options(storage_options, run)
     run = resolve_checkpoint_url(run, storage_options)
     return list_checkpoints(open_run_source(run, storage_options), url=str(run))
 
@@ -824,9 +816,7 @@ def prune(
     """
     from ckpt_tools.runs.pruning import prune_run
     from ckpt_tools.runs.rules import BestMetric, PruneRules
-    from ckpt_tools.stores.urls import check_storage_options
 
-    check_storage_options(storage_options, run)
     best_metric = None if keep_best is None else BestMetric.parse(keep_best)
     rules = PruneRules(keep_last, keep_every, best_metric, incomplete, allow_less)
     return prune_run(run, rules, yes=yes, storage_options=storage_options)
@@ -854,9 +844,8 @@ def clean(dst: str | Path, *, dry_run: bool = False, storage_options: Mapping[st
         ()
     """
     from ckpt_tools.stores.destination import clean_leftovers as clean_place
-    from ckpt_tools.stores.urls import check_storage_options, open_output_location
+    from ckpt_tools.stores.urls import open_output_location
 
-    check_storage_options(storage_options, dst)
     return clean_place(open_output_location(dst, storage_options), dry_run=dry_run)
 
 
@@ -1009,10 +998,8 @@ def _open_checkpoint(
 ) -> OpenedCheckpoint:
     """The checkpoint at ``src``. ``other_urls`` are other places that the storage options may be for."""
     from ckpt_tools.runs.opening import open_checkpoint
-    from ckpt_tools.stores.urls import check_storage_options
 
     storage_options = options.storage_options
-    check_storage_options(storage_options, src, *other_urls)
     return open_checkpoint(
         src,
         options.read_options,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import wraps
 from inspect import Parameter, signature
 from itertools import zip_longest
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 from urllib.parse import urlsplit
 
@@ -55,9 +56,26 @@ def api_function(function: Callable[Parameters, Result]) -> Callable[Parameters,
                 if name not in parameters:
                     raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}")
                 check_not_empty(format_option(name), value, is_required=is_location(name))
+            if values_by_name.get("storage_options"):
+                _check_names_store(values_by_name.values())
             return function(*positional_values, **keyword_values)
 
     return call_checked
+
+
+def _check_names_store(values: Iterable[object]) -> None:
+    """Raises UsageError if no argument is the URL of a store, for which storage options could be."""
+    if not any(isinstance(value, str | Path) and is_remote(value) for value in values):
+        raise UsageError.of(
+            "storage_options",
+            f"{format_option('storage_options')} is for URLs of stores, such as s3://bucket/folder; "
+            f"only local paths are named here",
+        )
+
+
+def is_remote(url: str | Path) -> bool:
+    """True for a URL of another scheme than ``file``."""
+    return "://" in str(url) and len(scheme := urlsplit(str(url)).scheme) > 1 and scheme != "file"
 
 
 def expand_keywords(keywords: type, defaults: type) -> Callable[[Function], Function]:

@@ -33,7 +33,7 @@ from ckpt_tools.planning.plan import Plan, estimate_reading_bytes, make_plan
 from ckpt_tools.reading.checkpoint import make_read_back_options
 from ckpt_tools.reading.opened import OpenedCheckpoint
 from ckpt_tools.runs.opening import open_checkpoint
-from ckpt_tools.stores.urls import check_not_nested, check_storage_options, open_output_location
+from ckpt_tools.stores.urls import check_not_nested, open_output_location
 from ckpt_tools.transfer.workers import WorkerPool
 
 
@@ -98,8 +98,6 @@ def run_conversion(request: ConvertRequest) -> ConvertReport:
 
 
 def choose_worker_pool(request: ConvertRequest) -> WorkerPool:
-    urls = (request.src, request.dst, request.config, request.like, request.adapter)
-    check_storage_options(request.storage_options, *urls)
     return WorkerPool.choose_for_urls(request.runner, request.address, request.workers, request.src, request.dst)
 
 

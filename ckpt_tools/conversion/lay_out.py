@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from ckpt_tools.arguments import is_remote
 from ckpt_tools.conversion.edit import EditedCheckpoint
 from ckpt_tools.conversion.target import ConversionTarget
 from ckpt_tools.core.layout import Layout
@@ -18,7 +19,6 @@ from ckpt_tools.messages.wording import escape_unprintable, join_names
 from ckpt_tools.reading.model_files import ModelFiles, add_model_files, apply_config_ties, note_missing_config
 from ckpt_tools.reading.opened import OpenedCheckpoint
 from ckpt_tools.stores.source import Source
-from ckpt_tools.stores.urls import is_remote
 from ckpt_tools.trainers.transformers import ADAPTER_CONFIG_FILE
 
 

@@ -28,7 +28,6 @@ from ckpt_tools.stores.destination import OutputLocation
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import (
     check_not_nested,
-    check_storage_options,
     find_format_by_suffix,
     open_output_location,
     open_source,
@@ -58,7 +57,6 @@ def rewrite_as_loadable(request: ConvertRequest) -> LoadableReport:
         CkptError: as the stores and the pickle say; nothing is written then.
     """
     src, dst, storage_options = request.src, request.dst, request.storage_options
-    check_storage_options(storage_options, src, dst)
     place = open_output_location(dst, storage_options)
     if find_format_by_suffix(place.name) != TORCH_FORMAT:
         raise UsageError(f"{place.name}: name a file that ends in .pt, .pth or .bin")

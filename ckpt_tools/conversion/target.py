@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ckpt_tools.arguments import is_remote
 from ckpt_tools.core.layout import Layout
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.option_names import WRITTEN_FORMATS, format_option, format_with_aliases
@@ -19,13 +20,7 @@ from ckpt_tools.reading.model_files import is_pretrained_folder
 from ckpt_tools.stores.destination import NO_FILES, OutputLocation, already_exists_error
 from ckpt_tools.stores.output_names import DIGESTS_SUFFIX, SingleFileForm
 from ckpt_tools.stores.source import Source
-from ckpt_tools.stores.urls import (
-    StorageOptions,
-    check_destination_suffix,
-    find_format_by_suffix,
-    is_remote,
-    open_output_location,
-)
+from ckpt_tools.stores.urls import StorageOptions, check_destination_suffix, find_format_by_suffix, open_output_location
 
 
 @dataclass(frozen=True, slots=True)

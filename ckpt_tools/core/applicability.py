@@ -38,7 +38,6 @@ class OptionContext:
     has_digests: bool = False
     has_public_key: bool = False
     prints_digests: bool = False
-    is_remote: bool = False
     has_recipe: bool = False
     has_stats: bool = False
 
@@ -135,16 +134,6 @@ COMMAND_RULES: Mapping[str, tuple[ApplicabilityRule, ...]] = {
     ),
 }
 """By command, what its arguments alone tell before anything is opened."""
-
-STORE_RULES = (
-    ApplicabilityRule(
-        ("storage_options",),
-        lambda case: case.is_remote,
-        "URLs of stores, such as s3://bucket/folder",
-        lambda case: "only local paths are named here",
-    ),
-)
-"""Of every command that opens stores."""
 
 
 def check_applicability(

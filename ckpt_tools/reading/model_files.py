@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ckpt_tools.arguments import is_remote
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.layout import FileLayout, FileSpec, Layout, Literal, make_file_copy, make_file_entry, make_file_key
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest
@@ -36,7 +37,7 @@ from ckpt_tools.formats.base import Format
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.stores.output_names import MARKER_NAMES, OutputForm, SingleFileForm
 from ckpt_tools.stores.source import Source, Store
-from ckpt_tools.stores.urls import StorageOptions, is_remote, open_source
+from ckpt_tools.stores.urls import StorageOptions, open_source
 from ckpt_tools.stores.wrappers import RedirectingStore
 from ckpt_tools.trainers.names import is_companion_file, is_unfinished_marker
 from ckpt_tools.trainers.transformers import (

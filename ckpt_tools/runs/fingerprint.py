@@ -14,7 +14,7 @@ from ckpt_tools.reading.model_files import is_model_file
 from ckpt_tools.runs.opening import open_checkpoint, resolve_checkpoint_url
 from ckpt_tools.stores.output_names import DIGESTS_NAME, is_marker
 from ckpt_tools.stores.source import Source
-from ckpt_tools.stores.urls import StorageOptions, check_storage_options, open_source
+from ckpt_tools.stores.urls import StorageOptions, open_source
 from ckpt_tools.trainers.names import is_unfinished_marker
 from ckpt_tools.trainers.run_folders import (
     get_parent_folder,
@@ -81,7 +81,6 @@ def fingerprint(src: str | Path, *, storage_options: Mapping[str, Any] | None = 
         >>> before == before.again()
         True
     """
-    check_storage_options(storage_options, src)
     url = resolve_checkpoint_url(src, storage_options)
     states = _read_file_states(open_source(url, storage_options))  # before anything is read
     tensor_files = _list_tensor_files(url, storage_options) if len(states) > 1 else frozenset(states)

@@ -6,12 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ckpt_tools.arguments import is_remote
 from ckpt_tools.core.options import ConvertOptions, ReadOptions
 from ckpt_tools.errors import SourceNotFoundError, StoreError, UnsupportedError
 from ckpt_tools.reading.checkpoint import check_reading_options, get_error_path, read_source
 from ckpt_tools.reading.opened import OpenedCheckpoint
 from ckpt_tools.stores.source import Source
-from ckpt_tools.stores.urls import StorageOptions, is_remote, local_path, open_source
+from ckpt_tools.stores.urls import StorageOptions, local_path, open_source
 from ckpt_tools.trainers.accelerate import OPTIMIZER, join_file, join_optimizer
 from ckpt_tools.trainers.saved import RUN_ITSELF
 

@@ -18,6 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import ClassVar
 
+from ckpt_tools.arguments import is_remote
 from ckpt_tools.errors import (
     CkptError,
     DestinationExistsError,
@@ -37,7 +38,7 @@ from ckpt_tools.stores.destination import DestinationContents, OutputLocation, f
 from ckpt_tools.stores.output_names import FolderForm
 from ckpt_tools.stores.remote import claim
 from ckpt_tools.stores.source import Source
-from ckpt_tools.stores.urls import StorageOptions, is_remote, local_path, open_output_location, open_run_source
+from ckpt_tools.stores.urls import StorageOptions, local_path, open_output_location, open_run_source
 from ckpt_tools.trainers.run_folders import RunMember, get_parent_folder
 
 RECENT_SECONDS = 3600

@@ -9,9 +9,9 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeAlias
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
-from ckpt_tools.core.applicability import STORE_RULES, OptionContext, check_applicability
+from ckpt_tools.arguments import is_remote
 from ckpt_tools.core.format_names import FORMAT_BY_FILE_SUFFIX
 from ckpt_tools.errors import DestinationExistsError, SourceNotFoundError, StoreError, UnsupportedError, UsageError
 from ckpt_tools.stores.local.store import LocalStore
@@ -41,17 +41,6 @@ CHOOSE_ANOTHER_DESTINATION = "choose another destination"
 
 StorageOptions: TypeAlias = Mapping[str, Any] | None
 """Options for reaching remote stores: credentials, an endpoint. One call uses the same for every store."""
-
-
-def check_storage_options(storage_options: StorageOptions, *urls: str | Path | None) -> None:
-    """Raises UsageError if there are storage options, and all of ``urls`` are local."""
-    case = OptionContext(is_remote=any(url is not None and is_remote(url) for url in urls))
-    check_applicability(STORE_RULES, {"storage_options": storage_options}, case)
-
-
-def is_remote(url: str | Path) -> bool:
-    """True for a URL of another scheme than ``file``."""
-    return "://" in str(url) and len(scheme := urlsplit(str(url)).scheme) > 1 and scheme != "file"
 
 
 def local_path(url: str | Path) -> Path:

@@ -29,7 +29,6 @@ from ckpt_tools.messages.wording import join_names
 from ckpt_tools.reading.checkpoint import make_recipe_step
 from ckpt_tools.runs.opening import open_checkpoint
 from ckpt_tools.state_tree.from_deepspeed import collect_user_entries
-from ckpt_tools.stores.urls import check_storage_options
 from ckpt_tools.torch.dtensors import iter_local_views
 from ckpt_tools.torch.fill import SCRATCH_BYTES, TensorFill, fill_targets, read_tensor
 from ckpt_tools.torch.revive import revive_value
@@ -109,7 +108,6 @@ def load_into(
     convert_options = ConvertOptions(**given)
     read_options = replace(convert_options.read_options, state="model" if optimizer is None else "all")
     storage_options = convert_options.storage_options
-    check_storage_options(storage_options, url)
     check_applicability(
         [RECIPE_CONFIG_RULE], convert_options.values_by_name, OptionContext(has_recipe=convert_options.needs_config)
     )

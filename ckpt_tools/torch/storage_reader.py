@@ -24,7 +24,6 @@ from ckpt_tools.core.values import GlobalRef, Opaque
 from ckpt_tools.errors import UnsafeError
 from ckpt_tools.runs.opening import open_checkpoint
 from ckpt_tools.state_tree.build import Entries, choose_tree, entries_of
-from ckpt_tools.stores.urls import check_storage_options
 from ckpt_tools.torch.fill import SCRATCH_BYTES, TensorFill, fill_targets, read_tensor, to_torch_dtype
 from ckpt_tools.torch.name_matching import JobNameMatcher
 from ckpt_tools.torch.revive import revive_value
@@ -74,7 +73,6 @@ def storage_reader(
     """
     convert_options = ConvertOptions(weights=weights, **given)
     read_options, storage_options = convert_options.read_options, convert_options.storage_options
-    check_storage_options(storage_options, url)
     opened = open_checkpoint(
         url, read_options, format_name=convert_options.from_, storage_options=storage_options, checks_options=True
     )

@@ -20,7 +20,7 @@ def _read_results(checkpoint: SavedCheckpoint, path: str) -> list[Mapping[str, A
 def _find_problem(checkpoint: SavedCheckpoint) -> str | None:
     """Why the checkpoint is not complete by the record of the run. A run of ours on a disk renames a finished folder,
     which needs no record."""
-    from ckpt_tools.stores.urls import is_remote
+    from ckpt_tools.arguments import is_remote
 
     path = checkpoint.find_sibling(SNAPSHOT_FILE)
     if path is None or not (checkpoint.base_name.startswith("checkpoint_") or is_remote(checkpoint.run.store.url)):

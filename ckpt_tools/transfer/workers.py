@@ -119,7 +119,7 @@ def choose_num_workers(requested_workers: int | None, *urls: str | Path | None) 
     and more if one of the URLs is remote. Raises UsageError for fewer than one."""
     if requested_workers is not None:
         return _check_num_workers(requested_workers)
-    from ckpt_tools.stores.urls import is_remote
+    from ckpt_tools.arguments import is_remote
 
     is_distant = any(url is not None and is_remote(url) for url in urls)
     return max(min(len(os.sched_getaffinity(0)), MAX_DEFAULT_WORKERS), REMOTE_WORKERS if is_distant else 1)

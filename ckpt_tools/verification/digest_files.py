@@ -22,7 +22,7 @@ from ckpt_tools.runs.opening import open_checkpoint, resolve_checkpoint_url
 from ckpt_tools.stores.destination import NO_FILES, Claim, Destination, OutputLocation
 from ckpt_tools.stores.output_names import DIGESTS_NAME, DIGESTS_SUFFIX
 from ckpt_tools.stores.source import Source
-from ckpt_tools.stores.urls import StorageOptions, check_storage_options, open_output_location, open_source
+from ckpt_tools.stores.urls import StorageOptions, open_output_location, open_source
 from ckpt_tools.trainers.names import is_optimizer_file
 from ckpt_tools.verification import digests
 from ckpt_tools.verification.digests import Digest, Digests
@@ -82,7 +82,6 @@ def recorded_digests(src: str | Path, *, storage_options: Mapping[str, Any] | No
         >>> digest.shape, len(digest.xxh3_128)
         ((4, 8), 32)
     """
-    check_storage_options(storage_options, src)
     url = resolve_checkpoint_url(src, storage_options)
     files = open_source(url, storage_options).files
     has_list = any(path.rpartition("/")[2] == DIGESTS_NAME for path in files)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from ckpt_tools.arguments import is_remote
 from ckpt_tools.core.manifest import StateKey
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.errors import SourceNotFoundError, UsageError
@@ -20,7 +21,7 @@ from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.stores.local.store import LocalStore
 from ckpt_tools.stores.output_names import DIGESTS_NAME, SIGNATURE_NAME
 from ckpt_tools.stores.source import Source, Store
-from ckpt_tools.stores.urls import StorageOptions, is_remote, local_path, open_source
+from ckpt_tools.stores.urls import StorageOptions, local_path, open_source
 from ckpt_tools.transfer.buffers import allocate_page_aligned
 from ckpt_tools.transfer.runners.threads import ThreadRunner
 from ckpt_tools.verification.digest_files import is_single_file
