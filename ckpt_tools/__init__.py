@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     )
     from ckpt_tools.runs.fingerprint import Fingerprint as Fingerprint, fingerprint as fingerprint
     from ckpt_tools.runs.pruning import Pruned as Pruned, PruneReport as PruneReport
-    from ckpt_tools.runs.report import RunCheckpoint as RunCheckpoint, RunListing as RunListing
+    from ckpt_tools.runs.listing import RunCheckpoint as RunCheckpoint, RunListing as RunListing
     from ckpt_tools.serialization.loadable import LeftOut as LeftOut, Replaced as Replaced
     from ckpt_tools.slices import TensorSlice as TensorSlice
     from ckpt_tools.stores.remote import UrlClaim as UrlClaim, claim as claim
@@ -113,7 +113,7 @@ _NAMES_BY_MODULE = {
     "core.collapsing": ("TensorSummary",),
     "core.notes": ("Note", "Outcome"),
     "core.option_names": ("ReadFormat", "WrittenFormat"),
-    "runs.report": ("RunCheckpoint", "RunListing"),
+    "runs.listing": ("RunCheckpoint", "RunListing"),
     "messages.progress_bar": ("progress_bar",),
     "core.summary": ("Summary", "TensorStats"),
     "errors": (

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from ckpt_tools.messages.progress import ProgressCallback
     from ckpt_tools.reading.opened import OpenedCheckpoint
     from ckpt_tools.recipes.report import RecipeInfo, RecipeMap
+    from ckpt_tools.runs.listing import RunListing
     from ckpt_tools.runs.pruning import PruneReport
-    from ckpt_tools.runs.report import RunListing
     from ckpt_tools.slices import TensorSlice
     from ckpt_tools.stores.destination import CleanReport
     from ckpt_tools.verification.report import VerifyReport

@@ -13,7 +13,7 @@ from ckpt_tools.cli.wrapping import print_table, print_wrapped
 from ckpt_tools.messages.wording import escape_unprintable, format_count, format_size
 
 if TYPE_CHECKING:
-    from ckpt_tools.runs.report import RunCheckpoint
+    from ckpt_tools.runs.listing import RunCheckpoint
 
 
 @click.command("ls", cls=options.ConverterCommand, examples=("ckpt-tools ls run",))

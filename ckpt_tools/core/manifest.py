@@ -105,6 +105,10 @@ class TensorEntry:
         """Bytes of the logical tensor, row-major, as ``dtype``."""
         return self.numel * self.dtype.item_bytes
 
+    def with_file_prefix(self, prefix: str) -> TensorEntry:
+        """The same tensor, whose files have ``prefix`` in front of their names."""
+        return replace(self, shards=self.shards.with_file_prefix(prefix))
+
     def cast_to(self, dtype: DType) -> TensorEntry:
         """The same tensor, read as ``dtype``."""
         return self if dtype is self.dtype else replace(self, dtype=dtype)

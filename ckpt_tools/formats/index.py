@@ -122,7 +122,7 @@ def find_format(source: Source, name: str | None = None) -> Format:
     from ckpt_tools.trainers.run_folders import find_members
 
     # The folder of a run, where formats look for one checkpoint.
-    finished_steps = [each.name for each in find_members(source.files) if each.is_numbered and each.is_finished]
+    finished_steps = [each.name for each in find_members(source) if each.is_numbered and each.is_finished]
     if len(finished_steps) > 1:
         raise SeveralCheckpointsError(
             f"there are several checkpoints here ({join_newest(finished_steps)}); name the folder of one"

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from ckpt_tools.core.manifest import TensorEntry
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.options import ConvertRequest
 from ckpt_tools.errors import IncompleteError, SourceNotFoundError, StoreError, UsageError, name_file_in_errors
@@ -55,9 +54,10 @@ def open_adapter(request: ConvertRequest, opened: OpenedCheckpoint, base_store: 
     }
     store = RedirectingStore(base_store, {prefix + file: (source.store, file) for file in files})
     parts = {
-        module: {part: _prefix_files(e, prefix) for part, e in found.items()} for module, found in adapter.parts.items()
+        module: {part: e.with_file_prefix(prefix) for part, e in found.items()}
+        for module, found in adapter.parts.items()
     }
-    saved = {name: _prefix_files(entry, prefix) for name, entry in adapter.saved.items()}
+    saved = {name: entry.with_file_prefix(prefix) for name, entry in adapter.saved.items()}
     return OpenAdapter(Adapter(parts, saved), config, store)
 
 
@@ -67,10 +67,6 @@ def _refuse_empty_tensors(adapter: Adapter) -> None:
     if empty:
         why = "saved empty by ZeRO-3, which had gathered nothing; build it from the checkpoint of the run"
         raise IncompleteError(f"{join_names(empty)}: {why} (ckpt-tools convert CKPT OUT {format_option('to', 'peft')})")
-
-
-def _prefix_files(entry: TensorEntry, prefix: str) -> TensorEntry:
-    return replace(entry, shards=entry.shards.with_file_prefix(prefix))
 
 
 def read_adapter_config(opened: OpenedCheckpoint) -> bytes:

@@ -12,7 +12,7 @@ from ckpt_tools.core.manifest import MASTER, Kind, Manifest
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.options import ConvertOptions, ReadOptions
 from ckpt_tools.core.quantized import get_quantization_config, may_be_quantized
-from ckpt_tools.errors import FormatError, SeveralCheckpointsError, UnsafeError, UnsupportedError, UsageError
+from ckpt_tools.errors import FormatError, SeveralCheckpointsError, UnsafeError, UsageError
 from ckpt_tools.formats.applicability import READING_RULES
 from ckpt_tools.formats.base import Format
 from ckpt_tools.formats.deepspeed.names import LATEST, LATEST_UNIVERSAL
@@ -30,10 +30,9 @@ from ckpt_tools.reading.steps import add_step_doubts
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.wrappers import InMemoryOverlay
 from ckpt_tools.trainers.accelerate import refuse_several_models
+from ckpt_tools.trainers.all import TRAINERS
 from ckpt_tools.trainers.megatron_lm import TRACKER_FILE
 from ckpt_tools.trainers.names import find_optimizer_file
-from ckpt_tools.trainers.nemo import OPTIMIZER_INDEX
-from ckpt_tools.trainers.verl import CONTENTS_FILE, VerlParts, find_parts
 
 if TYPE_CHECKING:
     from ckpt_tools.reading.opened import OpenedCheckpoint
@@ -52,11 +51,20 @@ def read_source(source: Source, options: ReadOptions, *, format_name: str | None
     stored_bytes = sum(source.files.values())
     with _explain_errors(source):
         refuse_several_models(source, options.tag)
-        parts = find_parts(source)
-        if parts is not None:
-            manifest, tensorless_files = _read_verl_checkpoint(source, parts, format_name)
-    if parts is None:
-        source, manifest, tensorless_files = _read_single_format(source, options, format_name)
+        found_halves = (each.find_halves(source, format_name) for each in TRAINERS if each.find_halves is not None)
+        halves = next((each for each in found_halves if each is not None), None)
+        reader = find_format(source, format_name) if halves is None else get_readable_format(halves.format)
+    with _explain_errors(source, reader if halves is None and format_name is None else None):
+        if halves is None:
+            manifest, tensorless_files = _read_with_optimizer(reader, source, options)
+        else:
+            from ckpt_tools.reading.halves import read_halves
+
+            manifest, tensorless_files = read_halves(source, halves, options)
+        _refuse_other_steps(source, manifest, options)
+    if halves is None:
+        tensorless_files |= reader.own_files(source, manifest)
+    source = reader.served(source, manifest)
     manifest = add_step_doubts(
         replace(enrich_manifest(manifest, source, tensorless_files), stored_bytes=stored_bytes), source
     )
@@ -68,37 +76,8 @@ def read_source(source: Source, options: ReadOptions, *, format_name: str | None
     return replace(source, store=InMemoryOverlay(source.store, manifest.literals)), manifest
 
 
-def _read_verl_checkpoint(source: Source, parts: VerlParts, format_name: str | None) -> tuple[Manifest, frozenset[str]]:
-    """Weights and optimizer of a checkpoint of verl, and its files that hold no tensor."""
-    if format_name not in (None, "megatron"):
-        what = "it lists the parts of a checkpoint of verl, which are read as megatron"
-        raise UnsupportedError(what, path=f"{parts.base_folder}{CONTENTS_FILE}")
-    from ckpt_tools.reading.parts import read_verl_parts
-
-    return read_verl_parts(source, parts)
-
-
-def _read_single_format(
-    source: Source, options: ReadOptions, format_name: str | None
-) -> tuple[Source, Manifest, frozenset[str]]:
-    """The source whose files the manifest of a checkpoint of one format names, the manifest, and its other files."""
-    with _explain_errors(source):
-        automodel_prefix = _find_automodel_prefix(source) if format_name in (None, "dcp") else None
-        reader = find_format(source, format_name) if automodel_prefix is None else get_readable_format("dcp")
-    with _explain_errors(source, reader if format_name is None and automodel_prefix is None else None):
-        manifest, tensorless_files = _read_with_optimizer(reader, source, automodel_prefix, options)
-        _refuse_other_steps(source, manifest, options)
-    return reader.served(source, manifest), manifest, tensorless_files | reader.own_files(source, manifest)
-
-
-def _read_with_optimizer(
-    reader: Format, source: Source, automodel_prefix: str | None, options: ReadOptions
-) -> tuple[Manifest, frozenset[str]]:
-    """The manifest of a model, joined with an optimizer in a file or folder beside it, and that file."""
-    if automodel_prefix is not None:
-        from ckpt_tools.reading.halves import read_automodel
-
-        return read_automodel(source, automodel_prefix, options), frozenset()
+def _read_with_optimizer(reader: Format, source: Source, options: ReadOptions) -> tuple[Manifest, frozenset[str]]:
+    """The manifest of a model, joined with an optimizer in a file beside it, and that file."""
     optimizer_path = find_optimizer_file(source.files)
     if optimizer_path is None:
         return read_manifest(reader, source, options), frozenset()
@@ -121,7 +100,7 @@ def _explain_errors(source: Source, detected_format: Format | None = None) -> It
     except SeveralCheckpointsError as error:
         from ckpt_tools.trainers.run_folders import suggest_checkpoint
 
-        raise SeveralCheckpointsError(error.message + suggest_checkpoint(source.files, source.store.url)) from error
+        raise SeveralCheckpointsError(error.message + suggest_checkpoint(source)) from error
     except (FormatError, UnsafeError) as error:
         error.path = error.path or get_error_path(source)
         refuse_foreign_content(source, error.path)
@@ -139,7 +118,7 @@ def _refuse_other_steps(source: Source, manifest: Manifest, options: ReadOptions
         return
     from ckpt_tools.trainers.run_folders import find_other_checkpoints
 
-    other_names = [each.name for each in find_other_checkpoints(source.files, used_files) if each.is_finished]
+    other_names = [each.name for each in find_other_checkpoints(source, used_files) if each.is_finished]
     if other_names:
         names = join_newest([*other_names, min(used_files).rpartition("/")[0]])
         raise SeveralCheckpointsError(f"there are several checkpoints here ({names}); name the folder of one")
@@ -148,15 +127,6 @@ def _refuse_other_steps(source: Source, manifest: Manifest, options: ReadOptions
 def get_error_path(source: Source) -> str:
     """The one file of ``source``, or the folder, for an error about all of it."""
     return next(iter(source.files)) if len(source.files) == 1 else source.store.url
-
-
-def _find_automodel_prefix(source: Source) -> str | None:
-    """The result of ``find_automodel_prefix``, which is imported only if there is such a file."""
-    if not any(path.endswith(OPTIMIZER_INDEX) for path in source.files):
-        return None
-    from ckpt_tools.reading.halves import find_automodel_prefix
-
-    return find_automodel_prefix(source)
 
 
 def make_read_back_options(source: str, target: str, options: ConvertOptions) -> ReadOptions:

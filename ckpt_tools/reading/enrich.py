@@ -117,7 +117,7 @@ def _list_unread_files(manifest: Manifest, source: Source, tensorless_files: Col
     from ckpt_tools.formats.deepspeed.names import is_deepspeed_file_name
     from ckpt_tools.trainers.run_folders import list_other_checkpoint_files
 
-    other_checkpoint_files = list_other_checkpoint_files(source.files, manifest.files)
+    other_checkpoint_files = list_other_checkpoint_files(source, manifest.files)
     has_tags = manifest.format.startswith(("zero", "universal"))
     return [
         path

@@ -1,7 +1,11 @@
-"""A folder of NeMo Automodel: ``model/`` in safetensors and ``optim/`` as a DCP, joined by the parameters' names.
+"""A checkpoint whose model and optimizer are checkpoints in folders of their own, joined by the parameters' names.
 
-The model's names may be those of Hugging Face, which differ from the optimizer's for some architectures. Nothing says
-then which is which, and the two are refused.
+NeMo Automodel has ``model/`` in safetensors and ``optim/`` as a DCP; verl's layout 2 names its folders in
+``ckpt_contents.json``, and its optimizer has Megatron-Core's names. The record of the trainer finds the halves.
+
+Weights in safetensors may have the names of Hugging Face, which differ from the optimizer's for some architectures.
+Nothing says of Automodel's then which is which, and the two are refused. verl's manifest is ``unjoined_state``, and
+``reading.recipe_step`` joins it.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, StateKey, StateTree, TensorEntry
-from ckpt_tools.core.notes import Note, note_unrelated_files
+from ckpt_tools.core.notes import Note, Outcome, note_unrelated_files
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import CkptError, UnsupportedError
 from ckpt_tools.formats.index import get_readable_format, read_manifest
@@ -19,93 +23,117 @@ from ckpt_tools.messages.wording import join_names
 from ckpt_tools.state_tree.parse import rename_master_slots
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.wrappers import open_subfolder
-from ckpt_tools.trainers.nemo import OPTIMIZER_INDEX
+from ckpt_tools.trainers.record import CheckpointHalves
 
 
-def find_automodel_prefix(source: Source) -> str | None:
-    """The prefix of the folders ``model`` and ``optim`` of the one such checkpoint, if there is one."""
-    index_suffixes = (OPTIMIZER_INDEX, f"/{OPTIMIZER_INDEX}")
-    prefixes = [
-        path.removesuffix(OPTIMIZER_INDEX)
-        for path in source.files
-        if path == index_suffixes[0] or path.endswith(index_suffixes[1])
-    ]
-    if len(prefixes) != 1 or sum(path.rpartition("/")[2] == ".metadata" for path in source.files) != 1:
-        return None
-    folder = f"{prefixes[0]}model/"
-    files = [path[len(folder) :] for path in source.files if path.startswith(folder)]
-    return prefixes[0] if any("/" not in path and path.endswith(".safetensors") for path in files) else None
-
-
-def read_automodel(source: Source, prefix: str, options: ReadOptions) -> Manifest:
-    """The whole checkpoint.
+def read_halves(source: Source, halves: CheckpointHalves, options: ReadOptions) -> tuple[Manifest, frozenset[str]]:
+    """The whole checkpoint, and its files that hold no tensor.
 
     Raises:
         UnsupportedError: the optimizer knows parameters that the model does not have. FormatError: as the readers.
     """
-    folder = f"{prefix}optim/"
-    files = {path: size for path, size in source.files.items() if path.startswith(folder)}
-    optimizer = read_manifest(get_readable_format("dcp"), replace(source, files=files), options)
-    model = read_safetensors_folder(source, f"{prefix}model/")
-    refuse_optimizer_weights(optimizer, f"{prefix}optim/.metadata")
-    check_parameter_names(optimizer, model, f"{prefix}optim/.metadata", f"{prefix}model")
-    optimizer_tree = optimizer.tree or StateTree((), None)
-    tree = StateTree(("model",), optimizer_tree.optim or ("optim",), optimizer_tree.is_flattened, optimizer_tree.extras)
-    joined = replace(
-        optimizer,
-        tensors={**model.tensors, **optimizer.tensors},
-        aliases=model.aliases,
-        world_size=None,
-        tree=tree,
-        notes=(*optimizer.notes, *model.notes),
+    weights = _read_weights(source, halves)
+    return (
+        _read_automodel(source, halves, weights, options)
+        if halves.format == "dcp"
+        else _read_verl(source, halves, weights)
     )
-    joined = rename_master_slots(joined)
-    return replace(joined, notes=(*joined.notes, *_note_other_files(source, prefix, joined)))
 
 
-def read_safetensors_folder(source: Source, folder: str) -> Manifest:
-    """The model in safetensors in ``folder``, with the names that its files have in the whole source."""
-    files = {path[len(folder) :]: size for path, size in source.files.items() if path.startswith(folder)}
+def _read_weights(source: Source, halves: CheckpointHalves) -> Manifest:
+    """The model, with the names that its files have in the whole source."""
+    folder, reader = halves.weights_folder, get_readable_format(halves.weights_format)
+    if halves.weights_format != "safetensors":
+        return read_manifest(reader, source.select_below(folder), ReadOptions())
+    files = {path.removeprefix(folder): size for path, size in source.select_below(folder).files.items()}
     try:
-        manifest = read_manifest(
-            get_readable_format("safetensors"), open_subfolder(source, folder[:-1], files), ReadOptions()
-        )
+        manifest = read_manifest(reader, open_subfolder(source, folder[:-1], files), ReadOptions())
     except CkptError as error:
         path = folder if error.path is None else f"{folder}{error.path}"
         raise type(error)(error.message, path=path, key=error.key) from error
-    return replace(manifest, tensors={key: _prefix_files(entry, folder) for key, entry in manifest.tensors.items()})
+    return replace(manifest, tensors={key: each.with_file_prefix(folder) for key, each in manifest.tensors.items()})
 
 
-def _prefix_files(entry: TensorEntry, prefix: str) -> TensorEntry:
-    return replace(entry, shards=entry.shards.with_file_prefix(prefix))
+def _read_automodel(
+    source: Source, halves: CheckpointHalves, weights: Manifest, options: ReadOptions
+) -> tuple[Manifest, frozenset[str]]:
+    assert halves.optimizer_folder is not None, "its index is there"
+    dcp = get_readable_format("dcp")
+    optimizer = read_manifest(dcp, source.select_below(halves.optimizer_folder), options)
+    joined = _join_optimizer(weights, optimizer, halves.index_path)
+    check_parameter_names(optimizer, weights, halves.index_path, halves.weights_folder[:-1])
+    inner_tree = optimizer.tree or StateTree((), None)
+    tree = StateTree(("model",), inner_tree.optim or ("optim",), inner_tree.is_flattened, inner_tree.extras)
+    joined = rename_master_slots(replace(joined, world_size=None, tree=tree))
+    other_files = source.select_below(halves.base_folder).files.keys() - joined.files - {halves.index_path}
+    other_notes = (note_unrelated_files(path) for path in source.files if path in other_files)
+    return replace(joined, notes=(*joined.notes, *other_notes)), frozenset()
 
 
-def refuse_optimizer_weights(optimizer: Manifest, path: str) -> None:
-    """Raises UnsupportedError if the optimizer at ``path`` has weights beside it."""
+def _read_verl(source: Source, halves: CheckpointHalves, weights: Manifest) -> tuple[Manifest, frozenset[str]]:
+    from ckpt_tools.formats.megatron.reader import read
+
+    own_files = {halves.index_path, *source.select_below(halves.weights_folder).files}
+    extra_folder = f"{halves.base_folder}extra"
+    if source.select_below(f"{extra_folder}/").files:
+        note = Note(Outcome.DROPPED, extra_folder, "the random states of ranks are not read")
+        weights = replace(weights, notes=(*weights.notes, note))
+    if halves.step is not None:
+        weights = replace(weights, step=halves.step, extra={**weights.extra, "global_step": halves.step})
+    if halves.optimizer_folder is None:
+        return weights, frozenset(own_files)
+    optimizer_source = source.select_below(halves.optimizer_folder)
+    optimizer = read(optimizer_source, ReadOptions(), is_optimizer=True)
+    weights_folder, optimizer_folder = halves.weights_folder[:-1], halves.optimizer_folder[:-1]
+    joined = _join_optimizer(weights, optimizer, optimizer_folder)
+    unjoined_state = ""
+    if halves.weights_format == halves.format:
+        check_parameter_names(optimizer, weights, optimizer_folder, weights_folder)
+    elif optimizer.select_kinds(Kind.STATE):
+        where_optimizer = f"the optimizer in {optimizer_folder} under Megatron-Core's names"
+        unjoined_state = f"weights in {weights_folder} are under Hugging Face's names, and {where_optimizer}"
+    extra = _merge_extra(weights.extra, optimizer.extra)
+    joined = replace(joined, extra=extra, step=weights.step, unjoined_state=unjoined_state)
+    return joined, frozenset(own_files | optimizer_source.files.keys())
+
+
+def _join_optimizer(weights: Manifest, optimizer: Manifest, optimizer_path: str) -> Manifest:
+    """The manifest of both, with the entries of the optimizer. Raises UnsupportedError if that has weights too."""
     if any(key.slot == WEIGHT for key in optimizer.select_kinds(Kind.PARAMETER, Kind.BUFFER)):
-        raise UnsupportedError("there are weights here and in the folder of the model", path=path)
+        raise UnsupportedError("there are weights here and in the folder of the model", path=optimizer_path)
+    return replace(
+        optimizer,
+        tensors={**weights.tensors, **optimizer.tensors},
+        aliases=weights.aliases,
+        notes=(*optimizer.notes, *weights.notes),
+        archives=(*weights.archives, *optimizer.archives),
+        literals={**weights.literals, **optimizer.literals},
+    )
+
+
+def _merge_extra(weights: Mapping[str, Any], optimizer: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of both, whose common state and objects of Megatron are those of one checkpoint."""
+    megatron_entries = [each["megatron"] for each in (weights, optimizer) if "megatron" in each]
+    if not megatron_entries:
+        return {**optimizer, **weights}
+    common = {name: value for each in megatron_entries for name, value in each["common"][0].items()}
+    objects = {name: value for each in megatron_entries for name, value in dict(each["objects"]).items()}
+    return {**optimizer, **weights, "megatron": {"common": (common,), "objects": tuple(objects.items())}}
 
 
 def check_parameter_names(optimizer: Manifest, model: Manifest, path: str | None, folder: str) -> None:
     """Raises UnsupportedError unless every parameter that the optimizer at ``path`` knows is a weight of the same shape
     in ``folder``."""
+
+    def is_state_of_weight(key: StateKey, entry: TensorEntry) -> bool:
+        weight = model.tensors.get(StateKey(key.fqn))
+        return weight is not None and entry.shape in ((), (1,), weight.shape)
+
     state = optimizer.select_kinds(Kind.STATE)
-    unknown = sorted({key.fqn for key, entry in state.items() if not _is_state_of_weight(key, entry, model.tensors)})
+    unknown = sorted({key.fqn for key, entry in state.items() if not is_state_of_weight(key, entry)})
     if unknown:
         raise UnsupportedError(
             f"the optimizer's parameters {join_names(unknown)} are not in {folder} under these names and shapes (the "
             f"model was saved under other names, such as those of Hugging Face); name {folder} for the weights alone",
             path=path,
         )
-
-
-def _is_state_of_weight(key: StateKey, entry: TensorEntry, weights: Mapping[StateKey, Any]) -> bool:
-    weight = weights.get(StateKey(key.fqn))
-    return weight is not None and entry.shape in ((), (1,), weight.shape)
-
-
-def _note_other_files(source: Source, prefix: str, manifest: Manifest) -> list[Note]:
-    """Notes on the files that are part of neither half."""
-    used = manifest.files | {f"{prefix}{OPTIMIZER_INDEX}"}
-    left = [path for path in source.files if path.startswith(prefix) and path not in used]
-    return [note_unrelated_files(path) for path in left]

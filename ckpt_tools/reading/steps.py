@@ -159,7 +159,7 @@ def _is_possible_count(last_epoch: int, run_steps: float, *, is_exact: bool) -> 
 def _iter_named_steps(manifest: Manifest, source: Source) -> Iterator[tuple[str, int | None]]:
     """Names around the tensors, with the steps that they say: of the file or folder that was opened, and of folders in
     it."""
-    from ckpt_tools.trainers.run_folders import is_checkpoint_name, parse_step
+    from ckpt_tools.trainers.saved import is_checkpoint_name, parse_step
 
     opened_name = re.split(r"[/\\]", source.store.url.rstrip("/"))[-1]
     tensor_folder = min(manifest.stored_files & source.files.keys(), default="").rpartition("/")[0]

@@ -12,17 +12,13 @@ from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import FormatError, IncompleteError, UnsafeError, UsageError
 from ckpt_tools.reading.model_files import is_model_file
 from ckpt_tools.runs.opening import open_checkpoint, resolve_checkpoint_url
+from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.output_names import DIGESTS_NAME, is_marker
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import StorageOptions, open_source
 from ckpt_tools.trainers.names import is_unfinished_marker
-from ckpt_tools.trainers.run_folders import (
-    get_parent_folder,
-    is_checkpoint_file,
-    is_deepspeed_tag,
-    iter_folder_chain,
-    list_other_checkpoint_files,
-)
+from ckpt_tools.trainers.run_folders import is_checkpoint_file, is_deepspeed_tag, list_other_checkpoint_files
+from ckpt_tools.trainers.saved import get_parent_folder, iter_folder_chain
 
 REMOVED_FILE_VERSION = "gone"
 """The state of a file that was removed after it was listed."""
@@ -120,7 +116,7 @@ def _build_fingerprint(
     }
     if tensor_files is not None:
         other_checkpoint_files = {
-            *list_other_checkpoint_files(dict.fromkeys(states, 0), tensor_files),
+            *list_other_checkpoint_files(Source(MemoryStore(), dict.fromkeys(states, 0)), tensor_files),
             *_iter_other_tag_files(states, tensor_files),
         }
         counted_states = {path: state for path, state in counted_states.items() if path not in other_checkpoint_files}

@@ -6,10 +6,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from ckpt_tools.errors import FormatError
-from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.all import TRAINERS
 from ckpt_tools.trainers.record import BestCheckpoints
-from ckpt_tools.trainers.run_folders import RunMember
 from ckpt_tools.trainers.saved import SavedCheckpoint
 
 _COUNTER_NAMES = frozenset(("epoch", "step", "global_step", "total_flos", "learning_rate"))
@@ -30,17 +28,16 @@ def read_metrics(checkpoint: SavedCheckpoint) -> Mapping[str, float]:
     return metrics
 
 
-def find_recorded_best(members: Sequence[RunMember], run: Source) -> Mapping[str, str]:
+def find_recorded_best(members: Sequence[SavedCheckpoint]) -> Mapping[str, str]:
     """Names of the checkpoints that the newest record of a trainer calls the best, each with the reason to keep it.
     ``members`` are in order, the newest first. Raises StoreError."""
     keep_reasons: dict[str, str] = {}
-    for trainer in TRAINERS:
-        if trainer.read_best is not None:
-            records = (_read_best_record(trainer.read_best, member.to_saved_checkpoint(run)) for member in members)
-            newest_record = next((each for each in records if each is not None), None)
-            if newest_record is not None:
-                best_names = (member.name for member in members if member.base_name in newest_record.folder_names)
-                keep_reasons |= dict.fromkeys(best_names, f"{newest_record.record_name} names it as the best")
+    for read_best in (trainer.read_best for trainer in TRAINERS if trainer.read_best is not None):
+        records = (_read_best_record(read_best, member) for member in members)
+        newest_record = next((each for each in records if each is not None), None)
+        if newest_record is not None:
+            best_names = (member.name for member in members if member.base_name in newest_record.folder_names)
+            keep_reasons |= dict.fromkeys(best_names, f"{newest_record.record_name} names it as the best")
     return keep_reasons
 
 

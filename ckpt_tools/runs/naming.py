@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ckpt_tools.errors import SourceNotFoundError, UsageError
@@ -12,15 +12,8 @@ from ckpt_tools.messages.progress import log_warning
 from ckpt_tools.messages.wording import join_newest
 from ckpt_tools.runs.listing import find_problem, read_step
 from ckpt_tools.stores.source import Source
-from ckpt_tools.trainers.run_folders import (
-    LATEST,
-    RunMember,
-    find_members,
-    get_parent_folder,
-    is_checkpoint_file,
-    parse_step,
-)
-from ckpt_tools.trainers.saved import read_name_line
+from ckpt_tools.trainers.run_folders import LATEST, find_members, is_checkpoint_file
+from ckpt_tools.trainers.saved import SavedCheckpoint, get_parent_folder, parse_step, read_name_line
 
 OpenSource = Callable[[str | Path], Source]
 
@@ -62,75 +55,74 @@ def _may_be_folder(url: str) -> bool:
     return "/" in path if is_url else bool(url)
 
 
-def _choose_checkpoint(run: str, name: str, source: Source) -> str:
-    all_members = find_members(source.files)
-    finished_members = {member.name: member for member in all_members if member.is_finished}
-    finished_names = list(finished_members)
-    if not finished_names:
-        raise SourceNotFoundError(f"there is no file or folder {run}@{name}, and {run} holds no folders of checkpoints")
+def _choose_checkpoint(url: str, name: str, run: Source) -> str:
+    members = find_members(run)
+    finished = [member for member in members if member.is_finished]
+    if not finished:
+        raise SourceNotFoundError(f"there is no file or folder {url}@{name}, and {url} holds no folders of checkpoints")
     if name == LATEST:
-        return _find_latest(run, source, all_members)
+        return _find_latest(url, run, members)
     step_match = re.fullmatch(r"step=(\d{1,18})", name)
-    if step_match is not None:
-        matching_names = list(_find_by_step(int(step_match[1]), source, finished_members))
-    else:
-        matching_names = _find_by_name(name, finished_members, source.files)
-    if len(matching_names) == 1:
-        problem = find_problem(finished_members[matching_names[0]].to_saved_checkpoint(source))
+    matching = _find_by_name(name, finished) if step_match is None else _find_by_step(int(step_match[1]), finished)
+    if len(matching) == 1:
+        problem = find_problem(matching[0])
         if problem is not None:  # what it lacks may be refused later, or may not be needed
-            log_warning("runs", f"{matching_names[0]} is not complete: {problem}")
-        return f"{run}/{matching_names[0]}"
-    if matching_names:
+            log_warning("runs", f"{matching[0].name} is not complete: {problem}")
+        return f"{url}/{matching[0].name}"
+    if matching:
         raise SourceNotFoundError(
-            f"{run} has several checkpoints {name!r} ({join_newest(matching_names)}); name one of them, such as "
-            f"{run}@{matching_names[0]}"
+            f"{url} has several checkpoints {name!r} ({join_newest([each.name for each in matching])}); name one of "
+            f"them, such as {url}@{matching[0].name}"
         )
-    raise SourceNotFoundError(f"{run} has no checkpoint {name!r}; it has {join_newest(finished_names)}")
+    has = join_newest([each.name for each in finished])
+    raise SourceNotFoundError(f"{url} has no checkpoint {name!r}; it has {has}")
 
 
-def _find_latest(run: str, source: Source, run_members: Sequence[RunMember]) -> str:
+def _find_latest(url: str, run: Source, members: Sequence[SavedCheckpoint]) -> str:
     """The newest complete checkpoint; a warning says which newer ones are not complete. The checkpoint that the run's
     file ``latest`` names comes first.
 
     Raises SourceNotFoundError.
     """
-    latest_name = read_latest_name(source)
+    latest_name = read_latest_name(run)
     skipped_problems: dict[str, str] = {}
-    for member in sorted(run_members, key=lambda member: member.name == latest_name, reverse=True):
-        problem = find_problem(member.to_saved_checkpoint(source))
+    for member in sorted(members, key=lambda member: member.name == latest_name, reverse=True):
+        problem = find_problem(member)
         if problem is None:
             if skipped_problems:
                 newer, why = next(iter(skipped_problems.items()))
                 num_more = len(skipped_problems) - 1
                 more = f" ({num_more:,} more are not complete either)" if num_more else ""
                 log_warning("runs", f"latest is {member.name}: the newer {newer} is not complete: {why}{more}")
-            return run if member.name == latest_name else f"{run}/{member.name}"
+            return url if member.name == latest_name else f"{url}/{member.name}"
         skipped_problems[member.name] = problem
     name, problem = next(iter(skipped_problems.items()))
-    raise SourceNotFoundError(f"{run} has no complete checkpoint; the newest is {name}: {problem}")
+    raise SourceNotFoundError(f"{url} has no complete checkpoint; the newest is {name}: {problem}")
 
 
-def _find_by_name(name: str, members_by_name: Mapping[str, RunMember], files: Iterable[str]) -> list[str]:
+def _find_by_name(name: str, members: Sequence[SavedCheckpoint]) -> list[SavedCheckpoint]:
     """Checkpoints of that name; of a file, the name without its ending is enough."""
-    matching_names = _filter_by_folder(members_by_name, lambda folder: f"/{folder}".endswith(f"/{name}"), files)
-    stems = (each.name for each in members_by_name.values() if each.is_file)
-    return matching_names or [each for each in stems if f"/{each.rpartition('.')[0]}".endswith(f"/{name}")]
+    stems = ((each, each.name.rpartition(".")[0]) for each in members if each.is_file)
+    return _filter_by_folder(members, lambda folder: f"/{folder}".endswith(f"/{name}")) or [
+        each for each, stem in stems if f"/{stem}".endswith(f"/{name}")
+    ]
 
 
-def _find_by_step(step: int, source: Source, members_by_name: Mapping[str, RunMember]) -> Iterator[str]:
+def _find_by_step(step: int, members: Sequence[SavedCheckpoint]) -> list[SavedCheckpoint]:
     """Checkpoints whose names say that step; if none does, those whose content says it."""
-    names_with_step = _filter_by_folder(members_by_name, lambda folder: parse_step(folder) == step, source.files)
-    names_by_content = (
-        each.name for each in members_by_name.values() if read_step(each.to_saved_checkpoint(source)) == step
-    )
-    yield from names_with_step or names_by_content
+    return _filter_by_folder(members, lambda folder: parse_step(folder) == step) or [
+        each for each in members if read_step(each) == step
+    ]
 
 
-def _filter_by_folder(member_names: Iterable[str], is_wanted: Callable[[str], bool], files: Iterable[str]) -> list[str]:
-    """Those of ``member_names`` of which ``is_wanted`` is true, or true of an inner folder that holds their files."""
-    inner_folders = {get_parent_folder(path) for path in files if is_checkpoint_file(path)}
+def _filter_by_folder(members: Sequence[SavedCheckpoint], is_wanted: Callable[[str], bool]) -> list[SavedCheckpoint]:
+    """Those of ``members`` of whose name ``is_wanted`` is true, or of an inner folder that holds their files."""
+
+    def inner_folders(member: SavedCheckpoint) -> set[str]:
+        return {get_parent_folder(path) for path in member.run_files if is_checkpoint_file(path)}
+
     return [
-        folder
-        for folder in member_names
-        if is_wanted(folder) or any(is_wanted(each) for each in inner_folders if each.startswith(f"{folder}/"))
+        member
+        for member in members
+        if is_wanted(member.name) or (not member.is_file and any(map(is_wanted, inner_folders(member))))
     ]

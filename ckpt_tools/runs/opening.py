@@ -14,7 +14,7 @@ from ckpt_tools.reading.opened import OpenedCheckpoint
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import StorageOptions, local_path, open_source
 from ckpt_tools.trainers.accelerate import OPTIMIZER, join_file, join_optimizer
-from ckpt_tools.trainers.saved import RUN_ITSELF
+from ckpt_tools.trainers.saved import RUN_ITSELF, SavedCheckpoint
 
 if TYPE_CHECKING:
     from ckpt_tools.recipes.like import ReferenceMatcher
@@ -66,10 +66,8 @@ def open_checkpoint(
         raise UnsupportedError("it holds no tensors", path=get_error_path(source))
     base_name = absolute_url.rstrip("/").rpartition("/")[2]
     if step_by_name and manifest.step is None and any(map(str.isdigit, base_name)):
-        from ckpt_tools.trainers.run_folders import RunMember
-
         files = {path: source.files[path] for path in manifest.stored_files & source.files.keys()}
-        manifest = replace(manifest, step=RunMember(RUN_ITSELF, files, folder_name=base_name).step)
+        manifest = replace(manifest, step=SavedCheckpoint(source, RUN_ITSELF, files, folder_name=base_name).step)
     if checks_options:
         check_reading_options(manifest, options)
     manifest = replace(manifest, notes=(*manifest.notes, *notes)) if notes else manifest

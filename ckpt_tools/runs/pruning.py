@@ -11,7 +11,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import datetime
@@ -19,27 +19,19 @@ from pathlib import Path
 from typing import ClassVar
 
 from ckpt_tools.arguments import is_remote
-from ckpt_tools.errors import (
-    CkptError,
-    DestinationExistsError,
-    SourceNotFoundError,
-    StoreError,
-    UsageError,
-)
+from ckpt_tools.errors import CkptError, DestinationExistsError, SourceNotFoundError, StoreError, UsageError
 from ckpt_tools.messages.showing import DisplayableResult
 from ckpt_tools.runs.comparing import check_kept_steps
 from ckpt_tools.runs.files import batch_for_removal, find_unknown_files
-from ckpt_tools.runs.listing import find_run_members, list_checkpoints, read_plain_manifest
+from ckpt_tools.runs.listing import RunCheckpoint, list_members, read_plain_manifest
 from ckpt_tools.runs.metrics import find_recorded_best, read_metrics
 from ckpt_tools.runs.naming import read_latest_name
-from ckpt_tools.runs.report import RunCheckpoint
 from ckpt_tools.runs.rules import PruneCandidate, PruneRules, choose_compared_steps, find_keep_reasons
 from ckpt_tools.stores.destination import DestinationContents, OutputLocation, format_names
 from ckpt_tools.stores.output_names import FolderForm
 from ckpt_tools.stores.remote import claim
-from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import StorageOptions, local_path, open_output_location, open_run_source
-from ckpt_tools.trainers.run_folders import RunMember, get_parent_folder
+from ckpt_tools.trainers.saved import SavedCheckpoint, get_parent_folder
 
 RECENT_SECONDS = 3600
 """A save of the largest models takes minutes. One that wrote nothing for an hour is over."""
@@ -100,133 +92,99 @@ def prune_run(url: str | Path, rules: PruneRules, *, yes: bool, storage_options:
         DestinationExistsError: a run of ours is writing there. FormatError: the newest complete one cannot be opened.
     """
     with _lock_run(url, storage_options) if yes else nullcontext():
-        run = _ListedRun.open(url, storage_options)
-        decisions = run.decide_members(rules)
-        if yes:
-            run.remove_members([member for member, pruned in decisions if not pruned.stays])
-        return PruneReport(str(url), tuple(pruned for _, pruned in decisions), is_removed=yes)
-
-
-@dataclass(frozen=True, slots=True)
-class _ListedRun:
-    """A run as it was listed: what a reader sees of it, and all that is there."""
-
-    url: str
-    destination: OutputLocation
-    source: Source
-    directory_contents: DestinationContents
-    members: Sequence[RunMember]
-    checkpoint_by_name: Mapping[str, RunCheckpoint]
-    storage_options: StorageOptions
-
-    @classmethod
-    def open(cls, url: str | Path, storage_options: StorageOptions) -> _ListedRun:
-        source = open_run_source(url, storage_options)
-        checkpoints = list_checkpoints(source, url=str(url)).checkpoints
-        members = find_run_members(source, str(url))
-        _check_is_one_run(str(url), members)
+        run = open_run_source(url, storage_options)
+        listed = list_members(run, str(url))
+        _check_is_one_run(str(url), [member for member, _ in listed])
         destination = open_output_location(url, storage_options).with_form(FolderForm())
-        directory_contents = destination.list_contents()
-        if directory_contents is None:
+        contents = destination.list_contents()
+        if contents is None:
             raise SourceNotFoundError(f"there is no folder {url}")
-        return cls(
-            str(url),
-            destination,
-            source,
-            directory_contents,
-            members,
-            {each.name: each for each in checkpoints},
-            storage_options,
-        )
-
-    def decide_members(self, rules: PruneRules) -> list[tuple[RunMember, Pruned]]:
-        """Each checkpoint with the decision on it. Raises as :func:`prune_run`."""
-        if not any(each.is_complete for each in self.checkpoint_by_name.values()):
-            raise SourceNotFoundError(f"{self.url} has no complete checkpoint; nothing is removed from such a run")
-        # First the pure rules, then the step that reads: the checkpoints that stay are opened, and the command is
-        # refused if one that goes holds more. That step may also keep the newest with optimizer state.
-        best_name = None
-        if rules.keep_best is not None:
-            complete = (member for member in self.members if self.checkpoint_by_name[member.name].is_complete)
-            best_name = rules.keep_best.choose_best(
-                {member.name: read_metrics(member.to_saved_checkpoint(self.source)) for member in complete}
+        if not any(shown.is_complete for _, shown in listed):
+            raise SourceNotFoundError(f"{url} has no complete checkpoint; nothing is removed from such a run")
+        recorded_best = find_recorded_best([member for member, _ in listed])
+        candidates = []
+        for member, shown in listed:
+            protection_reason = (
+                _describe_pointer(member, str(url), contents)
+                or recorded_best.get(member.name)
+                or _describe_unknown_files(member, contents)
             )
-        recorded_best = find_recorded_best(self.members, self.source)
-        candidates = [self._make_candidate(member, recorded_best) for member in self.members]
-        keep_reasons = find_keep_reasons(candidates, rules, best_name)
-        complete_members = [
-            each for each in self.members if each.is_numbered and self.checkpoint_by_name[each.name].is_complete
-        ]
-        compared_steps = choose_compared_steps(candidates, keep_reasons, rules)
-        optimizer_reasons = check_kept_steps(complete_members, self.source, compared_steps)
-        decisions = []
-        for member in self.members:
-            checkpoint = self.checkpoint_by_name[member.name]
-            reason = keep_reasons[member.name] or optimizer_reasons.get(member.name)
-            problem = checkpoint.problem
-            removal_reason = "older than those that stay" if problem is None else f"not complete: {problem}"
-            pruned = Pruned(
-                member.name, reason is not None, reason or removal_reason, checkpoint.num_files, checkpoint.file_bytes
-            )
-            decisions.append((member, pruned))
-        return decisions
-
-    def _make_candidate(self, member: RunMember, recorded_best: Mapping[str, str]) -> PruneCandidate:
-        checkpoint = self.checkpoint_by_name[member.name]
-        return PruneCandidate(
-            checkpoint,
-            step_key=member.step_key if member.is_numbered else "",
-            protection_reason=self._describe_pointer(member)
-            or recorded_best.get(member.name)
-            or self._describe_unknown_files(member),
-            is_recent=_is_recent(checkpoint),
-        )
-
-    def _describe_pointer(self, member: RunMember) -> str | None:
-        """Why it is protected, if a link or the file ``latest`` leads to it."""
-        if read_latest_name(self.source) == member.name:
-            return "the file latest names it"
-        if is_remote(self.url):
-            return None
-        root = local_path(self.url)
-        target = os.path.realpath(root / member.name)
-        links = (name for name in self.directory_contents.others if (root / name).is_symlink())
-        link_name = next((name for name in links if f"{os.path.realpath(root / name)}/".startswith(f"{target}/")), None)
-        return None if link_name is None else f"the link {link_name} leads to it"
-
-    def _describe_unknown_files(self, member: RunMember) -> str | None:
-        if member.is_file:
-            return None if member.name in self.directory_contents.files else "it is a link"
-        prefix = f"{member.name}/"
-        inner_paths = {path[len(prefix) :] for path in self.directory_contents.files if path.startswith(prefix)}
-        unknown_paths = find_unknown_files(inner_paths)
-        if unknown_paths:
-            unknown_paths -= self._read_own_files(member)
-        unknown_paths |= {path[len(prefix) :] for path in self.directory_contents.others if path.startswith(prefix)}
-        unknown_paths |= {path[len(prefix) :] for path in member.files if path not in self.directory_contents.files}
-        return f"it holds what no trainer writes: {format_names(sorted(unknown_paths))}" if unknown_paths else None
-
-    def _read_own_files(self, member: RunMember) -> frozenset[str]:
-        checkpoint = member.to_saved_checkpoint(self.source)
-        try:
-            reader, manifest = read_plain_manifest(checkpoint)
-            return reader.own_files(checkpoint.source, manifest) | (manifest.files & checkpoint.files.keys())
-        except StoreError:
-            raise
-        except CkptError:
-            return frozenset()
-
-    def remove_members(self, members: Sequence[RunMember]) -> None:
-        """Removes the oldest first. Raises DestinationExistsError if a conversion is writing to one of them."""
-        if not members:
-            return
-        for member in reversed(members):
-            open_output_location(f"{self.url.rstrip('/')}/{member.name}", self.storage_options).list_leftovers()
-        for member in reversed(members):
-            self.destination.remove_files(batch_for_removal(member.files))
+            candidates.append(PruneCandidate(member, shown, protection_reason, _is_recent(shown)))
+        keep_reasons = _decide(candidates, rules)
+        going = [each.member for each in candidates if keep_reasons[each.name] is None]
+        if yes and going:
+            _remove_members(going, str(url), destination, storage_options)
+        return PruneReport(str(url), tuple(_make_pruned(each, keep_reasons[each.name]) for each in candidates), yes)
 
 
-def _check_is_one_run(url: str, members: Sequence[RunMember]) -> None:
+def _decide(candidates: Sequence[PruneCandidate], rules: PruneRules) -> dict[str, str | None]:
+    """Why each checkpoint stays, by name; None for those that go. Raises as :func:`prune_run`."""
+    # First the pure rules, then the step that reads: the checkpoints that stay are opened, and the command is refused
+    # if one that goes holds more. That step may also keep the newest with optimizer state.
+    complete_members = [each.member for each in candidates if each.shown.is_complete]
+    best_name = None
+    if rules.keep_best is not None:
+        best_name = rules.keep_best.choose_best({each.name: read_metrics(each) for each in complete_members})
+    keep_reasons = find_keep_reasons(candidates, rules, best_name)
+    compared_steps = choose_compared_steps(candidates, keep_reasons, rules)
+    optimizer_reasons = check_kept_steps((each for each in complete_members if each.is_numbered), compared_steps)
+    return {name: reason or optimizer_reasons.get(name) for name, reason in keep_reasons.items()}
+
+
+def _make_pruned(candidate: PruneCandidate, keep_reason: str | None) -> Pruned:
+    shown = candidate.shown
+    removal_reason = "older than those that stay" if shown.problem is None else f"not complete: {shown.problem}"
+    reason = keep_reason or removal_reason
+    return Pruned(candidate.name, keep_reason is not None, reason, shown.num_files, shown.file_bytes)
+
+
+def _describe_pointer(member: SavedCheckpoint, url: str, contents: DestinationContents) -> str | None:
+    """Why it is protected, if a link or the file ``latest`` leads to it."""
+    if read_latest_name(member.run) == member.name:
+        return "the file latest names it"
+    if is_remote(url):
+        return None
+    root = local_path(url)
+    target = os.path.realpath(root / member.name)
+    links = (name for name in contents.others if (root / name).is_symlink())
+    link_name = next((name for name in links if f"{os.path.realpath(root / name)}/".startswith(f"{target}/")), None)
+    return None if link_name is None else f"the link {link_name} leads to it"
+
+
+def _describe_unknown_files(member: SavedCheckpoint, contents: DestinationContents) -> str | None:
+    if member.is_file:
+        return None if member.name in contents.files else "it is a link"
+    prefix = f"{member.name}/"
+    unknown_paths = find_unknown_files({path[len(prefix) :] for path in contents.files if path.startswith(prefix)})
+    if unknown_paths:
+        unknown_paths -= _read_own_files(member)
+    unseen_paths = (path for path in member.run_files if path not in contents.files)
+    unknown_paths |= {path[len(prefix) :] for path in (*contents.others, *unseen_paths) if path.startswith(prefix)}
+    return f"it holds what no trainer writes: {format_names(sorted(unknown_paths))}" if unknown_paths else None
+
+
+def _read_own_files(member: SavedCheckpoint) -> frozenset[str]:
+    """The files that its reader names; none if it cannot be read."""
+    try:
+        reader, manifest = read_plain_manifest(member)
+        return reader.own_files(member.source, manifest) | (manifest.files & member.files.keys())
+    except StoreError:
+        raise
+    except CkptError:
+        return frozenset()
+
+
+def _remove_members(
+    members: Sequence[SavedCheckpoint], url: str, destination: OutputLocation, storage_options: StorageOptions
+) -> None:
+    """Removes the oldest first. Raises DestinationExistsError if a conversion is writing to one of them."""
+    for member in reversed(members):
+        open_output_location(f"{url.rstrip('/')}/{member.name}", storage_options).list_leftovers()
+    for member in reversed(members):
+        destination.remove_files(batch_for_removal(member.run_files))
+
+
+def _check_is_one_run(url: str, members: Sequence[SavedCheckpoint]) -> None:
     if any(member.is_run or (member.is_file and url.endswith(f"/{member.name}")) for member in members):
         raise UsageError(f"{url} is itself one checkpoint; name the folder of the run that holds it")
     parents = sorted({get_parent_folder(member.name) for member in members if member.is_numbered})

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.errors import UsageError
 from ckpt_tools.messages.wording import find_nearest, join_names
-from ckpt_tools.runs.report import RunCheckpoint
+from ckpt_tools.runs.listing import RunCheckpoint
+from ckpt_tools.trainers.saved import SavedCheckpoint
 
 _LOWER_IS_BETTER = frozenset(["loss", "error", "perplexity", "ppl", "wer", "cer", "mse", "mae", "rmse", "nll"])
 _HIGHER_IS_BETTER = frozenset(
@@ -70,15 +71,23 @@ class PruneRules:
 
 @dataclass(frozen=True, slots=True)
 class PruneCandidate:
-    """A checkpoint as ``ls`` shows it, and what matters to pruning alone."""
+    """A checkpoint, what ``ls`` shows of it, and what matters to pruning alone."""
 
-    checkpoint: RunCheckpoint
-    step_key: str
-    """The numbers in its name, empty if it has none; files of one step share them."""
+    member: SavedCheckpoint
+    shown: RunCheckpoint
     protection_reason: str | None = None
     """Why it stays whatever the rules say: a link or a file names it, or files in it are not a trainer's."""
     is_recent: bool = False
     """Written to within the last hour, so that it may be a save under way."""
+
+    @property
+    def name(self) -> str:
+        return self.member.name
+
+    @property
+    def step_key(self) -> str:
+        """The numbers in its name, empty if it has none; files of one step share them."""
+        return self.member.step_key if self.member.is_numbered else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +106,13 @@ def choose_compared_steps(
     goes, and the newest alone if no complete one goes, or if the user allows less."""
     if all(keep_reasons.values()):
         return ComparedSteps((), ())
-    going = [each for each in candidates if keep_reasons[each.checkpoint.name] is None and each.checkpoint.is_complete]
+    going = [each for each in candidates if keep_reasons[each.name] is None and each.shown.is_complete]
     if not going or rules.allow_less:
         return ComparedSteps(_list_newest_steps(candidates, 1), ())
     # Each one that is compared costs a header read. The newest and the largest that go stand for all of them.
-    largest = max(going, key=lambda each: each.checkpoint.file_bytes)
-    return ComparedSteps(
-        _list_newest_steps(candidates, rules.keep_last),
-        list(dict.fromkeys((going[0].step_key, largest.step_key))),
-    )
+    largest = max(going, key=lambda each: each.shown.file_bytes)
+    older_steps = dict.fromkeys((going[0].step_key, largest.step_key))
+    return ComparedSteps(_list_newest_steps(candidates, rules.keep_last), list(older_steps))
 
 
 def find_keep_reasons(
@@ -113,50 +120,39 @@ def find_keep_reasons(
 ) -> dict[str, str | None]:
     """Why each checkpoint stays, by name; None for those that go. ``candidates`` are in order, the newest first."""
     newest = _list_newest_steps(candidates, rules.keep_last)
-    keep_reasons = {each.checkpoint.name: _find_keep_reason(each, newest, rules, best_name) for each in candidates}
-    kept_name_by_step = {
-        each.step_key: each.checkpoint.name
-        for each in candidates
-        if each.step_key and keep_reasons[each.checkpoint.name]
-    }
+    keep_reasons = {each.name: _find_keep_reason(each, newest, rules, best_name) for each in candidates}
+    kept_name_by_step = {each.step_key: each.name for each in candidates if each.step_key and keep_reasons[each.name]}
     for each in candidates:
-        if (
-            keep_reasons[each.checkpoint.name] is None
-            and each.step_key in kept_name_by_step
-            and each.checkpoint.is_complete
-        ):
-            keep_reasons[each.checkpoint.name] = f"of the same step as {kept_name_by_step[each.step_key]}, which stays"
+        kept_name = kept_name_by_step.get(each.step_key)
+        if keep_reasons[each.name] is None and kept_name is not None and each.shown.is_complete:
+            keep_reasons[each.name] = f"of the same step as {kept_name}, which stays"
     return keep_reasons
 
 
 def _list_newest_steps(candidates: Sequence[PruneCandidate], keep_last: int) -> list[str]:
-    step_keys = dict.fromkeys(each.step_key for each in candidates if each.checkpoint.is_complete and each.step_key)
+    step_keys = dict.fromkeys(each.step_key for each in candidates if each.shown.is_complete and each.step_key)
     return list(step_keys)[:keep_last]
 
 
 def _find_keep_reason(
     candidate: PruneCandidate, newest_steps: Sequence[str], rules: PruneRules, best_name: str | None
 ) -> str | None:
-    checkpoint = candidate.checkpoint
-    if not checkpoint.is_complete:
-        return _find_keep_reason_of_incomplete(candidate, rules)
+    shown = candidate.shown
+    if not shown.is_complete:
+        if not rules.incomplete:
+            return f"not complete ({shown.problem}); {format_option('incomplete', True)} removes it"
+        if candidate.is_recent:
+            return "not complete, and written to within the last hour: the save may be under way"
+        return candidate.protection_reason
     if not candidate.step_key:
         return "its name has no step"
     if candidate.step_key in newest_steps:
         rank_by_age = newest_steps.index(candidate.step_key)
         return "the newest complete one" if rank_by_age == 0 else f"one of the newest {rules.keep_last}"
-    if checkpoint.name == best_name and rules.keep_best is not None:
+    if candidate.name == best_name and rules.keep_best is not None:
         return f"the best by {rules.keep_best.metric}"
-    if rules.keep_every is not None and checkpoint.step is None:
+    if rules.keep_every is not None and shown.step is None:
         return "its step is not known"
-    if rules.keep_every is not None and checkpoint.step is not None and checkpoint.step % rules.keep_every == 0:
+    if rules.keep_every is not None and shown.step is not None and shown.step % rules.keep_every == 0:
         return f"its step is a multiple of {rules.keep_every:,}"
-    return candidate.protection_reason
-
-
-def _find_keep_reason_of_incomplete(candidate: PruneCandidate, rules: PruneRules) -> str | None:
-    if not rules.incomplete:
-        return f"not complete ({candidate.checkpoint.problem}); {format_option('incomplete', True)} removes it"
-    if candidate.is_recent:
-        return "not complete, and written to within the last hour: the save may be under way"
     return candidate.protection_reason

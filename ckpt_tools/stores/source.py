@@ -262,6 +262,10 @@ class Source:
         """Whether a file was named, and not the folder that holds it."""
         return len(self.files) == 1 and self.store.url.endswith(f"/{next(iter(self.files))}")
 
+    def select_below(self, prefix: str) -> Source:
+        """The files whose paths begin with ``prefix``, under these paths."""
+        return Source(self.store, {path: size for path, size in self.files.items() if path.startswith(prefix)})
+
     def size(self, path: str) -> int:
         """Bytes of ``path``. Raises IncompleteError where it is missing."""
         if path not in self.files:

@@ -4,12 +4,14 @@
 order in which they were prepared, and pairs them by that number. With FSDP each is a DCP: ``pytorch_model_fsdp_1`` and
 ``optimizer_1``, or a file of each rank. Elsewhere each is a file, and the first has no number: ``model.safetensors``
 and ``optimizer.bin``, ``model_1.safetensors`` and ``optimizer_1.bin``.
+
+All that is asked of several models is asked of two answers: ``name_optimizer_folder`` names the optimizer of a DCP, and
+``_number_models`` finds the models of a folder by their numbers.
 """
 
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
@@ -28,10 +30,11 @@ MAX_CHOICES = 4
 SCHEDULER = "scheduler.bin"
 OPTIMIZER = "optimizer.bin"
 
-_MODEL = "pytorch_model_fsdp_"
-_MODEL_FOLDER = re.compile(rf"{_MODEL}(\d{{1,9}})")
+_MODEL_FOLDER = re.compile(r"(?P<parent>(?:.*/)?)pytorch_model_fsdp_(?P<number>\d{1,9})")
+_MODEL_FILE = re.compile(
+    r"(?P<stem>model|pytorch_model|pytorch_model_fsdp)(?:_(?P<number>[1-9]\d{0,8}))?\.(?P<suffix>safetensors|bin)"
+)
 _TAGGED_STATES = re.compile(r"(pytorch_model(?:_[1-9]\d{0,8})?)/[^/]*_states\.pt")
-_MODEL_FILE = re.compile(r"(model|pytorch_model|pytorch_model_fsdp)(?:_([1-9]\d{0,8}))?\.(safetensors|bin)")
 _SEVERAL_SCHEDULERS = re.compile(r"(?:scheduler|optimizer)_[1-9]\d{0,8}\.bin")
 
 _RANDOM_STATES = re.compile(r"random_states_(\d{1,9})\.pkl")
@@ -96,68 +99,72 @@ def refuse_several_models(source: Source, tag: str | None) -> None:
     if tag is None and len(tags) > 1:
         options = " or ".join(format_option("tag", each) for each in tags[:MAX_CHOICES])
         raise UnsupportedError(f"there are several models ({join_names(tags)}); choose one with {options}")
-    models_by_folder: defaultdict[str, dict[int, str]] = defaultdict(dict)
-    for path in source.files:
-        folder, name, number = _parse_model_path(path)
-        if number is not None:
-            models_by_folder[folder].setdefault(number, f"{folder}{name}")
+    models_by_folder = _number_models(source.files)
     if len(models_by_folder) == 1 and len(models := next(iter(models_by_folder.values()))) > 1:
-        url = source.store.url.rstrip("/")
-        choices = [f"{url}/{models[number]}" for number in sorted(models)]
+        paths, url = [models[number] for number in sorted(models)], source.store.url.rstrip("/")
         raise UnsupportedError(
-            f"there are several models here ({join_names([models[number] for number in sorted(models)])}); name one of "
-            f"them, which is read with its own optimizer: {' or '.join(choices[:MAX_CHOICES])}"
+            f"there are several models here ({join_names(paths)}); name one of them, which is read with its own "
+            f"optimizer: {' or '.join(f'{url}/{path}' for path in paths[:MAX_CHOICES])}"
         )
 
 
-def _parse_model_path(path: str) -> tuple[str, str, int | None]:
-    """The prefix of a model's folder, the model's name, and its number; None if ``path`` is not a file of a model."""
-    folder, _, name = path.rpartition("/")
-    outer_folder, _, folder_name = folder.rpartition("/")
-    if name == ".metadata" and (match := _MODEL_FOLDER.fullmatch(folder_name)) is not None:
-        return outer_folder and f"{outer_folder}/", folder_name, int(match[1])
-    file_match = _MODEL_FILE.fullmatch(name) if not folder else None
-    return "", name, int(file_match[2] or 0) if file_match is not None else None
+def _number_models(files: Collection[str]) -> dict[str, dict[int, str]]:
+    """The paths of models by the folder that holds them, and by their numbers."""
+    models_by_folder: dict[str, dict[int, str]] = {}
+    for path in files:
+        match = _MODEL_FOLDER.fullmatch(path.removesuffix("/.metadata")) if path.endswith("/.metadata") else None
+        parent = match["parent"] if match is not None else ""
+        match = match or _MODEL_FILE.fullmatch(path)
+        if match is not None:
+            models_by_folder.setdefault(parent, {}).setdefault(
+                int(match["number"] or 0), path.removesuffix("/.metadata")
+            )
+    return models_by_folder
+
+
+def find_last_model_number(files: Collection[str]) -> int:
+    """The largest number of a model in a folder."""
+    return max((number for models in _number_models(files).values() for number in models), default=0)
+
+
+def name_optimizer_folder(folder: str) -> str | None:
+    """The folder of the optimizer of the model whose DCP is ``folder``; None if that is of no model. Items of ranks'
+    files have such names too."""
+    match = _MODEL_FOLDER.fullmatch(folder)
+    return None if match is None else f"{match['parent']}optimizer_{match['number']}"
 
 
 def join_optimizer(url: str, source: Source, open_url: OpenUrl) -> tuple[Source, tuple[Note, ...]]:
     """``source`` with the optimizer of the same number, or a note that it is missing, if ``url`` names the DCP of a
     model or the file of one of several models. The file of the only model is read alone."""
     base, _, name = url.rstrip("/").removesuffix("/.metadata").rpartition("/")
-    folder_match, file_match = _MODEL_FOLDER.fullmatch(name), _MODEL_FILE.fullmatch(name)
-    if base and folder_match is not None and ".metadata" in source.files:
-        return _join_optimizer_folder(base, name, int(folder_match[1]), source, open_url)
+    optimizer, file_match = name_optimizer_folder(name), _MODEL_FILE.fullmatch(name)
+    if base and optimizer is not None and ".metadata" in source.files:
+        if _open_if_exists(open_url, f"{base}/{optimizer}") is None:
+            return source, (_note_missing_optimizer(optimizer, name),)
+        # The folder above, without the other models and optimizers.
+        base_source, parts = open_url(base), (f"{name}/", f"{optimizer}/")
+        files = {path: size for path, size in base_source.files.items() if path.startswith(parts) or "/" not in path}
+        return replace(base_source, files=files), ()
     if base and file_match is not None and list(source.files) == [name]:
         return _join_optimizer_file(base, file_match, source, open_url)
     return source, ()
 
 
-def _join_optimizer_folder(
-    base: str, name: str, number: int, source: Source, open_url: OpenUrl
-) -> tuple[Source, tuple[Note, ...]]:
-    """The folder above, without the other models and optimizers."""
-    optimizer = f"optimizer_{number}"
-    if _open_if_exists(open_url, f"{base}/{optimizer}") is None:
-        return source, (_note_missing_optimizer(optimizer, name),)
-    base_source = open_url(base)
-    parts = (f"{name}/", f"{optimizer}/")
-    files = {path: size for path, size in base_source.files.items() if path.startswith(parts) or "/" not in path}
-    return replace(base_source, files=files), ()
-
-
 def _join_optimizer_file(
-    base: str, file_match: re.Match[str], source: Source, open_url: OpenUrl
+    base: str, model: re.Match[str], source: Source, open_url: OpenUrl
 ) -> tuple[Source, tuple[Note, ...]]:
-    number = int(file_match[2] or 0)
-    if not number and _open_if_exists(open_url, f"{base}/{file_match[1]}_1.{file_match[3]}") is None:
+    number = model["number"]
+    if number is None and _open_if_exists(open_url, f"{base}/{model['stem']}_1.{model['suffix']}") is None:
         return source, ()
-    name = f"optimizer_{number}.bin" if number else "optimizer.bin"
+    name = OPTIMIZER if number is None else f"optimizer_{number}.bin"
     optimizer_source = _open_if_exists(open_url, f"{base}/{name}")
     if optimizer_source is not None and list(optimizer_source.files) == [name]:
         return join_file(source, optimizer_source, name), ()
-    others = ("optimizer.bin", "optimizer_1.bin")
-    has_others = any(_open_if_exists(open_url, f"{base}/{other}") is not None for other in others)
-    return source, (_note_missing_optimizer(name, file_match[0]),) if has_others else ()
+    has_others = any(
+        _open_if_exists(open_url, f"{base}/{other}") is not None for other in (OPTIMIZER, "optimizer_1.bin")
+    )
+    return source, (_note_missing_optimizer(name, model[0]),) if has_others else ()
 
 
 def join_file(source: Source, file_source: Source, name: str) -> Source:
@@ -184,31 +191,20 @@ def _note_missing_optimizer(optimizer: str, model: str) -> Note:
 
 def note_missing_optimizers(folders: Collection[str]) -> tuple[Note, ...]:
     """A note for each model among the DCPs in ``folders`` whose optimizer is not among them."""
-    numbers = {folder: match[1] for folder in folders if (match := _MODEL_FOLDER.fullmatch(folder.rpartition("/")[2]))}
-    optimizers = {
-        folder: f"{folder.removesuffix(_MODEL + number)}optimizer_{number}" for folder, number in numbers.items()
-    }
+    optimizers = {folder: each for folder in folders if (each := name_optimizer_folder(folder)) is not None}
     return tuple(_note_missing_optimizer(each, folder) for folder, each in optimizers.items() if each not in folders)
-
-
-def find_last_model_number(files: Collection[str]) -> int:
-    """The largest number of a model in a folder."""
-    return max((number for path in files if (number := _parse_model_path(path)[2]) is not None), default=0)
 
 
 def refuse_several_rank_models(labels: Collection[str], *, model_key: str | None, optim_key: str | None) -> None:
     """Raises UnsupportedError if the items ``labels`` of ranks' files are several models, and the keys do not choose a
     model and its optimizer. The labels of the first are ``model`` and ``optimizer``."""
-    models = {label: match[1] for label in labels if (match := _MODEL_FOLDER.fullmatch(label)) is not None}
-    optimizers = {model: f"optimizer_{number}" for model, number in models.items()}
+    optimizers = {label: each for label in labels if (each := name_optimizer_folder(label)) is not None}
     if "model" in labels:
         optimizers = {"model": "optimizer", **optimizers}
     is_chosen = model_key is not None and (optim_key is not None or not {*optimizers.values()} & {*labels})
     if len(optimizers) > 1 and not is_chosen:
         choices = [
-            " ".join(
-                [format_option("model_key", model), *([format_option("optim_key", each)] if each in labels else [])]
-            )
+            format_option("model_key", model) + (f" {format_option('optim_key', each)}" if each in labels else "")
             for model, each in optimizers.items()
         ]
         raise UnsupportedError(
@@ -219,16 +215,12 @@ def refuse_several_rank_models(labels: Collection[str], *, model_key: str | None
 
 def is_model_with_optimizer(folders: Collection[str]) -> bool:
     """Whether two DCPs are a model and its optimizer in the same folder."""
-    parents = {folder.rpartition("/")[0] for folder in folders}
-    names = {folder.rpartition("/")[2] for folder in folders}
-    numbers = [match[1] for name in names if (match := _MODEL_FOLDER.fullmatch(name)) is not None]
-    is_pair = len(numbers) == 1 and names == {f"{_MODEL}{numbers[0]}", f"optimizer_{numbers[0]}"}
-    return len(parents) == 1 and len(folders) == 2 and is_pair
+    return len(folders) == 2 and any(name_optimizer_folder(each) in folders for each in folders)
 
 
 def find_numbered_model(folders: Collection[str]) -> str:
     """The folder of a model that is not the first, if ``folders`` are its own and its optimizer's; else empty."""
-    models = [folder for folder in folders if (match := _MODEL_FOLDER.fullmatch(folder)) is not None and int(match[1])]
+    models = [each for each in folders if name_optimizer_folder(each) is not None and not each.endswith("_0")]
     return models[0] if len(models) == 1 and len(folders) == 2 else ""
 
 

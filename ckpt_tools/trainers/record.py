@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.trainers.saved import SavedCheckpoint
+
+if TYPE_CHECKING:
+    from ckpt_tools.stores.source import Source
 
 EntryParser = Callable[[Any], Mapping[str, Any]]
 """From the content of a file to the entries of ``Manifest.extra`` that it adds."""
@@ -50,6 +53,24 @@ class ResumeRules:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointHalves:
+    """A checkpoint whose model and optimizer are checkpoints in folders of their own. Folders are prefixes of paths,
+    which end in a slash unless they are empty; ``base_folder`` holds all of them.
+
+    ``format`` is that of the optimizer and of the whole. ``index_path`` is the file that tells the halves.
+    ``optimizer_folder`` is None if there is no optimizer.
+    """
+
+    format: str
+    index_path: str
+    base_folder: str
+    weights_folder: str
+    weights_format: str
+    optimizer_folder: str | None
+    step: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Trainer:
     """One trainer: its files by name, and what they say. Names are regular expressions, but for keys of
     ``entry_parsers``."""
@@ -72,6 +93,9 @@ class Trainer:
     unfinished_marker: str | None = None
     """Format of the name of a file beside the checkpoint ``{title}`` that exists while it is written."""
     resume_rules: ResumeRules | None = None
+    find_halves: Callable[[Source, str | None], CheckpointHalves | None] | None = None
+    """The halves of a checkpoint that is to be read as the format of that name, None if the user named none. Raises
+    CkptError."""
     find_problem: Callable[[SavedCheckpoint], str | None] | None = None
     """Why the checkpoint is not complete by the trainer's own marker; None if it is, or is another trainer's."""
     read_metrics: Callable[[SavedCheckpoint], MetricItems] | None = None

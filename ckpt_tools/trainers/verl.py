@@ -7,17 +7,16 @@ which is written last, says which part is where.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from ckpt_tools.errors import MalformedError, SeveralCheckpointsError, UnsupportedError
 from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers import megatron_lm
-from ckpt_tools.trainers.record import Trainer
+from ckpt_tools.trainers.record import CheckpointHalves, Trainer
 
 CONTENTS_FILE = "ckpt_contents.json"
 
-MAX_CONTENTS_BYTES = 1 << 20
+_MAX_CONTENTS_BYTES = 1 << 20
 """It has some ten entries."""
 
 FSDP_CONFIG_FILE = "fsdp_config.json"
@@ -26,33 +25,11 @@ FSDP_CONFIG_FILE = "fsdp_config.json"
 HUGGING_FACE_FOLDER = "huggingface"
 """Folder for ``config.json`` and tokenizer."""
 
-VERL = Trainer(
-    name="verl",
-    rank_file=r"(?P<item>[a-z_]+)_world_size_(?P<world>\d{1,9})_rank_(?P<rank>\d{1,9})\.pt",
-    others=r"(?:model|optim|extra_state)_world_size_\d+_rank_\d+\.pt|fsdp_config\.json|data\.pt",
-    folders=f"actor|critic|{HUGGING_FACE_FOLDER}",
-    last=r"model_world_size_\d+_rank_\d+\.pt",
-    find_problem=megatron_lm.find_problem,
-)
-
-
-FORMAT_OF_TERM = {"huggingface": "safetensors", "megatron_dist_checkpoint": "megatron"}
+_FORMAT_OF_TERM = {"huggingface": "safetensors", "megatron_dist_checkpoint": "megatron"}
 """The format of a part by verl's term for it."""
 
 
-@dataclass(frozen=True, slots=True)
-class VerlParts:
-    """Parts of a checkpoint of layout 2. Folders are prefixes of paths, which end in a slash unless they are empty.
-    ``base_folder`` holds all parts; ``optimizer_folder`` is None if there is no optimizer."""
-
-    base_folder: str
-    weights_folder: str
-    format: str
-    optimizer_folder: str | None
-    step: int | None
-
-
-def find_parts(source: Source) -> VerlParts | None:
+def _find_halves(source: Source, format_name: str | None) -> CheckpointHalves | None:
     """The parts of a checkpoint of verl's layout 2; None if ``source`` is not one.
 
     Raises:
@@ -67,26 +44,28 @@ def find_parts(source: Source) -> VerlParts | None:
         raise SeveralCheckpointsError(f"there are several checkpoints here ({names}); name the folder of one")
     (path,) = contents_paths
     step, contents = _read_contents(source, path)
-    base_folder = path.removesuffix(CONTENTS_FILE)
-    model_part = contents.get("model", {})
-    optimizer_part = contents.get("optimizer", {})
+    model_part, optimizer_part = contents.get("model"), contents.get("optimizer")
     if not model_part:
         raise UnsupportedError("it states no weights, and parts of a checkpoint of verl are read with them", path=path)
-    weights = _find_part_folder(source, path, model_part)
-    format_term = model_part.get("format")
-    if format_term not in FORMAT_OF_TERM:
+    weights_folder, format_term = _find_part_folder(source, path, model_part), model_part.get("format")
+    if format_term not in _FORMAT_OF_TERM:
         raise UnsupportedError(f"weights of the format {format_term!r:.80} are not supported", path=path)
     if "peft_adapters" in contents:
-        advice = f"name {weights} for the weights of the base model alone"
+        advice = f"name {weights_folder} for the weights of the base model alone"
         raise UnsupportedError(
             f"the optimizer is that of an adapter of PEFT, which is not supported; {advice}", path=path
         )
-    return VerlParts(
-        base_folder,
-        weights,
-        FORMAT_OF_TERM[format_term],
-        _find_part_folder(source, path, optimizer_part) if optimizer_part else None,
-        step,
+    optimizer_folder = _find_part_folder(source, path, optimizer_part) if optimizer_part else None
+    if format_name not in (None, "megatron"):
+        raise UnsupportedError("it lists the parts of a checkpoint of verl, which are read as megatron", path=path)
+    return CheckpointHalves(
+        format="megatron",
+        index_path=path,
+        base_folder=path.removesuffix(CONTENTS_FILE),
+        weights_folder=weights_folder,
+        weights_format=_FORMAT_OF_TERM[format_term],
+        optimizer_folder=optimizer_folder,
+        step=step,
     )
 
 
@@ -103,9 +82,20 @@ def _read_contents(source: Source, path: str) -> tuple[int | None, dict[str, dic
     """The step and the parts."""
     from ckpt_tools.serialization.strict_json import parse_json
 
-    document = parse_json(source.read_all(path, limit_bytes=MAX_CONTENTS_BYTES), path)
+    document = parse_json(source.read_all(path, limit_bytes=_MAX_CONTENTS_BYTES), path)
     contents = document.get("contents") if isinstance(document, dict) else None
     if not isinstance(contents, dict) or not all(isinstance(part, dict) for part in contents.values()):
         raise MalformedError("it does not state the contents of a checkpoint of verl", path=path)
     step = document.get("global_step")
     return step if type(step) is int and step >= 0 else None, contents
+
+
+VERL = Trainer(
+    name="verl",
+    rank_file=r"(?P<item>[a-z_]+)_world_size_(?P<world>\d{1,9})_rank_(?P<rank>\d{1,9})\.pt",
+    others=r"(?:model|optim|extra_state)_world_size_\d+_rank_\d+\.pt|fsdp_config\.json|data\.pt",
+    folders=f"actor|critic|{HUGGING_FACE_FOLDER}",
+    last=r"model_world_size_\d+_rank_\d+\.pt",
+    find_halves=_find_halves,
+    find_problem=megatron_lm.find_problem,
+)

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 import ckpt_tools
 from ckpt_tools.cli.main import group
 from ckpt_tools.errors import CkptError, IncompleteError, LossError, SeveralCheckpointsError, SourceNotFoundError
-from ckpt_tools.trainers.run_folders import parse_step
+from ckpt_tools.trainers.saved import parse_step
 from tests.runs.test_completeness import RUNS, Run
 from tests.support.sweep import extended
 

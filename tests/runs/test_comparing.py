@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_distribut
 import ckpt_tools
 from ckpt_tools.cli.main import group
 from ckpt_tools.errors import CkptError, IncompleteError
-from ckpt_tools.runs.contents import StepContent, find_missing_state
+from ckpt_tools.runs.comparing import StepContent, find_missing_state
 from ckpt_tools.trainers.all import TRAINERS
 from ckpt_tools.trainers.names import has_optimizer_in_path
 from tests.support.ranks import for_ranks
@@ -200,7 +200,7 @@ def test_another_format_and_world_size_are_as_much(to, checkpoint, tmp_path):
 
 
 def content(*, weights: Mapping[str, int], state: int = 0, size: int = 100, is_read: bool = True) -> StepContent:
-    return StepContent("2", "b", weights, state, size, is_read)
+    return StepContent("b", weights, state, size, is_read)
 
 
 @pytest.mark.parametrize(("newer", "elder", "words"), [

@@ -16,7 +16,9 @@ import torch
 from safetensors.torch import save_file
 
 import ckpt_tools
-from ckpt_tools.runs.report import RunCheckpoint
+from ckpt_tools.runs.listing import RunCheckpoint
+from ckpt_tools.stores.memory import MemoryStore
+from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.run_folders import find_members
 from fixtures.corpus import make
 from tests.support.sweep import tiered
@@ -229,7 +231,7 @@ def test_a_universal_checkpoint_has_every_parameter(checkpoint, tmp_path):
     (["final/model.safetensors", "checkpoint-5/model.safetensors"], ["checkpoint-5", "final"]),
 ])  # fmt: skip
 def test_which_folders_and_files_are_checkpoints(files, found):
-    assert [member.name for member in find_members(dict.fromkeys(files, 1))] == found
+    assert [member.name for member in find_members(Source(MemoryStore(), dict.fromkeys(files, 1)))] == found
 
 
 def test_a_zip_of_something_else_is_left_alone(tmp_path):

@@ -11,8 +11,10 @@ import ckpt_tools
 from ckpt_tools.errors import SourceNotFoundError, UnsupportedError
 from ckpt_tools.formats.builtin import FORMATS
 from ckpt_tools.runs.naming import resolve_in_run
+from ckpt_tools.stores.memory import MemoryStore
+from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import open_source
-from ckpt_tools.trainers.run_folders import list_finished_checkpoints
+from ckpt_tools.trainers.run_folders import find_members
 from fixtures.corpus import make
 
 
@@ -107,7 +109,8 @@ def test_the_source_is_protected_by_its_real_name(run):
     ([".metadata", "model.pt", "notes/a.txt"], []),
 ])  # fmt: skip
 def test_folders_of_checkpoints(files, found):
-    assert list_finished_checkpoints(files) == found
+    members = find_members(Source(MemoryStore(), dict.fromkeys(files, 1)))
+    assert [member.name for member in members if member.is_finished] == found
 
 
 def test_urls_too(tmp_path):

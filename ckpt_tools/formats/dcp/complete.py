@@ -10,8 +10,7 @@ from ckpt_tools.formats.dcp.names import DATA_FILE_NAME, is_dcp_file, is_metadat
 from ckpt_tools.serialization.pickle.dcp_metadata import Metadata, TensorStorageMetadata
 from ckpt_tools.serialization.pickle.load import loads
 from ckpt_tools.stores.source import check_file_name
-from ckpt_tools.trainers.run_folders import get_parent_folder
-from ckpt_tools.trainers.saved import SavedCheckpoint
+from ckpt_tools.trainers.saved import SavedCheckpoint, get_parent_folder
 
 MAX_METADATA_BYTES = 4 << 30
 

@@ -75,7 +75,7 @@ def note_other_half(manifest: Manifest, source: Source, metadata_paths: Iterable
     if other_files:
         from ckpt_tools.trainers.run_folders import list_other_checkpoint_files
 
-        other_checkpoint_files = list_other_checkpoint_files(source.files, read_files)
+        other_checkpoint_files = list_other_checkpoint_files(source, read_files)
         other_files = [path for path in other_files if path not in other_checkpoint_files]
     if not other_files:
         return manifest

@@ -31,7 +31,7 @@ from ckpt_tools.serialization.pickle.load import check_pickle_start, loads, refu
 from ckpt_tools.state_tree.leaf import TensorLeaf
 from ckpt_tools.state_tree.prefixes import MAX_PATH_PARTS
 from ckpt_tools.stores.source import Source, check_file_name
-from ckpt_tools.trainers.run_folders import get_parent_folder
+from ckpt_tools.trainers.saved import get_parent_folder
 
 MAX_METADATA_BYTES = 4 << 30
 """A million chunks take 150 MB."""

@@ -28,8 +28,7 @@ from ckpt_tools.formats.deepspeed.names import (
 )
 from ckpt_tools.messages.wording import format_ranks
 from ckpt_tools.serialization.torch_zip import open_archive
-from ckpt_tools.trainers.run_folders import get_parent_folder
-from ckpt_tools.trainers.saved import SavedCheckpoint
+from ckpt_tools.trainers.saved import SavedCheckpoint, get_parent_folder
 
 MAX_RANKS = 1 << 24
 

@@ -11,8 +11,7 @@ from ckpt_tools.formats.orbax.names import (
     VERSION_1_MARKER,
     find_unfinished,
 )
-from ckpt_tools.trainers.run_folders import get_parent_folder
-from ckpt_tools.trainers.saved import SavedCheckpoint
+from ckpt_tools.trainers.saved import SavedCheckpoint, get_parent_folder
 
 
 def is_orbax(saved: SavedCheckpoint) -> bool:

@@ -256,7 +256,7 @@ def _read_json_items(source: Source, folders: list[str]) -> tuple[dict[str, Any]
     items: dict[str, Any] = {}
     notes: list[Note] = []
     other_checkpoint_files = list_other_checkpoint_files(
-        source.files, [f"{folder}/{TREE_FILE}" if folder else TREE_FILE for folder in folders]
+        source, [f"{folder}/{TREE_FILE}" if folder else TREE_FILE for folder in folders]
     )
     for path in (each for each in source.files if each not in other_checkpoint_files):
         folder, _, name = path.rpartition("/")

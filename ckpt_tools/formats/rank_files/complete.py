@@ -9,8 +9,7 @@ from typing import Any
 from ckpt_tools.messages.wording import format_ranks
 from ckpt_tools.serialization.pickle.load import loads
 from ckpt_tools.trainers.names import match_rank_file, parse_world_size
-from ckpt_tools.trainers.run_folders import get_parent_folder
-from ckpt_tools.trainers.saved import SavedCheckpoint
+from ckpt_tools.trainers.saved import SavedCheckpoint, get_parent_folder
 from ckpt_tools.trainers.torch_checkpointing import INDEX
 
 MAX_INDEX_BYTES = 4 << 30

@@ -8,7 +8,7 @@ from ckpt_tools.errors import CkptError
 from ckpt_tools.serialization.torch_zip import read_pickle
 from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.names import are_rank_files, is_rank_file_candidate, match_rank_file
-from ckpt_tools.trainers.run_folders import get_parent_folder
+from ckpt_tools.trainers.saved import get_parent_folder
 from ckpt_tools.trainers.torch_checkpointing import INDEX, has_index
 
 _PROTOCOL_2_CLASSES = (b"DTensor\n", b"ShardedTensor\n")

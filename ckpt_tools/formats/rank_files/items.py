@@ -14,7 +14,7 @@ from ckpt_tools.formats.rank_files.rank_file import RankFile, read_rank_file
 from ckpt_tools.messages.wording import join_names
 from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.names import find_world_sizes, is_rank_file_candidate, match_rank_file
-from ckpt_tools.trainers.run_folders import get_parent_folder
+from ckpt_tools.trainers.saved import get_parent_folder
 from ckpt_tools.trainers.torch_checkpointing import INDEX
 
 RANK_FIELD, WORLD_FIELD = "{rank}", "{world}"

@@ -35,7 +35,7 @@ from ckpt_tools.state_tree.parse import TreeLeaves, build_manifest
 from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.accelerate import refuse_several_rank_models
 from ckpt_tools.trainers.names import is_companion_file
-from ckpt_tools.trainers.run_folders import get_parent_folder
+from ckpt_tools.trainers.saved import get_parent_folder
 from ckpt_tools.trainers.verl import FSDP_CONFIG_FILE, HUGGING_FACE_FOLDER
 
 MAX_COMPARED_BYTES = 1 << 20
@@ -150,7 +150,7 @@ def _note_unread_weights(source: Source, checkpoint: ShardedCheckpoint) -> Itera
     if weight_files:
         from ckpt_tools.trainers.run_folders import list_other_checkpoint_files
 
-        other_checkpoint_files = list_other_checkpoint_files(source.files, checkpoint.files)
+        other_checkpoint_files = list_other_checkpoint_files(source, checkpoint.files)
         yield from (note_unrelated_files(path) for path in weight_files if path not in other_checkpoint_files)
 
 

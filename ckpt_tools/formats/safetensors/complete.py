@@ -9,8 +9,7 @@ from typing import Any
 
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.state_tree.incomplete_state import why_delta, why_no_model
-from ckpt_tools.trainers.run_folders import get_parent_folder
-from ckpt_tools.trainers.saved import SavedCheckpoint
+from ckpt_tools.trainers.saved import SavedCheckpoint, get_parent_folder
 
 MAX_HEADER_BYTES = 100_000_000
 

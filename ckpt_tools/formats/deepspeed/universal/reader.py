@@ -30,7 +30,7 @@ from ckpt_tools.formats.deepspeed.names import (
 from ckpt_tools.formats.deepspeed.universal.contents import UniversalManifestBuilder
 from ckpt_tools.formats.deepspeed.universal.states import SlotFileReader, find_universal_files
 from ckpt_tools.stores.source import Source
-from ckpt_tools.trainers.run_folders import get_parent_folder
+from ckpt_tools.trainers.saved import get_parent_folder
 
 _CONVERTER_SLOTS = (UNIVERSAL_MASTER_SLOT, "exp_avg", "exp_avg_sq", "step")
 """The slots of which ``ds_to_universal`` makes a file for every parameter."""

@@ -22,7 +22,7 @@ from ckpt_tools.formats.deepspeed.zero_reader.joining import ManifestMerger
 from ckpt_tools.formats.deepspeed.zero_reader.ranks import read_partitions
 from ckpt_tools.formats.deepspeed.zero_reader.tag_files import TagFiles
 from ckpt_tools.stores.source import Source
-from ckpt_tools.trainers.run_folders import get_parent_folder
+from ckpt_tools.trainers.saved import get_parent_folder
 
 
 def read(source: Source, options: ReadOptions) -> Manifest:
