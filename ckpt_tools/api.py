@@ -914,10 +914,10 @@ def list_recipes() -> tuple[RecipeInfo, ...]:
         >>> all(recipe.name and recipe.text for recipe in ckpt_tools.list_recipes())
         True
     """
-    from ckpt_tools import recipes
+    from ckpt_tools.recipes import index
     from ckpt_tools.recipes.report import RecipeInfo
 
-    return tuple(map(RecipeInfo.of, recipes.list_recipes()))
+    return tuple(map(RecipeInfo.of, index.list_recipes()))
 
 
 @api_function
@@ -940,7 +940,7 @@ def show_recipe(recipe: str | Path) -> RecipeInfo:
         >>> recipe.left, recipe.right
         ('whole', 'cut')
     """
-    from ckpt_tools.recipes import load_recipe
+    from ckpt_tools.recipes.index import load_recipe
     from ckpt_tools.recipes.report import RecipeInfo
 
     return RecipeInfo.of(load_recipe(recipe))

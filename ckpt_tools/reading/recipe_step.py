@@ -6,8 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ckpt_tools.core import renaming
 from ckpt_tools.core.manifest import Kind, Manifest
-from ckpt_tools.core.notes import Note
+from ckpt_tools.core.names import MODEL_PREFIX, collect_model_names, has_model_attribute_prefix
+from ckpt_tools.core.notes import Note, Outcome
+from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.options import ConvertOptions
 from ckpt_tools.core.ties import make_untied_config
 from ckpt_tools.core.transforms import TransformResult
@@ -16,12 +19,14 @@ from ckpt_tools.reading.halves import check_parameter_names
 from ckpt_tools.reading.model_files import read_model_config
 from ckpt_tools.reading.opened import OpenedCheckpoint
 from ckpt_tools.reading.own_sizes import derive_config, refuse_rank_interleaving
-from ckpt_tools.recipes import Recipe, apply_recipe, load_recipe
-from ckpt_tools.recipes.apply import apply_recipe_ties, exclude_unknown
-from ckpt_tools.recipes.families import are_known_names
-from ckpt_tools.recipes.prefixes import strip_prefix
+from ckpt_tools.recipes.apply import apply_recipe, apply_recipe_ties, exclude_unknown
+from ckpt_tools.recipes.index import load_recipe
+from ckpt_tools.recipes.recipe import Recipe
 from ckpt_tools.recipes.report import UsedRecipe
+from ckpt_tools.recipes.search import are_known_names
 from ckpt_tools.stores.urls import open_source
+
+AUTO_PREFIX = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +76,7 @@ class RecipeStep:
 
             manifest, notes = dequantize(manifest, self.config)
         if self.strip is not None:
-            manifest, new_notes = strip_prefix(manifest, self.strip, are_known_names)
+            manifest, new_notes = _strip_prefix(manifest, self.strip)
             notes += new_notes
         if self.recipe is not None:
             manifest, exclusion_notes = exclude_unknown(manifest, self.recipe, self.exclude)
@@ -109,6 +114,20 @@ class RecipeStep:
                 return *replace(step, recipe=inverse_recipe)(state), inverse_recipe
             except UsageError:
                 raise error from None
+
+
+def _strip_prefix(manifest: Manifest, prefix: str) -> TransformResult:
+    """Names without ``prefix``; for ``auto`` without the parts of wrappers, and without a ``model.`` that all names
+    share if the model's own names do not have it. Raises UsageError if no name has the prefix."""
+    if prefix != AUTO_PREFIX:
+        return renaming.strip_prefix(manifest, prefix)
+    bare, _ = renaming.strip_wrappers(manifest)
+    if not has_model_attribute_prefix(collect_model_names(bare), are_known_names):
+        return bare, ()
+    why = f"all names begin with it; {format_option('strip', AUTO_PREFIX)} takes it off"
+    return renaming.strip_prefix(bare, MODEL_PREFIX)[0], (
+        Note(Outcome.DROPPED, f"the prefix {MODEL_PREFIX}", why, asked=True),
+    )
 
 
 def _select_part(manifest: Manifest, *, is_state: bool) -> Manifest:

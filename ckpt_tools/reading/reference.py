@@ -10,10 +10,8 @@ from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.formats.index import find_format
 from ckpt_tools.reading.checkpoint import read_source
 from ckpt_tools.reading.model_files import read_model_config
-from ckpt_tools.recipes.fitting import select_weights
-from ckpt_tools.recipes.like import ReferenceMatcher
-from ckpt_tools.recipes.reference import Reference, ReferenceTensor
-from ckpt_tools.recipes.ways import iter_mappings
+from ckpt_tools.recipes.like import Reference, ReferenceMatcher, ReferenceTensor, select_weights
+from ckpt_tools.recipes.search import iter_mappings
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import StorageOptions, open_source
 

@@ -15,15 +15,14 @@ from ckpt_tools.core.entry_points import describe_distribution, index_plugins_by
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.errors import UsageError
 from ckpt_tools.messages.wording import find_nearest
-from ckpt_tools.recipes.reading import read_recipe
+from ckpt_tools.recipes.pages import list_built_in_names, read_built_in_page
+from ckpt_tools.recipes.reading import parse_recipe, read_recipe
 from ckpt_tools.recipes.recipe import Recipe
 
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 ENTRY_POINT_GROUP = "ckpt_tools.recipes"
-
-_BUILT_IN = Path(__file__).parent / "builtin"
 
 
 def load_recipe(recipe: str | Path, *, inverse: bool = False) -> Recipe:
@@ -40,9 +39,10 @@ def _find_recipe(recipe: str | Path) -> Recipe:
     if isinstance(recipe, Path) or recipe.endswith(".toml") or "/" in recipe:
         return read_recipe(Path(recipe).expanduser())
     # A plug-in is looked up if no built-in recipe has the name.
-    path = _list_built_in_files().get(recipe) or _list_plugin_files().get(recipe)
-    if path is not None:
-        return read_recipe(path)
+    if recipe in list_built_in_names():
+        return _read_built_in(recipe)
+    if recipe in _list_plugin_files():
+        return read_recipe(_list_plugin_files()[recipe])
     recipes_of_model = [each for each in list_recipes() if recipe in each.model_aliases]
     if len(recipes_of_model) == 1:
         return recipes_of_model[0]
@@ -58,7 +58,7 @@ def _find_recipe(recipe: str | Path) -> Recipe:
 @cache
 def list_recipes() -> tuple[Recipe, ...]:
     """All recipes by name, the built-in ones first. Raises UsageError if one of a plug-in cannot be read."""
-    return tuple(map(read_recipe, [*_list_built_in_files().values(), *_list_plugin_files().values()]))
+    return (*map(_read_built_in, list_built_in_names()), *map(read_recipe, _list_plugin_files().values()))
 
 
 def list_other_names(recipe: Recipe) -> tuple[str, ...]:
@@ -67,9 +67,8 @@ def list_other_names(recipe: Recipe) -> tuple[str, ...]:
     return tuple(sorted(name for name in recipe.model_aliases - {recipe.name} if counts[name] == 1))
 
 
-@cache
-def _list_built_in_files() -> Mapping[str, Path]:
-    return {path.stem: path for path in sorted(_BUILT_IN.glob("*.toml"))}
+def _read_built_in(name: str) -> Recipe:
+    return parse_recipe(read_built_in_page(name), name, name)
 
 
 @cache
@@ -78,7 +77,7 @@ def _list_plugin_files() -> Mapping[str, Path]:
     added = (
         (path.stem, entry, path) for entry in list_entry_points(ENTRY_POINT_GROUP) for path in _find_entry_files(entry)
     )
-    return index_plugins_by_name(added, "recipe", _list_built_in_files())
+    return index_plugins_by_name(added, "recipe", list_built_in_names())
 
 
 def _find_entry_files(entry: EntryPoint) -> list[Path]:

@@ -1,30 +1,93 @@
 """A manifest made like a reference: its names in its order, its shapes, its ties and its dtypes. Pure.
 
+    names of the source ── mapping ──▶ names of the reference ── fit ──▶ owners, ties, rows ── adapt ──▶ like it
+
 The names may be those of the reference as they are, without the prefix of a wrapper, or after a recipe. Which of these
-it is follows from the reference: after exactly one of them names and shapes are the reference's. What does not fit is
-one error with all names, before anything is written.
+it is follows from the reference: after exactly one of them names and shapes are the reference's (``ReferenceMatcher``).
+Its vocabulary may have more or fewer rows, and what one side ties the other may hold twice (``fit_to_reference``). What
+does not fit is one error with all names, before anything is written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ckpt_tools.core import transforms
+from ckpt_tools.core.boxes import Shape
+from ckpt_tools.core.casts import CASTABLE
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest
+from ckpt_tools.core.manifest import WEIGHT, EqualPair, Kind, Manifest, StateKey, TensorEntry
+from ckpt_tools.core.matching import is_selected
+from ckpt_tools.core.names import zero_numbers
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.shards import ShardTable
 from ckpt_tools.core.transforms import TransformResult
-from ckpt_tools.errors import CkptError, UsageError
-from ckpt_tools.messages.wording import join_names
-from ckpt_tools.recipes.adapting import adapt_to_reference, derive_tensors_from_config
-from ckpt_tools.recipes.fitting import ReferenceFit, fit_to_reference, select_weights, summarize_names
-from ckpt_tools.recipes.reference import Reference
+from ckpt_tools.errors import CkptError, UnsupportedError, UsageError
+from ckpt_tools.messages.wording import MAX_LISTED_NAMES, format_count, join_names
+from ckpt_tools.recipes.manifest_builder import MAX_ITEM_BYTES, ZEROS_FILE
+from ckpt_tools.recipes.moves import FillBox, Move
+from ckpt_tools.recipes.tables import MoveTable, join_boxes, split_table
+
+_EMBEDDING = re.compile(
+    r"(?:.*\.)?(?:embed_tokens|wte|word_embeddings|embed_in|tok_embeddings|lm_head|embed_out)\.(?:weight|bias)"
+    r"|shared\.weight"
+)
+_HEAD = re.compile(r"(?:.*\.)?(?:lm_head|embed_out)\.weight")
+"""Names that models give to embeddings and heads; they are needed if there is only a ``config.json``."""
+
+
+class ReferenceTensor(NamedTuple):
+    """A tensor of a reference."""
+
+    shape: Shape
+    dtype: DType
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A model at ``location``. ``tensors`` are its weights by name, in its order, none if it is only a ``config.json``;
+    ``aliases`` are further names that it gives to some of them. ``config`` is the content of ``config.json``; empty if
+    there is none. ``files`` maps names to the files of a folder of safetensors; it is empty for any other format.
+    ``excluded`` are names of tensors that the user leaves out."""
+
+    location: str
+    tensors: Mapping[str, ReferenceTensor] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, str] = field(default_factory=dict)
+    excluded: frozenset[str] = frozenset()
+
+    def exclude_tensors(self, globs: Sequence[str]) -> Reference:
+        """The reference without the tensors whose names match; these are ``excluded``."""
+        names = [*self.tensors, *self.aliases]
+        excluded = frozenset(name for name in names if globs and not is_selected(name, (), globs))
+        tensors = {name: wanted for name, wanted in self.tensors.items() if name not in excluded}
+        aliases = {alias: owner for alias, owner in self.aliases.items() if not {alias, owner} & excluded}
+        return replace(self, tensors=tensors, aliases=aliases, excluded=excluded)
+
+    @property
+    def vocabulary_sizes(self) -> frozenset[int]:
+        """Numbers of tokens: one, except in a few models of several parts."""
+        return frozenset(found for found in self._iter_config_values("vocab_size") if type(found) is int and found > 0)
+
+    @property
+    def is_tied(self) -> bool | None:
+        """True if the configuration says that head and embeddings are one tensor; None if it does not say."""
+        return next((flag for flag in self._iter_config_values("tie_word_embeddings") if isinstance(flag, bool)), None)
+
+    def _iter_config_values(self, key: str) -> Iterator[Any]:
+        """Values of ``key`` in ``config.json``: the one at the top, then those of the parts of a model."""
+        levels: list[Mapping[str, Any]] = [self.config]
+        for level in levels:
+            if key in level:
+                yield level[key]
+            levels += [value for value in level.values() if isinstance(value, dict)]
 
 
 class NameMapping(NamedTuple):
@@ -39,7 +102,7 @@ class NameMapping(NamedTuple):
 UNCHANGED_NAMES = NameMapping("", lambda manifest: (manifest, ()))
 
 
-class _MappingResult(NamedTuple):
+class _MappingAttempt(NamedTuple):
     """What a mapping led to: its notes and how it fits, or its error."""
 
     mapping: NameMapping
@@ -67,25 +130,23 @@ class ReferenceMatcher:
             UsageError: names or shapes do not fit, or they fit after several mappings. CkptError: the recipe of the
             model cannot be applied.
         """
-        if not self.reference.tensors:
-            return self._match_config_alone(manifest)
         # Sets of mappings are tried in order of likelihood. Of a set, the one that fits is taken; two that fit with
         # different elements are ambiguous; if none fits, the next set is tried. At the end the nearest misfit is
         # reported, unless the model's own recipe failed, which says more.
-        tried: list[_MappingResult] = []
-        for several in self.find_mappings(manifest):
-            found = [self._try_mapping(way, manifest) for way in several]
-            fitting = _drop_equal_results([each for each in found if not each.num_misfits])
+        tried: list[_MappingAttempt] = []
+        for mappings in self.find_mappings(manifest):
+            attempts = [self._try_mapping(each, manifest) for each in mappings]
+            fitting = _drop_equal_results([each for each in attempts if not each.num_misfits])
             if len(fitting) > 1:
                 raise self._make_ambiguity_error(fitting)
             if fitting:
-                return self._adapt_result(fitting[0], self.reference)
-            tried += found
+                return self._adapt_result(fitting[0])
+            tried += attempts
         nearest = min(tried, key=lambda each: each.num_misfits)
         failed = next((each for each in tried if each.mapping.is_for_model and each.error is not None), None)
-        if failed is not None and not nearest.mapping.is_for_model:
+        if failed is not None and (nearest.fit is None or not nearest.mapping.is_for_model):
             raise self._make_mapping_error(failed)
-        return self._adapt_result(nearest, self.reference)
+        raise self._make_misfit_error(nearest)
 
     def match_dtypes(self, manifest: Manifest) -> TransformResult:
         """The manifest with the weights in the dtypes of the reference; in that of ``config.json``, and parameters
@@ -121,44 +182,28 @@ class ReferenceMatcher:
     def _option_text(self) -> str:
         return format_option("like", self.reference.location)
 
-    def _match_config_alone(self, manifest: Manifest) -> TransformResult:
-        """Works with a ``config.json`` alone: after the recipe of the model's type that takes the names of the
-        source, else with these names; with its vocabulary and its ties."""
-        mappings = [way for several in self.find_mappings(manifest) for way in several if way.is_for_model]
-        outcomes = [(way, _apply_mapping(way, manifest)) for way in mappings]
-        successes = [(way, found) for way, found in outcomes if not isinstance(found, CkptError)]
-        if len(successes) > 1:
-            raise self._make_ambiguity_error([_MappingResult(way) for way, _ in successes])
-        failed = next(
-            (_MappingResult(way, error=found) for way, found in outcomes if isinstance(found, CkptError)), None
-        )
-        if failed is not None and not successes:
-            raise self._make_mapping_error(failed)
-        way, (made, notes) = successes[0] if successes else (UNCHANGED_NAMES, (manifest, ()))
-        described = derive_tensors_from_config(self.reference, made)
-        return self._adapt_result(_MappingResult(way, notes, fit_to_reference(made, described)), described)
+    def _try_mapping(self, mapping: NameMapping, manifest: Manifest) -> _MappingAttempt:
+        """Raises UsageError if the reference is only a ``config.json`` of another vocabulary."""
+        try:
+            made, notes = mapping.apply(manifest)
+        except CkptError as error:
+            return _MappingAttempt(mapping, error=error)
+        reference = self.reference if self.reference.tensors else derive_tensors_from_config(self.reference, made)
+        return _MappingAttempt(mapping, notes, fit_to_reference(made, reference))
 
-    def _try_mapping(self, mapping: NameMapping, manifest: Manifest) -> _MappingResult:
-        found = _apply_mapping(mapping, manifest)
-        if isinstance(found, CkptError):
-            return _MappingResult(mapping, error=found)
-        made, notes = found
-        return _MappingResult(mapping, notes, fit_to_reference(made, self.reference))
-
-    def _adapt_result(self, result: _MappingResult, reference: Reference) -> TransformResult:
-        """Raises UsageError if it does not fit."""
-        assert result.fit is not None, "the names as they are can always be taken"
-        if result.num_misfits:
-            raise self._make_misfit_error(result.mapping, result.fit)
-        made, notes = adapt_to_reference(result.fit, reference)
+    def _adapt_result(self, result: _MappingAttempt) -> TransformResult:
+        assert result.fit is not None, "it fits"
+        made, notes = adapt_to_reference(result.fit)
         description = result.mapping.description
         mapping_notes = (
             (Note(Outcome.DEFAULTED, description, f"leads to the names of {self._option_text}"),) if description else ()
         )
         return made, (*result.notes, *mapping_notes, *notes)
 
-    def _make_misfit_error(self, mapping: NameMapping, fit: ReferenceFit) -> UsageError:
-        parts = [f"after {mapping.description}"] if mapping.description else []
+    def _make_misfit_error(self, result: _MappingAttempt) -> UsageError:
+        fit, description = result.fit, result.mapping.description
+        assert fit is not None, "the names as they are can always be taken"
+        parts = [f"after {description}"] if description else []
         parts += [f"the source lacks {summarize_names(fit.missing_names)}"] if fit.missing_names else []
         parts += [f"the reference lacks {summarize_names(fit.unexpected_names)}"] if fit.unexpected_names else []
         parts += [join_names(fit.mismatches, 2)] if fit.mismatches else []
@@ -168,28 +213,21 @@ class ReferenceMatcher:
             parts.append("the reference is quantized: name a folder of the same model that is not")
         return UsageError(f"{self._option_text} does not fit: {'; '.join(parts)}")
 
-    def _make_mapping_error(self, result: _MappingResult) -> CkptError:
+    def _make_mapping_error(self, result: _MappingAttempt) -> CkptError:
         assert result.error is not None
         error = result.error
         return type(error)(f"{self._option_text} does not fit: after {result.mapping.description}: {error.message}")
 
-    def _make_ambiguity_error(self, fitting: Sequence[_MappingResult]) -> UsageError:
+    def _make_ambiguity_error(self, fitting: Sequence[_MappingAttempt]) -> UsageError:
         what = ", ".join(each.mapping.description or "the names as they are" for each in fitting)
         return UsageError(
             f"{self._option_text} fits in several ways ({what}); choose one with {format_option('recipe')}"
         )
 
 
-def _apply_mapping(mapping: NameMapping, manifest: Manifest) -> TransformResult | CkptError:
-    try:
-        return mapping.apply(manifest)
-    except CkptError as error:
-        return error
-
-
-def _drop_equal_results(fitting: Iterable[_MappingResult]) -> list[_MappingResult]:
+def _drop_equal_results(fitting: Iterable[_MappingAttempt]) -> list[_MappingAttempt]:
     """The results without those that take the same elements of the same files as another one."""
-    distinct_results: list[_MappingResult] = []
+    distinct_results: list[_MappingAttempt] = []
     for each in fitting:
         if not any(_is_same_fit(each.fit, other.fit) for other in distinct_results):
             distinct_results.append(each)
@@ -199,7 +237,7 @@ def _drop_equal_results(fitting: Iterable[_MappingResult]) -> list[_MappingResul
 def _is_same_fit(one: ReferenceFit | None, other: ReferenceFit | None) -> bool:
     assert one is not None and other is not None, "both fit"
     first, second = select_weights(one.manifest), select_weights(other.manifest)
-    return (one.owners, one.ties) == (other.owners, other.ties) and all(
+    return (one.owners, one.ties, first.keys()) == (other.owners, other.ties, second.keys()) and all(
         has_same_elements(entry.shards, second[name].shards) and entry.plus == second[name].plus
         for name, entry in first.items()
     )
@@ -213,3 +251,262 @@ def has_same_elements(one: ShardTable, other: ShardTable) -> bool:
         == (other.shape, other.dtype, other.framing, tuple(other.files))
         and all(np.array_equal(getattr(one, name), getattr(other, name)) for name in columns)
     )
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceFit:
+    """A manifest whose ties are owned by names of the reference, beside that reference.
+
+    ``owners`` maps names of the reference to the names that own their bytes here. ``ties`` maps names that the
+    reference does not hold to names of the same bits that it holds; for those in ``unverified_ties`` the bits must be
+    compared. ``num_rows`` has the new number of rows of each tensor that is cropped or padded to the reference's
+    vocabulary. ``mismatches`` are sentences on shapes and dtypes.
+    """
+
+    manifest: Manifest
+    reference: Reference
+    owners: Mapping[str, str]
+    ties: Mapping[str, str]
+    unverified_ties: Collection[str]
+    num_rows: Mapping[str, int]
+    missing_names: tuple[str, ...]
+    unexpected_names: tuple[str, ...]
+    mismatches: tuple[str, ...]
+
+    @property
+    def num_misfits(self) -> int:
+        """The number of tensors that do not fit."""
+        return len(self.missing_names) + len(self.unexpected_names) + len(self.mismatches)
+
+
+def select_weights(manifest: Manifest) -> dict[str, TensorEntry]:
+    """Parameters and buffers by name."""
+    return {key.fqn: e for key, e in manifest.tensors.items() if key.slot == WEIGHT and e.kind is not Kind.EXTRA}
+
+
+def fit_to_reference(manifest: Manifest, reference: Reference) -> ReferenceFit:
+    """Compares the weights of ``manifest`` with those of ``reference``, which holds tensors."""
+    # Names by where they are:
+    #                       in the reference          not in the reference
+    # in the source       shape, dtype compared     a tie (an alias, or to be proved by equal bytes), else unexpected
+    #     not in the source   a tie, else missing       -
+    expected, sizes = reference.tensors, reference.vocabulary_sizes
+    manifest = transforms.reassign_owners(manifest, expected.__contains__)
+    weights, aliases = select_weights(manifest), manifest.aliases
+    owners = {name: aliases[name] for name in expected if name in aliases}
+    ties = {alias: owner for alias, owner in aliases.items() if alias not in expected and owner in expected}
+    # Embeddings and heads have a row for each token. Two of one shape may be tied, unless the configuration denies it.
+    vocabulary = {name: shape for name, (shape, _) in expected.items() if shape and shape[0] in sizes}
+    source_vocabulary = {name: weights[name].shape for name in vocabulary if name in weights}
+
+    def find_owner_by_shape(shape: Shape) -> str | None:
+        if reference.is_tied is False:
+            return None
+        return _get_single(name for name, own_shape in source_vocabulary.items() if own_shape == shape)
+
+    def find_tied_name(name: str) -> str | None:
+        if not reference.is_tied or name not in vocabulary:
+            return None
+        return _get_single(each for each in source_vocabulary if vocabulary[each] == vocabulary[name])
+
+    owner_of_unexpected = {
+        name: reference.aliases.get(name) or find_owner_by_shape(entry.shape)
+        for name, entry in weights.items()
+        if name not in expected
+    }
+    unverified_ties = {name: owner for name, owner in owner_of_unexpected.items() if owner is not None}
+    owner_of_missing = {name: find_tied_name(name) for name in expected if name not in weights and name not in aliases}
+    owners |= {name: owner for name, owner in owner_of_missing.items() if owner is not None}
+    entry_by_name = {name: weights[owners.get(name, name)] for name in expected if owners.get(name, name) in weights}
+    num_rows = {
+        name: shape[0]
+        for name, shape in vocabulary.items()
+        if name in entry_by_name and _has_other_rows(entry_by_name[name].shape, shape)
+    }
+    return ReferenceFit(
+        manifest,
+        reference,
+        owners=owners,
+        ties={**ties, **unverified_ties},
+        unverified_ties=frozenset(unverified_ties),
+        num_rows=num_rows,
+        missing_names=tuple(name for name, owner in owner_of_missing.items() if owner is None),
+        unexpected_names=tuple(name for name, owner in owner_of_unexpected.items() if owner is None),
+        mismatches=tuple(_find_mismatches(entry_by_name, expected, num_rows)),
+    )
+
+
+def _find_mismatches(
+    entry_by_name: Mapping[str, TensorEntry],
+    reference_tensors: Mapping[str, ReferenceTensor],
+    resized_names: Collection[str],
+) -> Iterator[str]:
+    for name, entry in entry_by_name.items():
+        shape, dtype = reference_tensors[name]
+        if entry.shape != shape and name not in resized_names:
+            yield f"{name} is {list(entry.shape)} in the source and {list(shape)} in the reference"
+        elif entry.dtype is not dtype and not {entry.shards.dtype, dtype} <= CASTABLE:
+            yield f"{name} is {entry.dtype.value} in the source and {dtype.value} in the reference"
+
+
+def _has_other_rows(shape: Shape, expected: Shape) -> bool:
+    """True if the shapes differ in the number of rows alone."""
+    return len(shape) == len(expected) and shape != expected and shape[1:] == expected[1:]
+
+
+def _get_single(names: Iterable[str]) -> str | None:
+    candidates = list(names)
+    return candidates[0] if len(candidates) == 1 else None
+
+
+def summarize_names(names: Collection[str]) -> str:
+    """Names in a sentence, those that differ in numbers alone as one group: ``12 tensors such as layers.61.norm``.
+    Of too many groups, tensors of one module are one."""
+    by_pattern: dict[tuple[str, ...], list[str]] = {}
+    for name in names:
+        by_pattern.setdefault(tuple(zero_numbers(name).split(".")), []).append(name)
+    depth = max(map(len, by_pattern), default=0)
+    groups = by_pattern
+    while len(groups) > MAX_LISTED_NAMES and depth > 1:
+        depth -= 1
+        groups = {}
+        for pattern, members in by_pattern.items():
+            groups.setdefault(pattern[:depth], []).extend(members)
+    texts = [
+        members[0] if len(members) == 1 else f"{format_count(len(members), 'tensor')} such as {members[0]}"
+        for members in groups.values()
+    ]
+    return join_names(texts)
+
+
+def derive_tensors_from_config(reference: Reference, manifest: Manifest) -> Reference:
+    """``reference``, which is only a ``config.json``, with the tensors of ``manifest`` as it describes them: rows of
+    embeddings and head, and ties.
+
+    Raises:
+        UsageError: it has a vocabulary, and no tensor is of tokens.
+    """
+    weights, sizes = select_weights(manifest), reference.vocabulary_sizes
+    tensors = {
+        name: ReferenceTensor(_resize_to_vocabulary(name, entry, sizes), entry.dtype)
+        for name, entry in weights.items()
+        if not (reference.is_tied and _HEAD.fullmatch(name))
+    }
+    if reference.is_tied is False:
+        tensors |= {alias: tensors[owner] for alias, owner in manifest.aliases.items()}
+    if sizes and not any(shape and shape[0] in sizes for shape, _ in tensors.values()):
+        raise UsageError(
+            f"{format_option('like', reference.location)} has a vocabulary of "
+            f"{join_names([f'{each:,}' for each in sizes])} tokens, and no tensor of the source has so many rows"
+        )
+    return replace(reference, tensors=tensors)
+
+
+def _resize_to_vocabulary(name: str, entry: TensorEntry, sizes: Collection[int]) -> Shape:
+    is_resized = len(sizes) == 1 and entry.shape and _EMBEDDING.fullmatch(name)
+    return (*sizes, *entry.shape[1:]) if is_resized else entry.shape
+
+
+def adapt_to_reference(fit: ReferenceFit) -> TransformResult:
+    """The manifest with the names, ties and numbers of rows of the reference. Every name must fit."""
+    manifest, reference = fit.manifest, fit.reference
+    shapes = {name: entry.shape for name, entry in select_weights(manifest).items()}
+    rows = {fit.owners.get(name, name): number for name, number in fit.num_rows.items()}
+    rows |= {name: rows[owner] for name, tie in fit.ties.items() if (owner := fit.owners.get(tie, tie)) in rows}
+    resized = {
+        key: _resize_entry(key, entry, shapes[key.fqn], rows[key.fqn])
+        for key, entry in manifest.tensors.items()
+        if key.fqn in rows and entry.kind is not Kind.EXTRA
+    }
+    tensors = {**manifest.tensors, **resized}
+    weights = {StateKey(name): tensors[StateKey(fit.owners.get(name, name))] for name in reference.tensors}
+    new_manifest = replace(
+        manifest,
+        tensors={**weights, **_reassign_state(tensors, fit.ties)},
+        aliases=reference.aliases,
+        groups=tuple(
+            replace(group, params=tuple(dict.fromkeys(fit.ties.get(name, name) for name in group.params)))
+            for group in manifest.groups
+        ),
+        literals={**manifest.literals, **({ZEROS_FILE: bytes(MAX_ITEM_BYTES)} if rows else {})},
+        must_equal=(*manifest.must_equal, *_iter_unverified_ties(fit, tensors)),
+    )
+    return new_manifest, tuple(_iter_notes(fit, shapes))
+
+
+def _resize_entry(key: StateKey, entry: TensorEntry, shape: Shape, rows: int) -> TensorEntry:
+    """A weight of ``shape`` with ``rows`` rows, or its optimizer state; numbers such as a step stay as they are.
+
+    Raises:
+        UnsupportedError: the state has another shape, so that its rows are not known.
+    """
+    if entry.shape == shape:
+        return resize_rows(entry, rows)
+    if entry.numel <= 1:
+        return entry
+    raise UnsupportedError(
+        f"{key.slot} of {key.fqn} has the shape {list(entry.shape)}, and the weight {list(shape)}: it cannot follow "
+        f"it to the reference's vocabulary; convert the weights alone with {format_option('state', 'model')}"
+    )
+
+
+def resize_rows(entry: TensorEntry, rows: int) -> TensorEntry:
+    """``entry`` with its first ``rows`` rows, or with rows of zeros behind its own, of the literal ``ZEROS_FILE``.
+
+    Raises:
+        UnsupportedError: a recipe has split the axes of the tensor.
+    """
+    before, *rest = entry.shape
+    shape, origin = (rows, *rest), (0,) * len(entry.shape)
+    kept_rows = Move(0, (), origin, origin, (min(rows, before), *rest), tuple(range(len(shape))))
+    boxes_before = split_table(entry.shards, entry.shape, entry.shape)
+    boxes = [each for _, each in MoveTable([kept_rows], len(shape)).split_by_target(boxes_before)]
+    fills = [FillBox((before, *origin[1:]), (rows - before, *rest))] if rows > before else []
+    table = join_boxes(boxes, fills, shape, entry.shards.dtype, ZEROS_FILE)
+    return replace(entry, shape=shape, shards=table)
+
+
+def _reassign_state(tensors: Mapping[StateKey, TensorEntry], ties: Mapping[str, str]) -> dict[StateKey, TensorEntry]:
+    """All tensors except weights; optimizer state of a tie becomes that of its owner.
+
+    Raises:
+        UsageError: both have such state, so that they are not tied.
+    """
+    reassigned: dict[StateKey, TensorEntry] = {}
+    for key, entry in tensors.items():
+        if key.slot == WEIGHT and entry.kind is not Kind.EXTRA:
+            continue
+        owner_key = StateKey(ties.get(key.fqn, key.fqn), key.slot) if entry.kind is Kind.STATE else key
+        if owner_key != key and owner_key in tensors:
+            raise UsageError(f"{key.fqn} has optimizer state of its own, so that it is not tied to {owner_key.fqn}")
+        reassigned[owner_key] = entry
+    return reassigned
+
+
+def _iter_unverified_ties(fit: ReferenceFit, tensors: Mapping[StateKey, TensorEntry]) -> Iterator[EqualPair]:
+    for name in sorted(fit.unverified_ties):
+        owner = fit.ties[name]
+        owner_entry = tensors[StateKey(fit.owners.get(owner, owner))]
+        advice = (
+            f"to write both, take {format_option('config')} and {format_option('untie')} instead of "
+            f"{format_option('like')}"
+        )
+        yield EqualPair(f"{name} and {owner}, which the reference ties", tensors[StateKey(name)], owner_entry, advice)
+
+
+def _iter_notes(fit: ReferenceFit, shapes: Mapping[str, Shape]) -> Iterator[Note]:
+    for name, owner in fit.ties.items():
+        if name in fit.reference.aliases:
+            continue
+        yield Note(Outcome.DROPPED, name, f"tied to {owner}, which the reference holds alone", asked=True)
+    for name, owner in fit.owners.items():
+        yield Note(Outcome.DEFAULTED, name, f"written as a copy of {owner}: they are tied")
+    for name, rows in fit.num_rows.items():
+        rows_before = shapes[fit.owners.get(name, name)][0]
+        what = f"{name}, rows {min(rows_before, rows):,} to {max(rows_before, rows) - 1:,}"
+        num_changed = abs(rows - rows_before)
+        why = f"the reference has {format_count(rows, 'token')}"
+        if rows < rows_before:
+            yield Note(Outcome.DROPPED, what, f"{why}, the source {rows_before:,}", num_changed, asked=True)
+        else:
+            yield Note(Outcome.DEFAULTED, what, f"{why}, the source {rows_before:,}: zeros", num_changed)

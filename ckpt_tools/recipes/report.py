@@ -12,7 +12,7 @@ from ckpt_tools.messages.showing import DisplayableResult
 
 if TYPE_CHECKING:
     from ckpt_tools.core.apply_options import ManifestStep
-    from ckpt_tools.recipes import Recipe
+    from ckpt_tools.recipes.recipe import Recipe
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -34,6 +34,8 @@ with open(target, "w") as file:
 BASE = {"cli", "core", "messages", "process"}
 MACHINERY = {*BASE, "stores", "state_tree", "formats", "reading", "runs", "serialization", "trainers"}
 """What reading a checkpoint takes."""
+NAMING = {*MACHINERY, "recipes"}
+"""With the text of recipes, which tells whose names its tensors have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +56,8 @@ ALLOWED = {
     "--help": LISTING,
     "--version": LISTING,
     "convert --help": LISTING,
-    "inspect": Allowed(MACHINERY, {"safetensors"}, 104, {"click", "numpy", "rich"}),
-    "inspect torch": Allowed(MACHINERY, {"safetensors", "rank_files", "torch"}, 135, {"click", "numpy", "rich"}),
+    "inspect": Allowed(NAMING, {"safetensors"}, 104, {"click", "numpy", "rich"}),
+    "inspect torch": Allowed(NAMING, {"safetensors", "rank_files", "torch"}, 135, {"click", "numpy", "rich"}),
     "plan": Allowed(CONVERTING, {"safetensors", "torch"}, 158, {"click", "numpy", "rich", "xxhash"}),
     "convert": Allowed(CONVERTING, {"safetensors"}, 163, {"click", "isal", "numpy", "xxhash"}),
     "verify": Allowed(CHECKING, {"safetensors"}, 139, {"click", "isal", "numpy"}),

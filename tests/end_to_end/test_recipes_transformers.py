@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import ckpt_tools
-from ckpt_tools.recipes import list_recipes
+from ckpt_tools.recipes.index import list_recipes
 from fixtures import hub_runs, launch
 from fixtures.hub_runs import MOMENTS, Family
 from tests.recipes import families

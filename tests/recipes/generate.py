@@ -1,10 +1,11 @@
-"""Generator of the built-in recipes for transformers 5: live names (`state_dict()`) to hub names (`save_pretrained`).
+"""Generator of the file of built-in recipes for transformers 5: live names (`state_dict()`) to hub names
+(`save_pretrained`). `ckpt_tools.recipes.pages` says how it is written.
 
     python -m tests.recipes.generate
 
 Each tiny model of tests/recipes/families.py gets a different number in every element, and transformers'
 `revert_weight_conversion` says where each number goes. Names and shapes that change become the lines of a recipe;
-model types with equal lines share a file.
+model types with equal lines share a block.
 """
 
 import importlib.metadata
@@ -24,7 +25,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from tests.recipes import families
 
-FOLDER = Path(__file__).parents[2] / "ckpt_tools" / "recipes" / "builtin"
+FILE = Path(__file__).parents[2] / "ckpt_tools" / "recipes" / "builtin" / "transformers.txt"
 PREFIX, REST, EXPERT = "{prefix...}", "{rest...}", "{expert}"
 NUMBERS = ("{layer}", "{block}", "{part}")
 
@@ -65,7 +66,7 @@ class Line:
 
     @property
     def names(self) -> tuple[list[str], list[str]]:
-        """Names as the file has them: what both sides share before the first number is any prefix."""
+        """Names as the block has them: what both sides share before the first number is any prefix."""
         sides = [[name for name, _ in side] for side in (self.left, self.right)]
         shared = len(_common(itertools.chain(*sides)))
         numbers = [n for n, part in enumerate(sides[0][0]) if part.startswith("{") and part != REST]
@@ -427,17 +428,10 @@ def _tied(model: Any, lines: Mapping[Name, Line]) -> tuple[tuple[str, str], ...]
     return tuple(found)  # type: ignore[arg-type]
 
 
-def text_of(recipe: Recipe, models: Sequence[str]) -> str:
-    out = [
-        f'about = "{about(recipe, models)}"',
-        'left = "transformers 5"',
-        'right = "hub"',
-        *_array("models", models),
-        f'source = "transformers {importlib.metadata.version("transformers")}"',
-        'others = "same"',
-    ]
+def block_of(recipe: Recipe, models: Sequence[str]) -> str:
+    block = [f'about = "{about(recipe, models)}"', _array("models", models)]
     if recipe.tied:
-        out.append("tied = { " + ", ".join(f'"{head}" = "{embedding}"' for head, embedding in recipe.tied) + " }")
+        block.append("tied = { " + ", ".join(f'"{head}" = "{embedding}"' for head, embedding in recipe.tied) + " }")
         by_default = []
         for name in models:
             # A configuration without the key means this: `config.json` leaves out what is the class's default.
@@ -445,19 +439,16 @@ def text_of(recipe: Recipe, models: Sequence[str]) -> str:
             if all(getattr(part, "tie_word_embeddings", False) is True for part in (made, made.get_text_config())):
                 by_default.append(name)
         if by_default:
-            out += _array("tied_by_default", by_default)
-    if sizes := recipe.sizes(models):
-        out += ["", "[sizes]", *(f'{name} = "{size}"' for name, size in sizes.items())]
+            block.append(_array("tied_by_default", by_default))
+    block += [f'sizes.{name} = "{size}"' for name, size in recipe.sizes(models).items()]
     needed = [line for line in recipe.lines if _is_needed(line)] or recipe.lines
-    for line in dict.fromkeys(_body(line, optional=line not in needed) for line in recipe.lines):
-        out += ["", "[[map]]", line]
-    return "\n".join(out) + "\n"
+    block += dict.fromkeys(_map(line, optional=line not in needed) for line in recipe.lines)
+    return "\n".join(block) + "\n"
 
 
-def _array(key: str, values: Sequence[str]) -> list[str]:
+def _array(key: str, values: Sequence[str]) -> str:
     quoted = [f'"{value}"' for value in values]
-    line = f"{key} = [{', '.join(quoted)}]"
-    return [line] if len(line) <= 120 else [f"{key} = [", *(f"  {value}," for value in quoted), "]"]
+    return f"{key} = [{', '.join(quoted)}]"
 
 
 def about(recipe: Recipe, models: Sequence[str]) -> str:
@@ -467,16 +458,12 @@ def about(recipe: Recipe, models: Sequence[str]) -> str:
     return f"{families.FAMILIES[models[0]].architecture if models else ''}{more}: {what} on the hub"
 
 
-def _body(line: Line, optional: bool) -> str:
-    text = []
-    for key, side, names in zip(("left", "right"), (line.left, line.right), line.names, strict=True):
-        if not any(shape for _, shape in side):
-            text.append(f'{key} = "{names[0]}"')
-            continue
+def _map(line: Line, optional: bool) -> str:
+    sides = []
+    for side, names in zip((line.left, line.right), line.names, strict=True):
         pairs = [f'"{name}" = "{shape}"' for name, (_, shape) in zip(names, side, strict=True)]
-        text.append(f"{key} = {{ " + ", ".join(pairs) + " }")
-    text += ["optional = true"] * optional + ["otherwise = true"] * line.otherwise
-    return "\n".join(text)
+        sides.append("{ " + ", ".join(pairs) + " }" if any(shape for _, shape in side) else f'"{names[0]}"')
+    return "optional " * optional + "otherwise " * line.otherwise + " -> ".join(sides)
 
 
 def _is_needed(line: Line) -> bool:
@@ -485,20 +472,20 @@ def _is_needed(line: Line) -> bool:
     return wide and not any(VARIANTS.search(".".join(name)) for name, _ in (*line.left, *line.right))
 
 
-def generate() -> dict[str, str]:
-    """Texts of the files by name, without `.toml`."""
+def generate() -> str:
+    """The text of the file."""
     groups: dict[tuple[str, bool], tuple[Recipe, list[str]]] = {}
     for family in families.FAMILIES:
         recipe = recipe_of(family)
         if recipe.lines:
-            groups.setdefault((text_of(recipe, ()), recipe.is_counted), (recipe, []))[1].append(family)
-    return {models[0].replace("-", "_"): text_of(recipe, models) for recipe, models in groups.values()}
+            groups.setdefault((block_of(recipe, ()), recipe.is_counted), (recipe, []))[1].append(family)
+    blocks = {models[0].replace("-", "_"): block_of(recipe, models) for recipe, models in groups.values()}
+    source = f'source = "transformers {importlib.metadata.version("transformers")}"'
+    return "\n".join([f"{source}\n", *(f"[{name}]\n{blocks[name]}" for name in sorted(blocks))])
 
 
 def main() -> None:
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    for name, text in generate().items():
-        (FOLDER / f"{name}.toml").write_text(text)
+    FILE.write_text(generate())
 
 
 if __name__ == "__main__":

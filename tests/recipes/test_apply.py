@@ -17,9 +17,8 @@ from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, TensorEntry
 from ckpt_tools.core.shards import ByteRange, ShardTable
 from ckpt_tools.errors import DifferenceError, UnsupportedError
-from ckpt_tools.recipes import apply_recipe
-from ckpt_tools.recipes.adapting import resize_rows
-from ckpt_tools.recipes.like import has_same_elements
+from ckpt_tools.recipes.apply import apply_recipe
+from ckpt_tools.recipes.like import has_same_elements, resize_rows
 from ckpt_tools.recipes.manifest_builder import MAX_ITEM_BYTES, ZEROS_FILE
 from ckpt_tools.recipes.reading import parse_recipe
 from ckpt_tools.stores.memory import MemoryStore

@@ -12,7 +12,7 @@ import torch
 import ckpt_tools
 from ckpt_tools.core.manifest import ParamGroup
 from ckpt_tools.errors import DifferenceError, UnsupportedError, UsageError
-from ckpt_tools.recipes import apply_recipe
+from ckpt_tools.recipes.apply import apply_recipe
 from ckpt_tools.recipes.groups import check_round_trip, group_names, list_target_names
 from ckpt_tools.recipes.reading import parse_recipe
 from ckpt_tools.recipes.recipe import Recipe

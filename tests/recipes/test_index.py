@@ -9,7 +9,8 @@ from click.testing import CliRunner
 import ckpt_tools
 from ckpt_tools.cli.main import group
 from ckpt_tools.errors import UsageError
-from ckpt_tools.recipes import index, load_recipe
+from ckpt_tools.recipes import index, pages
+from ckpt_tools.recipes.index import load_recipe
 from tests.support import moe
 
 pytestmark = pytest.mark.quick
@@ -54,17 +55,64 @@ def printed(*words: str) -> str:
 
 def test_every_built_in_recipe_is_listed_and_shown():
     lines = {line.split()[0]: line for line in printed("recipes").splitlines()[1:]}
-    assert lines.keys() == {path.stem for path in index._BUILT_IN.glob("*.toml")}
-    for path in index._BUILT_IN.glob("*.toml"):
-        assert printed("recipes", "show", path.stem) == path.read_text().rstrip("\n") + "\n"
-        recipe = load_recipe(path.stem)
-        assert (recipe.name, bool(recipe.about)) == (path.stem, True)
-        assert load_recipe(path.stem, inverse=True).left == recipe.right
+    assert tuple(lines) == pages.list_built_in_names()
+    assert {path.stem for path in pages.BUILT_IN_FOLDER.glob("*.toml")} < lines.keys()
+    for name in lines:
+        assert printed("recipes", "show", name) == pages.read_built_in_page(name)
+        recipe = load_recipe(name)
+        assert (recipe.name, bool(recipe.about)) == (name, True)
+        assert load_recipe(name, inverse=True).left == recipe.right
     listed = {name: each.name for each in ckpt_tools.list_recipes() for name in each.also}
     assert listed["qwen3_moe"] == "qwen2_moe"
     for name, recipe in listed.items():
         assert load_recipe(name).name == recipe
         assert re.search(rf"; also .*\b{name}\b", lines[recipe])
+
+
+def test_the_page_of_a_generated_recipe_is_one_that_people_could_write():
+    block = """\
+source = "transformers 5.23.0"
+about = "Ours: names that differ on the hub"
+models = ["one", "two"]
+tied = { "lm_head.weight" = "embed.weight" }
+sizes.expert = "config.num_experts"
+{ "{prefix...}down" = "{expert} H F" } -> { "{prefix...}{expert}.w2" = "H F" }
+optional "a.{layer}" -> "b.{layer}"
+otherwise "a.{rest...}" -> "c.{rest...}"
+"""
+    assert (
+        pages.make_page(block)
+        == """\
+about = "Ours: names that differ on the hub"
+left = "transformers 5"
+right = "hub"
+models = ["one", "two"]
+source = "transformers 5.23.0"
+others = "same"
+tied = { "lm_head.weight" = "embed.weight" }
+
+[sizes]
+expert = "config.num_experts"
+
+[[map]]
+left = { "{prefix...}down" = "{expert} H F" }
+right = { "{prefix...}{expert}.w2" = "H F" }
+
+[[map]]
+left = "a.{layer}"
+right = "b.{layer}"
+optional = true
+
+[[map]]
+left = "a.{rest...}"
+right = "c.{rest...}"
+otherwise = true
+"""
+    )
+    models = [f"a_model_of_number_{number}" for number in range(9)]
+    long = pages.make_page(block.replace('["one", "two"]', str(models).replace("'", '"')))
+    assert [f'  "{model}",' for model in models] == long.splitlines()[4:13]
+    assert max(map(len, long.splitlines())) <= pages.MAX_LINE_LENGTH
 
 
 def test_a_plug_in_adds_recipes(plugin):
@@ -90,15 +138,11 @@ def test_two_of_one_name_are_refused(plugin):
             ask()
 
 
-def test_one_of_a_built_in_name_is_refused(plugin, tmp_path, monkeypatch, request):
-    (tmp_path / "one.toml").write_text(moe.RECIPE)
-    monkeypatch.setattr(index, "_BUILT_IN", tmp_path)
-    index._list_built_in_files.cache_clear()
-    request.addfinalizer(index._list_built_in_files.cache_clear)
-    plugin("mine", one=moe.RECIPE, two=moe.RECIPE)
-    assert load_recipe("one").name == "one"
+def test_one_of_a_built_in_name_is_refused(plugin):
+    plugin("mine", mixtral=moe.RECIPE, two=moe.RECIPE)
+    assert load_recipe("mixtral").left == "transformers 5"
     for ask in (ckpt_tools.list_recipes, lambda: load_recipe("two")):
-        with pytest.raises(UsageError, match=r"mine 1\.0 gives a recipe 'one', which is built in; uninstall it"):
+        with pytest.raises(UsageError, match=r"mine 1\.0 gives a recipe 'mixtral', which is built in; uninstall it"):
             ask()
 
 

@@ -17,9 +17,8 @@ from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, Tenso
 from ckpt_tools.core.notes import Outcome
 from ckpt_tools.core.shards import ByteRange, ShardTable
 from ckpt_tools.errors import UnsupportedError, UsageError
-from ckpt_tools.recipes.like import UNCHANGED_NAMES, NameMapping, ReferenceMatcher
-from ckpt_tools.recipes.reference import Reference, ReferenceTensor
-from ckpt_tools.recipes.ways import iter_mappings
+from ckpt_tools.recipes.like import UNCHANGED_NAMES, NameMapping, Reference, ReferenceMatcher, ReferenceTensor
+from ckpt_tools.recipes.search import iter_mappings
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.wrappers import InMemoryOverlay
 from tests.support.manifests import elements

@@ -20,8 +20,9 @@ from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, TensorEntry
 from ckpt_tools.core.shards import ByteRange, ShardTable
-from ckpt_tools.recipes import Recipe, apply_recipe
+from ckpt_tools.recipes.apply import apply_recipe
 from ckpt_tools.recipes.reading import parse_recipe
+from ckpt_tools.recipes.recipe import Recipe
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.testing import strategies
 from ckpt_tools.testing.stored import opaque, stored_tensors

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 
 import ckpt_tools
 from ckpt_tools.core.manifest import StateKey
-from ckpt_tools.recipes import apply_recipe, load_recipe
+from ckpt_tools.recipes.apply import apply_recipe
+from ckpt_tools.recipes.index import load_recipe
 from tests.recipes.test_apply import Arrays, key, numbers, stored
 from tests.recipes.test_properties import read
 from tests.support.sweep import tiered

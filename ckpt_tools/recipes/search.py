@@ -1,21 +1,29 @@
-"""Names of known families of models: which recipes take them, and what names these lead to. Pure.
+"""Recipes that fit a checkpoint or a reference, found by names alone. Pure.
 
-Names are compared without their numbers, so that the 20,000 names of a model are a few dozen.
+A recipe takes names if each has a line, and each line that needs a name has one; then it leads to other names
+(``RecipeRoute``). Of this follows whose names a checkpoint has (``recognize_naming``), and by which recipes they may
+become those of a reference (``iter_mappings``). Names are compared without their numbers, so that the 20,000 names of a
+model are a few dozen.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-from ckpt_tools.core.names import zero_numbers
+from ckpt_tools.core import renaming
+from ckpt_tools.core.manifest import Manifest
+from ckpt_tools.core.names import MODEL_PREFIX, collect_model_names, zero_numbers
 from ckpt_tools.core.option_names import format_option
+from ckpt_tools.core.transforms import TransformResult
 from ckpt_tools.messages.wording import join_names
+from ckpt_tools.recipes.apply import apply_recipe
 from ckpt_tools.recipes.groups import find_complete_lines, match_lines
 from ckpt_tools.recipes.index import list_recipes
+from ckpt_tools.recipes.like import UNCHANGED_NAMES, NameMapping, Reference
 from ckpt_tools.recipes.recipe import Recipe, RecipeLine
 
 HUB_NAMING = "hub"
@@ -33,6 +41,11 @@ class RecipeRoute:
     recipe: Recipe
     matched_lines: frozenset[RecipeLine]
     target_names: frozenset[str]
+
+    def leads_to(self, reference_names: frozenset[str]) -> bool:
+        """True if its names are those of the reference, except single tensors such as a tied head."""
+        different = self.target_names ^ reference_names
+        return not any(part.isdecimal() for name in different for part in name.split("."))
 
 
 def find_routes(names: Collection[str], recipes: Iterable[Recipe]) -> Iterator[RecipeRoute]:
@@ -127,3 +140,64 @@ def recognize_naming(names: Collection[str], config: Mapping[str, Any], recipes:
     model_types = ", ".join(sorted(types & {*one_way_recipes[0].models}))
     recipes_to_hub = tuple(each.name for each in one_way_recipes if each.right == HUB_NAMING and not each.is_inverse)
     return Naming(one_way_recipes[0].left, model_types, recipes_to_hub)
+
+
+def iter_mappings(manifest: Manifest, reference: Reference, *, has_recipe: bool) -> Iterator[Sequence[NameMapping]]:
+    """Sets of mappings to the names of ``reference``, the likelier ones first: no change, the prefix of a wrapper taken
+    off, and a recipe after either of these, unless the user named one. A ``config.json`` alone tells no names: then
+    recipes of its model that lead to the hub's names are candidates, and no change if there are none."""
+    model_types, reference_names = find_model_types(reference.config), frozenset(map(zero_numbers, reference.tensors))
+    unwrap_mappings = list(_iter_unwrap_mappings(manifest))
+    # Of several that do the same, the one for most models is named.
+    recipes = sorted(list_recipes(), key=lambda recipe: -len(recipe.models))
+    model_recipes = [recipe for recipe in recipes if model_types & {*recipe.models}]
+
+    def find_mappings(recipes: Iterable[Recipe]) -> Iterator[tuple[RecipeRoute, NameMapping]]:
+        """Recipes that take the names after an unwrapping; of those with the same effect, the first."""
+        for unwrap in unwrap_mappings:
+            seen = set[object]()
+            for route in find_routes(collect_model_names(unwrap.apply(manifest)[0]), recipes):
+                effect = frozenset(replace(line, is_optional=True) for line in route.matched_lines), route.target_names
+                if effect not in seen:
+                    seen.add(effect)
+                    is_for_model = bool(model_types & {*route.recipe.models})
+                    yield route, _make_mapping(unwrap, route.recipe, reference.config, is_for_model)
+
+    if not reference.tensors:
+        found = [] if has_recipe else list(find_mappings(model_recipes))
+        yield [each for route, each in found if route.recipe.right == HUB_NAMING] or [UNCHANGED_NAMES]
+        return
+    if has_recipe:
+        yield unwrap_mappings
+        return
+    # Lines of the model's own recipes may have no tensor: what is missing is known from the reference.
+    of_model = list(find_mappings([recipe.with_optional_lines() for recipe in model_recipes]))
+    yield [*unwrap_mappings, *(each for route, each in of_model if route.leads_to(reference_names))]
+    of_others = find_mappings([recipe for recipe in recipes if not model_types & {*recipe.models}])
+    yield [each for route, each in of_others if route.leads_to(reference_names)]
+    yield [each for route, each in of_model if not route.leads_to(reference_names)]
+
+
+def _iter_unwrap_mappings(manifest: Manifest) -> Iterator[NameMapping]:
+    yield UNCHANGED_NAMES
+    bare, _ = renaming.strip_wrappers(manifest)
+    names = collect_model_names(bare)
+    if names != collect_model_names(manifest):
+        yield NameMapping("the prefixes of wrappers taken off", renaming.strip_wrappers)
+    if names and all(name.startswith(MODEL_PREFIX) for name in names):
+        yield NameMapping(
+            f"{MODEL_PREFIX} taken off",
+            lambda manifest: renaming.strip_prefix(renaming.strip_wrappers(manifest)[0], MODEL_PREFIX),
+        )
+
+
+def _make_mapping(unwrap: NameMapping, recipe: Recipe, config: Mapping[str, Any], is_for_model: bool) -> NameMapping:
+    """``unwrap``, and then ``recipe``."""
+
+    def apply_both(manifest: Manifest) -> TransformResult:
+        bare, notes = unwrap.apply(manifest)
+        made, more = apply_recipe(bare, recipe, config)
+        return made, (*notes, *more)
+
+    option = format_option("recipe", recipe.name) + (f" {format_option('inverse', True)}" if recipe.is_inverse else "")
+    return NameMapping(f"{unwrap.description} and {option}" if unwrap.description else option, apply_both, is_for_model)
