@@ -38,7 +38,7 @@ from ckpt_tools.formats.index import get_writable_format
 from ckpt_tools.planning.plan import Plan
 from ckpt_tools.planning.tasks import iter_fill_steps
 from ckpt_tools.runs.opening import open_checkpoint
-from ckpt_tools.stores.file_destination import StoreDestination
+from ckpt_tools.stores.destination import StoreDestination
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.s3.destination import MAX_PARTS, MIN_COPY_BYTES
 from ckpt_tools.transfer.crc_board import LocalChecksumBoard

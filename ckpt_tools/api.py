@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from ckpt_tools.runs.listing import RunListing
     from ckpt_tools.runs.pruning import PruneReport
     from ckpt_tools.slices import TensorSlice
-    from ckpt_tools.stores.destination import CleanReport
+    from ckpt_tools.stores.publishing import CleanReport
     from ckpt_tools.verification.report import VerifyReport
     from ckpt_tools.verification.scan import ScanReport
     from ckpt_tools.verification.signing import SignReport
@@ -843,7 +843,7 @@ def clean(dst: str | Path, *, dry_run: bool = False, storage_options: Mapping[st
         >>> ckpt_tools.clean("run", dry_run=True).leftovers
         ()
     """
-    from ckpt_tools.stores.destination import clean_leftovers as clean_place
+    from ckpt_tools.stores.publishing import clean_leftovers as clean_place
     from ckpt_tools.stores.urls import open_output_location
 
     return clean_place(open_output_location(dst, storage_options), dry_run=dry_run)

@@ -25,7 +25,7 @@ from ckpt_tools.core.options import get_dtype_name
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.formats.builtin import FORMATS
 from ckpt_tools.messages.showing import DisplayableResult, ItemCount
-from ckpt_tools.stores.destination import CleanReport
+from ckpt_tools.stores.publishing import CleanReport
 from ckpt_tools.verification.report import Aspect
 from ckpt_tools.verification.signing import SignReport
 from tests.support.commands import WITHOUT_FUNCTION, all_commands, function_of, run_command

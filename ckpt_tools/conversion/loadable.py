@@ -24,7 +24,7 @@ from ckpt_tools.serialization.loadable import LeftOut, LoadableValue, Replaced, 
 from ckpt_tools.serialization.pickle.dump import dumps_with_storages
 from ckpt_tools.serialization.torch_archive import TorchArchive
 from ckpt_tools.serialization.torch_zip import make_archive_segments, open_archive
-from ckpt_tools.stores.destination import OutputLocation
+from ckpt_tools.stores.publishing import OutputLocation
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import (
     check_not_nested,

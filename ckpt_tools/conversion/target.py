@@ -17,8 +17,8 @@ from ckpt_tools.formats.base import Format
 from ckpt_tools.formats.index import get_writable_format
 from ckpt_tools.planning.plan import REMOTE_BYTES
 from ckpt_tools.reading.model_files import is_pretrained_folder
-from ckpt_tools.stores.destination import NO_FILES, OutputLocation, already_exists_error
-from ckpt_tools.stores.output_names import DIGESTS_SUFFIX, SingleFileForm
+from ckpt_tools.stores.output_names import DIGESTS_SUFFIX
+from ckpt_tools.stores.publishing import NO_FILES, OutputLocation, already_exists_error
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import StorageOptions, check_destination_suffix, find_format_by_suffix, open_output_location
 
@@ -141,7 +141,7 @@ def _find_sibling_digests(place: OutputLocation, storage_options: StorageOptions
     """URL of the list of digests beside a destination that is one file, if there is one: it describes the old file."""
     url = place.url + DIGESTS_SUFFIX
     exists = (
-        isinstance(place.form, SingleFileForm)
+        place.form.file_name is not None
         and open_output_location(url, storage_options).as_single_file().list_contents() is not None
     )
     return url if exists else None

@@ -9,7 +9,7 @@ from ckpt_tools.core.options import ConvertRequest, ReadOptions
 from ckpt_tools.messages.progress import ProgressMeter, ignore_progress
 from ckpt_tools.planning.plan import Plan
 from ckpt_tools.process.signals import defer_signals
-from ckpt_tools.stores.destination import OutputLocation
+from ckpt_tools.stores.publishing import OutputLocation
 from ckpt_tools.stores.source import Store
 from ckpt_tools.transfer.execute import execute_plan
 from ckpt_tools.transfer.journal import JournalPolicy

@@ -35,7 +35,7 @@ from ckpt_tools.core.trainer_folder import CompanionFile
 from ckpt_tools.errors import CkptError, MalformedError, SourceNotFoundError, StoreError, UsageError
 from ckpt_tools.formats.base import Format
 from ckpt_tools.serialization.strict_json import parse_json
-from ckpt_tools.stores.output_names import MARKER_NAMES, OutputForm, SingleFileForm
+from ckpt_tools.stores.output_names import MARKER_NAMES, OutputForm
 from ckpt_tools.stores.source import Source, Store
 from ckpt_tools.stores.urls import StorageOptions, open_source
 from ckpt_tools.stores.wrappers import RedirectingStore
@@ -178,9 +178,7 @@ def add_model_files(layout: Layout, model_files: ModelFiles, manifest: Manifest)
 
 def is_pretrained_folder(writer: Format, form: OutputForm) -> bool:
     """Whether an output is a folder that ``from_pretrained`` opens, with all files of a model."""
-    return (
-        "config" in writer.writing_options and not writer.asks_adapter_config and not isinstance(form, SingleFileForm)
-    )
+    return "config" in writer.writing_options and not writer.asks_adapter_config and form.file_name is None
 
 
 def apply_config_ties(

@@ -27,8 +27,8 @@ from ckpt_tools.runs.listing import RunCheckpoint, list_members, read_plain_mani
 from ckpt_tools.runs.metrics import find_recorded_best, read_metrics
 from ckpt_tools.runs.naming import read_latest_name
 from ckpt_tools.runs.rules import PruneCandidate, PruneRules, choose_compared_steps, find_keep_reasons
-from ckpt_tools.stores.destination import DestinationContents, OutputLocation, format_names
-from ckpt_tools.stores.output_names import FolderForm
+from ckpt_tools.stores.output_names import OutputForm
+from ckpt_tools.stores.publishing import DestinationContents, OutputLocation, format_names
 from ckpt_tools.stores.remote import claim
 from ckpt_tools.stores.urls import StorageOptions, local_path, open_output_location, open_run_source
 from ckpt_tools.trainers.saved import SavedCheckpoint, get_parent_folder
@@ -95,7 +95,7 @@ def prune_run(url: str | Path, rules: PruneRules, *, yes: bool, storage_options:
         run = open_run_source(url, storage_options)
         listed = list_members(run, str(url))
         _check_is_one_run(str(url), [member for member, _ in listed])
-        destination = open_output_location(url, storage_options).with_form(FolderForm())
+        destination = open_output_location(url, storage_options).with_form(OutputForm())
         contents = destination.list_contents()
         if contents is None:
             raise SourceNotFoundError(f"there is no folder {url}")

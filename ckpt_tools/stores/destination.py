@@ -1,38 +1,20 @@
-"""Interfaces of locations that take bytes, and the rules on what may be replaced there.
-
-    OutputLocation --claim()--> Claim --destination--> files are written, part by part, not visible yet
-          |                       '------publish_files--> 1. check that nothing unexpected is at the location
-          |                                               2. note what is about to be replaced
-          |                                               3. remove old files, or swap them with the new ones
-          |                                               4. new files become visible, the marker file last
-          '--list_leftovers, remove_leftovers: what a killed run left at any of these steps
-
-Each kind of location does these steps as its file system or service allows: most local file systems swap two folders in
-one rename, and on S3 uploads are completed one by one. Step 2 is for those where a killed run is found by its notes.
-"""
+"""Files being written part by part, unseen: the interface, and that of a store which takes bytes at any position."""
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
-from posixpath import dirname
-from types import MappingProxyType
-from typing import ClassVar, Protocol, Self
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Protocol
 
-from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.part_rules import PartRules
-from ckpt_tools.errors import DestinationExistsError
-from ckpt_tools.messages.progress import log_info
-from ckpt_tools.messages.showing import DisplayableResult, Jsonable
-from ckpt_tools.stores.output_names import FolderForm, OutputForm, OutputKind, SingleFileForm
-from ckpt_tools.stores.source import Buffer, CopySource, Store
+from ckpt_tools.errors import CkptError
+from ckpt_tools.stores.source import Buffer, CopySource, FileWriter, FillableStore
 
-NO_FILES: Mapping[str, int] = MappingProxyType({})
-
-MAX_NAMES_IN_MESSAGE = 8
-"""Names in one message."""
+VERIFY_BLOCK_BYTES = 1 << 20
+"""Bytes that are read again at a time, to be checked."""
 
 
 class Destination(ABC):
@@ -97,200 +79,62 @@ class JournalLog(Protocol):
         """Remove all entries. Raises StoreError."""
 
 
-@dataclass(frozen=True, slots=True)
-class Leftover(Jsonable):
-    """A file or object of ``num_bytes`` that an ended run left at its destination or beside it."""
+@dataclass(slots=True)
+class StoreDestination(Destination):
+    """Files of ``store``, a local folder or memory, each open from its first part until it is finished.
 
-    kind: str
-    """Kind in words: unfinished output, an open upload."""
-    url: str
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class DestinationContents:
-    """The files at a destination, hidden ones too, by their names in ``store`` with their sizes in bytes.
-
-    ``others`` are the names of everything else: links, empty folders, pipes, devices.
+    A copy in another process has no file open, and opens one when it first writes to it.
     """
 
-    store: Store
-    files: Mapping[str, int]
-    others: Sequence[str] = ()
+    store: FillableStore
+    _writers: dict[str, FileWriter] = field(default_factory=dict, repr=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
-    def find_unexpected_files(self, known_files: Mapping[str, int]) -> list[str]:
-        """The names that are not in ``known_files``, or that have another size now."""
-        return sorted([*self.others, *(path for path, size in self.files.items() if known_files.get(path) != size)])
+    def check_free_space(self, num_bytes: int) -> None:
+        self.store.check_free_space(num_bytes)
 
+    def begin_file(self, path: str, size_bytes: int) -> str:
+        with self._lock:
+            self._writers[path] = self.store.create(path, size_bytes)
+        return ""
 
-class Claim(ABC):
-    """An output location that this process alone writes to: files go to ``destination``, and ``log`` records what was
-    written."""
+    def write_part(self, path: str, handle: str, number: int, offset: int, data: Buffer) -> str:
+        self._writer_of(path).write_at(offset, data)
+        return ""
 
-    __slots__ = ()
-    destination: Destination
-    log: JournalLog
+    def _writer_of(self, path: str) -> FileWriter:
+        with self._lock:
+            if path not in self._writers:
+                self._writers[path] = self.store.reopen(path)
+            return self._writers[path]
 
-    @property
-    def finished_store(self) -> Store | None:
-        """The finished files, if they can be read before they are published."""
-        return None
+    def has_part(
+        self, path: str, handle: str, number: int, offset: int, num_bytes: int, crc: int, part_tag: str
+    ) -> bool:
+        from isal import isal_zlib
 
-    @abstractmethod
-    def publish_files(self, paths: Sequence[str], replaced: Mapping[str, int] = NO_FILES) -> None:
-        """Make the finished files visible, the last of ``paths`` last, and remove ``replaced``: names and sizes.
+        crc_so_far = 0
+        try:
+            for start in range(offset, offset + num_bytes, VERIFY_BLOCK_BYTES) or (offset,):
+                buffer = bytearray(min(VERIFY_BLOCK_BYTES, offset + num_bytes - start))
+                self.store.read_into(path, start, memoryview(buffer))
+                crc_so_far = isal_zlib.crc32(buffer, crc_so_far)
+        except CkptError:
+            return False
+        return crc_so_far == crc
 
-        Raises:
-            DestinationExistsError: something else than ``replaced`` is there; it is kept. StoreError.
-        """
+    def finish_file(self, path: str, handle: str, part_tags: Sequence[str]) -> None:
+        writer = self._writer_of(path)
+        with self._lock:
+            del self._writers[path]
+        writer.close()
 
-    def publish_companion_file(self, path: str) -> None:
-        """Make one more finished file visible, which describes what was published. Raises StoreError."""
-        raise AssertionError("a file beside output that can be read before is published with it")
+    def close_open_files(self) -> None:
+        with self._lock:
+            for writer in self._writers.values():
+                with suppress(CkptError):
+                    writer.abandon()
+            self._writers.clear()
 
-
-@dataclass(frozen=True, slots=True)
-class OutputLocation(ABC):
-    """The location of an output, a file or a folder, before anything is written there."""
-
-    form: OutputForm = field(default=FolderForm(), kw_only=True)
-
-    def with_form(self, form: OutputForm) -> Self:
-        """The same location, for an output of another form."""
-        return replace(self, form=form)
-
-    def as_single_file(self) -> Self:
-        """The same location, for an output that is one file whatever its name says."""
-        return self.with_form(SingleFileForm(self.name))
-
-    @property
-    @abstractmethod
-    def url(self) -> str:
-        """For messages."""
-
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """The last part of the URL."""
-
-    @property
-    def part_rules(self) -> PartRules:
-        """Part sizes for files there."""
-        return PartRules()
-
-    @abstractmethod
-    def list_contents(self) -> DestinationContents | None:
-        """What exists there: one file, or a folder that is not empty; else None. Raises StoreError."""
-
-    @abstractmethod
-    def check_free(self, *, overwrite: bool) -> None:
-        """Raises DestinationExistsError or UsageError if the location may not, or cannot, be taken; StoreError."""
-
-    @abstractmethod
-    def claim(self, *, overwrite: bool, resume: bool, fsync: bool = False) -> AbstractContextManager[Claim]:
-        """Take the location; on leaving, output that was not published is removed.
-
-        With ``resume`` the output of a killed run is kept, even if this run fails. With ``fsync`` published files
-        outlive a power failure.
-
-        Raises:
-            DestinationExistsError: something is there and ``overwrite`` is False, or another process is writing it.
-            UsageError: the location cannot be replaced. StoreError: it cannot be written.
-        """
-
-    @abstractmethod
-    def list_leftovers(self) -> Sequence[Leftover]:
-        """Leftovers of killed runs, for every form of output, and nothing else.
-
-        Raises:
-            DestinationExistsError: a process is writing there. StoreError: looking failed.
-        """
-
-    @abstractmethod
-    def remove_leftovers(self) -> Sequence[Leftover]:
-        """Remove leftovers, and put back what a killed run had moved aside. Returns and raises as
-        ``list_leftovers``."""
-
-    @abstractmethod
-    def remove_files(self, batches: Sequence[Sequence[str]]) -> None:
-        """Remove files of the folder by name, batch after batch, then the folders that are empty.
-
-        A folder or a link of such a name stays, and a missing name is skipped. Raises StoreError.
-        """
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class CleanReport(DisplayableResult):
-    """Leftovers at ``destination``, and whether they were removed."""
-
-    SHOWN: ClassVar[tuple[str, ...]] = ("destination", "is_removed", "leftovers", "num_bytes")
-    JSON_PROPERTIES: ClassVar[tuple[str, ...]] = ("num_bytes",)
-
-    destination: str
-    leftovers: Sequence[Leftover]
-    is_removed: bool
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(left.num_bytes for left in self.leftovers)
-
-
-def clean_leftovers(location: OutputLocation, *, dry_run: bool) -> CleanReport:
-    """Leftovers of runs that were killed, or failed with ``--resume``, which are removed unless ``dry_run``. Raises as
-    ``OutputLocation.list_leftovers``."""
-    leftovers = location.list_leftovers() if dry_run else location.remove_leftovers()
-    for left in () if dry_run else leftovers:
-        log_info("stores", f"{left.url}: removed {left.kind}")
-    return CleanReport(location.url, tuple(leftovers), is_removed=not dry_run)
-
-
-def check_free(
-    url: str, kind: OutputKind, *, is_taken: bool, existing_kinds: Collection[OutputKind], overwrite: bool
-) -> None:
-    """Raises DestinationExistsError if an output of that ``kind`` may not, or cannot, take the location.
-
-    ``is_taken`` is True if a file is there, or a folder with contents; ``existing_kinds`` are the kinds of what exists
-    there.
-    """
-    if is_taken and not overwrite:
-        raise already_exists_error(url)
-    if blocking_kinds := [other for other in existing_kinds if other != kind]:
-        raise DestinationExistsError(
-            f"{url} is a {blocking_kinds[0]}, which this output cannot replace; remove it first"
-        )
-
-
-def already_exists_error(url: str) -> DestinationExistsError:
-    return DestinationExistsError(
-        f"{url} exists; choose another destination, or replace it with {format_option('overwrite', True)}"
-    )
-
-
-def check_no_unexpected_files(
-    contents: DestinationContents | None, url: str, replaced_files: Mapping[str, int]
-) -> None:
-    """Raises DestinationExistsError if ``contents`` has other files than ``replaced_files``."""
-    unexpected_names = [] if contents is None else contents.find_unexpected_files(replaced_files)
-    if unexpected_names:
-        raise DestinationExistsError(
-            f"{url} contains files that were not there at the start: {format_names(unexpected_names)}; nothing was "
-            f"replaced"
-        )
-
-
-def format_names(names: Iterable[str]) -> str:
-    """The first names for a message, and how many more there are. Characters that cannot be printed are escaped."""
-    printable_names = [name if name.isprintable() else ascii(name) for name in names]
-    num_omitted = len(printable_names) - MAX_NAMES_IN_MESSAGE
-    return ", ".join(printable_names[:MAX_NAMES_IN_MESSAGE]) + (f" and {num_omitted:,} more" if num_omitted > 0 else "")
-
-
-def list_parent_folders(paths: Iterable[str]) -> list[str]:
-    """Every folder that contains one of ``paths``, except the root; inner folders first."""
-    parent_folders: set[str] = set()
-    for path in paths:
-        folder = dirname(path)
-        while folder and folder not in parent_folders:
-            parent_folders.add(folder)
-            folder = dirname(folder)
-    return sorted(parent_folders, key=lambda folder: (-folder.count("/"), folder))
+    def __reduce__(self) -> tuple[object, ...]:
+        return StoreDestination, (self.store,)

@@ -54,7 +54,7 @@ class LockObjects(Protocol):
 
 @dataclass(slots=True)
 class ObjectLock:
-    """A lock at ``key``, taken by ``acquire_lock``. ``url`` is what it locks, for messages."""
+    """A lock at ``key``, taken by ``hold``. ``url`` is what it locks, for messages."""
 
     objects: LockObjects
     key: str
@@ -121,14 +121,12 @@ class ObjectLock:
     def taken_over_error(self) -> StoreError:
         return StoreError(f"another process took over {self.url}, because this one gave no sign of life for too long")
 
-    def release_lock(self) -> None:
-        """Release the lock if this process still holds it. Raises StoreError."""
-        if self._is_held_by_this():
-            self.objects.delete_objects([self.key])
-
     @contextmanager
-    def keep_alive(self) -> Iterator[None]:
-        """Write heartbeats in a thread while this runs. The next beat makes up for one that fails."""
+    def hold(self) -> Iterator[None]:
+        """Hold the lock while this runs; a thread writes heartbeats. The next beat makes up for one that fails.
+
+        Raises as ``acquire_lock``.
+        """
         is_ended = threading.Event()
 
         def write_heartbeats() -> None:
@@ -136,6 +134,7 @@ class ObjectLock:
                 with suppress(CkptError):
                     self.write_heartbeat()
 
+        self.acquire_lock()
         thread = threading.Thread(target=write_heartbeats, name="ckpt-tools-lock", daemon=True)
         thread.start()
         try:
@@ -143,6 +142,9 @@ class ObjectLock:
         finally:
             is_ended.set()
             thread.join()
+            with suppress(CkptError):
+                if self._is_held_by_this():
+                    self.objects.delete_objects([self.key])
 
 
 def _decode_holder(lock_object: ObjectBody) -> dict[str, object]:

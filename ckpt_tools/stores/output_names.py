@@ -4,7 +4,7 @@ and those that follow from its form, one file or a folder, which is decided wher
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Literal
 
 PARTIAL_FOLDER_NAME = ".ckpt-tools-partial"
 """Folder of unfinished output in an object store: inside a destination that is a folder, beside a file."""
@@ -48,54 +48,28 @@ OutputKind = Literal["file", "folder"]
 
 
 @dataclass(frozen=True, slots=True)
-class FolderForm:
-    """The output is a folder; the names of its files are relative to it."""
+class OutputForm:
+    """Whether an output is a folder, or the one file ``file_name`` with others beside it, named after it."""
 
-    kind: ClassVar[OutputKind] = "folder"
-    file_name: ClassVar[None] = None
-    partial_name: ClassVar[str] = PARTIAL_FOLDER_NAME
-    """Folder of unfinished output in an object store, inside the destination."""
-
-    def root_folder_of(self, path: str) -> str:
-        """The folder in which the files of an output at ``path`` are named."""
-        return path
-
-    def digests_path(self, name_in_folder: str) -> str:
-        """The name of the list of digests, which a format places at ``name_in_folder`` in a folder."""
-        return name_in_folder
-
-    def file_url(self, url: str, path: str) -> str:
-        """The URL of the file ``path`` of an output at ``url``."""
-        return f"{url}/{path}"
-
-
-@dataclass(frozen=True, slots=True)
-class SingleFileForm:
-    """The output is the file ``name``; other files are written beside it, under names derived from its name."""
-
-    kind: ClassVar[OutputKind] = "file"
-    name: str
+    file_name: str | None = None
 
     @property
-    def file_name(self) -> str:
-        return self.name
+    def kind(self) -> OutputKind:
+        return "folder" if self.file_name is None else "file"
 
     @property
     def partial_name(self) -> str:
-        """Folder of unfinished output in an object store, beside the file."""
-        return f".{self.name}{PARTIAL_FOLDER_NAME}"
+        """Folder of unfinished output in an object store: inside a destination that is a folder, beside a file."""
+        return PARTIAL_FOLDER_NAME if self.file_name is None else f".{self.file_name}{PARTIAL_FOLDER_NAME}"
 
     def root_folder_of(self, path: str) -> str:
-        """The folder in which the file lies."""
-        return path.rpartition("/")[0]
+        """The folder in which the files of an output at ``path`` are named."""
+        return path if self.file_name is None else path.rpartition("/")[0]
 
     def digests_path(self, name_in_folder: str) -> str:
-        """The file of digests beside the file, whatever its name in a folder would be."""
-        return self.name + DIGESTS_SUFFIX
+        """The name of the list of digests, which a format places at ``name_in_folder`` in a folder."""
+        return name_in_folder if self.file_name is None else self.file_name + DIGESTS_SUFFIX
 
     def file_url(self, url: str, path: str) -> str:
-        """The URL of ``path``, beside the file at ``url``."""
-        return url.removesuffix(self.name) + path
-
-
-OutputForm = FolderForm | SingleFileForm
+        """The URL of the file ``path`` of an output at ``url``."""
+        return f"{url}/{path}" if self.file_name is None else url.removesuffix(self.file_name) + path

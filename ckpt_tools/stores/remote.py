@@ -6,21 +6,21 @@ S3 has a store of our own. Everything else, and nothing of S3, goes through fssp
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import Any
 
 from ckpt_tools.arguments import api_function
-from ckpt_tools.errors import CkptError, SourceNotFoundError, UsageError
+from ckpt_tools.errors import SourceNotFoundError, UsageError
 from ckpt_tools.process.credentials import mask_raised_errors
-from ckpt_tools.stores.destination import OutputLocation
 from ckpt_tools.stores.fsspec.hub import HubOutputLocation, open_hub_store
 from ckpt_tools.stores.fsspec.location import FsspecOutputLocation
 from ckpt_tools.stores.fsspec.lock import FsspecLockObjects
 from ckpt_tools.stores.fsspec.store import is_hub, open_file_system, open_fsspec_store
 from ckpt_tools.stores.object_lock import ObjectLock
 from ckpt_tools.stores.output_names import PARTIAL_FOLDER_NAME
+from ckpt_tools.stores.publishing import OutputLocation
 from ckpt_tools.stores.read_ahead import BlockCache
 from ckpt_tools.stores.s3.location import S3OutputLocation
 from ckpt_tools.stores.s3.options import S3Options
@@ -107,22 +107,18 @@ def claim(url: str, *, storage_options: Mapping[str, Any] | None = None) -> Iter
         >>> with ckpt_tools.claim("memory://examples/run") as claim:
         ...     claim.check()
     """
-    with mask_raised_errors():
-        lock = _open_lock(url, storage_options or {})
-        lock.acquire_lock()
-    try:
-        with lock.keep_alive():
-            yield UrlClaim(lock)
-    finally:
-        with suppress(CkptError):
-            lock.release_lock()
+    with ExitStack() as exit_stack:
+        with mask_raised_errors():
+            lock = _open_lock(url, storage_options or {})
+            exit_stack.enter_context(lock.hold())
+        yield UrlClaim(lock)
 
 
 def _open_lock(url: str, options: Mapping[str, Any]) -> ObjectLock:
     """The lock of a folder, not taken yet; nothing is read or written. Raises UsageError."""
     location = open_remote_location(url, options)
     if isinstance(location, S3OutputLocation):
-        return location.lock
+        return location.stage().lock
     if is_hub(url):
         raise UsageError(
             f"{url}: the Hub has no locks; to remove a checkpoint there, run: hf repos delete-files NAME FOLDER/"

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt_tools.errors import StoreError
-from ckpt_tools.stores.destination import Destination
-from ckpt_tools.stores.file_destination import StoreDestination
+from ckpt_tools.stores.destination import Destination, StoreDestination
 from ckpt_tools.stores.local.store import LocalStore
 from ckpt_tools.stores.output_names import SHARED_TOKEN_NAME
 from ckpt_tools.stores.source import Store, StoreWrapper

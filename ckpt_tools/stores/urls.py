@@ -19,7 +19,7 @@ from ckpt_tools.stores.output_names import MARKER_NAMES, is_marker
 from ckpt_tools.stores.source import Source
 
 if TYPE_CHECKING:
-    from ckpt_tools.stores.destination import OutputLocation
+    from ckpt_tools.stores.publishing import OutputLocation
 
 _FOREIGN_SUFFIX_NAMES = """
     npy ggml ggmf ggjt h5 hdf5 keras onnx tflite pb msgpack mlmodel mlpackage engine plan joblib pkl pickle

@@ -19,8 +19,9 @@ from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import CkptError, DestinationExistsError, SourceNotFoundError, UsageError
 from ckpt_tools.reading.checkpoint import read_source
 from ckpt_tools.runs.opening import open_checkpoint, resolve_checkpoint_url
-from ckpt_tools.stores.destination import NO_FILES, Claim, Destination, OutputLocation
+from ckpt_tools.stores.destination import Destination
 from ckpt_tools.stores.output_names import DIGESTS_NAME, DIGESTS_SUFFIX
+from ckpt_tools.stores.publishing import NO_FILES, Claim, OutputLocation
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import StorageOptions, open_output_location, open_source
 from ckpt_tools.trainers.names import is_optimizer_file

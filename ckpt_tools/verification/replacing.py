@@ -13,8 +13,8 @@ from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import CkptError, DestinationExistsError, StoreError
 from ckpt_tools.formats.index import find_format, read_manifest
 from ckpt_tools.reading.model_files import is_copied_file
-from ckpt_tools.stores.destination import NO_FILES, DestinationContents, OutputLocation, format_names
 from ckpt_tools.stores.output_names import SIGNATURE_NAME, is_visible_file
+from ckpt_tools.stores.publishing import NO_FILES, DestinationContents, OutputLocation, format_names
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import CHOOSE_ANOTHER_DESTINATION
 from ckpt_tools.trainers.transformers import ADAPTER_CONFIG_FILE

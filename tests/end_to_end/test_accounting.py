@@ -21,7 +21,7 @@ from ckpt_tools.formats.base import Format
 from ckpt_tools.formats.builtin import FORMATS
 from ckpt_tools.planning.plan import make_plan
 from ckpt_tools.state_tree.from_deepspeed import collect_user_entries
-from ckpt_tools.stores.file_destination import StoreDestination
+from ckpt_tools.stores.destination import StoreDestination
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.source import Source
 from ckpt_tools.testing.manifests import StoredCheckpoint, stored_checkpoints

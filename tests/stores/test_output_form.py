@@ -5,9 +5,9 @@ from contextlib import nullcontext
 import pytest
 
 from ckpt_tools.errors import DestinationExistsError
-from ckpt_tools.stores.destination import check_free
 from ckpt_tools.stores.fsspec.location import FsspecOutputLocation
-from ckpt_tools.stores.output_names import FolderForm, SingleFileForm
+from ckpt_tools.stores.output_names import OutputForm
+from ckpt_tools.stores.publishing import check_free
 from ckpt_tools.stores.s3.client import Bucket
 from ckpt_tools.stores.s3.location import S3OutputLocation
 from ckpt_tools.stores.s3.options import S3Options
@@ -19,8 +19,8 @@ pytestmark = pytest.mark.quick
 @pytest.mark.parametrize(
     ("form", "root", "digests", "url"),
     [
-        (FolderForm(), "a/out.pt", "tag/ckpt-tools.digests.json", "x://a/out.pt/tag/ckpt-tools.digests.json"),
-        (SingleFileForm("out.pt"), "a", "out.pt.digests.json", "x://a/out.pt.digests.json"),
+        (OutputForm(), "a/out.pt", "tag/ckpt-tools.digests.json", "x://a/out.pt/tag/ckpt-tools.digests.json"),
+        (OutputForm("out.pt"), "a", "out.pt.digests.json", "x://a/out.pt.digests.json"),
     ],
 )
 def test_the_names_of_an_output(form, root, digests, url):
@@ -30,21 +30,24 @@ def test_the_names_of_an_output(form, root, digests, url):
 
 @pytest.mark.parametrize(
     ("name", "form"),
-    [("out", FolderForm()), ("out.safetensors", SingleFileForm("out.safetensors")), ("m.pt", SingleFileForm("m.pt"))],
+    [("out", OutputForm()), ("out.safetensors", OutputForm("out.safetensors")), ("m.pt", OutputForm("m.pt"))],
 )
 @pytest.mark.parametrize("where", ["", "memory://x/", "s3://bucket/x/"])
 def test_the_name_decides_where_a_place_is_opened(where, name, form, tmp_path):
     place = open_output_location(f"{where or tmp_path}/{name}".replace("//out", "/out").replace("//m", "/m"))
     assert (place.form, place.name) == (form, name)
-    assert place.as_single_file().form == SingleFileForm(name)
+    assert place.as_single_file().form == OutputForm(name)
 
 
 def test_object_stores_keep_what_is_ours_beside_a_file_and_in_a_folder():
     place = S3OutputLocation(Bucket(S3Options(), "bucket"), "a/out")
-    assert place.lock.key == "a/out/.ckpt-tools-partial/lock"
-    assert place.as_single_file().lock.key == "a/.out.ckpt-tools-partial/lock"
+    assert place.stage().lock.key == "a/out/.ckpt-tools-partial/lock"
+    assert place.as_single_file().stage().lock.key == "a/.out.ckpt-tools-partial/lock"
     memory = FsspecOutputLocation.of("memory://a/out", {})
-    assert memory._partial_folders() == ["/a/out/.ckpt-tools-partial", "/a/.out.ckpt-tools-partial"]
+    assert [each.partial_folder for each in memory.stage_both_forms()] == [
+        "/a/out/.ckpt-tools-partial",
+        "/a/.out.ckpt-tools-partial",
+    ]
 
 
 @pytest.mark.parametrize("is_taken", [False, True])

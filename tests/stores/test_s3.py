@@ -15,9 +15,10 @@ from ckpt_tools.errors import CkptError, DestinationExistsError, IncompleteError
 from ckpt_tools.stores import object_lock
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.output_names import PARTIAL_FOLDER_NAME
+from ckpt_tools.stores.publishing import Claim
 from ckpt_tools.stores.read_ahead import AHEAD_BYTES, BLOCK_BYTES, MAX_SMALL_BYTES, BlockCache
 from ckpt_tools.stores.s3.client import Bucket
-from ckpt_tools.stores.s3.location import S3Claim, S3OutputLocation
+from ckpt_tools.stores.s3.location import S3OutputLocation
 from ckpt_tools.stores.s3.options import S3Options
 from ckpt_tools.stores.s3.store import S3Store, open_s3_store
 from ckpt_tools.stores.source import CopySource, Source, Store
@@ -66,13 +67,11 @@ class TestBlockCache(StoreTests):
         return BlockCache(behind, behind.list())
 
 
-def claimed(
-    place: S3OutputLocation, *, overwrite: bool = False, resume: bool = False
-) -> AbstractContextManager[S3Claim]:
+def claimed(place: S3OutputLocation, *, overwrite: bool = False, resume: bool = False) -> AbstractContextManager[Claim]:
     return place.claim(overwrite=overwrite, resume=resume)
 
 
-def write(claim: S3Claim, files: Mapping[str, bytes], *, publish: bool = True) -> None:
+def write(claim: Claim, files: Mapping[str, bytes], *, publish: bool = True) -> None:
     """The files in parts, the last of which is written first."""
     for path, data in files.items():
         handle = claim.destination.begin_file(path, len(data))
@@ -178,7 +177,7 @@ def test_replacing_shows_the_old_none_or_the_new(place, runs, s3, allowed, monke
             left[0] = allowed
             claim.publish_files(list(FILES), {path: len(data) for path, data in OLD.items()})
     left[0] = 10**6
-    place.bucket.delete_objects([claim.lock.key])
+    place.bucket.delete_objects([place.stage().lock.key])
     seen = {path: data for path, data in s3.files(f"{runs}out/").items() if PARTIAL_FOLDER_NAME not in path}
     assert seen in (OLD, FILES) or ".metadata" not in seen
     with place.claim(overwrite=seen in (OLD, FILES), resume=False) as claim:
@@ -209,7 +208,7 @@ def test_a_second_writer_is_told_and_of_many_who_start_at_once_one_wins(place):
 
     def attempt(_: int) -> bool:
         try:
-            place.make_claim(overwrite=False).lock.acquire_lock()
+            place.stage().lock.acquire_lock()
         except DestinationExistsError:
             return False
         return True
@@ -229,7 +228,7 @@ import os; os._exit(9)
 """
     assert subprocess.run([sys.executable, "-c", code], env={**os.environ}).returncode == 9
     assert [left.kind for left in place.list_leftovers()] == ["open upload", "lock", "note"]
-    lock = place.make_claim(overwrite=False).lock
+    lock = place.stage().lock
     elsewhere = json.loads(place.bucket.get_object(lock.key).data) | {"machine": "another"}  # type: ignore[union-attr]
     place.bucket.put_object(lock.key, json.dumps(elsewhere).encode())
     with pytest.raises(DestinationExistsError):
@@ -242,9 +241,9 @@ import os; os._exit(9)
 @pytest.mark.parametrize("content", [b"", b'{"token": "1f'], ids=["empty", "cut off"])
 def test_notes_of_a_process_that_was_killed_while_it_wrote_them(place, content):
     """A service may keep what came of a request whose sender was killed."""
-    claim = place.make_claim(overwrite=False)
-    place.bucket.put_object(claim.lock.key, content)
-    place.bucket.put_object(f"{claim.destination.notes.prefix}publishing", content)
+    staging = place.stage()
+    place.bucket.put_object(staging.lock.key, content)
+    place.bucket.put_object(f"{staging.destination.notes.prefix}publishing", content)
     with claimed(place) as taken:
         write(taken, {"a": b"data", "z": b"index"})
     assert S3Store(place.bucket, place.folder_prefix).list() == {"a": 4, "z": 5}
@@ -254,7 +253,7 @@ def test_notes_of_a_process_that_was_killed_while_it_wrote_them(place, content):
 def test_who_lost_the_lock_does_not_publish(place, runs, s3):
     with claimed(place, resume=True) as claim:
         write(claim, FILES, publish=False)
-        place.bucket.put_object(claim.lock.key, b'{"token": "somebody else"}')
+        place.bucket.put_object(place.stage().lock.key, b'{"token": "somebody else"}')
         with pytest.raises(StoreError, match="took over"):
             claim.publish_files(list(FILES))
     assert place.list_contents() is None

@@ -24,7 +24,7 @@ from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.shards import ByteRange, ShardTable
 from ckpt_tools.errors import IncompleteError, StoreError
 from ckpt_tools.planning.plan import Plan
-from ckpt_tools.stores.file_destination import StoreDestination
+from ckpt_tools.stores.destination import StoreDestination
 from ckpt_tools.stores.local.store import LocalStore
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.source import Buffer, FileWriter, FillableStore, Store
@@ -310,7 +310,7 @@ def test_few_files_are_open_at_a_time_however_slowly_they_are_closed(tmp_path):
         from ckpt_tools.core.manifest import Manifest
         from ckpt_tools.planning.plan import Plan
         from ckpt_tools.transfer.runners.threads import ThreadRunner
-        from ckpt_tools.stores.file_destination import StoreDestination
+        from ckpt_tools.stores.destination import StoreDestination
         from ckpt_tools.stores.local.store import LocalStore
         files = [FileLayout(f"{n}", (Literal(b"x"),)) for n in range(300)]
         plan = Plan(Manifest("test", {}), Layout(files), 64, 2)

@@ -18,7 +18,7 @@ from ckpt_tools.core.part_rules import PartRules
 from ckpt_tools.core.shards import ByteRange, ShardTable
 from ckpt_tools.errors import StoreError, UsageError
 from ckpt_tools.planning.plan import Plan
-from ckpt_tools.stores.file_destination import StoreDestination
+from ckpt_tools.stores.destination import StoreDestination
 from ckpt_tools.stores.local.store import LocalStore
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.source import Buffer

@@ -11,21 +11,18 @@ is a source only.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ckpt_tools.core.option_names import format_option
 from ckpt_tools.errors import DestinationExistsError, UsageError
-from ckpt_tools.process.signals import allow_signals, defer_signals
-from ckpt_tools.stores.destination import NO_FILES, Claim, DestinationContents, Leftover, check_no_unexpected_files
-from ckpt_tools.stores.file_destination import StoreDestination
-from ckpt_tools.stores.fsspec.location import FsspecOutputLocation
+from ckpt_tools.stores.destination import StoreDestination
+from ckpt_tools.stores.fsspec.location import FsspecOutputLocation, NullLog
 from ckpt_tools.stores.fsspec.store import NO_RETRY, FsspecStore, call_with_retry, kind_of_path, open_file_system
-from ckpt_tools.stores.local.location import LocalClaim, LocalLog, LocalOutputLocation
-from ckpt_tools.stores.output_names import SingleFileForm
+from ckpt_tools.stores.local.store import LocalStore
+from ckpt_tools.stores.publishing import DestinationContents, Leftover, Staging
 from ckpt_tools.stores.source import Store
 
 BUCKETS_PREFIX = "buckets/"
@@ -109,39 +106,6 @@ class _TemporaryDestination(StoreDestination):
         raise UsageError("only one process can write to this destination; name a path or an s3:// URL")
 
 
-@dataclass(slots=True)
-class HubClaim(Claim):
-    """An output in a temporary folder, to be sent as one commit."""
-
-    location: HubOutputLocation
-    local_claim: LocalClaim
-    overwrite: bool
-    destination: _TemporaryDestination = field(init=False)
-    log: LocalLog = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.destination = _TemporaryDestination(self.local_claim.store)
-        self.log = self.local_claim.log
-
-    @property
-    def finished_store(self) -> Store:
-        return self.local_claim.finished_store
-
-    def publish_files(self, paths: Sequence[str], replaced: Mapping[str, int] = NO_FILES) -> None:
-        location = self.location
-        repository = location.open_repository()
-        parent_commit = repository.resolve_commit(location.url)
-        location.check_free(overwrite=self.overwrite)
-        check_no_unexpected_files(location.list_contents(), location.url, replaced)
-        self.local_claim.publish_files(paths)
-        folder = (
-            self.local_claim.target.parent if isinstance(location.form, SingleFileForm) else self.local_claim.target
-        )
-        location.commit_files(
-            repository, parent_commit, {path: folder / path for path in paths}, {*replaced} - {*paths}
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class HubOutputLocation(FsspecOutputLocation):
     """A path in a repository, as the location of an output."""
@@ -179,30 +143,52 @@ class HubOutputLocation(FsspecOutputLocation):
         files = {name: size for name, size in contents.files.items() if name not in _REPOSITORY_FILES}
         return replace(contents, files=files) if files or contents.others else None
 
+    def stage(self, *, resume: bool = False, fsync: bool = False) -> Staging:
+        self._refuse_resume(resume=resume)
+        return HubStaging(self)
+
+
+@dataclass(slots=True)
+class HubStaging(Staging):
+    """Files in a temporary folder, to be sent as one commit after ``parent_commit``, whose files were looked at."""
+
+    location: HubOutputLocation
+    repository: _Repository = field(init=False)
+    parent_commit: str = field(init=False)
+    destination: _TemporaryDestination = field(init=False)
+    log: NullLog = field(default_factory=NullLog, init=False)
+
+    @property
+    def finished_store(self) -> Store:
+        return self.destination.store
+
     @contextmanager
-    def claim(self, *, overwrite: bool, resume: bool, fsync: bool = False) -> Iterator[HubClaim]:
-        """Take the location; another commit before that of ``publish_files`` makes it fail.
+    def hold(self) -> Iterator[None]:
+        """Another commit before that of ``show_files`` makes it fail. Raises UsageError if there is no repository."""
+        self.location.fs.invalidate_cache()
+        self.location.open_repository()
+        with tempfile.TemporaryDirectory(prefix="ckpt-tools-") as folder:
+            output_folder = Path(folder, "output")
+            output_folder.mkdir()
+            self.destination = _TemporaryDestination(LocalStore(output_folder, replaces_existing=True))
+            yield
 
-        Raises:
-            UsageError: ``resume``, or there is no such repository.
-        """
-        if resume:
-            raise UsageError(
-                f"{format_option('resume', True)}: what was written to {self.url} cannot be continued, "
-                "only to paths and s3:// URLs"
-            )
-        self.fs.invalidate_cache()
-        self.open_repository()
-        self.check_free(overwrite=overwrite)
-        with defer_signals(), tempfile.TemporaryDirectory(prefix="ckpt-tools-") as folder:
-            local_location = LocalOutputLocation(Path(folder) / self.name, form=self.form)
-            with local_location.claim(overwrite=False, resume=False) as local_claim, allow_signals():
-                yield HubClaim(self, local_claim, overwrite)
+    def discard(self) -> None:
+        """Does nothing: ``hold`` removes the folder."""
 
-    def commit_files(
-        self, repository: _Repository, parent_commit: str, added_files: Mapping[str, Path], removed_names: set[str]
-    ) -> None:
-        """Add and remove files of this location in one commit after ``parent_commit``.
+    def list_leftovers(self) -> Sequence[Leftover]:
+        """None: an unfinished output is on this machine alone."""
+        return ()
+
+    def begin_publishing(self) -> None:
+        self.repository = self.location.open_repository()
+        self.parent_commit = self.repository.resolve_commit(self.location.url)
+
+    def note_publishing(self, paths: Sequence[str], replaced: Mapping[str, int]) -> Collection[str]:
+        return ()
+
+    def show_files(self, paths: Sequence[str], replaced: Mapping[str, int]) -> None:
+        """Add and remove files of the location in one commit.
 
         Raises:
             DestinationExistsError: the branch has another commit now. StoreError.
@@ -210,11 +196,12 @@ class HubOutputLocation(FsspecOutputLocation):
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete
         from huggingface_hub.errors import HfHubHTTPError
 
-        root = self.form.root_folder_of(repository.path)
+        location, repository = self.location, self.repository
+        root = location.form.root_folder_of(repository.path)
         path_prefix = f"{root}/" if root else ""
         operations = [
-            *(CommitOperationAdd(f"{path_prefix}{name}", str(path)) for name, path in added_files.items()),
-            *(CommitOperationDelete(f"{path_prefix}{name}") for name in sorted(removed_names)),
+            *(CommitOperationAdd(f"{path_prefix}{name}", f"{self.destination.store.url}/{name}") for name in paths),
+            *(CommitOperationDelete(f"{path_prefix}{name}") for name in sorted(replaced.keys() - {*paths})),
         ]
 
         def send_commit() -> None:
@@ -223,7 +210,7 @@ class HubOutputLocation(FsspecOutputLocation):
                     repository.api.create_commit(
                         operations=operations,
                         commit_message="Write a checkpoint with ckpt-tools",
-                        parent_commit=parent_commit,
+                        parent_commit=self.parent_commit,
                         **repository.api_arguments(),
                     )
             except RuntimeError as error:  # around the answer to the upload of one file
@@ -231,19 +218,12 @@ class HubOutputLocation(FsspecOutputLocation):
             except HfHubHTTPError as error:
                 if error.response.status_code == _PRECONDITION_FAILED:
                     raise DestinationExistsError(
-                        f"{self.url} has a new commit of another program; nothing was replaced; run this again"
+                        f"{location.url} has a new commit of another program; nothing was replaced; run this again"
                     ) from error
                 raise
 
-        call_with_retry(self.url, send_commit, NO_RETRY)
-        self.fs.invalidate_cache()
-
-    def list_leftovers(self) -> Sequence[Leftover]:
-        """None: an unfinished output is on this machine alone."""
-        return ()
-
-    def remove_leftovers(self) -> Sequence[Leftover]:
-        return ()
+        call_with_retry(location.url, send_commit, NO_RETRY)
+        location.fs.invalidate_cache()
 
 
 _PRECONDITION_FAILED = 412

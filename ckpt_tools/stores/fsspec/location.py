@@ -16,8 +16,8 @@ from __future__ import annotations
 import re
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial as partial_call
 from pathlib import PurePosixPath
@@ -25,20 +25,10 @@ from typing import Any
 
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.errors import CkptError, StoreError, UsageError
-from ckpt_tools.process.signals import allow_signals, defer_signals
-from ckpt_tools.stores.destination import (
-    NO_FILES,
-    Claim,
-    Destination,
-    DestinationContents,
-    Leftover,
-    OutputLocation,
-    check_free,
-    check_no_unexpected_files,
-    list_parent_folders,
-)
+from ckpt_tools.stores.destination import Destination
 from ckpt_tools.stores.fsspec.store import FsspecStore, call_with_retry, kind_of_path, open_file_system, size_of_info
-from ckpt_tools.stores.output_names import PARTIAL_FOLDER_NAME, FolderForm, OutputKind, SingleFileForm, is_marker
+from ckpt_tools.stores.output_names import PARTIAL_FOLDER_NAME
+from ckpt_tools.stores.publishing import DestinationContents, Leftover, OutputLocation, Staging, list_parent_folders
 from ckpt_tools.stores.source import Buffer, check_file_name
 
 _TOKEN_BYTES = 8
@@ -133,70 +123,6 @@ class NullLog:
         """Does nothing: the log is empty."""
 
 
-@dataclass(slots=True)
-class FsspecClaim(Claim):
-    """A location in a file system, being written to."""
-
-    location: FsspecOutputLocation
-    destination: FsspecDestination
-    overwrite: bool
-    log: NullLog = field(default_factory=NullLog)
-    keeps_output: bool = False
-    """True if publishing failed when old files may have been removed: the staged files may be all there is."""
-
-    def publish_files(self, paths: Sequence[str], replaced: Mapping[str, int] = NO_FILES) -> None:
-        """Like ``Claim.publish_files``. If moving fails, what was moved is removed, or moved back and kept if old
-        files were removed for it."""
-        location = self.location
-        location.check_free(overwrite=self.overwrite)
-        check_no_unexpected_files(location.list_contents(), location.url, replaced)
-        # Markers first: without them the rest is no checkpoint.
-        replaced_names = sorted({*replaced} - {location.form.file_name}, key=lambda path: not is_marker(path))
-        moved_names: list[str] = []
-        try:
-            location.remove_files([replaced_names])
-            for path in paths:
-                moved_names.append(path)
-                self.publish_companion_file(path)
-        except CkptError as error:
-            self.keeps_output = bool(replaced_names)
-            for path in moved_names:
-                if path in replaced_names or path not in replaced:
-                    self._undo_move(path)
-            if replaced_names:
-                error.message += (
-                    "; the old checkpoint is being replaced, and the new one is kept in "
-                    f"{location.fs.unstrip_protocol(self.destination.root)}: move its files to {location.url} yourself"
-                )
-            raise
-
-    def publish_companion_file(self, path: str) -> None:
-        staged_path, final_path = self._staged_and_final_path(path)
-
-        def move_into_place() -> None:
-            fs = self.location.fs
-            fs.makedirs(final_path.rpartition("/")[0], exist_ok=True)
-            if fs.exists(staged_path):
-                fs.mv(staged_path, final_path)
-            elif not fs.exists(final_path):
-                raise StoreError("it disappeared before it was published", path=staged_path)
-
-        call_with_retry(final_path, move_into_place)
-
-    def _staged_and_final_path(self, path: str) -> tuple[str, str]:
-        """Path of the file while it is written, and its path after the move."""
-        return f"{self.destination.root}/{path}", f"{self.location.root}/{path}"
-
-    def _undo_move(self, path: str) -> None:
-        """Undo a move that succeeded or failed halfway."""
-        (staged_path, final_path), fs = self._staged_and_final_path(path), self.location.fs
-        with suppress(Exception):
-            if self.keeps_output and not fs.exists(staged_path):
-                fs.mv(final_path, staged_path)
-            elif fs.exists(final_path):
-                fs.rm_file(final_path)
-
-
 @dataclass(frozen=True, slots=True)
 class FsspecOutputLocation(OutputLocation):
     """A path of a file system, as the location of an output."""
@@ -221,9 +147,7 @@ class FsspecOutputLocation(OutputLocation):
         return PurePosixPath(self.path).name
 
     def list_contents(self) -> DestinationContents | None:
-        return call_with_retry(
-            self.url, self._list_file if isinstance(self.form, SingleFileForm) else self._list_folder
-        )
+        return call_with_retry(self.url, self._list_folder if self.form.file_name is None else self._list_file)
 
     def _list_file(self) -> DestinationContents | None:
         self.fs.invalidate_cache()
@@ -248,86 +172,22 @@ class FsspecOutputLocation(OutputLocation):
         others = [path for path, info in more if path not in nonempty_folders or _is_link(info)]
         return DestinationContents(FsspecStore(self.fs, self.path), files, others) if files or others else None
 
-    def _partial_folders(self) -> list[str]:
-        """Folders of unfinished output, for both forms, because the form of an earlier output is unknown."""
-        return [self.with_form(FolderForm())._partial_folder, self.as_single_file()._partial_folder]
-
     @property
     def root(self) -> str:
         """The folder in which the files of an output are named."""
         return self.form.root_folder_of(self.path)
 
-    @property
-    def _partial_folder(self) -> str:
-        return f"{self.root}/{self.form.partial_name}"
+    def stage(self, *, resume: bool = False, fsync: bool = False) -> Staging:
+        self._refuse_resume(resume=resume)
+        return FsspecStaging(self)
 
-    def check_free(self, *, overwrite: bool) -> None:
-        """Raises DestinationExistsError if the location may not, or cannot, be taken."""
-        self.fs.invalidate_cache()
-        is_file = kind_of_path(self.fs, self.path, self.url) == "file"
-        is_folder = call_with_retry(self.url, self._list_folder) is not None
-        existing: dict[OutputKind, bool] = {"file": is_file, "folder": is_folder}
-        existing_kinds = [kind for kind, found in existing.items() if found]
-        check_free(
-            self.url, self.form.kind, is_taken=bool(existing_kinds), existing_kinds=existing_kinds, overwrite=overwrite
-        )
-
-    @contextmanager
-    def claim(self, *, overwrite: bool, resume: bool, fsync: bool = False) -> Iterator[Claim]:
-        """As ``OutputLocation.claim``, but two processes may claim it at once: file systems have no common lock.
-
-        Services answer when bytes are safe, so ``fsync`` changes nothing.
-
-        Raises:
-            UsageError: ``resume``, which this kind of store cannot do.
-        """
+    def _refuse_resume(self, *, resume: bool) -> None:
         if resume:
             raise UsageError.of(
                 "resume",
                 f"{format_option('resume', True)}: what was written to {self.url} cannot be continued, "
                 "only to paths and s3:// URLs",
             )
-        self.check_free(overwrite=overwrite)
-        partial_folder = self._partial_folder
-        self._remove_staged_folders(partial_folder)
-        destination = FsspecDestination(self.fs, f"{partial_folder}/{secrets.token_hex(_TOKEN_BYTES)}")
-        claim = FsspecClaim(self, destination, overwrite)
-        with defer_signals():
-            try:
-                with allow_signals():
-                    yield claim
-            finally:
-                destination.close_open_files()
-                if not claim.keeps_output:
-                    with suppress(CkptError):
-                        self._remove_staged_folders(partial_folder)
-
-    def _remove_staged_folders(self, partial_folder: str) -> None:
-        for folder in call_with_retry(self.url, lambda: self._list_staged_folders(partial_folder)):
-            with suppress(FileNotFoundError):
-                call_with_retry(self.url, partial_call(self.fs.rm, folder, recursive=True))
-        self._remove_empty_folder(partial_folder)
-
-    def _list_staged_folders(self, partial_folder: str) -> list[str]:
-        self.fs.invalidate_cache()
-        try:
-            child_paths = [str(path).rstrip("/") for path in self.fs.ls(partial_folder, detail=False)]
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        return [path for path in child_paths if _TOKEN_FORM.fullmatch(path.rpartition("/")[2])]
-
-    def list_leftovers(self) -> Sequence[Leftover]:
-        def find_leftovers() -> list[Leftover]:
-            infos: dict[str, Any] = {}
-            for folder in (each for partial in self._partial_folders() for each in self._list_staged_folders(partial)):
-                with suppress(FileNotFoundError):
-                    infos |= self.fs.find(folder, detail=True)
-            return [
-                Leftover("unfinished output", str(self.fs.unstrip_protocol(path)), int(info.get("size") or 0))
-                for path, info in infos.items()
-            ]
-
-        return call_with_retry(self.url, find_leftovers)
 
     def remove_files(self, batches: Sequence[Sequence[str]]) -> None:
         names = [name for batch in batches for name in batch]
@@ -338,17 +198,108 @@ class FsspecOutputLocation(OutputLocation):
                 with suppress(FileNotFoundError):
                     self.fs.rm_file(f"{self.root}/{name}")
             for folder in list_parent_folders(names):
-                self._remove_empty_folder(f"{self.root}/{folder}")
+                self.remove_empty_folder(f"{self.root}/{folder}")
 
         call_with_retry(self.url, remove_all)
 
-    def _remove_empty_folder(self, path: str) -> None:
+    def remove_empty_folder(self, path: str) -> None:
         """Remove a folder if it is empty. Services without folders, and full folders, raise errors of many kinds."""
         with suppress(Exception):
             self.fs.rmdir(path)
 
-    def remove_leftovers(self) -> Sequence[Leftover]:
-        found = self.list_leftovers()
-        for partial in self._partial_folders():
-            self._remove_staged_folders(partial)
-        return found
+
+@dataclass(slots=True)
+class FsspecStaging(Staging):
+    """Files below ``partial_folder``, in a folder of this run alone. Two processes may write at once: file systems have
+    no common lock."""
+
+    location: FsspecOutputLocation
+    partial_folder: str = field(init=False)
+    destination: FsspecDestination = field(init=False)
+    log: NullLog = field(default_factory=NullLog, init=False)
+
+    def __post_init__(self) -> None:
+        self.partial_folder = f"{self.location.root}/{self.location.form.partial_name}"
+        run_folder = f"{self.partial_folder}/{secrets.token_hex(_TOKEN_BYTES)}"
+        self.destination = FsspecDestination(self.location.fs, run_folder)
+
+    @property
+    def rescue_hint(self) -> str:
+        run_folder = self.location.fs.unstrip_protocol(self.destination.root)
+        return f"the new one is kept in {run_folder}: move its files to {self.location.url} yourself"
+
+    def discard(self) -> None:
+        """Remove the staged files of all runs."""
+        url, fs = self.location.url, self.location.fs
+        for folder in call_with_retry(url, self._list_staged_folders):
+            with suppress(FileNotFoundError):
+                call_with_retry(url, partial_call(fs.rm, folder, recursive=True))
+        self.location.remove_empty_folder(self.partial_folder)
+
+    def _list_staged_folders(self) -> list[str]:
+        fs = self.location.fs
+        fs.invalidate_cache()
+        try:
+            child_paths = [str(path).rstrip("/") for path in fs.ls(self.partial_folder, detail=False)]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return [path for path in child_paths if _TOKEN_FORM.fullmatch(path.rpartition("/")[2])]
+
+    def list_leftovers(self) -> Sequence[Leftover]:
+        fs = self.location.fs
+
+        def find_leftovers() -> list[Leftover]:
+            infos: dict[str, Any] = {}
+            for folder in self._list_staged_folders():
+                with suppress(FileNotFoundError):
+                    infos |= fs.find(folder, detail=True) or {folder: {}}
+            return [
+                Leftover("unfinished output", str(fs.unstrip_protocol(path)), int(info.get("size") or 0))
+                for path, info in infos.items()
+            ]
+
+        return call_with_retry(self.location.url, find_leftovers)
+
+    def note_publishing(self, paths: Sequence[str], replaced: Mapping[str, int]) -> Collection[str]:
+        return sorted(replaced.keys() - {self.location.form.file_name})
+
+    def show_files(self, paths: Sequence[str], replaced: Mapping[str, int]) -> None:
+        """Move the files. If one cannot be moved, those before are removed again, or moved back where old files are
+        gone: the new ones may be all there is."""
+        moved_names: list[str] = []
+        try:
+            for path in paths:
+                moved_names.append(path)
+                self._move_into_place(path)
+        except CkptError:
+            file_name = self.location.form.file_name
+            for path in moved_names:
+                if path != file_name or path not in replaced:
+                    self._undo_move(path, moves_back=file_name is None and bool(replaced))
+            raise
+
+    def _move_into_place(self, path: str) -> None:
+        staged_path, final_path = self._staged_and_final_path(path)
+
+        def move_into_place() -> None:
+            fs = self.location.fs
+            fs.makedirs(final_path.rpartition("/")[0], exist_ok=True)
+            if fs.exists(staged_path):
+                fs.mv(staged_path, final_path)
+            elif not fs.exists(final_path):
+                raise StoreError("it disappeared before it was published", path=staged_path)
+
+        call_with_retry(final_path, move_into_place)
+
+    def _staged_and_final_path(self, path: str) -> tuple[str, str]:
+        """Path of the file while it is written, and its path after the move."""
+        return f"{self.destination.root}/{path}", f"{self.location.root}/{path}"
+
+    def _undo_move(self, path: str, *, moves_back: bool) -> None:
+        """Undo a move that succeeded or failed halfway."""
+        (staged_path, final_path), fs = self._staged_and_final_path(path), self.location.fs
+        with suppress(Exception):
+            if moves_back and not fs.exists(staged_path):
+                fs.mv(final_path, staged_path)
+            elif fs.exists(final_path):
+                fs.rm_file(final_path)

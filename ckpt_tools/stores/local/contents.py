@@ -9,20 +9,20 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ckpt_tools.errors import UsageError
-from ckpt_tools.stores.destination import DestinationContents, check_free
 from ckpt_tools.stores.local.store import LocalStore
-from ckpt_tools.stores.output_names import OutputForm, OutputKind, SingleFileForm
+from ckpt_tools.stores.output_names import OutputForm, OutputKind
+from ckpt_tools.stores.publishing import DestinationContents, check_free
 
 
 def resolve_target(target: Path, form: OutputForm) -> Path:
     """The path without links. The last part of a file's path is kept: a link to a file is itself replaced."""
-    is_file = isinstance(form, SingleFileForm)
-    return Path(os.path.realpath(target.parent), target.name) if is_file else Path(os.path.realpath(target))
+    is_folder = form.file_name is None
+    return Path(os.path.realpath(target)) if is_folder else Path(os.path.realpath(target.parent), target.name)
 
 
 def list_contents_at(path: Path, form: OutputForm) -> DestinationContents | None:
     """What exists at a path. Links are not followed, but a link to a file counts as the file. Raises OSError."""
-    return contents_of_file(path) if isinstance(form, SingleFileForm) else contents_of_folder(path)
+    return contents_of_folder(path) if form.file_name is None else contents_of_file(path)
 
 
 def contents_of_file(path: Path) -> DestinationContents | None:

@@ -18,7 +18,7 @@ from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, ParamGroup, StateKe
 from ckpt_tools.core.notes import Note
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.planning.plan import make_plan
-from ckpt_tools.stores.file_destination import StoreDestination
+from ckpt_tools.stores.destination import StoreDestination
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.source import Store
 from ckpt_tools.stores.wrappers import InMemoryOverlay

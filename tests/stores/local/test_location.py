@@ -13,25 +13,34 @@ from pathlib import Path
 import pytest
 
 from ckpt_tools.errors import DestinationExistsError, StoreError, UsageError
-from ckpt_tools.stores.local import publish
-from ckpt_tools.stores.local.location import LocalClaim, LocalOutputLocation
+from ckpt_tools.stores.local import staging_folder
+from ckpt_tools.stores.local.location import LocalOutputLocation
 from ckpt_tools.stores.local.staging_folder import OwnedNames
-from ckpt_tools.stores.output_names import FolderForm, OutputForm, SingleFileForm
+from ckpt_tools.stores.output_names import OutputForm
+from ckpt_tools.stores.publishing import NO_FILES, Claim
 
 BOTH = pytest.mark.parametrize("is_file", [True, False], ids=["file", "folder"])
 
 
-def fill(staging: LocalClaim, text: str) -> None:
-    """An output whose two files have to agree; a single one where it is a file."""
-    names = [staging.target.name] if isinstance(staging.form, SingleFileForm) else ["a", "deep/b"]
-    for name in names:
-        writer = staging.store.create(name, len(text))
-        writer.write_at(0, text.encode())
-        writer.close()
+def output_names(claim: Claim) -> list[str]:
+    """Two files that have to agree; a single one where the output is a file."""
+    file_name = claim.location.form.file_name
+    return ["a", "deep/b"] if file_name is None else [file_name]
 
 
-def form_of(target: Path, *, is_file: bool) -> OutputForm:
-    return SingleFileForm(target.name) if is_file else FolderForm()
+def fill(claim: Claim, text: str) -> None:
+    for name in output_names(claim):
+        write(claim, name, text)
+
+
+def write(claim: Claim, name: str, text: str) -> None:
+    handle = claim.destination.begin_file(name, len(text))
+    claim.destination.write_part(name, handle, 0, 0, text.encode())
+    claim.destination.finish_file(name, handle, [""])
+
+
+def publish(claim: Claim, replaced: Mapping[str, int] = NO_FILES) -> None:
+    claim.publish_files(output_names(claim), replaced)
 
 
 def put(target: Path, text: str, *, is_file: bool) -> None:
@@ -44,7 +53,7 @@ def put(target: Path, text: str, *, is_file: bool) -> None:
 
 
 def location_of(target: Path, *, is_file: bool) -> LocalOutputLocation:
-    return LocalOutputLocation(target, form=form_of(target, is_file=is_file))
+    return LocalOutputLocation(target, form=OutputForm(target.name if is_file else None))
 
 
 def text_of(target: Path) -> str:
@@ -56,9 +65,9 @@ def text_of(target: Path) -> str:
 
 
 def convert(target: Path, text: str, *, is_file: bool, overwrite: bool = False, fsync: bool = False) -> None:
-    with location_of(target, is_file=is_file).claim(overwrite=overwrite, resume=False, fsync=fsync) as staging:
-        fill(staging, text)
-        staging.publish_files(replaced=there(target, is_file=is_file))
+    with location_of(target, is_file=is_file).claim(overwrite=overwrite, resume=False, fsync=fsync) as claim:
+        fill(claim, text)
+        publish(claim, there(target, is_file=is_file))
 
 
 def there(target: Path, *, is_file: bool) -> Mapping[str, int]:
@@ -95,10 +104,10 @@ def assert_alone(target: Path, text: str) -> None:
 @pytest.mark.parametrize("fsync", [False, True])
 def test_it_is_absent_and_then_complete(tmp_path, is_file, fsync):
     target = tmp_path / "new/out"
-    with location_of(target, is_file=is_file).claim(overwrite=False, resume=False, fsync=fsync) as staging:
-        fill(staging, "new")
+    with location_of(target, is_file=is_file).claim(overwrite=False, resume=False, fsync=fsync) as claim:
+        fill(claim, "new")
         assert not target.exists()
-        staging.publish_files()
+        publish(claim)
         assert text_of(target) == "new"
     assert names(tmp_path / "new") == ["out"]
 
@@ -110,8 +119,8 @@ def test_it_is_absent_or_stays_old_where_the_work_ends_early(tmp_path, is_file, 
     if old:
         put(tmp_path / "out", "old", is_file=is_file)
     with suppress(StoreError, KeyboardInterrupt):
-        with location_of(tmp_path / "out", is_file=is_file).claim(overwrite=old, resume=False) as staging:
-            fill(staging, "new")
+        with location_of(tmp_path / "out", is_file=is_file).claim(overwrite=old, resume=False) as claim:
+            fill(claim, "new")
             if error is not None:
                 raise error
     assert names(tmp_path) == ["out"] * old
@@ -154,7 +163,7 @@ class TestWithoutExchange:
 
     @pytest.fixture(autouse=True)
     def _no_exchange(self, monkeypatch):
-        monkeypatch.setattr(publish, "_exchange_paths", lambda a, b: False)
+        monkeypatch.setattr(staging_folder, "exchange_paths", lambda a, b: False)
 
     def test_a_full_folder_is_replaced_in_two_steps(self, tmp_path):
         put(tmp_path / "out", "old", is_file=False)
@@ -177,7 +186,7 @@ class TestWithoutExchange:
 def test_what_comes_while_the_old_is_replaced_is_kept(tmp_path, monkeypatch, exchange):
     """Between the last look and the swap, and so with both ways to swap."""
     put(tmp_path / "out", "old", is_file=False)
-    real, came = publish._exchange_paths, []
+    real, came = staging_folder.exchange_paths, []
 
     def late(a: Path, b: Path) -> bool:
         if not came:
@@ -185,7 +194,7 @@ def test_what_comes_while_the_old_is_replaced_is_kept(tmp_path, monkeypatch, exc
         came.append(b)
         return real(a, b) if exchange else False
 
-    monkeypatch.setattr(publish, "_exchange_paths", late)
+    monkeypatch.setattr(staging_folder, "exchange_paths", late)
     with pytest.raises(DestinationExistsError, match=r"unchanged, because files were added to it meanwhile: late"):
         convert(tmp_path / "out", "new", is_file=False, overwrite=True)
     assert names(tmp_path) == ["out"]
@@ -197,16 +206,16 @@ def test_what_comes_while_the_old_is_replaced_is_kept(tmp_path, monkeypatch, exc
 def test_what_comes_into_the_old_after_the_swap_is_kept_and_named(tmp_path, monkeypatch, exchange):
     """By a process that has the old folder open, under the name of a file of the new one."""
     put(tmp_path / "out", "old", is_file=False)
-    real = publish.remove_files_by_name
+    real = staging_folder.remove_files_by_name
 
     def late(folder: Path, names: Collection[str]) -> None:
         if "gone" in names:
             (folder / "a").write_text("mine")
         real(folder, names)
 
-    monkeypatch.setattr(publish, "remove_files_by_name", late)
+    monkeypatch.setattr(staging_folder, "remove_files_by_name", late)
     if not exchange:
-        monkeypatch.setattr(publish, "_exchange_paths", lambda a, b: False)
+        monkeypatch.setattr(staging_folder, "exchange_paths", lambda a, b: False)
     (tmp_path / "out/a").rename(tmp_path / "out/gone")
     with pytest.raises(DestinationExistsError, match=r"out is written; .* are kept in (.*); move them away") as caught:
         convert(tmp_path / "out", "new", is_file=False, overwrite=True)
@@ -227,10 +236,10 @@ def test_nothing_but_what_is_named_is_replaced(tmp_path, is_file):
         dict.fromkeys(known, 4),
         {name: size for name, size in known.items() if name not in ("a", "out")},
     ):
-        with location_of(tmp_path / "out", is_file=is_file).claim(overwrite=True, resume=False) as staging:
-            fill(staging, "new")
+        with location_of(tmp_path / "out", is_file=is_file).claim(overwrite=True, resume=False) as claim:
+            fill(claim, "new")
             with pytest.raises(DestinationExistsError, match="were not there at the start"):
-                staging.publish_files(replaced=wrong)
+                publish(claim, wrong)
     assert_alone(tmp_path / "out", "old")
 
 
@@ -238,12 +247,12 @@ CHILD = """
 import sys, time
 from pathlib import Path
 from ckpt_tools.stores.local.location import LocalOutputLocation
-from ckpt_tools.stores.output_names import FolderForm, SingleFileForm
-form = SingleFileForm("out") if sys.argv[2] == "True" else FolderForm()
-with LocalOutputLocation(Path(sys.argv[1]), form=form).claim(overwrite=sys.argv[3] == "True", resume=False) as staging:
-    writer = staging.store.create("half/written", 1 << 20)
-    writer.write_at(0, b"half")
-    staging.log.append(b"log")
+from ckpt_tools.stores.output_names import OutputForm
+form = OutputForm("out" if sys.argv[2] == "True" else None)
+with LocalOutputLocation(Path(sys.argv[1]), form=form).claim(overwrite=sys.argv[3] == "True", resume=False) as claim:
+    handle = claim.destination.begin_file("half/written", 1 << 20)
+    claim.destination.write_part("half/written", handle, 0, 0, b"half")
+    claim.log.append(b"log")
     print("writing", flush=True)
     time.sleep(60)
 """
@@ -272,7 +281,7 @@ def test_a_second_writer_is_told(tmp_path, is_file):
         with pytest.raises(DestinationExistsError, match="another process is writing"):
             convert(tmp_path / "own", "second, of this process", is_file=False)
         fill(first, "first")
-        first.publish_files()
+        publish(first)
     assert text_of(tmp_path / "own") == "first"
 
 
@@ -311,11 +320,11 @@ def test_a_link_in_the_place_of_the_staging_folder_is_refused(tmp_path):
 
 @BOTH
 def test_what_somebody_else_put_there_meanwhile_is_kept(tmp_path, is_file):
-    with location_of(tmp_path / "out", is_file=is_file).claim(overwrite=False, resume=False) as staging:
-        fill(staging, "new")
+    with location_of(tmp_path / "out", is_file=is_file).claim(overwrite=False, resume=False) as claim:
+        fill(claim, "new")
         put(tmp_path / "out", "theirs", is_file=is_file)
         with pytest.raises(DestinationExistsError):
-            staging.publish_files()
+            publish(claim)
     assert_alone(tmp_path / "out", "theirs")
 
 
@@ -324,18 +333,17 @@ import sys
 from pathlib import Path
 from ckpt_tools.errors import DestinationExistsError
 from ckpt_tools.stores.local.location import LocalOutputLocation
-from ckpt_tools.stores.output_names import FolderForm
 published = 0
 while published < 30:
     text = f"{sys.argv[2]} {published}".encode()
     try:
-        with LocalOutputLocation(Path(sys.argv[1])).claim(overwrite=True, resume=False) as staging:
+        with LocalOutputLocation(Path(sys.argv[1])).claim(overwrite=True, resume=False) as claim:
             for name in ("a", "deep/b"):
-                writer = staging.store.create(name, len(text))
-                writer.write_at(0, text)
-                writer.close()
+                handle = claim.destination.begin_file(name, len(text))
+                claim.destination.write_part(name, handle, 0, 0, text)
+                claim.destination.finish_file(name, handle, [""])
             there = LocalOutputLocation(Path(sys.argv[1])).list_contents()
-            staging.publish_files(replaced={} if there is None else there.files)
+            claim.publish_files(["a", "deep/b"], {} if there is None else there.files)
         published += 1
     except DestinationExistsError:
         pass
@@ -380,18 +388,21 @@ class TestPlaces:
         with pytest.raises(UsageError, match="is a mount point"):
             convert(Path("/proc"), "new", is_file=False, overwrite=True)
 
-    @pytest.mark.parametrize("place", ["/proc/nowhere/out", "file/out", "x" * 250])
-    def test_where_no_folder_can_be_made_is_a_store_error(self, tmp_path, place, monkeypatch):
+    @pytest.mark.parametrize(
+        ("place", "said"),
+        [("/proc/nowhere/out", "cannot write"), ("file/out", "cannot write"), ("x" * 250, "looking failed: File name")],
+    )
+    def test_where_no_folder_can_be_made_is_a_store_error(self, tmp_path, place, said, monkeypatch):
         monkeypatch.chdir(tmp_path)
         (tmp_path / "file").write_text("")
-        with pytest.raises(StoreError, match="cannot write there"):
+        with pytest.raises(StoreError, match=said):
             convert(Path(place), "new", is_file=False)
 
 
 def test_what_a_killed_run_left_beside_the_output_is_not_published(tmp_path):
-    with LocalOutputLocation(tmp_path / "out").claim(overwrite=False, resume=True) as staging:
-        fill(staging, "new")
-        staging.store.create("deep/ckpt-tools.digests.json", 2).close()
-        staging.publish_files(["a", "deep/b"])
+    with LocalOutputLocation(tmp_path / "out").claim(overwrite=False, resume=True) as claim:
+        fill(claim, "new")
+        write(claim, "deep/ckpt-tools.digests.json", "{}")
+        publish(claim)
     assert text_of(tmp_path / "out") == "new"
     assert names(tmp_path / "out/deep") == ["b"]

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_tools.errors import StoreError
-from ckpt_tools.stores.file_destination import StoreDestination
+from ckpt_tools.stores.destination import StoreDestination
 from ckpt_tools.stores.local.store import LocalStore
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.shared_files import SharedFilesCheck, prepare_shared_files_check
