@@ -28,7 +28,7 @@ from ckpt_tools.messages.wording import join_newest
 from ckpt_tools.reading.enrich import enrich_manifest
 from ckpt_tools.reading.steps import add_step_doubts
 from ckpt_tools.stores.source import Source
-from ckpt_tools.stores.wrappers import InMemoryOverlay
+from ckpt_tools.stores.wrappers import overlay_literals
 from ckpt_tools.trainers.accelerate import refuse_several_models
 from ckpt_tools.trainers.all import TRAINERS
 from ckpt_tools.trainers.megatron_lm import TRACKER_FILE
@@ -73,7 +73,7 @@ def read_source(source: Source, options: ReadOptions, *, format_name: str | None
 
         is_quantized = get_quantization_config(read_nearest_config(source, manifest)) is not None
         manifest = replace(manifest, is_quantized=is_quantized)
-    return replace(source, store=InMemoryOverlay(source.store, manifest.literals)), manifest
+    return replace(source, store=overlay_literals(source.store, manifest.literals)), manifest
 
 
 def _read_with_optimizer(reader: Format, source: Source, options: ReadOptions) -> tuple[Manifest, frozenset[str]]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ckpt_tools.errors import IncompleteError
-from ckpt_tools.stores.source import Buffer, FillableStore, Source, check_file_name, check_range
+from ckpt_tools.stores.source import Buffer, FillableStore, check_file_name, check_range
 
 
 @dataclass(slots=True)
@@ -23,14 +23,18 @@ class MemoryStore(FillableStore):
         return {path: len(data) for path, data in self.files.items()}
 
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
-        data = self.files.get(check_file_name(path))
-        if data is None:
-            raise IncompleteError("this file of the checkpoint is missing", path=path)
+        data = self._get_bytes(path)
         check_range(path, start + len(buffer), len(data))
         buffer[:] = memoryview(data)[start : start + len(buffer)]
 
     def size(self, path: str) -> int:
-        return Source(self, {path: len(self.files[path])} if path in self.files else {}).size(path)
+        return len(self._get_bytes(path))
+
+    def _get_bytes(self, path: str) -> bytearray:
+        if path not in self.files:
+            check_file_name(path)
+            raise IncompleteError("this file of the checkpoint is missing", path=path)
+        return self.files[path]
 
     def create(self, path: str, size_bytes: int) -> MemoryFileWriter:
         data = self.files[check_file_name(path)] = bytearray(size_bytes)

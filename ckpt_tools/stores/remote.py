@@ -20,7 +20,6 @@ from ckpt_tools.stores.fsspec.lock import FsspecLockObjects
 from ckpt_tools.stores.fsspec.store import is_hub, open_file_system, open_fsspec_store
 from ckpt_tools.stores.object_lock import ObjectLock
 from ckpt_tools.stores.output_names import PARTIAL_FOLDER_NAME
-from ckpt_tools.stores.publishing import OutputLocation
 from ckpt_tools.stores.read_ahead import BlockCache
 from ckpt_tools.stores.s3.location import S3OutputLocation
 from ckpt_tools.stores.s3.options import S3Options
@@ -46,7 +45,7 @@ def open_remote_source(url: str, options: Mapping[str, Any]) -> Source:
     return replace(source, store=BlockCache(store, source.files))
 
 
-def open_remote_location(url: str, options: Mapping[str, Any]) -> OutputLocation:
+def open_remote_location(url: str, options: Mapping[str, Any]) -> S3OutputLocation | FsspecOutputLocation:
     """Location of an output; nothing is read or written. Raises UsageError."""
     if not _is_s3(url):
         return (HubOutputLocation if is_hub(url) else FsspecOutputLocation).of(url, options)
@@ -123,8 +122,7 @@ def _open_lock(url: str, options: Mapping[str, Any]) -> ObjectLock:
         raise UsageError(
             f"{url}: the Hub has no locks; to remove a checkpoint there, run: hf repos delete-files NAME FOLDER/"
         )
-    objects = FsspecLockObjects.of(url, options)
-    return ObjectLock(objects, f"{objects.path}/{PARTIAL_FOLDER_NAME}/lock", url)
+    return ObjectLock(FsspecLockObjects(location.fs), f"{location.path}/{PARTIAL_FOLDER_NAME}/lock", url)
 
 
 def _is_s3(url: str) -> bool:

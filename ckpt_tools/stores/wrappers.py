@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from ckpt_tools.core.dtypes import DType
@@ -21,31 +21,18 @@ class RedirectingStore(StoreWrapper):
     store: Store
     redirected_files: Mapping[str, tuple[Store, str]]
 
+    def list(self) -> Mapping[str, int]:
+        sizes = {name: store.size(path) for name, (store, path) in self.redirected_files.items()}
+        return {**self.store.list(), **sizes}
+
     def _resolve_file(self, path: str) -> tuple[Store, str]:
         return self.redirected_files.get(path, (self.store, path))
 
 
-@dataclass(frozen=True, slots=True)
-class InMemoryOverlay(StoreWrapper):
-    """``in_memory_files`` by name, in front of ``store``: values that a checkpoint keeps as plain numbers, as bytes."""
-
-    store: Store
-    in_memory_files: Mapping[str, bytes] = field(repr=False)
-
-    def list(self) -> Mapping[str, int]:
-        return {**self.store.list(), **{name: len(data) for name, data in self.in_memory_files.items()}}
-
-    def read_into(self, path: str, start: int, buffer: memoryview) -> None:
-        data = self.in_memory_files.get(path)
-        if data is None:
-            self.store.read_into(path, start, buffer)
-            return
-        check_range(path, start + len(buffer), len(data))
-        buffer[:] = memoryview(data)[start : start + len(buffer)]
-
-    def _resolve_file(self, path: str) -> tuple[Store, str]:
-        """A literal has no version, no time and no service."""
-        return MemoryStore() if path in self.in_memory_files else self.store, path
+def overlay_literals(store: Store, literals: Mapping[str, bytes]) -> RedirectingStore:
+    """``store`` with a file for each of ``literals``: values that a checkpoint keeps as plain numbers, as bytes."""
+    memory = MemoryStore({name: bytearray(data) for name, data in literals.items()})
+    return RedirectingStore(store, {name: (memory, name) for name in literals})
 
 
 class GeneratedFile(Protocol):

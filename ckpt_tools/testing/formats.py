@@ -24,7 +24,7 @@ from ckpt_tools.planning.plan import make_plan
 from ckpt_tools.stores.destination import StoreDestination
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.source import Source
-from ckpt_tools.stores.wrappers import InMemoryOverlay
+from ckpt_tools.stores.wrappers import overlay_literals
 from ckpt_tools.testing.manifests import FORMAT, StoredCheckpoint, checkpoints_with_user_tensors, stored_checkpoints
 from ckpt_tools.testing.stored import arbitrary_elements
 from ckpt_tools.transfer.execute import execute_plan
@@ -229,7 +229,7 @@ class _CountingStore(MemoryStore):
 
 
 def _read_all_elements(source: Source, manifest: Manifest) -> dict[StateKey, bytes]:
-    reader = TensorReader(InMemoryOverlay(source.store, manifest.literals), SCRATCH_BYTES)
+    reader = TensorReader(overlay_literals(source.store, manifest.literals), SCRATCH_BYTES)
     elements = {}
     for key, entry in manifest.tensors.items():
         buffer = bytearray(entry.num_bytes)

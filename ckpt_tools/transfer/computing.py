@@ -15,7 +15,7 @@ from ckpt_tools.core.boxes import Box, interval_to_boxes
 from ckpt_tools.core.dtypes import DType, to_numpy
 from ckpt_tools.core.manifest import ComputedTensor, Manifest
 from ckpt_tools.stores.source import Store
-from ckpt_tools.stores.wrappers import GeneratedFilesStore, InMemoryOverlay
+from ckpt_tools.stores.wrappers import GeneratedFilesStore, overlay_literals
 from ckpt_tools.transfer.tensor_reader import TensorReader
 
 SCRATCH_BYTES = 1 << 20
@@ -24,7 +24,7 @@ SCRATCH_BYTES = 1 << 20
 
 def add_generated_files(store: Store, manifest: Manifest) -> Store:
     """``store`` with the files of ``manifest`` that are not stored: literals, and computed tensors."""
-    store = InMemoryOverlay(store, manifest.literals)
+    store = overlay_literals(store, manifest.literals)
     for computed in manifest.computed_in_order:
         store = ComputedStore(store, computed)
     return store

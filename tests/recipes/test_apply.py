@@ -22,7 +22,7 @@ from ckpt_tools.recipes.like import has_same_elements, resize_rows
 from ckpt_tools.recipes.manifest_builder import MAX_ITEM_BYTES, ZEROS_FILE
 from ckpt_tools.recipes.reading import parse_recipe
 from ckpt_tools.stores.memory import MemoryStore
-from ckpt_tools.stores.wrappers import InMemoryOverlay
+from ckpt_tools.stores.wrappers import overlay_literals
 from ckpt_tools.testing.stored import StoredTensor, stored_tensors
 from ckpt_tools.transfer.tensor_checks import check_required_equal
 from tests.recipes.test_properties import read
@@ -248,6 +248,6 @@ def test_rows_that_are_left_out_or_zeros_are_those_of_the_array(tensor, rows):
     store = MemoryStore({file: bytearray(data) for file, data in tensor.files.items()})
     made = resize_rows(tensor.entry, rows)
     assert made.shape == wanted.shape
-    assert read_bytes(InMemoryOverlay(store, {ZEROS_FILE: bytes(MAX_ITEM_BYTES)}), made) == wanted.tobytes()
+    assert read_bytes(overlay_literals(store, {ZEROS_FILE: bytes(MAX_ITEM_BYTES)}), made) == wanted.tobytes()
     assert has_same_elements(made.shards, resize_rows(tensor.entry, rows).shards)
     assert not has_same_elements(resize_rows(tensor.entry, rows + 1).shards, made.shards)

@@ -20,7 +20,7 @@ from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.recipes.like import UNCHANGED_NAMES, NameMapping, Reference, ReferenceMatcher, ReferenceTensor
 from ckpt_tools.recipes.search import iter_mappings
 from ckpt_tools.stores.memory import MemoryStore
-from ckpt_tools.stores.wrappers import InMemoryOverlay
+from ckpt_tools.stores.wrappers import overlay_literals
 from tests.support.manifests import elements
 from tests.support.refusals import refusal_test
 
@@ -61,7 +61,7 @@ class Held:
         return cls(Manifest("a test's", entries, **more), MemoryStore(files))
 
     def read(self, manifest: Manifest) -> dict[StateKey, np.ndarray]:
-        store = InMemoryOverlay(self.store, manifest.literals)
+        store = overlay_literals(self.store, manifest.literals)
         return {key: elements(store, entry) for key, entry in manifest.tensors.items()}
 
 

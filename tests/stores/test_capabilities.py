@@ -9,7 +9,7 @@ import pytest
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.read_ahead import BlockCache
 from ckpt_tools.stores.source import CopySource, Store, StoreWrapper
-from ckpt_tools.stores.wrappers import InMemoryOverlay
+from ckpt_tools.stores.wrappers import overlay_literals
 from ckpt_tools.testing.stores import StoreTests
 
 DATA = bytes(range(200))
@@ -81,8 +81,8 @@ def test_a_wrapper_forwards_all_that_a_store_can_do():
     ("wrap", "path", "asked"),
     [
         (Forwarding, "f", ["f"]),
-        (lambda able: InMemoryOverlay(able, {"mine": b"1"}), "f", ["f"]),
-        (lambda able: InMemoryOverlay(able, {"mine": b"1"}), "mine", None),
+        (lambda able: overlay_literals(able, {"mine": b"1"}), "f", ["f"]),
+        (lambda able: overlay_literals(able, {"mine": b"1"}), "mine", None),
         (lambda able: BlockCache(able, able.list()), "f", []),
     ],
     ids=["wrapper", "overlay", "literal of an overlay", "cache, which reads ahead itself"],

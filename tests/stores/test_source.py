@@ -8,7 +8,7 @@ from ckpt_tools.errors import IncompleteError, MalformedError, UnsafeError
 from ckpt_tools.stores.local.store import LocalStore
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.source import FillableStore, Source, Store
-from ckpt_tools.stores.wrappers import InMemoryOverlay
+from ckpt_tools.stores.wrappers import overlay_literals
 from ckpt_tools.testing.stores import FillableStoreTests, StoreTests
 from tests.support.refusals import refusal_test
 
@@ -29,7 +29,7 @@ class TestOverlay(StoreTests):
 
     def make(self, files: Mapping[str, bytes]) -> Store:
         behind = {name: bytearray(data) for name, data in list(files.items())[::2]}
-        return InMemoryOverlay(MemoryStore(behind), dict(list(files.items())[1::2]))
+        return overlay_literals(MemoryStore(behind), dict(list(files.items())[1::2]))
 
 
 def source() -> Source:
@@ -44,7 +44,7 @@ def test_a_source_knows_names_and_sizes_and_reads_ranges():
 
 
 def test_a_literal_hides_a_file_of_its_name():
-    store = InMemoryOverlay(MemoryStore({"a": bytearray(b"behind")}), {"a": b"front"})
+    store = overlay_literals(MemoryStore({"a": bytearray(b"behind")}), {"a": b"front"})
     buffer = bytearray(3)
     store.read_into("a", 2, memoryview(buffer))
     assert (buffer, dict(store.list())) == (b"ont", {"a": 5})
@@ -52,9 +52,9 @@ def test_a_literal_hides_a_file_of_its_name():
 
 def test_a_file_has_the_version_that_the_store_below_gives_it(tmp_path):
     (tmp_path / "file").write_bytes(b"12")
-    overlay = InMemoryOverlay(LocalStore(tmp_path), {"literal": b"1"})
+    overlay = overlay_literals(LocalStore(tmp_path), {"literal": b"1"})
     assert overlay.version("file") == LocalStore(tmp_path).version("file")
-    assert overlay.version("literal") == InMemoryOverlay(MemoryStore(), {}).version("any") == ""
+    assert overlay.version("literal") == overlay_literals(MemoryStore(), {}).version("any") == ""
 
 
 ENDS = "it ends at byte 5"
@@ -68,13 +68,13 @@ test_a_refusal = refusal_test(
     ("a long header", lambda _: source().read_all("b", limit_bytes=4), MalformedError, "at most 4"),
     (
         "a range beyond a literal",
-        lambda _: InMemoryOverlay(MemoryStore(), {"a": b"abc"}).read_into("a", 2, memoryview(bytearray(2))),
+        lambda _: overlay_literals(MemoryStore(), {"a": b"abc"}).read_into("a", 2, memoryview(bytearray(2))),
         IncompleteError,
         "it ends at byte 3",
     ),
     (
         "the version of no file",
-        lambda at: InMemoryOverlay(LocalStore(at), {}).version("other"),
+        lambda at: overlay_literals(LocalStore(at), {}).version("other"),
         IncompleteError,
         "missing",
     ),

@@ -12,7 +12,7 @@ from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.value_json import value_to_json
 from ckpt_tools.stores.local.store import LocalStore
 from ckpt_tools.stores.source import Store
-from ckpt_tools.stores.wrappers import InMemoryOverlay
+from ckpt_tools.stores.wrappers import overlay_literals
 from ckpt_tools.transfer.tensor_reader import TensorReader
 from tests.support.truth import Key, Truth, assert_same_bits, dtype_of
 
@@ -32,7 +32,7 @@ def elements(store: Store, entry: TensorEntry) -> np.ndarray:
 
 def elements_in(store: Store, manifest: Manifest) -> dict[Key, np.ndarray]:
     """Every tensor of the model and the optimizer, weights under their aliases too."""
-    store = InMemoryOverlay(store, manifest.literals)
+    store = overlay_literals(store, manifest.literals)
     entries = {key: entry for key, entry in manifest.tensors.items() if entry.kind is not Kind.EXTRA}
     entries |= {StateKey(alias): manifest.tensors[StateKey(owner)] for alias, owner in manifest.aliases.items()}
     return {(key.fqn, key.slot): elements(store, entry) for key, entry in entries.items()}

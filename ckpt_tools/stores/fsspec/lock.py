@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from ckpt_tools.stores.fsspec.store import call_with_retry, open_file_system
+from ckpt_tools.stores.fsspec.store import call_with_retry
 from ckpt_tools.stores.object_lock import ObjectBody
 
 
 @dataclass(frozen=True, slots=True)
 class FsspecLockObjects:
-    """``LockObjects`` of the file system of a URL. Ages compare the store's clock with the local one."""
+    """``LockObjects`` of a file system. Ages compare the store's clock with the local one."""
 
     fs: Any
-    path: str
-
-    @classmethod
-    def of(cls, url: str, options: Mapping[str, Any]) -> FsspecLockObjects:
-        """Raises UsageError, UnsupportedError."""
-        return cls(*open_file_system(url, options))
 
     def get_object(self, key: str) -> ObjectBody | None:
         def read_object() -> ObjectBody:

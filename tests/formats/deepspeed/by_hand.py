@@ -21,7 +21,7 @@ from ckpt_tools.planning.plan import make_plan
 from ckpt_tools.stores.destination import StoreDestination
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.source import Store
-from ckpt_tools.stores.wrappers import InMemoryOverlay
+from ckpt_tools.stores.wrappers import overlay_literals
 from ckpt_tools.transfer.execute import execute_plan
 from ckpt_tools.transfer.runners.threads import ThreadRunner
 
@@ -87,7 +87,7 @@ class Checkpoint:
 
 def write(manifest: Manifest, layout: Layout, source: Store, target: Any) -> None:
     plan = make_plan(manifest, layout, memory_bytes=512 << 20, num_workers=1)
-    store = InMemoryOverlay(source, manifest.literals)
+    store = overlay_literals(source, manifest.literals)
     execute_plan(plan, store, StoreDestination(target), runner=ThreadRunner(1), on_bytes=lambda _: None)
 
 

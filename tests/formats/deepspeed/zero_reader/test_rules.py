@@ -23,7 +23,7 @@ from ckpt_tools.errors import (
 from ckpt_tools.formats.builtin import DeepSpeedFormat
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.source import Source
-from ckpt_tools.stores.wrappers import InMemoryOverlay
+from ckpt_tools.stores.wrappers import overlay_literals
 from tests.formats.deepspeed.zero_files import (
     MODEL,
     TAG,
@@ -54,7 +54,7 @@ def read_store(store: MemoryStore, tag: str | None = None) -> Manifest:
 def opened(files: Files) -> tuple[Manifest, Callable[[str, str], np.ndarray]]:
     store = store_of(files)
     manifest = read_store(store)
-    whole = InMemoryOverlay(store, manifest.literals)
+    whole = overlay_literals(store, manifest.literals)
     return manifest, lambda name, slot="weight": elements(whole, manifest.tensors[StateKey(name, slot)])
 
 

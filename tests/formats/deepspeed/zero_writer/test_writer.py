@@ -24,7 +24,7 @@ from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError,
 from ckpt_tools.formats.builtin import DeepSpeedFormat, ZeroFormat
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.source import Source
-from ckpt_tools.stores.wrappers import InMemoryOverlay
+from ckpt_tools.stores.wrappers import overlay_literals
 from tests.formats.deepspeed.by_hand import SCALER, Checkpoint, loaded, notes_about, write
 from tests.support.manifests import read_bytes
 from tests.support.refusals import refusal_test
@@ -315,7 +315,7 @@ def checkpoints(draw: st.DrawFn) -> tuple[Checkpoint, Manifest]:
 
 def elements(made: MemoryStore, manifest: Manifest) -> dict[StateKey, tuple[tuple[int, ...], DType, Kind, bytes]]:
     """Shape, type, kind and bytes of every tensor."""
-    store = InMemoryOverlay(made, manifest.literals)
+    store = overlay_literals(made, manifest.literals)
     return {key: (each.shape, each.dtype, each.kind, read_bytes(store, each)) for key, each in manifest.tensors.items()}
 
 
