@@ -45,9 +45,7 @@ class LockObjects(Protocol):
 
     def get_object(self, key: str) -> ObjectBody | None: ...
 
-    def put_absent(self, key: str, data: bytes) -> bool: ...
-
-    def put_matching(self, key: str, data: bytes, etag: str) -> bool: ...
+    def put_if_unchanged(self, key: str, data: bytes, etag: str | None) -> None: ...
 
     def delete_objects(self, keys: list[str]) -> None: ...
 
@@ -67,13 +65,11 @@ class ObjectLock:
 
     def acquire_lock(self) -> None:
         """Raises DestinationExistsError where another process holds it, and StoreError."""
-        # The results of put_absent and put_matching are not used: a service may ignore their condition, or their answer
-        # may be lost. The lock is held if and only if it has this process's token when it is read back.
+        # A service may ignore the condition of writing, or its answer may be lost. The lock is held if and only if it
+        # has this process's token when it is read back.
         for _ in range(MAX_ATTEMPTS):
             current_lock = self.objects.get_object(self.key)
-            if current_lock is None:
-                self.objects.put_absent(self.key, self._encode_holder())
-            elif not _is_stale(current_lock):
+            if current_lock is not None and not _is_stale(current_lock):
                 # Locks of earlier versions do not name the host.
                 content = _decode_holder(current_lock)
                 who = f" (process {content['pid']} on {content['host']})" if {"pid", "host"} <= content.keys() else ""
@@ -81,8 +77,8 @@ class ObjectLock:
                     f"another process is writing to {self.url}{who}; wait for it to end (one that was killed "
                     f"on another machine is given up {STALE_SECONDS:.0f} seconds after its last sign of life)"
                 )
-            else:
-                self.objects.put_matching(self.key, self._encode_holder(), current_lock.etag)
+            etag = None if current_lock is None else current_lock.etag
+            self.objects.put_if_unchanged(self.key, self._encode_holder(), etag)
             if self._is_held_by_this():
                 return
         raise DestinationExistsError(f"another process is about to write to {self.url}; wait for it to end")
@@ -109,7 +105,7 @@ class ObjectLock:
     def write_heartbeat(self) -> None:
         """Write a heartbeat. Raises StoreError if another process took over."""
         self._num_beats += 1
-        self.objects.put_matching(self.key, self._encode_holder(), self._etag)
+        self.objects.put_if_unchanged(self.key, self._encode_holder(), self._etag)
         self.check_still_held()
 
     def check_still_held(self) -> None:

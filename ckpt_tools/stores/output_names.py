@@ -3,6 +3,7 @@ and those that follow from its form, one file or a folder, which is decided wher
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -39,9 +40,12 @@ def is_visible_file(path: str) -> bool:
     return bool(name) and not any(folder.startswith(".") for folder in folders)
 
 
-def is_hidden_object(path: str, size: int) -> bool:
-    """True if an object is not shown, and not the empty one that stands for a folder."""
-    return not is_visible_file(path) and (size > 0 or not path.endswith("/"))
+def split_visible_objects(sizes: Mapping[str, int], only_file: str | None) -> tuple[dict[str, int], dict[str, int]]:
+    """The objects that are files of a checkpoint, ``only_file`` in any case, and the others, without the empty ones
+    that stand for folders."""
+    visible = {path: size for path, size in sizes.items() if is_visible_file(path) or path == only_file}
+    hidden = {path: size for path, size in sizes.items() if path not in visible and (size or not path.endswith("/"))}
+    return visible, hidden
 
 
 OutputKind = Literal["file", "folder"]

@@ -58,6 +58,11 @@ class DestinationContents:
     files: Mapping[str, int]
     others: Sequence[str] = ()
 
+    @classmethod
+    def of_folder(cls, store: Store, files: Mapping[str, int], others: Sequence[str]) -> DestinationContents | None:
+        """None if the folder is empty."""
+        return cls(store, files, others) if files or others else None
+
     def find_unexpected_files(self, known_files: Mapping[str, int]) -> list[str]:
         """The names that are not in ``known_files``, or that have another size now."""
         return sorted([*self.others, *(path for path, size in self.files.items() if known_files.get(path) != size)])

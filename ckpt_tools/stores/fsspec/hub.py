@@ -13,7 +13,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -141,7 +141,7 @@ class HubOutputLocation(FsspecOutputLocation):
         if contents is None or self.fs.resolve_path(self.path).path_in_repo:
             return contents
         files = {name: size for name, size in contents.files.items() if name not in _REPOSITORY_FILES}
-        return replace(contents, files=files) if files or contents.others else None
+        return DestinationContents.of_folder(contents.store, files, contents.others)
 
     def stage(self, *, resume: bool = False, fsync: bool = False) -> Staging:
         self._refuse_resume(resume=resume)

@@ -170,7 +170,7 @@ class FsspecOutputLocation(OutputLocation):
         nonempty_folders = set(list_parent_folders(infos))
         more = ((path, info) for path, info in infos.items() if path not in files)
         others = [path for path, info in more if path not in nonempty_folders or _is_link(info)]
-        return DestinationContents(FsspecStore(self.fs, self.path), files, others) if files or others else None
+        return DestinationContents.of_folder(FsspecStore(self.fs, self.path), files, others)
 
     @property
     def root(self) -> str:

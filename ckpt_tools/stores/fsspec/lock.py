@@ -38,17 +38,11 @@ class FsspecLockObjects:
         modified_utc = modified if modified.tzinfo else modified.replace(tzinfo=UTC)
         return (datetime.now(UTC) - modified_utc).total_seconds()
 
-    def put_absent(self, key: str, data: bytes) -> bool:
-        return self.get_object(key) is None and self._write_object(key, data)
-
-    def put_matching(self, key: str, data: bytes, etag: str) -> bool:
+    def put_if_unchanged(self, key: str, data: bytes, etag: str | None) -> None:
         existing = self.get_object(key)
-        return existing is not None and existing.etag == etag and self._write_object(key, data)
-
-    def _write_object(self, key: str, data: bytes) -> bool:
-        call_with_retry(key, lambda: self.fs.makedirs(self.fs._parent(key), exist_ok=True))
-        call_with_retry(key, lambda: self.fs.pipe_file(key, data))
-        return True
+        if (None if existing is None else existing.etag) == etag:
+            call_with_retry(key, lambda: self.fs.makedirs(self.fs._parent(key), exist_ok=True))
+            call_with_retry(key, lambda: self.fs.pipe_file(key, data))
 
     def delete_objects(self, keys: list[str]) -> None:
         for key in keys:

@@ -19,7 +19,7 @@ from ckpt_tools.errors import (
     UnsupportedError,
     UsageError,
 )
-from ckpt_tools.stores.output_names import is_hidden_object, is_visible_file
+from ckpt_tools.stores.output_names import split_visible_objects
 from ckpt_tools.stores.retry import RetryPolicy, TransientError, host_of, is_transient, retry_transient
 from ckpt_tools.stores.source import Store, check_file_name
 
@@ -108,10 +108,7 @@ class FsspecStore(Store):
             sizes = call_with_retry(self.url, self._list_sizes_once)
         except FileNotFoundError as error:
             raise SourceNotFoundError(f"there is no file or folder {self.url}") from error
-        visible = {name: size for name, size in sizes.items() if is_visible_file(name) or name == self.only_file}
-        self._hidden_files = {
-            name: size for name, size in sizes.items() if name not in visible and is_hidden_object(name, size)
-        }
+        visible, self._hidden_files = split_visible_objects(sizes, self.only_file)
         return visible
 
     def list_hidden(self) -> Mapping[str, int]:

@@ -35,8 +35,7 @@ def contents_of_file(path: Path) -> DestinationContents | None:
 def contents_of_folder(path: Path) -> DestinationContents | None:
     if not path.is_dir():
         return None
-    files, others = scan_folder(path)
-    return DestinationContents(LocalStore(path), files, others) if files or others else None
+    return DestinationContents.of_folder(LocalStore(path), *scan_folder(path))
 
 
 def scan_folder(root: Path) -> tuple[dict[str, int], list[str]]:

@@ -37,6 +37,11 @@ MAX_KEYS_PER_DELETE = 1000
 
 _SERVICE_NAME = "the S3 service"
 
+_NEXT_OBJECTS = {"ContinuationToken": "NextContinuationToken"}
+_NEXT_PARTS = {"PartNumberMarker": "NextPartNumberMarker"}
+_NEXT_UPLOADS = {"KeyMarker": "NextKeyMarker", "UploadIdMarker": "NextUploadIdMarker"}
+"""Where the next page of a listing begins: the parameter of a request, and the field of the answer before."""
+
 _REFUSED_CODES = {"AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "InvalidToken", "403"}
 
 
@@ -81,7 +86,7 @@ class Bucket:
 
     def list_objects(self, prefix: str) -> Iterator[ListedObject]:
         """Every object whose key starts with ``prefix``, in order. Raises SourceNotFoundError, StoreError."""
-        for page in self._list_pages("list_objects_v2", prefix, Prefix=prefix):
+        for page in self._list_pages("list_objects_v2", prefix, _NEXT_OBJECTS, Prefix=prefix):
             for listed in page.get("Contents", ()):
                 yield ListedObject(
                     listed["Key"], int(listed["Size"]), listed["ETag"], listed["LastModified"].timestamp()
@@ -91,11 +96,15 @@ class Bucket:
         """True if any key starts with ``prefix``. Raises as ``list_objects``."""
         return bool(self._call_with_retry("list_objects_v2", prefix, Prefix=prefix, MaxKeys=1).get("Contents"))
 
-    def _list_pages(self, operation: str, key: str, **given: Any) -> Iterator[Mapping[str, Any]]:
+    def _list_pages(
+        self, operation: str, key: str, next_fields: Mapping[str, str], **given: Any
+    ) -> Iterator[Mapping[str, Any]]:
+        """The pages of a listing. ``next_fields`` has, by parameter of a request, the field of the answer before."""
         page = self._call_with_retry(operation, key, **given)
         yield page
         while page.get("IsTruncated"):
-            page = self._call_with_retry(operation, key, **given, ContinuationToken=page["NextContinuationToken"])
+            position = {parameter: page[answer_field] for parameter, answer_field in next_fields.items()}
+            page = self._call_with_retry(operation, key, **given, **position)
             yield page
 
     def head_object(self, key: str) -> ListedObject | None:
@@ -191,28 +200,17 @@ class Bucket:
         """Make or replace an object. Raises StoreError."""
         self._call_with_retry("put_object", key, Key=key, Body=data)
 
-    def put_absent(self, key: str, data: bytes) -> bool:
-        """Make an object unless there is one, where the service can tell; else make it. Raises StoreError.
-
-        False may also mean that an attempt before succeeded and its answer was lost.
-        """
-        return self._put_conditionally(key, data, IfNoneMatch="*")
-
-    def put_matching(self, key: str, data: bytes, etag: str) -> bool:
-        """Replace that version of an object, where the service can tell; else replace it. Raises StoreError."""
-        return self._put_conditionally(key, data, IfMatch=etag)
-
-    def _put_conditionally(self, key: str, data: bytes, **condition: str) -> bool:
+    def put_if_unchanged(self, key: str, data: bytes, etag: str | None) -> None:
+        """Make an object if there is none, or with ``etag`` replace that version of it; on a service that cannot tell,
+        in any case. Raises StoreError."""
+        condition = {"IfNoneMatch": "*"} if etag is None else {"IfMatch": etag}
         try:
             self._call_with_retry("put_object", key, Key=key, Body=data, **condition)
         except RefusedError as error:
             if error.status == 501:
                 self.put_object(key, data)
-                return True
-            if error.status in (404, 412):
-                return False
-            raise
-        return True
+            elif error.status not in (404, 412):
+                raise
 
     def delete_objects(self, keys: Sequence[str]) -> None:
         """Remove objects, in that order by thousands; those that do not exist are skipped. Raises StoreError."""
@@ -265,25 +263,18 @@ class Bucket:
 
     def list_parts(self, key: str, upload: str) -> dict[int, UploadedPart]:
         """Parts of an open upload, by number from 1. Raises StoreError."""
-        parts_by_number, marker = {}, 0
-        while True:
-            page = self._call_with_retry("list_parts", key, Key=key, UploadId=upload, PartNumberMarker=marker)
-            for part in page.get("Parts", ()):
-                # SeaweedFS lists a part that was sent twice twice; the last counts.
-                parts_by_number[int(part["PartNumber"])] = UploadedPart(_strip_quotes(part["ETag"]), int(part["Size"]))
-            if not page.get("IsTruncated"):
-                return parts_by_number
-            marker = int(page["NextPartNumberMarker"])
+        pages = self._list_pages("list_parts", key, _NEXT_PARTS, Key=key, UploadId=upload)
+        # SeaweedFS lists a part that was sent twice twice; the last counts.
+        return {
+            int(part["PartNumber"]): UploadedPart(_strip_quotes(part["ETag"]), int(part["Size"]))
+            for page in pages
+            for part in page.get("Parts", ())
+        }
 
     def list_uploads(self, prefix: str) -> Iterator[tuple[str, str]]:
         """Keys and ids of open uploads to keys that start with ``prefix``. Raises StoreError."""
-        marker: dict[str, str] = {}
-        while True:
-            page = self._call_with_retry("list_multipart_uploads", prefix, Prefix=prefix, **marker)
+        for page in self._list_pages("list_multipart_uploads", prefix, _NEXT_UPLOADS, Prefix=prefix):
             yield from ((each["Key"], each["UploadId"]) for each in page.get("Uploads", ()))
-            if not page.get("IsTruncated"):
-                return
-            marker = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
 
     def complete_upload(self, key: str, upload: str, etags: Sequence[str], metadata: Mapping[str, str]) -> None:
         """Make an upload an object, visible in one step. Raises StoreError.

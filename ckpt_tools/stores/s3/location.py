@@ -83,7 +83,7 @@ class S3OutputLocation(OutputLocation):
         others = [
             path or "/" for path, size in sizes.items() if path not in files and (size or path not in nonempty_folders)
         ]
-        return DestinationContents(S3Store(self.bucket, self.folder_prefix), files, others) if files or others else None
+        return DestinationContents.of_folder(S3Store(self.bucket, self.folder_prefix), files, others)
 
     def stage(self, *, resume: bool = False, fsync: bool = False) -> S3Staging:
         return S3Staging(self, is_resumed=resume)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.errors import IncompleteError, SourceNotFoundError, UsageError
-from ckpt_tools.stores.output_names import is_hidden_object, is_visible_file
+from ckpt_tools.stores.output_names import split_visible_objects
 from ckpt_tools.stores.s3.client import Bucket, ListedObject
 from ckpt_tools.stores.s3.options import S3Options
 from ckpt_tools.stores.source import CopySource, Store, check_file_name
@@ -20,8 +20,7 @@ class S3Store(Store):
     bucket: Bucket
     prefix: str
     only_file: str | None = None
-    _etags: dict[str, str] = field(default_factory=dict, repr=False)
-    _modified_times: dict[str, float | None] = field(default_factory=dict, repr=False)
+    _listed_objects: dict[str, ListedObject] = field(default_factory=dict, repr=False)
     _hidden_files: dict[str, int] = field(default_factory=dict, repr=False)
 
     @property
@@ -35,17 +34,10 @@ class S3Store(Store):
             all_objects = {self.only_file: single_object}
         else:
             raise SourceNotFoundError(f"there is no file {self.url}")
-        visible_objects = {
-            path: each for path, each in all_objects.items() if is_visible_file(path) or path == self.only_file
-        }
-        self._hidden_files = {
-            path: each.size
-            for path, each in all_objects.items()
-            if path not in visible_objects and is_hidden_object(path, each.size)
-        }
-        self._etags = {path: each.etag for path, each in visible_objects.items()}
-        self._modified_times = {path: each.modified for path, each in visible_objects.items()}
-        return {path: each.size for path, each in visible_objects.items()}
+        sizes = {path: each.size for path, each in all_objects.items()}
+        visible, self._hidden_files = split_visible_objects(sizes, self.only_file)
+        self._listed_objects = {path: all_objects[path] for path in visible}
+        return visible
 
     def list_hidden(self) -> Mapping[str, int]:
         """Those of the listing."""
@@ -54,7 +46,8 @@ class S3Store(Store):
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
         key = self.prefix + check_file_name(path)
         if len(buffer):
-            self.bucket.read_into(key, start, buffer, etag=self._etags.get(path))
+            listed_object = self._listed_objects.get(path)
+            self.bucket.read_into(key, start, buffer, etag=None if listed_object is None else listed_object.etag)
             return
         size = self._head_object(path).size
         if start > size:
@@ -67,11 +60,12 @@ class S3Store(Store):
         return listed_object
 
     def version(self, path: str) -> str:
-        return self._etags.get(path) or self._head_object(path).etag
+        return (self._listed_objects.get(path) or self._head_object(path)).etag
 
     def modified_time(self, path: str) -> float | None:
         """The time in the listing."""
-        return self._modified_times.get(path)
+        listed_object = self._listed_objects.get(path)
+        return None if listed_object is None else listed_object.modified
 
     def find_copy_source(self, path: str) -> CopySource | None:
         return CopySource(self.bucket.options, f"{self.bucket.name}/{self.prefix}{path}", self.version(path))
