@@ -20,7 +20,14 @@ from typing import Any
 from ckpt_tools.errors import DestinationExistsError, UsageError
 from ckpt_tools.stores.destination import StoreDestination
 from ckpt_tools.stores.fsspec.location import FsspecOutputLocation, NullLog
-from ckpt_tools.stores.fsspec.store import NO_RETRY, FsspecStore, call_with_retry, kind_of_path, open_file_system
+from ckpt_tools.stores.fsspec.store import (
+    NO_RETRY,
+    FsspecStore,
+    call_with_retry,
+    kind_of_path,
+    open_file_system,
+    open_store_at,
+)
 from ckpt_tools.stores.local.store import LocalStore
 from ckpt_tools.stores.publishing import DestinationContents, Leftover, Staging
 from ckpt_tools.stores.source import Store
@@ -71,17 +78,7 @@ def _resolve_repository(fs: Any, path: str, url: str) -> _Repository:
     )
 
 
-@dataclass(slots=True)
-class HubStore(FsspecStore):
-    """Files of the Hub. Each range is one request."""
-
-    def fetch_range(self, full_path: str, start: int, stop: int) -> bytes:
-        """Without fsspec's reading ahead, which fetches 5 MiB more each time."""
-        data: bytes = self.fs.cat_file(full_path, start=start, end=stop, cache_type="none")
-        return data
-
-
-def open_hub_store(url: str, options: Mapping[str, Any]) -> HubStore | None:
+def open_hub_store(url: str, options: Mapping[str, Any]) -> FsspecStore | None:
     """Store at ``url``, pinned to a commit; None if nothing exists there. Raises as ``open_fsspec_store``."""
     fs, path = open_file_system(url, options)
     fs.invalidate_cache()
@@ -91,11 +88,8 @@ def open_hub_store(url: str, options: Mapping[str, Any]) -> HubStore | None:
             path = f"{repository.path_root}@{repository.resolve_commit(url)}/{repository.path}".rstrip("/")
         except FileNotFoundError:
             return None
-    kind = kind_of_path(fs, path, url)
-    if kind == "file":
-        folder, _, name = path.rpartition("/")
-        return HubStore(fs, folder, name)
-    return None if kind is None else HubStore(fs, path)
+    # Without fsspec's reading ahead, which fetches 5 MiB more each time: each range is one request.
+    return open_store_at(fs, path, url, cache_type="none")
 
 
 @dataclass(slots=True)

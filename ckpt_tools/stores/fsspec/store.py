@@ -86,12 +86,13 @@ def call_with_retry(url: str, call: Callable[[], Result], policy: RetryPolicy | 
 @dataclass(slots=True)
 class FsspecStore(Store):
     """The files below ``root`` of a file system; with ``only_file``, a single one of them. ``query`` follows the name
-    of a file in a web address: a signature or a token."""
+    of a file in a web address: a signature or a token. ``range_options`` are the file system's, for reading a range."""
 
     fs: Any
     root: str
     only_file: str | None = None
     query: str = field(default="", repr=False)
+    range_options: Mapping[str, Any] = field(default_factory=dict)
     _modified_times: dict[str, float] = field(default_factory=dict, repr=False)
     _versions: dict[str, str] = field(default_factory=dict, repr=False)
     _hidden_files: dict[str, int] = field(default_factory=dict, repr=False)
@@ -146,7 +147,7 @@ class FsspecStore(Store):
 
     def _read_once(self, full_path: str, start: int, buffer: memoryview) -> None:
         """fsspec cuts a range at the end of the file, and does not say so."""
-        data = self.fetch_range(full_path, start, start + len(buffer))
+        data: bytes = self.fs.cat_file(full_path, start=start, end=start + len(buffer), **self.range_options)
         if len(data) == len(buffer):
             buffer[:] = data
             return
@@ -160,11 +161,6 @@ class FsspecStore(Store):
                 path=full_path,
             )
         raise EOFError(f"{len(data):,} bytes were received, but {len(buffer):,} were requested")
-
-    def fetch_range(self, full_path: str, start: int, stop: int) -> bytes:
-        """Bytes ``[start, stop)`` of a file, or fewer."""
-        data: bytes = self.fs.cat_file(full_path, start=start, end=stop)
-        return data
 
 
 def size_of_info(info: Mapping[str, Any], url: str) -> int:
@@ -209,13 +205,17 @@ def open_fsspec_store(url: str, options: Mapping[str, Any]) -> FsspecStore | Non
     Raises:
         StoreError: the service does not answer. Others as ``open_file_system``.
     """
-    fs, path = open_file_system(url, options)
+    return open_store_at(*open_file_system(url, options), url)
+
+
+def open_store_at(fs: Any, path: str, url: str, **range_options: Any) -> FsspecStore | None:
+    """Store at ``path`` of a file system, as ``open_fsspec_store``."""
     kind = kind_of_path(fs, path, url)
     if kind == "file":
         address, mark, query = path.partition("?") if path.startswith(("http://", "https://")) else (path, "", "")
         folder, _, name = address.rpartition("/")
-        return FsspecStore(fs, folder, name, f"{mark}{query}")
-    return None if kind is None else FsspecStore(fs, path)
+        return FsspecStore(fs, folder, name, f"{mark}{query}", range_options)
+    return None if kind is None else FsspecStore(fs, path, range_options=range_options)
 
 
 def kind_of_path(fs: Any, path: str, url: str) -> str | None:
