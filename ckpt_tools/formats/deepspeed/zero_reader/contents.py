@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from math import prod
-from typing import ClassVar
 
 import numpy as np
 
@@ -24,7 +23,7 @@ from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.shards import ShardTable
 from ckpt_tools.core.step_claims import StepClaim
 from ckpt_tools.core.values import StoredTensor, Value, describe_kind, format_brief
-from ckpt_tools.errors import IncompleteError, MalformedError
+from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.deepspeed.common.files import (
     DeepSpeedFile,
     ModelStates,
@@ -37,18 +36,19 @@ from ckpt_tools.formats.deepspeed.common.model_file import (
     check_parameter_names,
     find_aliases,
     get_zero_option,
-    is_round_robin,
     make_shape_error,
 )
-from ckpt_tools.formats.deepspeed.common.partition import MUON_MOMENTUM_SLOT, undo_round_robin
+from ckpt_tools.formats.deepspeed.common.partition import MUON_MOMENTUM_SLOT
 from ckpt_tools.formats.deepspeed.common.saved_extras import ExtrasCollector
 from ckpt_tools.formats.deepspeed.zero_reader.flat import FlatIntervals, SlotVectors, StoredVector
-from ckpt_tools.formats.deepspeed.zero_reader.locate_elements import (
-    AlignmentGaps,
+from ckpt_tools.formats.deepspeed.zero_reader.joining import to_comparable_text
+from ckpt_tools.formats.deepspeed.zero_reader.placements import (
+    GroupPlacement,
     compute_share,
-    locate_group,
+    list_optimizer_order,
+    list_placements,
     locate_param,
-    locate_params,
+    locate_parameters,
     locate_whole_momentum,
 )
 from ckpt_tools.formats.deepspeed.zero_reader.ranks import RankPartitions, is_scalar, locate_vector
@@ -63,8 +63,11 @@ ScalarsByFlat = list[Mapping[str, TensorEntry]]
 class ZeroManifestBuilder:
     """Builds the manifest of a checkpoint of ZeRO from the content of its files.
 
-    ``model_paths`` are the model's files, one a rank in stage 3. ``literals`` gathers plain numbers under names that
-    start with ``literal_prefix``, so that those of several checkpoints that are joined differ.
+    ``model`` has the experts of all ranks. ``model_paths`` are the model's files, one a rank in stage 3. ``groups`` say
+    where the optimizer's state lies, and ``members`` are, in stages 1 and 2, the parameters of each flat in the order
+    in which the optimizer got them. ``weight_tables`` has the shards of weights that are not one tensor of ``module``.
+    ``skipped_entries`` of the model's file are not kept. ``literals`` gathers plain numbers under names that start with
+    ``literal_prefix``, so that those of several checkpoints that are joined differ.
     """
 
     source: Source
@@ -72,10 +75,30 @@ class ZeroManifestBuilder:
     optim: OptimStates
     model_paths: tuple[str, ...]
     partitions: RankPartitions
+    groups: Sequence[GroupPlacement]
+    members: Sequence[tuple[str, ...]]
+    weight_tables: Mapping[str, ShardTable] = field(default_factory=dict)
+    skipped_entries: tuple[str, ...] = ("optimizer",)
     extras: ExtrasCollector = field(default_factory=ExtrasCollector)
     literals: dict[str, bytes] = field(default_factory=dict)
     literal_prefix: str = ""
-    skipped_entries: ClassVar[tuple[str, ...]] = ("optimizer",)
+    _scalars_by_rank: dict[int, ScalarsByFlat] = field(default_factory=dict)
+
+    @classmethod
+    def of_all_ranks(
+        cls,
+        source: Source,
+        model: ModelStates,
+        optim: OptimStates,
+        model_paths: tuple[str, ...],
+        partitions: RankPartitions,
+        literal_prefix: str = "",
+    ) -> ZeroManifestBuilder:
+        """The builder of a run without experts, every group of which is on all ranks."""
+        num_flats, all_ranks = len(model.param_shapes), np.arange(len(partitions.masters.files), dtype=np.int64)
+        groups = list_placements(model, optim, [[all_ranks]] * num_flats)
+        members = [list_optimizer_order(model, optim, flat, len(all_ranks)) for flat in range(num_flats)]
+        return cls(source, model, optim, model_paths, partitions, groups, members, literal_prefix=literal_prefix)
 
     def build_manifest(self) -> Manifest:
         """The manifest of the checkpoint. Raises FormatError if the files contradict each other."""
@@ -126,23 +149,7 @@ class ZeroManifestBuilder:
     @cached_property
     def param_intervals(self) -> Mapping[str, FlatIntervals]:
         """Intervals of each trainable parameter that has elements."""
-        shapes, partitions = self.model.param_shapes, self.partitions
-        if self.optim.stage == 3:
-            return locate_params(shapes, partitions.masters)
-        self._check_group_count(shapes)
-        found: dict[str, FlatIntervals] = {}
-        for flat, group in enumerate(shapes):
-            gaps = self._get_alignment_gaps(flat)
-            found |= locate_group(flat, group, gaps, partitions.masters, partitions.paddings)
-        return found
-
-    def _check_group_count(self, shapes: Sequence[Mapping[str, Shape]]) -> None:
-        num_groups, path = len(self.optim.masters), self.optim.file.path
-        if len(shapes) != num_groups:
-            raise MalformedError(f"{num_groups} groups of partitions, but param_shapes has {len(shapes)}", path=path)
-
-    def _get_alignment_gaps(self, flat: int) -> AlignmentGaps:
-        return None if self.optim.alignment_paddings is None else self.optim.alignment_paddings[flat]
+        return locate_parameters(self.groups, self.partitions.masters, self.partitions.paddings, self.optim.stage)
 
     @cached_property
     def momentum_intervals(self) -> Mapping[str, FlatIntervals]:
@@ -186,6 +193,8 @@ class ZeroManifestBuilder:
             yield from self._build_states(name, self.trainable[name], self.param_intervals[name])
 
     def _build_weight(self, name: str, value: StoredTensor) -> TensorEntry:
+        if (table := self.weight_tables.get(name)) is not None:
+            return TensorEntry(table.shape, table.dtype, Kind.PARAMETER, table)
         kind = Kind.BUFFER if name in self.model.buffers else Kind.PARAMETER
         shape = self._find_whole_shape(name, value)
         if tuple(value.shape) == shape:
@@ -245,17 +254,66 @@ class ZeroManifestBuilder:
                 StateKey(name, MUON_MOMENTUM_SLOT),
                 _make_state_entry(shape, self.partitions.momentum.build_shard_table(self.momentum_intervals[name])),
             )
-        for slot_name, entry in self._find_scalars(intervals)[int(intervals.flats[0])].items():
+        for slot_name, entry in self._find_scalars(name)[int(intervals.flats[0])].items():
             yield StateKey(name, slot_name), entry
 
-    def _find_scalars(self, intervals: FlatIntervals) -> ScalarsByFlat:
-        """The 0-d state for the parameter of ``intervals``; with experts, ranks may have different values."""
-        return self.scalars
+    # What is not cut
+
+    def _find_scalars(self, name: str) -> ScalarsByFlat:
+        """The scalars of the first rank that has the parameter. Raises UnsupportedError if ranks have rows of it each,
+        and other scalars than rank 0."""
+        ranks = [int(group.ranks[0]) for group in self.groups_by_name[name]]
+        scalars = [self._get_scalars_of_rank(rank) for rank in ranks]
+        for rank, each in zip(ranks, scalars, strict=True) if len(ranks) > 1 else ():
+            if each is not self.scalars:
+                raise UnsupportedError(
+                    "its step is not that of rank 0, which has other experts of the same tensors",
+                    path=self.partitions.masters.files[rank],
+                )
+        return scalars[0]
+
+    @cached_property
+    def groups_by_name(self) -> Mapping[str, list[GroupPlacement]]:
+        """By parameter the groups that have it: of rows of experts, those of all expert-parallel ranks."""
+        groups_by_name: dict[str, list[GroupPlacement]] = {}
+        for group in self.groups:
+            for name in group.numels:
+                groups_by_name.setdefault(name, []).append(group)
+        return groups_by_name
 
     @cached_property
     def scalars(self) -> ScalarsByFlat:
-        """The 0-d state of each flat, from rank 0, which has elements of every parameter (stage 3) or group (1, 2)."""
+        """The 0-d state of each flat of rank 0, which has elements of every parameter (stage 3) or group (1, 2) but for
+        experts of other ranks."""
         return self._read_scalars(self.optim, self.literal_prefix)
+
+    def _get_scalars_of_rank(self, rank: int) -> ScalarsByFlat:
+        """The scalars of a rank; ``self.scalars`` itself if they are equal to those of rank 0. Raises MalformedError if
+        the rank has other param groups."""
+        if rank == 0:
+            return self.scalars
+        if rank not in self._scalars_by_rank:
+            optim = OptimStates.of(DeepSpeedFile.open(self.source, self.partitions.masters.files[rank]))
+            options = [[to_comparable_text(group.options) for group in each.groups] for each in (optim, self.optim)]
+            if options[0] != options[1]:
+                raise MalformedError("its param groups are not those of rank 0", path=optim.file.path)
+            scalars = self._read_scalars(optim, f"rank{rank}.")
+            self._scalars_by_rank[rank] = self.scalars if self._are_scalars_equal(scalars, self.scalars) else scalars
+        return self._scalars_by_rank[rank]
+
+    def _are_scalars_equal(self, one: ScalarsByFlat, other: ScalarsByFlat) -> bool:
+        """Whether all scalars are equal, so that a value that all ranks have is read from one place."""
+        return [[*slots] for slots in one] == [[*slots] for slots in other] and all(
+            mine.dtype is theirs[slot].dtype and self._read_entry_bytes(mine) == self._read_entry_bytes(theirs[slot])
+            for slots, theirs in zip(one, other, strict=True)
+            for slot, mine in slots.items()
+        )
+
+    def _read_entry_bytes(self, entry: TensorEntry) -> bytes:
+        byte_range = entry.shards.get_byte_range(0)
+        if byte_range.file in self.literals:
+            return self.literals[byte_range.file]
+        return self.source.read(byte_range.file, byte_range.start, byte_range.stop)
 
     def _read_scalars(self, optim: OptimStates, literal_prefix: str) -> ScalarsByFlat:
         step_by_flat = {flat: group.options.get("step") for group in optim.groups for flat in group.flats}
@@ -294,13 +352,7 @@ class ZeroManifestBuilder:
         if self.optim.stage == 3:
             flats = set(group.flats)
             return tuple(name for name, pieces in self.param_intervals.items() if int(pieces.flats[0]) in flats)
-        return tuple(name for flat in group.flats for name in self._list_flat_members(flat))
-
-    def _list_flat_members(self, flat: int) -> tuple[str, ...]:
-        names = tuple(self.model.param_shapes[flat])
-        if is_round_robin(self.model) and not self.optim.is_bf16_optimizer:
-            return undo_round_robin(names, self.optim.world_size)
-        return names
+        return tuple(name for flat in group.flats for name in self.members[flat])
 
     def _gather_extras(self) -> None:
         self.extras.add_model(self.model.file, skipped_entries=self.skipped_entries)

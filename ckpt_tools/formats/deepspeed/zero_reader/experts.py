@@ -43,6 +43,15 @@ class MoEExperts:
         """Number of expert-parallel ranks of a layer."""
         return len(self.layers[prefix].files) // self.num_local_experts[prefix]
 
+    def list_names(self, rank: int | None = None) -> frozenset[str]:
+        """Names of the tensors of all experts, or of those of expert-parallel rank ``rank``."""
+        names: set[str] = set()
+        for prefix, layer in self.layers.items():
+            count = self.num_local_experts[prefix]
+            files = layer.files if rank is None else layer.files[rank * count : (rank + 1) * count]
+            names.update(str(name) for file in files for name in file.content)
+        return frozenset(names)
+
     def make_whole_name(self, name: str, rank: int) -> str:
         """The name, with the number among all experts, of the tensor that expert-parallel rank ``rank`` calls
         ``name``."""

@@ -68,21 +68,15 @@ class StageFiles:
         optim = OptimStates.of(DeepSpeedFile.open(source, files.optim_paths[0]))
         if optim.stage > 1:
             raise MalformedError(f"it is of ZeRO-{optim.stage}, which no pipeline has", path=optim.file.path)
-        zero_builder = ZeroManifestBuilder(
-            source,
-            model,
-            optim,
-            (path,),
-            read_partitions(source, files.optim_paths, optim),
-            literal_prefix=literal_prefix,
-        )
-        if model.param_shapes:
-            return cls(literal_prefix, path, model, zero_builder)
-        mappings_by_rank = [read_slice_mappings(DeepSpeedFile.open(source, each)) for each in files.optim_paths]
-        model = replace(model, param_shapes=_compute_flat_shapes(mappings_by_rank))
-        zero_builder = replace(zero_builder, model=model)
-        _check_slice_mappings(zero_builder, mappings_by_rank)
-        return cls(literal_prefix, path, model, zero_builder, has_flat_shapes=True)
+        has_flat_shapes, mappings_by_rank = not model.param_shapes, list[list[SliceMapping]]()
+        partitions = read_partitions(source, files.optim_paths, optim)
+        if has_flat_shapes:
+            mappings_by_rank += (read_slice_mappings(DeepSpeedFile.open(source, each)) for each in files.optim_paths)
+            model = replace(model, param_shapes=_compute_flat_shapes(mappings_by_rank))
+        zero_builder = ZeroManifestBuilder.of_all_ranks(source, model, optim, (path,), partitions, literal_prefix)
+        if has_flat_shapes:
+            _check_slice_mappings(zero_builder, mappings_by_rank)
+        return cls(literal_prefix, path, model, zero_builder, has_flat_shapes)
 
     def find_shapes(self) -> StageShapes:
         """Shapes of the parameters that the files of the stage state."""
@@ -123,14 +117,14 @@ def _check_slice_mappings(
         raise MalformedError(message, path=zero_builder.partitions.masters.files[rank], key=name)
 
 
-def read(source: Source, mp_rank_files: Sequence[TagFiles], layers_by_tp_rank: Sequence[Mapping[int, str]]) -> Manifest:
+def read(source: Source, mp_ranks: Sequence[TagFiles], layers_by_tp_rank: Sequence[Mapping[int, str]]) -> Manifest:
     """The whole model. ``layers_by_tp_rank`` are the files of layers, by number, of each tensor-parallel rank.
 
     The topologies of DeepSpeed and Megatron number the tensor-parallel ranks of a stage one after the other. Raises
     FormatError if a file is missing or damaged, or does not fit the others.
     """
     num_tp_ranks = len(layers_by_tp_rank)
-    stages = [StageFiles.of(source, number // num_tp_ranks, files) for number, files in enumerate(mp_rank_files)]
+    stages = [StageFiles.of(source, number // num_tp_ranks, files) for number, files in enumerate(mp_ranks)]
     first_model = stages[0].model
     check_model_parts(first_model, len(stages))
     if len(stages) % num_tp_ranks:
@@ -139,7 +133,7 @@ def read(source: Source, mp_rank_files: Sequence[TagFiles], layers_by_tp_rank: S
             "multiple of it",
             path=stages[0].path,
         )
-    for stage, files in zip(stages, mp_rank_files, strict=True):
+    for stage, files in zip(stages, mp_ranks, strict=True):
         if stage.zero_builder is not None:
             check_rank_count(files.optim_paths, stage.zero_builder.optim)
             check_model_file(stage.model, stage.zero_builder.optim)

@@ -15,12 +15,12 @@ from ckpt_tools.formats.deepspeed.common.model_file import check_experts, check_
 from ckpt_tools.formats.deepspeed.common.tags import choose_tag, find_used_folder
 from ckpt_tools.formats.deepspeed.common.tensor_parallel import MergeRules
 from ckpt_tools.formats.deepspeed.names import LATEST, RECOVERY_SCRIPTS, find_tag_folders, is_native_file_name
-from ckpt_tools.formats.deepspeed.zero_reader import autoep, moe, pipeline, stage0, tag_files
+from ckpt_tools.formats.deepspeed.zero_reader import expert_runs, pipeline, stage0
 from ckpt_tools.formats.deepspeed.zero_reader.checks import check_model_file, check_rank_count
 from ckpt_tools.formats.deepspeed.zero_reader.contents import ZeroManifestBuilder
 from ckpt_tools.formats.deepspeed.zero_reader.joining import ManifestMerger
 from ckpt_tools.formats.deepspeed.zero_reader.ranks import read_partitions
-from ckpt_tools.formats.deepspeed.zero_reader.tag_files import TagFiles
+from ckpt_tools.formats.deepspeed.zero_reader.tag_files import TagFiles, TagFolder
 from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.saved import get_parent_folder
 
@@ -28,19 +28,15 @@ from ckpt_tools.trainers.saved import get_parent_folder
 def read(source: Source, options: ReadOptions) -> Manifest:
     folders = find_tag_folders(source.files)
     folder = choose_tag(source, options.tag, folders, latest_file=LATEST, description="DeepSpeed checkpoint")
-    mp_rank_files = tag_files.find_tag_files(source, folder)
-    layer_paths, expert_files = tag_files.find_layer_files(source, folder), tag_files.find_expert_files(source, folder)
-    if layer_paths and (expert_files.weight_paths or expert_files.optim_paths):
-        path = layer_paths[0][min(layer_paths[0])]
+    tag = TagFolder.of(source, folder)
+    if tag.layer_paths and tag.experts:
+        path = tag.layer_paths[0][min(tag.layer_paths[0])]
         raise UnsupportedError("it is of a pipeline with experts, which is not supported", path=path)
-    if layer_paths:
-        return pipeline.read(source, mp_rank_files, layer_paths)
-    if expert_files.weight_paths or expert_files.optim_paths:
-        autoep_layers = AutoEPLayers.of(DeepSpeedFile.open(source, mp_rank_files[0].require_model_paths(0)[0]))
-        if autoep_layers.layers:
-            return autoep.read(source, mp_rank_files, expert_files, autoep_layers)
-        return moe.read(source, mp_rank_files, expert_files)
-    parts = [_open_part(source, files) for files in mp_rank_files]
+    if tag.layer_paths:
+        return pipeline.read(source, tag.mp_ranks, tag.layer_paths)
+    if tag.experts:
+        return expert_runs.read(source, tag.mp_ranks, tag.experts)
+    parts = [_open_part(source, files) for files in tag.mp_ranks]
     first_model = parts[0].model
     check_model_parts(first_model, len(parts))
     if len(parts) == 1:
@@ -72,6 +68,7 @@ def _open_part(source: Source, files: TagFiles) -> ZeroManifestBuilder | stage0.
         check_rank_count(model_paths, optim)
     model = ModelStates.of(DeepSpeedFile.open(source, model_paths[0]))
     if (autoep_layers := AutoEPLayers.of(model.file)).layers:
-        return autoep.open_stage3(source, files, model, optim, autoep_layers)
+        return expert_runs.open_stage3(source, files, model, optim, autoep_layers)
     check_model_file(model, optim)
-    return ZeroManifestBuilder(source, model, optim, model_paths, read_partitions(source, files.optim_paths, optim))
+    partitions = read_partitions(source, files.optim_paths, optim)
+    return ZeroManifestBuilder.of_all_ranks(source, model, optim, model_paths, partitions)

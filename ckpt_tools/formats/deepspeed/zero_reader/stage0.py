@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -161,13 +161,22 @@ def _read_masters(
     return masters
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertNames:
+    """Names of parameters that are experts: those of an expert-parallel rank, and those of all ranks."""
+
+    own: frozenset[str]
+    all_ranks: frozenset[str]
+
+
 @dataclass
 class Stage0ManifestBuilder:
-    """Builds the manifest of a checkpoint of stage 0.
+    """Builds the manifest of a checkpoint of stage 0, or of one of its expert-parallel ranks, which has ``experts``.
 
-    ``literals`` gathers plain numbers under names that start with ``literal_prefix``, so that those of several
-    checkpoints that are joined differ. ``optimizer_name`` is the name under which the optimizer is kept in the extras
-    if its numbers cannot be matched with parameters.
+    ``weight_tables`` has the shards of weights that are not one tensor of ``module``. ``literals`` gathers plain
+    numbers under names that start with ``literal_prefix``, so that those of several checkpoints that are joined differ.
+    ``optimizer_name`` is the name under which the optimizer is kept in the extras if its numbers cannot be matched with
+    parameters.
     """
 
     model: ModelStates
@@ -176,11 +185,14 @@ class Stage0ManifestBuilder:
     literals: dict[str, bytes] = field(default_factory=dict)
     literal_prefix: str = ""
     optimizer_name: str = "optimizer"
+    skipped_entries: tuple[str, ...] = ("optimizer",)
+    experts: ExpertNames | None = None
+    weight_tables: Mapping[str, ShardTable] = field(default_factory=dict)
 
-    skipped_entries: ClassVar[tuple[str, ...]] = ("optimizer",)
-    remedy: ClassVar[str] = (
-        "resume the run and save it with ZeRO stage 1, or with an optimizer that was made from model.named_parameters()"
-    )
+    @property
+    def remedy(self) -> str:
+        named = ", or with an optimizer that was made from model.named_parameters()" if self.experts is None else ""
+        return f"resume the run and save it with ZeRO stage 1{named}"
 
     def build_manifest(self) -> Manifest:
         """Raises FormatError if the files contradict themselves, UnsupportedError if masters cannot be matched with
@@ -226,8 +238,10 @@ class Stage0ManifestBuilder:
                 self.extras.add_module_value(name, value, self.model.find_value_file(name))
             elif name not in ties:
                 kind = Kind.BUFFER if name in self.model.buffers else Kind.PARAMETER
-                table = self.model.find_value_file(name).build_shard_table(value)
-                yield StateKey(name), TensorEntry(tuple(value.shape), value.dtype, kind, table)
+                table = self.weight_tables.get(name)
+                if table is None:
+                    table = self.model.find_value_file(name).build_shard_table(value)
+                yield StateKey(name), TensorEntry(table.shape, value.dtype, kind, table)
 
     # Which number is which parameter
 
@@ -248,7 +262,25 @@ class Stage0ManifestBuilder:
         return None
 
     def _match_numbers(self, parameters: Mapping[str, Shape]) -> dict[int, str] | None:
-        return match_numbers(self._list_numbered_groups(), self.optimizer.find_shapes(), parameters)
+        """The name of each number. Groups of experts have only this rank's experts, and no other group has an expert.
+        So the two kinds are matched apart: together, an expert's number could fit another parameter of its shape."""
+        groups, shapes, experts = self.optimizer.groups, self.optimizer.find_shapes(), self.experts
+        if experts is None:
+            return match_numbers(self._list_numbered_groups(), shapes, parameters)
+        found: dict[int, str] = {}
+        for is_expert in (False, True):
+            own_groups = [tuple(group["params"]) for group in groups if bool(group.get("moe")) == is_expert]
+            own_shapes = {number: shapes[number] for group in own_groups for number in group if number in shapes}
+            own_parameters = {
+                name: shape
+                for name, shape in parameters.items()
+                if (name in experts.own if is_expert else name not in experts.all_ranks)
+            }
+            matched = match_numbers(list(map(NumberedGroup, own_groups)), own_shapes, own_parameters)
+            if matched is None:
+                return None
+            found |= matched
+        return found
 
     def _list_numbered_groups(self) -> list[NumberedGroup]:
         return [NumberedGroup(tuple(group["params"]), _read_param_names(group)) for group in self.optimizer.groups]
@@ -259,6 +291,11 @@ class Stage0ManifestBuilder:
         The wrapper flattens the weights of a group, and they become views into that vector. So the storage that views
         fill, and that is as long as the group's master, has its parameters in their order. If several are, none counts.
         """
+        if self.experts is not None:
+            raise UnsupportedError(
+                "its fp32 masters are flat vectors without names; save with ZeRO stage 1",
+                path=self.optimizer.file.path,
+            )
         names_by_storage: dict[str, dict[int, str]] = {}
         for name in parameters:
             value = self.model.module[name]

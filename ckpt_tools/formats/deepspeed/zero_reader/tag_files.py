@@ -49,61 +49,65 @@ class ExpertFiles:
     weight_paths: Mapping[tuple[int, int], str]
     optim_paths: tuple[str, ...]
 
+    def __bool__(self) -> bool:
+        return bool(self.weight_paths or self.optim_paths)
 
-def find_tag_files(source: Source, folder: str) -> tuple[TagFiles, ...]:
-    """The files of the checkpoint in ``folder``, for each rank of model parallelism (``mp_rank_01``). Raises
-    UnsupportedError if it is of a kind of parallelism that is not read; IncompleteError if the file of a rank is
-    missing; MalformedError if two files claim one rank."""
-    prefix, names = _list_folder(source, folder)
-    file_names.refuse_files((name for name in names if not is_native_file_name(name)), folder, _UNSUPPORTED_FILES)
-    patterns = (file_names.MODEL_FILE, file_names.RANK_MODEL_FILE, file_names.OPTIM_FILE)
-    paths_by_pattern = [_group_by_numbers(names, prefix, kind, "mp", "rank") for kind in patterns]
-    num_mp_ranks = max((rank for kind in paths_by_pattern for rank in kind), default=0) + 1
-    if num_mp_ranks > 1 + sum(map(len, paths_by_pattern)):
-        raise MalformedError(
-            f"{describe_folder(folder)} has a file of rank {num_mp_ranks - 1} of model parallelism and few others"
+
+@dataclass(frozen=True, slots=True)
+class TagFolder:
+    """The files of the checkpoint in a folder, by their names: those of each rank of model parallelism
+    (``mp_rank_01``), of a pipeline's layers by number for each tensor-parallel rank, and of experts. There are no files
+    of layers where the run has no pipeline, and none of experts where it has no experts."""
+
+    mp_ranks: tuple[TagFiles, ...]
+    layer_paths: tuple[Mapping[int, str], ...]
+    experts: ExpertFiles
+
+    @classmethod
+    def of(cls, source: Source, folder: str) -> TagFolder:
+        """Raises UnsupportedError if the run is of a kind of parallelism that is not read; IncompleteError if the file
+        of a rank or a layer is missing; MalformedError if two files claim one rank, layer or expert."""
+        prefix = f"{folder}/" if folder else ""
+        names = [path.removeprefix(prefix) for path in source.files if path.startswith(prefix)]
+        file_names.refuse_files((name for name in names if not is_native_file_name(name)), folder, _UNSUPPORTED_FILES)
+
+        def group_paths(pattern: re.Pattern[str], outer: str, inner: str) -> dict[int, dict[int, str]]:
+            return _group_by_numbers(names, prefix, pattern, outer, inner)
+
+        patterns = (file_names.MODEL_FILE, file_names.RANK_MODEL_FILE, file_names.OPTIM_FILE)
+        paths_by_pattern = [group_paths(pattern, "mp", "rank") for pattern in patterns]
+        num_mp_ranks = max((rank for kind in paths_by_pattern for rank in kind), default=0) + 1
+        if num_mp_ranks > 1 + sum(map(len, paths_by_pattern)):
+            raise MalformedError(
+                f"{describe_folder(folder)} has a file of rank {num_mp_ranks - 1} of model parallelism and few others"
+            )
+        mp_ranks = tuple(
+            TagFiles(prefix, mp, *(_require_consecutive_ranks(kind.get(mp, {})) for kind in paths_by_pattern))
+            for mp in range(num_mp_ranks)
         )
-    return tuple(
-        TagFiles(prefix, mp, *(_require_consecutive_ranks(kind.get(mp, {})) for kind in paths_by_pattern))
-        for mp in range(num_mp_ranks)
-    )
+        layer_paths = _order_layers(group_paths(file_names.LAYER_FILE, "tp", "layer"), prefix)
+        for name in names:
+            match = file_names.EXPERT_FILE.fullmatch(name) or file_names.EXPERT_OPTIM_FILE.fullmatch(name)
+            if match is not None and int(match["mp"]):
+                raise UnsupportedError(
+                    f"{describe_folder(folder)} holds experts of a tensor-parallel run ({name}), which are not "
+                    "supported; save the run without tensor parallelism"
+                )
+        experts_by_layer = group_paths(file_names.EXPERT_FILE, "layer", "expert")
+        weight_paths = {(layer, n): path for layer, files in experts_by_layer.items() for n, path in files.items()}
+        optim_paths = group_paths(file_names.EXPERT_OPTIM_FILE, "mp", "rank").get(0, {})
+        return cls(mp_ranks, layer_paths, ExpertFiles(prefix, weight_paths, _require_consecutive_ranks(optim_paths)))
 
 
-def find_layer_files(source: Source, folder: str) -> tuple[Mapping[int, str], ...]:
-    """The files of a pipeline's layers by their numbers, for each tensor-parallel rank; none where the run has no
-    pipeline. Raises MalformedError if two files claim one layer; IncompleteError if a rank has no file of a layer."""
-    prefix, names = _list_folder(source, folder)
-    paths_by_tp_rank = _group_by_numbers(names, prefix, file_names.LAYER_FILE, "tp", "layer")
+def _order_layers(paths_by_tp_rank: Mapping[int, Mapping[int, str]], prefix: str) -> tuple[Mapping[int, str], ...]:
+    """The files of layers in the order of their numbers, for each tensor-parallel rank. Raises IncompleteError if a
+    rank has no file of a layer."""
     layers = sorted({layer for files in paths_by_tp_rank.values() for layer in files})
     for rank, layer in ((rank, layer) for rank in range(len(paths_by_tp_rank)) for layer in layers):
         if layer not in paths_by_tp_rank.get(rank, {}):
             name = file_names.layer_file_name(layer, f"-model_{rank:02d}")
             raise IncompleteError("this file of a layer is missing, and other ranks have theirs", path=prefix + name)
     return tuple({layer: paths_by_tp_rank[rank][layer] for layer in layers} for rank in range(len(paths_by_tp_rank)))
-
-
-def find_expert_files(source: Source, folder: str) -> ExpertFiles:
-    """The files of experts; none where the run has no experts. Raises UnsupportedError if the experts are cut by tensor
-    parallelism too; MalformedError if two files claim one expert; IncompleteError if the optimizer's file of an
-    expert-parallel rank is missing."""
-    prefix, names = _list_folder(source, folder)
-    for name in names:
-        match = file_names.EXPERT_FILE.fullmatch(name) or file_names.EXPERT_OPTIM_FILE.fullmatch(name)
-        if match is not None and int(match["mp"]):
-            raise UnsupportedError(
-                f"{describe_folder(folder)} holds experts of a tensor-parallel run ({name}), which are not supported; "
-                "save the run without tensor parallelism"
-            )
-    weights = _group_by_numbers(names, prefix, file_names.EXPERT_FILE, "layer", "expert")
-    optim = _group_by_numbers(names, prefix, file_names.EXPERT_OPTIM_FILE, "mp", "rank")
-    by_layer = {(layer, number): path for layer, files in weights.items() for number, path in files.items()}
-    return ExpertFiles(prefix, by_layer, _require_consecutive_ranks(optim.get(0, {})))
-
-
-def _list_folder(source: Source, folder: str) -> tuple[str, list[str]]:
-    """The prefix of paths in ``folder``, and the names there."""
-    prefix = f"{folder}/" if folder else ""
-    return prefix, [path.removeprefix(prefix) for path in source.files if path.startswith(prefix)]
 
 
 def _group_by_numbers(
