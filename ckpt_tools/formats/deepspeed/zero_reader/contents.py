@@ -220,7 +220,7 @@ class ZeroManifestBuilder:
             return ShardTable.build(shape, dtype, [])
         if name in self.param_intervals:
             return self.partitions.masters.build_shard_table(self.param_intervals[name])
-        fragments = [{0: rank[name]} if name in rank else {} for rank in self.rank_fragments]
+        fragments = {(rank, 0): own[name] for rank, own in enumerate(self.rank_fragments) if name in own}
         # Each rank's fragment is a vector of its own, flat 0, that holds one share.
         numel, world_size = prod(shape), self.optim.world_size
         intervals = locate_param(0, numel, world_size, np.array([0, compute_share(numel, world_size)]))
@@ -357,11 +357,10 @@ class ZeroManifestBuilder:
     def _gather_extras(self) -> None:
         self.extras.add_model(self.model.file, skipped_entries=self.skipped_entries)
         self.extras.add_optimizer(self.optim.file, self.optim.state_dict)
-        for rank, state in self.partitions.other_slots:
-            assert state.file is not None, "other state is read with its file"
+        for state in self.partitions.other_states:
             partition_states = self.extras.values.setdefault("deepspeed", {}).setdefault("partition_state", {})
-            name = f"partition_state.{rank}"
-            partition_states[rank] = self.extras.replace_tensors(dict(state.other_slots), name, state.file)
+            name = f"partition_state.{state.rank}"
+            partition_states[state.rank] = self.extras.replace_tensors(dict(state.slots), name, state.file)
 
 
 def _locate_fragments(model: ModelStates) -> Mapping[str, StoredVector]:

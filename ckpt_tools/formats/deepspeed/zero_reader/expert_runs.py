@@ -15,7 +15,6 @@ expert-parallel ranks, or with ``use_data_before_expert_parallelism`` the e-th r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 
@@ -32,22 +31,19 @@ from ckpt_tools.formats.deepspeed.zero_reader.checks import PARTITION_GROUPS_ENT
 from ckpt_tools.formats.deepspeed.zero_reader.contents import ZeroManifestBuilder
 from ckpt_tools.formats.deepspeed.zero_reader.experts import MoEExperts, count_local_experts, open_expert_layers
 from ckpt_tools.formats.deepspeed.zero_reader.placements import (
-    cut_placement,
-    find_partition_numel,
     list_optimizer_order,
     list_placements,
 )
-from ckpt_tools.formats.deepspeed.zero_reader.ranks import (
-    RankPartitions,
+from ckpt_tools.formats.deepspeed.zero_reader.ranks import RankPartitions, read_partitions
+from ckpt_tools.formats.deepspeed.zero_reader.slice_mappings import (
+    MAPPINGS_ENTRY,
     SliceMapping,
-    read_partitions,
-    read_slice_mappings,
+    find_misfit,
+    read_mapped_partitions,
 )
 from ckpt_tools.formats.deepspeed.zero_reader.tag_files import ExpertFiles, TagFiles
 from ckpt_tools.messages.wording import format_count
 from ckpt_tools.stores.source import Source
-
-MAPPINGS_ENTRY = "param_slice_mappings"
 
 _AUTOEP_SKIPPED_ENTRIES = ("optimizer", *DISTRIBUTION_ENTRIES)
 
@@ -86,7 +82,7 @@ def read(source: Source, mp_ranks: Sequence[TagFiles], files: ExpertFiles) -> Ma
     if not is_autoep:
         check_model_parts(model, 1)
     check_expert_run(tag_files, model, optim)
-    partitions, mappings_by_rank = _read_mapped_partitions(source, tag_files.optim_paths, optim)
+    partitions, mappings_by_rank = read_mapped_partitions(source, tag_files.optim_paths, optim)
     num_expert_ranks = [len(tag_files.optim_paths) // parts for parts in optim.partition_counts]
     if is_autoep:
         experts = _NO_MOE_EXPERTS
@@ -113,25 +109,6 @@ def read(source: Source, mp_ranks: Sequence[TagFiles], files: ExpertFiles) -> Ma
         weight_tables=weight_tables,
         skipped_entries=_AUTOEP_SKIPPED_ENTRIES if is_autoep else ("optimizer",),
     ).build_manifest()
-
-
-def _read_mapped_partitions(
-    source: Source, paths: Sequence[str], optim: OptimStates
-) -> tuple[RankPartitions, list[list[SliceMapping]]]:
-    """The vectors of all ranks, and the ``param_slice_mappings`` of each. Raises UnsupportedError if a file has none;
-    FormatError as ``read_partitions`` does."""
-    mappings_by_rank: list[list[SliceMapping]] = []
-
-    def collect_mappings(states: OptimStates) -> None:
-        if MAPPINGS_ENTRY not in states.state_dict:
-            raise UnsupportedError(
-                f"it has no {MAPPINGS_ENTRY} with the experts of each rank; load the run in DeepSpeed 0.8 or later "
-                "and save it",
-                path=states.file.path,
-            )
-        mappings_by_rank.append(read_slice_mappings(states.file))
-
-    return read_partitions(source, paths, optim, collect_mappings), mappings_by_rank
 
 
 def _count_ranks_by_layer(model: ModelStates, num_expert_ranks: Sequence[int], path: str) -> dict[str, int]:
@@ -171,15 +148,15 @@ def _find_ranks_of_experts(
 ) -> list[list[Ints]]:
     """By flat the ranks of each expert-parallel rank, in the order of their partitions. Raises MalformedError if
     ``param_slice_mappings`` fit neither order of ranks."""
-    wrong_ranks = []
+    misfit_files = []
     for is_data_first in (False, True):
         ranks_by_flat = [_list_rank_sets(len(mappings_by_rank), num, is_data_first) for num in num_expert_ranks]
-        wrong_rank = _find_wrong_rank(model, optim, partitions, mappings_by_rank, ranks_by_flat)
-        if wrong_rank is None:
+        groups = list_placements(model, optim, ranks_by_flat, is_in_optimizer_order=True)
+        misfit = find_misfit(groups, partitions, mappings_by_rank)
+        if misfit is None:
             return ranks_by_flat
-        wrong_ranks.append(wrong_rank)
-    path = partitions.masters.files[wrong_ranks[0]]
-    raise MalformedError(f"its {MAPPINGS_ENTRY} do not fit the partitions", path=path)
+        misfit_files.append(misfit[0])
+    raise MalformedError(f"its {MAPPINGS_ENTRY} do not fit the partitions", path=misfit_files[0])
 
 
 def _list_rank_sets(num_ranks: int, num_sets: int, is_data_first: bool) -> list[Ints]:
@@ -187,36 +164,6 @@ def _list_rank_sets(num_ranks: int, num_sets: int, is_data_first: bool) -> list[
     all_ranks = np.arange(num_ranks, dtype=np.int64)
     sets = all_ranks // (num_ranks // num_sets) if is_data_first else all_ranks % num_sets
     return [np.flatnonzero(sets == number) for number in range(num_sets)]
-
-
-def _find_wrong_rank(
-    model: ModelStates,
-    optim: OptimStates,
-    partitions: RankPartitions,
-    mappings_by_rank: Sequence[Sequence[SliceMapping]],
-    ranks_by_flat: Sequence[Sequence[Ints]],
-) -> int | None:
-    """The first rank whose mapping is not what cutting the groups gives for it; None if all fit."""
-    masters, paddings = partitions.masters, partitions.paddings
-    for group in list_placements(model, optim, ranks_by_flat):
-        # ``param_slice_mappings`` are in the order of the optimizer, even if the partitions are in that of
-        # ``round_robin_gradients``.
-        order = list_optimizer_order(model, optim, group.flat, len(group.ranks))
-        group = replace(group, numels={name: group.numels[name] for name in order})
-        expected_mappings: list[dict[str, tuple[int, int]]] = [{} for _ in group.ranks]
-        partition_numel = find_partition_numel(group.flat, masters, paddings)
-        for name, intervals in cut_placement(group, partition_numel, masters.files[0]):
-            for position, _, numel, start in intervals.iterate_rows():
-                if position >= len(group.ranks):
-                    why = f"group {group.flat} has more elements than its {len(group.ranks)} partitions"
-                    raise MalformedError(why, path=masters.files[0])
-                expected_mappings[position][name] = (numel, start)
-        ranks: list[int] = group.ranks.tolist()
-        for rank, expected_mapping in zip(ranks, expected_mappings, strict=True):
-            stated_mapping = mappings_by_rank[rank][group.flat] if group.flat < len(mappings_by_rank[rank]) else {}
-            if {name: at for name, at in stated_mapping.items() if at[0]} != expected_mapping:
-                return rank
-    return None
 
 
 # Stage 3, which only AutoEP has

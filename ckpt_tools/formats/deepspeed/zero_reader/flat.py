@@ -31,6 +31,10 @@ class StoredVector(NamedTuple):
     dtype: DType
 
 
+RankVectors = dict[tuple[int, int], StoredVector]
+"""The vectors of one slot by rank and flat."""
+
+
 @dataclass(frozen=True, slots=True)
 class FlatIntervals:
     """Intervals ``[starts, stops)`` of a parameter's row-major elements; interval i starts at element ``offsets[i]``
@@ -74,22 +78,18 @@ class SlotVectors:
     numels: Ints
 
     @classmethod
-    def of(
-        cls, name: str, files: Sequence[str], ranks: Sequence[Mapping[int, StoredVector]], num_flats: int
-    ) -> SlotVectors:
-        """Gathers the vectors of all ranks, each a mapping by flat. Raises MalformedError if ranks differ in the dtype
-        of a flat."""
-        byte_starts = np.full((len(ranks), num_flats), NO_START, np.int64)
-        numels = np.zeros((len(ranks), num_flats), np.int64)
+    def of(cls, name: str, files: Sequence[str], vectors: RankVectors, num_flats: int) -> SlotVectors:
+        """Gathers the vectors of all ranks. Raises MalformedError if ranks differ in the dtype of a flat."""
+        byte_starts = np.full((len(files), num_flats), NO_START, np.int64)
+        numels = np.zeros((len(files), num_flats), np.int64)
         dtypes: dict[int, DType] = {}
-        for rank, vectors in enumerate(ranks):
-            for flat, vector in vectors.items():
-                byte_starts[rank, flat], numels[rank, flat] = vector.start_byte, vector.numel
-                if dtypes.setdefault(flat, vector.dtype) is not vector.dtype:
-                    raise MalformedError(
-                        f"its {name} is {vector.dtype.value} but that of other ranks is {dtypes[flat].value}",
-                        path=files[rank],
-                    )
+        for (rank, flat), vector in vectors.items():
+            byte_starts[rank, flat], numels[rank, flat] = vector.start_byte, vector.numel
+            if dtypes.setdefault(flat, vector.dtype) is not vector.dtype:
+                raise MalformedError(
+                    f"its {name} is {vector.dtype.value} but that of other ranks is {dtypes[flat].value}",
+                    path=files[rank],
+                )
         return cls(name, files, dtypes, byte_starts, numels)
 
     def select_ranks(self, ranks: Ints) -> SlotVectors:

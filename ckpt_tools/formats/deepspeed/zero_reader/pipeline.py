@@ -7,23 +7,19 @@ stage that uses a tied parameter has optimizer state of it; all are the same, an
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
-from ckpt_tools.core import renaming
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, TensorEntry
-from ckpt_tools.core.names import collect_model_names
 from ckpt_tools.core.notes import Note, Outcome
-from ckpt_tools.core.values import format_brief
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.deepspeed.common.files import DeepSpeedFile, ModelStates, OptimStates
 from ckpt_tools.formats.deepspeed.common.model_file import check_experts, check_model_parts
 from ckpt_tools.formats.deepspeed.common.tensor_parallel import MergeRules, drop_partition_entries
-from ckpt_tools.formats.deepspeed.zero_reader import missing_layers, stage0
+from ckpt_tools.formats.deepspeed.zero_reader import missing_layers
 from ckpt_tools.formats.deepspeed.zero_reader.checks import check_model_file, check_rank_count
 from ckpt_tools.formats.deepspeed.zero_reader.contents import ZeroManifestBuilder
 from ckpt_tools.formats.deepspeed.zero_reader.joining import (
@@ -33,58 +29,70 @@ from ckpt_tools.formats.deepspeed.zero_reader.joining import (
     to_comparable_text,
 )
 from ckpt_tools.formats.deepspeed.zero_reader.layers import TIED_PREFIX, PipelineLayers, StageShapes
-from ckpt_tools.formats.deepspeed.zero_reader.missing_layers import UNLISTED_LAYERS
-from ckpt_tools.formats.deepspeed.zero_reader.ranks import SliceMapping, read_partitions, read_slice_mappings
+from ckpt_tools.formats.deepspeed.zero_reader.pipeline_names import apply_whole_names
+from ckpt_tools.formats.deepspeed.zero_reader.ranks import read_partitions
+from ckpt_tools.formats.deepspeed.zero_reader.slice_mappings import (
+    MAPPINGS_ENTRY,
+    compute_flat_shapes,
+    find_misfit,
+    read_slice_mappings,
+)
+from ckpt_tools.formats.deepspeed.zero_reader.stage0 import SavedOptimizer, Stage0ManifestBuilder
 from ckpt_tools.formats.deepspeed.zero_reader.tag_files import TagFiles
 from ckpt_tools.stores.source import Source
 
 
 @dataclass(frozen=True, slots=True)
 class StageFiles:
-    """The content of one stage's files, without those of its layers. ``path`` is its model file.
+    """One stage's files without those of its layers, as the builder of its manifest, whose model has no tensors yet.
 
-    ``zero_builder`` has the optimizer of a run with ZeRO; with ``has_flat_shapes`` its parameters have flat shapes, as
-    only their numbers of elements are known. Without ZeRO, ``optimizer`` is the optimizer if it names its
-    parameters. ``literal_prefix`` is in the names of literals, so that those of all stages differ.
+    With ``has_flat_shapes`` its parameters have flat shapes, as only their numbers of elements are known. A builder of
+    stage 0 has an optimizer if that names its parameters.
     """
 
-    literal_prefix: str
-    path: str
-    model: ModelStates
-    zero_builder: ZeroManifestBuilder | None = None
+    builder: ZeroManifestBuilder | Stage0ManifestBuilder
     has_flat_shapes: bool = False
-    optimizer: stage0.SavedOptimizer | None = None
 
     @classmethod
     def of(cls, source: Source, number: int, files: TagFiles) -> StageFiles:
         """Opens ``files``, those of stage ``number``. Raises FormatError if one is missing or damaged."""
+        # Literals of different stages must have different names.
         literal_prefix, path = f"stage{number}." if number else "", files.require_model_paths(0)[0]
         model = ModelStates.of_pipeline_stage(DeepSpeedFile.open(source, path))
         check_experts(model)
         if model.file.content.get("module") is not None:
             raise MalformedError("it holds a model, but there are files of a pipeline's layers beside it", path=path)
         if not files.optim_paths:
-            return cls(literal_prefix, path, model)
+            return cls(Stage0ManifestBuilder(model, SavedOptimizer(model.file), literal_prefix=literal_prefix))
         optim = OptimStates.of(DeepSpeedFile.open(source, files.optim_paths[0]))
         if optim.stage > 1:
             raise MalformedError(f"it is of ZeRO-{optim.stage}, which no pipeline has", path=optim.file.path)
-        has_flat_shapes, mappings_by_rank = not model.param_shapes, list[list[SliceMapping]]()
         partitions = read_partitions(source, files.optim_paths, optim)
-        if has_flat_shapes:
-            mappings_by_rank += (read_slice_mappings(DeepSpeedFile.open(source, each)) for each in files.optim_paths)
-            model = replace(model, param_shapes=_compute_flat_shapes(mappings_by_rank))
-        zero_builder = ZeroManifestBuilder.of_all_ranks(source, model, optim, (path,), partitions, literal_prefix)
-        if has_flat_shapes:
-            _check_slice_mappings(zero_builder, mappings_by_rank)
-        return cls(literal_prefix, path, model, zero_builder, has_flat_shapes)
+        if model.param_shapes:
+            return cls(ZeroManifestBuilder.of_all_ranks(source, model, optim, (path,), partitions, literal_prefix))
+        mappings_by_rank = [read_slice_mappings(DeepSpeedFile.open(source, each)) for each in files.optim_paths]
+        model = replace(model, param_shapes=compute_flat_shapes(mappings_by_rank))
+        builder = ZeroManifestBuilder.of_all_ranks(source, model, optim, (path,), partitions, literal_prefix)
+        if misfit := find_misfit(builder.groups, partitions, mappings_by_rank):
+            message = f"its {MAPPINGS_ENTRY} do not fit the partitions"
+            raise MalformedError(message, path=misfit[0], key=misfit[1])
+        return cls(builder, has_flat_shapes=True)
+
+    @property
+    def model(self) -> ModelStates:
+        return self.builder.model
+
+    @property
+    def path(self) -> str:
+        return self.model.file.path
 
     def find_shapes(self) -> StageShapes:
         """Shapes of the parameters that the files of the stage state."""
         trainable = self.model.trainable
         shapes: dict[str, Shape | None] = dict.fromkeys(trainable) if self.has_flat_shapes else dict(trainable)
         masters = {}
-        if self.zero_builder is not None:
-            vectors, intervals = self.zero_builder.partitions.masters, self.zero_builder.param_intervals
+        if isinstance(self.builder, ZeroManifestBuilder):
+            vectors, intervals = self.builder.partitions.masters, self.builder.param_intervals
             tied_names = [name for name in intervals if name.startswith(TIED_PREFIX)]
             masters = {name: vectors.build_shard_table(intervals[name]) for name in tied_names}
         return StageShapes(self.model, shapes, {name: prod(shape) for name, shape in trainable.items()}, masters)
@@ -92,29 +100,10 @@ class StageFiles:
     def build_manifest(self, model: ModelStates) -> Manifest:
         """The manifest of the stage as a checkpoint of its own; ``model`` has the tensors of its layers. Raises
         MalformedError if the optimizer without ZeRO does not fit them."""
-        if self.zero_builder is not None:
-            return replace(self.zero_builder, model=model).build_manifest()
-        optimizer = self.optimizer or stage0.SavedOptimizer(model.file)
-        builder = stage0.Stage0ManifestBuilder(model, optimizer, literal_prefix=self.literal_prefix)
-        manifest = builder.build_manifest()
-        if self.optimizer is not None and not manifest.groups:
+        manifest = replace(self.builder, model=model).build_manifest()
+        if isinstance(self.builder, Stage0ManifestBuilder) and self.builder.optimizer.groups and not manifest.groups:
             raise MalformedError("the shapes of its optimizer's state are not those of the layers", path=self.path)
         return manifest
-
-
-def _check_slice_mappings(
-    zero_builder: ZeroManifestBuilder, mappings_by_rank: Sequence[Sequence[SliceMapping]]
-) -> None:
-    """Raises MalformedError if the places that ranks state for parameters are not those of the cut of the groups."""
-    stated_rows: set[tuple[str, int, int, int, int]] = set()
-    for rank, groups in enumerate(mappings_by_rank):
-        for group, mapping in enumerate(groups):
-            stated_rows |= {(name, rank, group, numel, start) for name, (numel, start) in mapping.items() if numel}
-    expected_rows = {(name, *row) for name, each in zero_builder.param_intervals.items() for row in each.iterate_rows()}
-    if stated_rows != expected_rows:
-        name, rank, *_ = min(stated_rows ^ expected_rows)
-        message = "its param_slice_mappings do not fit the partitions"
-        raise MalformedError(message, path=zero_builder.partitions.masters.files[rank], key=name)
 
 
 def read(source: Source, mp_ranks: Sequence[TagFiles], layers_by_tp_rank: Sequence[Mapping[int, str]]) -> Manifest:
@@ -133,18 +122,20 @@ def read(source: Source, mp_ranks: Sequence[TagFiles], layers_by_tp_rank: Sequen
             "multiple of it",
             path=stages[0].path,
         )
+    has_zero = isinstance(stages[0].builder, ZeroManifestBuilder)
     for stage, files in zip(stages, mp_ranks, strict=True):
-        if stage.zero_builder is not None:
-            check_rank_count(files.optim_paths, stage.zero_builder.optim)
-            check_model_file(stage.model, stage.zero_builder.optim)
-        elif stages[0].zero_builder is not None or stage.model.file.content.get("param_shapes") is not None:
+        if isinstance(stage.builder, ZeroManifestBuilder):
+            check_rank_count(files.optim_paths, stage.builder.optim)
+            check_model_file(stage.model, stage.builder.optim)
+        elif has_zero or stage.model.file.content.get("param_shapes") is not None:
             raise IncompleteError("the optimizer's file of this stage is missing", path=stage.path)
     if num_tp_ranks == 1:
-        return _apply_whole_names(
-            _read_tp_rank(source, _attach_named_optimizers(stages), layers_by_tp_rank[0]), first_model.file.path
+        return apply_whole_names(
+            _read_tp_rank(source, stages if has_zero else _attach_named_optimizers(stages), layers_by_tp_rank[0]),
+            first_model.file.path,
         )
     rules = MergeRules.of(first_model.file.content.get("universal_checkpoint_info"), stages[0].path)
-    if stages[0].zero_builder is None:
+    if not has_zero:
         raise UnsupportedError(
             "it is of a pipeline without ZeRO that tensor parallelism cuts too, and no file says which of its layers "
             "are tied, by whose names the parts are joined; resume the run and save it with ZeRO stage 1",
@@ -154,7 +145,7 @@ def read(source: Source, mp_ranks: Sequence[TagFiles], layers_by_tp_rank: Sequen
         _read_tp_rank(source, stages[rank::num_tp_ranks], layer_paths, rules)
         for rank, layer_paths in enumerate(layers_by_tp_rank)
     ]
-    return _apply_whole_names(ManifestMerger(parts, rules).merge_manifests(), first_model.file.path)
+    return apply_whole_names(ManifestMerger(parts, rules).merge_manifests(), first_model.file.path)
 
 
 def _read_tp_rank(
@@ -165,9 +156,10 @@ def _read_tp_rank(
     layer_files = {number: DeepSpeedFile.open(source, path) for number, path in layer_paths.items()}
     pipeline_layers = PipelineLayers(source, layer_files, [stage.find_shapes() for stage in stages])
     models = pipeline_layers.build_models()
-    if stages[0].zero_builder is None and stages[0].optimizer is None:
+    builder = stages[0].builder
+    if isinstance(builder, Stage0ManifestBuilder) and not builder.optimizer.groups:
         buffers = [stage.model.buffers for stage in stages]
-        optimizers = [stage0.SavedOptimizer.of(stage.model.file) for stage in stages]
+        optimizers = [SavedOptimizer.of(stage.model.file) for stage in stages]
         missing_layers.check_no_layer_missing(
             [missing_layers.LayerShapes.of(number, file, buffers) for number, file in layer_files.items()],
             [
@@ -187,33 +179,18 @@ def _read_tp_rank(
 
 
 def _attach_named_optimizers(stages: Sequence[StageFiles]) -> Sequence[StageFiles]:
-    """``stages`` with their ``optimizer``, if it is a run without ZeRO and every stage's optimizer was made of
-    named parameters; otherwise unchanged."""
-    if stages[0].zero_builder is not None:
-        return stages
-    optimizers = [stage0.SavedOptimizer.of(stage.model.file) for stage in stages]
+    """``stages`` of a run without ZeRO with their optimizers, if every one was made of named parameters; otherwise
+    unchanged."""
+    optimizers = [SavedOptimizer.of(stage.model.file) for stage in stages]
     named_stages = []
     for stage, each in zip(stages, optimizers, strict=True):
         shapes = each.find_named_shapes()
         if shapes is None:
             return stages
-        named_stages.append(replace(stage, model=replace(stage.model, param_shapes=shapes), optimizer=each))
+        model = replace(stage.model, param_shapes=shapes)
+        builder = Stage0ManifestBuilder(model, each, literal_prefix=stage.builder.literal_prefix)
+        named_stages.append(StageFiles(builder))
     return named_stages
-
-
-def _compute_flat_shapes(mappings_by_rank: Sequence[Sequence[SliceMapping]]) -> tuple[dict[str, Shape], ...]:
-    """Flat shapes ``(numel,)`` of each group's parameters in their order, from the places that each rank states.
-
-    A bf16 run without ZeRO has BF16_Optimizer's partitions and no param_shapes.
-    """
-    groups: list[dict[str, int]] = []
-    for mappings in mappings_by_rank:
-        for number, mapping in enumerate(mappings):
-            if number == len(groups):
-                groups.append({})
-            for name, (numel, _) in sorted(mapping.items(), key=lambda item: item[1][1]):
-                groups[number][name] = groups[number].get(name, 0) + numel
-    return tuple({name: (numel,) for name, numel in group.items()} for group in groups)
 
 
 @dataclass
@@ -314,72 +291,3 @@ def _flatten_entries(part: Manifest) -> dict[str, Any]:
     deepspeed_entries = _get_deepspeed_entries(part)
     other_entries = {name: value for name, value in part.extra.items() if name != "deepspeed"}
     return other_entries | {f"deepspeed.{name}": value for name, value in deepspeed_entries.items() if name != "module"}
-
-
-PIPELINE_NAMES_ENTRY = "pipeline_names"
-"""Entry of the client state with the names of layers in the whole model, which no file of DeepSpeed's has because
-``PipelineModule`` numbers layers. For each layer with tensors, by the pipeline's name for it (``"1"``,
-``"tied_modules.embed"``), it has the names of that module in the whole model; a tied one has several."""
-
-LayerNames = Mapping[str, tuple[str, ...]]
-
-
-def _apply_whole_names(manifest: Manifest, path: str) -> Manifest:
-    """The manifest under the names of the whole model, if the client state has ``PIPELINE_NAMES_ENTRY``; otherwise
-    unchanged. ``path`` is a file for messages. Raises MalformedError if the entry is malformed, or does not name each
-    layer once; IncompleteError if there is no tensor of a layer that it names."""
-    client_state = manifest.extra.get("client_state")
-    if not isinstance(client_state, Mapping) or PIPELINE_NAMES_ENTRY not in client_state:
-        return manifest
-    names = _parse_layer_names(client_state[PIPELINE_NAMES_ENTRY], path)
-    layers = {fqn: _find_layer(fqn) for fqn in collect_model_names(manifest)}
-    _check_layer_names(names, layers, path)
-    name_by_fqn = {fqn: names[layer][0] + fqn.removeprefix(layer) for fqn, layer in layers.items()}
-    if len({*name_by_fqn.values()}) < len(name_by_fqn):
-        raise MalformedError(f"client_state.{PIPELINE_NAMES_ENTRY} gives two tensors one name", path=path)
-    renamed, _ = renaming.rename_tensors(manifest, name_by_fqn.__getitem__)
-    # The entry is in the names now, and would be wrong beside a model without layers of a pipeline.
-    other_entries = {name: value for name, value in client_state.items() if name != PIPELINE_NAMES_ENTRY}
-    extra = {name: value for name, value in manifest.extra.items() if name != "client_state"}
-    owner_by_alias = {
-        other + fqn.removeprefix(layer): name_by_fqn[fqn] for fqn, layer in layers.items() for other in names[layer][1:]
-    }
-    return replace(
-        renamed,
-        aliases={**renamed.aliases, **owner_by_alias},
-        extra=extra | ({"client_state": other_entries} if other_entries else {}),
-        notes=tuple(note for note in manifest.notes if note.what != UNLISTED_LAYERS),
-    )
-
-
-def _find_layer(fqn: str) -> str:
-    """The layer of a tensor: ``1`` of ``1.norm.weight``, ``tied_modules.embed`` of ``tied_modules.embed.weight``."""
-    parts = 2 if fqn.startswith(TIED_PREFIX) else 1
-    return ".".join(fqn.split(".")[:parts])
-
-
-def _parse_layer_names(entry: Any, path: str) -> LayerNames:
-    if not isinstance(entry, Mapping) or not all(
-        _is_name(layer) and isinstance(names, list | tuple) and names and all(map(_is_name, names))
-        for layer, names in entry.items()
-    ):
-        why = f"is to have a list of names for each layer, and is {format_brief(entry)}"
-        raise MalformedError(f"client_state.{PIPELINE_NAMES_ENTRY} {why}", path=path)
-    return {layer: tuple(names) for layer, names in entry.items()}
-
-
-def _is_name(value: Any) -> bool:
-    return isinstance(value, str) and bool(value)
-
-
-def _check_layer_names(names: LayerNames, layers: Mapping[str, str], path: str) -> None:
-    saved_layers = {*layers.values()}
-    if unnamed_layers := sorted(saved_layers - names.keys()):
-        why = f"client_state.{PIPELINE_NAMES_ENTRY} has no name for this layer"
-        raise MalformedError(why, path=path, key=unnamed_layers[0])
-    if absent_layers := sorted(names.keys() - saved_layers):
-        why = f"client_state.{PIPELINE_NAMES_ENTRY} names this layer, and no file contains it"
-        raise IncompleteError(why, path=path, key=absent_layers[0])
-    counts = Counter(name for each in names.values() for name in each)
-    if duplicate := next((name for name, number in counts.items() if number > 1), None):
-        raise MalformedError(f"client_state.{PIPELINE_NAMES_ENTRY} gives this name twice", path=path, key=duplicate)

@@ -56,25 +56,25 @@ def list_placements(
     optim: OptimStates,
     ranks_by_flat: Sequence[Sequence[Ints]],
     make_name: Callable[[str, int], str] = lambda name, set_number: name,
+    *,
+    is_in_optimizer_order: bool = False,
 ) -> list[GroupPlacement]:
     """The groups of ``param_shapes``, one for each set of ranks that the flat has in ``ranks_by_flat``. ``make_name``
-    gives the name of a parameter on the ranks of a set. Raises MalformedError in stages 1 and 2 if there are not as
-    many param groups as flats."""
+    gives the name of a parameter on the ranks of a set. The parameters are in the order in which they lie in the flat,
+    or with ``is_in_optimizer_order`` in that in which the optimizer got them. Raises MalformedError in stages 1 and 2
+    if there are not as many param groups as flats."""
     num_flats, num_groups = len(optim.masters), len(model.param_shapes)
     if optim.stage < 3 and num_groups != num_flats:
         why = f"{num_flats} groups of partitions, but param_shapes has {num_groups}"
         raise MalformedError(why, path=optim.file.path)
-    all_gaps = None if optim.stage == 3 else optim.alignment_paddings
-    return [
-        GroupPlacement(
-            flat,
-            ranks,
-            numels={make_name(name, set_number): prod(shape) for name, shape in shapes.items()},
-            gaps=None if all_gaps is None else all_gaps[flat],
-        )
-        for flat, shapes in enumerate(model.param_shapes)
-        for set_number, ranks in enumerate(ranks_by_flat[flat])
-    ]
+    placements = []
+    for flat, shapes in enumerate(model.param_shapes):
+        gaps = optim.alignment_paddings[flat] if optim.stage < 3 and optim.alignment_paddings is not None else None
+        for set_number, ranks in enumerate(ranks_by_flat[flat]):
+            names = list_optimizer_order(model, optim, flat, len(ranks)) if is_in_optimizer_order else shapes
+            numels = {make_name(name, set_number): prod(shapes[name]) for name in names}
+            placements.append(GroupPlacement(flat, ranks, numels, gaps))
+    return placements
 
 
 def list_optimizer_order(model: ModelStates, optim: OptimStates, flat: int, num_ranks: int) -> tuple[str, ...]:
