@@ -23,7 +23,7 @@ from typing import ClassVar, Self
 
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.part_rules import PartRules
-from ckpt_tools.errors import CkptError, DestinationExistsError
+from ckpt_tools.errors import CkptError, DestinationExistsError, UsageError
 from ckpt_tools.messages.progress import log_info
 from ckpt_tools.messages.showing import DisplayableResult, Jsonable
 from ckpt_tools.process.signals import allow_signals, defer_signals
@@ -180,6 +180,8 @@ class OutputLocation(ABC):
     """The location of an output, a file or a folder, before anything is written there."""
 
     form: OutputForm = field(default=OutputForm(), kw_only=True)
+    can_resume: ClassVar[bool] = True
+    """False if what a killed run wrote cannot be continued."""
 
     def with_form(self, form: OutputForm) -> Self:
         """The same location, for an output of another form."""
@@ -219,7 +221,7 @@ class OutputLocation(ABC):
 
     @abstractmethod
     def stage(self, *, resume: bool = False, fsync: bool = False) -> Staging:
-        """Where the output waits; nothing is made. Raises UsageError if nothing can be written, or resumed, there."""
+        """Where the output waits; nothing is read or made."""
 
     def stage_both_forms(self) -> Sequence[Staging]:
         """The same for both forms: that of an earlier output is unknown."""
@@ -236,6 +238,12 @@ class OutputLocation(ABC):
             DestinationExistsError: something is there and ``overwrite`` is False, or another process is writing it.
             UsageError: the location cannot be replaced, or output there not resumed. StoreError: it cannot be written.
         """
+        if resume and not self.can_resume:
+            raise UsageError.of(
+                "resume",
+                f"{format_option('resume', True)}: what was written to {self.url} cannot be continued, "
+                "only to paths and s3:// URLs",
+            )
         staging = self.stage(resume=resume, fsync=fsync)
         self.check_free(overwrite=overwrite)
         # A signal interrupts the block, but not taking and leaving the location.

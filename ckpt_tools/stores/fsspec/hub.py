@@ -138,7 +138,6 @@ class HubOutputLocation(FsspecOutputLocation):
         return DestinationContents.of_folder(contents.store, files, contents.others)
 
     def stage(self, *, resume: bool = False, fsync: bool = False) -> Staging:
-        self._refuse_resume(resume=resume)
         return HubStaging(self)
 
 

@@ -21,9 +21,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial as partial_call
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, ClassVar
 
-from ckpt_tools.core.option_names import format_option
 from ckpt_tools.errors import CkptError, StoreError, UsageError
 from ckpt_tools.stores.destination import Destination
 from ckpt_tools.stores.fsspec.store import FsspecStore, call_with_retry, kind_of_path, open_file_system, size_of_info
@@ -127,6 +126,7 @@ class NullLog:
 class FsspecOutputLocation(OutputLocation):
     """A path of a file system, as the location of an output."""
 
+    can_resume: ClassVar[bool] = False
     fs: Any
     path: str
 
@@ -178,16 +178,7 @@ class FsspecOutputLocation(OutputLocation):
         return self.form.root_folder_of(self.path)
 
     def stage(self, *, resume: bool = False, fsync: bool = False) -> Staging:
-        self._refuse_resume(resume=resume)
         return FsspecStaging(self)
-
-    def _refuse_resume(self, *, resume: bool) -> None:
-        if resume:
-            raise UsageError.of(
-                "resume",
-                f"{format_option('resume', True)}: what was written to {self.url} cannot be continued, "
-                "only to paths and s3:// URLs",
-            )
 
     def remove_files(self, batches: Sequence[Sequence[str]]) -> None:
         names = [name for batch in batches for name in batch]
