@@ -179,7 +179,7 @@ def _remove_members(
 ) -> None:
     """Removes the oldest first. Raises DestinationExistsError if a conversion is writing to one of them."""
     for member in reversed(members):
-        open_output_location(f"{url.rstrip('/')}/{member.name}", storage_options).list_leftovers()
+        open_output_location(f"{url.rstrip('/')}/{member.name}", storage_options).clean(dry_run=True)
     for member in reversed(members):
         destination.remove_files(batch_for_removal(member.run_files))
 

@@ -262,23 +262,19 @@ class OutputLocation(ABC):
                     with suppress(CkptError):
                         staging.discard()
 
-    def list_leftovers(self) -> Sequence[Leftover]:
-        """Leftovers of killed runs, for every form of output, and nothing else.
+    def clean(self, *, dry_run: bool = False) -> Sequence[Leftover]:
+        """Leftovers of runs that were killed, or failed with ``--resume``, for every form of output, and nothing else.
+        Unless ``dry_run`` they are removed, and what a killed run had moved aside is put back.
 
         Raises:
             DestinationExistsError: a process is writing there. StoreError: looking failed.
         """
-        return [left for staging in self.stage_both_forms() for left in staging.list_leftovers()]
-
-    def remove_leftovers(self) -> Sequence[Leftover]:
-        """Remove leftovers, and put back what a killed run had moved aside. Returns and raises as
-        ``list_leftovers``."""
-        leftovers = self.list_leftovers()
-        for staging in self.stage_both_forms():
-            if any(True for _ in staging.list_leftovers()):
+        found_leftovers = [(staging, [*staging.list_leftovers()]) for staging in self.stage_both_forms()]
+        for staging, leftovers in found_leftovers:
+            if leftovers and not dry_run:
                 with staging.hold():
                     staging.discard()
-        return leftovers
+        return [left for _, leftovers in found_leftovers for left in leftovers]
 
     @abstractmethod
     def remove_files(self, batches: Sequence[Sequence[str]]) -> None:
@@ -305,9 +301,8 @@ class CleanReport(DisplayableResult):
 
 
 def clean_leftovers(location: OutputLocation, *, dry_run: bool) -> CleanReport:
-    """Leftovers of runs that were killed, or failed with ``--resume``, which are removed unless ``dry_run``. Raises as
-    ``OutputLocation.list_leftovers``."""
-    leftovers = location.list_leftovers() if dry_run else location.remove_leftovers()
+    """Raises as ``OutputLocation.clean``."""
+    leftovers = location.clean(dry_run=dry_run)
     for left in () if dry_run else leftovers:
         log_info("stores", f"{left.url}: removed {left.kind}")
     return CleanReport(location.url, tuple(leftovers), is_removed=not dry_run)

@@ -204,7 +204,7 @@ def test_a_second_writer_is_told_and_of_many_who_start_at_once_one_wins(place):
             with pytest.raises(DestinationExistsError, match="another process is writing"):
                 claimed(place, overwrite=True, resume=resume).__enter__()
         with pytest.raises(DestinationExistsError, match="another process is writing"):
-            place.remove_leftovers()
+            place.clean()
 
     def attempt(_: int) -> bool:
         try:
@@ -227,7 +227,7 @@ taken.__enter__().destination.begin_file("f", 3)
 import os; os._exit(9)
 """
     assert subprocess.run([sys.executable, "-c", code], env={**os.environ}).returncode == 9
-    assert [left.kind for left in place.list_leftovers()] == ["open upload", "lock", "note"]
+    assert [left.kind for left in place.clean(dry_run=True)] == ["open upload", "lock", "note"]
     lock = place.stage().lock
     elsewhere = json.loads(place.bucket.get_object(lock.key).data) | {"machine": "another"}  # type: ignore[union-attr]
     place.bucket.put_object(lock.key, json.dumps(elsewhere).encode())
@@ -247,7 +247,7 @@ def test_notes_of_a_process_that_was_killed_while_it_wrote_them(place, content):
     with claimed(place) as taken:
         write(taken, {"a": b"data", "z": b"index"})
     assert S3Store(place.bucket, place.folder_prefix).list() == {"a": 4, "z": 5}
-    assert not place.list_leftovers()
+    assert not place.clean(dry_run=True)
 
 
 def test_who_lost_the_lock_does_not_publish(place, runs, s3):
@@ -266,10 +266,10 @@ def test_leftovers_are_ours_alone(place, runs, s3):
     with claimed(place, resume=True) as claim:
         claim.destination.write_part("f", claim.destination.begin_file("f", 3), 0, 0, b"abc")
         claim.log.append(b"noted")
-    found = {(left.kind, left.num_bytes) for left in place.list_leftovers()}
+    found = {(left.kind, left.num_bytes) for left in place.clean(dry_run=True)}
     assert ("open upload", 3) in found and ("log", 5) in found
-    place.remove_leftovers()
-    assert place.list_leftovers() == [] and s3.files(runs) == {}
+    place.clean()
+    assert place.clean(dry_run=True) == [] and s3.files(runs) == {}
     assert sorted(s3.open_uploads(runs)) == ["other", "out/g", "out/theirs"]
 
 

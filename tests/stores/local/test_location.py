@@ -305,7 +305,7 @@ def test_what_is_not_ours_is_never_cleaned_away(tmp_path, name, resume):
         with pytest.raises(DestinationExistsError, match=r"did not write.*; move them away"):
             LocalOutputLocation(tmp_path / "out").claim(overwrite=False, resume=resume).__enter__()
     assert sorted(tmp_path.rglob("*")) == before
-    assert all(left.kind == "unfinished output" for left in LocalOutputLocation(tmp_path / "out").remove_leftovers())
+    assert all(left.kind == "unfinished output" for left in LocalOutputLocation(tmp_path / "out").clean())
     assert os.path.lexists(stranger)
     assert text_of(tmp_path / "mine") == "precious"
 
