@@ -38,7 +38,7 @@ from ckpt_tools.stores.local.contents import (
 )
 from ckpt_tools.stores.local.renames import exchange_paths, fsync_folders, rename_to_free_name
 from ckpt_tools.stores.local.store import LocalFileWriter, LocalStore, wrap_os_errors
-from ckpt_tools.stores.output_names import SHARED_TOKEN_NAME, OutputForm
+from ckpt_tools.stores.output_names import PARTIAL_FOLDER_NAME, SHARED_TOKEN_NAME, OutputForm
 from ckpt_tools.stores.publishing import (
     Leftover,
     Staging,
@@ -47,7 +47,6 @@ from ckpt_tools.stores.publishing import (
     list_parent_folders,
 )
 
-STAGING_SUFFIX = ".ckpt-tools-partial"
 REPLACED_SUFFIX = ".ckpt-tools-replaced"
 OUTPUT_FOLDER_NAME = "output"
 OWNED_NAMES_FILE = "names"
@@ -135,6 +134,10 @@ class LocalStaging(Staging):
     target: Path
     form: OutputForm
     fsync: bool = False
+    path: Path = field(init=False)
+    output: Path = field(init=False)
+    aside_path: Path = field(init=False)
+    owned_names: OwnedNames = field(init=False)
     store: LocalStore = field(init=False)
     destination: StoreDestination = field(init=False)
     log: LocalLog = field(init=False)
@@ -142,28 +145,17 @@ class LocalStaging(Staging):
     """Where the old output is that was swapped with the new one."""
 
     def __post_init__(self) -> None:
+        # The root folder, which has no name, is refused later.
+        self.path = self.target.parent / f".{self.target.name}{PARTIAL_FOLDER_NAME}"
+        self.output = self.path / OUTPUT_FOLDER_NAME
+        self.aside_path = self.target.parent / f".{self.target.name}{REPLACED_SUFFIX}"
+        self.owned_names = OwnedNames(self.path / OWNED_NAMES_FILE)
         self.store = _NameRecordingStore(self.output, replaces_existing=True, fsync=self.fsync)
         self.destination = StoreDestination(self.store)
 
     @property
     def finished_store(self) -> LocalStore:
         return self.store
-
-    @property
-    def path(self) -> Path:
-        return self.target.with_name(f".{self.target.name}{STAGING_SUFFIX}")
-
-    @property
-    def output(self) -> Path:
-        return self.path / OUTPUT_FOLDER_NAME
-
-    @property
-    def owned_names(self) -> OwnedNames:
-        return OwnedNames(self.path / OWNED_NAMES_FILE)
-
-    @property
-    def aside_path(self) -> Path:
-        return self.target.with_name(f".{self.target.name}{REPLACED_SUFFIX}")
 
     @property
     def has_aside_folder(self) -> bool:

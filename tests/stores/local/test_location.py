@@ -384,9 +384,10 @@ class TestPlaces:
         convert(Path(), "new", is_file=False)
         assert text_of(tmp_path / "here") == "new"
 
-    def test_a_mount_point_is_refused(self):
+    @pytest.mark.parametrize("place", ["/proc", "/"])
+    def test_a_mount_point_is_refused(self, place):
         with pytest.raises(UsageError, match="is a mount point"):
-            convert(Path("/proc"), "new", is_file=False, overwrite=True)
+            LocalOutputLocation(Path(place)).claim(overwrite=True, resume=False).__enter__()
 
     @pytest.mark.parametrize(
         ("place", "said"),
