@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt_tools.cli import options
-from ckpt_tools.cli.render import print_json, show_notes, show_progress
-from ckpt_tools.cli.wrapping import echo, print_item, print_table, print_wrapped
+from ckpt_tools.cli.output import echo, print_item, print_json, print_table, print_wrapped, show_notes
+from ckpt_tools.cli.reporting import show_progress
 from ckpt_tools.core.options import (
     ConvertKeywords,
     ExecutionKeywords,

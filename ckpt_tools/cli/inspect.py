@@ -10,8 +10,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt_tools.cli import options
-from ckpt_tools.cli.render import MAX_NOTES, print_json, show_notes, show_progress
-from ckpt_tools.cli.wrapping import echo, get_terminal_width, print_pairs, print_table, print_wrapped
+from ckpt_tools.cli.output import (
+    MAX_NOTES,
+    echo,
+    get_terminal_width,
+    print_json,
+    print_pairs,
+    print_table,
+    print_wrapped,
+    show_notes,
+)
+from ckpt_tools.cli.reporting import show_progress
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.options import ReadKeywords
 from ckpt_tools.errors import SeveralCheckpointsError

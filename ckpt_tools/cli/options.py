@@ -9,7 +9,7 @@ from typing import Any, TypeVar, cast
 import click
 
 from ckpt_tools.cli import reporting
-from ckpt_tools.cli.render import PROGRESS_MODES, is_typed, store_progress_mode
+from ckpt_tools.cli.reporting import PROGRESS_MODES, is_typed, store_progress_mode
 from ckpt_tools.core.option_names import (
     DEFAULT_RUNNER,
     DTYPE_NAMES,
@@ -20,6 +20,7 @@ from ckpt_tools.core.option_names import (
     resolve_alias,
 )
 from ckpt_tools.core.options import NAMES, OUTPUT, READING, RUNNING, SAFETY, ConvertRequest
+from ckpt_tools.errors import UsageError
 from ckpt_tools.messages.help_text import GroupedCommand, Headings
 
 Decorated = TypeVar("Decorated", bound=Callable[..., Any])
@@ -154,6 +155,26 @@ listing_options = combine_decorators(
     click.option("--all", "list_all", is_flag=True, help="List every difference."),
     _resolve_top,
 )
+
+
+def form_option(*names: str) -> Callable[[Decorated], Decorated]:
+    """Give the command ``form``, one of ``names``. The first is the default."""
+
+    def decorate(command: Decorated) -> Decorated:
+        @wraps(command)
+        def run(*, form: str | None, as_json: bool, **keywords: Any) -> Any:
+            if as_json and form not in (None, "json"):
+                raise UsageError.of("as_json", f"--json and --format {form} contradict each other; give one of them")
+            return command(form="json" if as_json else form or names[0], **keywords)
+
+        short_form = click.option("--json", "as_json", is_flag=True, help="The same as --format json.")
+        format_option = click.option(
+            "--format", "form", type=click.Choice(names), help=f"How to print the result. Default: {names[0]}."
+        )
+        return cast("Decorated", format_option(short_form(run)))
+
+    return decorate
+
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
 

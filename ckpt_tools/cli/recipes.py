@@ -8,8 +8,8 @@ import click
 
 from ckpt_tools.cli import options
 from ckpt_tools.cli.group import CommandGroup
-from ckpt_tools.cli.render import is_typed, print_json, show_notes
-from ckpt_tools.cli.wrapping import echo, print_table, print_wrapped
+from ckpt_tools.cli.output import echo, print_json, print_table, print_wrapped, show_notes
+from ckpt_tools.cli.reporting import is_typed
 from ckpt_tools.core.options import ReadKeywords
 from ckpt_tools.errors import UsageError
 from ckpt_tools.messages.wording import escape_unprintable, format_count, join_names

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt_tools.cli import options
-from ckpt_tools.cli.render import print_json
-from ckpt_tools.cli.wrapping import print_table, print_wrapped
+from ckpt_tools.cli.output import print_json, print_table, print_wrapped
 from ckpt_tools.messages.wording import escape_unprintable, format_count, format_size
 
 if TYPE_CHECKING:

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt_tools.cli import options
-from ckpt_tools.cli.forms import find_source_folder, form_option, print_markdown
-from ckpt_tools.cli.render import print_json
-from ckpt_tools.cli.wrapping import print_item, print_wrapped
+from ckpt_tools.cli.options import form_option
+from ckpt_tools.cli.output import find_source_folder, print_item, print_json, print_markdown, print_wrapped
 from ckpt_tools.errors import UnsafeError
 from ckpt_tools.messages.wording import escape_unprintable, format_count, format_size, join_names
 

@@ -8,9 +8,17 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt_tools.cli import options
-from ckpt_tools.cli.forms import find_source_folder, form_option, print_markdown
-from ckpt_tools.cli.render import MAX_NOTES, print_json, show_notes, show_progress
-from ckpt_tools.cli.wrapping import print_item, print_wrapped
+from ckpt_tools.cli.options import form_option
+from ckpt_tools.cli.output import (
+    MAX_NOTES,
+    find_source_folder,
+    print_item,
+    print_json,
+    print_markdown,
+    print_wrapped,
+    show_notes,
+)
+from ckpt_tools.cli.reporting import show_progress
 from ckpt_tools.core.options import ReadKeywords, SelectKeywords
 from ckpt_tools.errors import DifferenceError
 from ckpt_tools.messages.wording import (

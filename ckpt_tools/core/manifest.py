@@ -39,6 +39,9 @@ WEIGHT = "weight"
 MASTER = "master"
 """Slot of the fp32 copy of a parameter that the optimizer updates, where a checkpoint holds one."""
 
+EXTRA_SLOT = "extra"
+"""Slot of a tensor that is neither of the model nor of its optimizer: of user entries and of other state."""
+
 
 class StateKey(NamedTuple):
     """One logical tensor: the fully qualified name of its parameter or buffer, and its slot."""

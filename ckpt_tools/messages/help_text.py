@@ -57,12 +57,9 @@ class WordWrapFormatter(click.HelpFormatter):
 
 
 class HelpContext(click.Context):
-    """A context with the help of ``WordWrapFormatter`` and ``-h`` beside ``--help``."""
+    """A context with the help of ``WordWrapFormatter``."""
 
     formatter_class = WordWrapFormatter
-
-    def __init__(self, command: click.Command, parent: click.Context | None = None, **settings: Any) -> None:
-        super().__init__(command, parent, **{"help_option_names": ["-h", "--help"], **settings})
 
 
 Headings = Mapping[str, Sequence[str]]
@@ -70,7 +67,8 @@ Headings = Mapping[str, Sequence[str]]
 
 
 class GroupedCommand(click.Command):
-    """A command whose help lists options under ``headings``, others under Options, and ends with ``examples``."""
+    """A command with ``-h`` beside ``--help``, whose help lists options under ``headings``, others under Options, and
+    ends with ``examples``."""
 
     context_class: type[click.Context] = HelpContext
     headings: Headings = MappingProxyType({})
@@ -81,6 +79,10 @@ class GroupedCommand(click.Command):
         super().__init__(*args, **settings)
         self.headings = self.headings if headings is None else headings
         self.examples = tuple(examples)
+
+    def get_help_option_names(self, ctx: click.Context) -> list[str]:
+        # Not in the settings of a context: click keeps the option that the first context asks for.
+        return ["-h", "--help"]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         click_options = [each for each in self.get_params(ctx) if isinstance(each, click.Option)]

@@ -14,7 +14,7 @@ from itertools import chain, count
 from typing import Any
 
 from ckpt_tools.core.boxes import contiguous_strides
-from ckpt_tools.core.manifest import Kind, Manifest, StateKey, StateTree, TensorRef, TreePath
+from ckpt_tools.core.manifest import EXTRA_SLOT, Kind, Manifest, StateKey, StateTree, TensorRef, TreePath
 from ckpt_tools.core.names import is_extra_state
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.value_refs import replace_stored_tensors, replace_tensor_refs
@@ -132,7 +132,7 @@ def _make_reference(
 
 
 def _make_inner_key(name: str) -> StateKey:
-    return StateKey(name, "extra")
+    return StateKey(name, EXTRA_SLOT)
 
 
 def _decode_text(text: str, text_name: str) -> tuple[dict[str, Any], dict[str, Any], list[str]]:

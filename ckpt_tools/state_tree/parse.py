@@ -11,6 +11,7 @@ from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.literals import is_number, make_number_table
 from ckpt_tools.core.manifest import (
+    EXTRA_SLOT,
     MASTER,
     WEIGHT,
     Kind,
@@ -97,7 +98,7 @@ class TreeLeaves:
     @staticmethod
     def make_inner_key(name: str, number: int) -> StateKey:
         """The key of the tensor of that number in an object."""
-        return StateKey(f"{name}[{number}]", "extra")
+        return StateKey(f"{name}[{number}]", EXTRA_SLOT)
 
 
 def build_manifest(
@@ -398,7 +399,7 @@ def _make_value_key(owner: StateKey, path_in_value: str) -> StateKey:
     """The key of a tensor inside a value."""
     if owner.slot != WEIGHT:
         return StateKey(owner.fqn, f"{owner.slot}.{path_in_value}")
-    return StateKey(f"{owner.fqn}.{path_in_value}", "extra")
+    return StateKey(f"{owner.fqn}.{path_in_value}", EXTRA_SLOT)
 
 
 def _collect_options(leaves: TreeLeaves, roles: Mapping[str, LeafRole]) -> dict[OptionRole, Any]:
@@ -426,7 +427,7 @@ def _build_entries(
     for key, tensor in leaves.inner.items():
         if key in entries:
             raise MalformedError("another entry of the tree has the name of this tensor", key=str(key))
-        entries[key] = tensor.make_entry(Kind.EXTRA if key.slot == "extra" else Kind.STATE)
+        entries[key] = tensor.make_entry(Kind.EXTRA if key.slot == EXTRA_SLOT else Kind.STATE)
     return entries
 
 
@@ -440,7 +441,7 @@ def _make_key(role: LeafRole, tensor: TensorLeaf) -> tuple[StateKey, Kind]:
         case OptionRole(owner, name):
             return StateKey(f"param_groups.{owner}", name), Kind.EXTRA
         case ExtraRole(path):
-            return StateKey(join_path(path), "extra"), Kind.EXTRA
+            return StateKey(join_path(path), EXTRA_SLOT), Kind.EXTRA
         case ValuePartRole(owner, path):
             return _make_value_key(owner, join_path(path)), Kind.STATE if role.is_state else Kind.EXTRA
 

@@ -8,7 +8,16 @@ from dataclasses import dataclass, field, replace
 
 from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, StateKey, TensorEntry, count_tensors_by_role
+from ckpt_tools.core.manifest import (
+    EXTRA_SLOT,
+    MASTER,
+    WEIGHT,
+    Kind,
+    Manifest,
+    StateKey,
+    TensorEntry,
+    count_tensors_by_role,
+)
 from ckpt_tools.core.value_refs import iter_ref_paths
 from ckpt_tools.messages.progress import ProgressCallback
 from ckpt_tools.state_tree.from_deepspeed import collect_user_entries
@@ -23,7 +32,6 @@ BLOCK_BYTES = 4 << 20
 """The size of a block: so many bytes of each side are in memory at a time, for each worker."""
 
 
-EXTRA_SLOT = "extra"
 """The slot of the user's own tensors."""
 
 

@@ -139,23 +139,12 @@ def compare_digests(expected: Digests, actual: Digests) -> Iterator[Difference]:
             yield Difference(key, Aspect.UNEXPECTED, "it is not in the list of digests")
 
 
-def select_digests_of_file(computed: Digests, recorded: Digests, manifest: Manifest, file: str) -> Digests:
-    """The digests of ``computed`` that the list of one file covers: of the tensors that it names, and of each tensor
-    whose shards are in that file alone, under the name that owns its bytes."""
-    own_keys = {key for key, entry in manifest.tensors.items() if set(entry.shards.files) == {file}}
-    return {key: digest for key, digest in computed.items() if key in recorded or key in own_keys}
-
-
 def select_one_copy(digests: Digests, *, weights: str) -> dict[StateKey, Digest]:
     """The list of the same checkpoint with one copy of each weight, as ``keep_one_copy`` chooses it."""
     kept = {key: digest for key, digest in digests.items() if key.slot != MASTER}
     if weights == "model":
         return kept
     return {key: digests.get(key._replace(slot=MASTER), d) if key.slot == WEIGHT else d for key, d in kept.items()}
-
-
-def has_masters(digests: Digests) -> bool:
-    return any(key.slot == MASTER for key in digests)
 
 
 def _find_mismatch(expected: Digest, actual: Digest) -> tuple[Aspect, str] | None:

@@ -9,7 +9,7 @@ from enum import Enum
 from math import inf
 from typing import Any, ClassVar
 
-from ckpt_tools.core.manifest import MASTER, WEIGHT, StateKey
+from ckpt_tools.core.manifest import EXTRA_SLOT, MASTER, WEIGHT, StateKey
 from ckpt_tools.core.notes import Note
 from ckpt_tools.messages.showing import DisplayableResult
 from ckpt_tools.messages.wording import format_count, join_names
@@ -175,7 +175,7 @@ WEIGHTS, MOMENTS, EXTRAS, STEPS = "a weight", "optimizer state", "another tensor
 """Tensors whose differences are of the same unit, in the order in which they are listed. Every step count differs when
 training went on, by more than any weight."""
 
-_GROUP_BY_SLOT = {WEIGHT: WEIGHTS, MASTER: WEIGHTS, "extra": EXTRAS, "step": STEPS}
+_GROUP_BY_SLOT = {WEIGHT: WEIGHTS, MASTER: WEIGHTS, EXTRA_SLOT: EXTRAS, "step": STEPS}
 ENTRY_SLOT = "entry"
 """The slot of differences of values that are not tensors."""
 FILE_SLOT = "file"

@@ -15,8 +15,8 @@ from markdown_it import MarkdownIt
 from safetensors.torch import save_file
 
 import ckpt_tools
-from ckpt_tools.cli import forms
-from ckpt_tools.cli.forms import MAX_TABLE_ROWS, escape_markdown, find_source_folder
+from ckpt_tools.cli import output
+from ckpt_tools.cli.output import MAX_TABLE_ROWS, escape_markdown, find_source_folder
 from ckpt_tools.core.manifest import StateKey
 from ckpt_tools.verification.deviation import Deviation
 from ckpt_tools.verification.report import Aspect, Difference, fold_rows, summarize_differences
@@ -102,7 +102,7 @@ def test_markdown_shows_every_character_of_a_name(tmp_path):
 
 
 def test_markdown_has_some_hundred_rows(capsys):
-    forms.print_markdown("t", [], ["n"], [[f"row {number}"] for number in range(MAX_TABLE_ROWS + 5)])
+    output.print_markdown("t", [], ["n"], [[f"row {number}"] for number in range(MAX_TABLE_ROWS + 5)])
     out = capsys.readouterr().out
     assert len(table(out)) == MAX_TABLE_ROWS + 1
     assert out.endswith("and 5 more\n\n")

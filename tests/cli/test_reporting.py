@@ -12,7 +12,7 @@ import pytest
 import safetensors.numpy
 
 import ckpt_tools
-from ckpt_tools.cli import render, reporting
+from ckpt_tools.cli import reporting
 from tests.cli.terminals import shown
 from tests.support.commands import run_command
 
@@ -49,8 +49,8 @@ def test_progress_is_json_where_that_or_logs_are_asked_for(source, tmp_path):
 def drawn(monkeypatch: pytest.MonkeyPatch, *, is_json: bool, seconds: float, rows: list[tuple[int, int]]) -> None:
     """Reports ``rows`` of bytes, each ``seconds`` after the one before."""
     now = 100.0
-    monkeypatch.setattr(render.time, "monotonic", lambda: now)
-    lines = render._ProgressLines("converting", is_json)
+    monkeypatch.setattr(reporting.time, "monotonic", lambda: now)
+    lines = reporting._ProgressLines("converting", is_json)
     for done, total in rows:
         now += seconds
         lines.update(done, total)

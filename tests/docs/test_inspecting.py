@@ -9,7 +9,7 @@ import torch
 from click.testing import CliRunner
 
 import ckpt_tools
-from ckpt_tools.cli import wrapping
+from ckpt_tools.cli import output
 from ckpt_tools.cli.main import group
 from tests.support.pages import ROOT, blocks, commands
 
@@ -59,7 +59,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_the_page_is_what_is_printed(folder, monkeypatch):
-    monkeypatch.setattr(wrapping, "get_terminal_width", lambda _: COLUMNS)
+    monkeypatch.setattr(output, "get_terminal_width", lambda _: COLUMNS)
     monkeypatch.setattr("ckpt_tools.cli.inspect.get_terminal_width", lambda _: COLUMNS)
     for command in (command for block in blocks(PAGE, "console") for command in commands(block)):
         first, *words = shlex.split(command.text)

@@ -10,7 +10,17 @@ from typing import Any
 import numpy as np
 
 from ckpt_tools.core.dtypes import to_numpy
-from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, TensorEntry, TensorRef, TreePath, join_path
+from ckpt_tools.core.manifest import (
+    EXTRA_SLOT,
+    Kind,
+    Manifest,
+    ParamGroup,
+    StateKey,
+    TensorEntry,
+    TensorRef,
+    TreePath,
+    join_path,
+)
 from ckpt_tools.core.notes import Note, Outcome, note_unrelated_files
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.options import ReadOptions
@@ -181,7 +191,7 @@ class _OrbaxTrees:
     def _make_key(self, path: TreePath, roles: OrbaxRoles) -> StateKey:
         if path in roles.weights:
             return StateKey(roles.weights[path])
-        return StateKey(*roles.moments.get(path, (join_path(path), "extra")))
+        return StateKey(*roles.moments.get(path, (join_path(path), EXTRA_SLOT)))
 
     def _make_entry(self, path: TreePath, roles: OrbaxRoles) -> TensorEntry:
         array = self.arrays[path]

@@ -1,22 +1,44 @@
-"""Text that wraps at words to the width of a terminal. What goes into a pipe keeps one line a sentence."""
+"""Results on stdout: text that wraps at words to the width of a terminal, tables, JSON and Markdown.
+
+What goes into a pipe keeps one line a sentence.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 import textwrap
 from collections.abc import Collection, Iterable, Sequence
-from typing import Any, TextIO
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
 from ckpt_tools.messages.help_text import wrap_words
+from ckpt_tools.messages.wording import escape_unprintable, format_count, join_names
 from ckpt_tools.process.credentials import mask_secrets
+
+if TYPE_CHECKING:
+    from ckpt_tools.core.notes import Note
+
+MAX_NOTES = 20
+"""How many names a line lists for one outcome and reason; ``--json`` has all."""
 
 MIN_COLUMNS = 20
 
 MIN_LAST_COLUMNS = 24
 """A sentence in fewer columns is a word a line, so it goes below its row."""
+
+MAX_TABLE_ROWS = 200
+"""Rows of a table in Markdown. GitHub cuts the summary of a step at 1 MiB."""
+
+MAX_CELL_CHARS = 500
+
+_MARKUP_CHARACTER = re.compile(r"[^\w .,:;/()=%+-]|(?<![^\W_])_|_(?![^\W_])|:(?! )|(?<=www)\.", re.I)
+"""What may have a meaning in Markdown or HTML: everything but words, and the punctuation of sentences, names and
+numbers. An underscore has one at the ends of a word alone, a colon only within a word."""
 
 
 def get_terminal_width(stream: TextIO) -> int | None:
@@ -115,3 +137,65 @@ def _wrap_with_hanging_indent(head: str, text: str, width: int | None, indent: i
     spaces = " " * (len(head) if indent is None else indent)
     options: Any = {"break_long_words": False, "break_on_hyphens": False}
     return "\n".join(textwrap.wrap(text, width, initial_indent=head, subsequent_indent=spaces, **options))
+
+
+def print_json(value: dict[str, Any] | list[dict[str, Any]]) -> None:
+    """Letters of every language as they are; what a terminal would obey, and what cannot be encoded, as escapes."""
+    import json
+
+    is_unicode_output = (sys.stdout.encoding or "").lower().replace("-", "") in ("utf8", "utf16", "utf32")
+    text = json.dumps(_mask_json_secrets(value), indent=2, ensure_ascii=not is_unicode_output)
+    if not text.replace("\n", "").isprintable():
+        text = "".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text)
+    echo(text)
+
+
+def _mask_json_secrets(value: Any) -> Any:
+    if isinstance(value, str):
+        return mask_secrets(value)
+    if isinstance(value, dict):
+        return {_mask_json_secrets(key): _mask_json_secrets(each) for key, each in value.items()}
+    return [_mask_json_secrets(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def show_notes(notes: Iterable[Note], limit: int | None = None) -> None:
+    """Print the ledger, one line for each outcome and reason; of more than ``limit`` lines, how many more there are."""
+    lines: dict[tuple[str, str], list[str]] = {}
+    for note in notes:
+        lines.setdefault((note.outcome.value, note.why), []).append(note.what)
+    for (outcome, why), what in islice(lines.items(), limit):
+        print_wrapped(escape_unprintable(f"{outcome}: {join_names(what, MAX_NOTES)} ({why})"))
+    if limit is not None and len(lines) > limit:
+        print_wrapped(f"and {format_count(len(lines) - limit, 'more note')}; see --json")
+
+
+def print_markdown(title: str, sentences: Iterable[str], header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Print a result as Markdown: a heading, a sentence in each paragraph, and a table of at most ``MAX_TABLE_ROWS``
+    rows."""
+    parts = [f"### {escape_markdown(title)}", *(escape_markdown(each) for each in sentences)]
+    if rows:
+        lines = [
+            header,
+            ["---"] * len(header),
+            *([escape_markdown(cell) for cell in row] for row in islice(rows, MAX_TABLE_ROWS)),
+        ]
+        parts.append("\n".join(f"| {' | '.join(line)} |" for line in lines))
+    if len(rows) > MAX_TABLE_ROWS:
+        parts.append(f"and {len(rows) - MAX_TABLE_ROWS:,} more")
+    echo("\n\n".join(parts) + "\n")
+
+
+def escape_markdown(text: str) -> str:
+    """``text`` as one line of Markdown that shows these characters: a character reference is never markup."""
+    line = escape_unprintable(text)
+    line = line if len(line) <= MAX_CELL_CHARS else f"{line[:MAX_CELL_CHARS]}..."
+    return _MARKUP_CHARACTER.sub(lambda found: f"&#{ord(found[0])};", line)
+
+
+def find_source_folder(src: str) -> str:
+    """The folder of the files of ``src``, relative to the working directory, which code hosts take to be that of the
+    repository; empty where it is elsewhere."""
+    if "://" in src or src.startswith(("file:", "~")) or Path(src).is_absolute():
+        return ""
+    folder = Path(src) if Path(src).is_dir() else Path(src).parent
+    return "" if ".." in folder.parts else folder.as_posix().removeprefix(".").removeprefix("/")
