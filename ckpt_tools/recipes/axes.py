@@ -8,8 +8,8 @@ elements in the same order.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.recipes.sizes import SizeExpression, SizeValues, evaluate_size
@@ -24,38 +24,39 @@ _NAME = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 _INDEX = re.compile(r"\{([A-Za-z_]\w*)\}", re.ASCII)
 
 
-@dataclass(frozen=True)
-class SinglePosition:
-    """One position without a field."""
+_ONE = SizeExpression("1")
 
 
 @dataclass(frozen=True)
 class AxisField:
-    """A field of ``size`` positions. ``is_bare`` if no size was written: then it is that of the other side."""
+    """A field of ``size`` positions; without ``name`` it is one position that holds no field. ``is_bare`` if no size
+    was written: then it is that of the other side."""
 
-    name: str
+    name: str | None
     size: SizeExpression
-    is_bare: bool
+    is_bare: bool = False
 
 
 @dataclass(frozen=True)
-class AxisGroup:
-    """Nodes one after the other."""
+class AxisRecord:
+    """``items`` one after the other, and ``count`` copies of that one after the other. With ``index``, each copy is of
+    another index of that name, which the variable of that name counts."""
 
     items: tuple[AxisNode, ...]
+    count: SizeExpression = _ONE
+    index: str | None = None
+
+    @property
+    def is_one_copy(self) -> bool:
+        return self.index is None and self.count == _ONE
+
+    @property
+    def is_plain_loop(self) -> bool:
+        """True if the copies are no indices: they are parts of the same fields."""
+        return self.index is None and self.count != _ONE
 
 
-@dataclass(frozen=True)
-class AxisLoop:
-    """``count`` copies of ``content`` one after the other. With ``index``, each is of another index of that name, which
-    the variable of that name counts."""
-
-    count: SizeExpression
-    index: str | None
-    content: AxisNode
-
-
-AxisNode = SinglePosition | AxisField | AxisGroup | AxisLoop
+AxisNode = AxisField | AxisRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,16 +85,21 @@ def parse_axes(text: str) -> tuple[AxisNode, ...]:
         UsageError: it is not a shape, or a field or index occurs in two axes.
     """
     axes = tuple(
-        AxisField(REST_FIELD, SizeExpression("1"), False) if part == REST_FIELD else _parse_product(part, text)
+        AxisField(REST_FIELD, _ONE) if part == REST_FIELD else _parse_product(part, text)
         for part in _split_outside_brackets(text, text)
     )
     if any(is_rest_axis(axis) for axis in axes[:-1]):
         raise UsageError(f"the shape {text!r} has {REST_FIELD} before other axes; it stands for all further ones")
-    names = [name for axis in axes for name in {*list_fields(axis), *(f"{{{index}}}" for index in list_indices(axis))}]
+    fields_by_axis = list(map(list_fields, axes))
+    names = [
+        name
+        for axis, fields in zip(axes, fields_by_axis, strict=True)
+        for name in {*fields, *(f"{{{index}}}" for index in list_indices(axis))}
+    ]
     for name in names:
         if names.count(name) > 1:
             raise UsageError(f"the shape {text!r} has {name} in two axes; give each its own name")
-    for fields in map(list_fields, axes):
+    for fields in fields_by_axis:
         repeated_field = next((name for name in fields if fields.count(name) > 1), None)
         if repeated_field is not None:
             raise UsageError(f"the shape {text!r} has the field {repeated_field} twice; give each its own name")
@@ -111,7 +117,7 @@ def expand_rest(axes: tuple[AxisNode, ...], num_rest_axes: int) -> tuple[AxisNod
         return axes
     return (
         *axes[:-1],
-        *(AxisField(f"{REST_FIELD}{axis}", SizeExpression(f"rest{axis}"), False) for axis in range(num_rest_axes)),
+        *(AxisField(f"{REST_FIELD}{axis}", SizeExpression(f"rest{axis}")) for axis in range(num_rest_axes)),
     )
 
 
@@ -134,17 +140,17 @@ def _split_outside_brackets(text: str, shape_text: str, separator: str = " ") ->
 def _parse_product(text: str, shape_text: str) -> AxisNode:
     if re.match(r"[A-Za-z_]\w*:", text, re.ASCII):
         name, _, size = text.partition(":")
-        return AxisField(name, _parse_size(size, shape_text), False)
+        return AxisField(name, _parse_size(size, shape_text))
     *counts, last = _split_outside_brackets(text, shape_text, "*")
     node = _parse_content(last, shape_text)
     for count in reversed(counts):
         index = _INDEX.fullmatch(count)
-        node = (
-            AxisLoop(_parse_size(count, shape_text), None, node)
-            if index is None
-            else AxisLoop(SizeExpression(index[1]), index[1], node)
-        )
+        node = AxisRecord((node,), _parse_size(count, shape_text)) if index is None else _make_index(index[1], node)
     return node
+
+
+def _make_index(name: str, item: AxisNode) -> AxisRecord:
+    return AxisRecord((item,), SizeExpression(name), name)
 
 
 def _parse_size(text: str, shape_text: str) -> SizeExpression:
@@ -157,103 +163,74 @@ def _parse_size(text: str, shape_text: str) -> SizeExpression:
 
 def _parse_content(text: str, shape_text: str) -> AxisNode:
     if text == "1":
-        return SinglePosition()
+        return AxisField(None, _ONE)
     index = _INDEX.fullmatch(text)
     if index is not None:
-        return AxisLoop(SizeExpression(index[1]), index[1], SinglePosition())
+        return _make_index(index[1], AxisField(None, _ONE))
     if _NAME.fullmatch(text):
-        return AxisField(text, SizeExpression(text), True)
+        return AxisField(text, SizeExpression(text), is_bare=True)
     if text.startswith("(") and text.endswith(")"):
         items = tuple(_parse_product(part, shape_text) for part in _split_outside_brackets(text[1:-1], shape_text))
         if items:
-            return items[0] if len(items) == 1 else AxisGroup(items)
+            return items[0] if len(items) == 1 else AxisRecord(items)
     raise UsageError(
         f"{text!r} in the shape {shape_text!r} is not an axis; write for example H, {{expert}}, (gate:F up:F) or "
         "G*(q:R*D k:D v:D)"
     )
 
 
-def _walk_nodes(node: AxisNode) -> Iterator[AxisNode]:
-    yield node
-    for inner in node.items if isinstance(node, AxisGroup) else (node.content,) if isinstance(node, AxisLoop) else ():
-        yield from _walk_nodes(inner)
-
-
-def list_fields(node: AxisNode) -> list[str]:
-    return [each.name for each in _walk_nodes(node) if isinstance(each, AxisField)]
-
-
-def list_indices(node: AxisNode) -> list[str]:
-    return [each.index for each in _walk_nodes(node) if isinstance(each, AxisLoop) and each.index is not None]
+def _iter_fields(node: AxisNode, *records: AxisRecord) -> Iterator[tuple[AxisField, tuple[AxisRecord, ...]]]:
+    """Each field with the records around it, the outermost first."""
+    if isinstance(node, AxisField):
+        yield node, records
+    else:
+        for item in node.items:
+            yield from _iter_fields(item, *records, node)
 
 
 def list_leaf_fields(node: AxisNode) -> list[str | None]:
     """The field of each leaf, in the order of ``list_leaves``."""
-    match node:
-        case SinglePosition():
-            return [None]
-        case AxisField():
-            return [node.name]
-        case AxisGroup():
-            return [name for item in node.items for name in list_leaf_fields(item)]
-        case AxisLoop():
-            return list_leaf_fields(node.content)
+    return [field.name for field, _ in _iter_fields(node)]
 
 
-def find_total_size(node: AxisNode, name: str) -> SizeExpression | None:
-    """All elements of a field in an axis, those of each index alone; None if the axis does not have it."""
-    match node:
-        case AxisField():
-            return node.size if node.name == name else None
-        case AxisGroup():
-            return next((found for item in node.items if (found := find_total_size(item, name)) is not None), None)
-        case AxisLoop():
-            inner = find_total_size(node.content, name)
-            if inner is None or node.index is not None:
-                return inner
-            return SizeExpression(f"({node.count.text})*({inner.text})")
-        case SinglePosition():
-            return None
+def list_fields(node: AxisNode) -> list[str]:
+    return [name for name in list_leaf_fields(node) if name is not None]
 
 
-def is_bare_field(node: AxisNode, name: str) -> bool:
-    """True if the axis has the field once, and no size is written for it."""
-    match node:
-        case AxisField():
-            return node.name == name and node.is_bare
-        case AxisGroup():
-            return any(is_bare_field(item, name) for item in node.items)
-        case AxisLoop():
-            return node.index is not None and is_bare_field(node.content, name)
-        case SinglePosition():
-            return False
+def list_indices(node: AxisNode) -> set[str]:
+    return {each.index for _, records in _iter_fields(node) for each in records if each.index is not None}
 
 
-def set_field_size(node: AxisNode, name: str, total_size: SizeExpression) -> AxisNode:
-    """The axis whose field ``name`` has ``total_size`` elements, with each index."""
-    match node:
-        case AxisField():
-            return AxisField(name, total_size, False) if node.name == name else node
-        case AxisGroup():
-            return AxisGroup(tuple(set_field_size(item, name, total_size) for item in node.items))
-        case AxisLoop():
-            size = total_size if node.index is not None else SizeExpression(f"({total_size.text})/({node.count.text})")
-            return AxisLoop(node.count, node.index, set_field_size(node.content, name, size))
-        case SinglePosition():
-            return node
+def find_field_sizes(axes: Iterable[AxisNode]) -> dict[str, SizeExpression]:
+    """All elements of each field whose size is written, those of each index alone."""
+    sizes: dict[str, SizeExpression] = {}
+    for field, records in (each for axis in axes for each in _iter_fields(axis)):
+        loops = [record for record in records if record.is_plain_loop]
+        if field.name is None or (field.is_bare and not loops):
+            continue
+        size = field.size
+        for loop in reversed(loops):
+            size = SizeExpression(f"({loop.count.text})*({size.text})")
+        sizes.setdefault(field.name, size)
+    return sizes
+
+
+def fill_bare_sizes(node: AxisNode, sizes: Mapping[str, SizeExpression]) -> AxisNode:
+    """The axis whose bare fields have ``sizes``. In a loop without an index a bare field stays a variable."""
+    if isinstance(node, AxisField):
+        size = sizes.get(node.name or "") if node.is_bare else None
+        return node if size is None else AxisField(node.name, size)
+    if node.is_plain_loop:
+        return node
+    return replace(node, items=tuple(fill_bare_sizes(item, sizes) for item in node.items))
 
 
 def build_extent_expression(node: AxisNode) -> SizeExpression:
     """The extent of an axis as an expression."""
-    match node:
-        case SinglePosition():
-            return SizeExpression("1")
-        case AxisField():
-            return node.size
-        case AxisGroup():
-            return SizeExpression(" + ".join(build_extent_expression(item).text for item in node.items))
-        case AxisLoop():
-            return SizeExpression(f"{_parenthesize(node.count)}*{_parenthesize(build_extent_expression(node.content))}")
+    if isinstance(node, AxisField):
+        return node.size
+    record = SizeExpression(" + ".join(build_extent_expression(item).text for item in node.items))
+    return record if node.is_one_copy else SizeExpression(f"{_parenthesize(node.count)}*{_parenthesize(record)}")
 
 
 def _parenthesize(size: SizeExpression) -> str:
@@ -262,15 +239,16 @@ def _parenthesize(size: SizeExpression) -> str:
 
 def compute_extent(node: AxisNode, env: SizeValues, context: str) -> int:
     """The extent of an axis. Raises UsageError."""
-    match node:
-        case SinglePosition():
-            return 1
-        case AxisField():
-            return evaluate_size(node.size, env, context)
-        case AxisGroup():
-            return sum(compute_extent(item, env, context) for item in node.items)
-        case AxisLoop():
-            return evaluate_size(node.count, env, context) * compute_extent(node.content, env, context)
+    if isinstance(node, AxisField):
+        return evaluate_size(node.size, env, context)
+    return evaluate_size(node.count, env, context) * sum(compute_extent(item, env, context) for item in node.items)
+
+
+def compute_record_extent(node: AxisNode, env: SizeValues, context: str) -> int:
+    """The extent of the innermost record; the outer loops repeat it."""
+    while isinstance(node, AxisRecord) and len(node.items) == 1:
+        (node,) = node.items
+    return compute_extent(node, env, context)
 
 
 def list_leaves(node: AxisNode, env: SizeValues, context: str, base: int = 0) -> list[AxisLeaf]:
@@ -278,28 +256,15 @@ def list_leaves(node: AxisNode, env: SizeValues, context: str, base: int = 0) ->
     # `G*(q:R*D k:D)` is a record of (R+1)*D positions, G times:
     #     q: base 0,    steps (G, stride (R+1)*D), (R*D, stride 1)
     #     k: base R*D,  steps (G, stride (R+1)*D), (D,   stride 1)
-    # A group moves `base` by the extent of each item; a loop puts one step in front of those of all that is in it.
-    match node:
-        case SinglePosition():
-            return [AxisLeaf(None, base, ())]
-        case AxisField():
-            return [AxisLeaf(node.name, base, (StrideStep(None, compute_extent(node, env, context), 1),))]
-        case AxisGroup():
-            group_leaves = []
-            for item in node.items:
-                group_leaves += list_leaves(item, env, context, base)
-                base += compute_extent(item, env, context)
-            return group_leaves
-        case AxisLoop():
-            step = StrideStep(
-                node.index, evaluate_size(node.count, env, context), compute_extent(node.content, env, context)
-            )
-            leaves = list_leaves(node.content, env, context, base)
-            return [AxisLeaf(leaf.field, leaf.base, (step, *leaf.steps)) for leaf in leaves]
-
-
-def compute_record_extent(node: AxisNode, env: SizeValues, context: str) -> int:
-    """The extent of the innermost record; the outer loops repeat it."""
-    while isinstance(node, AxisLoop):
-        node = node.content
-    return compute_extent(node, env, context)
+    # Each item moves `base` by its extent; copies put one step in front of those of all that is in them.
+    if isinstance(node, AxisField):
+        steps = () if node.name is None else (StrideStep(None, compute_extent(node, env, context), 1),)
+        return [AxisLeaf(node.name, base, steps)]
+    leaves, start = list[AxisLeaf](), base
+    for item in node.items:
+        leaves += list_leaves(item, env, context, base)
+        base += compute_extent(item, env, context)
+    if node.is_one_copy:
+        return leaves
+    step = StrideStep(node.index, evaluate_size(node.count, env, context), base - start)
+    return [AxisLeaf(leaf.field, leaf.base, (step, *leaf.steps)) for leaf in leaves]

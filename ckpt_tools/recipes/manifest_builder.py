@@ -18,7 +18,7 @@ from ckpt_tools.core.quantized import is_quantized, rename_companion
 from ckpt_tools.core.transforms import note_cast
 from ckpt_tools.errors import IncompleteError, UnsupportedError, UsageError
 from ckpt_tools.messages.wording import format_count, join_names
-from ckpt_tools.recipes.axes import SinglePosition, is_rest_axis
+from ckpt_tools.recipes.axes import is_rest_axis
 from ckpt_tools.recipes.groups import (
     NameGroups,
     TensorGroup,
@@ -187,9 +187,7 @@ class ManifestBuilder:
         if not line.has_rest:
             return group
         rest_counts = {
-            len(shapes[name])
-            - len(line.left[which].axes or ())
-            + is_rest_axis((line.left[which].axes or (SinglePosition(),))[-1])
+            len(shapes[name]) - len(line.left[which].axes or ()) + any(map(is_rest_axis, line.left[which].axes or ()))
             for (which, _), name in group.source_names.items()
         }
         if len(rest_counts) > 1 or min(rest_counts) < 0:

@@ -20,13 +20,11 @@ from ckpt_tools.recipes.axes import (
     AxisNode,
     build_extent_expression,
     expand_rest,
-    find_total_size,
-    is_bare_field,
+    fill_bare_sizes,
+    find_field_sizes,
     is_rest_axis,
-    list_fields,
     list_indices,
     list_leaf_fields,
-    set_field_size,
 )
 from ckpt_tools.recipes.names import NamePattern
 from ckpt_tools.recipes.sizes import SizeBinding
@@ -283,26 +281,16 @@ def _build_side(
     other_axes: Mapping[str, tuple[AxisNode, ...] | None],
     shared: frozenset[str],
 ) -> tuple[TensorPattern, ...]:
+    other_sizes = find_field_sizes(axis for axes in other_axes.values() for axis in axes or ())
     return tuple(
-        TensorPattern(
-            names[text].with_numbers({*names[text].variables} - shared if axes is not None else ()),
-            None if axes is None else tuple(_fill_bare_sizes(axis, other_axes) for axis in axes),
+        TensorPattern(names[text])
+        if axes is None
+        else TensorPattern(
+            names[text].with_numbers({*names[text].variables} - shared),
+            tuple(fill_bare_sizes(axis, other_sizes) for axis in axes),
         )
         for text, axes in own_axes.items()
     )
-
-
-def _fill_bare_sizes(axis: AxisNode, other_axes: Mapping[str, tuple[AxisNode, ...] | None]) -> AxisNode:
-    """An axis whose bare fields have the sizes that the other side writes for them."""
-    for name in list_fields(axis):
-        if not is_bare_field(axis, name):
-            continue
-        axes_with_field = (each for axes in other_axes.values() for each in axes or () if name in list_fields(each))
-        sized_axis = next((each for each in axes_with_field if not is_bare_field(each, name)), None)
-        total_size = None if sized_axis is None else find_total_size(sized_axis, name)
-        if total_size is not None:
-            axis = set_field_size(axis, name, total_size)
-    return axis
 
 
 @dataclass(frozen=True)
