@@ -70,7 +70,7 @@ def group_names(names: Sequence[str], recipe: Recipe, without_weight: Collection
             if len(found_once) > 1:
                 both = " and ".join(recipe.lines[number].left[which].name.text for number, which, _ in found_once[:2])
                 raise UsageError(f"two names of the recipe {recipe.name} match {name}: {both}")
-        if any(pattern.match_name(name) is not None for pattern in recipe.dropped_names[0]):
+        if recipe.does_drop(name):
             dropped_names.append(name)
             continue
         if not weight_matches and not (state_matches and name in without_weight):
@@ -118,7 +118,7 @@ def match_lines(name: str, recipe: Recipe, names: Collection[str], *, is_state_o
 
 def is_known_name(name: str, recipe: Recipe, names: Collection[str]) -> bool:
     """Whether the recipe has a line for a name of a checkpoint with ``names``, drops it, or lets it stay."""
-    if recipe.does_keep_unmatched or any(pattern.match_name(name) is not None for pattern in recipe.dropped_names[0]):
+    if recipe.does_keep_unmatched or recipe.does_drop(name):
         return True
     return bool(match_lines(name, recipe, names) or match_lines(name, recipe, names, is_state_only=True))
 
@@ -144,7 +144,7 @@ def check_round_trip(
                 f"{source} becomes {name}, which the recipe {inverse_recipe.name} would not read in the same way on "
                 f"the way back (by {join_names(others)}); give {source} a line of its own"
             )
-        if any(pattern.match_name(name) is not None for pattern in inverse_recipe.dropped_names[0]):
+        if inverse_recipe.does_drop(name):
             raise UsageError(f"the recipe {inverse_recipe.name} makes {name}, and drops it on the way back")
 
 

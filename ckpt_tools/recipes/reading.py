@@ -13,10 +13,10 @@ from ckpt_tools.core.option_names import format_option
 from ckpt_tools.errors import CkptError, SourceNotFoundError, UsageError
 from ckpt_tools.messages.wording import find_nearest
 from ckpt_tools.process.text_files import read_text
-from ckpt_tools.recipes.axes import AxisNode, build_extent_expression, parse_axes
+from ckpt_tools.recipes.axes import build_extent_expression, parse_axes
 from ckpt_tools.recipes.line_tables import PrefixRepeat, StackedPrefixes
 from ckpt_tools.recipes.names import NamePattern
-from ckpt_tools.recipes.recipe import LineDirection, Recipe, RecipeLine
+from ckpt_tools.recipes.recipe import LineDirection, PatternTexts, Recipe, RecipeLine, pair_sides
 from ckpt_tools.recipes.sizes import SizeBinding, SizeExpression
 
 MAX_ADDEND = 1 << 24
@@ -153,7 +153,7 @@ def _build_line(table: Any) -> RecipeLine:
     add = table.get("add", 0)
     if type(add) is not int or abs(add) > MAX_ADDEND:
         raise UsageError(f"add = {add!r} is not a whole number of at most {MAX_ADDEND:,}")
-    left_patterns, right_patterns = (_parse_patterns(table[side]) for side in _SIDES)
+    left, right = pair_sides(*(_parse_patterns(table[side]) for side in _SIDES))
     dtypes, siblings = _get_table(table, "dtype"), _get_table(table, "beside")
     _check_keys(dtypes, _SIDES, "dtype")
     left_dtype, right_dtype = (_parse_dtype(dtypes.get(side)) for side in _SIDES)
@@ -161,9 +161,9 @@ def _build_line(table: Any) -> RecipeLine:
     left_sibling, right_sibling = (
         NamePattern(_get_text(siblings, side)) if side in siblings else None for side in _SIDES
     )
-    return RecipeLine.build(
-        left_patterns,
-        right_patterns,
+    return RecipeLine(
+        left,
+        right,
         is_optional=_get_flag(table, "optional"),
         plus=add,
         dtypes=(left_dtype, right_dtype),
@@ -181,7 +181,7 @@ def _get_flag(table: Mapping[str, Any], key: str, *, default: bool = False) -> b
     return value
 
 
-def _parse_patterns(value: Any) -> Mapping[str, tuple[AxisNode, ...] | None]:
+def _parse_patterns(value: Any) -> PatternTexts:
     if isinstance(value, str):
         return {value: None}
     if not isinstance(value, dict) or not value:

@@ -5,7 +5,7 @@ A recipe is read from left to right. Its inverse is the same with the sides exch
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -61,11 +61,8 @@ class LineDirection(Enum):
 
     @property
     def inverse(self) -> LineDirection:
-        return {
-            LineDirection.BOTH: LineDirection.BOTH,
-            LineDirection.FORWARD: LineDirection.BACKWARD,
-            LineDirection.BACKWARD: LineDirection.FORWARD,
-        }[self]
+        opposites = {LineDirection.FORWARD: LineDirection.BACKWARD, LineDirection.BACKWARD: LineDirection.FORWARD}
+        return opposites.get(self, self)
 
 
 @dataclass(frozen=True)
@@ -104,30 +101,6 @@ class RecipeLine:
             self._check_shaped()
         self._check_required_siblings()
 
-    @classmethod
-    def build(
-        cls,
-        left: Mapping[str, tuple[AxisNode, ...] | None],
-        right: Mapping[str, tuple[AxisNode, ...] | None],
-        *,
-        is_optional: bool = False,
-        plus: int = 0,
-        dtypes: tuple[DType | None, DType | None] = (None, None),
-        is_fallback: bool = False,
-        required_siblings: tuple[NamePattern | None, NamePattern | None] = (None, None),
-        direction: LineDirection = LineDirection.BOTH,
-        is_state_only: bool = False,
-    ) -> RecipeLine:
-        """A line of patterns in words; sizes that are not written are those of the other side's fields."""
-        names = {text: NamePattern(text) for text in (*left, *right)}
-        shared = _find_common_variables(names[text] for text in left) & _find_common_variables(
-            names[text] for text in right
-        )
-        sides = [_build_side(names, one, other, shared) for one, other in ((left, right), (right, left))]
-        return cls(
-            sides[0], sides[1], is_optional, plus, dtypes, is_fallback, required_siblings, direction, is_state_only
-        )
-
     def inverse(self) -> RecipeLine:
         return replace(
             self,
@@ -141,21 +114,20 @@ class RecipeLine:
 
     def with_rest(self, number: int) -> RecipeLine:
         """The line with ``number`` axes for the rest."""
-        sides = (
-            tuple(replace(each, axes=None if each.axes is None else expand_rest(each.axes, number)) for each in side)
-            for side in (self.left, self.right)
+        return self._replace_patterns(
+            lambda each: each if each.axes is None else replace(each, axes=expand_rest(each.axes, number))
         )
-        return replace(self, left=next(sides), right=next(sides))
 
     def with_sizes(self, env: Mapping[str, int]) -> RecipeLine:
         """The line whose names count from the sizes of ``env``."""
         if not any(pattern.name.offset_sizes for pattern in (*self.left, *self.right)):
             return self
-        sides = (
-            tuple(replace(each, name=each.name.with_sizes(env)) for each in side) for side in (self.left, self.right)
-        )
-        beside = (None if each is None else each.with_sizes(env) for each in self.required_siblings)
-        return replace(self, left=next(sides), right=next(sides), required_siblings=(next(beside), next(beside)))
+        left, right = (None if each is None else each.with_sizes(env) for each in self.required_siblings)
+        line = self._replace_patterns(lambda each: replace(each, name=each.name.with_sizes(env)))
+        return replace(line, required_siblings=(left, right))
+
+    def _replace_patterns(self, change: Callable[[TensorPattern], TensorPattern]) -> RecipeLine:
+        return replace(self, left=tuple(map(change, self.left)), right=tuple(map(change, self.right)))
 
     @cached_property
     def unknown_sizes(self) -> frozenset[str]:
@@ -256,11 +228,6 @@ def _format_names(side: tuple[TensorPattern, ...]) -> str:
     return join_names([pattern.name.text for pattern in side], 2)
 
 
-def _find_common_variables(patterns: Iterable[NamePattern]) -> frozenset[str]:
-    sets = [frozenset(each.variables) for each in patterns]
-    return frozenset.intersection(*sets) if sets else frozenset()
-
-
 def _list_all_indices(pattern: TensorPattern) -> frozenset[str]:
     in_axes = {index for axis in pattern.axes or () for index in list_indices(axis)}
     return frozenset(pattern.name.variables) | in_axes
@@ -275,22 +242,29 @@ def _iter_cells(side: tuple[TensorPattern, ...]) -> Iterator[tuple[frozenset[str
             yield fields, Cell(number, tuple(index for index, _ in leaves))
 
 
-def _build_side(
-    names: Mapping[str, NamePattern],
-    own_axes: Mapping[str, tuple[AxisNode, ...] | None],
-    other_axes: Mapping[str, tuple[AxisNode, ...] | None],
-    shared: frozenset[str],
-) -> tuple[TensorPattern, ...]:
-    other_sizes = find_field_sizes(axis for axes in other_axes.values() for axis in axes or ())
-    return tuple(
-        TensorPattern(names[text])
-        if axes is None
-        else TensorPattern(
-            names[text].with_numbers({*names[text].variables} - shared),
-            tuple(fill_bare_sizes(axis, other_sizes) for axis in axes),
+PatternTexts = Mapping[str, tuple[AxisNode, ...] | None]
+"""The names of one side of a line in words, with their axes if it gives shapes."""
+
+
+def pair_sides(left: PatternTexts, right: PatternTexts) -> tuple[tuple[TensorPattern, ...], tuple[TensorPattern, ...]]:
+    """Both sides of a line. Sizes that are not written are those of the other side's fields, and variables of names
+    that are not those of both sides are indices."""
+    names = {text: NamePattern(text) for text in (*left, *right)}
+    shared = frozenset.intersection(*(frozenset(each.variables) for each in names.values()))
+
+    def build_side(own: PatternTexts, other: PatternTexts) -> tuple[TensorPattern, ...]:
+        sizes = find_field_sizes(axis for axes in other.values() for axis in axes or ())
+        return tuple(
+            TensorPattern(names[text])
+            if axes is None
+            else TensorPattern(
+                names[text].with_numbers({*names[text].variables} - shared),
+                tuple(fill_bare_sizes(axis, sizes) for axis in axes),
+            )
+            for text, axes in own.items()
         )
-        for text, axes in own_axes.items()
-    )
+
+    return build_side(left, right), build_side(right, left)
 
 
 @dataclass(frozen=True)
@@ -329,9 +303,7 @@ class Recipe:
     def inverse(self) -> Recipe:
         """The way back."""
         return replace(
-            self,
-            lines=tuple(line.inverse() for line in self.lines),
-            stacked_lines=tuple(line.inverse() for line in self.stacked_lines),
+            self._replace_lines(RecipeLine.inverse),
             left=self.right,
             right=self.left,
             dropped_names=self.dropped_names[::-1],
@@ -340,10 +312,18 @@ class Recipe:
 
     def with_optional_lines(self) -> Recipe:
         """The recipe whose lines may all have no tensor."""
-        lines, stacked_lines = (
-            tuple(replace(line, is_optional=True) for line in each) for each in (self.lines, self.stacked_lines)
-        )
-        return replace(self, lines=lines, stacked_lines=stacked_lines)
+        return self._replace_lines(lambda line: replace(line, is_optional=True))
+
+    def with_sizes(self, env: Mapping[str, int]) -> Recipe:
+        """The recipe whose names count from the sizes of ``env``."""
+        return self._replace_lines(lambda line: line.with_sizes(env))
+
+    def _replace_lines(self, change: Callable[[RecipeLine], RecipeLine]) -> Recipe:
+        return replace(self, lines=tuple(map(change, self.lines)), stacked_lines=tuple(map(change, self.stacked_lines)))
+
+    def does_drop(self, name: str) -> bool:
+        """True if the right side has no such tensor."""
+        return any(pattern.match_name(name) is not None for pattern in self.dropped_names[0])
 
     @property
     def model_aliases(self) -> frozenset[str]:
@@ -373,11 +353,3 @@ class Recipe:
             )
             if is_needed and not alternative_names.issuperset(each.name.text for each in line.right):
                 yield number
-
-    def with_sizes(self, env: Mapping[str, int]) -> Recipe:
-        """The recipe whose names count from the sizes of ``env``."""
-        return replace(
-            self,
-            lines=tuple(line.with_sizes(env) for line in self.lines),
-            stacked_lines=tuple(line.with_sizes(env) for line in self.stacked_lines),
-        )

@@ -68,7 +68,7 @@ def _find_route(recipe: Recipe, names: Collection[str]) -> RecipeRoute | None:
         for number, _, values in line_matches:
             for pattern in (pattern.name for pattern in recipe.lines[number].right):
                 target_names.add(pattern.fill_variables({each: values.get(each, "0") for each in pattern.variables}))
-        is_dropped = any(pattern.match_name(name) is not None for pattern in recipe.dropped_names[0])
+        is_dropped = recipe.does_drop(name)
         if not line_matches and not is_dropped:
             if not recipe.does_keep_unmatched:
                 return None
