@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice, product
 from math import prod
@@ -14,20 +14,29 @@ from ckpt_tools.core.option_names import format_option
 from ckpt_tools.errors import IncompleteError, UsageError
 from ckpt_tools.messages.wording import MAX_LISTED_NAMES, find_nearest, format_count, join_names
 from ckpt_tools.recipes.axes import PAD_FIELD, build_extent_expression, compute_extent
-from ckpt_tools.recipes.moves import GroupPlace, Indices, list_indexed_variables
+from ckpt_tools.recipes.moves import GroupPlace, Indices, LineMoves, list_indexed_variables
 from ckpt_tools.recipes.recipe import LineDirection, Recipe, RecipeLine, TensorPattern
 from ckpt_tools.recipes.sizes import SizeEquation, SizeValues, solve_equations
+from ckpt_tools.recipes.tables import MoveTable
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorGroup:
     """Tensors of one line whose shared variables have the same values: they become each other. ``source_names`` are the
-    names before, by place."""
+    names before, by place; ``target_names`` those after. ``moves`` is how elements move, None for a renaming, with
+    ``move_tables`` of each source."""
 
     line_number: int
     line: RecipeLine
     variable_values: Mapping[str, str]
     source_names: dict[GroupPlace, str]
+    target_names: Mapping[GroupPlace, str] = field(default_factory=dict)
+    moves: LineMoves | None = None
+    move_tables: Mapping[GroupPlace, MoveTable] = field(default_factory=dict)
+
+    @property
+    def first_source_name(self) -> str:
+        return next(iter(self.source_names.values()))
 
 
 @dataclass(frozen=True)
@@ -123,12 +132,10 @@ def is_known_name(name: str, recipe: Recipe, names: Collection[str]) -> bool:
     return bool(match_lines(name, recipe, names) or match_lines(name, recipe, names, is_state_only=True))
 
 
-def check_round_trip(
-    group: TensorGroup, target_names: Mapping[GroupPlace, str], inverse_recipe: Recipe, names: Collection[str]
-) -> None:
+def check_round_trip(group: TensorGroup, inverse_recipe: Recipe, names: Collection[str]) -> None:
     """Raises UsageError if a name that a group becomes is read as another by ``inverse_recipe``, the inverse.
     ``names`` are all names that there are then."""
-    for (which, indices), name in target_names.items():
+    for (which, indices), name in group.target_names.items():
         values = {
             **group.variable_values,
             **dict(zip(list_indexed_variables(group.line.right[which]), map(str, indices), strict=True)),
@@ -138,7 +145,7 @@ def check_round_trip(
         # Another spelling is written as the usual one on the way back.
         is_read_back = len(line_matches) == 1 if group.line.direction is LineDirection.FORWARD else is_same
         if not is_read_back or line_matches[0][2] != values:
-            source = next(iter(group.source_names.values()))
+            source = group.first_source_name
             others = [inverse_recipe.lines[number].left[pattern].name.text for number, pattern, _ in line_matches]
             raise UsageError(
                 f"{source} becomes {name}, which the recipe {inverse_recipe.name} would not read in the same way on "
@@ -171,16 +178,7 @@ def _has_required_names(names: Sequence[str], recipe: Recipe) -> bool:
         for which, pattern in enumerate(line.left)
         if any(pattern.name.match_name(name) is not None for name in names)
     }
-    return next(recipe.find_unmatched_lines(find_complete_lines(recipe, matched_patterns)), None) is None
-
-
-def find_complete_lines(recipe: Recipe, matched_patterns: Collection[tuple[int, int]]) -> frozenset[int]:
-    """The numbers of the lines that are whole: ``matched_patterns`` has each of their patterns, as line and pattern."""
-    return frozenset(
-        number
-        for number, line in enumerate(recipe.lines)
-        if all((number, which) in matched_patterns for which in range(len(line.left)))
-    )
+    return recipe.has_required_lines(matched_patterns)
 
 
 def _check_kept_names(kept_names: Sequence[str], recipe: Recipe) -> None:

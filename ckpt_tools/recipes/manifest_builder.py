@@ -40,17 +40,6 @@ _MUON_OPTIONS = frozenset({"ns_steps", "ns_coefficients"})
 """Options of torch's Muon that no other optimizer has."""
 
 
-@dataclass(frozen=True, slots=True)
-class _MappedGroup:
-    """A group with its sizes: the names that it becomes by place, and how elements move; ``moves`` is None for a
-    renaming."""
-
-    group: TensorGroup
-    target_names: Mapping[GroupPlace, str]
-    moves: LineMoves | None
-    move_tables: Mapping[GroupPlace, MoveTable]
-
-
 @dataclass
 class ManifestBuilder:
     source: Manifest
@@ -59,7 +48,6 @@ class ManifestBuilder:
     env: SizeValues
     quantized_weights: frozenset[str] = frozenset()
     """Weights whose scales were taken out of ``source``, to follow them."""
-    mapped_groups: dict[int, _MappedGroup] = field(default_factory=dict)
     equal_pairs: list[EqualPair] = field(default_factory=list)
     num_cropped: dict[str, int] = field(default_factory=dict)
     num_padded: dict[str, int] = field(default_factory=dict)
@@ -71,8 +59,8 @@ class ManifestBuilder:
 
     def __post_init__(self) -> None:
         shapes = self._find_shapes()
-        for group in self.name_groups.groups:
-            self.mapped_groups[id(group)] = self._map_group(group, shapes)
+        groups = tuple(self._map_group(group, shapes) for group in self.name_groups.groups)
+        self.name_groups = replace(self.name_groups, groups=groups)
         self._check_new_names()
         self.equal_pairs += self._iter_dropped_copies()
 
@@ -104,7 +92,7 @@ class ManifestBuilder:
                     tensors[key] = entry
             elif (id(group), key.slot) not in moved_slots:
                 moved_slots.add((id(group), key.slot))
-                tensors |= self._move_slot(self.mapped_groups[id(group)], key.slot)
+                tensors |= self._move_slot(group, key.slot)
         zeros = {ZEROS_FILE: bytes(MAX_ITEM_BYTES)} if self.num_padded else {}
         return replace(
             self.source,
@@ -155,9 +143,10 @@ class ManifestBuilder:
                 shapes[key.fqn] = entry.shape
         return {**shapes, **{alias: shapes[owner] for alias, owner in self.source.aliases.items() if owner in shapes}}
 
-    def _map_group(self, group: TensorGroup, shapes: Mapping[str, Shape]) -> _MappedGroup:
+    def _map_group(self, group: TensorGroup, shapes: Mapping[str, Shape]) -> TensorGroup:
+        """The group with the names that it becomes, and how elements move."""
         if group.line.is_renaming:
-            return _MappedGroup(group, list_target_names(group, self.env), None, {})
+            return replace(group, target_names=list_target_names(group, self.env))
         self._check_not_quantized(group)
         tied = next((name for name in group.source_names.values() if name in self.source.aliases), None)
         if tied is not None and len(group.source_names) > 1:
@@ -167,7 +156,7 @@ class ManifestBuilder:
         group = self._expand_rest_axes(group, shapes)
         line = group.line
         if line.has_name_of_both_sides and not line.size_variables & self.env.keys():
-            name = next(iter(group.source_names.values()))
+            name = group.first_source_name
             raise UsageError(
                 f"{name} has this name in both namings, and no size of the recipe tells which one it is in; name the "
                 f"folder of config.json with {format_option('config')}"
@@ -179,7 +168,8 @@ class ManifestBuilder:
             moves = make_moves(line, env)
             tables = {slot: MoveTable(each, len(moves.source.dims[slot[0]])) for slot, each in moves.by_source.items()}
             self._moves_cache[key] = moves, tables
-        return _MappedGroup(group, list_target_names(group, env), *self._moves_cache[key])
+        line_moves, move_tables = self._moves_cache[key]
+        return replace(group, target_names=list_target_names(group, env), moves=line_moves, move_tables=move_tables)
 
     def _expand_rest_axes(self, group: TensorGroup, shapes: Mapping[str, Shape]) -> TensorGroup:
         """The group whose line has as many axes as its tensors. Raises UsageError if these have different numbers."""
@@ -209,48 +199,45 @@ class ManifestBuilder:
     def _check_new_names(self) -> None:
         """Raises UsageError if two tensors become one name, or the way back would read a name as another: a recipe can
         be reversed."""
-        inverse_recipe, slots = self.recipe.inverse(), self._find_slots()
-        sources = {StateKey(name, slot): name for name in self.name_groups.kept_names for slot in slots[name, None]}
-        for group, mapped in self.mapped_groups.items():
-            first = next(iter(mapped.group.source_names.values()))
-            group_slots = {slot for name in mapped.group.source_names.values() for slot in slots[name, group]}
-            for key in (StateKey(name, slot) for name in mapped.target_names.values() for slot in group_slots):
+        inverse_recipe = self.recipe.inverse()
+        sources: dict[StateKey, str] = {}
+        slots_by_group: dict[int, set[str]] = defaultdict(set)
+        keys = (key for key, entry in self.source.tensors.items() if entry.kind is not Kind.EXTRA)
+        # A tied name has the weight of its owner.
+        for key in (*keys, *map(StateKey, self.source.aliases)):
+            group = self.name_groups.find_group(key)
+            if group is not None:
+                slots_by_group[id(group)].add(key.slot)
+            elif key.fqn in self.name_groups.kept_names:
+                sources[key] = key.fqn
+        for group in self.name_groups.groups:
+            first = group.first_source_name
+            for key in (StateKey(name, s) for name in group.target_names.values() for s in slots_by_group[id(group)]):
                 if key in sources:
                     raise UsageError(
                         f"the recipe makes {key} of {sources[key]} and of {first}; names must stay distinct"
                     )
                 sources[key] = first
         names = {key.fqn for key in sources}
-        for mapped in self.mapped_groups.values():
-            check_round_trip(mapped.group, mapped.target_names, inverse_recipe, names)
+        for group in self.name_groups.groups:
+            check_round_trip(group, inverse_recipe, names)
 
-    def _find_slots(self) -> Mapping[tuple[str, int | None], set[str]]:
-        """The slots of each name that a group has, by name and group; those that stay have None. A tied name has the
-        weight of its owner."""
-        slots_by_name: dict[tuple[str, int | None], set[str]] = defaultdict(set)
-        keys = (key for key, entry in self.source.tensors.items() if entry.kind is not Kind.EXTRA)
-        for key in (*keys, *map(StateKey, self.source.aliases)):
-            group = self.name_groups.find_group(key)
-            slots_by_name[key.fqn, None if group is None else id(group)].add(key.slot)
-        return slots_by_name
-
-    def _move_slot(self, mapped: _MappedGroup, slot: str) -> dict[StateKey, TensorEntry]:
+    def _move_slot(self, group: TensorGroup, slot: str) -> dict[StateKey, TensorEntry]:
         """The tensors that a group's tensors of a slot become."""
-        sources = self._select_entries(mapped.group, slot)
-        line = mapped.group.line
-        if mapped.moves is None:
+        sources, line = self._select_entries(group, slot), group.line
+        if group.moves is None:
             return {
-                StateKey(mapped.target_names[place[0], ()], slot): self._apply_line_arithmetic(entry, line, slot)
+                StateKey(group.target_names[place[0], ()], slot): self._apply_line_arithmetic(entry, line, slot)
                 for place, entry in sources.items()
             }
-        shapes = mapped.moves.source.shapes
+        shapes = group.moves.source.shapes
         reshaped_place = next((place for place, entry in sources.items() if entry.shape != shapes[place[0]]), None)
         if reshaped_place is None:
-            self._check_elementwise(slot, next(iter(mapped.group.source_names.values())))
-            return self._place_elements(mapped, slot, sources)
+            self._check_elementwise(slot, group.first_source_name)
+            return self._place_elements(group, slot, sources)
         if all(entry.shape == () for entry in sources.values()):
-            return self._copy_numbers(mapped, slot, sources)
-        name, entry = mapped.group.source_names[reshaped_place], sources[reshaped_place]
+            return self._copy_numbers(group, slot, sources)
+        name, entry = group.source_names[reshaped_place], sources[reshaped_place]
         raise UnsupportedError(
             f"{slot} of {name} has the shape {list(entry.shape)}, and the weight {list(shapes[reshaped_place[0]])}: it "
             "cannot follow the weight to another shape; convert the weights alone with "
@@ -317,27 +304,25 @@ class ManifestBuilder:
         return replace(entry, dtype=dtype or entry.dtype, plus=entry.plus + line.plus)
 
     def _place_elements(
-        self, mapped: _MappedGroup, slot: str, sources: Mapping[GroupPlace, TensorEntry]
+        self, group: TensorGroup, slot: str, sources: Mapping[GroupPlace, TensorEntry]
     ) -> dict[StateKey, TensorEntry]:
         # Each source's shards are split to the line's dims, and each part is sent to its target. Then what each target
         # got is joined, with zeros where no source has elements.
-        assert mapped.moves is not None, "shapes are given"
-        moves, line = mapped.moves, mapped.group.line
-        parts: dict[GroupPlace, list[tuple[GroupPlace, ShardBoxes]]] = {place: [] for place in mapped.target_names}
+        assert group.moves is not None, "shapes are given"
+        moves, line = group.moves, group.line
+        parts: dict[GroupPlace, list[tuple[GroupPlace, ShardBoxes]]] = {place: [] for place in group.target_names}
         for place, entry in sources.items():
             split = split_table(entry.shards, entry.shape, moves.source.dims[place[0]])
-            for target, boxes in (
-                mapped.move_tables[place].split_by_target(split) if place in mapped.move_tables else ()
-            ):
+            for target, boxes in group.move_tables[place].split_by_target(split) if place in group.move_tables else ():
                 parts[target].append((place, boxes))
             if slot == WEIGHT and moves.num_cropped.get(place[0]):
-                self.num_cropped[mapped.group.source_names[place]] = moves.num_cropped[place[0]]
+                self.num_cropped[group.source_names[place]] = moves.num_cropped[place[0]]
         placed_entries = {}
-        for target, name in mapped.target_names.items():
+        for target, name in group.target_names.items():
             fills = moves.fills_by_pattern.get(target[0], ())
             # An empty tensor has no part: then any source tells its dtype and framing.
             used_sources = {place: sources[place] for place, _ in parts[target]} or sources
-            prototype = _check_same_storage(used_sources, StateKey(name, slot), mapped.group)
+            prototype = _check_same_storage(used_sources, StateKey(name, slot), group)
             dims, dtype = moves.target.dims[target[0]], prototype.shards.dtype
             table = join_boxes([boxes for _, boxes in parts[target]], fills, dims, dtype, ZEROS_FILE)
             if fills and slot == WEIGHT:
@@ -347,17 +332,17 @@ class ManifestBuilder:
         return placed_entries
 
     def _copy_numbers(
-        self, mapped: _MappedGroup, slot: str, sources: Mapping[GroupPlace, TensorEntry]
+        self, group: TensorGroup, slot: str, sources: Mapping[GroupPlace, TensorEntry]
     ) -> dict[StateKey, TensorEntry]:
         """Numbers such as a step: each target gets the one of its sources, which must all be equal."""
         (place, first), *others = sources.items()
         for other, entry in others:
             if not _is_same_range(first, entry):
-                one, two = mapped.group.source_names[place], mapped.group.source_names[other]
+                one, two = group.source_names[place], group.source_names[other]
                 self.equal_pairs.append(
                     EqualPair(f"{slot} of {one} and of {two}, which become one tensor", first, entry)
                 )
-        return {StateKey(name, slot): first for name in mapped.target_names.values()}
+        return {StateKey(name, slot): first for name in group.target_names.values()}
 
     def _rename_aliases(self) -> dict[str, str]:
         """Tied names in the new naming. Raises UnsupportedError if a name and its owner become different tensors."""
@@ -377,11 +362,11 @@ class ManifestBuilder:
         group = self.name_groups.group_by_name.get(name)
         if group is None:
             return None, 0, None
-        return self.mapped_groups[id(group)].moves, group.line.plus, group.line.dtypes[1]
+        return group.moves, group.line.plus, group.line.dtypes[1]
 
     def _get_new_name(self, name: str) -> str:
         group = self.name_groups.group_by_name.get(name)
-        return name if group is None else next(iter(self.mapped_groups[id(group)].target_names.values()))
+        return name if group is None else next(iter(group.target_names.values()))
 
     def _map_param_group(self, group: ParamGroup) -> ParamGroup:
         """The group with the new names, each where its first old one was."""
@@ -396,7 +381,7 @@ class ManifestBuilder:
                 raise UnsupportedError(
                     f"{name} and {foreign_params[0]} become one tensor, and are in two parameter groups"
                 )
-            params |= dict.fromkeys(self.mapped_groups[id(tensor_group)].target_names.values())
+            params |= dict.fromkeys(tensor_group.target_names.values())
         return replace(group, params=tuple(params))
 
 

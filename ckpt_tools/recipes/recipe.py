@@ -5,7 +5,7 @@ A recipe is read from left to right. Its inverse is the same with the sides exch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
@@ -353,3 +353,13 @@ class Recipe:
             )
             if is_needed and not alternative_names.issuperset(each.name.text for each in line.right):
                 yield number
+
+    def has_required_lines(self, matched_patterns: Collection[tuple[int, int]]) -> bool:
+        """True if no line lacks a name that it needs. ``matched_patterns`` are patterns of the left side that have one,
+        as line and pattern; a line needs one for each of its patterns."""
+        complete_lines = {
+            number
+            for number, line in enumerate(self.lines)
+            if all((number, which) in matched_patterns for which in range(len(line.left)))
+        }
+        return next(self.find_unmatched_lines(complete_lines), None) is None

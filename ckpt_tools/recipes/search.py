@@ -21,7 +21,7 @@ from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.transforms import TransformResult
 from ckpt_tools.messages.wording import join_names
 from ckpt_tools.recipes.apply import apply_recipe
-from ckpt_tools.recipes.groups import find_complete_lines, match_lines
+from ckpt_tools.recipes.groups import match_lines
 from ckpt_tools.recipes.index import list_recipes
 from ckpt_tools.recipes.like import UNCHANGED_NAMES, NameMapping, Reference
 from ckpt_tools.recipes.recipe import Recipe, RecipeLine
@@ -74,8 +74,8 @@ def _find_route(recipe: Recipe, names: Collection[str]) -> RecipeRoute | None:
                 return None
             target_names.add(name)
     lines = frozenset(recipe.lines[number] for number, _ in matched_patterns)
-    unmatched_line = next(recipe.find_unmatched_lines(find_complete_lines(recipe, matched_patterns)), None)
-    return None if unmatched_line is not None or not lines else RecipeRoute(recipe, lines, frozenset(target_names))
+    does_take_names = lines and recipe.has_required_lines(matched_patterns)
+    return RecipeRoute(recipe, lines, frozenset(target_names)) if does_take_names else None
 
 
 def are_known_names(names: Collection[str]) -> bool:
