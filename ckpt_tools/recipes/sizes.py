@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterable, Iterator, Mapping
+import operator
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -19,6 +21,8 @@ MAX_SIZE = 1 << 62
 """The largest size: numbers of elements are 64-bit integers."""
 
 _CONFIG = "config"
+
+_CONFIG_KEY = re.compile(rf"{_CONFIG}(\.\w+)+")
 
 _CONFIG_SECTIONS = ("text_config", "llm_config", "language_config", "thinker_config", "vision_config")
 """Parts of a ``config.json`` in which a key is looked up if the top has none: the model of text first."""
@@ -41,21 +45,29 @@ class SizeExpression:
     def _tree(self) -> ast.expr:
         try:
             # The parser takes letters that look alike for the same, and the recipe does not.
-            tree = ast.parse(self.text.strip().encode("ascii"), mode="eval").body
+            return ast.parse(self.text.strip().encode("ascii"), mode="eval").body
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             raise UsageError(f"{self.text!r} is not a size; write for example 2, H or A*D") from error
-        for node in ast.walk(tree):
-            if not isinstance(node, _ALLOWED_NODES) or (isinstance(node, ast.Constant) and type(node.value) is not int):
-                raise UsageError(f"{self.text!r} is not a size: only variables, integers, + - * / and ( ) are allowed")
-        return tree
 
     @cached_property
     def variables(self) -> frozenset[str]:
-        attributes = [node for node in ast.walk(self._tree) if isinstance(node, ast.Attribute)]
-        config_ids = {id(node.value) for node in attributes}
-        names = [node.id for node in ast.walk(self._tree) if isinstance(node, ast.Name) and id(node) not in config_ids]
-        if any(_find_root_name(node) != _CONFIG for node in attributes) or _CONFIG in names:
-            raise UsageError(f"{self.text!r} is not a size: config, and no other, has keys, as in config.hidden_size")
+        names = set[str]()
+        for operand in _iter_operands(self._tree):
+            match operand:
+                case ast.Name(id) if id != _CONFIG:
+                    names.add(id)
+                case ast.Constant(int() as value) if type(value) is int:
+                    pass
+                case ast.Attribute() if _CONFIG_KEY.fullmatch(ast.unparse(operand)):
+                    pass
+                case ast.Name() | ast.Attribute():
+                    raise UsageError(
+                        f"{self.text!r} is not a size: config, and no other, has keys, as in config.hidden_size"
+                    )
+                case _:
+                    raise UsageError(
+                        f"{self.text!r} is not a size: only variables, integers, + - * / and ( ) are allowed"
+                    )
         return frozenset(names)
 
     def evaluate(self, env: Mapping[str, int | Fraction], config: Mapping[str, Any] | None = None) -> Fraction | None:
@@ -72,52 +84,33 @@ class SizeExpression:
             raise UsageError(f"the size {self.text} divides by zero{_format_values(env, self.variables)}") from error
 
 
-_ALLOWED_NODES = (
-    ast.BinOp,
-    ast.Add,
-    ast.Sub,
-    ast.Mult,
-    ast.Div,
-    ast.Name,
-    ast.Attribute,
-    ast.Constant,
-    ast.Load,
-)
+_OPERATORS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
 
 
-def _find_root_name(node: ast.expr) -> str | None:
-    while isinstance(node, ast.Attribute):
-        node = node.value
-    return node.id if isinstance(node, ast.Name) else None
+def _iter_operands(node: ast.expr) -> Iterator[ast.expr]:
+    """What the operators join, or what is none of it."""
+    if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        yield from _iter_operands(node.left)
+        yield from _iter_operands(node.right)
+    else:
+        yield node
 
 
-def _find_config_key(node: ast.AST) -> str | None:
-    parts: list[str] = []
-    while isinstance(node, ast.Attribute):
-        parts.insert(0, node.attr)
-        node = node.value
-    return ".".join(parts) if parts and isinstance(node, ast.Name) and node.id == _CONFIG else None
-
-
-def _evaluate_node(node: ast.AST, env: Mapping[str, int | Fraction], config: Mapping[str, Any]) -> Fraction:
+def _evaluate_node(node: ast.expr, env: Mapping[str, int | Fraction], config: Mapping[str, Any]) -> Fraction:
     match node:
-        case ast.Constant():
-            return Fraction(int(node.value))  # type: ignore[arg-type]
-        case ast.Name():
-            return Fraction(env[node.id])
-        case ast.Attribute():
-            return Fraction(_look_up_config(config, _find_config_key(node) or ""))
-        case ast.BinOp():
-            left, right = _evaluate_node(node.left, env, config), _evaluate_node(node.right, env, config)
-            match node.op:
-                case ast.Add():
-                    return left + right
-                case ast.Sub():
-                    return left - right
-                case ast.Mult():
-                    return left * right
-            return left / right
-    raise AssertionError("checked when it was parsed")
+        case ast.BinOp(left, op, right):
+            return _OPERATORS[type(op)](_evaluate_node(left, env, config), _evaluate_node(right, env, config))
+        case ast.Name(id):
+            return Fraction(env[id])
+        case ast.Constant(int() as value):
+            return Fraction(value)
+        case _:
+            return Fraction(_look_up_config(config, ast.unparse(node).removeprefix(f"{_CONFIG}.")))
 
 
 def _look_up_config(config: Mapping[str, Any], key: str) -> int:

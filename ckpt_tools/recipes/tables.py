@@ -10,7 +10,7 @@ import numpy as np
 
 from ckpt_tools.core.boxes import Shape, contiguous_strides, interval_to_boxes, ravel_index, split_dims
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.shards import Framing, Ints, NestedRows, RowTable, ShardTable
+from ckpt_tools.core.shards import ByteRange, Framing, Ints, NestedRows, RowTable, ShardTable
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.recipes.moves import FillBox, GroupPlace, Move
 
@@ -117,16 +117,11 @@ def split_table(table: ShardTable, shape: Shape, dims: Shape) -> ShardBoxes:
         strides = table.strides if table.strides is not None else _compute_strides(table.stops - table.starts)
         rows = np.arange(len(table))
         return ShardBoxes(table, rows, table.starts, table.stops, strides, np.zeros(len(table), np.int64))
-    box_rows = [box for row in range(len(table)) if table.numels[row] for box in _iter_boxes(table, row, shape, dims)]
-    size = (len(box_rows), len(dims))
-    return ShardBoxes(
-        table,
-        np.array([row for row, *_ in box_rows], np.int64),
-        np.array([start for _, start, *_ in box_rows], np.int64).reshape(size),
-        np.array([stop for _, _, stop, *_ in box_rows], np.int64).reshape(size),
-        np.array([strides for *_, strides, _ in box_rows], np.int64).reshape(size),
-        np.array([offset for *_, offset in box_rows], np.int64),
-    )
+    boxes = [box for row in range(len(table)) if table.numels[row] for box in _iter_boxes(table, row, shape, dims)]
+    columns = zip(*boxes, strict=True) if boxes else ((),) * 5
+    rows, starts, stops, strides, offsets = (np.array(column, np.int64) for column in columns)
+    size = (len(boxes), len(dims))
+    return ShardBoxes(table, rows, starts.reshape(size), stops.reshape(size), strides.reshape(size), offsets)
 
 
 def _iter_boxes(
@@ -134,40 +129,24 @@ def _iter_boxes(
 ) -> Iterator[tuple[int, Shape, Shape, Shape, int]]:
     """A shard as boxes of split dims: row, start, stop, strides, and the elements before it in the shard."""
     # Rows 5 to 9 of an axis that is split into [3, 4] are the boxes [1, 1:4] and [2, 0:2]. The boxes of a shard are the
-    # product of those of its axes. A table with one axis for a tensor of several is a flat interval, such as a
-    # partition of DeepSpeed: it unfolds in all dims at once.
-    box, strides = table.get_box(row), table.get_strides(row)
-    if table.shape != shape:
-        (first,), (last,) = box.start, box.stop
-        assert table.strides is None, "only plain intervals unfold"
-        inner = contiguous_strides(dims)
-        for part in interval_to_boxes(first, last, dims):
-            yield row, part.start, part.stop, inner, ravel_index(part.start, dims) - first
-        return
-    pieces_by_axis = []
-    for axis, cut in enumerate(split_dims(shape, dims)):
-        inner = contiguous_strides(dims[cut])
-        pieces_by_axis.append(
+    # product of those of its axes. A table with one axis for a tensor of several has flat intervals, such as partitions
+    # of DeepSpeed: this axis is split into all dims.
+    box, axis_strides = table.get_box(row), table.get_strides(row)
+    cuts = split_dims(shape, dims) if table.shape == shape else [slice(len(dims))]
+    parts_by_axis = []
+    for first, last, stride, cut in zip(box.start, box.stop, axis_strides, cuts, strict=True):
+        strides = tuple(stride * each for each in contiguous_strides(dims[cut]))
+        parts_by_axis.append(
             [
-                (
-                    part,
-                    tuple(strides[axis] * each for each in inner),
-                    strides[axis] * (ravel_index(part.start, dims[cut]) - box.start[axis]),
-                )
-                for part in interval_to_boxes(box.start[axis], box.stop[axis], dims[cut])
+                (part.start, part.stop, strides, stride * (ravel_index(part.start, dims[cut]) - first))
+                for part in interval_to_boxes(first, last, dims[cut])
             ]
         )
-    for parts in product(*pieces_by_axis):
-        start = tuple(n for part, _, _ in parts for n in part.start)
-        stop = tuple(n for part, _, _ in parts for n in part.stop)
-        num_missing_dims = len(dims) - len(start)
-        yield (
-            row,
-            (*start, *(0,) * num_missing_dims),
-            (*stop, *(1,) * num_missing_dims),
-            (*(n for _, each, _ in parts for n in each), *(1,) * num_missing_dims),
-            sum(offset for *_, offset in parts),
-        )
+    num_left_dims = len(dims) - sum(len(dims[cut]) for cut in cuts)
+    left = (0,) * num_left_dims, (1,) * num_left_dims, (1,) * num_left_dims, 0
+    for parts in product(*parts_by_axis):
+        starts, stops, strides_of_parts, offsets = zip(*parts, left, strict=True)
+        yield row, sum(starts, ()), sum(stops, ()), sum(strides_of_parts, ()), sum(offsets)
 
 
 def _compute_strides(extents: Ints) -> Ints:
@@ -250,20 +229,9 @@ def _merge_files(parts: Sequence[ShardBoxes]) -> tuple[tuple[str, ...], Ints]:
 
 def _make_fill_boxes(fills: Iterable[FillBox], dims: Shape, dtype: DType, zeros_file: str) -> Iterator[ShardBoxes]:
     """Boxes of zeros: one element of the file, over and over."""
+    zero_column = np.zeros(1, np.int64)
+    table = ShardTable.whole((1,) * len(dims), dtype, ByteRange(zeros_file, 0, dtype.item_bytes))
     for fill in fills:
         start = np.array([fill.start], np.int64).reshape(1, len(dims))
         stop = start + np.array([fill.extents], np.int64).reshape(1, len(dims))
-        item_bytes, zero_column = np.array([dtype.item_bytes], np.int64), np.zeros(1, np.int64)
-        shape = (1,) * len(dims)
-        table = RowTable(
-            shape,
-            dtype,
-            np.zeros_like(start),
-            np.ones_like(start),
-            (zeros_file,),
-            zero_column,
-            zero_column,
-            item_bytes,
-            Framing.RAW,
-        )
         yield ShardBoxes(table, zero_column, start, stop, np.zeros_like(start), zero_column)
