@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice, product
 from math import prod
+from typing import NamedTuple
 
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.manifest import WEIGHT, StateKey
@@ -28,7 +29,7 @@ class TensorGroup:
 
     line_number: int
     line: RecipeLine
-    variable_values: Mapping[str, str]
+    variable_values: dict[str, str]
     source_names: dict[GroupPlace, str]
     target_names: Mapping[GroupPlace, str] = field(default_factory=dict)
     moves: LineMoves | None = None
@@ -64,6 +65,22 @@ class NameGroups:
         return (self.group_by_name if key.slot == WEIGHT else self.state_group_by_name).get(key.fqn)
 
 
+class LineMatch(NamedTuple):
+    """A name that a pattern of the left side of a line has, with the values of its variables."""
+
+    line_number: int
+    pattern_number: int
+    line: RecipeLine
+    pattern: TensorPattern
+    values: Mapping[str, str]
+
+    @property
+    def precedence(self) -> tuple[bool, int]:
+        """Names whose sizes are known before those whose sizes are not; names that count from a size (``{mtp+L}``)
+        before plain ones, and these before those of fallback lines."""
+        return bool(self.line.unknown_sizes), 0 if self.pattern.name.offset_sizes else 1 + self.line.is_fallback
+
+
 def group_names(names: Sequence[str], recipe: Recipe, without_weight: Collection[str] = ()) -> NameGroups:
     """Each name with the line that it belongs to. Names ``without_weight`` are those of optimizer state alone.
 
@@ -77,21 +94,19 @@ def group_names(names: Sequence[str], recipe: Recipe, without_weight: Collection
         state_matches = match_lines(name, recipe, all_names, is_state_only=True)
         for found_once in (weight_matches, state_matches):
             if len(found_once) > 1:
-                both = " and ".join(recipe.lines[number].left[which].name.text for number, which, _ in found_once[:2])
+                both = " and ".join(each.pattern.name.text for each in found_once[:2])
                 raise UsageError(f"two names of the recipe {recipe.name} match {name}: {both}")
         if recipe.does_drop(name):
             dropped_names.append(name)
             continue
         if not weight_matches and not (state_matches and name in without_weight):
             kept_names.append(name)
-        for number, which, values in (*weight_matches, *state_matches):
-            line = recipe.lines[number]
+        for number, which, line, pattern, values in (*weight_matches, *state_matches):
             if line.unknown_sizes:
                 raise UsageError(
                     f"{name} is numbered from {join_names(sorted(line.unknown_sizes))} on by the recipe {recipe.name}, "
                     f"which is not known; name the folder of config.json with {format_option('config')}"
                 )
-            pattern = line.left[which]
             shared = {variable: value for variable, value in values.items() if variable in line.shared_variables}
             group = groups.setdefault((number, tuple(sorted(shared.items()))), TensorGroup(number, line, shared, {}))
             indices = tuple(int(values[variable]) for variable in list_indexed_variables(pattern))
@@ -101,28 +116,19 @@ def group_names(names: Sequence[str], recipe: Recipe, without_weight: Collection
     return NameGroups(tuple(groups.values()), frozenset(kept_names), tuple(dropped_names))
 
 
-LineMatch = tuple[int, int, Mapping[str, str]]
-"""The number of a line, that of one of its patterns, and the values of this pattern's variables."""
-
-
 def match_lines(name: str, recipe: Recipe, names: Collection[str], *, is_state_only: bool = False) -> list[LineMatch]:
     """The lines that have a name of a checkpoint with ``names``; with ``is_state_only``, those for optimizer state
-    alone. A line whose names are numbered from a size on goes before others, and one that ``is_fallback`` after
-    them."""
+    alone. Of several those of the highest precedence: ``group_names`` refuses two."""
     line_matches = [
-        (number, which, values)
+        LineMatch(number, which, line, pattern, values)
         for number, line in enumerate(recipe.lines)
         if line.direction is not LineDirection.BACKWARD and line.is_state_only is is_state_only
         for which, pattern in enumerate(line.left)
         if (values := pattern.name.match_name(name)) is not None
         and (line.required_siblings[0] is None or line.required_siblings[0].fill_variables(values) in names)
     ]
-    # By precedence, so that a name has one line: names whose sizes are known before those whose sizes are not, names
-    # that count from a size (`{mtp+L}`) before plain ones, plain ones before fallback lines. Two may be left:
-    # `group_names` refuses them.
-    line_matches = [match for match in line_matches if not recipe.lines[match[0]].unknown_sizes] or line_matches
-    offset_matches = [match for match in line_matches if recipe.lines[match[0]].left[match[1]].name.offset_sizes]
-    return offset_matches or [match for match in line_matches if not recipe.lines[match[0]].is_fallback] or line_matches
+    highest = min((each.precedence for each in line_matches), default=None)
+    return [each for each in line_matches if each.precedence == highest]
 
 
 def is_known_name(name: str, recipe: Recipe, names: Collection[str]) -> bool:
@@ -136,17 +142,13 @@ def check_round_trip(group: TensorGroup, inverse_recipe: Recipe, names: Collecti
     """Raises UsageError if a name that a group becomes is read as another by ``inverse_recipe``, the inverse.
     ``names`` are all names that there are then."""
     for (which, indices), name in group.target_names.items():
-        values = {
-            **group.variable_values,
-            **dict(zip(list_indexed_variables(group.line.right[which]), map(str, indices), strict=True)),
-        }
+        values = group.variable_values | _name_indices(group.line.right[which], indices)
         line_matches = match_lines(name, inverse_recipe, names, is_state_only=group.line.is_state_only)
-        is_same = [(number, pattern) for number, pattern, _ in line_matches] == [(group.line_number, which)]
+        is_same = [each[:2] for each in line_matches] == [(group.line_number, which)]
         # Another spelling is written as the usual one on the way back.
         is_read_back = len(line_matches) == 1 if group.line.direction is LineDirection.FORWARD else is_same
-        if not is_read_back or line_matches[0][2] != values:
-            source = group.first_source_name
-            others = [inverse_recipe.lines[number].left[pattern].name.text for number, pattern, _ in line_matches]
+        if not is_read_back or line_matches[0].values != values:
+            source, others = group.first_source_name, [each.pattern.name.text for each in line_matches]
             raise UsageError(
                 f"{source} becomes {name}, which the recipe {inverse_recipe.name} would not read in the same way on "
                 f"the way back (by {join_names(others)}); give {source} a line of its own"
@@ -244,9 +246,7 @@ def _count_indices(group: TensorGroup, env: SizeValues) -> dict[str, int]:
     line, counts = group.line, dict[str, int]()
     for (which, indices), _ in group.source_names.items():
         for variable, value in zip(list_indexed_variables(line.left[which]), indices, strict=True):
-            counts[variable] = max(counts.get(variable, 0), value + 1)
-    for variable in counts:
-        counts[variable] = max(counts[variable], env.get(variable, 0))
+            counts[variable] = max(counts.get(variable, env.get(variable, 0)), value + 1)
     extents = [[counts[variable] for variable in list_indexed_variables(pattern)] for pattern in line.left]
     num_missing = sum(map(prod, extents)) - len(group.source_names)
     if num_missing:
@@ -273,14 +273,16 @@ def _iter_indices(extents: Sequence[int]) -> Iterator[Indices]:
     if not extents:
         yield ()
         return
-    for first in range(extents[0]):
-        for rest in _iter_indices(extents[1:]):
-            yield (first, *rest)
+    yield from ((first, *rest) for first in range(extents[0]) for rest in _iter_indices(extents[1:]))
 
 
-def _fill_pattern(pattern: TensorPattern, values: Mapping[str, str], indices: Indices) -> str:
-    numbers = zip(list_indexed_variables(pattern), map(str, indices), strict=True)
-    return pattern.name.fill_variables({**values, **dict(numbers)})
+def _fill_pattern(pattern: TensorPattern, values: dict[str, str], indices: Indices) -> str:
+    return pattern.name.fill_variables(values | _name_indices(pattern, indices))
+
+
+def _name_indices(pattern: TensorPattern, indices: Indices) -> dict[str, str]:
+    """The values of a pattern's numbered variables."""
+    return dict(zip(list_indexed_variables(pattern), map(str, indices), strict=True))
 
 
 def list_target_names(group: TensorGroup, env: SizeValues) -> dict[GroupPlace, str]:
@@ -321,9 +323,8 @@ def _has_same_tensors_in_layers(single: Recipe, stacked: Recipe, names: Collecti
     """True if each line of layers has the same ones."""
     all_names, layers_by_line = frozenset(names), dict[int, set[str]]()
     for name in names:
-        for number, _, values in match_lines(name, single, all_names):
-            variables = single.lines[number].shared_variables - stacked.lines[number].shared_variables
-            for variable in variables:
-                layers_by_line.setdefault(number, set()).add(values[variable])
+        for each in match_lines(name, single, all_names):
+            for variable in each.line.shared_variables - stacked.lines[each.line_number].shared_variables:
+                layers_by_line.setdefault(each.line_number, set()).add(each.values[variable])
     layers = list(layers_by_line.values())
     return all(each == layers[0] for each in layers[1:])

@@ -64,18 +64,18 @@ def _find_route(recipe: Recipe, names: Collection[str]) -> RecipeRoute | None:
     matched_patterns, target_names = set[tuple[int, int]](), set[str]()
     for name in names:
         line_matches = match_lines(name, recipe, names)
-        matched_patterns |= {(number, which) for number, which, _ in line_matches}
-        for number, _, values in line_matches:
-            for pattern in (pattern.name for pattern in recipe.lines[number].right):
-                target_names.add(pattern.fill_variables({each: values.get(each, "0") for each in pattern.variables}))
-        is_dropped = recipe.does_drop(name)
-        if not line_matches and not is_dropped:
+        matched_patterns |= {each[:2] for each in line_matches}
+        for each in line_matches:
+            for pattern in (pattern.name for pattern in each.line.right):
+                target_names.add(pattern.fill_variables({v: each.values.get(v, "0") for v in pattern.variables}))
+        if not line_matches and not recipe.does_drop(name):
             if not recipe.does_keep_unmatched:
                 return None
             target_names.add(name)
-    lines = frozenset(recipe.lines[number] for number, _ in matched_patterns)
-    does_take_names = lines and recipe.has_required_lines(matched_patterns)
-    return RecipeRoute(recipe, lines, frozenset(target_names)) if does_take_names else None
+    if not matched_patterns or not recipe.has_required_lines(matched_patterns):
+        return None
+    matched_lines = frozenset(recipe.lines[number] for number, _ in matched_patterns)
+    return RecipeRoute(recipe, matched_lines, frozenset(target_names))
 
 
 def are_known_names(names: Collection[str]) -> bool:

@@ -2,6 +2,7 @@
 that no other line has; and tied tensors, whose names are both given, or which are refused."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -365,7 +366,7 @@ def renamed(names: list[str], by: Recipe) -> dict[str, str]:
     found = {}
     for group in group_names(names, by).groups:
         made = list_target_names(group, {})
-        check_round_trip(group, made, by.inverse(), made.values())
+        check_round_trip(replace(group, target_names=made), by.inverse(), made.values())
         found[group.source_names[0, ()]] = made[0, ()]
     return found
 
