@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from glob import escape
 from typing import Any
@@ -38,33 +38,24 @@ def apply_recipe(manifest: Manifest, recipe: Recipe, config: Mapping[str, Any] |
     source = apply_recipe_ties(manifest, recipe, config) if recipe.is_inverse else manifest
     env = evaluate_bindings(recipe.bindings, config)
     recipe = choose_form(recipe.with_sizes(env), _list_model_names(source))
-    source, weight_by_companion = _take_out_companions(source, recipe)
     names = _list_model_names(source)
+    weight_by_companion = _find_companions(source, recipe, names)
+    names = [name for name in names if name not in weight_by_companion]
     without_weight = {name for name in names if StateKey(name) not in source.tensors} - source.aliases.keys()
-    builder = ManifestBuilder(
-        source, recipe, group_names(names, recipe, without_weight), env, frozenset(weight_by_companion.values())
-    )
+    builder = ManifestBuilder(source, recipe, group_names(names, recipe, without_weight), env, weight_by_companion)
     mapped_manifest, notes = builder.build_manifest(), tuple(builder.iter_notes())
-    if weight_by_companion:
-        mapped_manifest = builder.add_companions(mapped_manifest, manifest, weight_by_companion)
     return mapped_manifest if recipe.is_inverse else apply_recipe_ties(mapped_manifest, recipe, config), notes
 
 
-def _take_out_companions(manifest: Manifest, recipe: Recipe) -> tuple[Manifest, Mapping[str, str]]:
-    """The manifest without the tensors that quantized weights need and no line has, and the names of these, each with
-    that of its weight: they follow it."""
-    owners = frozenset(manifest.aliases.values())
-    weight_by_companion = {each: weight for each, weight in map_companions(manifest).items() if each not in owners}
-    all_names = frozenset(_list_model_names(manifest)) if weight_by_companion else frozenset[str]()
-    unmatched_companions = {
-        each: weight for each, weight in weight_by_companion.items() if not match_lines(each, recipe, all_names)
+def _find_companions(manifest: Manifest, recipe: Recipe, names: Collection[str]) -> Mapping[str, str]:
+    """The tensors that quantized weights need and no line has, each with its weight: they follow it."""
+    weight_by_companion, owners = map_companions(manifest), frozenset(manifest.aliases.values())
+    all_names = frozenset(names)
+    return {
+        companion: weight
+        for companion, weight in weight_by_companion.items()
+        if companion not in owners and not match_lines(companion, recipe, all_names)
     }
-    tensors = {key: entry for key, entry in manifest.tensors.items() if key.fqn not in unmatched_companions}
-    return (
-        (replace(manifest, tensors=tensors), unmatched_companions)
-        if unmatched_companions
-        else (manifest, unmatched_companions)
-    )
 
 
 def _list_model_names(manifest: Manifest) -> list[str]:

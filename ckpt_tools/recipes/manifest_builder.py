@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -46,8 +46,8 @@ class ManifestBuilder:
     recipe: Recipe
     name_groups: NameGroups
     env: SizeValues
-    quantized_weights: frozenset[str] = frozenset()
-    """Weights whose scales were taken out of ``source``, to follow them."""
+    weight_by_companion: Mapping[str, str]
+    """Tensors that follow the quantized weight that needs them: no line has them."""
     equal_pairs: list[EqualPair] = field(default_factory=list)
     num_cropped: dict[str, int] = field(default_factory=dict)
     num_padded: dict[str, int] = field(default_factory=dict)
@@ -64,35 +64,19 @@ class ManifestBuilder:
         self._check_new_names()
         self.equal_pairs += self._iter_dropped_copies()
 
-    def add_companions(
-        self, mapped_manifest: Manifest, source_manifest: Manifest, weight_by_companion: Mapping[str, str]
-    ) -> Manifest:
-        """``mapped_manifest`` with the tensors ``weight_by_companion`` of ``source_manifest``, each beside the
-        quantized weight that needs it. Raises UnsupportedError if the weight's new name parts them."""
-        tensors = dict(mapped_manifest.tensors)
-        for name, weight in weight_by_companion.items():
-            if weight not in self.name_groups.dropped_names:
-                renamed = self._get_new_name(weight)
-                new_companion = rename_companion(name, weight, renamed)
-                if new_companion is None or StateKey(new_companion) in tensors:
-                    raise UnsupportedError(
-                        f"{weight} is quantized, and the recipe would part it from {name} by the name {renamed}; "
-                        f"dequantize the model with {format_option('dequantize', True)}"
-                    )
-                tensors[StateKey(new_companion)] = source_manifest.tensors[StateKey(name)]
-        return replace(mapped_manifest, tensors=tensors)
-
     def build_manifest(self) -> Manifest:
         tensors: dict[StateKey, TensorEntry] = {}
-        moved_slots, dropped = set[tuple[int, str]](), frozenset(self.name_groups.dropped_names)
+        moved_slots, left_out = set[tuple[int, str]](), {*self.name_groups.dropped_names, *self.weight_by_companion}
         for key, entry in self.source.tensors.items():
             group = None if entry.kind is Kind.EXTRA else self.name_groups.find_group(key)
-            if group is None:
-                if entry.kind is Kind.EXTRA or key.fqn not in dropped:
-                    tensors[key] = entry
-            elif (id(group), key.slot) not in moved_slots:
+            if group is not None and (id(group), key.slot) not in moved_slots:
                 moved_slots.add((id(group), key.slot))
                 tensors |= self._move_slot(group, key.slot)
+            elif group is None and (entry.kind is Kind.EXTRA or key.fqn not in left_out):
+                tensors[key] = entry
+        for companion, weight in self.weight_by_companion.items():
+            if weight not in self.name_groups.dropped_names:
+                tensors[self._rename_companion(companion, weight, tensors)] = self.source.tensors[StateKey(companion)]
         zeros = {ZEROS_FILE: bytes(MAX_ITEM_BYTES)} if self.num_padded else {}
         return replace(
             self.source,
@@ -102,6 +86,17 @@ class ManifestBuilder:
             literals={**self.source.literals, **zeros},
             must_equal=(*self.source.must_equal, *self.equal_pairs),
         )
+
+    def _rename_companion(self, companion: str, weight: str, tensors: Collection[StateKey]) -> StateKey:
+        """The companion's key beside the new name of its weight. Raises UnsupportedError if that parts them."""
+        renamed = self._get_new_name(weight)
+        new_companion = rename_companion(companion, weight, renamed)
+        if new_companion is None or StateKey(new_companion) in tensors:
+            raise UnsupportedError(
+                f"{weight} is quantized, and the recipe would part it from {companion} by the name {renamed}; "
+                f"dequantize the model with {format_option('dequantize', True)}"
+            )
+        return StateKey(new_companion)
 
     def iter_notes(self) -> Iterable[Note]:
         for name in self.name_groups.dropped_names:
@@ -187,10 +182,14 @@ class ManifestBuilder:
             self._expanded_lines[group.line_number, number] = line.with_rest(number)
         return replace(group, line=self._expanded_lines[group.line_number, number])
 
+    @cached_property
+    def _quantized_weights(self) -> frozenset[str]:
+        return frozenset(self.weight_by_companion.values())
+
     def _check_not_quantized(self, group: TensorGroup) -> None:
         for name in group.source_names.values():
             entry = self.source.tensors.get(StateKey(name))
-            if entry is not None and (name in self.quantized_weights or is_quantized(name, entry.dtype)):
+            if entry is not None and (name in self._quantized_weights or is_quantized(name, entry.dtype)):
                 raise UnsupportedError(
                     f"{name} is quantized ({entry.dtype.value}), and a recipe would part it from its scales; "
                     f"dequantize the model with {format_option('dequantize', True)}"
