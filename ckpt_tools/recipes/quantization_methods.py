@@ -13,13 +13,9 @@ from typing import Any, TypeAlias
 
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.manifest import (
-    TensorEntry,
-)
+from ckpt_tools.core.manifest import TensorEntry
 from ckpt_tools.core.option_names import format_option
-from ckpt_tools.core.quantized import (
-    CONFIG_KEY,
-)
+from ckpt_tools.core.quantized import CONFIG_KEY
 from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.recipes.scales import ScaledWeight, ThirdOperand, ValueFormat
 
@@ -207,12 +203,8 @@ def _dequantize_modelopt(module: QuantizedModule, name: str, quantization: Mappi
     if name == "weight" and entry.dtype is DType.UINT8:
         scale = module.take_tensor("weight_scale", dtypes=frozenset({DType.FLOAT8_E4M3FN}))
         global_scale = module.take_tensor("weight_scale_2", dtypes=frozenset({DType.FLOAT32}))
-        if (
-            scale is not None
-            and global_scale is not None
-            and global_scale.numel == 1
-            and len(scale.shape) == len(entry.shape)
-        ):
+        has_global_scale = global_scale is not None and global_scale.numel == 1
+        if scale is not None and has_global_scale and len(scale.shape) == len(entry.shape):
             return name, _make_scaled_weight(
                 module,
                 name,
