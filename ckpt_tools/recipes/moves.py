@@ -6,7 +6,8 @@ Both tensors of a move are seen with their axes split into dims, so that one mov
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import prod
@@ -85,31 +86,86 @@ class _AxisPlace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _RadixStep:
-    """``count`` elements of a cell along one direction, with their place on each side; None if they are in tensors of
-    different names, by ``index``."""
+    """``count`` elements of a cell along one direction, with their place on the left and on the right; None if they are
+    in tensors of different names there, by ``index``, or if that side does not have the cell."""
 
     index: str | None
     count: int
     places: tuple[_AxisPlace | None, _AxisPlace | None]
 
-    def get_stride(self, side: int) -> int:
-        place = self.places[side]
-        assert place is not None, "it lies along an axis"
-        return place.stride
 
-    def get_axis(self, side: int) -> int | None:
-        place = self.places[side]
-        return None if place is None else place.axis
-
-
-@dataclass(frozen=True)
-class _CellBlock:
-    """A cell with sizes: its first position along each axis of both sides, and its directions."""
+class _CellBlock(NamedTuple):
+    """A cell with sizes: its first position along each axis on the left and on the right, and its directions."""
 
     cells: CellPair
-    source_base: Shape
-    target_base: Shape
-    steps: tuple[_RadixStep, ...]
+    bases: tuple[Shape, Shape]
+    steps: Sequence[_RadixStep]
+
+
+class _Dim(NamedTuple):
+    """A dim that an axis is split into: ``extent`` positions ``stride`` apart."""
+
+    stride: int
+    extent: int
+
+
+AxesDims = Sequence[Sequence[_Dim]]
+"""The dims of each axis of a tensor."""
+
+
+class _Side:
+    """A side of a line with sizes: by pattern, the shape of its tensors, and the leaves and dims of their axes."""
+
+    def __init__(self, patterns: Sequence[TensorPattern], env: SizeValues) -> None:
+        self.patterns = patterns
+        self.leaves = [[list_leaves(axis, env, each.name.text) for axis in each.axes or ()] for each in patterns]
+        self.shapes = tuple(_compute_shape(pattern, env) for pattern in patterns)
+        self.dims: list[AxesDims] = []
+
+    def select_leaves(self, cell: Cell | None) -> list[AxisLeaf]:
+        """The leaf of each axis that a cell is in."""
+        if cell is None:
+            return []
+        return [axis[leaf] for axis, leaf in zip(self.leaves[cell.pattern], cell.leaves, strict=True)]
+
+    def split_axes(self, places: Collection[tuple[int, _AxisPlace]], env: SizeValues) -> None:
+        """Splits the axes at strides of ``places``, which are those of steps, each with the number of a pattern."""
+        for number, pattern in enumerate(self.patterns):
+            own_places = [place for pattern_number, place in places if pattern_number == number]
+            self.dims.append(
+                [
+                    _split_axis(
+                        extent,
+                        {place.stride for place in own_places if place.axis == axis},
+                        compute_record_extent(node, env, pattern.name.text),
+                    )
+                    for axis, (node, extent) in enumerate(zip(pattern.axes or (), self.shapes[number], strict=True))
+                ]
+            )
+
+    @property
+    def split_shapes(self) -> SideShapes:
+        return SideShapes(self.shapes, tuple(tuple(dim.extent for dims in axes for dim in dims) for axes in self.dims))
+
+
+def _compute_shape(pattern: TensorPattern, env: SizeValues) -> Shape:
+    """The shape of a pattern's tensors. Raises UsageError if it is too large."""
+    shape = tuple(compute_extent(axis, env, pattern.name.text) for axis in pattern.axes or ())
+    if prod(shape) > MAX_SIZE:
+        raise UsageError(f"by the recipe {pattern.name.text} would have more than 2^62 elements")
+    return shape
+
+
+def _split_axis(extent: int, strides: Iterable[int], record_extent: int) -> tuple[_Dim, ...]:
+    """The dims of an axis, the outermost first: their strides divide each other, and none is inside a record."""
+    # `F*(gate:1 up:1)` of 2F positions becomes [F, 2], in which gate is one box. A stride inside a record is no dim of
+    # the whole axis, because other fields of the record have other strides.
+    dims = []
+    for stride in sorted(strides, reverse=True):
+        if max(record_extent, 2) <= stride < extent and extent % stride == 0:
+            dims.append(_Dim(stride, extent // stride))
+            extent = stride
+    return (*dims, _Dim(1, extent))
 
 
 def make_moves(line: RecipeLine, env: SizeValues) -> LineMoves:
@@ -124,44 +180,58 @@ def make_moves(line: RecipeLine, env: SizeValues) -> LineMoves:
     #     target position =  g *  R*D     +  i
     # so its radix steps are (count R*D, strides 1 and 1) and (count G, strides (R+2)*D and R*D). A step that is a whole
     # dim on both sides is one extent of a box. For each value of any other step there is a move of its own.
-    sides = (line.left, line.right)
-    leaves = [[[list_leaves(axis, env, each.name.text) for axis in each.axes or ()] for each in side] for side in sides]
-    shapes = [tuple(_compute_shape(pattern, env) for pattern in side) for side in sides]
-    blocks = [_make_block(line, cells, leaves[0], leaves[1]) for cells in line.cell_pairs]
-    split_strides = [
-        [
-            _find_split_strides(blocks, which, number, pattern, shape, env)
-            for number, (pattern, shape) in enumerate(zip(side, shapes[which], strict=True))
-        ]
-        for which, side in enumerate(sides)
-    ]
-    source, target = (
-        SideShapes(side, tuple(_split_shape(shape, each) for shape, each in zip(side, cut, strict=True)))
-        for side, cut in zip(shapes, split_strides, strict=True)
+    sides = _Side(line.left, env), _Side(line.right, env)
+    blocks = [_make_block(line, cells, sides) for cells in line.cell_pairs]
+    for number, side in enumerate(sides):
+        cells_and_steps = ((block.cells[number], step.places[number]) for block in blocks for step in block.steps)
+        places = {(cell.pattern, place) for cell, place in cells_and_steps if cell is not None and place is not None}
+        side.split_axes(places, env)
+    moves: dict[GroupPlace, list[Move]] = defaultdict(list)
+    fills: dict[int, list[FillBox]] = defaultdict(list)
+    num_cropped: dict[int, int] = defaultdict(int)
+    for block in blocks:
+        source, target = block.cells
+        numel = prod(step.count for step in block.steps)
+        if None in block.cells and not numel:
+            continue
+        if target is None:
+            assert source is not None, "a cell is on one side at least"
+            num_cropped[source.pattern] += numel
+            continue
+        dims = [[] if cell is None else side.dims[cell.pattern] for cell, side in zip(block.cells, sides, strict=True)]
+        for fixed, free in _iter_choices(block, dims):
+            start, extents, target_steps = _compute_box(1, block.bases[1], dims[1], fixed, free)
+            if source is None:
+                fills[target.pattern].append(FillBox(start, extents))
+                continue
+            source_start, _, source_steps = _compute_box(0, block.bases[0], dims[0], fixed, free)
+            dim_of_step = {number: dim for dim, number in enumerate(source_steps) if number >= 0}
+            move_dims = tuple(dim_of_step[number] if number >= 0 else -1 for number in target_steps)
+            values = {step.index: value for step, value in fixed}
+            place, target_place = (
+                (cell.pattern, tuple(values[name] for name in list_indexed_variables(side.patterns[cell.pattern])))
+                for cell, side in zip((source, target), sides, strict=True)
+            )
+            moves[place].append(Move(*target_place, source_start, start, extents, move_dims))
+    return LineMoves(
+        sides[0].split_shapes,
+        sides[1].split_shapes,
+        {place: tuple(each) for place, each in moves.items()},
+        {pattern: tuple(each) for pattern, each in fills.items()},
+        num_cropped,
     )
-    return _MoveBuilder(line, split_strides, source, target).build_moves(blocks)
 
 
-def _compute_shape(pattern: TensorPattern, env: SizeValues) -> Shape:
-    """The shape of a pattern's tensors. Raises UsageError if it is too large."""
-    shape = tuple(compute_extent(axis, env, pattern.name.text) for axis in pattern.axes or ())
-    if prod(shape) > MAX_SIZE:
-        raise UsageError(f"by the recipe {pattern.name.text} would have more than 2^62 elements")
-    return shape
-
-
-def _make_block(
-    line: RecipeLine, cells: CellPair, sources: list[list[list[AxisLeaf]]], targets: list[list[list[AxisLeaf]]]
-) -> _CellBlock:
-    source, target = _select_leaves(cells.source, sources), _select_leaves(cells.target, targets)
+def _make_block(line: RecipeLine, cells: CellPair, sides: tuple[_Side, _Side]) -> _CellBlock:
+    source, target = (side.select_leaves(cell) for side, cell in zip(sides, cells, strict=True))
     steps: list[_RadixStep] = []
     if cells.source is None or cells.target is None:
-        only_side = source or target
-        for axis, leaf in enumerate(only_side):
+        for axis, leaf in enumerate(source or target):
             for step in leaf.steps:
                 place = _AxisPlace(axis, step.stride)
-                is_source = cells.source is not None
-                steps.append(_RadixStep(step.index, step.count, (place, None) if is_source else (None, place)))
+                steps.append(
+                    _RadixStep(step.index, step.count, (None, place) if cells.source is None else (place, None))
+                )
     else:
         target_by_field = {leaf.field: (axis, leaf) for axis, leaf in enumerate(target) if leaf.field is not None}
         for axis, leaf in enumerate(source):
@@ -169,13 +239,7 @@ def _make_block(
                 other_axis, other = target_by_field[leaf.field]
                 steps += _align_field_steps(line, leaf.field, axis, leaf.steps, other_axis, other.steps)
         steps += _make_index_steps(line, source, target)
-    return _CellBlock(cells, tuple(leaf.base for leaf in source), tuple(leaf.base for leaf in target), tuple(steps))
-
-
-def _select_leaves(cell: Cell | None, leaves_by_pattern: list[list[list[AxisLeaf]]]) -> list[AxisLeaf]:
-    if cell is None:
-        return []
-    return [axis[leaf] for axis, leaf in zip(leaves_by_pattern[cell.pattern], cell.leaves, strict=True)]
+    return _CellBlock(cells, (tuple(leaf.base for leaf in source), tuple(leaf.base for leaf in target)), steps)
 
 
 def _make_index_steps(line: RecipeLine, source: Sequence[AxisLeaf], target: Sequence[AxisLeaf]) -> Iterator[_RadixStep]:
@@ -236,149 +300,59 @@ def _list_outer_steps(step: StrideStep, count: int) -> list[StrideStep]:
     return [StrideStep(None, step.count // count, step.stride * count)] if step.count > count else []
 
 
-def _find_split_strides(
-    blocks: Iterable[_CellBlock], side: int, number: int, pattern: TensorPattern, shape: Shape, env: SizeValues
-) -> list[Shape]:
-    """The strides at which each axis of the ``number``-th pattern of a side is split into dims, the largest first:
-    those of the loops around its innermost record. Each divides the one before."""
-    # `F*(gate:1 up:1)` of 2F positions becomes [F, 2], in which gate is one box. A stride inside a record is no dim of
-    # the whole axis, because other fields of the record have other strides.
-    strides_by_axis: list[set[int]] = [set() for _ in shape]
-    for block in blocks:
-        cell = block.cells[side]
-        for step in block.steps if cell is not None and cell.pattern == number else ():
-            if (place := step.places[side]) is not None:
-                strides_by_axis[place.axis].add(place.stride)
-    split_strides = []
-    for axis, extent, strides in zip(pattern.axes or (), shape, strides_by_axis, strict=True):
-        record_extent, chosen = compute_record_extent(axis, env, pattern.name.text), list[int]()
-        for stride in sorted(strides, reverse=True):
-            if max(record_extent, 2) <= stride < extent and (chosen[-1] if chosen else extent) % stride == 0:
-                chosen.append(stride)
-        split_strides.append(tuple(chosen))
-    return split_strides
+FixedSteps = Sequence[tuple[_RadixStep, int]]
+"""Steps, each with one of their values."""
 
 
-def _split_shape(shape: Shape, split_strides: Sequence[Shape]) -> Shape:
-    """The extents of all dims that axes are split into."""
-    return tuple(
-        whole // part
-        for extent, cuts in zip(shape, split_strides, strict=True)
-        for whole, part in zip((extent, *cuts), (*cuts, 1), strict=True)
+def _iter_choices(block: _CellBlock, dims: Sequence[AxesDims]) -> Iterator[tuple[FixedSteps, Sequence[_RadixStep]]]:
+    """The steps that a box cannot span, with each combination of their values, and the steps that it can."""
+    steps = [part for step in block.steps for part in _split_step(step, dims)]
+    is_on_both_sides = None not in block.cells
+    free = [step for step in steps if _is_spanned_by_box(step, dims) and not (is_on_both_sides and None in step.places)]
+    fixed = [step for step in steps if step not in free]
+    for values in product(*(range(step.count) for step in fixed)):
+        yield list(zip(fixed, values, strict=True)), free
+
+
+def _split_step(step: _RadixStep, dims: Sequence[AxesDims]) -> Iterator[_RadixStep]:
+    """A step cut where a dim of either side ends, the outermost part first."""
+    # 12 elements along dims of 4 are cut into 3 outer and 4 inner ones. Both are tried again, since the other side may
+    # cut them elsewhere. This ends because each cut makes both counts smaller.
+    for side, place in enumerate(step.places):
+        for dim in () if place is None else dims[side][place.axis]:
+            assert place is not None
+            inner_count, rest = divmod(dim.stride, place.stride)
+            if not rest and 1 < inner_count < step.count and step.count % inner_count == 0:
+                left, right = (
+                    None if each is None else _AxisPlace(each.axis, each.stride * inner_count) for each in step.places
+                )
+                yield from _split_step(_RadixStep(step.index, step.count // inner_count, (left, right)), dims)
+                yield from _split_step(replace(step, count=inner_count), dims)
+                return
+    yield step
+
+
+def _is_spanned_by_box(step: _RadixStep, dims: Sequence[AxesDims]) -> bool:
+    """True if on each side the step is a whole dim, or adjacent positions."""
+    return all(
+        place is None or place.stride == 1 or _Dim(place.stride, step.count) in axes[place.axis]
+        for place, axes in zip(step.places, dims, strict=True)
     )
 
 
-@dataclass(frozen=True)
-class _MoveBuilder:
-    """Turns blocks into moves, in the dims of both sides."""
-
-    line: RecipeLine
-    split_strides: Sequence[Sequence[Sequence[Shape]]]
-    source: SideShapes
-    target: SideShapes
-
-    def build_moves(self, blocks: Iterable[_CellBlock]) -> LineMoves:
-        by_source: dict[tuple[int, Indices], list[Move]] = {}
-        fills: dict[int, list[FillBox]] = {}
-        num_cropped: dict[int, int] = {}
-        for block in blocks:
-            source, target = block.cells
-            if None in block.cells and not all(step.count for step in block.steps):
-                continue
-            if target is None:
-                assert source is not None, "a cell is on one side at least"
-                numel = prod(step.count for step in block.steps)
-                num_cropped[source.pattern] = num_cropped.get(source.pattern, 0) + numel
-                continue
-            for fixed, free in self._iter_choices(block):
-                start, extents, target_steps = self._compute_box(block.target_base, 1, target, fixed, free)
-                if source is None:
-                    fills.setdefault(target.pattern, []).append(FillBox(start, extents))
-                    continue
-                source_start, _, source_steps = self._compute_box(block.source_base, 0, source, fixed, free)
-                dim_of_step = {number: dim for dim, number in enumerate(source_steps) if number >= 0}
-                dims = tuple(dim_of_step[number] if number >= 0 else -1 for number in target_steps)
-                key = source.pattern, self._get_indices(0, source.pattern, fixed)
-                indices = self._get_indices(1, target.pattern, fixed)
-                by_source.setdefault(key, []).append(Move(target.pattern, indices, source_start, start, extents, dims))
-        return LineMoves(
-            self.source,
-            self.target,
-            {key: tuple(moves) for key, moves in by_source.items()},
-            {pattern: tuple(each) for pattern, each in fills.items()},
-            num_cropped,
-        )
-
-    def _iter_choices(
-        self, block: _CellBlock
-    ) -> Iterator[tuple[tuple[tuple[_RadixStep, int], ...], tuple[_RadixStep, ...]]]:
-        """The steps that a box cannot span, with each combination of their values, and the steps that it can."""
-        steps = [part for step in block.steps for part in self._split_step(block, step)]
-        free = tuple(step for step in steps if self._is_spanned_by_box(block, step))
-        fixed = [step for step in steps if not self._is_spanned_by_box(block, step)]
-        for values in product(*(range(step.count) for step in fixed)):
-            yield tuple(zip(fixed, values, strict=True)), free
-
-    def _split_step(self, block: _CellBlock, step: _RadixStep) -> Iterator[_RadixStep]:
-        """A step cut where a dim of either side ends, the outermost part first."""
-        # 12 elements along dims of 4 are cut into 3 outer and 4 inner ones. Both are tried again, since the other side
-        # may cut them elsewhere. This ends because each cut makes both counts smaller.
-        for side in (0, 1):
-            for bound in self._get_split_strides(block, step, side):
-                stride = step.get_stride(side)
-                inner_count = bound // stride
-                if stride < bound < stride * step.count and bound % stride == 0 and step.count % inner_count == 0:
-                    yield from self._split_step(block, _make_outer_step(step, inner_count))
-                    yield from self._split_step(block, replace(step, count=inner_count))
-                    return
-        yield step
-
-    def _get_split_strides(self, block: _CellBlock, step: _RadixStep, side: int) -> Shape:
-        cell, axis = block.cells[side], step.get_axis(side)
-        return () if cell is None or axis is None else self.split_strides[side][cell.pattern][axis]
-
-    def _is_spanned_by_box(self, block: _CellBlock, step: _RadixStep) -> bool:
-        """True if a box can span the step on both sides."""
-        if None in step.places and None not in block.cells:
-            return False
-        return all(self._is_whole_dim(block, step, which) for which in (0, 1))
-
-    def _is_whole_dim(self, block: _CellBlock, step: _RadixStep, side: int) -> bool:
-        cell, axis = block.cells[side], step.get_axis(side)
-        if cell is None or axis is None:
-            return True
-        split_strides, stride = self._get_split_strides(block, step, side), step.get_stride(side)
-        if stride not in split_strides:
-            return stride == 1
-        extent = (self.source, self.target)[side].shapes[cell.pattern][axis]
-        return step.count == (extent, *split_strides)[split_strides.index(stride)] // stride
-
-    def _compute_box(
-        self, base: Shape, side: int, cell: Cell, fixed: Sequence[tuple[_RadixStep, int]], free: Sequence[_RadixStep]
-    ) -> tuple[Shape, Shape, Shape]:
-        """First position, extents, and the number of the free step along each dim, or -1."""
-        start, extents, step_numbers = [], [], []
-        for axis, split_strides in enumerate(self.split_strides[side][cell.pattern]):
-            number_by_stride = {step.get_stride(side): n for n, step in enumerate(free) if step.get_axis(side) == axis}
-            position = base[axis] + sum(n * step.get_stride(side) for step, n in fixed if step.get_axis(side) == axis)
-            # `position` is what is left of the first position. A dim along which no free step runs has one position.
-            for stride in (*split_strides, 1):
-                number = number_by_stride.get(stride, -1)
-                index, position = divmod(position, stride)
-                start.append(index)
-                extents.append(free[number].count if number >= 0 else 1)
-                step_numbers.append(number)
-        return tuple(start), tuple(extents), tuple(step_numbers)
-
-    def _get_indices(self, side_number: int, pattern: int, fixed: Iterable[tuple[_RadixStep, int]]) -> Indices:
-        values = {step.index: value for step, value in fixed if step.index is not None}
-        side = self.line.left if side_number == 0 else self.line.right
-        return tuple(values[name] for name in list_indexed_variables(side[pattern]))
-
-
-def _make_outer_step(step: _RadixStep, inner_count: int) -> _RadixStep:
-    """The step over every ``inner_count``-th element of ``step``."""
-    source, target = (
-        None if each is None else _AxisPlace(each.axis, each.stride * inner_count) for each in step.places
-    )
-    return _RadixStep(step.index, step.count // inner_count, (source, target))
+def _compute_box(
+    side: int, base: Shape, dims: AxesDims, fixed: FixedSteps, free: Sequence[_RadixStep]
+) -> tuple[Shape, Shape, Shape]:
+    """First position, extents, and the number of the free step along each dim, or -1."""
+    start, extents, step_numbers = [], [], []
+    for axis, position in enumerate(base):
+        position += sum(n * place.stride for step, n in fixed if (place := step.places[side]) and place.axis == axis)
+        number_by_place = {step.places[side]: number for number, step in enumerate(free)}
+        # `position` is what is left of the first position. A dim along which no free step runs has one position.
+        for stride, _ in dims[axis]:
+            number = number_by_place.get(_AxisPlace(axis, stride), -1)
+            index, position = divmod(position, stride)
+            start.append(index)
+            extents.append(free[number].count if number >= 0 else 1)
+            step_numbers.append(number)
+    return tuple(start), tuple(extents), tuple(step_numbers)
