@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.recipes.sizes import SizeExpression, SizeValues, evaluate_size
@@ -78,6 +79,7 @@ class AxisLeaf:
     steps: tuple[StrideStep, ...]
 
 
+@cache
 def parse_axes(text: str) -> tuple[AxisNode, ...]:
     """The axes of a shape such as ``{expert} (gate:F up:F) H``.
 
