@@ -10,13 +10,13 @@ from typing import Any
 
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.option_names import format_option
-from ckpt_tools.errors import CkptError, SourceNotFoundError, UsageError
+from ckpt_tools.errors import SourceNotFoundError, UsageError
 from ckpt_tools.messages.wording import find_nearest
 from ckpt_tools.process.text_files import read_text
 from ckpt_tools.recipes.axes import build_extent_expression, parse_axes
-from ckpt_tools.recipes.line_tables import PrefixRepeat, StackedPrefixes
 from ckpt_tools.recipes.names import NamePattern
-from ckpt_tools.recipes.recipe import LineDirection, PatternTexts, Recipe, RecipeLine, pair_sides
+from ckpt_tools.recipes.parsed_lines import SIDES, ParsedLine, PrefixRepeat, StackedPrefixes, numbering_refusals
+from ckpt_tools.recipes.recipe import LineDirection, PatternTexts, Recipe, RecipeLine
 from ckpt_tools.recipes.sizes import SizeBinding, SizeExpression
 
 MAX_ADDEND = 1 << 24
@@ -41,7 +41,6 @@ _RECIPE_KEYS = (
     "stacked",
 )
 _LINE_KEYS = ("left", "right", "optional", "otherwise", "add", "dtype", "beside", "one_way", "of_state")
-_SIDES = ("left", "right")
 _VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 
 
@@ -83,19 +82,19 @@ def _build_recipe(table: Mapping[str, Any], text: str, name: str) -> Recipe:
     if others not in ("same", "refused"):
         raise UsageError(f"others = {others!r} is neither 'same' nor 'refused'")
     drop = _get_table(table, "drop")
-    _check_keys(drop, _SIDES, "[drop]")
-    left, right = (_get_texts(drop, side) for side in _SIDES)
+    _check_keys(drop, SIDES, "[drop]")
+    left, right = (_get_texts(drop, side) for side in SIDES)
     copies = {NamePattern(copy): owner for copy, owner in _get_owners(table, "copies").items()}
-    tables = [*enumerate(lines, 1), *_repeat_lines(table, lines)]
-    built_lines = tuple(_build_numbered_line(line, number) for number, line in tables)
-    stacks = _parse_stacked(table)
-    stacked_tables = [(number, stacks.stack_line(line)) for number, line in tables] if stacks else []
+    repeats, stacks = _parse_repeats(table), _parse_stacked(table)
+    parsed = [_parse_line(line, number) for number, line in enumerate(lines, 1)]
+    parsed += [each for repeat in repeats for line in parsed if (each := repeat.repeat_line(line)) is not None]
+    built_lines = tuple(line.build() for line in parsed)
     bindings = tuple(_parse_binding(key, value) for key, value in _get_table(table, "sizes").items())
     _check_variables(bindings, built_lines)
     return Recipe(
         name=name,
         lines=built_lines,
-        stacked_lines=tuple(_build_numbered_line(line, number) for number, line in stacked_tables),
+        stacked_lines=tuple(stacks.stack_line(line).build() for line in parsed) if stacks else (),
         about=_get_text(table, "about"),
         left=_get_text(table, "left", "left"),
         right=_get_text(table, "right", "right"),
@@ -113,65 +112,50 @@ def _build_recipe(table: Mapping[str, Any], text: str, name: str) -> Recipe:
     )
 
 
-def _repeat_lines(table: Mapping[str, Any], lines: list[Any]) -> list[tuple[int, Any]]:
-    """Lines that ``[[again]]`` makes of others, with the numbers of these."""
+def _parse_repeats(table: Mapping[str, Any]) -> list[PrefixRepeat]:
     repeat_tables = table.get("again", [])
     if not isinstance(repeat_tables, list) or not all(isinstance(each, dict) for each in repeat_tables):
         raise UsageError("again is not a list of tables; write [[again]]")
     for each in repeat_tables:
-        _check_keys(each, _SIDES, "an [[again]]")
-    repeats = [PrefixRepeat(*(_get_texts(each, side) for side in _SIDES)) for each in repeat_tables]
-    repeated_lines = ((number, repeat.repeat_line(line)) for repeat in repeats for number, line in enumerate(lines, 1))
-    return [(number, line) for number, line in repeated_lines if line is not None]
+        _check_keys(each, SIDES, "an [[again]]")
+    return [PrefixRepeat({side: _get_texts(each, side) for side in SIDES}) for each in repeat_tables]
 
 
 def _parse_stacked(table: Mapping[str, Any]) -> StackedPrefixes | None:
     stacked_table = _get_table(table, "stacked")
     if not stacked_table:
         return None
-    _check_keys(stacked_table, _SIDES, "stacked")
+    _check_keys(stacked_table, SIDES, "stacked")
     if len(stacked_table) > 1:
         raise UsageError("stacked has both sides; layers can be stacked on one of them")
     (side,) = stacked_table
     return StackedPrefixes(side, _get_texts(stacked_table, side))
 
 
-def _build_numbered_line(line: Any, number: int) -> RecipeLine:
-    try:
-        return _build_line(line)
-    except CkptError as error:
-        raise UsageError(f"[[map]] number {number}: {error.message}") from error
-
-
-def _build_line(table: Any) -> RecipeLine:
-    if not isinstance(table, dict):
-        raise UsageError("it is not a table")
-    _check_keys(table, _LINE_KEYS, "a [[map]]")
-    missing = [side for side in _SIDES if side not in table]
-    if missing:
-        raise UsageError(f"it has no {missing[0]}")
-    add = table.get("add", 0)
-    if type(add) is not int or abs(add) > MAX_ADDEND:
-        raise UsageError(f"add = {add!r} is not a whole number of at most {MAX_ADDEND:,}")
-    left, right = pair_sides(*(_parse_patterns(table[side]) for side in _SIDES))
-    dtypes, siblings = _get_table(table, "dtype"), _get_table(table, "beside")
-    _check_keys(dtypes, _SIDES, "dtype")
-    left_dtype, right_dtype = (_parse_dtype(dtypes.get(side)) for side in _SIDES)
-    _check_keys(siblings, _SIDES, "beside")
-    left_sibling, right_sibling = (
-        NamePattern(_get_text(siblings, side)) if side in siblings else None for side in _SIDES
-    )
-    return RecipeLine(
-        left,
-        right,
-        is_optional=_get_flag(table, "optional"),
-        plus=add,
-        dtypes=(left_dtype, right_dtype),
-        is_fallback=_get_flag(table, "otherwise"),
-        required_siblings=(left_sibling, right_sibling),
-        direction=LineDirection.FORWARD if _get_flag(table, "one_way") else LineDirection.BOTH,
-        is_state_only=_get_flag(table, "of_state"),
-    )
+def _parse_line(table: Any, number: int) -> ParsedLine:
+    with numbering_refusals(number):
+        if not isinstance(table, dict):
+            raise UsageError("it is not a table")
+        _check_keys(table, _LINE_KEYS, "a [[map]]")
+        missing = [side for side in SIDES if side not in table]
+        if missing:
+            raise UsageError(f"it has no {missing[0]}")
+        add = table.get("add", 0)
+        if type(add) is not int or abs(add) > MAX_ADDEND:
+            raise UsageError(f"add = {add!r} is not a whole number of at most {MAX_ADDEND:,}")
+        names = {side: _parse_patterns(table[side]) for side in SIDES}
+        dtypes, beside = _get_table(table, "dtype"), _get_table(table, "beside")
+        _check_keys(dtypes, SIDES, "dtype")
+        _check_keys(beside, SIDES, "beside")
+        options = {
+            "is_optional": _get_flag(table, "optional"),
+            "plus": add,
+            "dtypes": tuple(_parse_dtype(dtypes.get(side)) for side in SIDES),
+            "is_fallback": _get_flag(table, "otherwise"),
+            "direction": LineDirection.FORWARD if _get_flag(table, "one_way") else LineDirection.BOTH,
+            "is_state_only": _get_flag(table, "of_state"),
+        }
+        return ParsedLine(number, names, {side: _get_text(beside, side) for side in beside}, options)
 
 
 def _get_flag(table: Mapping[str, Any], key: str, *, default: bool = False) -> bool:
