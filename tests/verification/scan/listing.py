@@ -1,12 +1,22 @@
 """Prints the closed list as the items of ``docs/scanning_list.md``."""
 
+import re
 import sys
 from collections.abc import Iterator
+from itertools import product
 from textwrap import wrap
 
 from ckpt_tools.serialization.pickle.closed_list import iter_list_entries
 
 MAX_LINE = 120
+
+SHORT_REASONS = {
+    "its attributes are set one by one; they cannot be hooks": "attributes",
+    "torch's own function; the view must lie inside its storage": "a view",
+}
+"""The page says at its top what these mean."""
+
+_DOTTED = r"\w+(?:\.\w+)+"
 
 
 def lines() -> Iterator[str]:
@@ -15,7 +25,8 @@ def lines() -> Iterator[str]:
     for entry in iter_list_entries():
         names.setdefault((entry.allowed_uses, entry.reason), []).append(entry.names)
     for (may, reason), group in names.items():
-        text = f"{_by_module(group)}: **{_plain(may)}** ({_plain(reason)})"
+        short = SHORT_REASONS.get(reason, _plain(reason))
+        text = f"{_by_module(group)}: **{_plain(_shortened(may))}** ({short})"
         yield from wrap(
             text,
             MAX_LINE,
@@ -27,12 +38,32 @@ def lines() -> Iterator[str]:
 
 
 def _by_module(names: list[str]) -> str:
-    """``MODULE: NAME NAME`` for each module."""
-    found: dict[str, list[str]] = {}
+    """``MODULE, MODULE: NAME NAME``: names that lie in the same modules together."""
+    modules: dict[str, list[str]] = {}
     for each in names:
-        module, _, name = each.partition(": ") if ": " in each else each.rpartition(".")
-        found.setdefault(module, []).append(name)
-    return ", ".join(f"`{module}: {' '.join(each)}`" for module, each in found.items())
+        module, _, found = each.partition(": ") if ": " in each else each.rpartition(".")
+        for name in found.split():
+            modules.setdefault(name, []).append(module)
+    groups: dict[str, list[str]] = {}
+    for name, found_in in modules.items():
+        groups.setdefault(", ".join(found_in), []).append(name)
+    return "; ".join(f"`{places}: {' '.join(each)}`" for places, each in groups.items())
+
+
+def _shortened(text: str) -> str:
+    """Classes under several modules, a tuple or list of the same, and a state in two forms are said once."""
+    text = re.sub(rf"{_DOTTED}(?: or {_DOTTED})+", lambda found: _with_modules(found[0]), text)
+    text = re.sub(r"\btuple of (.+?) or list of \1(?=[,;})]| or |$)", r"tuple or list of \1", text)
+    return re.sub(r"(\{.*\}) or \(None, \1\)", r"\1 or (None, the same)", text)
+
+
+def _with_modules(classes: str) -> str:
+    """``NAME or NAME of MODULE or MODULE`` if each module has each of the names."""
+    found = classes.split(" or ")
+    modules, names = (list(dict.fromkeys(each)) for each in zip(*(name.rsplit(".", 1) for name in found), strict=True))
+    if {".".join(each) for each in product(modules, names)} != set(found):
+        return classes
+    return f"{' or '.join(names)} of {' or '.join(modules)}"
 
 
 def _plain(text: str) -> str:

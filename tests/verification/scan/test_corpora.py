@@ -1,6 +1,6 @@
 """The corpora of picklescan, fickling and modelscan: what their projects call malicious is a finding.
 
-``docs/scanning_compared.md`` has what the three scanners say of the same files (``corpora/compare.py``).
+``docs/scanning.md`` has what the three scanners say of the same files (``corpora/compare.py``).
 """
 
 from __future__ import annotations
