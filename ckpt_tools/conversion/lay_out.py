@@ -16,7 +16,13 @@ from ckpt_tools.core.options import ConvertRequest, WriteOptions
 from ckpt_tools.core.transforms import note_casts
 from ckpt_tools.errors import LossError, UsageError
 from ckpt_tools.messages.wording import escape_unprintable, join_names
-from ckpt_tools.reading.model_files import ModelFiles, add_model_files, apply_config_ties, note_missing_config
+from ckpt_tools.reading.model_files import (
+    ModelFiles,
+    add_model_files,
+    apply_config_ties,
+    note_missing_config,
+    read_adapter_config,
+)
 from ckpt_tools.reading.opened import OpenedCheckpoint
 from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.transformers import ADAPTER_CONFIG_FILE
@@ -104,8 +110,6 @@ def _build_write_options(
     manifest, writer = opened.manifest, target.writer
     is_tree, adapter_text = manifest.tree is not None, b""
     if writer.asks_adapter_config:
-        from ckpt_tools.reading.adapter import read_adapter_config
-
         adapter_text = read_adapter_config(opened)
     config = opened.find_config() if writer.asks_model_type else None
     return WriteOptions(

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass
 
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.options import ConvertRequest
-from ckpt_tools.errors import IncompleteError, SourceNotFoundError, StoreError, UsageError, name_file_in_errors
+from ckpt_tools.errors import IncompleteError, name_file_in_errors
 from ckpt_tools.lora.adapter import Adapter, read_adapter
 from ckpt_tools.lora.config import AdapterConfig, check_mergeable, parse_config
 from ckpt_tools.messages.wording import join_names
-from ckpt_tools.reading.model_files import MAX_CONFIG_BYTES, find_nearby_folder, iter_folders_around
+from ckpt_tools.reading.model_files import read_adapter_config
 from ckpt_tools.reading.opened import OpenedCheckpoint
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.stores.source import Store
-from ckpt_tools.stores.urls import open_source
 from ckpt_tools.stores.wrappers import RedirectingStore
 from ckpt_tools.trainers.transformers import ADAPTER_CONFIG_FILE
 
@@ -67,31 +65,3 @@ def _refuse_empty_tensors(adapter: Adapter) -> None:
     if empty:
         why = "saved empty by ZeRO-3, which had gathered nothing; build it from the checkpoint of the run"
         raise IncompleteError(f"{join_names(empty)}: {why} (ckpt-tools convert CKPT OUT {format_option('to', 'peft')})")
-
-
-def read_adapter_config(opened: OpenedCheckpoint) -> bytes:
-    """The content of ``adapter_config.json`` in its ``config_folder``, else beside the checkpoint, in a folder around
-    it, or in the folder above.
-
-    Raises:
-        UsageError: there is none. CkptError: it cannot be read.
-    """
-    source, manifest, storage_options = opened.source, opened.manifest, opened.storage_options
-    config_folder = opened.config_folder
-    if config_folder is not None:
-        config_source = open_source(config_folder, storage_options)
-        if ADAPTER_CONFIG_FILE in config_source.files:
-            return config_source.read_all(ADAPTER_CONFIG_FILE, limit_bytes=MAX_CONFIG_BYTES)
-    for prefix in iter_folders_around(manifest.files - manifest.literals.keys()):
-        if prefix + ADAPTER_CONFIG_FILE in source.files:
-            return source.read_all(prefix + ADAPTER_CONFIG_FILE, limit_bytes=MAX_CONFIG_BYTES)
-    parent_url, _ = find_nearby_folder(opened.url, source)
-    if parent_url is not None:
-        with suppress(SourceNotFoundError, StoreError):
-            config_source = open_source(f"{parent_url}/{ADAPTER_CONFIG_FILE}", storage_options)
-            return config_source.read_all(ADAPTER_CONFIG_FILE, limit_bytes=MAX_CONFIG_BYTES)
-    where = f"in {format_option('config', config_folder)} or " if config_folder is not None else ""
-    raise UsageError(
-        f"there is no {ADAPTER_CONFIG_FILE} {where}beside {opened.url}; name the folder that has it with "
-        f"{format_option('config')}"
-    )

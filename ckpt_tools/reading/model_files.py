@@ -1,9 +1,12 @@
 """``config.json`` and the other files of a model, copied so that ``from_pretrained`` opens the output.
 
-They are beside the weights, in a folder ``huggingface`` there, or in the folder above, and go into a folder of weights
-in safetensors or torch files. A model's own folder gives all its small files but weights and what is a trainer's, code
-too, which is copied and never run. Elsewhere it is the names that are known. Only the dtype in ``config.json`` is
-changed, to that of the written weights.
+``iter_companions`` is the one rule of where a file lies that belongs to a checkpoint and is no part of it: in the
+folder that the user names; around the weights, also in a folder ``huggingface`` there; beside a single file; above a
+folder.
+
+The files of a model go into a folder of weights in safetensors or torch files. A model's own folder gives all its small
+files but weights and what is a trainer's, code too, which is copied and never run. Elsewhere it is the names that are
+known. Only the dtype in ``config.json`` is changed, to that of the written weights.
 """
 
 from __future__ import annotations
@@ -11,10 +14,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.arguments import is_remote
 from ckpt_tools.core.dtypes import DType
@@ -37,10 +41,11 @@ from ckpt_tools.formats.base import Format
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.stores.output_names import MARKER_NAMES, OutputForm
 from ckpt_tools.stores.source import Source, Store
-from ckpt_tools.stores.urls import StorageOptions, open_source
+from ckpt_tools.stores.urls import open_source
 from ckpt_tools.stores.wrappers import RedirectingStore
 from ckpt_tools.trainers.names import is_companion_file, is_unfinished_marker
 from ckpt_tools.trainers.transformers import (
+    ADAPTER_CONFIG_FILE,
     ARGUMENTS_FILE,
     COMPANION_FILES,
     CONFIG_FILE,
@@ -50,6 +55,9 @@ from ckpt_tools.trainers.transformers import (
     TRANSFORMERS,
 )
 from ckpt_tools.trainers.verl import HUGGING_FACE_FOLDER
+
+if TYPE_CHECKING:
+    from ckpt_tools.reading.opened import OpenedCheckpoint
 
 MAX_CONFIG_BYTES = 16 << 20
 MAX_FILE_BYTES = 256 << 20
@@ -109,37 +117,110 @@ def is_copied_file(path: str) -> bool:
     return is_model_file(path) or not ("/" in path or is_other_file or _NOT_COPIED.fullmatch(path))
 
 
-def find_model_files(
-    url: str | Path,
-    source: Source,
-    manifest: Manifest,
-    *,
-    config: str | Path | None,
-    storage_options: StorageOptions,
-) -> ModelFiles | None:
-    """Files in the folder ``config`` that the user names, else beside the checkpoint ``source`` at ``url``. Raises as
+@dataclass(frozen=True, slots=True)
+class Companion:
+    """A file that belongs to a checkpoint, in the folder ``prefix`` of ``source``.
+
+    ``place`` is ``named`` by the user, ``around`` the weights in the same source, ``beside`` a single file or
+    ``above`` a folder. ``open_sibling`` opens other files of the last two by name, if they exist.
+    """
+
+    place: str
+    source: Source
+    prefix: str = ""
+    open_sibling: Callable[[str], Source | None] | None = None
+
+
+def iter_companions(opened: OpenedCheckpoint, manifest: Manifest, name: str) -> Iterator[Companion]:
+    """The files called ``name`` that may be of the model of ``manifest``, the likeliest first. Those beside or above
+    the source are asked for by name, because that folder may be large."""
+    if opened.config_folder is not None:
+        named_source = open_source(opened.config_folder, opened.storage_options)
+        if name in named_source.files:
+            yield Companion("named", named_source)
+    for prefix in _iter_folders_around(list_weight_files(manifest)):
+        if prefix + name in opened.source.files:
+            yield Companion("around", opened.source, prefix)
+    folder_url, is_above = _find_nearby_folder(opened.url, opened.source)
+
+    def open_nearby(file_name: str) -> Source | None:
+        with suppress(SourceNotFoundError, StoreError):
+            file_source = open_source(f"{folder_url}/{file_name}", opened.storage_options)
+            return file_source if file_name in file_source.files else None
+        return None
+
+    if folder_url is not None and (file_source := open_nearby(name)) is not None:
+        yield Companion("above" if is_above else "beside", file_source, open_sibling=open_nearby)
+
+
+def find_model_files(opened: OpenedCheckpoint, manifest: Manifest) -> ModelFiles | None:
+    """Files in the folder that the user names, else in the nearest one. Raises as
     ``OpenedCheckpoint.find_model_files``."""
-    if config is not None:
-        return _find_files_in_named_folder(config, source, storage_options)
-    weight_files = list_weight_files(manifest)
-    for prefix in iter_folders_around(weight_files):
-        is_model_folder = manifest.format in ("safetensors", "torch") and any(
-            path.startswith(prefix) for path in weight_files
+    must_be_named = opened.config_folder is not None
+    companions = iter_companions(opened, manifest, CONFIG_FILE)
+    for each in takewhile(lambda each: each.place == "named" or not must_be_named, companions):
+        config = None
+        # One beside or above the source may belong to something else.
+        with suppress(CkptError) if each.open_sibling is not None else nullcontext():
+            config = read_model_config(each.source, each.prefix)
+        if config is not None:
+            return _collect_model_files(each, config, opened.source, manifest)
+    if must_be_named:
+        raise UsageError(f"{format_option('config', opened.config_folder)} has no {CONFIG_FILE} of a model")
+    return None
+
+
+def _collect_model_files(
+    companion: Companion, config: Mapping[str, Any], source: Source, manifest: Manifest
+) -> ModelFiles:
+    """The files beside a ``config.json``. Those outside of ``source`` get names that none of its files has."""
+    home, prefix = companion.source, companion.prefix
+    if companion.open_sibling is not None:
+        opened_sources = {name: companion.open_sibling(name) for name in COMPANION_FILES}
+        sources = {name: each for name, each in opened_sources.items() if each is not None}
+    else:
+        is_own_folder = manifest.format in ("safetensors", "torch") or prefix.endswith(f"{HUGGING_FACE_FOLDER}/")
+        is_copied = is_copied_file if companion.place == "named" or is_own_folder else is_model_file
+        names = (path.removeprefix(prefix) for path in home.select_below(prefix).files)
+        sources = {name: home for name in names if name != CONFIG_FILE and is_copied(name)}
+    files: dict[str, CompanionFile] = {}
+    for name, each in sources.items():
+        num_bytes = each.files[prefix + name]
+        if num_bytes <= MAX_FILE_BYTES:
+            files[name] = CompanionFile(prefix + name, num_bytes)
+        elif is_model_file(name):  # others, which only a model's own folder gives, are left
+            raise MalformedError(f"{num_bytes:,} bytes are too many for a {name}", path=prefix + name)
+    if companion.place == "around":
+        return ModelFiles(config, prefix + CONFIG_FILE, files)
+    prefix = "beside/"
+    while source.select_below(prefix).files:
+        prefix = f"_{prefix}"
+    return ModelFiles(
+        config,
+        prefix + CONFIG_FILE,
+        {name: replace(file, source=prefix + name) for name, file in files.items()},
+        {prefix + name: (sources[name].store, name) for name in files},
+        is_from_parent=companion.place == "above",
+    )
+
+
+def read_adapter_config(opened: OpenedCheckpoint) -> bytes:
+    """The content of ``adapter_config.json``. Raises UsageError if there is none; CkptError if it cannot be read."""
+    companion = next(iter_companions(opened, opened.manifest, ADAPTER_CONFIG_FILE), None)
+    if companion is None:
+        folder = opened.config_folder
+        where = f"in {format_option('config', folder)} or " if folder is not None else ""
+        raise UsageError(
+            f"there is no {ADAPTER_CONFIG_FILE} {where}beside {opened.url}; name the folder that has it with "
+            f"{format_option('config')}"
         )
-        model_files = _find_files_in(
-            source,
-            prefix,
-            is_copied_file if is_model_folder or prefix.endswith(f"{HUGGING_FACE_FOLDER}/") else is_model_file,
-        )
-        if model_files is not None:
-            return model_files
-    return _find_files_nearby(url, source, storage_options)
+    return companion.source.read_all(companion.prefix + ADAPTER_CONFIG_FILE, limit_bytes=MAX_CONFIG_BYTES)
 
 
 def read_nearest_config(source: Source, manifest: Manifest) -> Mapping[str, Any]:
     """The content of ``config.json`` in the folder ``source`` of ``manifest``; empty if there is none, or it cannot be
     read."""
-    for prefix in iter_folders_around(list_weight_files(manifest)):
+    for prefix in _iter_folders_around(list_weight_files(manifest)):
         with suppress(CkptError):
             config = read_model_config(source, prefix)
             if config is not None:
@@ -219,7 +300,7 @@ def list_weight_files(manifest: Manifest) -> frozenset[str]:
     return frozenset().union(*file_sets) & manifest.stored_files or frozenset(manifest.stored_files)
 
 
-def iter_folders_around(files: Iterable[str]) -> Iterator[str]:
+def _iter_folders_around(files: Iterable[str]) -> Iterator[str]:
     """The folder that holds all the files, and those above it, the nearest first; of each also ``huggingface``."""
     folders = [path.split("/")[:-1] for path in files]
     common = []
@@ -233,60 +314,7 @@ def iter_folders_around(files: Iterable[str]) -> Iterator[str]:
         yield f"{base}{HUGGING_FACE_FOLDER}/"
 
 
-def _find_files_in(source: Source, prefix: str, is_copied: Callable[[str], bool]) -> ModelFiles | None:
-    """Files in a folder of ``source`` whose names are chosen."""
-    content = read_model_config(source, prefix)
-    if content is None:
-        return None
-    names = (path.removeprefix(prefix) for path in source.files if path.startswith(prefix))
-    chosen = [name for name in names if name != CONFIG_FILE and is_copied(name)]
-    files = {name: CompanionFile(prefix + name, source.files[prefix + name]) for name in chosen}
-    return ModelFiles(content, prefix + CONFIG_FILE, _drop_large_files(files))
-
-
-def _drop_large_files(files: Mapping[str, CompanionFile]) -> Mapping[str, CompanionFile]:
-    """The files, of which those that only a model's own folder gives may be too large and are left."""
-    for name, file in files.items():
-        if file.num_bytes > MAX_FILE_BYTES and is_model_file(name):
-            raise MalformedError(f"{file.num_bytes:,} bytes are too many for a {name}", path=file.source)
-    return {name: file for name, file in files.items() if file.num_bytes <= MAX_FILE_BYTES}
-
-
-def _find_files_in_named_folder(folder: str | Path, source: Source, storage_options: StorageOptions) -> ModelFiles:
-    folder_source = open_source(folder, storage_options)
-    model_files = _find_files_in(folder_source, "", is_copied_file)
-    if model_files is None:
-        raise UsageError(f"{format_option('config', folder)} has no {CONFIG_FILE} of a model")
-    locations = {name: (folder_source.store, file.source) for name, file in model_files.files.items()}
-    return _locate_outside(source, replace(model_files, locations=locations))
-
-
-def _find_files_nearby(url: str | Path, source: Source, storage_options: StorageOptions) -> ModelFiles | None:
-    """Files in the folder of a single file, or above a folder: looked up by name, because that folder may be large."""
-    folder_url, is_above = find_nearby_folder(url, source)
-    if folder_url is None:
-        return None
-
-    def open_file(name: str) -> Source | None:
-        try:
-            return open_source(f"{folder_url}/{name}", storage_options)
-        except (SourceNotFoundError, StoreError):
-            return None
-
-    config_source, content = open_file(CONFIG_FILE), None
-    with suppress(CkptError):  # it may belong to something else
-        content = None if config_source is None else read_model_config(config_source)
-    if content is None:
-        return None
-    companion_sources = {
-        name: found for name in COMPANION_FILES if (found := open_file(name)) is not None and name in found.files
-    }
-    files = {name: CompanionFile(name, found.files[name]) for name, found in companion_sources.items()}
-    locations = {name: (found.store, name) for name, found in companion_sources.items()}
-    return _locate_outside(source, ModelFiles(content, CONFIG_FILE, _drop_large_files(files), locations, is_above))
-
-
-def find_nearby_folder(url: str | Path, source: Source) -> tuple[str | None, bool]:
+def _find_nearby_folder(url: str | Path, source: Source) -> tuple[str | None, bool]:
     """The folder, and whether it is the one above a folder."""
     text = str(url).rstrip("/") if is_remote(url) else str(Path(url).expanduser().absolute())
     folder_url, _, name = text.rpartition("/")
@@ -296,19 +324,6 @@ def find_nearby_folder(url: str | Path, source: Source) -> tuple[str | None, boo
     if name in MARKER_NAMES and not is_file:
         folder_url = folder_url.rpartition("/")[0]
     return folder_url, not is_file
-
-
-def _locate_outside(source: Source, model_files: ModelFiles) -> ModelFiles:
-    """The files, whose ``locations`` are by their own names, under names that no file of the source has."""
-    prefix = "beside/"
-    while any(path.startswith(prefix) for path in source.files):
-        prefix = f"_{prefix}"
-    return replace(
-        model_files,
-        config_source=prefix + CONFIG_FILE,
-        files={name: replace(file, source=prefix + name) for name, file in model_files.files.items()},
-        locations={prefix + name: location for name, location in model_files.locations.items()},
-    )
 
 
 def _find_main_dtype(manifest: Manifest) -> DType | None:

@@ -47,9 +47,7 @@ class OpenedCheckpoint:
         # A selection may leave weights in one of several folders, each with a config.json of its own.
         weight_files = list_weight_files(manifest)
         if weight_files not in self._found_files:
-            self._found_files[weight_files] = find_model_files(
-                self.url, self.source, manifest, config=self.config_folder, storage_options=self.storage_options
-            )
+            self._found_files[weight_files] = find_model_files(self, manifest)
         return self._found_files[weight_files]
 
     def find_config(self) -> Mapping[str, Any] | None:

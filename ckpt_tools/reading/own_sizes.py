@@ -84,9 +84,8 @@ def refuse_rank_interleaving(source: Source, manifest: Manifest) -> None:
         and True in (settings.get("gated_linear_unit"), settings.get("quick_geglu"))
     ):
         raise UnsupportedError(
-            f"its rows are gate and up of {num_tensor_ranks} tensor parallel ranks in turn, which recipes do not "
-            f"read; save it "
-            "with --ckpt-format torch_dist",
+            f"its rows are gate and up of {num_tensor_ranks} tensor parallel ranks in turn, which recipes do not read; "
+            "save it with --ckpt-format torch_dist",
             key=name,
         )
 
