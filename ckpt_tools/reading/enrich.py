@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.accelerate import SCHEDULER, has_several_schedulers
 from ckpt_tools.trainers.names import find_entry_parser, is_private_trainer_file, is_unfinished_marker
 from ckpt_tools.trainers.record import EntryParser
+from ckpt_tools.trainers.saved import get_parent_folder, iter_folder_chain
 from ckpt_tools.trainers.transformers import ADAPTER_CONFIG_FILE
 
 if TYPE_CHECKING:
@@ -36,23 +37,30 @@ _OTHER_WEIGHTS = re.compile(r"(?:tf_model|flax_model)[\w.-]*|.*\.(?:bin|pt|pth|c
 def enrich_manifest(manifest: Manifest, source: Source, tensorless_files: Collection[str] = ()) -> Manifest:
     """``manifest`` with entries of the trainer's files, and notes; what the checkpoint says itself wins.
 
-    ``own`` are files of the checkpoint that hold no tensor, such as a ZeRO-3 rank's model file: they are not noted.
+    ``tensorless_files`` are files of the checkpoint, such as a ZeRO-3 rank's model file: they are not noted. Each other
+    file falls under the first rule that fits: an unfinished marker, read into the manifest, an adapter's settings, read
+    by its trainer alone, of another format, unknown in a trainer's folder, else it goes along with the weights.
 
     Raises:
         IncompleteError: a file marks the checkpoint as unfinished.
     """
     extra, notes, tensors = dict(manifest.extra), list(manifest.notes), dict(manifest.tensors)
-    folders, trainer = _list_folders(manifest.files), manifest.trainer
+    trainer = manifest.trainer
+    folders = {"", *(each for file in manifest.files for each in iter_folder_chain(get_parent_folder(file)))}
     copied_files = frozenset() if trainer is None else trainer.sources
     entries: set[str] = set()
     companion_files: list[str] = []
     weight_files = (entry.shards.files for key, entry in manifest.tensors.items() if key.slot == WEIGHT)
     weight_folders = {path.rpartition("/")[0] for path in frozenset().union(*weight_files)}
+    # In the folder of a model are others of it, such as ``1_Pooling`` of sentence-transformers and ``onnx``.
+    has_inner_folders = manifest.format == "safetensors"
+    model_prefixes = tuple(f"{each}/" if each else "" for each in weight_folders)
     for path in _list_unread_files(manifest, source, tensorless_files):
         folder, _, name = path.rpartition("/")
         if is_unfinished_marker(name) and folder in folders:
             raise IncompleteError("this file marks the checkpoint as unfinished; take an earlier one", path=path)
         entry_parser = find_entry_parser(name)
+        is_in_model = f"{folder}/".startswith(model_prefixes) if has_inner_folders else folder in weight_folders
         is_one_of_several = name == SCHEDULER and has_several_schedulers(source.files)
         if entry_parser is not None and folder in folders and not is_one_of_several:
             new_entries, new_tensors, note = _read_companion(source, path, entry_parser, extra)
@@ -70,11 +78,7 @@ def enrich_manifest(manifest: Manifest, source: Source, tensorless_files: Collec
         elif trainer is not None and path in trainer.unknown:
             why = f"not part of this checkpoint: {trainer.trainer} is not known to write it"
             notes.append(Note(Outcome.DROPPED, path, why))
-        elif (
-            is_visible_file(path)
-            and not name.startswith(".")
-            and (folder in weight_folders or _is_in_model_folder(folder, manifest, weight_folders))
-        ):
+        elif is_visible_file(path) and not name.startswith(".") and is_in_model:
             companion_files.append(path)
     step = extra.get("global_step") if manifest.step is None else manifest.step
     if step is None and manifest.extra:
@@ -87,13 +91,6 @@ def enrich_manifest(manifest: Manifest, source: Source, tensorless_files: Collec
         step=step if type(step) is int else None,
         unread_files=tuple(companion_files),
         trainer=None if trainer is None else replace(trainer, entries=frozenset(entries)),
-    )
-
-
-def _is_in_model_folder(folder: str, manifest: Manifest, weight_folders: Collection[str]) -> bool:
-    """Whether a folder is in that of a model, as ``1_Pooling`` of sentence-transformers and ``onnx`` are."""
-    return manifest.format == "safetensors" and any(
-        not home or folder.startswith(f"{home}/") for home in weight_folders
     )
 
 
@@ -124,15 +121,6 @@ def _list_unread_files(manifest: Manifest, source: Source, tensorless_files: Col
         for path in unread_files
         if path not in other_checkpoint_files and not (has_tags and is_deepspeed_file_name(path))
     ]
-
-
-def _list_folders(files: Iterable[str]) -> set[str]:
-    """Folders that hold ``files``, and those above."""
-    folders = {""}
-    for file in files:
-        parts = file.split("/")[:-1]
-        folders |= {"/".join(parts[:depth]) for depth in range(1, len(parts) + 1)}
-    return folders
 
 
 def _note_adapter(source: Source, path: str, manifest: Manifest) -> Note:

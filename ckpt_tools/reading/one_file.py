@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import format_option
@@ -46,34 +46,24 @@ def find_folder_of_file(url: str, source: Source, url_exists: UrlExists) -> str 
         return outer_folder if re.fullmatch(DCP_FOLDERS, folder_name) else folder
     if (universal_match := _UNIVERSAL_FILE.fullmatch(url)) is not None:
         return universal_match[1]
-    if (
-        model_match := MODEL_FILE.fullmatch(name)
-    ) is not None:  # without ZeRO it is all of its rank, and with one rank of all
-        return (
-            folder
-            if any(url_exists(f"{folder}/{each}") for each in _iter_siblings_of_model_states(int(model_match["mp"])))
-            else None
+    if (model_match := MODEL_FILE.fullmatch(name)) is not None:
+        # Without ZeRO it is all of its rank, and with one rank of all: then none of these files is beside it.
+        rank = int(model_match["mp"])
+        siblings = (
+            optim_file_name(0, rank),
+            f"bf16_{optim_file_name(0, rank)}",
+            layer_file_name(0, "-model_00"),
+            model_file_name(1 if rank == 0 else 0),
         )
+        return folder if any(url_exists(f"{folder}/{each}") for each in siblings) else None
     shard_match = _SHARD_FILE.fullmatch(name)
     is_shard = shard_match is not None and int(shard_match[1]) > 1
     if name in (COMMON_FILE, CONFIG_FILE, META):  # names that other files have too
         return folder if url_exists(f"{folder}/{METADATA}") else None
-    if (
-        is_shard
-        or name.endswith(("model_states.pt", "optim_states.pt"))
-        or is_trainer_file(name)
-        or describe_rank_in_name(name)
-    ):
+    is_of_rank = name.endswith(("model_states.pt", "optim_states.pt")) or describe_rank_in_name(name)
+    if is_shard or is_of_rank or is_trainer_file(name):
         return folder
     return None if name.endswith(_SINGLE_FILE_SUFFIXES) or "://" in url else _find_orbax_folder(folder, url_exists)
-
-
-def _iter_siblings_of_model_states(mp: int) -> Iterator[str]:
-    """Files beside a rank's model file: one of them exists, unless one rank saved without ZeRO."""
-    yield optim_file_name(0, mp)
-    yield f"bf16_{optim_file_name(0, mp)}"
-    yield layer_file_name(0, "-model_00")
-    yield model_file_name(1 if mp == 0 else 0)
 
 
 def _find_orbax_folder(folder: str, url_exists: UrlExists) -> str | None:

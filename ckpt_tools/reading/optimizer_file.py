@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TypeVar
 
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.format_names import HEADER_ENTRY
@@ -21,6 +22,8 @@ from ckpt_tools.formats.torch.files import read_torch_tree
 from ckpt_tools.state_tree.leaf import TensorLeaf
 from ckpt_tools.state_tree.parse import TreeLeaves, build_manifest
 from ckpt_tools.stores.source import Source
+
+Value = TypeVar("Value")
 
 JOINABLE_FORMATS = ("safetensors", "torch")
 """Formats of a model that can have its optimizer in another file."""
@@ -70,40 +73,28 @@ def _join_leaves(
 ) -> Manifest:
     if not any(path[:1] == ("param_groups",) for path in optimizer_leaves.paths.values()):
         raise UnsupportedError("it does not hold the state of one optimizer of torch")
-    model_paths = {
-        _join_name(MODEL_KEY, name): (MODEL_KEY, name)
-        for name in (*(key.fqn for key in manifest.tensors), *manifest.aliases)
-    }
-    optimizer_paths = {
-        _join_name(OPTIMIZER_KEY, name): (OPTIMIZER_KEY, *path)
-        for name, path in optimizer_leaves.paths.items()
-        if path != ("state",)
-    }
-    weights = {
-        _join_name(MODEL_KEY, key.fqn): TensorLeaf(entry.shape, entry.dtype, entry.shards)
-        for key, entry in manifest.tensors.items()
-    }
-    ties = {_join_name(MODEL_KEY, alias): _join_name(MODEL_KEY, owner) for alias, owner in manifest.aliases.items()}
+    names = (*(key.fqn for key in manifest.tensors), *manifest.aliases)
+    model_paths = {name: (MODEL_KEY, name) for name in names}
+    inner_paths = {name: path for name, path in optimizer_leaves.paths.items() if path != ("state",)}
+    optimizer_paths = {name: (OPTIMIZER_KEY, *path) for name, path in inner_paths.items()}
+    weights = {key.fqn: TensorLeaf(entry.shape, entry.dtype, entry.shards) for key, entry in manifest.tensors.items()}
+    objects = {name: value for name, value in optimizer_leaves.objects.items() if name in inner_paths}
     is_ordered = manifest.format == "torch" and len(manifest.files) == 1
     joined = build_manifest(
         TreeLeaves(
-            {**model_paths, **optimizer_paths},
-            {**weights, **{_join_name(OPTIMIZER_KEY, name): leaf for name, leaf in optimizer_leaves.tensors.items()}},
-            {
-                name: value
-                for each, value in optimizer_leaves.objects.items()
-                if (name := _join_name(OPTIMIZER_KEY, each)) in optimizer_paths
-            },
+            {**_put_below(MODEL_KEY, model_paths), **_put_below(OPTIMIZER_KEY, optimizer_paths)},
+            {**_put_below(MODEL_KEY, weights), **_put_below(OPTIMIZER_KEY, optimizer_leaves.tensors)},
+            _put_below(OPTIMIZER_KEY, objects),
             optimizer_leaves.inner,
             is_ordered=is_ordered,
         ),
         format_name=manifest.format,
         model_key=options.model_key or MODEL_KEY,
         optim_key=options.optim_key or OPTIMIZER_KEY,
-        ties=ties
-        | {
-            _join_name(OPTIMIZER_KEY, alias): _join_name(OPTIMIZER_KEY, owner)
-            for alias, owner in optimizer_ties.items()
+        ties={
+            f"{part}.{alias}": f"{part}.{owner}"
+            for part, ties in ((MODEL_KEY, manifest.aliases), (OPTIMIZER_KEY, optimizer_ties))
+            for alias, owner in ties.items()
         },
         param_order=options.param_order,
     )
@@ -125,5 +116,5 @@ def _check_same_model(joined: Manifest, shapes: Mapping[str, Shape], aliases: Ma
             raise MalformedError("the optimizer's state and the model's parameter have different shapes", key=str(key))
 
 
-def _join_name(part: str, name: str) -> str:
-    return f"{part}.{name}"
+def _put_below(part: str, by_name: Mapping[str, Value]) -> dict[str, Value]:
+    return {f"{part}.{name}": value for name, value in by_name.items()}

@@ -110,11 +110,9 @@ def _read_run_config(source: Source) -> Mapping[str, Any]:
     except (yaml.YAMLError, RecursionError, ValueError) as error:
         raise MalformedError("it is not YAML", path=path) from error
     model = document.get("model") if isinstance(document, dict) else None
-    return {name: _parse_yaml_scalar(text) for name, text in model.items()} if isinstance(model, dict) else {}
-
-
-def _parse_yaml_scalar(text: Any) -> Any:
-    """A whole number or a truth value of YAML, or what it is."""
-    if not isinstance(text, str):
-        return text
-    return int(text) if text.isdecimal() else {"true": True, "false": False}.get(text.lower(), text)
+    model = model if isinstance(model, dict) else {}
+    words = {"true": True, "false": False}
+    return {
+        name: (int(text) if text.isdecimal() else words.get(text.lower(), text)) if isinstance(text, str) else text
+        for name, text in model.items()
+    }

@@ -56,45 +56,35 @@ def add_step_doubts(manifest: Manifest, source: Source) -> Manifest:
 
 
 def _iter_step_doubts(manifest: Manifest, source: Source) -> Iterator[Note]:
+    # Four sources of one number: the optimizer's ``step`` tensors, compared among each other and with the run's step,
+    # schedulers' counters, and the name of the folder. Differences can be genuine, so each is a note that gives the
+    # usual reasons first.
     optimizer_steps = _read_optimizer_steps(manifest, source)
-    first_file, last_file = (
-        (min(optimizer_steps, key=optimizer_steps.__getitem__), max(optimizer_steps, key=optimizer_steps.__getitem__))
-        if optimizer_steps
-        else ("", "")
-    )
-    if first_file and optimizer_steps[first_file] != optimizer_steps[last_file]:
-        both = f"{optimizer_steps[first_file]:g} in {first_file} and {optimizer_steps[last_file]:g} in {last_file}"
+    first_file = min(optimizer_steps, key=optimizer_steps.__getitem__, default="")
+    last_file = max(optimizer_steps, key=optimizer_steps.__getitem__, default="")
+    first_step, last_step = optimizer_steps.get(first_file), optimizer_steps.get(last_file)
+    if first_step != last_step:
+        both = f"{first_step:g} in {first_file} and {last_step:g} in {last_file}"
         why = f"{both}: some parameters began later or got no gradient, {MIXED_SAVES}"
         yield Note(Outcome.DOUBTFUL, "steps of the optimizer", why)
-    run_steps = optimizer_steps[last_file] if manifest.step is None and optimizer_steps else manifest.step
+    run_steps = last_step if manifest.step is None else manifest.step
     if run_steps is None:
         return
     is_from_transformers, deepspeed_state = STATE_FILE in source.files, manifest.extra.get("deepspeed")
     skipped = deepspeed_state.get("skipped_steps") if isinstance(deepspeed_state, dict) else None
     applied_steps = run_steps - skipped if type(skipped) is int else run_steps
-    expected_counts = {
-        run_steps,
-        applied_steps,
-        applied_steps + 1,
-    }  # DeepSpeed may make one to create the optimizer's state
-    is_exact = is_from_transformers or manifest.format.startswith(EXACT_FORMATS)
-    if (
-        first_file
-        and optimizer_steps[last_file] not in expected_counts
-        and (is_exact or optimizer_steps[last_file] <= 0 or run_steps % optimizer_steps[last_file])
-    ):
-        both = f"{optimizer_steps[last_file]:g} in {last_file}, and the run made {run_steps:,}"
-        why = f"{both}: steps were skipped, the optimizer began anew, {MIXED_SAVES}"
-        yield Note(Outcome.DOUBTFUL, "step of the optimizer", why)
+    # DeepSpeed may make one more to create the optimizer's state.
+    if last_step is not None and last_step not in (run_steps, applied_steps, applied_steps + 1):
+        is_exact = is_from_transformers or manifest.format.startswith(EXACT_FORMATS)
+        if is_exact or last_step <= 0 or run_steps % last_step:
+            both = f"{last_step:g} in {last_file}, and the run made {run_steps:,}"
+            why = f"{both}: steps were skipped, the optimizer began anew, {MIXED_SAVES}"
+            yield Note(Outcome.DOUBTFUL, "step of the optimizer", why)
     for name, value in _iter_scheduler_counters(manifest.extra):
-        if not any(
-            _is_possible_count(value, each, is_exact=is_from_transformers) for each in (run_steps, applied_steps)
-        ):
-            why = (
-                f"it has counted {value:,}, and the run made {run_steps:,} steps: it counts something else, "
-                f"{MIXED_SAVES}"
-            )
-            yield Note(Outcome.DOUBTFUL, f"counter of {name}", why)
+        counts = (run_steps, applied_steps)
+        if not any(_is_possible_count(value, each, is_exact=is_from_transformers) for each in counts):
+            both = f"it has counted {value:,}, and the run made {run_steps:,} steps"
+            yield Note(Outcome.DOUBTFUL, f"counter of {name}", f"{both}: it counts something else, {MIXED_SAVES}")
     for name, named_step in _iter_named_steps(manifest, source) if manifest.step is not None else ():
         if named_step is not None and abs(named_step - run_steps) > 1:  # NeMo counts from 0
             why = f"its files say step {run_steps:,}: it was renamed or counts something else, {MIXED_SAVES}"
@@ -128,11 +118,8 @@ def _read_step(manifest: Manifest, source: Source, entry: TensorEntry) -> float 
             from ckpt_tools.formats.dcp.reader import read_number
 
             return read_number(source, entry)
-        data = (
-            source.read(byte_range.file, byte_range.start, byte_range.stop)
-            if literal is None
-            else literal[byte_range.start : byte_range.stop]
-        )
+        start, stop = byte_range.start, byte_range.stop
+        data = source.read(byte_range.file, start, stop) if literal is None else literal[start:stop]
         return decode_number(data, entry.shards.dtype)
     return None
 
@@ -151,9 +138,8 @@ def _is_possible_count(last_epoch: int, run_steps: float, *, is_exact: bool) -> 
     has it count those of all processes, or epochs, which are far fewer."""
     if is_exact or not run_steps:
         return abs(last_epoch - run_steps) <= (0 if is_exact else 1)
-    return last_epoch <= run_steps // 2 or abs(last_epoch - run_steps * max(1, round(last_epoch / run_steps))) <= max(
-        1, round(last_epoch / run_steps)
-    )
+    num_processes = max(1, round(last_epoch / run_steps))
+    return last_epoch <= run_steps // 2 or abs(last_epoch - run_steps * num_processes) <= num_processes
 
 
 def _iter_named_steps(manifest: Manifest, source: Source) -> Iterator[tuple[str, int | None]]:
@@ -165,8 +151,5 @@ def _iter_named_steps(manifest: Manifest, source: Source) -> Iterator[tuple[str,
     tensor_folder = min(manifest.stored_files & source.files.keys(), default="").rpartition("/")[0]
     single_file = next(iter(source.files)) if len(source.files) == 1 else ""
     names = dict.fromkeys([opened_name, *tensor_folder.split("/"), single_file.rpartition(".")[0]])
-    return (
-        (name, parse_step(name))
-        for name in names
-        if is_checkpoint_name(name) and _NUMBERED_FOLDER.fullmatch(name) is None
-    )
+    checkpoint_names = filter(is_checkpoint_name, names)
+    return ((name, parse_step(name)) for name in checkpoint_names if _NUMBERED_FOLDER.fullmatch(name) is None)

@@ -9,7 +9,6 @@ damaged element is not found here: ``verify`` finds it.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
 
 from ckpt_tools.core.format_names import BUILTIN_FORMATS, FORMAT_BY_FILE_SUFFIX
 from ckpt_tools.errors import FormatError, UnsafeError
@@ -36,67 +35,54 @@ _NEVER_EMPTY_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".distc
 
 def find_file_problem(checkpoint: SavedCheckpoint) -> str | None:
     """Why it is not complete, in words; None if it is. Raises StoreError."""
+    rules = (
+        *(_check_name, _check_markers, _check_empty_files),
+        *dict.fromkeys(trainer.find_problem for trainer in TRAINERS if trainer.find_problem is not None),
+        *(each.problem for each in _list_detected_formats()),
+        _check_tensors,
+    )
     try:
-        return next((text for rule in _iter_rules() if (text := rule(checkpoint)) is not None), None)
+        return next((text for rule in rules if (text := rule(checkpoint)) is not None), None)
     except (FormatError, UnsafeError) as error:
         return str(error)
 
 
-def _iter_rules() -> Iterator[Callable[[SavedCheckpoint], str | None]]:
-    yield from (_check_name, _check_markers, _check_empty_files)
-    yield from dict.fromkeys(trainer.find_problem for trainer in TRAINERS if trainer.find_problem is not None)
-    yield from (each.problem for each in _list_detected_formats())
-    yield from (_check_model_files, _check_tensors)
-
-
 def _check_name(checkpoint: SavedCheckpoint) -> str | None:
-    if checkpoint.is_finished:
-        return None
-    return f"the name {checkpoint.name.rpartition('/')[2]} says that the save did not finish, or is under way"
+    name = checkpoint.name.rpartition("/")[2]
+    return None if checkpoint.is_finished else f"the name {name} says that the save did not finish, or is under way"
 
 
 def _check_markers(checkpoint: SavedCheckpoint) -> str | None:
-    marker_names = (
-        trainer.unfinished_marker.format(title=checkpoint.base_name)
-        for trainer in TRAINERS
-        if trainer.unfinished_marker is not None
-    )
+    formats = (trainer.unfinished_marker for trainer in TRAINERS if trainer.unfinished_marker is not None)
+    siblings = (checkpoint.find_sibling(each.format(title=checkpoint.base_name)) for each in formats)
     inner_markers = (path for path in checkpoint.files if is_unfinished_marker(path.rpartition("/")[2]))
-    marker_path = next(inner_markers, None) or next(filter(None, map(checkpoint.find_sibling, marker_names)), None)
+    marker_path = next(inner_markers, None) or next(filter(None, siblings), None)
     return None if marker_path is None else f"the file {marker_path} marks it as unfinished"
 
 
 def _check_empty_files(checkpoint: SavedCheckpoint) -> str | None:
-    empty_path = next(
-        (path for path, size in checkpoint.files.items() if not size and path.endswith(_NEVER_EMPTY_SUFFIXES)), None
-    )
-    return None if empty_path is None else f"{empty_path} is empty: the save or a copy of it did not finish"
-
-
-def _check_model_files(checkpoint: SavedCheckpoint) -> str | None:
-    """Finds the rest of a checkpoint whose weights are gone, or were not written yet."""
-    if detect_format_name(checkpoint) not in ("torch", "safetensors"):
-        return None
-    return None if any(_iter_model_files(checkpoint)) else "no file that holds the model's weights"
+    empty_paths = (path for path, size in checkpoint.files.items() if not size and path.endswith(_NEVER_EMPTY_SUFFIXES))
+    path = next(empty_paths, None)
+    return None if path is None else f"{path} is empty: the save or a copy of it did not finish"
 
 
 def _check_tensors(checkpoint: SavedCheckpoint) -> str | None:
-    """Finds a checkpoint whose files are whole, and none of those for weights holds a tensor. The first one that does
-    ends the search."""
-    paths = [path for path in _iter_model_files(checkpoint) if not _TENSORLESS_FILE.fullmatch(path.rpartition("/")[2])]
+    """Finds the rest of a checkpoint whose weights are gone, or were not written yet, and a checkpoint whose files are
+    whole, and none of those for weights holds a tensor. The first file that does ends the search."""
+    model_files = [path for path in checkpoint.files if _may_hold_weights(path)]
+    if not model_files and detect_format_name(checkpoint) in ("torch", "safetensors"):
+        return "no file that holds the model's weights"
+    paths = [path for path in model_files if not _TENSORLESS_FILE.fullmatch(path.rpartition("/")[2])]
     formats = _list_detected_formats()
     if not paths or not all(any(each.is_empty(checkpoint, path) for each in formats) for path in paths):
         return None
     return f"{paths[0]} holds no tensors" if len(paths) == 1 else f"{paths[0]} and its other files hold no tensors"
 
 
-def _iter_model_files(checkpoint: SavedCheckpoint) -> Iterator[str]:
-    """Files that may hold weights, by their names."""
-    for path in checkpoint.files:
-        name = path.rpartition("/")[2]
-        is_weights = is_checkpoint_file(path) and not path.endswith(".index.json")
-        if is_weights and not is_trainer_file(name) and not _WEIGHTLESS_FILE.fullmatch(name):
-            yield path
+def _may_hold_weights(path: str) -> bool:
+    name = path.rpartition("/")[2]
+    is_weightless = name.endswith(".index.json") or is_trainer_file(name) or _WEIGHTLESS_FILE.fullmatch(name)
+    return is_checkpoint_file(path) and not is_weightless
 
 
 def detect_format_name(checkpoint: SavedCheckpoint) -> str:

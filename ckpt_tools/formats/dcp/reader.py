@@ -27,7 +27,7 @@ from ckpt_tools.state_tree.leaves import ArchiveLocation, LeafCollector, extract
 from ckpt_tools.state_tree.parse import build_manifest
 from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.accelerate import note_missing_optimizers
-from ckpt_tools.trainers.trainer_folder import find_trainer_folder
+from ckpt_tools.trainers.names import find_trainer_folder
 
 
 def read(source: Source, options: ReadOptions) -> Manifest:
