@@ -21,7 +21,6 @@ from ckpt_tools.reading.model_files import (
     add_model_files,
     apply_config_ties,
     note_missing_config,
-    read_adapter_config,
 )
 from ckpt_tools.reading.opened import OpenedCheckpoint
 from ckpt_tools.stores.source import Source
@@ -110,7 +109,7 @@ def _build_write_options(
     manifest, writer = opened.manifest, target.writer
     is_tree, adapter_text = manifest.tree is not None, b""
     if writer.asks_adapter_config:
-        adapter_text = read_adapter_config(opened)
+        adapter_text = opened.read_adapter_config()
     config = opened.find_config() if writer.asks_model_type else None
     return WriteOptions(
         file_name=target.place.form.file_name,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.options import ConvertRequest
@@ -10,7 +10,6 @@ from ckpt_tools.errors import IncompleteError, name_file_in_errors
 from ckpt_tools.lora.adapter import Adapter, read_adapter
 from ckpt_tools.lora.config import AdapterConfig, check_mergeable, parse_config
 from ckpt_tools.messages.wording import join_names
-from ckpt_tools.reading.model_files import read_adapter_config
 from ckpt_tools.reading.opened import OpenedCheckpoint
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.stores.source import Store
@@ -34,29 +33,16 @@ def open_adapter(request: ConvertRequest, opened: OpenedCheckpoint, base_store: 
         CkptError: its settings are missing or cannot be merged, or there is not exactly one that is meant.
     """
     assert request.adapter is not None
-    source = opened.source
-    config_text = read_adapter_config(opened)
+    prefix, config_text = "adapter:", opened.read_adapter_config()
+    tensors = {key: entry.with_file_prefix(prefix) for key, entry in opened.manifest.tensors.items()}
     with name_file_in_errors(str(request.adapter)):
         config = parse_config(parse_json(config_text, ADAPTER_CONFIG_FILE), ADAPTER_CONFIG_FILE)
         check_mergeable(config, ADAPTER_CONFIG_FILE)
-        adapter = read_adapter(
-            opened.manifest, config, request.adapter_name, f"choose one with {format_option('adapter_name')}"
-        )
+        choice = f"choose one with {format_option('adapter_name')}"
+        adapter = read_adapter(replace(opened.manifest, tensors=tensors), config, request.adapter_name, choice)
         _refuse_empty_tensors(adapter)
-    prefix = "adapter:"
-    files = {
-        file
-        for entries in (*adapter.parts.values(), adapter.saved)
-        for e in entries.values()
-        for file in e.shards.files
-    }
-    store = RedirectingStore(base_store, {prefix + file: (source.store, file) for file in files})
-    parts = {
-        module: {part: e.with_file_prefix(prefix) for part, e in found.items()}
-        for module, found in adapter.parts.items()
-    }
-    saved = {name: entry.with_file_prefix(prefix) for name, entry in adapter.saved.items()}
-    return OpenAdapter(Adapter(parts, saved), config, store)
+    locations = {prefix + file: (opened.source.store, file) for file in opened.manifest.files}
+    return OpenAdapter(adapter, config, RedirectingStore(base_store, locations))
 
 
 def _refuse_empty_tensors(adapter: Adapter) -> None:

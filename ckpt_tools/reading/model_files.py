@@ -1,10 +1,6 @@
 """``config.json`` and the other files of a model, copied so that ``from_pretrained`` opens the output.
 
-``iter_companions`` is the one rule of where a file lies that belongs to a checkpoint and is no part of it: in the
-folder that the user names; around the weights, also in a folder ``huggingface`` there; beside a single file; above a
-folder.
-
-The files of a model go into a folder of weights in safetensors or torch files. A model's own folder gives all its small
+They go into a folder of weights in safetensors or torch files. A model's own folder gives all its small
 files but weights and what is a trainer's, code too, which is copied and never run. Elsewhere it is the names that are
 known. Only the dtype in ``config.json`` is changed, to that of the written weights.
 """
@@ -13,14 +9,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ckpt_tools.arguments import is_remote
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.layout import FileLayout, FileSpec, Layout, Literal, make_file_copy, make_file_entry, make_file_key
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest
@@ -36,16 +31,15 @@ from ckpt_tools.core.quantized import (
 )
 from ckpt_tools.core.ties import make_untied_config, match_ties_to_config
 from ckpt_tools.core.trainer_folder import CompanionFile
-from ckpt_tools.errors import CkptError, MalformedError, SourceNotFoundError, StoreError, UsageError
+from ckpt_tools.errors import CkptError, MalformedError, UsageError
 from ckpt_tools.formats.base import Format
+from ckpt_tools.reading.companions import Companion, iter_folders_around, list_weight_files
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.stores.output_names import MARKER_NAMES, OutputForm
 from ckpt_tools.stores.source import Source, Store
-from ckpt_tools.stores.urls import open_source
 from ckpt_tools.stores.wrappers import RedirectingStore
 from ckpt_tools.trainers.names import is_companion_file, is_unfinished_marker
 from ckpt_tools.trainers.transformers import (
-    ADAPTER_CONFIG_FILE,
     ARGUMENTS_FILE,
     COMPANION_FILES,
     CONFIG_FILE,
@@ -55,9 +49,6 @@ from ckpt_tools.trainers.transformers import (
     TRANSFORMERS,
 )
 from ckpt_tools.trainers.verl import HUGGING_FACE_FOLDER
-
-if TYPE_CHECKING:
-    from ckpt_tools.reading.opened import OpenedCheckpoint
 
 MAX_CONFIG_BYTES = 16 << 20
 MAX_FILE_BYTES = 256 << 20
@@ -117,56 +108,20 @@ def is_copied_file(path: str) -> bool:
     return is_model_file(path) or not ("/" in path or is_other_file or _NOT_COPIED.fullmatch(path))
 
 
-@dataclass(frozen=True, slots=True)
-class Companion:
-    """A file that belongs to a checkpoint, in the folder ``prefix`` of ``source``.
-
-    ``place`` is ``named`` by the user, ``around`` the weights in the same source, ``beside`` a single file or
-    ``above`` a folder. ``open_sibling`` opens other files of the last two by name, if they exist.
-    """
-
-    place: str
-    source: Source
-    prefix: str = ""
-    open_sibling: Callable[[str], Source | None] | None = None
-
-
-def iter_companions(opened: OpenedCheckpoint, manifest: Manifest, name: str) -> Iterator[Companion]:
-    """The files called ``name`` that may be of the model of ``manifest``, the likeliest first. Those beside or above
-    the source are asked for by name, because that folder may be large."""
-    if opened.config_folder is not None:
-        named_source = open_source(opened.config_folder, opened.storage_options)
-        if name in named_source.files:
-            yield Companion("named", named_source)
-    for prefix in _iter_folders_around(list_weight_files(manifest)):
-        if prefix + name in opened.source.files:
-            yield Companion("around", opened.source, prefix)
-    folder_url, is_above = _find_nearby_folder(opened.url, opened.source)
-
-    def open_nearby(file_name: str) -> Source | None:
-        with suppress(SourceNotFoundError, StoreError):
-            file_source = open_source(f"{folder_url}/{file_name}", opened.storage_options)
-            return file_source if file_name in file_source.files else None
-        return None
-
-    if folder_url is not None and (file_source := open_nearby(name)) is not None:
-        yield Companion("above" if is_above else "beside", file_source, open_sibling=open_nearby)
-
-
-def find_model_files(opened: OpenedCheckpoint, manifest: Manifest) -> ModelFiles | None:
-    """Files in the folder that the user names, else in the nearest one. Raises as
+def choose_model_files(
+    companions: Iterable[Companion], source: Source, manifest: Manifest, config_folder: str | Path | None
+) -> ModelFiles | None:
+    """The files in the folder of the first of ``companions``, called ``config.json``, that is of a model. Raises as
     ``OpenedCheckpoint.find_model_files``."""
-    must_be_named = opened.config_folder is not None
-    companions = iter_companions(opened, manifest, CONFIG_FILE)
-    for each in takewhile(lambda each: each.place == "named" or not must_be_named, companions):
+    for each in takewhile(lambda each: each.place == "named" or config_folder is None, companions):
         config = None
         # One beside or above the source may belong to something else.
         with suppress(CkptError) if each.open_sibling is not None else nullcontext():
             config = read_model_config(each.source, each.prefix)
         if config is not None:
-            return _collect_model_files(each, config, opened.source, manifest)
-    if must_be_named:
-        raise UsageError(f"{format_option('config', opened.config_folder)} has no {CONFIG_FILE} of a model")
+            return _collect_model_files(each, config, source, manifest)
+    if config_folder is not None:
+        raise UsageError(f"{format_option('config', config_folder)} has no {CONFIG_FILE} of a model")
     return None
 
 
@@ -204,23 +159,10 @@ def _collect_model_files(
     )
 
 
-def read_adapter_config(opened: OpenedCheckpoint) -> bytes:
-    """The content of ``adapter_config.json``. Raises UsageError if there is none; CkptError if it cannot be read."""
-    companion = next(iter_companions(opened, opened.manifest, ADAPTER_CONFIG_FILE), None)
-    if companion is None:
-        folder = opened.config_folder
-        where = f"in {format_option('config', folder)} or " if folder is not None else ""
-        raise UsageError(
-            f"there is no {ADAPTER_CONFIG_FILE} {where}beside {opened.url}; name the folder that has it with "
-            f"{format_option('config')}"
-        )
-    return companion.source.read_all(companion.prefix + ADAPTER_CONFIG_FILE, limit_bytes=MAX_CONFIG_BYTES)
-
-
 def read_nearest_config(source: Source, manifest: Manifest) -> Mapping[str, Any]:
     """The content of ``config.json`` in the folder ``source`` of ``manifest``; empty if there is none, or it cannot be
     read."""
-    for prefix in _iter_folders_around(list_weight_files(manifest)):
+    for prefix in iter_folders_around(list_weight_files(manifest)):
         with suppress(CkptError):
             config = read_model_config(source, prefix)
             if config is not None:
@@ -275,13 +217,13 @@ def fit_to_output(model_files: ModelFiles, manifest: Manifest) -> tuple[ModelFil
     """The files as they are written beside the weights of ``manifest``, and notes."""
     dtype, notes = _find_main_dtype(manifest), tuple(_iter_quantization_notes(model_files, manifest))
     dropped_names = {note.what for note in notes if note.outcome is Outcome.DROPPED}
+    config = model_files.config
     if f"{CONFIG_KEY} in {CONFIG_FILE}" in dropped_names:
-        model_files = replace(model_files, config=drop_quantization_config(model_files.config))
-    model_files = replace(
-        model_files, files={name: file for name, file in model_files.files.items() if name not in dropped_names}
-    )
+        config = drop_quantization_config(config)
+    files = {name: file for name, file in model_files.files.items() if name not in dropped_names}
+    model_files = replace(model_files, config=config, files=files)
     notes += tuple(_iter_config_notes(model_files, dtype))
-    return replace(model_files, config=_set_config_dtype(model_files.config, dtype)), notes
+    return replace(model_files, config=_set_config_dtype(config, dtype)), notes
 
 
 def note_missing_config(source: Source, manifest: Manifest) -> Note | None:
@@ -292,38 +234,6 @@ def note_missing_config(source: Source, manifest: Manifest) -> Note | None:
         return None
     why = f"not found beside the source, and from_pretrained needs it; name its folder with {format_option('config')}"
     return Note(Outcome.MISSING, CONFIG_FILE, why)
-
-
-def list_weight_files(manifest: Manifest) -> frozenset[str]:
-    """Files of the store that hold weights; if these are computed, or there are none, those of all tensors."""
-    file_sets = (entry.shards.files for key, entry in manifest.tensors.items() if key.slot == WEIGHT)
-    return frozenset().union(*file_sets) & manifest.stored_files or frozenset(manifest.stored_files)
-
-
-def _iter_folders_around(files: Iterable[str]) -> Iterator[str]:
-    """The folder that holds all the files, and those above it, the nearest first; of each also ``huggingface``."""
-    folders = [path.split("/")[:-1] for path in files]
-    common = []
-    for parts in zip(*folders, strict=False):
-        if len(set(parts)) > 1:
-            break
-        common.append(parts[0])
-    for depth in range(len(common), -1, -1):
-        base = "".join(f"{part}/" for part in common[:depth])
-        yield base
-        yield f"{base}{HUGGING_FACE_FOLDER}/"
-
-
-def _find_nearby_folder(url: str | Path, source: Source) -> tuple[str | None, bool]:
-    """The folder, and whether it is the one above a folder."""
-    text = str(url).rstrip("/") if is_remote(url) else str(Path(url).expanduser().absolute())
-    folder_url, _, name = text.rpartition("/")
-    if not folder_url or folder_url.endswith(":/"):
-        return None, False
-    is_file = set(source.files) == {name} or name.endswith(".index.json")
-    if name in MARKER_NAMES and not is_file:
-        folder_url = folder_url.rpartition("/")[0]
-    return folder_url, not is_file
 
 
 def _find_main_dtype(manifest: Manifest) -> DType | None:
@@ -366,24 +276,17 @@ def _iter_quantization_notes(model_files: ModelFiles, manifest: Manifest) -> Ite
 
 
 def _iter_config_notes(model_files: ModelFiles, dtype: DType | None) -> Iterator[Note]:
-    source_dtype = next((model_files.config[key] for key in _DTYPE_KEYS if model_files.config.get(key)), None)
-    written_dtype = next(
-        (value for key, value in _set_config_dtype(model_files.config, dtype).items() if key in _DTYPE_KEYS),
-        source_dtype,
-    )
-    if source_dtype is not None and written_dtype != source_dtype:
-        yield Note(
-            Outcome.CAST, f"dtype in {CONFIG_FILE}", f"{source_dtype} to {written_dtype}, the dtype of the weights"
-        )
+    configs = (model_files.config, _set_config_dtype(model_files.config, dtype))
+    old, new = (next((each[key] for key in _DTYPE_KEYS if each.get(key)), None) for each in configs)
+    if old is not None and new != old:
+        yield Note(Outcome.CAST, f"dtype in {CONFIG_FILE}", f"{old} to {new}, the dtype of the weights")
     if model_files.is_from_parent:
-        why = "found in the folder above the source and taken for this model's"
-        yield Note(Outcome.KEPT, CONFIG_FILE, why)
+        yield Note(Outcome.KEPT, CONFIG_FILE, "found in the folder above the source and taken for this model's")
     if "architecture" not in model_files.config and not {*TOKENIZER_FILES, *PROCESSOR_FILES} & {*model_files.files}:
         advice = "" if model_files.is_from_reference else f"; name a folder that has one with {format_option('config')}"
         yield Note(Outcome.MISSING, "tokenizer or preprocessor", f"none found beside {CONFIG_FILE}{advice}")
     auto_map = model_files.config.get("auto_map")
     classes = [each for each in auto_map.values() if isinstance(each, str)] if isinstance(auto_map, dict) else []
-    missing_code = sorted(
-        {f"{each.partition('.')[0]}.py" for each in classes if "--" not in each} - {*model_files.files}
-    )
+    code_files = {f"{each.partition('.')[0]}.py" for each in classes if "--" not in each}
+    missing_code = sorted(code_files - model_files.files.keys())
     yield from (Note(Outcome.MISSING, name, f"code that {CONFIG_FILE} names is not beside it") for name in missing_code)

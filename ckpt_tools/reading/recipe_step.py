@@ -89,13 +89,9 @@ class RecipeStep:
         weights, notes = replace(self, recipe=None)(_select_part(manifest, is_state=False))
         state, state_notes, applied_recipe = self._rename_like_weights(_select_part(manifest, is_state=True), recipe)
         check_parameter_names(state, weights, None, "the weights")
-        joined = replace(
-            weights,
-            tensors={**weights.tensors, **state.tensors},
-            groups=state.groups,
-            literals={**weights.literals, **state.literals},
-            must_equal=(*weights.must_equal, *state.must_equal),
-        )
+        tensors, literals = {**weights.tensors, **state.tensors}, {**weights.literals, **state.literals}
+        must_equal = (*weights.must_equal, *state.must_equal)
+        joined = replace(weights, tensors=tensors, groups=state.groups, literals=literals, must_equal=must_equal)
         notes += state_notes
         if applied_recipe is recipe:
             return apply_recipe_ties(joined, recipe, self.config), notes

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
-from functools import cache
 
 from ckpt_tools.formats.dcp import names as dcp
 from ckpt_tools.formats.deepspeed import names as deepspeed
@@ -33,42 +32,25 @@ _UNIVERSAL_FILE = re.compile(
 _ORBAX_ITEM_FILE = re.compile(r"[^/]+/(?:metadata|metrics|commit_success\.txt)")
 """An item of Orbax that holds JSON has a name of the user's choice."""
 
-_LAST_WRITTEN_FILES = (
-    deepspeed.LATEST,
-    deepspeed.LATEST_UNIVERSAL,
-    dcp.METADATA,
-    megatron.CONFIG_FILE,
-    orbax.CHECKPOINT_FILE,
-    orbax.TREE_FILE,
-    orbax.COMMIT_FILE,
-    orbax.OCDBT_MANIFEST,
+_FORMAT_FILES = (dcp.FILE_NAME_PATTERN, deepspeed.FILES, megatron.FILE_NAME_PATTERN, orbax.FILE_NAME_PATTERN)
+_PARSED_FILES = (re.escape(name) for trainer in TRAINERS for name in trainer.entry_parsers)
+_TRAINER_FILES = combine_patterns("own", "optimizer", "others").pattern
+_FILE_NAME = re.compile("|".join((*_FORMAT_FILES, _WEIGHT_FILES, _TRAINER_FILES, *_PARSED_FILES)))
+_FOLDER_NAME = re.compile(f"{_FOLDER_NAMES}|{combine_patterns('folders').pattern}")
+
+_LAST_WRITTEN_NAMES = (
+    *(deepspeed.LATEST, deepspeed.LATEST_UNIVERSAL, dcp.METADATA, megatron.CONFIG_FILE),
+    *(orbax.CHECKPOINT_FILE, orbax.TREE_FILE, orbax.COMMIT_FILE, orbax.OCDBT_MANIFEST, "model_optim_rng.pt"),
 )
-_MODEL_STATES_FILE = re.compile(r".*_model_states\.pt")
-_MODEL_FILE = re.compile(r"(?:model|pytorch_model|adapter_model|shard)[-_.\w]*\.(?:safetensors|bin|pt)|.*\.safetensors")
-
-
-@cache
-def _compile_patterns() -> tuple[re.Pattern[str], re.Pattern[str], re.Pattern[str]]:
-    """The patterns of names of files, of folders, and of files that are written last."""
-    parsed_files = (re.escape(name) for trainer in TRAINERS for name in trainer.entry_parsers)
-    trainer_files = combine_patterns("own", "optimizer", "others").pattern
-    file_names = "|".join(
-        (
-            dcp.FILE_NAME_PATTERN,
-            deepspeed.FILES,
-            _WEIGHT_FILES,
-            megatron.FILE_NAME_PATTERN,
-            orbax.FILE_NAME_PATTERN,
-            trainer_files,
-            *parsed_files,
-        )
-    )
-    last_written = "|".join((dcp.RANK_INDEX_NAME.pattern, r"model_optim_rng\.pt", *map(re.escape, _LAST_WRITTEN_FILES)))
-    return (
-        re.compile(file_names),
-        re.compile(f"{_FOLDER_NAMES}|{combine_patterns('folders').pattern}"),
-        re.compile(f"{last_written}|{combine_patterns('last').pattern}"),
-    )
+_REMOVAL_STAGES = (
+    re.compile(
+        "|".join((*map(re.escape, _LAST_WRITTEN_NAMES), dcp.RANK_INDEX_NAME.pattern, combine_patterns("last").pattern))
+    ),
+    re.compile(r".*_model_states\.pt"),
+    re.compile(r"(?:model|pytorch_model|adapter_model|shard)[-_.\w]*\.(?:safetensors|bin|pt)|.*\.safetensors"),
+    re.compile(r".*", re.DOTALL),
+)
+"""Names of files by when they are removed: those written last, then the model, then all others."""
 
 
 def is_known_file(path: str) -> bool:
@@ -76,28 +58,21 @@ def is_known_file(path: str) -> bool:
     if _UNIVERSAL_FILE.fullmatch(path) is not None:
         return True
     *folders, name = path.split("/")
-    file_form, folder_form, _ = _compile_patterns()
-    return file_form.fullmatch(name) is not None and all(folder_form.fullmatch(each) is not None for each in folders)
+    return _FILE_NAME.fullmatch(name) is not None and all(map(_FOLDER_NAME.fullmatch, folders))
 
 
 def find_unknown_files(paths: Collection[str]) -> set[str]:
     """The files of a checkpoint that no trainer and no format writes."""
-    unknown_paths = {path for path in paths if not is_known_file(path)}
-    return (
-        {path for path in unknown_paths if not _ORBAX_ITEM_FILE.fullmatch(path)}
-        if orbax.CHECKPOINT_FILE in paths
-        else unknown_paths
-    )
+    is_orbax = orbax.CHECKPOINT_FILE in paths
+    unknown_paths = (path for path in paths if not is_known_file(path))
+    return {path for path in unknown_paths if not (is_orbax and _ORBAX_ITEM_FILE.fullmatch(path))}
 
 
 def batch_for_removal(paths: Iterable[str]) -> list[list[str]]:
     """Files written last, then the model, then all others: without the first, the rest is not taken for whole."""
-    stage_patterns = (_compile_patterns()[2], _MODEL_STATES_FILE, _MODEL_FILE)
-    batches: list[list[str]] = [[], [], [], []]
+    batches: list[list[str]] = [[] for _ in _REMOVAL_STAGES]
     # Of an item of Orbax, _METADATA first.
     for path in sorted(paths, key=lambda path: (not path.endswith("/_METADATA"), path)):
         name = path.rpartition("/")[2]
-        batches[
-            next((number for number, form in enumerate(stage_patterns) if form.fullmatch(name)), len(stage_patterns))
-        ].append(path)
+        batches[next(stage for stage, form in enumerate(_REMOVAL_STAGES) if form.fullmatch(name))].append(path)
     return [batch for batch in batches if batch]

@@ -74,42 +74,33 @@ def _read_metrics(checkpoint: SavedCheckpoint) -> MetricItems:
     """Metrics in the name, then the monitored value of each ``ModelCheckpoint`` among ``callbacks``."""
     for name, value in _METRIC_IN_NAME.findall(checkpoint.base_name):
         yield name, float(value)
-    path, archive = _open_callbacks_file(checkpoint)
-    if archive is None:
-        return
-    for state in _iter_callback_states(archive):
-        if isinstance(state.get("monitor"), str):
-            yield state["monitor"], _read_number(state.get("current_score"), archive, checkpoint, path)
+    for path, archive, state in _iter_monitors(checkpoint):
+        yield state["monitor"], _read_number(state.get("current_score"), archive, checkpoint, path)
 
 
 def _read_best(checkpoint: SavedCheckpoint) -> BestCheckpoints | None:
     """The best of each ``ModelCheckpoint``; one that monitors nothing calls its last one so."""
-    path, archive = _open_callbacks_file(checkpoint)
-    states = (
-        []
-        if archive is None
-        else [each for each in _iter_callback_states(archive) if isinstance(each.get("monitor"), str)]
-    )
-    paths = (each.get("best_model_path") for each in states)
+    monitors = list(_iter_monitors(checkpoint))
+    if not monitors:
+        return None
+    path, paths = monitors[0][0], [state.get("best_model_path") for _, _, state in monitors]
     record = path if path == checkpoint.base_name else f"{path} of {checkpoint.base_name}"
-    return BestCheckpoints(record, [each for each in paths if isinstance(each, str) and each]) if states else None
+    return BestCheckpoints(record, [each for each in paths if isinstance(each, str) and each])
 
 
-def _open_callbacks_file(checkpoint: SavedCheckpoint) -> tuple[str, TorchArchive | None]:
-    """The name of the file with the callbacks' states, and its content; None if there is no such file."""
+def _iter_monitors(checkpoint: SavedCheckpoint) -> Iterator[tuple[str, TorchArchive, Mapping[str, Any]]]:
+    """The state of each callback that monitors a metric, with the file that holds it, and the content of that."""
     from ckpt_tools.serialization.torch_zip import open_archive
 
     path = checkpoint.base_name if checkpoint.base_name in checkpoint.files else META
-    is_there = path in checkpoint.files and path.endswith((".ckpt", META))
-    return path, open_archive(*checkpoint.get_archive_arguments(path)) if is_there else None
-
-
-def _iter_callback_states(archive: TorchArchive) -> Iterator[Mapping[str, Any]]:
+    if path not in checkpoint.files or not path.endswith((".ckpt", META)):
+        return
+    archive = open_archive(*checkpoint.get_archive_arguments(path))
     callbacks = archive.value.get("callbacks") if isinstance(archive.value, dict) else None
     for each in callbacks.values() if isinstance(callbacks, dict) else ():
         state = each.attributes if isinstance(each, Opaque) else each
-        if isinstance(state, dict):
-            yield state
+        if isinstance(state, dict) and isinstance(state.get("monitor"), str):
+            yield path, archive, state
 
 
 def _read_number(value: Any, archive: TorchArchive, checkpoint: SavedCheckpoint, path: str) -> Any:

@@ -62,15 +62,11 @@ def _read_state_file(checkpoint: SavedCheckpoint, path: str) -> Mapping[str, Any
     return state if isinstance(state, dict) else {}
 
 
-def _is_trainer_checkpoint(checkpoint: SavedCheckpoint) -> bool:
-    has_checkpoint_name = re.fullmatch(r"checkpoint-\d+", checkpoint.base_name) is not None
-    own_file = re.compile(f"{re.escape(STATE_FILE)}|{_TRAINER_FILES}")
-    return any(map(own_file.fullmatch, checkpoint.files)) or (has_checkpoint_name and OPTIMIZER in checkpoint.files)
-
-
 def _find_problem(checkpoint: SavedCheckpoint) -> str | None:
     """Why the checkpoint is not complete: the Trainer writes ``trainer_state.json`` last."""
-    if not _is_trainer_checkpoint(checkpoint):
+    own_file = re.compile(f"{re.escape(STATE_FILE)}|{_TRAINER_FILES}")
+    has_own_name = re.fullmatch(r"checkpoint-\d+", checkpoint.base_name) is not None and OPTIMIZER in checkpoint.files
+    if not has_own_name and not any(map(own_file.fullmatch, checkpoint.files)):
         return accelerate.find_problem(checkpoint)
     if STATE_FILE not in checkpoint.files:
         return f"no {STATE_FILE}, which the Trainer writes last: the save did not finish"

@@ -27,13 +27,9 @@ def world_size(saved: SavedCheckpoint) -> int:
 
 def problem(saved: SavedCheckpoint) -> str | None:
     indexes = {path for path in saved.files if is_metadata(path) or is_rank_index(path)}
-    described_folders = {get_parent_folder(path) for path in indexes}
-    undescribed_folders = sorted(
-        {get_parent_folder(path) for path in saved.files if DATA_FILE_NAME.fullmatch(path.rpartition("/")[2])}
-        - described_folders
-    )
-    if undescribed_folders:
-        return f"no {undescribed_folders[0] + '/' if undescribed_folders[0] else ''}.metadata: the save did not finish"
+    data_files = (path for path in saved.files if DATA_FILE_NAME.fullmatch(path.rpartition("/")[2]))
+    if undescribed_folders := {*map(get_parent_folder, data_files)} - {*map(get_parent_folder, indexes)}:
+        return f"no {f'{min(undescribed_folders)}/.metadata'.lstrip('/')}: the save did not finish"
     has_tensors = not indexes
     for path in sorted(indexes):
         metadata = loads(saved.read_file(path, MAX_METADATA_BYTES), path=path)
@@ -56,9 +52,8 @@ def _find_truncated_file(saved: SavedCheckpoint, path: str, metadata: Metadata) 
     file_ends: dict[str, int] = {}
     for info in metadata.storage_data.values():
         file_ends[info.relative_path] = max(file_ends.get(info.relative_path, 0), info.offset + info.length)
-    folder = get_parent_folder(path)
     for name, end in file_ends.items():
-        file = f"{folder}/{check_file_name(name)}" if folder else check_file_name(name)
+        file = f"{get_parent_folder(path)}/{check_file_name(name)}".lstrip("/")
         if file not in saved.files:
             return f"{file} is missing, which {path} names"
         if saved.files[file] < end:

@@ -186,10 +186,7 @@ def _list_expert_optim_files(model_content: _ModelContent) -> Iterator[str]:
 def _list_layers(model_content: _ModelContent) -> set[int]:
     """Numbers of a stage's layers that have parameters or buffers, by the names of these (``3.weight``)."""
     param_shapes = model_content.get("param_shapes")
-    name_lists = [
-        *(param_shapes if isinstance(param_shapes, list) else ()),
-        model_content.get("buffer_names"),
-        model_content.get("frozen_param_shapes"),
-    ]
+    name_lists = [model_content.get("buffer_names"), model_content.get("frozen_param_shapes")]
+    name_lists += param_shapes if isinstance(param_shapes, list) else ()
     names = (name for found in name_lists if isinstance(found, list | dict) for name in found)
     return {int(match[1]) for match in map(_LAYER_PARAMETER.fullmatch, map(str, names)) if match}

@@ -26,11 +26,7 @@ def is_megatron(saved: SavedCheckpoint) -> bool:
 
 def problem(saved: SavedCheckpoint) -> str | None:
     """Reason why the checkpoint is not complete, or None: ``metadata.json`` is written last."""
-    if (
-        not is_dcp(saved)
-        or not is_torch_dist(saved)
-        or names.CONFIG_FILE in saved.file_names
-        or is_legacy_checkpoint(saved)
-    ):
+    is_complete = names.CONFIG_FILE in saved.file_names or is_legacy_checkpoint(saved)
+    if is_complete or not is_dcp(saved) or not is_torch_dist(saved):
         return None
     return f"no {names.CONFIG_FILE}, which Megatron-Core writes last: the save did not finish"

@@ -34,13 +34,13 @@ def problem(saved: SavedCheckpoint) -> str | None:
         for name in (TREE_FILE, OCDBT_MANIFEST)
     )
     # Each process has a store below that of its item.
-    undescribed = sorted(
+    undescribed_folders = [
         folder
         for folder in database_folders - tree_folders
         if not folder.rpartition("/")[2].startswith("ocdbt.process")
-    )
-    if undescribed:
-        return f"no {TREE_FILE} in {undescribed[0]}: the save did not finish"
+    ]
+    if undescribed_folders:
+        return f"no {TREE_FILE} in {min(undescribed_folders)}: the save did not finish"
     if CHECKPOINT_FILE in saved.files:
         times = saved.read_json_object(saved.path_in_run(CHECKPOINT_FILE))
         if times.get("init_timestamp_nsecs") is not None and times.get("commit_timestamp_nsecs") is None:
