@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, StateKey, TensorEntry, TensorRef
 from ckpt_tools.core.notes import Note, Outcome, note_unrelated_files
+from ckpt_tools.core.value_refs import iter_values
 from ckpt_tools.core.values import Opaque
 from ckpt_tools.errors import FormatError, IncompleteError
 from ckpt_tools.stores.output_names import is_visible_file
@@ -114,13 +115,10 @@ def _list_unread_files(manifest: Manifest, source: Source, tensorless_files: Col
     from ckpt_tools.formats.deepspeed.names import is_deepspeed_file_name
     from ckpt_tools.trainers.run_folders import list_other_checkpoint_files
 
-    other_checkpoint_files = list_other_checkpoint_files(source, manifest.files)
-    has_tags = manifest.format.startswith(("zero", "universal"))
-    return [
-        path
-        for path in unread_files
-        if path not in other_checkpoint_files and not (has_tags and is_deepspeed_file_name(path))
-    ]
+    foreign_files = list_other_checkpoint_files(source, manifest.files)
+    if manifest.format.startswith(("zero", "universal")):  # files of other tags
+        foreign_files |= set(filter(is_deepspeed_file_name, unread_files))
+    return [path for path in unread_files if path not in foreign_files]
 
 
 def _note_adapter(source: Source, path: str, manifest: Manifest) -> Note:
@@ -151,77 +149,51 @@ def _is_file_of_other_format(path: str, manifest: Manifest) -> bool:
     )
 
 
-_CompanionContent = tuple[Mapping[str, Any], Mapping[StateKey, TensorEntry], list[Note]]
-"""Entries that a file adds, tensors that they refer to, and notes."""
-
-
 def _read_companion(
     source: Source, path: str, parse_entries: EntryParser, known_entries: Mapping[str, Any]
-) -> _CompanionContent:
-    """Content of the file at ``path``, without the entries that are ``known_names``."""
+) -> tuple[Mapping[str, Any], Mapping[StateKey, TensorEntry], list[Note]]:
+    """Entries that the file at ``path`` adds to ``known_entries``, tensors that they refer to, and notes."""
+    leaves: dict[StateKey, TensorLeaf] = {}
+    notes: list[Note] = []
     try:
         if path.endswith(".json"):
             entries = parse_entries(_read_json(source, path))
-            notes = []
-            if (step := entries.get("global_step")) != (
-                own := known_entries.get("global_step", step)
-            ) and own is not None:
-                why = f"it says {step}, and the checkpoint {own}, which is taken: it counts on, or is of another save"
-                notes = [Note(Outcome.DOUBTFUL, f"global_step of {path}", why)]
-            return {name: value for name, value in entries.items() if name not in known_entries}, {}, notes
-        return _read_archive(source, path, parse_entries, known_entries)
+            step = entries.get("global_step")
+            own_step = known_entries.get("global_step", step)
+            if own_step not in (None, step):
+                both = f"it says {step}, and the checkpoint {own_step}, which is taken"
+                why = f"{both}: it counts on, or is of another save"
+                notes.append(Note(Outcome.DOUBTFUL, f"global_step of {path}", why))
+            entries = {name: value for name, value in entries.items() if name not in known_entries}
+        else:
+            from ckpt_tools.serialization.torch_zip import open_archive
+            from ckpt_tools.state_tree.leaves import ArchiveLocation, extract_tensors
+
+            archive = open_archive(lambda start, stop: source.read(path, start, stop), source.size(path), path)
+            location = ArchiveLocation(archive, path)
+            entries = {
+                name: extract_tensors(value, location, name, leaves)
+                for name, value in parse_entries(archive.value).items()
+                if name not in known_entries
+            }
     except (FormatError, ValueError, RecursionError) as error:
         reason = error.message if isinstance(error, FormatError) else str(error)
         return {}, {}, [Note(Outcome.DROPPED, path, f"it cannot be read: {reason}")]
+    tensors = {key: TensorEntry(leaf.shape, leaf.dtype, Kind.EXTRA, leaf.shards) for key, leaf in leaves.items()}
+    return entries, tensors, notes
 
 
 def _read_json(source: Source, path: str) -> Any:
     return json.loads(source.read_all(path, limit_bytes=MAX_COMPANION_BYTES))
 
 
-def _read_archive(
-    source: Source, path: str, parse_entries: EntryParser, known_names: Collection[str]
-) -> _CompanionContent:
-    from ckpt_tools.serialization.torch_zip import open_archive
-    from ckpt_tools.state_tree.leaves import ArchiveLocation, extract_tensors
-
-    archive = open_archive(lambda start, stop: source.read(path, start, stop), source.size(path), path)
-    leaves: dict[StateKey, TensorLeaf] = {}
-    entries = {
-        name: extract_tensors(value, ArchiveLocation(archive, path), name, leaves)
-        for name, value in parse_entries(archive.value).items()
-        if name not in known_names
-    }
-    return (
-        entries,
-        {key: TensorEntry(leaf.shape, leaf.dtype, Kind.EXTRA, leaf.shards) for key, leaf in leaves.items()},
-        [],
-    )
-
-
 def _iter_call_notes(extra: Mapping[str, Any]) -> Iterator[Note]:
     """A note for each entry with a call that ``scan`` would list. Nothing here executes it, but a loader would."""
     for name, value in extra.items():
-        call = next(_iter_refused_calls(value), None)
+        from ckpt_tools.serialization.pickle.closed_list import explain_refusal
+
+        calls = (part for part in iter_values(value) if isinstance(part, Opaque))
+        call = next((each for each in calls if explain_refusal(each) is not None), None)
         if call is not None:
             why = f"it holds a call of {call.ref}, which a loader would execute; `ckpt-tools scan` tells more"
             yield Note(Outcome.KEPT, name, why)
-
-
-def _iter_refused_calls(value: Any) -> Iterator[Opaque]:
-    """Calls in ``value`` that the closed list refuses, each object once: one may hold itself."""
-    from ckpt_tools.serialization.pickle.closed_list import explain_refusal
-
-    seen_ids = set[int]()
-    parts_left = [value]
-    while parts_left:
-        part = parts_left.pop()
-        if isinstance(part, dict):
-            parts_left += [*part.keys(), *part.values()]
-        elif isinstance(part, list | tuple | set | frozenset):
-            parts_left += part
-        elif isinstance(part, Opaque) and id(part) not in seen_ids:
-            seen_ids.add(id(part))
-            if explain_refusal(part) is not None:
-                yield part
-            parts_left += [part.args, part.kwargs, part.state, part.items, part.pairs]

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from ckpt_tools.core.dtypes import decode_number
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.values import Opaque, StoredTensor
 from ckpt_tools.trainers.record import BestCheckpoints, MetricItems, ResumeRules, Trainer
@@ -107,13 +108,10 @@ def _read_number(value: Any, archive: TorchArchive, checkpoint: SavedCheckpoint,
     """A number, or the one element of a tensor."""
     if not isinstance(value, StoredTensor) or value.numel != 1 or value.storage is None:
         return value
-    import numpy as np
-
     start, _ = archive.locate_storage(value.storage.key)
     start += value.storage_offset * value.dtype.item_bytes
     data = checkpoint.run.read(checkpoint.path_in_run(path), start, start + value.dtype.item_bytes)
-    numpy_dtype = {"float32": "<f4", "float64": "<f8", "float16": "<f2", "int64": "<i8"}.get(value.dtype.value)
-    return None if numpy_dtype is None else np.frombuffer(data, numpy_dtype)[0].item()
+    return decode_number(data, value.dtype)
 
 
 LIGHTNING = Trainer(
