@@ -111,17 +111,12 @@ def _build_fingerprint(
     # Counted are files whose names are those of a checkpoint, and all files with tensors. Files of the run's other
     # checkpoints and of other tags are not, once it is known which files are read. If it is not known, all of them
     # count, so that no change is missed.
-    counted_states = {
-        path: state for path, state in states.items() if _is_part_of_checkpoint(path) or path in (tensor_files or ())
-    }
+    counted = {path for path in states if _is_part_of_checkpoint(path) or path in (tensor_files or ())}
     if tensor_files is not None:
-        other_checkpoint_files = {
-            *list_other_checkpoint_files(Source(MemoryStore(), dict.fromkeys(states, 0)), tensor_files),
-            *_iter_other_tag_files(states, tensor_files),
-        }
-        counted_states = {path: state for path, state in counted_states.items() if path not in other_checkpoint_files}
-    times = [when for _, when in counted_states.values() if when is not None]
-    files = {path: version for path, (version, _) in sorted(counted_states.items())}
+        counted -= list_other_checkpoint_files(Source(MemoryStore(), dict.fromkeys(states, 0)), tensor_files)
+        counted.difference_update(_iter_other_tag_files(states, tensor_files))
+    times = [when for path in counted if (when := states[path][1]) is not None]
+    files = {path: states[path][0] for path in sorted(counted)}
     return Fingerprint(src, str(url), files, max(times, default=None), tensor_files)
 
 

@@ -129,7 +129,7 @@ def find_problem(checkpoint: SavedCheckpoint) -> str | None:
     except (IncompleteError, MalformedError) as error:
         return str(error)
     except UnsupportedError:
-        return None
+        pass
     return None
 
 
