@@ -21,7 +21,7 @@ SAMPLES = (DOCS / "start.md", TASKS / "samples.md")
 PAGES = sorted(set(TASKS.glob("*.md")) - {TASKS / "index.md", TASKS / "samples.md"})
 """`another-world-size.md` and so on; each of them needs the samples alone."""
 
-LONG = ("from-trainers", "zero-to-fsdp2", "in-ci")
+LONG = ("from-trainers", "zero-to-fsdp2")
 """Pages that train again, as the samples do, or start many processes: for the soak."""
 
 
