@@ -69,3 +69,11 @@ def test_who_lost_a_claim_is_told(fs, monkeypatch):
         with pytest.raises(StoreError, match="took over"):
             check_for_seconds(claim, 10)
     assert fs.cat_file(KEY) == b'{"token": "theirs"}'
+
+
+def test_a_folder_that_a_killed_run_left_empty_is_cleaned(fs):
+    """And one of another name is not: nobody knows whose it is."""
+    for name in ("0123456789abcdef", "mine"):
+        fs.makedirs(f"/bucket/run/.ckpt-tools-partial/{name}")
+    assert [left.num_bytes for left in ckpt_tools.clean(URL).leftovers] == [0]
+    assert fs.ls("/bucket/run/.ckpt-tools-partial", detail=False) == ["/bucket/run/.ckpt-tools-partial/mine"]
