@@ -55,7 +55,9 @@ def check_ended(case: Case, ended: Ended, before: dict[str, bytes]) -> None:
     if ended.code == 0:
         assert case.visible() == case.expected
     else:
-        assert SENTENCE.fullmatch(ended.stderr), ended.stderr
+        # strace counts the calls of each thread for itself, so that it may hit the one that prints the sentence too.
+        is_sentence_hit = ended.num_injected > 1 and "in echo\n" in ended.stderr
+        assert SENTENCE.fullmatch(ended.stderr) or is_sentence_hit, ended.stderr
         assert "unexpected" not in ended.stderr and 1 <= ended.code <= 9, ended.stderr
         assert case.visible() in (before, case.expected), "half a destination"
 
