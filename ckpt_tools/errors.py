@@ -129,6 +129,11 @@ class UnsupportedError(FormatError):
 class SeveralCheckpointsError(UnsupportedError):
     """A folder holds several checkpoints, and nothing says which one is meant."""
 
+    @classmethod
+    def of(cls, folders: str) -> SeveralCheckpointsError:
+        """The error that names the folders of the checkpoints, joined for a message."""
+        return cls(f"there are several checkpoints here ({folders}); name the folder of one")
+
 
 class StoreError(CkptError):
     """The disk or the network failed; a retry may help."""

@@ -80,19 +80,19 @@ def get_writable_format(name: str) -> Format:
 
 def _get_capable_format(name: str, verb: str, has_capability: Callable[[Format], bool]) -> Format:
     candidate = lookup_format(name)
-    if candidate is None or not has_capability(candidate):
-        capable_names = [each for each in list_format_names() if _may_be_capable(has_capability, each)]
-        raise UsageError(f"no format {name!r} can be {verb}; there are {', '.join(capable_names)}")
-    return candidate
+    if candidate is not None and has_capability(candidate):
+        return candidate
 
+    def may_be_capable(each: str) -> bool:
+        try:
+            other = lookup_format(each)
+        except UsageError:  # of a plug-in that cannot be imported
+            return True
+        return other is not None and has_capability(other)
 
-def _may_be_capable(has_capability: Callable[[Format], bool], name: str) -> bool:
-    """Whether the format ``name`` has the capability; True too if it is of a plug-in that cannot be imported."""
-    try:
-        candidate = lookup_format(name)
-    except UsageError:
-        return True
-    return candidate is not None and has_capability(candidate)
+    raise UsageError(
+        f"no format {name!r} can be {verb}; there are {', '.join(filter(may_be_capable, list_format_names()))}"
+    )
 
 
 def find_format(source: Source, name: str | None = None) -> Format:
@@ -124,9 +124,7 @@ def find_format(source: Source, name: str | None = None) -> Format:
     # The folder of a run, where formats look for one checkpoint.
     finished_steps = [each.name for each in find_members(source) if each.is_numbered and each.is_finished]
     if len(finished_steps) > 1:
-        raise SeveralCheckpointsError(
-            f"there are several checkpoints here ({join_newest(finished_steps)}); name the folder of one"
-        )
+        raise SeveralCheckpointsError.of(join_newest(finished_steps))
     _refuse_unsupported_formats(source)
     detected_names = [each for each, entry in BUILTIN_FORMATS.items() if entry.signs]
     raise UnsupportedError(

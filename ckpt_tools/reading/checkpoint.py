@@ -121,7 +121,7 @@ def _refuse_other_steps(source: Source, manifest: Manifest, options: ReadOptions
     other_names = [each.name for each in find_other_checkpoints(source, used_files) if each.is_finished]
     if other_names:
         names = join_newest([*other_names, min(used_files).rpartition("/")[0]])
-        raise SeveralCheckpointsError(f"there are several checkpoints here ({names}); name the folder of one")
+        raise SeveralCheckpointsError.of(names)
 
 
 def get_error_path(source: Source) -> str:

@@ -20,21 +20,16 @@ from ckpt_tools.stores.source import Source
 RUN_CONFIG_FILE = "run_config.yaml"
 MAX_YAML_BYTES = 4 << 20
 
+_SHARED_KEYS = (
+    *("hidden_size", "vocab_size", "num_attention_heads", "num_experts", "mamba_num_heads", "mamba_head_dim"),
+    *("linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads"),
+)
 _CONFIG_KEYS = {
+    **{key: key for key in _SHARED_KEYS},
     "num_layers": "num_hidden_layers",
-    "hidden_size": "hidden_size",
-    "vocab_size": "vocab_size",
-    "num_attention_heads": "num_attention_heads",
     "num_query_groups": "num_key_value_heads",
     "kv_channels": "head_dim",
-    "num_experts": "num_experts",
     "num_moe_experts": "num_experts",
-    "linear_key_head_dim": "linear_key_head_dim",
-    "linear_value_head_dim": "linear_value_head_dim",
-    "linear_num_key_heads": "linear_num_key_heads",
-    "linear_num_value_heads": "linear_num_value_heads",
-    "mamba_num_heads": "mamba_num_heads",
-    "mamba_head_dim": "mamba_head_dim",
     "mamba_num_groups": "n_groups",
     "mamba_state_dim": "ssm_state_size",
 }

@@ -41,7 +41,7 @@ def _find_halves(source: Source, format_name: str | None) -> CheckpointHalves | 
         return None
     if len(contents_paths) > 1:
         names = ", ".join(each.rpartition("/")[0] or "the folder itself" for each in sorted(contents_paths))
-        raise SeveralCheckpointsError(f"there are several checkpoints here ({names}); name the folder of one")
+        raise SeveralCheckpointsError.of(names)
     (path,) = contents_paths
     step, contents = _read_contents(source, path)
     model_part, optimizer_part = contents.get("model"), contents.get("optimizer")

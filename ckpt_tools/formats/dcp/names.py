@@ -86,9 +86,7 @@ def find_metadata_files(paths: Iterable[str]) -> list[str]:
             _refuse_mixed_saves(rank_indexes, folder)
         _refuse_folders_without_metadata(paths, {*folders, *(path.rpartition("/")[0] for path in rank_indexes)})
         return metadata_paths
-    raise SeveralCheckpointsError(
-        f"there are several checkpoints here ({join_newest(folders)}); name the folder of one"
-    )
+    raise SeveralCheckpointsError.of(join_newest(folders))
 
 
 def _refuse_mixed_saves(rank_indexes: list[str], folder: str) -> None:
@@ -121,9 +119,7 @@ def _order_rank_indexes(rank_indexes: list[str]) -> list[str]:
     """The files of ranks that saved without collectives, from rank 0 on."""
     folders = sorted({path.rpartition("/")[0] for path in rank_indexes})
     if len(folders) > 1:
-        raise SeveralCheckpointsError(
-            f"there are several checkpoints here ({join_newest(folders)}); name the folder of one"
-        )
+        raise SeveralCheckpointsError.of(join_newest(folders))
     by_rank = {
         int(match[1]): path for path in rank_indexes if (match := RANK_INDEX_NAME.fullmatch(path.rpartition("/")[2]))
     }

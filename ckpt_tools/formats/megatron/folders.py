@@ -127,7 +127,7 @@ def _find_only_prefix(source: Source, prefixes: list[str]) -> str:
         raise SourceNotFoundError(f"there is no checkpoint of megatron-core in {source.store.url}")
     if len(prefixes) > 1:
         names = join_newest([prefix.rstrip("/") or "the folder itself" for prefix in prefixes])
-        raise SeveralCheckpointsError(f"there are several checkpoints here ({names}); name the folder of one")
+        raise SeveralCheckpointsError.of(names)
     return prefixes[0]
 
 

@@ -80,7 +80,7 @@ def _find_folder(source: Source) -> str:
         raise SourceNotFoundError(f"there is no {METADATA_FILE} in {source.store.url}")
     if len(prefixes) > 1:
         names = join_newest([prefix.rstrip("/") or "the folder itself" for prefix in prefixes])
-        raise SeveralCheckpointsError(f"there are several checkpoints here ({names}); name the folder of one")
+        raise SeveralCheckpointsError.of(names)
     return prefixes[0]
 
 

@@ -88,9 +88,7 @@ def _find_tree_folders(source: Source) -> list[str]:
     ]
     if nested_folders or ("" in tree_folders and len(tree_folders) > 1):
         folders = sorted({folder.partition("/")[0] for folder in tree_folders})
-        raise SeveralCheckpointsError(
-            f"there are several checkpoints here ({join_names(folders)}); name the folder of one"
-        )
+        raise SeveralCheckpointsError.of(join_names(folders))
     databases = [path.rpartition("/")[0] for path in source.files if path.rpartition("/")[2] == OCDBT_MANIFEST]
     # Each process leaves a database inside that of its item.
     item_databases = [folder for folder in databases if not folder.rpartition("/")[2].startswith("ocdbt.process_")]

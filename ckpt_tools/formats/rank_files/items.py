@@ -174,8 +174,7 @@ def _find_folder(source: Source) -> str:
     if at_top or not below:
         return ""
     if len(below) > 1:
-        message = f"there are several checkpoints here ({join_names(below)}); name the folder of one"
-        raise SeveralCheckpointsError(message)
+        raise SeveralCheckpointsError.of(join_names(below))
     return below[0]
 
 
