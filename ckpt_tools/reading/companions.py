@@ -20,10 +20,12 @@ from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import StorageOptions, open_source
 from ckpt_tools.trainers.verl import HUGGING_FACE_FOLDER
 
+MAX_CONFIG_BYTES = 16 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class Companion:
-    """A file that belongs to a checkpoint, in the folder ``prefix`` of ``source``.
+    """A file that belongs to a checkpoint: ``name`` in the folder ``prefix`` of ``source``.
 
     ``place`` is ``named`` by the user, ``around`` the weights in the same source, ``beside`` a single file or
     ``above`` a folder. ``open_sibling`` opens other files of the last two by name, if they exist.
@@ -31,8 +33,12 @@ class Companion:
 
     place: str
     source: Source
+    name: str
     prefix: str = ""
     open_sibling: Callable[[str], Source | None] | None = None
+
+    def read(self) -> bytes:
+        return self.source.read_all(self.prefix + self.name, limit_bytes=MAX_CONFIG_BYTES)
 
 
 def iter_companions(
@@ -48,10 +54,10 @@ def iter_companions(
     if config_folder is not None:
         named_source = open_source(config_folder, storage_options)
         if name in named_source.files:
-            yield Companion("named", named_source)
+            yield Companion("named", named_source, name)
     for prefix in iter_folders_around(weight_files):
         if prefix + name in source.files:
-            yield Companion("around", source, prefix)
+            yield Companion("around", source, name, prefix)
     folder_url, is_above = _find_nearby_folder(url, source)
 
     def open_nearby(file_name: str) -> Source | None:
@@ -61,7 +67,7 @@ def iter_companions(
         return None
 
     if folder_url is not None and (file_source := open_nearby(name)) is not None:
-        yield Companion("above" if is_above else "beside", file_source, open_sibling=open_nearby)
+        yield Companion("above" if is_above else "beside", file_source, name, open_sibling=open_nearby)
 
 
 def list_weight_files(manifest: Manifest) -> frozenset[str]:

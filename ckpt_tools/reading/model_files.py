@@ -33,7 +33,7 @@ from ckpt_tools.core.ties import make_untied_config, match_ties_to_config
 from ckpt_tools.core.trainer_folder import CompanionFile
 from ckpt_tools.errors import CkptError, MalformedError, UsageError
 from ckpt_tools.formats.base import Format
-from ckpt_tools.reading.companions import Companion, iter_folders_around, list_weight_files
+from ckpt_tools.reading.companions import MAX_CONFIG_BYTES, Companion, iter_folders_around, list_weight_files
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.stores.output_names import MARKER_NAMES, OutputForm
 from ckpt_tools.stores.source import Source, Store
@@ -50,7 +50,6 @@ from ckpt_tools.trainers.transformers import (
 )
 from ckpt_tools.trainers.verl import HUGGING_FACE_FOLDER
 
-MAX_CONFIG_BYTES = 16 << 20
 MAX_FILE_BYTES = 256 << 20
 """The largest vocabularies have about 35 MB."""
 

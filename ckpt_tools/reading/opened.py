@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from ckpt_tools.reading.companions import Companion
     from ckpt_tools.reading.model_files import ModelFiles
 
-MAX_CONFIG_BYTES = 16 << 20
-
 
 @dataclass(frozen=True)
 class OpenedCheckpoint:
@@ -76,7 +74,7 @@ class OpenedCheckpoint:
                 f"there is no {ADAPTER_CONFIG_FILE} {where}beside {self.url}; name the folder that has it with "
                 f"{format_option('config')}"
             )
-        return companion.source.read_all(companion.prefix + ADAPTER_CONFIG_FILE, limit_bytes=MAX_CONFIG_BYTES)
+        return companion.read()
 
     def _iter_companions(self, name: str, weight_files: Collection[str]) -> Iterator[Companion]:
         from ckpt_tools.reading.companions import iter_companions

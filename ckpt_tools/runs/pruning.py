@@ -110,14 +110,14 @@ def prune_run(url: str | Path, rules: PruneRules, *, yes: bool, storage_options:
                 or _describe_unknown_files(member, contents)
             )
             candidates.append(PruneCandidate(member, shown, protection_reason, _is_recent(shown)))
-        keep_reasons = _decide(candidates, rules)
+        keep_reasons = _decide_what_stays(candidates, rules)
         going = [each.member for each in candidates if keep_reasons[each.name] is None]
         if yes and going:
             _remove_members(going, str(url), destination, storage_options)
         return PruneReport(str(url), tuple(_make_pruned(each, keep_reasons[each.name]) for each in candidates), yes)
 
 
-def _decide(candidates: Sequence[PruneCandidate], rules: PruneRules) -> dict[str, str | None]:
+def _decide_what_stays(candidates: Sequence[PruneCandidate], rules: PruneRules) -> dict[str, str | None]:
     """Why each checkpoint stays, by name; None for those that go. Raises as :func:`prune_run`."""
     # First the pure rules, then the step that reads: the checkpoints that stay are opened, and the command is refused
     # if one that goes holds more. That step may also keep the newest with optimizer state.
