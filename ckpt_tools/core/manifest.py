@@ -193,6 +193,10 @@ class ParamGroup:
     params: tuple[str, ...]
     options: Mapping[str, Any]
 
+    def rename_params(self, new_names: Mapping[str, str]) -> ParamGroup:
+        """The group with other names for some parameters; of those that become one name, the first counts."""
+        return replace(self, params=tuple(dict.fromkeys(new_names.get(name, name) for name in self.params)))
+
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
@@ -362,6 +366,11 @@ class Manifest:
     @property
     def fqns(self) -> frozenset[str]:
         return frozenset(key.fqn for key in self.tensors)
+
+    @property
+    def weights(self) -> dict[str, TensorEntry]:
+        """Parameters and buffers by fqn, in their order."""
+        return {key.fqn: e for key, e in self.tensors.items() if key.slot == WEIGHT and e.kind is not Kind.EXTRA}
 
     @property
     def weight_dtypes(self) -> dict[str, DType]:

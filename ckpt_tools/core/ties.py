@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
-from ckpt_tools.core.manifest import WEIGHT, EqualPair, Kind, Manifest, StateKey, TensorEntry
+from ckpt_tools.core.manifest import EqualPair, Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.transforms import TransformResult
@@ -111,7 +111,7 @@ def untie_heads(manifest: Manifest, *, is_tied: bool) -> TransformResult:
     Raises:
         UsageError: the name of the head is not known.
     """
-    weights, aliases, notes = _get_weight_entries(manifest), dict(manifest.aliases), list[Note]()
+    weights, aliases, notes = manifest.weights, dict(manifest.aliases), list[Note]()
     heads = dict(iter_head_embedding_pairs(weights, aliases))
     if is_tied and not heads:
         names = list(filter(is_embedding, weights))
@@ -141,7 +141,7 @@ def match_ties_to_config(manifest: Manifest, config: Mapping[str, Any], *, untie
         return untied_manifest, (*notes, *([flag_note] if untie and is_tied else []))
     if not is_tied or False in _read_stated_flags(config):
         return manifest, ()
-    weights = _get_weight_entries(manifest)
+    weights = manifest.weights
     owner_by_head = dict(iter_head_embedding_pairs(weights, {}))
     for head in sorted(filter(is_head, weights.keys() - owner_by_head.keys())):
         for owner in filter(is_embedding, weights):
@@ -164,7 +164,3 @@ def make_tied_pair(what: str, first: TensorEntry, second: TensorEntry) -> EqualP
 def _suggest_tie_fix() -> str:
     untie, exclude = format_option("untie", True), format_option("exclude")
     return f"{untie} writes both, and {TIE_FLAG} as false; or leave one out with {exclude}"
-
-
-def _get_weight_entries(manifest: Manifest) -> dict[str, TensorEntry]:
-    return {key.fqn: e for key, e in manifest.tensors.items() if key.slot == WEIGHT and e.kind is not Kind.EXTRA}

@@ -34,9 +34,7 @@ def keep_model_only(
     Raises:
         UnsupportedError: there is state, and no weight.
     """
-    kept_tensors = {
-        key: entry for key, entry in manifest.tensors.items() if key.slot == WEIGHT and entry.kind is not Kind.EXTRA
-    }
+    kept_tensors = {StateKey(name): entry for name, entry in manifest.weights.items()}
     if weight_copy == "master":
         kept_tensors = {key: _use_master(manifest, key, entry) for key, entry in kept_tensors.items()}
     values = {key: value for key, value in manifest.values.items() if key.slot == WEIGHT}
@@ -180,11 +178,13 @@ def mark_buffers(manifest: Manifest, globs: Sequence[str]) -> TransformResult:
     Raises:
         UsageError: a glob matches nothing, or a parameter that the optimizer trains.
     """
-    weights = {key: e for key, e in manifest.tensors.items() if key.slot == WEIGHT and e.kind is not Kind.EXTRA}
+    weights = manifest.weights
     trained_names = {name for group in manifest.groups for name in group.params}
-    matching.check_buffer_globs([key.fqn for key in weights], globs, trained_names)
+    matching.check_buffer_globs([*weights], globs, trained_names)
     buffers = {
-        key: replace(e, kind=Kind.BUFFER) for key, e in weights.items() if matching.is_selected(key.fqn, globs, ())
+        StateKey(name): replace(entry, kind=Kind.BUFFER)
+        for name, entry in weights.items()
+        if matching.is_selected(name, globs, ())
     }
     return replace(manifest, tensors={**manifest.tensors, **buffers}), ()
 

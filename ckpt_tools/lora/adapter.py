@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, StateKey, TensorEntry
+from ckpt_tools.core.manifest import Manifest, StateKey, TensorEntry
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.renaming import rename_tensors, strip_wrappers
 from ckpt_tools.core.transforms import keep_model_only
@@ -26,9 +26,7 @@ class Adapter:
 
 def map_weight_keys(manifest: Manifest) -> dict[str, StateKey]:
     """The weights of a manifest by name, tied names too."""
-    keys = {
-        key.fqn: key for key, entry in manifest.tensors.items() if key.slot == WEIGHT and entry.kind is not Kind.EXTRA
-    }
+    keys = {name: StateKey(name) for name in manifest.weights}
     return keys | {alias: keys[owner] for alias, owner in manifest.aliases.items() if owner in keys}
 
 

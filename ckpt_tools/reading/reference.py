@@ -10,7 +10,7 @@ from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.formats.index import find_format
 from ckpt_tools.reading.checkpoint import read_source
 from ckpt_tools.reading.model_files import read_model_config
-from ckpt_tools.recipes.like import Reference, ReferenceMatcher, ReferenceTensor, select_weights
+from ckpt_tools.recipes.like import Reference, ReferenceMatcher, ReferenceTensor
 from ckpt_tools.recipes.search import iter_mappings
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import StorageOptions, open_source
@@ -27,7 +27,7 @@ def read_reference(folder: str | Path, storage_options: StorageOptions) -> Refer
     if config is not None and not _has_weights(source):
         return Reference(str(folder), config=config)
     opened_source, manifest = read_source(source, ReadOptions())
-    weights = select_weights(manifest)
+    weights = manifest.weights
     if not weights:
         raise UsageError(f"{format_option('like', folder)} holds no weights")
     tensors = {name: ReferenceTensor(entry.shape, entry.dtype) for name, entry in weights.items()}

@@ -102,10 +102,7 @@ def apply_recipe_ties(manifest: Manifest, recipe: Recipe, config: Mapping[str, A
                 )
             del tensors[StateKey(alias)]
         aliases[alias] = owner
-    groups = tuple(
-        replace(group, params=tuple(dict.fromkeys(aliases.get(name, name) for name in group.params)))
-        for group in manifest.groups
-    )
+    groups = tuple(group.rename_params(aliases) for group in manifest.groups)
     if recipe.is_inverse and not recipe.has_left_ties:
         aliases = {alias: owner for alias, owner in aliases.items() if alias not in recipe.tied_names}
     return replace(manifest, tensors=tensors, aliases=aliases, groups=groups, must_equal=tuple(equal_pairs))

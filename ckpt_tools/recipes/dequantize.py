@@ -114,10 +114,9 @@ def dequantize(manifest: Manifest, config: Mapping[str, Any] | None) -> Transfor
 def _iter_quantized_modules(manifest: Manifest) -> Iterator[QuantizedModule]:
     """The modules that hold a quantized tensor or a scale, with all their tensors."""
     tensors_by_prefix: dict[str, dict[str, TensorEntry]] = {}
-    for key, entry in manifest.tensors.items():
-        if key.slot == WEIGHT and entry.kind is not Kind.EXTRA:
-            prefix, dot, name = key.fqn.rpartition(".")
-            tensors_by_prefix.setdefault(prefix + dot, {})[name] = entry
+    for fqn, entry in manifest.weights.items():
+        prefix, dot, name = fqn.rpartition(".")
+        tensors_by_prefix.setdefault(prefix + dot, {})[name] = entry
     for prefix, tensors in tensors_by_prefix.items():
         if any(is_quantized(name, entry.dtype) or SCALE_NAMES.fullmatch(name) for name, entry in tensors.items()):
             yield QuantizedModule(prefix, tensors)
@@ -142,13 +141,7 @@ def _iter_weights(
 
 def _find_activation_names(manifest: Manifest) -> set[str]:
     """Names of single scales of activations and caches, which may lie in any module."""
-    return {
-        key.fqn
-        for key, entry in manifest.tensors.items()
-        if key.slot == WEIGHT
-        and entry.kind is not Kind.EXTRA
-        and _ACTIVATION_NAME.fullmatch(key.fqn.rpartition(".")[2])
-    }
+    return {name for name in manifest.weights if _ACTIVATION_NAME.fullmatch(name.rpartition(".")[2])}
 
 
 def _choose_dtype(config: Mapping[str, Any]) -> DType:
@@ -180,17 +173,13 @@ def _replace_weights(
             num_by_dtype[entry.dtype] = num_by_dtype.get(entry.dtype, 0) + 1
         elif key.fqn not in removed_names or entry.kind is Kind.EXTRA:
             tensors[key] = entry
+    new_names = {name: new_name for name, (new_name, _) in weight_by_name.items()}
     aliases = {
-        alias: weight_by_name[owner][0] if owner in weight_by_name else owner
+        alias: new_names.get(owner, owner)
         for alias, owner in manifest.aliases.items()
         if owner in weight_by_name or owner not in removed_names
     }
-    groups = tuple(
-        replace(
-            group, params=tuple(weight_by_name[name][0] if name in weight_by_name else name for name in group.params)
-        )
-        for group in manifest.groups
-    )
+    groups = tuple(group.rename_params(new_names) for group in manifest.groups)
     notes = tuple(
         Note(
             Outcome.CAST,

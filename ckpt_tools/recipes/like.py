@@ -154,13 +154,12 @@ class ReferenceMatcher:
         wanted = self.reference.tensors
         if not wanted:
             return transforms.cast_weights(manifest, self._config_dtype)
-        tensors = {
-            key: entry.cast_to(wanted[key.fqn].dtype)
-            if key.slot == WEIGHT and entry.kind is not Kind.EXTRA and key.fqn in wanted
-            else entry
-            for key, entry in manifest.tensors.items()
+        cast = {
+            StateKey(name): entry.cast_to(wanted[name].dtype)
+            for name, entry in manifest.weights.items()
+            if name in wanted
         }
-        return replace(manifest, tensors=tensors), ()
+        return replace(manifest, tensors={**manifest.tensors, **cast}), ()
 
     @property
     def excluded_names(self) -> frozenset[str]:
@@ -236,7 +235,7 @@ def _drop_equal_results(fitting: Iterable[_MappingAttempt]) -> list[_MappingAtte
 
 def _is_same_fit(one: ReferenceFit | None, other: ReferenceFit | None) -> bool:
     assert one is not None and other is not None, "both fit"
-    first, second = select_weights(one.manifest), select_weights(other.manifest)
+    first, second = one.manifest.weights, other.manifest.weights
     return (one.owners, one.ties, first.keys()) == (other.owners, other.ties, second.keys()) and all(
         has_same_elements(entry.shards, second[name].shards) and entry.plus == second[name].plus
         for name, entry in first.items()
@@ -279,11 +278,6 @@ class ReferenceFit:
         return len(self.missing_names) + len(self.unexpected_names) + len(self.mismatches)
 
 
-def select_weights(manifest: Manifest) -> dict[str, TensorEntry]:
-    """Parameters and buffers by name."""
-    return {key.fqn: e for key, e in manifest.tensors.items() if key.slot == WEIGHT and e.kind is not Kind.EXTRA}
-
-
 def fit_to_reference(manifest: Manifest, reference: Reference) -> ReferenceFit:
     """Compares the weights of ``manifest`` with those of ``reference``, which holds tensors."""
     # Names by where they are:
@@ -292,7 +286,7 @@ def fit_to_reference(manifest: Manifest, reference: Reference) -> ReferenceFit:
     #     not in the source   a tie, else missing       -
     expected, sizes = reference.tensors, reference.vocabulary_sizes
     manifest = transforms.reassign_owners(manifest, expected.__contains__)
-    weights, aliases = select_weights(manifest), manifest.aliases
+    weights, aliases = manifest.weights, manifest.aliases
     owners = {name: aliases[name] for name in expected if name in aliases}
     ties = {alias: owner for alias, owner in aliases.items() if alias not in expected and owner in expected}
     # Embeddings and heads have a row for each token. Two of one shape may be tied, unless the configuration denies it.
@@ -386,7 +380,7 @@ def derive_tensors_from_config(reference: Reference, manifest: Manifest) -> Refe
     Raises:
         UsageError: it has a vocabulary, and no tensor is of tokens.
     """
-    weights, sizes = select_weights(manifest), reference.vocabulary_sizes
+    weights, sizes = manifest.weights, reference.vocabulary_sizes
     tensors = {
         name: ReferenceTensor(_resize_to_vocabulary(name, entry, sizes), entry.dtype)
         for name, entry in weights.items()
@@ -410,7 +404,7 @@ def _resize_to_vocabulary(name: str, entry: TensorEntry, sizes: Collection[int])
 def adapt_to_reference(fit: ReferenceFit) -> TransformResult:
     """The manifest with the names, ties and numbers of rows of the reference. Every name must fit."""
     manifest, reference = fit.manifest, fit.reference
-    shapes = {name: entry.shape for name, entry in select_weights(manifest).items()}
+    shapes = {name: entry.shape for name, entry in manifest.weights.items()}
     rows = {fit.owners.get(name, name): number for name, number in fit.num_rows.items()}
     rows |= {name: rows[owner] for name, tie in fit.ties.items() if (owner := fit.owners.get(tie, tie)) in rows}
     resized = {
@@ -424,10 +418,7 @@ def adapt_to_reference(fit: ReferenceFit) -> TransformResult:
         manifest,
         tensors={**weights, **_reassign_state(tensors, fit.ties)},
         aliases=reference.aliases,
-        groups=tuple(
-            replace(group, params=tuple(dict.fromkeys(fit.ties.get(name, name) for name in group.params)))
-            for group in manifest.groups
-        ),
+        groups=tuple(group.rename_params(fit.ties) for group in manifest.groups),
         literals={**manifest.literals, **({ZEROS_FILE: bytes(MAX_ITEM_BYTES)} if rows else {})},
         must_equal=(*manifest.must_equal, *_iter_unverified_ties(fit, tensors)),
     )

@@ -22,7 +22,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, TensorEntry
+from ckpt_tools.core.manifest import Kind, Manifest, TensorEntry
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.messages.wording import join_names
@@ -53,9 +53,7 @@ def classify_untrained(manifest: Manifest, trained_names: Collection[str]) -> Un
     Without an optimizer nothing is frozen: untrained tensors are stored whole, as buffers are, since such a checkpoint
     is loaded as weights alone, and then DeepSpeed asks for no fragments.
     """
-    model_tensors = {
-        key.fqn: e for key, e in manifest.tensors.items() if key.slot == WEIGHT and e.kind is not Kind.EXTRA
-    }
+    model_tensors = manifest.weights
     forced_kind = None if manifest.groups else Kind.BUFFER
     kinds = {
         name: Kind.PARAMETER if name in trained_names else forced_kind or entry.kind

@@ -20,7 +20,7 @@ from functools import cached_property
 from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.layout import FileLayout, Padding, Payload, Segment
-from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, StateKey
+from ckpt_tools.core.manifest import Manifest, StateKey
 from ckpt_tools.core.values import OrderedDict, StoredTensor, Value
 from ckpt_tools.formats.deepspeed.common.partition import (
     MUON_MOMENTUM_SLOT,
@@ -190,8 +190,7 @@ def _build_module(target: ZeroTarget, builder: TorchFileBuilder, weights: Mappin
     manifest = target.state.manifest
     buffers = {name: builder.add_whole_tensor(StateKey(name), entry) for name, entry in target.state.buffers.items()}
     value_by_name: dict[str, Value] = {**weights, **buffers}
-    order = (key.fqn for key, e in manifest.tensors.items() if key.slot == WEIGHT and e.kind is not Kind.EXTRA)
-    module = {name: value_by_name[name] for name in order}
+    module = {name: value_by_name[name] for name in manifest.weights}
     module |= {alias: value_by_name[owner] for alias, owner in manifest.aliases.items() if owner in value_by_name}
     return OrderedDict(module | builder.add_referenced_tensors(dict(target.extras.module)))
 
