@@ -97,7 +97,8 @@ def dequantize(manifest: Manifest, config: Mapping[str, Any] | None) -> Transfor
         used_names |= {module.prefix + name for name in module.used_names}
     if not weights:
         raise UsageError(f"{format_option('dequantize', True)}: no tensor is quantized")
-    activations = _find_activation_names(manifest)
+    # Single scales of activations and caches may lie in any module.
+    activations = {name for name in manifest.weights if _ACTIVATION_NAME.fullmatch(name.rpartition(".")[2])}
     manifest, notes = _replace_weights(manifest, weights, used_names | activations, _choose_dtype(config))
     if activations:
         what = format_count(len(activations), "tensor") + " of quantized activations or caches"
@@ -137,11 +138,6 @@ def _iter_weights(
         is_known = name in module.used_names or _ACTIVATION_NAME.fullmatch(name)
         if not is_known and (is_quantized(name, entry.dtype) or _COMPANION_NAME.search(name)):
             raise module.make_refusal(name, f"what this {entry.dtype.value} tensor is for is not known")
-
-
-def _find_activation_names(manifest: Manifest) -> set[str]:
-    """Names of single scales of activations and caches, which may lie in any module."""
-    return {name for name in manifest.weights if _ACTIVATION_NAME.fullmatch(name.rpartition(".")[2])}
 
 
 def _choose_dtype(config: Mapping[str, Any]) -> DType:

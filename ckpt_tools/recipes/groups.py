@@ -250,7 +250,13 @@ def _count_indices(group: TensorGroup, env: SizeValues) -> dict[str, int]:
     extents = [[counts[variable] for variable in list_indexed_variables(pattern)] for pattern in line.left]
     num_missing = sum(map(prod, extents)) - len(group.source_names)
     if num_missing:
-        first = list(islice(_iter_missing_names(group, extents), MAX_LISTED_NAMES))
+        missing_names = (
+            _fill_pattern(pattern, group.variable_values, indices)
+            for which, pattern in enumerate(line.left)
+            for indices in _iter_indices(extents[which])
+            if (which, indices) not in group.source_names
+        )
+        first = list(islice(missing_names, MAX_LISTED_NAMES))
         more = f" and {num_missing - len(first):,} more" if num_missing > len(first) else ""
         known = [f"{name} = {number:,}" for name, number in counts.items()]
         why = f" ({', '.join(known)})" if known else ""
@@ -259,13 +265,6 @@ def _count_indices(group: TensorGroup, env: SizeValues) -> dict[str, int]:
             f"{', '.join(first)}{more}{why}; a part of a model cannot be mapped"
         )
     return counts
-
-
-def _iter_missing_names(group: TensorGroup, extents: Sequence[Sequence[int]]) -> Iterator[str]:
-    for which, pattern in enumerate(group.line.left):
-        for indices in _iter_indices(extents[which]):
-            if (which, indices) not in group.source_names:
-                yield _fill_pattern(pattern, group.variable_values, indices)
 
 
 def _iter_indices(extents: Sequence[int]) -> Iterator[Indices]:

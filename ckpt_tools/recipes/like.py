@@ -380,12 +380,12 @@ def derive_tensors_from_config(reference: Reference, manifest: Manifest) -> Refe
     Raises:
         UsageError: it has a vocabulary, and no tensor is of tokens.
     """
-    weights, sizes = manifest.weights, reference.vocabulary_sizes
-    tensors = {
-        name: ReferenceTensor(_resize_to_vocabulary(name, entry, sizes), entry.dtype)
-        for name, entry in weights.items()
-        if not (reference.is_tied and _HEAD.fullmatch(name))
-    }
+    sizes, tensors = reference.vocabulary_sizes, dict[str, ReferenceTensor]()
+    for name, entry in manifest.weights.items():
+        if not (reference.is_tied and _HEAD.fullmatch(name)):
+            is_resized = len(sizes) == 1 and entry.shape and _EMBEDDING.fullmatch(name)
+            shape = (*sizes, *entry.shape[1:]) if is_resized else entry.shape
+            tensors[name] = ReferenceTensor(shape, entry.dtype)
     if reference.is_tied is False:
         tensors |= {alias: tensors[owner] for alias, owner in manifest.aliases.items()}
     if sizes and not any(shape and shape[0] in sizes for shape, _ in tensors.values()):
@@ -394,11 +394,6 @@ def derive_tensors_from_config(reference: Reference, manifest: Manifest) -> Refe
             f"{join_names([f'{each:,}' for each in sizes])} tokens, and no tensor of the source has so many rows"
         )
     return replace(reference, tensors=tensors)
-
-
-def _resize_to_vocabulary(name: str, entry: TensorEntry, sizes: Collection[int]) -> Shape:
-    is_resized = len(sizes) == 1 and entry.shape and _EMBEDDING.fullmatch(name)
-    return (*sizes, *entry.shape[1:]) if is_resized else entry.shape
 
 
 def adapt_to_reference(fit: ReferenceFit) -> TransformResult:

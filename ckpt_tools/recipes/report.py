@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from ckpt_tools.core.manifest import Kind, Manifest, TensorEntry
+from ckpt_tools.core.manifest import Kind, Manifest
 from ckpt_tools.core.notes import Note
 from ckpt_tools.core.shards import ByteRange, ShardTable
 from ckpt_tools.messages.showing import DisplayableResult
@@ -79,9 +79,11 @@ def make_recipe_map(manifest: Manifest, recipe: Recipe, step: ManifestStep) -> R
     """The map of ``recipe``, which ``step`` applies. Raises CkptError as it does."""
     # Each tensor is a file of its own here, so that the shards of a result name the tensors that they are from.
     names = {str(number): key.fqn for number, key in enumerate(manifest.tensors)}
-    separate_entries = {
-        key: _move_to_own_file(entry, file) for file, (key, entry) in zip(names, manifest.tensors.items(), strict=True)
-    }
+    separate_entries = {}
+    for file, (key, entry) in zip(names, manifest.tensors.items(), strict=True):
+        dtype, framing = entry.shards.dtype, entry.shards.framing
+        whole_file = ByteRange(file, 0, entry.numel * dtype.item_bytes)
+        separate_entries[key] = replace(entry, shards=ShardTable.whole(entry.shape, dtype, whole_file, framing=framing))
     made, notes = step(replace(manifest, tensors=separate_entries))
     kept = made.select_kinds(Kind.PARAMETER, Kind.BUFFER, Kind.STATE)
     mapped = []
@@ -90,11 +92,3 @@ def make_recipe_map(manifest: Manifest, recipe: Recipe, step: ManifestStep) -> R
         source_names = tuple(dict.fromkeys(names[file] for file in files if file in names))
         mapped.append(MappedTensor(*key, entry.shape, entry.dtype.value, source_names))
     return RecipeMap(UsedRecipe.of(recipe), tuple(mapped), notes)
-
-
-def _move_to_own_file(entry: TensorEntry, file: str) -> TensorEntry:
-    """The tensor as it would be if ``file`` were its own."""
-    dtype = entry.shards.dtype
-    whole_file = ByteRange(file, 0, entry.numel * dtype.item_bytes)
-    table = ShardTable.whole(entry.shape, dtype, whole_file, framing=entry.shards.framing)
-    return replace(entry, shards=table)
