@@ -41,27 +41,24 @@ _RIGHT_KEY = re.compile(r"^right\s*=.*$", re.MULTILINE)
 
 
 @cache
+def _find_pages() -> Mapping[str, Path | str]:
+    """The file or the block of each recipe, in the order of names. A block has the first line of its file before it,
+    which is the source of all."""
+    source, *names_and_blocks = _BLOCK_NAME.split((BUILT_IN_FOLDER / "transformers.txt").read_text())
+    names, blocks = names_and_blocks[::2], names_and_blocks[1::2]
+    pages: dict[str, Path | str] = {path.stem: path for path in BUILT_IN_FOLDER.glob("*.toml")}
+    pages |= {name: f"{source.strip()}\n{block.strip()}" for name, block in zip(names, blocks, strict=True)}
+    return dict(sorted(pages.items()))
+
+
 def list_built_in_names() -> tuple[str, ...]:
-    return tuple(sorted((*_find_page_files(), *_read_blocks())))
+    return tuple(_find_pages())
 
 
 def read_built_in_page(name: str) -> str:
     """The page of a recipe of ``list_built_in_names``."""
-    path = _find_page_files().get(name)
-    return make_page(_read_blocks()[name]) if path is None else path.read_text()
-
-
-@cache
-def _find_page_files() -> Mapping[str, Path]:
-    return {path.stem: path for path in BUILT_IN_FOLDER.glob("*.toml")}
-
-
-@cache
-def _read_blocks() -> Mapping[str, str]:
-    """The blocks of families by name, each with the source, which is the first line of the file."""
-    source, *names_and_blocks = _BLOCK_NAME.split((BUILT_IN_FOLDER / "transformers.txt").read_text())
-    pairs = zip(names_and_blocks[::2], names_and_blocks[1::2], strict=True)
-    return {name: f"{source.strip()}\n{block.strip()}" for name, block in pairs}
+    page = _find_pages()[name]
+    return make_page(page) if isinstance(page, str) else page.read_text()
 
 
 def make_page(block: str) -> str:
