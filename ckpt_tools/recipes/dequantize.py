@@ -7,7 +7,7 @@ rule of its method (``quantization_methods``). A tensor whose use is not known i
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -40,7 +40,7 @@ from ckpt_tools.recipes.quantization_methods import (
     PLAIN_FP8,
     SCALE_DTYPES,
     MethodRule,
-    QuantizedModule,
+    QuantizedTensor,
     dequantize_plain_fp8,
     make_config_error,
 )
@@ -91,10 +91,10 @@ def dequantize(manifest: Manifest, config: Mapping[str, Any] | None) -> Transfor
         )
     weights: dict[str, tuple[str, ScaledWeight]] = {}
     used_names: set[str] = set()
-    for module in _iter_quantized_modules(manifest):
-        for name, computed in _iter_weights(module, METHOD_RULES.get(method, dequantize_plain_fp8), quantization):
-            weights[module.prefix + name[0]] = module.prefix + name[1], computed
-        used_names |= {module.prefix + name for name in module.used_names}
+    rule = METHOD_RULES.get(method, dequantize_plain_fp8)
+    for prefix, tensors in _iter_quantized_modules(manifest):
+        module = [QuantizedTensor(prefix, tensors, used_names, name, quantization) for name in tensors]
+        weights |= _make_weights(module, rule)
     if not weights:
         raise UsageError(f"{format_option('dequantize', True)}: no tensor is quantized")
     # Single scales of activations and caches may lie in any module.
@@ -112,32 +112,33 @@ def dequantize(manifest: Manifest, config: Mapping[str, Any] | None) -> Transfor
     return manifest, notes
 
 
-def _iter_quantized_modules(manifest: Manifest) -> Iterator[QuantizedModule]:
-    """The modules that hold a quantized tensor or a scale, with all their tensors."""
+def _iter_quantized_modules(manifest: Manifest) -> Iterator[tuple[str, Mapping[str, TensorEntry]]]:
+    """The modules that hold a quantized tensor or a scale: the prefix of their names, and all their tensors."""
     tensors_by_prefix: dict[str, dict[str, TensorEntry]] = {}
     for fqn, entry in manifest.weights.items():
         prefix, dot, name = fqn.rpartition(".")
         tensors_by_prefix.setdefault(prefix + dot, {})[name] = entry
     for prefix, tensors in tensors_by_prefix.items():
         if any(is_quantized(name, entry.dtype) or SCALE_NAMES.fullmatch(name) for name, entry in tensors.items()):
-            yield QuantizedModule(prefix, tensors)
+            yield prefix, tensors
 
 
-def _iter_weights(
-    module: QuantizedModule, rule: MethodRule, quantization: Mapping[str, Any]
-) -> Iterator[tuple[tuple[str, str], ScaledWeight]]:
-    """Each weight of a module: its name before and after, and how it is computed. Raises UnsupportedError if a tensor
-    is left that may belong to a quantized one."""
-    for name, entry in module.tensors.items():
-        if is_quantized(name, entry.dtype) and name not in module.used_names and not _ACTIVATION_NAME.fullmatch(name):
-            weight = rule(module, name, quantization)
+def _make_weights(module: Sequence[QuantizedTensor], rule: MethodRule) -> dict[str, tuple[str, ScaledWeight]]:
+    """The weights of a module by the names of their quantized tensors: the new name, and how it is computed. Raises
+    UnsupportedError if a tensor is left that may belong to a quantized one."""
+    weights: dict[str, tuple[str, ScaledWeight]] = {}
+    others = [each for each in module if not _ACTIVATION_NAME.fullmatch(each.name)]
+    for stored in others:
+        if is_quantized(stored.name, stored.entry.dtype) and stored.full_name not in stored.used_names:
+            weight = rule(stored)
             if weight is not None:
-                module.used_names.add(name)
-                yield (name, weight[0]), weight[1]
-    for name, entry in module.tensors.items():
-        is_known = name in module.used_names or _ACTIVATION_NAME.fullmatch(name)
-        if not is_known and (is_quantized(name, entry.dtype) or _COMPANION_NAME.search(name)):
-            raise module.make_refusal(name, f"what this {entry.dtype.value} tensor is for is not known")
+                stored.used_names.add(stored.full_name)
+                weights[stored.full_name] = stored.prefix + weight[0], weight[1]
+    for stored in others:
+        is_companion = is_quantized(stored.name, stored.entry.dtype) or _COMPANION_NAME.search(stored.name)
+        if is_companion and stored.full_name not in stored.used_names:
+            raise stored.make_refusal(f"what this {stored.entry.dtype.value} tensor is for is not known")
+    return weights
 
 
 def _choose_dtype(config: Mapping[str, Any]) -> DType:

@@ -8,7 +8,7 @@ The rules are those of the code that loads such a model: transformers 5.23 (``in
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from ckpt_tools.core.boxes import Shape
@@ -23,15 +23,28 @@ FP8_FORMATS = {DType.FLOAT8_E4M3FN: ValueFormat.E4M3, DType.FLOAT8_E5M2: ValueFo
 SCALE_DTYPES = frozenset({DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16})
 _EXPONENT_DTYPES = frozenset({DType.UINT8, DType.FLOAT8_E8M0FNU})
 
+_SCHEME_KEYS = ("num_bits", "type", "strategy", "group_size", "block_structure", "symmetric")
 
-@dataclass
-class QuantizedModule:
-    """The tensors of a module by the last part of their names. ``used_names`` are those that a weight is computed
-    from."""
+
+@dataclass(frozen=True, slots=True)
+class QuantizedTensor:
+    """The quantized tensor ``name`` of the module ``prefix``, beside the other ``tensors`` of the module by the last
+    part of their names, in a model with the ``quantization_config`` ``settings``. ``used_names`` are the full names of
+    tensors that a weight is computed from, noted for all modules."""
 
     prefix: str
     tensors: Mapping[str, TensorEntry]
-    used_names: set[str] = field(default_factory=set)
+    used_names: set[str]
+    name: str
+    settings: Mapping[str, Any]
+
+    @property
+    def entry(self) -> TensorEntry:
+        return self.tensors[self.name]
+
+    @property
+    def full_name(self) -> str:
+        return self.prefix + self.name
 
     def take_tensor(self, *names: str, dtypes: frozenset[DType] = SCALE_DTYPES) -> TensorEntry | None:
         """The tensor of the first of ``names`` that the module has, noted as used; None if it has none. Raises
@@ -39,17 +52,66 @@ class QuantizedModule:
         name = next((name for name in names if name in self.tensors), None)
         if name is None:
             return None
-        self.used_names.add(name)
+        self.used_names.add(self.prefix + name)
         entry = self.tensors[name]
         if entry.dtype not in dtypes:
-            raise self.make_refusal(name, f"it is {entry.dtype.value}")
+            raise self.make_refusal(f"it is {entry.dtype.value}", name)
         return entry
 
-    def make_refusal(self, name: str, why: str) -> UnsupportedError:
-        full = self.prefix + name
+    def take_scale(self, *names: str, dtypes: frozenset[DType] = SCALE_DTYPES) -> TensorEntry | None:
+        """The scales, as ``take_tensor``: of ``weight`` under one of ``names``, of another tensor under its own."""
+        return self.take_tensor(*(names if self.name == "weight" else (f"{self.name}_scale_inv",)), dtypes=dtypes)
+
+    def make_refusal(self, why: str, name: str = "") -> UnsupportedError:
+        """The refusal of the tensor, or of the one that is ``name``."""
         return UnsupportedError(
-            f"{full} cannot be dequantized: {why}; convert without {format_option('dequantize', True)}"
+            f"{self.prefix}{name or self.name} cannot be dequantized: {why}; convert without "
+            f"{format_option('dequantize', True)}"
         )
+
+    def make_weight(
+        self,
+        value_format: ValueFormat,
+        scale: TensorEntry,
+        *,
+        block_size: Shape | None,
+        dtype: DType = DType.FLOAT32,
+        third_operand: ThirdOperand = ThirdOperand.NONE,
+        third_entry: TensorEntry | None = None,
+        factor: float = 1.0,
+        columns: int | None = None,
+    ) -> ScaledWeight:
+        """The tensor times ``scale``, whose blocks have the shape ``block_size`` where that fits, and else the shape
+        that divides the weight evenly. ``columns`` are the values in a row, if they do not fill its elements."""
+        entry = self.entry
+        if not entry.shape:
+            raise self.make_refusal("it is a single number")
+        values_per_element = entry.dtype.item_bytes * 8 // value_format.bits
+        shape = (*entry.shape[:-1], entry.shape[-1] * values_per_element if columns is None else columns)
+        blocks = _find_block_shape(shape, scale.shape, block_size)
+        if blocks is None:
+            raise self.make_refusal(f"its values {list(shape)} and its scales {list(scale.shape)} do not fit")
+        operands = (entry, scale) if third_entry is None else (entry, scale, third_entry)
+        return ScaledWeight(shape, dtype, operands, value_format, blocks, third_operand, factor)
+
+    def find_scheme(self, kind: str, bits: int) -> Mapping[str, Any]:
+        """The settings of weights of this type and width in the config. Raises UnsupportedError unless its groups have
+        one such set of settings."""
+        scheme = self.find_scheme_or_none(kind, bits)
+        if scheme is None:
+            raise self.make_refusal(f"{CONFIG_KEY} has no group, or several, with weights of {bits} bits ({kind})")
+        return scheme
+
+    def find_scheme_or_none(self, kind: str, bits: int) -> Mapping[str, Any] | None:
+        groups = self.settings.get("config_groups")
+        schemes: list[Mapping[str, Any]] = []
+        for group in groups.values() if isinstance(groups, Mapping) else ():
+            weights = group.get("weights") if isinstance(group, Mapping) else None
+            if isinstance(weights, Mapping) and weights.get("type", "int") == kind and weights.get("num_bits") == bits:
+                scheme = {key: weights.get(key) for key in _SCHEME_KEYS if weights.get(key) is not None}
+                if scheme not in schemes:
+                    schemes.append(scheme)
+        return schemes[0] if len(schemes) == 1 else None
 
 
 PLAIN_FP8 = "plain fp8"
@@ -58,37 +120,8 @@ PLAIN_FP8 = "plain fp8"
 _NamedWeight: TypeAlias = tuple[str, ScaledWeight]
 """A weight's name in its module, and how it is computed."""
 
-MethodRule: TypeAlias = Callable[[QuantizedModule, str, Mapping[str, Any]], _NamedWeight | None]
-"""Makes the weight of the quantized tensor of a name in a module, by ``quantization_config``; None if it is not of this
-kind."""
-
-
-def _make_scaled_weight(
-    module: QuantizedModule,
-    name: str,
-    value_format: ValueFormat,
-    scale: TensorEntry,
-    *,
-    block_size: Shape | None,
-    dtype: DType = DType.FLOAT32,
-    third_operand: ThirdOperand = ThirdOperand.NONE,
-    third_entry: TensorEntry | None = None,
-    factor: float = 1.0,
-    columns: int | None = None,
-) -> ScaledWeight:
-    """The weight ``name`` of a module times ``scale``, whose blocks have the shape ``block_size`` where that fits, and
-    else the shape that divides the weight evenly. ``columns`` are the values in a row, if they do not fill its
-    elements."""
-    entry = module.tensors[name]
-    if not entry.shape:
-        raise module.make_refusal(name, "it is a single number")
-    values_per_element = entry.dtype.item_bytes * 8 // value_format.bits
-    shape = (*entry.shape[:-1], entry.shape[-1] * values_per_element if columns is None else columns)
-    blocks = _find_block_shape(shape, scale.shape, block_size)
-    if blocks is None:
-        raise module.make_refusal(name, f"its values {list(shape)} and its scales {list(scale.shape)} do not fit")
-    operands = (entry, scale) if third_entry is None else (entry, scale, third_entry)
-    return ScaledWeight(shape, dtype, operands, value_format, blocks, third_operand, factor)
+MethodRule: TypeAlias = Callable[[QuantizedTensor], _NamedWeight | None]
+"""Makes the weight of a quantized tensor; None if the tensor is not of this kind."""
 
 
 def _find_block_shape(shape: Shape, scales_shape: Shape, block_size: Shape | None) -> Shape | None:
@@ -122,69 +155,66 @@ def _parse_block_size(block: Any) -> Shape | None:
     return tuple(block) if is_pair else None
 
 
-def _dequantize_fp8(module: QuantizedModule, name: str, quantization: Mapping[str, Any]) -> _NamedWeight | None:
+def _dequantize_fp8(stored: QuantizedTensor) -> _NamedWeight | None:
     """DeepSeek's and transformers' own: blocks of ``weight_block_size``, cut at the edges; 4-bit experts in bytes."""
-    dtype = module.tensors[name].dtype
+    dtype = stored.entry.dtype
     if dtype in _EXPONENT_DTYPES:
         return None
     value_format = FP8_FORMATS.get(dtype) or (
         ValueFormat.E2M1 if dtype in (DType.INT8, DType.FLOAT4_E2M1FN_X2) else None
     )
-    names = ("weight_scale_inv", "scale", "qscale_weight") if name == "weight" else (f"{name}_scale_inv",)
-    scale = module.take_tensor(*names, dtypes=SCALE_DTYPES | _EXPONENT_DTYPES)
+    dtypes = SCALE_DTYPES | _EXPONENT_DTYPES
+    scale = stored.take_scale("weight_scale_inv", "scale", "qscale_weight", dtypes=dtypes)
     if value_format is None or scale is None:
         why = f"{dtype.value} without scales" if value_format else dtype.value
-        raise module.make_refusal(name, f"it is {why}")
-    block = quantization.get("weight_block_size")
+        raise stored.make_refusal(f"it is {why}")
+    block = stored.settings.get("weight_block_size")
     block_size = _parse_block_size(block)
     if block is not None and block_size is None:
-        raise module.make_refusal(name, f"weight_block_size is {block!r}")
+        raise stored.make_refusal(f"weight_block_size is {block!r}")
     if len(scale.shape) < 2 and scale.numel != 1:
-        raise module.make_refusal(name, f"its scales are of shape {list(scale.shape)}")
-    return name, _make_scaled_weight(module, name, value_format, scale, block_size=block_size)
+        raise stored.make_refusal(f"its scales are of shape {list(scale.shape)}")
+    return stored.name, stored.make_weight(value_format, scale, block_size=block_size)
 
 
-def dequantize_plain_fp8(module: QuantizedModule, name: str, quantization: Mapping[str, Any]) -> _NamedWeight | None:
+def dequantize_plain_fp8(stored: QuantizedTensor) -> _NamedWeight | None:
     """fp8 without a config: scales under the usual names for the tensor, for each row, or for blocks of 128 x 128 that
     no edge cuts, so that their size is certain; without any scale in the checkpoint the values as they are."""
-    entry = module.tensors[name]
+    entry = stored.entry
     if entry.dtype not in FP8_FORMATS:
-        raise make_config_error(f"{module.prefix}{name} is {entry.dtype.value}, and ")
-    names = ("weight_scale_inv", "weight_scale", "scale_weight") if name == "weight" else (f"{name}_scale_inv",)
-    scale = module.take_tensor(*names)
-    if scale is None and quantization["has_scales"]:
-        raise module.make_refusal(name, f"it is {entry.dtype.value} without scales, and other tensors have them")
+        raise make_config_error(f"{stored.full_name} is {entry.dtype.value}, and ")
+    scale = stored.take_scale("weight_scale_inv", "weight_scale", "scale_weight")
+    if scale is None and stored.settings["has_scales"]:
+        raise stored.make_refusal(f"it is {entry.dtype.value} without scales, and other tensors have them")
     if scale is None and entry.shape:
         blocks = tuple(max(1, extent) for extent in entry.shape)
-        return name, ScaledWeight(entry.shape, DType.FLOAT32, (entry,), FP8_FORMATS[entry.dtype], blocks)
+        return stored.name, ScaledWeight(entry.shape, DType.FLOAT32, (entry,), FP8_FORMATS[entry.dtype], blocks)
     if scale is None:
-        raise module.make_refusal(name, "it is a single number")
+        raise stored.make_refusal("it is a single number")
     rows = entry.shape[:1]
     grid = tuple(extent // 128 for extent in entry.shape if extent % 128 == 0)
     if scale.numel != 1 and scale.shape not in (rows, (*rows, 1), grid if len(grid) == 2 else rows):
-        raise make_config_error(
-            f"{module.prefix}{name} has scales {list(scale.shape)} of blocks of an unknown size, and "
-        )
-    return name, _make_scaled_weight(module, name, FP8_FORMATS[entry.dtype], scale, block_size=None)
+        raise make_config_error(f"{stored.full_name} has scales {list(scale.shape)} of blocks of an unknown size, and ")
+    return stored.name, stored.make_weight(FP8_FORMATS[entry.dtype], scale, block_size=None)
 
 
-def _dequantize_mxfp4(module: QuantizedModule, name: str, quantization: Mapping[str, Any]) -> _NamedWeight | None:
+def _dequantize_mxfp4(stored: QuantizedTensor) -> _NamedWeight | None:
     """gpt-oss: ``[experts, rows, blocks, 16]`` bytes and an exponent for each block of 32 values. transformers holds
     the experts with rows and columns exchanged."""
-    stem = name.removesuffix("_blocks")
-    if name.endswith("_scales") and f"{name.removesuffix('_scales')}_blocks" in module.tensors:
+    stem = stored.name.removesuffix("_blocks")
+    if stored.name.endswith("_scales") and f"{stored.name.removesuffix('_scales')}_blocks" in stored.tensors:
         return None
-    entry, scale = module.tensors[name], module.take_tensor(f"{stem}_scales", dtypes=frozenset({DType.UINT8}))
-    is_known = stem in ("gate_up_proj", "down_proj") and stem != name and entry.dtype is DType.UINT8
+    entry, scale = stored.entry, stored.take_tensor(f"{stem}_scales", dtypes=frozenset({DType.UINT8}))
+    is_known = stem in ("gate_up_proj", "down_proj") and stem != stored.name and entry.dtype is DType.UINT8
     if scale is None or not is_known or len(entry.shape) != 4 or entry.shape[:-1] != scale.shape:
-        raise module.make_refusal(name, f"{entry.dtype.value} of shape {list(entry.shape)} are not experts of gpt-oss")
+        raise stored.make_refusal(f"{entry.dtype.value} of shape {list(entry.shape)} are not experts of gpt-oss")
     experts, rows, groups, num_bytes = entry.shape
-    stored = replace(entry, shape=(experts, rows, groups * num_bytes))
+    elements = replace(entry, shape=(experts, rows, groups * num_bytes))
     columns = groups * num_bytes * 2
     weight = ScaledWeight(
         (experts, columns, rows),
         DType.FLOAT32,
-        (stored, scale),
+        (elements, scale),
         ValueFormat.E2M1,
         (1, 1, num_bytes * 2),
         # torch.ldexp, which does not overflow where 2 ** 128 would.
@@ -195,69 +225,61 @@ def _dequantize_mxfp4(module: QuantizedModule, name: str, quantization: Mapping[
     return stem, weight
 
 
-def _dequantize_modelopt(module: QuantizedModule, name: str, quantization: Mapping[str, Any]) -> _NamedWeight | None:
+def _dequantize_modelopt(stored: QuantizedTensor) -> _NamedWeight | None:
     """ModelOpt: fp8 with a scale for the tensor, for each row or for each block; NVFP4 with scales of scales."""
-    entry = module.tensors[name]
-    if name == "weight_scale":
+    entry = stored.entry
+    if stored.name == "weight_scale":
         return None
-    if name == "weight" and entry.dtype is DType.UINT8:
-        scale = module.take_tensor("weight_scale", dtypes=frozenset({DType.FLOAT8_E4M3FN}))
-        global_scale = module.take_tensor("weight_scale_2", dtypes=frozenset({DType.FLOAT32}))
+    if stored.name == "weight" and entry.dtype is DType.UINT8:
+        scale = stored.take_tensor("weight_scale", dtypes=frozenset({DType.FLOAT8_E4M3FN}))
+        global_scale = stored.take_tensor("weight_scale_2", dtypes=frozenset({DType.FLOAT32}))
         has_global_scale = global_scale is not None and global_scale.numel == 1
         if scale is not None and has_global_scale and len(scale.shape) == len(entry.shape):
-            return name, _make_scaled_weight(
-                module,
-                name,
+            return stored.name, stored.make_weight(
                 ValueFormat.E2M1,
                 scale,
                 block_size=(1, 16),
                 third_operand=ThirdOperand.MULTIPLY_SCALES,
                 third_entry=global_scale,
             )
-    elif name == "weight" and entry.dtype in FP8_FORMATS:
-        scale = module.take_tensor("weight_scale", "weight_scale_inv", dtypes=frozenset({DType.FLOAT32}))
+    elif stored.name == "weight" and entry.dtype in FP8_FORMATS:
+        scale = stored.take_tensor("weight_scale", "weight_scale_inv", dtypes=frozenset({DType.FLOAT32}))
         if scale is not None and (len(scale.shape) != 1 or scale.numel in (1, entry.shape[0])):
-            return name, _make_scaled_weight(module, name, FP8_FORMATS[entry.dtype], scale, block_size=(128, 128))
-    raise module.make_refusal(name, f"it is {entry.dtype.value}, and its scales are not those of FP8 or NVFP4")
+            return stored.name, stored.make_weight(FP8_FORMATS[entry.dtype], scale, block_size=(128, 128))
+    raise stored.make_refusal(f"it is {entry.dtype.value}, and its scales are not those of FP8 or NVFP4")
 
 
-def _dequantize_compressed_tensors(
-    module: QuantizedModule, name: str, quantization: Mapping[str, Any]
-) -> _NamedWeight | None:
+def _dequantize_compressed_tensors(stored: QuantizedTensor) -> _NamedWeight | None:
     """compressed-tensors: the scheme is told by the tensors of the module, and its numbers must agree with a group of
     the config."""
-    entry = module.tensors[name]
-    if name in ("weight_scale", "weight_zero_point"):
+    entry = stored.entry
+    if stored.name in ("weight_scale", "weight_zero_point"):
         return None
-    is_packed = name == "weight_packed"
-    if is_packed and "weight_global_scale" in module.tensors:
-        return "weight", _dequantize_nvfp4(module, name, quantization)
+    is_packed = stored.name == "weight_packed"
+    if is_packed and "weight_global_scale" in stored.tensors:
+        return "weight", _dequantize_nvfp4(stored)
     if is_packed and entry.dtype is DType.UINT8:
-        scale = module.take_tensor("weight_scale", dtypes=_EXPONENT_DTYPES)
-        scheme = _find_scheme(module, name, quantization, "float", 4)
+        scale = stored.take_tensor("weight_scale", dtypes=_EXPONENT_DTYPES)
+        scheme = stored.find_scheme("float", 4)
         if scale is not None and scheme.get("group_size") == 32:
-            return "weight", _make_scaled_weight(
-                module, name, ValueFormat.E2M1, scale, block_size=(1, 32), dtype=DType.BFLOAT16
-            )
+            return "weight", stored.make_weight(ValueFormat.E2M1, scale, block_size=(1, 32), dtype=DType.BFLOAT16)
     if is_packed and entry.dtype is DType.INT32:
-        return "weight", _dequantize_packed(module, name, quantization)
-    if name == "weight" and entry.dtype in (DType.FLOAT8_E4M3FN, DType.INT8):
-        return name, _dequantize_unpacked(module, name, quantization)
-    raise module.make_refusal(name, f"it is {entry.dtype.value}, and no format of compressed-tensors that is known")
+        return "weight", _dequantize_packed(stored)
+    if stored.name == "weight" and entry.dtype in (DType.FLOAT8_E4M3FN, DType.INT8):
+        return stored.name, _dequantize_unpacked(stored)
+    raise stored.make_refusal(f"it is {entry.dtype.value}, and no format of compressed-tensors that is known")
 
 
-def _dequantize_nvfp4(module: QuantizedModule, name: str, quantization: Mapping[str, Any]) -> ScaledWeight:
+def _dequantize_nvfp4(stored: QuantizedTensor) -> ScaledWeight:
     """The reciprocal of ModelOpt's scale of scales. torch divides by a number without dims in the dtype of the scales,
     which are bfloat16 by then, and by a tensor of one element in float32."""
-    scale = module.take_tensor("weight_scale", dtypes=frozenset({DType.FLOAT8_E4M3FN}))
-    global_scale = module.take_tensor("weight_global_scale", dtypes=frozenset({DType.FLOAT32}))
-    scheme = _find_scheme(module, name, quantization, "float", 4)
+    scale = stored.take_tensor("weight_scale", dtypes=frozenset({DType.FLOAT8_E4M3FN}))
+    global_scale = stored.take_tensor("weight_global_scale", dtypes=frozenset({DType.FLOAT32}))
+    scheme = stored.find_scheme("float", 4)
     if scale is None or global_scale is None or global_scale.numel != 1 or scheme.get("group_size") != 16:
-        raise module.make_refusal(name, "its scales are not those of NVFP4")
+        raise stored.make_refusal("its scales are not those of NVFP4")
     third_operand = ThirdOperand.DIVIDE_SCALES if global_scale.shape else ThirdOperand.DIVIDE_SCALES_ROUNDED
-    return _make_scaled_weight(
-        module,
-        name,
+    return stored.make_weight(
         ValueFormat.E2M1,
         scale,
         block_size=(1, 16),
@@ -267,48 +289,47 @@ def _dequantize_nvfp4(module: QuantizedModule, name: str, quantization: Mapping[
     )
 
 
-def _dequantize_packed(module: QuantizedModule, name: str, quantization: Mapping[str, Any]) -> ScaledWeight:
+def _dequantize_packed(stored: QuantizedTensor) -> ScaledWeight:
     """Integers of 4 or 8 bits, packed into int32. A row that does not fill its last int32 is known by its groups."""
-    module.used_names |= {"weight_shape"} & module.tensors.keys()
-    scale = module.take_tensor("weight_scale")
-    schemes = (_find_scheme_or_none(quantization, "int", bits) for bits in (4, 8))
+    if "weight_shape" in stored.tensors:
+        stored.used_names.add(f"{stored.prefix}weight_shape")
+    scale = stored.take_tensor("weight_scale")
+    schemes = (stored.find_scheme_or_none("int", bits) for bits in (4, 8))
     scheme = next(filter(None, schemes), None)
-    entry = module.tensors[name]
+    entry = stored.entry
     if scale is None or scheme is None or len(entry.shape) != 2 or len(scale.shape) != 2:
-        raise module.make_refusal(name, "only integers of 4 or 8 bits with scales of rows or groups are known")
-    if not scheme.get("symmetric", True) or "weight_zero_point" in module.tensors:
-        raise module.make_refusal(name, "packed zero points are not read")
+        raise stored.make_refusal("only integers of 4 or 8 bits with scales of rows or groups are known")
+    if not scheme.get("symmetric", True) or "weight_zero_point" in stored.tensors:
+        raise stored.make_refusal("packed zero points are not read")
     bits, group_size = int(scheme["num_bits"]), scheme.get("group_size")
     columns = entry.shape[1] * 32 // bits
     block_size: Shape | None = None
     if scheme.get("strategy") == "group" and isinstance(group_size, int) and group_size > 0:
         block_size, columns = (1, group_size), scale.shape[1] * group_size
     elif scheme.get("strategy") != "channel" or scale.shape[1] != 1:
-        raise module.make_refusal(name, f"its scales by {scheme.get('strategy')} are not known")
-    elif "weight_shape" in module.tensors and columns % 32:
-        raise module.make_refusal(name, "its width is not known")
+        raise stored.make_refusal(f"its scales by {scheme.get('strategy')} are not known")
+    elif "weight_shape" in stored.tensors and columns % 32:
+        raise stored.make_refusal("its width is not known")
     if -(-columns * bits // 32) != entry.shape[1]:
-        raise module.make_refusal(name, f"its scales {list(scale.shape)} do not fit its shape {list(entry.shape)}")
+        raise stored.make_refusal(f"its scales {list(scale.shape)} do not fit its shape {list(entry.shape)}")
     value_format = ValueFormat.INT4 if bits == 4 else ValueFormat.PLUS_128
-    return _make_scaled_weight(
-        module, name, value_format, scale, block_size=block_size, dtype=scale.dtype, columns=columns
-    )
+    return stored.make_weight(value_format, scale, block_size=block_size, dtype=scale.dtype, columns=columns)
 
 
-def _dequantize_unpacked(module: QuantizedModule, name: str, quantization: Mapping[str, Any]) -> ScaledWeight:
+def _dequantize_unpacked(stored: QuantizedTensor) -> ScaledWeight:
     """fp8 or int8 as they are, with scales for the tensor, rows, groups or blocks."""
-    entry = module.tensors[name]
+    entry = stored.entry
     kind, value_format = ("int", ValueFormat.INT8) if entry.dtype is DType.INT8 else ("float", ValueFormat.E4M3)
-    scheme = _find_scheme(module, name, quantization, kind, 8)
-    scale = module.take_tensor("weight_scale", dtypes=SCALE_DTYPES | {DType.UINT8})
-    zero_points = module.take_tensor("weight_zero_point", dtypes=frozenset({DType.INT8}))
+    scheme = stored.find_scheme(kind, 8)
+    scale = stored.take_tensor("weight_scale", dtypes=SCALE_DTYPES | {DType.UINT8})
+    zero_points = stored.take_tensor("weight_zero_point", dtypes=frozenset({DType.INT8}))
     if scale is None or (scale.numel != 1 and len(scale.shape) != len(entry.shape)):
-        raise module.make_refusal(name, "its scales are missing, or of other dims")
+        raise stored.make_refusal("its scales are missing, or of other dims")
     if len(entry.shape) < 2:
-        raise module.make_refusal(name, f"its shape {list(entry.shape)} is not that of a matrix")
+        raise stored.make_refusal(f"its shape {list(entry.shape)} is not that of a matrix")
     if zero_points is not None and zero_points.shape != scale.shape:
-        raise module.make_refusal(
-            name, f"its zero points {list(zero_points.shape)} and scales {list(scale.shape)} do not fit"
+        raise stored.make_refusal(
+            f"its zero points {list(zero_points.shape)} and scales {list(scale.shape)} do not fit"
         )
     group_size, strategy = scheme.get("group_size"), str(scheme.get("strategy"))
     block_size_by_strategy: dict[str, Shape | None] = {
@@ -319,9 +340,7 @@ def _dequantize_unpacked(module: QuantizedModule, name: str, quantization: Mappi
     }
     block_size = block_size_by_strategy.get(strategy)
     dtype = DType.BFLOAT16 if scale.dtype is DType.UINT8 else scale.dtype
-    weight = _make_scaled_weight(
-        module,
-        name,
+    weight = stored.make_weight(
         value_format,
         scale,
         block_size=block_size,
@@ -333,45 +352,17 @@ def _dequantize_unpacked(module: QuantizedModule, name: str, quantization: Mappi
         block not in (wish or extent, extent)
         for block, wish, extent in zip(weight.block_shape[-2:], block_size, weight.shape[-2:], strict=True)
     ):
-        raise module.make_refusal(name, f"its scales {list(scale.shape)} are not those of {strategy}")
+        raise stored.make_refusal(f"its scales {list(scale.shape)} are not those of {strategy}")
     return weight
 
 
-def _find_scheme(
-    module: QuantizedModule, name: str, quantization: Mapping[str, Any], kind: str, bits: int
-) -> Mapping[str, Any]:
-    """The settings of weights of this type and width in the config. Raises UnsupportedError unless its groups have one
-    such set of settings."""
-    scheme = _find_scheme_or_none(quantization, kind, bits)
-    if scheme is None:
-        raise module.make_refusal(name, f"{CONFIG_KEY} has no group, or several, with weights of {bits} bits ({kind})")
-    return scheme
-
-
-_SCHEME_KEYS = ("num_bits", "type", "strategy", "group_size", "block_structure", "symmetric")
-
-
-def _find_scheme_or_none(quantization: Mapping[str, Any], kind: str, bits: int) -> Mapping[str, Any] | None:
-    groups = quantization.get("config_groups")
-    schemes: list[Mapping[str, Any]] = []
-    for group in groups.values() if isinstance(groups, Mapping) else ():
-        weights = group.get("weights") if isinstance(group, Mapping) else None
-        if isinstance(weights, Mapping) and weights.get("type", "int") == kind and weights.get("num_bits") == bits:
-            scheme = {key: weights.get(key) for key in _SCHEME_KEYS if weights.get(key) is not None}
-            if scheme not in schemes:
-                schemes.append(scheme)
-    return schemes[0] if len(schemes) == 1 else None
-
-
-def _dequantize_bitsandbytes(
-    module: QuantizedModule, name: str, quantization: Mapping[str, Any]
-) -> _NamedWeight | None:
+def _dequantize_bitsandbytes(stored: QuantizedTensor) -> _NamedWeight | None:
     """LLM.int8: a scale for each row, which is the row's largest magnitude; the largest integer is 127."""
-    entry = module.tensors[name]
-    scale = module.take_tensor("SCB", dtypes=frozenset({DType.FLOAT32}))
-    if name != "weight" or entry.dtype is not DType.INT8 or scale is None or scale.shape != entry.shape[:1]:
-        raise module.make_refusal(name, f"it is {entry.dtype.value}, and only int8 with SCB is known")
-    return name, _make_scaled_weight(module, name, ValueFormat.INT8, scale, block_size=(1, 0), factor=_ONE_OVER_127)
+    entry = stored.entry
+    scale = stored.take_tensor("SCB", dtypes=frozenset({DType.FLOAT32}))
+    if stored.name != "weight" or entry.dtype is not DType.INT8 or scale is None or scale.shape != entry.shape[:1]:
+        raise stored.make_refusal(f"it is {entry.dtype.value}, and only int8 with SCB is known")
+    return stored.name, stored.make_weight(ValueFormat.INT8, scale, block_size=(1, 0), factor=_ONE_OVER_127)
 
 
 _ONE_OVER_127 = 7.874015718698502e-3
