@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import attrgetter
 
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.casts import CASTABLE, check_cast
@@ -389,16 +390,12 @@ def _check_same_storage(
 ) -> TensorEntry:
     """The first of the tensors that become ``target_key``. Raises UnsupportedError if they are not all stored alike: in
     one dtype, one framing, with one addend."""
+    get_storage = attrgetter("dtype", "shards.dtype", "shards.framing", "plus")
     first, *others = entries
     prototype = entries[first]
     for place in others:
         entry = entries[place]
-        if (entry.dtype, entry.shards.dtype, entry.shards.framing, entry.plus) != (
-            prototype.dtype,
-            prototype.shards.dtype,
-            prototype.shards.framing,
-            prototype.plus,
-        ):
+        if get_storage(entry) != get_storage(prototype):
             raise UnsupportedError(
                 f"{target_key} would be made of {group.source_names[first]} and {group.source_names[place]}, which are "
                 f"stored in two ways ({prototype.shards.dtype.value} and {entry.shards.dtype.value})"
