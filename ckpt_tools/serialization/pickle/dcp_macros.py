@@ -194,8 +194,7 @@ class _ChunkMacro(RecordMacro):
         offsets, sizes = self.decode_size(found[1]), self.decode_size(found[2])
         if offsets is None or sizes is None:
             return False
-        chunk = object.__new__(ChunkStorageMetadata)
-        chunk.set_fields(offsets, sizes)
+        chunk = ChunkStorageMetadata(offsets, sizes)
         self.machine.stack.append(chunk)
         self.memoize_values(chunk, UNSET, *_list_size_places(offsets), *_list_size_places(sizes))
         return True
@@ -225,8 +224,7 @@ class _IndexMacro(RecordMacro):
             offset = self.fetch_value(fetched)
         if type(offset) is not Size and fetched != b"N":
             return 0
-        index = object.__new__(MetadataIndex)
-        index.set_fields(fqn, offset, None if hint == b"N" else _decode_int(hint))
+        index = MetadataIndex(fqn, offset, None if hint == b"N" else _decode_int(hint))
         self.machine.stack.append(index)
         made = () if extents is None or offset is None else _list_size_places(offset)
         self.memoize_values(index, UNSET, *((fqn,) if is_new else ()), *made)
@@ -248,8 +246,7 @@ class _InfoMacro(RecordMacro):
         tail_match = self.tail.match(self.machine.data, after) if path is not None else None
         if path is None or tail_match is None:
             return 0
-        info = object.__new__(StorageInfo)
-        info.set_fields(path, _decode_int(tail_match[1]), self.decode_length(tail_match[2]), None)
+        info = StorageInfo(path, _decode_int(tail_match[1]), self.decode_length(tail_match[2]))
         self.machine.stack.append(info)
         self.memoize_values(info, UNSET, *((path,) if is_new else ()))
         return tail_match.end()

@@ -9,7 +9,7 @@ fills raises MalformedError where it is used.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Any, ClassVar, NoReturn
 
@@ -24,10 +24,12 @@ MAX_TRANSFORMS = 16
 
 
 class DcpRecord:
-    """A slotted object; ``FIELDS`` are its slots, in the order of its constructor."""
+    """A slotted object. ``FIELDS`` are its slots in the order of its constructor, which checks them; those that a pickle
+    may leave out are ``OPTIONAL``."""
 
     __slots__ = ()
     FIELDS: ClassVar[tuple[str, ...]] = ()
+    OPTIONAL: ClassVar[tuple[str, ...]] = ()
 
     def __getattr__(self, name: str) -> NoReturn:
         # Only reached where a slot was never filled.
@@ -52,6 +54,20 @@ class DcpRecord:
         """The attributes as a pickle holds them."""
         return self.fields
 
+    def set_state(self, state: Value) -> None:
+        """Fill the fields with the attributes that a pickle holds.
+
+        Raises:
+            MalformedError: one is of the wrong type. UnsupportedError: there are more, which could change what the
+            others mean.
+        """
+        unknown = [name for name in state if name not in self.FIELDS]
+        if unknown:
+            kind = GLOBAL_BY_CLASS[type(self)].name
+            raise UnsupportedError(f"a {kind} has a field {unknown[0]!r:.80}, which this version does not know")
+        values = [state.get(name) if name in self.OPTIONAL else state[name] for name in self.FIELDS]
+        self.__init__(*values)  # type: ignore[misc]  # made by __new__, which left the fields empty
+
     def check_fields(self) -> tuple[Value, ...]:
         """Check the fields that have a type. Returns the values in them that are checked on their own.
 
@@ -71,13 +87,6 @@ class DcpRecord:
         return f"{type(self).__name__}({', '.join(f'{k}={v!r}' for k, v in self.fields.items())})"
 
 
-def _check_known_fields(kind: str, state: dict[str, Value], *known: str) -> None:
-    """Raises UnsupportedError where the state has more fields, which could change what the others mean."""
-    unknown = [name for name in state if name not in known]
-    if unknown:
-        raise UnsupportedError(f"a {kind} has a field {unknown[0]!r:.80}, which this version does not know")
-
-
 def make_wrong_type_error(kind: str) -> MalformedError:
     return MalformedError(f"a {kind} contains values of the wrong type")
 
@@ -91,35 +100,25 @@ class ChunkStorageMetadata(DcpRecord):
     sizes: Size
 
     def __init__(self, offsets: Size, sizes: Size) -> None:
-        self.set_fields(offsets, sizes)
-
-    def set_fields(self, offsets: Size, sizes: Size) -> None:
-        """Fill the fields. Megatron-FSDP has tuples in them (uneven_dtensor.py). Raises MalformedError."""
+        # Megatron-FSDP has tuples in them (uneven_dtensor.py).
         offsets, sizes = (Size(each) if type(each) is tuple else each for each in (offsets, sizes))
         if type(offsets) is not Size or type(sizes) is not Size or len(offsets) != len(sizes):
             raise make_wrong_type_error("ChunkStorageMetadata")
         self.offsets = offsets
         self.sizes = sizes
 
-    def set_state(self, state: dict[str, Value]) -> None:
-        _check_known_fields("ChunkStorageMetadata", state, *self.FIELDS)
-        self.set_fields(state["offsets"], state["sizes"])
-
 
 class MetadataIndex(DcpRecord):
     """The key of an item: the name, and for a chunk its offset. ``index`` is a hint that takes no part in equality."""
 
     FIELDS = ("fqn", "offset", "index")
+    OPTIONAL = ("offset", "index")  # torch leaves the offset out of the pickle where it is None
     __slots__ = FIELDS
     fqn: str
     offset: Size | None
     index: int | None
 
     def __init__(self, fqn: str, offset: Size | None = None, index: int | None = None) -> None:
-        self.set_fields(fqn, offset, index)
-
-    def set_fields(self, fqn: str, offset: Size | None, index: int | None) -> None:
-        """Fill the fields. Raises MalformedError."""
         if type(fqn) is not str or len(fqn) > MAX_FQN_CHARS or not (offset is None or type(offset) is Size):
             raise make_wrong_type_error("MetadataIndex")
         if not (index is None or type(index) is int):
@@ -127,11 +126,6 @@ class MetadataIndex(DcpRecord):
         self.fqn = fqn
         self.offset = offset
         self.index = index
-
-    def set_state(self, state: dict[str, Value]) -> None:
-        _check_known_fields("MetadataIndex", state, *self.FIELDS)
-        # torch leaves the offset out of the pickle where it is None.
-        self.set_fields(state["fqn"], state.get("offset"), state.get("index"))
 
     def __eq__(self, other: object) -> bool:
         return type(other) is MetadataIndex and self.fqn == other.fqn and self.offset == other.offset
@@ -144,6 +138,7 @@ class StorageInfo(DcpRecord):
     """Position of an item: ``_StorageInfo`` of the file system storage; lengths in bytes."""
 
     FIELDS = ("relative_path", "offset", "length", "transform_descriptors")
+    OPTIONAL = ("transform_descriptors",)
     __slots__ = FIELDS
     relative_path: str
     offset: int
@@ -151,12 +146,8 @@ class StorageInfo(DcpRecord):
     transform_descriptors: tuple[str, ...] | None
 
     def __init__(
-        self, relative_path: str, offset: int, length: int, transform_descriptors: tuple[str, ...] | None = None
+        self, relative_path: str, offset: int, length: int, transform_descriptors: Sequence[str] | None = None
     ) -> None:
-        self.set_fields(relative_path, offset, length, transform_descriptors)
-
-    def set_fields(self, relative_path: str, offset: int, length: int, transforms: Iterable[str] | None) -> None:
-        """Fill the fields. Raises MalformedError."""
         if type(relative_path) is not str or type(offset) is not int or type(length) is not int:
             raise make_wrong_type_error("_StorageInfo")
         if not (0 <= offset <= INT64_MAX and 0 <= length <= INT64_MAX):
@@ -164,17 +155,12 @@ class StorageInfo(DcpRecord):
         self.relative_path = relative_path
         self.offset = offset
         self.length = length
-        self.transform_descriptors = None if transforms is None else _check_transform_names(transforms)
-
-    def set_state(self, state: dict[str, Value]) -> None:
-        _check_known_fields("_StorageInfo", state, *self.FIELDS)
-        self.set_fields(state["relative_path"], state["offset"], state["length"], state.get("transform_descriptors"))
-
-
-def _check_transform_names(values: Value) -> tuple[str, ...]:
-    if type(values) not in (list, tuple) or len(values) > MAX_TRANSFORMS or set(map(type, values)) - {str}:
-        raise make_wrong_type_error("_StorageInfo")
-    return tuple(values)
+        names = transform_descriptors
+        if names is not None and (
+            type(names) not in (list, tuple) or len(names) > MAX_TRANSFORMS or set(map(type, names)) - {str}
+        ):
+            raise make_wrong_type_error("_StorageInfo")
+        self.transform_descriptors = None if names is None else tuple(names)
 
 
 class TensorProperties(DcpRecord):
@@ -208,8 +194,9 @@ class TensorProperties(DcpRecord):
     def set_state(self, state: Any) -> None:
         if type(state) is not tuple or len(state) not in (5, 6) or type(state[0]) is not GlobalRef:
             raise make_wrong_type_error("TensorProperties")
-        self.dtype, self.layout, self.requires_grad, self.memory_format, self.pin_memory = state[:5]
-        self.strides = state[5] if len(state) == 6 else None
+        self.dtype, self.layout, self.requires_grad, self.memory_format, self.pin_memory, self.strides = (*state, None)[
+            :6
+        ]
 
     def check_fields(self) -> tuple[Value, ...]:
         return self.state
@@ -231,11 +218,13 @@ class TensorStorageMetadata(DcpRecord):
     chunks: list[ChunkStorageMetadata]
 
     def __init__(self, properties: TensorProperties, size: Size, chunks: list[ChunkStorageMetadata]) -> None:
-        self.set_state({"properties": properties, "size": size, "chunks": chunks})
+        self.properties, self.size, self.chunks = properties, size, chunks
 
-    def set_state(self, state: dict[str, Value]) -> None:
-        self.properties, self.size, self.chunks = state["properties"], state["size"], state["chunks"]
-        _check_known_fields("TensorStorageMetadata", state, *self.FIELDS)
+    def set_state(self, state: Value) -> None:
+        # Of an absent field and an unknown one, the absent one is named.
+        for name in self.FIELDS:
+            state[name]
+        super().set_state(state)
 
     def check_fields(self) -> tuple[Value, ...]:
         if (type(self.properties), type(self.size), type(self.chunks)) != (TensorProperties, Size, list):
@@ -250,14 +239,11 @@ class BytesStorageMetadata(DcpRecord):
 
     __slots__ = ()
 
-    def set_state(self, state: dict[str, Value]) -> None:
-        _check_known_fields("BytesStorageMetadata", state)
-
 
 class StorageMeta(DcpRecord):
     """Identifiers a storage gives itself."""
 
-    FIELDS = ("checkpoint_id", "save_id", "load_id", "modules")
+    FIELDS = OPTIONAL = ("checkpoint_id", "save_id", "load_id", "modules")
     __slots__ = FIELDS
     checkpoint_id: Value
     save_id: Value
@@ -267,12 +253,8 @@ class StorageMeta(DcpRecord):
     def __init__(
         self, checkpoint_id: Value = None, save_id: Value = None, load_id: Value = None, modules: Value = None
     ) -> None:
-        self.set_state({"checkpoint_id": checkpoint_id, "save_id": save_id, "load_id": load_id, "modules": modules})
-
-    def set_state(self, state: dict[str, Value]) -> None:
-        _check_known_fields("StorageMeta", state, *self.FIELDS)
-        self.checkpoint_id, self.save_id, self.load_id = map(state.get, self.FIELDS[:3])
-        self.modules = state.get("modules") or []
+        self.checkpoint_id, self.save_id, self.load_id = checkpoint_id, save_id, load_id
+        self.modules = modules or []
 
     def check_fields(self) -> tuple[Value, ...]:
         return tuple(self.fields.values())
@@ -299,23 +281,18 @@ class Metadata(DcpRecord):
         version: str | None = None,
         extra: dict[str, Value] | None = None,
     ) -> None:
-        known = {
-            "state_dict_metadata": state_dict_metadata,
-            "planner_data": planner_data,
-            "storage_data": storage_data or {},
-            "storage_meta": storage_meta,
-            "version": version,
-        }
-        self.set_state(known | (extra or {}))
+        self.state_dict_metadata = state_dict_metadata
+        self.planner_data = planner_data
+        self.storage_data = storage_data or {}
+        self.storage_meta = storage_meta
+        self.version = version
+        self.extra = extra or {}
 
-    def set_state(self, state: dict[str, Value]) -> None:
-        state = dict(state)
-        self.state_dict_metadata = state.pop("state_dict_metadata")
-        self.planner_data = state.pop("planner_data", None)
-        self.storage_data = state.pop("storage_data", None) or {}
-        self.storage_meta = state.pop("storage_meta", None)
-        self.version = state.pop("version", None)
-        self.extra = dict(state)
+    def set_state(self, state: Value) -> None:
+        extra = dict(state)
+        state_dict_metadata = extra.pop("state_dict_metadata")
+        known = [extra.pop(name, None) for name in self.FIELDS[1:-1]]
+        self.__init__(state_dict_metadata, *known, extra)  # type: ignore[misc]
 
     @property
     def state(self) -> Value:
