@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Final, Generic, Protocol, TypeVar
+from typing import Final
 
 from ckpt_tools.core.values import StorageRef, Value
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.messages.wording import format_count
-from ckpt_tools.serialization.pickle.load import load_first_pickle
+from ckpt_tools.serialization.pickle.load import LoadedPickle, load_first_pickle
 from ckpt_tools.serialization.pickle.machine import EndsEarlyError, PersistentLoad
 from ckpt_tools.serialization.torch_archive import MAX_PICKLE_BYTES, TorchArchive, parse_storage_id, register_storage
 from ckpt_tools.serialization.zip_archive import ReadRange
@@ -44,33 +43,8 @@ def is_legacy(head: bytes) -> bool:
     return _MAGIC.match(head) is not None
 
 
-class PickleResult(Protocol):
-    """Result of reading the first of several pickles."""
-
-    @property
-    def value(self) -> Value: ...
-
-    @property
-    def stop(self) -> int:
-        """End of the pickle in bytes."""
-
-
-PickleT = TypeVar("PickleT", bound=PickleResult)
-
-ReadFirstPickle = Callable[[bytes, PersistentLoad | None], PickleT]
+ReadFirstPickle = Callable[[bytes, PersistentLoad | None], LoadedPickle]
 """Reads the pickle that some bytes begin with. Raises EndsEarlyError where they may not be all of it."""
-
-
-@dataclass(frozen=True, slots=True)
-class LegacyFile(Generic[PickleT]):
-    """The five pickles, and the storages of the tensors in the fourth."""
-
-    pickles: tuple[PickleT, ...]
-    storages: LegacyStorages
-
-    @property
-    def value(self) -> Value:
-        return self.pickles[3].value
 
 
 def open_legacy(read: ReadRange, size: int, path: str) -> TorchArchive:
@@ -81,21 +55,19 @@ def open_legacy(read: ReadRange, size: int, path: str) -> TorchArchive:
         machine, or holds a tensor of a kind that is not handled.
     """
 
-    def load_pickle(data: bytes, persistent_load: PersistentLoad | None) -> PickleResult:
+    def load_pickle(data: bytes, persistent_load: PersistentLoad | None) -> LoadedPickle:
         return load_first_pickle(data, path=path, persistent_load=persistent_load)
 
-    legacy_file = read_legacy(read, size, path, load_pickle)
-    storages = legacy_file.storages
+    value, storages = read_legacy(read, size, path, load_pickle)
     storage_by_key = MappingProxyType(storages.storage_by_key)
-    return TorchArchive(
-        path, legacy_file.value, MappingProxyType({}), storage_by_key, lambda: storages.locate_all(read, path)
-    )
+    return TorchArchive(path, value, MappingProxyType({}), storage_by_key, lambda: storages.locate_all(read, path))
 
 
 def read_legacy(
-    read: ReadRange, size: int, path: str, read_first_pickle: ReadFirstPickle[PickleT]
-) -> LegacyFile[PickleT]:
-    """The legacy file of ``size`` bytes, each of whose bytes belongs to a pickle or to a storage.
+    read: ReadRange, size: int, path: str, read_first_pickle: ReadFirstPickle
+) -> tuple[Value, LegacyStorages]:
+    """The value of the legacy file of ``size`` bytes, each of which belongs to a pickle or to a storage, and its
+    storages.
 
     The number of elements that precedes each storage is not read; ``locate_roots`` compares it.
 
@@ -108,18 +80,18 @@ def read_legacy(
     storages = LegacyStorages()
     value, keys = pickles.read_next(storages.resolve_id), pickles.read_next()
     storages.assign_offsets(keys.value, pickles.position, size, path)
-    return LegacyFile((magic, version, machine, value, keys), storages)
+    return value.value, storages
 
 
-class _PickleSequence(Generic[PickleT]):
+class _PickleSequence:
     """The pickles at the start of a file, one after the other."""
 
-    def __init__(self, read: ReadRange, size: int, path: str, read_first: ReadFirstPickle[PickleT]) -> None:
+    def __init__(self, read: ReadRange, size: int, path: str, read_first: ReadFirstPickle) -> None:
         self._read, self._size, self._path, self._read_first_pickle = read, size, path, read_first
         self._buffer_start, self._buffer = 0, b""
         self.position = 0
 
-    def read_next(self, persistent_load: PersistentLoad | None = None) -> PickleT:
+    def read_next(self, persistent_load: PersistentLoad | None = None) -> LoadedPickle:
         num_bytes = 1
         while True:
             data = self._peek_bytes(num_bytes)

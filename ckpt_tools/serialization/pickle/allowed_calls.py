@@ -1,12 +1,13 @@
-"""The allow-list: calls that a pickle may make, as functions that build values.
+"""The allow-list: calls that a pickle may make, in one table, with the functions that build their values.
 
-Every other call is recorded. No function here calls an argument, or copies data without accounting for it.
+Every other call is recorded, and so is one whose function raises UninterpretedCallError: ``proof`` judges it by the
+closed list. No function here calls an argument, or copies data without accounting for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.values import (
@@ -21,10 +22,15 @@ from ckpt_tools.core.values import (
     StoredTensor,
     Value,
 )
-from ckpt_tools.errors import MalformedError, UnsupportedError
+from ckpt_tools.errors import MalformedError
 from ckpt_tools.serialization.pickle.keys import check_keys, insert_items
-from ckpt_tools.serialization.pickle.machine import CallBuilder, Machine, TensorAttributes
-from ckpt_tools.serialization.pickle.opcodes import make_object, record_object
+from ckpt_tools.serialization.pickle.machine import (
+    CallBuilder,
+    Machine,
+    TensorAttributes,
+    UninterpretedCallError,
+)
+from ckpt_tools.serialization.pickle.opcodes import build_or_record, make_object, record_object
 from ckpt_tools.serialization.pickle.torch_names import (
     REBUILD_FROM_TYPE,
     REBUILD_META_TENSOR,
@@ -54,7 +60,7 @@ def _rebuild_tensor(
     _check_hooks(backward_hooks)
     if metadata:
         flags = ", ".join(sorted(map(str, metadata))) if isinstance(metadata, dict) else type(metadata).__name__
-        raise UnsupportedError(
+        raise UninterpretedCallError(
             f"it is stored with the flags {flags}, which change its values; save it with resolve_conj() and "
             "resolve_neg()"
         )
@@ -101,7 +107,7 @@ def _rebuild_tensor_v3(
 def _get_dtype(value: Value) -> DType:
     found = value.dtype if type(value) is GlobalRef else None
     if found is None:
-        raise UnsupportedError(f"it has the dtype {value!s:.80}, which is not supported")
+        raise UninterpretedCallError(f"it has the dtype {value!s:.80}, which is not supported")
     return found
 
 
@@ -114,18 +120,8 @@ def _rebuild_meta_tensor(dtype: Value, size: Value, strides: Value, requires_gra
 def _rebuild_device_tensor(data: Value, dtype: Value, device: Value, requires_grad: Value) -> StoredTensor:
     """``_rebuild_device_tensor_from_cpu_tensor``: where the tensor lived does not matter, a cast would."""
     if type(data) is not StoredTensor or data.dtype is not _get_dtype(dtype):
-        raise UnsupportedError("it is a tensor of another device, which is stored as another type")
+        raise UninterpretedCallError("it is a tensor of another device, which is stored as another type")
     return replace(data, requires_grad=requires_grad is True)
-
-
-_TENSOR_FUNCTIONS: dict[GlobalRef, Callable[..., StoredTensor]] = {
-    GlobalRef("torch._utils", "_rebuild_tensor"): _rebuild_tensor,
-    REBUILD_TENSOR_V2: _rebuild_tensor,
-    REBUILD_TENSOR_V3: _rebuild_tensor_v3,
-    REBUILD_META_TENSOR: _rebuild_meta_tensor,
-    GlobalRef("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"): _rebuild_device_tensor,
-}
-"""The functions that rebuild plain tensors."""
 
 
 def _rebuild_parameter(machine: Machine, args: tuple[Value, ...]) -> Value:
@@ -148,21 +144,12 @@ def _attach_state(machine: Machine, tensor: StoredTensor, state: Value = None) -
 def _rebuild_from_type(machine: Machine, args: tuple[Value, ...]) -> Value:
     """``torch._tensor._rebuild_from_type_v2``: ``function(*inner)`` as a ``kind`` with the attributes ``state``."""
     function, kind, inner_args, state = args
-    data = _call_rebuild_function(machine, function, inner_args)
+    call = _REBUILD_CALLS.get(function) if type(function) is GlobalRef and type(inner_args) is tuple else None
+    data = None if call is None else build_or_record(machine, call.build, function, inner_args)
     if type(data) is not StoredTensor or type(kind) is not GlobalRef:
-        return record_object(machine, Opaque(REBUILD_FROM_TYPE, args))
+        raise UninterpretedCallError("it is a tensor of another kind")
     return _attach_state(machine, replace(data, wrapper=kind), state)
 
-
-def _call_rebuild_function(machine: Machine, function: Value, inner_args: Value) -> Value:
-    if type(function) is not GlobalRef or type(inner_args) is not tuple:
-        return None
-    if function in _PARAMETER_FUNCTIONS:
-        return _rebuild_parameter(machine, inner_args)
-    return ALLOWED_CALLS[function.module, function.name](machine, inner_args) if function in _TENSOR_FUNCTIONS else None
-
-
-_PARAMETER_FUNCTIONS = (REBUILD_PARAMETER, REBUILD_PARAMETER_WITH_STATE)
 
 # Other calls on the allow-list, which get the machine to account for what they copy.
 
@@ -178,23 +165,25 @@ def _encode_text(machine: Machine, args: tuple[Value, ...]) -> Value:
     """``_codecs.encode(text, "latin1")``: how protocol 2 writes bytes."""
     machine.charge_copies(args)
     if len(args) != 2 or type(args[0]) is not str or args[1] not in ("latin1", "latin-1"):
-        return record_object(machine, Opaque(GlobalRef("_codecs", "encode"), args))
+        raise UninterpretedCallError("it is text in another encoding")
     return args[0].encode("latin-1")
 
 
 def _make_bytes(machine: Machine, args: tuple[Value, ...]) -> Value:
     """``bytes()``: how protocols 0 to 2 write empty ones. With arguments it is recorded: ``bytes(n)`` takes n bytes."""
-    return record_object(machine, Opaque(GlobalRef("builtins", "bytes"), args)) if args else b""
+    if args:
+        raise UninterpretedCallError("it is bytes of something")
+    return b""
 
 
 def _make_bytearray(machine: Machine, args: tuple[Value, ...]) -> Value:
     machine.charge_copies(args)
     if not args or (len(args) == 1 and type(args[0]) is bytes):
         return bytearray(*args)
-    encoded = _encode_text(machine, args)
-    if type(encoded) is bytes:
-        return bytearray(encoded)
-    return record_object(machine, Opaque(GlobalRef("builtins", "bytearray"), args))
+    encoded = build_or_record(machine, _encode_text, _ENCODE, args)
+    if type(encoded) is not bytes:
+        raise UninterpretedCallError("it is a bytearray of something else than bytes")
+    return bytearray(encoded)
 
 
 def _make_set_builder(kind: type[set[Value]] | type[frozenset[Value]]) -> CallBuilder:
@@ -225,7 +214,7 @@ def _make_ordered_dict(machine: Machine, args: tuple[Value, ...]) -> Value:
 def _make_default_dict(machine: Machine, args: tuple[Value, ...]) -> Value:
     machine.charge_containers(2)
     if len(args) > 1 or (args and type(args[0]) not in (GlobalRef, type(None))):
-        return record_object(machine, Opaque(GlobalRef("collections", "defaultdict"), args))
+        raise UninterpretedCallError("it is a defaultdict of something")
     if args and type(args[0]) is GlobalRef:
         # A list of the factories that a proven pickle may name is kept with all other names.
         machine.factories.append((machine.file_position, args[0]))
@@ -233,92 +222,92 @@ def _make_default_dict(machine: Machine, args: tuple[Value, ...]) -> Value:
 
 
 def _make_complex(machine: Machine, args: tuple[Value, ...]) -> Value:
-    is_plain = all(type(arg) in (int, float) for arg in args)
-    return complex(*args) if is_plain else record_object(machine, Opaque(GlobalRef("builtins", "complex"), args))
+    if any(type(arg) not in (int, float) for arg in args):
+        raise UninterpretedCallError("it is a complex of something else than numbers")
+    return complex(*args)
 
 
 def _reconstruct_object(machine: Machine, args: tuple[Value, ...]) -> Value:
     """``copyreg._reconstructor``: how protocols 0 and 1 make an object of a class without ``__reduce__``."""
     kind, base, state = args
-    if state is None and base == GlobalRef("builtins", "object"):
-        return make_object(machine, kind, (), None)
-    return record_object(machine, Opaque(GlobalRef("copyreg", "_reconstructor"), args))
+    if state is not None or base != GlobalRef("builtins", "object"):
+        raise UninterpretedCallError("it is an object of a subclass of a builtin class")
+    return make_object(machine, kind, (), None)
 
 
-def _make_tensor_builder(ref: GlobalRef) -> CallBuilder:
-    """The builder of a plain tensor. Of a tensor that is not supported it records the call, so that a message can name
-    it."""
+@dataclass(frozen=True, slots=True)
+class AllowedCall:
+    """A function that is interpreted: what builds its value, its arguments in words, and why it is harmless."""
 
-    def build_tensor(machine: Machine, args: tuple[Value, ...]) -> Value:
-        try:
-            return _TENSOR_FUNCTIONS[ref](*args)
-        except UnsupportedError:
-            return record_object(machine, Opaque(ref, args))
+    build: CallBuilder
+    arguments: str
+    reason: str
 
-    return build_tensor
+
+_VIEW_REASON = "torch's own function; the view must lie inside its storage"
+_HOOKS = "hooks None or an empty OrderedDict"
+_VIEW, _STATE = f"storage, offset, shape, strides, bool, {_HOOKS}", "attributes that are numbers or strings"
+_SET_REASON = "how protocols 0 to 3 write sets"
+_ENCODE = GlobalRef("_codecs", "encode")
+
+_TENSOR_FUNCTIONS: dict[GlobalRef, tuple[Callable[..., StoredTensor], str, str]] = {
+    GlobalRef("torch._utils", "_rebuild_tensor"): (_rebuild_tensor, "storage, offset, shape, strides", _VIEW_REASON),
+    REBUILD_TENSOR_V2: (_rebuild_tensor, _VIEW, _VIEW_REASON),
+    REBUILD_TENSOR_V3: (_rebuild_tensor_v3, f"{_VIEW}, dtype", _VIEW_REASON),
+    REBUILD_META_TENSOR: (_rebuild_meta_tensor, "dtype, shape, strides, bool", "a tensor of no bytes"),
+    GlobalRef("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"): (
+        _rebuild_device_tensor,
+        "tensor, dtype, device, bool",
+        _VIEW_REASON,
+    ),
+}
+"""The functions that rebuild plain tensors, of their arguments alone."""
+
+
+def _make_tensor_call(rebuild: Callable[..., StoredTensor], arguments: str, reason: str) -> AllowedCall:
+    return AllowedCall(lambda machine, args: rebuild(*args), arguments, reason)
+
+
+_REBUILD_CALLS = {ref: _make_tensor_call(*described) for ref, described in _TENSOR_FUNCTIONS.items()} | {
+    REBUILD_PARAMETER: AllowedCall(_rebuild_parameter, f"tensor, bool, {_HOOKS}", _VIEW_REASON),
+    REBUILD_PARAMETER_WITH_STATE: AllowedCall(_rebuild_parameter, f"tensor, bool, {_HOOKS}, {_STATE}", _VIEW_REASON),
+}
+
+CALLS: dict[GlobalRef, AllowedCall] = _REBUILD_CALLS | {
+    REBUILD_FROM_TYPE: AllowedCall(
+        _rebuild_from_type,
+        f"one of the functions above, Tensor or Parameter, its arguments, {_STATE}",
+        _VIEW_REASON,
+    ),
+    GlobalRef("torch", "Size"): AllowedCall(_make_size, "up to 64 ints", "a tuple of numbers"),
+    _ENCODE: AllowedCall(_encode_text, "text of latin-1, 'latin1'", "how protocols 0 to 2 write bytes"),
+    GlobalRef("builtins", "bytes"): AllowedCall(_make_bytes, "nothing", "how protocols 0 to 2 write empty bytes"),
+    GlobalRef("builtins", "bytearray"): AllowedCall(_make_bytearray, "bytes, or text and 'latin1'", "bytes"),
+    GlobalRef("builtins", "set"): AllowedCall(_make_set_builder(set), "a list", _SET_REASON),
+    GlobalRef("builtins", "frozenset"): AllowedCall(_make_set_builder(frozenset), "a list", _SET_REASON),
+    GlobalRef("builtins", "complex"): AllowedCall(_make_complex, "two numbers", "a number"),
+    GlobalRef("collections", "OrderedDict"): AllowedCall(
+        _make_ordered_dict, "nothing, or a list of pairs; plain attributes", "a dict"
+    ),
+    GlobalRef("collections", "defaultdict"): AllowedCall(
+        _make_default_dict, "the name of a builtin container or number type", "a dict"
+    ),
+    GlobalRef("copyreg", "_reconstructor"): AllowedCall(
+        _reconstruct_object, "a class of this list, object, None", "how protocols 0 and 1 make an object"
+    ),
+}
+"""The allow-list of functions. All others, and all classes but ``RECORD_CLASSES``, are recorded."""
+
+ALLOWED_CALLS: dict[tuple[str, str], CallBuilder] = {(ref.module, ref.name): call.build for ref, call in CALLS.items()}
 
 
 def explain_unsupported(value: Opaque) -> str | None:
     """Why a call of one of torch's functions for plain tensors makes none; None for other objects."""
-    rebuild = _TENSOR_FUNCTIONS.get(value.ref) if isinstance(value.ref, GlobalRef) else None
-    if rebuild is None or value.form != "call":
+    described = _TENSOR_FUNCTIONS.get(value.ref) if isinstance(value.ref, GlobalRef) else None
+    if described is None or value.form != "call":
         return None
     try:
-        rebuild(*value.args)
-    except UnsupportedError as error:
-        return error.message
+        described[0](*value.args)
+    except UninterpretedCallError as error:
+        return str(error)
     return None
-
-
-ALLOWED_CALLS: dict[tuple[str, str], CallBuilder] = {
-    (ref.module, ref.name): _make_tensor_builder(ref) for ref in _TENSOR_FUNCTIONS
-} | {
-    **{(ref.module, ref.name): _rebuild_parameter for ref in _PARAMETER_FUNCTIONS},
-    (REBUILD_FROM_TYPE.module, REBUILD_FROM_TYPE.name): _rebuild_from_type,
-    ("torch", "Size"): _make_size,
-    ("_codecs", "encode"): _encode_text,
-    ("builtins", "bytes"): _make_bytes,
-    ("builtins", "bytearray"): _make_bytearray,
-    ("builtins", "set"): _make_set_builder(set),
-    ("builtins", "frozenset"): _make_set_builder(frozenset),
-    ("builtins", "complex"): _make_complex,
-    ("collections", "OrderedDict"): _make_ordered_dict,
-    ("collections", "defaultdict"): _make_default_dict,
-    ("copyreg", "_reconstructor"): _reconstruct_object,
-}
-"""The allow-list of functions. All others, and all classes but ``RECORD_CLASSES``, are recorded."""
-
-
-_TENSOR_REASON = "torch's own function; the view must lie inside its storage"
-_EMPTY_HOOKS = "hooks None or an empty OrderedDict"
-
-CALL_DESCRIPTIONS: dict[tuple[str, str], tuple[str, str]] = {
-    ("torch._utils", "_rebuild_tensor"): ("storage, offset, shape, strides", _TENSOR_REASON),
-    ("torch._utils", "_rebuild_tensor_v2"): (f"storage, offset, shape, strides, bool, {_EMPTY_HOOKS}", _TENSOR_REASON),
-    ("torch._utils", "_rebuild_tensor_v3"): (
-        f"storage, offset, shape, strides, bool, {_EMPTY_HOOKS}, dtype",
-        _TENSOR_REASON,
-    ),
-    ("torch._utils", "_rebuild_meta_tensor_no_storage"): ("dtype, shape, strides, bool", "a tensor of no bytes"),
-    ("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"): ("tensor, dtype, device, bool", _TENSOR_REASON),
-    ("torch._utils", "_rebuild_parameter"): (f"tensor, bool, {_EMPTY_HOOKS}", _TENSOR_REASON),
-    ("torch._utils", "_rebuild_parameter_with_state"): (
-        f"tensor, bool, {_EMPTY_HOOKS}, attributes that are numbers or strings",
-        _TENSOR_REASON,
-    ),
-    ("torch._tensor", "_rebuild_from_type_v2"): (
-        "one of the functions above, Tensor or Parameter, its arguments, attributes that are numbers or strings",
-        _TENSOR_REASON,
-    ),
-    ("torch", "Size"): ("up to 64 ints", "a tuple of numbers"),
-    ("_codecs", "encode"): ("text of latin-1, 'latin1'", "how protocols 0 to 2 write bytes"),
-    ("builtins", "bytes"): ("nothing", "how protocols 0 to 2 write empty bytes"),
-    ("builtins", "bytearray"): ("bytes, or text and 'latin1'", "bytes"),
-    ("builtins", "set"): ("a list", "how protocols 0 to 3 write sets"),
-    ("builtins", "frozenset"): ("a list", "how protocols 0 to 3 write sets"),
-    ("builtins", "complex"): ("two numbers", "a number"),
-    ("collections", "OrderedDict"): ("nothing, or a list of pairs; plain attributes", "a dict"),
-    ("collections", "defaultdict"): ("the name of a builtin container or number type", "a dict"),
-    ("copyreg", "_reconstructor"): ("a class of this list, object, None", "how protocols 0 and 1 make an object"),
-}
-"""Arguments of each function, and why it is harmless, for the documentation."""

@@ -7,18 +7,22 @@ standard library wrote. Names are exact: through a dotted one every imported mod
 
 A name that is only listed may stand in a pickle, as the type of a storage or a dtype does. It may be called only if
 ``call`` has arguments for it, made by ``__new__`` only if ``new`` has, and given a state only if ``state`` has a shape
-for it. Names of ``allowed_calls`` and ``dcp_metadata`` are interpreted: their functions check their arguments.
+for it. The rules of numpy and joblib are in ``numpy_rules``. Names of ``allowed_calls`` and ``dcp_metadata`` are
+interpreted: their functions check their arguments.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
 
-from ckpt_tools.core.values import Opaque, OrderedDict
-from ckpt_tools.serialization.pickle.allowed_calls import ALLOWED_CALLS, CALL_DESCRIPTIONS
-from ckpt_tools.serialization.pickle.dcp_metadata import RECORD_CLASSES
+from ckpt_tools.core.values import GlobalRef, Opaque, OrderedDict, Size, StorageRef, Value, are_naturals
+from ckpt_tools.serialization.pickle.allowed_calls import ALLOWED_CALLS
+from ckpt_tools.serialization.pickle.dcp_metadata import (
+    RECORD_CLASSES,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
 from ckpt_tools.serialization.pickle.machine import TensorAttributes
 from ckpt_tools.serialization.pickle.numpy_rules import DTYPE, is_consistent_dtype
 from ckpt_tools.serialization.pickle.numpy_rules import RULES as NUMPY
@@ -27,33 +31,49 @@ from ckpt_tools.serialization.pickle.shapes import (
     AN_ENUM,
     ANY,
     ATTRIBUTES,
+    BOOL,
     BYTES,
     CONTAINER,
     ENUM,
     FLOAT,
     INT,
     ITS_ATTRIBUTES,
+    NATURALS,
     NO_ARGUMENTS,
     NOTHING,
     PLAIN_ATTRIBUTES,
     STR,
     TENSOR,
     NameRule,
+    ValueShape,
     attribute_rule,
     dict_of,
+    equal_to,
     fields,
     global_name,
+    instance_of,
+    list_of,
     made_by,
     one_of,
     resolve_name,
     row,
     tuple_of,
-)
-from ckpt_tools.serialization.pickle.sharded_rules import RULES as SHARDED
-from ckpt_tools.serialization.pickle.tensor_rules import RULES as TENSORS
-from ckpt_tools.serialization.pickle.tensor_rules import TENSOR_ATTRIBUTES
+    with_slots,
+)  # fmt: skip
+from ckpt_tools.serialization.pickle.torch_names import (
+    DTENSOR_PACKAGE,
+    DTENSORS,
+    OLD_DTENSOR_PACKAGE,
+    PROCESS_GROUP_STATE,
+    REBUILD_WRAPPER_SUBCLASS,
+    SHARD_PACKAGE,
+    SHARDED_TENSOR,
+)  # fmt: skip
 
-# torch
+_OPTIONAL_INT, _OPTIONAL_STRS = INT | NOTHING, tuple_of(STR) | list_of(STR) | NOTHING
+_DIMS = ValueShape("tuple of ints", lambda value: type(value) in (tuple, Size) and are_naturals(value))
+
+# Names of torch, and of what trains with it
 
 _LAYOUTS = one_of("torch.strided", "torch.sparse_coo", "torch.sparse_csr", "torch.sparse_csc", "torch.sparse_bsr",
                  "torch.sparse_bsc", "torch._mkldnn", "torch.jagged")  # fmt: skip
@@ -80,7 +100,146 @@ _OMEGACONF_NODES = (
     "AnyNode BooleanNode BytesNode EnumNode FloatNode IntegerNode InterpolationResultNode PathNode StringNode"
 )
 _PATH_CLASSES = "Path PosixPath WindowsPath PurePath PurePosixPath PureWindowsPath"
-_OPTIONAL_INT = INT | NOTHING
+
+# Tensors that are not views of one storage: sparse, quantized and nested ones. torch makes each with a function of its
+# own that takes tensors and numbers. None of their elements is looked at: indices that lead out of a tensor are
+# validated by torch, or not (``docs/scanning.md`` says what is trusted).
+
+_JAGGED = "torch.nested._internal.nested_tensor"
+_STORAGE_LAYOUT = made_by("torch.serialization._get_layout")
+_NO_HOOKS = NOTHING | ValueShape(
+    "an empty OrderedDict", lambda value: type(value) is OrderedDict and not value and not value.attributes
+)
+_CHANNELS = global_name("torch.per_channel_affine", "torch.per_channel_affine_float_qparams")
+_QUANTIZER = (
+    row(global_name("torch.per_tensor_affine"), FLOAT, INT)
+    | row(_CHANNELS, TENSOR, TENSOR, INT)
+    | row(_CHANNELS, list_of(FLOAT), list_of(INT | FLOAT), INT)
+)
+_SPECIAL_TENSORS = made_by(
+    "torch._utils._rebuild_sparse_tensor", "torch._utils._rebuild_qtensor", "torch._utils._rebuild_nested_tensor"
+)
+
+_DYNAMIC_MARKS = (
+    *("_dynamo_dynamic_indices", "_dynamo_weak_dynamic_indices", "_dynamo_propagated_dynamic_indices"),
+    *("_dynamo_hint_overrides", "_specialize_on"),
+)
+
+
+def _is_dynamic_mark(value: Value) -> bool:
+    """Numbers of dims, as ``torch._dynamo.mark_dynamic`` notes them: a set of them, or by dim a number or no functions
+    at all."""
+    if type(value) is set:
+        return all(type(each) is int for each in value)
+    is_dict = type(value) is dict and all(type(key) is int for key in value)
+    return is_dict and all(type(each) is int or (type(each) is list and not each) for each in value.values())
+
+
+def _are_tensor_attributes(state: Value) -> bool:
+    if type(state) is not dict:
+        return False
+    others = {key: each for key, each in state.items() if key not in _DYNAMIC_MARKS or not _is_dynamic_mark(each)}
+    return PLAIN_ATTRIBUTES.accepts(others)
+
+
+TENSOR_ATTRIBUTES = with_slots(ValueShape("attributes that are numbers, strings or names", _are_tensor_attributes))
+"""The attributes that a tensor is given."""
+
+_CACHE = fields(min_seqlen=TENSOR, max_seqlen=TENSOR)
+_LENGTHS = TENSOR | NOTHING
+_JAGGED_PARTS = row(fields(values=TENSOR, offsets=TENSOR, lengths=_LENGTHS, _ragged_idx=INT, _metadata_cache=_CACHE,
+                           requires_grad=BOOL))  # fmt: skip
+_SET_OF_INTS = ValueShape("set of int", lambda value: type(value) is set and _is_dynamic_mark(value))
+_JAGGED_STATE = fields(
+    _values=TENSOR, _offsets=TENSOR, _lengths=_LENGTHS, _ragged_idx=INT, _metadata_cache=_CACHE,
+    _dynamo_propagated_dynamic_indices=_SET_OF_INTS,
+)  # fmt: skip
+
+# One rank's part of a tensor, and the plans that Megatron writes into a DCP. Names and fields are those of files that
+# torch 2.15 and megatron-core 0.16 wrote, and of the sources of torch 2.4 to 2.9 (see ``sharded_tensors``). The parts
+# of a DTensor are checked by their classes, so that no attribute can be a hook: ``torch._tensor._set_obj_state`` sets
+# the slots of a DTensor, ``DeviceMesh.__setstate__`` looks up the names of process groups, and
+# ``ShardedTensor.__setstate__`` compares four numbers and would register itself for RPC only if told to.
+
+_PLANNER = "torch.distributed.checkpoint.planner"
+_MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
+_SPECS = f"{DTENSOR_PACKAGE}._dtensor_spec {OLD_DTENSOR_PACKAGE}.placement_types"
+_PLACEMENTS = f"{DTENSOR_PACKAGE}.placement_types {OLD_DTENSOR_PACKAGE}.placement_types"
+
+
+def _made_by_any(modules: str, *names: str) -> ValueShape:
+    return made_by(*(f"{module}.{each}" for module in modules.split() for each in names))
+
+
+_DTYPE = ValueShape("dtype", lambda value: type(value) is GlobalRef and value.dtype is not None)
+_MESHES = "torch.distributed.device_mesh torch.distributed._tensor.device_mesh"
+_MESH = _made_by_any(_MESHES, "DeviceMesh")
+_LAYOUT = _made_by_any("torch.distributed._mesh_layout", "_MeshLayout")
+_FLAT = _made_by_any("torch.distributed._mesh_layout", "_FlatLayout")
+_PLACEMENT = _made_by_any(_PLACEMENTS, "Shard", "Replicate", "Partial", "_Partial", "_StridedShard")
+_TENSOR_META = _made_by_any(_SPECS, "TensorMeta")
+_ORDER_ENTRY = _made_by_any(f"{DTENSOR_PACKAGE}._dtensor_spec", "ShardOrderEntry")
+_SPEC = _made_by_any(_SPECS, "DTensorSpec")
+_NESTED_INTS = INT | tuple_of(INT | tuple_of(INT))
+_WRAPPED = row(
+    global_name(*map(str, (*DTENSORS, SHARDED_TENSOR))), _DTYPE, _DIMS, NATURALS, INT,
+    _STORAGE_LAYOUT, made_by("torch.device"), BOOL,
+)  # fmt: skip
+_DEVICE = _made_by_any("torch.distributed.remote_device", "_remote_device")
+_SHARD_METADATA = _made_by_any(f"{SHARD_PACKAGE}.metadata", "ShardMetadata")
+_SHARD = _made_by_any(f"{SHARD_PACKAGE}.sharded_tensor.shard", "Shard")
+_SHARDED_METADATA = _made_by_any(f"{SHARD_PACKAGE}.sharded_tensor.metadata", "ShardedTensorMetadata")
+_SHARDING = made_by(
+    f"{SHARD_PACKAGE}.sharding_spec.api.EnumerableShardingSpec",
+    f"{SHARD_PACKAGE}.sharding_spec.chunk_sharding_spec.ChunkShardingSpec",
+)
+_PROCESS_GROUP_STATE = made_by(f"{SHARDED_TENSOR}.{PROCESS_GROUP_STATE}")
+
+
+def _dataclass_state(**shapes: ValueShape) -> ValueShape:
+    """Attributes of a dataclass, in slots or not."""
+    return fields(**shapes) | row(NOTHING, fields(**shapes))
+
+
+def _is_wrapped_tensor(args: Value) -> bool:
+    """``_rebuild_from_type_v2(_rebuild_wrapper_subclass, kind, arguments, state)``, of one kind in both places."""
+    if type(args) is not tuple or len(args) != 4 or args[0] != REBUILD_WRAPPER_SUBCLASS:
+        return False
+    _, kind, inner, state = args
+    if type(kind) is not GlobalRef or not _WRAPPED.accepts(inner) or inner[0] != kind:
+        return False
+    return (_SHARDED_STATE if kind == SHARDED_TENSOR else _DTENSOR_STATE).accepts(state)
+
+
+_DTENSOR_STATE = row(NOTHING | fields(), fields(_local_tensor=TENSOR, _spec=_SPEC))
+_SHARDED_STATE = row(list_of(_SHARD), _SHARDED_METADATA, _PROCESS_GROUP_STATE, _SHARDING, equal_to(False))
+
+
+def _make_object_rule(
+    modules: str, names: str, state: ValueShape | None = None, *, new: ValueShape = NO_ARGUMENTS
+) -> NameRule:
+    return NameRule(modules, names, ITS_ATTRIBUTES if state else "a tuple", new=(new,), state=state)
+
+
+_COORDINATE = tuple_of(INT) | list_of(INT) | NOTHING
+_MESH_STATE = fields(
+    _device_type=STR, _layout=_LAYOUT, _rank_map=TENSOR, _mesh_dim_names=_OPTIONAL_STRS, _root_mesh=_MESH | NOTHING,
+    _preserve_rank_order=BOOL, _flatten_rank_map=tuple_of(INT), _thread_id=_OPTIONAL_INT,
+    _flatten_mapping=dict_of(STR, _MESH), _dim_group_names=list_of(STR), _rank=INT, _coordinate_on_dim=_COORDINATE,
+    _hash=_OPTIONAL_INT,
+)  # fmt: skip
+_OLD_MESH_STATE = fields(
+    device_type=STR, mesh=TENSOR, mesh_dim_names=_OPTIONAL_STRS, _flatten_mesh_list=tuple_of(INT),
+    _parent_mesh=_MESH | NOTHING, _thread_id=_OPTIONAL_INT, _coordinate_on_dim=_COORDINATE,
+    _dim_group_infos=list_of(row(STR, list_of(INT), STR)), _dim_group_names=list_of(STR), _hash=_OPTIONAL_INT,
+)  # fmt: skip
+_PLAN_STATE = {
+    "items": list_of(_made_by_any(_PLANNER, "WriteItem")),
+    "storage_data": NOTHING,
+    "planner_data": fields() | NOTHING,
+    "usable": BOOL,
+}
+_MCORE_DATA = dict_of(STR, dict_of(STR, _DIMS))
 
 
 RULES: tuple[NameRule, ...] = (
@@ -137,7 +296,20 @@ RULES: tuple[NameRule, ...] = (
     NameRule("torch._C", "Generator", "a random generator of one device, with its seed and its state",
          call=(row(made_by("torch.device")),), state=row(INT, _OPTIONAL_INT, TENSOR)),
     NameRule("torch.torch_version", "TorchVersion", "a text", new=(row(STR),)),
-    *TENSORS,
+    NameRule("torch._utils", "_rebuild_sparse_tensor", "indices and values, which torch.load validates",
+         call=(row(ANY, row(TENSOR, TENSOR, NATURALS)), row(ANY, row(TENSOR, TENSOR, NATURALS, BOOL)),
+               row(_STORAGE_LAYOUT, row(TENSOR, TENSOR, TENSOR, NATURALS)))),
+    NameRule("torch._utils", "_rebuild_qtensor", "torch's own function, which checks the view of the storage",
+         call=(row(instance_of("storage", StorageRef), INT, _DIMS, NATURALS, _QUANTIZER, BOOL, _NO_HOOKS),)),
+    NameRule("torch._utils", "_rebuild_nested_tensor", "a buffer, and sizes, strides and offsets of the tensors in it",
+         call=(row(TENSOR, TENSOR, TENSOR, TENSOR | tuple_of(INT) | list_of(INT)),)),
+    NameRule(_JAGGED, "NestedTensor _rebuild_njt", "handed to _rebuild_from_type_v2 alone"),
+    NameRule("torch._tensor", "_rebuild_from_type_v2",
+         "a nested tensor of the jagged layout: values, offsets and lengths",
+         call=(row(global_name(f"{_JAGGED}._rebuild_njt"), global_name(f"{_JAGGED}.NestedTensor"), _JAGGED_PARTS,
+              _JAGGED_STATE), )),
+    NameRule("torch.nn.parameter", "Parameter", "one of the tensors above", call=(row(_SPECIAL_TENSORS, BOOL),)),
+    NameRule("torch", "sparse_csr sparse_csc sparse_bsr sparse_bsc jagged", A_NAME),
     attribute_rule("torch.optim.lr_scheduler", _SCHEDULERS),
     attribute_rule("torch.amp.grad_scaler torch.cuda.amp.grad_scaler", "GradScaler"),
     NameRule("torch.amp.grad_scaler torch.cuda.amp.grad_scaler", "OptState", AN_ENUM, call=(ENUM,)),
@@ -145,7 +317,55 @@ RULES: tuple[NameRule, ...] = (
          state=fields(prefix=STR)),
     NameRule("torch.distributed.tensor torch.distributed.tensor._api torch.distributed._tensor "
          "torch.distributed._tensor.api", "DTensor", A_NAME),
-    *SHARDED,
+    NameRule("torch._utils", "_rebuild_wrapper_subclass", "handed to _rebuild_from_type_v2 alone"),
+    NameRule(SHARDED_TENSOR.module, "ShardedTensor", A_NAME),
+    NameRule("builtins", "getattr", "an inner class of ShardedTensor, before protocol 4",
+         call=(row(global_name(str(SHARDED_TENSOR)), one_of(PROCESS_GROUP_STATE)),)),
+    NameRule("torch._tensor", "_rebuild_from_type_v2", "a tensor of one rank; its parts are of the classes below",
+         call=(ValueShape("(_rebuild_wrapper_subclass, DTensor or ShardedTensor, (it, dtype, shape, strides, int, "
+                          "layout, device, bool), its parts)", _is_wrapped_tensor),)),
+    _make_object_rule(_SPECS, "DTensorSpec",
+         _dataclass_state(mesh=_MESH, placements=tuple_of(_PLACEMENT) | list_of(_PLACEMENT),
+              tensor_meta=_TENSOR_META | NOTHING, shard_order=tuple_of(_ORDER_ENTRY) | NOTHING,
+              use_strided_shard_as_shard_order=BOOL, _hash=_OPTIONAL_INT)),
+    _make_object_rule(_SPECS, "TensorMeta", new=row(_DIMS, NATURALS, _DTYPE)),
+    _make_object_rule(f"{DTENSOR_PACKAGE}._dtensor_spec", "ShardOrderEntry", new=row(INT, tuple_of(INT))),
+    _make_object_rule(_MESHES, "DeviceMesh", _MESH_STATE | _OLD_MESH_STATE),
+    _make_object_rule("torch.distributed._mesh_layout", "_MeshLayout",
+         _dataclass_state(axes=tuple_of(_FLAT), shape=_NESTED_INTS, stride=_NESTED_INTS)),
+    _make_object_rule("torch.distributed._mesh_layout", "_FlatLayout",
+         _dataclass_state(shape=tuple_of(INT), stride=tuple_of(INT))),
+    _make_object_rule(_PLACEMENTS, "Shard", _dataclass_state(dim=INT)),
+    _make_object_rule(_PLACEMENTS, "Replicate", _dataclass_state()),
+    _make_object_rule(_PLACEMENTS, "Partial _Partial", _dataclass_state(reduce_op=STR)),
+    _make_object_rule(_PLACEMENTS, "_StridedShard", _dataclass_state(dim=INT, split_factor=INT)),
+    _make_object_rule(f"{SHARD_PACKAGE}.sharded_tensor.shard", "Shard",
+         _dataclass_state(tensor=TENSOR, metadata=_SHARD_METADATA)),
+    _make_object_rule(f"{SHARD_PACKAGE}.metadata", "ShardMetadata",
+         _dataclass_state(shard_offsets=list_of(INT), shard_sizes=list_of(INT), placement=_DEVICE | NOTHING)),
+    _make_object_rule("torch.distributed.remote_device", "_remote_device",
+         fields(_worker_name=STR | NOTHING, _rank=_OPTIONAL_INT, _device=made_by("torch.device"))),
+    _make_object_rule(f"{SHARD_PACKAGE}.sharded_tensor.metadata", "ShardedTensorMetadata",
+         fields(shards_metadata=list_of(_SHARD_METADATA), size=_DIMS, tensor_properties=instance_of("TensorProperties",
+              TensorProperties))),
+    _make_object_rule(SHARDED_TENSOR.module, f"ShardedTensor.{PROCESS_GROUP_STATE}",
+         fields(local_rank=INT, global_rank=INT, local_world_size=INT, global_world_size=INT)),
+    _make_object_rule(f"{SHARD_PACKAGE}.sharding_spec.chunk_sharding_spec", "ChunkShardingSpec",
+         fields(dim=INT, placements=list_of(_DEVICE))),
+    _make_object_rule(f"{SHARD_PACKAGE}.sharding_spec.api", "EnumerableShardingSpec",
+         fields(shards=list_of(_SHARD_METADATA))),
+    # What Megatron keeps of the plan of each rank, beside the metadata of a DCP
+    _make_object_rule(_PLANNER, "SavePlan", fields(**_PLAN_STATE)),
+    _make_object_rule(_MEGATRON, "MCoreSavePlan", fields(**_PLAN_STATE, mcore_data=_MCORE_DATA)),
+    _make_object_rule(_PLANNER, "WriteItem",
+         fields(index=instance_of("MetadataIndex", MetadataIndex), type=_made_by_any(_PLANNER, "WriteItemType"),
+              bytes_io_data=_made_by_any(_PLANNER, "BytesIOWriteData") | NOTHING, tensor_data=_made_by_any(_PLANNER,
+              "TensorWriteData") | NOTHING)),
+    NameRule(_PLANNER, "WriteItemType", AN_ENUM, call=(ENUM,)),
+    _make_object_rule(_PLANNER, "BytesIOWriteData", fields(nbytes=INT)),
+    _make_object_rule(_PLANNER, "TensorWriteData",
+         fields(chunk=instance_of("ChunkStorageMetadata", ChunkStorageMetadata),
+              properties=instance_of("TensorProperties", TensorProperties), size=_DIMS)),
     *NUMPY,
     # Training libraries
     NameRule("deepspeed.runtime.zero.config", "ZeroStageEnum", AN_ENUM, call=(ENUM,)),
@@ -181,17 +401,17 @@ RULES: tuple[NameRule, ...] = (
 )  # fmt: skip
 """The list. ``docs/scanning_list.md`` shows it, and a test compares the two."""
 
-
-_RULES_BY_NAME: defaultdict[tuple[str, str], list[NameRule]] = defaultdict(list)
-for _rule in RULES:
-    for _key in _rule.keys:
-        _RULES_BY_NAME[_key].append(_rule)
-
 ALLOWED_FACTORIES = frozenset(
     {("builtins", each) for each in ["bool", "dict", "float", "frozenset", "int", "list", "set", "str", "tuple"]}
     | {("collections", each) for each in ["Counter", "OrderedDict", "deque"]}
 )
 """Factories allowed in a defaultdict."""
+
+
+_RULES_BY_NAME: defaultdict[tuple[str, str], list[NameRule]] = defaultdict(list)
+for _rule in RULES:
+    for _key in _rule.keys:
+        _RULES_BY_NAME[_key].append(_rule)
 
 _TENSOR_CLASSES = frozenset({"torch.Tensor", "torch.nn.parameter.Parameter", "torch.nn.parameter.Buffer"})
 
@@ -233,32 +453,3 @@ def _is_allowed_by(rule: NameRule, recorded_object: Opaque) -> bool:
         and (rule.has_items or not made.items)
         and (rule.has_pairs or not made.pairs)
     )
-
-
-@dataclass(frozen=True, slots=True)
-class ClosedListEntry:
-    """A line of the list, in words."""
-
-    names: str
-    allowed_uses: str
-    reason: str
-
-
-def iter_list_entries() -> Iterator[ClosedListEntry]:
-    """The whole list in words, interpreted names first."""
-    for (module, attribute), (arguments, reason) in CALL_DESCRIPTIONS.items():
-        yield ClosedListEntry(f"{module}.{attribute}", arguments, reason)
-    for module, attribute in RECORD_CLASSES:
-        yield ClosedListEntry(f"{module}.{attribute}", "its fields, each of its type", "a record of a DCP, interpreted")
-    for rule in RULES:
-        for module in rule.modules.split():
-            yield ClosedListEntry(f"{module}: {rule.names}", _describe_allowed_uses(rule), rule.reason)
-
-
-def _describe_allowed_uses(rule: NameRule) -> str:
-    parts = [f"call{shape.text if shape.text.startswith('(') else f'(*{shape.text})'}" for shape in rule.call]
-    parts += [f"new{shape.text}" for shape in rule.new]
-    parts += [f"state {rule.state.text}"] if rule.state else []
-    parts += ["items"] if rule.has_items else []
-    parts += ["items by key"] if rule.has_pairs else []
-    return "; ".join(parts) or "stand as a value"

@@ -24,8 +24,8 @@ MAX_TRANSFORMS = 16
 
 
 class DcpRecord:
-    """A slotted object. ``FIELDS`` are its slots in the order of its constructor, which checks them; those that a pickle
-    may leave out are ``OPTIONAL``."""
+    """A slotted object. ``FIELDS`` are its slots in the order of its constructor, which checks them. Those that a
+    pickle may leave out are ``OPTIONAL``."""
 
     __slots__ = ()
     FIELDS: ClassVar[tuple[str, ...]] = ()

@@ -43,6 +43,10 @@ class ArrayFollows(Exception):  # noqa: N818
         self.description = description
 
 
+class UninterpretedCallError(Exception):
+    """A call of an allowed function with arguments that make no value: it is recorded. The message is for the user."""
+
+
 class EndsEarlyError(MalformedError):
     """The data ends within the pickle, or may do so."""
 
@@ -312,7 +316,7 @@ OpcodeStep = Callable[[Machine, int], int]
 """One opcode: the machine and the position after the opcode, to the position of the next."""
 
 CallBuilder = Callable[[Machine, tuple[Value, ...]], Value]
-"""Builds the value of a call with these arguments."""
+"""Builds the value of a call with these arguments. Raises UninterpretedCallError where they make none."""
 
 
 @dataclass(frozen=True, slots=True)

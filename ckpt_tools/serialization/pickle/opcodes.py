@@ -20,11 +20,13 @@ from ckpt_tools.serialization.pickle.keys import check_keys, insert_items
 from ckpt_tools.serialization.pickle.machine import (
     UNSET,
     ArrayFollows,
+    CallBuilder,
     FrameStarts,
     Machine,
     OpcodeStep,
     PickleStop,
     PickleTooLongError,
+    UninterpretedCallError,
 )
 from ckpt_tools.serialization.pickle.numpy_rules import JOBLIB_ARRAY
 from ckpt_tools.serialization.pickle.shapes import resolve_name
@@ -266,11 +268,18 @@ def call_function(machine: Machine, function: Value, args: Value) -> Value:
     if type(args) is not tuple:
         machine.fail("arguments that are not a tuple")
     if build_call is not None:
-        return build_call(machine, args)
+        return build_or_record(machine, build_call, function, args)
     if type(function) is not GlobalRef and type(function) is not Opaque:
         machine.fail(f"a {describe_kind(function)} is called")
     machine.charge_containers(3)
     return record_object(machine, Opaque(function, args))
+
+
+def build_or_record(machine: Machine, build_call: CallBuilder, function: Value, args: tuple[Value, ...]) -> Value:
+    try:
+        return build_call(machine, args)
+    except UninterpretedCallError:
+        return record_object(machine, Opaque(function, args))
 
 
 def _push_new_object(machine: Machine, position: int) -> int:

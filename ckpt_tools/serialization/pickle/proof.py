@@ -15,7 +15,7 @@ from ckpt_tools.messages.wording import join_names
 from ckpt_tools.serialization.pickle.allowed_calls import ALLOWED_CALLS
 from ckpt_tools.serialization.pickle.closed_list import ALLOWED_FACTORIES, explain_refusal, is_listed
 from ckpt_tools.serialization.pickle.dcp_macros import MACROS
-from ckpt_tools.serialization.pickle.load import interpret_checked, name_pickle_errors
+from ckpt_tools.serialization.pickle.load import LoadedPickle, interpret_checked, name_pickle_errors
 from ckpt_tools.serialization.pickle.machine import (
     ArrayReader,
     CallBuilder,
@@ -26,8 +26,14 @@ from ckpt_tools.serialization.pickle.machine import (
     PersistentLoad,
     TensorAttributes,
 )
-from ckpt_tools.serialization.pickle.opcodes import OPCODE_STEPS
-from ckpt_tools.serialization.pickle.shapes import ATTRIBUTES, BOOL, charge_items, fields, limit_walked_items
+from ckpt_tools.serialization.pickle.opcodes import OPCODE_STEPS, build_or_record
+from ckpt_tools.serialization.pickle.shapes import (
+    ATTRIBUTES,
+    BOOL,
+    charge_items,
+    fields,
+    limit_walked_items,
+)
 
 MAX_REFUSALS = 100
 """Refusals of one pickle that are kept; more are counted."""
@@ -48,14 +54,10 @@ class Refusal:
 
 
 @dataclass(frozen=True, slots=True)
-class Proof:
-    """The value of a pickle that ends at ``stop``. It is proven if there are no ``refusals``.
+class Proof(LoadedPickle):
+    """A pickle that is proven if there are no ``refusals``. ``uses_allowed`` are the names that only the user vouched
+    for."""
 
-    ``uses_allowed`` are the names that only the user vouched for.
-    """
-
-    value: Value
-    stop: int
     refusals: tuple[Refusal, ...]
     num_refusals: int
     uses_allowed: frozenset[str]
@@ -113,11 +115,11 @@ class UnlistedNameError(MalformedError):
 def _make_flag_ignoring_builder(key: tuple[str, str], num_args: int) -> CallBuilder:
     """The builder of a tensor that may have flags for conjugated or negated values, which ``loads`` refuses because its
     tensors have no such flags."""
-    rebuild = ALLOWED_CALLS[key]
+    ref, rebuild = GlobalRef(*key), ALLOWED_CALLS[key]
 
     def build_tensor(machine: Machine, args: tuple[Value, ...]) -> Value:
         is_flagged = len(args) == num_args and _CONJ_NEG_FLAGS.accepts(args[-1])
-        return rebuild(machine, args[:-1] if is_flagged else args)
+        return build_or_record(machine, rebuild, ref, args[:-1] if is_flagged else args)
 
     return build_tensor
 

@@ -137,7 +137,7 @@ class Prover:
             self._prove_zip(view, FileKind.PICKLED)
         elif is_legacy(head):
             start = 0
-            for proof in prove_legacy(view.read, view.size, view.file, allowed=self._collector.allowed).pickles:
+            for proof in prove_legacy(view.read, view.size, view.file, allowed=self._collector.allowed):
                 self._record_proof(view, "", proof, start)
                 start += proof.stop
         else:

@@ -6,7 +6,10 @@ from collections.abc import Iterator
 from itertools import product
 from textwrap import wrap
 
-from ckpt_tools.serialization.pickle.closed_list import iter_list_entries
+from ckpt_tools.serialization.pickle.allowed_calls import CALLS
+from ckpt_tools.serialization.pickle.closed_list import RULES
+from ckpt_tools.serialization.pickle.dcp_metadata import RECORD_CLASSES
+from ckpt_tools.serialization.pickle.shapes import NameRule
 
 MAX_LINE = 120
 
@@ -22,8 +25,8 @@ _DOTTED = r"\w+(?:\.\w+)+"
 def lines() -> Iterator[str]:
     """The list, line by line. Names that a pickle may use in one way, for one reason, are one item."""
     names: dict[tuple[str, str], list[str]] = {}
-    for entry in iter_list_entries():
-        names.setdefault((entry.allowed_uses, entry.reason), []).append(entry.names)
+    for allowed_uses, reason, name in _entries():
+        names.setdefault((allowed_uses, reason), []).append(name)
     for (may, reason), group in names.items():
         short = SHORT_REASONS.get(reason, _plain(reason))
         text = f"{_by_module(group)}: **{_plain(_shortened(may))}** ({short})"
@@ -35,6 +38,26 @@ def lines() -> Iterator[str]:
             break_long_words=False,
             break_on_hyphens=False,
         )
+
+
+def _entries() -> Iterator[tuple[str, str, str]]:
+    """What the names of each entry of the list may be used for, why, and the names; interpreted names first."""
+    for ref, call in CALLS.items():
+        yield call.arguments, call.reason, str(ref)
+    for module, name in RECORD_CLASSES:
+        yield "its fields, each of its type", "a record of a DCP, interpreted", f"{module}.{name}"
+    for rule in RULES:
+        for module in rule.modules.split():
+            yield _allowed_uses(rule), rule.reason, f"{module}: {rule.names}"
+
+
+def _allowed_uses(rule: NameRule) -> str:
+    parts = [f"call{shape.text if shape.text.startswith('(') else f'(*{shape.text})'}" for shape in rule.call]
+    parts += [f"new{shape.text}" for shape in rule.new]
+    parts += [f"state {rule.state.text}"] if rule.state else []
+    parts += ["items"] if rule.has_items else []
+    parts += ["items by key"] if rule.has_pairs else []
+    return "; ".join(parts) or "stand as a value"
 
 
 def _by_module(names: list[str]) -> str:

@@ -10,7 +10,6 @@ import torch.distributed.checkpoint as dcp
 
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.values import GlobalRef, Opaque, Value
-from ckpt_tools.serialization.pickle.allowed_calls import ALLOWED_CALLS, CALL_DESCRIPTIONS
 from ckpt_tools.serialization.pickle.load import dumps
 from ckpt_tools.serialization.pickle.proof import prove_pickle
 from ckpt_tools.serialization.pickle.sharded_tensors import PickledMesh
@@ -29,9 +28,8 @@ pytestmark = pytest.mark.quick
 PAGE = Path(__file__).parents[3] / "docs" / "scanning_list.md"
 
 
-def test_the_page_shows_the_closed_list_and_every_interpreted_call_is_described():
+def test_the_page_shows_the_closed_list():
     assert "\n".join(lines()) == PAGE.read_text().partition("-->")[2].strip()
-    assert CALL_DESCRIPTIONS.keys() == ALLOWED_CALLS.keys()
 
 
 # A file that passes as something else is not clean if its bytes could also be a pickle that imports something
