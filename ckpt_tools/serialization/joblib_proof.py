@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import pickletools
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from math import prod
 
 from ckpt_tools.core.values import StorageRef
@@ -43,24 +42,25 @@ def prove_joblib(
         FormatError: joblib did not write it, it holds an array of objects, or another loader could read something else.
     """
     num_bytes = FIRST_READ_BYTES
-    while num_bytes < size:
-        with suppress(EndsEarlyError):
-            arrays = _ArraySkipper(read, size, num_bytes)
-            data = read(0, num_bytes)
+    while True:
+        num_bytes = min(num_bytes, size)
+        try:
             proof = prove_pickle(
-                data, path=path, allowed=allowed, is_prefix=True, read_inner_storage=read_inner_storage, arrays=arrays
+                read(0, num_bytes),
+                path=path,
+                allowed=allowed,
+                is_prefix=num_bytes < size,
+                read_inner_storage=read_inner_storage,
+                arrays=_ArraySkipper(read, size, num_bytes),
             )
-            if proof.stop != size:
-                raise MalformedError(f"more data follows the end of the pickle at byte {proof.stop - 1:,}", path=path)
-            return proof
-        num_bytes *= 8
-    return prove_pickle(
-        read(0, size),
-        path=path,
-        allowed=allowed,
-        read_inner_storage=read_inner_storage,
-        arrays=_ArraySkipper(read, size, size),
-    )
+        except EndsEarlyError:
+            if num_bytes == size:
+                raise
+            num_bytes *= 8
+            continue
+        if proof.stop != size:
+            raise MalformedError(f"more data follows the end of the pickle at byte {proof.stop - 1:,}", path=path)
+        return proof
 
 
 class _ArraySkipper:

@@ -8,7 +8,7 @@ checksums.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Final
@@ -70,7 +70,7 @@ def open_archive(read: ReadRange, size: int, path: str) -> TorchArchive:
         return is_legacy(read(0, min(size, MAGIC_READ_BYTES)))
 
     try:
-        archive = _open_zip(read, size, path, TAIL_BYTES, _interpret_pickle)
+        archive = _open_zip(read, size, path, TAIL_BYTES)
     except (FormatError, UnsafeError):
         if not begins_as_legacy():
             raise
@@ -82,20 +82,27 @@ def open_archive(read: ReadRange, size: int, path: str) -> TorchArchive:
 
 def read_pickle(read: ReadRange, size: int, path: str) -> bytes:
     """The pickle of the torch file of ``size`` bytes, which is not interpreted. Raises as ``open_archive``."""
-    pickles: list[bytes] = []
-
-    def keep_pickle(data: bytes, path: str) -> tuple[Value, Mapping[str, StorageRef]]:
-        pickles.append(data)
-        return None, {}
-
-    _open_zip(read, size, path, TAIL_BYTES, keep_pickle)
-    return pickles[0]
+    directory, root, _ = _read_records(read, size, path, TAIL_BYTES)
+    return directory.read_record(read, f"{root}/data.pkl")
 
 
-InterpretPickle = Callable[[bytes, str], tuple[Value, Mapping[str, StorageRef]]]
+def _open_zip(read: ReadRange, size: int, path: str, tail_bytes: int) -> TorchArchive:
+    directory, root, records = _read_records(read, size, path, tail_bytes)
+    value, storages = _interpret_pickle(directory.read_record(read, f"{root}/data.pkl"), path)
+    _check_storage_sizes(storages, records, path)
+
+    def locate_storages() -> Mapping[str, tuple[int, int]]:
+        names = {key: f"{root}/data/{key}" for key in storages if f"data/{key}" in records}
+        ranges = directory.locate_payloads(read, names.values())
+        return {key: ranges[name] for key, name in names.items()}
+
+    return TorchArchive(path, value, MappingProxyType(records), storages, locate_storages, root)
 
 
-def _open_zip(read: ReadRange, size: int, path: str, tail_bytes: int, interpret: InterpretPickle) -> TorchArchive:
+def _read_records(
+    read: ReadRange, size: int, path: str, tail_bytes: int
+) -> tuple[ZipDirectory, str, dict[str, ZipRecord]]:
+    """The directory, the name of its one folder, and the records by their name in it, of which one is a pickle."""
     directory = read_directory(read, size, path, tail_bytes=tail_bytes)
     if directory is None or not directory.records:
         raise _make_not_archive_error(read, size, path)
@@ -113,15 +120,7 @@ def _open_zip(read: ReadRange, size: int, path: str, tail_bytes: int, interpret:
     if records["data.pkl"].size > MAX_PICKLE_BYTES:
         raise MalformedError(f"its pickle has {records['data.pkl'].size:,} bytes", path=path)
     _check_pickle_start(directory, f"{root}/data.pkl", read)
-    value, storages = interpret(directory.read_record(read, f"{root}/data.pkl"), path)
-    _check_storage_sizes(storages, records, path)
-
-    def locate_storages() -> Mapping[str, tuple[int, int]]:
-        names = {key: f"{root}/data/{key}" for key in storages if f"data/{key}" in records}
-        ranges = directory.locate_payloads(read, names.values())
-        return {key: ranges[name] for key, name in names.items()}
-
-    return TorchArchive(path, value, MappingProxyType(records), storages, locate_storages, root)
+    return directory, root, records
 
 
 def _check_pickle_start(directory: ZipDirectory, name: str, read: ReadRange) -> None:
@@ -257,7 +256,7 @@ def _parse_item(read: ReadRange, start: int, stop: int, path: str, head: bytes) 
             return tail[first - tail_start : last - tail_start]
         return read(start + first, start + last)
 
-    archive = _open_zip(read_item, size, path, ITEM_TAIL_BYTES, _interpret_pickle)
+    archive = _open_zip(read_item, size, path, ITEM_TAIL_BYTES)
     tensor = archive.value
     reason = explain_unreadable(tensor)
     if reason is not None:

@@ -24,12 +24,7 @@ from ckpt_tools.core.values import (
 )
 from ckpt_tools.errors import MalformedError
 from ckpt_tools.serialization.pickle.keys import check_keys, insert_items
-from ckpt_tools.serialization.pickle.machine import (
-    CallBuilder,
-    Machine,
-    TensorAttributes,
-    UninterpretedCallError,
-)
+from ckpt_tools.serialization.pickle.machine import CallBuilder, Machine, TensorAttributes, UninterpretedCallError
 from ckpt_tools.serialization.pickle.opcodes import build_or_record, make_object, record_object
 from ckpt_tools.serialization.pickle.torch_names import (
     REBUILD_FROM_TYPE,
@@ -147,7 +142,7 @@ def _rebuild_from_type(machine: Machine, args: tuple[Value, ...]) -> Value:
     call = _REBUILD_CALLS.get(function) if type(function) is GlobalRef and type(inner_args) is tuple else None
     data = None if call is None else build_or_record(machine, call.build, function, inner_args)
     if type(data) is not StoredTensor or type(kind) is not GlobalRef:
-        raise UninterpretedCallError("it is a tensor of another kind")
+        raise UninterpretedCallError
     return _attach_state(machine, replace(data, wrapper=kind), state)
 
 
@@ -165,14 +160,14 @@ def _encode_text(machine: Machine, args: tuple[Value, ...]) -> Value:
     """``_codecs.encode(text, "latin1")``: how protocol 2 writes bytes."""
     machine.charge_copies(args)
     if len(args) != 2 or type(args[0]) is not str or args[1] not in ("latin1", "latin-1"):
-        raise UninterpretedCallError("it is text in another encoding")
+        raise UninterpretedCallError
     return args[0].encode("latin-1")
 
 
 def _make_bytes(machine: Machine, args: tuple[Value, ...]) -> Value:
     """``bytes()``: how protocols 0 to 2 write empty ones. With arguments it is recorded: ``bytes(n)`` takes n bytes."""
     if args:
-        raise UninterpretedCallError("it is bytes of something")
+        raise UninterpretedCallError
     return b""
 
 
@@ -182,7 +177,7 @@ def _make_bytearray(machine: Machine, args: tuple[Value, ...]) -> Value:
         return bytearray(*args)
     encoded = build_or_record(machine, _encode_text, _ENCODE, args)
     if type(encoded) is not bytes:
-        raise UninterpretedCallError("it is a bytearray of something else than bytes")
+        raise UninterpretedCallError
     return bytearray(encoded)
 
 
@@ -214,7 +209,7 @@ def _make_ordered_dict(machine: Machine, args: tuple[Value, ...]) -> Value:
 def _make_default_dict(machine: Machine, args: tuple[Value, ...]) -> Value:
     machine.charge_containers(2)
     if len(args) > 1 or (args and type(args[0]) not in (GlobalRef, type(None))):
-        raise UninterpretedCallError("it is a defaultdict of something")
+        raise UninterpretedCallError
     if args and type(args[0]) is GlobalRef:
         # A list of the factories that a proven pickle may name is kept with all other names.
         machine.factories.append((machine.file_position, args[0]))
@@ -223,7 +218,7 @@ def _make_default_dict(machine: Machine, args: tuple[Value, ...]) -> Value:
 
 def _make_complex(machine: Machine, args: tuple[Value, ...]) -> Value:
     if any(type(arg) not in (int, float) for arg in args):
-        raise UninterpretedCallError("it is a complex of something else than numbers")
+        raise UninterpretedCallError
     return complex(*args)
 
 
@@ -231,7 +226,7 @@ def _reconstruct_object(machine: Machine, args: tuple[Value, ...]) -> Value:
     """``copyreg._reconstructor``: how protocols 0 and 1 make an object of a class without ``__reduce__``."""
     kind, base, state = args
     if state is not None or base != GlobalRef("builtins", "object"):
-        raise UninterpretedCallError("it is an object of a subclass of a builtin class")
+        raise UninterpretedCallError
     return make_object(machine, kind, (), None)
 
 

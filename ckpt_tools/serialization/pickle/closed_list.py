@@ -23,7 +23,7 @@ from ckpt_tools.serialization.pickle.dcp_metadata import (
     MetadataIndex,
     TensorProperties,
 )
-from ckpt_tools.serialization.pickle.machine import TensorAttributes
+from ckpt_tools.serialization.pickle.machine import TensorAttributes, resolve_name
 from ckpt_tools.serialization.pickle.numpy_rules import DTYPE, is_consistent_dtype
 from ckpt_tools.serialization.pickle.numpy_rules import RULES as NUMPY
 from ckpt_tools.serialization.pickle.shapes import (
@@ -55,7 +55,6 @@ from ckpt_tools.serialization.pickle.shapes import (
     list_of,
     made_by,
     one_of,
-    resolve_name,
     row,
     tuple_of,
     with_slots,

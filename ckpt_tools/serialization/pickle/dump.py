@@ -101,7 +101,12 @@ class _PickleWriter:
         encode = _WRITE_METHODS.get(type(value))
         if encode is None:
             raise TypeError(f"a {type(value).__name__} cannot be pickled")
-        encode(self, value)
+        # Only objects that are kept have a reference, so that no other object has their id.
+        reference = self._reference_by_id.get(id(value))
+        if reference is None:
+            encode(self, value)
+        else:
+            self.out += reference
 
     # Memory
 
@@ -118,14 +123,6 @@ class _PickleWriter:
     def _memoize_object(self, value: Value) -> None:
         self._reference_by_id[id(value)] = self._memoize_top()
         self._memoized_objects.append(value)
-
-    def _try_write_reference(self, value: Value) -> bool:
-        """True where ``value`` was written before, and a reference to it was written now."""
-        reference = self._reference_by_id.get(id(value))
-        if reference is None:
-            return False
-        self.out += reference
-        return True
 
     # Scalars
 
@@ -148,19 +145,17 @@ class _PickleWriter:
 
     def write_bytes(self, value: bytes) -> None:
         """Protocol 2 has no bytes: they are the text of the same code points, encoded."""
-        if not self._try_write_reference(value):
-            self.write_global(_ENCODE)
-            self._write_unmemoized_text(value.decode("latin-1"))
-            self.write_text("latin1")
-            self.out += b"\x86R"
-            self._memoize_object(value)
+        self.write_global(_ENCODE)
+        self._write_unmemoized_text(value.decode("latin-1"))
+        self.write_text("latin1")
+        self.out += b"\x86R"
+        self._memoize_object(value)
 
     def write_bytearray(self, value: bytearray) -> None:
-        if not self._try_write_reference(value):
-            self.write_global(_BYTEARRAY)
-            self.write_bytes(bytes(value))
-            self.out += b"\x85R"
-            self._memoize_object(value)
+        self.write_global(_BYTEARRAY)
+        self.write(bytes(value))
+        self.out += b"\x85R"
+        self._memoize_object(value)
 
     def _write_unmemoized_text(self, value: str) -> None:
         """Write a text that nothing refers to again."""
@@ -195,8 +190,6 @@ class _PickleWriter:
         if not value:
             self.out += b")"
             return
-        if self._try_write_reference(value):
-            return
         self.out += b"" if len(value) < 4 else b"("
         for item in value:
             self.write(item)
@@ -209,10 +202,9 @@ class _PickleWriter:
         self._memoize_object(value)
 
     def write_list(self, value: list[Value]) -> None:
-        if not self._try_write_reference(value):
-            self.out += b"]"
-            self._memoize_object(value)
-            self._write_items(value)
+        self.out += b"]"
+        self._memoize_object(value)
+        self._write_items(value)
 
     def _write_items(
         self, values: Iterable[Value], opcodes: tuple[bytes, bytes] = (b"a", b"e"), width: int = 1
@@ -228,10 +220,9 @@ class _PickleWriter:
             self.out += opcodes[not is_single]
 
     def write_dict(self, value: dict[Value, Value]) -> None:
-        if not self._try_write_reference(value):
-            self.out += b"}"
-            self._memoize_object(value)
-            self._write_pairs(value.items())
+        self.out += b"}"
+        self._memoize_object(value)
+        self._write_pairs(value.items())
 
     def _write_pairs(self, pairs: Iterable[tuple[Value, Value]]) -> None:
         self._write_items(chain.from_iterable(pairs), (b"s", b"u"), 2)
@@ -242,31 +233,28 @@ class _PickleWriter:
 
     def write_set(self, value: set[Value] | frozenset[Value]) -> None:
         """Write the items in an order that is the same in every run, unlike that of the hashes of strings."""
-        if not self._try_write_reference(value):
-            self.write_global(_SET if isinstance(value, set) else _FROZENSET)
-            self.out += b"]"
-            self._write_items(sorted(value, key=lambda item: (type(item).__name__, repr(item))))
-            self.out += b"\x85R"
-            self._memoize_object(value)
+        self.write_global(_SET if isinstance(value, set) else _FROZENSET)
+        self.out += b"]"
+        self._write_items(sorted(value, key=lambda item: (type(item).__name__, repr(item))))
+        self.out += b"\x85R"
+        self._memoize_object(value)
 
     def write_ordered_dict(self, value: OrderedDict) -> None:
-        if not self._try_write_reference(value):
-            self._write_empty_ordered_dict()
-            self._memoize_object(value)
-            self._write_pairs(value.items())
-            self._write_state(value.attributes)
+        self._write_empty_ordered_dict()
+        self._memoize_object(value)
+        self._write_pairs(value.items())
+        self._write_state(value.attributes)
 
     def _write_empty_ordered_dict(self) -> None:
         self.write_global(_ORDERED_DICT)
         self.out += b")R"
 
     def write_default_dict(self, value: DefaultDict) -> None:
-        if not self._try_write_reference(value):
-            self.write_global(_DEFAULT_DICT)
-            self._write_arguments((value.factory,))
-            self.out += b"R"
-            self._memoize_object(value)
-            self._write_pairs(value.items())
+        self.write_global(_DEFAULT_DICT)
+        self._write_arguments((value.factory,))
+        self.out += b"R"
+        self._memoize_object(value)
+        self._write_pairs(value.items())
 
     # Objects
 
@@ -284,12 +272,10 @@ class _PickleWriter:
             self.out += b"b"
 
     def write_opaque(self, value: Opaque) -> None:
-        if self._try_write_reference(value):
-            return
         self.write(value.ref)
-        self.write_tuple(value.args)
+        self.write(value.args)
         if value.kwargs is not None:
-            self.write_dict(value.kwargs)
+            self.write(value.kwargs)
         self.out += b"R" if value.form == "call" else b"\x81" if value.kwargs is None else b"\x92"
         self._memoize_object(value)
         self._write_items(value.items)
@@ -314,16 +300,15 @@ class _PickleWriter:
         self.out += b"tQ"
 
     def write_tensor(self, value: StoredTensor) -> None:
-        if not self._try_write_reference(value):
-            if value.wrapper is None:
-                self.write_global(_choose_rebuild_function(value))
-                self._write_tensor_arguments(value, value.requires_grad)
-                self.out += b"R"
-            elif value.wrapper == PARAMETER:
-                self._write_parameter(value)
-            else:
-                self._write_wrapped_tensor(value)
-            self._memoize_object(value)
+        if value.wrapper is None:
+            self.write_global(_choose_rebuild_function(value))
+            self._write_tensor_arguments(value, value.requires_grad)
+            self.out += b"R"
+        elif value.wrapper == PARAMETER:
+            self._write_parameter(value)
+        else:
+            self._write_wrapped_tensor(value)
+        self._memoize_object(value)
 
     def _write_tensor_arguments(self, value: StoredTensor, requires_grad: bool) -> None:
         dtype = GlobalRef("torch", value.dtype.value)

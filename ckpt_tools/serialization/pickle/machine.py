@@ -35,6 +35,10 @@ class FrameStarts(Exception):  # noqa: N818
         self.stop = stop
 
 
+JOBLIB_ARRAY = GlobalRef("joblib.numpy_pickle", "NumpyArrayWrapper")
+GETATTR = GlobalRef("builtins", "getattr")
+
+
 class ArrayFollows(Exception):  # noqa: N818
     """The opcode that completes an array of joblib was met: its elements stand from byte ``at`` of the data on."""
 
@@ -44,7 +48,7 @@ class ArrayFollows(Exception):  # noqa: N818
 
 
 class UninterpretedCallError(Exception):
-    """A call of an allowed function with arguments that make no value: it is recorded. The message is for the user."""
+    """A call of an allowed function makes no value: it is recorded. Of a tensor, the message says why."""
 
 
 class EndsEarlyError(MalformedError):
@@ -331,3 +335,12 @@ def map_python2_name(module: str, name: str) -> tuple[str, str]:
     """A name of Python 2, which protocols 0 to 2 use to this day, as CPython maps it."""
     new_name = NAME_MAPPING.get((module, name))
     return new_name or (IMPORT_MAPPING.get(module, module), name)
+
+
+def resolve_name(ref: Value) -> GlobalRef | None:
+    """``ref`` if it is a name, or the name of an inner class, for which protocols below 4 call ``getattr``; else
+    None."""
+    if type(ref) is not Opaque:
+        return ref if type(ref) is GlobalRef else None
+    is_inner = ref.ref == GETATTR and ref.form == "call" and tuple(map(type, ref.args)) == (GlobalRef, str)
+    return GlobalRef(ref.args[0].module, f"{ref.args[0].name}.{ref.args[1]}") if is_inner else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 from math import prod
 
 from ckpt_tools.core.values import GlobalRef, Opaque, Value
+from ckpt_tools.serialization.pickle.machine import JOBLIB_ARRAY
 from ckpt_tools.serialization.pickle.shapes import (
     BOOL,
     BYTES,
@@ -33,7 +34,6 @@ from ckpt_tools.serialization.pickle.shapes import (
 )
 
 DTYPE = GlobalRef("numpy", "dtype")
-JOBLIB_ARRAY = GlobalRef("joblib.numpy_pickle", "NumpyArrayWrapper")
 JOBLIB_ALIGNMENT = 16
 """joblib before 1.2 aligned nothing; later ones align elements to this."""
 
@@ -141,8 +141,13 @@ def _is_array_state(state: Value) -> bool:
         return False
     if _is_object_dtype(dtype):
         return type(data) is list and len(data) == prod(shape)
+    return type(data) is bytes and _has_elements_of(data, dtype, shape)
+
+
+def _has_elements_of(data: bytes | bytearray, dtype: Value, shape: Value) -> bool:
+    """True if ``data`` has exactly the bytes of an array of this dtype and shape."""
     num_bytes = get_item_bytes(dtype)
-    return num_bytes is not None and type(data) is bytes and len(data) == prod(shape) * num_bytes
+    return num_bytes is not None and NATURALS.accepts(shape) and len(data) == prod(shape) * num_bytes
 
 
 def _is_masked_state(state: Value) -> bool:
@@ -156,16 +161,14 @@ def _is_masked_state(state: Value) -> bool:
 
 def _is_scalar_call(args: Value) -> bool:
     is_pair = type(args) is tuple and len(args) == 2 and type(args[1]) is bytes
-    return is_pair and len(args[1]) == get_item_bytes(args[0])
+    return is_pair and _has_elements_of(args[1], args[0], ())
 
 
 def _is_buffer_call(args: Value) -> bool:
     if type(args) is not tuple or len(args) != 4 or type(args[0]) not in (bytes, bytearray):
         return False
     data, dtype, shape, order = args
-    num_bytes = get_item_bytes(dtype)
-    fits = num_bytes is not None and NATURALS.accepts(shape) and len(data) == prod(shape) * num_bytes
-    return fits and order in ("C", "F")
+    return _has_elements_of(data, dtype, shape) and order in ("C", "F")
 
 
 ARRAY = with_text("array of numpy", made_by(

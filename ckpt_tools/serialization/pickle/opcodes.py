@@ -18,6 +18,7 @@ from ckpt_tools.core.values import GlobalRef, Opaque, OrderedDict, Value, descri
 from ckpt_tools.serialization.pickle.dcp_metadata import RECORD_CLASSES, DcpRecord
 from ckpt_tools.serialization.pickle.keys import check_keys, insert_items
 from ckpt_tools.serialization.pickle.machine import (
+    JOBLIB_ARRAY,
     UNSET,
     ArrayFollows,
     CallBuilder,
@@ -27,9 +28,8 @@ from ckpt_tools.serialization.pickle.machine import (
     PickleStop,
     PickleTooLongError,
     UninterpretedCallError,
+    resolve_name,
 )
-from ckpt_tools.serialization.pickle.numpy_rules import JOBLIB_ARRAY
-from ckpt_tools.serialization.pickle.shapes import resolve_name
 
 MAX_VALUE_BYTES = 1 << 28
 """Bytes of one string: an array that numpy pickles is one. Longer ones would be held in memory several times over."""

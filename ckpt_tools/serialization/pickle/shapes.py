@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from ckpt_tools.core.values import GlobalRef, Opaque, Size, StoredTensor, Value, are_naturals
-from ckpt_tools.serialization.pickle.machine import PickleTooLongError
+from ckpt_tools.serialization.pickle.machine import PickleTooLongError, resolve_name
 
 CollectionT = TypeVar("CollectionT", bound=Sized)
 
@@ -89,18 +89,6 @@ def equal_to(expected: Value) -> ValueShape:
 def global_name(*texts: str) -> ValueShape:
     """One of these names, not called."""
     return ValueShape(" or ".join(texts), lambda value: type(value) is GlobalRef and str(value) in texts)
-
-
-def resolve_name(ref: Value) -> GlobalRef | None:
-    """``ref`` if it is a name, or the name of an inner class, for which protocols below 4 call ``getattr``; else
-    None."""
-    if type(ref) is not Opaque:
-        return ref if type(ref) is GlobalRef else None
-    is_inner = ref.ref == GETATTR and ref.form == "call" and tuple(map(type, ref.args)) == (GlobalRef, str)
-    return GlobalRef(ref.args[0].module, f"{ref.args[0].name}.{ref.args[1]}") if is_inner else None
-
-
-GETATTR = GlobalRef("builtins", "getattr")
 
 
 def made_by(*texts: str) -> ValueShape:

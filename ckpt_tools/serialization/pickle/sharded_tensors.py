@@ -38,7 +38,7 @@ from ckpt_tools.core.values import (
 )
 from ckpt_tools.errors import MalformedError, UnsupportedError
 from ckpt_tools.serialization.pickle.dcp_metadata import make_wrong_type_error
-from ckpt_tools.serialization.pickle.shapes import GETATTR
+from ckpt_tools.serialization.pickle.machine import GETATTR
 from ckpt_tools.serialization.pickle.torch_names import (
     DTENSOR_PACKAGE,
     DTENSORS,
