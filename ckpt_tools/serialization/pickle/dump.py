@@ -99,9 +99,12 @@ class _PickleWriter:
 
     def write(self, value: Value) -> None:
         encode = _WRITE_METHODS.get(type(value))
+        if encode is not None:
+            encode(self, value)
+            return
+        encode = _WRITE_SHARED_METHODS.get(type(value))
         if encode is None:
             raise TypeError(f"a {type(value).__name__} cannot be pickled")
-        # Only objects that are kept have a reference, so that no other object has their id.
         reference = self._reference_by_id.get(id(value))
         if reference is None:
             encode(self, value)
@@ -438,21 +441,10 @@ _WRITE_METHODS: dict[type, Callable[[_PickleWriter, Any], None]] = {
     float: _PickleWriter.write_float,
     complex: _PickleWriter.write_complex,
     str: _PickleWriter.write_text,
-    bytes: _PickleWriter.write_bytes,
-    bytearray: _PickleWriter.write_bytearray,
-    tuple: _PickleWriter.write_tuple,
-    list: _PickleWriter.write_list,
-    dict: _PickleWriter.write_dict,
     StreamedDict: _PickleWriter.write_streamed_dict,
-    set: _PickleWriter.write_set,
-    frozenset: _PickleWriter.write_set,
-    OrderedDict: _PickleWriter.write_ordered_dict,
-    DefaultDict: _PickleWriter.write_default_dict,
     Size: _PickleWriter.write_size,
     GlobalRef: _PickleWriter.write_global,
-    Opaque: _PickleWriter.write_opaque,
     StorageRef: _PickleWriter.write_storage,
-    StoredTensor: _PickleWriter.write_tensor,
     ChunkStorageMetadata: _PickleWriter.write_chunk,
     MetadataIndex: _PickleWriter.write_index,
     StorageInfo: _PickleWriter.write_storage_info,
@@ -462,3 +454,18 @@ _WRITE_METHODS: dict[type, Callable[[_PickleWriter, Any], None]] = {
     StorageMeta: _PickleWriter.write_record,
     Metadata: _PickleWriter.write_record,
 }
+
+_WRITE_SHARED_METHODS: dict[type, Callable[[_PickleWriter, Any], None]] = {
+    bytes: _PickleWriter.write_bytes,
+    bytearray: _PickleWriter.write_bytearray,
+    tuple: _PickleWriter.write_tuple,
+    list: _PickleWriter.write_list,
+    dict: _PickleWriter.write_dict,
+    set: _PickleWriter.write_set,
+    frozenset: _PickleWriter.write_set,
+    OrderedDict: _PickleWriter.write_ordered_dict,
+    DefaultDict: _PickleWriter.write_default_dict,
+    Opaque: _PickleWriter.write_opaque,
+    StoredTensor: _PickleWriter.write_tensor,
+}
+"""Of values that are written once, and referred to where they are met again."""
