@@ -57,8 +57,6 @@ def vision_transformers(folder: Path) -> None:
     config = ViTConfig(**sizes, image_size=32, patch_size=8, num_labels=10, layer_norm_eps=1e-6)
     config.save_pretrained(folder / "vit-config")
     ViTModel(config).save_pretrained(folder / "vit-model")
-    config.image_size = 64
-    config.save_pretrained(folder / "vit-config-larger")
     model = VisionTransformer(32, 8, num_layers=2, num_heads=4, hidden_dim=64, mlp_dim=128, num_classes=10)
     weights = model.state_dict()
     torch.save(weights, folder / "vit.pt")
@@ -74,24 +72,22 @@ def trainers(folder: Path) -> None:
         (folder / name / "dcp").rename(folder / name / "step-2")
 
 
-def megatron_runs(folder: Path) -> None:
-    """Dense models that megatron-core trained, and configurations of transformers."""
-    for name, model_type in (("qwen3", "qwen3"), ("gemma3", "gemma3_text"), ("gpt2", "gpt2")):
-        (folder / name).mkdir()
-        launch.pool(1).run(mm.produce, model_type, {}, "bf16", "stacked", "", folder / name)
+def megatron_run(folder: Path) -> None:
+    """A dense model that megatron-core trained, and a configuration of transformers."""
+    (folder / "qwen3").mkdir()
+    launch.pool(1).run(mm.produce, "qwen3", {}, "bf16", "stacked", "", folder / "qwen3")
 
 
-def megatron_mixtures(folder: Path) -> None:
-    """Runs of megatron-core, with a configuration of transformers' model beside each."""
-    names = ("qwen3_moe", "mixtral", "deepseek_v3", "glm4_moe", "gpt_oss", "qwen3_next", "qwen3_5_text", "nemotron_h")
-    launch.pool(1).run(megatron_moe_models.produce, names, folder / "runs")
+def megatron_mixture(folder: Path) -> None:
+    """A run of megatron-core, with a configuration of transformers' model beside it."""
+    launch.pool(1).run(megatron_moe_models.produce, ("qwen3_moe",), folder / "runs")
 
 
 SOURCES: tuple[Callable[[Path], None], ...] = (
     mixture_of_experts,
     vision_transformers,
-    megatron_runs,
-    megatron_mixtures,
+    megatron_run,
+    megatron_mixture,
     trainers,
 )
 

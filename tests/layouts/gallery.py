@@ -6,7 +6,6 @@ The pages are the same on every machine: names of files, counts of tensors and m
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +16,6 @@ import pytest
 import ckpt_tools
 from ckpt_tools.core.option_names import use_command_line_spelling
 from ckpt_tools.errors import CkptError
-from ckpt_tools.messages.wording import format_count
 from fixtures.corpus import layouts, make
 from fixtures.corpus.layout import Made
 
@@ -30,7 +28,7 @@ INTRO, _, LISTS = (DOCS / INDEX).read_text().partition("\n## By family")
 
 BY_NAME = """## Find it by a file's name
 
-If several sections have a file, their pages are named, with the number of layouts that have it.
+If several sections have a file, their pages are named.
 
 """
 
@@ -46,11 +44,12 @@ PARTS = {
 }
 """First words of layouts that have another page than the rest of their family."""
 
-OF_ALL = {
-    "Convert it to any format.",
-    "Convert it to any format, or `reshard` it.",
-    "Convert the weights to any format.",
-}
+_OF_ALL = re.compile(
+    r"(^| )(Convert (it|the weights) to any format"
+    r"(, or `reshard` it(: (DeepSpeed|verl) resumes at the other world size)?"
+    r"|, also back to ZeRO for any number of ranks|; it is a model without an optimizer|; (?=a ))?"
+    r"|It holds weights alone. `convert` writes them in any format, `consolidate` as one file)(?!;)[.:]? ?"
+)
 """Advice that the index gives for all layouts."""
 
 OF_TESTS = ("order.txt", "slots.pt")
@@ -110,7 +109,7 @@ def wrapped(text: str, indent: str = "") -> str:
 
 
 def _table(by_family: Mapping[str, Sequence[Sequence[Made]]]) -> str:
-    """Files in order, each with the one section that has it, or the pages and the number of layouts on each."""
+    """Files in order, each with the one section that has it, or the pages."""
     found: dict[str, list[tuple[str, str]]] = {}
     for family, groups in by_family.items():
         for group in groups:
@@ -123,8 +122,7 @@ def _table(by_family: Mapping[str, Sequence[Sequence[Made]]]) -> str:
 def _links(sections: Sequence[tuple[str, str]]) -> str:
     if len({*sections}) == 1:
         return _link(*sections[0])
-    counts = Counter(family for family, _ in sections)
-    return ", ".join(f"{_link(family)} ({number})" for family, number in counts.items())
+    return ", ".join(map(_link, dict.fromkeys(family for family, _ in sections)))
 
 
 def _order(name: str) -> tuple[str, str]:
@@ -153,7 +151,8 @@ def _section(group: Sequence[Made]) -> str:
 
 
 def _advice(made: Made) -> str:
-    return "" if made.layout.advice in OF_ALL else made.layout.advice
+    advice = _OF_ALL.sub("", made.layout.advice)
+    return advice[:1].upper() + advice[1:]
 
 
 def _item(made: Made, advice: str) -> str:
@@ -163,14 +162,13 @@ def _item(made: Made, advice: str) -> str:
     about = f"- **{layout.name}**: {layout.about}" + ("" if layout.is_real else " (A stand-in.)")
     if layout.optional:
         names = ", ".join(f"`{each}`" for each in layout.optional)
-        advice = f"{advice} It can be read without {names} too, and then lacks their content.".strip()
+        advice = f"{advice} Not needed: {names}.".strip()
     if layout.refusal is not None:
         refused = wrapped(f"{about} **Refused**{where}:", "  ")
         more = ["", wrapped(advice)] if advice else []
         return f"{refused}\n\n" + indent("\n".join(["```", message(made), "```", *more]), "  ") + "\n"
-    state = f" and {format_count(len(made.state.optimizer), 'tensor')} of the optimizer" if made.state.optimizer else ""
-    weights = format_count(len(made.state.weights), "weight")
-    return wrapped(f"{about} **Opens as `{layout.opens_as}`**{where}: {weights}{state}. {advice}".strip(), "  ")
+    what = "" if made.state.optimizer else ", weights alone"
+    return wrapped(f"{about} **Opens as `{layout.opens_as}`**{where}{what}. {advice}".strip(), "  ")
 
 
 def message(made: Made) -> str:
