@@ -65,6 +65,9 @@ _HASH = re.compile(r"[0-9a-f]{16,}")
 _NUMBER = re.compile(r"(?<!\d)(?<!fp)(?<!bf)(?<!\.h)(?<!\.pt)\d+")
 """Those that count something, unlike those of ``fp32``, ``bf16``, ``.h5`` and ``.pt2``."""
 
+_ANY_NUMBER = re.compile(rf"{_NUMBER.pattern}|(?<![A-Za-z])[NMKLPQ](?![A-Za-z])")
+"""A number, or a letter for one."""
+
 
 def pages() -> dict[str, str]:
     """Every page by its path in docs/. Makes every layout that is not in the cache."""
@@ -82,11 +85,19 @@ def _page(made: Made) -> str:
 
 
 def _alike_files(found: Iterable[Made]) -> list[list[Made]]:
-    """Layouts with the same files together, in order of the first of each."""
-    groups: dict[tuple[str, ...], list[Made]] = {}
+    """Layouts whose files differ in numbers alone together, in order of the first of each."""
+    groups: dict[str, list[Made]] = {}
     for made in found:
-        groups.setdefault(tuple(tree(files_of(made))), []).append(made)
+        groups.setdefault(without_numbers(shown_files(made)), []).append(made)
     return list(groups.values())
+
+
+def shown_files(made: Made) -> str:
+    return "\n".join(["```", *tree(files_of(made)), "```"])
+
+
+def without_numbers(text: str) -> str:
+    return _ANY_NUMBER.sub("#", text)
 
 
 def page_of(family: str) -> str:
@@ -143,7 +154,7 @@ def _heading(group: Sequence[Made]) -> str:
 
 def _section(group: Sequence[Made]) -> str:
     """Layouts with the same files: the files once, then each layout and its outcome."""
-    lines = [f"## {_heading(group)}", "", "```", *tree(files_of(group[0])), "```", ""]
+    lines = [f"## {_heading(group)}", "", shown_files(group[0]), ""]
     advice = {_advice(made) for made in group}
     shared = advice.pop() if len(group) > 1 and len(advice) == 1 else ""
     lines += (_item(made, "" if shared else _advice(made)) for made in group)
@@ -152,7 +163,8 @@ def _section(group: Sequence[Made]) -> str:
 
 def _advice(made: Made) -> str:
     advice = _OF_ALL.sub("", made.layout.advice)
-    return advice[:1].upper() + advice[1:]
+    names = ", ".join(f"`{each}`" for each in made.layout.optional)
+    return f"{advice[:1].upper()}{advice[1:]} {names and f'Not needed: {names}.'}".strip()
 
 
 def _item(made: Made, advice: str) -> str:
@@ -160,9 +172,6 @@ def _item(made: Made, advice: str) -> str:
     layout = made.layout
     where = "" if layout.source == "." else f" from `{layout.source}`"
     about = f"- **{layout.name}**: {layout.about}" + ("" if layout.is_real else " (A stand-in.)")
-    if layout.optional:
-        names = ", ".join(f"`{each}`" for each in layout.optional)
-        advice = f"{advice} Not needed: {names}.".strip()
     if layout.refusal is not None:
         refused = wrapped(f"{about} **Refused**{where}:", "  ")
         more = ["", wrapped(advice)] if advice else []
