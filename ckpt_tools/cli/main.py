@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 import click
 
@@ -153,5 +154,6 @@ def _run_command_line(arguments: Sequence[str] | None) -> None:
 
 
 def _print_error_and_exit(sentence: str, error: BaseException, code: int) -> None:
-    reporting.print_error(sentence, error, code)
+    with suppress(OSError):  # a full disk below stderr does not change how the command ends
+        reporting.print_error(sentence, error, code)
     sys.exit(code)
