@@ -34,7 +34,7 @@ from ckpt_tools.errors import (
 from ckpt_tools.formats.builtin import FORMATS, SafetensorsFormat
 from ckpt_tools.formats.safetensors.files import STATE_KEY
 from ckpt_tools.runs.opening import open_checkpoint
-from ckpt_tools.serialization.pickle.load import dumps
+from ckpt_tools.serialization.pickle.dump import dumps
 from ckpt_tools.stores.memory import MemoryStore
 from ckpt_tools.stores.source import Source
 from tests.support.every_verb import refusal

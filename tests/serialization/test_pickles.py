@@ -33,7 +33,8 @@ from ckpt_tools.core.values import (
 )
 from ckpt_tools.errors import CkptError, MalformedError, UnsupportedError
 from ckpt_tools.serialization.pickle import dcp_metadata as dcp_classes
-from ckpt_tools.serialization.pickle.load import dumps, loads
+from ckpt_tools.serialization.pickle.dump import dumps
+from ckpt_tools.serialization.pickle.load import loads
 from ckpt_tools.serialization.unread_tensors import explain_unreadable
 from tests.serialization.archives import records_of, saved
 

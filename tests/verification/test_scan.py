@@ -33,7 +33,7 @@ import fixtures
 from ckpt_tools.errors import CkptError, UnsafeError
 from ckpt_tools.serialization.pickle.closed_list import is_listed
 from ckpt_tools.serialization.pickle.dcp_metadata import BytesStorageMetadata, Metadata, MetadataIndex, StorageInfo
-from ckpt_tools.serialization.pickle.load import dumps
+from ckpt_tools.serialization.pickle.dump import dumps
 from fixtures.store import Fixture
 from tests.serialization.archives import npy, saved, saved_legacy, zipped
 from tests.support.commands import run_command as command

@@ -16,7 +16,7 @@ from ckpt_tools.core.layout import Crc32, Payload, Segment, merge_literals
 from ckpt_tools.core.manifest import StateKey, TensorEntry, TensorRef
 from ckpt_tools.core.value_refs import replace_tensor_refs
 from ckpt_tools.core.values import StorageRef, StoredTensor
-from ckpt_tools.serialization.pickle.load import dumps
+from ckpt_tools.serialization.pickle.dump import dumps
 from ckpt_tools.serialization.torch_zip import make_archive_segments
 
 _PLACEHOLDER_KEY = StateKey("")

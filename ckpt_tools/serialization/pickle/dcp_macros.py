@@ -116,17 +116,15 @@ class RecordMacro(ABC):
         """Value that an opcode fetches from the memo."""
         return self.machine.memo.fetch(opcode[1] if len(opcode) == 2 else U32.unpack_from(opcode, 1)[0])
 
-    def make_extents_group(self) -> bytes:
-        """A group that matches a tuple of integers."""
-        return rb"(" + self.make_extents_pattern() + rb")"
-
     def make_extents_pattern(self) -> bytes:
-        """``make_extents_group`` without the group."""
+        """Opcodes that make a tuple of integers."""
         return rb"(?:\)|\(?(?:" + _INTEGER + rb")*+[\x85-\x87t]" + re.escape(self.put) + rb")"
 
-    def make_size_call_pattern(self) -> bytes:
-        """Opcodes that make a ``Size`` of the tuple on the stack."""
-        return re.escape(b"\x85" + self.put + b"R" + self.put)
+    def make_size_pattern(self, size: bytes, start: bytes = rb"(") -> bytes:
+        """Opcodes that make a ``Size`` of a tuple, which is a group that begins with ``start``; ``size`` fetches the
+        class."""
+        call = re.escape(b"\x85" + self.put + b"R" + self.put)
+        return re.escape(size) + start + self.make_extents_pattern() + rb")" + call
 
     def decode_size(self, opcodes: bytes) -> Size | None:
         """The ``Size`` of a tuple by its opcodes; None where these make no tuple."""
@@ -187,8 +185,8 @@ class _ChunkMacro(RecordMacro):
     fields = ("offsets", "sizes")
 
     def make_patterns(self, size: bytes, fetches: list[bytes]) -> tuple[bytes, bytes]:
-        made = self.make_extents_group() + self.make_size_call_pattern()
-        return size, made + re.escape(fetches[1] + size) + made
+        made = self.make_size_pattern(size)
+        return b"", made + re.escape(fetches[1]) + made
 
     def push_record(self, found: re.Match[bytes]) -> bool:
         offsets, sizes = self.decode_size(found[1]), self.decode_size(found[2])
@@ -206,7 +204,7 @@ class _IndexMacro(RecordMacro):
     fields = ("fqn", "index", "offset")
 
     def make_patterns(self, size: bytes, fetches: list[bytes]) -> tuple[bytes, bytes]:
-        made = re.escape(size) + self.make_extents_group() + self.make_size_call_pattern()
+        made = self.make_size_pattern(size)
         hint = rb"(" + _INTEGER + rb"|N)"
         return b"", re.escape(fetches[1]) + hint + re.escape(fetches[2]) + rb"(?:" + made + rb"|(h.|j....|N))"
 
@@ -272,7 +270,7 @@ class _TensorMacro(RecordMacro):
         # `tail` reads a record as a whole, and `chunk` then each of its chunks. Both have the pattern of a chunk:
         #   new chunk  "offsets" size  "sizes" size  u b
         new_chunk = re.escape(kinds[1] + b")\x81" + self.put + b"}" + self.put + b"(")
-        group, no_group = (self._make_size_pattern(size, start) for start in (rb"(", rb"(?:"))
+        group, no_group = (self._make_any_size_pattern(size, start) for start in (rb"(", rb"(?:"))
         self.chunk = re.compile(rb"(?s:" + new_chunk + names[3] + group + names[4] + group + rb"ub)")
         one = new_chunk + names[3] + no_group + names[4] + no_group + rb"ub"
         # The state of the properties is a tuple: dtype, layout, requires_grad, memory format, pinned, perhaps strides.
@@ -284,10 +282,9 @@ class _TensorMacro(RecordMacro):
         made = state + names[1] + group + names[2] + re.escape(b"]" + self.put)
         return start, made + chunks
 
-    def _make_size_pattern(self, size: bytes, start: bytes) -> bytes:
+    def _make_any_size_pattern(self, size: bytes, start: bytes) -> bytes:
         """A size that is made here, or fetched because it was made before; ``start`` begins a group for either."""
-        made = re.escape(size) + start + self.make_extents_pattern() + rb")" + self.make_size_call_pattern()
-        return rb"(?:" + made + rb"|" + start + rb"h.|j....))"
+        return rb"(?:" + self.make_size_pattern(size, start) + rb"|" + start + rb"h.|j....))"
 
     def _find_class(self, kind: type[DcpRecord]) -> Value:
         """The ``GlobalRef`` by which this pickle names a class of records; None if it does not."""

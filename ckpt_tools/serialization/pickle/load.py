@@ -40,12 +40,8 @@ from ckpt_tools.errors import CkptError, MalformedError, MemoryBudgetError, Unsa
 from ckpt_tools.serialization.pickle.allowed_calls import ALLOWED_CALLS
 from ckpt_tools.serialization.pickle.dcp_macros import MACROS
 from ckpt_tools.serialization.pickle.dcp_metadata import DcpRecord
-from ckpt_tools.serialization.pickle.dump import dumps
 from ckpt_tools.serialization.pickle.machine import EndsEarlyError, InstructionSet, Machine, PersistentLoad
 from ckpt_tools.serialization.pickle.opcodes import OPCODE_STEPS
-
-__all__ = ["PersistentLoad", "dumps", "loads", "refuse_call"]
-
 
 GC_PAUSE_BYTES = 1 << 20
 """Size from which the cyclic garbage collector pauses: it would scan millions of live objects again and again."""

@@ -7,7 +7,8 @@ from pathlib import Path
 import ckpt_tools
 from ckpt_tools.errors import CkptError
 from ckpt_tools.serialization.pickle.dcp_metadata import BytesStorageMetadata, MetadataIndex, StorageInfo
-from ckpt_tools.serialization.pickle.load import dumps, loads
+from ckpt_tools.serialization.pickle.dump import dumps
+from ckpt_tools.serialization.pickle.load import loads
 from tests.serialization.archives import legacy, oldest, torch_zip
 from tests.verification.scan.generator import TRICKS
 

@@ -20,7 +20,7 @@ import ckpt_tools
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.serialization.pickle import opcodes
 from ckpt_tools.serialization.pickle.dcp_metadata import BytesStorageMetadata, Metadata, MetadataIndex, StorageInfo
-from ckpt_tools.serialization.pickle.load import dumps
+from ckpt_tools.serialization.pickle.dump import dumps
 from ckpt_tools.verification.scan.findings import Danger
 from tests.serialization.archives import npy, records_of, zipped
 from tests.support.cost import cost, slowness

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import ckpt_tools
 from ckpt_tools.serialization.pickle.dcp_metadata import BytesStorageMetadata, Metadata, MetadataIndex, StorageInfo
-from ckpt_tools.serialization.pickle.load import dumps
+from ckpt_tools.serialization.pickle.dump import dumps
 from tests.serialization.archives import npy, safetensors, saved, saved_legacy, zipped
 
 pytestmark = pytest.mark.quick

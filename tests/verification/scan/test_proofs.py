@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.values import GlobalRef, Opaque, Value
-from ckpt_tools.serialization.pickle.load import dumps
+from ckpt_tools.serialization.pickle.dump import dumps
 from ckpt_tools.serialization.pickle.proof import prove_pickle
 from ckpt_tools.serialization.pickle.sharded_tensors import PickledMesh
 from ckpt_tools.stores.memory import MemoryStore
