@@ -2,8 +2,8 @@
 
 AutoTP and Megatron-DeepSpeed list patterns of names there, a category each; newer versions also have the place of every
 block of each parameter (``affine_map``), which goes before the categories. checkpoint/ds_to_universal.py
-``merge_tp_slices`` is the reference; docs/formats/deepspeed.md has the rules. Integers and names only: no file is
-opened here. What takes arithmetic (an average, a scaled block) is refused by name.
+``merge_tp_slices`` is the reference; docs/formats/deepspeed-parallel.md has the rules. Integers and names only: no file
+is opened here. What takes arithmetic (an average, a scaled block) is refused by name.
 """
 
 from __future__ import annotations

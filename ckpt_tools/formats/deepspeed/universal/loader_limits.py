@@ -1,6 +1,6 @@
 """Limits of DeepSpeed's loader of universal checkpoints, and the native targets that do not have them.
 
-Read in DeepSpeed 0.19.8 and seen in runs; docs/formats/universal.md has each with its place in the source.
+Read in DeepSpeed 0.19.8 and seen in runs; docs/formats/universal.md lists them.
 """
 
 from __future__ import annotations
