@@ -28,7 +28,7 @@ INTRO, _, LISTS = (DOCS / INDEX).read_text().partition("\n## By family")
 
 BY_NAME = """## Find it by a file's name
 
-If several sections have a file, their pages are named.
+If several sections have a file, their pages are named. Files of the same place are in one line.
 
 """
 
@@ -120,14 +120,16 @@ def wrapped(text: str, indent: str = "") -> str:
 
 
 def _table(by_family: Mapping[str, Sequence[Sequence[Made]]]) -> str:
-    """Files in order, each with the one section that has it, or the pages."""
+    """Files in order, each with the one section that has it, or the pages; those of the same place in one line."""
     found: dict[str, list[tuple[str, str]]] = {}
     for family, groups in by_family.items():
         for group in groups:
             for name in {pattern(path.rpartition("/")[2]) for path in files_of(group[0])}:
                 found.setdefault(name, []).extend([(family, _heading(group))] * len(group))
-    names = sorted((name for name in found if not OF_CHANCE.fullmatch(name)), key=_order)
-    return "".join(wrapped(f"- `{name}`: {_links(found[name])}", "  ") + "\n" for name in names)
+    places: dict[str, list[str]] = {}
+    for name in sorted((name for name in found if not OF_CHANCE.fullmatch(name)), key=_order):
+        places.setdefault(_links(found[name]), []).append(f"`{name}`")
+    return "".join(wrapped(f"- {', '.join(names)}: {links}", "  ") + "\n" for links, names in places.items())
 
 
 def _links(sections: Sequence[tuple[str, str]]) -> str:
