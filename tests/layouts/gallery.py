@@ -226,7 +226,7 @@ def _lines(folder: Folder, indent: str) -> Iterator[str]:
     for name, inner in folder.folders.items():
         groups.setdefault(tuple(_lines(inner, indent + "    ")), []).append(f"{name}/")
     for lines, names in groups.items():
-        more = f"{names[0]}    and {len(names) - 1} more folders with the same files"
+        more = f"{names[0]}    and {len(names) - 1} more directories with the same files"
         yield indent + (more if len(names) > MAX_NAMED else "  ".join(names))
         yield from lines
     yield from (indent + line for line in _names(folder.files))
