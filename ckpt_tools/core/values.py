@@ -173,6 +173,11 @@ class Size(tuple[int, ...]):
         return size
 
 
+def as_dict(value: Value) -> dict[Any, Any]:
+    """``value`` if it is a dictionary, and otherwise an empty one."""
+    return value if isinstance(value, dict) else {}
+
+
 def are_naturals(values: Any, max_length: int | None = MAX_DIMS) -> bool:
     """Whether ``values`` is a list or tuple of at most ``max_length`` non-negative 64-bit integers, such as a shape."""
     is_list = isinstance(values, list | tuple) and (max_length is None or len(values) <= max_length)

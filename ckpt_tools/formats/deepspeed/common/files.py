@@ -19,7 +19,7 @@ from ckpt_tools.core.manifest import MASTER, WEIGHT
 from ckpt_tools.core.names import strip_wrapper_parts
 from ckpt_tools.core.shards import ShardTable
 from ckpt_tools.core.step_claims import StepClaim, make_rank_claims
-from ckpt_tools.core.values import Opaque, StoredTensor, Value, are_naturals, describe_kind, format_brief
+from ckpt_tools.core.values import Opaque, StoredTensor, Value, are_naturals, as_dict, describe_kind, format_brief
 from ckpt_tools.errors import MalformedError, UnsupportedError
 from ckpt_tools.serialization.torch_archive import TorchArchive
 from ckpt_tools.serialization.torch_zip import open_archive
@@ -164,8 +164,7 @@ class ModelStates:
 
 def collect_model_claims(file: DeepSpeedFile) -> list[StepClaim]:
     """Claims of a model file: every rank has the counters of the engine and the state of the scheduler."""
-    scheduler = file.content.get("lr_scheduler")
-    values = {**(scheduler if isinstance(scheduler, dict) else {}), **file.content}
+    values = {**as_dict(file.content.get("lr_scheduler")), **file.content}
     counters = ("global_steps", "global_samples", "skipped_steps", "iteration", "last_epoch", "last_batch_iteration")
     return make_rank_claims(file.path, values, counters)
 
@@ -223,8 +222,7 @@ def _read_module(file: DeepSpeedFile) -> Mapping[str, Value]:
 
 
 def count_pipeline_stages(file: DeepSpeedFile) -> int:
-    parallel_dimensions = file.content.get("checkpoint_parallel_dimensions")
-    stages = parallel_dimensions.get("pp_degree") if isinstance(parallel_dimensions, dict) else None
+    stages = as_dict(file.content.get("checkpoint_parallel_dimensions")).get("pp_degree")
     return stages if type(stages) is int else 1
 
 

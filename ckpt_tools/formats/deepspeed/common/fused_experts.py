@@ -14,7 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ckpt_tools.core.boxes import Shape
-from ckpt_tools.core.values import StoredTensor, Value, are_naturals, format_brief
+from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.shards import ShardTable
+from ckpt_tools.core.values import StorageRef, StoredTensor, Value, are_naturals, as_dict, format_brief
 from ckpt_tools.errors import MalformedError, UnsupportedError
 from ckpt_tools.formats.deepspeed.common.files import DeepSpeedFile, ModelStates
 
@@ -89,20 +91,20 @@ class AutoEPLayers:
                 )
         return list(layer_by_name)
 
-    def add_all_experts(
-        self, model: ModelStates, values: Mapping[str, tuple[StoredTensor, DeepSpeedFile]] | None = None
-    ) -> ModelStates:
-        """``model``, that of rank 0, with the experts of all ranks. If they are in files of their own, ``values`` has
-        a tensor of each name and its file. Without ``values`` their tensors are empty, as stage 3 has them, and the
-        reader takes the masters."""
+    def add_all_experts(self, model: ModelStates, tables: Mapping[str, ShardTable] | None = None) -> ModelStates:
+        """``model``, that of rank 0, with the experts of all ranks. Their tensors in ``module`` are empty, as those of
+        parameters are in stage 3: readers take ``tables`` if they are in files of their own, or else the masters."""
         if not self.layers:
             return model
         names = self.list_expert_tensors(model)
-        values = {name: (_make_empty_tensor(model), model.file) for name in names} if values is None else values
+        if tables is None:
+            dtypes = dict.fromkeys(names, _find_training_dtype(model))
+        else:
+            dtypes = {name: tables[name].dtype for name in names}
+        experts = {name: _make_empty_tensor(dtype) for name, dtype in dtypes.items()}
         return replace(
             model,
-            module=dict(self._insert_experts(model, {name: value for name, (value, _) in values.items()})),
-            value_files={**model.value_files, **{name: file for name, (_, file) in values.items()}},
+            module=dict(self._insert_experts(model, experts)),
             param_shapes=tuple(self._expand_shapes(shapes) for shapes in model.param_shapes),
             frozen_shapes=self._expand_shapes(model.frozen_shapes),
             ties={**model.ties, **dict(self._find_router_ties(model))},
@@ -151,7 +153,7 @@ class AutoEPLayers:
 
 def _parse_layer(entry: Value, path: str) -> AutoEPLayer:
     """The layer that an entry of ``ds_autoep_layers`` describes. Raises FormatError if it is malformed."""
-    values = entry if isinstance(entry, dict) else {}
+    values = as_dict(entry)
     number_entries = ("moe_layer_id", "num_experts", "num_local_experts", "ep_size", "ep_rank")
     numbers: Any = [values.get(name) for name in number_entries]
     module_name, expert_prefix = values.get("module_path"), values.get("expert_key_prefix")
@@ -178,10 +180,14 @@ def _is_even_placement(placement: Value, num_local_experts: int, num_ranks: int)
     return isinstance(placement, dict) and placement.get("version") == 1 and placement.get("ranks") == even
 
 
-def _make_empty_tensor(model: ModelStates) -> StoredTensor:
-    """A tensor without elements, of the dtype of the trained weights. Raises UnsupportedError if they have several."""
-    trained_tensors = [value for name in model.trainable if isinstance(value := model.module.get(name), StoredTensor)]
-    if len({value.dtype for value in trained_tensors}) != 1:
+def _make_empty_tensor(dtype: DType) -> StoredTensor:
+    return StoredTensor(StorageRef.of_elements("", dtype, 0), dtype, 0, (0,), (1,))
+
+
+def _find_training_dtype(model: ModelStates) -> DType:
+    """The dtype of the trained weights. Raises UnsupportedError if they have several."""
+    dtypes = {value.dtype for name in model.trainable if isinstance(value := model.module.get(name), StoredTensor)}
+    if len(dtypes) != 1:
         why = "no file states the dtype of its experts, and its weights have several"
         raise UnsupportedError(why, path=model.file.path)
-    return replace(trained_tensors[0], storage_offset=0, shape=(0,), strides=(1,))
+    return dtypes.pop()

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.manifest import StateKey, TensorEntry
-from ckpt_tools.core.values import StoredTensor, Value
+from ckpt_tools.core.values import StoredTensor, Value, as_dict
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.deepspeed.common.files import ModelStates
 from ckpt_tools.formats.deepspeed.names import split_expert_name
@@ -59,8 +59,7 @@ def check_model_parts(model: ModelStates, num_parts: int) -> None:
 
 def count_model_parts(content: Mapping[Any, Any]) -> int:
     """The tensor-parallel ranks times the stages of the pipeline, as a model file states them; 1 if it does not."""
-    size, dimensions = content.get("mp_world_size"), content.get("checkpoint_parallel_dimensions")
-    degrees = dimensions.values() if isinstance(dimensions, dict) else ()
+    size, degrees = content.get("mp_world_size"), as_dict(content.get("checkpoint_parallel_dimensions")).values()
     return max(size if type(size) is int else 1, prod(degree for degree in degrees if type(degree) is int))
 
 
@@ -112,6 +111,4 @@ def is_round_robin(model: ModelStates) -> bool:
 
 def get_zero_option(model: ModelStates, name: str) -> Value:
     """An option of ``zero_optimization`` in the run's config; None if it has no such option."""
-    config = model.file.content.get("ds_config")
-    zero = config.get("zero_optimization") if isinstance(config, dict) else None
-    return zero.get(name) if isinstance(zero, dict) else None
+    return as_dict(as_dict(model.file.content.get("ds_config")).get("zero_optimization")).get(name)

@@ -9,7 +9,7 @@ from typing import Any
 
 from ckpt_tools.core.manifest import Manifest, StateKey
 from ckpt_tools.core.notes import ABSENT_REASON, Note, Outcome
-from ckpt_tools.core.values import describe_kind
+from ckpt_tools.core.values import as_dict, describe_kind
 from ckpt_tools.messages.wording import format_count, join_names
 from ckpt_tools.state_tree.frozen_or_buffer import is_from_deepspeed
 
@@ -123,7 +123,3 @@ def _make_restored_note(name: str, state: Mapping[str, Any]) -> Note:
 def must_skip_scheduler(notes: Iterable[Note]) -> bool:
     """Whether ``notes`` say that no scheduler of the run can load what was written, whatever its kind."""
     return any(_SKIP_SCHEDULER_ADVICE in note.why and _SCHEDULER_RESTORED_TEXT not in note.why for note in notes)
-
-
-def as_dict(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}

@@ -17,7 +17,7 @@ from typing import Any
 
 from ckpt_tools.core.boxes import Box, Shape, contiguous_strides
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
-from ckpt_tools.core.values import Opaque, Value, are_naturals, format_brief
+from ckpt_tools.core.values import Opaque, Value, are_naturals, as_dict, format_brief
 from ckpt_tools.errors import MalformedError, UnsupportedError
 
 REPLICATED_PATTERNS = "tp_replicated_parameter_patterns"
@@ -378,7 +378,6 @@ def _place_sub_params(shape: Shape, dim: int, widths: Sequence[int], starts: Seq
 
 def drop_partition_entries(extra: Mapping[str, Any]) -> dict[str, Any]:
     """The extras of a manifest without ``PARTITION_ENTRIES`` among DeepSpeed's entries."""
-    entries = extra.get("deepspeed")
-    if not isinstance(entries, dict):
-        return dict(extra)
-    return {**extra, "deepspeed": {name: value for name, value in entries.items() if name not in PARTITION_ENTRIES}}
+    entries = as_dict(extra.get("deepspeed"))
+    kept_entries = {name: value for name, value in entries.items() if name not in PARTITION_ENTRIES}
+    return {**extra, "deepspeed": kept_entries} if entries else dict(extra)

@@ -12,9 +12,10 @@ from typing import Any
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.notes import ABSENT_REASON, Note, Outcome
+from ckpt_tools.core.values import as_dict
 from ckpt_tools.formats.deepspeed.common.pickled_objects import DEFAULT_SCALER_TEXT, is_active_scaler
 from ckpt_tools.formats.deepspeed.common.saved_extras import RESERVED_ENTRIES
-from ckpt_tools.formats.deepspeed.common.scheduler_state import SchedulerState, as_dict
+from ckpt_tools.formats.deepspeed.common.scheduler_state import SchedulerState
 
 DEFAULT_SUB_GROUP_SIZE = 10**9
 """zero/config.py ``sub_group_size``, in elements of one rank."""

@@ -17,7 +17,7 @@ from ckpt_tools.core.boxes import Box, Shape
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, Manifest, ParamGroup, StateKey, TensorEntry
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.core.step_claims import OPTIMIZER_STEP_COUNTER, StepClaim, is_finite_number
-from ckpt_tools.core.values import Opaque, StoredTensor, Value, format_brief
+from ckpt_tools.core.values import Opaque, StoredTensor, Value, as_dict, format_brief
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.deepspeed.common.files import DeepSpeedFile, ModelStates, require_entry
 from ckpt_tools.formats.deepspeed.common.fused_experts import DISTRIBUTION_ENTRIES
@@ -253,10 +253,9 @@ class UniversalManifestBuilder:
     def group_values(self) -> list[Mapping[str, Value]]:
         """The optimizer's param groups as they were saved. Their ``params`` are positions in ``param_shapes``, each in
         exactly one group. Raises MalformedError."""
-        nested_state = self.optimizer_file.content.get("optimizer_state_dict")
         group_container = self.optimizer_file.content
-        if "param_groups" not in group_container and isinstance(nested_state, dict):
-            group_container = nested_state
+        if "param_groups" not in group_container:
+            group_container = as_dict(group_container.get("optimizer_state_dict"))
         groups = require_entry(group_container, "param_groups", list, self.optimizer_file.path)
         for group in groups:
             if not isinstance(group, dict) or not isinstance(group.get("params"), list):
@@ -314,10 +313,9 @@ class UniversalManifestBuilder:
                 yield StepClaim(OPTIMIZER_STEP_COUNTER, step, self.optimizer_file.path)
 
     def _find_shared_step(self, number: int, group: Mapping[str, Value]) -> Value:
-        nested_state = self.optimizer_file.content.get("optimizer_state_dict")
-        states = nested_state.get("state") if isinstance(nested_state, dict) else None
-        state = states.get(number, states.get(0)) if isinstance(states, dict) else None
-        return state[STEP_SLOT] if isinstance(state, dict) and STEP_SLOT in state else group.get(STEP_SLOT)
+        states = as_dict(as_dict(self.optimizer_file.content.get("optimizer_state_dict")).get("state"))
+        state = as_dict(states.get(number, states.get(0)))
+        return state[STEP_SLOT] if STEP_SLOT in state else group.get(STEP_SLOT)
 
     def _build_step(self, number: int, value: Value) -> TensorEntry:
         if isinstance(value, StoredTensor) and not value.shape:

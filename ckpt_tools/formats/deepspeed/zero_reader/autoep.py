@@ -12,10 +12,7 @@ from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
 from ckpt_tools.core.values import StoredTensor
 from ckpt_tools.errors import IncompleteError, MalformedError
 from ckpt_tools.formats.deepspeed.common.files import DeepSpeedFile, ModelStates
-from ckpt_tools.formats.deepspeed.common.fused_experts import (
-    AutoEPLayer,
-    AutoEPLayers,
-)
+from ckpt_tools.formats.deepspeed.common.fused_experts import AutoEPLayer, AutoEPLayers
 from ckpt_tools.formats.deepspeed.names import expert_file_name
 from ckpt_tools.formats.deepspeed.zero_reader.tag_files import ExpertFiles
 from ckpt_tools.stores.source import Source
@@ -23,14 +20,12 @@ from ckpt_tools.stores.source import Source
 
 def read_expert_weights(
     source: Source, ep_layers: AutoEPLayers, model: ModelStates, files: ExpertFiles, expert_rank: int | None = None
-) -> tuple[dict[str, ShardTable], dict[str, tuple[StoredTensor, DeepSpeedFile]]]:
-    """Two mappings by the names of the tensors of experts: the shards of all experts' rows, or of those of
-    ``expert_rank``; and the first expert's tensor with its file. Raises FormatError if a file is missing or is not of
-    its expert."""
+) -> dict[str, ShardTable]:
+    """The shards of the tensors of experts by name: of all experts' rows, or of those of ``expert_rank``. Raises
+    FormatError if a file is missing or is not of its expert."""
     shapes = {**model.trainable, **model.frozen_shapes}
     names = ep_layers.list_expert_tensors(model)
     tables: dict[str, ShardTable] = {}
-    first_values: dict[str, tuple[StoredTensor, DeepSpeedFile]] = {}
     expected_experts = {(layer.moe_number, number) for layer in ep_layers.layers for number in range(layer.num_experts)}
     if missing_experts := expected_experts - files.weight_paths.keys():
         path = files.prefix + expert_file_name(*min(missing_experts))
@@ -52,8 +47,7 @@ def read_expert_weights(
         for name in layer_names:
             shape = (len(numbers), *shapes[name][1:])
             tables[name] = _stack_experts(shape, [each[name] for each in parts], expert_files, name)
-            first_values[name] = parts[0][name], expert_files[0]
-    return tables, first_values
+    return tables
 
 
 def _read_expert(file: DeepSpeedFile, number: int, layer: AutoEPLayer, names: Sequence[str]) -> dict[str, StoredTensor]:

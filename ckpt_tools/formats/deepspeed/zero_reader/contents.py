@@ -115,11 +115,7 @@ class ZeroManifestBuilder:
             step=self.model.step,
             world_size=self.optim.world_size,
             notes=tuple(self._make_notes()),
-            step_claims=(
-                *collect_model_claims(self.model.file),
-                *chain(*(each[1] for each in self._other_models)),
-                *self.partitions.step_claims,
-            ),
+            step_claims=(*chain(*(claims for _, claims in self._rank_models)), *self.partitions.step_claims),
             masters_are_outdated=get_zero_option(self.model, "zenflow") is not None,
         )
 
@@ -220,29 +216,28 @@ class ZeroManifestBuilder:
             return ShardTable.build(shape, dtype, [])
         if name in self.param_intervals:
             return self.partitions.masters.build_shard_table(self.param_intervals[name])
-        fragments = {(rank, 0): own[name] for rank, own in enumerate(self.rank_fragments) if name in own}
+        fragments = {(rank, 0): own[name] for rank, (own, _) in enumerate(self._rank_models) if name in own}
         # Each rank's fragment is a vector of its own, flat 0, that holds one share.
         numel, world_size = prod(shape), self.optim.world_size
         intervals = locate_param(0, numel, world_size, np.array([0, compute_share(numel, world_size)]))
         return SlotVectors.of(f"the frozen {name}", self.model_paths, fragments, 1).build_shard_table(intervals)
 
     @cached_property
-    def rank_fragments(self) -> list[Mapping[str, StoredVector]]:
-        """Each rank's fragments of the frozen parameters."""
-        return [_locate_fragments(self.model), *(each[0] for each in self._other_models)]
-
-    @cached_property
-    def _other_models(self) -> list[tuple[Mapping[str, StoredVector], list[StepClaim]]]:
-        """The fragments and the step claims of each model file but the first; only stage 3 has several."""
-        return list(map(self._read_other_model, self.model_paths[1:]))
-
-    def _read_other_model(self, path: str) -> tuple[Mapping[str, StoredVector], list[StepClaim]]:
-        model = ModelStates.of(DeepSpeedFile.open(self.source, path))
-        rank_world_size, expected_world_size = (each.file.content.get("dp_world_size") for each in (model, self.model))
-        if rank_world_size != expected_world_size:
-            sizes = f"{format_brief(rank_world_size)} but that of rank 0 is {format_brief(expected_world_size)}"
-            raise MalformedError(f"its dp_world_size is {sizes}", path=path)
-        return _locate_fragments(model), collect_model_claims(model.file)
+    def _rank_models(self) -> list[tuple[Mapping[str, StoredVector], list[StepClaim]]]:
+        """The fragments of frozen parameters and the step claims of each model file; only stage 3 has several. Raises
+        MalformedError if they differ in the number of ranks."""
+        rank_models: list[tuple[Mapping[str, StoredVector], list[StepClaim]]] = []
+        for path in self.model_paths:
+            is_first = path == self.model.file.path
+            model = self.model if is_first else ModelStates.of(DeepSpeedFile.open(self.source, path))
+            sizes = [each.file.content.get("dp_world_size") for each in (model, self.model)]
+            if sizes[0] != sizes[1]:
+                why = f"its dp_world_size is {format_brief(sizes[0])} but that of rank 0 is {format_brief(sizes[1])}"
+                raise MalformedError(why, path=path)
+            fragments = ((name, each) for name, each in model.frozen_fragments.items() if each.numel)
+            vectors = {name: locate_vector(model.file, fragment) for name, fragment in fragments}
+            rank_models.append((vectors, collect_model_claims(model.file)))
+        return rank_models
 
     def _build_states(self, name: str, shape: Shape, intervals: FlatIntervals) -> KeyedEntries:
         yield StateKey(name, MASTER), _make_state_entry(shape, self.partitions.masters.build_shard_table(intervals))
@@ -361,10 +356,6 @@ class ZeroManifestBuilder:
             partition_states = self.extras.values.setdefault("deepspeed", {}).setdefault("partition_state", {})
             name = f"partition_state.{state.rank}"
             partition_states[state.rank] = self.extras.replace_tensors(dict(state.slots), name, state.file)
-
-
-def _locate_fragments(model: ModelStates) -> Mapping[str, StoredVector]:
-    return {name: locate_vector(model.file, tensor) for name, tensor in model.frozen_fragments.items() if tensor.numel}
 
 
 def _make_state_entry(shape: Shape, table: ShardTable) -> TensorEntry:

@@ -86,9 +86,9 @@ def read(source: Source, mp_ranks: Sequence[TagFiles], files: ExpertFiles) -> Ma
     num_expert_ranks = [len(tag_files.optim_paths) // parts for parts in optim.partition_counts]
     if is_autoep:
         experts = _NO_MOE_EXPERTS
-        weight_tables, first_values = read_expert_weights(source, ep_layers, model, files)
+        weight_tables = read_expert_weights(source, ep_layers, model, files)
         _check_expert_groups(ep_layers, model, num_expert_ranks, optim.file.path)
-        whole_model = ep_layers.add_all_experts(model, first_values)
+        whole_model = ep_layers.add_all_experts(model, weight_tables)
     else:
         weight_tables, layers = {}, open_expert_layers(source, model, files)
         ranks_by_prefix = _count_ranks_by_layer(model, num_expert_ranks, optim.file.path)

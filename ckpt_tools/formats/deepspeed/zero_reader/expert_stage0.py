@@ -12,7 +12,7 @@ from typing import Any
 
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.manifest import EqualPair, Kind, Manifest, ParamGroup, StateKey, TensorEntry
-from ckpt_tools.core.values import StoredTensor
+from ckpt_tools.core.values import StoredTensor, as_dict
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.deepspeed.common.files import DeepSpeedFile, ModelStates
 from ckpt_tools.formats.deepspeed.common.fused_experts import DISTRIBUTION_ENTRIES, AutoEPLayers
@@ -122,10 +122,9 @@ def _merge_extra(manifests: Sequence[Manifest]) -> dict[str, Any]:
     extra = dict(manifests[0].extra)
     if "optimizer" in extra:
         extra["optimizer"] = {f"expp_rank_{rank}": each.extra.get("optimizer") for rank, each in enumerate(manifests)}
-    sections = [own for each in manifests if isinstance(own := each.extra.get("deepspeed"), dict)]
     states: dict[str, Any] = {}
-    for section in reversed(sections):
-        states |= section.get("optimizer_state", {})
+    for each in reversed(manifests):
+        states |= as_dict(each.extra.get("deepspeed")).get("optimizer_state", {})
     return {**extra, "deepspeed": {**extra.get("deepspeed", {}), "optimizer_state": states}} if states else extra
 
 
@@ -158,8 +157,8 @@ def read_autoep(source: Source, tag_files: TagFiles, files: ExpertFiles, ep_laye
     model = replace(ModelStates.of_stage0(file), param_shapes=(_read_local_shapes(source, ep_layers, files),))
     parts = []
     for rank, each in enumerate(optimizers):
-        expert_tables, first_values = read_expert_weights(source, ep_layers, model, files, rank)
-        rank_model = replace(ep_layers.add_all_experts(model, first_values), param_shapes=())
+        expert_tables = read_expert_weights(source, ep_layers, model, files, rank)
+        rank_model = replace(ep_layers.add_all_experts(model, expert_tables), param_shapes=())
         names = frozenset(expert_tables)
         parts.append(
             Stage0ManifestBuilder(

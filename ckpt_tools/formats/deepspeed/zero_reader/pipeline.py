@@ -15,6 +15,7 @@ from typing import Any
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, TensorEntry
 from ckpt_tools.core.notes import Note, Outcome
+from ckpt_tools.core.values import as_dict
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.deepspeed.common.files import DeepSpeedFile, ModelStates, OptimStates
 from ckpt_tools.formats.deepspeed.common.model_file import check_experts, check_model_parts
@@ -276,18 +277,13 @@ class StageMerger:
         extra = drop_partition_entries(self.parts[0].extra)
         values: dict[str, Any] = {}
         for part in self.parts:
-            values |= _get_deepspeed_entries(part).get("module", {})
+            values |= as_dict(part.extra.get("deepspeed")).get("module", {})
         return {**extra, "deepspeed": {**extra.get("deepspeed", {}), "module": values}} if values else extra
-
-
-def _get_deepspeed_entries(part: Manifest) -> dict[str, Any]:
-    own = part.extra.get("deepspeed")
-    return own if isinstance(own, dict) else {}
 
 
 def _flatten_entries(part: Manifest) -> dict[str, Any]:
     """The extras of a stage as one level of entries, without the values of modules: those of ``deepspeed`` under names
     such as ``deepspeed.ds_config``."""
-    deepspeed_entries = _get_deepspeed_entries(part)
+    deepspeed_entries = as_dict(part.extra.get("deepspeed"))
     other_entries = {name: value for name, value in part.extra.items() if name != "deepspeed"}
     return other_entries | {f"deepspeed.{name}": value for name, value in deepspeed_entries.items() if name != "module"}
