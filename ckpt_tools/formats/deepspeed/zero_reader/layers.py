@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -28,19 +29,22 @@ SAMPLE_ELEMENTS = 1024
 """Elements of a tied parameter that are compared with its masters."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StageShapes:
     """Shapes of a stage's parameters as its own files state them, and the masters of its tied parameters.
 
-    A shape is None if the files state only the number of elements, which is in ``numels``.
+    With ``are_flat`` the files state only numbers of elements, as flat shapes ``(numel,)``.
     """
 
     model: ModelStates
-    shapes: Mapping[str, Shape | None]
-    numels: Mapping[str, int]
+    are_flat: bool
     masters: Mapping[str, ShardTable]
 
-    @property
+    @cached_property
+    def shapes(self) -> Mapping[str, Shape]:
+        return self.model.trainable
+
+    @cached_property
     def names(self) -> set[str]:
         return {*self.shapes, *self.model.buffers}
 
@@ -120,8 +124,7 @@ class PipelineLayers:
             return False
         if name not in stage_shapes.shapes:
             return True
-        shape = stage_shapes.shapes[name]
-        if value.numel != stage_shapes.numels[name] or shape not in (None, tuple(value.shape)):
+        if stage_shapes.shapes[name] != ((value.numel,) if stage_shapes.are_flat else tuple(value.shape)):
             return False
         return (
             name not in stage_shapes.masters
@@ -151,14 +154,10 @@ class PipelineLayers:
         if missing:
             raise IncompleteError("no file of a layer contains it", path=stage_shapes.model.file.path, key=min(missing))
         stored_shapes = {name: tuple(value.shape) for name, value in module.items() if isinstance(value, StoredTensor)}
-        shapes = tuple(
-            {
-                name: stored_shapes.get(name, ()) if stage_shapes.shapes[name] is None else shape
-                for name, shape in group.items()
-            }
-            for group in stage_shapes.model.param_shapes
-        )
-        return replace(stage_shapes.model, module=module, value_files=value_files, param_shapes=shapes)
+        param_shapes = stage_shapes.model.param_shapes
+        if stage_shapes.are_flat:
+            param_shapes = tuple({name: stored_shapes.get(name, ()) for name in group} for group in param_shapes)
+        return replace(stage_shapes.model, module=module, value_files=value_files, param_shapes=param_shapes)
 
     def _list_values(self, stage: int, stage_shapes: StageShapes) -> Iterator[tuple[str, Value, DeepSpeedFile]]:
         """Name, value and file of everything in a stage's model. Tied modules come first, as ``PipelineModule``

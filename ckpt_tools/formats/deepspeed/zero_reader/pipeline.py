@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import Any
 
-from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, TensorEntry
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.values import as_dict
@@ -89,14 +87,12 @@ class StageFiles:
 
     def find_shapes(self) -> StageShapes:
         """Shapes of the parameters that the files of the stage state."""
-        trainable = self.model.trainable
-        shapes: dict[str, Shape | None] = dict.fromkeys(trainable) if self.has_flat_shapes else dict(trainable)
         masters = {}
         if isinstance(self.builder, ZeroManifestBuilder):
             vectors, intervals = self.builder.partitions.masters, self.builder.param_intervals
             tied_names = [name for name in intervals if name.startswith(TIED_PREFIX)]
             masters = {name: vectors.build_shard_table(intervals[name]) for name in tied_names}
-        return StageShapes(self.model, shapes, {name: prod(shape) for name, shape in trainable.items()}, masters)
+        return StageShapes(self.model, self.has_flat_shapes, masters)
 
     def build_manifest(self, model: ModelStates) -> Manifest:
         """The manifest of the stage as a checkpoint of its own; ``model`` has the tensors of its layers. Raises
