@@ -14,7 +14,7 @@ from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.manifest import EqualPair, Kind, Manifest, ParamGroup, StateKey, TensorEntry
 from ckpt_tools.core.values import StoredTensor, as_dict
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
-from ckpt_tools.formats.deepspeed.common.files import DeepSpeedFile, ModelStates
+from ckpt_tools.formats.deepspeed.common.files import DeepSpeedFile
 from ckpt_tools.formats.deepspeed.common.fused_experts import DISTRIBUTION_ENTRIES, AutoEPLayers
 from ckpt_tools.formats.deepspeed.common.model_file import check_model_parts
 from ckpt_tools.formats.deepspeed.common.tensor_parallel import MergeRules, ParameterMerge
@@ -36,11 +36,10 @@ from ckpt_tools.stores.source import Source
 
 
 def read_moe(source: Source, tag_files: TagFiles, files: ExpertFiles) -> Manifest:
-    file = open_stage0_model(source, tag_files)
-    model = ModelStates.of_stage0(file)
+    model = open_stage0_model(source, tag_files)
     check_model_parts(model, 1)
     layers = open_expert_layers(source, model, files)
-    if file.content.get("optimizer") is not None and not files.optim_paths:
+    if model.file.content.get("optimizer") is not None and not files.optim_paths:
         raise IncompleteError(
             "the optimizer's file of this expert-parallel rank is missing",
             path=files.prefix + expert_optim_file_name(0),
@@ -58,10 +57,10 @@ def read_moe(source: Source, tag_files: TagFiles, files: ExpertFiles) -> Manifes
                 optimizer_name=f"optimizer.expp_rank_{rank}",
                 experts=ExpertNames(experts.list_names(rank), experts.list_names()),
             ).build_manifest()
-            for rank, each in enumerate(optimizers or [SavedOptimizer(file)])
+            for rank, each in enumerate(optimizers or [SavedOptimizer(model.file)])
         ],
         experts,
-        files.optim_paths[0] if files.optim_paths else file.path,
+        files.optim_paths[0] if files.optim_paths else model.file.path,
     )
 
 
@@ -144,17 +143,17 @@ class AutoEPMergeRules(MergeRules):
 
 
 def read_autoep(source: Source, tag_files: TagFiles, files: ExpertFiles, ep_layers: AutoEPLayers) -> Manifest:
-    file = open_stage0_model(source, tag_files)
+    model = open_stage0_model(source, tag_files)
     num_ranks = ep_layers.layers[0].num_ranks
-    if file.content.get("optimizer") is not None and len(files.optim_paths) != num_ranks:
+    if model.file.content.get("optimizer") is not None and len(files.optim_paths) != num_ranks:
         raise IncompleteError(
             f"the files of the optimizers of {format_count(num_ranks, 'expert-parallel rank')} are not all there",
             path=files.prefix + expert_optim_file_name(min(len(files.optim_paths), num_ranks - 1)),
         )
     optimizers = [SavedOptimizer.of(DeepSpeedFile.open(source, path)) for path in files.optim_paths] or [
-        SavedOptimizer(file)
+        SavedOptimizer(model.file)
     ] * num_ranks
-    model = replace(ModelStates.of_stage0(file), param_shapes=(_read_local_shapes(source, ep_layers, files),))
+    model = replace(model, param_shapes=(_read_local_shapes(source, ep_layers, files),))
     parts = []
     for rank, each in enumerate(optimizers):
         expert_tables = read_expert_weights(source, ep_layers, model, files, rank)

@@ -58,7 +58,7 @@ def own_files(source: Source, manifest: Manifest) -> frozenset[str]:
 
 def _open_part(source: Source, files: TagFiles) -> ZeroManifestBuilder | stage0.Stage0ManifestBuilder:
     if not files.optim_paths:
-        model = ModelStates.of_stage0(stage0.open_stage0_model(source, files))
+        model = stage0.open_stage0_model(source, files)
         check_experts(model)
         return stage0.Stage0ManifestBuilder(model, stage0.SavedOptimizer.of(model.file))
     optim = OptimStates.of(DeepSpeedFile.open(source, files.optim_paths[0]))

@@ -39,8 +39,8 @@ _SCALER_ENTRIES = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor"
 SlotValues = Mapping[str, Value]
 
 
-def open_stage0_model(source: Source, files: TagFiles) -> DeepSpeedFile:
-    """The model's file. Raises IncompleteError if it is of a run with ZeRO, the files of whose optimizer are missing
+def open_stage0_model(source: Source, files: TagFiles) -> ModelStates:
+    """The model. Raises IncompleteError if its file is of a run with ZeRO, the files of whose optimizer are missing
     then."""
     file = DeepSpeedFile.open(source, files.require_model_paths(0)[0])
     if "param_shapes" not in file.content or file.content["param_shapes"] is not None:
@@ -49,7 +49,7 @@ def open_stage0_model(source: Source, files: TagFiles) -> DeepSpeedFile:
             "writes",
             path=files.prefix + optim_file_name(0, files.mp_rank),
         )
-    return file
+    return ModelStates.of_stage0(file)
 
 
 class MasterSlice(NamedTuple):
