@@ -2,7 +2,7 @@
 
 A rank saves a few long vectors, the *flats*: the masters, and as many for each slot of the optimizer.
 ``FlatIntervals`` say which interval of a parameter lies at which offset of which flat, once for all slots;
-``locate_elements`` computes them. ``SlotVectors`` say where the flats of one slot start in the files. Together they are
+``placements`` computes them. ``SlotVectors`` say where the flats of one slot start in the files. Together they are
 a ``ShardTable``, column by column.
 """
 
