@@ -215,31 +215,22 @@ def count_local_experts(
             message = "no file of an expert (layer_0_expert_0_...) is of this layer"
             raise IncompleteError(message, path=model.file.path, key=prefix)
         numbers_by_prefix[prefix].add(number)
-    return {
-        prefix: _count_local_experts_of_layer(
-            prefix, numbers_by_prefix[prefix], len(layers[prefix].files), num_ranks, model
-        )
-        for prefix in layers
-    }
-
-
-def _count_local_experts_of_layer(
-    prefix: str, expert_numbers: set[int], num_experts: int, num_ranks: Mapping[str, int], model: ModelStates
-) -> int:
-    """``expert_numbers`` are those in the names of rank 0."""
-    ranks = num_ranks.get(prefix)
-    # If no name of rank 0 has the layer, any number will do: there is nothing to rename.
-    count = (len(expert_numbers) or num_experts) if ranks is None else num_experts // ranks
-    if (
-        not count
-        or num_experts % count
-        or (ranks is not None and count * ranks != num_experts)
-        or expert_numbers - set(range(count))
-    ):
-        raise MalformedError(
-            f"rank 0 has the experts {format_brief(sorted(expert_numbers))} of {num_experts}, which are spread over "
-            f"{ranks} ranks",
-            path=model.file.path,
-            key=prefix,
-        )
-    return count
+    counts: dict[str, int] = {}
+    for prefix, expert_numbers in numbers_by_prefix.items():
+        num_experts, ranks = len(layers[prefix].files), num_ranks.get(prefix)
+        # If no name of rank 0 has the layer, any number will do: there is nothing to rename.
+        count = (len(expert_numbers) or num_experts) if ranks is None else num_experts // ranks
+        if (
+            not count
+            or num_experts % count
+            or (ranks is not None and count * ranks != num_experts)
+            or expert_numbers - set(range(count))
+        ):
+            raise MalformedError(
+                f"rank 0 has the experts {format_brief(sorted(expert_numbers))} of {num_experts}, which are spread "
+                f"over {ranks} ranks",
+                path=model.file.path,
+                key=prefix,
+            )
+        counts[prefix] = count
+    return counts
