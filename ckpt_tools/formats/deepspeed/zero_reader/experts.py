@@ -8,7 +8,7 @@ hold alone. Rank 0 states parameters and buffers in its own numbers. Expert-para
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -19,37 +19,28 @@ from ckpt_tools.formats.deepspeed.names import EXPERT_INFIX, MAX_EXPERTS, expert
 from ckpt_tools.formats.deepspeed.zero_reader.tag_files import ExpertFiles
 from ckpt_tools.stores.source import Source
 
-
-@dataclass(frozen=True, slots=True)
-class MoELayer:
-    """The experts of one layer. ``prefix`` is the start of their names, ``files`` are in the order of their numbers."""
-
-    prefix: str
-    files: tuple[DeepSpeedFile, ...]
-
-    def iterate_values(self) -> Iterator[tuple[str, Value, DeepSpeedFile]]:
-        for file in self.files:
-            yield from ((str(name), value, file) for name, value in file.content.items())
+LayerFiles = Mapping[str, tuple[DeepSpeedFile, ...]]
+"""The files of each layer's experts, in the order of their numbers, by the start of the names of their tensors."""
 
 
 @dataclass(frozen=True, slots=True)
 class MoEExperts:
-    """All layers with experts by their prefix, and the number of each layer's experts that a rank has."""
+    """The files of all experts, and the number of each layer's experts that a rank has, by the prefix of the layer."""
 
-    layers: Mapping[str, MoELayer]
+    files: LayerFiles
     num_local_experts: Mapping[str, int]
 
     def count_expert_ranks(self, prefix: str) -> int:
         """Number of expert-parallel ranks of a layer."""
-        return len(self.layers[prefix].files) // self.num_local_experts[prefix]
+        return len(self.files[prefix]) // self.num_local_experts[prefix]
 
     def list_names(self, rank: int | None = None) -> frozenset[str]:
         """Names of the tensors of all experts, or of those of expert-parallel rank ``rank``."""
         names: set[str] = set()
-        for prefix, layer in self.layers.items():
+        for prefix, files in self.files.items():
             count = self.num_local_experts[prefix]
-            files = layer.files if rank is None else layer.files[rank * count : (rank + 1) * count]
-            names.update(str(name) for file in files for name in file.content)
+            own_files = files if rank is None else files[rank * count : (rank + 1) * count]
+            names.update(str(name) for file in own_files for name in file.content)
         return frozenset(names)
 
     def make_whole_name(self, name: str, rank: int) -> str:
@@ -94,20 +85,24 @@ class MoEExperts:
     def _list_values(self, model: ModelStates) -> Iterator[tuple[str, Value, DeepSpeedFile]]:
         """Name, value and file of everything in the whole model, in its order: the experts of a layer follow its gate.
         Those of layers without a gate come first."""
-        last_name_by_prefix = {_find_layer_of_gate(name, self.layers): name for name in model.module}
+        last_name_by_prefix = {_find_layer_of_gate(name, self.files): name for name in model.module}
         prefix_after_name = {name: prefix for prefix, name in last_name_by_prefix.items() if prefix is not None}
-        for prefix, layer in self.layers.items():
+        values_by_prefix = {
+            prefix: [(str(name), value, file) for file in files for name, value in file.content.items()]
+            for prefix, files in self.files.items()
+        }
+        for prefix, values in values_by_prefix.items():
             if prefix not in last_name_by_prefix:
-                yield from layer.iterate_values()
+                yield from values
         for name, value in model.module.items():
             yield name, value, model.file
             if name in prefix_after_name:
-                yield from self.layers[prefix_after_name[name]].iterate_values()
+                yield from values_by_prefix[prefix_after_name[name]]
 
     def _expand_buffers(self, model: ModelStates, module: Mapping[str, Value]) -> frozenset[str]:
         buffers = {name for name in model.buffers if split_expert_name(name) is None}
         for prefix, rest in {(parts[0], parts[2]) for name in model.buffers if (parts := split_expert_name(name))}:
-            buffers.update(f"{prefix}{number}.{rest}" for number in range(len(self.layers[prefix].files)))
+            buffers.update(f"{prefix}{number}.{rest}" for number in range(len(self.files[prefix])))
         if missing := buffers - module.keys():
             raise IncompleteError("no file contains this buffer", path=model.file.path, key=min(missing))
         return frozenset(buffers)
@@ -128,14 +123,14 @@ def _find_expert_prefix(name: str) -> str | None:
     return name_parts[0] if name_parts else None
 
 
-def _find_layer_of_gate(name: str, layers: Mapping[str, MoELayer]) -> str | None:
+def _find_layer_of_gate(name: str, prefixes: Container[str]) -> str | None:
     """The prefix of the experts whose layer has the value ``name`` beside them, as a gate's weight; None for others."""
     head, infix, _ = name.rpartition(".deepspeed_moe.")
     prefix = head + EXPERT_INFIX
-    return prefix if infix and prefix in layers else None
+    return prefix if infix and prefix in prefixes else None
 
 
-def open_expert_layers(source: Source, model: ModelStates, files: ExpertFiles) -> dict[str, MoELayer]:
+def open_expert_layers(source: Source, model: ModelStates, files: ExpertFiles) -> LayerFiles:
     """The files of all experts, by the prefix of their names. Raises FormatError if one is missing or damaged, or is
     not of its layer or number."""
     expert_counts = _read_expert_counts(model)
@@ -152,14 +147,14 @@ def open_expert_layers(source: Source, model: ModelStates, files: ExpertFiles) -
         is_layer = layer < num_layers
         has = f"layer {layer} has {expert_counts[layer]} experts" if is_layer else f"there are {num_layers} layers"
         raise MalformedError(f"{has}; this file is perhaps from an earlier save", path=path)
-    layer_by_prefix: dict[str, MoELayer] = {}
+    files_by_prefix: dict[str, tuple[DeepSpeedFile, ...]] = {}
     for layer, count in enumerate(expert_counts):
-        paths = [files.weight_paths[layer, number] for number in range(count)]
-        moe_layer = _build_layer([DeepSpeedFile.open(source, path) for path in paths])
-        if moe_layer.prefix in layer_by_prefix:
-            raise MalformedError("two layers have experts of this name", path=paths[0], key=moe_layer.prefix)
-        layer_by_prefix[moe_layer.prefix] = moe_layer
-    return layer_by_prefix
+        own_files = tuple(DeepSpeedFile.open(source, files.weight_paths[layer, number]) for number in range(count))
+        prefix = _find_prefix(own_files)
+        if prefix in files_by_prefix:
+            raise MalformedError("two layers have experts of this name", path=own_files[0].path, key=prefix)
+        files_by_prefix[prefix] = own_files
+    return files_by_prefix
 
 
 def _read_expert_counts(model: ModelStates) -> list[int]:
@@ -175,9 +170,9 @@ def _read_expert_counts(model: ModelStates) -> list[int]:
     return counts
 
 
-def _build_layer(files: Sequence[DeepSpeedFile]) -> MoELayer:
-    """The layer of the experts in ``files``. Raises MalformedError if a file has other names or shapes than that of the
-    first expert."""
+def _find_prefix(files: Sequence[DeepSpeedFile]) -> str:
+    """The prefix of the layer whose experts are in ``files``. Raises MalformedError if a file has other names or shapes
+    than that of the first expert."""
     first_description = _describe_expert(files[0], 0)
     prefix = next(iter(first_description), ("", ""))[0]
     for number, file in enumerate(files):
@@ -187,7 +182,7 @@ def _build_layer(files: Sequence[DeepSpeedFile]) -> MoELayer:
         if description != first_description:
             _, rest = min(description.items() ^ first_description.items())[0]
             raise MalformedError(f"its {rest} is not as that of {files[0].path}", path=file.path)
-    return MoELayer(prefix, tuple(files))
+    return prefix
 
 
 def _describe_expert(file: DeepSpeedFile, number: int) -> dict[tuple[str, str], str]:
@@ -203,9 +198,7 @@ def _describe_expert(file: DeepSpeedFile, number: int) -> dict[tuple[str, str], 
     return description
 
 
-def count_local_experts(
-    layers: Mapping[str, MoELayer], model: ModelStates, num_ranks: Mapping[str, int]
-) -> dict[str, int]:
+def count_local_experts(layers: LayerFiles, model: ModelStates, num_ranks: Mapping[str, int]) -> dict[str, int]:
     """The number of rank 0's experts by layer. ``num_ranks`` has the number of expert-parallel ranks of layers that
     train. Raises FormatError if the names of rank 0 are not those of its experts."""
     numbers_by_prefix: dict[str, set[int]] = {prefix: set() for prefix in layers}
@@ -217,7 +210,7 @@ def count_local_experts(
         numbers_by_prefix[prefix].add(number)
     counts: dict[str, int] = {}
     for prefix, expert_numbers in numbers_by_prefix.items():
-        num_experts, ranks = len(layers[prefix].files), num_ranks.get(prefix)
+        num_experts, ranks = len(layers[prefix]), num_ranks.get(prefix)
         # If no name of rank 0 has the layer, any number will do: there is nothing to rename.
         count = (len(expert_numbers) or num_experts) if ranks is None else num_experts // ranks
         if (
