@@ -86,10 +86,11 @@ class ExtrasCollector:
             self.values["loss_scaler"] = self.replace_tensors(scaler, "loss_scaler", file)
         self._add_section("deepspeed", file, state_dict, _OPTIMIZER_ENTRIES)
 
-    def add_module_value(self, name: str, value: Value, file: DeepSpeedFile) -> None:
-        """Keeps a value of a module that is not a tensor: its ``_extra_state``, which may be anything."""
-        module_values = self.values.setdefault("deepspeed", {}).setdefault("module", {})
-        module_values[name] = self.replace_tensors(value, f"module.{name}", file)
+    def add_value(self, section: str, key: str | int, value: Value, file: DeepSpeedFile) -> None:
+        """Keeps a value among DeepSpeed's entries: in ``module`` one of a module that is not a tensor (its
+        ``_extra_state``), or in other sections state of the optimizer of another kind."""
+        values = self.values.setdefault("deepspeed", {}).setdefault(section, {})
+        values[key] = self.replace_tensors(value, f"{section}.{key}", file)
 
     def replace_option_tensors(
         self, number: int, options: Mapping[str, Value], file: DeepSpeedFile

@@ -125,7 +125,7 @@ class UniversalManifestBuilder:
         value = self.model.module[name]
         refuse_tensor_object(value, name)
         if not isinstance(value, StoredTensor):
-            self.extras.add_module_value(name, value, self.model.file)
+            self.extras.add_value("module", name, value, self.model.file)
         elif name in self.trainable:
             yield from self._build_trained(name, value, self.trainable[name])
         else:

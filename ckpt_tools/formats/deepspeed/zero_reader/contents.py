@@ -178,7 +178,7 @@ class ZeroManifestBuilder:
         value = self.model.module[name]
         refuse_tensor_object(value, name)
         if not isinstance(value, StoredTensor) and name not in self.trainable:
-            self.extras.add_module_value(name, value, self.model.find_value_file(name))
+            self.extras.add_value("module", name, value, self.model.find_value_file(name))
             return
         if not isinstance(value, StoredTensor):
             raise MalformedError(
@@ -353,9 +353,7 @@ class ZeroManifestBuilder:
         self.extras.add_model(self.model.file, skipped_entries=self.skipped_entries)
         self.extras.add_optimizer(self.optim.file, self.optim.state_dict)
         for state in self.partitions.other_states:
-            partition_states = self.extras.values.setdefault("deepspeed", {}).setdefault("partition_state", {})
-            name = f"partition_state.{state.rank}"
-            partition_states[state.rank] = self.extras.replace_tensors(dict(state.slots), name, state.file)
+            self.extras.add_value("partition_state", state.rank, dict(state.slots), state.file)
 
 
 def _make_state_entry(shape: Shape, table: ShardTable) -> TensorEntry:

@@ -235,7 +235,7 @@ class Stage0ManifestBuilder:
         for name, value in self.model.module.items():
             refuse_tensor_object(value, name)
             if not isinstance(value, StoredTensor):
-                self.extras.add_module_value(name, value, self.model.find_value_file(name))
+                self.extras.add_value("module", name, value, self.model.find_value_file(name))
             elif name not in ties:
                 kind = Kind.BUFFER if name in self.model.buffers else Kind.PARAMETER
                 table = self.weight_tables.get(name)
@@ -348,9 +348,7 @@ class Stage0ManifestBuilder:
                 self.literals |= files
                 yield StateKey(name, slot), TensorEntry((), table.dtype, Kind.STATE, table)
             elif value is not None:
-                other_states = self.extras.values.setdefault("deepspeed", {}).setdefault("optimizer_state", {})
-                path, file = f"optimizer_state.{name}.{slot}", self.optimizer.file
-                other_states[f"{name}.{slot}"] = self.extras.replace_tensors(value, path, file)
+                self.extras.add_value("optimizer_state", f"{name}.{slot}", value, self.optimizer.file)
 
     def _build_state_entry(
         self, name: str, shape: Shape, master_slice: MasterSlice, value: StoredTensor
