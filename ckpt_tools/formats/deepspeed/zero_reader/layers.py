@@ -11,56 +11,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 
 import numpy as np
 
-from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.casts import CASTABLE, cast_into
 from ckpt_tools.core.shards import ShardTable
 from ckpt_tools.core.values import StoredTensor, Value, format_brief
 from ckpt_tools.errors import IncompleteError, MalformedError
 from ckpt_tools.formats.deepspeed.common.files import DeepSpeedFile, ModelStates
+from ckpt_tools.formats.deepspeed.zero_reader.stage_files import StageFiles
 from ckpt_tools.stores.source import Source
-
-TIED_PREFIX = "tied_modules."
 
 SAMPLE_ELEMENTS = 1024
 """Elements of a tied parameter that are compared with its masters."""
 
 
-@dataclass(frozen=True)
-class StageShapes:
-    """Shapes of a stage's parameters as its own files state them, and the masters of its tied parameters.
-
-    With ``are_flat`` the files state only numbers of elements, as flat shapes ``(numel,)``.
-    """
-
-    model: ModelStates
-    are_flat: bool
-    masters: Mapping[str, ShardTable]
-
-    @cached_property
-    def shapes(self) -> Mapping[str, Shape]:
-        return self.model.trainable
-
-    @cached_property
-    def names(self) -> set[str]:
-        return {*self.shapes, *self.model.buffers}
-
-    def list_tied_modules(self) -> dict[str, set[str]]:
-        """The names of each tied module of the stage, by its prefix, ``tied_modules.embed.``."""
-        names_by_prefix: dict[str, set[str]] = {}
-        for name in self.names:
-            if name.startswith(TIED_PREFIX):
-                key = name.removeprefix(TIED_PREFIX).split(".")[0]
-                names_by_prefix.setdefault(f"{TIED_PREFIX}{key}.", set()).add(name)
-        return names_by_prefix
-
-
 @dataclass
 class PipelineLayers:
-    """The files of all layers, by number, and the shapes that the stages state.
+    """The files of all layers, by number, and those of the stages.
 
     ``build_models`` finds out which files belong to which stage: ``tied_files`` by the prefix of a tied module, and all
     others in ``stage_by_layer``.
@@ -68,7 +36,7 @@ class PipelineLayers:
 
     source: Source
     layer_files: Mapping[int, DeepSpeedFile]
-    stages: Sequence[StageShapes]
+    stages: Sequence[StageFiles]
     tied_files: dict[str, DeepSpeedFile] = field(default_factory=dict)
     stage_by_layer: dict[int, int] = field(default_factory=dict)
 
@@ -84,7 +52,7 @@ class PipelineLayers:
                 self.stage_by_layer[number] = stage
             else:
                 self.tied_files.setdefault(prefix, self.layer_files[number])
-        return [self._build_model(stage, stage_shapes) for stage, stage_shapes in enumerate(self.stages)]
+        return [self._build_model(number, stage) for number, stage in enumerate(self.stages)]
 
     def find_unnamed_files(self) -> Iterator[DeepSpeedFile]:
         """The files of layers without trained parameters or buffers, which no stage names. They could be of tied
@@ -98,9 +66,9 @@ class PipelineLayers:
         """The stage that has a parameter or buffer of the layer by name, ``3.weight``; None if there is none. Raises
         MalformedError if several have."""
         stages = [
-            stage
-            for stage, stage_shapes in enumerate(self.stages)
-            if any(name.startswith(f"{number}.") for name in stage_shapes.names)
+            stage_number
+            for stage_number, stage in enumerate(self.stages)
+            if any(name.startswith(f"{number}.") for name in stage.names)
         ]
         if len(stages) > 1:
             raise MalformedError(
@@ -111,26 +79,23 @@ class PipelineLayers:
 
     def _find_tied_prefix(self, file: DeepSpeedFile) -> str | None:
         """The prefix of the tied module whose state dict is in ``file``; None if it is not that of a tied module."""
-        for stage_shapes in self.stages:
-            for prefix, names in stage_shapes.list_tied_modules().items():
+        for stage in self.stages:
+            for prefix, names in stage.list_tied_modules().items():
                 values = {name: file.content.get(name.removeprefix(prefix)) for name in names}
-                if all(self._is_tied_value(stage_shapes, name, value, file) for name, value in values.items()):
+                if all(self._is_tied_value(stage, name, value, file) for name, value in values.items()):
                     return prefix
         return None
 
-    def _is_tied_value(self, stage_shapes: StageShapes, name: str, value: Value, file: DeepSpeedFile) -> bool:
+    def _is_tied_value(self, stage: StageFiles, name: str, value: Value, file: DeepSpeedFile) -> bool:
         """Whether ``value`` in ``file`` could be the tied parameter or buffer ``name`` of the stage."""
         if not isinstance(value, StoredTensor):
             return False
-        if name not in stage_shapes.shapes:
+        if name not in stage.shapes:
             return True
-        if stage_shapes.shapes[name] != ((value.numel,) if stage_shapes.are_flat else tuple(value.shape)):
+        if stage.shapes[name] != ((value.numel,) if stage.has_flat_shapes else tuple(value.shape)):
             return False
-        return (
-            name not in stage_shapes.masters
-            or not value.numel
-            or self._is_cast_of_master(file.build_shard_table(value), stage_shapes.masters[name])
-        )
+        master = stage.find_master(name)
+        return master is None or not value.numel or self._is_cast_of_master(file.build_shard_table(value), master)
 
     def _is_cast_of_master(self, weight: ShardTable, master: ShardTable) -> bool:
         """Whether the first elements of a weight are those of ``master``, cast to the weight's dtype, bit for bit. Also
@@ -146,27 +111,26 @@ class PipelineLayers:
 
     # The model of a stage
 
-    def _build_model(self, stage: int, stage_shapes: StageShapes) -> ModelStates:
-        values = list(self._list_values(stage, stage_shapes))
+    def _build_model(self, stage_number: int, stage: StageFiles) -> ModelStates:
+        values = list(self._list_values(stage_number, stage))
         module = {name: value for name, value, _ in values}
         value_files = {name: file for name, _, file in values}
-        missing = stage_shapes.names - module.keys()
-        if missing:
-            raise IncompleteError("no file of a layer contains it", path=stage_shapes.model.file.path, key=min(missing))
+        if missing := stage.names - module.keys():
+            raise IncompleteError("no file of a layer contains it", path=stage.path, key=min(missing))
         stored_shapes = {name: tuple(value.shape) for name, value in module.items() if isinstance(value, StoredTensor)}
-        param_shapes = stage_shapes.model.param_shapes
-        if stage_shapes.are_flat:
+        param_shapes = stage.model.param_shapes
+        if stage.has_flat_shapes:
             param_shapes = tuple({name: stored_shapes.get(name, ()) for name in group} for group in param_shapes)
-        return replace(stage_shapes.model, module=module, value_files=value_files, param_shapes=param_shapes)
+        return replace(stage.model, module=module, value_files=value_files, param_shapes=param_shapes)
 
-    def _list_values(self, stage: int, stage_shapes: StageShapes) -> Iterator[tuple[str, Value, DeepSpeedFile]]:
+    def _list_values(self, stage_number: int, stage: StageFiles) -> Iterator[tuple[str, Value, DeepSpeedFile]]:
         """Name, value and file of everything in a stage's model. Tied modules come first, as ``PipelineModule``
         registers them."""
         for prefix, file in self.tied_files.items():
-            if prefix in stage_shapes.list_tied_modules():
+            if prefix in stage.list_tied_modules():
                 yield from ((prefix + _require_text_key(key, file), value, file) for key, value in file.content.items())
         for number, file in self.layer_files.items():
-            if self.stage_by_layer.get(number) == stage:
+            if self.stage_by_layer.get(number) == stage_number:
                 values = file.content.items()
                 yield from ((f"{number}.{_require_text_key(key, file)}", value, file) for key, value in values)
 

@@ -15,8 +15,8 @@ from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, Tenso
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.values import as_dict
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
-from ckpt_tools.formats.deepspeed.common.files import DeepSpeedFile, ModelStates, OptimStates
-from ckpt_tools.formats.deepspeed.common.model_file import check_experts, check_model_parts
+from ckpt_tools.formats.deepspeed.common.files import DeepSpeedFile
+from ckpt_tools.formats.deepspeed.common.model_file import check_model_parts
 from ckpt_tools.formats.deepspeed.common.tensor_parallel import MergeRules, drop_partition_entries
 from ckpt_tools.formats.deepspeed.zero_reader import missing_layers
 from ckpt_tools.formats.deepspeed.zero_reader.checks import check_model_file, check_rank_count
@@ -27,80 +27,12 @@ from ckpt_tools.formats.deepspeed.zero_reader.joining import (
     note_differences,
     to_comparable_text,
 )
-from ckpt_tools.formats.deepspeed.zero_reader.layers import TIED_PREFIX, PipelineLayers, StageShapes
+from ckpt_tools.formats.deepspeed.zero_reader.layers import PipelineLayers
 from ckpt_tools.formats.deepspeed.zero_reader.pipeline_names import apply_whole_names
-from ckpt_tools.formats.deepspeed.zero_reader.ranks import read_partitions
-from ckpt_tools.formats.deepspeed.zero_reader.slice_mappings import (
-    MAPPINGS_ENTRY,
-    compute_flat_shapes,
-    find_misfit,
-    read_slice_mappings,
-)
 from ckpt_tools.formats.deepspeed.zero_reader.stage0 import SavedOptimizer, Stage0ManifestBuilder
+from ckpt_tools.formats.deepspeed.zero_reader.stage_files import TIED_PREFIX, StageFiles
 from ckpt_tools.formats.deepspeed.zero_reader.tag_files import TagFiles
 from ckpt_tools.stores.source import Source
-
-
-@dataclass(frozen=True, slots=True)
-class StageFiles:
-    """One stage's files without those of its layers, as the builder of its manifest, whose model has no tensors yet.
-
-    With ``has_flat_shapes`` its parameters have flat shapes, as only their numbers of elements are known. A builder of
-    stage 0 has an optimizer if that names its parameters.
-    """
-
-    builder: ZeroManifestBuilder | Stage0ManifestBuilder
-    has_flat_shapes: bool = False
-
-    @classmethod
-    def of(cls, source: Source, number: int, files: TagFiles) -> StageFiles:
-        """Opens ``files``, those of stage ``number``. Raises FormatError if one is missing or damaged."""
-        # Literals of different stages must have different names.
-        literal_prefix, path = f"stage{number}." if number else "", files.require_model_paths(0)[0]
-        model = ModelStates.of_pipeline_stage(DeepSpeedFile.open(source, path))
-        check_experts(model)
-        if model.file.content.get("module") is not None:
-            raise MalformedError("it holds a model, but there are files of a pipeline's layers beside it", path=path)
-        if not files.optim_paths:
-            return cls(Stage0ManifestBuilder(model, SavedOptimizer(model.file), literal_prefix=literal_prefix))
-        optim = OptimStates.of(DeepSpeedFile.open(source, files.optim_paths[0]))
-        if optim.stage > 1:
-            raise MalformedError(f"it is of ZeRO-{optim.stage}, which no pipeline has", path=optim.file.path)
-        partitions = read_partitions(source, files.optim_paths, optim)
-        if model.param_shapes:
-            return cls(ZeroManifestBuilder.of_all_ranks(source, model, optim, (path,), partitions, literal_prefix))
-        mappings_by_rank = [read_slice_mappings(DeepSpeedFile.open(source, each)) for each in files.optim_paths]
-        model = replace(model, param_shapes=compute_flat_shapes(mappings_by_rank))
-        builder = ZeroManifestBuilder.of_all_ranks(source, model, optim, (path,), partitions, literal_prefix)
-        if misfit := find_misfit(builder.groups, partitions, mappings_by_rank):
-            message = f"its {MAPPINGS_ENTRY} do not fit the partitions"
-            raise MalformedError(message, path=misfit[0], key=misfit[1])
-        return cls(builder, has_flat_shapes=True)
-
-    @property
-    def model(self) -> ModelStates:
-        return self.builder.model
-
-    @property
-    def path(self) -> str:
-        return self.model.file.path
-
-    def find_shapes(self) -> StageShapes:
-        """Shapes of the parameters that the files of the stage state."""
-        masters = {}
-        if isinstance(self.builder, ZeroManifestBuilder):
-            vectors, intervals = self.builder.partitions.masters, self.builder.param_intervals
-            tied_names = [name for name in intervals if name.startswith(TIED_PREFIX)]
-            masters = {name: vectors.build_shard_table(intervals[name]) for name in tied_names}
-        return StageShapes(self.model, self.has_flat_shapes, masters)
-
-    def build_manifest(self, model: ModelStates) -> Manifest:
-        """The manifest of the stage as a checkpoint of its own; ``model`` has the tensors of its layers. Raises
-        MalformedError if the optimizer without ZeRO does not fit them."""
-        manifest = replace(self.builder, model=model).build_manifest()
-        if isinstance(self.builder, Stage0ManifestBuilder) and self.builder.optimizer.groups and not manifest.groups:
-            raise MalformedError("the shapes of its optimizer's state are not those of the layers", path=self.path)
-        return manifest
 
 
 def read(source: Source, mp_ranks: Sequence[TagFiles], layers_by_tp_rank: Sequence[Mapping[int, str]]) -> Manifest:
@@ -151,7 +83,7 @@ def _read_tp_rank(
     """The manifest of one tensor-parallel rank. ``stages`` are its parts of all stages, ``layer_paths`` its files of
     layers by number. ``rules`` are those by which it will be joined with other ranks."""
     layer_files = {number: DeepSpeedFile.open(source, path) for number, path in layer_paths.items()}
-    pipeline_layers = PipelineLayers(source, layer_files, [stage.find_shapes() for stage in stages])
+    pipeline_layers = PipelineLayers(source, layer_files, stages)
     models = pipeline_layers.build_models()
     builder = stages[0].builder
     if isinstance(builder, Stage0ManifestBuilder) and not builder.optimizer.groups:

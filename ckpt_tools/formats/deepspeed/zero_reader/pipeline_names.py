@@ -12,8 +12,8 @@ from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.names import collect_model_names
 from ckpt_tools.core.values import format_brief
 from ckpt_tools.errors import IncompleteError, MalformedError
-from ckpt_tools.formats.deepspeed.zero_reader.layers import TIED_PREFIX
 from ckpt_tools.formats.deepspeed.zero_reader.missing_layers import UNLISTED_LAYERS
+from ckpt_tools.formats.deepspeed.zero_reader.stage_files import TIED_PREFIX
 
 PIPELINE_NAMES_ENTRY = "pipeline_names"
 """Entry of the client state with the names of layers in the whole model, which no file of DeepSpeed's has because
