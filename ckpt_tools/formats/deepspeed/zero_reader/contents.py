@@ -40,10 +40,12 @@ from ckpt_tools.formats.deepspeed.common.model_file import (
 )
 from ckpt_tools.formats.deepspeed.common.partition import MUON_MOMENTUM_SLOT
 from ckpt_tools.formats.deepspeed.common.saved_extras import ExtrasCollector
-from ckpt_tools.formats.deepspeed.zero_reader.flat import FlatIntervals, SlotVectors, StoredVector
 from ckpt_tools.formats.deepspeed.zero_reader.joining import to_comparable_text
 from ckpt_tools.formats.deepspeed.zero_reader.placements import (
+    FlatIntervals,
     GroupPlacement,
+    SlotVectors,
+    StoredVector,
     compute_share,
     list_optimizer_order,
     list_placements,

@@ -26,15 +26,23 @@ from ckpt_tools.formats.deepspeed.common.fused_experts import DISTRIBUTION_ENTRI
 from ckpt_tools.formats.deepspeed.common.model_file import check_model_parts
 from ckpt_tools.formats.deepspeed.names import expert_file_name, split_expert_name
 from ckpt_tools.formats.deepspeed.zero_reader import expert_stage0
-from ckpt_tools.formats.deepspeed.zero_reader.autoep import read_expert_weights
-from ckpt_tools.formats.deepspeed.zero_reader.checks import PARTITION_GROUPS_ENTRY, check_expert_run
 from ckpt_tools.formats.deepspeed.zero_reader.contents import ZeroManifestBuilder
-from ckpt_tools.formats.deepspeed.zero_reader.experts import MoEExperts, count_local_experts, open_expert_layers
+from ckpt_tools.formats.deepspeed.zero_reader.experts import (
+    MoEExperts,
+    count_local_experts,
+    open_expert_layers,
+    read_expert_weights,
+)
 from ckpt_tools.formats.deepspeed.zero_reader.placements import (
     list_optimizer_order,
     list_placements,
 )
-from ckpt_tools.formats.deepspeed.zero_reader.ranks import RankPartitions, read_partitions
+from ckpt_tools.formats.deepspeed.zero_reader.ranks import (
+    PARTITION_GROUPS_ENTRY,
+    RankPartitions,
+    check_expert_run,
+    read_partitions,
+)
 from ckpt_tools.formats.deepspeed.zero_reader.slice_mappings import (
     MAPPINGS_ENTRY,
     SliceMapping,

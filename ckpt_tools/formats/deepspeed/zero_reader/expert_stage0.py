@@ -19,8 +19,12 @@ from ckpt_tools.formats.deepspeed.common.fused_experts import DISTRIBUTION_ENTRI
 from ckpt_tools.formats.deepspeed.common.model_file import check_model_parts
 from ckpt_tools.formats.deepspeed.common.tensor_parallel import MergeRules, ParameterMerge
 from ckpt_tools.formats.deepspeed.names import expert_optim_file_name, replace_rank
-from ckpt_tools.formats.deepspeed.zero_reader.autoep import read_expert_weights
-from ckpt_tools.formats.deepspeed.zero_reader.experts import MoEExperts, count_local_experts, open_expert_layers
+from ckpt_tools.formats.deepspeed.zero_reader.experts import (
+    MoEExperts,
+    count_local_experts,
+    open_expert_layers,
+    read_expert_weights,
+)
 from ckpt_tools.formats.deepspeed.zero_reader.joining import ManifestMerger, to_comparable_text
 from ckpt_tools.formats.deepspeed.zero_reader.stage0 import (
     ExpertNames,

@@ -22,8 +22,8 @@ from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.values import StoredTensor
 from ckpt_tools.errors import IncompleteError
 from ckpt_tools.formats.deepspeed.common.files import DeepSpeedFile
-from ckpt_tools.formats.deepspeed.zero_reader.layers import read_first_elements
 from ckpt_tools.formats.deepspeed.zero_reader.stage0 import SavedOptimizer
+from ckpt_tools.formats.deepspeed.zero_reader.stages import read_first_elements
 from ckpt_tools.messages.wording import format_count, join_names
 from ckpt_tools.stores.source import Source
 

@@ -7,19 +7,21 @@ stage that uses a tied parameter has optimizer state of it; all are the same, an
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ckpt_tools.core import renaming
 from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey, TensorEntry
+from ckpt_tools.core.names import collect_model_names
 from ckpt_tools.core.notes import Note, Outcome
-from ckpt_tools.core.values import as_dict
+from ckpt_tools.core.values import as_dict, format_brief
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError
 from ckpt_tools.formats.deepspeed.common.files import DeepSpeedFile
 from ckpt_tools.formats.deepspeed.common.model_file import check_model_parts
 from ckpt_tools.formats.deepspeed.common.tensor_parallel import MergeRules, drop_partition_entries
 from ckpt_tools.formats.deepspeed.zero_reader import missing_layers
-from ckpt_tools.formats.deepspeed.zero_reader.checks import check_model_file, check_rank_count
 from ckpt_tools.formats.deepspeed.zero_reader.contents import ZeroManifestBuilder
 from ckpt_tools.formats.deepspeed.zero_reader.joining import (
     ManifestMerger,
@@ -27,10 +29,10 @@ from ckpt_tools.formats.deepspeed.zero_reader.joining import (
     note_differences,
     to_comparable_text,
 )
-from ckpt_tools.formats.deepspeed.zero_reader.layers import PipelineLayers
-from ckpt_tools.formats.deepspeed.zero_reader.pipeline_names import apply_whole_names
+from ckpt_tools.formats.deepspeed.zero_reader.missing_layers import UNLISTED_LAYERS
+from ckpt_tools.formats.deepspeed.zero_reader.ranks import check_model_file, check_rank_count
 from ckpt_tools.formats.deepspeed.zero_reader.stage0 import SavedOptimizer, Stage0ManifestBuilder
-from ckpt_tools.formats.deepspeed.zero_reader.stage_files import TIED_PREFIX, StageFiles
+from ckpt_tools.formats.deepspeed.zero_reader.stages import TIED_PREFIX, PipelineLayers, StageFiles
 from ckpt_tools.formats.deepspeed.zero_reader.tag_files import TagFiles
 from ckpt_tools.stores.source import Source
 
@@ -215,3 +217,72 @@ def _flatten_entries(part: Manifest) -> dict[str, Any]:
     deepspeed_entries = as_dict(part.extra.get("deepspeed"))
     other_entries = {name: value for name, value in part.extra.items() if name != "deepspeed"}
     return other_entries | {f"deepspeed.{name}": value for name, value in deepspeed_entries.items() if name != "module"}
+
+
+PIPELINE_NAMES_ENTRY = "pipeline_names"
+"""Entry of the client state with the names of layers in the whole model, which no file of DeepSpeed's has because
+``PipelineModule`` numbers layers. For each layer with tensors, by the pipeline's name for it (``"1"``,
+``"tied_modules.embed"``), it has the names of that module in the whole model; a tied one has several."""
+
+LayerNames = Mapping[str, tuple[str, ...]]
+
+
+def apply_whole_names(manifest: Manifest, path: str) -> Manifest:
+    """The manifest under the names of the whole model, if the client state has ``PIPELINE_NAMES_ENTRY``; otherwise
+    unchanged. ``path`` is a file for messages. Raises MalformedError if the entry is malformed, or does not name each
+    layer once; IncompleteError if there is no tensor of a layer that it names."""
+    client_state = manifest.extra.get("client_state")
+    if not isinstance(client_state, Mapping) or PIPELINE_NAMES_ENTRY not in client_state:
+        return manifest
+    names = _parse_layer_names(client_state[PIPELINE_NAMES_ENTRY], path)
+    layers = {fqn: _find_layer(fqn) for fqn in collect_model_names(manifest)}
+    _check_layer_names(names, layers, path)
+    name_by_fqn = {fqn: names[layer][0] + fqn.removeprefix(layer) for fqn, layer in layers.items()}
+    if len({*name_by_fqn.values()}) < len(name_by_fqn):
+        raise MalformedError(f"client_state.{PIPELINE_NAMES_ENTRY} gives two tensors one name", path=path)
+    renamed, _ = renaming.rename_tensors(manifest, name_by_fqn.__getitem__)
+    # The entry is in the names now, and would be wrong beside a model without layers of a pipeline.
+    other_entries = {name: value for name, value in client_state.items() if name != PIPELINE_NAMES_ENTRY}
+    extra = {name: value for name, value in manifest.extra.items() if name != "client_state"}
+    owner_by_alias = {
+        other + fqn.removeprefix(layer): name_by_fqn[fqn] for fqn, layer in layers.items() for other in names[layer][1:]
+    }
+    return replace(
+        renamed,
+        aliases={**renamed.aliases, **owner_by_alias},
+        extra=extra | ({"client_state": other_entries} if other_entries else {}),
+        notes=tuple(note for note in manifest.notes if note.what != UNLISTED_LAYERS),
+    )
+
+
+def _find_layer(fqn: str) -> str:
+    """The layer of a tensor: ``1`` of ``1.norm.weight``, ``tied_modules.embed`` of ``tied_modules.embed.weight``."""
+    parts = 2 if fqn.startswith(TIED_PREFIX) else 1
+    return ".".join(fqn.split(".")[:parts])
+
+
+def _parse_layer_names(entry: Any, path: str) -> LayerNames:
+    if not isinstance(entry, Mapping) or not all(
+        _is_name(layer) and isinstance(names, list | tuple) and names and all(map(_is_name, names))
+        for layer, names in entry.items()
+    ):
+        why = f"is to have a list of names for each layer, and is {format_brief(entry)}"
+        raise MalformedError(f"client_state.{PIPELINE_NAMES_ENTRY} {why}", path=path)
+    return {layer: tuple(names) for layer, names in entry.items()}
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _check_layer_names(names: LayerNames, layers: Mapping[str, str], path: str) -> None:
+    saved_layers = {*layers.values()}
+    if unnamed_layers := sorted(saved_layers - names.keys()):
+        why = f"client_state.{PIPELINE_NAMES_ENTRY} has no name for this layer"
+        raise MalformedError(why, path=path, key=unnamed_layers[0])
+    if absent_layers := sorted(names.keys() - saved_layers):
+        why = f"client_state.{PIPELINE_NAMES_ENTRY} names this layer, and no file contains it"
+        raise IncompleteError(why, path=path, key=absent_layers[0])
+    counts = Counter(name for each in names.values() for name in each)
+    if duplicate := next((name for name, number in counts.items() if number > 1), None):
+        raise MalformedError(f"client_state.{PIPELINE_NAMES_ENTRY} gives this name twice", path=path, key=duplicate)

@@ -16,10 +16,9 @@ from ckpt_tools.formats.deepspeed.common.tags import choose_tag, find_used_folde
 from ckpt_tools.formats.deepspeed.common.tensor_parallel import MergeRules
 from ckpt_tools.formats.deepspeed.names import LATEST, RECOVERY_SCRIPTS, find_tag_folders, is_native_file_name
 from ckpt_tools.formats.deepspeed.zero_reader import expert_runs, pipeline, stage0
-from ckpt_tools.formats.deepspeed.zero_reader.checks import check_model_file, check_rank_count
 from ckpt_tools.formats.deepspeed.zero_reader.contents import ZeroManifestBuilder
 from ckpt_tools.formats.deepspeed.zero_reader.joining import ManifestMerger
-from ckpt_tools.formats.deepspeed.zero_reader.ranks import read_partitions
+from ckpt_tools.formats.deepspeed.zero_reader.ranks import check_model_file, check_rank_count, read_partitions
 from ckpt_tools.formats.deepspeed.zero_reader.tag_files import TagFiles, TagFolder
 from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.saved import get_parent_folder
