@@ -90,6 +90,7 @@ def find_misfit(
     they differ; None if all fit. ``groups`` are in the order of the optimizer, as the mappings are even if the
     partitions are in that of ``round_robin_gradients``. Raises MalformedError if the partitions are too few."""
     masters = partitions.masters
+    misfits: list[tuple[int, int, str]] = []
     for group in groups:
         expected_mappings: list[dict[str, tuple[int, int]]] = [{} for _ in group.ranks]
         partition_numel = find_partition_numel(group.flat, masters, partitions.paddings)
@@ -102,6 +103,9 @@ def find_misfit(
         for rank, expected_mapping in zip(group.ranks.tolist(), expected_mappings, strict=True):
             stated_mapping = mappings_by_rank[rank][group.flat] if group.flat < len(mappings_by_rank[rank]) else {}
             held_parts = {name: place for name, place in stated_mapping.items() if place[0]}
-            if misfits := held_parts.items() ^ expected_mapping.items():
-                return masters.files[rank], min(misfits)[0]
-    return None
+            names = (name for name, _ in held_parts.items() ^ expected_mapping.items())
+            misfits += [(group.flat, rank, name) for name in names]
+    if not misfits:
+        return None
+    _, rank, name = min(misfits)
+    return masters.files[rank], name
