@@ -112,8 +112,13 @@ class StageFiles:
     def build_manifest(self, model: ModelStates) -> Manifest:
         """The manifest of the stage as a checkpoint of its own; ``model`` has the tensors of its layers. Raises
         MalformedError if the optimizer without ZeRO does not fit them."""
-        manifest = replace(self.builder, model=model).build_manifest()
-        if isinstance(self.builder, Stage0ManifestBuilder) and self.builder.optimizer.groups and not manifest.groups:
+        builder = self.builder
+        if isinstance(builder, ZeroManifestBuilder):
+            # The placements again, since the layers may have other shapes than the optimizer states.
+            parts = (builder.optim, builder.model_paths, builder.partitions, builder.literal_prefix)
+            return ZeroManifestBuilder.of_all_ranks(builder.source, model, *parts).build_manifest()
+        manifest = replace(builder, model=model).build_manifest()
+        if builder.optimizer.groups and not manifest.groups:
             raise MalformedError("the shapes of its optimizer's state are not those of the layers", path=self.path)
         return manifest
 
