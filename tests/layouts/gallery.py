@@ -155,31 +155,48 @@ def _heading(group: Sequence[Made]) -> str:
 
 
 def _section(group: Sequence[Made]) -> str:
-    """Layouts with the same files: the files once, then each layout and its outcome."""
+    """Layouts with the same files: the files once, then each layout and its outcome, and what holds for all of them."""
     lines = [f"## {_heading(group)}", "", shown_files(group[0]), ""]
-    advice = {_advice(made) for made in group}
-    shared = advice.pop() if len(group) > 1 and len(advice) == 1 else ""
-    lines += (_item(made, "" if shared else _advice(made)) for made in group)
-    return "\n".join([*lines, *(["", wrapped(shared)] if shared else [])]).rstrip() + "\n"
+    shared = [each for each in facts(group[0]) if len(group) > 1 and all(each in facts(made) for made in group)]
+    lines += (_item(made, [each for each in facts(made) if each not in shared]) for made in group)
+    of_all = wrapped(" ".join(map(of_all_in, shared)))
+    return "\n".join([*lines, *(["", of_all] if of_all else [])]).rstrip() + "\n"
 
 
-def _advice(made: Made) -> str:
-    advice = _OF_ALL.sub("", made.layout.advice)
-    names = ", ".join(f"`{each}`" for each in made.layout.optional)
-    return f"{advice[:1].upper()}{advice[1:]} {names and f'Not needed: {names}.'}".strip()
-
-
-def _item(made: Made, advice: str) -> str:
-    """Who writes the layout, what opening it gives, and what can be done with it."""
+def facts(made: Made) -> list[str]:
+    """Whether the layout is a stand-in, what opening it gives, and what can be done with it; a refusal is none."""
     layout = made.layout
-    where = "" if layout.source == "." else f" from `{layout.source}`"
-    about = f"- **{layout.name}**: {layout.about}" + ("" if layout.is_real else " (A stand-in.)")
-    if layout.refusal is not None:
-        refused = wrapped(f"{about} **Refused**{where}:", "  ")
-        more = ["", wrapped(advice)] if advice else []
-        return f"{refused}\n\n" + indent("\n".join(["```", message(made), "```", *more]), "  ") + "\n"
-    what = "" if made.state.optimizer else ", weights alone"
-    return wrapped(f"{about} **Opens as `{layout.opens_as}`**{where}{what}. {advice}".strip(), "  ")
+    found = [] if layout.is_real else ["(A stand-in.)"]
+    if layout.refusal is None:
+        what = "" if made.state.optimizer else ", weights alone"
+        found.append(f"**Opens as `{layout.opens_as}`**{_where(made)}{what}.")
+    advice = _OF_ALL.sub("", layout.advice)
+    found.append(advice[:1].upper() + advice[1:])
+    names = ", ".join(f"`{each}`" for each in layout.optional)
+    found.append(names and f"Not needed: {names}.")
+    return [each for each in found if each]
+
+
+def of_all_in(fact: str) -> str:
+    """A fact of all layouts of a section."""
+    return fact.replace("(A stand-in.)", "All are stand-ins.").replace("**Opens as", "**All open as")
+
+
+def _where(made: Made) -> str:
+    return "" if made.layout.source == "." else f" from `{made.layout.source}`"
+
+
+def _item(made: Made, its_facts: Sequence[str]) -> str:
+    """Who writes the layout, and the facts that are its own."""
+    layout = made.layout
+    about = f"- **{layout.name}**: {layout.about}"
+    if layout.refusal is None:
+        return wrapped(" ".join([about, *its_facts]), "  ")
+    before = [each for each in its_facts if each.startswith("(")]
+    refused = wrapped(" ".join([about, *before, f"**Refused**{_where(made)}:"]), "  ")
+    after = wrapped(" ".join(each for each in its_facts if each not in before))
+    more = ["", after] if after else []
+    return f"{refused}\n\n" + indent("\n".join(["```", message(made), "```", *more]), "  ") + "\n"
 
 
 def message(made: Made) -> str:

@@ -32,8 +32,11 @@ def test_the_files_of_a_layout_and_what_is_said_of_it_are_on_its_page(name):
     made = make(name)
     page = written()[page_of(gallery._page(made))]
     assert gallery.without_numbers(gallery.shown_files(made)) in gallery.without_numbers(page)
-    # Advice that several layouts share stands below them.
-    assert any(flat(gallery._item(made, advice)) in flat(page) for advice in ("", gallery._advice(made)))
+    text = flat(page)
+    assert flat(f"- **{name}**: {made.layout.about}") in text
+    assert made.layout.refusal is None or flat(gallery.message(made)) in text
+    # What several layouts share is below them.
+    assert all(flat(each) in text or flat(gallery.of_all_in(each)) in text for each in gallery.facts(made))
 
 
 def test_every_family_and_layout_has_its_place_and_people_find_it():
