@@ -18,7 +18,7 @@ from ckpt_tools.conversion.report import (
 from ckpt_tools.conversion.target import (
     ConversionTarget,
     choose_requested_writer,
-    choose_source_writer,
+    choose_writer_by_source,
     estimate_client_bytes,
     find_replaced_files,
     is_whole_state_written,
@@ -123,7 +123,7 @@ def prepare_conversion(request: ConvertRequest, pool: WorkerPool) -> PreparedCon
     )
     check_not_nested(opened.url, request.dst, request.storage_options)
     opened, merge = open_lora_merge(request, opened)
-    writer = requested_writer or choose_source_writer(request, opened.manifest, place.name)
+    writer = requested_writer or choose_writer_by_source(request, opened.manifest, place.name)
     target = ConversionTarget.of(request, place, writer, opened.manifest)
     edited = edit_checkpoint(opened, target, request, merge)
     laid_out = lay_out_checkpoint(opened, edited, target, request)
@@ -133,7 +133,7 @@ def prepare_conversion(request: ConvertRequest, pool: WorkerPool) -> PreparedCon
         memory_bytes=request.memory_bytes,
         num_workers=pool.workers_per_process,
         is_limit=request.memory is not None,
-        required_task_bytes=target.choose_task_bytes(laid_out.layout),
+        required_task_bytes=target.compute_required_task_bytes(laid_out.layout),
         reading_bytes=estimate_reading_bytes(opened.manifest),
         remote_bytes=estimate_client_bytes(opened.url, request.dst, request.adapter or request.dst),
         copy_rules=target.find_copy_rules(laid_out.source),

@@ -35,33 +35,41 @@ class ConversionTarget:
 
     @classmethod
     def of(cls, request: ConvertRequest, place: OutputLocation, writer: Format, manifest: Manifest) -> ConversionTarget:
-        """Raises UnsupportedError if the run that resumes from the output would start with an empty optimizer."""
+        """The target for ``manifest``, with how much of its state is written. Raises UnsupportedError if the run that
+        resumes from the output would start with an empty optimizer."""
         is_whole = is_whole_state_written(request, writer)
         is_optimizer_lost = manifest.unnamed_optimizer and writer.holds_optimizer and writer.name != manifest.format
         if is_whole and is_optimizer_lost:
             model_alone = format_option("state", "model")
+            # The reason may already give this advice.
             alternative = "" if model_alone in manifest.unnamed_optimizer else f", or convert with {model_alone}"
             raise UnsupportedError(
                 f"{writer.name} keeps an optimizer by the names of its parameters; "
                 f"{manifest.unnamed_optimizer}{alternative}"
             )
-        return cls(place, writer, is_whole, is_whole and (writer.holds_masters or manifest.keeps_masters))
+        keeps_masters = writer.holds_masters or manifest.keeps_masters
+        return cls(
+            place=place,
+            writer=writer,
+            writes_whole_state=is_whole,
+            writes_weights_and_masters=is_whole and keeps_masters,
+        )
 
     @property
     def takes_model_files(self) -> bool:
         """Whether the output is a folder for ``from_pretrained``, with ``config.json`` and a tokenizer."""
         return is_pretrained_folder(self.writer, self.place.form)
 
-    def choose_task_bytes(self, layout: Layout) -> int:
-        """The size of tasks that the place asks for; files made one by one are not made for a place that does not
-        care."""
+    def compute_required_task_bytes(self, layout: Layout) -> int:
+        """The size of tasks that the place requires, 0 if none. Files of a layout may be made lazily, so their sizes
+        are asked for only if the number of parts is limited."""
         if self.place.part_rules.max_parts is None:
             return self.place.part_rules.required_task_bytes(0)
         return self.place.part_rules.required_task_bytes(max((file.size_bytes for file in layout.files), default=0))
 
     def find_copy_rules(self, source: Source) -> PartRules | None:
-        """The destination's rules if its service can copy ranges of the source, whose files are then cut for that; else
-        None."""
+        """The destination's rules if its service can copy ranges of the source's files; the output is then cut into
+        parts that can be copied. Else None. The first file stands for all."""
         part_rules = self.place.part_rules
         if part_rules.service is None:
             return None
@@ -70,7 +78,7 @@ class ConversionTarget:
 
 
 def estimate_client_bytes(*urls: str | Path) -> int:
-    """Memory of the clients of stores that are not local."""
+    """Memory of the clients of stores that are not local, once for any number of URLs."""
     return REMOTE_BYTES if any(map(is_remote, urls)) else 0
 
 
@@ -81,7 +89,7 @@ def is_whole_state_written(options: ConvertOptions, writer: Format) -> bool:
 
 def choose_requested_writer(request: ConvertRequest, destination_name: str) -> Format | None:
     """The writer of the format that the user names, or that ``destination_name`` implies; with ``like`` that of
-    folders for ``from_pretrained``. None if it is the source's own format."""
+    folders for ``from_pretrained``. None if it depends on the source, which is not read yet."""
     is_format_given = request.to is not None or find_format_by_suffix(destination_name) is not None
     if request.keeps_format or (request.adapter is not None and not is_format_given):
         return None
@@ -98,14 +106,14 @@ def _find_writer(to: str | None, destination_name: str) -> Format:
     if to is not None and implied is not None and to != implied:
         raise UsageError(
             f"{destination_name} is a {implied} file, which {format_option('to', to)} contradicts; name a folder or "
-            f"drop "
-            f"{format_option('to')}"
+            f"drop {format_option('to')}"
         )
     return get_writable_format(to or implied or "")
 
 
-def choose_source_writer(request: ConvertRequest, manifest: Manifest, destination_name: str) -> Format:
-    """The writer of the source's own format: for another world size, or of a base model in safetensors."""
+def choose_writer_by_source(request: ConvertRequest, manifest: Manifest, destination_name: str) -> Format:
+    """The writer of the source's own format for another world size; for a merged model that of safetensors, if the
+    source is in it. Raises UsageError if it is not, or has no world size that could be another."""
     if not request.keeps_format:
         return _find_writer("safetensors" if manifest.format == "safetensors" else None, destination_name)
     if manifest.world_size is None or manifest.format in ("universal", "zero0"):
@@ -117,8 +125,8 @@ def find_replaced_files(place: OutputLocation, layout: Layout, request: ConvertR
     """The files at the destination that the output replaces: one checkpoint, and the digests beside it.
 
     Raises:
-        DestinationExistsError: something is there that may not be replaced, or digests of a file that is gone or would
-            be replaced.
+        DestinationExistsError: something is there that may not be replaced, or a list of digests is beside a
+            destination that is one file, and this run writes none.
     """
     digests_url = _find_sibling_digests(place, request.storage_options)
     if not request.overwrite:

@@ -75,12 +75,22 @@ class FlatIndex(NamedTuple):
         return FlatIndex(self.rows[first:last], self.starts[first:last], self.stops[first:last])
 
 
-class NestedRows(NamedTuple):
+class ItemParts(NamedTuple):
     """For rows that are parts of stored items: the number of elements of each row's item, and the first element of the
-    part in the row-major order of the item. 0 elements: no item, the row's bytes are plain whatever the framing."""
+    part in the row-major order of the item. ``item_numels`` is 0 for a row that is no part of an item: its bytes are
+    plain, whatever the framing."""
 
-    numels: Ints
-    starts: Ints
+    item_numels: Ints
+    part_starts: Ints
+
+
+class PlaceInItem(NamedTuple):
+    """The framing of a row's bytes, the number of elements that they hold, and the position of the row's first one
+    among them."""
+
+    framing: Framing
+    item_numel: int
+    start: int
 
 
 class _NotComputed(Enum):
@@ -108,12 +118,12 @@ class ShardTable(ABC):
     framing: Framing
     strides: Ints | None
     """``[num_shards, ndim]``, in elements; None where every shard is row-major."""
-    inner: NestedRows | None
+    item_parts: ItemParts | None
     """Given if shards are parts of framed items: then the bytes are those of the items, and ``strides`` count the
     elements of an item in its row-major order."""
     numels: Ints
     """Elements of each shard, ``[num_shards]``."""
-    _covers: bool
+    _is_exact_cover_known: bool
 
     @classmethod
     def build(
@@ -198,16 +208,16 @@ class ShardTable(ABC):
             byte_stops=self.byte_stops[rows],
             framing=self.framing,
             strides=None if self.strides is None else self.strides[rows],
-            inner=None if self.inner is None else NestedRows(self.inner.numels[rows], self.inner.starts[rows]),
+            item_parts=None if self.item_parts is None else ItemParts(*(column[rows] for column in self.item_parts)),
         )
 
-    def get_item_framing(self, row: int) -> tuple[Framing, int, int]:
-        """The framing of a row's bytes, the number of elements that they hold, and the position of the row's first one
-        among them."""
-        if self.inner is None:
-            return self.framing, int(self.numels[row]), 0
-        numel = int(self.inner.numels[row])
-        return (self.framing, numel, int(self.inner.starts[row])) if numel else (Framing.RAW, int(self.numels[row]), 0)
+    def locate_in_item(self, row: int) -> PlaceInItem:
+        if self.item_parts is None:
+            return PlaceInItem(self.framing, int(self.numels[row]), 0)
+        item_numel = int(self.item_parts.item_numels[row])
+        if not item_numel:
+            return PlaceInItem(Framing.RAW, int(self.numels[row]), 0)
+        return PlaceInItem(self.framing, item_numel, int(self.item_parts.part_starts[row]))
 
     @abstractmethod
     def with_file_prefix(self, prefix: str) -> ShardTable:
@@ -232,14 +242,14 @@ class ShardTable(ABC):
     @property
     def num_bytes(self) -> int:
         """Bytes of the stored pieces, their framing included unless they are parts of items."""
-        if self.inner is not None:
+        if self.item_parts is not None:
             return int(self.numels.sum()) * self.dtype.item_bytes
         return int((self.byte_stops - self.byte_starts).sum())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowTable(ShardTable):
-    """A table of any shards.
+    """The table with all columns stored.
 
     Raises:
         MalformedError: a box leaves the tensor, or a length disagrees with the elements it should hold; a number is
@@ -256,11 +266,11 @@ class RowTable(ShardTable):
     byte_stops: Ints
     framing: Framing = Framing.RAW
     strides: Ints | None = None
-    inner: NestedRows | None = None
+    item_parts: ItemParts | None = None
     numels: Ints = field(init=False, repr=False)
     """Elements of each shard."""
     _flat: FlatIndex | _NotComputed | None = field(default=_NotComputed.UNKNOWN, init=False, repr=False)
-    _covers: bool = field(default=False, init=False, repr=False)
+    _is_exact_cover_known: bool = field(default=False, init=False, repr=False)
 
     def __post_init__(self) -> None:
         _check_addressable(self.shape, self.dtype)
@@ -274,9 +284,9 @@ class RowTable(ShardTable):
         object.__setattr__(self, "numels", np.multiply.reduce(self.stops - self.starts, axis=1, dtype=np.int64))
         if self.framing is Framing.RAW:
             self._check_byte_lengths()
-        elif self.inner is not None:
-            is_part = self.inner.numels > 0
-            if (self.inner.starts + self._compute_spans() > self.inner.numels)[is_part].any():
+        elif self.item_parts is not None:
+            item_numels, part_starts = self.item_parts
+            if (part_starts + self._compute_spans() > item_numels)[item_numels > 0].any():
                 raise MalformedError("a part of an item has elements that the item does not hold")
 
     def _check_byte_lengths(self) -> None:
@@ -331,9 +341,16 @@ def _make_shared_columns(shape: Shape, dtype: DType) -> _SharedColumns:
     _check_addressable(shape, dtype)
     numel, ndim = prod(shape), len(shape)
     zero, end = _make_read_only_column([0]), _make_read_only_column([numel])
-    non_empty = (zero, zero, end) if numel else (zero[:0], zero[:0], zero[:0])
-    starts, stops = _make_read_only_column([0] * ndim).reshape(1, ndim), _make_read_only_column(shape).reshape(1, ndim)
-    return _SharedColumns(shape, dtype, numel * dtype.item_bytes, starts, stops, zero, end, FlatIndex(*non_empty))
+    return _SharedColumns(
+        shape=shape,
+        dtype=dtype,
+        num_bytes=numel * dtype.item_bytes,
+        starts=_make_read_only_column([0] * ndim).reshape(1, ndim),
+        stops=_make_read_only_column(shape).reshape(1, ndim),
+        file_ids=zero,
+        numels=end,
+        flat=FlatIndex(zero, zero, end) if numel else FlatIndex(zero[:0], zero[:0], zero[:0]),
+    )
 
 
 class _SingleShardTable(ShardTable):
@@ -345,9 +362,9 @@ class _SingleShardTable(ShardTable):
     _start: int
     _stop: int
 
-    _covers = True
+    _is_exact_cover_known = True
     strides = None
-    inner = None
+    item_parts = None
 
     def __init__(self, columns: _SharedColumns, at: ByteRange, framing: Framing) -> None:
         self._columns = columns
@@ -355,7 +372,7 @@ class _SingleShardTable(ShardTable):
         self.framing = framing
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Workers in other processes share the columns of a shape too."""
+        # Pickled as a call of `whole`, so that worker processes share columns too.
         return partial(ShardTable.whole, framing=self.framing), (self.shape, self.dtype, self.get_byte_range(0))
 
     shape = property(lambda self: self._columns.shape)
@@ -374,7 +391,7 @@ class _SingleShardTable(ShardTable):
         return _SingleShardTable(self._columns, at, self.framing)
 
     def get_byte_range(self, row: int) -> ByteRange:
-        return (ByteRange(self._file, self._start, self._stop),)[row]
+        return (ByteRange(self._file, self._start, self._stop),)[row]  # an IndexError for any other row
 
     @property
     def num_bytes(self) -> int:
@@ -422,8 +439,8 @@ def _is_single_whole_shard(table: ShardTable) -> bool:
 
 
 def _find_contiguous_boxes(extents: Ints, shape: Shape) -> NDArray[np.bool_]:
-    """Mask of the boxes of these extents that are intervals: ones outside some dim, whole dims inside it.
-    ``boxes.is_contiguous`` by column."""
+    """Mask of the boxes of these extents that are one interval of the row-major order: around some dim, all outer
+    extents are 1 and all inner dims are whole. ``boxes.is_contiguous`` by column."""
     is_contiguous = np.ones(len(extents), bool)
     inner_is_whole = np.ones(len(extents), bool)
     for dim in range(len(shape) - 1, -1, -1):
@@ -440,10 +457,10 @@ def check_exact_cover(table: ShardTable) -> None:
         MalformedError: two shards overlap.
         IncompleteError: elements are in no shard.
     """
-    if table._covers:
+    if table._is_exact_cover_known:
         return
     if _is_single_whole_shard(table):
-        object.__setattr__(table, "_covers", True)
+        object.__setattr__(table, "_is_exact_cover_known", True)
         return
     flat_index = table.flat_index
     if flat_index is not None:
@@ -456,7 +473,7 @@ def check_exact_cover(table: ShardTable) -> None:
     num_missing = prod(table.shape) - int(table.numels.sum())
     if num_missing:
         raise IncompleteError(f"{num_missing:,} of {prod(table.shape):,} elements are in no shard")
-    object.__setattr__(table, "_covers", True)
+    object.__setattr__(table, "_is_exact_cover_known", True)
 
 
 def _are_disjoint(starts: Ints, stops: Ints) -> bool:
@@ -467,7 +484,7 @@ def _are_disjoint(starts: Ints, stops: Ints) -> bool:
         starts, stops = pending_groups.pop()
         if len(starts) < 2:
             continue
-        if starts.shape[1] == 0:
+        if starts.shape[1] == 0:  # two shards of a 0-d tensor are the same element
             return False
         groups = _split_by_planes(starts, stops)
         if groups is None:

@@ -91,7 +91,7 @@ def _find_flat_hits(table: ShardTable, flat: FlatIndex, start: int, stop: int) -
     flat_hits = []
     for row, lower, upper in zip(*(column.tolist() for column in flat.select_overlapping(start, stop)), strict=True):
         lo, hi = max(start, lower), min(stop, upper)
-        framing, numel, first = table.get_item_framing(row)
+        framing, numel, first = table.locate_in_item(row)
         first -= lower
         flat_hits.append(
             FlatHit(table.get_byte_range(row), framing, table.dtype, numel, first + lo, first + hi, lo - start)
@@ -119,7 +119,7 @@ def _find_block_hits(table: ShardTable, block: _PlacedBox) -> Iterator[BoxHit]:
     upper = np.minimum(table.stops, np.array(block.box.stop, np.int64))
     for row in np.flatnonzero((upper > lower).all(axis=1)).tolist():
         start_index, extents = tuple(lower[row].tolist()), tuple((upper[row] - lower[row]).tolist())
-        framing, numel, item_start = table.get_item_framing(row)
+        framing, numel, item_start = table.locate_in_item(row)
         shard_box, strides = table.get_box(row), table.get_strides(row)
         yield BoxHit(
             at=table.get_byte_range(row),
@@ -131,7 +131,7 @@ def _find_block_hits(table: ShardTable, block: _PlacedBox) -> Iterator[BoxHit]:
             strides=strides,
             destination_start=block.destination_start + _element_distance(block.box.start, start_index, block.strides),
             destination_strides=block.strides,
-            shape=shard_box.shape if table.inner is None else None,
+            shape=shard_box.shape if table.item_parts is None else None,
         )
 
 

@@ -244,7 +244,7 @@ def _is_same_fit(one: ReferenceFit | None, other: ReferenceFit | None) -> bool:
 
 def has_same_elements(one: ShardTable, other: ShardTable) -> bool:
     """True if both tables take the same elements from the same places, in the same pieces."""
-    columns = ("starts", "stops", "file_ids", "byte_starts", "byte_stops", "strides", "inner")
+    columns = ("starts", "stops", "file_ids", "byte_starts", "byte_stops", "strides", "item_parts")
     return one is other or (
         (one.shape, one.dtype, one.framing, tuple(one.files))
         == (other.shape, other.dtype, other.framing, tuple(other.files))

@@ -10,7 +10,7 @@ import numpy as np
 
 from ckpt_tools.core.boxes import Shape, contiguous_strides, interval_to_boxes, ravel_index, split_dims
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.shards import ByteRange, Framing, Ints, NestedRows, RowTable, ShardTable
+from ckpt_tools.core.shards import ByteRange, Framing, Ints, ItemParts, RowTable, ShardTable
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.recipes.moves import FillBox, GroupPlace, Move
 
@@ -176,9 +176,9 @@ def join_boxes(
     files, file_ids = _merge_files(all_boxes)
     byte_starts = np.concatenate([part.table.byte_starts[part.rows] for part in all_boxes])
     byte_stops = np.concatenate([part.table.byte_stops[part.rows] for part in all_boxes])
-    inner = None
+    item_parts = None
     # The bytes of a raw row start at its first element. Otherwise a row is a stored item, whose elements are found when
-    # it is read: the byte range stays that of the item, and `inner` says which of its elements are meant.
+    # it is read: the byte range stays that of the item, and `item_parts` says which of its elements are meant.
     if framing is Framing.RAW:
         spans = ((extents - 1) * strides).sum(axis=1) + 1
         byte_starts = byte_starts + offsets * dtype.item_bytes
@@ -187,7 +187,7 @@ def join_boxes(
         numels, firsts = (
             np.concatenate(each) for each in zip(*(_locate_in_items(part) for part in all_boxes), strict=True)
         )
-        inner = NestedRows(numels, firsts + np.where(numels > 0, offsets, 0))
+        item_parts = ItemParts(numels, firsts + np.where(numels > 0, offsets, 0))
     is_packed = bool(((extents == 1) | (strides == _compute_strides(extents))).all())
     return RowTable(
         shape=dims,
@@ -200,7 +200,7 @@ def join_boxes(
         byte_stops=byte_stops,
         framing=framing,
         strides=None if is_packed else strides,
-        inner=inner,
+        item_parts=item_parts,
     )
 
 
@@ -209,8 +209,8 @@ def _locate_in_items(part: ShardBoxes) -> tuple[Ints, Ints]:
     table, rows = part.table, part.rows
     if table.framing is Framing.RAW:
         return np.zeros(len(rows), np.int64), np.zeros(len(rows), np.int64)
-    if table.inner is not None:
-        return table.inner.numels[rows], table.inner.starts[rows]
+    if table.item_parts is not None:
+        return table.item_parts.item_numels[rows], table.item_parts.part_starts[rows]
     return table.numels[rows], np.zeros(len(rows), np.int64)
 
 

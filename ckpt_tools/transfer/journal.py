@@ -300,7 +300,7 @@ def _add_tensors_to_digest(
         digest.add_values(tuple(key), entry.shape, entry.dtype.value, entry.plus, file_list_numbers[files_identity])
         digest.add_values(table.shape, table.dtype.value, table.framing.value)
         columns = (table.starts, table.stops, table.file_ids, table.byte_starts, table.byte_stops, table.strides)
-        for column in (*columns, *(table.inner or ())):
+        for column in (*columns, *(table.item_parts or ())):
             digest.add_bytes(b"" if column is None else column.tobytes())
     return sorted(names)
 

@@ -33,6 +33,9 @@ MEMBER_SUFFIX = ".npy"
 TAIL_BYTES: Final = 1 << 16
 """One read from the end that holds the directory of about 900 arrays."""
 
+EMPTY_TAIL_BYTES: Final = 1 << 12
+"""The same for a look at whether there is an array at all."""
+
 HEAD_BYTES: Final = 128
 """What numpy's header of an array of few dims takes: read at once."""
 
@@ -61,7 +64,8 @@ def read(source: Source, options: ReadOptions) -> Manifest:
     void_names = [name for name, (header, _) in arrays.items() if header.is_void]
     tensors = dict[StateKey, TensorEntry]()
     for name, (header, data_range) in arrays.items():
-        shard = Shard(Box.whole(header.shape), data_range, header.strides if prod(header.shape) else None)
+        strides = header.strides if prod(header.shape) else None  # an empty array has none
+        shard = Shard(Box.whole(header.shape), data_range, strides)
         kind = Kind.PARAMETER if header.dtype.is_floating else Kind.BUFFER
         table = ShardTable.build(header.shape, header.dtype, [shard])
         tensors[StateKey(name)] = TensorEntry(header.shape, header.dtype, kind, table)
@@ -76,17 +80,17 @@ def own_files(source: Source, manifest: Manifest) -> frozenset[str]:
 
 
 def is_empty(saved: SavedCheckpoint, path: str) -> bool:
-    """True if the archive has no array; False if it is compressed, or not a zip."""
-    if path.endswith(".npz"):
-        read, size, _ = saved.get_archive_arguments(path)
+    """True if the archive has no array; False if it is compressed, not a zip, or another file."""
+    if path.endswith(SUFFIX):
+        read_range, size, _ = saved.get_archive_arguments(path)
         with suppress(UnsupportedError):
-            directory = read_directory(read, size, path, tail_bytes=4096)
+            directory = read_directory(read_range, size, path, tail_bytes=EMPTY_TAIL_BYTES)
             return directory is not None and not directory.records
     return False
 
 
 def _find_file(source: Source) -> str:
-    """The one file that is read. Raises SeveralCheckpointsError."""
+    """The one file that is read; with ``from_`` it may have any name. Raises SeveralCheckpointsError."""
     files = [path for path in source.files if "/" not in path and path.endswith(SUFFIX)] or list(source.files)
     if len(files) > 1:
         raise SeveralCheckpointsError(f"there are several files here ({join_names(files)}); name the one you mean")
@@ -128,17 +132,13 @@ def layout(manifest: Manifest, options: WriteOptions) -> Layout:
     keys_by_name, notes = collect_weights_by_name(manifest, "numpy")
     archive = ArchiveWriter("", base=0)
     for name, key in keys_by_name.items():
-        # numpy takes a name for that of a member before it adds the ending.
-        if (
-            not name
-            or not is_safe_name(name + MEMBER_SUFFIX)
-            or name.removesuffix(MEMBER_SUFFIX) in keys_by_name.keys() - {name}
-        ):
-            why = (
+        # np.load(FILE)["a.npy"] is the member a.npy, which is the array a: the two cannot be in one file.
+        is_taken_for_another = name.endswith(MEMBER_SUFFIX) and name.removesuffix(MEMBER_SUFFIX) in keys_by_name
+        if not name or not is_safe_name(name + MEMBER_SUFFIX) or is_taken_for_another:
+            raise UnsupportedError(
                 f"the tensor is called {name!r:.80}, which cannot be a member of npz; rename it with "
                 f"{format_option('rename')}"
             )
-            raise UnsupportedError(why)
         entry = manifest.tensors[key]
         header = Literal(build_npy_header(entry.shape, entry.dtype, name))
         payload = Payload(key, Box.whole(entry.shape), entry.shape, entry.dtype)
