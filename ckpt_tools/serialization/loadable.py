@@ -167,7 +167,7 @@ class _LoadableVisitor:
     def _visit_set(self, value: set[Value] | frozenset[Value], place: _ValuePath) -> Value:
         if isinstance(value, frozenset):
             self.replaced.append(Replaced(_format_value_path(place), "builtins.frozenset", "a set"))
-        for item in value:
+        for item in sorted(value, key=repr):  # an order that is the same in each run
             if not _is_plain_key(item):
                 self._omit_value(item, (*place, repr(item)[:60]))
         return {item for item in value if _is_plain_key(item)}
