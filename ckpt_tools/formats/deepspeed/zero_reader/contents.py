@@ -144,6 +144,10 @@ class ZeroManifestBuilder:
     def trainable(self) -> Mapping[str, Shape]:
         return self.model.trainable
 
+    def check_partitions(self) -> None:
+        """Raises MalformedError if the partitions do not fit the shapes of the parameters."""
+        locate_parameters(self.groups, self.partitions.masters, self.partitions.paddings, self.optim.stage)
+
     @cached_property
     def param_intervals(self) -> Mapping[str, FlatIntervals]:
         """Intervals of each trainable parameter that has elements."""

@@ -58,6 +58,7 @@ def read(source: Source, mp_ranks: Sequence[TagFiles], layers_by_tp_rank: Sequen
         if isinstance(stage.builder, ZeroManifestBuilder):
             check_rank_count(files.optim_paths, stage.builder.optim)
             check_model_file(stage.model, stage.builder.optim)
+            stage.builder.check_partitions()  # This tells more than a layer that does not fit the shapes.
         elif has_zero or stage.model.file.content.get("param_shapes") is not None:
             raise IncompleteError("the optimizer's file of this stage is missing", path=stage.path)
     if num_tp_ranks == 1:

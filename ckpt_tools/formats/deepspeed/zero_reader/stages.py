@@ -69,8 +69,8 @@ class StageFiles:
         mappings_by_rank = [read_slice_mappings(DeepSpeedFile.open(source, each)) for each in files.optim_paths]
         model = replace(model, param_shapes=compute_flat_shapes(mappings_by_rank))
         builder = ZeroManifestBuilder.of_all_ranks(source, model, optim, (path,), partitions, literal_prefix)
-        # Locating the parameters checks the sizes of the partitions, which tell more than a misfit.
-        if builder.param_intervals and (misfit := find_misfit(builder.groups, partitions, mappings_by_rank)):
+        builder.check_partitions()  # This tells more than a misfit.
+        if misfit := find_misfit(builder.groups, partitions, mappings_by_rank):
             message = f"its {MAPPINGS_ENTRY} do not fit the partitions"
             raise MalformedError(message, path=misfit[0], key=misfit[1])
         return cls(builder, has_flat_shapes=True)
