@@ -27,7 +27,11 @@ with use_default_interrupt():
     context_settings=CONTEXT,
 )
 def main(**options: Any) -> None:
-    """Train a small model. Writes result.json to --out, and sharded checkpoints there or to --storage."""
+    """Train a model with FSDP2 or DeepSpeed, and save sharded checkpoints.
+
+    Give --out, and --engine or --strategy. Writes result.json to --out, and checkpoints there or to
+    --storage.
+    """
     config = config_of(options)
     check_installed(config)
     # The imports below load torch, which takes seconds, so options are checked first.

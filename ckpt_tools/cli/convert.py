@@ -51,7 +51,11 @@ _destination_argument = click.argument("dst", metavar="DST")
 @options.json_option
 @options.transfer_options
 def convert_command(src: str, dst: str, dry_run: bool, as_json: bool, quiet: bool, **keywords: Any) -> None:
-    """Write a checkpoint in another format."""
+    """Write a checkpoint in another format.
+
+    SRC is a folder, a file or a URL (s3://, hf://, https://) of a checkpoint, or one of a run, as in
+    run@latest. DST is a folder, or a file whose ending names the format, such as model.safetensors.
+    """
     from ckpt_tools import convert, plan
 
     if dry_run:
