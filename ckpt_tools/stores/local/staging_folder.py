@@ -376,7 +376,8 @@ class LocalStaging(Staging):
             remove_files_by_name(old_folder, replaced)
             old_folder.rmdir()
         except OSError as error:
-            if error.errno == errno.ENOTEMPTY:
+            # An inner folder that could not be removed leaves nothing but folders, which the next run removes.
+            if error.errno == errno.ENOTEMPTY and list_unknown_files(old_folder, replaced):
                 # What is left there is not ours, whatever it is called.
                 self.owned_names.path.unlink(missing_ok=True)
                 raise DestinationExistsError(

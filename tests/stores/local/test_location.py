@@ -1,5 +1,6 @@
 """A destination is absent, old or complete, whatever happens and whoever else is there."""
 
+import errno
 import json
 import os
 import re
@@ -225,6 +226,21 @@ def test_what_comes_into_the_old_after_the_swap_is_kept_and_named(tmp_path, monk
     with pytest.raises(DestinationExistsError, match=r": a; move"):
         convert(tmp_path / "out", "newer", is_file=False, overwrite=True)
     assert (kept / "a").read_text() == "mine"
+
+
+def test_a_folder_of_the_old_that_is_not_removed_is_not_taken_for_an_added_file(tmp_path, monkeypatch):
+    put(tmp_path / "out", "old", is_file=False)
+    failures, real = [OSError(errno.EIO, "injected")], Path.rmdir
+
+    def fail_once(folder: Path) -> None:
+        if folder.name == "deep" and failures:
+            raise failures.pop()
+        real(folder)
+
+    monkeypatch.setattr(Path, "rmdir", fail_once)
+    convert(tmp_path / "out", "new", is_file=False, overwrite=True)
+    assert not failures and text_of(tmp_path / "out") == "new"
+    assert names(tmp_path) == ["out"]
 
 
 @BOTH

@@ -117,13 +117,15 @@ def _find_tp_model_paths(names: list[str], prefix: str) -> tuple[str, ...]:
 @dataclass(frozen=True, slots=True)
 class _SlotContent:
     """The content of a slot's file: a tensor whose storage starts at byte ``storage_start``, or a number. ``saved_as``
-    is the name under which the file was written, empty if the archive does not have it."""
+    is the name under which the file was written, empty if the archive does not have it. ``is_bare`` says that the
+    tensor is the whole content, as stage 3 saves it."""
 
     value: Value
     saved_as: str
     storage_start: int = 0
     is_vocabulary: bool = False
     is_expert: bool = False
+    is_bare: bool = False
 
     def require_tensor(self, path: str) -> StoredTensor:
         if not isinstance(self.value, StoredTensor):
@@ -162,8 +164,9 @@ class SlotFileReader:
         tensor = content.require_tensor(path)
         if tuple(tensor.shape) == shape:
             return TensorLeaf.of(tensor, path, content.storage_start).shards
-        if len(tensor.shape) == 1 and tensor.numel >= prod(shape) and tensor.is_contiguous:
-            # Older versions left the padding of stage 3 at the end.
+        # Older versions left the padding of stage 3 at the end.
+        has_elements = tensor.numel == prod(shape) or (content.is_bare and tensor.numel > prod(shape))
+        if len(tensor.shape) == 1 and has_elements and tensor.is_contiguous:
             return ShardTable.whole((prod(shape),), tensor.dtype, content.find_byte_range(path, prod(shape)))
         lacks_rows = bool(tensor.shape and shape) and tensor.shape[1:] == shape[1:] and tensor.shape[0] < shape[0]
         if content.is_vocabulary and lacks_rows and tensor.is_contiguous:
@@ -237,4 +240,6 @@ def _read_content(archive: TorchArchive) -> _SlotContent:
         return _SlotContent(tensor, archive.archive_name)
     start = find_storage_start(archive, tensor)
     is_vocabulary, is_expert = bool(fields.get(VOCAB_FIELD)), bool(fields.get(IS_EXPERT_FIELD))
-    return _SlotContent(tensor, archive.archive_name, start, is_vocabulary, is_expert)
+    return _SlotContent(
+        tensor, archive.archive_name, start, is_vocabulary, is_expert, is_bare=not isinstance(value, dict)
+    )

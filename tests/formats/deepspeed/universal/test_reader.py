@@ -171,6 +171,8 @@ HARMED: list[tuple[str, str, Harm, type[CkptError], str]] = [
     ("swapped slots", STAGE1, swap(f"{BIAS}/exp_avg.pt", f"{BIAS}/exp_avg_sq.pt"), WRONG,
         r"exp_avg.pt: it was saved as exp_avg_sq.pt"),
     ("too few elements", STAGE1, replaced(UP, lambda v: {"param": v["param"][1:]}), WRONG, "its shape is"),
+    ("elements of another", STAGE1, replaced(UP, lambda v: {"param": torch.zeros(v["param"].numel() + 1)}), WRONG,
+        "its shape is"),
     ("turned rows", STAGE1, replaced(UP, lambda v: {"param": v["param"].T}), WRONG, "its shape is"),
     ("no tensor", STAGE1, replaced(UP, lambda v: {"cat_dim": 0}), WRONG, "does not contain a tensor"),
     ("an expert", STAGE1, replaced(UP, lambda v: {**v, "is_expert_param": True}), OTHER, "experts"),
