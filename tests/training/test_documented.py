@@ -52,7 +52,8 @@ def run(folder: Path, *words: str) -> str:
     """Python with these words in the folder, which finds the packages of a checkout."""
     environment = os.environ | {"PYTHONPATH": os.pathsep.join((str(folder), *sys.path))}
     done = subprocess.run([sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, ""), (words, done.stderr)
+    # Ray Tune and transformers log what they do to stderr.
+    assert done.returncode == 0 and "Traceback" not in done.stderr, (words, done.stderr)
     return done.stdout
 
 
