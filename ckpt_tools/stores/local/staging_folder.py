@@ -376,14 +376,23 @@ class LocalStaging(Staging):
             remove_files_by_name(old_folder, replaced)
             old_folder.rmdir()
         except OSError as error:
-            # An inner folder that could not be removed leaves nothing but folders, which the next run removes.
-            if error.errno == errno.ENOTEMPTY and list_unknown_files(old_folder, replaced):
+            if error.errno == errno.ENOTEMPTY and _has_more_than_folders(old_folder, replaced):
                 # What is left there is not ours, whatever it is called.
                 self.owned_names.path.unlink(missing_ok=True)
                 raise DestinationExistsError(
                     f"{self.target} is written; files that were added to the old one meanwhile are kept in "
                     f"{old_folder}; move them away"
                 ) from error
+
+
+def _has_more_than_folders(old_folder: Path, removed_names: Collection[str]) -> bool:
+    """True if a folder whose files were removed by name holds more than folders of these names, which could not be
+    removed: a file in it is another's, whatever it is called."""
+    contents, known_folders = (
+        contents_of_folder(old_folder),
+        {f"{each}/" for each in list_parent_folders(removed_names)},
+    )
+    return contents is not None and (bool(contents.files) or not known_folders.issuperset(contents.others))
 
 
 def _is_own_entry(path: Path) -> bool:

@@ -203,6 +203,23 @@ def test_what_comes_while_the_old_is_replaced_is_kept(tmp_path, monkeypatch, exc
     assert ((tmp_path / "out/a").read_text(), (tmp_path / "out/late").read_text()) == ("old", "mine")
 
 
+def test_what_comes_under_the_name_of_a_removed_file_is_kept(tmp_path, monkeypatch):
+    put(tmp_path / "out", "old", is_file=False)
+    real = staging_folder.remove_files_by_name
+
+    def put_again(folder: Path, names: Collection[str]) -> None:
+        real(folder, names)
+        if (tmp_path / "out/a").read_text() == "new" and not (folder / "a").exists():
+            (folder / "a").write_text("mine")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(staging_folder, "remove_files_by_name", put_again)
+        with pytest.raises(DestinationExistsError, match=r"are kept in (.*); move them away") as caught:
+            convert(tmp_path / "out", "new", is_file=False, overwrite=True)
+    kept = Path(re.findall(r"kept in (.*); move", str(caught.value))[0])
+    assert (kept / "a").read_text() == "mine" and text_of(tmp_path / "out") == "new"
+
+
 @pytest.mark.parametrize("exchange", [True, False])
 def test_what_comes_into_the_old_after_the_swap_is_kept_and_named(tmp_path, monkeypatch, exchange):
     """By a process that has the old folder open, under the name of a file of the new one."""
