@@ -65,7 +65,7 @@ def parse_size(text: str | int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class OptionText:
-    """How the command line shows an option: ``help``, under ``heading``, with ``metavar`` for its value."""
+    """The text of an option on the command line: ``help``, under ``heading``, with ``metavar`` for its value."""
 
     heading: str
     help: str

@@ -209,7 +209,7 @@ class MergeStep:
                 yield bias_name, _build_bias_product(bias_name, weights[bias_name], parts[BIAS_PART], scale)
 
     def _find_targets(self, weights: Mapping[str, TensorEntry]) -> dict[str, str]:
-        """The name of the tensor to which each module's matrices are added, by module."""
+        """By module, the name of the tensor that its matrices are added to."""
         #     modules of the adapter         tensors of the base model    found
         #     layers.0.q_proj                layers.0.q_proj.weight       by name
         #     experts, experts.base_layer    experts.gate_up_proj,        by shapes (`_match_parameters`), as PEFT

@@ -1,1 +1,1 @@
-"""What a process needs around its work: signals, processes that end with it, credentials kept out of text."""
+"""The surroundings of a process: signals, processes that end with it, credentials kept out of text."""

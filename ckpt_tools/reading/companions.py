@@ -1,4 +1,4 @@
-"""Where a file lies that belongs to a checkpoint and is no part of it, such as ``config.json``: one rule for all.
+"""The place of a companion file: beside a checkpoint and not a part of it, such as ``config.json``. One rule for all.
 
 In the folder that the user names; around the weights, also in a folder ``huggingface`` there; beside a single file;
 above a folder.

@@ -53,7 +53,7 @@ class AxisRecord:
 
     @property
     def is_plain_loop(self) -> bool:
-        """True if the copies are no indices: they are parts of the same fields."""
+        """True if the copies are not indices, but parts of the same fields."""
         return self.index is None and self.count != _ONE
 
 

@@ -103,7 +103,7 @@ UNCHANGED_NAMES = NameMapping("", lambda manifest: (manifest, ()))
 
 
 class _MappingAttempt(NamedTuple):
-    """What a mapping led to: its notes and how it fits, or its error."""
+    """The outcome of a mapping: its notes and how it fits, or its error."""
 
     mapping: NameMapping
     notes: tuple[Note, ...] = ()

@@ -358,7 +358,7 @@ class ManifestBuilder:
         return new_aliases
 
     def _get_change(self, name: str) -> tuple[LineMoves | None, int, DType | None]:
-        """What a line changes beside the name: how elements move, the number added, the dtype."""
+        """The changes of a line beside the name: moves of elements, the number added, the dtype."""
         group = self.name_groups.group_by_name.get(name)
         if group is None:
             return None, 0, None

@@ -296,7 +296,7 @@ def _align_field_steps(
 
 
 def _list_outer_steps(step: StrideStep, count: int) -> list[StrideStep]:
-    """What is left of a step once its innermost ``count`` positions are taken."""
+    """The rest of a step once its innermost ``count`` positions are taken."""
     return [StrideStep(None, step.count // count, step.stride * count)] if step.count > count else []
 
 

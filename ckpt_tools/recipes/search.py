@@ -108,7 +108,7 @@ class Naming:
 
     @property
     def recipe_advice(self) -> str:
-        """How the names of the hub are got."""
+        """Advice on a recipe that gives the names of the hub."""
         if len(self.recipes_to_hub) == 1:
             return f"{format_option('recipe', self.recipes_to_hub[0])} gives those of the {HUB_NAMING}"
         return f"{self.reference_advice}, and so does a recipe: one of {join_names(self.recipes_to_hub)}"

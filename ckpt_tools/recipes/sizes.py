@@ -93,7 +93,7 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]
 
 
 def _iter_operands(node: ast.expr) -> Iterator[ast.expr]:
-    """What the operators join, or what is none of it."""
+    """The operands in ``node``, an expression of ``_OPERATORS``; ``node`` itself if it is not one."""
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
         yield from _iter_operands(node.left)
         yield from _iter_operands(node.right)

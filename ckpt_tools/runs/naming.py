@@ -116,7 +116,7 @@ def _find_by_step(step: int, members: Sequence[SavedCheckpoint]) -> list[SavedCh
 
 
 def _filter_by_folder(members: Sequence[SavedCheckpoint], is_wanted: Callable[[str], bool]) -> list[SavedCheckpoint]:
-    """Those of ``members`` of whose name ``is_wanted`` is true, or of an inner folder that holds their files."""
+    """The ``members`` whose name, or that of an inner folder with their files, is wanted."""
 
     def inner_folders(member: SavedCheckpoint) -> set[str]:
         return {get_parent_folder(path) for path in member.run_files if is_checkpoint_file(path)}

@@ -65,7 +65,7 @@ MAX_NUMBER_DIGITS = 18
 
 @dataclass(frozen=True, slots=True)
 class ValuePartRole:
-    """A part, at ``path``, of a value that is no tensor: of optimizer state, or of ``get_extra_state``."""
+    """A part, at ``path``, of a value that is not a tensor: of optimizer state, or of ``get_extra_state``."""
 
     owner: StateKey
     path: TreePath

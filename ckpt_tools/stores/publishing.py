@@ -1,4 +1,4 @@
-"""How an output comes to its place, on every kind of storage: the place is free, as it was, or has all of the output.
+"""Publishing of an output, on every kind of storage: the place is free, as it was, or has all of the output.
 
     claim      nothing is there that may not go ─▶ the place is locked ─▶ what a killed run left is removed, or resumed
     write      files go to ``Staging.destination`` part by part, unseen; ``Staging.log`` says which parts are done
@@ -69,7 +69,8 @@ class DestinationContents:
 
 
 class Staging(ABC):
-    """Where an output of one form waits unseen, and how it comes to its place. Methods raise StoreError."""
+    """The place where an output of one form waits unseen, and the steps from there to its destination. Methods raise
+    StoreError."""
 
     __slots__ = ()
     destination: Destination
@@ -101,7 +102,7 @@ class Staging(ABC):
 
     @abstractmethod
     def list_leftovers(self) -> Iterable[Leftover]:
-        """What ``discard`` would remove. Raises DestinationExistsError if a process is writing."""
+        """Files that ``discard`` would remove. Raises DestinationExistsError if a process is writing."""
 
     def begin_publishing(self) -> None:  # noqa: B027 - nothing to do is the default
         """Called before the place is looked at for the last time. Raises StoreError if another run has it now."""
@@ -208,7 +209,7 @@ class OutputLocation(ABC):
 
     @abstractmethod
     def list_contents(self) -> DestinationContents | None:
-        """What exists there: one file, or a folder that is not empty; else None. Raises StoreError."""
+        """The contents of the place: one file, or a folder that is not empty; else None. Raises StoreError."""
 
     def check_free(self, *, overwrite: bool) -> None:
         """Raises DestinationExistsError or UsageError if the location may not, or cannot, be taken; StoreError."""
@@ -221,7 +222,7 @@ class OutputLocation(ABC):
 
     @abstractmethod
     def stage(self, *, resume: bool = False, fsync: bool = False) -> Staging:
-        """Where the output waits; nothing is read or made."""
+        """The staging of the output; nothing is read or made."""
 
     def stage_both_forms(self) -> Sequence[Staging]:
         """The same for both forms: that of an earlier output is unknown."""

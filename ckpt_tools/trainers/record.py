@@ -16,7 +16,7 @@ EntryParser = Callable[[Any], Mapping[str, Any]]
 """From the content of a file to the entries of ``Manifest.extra`` that it adds."""
 
 MetricItems = Iterable[tuple[str, Any]]
-"""Metrics by name, also values that are no numbers."""
+"""Metrics by name, with values that are not numbers too."""
 
 
 @dataclass(frozen=True, slots=True)

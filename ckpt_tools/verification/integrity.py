@@ -74,7 +74,7 @@ def check_integrity(
 
 
 def _list_archives(source: Source, manifest: Manifest) -> Iterator[StoredArchive]:
-    """What is read once: the items of a DCP, and its objects that hold tensors; elsewhere, whole files."""
+    """The pieces that are read once: the items of a DCP, and its objects that hold tensors; elsewhere, whole files."""
     # An item is one archive, whose pickle must state the dtype and shape of the index. An object of a DCP is an archive
     # that the manifest lists. Any other file is read whole; if it begins as a zip, its records have CRC-32s.
     archives: defaultdict[str, list[ByteRange]] = defaultdict(list)

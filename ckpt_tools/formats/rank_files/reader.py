@@ -373,7 +373,7 @@ class _TreeBuilder:
         return "state" in self.paths[name][:-1]
 
     def build_origin(self, manifest: Manifest) -> Origin:
-        """What the writer needs to write such files again."""
+        """The values that the writer needs to write such files again."""
         files = [file for item in self.checkpoint.items for file in item.files.values()]
         templates = {
             label: self._pad_rank_field(generalize_world_size(name, len(self.checkpoint.ranks)))

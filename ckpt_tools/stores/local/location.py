@@ -27,7 +27,7 @@ class LocalOutputLocation(OutputLocation):
         return self.path.name
 
     def list_contents(self) -> DestinationContents | None:
-        """What exists there. An output that a killed run moved aside counts, because the next claim puts it back."""
+        """The contents of the place. An output that a killed run moved aside counts: the next claim puts it back."""
         with wrap_os_errors("looking failed", self.path):
             staging = self.stage()
             return list_contents_at(staging.aside_path if staging.is_target_moved_aside else staging.target, self.form)

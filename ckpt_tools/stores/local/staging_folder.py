@@ -71,7 +71,7 @@ class OwnedNames:
     """The list of names in the file ``path``.
 
     A name is added before the file of that name is made. So every file of a run is in the list, and a file that is not
-    in the list was made by somebody else and is never removed.
+    in the list is another program's and is never removed.
     """
 
     path: Path
@@ -127,7 +127,7 @@ class LocalStaging(Staging):
         output/                   becomes the folder ``out``, or holds the file ``out``
         names                     ``OwnedNames``: the files of the output, and those that it replaces
         123.log                   the journal; 123 is the inode of ``output``
-        seen                      by which other machines see that they share the folder
+        seen                      a token: other machines see by it that they share the folder
     .out.ckpt-tools-replaced/     the replaced output, where two folders cannot be swapped in one step
     """
 
@@ -258,7 +258,7 @@ class LocalStaging(Staging):
             self.owned_names.path.unlink(missing_ok=True)
 
     def list_leftovers(self) -> Iterator[Leftover]:
-        """What is in the folder and beside it, and known to be from a run."""
+        """Files of an ended run in the folder and beside it."""
         with wrap_os_errors("looking failed", self.target):
             aside_folder = self.aside_path
             if self._is_left_over() and (size := self._find_unfinished_bytes()) is not None:

@@ -106,7 +106,7 @@ _LEFTOVER_NAME_FORM = re.compile(
 
 @dataclass(slots=True)
 class S3Staging(Staging):
-    """Uploads of an output that nobody sees, and the lock, log and notes of their run, below ``partial_prefix``.
+    """Uploads of an output, not visible yet, and the lock, log and notes of their run, below ``partial_prefix``.
 
     After a kill, the token at the last key says whether publishing has ended, and the ETags of the old objects, which
     are noted before, whether their removal had begun.

@@ -166,7 +166,7 @@ class _SourceScan:
                 items_by_file[item_file][info.offset, info.offset + info.length] = "", info
 
     def _scan_item_file(self, file_view: FileView, items: ItemsByRange) -> None:
-        """Prove a file of items, of which every byte must be in exactly one."""
+        """Prove a file of items. Every byte must be in exactly one."""
         #     file of items    | item 0 | item 1 | item 2 | ...
         #     each item        | records ... | directory | end record |        the last two are in `directory_ranges`
         # A loader that takes the file for one zip uses the last end record, whose offset it counts from the start of

@@ -96,7 +96,7 @@ class ZeroManifestBuilder:
         partitions: RankPartitions,
         literal_prefix: str = "",
     ) -> ZeroManifestBuilder:
-        """The builder of a run without experts, every group of which is on all ranks."""
+        """The builder of a run without experts: every group is on all ranks."""
         num_flats, all_ranks = len(model.param_shapes), np.arange(len(partitions.masters.files), dtype=np.int64)
         groups = list_placements(model, optim, [[all_ranks]] * num_flats)
         members = [list_optimizer_order(model, optim, flat, len(all_ranks)) for flat in range(num_flats)]

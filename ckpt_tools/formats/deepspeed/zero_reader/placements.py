@@ -1,4 +1,4 @@
-"""How the optimizer's state of parameters lies on ranks: ``GroupPlacement``, one value for every layout of ZeRO.
+"""The places of the optimizer's state on ranks: ``GroupPlacement``, one value for every layout of ZeRO.
 
 A placement says which ranks hold a group, and in which order its parameters lie in a vector, a *flat*, of each of
 them. The stage says how they are cut. That is all in which the layouts differ, and ``locate_parameters`` finds the

@@ -202,7 +202,7 @@ class WholeModelWriter:
     def build_file(self, path: str, rank: int) -> FileLayout:
         state = self.target.state
         builder = TorchFileBuilder(state.manifest)
-        # In fp32 a trained weight is read from its master, of which it may be a rounded copy.
+        # In fp32 a trained weight is read from its master; its own value may be a rounded copy of it.
         find_source_key = state.find_master_key if state.dtype is DType.FLOAT32 else StateKey
         trained = [name for group in state.groups for name in group.params]
         weights = {name: builder.add_whole_tensor(find_source_key(name), state.get_weight(name)) for name in trained}
