@@ -1,4 +1,4 @@
-"""``python -m tests.layouts`` writes docs/layouts.md and docs/layouts/ again."""
+"""``python -m tests.layouts`` writes docs/layouts.md and the layouts in docs/formats/ again."""
 
 from tests.layouts.gallery import DOCS, pages
 

@@ -1,6 +1,7 @@
-"""Generates docs/layouts.md and docs/layouts/ from the corpus: "I have these files: what is it, what can I do?"
+"""Generates docs/layouts.md, and the layouts on the pages of docs/formats/, from the corpus: "I have these files: what
+is it, what can I do?"
 
-The pages are the same on every machine: names of files, counts of tensors and messages, no sizes, times or paths.
+They are the same on every machine: names of files, counts of tensors and messages, no sizes, times or paths.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from fixtures.corpus.layout import Made
 
 DOCS = Path(__file__).parent.parent.parent / "docs"
 INDEX = "layouts.md"
-FOLDER = "layouts"
 
 INTRO, _, LISTS = (DOCS / INDEX).read_text().partition("\n## By family")
 """What a person wrote above the lists, which stays as it is."""
@@ -32,25 +32,55 @@ If several sections have a file, their pages are named. Files of the same place 
 
 """
 
-_FAMILY = re.compile(r"^- \[([^]]+)\]\([^)]+\): (.+?)(?=\n- |\n\n)", re.MULTILINE | re.DOTALL)
-FAMILIES = {name: " ".join(about.split()) for name, about in _FAMILY.findall(LISTS.partition(BY_NAME)[0])}
-"""The pages in their order, each with its introduction, which a person wrote; links are relative to docs/."""
+_FAMILY = re.compile(r"^- \[([^]]+)\]\(([^)]+)\): (.+?)(?=\n- |\n\n)", re.MULTILINE | re.DOTALL)
+_FAMILIES = _FAMILY.findall(LISTS.partition(BY_NAME)[0])
+FAMILIES = {name: " ".join(about.split()) for name, _, about in _FAMILIES}
+"""The families in their order, each with its introduction, which a person wrote."""
+
+PAGES = {name: path for name, path, _ in _FAMILIES}
+"""The page of each family in docs/, which a person wrote above its layouts."""
+
+_LAYOUTS = re.compile(r"(?<=<!-- layouts:start -->\n).*(?=<!-- layouts:end -->\n)", re.DOTALL)
 
 PARTS = {
-    "deepspeed-moe": "DeepSpeed experts",
-    "deepspeed-autoep": "DeepSpeed experts",
-    "deepspeed-pipeline": "DeepSpeed pipelines",
-    "deepspeed-tp": "DeepSpeed pipelines",
+    "DeepSpeed": {
+        "deepspeed-moe": "DeepSpeed parallelism",
+        "deepspeed-autoep": "DeepSpeed parallelism",
+        "deepspeed-pipeline": "DeepSpeed parallelism",
+        "deepspeed-tp": "DeepSpeed parallelism",
+        "deepspeed-universal": "DeepSpeed universal",
+    },
+    "PyTorch": {"dcp": "DCP", "safetensors": "Hugging Face and Lightning", "": "torch files"},
+    "Variants of DCP": {"": "DCP"},
+    "Trainers around DCP": {"": "DCP"},
+    "Quantized weights": {"": "Hugging Face and Lightning"},
 }
-"""First words of layouts that have another page than the rest of their family."""
+"""Of families of the corpus that are on several pages, or on that of another: first words of layouts, and their page.
+The first that fits holds."""
+
+ADVISED = {
+    "dcp-torchao",
+    "dcp-two-models",
+    "deepspeed-moe-old",
+    "deepspeed-nvme",
+    "torch-gan",
+}
+"""Refused layouts whose advice says more than the message."""
 
 _OF_ALL = re.compile(
     r"(^| )(Convert (it|the weights) to any format"
     r"(, or `reshard` it(: (DeepSpeed|verl) resumes at the other world size)?"
-    r"|, also back to ZeRO for any number of ranks|; it is a model without an optimizer|; (?=a ))?"
-    r"|It holds weights alone. `convert` writes them in any format, `consolidate` as one file)(?!;)[.:]? ?"
+    r"|, also back to ZeRO for any number of ranks|; it is a model without an optimizer|; (?=a )"
+    r"|; for DeepSpeed, to zero1, zero2 or zero3)?"
+    r"|The weights convert to any format"
+    r"|It holds weights alone. `convert` writes them in any format, `consolidate` as one file"
+    r"|Reshard it: the trainer resumes from what is written"
+    r"|[Tt]he (experts of all ranks|stages) become one (tensor of each name|model, with [a-z ]+)"
+    r"|[Pp]arts and stages become one model, with the names of one stage|[Tt]he parts are joined"
+    r"|The parameters have the names of the model without a pipeline"
+    r"|[Aa] universal checkpoint cannot hold its momentum)(?!;)[.:]? ?"
 )
-"""Advice that the index gives for all layouts."""
+"""Advice for all layouts, and what the text of a page says."""
 
 OF_TESTS = ("order.txt", "slots.pt")
 """Files that the tests add to a layout."""
@@ -75,13 +105,14 @@ def pages() -> dict[str, str]:
     by_family = {family: _alike_files(made for made in every if _page(made) == family) for family in FAMILIES}
     assert sum(len(group) for groups in by_family.values() for group in groups) == len(every), "each has a page"
     return {INDEX: index(_table(by_family))} | {
-        page_of(family): family_page(family, map(_section, groups)) for family, groups in by_family.items()
+        path: with_layouts(path, map(_section, by_family[family])) for family, path in PAGES.items()
     }
 
 
 def _page(made: Made) -> str:
-    parts = (part for words, part in PARTS.items() if made.layout.name.startswith(words))
-    return next(parts, made.layout.family)
+    name, family = made.layout.name, made.layout.family
+    parts = PARTS.get(family, {})
+    return next((part for words, part in parts.items() if name.startswith(words)), family)
 
 
 def _alike_files(found: Iterable[Made]) -> list[list[Made]]:
@@ -100,18 +131,17 @@ def without_numbers(text: str) -> str:
     return _ANY_NUMBER.sub("#", text)
 
 
-def page_of(family: str) -> str:
-    return f"{FOLDER}/{family.lower().replace(' ', '-').replace('.', '-')}.md"
-
-
 def index(table: str) -> str:
     families = "".join(f"{wrapped(f'- {_link(family)}: {about}', '  ')}\n" for family, about in FAMILIES.items())
     return f"{INTRO}\n## By family\n\n{families}\n{BY_NAME}{table}"
 
 
-def family_page(family: str, sections: Iterable[str]) -> str:
-    about = wrapped(FAMILIES[family].replace("](formats/", "](../formats/"))
-    return "\n".join([f"# {family}\n", f"{about}\n", "[All layouts](../layouts.md).\n", *sections])
+def with_layouts(path: str, sections: Iterable[str]) -> str:
+    """The page, its layouts written again."""
+    found = "\n".join(["## Its layouts\n", "[How to read them](../layouts.md).\n", *sections])
+    text, count = _LAYOUTS.subn(lambda _: found, (DOCS / path).read_text())
+    assert count == 1, path
+    return text
 
 
 def wrapped(text: str, indent: str = "") -> str:
@@ -144,9 +174,7 @@ def _order(name: str) -> tuple[str, str]:
 
 def _link(family: str, heading: str = "") -> str:
     """A link from the index to a family's page, or to a section of it."""
-    return (
-        f"[{heading}]({page_of(family)}#{heading.replace(' ', '-')})" if heading else f"[{family}]({page_of(family)})"
-    )
+    return f"[{heading}]({PAGES[family]}#{heading.replace(' ', '-')})" if heading else f"[{family}]({PAGES[family]})"
 
 
 def _heading(group: Sequence[Made]) -> str:
@@ -156,7 +184,7 @@ def _heading(group: Sequence[Made]) -> str:
 
 def _section(group: Sequence[Made]) -> str:
     """Layouts with the same files: the files once, then each layout and its outcome, and what holds for all of them."""
-    lines = [f"## {_heading(group)}", "", shown_files(group[0]), ""]
+    lines = [f"### {_heading(group)}", "", shown_files(group[0]), ""]
     shared = [each for each in facts(group[0]) if len(group) > 1 and all(each in facts(made) for made in group)]
     lines += (_item(made, [each for each in facts(made) if each not in shared]) for made in group)
     of_all = wrapped(" ".join(map(of_all_in, shared)))
@@ -170,7 +198,7 @@ def facts(made: Made) -> list[str]:
     if layout.refusal is None:
         what = "" if made.state.optimizer else ", weights alone"
         found.append(f"**Opens as `{layout.opens_as}`**{_where(made)}{what}.")
-    advice = _OF_ALL.sub("", layout.advice)
+    advice = _OF_ALL.sub("", layout.advice) if layout.refusal is None or layout.name in ADVISED else ""
     found.append(advice[:1].upper() + advice[1:])
     names = ", ".join(f"`{each}`" for each in layout.optional)
     found.append(names and f"Not needed: {names}.")
