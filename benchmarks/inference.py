@@ -115,7 +115,7 @@ def _open_images(names: list[str]) -> torch.Tensor:
 def _predict(predictor: Any, columns: Any, wanted: Any, out: Path) -> None:
     """The command's work once the model is loaded, from finding the input to showing the output."""
     tally = Tally()
-    with open_output(Output(out, overwrite=True)) as writer:
+    with open_output(Output(str(out), overwrite=True)) as writer:
         inputs = find_inputs(wanted)
         writer.begin(Run("model", inputs.digest, ""), columns, tally.add_written)
         for rows in predicted(inputs.items(), predictor):

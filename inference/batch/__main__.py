@@ -29,7 +29,6 @@ with use_default_interrupt():
     from .job import Job, columns_of
     from .output import Output, Run, Writer, open_output
     from .progress import show_progress
-    from .remote_output import RemoteOutput, open_remote
     from .report import Report, Tally
 
 if TYPE_CHECKING:
@@ -43,7 +42,7 @@ class Options:
 
     job: Job
     wanted: Wanted
-    output: Output | RemoteOutput
+    output: Output
     top: int
     report: Report | None
     runner: Literal["local", "ray"]
@@ -127,12 +126,11 @@ def options_of(
     """Options from the arguments of the command line. Raises UsageError."""
     root = None if data_root is None else local_path(data_root, "--data-root", "copy its files to this machine first")
     folder = None if report is None else local_path(report, "--report", "write to a local folder and copy it")
-    where = RemoteOutput(output, overwrite, resume) if "://" in output else Output(Path(output), overwrite, resume)
     others["exact"] = "off" if others.pop("fast") else "full"
     return Options(
         job=Job(others.pop("model"), ModelOptions.taken_from(others), others.pop("threads")),
         wanted=Wanted(input_url, column, truth, root),
-        output=where,
+        output=Output(output, overwrite, resume),
         report=None if folder is None else Report(folder, overwrite or resume),
         **others,
     )
@@ -151,8 +149,7 @@ def run(options: Options) -> None:
     check_there(options.job.model, model_options.architecture, model_options.reading.config)
     if options.report is not None:
         options.report.check()
-    output = options.output
-    with open_remote(output) if isinstance(output, RemoteOutput) else open_output(output) as writer:
+    with open_output(options.output) as writer:
         inputs = find_inputs(options.wanted)
         if options.report is not None and not inputs.has_truth:
             raise UsageError("--report compares with true labels; say by --truth where they are")
@@ -161,7 +158,7 @@ def run(options: Options) -> None:
 
 
 def _conclude(options: Options, tally: Tally, columns: Columns) -> None:
-    click.echo(f"{tally.num_rows - tally.num_bad} predictions in {options.output.path}")
+    click.echo(f"{tally.num_rows - tally.num_bad} predictions in {options.output.url}")
     if options.job.options.exact == "off":
         click.echo("--fast: the last bits of an answer may depend on the inputs around it")
     if tally.num_known:
@@ -170,7 +167,7 @@ def _conclude(options: Options, tally: Tally, columns: Columns) -> None:
     if options.report is not None:
         options.report.write(tally, columns.labels)
         click.echo(f"report in {options.report.folder}")
-    tally.check_bad(options.output.path)
+    tally.check_bad(options.output.url)
 
 
 def predict_into(writer: Writer, inputs: Inputs, options: Options) -> tuple[Tally, Columns]:
@@ -179,7 +176,7 @@ def predict_into(writer: Writer, inputs: Inputs, options: Options) -> tuple[Tall
     predictor = job.load()
     columns = columns_of(predictor, options.top)
     _check_fits(predictor, inputs, columns)
-    wanted, suffix = options.wanted, str(options.output.path).rpartition(".")[2]
+    wanted, suffix = options.wanted, options.output.url.rpartition(".")[2]
     settings = json.dumps([job.digest(), options.top, wanted.column, wanted.truth, suffix])
     this_run = Run(predictor.identity.digest, inputs.digest, settings)
     num_done = writer.begin(this_run, columns, tally.add_written)

@@ -1,10 +1,10 @@
-"""Local output file: rows are written as they are made, and published under the final name when complete.
+"""Output file, local or in a store: rows are kept in parts as they are made, and published as one file at the end.
 
-Rows go, as JSON Lines, into ``OUT.unfinished``, which is locked while a run writes to it. At the end it is renamed to
-OUT, or, for Parquet, rewritten as OUT and removed: a Parquet file cannot be read before its last byte is written. A
-run that fails or is killed leaves its rows in ``OUT.unfinished`` and its model, input and options in
-``OUT.unfinished-run``. The next run resumes with ``--resume`` if these are equal, and replaces them with
-``--overwrite``.
+Objects of a store cannot be appended to, and a Parquet file cannot be read before its last byte is written. So rows go,
+as JSON Lines, into ``OUT.unfinished/rows-000000001000.jsonl``, by the number of the first one, beside ``run.json``,
+which names the model, the input and the options. At the end OUT is put together from them; it is absent, as it was, or
+complete. A run that fails or is killed leaves the folder. The next run resumes with ``--resume`` if it has the same
+``run.json``, and replaces the rows with ``--overwrite``.
 """
 
 from __future__ import annotations
@@ -12,34 +12,60 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
+import ckpt_tools
 from ckpt_tools.errors import DestinationExistsError, StoreError, UsageError
 
+from ..common.urls import file_system, is_url, store_errors
 from .rows import Columns, Row
 
 JSON_SUFFIX, PARQUET_SUFFIX = ".jsonl", ".parquet"
 
+PART_ROWS, PART_SECONDS = 1000, 60.0  # limits of a part in a store, which is the most that a killed process loses
+
 # About 1 MB of columns; as Python objects, while they are converted, some 5 MB.
 ROW_GROUP_ROWS = 4096
 
-# First bytes of the working files of this module, so that no other file is taken for one.
-ROWS_MAGIC, PARQUET_MAGIC, RUN_MAGIC = b'{"name":', b"PAR1", b'{"predictions of": '
-
-LEFT = "holds the rows of a run that did not finish; --resume continues with them, --overwrite starts afresh"
+RUN_NAME, WHOLE_NAME, LOCK_NAME = "run.json", "whole", "lock"
 
 
-def check_options(name: str, *, overwrite: bool, resume: bool) -> None:
-    """Raises UsageError for another suffix, or contradicting options."""
-    if not name.endswith((JSON_SUFFIX, PARQUET_SUFFIX)):
-        raise UsageError(f"--output ends in {JSON_SUFFIX} or {PARQUET_SUFFIX}, not {name!r}")
-    if overwrite and resume:
-        raise UsageError("give either --resume or --overwrite")
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Output file ``url``, a path or a URL. Raises UsageError for another suffix, or contradicting options."""
+
+    url: str
+    overwrite: bool = False
+    resume: bool = False
+
+    def __post_init__(self) -> None:
+        if not self.url.endswith((JSON_SUFFIX, PARQUET_SUFFIX)):
+            raise UsageError(f"--output ends in {JSON_SUFFIX} or {PARQUET_SUFFIX}, not {Path(self.url).name!r}")
+        if self.overwrite and self.resume:
+            raise UsageError("give either --resume or --overwrite")
+
+    @property
+    def is_remote(self) -> bool:
+        return is_url(self.url)
+
+    @property
+    def is_parquet(self) -> bool:
+        return self.url.endswith(PARQUET_SUFFIX)
+
+    @property
+    def unfinished(self) -> str:
+        """Folder of the rows so far. The suffix keeps ``*.jsonl`` and ``*.parquet`` from matching it."""
+        return f"{self.url}.unfinished"
+
+    def store_errors(self) -> AbstractContextManager[None]:
+        """Errors of a store's client in the block become StoreError; those of the local disk stay OSError."""
+        return store_errors(self.url) if self.is_remote else nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,250 +76,257 @@ class Run:
     input: str
     options: str
 
-    def encoded(self) -> bytes:
-        """JSON line that begins with ``RUN_MAGIC``."""
-        return json.dumps({"predictions of": self.model, "input": self.input, "options": self.options}).encode() + b"\n"
+    def to_json(self) -> bytes:
+        return json.dumps(asdict(self)).encode()
 
-    def check(self, left: bytes, where: str) -> None:
-        """Raises DestinationExistsError if ``left``, from an earlier run, differs from this run."""
-        if left == self.encoded():
-            return
+    def check_same(self, stored: bytes, where: str) -> None:
+        """Raises DestinationExistsError if ``stored``, from an earlier run, differs from this run."""
         try:
-            found = json.loads(left)
-            other = [word for word, key in _WORDS if found[key] != json.loads(self.encoded())[key]]
+            earlier = json.loads(stored)
+            differing = [name for name, value in asdict(self).items() if earlier[name] != value]
         except (ValueError, KeyError, TypeError):
-            other = []
-        kind = " and ".join(other) or "run"
-        raise DestinationExistsError(
-            f"the rows in {where} are of another {kind}; give what they were made with, or start afresh by --overwrite"
-        )
+            differing = ["run"]
+        if differing:
+            raise DestinationExistsError(
+                f"the rows in {where} are of another {' and '.join(differing)}; give what they were made with, or "
+                "start afresh by --overwrite"
+            )
 
 
-_WORDS = (("model", "predictions of"), ("input", "input"), ("set of options", "options"))
+@dataclass(slots=True)
+class Writer:
+    """Writes rows to ``path`` of the fsspec file system ``fs``. ``check_lock`` raises if another run has taken over."""
 
-
-class Writer(Protocol):
-    """Writes rows, in order."""
+    output: Output
+    fs: Any
+    path: str
+    check_lock: Callable[[], None]
+    columns: Columns | None = None
+    waiting: list[Row] = field(default_factory=list)
+    num_stored: int = 0
+    stored_at: float = field(default_factory=time.monotonic)
 
     def begin(self, run: Run, columns: Columns, seen: Callable[[dict[str, Any]], None]) -> int:
         """Begin, once, before the first row. Calls ``seen`` with each row of an earlier run and returns their number.
         Raises DestinationExistsError if they are not of ``run``."""
+        self.columns = columns
+        with self.output.store_errors():
+            if self.output.resume:
+                self._read_back(run, seen)
+            else:
+                self.remove_rows()
+            self.fs.pipe_file(self._file(RUN_NAME), run.to_json())
+        return self.num_stored
 
     def write(self, rows: Sequence[Row]) -> None:
         """Write rows. They survive a killed process once this returns; in a store, once a part is full."""
+        self.waiting += rows
+        is_due = len(self.waiting) >= PART_ROWS or time.monotonic() - self.stored_at >= PART_SECONDS
+        if is_due or not self.output.is_remote:
+            self.store()
 
+    def store(self) -> None:
+        """Store the waiting rows as a part."""
+        if not self.waiting:
+            return
+        assert self.columns is not None
+        self.check_lock()
+        with self.output.store_errors():
+            self.fs.pipe_file(self._part(self.num_stored), b"".join(self.columns.line(row) for row in self.waiting))
+        self.num_stored += len(self.waiting)
+        self.waiting, self.stored_at = [], time.monotonic()
 
-@dataclass(frozen=True, slots=True)
-class Output:
-    """Output file ``path`` and three working files beside it. Raises ``UsageError`` for another suffix."""
-
-    path: Path
-    overwrite: bool
-    resume: bool = False
-
-    def __post_init__(self) -> None:
-        check_options(self.path.name, overwrite=self.overwrite, resume=self.resume)
-
-    @property
-    def is_parquet(self) -> bool:
-        return self.path.suffix == PARQUET_SUFFIX
-
-    @property
-    def unfinished(self) -> Path:
-        """Rows in progress. The suffix keeps ``*.jsonl`` and ``*.parquet`` from matching it."""
-        return self.path.with_name(f"{self.path.name}.unfinished")
-
-    @property
-    def columns(self) -> Path:
-        return self.path.with_name(f"{self.path.name}.unfinished-columns")
-
-    @property
-    def run(self) -> Path:
-        return self.path.with_name(f"{self.path.name}.unfinished-run")
-
-    def check(self) -> None:
-        """Raise if existing files prevent writing. Writes nothing."""
-        folder = self.path.parent
-        if not folder.is_dir():
-            raise StoreError(f"the folder of --output, {folder}, does not exist; make it first")
-        if not os.access(folder, os.W_OK | os.X_OK):
-            raise StoreError(f"the folder of --output, {folder}, cannot be written to")
-        if self.path.is_dir():
-            raise DestinationExistsError(f"{self.path} is a folder")
-        self.check_absent()
-        _check_ours(self.unfinished, ROWS_MAGIC)
-        _check_ours(self.columns, PARQUET_MAGIC)
-        _check_ours(self.run, RUN_MAGIC)
+    def publish(self) -> None:
+        """Put the file together. Without ``--overwrite``, one that has appeared meanwhile is not replaced."""
+        self.store()
+        self.check_lock()
+        with self.output.store_errors():
+            if self.output.is_remote:
+                self._upload()
+            else:
+                with self.fs.open(self._file(WHOLE_NAME), "wb") as file:
+                    self._copy_rows(file)
+                self.check_absent()
+                Path(self._file(WHOLE_NAME)).replace(self.path)
+            self.remove_rows()
 
     def check_absent(self) -> None:
-        if os.path.lexists(self.path) and not self.overwrite:
-            raise DestinationExistsError(f"{self.path} exists; --overwrite replaces it")
+        """Raises DestinationExistsError if the output exists and may not be replaced."""
+        if not self.output.overwrite and self.fs.lexists(self.path):
+            raise DestinationExistsError(f"{self.output.url} exists; --overwrite replaces it")
 
-    def check_left(self) -> None:
-        """Raise if rows of an earlier run may not be replaced. The lock is held."""
-        if self.unfinished.stat().st_size and not (self.overwrite or self.resume):
-            raise DestinationExistsError(f"{self.unfinished} {LEFT}")
+    def check_no_rows_left(self) -> None:
+        """Raises DestinationExistsError if rows of an earlier run are there and may not be replaced."""
+        if self.parts() and not (self.output.overwrite or self.output.resume):
+            raise DestinationExistsError(
+                f"{self.output.unfinished} holds the rows of a run that did not finish; --resume continues with them, "
+                "--overwrite starts afresh"
+            )
 
+    def parts(self) -> list[str]:
+        """Paths of the parts, sorted by the fixed-width number of their first row."""
+        try:
+            paths = self.fs.ls(self._file("").rstrip("/"), detail=False)
+        except FileNotFoundError:
+            return []
+        return sorted(path for path in paths if path.rpartition("/")[2].startswith("rows-"))
 
-def _check_ours(path: Path, magic: bytes) -> None:
-    """Raise if ``path`` exists and was not written by this command."""
-    if not os.path.lexists(path):
-        return
-    is_ours = path.is_file() and not path.is_symlink()
-    if is_ours:
-        with path.open("rb") as file:  # it may be cut short within the magic
-            is_ours = magic.startswith(file.read(len(magic)))
-    if not is_ours:
-        raise DestinationExistsError(f"{path} is in the way and is not of this command; move it away")
+    def count_rows(self) -> int:
+        """Rows in the parts. A signal may come between storing and counting, so that ``num_stored`` does not tell."""
+        return sum(self.fs.cat_file(part).count(b"\n") for part in self.parts())
 
+    def remove_rows(self) -> None:
+        """Remove the files that a run writes; those of others in the folder stay."""
+        for path in [*self.parts(), self._file(RUN_NAME), self._file(WHOLE_NAME)]:
+            if self.fs.exists(path):
+                self.fs.rm_file(path)
 
-@dataclass(slots=True)
-class LocalWriter:
-    """Appends rows to ``OUT.unfinished``, which is open and locked."""
+    def _file(self, name: str) -> str:
+        return f"{self.path}.unfinished/{name}"
 
-    output: Output
-    descriptor: int
-    columns: Columns | None = None
+    def _part(self, first_row: int) -> str:
+        return self._file(f"rows-{first_row:012d}.jsonl")
 
-    def begin(self, run: Run, columns: Columns, seen: Callable[[dict[str, Any]], None]) -> int:
-        self.columns = columns
-        num_rows = self._go_on(run, seen) if self.output.resume else 0
-        if not num_rows:
-            os.ftruncate(self.descriptor, 0)
-            self.output.run.write_bytes(run.encoded())
-        return num_rows
+    def _read_back(self, run: Run, seen: Callable[[dict[str, Any]], None]) -> None:
+        """Read the rows of the earlier run. Its last part may end within a line."""
+        for part in self.parts():
+            if not self.num_stored:
+                has_run = self.fs.exists(self._file(RUN_NAME))
+                run.check_same(self.fs.cat_file(self._file(RUN_NAME)) if has_run else b"", self.output.unfinished)
+            if part != self._part(self.num_stored):
+                raise self._damaged(f"lacks rows from {self.num_stored:,} on")
+            data = self.fs.cat_file(part)
+            if not data.endswith(b"\n"):
+                data = data[: data.rfind(b"\n") + 1]
+                self.fs.pipe_file(part, data)
+            for line in data.splitlines():
+                try:
+                    seen(json.loads(line))
+                except ValueError as error:
+                    raise self._damaged("is damaged") from error
+                self.num_stored += 1
 
-    def _go_on(self, run: Run, seen: Callable[[dict[str, Any]], None]) -> int:
-        """Reads the rows of the earlier run; removes an incomplete last line."""
-        num_rows, num_bytes = 0, 0
-        with self.output.unfinished.open("rb") as file:
-            for line in file:
-                if not num_rows:
-                    run.check(self.output.run.read_bytes() if self.output.run.exists() else b"", file.name)
-                if line.endswith(b"\n"):
-                    seen(row_of(line, file.name))
-                    num_rows, num_bytes = num_rows + 1, num_bytes + len(line)
-        os.ftruncate(self.descriptor, num_bytes)
-        return num_rows
+    def _damaged(self, what: str) -> DestinationExistsError:
+        return DestinationExistsError(f"{self.output.unfinished} {what}; start afresh with --overwrite")
 
-    def write(self, rows: Sequence[Row]) -> None:
+    def _upload(self) -> None:
+        """Write the output to the store in one upload, which is invisible before it is complete."""
+        self.check_absent()
+        file = self.fs.open(self.path, "wb", autocommit=False)
+        try:
+            self._copy_rows(file)
+            file.close()
+        except BaseException:
+            file.discard()
+            raise
+        file.commit()
+
+    def _copy_rows(self, file: BinaryIO) -> None:
         assert self.columns is not None
-        data = encoded(rows, self.columns)
-        while data:
-            data = data[os.write(self.descriptor, data) :]
+        lines = (line for part in self.parts() for line in self.fs.cat_file(part).splitlines(keepends=True))
+        if self.output.is_parquet:
+            write_parquet(lines, file, self.columns)
+        else:
+            file.writelines(lines)
 
 
-def encoded(rows: Iterable[Row], columns: Columns) -> bytes:
-    return b"".join([columns.line(row) for row in rows])
+def write_parquet(lines: Iterable[bytes], file: BinaryIO, columns: Columns) -> None:
+    """Write JSON Lines as Parquet, one row group at a time. Floats are read back exactly."""
+    import pyarrow as pa
+    from pyarrow import parquet
 
-
-def row_of(line: bytes, where: str) -> dict[str, Any]:
-    """Raises DestinationExistsError if the line is damaged."""
-    try:
-        found = json.loads(line)
-    except ValueError as error:
-        raise DestinationExistsError(f"{where} is damaged; start afresh with --overwrite") from error
-    assert isinstance(found, dict)
-    return found
+    schema, left = columns.schema(), iter(lines)
+    with parquet.ParquetWriter(file, schema) as writer:
+        while group := list(islice(left, ROW_GROUP_ROWS)):
+            writer.write_table(pa.Table.from_pylist([columns.of_line(line) for line in group], schema=schema))
 
 
 @contextmanager
-def open_output(output: Output) -> Iterator[LocalWriter]:
+def open_output(output: Output) -> Iterator[Writer]:
     """Writer of rows; the file is published when the block ends without an error. Otherwise ``OUT.unfinished`` stays,
-    and a note on the error says so. Raises ``DestinationExistsError`` if existing files may not be replaced, or another
-    run writes to the same file."""
-    output.check()
+    and a note on the error says so. Raises DestinationExistsError if existing files may not be replaced, or another run
+    writes to the same file; StoreError."""
     if output.is_parquet:
         import pyarrow.parquet  # noqa: F401  # if it is missing, that is to be known before the first prediction
-    with _locked(output) as descriptor:
-        writer = LocalWriter(output, descriptor)
+    fs, path = file_system(output.url)
+    writer = Writer(output, fs, path, check_lock=lambda: None)
+    try:
+        with output.store_errors():
+            if not output.is_remote:
+                _check_local(output, Path(path))
+            writer.check_absent()
+    except OSError as error:
+        raise StoreError(f"{output.url} cannot be looked up ({error.strerror or error})") from error
+    with _claimed(writer) if output.is_remote else _locked(writer):
+        writer.check_absent()
+        writer.check_no_rows_left()
         try:
             yield writer
-            assert writer.columns is not None
-            _publish(output, writer.columns)
+            writer.publish()
         except BaseException as error:
-            _keep(output, error)
+            _keep_rows(writer, error)
             raise
 
 
+def _check_local(output: Output, path: Path) -> None:
+    folder, unfinished = path.parent, Path(f"{path}.unfinished")
+    if not folder.is_dir():
+        raise StoreError(f"the folder of --output, {Path(output.url).parent}, does not exist; make it first")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise StoreError(f"the folder of --output, {Path(output.url).parent}, cannot be written to")
+    if path.is_dir():
+        raise DestinationExistsError(f"{output.url} is a folder")
+    if os.path.lexists(unfinished) and (unfinished.is_symlink() or not unfinished.is_dir()):
+        raise DestinationExistsError(f"{output.unfinished} is in the way and is not of this command; move it away")
+
+
 @contextmanager
-def _locked(output: Output) -> Iterator[int]:
-    """``OUT.unfinished``, open and locked. The lock ends with the process."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-    descriptor = os.open(output.unfinished, flags, 0o666)
+def _claimed(writer: Writer) -> Iterator[None]:
+    """Hold ``OUT.unfinished`` in its store while the block runs; the Hub has no locks."""
+    if writer.output.url.startswith("hf://"):
+        yield
+        return
+    with ckpt_tools.claim(writer.output.unfinished) as claim:
+        writer.check_lock = claim.check
+        yield
+
+
+@contextmanager
+def _locked(writer: Writer) -> Iterator[None]:
+    """Hold ``OUT.unfinished``, which is made, while the block runs, and remove it then if nothing is in it. The lock
+    ends with the process."""
+    lock = Path(f"{writer.path}.unfinished", LOCK_NAME)
+    lock.parent.mkdir(exist_ok=True)
+    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
-        _lock(descriptor, output)
-        if output.overwrite:
-            os.ftruncate(descriptor, 0)
-        yield descriptor
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise DestinationExistsError(f"another run is writing to {writer.output.url}") from error
+        # Between opening and locking, a run that has ended may have removed this very file.
+        if not lock.exists() or not os.path.samestat(lock.stat(), os.fstat(descriptor)):
+            raise DestinationExistsError(f"another run has just written {writer.output.url}")
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
+            with suppress(OSError):
+                lock.parent.rmdir()
     finally:
         os.close(descriptor)
 
 
-def _lock(descriptor: int, output: Output) -> None:
+def _keep_rows(writer: Writer, error: BaseException) -> None:
+    """After a failure: keep the rows that were predicted and name their place in the error."""
+    with suppress(Exception):
+        writer.store()
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise DestinationExistsError(f"another run is writing to {output.path}") from error
-    # Between opening and locking, a run that has ended may have renamed this very file to OUT.
-    if not _is_at(output.unfinished, descriptor):
-        raise DestinationExistsError(f"another run has just written {output.path}")
-    output.check_absent()
-    output.check_left()
-
-
-def _is_at(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(path.lstat(), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
-
-
-def _publish(output: Output, columns: Columns) -> None:
-    if not output.is_parquet:
-        output.check_absent()
-        output.unfinished.replace(output.path)
-    else:
-        _write_parquet(output, columns)
-        output.check_absent()
-        output.columns.replace(output.path)
-        output.unfinished.unlink()
-    output.run.unlink(missing_ok=True)
-
-
-def _write_parquet(output: Output, columns: Columns) -> None:
-    try:
-        with output.unfinished.open("rb") as rows, output.columns.open("wb") as file:
-            copy_to_parquet(rows, file, columns)
-    except BaseException:
-        output.columns.unlink(missing_ok=True)
-        raise
-
-
-def copy_to_parquet(rows: Iterable[bytes], file: BinaryIO, columns: Columns) -> None:
-    """Copy JSON Lines to Parquet, one row group at a time. Floats are read back exactly."""
-    import pyarrow as pa
-    from pyarrow import parquet
-
-    schema, lines = columns.schema(), iter(rows)
-    with parquet.ParquetWriter(file, schema) as writer:
-        while group := list(islice(lines, ROW_GROUP_ROWS)):
-            writer.write_table(pa.Table.from_pylist([columns.of_line(line) for line in group], schema=schema))
-
-
-def _keep(output: Output, error: BaseException) -> None:
-    """After a failure: remove an empty file; keep one with predictions and name it in the error."""
-    num_rows = _num_lines(output.unfinished)
+        num_rows = writer.count_rows()
+        if not num_rows:
+            writer.remove_rows()
+    except Exception:
+        num_rows = writer.num_stored
     if num_rows:
-        error.add_note(f"the {num_rows:,} rows that were done are kept in {output.unfinished}; --resume continues")
-    else:
-        output.unfinished.unlink(missing_ok=True)
-        output.run.unlink(missing_ok=True)
-
-
-def _num_lines(path: Path) -> int:
-    """Complete lines; 0 without a file. Counted there, because a signal may come between writing and counting."""
-    if not path.exists():
-        return 0
-    with path.open("rb") as file:
-        return sum(line.endswith(b"\n") for line in file)
+        error.add_note(
+            f"the {num_rows:,} rows that were done are kept in {writer.output.unfinished}; --resume continues"
+        )

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from ckpt_tools.errors import CkptError, DestinationExistsError, StoreError
 
@@ -33,27 +36,20 @@ class BadInputsError(CkptError):
 
 
 @dataclass(slots=True)
-class Bin:
-    """Predictions of similar confidence; ``confidence`` is their sum."""
-
-    num: int = 0
-    num_correct: int = 0
-    confidence: float = 0.0
-
-
-@dataclass(slots=True)
 class Tally:
-    """Counts over written rows, those of a resumed run included. ``confusion`` counts pairs (true, predicted class)."""
+    """Counts over written rows, those of a resumed run included. ``confusion`` counts pairs (true, predicted class).
+    For each bin of confidence there is the number of predictions, of correct ones, and the sum of confidences."""
 
     num_rows: int = 0
     num_bad: int = 0
     bad: list[str] = field(default_factory=list)
-    confusion: dict[tuple[int, int], int] = field(default_factory=dict)
-    bins: list[Bin] = field(default_factory=lambda: [Bin() for _ in range(NUM_BINS)])
+    confusion: Counter[tuple[int, int]] = field(default_factory=Counter)
+    bins: np.ndarray = field(default_factory=lambda: np.zeros((3, NUM_BINS)))
 
     def add(self, row: Row) -> None:
-        found = row.prediction
-        self._add(row.name, row.truth, row.error, row.label, None if found is None else found.probabilities)
+        prediction = row.prediction
+        probabilities = None if prediction is None else prediction.probabilities
+        self._add(row.name, row.truth, row.error, row.label, probabilities)
 
     def add_written(self, row: Mapping[str, Any]) -> None:
         """Add a row as read back from the output."""
@@ -67,19 +63,14 @@ class Tally:
             self.num_bad += 1
             self.bad = [*self.bad, name][:NUM_NAMED]
         elif truth is not None and label is not None and probabilities is not None:
-            self._compare(truth, label, probabilities[label])
-
-    def _compare(self, truth: int, label: int, confidence: float) -> None:
-        self.confusion[truth, label] = self.confusion.get((truth, label), 0) + 1
-        found = self.bins[min(int(confidence * NUM_BINS), NUM_BINS - 1)]
-        found.num += 1
-        found.num_correct += truth == label
-        found.confidence += confidence
+            self.confusion[truth, label] += 1
+            confidence = probabilities[label]
+            self.bins[:, min(int(confidence * NUM_BINS), NUM_BINS - 1)] += 1, truth == label, confidence
 
     @property
     def num_known(self) -> int:
         """Predictions whose true label is known."""
-        return sum(self.confusion.values())
+        return self.confusion.total()
 
     @property
     def num_correct(self) -> int:
@@ -88,7 +79,8 @@ class Tally:
     @property
     def calibration_error(self) -> float:
         """Expected calibration error: the mean over predictions of abs(accuracy - confidence) of their bin."""
-        return sum(abs(found.num_correct - found.confidence) for found in self.bins) / max(1, self.num_known)
+        _, correct, confidence = self.bins
+        return float(np.abs(correct - confidence).sum()) / max(1, self.num_known)
 
     def check_bad(self, out: object) -> None:
         """Raise BadInputsError if there is a row without a prediction."""
@@ -145,6 +137,10 @@ def names_of(tally: Tally, labels: tuple[str, ...] | None) -> dict[int, str]:
 
 def figures(tally: Tally, names: dict[int, str]) -> dict[str, Any]:
     """The content of ``report.json``. A class never predicted has no precision, one that never occurs no recall."""
+    occurring, predicted = Counter[int](), Counter[int]()
+    for (truth, label), count in tally.confusion.items():
+        occurring[truth] += count
+        predicted[label] += count
     return {
         "rows": tally.num_rows,
         "errors": tally.num_bad,
@@ -156,13 +152,22 @@ def figures(tally: Tally, names: dict[int, str]) -> dict[str, Any]:
             {
                 "from": number / NUM_BINS,
                 "to": (number + 1) / NUM_BINS,
-                "predictions": found.num,
-                "confidence": found.confidence / found.num if found.num else None,
-                "accuracy": _ratio(found.num_correct, found.num),
+                "predictions": int(num),
+                "confidence": _ratio(confidence, num),
+                "accuracy": _ratio(num_correct, num),
             }
-            for number, found in enumerate(tally.bins)
+            for number, (num, num_correct, confidence) in enumerate(tally.bins.T.tolist())
         ],
-        "classes": [{"label": number, "name": name} | _of_class(tally, number) for number, name in names.items()],
+        "classes": [
+            {
+                "label": number,
+                "name": name,
+                "rows": occurring[number],
+                "precision": _ratio(tally.confusion[number, number], predicted[number]),
+                "recall": _ratio(tally.confusion[number, number], occurring[number]),
+            }
+            for number, name in names.items()
+        ],
         "confusion": [
             {"truth": truth, "label": label, "count": count}
             for (truth, label), count in sorted(tally.confusion.items())
@@ -170,15 +175,7 @@ def figures(tally: Tally, names: dict[int, str]) -> dict[str, Any]:
     }
 
 
-def _of_class(tally: Tally, number: int) -> dict[str, float | int | None]:
-    pairs = tally.confusion.items()
-    correct = tally.confusion.get((number, number), 0)
-    occurs = sum(count for (truth, _), count in pairs if truth == number)
-    predicted = sum(count for (_, label), count in pairs if label == number)
-    return {"rows": occurs, "precision": _ratio(correct, predicted), "recall": _ratio(correct, occurs)}
-
-
-def _ratio(part: int, whole: int) -> float | None:
+def _ratio(part: float, whole: float) -> float | None:
     return part / whole if whole else None
 
 
@@ -186,25 +183,24 @@ def confusion_picture(tally: Tally, names: dict[int, str]) -> bytes:
     """PNG of the confusion matrix: rows are true classes, columns predicted ones, shaded by their share of the row."""
     from matplotlib.figure import Figure
 
-    classes = list(names)
-    counts = [[tally.confusion.get((truth, label), 0) for label in classes] for truth in classes]
-    # The square root makes rare confusions visible.
-    shares = [[(count / max(1, sum(row))) ** 0.5 for count in row] for row in counts]
+    counts = np.array([[tally.confusion[truth, label] for label in names] for truth in names])
     figure = Figure(figsize=(9, 9), layout="constrained")
     axes = figure.subplots()
     axes.set(title=f"{tally.num_correct:,} of {tally.num_known:,} correct", xlabel="predicted", ylabel="true")
-    if classes:
+    if names:
+        # The square root makes rare confusions visible.
+        shares = np.sqrt(counts / np.maximum(1, counts.sum(1, keepdims=True)))
         axes.imshow(shares, "Blues", vmin=0, vmax=1)
-    if len(classes) <= MAX_NAMED:
+    if len(names) <= MAX_NAMED:
         # A label may hold half of a surrogate pair.
         texts = [name.encode(errors="replace").decode() for name in names.values()]
         short = [text if len(text) <= NAME_CHARS else f"{text[: NAME_CHARS - 1]}…" for text in texts]
         axes.set_xticks(range(len(short)), short, rotation=90, parse_math=False)
         axes.set_yticks(range(len(short)), short, parse_math=False)
-    if len(classes) <= MAX_NUMBERED:
-        for row, column in ((r, c) for r, each in enumerate(counts) for c, count in enumerate(each) if count):
-            colour = "white" if shares[row][column] > 0.6 else "black"
-            axes.text(column, row, str(counts[row][column]), ha="center", va="center", color=colour)
+    if len(names) <= MAX_NUMBERED:
+        for row, column in np.argwhere(counts):
+            colour = "white" if shares[row, column] > 0.6 else "black"
+            axes.text(column, row, str(counts[row, column]), ha="center", va="center", color=colour)
     return _png(figure)
 
 
@@ -216,10 +212,11 @@ def calibration_picture(tally: Tally) -> bytes:
     upper, lower = figure.subplots(2, sharex=True, height_ratios=(4, 1))
     centres = [(number + 0.5) / NUM_BINS for number in range(NUM_BINS)]
     upper.set(title=f"expected calibration error {tally.calibration_error:.4f}", ylabel="accuracy", ylim=(0, 1))
-    upper.bar(centres, [_ratio(found.num_correct, found.num) or 0 for found in tally.bins], 0.9 / NUM_BINS)
+    num, num_correct, _ = tally.bins
+    upper.bar(centres, num_correct / np.maximum(num, 1), 0.9 / NUM_BINS)
     upper.plot((0, 1), (0, 1), color="black", label="accuracy = confidence")
     upper.legend()
-    lower.bar(centres, [found.num for found in tally.bins], 0.9 / NUM_BINS, color="grey")
+    lower.bar(centres, num, 0.9 / NUM_BINS, color="grey")
     lower.set(xlabel="confidence", ylabel="predictions", xlim=(0, 1))
     return _png(figure)
 

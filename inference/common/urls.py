@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
 
 from ckpt_tools.errors import CkptError, StoreError, UsageError
 
@@ -15,9 +17,16 @@ from .errors import one_line
 SAME_IN_S3FS = ("key", "secret", "token", "profile", "anon", "endpoint_url")  # S3 options with the same name in s3fs
 
 
+def is_url(place: object) -> bool:
+    """Whether ``place`` is a URL of a store, and not a local path."""
+    return "://" in str(place)
+
+
 def file_system(url: str, options: Mapping[str, Any] | None = None) -> tuple[Any, str]:
-    """fsspec's file system of ``url``, and the path in it. Listings are not cached, because others write there. Raises
-    UsageError if the scheme is unknown, or its package is missing."""
+    """fsspec's file system of a URL or a local path, and the path in it. Listings are not cached, because others write
+    there. Raises UsageError if the scheme is unknown, or its package is missing."""
+    if not is_url(url):
+        return LocalFileSystem(), os.path.abspath(url)  # noqa: PTH100  # names may be of any bytes
     try:
         fs, path = url_to_fs(url, use_listings_cache=False, **_translated(url, options or {}))
     except (ImportError, ValueError) as error:

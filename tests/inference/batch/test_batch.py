@@ -150,20 +150,25 @@ def test_what_somebody_else_has_there_is_never_replaced(model, image_folder, tmp
     (tmp_path / "x.jsonl").mkdir()
     assert predict(model, image_folder, tmp_path / "x.jsonl", "--overwrite").exit_code == 8
     assert (tmp_path / "x.jsonl").is_dir()
-    for suffix in (".unfinished", ".unfinished-columns", ".unfinished-run"):
-        other = tmp_path / f"x.parquet{suffix}"
-        other.write_text("mine")
-        result = predict(model, image_folder, tmp_path / "x.parquet", "--overwrite")
-        assert (result.exit_code, other.read_text()) == (8, "mine")
-        assert str(other) in result.stderr
-        other.unlink()
+    other = tmp_path / "x.parquet.unfinished"
+    other.write_text("mine")
+    result = predict(model, image_folder, tmp_path / "x.parquet", "--overwrite")
+    assert (result.exit_code, other.read_text()) == (8, "mine")
+    assert str(other) in result.stderr
+    other.unlink()
+    other.mkdir()
+    (other / "notes").write_text("mine")
+    assert predict(model, image_folder, tmp_path / "x.parquet", "--overwrite").exit_code == 0
+    assert [path.name for path in other.iterdir()] == ["notes"]
 
 
 @pytest.mark.parametrize("rows", [b'{"name": "a", "label": 1', b'{"na'])
 def test_what_a_kill_left_is_replaced_if_asked(rows, model, image_folder, tmp_path):
     """By a kill while the Parquet file was written, and by one in the middle of the first line."""
-    (tmp_path / "x.parquet.unfinished").write_bytes(rows)
-    (tmp_path / "x.parquet.unfinished-columns").write_bytes(b"PAR1 and no end")
+    unfinished = tmp_path / "x.parquet.unfinished"
+    unfinished.mkdir()
+    (unfinished / "rows-000000000000.jsonl").write_bytes(rows)
+    (unfinished / "whole").write_bytes(b"PAR1 and no end")
     assert predict(model, image_folder / "000.png", tmp_path / "x.parquet", "--overwrite").exit_code == 0
     assert [path.name for path in tmp_path.iterdir()] == ["x.parquet"]
 
@@ -175,7 +180,7 @@ def write_one(writer: Writer) -> None:
 
 def test_a_second_run_on_the_same_file_is_refused(model, image_folder, tmp_path):
     out = tmp_path / "x.jsonl"
-    with open_output(Output(out, overwrite=False)) as writer:
+    with open_output(Output(str(out))) as writer:
         write_one(writer)
         for option in ("--quiet", "--overwrite"):
             result = predict(model, image_folder, out, option)
@@ -188,7 +193,7 @@ def test_a_file_that_appeared_meanwhile_is_not_replaced(tmp_path):
     out = tmp_path / "x.jsonl"
 
     def run() -> None:
-        with open_output(Output(out, overwrite=False)) as writer:
+        with open_output(Output(str(out))) as writer:
             write_one(writer)
             out.write_text("mine")
 
@@ -217,17 +222,17 @@ def test_a_run_that_is_ended_keeps_what_it_predicted(module, number, code, model
     command = [sys.executable, "-m", *module, "--model", model, "--input", many_images, "--output", out, "--quiet"]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, preexec_fn=default_signals) as process:
-        while not unfinished.exists() or unfinished.stat().st_size < 20_000:
+        while sum(path.stat().st_size for path in unfinished.glob("rows-*")) < 20_000:
             assert process.poll() is None, process.communicate()
             time.sleep(0.002)
         process.send_signal(number)
         stdout, stderr = process.communicate(timeout=60)
     assert (process.returncode, stdout) == (code, "")
-    kept = unfinished.read_text()
+    kept = kept_rows(unfinished)
     rows = [json.loads(line) for line in kept.splitlines(keepends=True) if line.endswith("\n")]
     assert len(rows) > 30
     assert [row["name"] for row in rows] == [f"{number:04d}.png" for number in range(len(rows))]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.parquet.unfinished", "x.parquet.unfinished-run"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["x.parquet.unfinished"]
     if number != signal.SIGKILL:
         told = f"the {len(rows):,} rows that were done are kept in {unfinished}; --resume continues"
         assert stderr == f"stopped by {number.name}; {told}\n"
@@ -235,9 +240,13 @@ def test_a_run_that_is_ended_keeps_what_it_predicted(module, number, code, model
     result = predict(model, image, out)
     assert result.exit_code == 8
     assert "x.parquet.unfinished holds the rows of a run that did not finish; --resume" in result.stderr
-    assert unfinished.read_text() == kept
+    assert kept_rows(unfinished) == kept
     assert predict(model, image, out, "--overwrite").exit_code == 0
     assert [path.name for path in tmp_path.iterdir()] == [out.name]
+
+
+def kept_rows(unfinished: Path) -> str:
+    return "".join(part.read_text() for part in sorted(unfinished.glob("rows-*")))
 
 
 def default_signals() -> None:
@@ -264,8 +273,8 @@ def test_a_full_disk_keeps_what_was_predicted(suffix, model, tmp_path):
     with limited_files():
         result = predict(model, "digits", out, "--quiet")
     assert result.exit_code == 5
-    assert sorted(tmp_path.iterdir()) == [unfinished, tmp_path / f"x{suffix}.unfinished-run"]
-    num_rows = unfinished.read_text().count("\n")
+    assert list(tmp_path.iterdir()) == [unfinished]
+    num_rows = kept_rows(unfinished).count("\n")
     assert num_rows >= 30
     kept = f"the {num_rows} rows that were done are kept in {unfinished}; --resume continues"
     assert result.stderr == f"Error: File too large; {kept}\n"
