@@ -1,22 +1,19 @@
-"""FSDP2 on Ray Train in one file: shard a Vision Transformer, train it, save, resume, and predict. Nothing of
-ckpt-tools is used here. It needs `pip install torch torchvision 'ray[train]' scikit-learn`, no GPU and no network.
+"""FSDP2 on Ray Train in one file: shard a Vision Transformer, train it, save, resume, and predict. It needs
+`pip install torch torchvision 'ray[train]' scikit-learn`, no GPU and no network.
 
     python fsdp2_on_ray.py --workers 2 --epochs 1 --out /tmp/fsdp2
     python fsdp2_on_ray.py --workers 1 --epochs 2 --out /tmp/fsdp2
 
-The second command continues the run of the first on one worker. The first 60 lines are data and model. FSDP2 begins
-with `shard`, checkpoints with `AppState`, Ray Train with `fit`.
+The second command continues the run of the first on one worker. FSDP2 begins with `shard`, checkpoints with
+`AppState`, Ray Train with `fit`. Memory: see `--micro-batch`, `--recompute`, `--no-reshard` and `--offload`.
 """
-
-from __future__ import annotations
 
 import argparse
 import os
 import tempfile
+from functools import partial
 from typing import Any
 
-import ray
-import ray.train
 import ray.train.torch
 import torch
 import torch.distributed.checkpoint as dcp
@@ -25,14 +22,14 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as states
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchvision.datasets import FashionMNIST
 from torchvision.models import VisionTransformer
 
 BATCH_SIZE = 64  # samples of one step, over all workers: the run stays the same run at another number of workers
-HELD_OUT = 360  # digits that are never trained on
 
 
 def load_data(root: str | None, *, train: bool) -> TensorDataset:
@@ -41,31 +38,31 @@ def load_data(root: str | None, *, train: bool) -> TensorDataset:
         fashion = FashionMNIST(root, train=train)
         images, labels = fashion.data / 255, fashion.targets
     else:
-        digits, part = load_digits(), slice(None, -HELD_OUT) if train else slice(-HELD_OUT, None)
+        digits, part = load_digits(), slice(None, -360) if train else slice(-360, None)  # 360 are held out
         images, labels = torch.tensor(digits.images[part]) / 16, torch.tensor(digits.target[part])
     images = functional.interpolate(images[:, None].float(), size=28, mode="bilinear")
     return TensorDataset(images.expand(-1, 3, -1, -1), labels)
 
 
 def build_model() -> VisionTransformer:
-    return VisionTransformer(
-        image_size=28, patch_size=7, num_layers=4, num_heads=4, hidden_dim=64, mlp_dim=128, num_classes=10
-    )
+    return VisionTransformer(28, 7, num_layers=4, num_heads=4, hidden_dim=64, mlp_dim=128, num_classes=10)
 
 
-def shard(model: VisionTransformer, device: torch.device, *, dtype: str, offload: bool) -> VisionTransformer:
+def shard(model: VisionTransformer, device: torch.device, config: dict[str, Any]) -> VisionTransformer:
     """Leave each worker 1/N of every weight. FSDP2 gathers the weights of one block just before that block computes,
     and frees them afterwards. So each block is wrapped by itself, and the root takes what is in no block."""
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     # In bf16 the blocks compute with half the bytes. The sharded weights, which the optimizer updates, stay fp32, and
     # gradients are added up in fp32: many small numbers would be lost in bf16.
-    bf16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    options: dict[str, Any] = {"mesh": mesh, "mp_policy": bf16 if dtype == "bf16" else MixedPrecisionPolicy()}
+    precision = MixedPrecisionPolicy(torch.bfloat16 if config["dtype"] == "bf16" else None, torch.float32)
     # With offload, weights, gradients and optimizer are in the host's memory; only a block that computes is on the GPU.
-    if offload:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    offload = CPUOffloadPolicy(pin_memory=device.type == "cuda") if config["offload"] else OffloadPolicy()
+    options: dict[str, Any] = {"mesh": mesh, "mp_policy": precision, "offload_policy": offload}
     for block in model.encoder.layers:
-        fully_shard(block, **options)
+        if config["recompute"]:  # activation checkpointing: backward computes the block again from its input
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        # With reshard_after_forward=False the gathered weights stay until backward: less is sent, more kept.
+        fully_shard(block, reshard_after_forward=config["reshard"], **options)
     fully_shard(model, **options)
     return model
 
@@ -94,53 +91,54 @@ def save(app: AppState, loss: float) -> None:
     also if they are on other machines, and records it when all are there. So every worker has to call this."""
     with tempfile.TemporaryDirectory() as folder:
         dcp.save({"app": app}, checkpoint_id=folder)
-        checkpoint = ray.train.Checkpoint.from_directory(folder)
-        ray.train.report({"epoch": app.epoch, "step": app.step, "loss": loss}, checkpoint=checkpoint)
+        metrics = {"epoch": app.epoch, "step": app.step, "loss": loss}
+        ray.train.report(metrics, checkpoint=ray.train.Checkpoint.from_directory(folder))
 
 
 def resume(app: AppState, given: str | None) -> None:
     """Load the run's newest checkpoint, if there is one. Ray knows it after a failure, and also if the script is
     started again with the same `--out`. Each worker reads its new part of every tensor, from the shards of all."""
-    checkpoint = ray.train.get_checkpoint()
-    if checkpoint is None and given:
-        checkpoint = ray.train.Checkpoint.from_directory(given)
-    if checkpoint is not None:
-        with checkpoint.as_directory() as folder:
+    newest = ray.train.get_checkpoint() or (ray.train.Checkpoint.from_directory(given) if given else None)
+    if newest is not None:
+        with newest.as_directory() as folder:
             dcp.load({"app": app}, checkpoint_id=folder)
 
 
 def train(config: dict[str, Any]) -> None:
     """The work of one worker. Ray has already set up `torch.distributed`."""
     device, rank = ray.train.torch.get_device(), torch.distributed.get_rank()
-    is_cuda = device.type == "cuda"
-    if is_cuda:
+    if device.type == "cuda":
         torch.cuda.memory._record_memory_history()
     torch.manual_seed(0)  # equal first weights on all workers, because FSDP2 keeps the part that each has
     # A model that fits into no worker is built on torch.device("meta"), and gets its weights after `shard`.
-    model = shard(build_model(), device, dtype=config["dtype"], offload=config["offload"])
+    model = shard(build_model(), device, config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05)  # of this worker's shards
     app = AppState(model, optimizer)
     resume(app, config["resume"])
 
     data = load_data(config["data_root"], train=True)
     sampler: DistributedSampler[Any] = DistributedSampler(data, drop_last=True)  # 1/N of the samples for each worker
-    batch_size = BATCH_SIZE // torch.distributed.get_world_size()
-    loader = DataLoader(data, batch_size, sampler=sampler, drop_last=True, pin_memory=is_cuda)
-    model.train()
+    batch_size = BATCH_SIZE // torch.distributed.get_world_size()  # divided into parts of the size --micro-batch
+    loader = DataLoader(data, batch_size, sampler=sampler, drop_last=True, pin_memory=device.type == "cuda")
+    parts = max(1, batch_size // config["micro_batch"])
     for epoch in range(app.epoch, config["epochs"]):
         sampler.set_epoch(epoch)  # another order in each epoch, and the same one if the epoch is repeated
         for images, labels in loader:
-            logits = model(images.to(device, non_blocking=True)).float()
-            loss = functional.cross_entropy(logits, labels.to(device, non_blocking=True))
-            loss.backward()
+            losses: list[Tensor] = []
+            # Accumulation: the parts of the batch one by one, so that only the activations of one are in memory.
+            for inputs, classes in zip(images.chunk(parts), labels.chunk(parts), strict=True):
+                model.set_requires_gradient_sync(len(losses) == parts - 1)  # the last part sends the gradients of all
+                logits = model(inputs.to(device, non_blocking=True)).float()
+                losses.append(functional.cross_entropy(logits, classes.to(device, non_blocking=True)) / parts)
+                losses[-1].backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # the norm over all shards
             optimizer.step()
             optimizer.zero_grad()
             app.step += 1
         app.epoch = epoch + 1
-        save(app, loss.item())
+        save(app, float(sum(losses)))
 
-    if is_cuda:  # open it at pytorch.org/memory_viz; torch records no such history of a CPU's memory
+    if device.type == "cuda":  # open it at pytorch.org/memory_viz; torch records no such history of a CPU's memory
         torch.cuda.memory._dump_snapshot(f"{config['out']}/memory_rank_{rank}.pickle")
     # Every worker has to take part in gathering the weights. They arrive on rank 0, tensor by tensor, in host memory.
     whole = states.StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -178,7 +176,6 @@ def predict(weights: str, images: Tensor) -> Tensor:
 
 
 def options(args: list[str] | None = None) -> dict[str, Any]:
-    """Options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sizes = [2**n for n in range(7)]  # each divides the batch
     parser.add_argument("--workers", type=int, choices=sizes, default=2, help="a GPU for each, if there are enough")
@@ -187,6 +184,9 @@ def options(args: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--resume", type=os.path.abspath, help="checkpoint of another run")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], default="fp32", help="what the blocks compute in")
     parser.add_argument("--offload", action="store_true", help="keep weights and optimizer in the host's memory")
+    parser.add_argument("--micro-batch", type=int, choices=sizes, default=64, help="samples that compute at a time")
+    parser.add_argument("--recompute", action="store_true", help="activation checkpointing")
+    parser.add_argument("--no-reshard", dest="reshard", action="store_false", help="whole weights until backward")
     parser.add_argument("--data-root", type=os.path.abspath, help="FashionMNIST instead of digits")
     return vars(parser.parse_args(args))
 
