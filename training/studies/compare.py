@@ -1,7 +1,8 @@
 """``python -m training.studies.compare``: compares strategies on the same training run.
 
 Each case is a ``python -m training --launcher torchrun`` in a folder of its own, started a second time at its end to
-measure how long it takes to resume. Finished cases are not run again.
+measure how long it takes to resume. Finished cases are not run again. The figures are from ``metrics.jsonl`` and
+``result.json``.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ with use_default_interrupt():
     import shutil
     import subprocess
     import sys
-    from collections.abc import Iterable, Sequence
-    from dataclasses import dataclass, replace
+    from collections.abc import Callable, Iterable, Sequence
+    from dataclasses import asdict, dataclass, replace
     from pathlib import Path
+    from statistics import harmonic_mean, median
     from typing import Any
 
     import click
 
-    from ckpt_tools.errors import CkptError, DestinationExistsError, UsageError
+    from ckpt_tools.errors import CkptError, DestinationExistsError, FormatError, UsageError
     from ckpt_tools.process.credentials import mask_secrets
     from ckpt_tools.process.guard import guard_processes
 
@@ -31,7 +33,6 @@ with use_default_interrupt():
     from ..config.options import RESUME_AUTO, SETTINGS, spelt
     from ..config.train_config import TrainConfig
     from ..loop.stopping import interruptible
-    from .report import Figures, Row, figures_of, report
 
 DEFAULTS = ("--launcher=torchrun", "--epochs=2", "--log-every=1")  # default options of every run
 DEFAULT_CASES = (
@@ -50,6 +51,10 @@ DEFAULT_CASES = (
 
 WORK = (*SETTINGS, "num_workers", "until", "data_root", "init_from")  # fields that all cases must share
 OURS = ("resume", "override", "storage", "export", "max_steps")  # fields that are of no use in a comparison
+REPORT_NAME = "comparison"
+WARM_UP = 3  # measured steps at the beginning that are left out; with fewer than six, the first half
+SAME_LOSS = 1e-5  # largest relative difference of two losses in fp32 that count as equal
+COLOURS = {"fsdp2": "#0b6e4f", "deepspeed": "#2563eb"}
 CASE_NAME = "case.json"  # file in the folder of a case: options of its run, and its figures once it is finished
 
 
@@ -70,19 +75,32 @@ def main(out: Path, texts: tuple[str, ...], options: tuple[str, ...]) -> None:
     from ..checkpoints.locking import locked
 
     out = out.absolute()
-    cases = cases_of(texts, options, out)
+    cases = parse_cases(texts, options, out)
     check_modules(["matplotlib"])
     with locked(out):
         for case in cases:
-            case.check_folder()
+            check_folder(case)
         with interruptible(lambda: "finished cases are kept; the same command runs the others"):
             with guard_processes() as marking, marking():
-                rows = [row_of(case) for case in cases]
-        report(out, cases[0].config, rows)
+                rows = [run_case(case) for case in cases]
+        write_report(out, cases[0].config, rows)
     sys.exit(1 if any(row.figures is None for row in rows) else 0)
 
 
 main.epilog = f"Default of OPTIONS: {' '.join(DEFAULTS[1:])}. Default cases: {'; '.join(DEFAULT_CASES)}."
+
+
+Figures = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A case with its figures, or its error."""
+
+    case: str
+    framework: str
+    figures: Figures | None
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,67 +110,30 @@ class Case:
     name: str
     config: TrainConfig
 
-    @classmethod
-    def of(cls, text: str, options: Sequence[str], out: Path) -> Case:
-        """Parse ``--case``. Raises ``UsageError``, which names the case."""
-        words = shlex.split(text)
-        if not words or words[0].startswith("-"):
-            raise UsageError(f'--case "{text}" does not begin with a strategy, such as full_shard')
-        folder = out / re.sub(r"[^\w.=+-]", "_", " ".join(Path(word).name for word in words).replace(" --", "+"))
-        try:
-            given = parsed([f"--out={folder}", *DEFAULTS, *options, "--strategy", *words])
-            _check_given(given, folder)
-            return cls(" ".join(words), config_of(given))
-        except click.ClickException as error:
-            raise UsageError(f'--case "{text}": {error.format_message()}') from error
-        except CkptError as error:
-            raise type(error)(f'--case "{text}": {error.message}') from error
-
     @property
     def args(self) -> list[str]:
         """Options of its run, without its folder and without credentials: they are written to a file."""
         return [mask_secrets(each) for each in replace(self.config, out=Path("run")).to_args()]
 
-    def note(self, figures: Figures | None = None) -> None:
+    def record(self, figures: Figures | None = None) -> None:
         """Replaces ``CASE_NAME`` atomically."""
         unfinished = self.config.out / f".{CASE_NAME}.partial"
         unfinished.write_text(json.dumps({"args": self.args, "figures": figures}, indent=1) + "\n")
         unfinished.replace(self.config.out / CASE_NAME)
 
-    def noted(self) -> dict[str, Any] | None:
-        """Content of the file of :meth:`note`; None if the folder has no such file."""
+    def read_record(self) -> dict[str, Any] | None:
+        """Content of the file of :meth:`record`; None if the folder has no such file."""
         try:
-            found = json.loads((self.config.out / CASE_NAME).read_text())
+            record = json.loads((self.config.out / CASE_NAME).read_text())
         except (OSError, ValueError):
             return None
-        return found if isinstance(found, dict) and found.keys() >= {"args", "figures"} else None
-
-    def check_folder(self) -> None:
-        """Raises ``DestinationExistsError`` if the folder holds anything else, or another case."""
-        folder, found = self.config.out, self.noted()
-        if found is None and folder.exists() and any(folder.iterdir()):
-            raise DestinationExistsError(f"{folder} holds files that no comparison wrote; choose another --out")
-        if found and found["figures"] and (other := sorted(set(found["args"]) ^ set(self.args))):
-            raise DestinationExistsError(
-                f"{folder} is this case with other options ({', '.join(other)}); choose another --out"
-            )
+        return record if isinstance(record, dict) and record.keys() >= {"args", "figures"} else None
 
 
-def _check_given(given: dict[str, Any], out: Path) -> None:
-    """Raises ``UsageError`` for an option that the comparison sets itself."""
-    if given["out"] != out:
-        raise UsageError("--out is the comparison's own: each case has a folder in it")
-    for name in OURS:
-        if given[name]:
-            raise UsageError(f"--{spelt(name)} is not for a comparison, which starts and resumes its runs itself")
-    if given["launcher"] != "torchrun":
-        raise UsageError("--launcher is torchrun in a comparison")
-
-
-def cases_of(texts: Iterable[str], options: Sequence[str], out: Path) -> list[Case]:
+def parse_cases(texts: Iterable[str], options: Sequence[str], out: Path) -> list[Case]:
     """Parse all cases. Raises ``UsageError`` if two are the same, or differ in a field of ``WORK``."""
     cases: list[Case] = []
-    for case in (Case.of(text, options, out) for text in texts):
+    for case in (_parse_case(text, options, out) for text in texts):
         if case.config.out in {other.config.out for other in cases}:
             raise UsageError(f'--case "{case.name}" is given twice: two cases cannot share {case.config.out}')
         cases.append(case)
@@ -164,30 +145,59 @@ def cases_of(texts: Iterable[str], options: Sequence[str], out: Path) -> list[Ca
     return cases
 
 
-def row_of(case: Case) -> Row:
+def _parse_case(text: str, options: Sequence[str], out: Path) -> Case:
+    """Raises ``UsageError``, which names the case."""
+    words = shlex.split(text)
+    if not words or words[0].startswith("-"):
+        raise UsageError(f'--case "{text}" does not begin with a strategy, such as full_shard')
+    folder = out / re.sub(r"[^\w.=+-]", "_", " ".join(Path(word).name for word in words).replace(" --", "+"))
+    try:
+        values = parsed([f"--out={folder}", *DEFAULTS, *options, "--strategy", *words])
+        if values["out"] != folder or values["launcher"] != "torchrun" or any(values[name] for name in OURS):
+            own = ", ".join(f"--{spelt(name)}" for name in ("out", "launcher", *OURS))
+            raise UsageError(f"a comparison sets {own} itself")
+        return Case(" ".join(words), config_of(values))
+    except click.ClickException as error:
+        raise UsageError(f'--case "{text}": {error.format_message()}') from error
+    except CkptError as error:
+        raise type(error)(f'--case "{text}": {error.message}') from error
+
+
+def check_folder(case: Case) -> None:
+    """Raises ``DestinationExistsError`` if the folder of the case holds anything else, or another case."""
+    folder, record = case.config.out, case.read_record()
+    if record is None and folder.exists() and any(folder.iterdir()):
+        raise DestinationExistsError(f"{folder} holds files that no comparison wrote; choose another --out")
+    if record and record["figures"] and (other := sorted(set(record["args"]) ^ set(case.args))):
+        raise DestinationExistsError(
+            f"{folder} is this case with other options ({', '.join(other)}); choose another --out"
+        )
+
+
+def run_case(case: Case) -> Row:
     """Run the case, unless it is finished."""
-    framework, noted = case.config.sharding.framework, case.noted()
-    if noted and noted["figures"]:
+    framework, record = case.config.sharding.framework, case.read_record()
+    if record and record["figures"]:
         click.echo(f"{case.name}: done before")
-        return Row(case.name, framework, noted["figures"])
+        return Row(case.name, framework, record["figures"])
     click.echo(f"{case.name}:")
     try:
-        figures = _measured(case)
+        figures = _measure(case)
     except CkptError as error:
         click.echo(f"{case.name} failed: {error}", err=True)
         return Row(case.name, framework, None, str(error))
-    case.note(figures)
+    case.record(figures)
     return Row(case.name, framework, figures)
 
 
-def _measured(case: Case) -> Figures:
+def _measure(case: Case) -> Figures:
     """Run the case anew; files of an earlier attempt are removed. Raises ``CkptError``."""
-    from ..loop.result import RESULT_NAME, RunResult
+    from ..loop.result import RESULT_NAME, RunResult  # this imports torch, which takes seconds
 
     out = case.config.out
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
-    case.note()
+    case.record()
     _run(case.config)
     result = RunResult.read(out / RESULT_NAME)
     _run(replace(case.config, resume=RESUME_AUTO), stdout=subprocess.DEVNULL)
@@ -202,6 +212,112 @@ def _run(config: TrainConfig, stdout: int | None = None) -> None:
     if done.returncode:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         raise CkptError(lines[-1].removeprefix("Error: "))
+
+
+def figures_of(run: Path) -> Figures:
+    """Figures of a run that was resumed at its end. ``peak_rss`` and ``cuda_peak`` (0 without CUDA) are the highest of
+    any rank, in bytes. Raises ``FormatError`` if no step was measured."""
+    from ..loop.outlets import recorded
+    from ..loop.result import RESULT_NAME, RunResult
+
+    result, lines = RunResult.read(run / RESULT_NAME), list(recorded(run))
+    steps = [line for line in lines if "peak_rss" in line]
+    if not steps:
+        raise FormatError(f"{run} has no measured step; give a --log-every that is not above the number of steps")
+    warm = steps[min(WARM_UP, len(steps) // 2) :]
+    return {
+        "samples_per_second": harmonic_mean([step["samples_per_second"] for step in warm]),
+        "peak_rss": max(steps[-1]["peak_rss"]),
+        "cuda_peak": max(steps[-1].get("cuda_peak", [0])),
+        "checkpoint_bytes": sum(path.stat().st_size for path in Path(result.checkpoint).rglob("*") if path.is_file()),
+        "save_seconds": median(save.seconds for save in result.saves),
+        "stall_seconds": median(save.stall_seconds for save in result.saves),
+        "resume_seconds": next(line["resume_seconds"] for line in reversed(lines) if "resume_seconds" in line),
+        "final_loss": result.history[-1].losses[-1],
+    }
+
+
+def _size(count: float) -> str:
+    return f"{count / 1e6:,.1f} MB" if count < 1e9 else f"{count / 1e9:,.2f} GB"
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.3f} s" if value < 1 else f"{value:,.2f} s"
+
+
+COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
+    "samples_per_second": ("samples/s", lambda value: f"{value:,.1f}"),
+    "peak_rss": ("memory", _size),
+    "cuda_peak": ("GPU memory", _size),
+    "checkpoint_bytes": ("checkpoint", _size),
+    "save_seconds": ("save", _seconds),
+    "stall_seconds": ("stall", _seconds),
+    "resume_seconds": ("resume", _seconds),
+    "final_loss": ("final loss", lambda value: f"{value:.6f}"),
+}
+"""Title and text of each figure."""
+
+
+def write_report(out: Path, config: TrainConfig, rows: Sequence[Row]) -> None:
+    """Write the report, and print its table. Without a GPU there is no column for its memory."""
+    columns = [name for name in COLUMNS if any(row.figures and row.figures[name] for row in rows)]
+    work = {name: getattr(config, name) for name in (*SETTINGS, "num_workers")}
+    losses = sentence_on_losses(rows)
+    title = (
+        f"{config.model} on {config.dataset}, batch {config.batch_size}, {config.num_workers} workers, "
+        f"{config.precision}"
+    )
+    errors = [f"- {row.case}: {row.error}\n" for row in rows if row.figures is None]
+    text = "\n".join([f"# {title}", "", table_of(rows, columns), "", *errors, losses])
+    content = {"work": work, "cases": [asdict(row) for row in rows], "losses": losses}
+    (out / f"{REPORT_NAME}.md").write_text(f"{text}\n")
+    (out / f"{REPORT_NAME}.json").write_text(json.dumps(content, indent=1) + "\n")
+    (out / f"{REPORT_NAME}.png").unlink(missing_ok=True)
+    if any(row.figures for row in rows):
+        draw_bars(rows, columns, title, out / f"{REPORT_NAME}.png")
+    click.echo("\n".join([text, *map(str, sorted(out.glob(f"{REPORT_NAME}.*")))]))
+
+
+def table_of(rows: Sequence[Row], columns: Sequence[str]) -> str:
+    """Table in Markdown, with aligned cells for terminals."""
+    cells = [["case", *(COLUMNS[name][0] for name in columns)], ["-" * 5] * (1 + len(columns))]
+    for row in rows:
+        values = row.figures and [COLUMNS[name][1](row.figures[name]) for name in columns]
+        cells.append([row.case, *(values or ["failed"] * len(columns))])
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join(f"| {' | '.join(map(str.ljust, line, widths))} |" for line in cells)
+
+
+def sentence_on_losses(rows: Sequence[Row]) -> str:
+    """A sentence that tells whether the final losses agree."""
+    found = {row.case: row.figures["final_loss"] for row in rows if row.figures}
+    if len(found) < 2:
+        return "There are no two final losses to compare."
+    first, *others = found
+    differing = {case: abs(found[case] - found[first]) / abs(found[first]) for case in others}
+    worst = max(differing, key=lambda case: differing[case])
+    if differing[worst] <= SAME_LOSS:
+        return (
+            f"All final losses are equal to a relative {SAME_LOSS:g}; the largest difference is {differing[worst]:.1e}."
+        )
+    return f"Final losses differ by up to a relative {differing[worst]:.1e}: {worst} against {first}."
+
+
+def draw_bars(rows: Sequence[Row], columns: Sequence[str], title: str, file: Path) -> None:
+    """Bars for each figure of the finished cases, with scales that begin at zero."""
+    from matplotlib.figure import Figure
+
+    done = [(row.case, row.figures, COLOURS[row.framework]) for row in rows if row.figures]
+    names, every_figures, colours = zip(*done, strict=True)
+    figure = Figure(figsize=(3.5 + 2 * len(columns), 1.2 + 0.4 * len(done)), layout="constrained")
+    figure.suptitle(f"{title} (green: FSDP2, blue: DeepSpeed)")
+    for axes, column in zip(figure.subplots(1, len(columns), sharey=True), columns, strict=True):
+        heading, text = COLUMNS[column]
+        values = [figures[column] for figures in every_figures]
+        axes.bar_label(axes.barh(names, values, color=colours), [text(value) for value in values], padding=3)
+        axes.set(title=heading, xticks=[], ylim=(len(done) - 0.5, -0.5))
+        axes.margins(x=0.6)
+    figure.savefig(file, dpi=150)
 
 
 if __name__ == "__main__":
