@@ -33,11 +33,11 @@ from benchmarks.suite import Settings
 from benchmarks.turns import Taken, compare, take_turns
 from ckpt_tools import load_into
 from fixtures.launch import pool
-from training.checkpoints.progress import Progress
-from training.config.schedule import schedule_for
+from training.checkpoints.settings import Progress
 from training.config.train_config import TrainConfig
 from training.data.datasets import load_dataset, to_input
 from training.engines import create_engine
+from training.engines.optimizers import schedule_for
 from training.launchers.torchrun import run_rank
 from training.loop.outlets import Outlet
 from training.loop.saving import Saver

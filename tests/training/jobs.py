@@ -12,7 +12,7 @@ import torch
 
 import ckpt_tools
 from fixtures.launch import pool
-from training.config.strategies import BY_NAME
+from training.config.options import BY_NAME
 from training.config.train_config import TrainConfig
 from training.launchers.torchrun import run_rank
 from training.loop.result import RunResult

@@ -21,7 +21,7 @@ from inference.batch import __main__ as batch
 from tests.support.sweep import tiered
 from tests.training.jobs import check_same_end, losses, result_of, small_config, train, train_each
 from training.checkpoints.weights import export
-from training.config.strategies import STRATEGIES
+from training.config.options import STRATEGIES
 from training.config.train_config import TrainConfig
 from training.launchers.checks import check_before_start
 from training.launchers.failures import Failure

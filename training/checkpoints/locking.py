@@ -21,7 +21,7 @@ from ckpt_tools.errors import DestinationExistsError, StoreError
 
 from ..config.train_config import TrainConfig
 from .run_folder import CHECKPOINTS, empty_partial, is_checkpoint_name, make_out, resumes_own, set_aside_incomplete
-from .writing import writing
+from .storage import writing
 
 LOCK_NAME = ".lock"
 PATIENCE_SECONDS = 3.0  # time to wait for the lock: the processes of a killed run take a moment to end

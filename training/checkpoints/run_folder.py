@@ -16,11 +16,10 @@ from pathlib import Path
 import ckpt_tools
 from ckpt_tools.errors import CkptError, DestinationExistsError, SourceNotFoundError
 
-from ..config.hub import COMPANIONS
+from ..config.model_names import COMPANIONS
 from ..config.options import RESUME_AUTO, RESUME_LATEST, is_url
 from ..config.train_config import TrainConfig
-from .storage import asking, check_storage, file_system
-from .writing import writing
+from .storage import asking, check_storage, file_system, writing
 
 CHECKPOINTS = "checkpoints"
 _EPOCH_FOLDER = re.compile(r"epoch_\d{4,}(_step_\d{6,})?")

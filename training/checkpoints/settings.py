@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,6 @@ from ckpt_tools.errors import CkptError, FormatError, UsageError
 from ..config.model_names import MODELS
 from ..config.options import SETTINGS, spelt
 from ..config.train_config import Settings, TrainConfig
-from .progress import Progress
 from .run_folder import line_on_resume
 
 OPTION = re.compile(r"(?<![\w-])(?:--[a-z][a-z-]*|(?:from_|model_key|optim_key|param_order|storage_options|tag)=)")
@@ -31,14 +31,12 @@ def reading(checkpoint: Path | str) -> Iterator[None]:
     try:
         yield
     except CkptError as error:
+        if OPTION.search(error.message) is None:
+            raise
         # The path of a tag's folder is enough.
         message = re.sub(r"choose one with (--tag|tag=) \(", "name the folder of one (", error.message)
-        named = (option.rstrip("_=").replace("_", "-").removeprefix("--") for option in OPTION.findall(message))
-        options = ", ".join(f"--{option}" for option in named)
-        if options:
-            message += f" ({options}: of `ckpt-tools convert {checkpoint}`; then resume the copy)"
-        if message == error.message:
-            raise
+        if OPTION.search(message):
+            message += f" (options of `ckpt-tools convert {checkpoint}`; then resume the copy)"
         raise type(error)(message, path=error.path, key=error.key) from error
 
 
@@ -123,3 +121,49 @@ def _change(config: TrainConfig, recorded: Settings, name: str) -> str:
         return f"--data-root {here} holds other samples than in the run of the checkpoint"
     shown = ("not given" if value is None else value for value in (here, recorded[name]))
     return "--{} is {} here and {} in the checkpoint".format(spelt(name), *shown)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Position of a run between two optimizer steps. ``epoch`` and ``step`` are numbers of finished ones, ``batch`` the
+    number of finished global batches of the current epoch, and ``loss_sum`` the sum of their mean losses. With the seed
+    these determine the next samples and random numbers. ``data``: state of an iterable dataset, as JSON."""
+
+    epoch: int = 0
+    step: int = 0
+    batch: int = 0
+    loss_sum: float = 0.0
+    data: str | None = None
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.epoch <= self.step or (self.epoch, self.step) == (0, 0)
+        assert 0 <= self.batch <= self.step
+
+    @property
+    def is_within_epoch(self) -> bool:
+        return self.batch > 0
+
+    @property
+    def name(self) -> str:
+        """Name of a checkpoint at this position. Names sort by position, up to epoch 9999."""
+        epoch = f"epoch_{self.epoch:04d}"
+        return f"{epoch}_step_{self.step:06d}" if self.is_within_epoch else epoch
+
+    def entries(self) -> dict[str, Any]:
+        """Numbers and strings, which every checkpoint format keeps."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, entries: Mapping[str, Any]) -> Progress | None:
+        """Progress in a checkpoint's entries; None without epoch and step. Without ``batch``: the end of an epoch."""
+        epoch, step = entries.get("epoch"), entries.get("step", entries.get("global_step"))
+        if type(epoch) is not int or type(step) is not int:
+            return None
+        batch, loss_sum, data = (entries.get(name) for name in ("batch", "loss_sum", "data"))
+        return cls(
+            epoch,
+            step,
+            batch=batch if type(batch) is int else 0,
+            loss_sum=loss_sum if type(loss_sum) is float else 0.0,
+            data=data if type(data) is str else None,
+        )

@@ -21,9 +21,9 @@ from ckpt_tools.errors import DestinationExistsError, UsageError
 from ..config.options import is_url
 from ..config.train_config import TrainConfig
 from ..models.lora import base_of
-from .leading import leader_first
+from .collectives import leader_first
 from .settings import reading
-from .writing import writing
+from .storage import writing
 
 _ENDING = re.compile(r"\.[A-Za-z]\w*$")
 """Ending of a file's name, but not of a version such as 2.5."""

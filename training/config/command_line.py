@@ -20,7 +20,7 @@ from ckpt_tools.process.credentials import mask_output, mask_raised_errors, reme
 from ckpt_tools.process.text_files import read_text
 
 from . import PACKAGE
-from .hub import folder_of
+from .model_names import folder_of
 from .options import Option, described, spelt
 from .references import absolute, entries_of
 from .train_config import REFERENCES, TrainConfig
@@ -44,31 +44,23 @@ def read_defaults(context: click.Context, parameter: click.Parameter, value: str
         return  # the command refuses an empty name
     given = _parsed(value)
     remember_secrets(given.values())
-    known = {option.name: option for option in context.command.params if option is not parameter}
+    known: dict[str, Any] = {str(each.name): each for each in context.command.params if each is not parameter}
     for key in given:
         if key.replace("-", "_") not in known or "_" in key:
             raise click.BadParameter(f"{value}: {key} is not an option of a run")
-    kinds = {spelt(field.name): kind for field, kind, _ in described()}
-    given = {
-        key: entries_of(entry) if isinstance(entry, dict) and get_origin(kinds.get(key)) is tuple else entry
+    context.default_map = {
+        key.replace("-", "_"): _typed(value, key, entry, is_repeatable=known[key.replace("-", "_")].multiple)
         for key, entry in given.items()
     }
-    for key in kinds.keys() & given.keys():
-        _check_kind(value, key, kinds[key], given[key])
-    context.default_map = {key.replace("-", "_"): entry for key, entry in given.items()}
 
 
-def _check_kind(file: str, key: str, kind: Any, entry: object) -> None:
-    """Raises ``click.BadParameter`` for an entry of another type, at which click would fail."""
-    name, fits = "a string", isinstance(entry, str)
-    if get_origin(kind) is tuple:
-        name, fits = "a list of strings", isinstance(entry, list) and all(isinstance(each, str) for each in entry)
-    elif kind in (int, float):
-        name, fits = "a number", isinstance(entry, int | kind) and not isinstance(entry, bool)
-    elif kind is bool:
-        name, fits = "true or false", isinstance(entry, bool)
-    if not fits or "\0" in str(entry):
-        raise click.BadParameter(f"{file}: {key} is {name}, not {entry!r}")
+def _typed(file: str, key: str, entry: Any, *, is_repeatable: bool) -> str | list[str]:
+    """The entry as it would be typed, which click then checks as the command line. Raises ``click.BadParameter``."""
+    if isinstance(entry, dict) and is_repeatable:
+        return entries_of(entry)
+    if isinstance(entry, list) != is_repeatable or isinstance(entry, dict):
+        raise click.BadParameter(f"{file}: {key} is {'a list' if is_repeatable else 'one value'}, not {entry!r}")
+    return list(map(str, entry)) if is_repeatable else str(entry)
 
 
 def _parsed(value: str) -> dict[str, Any]:

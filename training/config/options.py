@@ -1,4 +1,4 @@
-"""The options of a run: name, type, default and help of each, said once.
+"""The options of a run: name, type, default and help of each, said once; and the sharding strategies.
 
 ``command_line`` makes the options of ``ckpt-tools train`` from them, ``train_config`` checks their values. Imports no
 framework, so a mistake on the command line is answered at once.
@@ -7,14 +7,15 @@ framework, so a mistake on the command line is answered at once.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import Field, dataclass, fields
 from functools import cache
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from .model_names import ModelFacts, facts_of
 from .references import Reference, arguments_of
-from .strategies import EngineName, Strategy, StrategyName, chosen_strategy
 
 LauncherName = Literal["ray", "torchrun"]
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -26,6 +27,58 @@ ScheduleName = Literal["cosine", "linear", "constant"]
 DATASETS: tuple[DatasetName, ...] = get_args(DatasetName)
 OPTIMIZERS: tuple[OptimizerName, ...] = get_args(OptimizerName)
 SCHEDULES: tuple[ScheduleName, ...] = get_args(ScheduleName)
+
+EngineName = Literal["fsdp2", "deepspeed", "zero1", "zero2", "zero3"]  # ``zero3`` is ``--strategy zero3``
+Framework = Literal["fsdp2", "deepspeed"]
+TorchStrategy = Literal["ddp", "no_shard", "shard_grad_op", "full_shard", "hybrid_shard"]
+ZeroStrategy = Literal[
+    "zero0", "zero1", "zero2", "zero3", "zero1_offload", "zero2_offload", "zero3_offload", "zero3_hpz"
+]
+StrategyName = Literal[TorchStrategy, ZeroStrategy]
+STRATEGIES: tuple[StrategyName, ...] = get_args(StrategyName)
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """A sharding strategy. ``stage`` is ZeRO's, for both frameworks: each worker keeps everything (0), weights and
+    gradients (1), weights (2) or nothing (3) whole. ``in_groups``: shards over groups of ``--shard-size`` workers.
+    ``twin``: the equivalent strategy of the other framework, if there is one."""
+
+    name: StrategyName
+    framework: Framework
+    stage: Literal[0, 1, 2, 3]
+    in_groups: bool = False
+    offload: bool = False
+    twin: StrategyName | None = None
+
+
+BY_NAME: Mapping[StrategyName, Strategy] = {
+    strategy.name: strategy
+    for strategy in (
+        Strategy("ddp", "fsdp2", 0, twin="zero0"),
+        Strategy("no_shard", "fsdp2", 0, twin="zero0"),
+        Strategy("shard_grad_op", "fsdp2", 2, twin="zero2"),
+        Strategy("full_shard", "fsdp2", 3, twin="zero3"),
+        Strategy("hybrid_shard", "fsdp2", 3, in_groups=True, twin="zero3_hpz"),
+        Strategy("zero0", "deepspeed", 0, twin="ddp"),
+        Strategy("zero1", "deepspeed", 1),
+        Strategy("zero2", "deepspeed", 2, twin="shard_grad_op"),
+        Strategy("zero3", "deepspeed", 3, twin="full_shard"),
+        Strategy("zero1_offload", "deepspeed", 1, offload=True),
+        Strategy("zero2_offload", "deepspeed", 2, offload=True),
+        Strategy("zero3_offload", "deepspeed", 3, offload=True),
+        Strategy("zero3_hpz", "deepspeed", 3, in_groups=True, twin="hybrid_shard"),
+    )
+}
+
+
+def chosen_strategy(strategy: StrategyName | None, engine: EngineName | None) -> Strategy:
+    """The strategy that ``--strategy`` and ``--engine`` select together. An engine alone shards fully; ``deepspeed``
+    with a strategy of PyTorch's selects its twin. :mod:`.combinations` refuses contradictions."""
+    name = strategy or ("full_shard" if engine in (None, "fsdp2", "deepspeed") else engine)
+    found = BY_NAME[name]  # type: ignore[index]
+    return BY_NAME[found.twin] if engine == "deepspeed" and found.framework == "fsdp2" and found.twin else found
+
 
 RESUME_LATEST = "latest"
 RESUME_AUTO = "auto"
@@ -191,6 +244,12 @@ class Options:
         return arguments_of(self.model_arg, "model-arg")
 
     @property
+    def model_facts(self) -> ModelFacts:
+        facts = facts_of(self.model, self.model_arguments)
+        assert facts is not None, "an unknown model is refused before"
+        return facts
+
+    @property
     def chunks(self) -> int:
         """Number of parts of the layers that each worker of a pipeline has."""
         return (self.pp_chunks or 2) if self.pp_schedule == "interleaved1f1b" else 1
@@ -258,7 +317,3 @@ OVERRIDES = tuple(map(spelt, SETTINGS))
 def is_url(text: str) -> bool:
     """Whether ``text`` is the URL of a store that is not local."""
     return "://" in text and not text.startswith("file://")
-
-
-def first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -103,6 +103,10 @@ def named_failures(reference: Reference, option: str) -> Iterator[None]:
         raise UsageError(f"--{option} {text_of(reference)} failed with {said(error)}") from error
 
 
+def first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
 def said(error: BaseException) -> str:
     """Type, first line and place of an error."""
     lines = str(error).strip().splitlines() or ["no message"]

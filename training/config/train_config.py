@@ -18,8 +18,8 @@ from ckpt_tools.process.credentials import remember_secrets
 
 from .combinations import broken_rule
 from .options import DATASETS, OPTIMIZERS, SCHEDULES, SETTINGS, Options, described, spelt
+from .options import EngineName as EngineName
 from .references import arguments_of, check_importable, is_function, recorded_name, text_of
-from .strategies import EngineName as EngineName
 
 Settings = dict[str, Any]
 REFERENCES = ("model", "dataset", "optimizer", "schedule", "metrics", "callback")

@@ -13,9 +13,8 @@ from torch import Tensor
 from ckpt_tools.errors import FormatError, UsageError
 
 from ..config import PACKAGE
-from ..config.hub import TOKENIZER, files_in, folder_of, read_config, read_tokenizer
-from ..config.model_names import CONTEXT, VOCABULARY
-from ..config.options import first_line
+from ..config.model_names import CONTEXT, TOKENIZER, VOCABULARY, files_in, folder_of, read_config, read_tokenizer
+from ..config.references import first_line
 from ..config.train_config import TrainConfig
 
 TEXTS = "texts"

@@ -6,9 +6,9 @@ import os
 
 import torch
 
-from ..config.schedule import Schedule
 from ..config.train_config import TrainConfig
 from .base import Engine, Progress
+from .optimizers import Schedule
 
 __all__ = ["Engine", "Progress", "create_engine"]
 
@@ -22,7 +22,7 @@ def create_engine(config: TrainConfig, schedule: Schedule, device: torch.device)
     if config.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first product
     if config.pp > 1 and config.sharding.framework == "fsdp2":
-        from .pipelined import PipelineEngine
+        from .fsdp2_pipeline import PipelineEngine
 
         return PipelineEngine(config, schedule, device)
     if config.sharding.framework == "fsdp2":

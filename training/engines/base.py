@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from ..checkpoints.progress import Progress as Progress
+import ckpt_tools
+from ckpt_tools.errors import FormatError
+
+from ..checkpoints.settings import Progress as Progress
 from ..config.options import Precision
 
 DTYPES: Mapping[Precision, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -59,3 +64,58 @@ def micro_batches(batch: Any, parts: int) -> list[Any]:
 def mean_of(losses: list[Tensor]) -> Tensor:
     """Mean over the micro-batches of a step, 0-d; a single loss is returned as it is."""
     return torch.stack(losses).mean() if len(losses) > 1 else losses[0]
+
+
+def progress_of(entries: Mapping[str, Any], checkpoint: Path | str) -> Progress:
+    """Progress of the run that wrote these entries of a checkpoint. Raises ``FormatError``."""
+    progress = Progress.of(entries)
+    if progress is None:
+        raise FormatError(f"{checkpoint} does not say after which epoch and step it was saved")
+    return progress
+
+
+def scheduler_of(entries: Mapping[str, Any], checkpoint: Path | str) -> dict[str, Any]:
+    """State of the learning rate scheduler among these entries. Raises ``FormatError``."""
+    state = entries.get("lr_scheduler")
+    if not isinstance(state, dict):
+        raise FormatError(f"{checkpoint} holds no state of a learning rate scheduler")
+    return state
+
+
+def own_values(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Peak learning rate, weight decay and ``fused`` of each group of a new optimizer."""
+    names = ("initial_lr", "weight_decay", "fused")
+    groups = ({"initial_lr": group["lr"], **group} for group in optimizer.param_groups)
+    return [{name: group[name] for name in names if name in group} for group in groups]
+
+
+def apply_settings(own: list[dict[str, Any]], scheduler: LambdaLR) -> None:
+    """Apply the run's own learning rates, schedule and weight decay from the next step on, in place of the loaded ones.
+    If these are the same, this computes exactly the saved numbers, as ``LambdaLR`` computes them."""
+    groups = scheduler.optimizer.param_groups
+    scheduler.base_lrs = [values["initial_lr"] for values in own]
+    factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
+    for group, factor, values in zip(groups, factors, own, strict=True):
+        group |= {**values, "lr": values["initial_lr"] * factor}
+        for parameter in group["params"] if group.get("fused") else ():
+            if "step" in (state := scheduler.optimizer.state.get(parameter, {})):
+                state["step"] = state["step"].to(parameter.device)  # where the kernel reads it
+    scheduler._last_lr = [group["lr"] for group in groups]
+
+
+def fits_zero(
+    checkpoint: Path | str, stage: int, dtype: torch.dtype, stages: int = 1, names: Collection[str] | None = None
+) -> bool:
+    """Whether DeepSpeed's ``load_checkpoint`` reads it without conversion, in a pipeline of ``stages``. ``names`` are
+    those of the model, which a pipeline needs. Raises CkptError if it cannot be read."""
+    if not isinstance(checkpoint, Path):
+        return False
+    found, world_size = ckpt_tools.inspect(checkpoint), torch.distributed.get_world_size()
+    weights = [tensor for tensor in found.tensors if (tensor.slot, tensor.kind) == ("weight", "parameter")]
+    # Only pipelines write files of layers.
+    has_layers = any(checkpoint.glob("*/layer_*-model_states.pt"))
+    has_stages = sum(1 for _ in checkpoint.glob("*/mp_rank_*_model_states.pt")) if has_layers else 1
+    is_of_run = (found.format, found.world_size, has_stages) == (f"zero{stage}", world_size, stages)
+    has_dtype = {tensor.dtype for tensor in weights} == {str(dtype).removeprefix("torch.")}
+    has_names = names is None or {tensor.name for tensor in weights} <= {*names}
+    return is_of_run and has_dtype and has_names and (checkpoint / "latest").is_file()

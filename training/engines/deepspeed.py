@@ -18,14 +18,23 @@ from ckpt_tools import load_into
 
 from ..checkpoints.settings import SETTINGS_ENTRY, reading
 from ..checkpoints.weights import converted, load_first_weights
-from ..config.schedule import Schedule
 from ..config.train_config import TrainConfig
 from ..models.zoo import Model, spec_of
-from .base import DTYPES, Metrics, Progress, mean_of, micro_batches
+from .base import (
+    DTYPES,
+    Metrics,
+    Progress,
+    apply_settings,
+    fits_zero,
+    mean_of,
+    micro_batches,
+    own_values,
+    progress_of,
+    scheduler_of,
+)
 from .blocks import RunningAverages, build, prepare, set_training
 from .deepspeed_config import deepspeed_config
-from .optimizers import is_fused, optimizer_of
-from .resuming import apply_settings, fits_zero, own_values, progress_of, scheduler_of
+from .optimizers import Schedule, is_fused, optimizer_of
 
 
 class DeepSpeedEngine:

@@ -25,11 +25,10 @@ from ..checkpoints.weights import load_first_weights
 from ..config.train_config import TrainConfig
 from ..models.losses import mean_loss, pair_of
 from ..models.zoo import Model, spec_of
-from .base import Metrics, Progress, micro_batches
+from .base import Metrics, Progress, fits_zero, micro_batches
 from .blocks import OnBlock, prepare
 from .deepspeed import DeepSpeedEngine
-from .pipeline import Stage, build_stage, layers_of, logits_of_stages, names_of_stages
-from .resuming import fits_zero
+from .stages import Stage, build_stage, layers_of, logits_of_stages, names_of_stages
 
 DEEPSPEEDS_OWN = ("torch_adam", "adam_w_mode", "fp32_optimizer_states")  # parameters that select its implementation
 NAMES_ENTRY = "pipeline_names"

@@ -27,16 +27,13 @@ from ckpt_tools import load_into
 
 from ..checkpoints.settings import SETTINGS_ENTRY, reading
 from ..checkpoints.weights import load_first_weights
-from ..config.schedule import Schedule
 from ..config.train_config import TrainConfig
 from ..models.zoo import spec_of
-from .base import Metrics, Progress, Save, mean_of, micro_batches
+from .base import Metrics, Progress, Save, apply_settings, mean_of, micro_batches, own_values, progress_of, scheduler_of
 from .blocks import RunningAverages, set_training
-from .gradients import LossScaler, clip_factor, multiply, total_norm
-from .optimizers import optimizer_of
+from .optimizers import LossScaler, Schedule, clip_factor, multiply, optimizer_of, total_norm
 from .parallel import meshes_of, parallel_model
-from .pipeline import names_of_stages
-from .resuming import apply_settings, own_values, progress_of, scheduler_of
+from .stages import names_of_stages
 
 SCALER_ENTRY = "loss_scaler"
 

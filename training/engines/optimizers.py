@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
 from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from ckpt_tools.errors import UsageError
 
 from ..config.options import OptimizerName
-from ..config.references import arguments_of, called, is_function, text_of
+from ..config.references import Reference, arguments_of, called, is_function, resolved, text_of
 from ..config.train_config import TrainConfig
 
 CLASSES: Mapping[OptimizerName, type[Optimizer]] = {"adamw": AdamW, "adam": Adam, "sgd": SGD}
@@ -43,3 +51,109 @@ def optimizer_arguments(config: TrainConfig) -> dict[str, Any]:
         if name in given:
             raise UsageError(f"--optimizer-arg {name}: give --{option}")
     return {"lr": config.learning_rate, "weight_decay": config.weight_decay, **given}
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Factor of the peak learning rate by the number of finished optimizer steps. A function of the user's gets this
+    number and that of all steps, and has no other warm-up than its own."""
+
+    warmup_steps: int
+    total_steps: int
+    shape: Reference = "cosine"
+
+    def __post_init__(self) -> None:
+        assert 0 <= self.warmup_steps < self.total_steps
+
+    def factor(self, step: int) -> float:
+        """In (0, 1] while training; 0 after the last step, unless it is constant."""
+        if callable(self.shape):
+            return self._own(step)
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        done = (step - self.warmup_steps) / (self.total_steps - self.warmup_steps)
+        return {
+            "cosine": 0.5 * (1 + math.cos(math.pi * min(done, 1.0))),
+            "linear": 1 - min(done, 1.0),
+            "constant": 1.0,
+        }[self.shape]
+
+    def _own(self, step: int) -> float:
+        found = called(self.shape, "schedule", step, self.total_steps)
+        if not isinstance(found, int | float) or not math.isfinite(found):
+            raise UsageError(f"--schedule {text_of(self.shape)} gives {found!r}, and a factor is a finite number")
+        return float(found)
+
+    def attach(self, optimizer: Optimizer) -> LambdaLR:
+        """Scheduler of the optimizer, to be stepped after each optimizer step. The lambda must be a plain function:
+        LambdaLR would save the attributes of a callable object in the checkpoint."""
+        return LambdaLR(optimizer, lambda step: self.factor(step))
+
+
+def schedule_for(total_steps: int, warmup_fraction: float, shape: Reference = "cosine") -> Schedule:
+    """Schedule that warms up over this fraction of the run, at most all steps but one."""
+    return Schedule(min(round(total_steps * warmup_fraction), total_steps - 1), total_steps, shape)
+
+
+def schedule_of(config: TrainConfig, total_steps: int) -> Schedule:
+    """Schedule of a run. Raises ``UsageError`` if its function cannot be imported."""
+    shape: Reference | Callable[..., Any] = config.schedule
+    if is_function(shape):
+        shape = partial(resolved(shape, "schedule"), **arguments_of(config.schedule_arg, "schedule-arg"))
+    return schedule_for(total_steps, config.warmup_fraction, shape)
+
+
+@torch.no_grad()
+def total_norm(gradients: Iterable[Tensor]) -> Tensor:
+    """2-norm over all ranks, float32, 0-d, on the device of the gradients, with one all-reduce: ``get_total_norm`` of
+    DTensors has one a tensor, and refuses several meshes. Each of the ranks with the same shard adds its part of the
+    square."""
+    shards: defaultdict[int, list[Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        shards[_copies(gradient)].append(_local(gradient))
+    squares = [get_total_norm(same).double().square() / copies for copies, same in shards.items()]
+    square = torch.stack(squares).sum()
+    torch.distributed.all_reduce(square)
+    return square.sqrt().float()
+
+
+def _copies(gradient: Tensor) -> int:
+    """Number of ranks with the same shard. Gradients of DDP are the same on all."""
+    if not isinstance(gradient, DTensor):
+        return torch.distributed.get_world_size()
+    sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
+    return math.prod(size for size, placement in sizes if placement.is_replicate())
+
+
+@torch.no_grad()
+def multiply(gradients: Iterable[Tensor], factor: Tensor | float) -> None:
+    """Multiply in place, without waiting for the device."""
+    torch._foreach_mul_([_local(gradient) for gradient in gradients], factor)
+
+
+def _local(gradient: Tensor) -> Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def clip_factor(norm: Tensor, limit: float) -> Tensor:
+    """Factor for the gradients, 0-d: at most 1, NaN if the norm is. 1e-6 is torch's value, and DeepSpeed's."""
+    return (limit / (norm + 1e-6)).clamp(max=1.0)
+
+
+@dataclass(slots=True)
+class LossScaler:
+    """Dynamic loss scale, because fp16 has no gradients under 6e-8. It is halved when a gradient overflows (that step
+    is skipped), and doubled after GROWTH_STEPS good steps. All ranks use the same norm."""
+
+    scale: float = 2.0**16
+    good_steps: int = 0
+
+    GROWTH_STEPS = 2000
+
+    def update(self, is_finite: bool) -> None:
+        """Called after each step; ``is_finite``: whether its gradients were."""
+        self.good_steps = self.good_steps + 1 if is_finite else 0
+        if not is_finite:
+            self.scale = max(self.scale / 2, 1.0)
+        elif self.good_steps % self.GROWTH_STEPS == 0:
+            self.scale *= 2

@@ -38,7 +38,7 @@ from ..models.language_model import LanguageModel
 from ..models.zoo import Model, ModelSpec
 from .base import DTYPES
 from .blocks import build, prepare
-from .pipeline import build_stage
+from .stages import build_stage
 
 
 @dataclass(frozen=True, slots=True)

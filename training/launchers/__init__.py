@@ -9,8 +9,8 @@ from ckpt_tools.errors import MAX_MESSAGE_CHARS, StoreError
 
 from ..checkpoints.locking import only_run
 from ..checkpoints.run_folder import resume_hint
+from ..checkpoints.storage import sentence_of
 from ..checkpoints.weights import export
-from ..checkpoints.writing import sentence_of
 from ..config.train_config import TrainConfig
 from ..loop.result import RunResult
 from .checks import check_before_start

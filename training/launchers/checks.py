@@ -16,15 +16,13 @@ from ..checkpoints.locking import check_no_other_run
 from ..checkpoints.run_folder import resume_folder
 from ..checkpoints.settings import lines_before_start
 from ..checkpoints.weights import check_export, check_fits
-from ..config.hub import folder_of
-from ..config.options import first_line
-from ..config.references import is_function, resolved, text_of
-from ..config.schedule import schedule_of
+from ..config.model_names import folder_of
+from ..config.references import first_line, is_function, resolved, text_of
 from ..config.train_config import TrainConfig
 from ..data.datasets import PARTS
 from ..data.loading import dataset_of, length_of
 from ..data.texts import lines_of_text
-from ..engines.optimizers import optimizer_of
+from ..engines.optimizers import optimizer_of, schedule_of
 from ..loop.result import check_result_file
 from ..models.zoo import Model, spec_of
 from .devices import check_device, check_gpus

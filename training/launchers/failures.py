@@ -14,7 +14,7 @@ from ckpt_tools import errors
 from ckpt_tools.errors import CkptError, StoreError
 from ckpt_tools.process.credentials import mask_secrets
 
-from ..checkpoints.writing import root_of, sentence_of
+from ..checkpoints.storage import root_of, sentence_of
 from ..config.references import place_in
 
 PROCESS_ENDED = "ProcessEnded"

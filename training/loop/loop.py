@@ -23,18 +23,17 @@ from torch.utils.data import Dataset
 
 from ckpt_tools.errors import UsageError
 
-from ..checkpoints.leading import leader_first
+from ..checkpoints.collectives import any_rank, leader_first
 from ..config.options import RESUME_AUTO
-from ..config.schedule import Schedule, schedule_of
 from ..config.train_config import TrainConfig
-from ..data import randomness
 from ..data.datasets import PARTS
-from ..data.loading import Batches, Position, dataset_of, length_of
+from ..data.loading import Batches, Position, dataset_of, length_of, seed_generators
 from ..engines import Engine, Progress, create_engine
+from ..engines.optimizers import Schedule, schedule_of
 from .evaluation import Evaluation, Evaluator, check_best, line_of, metrics_of
 from .measuring import StepLog, profiled, work_of
 from .outlets import Outlet
-from .saving import Saver, SaveRecord, any_rank
+from .saving import Saver, SaveRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +227,7 @@ class _Run:
             if self.leads and self.log.work is None:
                 self.log.work = work_of(self.config, batch)
             accuracy = None if self.found is None else self.found.accuracy
-            randomness.begin(self.config.seed, self.progress.step, self.batches.rank)
+            seed_generators(self.config.seed, self.progress.step, self.batches.rank)
             losses.append(self.engine.step(batch))
             done = self.progress
             self.progress = replace(done, step=done.step + 1, batch=done.batch + 1, data=state)

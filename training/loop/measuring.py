@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.profiler import profile, schedule
 from torch.utils._pytree import tree_map_only
 
-from ..checkpoints.progress import Progress
-from ..config.schedule import Schedule
+from ..checkpoints.collectives import gather_values
+from ..checkpoints.settings import Progress
 from ..config.train_config import TrainConfig
+from ..engines.optimizers import Schedule
 from ..models.losses import leaves
 from ..models.zoo import spec_of
 from .outlets import Outlet
@@ -120,7 +121,7 @@ class StepLog:
         time, because that waits for the device."""
         on_cuda = torch.cuda.is_available()
         mine = [float(loss), peak_rss(), torch.cuda.max_memory_allocated() if on_cuda else 0]
-        losses, resident, on_gpu = gathered(*mine)
+        losses, resident, on_gpu = gather_values(*mine)
         rate = self.meter.steps_per_second() * self._config.batch_size
         return {
             "step": step,
@@ -171,14 +172,6 @@ def peak_rss() -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     [peak] = [line.split()[1] for line in lines if line.startswith("VmHWM:")]
     return int(peak) * 1024
-
-
-def gathered(*values: float) -> list[list[float]]:
-    """Each value, of all ranks; collective, on the CPU."""
-    mine = torch.tensor(values, dtype=torch.float64)
-    found = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size())]
-    torch.distributed.all_gather(found, mine)
-    return torch.stack(found, 1).tolist()
 
 
 SKIPPED, WARMUP, PROFILED = 1, 1, 5  # numbers of steps. The first one allocates, and the profiler is slow in its first.

@@ -14,7 +14,7 @@ import torch
 from ckpt_tools.errors import UsageError
 
 from ..checkpoints.run_folder import CHECKPOINTS, make_partial, partial_folder
-from ..checkpoints.writing import writing
+from ..checkpoints.storage import writing
 from ..config.references import Reference, called, text_of
 from ..config.train_config import TrainConfig
 from .screen import Screen

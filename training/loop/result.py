@@ -15,7 +15,7 @@ from ckpt_tools.errors import DestinationExistsError
 from ckpt_tools.process.credentials import mask_secrets
 
 from ..checkpoints.run_folder import checkpoint_of
-from ..checkpoints.writing import writing
+from ..checkpoints.storage import writing
 from ..config.references import text_of
 from ..config.train_config import Settings, TrainConfig
 from .evaluation import Evaluation

@@ -21,10 +21,10 @@ import torch
 import ckpt_tools
 from ckpt_tools.errors import FormatError, SourceNotFoundError, StoreError, UsageError
 
-from ..checkpoints.leading import cpu_group
-from ..checkpoints.progress import Progress
+from ..checkpoints.collectives import cpu_group
 from ..checkpoints.run_folder import CHECKPOINTS, empty_partial, is_checkpoint_name, partial_folder, strangers_in
-from ..checkpoints.writing import root_of, writing
+from ..checkpoints.settings import Progress
+from ..checkpoints.storage import root_of, writing
 from ..config.train_config import TrainConfig
 from ..engines.base import Engine, Save
 from ..models.config_json import write_model_config
@@ -142,14 +142,6 @@ def _check_all(name: str, done: Future[float]) -> None:
     for rank, reason in enumerate(reasons):
         if reason is not None:
             raise StoreError(f"{name} could not be saved: rank {rank}: {reason}") from error
-
-
-def any_rank(*reasons: bool) -> tuple[bool, ...]:
-    """For each of at most eight reasons, whether any rank has it; collective, on the CPU. They are bits of one element:
-    for a tensor of several elements Gloo sends twice as many messages."""
-    known = torch.tensor(sum(reason << at for at, reason in enumerate(reasons)), dtype=torch.uint8)
-    torch.distributed.all_reduce(known, torch.distributed.ReduceOp.BOR)
-    return tuple(bool(int(known) >> at & 1) for at in range(len(reasons)))
 
 
 def remove_old(config: TrainConfig) -> None:

@@ -11,8 +11,7 @@ from urllib.parse import urlencode
 
 import torch
 
-from ..config.hub import COMPANIONS, files_in, folder_of
-from ..config.model_names import IMAGE_SIZE, MODELS, NUM_CLASSES
+from ..config.model_names import COMPANIONS, IMAGE_SIZE, MODELS, NUM_CLASSES, files_in, folder_of
 from ..config.references import is_function, text_of
 from ..config.train_config import TrainConfig
 from .zoo import spec_of

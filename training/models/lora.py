@@ -13,8 +13,7 @@ from torch import nn
 
 from ckpt_tools.errors import UsageError
 
-from ..config.options import first_line
-from ..config.references import arguments_of
+from ..config.references import arguments_of, first_line
 from ..config.train_config import TrainConfig
 
 ARGUMENTS = (

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from ckpt_tools.errors import FormatError, UsageError
 
-from ..config.hub import folder_of, read_config
-from ..config.options import first_line
-from ..config.references import Reference, called, is_function, text_of
+from ..config.model_names import folder_of, read_config
+from ..config.references import Reference, called, first_line, is_function, text_of
 from ..config.train_config import TrainConfig
 from . import image_models
 from .experts import MixtureModel

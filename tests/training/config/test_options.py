@@ -13,10 +13,10 @@ from ckpt_tools.errors import UsageError
 from training.__main__ import main
 from training.config.command_line import parsed, shipped
 from training.config.model_names import MODELS
-from training.config.schedule import Schedule, schedule_for
-from training.config.strategies import BY_NAME, STRATEGIES, chosen_strategy
+from training.config.options import BY_NAME, STRATEGIES, chosen_strategy
 from training.config.train_config import TrainConfig
 from training.engines.deepspeed_config import deepspeed_config
+from training.engines.optimizers import Schedule, schedule_for
 from training.launchers.checks import check_frameworks
 
 pytestmark = pytest.mark.quick
@@ -79,11 +79,11 @@ def test_a_file_gives_every_type_and_the_command_line_wins(tmp_path):
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("epochs = [1]", "epochs is a number, not [1]"),
-        ("num-workers = 'two'", "num-workers is a number, not 'two'"),
-        ("rename = [1]", "rename is a list of strings, not [1]"),
-        ("async-save = 'yes'", "async-save is true or false, not 'yes'"),
-        ('export = "a\\u0000b"', r"export is a string, not 'a\x00b'"),
+        ("epochs = [1]", "epochs is one value, not [1]"),
+        ("num-workers = 'two'", "'two' is not a valid integer"),
+        ("rename = 'a=b'", "rename is a list, not 'a=b'"),
+        ("async-save = 'often'", "'often' is not a valid boolean"),
+        ("out = {a = 1}", "out is one value, not {'a': 1}"),
         ("wings = 2", "wings is not an option of a run"),
     ],
 )
@@ -117,14 +117,13 @@ WRONG: list[tuple[Any, str]] = [
     ({"train_batch_size": 32}, " sets train_batch_size to 32 and the options of the run say 64; change one of them"),
     ({"zero_optimization": {"stage": 3}}, " sets zero_optimization.stage to 3 and the options of the run say 2"),
     ({"zero_optimisation": {}}, ": zero_optimisation is not a key that a run takes; it takes "),
-    ({"zero_optimization": {"stage": 2, "wings": 1}}, ": zero_optimization.wings: "),
-    (adam() | {"aio": "auto"}, ': aio is an object, not "auto"'),
-    ({"optimizer": "AdamW"}, ': optimizer is an object, not "AdamW"'),
+    ({"zero_optimization": {"stage": 2, "wings": 1}}, ": wings: "),
+    (adam() | {"aio": "auto"}, ": aio is an object, not 'auto'"),
+    ({"optimizer": "AdamW"}, ": optimizer is an object, not 'AdamW'"),
     ({}, ": optimizer.type is missing; set it to AdamW"),
-    ({"optimizer": {"type": "Adamant"}}, ": optimizer.type Adamant is not an optimizer of torch or DeepSpeed"),
-    (adam(betas=[0.9]), ": AdamW does not take [0.9] for optimizer.params.betas: "),
-    ({"optimizer": {"type": "SGD"}}, ": ZeRO with SGD is untested; set zero_allow_untested_optimizer to true"),
-    (adam() | {"train_batch_size": True}, ": train_batch_size is a whole number, not true"),
+    ({"optimizer": {"type": "Adamant"}}, ": torch.optim.Adamant with these params fails: "),
+    (adam(betas=[0.9]), ": torch.optim.AdamW with these params fails: "),
+    (adam() | {"train_batch_size": True}, " sets train_batch_size to True and the options of the run say 64"),
     (adam() | {"tensorboard": {"output_path": 3}}, ": tensorboard.output_path: "),
     ([], " is not a JSON object"),
 ]

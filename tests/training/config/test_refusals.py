@@ -29,36 +29,36 @@ REFUSED = """
 --strategy zero3 --cpu-offload => --cpu-offload is for strategies of FSDP2, and --strategy is zero3; choose one that
 --strategy full_shard --reshard-after-forward 3 => --reshard-after-forward 3 does not divide 2 workers
 --strategy full_shard --num-workers 8 LM --tp 2 --pp 2 => --tp and --pp do not go together here; give one of them
---strategy zero2 --num-workers 8 MOE --tp 2 --pp 2 --ep 2 => --tp, --pp and --ep do not go together here; give one of
+--strategy zero2 --num-workers 8 MOE --tp 2 --pp 2 --ep 2 => --tp and --pp and --ep do not go together here; give one of
 --strategy zero3 --tp 2 LM => --tp goes together with FSDP2, and --strategy is zero3
---strategy full_shard --tp 2 => --tp is for --model lm; the layers of vit cannot be split
+--strategy full_shard --tp 2 => --tp is for --model lm; vit cannot be split so
 --strategy full_shard --tp 3 --num-workers 3 --batch-size 63 LM => --tp 3 does not divide the 4 heads of --model lm
 --strategy full_shard --tp 2 --model-arg hidden=131 LM => --tp 2 does not divide the 131 hidden units of --model lm
 --strategy full_shard --tp 2 --num-workers 3 --batch-size 63 LM => --tp 2 does not divide --num-workers 3
 --strategy ddp --pp 2 --gradient-accumulation 4 LM => --pp goes together with FSDP2, zero0 and zero1, and --strategy
 --strategy zero1 --pp-schedule interleaved1f1b --pp 2 --gradient-accumulation 4 LM
-    => --pp-schedule interleaved1f1b is for FSDP2, and --strategy is zero1
+    => --strategy zero1 does not take --pp-schedule interleaved1f1b; choose 1f1b
 --strategy full_shard --pp-chunks 2 => --pp-chunks is for --pp-schedule interleaved1f1b
---strategy full_shard --pp 2 => --pp is for --model lm; the layers of vit cannot be cut into stages
+--strategy full_shard --pp 2 => --pp is for --model lm; vit cannot be split so
 --strategy full_shard --pp 5 --gradient-accumulation 4 LM --num-workers 5
     => --pp 5 is more stages than the 4 layers of --model lm
 --engine fsdp2 --pp-schedule interleaved1f1b --pp 2 --gradient-accumulation 4 LM --pp-chunks 3
     => --pp 2 x --pp-chunks 3 is more stages than the 4 layers of --model lm
 --strategy full_shard --pp 2 --gradient-accumulation 4 LM --num-workers 3
     => --pp 2 does not divide --num-workers 3
---strategy full_shard --pp-schedule interleaved1f1b --pp 2 --gradient-accumulation 1 LM
-    => --pp-schedule interleaved1f1b takes --pp 2 micro-batches at a time: give --gradient-accumulation 2 or a
---strategy full_shard --pp 2 --gradient-accumulation 1 LM => --pp 2 needs at least as many micro-batches, so that
---strategy zero3 --ep 2 MOE => --ep goes together with FSDP2, and --strategy is zero3, which trains --model lm-moe
---strategy full_shard --ep 2 LM => --ep is for --model lm-moe; lm has no experts
+XX a micro-batch for each stage: give --gradient-accumulation 2 or a multiple
+--strategy full_shard --pp 2 --gradient-accumulation 1 LM => --pp 2 needs a micro-batch for each stage: give
+--strategy zero3 --ep 2 MOE => --ep goes together with FSDP2, and --strategy is zero3
+--strategy full_shard --ep 2 LM => --ep is for --model lm-moe; lm cannot be split so
 --strategy full_shard --ep 3 --num-workers 3 --batch-size 63 MOE => --ep 3 does not divide the 4 experts of --model
 --strategy hybrid_shard --shard-size 2 --ep 4 --num-workers 4 MOE => --ep 4 does not divide --shard-size 2, the
---strategy full_shard --reshard-after-forward 2 --ep 2 MOE => --reshard-after-forward does not go together with --ep
---strategy zero3_offload --compile => --compile is for FSDP2 and ZeRO 0 to 2: --strategy zero3_offload gathers
---strategy full_shard --compile --tp 2 LM => --compile does not go together with --tp, --pp or --model lm-moe
---strategy zero0 --precision bf16 => --strategy zero0 is for fp32 here; in bf16 choose zero1, or ddp with bf16
---strategy ddp --precision fp16 => --strategy ddp computes in fp32 or bf16 here; no_shard keeps the same whole
---strategy ddp --precision bf16 --reduce-dtype bf16 => --reduce-dtype is for FSDP2, and --strategy is ddp; choose
+--strategy full_shard --reshard-after-forward 2 --ep 2 MOE
+    => --strategy full_shard does not take --ep with --reshard-after-forward; choose one of
+--strategy zero3_offload --compile => --strategy zero3_offload does not take --compile; choose FSDP2 or ZeRO 0
+--strategy full_shard --compile --tp 2 LM => --strategy full_shard does not take --compile with --tp or --pp; choose
+--strategy zero0 --precision bf16 => --strategy zero0 does not take --precision bf16; choose zero1, or ddp with
+--strategy ddp --precision fp16 => --strategy ddp does not take --precision fp16; choose no_shard, which keeps
+--strategy ddp --precision bf16 --reduce-dtype bf16 => --reduce-dtype is for strategies of FSDP2, and --strategy is
 --strategy full_shard --precision bf16 --reduce-dtype fp16 => --reduce-dtype fp16 needs --precision fp16, which
 --strategy ddp --deepspeed-config /ds.json => --deepspeed-config is for strategies of DeepSpeed, and --strategy is ddp
 --strategy ddp --num-workers 3 => the global batch of 64 does not divide over 3 workers; choose --batch-size a
@@ -70,7 +70,7 @@ REFUSED = """
 --strategy ddp --storage s3://bucket/run --launcher torchrun => --storage is Ray Train's: use --launcher ray, or
 --strategy ddp --storage s3://bucket/run --keep-last 1 => --keep-last removes checkpoints in --out alone; for
 --strategy ddp --keep-last 1 --keep-best kappa => --keep-best kappa: give the better end, kappa:min or kappa:max
---strategy zero2 --async-save => --async-save needs --engine fsdp2: DeepSpeed saves the state of zero2 itself
+--strategy zero2 --async-save => --async-save is for --engine fsdp2: DeepSpeed saves the state of zero2
 --strategy ddp --init-from a.pt --resume latest => --init-from starts a new run: use it without --resume, or with
 --strategy ddp --model hf:folder --dataset text --lora r=2 => --lora trains beside the weights of a model: give them
 --strategy ddp --override lr --resume latest => --override lr names no setting of a run; it is one of model

@@ -20,15 +20,12 @@ from torch.testing._internal.distributed import fake_pg
 import ckpt_tools
 from fixtures.launch import pool
 from tests.training.jobs import forget_groups, losses, result_of, tiny_config, train, train_each
-from training.checkpoints.leading import leader_first
-from training.config.schedule import schedule_for
+from training.checkpoints.collectives import any_rank, gather_values, leader_first
 from training.engines import create_engine
 from training.engines.blocks import build, prepare
-from training.engines.gradients import multiply, total_norm
+from training.engines.optimizers import multiply, schedule_for, total_norm
 from training.engines.parallel import meshes_of, parallel_model
 from training.launchers.devices import backend_of
-from training.loop.measuring import gathered
-from training.loop.saving import any_rank
 from training.models.losses import logits_of
 from training.models.zoo import spec_of
 
@@ -63,7 +60,7 @@ def norm_of_offloaded() -> None:
 
 def agree() -> None:
     assert any_rank(True, False) == (True, False)
-    assert gathered(1.0, 2.0) == [[1.0], [2.0]]
+    assert gather_values(1.0, 2.0) == [[1.0], [2.0]]
 
 
 def tell() -> None:

@@ -26,8 +26,8 @@ from tests.training.jobs import (
     tiny_config,
     train_each,
 )
-from training.config.schedule import schedule_for
 from training.engines import create_engine
+from training.engines.optimizers import schedule_for
 from training.engines.parallel import split_experts
 from training.models.experts import Experts, MixtureModel, MixtureOfExperts, MixtureSizes, imbalance
 from training.models.language_model import CONTEXT

@@ -13,7 +13,7 @@ import ckpt_tools
 from tests.training import jobs
 from tests.training.jobs import WITHIN, check_same_end, losses, result_of, tiny_config, train_each
 from training.config.train_config import TrainConfig
-from training.engines.pipeline import layers_of
+from training.engines.stages import layers_of
 
 IN_THIRD_STEP = 4
 """How often the ranks agree before: at the start, after two steps, and after the first epoch."""

@@ -12,10 +12,9 @@ from torch.distributed.tensor.debug import CommDebugMode
 
 from fixtures.launch import pool
 from tests.training.jobs import tiny_config
-from training.config.schedule import schedule_for
 from training.engines import create_engine
 from training.engines.blocks import RunningAverages
-from training.engines.gradients import LossScaler, clip_factor, multiply, total_norm
+from training.engines.optimizers import LossScaler, clip_factor, multiply, schedule_for, total_norm
 from training.models.zoo import our_model
 
 OUT = Path("/run")

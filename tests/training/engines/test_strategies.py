@@ -32,7 +32,7 @@ from tests.training.jobs import (
 from tests.training.predictions import all_logits
 from training.checkpoints.weights import export
 from training.config.model_names import MODELS
-from training.config.strategies import STRATEGIES
+from training.config.options import STRATEGIES
 from training.data.datasets import load_dataset
 from training.loop import evaluation
 from training.loop.result import RunResult

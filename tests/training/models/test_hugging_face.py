@@ -22,7 +22,7 @@ from tests.training.hub import TEXT, save_llama, save_tokenizer
 from tests.training.jobs import losses, result_of, tiny_config, train_each
 from training.checkpoints.run_folder import strangers_in
 from training.checkpoints.weights import export
-from training.config.strategies import BY_NAME, STRATEGIES
+from training.config.options import BY_NAME, STRATEGIES
 from training.config.train_config import TrainConfig
 from training.data.loading import dataset_of
 from training.data.texts import lines_of_text

@@ -14,12 +14,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from ..config.model_names import VOCABULARY
-from ..config.schedule import Schedule
 from ..config.train_config import TrainConfig
 from ..models.losses import mean_loss, pair_of
 from .base import DTYPES, Metrics
 from .fsdp2 import Fsdp2Engine
-from .pipeline import Stage, from_last, logits_of_stages
+from .optimizers import Schedule
+from .stages import Stage, from_last, logits_of_stages
 
 
 class PipelineEngine(Fsdp2Engine):

@@ -1,4 +1,4 @@
-"""Long work of one rank per machine, for which the others wait."""
+"""Agreement of ranks on the CPU: any rank's reasons, values of all, and work that one rank of a machine does first."""
 
 from __future__ import annotations
 
@@ -33,3 +33,19 @@ def leader_first() -> Iterator[bool]:
     if leads:
         torch.distributed.barrier(group)
     torch.distributed.destroy_process_group(group)
+
+
+def any_rank(*reasons: bool) -> tuple[bool, ...]:
+    """For each of at most eight reasons, whether any rank has it; collective, on the CPU. They are bits of one element:
+    for a tensor of several elements Gloo sends twice as many messages."""
+    known = torch.tensor(sum(reason << at for at, reason in enumerate(reasons)), dtype=torch.uint8)
+    torch.distributed.all_reduce(known, torch.distributed.ReduceOp.BOR)
+    return tuple(bool(int(known) >> at & 1) for at in range(len(reasons)))
+
+
+def gather_values(*values: float) -> list[list[float]]:
+    """Each value, of all ranks; collective, on the CPU."""
+    mine = torch.tensor(values, dtype=torch.float64)
+    found = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(found, mine)
+    return torch.stack(found, 1).tolist()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ..config.model_names import VOCABULARY, facts_of
+from ..config.model_names import VOCABULARY
 from ..config.train_config import TrainConfig
 from ..models.language_model import LanguageModel
 from ..models.zoo import ModelSpec
@@ -67,10 +67,8 @@ def layers_of(number: int, parts: int, layers: int) -> range:
 def build_stage(config: TrainConfig, spec: ModelSpec, number: int, on_block: OnBlock) -> Stage:
     """The stage with the seed's weights; ``on_block`` gets its blocks, weights of others are dropped once drawn. Chunks
     go to the stages in turn."""
-    facts = facts_of(config.model, config.model_arguments)
-    assert facts is not None, "the configuration has a model of layers"
     parts = config.pp * config.chunks
-    mine = [layers_of(at, parts, facts.layers) for at in range(number, parts, config.pp)]
+    mine = [layers_of(at, parts, config.model_facts.layers) for at in range(number, parts, config.pp)]
     position = count()
 
     def on_each(block: nn.Module) -> None:
