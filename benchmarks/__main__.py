@@ -1,7 +1,7 @@
 """`python -m benchmarks`: measure conversions (works) and parts, and report.
 
-Runs that are in the journal are not repeated: the same command resumes a suite that was stopped. Figures of the chosen
-works and parts with another size or other code of ckpt-tools are dropped first.
+What is in the journal is not measured again: the same command resumes a suite that was stopped. Figures of the chosen
+works with another size or other code of ckpt-tools are replaced.
 """
 
 from __future__ import annotations
@@ -11,65 +11,51 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks import machine, parts, report
+from benchmarks import report
+from benchmarks.benchmarks import CONVERSIONS, PARTS
 from benchmarks.inputs import claim
-from benchmarks.journal import Journal
-from benchmarks.measure import MeasureError
-from benchmarks.suite import WAYS, Runner, Settings, say
-from benchmarks.works import WORKS
+from benchmarks.measure import ROOT, MeasureError
+from benchmarks.runner import WAYS, Journal, Settings, measure_benchmarks, say
 from ckpt_tools.process.guard import guard_processes
 from ckpt_tools.process.signals import get_exit_code, raise_on_signals
 
-RESULTS, DATA = Path(__file__).parent / "results", machine.ROOT / ".cache" / "benchmarks"
-NAMES = (*(work.name for work in WORKS), *(part.name for part in parts.PARTS))
-GIGABYTES_OF_WORKS = 4.5
+RESULTS, DATA = Path(__file__).parent / "results", ROOT / ".cache" / "benchmarks"
+BENCHMARKS = {benchmark.name: benchmark for benchmark in (*CONVERSIONS, *PARTS)}
 
 
-def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
         prog="python -m benchmarks", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    known = ", ".join(NAMES)
-    made.add_argument("--works", nargs="+", choices=NAMES, default=NAMES, metavar="NAME", help=f"{known}; default: all")
-    made.add_argument("--size", type=float, metavar="GB", help="size of every input; default: 4.5 for conversions")
-    made.add_argument("--runs", type=int, default=5, help="runs of each contestant in each way")
-    made.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS, help="of conversions; default: all")
-    made.add_argument("--time-limit", type=float, default=900, metavar="SECONDS", help="time limit of one run")
-    made.add_argument("--results", type=Path, default=RESULTS, help="folder of the journal, the table and the picture")
-    made.add_argument("--data", type=Path, default=DATA, help="folder of inputs and outputs")
-    made.add_argument("--fresh", action="store_true", help="drop the figures of these works first")
-    made.add_argument("--report", action="store_true", help="write the report without measuring")
-    return made
+    add, names = parser.add_argument, ", ".join(BENCHMARKS)
+    add("--works", nargs="+", choices=BENCHMARKS, default=BENCHMARKS, metavar="NAME", help=f"{names}; default: all")
+    add("--size", type=float, metavar="GB", help="size of every input; default: 4.5 for conversions")
+    add("--runs", type=int, default=5, help="runs of each contestant in each way")
+    add("--ways", nargs="+", choices=WAYS, default=WAYS, help="of conversions; default: all")
+    add("--time-limit", type=float, default=900, metavar="SECONDS", help="time limit of one run")
+    add("--results", type=Path, default=RESULTS, help="folder of the journal, the table and the picture")
+    add("--data", type=Path, default=DATA, help="folder of inputs and outputs")
+    add("--fresh", action="store_true", help="measure these works again")
+    add("--report", action="store_true", help="write the report without measuring")
+    return parser
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    asked = parser().parse_args(words)
-    journal = Journal(asked.results / "results.jsonl")
+    options = make_parser().parse_args(words)
+    journal = Journal(options.results / "results.jsonl")
     try:
-        if not asked.report:
-            _measure(asked, journal)
+        if not options.report:
+            size_bytes = int(options.size * 1e9) if options.size else None
+            settings = Settings(size_bytes or 0, options.runs, options.time_limit, options.data.resolve(), options.ways)
+            claim(settings.data)
+            chosen = [benchmark for name, benchmark in BENCHMARKS.items() if name in options.works]
+            measure_benchmarks(chosen, settings, size_bytes, journal, fresh=options.fresh)
     except MeasureError as error:
         raise SystemExit(f"Error: {error}") from None
     finally:
-        documents = (report.README, report.PAGE) if asked.results.resolve() == RESULTS else ()
-        report.write(journal, asked.results, *documents)
-        say(f"{asked.results / 'table.md'}")
-
-
-def _measure(asked: argparse.Namespace, journal: Journal) -> None:
-    size_bytes = int((asked.size or GIGABYTES_OF_WORKS) * 1e9)
-    settings = Settings(size_bytes, asked.runs, asked.time_limit, asked.data.resolve(), tuple(asked.ways))
-    claim(settings.data)
-    for name in asked.works if asked.fresh else ():
-        for field in ("work", "part"):
-            journal.forget(keep={"kind": None}, **{field: name})
-    facts = {"kind": "machine", **machine.described(settings.data)}
-    if not journal.find(**facts):
-        journal.add(facts)
-    for work in WORKS:
-        if work.name in asked.works:
-            Runner(work, settings, journal).run()
-    parts.measure_parts(asked.works, settings, size_bytes if asked.size else None, journal)
+        documents = (report.README, report.PAGE) if options.results.resolve() == RESULTS else ()
+        report.write(journal, options.results, *documents)
+        say(f"{options.results / 'table.md'}")
 
 
 if __name__ == "__main__":

@@ -20,20 +20,20 @@ MAX_COLD_SHARE = 0.01
 """Largest share of pages that may stay in memory. Above it, the whole machine's cache is dropped."""
 
 
-def files_of(path: Path) -> Iterator[Path]:
+def iter_files(path: Path) -> Iterator[Path]:
     """The file itself, or all files of a folder."""
     yield from [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
 
 
-def size_of(path: Path) -> int:
+def count_bytes(path: Path) -> int:
     """Bytes of all files."""
-    return sum(file.stat().st_size for file in files_of(path))
+    return sum(file.stat().st_size for file in iter_files(path))
 
 
 def warm(path: Path) -> None:
     """Read every byte once."""
     block = bytearray(BLOCK_BYTES)
-    for file in files_of(path):
+    for file in iter_files(path):
         with file.open("rb", buffering=0) as stream:
             while stream.readinto(block):
                 pass
@@ -45,20 +45,20 @@ def cool(path: Path) -> float:
     Programs stay in memory: the machine is not one that was just started. Where the kernel keeps pages, its whole cache
     is dropped, if that is permitted.
     """
-    for file in files_of(path):
+    for file in iter_files(path):
         with file.open("rb") as stream:
             os.fsync(stream)  # a page that is not yet on the disk cannot be dropped
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    if (share := cached_share(path)) > MAX_COLD_SHARE:
+    if (share := get_cached_share(path)) > MAX_COLD_SHARE:
         with contextlib.suppress(OSError):
             Path("/proc/sys/vm/drop_caches").write_text("1")
-        share = cached_share(path)
+        share = get_cached_share(path)
     return share
 
 
-def cached_share(path: Path) -> float:
+def get_cached_share(path: Path) -> float:
     """Share of the files' pages that are in memory, as `fincore` of util-linux says."""
-    files = [file for file in files_of(path) if file.stat().st_size]
+    files = [file for file in iter_files(path) if file.stat().st_size]
     command = ["fincore", "--bytes", "--raw", "--noheadings", "--output", "PAGES", "--", *map(str, files)]
     found = subprocess.run(command, check=True, capture_output=True, text=True).stdout if files else ""
     pages = sum(-(-file.stat().st_size // mmap.PAGESIZE) for file in files)

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,19 +27,21 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from benchmarks.builders import empty_model
 from benchmarks.caching import cool, warm
-from benchmarks.inputs import WEIGHT_BYTES, Cache, fit_llama
-from benchmarks.machine import CKPT_TOOLS
-from benchmarks.suite import Settings, printed_lines
+from benchmarks.inputs import WEIGHT_BYTES, InputCache, fit_llama
+from benchmarks.runner import CKPT_TOOLS, Settings, printed_lines
 from benchmarks.turns import Taken, compare, take_turns
+from ckpt_tools import load_into
 from inference.batch.inputs import Wanted, find_inputs
 from inference.batch.job import Job, columns_of
 from inference.batch.output import Output, Run, open_output
 from inference.batch.pipeline import predicted
 from inference.batch.report import Tally
+from inference.models.architectures import Architecture
+from inference.models.loading import load_model
 from inference.models.options import ModelOptions
 from training.data import datasets as data
 from training.loop import evaluation
@@ -125,12 +128,12 @@ def _predict(predictor: Any, columns: Any, wanted: Any, out: Path) -> None:
     assert (tally.num_rows, tally.num_bad) == (NUM_IMAGES, 0)
 
 
-def measure_predicting(settings: Settings) -> list[str]:
+def measure_predicting(name: str, settings: Settings) -> list[str]:
     """Pair by pair: what follows a DataLoader finds its memory shared with processes that have ended, which costs a
     fault a page."""
-    with tempfile.TemporaryDirectory() as name:
-        make_images(Path(name))
-        works = make_contestants(Path(name), os.cpu_count() or 1)
+    with tempfile.TemporaryDirectory() as temporary:
+        make_images(Path(temporary))
+        works = make_contestants(Path(temporary), os.cpu_count() or 1)
         pairs = {}
         for work, (ours, other) in works.items():
             turns = take_turns({OURS: partial(timed, ours), OTHER: partial(timed, other)}, settings.runs)
@@ -138,28 +141,27 @@ def measure_predicting(settings: Settings) -> list[str]:
         return compare(pairs, PROMISED)
 
 
-LOADING = """
-import json, sys
-from pathlib import Path
-import ckpt_tools, ckpt_tools.formats.dcp.reader, ckpt_tools.serialization.torch_zip, ckpt_tools.torch.load_into
-import safetensors.torch, torch, transformers
-from benchmarks.inference import resident_bytes, timed
-from inference.models.architectures import Architecture
-from inference.models.loading import load_model
-from transformers import LlamaForCausalLM
-who, folder = sys.argv[1], Path(sys.argv[2])
-before, found = resident_bytes("VmRSS"), []
-if who == "load_model":
-    taken = timed(lambda: found.append(load_model(folder / "dcp")))
-else:
-    found.append(Architecture("hf").build(folder / "dcp"))
-    if who == "load_into":
-        taken = timed(lambda: ckpt_tools.load_into(found[0], None, folder / "dcp"))
-    else:
-        taken = timed(lambda: found[0].load_state_dict(safetensors.torch.load_file(folder / "model.safetensors")))
-size = sum(each.numel() * each.element_size() for each in found[0].parameters())
-print(json.dumps([taken.wall, taken.cpu, resident_bytes("VmHWM") - before - size]))
-"""
+def time_loading(how: str, folder: Path) -> Taken:
+    """The time of one way of loading, and its memory above the model's own and that of the libraries."""
+    # What the functions import when they are called is not measured.
+    from transformers import LlamaForCausalLM  # noqa: F401
+
+    import ckpt_tools.formats.dcp.reader
+    import ckpt_tools.serialization.torch_zip
+    import ckpt_tools.torch.load_into  # noqa: F401
+
+    bytes_before, models = resident_bytes("VmRSS"), list[Any]()
+    if how != "load_model":
+        models.append(Architecture("hf").build(folder / "dcp"))
+    ways: dict[str, Callable[[], object]] = {
+        "load_model": lambda: models.append(load_model(folder / "dcp")),
+        "load_into": lambda: load_into(models[0], None, folder / "dcp"),
+        "load_state_dict": lambda: models[0].load_state_dict(load_file(folder / "model.safetensors")),
+    }
+    taken = timed(ways[how])
+    model_bytes = sum(parameter.numel() * parameter.element_size() for parameter in models[0].parameters())
+    return replace(taken, extra_bytes=resident_bytes("VmHWM") - bytes_before - model_bytes)
+
 
 LOADERS = ((LOAD, "load_model", warm), (INTO_LOAD, "load_into", warm), (COLD_LOAD, "load_model", cool))
 """Works, our way of loading, and the preparation of the files."""
@@ -170,16 +172,17 @@ def resident_bytes(field: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
-def measure_loading(settings: Settings) -> list[str]:
+def measure_loading(name: str, settings: Settings) -> list[str]:
     inputs = settings.data / "inputs"
     inputs.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=inputs) as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory(dir=inputs) as temporary:
+        folder = Path(temporary)
         make_checkpoints(folder, settings)
 
         def load(how: str, prepare: Callable[[Path], object]) -> Taken:
             prepare(folder)
-            return Taken(*json.loads(printed_lines([sys.executable, "-c", LOADING, how, name], settings)[-1]))
+            command = [sys.executable, "-m", "benchmarks.inference", how, str(folder)]
+            return Taken(**json.loads(printed_lines(command, settings)[-1]))
 
         pairs = {}
         for work, ours, prepare in LOADERS:
@@ -190,7 +193,7 @@ def measure_loading(settings: Settings) -> list[str]:
 
 def make_checkpoints(folder: Path, settings: Settings) -> None:
     """`dcp` with its config.json, and the same weights as one safetensors file."""
-    source = Cache(settings.data / "inputs").get("dcp-weights", settings.size_bytes)
+    source = InputCache(settings.data / "inputs").get("dcp-weights", settings.size_bytes)
     (folder / "dcp").mkdir()
     for path in source.iterdir():
         # A symbolic link would lead out of the checkpoint, which is refused.
@@ -199,3 +202,7 @@ def make_checkpoints(folder: Path, settings: Settings) -> None:
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(folder / "dcp")
     printed_lines([*CKPT_TOOLS, "convert", str(source), str(folder / "model.safetensors"), "--quiet"], settings)
+
+
+if __name__ == "__main__":
+    print(json.dumps(asdict(time_loading(sys.argv[1], Path(sys.argv[2])))))

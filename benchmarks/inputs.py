@@ -49,7 +49,7 @@ def fit_llama(num_elements: int, hidden: int | None = None) -> Model:
     return make_llama(hidden, max(1, round((num_elements - empty) / (one_layer - empty))))
 
 
-class Kind(NamedTuple):
+class InputKind(NamedTuple):
     """A kind of checkpoint: what a parameter takes in it, and how many ranks save it."""
 
     bytes_per_element: int
@@ -57,18 +57,18 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "dcp": Kind(STATE_BYTES),  # DCP of FSDP2, fp32 and AdamW
-    "dcp8": Kind(STATE_BYTES, 8),
-    "dcp-weights": Kind(WEIGHT_BYTES),
-    "dcp-experts": Kind(WEIGHT_BYTES),  # DCP of a mixture of experts, all experts of a layer in two tensors
-    "megatron": Kind(WEIGHT_BYTES),  # torch_dist of pipeline parallelism, all layers in one tensor
-    "hf-weights": Kind(WEIGHT_BYTES),  # safetensors shards of DCP's Hugging Face writer
-    "tp-weights": Kind(WEIGHT_BYTES),  # DCP, every matrix cut along its inner axis
-    "zero2": Kind(14),  # bf16 with fp32 masters and AdamW
-    "zero3": Kind(STATE_BYTES),
-    "safetensors": Kind(WEIGHT_BYTES, 1),
-    "lora": Kind(2, 1),  # folders base, in bf16, and adapter
-    "torch": Kind(STATE_BYTES, 1),
+    "dcp": InputKind(STATE_BYTES),  # DCP of FSDP2, fp32 and AdamW
+    "dcp8": InputKind(STATE_BYTES, 8),
+    "dcp-weights": InputKind(WEIGHT_BYTES),
+    "dcp-experts": InputKind(WEIGHT_BYTES),  # DCP of a mixture of experts, all experts of a layer in two tensors
+    "megatron": InputKind(WEIGHT_BYTES),  # torch_dist of pipeline parallelism, all layers in one tensor
+    "hf-weights": InputKind(WEIGHT_BYTES),  # safetensors shards of DCP's Hugging Face writer
+    "tp-weights": InputKind(WEIGHT_BYTES),  # DCP, every matrix cut along its inner axis
+    "zero2": InputKind(14),  # bf16 with fp32 masters and AdamW
+    "zero3": InputKind(STATE_BYTES),
+    "safetensors": InputKind(WEIGHT_BYTES, 1),
+    "lora": InputKind(2, 1),  # folders base, in bf16, and adapter
+    "torch": InputKind(STATE_BYTES, 1),
 }
 
 
@@ -90,20 +90,20 @@ def claim(folder: Path) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Cache:
+class InputCache:
     """A folder of inputs, each in a folder of its name, kind, size and builders."""
 
     root: Path
 
-    def path(self, kind: str, size_bytes: int) -> Path:
+    def get_path(self, kind: str, size_bytes: int) -> Path:
         return self.root / f"{kind}-{size_bytes}-{_digest()}"
 
     def get(self, kind: str, size_bytes: int) -> Path:
         """The input, made if needed. Raises `MeasureError`."""
         model = fit_llama(size_bytes // KINDS[kind].bytes_per_element)
-        return self.made(self.path(kind, size_bytes), kind, model, KINDS[kind].world_size)
+        return self.build(self.get_path(kind, size_bytes), kind, model, KINDS[kind].world_size)
 
-    def made(self, path: Path, kind: str, model: Model, ranks: int) -> Path:
+    def build(self, path: Path, kind: str, model: Model, ranks: int) -> Path:
         """`path`, with an input of that model by so many ranks, made if needed. Raises `MeasureError`."""
         if path.exists():
             return path
@@ -114,7 +114,7 @@ class Cache:
         try:
             with tempfile.TemporaryDirectory() as folder:
                 command, log = [sys.executable, *words], Path(folder, "log")
-                measure_success(command, log, time_limit=BUILD_SECONDS, cwd=HERE.parent)
+                measure_success(command, log, time_limit=BUILD_SECONDS)
             return partial.rename(path)
         finally:
             shutil.rmtree(partial, ignore_errors=True)

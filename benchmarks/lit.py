@@ -7,16 +7,16 @@ from typing import Any
 
 import litserve
 
-from benchmarks.demo_model import BATCH, WAIT_SECONDS, Answer, predicting
+from benchmarks.servers import BATCH, WAIT_SECONDS, make_predictor
 
 
-class Api(litserve.LitAPI):  # type: ignore[misc]
+class DemoApi(litserve.LitAPI):  # type: ignore[misc]
     def __init__(self, model: str, threads: int) -> None:
         super().__init__(max_batch_size=BATCH, batch_timeout=WAIT_SECONDS)
-        self.given = model, threads
+        self.model, self.threads = model, threads
 
     def setup(self, device: str) -> None:
-        self.run = predicting(*self.given)
+        self.run = make_predictor(self.model, self.threads)
 
-    def predict(self, inputs: Sequence[Any]) -> list[Answer]:
+    def predict(self, inputs: Sequence[Any]) -> list[dict[str, Any]]:
         return self.run([each["image"] for each in inputs])

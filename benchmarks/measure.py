@@ -20,6 +20,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+ROOT = Path(__file__).resolve().parent.parent
+MAX_FAILURE_CHARS = 200
+
 TICK_SECONDS = 0.05
 """Interval of the memory samples of a tree of processes. The kernel keeps the peak of a lone process."""
 
@@ -36,15 +39,14 @@ class MeasureError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Usage of a command until it ended or ran out of time.
+    """Usage of a command until it ended or ran out of time, and why it failed, if it did.
 
     `peak_bytes` is resident memory: the kernel's figure for one process, the highest sampled sum of proportional shares
     for several. `called_*_bytes` passed through read and write calls, without mapped files; `disk_*_bytes` were read
     from or written to the disk.
     """
 
-    exit_code: int
-    timed_out: bool
+    failure: str
     seconds: float
     cpu_seconds: float
     peak_bytes: int
@@ -54,40 +56,34 @@ class Usage:
     disk_write_bytes: int
 
 
-def measured(
-    command: Sequence[str], log: Path, *, time_limit: float, cwd: Path, env: Mapping[str, str] | None = None
+def measure_command(
+    command: Sequence[str], log: Path, *, time_limit: float, env: Mapping[str, str] | None = None
 ) -> Usage:
-    """Run the command; its output goes to `log`. It and what it started are killed after `time_limit` seconds, and
-    when this process is ended or killed."""
+    """Run the command at the root of the checkout; its output goes to `log`. It and what it started are killed after
+    `time_limit` seconds, and when this process is ended or killed."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    # Without accelerator and network, and with Python's compiled modules kept, as where programs are installed.
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    env = {**kept, "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1", **(env or {})}
     program = [sys.executable, "-S", __file__, str(time_limit), str(log), *command]
-    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=cwd, env=env) as done:
+    with subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=env) as run:
         try:
-            said = done.communicate()
+            output, errors = run.communicate()
         except BaseException:
-            done.terminate()
+            run.terminate()
             raise
-    if done.returncode:
-        raise subprocess.CalledProcessError(done.returncode, program, *said)
-    return Usage(**json.loads(said[0]))
-
-
-def reason_of_failure(usage: Usage, log: Path, time_limit: float) -> str:
-    """Why the command failed; empty if it succeeded."""
-    if usage.timed_out:
-        return f"not done in {time_limit:g} s"
-    if usage.exit_code < 0:
-        return f"killed by signal {-usage.exit_code}"
-    *_, last = log.read_text(errors="replace").strip().splitlines() or [""]
-    return (last or f"exit code {usage.exit_code}") if usage.exit_code else ""
+    if run.returncode:
+        raise MeasureError(f"{' '.join(command)[:200]} could not be measured: {errors[-200:]}")
+    return Usage(**json.loads(output))
 
 
 def measure_success(
-    command: Sequence[str], log: Path, *, time_limit: float, cwd: Path, env: Mapping[str, str] | None = None
+    command: Sequence[str], log: Path, *, time_limit: float, env: Mapping[str, str] | None = None
 ) -> Usage:
-    """Run a command as `measured` does. Raises MeasureError if the command fails."""
-    usage = measured(command, log, time_limit=time_limit, cwd=cwd, env=env)
-    if reason := reason_of_failure(usage, log, time_limit):
-        raise MeasureError(f"{' '.join(command)[:200]} failed: {reason}")
+    """Run a command as `measure_command` does. Raises MeasureError if the command fails."""
+    usage = measure_command(command, log, time_limit=time_limit, env=env)
+    if usage.failure:
+        raise MeasureError(f"{' '.join(command)[:200]} failed: {usage.failure}")
     return usage
 
 
@@ -109,8 +105,7 @@ def _run(command: Sequence[str], log: Path, time_limit: float) -> Usage:
     _kill_group(process.pid)
     after = _own_io()
     return Usage(
-        exit_code=os.waitstatus_to_exitcode(status),
-        timed_out=timed_out,
+        failure=f"not done in {time_limit:g} s" if timed_out else _get_failure(os.waitstatus_to_exitcode(status), log),
         seconds=seconds,
         cpu_seconds=usage.ru_utime + usage.ru_stime,
         peak_bytes=max(peak, usage.ru_maxrss * 1024),
@@ -119,6 +114,14 @@ def _run(command: Sequence[str], log: Path, time_limit: float) -> Usage:
         disk_read_bytes=after["read_bytes"] - before["read_bytes"],
         disk_write_bytes=after["write_bytes"] - before["write_bytes"],
     )
+
+
+def _get_failure(exit_code: int, log: Path) -> str:
+    """Why the command failed, as the last line of its output says; empty if it succeeded."""
+    if exit_code < 0:
+        return f"killed by signal {-exit_code}"
+    *_, last = log.read_text(errors="replace").strip().splitlines() or [""]
+    return last.replace(f"{ROOT}/", "")[:MAX_FAILURE_CHARS] or f"exit code {exit_code}" if exit_code else ""
 
 
 def _own_io() -> dict[str, int]:

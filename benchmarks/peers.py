@@ -1,7 +1,6 @@
-"""Peers: `COMMANDS` has the command line of each, which reads `{source}` and writes into the folder `{out}`.
+"""Peers without a command line, as functions: `python -m benchmarks.peers NAME SRC DST`.
 
-Peers without a command line are functions, which `python -m benchmarks.peers NAME SRC DST` calls. Each has its best
-settings: DeepSpeed its default workers, the consolidation of Hugging Face shards a thread for each processor.
+`works.toml` has the commands of all peers.
 """
 
 from __future__ import annotations
@@ -20,28 +19,6 @@ WEIGHTS = "model.safetensors"
 PART_BYTES, NUM_THREADS = 8 << 20, 8
 """How objects are moved from S3 to S3."""
 
-_AS_ONE_FILE = "--safe_serialization --max_shard_size 100GB"
-
-COMMANDS = {
-    "dcp_to_torch": "-m torch.distributed.checkpoint.format_utils dcp_to_torch {source} {out}/training.pt",
-    "torch_to_dcp": "-m torch.distributed.checkpoint.format_utils torch_to_dcp {source}/training.pt {out}",
-    # The script that DeepSpeed copies into every checkpoint, called as its documentation says.
-    "zero_to_fp32": "{source}/zero_to_fp32.py {source} {out} " + _AS_ONE_FILE,
-    "zero_to_torch bf16": "-m deepspeed.utils.zero_to_torch {source} {out} --dtype bf16 " + _AS_ONE_FILE,
-    "ds_to_universal": (
-        "-m deepspeed.checkpoint.ds_to_universal --input_folder {source}/{tag} --output_folder {out}/{tag}"
-    ),
-    "merge_fsdp_weights": "-m benchmarks.peers merge_fsdp_weights {source} {out}",
-    "consolidate_safetensors_files": "-m benchmarks.peers consolidate_safetensors_files {source} {out}",
-    "merge_and_unload": "-m benchmarks.peers merge_and_unload {source} {out}",
-    "load_file, dcp.save": "-m benchmarks.peers safetensors_to_dcp {source} {out}",
-    "dcp.load, dcp.save by 3 ranks": "-m benchmarks.peers dcp_by_3_ranks {source} {out}",
-}
-"""What Python runs as each peer, by its name in tables. `{tag}` is the folder of a DeepSpeed checkpoint."""
-
-SYNCING = {"torch_to_dcp", "load_file, dcp.save", "dcp.load, dcp.save by 3 ranks"}
-"""Peers that always sync, as DCP's writer does. They are compared with ours with `--fsync`."""
-
 
 def fill_command(command: str, source: Path, out: Path) -> list[str]:
     """The command line with the places in it."""
@@ -50,7 +27,7 @@ def fill_command(command: str, source: Path, out: Path) -> list[str]:
     return [sys.executable, *(word.format(source=source, out=out, tag=tag) for word in command.split())]
 
 
-def only_file(folder: Path) -> Path:
+def find_only_file(folder: Path) -> Path:
     """The file of an input of one file."""
     (file,) = folder.iterdir()
     return file
@@ -106,7 +83,7 @@ def safetensors_to_dcp(source: str, out: str) -> None:
     from safetensors.torch import load_file
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    save(load_file(only_file(Path(source))), checkpoint_id=out, no_dist=True)
+    save(load_file(find_only_file(Path(source))), checkpoint_id=out, no_dist=True)
 
 
 def dcp_by_3_ranks(source: str, out: str) -> None:

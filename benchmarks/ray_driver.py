@@ -23,8 +23,8 @@ from ckpt_tools.transfer.runners.ray_cluster import connect_to_cluster
 NUM_WORKERS, NUM_TASKS, NUM_QUESTIONS = 2, 4000, 500
 
 
-def measure_driver(settings: Any) -> list[str]:
-    from benchmarks.suite import printed_lines  # imports torch, whose memory is not the driver's
+def measure_driver(name: str, settings: Any) -> list[str]:
+    from benchmarks.runner import printed_lines  # imports torch, whose memory is not the driver's
 
     lines = printed_lines([sys.executable, "-m", "benchmarks.ray_driver"], settings)
     return [line for line in lines if line.startswith("- ")]

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
-from benchmarks import figures
-from benchmarks.figures import Result, Row, verdict
-from benchmarks.journal import Journal
-from benchmarks.machine import ROOT, code
-from benchmarks.parts import KIND, PARTS
-from benchmarks.picture import draw
-from benchmarks.suite import COLD, FSYNC
-from benchmarks.turns import markdown
-from benchmarks.works import COPY, OURS, WORKS
+from benchmarks.benchmarks import PARTS
+from benchmarks.conversions import COPY, OURS, SYNCING, WORKS, Work
+from benchmarks.measure import ROOT
+from benchmarks.runner import COLD, FSYNC, MACHINE, WARM, Journal, Record, code
+from benchmarks.turns import markdown, verdict
+from tests.support.svg import COLOURS, LINE, MARGIN, WIDTH, Picture
 
 README, PAGE = ROOT / "README.md", ROOT / "docs" / "benchmarks.md"
 README_SECTION, PAGE_SECTION = "speed", "benchmarks"
@@ -22,24 +21,109 @@ README_SECTION, PAGE_SECTION = "speed", "benchmarks"
 README_WORKS = ("dcp-safetensors", "dcp-torch", "dcp-zero3", "zero3-safetensors", "zero3-universal", "dcp8-dcp3")
 """Works in README's table: each direction, and one without a peer."""
 
+LARGE_BYTES = 4_000_000_000
+"""Promises are about checkpoints of at least this size; start-up dominates smaller ones."""
+
 MAX_MEMORY_BYTES = 256_000_000
+
+OURS_COLOUR, PEER_COLOUR = COLOURS[2], COLOURS[1]
+BAR = 10
+"""Height of a bar in pixels."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContestantRuns:
+    """All runs of one contestant in one way."""
+
+    contestant: str
+    way: str
+    runs: Sequence[Record]
+
+    def median(self, field: str) -> float:
+        return float(median(run[field] for run in self.runs))
+
+    @property
+    def seconds(self) -> float:
+        return self.median("seconds")
+
+    @property
+    def peak_bytes(self) -> int:
+        return int(max(run["peak_bytes"] for run in self.runs))
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredWork:
+    """A conversion and its record in the journal."""
+
+    work: Work
+    record: Record
+
+    def runs_of(self, contestant: str, way: str = WARM) -> ContestantRuns | None:
+        """The runs that were done, if any were."""
+        runs = [run for run in self.record["runs"] if (run["contestant"], run["way"]) == (contestant, way)]
+        return ContestantRuns(contestant, way, runs) if runs else None
+
+    def all_runs(self) -> list[ContestantRuns]:
+        return [runs for slot in self.work.slots() if (runs := self.runs_of(*slot))]
+
+    def ratio(self, one: str, other: str, way: str = WARM) -> float | None:
+        """Median seconds of one over those of the other."""
+        first, second = (self.runs_of(each, way) for each in (one, other))
+        return first.seconds / second.seconds if first and second else None
+
+    @property
+    def times_faster(self) -> float | None:
+        """The peer's time over ours; over ours with fsync where the peer syncs too."""
+        theirs, ours = self.peer, self.runs_of(OURS, FSYNC if self.work.peer in SYNCING else WARM)
+        return theirs.seconds / ours.seconds if theirs and ours else None
+
+    @property
+    def peer(self) -> ContestantRuns | None:
+        """The runs of the peer, if it completes."""
+        return self.runs_of(self.work.peer)
+
+    def promises(self) -> Iterator[str]:
+        """The promises of the work's target that were measured."""
+        target, plain = self.work.target, self.work.plain
+        ratios = (
+            ("copy", self.ratio(OURS, COPY), "x cp -r, from memory", "copied_bytes"),
+            ("copy", self.ratio(OURS, COPY, COLD), "x cp -r, from the disk", "copied_bytes"),
+            ("copy_synced", self.ratio(OURS, COPY, FSYNC), "x cp -r, both with fsync", "copied_bytes"),
+            ("plain", self.ratio(OURS, plain), f"x {plain.removeprefix(OURS).strip()}", "source_bytes"),
+        )
+        for field, ratio, unit, size in ratios:
+            if ratio is not None and field in target:
+                text = f"{ratio:.2f}{unit} (at most {target[field]:g})"
+                yield self._judge(text, ratio <= target[field], size)
+        if "peer" in target and (times := self.times_faster):
+            text = f"{times:.1f} times as fast as {self.work.peer} (at least {target['peer']:g})"
+            yield self._judge(text, times >= target["peer"], "source_bytes")
+
+    def _judge(self, text: str, kept: bool, size: str) -> str:
+        is_large = self.record[size] >= LARGE_BYTES
+        return f"{verdict(kept)}: {text}" if is_large else f"{text} (promised for 4 GB)"
+
+
+def get_measured_works(journal: Journal) -> list[MeasuredWork]:
+    """Every work that was measured, in the order of ``works.toml``."""
+    return [MeasuredWork(work, journal.records[name]) for name, work in WORKS.items() if name in journal.records]
 
 
 def write(journal: Journal, folder: Path, readme: Path | None = None, page: Path | None = None) -> None:
     """`table.md` and `picture.svg` in the folder, and the sections of the two documents."""
-    found = list(figures.results(journal))
+    works = get_measured_works(journal)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "table.md").write_text("\n".join(_full_table(journal, found)) + "\n")
-    if few := [result for result in found if result.work.name in README_WORKS]:
+    (folder / "table.md").write_text("\n".join(_full_table(journal, works)) + "\n")
+    if few := [measured for measured in works if measured.work.name in README_WORKS]:
         (folder / "picture.svg").write_text(draw(few))
     if readme:
         header = "conversion | output | ours | `cp -r` of the output | fastest other tool | memory: ours, theirs"
-        refresh(readme, README_SECTION, "\n".join(markdown(header, map(_few_cells, few), texts=(0, 4))))
+        replace_section(readme, README_SECTION, "\n".join(markdown(header, map(_readme_cells, few), texts=(0, 4))))
     if page:
-        refresh(page, PAGE_SECTION, "\n".join(_section(journal, found)))
+        replace_section(page, PAGE_SECTION, "\n".join(_section(journal, works)))
 
 
-def refresh(document: Path, name: str, section: str) -> None:
+def replace_section(document: Path, name: str, section: str) -> None:
     """Put the section between the markers of that name."""
     start, end = markers(name)
     before, _, rest = document.read_text().partition(start)
@@ -51,130 +135,146 @@ def markers(name: str) -> tuple[str, str]:
     return f"<!-- {name}:start -->", f"<!-- {name}:end -->"
 
 
-def _few_cells(result: Result) -> Iterator[str]:
-    ours, theirs = result.row(OURS), result.peer
-    yield result.work.about
-    yield f"{result.about['copied_bytes'] / 1e9:.2f} GB"
+def _readme_cells(measured: MeasuredWork) -> Iterator[str]:
+    ours, theirs = measured.runs_of(OURS), measured.peer
+    yield measured.work.about
+    yield _gigabytes(measured.record["copied_bytes"])
     yield _seconds(ours)
-    yield _seconds(result.row(COPY))
-    yield f"{result.work.peer}: {_seconds(theirs)}" if theirs else _no_peer(result)
-    yield ", ".join(_megabytes(row) for row in (ours, theirs) if row)
+    yield _seconds(measured.runs_of(COPY))
+    yield f"{measured.work.peer}: {_seconds(theirs)}" if theirs else _no_peer(measured)
+    yield ", ".join(_megabytes(runs) for runs in (ours, theirs) if runs)
 
 
-def _section(journal: Journal, found: Sequence[Result], *, is_whole: bool = False) -> Iterator[str]:
+def _section(journal: Journal, works: Sequence[MeasuredWork], *, is_whole: bool = False) -> Iterator[str]:
     """The page's section; if ``is_whole``, with the note on the method of ``table.md``."""
-    yield from _machine(journal)
+    if machine := journal.records.get(MACHINE):
+        facts = (f"{name} {value}" for name, value in machine.items() if name != "name")
+        yield f"Measured on: {', '.join(facts)}."
+    versions = list(dict.fromkeys(record["code"] for record in journal.records.values() if "code" in record))
+    if versions and code() not in versions:
+        digests = ", ".join(versions)
+        yield f"\nMeasured with other versions of ckpt-tools than this one; digests of their code: {digests}."
     if is_whole:
         yield "\n[How it was measured](../../docs/benchmarks.md#how-it-was-measured)."
     yield ""
     header = "work | reads, writes | ours | `cp -r` | ours / cp | fsync | cold | best peer | times faster | memory"
-    yield from markdown(header, map(_summary_cells, found), texts=(0, 1, 7))
-    codes = _codes(journal)
-    if earlier := [result.work.about for result in found if result.about["code"] != codes[-1]]:
+    yield from markdown(header, map(_summary_cells, works), texts=(0, 1, 7))
+    if earlier := [measured.work.about for measured in works if measured.record["code"] != versions[-1]]:
         yield f"\nMeasured with an earlier version of ckpt-tools than the others: {'; '.join(earlier)}."
     yield ""
-    yield from _promises(found)
+    yield from _promises(works)
     for part in PARTS:
-        for record in journal.find(kind=KIND, part=part.name):
+        if record := journal.records.get(part.name):
             yield from ("", f"## {part.heading}", "", *record["lines"])
 
 
-def _full_table(journal: Journal, found: Sequence[Result]) -> Iterator[str]:
+def _full_table(journal: Journal, works: Sequence[MeasuredWork]) -> Iterator[str]:
     yield "# Benchmarks\n"
-    yield from _section(journal, found, is_whole=True)
-    for result in found:
-        yield from _details(result)
-    for work in WORKS:
-        attempts = journal.find(kind="work", work=work.name)
-        if attempts and attempts[-1]["status"] != "done":
-            yield f"\n## {work.about}\n\nNot measured: {attempts[-1]['reason']}"
+    yield from _section(journal, works, is_whole=True)
+    header = "who | way | median | min | runs | / cp | / plain | CPU | memory | calls read, wrote | disk read | equal"
+    for measured in works:
+        record = measured.record
+        yield f"\n## {measured.work.about}\n"
+        copied = f"{_gigabytes(record['copied_bytes'])} in {record['copied_files']:,} files"
+        yield f"Source {_gigabytes(record['source_bytes'])}; `cp -r` copies {copied}.\n"
+        yield from markdown(header, (_run_cells(measured, runs) for runs in measured.all_runs()), texts=(0, 1, 11))
+        yield from (f"\n{contestant} failed: {reason}" for contestant, reason in record["failures"].items())
 
 
-def _machine(journal: Journal) -> Iterator[str]:
-    if machines := journal.find(kind="machine"):
-        facts = {key: value for key, value in machines[-1].items() if key != "kind"}
-        yield "Measured on: " + ", ".join(f"{name} {value}" for name, value in facts.items()) + "."
-    if (measured := _codes(journal)) and code() not in measured:
-        digests = ", ".join(measured)
-        yield f"\nMeasured with other versions of ckpt-tools than this one; digests of their code: {digests}."
-
-
-def _codes(journal: Journal) -> list[str]:
-    """Digests of the code that was measured, that of the last record at the end."""
-    latest_first = dict.fromkeys(record["code"] for record in reversed(journal.records) if "code" in record)
-    return list(latest_first)[::-1]
-
-
-def _summary_cells(result: Result) -> Iterator[str]:
-    ours, theirs = result.row(OURS), result.peer
-    yield result.work.about
+def _summary_cells(measured: MeasuredWork) -> Iterator[str]:
+    ours, theirs = measured.runs_of(OURS), measured.peer
+    yield measured.work.about
     read = f"{ours.median('called_read_bytes') / 1e9:.2f}" if ours else "?"
-    yield f"{read}, {result.about['copied_bytes'] / 1e9:.2f} GB"
+    yield f"{read}, {_gigabytes(measured.record['copied_bytes'])}"
     yield _seconds(ours)
-    yield _seconds(result.row(COPY))
-    yield _times(result.ratio(OURS, COPY))
-    yield _times(result.ratio(OURS, COPY, FSYNC))
-    yield _times(result.ratio(OURS, COPY, COLD))
-    yield f"{result.work.peer}, {_seconds(theirs)}" if theirs else _no_peer(result)
-    yield _times(result.times_faster, 1)
+    yield _seconds(measured.runs_of(COPY))
+    for way in (WARM, FSYNC, COLD):
+        yield _times(measured.ratio(OURS, COPY, way))
+    yield f"{measured.work.peer}, {_seconds(theirs)}" if theirs else _no_peer(measured)
+    yield _times(measured.times_faster, 1)
     yield _megabytes(ours) + (f" / {_megabytes(theirs)}" if theirs else "")
 
 
-def _no_peer(result: Result) -> str:
-    why = result.failures.get(result.work.peer)
-    return f"{result.work.peer}: {why}" if why else "none"
+def _run_cells(measured: MeasuredWork, runs: ContestantRuns) -> Iterator[str]:
+    yield runs.contestant
+    yield runs.way
+    yield _seconds(runs)
+    yield f"{min(run['seconds'] for run in runs.runs):.2f} s"
+    yield str(len(runs.runs))
+    for other in (COPY, measured.work.plain):
+        yield _times(measured.ratio(runs.contestant, other, runs.way))
+    yield f"{runs.median('cpu_seconds'):.2f} s"
+    yield _megabytes(runs)
+    yield f"{runs.median('called_read_bytes') / 1e9:.2f}, {_gigabytes(runs.median('called_write_bytes'))}"
+    yield _gigabytes(runs.median("disk_read_bytes"))
+    yield measured.record["checks"].get(runs.contestant, "not checked") or "equal"
 
 
-def _seconds(row: Row | None) -> str:
-    return f"{row.seconds:.2f} s" if row else "–"
+def _no_peer(measured: MeasuredWork) -> str:
+    why = measured.record["failures"].get(measured.work.peer)
+    return f"{measured.work.peer}: {why}" if why else "none"
+
+
+def _seconds(runs: ContestantRuns | None) -> str:
+    return f"{runs.seconds:.2f} s" if runs else "–"
 
 
 def _times(ratio: float | None, digits: int = 2) -> str:
     return f"{ratio:.{digits}f}" if ratio is not None else "–"
 
 
-def _megabytes(row: Row | None) -> str:
-    return f"{row.peak_bytes / 1e6:,.0f} MB" if row else "–"
+def _megabytes(runs: ContestantRuns | None) -> str:
+    return f"{runs.peak_bytes / 1e6:,.0f} MB" if runs else "–"
 
 
-def _promises(found: Sequence[Result]) -> Iterator[str]:
+def _gigabytes(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.2f} GB"
+
+
+def _promises(works: Sequence[MeasuredWork]) -> Iterator[str]:
     yield "Promises, kept or missed:\n"
-    for result in found:
-        for promise in result.promises():
-            yield f"- {result.work.about}: {promise}"
-    checks = [(result, name, check) for result in found for name, check in result.checks.items()]
-    wrong = [f"{name} in {result.work.about}" for result, name, check in checks if check["status"] != "equal"]
+    for measured in works:
+        for promise in measured.promises():
+            yield f"- {measured.work.about}: {promise}"
+    checks = [(measured, *check) for measured in works for check in measured.record["checks"].items()]
+    wrong = [f"{name} in {measured.work.about}" for measured, name, reason in checks if reason]
     text = f"{len(checks) - len(wrong)} of {len(checks)} outputs measured are bit for bit equal to their sources"
     yield f"- {verdict(not wrong)}: {text}" + "".join(f"; not {line}" for line in wrong)
-    ours = [row for result in found for row in result.rows if row.contestant == OURS and row.runs]
-    if peak := max((row.peak_bytes for row in ours), default=0):
+    ours = [runs for measured in works for runs in measured.all_runs() if runs.contestant == OURS]
+    if peak := max((runs.peak_bytes for runs in ours), default=0):
         yield f"- {verdict(peak <= MAX_MEMORY_BYTES)}: {peak / 1e6:.0f} MB at the peak of any work (at most 256)"
 
 
-def _details(result: Result) -> Iterator[str]:
-    about = result.about
-    source, copied = (f"{about[name] / 1e9:.2f} GB" for name in ("source_bytes", "copied_bytes"))
-    yield f"\n## {result.work.about}\n"
-    yield f"Source {source}; `cp -r` copies {copied} in {about['copied_files']:,} files.\n"
-    header = "who | way | median | min | runs | / cp | / plain | CPU | memory | calls read, wrote"
-    header += " | disk read | equal"
-    yield from markdown(header, (_detail_cells(result, row) for row in result.rows), texts=(0, 1, 11))
+def draw(works: Sequence[MeasuredWork]) -> str:
+    """An SVG with two bars for each work, ours and the peer's, on a linear axis from zero."""
+    bars = [list(_bars(measured)) for measured in works]
+    longest = max(seconds for each in bars for _, seconds, _ in each)
+    scale = (WIDTH - 3 * MARGIN) / longest
+    picture = Picture("Seconds of conversions with ckpt-tools and with the fastest other tool")
+    for measured, each in zip(works, bars, strict=True):
+        picture.words(measured.work.about, strong=True)
+        for label, seconds, colour in each:
+            picture.words(label)
+            picture.box(MARGIN, picture.y, seconds * scale, BAR, colour)
+            picture.y += BAR + 2
+        picture.y += LINE / 2
+    picture.line((MARGIN, picture.y), (WIDTH - MARGIN, picture.y))
+    # At most five ticks.
+    step = next(step for step in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 10**9) if longest < 5 * step)
+    for tick in range(0, int(longest) + 1, step):
+        x = MARGIN + tick * scale
+        picture.line((x, picture.y), (x, picture.y + 5))
+        picture.text(f"{tick} s" if tick else "0", x, picture.y + LINE, anchor="middle")
+    picture.y += 1.5 * LINE
+    return str(picture)
 
 
-def _detail_cells(result: Result, row: Row) -> Iterator[str]:
-    yield row.contestant
-    yield row.way
-    if not row.runs:
-        yield from (row.reason, *("",) * 9)
-        return
-    yield f"{row.seconds:.2f} s"
-    yield f"{min(run['seconds'] for run in row.runs):.2f} s"
-    yield str(len(row.runs))
-    for other in (COPY, result.work.plain):
-        yield _times(result.ratio(row.contestant, other, row.way))
-    yield f"{row.median('cpu_seconds'):.2f} s"
-    yield _megabytes(row)
-    yield f"{row.median('called_read_bytes') / 1e9:.2f}, {row.median('called_write_bytes') / 1e9:.2f} GB"
-    yield f"{row.median('disk_read_bytes') / 1e9:.2f} GB"
-    check = result.checks.get(row.contestant)
-    yield "not checked" if check is None else check["reason"] or check["status"]
+def _bars(measured: MeasuredWork) -> Iterator[tuple[str, float, str]]:
+    """Label, seconds and colour of ours and of the peer."""
+    ours, theirs, peer = measured.runs_of(OURS), measured.peer, measured.work.peer
+    if ours:
+        yield f"{OURS}: {ours.seconds:.1f} s", ours.seconds, OURS_COLOUR
+    if theirs:
+        yield f"{peer}: {theirs.seconds:.1f} s", theirs.seconds, PEER_COLOUR
+    else:
+        yield f"{peer}: fails" if peer else "no other tool does this", 0, PEER_COLOUR

@@ -17,7 +17,6 @@ Server and client share the machine, so that only ratios of rates mean something
 from __future__ import annotations
 
 import json
-import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -26,11 +25,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.inputs import WEIGHT_BYTES, Cache, fit_llama
-from benchmarks.machine import CKPT_TOOLS, ROOT
+from benchmarks.inputs import WEIGHT_BYTES, InputCache, fit_llama
 from benchmarks.measure import Usage, measure_success
 from benchmarks.peers import PART_BYTES
-from benchmarks.suite import Settings
+from benchmarks.runner import CKPT_TOOLS, Settings
 from benchmarks.turns import markdown, ratio, take_turns
 from ckpt_tools.core.options import ReadOptions, WriteOptions
 from ckpt_tools.core.part_rules import PartRules
@@ -59,27 +57,24 @@ CONTESTANTS = {
 UPLOAD = "import fsspec, sys; fsspec.filesystem('s3').put(sys.argv[1], f'{sys.argv[2]}/', recursive=True)"
 
 
-def measure_conversion(settings: Settings) -> list[str]:
-    return _measure(Cache(settings.data / "inputs").get("dcp-weights", settings.size_bytes), settings)
-
-
-def measure_wide_conversion(settings: Settings) -> list[str]:
-    model, inputs = fit_llama(settings.size_bytes // WEIGHT_BYTES, WIDE_HIDDEN), settings.data / "inputs"
-    path = inputs / f"dcp-weights-{WIDE_HIDDEN}x{model.layers}-{WIDE_RANKS}-ranks"
-    return _measure(Cache(inputs).made(path, "dcp-weights", model, WIDE_RANKS), settings)
-
-
-def _measure(made: Path, settings: Settings) -> list[str]:
-    """The table of the contestants, on a server of their own."""
+def measure_s3_conversion(name: str, settings: Settings) -> list[str]:
+    """The table of the contestants, on a server of their own. `s3-wide` has the wide model."""
+    inputs = InputCache(settings.data / "inputs")
+    if name == "s3-wide":
+        model = fit_llama(settings.size_bytes // WEIGHT_BYTES, WIDE_HIDDEN)
+        path = inputs.root / f"dcp-weights-{WIDE_HIDDEN}x{model.layers}-{WIDE_RANKS}-ranks"
+        source = inputs.build(path, "dcp-weights", model, WIDE_RANKS)
+    else:
+        source = inputs.get("dcp-weights", settings.size_bytes)
     shares: list[str] = []
     with running_s3_server() as server, tempfile.TemporaryDirectory() as folder:
-        env, log = {**os.environ, **server.environment, "TMPDIR": folder}, Path(folder, "log")
-        upload = [sys.executable, "-c", UPLOAD, f"{made}/", SOURCE]
-        measure_success(upload, log, time_limit=settings.time_limit, cwd=ROOT, env=env)
+        env, log = {**server.environment, "TMPDIR": folder}, Path(folder, "log")
+        upload = [sys.executable, "-c", UPLOAD, f"{source}/", SOURCE]
+        measure_success(upload, log, time_limit=settings.time_limit, env=env)
 
         def run_contestant(name: str) -> Usage:
             words = [*CONTESTANTS[name], SOURCE, f"s3://{BUCKET}/out"]
-            usage = measure_success(words, log, time_limit=settings.time_limit, cwd=ROOT, env=env)
+            usage = measure_success(words, log, time_limit=settings.time_limit, env=env)
             if name == OURS:
                 done = json.loads(log.read_text())
                 copied, read = (done[key] / done["bytes_written"] for key in ("bytes_copied", "bytes_read"))
@@ -88,36 +83,36 @@ def _measure(made: Path, settings: Settings) -> list[str]:
                 server.client().delete_object(Bucket=BUCKET, Key=f"out{key}")
             return usage
 
-        found = take_turns({name: partial(run_contestant, name) for name in CONTESTANTS}, settings.runs)
+        turns = take_turns({name: partial(run_contestant, name) for name in CONTESTANTS}, settings.runs)
     header = "contestant | seconds (each run) | time / ours | processor time | memory | bytes on the local disk"
-    return [*markdown(header, (_cells(name, used, found[OURS]) for name, used in found.items())), "", *shares]
+    return [*markdown(header, (_cells(name, usages, turns[OURS]) for name, usages in turns.items())), "", *shares]
 
 
-def _cells(name: str, used: Sequence[Usage], ours: Sequence[Usage]) -> Iterator[str]:
+def _cells(name: str, usages: Sequence[Usage], ours: Sequence[Usage]) -> Iterator[str]:
     yield name
-    yield f"{median(usage.seconds for usage in used):.1f} ({', '.join(f'{usage.seconds:.1f}' for usage in used)})"
-    yield f"{ratio('seconds', used, ours):.2f}"
-    yield f"{median(usage.cpu_seconds for usage in used):.1f} s"
+    yield f"{median(usage.seconds for usage in usages):.1f} ({', '.join(f'{usage.seconds:.1f}' for usage in usages)})"
+    yield f"{ratio('seconds', usages, ours):.2f}"
+    yield f"{median(usage.cpu_seconds for usage in usages):.1f} s"
     for field in ("peak_bytes", "disk_write_bytes"):
-        yield f"{max(getattr(usage, field) for usage in used) / 1e6:,.0f} MB"
+        yield f"{max(getattr(usage, field) for usage in usages) / 1e6:,.0f} MB"
 
 
-def count_copied_shares(settings: Settings) -> list[str]:
+def count_copied_shares(name: str, settings: Settings) -> list[str]:
     """Table of the shares of safetensors files that a service copies, and would copy if files were cut every 8 MiB:
     by the planner alone, without a server."""
     models = {"Llama 2 7B": Model(32, 4096, 11008, 32000)}
     for model in (fit_llama(settings.size_bytes // WEIGHT_BYTES, hidden) for hidden in (None, WIDE_HIDDEN)):
         models[f"Llama of {model.hidden}"] = model
     rows = [
-        [name, kind, str(ranks), *(f"{share:.1%}" for share in share_copied(model, ranks, dtype))]
-        for name, model in models.items()
+        [about, kind, str(ranks), *(f"{share:.1%}" for share in get_copied_shares(model, ranks, dtype))]
+        for about, model in models.items()
         for kind, dtype in DTYPES.items()
         for ranks in (1, 2, 4, 8, 16, 64)
     ]
     return markdown("model | dtype | ranks | copied | cut every 8 MiB", rows, texts=(0, 1))
 
 
-def share_copied(model: Any, ranks: int, dtype: Any) -> tuple[float, float]:
+def get_copied_shares(model: Any, ranks: int, dtype: Any) -> tuple[float, float]:
     with tempfile.TemporaryDirectory() as folder:
         opened = open_checkpoint(dcp(model.shapes(), ranks, Path(folder, "dcp"), dtype), ReadOptions())
         source, manifest = opened.source, opened.manifest

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import socket
 import subprocess
@@ -35,11 +34,9 @@ from PIL import Image
 from safetensors.torch import save_file
 from urllib3 import encode_multipart_formdata
 
-from benchmarks.demo_model import BATCH, SIDE
-from benchmarks.machine import ROOT
-from benchmarks.measure import MeasureError, process_tree, proportional_bytes
-from benchmarks.servers import SERVERS
-from benchmarks.suite import Settings
+from benchmarks.measure import ROOT, MeasureError, process_tree, proportional_bytes
+from benchmarks.runner import Settings
+from benchmarks.servers import BATCH, SERVERS, SIDE
 from benchmarks.turns import markdown, ratio, take_turns
 from fixtures.launch import free_port
 from inference.models.predictor import load_predictor
@@ -72,8 +69,9 @@ MORE_BYTES_THAN_LITSERVE = 100_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """Some seconds under load. ``resident_bytes`` are proportional shares of all processes of the server."""
+class LoadTurn:
+    """Some seconds under load. Durations in seconds; ``resident_bytes`` are proportional shares of all processes of the
+    server."""
 
     rate: float
     p50: float
@@ -82,8 +80,19 @@ class Turn:
     resident_bytes: int = 0
 
 
+WRK_SUMMARY = """
+function done(summary, latency)
+  local e = summary.errors
+  local errors = e.connect + e.read + e.write + e.status + e.timeout
+  print(string.format('{"answers": %d, "errors": %d, "seconds": %f, "p50": %f, "p99": %f}', summary.requests, errors,
+    summary.duration / 1e6, latency:percentile(50) / 1e6, latency:percentile(99) / 1e6))
+end
+"""
+"""What wrk prints at the end, as the last line."""
+
+
 @dataclass(frozen=True, slots=True)
-class Requests:
+class RequestSet:
     """Requests that clients send in turn."""
 
     path: str
@@ -95,84 +104,60 @@ class Requests:
         bodies = ",".join('"' + "".join(f"\\{byte:03d}" for byte in body) + '"' for body in self.bodies)
         lines = [f"local bodies, n = {{{bodies}}}, 0", 'wrk.method = "POST"']
         lines += [f"wrk.headers[{json.dumps(name)}] = {json.dumps(value)}" for name, value in self.headers.items()]
-        asked = f'wrk.format(nil, "{self.path}", nil, bodies[n])'
-        return "\n".join([*lines, f"request = function() n = n % #bodies + 1 return {asked} end"])
+        request = f'wrk.format(nil, "{self.path}", nil, bodies[n])'
+        return "\n".join([*lines, f"request = function() n = n % #bodies + 1 return {request} end", WRK_SUMMARY])
 
-    def answer(self, port: int, number: int) -> bytes:
+    def fetch_answer(self, port: int, number: int) -> bytes:
         url = f"http://127.0.0.1:{port}{self.path}"
-        with urlopen(Request(url, self.bodies[number], dict(self.headers)), timeout=60) as answer:
-            found: bytes = answer.read()
-        return found
+        with urlopen(Request(url, self.bodies[number], dict(self.headers)), timeout=60) as response:
+            answer: bytes = response.read()
+        return answer
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class MeasuredServer:
     """A running server, and what clients ask it."""
 
     port: int
     process: subprocess.Popen[str]
-    requests: Requests
-    script: Path
+    requests: RequestSet
     num_clients: int = NUM_CLIENTS
 
     def check(self) -> None:
         """Raises MeasureError if it gives the same answer to every image."""
-        if len({self.requests.answer(self.port, number) for number in range(8)}) < 2:
+        if len({self.requests.fetch_answer(self.port, number) for number in range(8)}) < 2:
             raise MeasureError("a server gives the same answer to every image")
 
-    def turn(self, seconds: float) -> Turn:
+    def take_turn(self, seconds: float) -> LoadTurn:
         self._load(WARM_UP_SECONDS)
         before = _cpu_seconds(self.process.pid)
-        found = self._load(seconds)
+        load = self._load(seconds)
         used = _cpu_seconds(self.process.pid) - before
         resident = sum(map(proportional_bytes, process_tree(self.process.pid)))
-        return Turn(found.rate, found.p50, found.p99, used / found.many, resident)
+        answers = load["answers"]
+        return LoadTurn(answers / load["seconds"], load["p50"], load["p99"], used / answers, resident)
 
-    def _load(self, seconds: float) -> Loaded:
-        options = ["-t1", f"-c{self.num_clients}", f"-d{max(1, round(seconds))}s", "--timeout=60s", "--latency"]
-        command = ["wrk", *options, "-s", str(self.script), f"http://127.0.0.1:{self.port}"]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    def _load(self, seconds: float) -> dict[str, float]:
+        """Raises MeasureError if an answer was not a success, or none came."""
+        options = ["-t1", f"-c{self.num_clients}", f"-d{max(1, round(seconds))}s", "--timeout=60s"]
+        with tempfile.NamedTemporaryFile("w", suffix=".lua") as script:
+            script.write(self.requests.script())
+            script.flush()
+            command = ["wrk", *options, "-s", script.name, f"http://127.0.0.1:{self.port}"]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise MeasureError(f"wrk failed: {done.stderr.strip()}")
-        return Loaded.of(done.stdout)
-
-
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """The result of a run of wrk. Durations in seconds."""
-
-    many: int
-    rate: float
-    p50: float
-    p99: float
-
-    @classmethod
-    def of(cls, said: str) -> Loaded:
-        """Raises MeasureError if an answer was not a success, or none came."""
-        if trouble := re.search(r"(Non-2xx|Socket errors).*", said):
-            raise MeasureError(f"not every request was answered: {trouble[0]}")
-        many, rate = re.search(r"(\d+) requests in", said), re.search(r"Requests/sec:\s*([\d.]+)", said)
-        if many is None or rate is None or not int(many[1]):
-            raise MeasureError(f"wrk counted no request: {said[:200]}")
-        p50, p99 = (_seconds(said, part) for part in ("50%", "99%"))
-        return cls(int(many[1]), float(rate[1]), p50, p99)
-
-
-UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0}
-
-
-def _seconds(said: str, part: str) -> float:
-    found = re.search(rf"{part}\s+([\d.]+)(us|ms|s|m)\b", said)
-    if found is None:
-        raise MeasureError(f"wrk does not say the {part} of its latencies")
-    return float(found[1]) * UNITS[found[2]]
+        load: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+        if load["errors"] or not load["answers"]:
+            raise MeasureError(f"not every request was answered: {done.stdout.strip()}")
+        return load
 
 
 def _cpu_seconds(pid: int) -> float:
     return sum(sum(psutil.Process(each).cpu_times()[:2]) for each in process_tree(pid))
 
 
-def images() -> Any:
+def make_images() -> Any:
     return np.random.default_rng(0).integers(0, 256, (NUM_IMAGES, SIDE * SIDE), np.uint8)
 
 
@@ -194,16 +179,16 @@ def as_form(image: Any) -> bytes:
     return bytes(encode_multipart_formdata({"image": ("a.png", file.getvalue(), "image/png")}, boundary="X")[0])
 
 
-def make_requests() -> dict[str, Requests]:
+def make_requests() -> dict[str, RequestSet]:
     """The requests of each contestant."""
-    given, json_type = images(), {"Content-Type": "application/json"}
+    images, json_type = make_images(), {"Content-Type": "application/json"}
     binary_type = {"Content-Type": "application/octet-stream", "Inference-Header-Content-Length": str(len(BINARY_HEAD))}
     form_type = {"Content-Type": "multipart/form-data; boundary=X"}
-    for_peers = Requests("/predict", [json.dumps({"image": image.tolist()}).encode() for image in given], json_type)
+    for_peers = RequestSet("/predict", [json.dumps({"image": image.tolist()}).encode() for image in images], json_type)
     return {
-        JSON: Requests(INFER, [as_json(each) for each in given], json_type),
-        BINARY: Requests(INFER, [BINARY_HEAD + each.tobytes() for each in given], binary_type),
-        PNG: Requests("/predict", [as_form(each) for each in given], form_type),
+        JSON: RequestSet(INFER, [as_json(each) for each in images], json_type),
+        BINARY: RequestSet(INFER, [BINARY_HEAD + each.tobytes() for each in images], binary_type),
+        PNG: RequestSet("/predict", [as_form(each) for each in images], form_type),
         **dict.fromkeys(SERVERS, for_peers),
     }
 
@@ -226,55 +211,51 @@ def _is_open(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def measure_service(settings: Settings) -> list[str]:
+def measure_service(name: str, settings: Settings) -> list[str]:
     """All use one thread fewer than there are processors, the service's default."""
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as temporary:
         torch.manual_seed(0)
         model = build_model()
         # torchvision begins with a head of zeros, which tells no image from another.
         torch.nn.init.normal_(model.heads[0].weight)
-        save_file(model.state_dict(), Path(name) / "model.safetensors")
+        save_file(model.state_dict(), Path(temporary) / "model.safetensors")
         threads = max(1, (os.cpu_count() or 1) - 1)
-        return rows(take_turns_serving(Path(name), settings.runs, TURN_SECONDS, threads))
+        return make_tables(take_turns_serving(Path(temporary), settings.runs, TURN_SECONDS, threads))
 
 
-def take_turns_serving(folder: Path, rounds: int, seconds: float, threads: int) -> dict[str, list[Turn]]:
+def take_turns_serving(folder: Path, rounds: int, seconds: float, threads: int) -> dict[str, list[LoadTurn]]:
     """``folder`` has ``model.safetensors``. The first round fills caches and does not count."""
     if shutil.which("wrk") is None:
         raise MeasureError("the service is measured with wrk, which is not installed")
-    ways, scripts = make_requests(), dict[str, Path]()
-    for number, (who, requests) in enumerate(ways.items()):
-        scripts[who] = folder / f"{number}.lua"
-        scripts[who].write_text(requests.script())
-    model = str(folder / "model.safetensors")
+    requests, model = make_requests(), str(folder / "model.safetensors")
     with ExitStack() as stack:
         port = free_port()
         options = ["--model", f"model={model}", "--port", str(port), "--threads", str(threads)]
         ours = stack.enter_context(_running("inference.serving", options, port, folder / "ours.log"))
-        running = {who: Server(port, ours, ways[who], scripts[who]) for who in (JSON, BINARY, PNG)}
-        running |= {who: Server(port, ours, ways[JSON], scripts[JSON], many) for who, many in ((EIGHT, 8), (ONE, 1))}
+        servers = {who: MeasuredServer(port, ours, requests[who]) for who in (JSON, BINARY, PNG)}
+        servers |= {who: MeasuredServer(port, ours, requests[JSON], many) for who, many in ((EIGHT, 8), (ONE, 1))}
         for who in SERVERS:
             port = free_port()
             words = [who, model, str(port), str(threads)]
             process = stack.enter_context(_running("benchmarks.servers", words, port, folder / f"{who}.log"))
-            running[who] = Server(port, process, ways[who], scripts[who])
-        for each in running.values():
-            each.check()
-        loops = {LOOP: Loop(model, threads, BATCH), ROW: Loop(model, threads, 1)}
-        turns = {who: partial(each.turn, seconds) for who, each in loops.items()}
-        return take_turns(turns | {who: partial(each.turn, seconds) for who, each in running.items()}, rounds)
+            servers[who] = MeasuredServer(port, process, requests[who])
+        for server in servers.values():
+            server.check()
+        loops = {LOOP: BareLoop(model, threads, BATCH), ROW: BareLoop(model, threads, 1)}
+        contestants: dict[str, BareLoop | MeasuredServer] = {**loops, **servers}
+        return take_turns({who: partial(each.take_turn, seconds) for who, each in contestants.items()}, rounds)
 
 
-class Loop:
+class BareLoop:
     """Calls the model on one batch of ``size`` images, repeatedly."""
 
     def __init__(self, model: str, threads: int, size: int) -> None:
         torch.set_num_threads(threads)
         task: Any = load_predictor(model).task
         self.forward = evaluation.plain_logits(task.model)
-        self.batch = data.to_input(torch.from_numpy(images()[:size]).view(-1, SIDE, SIDE))
+        self.batch = data.to_input(torch.from_numpy(make_images()[:size]).view(-1, SIDE, SIDE))
 
-    def turn(self, seconds: float) -> Turn:
+    def take_turn(self, seconds: float) -> LoadTurn:
         taken: list[float] = []
         began, used = time.perf_counter(), time.process_time()
         while (now := time.perf_counter()) < began + seconds:
@@ -283,17 +264,17 @@ class Loop:
         wall, used, many = time.perf_counter() - began, time.process_time() - used, len(self.batch) * len(taken)
         ordered = sorted(taken)
         p50, p99 = ordered[len(ordered) // 2], ordered[int(0.99 * len(ordered))]
-        return Turn(many / wall, p50, p99, used / many)
+        return LoadTurn(many / wall, p50, p99, used / many)
 
 
-def rows(found: Mapping[str, Sequence[Turn]]) -> list[str]:
+def make_tables(turns: Mapping[str, Sequence[LoadTurn]]) -> list[str]:
     """Each server, and then the promises."""
     header = f"{NUM_CLIENTS} clients | answers a second | p50 | p99 | processor | memory"
-    servers = markdown(header, (_server_row(who, taken) for who, taken in found.items()))
-    return [*servers, "", *markdown("promise | measured | promised", _promises(found))]
+    servers = markdown(header, (_server_cells(who, taken) for who, taken in turns.items()))
+    return [*servers, "", *markdown("promise | measured | promised", _promises(turns))]
 
 
-def _server_row(who: str, taken: Sequence[Turn]) -> list[str]:
+def _server_cells(who: str, taken: Sequence[LoadTurn]) -> list[str]:
     p50, p99 = (f"{1000 * median(getattr(each, name) for each in taken):.1f} ms" for name in ("p50", "p99"))
     cpu = f"{1000 * median(each.cpu_per_answer for each in taken):.2f} ms"
     memory = _memory(taken)
@@ -301,18 +282,18 @@ def _server_row(who: str, taken: Sequence[Turn]) -> list[str]:
     return [who, f"{median(each.rate for each in taken):.0f}", p50, p99, cpu, shown]
 
 
-def _memory(taken: Sequence[Turn]) -> int:
+def _memory(taken: Sequence[LoadTurn]) -> int:
     return max(each.resident_bytes for each in taken)
 
 
-def _promises(found: Mapping[str, Sequence[Turn]]) -> Iterator[list[str]]:
+def _promises(turns: Mapping[str, Sequence[LoadTurn]]) -> Iterator[list[str]]:
     rates = [(who, LOOP, least) for who, least in SERVE_TO_LOOP.items()]
-    rates += [(JSON, who, SERVE_TO_PEER) for who in SERVERS if who in found]
+    rates += [(JSON, who, SERVE_TO_PEER) for who in SERVERS if who in turns]
     for above, below, least in (*rates, (EIGHT, ONE, EIGHT_TO_ONE)):
-        yield [f"{above} / {below}", f"{ratio('rate', found[above], found[below]):.2f}", f"at least {least:g}"]
-    row, one = (median(each.p50 for each in found[who]) for who in (ROW, ONE))
+        yield [f"{above} / {below}", f"{ratio('rate', turns[above], turns[below]):.2f}", f"at least {least:g}"]
+    row, one = (median(each.p50 for each in turns[who]) for who in (ROW, ONE))
     most = ONE_TIMES * row + ONE_MORE_SECONDS
     yield [f"p50 of {ONE}", f"{1000 * one:.1f} ms", f"at most {1000 * most:.1f} ms"]
-    if "LitServe" in found:
-        more = _memory(found[JSON]) - _memory(found["LitServe"])
+    if "LitServe" in turns:
+        more = _memory(turns[JSON]) - _memory(turns["LitServe"])
         yield ["memory above LitServe's", f"{more / 1e6:.0f} MB", f"at most {MORE_BYTES_THAN_LITSERVE / 1e6:.0f} MB"]

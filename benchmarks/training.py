@@ -29,7 +29,7 @@ from torch.distributed.fsdp import fully_shard
 
 from benchmarks.builders import empty_model
 from benchmarks.inputs import STATE_BYTES, fit_llama
-from benchmarks.suite import Settings
+from benchmarks.runner import Settings
 from benchmarks.turns import Taken, compare, take_turns
 from ckpt_tools import load_into
 from fixtures.launch import pool
@@ -74,16 +74,11 @@ Turns = dict[str, list[Taken]]
 """The turns of ``OURS`` and ``THEIRS``."""
 
 
-def measure_work(work: str, settings: Settings) -> list[str]:
+def measure_training(work: str, settings: Settings) -> list[str]:
     """The table of one work, on a rank for each GPU; without one, on 2."""
     asked = Asked(settings.runs, settings.size_bytes, torch.cuda.device_count() or 2)
     turns = take_turns_in_ranks(work, asked, settings.data / "training")
     return compare({work: (turns[OURS], turns[THEIRS])}, PROMISED)
-
-
-measure_fsdp2_step, measure_zero2_step, measure_resume, measure_stall = (
-    partial(measure_work, work) for work in PROMISED
-)
 
 
 def take_turns_in_ranks(work: str, asked: Asked, data: Path) -> Turns:

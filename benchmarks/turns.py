@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TypeVar
 
-Result = TypeVar("Result")
+Turn = TypeVar("Turn")
 
 MAX_EXTRA_BYTES = 256_000_000
 """Memory above a model's own while it is loaded, and above that of a process that only imported the libraries."""
@@ -22,15 +22,18 @@ class Taken:
     extra_bytes: int = 0
 
 
-def take_turns(contestants: Mapping[str, Callable[[], Result]], rounds: int) -> dict[str, list[Result]]:
+def take_turns(
+    contestants: Mapping[str, Callable[[], Turn]], rounds: int, *, warm_up: bool = True
+) -> dict[str, list[Turn]]:
     """Results by name, of rounds in alternating order: a machine that is slow for a while is slow for all. One more
     round before the first fills caches, and does not count."""
-    found: dict[str, list[Result]] = {name: [] for name in contestants}
-    for number in range(rounds + 1):
+    turns: dict[str, list[Turn]] = {name: [] for name in contestants}
+    for number in range(0 if warm_up else 1, rounds + 1):
         for name in list(contestants)[:: -1 if number % 2 else 1]:
-            taken = contestants[name]()
-            found[name] += [taken] if number else []
-    return found
+            turn = contestants[name]()
+            if number:
+                turns[name].append(turn)
+    return turns
 
 
 def ratio(field: str, above: Sequence[object], below: Sequence[object]) -> float:
@@ -52,6 +55,10 @@ def _compared(work: str, ours: Sequence[Taken], other: Sequence[Taken], promised
     yield f"{ratio('cpu', ours, other):.2f}" if ours[0].cpu else ""
     extra = max(each.extra_bytes for each in ours)
     yield f"{extra / 1e6:.0f} MB (at most {MAX_EXTRA_BYTES / 1e6:.0f})" if extra else ""
+
+
+def verdict(kept: bool) -> str:
+    return "kept" if kept else "**missed**"
 
 
 def markdown(header: str, rows: Iterable[Iterable[str]], *, texts: Collection[int] = (0,)) -> list[str]:

@@ -9,27 +9,23 @@ import pytest
 
 from benchmarks import caching, report
 from benchmarks.__main__ import RESULTS
-from benchmarks.figures import results
-from benchmarks.inputs import Cache, claim
-from benchmarks.journal import Journal
-from benchmarks.measure import MeasureError, Usage, measured
-from benchmarks.parts import Part, measure_parts
-from benchmarks.picture import draw
-from benchmarks.suite import Runner, Settings, slots
+from benchmarks.conversions import COPY, OURS, WORKS
+from benchmarks.inputs import InputCache, claim
+from benchmarks.measure import MeasureError, Usage, measure_command
+from benchmarks.runner import Benchmark, Journal, Settings, measure_benchmarks
 from benchmarks.training import OURS as OUR_TURNS
 from benchmarks.training import PROMISED, THEIRS, Asked, take_turns_in_ranks
 from benchmarks.turns import compare
-from benchmarks.works import COPY, OURS, WORKS
 from tests.support.running import is_dead, start, wait_until
 
 pytestmark = pytest.mark.extended
 
-BY_NAME = {work.name: work for work in WORKS}
-
 # One input for both, and one peer that works: starting torch is most of the time. The other peer fails at once, since
 # the input is no DeepSpeed checkpoint with the script in it.
 FAILING = "zero_to_fp32"
-SMALL_WORKS = (BY_NAME["torch-dcp"], replace(BY_NAME["safetensors-dcp"], source="torch", peer=FAILING))
+SMALL_WORKS = (WORKS["torch-dcp"], replace(WORKS["safetensors-dcp"], source="torch", peer=FAILING))
+
+SMALL_BENCHMARKS = [Benchmark(work.name, "conversions:measure_conversion", work.about) for work in SMALL_WORKS]
 
 
 @pytest.fixture(scope="module")
@@ -40,33 +36,36 @@ def settings(tmp_path_factory):
 @pytest.fixture(scope="module")
 def journal(settings):
     """Of a run of the small works."""
-    made = Journal(settings.data / "results.jsonl")
-    for work in SMALL_WORKS:
-        Runner(work, settings, made).run()
-    return made
+    journal = Journal(settings.data / "results.jsonl")
+    with pytest.MonkeyPatch.context() as patch:
+        for work in SMALL_WORKS:
+            patch.setitem(WORKS, work.name, work)
+        measure_benchmarks(SMALL_BENCHMARKS, settings, settings.size_bytes, journal, fresh=False)
+    return journal
 
 
-def test_every_contestant_is_measured_in_every_way_and_its_output_is_equal_to_the_source(journal):
-    for work in SMALL_WORKS:
-        runs = [run for run in journal.find(kind="run", work=work.name) if run["contestant"] != FAILING]
-        assert [run["reason"] for run in runs if run["status"] != "done"] == []
-        wanted = {(contestant, way) for contestant, way in slots(work) if contestant != FAILING}
-        assert {(run["contestant"], run["way"]) for run in runs} == wanted
-        checks = {check["contestant"]: check for check in journal.find(kind="check", work=work.name)}
-        assert checks.keys() == set(work.contestants) - {FAILING}
-        assert [check for check in checks.values() if check["status"] != "equal"] == []
+@pytest.fixture
+def works(journal):
+    """The small works, as measured."""
+    return [report.MeasuredWork(work, journal.records[work.name]) for work in SMALL_WORKS]
 
 
-def test_a_failure_is_written_down_once_and_stops_nothing(journal):
-    (failed,) = journal.find(kind="run", contestant=FAILING)
-    assert failed["status"] == "failed" and "No such file" in failed["reason"]
-    result = list(results(journal, SMALL_WORKS))[1]
-    assert result.peer is None
-    assert result.failures == {FAILING: failed["reason"]}
+def test_every_contestant_is_measured_in_every_way_and_its_output_is_equal_to_the_source(works):
+    for measured in works:
+        work, record = measured.work, measured.record
+        wanted = [(contestant, way) for contestant, way in work.slots() if contestant != FAILING]
+        assert sorted((run["contestant"], run["way"]) for run in record["runs"]) == sorted(wanted)
+        assert record["checks"] == dict.fromkeys(set(work.contestants) - {FAILING}, "")
 
 
-def test_what_is_measured_is_plausible(journal):
-    for run in journal.find(kind="run", status="done"):
+def test_a_failure_is_written_down_and_stops_nothing(works):
+    assert [set(measured.record["failures"]) for measured in works] == [set(), {FAILING}]
+    assert "No such file" in works[1].record["failures"][FAILING]
+    assert works[1].peer is None
+
+
+def test_what_is_measured_is_plausible(works):
+    for run in (run for measured in works for run in measured.record["runs"]):
         assert run["called_write_bytes"] >= 10_000_000 * 0.9
         assert run["peak_bytes"] > 5_000_000
         assert run["cached_share"] == (pytest.approx(0, abs=caching.MAX_COLD_SHARE) if run["way"] == "cold" else 1)
@@ -74,76 +73,83 @@ def test_what_is_measured_is_plausible(journal):
 
 def test_the_same_command_goes_on_where_it_was(journal, settings, tmp_path):
     again = Journal(journal.path)
-    for work in SMALL_WORKS:
-        Runner(work, replace(settings, data=tmp_path / "data"), again).run()
+    elsewhere = replace(settings, data=tmp_path / "data")
+    measure_benchmarks(SMALL_BENCHMARKS, elsewhere, settings.size_bytes, again, fresh=False)
     assert {path.name for path in settings.data.iterdir()} == {"inputs", "log", journal.path.name}
     assert again.records == journal.records
     assert not (tmp_path / "data").exists()
 
 
-def test_the_table_and_the_picture_come_out(journal, tmp_path, monkeypatch):
+def test_the_table_and_the_picture_come_out(journal, works, tmp_path, monkeypatch):
     monkeypatch.setattr(report, "README_WORKS", [work.name for work in SMALL_WORKS])
     folder = tmp_path / "results"
     report.write(journal, folder)
     table = (folder / "table.md").read_text()
-    for result in results(journal):
-        assert f"## {result.work.about}" in table
-        assert f"{result.ratio(OURS, COPY):.2f}" in table
-    assert "torch_to_dcp" in table
     picture = (folder / "picture.svg").read_text()
-    assert all(f">{result.work.about}</text>" in picture for result in results(journal))
-    assert f">{FAILING}: fails</text>" in draw(list(results(journal, SMALL_WORKS)))
+    for measured in works:
+        assert f"## {measured.work.about}" in table
+        assert f"{measured.ratio(OURS, COPY):.2f}" in table
+        assert f">{measured.work.about}</text>" in picture
+    assert "torch_to_dcp" in table
+    assert f">{FAILING}: fails</text>" in report.draw(works)
 
 
 def test_the_picture_is_that_of_the_results():
-    found = [each for each in results(Journal(RESULTS / "results.jsonl")) if each.work.name in report.README_WORKS]
-    assert len(found) == 6
-    assert (RESULTS / "picture.svg").read_text() == draw(found), "write it again with python -m benchmarks --report"
+    works = report.get_measured_works(Journal(RESULTS / "results.jsonl"))
+    shown = [measured for measured in works if measured.work.name in report.README_WORKS]
+    assert len(shown) == 6
+    assert (RESULTS / "picture.svg").read_text() == report.draw(shown), (
+        "write it again with python -m benchmarks --report"
+    )
 
 
-def test_the_page_gets_the_whole_and_readme_a_few_rows(journal, tmp_path, monkeypatch):
+def test_the_page_gets_the_whole_and_readme_a_few_rows(journal, works, tmp_path, monkeypatch):
     monkeypatch.setattr(report, "README_WORKS", (SMALL_WORKS[0].name,))
     readme, page = tmp_path / "README.md", tmp_path / "benchmarks.md"
     for path, name in ((readme, report.README_SECTION), (page, report.PAGE_SECTION)):
         path.write_text("before\n{}\nold\n{}\nafter\n".format(*report.markers(name)))
     report.write(journal, tmp_path / "results", readme, page)
     few, whole = readme.read_text(), page.read_text()
-    for result in results(journal):
-        assert f"| {result.work.about} |" in whole
-        assert (f"| {result.work.about} |" in few) == (result.work.name in report.README_WORKS)
-        assert all(f"- {result.work.about}: {promise}" in whole for promise in result.promises())
+    for measured in works:
+        row = f"| {measured.work.about} |"
+        assert row in whole
+        assert (row in few) == (measured.work.name in report.README_WORKS)
+    for measured in report.get_measured_works(journal):
+        assert all(f"- {measured.work.about}: {promise}" in whole for promise in measured.promises())
     assert "Promised" not in few and "\nold\n" not in few + whole
     assert all(text.startswith("before\n") and text.endswith("\nafter\n") for text in (few, whole))
 
 
 def test_a_part_is_measured_once_and_one_that_fails_stops_no_other(settings, tmp_path, monkeypatch):
     asked = replace(settings, data=tmp_path / "data")
-    small = Part("memory", "memory:measure_sizes", "Memory by size")
-    monkeypatch.setattr("benchmarks.parts.PARTS", (Part("absent", "parts:fail", "Absent"), small))
-    monkeypatch.setattr("benchmarks.parts.fail", _fail, raising=False)
-    monkeypatch.setattr("benchmarks.memory.TIMES", (1,))
+    parts = [
+        Benchmark("absent", "commands:fail", "Absent"),
+        Benchmark("memory", "commands:measure_memory", "Memory by size"),
+    ]
+    monkeypatch.setattr("benchmarks.commands.fail", _fail, raising=False)
+    monkeypatch.setattr("benchmarks.commands.SIZES", (1,))
     journal = Journal(tmp_path / "results.jsonl")
     for _ in range(2):
         with pytest.raises(MeasureError, match=r"^absent: not here$"):
-            measure_parts(("absent", "memory"), asked, 10_000_000, journal)
-        (record,) = journal.records
-        assert record["part"] == "memory" and record["lines"][2].startswith("| 0.01 GB | ")
+            measure_benchmarks(parts, asked, 10_000_000, journal, fresh=False)
+        assert journal.records.keys() == {"machine", "memory"}
+        assert journal.records["memory"]["lines"][2].startswith("| 0.01 GB | ")
     report.write(journal, tmp_path)
     assert "\n## Memory by size" in (tmp_path / "table.md").read_text()
 
 
-def _fail(settings: Settings) -> list[str]:
+def _fail(name: str, settings: Settings) -> list[str]:
     raise MeasureError("not here")
 
 
 def used(code: str, log: Path, time_limit: float = 60) -> Usage:
-    return measured([sys.executable, "-S", "-c", code], log, time_limit=time_limit, cwd=log.parent)
+    return measure_command([sys.executable, "-S", "-c", code], log, time_limit=time_limit)
 
 
 def test_a_command_that_takes_too_long_is_killed_with_its_children(tmp_path):
-    code = "import os, time; os.fork(); open(str(os.getpid()), 'w'); time.sleep(100)"
+    code = f"import os, time; os.fork(); open(f'{tmp_path}/{{os.getpid()}}', 'w'); time.sleep(100)"
     usage = used(code, tmp_path / "log", time_limit=3)
-    assert usage.timed_out
+    assert usage.failure == "not done in 3 s"
     pids = [int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()]
     assert len(pids) == 2
     wait_until(lambda: all(map(is_dead, pids)), 30)
@@ -189,7 +195,7 @@ def test_files_leave_the_cache_and_come_back(tmp_path):
     (tmp_path / "empty").touch()
     assert caching.cool(tmp_path) <= caching.MAX_COLD_SHARE
     caching.warm(tmp_path)
-    assert caching.cached_share(tmp_path) == 1
+    assert caching.get_cached_share(tmp_path) == 1
 
 
 def test_a_folder_of_somebody_is_not_taken_for_data(tmp_path):
@@ -203,7 +209,7 @@ def test_a_folder_of_somebody_is_not_taken_for_data(tmp_path):
     for folder in (ours, theirs):
         folder.mkdir(parents=True)
         (folder / "file").write_text("mine")
-    assert not Cache(tmp_path / "data/inputs").make_room(1 << 60)
+    assert not InputCache(tmp_path / "data/inputs").make_room(1 << 60)
     assert (ours.exists(), theirs.exists()) == (False, True)
     assert (tmp_path / "mine").read_text() == "mine"
 
