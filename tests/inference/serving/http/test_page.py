@@ -5,8 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.inference.conftest import Service
+from tests.inference.conftest import Service, running_service
 from tests.inference.serving.http.browser import Browser, chromium
 
 pytestmark = pytest.mark.extended
@@ -20,6 +21,25 @@ ROWS = "[...document.querySelectorAll('#probabilities tbody tr')].map((each) => 
 NO_TEXT = "document.querySelector('#text-input').hidden"
 PLACE = "['x', 'y', 'width'].map((each) => document.querySelector('#canvas').getBoundingClientRect()[each])"
 NAMES = ("NEGATIVE", "NEUTRAL", "POSITIVE")
+PREVIEW = "[document.querySelector('#preview')].map((each) => [each.naturalWidth, each.naturalHeight])[0]"
+
+SEGMENTER = """import io
+import numpy as np
+from PIL import Image
+from torch import nn
+
+inputs = {"image": ("FP32", [-1, 1, 28, 28])}
+
+def build():
+    return nn.Conv2d(1, 2, 1)
+
+def decode(data):
+    return np.asarray(Image.open(io.BytesIO(data)), np.float32)[None] / 255
+"""
+ENCODE = """
+def encode(answer):
+    return {"foreground": 0.25, "box": [1, 2, 3, 4], "scores": [0, 0.5, 1] * 4}
+"""
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +69,11 @@ def choose(browser: Browser, model: str) -> None:
         f"document.querySelector('#model').value = '{model}';"
         "document.querySelector('#model').dispatchEvent(new Event('change'))"
     )
+
+
+def drop_image(browser: Browser, image: Path) -> None:
+    file_of(browser, image)
+    drop(browser)
 
 
 def drop(browser: Browser) -> None:
@@ -126,14 +151,14 @@ def test_a_chosen_and_a_dropped_image_are_answered_as_by_the_service(browser, se
         "document.querySelector('#file').dispatchEvent(new Event('change'))"
     )
     assert answered(browser) == truth(service, image)
+    assert browser.evaluate(PREVIEW) == [28, 28]
     nothing = image_folder / "notes.txt"
-    file_of(browser, nothing)
-    drop(browser)
+    drop_image(browser, nothing)
     browser.wait_for("document.querySelector('#answered-by').textContent.includes('not an image file')")
     assert browser.evaluate(ANSWER) == "No answer"
+    browser.wait_for("document.querySelector('#preview').hidden")
     image = next(each for each in sorted(image_folder.glob("*.png")) if truth(service, each) != truth(service, image))
-    file_of(browser, image)
-    drop(browser)
+    drop_image(browser, image)
     assert answered(browser) == truth(service, image)
 
 
@@ -170,6 +195,21 @@ def test_another_model_can_be_chosen_and_a_reload_is_seen(browser, service):
     browser.wait_for("document.querySelector('#identity').innerText.includes('model.pt')")
     service.http.post("/v2/repository/models/spare/load")
     browser.wait_for(f"[...document.querySelectorAll('#identity dd')].at(-1).textContent === '{version + 1}'")
+
+
+def test_there_is_a_pad_for_digits_alone_and_another_model_clears_the_answer(browser, image_folder):
+    choose(browser, "m")
+    browser.wait_for("!document.querySelector('#pad').hidden")
+    drop_image(browser, image_folder / "007.png")
+    answered(browser)
+    choose(browser, "vit")
+    browser.wait_for("document.querySelector('#pad').hidden")
+    assert browser.evaluate(ANSWER) == "–"
+    assert not browser.evaluate(ANSWERED)
+    hidden = "['preview', 'mask', 'probabilities', 'outputs'].every((each) => document.getElementById(each).hidden)"
+    assert browser.evaluate(hidden)
+    choose(browser, "m")
+    browser.wait_for("!document.querySelector('#pad').hidden")
 
 
 def test_the_load_is_live(browser):
@@ -220,3 +260,44 @@ def test_it_asked_nobody_else_and_nothing_went_wrong(browser, service):
     wrong = [entry["text"] for entry in logged if entry["level"] in {"error", "warning"}]
     # The text file that was dropped is the only request that was refused. The advice is on how these tests read pixels.
     assert [text for text in wrong if "400" not in text and "willReadFrequently" not in text] == []
+
+
+@pytest.fixture(scope="module")
+def segmenters(tmp_path_factory):
+    """A browser with the page of a service of two segmentation models: ``mask`` and, by its ``encode``, ``summary``."""
+    folder = tmp_path_factory.mktemp("segmenters")
+    (folder / "segmenter.py").write_text(SEGMENTER)
+    (folder / "summarizer.py").write_text(SEGMENTER + ENCODE)
+    # The second class where a pixel is lit.
+    torch.save({"weight": torch.tensor([0.0, 1.0]).reshape(2, 1, 1, 1), "bias": torch.tensor([0.5, 0])}, folder / "net.pt")
+    models = {"mask": "segmenter", "summary": "summarizer"}
+    options = [f"--model={name}={folder}/net.pt?architecture={module}:build" for name, module in models.items()]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(folder))
+        with running_service(folder, None, *options) as service, chromium(folder / "chromium") as browser:
+            browser.open(service.url)
+            browser.wait_for(IDENTITY)
+            yield browser
+
+
+def test_a_mask_is_drawn_over_the_image(segmenters, image_folder, digits):
+    browser, lit_pixels = segmenters, digits.pixels[7] > 127
+    assert browser.evaluate("document.querySelector('#pad').hidden")
+    drop_image(browser, image_folder / "007.png")
+    assert answered(browser) == "output: a mask of 28 × 28 pixels"
+    share = lit_pixels.float().mean().item()
+    assert [row.strip() for row in browser.evaluate(ROWS)] == [f"0\t{(1 - share) * 100:.1f} %", f"1\t{share * 100:.1f} %"]
+    drawn = "[...document.querySelector('#mask').getContext('2d').getImageData(0, 0, 28, 28).data]"
+    pixels = torch.tensor(browser.evaluate(drawn)).reshape(28, 28, 4)[..., :3]
+    is_grey = (pixels == pixels[..., :1]).all(-1)
+    assert torch.equal(~is_grey, lit_pixels)
+
+
+def test_other_outputs_are_a_table(segmenters, image_folder):
+    browser = segmenters
+    choose(browser, "summary")
+    drop_image(browser, image_folder / "007.png")
+    assert answered(browser) == "3 outputs"
+    rows = browser.evaluate("[...document.querySelectorAll('#outputs tbody tr')].map((each) => each.innerText)")
+    assert rows == ["foreground\t0.25", "box\t1, 2, 3, 4", "scores\t12 numbers, from 0 to 1"]
+    assert browser.evaluate("document.querySelector('#mask').hidden")
