@@ -135,7 +135,7 @@ class Generators:
                     yield found
             finally:
                 is_closed.set()
-            version.statistics.executed(Execution(1, started - begun, time.perf_counter() - started))
+            version.metrics.count_execution(Execution(1, started - begun, time.perf_counter() - started))
 
     @asynccontextmanager
     async def _place(self, version: Version, until: float) -> AsyncIterator[None]:

@@ -10,10 +10,9 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import ray
@@ -24,20 +23,17 @@ from ckpt_tools.process.signals import block_signals_while_starting, defer_signa
 
 from ..common.training_package import launchers
 from ..models.predictor import Predictor, loaded
-from .http.middleware import Traffic
-from .metrics import Snapshot
 from .repository import MAX_WAITING, READY, Repository, Slot, Source
 from .settings import Settings
 
 if TYPE_CHECKING:
+    from prometheus_client import Metric
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from .http.app import Application
 
 APPLICATION = "ckpt-tools"
 
-TELLING_SECONDS = 1.0  # interval at which a replica reports its counts
-FORGOTTEN_SECONDS = 15.0  # a replica without a report for so long has ended; its counts are dropped
 GRACE_SECONDS = 40.0  # time for a stopping replica to answer its requests before it is killed
 CHECK_SECONDS = 0.5
 
@@ -139,50 +135,6 @@ class FixedRepository(Repository):
             self.put(slot, predictor)
 
 
-class Tally:
-    """Actor that collects the latest counts of each replica."""
-
-    def __init__(self) -> None:
-        self._numbers: dict[str, int] = {}
-        self._found: dict[str, tuple[float, Snapshot]] = {}
-
-    def tell(self, replica: str, snapshot: Snapshot) -> list[Snapshot]:
-        """Store a replica's counts; returns those of all, with the number of each replica."""
-        now, number = time.monotonic(), self._numbers.setdefault(replica, len(self._numbers))
-        self._found[replica] = now, replace(snapshot, worker=number)
-        self._found = {who: each for who, each in self._found.items() if now - each[0] < FORGOTTEN_SECONDS}
-        return sorted((each for _, each in self._found.values()), key=lambda each: each.worker or 0)
-
-
-@dataclass(slots=True)
-class Telling:
-    """Reports a replica's counts to the tally from a thread, within the block."""
-
-    tally: Any
-    repository: Repository
-    traffic: Traffic
-    replica: str
-    _ending: threading.Event = field(default_factory=threading.Event, init=False)
-
-    def __enter__(self) -> Telling:
-        threading.Thread(target=self._run, name="telling", daemon=True).start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ending.set()
-
-    def _run(self) -> None:
-        while not self._ending.wait(TELLING_SECONDS):
-            self._tell()
-
-    def _tell(self) -> Any:
-        return self.tally.tell.remote(self.replica, Snapshot.of(self.repository, self.traffic))
-
-    async def snapshots_of_all(self) -> list[Snapshot]:
-        found: list[Snapshot] = await self._tell()
-        return found
-
-
 class RaysRequestId:
     """Drops the service's ``X-Request-Id``, because Ray's proxy sets one on each answer."""
 
@@ -198,18 +150,28 @@ class RaysRequestId:
         await self.app(scope, receive, send_without_id)
 
 
-def application(served: Served, tally: Any) -> Application:
-    """The application of a replica. Called by Ray, which starts the replica when it returns."""
-    from .http.app import create_app
+@serve.ingress()
+class Replica:
+    """A replica; Ray starts it once its application is built."""
 
-    repository, traffic = FixedRepository(served), Traffic()
-    repository.load_all()
-    telling = Telling(tally, repository, traffic, serve.get_replica_context().replica_id.unique_id)
-    app = create_app(
-        repository, served.settings, background=telling, traffic=traffic, snapshots_of_all=telling.snapshots_of_all
-    )
-    app.answer = RaysRequestId(app.answer)
-    return app
+    def __init__(self, served: Served) -> None:
+        self.served, self.repository = served, FixedRepository(served)
+        self.repository.load_all()
+
+    def __serve_build_asgi_app__(self) -> Application:
+        from .http.app import create_app
+
+        app = create_app(self.repository, self.served.settings, replicas=metrics_of_replicas)
+        app.answer = RaysRequestId(app.answer)
+        return app
+
+    def metrics(self) -> tuple[int, list[Metric]]:
+        """The number of this replica, and what it counted."""
+        return serve.get_replica_context().rank.rank, self.repository.metrics.families()
+
+
+async def metrics_of_replicas() -> dict[int, list[Metric]]:
+    return dict(await serve.get_deployment_handle(APPLICATION, APPLICATION).broadcast("metrics").results_async())
 
 
 def run(
@@ -222,18 +184,12 @@ def run(
 ) -> None:
     """Serve until a stop signal. ``watching`` is called before models are loaded, and entered once replicas run. Raises
     CkptError if a model cannot be served, or replicas do not start."""
-    tally: Any = None
-
-    def deploy(known: Served) -> None:
-        _deploy(known, replicas, tally)
-
-    models = KnownModels(served, deploy)
+    models = KnownModels(served, lambda known: _deploy(known, replicas))
     watcher = watching(models)
     models.load_all()
     with launchers.cluster(replicas.most * served.threads):
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         try:
-            tally = ray.remote(num_cpus=0)(Tally).remote()
             with block_signals_while_starting():
                 serve.start(http_options={"host": host, "port": port})
             models.deploy()
@@ -246,14 +202,10 @@ def run(
                 _end()
 
 
-def _deploy(served: Served, replicas: Replicas, tally: Any) -> None:
+def _deploy(served: Served, replicas: Replicas) -> None:
     """Start replicas, or replace the running ones: Ray does that one after the other, each after it has answered."""
-
-    def build() -> Application:  # Ray accepts only a function as a builder of applications.
-        return application(served, tally)
-
-    made = serve.deployment(
-        serve.ingress(build)(),
+    deployment = serve.deployment(
+        Replica,
         name=APPLICATION,
         max_ongoing_requests=MAX_WAITING,
         graceful_shutdown_timeout_s=GRACE_SECONDS,
@@ -262,7 +214,7 @@ def _deploy(served: Served, replicas: Replicas, tally: Any) -> None:
     )
     try:
         with block_signals_while_starting():
-            serve.run(made.bind(), name=APPLICATION, route_prefix="/")
+            serve.run(deployment.bind(served), name=APPLICATION, route_prefix="/")
     except RuntimeError as error:
         raise StoreError(f"the replicas do not start on this cluster ({str(error).splitlines()[0][:200]})") from error
 

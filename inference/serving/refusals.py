@@ -1,7 +1,8 @@
-"""Error responses in the format of the endpoint's protocol."""
+"""Error responses in the format of the endpoint's protocol, and the check of tokens."""
 
 from __future__ import annotations
 
+import hmac
 from collections.abc import Mapping
 
 from fastapi.responses import JSONResponse
@@ -22,3 +23,13 @@ def answer(path: str, refused: Refused) -> JSONResponse:
     """``{"error": ...}`` for paths of the Open Inference Protocol, ``{"detail": ...}`` for the others."""
     key = "error" if path.startswith("/v2") else "detail"
     return JSONResponse({key: refused.sentence}, refused.status, refused.headers)
+
+
+def is_permitted(token: str | None, authorization: bytes) -> bool:
+    """Whether this ``Authorization`` header has the token, if one is needed."""
+    return token is None or hmac.compare_digest(authorization, f"Bearer {token}".encode())
+
+
+def no_token(which: str = "") -> Refused:
+    how = {**CLOSE, "WWW-Authenticate": "Bearer"}
+    return Refused(401, f"the request needs the token{which}, as Authorization: Bearer TOKEN", how)

@@ -18,7 +18,8 @@ from ..common.errors import as_ckpt_error
 from ..models.predictor import Prediction, Predictor
 from ..models.results import Item
 from ..models.steady import CheckpointFiles
-from .batching import Batcher, Statistics
+from .batching import Batcher
+from .metrics import ServiceMetrics, VersionMetrics
 from .sources import Source as Source
 
 MAX_WAITING = 256
@@ -57,17 +58,10 @@ class Version:
     number: int
     predictor: Predictor
     batcher: Batcher[Item, Prediction]
-    statistics: Statistics
+    metrics: VersionMetrics
     loaded_at: float = field(default_factory=time.time)
     num_users: int = 0
     is_retired: bool = False
-
-    @classmethod
-    def of(cls, name: str, number: int, predictor: Predictor, max_waiting: int, max_delay: float) -> Version:
-        counts = Statistics()
-        threads = 2 if predictor.is_elsewhere else 1
-        batcher = Batcher(predictor.predict, predictor.max_batch, max_waiting, counts.executed, threads, max_delay)
-        return cls(name, number, predictor, batcher.__enter__(), counts)
 
 
 @dataclass(eq=False, slots=True)
@@ -104,6 +98,7 @@ class Repository:
         self.slots = tuple(Slot(source) for source in sources)
         self._load = load
         self.load_quiet: Callable[[Slot], bool] = self._load_now  # loads if nothing has changed for some time
+        self.metrics = ServiceMetrics()
         self._max_waiting, self._max_delay = max_waiting, max_delay
         self._numbers: dict[str, int] = {}
         self._batchers: list[Batcher[Item, Prediction]] = []
@@ -169,7 +164,14 @@ class Repository:
         name = slot.source.name
         with self._lock:
             number = self._numbers[name] = self._numbers.get(name, 0) + 1
-        self._put(slot, Version.of(name, number, predictor, self._max_waiting, self._max_delay))
+        metrics = VersionMetrics(self.metrics, name, number, predictor.identity)
+        threads = 2 if predictor.is_elsewhere else 1
+        batcher = Batcher(
+            *(predictor.predict, predictor.max_batch, self._max_waiting),
+            *(metrics.count_execution, threads, self._max_delay),
+        )
+        metrics.waiting.set_function(lambda: batcher.num_waiting)
+        self._put(slot, Version(name, number, predictor, batcher.__enter__(), metrics))
         slot.files = predictor.files
 
     def lost(self, reason: str) -> None:
@@ -280,6 +282,7 @@ class Repository:
             slot.state, slot.reason = (READY if version else UNAVAILABLE), ""
             if before is not None:
                 before.is_retired = True
+                self.metrics.forget(before.name, before.number)
                 self._close_unused(before)
 
     def _close_unused(self, version: Version) -> None:

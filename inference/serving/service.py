@@ -6,11 +6,13 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, MutableMapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from dataclasses import asdict
 from typing import Any, TypeVar
+
+from prometheus_client import Metric
 
 import ckpt_tools
 from ckpt_tools.errors import CkptError, FormatError
@@ -18,13 +20,12 @@ from ckpt_tools.errors import CkptError, FormatError
 from ..models.predictor import Prediction, Predictor, TensorSpec
 from ..models.results import BYTES, Item
 from ..models.task import TooLongError, check_length
-from .batching import Counts, QueueFullError
+from .batching import QueueFullError
 from .decoding import MAX_WAITING_LARGE, Decoders
 from .generating import GenerateRequest, Generators
-from .http.middleware import Traffic, is_permitted, no_token
-from .metrics import Snapshot
+from .metrics import merge_replicas, triton_statistics
 from .protocol import InferRequest, tensor_metadata
-from .refusals import RETRY_AFTER, Refused
+from .refusals import RETRY_AFTER, Refused, is_permitted, no_token
 from .repository import ModelsEndedError, NotReadyError, Repository, UnknownModelError, Version
 from .settings import Settings
 
@@ -39,8 +40,8 @@ COUNTING_SECONDS = 5.0  # timeout for the counts of all replicas
 Json = dict[str, Any]
 Answer = TypeVar("Answer")
 
-Snapshots = Callable[[], Awaitable[Sequence[Snapshot]]]
-"""The counts of all replicas of the service, if there are several."""
+Replicas = Callable[[], Awaitable[Mapping[int, Sequence[Metric]]]]
+"""The metrics of all replicas of the service by number, if there are several."""
 
 Parse = Callable[[Version], InferRequest]
 Render = Callable[[InferRequest, Sequence[Prediction], Version], Answer]
@@ -49,11 +50,9 @@ Render = Callable[[InferRequest, Sequence[Prediction], Version], Answer]
 class Service:
     """Requests to the models of a repository. Every method may raise ``Refused``."""
 
-    def __init__(
-        self, repository: Repository, settings: Settings, traffic: Traffic, snapshots_of_all: Snapshots | None = None
-    ) -> None:
-        self.repository, self.settings, self.traffic = repository, settings, traffic
-        self._snapshots_of_all = snapshots_of_all
+    def __init__(self, repository: Repository, settings: Settings, replicas: Replicas | None = None) -> None:
+        self.repository, self.settings, self._replicas = repository, settings, replicas
+        self.is_draining = False
         # One thread for loads, which leaves the event loop's threads to requests.
         self.loader = ThreadPoolExecutor(1, "loader")
         self.decoders, self.generators = Decoders(), Generators()
@@ -71,7 +70,7 @@ class Service:
 
     def check_ready(self) -> None:
         """Readiness for load balancers: not while draining, and not while a model that should answer is not loaded."""
-        if self.traffic.is_draining:
+        if self.is_draining:
             raise Refused(503, "the service is stopping")
         if not self.repository.is_ready:
             raise Refused(503, "a model is not loaded")
@@ -131,16 +130,16 @@ class Service:
         else:
             self.version(name, None)
             found = self.repository.versions_of(name)
-        snapshots = await self.snapshots()
-        return {"model_stats": [_statistics(version, snapshots) for version in found]}
+        families = await self.metrics()
+        return {"model_stats": [triton_statistics(families, version.name, version.number) for version in found]}
 
-    async def snapshots(self) -> Sequence[Snapshot]:
-        """The counts of each replica. Raises ``Refused`` 503 if one is missing: partial sums would be wrong."""
-        if self._snapshots_of_all is None:
-            return [Snapshot.of(self.repository, self.traffic)]
+    async def metrics(self) -> Sequence[Metric]:
+        """The metrics of all replicas. Raises ``Refused`` 503 if one is missing: partial sums would be wrong."""
+        if self._replicas is None:
+            return self.repository.metrics.families()
         try:
             async with asyncio.timeout(COUNTING_SECONDS):
-                return await self._snapshots_of_all()
+                return merge_replicas(await self._replicas())
         except TimeoutError as error:
             raise Refused(503, "a replica does not report its counts; try again", RETRY_AFTER) from error
 
@@ -249,9 +248,9 @@ def _counted(version: Version) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        version.statistics.failed(_reason(error), time.perf_counter() - begun)
+        version.metrics.count_failure(_reason(error), time.perf_counter() - begun)
         raise
-    version.statistics.succeeded(time.perf_counter() - begun)
+    version.metrics.count_success(time.perf_counter() - begun)
 
 
 def _reason(error: BaseException) -> str:
@@ -348,24 +347,3 @@ def identity(version: Version) -> Json:
 def _configured(spec: TensorSpec) -> Json:
     datatype = "STRING" if spec.datatype == "BYTES" else spec.datatype
     return {"name": spec.name, "data_type": f"TYPE_{datatype}", "dims": list(spec.shape[1:])}
-
-
-def _statistics(version: Version, snapshots: Sequence[Snapshot]) -> Json:
-    key = (version.name, version.number)
-    parts = [each for process in snapshots for each in process.versions if (each.name, each.number) == key]
-    counts = Counts.total(each.counts for each in parts)
-    failures = sum(counts.failures.values())
-    return {
-        "name": version.name,
-        "version": str(version.number),
-        "last_inference": counts.last_inference_ms,
-        "inference_count": counts.inferences,
-        "execution_count": counts.executions,
-        "inference_stats": {
-            "success": {"count": counts.successes, "ns": counts.request_ns},
-            "fail": {"count": failures, "ns": counts.failure_ns},
-            "queue": {"count": counts.inferences, "ns": counts.queue_ns},
-            "compute_infer": {"count": counts.inferences, "ns": counts.compute_ns},
-        },
-        "pending_request_count": sum(each.num_waiting for each in parts),
-    }

@@ -20,9 +20,9 @@ from urllib.parse import unquote
 import grpc
 from google.protobuf.json_format import ParseDict
 
-from ..http.middleware import access_line, is_permitted, no_token, request_id_of
+from ..http.middleware import access_line, request_id_of
 from ..protocol import BadRequestError, InferRequest
-from ..refusals import Refused
+from ..refusals import Refused, is_permitted, no_token
 from ..repository import Version
 from ..service import Service, texts
 from ..settings import HEAD_SECONDS, MAX_BODY_BYTES, Listening
@@ -137,7 +137,7 @@ class Calls:
     """The service's methods, with token check, limits, counting and access log for every call."""
 
     def __init__(self, service: Service) -> None:
-        self.service, self.settings, self.traffic = service, service.settings, service.traffic
+        self.service, self.settings, self.metrics = service, service.settings, service.repository.metrics
         self.is_stopping = False
 
     def handlers(self) -> dict[str, Any]:
@@ -162,7 +162,7 @@ class Calls:
 
     async def answer(self, name: str, method: Method, handler: Handler, _: object, context: Any) -> bytes:
         call = Call.of(name, context)
-        self.traffic.in_flight += 1
+        self.metrics.in_flight.inc()
         try:
             return await self._answer(method, handler, call)
         except Refused as refused:
@@ -172,8 +172,8 @@ class Calls:
             call.code = grpc.StatusCode.CANCELLED
             raise
         finally:
-            self.traffic.in_flight -= 1
-            self.traffic.by_code[call.code.name] += 1
+            self.metrics.in_flight.dec()
+            self.metrics.grpc_responses.labels(call.code.name).inc()
             if self.settings.has_access_log:
                 print(call.log_line(), flush=True)
 

@@ -24,14 +24,14 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...models.predictor import Prediction, Predictor
 from ...models.results import BYTES, Item
-from ..metrics import CONTENT_TYPE, exposition
+from ..metrics import CONTENT_TYPE, write_exposition
 from ..protocol import NOT_FINITE
 from ..refusals import Refused, answer
 from ..repository import Repository
-from ..service import Service, Snapshots, holding, predictions
+from ..service import Replicas, Service, holding, predictions
 from ..settings import MAX_BODY_BYTES, MAX_UPLOAD_BYTES, Listening, Settings
 from .endpoints import Endpoints, FastPath
-from .middleware import TOO_LARGE, Middleware, Traffic
+from .middleware import TOO_LARGE, Middleware
 from .openapi import describe
 
 HOW_TO_POST = "post the image as the one file of a multipart form field named image"
@@ -80,13 +80,12 @@ def create_app(
     *,
     background: AbstractContextManager[object] | None = None,
     grpc: Listening | None = None,
-    traffic: Traffic | None = None,
-    snapshots_of_all: Snapshots | None = None,
+    replicas: Replicas | None = None,
 ) -> Application:
     """The application over loaded models, which it closes at its end. ``background`` is entered while it runs, ``grpc``
-    is served, and ``snapshots_of_all`` gets the counts of all replicas."""
-    chosen, traffic = settings or Settings(), traffic or Traffic()
-    service = Service(repository, chosen, traffic, snapshots_of_all)
+    is served, and ``replicas`` gets the metrics of all replicas."""
+    chosen = settings or Settings()
+    service = Service(repository, chosen, replicas)
 
     @asynccontextmanager
     async def run(_: FastAPI) -> AsyncIterator[None]:
@@ -114,8 +113,8 @@ def create_app(
 
     endpoints, text = Endpoints(service), PAGE.read_text(encoding="utf-8")
     app = Application(title="ckpt-tools inference", lifespan=run, docs_url=None, redoc_url=None, redirect_slashes=False)
-    app.state.traffic = traffic
-    app.answer = Middleware(FastPath(app.through_fastapi, endpoints, refuse), chosen, traffic)
+    app.state.service = service
+    app.answer = Middleware(FastPath(app.through_fastapi, endpoints, refuse), service)
     # Not FastAPI's own kind of route: that costs much of the processor time of an answer.
     app.router.routes.append(Route("/predict", predict, methods=["POST"]))
     app.router.routes.extend(endpoints.routes())
@@ -133,7 +132,7 @@ def create_app(
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(exposition(await service.snapshots()), media_type=CONTENT_TYPE)
+        return Response(write_exposition(await service.metrics()), media_type=CONTENT_TYPE)
 
     return app
 

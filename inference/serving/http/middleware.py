@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import re
 import sys
 import time
 import uuid
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from ipaddress import ip_address
+from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..refusals import CLOSE, Refused, answer
+from ..refusals import CLOSE, Refused, answer, is_permitted, no_token
 from ..settings import MAX_BODY_BYTES, MAX_UPLOAD_BYTES, Settings
+
+if TYPE_CHECKING:
+    from ..service import Service
 
 TOO_LARGE = f"the image is larger than {MAX_UPLOAD_BYTES // 2**20} MiB"
 TOO_LARGE_BODY = f"the request is larger than {MAX_UPLOAD_BYTES // 2**20} MiB"
@@ -38,34 +39,24 @@ WATCH_SECONDS = 0.05  # delay before watching for a disconnect; most answers are
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
-@dataclass(slots=True)
-class Traffic:
-    """Requests in flight and answered, of all models: HTTP answers by status, gRPC answers by code."""
-
-    in_flight: int = 0
-    by_status: Counter[int] = field(default_factory=Counter)
-    by_code: Counter[str] = field(default_factory=Counter)
-    is_draining: bool = False
-
-
 class Middleware:
     """ASGI middleware. It cancels the work for a disconnected client; requests cancelled by a shutdown get 503."""
 
-    def __init__(self, app: ASGIApp, settings: Settings, traffic: Traffic) -> None:
-        self.app, self.settings, self.traffic = app, settings, traffic
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self.app, self.service, self.settings = app, service, service.settings
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        visit = Visit(scope, receive, send, self.settings.body_seconds, self.traffic)
-        self.traffic.in_flight += 1
+        visit, metrics = Visit(scope, receive, send, self.service), self.service.repository.metrics
+        metrics.in_flight.inc()
         try:
             await self._answer(visit)
         finally:
             visit.end()
-            self.traffic.in_flight -= 1
-            self.traffic.by_status[visit.status] += 1
+            metrics.in_flight.dec()
+            metrics.http_responses.labels(visit.status).inc()
             if self.settings.has_access_log:
                 print(visit.log_line(), flush=True, file=sys.stdout)
 
@@ -96,11 +87,6 @@ class Middleware:
         if int(headers.get(b"content-length", b"0")) > MAX_BODY_BYTES:
             return too_large(visit.path)
         return None
-
-
-def is_permitted(token: str | None, authorization: bytes) -> bool:
-    """Whether this ``Authorization`` header has the token, if one is needed."""
-    return token is None or hmac.compare_digest(authorization, f"Bearer {token}".encode())
 
 
 def is_misnamed(settings: Settings, host: str) -> bool:
@@ -134,11 +120,6 @@ def access_line(begun: float, begun_at: datetime, *, log_fields: Mapping[str, st
     )
 
 
-def no_token(which: str = "") -> Refused:
-    how = {**CLOSE, "WWW-Authenticate": "Bearer"}
-    return Refused(401, f"the request needs the token{which}, as Authorization: Bearer TOKEN", how)
-
-
 def too_large(path: str) -> Refused:
     return Refused(413, TOO_LARGE if path == "/predict" else TOO_LARGE_BODY, CLOSE)
 
@@ -146,13 +127,13 @@ def too_large(path: str) -> Refused:
 class Visit:
     """State of one request and its answer."""
 
-    def __init__(self, scope: Scope, receive: Receive, send: Send, body_seconds: float, traffic: Traffic) -> None:
-        self.scope, self._receive, self._send, self.traffic = scope, receive, send, traffic
+    def __init__(self, scope: Scope, receive: Receive, send: Send, service: Service) -> None:
+        self.scope, self._receive, self._send, self.service = scope, receive, send, service
         self.path: str = scope["path"]
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
         self.begun = time.perf_counter()
         self.begun_at = time.time()
-        self.body_until = asyncio.get_running_loop().time() + body_seconds
+        self.body_until = asyncio.get_running_loop().time() + service.settings.body_seconds
         self.task = asyncio.current_task()
         self.leaving: asyncio.TimerHandle | asyncio.Task[None] | None = None
         self.status, self.bytes_in, self.bytes_out = 499, 0, 0
@@ -189,7 +170,7 @@ class Visit:
         if message["type"] == "http.response.start":
             self.has_started, self.status = True, message["status"]
             headers = [*message.get("headers", []), (b"x-request-id", self.request_id.encode())]
-            if self.traffic.is_draining and CLOSE_HEADER not in headers:
+            if self.service.is_draining and CLOSE_HEADER not in headers:
                 headers.append(CLOSE_HEADER)  # The client asks another service then.
             message = {**message, "headers": headers}
         else:

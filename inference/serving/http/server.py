@@ -113,7 +113,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, app: FastAPI, drain: float, announce: Callable[[], None]) -> None:
         super().__init__(config)
-        self.traffic, self.drain, self.announce = app.state.traffic, drain, announce
+        self.service, self.drain, self.announce = app.state.service, drain, announce
 
     def serve_on(self, listening: socket.socket) -> None:
         """Serve until a signal. Raises :class:`Stopped` then."""
@@ -128,7 +128,7 @@ class Server(uvicorn.Server):
             self.announce()
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.traffic.is_draining = True
+        self.service.is_draining = True
         if self.drain and self.stopped_by is None:
             self.stopped_by, self.stops_at = sig, time.monotonic() + self.drain
             return

@@ -29,7 +29,6 @@ from inference.models.results import Columns, Item
 from inference.serving.__main__ import main as serve_command
 from inference.serving.grpc.requests import MESSAGES, METHODS, SERVICE
 from inference.serving.grpc.server import serving
-from inference.serving.http.middleware import Traffic
 from inference.serving.repository import Repository, Source
 from inference.serving.service import Service as Answers
 from inference.serving.settings import Listening, Settings, address_of, reserve
@@ -109,7 +108,7 @@ def listened(repository: Repository, settings: Settings) -> Iterator[str]:
     """gRPC alone, in a thread of this process; its address."""
 
     async def run(address: str, started: asyncio.Event, ending: asyncio.Event) -> None:
-        async with serving(Answers(repository, settings, Traffic()), Listening(address)):
+        async with serving(Answers(repository, settings), Listening(address)):
             started.set()
             await ending.wait()
 

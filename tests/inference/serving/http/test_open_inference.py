@@ -193,7 +193,7 @@ def test_the_metrics_have_the_documented_names_and_types(client):
     others = types.keys() - {"ckpt_tools_request_duration_seconds"}
     assert (sampled - histogram) | {"ckpt_tools_grpc_responses_total"} == others
     assert histogram < sampled
-    gauges = ("pending_request_count", "model_info", "requests_in_flight", "resident_memory_bytes")
+    gauges = ("request_count", "inference_seconds", "model_info", "requests_in_flight", "resident_memory_bytes")
     kinds = {name: "gauge" if name.endswith(gauges) else "counter" for name in types}
     assert types == {**kinds, "ckpt_tools_request_duration_seconds": "histogram"}
     documented = re.findall(r"`((?:nv|ckpt_tools|process)_\w+)`", (ROOT / "docs/inference_operation.md").read_text())

@@ -269,7 +269,9 @@ def segmenters(tmp_path_factory):
     (folder / "segmenter.py").write_text(SEGMENTER)
     (folder / "summarizer.py").write_text(SEGMENTER + ENCODE)
     # The second class where a pixel is lit.
-    torch.save({"weight": torch.tensor([0.0, 1.0]).reshape(2, 1, 1, 1), "bias": torch.tensor([0.5, 0])}, folder / "net.pt")
+    torch.save(
+        {"weight": torch.tensor([0.0, 1.0]).reshape(2, 1, 1, 1), "bias": torch.tensor([0.5, 0])}, folder / "net.pt"
+    )
     models = {"mask": "segmenter", "summary": "summarizer"}
     options = [f"--model={name}={folder}/net.pt?architecture={module}:build" for name, module in models.items()]
     with pytest.MonkeyPatch.context() as patch:
@@ -286,7 +288,10 @@ def test_a_mask_is_drawn_over_the_image(segmenters, image_folder, digits):
     drop_image(browser, image_folder / "007.png")
     assert answered(browser) == "output: a mask of 28 × 28 pixels"
     share = lit_pixels.float().mean().item()
-    assert [row.strip() for row in browser.evaluate(ROWS)] == [f"0\t{(1 - share) * 100:.1f} %", f"1\t{share * 100:.1f} %"]
+    assert [row.strip() for row in browser.evaluate(ROWS)] == [
+        f"0\t{(1 - share) * 100:.1f} %",
+        f"1\t{share * 100:.1f} %",
+    ]
     drawn = "[...document.querySelector('#mask').getContext('2d').getImageData(0, 0, 28, 28).data]"
     pixels = torch.tensor(browser.evaluate(drawn)).reshape(28, 28, 4)[..., :3]
     is_grey = (pixels == pixels[..., :1]).all(-1)
