@@ -20,6 +20,7 @@ with use_default_interrupt():
     from typing import TYPE_CHECKING, Any, Literal
 
     import click
+    from click.core import ParameterSource
 
     from ckpt_tools.arguments import api_function
     from ckpt_tools.errors import FormatError, StoreError, UsageError
@@ -29,12 +30,10 @@ with use_default_interrupt():
     from ..common.training_package import commands
     from ..models.options import ModelOptions
     from .settings import (
-        GRPC_PORT,
         Listening,
         Settings,
         address_of,
         bind,
-        check_port,
         is_loopback,
         listen,
         read_token,
@@ -48,28 +47,40 @@ if TYPE_CHECKING:
     from .repository import Load, Repository, Source
     from .watching import Watcher
 
-RAY_EXTRA = "ray-serve"
-
-MODEL_CONTROL = "--model-control"
-
 QUIET_SECONDS = 10.0
 
 MODEL_OPTIONS = ModelOptions(exact="buckets")
 """Of models that have none of their own."""
 
-INSTEAD = {
-    "--drain": "Ray answers the requests that were taken, and then ends",
-    "--certfile": "Ray's proxy speaks plain HTTP; put a proxy with TLS before it",
-    "--access-log": "Ray keeps a log of its own",
-    MODEL_CONTROL: "its replicas all serve the same weights, which --watch replaces",
-    GRPC_PORT: "Ray's proxy speaks HTTP",
+COUNT, PORT = click.IntRange(1), click.IntRange(0, 65535)
+SECONDS, DURATION = click.FloatRange(0), click.FloatRange(0, min_open=True)
+FILE = click.Path(path_type=Path)
+
+NEEDS = {
+    "quiet_time": "watch",
+    "keyfile": "certfile",
+    "min_replicas": "max_replicas",
+    "control_token": "model_control",
+    **dict.fromkeys(("replicas", "max_replicas"), "runner"),
+}
+"""Options that make sense beside another one alone."""
+
+NOT_ON_RAY = {
+    "drain": "Ray answers the requests that were taken, and then ends",
+    "certfile": "Ray's proxy speaks plain HTTP; put a proxy with TLS before it",
+    "access_log": "Ray keeps a log of its own",
+    "model_control": "its replicas all serve the same weights, which --watch replaces",
+    "grpc_port": "Ray's proxy speaks HTTP",
 }
 """Options refused with ``--runner ray``, and what applies instead."""
+
+VALUES = {"model_control": "explicit", "runner": "ray"}
+"""Values of options whose default stands for none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """All options of the command line. Raises ``UsageError`` for options that do not fit together."""
+    """All options of the command line."""
 
     models: Sequence[str]
     settings: Settings
@@ -89,63 +100,19 @@ class Options:
     min_replicas: int | None = None
     max_replicas: int | None = None
 
-    def __post_init__(self) -> None:
-        check_port(self.port)
-        check_port(self.grpc_port or 0, GRPC_PORT)
-        if not self.models and self.models_file is None:
-            raise UsageError("there is no model to serve; name one, as MODEL or by --model NAME=URL")
-        if self.watch is not None and not self.watch > 0:
-            raise UsageError(f"--watch is a number of seconds above 0, not {self.watch:g}")
-        if self.quiet_time is not None and not 0 <= self.quiet_time < 1e9:
-            raise UsageError(f"--quiet-time is a number of seconds, not {self.quiet_time:g}")
-        if self.quiet_time is not None and self.watch is None:
-            raise UsageError("--quiet-time needs --watch")
-        if self.threads is not None and self.threads < 1:
-            raise UsageError(f"--threads is a number from 1, not {self.threads}")
-        if self.keyfile is not None and self.certfile is None:
-            raise UsageError("--keyfile needs --certfile")
-        self.sources()
-        self._check_replicas()
-        if self.runner == "ray":
-            self._check_ray()
-
-    def _check_replicas(self) -> None:
-        scaled = self.min_replicas is not None or self.max_replicas is not None
-        if self.runner == "local" and (scaled or self.replicas is not None):
-            raise UsageError("--replicas, --min-replicas and --max-replicas are for --runner ray")
-        if scaled and self.replicas is not None:
-            raise UsageError("--replicas is a fixed number; --min-replicas and --max-replicas are for one that changes")
-        if (self.min_replicas is not None) > (self.max_replicas is not None):
-            raise UsageError("--min-replicas needs --max-replicas")
-        if not 1 <= self.least_replicas <= self.most_replicas:
-            raise UsageError("there has to be at least one replica, and --max-replicas may not be below --min-replicas")
-
-    def _check_ray(self) -> None:
-        given = {
-            "--drain": self.settings.drain > 0,
-            "--certfile": self.certfile is not None,
-            "--access-log": self.settings.has_access_log,
-            MODEL_CONTROL: self.settings.has_model_control,
-            GRPC_PORT: self.grpc_port is not None,
-        }
-        for option, is_given in given.items():
-            if is_given:
-                raise UsageError(f"{option} does not go with --runner ray: {INSTEAD[option]}")
-
     @property
     def least_replicas(self) -> int:
-        given = self.replicas if self.max_replicas is None else self.min_replicas
-        return 1 if given is None else given
+        return self.min_replicas or self.replicas or 1
 
     @property
     def most_replicas(self) -> int:
-        return self.least_replicas if self.max_replicas is None else self.max_replicas
+        return self.max_replicas or self.least_replicas
 
     def sources(self) -> list[Source]:
         """The models, each with its options: those of the command line, unless it has its own."""
         from .sources import source_of, sources_in
 
-        in_file = [] if self.models_file is None else sources_in(self.models_file, self.model_options)
+        in_file = sources_in(self.models_file, self.model_options) if self.models_file else []
         return [*(source_of(text, self.model_options) for text in self.models), *in_file]
 
     def watcher(self, repository: Repository) -> Watcher | None:
@@ -175,6 +142,31 @@ class Options:
 
         for source in self.sources():
             check_there(source.url, source.options.architecture, source.options.reading.config)
+
+
+def check_combination(context: click.Context) -> None:
+    """Raises ``UsageError`` for options of the command line that do not fit together."""
+    options = context.params
+    is_given = {
+        name: context.get_parameter_source(name) is not ParameterSource.DEFAULT and value == VALUES.get(name, value)
+        for name, value in options.items()
+    }
+    for name, needed in NEEDS.items():
+        if is_given[name] and not is_given[needed]:
+            raise UsageError(f"{_spell(name)} needs {_spell(needed)} {VALUES.get(needed, '')}".rstrip())
+    for name, instead in NOT_ON_RAY.items():
+        if is_given["runner"] and is_given[name]:
+            raise UsageError(f"{_spell(name)} does not go with --runner ray: {instead}")
+    if is_given["replicas"] and is_given["max_replicas"]:
+        raise UsageError("--replicas is a fixed number; --min-replicas and --max-replicas are for one that changes")
+    if is_given["max_replicas"] and options["max_replicas"] < (options["min_replicas"] or 1):
+        raise UsageError("--max-replicas may not be below --min-replicas")
+    if not (options["model"] or options["models"] or options["models_file"]):
+        raise UsageError("there is no model to serve; name one, as MODEL or by --model NAME=URL")
+
+
+def _spell(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def _check_certificate(certificate: Path, key: Path | None) -> None:
@@ -268,15 +260,15 @@ HEADINGS = {
 @click.option(
     "--models",
     "models_file",
-    type=click.Path(path_type=Path),
+    type=FILE,
     metavar="FILE",
     help="TOML file with a table for each model: url and options.",
 )
 @click.option("--architecture", help="Architecture of the weights: ours, hf, torchvision:NAME, ...")
 @reading_options
 @click.option("--host", default="127.0.0.1", help="Address to listen on.")
-@click.option("--port", type=int, default=8000, help="HTTP port; 0 takes a free one.")
-@click.option(GRPC_PORT, type=int, help="Serve gRPC too, on this port; 0 takes a free one.")
+@click.option("--port", type=PORT, default=8000, help="HTTP port; 0 takes a free one.")
+@click.option("--grpc-port", type=PORT, help="Serve gRPC too, on this port; 0 takes a free one.")
 @click.option(
     "--allow-host",
     "allowed",
@@ -284,14 +276,16 @@ HEADINGS = {
     multiple=True,
     help="Host name to accept in requests; can be repeated. On loopback, only localhost is accepted by default.",
 )
-@click.option("--watch", type=float, metavar="SECONDS", help="Check for a newer checkpoint every SECONDS and load it.")
+@click.option(
+    "--watch", type=DURATION, metavar="SECONDS", help="Check for a newer checkpoint every SECONDS and load it."
+)
 @click.option(
     "--quiet-time",
-    type=float,
+    type=SECONDS,
     metavar="SECONDS",
     help="With --watch: load a checkpoint once no file of it has changed for SECONDS.  [default: 10]",
 )
-@click.option("--timeout", type=float, default=30.0, help="Seconds that a request may wait for the model.")
+@click.option("--timeout", type=DURATION, default=30.0, help="Seconds that a request may wait for the model.")
 @click.option(
     "--exact",
     type=click.Choice(["buckets", "full", "off"]),
@@ -304,64 +298,52 @@ HEADINGS = {
 @click.option("--max-batch", type=int, metavar="N", help="Most inputs of a forward pass.  [default: 30 or 8]")
 @click.option(
     "--max-queue-delay",
-    type=float,
+    type=SECONDS,
     default=0.0,
     metavar="SECONDS",
     help="Seconds that inputs wait for more while the model is idle.",
 )
 @click.option("--max-pixels", type=int, help="Largest image, in pixels.  [default: 4096 x 4096, or by the model]")
-@click.option("--drain", type=float, default=0.0, help="Seconds to keep serving after SIGTERM, reporting not ready.")
-@click.option("--token", type=click.Path(path_type=Path), metavar="FILE", help="File with the required bearer token.")
+@click.option("--drain", type=SECONDS, default=0.0, help="Seconds to keep serving after SIGTERM, reporting not ready.")
+@click.option("--token", type=FILE, metavar="FILE", help="File with the required bearer token.")
 @click.option(
-    MODEL_CONTROL,
+    "--model-control",
     type=click.Choice(["none", "explicit"]),
     default="none",
     help="Whether requests may load and unload models.",
 )
 @click.option(
     "--control-token",
-    type=click.Path(path_type=Path),
+    type=FILE,
     metavar="FILE",
     help="File with the bearer token of loads and unloads.  [default: that of --token]",
 )
-@click.option("--certfile", type=click.Path(path_type=Path), help="TLS certificate (PEM): serve HTTPS.")
-@click.option("--keyfile", type=click.Path(path_type=Path), help="TLS private key, if not in --certfile.")
+@click.option("--certfile", type=FILE, help="TLS certificate (PEM): serve HTTPS.")
+@click.option("--keyfile", type=FILE, help="TLS private key, if not in --certfile.")
 @click.option("--access-log", is_flag=True, help="Print one line of JSON per request.")
-@click.option("--threads", type=int, help="Threads per forward pass.  [default: number of processors - 1]")
+@click.option("--threads", type=COUNT, help="Threads per forward pass.  [default: number of processors - 1]")
 @click.option("--device", metavar="TEXT", help="torch device, e.g. cuda:1.  [default: first GPU, else CPU]")
 @click.option("--runner", type=click.Choice(["local", "ray"]), default="local", help="Serve here or on Ray Serve.")
-@click.option("--replicas", type=int, help="With --runner ray: number of replicas.  [default: 1]")
-@click.option("--min-replicas", type=int, help="With --max-replicas: fewest replicas when autoscaling.  [default: 1]")
-@click.option("--max-replicas", type=int, help="With --runner ray: most replicas when autoscaling.")
-def main(
-    model: str | None,
-    models: tuple[str, ...],
-    timeout: float,
-    max_queue_delay: float,
-    drain: float,
-    token: Path | None,
-    model_control: str,
-    control_token: Path | None,
-    access_log: bool,
-    **others: Any,
-) -> None:
+@click.option("--replicas", type=COUNT, help="With --runner ray: number of replicas.  [default: 1]")
+@click.option("--min-replicas", type=COUNT, help="With --max-replicas: fewest replicas when autoscaling.  [default: 1]")
+@click.option("--max-replicas", type=COUNT, help="With --runner ray: most replicas when autoscaling.")
+def main(**options: Any) -> None:
     """Serve MODEL, a checkpoint of any format, local or remote, over HTTP and gRPC, until SIGTERM, SIGINT or SIGHUP.
 
     Exit codes: 1 the models' process ended, 2 usage, 3 not found, 4 not readable, or of another model, 5 the address
     cannot be listened on, 7 refused as unsafe, 143, 130 and 129 ended by SIGTERM, SIGINT and SIGHUP.
     """
     with report_errors():
+        check_combination(click.get_current_context())
+        tokens = {name: options.pop(name) for name in ("token", "control_token")}
         settings = Settings(
-            timeout=timeout,
-            max_queue_delay=max_queue_delay,
-            drain=drain,
-            token=None if token is None else read_token(token),
-            has_model_control=model_control == "explicit",
-            control_token=None if control_token is None else read_token(control_token, "--control-token"),
-            has_access_log=access_log,
+            **{name: options.pop(name) for name in ("timeout", "max_queue_delay", "drain")},
+            **{name: None if file is None else read_token(file, _spell(name)) for name, file in tokens.items()},
+            has_model_control=options.pop("model_control") == VALUES["model_control"],
+            has_access_log=options.pop("access_log"),
         )
-        named = (*([model] if model else []), *models)
-        run(Options(named, settings, model_options=ModelOptions.taken_from(others), **others))
+        models = (*filter(None, [options.pop("model")]), *options.pop("models"))
+        run(Options(models, settings, model_options=ModelOptions.taken_from(options), **options))
 
 
 def run(options: Options) -> None:
@@ -385,7 +367,7 @@ def _serve_on_ray(options: Options) -> None:
     try:
         from . import ray_serve as ray
     except ModuleNotFoundError as error:
-        how = f"install it with: pip install 'ckpt-tools[{RAY_EXTRA}]'"
+        how = "install it with: pip install 'ckpt-tools[ray-serve]'"
         raise UsageError(f"--runner ray needs the package {error.name}; {how}") from error
 
     settings = replace(options.settings, hosts=hosts)

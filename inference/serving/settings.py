@@ -47,16 +47,6 @@ class Settings:
     hosts: frozenset[str] | None = None
 
     def __post_init__(self) -> None:
-        given = (
-            ("--timeout", self.timeout, False),
-            ("--drain", self.drain, True),
-            ("--max-queue-delay", self.max_queue_delay, True),
-        )
-        for option, seconds, may_be_0 in given:
-            if not 0 <= seconds < 1e9 or not (seconds or may_be_0):
-                raise UsageError(f"{option} is a number of seconds, not {seconds:g}")
-        if self.control_token is not None and not self.has_model_control:
-            raise UsageError("--control-token needs --model-control explicit, without which no model can be loaded")
         if self.control_token is not None and self.control_token == self.token:
             raise UsageError("--control-token and --token have the same word; leave --control-token out")
 
@@ -73,16 +63,6 @@ def read_token(path: Path, option: str = "--token") -> str:
     if not token or len(token) > MAX_TOKEN_BYTES or not all(33 <= byte < 127 for byte in token):
         raise FormatError(f"{option}: {path} has to hold one word of ASCII, of at most {MAX_TOKEN_BYTES} bytes")
     return token.decode()
-
-
-MAX_PORT = 65535
-
-GRPC_PORT = "--grpc-port"
-
-
-def check_port(port: int, option: str = "--port") -> None:
-    if not 0 <= port <= MAX_PORT:
-        raise UsageError(f"{option} is a number from 0 to {MAX_PORT}, not {port}")
 
 
 def bind(host: str, port: int, option: str = "--port") -> socket.socket:
@@ -110,7 +90,7 @@ class Listening:
     key: Path | None = None
 
 
-def reserve(host: str, port: int, option: str = GRPC_PORT) -> socket.socket:
+def reserve(host: str, port: int, option: str = "--grpc-port") -> socket.socket:
     """A bound socket that never listens and keeps its port for a server that binds its own: gRPC, or Ray's proxy.
     The port is exclusive at first, then shared with this user's processes (SO_REUSEPORT). Raises as :func:`bind`."""
     bound = bind(host, port, option)

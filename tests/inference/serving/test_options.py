@@ -113,14 +113,12 @@ NOT_FOR_RAY = "{} does not go with --runner ray"
 @pytest.mark.parametrize(
     ("words", "code", "sentence"),
     [
-        ("MODEL --port=99999", 2, "--port is a number from 0 to 65535, not 99999\n"),
         ("MODEL --host=no-such-host.invalid", 5, UNKNOWN.format("no-such-host.invalid")),
         ("MODEL --host=192.0.2.1 --port=0", 5, "cannot listen on host 192.0.2.1, port 0: "),
         ("none.pt", 3, "there is no file or folder none.pt\n"),
         ("--port=0", 2, "there is no model to serve; name one, as MODEL or by --model NAME=URL\n"),
         ("MODEL --runner=ray --grpc-port=0", 2, NOT_FOR_RAY.format("--grpc-port") + ": Ray's proxy speaks HTTP"),
         ("MODEL --runner=ray --replicas=2 --max-replicas=3", 2, "--replicas is a fixed number"),
-        ("MODEL --threads=0", 2, "--threads is a number"),
         ("MODEL --token=FILES/none", 3, "--token: there is no file"),
         ("MODEL --token=FILES/two", 4, "--token: "),
         ("MODEL --control-token=FILES/change", 2, "--control-token needs --model-control explicit"),
@@ -137,3 +135,10 @@ def test_a_start_that_makes_no_sense_is_one_sentence(words, code, sentence, file
     done = run_serve(*words.replace("MODEL", str(forms / "model.pt")).replace("FILES", str(files)).split())
     assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (code, "", 1), done.stderr
     assert done.stderr.startswith(f"Error: {sentence}")
+
+
+@pytest.mark.parametrize("words", ["--port=99999", "--threads=0", "--timeout=0", "--watch=-1", "--replicas=0"])
+def test_a_number_out_of_range_is_refused_by_click(words):
+    done = run_serve("model.pt", words)
+    assert done.exit_code == 2
+    assert f"Error: Invalid value for '{words.partition('=')[0]}'" in done.stderr
