@@ -13,7 +13,7 @@ with use_default_interrupt():
     import os
     import socket
     import ssl
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from contextlib import ExitStack, nullcontext
     from dataclasses import dataclass, replace
     from pathlib import Path
@@ -115,6 +115,12 @@ class Options:
         in_file = sources_in(self.models_file, self.model_options) if self.models_file else []
         return [*(source_of(text, self.model_options) for text in self.models), *in_file]
 
+    def repository(self, load: Load) -> Repository:
+        """The models, none of which is loaded yet. ``load`` loads one."""
+        from .repository import Repository
+
+        return Repository(self.sources(), load, max_delay=self.settings.max_queue_delay)
+
     def watcher(self, repository: Repository) -> Watcher | None:
         """The watcher of ``--watch``, for models that are not loaded yet."""
         from .watching import Watcher
@@ -184,19 +190,13 @@ def create_app(model: str | Path) -> FastAPI:
     from ..models.predictor import loaded
 
     options = Options([str(model)], Settings())
-    return application(options, lambda source: loaded(source.url, source.name, source.options))
+    return application(options, options.repository(lambda source: loaded(source.url, source.name, source.options)))
 
 
-def application(
-    options: Options, load: Load, grpc: Listening | None = None, made: Callable[[Repository], None] = lambda _: None
-) -> FastAPI:
-    """The application over models that ``load`` loads. ``grpc`` is served while the application runs. ``made`` is
-    called with the repository before models are loaded."""
+def application(options: Options, repository: Repository, grpc: Listening | None = None) -> FastAPI:
+    """The application over the models of ``repository``, loaded now. ``grpc`` is served while it runs."""
     from .http import app
-    from .repository import Repository
 
-    repository = Repository(options.sources(), load, max_delay=options.settings.max_queue_delay)
-    made(repository)
     watcher = options.watcher(repository)
     repository.load_all()
     return app.create_app(repository, options.settings, background=watcher, grpc=grpc)
@@ -204,25 +204,6 @@ def application(
 
 def tell(sentence: str) -> None:
     click.echo(printable(sentence), err=True)
-
-
-@dataclass(slots=True)
-class _Restarts:
-    """Tells the repository, once there is one, that the process of the models ended, and that it runs again."""
-
-    repository: Repository | None = None
-
-    def know(self, repository: Repository) -> None:
-        self.repository = repository
-
-    def ended(self, reason: str) -> None:
-        if self.repository is not None and not self.repository.is_closed:
-            tell(f"{reason}; it is started again")
-            self.repository.lost(reason)
-
-    def started(self) -> None:
-        if self.repository is not None:
-            self.repository.reload(tell)
 
 
 HEADINGS = {
@@ -335,11 +316,14 @@ def main(**options: Any) -> None:
     """
     with report_errors():
         check_combination(click.get_current_context())
-        tokens = {name: options.pop(name) for name in ("token", "control_token")}
+        token, control_token = options.pop("token"), options.pop("control_token")
         settings = Settings(
-            **{name: options.pop(name) for name in ("timeout", "max_queue_delay", "drain")},
-            **{name: None if file is None else read_token(file, _spell(name)) for name, file in tokens.items()},
+            timeout=options.pop("timeout"),
+            max_queue_delay=options.pop("max_queue_delay"),
+            drain=options.pop("drain"),
+            token=None if token is None else read_token(token),
             has_model_control=options.pop("model_control") == VALUES["model_control"],
+            control_token=None if control_token is None else read_token(control_token, "--control-token"),
             has_access_log=options.pop("access_log"),
         )
         models = (*filter(None, [options.pop("model")]), *options.pop("models"))
@@ -392,11 +376,11 @@ def _serve(options: Options, bound: socket.socket, grpc: Listening | None) -> No
         if grpc is not None:
             click.echo(f"serving gRPC on {grpc.address}")
 
-    restarts = _Restarts()
-    with RemoteModels.running(options.num_threads(), restarts.ended, restarts.started) as models:
+    with RemoteModels.running(options.num_threads(), tell) as models:
         from .http.server import server_of
 
-        app = application(options, models.load, grpc, restarts.know)
+        models.repository = options.repository(models.load)
+        app = application(options, models.repository, grpc)
         listen(bound, options.host)
         server = server_of(app, announce, options.settings.drain, options.certfile, options.keyfile)
         server.serve_on(bound)

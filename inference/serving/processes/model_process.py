@@ -4,8 +4,9 @@ Parsing requests and writing answers keeps Python's interpreter busy, and a forw
 operator: in one process, a pass under 64 clients took twice its time. So the models run here, and the service requests
 predictions over socket pairs.
 
-Each connection has a thread. A model is kept until the connection that loaded it is closed. The process ends with the
-service, at once.
+A request is the number of a model, the name of a method of :class:`HostedModel` and its arguments. It gets one reply:
+the result, a ``CkptError`` or ``ImportError`` to raise, or ``Broken``. Each connection has a thread. A model is kept
+until the connection that loaded it is closed. The process ends with the service, at once.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from typing import TYPE_CHECKING, Any
@@ -26,77 +27,94 @@ from ckpt_tools.process.credentials import mask_output, mask_secrets
 from ckpt_tools.process.signals import STOP_SIGNALS
 
 from ...common.garbage import settle
-from ...models.generation import Give, generate
-from .model_messages import BatchSizes, Broken, Decode, Generate, Load, Loaded, Predict, Prepare, Request
+from ...models.generation import Generation, Give, generate
+from ...models.results import Array, Columns, Item
+from .model_messages import Broken, ModelFacts
 
 if TYPE_CHECKING:
+    from ...models.options import ModelOptions
     from ...models.predictor import Predictor
 
 
-@dataclass(frozen=True, slots=True)
-class Model:
-    """A model and its thread: its memory is warm, and the next batch may be submitted while it is busy."""
+class HostedModel:
+    """A model of this process. Its methods answer requests."""
 
-    predictor: Predictor
-    thread: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "model"))
+    def __init__(self, url: str, name: str, options: ModelOptions, threads: int) -> None:
+        import torch
+
+        from ...models.predictor import loaded
+
+        torch.set_num_threads(threads)
+        self._predictor: Predictor = loaded(url, name, options)
+        # One thread: its memory is warm, and the next batch may be submitted while it is busy.
+        self._thread = ThreadPoolExecutor(1, "model")
+
+    def facts(self) -> ModelFacts:
+        found, task = self._predictor, self._predictor.task
+        known = task.inputs, task.outputs, task.labels, task.max_batch, task.is_exact, task.reading, task.max_bytes
+        return ModelFacts(found.identity, *known, found.files)
+
+    def predict(self, inputs: Sequence[Item]) -> Columns:
+        return self._thread.submit(self._predictor.task.predict, inputs).result()
+
+    def predict_stacked(self, stacked: tuple[Array, ...]) -> Columns:
+        return self.predict(list(stacked[0]) if len(stacked) == 1 else list(zip(*stacked, strict=True)))
+
+    def generate(self, asked: Generation, give: Give) -> None:
+        generate(self._predictor.task, asked, give)
+
+    def decode(self, data: bytes, name: str) -> Item:
+        return self._predictor.decode(data, name)
+
+    def prepare(self, pixels: Array) -> Item:
+        return self._predictor.task.prepare(pixels)
+
+    def batch_sizes(self) -> Mapping[str, tuple[int, ...]]:
+        return self._predictor.batch_sizes
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False)
 
 
 class Models:
     """The models of this process by number."""
 
     def __init__(self) -> None:
-        self._found: dict[int, Model] = {}
+        self._hosted: dict[int, HostedModel] = {}
 
     def answer(self, connection: Connection) -> None:
         """Answer requests over a connection until it is closed, then drop the model it loaded."""
-        number = None
+        loaded = None
         try:
             while True:
-                asked = connection.recv()
-                if isinstance(asked, Load):
-                    number = asked.number
-                connection.send(self._try(asked, connection.send))
+                number, method, arguments = connection.recv()
+                if method == "load":
+                    loaded = number
+                # Pieces of a text are sent before the reply, which is None. They may be empty, and are at least one a
+                # token, so that a generation ends when its connection is closed.
+                given = (connection.send,) if method == "generate" else ()
+                connection.send(self._reply(number, method, (*arguments, *given)))
         except (EOFError, OSError):
-            if number is not None:
-                self._drop(number)
+            if model := self._hosted.pop(loaded, None) if loaded is not None else None:
+                model.close()
+                del model
+                settle()
 
-    def _drop(self, number: int) -> None:
-        if model := self._found.pop(number, None):
-            model.thread.shutdown(wait=False)
-            del model
-            settle()
+    def load(self, number: int, *arguments: Any) -> ModelFacts:
+        self._hosted[number] = model = HostedModel(*arguments)
+        settle()
+        return model.facts()
 
-    def _try(self, asked: Request, give: Give) -> Any:
+    def _reply(self, number: int, method: str, arguments: Sequence[Any]) -> Any:
         try:
-            if isinstance(asked, Load):
-                return self._load(asked)
-            model = self._found[asked.number]
-            match asked:
-                case Predict():
-                    return model.thread.submit(model.predictor.task.predict, asked.items()).result()
-                case Generate():
-                    return generate(model.predictor.task, asked.asked, give)
-                case Decode():
-                    return model.predictor.decode(asked.data, asked.name)
-                case Prepare():
-                    return model.predictor.task.prepare(asked.pixels)
-                case BatchSizes():
-                    return model.predictor.batch_sizes
+            if method == "load":
+                return self.load(number, *arguments)
+            answer: Callable[..., Any] = getattr(self._hosted[number], method)
+            return answer(*arguments)
         except (CkptError, ImportError) as error:
             return error
         except Exception:
             return Broken(mask_secrets(traceback.format_exc()))
-
-    def _load(self, asked: Load) -> Loaded:
-        import torch
-
-        from ...models.predictor import loaded
-
-        torch.set_num_threads(asked.threads)
-        found = loaded(asked.url, asked.name, asked.options)
-        self._found[asked.number] = Model(found)
-        settle()
-        return Loaded.of(found)
 
 
 def main(descriptor: int) -> None:

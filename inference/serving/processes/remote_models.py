@@ -23,8 +23,8 @@ from ...models.generation import Generation, Give
 from ...models.images import ImageReading
 from ...models.predictor import Predictor
 from ...models.results import Array, Columns, Item, TensorSpec
-from ..repository import ModelsEndedError, Source
-from .model_messages import BatchSizes, Broken, Decode, Generate, Load, Loaded, Predict, Prepare, Request
+from ..repository import ModelsEndedError, Repository, Source
+from .model_messages import Broken, ModelFacts, stack_rows
 
 MODULE = f"{__package__}.model_process"
 
@@ -71,24 +71,24 @@ class Process:
             send_handle(self.control, its.fileno(), self.process.pid)
         return ours
 
-    def ask(self, asked: Request) -> Any:
+    def ask(self, number: int, method: str, *arguments: Any) -> Any:
         """Send a request over a connection that no other thread uses, and return the reply."""
         try:
             connection = self.free.pop()
         except IndexError:
             connection = self.connect()
         try:
-            return self.ask_by(connection, asked)
+            return self.ask_by(connection, number, method, *arguments)
         finally:
             # After an end of the process nothing asks this object again.
             self.free.append(connection)
 
-    def ask_by(self, connection: Connection, asked: Request) -> Any:
+    def ask_by(self, connection: Connection, number: int, method: str, *arguments: Any) -> Any:
         with self._speaking():
-            connection.send(asked)
-        return self.received(connection)
+            connection.send((number, method, arguments))
+        return self.receive(connection)
 
-    def received(self, connection: Connection) -> Any:
+    def receive(self, connection: Connection) -> Any:
         with self._speaking():
             found = connection.recv()
         if isinstance(found, Broken):
@@ -102,9 +102,9 @@ class Process:
         try:
             yield
         except (EOFError, OSError) as error:
-            raise ModelsEndedError(self.how()) from error
+            raise ModelsEndedError(self.describe_end()) from error
 
-    def how(self) -> str:
+    def describe_end(self) -> str:
         """A sentence on how it ended."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(END_SECONDS)
@@ -126,27 +126,28 @@ class Process:
 class RemoteModels:
     """The models of a service, in a process started by :meth:`running`. Methods may be called from any thread.
 
-    When the process ends, ``ended`` is called with the reason, and ``started`` once it runs again, without models.
+    When the process ends, the models of ``repository`` are lost, and loaded again once it runs again; ``tell`` is
+    called with sentences on it.
     """
 
     threads: int
-    ended: Callable[[str], None]
-    started: Callable[[], None]
+    tell: Callable[[str], None]
     _process: Process
+    repository: Repository | None = None
     _numbers: Iterator[int] = field(default_factory=count)
     _closing: threading.Event = field(default_factory=threading.Event)
 
     @classmethod
     @contextmanager
-    def running(cls, threads: int, ended: Callable[[str], None], started: Callable[[], None]) -> Iterator[RemoteModels]:
+    def running(cls, threads: int, tell: Callable[[str], None]) -> Iterator[RemoteModels]:
         """The process, started now and ended with the block. Raises OSError if it cannot be started."""
-        found = cls(threads, ended, started, Process.start())
-        threading.Thread(target=found._keep, name="models", daemon=True).start()
+        models = cls(threads, tell, Process.start())
+        threading.Thread(target=models._keep_running, name="models", daemon=True).start()
         try:
-            yield found
+            yield models
         finally:
-            found._closing.set()
-            found._process.end()
+            models._closing.set()
+            models._process.end()
 
     @property
     def pid(self) -> int:
@@ -157,13 +158,13 @@ class RemoteModels:
         Raises ModelsEndedError if the process ends meanwhile."""
         process, number = self._process, next(self._numbers)
         connection = process.connect()
-        asked = Load(number, source.url, source.name, source.options, self.threads)
-        found: Loaded = process.ask_by(connection, asked)
-        taken = found.inputs, found.outputs, found.labels, found.max_batch
-        task = RemoteTask(*taken, found.is_exact, found.reading, found.max_bytes, process, number, connection)
-        return Predictor(source.name, found.identity, task, is_elsewhere=True, files=found.files)
+        facts: ModelFacts = process.ask_by(
+            connection, number, "load", source.url, source.name, source.options, self.threads
+        )
+        task = RemoteTask(facts, process, number, connection)
+        return Predictor(source.name, facts.identity, task, is_elsewhere=True, files=facts.files)
 
-    def _keep(self) -> None:
+    def _keep_running(self) -> None:
         """Start the process again each time it ends."""
         delay = FIRST_DELAY
         while True:
@@ -171,7 +172,10 @@ class RemoteModels:
             self._process.process.wait()
             if self._closing.is_set():
                 return
-            self.ended(self._process.how())
+            repository, reason = self.repository, self._process.describe_end()
+            if repository is not None and not repository.is_closed:
+                self.tell(f"{reason}; it is started again")
+                repository.lost(reason)
             delay = min(2 * delay, LAST_DELAY) if time.monotonic() - began < SOON_SECONDS else FIRST_DELAY
             if self._closing.wait(delay):
                 return
@@ -179,7 +183,8 @@ class RemoteModels:
             if self._closing.is_set():
                 self._process.end()
                 return
-            self.started()
+            if repository is not None:
+                repository.reload(self.tell)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -187,42 +192,68 @@ class RemoteTask:
     """The task of a model in the other process, which keeps it until ``connection`` is closed. Images are decoded in
     this process."""
 
-    inputs: tuple[TensorSpec, ...]
-    outputs: tuple[TensorSpec, ...]
-    labels: tuple[str, ...] | None
-    max_batch: int
-    is_exact: bool
-    reading: ImageReading | None
-    max_bytes: int | None
+    facts: ModelFacts
     process: Process
     number: int
     connection: Connection
 
     @property
+    def inputs(self) -> tuple[TensorSpec, ...]:
+        return self.facts.inputs
+
+    @property
+    def outputs(self) -> tuple[TensorSpec, ...]:
+        return self.facts.outputs
+
+    @property
+    def labels(self) -> tuple[str, ...] | None:
+        return self.facts.labels
+
+    @property
+    def max_batch(self) -> int:
+        return self.facts.max_batch
+
+    @property
+    def is_exact(self) -> bool:
+        return self.facts.is_exact
+
+    @property
+    def reading(self) -> ImageReading | None:
+        return self.facts.reading
+
+    @property
+    def max_bytes(self) -> int | None:
+        return self.facts.max_bytes
+
+    @property
     def batch_sizes(self) -> Mapping[str, tuple[int, ...]]:
-        found: Mapping[str, tuple[int, ...]] = self.process.ask(BatchSizes(self.number))
+        found: Mapping[str, tuple[int, ...]] = self._ask("batch_sizes")
         return found
 
     def decode(self, data: bytes, name: str) -> Item:
         if self.reading is None:
-            found: Item = self.process.ask(Decode(self.number, data, name))
-            return found
+            item: Item = self._ask("decode", data, name)
+            return item
         return self.prepare(self.reading.pixels(data, name))
 
     def prepare(self, pixels: Array) -> Item:
         if self.reading is not None and self.reading.is_input:
             return pixels
-        found: Item = self.process.ask(Prepare(self.number, pixels))
-        return found
+        item: Item = self._ask("prepare", pixels)
+        return item
 
     def predict(self, inputs: Sequence[Item]) -> Columns:
-        found: Columns = self.process.ask(Predict.of(self.number, inputs))
-        return found
+        stacked = stack_rows(inputs)
+        columns: Columns = self._ask("predict", inputs) if stacked is None else self._ask("predict_stacked", stacked)
+        return columns
 
     def generate(self, asked: Generation, give: Give) -> None:
         """Generate a text over a connection of its own, which is closed if ``give`` raises."""
         with self.process.connect() as connection:
-            piece = self.process.ask_by(connection, Generate(self.number, asked))
+            piece = self.process.ask_by(connection, self.number, "generate", asked)
             while piece is not None:
                 give(piece)
-                piece = self.process.received(connection)
+                piece = self.process.receive(connection)
+
+    def _ask(self, method: str, *arguments: Any) -> Any:
+        return self.process.ask(self.number, method, *arguments)

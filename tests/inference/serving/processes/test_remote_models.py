@@ -24,7 +24,6 @@ from tritonclient import grpc, http
 
 from inference.models.predictor import load_predictor, loaded
 from inference.serving.__main__ import Options, application
-from inference.serving.processes.model_messages import BatchSizes
 from inference.serving.processes.remote_models import BrokenModelError, RemoteModels
 from inference.serving.repository import Source
 from inference.serving.settings import Listening, Settings, address_of, reserve
@@ -35,7 +34,7 @@ from tests.inference.serving.helpers import plain_uvicorn_of
 @pytest.fixture(scope="module")
 def models():
     ends = list[str]()
-    with RemoteModels.running(1, ends.append, lambda: None) as remote:
+    with RemoteModels.running(1, ends.append) as remote:
         yield remote
     assert not psutil.pid_exists(remote.pid)
     assert ends == []
@@ -122,7 +121,7 @@ def served(request, tmp_path_factory):
         load = request.getfixturevalue("models").load
     with ExitStack() as stack:
         reserved = stack.enter_context(reserve("127.0.0.1", 0))
-        app = application(options, load, Listening(address_of(reserved)))
+        app = application(options, options.repository(load), Listening(address_of(reserved)))
         url = stack.enter_context(plain_uvicorn_of(app))
         client = stack.enter_context(httpx.Client(base_url=url, timeout=60, verify=NO_TLS))
         yield Served(client, address_of(reserved), folder, linear)
@@ -235,7 +234,7 @@ def png(size: int) -> bytes:
 
 def is_gone(models: RemoteModels, number: int) -> bool:
     try:
-        models._process.ask(BatchSizes(number))
+        models._process.ask(number, "batch_sizes")
     except BrokenModelError as error:
         return "KeyError" in str(error)
     return False
