@@ -308,6 +308,9 @@ def convert(src: str | Path, dst: str | Path, **options: Unpack[ConvertKeywords]
         workers: The number of threads, or of processes with ``runner="ray"``. Default: one for each processor.
         runner: ``"threads"`` of this process, or processes of a ``"ray"`` cluster. Default: ``"threads"``.
         address: The Ray cluster. Default: a cluster of this machine alone, which ends with the call.
+        io: ``"direct"`` past the system's page cache, on local disks whose file system can; ``"buffered"`` through it.
+            Default: ``"auto"``, which is direct with ``fsync``, and where the bytes moved are more than half of the
+            free memory.
         on_progress: Called with the number of bytes done and in all. Default: not called.
 
     Safety:

@@ -11,8 +11,10 @@ import click
 from ckpt_tools.cli import reporting
 from ckpt_tools.cli.reporting import PROGRESS_MODES, is_typed, store_progress_mode
 from ckpt_tools.core.option_names import (
+    DEFAULT_IO,
     DEFAULT_RUNNER,
     DTYPE_NAMES,
+    IO_MODES,
     RUNNERS,
     STATES,
     WEIGHTS,
@@ -95,6 +97,7 @@ _CLICK_SETTINGS: dict[object, dict[str, Any]] = {
     "Weights | None": {"type": click.Choice(WEIGHTS)},
     "DTypeLike | None": {"type": DTypeChoice(DTYPE_NAMES)},
     "Runner": {"type": click.Choice(RUNNERS), "default": DEFAULT_RUNNER, "show_default": True},
+    "Io": {"type": click.Choice(IO_MODES), "default": DEFAULT_IO, "show_default": True},
 }
 """How click parses an option, by the annotation of its field. Others are texts, and paths if they stand for a file."""
 

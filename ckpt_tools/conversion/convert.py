@@ -17,6 +17,7 @@ from ckpt_tools.conversion.report import (
 )
 from ckpt_tools.conversion.target import (
     ConversionTarget,
+    choose_direct_io,
     choose_requested_writer,
     choose_writer_by_source,
     estimate_client_bytes,
@@ -34,7 +35,7 @@ from ckpt_tools.reading.checkpoint import make_read_back_options
 from ckpt_tools.reading.opened import OpenedCheckpoint
 from ckpt_tools.runs.opening import open_checkpoint
 from ckpt_tools.stores.urls import check_not_nested, open_output_location
-from ckpt_tools.transfer.workers import WorkerPool
+from ckpt_tools.transfer.workers import DIRECT_WORKERS, WorkerPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,8 @@ class PreparedConversion:
     laid_out: LaidOutCheckpoint
     plan: Plan
     report: PlanReport
+    is_direct: bool
+    """True if the bytes pass the page cache."""
 
 
 def plan_conversion(request: ConvertRequest) -> PlanReport:
@@ -81,6 +84,7 @@ def run_conversion(request: ConvertRequest) -> ConvertReport:
         pool,
         target_format=target.writer.name,
         num_bytes=report.bytes_written,
+        is_direct=prepared.is_direct,
         replaced_sizes=report.removed_files,
         read_back_options=make_read_back_options(opened.manifest.format, target.writer.name, request),
     )
@@ -127,11 +131,12 @@ def prepare_conversion(request: ConvertRequest, pool: WorkerPool) -> PreparedCon
     target = ConversionTarget.of(request, place, writer, opened.manifest)
     edited = edit_checkpoint(opened, target, request, merge)
     laid_out = lay_out_checkpoint(opened, edited, target, request)
+    is_direct = choose_direct_io(request, opened, laid_out.layout)
     plan = make_plan(
         laid_out.manifest,
         laid_out.layout,
         memory_bytes=request.memory_bytes,
-        num_workers=pool.workers_per_process,
+        num_workers=_choose_plan_workers(request, pool, is_direct=is_direct),
         is_limit=request.memory is not None,
         required_task_bytes=target.compute_required_task_bytes(laid_out.layout),
         reading_bytes=estimate_reading_bytes(opened.manifest),
@@ -149,7 +154,14 @@ def prepare_conversion(request: ConvertRequest, pool: WorkerPool) -> PreparedCon
         recipe=None if edited.recipe is None else edited.recipe.used_recipe,
     )
     log_plan(report)
-    return PreparedConversion(request, opened, target, laid_out, plan, report)
+    return PreparedConversion(request, opened, target, laid_out, plan, report, is_direct)
+
+
+def _choose_plan_workers(request: ConvertRequest, pool: WorkerPool, *, is_direct: bool) -> int:
+    """The number of workers that share the memory of a plan: more threads where each waits for a disk."""
+    is_chosen = request.workers is not None or request.runner != "threads"
+    num_workers = pool.workers_per_process
+    return num_workers if is_chosen or not is_direct else max(num_workers, DIRECT_WORKERS)
 
 
 def _check_written_tensors(

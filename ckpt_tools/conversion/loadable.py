@@ -85,6 +85,7 @@ def rewrite_as_loadable(request: ConvertRequest) -> LoadableReport:
         pool,
         target_format=TORCH_FORMAT,
         num_bytes=plan.compute_figures().bytes_written,
+        is_direct=request.fsync,
         replaced_sizes=replaced_sizes,
         read_back_options=ReadOptions(),
     )

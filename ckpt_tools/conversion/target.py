@@ -17,6 +17,7 @@ from ckpt_tools.formats.base import Format
 from ckpt_tools.formats.index import get_writable_format
 from ckpt_tools.planning.plan import REMOTE_BYTES
 from ckpt_tools.reading.model_files import is_pretrained_folder
+from ckpt_tools.reading.opened import OpenedCheckpoint
 from ckpt_tools.stores.output_names import DIGESTS_SUFFIX
 from ckpt_tools.stores.publishing import NO_FILES, OutputLocation, already_exists_error
 from ckpt_tools.stores.source import Source
@@ -80,6 +81,23 @@ class ConversionTarget:
 def estimate_client_bytes(*urls: str | Path) -> int:
     """Memory of the clients of stores that are not local, once for any number of URLs."""
     return REMOTE_BYTES if any(map(is_remote, urls)) else 0
+
+
+def choose_direct_io(request: ConvertRequest, opened: OpenedCheckpoint, layout: Layout) -> bool:
+    """Whether bytes are moved past the page cache: as the user says, else if the output has to be on the disk at the
+    end, or is too much for memory. Raises UsageError where no byte is on a local disk."""
+    if all(map(is_remote, (request.src, request.dst))):
+        if request.io == "direct":
+            raise UsageError.of(
+                "io", f"{format_option('io', 'direct')} is for local disks, and source and destination are on others"
+            )
+        return False
+    if request.io != "auto":
+        return request.io == "direct"
+    from ckpt_tools.stores.local.direct import exceeds_free_memory
+
+    num_bytes = sum(file.size_bytes for file in layout.files) + sum(opened.source.files.values())
+    return request.fsync or exceeds_free_memory(num_bytes)
 
 
 def is_whole_state_written(options: ConvertOptions, writer: Format) -> bool:

@@ -38,6 +38,7 @@ def write_output(
     *,
     target_format: str,
     num_bytes: int,
+    is_direct: bool,
     replaced_sizes: Mapping[str, int],
     read_back_options: ReadOptions,
 ) -> WrittenOutput:
@@ -56,6 +57,9 @@ def write_output(
         claim_context as claim,
         pool.start_runner(plan, store, claim.destination) as (runner, board),
     ):
+        if is_direct:
+            store.bypass_page_cache()
+            claim.destination.bypass_page_cache()
         meter = ProgressMeter(on_progress, num_bytes)
         threads = ThreadRunner(plan.num_workers)
         journal = journal_policy.open(claim.log, plan, store, claim.destination, threads)

@@ -51,6 +51,7 @@ DTypeName: TypeAlias = Literal["float32", "bfloat16", "float16"]
 FormatAlias: TypeAlias = Literal["hf", "fsdp2", "pt"]
 DTypeAlias: TypeAlias = Literal["fp32", "bf16", "fp16"]
 Runner: TypeAlias = Literal["threads", "ray"]
+Io: TypeAlias = Literal["auto", "direct", "buffered"]
 
 READ_FORMATS: tuple[str, ...] = get_args(ReadFormat)
 WRITTEN_FORMATS: tuple[str, ...] = get_args(WrittenFormat)
@@ -66,11 +67,13 @@ OPTION_VALUE_ALIASES: Mapping[str, Mapping[str, str]] = {
 }
 """Short values by option. Reports have the name that each stands for."""
 RUNNERS: tuple[str, ...] = get_args(Runner)
+IO_MODES: tuple[str, ...] = get_args(Io)
 """Where tasks run: in threads of this process, or in processes of a Ray cluster."""
 
 DEFAULT_WEIGHTS: Weights = "master"
 DEFAULT_MEMORY = "512MiB"
 DEFAULT_RUNNER: Runner = "threads"
+DEFAULT_IO: Io = "auto"
 
 _POSITIONAL_ARGUMENTS = {"src": "SRC", "dst": "DST", "run": "RUN", "a": "A", "b": "B", "url": "URL"}
 _POSITIONAL_ARGUMENTS |= {"base": "BASE", "adapter": "ADAPTER"}

@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.format_names import FORMAT_BY_FILE_SUFFIX
 from ckpt_tools.core.option_names import (
+    DEFAULT_IO,
     DEFAULT_MEMORY,
     DEFAULT_RUNNER,
     DEFAULT_WEIGHTS,
     DTYPE_NAMES,
+    IO_MODES,
     READ_FORMATS,
     STATES,
     WEIGHTS,
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
         DTypeAlias,
         DTypeName,
         FormatAlias,
+        Io,
         ReadFormat,
         Runner,
         State,
@@ -128,6 +131,7 @@ class ExecutionKeywords(TypedDict, total=False):
     workers: int | None
     runner: Runner
     address: str | None
+    io: Io
     on_progress: ProgressCallback | None
     overwrite: bool
     resume: bool
@@ -403,6 +407,12 @@ class ConvertRequest(ConvertOptions):
     address: str | None = _option(
         None, RUNNING, "The address of the Ray cluster. Default: start one on this machine.", "ADDR"
     )
+    io: Io = _option(
+        DEFAULT_IO,
+        RUNNING,
+        "Move bytes past the page cache, or through it. auto: past it with --fsync, and where they are more than half "
+        "of the free memory.",
+    )
     overwrite: bool = _option(False, SAFETY, "Replace the checkpoint at DST, and nothing else.")
     resume: bool = _option(
         False, SAFETY, "Continue a killed run of the same conversion. If this run fails too, keep its output."
@@ -415,6 +425,7 @@ class ConvertRequest(ConvertOptions):
     def __post_init__(self) -> None:
         ConvertOptions.__post_init__(self)
         _ = self.memory_bytes, self.max_shard_bytes
+        _check_choice("io", self.io, IO_MODES)
 
     @property
     def memory_bytes(self) -> int:

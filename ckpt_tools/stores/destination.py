@@ -30,6 +30,9 @@ class Destination(ABC):
     def check_free_space(self, num_bytes: int) -> None:  # noqa: B027 - most stores cannot tell
         """Raises StoreError if files of so many bytes in all are known not to fit."""
 
+    def bypass_page_cache(self) -> None:  # noqa: B027 - only local files have one
+        """From now on, write files without keeping them in the system's page cache."""
+
     @abstractmethod
     def begin_file(self, path: str, size_bytes: int) -> str:
         """Make a new file of exactly ``size_bytes``; its handle. Raises StoreError."""
@@ -92,6 +95,9 @@ class StoreDestination(Destination):
 
     def check_free_space(self, num_bytes: int) -> None:
         self.store.check_free_space(num_bytes)
+
+    def bypass_page_cache(self) -> None:
+        self.store.bypass_page_cache()
 
     def begin_file(self, path: str, size_bytes: int) -> str:
         with self._lock:

@@ -113,6 +113,9 @@ class Store(ABC):
         """
         return False
 
+    def bypass_page_cache(self) -> None:  # noqa: B027 - only local files have one
+        """From now on, move large ranges between disk and memory without keeping them in the system's page cache."""
+
     def prefetch(self, path: str, start: int, stop: int) -> None:  # noqa: B027 - nothing to do is the default
         """This thread is about to read most of these bytes: a distant store may read them at once.
 
@@ -173,6 +176,9 @@ class StoreWrapper(Store):
     def try_read_as(self, path: str, first: int, last: int, dtype: DType, out: memoryview) -> bool:
         store, name = self._resolve_file(path)
         return store.try_read_as(name, first, last, dtype, out)
+
+    def bypass_page_cache(self) -> None:
+        self.store.bypass_page_cache()
 
     def prefetch(self, path: str, start: int, stop: int) -> None:
         store, name = self._resolve_file(path)

@@ -25,6 +25,10 @@ class RedirectingStore(StoreWrapper):
         sizes = {name: store.size(path) for name, (store, path) in self.redirected_files.items()}
         return {**self.store.list(), **sizes}
 
+    def bypass_page_cache(self) -> None:
+        for store in (self.store, *(store for store, _ in self.redirected_files.values())):
+            store.bypass_page_cache()
+
     def _resolve_file(self, path: str) -> tuple[Store, str]:
         return self.redirected_files.get(path, (self.store, path))
 

@@ -30,7 +30,7 @@ from ckpt_tools.planning.plan import Plan
 from ckpt_tools.planning.tasks import FillBytes, FillStep, FillZeros, GatherElements, TransferTask, iter_fill_steps
 from ckpt_tools.stores.destination import Destination
 from ckpt_tools.stores.source import Store
-from ckpt_tools.transfer.buffers import allocate_page_aligned
+from ckpt_tools.transfer.buffers import PAGE_BYTES, allocate_page_aligned
 from ckpt_tools.transfer.crc_board import ChecksumBoard, LocalChecksumBoard, PartCrc
 from ckpt_tools.transfer.runners import TaskRunner
 from ckpt_tools.transfer.tensor_reader import TensorReader
@@ -196,7 +196,8 @@ class TaskWorker:
     def _assemble_and_write(self, job: AssignedTask) -> TaskReceipt:
         task, bytes_read_before = job.task, self.tensor_reader.bytes_read_here
         file = self.plan.layout.files[task.file_index].load_layout()
-        buffer = self._output_buffer()[: task.num_bytes]
+        # As aligned as in the file, so that whole blocks can be written directly.
+        buffer = self._output_buffer()[task.start % PAGE_BYTES :][: task.num_bytes]
         for step in iter_fill_steps(file, task):
             self._run_fill_step(step, buffer)
         parts = tuple(
@@ -242,7 +243,7 @@ class TaskWorker:
 
     def _output_buffer(self) -> NDArray[np.uint8]:
         if not hasattr(self._buffers, "output"):
-            self._buffers.output = allocate_page_aligned(self.plan.task_bytes)
+            self._buffers.output = allocate_page_aligned(self.plan.task_bytes + PAGE_BYTES)
         output: NDArray[np.uint8] = self._buffers.output
         return output
 

@@ -110,6 +110,9 @@ def _start_ray_runner(
 MAX_DEFAULT_WORKERS = 8
 """Threads beyond the processors only wait for each other, and beyond eight the disk is the limit."""
 
+DIRECT_WORKERS = 4
+"""Threads for direct I/O, in which each waits for the disk while it reads or writes."""
+
 REMOTE_WORKERS = 8
 """Threads for a distant store, whose requests wait more than they work."""
 

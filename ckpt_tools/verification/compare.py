@@ -21,6 +21,7 @@ from ckpt_tools.core.manifest import (
 from ckpt_tools.core.value_refs import iter_ref_paths
 from ckpt_tools.messages.progress import ProgressCallback
 from ckpt_tools.state_tree.from_deepspeed import collect_user_entries
+from ckpt_tools.stores.local.direct import bypass_cache_if_large
 from ckpt_tools.stores.source import Store
 from ckpt_tools.transfer.buffers import allocate_page_aligned
 from ckpt_tools.transfer.runners.threads import ThreadRunner
@@ -135,6 +136,8 @@ def compare_checkpoints(
     comparable_keys = [key for key, shape in their_shapes.items() if shape == our_tensors[key].shape]
     total, num_bytes_done = sum(ours.tensors[key].num_bytes for key in comparable_keys), 0
     deviations: dict[StateKey, Deviation] = {}
+    for side in (ours, theirs):
+        bypass_cache_if_large(side.store, total)
     readers = [(side, TensorReader(side.store, BLOCK_BYTES)) for side in (ours, theirs)]
     for block, deviation in ThreadRunner(num_workers).run(
         _make_block_comparer(readers), _iter_blocks(ours, theirs, comparable_keys)

@@ -25,6 +25,7 @@ from ckpt_tools.core.dtypes import DType, from_torch
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Manifest, StateKey, TensorEntry
 from ckpt_tools.errors import FormatError, MalformedError, UnsupportedError
 from ckpt_tools.serialization.strict_json import parse_json
+from ckpt_tools.stores.local.direct import bypass_cache_if_large
 from ckpt_tools.stores.output_names import DIGESTS_NAME
 from ckpt_tools.stores.source import Source, Store
 from ckpt_tools.trainers.accelerate import find_numbered_model
@@ -81,6 +82,7 @@ def compute_digests(
         CkptError: a tensor cannot be read, or has a wrong CRC-32 and ``compares_records``.
     """
     by_key: dict[StateKey, Digest] = {}
+    bypass_cache_if_large(store, sum(entry.num_bytes for entry in manifest.tensors.values()))
     reader = TensorReader(store, BLOCK_BYTES, compares_records)
 
     def hash_tensor(key: StateKey) -> tuple[StateKey, Digest]:

@@ -18,6 +18,7 @@ from ckpt_tools.errors import SourceNotFoundError, UsageError
 from ckpt_tools.messages.progress import ProgressCallback, ProgressMeter
 from ckpt_tools.messages.wording import join_names
 from ckpt_tools.serialization.strict_json import parse_json
+from ckpt_tools.stores.local.direct import bypass_cache_if_large
 from ckpt_tools.stores.local.store import LocalStore
 from ckpt_tools.stores.output_names import DIGESTS_NAME, SIGNATURE_NAME
 from ckpt_tools.stores.source import Source, Store
@@ -207,7 +208,9 @@ def check_files(
     jobs = [_HashJob(path, sizes[path], tuple(rows)) for path, rows in stated_digests.items() if path in sizes]
     list_names = join_names([each.name for each in lists])
     problems = {path: f"it is missing; {list_names} names it" for path in stated_digests if path not in sizes}
-    meter = ProgressMeter(on_progress, sum(job.size for job in jobs))
+    num_bytes = sum(job.size for job in jobs)
+    bypass_cache_if_large(source.store, num_bytes)
+    meter = ProgressMeter(on_progress, num_bytes)
     for job, computed_digests in ThreadRunner(num_workers).run(_make_file_hasher(source.store, meter.add_bytes), jobs):
         for name, stated_digest in job.stated_digests:
             if stated_digest.digest not in {computed_digests[algorithm] for algorithm in stated_digest.algorithms}:

@@ -22,6 +22,7 @@ from ckpt_tools.core.shards import ByteRange, Framing, ShardTable
 from ckpt_tools.errors import FormatError, UnsafeError
 from ckpt_tools.messages.progress import ProgressCallback
 from ckpt_tools.serialization.zip_archive import read_directory
+from ckpt_tools.stores.local.direct import bypass_cache_if_large
 from ckpt_tools.stores.source import Source
 from ckpt_tools.transfer.inflating import MAX_OVERHEAD_BYTES, InflatedReader, inflated_name
 from ckpt_tools.transfer.runners.threads import ThreadRunner
@@ -64,6 +65,7 @@ def check_integrity(
     """
     archives = list(_list_archives(source, manifest))
     total, num_bytes_done = sum(archive.at.stop - archive.at.start for archive in archives), 0
+    bypass_cache_if_large(source.store, total)
     differences: list[Difference] = []
     for result in ThreadRunner(num_workers).run(_ArchiveChecker(source), archives):
         num_bytes_done += result.num_bytes

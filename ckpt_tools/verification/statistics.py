@@ -22,6 +22,7 @@ from ckpt_tools.errors import MemoryBudgetError
 from ckpt_tools.messages.progress import ProgressCallback, ProgressMeter
 from ckpt_tools.messages.wording import format_size
 from ckpt_tools.planning.plan import BASE_BYTES, estimate_reading_bytes
+from ckpt_tools.stores.local.direct import bypass_cache_if_large
 from ckpt_tools.stores.source import Store
 from ckpt_tools.transfer.buffers import allocate_page_aligned
 from ckpt_tools.transfer.runners.threads import ThreadRunner
@@ -92,10 +93,9 @@ def compute_statistics(
     """
     numbered_tensors = list(enumerate(tensors))
     reader = TensorReader(store, plan.block_bytes)
-    meter = ProgressMeter(
-        on_progress,
-        sum(_count_read_elements(entry, plan) * entry.dtype.item_bytes for _, (_, entry) in numbered_tensors),
-    )
+    num_bytes = sum(_count_read_elements(entry, plan) * entry.dtype.item_bytes for _, (_, entry) in numbered_tensors)
+    bypass_cache_if_large(store, num_bytes)
+    meter = ProgressMeter(on_progress, num_bytes)
     stats_by_position: dict[int, TensorStats] = {}
 
     def measure_item(item: tuple[int, tuple[StateKey, TensorEntry]]) -> tuple[int, TensorStats]:

@@ -22,7 +22,18 @@ Paths = Mapping[str, Path]
 
 APPLY_ALWAYS = {
     *("from_", "to", "state", "optimizer_file", "memory", "workers", "strict", "resume", "overwrite", "allow_less"),
-    *("fsync", "checksum", "dry_run", "output", "private_key", "runner", "adapter_name", "allow_missing", "untie"),
+    *(
+        "fsync",
+        "io",
+        "checksum",
+        "dry_run",
+        "output",
+        "private_key",
+        "runner",
+        "adapter_name",
+        "allow_missing",
+        "untie",
+    ),
     *("as_json", "quiet", "progress", "log_format", "tensors", "tree", "depth", "stats", "slot", "top", "list_all"),
     *("keep_last", "keep_every", "keep_best", "incomplete", "yes", "allow", "allow_configuration", "form", "verbose"),
     *("version", "help"),

@@ -1,8 +1,8 @@
 """A folder of the local file system.
 
 Reads and writes are positional (``preadv``, ``pwrite``) on descriptors shared by all threads, straight into and out of
-the caller's buffers. A new file is allocated in full before the first byte, so that a full disk is known at once and
-the file system can keep it contiguous.
+the caller's buffers, through the page cache or past it (``direct``). A new file is allocated in full before the first
+byte, so that a full disk is known at once and the file system can keep it contiguous.
 """
 
 from __future__ import annotations
@@ -50,20 +50,22 @@ def wrap_os_errors(failure: str, path: str | Path | None) -> Iterator[None]:
 class _OpenFile:
     """An open file, closed when the last thread lets go of it."""
 
-    __slots__ = ("number", "path")
+    __slots__ = ("direct_number", "number", "path")
 
     def __init__(self, path: Path) -> None:
         """Raises OSError, FileNotFoundError also for what is no regular file: opening a pipe would wait forever."""
         self.path = path
+        self.direct_number: int | None = None
         self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         if not stat.S_ISREG(os.fstat(self.number).st_mode):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
     def __del__(self) -> None:
         """Nothing was written, so an error of closing loses nothing; raised here, it would only be printed."""
-        if hasattr(self, "number"):
-            with suppress(OSError):
-                os.close(self.number)
+        for number in (getattr(self, "number", None), self.direct_number):
+            if number is not None:
+                with suppress(OSError):
+                    os.close(number)
 
 
 @dataclass(slots=True)
@@ -71,13 +73,14 @@ class LocalStore(FillableStore):
     """The files below ``root``; with ``only_file``, a single one of them.
 
     With ``replaces_existing``, a new file replaces an old one of its name, which a killed run left. With ``fsync``, a
-    file is on the disk once it is closed.
+    file is on the disk once it is closed. With ``is_direct``, large reads and writes pass the page cache.
     """
 
     root: Path
     only_file: str | None = None
     replaces_existing: bool = False
     fsync: bool = False
+    is_direct: bool = False
     _open_files: OrderedDict[str, _OpenFile] = field(default_factory=OrderedDict, init=False, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
@@ -112,13 +115,28 @@ class LocalStore(FillableStore):
 
     def read_into(self, path: str, start: int, buffer: memoryview) -> None:
         descriptor = self._get_descriptor(path)
-        bytes_read = 0
         with wrap_os_errors("reading failed", descriptor.path):
+            bytes_read = self._try_read_direct(descriptor, start, buffer) if self.is_direct else 0
             while bytes_read < len(buffer):
                 count = os.preadv(descriptor.number, [buffer[bytes_read:]], start + bytes_read)
                 if count == 0:
                     raise IncompleteError(f"the file ends at byte {start + bytes_read:,}", path=str(descriptor.path))
                 bytes_read += count
+
+    def _try_read_direct(self, file: _OpenFile, start: int, buffer: memoryview) -> int:
+        """Bytes that were read past the page cache: none of a short range, or of one that is in it."""
+        from ckpt_tools.stores.local import direct
+
+        if len(buffer) < direct.MIN_READ_BYTES or direct.is_in_page_cache(file.number, start, len(buffer)):
+            return 0
+        with self._lock:
+            if file.direct_number is None:
+                file.direct_number = direct.open_direct(file.path, os.O_RDONLY)
+                self.is_direct = file.direct_number is not None
+        return 0 if file.direct_number is None else direct.read_direct(file.direct_number, start, buffer)
+
+    def bypass_page_cache(self) -> None:
+        self.is_direct = True
 
     def size(self, path: str) -> int:
         descriptor = self._get_descriptor(path)
@@ -191,15 +209,27 @@ class LocalStore(FillableStore):
             descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         writer = LocalFileWriter(target, descriptor, self.fsync)
         writer.allocate_space(size_bytes)
-        return writer
+        return self._open_direct_writer(writer, size_bytes)
 
     def reopen(self, path: str) -> LocalFileWriter:
         target = self.root / check_file_name(path)
         with wrap_os_errors("opening failed", target):
-            return LocalFileWriter(target, os.open(target, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC), self.fsync)
+            writer = LocalFileWriter(target, os.open(target, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC), self.fsync)
+            return self._open_direct_writer(writer, os.fstat(writer.descriptor).st_size)
+
+    def _open_direct_writer(self, writer: LocalFileWriter, size_bytes: int) -> LocalFileWriter:
+        if not self.is_direct:
+            return writer
+        from ckpt_tools.stores.local import direct
+
+        if size_bytes >= direct.MIN_WRITE_BYTES:
+            with wrap_os_errors("opening failed", writer.path):
+                writer.direct_descriptor = direct.open_direct(writer.path, os.O_WRONLY | os.O_NOFOLLOW)
+            self.is_direct = writer.direct_descriptor is not None
+        return writer
 
     def __reduce__(self) -> tuple[object, ...]:
-        return LocalStore, (self.root, self.only_file, self.replaces_existing, self.fsync)
+        return LocalStore, (self.root, self.only_file, self.replaces_existing, self.fsync, self.is_direct)
 
 
 @contextmanager
@@ -230,6 +260,7 @@ class LocalFileWriter:
     path: Path
     descriptor: int
     fsync: bool = False
+    direct_descriptor: int | None = None
 
     def allocate_space(self, size_bytes: int) -> None:
         """Reserve the whole file; where the file system cannot, only set its size.
@@ -252,27 +283,49 @@ class LocalFileWriter:
 
     def write_at(self, offset: int, data: Buffer) -> None:
         """Write all of ``data``; with ``fsync`` the disk begins with it at once. Raises StoreError."""
-        view, position = memoryview(data), offset
+        view = memoryview(data)
         with wrap_os_errors("writing failed", self.path):
-            while len(view):
-                num_bytes = WRITE_BYTES - (position - _WRITE_END_OFFSET) % WRITE_BYTES
-                count = os.pwrite(self.descriptor, view[:num_bytes], position)
-                view, position = view[count:], position + count
-            if self.fsync:
-                _start_writeback(self.descriptor, offset, len(data))
+            if self.direct_descriptor is None:
+                self._write_buffered(offset, view)
+                if self.fsync:
+                    _start_writeback(self.descriptor, offset, len(data))
+                return
+            self._write_direct(self.direct_descriptor, offset, view)
+
+    def _write_direct(self, descriptor: int, offset: int, view: memoryview) -> None:
+        from ckpt_tools.stores.local import direct
+
+        first, stop = direct.find_whole_blocks(view, offset)
+        stop = first + direct.write_direct(descriptor, view[first:stop], offset + first)
+        self._write_buffered(offset, view[:first])
+        self._write_buffered(offset + stop, view[stop:])
+
+    def _write_buffered(self, position: int, view: memoryview) -> None:
+        while len(view):
+            num_bytes = WRITE_BYTES - (position - _WRITE_END_OFFSET) % WRITE_BYTES
+            count = os.pwrite(self.descriptor, view[:num_bytes], position)
+            view, position = view[count:], position + count
 
     def close(self) -> None:
-        """Raises StoreError if the bytes did not reach the disk, which network file systems report only here."""
+        """Raises StoreError if the bytes did not reach the disk, which network file systems report only here.
+
+        A file that was written directly is synced in any case, which takes no time. Its pages in the cache are given
+        up then: one that spans blocks which were written past it may have old bytes of them.
+        """
         with wrap_os_errors("writing failed", self.path):
             try:
-                if self.fsync:
+                if self.fsync or self.direct_descriptor is not None:
                     os.fsync(self.descriptor)
+                if self.direct_descriptor is not None:
+                    _start_writeback(self.descriptor, 0, 0)
             finally:
-                os.close(self.descriptor)
+                self.abandon()
 
     def abandon(self) -> None:
         """Like ``close``, without waiting for the disk."""
         with wrap_os_errors("writing failed", self.path):
+            if self.direct_descriptor is not None:
+                os.close(self.direct_descriptor)
             os.close(self.descriptor)
 
 
