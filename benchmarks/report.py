@@ -146,23 +146,24 @@ def _readme_cells(measured: MeasuredWork) -> Iterator[str]:
 
 
 def _section(journal: Journal, works: Sequence[MeasuredWork], *, is_whole: bool = False) -> Iterator[str]:
-    """The page's section; if ``is_whole``, with the note on the method of ``table.md``."""
+    """The page's section; if ``is_whole``, that of ``table.md`` with the note on the method and the promises kept."""
     if machine := journal.records.get(MACHINE):
         facts = (f"{name} {value}" for name, value in machine.items() if name != "name")
         yield f"Measured on: {', '.join(facts)}."
     versions = list(dict.fromkeys(record["code"] for record in journal.records.values() if "code" in record))
-    if versions and code() not in versions:
+    if is_whole and versions and code() not in versions:
         digests = ", ".join(versions)
         yield f"\nMeasured with other versions of ckpt-tools than this one; digests of their code: {digests}."
     if is_whole:
         yield "\n[How it was measured](../../docs/benchmarks.md#how-it-was-measured)."
     yield ""
-    header = "work | reads, writes | ours | `cp -r` | ours / cp | fsync | cold | best peer | times faster | memory"
-    yield from markdown(header, map(_summary_cells, works), texts=(0, 1, 7))
-    if earlier := [measured.work.about for measured in works if measured.record["code"] != versions[-1]]:
+    header = "work | reads, writes | ours | `cp -r` | ours / cp | best peer | times faster | memory"
+    yield from markdown(header, map(_summary_cells, works), texts=(0, 1, 5))
+    earlier = [measured.work.about for measured in works if measured.record["code"] != versions[-1]]
+    if earlier and is_whole:
         yield f"\nMeasured with an earlier version of ckpt-tools than the others: {'; '.join(earlier)}."
     yield ""
-    yield from _promises(works)
+    yield from _promises(works, is_whole=is_whole)
     for part in PARTS:
         if record := journal.records.get(part.name):
             yield from ("", f"## {part.heading}", "", *record["lines"])
@@ -188,8 +189,7 @@ def _summary_cells(measured: MeasuredWork) -> Iterator[str]:
     yield f"{read}, {_gigabytes(measured.record['copied_bytes'])}"
     yield _seconds(ours)
     yield _seconds(measured.runs_of(COPY))
-    for way in (WARM, FSYNC, COLD):
-        yield _times(measured.ratio(OURS, COPY, way))
+    yield _times(measured.ratio(OURS, COPY, WARM))
     yield f"{measured.work.peer}, {_seconds(theirs)}" if theirs else _no_peer(measured)
     yield _times(measured.times_faster, 1)
     yield _megabytes(ours) + (f" / {_megabytes(theirs)}" if theirs else "")
@@ -231,11 +231,12 @@ def _gigabytes(num_bytes: float) -> str:
     return f"{num_bytes / 1e9:.2f} GB"
 
 
-def _promises(works: Sequence[MeasuredWork]) -> Iterator[str]:
-    yield "Promises, kept or missed:\n"
+def _promises(works: Sequence[MeasuredWork], *, is_whole: bool) -> Iterator[str]:
+    yield "Promises, kept or missed:\n" if is_whole else "Promises that were missed, and those for all works:\n"
     for measured in works:
         for promise in measured.promises():
-            yield f"- {measured.work.about}: {promise}"
+            if is_whole or not promise.startswith(verdict(True)):
+                yield f"- {measured.work.about}: {promise}"
     checks = [(measured, *check) for measured in works for check in measured.record["checks"].items()]
     wrong = [f"{name} in {measured.work.about}" for measured, name, reason in checks if reason]
     text = f"{len(checks) - len(wrong)} of {len(checks)} outputs measured are bit for bit equal to their sources"

@@ -115,7 +115,9 @@ def test_the_page_gets_the_whole_and_readme_a_few_rows(journal, works, tmp_path,
         assert row in whole
         assert (row in few) == (measured.work.name in report.README_WORKS)
     for measured in report.get_measured_works(journal):
-        assert all(f"- {measured.work.about}: {promise}" in whole for promise in measured.promises())
+        promises = {promise: f"- {measured.work.about}: {promise}" for promise in measured.promises()}
+        assert all((line in whole) != promise.startswith("kept") for promise, line in promises.items())
+        assert all(line in (tmp_path / "results" / "table.md").read_text() for line in promises.values())
     assert "Promised" not in few and "\nold\n" not in few + whole
     assert all(text.startswith("before\n") and text.endswith("\nafter\n") for text in (few, whole))
 
