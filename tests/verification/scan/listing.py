@@ -13,6 +13,9 @@ from ckpt_tools.serialization.pickle.shapes import NameRule
 
 MAX_LINE = 120
 
+MAX_WORDS = 7
+"""Of arguments or of a state that the page spells."""
+
 SHORT_REASONS = {
     "its attributes are set one by one; they cannot be hooks": "attributes",
     "torch's own function; the view must lie inside its storage": "a view",
@@ -52,12 +55,17 @@ def _entries() -> Iterator[tuple[str, str, str]]:
 
 
 def _allowed_uses(rule: NameRule) -> str:
-    parts = [f"call{shape.text if shape.text.startswith('(') else f'(*{shape.text})'}" for shape in rule.call]
+    calls = (shape.text if shape.text.startswith("(") else f"(*{shape.text})" for shape in rule.call)
+    parts = [f"call{text if _is_short(text) else '(its own arguments)'}" for text in calls]
     parts += [f"new{shape.text}" for shape in rule.new]
-    parts += [f"state {rule.state.text}"] if rule.state else []
+    parts += [f"state {rule.state.text if _is_short(rule.state.text) else 'of its own'}"] if rule.state else []
     parts += ["items"] if rule.has_items else []
     parts += ["items by key"] if rule.has_pairs else []
-    return "; ".join(parts) or "stand as a value"
+    return "; ".join(dict.fromkeys(parts)) or "stand as a value"
+
+
+def _is_short(text: str) -> bool:
+    return len(_shortened(text).split()) <= MAX_WORDS
 
 
 def _by_module(names: list[str]) -> str:
