@@ -13,7 +13,7 @@ with use_default_interrupt():
 
     from .config.command_line import CONTEXT, Command, check_installed, config_of, run_options
     from .config.options import HEADINGS
-    from .loop.stopping import advice_after_stop, interruptible
+    from .loop.stopping import advice_after_stop, end_on_signals
 
 
 @click.command(
@@ -36,10 +36,10 @@ def main(**options: Any) -> None:
     check_installed(config)
     # The imports below load torch, which takes seconds, so options are checked first.
     if config.launcher == "torchrun" and _is_a_rank():
-        from .launchers.torchrun import work
+        from .launchers.torchrun import run_rank_process
 
-        work(config)
-    with interruptible(partial(advice_after_stop, config)):
+        run_rank_process(config)
+    with end_on_signals(partial(advice_after_stop, config)):
         from .launchers import launch
 
         result = launch(config)

@@ -106,7 +106,7 @@ class Architecture:
 
         if self.our_name not in model_names.MODELS:
             raise UsageError(f"--architecture {OURS}:{self.name}: training has no model of its own of this name")
-        return zoo.our_model(self.our_name, **self.arguments)
+        return zoo.build_own_model(self.our_name, **self.arguments)
 
     @property
     def is_program(self) -> bool:
@@ -122,7 +122,7 @@ class Architecture:
 
         name = self.name if self.is_program else self.library
         try:
-            return references.imported(name) if name else None
+            return references.import_file_or_module(name) if name else None
         except Exception as error:
             raise UsageError(f"the module {name} cannot be imported: {references.said(error)}") from error
 
@@ -222,7 +222,7 @@ def _of_run(url: str | Path, storage_options: Mapping[str, Any] | None) -> Archi
 
     settings: Mapping[str, Any] = {}
     with suppress(CkptError):  # what cannot be read is refused when the weights are
-        settings = run_settings.settings_in(ckpt_tools.open(url, storage_options=storage_options).manifest.extra)
+        settings = run_settings.read_settings(ckpt_tools.open(url, storage_options=storage_options).manifest.extra)
     name = settings.get("model")
     if not isinstance(name, str):
         return Architecture(OURS, is_assumed=True)

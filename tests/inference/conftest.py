@@ -21,7 +21,7 @@ from torch import Tensor
 from inference.models.predictor import load_predictor
 from training.data.datasets import load_dataset
 from training.models.image_models import build_model
-from training.models.zoo import our_model
+from training.models.zoo import build_own_model
 
 # As docs/inference.md says: without it such a processor rounds the last rows of a batch otherwise than the others.
 if torch.backends.cpu.get_cpu_capability() != "AVX512":
@@ -175,7 +175,7 @@ def small_models(tmp_path_factory):
 def save_our_texts(file: Path, name: str = "lm") -> None:
     """Our language model, with embeddings large enough that texts go on in different ways."""
     torch.manual_seed(0)
-    model = our_model(name)
+    model = build_own_model(name)
     torch.nn.init.normal_(model.embed.weight, std=1.0)  # type: ignore[arg-type, union-attr]
     torch.save(model.state_dict(), file)
 

@@ -17,7 +17,7 @@ import training
 from tests.training.conftest import in_process
 from tests.training.hub import save_llama, save_tokenizer
 from tests.training.jobs import result_of
-from training.config.command_line import parsed
+from training.config.command_line import parse_options
 from training.config.train_config import TrainConfig
 from training.loop.stopping import EXIT_CODE
 
@@ -45,7 +45,7 @@ def is_for_this_machine(words: str) -> bool:
 
 
 def config_of(words: list[str]) -> TrainConfig:
-    return TrainConfig(**parsed(words))
+    return TrainConfig(**parse_options(words))
 
 
 def run(folder: Path, *words: str) -> str:

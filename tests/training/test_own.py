@@ -20,7 +20,7 @@ from fixtures.launch import pool
 from inference.batch import __main__ as batch
 from tests.support.sweep import tiered
 from tests.training.jobs import check_same_end, losses, result_of, small_config, train, train_each
-from training.checkpoints.weights import export
+from training.checkpoints.weights import export_weights
 from training.config.options import STRATEGIES
 from training.config.train_config import TrainConfig
 from training.launchers.checks import check_before_start
@@ -228,7 +228,7 @@ def test_a_run_with_a_callback_is_exported_and_predicts(watched, files, tmp_path
     whole = run(replace(watched, out=tmp_path / "whole", callback=()))
     config = replace(watched, export=str(tmp_path / "own.safetensors"))
     check_same_end(run(config), whole)
-    export(config, result_of(config).checkpoint)
+    export_weights(config, result_of(config).checkpoint)
     check_watched(config.out, starts=1)
     check_predicts(files, Path(config.export))
 

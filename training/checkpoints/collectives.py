@@ -35,7 +35,7 @@ def leader_first() -> Iterator[bool]:
     torch.distributed.destroy_process_group(group)
 
 
-def any_rank(*reasons: bool) -> tuple[bool, ...]:
+def any_rank_has(*reasons: bool) -> tuple[bool, ...]:
     """For each of at most eight reasons, whether any rank has it; collective, on the CPU. They are bits of one element:
     for a tensor of several elements Gloo sends twice as many messages."""
     known = torch.tensor(sum(reason << at for at, reason in enumerate(reasons)), dtype=torch.uint8)

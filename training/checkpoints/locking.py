@@ -21,7 +21,7 @@ from ckpt_tools.errors import DestinationExistsError, StoreError
 
 from ..config.train_config import TrainConfig
 from .run_folder import CHECKPOINTS, empty_partial, is_checkpoint_name, make_out, resumes_own, set_aside_incomplete
-from .storage import writing
+from .storage import report_failed_writes
 
 LOCK_NAME = ".lock"
 PATIENCE_SECONDS = 3.0  # time to wait for the lock: the processes of a killed run take a moment to end
@@ -44,7 +44,7 @@ def only_run(config: TrainConfig) -> Iterator[RunLock]:
     """Lock the run's ``out``, which is made, and its ``storage``; unfinished checkpoints of a killed run are removed.
     Raises DestinationExistsError if another run holds a lock, or they hold files of others; StoreError."""
     claiming = nullcontext() if config.storage is None else ckpt_tools.claim(config.storage)
-    with locked(config.out) as descriptor, claiming as claim:
+    with lock_folder(config.out) as descriptor, claiming as claim:
         _remove_unfinished(config.out / CHECKPOINTS)
         if resumes_own(config) and config.storage is None:
             set_aside_incomplete(config)
@@ -53,23 +53,23 @@ def only_run(config: TrainConfig) -> Iterator[RunLock]:
 
 def check_no_other_run(out: Path) -> None:
     """Raises DestinationExistsError if a run has locked ``out``, StoreError if it cannot be used. Makes nothing."""
-    with writing(out):
+    with report_failed_writes(out):
         is_there = (out / LOCK_NAME).exists()
     if is_there:
-        with locked(out):
+        with lock_folder(out):
             pass
 
 
 @contextmanager
-def locked(out: Path) -> Iterator[int]:
+def lock_folder(out: Path) -> Iterator[int]:
     """Lock ``out``, which is made; the descriptor of the lock. Raises as :func:`only_run`."""
     path = out / LOCK_NAME
     make_out(out)
-    with writing(path):
+    with report_failed_writes(path):
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        with writing(path):
-            _lock(descriptor, path)
+        with report_failed_writes(path):
+            _wait_for_lock(descriptor, path)
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
         yield descriptor
@@ -77,20 +77,20 @@ def locked(out: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
-def _lock(descriptor: int, path: Path) -> None:
+def _wait_for_lock(descriptor: int, path: Path) -> None:
     deadline = time.monotonic() + PATIENCE_SECONDS
     while True:
         with suppress(BlockingIOError):
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if time.monotonic() > deadline:
             raise DestinationExistsError(
-                f"another run is writing to {path.parent} ({_holder(path)}); wait for it to end, stop it, or "
+                f"another run is writing to {path.parent} ({_describe_holder(path)}); wait for it to end, stop it, or "
                 "choose another --out"
             )
         time.sleep(0.1)
 
 
-def _holder(path: Path) -> str:
+def _describe_holder(path: Path) -> str:
     with suppress(OSError, ValueError, TypeError, KeyError):
         holder = json.loads(path.read_text())
         return f"process {holder['pid']} on {holder['host']}"

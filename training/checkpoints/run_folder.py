@@ -19,7 +19,7 @@ from ckpt_tools.errors import CkptError, DestinationExistsError, SourceNotFoundE
 from ..config.model_names import COMPANIONS
 from ..config.options import RESUME_AUTO, RESUME_LATEST, is_url
 from ..config.train_config import TrainConfig
-from .storage import asking, check_storage, file_system, writing
+from .storage import check_storage, file_system, report_failed_requests, report_failed_writes
 
 CHECKPOINTS = "checkpoints"
 _EPOCH_FOLDER = re.compile(r"epoch_\d{4,}(_step_\d{6,})?")
@@ -51,7 +51,7 @@ def make_partial(folder: Path, name: str) -> Path:
 
 def empty_partial(partial: Path) -> None:
     """Remove the files of an unfinished checkpoint. Raises DestinationExistsError if it holds a file of others."""
-    strangers = strangers_in(partial)
+    strangers = find_unknown_files(partial)
     if strangers or partial.is_symlink():
         raise DestinationExistsError(
             f"{partial} is where a checkpoint is written, and holds {strangers[0] if strangers else 'a link'}, which "
@@ -64,13 +64,13 @@ def empty_partial(partial: Path) -> None:
 def remove_shards(config: TrainConfig, name: str) -> None:
     """Remove a killed run's uploads of this checkpoint: fewer ranks would not replace all. StoreError."""
     fs, folder = file_system(str(checkpoint_of(config, name)))
-    with asking(config.storage or ""):
+    with report_failed_requests(config.storage or ""):
         for path in fs.find(folder):
             if _SHARD.fullmatch(path.removeprefix(f"{folder}/")):
                 fs.rm_file(path)
 
 
-def strangers_in(folder: Path) -> list[Path]:
+def find_unknown_files(folder: Path) -> list[Path]:
     """Paths in the folder of a checkpoint that no run writes there."""
 
     def is_own(path: Path) -> bool:
@@ -79,19 +79,19 @@ def strangers_in(folder: Path) -> list[Path]:
     return [path for path in sorted(folder.rglob("*")) if path.is_symlink() or not is_own(path)]
 
 
-def _place(config: TrainConfig) -> Path | str:
+def _checkpoints_location(config: TrainConfig) -> Path | str:
     """The folder or URL of the run's checkpoints."""
     return config.out / CHECKPOINTS if config.storage is None else f"{config.storage.rstrip('/')}/{CHECKPOINTS}"
 
 
 def checkpoint_of(config: TrainConfig, name: str) -> Path | str:
-    place = _place(config)
+    place = _checkpoints_location(config)
     return place / name if isinstance(place, Path) else f"{place}/{name}"
 
 
 def make_out(out: Path) -> None:
     """Make the folder of the run. Raises DestinationExistsError for a file, StoreError if it cannot be written to."""
-    with writing(out):
+    with report_failed_writes(out):
         for blocking in (each for each in (out, *out.parents) if each.is_file()):
             raise DestinationExistsError(f"--out {out} is to be a folder, and {blocking} is a file")
         out.mkdir(parents=True, exist_ok=True)
@@ -118,7 +118,7 @@ def resume_folder(config: TrainConfig) -> Path | str | None:
                 "run, or give the path of one"
             )
         return None if newest is None else checkpoint_of(config, newest.name)
-    if saved_checkpoints(config.out) if config.storage is None else _listed(config):
+    if saved_checkpoints(config.out) if config.storage is None else _list_checkpoints(config):
         raise DestinationExistsError(
             f"{config.storage or config.out} already holds checkpoints of a run; continue it with --resume "
             f"{RESUME_LATEST} or choose another {'--out' if config.storage is None else '--storage'}"
@@ -133,7 +133,7 @@ def resumes_own(config: TrainConfig) -> bool:
     return config.resume in (RESUME_LATEST, RESUME_AUTO)
 
 
-def restarted(config: TrainConfig) -> TrainConfig:
+def config_after_failure(config: TrainConfig) -> TrainConfig:
     """The run after a failure: it resumes its own newest complete checkpoint. Without one it begins as before, with the
     checkpoint of ``--resume``, if any."""
     begins_anew = config.resume is not None and newest_complete(config) is None
@@ -142,18 +142,20 @@ def restarted(config: TrainConfig) -> TrainConfig:
 
 def newest_complete(config: TrainConfig) -> ckpt_tools.RunCheckpoint | None:
     """The run's newest checkpoint with complete files. Raises ``StoreError``."""
-    return next((each for each in _listed(config) if each.is_complete), None)
+    return next((each for each in _list_checkpoints(config) if each.is_complete), None)
 
 
-def _listed(config: TrainConfig) -> list[ckpt_tools.RunCheckpoint]:
+def _list_checkpoints(config: TrainConfig) -> list[ckpt_tools.RunCheckpoint]:
     """Checkpoints of the run, newest first, also incomplete ones."""
     try:
-        return [each for each in ckpt_tools.ls(_place(config)).checkpoints if is_checkpoint_name(each.name)]
+        return [
+            each for each in ckpt_tools.ls(_checkpoints_location(config)).checkpoints if is_checkpoint_name(each.name)
+        ]
     except SourceNotFoundError:
         return []
 
 
-def line_on_resume(config: TrainConfig) -> str | None:
+def describe_resume(config: TrainConfig) -> str | None:
     """Message about the choice of ``--resume latest`` and ``--resume auto``."""
     if not resumes_own(config):
         return None

@@ -17,16 +17,16 @@ import ckpt_tools
 from ckpt_tools.errors import CkptError, FormatError, UsageError
 
 from ..config.model_names import MODELS
-from ..config.options import SETTINGS, spelt
+from ..config.options import SETTINGS, option_name
 from ..config.train_config import Settings, TrainConfig
-from .run_folder import line_on_resume
+from .run_folder import describe_resume
 
 OPTION = re.compile(r"(?<![\w-])(?:--[a-z][a-z-]*|(?:from_|model_key|optim_key|param_order|storage_options|tag)=)")
 """An option of the command line or of Python."""
 
 
 @contextmanager
-def reading(checkpoint: Path | str) -> Iterator[None]:
+def hint_at_convert(checkpoint: Path | str) -> Iterator[None]:
     """Errors about ``checkpoint`` within the block name the command that has the options that they name."""
     try:
         yield
@@ -48,36 +48,36 @@ ORDERING = frozenset({"dataset", "dataset_arg", "data_root", "num_samples", "epo
 
 def lines_before_start(config: TrainConfig, checkpoint: Path | str | None) -> list[str]:
     """Messages about the checkpoint to resume. Raises as :func:`check_settings`."""
-    lines = [line_on_resume(config), None if checkpoint is None else check_settings(config, checkpoint)]
+    lines = [describe_resume(config), None if checkpoint is None else check_settings(config, checkpoint)]
     return [line for line in lines if line is not None]
 
 
 def check_settings(config: TrainConfig, checkpoint: Path | str) -> str | None:
     """Compare the run's settings with those of the checkpoint; the message to print, if any. Raises UsageError if
     ``--override`` lacks a setting that differs, CkptError if the checkpoint cannot be read."""
-    with reading(checkpoint):
+    with hint_at_convert(checkpoint):
         extra = ckpt_tools.open(checkpoint).manifest.extra
-    recorded = settings_in(extra)
+    recorded = read_settings(extra)
     ours = config.settings
     differing = [name for name, value in recorded.items() if value != ours[name]]
     _check_differing(config, recorded, differing)
     _check_position(config, extra, recorded, differing)
-    changes = [_change(config, recorded, name) for name in differing]
+    changes = [_describe_change(config, recorded, name) for name in differing]
     changed = [f"resuming {checkpoint} with other settings: {'; '.join(changes)}"] if changes else []
     missing = [name for name in SETTINGS if name not in recorded and (name != "data_root" or ours[name] is not None)]
     if missing:
-        names = ", ".join(f"--{spelt(name)}" for name in missing)
+        names = ", ".join(f"--{option_name(name)}" for name in missing)
         changed.append(f"{checkpoint} does not record its run's {names}: not compared, this run uses its own")
     return "; ".join(changed) or None
 
 
-def settings_in(extra: Mapping[Any, Any]) -> Settings:
+def read_settings(extra: Mapping[Any, Any]) -> Settings:
     """The settings among the entries of a checkpoint that are not tensors; none if no run of ours saved it."""
-    found = _entry(extra, SETTINGS_ENTRY) or _entry(_entry(extra, "client_state"), SETTINGS_ENTRY)
+    found = _mapping_at(extra, SETTINGS_ENTRY) or _mapping_at(_mapping_at(extra, "client_state"), SETTINGS_ENTRY)
     return {name: found[name] for name in SETTINGS if isinstance(found.get(name, ()), str | int | float | None)}
 
 
-def _entry(entries: Mapping[Any, Any], name: str) -> Mapping[Any, Any]:
+def _mapping_at(entries: Mapping[Any, Any], name: str) -> Mapping[Any, Any]:
     value = entries.get(name)
     return value if isinstance(value, Mapping) else {}
 
@@ -88,13 +88,13 @@ def _check_differing(config: TrainConfig, recorded: Settings, differing: Iterabl
     if theirs != ours and {theirs, ours} <= MODELS.keys():
         data = "" if recorded.get("dataset") in (None, config.dataset) else f" --dataset {recorded['dataset']}"
         raise UsageError(
-            f"{_change(config, recorded, 'model')}, which has other tensors: resume with --model {theirs}{data}, or "
-            "start a new run without --resume"
+            f"{_describe_change(config, recorded, 'model')}, which has other tensors: resume with --model "
+            f"{theirs}{data}, or start a new run without --resume"
         )
-    refused = [name for name in differing if spelt(name) not in config.override]
+    refused = [name for name in differing if option_name(name) not in config.override]
     if refused:
-        changes = "; ".join(_change(config, recorded, name) for name in refused)
-        overrides = " ".join(f"--override {spelt(name)}" for name in refused)
+        changes = "; ".join(_describe_change(config, recorded, name) for name in refused)
+        overrides = " ".join(f"--override {option_name(name)}" for name in refused)
         these = "value, or change it" if len(refused) == 1 else "values, or change them"
         raise UsageError(f"{changes}; give the checkpoint's {these} with {overrides}")
 
@@ -102,25 +102,25 @@ def _check_differing(config: TrainConfig, recorded: Settings, differing: Iterabl
 def _check_position(config: TrainConfig, extra: Mapping[Any, Any], recorded: Settings, differing: list[str]) -> None:
     """Raises UsageError if the checkpoint is within an epoch and the rest of it would have other samples."""
     try:
-        progress = Progress.of(extra) or Progress.of(_entry(extra, "client_state")) or Progress()
+        progress = Progress.of(extra) or Progress.of(_mapping_at(extra, "client_state")) or Progress()
     except AssertionError as error:
         raise FormatError("the epoch, step and batch of the checkpoint are of no position in a run") from error
     moved = [name for name in differing if name in ORDERING]
     if progress.is_within_epoch and moved:
         raise UsageError(
-            f"the checkpoint was saved within an epoch, and {_change(config, recorded, moved[0])}, which would change "
-            "the rest of the epoch's samples; resume a checkpoint of the end of an epoch"
+            f"the checkpoint was saved within an epoch, and {_describe_change(config, recorded, moved[0])}, which "
+            "would change the rest of the epoch's samples; resume a checkpoint of the end of an epoch"
         )
 
 
-def _change(config: TrainConfig, recorded: Settings, name: str) -> str:
+def _describe_change(config: TrainConfig, recorded: Settings, name: str) -> str:
     here = config.data_root if name == "data_root" else config.settings[name]
     if name == "data_root" and here is None:
         return "--data-root is not given here, and was in the run of the checkpoint"
     if name == "data_root" and recorded[name] is not None:
         return f"--data-root {here} holds other samples than in the run of the checkpoint"
     shown = ("not given" if value is None else value for value in (here, recorded[name]))
-    return "--{} is {} here and {} in the checkpoint".format(spelt(name), *shown)
+    return "--{} is {} here and {} in the checkpoint".format(option_name(name), *shown)
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,14 +35,14 @@ def check_storage(url: str) -> None:
         return
     bucket = path.partition("/")[0]
     try:
-        with asking(url):
+        with report_failed_requests(url):
             fs.call_s3("head_bucket", Bucket=bucket)
     except FileNotFoundError as error:
         raise SourceNotFoundError(f"there is no bucket {bucket}", path=url) from error
 
 
 @contextmanager
-def asking(url: str) -> Iterator[None]:
+def report_failed_requests(url: str) -> Iterator[None]:
     """Within the block a failure of the service, whose libraries have no common error class, raises StoreError;
     FileNotFoundError is passed on."""
     try:
@@ -58,18 +58,18 @@ _CUT_OFF = re.compile(r"PytorchStreamWriter|inline_container\.cc|iostream error"
 
 
 @contextmanager
-def writing(path: Path) -> Iterator[None]:
+def report_failed_writes(path: Path) -> Iterator[None]:
     """Within the block, a write that fails raises StoreError; other errors are passed on."""
     try:
         yield
     except BaseException as error:  # CheckpointException is none of Exception's
-        reason = _reason(root_of(error), path)
+        reason = _write_failure_reason(find_root_cause(error), path)
         if reason is None:
             raise
         raise StoreError(f"{path} cannot be written: {reason}") from error
 
 
-def root_of(error: BaseException) -> BaseException:
+def find_root_cause(error: BaseException) -> BaseException:
     """The error of the first rank that failed, if torch has wrapped the errors of a collective save or load."""
     from torch.distributed.checkpoint.api import CheckpointException  # it takes seconds
 
@@ -78,13 +78,13 @@ def root_of(error: BaseException) -> BaseException:
     return error
 
 
-def sentence_of(error: OSError) -> str:
+def describe_os_error(error: OSError) -> str:
     return (f"{error.filename}: " if error.filename else "") + (error.strerror or str(error))
 
 
-def _reason(error: BaseException, path: Path) -> str | None:
+def _write_failure_reason(error: BaseException, path: Path) -> str | None:
     if isinstance(error, OSError):
-        return sentence_of(error)
+        return describe_os_error(error)
     if isinstance(error, RuntimeError) and _CUT_OFF.search(str(error)):
         return f"torch could not write a whole file; its disk has {shutil.disk_usage(path.parent).free:,} bytes left"
     return None

@@ -20,10 +20,10 @@ from ckpt_tools.errors import DestinationExistsError, UsageError
 
 from ..config.options import is_url
 from ..config.train_config import TrainConfig
-from ..models.lora import base_of
+from ..models.lora import base_model_of
 from .collectives import leader_first
-from .settings import reading
-from .storage import writing
+from .settings import hint_at_convert
+from .storage import report_failed_writes
 
 _ENDING = re.compile(r"\.[A-Za-z]\w*$")
 """Ending of a file's name, but not of a version such as 2.5."""
@@ -36,9 +36,9 @@ def load_first_weights(
     on other ranks only. Raises UsageError if names or shapes are not the model's, CkptError if it cannot be read."""
     if config.init_from is None:
         return
-    with reading(config.init_from):
+    with hint_at_convert(config.init_from):
         ckpt_tools.load_into(
-            base_of(config, model),
+            base_model_of(config, model),
             None,
             config.init_from,
             elsewhere=elsewhere,
@@ -54,7 +54,7 @@ def check_fits(config: TrainConfig, model: nn.Module, checkpoint: Path | str | N
     on the meta device. Raises as :func:`load_first_weights`."""
     load_first_weights(config, model, dry_run=True)
     if checkpoint is not None:
-        with reading(checkpoint):
+        with hint_at_convert(checkpoint):
             ckpt_tools.load_into(model, None, checkpoint, dry_run=True)
 
 
@@ -82,11 +82,11 @@ def check_export(config: TrainConfig) -> None:
             raise UsageError(f"--export {place} ends as no model file does: {message}") from None
     if not is_url(place):
         nearest = next(folder for folder in Path(place).absolute().parents if os.path.lexists(folder))
-        with writing(Path(place)), tempfile.TemporaryFile(dir=nearest):
+        with report_failed_writes(Path(place)), tempfile.TemporaryFile(dir=nearest):
             pass
 
 
-def export(config: TrainConfig, checkpoint: str) -> None:
+def export_weights(config: TrainConfig, checkpoint: str) -> None:
     """Write the weights of ``checkpoint``, or its adapter, to ``--export``. Raises CkptError; the checkpoint stays."""
     if config.export is None:
         return
@@ -97,7 +97,7 @@ def export(config: TrainConfig, checkpoint: str) -> None:
 
 
 @contextmanager
-def converted(checkpoint: Path | str, **options: Any) -> Iterator[Path]:
+def converted_copy(checkpoint: Path | str, **options: Any) -> Iterator[Path]:
     """A copy of ``checkpoint`` for the block, converted with ``options`` by the first rank of each machine; collective.
     The folder has the same name on every rank. Raises CkptError."""
     name = [f"training-{uuid.uuid4().hex}"]

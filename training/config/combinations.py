@@ -7,7 +7,7 @@ from itertools import chain
 from pathlib import Path
 
 from .model_names import MODELS, facts_of, folder_of
-from .options import OVERRIDES, RESUME_AUTO, Options, is_url, spelt
+from .options import OVERRIDES, RESUME_AUTO, Options, is_url, option_name
 from .references import Reference, is_function, text_of
 
 DEEPSPEED_PIPELINES = ("zero0", "zero1")
@@ -80,7 +80,7 @@ def _unused_options(run: Options) -> Rules:
         ("override", run.resume, "--resume: a fresh run takes all its settings from its own options"),
     ):
         if getattr(run, option) and not is_used:
-            yield f"--{spelt(option)} is for {user}"
+            yield f"--{option_name(option)} is for {user}"
 
 
 def _parallelism_rules(run: Options) -> Rules:
@@ -111,7 +111,7 @@ def _parallelism_rules(run: Options) -> Rules:
         ("reshard_after_forward", run.data_workers, workers),
     ):
         if size % (getattr(run, option) or 1):
-            yield f"--{spelt(option)} {getattr(run, option)} does not divide {what}"
+            yield f"--{option_name(option)} {getattr(run, option)} does not divide {what}"
     if run.pp * run.chunks > max(facts.layers, 1):
         chunks = f" x --pp-chunks {run.chunks}" if run.chunks > 1 else ""
         yield f"--pp {run.pp}{chunks} is more stages than the {facts.layers} layers of --model {model}"

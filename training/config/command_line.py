@@ -21,20 +21,20 @@ from ckpt_tools.process.text_files import read_text
 
 from . import PACKAGE
 from .model_names import folder_of
-from .options import Option, described, spelt
-from .references import absolute, entries_of
+from .options import Option, describe_options, option_name
+from .references import entries_of, with_absolute_path
 from .train_config import REFERENCES, TrainConfig
 
 CONFIGS = "configs"
 SUFFIX = ".toml"
 
 
-def shipped(suffix: str) -> list[str]:
+def bundled_names(suffix: str) -> list[str]:
     found = files(PACKAGE).joinpath(CONFIGS).iterdir()
     return sorted(entry.name.removesuffix(suffix) for entry in found if entry.name.endswith(suffix))
 
 
-def shipped_text(name: str) -> str:
+def read_bundled(name: str) -> str:
     return files(PACKAGE).joinpath(CONFIGS, name).read_text()
 
 
@@ -42,19 +42,19 @@ def read_defaults(context: click.Context, parameter: click.Parameter, value: str
     """Make the file's options the defaults of the command line. Raises ``click.BadParameter``."""
     if not value:
         return  # the command refuses an empty name
-    given = _parsed(value)
+    given = _parse_file(value)
     remember_secrets(given.values())
     known: dict[str, Any] = {str(each.name): each for each in context.command.params if each is not parameter}
     for key in given:
         if key.replace("-", "_") not in known or "_" in key:
             raise click.BadParameter(f"{value}: {key} is not an option of a run")
     context.default_map = {
-        key.replace("-", "_"): _typed(value, key, entry, is_repeatable=known[key.replace("-", "_")].multiple)
+        key.replace("-", "_"): _as_typed(value, key, entry, is_repeatable=known[key.replace("-", "_")].multiple)
         for key, entry in given.items()
     }
 
 
-def _typed(file: str, key: str, entry: Any, *, is_repeatable: bool) -> str | list[str]:
+def _as_typed(file: str, key: str, entry: Any, *, is_repeatable: bool) -> str | list[str]:
     """The entry as it would be typed, which click then checks as the command line. Raises ``click.BadParameter``."""
     if isinstance(entry, dict) and is_repeatable:
         return entries_of(entry)
@@ -63,11 +63,11 @@ def _typed(file: str, key: str, entry: Any, *, is_repeatable: bool) -> str | lis
     return list(map(str, entry)) if is_repeatable else str(entry)
 
 
-def _parsed(value: str) -> dict[str, Any]:
+def _parse_file(value: str) -> dict[str, Any]:
     try:
-        return tomllib.loads(shipped_text(value + SUFFIX) if value in shipped(SUFFIX) else read_text(Path(value)))
+        return tomllib.loads(read_bundled(value + SUFFIX) if value in bundled_names(SUFFIX) else read_text(Path(value)))
     except OSError as error:
-        names = ", ".join(shipped(SUFFIX))
+        names = ", ".join(bundled_names(SUFFIX))
         raise click.BadParameter(f"{value} is not a file that can be read, nor one of {names}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise click.BadParameter(f"{value} is not TOML: {error}") from error
@@ -127,13 +127,13 @@ def run_options() -> list[click.Parameter]:
         expose_value=False,
         help="TOML file of options, or the name of a bundled file, such as full_shard; the command line wins.",
     )
-    return [file, *(_run_option(*each) for each in described())]
+    return [file, *(_run_option(*each) for each in describe_options())]
 
 
 def _run_option(field: Field[Any], kind: Any, option: Option) -> click.Option:
     default: dict[str, Any] = {"required": True} if field.default is MISSING else {"default": field.default}
     return click.Option(
-        [f"--{spelt(field.name)}"],
+        [f"--{option_name(field.name)}"],
         is_flag=kind is bool or None,  # with False, click takes an option without its value for a flag
         type=_click_type(kind),
         metavar=option.metavar,
@@ -155,12 +155,12 @@ def config_of(options: dict[str, Any]) -> TrainConfig:
     paths = {name: options[name].absolute() for name in ("out", "data_root", "deepspeed_config") if options[name]}
     if options["init_from"] and "://" not in options["init_from"]:
         paths["init_from"] = str(Path(options["init_from"]).expanduser().absolute())
-    functions = {name: absolute(options[name]) for name in REFERENCES if name != "callback"}
-    functions["callback"] = tuple(map(absolute, options["callback"]))
+    functions = {name: with_absolute_path(options[name]) for name in REFERENCES if name != "callback"}
+    functions["callback"] = tuple(map(with_absolute_path, options["callback"]))
     return TrainConfig(**(options | paths | functions))
 
 
-def parsed(words: Sequence[str]) -> dict[str, Any]:
+def parse_options(words: Sequence[str]) -> dict[str, Any]:
     """Values of the options of a run. Raises ``click.ClickException``."""
     return Command("training", params=run_options()).make_context("training", list(words)).params
 

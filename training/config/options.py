@@ -15,7 +15,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from .model_names import ModelFacts, facts_of
-from .references import Reference, arguments_of
+from .references import Reference, parse_arguments
 
 LauncherName = Literal["ray", "torchrun"]
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -84,7 +84,7 @@ RESUME_LATEST = "latest"
 RESUME_AUTO = "auto"
 
 
-def spelt(name: str) -> str:
+def option_name(name: str) -> str:
     """The spelling of a field as an option, without leading dashes."""
     return name.replace("_", "-")
 
@@ -241,7 +241,7 @@ class Options:
     @property
     def model_arguments(self) -> dict[str, Any]:
         """Keyword arguments of the model. Raises ``UsageError``."""
-        return arguments_of(self.model_arg, "model-arg")
+        return parse_arguments(self.model_arg, "model-arg")
 
     @property
     def model_facts(self) -> ModelFacts:
@@ -266,7 +266,7 @@ class Options:
 
 
 @cache
-def described() -> tuple[tuple[Field[Any], Any, Option], ...]:
+def describe_options() -> tuple[tuple[Field[Any], Any, Option], ...]:
     """Each option: its field, its type without ``None`` (of a reference, ``str``), and its :class:`Option`."""
     hints = get_type_hints(Options, include_extras=True)
     found = []
@@ -310,8 +310,8 @@ HEADINGS = {
 }
 """Options by heading of the help."""
 
-SETTINGS = tuple(field.name for field, _, option in described() if isinstance(option, Setting))
-OVERRIDES = tuple(map(spelt, SETTINGS))
+SETTINGS = tuple(field.name for field, _, option in describe_options() if isinstance(option, Setting))
+OVERRIDES = tuple(map(option_name, SETTINGS))
 
 
 def is_url(text: str) -> bool:

@@ -58,7 +58,7 @@ def recorded_name(reference: Reference) -> str:
     return f"{Path(file).stem}:{name}" if colon and file.endswith(PYTHON) else text_of(reference)
 
 
-def absolute(reference: Any) -> Any:
+def with_absolute_path(reference: Any) -> Any:
     """The reference with the absolute path of its file or folder, if it has one."""
     if isinstance(reference, str) and reference.startswith("hf:") and reference != "hf:":
         return f"hf:{Path(reference[3:]).absolute()}"
@@ -68,25 +68,25 @@ def absolute(reference: Any) -> Any:
     return f"{Path(file).absolute()}:{name}"
 
 
-def resolved(reference: Reference, option: str) -> Callable[..., Any]:
+def import_function(reference: Reference, option: str) -> Callable[..., Any]:
     """The function. Modules are found in the current folder too. Raises ``UsageError``, which names ``option``."""
     if callable(reference):
         return reference
     module, _, name = reference.rpartition(":")
     try:
-        found = getattr(imported(module), name)
+        found = getattr(import_file_or_module(module), name)
     except Exception as error:
-        raise UsageError(f"--{option} {reference} cannot be imported: {said(error)}") from error
+        raise UsageError(f"--{option} {reference} cannot be imported: {describe_error(error)}") from error
     if not callable(found):
         raise UsageError(f"--{option} {reference} is not a function")
     function: Callable[..., Any] = found
     return function
 
 
-def called(reference: Reference, option: str, *values: Any, **named: Any) -> Any:
+def call_function(reference: Reference, option: str, *values: Any, **named: Any) -> Any:
     """Call the function. Raises ``UsageError`` with the place of an error in it, or if it takes other
     arguments."""
-    function = resolved(reference, option)
+    function = import_function(reference, option)
     check_arguments(function, len(values), named, f"{option}-arg" if named else option)
     with named_failures(reference, option):
         return function(*values, **named)
@@ -100,14 +100,14 @@ def named_failures(reference: Reference, option: str) -> Iterator[None]:
     except CkptError:
         raise
     except Exception as error:
-        raise UsageError(f"--{option} {text_of(reference)} failed with {said(error)}") from error
+        raise UsageError(f"--{option} {text_of(reference)} failed with {describe_error(error)}") from error
 
 
 def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def said(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Type, first line and place of an error."""
     lines = str(error).strip().splitlines() or ["no message"]
     return f"{type(error).__name__}: {lines[0]}{place_in(''.join(traceback.format_exception(error)))}"
@@ -120,7 +120,7 @@ def place_in(details: str) -> str:
     return f" ({Path(users[-1][0]).name}, line {users[-1][1]})" if users else ""
 
 
-def imported(module: str) -> Any:
+def import_file_or_module(module: str) -> Any:
     """The module of this name, or of the file ``FILE.py``, which finds the modules in its folder."""
     if not module.endswith(PYTHON):
         if (here := str(Path.cwd())) not in sys.path:
@@ -152,7 +152,7 @@ def check_importable(reference: Any, option: str) -> None:
         return
     text = text_of(reference)
     try:
-        found: Any = resolved(text, option)
+        found: Any = import_function(text, option)
     except UsageError:
         found = None
     if found is None or "<" in text:
@@ -162,7 +162,7 @@ def check_importable(reference: Any, option: str) -> None:
         )
 
 
-def arguments_of(entries: Sequence[str], option: str) -> dict[str, Any]:
+def parse_arguments(entries: Sequence[str], option: str) -> dict[str, Any]:
     """Values of ``NAME=VALUE``, in the syntax of TOML; what is not TOML is text. Raises ``UsageError``."""
     found: dict[str, Any] = {}
     for entry in entries:
@@ -180,12 +180,12 @@ def arguments_of(entries: Sequence[str], option: str) -> dict[str, Any]:
 
 def entries_of(values: Mapping[str, Any]) -> list[str]:
     """``NAME=VALUE`` of a table in a TOML file."""
-    return [f"{name}={_toml(value)}" for name, value in values.items()]
+    return [f"{name}={_toml_text(value)}" for name, value in values.items()]
 
 
-def _toml(value: Any) -> str:
+def _toml_text(value: Any) -> str:
     if isinstance(value, list):
-        return f"[{', '.join(map(_toml, value))}]"
+        return f"[{', '.join(map(_toml_text, value))}]"
     return json.dumps(value, ensure_ascii=False) if isinstance(value, str | bool) else str(value)
 
 

@@ -17,23 +17,23 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.process.credentials import remember_secrets
 
 from .combinations import broken_rule
-from .options import DATASETS, OPTIMIZERS, SCHEDULES, SETTINGS, Options, described, spelt
+from .options import DATASETS, OPTIMIZERS, SCHEDULES, SETTINGS, Options, describe_options, option_name
 from .options import EngineName as EngineName
-from .references import arguments_of, check_importable, is_function, recorded_name, text_of
+from .references import check_importable, is_function, parse_arguments, recorded_name, text_of
 
 Settings = dict[str, Any]
 REFERENCES = ("model", "dataset", "optimizer", "schedule", "metrics", "callback")
 """Options that may be functions of the user's."""
 
 
-def _kept(name: str, value: Any) -> Any:
+def _recorded_value(name: str, value: Any) -> Any:
     if isinstance(value, tuple):
         return "; ".join(value) or None
     return recorded_name(value) if name in REFERENCES else value
 
 
 @cache
-def _digest(root: Path, pattern: str) -> str:
+def _digest_files(root: Path, pattern: str) -> str:
     digest = blake2b(digest_size=16)
     try:
         for path in sorted(path for path in root.glob(pattern) if path.is_file()):
@@ -52,9 +52,9 @@ class TrainConfig(Options):
         remember_secrets(getattr(self, field.name) for field in fields(self))
         for field in fields(self):
             value = getattr(self, field.name)
-            check_not_empty(f"--{spelt(field.name)}", "" if value == Path() else value)
+            check_not_empty(f"--{option_name(field.name)}", "" if value == Path() else value)
             if "\0" in str(value):
-                raise UsageError(f"--{spelt(field.name)} has a null byte")
+                raise UsageError(f"--{option_name(field.name)} has a null byte")
         self._check_choices()
         if (sentence := broken_rule(self)) is not None:
             raise UsageError(sentence)
@@ -65,7 +65,9 @@ class TrainConfig(Options):
     def settings(self) -> Settings:
         """The options of ``SETTINGS``: numbers and strings, which every checkpoint format keeps. Instead of the place
         of the data, a digest of them: they may move."""
-        return {name: _kept(name, getattr(self, name)) for name in SETTINGS} | {"data_root": self._data_digest()}
+        return {name: _recorded_value(name, getattr(self, name)) for name in SETTINGS} | {
+            "data_root": self._data_digest()
+        }
 
     def saves_after_epoch(self, epoch: int) -> bool:
         """Whether a checkpoint is due after ``epoch`` finished epochs; the last one is always saved."""
@@ -97,25 +99,25 @@ class TrainConfig(Options):
     def to_args(self) -> list[str]:
         """Command line of ``python -m training`` for this configuration."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        flags = [f"--{spelt(name)}" for name, value in values.items() if value is True]
+        flags = [f"--{option_name(name)}" for name, value in values.items() if value is True]
         several = {name: value if isinstance(value, tuple) else (value,) for name, value in values.items()}
         for name in REFERENCES:
             for each in several[name]:
-                check_importable(each, spelt(name))
+                check_importable(each, option_name(name))
         given = [
             (name, text_of(one) if callable(one) else one)
             for name, value in several.items()
             for one in value
             if one is not None and not isinstance(one, bool)
         ]
-        return flags + [f"--{spelt(name)}={one}" for name, one in given]
+        return flags + [f"--{option_name(name)}={one}" for name, one in given]
 
     def _data_digest(self) -> str | None:
         """Digest of the names and bytes of the user's own samples, 32 hexadecimal digits; None for others."""
         patterns = {"text": "*.txt", "image-folder": "*/*/*"}
         if self.data_root is None or self.dataset not in patterns:
             return None
-        return _digest(self.data_root, patterns[self.dataset])
+        return _digest_files(self.data_root, patterns[self.dataset])
 
     def _check_choices(self) -> None:
         for name, names in {"dataset": DATASETS, "optimizer": OPTIMIZERS, "schedule": SCHEDULES}.items():
@@ -126,10 +128,10 @@ class TrainConfig(Options):
             if each is not None and not is_function(each):
                 raise UsageError(f"{each!r} is not a function, as MODULE:FUNCTION or FILE.py:FUNCTION names one")
         for name in ("model_arg", "lora", "dataset_arg", "optimizer_arg", "schedule_arg"):
-            arguments_of(getattr(self, name), spelt(name))
-        for field, kind, option in described():
+            parse_arguments(getattr(self, name), option_name(name))
+        for field, kind, option in describe_options():
             value = getattr(self, field.name)
             if get_origin(kind) is Literal and value is not field.default and value not in get_args(kind):
-                raise UsageError(f"--{spelt(field.name)} is one of {', '.join(get_args(kind))}, not {value!r}")
+                raise UsageError(f"--{option_name(field.name)} is one of {', '.join(get_args(kind))}, not {value!r}")
             if kind in (int, float) and value is not None and not option.holds(value):
-                raise UsageError(f"--{spelt(field.name)} is {option.range}, not {value}")
+                raise UsageError(f"--{option_name(field.name)} is {option.range}, not {value}")

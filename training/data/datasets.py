@@ -26,7 +26,7 @@ from ..config.combinations import missing_root
 from ..config.model_names import IMAGE_SIZE, NUM_CLASSES
 from ..config.options import DatasetName as DatasetName
 from ..config.references import first_line
-from .texts import pieces_of
+from .texts import cut_into_pieces
 
 Part = Literal["train", "held-out"]
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -63,7 +63,7 @@ def load_dataset(
     """One part of a dataset; of a text, ``hub`` is the folder of the model, and ``context`` the length of the pieces.
     Raises UsageError if ``root`` is needed and missing, or holds something else. StoreError if a download fails."""
     if name == "text":
-        return Samples(*pieces_of(root, hub, context, held_out=part == "held-out"))
+        return Samples(*cut_into_pieces(root, hub, context, held_out=part == "held-out"))
     if context is not None:
         raise UsageError(f"--dataset-arg context is for --dataset text, not {name}")
     if name == "digits":
@@ -90,10 +90,10 @@ def _load_digits(part: Part) -> Samples:
     digits = np.loadtxt(Path(spec.origin).parent / "datasets/data/digits.csv.gz", delimiter=",")
     order = np.random.RandomState(DIGITS_SPLIT_SEED).permutation(len(digits))
     chosen = torch.from_numpy(digits[order[:DIGITS_HELD_OUT] if part == "held-out" else order[DIGITS_HELD_OUT:]])
-    return Samples(_upscale(chosen[:, :-1].reshape(-1, 8, 8)), chosen[:, -1].to(torch.int64))
+    return Samples(_upscale_digits(chosen[:, :-1].reshape(-1, 8, 8)), chosen[:, -1].to(torch.int64))
 
 
-def _upscale(levels: Tensor) -> Tensor:
+def _upscale_digits(levels: Tensor) -> Tensor:
     """Grey levels 0..16, float64 [n, 8, 8], to uint8 [n, 28, 28], bilinear."""
     bright = levels.unsqueeze(1) * (255 / DIGITS_MAX_LEVEL)
     large = functional.interpolate(bright, size=(IMAGE_SIZE, IMAGE_SIZE), mode="bilinear", align_corners=False)
@@ -121,7 +121,7 @@ def _load_image_folder(part: Part, root: Path) -> Samples:
     if len(classes) > NUM_CLASSES:
         raise UsageError(f"--data-root {root} has {len(classes)} classes, and models tell {NUM_CLASSES} apart")
     numbers = [classes.index(found.classes[number]) for number in found.targets]
-    return Samples(torch.stack([_grey(Path(path)) for path, _ in found.samples]), torch.tensor(numbers))
+    return Samples(torch.stack([_read_grey_image(Path(path)) for path, _ in found.samples]), torch.tensor(numbers))
 
 
 def _image_folder(root: Path, part: Part) -> Any:
@@ -133,7 +133,7 @@ def _image_folder(root: Path, part: Part) -> Any:
         raise UsageError(f"--data-root {root}: {part}: {first_line(error)}") from error
 
 
-def _grey(path: Path) -> Tensor:
+def _read_grey_image(path: Path) -> Tensor:
     """Image as uint8 [28, 28], with the preprocessing of inference."""
     from PIL import Image
     from torchvision.transforms.v2.functional import pil_to_tensor

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, defau
 from ckpt_tools.errors import UsageError
 
 from ..config.model_names import folder_of
-from ..config.references import arguments_of, called, check_arguments, is_function, text_of
+from ..config.references import call_function, check_arguments, is_function, parse_arguments, text_of
 from ..config.train_config import TrainConfig
 from .datasets import Part, Samples, load_dataset
 
@@ -35,12 +35,12 @@ def dataset_of(config: TrainConfig, part: Part) -> Dataset[Any] | None:
     """One part of the dataset. A function of the user's gets the name of the part, and may have no held-out one.
     Raises ``UsageError``."""
     if not is_function(config.dataset):
-        arguments = arguments_of(config.dataset_arg, "dataset-arg")
+        arguments = parse_arguments(config.dataset_arg, "dataset-arg")
         check_arguments(load_dataset, 4, arguments, "dataset-arg")
         given: Any = (text_of(config.dataset), part, config.data_root, folder_of(config.model))
         samples = load_dataset(*given, **arguments)
         return samples.first(config.num_samples) if part == "train" else samples
-    found = called(config.dataset, "dataset", part, **arguments_of(config.dataset_arg, "dataset-arg"))
+    found = call_function(config.dataset, "dataset", part, **parse_arguments(config.dataset_arg, "dataset-arg"))
     if found is None and part == "held-out":
         return None
     if isinstance(found, IterableDataset):

@@ -23,17 +23,19 @@ HELD_OUT_EVERY = 10
 Documents = tuple[tuple[str, bytes], ...]
 
 
-def pieces_of(root: Path | None, hub: Path | None, context: int | None, *, held_out: bool) -> tuple[Tensor, Tensor]:
+def cut_into_pieces(
+    root: Path | None, hub: Path | None, context: int | None, *, held_out: bool
+) -> tuple[Tensor, Tensor]:
     """Pieces of ``context`` bytes or tokens, int [n, context], and what follows each of these, int64 [n, context]. The
     text is the bundled one, or the ``.txt`` files of a folder in order; every tenth piece is held out. ``hub`` is the
     folder of the model, whose tokenizer is used if it has one. Raises ``UsageError``, ``FormatError``."""
     context = CONTEXT if context is None else context
     if type(context) is not int or context < 1:
         raise UsageError(f"--dataset-arg context is a length of at least 1, not {context!r}")
-    limit = None if hub is None else getattr(_sizes(hub), "max_position_embeddings", None)
+    limit = None if hub is None else getattr(_text_config(hub), "max_position_embeddings", None)
     if isinstance(limit, int) and context > limit:
         raise UsageError(f"--dataset-arg context={context} is longer than the {limit} positions of {hub}")
-    content = _content(root, hub)
+    content = _read_content(root, hub)
     count = (len(content) - 1) // context
     if count < HELD_OUT_EVERY:
         place = "the text" if root is None else f"--data-root {root}"
@@ -53,23 +55,23 @@ def lines_of_text(config: TrainConfig) -> list[str]:
     return [f"{hub} has no tokenizer: the model learns the bytes of the text"]
 
 
-def _content(root: Path | None, hub: Path | None) -> Tensor:
+def _read_content(root: Path | None, hub: Path | None) -> Tensor:
     """Bytes of the text, uint8, or its tokens, int32; 1-d."""
-    documents = _documents(root)
+    documents = _read_documents(root)
     if hub is not None and files_in(hub, TOKENIZER):
-        return _tokens(documents, hub)
+        return _tokenize(documents, hub)
     if hub is not None:
         _check_vocabulary(hub, VOCABULARY, "bytes of a text")
     return torch.frombuffer(bytearray(b"\n".join(content for _, content in documents)), dtype=torch.uint8)
 
 
 @lru_cache(maxsize=1)
-def _tokens(documents: Documents, hub: Path) -> Tensor:
+def _tokenize(documents: Documents, hub: Path) -> Tensor:
     """Tokens of the documents in order, each with the special tokens that the tokenizer adds. Cached, because both
     parts of the dataset are cut from them."""
     tokenizer = read_tokenizer(hub)
     _check_vocabulary(hub, max(tokenizer.get_vocab().values(), default=0) + 1, "tokens of its tokenizer")
-    each = tokenizer([_decoded(name, content) for name, content in documents], verbose=False)["input_ids"]
+    each = tokenizer([_decode_document(name, content) for name, content in documents], verbose=False)["input_ids"]
     found = torch.tensor([token for one in each for token in one], dtype=torch.int32)
     if {*found.unique().tolist()} <= {*tokenizer.all_special_ids}:
         raise FormatError(f"{hub} has a tokenizer that knows no part of the text: its vocabulary is missing")
@@ -77,23 +79,23 @@ def _tokens(documents: Documents, hub: Path) -> Tensor:
 
 
 def _check_vocabulary(hub: Path, needed: int, what: str) -> None:
-    if (known := _sizes(hub).vocab_size) < needed:
+    if (known := _text_config(hub).vocab_size) < needed:
         raise FormatError(f"{hub}: vocab_size is {known}, and there are {needed} {what}")
 
 
-def _sizes(hub: Path) -> Any:
+def _text_config(hub: Path) -> Any:
     """The configuration of the model's text part, which is all of it for most."""
     return read_config(hub).get_text_config()
 
 
-def _decoded(name: str, content: bytes) -> str:
+def _decode_document(name: str, content: bytes) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError as error:
         raise UsageError(f"{name} is not UTF-8, which a tokenizer needs: {first_line(error)}") from error
 
 
-def _documents(root: Path | None) -> Documents:
+def _read_documents(root: Path | None) -> Documents:
     """Name and content of each. Raises ``UsageError`` if there is no text."""
     if root is None:
         return (("text", resources.files(PACKAGE).joinpath(TEXTS, "coriolanus.txt").read_bytes()),)

@@ -39,7 +39,7 @@ class Engine(Protocol):
         """One optimizer step on this rank's samples, in ``gradient_accumulation`` micro-batches; the mean loss, 0-d,
         detached. ``batch`` is a tree of tensors [n, ...] on the engine's device, with the same n on every rank."""
 
-    def evaluated(self, metrics: Metrics, batch: Any) -> Mapping[str, Tensor]:
+    def evaluate(self, metrics: Metrics, batch: Any) -> Mapping[str, Tensor]:
         """``metrics`` of the model in evaluation mode and the batch; collective."""
 
     def save(self, folder: Path, progress: Progress) -> None:
@@ -66,7 +66,7 @@ def mean_of(losses: list[Tensor]) -> Tensor:
     return torch.stack(losses).mean() if len(losses) > 1 else losses[0]
 
 
-def progress_of(entries: Mapping[str, Any], checkpoint: Path | str) -> Progress:
+def read_progress(entries: Mapping[str, Any], checkpoint: Path | str) -> Progress:
     """Progress of the run that wrote these entries of a checkpoint. Raises ``FormatError``."""
     progress = Progress.of(entries)
     if progress is None:
@@ -74,7 +74,7 @@ def progress_of(entries: Mapping[str, Any], checkpoint: Path | str) -> Progress:
     return progress
 
 
-def scheduler_of(entries: Mapping[str, Any], checkpoint: Path | str) -> dict[str, Any]:
+def read_scheduler_state(entries: Mapping[str, Any], checkpoint: Path | str) -> dict[str, Any]:
     """State of the learning rate scheduler among these entries. Raises ``FormatError``."""
     state = entries.get("lr_scheduler")
     if not isinstance(state, dict):
@@ -82,7 +82,7 @@ def scheduler_of(entries: Mapping[str, Any], checkpoint: Path | str) -> dict[str
     return state
 
 
-def own_values(optimizer: Optimizer) -> list[dict[str, Any]]:
+def own_group_values(optimizer: Optimizer) -> list[dict[str, Any]]:
     """Peak learning rate, weight decay and ``fused`` of each group of a new optimizer."""
     names = ("initial_lr", "weight_decay", "fused")
     groups = ({"initial_lr": group["lr"], **group} for group in optimizer.param_groups)
@@ -103,7 +103,7 @@ def apply_settings(own: list[dict[str, Any]], scheduler: LambdaLR) -> None:
     scheduler._last_lr = [group["lr"] for group in groups]
 
 
-def fits_zero(
+def is_loaded_by_deepspeed(
     checkpoint: Path | str, stage: int, dtype: torch.dtype, stages: int = 1, names: Collection[str] | None = None
 ) -> bool:
     """Whether DeepSpeed's ``load_checkpoint`` reads it without conversion, in a pipeline of ``stages``. ``names`` are

@@ -20,12 +20,12 @@ MAX_COMPILED = 64
 """Limit of compiled variants of a class of blocks; torch runs further ones uncompiled without a warning."""
 
 
-def build(config: TrainConfig, spec: ModelSpec, on_block: OnBlock) -> Model:
+def build_in_blocks(config: TrainConfig, spec: ModelSpec, on_block: OnBlock) -> Model:
     """The model with the weights of the run's seed; ``on_block`` is called with each block once its weights are drawn.
     The order of drawing is fixed, so every strategy and world size starts from the same weights."""
     torch.manual_seed(config.seed)
     if spec.early:
-        with _announced(spec, on_block):
+        with _announce_blocks(spec, on_block):
             return spec.make()
     model = spec.make()
     for block in model.blocks:
@@ -33,16 +33,16 @@ def build(config: TrainConfig, spec: ModelSpec, on_block: OnBlock) -> Model:
     return model
 
 
-def prepare(config: TrainConfig, block: nn.Module) -> None:
+def prepare_block(config: TrainConfig, block: nn.Module) -> None:
     """Apply ``--compile`` and ``--activation-checkpointing`` to a block."""
     if config.compile:
-        block.forward = _compiled(block)
+        block.forward = _compile_forward(block)
     if config.activation_checkpointing:
         # A wrapper of the module would change the names of parameters.
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
 
 
-def _compiled(block: nn.Module) -> Callable[..., Any]:
+def _compile_forward(block: nn.Module) -> Callable[..., Any]:
     """Compiled ``forward``, without the hooks that gather weights; names of parameters stay the same. Evaluation is not
     compiled, so predictions are bit for bit those from the checkpoint."""
     plain = block.forward
@@ -57,7 +57,7 @@ def _compiled(block: nn.Module) -> Callable[..., Any]:
 
 
 @contextmanager
-def _announced(spec: ModelSpec, on_block: OnBlock) -> Iterator[None]:
+def _announce_blocks(spec: ModelSpec, on_block: OnBlock) -> Iterator[None]:
     """Within the block, constructors of ``spec.early`` call ``on_block`` at their end."""
     originals = {kind: kind.__init__ for kind in spec.early}
 

@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_map_only
 
 from ckpt_tools import load_into
 
-from ..checkpoints.settings import SETTINGS_ENTRY, reading
-from ..checkpoints.weights import converted, load_first_weights
+from ..checkpoints.settings import SETTINGS_ENTRY, hint_at_convert
+from ..checkpoints.weights import converted_copy, load_first_weights
 from ..config.train_config import TrainConfig
 from ..models.zoo import Model, spec_of
 from .base import (
@@ -25,16 +25,16 @@ from .base import (
     Metrics,
     Progress,
     apply_settings,
-    fits_zero,
+    is_loaded_by_deepspeed,
     mean_of,
     micro_batches,
-    own_values,
-    progress_of,
-    scheduler_of,
+    own_group_values,
+    read_progress,
+    read_scheduler_state,
 )
-from .blocks import RunningAverages, build, prepare, set_training
+from .blocks import RunningAverages, build_in_blocks, prepare_block, set_training
 from .deepspeed_config import deepspeed_config
-from .optimizers import Schedule, is_fused, optimizer_of
+from .optimizers import Schedule, is_fused, make_optimizer
 
 
 class DeepSpeedEngine:
@@ -49,16 +49,16 @@ class DeepSpeedEngine:
             adam.setdefault("fused", is_fused(config, device))
         for name in ("offload_optimizer", "offload_param"):
             (options["zero_optimization"].get(name) or {}).setdefault("pin_memory", device.type == "cuda")
-        made = self._first_model(options, device)
+        made = self._build_first_model(options, device)
         self.loss = made.loss
         self._engine, *_ = deepspeed.initialize(
             model=made.module,
             model_parameters=made.parameters(),
-            optimizer=self._own_optimizer(made, options),
+            optimizer=self._make_own_optimizer(made, options),
             config=options,
             lr_scheduler=schedule.attach,
         )
-        self._own_values = own_values(self._engine.lr_scheduler.optimizer)
+        self._own_values = own_group_values(self._engine.lr_scheduler.optimizer)
         if (config.sharding.stage, config.pp, self._dtype) == (0, 1, torch.float32):
             # A state dict has numbers; names are in its groups, as torch adds them for named parameters.
             names = {parameter: name for name, parameter in self._engine.module.named_parameters()}
@@ -66,12 +66,12 @@ class DeepSpeedEngine:
                 group["param_names"] = [names[each] for each in group["params"]]
         self._averages = RunningAverages(self._engine.module)
 
-    def _first_model(self, options: dict[str, Any], device: torch.device) -> Model:
+    def _build_first_model(self, options: dict[str, Any], device: torch.device) -> Model:
         """The model with its initial weights. In stage 3 each block is partitioned as soon as it has its weights."""
         config, in_parts = self._config, self._config.sharding.stage == 3
 
         def on_block(block: nn.Module) -> None:
-            prepare(config, block)
+            prepare_block(config, block)
             if in_parts:
                 # The first block makes the groups of hpZ.
                 group = groups._get_zero_param_intra_parallel_group() if config.sharding.in_groups else None
@@ -80,7 +80,7 @@ class DeepSpeedEngine:
 
         # A partitioned block cannot be loaded, so each rank loads the whole model first.
         later = in_parts and config.init_from is not None
-        model = build(config, spec_of(config), (lambda block: None) if later else on_block)
+        model = build_in_blocks(config, spec_of(config), (lambda block: None) if later else on_block)
         load_first_weights(config, model.module)
         for block in model.blocks if later else ():
             on_block(block)
@@ -88,9 +88,9 @@ class DeepSpeedEngine:
             model.module.to(self._dtype)  # DeepSpeed does not cast a partly partitioned model
         return model
 
-    def _own_optimizer(self, model: Model, options: dict[str, Any]) -> Optimizer | None:
+    def _make_own_optimizer(self, model: Model, options: dict[str, Any]) -> Optimizer | None:
         """None: DeepSpeed makes the one of its configuration."""
-        return None if "optimizer" in options else optimizer_of(self._config, model.parameters(), self._device)
+        return None if "optimizer" in options else make_optimizer(self._config, model.parameters(), self._device)
 
     def step(self, batch: Any) -> Tensor:
         set_training(self._engine.module)
@@ -104,7 +104,7 @@ class DeepSpeedEngine:
         return mean_of(losses)
 
     @torch.no_grad()
-    def evaluated(self, metrics: Metrics, batch: Any) -> Mapping[str, Tensor]:
+    def evaluate(self, metrics: Metrics, batch: Any) -> Mapping[str, Tensor]:
         self._engine.eval()
         return metrics(self._forward, batch)
 
@@ -112,32 +112,34 @@ class DeepSpeedEngine:
         tag = f"global_step{progress.step}"
         # DeepSpeed makes the tag's folder on rank 0 only, and ranks may have different folders.
         (folder / tag).mkdir(exist_ok=True)
-        self._engine.save_checkpoint(str(folder), tag=tag, client_state=self._client_state(progress))
+        self._engine.save_checkpoint(str(folder), tag=tag, client_state=self._make_client_state(progress))
 
-    def _client_state(self, progress: Progress) -> dict[str, Any]:
+    def _make_client_state(self, progress: Progress) -> dict[str, Any]:
         return {**progress.entries(), SETTINGS_ENTRY: self._config.settings}
 
     def resume(self, checkpoint: Path | str) -> Progress:
-        with reading(checkpoint):
+        with hint_at_convert(checkpoint):
             entries = self._load(checkpoint, self._engine.zero_optimization_stage())
         apply_settings(self._own_values, self._engine.lr_scheduler)
-        return progress_of(entries, checkpoint)
+        return read_progress(entries, checkpoint)
 
     def _load(self, checkpoint: Path | str, stage: int) -> Mapping[str, Any]:
         """Load all except what the settings of the run replace; entries of the checkpoint."""
         if stage == 0:  # model and optimizer are unsharded modules of torch, equal on every rank
-            return self._continued(load_into(self._engine.module, self._engine.optimizer, checkpoint), checkpoint)
+            return self._restore_scheduler(
+                load_into(self._engine.module, self._engine.optimizer, checkpoint), checkpoint
+            )
         # What does not fit is converted on each machine, which takes as much space as the checkpoint.
-        fits, ranks = fits_zero(checkpoint, stage, self._dtype), torch.distributed.get_world_size()
-        copied = converted(checkpoint, to=f"zero{stage}", world_size=ranks, dtype=self._dtype)
+        fits, ranks = is_loaded_by_deepspeed(checkpoint, stage, self._dtype), torch.distributed.get_world_size()
+        copied = converted_copy(checkpoint, to=f"zero{stage}", world_size=ranks, dtype=self._dtype)
         with nullcontext(checkpoint) if fits else copied as folder:
             _, entries = self._engine.load_checkpoint(str(folder))
         return entries
 
-    def _continued(self, entries: Mapping[str, Any], checkpoint: Path | str) -> Mapping[str, Any]:
+    def _restore_scheduler(self, entries: Mapping[str, Any], checkpoint: Path | str) -> Mapping[str, Any]:
         """Continue at the position of these entries, which DeepSpeed has not loaded."""
-        self._engine.lr_scheduler.load_state_dict(scheduler_of(entries, checkpoint))
-        self._engine.global_steps = progress_of(entries, checkpoint).step
+        self._engine.lr_scheduler.load_state_dict(read_scheduler_state(entries, checkpoint))
+        self._engine.global_steps = read_progress(entries, checkpoint).step
         return entries
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from ckpt_tools.errors import UsageError
 from ckpt_tools.process.text_files import read_text
 
-from ..config.command_line import shipped_text
+from ..config.command_line import read_bundled
 from ..config.references import first_line
 from ..config.train_config import TrainConfig
 from .optimizers import optimizer_arguments
@@ -38,11 +38,11 @@ def deepspeed_config(config: TrainConfig, world_size: int) -> dict[str, Any]:
     """The configuration. Raises ``UsageError`` if the user's file contradicts the run's options. ``torch_adam`` uses
     torch's AdamW: no kernel is compiled, and updates equal those of the FSDP2 engine. Without ``--clip-grad-norm``,
     DeepSpeed's default of 1.0 is turned off, as it would change the losses."""
-    given = _given(config)
-    decided = _decided(config, world_size)
+    given = _read_file(config)
+    decided = _values_of_run(config, world_size)
     if config.deepspeed_config is not None:
-        _check(config, given, decided)
-    options = {"steps_per_print": 1_000_000_000} | _over(given, decided)
+        _check_file(config, given, decided)
+    options = {"steps_per_print": 1_000_000_000} | _merge_nested(given, decided)
     if config.optimizer != "adamw":
         # One of torch's or the user's, which DeepSpeed is handed; with offload it would insist on its own.
         del options["optimizer"]
@@ -50,9 +50,9 @@ def deepspeed_config(config: TrainConfig, world_size: int) -> dict[str, Any]:
     return options
 
 
-def _given(config: TrainConfig) -> Any:
+def _read_file(config: TrainConfig) -> Any:
     if (file := config.deepspeed_config) is None:
-        return json.loads(shipped_text(f"{config.sharding.name}.json"))
+        return json.loads(read_bundled(f"{config.sharding.name}.json"))
     try:
         given = json.loads(read_text(file))
     except (OSError, ValueError, RecursionError) as error:
@@ -62,7 +62,7 @@ def _given(config: TrainConfig) -> Any:
     return given
 
 
-def _decided(config: TrainConfig, world_size: int) -> dict[str, Any]:
+def _values_of_run(config: TrainConfig, world_size: int) -> dict[str, Any]:
     hpz = {} if config.shard_size is None else {"zero_hpz_partition_size": config.shard_size}
     return {
         "train_batch_size": config.batch_size,
@@ -76,17 +76,17 @@ def _decided(config: TrainConfig, world_size: int) -> dict[str, Any]:
     }
 
 
-def _over(given: Mapping[str, Any], decided: Mapping[str, Any]) -> dict[str, Any]:
+def _merge_nested(given: Mapping[str, Any], decided: Mapping[str, Any]) -> dict[str, Any]:
     """``given``, with values of ``decided`` in nested objects."""
     nested = {
-        key: _over(given[key], value)
+        key: _merge_nested(given[key], value)
         for key, value in decided.items()
         if isinstance(value, dict) and isinstance(given.get(key), dict)
     }
     return dict(given) | dict(decided) | nested
 
 
-def _check(config: TrainConfig, given: Mapping[str, Any], decided: Mapping[str, Any]) -> None:
+def _check_file(config: TrainConfig, given: Mapping[str, Any], decided: Mapping[str, Any]) -> None:
     file = f"--deepspeed-config {config.deepspeed_config}"
     if config.optimizer != "adamw" and "optimizer" in given:
         raise UsageError(f"{file} has an optimizer, and so has --optimizer; leave one of them out")
@@ -98,7 +98,7 @@ def _check(config: TrainConfig, given: Mapping[str, Any], decided: Mapping[str, 
         is_auto = value == AUTO and key in decided and key != "optimizer"
         if isinstance(value, dict) != (key in sections) and not is_auto:
             raise UsageError(f"{file}: {key} is {'an object' if key in sections else 'one value'}, not {value!r}")
-    for key, (theirs, ours) in _differing(given, decided).items():
+    for key, (theirs, ours) in _find_conflicts(given, decided).items():
         raise UsageError(f"{file} sets {key} to {theirs} and the options of the run say {ours}; change one of them")
     optimizer = given.get("optimizer", {})
     is_torch = (optimizer.get("type"), optimizer.get("params", {}).get("torch_adam")) == ("AdamW", True)
@@ -111,12 +111,14 @@ def _check(config: TrainConfig, given: Mapping[str, Any], decided: Mapping[str, 
         raise UsageError(f"{file} sets data_types, which does not go together with --pp")
 
 
-def _differing(given: Mapping[str, Any], decided: Mapping[str, Any], above: str = "") -> dict[str, tuple[Any, Any]]:
+def _find_conflicts(
+    given: Mapping[str, Any], decided: Mapping[str, Any], above: str = ""
+) -> dict[str, tuple[Any, Any]]:
     found: dict[str, tuple[Any, Any]] = {}
     for key, ours in decided.items():
         theirs = given.get(key, AUTO)
         if isinstance(ours, dict) and isinstance(theirs, dict):
-            found |= _differing(theirs, ours, f"{above}{key}.")
+            found |= _find_conflicts(theirs, ours, f"{above}{key}.")
         elif theirs not in (AUTO, ours):
             found[above + key] = (theirs, ours)
     return found

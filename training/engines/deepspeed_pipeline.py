@@ -25,8 +25,8 @@ from ..checkpoints.weights import load_first_weights
 from ..config.train_config import TrainConfig
 from ..models.losses import mean_loss, pair_of
 from ..models.zoo import Model, spec_of
-from .base import Metrics, Progress, fits_zero, micro_batches
-from .blocks import OnBlock, prepare
+from .base import Metrics, Progress, is_loaded_by_deepspeed, micro_batches
+from .blocks import OnBlock, prepare_block
 from .deepspeed import DeepSpeedEngine
 from .stages import Stage, build_stage, layers_of, logits_of_stages, names_of_stages
 
@@ -47,11 +47,11 @@ def names_of(layers: int) -> dict[str, list[str]]:
 class DeepSpeedPipelineEngine(DeepSpeedEngine):
     """An :class:`~training.engines.base.Engine` over DeepSpeed's ``PipelineEngine``."""
 
-    def _first_model(self, options: dict[str, Any], device: torch.device) -> Model:
-        self._stage = _seeded_stage(self._config, partial(prepare, self._config))
+    def _build_first_model(self, options: dict[str, Any], device: torch.device) -> Model:
+        self._stage = _seeded_stage(self._config, partial(prepare_block, self._config))
         # DeepSpeed prints the topology, and autograd would record the collective for tied weights.
         with redirect_stdout(io.StringIO()), torch.no_grad():
-            model = _Pipeline(list(_layers(self._stage)), num_stages=self._config.pp, loss_fn=mean_loss)
+            model = _Pipeline(list(_list_layers(self._stage)), num_stages=self._config.pp, loss_fn=mean_loss)
         grid = model.mpu()
         self.data_rank, self._group = grid.get_data_parallel_rank(), grid.get_pipe_parallel_group()
         _, self._elsewhere = names_of_stages(self._stage, self._group)
@@ -59,11 +59,11 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
         load_first_weights(self._config, self._stage, self._elsewhere)
         return Model(model)
 
-    def _own_optimizer(self, model: Model, options: dict[str, Any]) -> Optimizer | None:
+    def _make_own_optimizer(self, model: Model, options: dict[str, Any]) -> Optimizer | None:
         """An optimizer of named parameters, which DeepSpeed saves without ZeRO. For clipping, DeepSpeed counts only
         parameters with ``model_parallel`` on all stages but the first."""
         if self._config.sharding.stage:
-            return super()._own_optimizer(model, options)
+            return super()._make_own_optimizer(model, options)
         parameter: Any
         for parameter in model.module.parameters():
             parameter.model_parallel = not parameter.ds_pipe_replicated
@@ -74,20 +74,20 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
         parts = micro_batches(pair_of(batch), self._config.gradient_accumulation)
         return self._engine.train_batch(iter(parts))
 
-    def evaluated(self, metrics: Metrics, batch: Any) -> Mapping[str, Tensor]:
+    def evaluate(self, metrics: Metrics, batch: Any) -> Mapping[str, Tensor]:
         return metrics(lambda inputs: logits_of_stages(self._stage, inputs, self._dtype, self._group), batch)
 
-    def _client_state(self, progress: Progress) -> dict[str, Any]:
-        return {**super()._client_state(progress), NAMES_ENTRY: names_of(self._stage.all_layers)}
+    def _make_client_state(self, progress: Progress) -> dict[str, Any]:
+        return {**super()._make_client_state(progress), NAMES_ENTRY: names_of(self._stage.all_layers)}
 
     def _load(self, checkpoint: Path | str, stage: int) -> Mapping[str, Any]:
-        if fits_zero(checkpoint, stage, self._dtype, self._config.pp, self._names):
+        if is_loaded_by_deepspeed(checkpoint, stage, self._dtype, self._config.pp, self._names):
             _, entries = self._engine.load_checkpoint(str(checkpoint))
             return entries
         if stage:
-            return self._continued(self._load_into_partitions(checkpoint), checkpoint)
+            return self._restore_scheduler(self._load_into_partitions(checkpoint), checkpoint)
         entries = load_into(self._stage, self._engine.optimizer, checkpoint, elsewhere=self._elsewhere)
-        return self._continued(entries, checkpoint)
+        return self._restore_scheduler(entries, checkpoint)
 
     def _load_into_partitions(self, checkpoint: Path | str) -> dict[str, Any]:
         """Load this rank's stage unsharded, and copy its part into ZeRO's partitions."""
@@ -118,7 +118,7 @@ def _copy_into_partitions(stage: Stage, optimizer: AdamW, ours: Stage, zero: Any
             safe_set_full_optimizer_state(mine, optimizer.state[loaded][moment], moment)
 
 
-def _layers(stage: Stage) -> Iterator[Any]:
+def _list_layers(stage: Stage) -> Iterator[Any]:
     """All layers of the model in order; those of other stages are not built."""
     mine, elsewhere = dict(stage.layers.items()), LayerSpec(nn.Identity)
     yield _Embedding(stage)

@@ -25,14 +25,24 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ckpt_tools import load_into
 
-from ..checkpoints.settings import SETTINGS_ENTRY, reading
+from ..checkpoints.settings import SETTINGS_ENTRY, hint_at_convert
 from ..checkpoints.weights import load_first_weights
 from ..config.train_config import TrainConfig
 from ..models.zoo import spec_of
-from .base import Metrics, Progress, Save, apply_settings, mean_of, micro_batches, own_values, progress_of, scheduler_of
+from .base import (
+    Metrics,
+    Progress,
+    Save,
+    apply_settings,
+    mean_of,
+    micro_batches,
+    own_group_values,
+    read_progress,
+    read_scheduler_state,
+)
 from .blocks import RunningAverages, set_training
-from .optimizers import LossScaler, Schedule, clip_factor, multiply, optimizer_of, total_norm
-from .parallel import meshes_of, parallel_model
+from .optimizers import LossScaler, Schedule, clip_factor, make_optimizer, scale_gradients, total_norm
+from .parallel import make_meshes, parallel_model
 from .stages import names_of_stages
 
 SCALER_ENTRY = "loss_scaler"
@@ -42,7 +52,7 @@ class Fsdp2Engine:
     """An :class:`~training.engines.base.Engine` over FSDP2, or over DistributedDataParallel."""
 
     def __init__(self, config: TrainConfig, schedule: Schedule, device: torch.device) -> None:
-        self._config, self._meshes = config, meshes_of(config, device)
+        self._config, self._meshes = config, make_meshes(config, device)
         self.data_rank = torch.distributed.get_rank() // config.tp % self._meshes.data.size()
         made = parallel_model(config, spec_of(config), self._meshes, device)
         self._module, self.loss = made.module, made.loss
@@ -51,8 +61,8 @@ class Fsdp2Engine:
         if self._meshes.pipeline is not None:
             self._parameters, self._elsewhere = names_of_stages(self.model, self._meshes.pipeline.get_group())
         load_first_weights(config, self.model, self._elsewhere)
-        self.optimizer = optimizer_of(config, replace(made, module=self.model).parameters(), device)
-        self._own_values = own_values(self.optimizer)
+        self.optimizer = make_optimizer(config, replace(made, module=self.model).parameters(), device)
+        self._own_values = own_group_values(self.optimizer)
         self._scheduler = schedule.attach(self.optimizer)
         # Each save reuses the memory. It is not shared: a thread writes it, and containers often have 64 MB of that.
         on_cuda = device.type == "cuda"
@@ -65,17 +75,17 @@ class Fsdp2Engine:
 
     def step(self, batch: Any) -> Tensor:
         set_training(self.model)
-        loss = self._train(batch)
+        loss = self._accumulate_gradients(batch)
         self._update()
         self._averages.average()
         return loss
 
-    def _train(self, batch: Any) -> Tensor:
+    def _accumulate_gradients(self, batch: Any) -> Tensor:
         """Compute the gradients of all micro-batches; their mean loss."""
         parts = self._config.gradient_accumulation
-        return mean_of([self._backward(one, at == parts) for at, one in enumerate(micro_batches(batch, parts), 1)])
+        return mean_of([self._backward_part(one, at == parts) for at, one in enumerate(micro_batches(batch, parts), 1)])
 
-    def _backward(self, batch: Any, is_last: bool) -> Tensor:
+    def _backward_part(self, batch: Any, is_last: bool) -> Tensor:
         """Add the gradients of a micro-batch, which are reduced over ranks after the last one."""
         ddp = self._module if isinstance(self._module, DistributedDataParallel) else None
         if self._config.gradient_accumulation > 1 and isinstance(self._module, FSDPModule):
@@ -83,10 +93,10 @@ class Fsdp2Engine:
         with nullcontext() if ddp is None or is_last else ddp.no_sync():
             with self._autocast():
                 loss = self.loss(self._module, batch)
-            self._scaled(loss).backward()
+            self._scale_loss(loss).backward()
         return loss.detach()
 
-    def _scaled(self, loss: Tensor) -> Tensor:
+    def _scale_loss(self, loss: Tensor) -> Tensor:
         """Divide by the number of micro-batches, and multiply by the loss scale of fp16."""
         scale = 1.0 if self.scaler is None else self.scaler.scale
         factor = scale / self._config.gradient_accumulation
@@ -104,21 +114,21 @@ class Fsdp2Engine:
         if limit is None and scaler is None:
             return True
         scale = 1.0 if scaler is None else scaler.scale
-        norm = total_norm(each.grad for each in self._counted() if each.grad is not None) / scale
+        norm = total_norm(each.grad for each in self._counted_parameters() if each.grad is not None) / scale
         factor = 1.0 if limit is None else clip_factor(norm, limit)
-        multiply((each.grad for each in self.model.parameters() if each.grad is not None), factor / scale)
+        scale_gradients((each.grad for each in self.model.parameters() if each.grad is not None), factor / scale)
         if scaler is None:
             return True
         is_finite = math.isfinite(norm)
         scaler.update(is_finite)
         return is_finite
 
-    def _counted(self) -> Iterable[nn.Parameter]:
+    def _counted_parameters(self) -> Iterable[nn.Parameter]:
         """Parameters whose gradients this rank counts in the norm."""
         return self.model.parameters()
 
     @torch.no_grad()
-    def evaluated(self, metrics: Metrics, batch: Any) -> Mapping[str, Tensor]:
+    def evaluate(self, metrics: Metrics, batch: Any) -> Mapping[str, Tensor]:
         self.model.eval()
         with self._autocast():
             return metrics(self._module, batch)
@@ -137,19 +147,19 @@ class Fsdp2Engine:
     def save(self, folder: Path, progress: Progress) -> None:
         state_dict_saver.save(self.state_dict(progress), checkpoint_id=folder)
 
-    def staged(self, progress: Progress, group: ProcessGroup) -> Save:
+    def stage_copy(self, progress: Progress, group: ProcessGroup) -> Save:
         """Copy the state to CPU memory; the result writes it in any thread, before the next call."""
         state = self._stager.stage(self.state_dict(progress))
         return lambda folder: state_dict_saver.save(state, checkpoint_id=folder, process_group=group)
 
     def resume(self, checkpoint: Path | str) -> Progress:
-        with reading(checkpoint):
+        with hint_at_convert(checkpoint):
             entries = load_into(self.model, self.optimizer, checkpoint, elsewhere=self._elsewhere)
-        self._scheduler.load_state_dict(scheduler_of(entries, checkpoint))
+        self._scheduler.load_state_dict(read_scheduler_state(entries, checkpoint))
         apply_settings(self._own_values, self._scheduler)
         if self.scaler is not None and (saved := entries.get(SCALER_ENTRY)):
             self.scaler = LossScaler(float(saved["scale"]), int(saved["good_steps"]))
-        return progress_of(entries, checkpoint)
+        return read_progress(entries, checkpoint)
 
     def close(self) -> None:
         self._stager.close()

@@ -59,9 +59,9 @@ class PipelineEngine(Fsdp2Engine):
         """Scaled loss of a micro-batch; called by the schedule on the last stage."""
         loss = mean_loss(logits, labels)
         self._losses.append(loss.detach())
-        return self._scaled(loss)
+        return self._scale_loss(loss)
 
-    def _train(self, batch: Any) -> Tensor:
+    def _accumulate_gradients(self, batch: Any) -> Tensor:
         inputs, labels = pair_of(batch)
         if self._schedule is None:
             self._schedule = self._new_schedule(len(inputs) // self._config.gradient_accumulation, inputs.shape[1])
@@ -87,11 +87,11 @@ class PipelineEngine(Fsdp2Engine):
             work.wait()
         mine.add_(received.to(mine.device))
 
-    def _counted(self) -> Iterable[Parameter]:
+    def _counted_parameters(self) -> Iterable[Parameter]:
         """The tied matrix counts once, on the first stage."""
         counted_before = self._stage.embed.weight if self._stage.is_last else None
         return (each for each in self._stage.parameters() if each is not counted_before)
 
-    def evaluated(self, metrics: Metrics, batch: Any) -> Mapping[str, Tensor]:
+    def evaluate(self, metrics: Metrics, batch: Any) -> Mapping[str, Tensor]:
         dtype = DTYPES[self._config.precision]
         return metrics(lambda inputs: logits_of_stages(self._stage, inputs, dtype, self._group), batch)

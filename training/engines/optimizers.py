@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from ckpt_tools.errors import UsageError
 
 from ..config.options import OptimizerName
-from ..config.references import Reference, arguments_of, called, is_function, resolved, text_of
+from ..config.references import Reference, call_function, import_function, is_function, parse_arguments, text_of
 from ..config.train_config import TrainConfig
 
 CLASSES: Mapping[OptimizerName, type[Optimizer]] = {"adamw": AdamW, "adam": Adam, "sgd": SGD}
@@ -31,14 +31,14 @@ def is_fused(config: TrainConfig, device: torch.device) -> bool:
     return device.type == "cuda" or (device.type == "cpu" and (config.cpu_offload or config.sharding.offload))
 
 
-def optimizer_of(config: TrainConfig, groups: Sequence[Mapping[str, Any]], device: torch.device) -> Optimizer:
+def make_optimizer(config: TrainConfig, groups: Sequence[Mapping[str, Any]], device: torch.device) -> Optimizer:
     """The optimizer over these groups of parameters. Raises ``UsageError`` if it takes other arguments."""
     arguments = optimizer_arguments(config)
     if not is_function(config.optimizer):
         plain = {} if "foreach" in arguments else {"fused": is_fused(config, device)}
         kind: Any = CLASSES[text_of(config.optimizer)]  # type: ignore[index]
-        return called(kind, "optimizer", list(groups), **plain | arguments)
-    found = called(config.optimizer, "optimizer", list(groups), **arguments)
+        return call_function(kind, "optimizer", list(groups), **plain | arguments)
+    found = call_function(config.optimizer, "optimizer", list(groups), **arguments)
     if not isinstance(found, Optimizer):
         raise UsageError(f"--optimizer {text_of(config.optimizer)} gives {type(found).__name__}, not an Optimizer")
     return found
@@ -46,7 +46,7 @@ def optimizer_of(config: TrainConfig, groups: Sequence[Mapping[str, Any]], devic
 
 def optimizer_arguments(config: TrainConfig) -> dict[str, Any]:
     """Keyword arguments, as torch names them. Raises ``UsageError``."""
-    given = arguments_of(config.optimizer_arg, "optimizer-arg")
+    given = parse_arguments(config.optimizer_arg, "optimizer-arg")
     for name, option in (("lr", "learning-rate"), ("weight_decay", "weight-decay")):
         if name in given:
             raise UsageError(f"--optimizer-arg {name}: give --{option}")
@@ -79,7 +79,7 @@ class Schedule:
         }[self.shape]
 
     def _own(self, step: int) -> float:
-        found = called(self.shape, "schedule", step, self.total_steps)
+        found = call_function(self.shape, "schedule", step, self.total_steps)
         if not isinstance(found, int | float) or not math.isfinite(found):
             raise UsageError(f"--schedule {text_of(self.shape)} gives {found!r}, and a factor is a finite number")
         return float(found)
@@ -95,11 +95,11 @@ def schedule_for(total_steps: int, warmup_fraction: float, shape: Reference = "c
     return Schedule(min(round(total_steps * warmup_fraction), total_steps - 1), total_steps, shape)
 
 
-def schedule_of(config: TrainConfig, total_steps: int) -> Schedule:
+def make_schedule(config: TrainConfig, total_steps: int) -> Schedule:
     """Schedule of a run. Raises ``UsageError`` if its function cannot be imported."""
     shape: Reference | Callable[..., Any] = config.schedule
     if is_function(shape):
-        shape = partial(resolved(shape, "schedule"), **arguments_of(config.schedule_arg, "schedule-arg"))
+        shape = partial(import_function(shape, "schedule"), **parse_arguments(config.schedule_arg, "schedule-arg"))
     return schedule_for(total_steps, config.warmup_fraction, shape)
 
 
@@ -110,14 +110,14 @@ def total_norm(gradients: Iterable[Tensor]) -> Tensor:
     square."""
     shards: defaultdict[int, list[Tensor]] = defaultdict(list)
     for gradient in gradients:
-        shards[_copies(gradient)].append(_local(gradient))
+        shards[_count_copies(gradient)].append(_local_part(gradient))
     squares = [get_total_norm(same).double().square() / copies for copies, same in shards.items()]
     square = torch.stack(squares).sum()
     torch.distributed.all_reduce(square)
     return square.sqrt().float()
 
 
-def _copies(gradient: Tensor) -> int:
+def _count_copies(gradient: Tensor) -> int:
     """Number of ranks with the same shard. Gradients of DDP are the same on all."""
     if not isinstance(gradient, DTensor):
         return torch.distributed.get_world_size()
@@ -126,12 +126,12 @@ def _copies(gradient: Tensor) -> int:
 
 
 @torch.no_grad()
-def multiply(gradients: Iterable[Tensor], factor: Tensor | float) -> None:
+def scale_gradients(gradients: Iterable[Tensor], factor: Tensor | float) -> None:
     """Multiply in place, without waiting for the device."""
-    torch._foreach_mul_([_local(gradient) for gradient in gradients], factor)
+    torch._foreach_mul_([_local_part(gradient) for gradient in gradients], factor)
 
 
-def _local(gradient: Tensor) -> Tensor:
+def _local_part(gradient: Tensor) -> Tensor:
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 

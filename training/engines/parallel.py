@@ -37,7 +37,7 @@ from ..models.experts import Experts, MixtureBlock
 from ..models.language_model import LanguageModel
 from ..models.zoo import Model, ModelSpec
 from .base import DTYPES
-from .blocks import build, prepare
+from .blocks import build_in_blocks, prepare_block
 from .stages import build_stage
 
 
@@ -52,19 +52,19 @@ class Meshes:
     experts: tuple[DeviceMesh, DeviceMesh] | None = None
 
 
-def meshes_of(config: TrainConfig, device: torch.device) -> Meshes:
+def make_meshes(config: TrainConfig, device: torch.device) -> Meshes:
     """Stages are outermost; tensor and expert parallelism innermost, to keep messages on one machine."""
     workers = torch.distributed.get_world_size() // config.pp
-    data, tensor, pipeline = _mesh(config, device, _shard_size(config, workers // config.tp), "tp")
+    data, tensor, pipeline = _make_mesh(config, device, _shard_size(config, workers // config.tp), "tp")
     if config.ep == 1:
         return Meshes(data, tensor, pipeline)
     shard_size = max(_shard_size(config, workers) // config.ep, 1)
-    same, everyone, _ = _mesh(config, device, shard_size, "ep")
+    same, everyone, _ = _make_mesh(config, device, shard_size, "ep")
     assert everyone is not None
     return Meshes(data, tensor, pipeline, (everyone, same))
 
 
-def _mesh(
+def _make_mesh(
     config: TrainConfig, device: torch.device, shard_size: int, inner: str
 ) -> tuple[DeviceMesh, DeviceMesh | None, DeviceMesh | None]:
     size: int = getattr(config, inner)
@@ -85,18 +85,18 @@ def parallel_model(config: TrainConfig, spec: ModelSpec, meshes: Meshes, device:
     """The model with the weights of the seed, sharded; with a pipeline, this rank's stage of it. ``fully_shard`` moves
     what it shards to the device, and with ``--cpu-offload`` back."""
     if config.sharding.name == "ddp":
-        return _replicated(config, spec, device)
+        return _wrap_in_ddp(config, spec, device)
 
     def on_block(block: nn.Module) -> None:
         if meshes.tensor is not None:
             shard_block(block, meshes.tensor)
         if meshes.experts is not None and isinstance(block, MixtureBlock):
             _shard_experts(config, block.feed_forward.experts, *meshes.experts)
-        prepare(config, block)
+        prepare_block(config, block)
         fully_shard(block, **_block_options(config, meshes.data))
 
     if meshes.pipeline is None:
-        model = build(config, spec, on_block)
+        model = build_in_blocks(config, spec, on_block)
         parts = [model]
     else:
         stage = build_stage(config, spec, meshes.pipeline.get_local_rank(), on_block)
@@ -105,8 +105,8 @@ def parallel_model(config: TrainConfig, spec: ModelSpec, meshes: Meshes, device:
     if meshes.tensor is not None:
         shard_root(model.module, meshes.tensor)
     for part in parts:
-        fully_shard(part.module, **_options(config, meshes.data))
-        _prefetch(config, part.blocks)
+        fully_shard(part.module, **_fsdp_options(config, meshes.data))
+        _set_prefetch(config, part.blocks)
     return model
 
 
@@ -117,11 +117,11 @@ def _shard_experts(config: TrainConfig, experts: Experts, everyone: DeviceMesh, 
     fully_shard(experts, **_block_options(config, same), shard_placement_fn=lambda _: rows)
 
 
-def _replicated(config: TrainConfig, spec: ModelSpec, device: torch.device) -> Model:
+def _wrap_in_ddp(config: TrainConfig, spec: ModelSpec, device: torch.device) -> Model:
     """DDP. With ``find_unused_parameters`` the gradient buckets keep their order. Otherwise DDP reorders them after the
     first step of a run, and a resumed run would sum in another order; on a GPU, where sums vary anyway, that is faster.
     """
-    model = build(config, spec, lambda block: prepare(config, block))
+    model = build_in_blocks(config, spec, lambda block: prepare_block(config, block))
     on_cuda = device.type == "cuda"
     module = DistributedDataParallel(
         model.module.to(device),
@@ -131,7 +131,7 @@ def _replicated(config: TrainConfig, spec: ModelSpec, device: torch.device) -> M
     return replace(model, module=module)
 
 
-def _options(config: TrainConfig, mesh: DeviceMesh) -> dict[str, Any]:
+def _fsdp_options(config: TrainConfig, mesh: DeviceMesh) -> dict[str, Any]:
     """bf16 and fp16 compute in 16 bits, with float32 parameters; gradients are reduced in ``--reduce-dtype``."""
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if config.cpu_offload else OffloadPolicy()
     computed = None if config.precision == "fp32" else DTYPES[config.precision]
@@ -141,10 +141,10 @@ def _options(config: TrainConfig, mesh: DeviceMesh) -> dict[str, Any]:
 
 def _block_options(config: TrainConfig, mesh: DeviceMesh) -> dict[str, Any]:
     reshards = config.reshard_after_forward or config.sharding.stage == 3
-    return {**_options(config, mesh), "reshard_after_forward": reshards}
+    return {**_fsdp_options(config, mesh), "reshard_after_forward": reshards}
 
 
-def _prefetch(config: TrainConfig, blocks: Sequence[nn.Module]) -> None:
+def _set_prefetch(config: TrainConfig, blocks: Sequence[nn.Module]) -> None:
     """Gather the parameters of the following blocks during the computation of one."""
     sharded: list[FSDPModule] = [block for block in blocks if isinstance(block, FSDPModule)]
     for at, block in enumerate(sharded):
@@ -189,12 +189,12 @@ def split_experts(experts: Experts, mesh: DeviceMesh) -> None:
     for name, weight in list(experts.named_parameters()):
         kept = distribute_tensor(weight.detach(), mesh, [Shard(0)], src_data_rank=None)
         setattr(experts, name, nn.Parameter(kept))
-    experts.weights = partial(_here, experts.weights, mesh.size())  # type: ignore[method-assign]
+    experts.weights = partial(_local_experts, experts.weights, mesh.size())  # type: ignore[method-assign]
     # A wrapper of the module would change the names of parameters.
-    experts.forward = partial(_exchanged, experts.forward, mesh.get_group())  # type: ignore[method-assign]
+    experts.forward = partial(_exchange_tokens, experts.forward, mesh.get_group())  # type: ignore[method-assign]
 
 
-def _here(weights: Callable[[], Sequence[Any]], workers: int) -> list[Tensor]:
+def _local_experts(weights: Callable[[], Sequence[Any]], workers: int) -> list[Tensor]:
     """This worker's experts. Their gradients, from the tokens of all workers of the mesh, become means over them, as
     FSDP2's over its workers. FSDP2's own divisor cannot be used: on a mesh of one worker it divides twice."""
     found: list[Tensor] = [weight.to_local() for weight in weights()]
@@ -204,7 +204,7 @@ def _here(weights: Callable[[], Sequence[Any]], workers: int) -> list[Tensor]:
     return found
 
 
-def _exchanged(compute: Callable[..., Tensor], group: ProcessGroup, tokens: Tensor, counts: Tensor) -> Tensor:
+def _exchange_tokens(compute: Callable[..., Tensor], group: ProcessGroup, tokens: Tensor, counts: Tensor) -> Tensor:
     """Send tokens to the workers of their experts, compute, and send the results back. All counts come to the host at
     once, because each time it waits for the device."""
     leaving = counts.reshape(group.size(), -1)

@@ -17,7 +17,7 @@ from ..config.model_names import VOCABULARY
 from ..config.train_config import TrainConfig
 from ..models.language_model import LanguageModel
 from ..models.zoo import ModelSpec
-from .blocks import OnBlock, build
+from .blocks import OnBlock, build_in_blocks
 
 
 class Chunk(nn.Module):
@@ -78,7 +78,7 @@ def build_stage(config: TrainConfig, spec: ModelSpec, number: int, on_block: OnB
         else:
             block.to("meta")
 
-    model = build(config, spec, on_each).module
+    model = build_in_blocks(config, spec, on_each).module
     assert isinstance(model, LanguageModel)
     return Stage(model, mine)
 

@@ -9,8 +9,8 @@ from ckpt_tools.errors import MAX_MESSAGE_CHARS, StoreError
 
 from ..checkpoints.locking import only_run
 from ..checkpoints.run_folder import resume_hint
-from ..checkpoints.storage import sentence_of
-from ..checkpoints.weights import export
+from ..checkpoints.storage import describe_os_error
+from ..checkpoints.weights import export_weights
 from ..config.train_config import TrainConfig
 from ..loop.result import RunResult
 from .checks import check_before_start
@@ -31,10 +31,10 @@ def launch(config: TrainConfig) -> RunResult:
             else:
                 from .torchrun import launch as launch_workers
             result = launch_workers(config, lock)
-            export(config, result.checkpoint)
+            export_weights(config, result.checkpoint)
             return result
         except (RunFailedError, StoreError, OSError) as error:
-            failed = StoreError(sentence_of(error)) if isinstance(error, OSError) else error
+            failed = StoreError(describe_os_error(error)) if isinstance(error, OSError) else error
             hint = resume_hint(config)
             message = failed.message[: MAX_MESSAGE_CHARS - len(hint)] + hint
             raise type(failed)(message, path=failed.path, key=failed.key) from error

@@ -17,12 +17,12 @@ from ..checkpoints.run_folder import resume_folder
 from ..checkpoints.settings import lines_before_start
 from ..checkpoints.weights import check_export, check_fits
 from ..config.model_names import folder_of
-from ..config.references import first_line, is_function, resolved, text_of
+from ..config.references import first_line, import_function, is_function, text_of
 from ..config.train_config import TrainConfig
 from ..data.datasets import PARTS
 from ..data.loading import dataset_of, length_of
 from ..data.texts import lines_of_text
-from ..engines.optimizers import optimizer_of, schedule_of
+from ..engines.optimizers import make_optimizer, make_schedule
 from ..loop.result import check_result_file
 from ..models.zoo import Model, spec_of
 from .devices import check_device, check_gpus
@@ -33,11 +33,11 @@ def check_before_start(config: TrainConfig) -> None:
     check_no_other_run(config.out)
     if config.launcher == "torchrun":
         check_gpus(config.num_workers, torch.cuda.device_count(), "this machine")
-    for line in checked(config):
+    for line in check_run(config):
         print(line, flush=True)
 
 
-def checked(config: TrainConfig, *, with_data: bool = True) -> list[str]:
+def check_run(config: TrainConfig, *, with_data: bool = True) -> list[str]:
     """Messages about the checkpoint to resume. Raises CkptError for a run that would fail on every worker."""
     checkpoint = resume_folder(config)
     check_result_file(config.out)
@@ -72,19 +72,19 @@ def _checked_parts(config: TrainConfig) -> tuple[Dataset[Any], Dataset[Any] | No
 def check_frameworks(config: TrainConfig) -> nn.Module | None:
     """The model on the meta device; None for one of a function of the user's. Raises CkptError for a run that its
     frameworks would refuse on every worker."""
-    made = None if is_function(config.model) else _made(config)
+    made = None if is_function(config.model) else _build_on_meta(config)
     # The others cannot fail, and to make an optimizer imports torch's compiler, which takes seconds.
     if made is not None and (is_function(config.optimizer) or config.optimizer_arg):
-        optimizer_of(config, made.parameters(), torch.device("meta"))
-    schedule_of(config, 2).factor(0)
+        make_optimizer(config, made.parameters(), torch.device("meta"))
+    make_schedule(config, 2).factor(0)
     for each in config.callback:
-        resolved(each, "callback")
+        import_function(each, "callback")
     if config.launcher != "ray" or "RAY_ADDRESS" not in os.environ:  # a remote cluster's machines are asked when joined
         check_device(config)
     return None if made is None else made.module
 
 
-def _made(config: TrainConfig) -> Model:
+def _build_on_meta(config: TrainConfig) -> Model:
     """The model without memory."""
     try:
         with torch.device("meta"):

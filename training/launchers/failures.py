@@ -14,7 +14,7 @@ from ckpt_tools import errors
 from ckpt_tools.errors import CkptError, StoreError
 from ckpt_tools.process.credentials import mask_secrets
 
-from ..checkpoints.storage import root_of, sentence_of
+from ..checkpoints.storage import describe_os_error, find_root_cause
 from ..config.references import place_in
 
 PROCESS_ENDED = "ProcessEnded"
@@ -45,9 +45,9 @@ class Failure:
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:
         details = "".join(traceback.format_exception(error))
-        cause = root_of(error)
+        cause = find_root_cause(error)
         if isinstance(cause, OSError):
-            cause = StoreError(sentence_of(cause))
+            cause = StoreError(describe_os_error(cause))
         return cls(rank, type(cause).__name__, mask_secrets(str(cause)), mask_secrets(details))
 
     @classmethod

@@ -22,7 +22,7 @@ from ..config.references import is_function, named_failures, text_of
 from ..config.train_config import TrainConfig
 from ..data.loading import Batches, Position, held_out_batches
 from ..engines.base import micro_batches
-from ..engines.optimizers import optimizer_of
+from ..engines.optimizers import make_optimizer
 from ..engines.parallel import check_length
 from ..loop.evaluation import check_best, check_metric, metrics_of
 from ..models.zoo import spec_of
@@ -42,12 +42,12 @@ def try_out(
     the first samples, by shapes alone; with values, on the CPU, if that fails, as where numpy is called. What neither
     can compute is left to the workers: steps that depend on values, and on a machine with a GPU what fails on the CPU.
     Raises ``UsageError``."""
-    batches = _first(config, samples, held_out)
+    batches = _first_batches(config, samples, held_out)
     log = logging.getLogger(fake_tensor.__name__)
     log.disabled = True  # a traceback of each operation that fails
     try:
         with fake_tensor.FakeTensorMode(allow_non_fake_inputs=True) as fake:
-            _compute(config, checkpoint, *tree_map_only(Tensor, fake.from_tensor, batches))
+            _compute_once(config, checkpoint, *tree_map_only(Tensor, fake.from_tensor, batches))
     except (UsageError, *ONLY_WITH_VALUES) as error:
         cause = error.__cause__ if isinstance(error, UsageError) else error
         if isinstance(cause, CkptError | None):
@@ -55,12 +55,12 @@ def try_out(
         # Models of this package are small: one draws weights until they lie in bounds, one counts tokens of experts.
         is_ours = text_of(config.model) in MODELS
         if is_ours if isinstance(cause, ONLY_WITH_VALUES) else not torch.cuda.is_available():
-            _compute(config, checkpoint, *batches)
+            _compute_once(config, checkpoint, *batches)
     finally:
         log.disabled = False
 
 
-def _first(config: TrainConfig, samples: Dataset[Any], held_out: Dataset[Any] | None) -> tuple[Any, Any]:
+def _first_batches(config: TrainConfig, samples: Dataset[Any], held_out: Dataset[Any] | None) -> tuple[Any, Any]:
     """The first micro-batch of the first rank, and the first held-out batch with its number of samples. Raises
     ``UsageError``."""
     batches = Batches(replace(config, loader_workers=0), samples, 0, config.data_workers, CPU)
@@ -73,13 +73,15 @@ def _first(config: TrainConfig, samples: Dataset[Any], held_out: Dataset[Any] | 
     return micro_batches(batch, config.gradient_accumulation)[0], kept
 
 
-def _compute(config: TrainConfig, checkpoint: Path | str | None, batch: Any, held_out: tuple[Any, int] | None) -> None:
+def _compute_once(
+    config: TrainConfig, checkpoint: Path | str | None, batch: Any, held_out: tuple[Any, int] | None
+) -> None:
     made = spec_of(config).make()
     if is_function(config.model):  # any other is compared on the meta device
         check_fits(config, made.module, checkpoint)
     if config.tp > 1:
         made.module.register_forward_pre_hook(partial(check_length, config.tp))
-    optimizer_of(config, made.parameters(), torch.device("meta"))
+    make_optimizer(config, made.parameters(), torch.device("meta"))
 
     def model(*inputs: Any, **named: Any) -> Any:
         return made.module(*inputs, **named)

@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ckpt_tools.errors import UsageError
 
-from ..checkpoints.run_folder import restarted
+from ..checkpoints.run_folder import config_after_failure
 from ..config.train_config import TrainConfig
 from .failures import Failure
 
@@ -44,14 +44,14 @@ class AttemptFailedError(Exception):
         return self.failure.sentence
 
 
-def cause_of(failures: Mapping[int, BaseException]) -> Failure:
+def find_cause(failures: Mapping[int, BaseException]) -> Failure:
     """The failure of the rank that the others fail because of: one whose process is gone, else one that lost no
     connection, the lowest first. Ray does not tell the signal, nor which failure of a poll was first."""
-    found = (_failure(*each) for each in failures.items())
+    found = (_to_failure(*each) for each in failures.items())
     return min(found, key=lambda each: (not each.is_end, each.has_lost_another, each.rank))
 
 
-def _failure(rank: int, error: BaseException) -> Failure:
+def _to_failure(rank: int, error: BaseException) -> Failure:
     if isinstance(error, AttemptFailedError):
         return error.failure
     lost = getattr(error, "health_check_failure", None)
@@ -70,7 +70,7 @@ def with_restarts(
             if number > config.max_restarts:
                 raise error.failure.to_error(config.out) from error
             say(f"restart {number} of {config.max_restarts}: {error}")
-            current = restarted(_for_the_next(config, say, on_gpus=on_gpus))
+            current = config_after_failure(_for_the_next(config, say, on_gpus=on_gpus))
     raise AssertionError("the loop returns or raises")
 
 
@@ -79,7 +79,7 @@ def _for_the_next(config: TrainConfig, say: Say, *, on_gpus: bool) -> TrainConfi
     if config.min_workers is None:
         return config
     is_said = False
-    while (found := on_what_is_left(config, room := _room(on_gpus=on_gpus))) is None:
+    while (found := shrink_to_room(config, room := _count_room(on_gpus=on_gpus))) is None:
         if not is_said:
             say(f"there is room for {room} of at least {config.min_workers} workers: waiting for machines")
         is_said = True
@@ -88,7 +88,7 @@ def _for_the_next(config: TrainConfig, say: Say, *, on_gpus: bool) -> TrainConfi
     return found
 
 
-def on_what_is_left(config: TrainConfig, room: int) -> TrainConfig | None:
+def shrink_to_room(config: TrainConfig, room: int) -> TrainConfig | None:
     """The run with the most workers that ``room`` has and the batch allows; None below ``min_workers``."""
     assert config.min_workers is not None
     for workers in range(min(room, config.num_workers), config.min_workers - 1, -1):
@@ -97,7 +97,7 @@ def on_what_is_left(config: TrainConfig, room: int) -> TrainConfig | None:
     return None
 
 
-def _room(*, on_gpus: bool) -> int:
+def _count_room(*, on_gpus: bool) -> int:
     """Number of workers for which the nodes that respond have a CPU and, if they need it, a GPU. A lost node counts as
     alive until Ray has missed several heartbeats."""
 
@@ -129,7 +129,7 @@ def on_this_node() -> NodeAffinitySchedulingStrategy:
     return on_node(ray.get_runtime_context().get_node_id())
 
 
-def is_asked(stop: Queue) -> Callable[[], bool]:
+def watch_stop_requests(stop: Queue) -> Callable[[], bool]:
     """A function that tells whether ``stop`` holds a request, without a remote call. Only the first rank must know. The
     request stays in the queue, for the ranks of a restart; a ``get`` of a killed rank would take it away."""
     asked = threading.Event()

@@ -37,12 +37,12 @@ from ..config.train_config import TrainConfig
 from ..loop.loop import Interrupted, Trained, train
 from ..loop.outlets import Journal, Outlet, Values
 from ..loop.result import RunResult
-from ..loop.saving import in_background
+from ..loop.saving import run_in_background
 from ..loop.screen import Screen
-from ..loop.stopping import RunStoppedError, passing_on
+from ..loop.stopping import RunStoppedError, pass_on_signals
 from .devices import backend_of, check_device, check_gpus, threads_of
 from .failures import BLAME_SECONDS, Failure
-from .ray_restarts import AttemptFailedError, cause_of, is_asked, on_this_node, with_restarts
+from .ray_restarts import AttemptFailedError, find_cause, on_this_node, watch_stop_requests, with_restarts
 
 OBJECT_STORE_BYTES = 100 * 2**20
 """Ray's default is 30 % of the memory; here the object store holds only lines of progress."""
@@ -61,13 +61,13 @@ def launch(config: TrainConfig, lock: RunLock) -> RunResult:
     """Run on Ray workers and write ``result.json``. Raises the error of the first failing rank."""
     started = time.perf_counter()
     with cluster(config.num_workers, keep_open=[lock.descriptor]), printed_lines(config) as (lines, printing):
-        devices = _devices(config)
+        devices = _worker_devices(config)
         stop, asked = queue_here(), threading.Event()
-        fit = partial(_fit, devices=devices, lines=lines, stop=stop)
-        with passing_on(asked.set):
+        fit = partial(_run_attempt, devices=devices, lines=lines, stop=stop)
+        with pass_on_signals(asked.set):
             last, trained = _in_thread(
                 partial(with_restarts, config, fit, lambda line: lines.put(("say", line)), on_gpus=devices[0]),
-                partial(_check, lock, printing, asked, stop),
+                partial(_check_and_pass_stop, lock, printing, asked, stop),
             )
     if isinstance(trained, Interrupted):
         raise RunStoppedError.at(trained.checkpoint)
@@ -126,7 +126,7 @@ def printed_lines(config: TrainConfig) -> Iterator[tuple[Queue, Future[None]]]:
         lines.shutdown()
 
     with closing(Screen()) as screen:
-        printing = in_background(partial(_print_until_none, lines, screen, Journal(config)))
+        printing = run_in_background(partial(_print_until_none, lines, screen, Journal(config)))
         with _ended_by(end):
             yield lines, printing
 
@@ -139,7 +139,7 @@ def _print_until_none(lines: Queue, screen: Screen, journal: Journal) -> None:
             calls[name](value)
 
 
-def _check(lock: RunLock, printing: Future[None], asked: threading.Event, stop: Queue) -> None:
+def _check_and_pass_stop(lock: RunLock, printing: Future[None], asked: threading.Event, stop: Queue) -> None:
     try:
         if lock.claim is not None:
             lock.claim.check()
@@ -149,19 +149,19 @@ def _check(lock: RunLock, printing: Future[None], asked: threading.Event, stop: 
         raise LostStorageError(error.message) from error
     if asked.is_set():
         asked.clear()
-        in_background(partial(stop.put, True))
+        run_in_background(partial(stop.put, True))
 
 
 def _in_thread(call: Callable[[], Result], check: Callable[[], None]) -> Result:
     """Result of ``call``, run in a thread so that this one handles signals: in the main thread Ray Train would handle
     SIGINT. ``check`` is called every second and may raise."""
-    done = in_background(call)
+    done = run_in_background(call)
     while not wait([done], timeout=CHECK_SECONDS).done:
         check()
     return done.result()
 
 
-def _devices(config: TrainConfig) -> tuple[bool, dict[str, str]]:
+def _worker_devices(config: TrainConfig) -> tuple[bool, dict[str, str]]:
     """Whether workers have GPUs, and their environment, by the cluster's resources: this machine may have no GPU.
     Raises UsageError if there are too few, or if a machine lacks what the frameworks need."""
     found = ray.cluster_resources()
@@ -176,14 +176,14 @@ def _devices(config: TrainConfig) -> tuple[bool, dict[str, str]]:
     return gpus > 0, threads_of(config, sharing, found.get("CPU", sharing), on_gpu=gpus > 0)
 
 
-def _fit(config: TrainConfig, devices: tuple[bool, dict[str, str]], lines: Queue, stop: Queue) -> Outcome:
+def _run_attempt(config: TrainConfig, devices: tuple[bool, dict[str, str]], lines: Queue, stop: Queue) -> Outcome:
     """One attempt. Raises AttemptFailedError."""
     on_gpus, environment = devices
     if config.storage is None:
         # Ray would read its record of earlier starts, and refuse it if it names a removed checkpoint.
         (config.out / CHECKPOINTS / RECORD_NAME).unlink(missing_ok=True)
     trainer = ray.train.torch.TorchTrainer(
-        _work,
+        _run_worker,
         train_loop_config={"config": config, "resume_from": resume_folder(config), "lines": lines, "stop": stop},
         torch_config=ray.train.torch.TorchConfig(backend=backend_of("cuda" if on_gpus else "cpu")),
         scaling_config=ray.train.ScalingConfig(num_workers=config.num_workers, use_gpu=on_gpus),
@@ -204,7 +204,7 @@ def _fit(config: TrainConfig, devices: tuple[bool, dict[str, str]], lines: Queue
         outcome: Outcome = trainer.fit().return_value
         return outcome
     except ray.train.WorkerGroupError as error:
-        raise AttemptFailedError(cause_of(error.worker_failures)) from error
+        raise AttemptFailedError(find_cause(error.worker_failures)) from error
     except ray.train.TrainingFailedError as error:
         raise AttemptFailedError(Failure.of(0, getattr(error, "controller_failure", error))) from error
 
@@ -217,11 +217,11 @@ def _ray_storage(config: TrainConfig) -> dict[str, Any]:
     return {"storage_path": path, "storage_filesystem": PyFileSystem(FSSpecHandler(fs))}
 
 
-def _work(loop_config: dict[str, Any]) -> Outcome:
+def _run_worker(loop_config: dict[str, Any]) -> Outcome:
     try:
         config: TrainConfig = loop_config["config"]
         outlet = (RayFolderOutlet if config.storage is None else RayStorageOutlet)(config, loop_config["lines"])
-        device, asked = ray.train.torch.get_device(), is_asked(loop_config["stop"])
+        device, asked = ray.train.torch.get_device(), watch_stop_requests(loop_config["stop"])
         return train(config, device, loop_config["resume_from"], outlet, asked)
     except BaseException as error:  # torch's CheckpointException is none of Exception's
         time.sleep(BLAME_SECONDS)

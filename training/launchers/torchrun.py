@@ -1,8 +1,8 @@
 """Launcher with torchrun.
 
 :func:`launch` starts torchrun with the command line of the run, as a user does on several machines with
-``torchrun ... -m training --launcher torchrun ...``; each process runs :func:`work`. Ranks write their shards into the
-run's folder, which all machines share.
+``torchrun ... -m training --launcher torchrun ...``; each process runs :func:`run_rank_process`. Ranks write their
+shards into the run's folder, which all machines share.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from ckpt_tools.process.guard import guard_processes
 from ckpt_tools.process.signals import allow_signals, defer_signals
 
 from ..checkpoints.locking import RunLock, only_run
-from ..checkpoints.run_folder import restarted, resume_folder
-from ..checkpoints.weights import export
+from ..checkpoints.run_folder import config_after_failure, resume_folder
+from ..checkpoints.weights import export_weights
 from ..config import PACKAGE
 from ..config.train_config import TrainConfig
 from ..loop.loop import Interrupted, train
 from ..loop.outlets import Outlet
 from ..loop.result import RESULT_NAME, RunResult
 from ..loop.screen import Screen
-from ..loop.stopping import EXIT_CODE, Request, RunStoppedError, ignore_saving_signals, passing_on
-from .checks import checked
+from ..loop.stopping import EXIT_CODE, Request, RunStoppedError, ignore_saving_signals, pass_on_signals
+from .checks import check_run
 from .devices import backend_of, threads_of
 from .failures import BLAME_SECONDS, TORCHRUN_LOG_NAME, Failure, RunFailedError
 
@@ -70,13 +70,13 @@ def launch(config: TrainConfig, lock: RunLock) -> RunResult:
             raise RunStoppedError.at(None)
         if code == 0:
             return RunResult.read(config.out / RESULT_NAME)
-        failure = _failure(config, files, config.max_restarts)
+        failure = _find_failure(config, files, config.max_restarts)
     if failure is None:
         raise RunFailedError(f"torchrun ended with exit code {code} (see {log})")
     raise failure.to_error(config.out)
 
 
-def _failure(config: TrainConfig, files: Path, restarts: int) -> Failure | None:
+def _find_failure(config: TrainConfig, files: Path, restarts: int) -> Failure | None:
     """Why the attempt after so many restarts failed: because a rank was killed, or else as the first rank recorded."""
     recorded = Failure.recorded(files / ERROR)
     ends = _RANK_ENDED.findall((config.out / TORCHRUN_LOG_NAME).read_text(errors="replace"))
@@ -91,9 +91,11 @@ def _run_agent(config: TrainConfig, files: Path, stderr: IO[bytes], environment:
     """Exit code of torchrun's agent. If this process is interrupted, the agent is too, and killed after a few seconds.
     A signal during the fork waits until the agent is known here."""
     with defer_signals():
-        agent = subprocess.Popen(_command(config), stderr=stderr, env=environment, preexec_fn=ignore_saving_signals)
+        agent = subprocess.Popen(
+            _torchrun_command(config), stderr=stderr, env=environment, preexec_fn=ignore_saving_signals
+        )
         try:
-            with passing_on(partial(_ask_to_stop, files, agent)), allow_signals():
+            with pass_on_signals(partial(_ask_to_stop, files, agent)), allow_signals():
                 return agent.wait()
         finally:
             if agent.poll() is None:
@@ -111,7 +113,7 @@ def _ask_to_stop(files: Path, agent: subprocess.Popen[bytes]) -> None:
         agent.kill()
 
 
-def work(config: TrainConfig) -> NoReturn:
+def run_rank_process(config: TrainConfig) -> NoReturn:
     """Run one rank, and end this process; rank 0 writes ``result.json``. Under a torchrun that the user started, rank 0
     locks ``OUT``, and each rank ends the processes that it started."""
     _die_with_parent()
@@ -122,8 +124,8 @@ def work(config: TrainConfig) -> NoReturn:
     try:
         if files:
             (files / BEGUN).touch()
-        if _restarts():
-            config = restarted(config)
+        if _count_restarts():
+            config = config_after_failure(config)
             if leads:
                 _say_why_restarted(config, files)
         with ExitStack() as held:
@@ -131,13 +133,13 @@ def work(config: TrainConfig) -> NoReturn:
                 if leads:
                     held.enter_context(only_run(config))
                 held.enter_context(held.enter_context(guard_processes())())
-            code = _work(config, request, files)
+            code = _run_checked_rank(config, request, files)
     except BaseException as error:  # torch's CheckpointException is none of Exception's
         if files:
             Failure.of(int(os.environ["RANK"]), error).record(files / ERROR)
         time.sleep(BLAME_SECONDS)
         raise
-    leave(code)
+    exit_process(code)
 
 
 def _die_with_parent() -> None:
@@ -152,20 +154,20 @@ def _die_with_parent() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _restarts() -> int:
+def _count_restarts() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def _say_why_restarted(config: TrainConfig, files: Path | None) -> None:
     """Print the last failure, whose record is emptied for the next one."""
-    failure = files and _failure(config, files, _restarts() - 1)
+    failure = files and _find_failure(config, files, _count_restarts() - 1)
     if files:
         Failure.reserve(files / ERROR)
     reason = failure.sentence if failure else "a rank failed; torchrun's log has the reason"
-    print(f"restart {_restarts()} of {os.environ['TORCHELASTIC_MAX_RESTARTS']}: {reason}", flush=True)
+    print(f"restart {_count_restarts()} of {os.environ['TORCHELASTIC_MAX_RESTARTS']}: {reason}", flush=True)
 
 
-def leave(code: int = 0) -> NoReturn:
+def exit_process(code: int = 0) -> NoReturn:
     """End the process without the interpreter's teardown: threads of Gloo outlive ``destroy_process_group`` if a
     framework keeps a group, as DeepSpeed does, and may abort a process that has finished its run."""
     sys.stdout.flush()
@@ -173,19 +175,19 @@ def leave(code: int = 0) -> NoReturn:
     os._exit(code)
 
 
-def _work(config: TrainConfig, request: Request, files: Path | None) -> int:
+def _run_checked_rank(config: TrainConfig, request: Request, files: Path | None) -> int:
     """Exit code of this rank. An agent treats any but 0 as a failure, so only without it does a stopped run have 75."""
     rank = int(os.environ["RANK"])
-    if files is None or _restarts():
+    if files is None or _count_restarts():
         # Not checked yet. The first rank of a machine reads the data, which may download it.
-        for line in checked(config, with_data=os.environ["LOCAL_RANK"] == "0"):
+        for line in check_run(config, with_data=os.environ["LOCAL_RANK"] == "0"):
             if rank == 0:
                 print(line, flush=True)
     interrupted = run_rank(config, join_process_group(), request)
     torch.distributed.destroy_process_group()
     if interrupted is None:
         if rank == 0 and files is None:
-            export(config, RunResult.read(config.out / RESULT_NAME).checkpoint)
+            export_weights(config, RunResult.read(config.out / RESULT_NAME).checkpoint)
         return 0
     if files is None:
         if rank == 0:
@@ -216,12 +218,12 @@ def join_process_group() -> torch.device:
         torch.cuda.set_device(device)
     # A new store for each restart: the agent's has addresses of dead ranks.
     store, rank, size = next(rendezvous("env://"))
-    store = PrefixStore(f"start_{_restarts()}", store)
+    store = PrefixStore(f"start_{_count_restarts()}", store)
     torch.distributed.init_process_group(backend_of(device.type), store=store, rank=rank, world_size=size)
     return device
 
 
-def _command(config: TrainConfig) -> list[str]:
+def _torchrun_command(config: TrainConfig) -> list[str]:
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(config.num_workers)]
     # The launcher handles SIGTERM; see ignore_saving_signals.
     torchrun += ["--signals-to-handle", "SIGINT,SIGHUP,SIGQUIT", "--max-restarts", str(config.max_restarts)]

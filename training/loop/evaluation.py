@@ -19,7 +19,7 @@ from torch.utils.data import Dataset
 
 from ckpt_tools.errors import UsageError
 
-from ..config.references import Reference, called, resolved, text_of
+from ..config.references import Reference, call_function, import_function, text_of
 from ..config.train_config import TrainConfig
 from ..data.datasets import Samples
 from ..data.loading import held_out_batches
@@ -60,7 +60,7 @@ def plain_logits(model: nn.Module) -> Logits:
     return torch.no_grad()(model.eval().__call__)
 
 
-def padded(rows: Tensor, size: int = CHUNK) -> Tensor:
+def pad_rows(rows: Tensor, size: int = CHUNK) -> Tensor:
     """Rows padded to whole passes with copies of the last one."""
     missing = -len(rows) % size
     return torch.cat([rows, rows[-1:].expand(missing, *rows.shape[1:])]) if missing else rows
@@ -70,10 +70,10 @@ def metrics_of(own: Reference | None, loss: Loss) -> Metrics:
     """The standard metrics, and those of the user's function. Raises ``UsageError`` if it cannot be imported."""
     if own is None:
         return partial(standard_metrics, loss=loss)
-    function = resolved(own, "metrics")
+    function = import_function(own, "metrics")
 
     def metrics(model: Callable[..., Any], batch: Any) -> Mapping[str, Tensor]:
-        found = called(function, "metrics", model, batch)
+        found = call_function(function, "metrics", model, batch)
         if not isinstance(found, Mapping) or not all(isinstance(each, Tensor) for each in found.values()):
             raise UsageError(f"--metrics {text_of(own)} gives something else than tensors by name")
         return {**standard_metrics(model, batch, loss), **found}
@@ -87,7 +87,7 @@ def check_metric(name: str, value: Tensor, samples: int) -> None:
         raise UsageError(f"the metric {name} has {len(value)} values for {samples} samples")
 
 
-def line_of(held_out: Mapping[str, Value]) -> dict[str, Value]:
+def rename_loss(held_out: Mapping[str, Value]) -> dict[str, Value]:
     """Metrics of an evaluation as a line of ``metrics.jsonl`` has them: its ``loss`` is that of training."""
     return {"held_out_loss" if name == "loss" else name: value for name, value in held_out.items()}
 
@@ -97,7 +97,7 @@ def check_best(config: TrainConfig, held_out: Mapping[str, object]) -> None:
     if config.keep_best is None:
         return
     metric = re.sub(":(min|max)$", "", config.keep_best)
-    known = sorted({"loss", *line_of(held_out)} - {PREDICTED})
+    known = sorted({"loss", *rename_loss(held_out)} - {PREDICTED})
     if metric not in known:
         raise UsageError(f"--keep-best {metric}: the metrics of this run are {', '.join(known)}")
 
@@ -116,7 +116,7 @@ class Evaluator:
     counts: bool = True
 
     def __call__(self, engine: Engine) -> Evaluation:
-        rows = self.rows(engine.evaluated)
+        rows = self.rows(engine.evaluate)
         for each in rows.values():
             torch.distributed.all_reduce(each)
         predicted = rows.pop(PREDICTED, None)
@@ -126,7 +126,7 @@ class Evaluator:
         listed = predicted.flatten().tolist() if predicted.numel() <= MAX_LISTED else []
         return Evaluation(values, predicted.numel(), tuple(listed))
 
-    def rows(self, evaluated: Callable[[Metrics, Any], Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    def rows(self, evaluate: Callable[[Metrics, Any], Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Values of the samples of this rank's passes, float64 [n], and 0 elsewhere: the sum over ranks has them all. A
         forward pass of a sharded model is collective, so each rank makes the same number: a rank without a pass left
         repeats the first one."""
@@ -136,8 +136,8 @@ class Evaluator:
         for mine in range(self.rank, self.rank + passes, self.world_size):
             batch, count = batch_at(mine if mine < passes else 0)
             if isinstance(self.dataset, Samples):
-                batch = tuple(padded(each, self.size) for each in batch)
-            values = evaluated(self.metrics, batch)
+                batch = tuple(pad_rows(each, self.size) for each in batch)
+            values = evaluate(self.metrics, batch)
             if rows and rows.keys() != values.keys():
                 raise UsageError(f"metrics are {', '.join(values)} of one batch, and {', '.join(rows)} of another")
             for name, value in values.items():

@@ -23,15 +23,15 @@ from torch.utils.data import Dataset
 
 from ckpt_tools.errors import UsageError
 
-from ..checkpoints.collectives import any_rank, leader_first
+from ..checkpoints.collectives import any_rank_has, leader_first
 from ..config.options import RESUME_AUTO
 from ..config.train_config import TrainConfig
 from ..data.datasets import PARTS
 from ..data.loading import Batches, Position, dataset_of, length_of, seed_generators
 from ..engines import Engine, Progress, create_engine
-from ..engines.optimizers import Schedule, schedule_of
-from .evaluation import Evaluation, Evaluator, check_best, line_of, metrics_of
-from .measuring import StepLog, profiled, work_of
+from ..engines.optimizers import Schedule, make_schedule
+from .evaluation import Evaluation, Evaluator, check_best, metrics_of, rename_loss
+from .measuring import StepLog, profile_steps, work_per_sample
 from .outlets import Outlet
 from .saving import Saver, SaveRecord
 
@@ -52,14 +52,14 @@ class EpochMetrics:
     @property
     def mean_loss(self) -> float:
         """Mean over the whole epoch, added in the order of steps, so resuming does not change the last bit."""
-        return added(self.earlier_loss, self.losses) / (self.earlier_steps + len(self.losses))
+        return add_in_order(self.earlier_loss, self.losses) / (self.earlier_steps + len(self.losses))
 
     def line(self, last_epoch: int) -> str:
         found = "".join(f"  held-out {name} {value:.4f}" for name, value in self.held_out.items())
         return f"epoch {self.epoch:2d}/{last_epoch}  loss {self.mean_loss:.4f}{found}  {self.seconds:.1f} s"
 
     def values(self) -> dict[str, float]:
-        return {"epoch": self.epoch, "loss": self.mean_loss, **line_of(self.held_out)}
+        return {"epoch": self.epoch, "loss": self.mean_loss, **rename_loss(self.held_out)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,19 +89,19 @@ def train(
     with leader_first():  # so only the first rank of each machine downloads
         samples, held_out = (dataset_of(config, part) for part in PARTS)
     assert samples is not None, "only the held-out part may be missing"
-    schedule = schedule_of(config, config.epochs * config.steps_per_epoch(length_of(samples)))
+    schedule = make_schedule(config, config.epochs * config.steps_per_epoch(length_of(samples)))
     with closing(create_engine(config, schedule, device)) as engine, outlet.callbacks:
-        progress = _resumed(engine, resume_from, outlet) if resume_from else Progress()
+        progress = _resume_engine(engine, resume_from, outlet) if resume_from else Progress()
         _check_something_left(config, progress)
         ranks = torch.distributed.get_world_size() // (config.tp * config.pp)
         batches = Batches(config, samples, engine.data_rank, ranks, device)
-        evaluator = None if held_out is None else _evaluator(config, engine, held_out, batches)
-        with profiled(config) as end_step:
+        evaluator = None if held_out is None else _make_evaluator(config, engine, held_out, batches)
+        with profile_steps(config) as end_step:
             run = _Run(config, engine, batches, evaluator, outlet, is_asked_to_stop, progress, schedule, end_step)
             return run.to_the_end()
 
 
-def _evaluator(config: TrainConfig, engine: Engine, held_out: Dataset[Any], batches: Batches) -> Evaluator:
+def _make_evaluator(config: TrainConfig, engine: Engine, held_out: Dataset[Any], batches: Batches) -> Evaluator:
     """Evaluator of the held-out samples; the first of the ranks that compute the same samples counts. Collective."""
     shares: list[int] = [0] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(shares, batches.rank)
@@ -110,7 +110,7 @@ def _evaluator(config: TrainConfig, engine: Engine, held_out: Dataset[Any], batc
     return Evaluator(held_out, metrics_of(config.metrics, engine.loss), config.eval_batch_size, *place, counts)
 
 
-def _resumed(engine: Engine, checkpoint: Path | str, outlet: Outlet) -> Progress:
+def _resume_engine(engine: Engine, checkpoint: Path | str, outlet: Outlet) -> Progress:
     started = time.perf_counter()
     progress = engine.resume(checkpoint)
     if torch.distributed.get_rank() == 0:
@@ -171,10 +171,10 @@ class _Run:
     def to_the_end(self) -> Trained | Interrupted:
         history = []
         try:
-            self.agree_between_epochs()
+            self.stop_between_epochs()
             while not self.is_at_end:
                 history.append(self.epoch())
-                self.agree_between_epochs()
+                self.stop_between_epochs()
         except _StopAskedError:
             self.saver.collect()
             return Interrupted(self.saved.name if self.saved.step else None)
@@ -225,7 +225,7 @@ class _Run:
         batches = self.batches.epoch(Position(before.epoch, before.batch, before.data))
         for batch, state in islice(batches, self.steps - before.batch):
             if self.leads and self.log.work is None:
-                self.log.work = work_of(self.config, batch)
+                self.log.work = work_per_sample(self.config, batch)
             accuracy = None if self.found is None else self.found.accuracy
             seed_generators(self.config.seed, self.progress.step, self.batches.rank)
             losses.append(self.engine.step(batch))
@@ -234,7 +234,7 @@ class _Run:
             self.log.after(self.progress, losses[-1], self.saver.records, accuracy)
             with self.log.meter.paused():
                 self.end_step()
-            self.agree(before, losses)
+            self.save_or_stop_if_due(before, losses)
             if self.has_last_step:
                 return losses
         if self.progress.batch < self.steps:
@@ -244,34 +244,34 @@ class _Run:
             )
         return losses
 
-    def agree(self, before: Progress, losses: list[Tensor]) -> None:
+    def save_or_stop_if_due(self, before: Progress, losses: list[Tensor]) -> None:
         """After a step, save or stop if due. At the last step of an epoch, its end is saved instead."""
-        is_asked, is_time = self.agreed()
+        is_asked, is_time = self.exchange_requests()
         is_due = is_time or self.config.saves_after_step(self.progress.step)
         ends = self.progress.batch == self.steps
         every = self.config.eval_every_steps
         if every is not None and self.progress.step % every == 0 and not (ends or self.has_last_step):
             found = self.evaluation()
             if found is not None:
-                self.record(line_of(found.values))
+                self.record(rename_loss(found.values))
         if is_asked or (is_due and not ends):
-            loss_sum = added(before.loss_sum, self.means(losses))
+            loss_sum = add_in_order(before.loss_sum, self.means(losses))
             self.save(replace(self.progress, loss_sum=loss_sum), {"epoch": self.progress.epoch})
         self.is_due = is_due and ends
         if is_asked:
             raise _StopAskedError
 
-    def agree_between_epochs(self) -> None:
+    def stop_between_epochs(self) -> None:
         """Stop if requested, before the first step and after an evaluation."""
-        is_asked, _ = self.agreed()
+        is_asked, _ = self.exchange_requests()
         if is_asked:
             if self.progress != self.saved:
                 self.save(self.progress, {"epoch": self.progress.epoch})
             raise _StopAskedError
 
-    def agreed(self) -> tuple[bool, bool]:
+    def exchange_requests(self) -> tuple[bool, bool]:
         """Whether any rank has a request to stop, and whether ``--save-every-minutes`` is over."""
-        is_asked, is_time, is_busy, has_failed = any_rank(
+        is_asked, is_time, is_busy, has_failed = any_rank_has(
             self.is_asked_to_stop(),
             self.leads and self.config.saves_after_seconds(time.monotonic() - self.saver.saved_at),
             self.saver.is_busy,
@@ -301,6 +301,6 @@ class _Run:
         return tuple((total / self.world_size).tolist())
 
 
-def added(start: float, losses: tuple[float, ...]) -> float:
+def add_in_order(start: float, losses: tuple[float, ...]) -> float:
     """Sum in order; ``sum`` compensates rounding in newer Pythons."""
     return reduce(add, losses, start)

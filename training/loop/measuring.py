@@ -21,7 +21,7 @@ from ..checkpoints.collectives import gather_values
 from ..checkpoints.settings import Progress
 from ..config.train_config import TrainConfig
 from ..engines.optimizers import Schedule
-from ..models.losses import leaves
+from ..models.losses import batch_tensors
 from ..models.zoo import spec_of
 from .outlets import Outlet
 from .saving import SaveRecord
@@ -34,13 +34,13 @@ PEAK_TFLOPS = {"A100": 312, "H100 PCIe": 756, "H100": 989, "H200": 989, "L40S": 
 BACKWARD = 2  # times the arithmetic of the forward pass
 
 
-def work_of(config: TrainConfig, batch: Any) -> dict[str, float]:
+def work_per_sample(config: TrainConfig, batch: Any) -> dict[str, float]:
     """Tokens a second of a text, and the model FLOPs utilization (MFU) if the peak and the arithmetic are known, at one
     sample a second. From the first batch of a run."""
-    tensors = leaves(batch)
+    tensors = batch_tensors(batch)
     words = next((each for each in tensors if each.ndim == 2 and each.dtype == torch.int64), None)
     peak = (config.peak_tflops or _known_peak(config)) * 1e12 * config.num_workers
-    share = flops_of(config, batch) / len(tensors[0]) / peak if peak else 0.0
+    share = count_flops(config, batch) / len(tensors[0]) / peak if peak else 0.0
     found = {"tokens_per_second": 0 if words is None else words.shape[1], "mfu": share}
     return {name: each for name, each in found.items() if each}
 
@@ -52,7 +52,7 @@ def _known_peak(config: TrainConfig) -> float:
     return next((peak for part, peak in PEAK_TFLOPS.items() if all(word in name for word in part.split())), 0.0)
 
 
-def flops_of(config: TrainConfig, batch: Any) -> float:
+def count_flops(config: TrainConfig, batch: Any) -> float:
     """FLOPs of matrix products of a step on this batch, without what activation checkpointing computes again. They are
     counted on a model without memory; 0 if that cannot compute, as one that reads values of its tensors."""
     from torch.utils.flop_counter import FlopCounterMode  # it imports Triton
@@ -104,7 +104,7 @@ class StepLog:
         self._shown_at = 0.0
         self.meter = Meter()
         self.work: dict[str, float] | None = None
-        """Of :func:`work_of`; known on the first rank from the first batch on."""
+        """Of :func:`work_per_sample`; known on the first rank from the first batch on."""
 
     def after(self, progress: Progress, loss: Tensor, saves: list[SaveRecord], accuracy: float | None) -> None:
         """Called after each step with this rank's mean loss; collective."""
@@ -137,10 +137,10 @@ class StepLog:
         if (now := time.monotonic()) - self._shown_at >= SHOWN_SECONDS:
             self._shown_at = now
             left = (self._last_step - figures["step"]) * self._config.batch_size / figures["samples_per_second"]
-            self._outlet.show(status_of(figures, self._last_step, left, accuracy, saves[-1] if saves else None))
+            self._outlet.show(format_status(figures, self._last_step, left, accuracy, saves[-1] if saves else None))
 
 
-def status_of(
+def format_status(
     figures: dict[str, Any], last_step: int, seconds_left: float, accuracy: float | None, saved: SaveRecord | None
 ) -> str:
     """Status of a run in one line; what a narrow terminal may cut off is at its end."""
@@ -152,15 +152,15 @@ def status_of(
         f"{figures['samples_per_second']:,.0f} samples/s",
         *([f"{figures['tokens_per_second']:,.0f} tokens/s"] if "tokens_per_second" in figures else []),
         *([f"MFU {figures['mfu']:.1%}"] if "mfu" in figures else []),
-        f"memory {_size(max(figures['peak_rss']))}",
-        *([f"on the GPU {_size(max(figures['cuda_peak']))}"] if "cuda_peak" in figures else []),
+        f"memory {_format_size(max(figures['peak_rss']))}",
+        *([f"on the GPU {_format_size(max(figures['cuda_peak']))}"] if "cuda_peak" in figures else []),
         f"lr {figures['learning_rate']:.2e}",
         *([] if saved is None else [f"{saved.checkpoint} saved, stall {saved.stall_seconds:.2f} s"]),
     ]
     return "  ".join(parts)
 
 
-def _size(count: int) -> str:
+def _format_size(count: int) -> str:
     return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
 
 
@@ -180,7 +180,7 @@ MAX_ALLOCATIONS = 100_000
 
 
 @contextmanager
-def profiled(config: TrainConfig) -> Iterator[Callable[[], None]]:
+def profile_steps(config: TrainConfig) -> Iterator[Callable[[], None]]:
     """A function to call after each step; it does nothing without ``--profile``."""
     if not config.profile:
         yield lambda: None

@@ -14,8 +14,8 @@ import torch
 from ckpt_tools.errors import UsageError
 
 from ..checkpoints.run_folder import CHECKPOINTS, make_partial, partial_folder
-from ..checkpoints.storage import writing
-from ..config.references import Reference, called, text_of
+from ..checkpoints.storage import report_failed_writes
+from ..config.references import Reference, call_function, text_of
 from ..config.train_config import TrainConfig
 from .screen import Screen
 
@@ -32,7 +32,7 @@ class Callbacks(ExitStack):
 
     def __call__(self, figures: Mapping[str, Any]) -> None:
         for callback in self._made:
-            called(callback, "callback", dict(figures))
+            call_function(callback, "callback", dict(figures))
 
     @cached_property
     def _made(self) -> list[Callable[..., object]]:
@@ -41,7 +41,7 @@ class Callbacks(ExitStack):
     def _function(self, reference: Reference) -> Callable[..., object]:
         """Call the user's function with the run's configuration; it returns a function of a line, or a context manager
         that gives one."""
-        made = called(reference, "callback", self._config)
+        made = call_function(reference, "callback", self._config)
         function = self.enter_context(made) if isinstance(made, AbstractContextManager) else made
         if not callable(function):
             raise UsageError(
@@ -60,10 +60,10 @@ class Journal:
     def record(self, figures: Mapping[str, Any]) -> None:
         """Append a line. A kill may cut it off; readers skip such a line. Raises StoreError."""
         path = self._out / METRICS_NAME
-        with writing(path), path.open("a") as file:
+        with report_failed_writes(path), path.open("a") as file:
             file.write(json.dumps(figures) + "\n")
         if self._tensorboard:
-            with writing(self._out / TENSORBOARD_NAME):
+            with report_failed_writes(self._out / TENSORBOARD_NAME):
                 self._record_events(figures)
 
     def _record_events(self, figures: Mapping[str, Any]) -> None:
@@ -74,18 +74,18 @@ class Journal:
 
             # TensorBoard drops later steps of an earlier run.
             self._events = SummaryWriter(str(self._out / TENSORBOARD_NAME), purge_step=step)
-        for name, value in scalars(figures):
+        for name, value in flatten_scalars(figures):
             self._events.add_scalar(name, value, step)
         self._events.flush()
 
 
-def recorded(out: Path) -> Iterator[dict[str, Any]]:
+def read_metrics(out: Path) -> Iterator[dict[str, Any]]:
     for line in (out / METRICS_NAME).read_text().splitlines():
         with suppress(ValueError):
             yield json.loads(line)
 
 
-def scalars(figures: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+def flatten_scalars(figures: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """Numbers of a line, under names that begin with the kind of the line, which TensorBoard shows as groups."""
     kind = "epoch" if "epoch" in figures else "checkpoint" if "checkpoint" in figures else "train"
     for name, value in figures.items():

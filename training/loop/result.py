@@ -15,7 +15,7 @@ from ckpt_tools.errors import DestinationExistsError
 from ckpt_tools.process.credentials import mask_secrets
 
 from ..checkpoints.run_folder import checkpoint_of
-from ..checkpoints.storage import writing
+from ..checkpoints.storage import report_failed_writes
 from ..config.references import text_of
 from ..config.train_config import Settings, TrainConfig
 from .evaluation import Evaluation
@@ -103,6 +103,6 @@ class RunResult:
         """Write ``OUT/result.json`` atomically, without credentials in the URL of the checkpoint. Raises StoreError."""
         unfinished, path = out / f".{RESULT_NAME}.partial", out / RESULT_NAME
         shown = replace(self, checkpoint=mask_secrets(self.checkpoint))
-        with writing(path):
+        with report_failed_writes(path):
             unfinished.write_text(json.dumps(asdict(shown), indent=1) + "\n")
             unfinished.replace(path)

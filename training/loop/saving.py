@@ -22,9 +22,9 @@ import ckpt_tools
 from ckpt_tools.errors import FormatError, SourceNotFoundError, StoreError, UsageError
 
 from ..checkpoints.collectives import cpu_group
-from ..checkpoints.run_folder import CHECKPOINTS, empty_partial, is_checkpoint_name, partial_folder, strangers_in
+from ..checkpoints.run_folder import CHECKPOINTS, empty_partial, find_unknown_files, is_checkpoint_name, partial_folder
 from ..checkpoints.settings import Progress
-from ..checkpoints.storage import root_of, writing
+from ..checkpoints.storage import find_root_cause, report_failed_writes
 from ..config.train_config import TrainConfig
 from ..engines.base import Engine, Save
 from ..models.config_json import write_model_config
@@ -73,14 +73,14 @@ class Saver:
         if self._group is None:
             self._write(partial(self._engine.save, progress=progress), folder)
             torch.distributed.barrier()
-            done = in_background(partial(self._finish, progress.name))
+            done = run_in_background(partial(self._finish, progress.name))
         else:
             from ..engines.fsdp2 import Fsdp2Engine  # not on top, because a launcher does without
 
             assert isinstance(self._engine, Fsdp2Engine)
-            write = partial(self._write, self._engine.staged(progress, self._group), folder)
+            write = partial(self._write, self._engine.stage_copy(progress, self._group), folder)
             # DCP's collectives ensure that the first rank returns only when all have written.
-            done = in_background(partial(self._finish, progress.name, write))
+            done = run_in_background(partial(self._finish, progress.name, write))
         record = SaveRecord(progress.name, progress.step, time.perf_counter() - started, waited, 0.0)
         self._pending = record, values, started, done
         self.saved_at = time.monotonic()
@@ -107,7 +107,7 @@ class Saver:
             remove_old(self._config)
 
     def _write(self, write: Save, folder: Path) -> None:
-        with writing(folder):
+        with report_failed_writes(folder):
             if torch.distributed.get_rank() == 0:
                 write_model_config(folder, self._config)
             write(folder)
@@ -118,7 +118,7 @@ class Saver:
         return time.perf_counter()
 
 
-def in_background(call: Callable[[], Result]) -> Future[Result]:
+def run_in_background(call: Callable[[], Result]) -> Future[Result]:
     """Call in a daemon thread: a failing process does not wait for it, because its peers may be gone."""
     done: Future[Result] = Future()
 
@@ -135,7 +135,7 @@ def in_background(call: Callable[[], Result]) -> Future[Result]:
 def _check_all(name: str, done: Future[float]) -> None:
     """Raise StoreError on every rank with the reason of the first one that failed; collective."""
     error = done.exception() if done.done() else None
-    cause = None if error is None else root_of(error)
+    cause = None if error is None else find_root_cause(error)
     told = cause.message if isinstance(cause, StoreError) else f"{type(cause).__name__}: {cause}"
     reasons: list[str | None] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(reasons, told if cause else None)
@@ -159,7 +159,7 @@ def remove_old(config: TrainConfig) -> None:
     for each in reversed(report.checkpoints):
         folder = config.out / each.name
         is_own = folder.parent.name == CHECKPOINTS and is_checkpoint_name(folder.name) and not folder.is_symlink()
-        if not each.stays and is_own and not strangers_in(folder):
+        if not each.stays and is_own and not find_unknown_files(folder):
             hidden = folder.rename(partial_folder(folder.parent, folder.name))
             empty_partial(hidden)
             hidden.rmdir()

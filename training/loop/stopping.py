@@ -65,7 +65,7 @@ class Request:
 
 
 @contextmanager
-def passing_on(ask: Callable[[], None]) -> Iterator[None]:
+def pass_on_signals(ask: Callable[[], None]) -> Iterator[None]:
     """Within the block, the first SIGTERM or SIGUSR1 calls ``ask``; a second SIGTERM has its earlier effect. Does
     nothing unless ``ckpt_tools.process.signals`` handles SIGTERM: a program that calls the launchers keeps its own
     handlers."""
@@ -102,7 +102,7 @@ def ignore_saving_signals() -> None:
 
 
 @contextmanager
-def interruptible(advice: Callable[[], str]) -> Iterator[None]:
+def end_on_signals(advice: Callable[[], str]) -> Iterator[None]:
     """SIGINT, SIGTERM or SIGHUP within the block ends its processes, and then this one, with one sentence that has
     ``advice``. Losing the storage to another run ends them too."""
     try:
@@ -110,14 +110,14 @@ def interruptible(advice: Callable[[], str]) -> Iterator[None]:
             yield
     except KeyboardInterrupt as error:
         code = get_exit_code(error)
-        _leave(f"interrupted by {signal.Signals(code - 128).name}: {advice()}", code)
+        _exit_with(f"interrupted by {signal.Signals(code - 128).name}: {advice()}", code)
     except RunStoppedError as error:
-        _leave(str(error), error.exit_code)
+        _exit_with(str(error), error.exit_code)
     except LostStorageError as error:
-        _leave(f"Error: {error}", error.exit_code)
+        _exit_with(f"Error: {error}", error.exit_code)
 
 
-def _leave(sentence: str, code: int) -> NoReturn:
+def _exit_with(sentence: str, code: int) -> NoReturn:
     """Exit without the interpreter's teardown, which would wait for a thread that waits for the ended cluster."""
     with suppress(OSError):  # the terminal may be closed
         click.echo(sentence, err=True)

@@ -39,11 +39,11 @@ def model_config(config: TrainConfig) -> dict[str, Any] | None:
     architecture = "ours" if name == "vit" and not sizes else f"ours:{name}" + (f"?{sizes}" if sizes else "")
     if MODELS[name].task == "text":
         return {"architecture": architecture, "dataset": data}
-    labels = list(labels_of(config))
+    labels = list(list_labels(config))
     return {"architecture": architecture, "labels": labels, "image": PREPARATION, "dataset": data}
 
 
-def labels_of(config: TrainConfig) -> tuple[str, ...]:
+def list_labels(config: TrainConfig) -> tuple[str, ...]:
     """Labels of the model's outputs in order; an output without a class in the user's folder has its number."""
     if (name := text_of(config.dataset)) in LABELS:
         return LABELS[name]
@@ -61,11 +61,11 @@ def write_model_config(folder: Path, config: TrainConfig) -> None:
     elif (found := model_config(config)) is not None:
         (folder / NAME).write_text(json.dumps(found, indent=1) + "\n")
     if config.lora:
-        _adapter(config).save_pretrained(str(folder))
+        _adapter_config(config).save_pretrained(str(folder))
 
 
 @lru_cache(maxsize=1)
-def _adapter(config: TrainConfig) -> Any:
+def _adapter_config(config: TrainConfig) -> Any:
     """``LoraConfig`` with the modules that PEFT has found in the model."""
     with torch.device("meta"):
         model: Any = spec_of(config).make().module

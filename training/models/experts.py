@@ -37,8 +37,8 @@ class Experts(nn.Module):
     def __init__(self, sizes: MixtureSizes) -> None:
         super().__init__()
         width, hidden = sizes.width, sizes.hidden
-        self.gate, self.up = (nn.Parameter(_drawn(sizes.experts, hidden, width)) for _ in range(2))
-        self.down = nn.Parameter(_drawn(sizes.experts, width, hidden))
+        self.gate, self.up = (nn.Parameter(_draw_weights(sizes.experts, hidden, width)) for _ in range(2))
+        self.down = nn.Parameter(_draw_weights(sizes.experts, width, hidden))
 
     def forward(self, tokens: Tensor, counts: Tensor) -> Tensor:
         """Float [m, width] to [m, width]. ``counts``, int64 [s, e], are the lengths of consecutive runs of ``tokens``:
@@ -46,18 +46,18 @@ class Experts(nn.Module):
         results do not depend on other senders."""
         runs = tokens.split(counts.flatten().tolist())
         experts = cycle(zip(*(weight.unbind() for weight in self.weights()), strict=True))
-        return torch.cat([_answers(run, *expert) for run, expert in zip(runs, experts, strict=False)])
+        return torch.cat([_feed_forward(run, *expert) for run, expert in zip(runs, experts, strict=False)])
 
     def weights(self) -> Sequence[Tensor]:
         return self.gate, self.up, self.down
 
 
-def _drawn(count: int, rows: int, columns: int) -> Tensor:
+def _draw_weights(count: int, rows: int, columns: int) -> Tensor:
     """Matrices initialised as by ``nn.Linear``."""
     return torch.empty(count, rows, columns).uniform_(-(columns**-0.5), columns**-0.5)
 
 
-def _answers(tokens: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+def _feed_forward(tokens: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     hidden = functional.silu(functional.linear(tokens, gate)) * functional.linear(tokens, up)
     return functional.linear(hidden, down)
 

@@ -47,12 +47,12 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (part(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2) for part in (self.q, self.k, self.v))
-        q, k = rotated(q), rotated(k)
+        q, k = rotate_positions(q), rotate_positions(k)
         mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.o(mixed.transpose(1, 2).flatten(2))
 
 
-def rotated(x: Tensor) -> Tensor:
+def rotate_positions(x: Tensor) -> Tensor:
     """Rotary position embedding of [n, heads, t, size]."""
     half = x.shape[-1] // 2
     frequencies = _ROTARY_BASE ** -(torch.arange(half, device=x.device, dtype=torch.float32) / half)

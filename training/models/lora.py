@@ -13,7 +13,7 @@ from torch import nn
 
 from ckpt_tools.errors import UsageError
 
-from ..config.references import arguments_of, first_line
+from ..config.references import first_line, parse_arguments
 from ..config.train_config import TrainConfig
 
 ARGUMENTS = (
@@ -26,9 +26,9 @@ INITIAL = (True, False, "gaussian")
 """Values of ``init_lora_weights`` that leave the base model as it is."""
 
 
-def with_adapter(config: TrainConfig, module: nn.Module) -> nn.Module:
+def add_adapter(config: TrainConfig, module: nn.Module) -> nn.Module:
     """The model with a new adapter on it, if the run trains one. Raises ``UsageError`` if it does not fit."""
-    given = arguments_of(config.lora, "lora")
+    given = parse_arguments(config.lora, "lora")
     if not given:
         return module
     if unknown := sorted(given.keys() - {*ARGUMENTS.split()}):
@@ -57,6 +57,6 @@ class BaseModel(nn.Module):
         return {name.replace(".base_layer.", "."): value for name, value in found if ".lora_" not in name}
 
 
-def base_of(config: TrainConfig, model: nn.Module) -> nn.Module:
+def base_model_of(config: TrainConfig, model: nn.Module) -> nn.Module:
     """The model that ``--init-from`` has the weights of."""
     return BaseModel(model) if config.lora else model

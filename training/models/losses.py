@@ -74,6 +74,6 @@ def standard_metrics(model: Call, batch: Any, loss: Callable[[Call, Any], Tensor
     }
 
 
-def leaves(batch: Any) -> list[Tensor]:
+def batch_tensors(batch: Any) -> list[Tensor]:
     """Tensors of a batch."""
     return [each for each in torch.utils._pytree.tree_leaves(batch) if isinstance(each, Tensor)]

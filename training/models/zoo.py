@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from ckpt_tools.errors import FormatError, UsageError
 
 from ..config.model_names import folder_of, read_config
-from ..config.references import Reference, called, first_line, is_function, text_of
+from ..config.references import Reference, call_function, first_line, is_function, text_of
 from ..config.train_config import TrainConfig
 from . import image_models
 from .experts import MixtureModel
 from .language_model import Block, LanguageModel
-from .lora import with_adapter
+from .lora import add_adapter
 from .losses import standard_loss
 
 Loss = Callable[[Callable[..., Any], Any], Tensor]
@@ -68,7 +68,7 @@ _BY_NAME: Mapping[str, tuple[Callable[..., nn.Module], Callable[[], type[nn.Modu
 WHOLE_FIRST = ("resnet18",)  # torchvision draws its convolutions again after all are built
 
 
-def our_model(name: str, **sizes: Any) -> nn.Module:
+def build_own_model(name: str, **sizes: Any) -> nn.Module:
     """A model of this package. Raises ``UsageError`` if it has no such sizes."""
     try:
         return _BY_NAME[name][0](**sizes)
@@ -81,15 +81,15 @@ def spec_of(config: TrainConfig) -> ModelSpec:
     """Model of ``--model``. Raises ``FormatError`` if its folder is not usable, ``UsageError`` if its function cannot
     be imported."""
     if is_function(config.model):
-        return ModelSpec(partial(_of_user, config.model, config.model_arguments))
+        return ModelSpec(partial(_build_users_model, config.model, config.model_arguments))
     if (folder := folder_of(config.model)) is not None:
         return _hugging_face(config, folder)
     build, block = _BY_NAME[name := text_of(config.model)]
     blocks = (block(),)
-    return _spec(partial(build, **config.model_arguments), blocks, () if name in WHOLE_FIRST else blocks)
+    return _spec_of_blocks(partial(build, **config.model_arguments), blocks, () if name in WHOLE_FIRST else blocks)
 
 
-def _spec(
+def _spec_of_blocks(
     build: Callable[[], nn.Module], blocks: tuple[type[nn.Module], ...], early: tuple[type[nn.Module], ...] = ()
 ) -> ModelSpec:
     def make() -> Model:
@@ -99,9 +99,9 @@ def _spec(
     return ModelSpec(make, early)
 
 
-def _of_user(reference: Reference, arguments: Mapping[str, Any]) -> Model:
+def _build_users_model(reference: Reference, arguments: Mapping[str, Any]) -> Model:
     """Model from the module, or the dictionary with it as ``model``, that the function returns."""
-    made, name = called(reference, "model", **arguments), text_of(reference)
+    made, name = call_function(reference, "model", **arguments), text_of(reference)
     parts = dict(made) if isinstance(made, Mapping) else {"model": made}
     module = parts.pop("model", None)
     if unknown := sorted(parts.keys() - {"blocks", "loss", "groups"}):
@@ -115,13 +115,13 @@ def _of_user(reference: Reference, arguments: Mapping[str, Any]) -> Model:
     loss, groups = parts.get("loss") or standard_loss, parts.get("groups")
     if not callable(loss):
         raise UsageError(f"--model {name}: loss is {type(loss).__name__}, and a function of model and batch is needed")
-    return Model(module, blocks, loss, () if groups is None else _named(groups, module, name))
+    return Model(module, blocks, loss, () if groups is None else _name_groups(groups, module, name))
 
 
-def _named(groups: Any, module: nn.Module, name: str) -> Groups:
+def _name_groups(groups: Any, module: nn.Module, name: str) -> Groups:
     """The user's groups, or those that a function makes of the module, by names: they are made once, because sharding
     replaces the parameters, and in ZeRO-3 their shapes."""
-    made = list(called(groups, "model", module) if callable(groups) else groups)
+    made = list(call_function(groups, "model", module) if callable(groups) else groups)
     if not made or not all(isinstance(group, Mapping) and "params" in group for group in made):
         raise UsageError(f"--model {name}: groups are dictionaries with params, as torch.optim takes them")
     names = {each: key for key, each in module.named_parameters()}
@@ -148,4 +148,4 @@ def _hugging_face(config: TrainConfig, folder: Path) -> ModelSpec:
     described.use_cache = False
     names = model_class._no_split_modules or []
     blocks = tuple(getattr(sys.modules[model_class.__module__], name) for name in names)
-    return _spec(lambda: with_adapter(config, model_class(described)), blocks)
+    return _spec_of_blocks(lambda: add_adapter(config, model_class(described)), blocks)

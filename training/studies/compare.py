@@ -29,10 +29,10 @@ with use_default_interrupt():
     from ckpt_tools.process.guard import guard_processes
 
     from ..config import PACKAGE
-    from ..config.command_line import CONTEXT_BEFORE_OPTIONS, Command, check_modules, config_of, parsed
-    from ..config.options import RESUME_AUTO, SETTINGS, spelt
+    from ..config.command_line import CONTEXT_BEFORE_OPTIONS, Command, check_modules, config_of, parse_options
+    from ..config.options import RESUME_AUTO, SETTINGS, option_name
     from ..config.train_config import TrainConfig
-    from ..loop.stopping import interruptible
+    from ..loop.stopping import end_on_signals
 
 DEFAULTS = ("--launcher=torchrun", "--epochs=2", "--log-every=1")  # default options of every run
 DEFAULT_CASES = (
@@ -72,15 +72,15 @@ CASE_NAME = "case.json"  # file in the folder of a case: options of its run, and
 @click.argument("options", nargs=-1, type=click.UNPROCESSED)
 def main(out: Path, texts: tuple[str, ...], options: tuple[str, ...]) -> None:
     """Train with several strategies and compare speed, memory and losses. OPTIONS, after --, apply to all runs."""
-    from ..checkpoints.locking import locked
+    from ..checkpoints.locking import lock_folder
 
     out = out.absolute()
     cases = parse_cases(texts, options, out)
     check_modules(["matplotlib"])
-    with locked(out):
+    with lock_folder(out):
         for case in cases:
             check_folder(case)
-        with interruptible(lambda: "finished cases are kept; the same command runs the others"):
+        with end_on_signals(lambda: "finished cases are kept; the same command runs the others"):
             with guard_processes() as marking, marking():
                 rows = [run_case(case) for case in cases]
         write_report(out, cases[0].config, rows)
@@ -140,7 +140,7 @@ def parse_cases(texts: Iterable[str], options: Sequence[str], out: Path) -> list
         for name in WORK:
             if getattr(case.config, name) != getattr(cases[0].config, name):
                 raise UsageError(
-                    f'--case "{case.name}": --{spelt(name)} is the same for all cases; give it after -- instead'
+                    f'--case "{case.name}": --{option_name(name)} is the same for all cases; give it after -- instead'
                 )
     return cases
 
@@ -152,9 +152,9 @@ def _parse_case(text: str, options: Sequence[str], out: Path) -> Case:
         raise UsageError(f'--case "{text}" does not begin with a strategy, such as full_shard')
     folder = out / re.sub(r"[^\w.=+-]", "_", " ".join(Path(word).name for word in words).replace(" --", "+"))
     try:
-        values = parsed([f"--out={folder}", *DEFAULTS, *options, "--strategy", *words])
+        values = parse_options([f"--out={folder}", *DEFAULTS, *options, "--strategy", *words])
         if values["out"] != folder or values["launcher"] != "torchrun" or any(values[name] for name in OURS):
-            own = ", ".join(f"--{spelt(name)}" for name in ("out", "launcher", *OURS))
+            own = ", ".join(f"--{option_name(name)}" for name in ("out", "launcher", *OURS))
             raise UsageError(f"a comparison sets {own} itself")
         return Case(" ".join(words), config_of(values))
     except click.ClickException as error:
@@ -217,10 +217,10 @@ def _run(config: TrainConfig, stdout: int | None = None) -> None:
 def figures_of(run: Path) -> Figures:
     """Figures of a run that was resumed at its end. ``peak_rss`` and ``cuda_peak`` (0 without CUDA) are the highest of
     any rank, in bytes. Raises ``FormatError`` if no step was measured."""
-    from ..loop.outlets import recorded
+    from ..loop.outlets import read_metrics
     from ..loop.result import RESULT_NAME, RunResult
 
-    result, lines = RunResult.read(run / RESULT_NAME), list(recorded(run))
+    result, lines = RunResult.read(run / RESULT_NAME), list(read_metrics(run))
     steps = [line for line in lines if "peak_rss" in line]
     if not steps:
         raise FormatError(f"{run} has no measured step; give a --log-every that is not above the number of steps")
@@ -237,22 +237,22 @@ def figures_of(run: Path) -> Figures:
     }
 
 
-def _size(count: float) -> str:
+def _format_size(count: float) -> str:
     return f"{count / 1e6:,.1f} MB" if count < 1e9 else f"{count / 1e9:,.2f} GB"
 
 
-def _seconds(value: float) -> str:
+def _format_seconds(value: float) -> str:
     return f"{value:.3f} s" if value < 1 else f"{value:,.2f} s"
 
 
 COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "samples_per_second": ("samples/s", lambda value: f"{value:,.1f}"),
-    "peak_rss": ("memory", _size),
-    "cuda_peak": ("GPU memory", _size),
-    "checkpoint_bytes": ("checkpoint", _size),
-    "save_seconds": ("save", _seconds),
-    "stall_seconds": ("stall", _seconds),
-    "resume_seconds": ("resume", _seconds),
+    "peak_rss": ("memory", _format_size),
+    "cuda_peak": ("GPU memory", _format_size),
+    "checkpoint_bytes": ("checkpoint", _format_size),
+    "save_seconds": ("save", _format_seconds),
+    "stall_seconds": ("stall", _format_seconds),
+    "resume_seconds": ("resume", _format_seconds),
     "final_loss": ("final loss", lambda value: f"{value:.6f}"),
 }
 """Title and text of each figure."""

@@ -14,8 +14,8 @@ from ckpt_tools.errors import DestinationExistsError, UsageError
 from tests.training.jobs import small_config
 from training.__main__ import main
 from training.checkpoints.run_folder import make_partial
-from training.checkpoints.settings import check_settings, settings_in
-from training.config.options import SETTINGS, spelt
+from training.checkpoints.settings import check_settings, read_settings
+from training.config.options import SETTINGS, option_name
 from training.config.train_config import Settings, TrainConfig
 from training.launchers.checks import check_before_start
 from training.loop.result import RESULT_NAME, RunResult, check_result_file
@@ -52,10 +52,10 @@ def test_a_setting_that_differs_is_refused_unless_overridden(name, tmp_path):
     ours, plain = config(**{name: OTHER[name]}, **data), config(**SAME.get(name, {}))
     checkpoint = saved(tmp_path, settings=plain.settings)
     theirs = "not given" if plain.settings[name] is None else plain.settings[name]
-    change = f"--{spelt(name)} is {ours.settings[name]} here and {theirs} in the checkpoint"
-    with pytest.raises(UsageError, match=f"^{re.escape(change)}; .* --override {spelt(name)}$"):
+    change = f"--{option_name(name)} is {ours.settings[name]} here and {theirs} in the checkpoint"
+    with pytest.raises(UsageError, match=f"^{re.escape(change)}; .* --override {option_name(name)}$"):
         check_settings(ours, checkpoint)
-    allowed = config(**{name: OTHER[name]}, **data, override=(spelt(name),))
+    allowed = config(**{name: OTHER[name]}, **data, override=(option_name(name),))
     assert check_settings(allowed, checkpoint) == f"resuming {checkpoint} with other settings: {change}"
 
 
@@ -92,15 +92,15 @@ def test_equal_settings_need_no_word(tmp_path):
     assert check_settings(config(seed=7, override=("seed",)), saved(tmp_path, settings=config(seed=7).settings)) is None
 
 
-def recorded_settings(checkpoint: Path | str) -> Settings:
+def settings_of(checkpoint: Path | str) -> Settings:
     """Settings that are saved in the checkpoint."""
-    return settings_in(ckpt_tools.open(checkpoint).manifest.extra)
+    return read_settings(ckpt_tools.open(checkpoint).manifest.extra)
 
 
 @pytest.mark.parametrize("engine", ["fsdp2", "zero1", "zero2", "zero3"])
 def test_every_engine_saves_its_settings_and_the_versions_that_made_it(engine, small_run):
     result = small_run(engine)
-    assert recorded_settings(result.checkpoint) == result.settings == small_config(Path("/run"), engine=engine).settings
+    assert settings_of(result.checkpoint) == result.settings == small_config(Path("/run"), engine=engine).settings
     assert result.versions.keys() == {"python", "ckpt_tools", "torch", *(["deepspeed"] if engine != "fsdp2" else [])}
     assert result.versions["ckpt_tools"] == ckpt_tools.__version__
     assert result.versions["torch"].startswith(torch.__version__.partition("+")[0])
@@ -115,7 +115,7 @@ def test_settings_go_along_from_format_to_format(engine, way, small_run, tmp_pat
         size = {"world_size": 2} if name.startswith("zero") else {}
         ckpt_tools.convert(source, target := tmp_path / f"{number}", to=name, state="all", **size)
         source = str(target)
-    assert recorded_settings(source) == small_run(engine).settings
+    assert settings_of(source) == small_run(engine).settings
 
 
 def test_the_line_is_printed_before_the_run_starts_and_the_command_refuses(small_run, tmp_path, capsys):

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from ckpt_tools.errors import UsageError
 from training.__main__ import main
-from training.config.command_line import parsed, shipped
+from training.config.command_line import bundled_names, parse_options
 from training.config.model_names import MODELS
 from training.config.options import BY_NAME, STRATEGIES, chosen_strategy
 from training.config.train_config import TrainConfig
@@ -45,9 +45,9 @@ def test_strategy_and_engine_mean_one_strategy(strategy, engine, name):
     assert chosen_strategy(strategy, engine) is BY_NAME[name]
 
 
-@pytest.mark.parametrize("words", [*(f"--config {name} --out /run" for name in shipped(".toml")), *DOCUMENTED])
+@pytest.mark.parametrize("words", [*(f"--config {name} --out /run" for name in bundled_names(".toml")), *DOCUMENTED])
 def test_each_bundled_file_and_documented_command_is_a_run(words):
-    assert config(**parsed(words.split())).sharding.name in STRATEGIES
+    assert config(**parse_options(words.split())).sharding.name in STRATEGIES
 
 
 def test_every_strategy_and_model_is_documented():
@@ -63,16 +63,16 @@ def test_arguments_give_the_configuration_back():
     saving = {"async_save": True, "save_every_steps": 5, "save_every_minutes": 1.5, "keep_last": 2, "keep_best": "loss"}
     started = config(engine="fsdp2", **saving, max_restarts=2, init_from="a.pt", rename=("a=b", "c=d"), export="b.pt")
     for asked in (resumed, started):
-        assert TrainConfig(**parsed(asked.to_args())) == asked
+        assert TrainConfig(**parse_options(asked.to_args())) == asked
 
 
 def test_a_file_gives_every_type_and_the_command_line_wins(tmp_path):
     file = tmp_path / "run.toml"
     file.write_text("epochs = 3\nlearning-rate = 1\nrename = ['a=b']\nasync-save = true\nexport = 'x.pt'\nseed = 4\n")
-    params = parsed(["--engine=fsdp2", "--out=/run", f"--config={file}", "--seed=5"])
+    params = parse_options(["--engine=fsdp2", "--out=/run", f"--config={file}", "--seed=5"])
     names = ("epochs", "learning_rate", "rename", "async_save", "export", "seed")
     assert [params[name] for name in names] == [3, 1.0, ("a=b",), True, "x.pt", 5]
-    params = parsed(["--config=tensor_parallel", "--out=/run", "--num-workers=2"])
+    params = parse_options(["--config=tensor_parallel", "--out=/run", "--num-workers=2"])
     assert (params["num_workers"], params["tp"]) == (2, 2)
 
 
@@ -92,13 +92,13 @@ def test_a_wrong_file_of_options_is_refused(line, sentence, tmp_path, monkeypatc
     Path("run.toml").write_text(f"{line}\n")
     words = ["--engine=fsdp2", "--out=/run", "--config=run.toml"]
     with pytest.raises(click.BadParameter) as caught:
-        parsed(words)
+        parse_options(words)
     assert str(caught.value).removeprefix("run.toml: ").startswith(sentence)
     done = CliRunner().invoke(main, words)
     assert (done.exit_code, sentence in done.stderr) == (2, True)
 
 
-@pytest.mark.parametrize("name", shipped(".json"))
+@pytest.mark.parametrize("name", bundled_names(".json"))
 def test_each_json_file_is_one_that_deepspeed_takes(name):
     import deepspeed
 

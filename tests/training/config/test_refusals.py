@@ -11,7 +11,7 @@ import pytest
 from ckpt_tools.errors import UsageError
 from tests.support.empty_values import check_refused, lines_with_one_empty_value
 from training.__main__ import main
-from training.config.options import described, spelt
+from training.config.options import describe_options, option_name
 from training.config.train_config import TrainConfig
 from training.studies import compare
 
@@ -94,7 +94,7 @@ LM, MOE = "--model lm --dataset text", "--model lm-moe --dataset text"
 
 def config_of(words: str) -> TrainConfig:
     """The run of these words, which the options of click have not judged before."""
-    kinds = {f"--{spelt(field.name)}": (field.name, kind) for field, kind, _ in described()}
+    kinds = {f"--{option_name(field.name)}": (field.name, kind) for field, kind, _ in describe_options()}
     values: dict[str, Any] = {"out": Path("/run")}
     left = iter(words.split())
     for word in left:

@@ -23,7 +23,7 @@ from tests.training.jobs import result_of, tiny_config, train_each
 from training.__main__ import main
 from training.config.model_names import NUM_CLASSES
 from training.config.train_config import TrainConfig
-from training.data.datasets import DIGITS_HELD_OUT, DIGITS_SPLIT_SEED, Part, _upscale, load_dataset
+from training.data.datasets import DIGITS_HELD_OUT, DIGITS_SPLIT_SEED, Part, _upscale_digits, load_dataset
 from training.data.loading import Batches, Position, epoch_order, rank_batches
 
 
@@ -36,7 +36,7 @@ def test_digits_are_those_of_scikit_learn_bit_for_bit():
         found = load_dataset("digits", part, None)
         assert len(found) == {"train": 1437, "held-out": 360}[part]
         assert torch.equal(found.labels, torch.from_numpy(source.target[chosen]))
-        assert torch.equal(found.pixels, _upscale(torch.from_numpy(source.images[chosen])))
+        assert torch.equal(found.pixels, _upscale_digits(torch.from_numpy(source.images[chosen])))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

@@ -20,11 +20,11 @@ from torch.testing._internal.distributed import fake_pg
 import ckpt_tools
 from fixtures.launch import pool
 from tests.training.jobs import forget_groups, losses, result_of, tiny_config, train, train_each
-from training.checkpoints.collectives import any_rank, gather_values, leader_first
+from training.checkpoints.collectives import any_rank_has, gather_values, leader_first
 from training.engines import create_engine
-from training.engines.blocks import build, prepare
-from training.engines.optimizers import multiply, schedule_for, total_norm
-from training.engines.parallel import meshes_of, parallel_model
+from training.engines.blocks import build_in_blocks, prepare_block
+from training.engines.optimizers import scale_gradients, schedule_for, total_norm
+from training.engines.parallel import make_meshes, parallel_model
 from training.launchers.devices import backend_of
 from training.models.losses import logits_of
 from training.models.zoo import spec_of
@@ -53,13 +53,13 @@ def offloaded(values: torch.Tensor, placement: Placement) -> DTensor:
 def norm_of_offloaded() -> None:
     gradients = [offloaded(torch.tensor([3.0]), Shard(0)), offloaded(torch.tensor([[4.0]]), Replicate())]
     norm = total_norm(gradients)
-    multiply(gradients, 1 / norm)
+    scale_gradients(gradients, 1 / norm)
     assert (float(norm), norm.device) == (5.0, CPU)
     assert torch.cat([each.to_local().flatten() for each in gradients]).tolist() == pytest.approx([0.6, 0.8])
 
 
 def agree() -> None:
-    assert any_rank(True, False) == (True, False)
+    assert any_rank_has(True, False) == (True, False)
     assert gather_values(1.0, 2.0) == [[1.0], [2.0]]
 
 
@@ -110,7 +110,7 @@ def test_a_sharded_model_is_not_moved(model, alone, tmp_path, monkeypatch):
 
     monkeypatch.setattr(nn.Module, "_apply", checked)
     config = tiny_config(tmp_path, model=model, strategy="full_shard", cpu_offload=True, num_workers=1)
-    sharded = parallel_model(config, spec_of(config), meshes_of(config, CPU), CPU).module
+    sharded = parallel_model(config, spec_of(config), make_meshes(config, CPU), CPU).module
     assert all(isinstance(each, DTensor) for each in sharded.parameters())
     with pytest.raises(AssertionError):
         sharded.to(CPU)
@@ -178,7 +178,7 @@ def test_names_stay_and_evaluation_is_not_compiled(tmp_path, monkeypatch):
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=count))
     plain, compiled = (tiny_config(tmp_path, model="lm", strategy="ddp", compile=each) for each in (False, True))
-    models = [build(one, spec_of(one), partial(prepare, one)).module for one in (plain, compiled)]
+    models = [build_in_blocks(one, spec_of(one), partial(prepare_block, one)).module for one in (plain, compiled)]
     assert list(models[0].state_dict()) == list(models[1].state_dict())
     words = torch.zeros(1, 8, dtype=torch.int64)
     assert torch.equal(models[0].eval()(words), models[1].eval()(words))
@@ -214,7 +214,7 @@ def test_a_block_is_one_graph_that_is_compiled_once(model, tmp_path, monkeypatch
     torch._dynamo.utils.counters.clear()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     asked = tiny_config(tmp_path, model=named(model, tmp_path), strategy="ddp", compile=True)
-    made = build(asked, spec_of(asked), partial(prepare, asked))
+    made = build_in_blocks(asked, spec_of(asked), partial(prepare_block, asked))
     network = made.module.train()
     kinds = 2 if model == "cnn" else 1  # of blocks: those of one kind share a graph
     assert len(made.blocks) == 2

@@ -14,8 +14,8 @@ from fixtures.launch import pool
 from tests.training.jobs import tiny_config
 from training.engines import create_engine
 from training.engines.blocks import RunningAverages
-from training.engines.optimizers import LossScaler, clip_factor, multiply, schedule_for, total_norm
-from training.models.zoo import our_model
+from training.engines.optimizers import LossScaler, clip_factor, scale_gradients, schedule_for, total_norm
+from training.models.zoo import build_own_model
 
 OUT = Path("/run")
 
@@ -77,7 +77,7 @@ def norm_of_weights(values: dict[str, Any]) -> tuple[float, int]:
 )
 def test_the_norm_is_that_of_the_whole_model_with_one_collective(case):
     torch.manual_seed(0)
-    weights = [each.detach().double().numpy() for each in our_model(case["model"]).parameters()]
+    weights = [each.detach().double().numpy() for each in build_own_model(case["model"]).parameters()]
     expected = np.sqrt(sum(np.square(each).sum() for each in weights))
     [(norm, count)] = {*pool(4).run(norm_of_weights, case)}
     assert count == 1
@@ -89,10 +89,10 @@ def test_clipping_scales_down_alone_and_needs_no_number_on_the_host():
     factors = [float(clip_factor(torch.tensor(norm), 2.0)) for norm in (4.0, 1.0, float("inf"), float("nan"))]
     assert factors == pytest.approx([0.5, 1.0, 0.0, float("nan")], nan_ok=True)
     gradients = [torch.ones(3), torch.full((2,), 4.0)]
-    multiply(gradients, torch.tensor(0.5))
+    scale_gradients(gradients, torch.tensor(0.5))
     assert [each.tolist() for each in gradients] == [[0.5] * 3, [2.0] * 2]
     nowhere = torch.ones(3, device="meta")
-    multiply([nowhere], clip_factor(torch.ones((), device="meta"), 2.0))
+    scale_gradients([nowhere], clip_factor(torch.ones((), device="meta"), 2.0))
 
 
 def test_the_scale_falls_at_once_and_rises_slowly():

@@ -30,7 +30,7 @@ from tests.training.jobs import (
     train_each,
 )
 from tests.training.predictions import all_logits
-from training.checkpoints.weights import export
+from training.checkpoints.weights import export_weights
 from training.config.model_names import MODELS
 from training.config.options import STRATEGIES
 from training.data.datasets import load_dataset
@@ -177,7 +177,7 @@ def check_transformers_loads_the_export(run: RunResult, folder: Path) -> None:
     """With every weight, and its predictions are those of the run."""
     from transformers import AutoModelForCausalLM
 
-    export(tiny_config(folder, strategy="ddp", model="lm", export=str(folder)), run.checkpoint)
+    export_weights(tiny_config(folder, strategy="ddp", model="lm", export=str(folder)), run.checkpoint)
     model, loading = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(loading.values()), loading
     pieces = load_dataset("text", "held-out", None).pixels

@@ -20,7 +20,7 @@ from training.config.model_names import MODELS
 from training.config.train_config import TrainConfig
 from training.launchers.checks import check_before_start
 from training.launchers.devices import check_gpus
-from training.models.zoo import our_model
+from training.models.zoo import build_own_model
 
 Files = dict[str, Any]
 TEXT = "--model lm --dataset text --data-root {}"
@@ -34,7 +34,7 @@ LONG = "x" * 300
 
 
 def with_shape(**weights: torch.Tensor) -> Files:
-    return {"weights.pt": our_model("cnn").state_dict() | weights}
+    return {"weights.pt": build_own_model("cnn").state_dict() | weights}
 
 
 def hugging_face(**config: Any) -> Files:
@@ -110,7 +110,7 @@ def test_a_run_of_several_checkpoints_is_not_one(small_run, tmp_path):
 @pytest.mark.parametrize("model", MODELS)
 def test_first_weights_of_another_model_are_refused_and_those_of_the_model_taken(model, tmp_path):
     torch.save({"w": torch.zeros(2)}, tmp_path / "other.pt")
-    torch.save(our_model(model).state_dict(), tmp_path / "weights.pt")
+    torch.save(build_own_model(model).state_dict(), tmp_path / "weights.pt")
     data = {"model": model, "dataset": "text" if MODELS[model].task == "text" else "digits"}
     other, fits = (
         TrainConfig(

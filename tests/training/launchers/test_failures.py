@@ -19,7 +19,7 @@ from tests.training.jobs import small_config
 from tests.training.watched import Watched, watched
 from training.checkpoints.run_folder import saved_checkpoints
 from training.launchers.failures import Failure
-from training.launchers.ray_restarts import AttemptFailedError, cause_of
+from training.launchers.ray_restarts import AttemptFailedError, find_cause
 
 GLOO = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234")
 CUT_OFF = r"cannot be written: torch could not write a whole file; its disk has [\d,]+ bytes left"
@@ -98,11 +98,11 @@ class WorkerHealthCheckFailedError(Exception):
 def test_under_ray_the_lost_process_is_the_cause_and_then_what_lost_no_connection():
     """Ray passes on the failures of all ranks, pickled."""
     of_ranks = {rank: pickle.loads(pickle.dumps(AttemptFailedError(Failure.of(rank, GLOO)))) for rank in (0, 1)}
-    assert cause_of(of_ranks).sentence.startswith("rank 0 failed with RuntimeError: [")
+    assert find_cause(of_ranks).sentence.startswith("rank 0 failed with RuntimeError: [")
     own = of_ranks | {2: AttemptFailedError(Failure.of(2, StoreError("full")))}
-    assert cause_of(own).to_error(Path("/run")).exit_code == 5
+    assert find_cause(own).to_error(Path("/run")).exit_code == 5
     died = own | {3: WorkerHealthCheckFailedError(RuntimeError("The actor died unexpectedly"))}
     ended = "its process, as by SIGKILL; the kernel sends it when memory runs out"
-    assert cause_of(died).sentence == f"rank 3 has lost {ended}"
+    assert find_cause(died).sentence == f"rank 3 has lost {ended}"
     machine = of_ranks | {1: WorkerHealthCheckFailedError(RuntimeError("The actor died because its node has died."))}
-    assert cause_of(machine).sentence == "rank 1 has lost its machine"
+    assert find_cause(machine).sentence == "rank 1 has lost its machine"

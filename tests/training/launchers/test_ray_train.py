@@ -17,7 +17,7 @@ from ckpt_tools.errors import StoreError
 from tests.training.jobs import by_ray, check_same_end, losses, result_of, small_config
 from training.config.train_config import TrainConfig
 from training.launchers.failures import Failure, RunFailedError
-from training.launchers.ray_restarts import AttemptFailedError, on_what_is_left, with_restarts
+from training.launchers.ray_restarts import AttemptFailedError, shrink_to_room, with_restarts
 
 
 @pytest.mark.parametrize(("engine", "workers"), [("fsdp2", 1), pytest.param("zero3", 2, marks=pytest.mark.soak)])
@@ -111,7 +111,7 @@ def test_a_run_goes_on_with_the_machines_that_are_left(tmp_path, small_run):
 )
 def test_as_many_workers_are_used_as_the_batch_divides_over(room, used, values, tmp_path):
     usual = {"engine": "fsdp2", "num_workers": 8, "min_workers": 2, "max_restarts": 1}
-    found = on_what_is_left(TrainConfig(out=tmp_path, **(usual | values)), room)
+    found = shrink_to_room(TrainConfig(out=tmp_path, **(usual | values)), room)
     assert (found and found.num_workers) == used
 
 

@@ -15,7 +15,7 @@ from tests.training.jobs import BATCH_SIZE, EPOCHS, STEPS_PER_EPOCH, losses, tin
 from training.config.train_config import TrainConfig
 from training.data.datasets import Samples
 from training.loop.evaluation import CHUNK, PREDICTED, Evaluator, metrics_of
-from training.loop.measuring import PROFILED, SKIPPED, WARMUP, profiled, work_of
+from training.loop.measuring import PROFILED, SKIPPED, WARMUP, profile_steps, work_per_sample
 from training.loop.screen import PLAIN_SECONDS, Screen
 from training.models.losses import standard_loss
 
@@ -87,7 +87,7 @@ def test_a_plain_line_comes_every_few_seconds(capsys, monkeypatch):
 @pytest.mark.usefixtures("alone")
 def test_a_profile_is_a_trace_of_some_steps(tmp_path):
     config = TrainConfig(out=tmp_path / "run", strategy="ddp", profile=True)
-    with profiled(config) as end_step:
+    with profile_steps(config) as end_step:
         for _ in range(SKIPPED + WARMUP + PROFILED + 2):
             torch.ones(32, 32) @ torch.ones(32, 32)
             end_step()
@@ -102,12 +102,14 @@ def test_a_profile_is_a_trace_of_some_steps(tmp_path):
 def test_tokens_and_utilization_come_from_the_first_batch(tmp_path):
     """Of the language model: six FLOPs for each token and weight of a matrix, and attention: 2 products of 64 x 64."""
     words = torch.zeros(4, 64, dtype=torch.int64)
-    work = work_of(tiny_config(tmp_path, model="lm", strategy="ddp", num_workers=1, peak_tflops=0.001), (words, words))
+    work = work_per_sample(
+        tiny_config(tmp_path, model="lm", strategy="ddp", num_workers=1, peak_tflops=0.001), (words, words)
+    )
     weights, attention = 4 * (4 * 128 * 128 + 3 * 128 * 256) + 128 * 256, 4 * 2 * 64 * 128
     assert work["tokens_per_second"] == 64
     assert work["mfu"] * 1e9 == pytest.approx(6 * 64 * (weights + attention))
     images = torch.zeros(4, 1, 28, 28), torch.zeros(4, dtype=torch.int64)
-    assert work_of(tiny_config(tmp_path, model="cnn", strategy="ddp"), images) == {}
+    assert work_per_sample(tiny_config(tmp_path, model="cnn", strategy="ddp"), images) == {}
 
 
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ from training.config.options import DatasetName
 from training.config.train_config import TrainConfig
 from training.data.datasets import load_dataset
 from training.models.config_json import write_model_config
-from training.models.zoo import our_model
+from training.models.zoo import build_own_model
 
 PREPARED = {"mode": "L", "height": 28, "width": 28, "resample": "bilinear", "mean": 0.5, "std": 0.5}
 
@@ -34,7 +34,7 @@ def written(folder: Path, model: str, dataset: DatasetName = "digits", root: Pat
 def with_weights(folder: Path, model: str) -> Path:
     """Beside ``config.json``, the weights of such a model, whatever their numbers are."""
     with Unfilled():
-        torch.save(our_model(model).state_dict(), folder / "model.pt")
+        torch.save(build_own_model(model).state_dict(), folder / "model.pt")
     return folder / "model.pt"
 
 
@@ -64,7 +64,7 @@ def test_a_model_is_loaded_by_its_name(model, tmp_path):
     assert written(tmp_path, model)["architecture"] == name
     path = with_weights(tmp_path, model)
     with torch.device("meta"):
-        expected = our_model(model)
+        expected = build_own_model(model)
     assert str(inference.load_model(path)) == str(expected)
     (tmp_path / "config.json").unlink()
     if model != "vit":

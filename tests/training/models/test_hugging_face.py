@@ -20,8 +20,8 @@ from ckpt_tools.errors import CkptError, FormatError, UsageError
 from inference.models.predictor import load_predictor
 from tests.training.hub import TEXT, save_llama, save_tokenizer
 from tests.training.jobs import losses, result_of, tiny_config, train_each
-from training.checkpoints.run_folder import strangers_in
-from training.checkpoints.weights import export
+from training.checkpoints.run_folder import find_unknown_files
+from training.checkpoints.weights import export_weights
 from training.config.options import BY_NAME, STRATEGIES
 from training.config.train_config import TrainConfig
 from training.data.loading import dataset_of
@@ -111,7 +111,7 @@ def test_peft_loads_the_export_and_the_merged_model_is_the_same(trained, hub, tm
     for name in ("full_shard", "zero3"):
         config, found = trained[name], result_of(trained[name])
         adapter = tmp_path / f"{name}-adapter"
-        export(replace(config, export=str(adapter)), found.checkpoint)
+        export_weights(replace(config, export=str(adapter)), found.checkpoint)
         model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(hub), str(adapter))
         loss, predicted = held_out_of(model, config)
         assert predicted == found.predicted
@@ -225,7 +225,7 @@ def test_a_checkpoint_becomes_a_folder_that_continues_texts(hub, tmp_path):
     train_each(config)
     checkpoint = Path(result_of(config).checkpoint)
     assert [each.name for each in checkpoint.parent.iterdir()] == ["epoch_0002"]
-    assert strangers_in(checkpoint) == []
+    assert find_unknown_files(checkpoint) == []
     whole = tmp_path / "whole"
     ckpt_tools.consolidate(checkpoint, whole)
     for name in ("tokenizer.json", "tokenizer_config.json"):

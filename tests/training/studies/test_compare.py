@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 import training
-from training.loop.outlets import recorded
+from training.loop.outlets import read_metrics
 from training.studies.compare import CASE_NAME, main
 
 ROOT = Path(training.__file__).parent.parent
@@ -36,7 +36,7 @@ def test_cases_are_run_and_compared_and_one_that_fails_is_a_row(tmp_path):
     assert (out / "comparison.png").read_bytes().startswith(b"\x89PNG")
     table = (out / "comparison.md").read_text()
     assert f"| {broken} | " in table and "failed |" in table and "cannot be read" in table and "| ddp " in table
-    [resumed] = [line for line in recorded(out / "ddp") if "resumed" in line]
+    [resumed] = [line for line in read_metrics(out / "ddp") if "resumed" in line]
     assert (resumed["resumed"], resumed["step"]) == ("epoch_0002", 8)
     assert [len(epoch["losses"]) for epoch in json.loads((out / "ddp/result.json").read_text())["history"]] == [4, 4]
     # The case that failed is tried again, no other.
