@@ -46,6 +46,6 @@ def any_rank_has(*reasons: bool) -> tuple[bool, ...]:
 def gather_values(*values: float) -> list[list[float]]:
     """Each value, of all ranks; collective, on the CPU."""
     mine = torch.tensor(values, dtype=torch.float64)
-    found = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size())]
-    torch.distributed.all_gather(found, mine)
-    return torch.stack(found, 1).tolist()
+    of_ranks = [torch.empty_like(mine) for _ in range(torch.distributed.get_world_size())]
+    torch.distributed.all_gather(of_ranks, mine)
+    return torch.stack(of_ranks, 1).tolist()

@@ -101,8 +101,8 @@ def make_out(out: Path) -> None:
 
 def saved_checkpoints(out: Path) -> list[Path]:
     """Finished checkpoints of a run, oldest first."""
-    found = [path for path in (out / CHECKPOINTS).glob("epoch_*") if is_checkpoint_name(path.name)]
-    return sorted(found, key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)])
+    folders = [path for path in (out / CHECKPOINTS).glob("epoch_*") if is_checkpoint_name(path.name)]
+    return sorted(folders, key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)])
 
 
 def resume_folder(config: TrainConfig) -> Path | str | None:

@@ -73,8 +73,8 @@ def check_settings(config: TrainConfig, checkpoint: Path | str) -> str | None:
 
 def read_settings(extra: Mapping[Any, Any]) -> Settings:
     """The settings among the entries of a checkpoint that are not tensors; none if no run of ours saved it."""
-    found = _mapping_at(extra, SETTINGS_ENTRY) or _mapping_at(_mapping_at(extra, "client_state"), SETTINGS_ENTRY)
-    return {name: found[name] for name in SETTINGS if isinstance(found.get(name, ()), str | int | float | None)}
+    recorded = _mapping_at(extra, SETTINGS_ENTRY) or _mapping_at(_mapping_at(extra, "client_state"), SETTINGS_ENTRY)
+    return {name: recorded[name] for name in SETTINGS if isinstance(recorded.get(name, ()), str | int | float | None)}
 
 
 def _mapping_at(entries: Mapping[Any, Any], name: str) -> Mapping[Any, Any]:

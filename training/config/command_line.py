@@ -30,8 +30,8 @@ SUFFIX = ".toml"
 
 
 def bundled_names(suffix: str) -> list[str]:
-    found = files(PACKAGE).joinpath(CONFIGS).iterdir()
-    return sorted(entry.name.removesuffix(suffix) for entry in found if entry.name.endswith(suffix))
+    entries = files(PACKAGE).joinpath(CONFIGS).iterdir()
+    return sorted(entry.name.removesuffix(suffix) for entry in entries if entry.name.endswith(suffix))
 
 
 def read_bundled(name: str) -> str:
@@ -42,15 +42,15 @@ def read_defaults(context: click.Context, parameter: click.Parameter, value: str
     """Make the file's options the defaults of the command line. Raises ``click.BadParameter``."""
     if not value:
         return  # the command refuses an empty name
-    given = _parse_file(value)
-    remember_secrets(given.values())
+    entries = _parse_file(value)
+    remember_secrets(entries.values())
     known: dict[str, Any] = {str(each.name): each for each in context.command.params if each is not parameter}
-    for key in given:
+    for key in entries:
         if key.replace("-", "_") not in known or "_" in key:
             raise click.BadParameter(f"{value}: {key} is not an option of a run")
     context.default_map = {
         key.replace("-", "_"): _as_typed(value, key, entry, is_repeatable=known[key.replace("-", "_")].multiple)
-        for key, entry in given.items()
+        for key, entry in entries.items()
     }
 
 
@@ -95,8 +95,8 @@ class Command(GroupedCommand):
             for each in self.params:
                 name, is_argument = str(each.name), isinstance(each, click.Argument)
                 label = name.upper() if is_argument else max(each.opts, key=len)
-                for given in (typed, ctx.default_map or {}):
-                    check_not_empty(label, given.get(name), is_required=is_argument)
+                for values in (typed, ctx.default_map or {}):
+                    check_not_empty(label, values.get(name), is_required=is_argument)
         except UsageError as error:
             raise click.UsageError(error.message, ctx) from error
         return rest

@@ -51,8 +51,8 @@ def facts_of(model: Reference, sizes: Mapping[str, Any]) -> ModelFacts | None:
     if facts is None:
         return None
     counts = {each.name for each in fields(facts) if getattr(facts, each.name) and each.name != "task"}
-    given: dict[str, Any] = {name: value for name, value in sizes.items() if name in counts and type(value) is int}
-    return replace(facts, **given)
+    changed: dict[str, Any] = {name: value for name, value in sizes.items() if name in counts and type(value) is int}
+    return replace(facts, **changed)
 
 
 TOKENIZER = (

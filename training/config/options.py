@@ -76,8 +76,8 @@ def chosen_strategy(strategy: StrategyName | None, engine: EngineName | None) ->
     """The strategy that ``--strategy`` and ``--engine`` select together. An engine alone shards fully; ``deepspeed``
     with a strategy of PyTorch's selects its twin. :mod:`.combinations` refuses contradictions."""
     name = strategy or ("full_shard" if engine in (None, "fsdp2", "deepspeed") else engine)
-    found = BY_NAME[name]  # type: ignore[index]
-    return BY_NAME[found.twin] if engine == "deepspeed" and found.framework == "fsdp2" and found.twin else found
+    chosen = BY_NAME[name]  # type: ignore[index]
+    return BY_NAME[chosen.twin] if engine == "deepspeed" and chosen.framework == "fsdp2" and chosen.twin else chosen
 
 
 RESUME_LATEST = "latest"
@@ -269,13 +269,13 @@ class Options:
 def describe_options() -> tuple[tuple[Field[Any], Any, Option], ...]:
     """Each option: its field, its type without ``None`` (of a reference, ``str``), and its :class:`Option`."""
     hints = get_type_hints(Options, include_extras=True)
-    found = []
+    described = []
     for field in fields(Options):
         kind, option = get_args(hints[field.name])
         if get_origin(kind) in (Union, UnionType):
             kind = next(each for each in get_args(kind) if each is not NoneType)
-        found.append((field, kind, option))
-    return tuple(found)
+        described.append((field, kind, option))
+    return tuple(described)
 
 
 HEADINGS = {

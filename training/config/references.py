@@ -74,12 +74,12 @@ def import_function(reference: Reference, option: str) -> Callable[..., Any]:
         return reference
     module, _, name = reference.rpartition(":")
     try:
-        found = getattr(import_file_or_module(module), name)
+        attribute = getattr(import_file_or_module(module), name)
     except Exception as error:
         raise UsageError(f"--{option} {reference} cannot be imported: {describe_error(error)}") from error
-    if not callable(found):
+    if not callable(attribute):
         raise UsageError(f"--{option} {reference} is not a function")
-    function: Callable[..., Any] = found
+    function: Callable[..., Any] = attribute
     return function
 
 
@@ -115,8 +115,8 @@ def describe_error(error: BaseException) -> str:
 
 def place_in(details: str) -> str:
     """File and line of the last call in the user's code, of a formatted traceback; empty if there is none."""
-    passed = re.findall(r'File "([^"]+)", line (\d+)', details)
-    users = [(file, line) for file, line in passed if not any(part in file for part in NOT_THE_USERS)]
+    calls = re.findall(r'File "([^"]+)", line (\d+)', details)
+    users = [(file, line) for file, line in calls if not any(part in file for part in NOT_THE_USERS)]
     return f" ({Path(users[-1][0]).name}, line {users[-1][1]})" if users else ""
 
 
@@ -136,14 +136,14 @@ def import_file_or_module(module: str) -> Any:
     assert spec is not None and spec.loader is not None
     if (folder := str(path.parent)) not in sys.path:
         sys.path.append(folder)
-    made = module_from_spec(spec)
-    sys.modules[name] = made
+    imported = module_from_spec(spec)
+    sys.modules[name] = imported
     try:
-        spec.loader.exec_module(made)
+        spec.loader.exec_module(imported)
     except BaseException:
         del sys.modules[name]
         raise
-    return made
+    return imported
 
 
 def check_importable(reference: Any, option: str) -> None:
@@ -152,10 +152,10 @@ def check_importable(reference: Any, option: str) -> None:
         return
     text = text_of(reference)
     try:
-        found: Any = import_function(text, option)
+        function: Any = import_function(text, option)
     except UsageError:
-        found = None
-    if found is None or "<" in text:
+        function = None
+    if function is None or "<" in text:
         raise UsageError(
             f"--{option} is {text}, which torchrun's ranks cannot import; define it at the top level of a file, or "
             "use --launcher ray"
@@ -164,18 +164,18 @@ def check_importable(reference: Any, option: str) -> None:
 
 def parse_arguments(entries: Sequence[str], option: str) -> dict[str, Any]:
     """Values of ``NAME=VALUE``, in the syntax of TOML; what is not TOML is text. Raises ``UsageError``."""
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for entry in entries:
         name, equals, text = entry.partition("=")
         if not equals or not name.isidentifier():
             raise UsageError(f"--{option} is NAME=VALUE, not {entry!r}")
-        if name in found:
+        if name in arguments:
             raise UsageError(f"--{option} {name} is given twice")
         try:
-            found[name] = tomllib.loads(f"value = {text}")["value"]
+            arguments[name] = tomllib.loads(f"value = {text}")["value"]
         except tomllib.TOMLDecodeError:
-            found[name] = text
-    return found
+            arguments[name] = text
+    return arguments
 
 
 def entries_of(values: Mapping[str, Any]) -> list[str]:
@@ -189,14 +189,14 @@ def _toml_text(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, str | bool) else str(value)
 
 
-def check_arguments(function: Callable[..., Any], positional: int, given: Mapping[str, Any], option: str) -> None:
+def check_arguments(function: Callable[..., Any], positional: int, arguments: Mapping[str, Any], option: str) -> None:
     """Raises ``UsageError`` if ``function`` does not take these arguments after ``positional`` ones."""
     try:
-        taken = signature(function)
+        parameters = signature(function)
     except (TypeError, ValueError):
         return  # of C
     try:
-        taken.bind(*[None] * positional, **given)
+        parameters.bind(*[None] * positional, **arguments)
     except TypeError as error:
-        names = ", ".join(list(taken.parameters)[positional:]) or "none"
+        names = ", ".join(list(parameters.parameters)[positional:]) or "none"
         raise UsageError(f"--{option}: {error}; it takes {names}") from error

@@ -104,13 +104,13 @@ class TrainConfig(Options):
         for name in REFERENCES:
             for each in several[name]:
                 check_importable(each, option_name(name))
-        given = [
+        options = [
             (name, text_of(one) if callable(one) else one)
             for name, value in several.items()
             for one in value
             if one is not None and not isinstance(one, bool)
         ]
-        return flags + [f"--{option_name(name)}={one}" for name, one in given]
+        return flags + [f"--{option_name(name)}={one}" for name, one in options]
 
     def _data_digest(self) -> str | None:
         """Digest of the names and bytes of the user's own samples, 32 hexadecimal digits; None for others."""

@@ -50,8 +50,8 @@ class Samples(Dataset[Any]):
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         """A batch: the model's inputs, and their labels."""
-        chosen = torch.as_tensor(indices)
-        return to_input(self.pixels[chosen]), self.labels[chosen]
+        rows = torch.as_tensor(indices)
+        return to_input(self.pixels[rows]), self.labels[rows]
 
     def first(self, count: int | None) -> Self:
         return replace(self, pixels=self.pixels[:count], labels=self.labels[:count])
@@ -89,8 +89,8 @@ def _load_digits(part: Part) -> Samples:
         raise ModuleNotFoundError("No module named 'sklearn'", name="sklearn")
     digits = np.loadtxt(Path(spec.origin).parent / "datasets/data/digits.csv.gz", delimiter=",")
     order = np.random.RandomState(DIGITS_SPLIT_SEED).permutation(len(digits))
-    chosen = torch.from_numpy(digits[order[:DIGITS_HELD_OUT] if part == "held-out" else order[DIGITS_HELD_OUT:]])
-    return Samples(_upscale_digits(chosen[:, :-1].reshape(-1, 8, 8)), chosen[:, -1].to(torch.int64))
+    rows = torch.from_numpy(digits[order[:DIGITS_HELD_OUT] if part == "held-out" else order[DIGITS_HELD_OUT:]])
+    return Samples(_upscale_digits(rows[:, :-1].reshape(-1, 8, 8)), rows[:, -1].to(torch.int64))
 
 
 def _upscale_digits(levels: Tensor) -> Tensor:
@@ -115,13 +115,13 @@ def _load_fashion_mnist(part: Part, root: Path) -> Samples:
 
 def _load_image_folder(part: Part, root: Path) -> Samples:
     """Images in ``root/PART/CLASS``, grey and 28x28. The folders in ``train`` number the classes of both."""
-    classes, found = _image_folder(root, "train").classes, _image_folder(root, part)
-    if unknown := sorted({*found.classes} - {*classes}):
+    classes, images = _image_folder(root, "train").classes, _image_folder(root, part)
+    if unknown := sorted({*images.classes} - {*classes}):
         raise UsageError(f"--data-root {root}: {part}/{unknown[0]} is a class that {root / 'train'} does not have")
     if len(classes) > NUM_CLASSES:
         raise UsageError(f"--data-root {root} has {len(classes)} classes, and models tell {NUM_CLASSES} apart")
-    numbers = [classes.index(found.classes[number]) for number in found.targets]
-    return Samples(torch.stack([_read_grey_image(Path(path)) for path, _ in found.samples]), torch.tensor(numbers))
+    numbers = [classes.index(images.classes[number]) for number in images.targets]
+    return Samples(torch.stack([_read_grey_image(Path(path)) for path, _ in images.samples]), torch.tensor(numbers))
 
 
 def _image_folder(root: Path, part: Part) -> Any:

@@ -37,31 +37,31 @@ def dataset_of(config: TrainConfig, part: Part) -> Dataset[Any] | None:
     if not is_function(config.dataset):
         arguments = parse_arguments(config.dataset_arg, "dataset-arg")
         check_arguments(load_dataset, 4, arguments, "dataset-arg")
-        given: Any = (text_of(config.dataset), part, config.data_root, folder_of(config.model))
-        samples = load_dataset(*given, **arguments)
+        place: Any = (text_of(config.dataset), part, config.data_root, folder_of(config.model))
+        samples = load_dataset(*place, **arguments)
         return samples.first(config.num_samples) if part == "train" else samples
-    found = call_function(config.dataset, "dataset", part, **parse_arguments(config.dataset_arg, "dataset-arg"))
-    if found is None and part == "held-out":
+    dataset: Any = call_function(config.dataset, "dataset", part, **parse_arguments(config.dataset_arg, "dataset-arg"))
+    if dataset is None and part == "held-out":
         return None
-    if isinstance(found, IterableDataset):
-        _check_iterable(config, found, part)
-    elif not (hasattr(found, "__getitem__") and hasattr(found, "__len__")):
+    if isinstance(dataset, IterableDataset):
+        _check_iterable(config, dataset, part)
+    elif not (hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")):
         raise UsageError(
-            f"--dataset {text_of(config.dataset)} gives {type(found).__name__} for {part}, and a Dataset with a length "
-            "or an IterableDataset is needed"
+            f"--dataset {text_of(config.dataset)} gives {type(dataset).__name__} for {part}, and a Dataset with a "
+            "length or an IterableDataset is needed"
         )
     elif config.num_samples is not None and part == "train":
-        return Subset(found, range(min(config.num_samples, len(found))))
-    dataset: Dataset[Any] = found
-    return dataset
+        return Subset(dataset, range(min(config.num_samples, len(dataset))))
+    checked: Dataset[Any] = dataset
+    return checked
 
 
-def _check_iterable(config: TrainConfig, found: object, part: Part) -> None:
+def _check_iterable(config: TrainConfig, dataset: object, part: Part) -> None:
     if part == "held-out":
         raise UsageError("held-out samples are a Dataset with a length, and not an IterableDataset")
     if config.num_samples is not None:
         raise UsageError("--num-samples is for a dataset with a length; an IterableDataset has --epoch-steps")
-    if hasattr(found, "state_dict") != hasattr(found, "load_state_dict"):
+    if hasattr(dataset, "state_dict") != hasattr(dataset, "load_state_dict"):
         raise UsageError("an IterableDataset has both state_dict and load_state_dict, or neither")
     if config.loader_workers > 1:
         raise UsageError("--loader-workers is at most 1 for an IterableDataset, whose samples have one order")

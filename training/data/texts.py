@@ -43,8 +43,8 @@ def cut_into_pieces(
         raise UsageError(f"{place} has {len(content)} {unit}, too few to learn from")
     pieces = content[: count * context].view(count, context)
     following = content[1 : count * context + 1].view(count, context).to(torch.int64)
-    chosen = (torch.arange(count) % HELD_OUT_EVERY == 0) == held_out
-    return pieces[chosen], following[chosen]
+    is_in_part = (torch.arange(count) % HELD_OUT_EVERY == 0) == held_out
+    return pieces[is_in_part], following[is_in_part]
 
 
 def lines_of_text(config: TrainConfig) -> list[str]:
@@ -72,10 +72,10 @@ def _tokenize(documents: Documents, hub: Path) -> Tensor:
     tokenizer = read_tokenizer(hub)
     _check_vocabulary(hub, max(tokenizer.get_vocab().values(), default=0) + 1, "tokens of its tokenizer")
     each = tokenizer([_decode_document(name, content) for name, content in documents], verbose=False)["input_ids"]
-    found = torch.tensor([token for one in each for token in one], dtype=torch.int32)
-    if {*found.unique().tolist()} <= {*tokenizer.all_special_ids}:
+    tokens = torch.tensor([token for one in each for token in one], dtype=torch.int32)
+    if {*tokens.unique().tolist()} <= {*tokenizer.all_special_ids}:
         raise FormatError(f"{hub} has a tokenizer that knows no part of the text: its vocabulary is missing")
-    return found
+    return tokens
 
 
 def _check_vocabulary(hub: Path, needed: int, what: str) -> None:
@@ -101,10 +101,10 @@ def _read_documents(root: Path | None) -> Documents:
         return (("text", resources.files(PACKAGE).joinpath(TEXTS, "coriolanus.txt").read_bytes()),)
     try:
         files = sorted(path for path in root.iterdir() if path.match("*.txt") and path.is_file())
-        found = tuple((str(path), path.read_bytes()) for path in files)
+        documents = tuple((str(path), path.read_bytes()) for path in files)
     except OSError as error:
         raise UsageError(f"--data-root {root} is not a folder that can be read: {error.strerror}") from error
-    if not any(content for _, content in found):
+    if not any(content for _, content in documents):
         what = f"only empty .txt files, such as {files[0].name}" if files else "no .txt file"
         raise UsageError(f"--data-root {root} holds {what}")
-    return found
+    return documents

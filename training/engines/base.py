@@ -110,12 +110,12 @@ def is_loaded_by_deepspeed(
     those of the model, which a pipeline needs. Raises CkptError if it cannot be read."""
     if not isinstance(checkpoint, Path):
         return False
-    found, world_size = ckpt_tools.inspect(checkpoint), torch.distributed.get_world_size()
-    weights = [tensor for tensor in found.tensors if (tensor.slot, tensor.kind) == ("weight", "parameter")]
+    summary, world_size = ckpt_tools.inspect(checkpoint), torch.distributed.get_world_size()
+    weights = [tensor for tensor in summary.tensors if (tensor.slot, tensor.kind) == ("weight", "parameter")]
     # Only pipelines write files of layers.
     has_layers = any(checkpoint.glob("*/layer_*-model_states.pt"))
     has_stages = sum(1 for _ in checkpoint.glob("*/mp_rank_*_model_states.pt")) if has_layers else 1
-    is_of_run = (found.format, found.world_size, has_stages) == (f"zero{stage}", world_size, stages)
+    is_of_run = (summary.format, summary.world_size, has_stages) == (f"zero{stage}", world_size, stages)
     has_dtype = {tensor.dtype for tensor in weights} == {str(dtype).removeprefix("torch.")}
     has_names = names is None or {tensor.name for tensor in weights} <= {*names}
     return is_of_run and has_dtype and has_names and (checkpoint / "latest").is_file()

@@ -49,12 +49,12 @@ class DeepSpeedEngine:
             adam.setdefault("fused", is_fused(config, device))
         for name in ("offload_optimizer", "offload_param"):
             (options["zero_optimization"].get(name) or {}).setdefault("pin_memory", device.type == "cuda")
-        made = self._build_first_model(options, device)
-        self.loss = made.loss
+        model = self._build_first_model(options, device)
+        self.loss = model.loss
         self._engine, *_ = deepspeed.initialize(
-            model=made.module,
-            model_parameters=made.parameters(),
-            optimizer=self._make_own_optimizer(made, options),
+            model=model.module,
+            model_parameters=model.parameters(),
+            optimizer=self._make_own_optimizer(model, options),
             config=options,
             lr_scheduler=schedule.attach,
         )

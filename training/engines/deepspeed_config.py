@@ -38,11 +38,11 @@ def deepspeed_config(config: TrainConfig, world_size: int) -> dict[str, Any]:
     """The configuration. Raises ``UsageError`` if the user's file contradicts the run's options. ``torch_adam`` uses
     torch's AdamW: no kernel is compiled, and updates equal those of the FSDP2 engine. Without ``--clip-grad-norm``,
     DeepSpeed's default of 1.0 is turned off, as it would change the losses."""
-    given = _read_file(config)
-    decided = _values_of_run(config, world_size)
+    from_file = _read_file(config)
+    from_run = _values_of_run(config, world_size)
     if config.deepspeed_config is not None:
-        _check_file(config, given, decided)
-    options = {"steps_per_print": 1_000_000_000} | _merge_nested(given, decided)
+        _check_file(config, from_file, from_run)
+    options = {"steps_per_print": 1_000_000_000} | _merge_nested(from_file, from_run)
     if config.optimizer != "adamw":
         # One of torch's or the user's, which DeepSpeed is handed; with offload it would insist on its own.
         del options["optimizer"]
@@ -54,12 +54,12 @@ def _read_file(config: TrainConfig) -> Any:
     if (file := config.deepspeed_config) is None:
         return json.loads(read_bundled(f"{config.sharding.name}.json"))
     try:
-        given = json.loads(read_text(file))
+        content = json.loads(read_text(file))
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"--deepspeed-config {file} cannot be read: {error}") from error
-    if not isinstance(given, dict):
+    if not isinstance(content, dict):
         raise UsageError(f"--deepspeed-config {file} is not a JSON object")
-    return given
+    return content
 
 
 def _values_of_run(config: TrainConfig, world_size: int) -> dict[str, Any]:
@@ -76,52 +76,52 @@ def _values_of_run(config: TrainConfig, world_size: int) -> dict[str, Any]:
     }
 
 
-def _merge_nested(given: Mapping[str, Any], decided: Mapping[str, Any]) -> dict[str, Any]:
+def _merge_nested(from_file: Mapping[str, Any], from_run: Mapping[str, Any]) -> dict[str, Any]:
     """``given``, with values of ``decided`` in nested objects."""
     nested = {
-        key: _merge_nested(given[key], value)
-        for key, value in decided.items()
-        if isinstance(value, dict) and isinstance(given.get(key), dict)
+        key: _merge_nested(from_file[key], value)
+        for key, value in from_run.items()
+        if isinstance(value, dict) and isinstance(from_file.get(key), dict)
     }
-    return dict(given) | dict(decided) | nested
+    return dict(from_file) | dict(from_run) | nested
 
 
-def _check_file(config: TrainConfig, given: Mapping[str, Any], decided: Mapping[str, Any]) -> None:
+def _check_file(config: TrainConfig, from_file: Mapping[str, Any], from_run: Mapping[str, Any]) -> None:
     file = f"--deepspeed-config {config.deepspeed_config}"
-    if config.optimizer != "adamw" and "optimizer" in given:
+    if config.optimizer != "adamw" and "optimizer" in from_file:
         raise UsageError(f"{file} has an optimizer, and so has --optimizer; leave one of them out")
     sections, values = SECTIONS.split(), VALUES.split()
-    if unknown := sorted(given.keys() - {*sections, *values}):
+    if unknown := sorted(from_file.keys() - {*sections, *values}):
         known = ", ".join(sorted([*sections, *values]))
         raise UsageError(f"{file}: {unknown[0]} is not a key that a run takes; it takes {known}")
-    for key, value in given.items():
-        is_auto = value == AUTO and key in decided and key != "optimizer"
+    for key, value in from_file.items():
+        is_auto = value == AUTO and key in from_run and key != "optimizer"
         if isinstance(value, dict) != (key in sections) and not is_auto:
             raise UsageError(f"{file}: {key} is {'an object' if key in sections else 'one value'}, not {value!r}")
-    for key, (theirs, ours) in _find_conflicts(given, decided).items():
+    for key, (theirs, ours) in _find_conflicts(from_file, from_run).items():
         raise UsageError(f"{file} sets {key} to {theirs} and the options of the run say {ours}; change one of them")
-    optimizer = given.get("optimizer", {})
+    optimizer = from_file.get("optimizer", {})
     is_torch = (optimizer.get("type"), optimizer.get("params", {}).get("torch_adam")) == ("AdamW", True)
     # Resuming a pipeline needs the state of torch's AdamW and ZeRO-1's own masters.
     if config.pp > 1 and not is_torch:
         raise UsageError(
             f'{file}: --pp needs torch\'s AdamW: set optimizer.type to "AdamW" and optimizer.params.torch_adam to true'
         )
-    if config.pp > 1 and "data_types" in given:
+    if config.pp > 1 and "data_types" in from_file:
         raise UsageError(f"{file} sets data_types, which does not go together with --pp")
 
 
 def _find_conflicts(
-    given: Mapping[str, Any], decided: Mapping[str, Any], above: str = ""
+    from_file: Mapping[str, Any], from_run: Mapping[str, Any], above: str = ""
 ) -> dict[str, tuple[Any, Any]]:
-    found: dict[str, tuple[Any, Any]] = {}
-    for key, ours in decided.items():
-        theirs = given.get(key, AUTO)
+    conflicts: dict[str, tuple[Any, Any]] = {}
+    for key, ours in from_run.items():
+        theirs = from_file.get(key, AUTO)
         if isinstance(ours, dict) and isinstance(theirs, dict):
-            found |= _find_conflicts(theirs, ours, f"{above}{key}.")
+            conflicts |= _find_conflicts(theirs, ours, f"{above}{key}.")
         elif theirs not in (AUTO, ours):
-            found[above + key] = (theirs, ours)
-    return found
+            conflicts[above + key] = (theirs, ours)
+    return conflicts
 
 
 def check_with_deepspeed(config: TrainConfig, options: Mapping[str, Any]) -> None:

@@ -54,14 +54,14 @@ class Fsdp2Engine:
     def __init__(self, config: TrainConfig, schedule: Schedule, device: torch.device) -> None:
         self._config, self._meshes = config, make_meshes(config, device)
         self.data_rank = torch.distributed.get_rank() // config.tp % self._meshes.data.size()
-        made = parallel_model(config, spec_of(config), self._meshes, device)
-        self._module, self.loss = made.module, made.loss
+        sharded = parallel_model(config, spec_of(config), self._meshes, device)
+        self._module, self.loss = sharded.module, sharded.loss
         self.model = self._module.module if isinstance(self._module, DistributedDataParallel) else self._module
         self._parameters, self._elsewhere = list[str](), frozenset[str]()
         if self._meshes.pipeline is not None:
             self._parameters, self._elsewhere = names_of_stages(self.model, self._meshes.pipeline.get_group())
         load_first_weights(config, self.model, self._elsewhere)
-        self.optimizer = make_optimizer(config, replace(made, module=self.model).parameters(), device)
+        self.optimizer = make_optimizer(config, replace(sharded, module=self.model).parameters(), device)
         self._own_values = own_group_values(self.optimizer)
         self._scheduler = schedule.attach(self.optimizer)
         # Each save reuses the memory. It is not shared: a thread writes it, and containers often have 64 MB of that.

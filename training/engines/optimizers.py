@@ -38,19 +38,19 @@ def make_optimizer(config: TrainConfig, groups: Sequence[Mapping[str, Any]], dev
         plain = {} if "foreach" in arguments else {"fused": is_fused(config, device)}
         kind: Any = CLASSES[text_of(config.optimizer)]  # type: ignore[index]
         return call_function(kind, "optimizer", list(groups), **plain | arguments)
-    found = call_function(config.optimizer, "optimizer", list(groups), **arguments)
-    if not isinstance(found, Optimizer):
-        raise UsageError(f"--optimizer {text_of(config.optimizer)} gives {type(found).__name__}, not an Optimizer")
-    return found
+    optimizer = call_function(config.optimizer, "optimizer", list(groups), **arguments)
+    if not isinstance(optimizer, Optimizer):
+        raise UsageError(f"--optimizer {text_of(config.optimizer)} gives {type(optimizer).__name__}, not an Optimizer")
+    return optimizer
 
 
 def optimizer_arguments(config: TrainConfig) -> dict[str, Any]:
     """Keyword arguments, as torch names them. Raises ``UsageError``."""
-    given = parse_arguments(config.optimizer_arg, "optimizer-arg")
+    arguments = parse_arguments(config.optimizer_arg, "optimizer-arg")
     for name, option in (("lr", "learning-rate"), ("weight_decay", "weight-decay")):
-        if name in given:
+        if name in arguments:
             raise UsageError(f"--optimizer-arg {name}: give --{option}")
-    return {"lr": config.learning_rate, "weight_decay": config.weight_decay, **given}
+    return {"lr": config.learning_rate, "weight_decay": config.weight_decay, **arguments}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +79,10 @@ class Schedule:
         }[self.shape]
 
     def _own(self, step: int) -> float:
-        found = call_function(self.shape, "schedule", step, self.total_steps)
-        if not isinstance(found, int | float) or not math.isfinite(found):
-            raise UsageError(f"--schedule {text_of(self.shape)} gives {found!r}, and a factor is a finite number")
-        return float(found)
+        factor = call_function(self.shape, "schedule", step, self.total_steps)
+        if not isinstance(factor, int | float) or not math.isfinite(factor):
+            raise UsageError(f"--schedule {text_of(self.shape)} gives {factor!r}, and a factor is a finite number")
+        return float(factor)
 
     def attach(self, optimizer: Optimizer) -> LambdaLR:
         """Scheduler of the optimizer, to be stepped after each optimizer step. The lambda must be a plain function:

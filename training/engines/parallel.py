@@ -197,11 +197,11 @@ def split_experts(experts: Experts, mesh: DeviceMesh) -> None:
 def _local_experts(weights: Callable[[], Sequence[Any]], workers: int) -> list[Tensor]:
     """This worker's experts. Their gradients, from the tokens of all workers of the mesh, become means over them, as
     FSDP2's over its workers. FSDP2's own divisor cannot be used: on a mesh of one worker it divides twice."""
-    found: list[Tensor] = [weight.to_local() for weight in weights()]
-    for each in found:
+    local: list[Tensor] = [weight.to_local() for weight in weights()]
+    for each in local:
         if each.requires_grad:
             each.register_hook(lambda gradient: gradient / workers)
-    return found
+    return local
 
 
 def _exchange_tokens(compute: Callable[..., Tensor], group: ProcessGroup, tokens: Tensor, counts: Tensor) -> Tensor:

@@ -88,9 +88,9 @@ def names_of_stages(stage: nn.Module, group: ProcessGroup) -> tuple[list[str], f
     the stages of a pipeline."""
     assert isinstance(stage, Stage)
     mine = [[name for name, _ in chunk.named_parameters()] for chunk in stage.chunks], list(stage.state_dict())
-    found: list[tuple[list[list[str]], list[str]]] = [([], [])] * group.size()
-    torch.distributed.all_gather_object(found, mine, group=group)
-    chunks, saved = zip(*found, strict=True)
+    of_stages: list[tuple[list[list[str]], list[str]]] = [([], [])] * group.size()
+    torch.distributed.all_gather_object(of_stages, mine, group=group)
+    chunks, saved = zip(*of_stages, strict=True)
     in_order = chain.from_iterable(zip(*chunks, strict=True))
     return list(dict.fromkeys(chain(*in_order))), frozenset(chain(*saved)) - {*mine[1]}
 

@@ -72,38 +72,38 @@ def _checked_parts(config: TrainConfig) -> tuple[Dataset[Any], Dataset[Any] | No
 def check_frameworks(config: TrainConfig) -> nn.Module | None:
     """The model on the meta device; None for one of a function of the user's. Raises CkptError for a run that its
     frameworks would refuse on every worker."""
-    made = None if is_function(config.model) else _build_on_meta(config)
+    model = None if is_function(config.model) else _build_on_meta(config)
     # The others cannot fail, and to make an optimizer imports torch's compiler, which takes seconds.
-    if made is not None and (is_function(config.optimizer) or config.optimizer_arg):
-        make_optimizer(config, made.parameters(), torch.device("meta"))
+    if model is not None and (is_function(config.optimizer) or config.optimizer_arg):
+        make_optimizer(config, model.parameters(), torch.device("meta"))
     make_schedule(config, 2).factor(0)
     for each in config.callback:
         import_function(each, "callback")
     if config.launcher != "ray" or "RAY_ADDRESS" not in os.environ:  # a remote cluster's machines are asked when joined
         check_device(config)
-    return None if made is None else made.module
+    return None if model is None else model.module
 
 
 def _build_on_meta(config: TrainConfig) -> Model:
     """The model without memory."""
     try:
         with torch.device("meta"):
-            made = spec_of(config).make()
+            model = spec_of(config).make()
     except CkptError:
         raise
     except Exception as error:  # a class of transformers fails in its own way at each value that it does not expect
         raise FormatError(f"--model {text_of(config.model)} cannot be built: {first_line(error)}") from error
     if folder_of(config.model) is not None:
-        _check_causal(config.model, made.module.config)
-    return made
+        _check_causal(config.model, model.module.config)
+    return model
 
 
-def _check_causal(model: object, found: Any) -> None:
+def _check_causal(model: object, described: Any) -> None:
     """Refuse a model that transformers also trains on masked words: it sees the words that it has to predict."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
-    if found.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(found, "is_decoder", False):
+    if described.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES and not getattr(described, "is_decoder", False):
         raise FormatError(
-            f"--model {model}: {found.model_type} is not causal, so it sees the text that it has to predict; set "
+            f"--model {model}: {described.model_type} is not causal, so it sees the text that it has to predict; set "
             "is_decoder to true in its config.json"
         )

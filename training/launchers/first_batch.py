@@ -76,29 +76,29 @@ def _first_batches(config: TrainConfig, samples: Dataset[Any], held_out: Dataset
 def _compute_once(
     config: TrainConfig, checkpoint: Path | str | None, batch: Any, held_out: tuple[Any, int] | None
 ) -> None:
-    made = spec_of(config).make()
+    built = spec_of(config).make()
     if is_function(config.model):  # any other is compared on the meta device
-        check_fits(config, made.module, checkpoint)
+        check_fits(config, built.module, checkpoint)
     if config.tp > 1:
-        made.module.register_forward_pre_hook(partial(check_length, config.tp))
-    make_optimizer(config, made.parameters(), torch.device("meta"))
+        built.module.register_forward_pre_hook(partial(check_length, config.tp))
+    make_optimizer(config, built.parameters(), torch.device("meta"))
 
     def model(*inputs: Any, **named: Any) -> Any:
-        return made.module(*inputs, **named)
+        return built.module(*inputs, **named)
 
     with named_failures(config.model, "model"):
-        loss = made.loss(model, batch)
+        loss = built.loss(model, batch)
     if not isinstance(loss, Tensor) or loss.ndim or not loss.requires_grad:
-        given = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        kind = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise UsageError(
-            f"the loss of --model {text_of(config.model)} is {given}, and has to be a tensor of shape [] that depends "
+            f"the loss of --model {text_of(config.model)} is {kind}, and has to be a tensor of shape [] that depends "
             "on the parameters"
         )
-    metrics = metrics_of(config.metrics, made.loss)
+    metrics = metrics_of(config.metrics, built.loss)
     if held_out is None:
         check_best(config, {})
         return
-    made.module.eval()
+    built.module.eval()
     with torch.no_grad(), named_failures(config.model, "model"):
         values = metrics(model, held_out[0])
     check_best(config, values)

@@ -47,8 +47,8 @@ class AttemptFailedError(Exception):
 def find_cause(failures: Mapping[int, BaseException]) -> Failure:
     """The failure of the rank that the others fail because of: one whose process is gone, else one that lost no
     connection, the lowest first. Ray does not tell the signal, nor which failure of a poll was first."""
-    found = (_to_failure(*each) for each in failures.items())
-    return min(found, key=lambda each: (not each.is_end, each.has_lost_another, each.rank))
+    of_ranks = (_to_failure(*each) for each in failures.items())
+    return min(of_ranks, key=lambda each: (not each.is_end, each.has_lost_another, each.rank))
 
 
 def _to_failure(rank: int, error: BaseException) -> Failure:
@@ -79,13 +79,13 @@ def _for_the_next(config: TrainConfig, say: Say, *, on_gpus: bool) -> TrainConfi
     if config.min_workers is None:
         return config
     is_said = False
-    while (found := shrink_to_room(config, room := _count_room(on_gpus=on_gpus))) is None:
+    while (smaller := shrink_to_room(config, room := _count_room(on_gpus=on_gpus))) is None:
         if not is_said:
             say(f"there is room for {room} of at least {config.min_workers} workers: waiting for machines")
         is_said = True
         time.sleep(WAIT_SECONDS)
-    say(f"continuing with {found.num_workers} of {config.num_workers} workers")
-    return found
+    say(f"continuing with {smaller.num_workers} of {config.num_workers} workers")
+    return smaller
 
 
 def shrink_to_room(config: TrainConfig, room: int) -> TrainConfig | None:
@@ -132,14 +132,14 @@ def on_this_node() -> NodeAffinitySchedulingStrategy:
 def watch_stop_requests(stop: Queue) -> Callable[[], bool]:
     """A function that tells whether ``stop`` holds a request, without a remote call. Only the first rank must know. The
     request stays in the queue, for the ranks of a restart; a ``get`` of a killed rank would take it away."""
-    asked = threading.Event()
+    is_requested = threading.Event()
 
     def wait() -> None:
         with suppress(ray.exceptions.RayError):
             while stop.empty():
                 time.sleep(LOOK_SECONDS)
-            asked.set()
+            is_requested.set()
 
     if torch.distributed.get_rank() == 0:
         threading.Thread(target=wait, daemon=True).start()
-    return asked.is_set
+    return is_requested.is_set

@@ -62,12 +62,12 @@ def launch(config: TrainConfig, lock: RunLock) -> RunResult:
     started = time.perf_counter()
     with cluster(config.num_workers, keep_open=[lock.descriptor]), printed_lines(config) as (lines, printing):
         devices = _worker_devices(config)
-        stop, asked = queue_here(), threading.Event()
+        stop, stop_requested = queue_here(), threading.Event()
         fit = partial(_run_attempt, devices=devices, lines=lines, stop=stop)
-        with pass_on_signals(asked.set):
+        with pass_on_signals(stop_requested.set):
             last, trained = _in_thread(
                 partial(with_restarts, config, fit, lambda line: lines.put(("say", line)), on_gpus=devices[0]),
-                partial(_check_and_pass_stop, lock, printing, asked, stop),
+                partial(_check_and_pass_stop, lock, printing, stop_requested, stop),
             )
     if isinstance(trained, Interrupted):
         raise RunStoppedError.at(trained.checkpoint)
@@ -139,7 +139,7 @@ def _print_until_none(lines: Queue, screen: Screen, journal: Journal) -> None:
             calls[name](value)
 
 
-def _check_and_pass_stop(lock: RunLock, printing: Future[None], asked: threading.Event, stop: Queue) -> None:
+def _check_and_pass_stop(lock: RunLock, printing: Future[None], stop_requested: threading.Event, stop: Queue) -> None:
     try:
         if lock.claim is not None:
             lock.claim.check()
@@ -147,8 +147,8 @@ def _check_and_pass_stop(lock: RunLock, printing: Future[None], asked: threading
             printing.result()
     except StoreError as error:
         raise LostStorageError(error.message) from error
-    if asked.is_set():
-        asked.clear()
+    if stop_requested.is_set():
+        stop_requested.clear()
         run_in_background(partial(stop.put, True))
 
 
@@ -164,8 +164,8 @@ def _in_thread(call: Callable[[], Result], check: Callable[[], None]) -> Result:
 def _worker_devices(config: TrainConfig) -> tuple[bool, dict[str, str]]:
     """Whether workers have GPUs, and their environment, by the cluster's resources: this machine may have no GPU.
     Raises UsageError if there are too few, or if a machine lacks what the frameworks need."""
-    found = ray.cluster_resources()
-    gpus = int(found.get("GPU", 0)) if torch.backends.cuda.is_built() else 0
+    resources = ray.cluster_resources()
+    gpus = int(resources.get("GPU", 0)) if torch.backends.cuda.is_built() else 0
     check_gpus(config.num_workers, gpus, "the cluster")
     if "RAY_ADDRESS" in os.environ:  # a machine that has what a worker needs
         try:
@@ -173,7 +173,7 @@ def _worker_devices(config: TrainConfig) -> tuple[bool, dict[str, str]]:
         except ray.exceptions.RayTaskError as error:
             raise error.cause from error
     sharing = gpus or config.num_workers
-    return gpus > 0, threads_of(config, sharing, found.get("CPU", sharing), on_gpu=gpus > 0)
+    return gpus > 0, threads_of(config, sharing, resources.get("CPU", sharing), on_gpu=gpus > 0)
 
 
 def _run_attempt(config: TrainConfig, devices: tuple[bool, dict[str, str]], lines: Queue, stop: Queue) -> Outcome:
@@ -221,8 +221,8 @@ def _run_worker(loop_config: dict[str, Any]) -> Outcome:
     try:
         config: TrainConfig = loop_config["config"]
         outlet = (RayFolderOutlet if config.storage is None else RayStorageOutlet)(config, loop_config["lines"])
-        device, asked = ray.train.torch.get_device(), watch_stop_requests(loop_config["stop"])
-        return train(config, device, loop_config["resume_from"], outlet, asked)
+        device, is_asked_to_stop = ray.train.torch.get_device(), watch_stop_requests(loop_config["stop"])
+        return train(config, device, loop_config["resume_from"], outlet, is_asked_to_stop)
     except BaseException as error:  # torch's CheckpointException is none of Exception's
         time.sleep(BLAME_SECONDS)
         raise AttemptFailedError(Failure.of(torch.distributed.get_rank(), error)) from None

@@ -128,11 +128,11 @@ def run_rank_process(config: TrainConfig) -> NoReturn:
             config = config_after_failure(config)
             if leads:
                 _say_why_restarted(config, files)
-        with ExitStack() as held:
+        with ExitStack() as resources:
             if files is None:
                 if leads:
-                    held.enter_context(only_run(config))
-                held.enter_context(held.enter_context(guard_processes())())
+                    resources.enter_context(only_run(config))
+                resources.enter_context(resources.enter_context(guard_processes())())
             code = _run_checked_rank(config, request, files)
     except BaseException as error:  # torch's CheckpointException is none of Exception's
         if files:

@@ -73,10 +73,10 @@ def metrics_of(own: Reference | None, loss: Loss) -> Metrics:
     function = import_function(own, "metrics")
 
     def metrics(model: Callable[..., Any], batch: Any) -> Mapping[str, Tensor]:
-        found = call_function(function, "metrics", model, batch)
-        if not isinstance(found, Mapping) or not all(isinstance(each, Tensor) for each in found.values()):
+        own_metrics = call_function(function, "metrics", model, batch)
+        if not isinstance(own_metrics, Mapping) or not all(isinstance(each, Tensor) for each in own_metrics.values()):
             raise UsageError(f"--metrics {text_of(own)} gives something else than tensors by name")
-        return {**standard_metrics(model, batch, loss), **found}
+        return {**standard_metrics(model, batch, loss), **own_metrics}
 
     return metrics
 

@@ -55,8 +55,8 @@ class EpochMetrics:
         return add_in_order(self.earlier_loss, self.losses) / (self.earlier_steps + len(self.losses))
 
     def line(self, last_epoch: int) -> str:
-        found = "".join(f"  held-out {name} {value:.4f}" for name, value in self.held_out.items())
-        return f"epoch {self.epoch:2d}/{last_epoch}  loss {self.mean_loss:.4f}{found}  {self.seconds:.1f} s"
+        held_out = "".join(f"  held-out {name} {value:.4f}" for name, value in self.held_out.items())
+        return f"epoch {self.epoch:2d}/{last_epoch}  loss {self.mean_loss:.4f}{held_out}  {self.seconds:.1f} s"
 
     def values(self) -> dict[str, float]:
         return {"epoch": self.epoch, "loss": self.mean_loss, **rename_loss(self.held_out)}
@@ -124,19 +124,19 @@ def _check_something_left(config: TrainConfig, progress: Progress) -> None:
     if config.resume == RESUME_AUTO:
         return
     if config.max_steps is not None and progress.step >= config.max_steps:
-        found = f"{progress.step} steps and --max-steps is {config.max_steps}"
+        finished = f"{progress.step} steps and --max-steps is {config.max_steps}"
     elif progress.epoch >= config.last_epoch:
-        found = f"{progress.epoch} epochs and the run ends after {config.last_epoch}"
+        finished = f"{progress.epoch} epochs and the run ends after {config.last_epoch}"
     else:
         return
-    raise UsageError(f"the checkpoint has finished {found}: nothing is left to train")
+    raise UsageError(f"the checkpoint has finished {finished}: nothing is left to train")
 
 
 def last_step(config: TrainConfig, progress: Progress, steps_per_epoch: int) -> int:
     """Last step of a run that begins at ``progress``. Only its remaining epochs have ``steps_per_epoch``: the epochs
     before differ with ``--override num-samples`` or ``batch-size``."""
-    found = progress.step - progress.batch + (config.last_epoch - progress.epoch) * steps_per_epoch
-    return found if config.max_steps is None else min(found, config.max_steps)
+    last = progress.step - progress.batch + (config.last_epoch - progress.epoch) * steps_per_epoch
+    return last if config.max_steps is None else min(last, config.max_steps)
 
 
 class _StopAskedError(Exception):
@@ -179,8 +179,8 @@ class _Run:
             self.saver.collect()
             return Interrupted(self.saved.name if self.saved.step else None)
         self.saver.collect()
-        found = self.found if history else self.evaluation()
-        return Trained(self.progress, tuple(history), found, tuple(self.saver.records))
+        evaluation = self.found if history else self.evaluation()
+        return Trained(self.progress, tuple(history), evaluation, tuple(self.saver.records))
 
     @property
     def is_at_end(self) -> bool:
@@ -196,9 +196,9 @@ class _Run:
         """Train the rest of an epoch, evaluate, and save if due. With ``--max-steps`` the run may end within it."""
         started, before = time.perf_counter(), self.progress
         losses = self.means(self.train(before))
-        found = self.evaluation()
+        evaluation = self.evaluation()
         seconds = time.perf_counter() - started
-        epoch, held_out = before.epoch + 1, {} if found is None else found.values
+        epoch, held_out = before.epoch + 1, {} if evaluation is None else evaluation.values
         metrics = EpochMetrics(epoch, losses, held_out, seconds, before.batch, before.loss_sum)
         line = metrics.line(self.config.last_epoch)
         if self.progress.batch == self.steps:
@@ -251,9 +251,9 @@ class _Run:
         ends = self.progress.batch == self.steps
         every = self.config.eval_every_steps
         if every is not None and self.progress.step % every == 0 and not (ends or self.has_last_step):
-            found = self.evaluation()
-            if found is not None:
-                self.record(rename_loss(found.values))
+            evaluation = self.evaluation()
+            if evaluation is not None:
+                self.record(rename_loss(evaluation.values))
         if is_asked or (is_due and not ends):
             loss_sum = add_in_order(before.loss_sum, self.means(losses))
             self.save(replace(self.progress, loss_sum=loss_sum), {"epoch": self.progress.epoch})

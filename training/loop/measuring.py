@@ -41,8 +41,8 @@ def work_per_sample(config: TrainConfig, batch: Any) -> dict[str, float]:
     words = next((each for each in tensors if each.ndim == 2 and each.dtype == torch.int64), None)
     peak = (config.peak_tflops or _known_peak(config)) * 1e12 * config.num_workers
     share = count_flops(config, batch) / len(tensors[0]) / peak if peak else 0.0
-    found = {"tokens_per_second": 0 if words is None else words.shape[1], "mfu": share}
-    return {name: each for name, each in found.items() if each}
+    work = {"tokens_per_second": 0 if words is None else words.shape[1], "mfu": share}
+    return {name: each for name, each in work.items() if each}
 
 
 def _known_peak(config: TrainConfig) -> float:
@@ -60,8 +60,8 @@ def count_flops(config: TrainConfig, batch: Any) -> float:
     empty = tree_map_only(Tensor, lambda each: torch.empty_like(each, device="meta"), batch)
     try:
         with torch.device("meta"), torch.no_grad(), FlopCounterMode(display=False) as counter:
-            made = spec_of(config).make()
-            made.loss(made.module, empty)
+            model = spec_of(config).make()
+            model.loss(model.module, empty)
     except Exception:
         # A model of the user's may raise anything.
         return 0.0

@@ -41,8 +41,8 @@ class Callbacks(ExitStack):
     def _function(self, reference: Reference) -> Callable[..., object]:
         """Call the user's function with the run's configuration; it returns a function of a line, or a context manager
         that gives one."""
-        made = call_function(reference, "callback", self._config)
-        function = self.enter_context(made) if isinstance(made, AbstractContextManager) else made
+        opened = call_function(reference, "callback", self._config)
+        function = self.enter_context(opened) if isinstance(opened, AbstractContextManager) else opened
         if not callable(function):
             raise UsageError(
                 f"--callback {text_of(reference)} gives {type(function).__name__}, and a function of a line is needed"

@@ -67,7 +67,7 @@ class RunResult:
     @classmethod
     def of(cls, config: TrainConfig, trained: Trained, seconds: float) -> RunResult:
         """Result of a run; its checkpoint is the one at the end position."""
-        found = trained.evaluation or Evaluation({})
+        evaluation = trained.evaluation or Evaluation({})
         frameworks = {"torch", config.launcher, config.sharding.framework} & {"torch", "ray", "deepspeed"}
         versions = {name: version(name) for name in sorted(frameworks, reverse=True)}
         return cls(
@@ -80,14 +80,14 @@ class RunResult:
             epochs=trained.end.epoch,
             settings=config.settings,
             versions={"python": platform.python_version(), "ckpt_tools": ckpt_tools.__version__, **versions},
-            held_out=dict(found.values),
-            accuracy=found.accuracy,
-            correct=found.correct,
-            total=found.total,
+            held_out=dict(evaluation.values),
+            accuracy=evaluation.accuracy,
+            correct=evaluation.correct,
+            total=evaluation.total,
             checkpoint=str(checkpoint_of(config, trained.end.name)),
             seconds=seconds,
             history=trained.history,
-            predicted=found.predicted,
+            predicted=evaluation.predicted,
             saves=trained.saves,
         )
 

@@ -136,9 +136,9 @@ def _check_all(name: str, done: Future[float]) -> None:
     """Raise StoreError on every rank with the reason of the first one that failed; collective."""
     error = done.exception() if done.done() else None
     cause = None if error is None else find_root_cause(error)
-    told = cause.message if isinstance(cause, StoreError) else f"{type(cause).__name__}: {cause}"
+    own_reason = cause.message if isinstance(cause, StoreError) else f"{type(cause).__name__}: {cause}"
     reasons: list[str | None] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(reasons, told if cause else None)
+    torch.distributed.all_gather_object(reasons, own_reason if cause else None)
     for rank, reason in enumerate(reasons):
         if reason is not None:
             raise StoreError(f"{name} could not be saved: rank {rank}: {reason}") from error

@@ -73,10 +73,10 @@ def pass_on_signals(ask: Callable[[], None]) -> Iterator[None]:
         yield
         return
     before: dict[int, Any] = {number: signal.getsignal(number) for number in SAVING}
-    asked: list[int] = []
+    received: list[int] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        if not asked:
+        if not received:
             ask()
             named = f"{line_start()}{signal.Signals(number).name}"
             line = f"{named}: saving at the next step; a second SIGTERM ends the run at once\n"
@@ -84,7 +84,7 @@ def pass_on_signals(ask: Callable[[], None]) -> Iterator[None]:
                 os.write(1, line.encode())
         elif number == signal.SIGTERM:
             before[number](number, frame)
-        asked.append(number)
+        received.append(number)
 
     for number in SAVING:
         signal.signal(number, pass_on)

@@ -58,8 +58,8 @@ def write_model_config(folder: Path, config: TrainConfig) -> None:
     if (hub := folder_of(config.model)) is not None:
         for path in (hub / NAME, *files_in(hub, COMPANIONS)):
             shutil.copyfile(path, folder / path.name)
-    elif (found := model_config(config)) is not None:
-        (folder / NAME).write_text(json.dumps(found, indent=1) + "\n")
+    elif (described := model_config(config)) is not None:
+        (folder / NAME).write_text(json.dumps(described, indent=1) + "\n")
     if config.lora:
         _adapter_config(config).save_pretrained(str(folder))
 

@@ -28,19 +28,19 @@ INITIAL = (True, False, "gaussian")
 
 def add_adapter(config: TrainConfig, module: nn.Module) -> nn.Module:
     """The model with a new adapter on it, if the run trains one. Raises ``UsageError`` if it does not fit."""
-    given = parse_arguments(config.lora, "lora")
-    if not given:
+    arguments = parse_arguments(config.lora, "lora")
+    if not arguments:
         return module
-    if unknown := sorted(given.keys() - {*ARGUMENTS.split()}):
+    if unknown := sorted(arguments.keys() - {*ARGUMENTS.split()}):
         raise UsageError(f"--lora {unknown[0]} is not taken; it is one of {', '.join(ARGUMENTS.split())}")
-    if (initial := given.get("init_lora_weights", True)) not in INITIAL:
+    if (initial := arguments.get("init_lora_weights", True)) not in INITIAL:
         raise UsageError(f"--lora init_lora_weights is true, false or gaussian, not {initial!r}")
     from peft import LoraConfig, get_peft_model
 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # PEFT calls what transformers 6 will not have
-            return get_peft_model(module, LoraConfig(task_type="CAUSAL_LM", **given))
+            return get_peft_model(module, LoraConfig(task_type="CAUSAL_LM", **arguments))
     except (TypeError, ValueError) as error:
         raise UsageError(f"--lora: {first_line(error)}") from error
 
@@ -53,8 +53,8 @@ class BaseModel(nn.Module):
         self.base = model.get_base_model()
 
     def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:  # type: ignore[override]
-        found = self.base.state_dict(*args, **options).items()
-        return {name.replace(".base_layer.", "."): value for name, value in found if ".lora_" not in name}
+        tensors = self.base.state_dict(*args, **options).items()
+        return {name.replace(".base_layer.", "."): value for name, value in tensors if ".lora_" not in name}
 
 
 def base_model_of(config: TrainConfig, model: nn.Module) -> nn.Module:

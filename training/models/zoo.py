@@ -73,8 +73,8 @@ def build_own_model(name: str, **sizes: Any) -> nn.Module:
     try:
         return _BY_NAME[name][0](**sizes)
     except (TypeError, ValueError, AssertionError, RuntimeError, ZeroDivisionError) as error:
-        given = ", ".join(f"{key}={value}" for key, value in sizes.items())
-        raise UsageError(f"the model {name} cannot be built with {given}: {first_line(error)}") from error
+        arguments = ", ".join(f"{key}={value}" for key, value in sizes.items())
+        raise UsageError(f"the model {name} cannot be built with {arguments}: {first_line(error)}") from error
 
 
 def spec_of(config: TrainConfig) -> ModelSpec:
@@ -101,8 +101,8 @@ def _spec_of_blocks(
 
 def _build_users_model(reference: Reference, arguments: Mapping[str, Any]) -> Model:
     """Model from the module, or the dictionary with it as ``model``, that the function returns."""
-    made, name = call_function(reference, "model", **arguments), text_of(reference)
-    parts = dict(made) if isinstance(made, Mapping) else {"model": made}
+    returned, name = call_function(reference, "model", **arguments), text_of(reference)
+    parts = dict(returned) if isinstance(returned, Mapping) else {"model": returned}
     module = parts.pop("model", None)
     if unknown := sorted(parts.keys() - {"blocks", "loss", "groups"}):
         raise UsageError(f"--model {name}: {unknown[0]!r} is not one of model, blocks, loss and groups")
@@ -121,17 +121,17 @@ def _build_users_model(reference: Reference, arguments: Mapping[str, Any]) -> Mo
 def _name_groups(groups: Any, module: nn.Module, name: str) -> Groups:
     """The user's groups, or those that a function makes of the module, by names: they are made once, because sharding
     replaces the parameters, and in ZeRO-3 their shapes."""
-    made = list(call_function(groups, "model", module) if callable(groups) else groups)
-    if not made or not all(isinstance(group, Mapping) and "params" in group for group in made):
+    unnamed = list(call_function(groups, "model", module) if callable(groups) else groups)
+    if not unnamed or not all(isinstance(group, Mapping) and "params" in group for group in unnamed):
         raise UsageError(f"--model {name}: groups are dictionaries with params, as torch.optim takes them")
     names = {each: key for key, each in module.named_parameters()}
-    found = [{**group, "params": [names.get(each) for each in group["params"]]} for group in made]
-    inside = {each for group in found for each in group["params"]}
+    named = [{**group, "params": [names.get(each) for each in group["params"]]} for group in unnamed]
+    inside = {each for group in named for each in group["params"]}
     if None in inside:
         raise UsageError(f"--model {name}: groups have a parameter that the model does not have")
     if left := [key for each, key in names.items() if each.requires_grad and key not in inside]:
         raise UsageError(f"--model {name}: {left[0]} is in no group; freeze it (requires_grad) or add it to one")
-    return found
+    return named
 
 
 def _hugging_face(config: TrainConfig, folder: Path) -> ModelSpec:

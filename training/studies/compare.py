@@ -290,11 +290,11 @@ def table_of(rows: Sequence[Row], columns: Sequence[str]) -> str:
 
 def sentence_on_losses(rows: Sequence[Row]) -> str:
     """A sentence that tells whether the final losses agree."""
-    found = {row.case: row.figures["final_loss"] for row in rows if row.figures}
-    if len(found) < 2:
+    losses = {row.case: row.figures["final_loss"] for row in rows if row.figures}
+    if len(losses) < 2:
         return "There are no two final losses to compare."
-    first, *others = found
-    differing = {case: abs(found[case] - found[first]) / abs(found[first]) for case in others}
+    first, *others = losses
+    differing = {case: abs(losses[case] - losses[first]) / abs(losses[first]) for case in others}
     worst = max(differing, key=lambda case: differing[case])
     if differing[worst] <= SAME_LOSS:
         return (
