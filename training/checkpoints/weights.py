@@ -20,7 +20,7 @@ from ckpt_tools.errors import DestinationExistsError, UsageError
 
 from ..config.options import is_url
 from ..config.train_config import TrainConfig
-from ..models.lora import base_model_of
+from ..models.zoo import base_model_of
 from .collectives import leader_first
 from .settings import hint_at_convert
 from .storage import report_failed_writes

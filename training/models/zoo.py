@@ -1,8 +1,14 @@
-"""Models by name, of a transformers configuration, or from a function of the user's."""
+"""Models by name, of a transformers configuration, or from a function of the user's.
+
+LoRA by PEFT is for ``hf:FOLDER``: the model's own weights are frozen, and the adapter beside them is trained. A
+checkpoint has both, so a run resumes anywhere without the base model. Names are PEFT's: ``base_model.model.`` before
+all, ``MODULE.base_layer`` where a module has an adapter.
+"""
 
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,12 +20,11 @@ from torch import Tensor, nn
 from ckpt_tools.errors import FormatError, UsageError
 
 from ..config.model_names import folder_of, read_config
-from ..config.references import Reference, call_function, first_line, is_function, text_of
+from ..config.references import Reference, call_function, first_line, is_function, parse_arguments, text_of
 from ..config.train_config import TrainConfig
 from . import image_models
 from .experts import MixtureModel
 from .language_model import Block, LanguageModel
-from .lora import add_adapter
 from .losses import standard_loss
 
 Loss = Callable[[Callable[..., Any], Any], Tensor]
@@ -149,3 +154,49 @@ def _hugging_face(config: TrainConfig, folder: Path) -> ModelSpec:
     names = model_class._no_split_modules or []
     blocks = tuple(getattr(sys.modules[model_class.__module__], name) for name in names)
     return _spec_of_blocks(lambda: add_adapter(config, model_class(described)), blocks)
+
+
+ARGUMENTS = (
+    "r lora_alpha lora_dropout target_modules exclude_modules layers_to_transform layers_pattern rank_pattern "
+    "alpha_pattern use_rslora init_lora_weights bias"
+)
+"""Arguments of ``LoraConfig`` with which the result is the base model plus ``scale B A``."""
+
+INITIAL = (True, False, "gaussian")
+"""Values of ``init_lora_weights`` that leave the base model as it is."""
+
+
+def add_adapter(config: TrainConfig, module: nn.Module) -> nn.Module:
+    """The model with a new adapter on it, if the run trains one. Raises ``UsageError`` if it does not fit."""
+    arguments = parse_arguments(config.lora, "lora")
+    if not arguments:
+        return module
+    if unknown := sorted(arguments.keys() - {*ARGUMENTS.split()}):
+        raise UsageError(f"--lora {unknown[0]} is not taken; it is one of {', '.join(ARGUMENTS.split())}")
+    if (initial := arguments.get("init_lora_weights", True)) not in INITIAL:
+        raise UsageError(f"--lora init_lora_weights is true, false or gaussian, not {initial!r}")
+    from peft import LoraConfig, get_peft_model
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # PEFT calls what transformers 6 will not have
+            return get_peft_model(module, LoraConfig(task_type="CAUSAL_LM", **arguments))
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"--lora: {first_line(error)}") from error
+
+
+class BaseModel(nn.Module):
+    """The base model in a model of PEFT, with its own names of tensors, and without the adapter."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.base = model.get_base_model()
+
+    def state_dict(self, *args: Any, **options: Any) -> dict[str, Any]:  # type: ignore[override]
+        tensors = self.base.state_dict(*args, **options).items()
+        return {name.replace(".base_layer.", "."): value for name, value in tensors if ".lora_" not in name}
+
+
+def base_model_of(config: TrainConfig, model: nn.Module) -> nn.Module:
+    """The model that ``--init-from`` has the weights of."""
+    return BaseModel(model) if config.lora else model
