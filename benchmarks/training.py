@@ -181,7 +181,7 @@ def _bare_step(config: Any) -> Taken:
 
 def _batches(config: Any) -> Iterator[tuple[Any, Any]]:
     """This rank's batches of the epoch, in a random order."""
-    samples, device = load_dataset("digits", "train", None).first(config.num_samples), _device()
+    samples, device = load_dataset("digits", "train", None).take_first(config.num_samples), _device()
     assert len(samples) == config.num_samples
     order = torch.randperm(config.num_samples, generator=torch.Generator().manual_seed(0))
     share, rank = BATCH // config.num_workers, dist.get_rank()

@@ -270,7 +270,7 @@ def sentence_of_failure(config: TrainConfig) -> str:
     try:
         train(config)
     except KeyError as error:
-        return Failure.of(0, error).sentence
+        return Failure.from_error(0, error).sentence
     return "it did not fail"
 
 

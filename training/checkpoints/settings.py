@@ -102,7 +102,9 @@ def _check_differing(config: TrainConfig, recorded: Settings, differing: Iterabl
 def _check_position(config: TrainConfig, extra: Mapping[Any, Any], recorded: Settings, differing: list[str]) -> None:
     """Raises UsageError if the checkpoint is within an epoch and the rest of it would have other samples."""
     try:
-        progress = Progress.of(extra) or Progress.of(_mapping_at(extra, "client_state")) or Progress()
+        progress = (
+            Progress.from_entries(extra) or Progress.from_entries(_mapping_at(extra, "client_state")) or Progress()
+        )
     except AssertionError as error:
         raise FormatError("the epoch, step and batch of the checkpoint are of no position in a run") from error
     moved = [name for name in differing if name in ORDERING]
@@ -154,7 +156,7 @@ class Progress:
         return asdict(self)
 
     @classmethod
-    def of(cls, entries: Mapping[str, Any]) -> Progress | None:
+    def from_entries(cls, entries: Mapping[str, Any]) -> Progress | None:
         """Progress in a checkpoint's entries; None without epoch and step. Without ``batch``: the end of an epoch."""
         epoch, step = entries.get("epoch"), entries.get("step", entries.get("global_step"))
         if type(epoch) is not int or type(step) is not int:

@@ -53,7 +53,7 @@ class Samples(Dataset[Any]):
         rows = torch.as_tensor(indices)
         return to_input(self.pixels[rows]), self.labels[rows]
 
-    def first(self, count: int | None) -> Self:
+    def take_first(self, count: int | None) -> Self:
         return replace(self, pixels=self.pixels[:count], labels=self.labels[:count])
 
 

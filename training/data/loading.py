@@ -39,7 +39,7 @@ def dataset_of(config: TrainConfig, part: Part) -> Dataset[Any] | None:
         check_arguments(load_dataset, 4, arguments, "dataset-arg")
         place: Any = (text_of(config.dataset), part, config.data_root, folder_of(config.model))
         samples = load_dataset(*place, **arguments)
-        return samples.first(config.num_samples) if part == "train" else samples
+        return samples.take_first(config.num_samples) if part == "train" else samples
     dataset: Any = call_function(config.dataset, "dataset", part, **parse_arguments(config.dataset_arg, "dataset-arg"))
     if dataset is None and part == "held-out":
         return None
@@ -110,10 +110,10 @@ class Batches:
         """State of an iterable dataset before its first sample, in which each epoch begins."""
         return state_of(self.dataset)
 
-    def epoch(self, start: Position) -> Iterator[tuple[Any, str | None]]:
+    def iterate_epoch(self, start: Position) -> Iterator[tuple[Any, str | None]]:
         """Batches on the device, and the state of the dataset after each."""
         is_stream = isinstance(self.dataset, IterableDataset)
-        order = None if is_stream else self._order(start)
+        order = None if is_stream else self._list_batches(start)
         loader = DataLoader(
             Stream(self, start) if is_stream else Fetched(self.dataset, self.config.seed, start.epoch),
             batch_sampler=order,
@@ -124,7 +124,7 @@ class Batches:
         )
         return ((to_device(batch, self.device), state) for batch, state in loader)
 
-    def _order(self, start: Position) -> list[list[int]]:
+    def _list_batches(self, start: Position) -> list[list[int]]:
         """Numbers of the samples of each batch that is left of the epoch."""
         length = length_of(self.dataset)
         assert length is not None
@@ -148,9 +148,9 @@ class Fetched(Dataset[Any]):
     def __getitems__(self, indices: list[int]) -> tuple[Any, None]:
         if isinstance(self._dataset, Samples):
             return self._dataset.__getitems__(indices), None
-        return self._collate([self._sample(each) for each in indices]), None
+        return self._collate([self._load_sample(each) for each in indices]), None
 
-    def _sample(self, index: int) -> Any:
+    def _load_sample(self, index: int) -> Any:
         seed_generators(self._seed, self._epoch, index)
         return self._dataset[index]
 
@@ -174,11 +174,11 @@ class Stream(IterableDataset[Any]):
         self._start, self._first_state = start, batches.first_state
 
     def __iter__(self) -> Iterator[tuple[Any, str | None]]:
-        samples, collate = self._samples(self._begin()), collate_of(self._dataset)
+        samples, collate = self._iterate_samples(self._restore_state()), collate_of(self._dataset)
         while len(batch := list(islice(samples, self._size))) == self._size:
             yield collate(batch[self._rows]), state_of(self._dataset)
 
-    def _begin(self) -> int:
+    def _restore_state(self) -> int:
         """Set the dataset's epoch and state; the number of its first sample."""
         dataset: Any = self._dataset
         if self._first_state is not None:
@@ -190,7 +190,7 @@ class Stream(IterableDataset[Any]):
         dataset.load_state_dict(json.loads(self._start.state))
         return self._start.batch * self._size
 
-    def _samples(self, first: int) -> Iterator[Any]:
+    def _iterate_samples(self, first: int) -> Iterator[Any]:
         """Samples from the position on; a dataset that cannot begin there has to give those before it too."""
         seed_generators(self._seed, self._start.epoch, 0)
         samples = iter(self._dataset)

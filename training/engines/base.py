@@ -68,7 +68,7 @@ def mean_of(losses: list[Tensor]) -> Tensor:
 
 def read_progress(entries: Mapping[str, Any], checkpoint: Path | str) -> Progress:
     """Progress of the run that wrote these entries of a checkpoint. Raises ``FormatError``."""
-    progress = Progress.of(entries)
+    progress = Progress.from_entries(entries)
     if progress is None:
         raise FormatError(f"{checkpoint} does not say after which epoch and step it was saved")
     return progress

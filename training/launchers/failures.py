@@ -43,7 +43,7 @@ class Failure:
     details: str
 
     @classmethod
-    def of(cls, rank: int, error: BaseException) -> Failure:
+    def from_error(cls, rank: int, error: BaseException) -> Failure:
         details = "".join(traceback.format_exception(error))
         cause = find_root_cause(error)
         if isinstance(cause, OSError):
@@ -51,14 +51,14 @@ class Failure:
         return cls(rank, type(cause).__name__, mask_secrets(str(cause)), mask_secrets(details))
 
     @classmethod
-    def of_lost(cls, rank: int, error: BaseException) -> Failure:
+    def from_lost_process(cls, rank: int, error: BaseException) -> Failure:
         """The end of a rank's process, about which Ray raised ``error``."""
         lost = "node has died" in str(error)
         how = "its machine" if lost else "its process, as by SIGKILL; the kernel sends it when memory runs out"
         return cls(rank, PROCESS_ENDED, f"has lost {how}", mask_secrets(str(error)))
 
     @classmethod
-    def of_exit(cls, rank: int, code: int) -> Failure:
+    def from_exit_code(cls, rank: int, code: int) -> Failure:
         """The end of a rank's process with this exit code; a negative one is a signal."""
         named = {each.value: each.name for each in signal.Signals}
         hint = "; the kernel does so when memory runs out" if -code == signal.SIGKILL else ""
@@ -82,11 +82,11 @@ class Failure:
         return f"rank {self.rank} failed with {self.kind}: {lines[0]}{place_in(self.details)}"
 
     @staticmethod
-    def reserve(path: Path) -> None:
+    def reserve_record(path: Path) -> None:
         """Room for a record, because the disk may be full when a rank fails."""
         path.write_bytes(b" " * RECORD_BYTES)
 
-    def record(self, path: Path) -> None:
+    def write_record(self, path: Path) -> None:
         """Write it to the room at ``path``, unless an earlier failure, which may be its cause, is there."""
         text = json.dumps(asdict(replace(self, details=self.details[-MAX_DETAILS:])))
         with path.open("r+b") as file:
@@ -96,8 +96,8 @@ class Failure:
                 file.write(text.encode())
 
     @classmethod
-    def recorded(cls, path: Path) -> Failure | None:
-        """Read what :meth:`record` wrote, if it did."""
+    def read_record(cls, path: Path) -> Failure | None:
+        """Read what :meth:`write_record` wrote, if it did."""
         text = path.read_text().strip()
         return cls(**json.loads(text)) if text else None
 

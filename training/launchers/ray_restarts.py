@@ -55,7 +55,7 @@ def _to_failure(rank: int, error: BaseException) -> Failure:
     if isinstance(error, AttemptFailedError):
         return error.failure
     lost = getattr(error, "health_check_failure", None)
-    return Failure.of_lost(rank, lost) if lost else Failure.of(rank, error)
+    return Failure.from_lost_process(rank, lost) if lost else Failure.from_error(rank, error)
 
 
 def with_restarts(

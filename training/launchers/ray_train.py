@@ -70,8 +70,8 @@ def launch(config: TrainConfig, lock: RunLock) -> RunResult:
                 partial(_check_and_pass_stop, lock, printing, stop_requested, stop),
             )
     if isinstance(trained, Interrupted):
-        raise RunStoppedError.at(trained.checkpoint)
-    result = RunResult.of(last, trained, time.perf_counter() - started)
+        raise RunStoppedError.after_checkpoint(trained.checkpoint)
+    result = RunResult.from_run(last, trained, time.perf_counter() - started)
     result.write(config.out)
     return result
 
@@ -206,7 +206,7 @@ def _run_attempt(config: TrainConfig, devices: tuple[bool, dict[str, str]], line
     except ray.train.WorkerGroupError as error:
         raise AttemptFailedError(find_cause(error.worker_failures)) from error
     except ray.train.TrainingFailedError as error:
-        raise AttemptFailedError(Failure.of(0, getattr(error, "controller_failure", error))) from error
+        raise AttemptFailedError(Failure.from_error(0, getattr(error, "controller_failure", error))) from error
 
 
 def _ray_storage(config: TrainConfig) -> dict[str, Any]:
@@ -225,7 +225,7 @@ def _run_worker(loop_config: dict[str, Any]) -> Outcome:
         return train(config, device, loop_config["resume_from"], outlet, is_asked_to_stop)
     except BaseException as error:  # torch's CheckpointException is none of Exception's
         time.sleep(BLAME_SECONDS)
-        raise AttemptFailedError(Failure.of(torch.distributed.get_rank(), error)) from None
+        raise AttemptFailedError(Failure.from_error(torch.distributed.get_rank(), error)) from None
 
 
 class _RayOutlet(Outlet):

@@ -59,15 +59,15 @@ def launch(config: TrainConfig, lock: RunLock) -> RunResult:
     log = config.out / TORCHRUN_LOG_NAME
     with tempfile.TemporaryDirectory() as name, log.open("wb") as stderr, closing(Screen()):
         files = Path(name)
-        Failure.reserve(files / ERROR)
+        Failure.reserve_record(files / ERROR)
         with guard_processes(keep_open=[lock.descriptor]) as marking, marking():
             cores, on_gpu = os.cpu_count() or 1, torch.cuda.is_available()
             threads = threads_of(config, config.num_workers, cores, on_gpu=on_gpu)
             code = _run_agent(config, files, stderr, os.environ | threads | {FILES_VARIABLE: name})
         if (files / STOPPED).exists():
-            raise RunStoppedError.at(json.loads((files / STOPPED).read_text()))
+            raise RunStoppedError.after_checkpoint(json.loads((files / STOPPED).read_text()))
         if (files / STOP).exists() and code == -signal.SIGKILL:
-            raise RunStoppedError.at(None)
+            raise RunStoppedError.after_checkpoint(None)
         if code == 0:
             return RunResult.read(config.out / RESULT_NAME)
         failure = _find_failure(config, files, config.max_restarts)
@@ -78,12 +78,12 @@ def launch(config: TrainConfig, lock: RunLock) -> RunResult:
 
 def _find_failure(config: TrainConfig, files: Path, restarts: int) -> Failure | None:
     """Why the attempt after so many restarts failed: because a rank was killed, or else as the first rank recorded."""
-    recorded = Failure.recorded(files / ERROR)
+    recorded = Failure.read_record(files / ERROR)
     ends = _RANK_ENDED.findall((config.out / TORCHRUN_LOG_NAME).read_text(errors="replace"))
     if restarts < len(ends):
         code, rank = map(int, ends[restarts])
         if recorded is None or code < 0:
-            return Failure.of_exit(rank, code)
+            return Failure.from_exit_code(rank, code)
     return recorded
 
 
@@ -136,7 +136,7 @@ def run_rank_process(config: TrainConfig) -> NoReturn:
             code = _run_checked_rank(config, request, files)
     except BaseException as error:  # torch's CheckpointException is none of Exception's
         if files:
-            Failure.of(int(os.environ["RANK"]), error).record(files / ERROR)
+            Failure.from_error(int(os.environ["RANK"]), error).write_record(files / ERROR)
         time.sleep(BLAME_SECONDS)
         raise
     exit_process(code)
@@ -162,7 +162,7 @@ def _say_why_restarted(config: TrainConfig, files: Path | None) -> None:
     """Print the last failure, whose record is emptied for the next one."""
     failure = files and _find_failure(config, files, _count_restarts() - 1)
     if files:
-        Failure.reserve(files / ERROR)
+        Failure.reserve_record(files / ERROR)
     reason = failure.sentence if failure else "a rank failed; torchrun's log has the reason"
     print(f"restart {_count_restarts()} of {os.environ['TORCHELASTIC_MAX_RESTARTS']}: {reason}", flush=True)
 
@@ -191,7 +191,7 @@ def _run_checked_rank(config: TrainConfig, request: Request, files: Path | None)
         return 0
     if files is None:
         if rank == 0:
-            print(RunStoppedError.at(interrupted.checkpoint), file=sys.stderr, flush=True)
+            print(RunStoppedError.after_checkpoint(interrupted.checkpoint), file=sys.stderr, flush=True)
         return EXIT_CODE
     if rank == 0:
         (files / STOPPED).write_text(json.dumps(interrupted.checkpoint))
@@ -206,7 +206,7 @@ def run_rank(config: TrainConfig, device: torch.device, request: Request | None 
     if isinstance(trained, Interrupted):
         return trained
     if torch.distributed.get_rank() == 0:
-        RunResult.of(config, trained, time.perf_counter() - started).write(config.out)
+        RunResult.from_run(config, trained, time.perf_counter() - started).write(config.out)
     return None
 
 

@@ -116,7 +116,7 @@ class Evaluator:
     counts: bool = True
 
     def __call__(self, engine: Engine) -> Evaluation:
-        rows = self.rows(engine.evaluate)
+        rows = self.compute_rows(engine.evaluate)
         for each in rows.values():
             torch.distributed.all_reduce(each)
         predicted = rows.pop(PREDICTED, None)
@@ -126,7 +126,7 @@ class Evaluator:
         listed = predicted.flatten().tolist() if predicted.numel() <= MAX_LISTED else []
         return Evaluation(values, predicted.numel(), tuple(listed))
 
-    def rows(self, evaluate: Callable[[Metrics, Any], Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    def compute_rows(self, evaluate: Callable[[Metrics, Any], Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Values of the samples of this rank's passes, float64 [n], and 0 elsewhere: the sum over ranks has them all. A
         forward pass of a sharded model is collective, so each rank makes the same number: a rank without a pass left
         repeats the first one."""

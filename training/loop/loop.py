@@ -79,11 +79,15 @@ class Interrupted:
     checkpoint: str | None
 
 
-Asked = Callable[[], bool]  # whether this rank knows of a request to save and stop
+IsAskedToStop = Callable[[], bool]  # whether this rank knows of a request to save and stop
 
 
 def train(
-    config: TrainConfig, device: torch.device, resume_from: Path | str | None, outlet: Outlet, is_asked_to_stop: Asked
+    config: TrainConfig,
+    device: torch.device,
+    resume_from: Path | str | None,
+    outlet: Outlet,
+    is_asked_to_stop: IsAskedToStop,
 ) -> Trained | Interrupted:
     """Train to ``config.last_epoch`` or ``config.max_steps`` on this rank, from the start or from a checkpoint."""
     with leader_first():  # so only the first rank of each machine downloads
@@ -97,8 +101,10 @@ def train(
         batches = Batches(config, samples, engine.data_rank, ranks, device)
         evaluator = None if held_out is None else _make_evaluator(config, engine, held_out, batches)
         with profile_steps(config) as end_step:
-            run = _Run(config, engine, batches, evaluator, outlet, is_asked_to_stop, progress, schedule, end_step)
-            return run.to_the_end()
+            run = TrainingRun(
+                config, engine, batches, evaluator, outlet, is_asked_to_stop, progress, schedule, end_step
+            )
+            return run.run_to_end()
 
 
 def _make_evaluator(config: TrainConfig, engine: Engine, held_out: Dataset[Any], batches: Batches) -> Evaluator:
@@ -139,23 +145,24 @@ def last_step(config: TrainConfig, progress: Progress, steps_per_epoch: int) -> 
     return last if config.max_steps is None else min(last, config.max_steps)
 
 
-class _StopAskedError(Exception):
+class _StoppedError(Exception):
     """The ranks have agreed to stop, and have saved."""
 
 
 @dataclass
-class _Run:
+class TrainingRun:
+    """A run on this rank, between its start and its end."""
+
     config: TrainConfig
     engine: Engine
     batches: Batches
     evaluator: Evaluator | None
     outlet: Outlet
-    is_asked_to_stop: Asked
+    is_asked_to_stop: IsAskedToStop
     progress: Progress
     schedule: Schedule
     end_step: Callable[[], None]
-    found: Evaluation | None = None
-    """The last evaluation."""
+    last_evaluation: Evaluation | None = None
     is_due: bool = False
     """Whether a checkpoint was due at the last step of an epoch, whose end is saved instead."""
 
@@ -168,18 +175,18 @@ class _Run:
         self.saved = self.progress
         """Position of the last checkpoint, resumed or saved."""
 
-    def to_the_end(self) -> Trained | Interrupted:
+    def run_to_end(self) -> Trained | Interrupted:
         history = []
         try:
             self.stop_between_epochs()
             while not self.is_at_end:
-                history.append(self.epoch())
+                history.append(self.run_epoch())
                 self.stop_between_epochs()
-        except _StopAskedError:
+        except _StoppedError:
             self.saver.collect()
             return Interrupted(self.saved.name if self.saved.step else None)
         self.saver.collect()
-        evaluation = self.found if history else self.evaluation()
+        evaluation = self.last_evaluation if history else self.evaluate()
         return Trained(self.progress, tuple(history), evaluation, tuple(self.saver.records))
 
     @property
@@ -192,11 +199,11 @@ class _Run:
     def has_last_step(self) -> bool:
         return self.config.max_steps is not None and self.progress.step >= self.config.max_steps
 
-    def epoch(self) -> EpochMetrics:
+    def run_epoch(self) -> EpochMetrics:
         """Train the rest of an epoch, evaluate, and save if due. With ``--max-steps`` the run may end within it."""
         started, before = time.perf_counter(), self.progress
-        losses = self.means(self.train(before))
-        evaluation = self.evaluation()
+        losses = self.mean_over_ranks(self.train_steps(before))
+        evaluation = self.evaluate()
         seconds = time.perf_counter() - started
         epoch, held_out = before.epoch + 1, {} if evaluation is None else evaluation.values
         metrics = EpochMetrics(epoch, losses, held_out, seconds, before.batch, before.loss_sum)
@@ -219,19 +226,19 @@ class _Run:
         if self.leads:
             self.outlet.record({"step": self.progress.step, **figures})
 
-    def train(self, before: Progress) -> list[Tensor]:
+    def train_steps(self, before: Progress) -> list[Tensor]:
         """Train the rest of an epoch after ``before``; this rank's loss at each step."""
         losses: list[Tensor] = []
-        batches = self.batches.epoch(Position(before.epoch, before.batch, before.data))
+        batches = self.batches.iterate_epoch(Position(before.epoch, before.batch, before.data))
         for batch, state in islice(batches, self.steps - before.batch):
             if self.leads and self.log.work is None:
                 self.log.work = work_per_sample(self.config, batch)
-            accuracy = None if self.found is None else self.found.accuracy
+            accuracy = None if self.last_evaluation is None else self.last_evaluation.accuracy
             seed_generators(self.config.seed, self.progress.step, self.batches.rank)
             losses.append(self.engine.step(batch))
             done = self.progress
             self.progress = replace(done, step=done.step + 1, batch=done.batch + 1, data=state)
-            self.log.after(self.progress, losses[-1], self.saver.records, accuracy)
+            self.log.after_step(self.progress, losses[-1], self.saver.records, accuracy)
             with self.log.meter.paused():
                 self.end_step()
             self.save_or_stop_if_due(before, losses)
@@ -251,15 +258,15 @@ class _Run:
         ends = self.progress.batch == self.steps
         every = self.config.eval_every_steps
         if every is not None and self.progress.step % every == 0 and not (ends or self.has_last_step):
-            evaluation = self.evaluation()
+            evaluation = self.evaluate()
             if evaluation is not None:
                 self.record(rename_loss(evaluation.values))
         if is_asked or (is_due and not ends):
-            loss_sum = add_in_order(before.loss_sum, self.means(losses))
+            loss_sum = add_in_order(before.loss_sum, self.mean_over_ranks(losses))
             self.save(replace(self.progress, loss_sum=loss_sum), {"epoch": self.progress.epoch})
         self.is_due = is_due and ends
         if is_asked:
-            raise _StopAskedError
+            raise _StoppedError
 
     def stop_between_epochs(self) -> None:
         """Stop if requested, before the first step and after an evaluation."""
@@ -267,7 +274,7 @@ class _Run:
         if is_asked:
             if self.progress != self.saved:
                 self.save(self.progress, {"epoch": self.progress.epoch})
-            raise _StopAskedError
+            raise _StoppedError
 
     def exchange_requests(self) -> tuple[bool, bool]:
         """Whether any rank has a request to stop, and whether ``--save-every-minutes`` is over."""
@@ -286,14 +293,14 @@ class _Run:
             self.saver.save(progress, {"step": progress.step, **values})
         self.saved = self.progress
 
-    def evaluation(self) -> Evaluation | None:
+    def evaluate(self) -> Evaluation | None:
         """Evaluate the held-out samples, if there are any, divided among the ranks with different samples."""
         if self.evaluator is not None:
             with self.log.meter.paused():
-                self.found = self.evaluator(self.engine)
-        return self.found
+                self.last_evaluation = self.evaluator(self.engine)
+        return self.last_evaluation
 
-    def means(self, losses: list[Tensor]) -> tuple[float, ...]:
+    def mean_over_ranks(self, losses: list[Tensor]) -> tuple[float, ...]:
         """Mean loss over ranks of each step, with one collective for all steps."""
         none = torch.zeros(0, dtype=torch.float64, device=self.batches.device)
         total = torch.stack(losses).double() if losses else none

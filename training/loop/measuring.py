@@ -106,16 +106,16 @@ class StepLog:
         self.work: dict[str, float] | None = None
         """Of :func:`work_per_sample`; known on the first rank from the first batch on."""
 
-    def after(self, progress: Progress, loss: Tensor, saves: list[SaveRecord], accuracy: float | None) -> None:
+    def after_step(self, progress: Progress, loss: Tensor, saves: list[SaveRecord], accuracy: float | None) -> None:
         """Called after each step with this rank's mean loss; collective."""
         self.meter.count()
         if progress.step % self._config.log_every == 0:
-            figures = self._figures(progress.step, loss)
+            figures = self._measure(progress.step, loss)
             if self._leads:
                 self._outlet.record(figures)
-                self._show(figures, saves, accuracy)
+                self._show_status(figures, saves, accuracy)
 
-    def _figures(self, step: int, loss: Tensor) -> dict[str, Any]:
+    def _measure(self, step: int, loss: Tensor) -> dict[str, Any]:
         """Line of ``metrics.jsonl``. ``loss`` is the mean over ranks, ``samples_per_second`` the rate since the last
         measurement; ``peak_rss`` and, with CUDA, ``cuda_peak`` are peak bytes of each rank. The loss is read before the
         time, because that waits for the device."""
@@ -133,7 +133,7 @@ class StepLog:
             **({"cuda_peak": [int(each) for each in on_gpu]} if on_cuda else {}),
         }
 
-    def _show(self, figures: dict[str, Any], saves: list[SaveRecord], accuracy: float | None) -> None:
+    def _show_status(self, figures: dict[str, Any], saves: list[SaveRecord], accuracy: float | None) -> None:
         if (now := time.monotonic()) - self._shown_at >= SHOWN_SECONDS:
             self._shown_at = now
             left = (self._last_step - figures["step"]) * self._config.batch_size / figures["samples_per_second"]

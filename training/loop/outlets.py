@@ -31,14 +31,14 @@ class Callbacks(ExitStack):
         self._config = config
 
     def __call__(self, figures: Mapping[str, Any]) -> None:
-        for callback in self._made:
+        for callback in self._functions:
             call_function(callback, "callback", dict(figures))
 
     @cached_property
-    def _made(self) -> list[Callable[..., object]]:
-        return [self._function(each) for each in self._config.callback]
+    def _functions(self) -> list[Callable[..., object]]:
+        return [self._open_callback(each) for each in self._config.callback]
 
-    def _function(self, reference: Reference) -> Callable[..., object]:
+    def _open_callback(self, reference: Reference) -> Callable[..., object]:
         """Call the user's function with the run's configuration; it returns a function of a line, or a context manager
         that gives one."""
         opened = call_function(reference, "callback", self._config)

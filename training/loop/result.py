@@ -65,7 +65,7 @@ class RunResult:
     saves: tuple[SaveRecord, ...] = ()
 
     @classmethod
-    def of(cls, config: TrainConfig, trained: Trained, seconds: float) -> RunResult:
+    def from_run(cls, config: TrainConfig, trained: Trained, seconds: float) -> RunResult:
         """Result of a run; its checkpoint is the one at the end position."""
         evaluation = trained.evaluation or Evaluation({})
         frameworks = {"torch", config.launcher, config.sharding.framework} & {"torch", "ray", "deepspeed"}

@@ -37,7 +37,7 @@ class RunStoppedError(CkptError):
     exit_code = EXIT_CODE
 
     @classmethod
-    def at(cls, checkpoint: str | None) -> RunStoppedError:
+    def after_checkpoint(cls, checkpoint: str | None) -> RunStoppedError:
         if checkpoint is None:
             return cls("stopped as requested, before the first step: no checkpoint was saved yet; start the run again")
         return cls(f"stopped as requested: {checkpoint} is saved; continue with --resume {RESUME_LATEST}")
@@ -58,9 +58,9 @@ class Request:
         SIGINT ends the rank at once: its launcher uses it for that."""
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         for number in SAVING:
-            signal.signal(number, self._note)
+            signal.signal(number, self._note_signal)
 
-    def _note(self, _number: int, _frame: FrameType | None) -> None:
+    def _note_signal(self, _number: int, _frame: FrameType | None) -> None:
         self._is_signalled = True
 
 

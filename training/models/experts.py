@@ -75,10 +75,10 @@ class MixtureOfExperts(nn.Module):
         odds = self.router(x).float().softmax(-1)
         parts, chosen = odds.topk(self.sizes.chosen)
         parts = parts / parts.sum(-1, keepdim=True)
-        answers = self._answers(x, chosen.flatten())
+        answers = self._feed_forward(x, chosen.flatten())
         return (answers.unflatten(0, chosen.shape) * parts.unsqueeze(-1).to(x.dtype)).sum(-2), imbalance(odds, chosen)
 
-    def _answers(self, x: Tensor, chosen: Tensor) -> Tensor:
+    def _feed_forward(self, x: Tensor, chosen: Tensor) -> Tensor:
         """Outputs of the chosen experts of each token, float [n * t * chosen, width]."""
         order = chosen.argsort(stable=True)
         copies = x.unsqueeze(-2).expand(*x.shape[:-1], self.sizes.chosen, -1).flatten(0, -2)

@@ -173,7 +173,7 @@ def rows_of(
     dataset: Any, config: TrainConfig, start: Position, rank: int = 0, world_size: int = 1
 ) -> list[tuple[list[list[float]], str | None]]:
     """Rows of each batch of this rank to the end of an epoch, with the state after it."""
-    batches = Batches(config, dataset, rank, world_size, CPU).epoch(start)
+    batches = Batches(config, dataset, rank, world_size, CPU).iterate_epoch(start)
     return [(batch["rows"].tolist(), state) for batch, state in islice(batches, STEPS - start.batch)]
 
 

@@ -48,23 +48,23 @@ def test_a_failed_run_says_how_to_go_on(small_run, tmp_path):
 
 
 def test_the_failure_in_a_checkpoint_exception_is_that_of_its_rank(tmp_path):
-    failure = Failure.of(0, CheckpointException("", {1: (ValueError("two words"), None)}))  # type: ignore[dict-item]
+    failure = Failure.from_error(0, CheckpointException("", {1: (ValueError("two words"), None)}))  # type: ignore[dict-item]
     assert failure.sentence == "rank 0 failed with ValueError: two words"
-    full = Failure.of(0, CheckpointException("", {1: (OSError(28, "No space left on device"), None)}))  # type: ignore[dict-item]
+    full = Failure.from_error(0, CheckpointException("", {1: (OSError(28, "No space left on device"), None)}))  # type: ignore[dict-item]
     assert (type(full.to_error(tmp_path)), full.message) == (StoreError, "No space left on device")
 
 
 def test_the_first_failure_is_recorded_in_room_that_was_kept_for_it(tmp_path):
     record = tmp_path / "error.json"
-    Failure.reserve(record)
+    Failure.reserve_record(record)
     room = record.stat().st_size
-    assert Failure.recorded(record) is None
-    first = Failure.of(1, ValueError("first"))
-    first.record(record)
-    Failure.of(0, GLOO).record(record)
-    assert Failure.recorded(record) == first and record.stat().st_size == room
-    Failure.reserve(record)
-    assert Failure.recorded(record) is None
+    assert Failure.read_record(record) is None
+    first = Failure.from_error(1, ValueError("first"))
+    first.write_record(record)
+    Failure.from_error(0, GLOO).write_record(record)
+    assert Failure.read_record(record) == first and record.stat().st_size == room
+    Failure.reserve_record(record)
+    assert Failure.read_record(record) is None
 
 
 @pytest.mark.extended
@@ -97,9 +97,9 @@ class WorkerHealthCheckFailedError(Exception):
 
 def test_under_ray_the_lost_process_is_the_cause_and_then_what_lost_no_connection():
     """Ray passes on the failures of all ranks, pickled."""
-    of_ranks = {rank: pickle.loads(pickle.dumps(AttemptFailedError(Failure.of(rank, GLOO)))) for rank in (0, 1)}
+    of_ranks = {rank: pickle.loads(pickle.dumps(AttemptFailedError(Failure.from_error(rank, GLOO)))) for rank in (0, 1)}
     assert find_cause(of_ranks).sentence.startswith("rank 0 failed with RuntimeError: [")
-    own = of_ranks | {2: AttemptFailedError(Failure.of(2, StoreError("full")))}
+    own = of_ranks | {2: AttemptFailedError(Failure.from_error(2, StoreError("full")))}
     assert find_cause(own).to_error(Path("/run")).exit_code == 5
     died = own | {3: WorkerHealthCheckFailedError(RuntimeError("The actor died unexpectedly"))}
     ended = "its process, as by SIGKILL; the kernel sends it when memory runs out"

@@ -138,7 +138,7 @@ def parts_of(dataset: Any, model: Callable[..., Any], loss: Any, world_size: int
             passes.append(batch)
             return metrics(model, batch)
 
-        parts.append(Evaluator(dataset, metrics_of(None, loss), CHUNK, CPU, rank, world_size).rows(evaluated))
+        parts.append(Evaluator(dataset, metrics_of(None, loss), CHUNK, CPU, rank, world_size).compute_rows(evaluated))
         num_passes.append(len(passes))
     assert len(set(num_passes)) == 1, "ranks would wait for each other for ever"
     return parts
