@@ -56,8 +56,8 @@ def deepspeed_config(config: dict[str, Any], workers: int) -> dict[str, Any]:
     """Everything that DeepSpeed is told. Stage 1 shards the optimizer over the workers, stage 2 the gradients too,
     stage 3 the weights too, which are then gathered layer by layer."""
     zero: dict[str, Any] = {"stage": config["stage"], "stage3_gather_16bit_weights_on_model_save": True}
-    # Stage 3 keeps gathered weights that are used again within so many elements, as the last layers' in backward. With
-    # 0 it frees all of them after forward: FSDP2's reshard_after_forward.
+    # Stage 3 keeps gathered weights that are used again within so many elements, as those of the last layers are in
+    # backward. With 0 it frees all of them after forward, as FSDP2 with reshard_after_forward.
     zero["stage3_max_reuse_distance"] = 0 if config["reshard"] else 1_000_000_000
     if config["offload"]:  # to the host's memory
         zero["offload_optimizer"] = {"device": "cpu"}
@@ -74,9 +74,7 @@ def deepspeed_config(config: dict[str, Any], workers: int) -> dict[str, Any]:
         "optimizer": {"type": "AdamW", "params": adam},
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": zero,
-        "bf16": {
-            "enabled": config["dtype"] == "bf16"
-        },  # the model computes in bf16; the optimizer keeps the weights in fp32
+        "bf16": {"enabled": config["dtype"] == "bf16"},  # of the model; the optimizer keeps the weights in fp32
         "steps_per_print": 1_000_000,
     }
 
@@ -94,12 +92,10 @@ def save(engine: Any, client_state: dict[str, Any], loss: float) -> None:
 def resume(engine: Any, given: str | None) -> dict[str, Any]:
     """Load the run's newest checkpoint, if there is one, and return its client state. Ray knows it after a failure,
     and also if the script is started again with the same `--out`."""
-    checkpoint = ray.train.get_checkpoint()
-    if checkpoint is None and given:
-        checkpoint = ray.train.Checkpoint.from_directory(given)
-    if checkpoint is None:
+    newest = ray.train.get_checkpoint() or (ray.train.Checkpoint.from_directory(given) if given else None)
+    if newest is None:
         return {"epoch": 0, "step": 0}
-    with checkpoint.as_directory() as folder:
+    with newest.as_directory() as folder:
         path, client_state = engine.load_checkpoint(folder)
     if path is None:  # DeepSpeed has only warned
         raise FileNotFoundError(f"{folder} holds no checkpoint of DeepSpeed")
@@ -125,7 +121,7 @@ def train(config: dict[str, Any]) -> None:
     sampler: DistributedSampler[Any] = DistributedSampler(data, drop_last=True)  # 1/N of the samples for each worker
     loader = DataLoader(data, BATCH_SIZE // workers, sampler=sampler, drop_last=True, pin_memory=device.type == "cuda")
     dtype = torch.bfloat16 if config["dtype"] == "bf16" else torch.float32
-    parts = engine.gradient_accumulation_steps()
+    parts = engine.gradient_accumulation_steps()  # micro-batches of a worker's batch
     engine.train()
     for epoch in range(state["epoch"], config["epochs"]):
         sampler.set_epoch(epoch)  # another order in each epoch, and the same one if the epoch is repeated

@@ -118,14 +118,14 @@ def train(config: dict[str, Any]) -> None:
 
     data = load_data(config["data_root"], train=True)
     sampler: DistributedSampler[Any] = DistributedSampler(data, drop_last=True)  # 1/N of the samples for each worker
-    batch_size = BATCH_SIZE // torch.distributed.get_world_size()  # divided into parts of the size --micro-batch
+    batch_size = BATCH_SIZE // torch.distributed.get_world_size()
     loader = DataLoader(data, batch_size, sampler=sampler, drop_last=True, pin_memory=device.type == "cuda")
-    parts = max(1, batch_size // config["micro_batch"])
+    parts = max(1, batch_size // config["micro_batch"])  # micro-batches of a worker's batch
     for epoch in range(app.epoch, config["epochs"]):
         sampler.set_epoch(epoch)  # another order in each epoch, and the same one if the epoch is repeated
         for images, labels in loader:
             losses: list[Tensor] = []
-            # Accumulation: the parts of the batch one by one, so that only the activations of one are in memory.
+            # Gradient accumulation: part by part, so that only the activations of one part are in memory.
             for inputs, classes in zip(images.chunk(parts), labels.chunk(parts), strict=True):
                 model.set_requires_gradient_sync(len(losses) == parts - 1)  # the last part sends the gradients of all
                 logits = model(inputs.to(device, non_blocking=True)).float()
