@@ -98,6 +98,8 @@ class Option:
     least: int = 0
     above: int | None = None
     below: float = math.inf
+    heading: str | None = None
+    """Heading of the help under which this option and those after it are."""
 
     def holds(self, value: float) -> bool:
         """Whether the number is in the range; NaN and infinity are in none."""
@@ -123,18 +125,28 @@ class Options:
     """The options with their defaults, in the order of ``--help``; :class:`.train_config.TrainConfig` checks them."""
 
     strategy: Annotated[
-        StrategyName | None, Option(f"Sharding strategy: {', '.join(get_args(StrategyName))}.", "NAME")
+        StrategyName | None,
+        Option(f"Sharding strategy: {', '.join(get_args(StrategyName))}.", "NAME", heading="The run"),
     ] = None
     engine: Annotated[EngineName | None, Option("Framework; without --strategy it shards fully.")] = None
-    model: Annotated[Reference, Setting("Model: vit, lm, ..., or a function.", "NAME|hf:FOLDER|FUNCTION")] = "vit"
-    model_arg: Annotated[tuple[str, ...], Setting("Argument of the model, such as layers=8; repeatable.", ARG)] = ()
-    lora: Annotated[tuple[str, ...], Setting("Argument of PEFT's LoraConfig, such as r=8; repeatable.", ARG)] = ()
     launcher: Annotated[LauncherName, Option("Launcher of the worker processes.")] = "ray"
     num_workers: Annotated[int, Option("World size; with CUDA, one GPU per worker.", least=1)] = 2
+    out: Annotated[Path, Option("Run folder: result, metrics and checkpoints.")]
     epochs: Annotated[int, Setting("Epochs of training, and length of the learning rate schedule.", least=1)] = 12
     until: Annotated[int | None, Option("Stop after this epoch; --epochs still sets the schedule.", least=1)] = None
     max_steps: Annotated[int | None, Option("Stop after N optimizer steps, even within an epoch.", "N", least=1)] = None
-    out: Annotated[Path, Option("Run folder: result, metrics and checkpoints.")]
+    # Of NumPy; torch's has 64 bits, and the seed of an epoch is larger.
+    seed: Annotated[int, Setting("Seed of the initial weights and the sample order.", below=2**32)] = 0
+    max_restarts: Annotated[int, Option("Restarts of the run after failures.")] = 0
+    min_workers: Annotated[
+        int | None, Option("Ray: restart with at least M workers if machines are lost.  [default: all]", "M", least=1)
+    ] = None
+
+    model: Annotated[
+        Reference, Setting("Model: vit, lm, ..., or a function.", "NAME|hf:FOLDER|FUNCTION", heading="Model and data")
+    ] = "vit"
+    model_arg: Annotated[tuple[str, ...], Setting("Argument of the model, such as layers=8; repeatable.", ARG)] = ()
+    lora: Annotated[tuple[str, ...], Setting("Argument of PEFT's LoraConfig, such as r=8; repeatable.", ARG)] = ()
     dataset: Annotated[Reference, Setting(f"Dataset: {', '.join(DATASETS)}, or a function.", "NAME|FUNCTION")] = (
         "digits"
     )
@@ -144,9 +156,10 @@ class Options:
     epoch_steps: Annotated[int | None, Setting("Steps of an epoch, if the data have no length.", "N", least=1)] = None
     loader_workers: Annotated[int, Option("Processes per worker that load samples.", "N")] = 0
     batch_size: Annotated[int, Setting("Global batch size: samples per step over all workers.", least=1)] = 64
-    optimizer: Annotated[Reference, Setting(f"Optimizer: {', '.join(OPTIMIZERS)}, or a function.", "NAME|FUNCTION")] = (
-        "adamw"
-    )
+
+    optimizer: Annotated[
+        Reference, Setting(f"Optimizer: {', '.join(OPTIMIZERS)}, or a function.", "NAME|FUNCTION", heading="Optimizer")
+    ] = "adamw"
     optimizer_arg: Annotated[tuple[str, ...], Setting("Argument of the optimizer; repeatable.", ARG)] = ()
     learning_rate: Annotated[float, Setting("Peak learning rate, reached after the warm-up.", above=0)] = 1e-3
     weight_decay: Annotated[float, Setting("Weight decay of the optimizer.")] = 0.05
@@ -155,7 +168,12 @@ class Options:
     ] = "cosine"
     schedule_arg: Annotated[tuple[str, ...], Setting("Argument of the schedule's function; repeatable.", ARG)] = ()
     warmup_fraction: Annotated[float, Setting("Fraction of all steps used for a linear warm-up.", below=1)] = 0.1
-    precision: Annotated[Precision, Setting("Precision of computation; master weights are fp32.")] = "fp32"
+    clip_grad_norm: Annotated[float | None, Setting("Clip gradients to this global norm.", above=0)] = None
+    gradient_accumulation: Annotated[int, Option("Micro-batches per step; --batch-size stays the same.", least=1)] = 1
+
+    precision: Annotated[
+        Precision, Setting("Precision of computation; master weights are fp32.", heading="Precision and speed")
+    ] = "fp32"
     reduce_dtype: Annotated[Precision, Option("FSDP2: dtype in which gradients are summed over workers.")] = "fp32"
     matmul_precision: Annotated[
         MatmulPrecision, Option("float32 products: highest (exact), high (TF32 on GPUs), medium (bf16).")
@@ -163,11 +181,15 @@ class Options:
     deterministic: Annotated[bool, Option("Deterministic algorithms alone, so a GPU repeats a run bit for bit.")] = (
         False
     )
-    clip_grad_norm: Annotated[float | None, Setting("Clip gradients to this global norm.", above=0)] = None
-    gradient_accumulation: Annotated[int, Option("Micro-batches per step; --batch-size stays the same.", least=1)] = 1
-    shard_size: Annotated[int | None, Option("hybrid_shard, zero3_hpz: workers per copy of the weights.", least=1)] = (
-        None
-    )
+    activation_checkpointing: Annotated[bool, Option("Recompute each block's activations in backward.")] = False
+    compile: Annotated[bool, Option("torch.compile each block for training; evaluation is not compiled.")] = False
+
+    shard_size: Annotated[
+        int | None,
+        Option(
+            "hybrid_shard, zero3_hpz: workers per copy of the weights.", least=1, heading="Sharding and parallelism"
+        ),
+    ] = None
     tp: Annotated[int, Option("Tensor parallelism: workers that share each layer; with FSDP2.", least=1)] = 1
     pp: Annotated[int, Option("Pipeline parallelism: number of stages; with FSDP2, zero0 or zero1.", least=1)] = 1
     pp_schedule: Annotated[PipelineScheduleName | None, Option("Pipeline schedule.  [default: 1f1b]")] = None
@@ -181,35 +203,17 @@ class Options:
     ] = None
     forward_prefetch: Annotated[int, Option("FSDP2: blocks to prefetch in forward.")] = 0
     backward_prefetch: Annotated[int, Option("FSDP2: blocks to prefetch in backward.")] = 0
-    activation_checkpointing: Annotated[bool, Option("Recompute each block's activations in backward.")] = False
-    compile: Annotated[bool, Option("torch.compile each block for training; evaluation is not compiled.")] = False
     deepspeed_config: Annotated[Path | None, Option("DeepSpeed JSON file instead of the built-in one.")] = None
-    # Of NumPy; torch's has 64 bits, and the seed of an epoch is larger.
-    seed: Annotated[int, Setting("Seed of the initial weights and the sample order.", below=2**32)] = 0
-    eval_every_steps: Annotated[int | None, Option("Optimizer steps between evaluations.", "N", least=1)] = None
-    eval_batch_size: Annotated[int, Option("Samples of each forward pass of an evaluation.", "N", least=1)] = 30
-    metrics: Annotated[Reference | None, Option("Function with metrics of the evaluation.", "FUNCTION")] = None
-    save_every: Annotated[int, Option("Epochs between checkpoints; the last epoch is always saved.", least=1)] = 1
+
+    save_every: Annotated[
+        int, Option("Epochs between checkpoints; the last epoch is always saved.", least=1, heading="Checkpoints")
+    ] = 1
     save_every_steps: Annotated[int | None, Option("Optimizer steps between checkpoints.", least=1)] = None
     save_every_minutes: Annotated[float | None, Option("Minutes between checkpoints.", above=0)] = None
     async_save: Annotated[bool, Option("Copy the state to CPU memory and write it while training continues.")] = False
     keep_last: Annotated[int | None, Option("Keep the newest K checkpoints.  [default: all]", "K", least=1)] = None
     keep_best: Annotated[
         str | None, Option("With --keep-last: also keep the best by this metric.", r"METRIC[:min|:max]")
-    ] = None
-    log_every: Annotated[int, Option("Log metrics every N steps.", "N", least=1)] = 10
-    callback: Annotated[
-        tuple[Reference, ...], Option("Function that gets each line of metrics; repeatable.", "FUNCTION")
-    ] = ()
-    peak_tflops: Annotated[
-        float | None,
-        Option("Peak TFLOP/s of a worker's device, for MFU.  [default: that of known GPUs in 16 bits]", above=0),
-    ] = None
-    tensorboard: Annotated[bool, Option("Also write TensorBoard event files to OUT/tensorboard.")] = False
-    profile: Annotated[bool, Option("Write a trace of a few steps per rank to OUT/profile.")] = False
-    max_restarts: Annotated[int, Option("Restarts of the run after failures.")] = 0
-    min_workers: Annotated[
-        int | None, Option("Ray: restart with at least M workers if machines are lost.  [default: all]", "M", least=1)
     ] = None
     storage: Annotated[
         str | None, Option("Object store for checkpoints: s3://bucket/run, ...  [default: --out]", "URL")
@@ -221,17 +225,36 @@ class Options:
             f"PATH|URL|{RESUME_LATEST}|{RESUME_AUTO}",
         ),
     ] = None
-    init_from: Annotated[str | None, Option("Checkpoint of any format with the initial weights.", "PATH|URL")] = None
-    rename: Annotated[tuple[str, ...], Option("With --init-from: rename tensors; repeatable.", "REGEX=REPL")] = ()
-    recipe: Annotated[str | None, Option("With --init-from: map tensors by a recipe.", "NAME|FILE")] = None
-    inverse: Annotated[bool, Option("With --recipe: read it from right to left.")] = False
-    export: Annotated[str | None, Option("Write the final weights as one model file or folder.", "PATH|URL")] = None
     override: Annotated[
         tuple[str, ...],
         Option(
             "With --resume: setting that may differ from the checkpoint's, such as learning-rate; repeatable.", "NAME"
         ),
     ] = ()
+    export: Annotated[str | None, Option("Write the final weights as one model file or folder.", "PATH|URL")] = None
+
+    init_from: Annotated[
+        str | None, Option("Checkpoint of any format with the initial weights.", "PATH|URL", heading="First weights")
+    ] = None
+    rename: Annotated[tuple[str, ...], Option("With --init-from: rename tensors; repeatable.", "REGEX=REPL")] = ()
+    recipe: Annotated[str | None, Option("With --init-from: map tensors by a recipe.", "NAME|FILE")] = None
+    inverse: Annotated[bool, Option("With --recipe: read it from right to left.")] = False
+
+    eval_every_steps: Annotated[
+        int | None, Option("Optimizer steps between evaluations.", "N", least=1, heading="Evaluation and logs")
+    ] = None
+    eval_batch_size: Annotated[int, Option("Samples of each forward pass of an evaluation.", "N", least=1)] = 30
+    metrics: Annotated[Reference | None, Option("Function with metrics of the evaluation.", "FUNCTION")] = None
+    log_every: Annotated[int, Option("Log metrics every N steps.", "N", least=1)] = 10
+    callback: Annotated[
+        tuple[Reference, ...], Option("Function that gets each line of metrics; repeatable.", "FUNCTION")
+    ] = ()
+    peak_tflops: Annotated[
+        float | None,
+        Option("Peak TFLOP/s of a worker's device, for MFU.  [default: that of known GPUs in 16 bits]", above=0),
+    ] = None
+    tensorboard: Annotated[bool, Option("Also write TensorBoard event files to OUT/tensorboard.")] = False
+    profile: Annotated[bool, Option("Write a trace of a few steps per rank to OUT/profile.")] = False
 
     @property
     def sharding(self) -> Strategy:
@@ -278,37 +301,15 @@ def describe_options() -> tuple[tuple[Field[Any], Any, Option], ...]:
     return tuple(described)
 
 
-HEADINGS = {
-    "The run": (
-        *("strategy", "engine", "launcher", "num_workers", "out", "config", "epochs", "until", "max_steps", "seed"),
-        *("max_restarts", "min_workers", "help"),
-    ),
-    "Model and data": (
-        *("model", "model_arg", "lora", "dataset", "dataset_arg", "data_root", "num_samples", "epoch_steps"),
-        *("loader_workers", "batch_size"),
-    ),
-    "Optimizer": (
-        *("optimizer", "optimizer_arg", "learning_rate", "weight_decay", "schedule", "schedule_arg", "warmup_fraction"),
-        *("clip_grad_norm", "gradient_accumulation"),
-    ),
-    "Precision and speed": (
-        *("precision", "reduce_dtype", "matmul_precision", "deterministic", "activation_checkpointing", "compile"),
-    ),
-    "Sharding and parallelism": (
-        *("shard_size", "tp", "pp", "pp_schedule", "pp_chunks", "ep", "cpu_offload", "reshard_after_forward"),
-        *("forward_prefetch", "backward_prefetch", "deepspeed_config"),
-    ),
-    "Checkpoints": (
-        *("save_every", "save_every_steps", "save_every_minutes", "async_save", "keep_last", "keep_best", "storage"),
-        *("resume", "override", "export"),
-    ),
-    "First weights": ("init_from", "rename", "recipe", "inverse"),
-    "Evaluation and logs": (
-        *("eval_every_steps", "eval_batch_size", "metrics", "log_every", "callback", "peak_tflops", "tensorboard"),
-        *("profile",),
-    ),
-}
-"""Options by heading of the help."""
+def headings() -> dict[str, list[str]]:
+    """Options by heading of the help. ``--config`` and ``--help``, which every command has, are under the first."""
+    names: dict[str, list[str]] = {}
+    for field, _, option in describe_options():
+        if option.heading is not None:
+            names[option.heading] = [] if names else ["config", "help"]
+        next(reversed(names.values())).append(field.name)
+    return names
+
 
 SETTINGS = tuple(field.name for field, _, option in describe_options() if isinstance(option, Setting))
 OVERRIDES = tuple(map(option_name, SETTINGS))

@@ -73,7 +73,7 @@ XX a micro-batch for each stage: give --gradient-accumulation 2 or a multiple
 --strategy zero2 --async-save => --async-save is for --engine fsdp2: DeepSpeed saves the state of zero2
 --strategy ddp --init-from a.pt --resume latest => --init-from starts a new run: use it without --resume, or with
 --strategy ddp --model hf:folder --dataset text --lora r=2 => --lora trains beside the weights of a model: give them
---strategy ddp --override lr --resume latest => --override lr names no setting of a run; it is one of model
+--strategy ddp --override lr --resume latest => --override lr names no setting of a run; it is one of
 --strategy ddp --min-workers 3 --max-restarts 1 => --min-workers 3 is more than --num-workers 2
 --engine fsdp2 --keep-best loss => --keep-best is for --keep-last: without it every checkpoint is kept
 --engine fsdp2 --rename a=b => --rename is for --init-from
