@@ -239,7 +239,7 @@ def resume_turns(work: str, asked: Asked, folder: Path) -> Turns:
     """Loading into the same model, with an optimizer without state, as in a run that resumes."""
     engine = _engine(asked, folder)
     saved = folder / "saved"
-    engine.save(saved, Progress(1, 1))
+    engine.prepare_save(Progress(1, 1))(saved)
 
     def loaded(load: Callable[[], object]) -> Taken:
         engine.optimizer.state.clear()

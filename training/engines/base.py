@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -42,8 +43,10 @@ class Engine(Protocol):
     def evaluate(self, metrics: Metrics, batch: Any) -> Mapping[str, Tensor]:
         """``metrics`` of the model in evaluation mode and the batch; collective."""
 
-    def save(self, folder: Path, progress: Progress) -> None:
-        """Write this rank's shards into ``folder``, which exists and may differ between ranks."""
+    def prepare_save(self, progress: Progress, group: ProcessGroup | None = None) -> Save:
+        """Function that writes this rank's shards into a folder, which exists and may differ between ranks. With
+        ``group``, for the messages of a save in the background, it writes a copy in CPU memory, until the next call;
+        only FSDP2 and DDP can."""
 
     def resume(self, checkpoint: Path | str) -> Progress:
         """Restore model, optimizer and scheduler from a checkpoint of any format and world size, which every rank can

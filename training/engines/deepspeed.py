@@ -11,6 +11,7 @@ import deepspeed
 import torch
 from deepspeed.utils import groups
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
@@ -24,6 +25,7 @@ from .base import (
     DTYPES,
     Metrics,
     Progress,
+    Save,
     apply_settings,
     is_loaded_by_deepspeed,
     mean_of,
@@ -108,11 +110,16 @@ class DeepSpeedEngine:
         self._engine.eval()
         return metrics(self._forward, batch)
 
-    def save(self, folder: Path, progress: Progress) -> None:
+    def prepare_save(self, progress: Progress, group: ProcessGroup | None = None) -> Save:
+        assert group is None, "DeepSpeed writes its state itself"
         tag = f"global_step{progress.step}"
-        # DeepSpeed makes the tag's folder on rank 0 only, and ranks may have different folders.
-        (folder / tag).mkdir(exist_ok=True)
-        self._engine.save_checkpoint(str(folder), tag=tag, client_state=self._make_client_state(progress))
+
+        def save(folder: Path) -> None:
+            # DeepSpeed makes the tag's folder on rank 0 only, and ranks may have different folders.
+            (folder / tag).mkdir(exist_ok=True)
+            self._engine.save_checkpoint(str(folder), tag=tag, client_state=self._make_client_state(progress))
+
+        return save
 
     def _make_client_state(self, progress: Progress) -> dict[str, Any]:
         return {**progress.entries(), SETTINGS_ENTRY: self._config.settings}

@@ -144,13 +144,10 @@ class Fsdp2Engine:
         entries[SETTINGS_ENTRY] = self._config.settings
         return {"app": entries | ({} if self.scaler is None else {SCALER_ENTRY: asdict(self.scaler)})}
 
-    def save(self, folder: Path, progress: Progress) -> None:
-        state_dict_saver.save(self.state_dict(progress), checkpoint_id=folder)
-
-    def stage_copy(self, progress: Progress, group: ProcessGroup) -> Save:
-        """Copy the state to CPU memory; the result writes it in any thread, before the next call."""
-        state = self._stager.stage(self.state_dict(progress))
-        return lambda folder: state_dict_saver.save(state, checkpoint_id=folder, process_group=group)
+    def prepare_save(self, progress: Progress, group: ProcessGroup | None = None) -> Save:
+        state = self.state_dict(progress)
+        staged = state if group is None else self._stager.stage(state)
+        return lambda folder: state_dict_saver.save(staged, checkpoint_id=folder, process_group=group)
 
     def resume(self, checkpoint: Path | str) -> Progress:
         with hint_at_convert(checkpoint):

@@ -70,15 +70,12 @@ class Saver:
         self.collect()
         waited = time.perf_counter() - started
         folder = self._outlet.begin(progress.name)
+        write = partial(self._write, self._engine.prepare_save(progress, self._group), folder)
         if self._group is None:
-            self._write(partial(self._engine.save, progress=progress), folder)
+            write()
             torch.distributed.barrier()
             done = run_in_background(partial(self._finish, progress.name))
         else:
-            from ..engines.fsdp2 import Fsdp2Engine  # not on top, because a launcher does without
-
-            assert isinstance(self._engine, Fsdp2Engine)
-            write = partial(self._write, self._engine.stage_copy(progress, self._group), folder)
             # DCP's collectives ensure that the first rank returns only when all have written.
             done = run_in_background(partial(self._finish, progress.name, write))
         record = SaveRecord(progress.name, progress.step, time.perf_counter() - started, waited, 0.0)
