@@ -175,14 +175,14 @@ def make(out: Path, name: str) -> None:
 BY_RAY = """
 import json, sys
 from ckpt_tools.errors import CkptError
-from training.config.command_line import config_of, parsed
+from training.config.command_line import config_of, parse_options
 from training.launchers import launch
 from training.launchers.ray_train import cluster
 
 with cluster(2):
     for words in json.loads(sys.argv[1]):
         try:
-            launch(config_of(parsed(words)))
+            launch(config_of(parse_options(words)))
         except CkptError as error:
             print(type(error).__name__, error)
 """

@@ -59,7 +59,7 @@ def norm_of_weights(values: dict[str, Any]) -> tuple[float, int]:
     for weight in engine.model.parameters():
         weight.grad = weight.detach().clone()
     with CommDebugMode() as counted:
-        norm = total_norm(weight.grad for weight in engine._counted())
+        norm = total_norm(weight.grad for weight in engine._counted_parameters())
     engine.close()
     return float(norm), counted.get_total_counts()
 
