@@ -124,7 +124,7 @@ class Architecture:
         try:
             return references.import_file_or_module(name) if name else None
         except Exception as error:
-            raise UsageError(f"the module {name} cannot be imported: {references.said(error)}") from error
+            raise UsageError(f"the module {name} cannot be imported: {references.describe_error(error)}") from error
 
     @property
     def our_name(self) -> str:
@@ -170,7 +170,9 @@ class Architecture:
         try:
             made = function(**self.arguments)
         except Exception as error:
-            raise UsageError(f"{self.library}:{self.name} cannot build the model: {references.said(error)}") from error
+            raise UsageError(
+                f"{self.library}:{self.name} cannot build the model: {references.describe_error(error)}"
+            ) from error
         # A function for training may return its blocks and its loss too.
         model = made.get("model") if isinstance(made, Mapping) else made
         if not isinstance(model, nn.Module):
