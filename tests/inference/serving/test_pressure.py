@@ -48,6 +48,14 @@ def png(side: int) -> bytes:
     return file.getvalue()
 
 
+def counted(repository: Repository, name: str, **labels: str) -> float | None:
+    return repository.metrics.registry.get_sample_value(name, {"model": "m", "version": "1", **labels})
+
+
+def num_failed(repository: Repository, reason: str) -> float | None:
+    return counted(repository, "nv_inference_request_failure_total", reason=reason)
+
+
 @pytest.fixture(scope="module")
 def loader(predictor):
     return Loader(predictor)
@@ -103,7 +111,7 @@ def test_a_full_queue_sends_the_client_away_and_loses_nobody(client, repository,
     assert refused.json() == {"error": FULL}
     assert (caught.value.code(), caught.value.details()) == (Code.UNAVAILABLE, FULL)
     assert dict(caught.value.trailing_metadata())["grpc-retry-pushback-ms"] == "1000"
-    assert version.statistics.failures["REJECTED"] == 2
+    assert num_failed(repository, "REJECTED") == 2
 
 
 def test_a_deadline_is_kept_and_frees_the_queue(client, repository, loader):
@@ -133,15 +141,15 @@ def test_what_a_client_that_left_asked_for_is_dropped(client, repository, loader
             leaving.sendall(head.encode() + content)
             wait_until(lambda: version.batcher.num_waiting == 1)
         wait_until(lambda: version.batcher.num_waiting == 0)
-        wait_until(lambda: version.statistics.failures["CANCELED"] == 1)
+        wait_until(lambda: num_failed(repository, "CANCELED") == 1)
         with served(repository, SETTINGS) as channel:
             call = channel.unary_unary(f"/{SERVICE}/ModelInfer").future(infer_message(ONE).SerializeToString())
             wait_until(lambda: version.batcher.num_waiting == 1)
             call.cancel()
-            wait_until(lambda: version.batcher.num_waiting == 0 and version.statistics.failures["CANCELED"] == 2)
+            wait_until(lambda: version.batcher.num_waiting == 0 and num_failed(repository, "CANCELED") == 2)
         loader.may_answer.set()
         assert first.result().status_code == 200
-    assert version.statistics.inferences == 1
+    assert counted(repository, "nv_inference_count_total") == 1
 
 
 def test_a_model_that_fails_is_the_services_error_without_a_traceback(client, repository, loader, monkeypatch):
@@ -153,7 +161,7 @@ def test_a_model_that_fails_is_the_services_error_without_a_traceback(client, re
     assert (answer.status_code, answer.json()) == (500, {"error": FAILED})
     with served(repository, SETTINGS) as channel:
         assert refusal(channel, "ModelInfer", infer_message(ONE)) == (Code.INTERNAL, FAILED)
-    assert repository.version("m").statistics.failures["BACKEND"] == 2
+    assert num_failed(repository, "BACKEND") == 2
 
 
 def test_a_load_that_fails_names_no_path(client, loader, monkeypatch):
