@@ -68,7 +68,7 @@ ADVISED = {
 """Refused layouts whose advice says more than the message."""
 
 _OF_ALL = re.compile(
-    r"(^| )(Convert (it|the weights) to any format"
+    r"(^| |(?<=: ))(Convert (it|the weights) to any format"
     r"(, or `reshard` it(: (DeepSpeed|verl) resumes at the other world size)?"
     r"|, also back to ZeRO for any number of ranks|; it is a model without an optimizer|; (?=a )"
     r"|; for DeepSpeed, to zero1, zero2 or zero3)?"
@@ -90,6 +90,9 @@ OF_CHANCE = re.compile(r"HASH|[NM](?:\.[NM])*|README\.md")
 
 MAX_NAMED = 2
 """More folders with the same files are counted, not named."""
+
+_BF16 = re.compile(r"(?:bf16_)?(zero_pp_rank_\w+_optim_states)")
+"""DeepSpeed's files of optimizers, whose names begin with bf16_ in a run of that type."""
 
 _HASH = re.compile(r"[0-9a-f]{16,}")
 _NUMBER = re.compile(r"(?<!\d)(?<!fp)(?<!bf)(?<!\.h)(?<!\.pt)\d+")
@@ -124,7 +127,8 @@ def _alike_files(found: Iterable[Made]) -> list[list[Made]]:
 
 
 def shown_files(made: Made) -> str:
-    return "\n".join(["```", *tree(files_of(made)), "```"])
+    paths = (_BF16.sub(r"[bf16_]\1", path) for path in files_of(made))
+    return "\n".join(["```", *tree(sorted(paths, key=lambda path: path.replace("[bf16_]", ""))), "```"])
 
 
 def without_numbers(text: str) -> str:

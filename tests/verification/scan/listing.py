@@ -16,6 +16,9 @@ MAX_LINE = 120
 MAX_WORDS = 7
 """Of arguments or of a state that the page spells."""
 
+MAX_NAMES = 6
+"""Names of one module that the page spells."""
+
 SHORT_REASONS = {
     "its attributes are set one by one; they cannot be hooks": "attributes",
     "torch's own function; the view must lie inside its storage": "a view",
@@ -78,7 +81,11 @@ def _by_module(names: list[str]) -> str:
     groups: dict[str, list[str]] = {}
     for name, found_in in modules.items():
         groups.setdefault(", ".join(found_in), []).append(name)
-    return "; ".join(f"`{places}: {' '.join(each)}`" for places, each in groups.items())
+    return "; ".join(f"`{places}: {' '.join(_few(each))}`" for places, each in groups.items())
+
+
+def _few(names: list[str]) -> list[str]:
+    return names if len(names) <= MAX_NAMES else [*names[:MAX_NAMES], f"... ({len(names)} names)"]
 
 
 def _shortened(text: str) -> str:
