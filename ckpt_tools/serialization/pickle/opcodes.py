@@ -9,10 +9,11 @@ read in two ways is refused.
 from __future__ import annotations
 
 import codecs
+import pickle
 import re
 import struct
 from collections.abc import Callable
-from typing import NoReturn
+from typing import NoReturn, TypeVar
 
 from ckpt_tools.core.values import GlobalRef, Opaque, OrderedDict, Value, describe_kind
 from ckpt_tools.serialization.pickle.dcp_metadata import RECORD_CLASSES, DcpRecord
@@ -49,6 +50,21 @@ def _refuse_unknown(machine: Machine, position: int) -> int:
     machine.fail(f"{opcode:#04x} is not an opcode")
 
 
+OPCODE_STEPS: list[OpcodeStep] = [_refuse_unknown] * 256
+"""The function of each opcode, by its byte."""
+
+Step = TypeVar("Step", bound=OpcodeStep)
+
+
+def _interprets(opcode: bytes) -> Callable[[Step], Step]:
+    def enter(step: Step) -> Step:
+        OPCODE_STEPS[opcode[0]] = step
+        return step
+
+    return enter
+
+
+@_interprets(pickle.PROTO)
 def _read_protocol(machine: Machine, position: int) -> int:
     protocol = machine.data[position]
     if machine.file_position:
@@ -63,6 +79,7 @@ MIN_FRAME_BYTES = 4
 """Picklers write less than this without a frame."""
 
 
+@_interprets(pickle.FRAME)
 def _start_frame(machine: Machine, position: int) -> NoReturn:
     start = position + 8
     num_bytes = _U64.unpack_from(machine.data, position)[0]
@@ -73,6 +90,7 @@ def _start_frame(machine: Machine, position: int) -> NoReturn:
     raise FrameStarts(start, start + num_bytes)
 
 
+@_interprets(pickle.STOP)
 def _raise_stop(machine: Machine, position: int) -> NoReturn:
     raise PickleStop
 
@@ -96,6 +114,7 @@ def _make_unsigned_step(width: int) -> OpcodeStep:
     return step
 
 
+@_interprets(pickle.BININT1)
 def _push_byte(machine: Machine, position: int) -> int:
     machine.stack.append(machine.data[position])
     return position + 1
@@ -139,6 +158,7 @@ def _decode_py2_text(data: bytes) -> str:
     return str(data, "ascii")
 
 
+@_interprets(pickle.SHORT_BINUNICODE)
 def _push_short_text(machine: Machine, position: int) -> int:
     start = position + 1
     stop = start + machine.data[position]
@@ -193,18 +213,21 @@ def _parse_whole_number(machine: Machine, line: bytes) -> int:
     return int(line)
 
 
+@_interprets(pickle.INT)
 def _push_int_line(machine: Machine, position: int) -> int:
     line, after = _read_number_line(machine, position)
     machine.stack.append(line == b"01" if line in (b"00", b"01") else _parse_whole_number(machine, line))
     return after
 
 
+@_interprets(pickle.LONG)
 def _push_long_line(machine: Machine, position: int) -> int:
     line, after = _read_number_line(machine, position)
     machine.stack.append(_parse_whole_number(machine, line[:-1] if line.endswith(b"L") else b""))
     return after
 
 
+@_interprets(pickle.FLOAT)
 def _push_float_line(machine: Machine, position: int) -> int:
     line, after = _read_number_line(machine, position)
     value = float(line)
@@ -214,6 +237,7 @@ def _push_float_line(machine: Machine, position: int) -> int:
     return after
 
 
+@_interprets(pickle.STRING)
 def _push_quoted_line(machine: Machine, position: int) -> int:
     line, after = read_line(machine, position)
     text = str(codecs.escape_decode(line[1:-1])[0], "ascii") if line else ""
@@ -223,6 +247,7 @@ def _push_quoted_line(machine: Machine, position: int) -> int:
     return after
 
 
+@_interprets(pickle.UNICODE)
 def _push_unicode_line(machine: Machine, position: int) -> int:
     line, after = read_line(machine, position)
     value = _RAW_UNICODE.decode(line)[0]
@@ -241,6 +266,7 @@ _RAW_UNICODE = codecs.lookup("raw-unicode-escape")
 # Names and calls
 
 
+@_interprets(pickle.GLOBAL)
 def _push_global(machine: Machine, position: int) -> int:
     module, position = read_line(machine, position)
     name, position = read_line(machine, position)
@@ -248,6 +274,7 @@ def _push_global(machine: Machine, position: int) -> int:
     return position
 
 
+@_interprets(pickle.STACK_GLOBAL)
 def _push_stack_global(machine: Machine, position: int) -> int:
     name, module = machine.stack.pop(), machine.stack.pop()
     if type(name) is not str or type(module) is not str:
@@ -256,6 +283,7 @@ def _push_stack_global(machine: Machine, position: int) -> int:
     return position
 
 
+@_interprets(pickle.REDUCE)
 def _call_top(machine: Machine, position: int) -> int:
     args, function = machine.stack.pop(), machine.stack.pop()
     machine.stack.append(call_function(machine, function, args))
@@ -282,12 +310,14 @@ def build_or_record(machine: Machine, build_call: CallBuilder, function: Value, 
         return record_object(machine, Opaque(function, args))
 
 
+@_interprets(pickle.NEWOBJ)
 def _push_new_object(machine: Machine, position: int) -> int:
     args, kind = machine.stack.pop(), machine.stack.pop()
     machine.stack.append(make_object(machine, kind, args, None))
     return position
 
 
+@_interprets(pickle.NEWOBJ_EX)
 def _push_new_object_with_keywords(machine: Machine, position: int) -> int:
     kwargs, args, kind = machine.stack.pop(), machine.stack.pop(), machine.stack.pop()
     if type(kwargs) is not dict or set(map(type, kwargs)) - {str}:
@@ -314,6 +344,7 @@ def record_object(machine: Machine, opaque: Opaque) -> Opaque:
     return opaque
 
 
+@_interprets(pickle.BUILD)
 def _set_state(machine: Machine, position: int) -> int:
     state, target = machine.stack.pop(), machine.stack[-1]
     if not isinstance(target, DcpRecord | Opaque | OrderedDict):
@@ -330,12 +361,14 @@ def _set_state(machine: Machine, position: int) -> int:
     return position
 
 
+@_interprets(pickle.PERSID)
 def _push_persistent_line(machine: Machine, position: int) -> int:
     line, position = read_line(machine, position)
     machine.stack.append(_resolve_persistent_id(machine, line.decode("ascii")))
     return position
 
 
+@_interprets(pickle.BINPERSID)
 def _push_persistent(machine: Machine, position: int) -> int:
     machine.stack.append(_resolve_persistent_id(machine, machine.stack.pop()))
     return position
@@ -350,6 +383,7 @@ def _resolve_persistent_id(machine: Machine, pid: Value) -> Value:
 # Stack and memo
 
 
+@_interprets(pickle.MARK)
 def _push_mark(machine: Machine, position: int) -> int:
     machine.marks.append(machine.stack)
     machine.stack = []
@@ -359,6 +393,7 @@ def _push_mark(machine: Machine, position: int) -> int:
     return position
 
 
+@_interprets(pickle.POP)
 def _pop_value(machine: Machine, position: int) -> int:
     if machine.stack:
         machine.stack.pop()
@@ -366,6 +401,7 @@ def _pop_value(machine: Machine, position: int) -> int:
     return _pop_mark(machine, position)
 
 
+@_interprets(pickle.POP_MARK)
 def _pop_mark(machine: Machine, position: int) -> int:
     machine.pop_mark()
     return position
@@ -378,6 +414,7 @@ def _make_refusing_step(reason: str) -> OpcodeStep:
     return step
 
 
+@_interprets(pickle.MEMOIZE)
 def _memoize_top(machine: Machine, position: int) -> int:
     machine.memo.append(machine.stack[-1])
     return position
@@ -393,16 +430,19 @@ def _memoize_at(machine: Machine, index: int) -> None:
     memo.append(machine.stack[-1])
 
 
+@_interprets(pickle.BINPUT)
 def _memoize_at_byte(machine: Machine, position: int) -> int:
     _memoize_at(machine, machine.data[position])
     return position + 1
 
 
+@_interprets(pickle.LONG_BINPUT)
 def _memoize_at_long(machine: Machine, position: int) -> int:
     _memoize_at(machine, U32.unpack_from(machine.data, position)[0])
     return position + 4
 
 
+@_interprets(pickle.PUT)
 def _memoize_at_line(machine: Machine, position: int) -> int:
     line, position = _read_number_line(machine, position)
     _memoize_at(machine, _parse_whole_number(machine, line))
@@ -422,16 +462,19 @@ def _push_fetched(machine: Machine, value: Value, position: int) -> int:
     return position
 
 
+@_interprets(pickle.BINGET)
 def _push_from_byte(machine: Machine, position: int) -> int:
     place, memo = machine.data[position], machine.memo
     return _push_fetched(machine, memo[place] if place < memo.dense else memo.fetch(place), position + 1)
 
 
+@_interprets(pickle.LONG_BINGET)
 def _push_from_long(machine: Machine, position: int) -> int:
     place, memo = U32.unpack_from(machine.data, position)[0], machine.memo
     return _push_fetched(machine, memo[place] if place < memo.dense else memo.fetch(place), position + 4)
 
 
+@_interprets(pickle.GET)
 def _push_from_line(machine: Machine, position: int) -> int:
     line, position = _read_number_line(machine, position)
     index = _parse_whole_number(machine, line)
@@ -488,12 +531,14 @@ def _make_frozenset(machine: Machine, items: list[Value]) -> frozenset[Value]:
     return frozenset(check_keys(machine, None, items))
 
 
+@_interprets(pickle.APPEND)
 def _append_item(machine: Machine, position: int) -> int:
     item = machine.stack.pop()
     _get_appendable_items(machine).append(item)
     return position
 
 
+@_interprets(pickle.APPENDS)
 def _append_items(machine: Machine, position: int) -> int:
     items = machine.pop_mark()
     _get_appendable_items(machine).extend(items)
@@ -511,6 +556,7 @@ def _get_appendable_items(machine: Machine) -> list[Value]:
     return target.items
 
 
+@_interprets(pickle.ADDITEMS)
 def _add_items(machine: Machine, position: int) -> int:
     items, target = machine.pop_mark(), machine.stack[-1]
     if type(target) is not set:
@@ -519,82 +565,50 @@ def _add_items(machine: Machine, position: int) -> int:
     return position
 
 
+@_interprets(pickle.SETITEM)
 def _set_item(machine: Machine, position: int) -> int:
     value, key = machine.stack.pop(), machine.stack.pop()
     insert_items(machine, machine.stack[-1], [key, value])
     return position
 
 
+@_interprets(pickle.SETITEMS)
 def _set_items(machine: Machine, position: int) -> int:
     items = machine.pop_mark()
     insert_items(machine, machine.stack[-1], items)
     return position
 
 
-OPCODE_STEPS: list[OpcodeStep] = [_refuse_unknown] * 256
 for _opcode, _step in {
-    b"\x80": _read_protocol,
-    b"\x95": _start_frame,
-    b".": _raise_stop,
-    b"N": _make_constant_step(None),
-    b"\x88": _make_constant_step(True),
-    b"\x89": _make_constant_step(False),
-    b")": _make_constant_step(()),
-    b"K": _push_byte,
-    b"M": _make_unsigned_step(2),
-    b"J": _make_number_step(_I32),
-    b"\x8a": _make_long_step(1),
-    b"\x8b": _make_long_step(4),
-    b"I": _push_int_line,
-    b"L": _push_long_line,
-    b"F": _push_float_line,
-    b"G": _make_number_step(_F64),
-    b"X": _make_sized_step(4, _decode_text),
-    b"\x8c": _push_short_text,
-    b"\x8d": _make_sized_step(8, _decode_text),
-    b"V": _push_unicode_line,
-    b"S": _push_quoted_line,
-    b"T": _make_sized_step(4, _decode_py2_text),
-    b"U": _make_sized_step(1, _decode_py2_text),
-    b"B": _make_sized_step(4, bytes),
-    b"C": _make_sized_step(1, bytes),
-    b"\x8e": _make_sized_step(8, bytes),
-    b"\x96": _make_sized_step(8, bytearray),
-    b"c": _push_global,
-    b"\x93": _push_stack_global,
-    b"R": _call_top,
-    b"\x81": _push_new_object,
-    b"\x92": _push_new_object_with_keywords,
-    b"i": _make_refusing_step("it makes an object of an old-style class of Python 2"),
-    b"o": _make_refusing_step("it makes an object of an old-style class of Python 2"),
-    b"b": _set_state,
-    b"P": _push_persistent_line,
-    b"Q": _push_persistent,
-    b"(": _push_mark,
-    b"0": _pop_value,
-    b"1": _pop_mark,
-    b"2": _make_refusing_step("it copies the top of the stack, which no pickler does"),
-    b"\x94": _memoize_top,
-    b"q": _memoize_at_byte,
-    b"r": _memoize_at_long,
-    b"p": _memoize_at_line,
-    b"h": _push_from_byte,
-    b"j": _push_from_long,
-    b"g": _push_from_line,
-    b"]": _make_empty_step(list, 1),
-    b"}": _make_empty_step(dict, 1),
-    b"\x8f": _make_empty_step(set, 4),
-    b"t": _make_mark_step(lambda machine, items: tuple(items)),
-    b"\x85": _make_tuple_step(1),
-    b"\x86": _make_tuple_step(2),
-    b"\x87": _make_tuple_step(3),
-    b"l": _make_mark_step(lambda machine, items: items),
-    b"d": _make_mark_step(_make_dict),
-    b"\x91": _make_mark_step(_make_frozenset),
-    b"a": _append_item,
-    b"e": _append_items,
-    b"\x90": _add_items,
-    b"s": _set_item,
-    b"u": _set_items,
+    pickle.NONE: _make_constant_step(None),
+    pickle.NEWTRUE: _make_constant_step(True),
+    pickle.NEWFALSE: _make_constant_step(False),
+    pickle.EMPTY_TUPLE: _make_constant_step(()),
+    pickle.BININT2: _make_unsigned_step(2),
+    pickle.BININT: _make_number_step(_I32),
+    pickle.LONG1: _make_long_step(1),
+    pickle.LONG4: _make_long_step(4),
+    pickle.BINFLOAT: _make_number_step(_F64),
+    pickle.BINUNICODE: _make_sized_step(4, _decode_text),
+    pickle.BINUNICODE8: _make_sized_step(8, _decode_text),
+    pickle.BINSTRING: _make_sized_step(4, _decode_py2_text),
+    pickle.SHORT_BINSTRING: _make_sized_step(1, _decode_py2_text),
+    pickle.BINBYTES: _make_sized_step(4, bytes),
+    pickle.SHORT_BINBYTES: _make_sized_step(1, bytes),
+    pickle.BINBYTES8: _make_sized_step(8, bytes),
+    pickle.BYTEARRAY8: _make_sized_step(8, bytearray),
+    pickle.INST: _make_refusing_step("it makes an object of an old-style class of Python 2"),
+    pickle.OBJ: _make_refusing_step("it makes an object of an old-style class of Python 2"),
+    pickle.DUP: _make_refusing_step("it copies the top of the stack, which no pickler does"),
+    pickle.EMPTY_LIST: _make_empty_step(list, 1),
+    pickle.EMPTY_DICT: _make_empty_step(dict, 1),
+    pickle.EMPTY_SET: _make_empty_step(set, 4),
+    pickle.TUPLE: _make_mark_step(lambda machine, items: tuple(items)),
+    pickle.TUPLE1: _make_tuple_step(1),
+    pickle.TUPLE2: _make_tuple_step(2),
+    pickle.TUPLE3: _make_tuple_step(3),
+    pickle.LIST: _make_mark_step(lambda machine, items: items),
+    pickle.DICT: _make_mark_step(_make_dict),
+    pickle.FROZENSET: _make_mark_step(_make_frozenset),
 }.items():
     OPCODE_STEPS[_opcode[0]] = _step
