@@ -27,6 +27,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import ClassVar, Self
 
 from ckpt_tools.process.credentials import mask_secrets
@@ -58,7 +59,7 @@ class CkptError(Exception):
         return f"{location}: {self.message}" if location else self.message
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild_error, (type(self), self.message, self.path, self.key)
+        return partial(type(self), path=self.path, key=self.key), (self.message,)
 
 
 @contextmanager
@@ -78,10 +79,6 @@ def _shorten_text(text: str, limit: int) -> str:
 def _does_mention(message: str, part: str) -> bool:
     """Whether ``part`` stands in ``message`` as a word of its own, and not only inside another name."""
     return re.search(rf"(?<![\w./-]){re.escape(part)}(?![\w/-])", message) is not None
-
-
-def _rebuild_error(kind: type[CkptError], message: str, path: str | None, key: str | None) -> CkptError:
-    return kind(message, path=path, key=key)
 
 
 class LossError(CkptError):

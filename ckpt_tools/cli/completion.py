@@ -81,7 +81,14 @@ def _list_items(shell: ShellComplete, words: list[str], incomplete: str) -> Sequ
     if words and words[-1].startswith("-"):  # the option whose value is wanted, without which the line can be parsed
         context = _resolve_context(shell.cli, shell.ctx_args, shell.prog_name, words[:-1])
     candidates = [name for name in _list_candidates(context, parameter) if name.startswith(incomplete)]
-    paths = [CompletionItem(incomplete, type="file")] if _is_path_parameter(parameter) else []
+    metavar = str(parameter.metavar or "").strip("[]")
+    takes_path = (
+        isinstance(parameter, click.Argument)
+        or isinstance(parameter.type, click.Path)
+        or metavar in PATH_METAVARS
+        or metavar.endswith("|FILE")
+    )
+    paths = [CompletionItem(incomplete, type="file")] if takes_path else []
     return [*paths, *map(CompletionItem, candidates)]
 
 
@@ -95,12 +102,6 @@ def _list_candidates(context: click.Context, parameter: click.Parameter) -> Cand
         "exclude": lambda: _list_tensor_names(context),
     }
     return candidates_by_option.get(str(parameter.name), tuple)()
-
-
-def _is_path_parameter(parameter: click.Parameter) -> bool:
-    words = str(parameter.metavar or "").strip("[]")
-    is_path = isinstance(parameter.type, click.Path) or words in PATH_METAVARS or words.endswith("|FILE")
-    return isinstance(parameter, click.Argument) or is_path
 
 
 def _list_recipe_names() -> Candidates:

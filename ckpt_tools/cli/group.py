@@ -36,10 +36,15 @@ class CommandContext(HelpContext):
                     return super().invoke(callback, *arguments, **options)
                 except UsageError as error:
                     if error.inapplicable not in used_defaults:
-                        origin = _describe_origins(error, used_defaults)
-                        if not origin:
+                        origins = [
+                            f"{each.option} is from {each.origin}"
+                            for each in used_defaults.values()
+                            if each.option in error.message or repr(each.value) in error.message
+                        ]
+                        if not origins:
                             raise
-                        raise UsageError(f"{error.message} ({origin})", path=error.path, key=error.key) from error
+                        message = f"{error.message} ({'; '.join(origins)})"
+                        raise UsageError(message, path=error.path, key=error.key) from error
                     dropped_default = used_defaults.pop(error.inapplicable)
                     options |= self._make_builtin_default(error.inapplicable)
                     if reporting.is_verbose():
@@ -87,14 +92,6 @@ def _report_default(name: str, default: DefaultFromSettings) -> None:
         reporting.print_notice(
             f"{default.option}{value} is from {default.origin}", "warning" if is_destructive else "info"
         )
-
-
-def _describe_origins(error: UsageError, used_defaults: Mapping[str, DefaultFromSettings]) -> str:
-    """Origins of the options of ``used_defaults`` that the error names."""
-    named_defaults = [
-        each for each in used_defaults.values() if each.option in error.message or repr(each.value) in error.message
-    ]
-    return "; ".join(f"{each.option} is from {each.origin}" for each in named_defaults)
 
 
 class CommandLocation(NamedTuple):

@@ -35,7 +35,7 @@ from ckpt_tools.messages.wording import (
 )
 
 if TYPE_CHECKING:
-    from ckpt_tools.core.collapsing import TensorLine, TensorSummary
+    from ckpt_tools.core.collapsing import TensorLine
     from ckpt_tools.core.module_tree import ModuleSummary
     from ckpt_tools.core.summary import Summary, TensorStats
 
@@ -136,7 +136,11 @@ def inspect_command(
         return
     if tensors and list_all:
         header = ("tensor", "slot", "kind", "dtype", "shape", "bytes", "shards")
-        print_table(header, map(_format_cells, summary.tensors), right_aligned=(5, 6))
+        tensor_rows = []
+        for each in summary.tensors:
+            texts = (each.name, each.slot, each.kind, each.dtype, _format_shape(each.shape))
+            tensor_rows.append((*map(escape_unprintable, texts), f"{each.num_bytes:,}", f"{each.num_shards:,}"))
+        print_table(header, tensor_rows, right_aligned=(5, 6))
     elif tensors:
         _show_collapsed_tensors(summary.lines())
     if tree:
@@ -240,11 +244,6 @@ def _list_group_rows(summary: Summary) -> Iterator[tuple[str, str]]:
         )
     if len(groups) > MAX_NOTES:
         yield "", f"and {format_count(len(groups) - MAX_NOTES, 'more group')}; see --json"
-
-
-def _format_cells(tensor: TensorSummary) -> tuple[str, ...]:
-    texts = (tensor.name, tensor.slot, tensor.kind, tensor.dtype, _format_shape(tensor.shape))
-    return (*map(escape_unprintable, texts), f"{tensor.num_bytes:,}", f"{tensor.num_shards:,}")
 
 
 def _format_shape(shape: Sequence[int]) -> str:

@@ -15,7 +15,7 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.messages.wording import escape_unprintable, format_count, join_names
 
 if TYPE_CHECKING:
-    from ckpt_tools.recipes.report import MappedTensor, RecipeMap
+    from ckpt_tools.recipes.report import RecipeMap
 
 WEIGHT = "weight"
 """The slot of a weight."""
@@ -104,13 +104,12 @@ def _show_recipe_map(recipe_map: RecipeMap) -> None:
     sources = {name for each in weights for name in each.sources}
     tensors = f"{format_count(len(sources), 'tensor')} to {format_count(len(weights), 'tensor')}"
     print_wrapped(escape_unprintable(f"{used_recipe.name}: {used_recipe.before} to {used_recipe.after}, {tensors}"))
-    print_table(("tensor", "dtype", "shape", "from"), map(_format_row, weights))
+    rows = [
+        (each.name, each.dtype, " x ".join(map(str, each.shape)) or "scalar", join_names(each.sources))
+        for each in weights
+    ]
+    print_table(("tensor", "dtype", "shape", "from"), [tuple(map(escape_unprintable, row)) for row in rows])
     if len(recipe_map.tensors) > len(weights):
         more = format_count(len(recipe_map.tensors) - len(weights), "more tensor")
         print_wrapped(f"and {more} of the optimizer, beside their weights; --json lists them")
     show_notes(recipe_map.notes)
-
-
-def _format_row(tensor: MappedTensor) -> tuple[str, ...]:
-    shape = " x ".join(map(str, tensor.shape)) or "scalar"
-    return tuple(map(escape_unprintable, (tensor.name, tensor.dtype, shape, join_names(tensor.sources))))

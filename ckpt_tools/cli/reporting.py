@@ -246,8 +246,15 @@ class _ProgressLines:
         remaining_bytes = self.total - self.done
         seconds_left = 0.0 if not remaining_bytes else remaining_bytes / rate if rate else None
         if self.is_json:
-            figures = {"bytes_done": self.done, "bytes_total": self.total, "bytes_per_second": rate}
-            sys.stderr.write(_format_event(event, self.phase, {**figures, "seconds_left": seconds_left}))
+            import json
+
+            figures = {
+                "bytes_done": self.done,
+                "bytes_total": self.total,
+                "bytes_per_second": None if rate is None else round(rate, 1),
+                "seconds_left": None if seconds_left is None else round(seconds_left, 1),
+            }
+            sys.stderr.write(json.dumps({"event": event, "phase": self.phase, **figures}) + "\n")
             sys.stderr.flush()
             return
         rate_text = (
@@ -259,10 +266,3 @@ class _ProgressLines:
             f"{format_size(self.done)} of {format_size(self.total)} ({100 * self.done // max(self.total, 1)} %)"
         )
         print_notice(f"{self.phase}: {share_text}{rate_text}", "info")
-
-
-def _format_event(event: str, phase: str, figures: dict[str, float | None]) -> str:
-    import json
-
-    rounded = {name: None if value is None else round(value, 1) for name, value in figures.items()}
-    return json.dumps({"event": event, "phase": phase, **rounded}) + "\n"

@@ -132,7 +132,9 @@ def _format_summary_line(report: VerifyReport) -> str:
     verb = "differs" if report.num_differing == 1 else "differ"
     aspects = report.summary.aspects.items()
     aspects_text = ", ".join(
-        _format_aspect(aspect, number) for aspect, number in aspects if aspect not in ("entry", "file")
+        f"{number:,} {aspect}" if aspect in ("missing", "unexpected") else f"{number:,} in {aspect}"
+        for aspect, number in aspects
+        if aspect not in ("entry", "file")
     )
     text = f"{report.num_differing:,} of {format_count(report.num_compared, 'tensor')} {verb}: {aspects_text}"
     other_counts = {"value beside the tensors": report.num_entries, "file of the model": report.num_wrong_files}
@@ -147,10 +149,6 @@ def _format_summary_line(report: VerifyReport) -> str:
             *other_sentences,
         ]
     )
-
-
-def _format_aspect(aspect: str, number: int) -> str:
-    return f"{number:,} {aspect}" if aspect in ("missing", "unexpected") else f"{number:,} in {aspect}"
 
 
 def _list_totals(report: VerifyReport) -> Iterator[tuple[str, str]]:
@@ -239,7 +237,12 @@ def verify_command(src: str, dst: str | None, top: int | None, form: str, quiet:
 
     with show_progress("verifying", quiet=quiet) as on_progress:
         report = verify(src, dst, on_progress=on_progress, **keywords)
-    claim = "are bit for bit the same" if dst else _format_checked_digests(report.num_digests)
+    if dst:
+        claim = "are bit for bit the same"
+    elif report.num_digests is None:
+        claim = "are whole; no digests are stored with them (see checksum)"
+    else:
+        claim = f"are whole, and match {format_count(report.num_digests, 'recorded digest')}"
     if form == "json":
         print_json(report.to_json())
     elif form == "sarif":
@@ -261,12 +264,6 @@ def _show_verification(report: VerifyReport, claim: str, dst: str | None, top: i
         print_wrapped(
             "Every difference is in dtype. Was DST converted with --dtype? Then give verify the same --dtype."
         )
-
-
-def _format_checked_digests(num_digests: int | None) -> str:
-    if num_digests is None:
-        return "are whole; no digests are stored with them (see checksum)"
-    return f"are whole, and match {format_count(num_digests, 'recorded digest')}"
 
 
 @click.command("checksum", cls=options.ConverterCommand, examples=("ckpt-tools checksum model.safetensors",))

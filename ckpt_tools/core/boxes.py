@@ -136,22 +136,18 @@ def iter_contiguous_runs(box: Box, shape: Shape) -> Iterator[tuple[int, int]]:
     """
     if not box.numel:
         return
-    # From this dim on the elements of the box are contiguous: each index of the dims before it starts a run.
-    first_contiguous_dim = _find_contiguous_dim(box, shape)
+    # The outermost dim from which on the elements of the box are contiguous: each index of the dims before it starts a
+    # run.
+    dim = len(shape)
+    while dim > 0 and is_contiguous(Box(box.start[dim - 1 :], box.stop[dim - 1 :]), shape[dim - 1 :]):
+        dim -= 1
+    first_contiguous_dim = dim
     strides = contiguous_strides(shape)
     run_numel = prod(box.shape[first_contiguous_dim:])
     base = ravel_index(box.start, shape)
     for index in product(*(range(extent) for extent in box.shape[:first_contiguous_dim])):
         start = base + sum(i * s for i, s in zip(index, strides[:first_contiguous_dim], strict=True))
         yield start, start + run_numel
-
-
-def _find_contiguous_dim(box: Box, shape: Shape) -> int:
-    """The outermost dim from which on the box's elements are contiguous."""
-    dim = len(shape)
-    while dim > 0 and is_contiguous(Box(box.start[dim - 1 :], box.stop[dim - 1 :]), shape[dim - 1 :]):
-        dim -= 1
-    return dim
 
 
 def split_dims(shape: Shape, split_shape: Shape) -> list[slice]:

@@ -82,7 +82,9 @@ def resolve_index(index: Any, shape: Shape) -> IndexSelection:
     row_runs = bounding_ranges[axis : axis + 1]
     if isinstance(rows, np.ndarray) and rows.size:
         unique, inverse = np.unique(rows, return_inverse=True)
-        row_runs, local_index[axis] = _split_row_runs(unique), inverse.reshape(rows.shape)
+        gaps = np.flatnonzero(np.diff(unique) != 1)
+        row_runs = list(map(range, unique[[0, *(gaps + 1)]].tolist(), (unique[[*gaps, -1]] + 1).tolist()))
+        local_index[axis] = inverse.reshape(rows.shape)
     boxes = [_make_box([*bounding_ranges[:axis], run, *bounding_ranges[axis + 1 :]]) for run in row_runs]
     boxes = boxes or [_make_box(bounding_ranges)]  # of a tensor without dims, or where all are integers
     extents = list(boxes[0].shape)
@@ -174,12 +176,6 @@ def _make_local_index(part: _DimIndex) -> Any:
     if isinstance(part, int):
         return 0
     return slice(None, None, part.step) if isinstance(part, range) else part - _find_bounding_range(part).start
-
-
-def _split_row_runs(rows: NDArray[np.intp]) -> list[range]:
-    """Sorted rows as intervals."""
-    gaps = np.flatnonzero(np.diff(rows) != 1)
-    return list(map(range, rows[[0, *(gaps + 1)]].tolist(), (rows[[*gaps, -1]] + 1).tolist()))
 
 
 def _make_box(spans: Sequence[range]) -> Box:

@@ -53,7 +53,10 @@ def read_param_order(path: Path) -> ParamOrder:
     except ValueError as error:
         raise UsageError(f"{format_option('param_order', path)} is not text") from error
     if text.lstrip().startswith("["):
-        names = _parse_json(text, path)
+        try:
+            names = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise UsageError(f"{format_option('param_order', path)} is not valid JSON: {error}") from error
         if _are_names(names):
             return ParamOrder(tuple(names))
         if isinstance(names, list) and names and all(map(_are_names, names)):
@@ -61,13 +64,6 @@ def read_param_order(path: Path) -> ParamOrder:
         form = "must be a list of names, or a list of such lists, one for a group"
         raise UsageError(f"{format_option('param_order', path)} {form}")
     return ParamOrder(tuple(line.strip() for line in text.splitlines() if line.strip()))
-
-
-def _parse_json(text: str, path: Path) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise UsageError(f"{format_option('param_order', path)} is not valid JSON: {error}") from error
 
 
 def _are_names(value: Any) -> bool:

@@ -63,15 +63,13 @@ def merge_notes(notes: Iterable[Note]) -> tuple[Note, ...]:
     """
     note_by_item: dict[str, Note] = {}
     for note in notes:
-        previous_note = note_by_item.get(note.what)
-        note_by_item[note.what] = note if previous_note is None else _combine_notes(previous_note, note)
+        previous_note = note_by_item.get(note.what, note)
+        if previous_note.outcome is note.outcome and previous_note.why != note.why:
+            reasons, is_asked = f"{previous_note.why}; {note.why}", previous_note.asked and note.asked
+            note_by_item[note.what] = replace(note, why=reasons, asked=is_asked)
+        elif note.is_loss or not previous_note.is_loss:
+            note_by_item[note.what] = note
     return tuple(note_by_item.values())
-
-
-def _combine_notes(previous_note: Note, note: Note) -> Note:
-    if previous_note.outcome is note.outcome and previous_note.why != note.why:
-        return replace(note, why=f"{previous_note.why}; {note.why}", asked=previous_note.asked and note.asked)
-    return previous_note if previous_note.is_loss and not note.is_loss else note
 
 
 def note_unrelated_files(path: str, count: int = 1) -> Note:

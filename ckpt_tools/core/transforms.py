@@ -250,14 +250,14 @@ def cast_weights(manifest: Manifest, dtype: DType | None) -> TransformResult:
     may_need_scales = f"floats of 8 bits or less may need scales; {format_option('dequantize', True)} widens them"
     is_companion = "they belong to quantized weights (scales, zero points), which have no meaning in another type"
     keys_by_reason = {may_need_scales: low_precision_keys, is_companion: quantized_keys}
-    notes = tuple(_note_uncast(manifest, keys, f"not cast: {why}") for why, keys in keys_by_reason.items() if keys)
-    return replace(manifest, tensors=tensors), notes
-
-
-def _note_uncast(manifest: Manifest, keys: Collection[StateKey], why: str) -> Note:
-    names = sorted(key.fqn for key in keys)
-    what = ", ".join(names[:3]) + (f", ... ({len(names)} tensors)" if len(names) > 3 else "")
-    return Note(Outcome.KEPT, what, why, len(names), sum(manifest.tensors[key].num_bytes for key in keys))
+    notes = []
+    for why, keys in keys_by_reason.items():
+        names = sorted(key.fqn for key in keys)
+        shown_names = ", ".join(names[:3]) + (f", ... ({len(names)} tensors)" if len(names) > 3 else "")
+        num_bytes = sum(manifest.tensors[key].num_bytes for key in keys)
+        if keys:
+            notes.append(Note(Outcome.KEPT, shown_names, f"not cast: {why}", len(keys), num_bytes))
+    return replace(manifest, tensors=tensors), tuple(notes)
 
 
 def note_casts(before: Manifest, after: Manifest, uncast_buffers: Collection[str]) -> tuple[Note, ...]:

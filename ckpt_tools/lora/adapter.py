@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from ckpt_tools.core.manifest import Manifest, StateKey, TensorEntry
@@ -51,7 +51,11 @@ def select_adapter_names(
     adapters = sorted({read.adapter for read in names.values() if read.adapter is not None})
     lora_names = [read for read in names.values() if read.role is PeftRole.LORA]
     if not lora_names:
-        raise UsageError(_explain_no_adapter(names))
+        if any(".linear_in." in name for name in names):
+            raise UsageError(
+                "it holds no lora_A and lora_B; adapters of Megatron (linear_in, linear_out) are not supported"
+            )
+        raise UsageError("it holds no adapter: no tensor is called lora_A or lora_B")
     if adapter is not None and adapter not in adapters:
         existing = f"has {join_names(adapters)}" if adapters else "is that of one adapter, without names of adapters"
         raise UsageError(
@@ -74,12 +78,6 @@ def select_adapter_names(
         and (config.bias == "all" or (config.bias == "lora_only" and read.name.removesuffix(".bias") in modules))
     }
     return own_names | biases
-
-
-def _explain_no_adapter(names: Iterable[str]) -> str:
-    if any(".linear_in." in name for name in names):
-        return "it holds no lora_A and lora_B; adapters of Megatron (linear_in, linear_out) are not supported"
-    return "it holds no adapter: no tensor is called lora_A or lora_B"
 
 
 def read_adapter(manifest: Manifest, config: AdapterConfig, adapter: str | None, advice: str) -> Adapter:

@@ -83,7 +83,8 @@ def find_hits(table: ShardTable, box: Box, shape: Shape, start: int, stop: int) 
     if table.flat_index is not None and is_contiguous(box, shape):
         first, _ = box_to_interval(box, shape)
         return _find_flat_hits(table, table.flat_index, first + start, first + stop)
-    return _find_box_hits(table, box, shape, start, stop)
+    table, blocks = _to_common_geometry(table, box, shape, start, stop)
+    return [hit for block in blocks for hit in _find_block_hits(table, block)]
 
 
 def _find_flat_hits(table: ShardTable, flat: FlatIndex, start: int, stop: int) -> list[FlatHit]:
@@ -107,11 +108,6 @@ class _PlacedBox:
     box: Box
     destination_start: int
     strides: Shape
-
-
-def _find_box_hits(table: ShardTable, box: Box, shape: Shape, start: int, stop: int) -> list[BoxHit]:
-    table, blocks = _to_common_geometry(table, box, shape, start, stop)
-    return [hit for block in blocks for hit in _find_block_hits(table, block)]
 
 
 def _find_block_hits(table: ShardTable, block: _PlacedBox) -> Iterator[BoxHit]:

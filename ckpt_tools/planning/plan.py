@@ -104,7 +104,10 @@ class Plan:
     def iter_tasks(self) -> Iterator[TransferTask]:
         """Every task, files in order, each file from its start."""
         for number, file in enumerate(self.layout.files):
-            yield from _make_tasks(number, self._task_ends(file.load_layout()))
+            start = 0
+            for part_number, stop in enumerate(self._task_ends(file.load_layout())):
+                yield TransferTask(number, part_number, start, stop)
+                start = stop
 
     def _task_ends(self, file: FileLayout) -> Iterable[int]:
         if self.copy_rules is not None:
@@ -269,13 +272,6 @@ def _estimate_layout_bytes(layout: Layout) -> int:
 def _estimate_file_bytes(file: FileLayout) -> int:
     literals = {id(segment): len(segment.data) for segment in file.segments if isinstance(segment, Literal)}
     return BYTES_PER_SEGMENT * len(file.segments) + COPIES_OF_LITERALS * sum(literals.values())
-
-
-def _make_tasks(file_index: int, ends: Iterable[int]) -> Iterator[TransferTask]:
-    start = 0
-    for part_number, stop in enumerate(ends):
-        yield TransferTask(file_index, part_number, start, stop)
-        start = stop
 
 
 def _regular_task_ends(file: FileLayout, task_bytes: int) -> Iterator[int]:

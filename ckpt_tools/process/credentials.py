@@ -65,9 +65,10 @@ _SECRET_PARAMETER_REGEX = r"""
     | (?:[a-z]+[_-])?[a-z]*sess(?:ion)?(?:[_-]?id)?
 """
 
-_PATH_PARAMETER = re.compile(rf"(;(?:{_SECRET_PARAMETER_REGEX})=)[^\s&;/?#'\"]+", re.X | re.I)
+# The three patterns made of it are text, which `re` compiles, and keeps, for the first URL: most commands have none.
+_PATH_PARAMETER = rf"(?xi)(;(?:{_SECRET_PARAMETER_REGEX})=)[^\s&;/?#'\"]+"
 
-_SECRET_PARAMETER = re.compile(_SECRET_PARAMETER_REGEX, re.X | re.I)
+_SECRET_PARAMETER = f"(?xi){_SECRET_PARAMETER_REGEX}"
 
 _SECRET_VARIABLE = re.compile(
     r"(?:^|.*_)(?:SECRET|TOKEN|PASSWORD|PASSWD|PASSPHRASE|CONNECTION_STRING"
@@ -83,8 +84,8 @@ _ADDRESS_VARIABLE = re.compile(r".*_(?:URL|URI|ENDPOINT|PROXY)(?:_[A-Z0-9]+)?", 
 
 # before:  scheme://user:password@          address: what stands before ? or # of a URL
 # name:    ?token= or &signature=           bare:    X-Amz-Signature= without ? or & before it
-_SECRET_SHAPE = re.compile(
-    rf"""(?P<before>[a-z][a-z0-9+.-]{{0,40}}:/(?:/+|(?=[^\s/?#:@'"]+:[^\s@'"]{{0,1024}}@)))(?!\*\*\*@)
+_SECRET_SHAPE = rf"""(?xi)
+        (?P<before>[a-z][a-z0-9+.-]{{0,40}}:/(?:/+|(?=[^\s/?#:@'"]+:[^\s@'"]{{0,1024}}@)))(?!\*\*\*@)
         # user:password@, also if a slash is in the password
         (?:[^\s/?#@'"]*|[^\s/?#:@'"]+:(?!\d+[/?#])[^\s@'"]{{0,1024}}(?:@[^\s/@'"]*)*)@
       | (?P<address>https?://[^\s?#'"]{{0,1024}}[?\#](?=[^\s'"])
@@ -92,9 +93,7 @@ _SECRET_SHAPE = re.compile(
         (?:[^\s'"]*[^\s'".,:;)\]])?
       | (?P<name>[?&;](?:{_SECRET_PARAMETER_REGEX})=)(?!\*\*\*)[^\s&;'"]+
       | (?P<bare>X-Amz-(?:Signature|Credential|Security-Token)=)(?!\*\*\*)[^\s&;'"]+
-    """,
-    re.X | re.I,
-)
+"""
 """Bounded, so that time is linear in a text that a checkpoint chose."""
 
 
@@ -119,14 +118,14 @@ def mask_secrets(text: str) -> str:
                 text = secret.pattern.sub(MASK, text)
     if ":/" in text or "?" in text or "&" in text or "X-Amz-" in text:
         # Twice, because the first pass may uncover the beginning of another URL.
-        return _SECRET_SHAPE.sub(_mask_match, _SECRET_SHAPE.sub(_mask_match, text))
+        return re.sub(_SECRET_SHAPE, _mask_match, re.sub(_SECRET_SHAPE, _mask_match, text))
     return text
 
 
 def _mask_match(match: re.Match[str]) -> str:
     if match["before"]:
         return f"{match['before']}{MASK}@"
-    address = _PATH_PARAMETER.sub(rf"\1{MASK}", match["address"] or "")
+    address = re.sub(_PATH_PARAMETER, rf"\1{MASK}", match["address"] or "")
     return f"{address or match['name'] or match['bare']}{MASK}"
 
 
@@ -294,7 +293,7 @@ def _remember_url(text: str) -> None:
                 _remember_secret(password)
         for parameter in re.split("[;/]", re.split("[?#]", location)[0]):
             name, _, value = parameter.partition("=")
-            if _SECRET_PARAMETER.fullmatch(name):
+            if re.fullmatch(_SECRET_PARAMETER, name):
                 _remember_secret(value)
         for mark in "?#":
             _remember_query(location.partition(mark)[2], scheme)
@@ -334,7 +333,7 @@ def _remember_query(query: str, scheme: str) -> None:
     _remember_text(query)
     for pair in re.split("[&;#]", query):
         name, _, value = pair.partition("=")
-        if _SECRET_PARAMETER.fullmatch(name) or _RANDOM_TOKEN.fullmatch(value):
+        if re.fullmatch(_SECRET_PARAMETER, name) or _RANDOM_TOKEN.fullmatch(value):
             _remember_secret(value)
 
 

@@ -54,18 +54,13 @@ def find_marked_processes(mark: bytes) -> Iterator[int]:
             process_fd = os.pidfd_open(int(proc_folder.name))
         except OSError:
             continue
-        if mark in _read_environment(proc_folder):
+        environment = b""
+        with suppress(OSError):  # of another user, or ended and waiting for its parent to notice
+            environment = (proc_folder / "environ").read_bytes()
+        if mark in environment.split(b"\0"):
             yield process_fd
         else:
             os.close(process_fd)
-
-
-def _read_environment(proc_folder: Path) -> list[bytes]:
-    """Nothing for a process of another user, or one that has ended and waits for its parent to notice."""
-    try:
-        return (proc_folder / "environ").read_bytes().split(b"\0")
-    except OSError:
-        return []
 
 
 if __name__ == "__main__":

@@ -45,15 +45,11 @@ def read_model_and_optimizer(reader: Format, source: Source, file: str, options:
         CkptError: as the reader; the file cannot be read, or is of another model.
     """
     model = read_manifest(reader, source, replace(options, model_key=None, optim_key=None, param_order=None))
-    if _is_model_alone(model):
+    kinds = {entry.kind for entry in model.tensors.values()}
+    is_weights_alone = bool(kinds) and kinds <= {Kind.PARAMETER, Kind.BUFFER} and not model.groups
+    if is_weights_alone and model.extra.keys() <= {HEADER_ENTRY} and model.format in JOINABLE_FORMATS:
         return _join_optimizer_file(model, source, file, options), True
     return read_manifest(reader, source, options), False
-
-
-def _is_model_alone(manifest: Manifest) -> bool:
-    kinds = {entry.kind for entry in manifest.tensors.values()}
-    is_model = bool(kinds) and kinds <= {Kind.PARAMETER, Kind.BUFFER} and manifest.extra.keys() <= {HEADER_ENTRY}
-    return manifest.format in JOINABLE_FORMATS and is_model and not manifest.groups
 
 
 def _join_optimizer_file(manifest: Manifest, source: Source, file: str, options: ReadOptions) -> Manifest:

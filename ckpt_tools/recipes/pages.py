@@ -24,7 +24,7 @@ time.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -93,22 +93,21 @@ def _may_take_names(page: str, names: Collection[str]) -> bool:
     """True if each pattern of a side that needs a tensor may match a name, and one of them has a variable."""
     head, *lines = page.split("[[map]]")
     stacked_match = _STACKED_KEY.search(head)
-    required_lines = list(_iter_required_lines(lines))
-    for side in ("left", "right"):
-        patterns = [pattern for line in required_lines for pattern in _find_patterns(line, side)]
-        prefix = stacked_match[2] if stacked_match is not None and stacked_match[1] == side else None
-        if any("{" in each for each in patterns) and all(
-            any(_may_match(form, names) for form in _list_forms(pattern, prefix)) for pattern in patterns
-        ):
-            return True
-    return False
-
-
-def _iter_required_lines(lines: Collection[str]) -> Iterator[str]:
-    """The lines that need a tensor: they are not optional, and have no other spelling."""
+    # The lines that need a tensor: they are not optional, and have no other spelling.
     alternative_sides = {found[0] for line in lines if "one_way = true" in line and (found := _RIGHT_KEY.search(line))}
     optional_marks = ("optional = true", "one_way = true", *alternative_sides)
-    return (line for line in lines if not any(text in line for text in optional_marks))
+    required_lines = [line for line in lines if not any(text in line for text in optional_marks)]
+    for side in ("left", "right"):
+        prefix = stacked_match[2] if stacked_match is not None and stacked_match[1] == side else None
+        has_variable = False
+        for pattern in (pattern for line in required_lines for pattern in _find_patterns(line, side)):
+            if not any(_may_match(form, names) for form in _list_forms(pattern, prefix)):
+                break
+            has_variable |= "{" in pattern
+        else:
+            if has_variable:
+                return True
+    return False
 
 
 def _find_patterns(line: str, side: str) -> list[str]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from ckpt_tools.errors import FormatError
 from ckpt_tools.trainers.all import TRAINERS
-from ckpt_tools.trainers.record import BestCheckpoints
 from ckpt_tools.trainers.saved import SavedCheckpoint
 
 _COUNTER_NAMES = frozenset(("epoch", "step", "global_step", "total_flos", "learning_rate"))
@@ -33,18 +33,11 @@ def find_recorded_best(members: Sequence[SavedCheckpoint]) -> Mapping[str, str]:
     ``members`` are in order, the newest first. Raises StoreError."""
     keep_reasons: dict[str, str] = {}
     for read_best in (trainer.read_best for trainer in TRAINERS if trainer.read_best is not None):
-        records = (_read_best_record(read_best, member) for member in members)
-        newest_record = next((each for each in records if each is not None), None)
+        newest_record = None
+        for member in members:
+            with suppress(FormatError):  # a record that cannot be read says nothing
+                newest_record = newest_record or read_best(member)
         if newest_record is not None:
             best_names = (member.name for member in members if member.base_name in newest_record.folder_names)
             keep_reasons |= dict.fromkeys(best_names, f"{newest_record.record_name} names it as the best")
     return keep_reasons
-
-
-def _read_best_record(
-    read_best: Callable[[SavedCheckpoint], BestCheckpoints | None], checkpoint: SavedCheckpoint
-) -> BestCheckpoints | None:
-    try:
-        return read_best(checkpoint)
-    except FormatError:
-        return None  # a record that cannot be read says nothing

@@ -28,7 +28,7 @@ from ckpt_tools.runs.metrics import find_recorded_best, read_metrics
 from ckpt_tools.runs.naming import read_latest_name
 from ckpt_tools.runs.rules import PruneCandidate, PruneRules, choose_compared_steps, find_keep_reasons
 from ckpt_tools.stores.output_names import OutputForm
-from ckpt_tools.stores.publishing import DestinationContents, OutputLocation, format_names
+from ckpt_tools.stores.publishing import DestinationContents, format_names
 from ckpt_tools.stores.remote import claim
 from ckpt_tools.stores.urls import StorageOptions, local_path, open_output_location, open_run_source
 from ckpt_tools.trainers.saved import SavedCheckpoint, get_parent_folder
@@ -113,7 +113,11 @@ def prune_run(url: str | Path, rules: PruneRules, *, yes: bool, storage_options:
         keep_reasons = _decide_what_stays(candidates, rules)
         going = [each.member for each in candidates if keep_reasons[each.name] is None]
         if yes and going:
-            _remove_members(going, str(url), destination, storage_options)
+            for member in going:  # refused if a conversion is writing to one of them
+                location = open_output_location(f"{str(url).rstrip('/')}/{member.name}", storage_options)
+                location.clean(dry_run=True)
+            for member in reversed(going):  # the oldest first
+                destination.remove_files(batch_for_removal(member.run_files))
         return PruneReport(str(url), tuple(_make_pruned(each, keep_reasons[each.name]) for each in candidates), yes)
 
 
@@ -172,16 +176,6 @@ def _read_own_files(member: SavedCheckpoint) -> frozenset[str]:
         raise
     except CkptError:
         return frozenset()
-
-
-def _remove_members(
-    members: Sequence[SavedCheckpoint], url: str, destination: OutputLocation, storage_options: StorageOptions
-) -> None:
-    """Removes the oldest first. Raises DestinationExistsError if a conversion is writing to one of them."""
-    for member in reversed(members):
-        open_output_location(f"{url.rstrip('/')}/{member.name}", storage_options).clean(dry_run=True)
-    for member in reversed(members):
-        destination.remove_files(batch_for_removal(member.run_files))
 
 
 def _check_is_one_run(url: str, members: Sequence[SavedCheckpoint]) -> None:

@@ -135,16 +135,10 @@ def _guess_kinds(
             for name in names
             if name not in guessed_names or name.endswith(_PARAMETER_ENDINGS)
         }
-        guessed_kinds |= {
-            name: _guess_kind(position, names, known_kinds)
-            for position, name in enumerate(names)
-            if name in guessed_names
-        }
+        for position, name in enumerate(names):
+            if name in guessed_names:
+                comes_before_parameter = any(known_kinds.get(each) is Kind.PARAMETER for each in names[position:])
+                comes_after_known = any(each in known_kinds for each in names[:position])
+                is_buffer = comes_after_known and not comes_before_parameter
+                guessed_kinds[name] = Kind.BUFFER if is_buffer else Kind.PARAMETER
     return guessed_kinds
-
-
-def _guess_kind(position: int, names: Sequence[str], known_kinds: Mapping[str, Kind]) -> Kind:
-    if any(known_kinds.get(name) is Kind.PARAMETER for name in names[position:]):
-        return Kind.PARAMETER
-    earlier_kinds = {known_kinds.get(name) for name in names[:position]}
-    return Kind.BUFFER if earlier_kinds - {None} else Kind.PARAMETER

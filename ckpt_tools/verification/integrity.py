@@ -18,7 +18,7 @@ from isal import isal_zlib
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import Manifest, StateKey, count_tensors_by_role
-from ckpt_tools.core.shards import ByteRange, Framing, ShardTable
+from ckpt_tools.core.shards import ByteRange, Framing
 from ckpt_tools.errors import FormatError, UnsafeError
 from ckpt_tools.messages.progress import ProgressCallback
 from ckpt_tools.serialization.zip_archive import read_directory
@@ -86,19 +86,17 @@ def _list_archives(source: Source, manifest: Manifest) -> Iterator[StoredArchive
     for key, entry in manifest.tensors.items():
         table = entry.shards
         if table.framing is not Framing.RAW:
-            yield from (_build_item_archive(table, row, key) for row in range(len(table)))
+            for row in range(len(table)):
+                limit_bytes = None
+                if table.framing is Framing.ZSTD_ITEM:
+                    limit_bytes = int(table.numels[row]) * table.dtype.item_bytes + MAX_OVERHEAD_BYTES
+                expected_content = table.dtype, table.get_box(row).shape
+                yield StoredArchive(table.get_byte_range(row), key, limit_bytes, expected_content)
         else:
             files = {table.files[number] for number in table.file_ids.tolist()}
             keys |= {file: key for file in sorted(files) if file not in keys and file not in manifest.literals}
     for file, key in keys.items():
         yield from (StoredArchive(at, key) for at in archives.get(file) or [ByteRange(file, 0, source.size(file))])
-
-
-def _build_item_archive(table: ShardTable, row: int, key: StateKey) -> StoredArchive:
-    limit_bytes = None
-    if table.framing is Framing.ZSTD_ITEM:
-        limit_bytes = int(table.numels[row]) * table.dtype.item_bytes + MAX_OVERHEAD_BYTES
-    return StoredArchive(table.get_byte_range(row), key, limit_bytes, (table.dtype, table.get_box(row).shape))
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ trainer resumes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 
 from ckpt_tools.core.layout import FileSpec, Layout, make_file_copy, make_file_entry, make_file_key
@@ -37,7 +37,14 @@ def layout(manifest: Manifest, options: WriteOptions) -> Layout:
 
 def _layout_trainer_folder(manifest: Manifest, trainer: TrainerFolder, tree: StateTree, world_size: int) -> Layout:
     """The files of the folder; the ``.metadata`` of the first part is the last one."""
-    entries = entries_of(_drop_entries(manifest, trainer.entries), tree)
+    # Without the entries of files that are copied, and their tensors.
+    dropped_keys = {ref.key for name in trainer.entries for ref in iter_tensor_refs(manifest.extra.get(name))}
+    written = replace(
+        manifest,
+        extra={name: value for name, value in manifest.extra.items() if name not in trainer.entries},
+        tensors={key: entry for key, entry in manifest.tensors.items() if key not in dropped_keys},
+    )
+    entries = entries_of(written, tree)
     kept_files, left_files = trainer.split_files_by_fit(world_size)
     files: list[FileSpec] = [make_file_copy(name, file) for name, file in kept_files.items()]
     for part in [*trainer.parts][::-1]:
@@ -46,14 +53,6 @@ def _layout_trainer_folder(manifest: Manifest, trainer: TrainerFolder, tree: Sta
     return Layout(
         files, (*entries.notes, *_note_left_out_files(trainer, left_files, world_size)), copied_entries, tree=tree
     )
-
-
-def _drop_entries(manifest: Manifest, names: Collection[str]) -> Manifest:
-    """``manifest`` without these entries, which are in files that are copied, and their tensors."""
-    extra = {name: value for name, value in manifest.extra.items() if name not in names}
-    dropped_keys = {ref.key for name in names for ref in iter_tensor_refs(manifest.extra.get(name))}
-    tensors = {key: entry for key, entry in manifest.tensors.items() if key not in dropped_keys}
-    return replace(manifest, extra=extra, tensors=tensors)
 
 
 def _select_part(entries: Entries, trainer: TrainerFolder, part_folder: str) -> Entries:

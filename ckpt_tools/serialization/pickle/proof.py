@@ -85,10 +85,15 @@ def prove_pickle(
     """
     calls = _PROOF_CALLS
     if read_inner_storage is not None:
-        calls = {
-            **calls,
-            _LOAD_FROM_BYTES: lambda machine, args: _build_inner_storage(machine, args, read_inner_storage),
-        }
+
+        def build_inner_storage(machine: Machine, args: tuple[Value, ...]) -> StorageRef:
+            """A storage as pickle writes it without torch.save: the bytes of a file of torch before 1.6."""
+            if len(args) != 1 or type(args[0]) is not bytes:
+                machine.fail("a storage that is not made of bytes")
+            machine.charge_copies(args)
+            return read_inner_storage(args[0])
+
+        calls = {**calls, _LOAD_FROM_BYTES: build_inner_storage}
     machine = Machine(data, InstructionSet(OPCODE_STEPS, calls, {} if arrays else MACROS), persistent_load)
     machine.arrays = arrays
     try:
@@ -131,16 +136,6 @@ _PROOF_CALLS = {
     _TENSOR_V2: _make_flag_ignoring_builder(_TENSOR_V2, 7),
     _TENSOR_V3: _make_flag_ignoring_builder(_TENSOR_V3, 8),
 }
-
-
-def _build_inner_storage(
-    machine: Machine, args: tuple[Value, ...], read_inner_storage: Callable[[bytes], StorageRef]
-) -> StorageRef:
-    """A storage as pickle writes it without torch.save: the bytes of a file of torch before 1.6."""
-    if len(args) != 1 or type(args[0]) is not bytes:
-        machine.fail("a storage that is not made of bytes")
-    machine.charge_copies(args)
-    return read_inner_storage(args[0])
 
 
 class _ClosedListJudge:

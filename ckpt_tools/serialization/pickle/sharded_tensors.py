@@ -301,7 +301,11 @@ def _read_mesh(value: Value) -> SavedMesh:
     if is_new:
         shape, strides = _read_mesh_layout(attributes.get("_layout"))
     else:
-        shape, strides = _read_dense_mesh(attributes.get("mesh"))
+        mesh = attributes.get("mesh")  # a tensor of ranks
+        if not isinstance(mesh, StoredTensor) or not mesh.shape:
+            raise make_wrong_type_error("DeviceMesh")
+        shape = mesh.shape
+        strides = tuple(((size,), (step,)) for size, step in zip(shape, contiguous_strides(shape), strict=True))
     ranks_field = "_flatten_rank_map" if is_new else "_flatten_mesh_list"
     ranks = _check_naturals(attributes.get(ranks_field), "DeviceMesh", MAX_RANKS)
     coordinate = _check_naturals(attributes.get("_coordinate_on_dim"), "DeviceMesh")
@@ -354,14 +358,6 @@ def _compute_rank_offset(position: int, axis: tuple[Shape, Shape]) -> int:
         position, inner = divmod(position, size)
         offset += inner * stride
     return offset
-
-
-def _read_dense_mesh(mesh: Value) -> tuple[Shape, tuple[tuple[Shape, Shape], ...]]:
-    """Shape and axes of a mesh that is a tensor of ranks: for each dim the sizes and strides of its axes."""
-    if not isinstance(mesh, StoredTensor) or not mesh.shape:
-        raise make_wrong_type_error("DeviceMesh")
-    strides = contiguous_strides(mesh.shape)
-    return mesh.shape, tuple(((size,), (stride,)) for size, stride in zip(mesh.shape, strides, strict=True))
 
 
 def _read_mesh_layout(value: Value) -> tuple[Shape, tuple[tuple[Shape, Shape], ...]]:

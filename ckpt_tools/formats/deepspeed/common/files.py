@@ -303,7 +303,11 @@ class OptimStates:
         is_bf16 = "zero_stage" not in state_dict
         masters_entry = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
         tensors = require_entry(state_dict, masters_entry, list, file.path)
-        masters = _require_flat_tensors(tensors, masters_entry, file.path)
+        for value in tensors:
+            if not isinstance(value, StoredTensor) or len(value.shape) != 1 or not value.is_contiguous:
+                message = f"{masters_entry} contains something other than flat tensors"
+                raise MalformedError(message, path=file.path, key=masters_entry)
+        masters = tuple(tensors)
         states, groups = _read_optimizer(state_dict, stage, len(masters), file.path)
         return cls(
             file=file,
@@ -353,13 +357,6 @@ def _read_partition_counts(state_dict: Mapping[str, Value], num_flats: int, path
     if not all(type(count) is int and count > 0 for count in counts):
         raise MalformedError(f"its partition_count is {format_brief(value)}", path=path, key="partition_count")
     return tuple(counts)
-
-
-def _require_flat_tensors(tensors: list[Value], name: str, path: str) -> tuple[StoredTensor, ...]:
-    for value in tensors:
-        if not isinstance(value, StoredTensor) or len(value.shape) != 1 or not value.is_contiguous:
-            raise MalformedError(f"{name} contains something other than flat tensors", path=path, key=name)
-    return tuple(tensors)
 
 
 def _read_paddings(state_dict: Mapping[str, Value], num_flats: int, path: str) -> tuple[int, ...]:

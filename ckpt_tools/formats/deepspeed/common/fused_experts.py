@@ -101,7 +101,10 @@ class AutoEPLayers:
             dtypes = dict.fromkeys(names, _find_training_dtype(model))
         else:
             dtypes = {name: tables[name].dtype for name in names}
-        experts = {name: _make_empty_tensor(dtype) for name, dtype in dtypes.items()}
+        experts = {
+            name: StoredTensor(StorageRef.of_elements("", dtype, 0), dtype, 0, (0,), (1,))
+            for name, dtype in dtypes.items()
+        }
         return replace(
             model,
             module=dict(self._insert_experts(model, experts)),
@@ -178,10 +181,6 @@ def _is_even_placement(placement: Value, num_local_experts: int, num_ranks: int)
     starts = range(0, num_ranks * num_local_experts, num_local_experts)
     even = [{"rank": e, "experts": list(range(at, at + num_local_experts))} for e, at in enumerate(starts)]
     return isinstance(placement, dict) and placement.get("version") == 1 and placement.get("ranks") == even
-
-
-def _make_empty_tensor(dtype: DType) -> StoredTensor:
-    return StoredTensor(StorageRef.of_elements("", dtype, 0), dtype, 0, (0,), (1,))
 
 
 def _find_training_dtype(model: ModelStates) -> DType:
