@@ -13,9 +13,9 @@ from pathlib import Path
 
 from benchmarks import report
 from benchmarks.benchmarks import CONVERSIONS, PARTS
-from benchmarks.inputs import claim
+from benchmarks.inputs import claim_data_folder
 from benchmarks.measure import ROOT, MeasureError
-from benchmarks.runner import WAYS, Journal, Settings, measure_benchmarks, say
+from benchmarks.runner import WAYS, BenchmarkJournal, RunSettings, measure_benchmarks, say
 from ckpt_tools.process.guard import guard_processes
 from ckpt_tools.process.signals import get_exit_code, raise_on_signals
 
@@ -42,12 +42,13 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(words: Sequence[str] | None = None) -> None:
     options = make_parser().parse_args(words)
-    journal = Journal(options.results / "results.jsonl")
+    journal = BenchmarkJournal(options.results / "results.jsonl")
     try:
         if not options.report:
             size_bytes = int(options.size * 1e9) if options.size else None
-            settings = Settings(size_bytes or 0, options.runs, options.time_limit, options.data.resolve(), options.ways)
-            claim(settings.data)
+            data = options.data.resolve()
+            settings = RunSettings(size_bytes or 0, options.runs, options.time_limit, data, options.ways)
+            claim_data_folder(data)
             chosen = [benchmark for name, benchmark in BENCHMARKS.items() if name in options.works]
             measure_benchmarks(chosen, settings, size_bytes, journal, fresh=options.fresh)
     except MeasureError as error:

@@ -58,7 +58,7 @@ def empty_model(llama: Model, *, with_experts: bool = False) -> nn.Module:
         return model
 
 
-def fill(tensor: Tensor) -> Tensor:
+def fill_randomly(tensor: Tensor) -> Tensor:
     """Fill this rank's part with random numbers: no page is like another."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     local.normal_(std=0.02)
@@ -73,33 +73,33 @@ def sharded_model(llama: Model, *, with_experts: bool = False) -> nn.Module:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     model.to_empty(device="cpu")
-    return _filled(model)
+    return _fill_parameters(model)
 
 
-def _filled(model: nn.Module) -> nn.Module:
+def _fill_parameters(model: nn.Module) -> nn.Module:
     with torch.no_grad():
         for parameter in model.parameters():
-            fill(parameter)
+            fill_randomly(parameter)
     return model
 
 
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
+def make_adamw(model: nn.Module) -> torch.optim.Optimizer:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     for parameter in model.parameters():
-        optimizer.state[parameter] = moments(parameter)
+        optimizer.state[parameter] = make_moments(parameter)
     return optimizer
 
 
-def moments(parameter: Tensor) -> dict[str, Tensor]:
+def make_moments(parameter: Tensor) -> dict[str, Tensor]:
     """AdamW's state of a parameter, with random numbers."""
     with torch.no_grad():
-        first, second = fill(torch.empty_like(parameter)), fill(torch.empty_like(parameter)).abs_()
+        first, second = fill_randomly(torch.empty_like(parameter)), fill_randomly(torch.empty_like(parameter)).abs_()
     return {"step": torch.tensor(STEP), "exp_avg": first, "exp_avg_sq": second}
 
 
 def build_dcp(out: str, llama: Model) -> None:
     model = sharded_model(llama)
-    weights, optim = get_state_dict(model, adamw(model))
+    weights, optim = get_state_dict(model, make_adamw(model))
     save({"app": {"model": weights, "optim": optim, "global_step": int(STEP)}}, checkpoint_id=out)
 
 
@@ -109,7 +109,7 @@ def build_dcp_weights(out: str, llama: Model, *, with_experts: bool = False) -> 
 
 
 def _filled_part(shape: tuple[int, ...], index: tuple[int, ...]) -> Tensor:
-    return fill(torch.empty(shape[len(index) :]))
+    return fill_randomly(torch.empty(shape[len(index) :]))
 
 
 def build_megatron(out: str, llama: Model) -> None:
@@ -148,7 +148,7 @@ def build_tp_weights(out: str, llama: Model) -> None:
             weights[name] = DTensor.from_local(torch.ones(parameter.shape), mesh, [Replicate()])
         else:
             rows, columns = parameter.shape
-            local = fill(torch.empty(rows, columns // mesh.size()))
+            local = fill_randomly(torch.empty(rows, columns // mesh.size()))
             weights[name] = DTensor.from_local(local, mesh, [Shard(1)])
     save({"model": weights}, checkpoint_id=out)
 
@@ -160,7 +160,7 @@ def build_zero(stage: int, out: str, llama: Model) -> None:
     from fixtures.zero import prepare
 
     prepare()
-    model = _filled(empty_model(llama).to(torch.bfloat16).to_empty(device="cpu"))
+    model = _fill_parameters(empty_model(llama).to(torch.bfloat16).to_empty(device="cpu"))
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
@@ -174,13 +174,13 @@ def build_zero(stage: int, out: str, llama: Model) -> None:
     with torch.no_grad():
         for master in masters:
             master.mul_(1 + 2**-12)  # else the lower half of every number is zero, as no trained one is
-            optimizer.optimizer.state[master] = moments(master)
+            optimizer.optimizer.state[master] = make_moments(master)
     gc.collect()
     engine.save_checkpoint(out)
 
 
 def build_safetensors(out: str, llama: Model) -> None:
-    weights = {name: fill(torch.empty(p.shape)) for name, p in empty_model(llama).named_parameters()}
+    weights = {name: fill_randomly(torch.empty(p.shape)) for name, p in empty_model(llama).named_parameters()}
     Path(out).mkdir()
     save_file(weights, Path(out) / "model.safetensors", metadata={"format": "pt"})
 
@@ -189,19 +189,19 @@ def build_lora(out: str, llama: Model) -> None:
     """A model in bf16, and an adapter of rank 16 on all linear layers but the head, in fp32, as PEFT saves them."""
     from peft import LoraConfig, get_peft_model
 
-    model: Any = _filled(empty_model(llama).to(torch.bfloat16).to_empty(device="cpu"))
+    model: Any = _fill_parameters(empty_model(llama).to(torch.bfloat16).to_empty(device="cpu"))
     model.save_pretrained(Path(out) / "base")
     adapted = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if ".lora_" in name:
-                fill(parameter)
+                fill_randomly(parameter)
     adapted.save_pretrained(str(Path(out) / "adapter"))
 
 
 def build_torch(out: str, llama: Model) -> None:
-    model = _filled(empty_model(llama).to_empty(device="cpu"))
-    weights, optim = get_state_dict(model, adamw(model))
+    model = _fill_parameters(empty_model(llama).to_empty(device="cpu"))
+    weights, optim = get_state_dict(model, make_adamw(model))
     Path(out).mkdir()
     torch.save({"model": weights, "optim": optim, "global_step": int(STEP)}, Path(out) / "training.pt")
 

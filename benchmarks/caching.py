@@ -30,7 +30,7 @@ def count_bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in iter_files(path))
 
 
-def warm(path: Path) -> None:
+def read_into_cache(path: Path) -> None:
     """Read every byte once."""
     block = bytearray(BLOCK_BYTES)
     for file in iter_files(path):
@@ -39,7 +39,7 @@ def warm(path: Path) -> None:
                 pass
 
 
-def cool(path: Path) -> float:
+def drop_from_cache(path: Path) -> float:
     """Drop every page of the files from memory; the share of pages that stayed.
 
     Programs stay in memory: the machine is not one that was just started. Where the kernel keeps pages, its whole cache
@@ -72,7 +72,7 @@ BLOCK = 1 << 20
 
 
 @contextmanager
-def ballast(num_bytes: int) -> Iterator[None]:
+def hold_ballast(num_bytes: int) -> Iterator[None]:
     """Touch so much memory, and keep one page of each mebibyte until the end."""
     lines = Path("/proc/meminfo").read_text().splitlines()
     available = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))

@@ -16,8 +16,8 @@ from safetensors.numpy import save_file
 
 from benchmarks.inputs import WEIGHT_BYTES, InputCache, fit_llama
 from benchmarks.measure import MeasureError, Usage, measure_success
-from benchmarks.runner import CKPT_TOOLS, Settings, printed_lines
-from benchmarks.turns import markdown, take_turns, verdict
+from benchmarks.runner import CKPT_TOOLS, RunSettings, printed_lines
+from benchmarks.turns import format_verdict, make_table, take_turns
 from fixtures import synthetic
 
 BARE = "python -c 'import numpy'"
@@ -29,7 +29,7 @@ SIZES = (1, 4, 16)
 MAX_SPREAD = 0.1
 
 
-def measure_startup(name: str, settings: Settings) -> list[str]:
+def measure_startup(name: str, settings: RunSettings) -> list[str]:
     """The table of commands that take turns with a bare Python which imports numpy, on 100 tensors of 4 MB in all.
 
     It has medians and their ratios to the bare Python's: of wall time, which other processes of the machine lengthen,
@@ -66,7 +66,7 @@ def measure_startup(name: str, settings: Settings) -> list[str]:
 
         turns = take_turns({name: partial(run, command) for name, command in commands.items()}, settings.runs)
     header = "command | wall | ratio | processor | ratio | memory"
-    return markdown(header, (_startup_cells(name, usages, turns[BARE]) for name, usages in turns.items()))
+    return make_table(header, (_startup_cells(name, usages, turns[BARE]) for name, usages in turns.items()))
 
 
 def _startup_cells(name: str, usages: Sequence[Usage], bare: Sequence[Usage]) -> Iterator[str]:
@@ -78,7 +78,7 @@ def _startup_cells(name: str, usages: Sequence[Usage], bare: Sequence[Usage]) ->
     yield f"{median(usage.peak_bytes for usage in usages) / 1e6:.1f} MB"
 
 
-def measure_memory(name: str, settings: Settings) -> list[str]:
+def measure_memory(name: str, settings: RunSettings) -> list[str]:
     """The table of the peak memory of DCP to safetensors and what `plan` said of it, and the promises."""
     rows, peaks, planned = [], [], []
     for size_bytes in (times * settings.size_bytes for times in SIZES):
@@ -89,13 +89,13 @@ def measure_memory(name: str, settings: Settings) -> list[str]:
         rows.append([f"{size_bytes / 1e9:g} GB", *memory, f"{usage.seconds:.2f}"])
     spread, is_within = max(peaks) / min(peaks) - 1, all(map(int.__le__, peaks, planned))
     return [
-        *markdown("checkpoint | peak | said by `plan` | seconds", rows, texts=()),
-        f"\n- {verdict(spread <= MAX_SPREAD)}: memory differs by {spread:.1%} (at most {MAX_SPREAD:.0%})",
-        f"- {verdict(is_within)}: memory is never above what `plan` said",
+        *make_table("checkpoint | peak | said by `plan` | seconds", rows, texts=()),
+        f"\n- {format_verdict(spread <= MAX_SPREAD)}: memory differs by {spread:.1%} (at most {MAX_SPREAD:.0%})",
+        f"- {format_verdict(is_within)}: memory is never above what `plan` said",
     ]
 
 
-def _convert_sparse(size_bytes: int, settings: Settings) -> tuple[Usage, int]:
+def _convert_sparse(size_bytes: int, settings: RunSettings) -> tuple[Usage, int]:
     """Usage, and memory by `plan`, of a DCP of 4 ranks in sparse files: its 16 GB take no disk. Its elements are zeros,
     which are copied like any others. A larger one has larger tensors, and as many: their index takes 6 kB a tensor."""
     folder = settings.data / "memory"

@@ -20,7 +20,7 @@ from benchmarks import caching
 from benchmarks.inputs import InputCache
 from benchmarks.measure import MeasureError, Usage, measure_command
 from benchmarks.peers import fill_command, find_only_file
-from benchmarks.runner import CKPT_TOOLS, COLD, FSYNC, WARM, WAYS, Record, Settings, say
+from benchmarks.runner import CKPT_TOOLS, COLD, FSYNC, WARM, WAYS, Record, RunSettings, say
 from benchmarks.turns import take_turns
 
 OURS, COPY = "ckpt-tools", "cp -r"
@@ -67,11 +67,11 @@ class Work:
     def contestants(self) -> tuple[str, ...]:
         return tuple(filter(None, (OURS, COPY, self.plain, self.peer)))
 
-    def slots(self, ways: Collection[str] = WAYS) -> list[tuple[str, str]]:
+    def list_slots(self, ways: Collection[str] = WAYS) -> list[tuple[str, str]]:
         """Contestants and their ways. Peers have no option for fsync."""
         return [(who, way) for who in self.contestants for way in ways if way != FSYNC or who not in PEERS]
 
-    def command(self, contestant: str, source: Path, copied: Path, out: Path, *, synced: bool) -> list[str]:
+    def build_command(self, contestant: str, source: Path, copied: Path, out: Path, *, synced: bool) -> list[str]:
         """The contestant's command line; `cp -r` copies `copied`, and the others write files into the folder `out`."""
         if contestant == COPY:
             if not synced:
@@ -80,25 +80,25 @@ class Work:
             return ["sh", "-c", 'cp -r "$1" "$2" && find "$2" -exec sync {} +', "copy", str(copied), str(out)]
         if contestant in PEERS:
             return fill_command(PEERS[contestant], source, out)
-        options = self._options(contestant, ("--to", "--state", "--world-size", "--dtype", "--recipe"))
+        options = self._select_options(contestant, ("--to", "--state", "--world-size", "--dtype", "--recipe"))
         is_merge = contestant == OURS and self.source == LORA
-        inputs = (source / "base", source / "adapter") if is_merge else (self._input(source),)
+        inputs = (source / "base", source / "adapter") if is_merge else (self._get_input_path(source),)
         words = _ckpt_tools("merge-lora" if is_merge else "convert", *inputs, out / self.output)
         return [*words, *options, *["--fsync"] * synced]
 
-    def verification(self, contestant: str, source: Path, out: Path) -> list[str]:
+    def build_verification(self, contestant: str, source: Path, out: Path) -> list[str]:
         """The command line that compares the output with the source's tensors bit for bit."""
         if self.source == LORA and contestant != UNMERGED:
             return fill_command("-m benchmarks.peers check_merged {source} {out}", source, out)
-        options, written = self._options(contestant, ("--dtype", "--state", "--recipe")), out / self.output
-        return [*_ckpt_tools("verify", self._input(source), written if written.exists() else out), *options]
+        options, written = self._select_options(contestant, ("--dtype", "--state", "--recipe")), out / self.output
+        return [*_ckpt_tools("verify", self._get_input_path(source), written if written.exists() else out), *options]
 
-    def _options(self, contestant: str, names: tuple[str, ...]) -> list[str]:
+    def _select_options(self, contestant: str, names: tuple[str, ...]) -> list[str]:
         words = shlex.split(self.options)
         pairs = (pair for pair in zip(words[::2], words[1::2], strict=True) if pair[0] in names)
         return [word for pair in pairs if (contestant, pair[0]) != (UNCAST, "--dtype") for word in pair]
 
-    def _input(self, source: Path) -> Path:
+    def _get_input_path(self, source: Path) -> Path:
         if self.source == LORA:
             return source / "base"
         return find_only_file(source) if self.source in ("safetensors", "torch") else source
@@ -111,11 +111,11 @@ def _ckpt_tools(command: str, *places: Path) -> list[str]:
 WORKS = {work["name"]: Work(**work) for work in _TABLES["work"]}
 
 
-def measure_conversion(name: str, settings: Settings) -> Record:
+def measure_conversion(name: str, settings: RunSettings) -> Record:
     return measure_work(WORKS[name], settings)
 
 
-def measure_work(work: Work, settings: Settings) -> Record:
+def measure_work(work: Work, settings: RunSettings) -> Record:
     """The runs of a work, the reasons of contestants that failed, and of each output whether it has the input's tensors
     bit for bit. Raises MeasureError if the input or our own output cannot be made."""
     inputs, log = InputCache(settings.data / "inputs"), settings.data / "log"
@@ -139,14 +139,14 @@ def measure_work(work: Work, settings: Settings) -> Record:
         # Other inputs leave the memory, so that the kernel does not reclaim it while something is measured.
         for path in inputs.root.iterdir():
             if path != source:
-                caching.cool(path)
-        (caching.cool if way == COLD else caching.warm)(read)
+                caching.drop_from_cache(path)
+        (caching.drop_from_cache if way == COLD else caching.read_into_cache)(read)
         share = caching.get_cached_share(read)
-        command = work.command(contestant, source, copied, out, synced=way == FSYNC)
+        command = work.build_command(contestant, source, copied, out, synced=way == FSYNC)
         return measure_command(command, log, time_limit=settings.time_limit), share
 
-    def check(contestant: str) -> None:
-        verification = work.verification(contestant, source, out)
+    def note_check(contestant: str) -> None:
+        verification = work.build_verification(contestant, source, out)
         checks[contestant] = measure_command(verification, log, time_limit=settings.time_limit).failure
 
     def run_once(contestant: str, way: str) -> None:
@@ -158,22 +158,22 @@ def measure_work(work: Work, settings: Settings) -> Record:
             failures[contestant] = usage.failure
             return
         if contestant not in checks:
-            check(contestant)
+            note_check(contestant)
         runs.append({"contestant": contestant, "way": way, "cached_share": round(share, 4), **asdict(usage)})
 
     try:
         usage, _ = convert(OURS, WARM)
         if usage.failure:
             raise MeasureError(usage.failure)
-        check(OURS)
+        note_check(OURS)
         out.rename(copied)
         sizes = {
             "source_bytes": caching.count_bytes(source),
             "copied_bytes": caching.count_bytes(copied),
             "copied_files": len(list(caching.iter_files(copied))),
         }
-        with caching.ballast(BALLAST * settings.size_bytes):
-            turns = {f"{who} {way}": partial(run_once, who, way) for who, way in work.slots(settings.ways)}
+        with caching.hold_ballast(BALLAST * settings.size_bytes):
+            turns = {f"{who} {way}": partial(run_once, who, way) for who, way in work.list_slots(settings.ways)}
             take_turns(turns, settings.runs, warm_up=False)
     finally:
         shutil.rmtree(copied, ignore_errors=True)

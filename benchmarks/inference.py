@@ -30,10 +30,10 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from benchmarks.builders import empty_model
-from benchmarks.caching import cool, warm
+from benchmarks.caching import drop_from_cache, read_into_cache
 from benchmarks.inputs import WEIGHT_BYTES, InputCache, fit_llama
-from benchmarks.runner import CKPT_TOOLS, Settings, printed_lines
-from benchmarks.turns import Taken, compare, take_turns
+from benchmarks.runner import CKPT_TOOLS, RunSettings, printed_lines
+from benchmarks.turns import Taken, compare_with_promises, take_turns
 from ckpt_tools import load_into
 from inference.batch.inputs import Wanted, find_inputs
 from inference.batch.job import Job, columns_of
@@ -55,7 +55,7 @@ PROMISED = {BATCH: 1 / 0.95, FILES: 1 / 0.9, LOAD: 1.2, INTO_LOAD: 1.2, COLD_LOA
 """Largest ratios of our time to the other's."""
 
 
-def timed(function: Callable[[], object]) -> Taken:
+def time_call(function: Callable[[], object]) -> Taken:
     wall, cpu = time.perf_counter(), _cpu_seconds()
     function()
     return Taken(time.perf_counter() - wall, _cpu_seconds() - cpu)
@@ -86,7 +86,7 @@ def make_contestants(folder: Path, threads: int) -> dict[str, tuple[Callable[[],
     """Each work by our function and by another."""
     torch.set_num_threads(threads)
     predictor: Any = Job(str(folder / "model.safetensors"), ModelOptions(), threads=threads).load()
-    predict = partial(_predict, predictor, columns_of(predictor, 5), out=folder / "out.jsonl")
+    predict = partial(_predict_to_file, predictor, columns_of(predictor, 5), out=folder / "out.jsonl")
     forward = evaluation.plain_logits(predictor.task.model)
     pixels = data.load_dataset("fashion-mnist", "held-out", folder / "data").pixels
     ready = [data.to_input(chunk) for chunk in torch.split(pixels, evaluation.CHUNK)]
@@ -115,7 +115,7 @@ def _open_images(names: list[str]) -> torch.Tensor:
     return torch.stack(images)
 
 
-def _predict(predictor: Any, columns: Any, wanted: Any, out: Path) -> None:
+def _predict_to_file(predictor: Any, columns: Any, wanted: Any, out: Path) -> None:
     """The command's work once the model is loaded, from finding the input to showing the output."""
     tally = Tally()
     with open_output(Output(str(out), overwrite=True)) as writer:
@@ -128,7 +128,7 @@ def _predict(predictor: Any, columns: Any, wanted: Any, out: Path) -> None:
     assert (tally.num_rows, tally.num_bad) == (NUM_IMAGES, 0)
 
 
-def measure_predicting(name: str, settings: Settings) -> list[str]:
+def measure_predicting(name: str, settings: RunSettings) -> list[str]:
     """Pair by pair: what follows a DataLoader finds its memory shared with processes that have ended, which costs a
     fault a page."""
     with tempfile.TemporaryDirectory() as temporary:
@@ -136,9 +136,9 @@ def measure_predicting(name: str, settings: Settings) -> list[str]:
         works = make_contestants(Path(temporary), os.cpu_count() or 1)
         pairs = {}
         for work, (ours, other) in works.items():
-            turns = take_turns({OURS: partial(timed, ours), OTHER: partial(timed, other)}, settings.runs)
+            turns = take_turns({OURS: partial(time_call, ours), OTHER: partial(time_call, other)}, settings.runs)
             pairs[work] = turns[OURS], turns[OTHER]
-        return compare(pairs, PROMISED)
+        return compare_with_promises(pairs, PROMISED)
 
 
 def time_loading(how: str, folder: Path) -> Taken:
@@ -158,12 +158,16 @@ def time_loading(how: str, folder: Path) -> Taken:
         "load_into": lambda: load_into(models[0], None, folder / "dcp"),
         "load_state_dict": lambda: models[0].load_state_dict(load_file(folder / "model.safetensors")),
     }
-    taken = timed(ways[how])
+    taken = time_call(ways[how])
     model_bytes = sum(parameter.numel() * parameter.element_size() for parameter in models[0].parameters())
     return replace(taken, extra_bytes=resident_bytes("VmHWM") - bytes_before - model_bytes)
 
 
-LOADERS = ((LOAD, "load_model", warm), (INTO_LOAD, "load_into", warm), (COLD_LOAD, "load_model", cool))
+LOADERS = (
+    (LOAD, "load_model", read_into_cache),
+    (INTO_LOAD, "load_into", read_into_cache),
+    (COLD_LOAD, "load_model", drop_from_cache),
+)
 """Works, our way of loading, and the preparation of the files."""
 
 
@@ -172,7 +176,7 @@ def resident_bytes(field: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
-def measure_loading(name: str, settings: Settings) -> list[str]:
+def measure_loading(name: str, settings: RunSettings) -> list[str]:
     inputs = settings.data / "inputs"
     inputs.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=inputs) as temporary:
@@ -188,10 +192,10 @@ def measure_loading(name: str, settings: Settings) -> list[str]:
         for work, ours, prepare in LOADERS:
             turns = take_turns({how: partial(load, how, prepare) for how in (ours, "load_state_dict")}, settings.runs)
             pairs[work] = turns[ours], turns["load_state_dict"]
-        return compare(pairs, PROMISED)
+        return compare_with_promises(pairs, PROMISED)
 
 
-def make_checkpoints(folder: Path, settings: Settings) -> None:
+def make_checkpoints(folder: Path, settings: RunSettings) -> None:
     """`dcp` with its config.json, and the same weights as one safetensors file."""
     source = InputCache(settings.data / "inputs").get("dcp-weights", settings.size_bytes)
     (folder / "dcp").mkdir()

@@ -76,7 +76,7 @@ MARK = ".ckpt-tools-benchmarks"
 """A file in folders of benchmarks. Only in such a folder are files removed."""
 
 
-def claim(folder: Path) -> None:
+def claim_data_folder(folder: Path) -> None:
     """Make the folder of inputs and outputs, or take one of an earlier run, or that in the checkout.
 
     Raises:
@@ -96,7 +96,7 @@ class InputCache:
     root: Path
 
     def get_path(self, kind: str, size_bytes: int) -> Path:
-        return self.root / f"{kind}-{size_bytes}-{_digest()}"
+        return self.root / f"{kind}-{size_bytes}-{_digest_builders()}"
 
     def get(self, kind: str, size_bytes: int) -> Path:
         """The input, made if needed. Raises `MeasureError`."""
@@ -131,7 +131,7 @@ class InputCache:
         return shutil.disk_usage(self.root).free >= num_bytes
 
 
-def _digest() -> str:
+def _digest_builders() -> str:
     """Digest of the builders and of the frameworks' versions, which decide an input's bytes."""
     digest = hashlib.sha256()
     for name in ("builders.py", "inputs.py"):

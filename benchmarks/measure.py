@@ -95,7 +95,7 @@ def _run(command: Sequence[str], log: Path, time_limit: float) -> Usage:
             command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
     try:
-        peak, timed_out = _watch(process.pid, started + time_limit)
+        peak, timed_out = _wait_for_end(process.pid, started + time_limit)
     except KeyboardInterrupt:
         _kill_tree(process.pid)
         _kill_group(process.pid)
@@ -130,7 +130,7 @@ def _own_io() -> dict[str, int]:
     return {name: int(value) for name, value in (line.split(": ") for line in lines)}
 
 
-def _watch(pid: int, deadline: float) -> tuple[int, bool]:
+def _wait_for_end(pid: int, deadline: float) -> tuple[int, bool]:
     """Wait until the process ends: the peak memory of it with its children, and whether it was killed."""
     ended = os.pidfd_open(pid)
     peak, pause = 0, TICK_SECONDS

@@ -10,8 +10,8 @@ from statistics import median
 from benchmarks.benchmarks import PARTS
 from benchmarks.conversions import COPY, OURS, SYNCING, WORKS, Work
 from benchmarks.measure import ROOT
-from benchmarks.runner import COLD, FSYNC, MACHINE, WARM, Journal, Record, code
-from benchmarks.turns import markdown, verdict
+from benchmarks.runner import COLD, FSYNC, MACHINE, WARM, BenchmarkJournal, Record, digest_code
+from benchmarks.turns import format_verdict, make_table
 from tests.support.svg import COLOURS, LINE, MARGIN, WIDTH, Picture
 
 README, PAGE = ROOT / "README.md", ROOT / "docs" / "benchmarks.md"
@@ -39,12 +39,12 @@ class ContestantRuns:
     way: str
     runs: Sequence[Record]
 
-    def median(self, field: str) -> float:
+    def get_median(self, field: str) -> float:
         return float(median(run[field] for run in self.runs))
 
     @property
     def seconds(self) -> float:
-        return self.median("seconds")
+        return self.get_median("seconds")
 
     @property
     def peak_bytes(self) -> int:
@@ -64,9 +64,9 @@ class MeasuredWork:
         return ContestantRuns(contestant, way, runs) if runs else None
 
     def all_runs(self) -> list[ContestantRuns]:
-        return [runs for slot in self.work.slots() if (runs := self.runs_of(*slot))]
+        return [runs for slot in self.work.list_slots() if (runs := self.runs_of(*slot))]
 
-    def ratio(self, one: str, other: str, way: str = WARM) -> float | None:
+    def compute_ratio(self, one: str, other: str, way: str = WARM) -> float | None:
         """Median seconds of one over those of the other."""
         first, second = (self.runs_of(each, way) for each in (one, other))
         return first.seconds / second.seconds if first and second else None
@@ -82,14 +82,14 @@ class MeasuredWork:
         """The runs of the peer, if it completes."""
         return self.runs_of(self.work.peer)
 
-    def promises(self) -> Iterator[str]:
+    def list_promises(self) -> Iterator[str]:
         """The promises of the work's target that were measured."""
         target, plain = self.work.target, self.work.plain
         ratios = (
-            ("copy", self.ratio(OURS, COPY), "x cp -r, from memory", "copied_bytes"),
-            ("copy", self.ratio(OURS, COPY, COLD), "x cp -r, from the disk", "copied_bytes"),
-            ("copy_synced", self.ratio(OURS, COPY, FSYNC), "x cp -r, both with fsync", "copied_bytes"),
-            ("plain", self.ratio(OURS, plain), f"x {plain.removeprefix(OURS).strip()}", "source_bytes"),
+            ("copy", self.compute_ratio(OURS, COPY), "x cp -r, from memory", "copied_bytes"),
+            ("copy", self.compute_ratio(OURS, COPY, COLD), "x cp -r, from the disk", "copied_bytes"),
+            ("copy_synced", self.compute_ratio(OURS, COPY, FSYNC), "x cp -r, both with fsync", "copied_bytes"),
+            ("plain", self.compute_ratio(OURS, plain), f"x {plain.removeprefix(OURS).strip()}", "source_bytes"),
         )
         for field, ratio, unit, size in ratios:
             if ratio is not None and field in target:
@@ -101,112 +101,115 @@ class MeasuredWork:
 
     def _judge(self, text: str, kept: bool, size: str) -> str:
         is_large = self.record[size] >= LARGE_BYTES
-        return f"{verdict(kept)}: {text}" if is_large else f"{text} (promised for 4 GB)"
+        return f"{format_verdict(kept)}: {text}" if is_large else f"{text} (promised for 4 GB)"
 
 
-def get_measured_works(journal: Journal) -> list[MeasuredWork]:
+def get_measured_works(journal: BenchmarkJournal) -> list[MeasuredWork]:
     """Every work that was measured, in the order of ``works.toml``."""
     return [MeasuredWork(work, journal.records[name]) for name, work in WORKS.items() if name in journal.records]
 
 
-def write(journal: Journal, folder: Path, readme: Path | None = None, page: Path | None = None) -> None:
+def write(journal: BenchmarkJournal, folder: Path, readme: Path | None = None, page: Path | None = None) -> None:
     """`table.md` and `picture.svg` in the folder, and the sections of the two documents."""
     works = get_measured_works(journal)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "table.md").write_text("\n".join(_full_table(journal, works)) + "\n")
     if few := [measured for measured in works if measured.work.name in README_WORKS]:
-        (folder / "picture.svg").write_text(draw(few))
+        (folder / "picture.svg").write_text(draw_picture(few))
     if readme:
         header = "conversion | output | ours | `cp -r` of the output | fastest other tool | memory: ours, theirs"
-        replace_section(readme, README_SECTION, "\n".join(markdown(header, map(_readme_cells, few), texts=(0, 4))))
+        replace_section(readme, README_SECTION, "\n".join(make_table(header, map(_readme_cells, few), texts=(0, 4))))
     if page:
-        replace_section(page, PAGE_SECTION, "\n".join(_section(journal, works)))
+        replace_section(page, PAGE_SECTION, "\n".join(_list_section_lines(journal, works)))
 
 
 def replace_section(document: Path, name: str, section: str) -> None:
     """Put the section between the markers of that name."""
-    start, end = markers(name)
+    start, end = get_markers(name)
     before, _, rest = document.read_text().partition(start)
     _, _, after = rest.partition(end)
     document.write_text(f"{before}{start}\n{section}\n{end}{after}")
 
 
-def markers(name: str) -> tuple[str, str]:
+def get_markers(name: str) -> tuple[str, str]:
     return f"<!-- {name}:start -->", f"<!-- {name}:end -->"
 
 
 def _readme_cells(measured: MeasuredWork) -> Iterator[str]:
     ours, theirs = measured.runs_of(OURS), measured.peer
     yield measured.work.about
-    yield _gigabytes(measured.record["copied_bytes"])
-    yield _seconds(ours)
-    yield _seconds(measured.runs_of(COPY))
-    yield f"{measured.work.peer}: {_seconds(theirs)}" if theirs else _no_peer(measured)
-    yield ", ".join(_megabytes(runs) for runs in (ours, theirs) if runs)
+    yield _format_gigabytes(measured.record["copied_bytes"])
+    yield _format_seconds(ours)
+    yield _format_seconds(measured.runs_of(COPY))
+    yield f"{measured.work.peer}: {_format_seconds(theirs)}" if theirs else _no_peer(measured)
+    yield ", ".join(_format_megabytes(runs) for runs in (ours, theirs) if runs)
 
 
-def _section(journal: Journal, works: Sequence[MeasuredWork], *, is_whole: bool = False) -> Iterator[str]:
+def _list_section_lines(
+    journal: BenchmarkJournal, works: Sequence[MeasuredWork], *, is_whole: bool = False
+) -> Iterator[str]:
     """The page's section; if ``is_whole``, that of ``table.md`` with the note on the method and the promises kept."""
     if machine := journal.records.get(MACHINE):
         facts = (f"{name} {value}" for name, value in machine.items() if name != "name")
         yield f"Measured on: {', '.join(facts)}."
     versions = list(dict.fromkeys(record["code"] for record in journal.records.values() if "code" in record))
-    if is_whole and versions and code() not in versions:
+    if is_whole and versions and digest_code() not in versions:
         digests = ", ".join(versions)
         yield f"\nMeasured with other versions of ckpt-tools than this one; digests of their code: {digests}."
     if is_whole:
         yield "\n[How it was measured](../../docs/benchmarks.md#how-it-was-measured)."
     yield ""
     header = "work | reads, writes | ours | `cp -r` | ours / cp | best peer | times faster | memory"
-    yield from markdown(header, map(_summary_cells, works), texts=(0, 1, 5))
+    yield from make_table(header, map(_summary_cells, works), texts=(0, 1, 5))
     earlier = [measured.work.about for measured in works if measured.record["code"] != versions[-1]]
     if earlier and is_whole:
         yield f"\nMeasured with an earlier version of ckpt-tools than the others: {'; '.join(earlier)}."
     yield ""
-    yield from _promises(works, is_whole=is_whole)
+    yield from _list_promises(works, is_whole=is_whole)
     for part in PARTS:
         if record := journal.records.get(part.name):
             yield from ("", f"## {part.heading}", "", *record["lines"])
 
 
-def _full_table(journal: Journal, works: Sequence[MeasuredWork]) -> Iterator[str]:
+def _full_table(journal: BenchmarkJournal, works: Sequence[MeasuredWork]) -> Iterator[str]:
     yield "# Benchmarks\n"
-    yield from _section(journal, works, is_whole=True)
+    yield from _list_section_lines(journal, works, is_whole=True)
     header = "who | way | median | min | runs | / cp | / plain | CPU | memory | calls read, wrote | disk read | equal"
     for measured in works:
         record = measured.record
         yield f"\n## {measured.work.about}\n"
-        copied = f"{_gigabytes(record['copied_bytes'])} in {record['copied_files']:,} files"
-        yield f"Source {_gigabytes(record['source_bytes'])}; `cp -r` copies {copied}.\n"
-        yield from markdown(header, (_run_cells(measured, runs) for runs in measured.all_runs()), texts=(0, 1, 11))
+        copied = f"{_format_gigabytes(record['copied_bytes'])} in {record['copied_files']:,} files"
+        yield f"Source {_format_gigabytes(record['source_bytes'])}; `cp -r` copies {copied}.\n"
+        yield from make_table(header, (_run_cells(measured, runs) for runs in measured.all_runs()), texts=(0, 1, 11))
         yield from (f"\n{contestant} failed: {reason}" for contestant, reason in record["failures"].items())
 
 
 def _summary_cells(measured: MeasuredWork) -> Iterator[str]:
     ours, theirs = measured.runs_of(OURS), measured.peer
     yield measured.work.about
-    read = f"{ours.median('called_read_bytes') / 1e9:.2f}" if ours else "?"
-    yield f"{read}, {_gigabytes(measured.record['copied_bytes'])}"
-    yield _seconds(ours)
-    yield _seconds(measured.runs_of(COPY))
-    yield _times(measured.ratio(OURS, COPY, WARM))
-    yield f"{measured.work.peer}, {_seconds(theirs)}" if theirs else _no_peer(measured)
-    yield _times(measured.times_faster, 1)
-    yield _megabytes(ours) + (f" / {_megabytes(theirs)}" if theirs else "")
+    read = f"{ours.get_median('called_read_bytes') / 1e9:.2f}" if ours else "?"
+    yield f"{read}, {_format_gigabytes(measured.record['copied_bytes'])}"
+    yield _format_seconds(ours)
+    yield _format_seconds(measured.runs_of(COPY))
+    yield _format_ratio(measured.compute_ratio(OURS, COPY, WARM))
+    yield f"{measured.work.peer}, {_format_seconds(theirs)}" if theirs else _no_peer(measured)
+    yield _format_ratio(measured.times_faster, 1)
+    yield _format_megabytes(ours) + (f" / {_format_megabytes(theirs)}" if theirs else "")
 
 
 def _run_cells(measured: MeasuredWork, runs: ContestantRuns) -> Iterator[str]:
     yield runs.contestant
     yield runs.way
-    yield _seconds(runs)
+    yield _format_seconds(runs)
     yield f"{min(run['seconds'] for run in runs.runs):.2f} s"
     yield str(len(runs.runs))
     for other in (COPY, measured.work.plain):
-        yield _times(measured.ratio(runs.contestant, other, runs.way))
-    yield f"{runs.median('cpu_seconds'):.2f} s"
-    yield _megabytes(runs)
-    yield f"{runs.median('called_read_bytes') / 1e9:.2f}, {_gigabytes(runs.median('called_write_bytes'))}"
-    yield _gigabytes(runs.median("disk_read_bytes"))
+        yield _format_ratio(measured.compute_ratio(runs.contestant, other, runs.way))
+    yield f"{runs.get_median('cpu_seconds'):.2f} s"
+    yield _format_megabytes(runs)
+    read, written = (runs.get_median(f"called_{way}_bytes") for way in ("read", "write"))
+    yield f"{read / 1e9:.2f}, {_format_gigabytes(written)}"
+    yield _format_gigabytes(runs.get_median("disk_read_bytes"))
     yield measured.record["checks"].get(runs.contestant, "not checked") or "equal"
 
 
@@ -215,40 +218,40 @@ def _no_peer(measured: MeasuredWork) -> str:
     return f"{measured.work.peer}: {why}" if why else "none"
 
 
-def _seconds(runs: ContestantRuns | None) -> str:
+def _format_seconds(runs: ContestantRuns | None) -> str:
     return f"{runs.seconds:.2f} s" if runs else "–"
 
 
-def _times(ratio: float | None, digits: int = 2) -> str:
+def _format_ratio(ratio: float | None, digits: int = 2) -> str:
     return f"{ratio:.{digits}f}" if ratio is not None else "–"
 
 
-def _megabytes(runs: ContestantRuns | None) -> str:
+def _format_megabytes(runs: ContestantRuns | None) -> str:
     return f"{runs.peak_bytes / 1e6:,.0f} MB" if runs else "–"
 
 
-def _gigabytes(num_bytes: float) -> str:
+def _format_gigabytes(num_bytes: float) -> str:
     return f"{num_bytes / 1e9:.2f} GB"
 
 
-def _promises(works: Sequence[MeasuredWork], *, is_whole: bool) -> Iterator[str]:
+def _list_promises(works: Sequence[MeasuredWork], *, is_whole: bool) -> Iterator[str]:
     yield "Promises, kept or missed:\n" if is_whole else "Promises that were missed, and those for all works:\n"
     for measured in works:
-        for promise in measured.promises():
-            if is_whole or not promise.startswith(verdict(True)):
+        for promise in measured.list_promises():
+            if is_whole or not promise.startswith(format_verdict(True)):
                 yield f"- {measured.work.about}: {promise}"
     checks = [(measured, *check) for measured in works for check in measured.record["checks"].items()]
     wrong = [f"{name} in {measured.work.about}" for measured, name, reason in checks if reason]
     text = f"{len(checks) - len(wrong)} of {len(checks)} outputs measured are bit for bit equal to their sources"
-    yield f"- {verdict(not wrong)}: {text}" + "".join(f"; not {line}" for line in wrong)
+    yield f"- {format_verdict(not wrong)}: {text}" + "".join(f"; not {line}" for line in wrong)
     ours = [runs for measured in works for runs in measured.all_runs() if runs.contestant == OURS]
     if peak := max((runs.peak_bytes for runs in ours), default=0):
-        yield f"- {verdict(peak <= MAX_MEMORY_BYTES)}: {peak / 1e6:.0f} MB at the peak of any work (at most 256)"
+        yield f"- {format_verdict(peak <= MAX_MEMORY_BYTES)}: {peak / 1e6:.0f} MB at the peak of any work (at most 256)"
 
 
-def draw(works: Sequence[MeasuredWork]) -> str:
+def draw_picture(works: Sequence[MeasuredWork]) -> str:
     """An SVG with two bars for each work, ours and the peer's, on a linear axis from zero."""
-    bars = [list(_bars(measured)) for measured in works]
+    bars = [list(_list_bars(measured)) for measured in works]
     longest = max(seconds for each in bars for _, seconds, _ in each)
     scale = (WIDTH - 3 * MARGIN) / longest
     picture = Picture("Seconds of conversions with ckpt-tools and with the fastest other tool")
@@ -270,7 +273,7 @@ def draw(works: Sequence[MeasuredWork]) -> str:
     return str(picture)
 
 
-def _bars(measured: MeasuredWork) -> Iterator[tuple[str, float, str]]:
+def _list_bars(measured: MeasuredWork) -> Iterator[tuple[str, float, str]]:
     """Label, seconds and colour of ours and of the peer."""
     ours, theirs, peer = measured.runs_of(OURS), measured.peer, measured.work.peer
     if ours:

@@ -31,7 +31,7 @@ Record = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class RunSettings:
     """Size of the inputs, rounds of turns, and seconds that one command may take."""
 
     size_bytes: int
@@ -54,8 +54,8 @@ class Benchmark:
     heading: str
     gigabytes: float = 1
 
-    def measure(self, settings: Settings) -> Record:
-        function: Callable[[str, Settings], Record | Sequence[str]] = resolve_name(f"benchmarks.{self.function}")
+    def measure(self, settings: RunSettings) -> Record:
+        function: Callable[[str, RunSettings], Record | Sequence[str]] = resolve_name(f"benchmarks.{self.function}")
         load_before = os.getloadavg()[0]
         found = function(self.name, settings)
         if isinstance(found, dict):
@@ -64,7 +64,7 @@ class Benchmark:
         return {"lines": [*found, "", f"Load of the machine: {loads}."]}
 
 
-class Journal:
+class BenchmarkJournal:
     """The latest record of each benchmark by its name, a line each; written at once, so that a stopped suite can be
     resumed."""
 
@@ -83,7 +83,12 @@ class Journal:
 
 
 def measure_benchmarks(
-    benchmarks: Collection[Benchmark], settings: Settings, size_bytes: int | None, journal: Journal, *, fresh: bool
+    benchmarks: Collection[Benchmark],
+    settings: RunSettings,
+    size_bytes: int | None,
+    journal: BenchmarkJournal,
+    *,
+    fresh: bool,
 ) -> None:
     """Measure the benchmarks that the journal lacks, and those with figures of another size or of other code.
 
@@ -94,7 +99,7 @@ def measure_benchmarks(
     failures = []
     for benchmark in benchmarks:
         size = size_bytes or int(benchmark.gigabytes * 1e9)
-        key: Record = {"name": benchmark.name, "code": code(), "size_bytes": size}
+        key: Record = {"name": benchmark.name, "code": digest_code(), "size_bytes": size}
         if not fresh and key.items() <= journal.records.get(benchmark.name, {}).items():
             continue
         say(f"{benchmark.name}: {benchmark.heading}")
@@ -125,7 +130,7 @@ def describe_machine(folder: Path) -> dict[str, str]:
 
 
 @cache
-def code() -> str:
+def digest_code() -> str:
     """A digest of the converter's sources without docstrings and comments: figures of different code are never put side
     by side."""
     digest = hashlib.sha256()
@@ -134,7 +139,7 @@ def code() -> str:
     return digest.hexdigest()[:12]
 
 
-def printed_lines(command: Sequence[str], settings: Settings) -> list[str]:
+def printed_lines(command: Sequence[str], settings: RunSettings) -> list[str]:
     """Output of the command. Raises MeasureError if it fails."""
     log = settings.data / "log"
     measure_success(command, log, time_limit=settings.time_limit)

@@ -28,8 +28,8 @@ from typing import Any
 from benchmarks.inputs import WEIGHT_BYTES, InputCache, fit_llama
 from benchmarks.measure import Usage, measure_success
 from benchmarks.peers import PART_BYTES
-from benchmarks.runner import CKPT_TOOLS, Settings
-from benchmarks.turns import markdown, ratio, take_turns
+from benchmarks.runner import CKPT_TOOLS, RunSettings
+from benchmarks.turns import compute_ratio, make_table, take_turns
 from ckpt_tools.core.options import ReadOptions, WriteOptions
 from ckpt_tools.core.part_rules import PartRules
 from ckpt_tools.formats.index import get_writable_format
@@ -57,7 +57,7 @@ CONTESTANTS = {
 UPLOAD = "import fsspec, sys; fsspec.filesystem('s3').put(sys.argv[1], f'{sys.argv[2]}/', recursive=True)"
 
 
-def measure_s3_conversion(name: str, settings: Settings) -> list[str]:
+def measure_s3_conversion(name: str, settings: RunSettings) -> list[str]:
     """The table of the contestants, on a server of their own. `s3-wide` has the wide model."""
     inputs = InputCache(settings.data / "inputs")
     if name == "s3-wide":
@@ -85,19 +85,23 @@ def measure_s3_conversion(name: str, settings: Settings) -> list[str]:
 
         turns = take_turns({name: partial(run_contestant, name) for name in CONTESTANTS}, settings.runs)
     header = "contestant | seconds (each run) | time / ours | processor time | memory | bytes on the local disk"
-    return [*markdown(header, (_cells(name, usages, turns[OURS]) for name, usages in turns.items())), "", *shares]
+    return [
+        *make_table(header, (_format_usages(name, usages, turns[OURS]) for name, usages in turns.items())),
+        "",
+        *shares,
+    ]
 
 
-def _cells(name: str, usages: Sequence[Usage], ours: Sequence[Usage]) -> Iterator[str]:
+def _format_usages(name: str, usages: Sequence[Usage], ours: Sequence[Usage]) -> Iterator[str]:
     yield name
     yield f"{median(usage.seconds for usage in usages):.1f} ({', '.join(f'{usage.seconds:.1f}' for usage in usages)})"
-    yield f"{ratio('seconds', usages, ours):.2f}"
+    yield f"{compute_ratio('seconds', usages, ours):.2f}"
     yield f"{median(usage.cpu_seconds for usage in usages):.1f} s"
     for field in ("peak_bytes", "disk_write_bytes"):
         yield f"{max(getattr(usage, field) for usage in usages) / 1e6:,.0f} MB"
 
 
-def count_copied_shares(name: str, settings: Settings) -> list[str]:
+def count_copied_shares(name: str, settings: RunSettings) -> list[str]:
     """Table of the shares of safetensors files that a service copies, and would copy if files were cut every 8 MiB:
     by the planner alone, without a server."""
     models = {"Llama 2 7B": Model(32, 4096, 11008, 32000)}
@@ -109,7 +113,7 @@ def count_copied_shares(name: str, settings: Settings) -> list[str]:
         for kind, dtype in DTYPES.items()
         for ranks in (1, 2, 4, 8, 16, 64)
     ]
-    return markdown("model | dtype | ranks | copied | cut every 8 MiB", rows, texts=(0, 1))
+    return make_table("model | dtype | ranks | copied | cut every 8 MiB", rows, texts=(0, 1))
 
 
 def get_copied_shares(model: Any, ranks: int, dtype: Any) -> tuple[float, float]:

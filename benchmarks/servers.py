@@ -21,7 +21,7 @@ class ImageRequest(BaseModel):
     image: list[int]
 
 
-class Prediction(BaseModel):
+class FastApiPrediction(BaseModel):
     label: int
     probabilities: list[float]
 
@@ -56,8 +56,8 @@ def serve_by_fastapi(model: str, port: int, threads: int) -> None:
     predict, app = make_predictor(model, threads), FastAPI()
 
     @app.post("/predict")
-    def endpoint(request: ImageRequest) -> Prediction:
-        return Prediction(**predict([request.image])[0])
+    def endpoint(request: ImageRequest) -> FastApiPrediction:
+        return FastApiPrediction(**predict([request.image])[0])
 
     uvicorn.run(app, port=port, log_level="warning")
 

@@ -35,9 +35,9 @@ from safetensors.torch import save_file
 from urllib3 import encode_multipart_formdata
 
 from benchmarks.measure import ROOT, MeasureError, process_tree, proportional_bytes
-from benchmarks.runner import Settings
+from benchmarks.runner import RunSettings
 from benchmarks.servers import BATCH, SERVERS, SIDE
-from benchmarks.turns import markdown, ratio, take_turns
+from benchmarks.turns import compute_ratio, make_table, take_turns
 from fixtures.launch import free_port
 from inference.models.predictor import load_predictor
 from tests.support.running import start, wait_until
@@ -99,7 +99,7 @@ class RequestSet:
     bodies: Sequence[bytes]
     headers: Mapping[str, str] = field(default_factory=dict)
 
-    def script(self) -> str:
+    def build_script(self) -> str:
         """Them as a script of wrk."""
         bodies = ",".join('"' + "".join(f"\\{byte:03d}" for byte in body) + '"' for body in self.bodies)
         lines = [f"local bodies, n = {{{bodies}}}, 0", 'wrk.method = "POST"']
@@ -129,19 +129,19 @@ class MeasuredServer:
             raise MeasureError("a server gives the same answer to every image")
 
     def take_turn(self, seconds: float) -> LoadTurn:
-        self._load(WARM_UP_SECONDS)
+        self._run_wrk(WARM_UP_SECONDS)
         before = _cpu_seconds(self.process.pid)
-        load = self._load(seconds)
+        load = self._run_wrk(seconds)
         used = _cpu_seconds(self.process.pid) - before
         resident = sum(map(proportional_bytes, process_tree(self.process.pid)))
         answers = load["answers"]
         return LoadTurn(answers / load["seconds"], load["p50"], load["p99"], used / answers, resident)
 
-    def _load(self, seconds: float) -> dict[str, float]:
+    def _run_wrk(self, seconds: float) -> dict[str, float]:
         """Raises MeasureError if an answer was not a success, or none came."""
         options = ["-t1", f"-c{self.num_clients}", f"-d{max(1, round(seconds))}s", "--timeout=60s"]
         with tempfile.NamedTemporaryFile("w", suffix=".lua") as script:
-            script.write(self.requests.script())
+            script.write(self.requests.build_script())
             script.flush()
             command = ["wrk", *options, "-s", script.name, f"http://127.0.0.1:{self.port}"]
             done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -194,7 +194,7 @@ def make_requests() -> dict[str, RequestSet]:
 
 
 @contextmanager
-def _running(module: str, words: Sequence[str], port: int, log: Path) -> Iterator[subprocess.Popen[str]]:
+def _run_server(module: str, words: Sequence[str], port: int, log: Path) -> Iterator[subprocess.Popen[str]]:
     with log.open("wb") as output:
         running = start(*words, module=module, cwd=ROOT, stdout=output, stderr=output)
     try:
@@ -211,7 +211,7 @@ def _is_open(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def measure_service(name: str, settings: Settings) -> list[str]:
+def measure_service(name: str, settings: RunSettings) -> list[str]:
     """All use one thread fewer than there are processors, the service's default."""
     with tempfile.TemporaryDirectory() as temporary:
         torch.manual_seed(0)
@@ -231,13 +231,13 @@ def take_turns_serving(folder: Path, rounds: int, seconds: float, threads: int) 
     with ExitStack() as stack:
         port = free_port()
         options = ["--model", f"model={model}", "--port", str(port), "--threads", str(threads)]
-        ours = stack.enter_context(_running("inference.serving", options, port, folder / "ours.log"))
+        ours = stack.enter_context(_run_server("inference.serving", options, port, folder / "ours.log"))
         servers = {who: MeasuredServer(port, ours, requests[who]) for who in (JSON, BINARY, PNG)}
         servers |= {who: MeasuredServer(port, ours, requests[JSON], many) for who, many in ((EIGHT, 8), (ONE, 1))}
         for who in SERVERS:
             port = free_port()
             words = [who, model, str(port), str(threads)]
-            process = stack.enter_context(_running("benchmarks.servers", words, port, folder / f"{who}.log"))
+            process = stack.enter_context(_run_server("benchmarks.servers", words, port, folder / f"{who}.log"))
             servers[who] = MeasuredServer(port, process, requests[who])
         for server in servers.values():
             server.check()
@@ -270,30 +270,30 @@ class BareLoop:
 def make_tables(turns: Mapping[str, Sequence[LoadTurn]]) -> list[str]:
     """Each server, and then the promises."""
     header = f"{NUM_CLIENTS} clients | answers a second | p50 | p99 | processor | memory"
-    servers = markdown(header, (_server_cells(who, taken) for who, taken in turns.items()))
-    return [*servers, "", *markdown("promise | measured | promised", _promises(turns))]
+    servers = make_table(header, (_server_cells(who, taken) for who, taken in turns.items()))
+    return [*servers, "", *make_table("promise | measured | promised", _list_promises(turns))]
 
 
 def _server_cells(who: str, taken: Sequence[LoadTurn]) -> list[str]:
     p50, p99 = (f"{1000 * median(getattr(each, name) for each in taken):.1f} ms" for name in ("p50", "p99"))
     cpu = f"{1000 * median(each.cpu_per_answer for each in taken):.2f} ms"
-    memory = _memory(taken)
+    memory = _get_peak_memory(taken)
     shown = f"{memory / 1e6:.0f} MB" if memory else ""
     return [who, f"{median(each.rate for each in taken):.0f}", p50, p99, cpu, shown]
 
 
-def _memory(taken: Sequence[LoadTurn]) -> int:
+def _get_peak_memory(taken: Sequence[LoadTurn]) -> int:
     return max(each.resident_bytes for each in taken)
 
 
-def _promises(turns: Mapping[str, Sequence[LoadTurn]]) -> Iterator[list[str]]:
+def _list_promises(turns: Mapping[str, Sequence[LoadTurn]]) -> Iterator[list[str]]:
     rates = [(who, LOOP, least) for who, least in SERVE_TO_LOOP.items()]
     rates += [(JSON, who, SERVE_TO_PEER) for who in SERVERS if who in turns]
     for above, below, least in (*rates, (EIGHT, ONE, EIGHT_TO_ONE)):
-        yield [f"{above} / {below}", f"{ratio('rate', turns[above], turns[below]):.2f}", f"at least {least:g}"]
+        yield [f"{above} / {below}", f"{compute_ratio('rate', turns[above], turns[below]):.2f}", f"at least {least:g}"]
     row, one = (median(each.p50 for each in turns[who]) for who in (ROW, ONE))
     most = ONE_TIMES * row + ONE_MORE_SECONDS
     yield [f"p50 of {ONE}", f"{1000 * one:.1f} ms", f"at most {1000 * most:.1f} ms"]
     if "LitServe" in turns:
-        more = _memory(turns[JSON]) - _memory(turns["LitServe"])
+        more = _get_peak_memory(turns[JSON]) - _get_peak_memory(turns["LitServe"])
         yield ["memory above LitServe's", f"{more / 1e6:.0f} MB", f"at most {MORE_BYTES_THAN_LITSERVE / 1e6:.0f} MB"]

@@ -29,8 +29,8 @@ from torch.distributed.fsdp import fully_shard
 
 from benchmarks.builders import empty_model
 from benchmarks.inputs import STATE_BYTES, fit_llama
-from benchmarks.runner import Settings
-from benchmarks.turns import Taken, compare, take_turns
+from benchmarks.runner import RunSettings
+from benchmarks.turns import Taken, compare_with_promises, take_turns
 from ckpt_tools import load_into
 from fixtures.launch import pool
 from training.checkpoints.settings import Progress
@@ -74,11 +74,11 @@ Turns = dict[str, list[Taken]]
 """The turns of ``OURS`` and ``THEIRS``."""
 
 
-def measure_training(work: str, settings: Settings) -> list[str]:
+def measure_training(work: str, settings: RunSettings) -> list[str]:
     """The table of one work, on a rank for each GPU; without one, on 2."""
     asked = Asked(settings.runs, settings.size_bytes, torch.cuda.device_count() or 2)
     turns = take_turns_in_ranks(work, asked, settings.data / "training")
-    return compare({work: (turns[OURS], turns[THEIRS])}, PROMISED)
+    return compare_with_promises({work: (turns[OURS], turns[THEIRS])}, PROMISED)
 
 
 def take_turns_in_ranks(work: str, asked: Asked, data: Path) -> Turns:
@@ -90,7 +90,7 @@ def take_turns_in_ranks(work: str, asked: Asked, data: Path) -> Turns:
     return dict(first)
 
 
-def _device() -> Any:
+def _choose_device() -> Any:
     """This rank's GPU; without one, the CPU."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
@@ -104,7 +104,7 @@ def _wait_for_gpu() -> None:
         torch.cuda.synchronize()
 
 
-def _timed(function: Callable[[], object]) -> Taken:
+def _time_on_all_ranks(function: Callable[[], object]) -> Taken:
     """Time from the start of the first rank to the end of the last."""
     dist.barrier()
     started = time.perf_counter()
@@ -114,7 +114,7 @@ def _timed(function: Callable[[], object]) -> Taken:
     return Taken(time.perf_counter() - started)
 
 
-def _config(out: Path, **values: Any) -> Any:
+def _make_config(out: Path, **values: Any) -> Any:
     if dist.get_rank() == 0:
         out.mkdir(parents=True, exist_ok=True)
     dist.barrier()
@@ -124,7 +124,7 @@ def _config(out: Path, **values: Any) -> Any:
 def step_turns(work: str, asked: Asked, folder: Path) -> Turns:
     """A run, and a loop of as many steps in an epoch. The first LOG_EVERY steps warm both up."""
     size = {"num_samples": BATCH * asked.steps, "epochs": 1, "batch_size": BATCH, "log_every": LOG_EVERY}
-    config = _config(folder / "run", strategy=STRATEGIES[work], model=asked.model, **size)
+    config = _make_config(folder / "run", strategy=STRATEGIES[work], model=asked.model, **size)
     numbers = count()
     ours, theirs = (lambda: _our_step(config, next(numbers))), partial(_bare_step, config)
     return take_turns({THEIRS: theirs, OURS: ours}, asked.rounds)
@@ -158,7 +158,7 @@ def _our_step(config: Any, number: int) -> Taken:
     dist.barrier()
     clock = _Clock(config)
     asked: Any = clock
-    run_rank(config, _device(), asked)
+    run_rank(config, _choose_device(), asked)
     dist.barrier()
     return clock.a_step()
 
@@ -169,7 +169,7 @@ def _bare_step(config: Any) -> Taken:
     model.train()
     clock, numbers = _Clock(config), count(1)
     clock()
-    for inputs, labels in _batches(config):
+    for inputs, labels in _iter_batches(config):
         loss = step(inputs, labels)
         if next(numbers) % LOG_EVERY == 0:
             loss.item()
@@ -179,9 +179,9 @@ def _bare_step(config: Any) -> Taken:
     return clock.a_step()
 
 
-def _batches(config: Any) -> Iterator[tuple[Any, Any]]:
+def _iter_batches(config: Any) -> Iterator[tuple[Any, Any]]:
     """This rank's batches of the epoch, in a random order."""
-    samples, device = load_dataset("digits", "train", None).take_first(config.num_samples), _device()
+    samples, device = load_dataset("digits", "train", None).take_first(config.num_samples), _choose_device()
     assert len(samples) == config.num_samples
     order = torch.randperm(config.num_samples, generator=torch.Generator().manual_seed(0))
     share, rank = BATCH // config.num_workers, dist.get_rank()
@@ -192,7 +192,7 @@ def _batches(config: Any) -> Iterator[tuple[Any, Any]]:
 
 def _bare_fsdp2(config: Any) -> tuple[Any, Callable[[Any, Any], Any]]:
     made = spec_of(config).make()
-    model = made.module.to(_device())
+    model = made.module.to(_choose_device())
     for block in made.blocks:
         fully_shard(block)
     fully_shard(model)
@@ -216,7 +216,7 @@ def _bare_deepspeed(config: Any) -> tuple[Any, Callable[[Any, Any], Any]]:
     from training.engines.deepspeed import join_process_group
     from training.engines.deepspeed_config import deepspeed_config
 
-    join_process_group(_device())
+    join_process_group(_choose_device())
     model = spec_of(config).make().module
     options = deepspeed_config(config, config.num_workers)
     engine, *_ = deepspeed.initialize(
@@ -237,13 +237,13 @@ def _bare_deepspeed(config: Any) -> tuple[Any, Callable[[Any, Any], Any]]:
 
 def resume_turns(work: str, asked: Asked, folder: Path) -> Turns:
     """Loading into the same model, with an optimizer without state, as in a run that resumes."""
-    engine = _engine(asked, folder)
+    engine = _make_engine(asked, folder)
     saved = folder / "saved"
     engine.prepare_save(Progress(1, 1))(saved)
 
     def loaded(load: Callable[[], object]) -> Taken:
         engine.optimizer.state.clear()
-        return _timed(load)
+        return _time_on_all_ranks(load)
 
     def load_by_torch() -> None:
         state = engine.state_dict(Progress(1, 1))["app"]
@@ -257,7 +257,7 @@ def resume_turns(work: str, asked: Asked, folder: Path) -> Turns:
 
 def stall_turns(work: str, asked: Asked, folder: Path) -> Turns:
     """Saves of a run, each complete before the next begins."""
-    engine = _engine(asked, folder)
+    engine = _make_engine(asked, folder)
     config, outlet, numbers = engine._config, Outlet(engine._config), count(1)
     background, waiting = (Saver(replace(config, async_save=is_async), engine, outlet) for is_async in (True, False))
 
@@ -267,22 +267,22 @@ def stall_turns(work: str, asked: Asked, folder: Path) -> Turns:
             saver.save(Progress(number, number), {})
             saver.collect()
 
-        _timed(save)
+        _time_on_all_ranks(save)
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)
         return Taken(saver.records[-1].stall_seconds)
 
     return take_turns({THEIRS: partial(stalled, waiting), OURS: partial(stalled, background)}, asked.rounds)
 
 
-def _engine(asked: Asked, folder: Path) -> Any:
+def _make_engine(asked: Asked, folder: Path) -> Any:
     """The FSDP2 engine of a Llama with a state of that size, after one step."""
     if dist.get_rank() == 0:
         llama: Any = empty_model(fit_llama(asked.size_bytes // STATE_BYTES))
         llama.config.save_pretrained(folder / "llama")
-    config = _config(
+    config = _make_config(
         folder, strategy="full_shard", model=f"hf:{folder / 'llama'}", dataset="text", batch_size=asked.ranks
     )
-    engine: Any = create_engine(config, schedule_for(10, 0.1, "cosine"), _device())
-    words = torch.zeros(1, 8, dtype=torch.int64, device=_device())
+    engine: Any = create_engine(config, schedule_for(10, 0.1, "cosine"), _choose_device())
+    words = torch.zeros(1, 8, dtype=torch.int64, device=_choose_device())
     engine.step((words, words))
     return engine

@@ -36,32 +36,34 @@ def take_turns(
     return turns
 
 
-def ratio(field: str, above: Sequence[object], below: Sequence[object]) -> float:
+def compute_ratio(field: str, above: Sequence[object], below: Sequence[object]) -> float:
     """Median over the rounds, whose turns follow one another."""
     return float(median(getattr(a, field) / getattr(b, field) for a, b in zip(above, below, strict=True)))
 
 
-def compare(pairs: Mapping[str, tuple[Sequence[Taken], Sequence[Taken]]], promised: Mapping[str, float]) -> list[str]:
+def compare_with_promises(
+    pairs: Mapping[str, tuple[Sequence[Taken], Sequence[Taken]]], promised: Mapping[str, float]
+) -> list[str]:
     """The table of works: what ours took, what the other took, and the largest ratio that was promised."""
     header = "work | ours | the other | ours / the other | promised | by processor time | above the model"
-    return markdown(header, (_compared(work, *pair, promised[work]) for work, pair in pairs.items()))
+    return make_table(header, (_compare_cells(work, *pair, promised[work]) for work, pair in pairs.items()))
 
 
-def _compared(work: str, ours: Sequence[Taken], other: Sequence[Taken], promised: float) -> Iterator[str]:
+def _compare_cells(work: str, ours: Sequence[Taken], other: Sequence[Taken], promised: float) -> Iterator[str]:
     yield work
     yield from (f"{median(each.wall for each in taken):.4f} s" for taken in (ours, other))
-    yield f"{ratio('wall', ours, other):.2f}"
+    yield f"{compute_ratio('wall', ours, other):.2f}"
     yield f"at most {promised:.3g}"
-    yield f"{ratio('cpu', ours, other):.2f}" if ours[0].cpu else ""
+    yield f"{compute_ratio('cpu', ours, other):.2f}" if ours[0].cpu else ""
     extra = max(each.extra_bytes for each in ours)
     yield f"{extra / 1e6:.0f} MB (at most {MAX_EXTRA_BYTES / 1e6:.0f})" if extra else ""
 
 
-def verdict(kept: bool) -> str:
+def format_verdict(kept: bool) -> str:
     return "kept" if kept else "**missed**"
 
 
-def markdown(header: str, rows: Iterable[Iterable[str]], *, texts: Collection[int] = (0,)) -> list[str]:
+def make_table(header: str, rows: Iterable[Iterable[str]], *, texts: Collection[int] = (0,)) -> list[str]:
     """The lines of a table. ``" | "`` separates the columns of ``header``; those not in ``texts`` hold numbers."""
     marks = "|".join("---" if number in texts else "--:" for number in range(header.count(" | ") + 1))
     return [f"| {header} |", f"|{marks}|", *(f"| {' | '.join(row)} |" for row in rows)]

@@ -10,12 +10,12 @@ import pytest
 from benchmarks import caching, report
 from benchmarks.__main__ import RESULTS
 from benchmarks.conversions import COPY, OURS, WORKS
-from benchmarks.inputs import InputCache, claim
+from benchmarks.inputs import InputCache, claim_data_folder
 from benchmarks.measure import MeasureError, Usage, measure_command
-from benchmarks.runner import Benchmark, Journal, Settings, measure_benchmarks
+from benchmarks.runner import Benchmark, BenchmarkJournal, RunSettings, measure_benchmarks
 from benchmarks.training import OURS as OUR_TURNS
 from benchmarks.training import PROMISED, THEIRS, Asked, take_turns_in_ranks
-from benchmarks.turns import compare
+from benchmarks.turns import compare_with_promises
 from tests.support.running import is_dead, start, wait_until
 
 pytestmark = pytest.mark.extended
@@ -30,13 +30,13 @@ SMALL_BENCHMARKS = [Benchmark(work.name, "conversions:measure_conversion", work.
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory):
-    return Settings(size_bytes=10_000_000, runs=1, time_limit=60, data=tmp_path_factory.mktemp("data"))
+    return RunSettings(size_bytes=10_000_000, runs=1, time_limit=60, data=tmp_path_factory.mktemp("data"))
 
 
 @pytest.fixture(scope="module")
 def journal(settings):
     """Of a run of the small works."""
-    journal = Journal(settings.data / "results.jsonl")
+    journal = BenchmarkJournal(settings.data / "results.jsonl")
     with pytest.MonkeyPatch.context() as patch:
         for work in SMALL_WORKS:
             patch.setitem(WORKS, work.name, work)
@@ -53,7 +53,7 @@ def works(journal):
 def test_every_contestant_is_measured_in_every_way_and_its_output_is_equal_to_the_source(works):
     for measured in works:
         work, record = measured.work, measured.record
-        wanted = [(contestant, way) for contestant, way in work.slots() if contestant != FAILING]
+        wanted = [(contestant, way) for contestant, way in work.list_slots() if contestant != FAILING]
         assert sorted((run["contestant"], run["way"]) for run in record["runs"]) == sorted(wanted)
         assert record["checks"] == dict.fromkeys(set(work.contestants) - {FAILING}, "")
 
@@ -72,7 +72,7 @@ def test_what_is_measured_is_plausible(works):
 
 
 def test_the_same_command_goes_on_where_it_was(journal, settings, tmp_path):
-    again = Journal(journal.path)
+    again = BenchmarkJournal(journal.path)
     elsewhere = replace(settings, data=tmp_path / "data")
     measure_benchmarks(SMALL_BENCHMARKS, elsewhere, settings.size_bytes, again, fresh=False)
     assert {path.name for path in settings.data.iterdir()} == {"inputs", "log", journal.path.name}
@@ -88,17 +88,17 @@ def test_the_table_and_the_picture_come_out(journal, works, tmp_path, monkeypatc
     picture = (folder / "picture.svg").read_text()
     for measured in works:
         assert f"## {measured.work.about}" in table
-        assert f"{measured.ratio(OURS, COPY):.2f}" in table
+        assert f"{measured.compute_ratio(OURS, COPY):.2f}" in table
         assert f">{measured.work.about}</text>" in picture
     assert "torch_to_dcp" in table
-    assert f">{FAILING}: fails</text>" in report.draw(works)
+    assert f">{FAILING}: fails</text>" in report.draw_picture(works)
 
 
 def test_the_picture_is_that_of_the_results():
-    works = report.get_measured_works(Journal(RESULTS / "results.jsonl"))
+    works = report.get_measured_works(BenchmarkJournal(RESULTS / "results.jsonl"))
     shown = [measured for measured in works if measured.work.name in report.README_WORKS]
     assert len(shown) == 6
-    assert (RESULTS / "picture.svg").read_text() == report.draw(shown), (
+    assert (RESULTS / "picture.svg").read_text() == report.draw_picture(shown), (
         "write it again with python -m benchmarks --report"
     )
 
@@ -107,7 +107,7 @@ def test_the_page_gets_the_whole_and_readme_a_few_rows(journal, works, tmp_path,
     monkeypatch.setattr(report, "README_WORKS", (SMALL_WORKS[0].name,))
     readme, page = tmp_path / "README.md", tmp_path / "benchmarks.md"
     for path, name in ((readme, report.README_SECTION), (page, report.PAGE_SECTION)):
-        path.write_text("before\n{}\nold\n{}\nafter\n".format(*report.markers(name)))
+        path.write_text("before\n{}\nold\n{}\nafter\n".format(*report.get_markers(name)))
     report.write(journal, tmp_path / "results", readme, page)
     few, whole = readme.read_text(), page.read_text()
     for measured in works:
@@ -115,7 +115,7 @@ def test_the_page_gets_the_whole_and_readme_a_few_rows(journal, works, tmp_path,
         assert row in whole
         assert (row in few) == (measured.work.name in report.README_WORKS)
     for measured in report.get_measured_works(journal):
-        promises = {promise: f"- {measured.work.about}: {promise}" for promise in measured.promises()}
+        promises = {promise: f"- {measured.work.about}: {promise}" for promise in measured.list_promises()}
         assert all((line in whole) != promise.startswith("kept") for promise, line in promises.items())
         assert all(line in (tmp_path / "results" / "table.md").read_text() for line in promises.values())
     assert "Promised" not in few and "\nold\n" not in few + whole
@@ -130,7 +130,7 @@ def test_a_part_is_measured_once_and_one_that_fails_stops_no_other(settings, tmp
     ]
     monkeypatch.setattr("benchmarks.commands.fail", _fail, raising=False)
     monkeypatch.setattr("benchmarks.commands.SIZES", (1,))
-    journal = Journal(tmp_path / "results.jsonl")
+    journal = BenchmarkJournal(tmp_path / "results.jsonl")
     for _ in range(2):
         with pytest.raises(MeasureError, match=r"^absent: not here$"):
             measure_benchmarks(parts, asked, 10_000_000, journal, fresh=False)
@@ -140,7 +140,7 @@ def test_a_part_is_measured_once_and_one_that_fails_stops_no_other(settings, tmp
     assert "\n## Memory by size" in (tmp_path / "table.md").read_text()
 
 
-def _fail(name: str, settings: Settings) -> list[str]:
+def _fail(name: str, settings: RunSettings) -> list[str]:
     raise MeasureError("not here")
 
 
@@ -195,8 +195,8 @@ def test_memory_and_bytes_are_those_of_all_processes_and_not_of_who_asks(tmp_pat
 def test_files_leave_the_cache_and_come_back(tmp_path):
     (tmp_path / "a").write_bytes(b"x" * 3_000_000)
     (tmp_path / "empty").touch()
-    assert caching.cool(tmp_path) <= caching.MAX_COLD_SHARE
-    caching.warm(tmp_path)
+    assert caching.drop_from_cache(tmp_path) <= caching.MAX_COLD_SHARE
+    caching.read_into_cache(tmp_path)
     assert caching.get_cached_share(tmp_path) == 1
 
 
@@ -204,9 +204,9 @@ def test_a_folder_of_somebody_is_not_taken_for_data(tmp_path):
     """In its own folder too, what has not the name of an input is no input, and makes no room."""
     (tmp_path / "mine").write_text("mine")
     with pytest.raises(MeasureError, match="no benchmark wrote"):
-        claim(tmp_path)
-    claim(tmp_path / "data")
-    claim(tmp_path / "data")
+        claim_data_folder(tmp_path)
+    claim_data_folder(tmp_path / "data")
+    claim_data_folder(tmp_path / "data")
     ours, theirs = tmp_path / "data/inputs/dcp-100-0123abcd", tmp_path / "data/inputs/thesis"
     for folder in (ours, theirs):
         folder.mkdir(parents=True)
@@ -227,4 +227,4 @@ def test_both_are_measured(work, tmp_path):
     assert ours.wall > 0 and theirs.wall > 0
     assert (ours.cpu > 0) == (theirs.cpu > 0) == work.endswith("-step")
     assert list(tmp_path.iterdir()) == []
-    assert f"| {work} | " in compare({work: (turns[OUR_TURNS], turns[THEIRS])}, PROMISED)[-1]
+    assert f"| {work} | " in compare_with_promises({work: (turns[OUR_TURNS], turns[THEIRS])}, PROMISED)[-1]
