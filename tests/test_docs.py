@@ -21,8 +21,8 @@ ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 ARCHITECTURE = (DOCS / "architecture.md").read_text()
 PAGES = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md")])
-NOT_A_PAGE = {"index.md", "index_links.md"}
-"""The index itself, and definitions of links that stand before README on a package index."""
+NOT_A_PAGE = {"index.md", "pages.md", "index_links.md"}
+"""The front page, the list of pages itself, and definitions of links that precede README on a package index."""
 
 NOT_A_NAME = {"ckpt_tools.state", "ckpt_tools.commands"}
 """A key in a file's header, and a group of entry points."""
@@ -81,11 +81,16 @@ def named(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
+<<<<<<< HEAD
 def test_every_page_is_in_the_index():
     """The index links every page; ``layouts.md`` links those of formats, ``tasks/index.md`` those of its folder."""
+=======
+def test_every_page_is_in_the_list_of_pages():
+    """``pages.md`` links every page; ``layouts.md`` and ``tasks/index.md`` link the pages of their folders."""
+>>>>>>> 1c3d5db0 (cli: write sample checkpoints, and show on them what commands print)
     linked = {
         (page.parent / str(token.attrs["href"]).partition("#")[0]).resolve()
-        for page in (DOCS / "index.md", DOCS / "layouts.md", DOCS / "tasks" / "index.md")
+        for page in (DOCS / "pages.md", DOCS / "layouts.md", DOCS / "tasks" / "index.md")
         for token in tokens(page)
         if token.type == "link_open"
     }

@@ -20,6 +20,9 @@ from ckpt_tools.process.credentials import mask_output, remember_secrets_in_word
 PROGRAM = "ckpt-tools"
 
 SECTIONS = {
+    "Begin": {
+        "samples": CommandLocation("samples", "Write small checkpoints into DIR, to try the other commands on."),
+    },
     "Look": {
         "inspect": CommandLocation("inspect", "Show what a checkpoint holds, from its headers alone."),
         "cat": CommandLocation("inspect", "Print a part of one tensor, as numpy prints it."),

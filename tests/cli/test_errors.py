@@ -52,7 +52,7 @@ OF_EMPTY_FOLDERS: dict[str, list[str]] = {
     "predict": ["--model", "E", "--input", "E", "--output", "OUT.jsonl"],
     "serve": ["E"],
 }
-WITHOUT_A_SOURCE = {"clean", "completion", "formats", "recipes", "recipes show", "train"}
+WITHOUT_A_SOURCE = {"clean", "completion", "formats", "recipes", "recipes show", "samples", "train"}
 """``clean`` is told a destination, at which nothing need be left."""
 
 

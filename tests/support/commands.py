@@ -20,8 +20,8 @@ FUNCTIONS = {
 """Of commands that have another name than their function."""
 
 
-WITHOUT_FUNCTION = {"completion", "train", "predict", "serve"}
-"""Commands of the shell and of the packages beside the converter."""
+WITHOUT_FUNCTION = {"samples", "completion", "train", "predict", "serve"}
+"""Commands for beginners, of the shell and of the packages beside the converter."""
 
 
 def function_of(command: str) -> str:

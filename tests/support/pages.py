@@ -236,4 +236,4 @@ def check_commands(page: Path, folder: Path) -> None:
 
 def _is_installation(command: Command) -> bool:
     """What the tests do not do."""
-    return command.text.startswith("pip install ")
+    return command.text.startswith(("pip install ", "git clone "))
