@@ -1,4 +1,5 @@
-"""The pages of the site that are generated when it is built: a page a command, and the Python reference.
+"""The pages of the site that are generated when it is built: a page a command, and the Python reference; and what the
+build adds to all pages: the commands that the copy button of a ``console`` block copies, and a list in ``llms.txt``.
 
 MkDocs calls the functions ``on_...`` (``hooks`` in ``mkdocs.yml``); all others are pure. A page of a command is made of
 what its ``--help`` writes, so that groups of options and examples are those of the terminal.
@@ -9,8 +10,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable
-from html import escape
+from html import escape, unescape
 from inspect import getdoc, isclass, isfunction, signature
+from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from textwrap import dedent
 from typing import Any
@@ -34,6 +36,7 @@ BESIDE = {"train": train, "predict": predict, "serve": serve}
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PICTURES = {path.relative_to(ROOT) for path in ROOT.glob("benchmarks/results/*.svg")}
+FRONT_PAGE = "index.md"
 REPOSITORY = "https://github.com/ckpt-tools/ckpt-tools"
 
 
@@ -48,7 +51,19 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    if page.file.src_uri == FRONT_PAGE:
+        page.meta["hide"] = ["navigation", "toc"]
     return indented(with_addresses(markdown, PurePosixPath("docs", page.file.src_uri).parent))
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    return with_copied_commands(html)
+
+
+def on_env(env: Any, config: MkDocsConfig, files: Files) -> None:
+    """Write the list of pages, when all of them have been read."""
+    front = files.get_file_from_path(FRONT_PAGE)
+    files.append(File.generated(config, "llms.txt", content=llms_list(config.site_name, front.page)))
 
 
 def written_out(entry: Any, pages: Iterable[str]) -> Any:
@@ -101,6 +116,42 @@ def indented(markdown: str) -> str:
                 widths[number] = len(re.match(r"\s*\S+\s+", lines[first])[0])
     rows = zip(lines, depths, widths, strict=True)
     return "\n".join(line if line[:width].strip() else "    " * depth + line[width:] for line, depth, width in rows)
+
+
+_CONSOLE = re.compile(r'<div class="language-console highlight">(<pre>.*?</pre>)', re.DOTALL)
+_COMMAND = re.compile(r"^\$ ((?:.*\\\n)*.*)$", re.MULTILINE)
+
+
+def with_copied_commands(html: str) -> str:
+    """``console`` blocks with what their button copies in ``data-copy``: the commands, without ``$`` and outputs."""
+
+    def with_commands(block: re.Match[str]) -> str:
+        text = unescape(re.sub(r"<[^>]*>", "", block[1]))
+        copied = escape("\n".join(_COMMAND.findall(text))).replace("\n", "&#10;")
+        return f'<div class="language-console highlight" data-copy="{copied}">{block[1]}'
+
+    return _CONSOLE.sub(with_commands, html)
+
+
+def llms_list(name: str, front: Page) -> str:
+    """The pages with a line each, as https://llmstxt.org has it: the heading, and the first sentence below it."""
+    sections: dict[str, list[str]] = {}
+    page = front
+    while page := page.next_page:
+        about = first_sentence(page.markdown)
+        line = f"- [{page.title}]({page.url}): {about}".removesuffix(": ")
+        sections.setdefault(page.ancestors[-1].title, []).append(line)
+    texts = (f"## {title}\n\n" + "\n".join(lines) for title, lines in sections.items())
+    return "\n\n".join([f"# {name}", f"> {first_sentence(front.markdown)}", *texts]) + "\n"
+
+
+def first_sentence(markdown: str) -> str:
+    """Of the first paragraph of a page, as plain text; empty if it has none."""
+    tokens = pairwise(MarkdownIt().enable("table").parse(markdown))
+    texts = (text for start, text in tokens if start.type == "paragraph_open" and start.level == 0)
+    children = next((text.children for text in texts), None) or ()
+    words = "".join(" " if each.type == "softbreak" else each.content for each in children)
+    return re.split(r"(?<=\.)\s", words, maxsplit=1)[0].removesuffix(":")
 
 
 # The command line

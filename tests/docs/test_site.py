@@ -18,6 +18,8 @@ from inference.batch.__main__ import main as predict
 from inference.serving.__main__ import main as serve
 from tests.inference.serving.http.browser import chromium
 from tests.support.commands import all_commands
+from tests.support.pages import blocks as fenced_blocks
+from tests.support.pages import commands
 from training.__main__ import main as train
 
 pytestmark = pytest.mark.extended
@@ -96,13 +98,48 @@ def test_nothing_is_loaded_from_elsewhere_and_every_public_name_is_in_the_refere
     assert {name for name in names if f'id="ckpt_tools.{name}"' not in text} == set()
 
 
+def open_page(browser, page: str):
+    tab, address = browser
+    tab.send("Page.navigate", url=f"{address}/{page}.html")
+    tab.wait_for(f"document.readyState === 'complete' && location.pathname === '/{page}.html'")
+    return tab
+
+
+@pytest.mark.parametrize("page", ["index", "tasks/verify", "training"])
+def test_the_copy_button_of_a_console_block_copies_its_commands_alone(browser, page):
+    tab = open_page(browser, page)
+    # The page selects what it copies in a text area of its own.
+    area = "[...document.querySelectorAll('textarea')].at(-1).value"
+    tab.evaluate(f"document.execCommand = () => {{ window.copied = {area}; return true }}")
+    buttons = "document.querySelectorAll('.language-console [data-clipboard-target]')"
+    shown = fenced_blocks(DOCS / f"{page}.md", "console")
+    tab.wait_for(f"{buttons}.length === {len(shown)}", 20)
+    for number, block in enumerate(shown):
+        tab.evaluate(f"window.copied = ''; {buttons}[{number}].click()")
+        wanted = "\n".join(command.text.strip() for command in commands(block))
+        assert tab.wait_for("window.copied", 20).strip() == wanted
+
+
+def test_the_navigation_has_seven_tabs(browser):
+    tab = open_page(browser, "tasks/verify")
+    tabs = tab.evaluate("[...document.querySelectorAll('.md-tabs__link')].map((each) => each.textContent.trim())")
+    assert tabs == ["Start", "Tasks", "Formats", "Reference", "Training", "Inference", "Inside"]
+
+
+def test_the_list_for_language_models_has_every_page_once(site):
+    text = (site / "llms.txt").read_text()
+    assert re.match(r"# ckpt-tools\n\n> .+\n\n## Start\n\n- \[Install\]\(install\.html\): .+\n", text)
+    listed = re.findall(r"^- \[[^]]+\]\(([^)]+)\)", text, re.MULTILINE)
+    pages = {path.relative_to(site).as_posix() for path in site.rglob("*.html")} - {"404.html", "index.html"}
+    assert sorted(listed) == sorted(pages)
+    assert all(line.count("[") == 1 for line in text.splitlines() if line.startswith("- ["))
+
+
 @pytest.mark.parametrize("width", [400, 1400])
 @pytest.mark.parametrize("page", SAMPLE)
 def test_no_page_is_wider_than_the_window(browser, page, width):
-    tab, address = browser
-    tab.resize(width, 1000, "light")
-    tab.send("Page.navigate", url=f"{address}/{page}.html")
-    tab.wait_for(f"document.readyState === 'complete' && location.pathname === '/{page}.html'")
+    browser[0].resize(width, 1000, "light")
+    tab = open_page(browser, page)
     assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert tab.evaluate("document.querySelector('h1').getBoundingClientRect().right <= innerWidth")
     beside = "[...document.querySelectorAll('.md-typeset > :is(p, ul, ol, dl, pre, h2, h3)')]"

@@ -52,7 +52,7 @@ def test_the_wheel_holds_every_module_of_the_packages_and_nothing_else(built):
     }
     assert any(path.endswith("/licenses/LICENSE") for path in metadata)
     assert {"ckpt_tools/py.typed", "ckpt_tools_training/notebooks/fsdp2_on_ray.ipynb"} <= held
-    assert built.wheel.stat().st_size < 1_600_000
+    assert built.wheel.stat().st_size < 2_200_000
 
 
 def test_the_source_distribution_holds_the_whole_tree(built):
