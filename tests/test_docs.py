@@ -81,13 +81,8 @@ def named(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-<<<<<<< HEAD
-def test_every_page_is_in_the_index():
-    """The index links every page; ``layouts.md`` links those of formats, ``tasks/index.md`` those of its folder."""
-=======
 def test_every_page_is_in_the_list_of_pages():
-    """``pages.md`` links every page; ``layouts.md`` and ``tasks/index.md`` link the pages of their folders."""
->>>>>>> 1c3d5db0 (cli: write sample checkpoints, and show on them what commands print)
+    """``pages.md`` links every page; ``layouts.md`` links those of formats, ``tasks/index.md`` those of its folder."""
     linked = {
         (page.parent / str(token.attrs["href"]).partition("#")[0]).resolve()
         for page in (DOCS / "pages.md", DOCS / "layouts.md", DOCS / "tasks" / "index.md")
