@@ -47,9 +47,8 @@ GENERATION: Mapping[str, Json] = {
 }
 
 SCHEMAS: Mapping[str, Json] = {
-    "Answer": _object(
-        {}, {"label": NUMBER, "name": TEXT, "probabilities": _list({"type": "number"}), "text": TEXT}, closed=True
-    ),
+    # A model may have other outputs, and its own ``encode`` gives any fields.
+    "Answer": _object({}, {"label": NUMBER, "name": TEXT, "probabilities": _list({"type": "number"}), "text": TEXT}),
     "Detail": _object({"detail": TEXT}, closed=True),
     "Error": _object({"error": TEXT}, closed=True),
     "Server": _object({"name": TEXT, "version": TEXT, "extensions": _list(TEXT)}),
