@@ -166,7 +166,7 @@ def _list_section_lines(
         yield f"\nMeasured with an earlier version of ckpt-tools than the others: {'; '.join(earlier)}."
     yield ""
     yield from _list_promises(works, is_whole=is_whole)
-    for part in PARTS:
+    for part in PARTS if is_whole else ():
         if record := journal.records.get(part.name):
             yield from ("", f"## {part.heading}", "", *record["lines"])
 
