@@ -16,33 +16,39 @@ beside the weights, or from the user:
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
-from inspect import signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import click
 
 import ckpt_tools
 from ckpt_tools.errors import CkptError, FormatError, UsageError
 
-from ..common.errors import errors_of_files, printable
+from ..common.errors import printable
 from .config_folder import CONFIG, describing_folder, read_config, refuse_quantized
-from .programs import PROGRAMS, check_asked
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from .task import Task, TaskOptions
+
 OURS = "ours"
 HUGGING_FACE = "hf"
-LIBRARIES = ("torchvision", "timm")
+EXPORTED, SCRIPTED = "torch.export", "torchscript"
+PROGRAMS = {EXPORTED: "a program of torch.export", SCRIPTED: "a TorchScript archive"}
 
-SIZES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size", "image_size", "patch_size")
-"""Sizes in the configurations of transformers, under their common names."""
+MODULES = {
+    OURS: "ours",
+    HUGGING_FACE: "hugging_face",
+    "torchvision": "torchvision_models",
+    "timm": "timm_models",
+}
+"""The module beside this one for the models of each library; ``users_code`` is for all others."""
 
 HOW_TO_NAME = (
     "write ours, ours:NAME, hf, torchvision:NAME, timm:NAME, module:function, FILE.py:function, torch.export or "
@@ -52,6 +58,17 @@ ASSUMED = (
     f"nothing says what the model is, so it is taken for {OURS}, the built-in Vision Transformer; name its "
     f"architecture with --architecture ({HOW_TO_NAME}), or the folder of its config.json with --config"
 )
+
+
+class ModelSource(Protocol):
+    """A module for the models of one library, or of the user."""
+
+    def build_model(self, architecture: Architecture, folder: Path | None, dtype: torch.dtype | None) -> nn.Module:
+        """As :meth:`Architecture.build`."""
+
+    def make_task(self, model: nn.Module, options: TaskOptions) -> Task:
+        """The task of the model. Raises UsageError if such models cannot be predicted with. FormatError if the files
+        beside the weights do not say how an input is prepared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,25 +105,16 @@ class Architecture:
         if self.library == HUGGING_FACE and not dequantize:
             refuse_quantized(folder)
 
+    @property
+    def source(self) -> ModelSource:
+        """The module that builds such models and makes their tasks."""
+        return cast(ModelSource, import_module(f".{MODULES.get(self.library, 'users_code')}", __package__))
+
     def build(self, folder: Path | None, dtype: torch.dtype | None = None) -> nn.Module:
         """The module on the CPU, with uninitialized parameters unless a function of the user's made it. ``folder`` has
         ``config.json``; without a ``dtype``, parameters have the architecture's own. Raises UsageError if there is no
         such model, or its package is missing. FormatError if ``config.json`` is not usable."""
-        if self.library == OURS:
-            with _unfilled():
-                return self._of_training().to(dtype=dtype)
-        if self.library == HUGGING_FACE:
-            return _transformers_model(folder, dtype)
-        if self.library in LIBRARIES:
-            return self._of_library(folder).to(dtype=dtype)
-        return self._of_user().to(dtype=dtype)
-
-    def _of_training(self) -> nn.Module:
-        from ..common.training_package import model_names, zoo
-
-        if self.our_name not in model_names.MODELS:
-            raise UsageError(f"--architecture {OURS}:{self.name}: training has no model of its own of this name")
-        return zoo.build_own_model(self.our_name, **self.arguments)
+        return self.source.build_model(self, folder, dtype)
 
     @property
     def is_program(self) -> bool:
@@ -116,7 +124,7 @@ class Architecture:
     @property
     def users_module(self) -> Any:
         """The module of the user's own, None if there is none. Raises UsageError if it cannot be imported."""
-        if self.library in (OURS, HUGGING_FACE, *LIBRARIES):
+        if self.library in MODULES:
             return None
         from ..common.training_package import references
 
@@ -129,55 +137,6 @@ class Architecture:
     @property
     def our_name(self) -> str:
         return self.name or "vit"
-
-    def _of_library(self, folder: Path | None) -> nn.Module:
-        library = _imported("torchvision.models" if self.library == "torchvision" else "timm", self.library)
-        source = self._folder_of_timm(folder) if self.library == "timm" else None
-        try:
-            where = "" if source is None else f" as {source / CONFIG} says"
-            with errors_of_files(f"{self.library} cannot build {self.name}{where}"), _unfilled():
-                return self._made(library, source)
-        except FormatError as error:
-            if source is None:
-                raise UsageError(error.message) from error
-            raise
-
-    def _folder_of_timm(self, folder: Path | None) -> Path | None:
-        """``folder`` if its ``config.json`` is of timm. Raises UsageError if it is of another model of timm."""
-        stated = read_config(folder).get("architecture")
-        if not _is_of_timm(stated):
-            return None
-        # A name may end in a tag of weights: resnet18.a1_in1k
-        if stated != self.name.partition(".")[0]:
-            raise UsageError(f"{folder}/{CONFIG} says that the weights are of timm:{stated}, not of timm:{self.name}")
-        return folder
-
-    def _made(self, library: Any, source: Path | None) -> nn.Module:
-        if self.library == "torchvision":
-            return library.get_model(self.name, weights=None, **_no_backbone(library, self.name), **self.arguments)
-        name = self.name if source is None else f"local-dir:{source}"
-        return library.create_model(name, pretrained=False, **self.arguments)
-
-    def _of_user(self) -> nn.Module:
-        from torch import nn
-
-        from ..common.training_package import references
-
-        module = self.users_module
-        function = getattr(module, self.name, None)
-        if not callable(function):
-            raise UsageError(f"the module {self.library} has no function {self.name}")
-        try:
-            made = function(**self.arguments)
-        except Exception as error:
-            raise UsageError(
-                f"{self.library}:{self.name} cannot build the model: {references.describe_error(error)}"
-            ) from error
-        # A function for training may return its blocks and its loss too.
-        model = made.get("model") if isinstance(made, Mapping) else made
-        if not isinstance(model, nn.Module):
-            raise UsageError(f"{self.library}:{self.name} returned a {type(model).__name__}, not a torch.nn.Module")
-        return model
 
 
 def check_there(url: str, architecture: str | None, config: str | Path | None) -> None:
@@ -197,10 +156,19 @@ def is_program(architecture: str | None) -> bool:
     return architecture is not None and Architecture.parse(architecture).is_program
 
 
-def _no_backbone(library: Any, name: str) -> dict[str, None]:
-    """Keeps torchvision from downloading a backbone's weights, which the checkpoint has."""
-    has_backbone = "weights_backbone" in signature(library.get_model_builder(name)).parameters
-    return {"weights_backbone": None} if has_backbone else {}
+def check_asked(url: str | Path) -> None:
+    """Raises UsageError if the file's suffix is that of a program, which must be requested by name."""
+    if str(url).endswith(".pt2"):
+        raise UsageError(
+            f"{url} is {PROGRAMS[EXPORTED]}, and to load it is to run it; if you trust it, name {EXPORTED} as its "
+            "architecture"
+        )
+
+
+def check_unchanged(kind: str, reading: Mapping[str, Any], dtype: object) -> None:
+    """Raises UsageError for options that change tensors, which a program has of its own."""
+    if reading or dtype is not None:
+        raise UsageError(f"{PROGRAMS[kind]} has its own names and dtypes; leave out {', '.join(reading) or 'dtype'}")
 
 
 def architecture_of(
@@ -247,15 +215,15 @@ def _named_in(config: Mapping[str, Any], path: str) -> Architecture:
     code."""
     text = config["architecture"]
     try:
-        found = Architecture("timm", text) if _is_of_timm(text) else Architecture.parse(str(text))
+        found = Architecture("timm", text) if is_name_of_timm(text) else Architecture.parse(str(text))
     except UsageError as error:
         raise FormatError(f"{path} names {text!r}, which is not an architecture") from error
-    if found.library not in (OURS, *LIBRARIES):
+    if found.library not in (OURS, "torchvision", "timm"):
         raise FormatError(f"{path} names the function {text}; a file beside weights does not choose code, so name it")
     return found
 
 
-def _is_of_timm(text: object) -> bool:
+def is_name_of_timm(text: object) -> bool:
     """Whether ``architecture`` in ``config.json`` is a bare name, as timm writes it."""
     return isinstance(text, str) and text.isidentifier() and text not in (OURS, HUGGING_FACE)
 
@@ -274,58 +242,8 @@ def _arguments(text: str, query: str) -> dict[str, Any]:
     return found
 
 
-def _transformers_model(folder: Path | None, dtype: torch.dtype | None) -> nn.Module:
-    """The class in ``architectures`` of ``config.json``, with transformers' defaults and without weights."""
-    found = read_config(folder)
-    if folder is None or "model_type" not in found:
-        raise FormatError(f"there is no {CONFIG} of transformers beside the weights, which says what the model is")
-    transformers = _imported("transformers", "transformers")
-    names = found.get("architectures")
-    if not isinstance(names, list) or len(names) != 1:
-        raise FormatError(f"{folder / CONFIG} does not name one class in architectures; name the model another way")
-    model_class = getattr(transformers, str(names[0]), None)
-    if not isinstance(model_class, type) or not issubclass(model_class, transformers.PreTrainedModel):
-        raise FormatError(
-            f"{folder / CONFIG} names {names[0]}, which this version of transformers does not have; a class that "
-            "comes with the checkpoint is code, and is not run"
-        )
-    with errors_of_files(f"{folder / CONFIG} is not usable"):
-        config = transformers.AutoConfig.from_pretrained(folder)
-        _check_sizes(config)
-        with _default_dtype(dtype or getattr(config, "dtype", None)), _unfilled():
-            return model_class(config)
-
-
-def _check_sizes(config: Any) -> None:
-    """Raises ValueError for a size that makes a model of no use, which transformers may build."""
-    for part in (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))):
-        for name in SIZES:
-            value = getattr(part, name, None)
-            for each in value if isinstance(value, list | tuple) else [value]:
-                if isinstance(each, str) or (isinstance(each, int | float) and each <= 0):
-                    raise ValueError(f"{name} is {value!r}, and not a number from 1")
-
-
-def _unfilled() -> AbstractContextManager[Any]:
-    from .uninitialized import Unfilled
-
-    return Unfilled()
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
-    """dtype of parameters made in the block. A later cast would change tables that transformers keeps in fp32."""
-    import torch
-
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype if isinstance(dtype, torch.dtype) else before)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-def _imported(module: str, package: str) -> Any:
+def import_library(module: str, package: str) -> Any:
+    """Raises UsageError if the package is not installed."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -20,7 +20,7 @@ from .images import ImageReading, Mode, max_pixels_of
 from .passes import InPasses, Passes
 from .prediction import Activation, activation_of, answers, embeddings_of, labels_of_config
 from .results import BATCH, Array, Columns, Item, TensorSpec
-from .task import Task, check_inputs, check_labels, classifier_outputs
+from .task import TaskOptions, check_inputs, check_labels, classifier_outputs
 
 Prepare = Callable[[Image.Image], Tensor]  # from an image in ``mode`` to float32 [channels, height, width]
 
@@ -79,58 +79,11 @@ class ImageLabels(InPasses):
         return torch.randn(many, *self.shape, generator=torch.Generator().manual_seed(0))
 
 
-def of_torchvision(model: nn.Module, name: str, labels: tuple[str, ...] | None, *, passes: Passes) -> Task:
-    """A torchvision classifier, with the class names of its weights if their number fits; a model for another task is
-    answered by tensors."""
-    from torchvision.models import get_model_weights
-    from torchvision.transforms._presets import ImageClassification
-
-    weights: Any = get_model_weights(name)
-    known = weights.DEFAULT if hasattr(weights, "DEFAULT") else next(iter(weights))
-    transforms = known.transforms()
-    if not isinstance(transforms, ImageClassification):
-        from .networks import of_torchvision as by_tensors
-
-        return by_tensors(model, transforms, passes)
-    return _classifier(model, transforms, known.meta["categories"], labels, passes)
-
-
-def of_timm(model: Any, labels: tuple[str, ...] | None, *, passes: Passes) -> ImageLabels:
-    """A timm classifier, with the preprocessing and the class names of its configuration; one without classes gives
-    embeddings. Raises FormatError if the configuration does not fit the model."""
-    from timm import data
-
-    # A wrapper that gives maps of features alone has no such attribute.
-    num_classes = getattr(model, "num_classes", None)
-    with errors_of_files("timm's preparation of images is not usable"):
-        settings = data.resolve_model_data_config(model)
-        transform = data.create_transform(**settings, is_training=False)
-        mode: Mode = "L" if settings["input_size"][0] == 1 else "RGB"
-        known = _labels_of_timm(model.pretrained_cfg, num_classes or 0)
-        found = _classifier(model, transform, known, labels, passes, mode)
-    return replace(found, num_features=found.num_classes) if num_classes == 0 else found
-
-
-def _labels_of_timm(config: Mapping[str, Any], num_classes: int) -> tuple[str, ...]:
-    """Class names in ``label_names``, which is a list, or has numbers as keys and may have gaps."""
-    from timm.data import CustomDatasetInfo
-
-    if not config.get("label_names"):
-        return ()
-    names = CustomDatasetInfo(config["label_names"])
-    return tuple(names.index_to_label_name(number) for number in range(num_classes) if names.has_label(number))
-
-
-def _classifier(
-    model: nn.Module,
-    prepare: Prepare,
-    known: Sequence[str],
-    labels: tuple[str, ...] | None,
-    passes: Passes,
-    mode: Mode = "RGB",
+def classifier_of(
+    model: nn.Module, prepare: Prepare, known: Sequence[str], options: TaskOptions, mode: Mode = "RGB"
 ) -> ImageLabels:
-    """A classifier whose shapes are found by one forward pass. Raises UsageError if it gives anything but a row of
-    numbers for an image."""
+    """A classifier of a library of images, whose shapes are found by one forward pass; ``known`` are the class names of
+    the library's own weights. Raises UsageError if it gives anything but a row of numbers for an image."""
     example = prepare(Image.new(mode, (64, 64)))
     like = next(model.parameters())
     with torch.inference_mode():
@@ -138,9 +91,8 @@ def _classifier(
     if not isinstance(logits, Tensor) or logits.dim() != 2:
         raise UsageError("the model does not give a number for each class; load it with inference.load_model")
     num_classes = logits.shape[1]
-    if labels is None and len(known) == num_classes:
-        labels = tuple(known)
-    return ImageLabels(model, model, prepare, tuple(example.shape), num_classes, labels, passes, mode=mode)
+    labels = tuple(known) if options.labels is None and len(known) == num_classes else options.labels
+    return ImageLabels(model, model, prepare, tuple(example.shape), num_classes, labels, options.passes(), mode=mode)
 
 
 def of_transformers(model: Any, folder: Path, labels: tuple[str, ...] | None, *, passes: Passes) -> ImageLabels:

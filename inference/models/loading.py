@@ -17,9 +17,16 @@ from ckpt_tools.errors import FormatError, UnsupportedError, UsageError
 
 from ..common.garbage import libraries_left_alone
 from ..common.name_options import Reading
-from .architectures import ASSUMED, Architecture, architecture_of, is_program
+from .architectures import (
+    ASSUMED,
+    SCRIPTED,
+    Architecture,
+    architecture_of,
+    check_asked,
+    check_unchanged,
+    is_program,
+)
 from .config_folder import describing_folder, refuse_adapter
-from .programs import SCRIPTED, check_asked, check_unchanged, load_program
 from .steady import CheckpointFiles, steadily
 
 if TYPE_CHECKING:
@@ -90,6 +97,8 @@ def load_model(
     """
     reading = Reading(model_key, include, exclude, rename, key_map, recipe, inverse, dequantize, config).given()
     if isinstance(model, str) and is_program(model):
+        from .programs import load_program
+
         kind = Architecture.parse(model).library
         check_unchanged(kind, reading, dtype)
         return steadily(url, storage_options, lambda _: load_program(kind, url, device, storage_options).module)

@@ -2,28 +2,56 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ckpt_tools.errors import FormatError
+from ckpt_tools.errors import FormatError, UsageError
 
-from ..common.training_package import data, evaluation, language_model, model_names
+from ..common.training_package import data, evaluation, language_model, model_config, model_names, zoo
+from .architectures import OURS, Architecture
+from .config_folder import CONFIG, read_config
 from .drawing import Draw
 from .generation import EndOfTextError, Generation, Give, GrowingText, Turns
 from .images import MAX_PIXELS, ImageReading
 from .passes import InPasses, Passes
 from .prediction import answers, device_of, embeddings_of
 from .results import BATCH, BYTES, Array, Columns, Item, TensorSpec, texts
-from .task import check_inputs, check_labels, classifier_outputs, max_bytes_of, text_of
+from .task import Task, TaskOptions, check_inputs, check_labels, classifier_outputs, max_bytes_of, text_of
 from .texts import NEW_TOKENS, grouped
+from .uninitialized import Unfilled
 
 SIZE = (model_names.IMAGE_SIZE, model_names.IMAGE_SIZE)
+
+
+def build_model(architecture: Architecture, folder: Path | None, dtype: torch.dtype | None) -> nn.Module:
+    if architecture.our_name not in model_names.MODELS:
+        raise UsageError(f"--architecture {OURS}:{architecture.name}: training has no model of its own of this name")
+    with Unfilled():
+        return zoo.our_model(architecture.our_name, **architecture.arguments).to(dtype=dtype)
+
+
+def make_task(model: nn.Module, options: TaskOptions) -> Task:
+    facts = model_names.MODELS[options.architecture.our_name]
+    if facts.task == "text":
+        passes = replace(options.passes(), full=1) if facts.experts else options.passes()
+        return OurTexts(model, passes, options.max_new_tokens or NEW_TOKENS)
+    stated = read_config(options.folder)
+    preparation, labels = stated.get("image"), stated.get("labels")
+    if preparation is not None and preparation != model_config.PREPARATION:
+        raise FormatError(
+            f"{options.folder}/{CONFIG} says that images are prepared by {json.dumps(preparation)}; this version "
+            f"prepares them by {json.dumps(model_config.PREPARATION)}"
+        )
+    known = tuple(map(str, labels)) if isinstance(labels, list) else None
+    return OurImages(model, options.labels or known, options.passes(evaluation.CHUNK))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -43,4 +44,8 @@ def labels_of_config(config: Any) -> tuple[str, ...] | None:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    return next(model.parameters()).device
+    return next((each.device for each in chain(model.parameters(), model.buffers())), torch.device("cpu"))
+
+
+def dtype_of(model: nn.Module) -> torch.dtype:
+    return next(model.parameters()).dtype

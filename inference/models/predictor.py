@@ -5,7 +5,6 @@ A :class:`Predictor` has the inputs, outputs and weights of a model; its :class:
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,29 +14,25 @@ import numpy as np
 
 import ckpt_tools
 from ckpt_tools.arguments import api_function
-from ckpt_tools.errors import FormatError, UsageError
+from ckpt_tools.errors import UsageError
 
 from ..common.errors import errors_of_files
 from ..common.garbage import libraries_left_alone
 from ..common.name_options import Reading
-from .architectures import HUGGING_FACE, OURS, Architecture, architecture_of
-from .config_folder import CONFIG, describing_folder, read_config
+from .architectures import Architecture, architecture_of, check_asked, check_unchanged
+from .config_folder import describing_folder
 from .loading import bytes_of, filled
 from .options import Exact, ModelOptions
-from .programs import SCRIPTED, Program, check_asked, check_unchanged, load_program
 from .results import BYTES, Item, rows_of
 from .results import Prediction as Prediction
 from .results import TensorSpec as TensorSpec
 from .steady import CheckpointFiles, steadily
-from .task import MAX_BATCH, check_length
 from .task import Task as Task
+from .task import TaskOptions, check_length
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
-
-    from .networks import Description
-    from .passes import Passes
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,9 +181,11 @@ def load_predictor(
 
     def load(files: CheckpointFiles) -> Predictor:
         if named is not None and named.is_program:
+            from .programs import load_program, make_program_task
+
             program = load_program(named.library, url, device, storage_options)
             identity = Identity(program.digest, str(url).partition("?")[0], named.library, None, None)
-            task = settled(_task_of_program(program, device, TaskOptions(named, None, *settings)))
+            task = settled(make_program_task(program, device, TaskOptions(named, None, *settings)))
         else:
             summary = ckpt_tools.inspect(files.weights.url, storage_options=storage_options)
             with describing_folder(summary.source, storage_options, config) as folder:
@@ -200,7 +197,7 @@ def load_predictor(
                 model = filled(built, summary.source, storage_options, reading, is_assumed=chosen.is_assumed)
                 digest = digest_of(model)
                 with errors_of_files("the files beside the weights do not fit the model"):
-                    task = settled(task_of(model, options))
+                    task = settled(chosen.source.make_task(model, options))
             identity = Identity(digest, summary.source, summary.format, summary.step, summary.world_size)
         return Predictor(name or name_of(url), identity, task, files=files)
 
@@ -248,116 +245,6 @@ def _measure(task: Task) -> None:
         return
     (spec,) = task.inputs
     task.predict([task.decode(b"a", "a text") if spec.datatype == BYTES else spec.zeros()])
-
-
-@dataclass(frozen=True, slots=True)
-class TaskOptions:
-    """Options of a task, and the folder with ``config.json``."""
-
-    architecture: Architecture
-    folder: Path | None
-    labels: tuple[str, ...] | None
-    exact: Exact
-    max_batch: int | None
-    max_new_tokens: int | None
-    embeddings: bool = False
-    dtype: torch.dtype | None = None
-
-    def check(self) -> None:
-        """Raises UsageError for a module of the user's own that does not say what its network takes; before weights are
-        read."""
-        if (said := self.description()) is not None:
-            said.needed_inputs()
-
-    def description(self) -> Description | None:
-        """Description of the network in the user's own module; None if there is no such module."""
-        from .networks import Description
-
-        module = self.architecture.users_module
-        return None if module is None else Description.of(module)
-
-    def passes(self, full: int = MAX_BATCH) -> Passes:
-        """The forward passes of a task that has ``full`` inputs in each by default."""
-        from .passes import Passes
-
-        return Passes(self.max_batch or full, self.exact)
-
-
-def task_of(model: nn.Module, options: TaskOptions) -> Task:
-    """The task of the model. Raises UsageError if such models cannot be predicted with. FormatError if the files beside
-    the weights do not say how an input is prepared."""
-    from . import image_labels, networks
-
-    library, labels = options.architecture.library, options.labels
-    if library == OURS:
-        return _task_of_training(model, options)
-    if library == HUGGING_FACE:
-        return _task_of_transformers(model, options)
-    if library == "torchvision":
-        return image_labels.of_torchvision(model, options.architecture.name, labels, passes=options.passes())
-    if library == "timm" and not getattr(model, "num_classes", 0) and not options.embeddings:
-        return networks.of_timm(model, options.passes())
-    if library == "timm":
-        return image_labels.of_timm(model, labels, passes=options.passes())
-    said = options.description()
-    assert said is not None
-    return networks.of_user(model, said, options.passes(), options.dtype)
-
-
-def _task_of_program(program: Program, device: str | torch.device, options: TaskOptions) -> Task:
-    from . import networks
-
-    said, passes = options.description(), options.passes()
-    if program.kind == SCRIPTED:
-        return networks.of_script(program.found, said, passes)
-    return networks.of_export(program.found, device, said, passes)
-
-
-def _task_of_training(model: nn.Module, options: TaskOptions) -> Task:
-    from ..common.training_package import model_names
-
-    facts = model_names.MODELS[options.architecture.our_name]
-    if facts.task == "text":
-        from .ours import OurTexts
-        from .texts import NEW_TOKENS
-
-        passes = replace(options.passes(), full=1) if facts.experts else options.passes()
-        return OurTexts(model, passes, options.max_new_tokens or NEW_TOKENS)
-    from ..common.training_package import evaluation
-    from .ours import OurImages
-
-    _check_our_preparation(options.folder)
-    stated = read_config(options.folder).get("labels")
-    labels = options.labels or (tuple(map(str, stated)) if isinstance(stated, list) else None)
-    return OurImages(model, labels, options.passes(evaluation.CHUNK))
-
-
-def _task_of_transformers(model: nn.Module, options: TaskOptions) -> Task:
-    from . import encoders, image_labels, networks, texts
-
-    kind, folder = type(model).__name__, options.folder
-    assert folder is not None
-    if options.embeddings and kind.endswith("Model") and not kind.endswith("LMHeadModel"):
-        return encoders.encoder_of(model, folder, passes=options.passes())
-    if kind.endswith("ForImageClassification"):
-        return image_labels.of_transformers(model, folder, options.labels, passes=options.passes())
-    if kind.endswith("ForSequenceClassification"):
-        return texts.TextLabels.from_folder(model, folder, options.labels, passes=options.passes())
-    if kind.endswith(("ForCausalLM", "LMHeadModel")):
-        return texts.TextWriter.from_folder(model, folder, options.passes(), max_new_tokens=options.max_new_tokens)
-    return networks.of_transformers(model, options.passes())
-
-
-def _check_our_preparation(folder: Path | None) -> None:
-    """Raises FormatError if ``config.json`` records another image preprocessing than this version's."""
-    from ..common.training_package import model_config
-
-    stated, ours = read_config(folder).get("image"), model_config.PREPARATION
-    if stated is not None and stated != ours:
-        raise FormatError(
-            f"{folder}/{CONFIG} says that images are prepared by {json.dumps(stated)}; this version prepares them by "
-            f"{json.dumps(ours)}"
-        )
 
 
 def as_embeddings(task: Task) -> Task:

@@ -8,29 +8,31 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 from zipfile import BadZipFile
 
+import torch
 from blake3 import blake3
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.export.passes import move_to_device_pass
+from torch.utils import _pytree as pytree
 
 from ckpt_tools.errors import FormatError, SourceNotFoundError, UsageError
 
-from ..common.urls import file_system, store_errors
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-    from torch.export import ExportedProgram
-
-EXPORTED, SCRIPTED = "torch.export", "torchscript"
-SUFFIX = ".pt2"
-
-PROGRAMS = {EXPORTED: "a program of torch.export", SCRIPTED: "a TorchScript archive"}
+from ..common.urls import file_system, is_url, store_errors
+from .architectures import EXPORTED, PROGRAMS, SCRIPTED
+from .passes import Passes
+from .results import BATCH, Array, TensorSpec
+from .task import TaskOptions
+from .tensors import DATATYPES, Network, Shapes, Tensors, named, tensors_of
+from .users_code import EXAMPLE, Description, described_by, task_of_module
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,25 +67,7 @@ def load_program(
         raise FormatError(f"{url} is not {PROGRAMS[kind]}, or is damaged") from error
 
 
-def check_unchanged(kind: str, reading: Mapping[str, Any], dtype: object) -> None:
-    """Raises UsageError for options that change tensors, which a program has of its own."""
-    if reading or dtype is not None:
-        raise UsageError(f"{PROGRAMS[kind]} has its own names and dtypes; leave out {', '.join(reading) or 'dtype'}")
-
-
-def check_asked(url: str | Path) -> None:
-    """Raises UsageError if the file's suffix is that of a program, which must be requested by name."""
-    if str(url).endswith(SUFFIX):
-        raise UsageError(
-            f"{url} is {PROGRAMS[EXPORTED]}, and to load it is to run it; if you trust it, name {EXPORTED} as its "
-            "architecture"
-        )
-
-
 def _exported(file: BinaryIO, device: str | torch.device) -> ExportedProgram:
-    import torch
-    from torch.export.passes import move_to_device_pass
-
     program = torch.export.load(file)
     if torch.device(device).type != "cpu":
         program = move_to_device_pass(program, device)
@@ -91,8 +75,6 @@ def _exported(file: BinaryIO, device: str | torch.device) -> ExportedProgram:
 
 
 def _scripted(file: BinaryIO, device: str | torch.device) -> nn.Module:
-    import torch
-
     model: nn.Module = torch.jit.load(file, map_location=device)
     return model.eval()
 
@@ -105,7 +87,7 @@ _FAILURES = (RuntimeError, ValueError, KeyError, TypeError, AttributeError, EOFE
 
 @contextmanager
 def _opened(url: str, storage_options: Mapping[str, Any] | None) -> Iterator[BinaryIO]:
-    if "://" not in url:
+    if not is_url(url):
         with Path(url).open("rb") as file:
             yield file
         return
@@ -127,3 +109,178 @@ def _silenced() -> Iterator[None]:
             yield
     finally:
         logger.disabled = before
+
+
+def make_program_task(program: Program, device: str | torch.device, options: TaskOptions) -> Tensors:
+    """The task of a program. TorchScript knows no shapes: raises UsageError without a description."""
+    description = described_by(options.architecture)
+    if program.kind == EXPORTED:
+        return _task_of_exported(program.found, device, description or Description(), options.passes())
+    if description is None:
+        raise UsageError(
+            f"{SCRIPTED} does not say the shapes of its inputs; write {SCRIPTED}:MODULE, and in this module of yours a "
+            f"line such as {EXAMPLE}"
+        )
+    return task_of_module(program.found, description, options)
+
+
+def _task_of_exported(
+    program: ExportedProgram, device: str | torch.device, said: Description, passes: Passes
+) -> Tensors:
+    """The task of a program of torch.export, which knows its tensors. Raises UsageError if one has no batch, or the
+    description has other inputs."""
+    signed = Signature.of(program)
+    inputs = signed.specs(signed.inputs)
+    if not inputs:
+        raise UsageError("the program takes no tensor")
+    if said.inputs not in (None, inputs):
+        raise UsageError(f"inputs of {said.name} is not what the program takes: {_shown(inputs)}")
+    least, most = signed.batch()
+    full = max(least, min(passes.full, most))
+    network = Network(
+        inputs,
+        partial(_called, program.module(), program, signed),
+        torch.device(device),
+        None,
+        said.names,
+        (signed.example(), signed.example()),
+        check=signed.check,
+        is_listed=False,
+    )
+    outputs = said.outputs or signed.specs(signed.outputs)
+    return tensors_of(network, Passes(full, passes.exact, least), declared=outputs, files=said.files)
+
+
+def _called(module: nn.Module, program: ExportedProgram, signed: Signature, given: Mapping[str, Tensor]) -> Any:
+    leaves = [given[each] if isinstance(each, str) else each.value for each in signed.leaves]
+    args, kwargs = pytree.tree_unflatten(leaves, program.call_spec.in_spec)
+    return module(*args, **kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """An argument of a program that is not a tensor."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Signature:
+    """Tensors of a program by name, without elements: sizes are numbers or symbols. ``leaves`` are its arguments in
+    order, a name for each tensor. ``ranges`` has the least and the most of a symbol."""
+
+    inputs: Mapping[str, Tensor]
+    outputs: Mapping[str, Tensor]
+    leaves: tuple[str | Constant, ...]
+    ranges: Mapping[Any, Any]
+
+    @classmethod
+    def of(cls, program: ExportedProgram) -> Signature:
+        """Raises UsageError if an input or an output is a number that changes."""
+        nodes = {node.name: node for node in program.graph.nodes}
+        leaves = [each.arg for each in program.graph_signature.input_specs if each.kind.name == "USER_INPUT"]
+        results = [each.arg for each in program.graph_signature.output_specs if each.kind.name == "USER_OUTPUT"]
+        constants = [_constant(each) for each in leaves]
+        inputs = {
+            each.name: nodes[each.name].meta["val"]
+            for each, constant in zip(leaves, constants, strict=True)
+            if constant is None
+        }
+        values = [nodes[each.name].meta["val"] if _constant(each) is None else each.value for each in results]
+        outputs = named(pytree.tree_unflatten(values, program.call_spec.out_spec))
+        known = tuple(constant or each.name for each, constant in zip(leaves, constants, strict=True))
+        return cls(inputs, outputs, known, program.range_constraints)
+
+    def specs(self, tensors: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
+        """Raises UsageError if the first dimension of one is not the batch, or its dtype is none of the protocol."""
+        return tuple(self._spec(name, each) for name, each in tensors.items())
+
+    def _spec(self, name: str, tensor: Tensor) -> TensorSpec:
+        if tensor.dtype not in DATATYPES:
+            raise UsageError(f"the program's {name} is of {tensor.dtype}, which the protocol does not have")
+        if not tensor.dim() or _expression(tensor.shape[0]) not in self._batches():
+            raise UsageError(
+                f"the program's {name} is {list(tensor.shape)}; the first dimension of every input and output has to "
+                "be the batch"
+            )
+        if any(self._batches() & _symbols(size) for size in tensor.shape[1:]):
+            raise UsageError(
+                f"the program's {name} is {list(tensor.shape)}; the batch has to be its first dimension alone"
+            )
+        sizes = (size if isinstance(size, int) else BATCH for size in tensor.shape[1:])
+        return TensorSpec(name, DATATYPES[tensor.dtype], (BATCH, *sizes))
+
+    def _batches(self) -> set[Any]:
+        """First dimensions of the inputs: one number, or symbols."""
+        found = {_expression(each.shape[0]) for each in self.inputs.values() if each.dim()}
+        is_fixed = len(found) == 1 and all(isinstance(each, int) for each in found)
+        return found if is_fixed or all(_is_symbol(each) for each in found) else set()
+
+    def batch(self) -> tuple[int, int]:
+        """The least and the most rows."""
+        bounds = [self._bounds(each) for each in self._batches()]
+        return max(1, *(int(low) for low, _ in bounds)), min(_number(high) for _, high in bounds)
+
+    def _bounds(self, size: Any) -> tuple[Any, Any]:
+        return (size, size) if isinstance(size, int) else (self.ranges[size].lower, self.ranges[size].upper)
+
+    def example(self) -> Shapes:
+        """The shapes of a row that the program was made with."""
+        return tuple(tuple(_hint(size) for size in each.shape[1:]) for each in self.inputs.values())
+
+    def check(self, row: Mapping[str, Array]) -> None:
+        """Raises FormatError for sizes that the program does not take, alone or together."""
+        bound: dict[Any, int] = {}
+        sizes = list(self._sizes(row))
+        for name, have, want in (each for each in sizes if _is_symbol(each[2])):
+            low, high = self._bounds(want)
+            if not low <= have <= high:
+                raise FormatError(f"{name} has the size {have}; the program takes {low} to {high}")
+            if bound.setdefault(want, have) != have:
+                raise FormatError(f"{name} has the size {have}, and another tensor {bound[want]}; they must be equal")
+        for name, have, want in sizes:
+            if (wanted := want.subs(bound)) != have:
+                raise FormatError(f"{name} has the size {have}; the program takes {wanted}")
+
+    def _sizes(self, row: Mapping[str, Array]) -> Iterator[tuple[str, int, Any]]:
+        """Each dimension of a row that is a symbol or is computed from some."""
+        for name, values in row.items():
+            wanted: Sequence[Any] = self.inputs[name].shape[1:]
+            for place, (have, want) in enumerate(zip(values.shape, wanted, strict=True)):
+                if not isinstance(want, int):
+                    yield f"dimension {place + 1} of {name}", have, _expression(want)
+
+
+def _constant(argument: Any) -> Constant | None:
+    """The value of a constant; None for a tensor. Raises UsageError for a number that changes."""
+    kind = type(argument).__name__
+    if kind == "ConstantArgument":
+        return Constant(argument.value)
+    if kind != "TensorArgument":
+        raise UsageError(f"the program's {argument.name} is not a tensor; export it with tensors and constants alone")
+    return None
+
+
+def _expression(size: Any) -> Any:
+    return size if isinstance(size, int) else size.node.expr
+
+
+def _is_symbol(expression: Any) -> bool:
+    return getattr(expression, "is_Symbol", False)
+
+
+def _symbols(size: Any) -> set[Any]:
+    return set() if isinstance(size, int) else set(size.node.expr.free_symbols)
+
+
+def _hint(size: Any) -> int:
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
+def _number(bound: Any) -> int:
+    """A bound as a number; infinity is some large one."""
+    return int(bound) if bound < 2**31 else 2**31
+
+
+def _shown(specs: Sequence[TensorSpec]) -> str:
+    return ", ".join(f"{spec.name} {spec.datatype} {list(spec.shape)}" for spec in specs)

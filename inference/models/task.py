@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -11,6 +13,13 @@ from ckpt_tools.errors import FormatError, UsageError
 
 from .images import ImageReading
 from .results import BATCH, Columns, Item, TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+
+    from .architectures import Architecture
+    from .options import Exact
+    from .passes import Passes
 
 MAX_BATCH = 8  # inputs per forward pass of library models
 
@@ -39,6 +48,34 @@ def classifier_outputs(num_classes: int, num_features: int | None) -> tuple[Tens
     if num_features is not None:
         return (TensorSpec("embedding", "FP32", (BATCH, num_features)),)
     return TensorSpec("label", "INT64", (BATCH,)), TensorSpec("probabilities", "FP32", (BATCH, num_classes))
+
+
+@dataclass(frozen=True, slots=True)
+class TaskOptions:
+    """Options of a task, and the folder with ``config.json``."""
+
+    architecture: Architecture
+    folder: Path | None
+    labels: tuple[str, ...] | None
+    exact: Exact
+    max_batch: int | None
+    max_new_tokens: int | None
+    embeddings: bool = False
+    dtype: torch.dtype | None = None
+
+    def check(self) -> None:
+        """Raises UsageError for a module of the user's own that does not say what its network takes; before weights are
+        read."""
+        if self.architecture.users_module is not None:
+            from .users_code import Description
+
+            Description.of(self.architecture.users_module).needed_inputs()
+
+    def passes(self, full: int = MAX_BATCH) -> Passes:
+        """The forward passes of a task that has ``full`` inputs in each by default."""
+        from .passes import Passes
+
+        return Passes(self.max_batch or full, self.exact)
 
 
 class Task(Protocol):

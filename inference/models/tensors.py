@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ckpt_tools.errors import CkptError, FormatError, UsageError
 
@@ -33,6 +33,8 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
     "BF16": torch.bfloat16,
 }
 DATATYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+HOW_TO_BUILD = "build it in a function of yours, as module:function, with inputs beside it"
 
 IMAGE_SIZES, SAMPLES, TOKENS = (128, 160), (4000, 6000), (5, 7)
 """Two sizes that a dimension of any size has in random rows: of images, of a sound, of anything else."""
@@ -274,6 +276,11 @@ def _renamed(outputs: dict[str, Tensor], names: Sequence[str]) -> dict[str, Tens
     if len(names) != len(outputs) or not all(name.startswith("output") for name in outputs):
         raise UsageError(f"the network gives {', '.join(outputs)}; outputs has {', '.join(names)}")
     return dict(zip(names, outputs.values(), strict=True))
+
+
+def call_in_order(model: nn.Module) -> Call:
+    """A call of the model with the inputs in their order."""
+    return lambda tensors: model(*tensors.values())
 
 
 def tensor_of(values: Array) -> Tensor:

@@ -1,0 +1,193 @@
+"""Models of transformers: the class that ``config.json`` names, and the task that fits it.
+
+No code of the folder is run (``trust_remote_code``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from inspect import Parameter, signature
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ckpt_tools.errors import FormatError, UsageError
+
+from ..common.errors import errors_of_files
+from .architectures import Architecture, import_library
+from .config_folder import CONFIG, read_config
+from .positions import num_positions
+from .prediction import device_of
+from .results import BATCH, Array, TensorSpec
+from .task import Task, TaskOptions
+from .tensors import HOW_TO_BUILD, Network, Tensors, tensors_of
+from .uninitialized import Unfilled
+
+SIZES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size", "image_size", "patch_size")
+"""Sizes in the configurations of transformers, under their common names."""
+
+
+def build_model(architecture: Architecture, folder: Path | None, dtype: torch.dtype | None) -> nn.Module:
+    """The class in ``architectures`` of ``config.json``, with transformers' defaults and without weights."""
+    found = read_config(folder)
+    if folder is None or "model_type" not in found:
+        raise FormatError(f"there is no {CONFIG} of transformers beside the weights, which says what the model is")
+    transformers = import_library("transformers", "transformers")
+    names = found.get("architectures")
+    if not isinstance(names, list) or len(names) != 1:
+        raise FormatError(f"{folder / CONFIG} does not name one class in architectures; name the model another way")
+    model_class = getattr(transformers, str(names[0]), None)
+    if not isinstance(model_class, type) or not issubclass(model_class, transformers.PreTrainedModel):
+        raise FormatError(
+            f"{folder / CONFIG} names {names[0]}, which this version of transformers does not have; a class that "
+            "comes with the checkpoint is code, and is not run"
+        )
+    with errors_of_files(f"{folder / CONFIG} is not usable"):
+        config = transformers.AutoConfig.from_pretrained(folder)
+        _check_sizes(config)
+        with _default_dtype(dtype or getattr(config, "dtype", None)), Unfilled():
+            return model_class(config)
+
+
+def _check_sizes(config: Any) -> None:
+    """Raises ValueError for a size that makes a model of no use, which transformers may build."""
+    for part in (config, *(getattr(config, name, None) for name in getattr(config, "sub_configs", ()))):
+        for name in SIZES:
+            value = getattr(part, name, None)
+            for each in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(each, str) or (isinstance(each, int | float) and each <= 0):
+                    raise ValueError(f"{name} is {value!r}, and not a number from 1")
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
+    """dtype of parameters made in the block. A later cast would change tables that transformers keeps in fp32."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype if isinstance(dtype, torch.dtype) else before)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def make_task(model: Any, options: TaskOptions) -> Task:
+    from . import encoders, image_labels, texts
+
+    kind, folder = type(model).__name__, options.folder
+    assert folder is not None
+    if options.embeddings and kind.endswith("Model") and not kind.endswith("LMHeadModel"):
+        return encoders.encoder_of(model, folder, passes=options.passes())
+    if kind.endswith("ForImageClassification"):
+        return image_labels.of_transformers(model, folder, options.labels, passes=options.passes())
+    if kind.endswith("ForSequenceClassification"):
+        return texts.TextLabels.from_folder(model, folder, options.labels, passes=options.passes())
+    if kind.endswith(("ForCausalLM", "LMHeadModel")):
+        return texts.TextWriter.from_folder(model, folder, options.passes(), max_new_tokens=options.max_new_tokens)
+    return _task_by_tensors(model, options)
+
+
+def _task_by_tensors(model: Any, options: TaskOptions) -> Tensors:
+    """Any other model, by the arguments of its own ``forward``; outputs are the tensors of its answer. Raises
+    UsageError if it needs others than are known here."""
+    taken, kind = signature(model.forward).parameters, type(model).__name__
+    facts = Facts.of(model.config)
+    inputs = tuple(facts.inputs(taken))
+    facts = facts.counted(model, [spec.name for spec in inputs])
+    names = {spec.name for spec in inputs}
+    required = [each.name for each in taken.values() if each.default is Parameter.empty and each.kind.name[:3] != "VAR"]
+    missing = [name for name in (*required, model.main_input_name) if name not in names]
+    if missing:
+        raise UsageError(f"a {kind} takes {missing[0]}, which is not known here; {HOW_TO_BUILD}")
+    settings = {"return_dict": True} | ({"use_cache": False} if "use_cache" in taken else {})
+
+    def call(given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: each for name, each in model(**given, **settings).items() if isinstance(each, Tensor)}
+
+    # Random boxes would have their corners in the wrong order.
+    below = {**facts.below, "bbox": 1}
+    network = Network(inputs, call, device_of(model), model.dtype, below=below, check=facts.check, is_listed=False)
+    return tensors_of(network, options.passes())
+
+
+IDS = ("input_ids", "attention_mask", "token_type_ids")
+"""Inputs with one number for each token of one text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """Sizes of a configuration of transformers. ``below`` bounds the values of integers, ``tokens`` the number of
+    tokens."""
+
+    config: Any
+    vision: Any
+    below: Mapping[str, int]
+    tokens: Mapping[str, int]
+
+    @classmethod
+    def of(cls, config: Any) -> Facts:
+        text = getattr(config, "text_config", config)
+        decoder = getattr(config, "decoder", text)
+        ids = ("input_ids", text, "max_position_embeddings"), ("decoder_input_ids", decoder, "max_target_positions")
+        words = {name: getattr(each, "vocab_size", None) for name, each, _ in ids}
+        words["token_type_ids"] = getattr(text, "type_vocab_size", None)
+        words["bbox"] = getattr(text, "max_2d_position_embeddings", None)
+        limits = {
+            name: getattr(each, limit, None) or getattr(each, "max_position_embeddings", None)
+            for name, each, limit in ids
+        }
+        below, tokens = ({name: size for name, size in found.items() if size} for found in (words, limits))
+        return cls(config, getattr(config, "vision_config", config), below, tokens)
+
+    def counted(self, model: Any, names: Sequence[str]) -> Facts:
+        """With the number of positions in the tables of a model of one text, which may begin behind the padding."""
+        if "input_ids" not in names or not set(names) <= set(IDS):
+            return self
+        rows = np.stack([np.full(8, name == "attention_mask", np.int64) for name in names])
+        rows[list(names).index("input_ids")] = np.arange(2, 10)
+        known = [self.tokens[name] for name in ("input_ids",) if name in self.tokens]
+        counts = [*known, *num_positions(model, rows, names)]
+        return replace(self, tokens={**self.tokens, "input_ids": min(counts)}) if counts else self
+
+    def inputs(self, taken: Mapping[str, object]) -> Iterator[TensorSpec]:
+        has_types = self.below.get("token_type_ids", 0) > 1
+        for name in taken:
+            is_of_text = name in IDS and "input_ids" in taken and (name != "token_type_ids" or has_types)
+            if is_of_text or (name == "decoder_input_ids" and self.config.is_encoder_decoder):
+                yield TensorSpec(name, "INT64", (BATCH, BATCH))
+            elif name == "bbox":
+                yield TensorSpec(name, "INT64", (BATCH, BATCH, 4))
+            elif name == "pixel_values":
+                yield TensorSpec(name, "FP32", (BATCH, getattr(self.vision, "num_channels", 3), *self._image_size()))
+            elif name == "input_values":
+                yield TensorSpec(name, "FP32", (BATCH, BATCH))
+            elif name == "input_features":
+                yield TensorSpec(name, "FP32", (BATCH, *self._sound_size()))
+
+    def _image_size(self) -> tuple[int, ...]:
+        size = getattr(self.vision, "image_size", None)
+        if size is None:
+            return (BATCH, BATCH)
+        return (size, size) if isinstance(size, int) else tuple(size)
+
+    def _sound_size(self) -> tuple[int, int]:
+        """Whisper's frames are two for each position of its encoder."""
+        if hasattr(self.config, "num_mel_bins") and hasattr(self.config, "max_source_positions"):
+            return self.config.num_mel_bins, 2 * self.config.max_source_positions
+        return (BATCH, BATCH)
+
+    def check(self, row: Mapping[str, Array]) -> None:
+        """Raises FormatError for tokens that the model has no place for, which on a GPU would end the process."""
+        for name, most in self.below.items():
+            if name in row and not 0 <= row[name].min() <= row[name].max() < most:
+                raise FormatError(f"{name} has numbers that are not from 0 to {most - 1}")
+        for name, most in self.tokens.items():
+            if name in row and len(row[name]) > most:
+                raise FormatError(f"{name} has {len(row[name]):,} tokens; the model takes at most {most:,}")
+        lengths = {name: len(row[name]) for name in (*IDS, "bbox") if name in row}
+        if len({*lengths.values()}) > 1:
+            raise FormatError(f"{' and '.join(lengths)} have different numbers of tokens")

@@ -1,0 +1,79 @@
+"""Models of timm, with the preparation and the class names of timm's ``config.json`` beside the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ckpt_tools.errors import FormatError, UsageError
+
+from ..common.errors import errors_of_files
+from .architectures import Architecture, import_library, is_name_of_timm
+from .config_folder import CONFIG, read_config
+from .image_labels import ImageLabels, classifier_of
+from .images import Mode
+from .prediction import device_of, dtype_of
+from .results import BATCH, TensorSpec
+from .task import Task, TaskOptions
+from .tensors import Network, call_in_order, tensors_of
+from .uninitialized import Unfilled
+
+
+def build_model(architecture: Architecture, folder: Path | None, dtype: torch.dtype | None) -> nn.Module:
+    library, name = import_library("timm", "timm"), architecture.name
+    stated = read_config(folder).get("architecture")
+    is_described = is_name_of_timm(stated)
+    # A name may end in a tag of weights: resnet18.a1_in1k
+    if is_described and stated != name.partition(".")[0]:
+        raise UsageError(f"{folder}/{CONFIG} says that the weights are of timm:{stated}, not of timm:{name}")
+    where = f" as {folder}/{CONFIG} says" if is_described else ""
+    try:
+        with errors_of_files(f"timm cannot build {name}{where}"), Unfilled():
+            place = f"local-dir:{folder}" if is_described else name
+            return library.create_model(place, pretrained=False, **architecture.arguments).to(dtype=dtype)
+    except FormatError as error:
+        if is_described:
+            raise
+        raise UsageError(error.message) from error
+
+
+def make_task(model: Any, options: TaskOptions) -> Task:
+    """A classifier, with the preprocessing and the class names of its configuration; one without classes gives
+    embeddings, or is answered by tensors. Raises FormatError if the configuration does not fit the model."""
+    if getattr(model, "num_classes", 0) or options.embeddings:
+        return _classifier(model, options)
+    from timm import data
+
+    size = data.resolve_model_data_config(model)["input_size"]
+    inputs = (TensorSpec("image", "FP32", (BATCH, *size)),)
+    network = Network(inputs, call_in_order(model), device_of(model), dtype_of(model))
+    return tensors_of(network, options.passes())
+
+
+def _classifier(model: Any, options: TaskOptions) -> ImageLabels:
+    from timm import data
+
+    # A wrapper that gives maps of features alone has no such attribute.
+    num_classes = getattr(model, "num_classes", None)
+    with errors_of_files("timm's preparation of images is not usable"):
+        settings = data.resolve_model_data_config(model)
+        transform = data.create_transform(**settings, is_training=False)
+        mode: Mode = "L" if settings["input_size"][0] == 1 else "RGB"
+        known = _class_names(model.pretrained_cfg, num_classes or 0)
+        found = classifier_of(model, transform, known, options, mode)
+    return replace(found, num_features=found.num_classes) if num_classes == 0 else found
+
+
+def _class_names(config: Mapping[str, Any], num_classes: int) -> tuple[str, ...]:
+    """Class names in ``label_names``, which is a list, or has numbers as keys and may have gaps."""
+    from timm.data import CustomDatasetInfo
+
+    if not config.get("label_names"):
+        return ()
+    names = CustomDatasetInfo(config["label_names"])
+    return tuple(names.index_to_label_name(number) for number in range(num_classes) if names.has_label(number))
