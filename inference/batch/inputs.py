@@ -104,32 +104,18 @@ class ImagePart:
             yield Item(name, File(url), truth, number / self.total)
 
 
-@dataclass(frozen=True, slots=True)
-class ImageParts(Sequence[Part]):
-    """Parts made on access, so that each name is held once."""
-
-    base: str
-    names: Sequence[str]
-    truth_of_folder: bool
-
-    def __len__(self) -> int:
-        return -(-len(self.names) // PART_IMAGES)
-
-    def __getitem__(self, number: int) -> ImagePart:  # type: ignore[override]
-        if not 0 <= number < len(self):
-            raise IndexError(number)
-        first = number * PART_IMAGES
-        names = tuple(self.names[first : first + PART_IMAGES])
-        return ImagePart(self.base, names, first, len(self.names), self.truth_of_folder)
-
-
 def _images(found: Listing, wanted: Wanted) -> Inputs:
     if wanted.column is not None:
         raise UsageError("--column is for tables; the input is images")
     if wanted.truth not in (None, FOLDER):
         raise UsageError(f"--truth of images is {FOLDER}, the folder that each lies in, not {wanted.truth}")
-    parts = ImageParts(found.base, found.names, wanted.truth is not None)
-    return Inputs(parts, found.digest, "image", wanted.truth is not None)
+    starts = range(0, len(found.names), PART_IMAGES)
+    truth_of_folder = wanted.truth is not None
+    parts = [
+        ImagePart(found.base, tuple(found.names[first : first + PART_IMAGES]), first, len(found.names), truth_of_folder)
+        for first in starts
+    ]
+    return Inputs(parts, found.digest, "image", truth_of_folder)
 
 
 def _tables(found: Listing, wanted: Wanted) -> Inputs:

@@ -12,7 +12,6 @@ from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -147,10 +146,8 @@ class Facts:
         """With the number of positions in the tables of a model of one text, which may begin behind the padding."""
         if "input_ids" not in names or not set(names) <= set(IDS):
             return self
-        rows = np.stack([np.full(8, name == "attention_mask", np.int64) for name in names])
-        rows[list(names).index("input_ids")] = np.arange(2, 10)
-        known = [self.tokens[name] for name in ("input_ids",) if name in self.tokens]
-        counts = [*known, *num_positions(model, rows, names)]
+        known = [self.tokens["input_ids"]] if "input_ids" in self.tokens else []
+        counts = [*known, *num_positions(model, names)]
         return replace(self, tokens={**self.tokens, "input_ids": min(counts)}) if counts else self
 
     def inputs(self, taken: Mapping[str, object]) -> Iterator[TensorSpec]:

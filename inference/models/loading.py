@@ -44,6 +44,7 @@ def load_model(
     url: str | Path,
     *,
     model: str | nn.Module | None = None,
+    architecture: str | None = None,
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
     model_key: str | None = None,
@@ -68,6 +69,7 @@ def load_model(
             one on the meta device, is filled itself. ``"torch.export"`` and ``"torchscript"`` say that the file at
             ``url`` is such a program, and that you trust it: it is run. Default: what ``config.json`` beside the
             weights says, else the training package's own model.
+        architecture: A text as for ``model``, by the name that it has in ``load_predictor`` and in the commands.
         dtype: dtype of the parameters. Default: the architecture's own. Values are cast.
         device: Device of the model.
         model_key: Key of the model in a tree, such as ``"app.model"``. Default: found by its content.
@@ -95,6 +97,10 @@ def load_model(
         >>> model["encoder"].weight[1, :3].tolist()
         [8.0, 9.0, 10.0]
     """
+    if architecture is not None:
+        if model is not None:
+            raise UsageError("give either model or architecture")
+        model = architecture
     reading = Reading(model_key, include, exclude, rename, key_map, recipe, inverse, dequantize, config).given()
     if isinstance(model, str) and is_program(model):
         from .programs import load_program

@@ -23,9 +23,9 @@ from .generation import EndOfTextError, Generation, Give, GrowingText, Turns
 from .images import MAX_PIXELS, ImageReading
 from .passes import InPasses, Passes
 from .prediction import answers, device_of, embeddings_of
-from .results import BATCH, BYTES, Array, Columns, Item, TensorSpec, texts
+from .results import BATCH, BYTES, Array, Columns, Item, TensorSpec, predict_by_group, texts
 from .task import Task, TaskOptions, check_inputs, check_labels, classifier_outputs, max_bytes_of, text_of
-from .texts import NEW_TOKENS, grouped
+from .texts import NEW_TOKENS
 from .uninitialized import Unfilled
 
 SIZE = (model_names.IMAGE_SIZE, model_names.IMAGE_SIZE)
@@ -128,7 +128,7 @@ class OurTexts(InPasses):
 
     def predict(self, inputs: Sequence[Item]) -> Columns:
         check_inputs(inputs, np.int64, (BATCH,))
-        return grouped([each[-language_model.CONTEXT :] for each in inputs], len, self._continued)
+        return predict_by_group([each[-language_model.CONTEXT :] for each in inputs], len, self._continued)
 
     def generate(self, asked: Generation, give: Give) -> None:
         """Generate a text with forward passes of one row. A token is a byte, and ``repetition_penalty`` is for the last

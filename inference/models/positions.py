@@ -1,22 +1,23 @@
 """Limits of a text model: the tokens that it knows, and the positions that it has.
 
 Models count positions differently: RoBERTa begins behind its padding index, OPT and BART at 2, so that their tables
-have more rows than they take tokens. So two inputs are tried, and the rows looked up for them compared.
+have more rows than they take tokens. So a text of one repeated token is tried: the tables in which consecutive rows are
+looked up for it are those of positions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from inspect import signature
 from typing import Any
 
-import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from .results import Array
+from .prediction import device_of
 
-EXTRA = 2  # more tokens in the second input
+NUM_TRIED = 4  # tokens of the text that is tried: fewer than any table of positions has
 
 
 def num_words(model: Any) -> int | None:
@@ -29,52 +30,42 @@ def num_words(model: Any) -> int | None:
         return stated
 
 
-def num_positions(model: Any, rows: Array, names: Sequence[str]) -> list[int]:
-    """The most tokens that each table of positions allows; empty if the model has none. ``rows`` is one input, int64
-    [fields, tokens], and ``names`` are those of its fields."""
+def num_positions(model: Any, fields: Sequence[str]) -> list[int]:
+    """The most tokens that each table of positions allows; empty if the model has none. ``fields`` are the names of a
+    tokenizer's rows."""
     tables = [each for each in model.modules() if "Embedding" in type(each).__name__ and hasattr(each, "weight")]
-    if len(tables) < 2 or not rows.shape[1]:
+    if len(tables) < 2:
         return []
-    middle = rows.shape[1] // 2
-    longer = np.insert(rows, [middle] * EXTRA, rows[:, middle : middle + 1], axis=1)
-    short, long = (_looked_up(model, each, names) for each in (rows, longer))
+    padding = getattr(model.config, "pad_token_id", None)
+    token = 2 if padding != 2 else 3
+    values = {"input_ids": token, "attention_mask": 1}
+    taken = signature(model.forward).parameters
+    text = {
+        name: torch.full((1, NUM_TRIED), values.get(name, 0), device=device_of(model))
+        for name in fields
+        if name in taken
+    }
+    # What fails behind the tables will fail for each text alike, and be its error.
+    with torch.inference_mode(), _LookUps() as look_ups, suppress(Exception):
+        model(**text)
     return [
-        num_rows - (last - (rows.shape[1] - 1))
-        for (num_rows, last), (_, last_of_long) in zip(short, long, strict=False)
-        if last_of_long - last == EXTRA
+        num_rows - rows[0]
+        for num_rows, rows in look_ups.tables
+        if rows[:NUM_TRIED] == list(range(rows[0], rows[0] + NUM_TRIED))
     ]
 
 
-def _looked_up(model: Any, rows: Array, names: Sequence[str]) -> list[tuple[int, int]]:
-    """For each look-up in order: the number of rows of the table, and the last one that is looked up."""
-    taken = signature(model.forward).parameters
-    batch = torch.from_numpy(rows).unsqueeze(1).to(next(model.parameters()).device)
-    fields = {name: batch[number] for number, name in enumerate(names) if name in taken}
-    with torch.inference_mode(), _LookUps() as found:
-        try:
-            model(**fields)
-        except Exception:
-            # Each text will fail alike, and have this as its error.
-            return []
-    return found.rows
-
-
 class _LookUps(TorchFunctionMode):
-    """Records the rows that are looked up in the block. Tables of relative positions take a matrix of them."""
+    """Records the size of each table and the rows that are looked up in the block. Tables of relative positions take a
+    matrix of them."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.rows: list[tuple[int, int]] = []
+        self.tables: list[tuple[int, list[int]]] = []
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.nn.functional.embedding:
             numbers, table = (*args, *(kwargs or {}).values())[:2]
             if 0 < numbers.numel() == numbers.shape[-1]:
-                self.rows.append((len(table), int(numbers.max())))
+                self.tables.append((len(table), numbers.flatten().tolist()))
         return func(*args, **(kwargs or {}))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -15,6 +15,8 @@ Array = np.ndarray[Any, Any]
 
 Item = Array | tuple[Array, ...]
 """One input of a model, without the batch dimension; a tuple for a model with several input tensors."""
+
+Group = TypeVar("Group")
 
 Columns = Mapping[str, Array]
 """Outputs by name for some rows, each [n, ...]; texts are an array of objects, and so are arrays of several shapes."""
@@ -134,9 +136,18 @@ def joined(parts: Sequence[Array]) -> Array:
     return found
 
 
-def in_order(rows: Array, order: Array) -> Array:
-    """``rows[order]``, without a copy if they are in order already."""
-    return rows if np.array_equal(order, np.arange(len(order))) else rows[order]
+def predict_by_group(
+    inputs: Sequence[Any], group_of: Callable[[Any], Group], predict: Callable[[Sequence[Any], Group], Columns]
+) -> Columns:
+    """Outputs in the order of the inputs; inputs of one group are predicted together."""
+    numbers: dict[Group, list[int]] = {}
+    for number, row in enumerate(inputs):
+        numbers.setdefault(group_of(row), []).append(number)
+    outputs = [predict([inputs[number] for number in members], group) for group, members in numbers.items()]
+    order = np.argsort([number for members in numbers.values() for number in members])
+    is_ordered = np.array_equal(order, np.arange(len(order)))
+    columns = {name: joined([each[name] for each in outputs]) for name in outputs[0]}
+    return columns if is_ordered else {name: rows[order] for name, rows in columns.items()}
 
 
 def rows_of(columns: Columns) -> Iterator[Prediction]:

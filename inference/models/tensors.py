@@ -20,7 +20,7 @@ from ckpt_tools.errors import CkptError, FormatError, UsageError
 
 from ..common.errors import one_line
 from .passes import InPasses, Passes, packed
-from .results import ANSWER, BATCH, BYTES, DTYPES, Array, Columns, Item, TensorSpec, in_order, joined, texts
+from .results import ANSWER, BATCH, BYTES, DTYPES, Array, Columns, Item, TensorSpec, joined, predict_by_group, texts
 
 Call = Callable[[Mapping[str, Tensor]], Any]
 Shapes = tuple[tuple[int, ...], ...]  # of a row, for each input
@@ -160,17 +160,9 @@ class Tensors(InPasses):
 
     def predict(self, inputs: Sequence[Item]) -> Columns:
         rows = [tuple(map(np.asarray, each)) if isinstance(each, tuple) else (each,) for each in inputs]
-        groups: dict[Shapes, list[int]] = {}
         for number, row in enumerate(rows):
             self._check(row, f"row {number}")
-            groups.setdefault(tuple(part.shape for part in row), []).append(number)
-        found = [
-            part
-            for shapes, numbers in groups.items()
-            for part in self._predicted([rows[number] for number in numbers], shapes)
-        ]
-        order = np.argsort([number for numbers in groups.values() for number in numbers])
-        columns = {name: in_order(joined([part[name] for part in found]), order) for name in found[0]}
+        columns = predict_by_group(rows, lambda row: tuple(part.shape for part in row), self._predict_group)
         return columns if self.files.encode is None else {**columns, ANSWER: self._encoded(columns, len(rows))}
 
     def measure(self) -> None:
@@ -178,10 +170,10 @@ class Tensors(InPasses):
         answer of zeros."""
         if all(spec.row_bytes is not None for spec in self.inputs):
             row = tuple(spec.zeros() for spec in self.inputs)
-            list(self._predicted([row], tuple(part.shape for part in row)))
+            self._predict_group([row], tuple(part.shape for part in row))
 
-    def _predicted(self, rows: Sequence[tuple[Array, ...]], shapes: Shapes) -> Iterator[Columns]:
-        """Outputs of rows of one shape, for each pass."""
+    def _predict_group(self, rows: Sequence[tuple[Array, ...]], shapes: Shapes) -> Columns:
+        """Outputs of rows of one shape."""
         tensors = [tensor_of(np.stack(parts)) for parts in zip(*rows, strict=True)]
         examples: list[Tensor] = []
 
@@ -192,13 +184,15 @@ class Tensors(InPasses):
         def probe(numbers: Tensor) -> Tensor:
             return packed(self.network.outputs_of([each[numbers] for each in examples]))
 
+        passes: list[Columns] = []
         shown = ", ".join("x".join(map(str, shape)) for shape in shapes)
         for numbers, kept in self.passes.numbers(len(rows), shown, probe, random):
             outputs = self.network.outputs_of([each[numbers] for each in tensors])
             # Copies: a network may give the same memory again.
             found = {name: array_of(each[:kept]).copy() for name, each in outputs.items()}
             self._check_outputs(found)
-            yield found
+            passes.append(found)
+        return {name: joined([each[name] for each in passes]) for name in passes[0]}
 
     def _check_outputs(self, found: Columns) -> None:
         """Raises UsageError for other outputs than the metadata has. Sizes that random rows had may differ."""

@@ -6,7 +6,6 @@ An input is int64 [fields, tokens]: a row for each field that the tokenizer give
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
@@ -26,7 +25,7 @@ from .generation import Chat, EndOfTextError, Generation, Give, GrowingText, Tur
 from .passes import InPasses, Passes
 from .positions import num_positions, num_words
 from .prediction import Activation, activation_of, answers, device_of, embeddings_of, labels_of_config
-from .results import BATCH, BYTES, Array, Columns, Item, TensorSpec, texts
+from .results import BATCH, BYTES, Array, Columns, Item, TensorSpec, predict_by_group, texts
 from .task import check_inputs, check_labels, classifier_outputs, max_bytes_of, text_of
 
 BUCKET = 16  # classified texts are padded to a multiple of it, by their own length, not by others in the batch
@@ -37,8 +36,6 @@ VOCABULARIES = frozenset({"tokenizer.json", "vocab.json", "vocab.txt", "vocab.bp
 
 BYTE_TOKEN = re.compile("<0x[0-9A-F]{2}>")  # of SentencePiece: one byte of a character without a token
 CLEANED = 8  # more than the characters that a tokenizer's clean_up_tokenization changes at once
-
-Group = Callable[[Array], int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,15 +62,8 @@ class Tokens:
             stated = (getattr(model.config, "max_position_embeddings", None), tokenizer.model_max_length)
             # A tokenizer that states no length has 10**30 there.
             limits = [int(each) for each in stated if isinstance(each, int) and 0 < each < 10**9]
-            found = cls(tokenizer, fields, None, num_words(model))
-            return replace(found, limit=min([*limits, *found._counted(model)], default=None))
-
-    def _counted(self, model: Any) -> list[int]:
-        try:
-            return num_positions(model, self.of(b"a", "a text"), self.fields)
-        except FormatError:
-            # The vocabulary has no such text.
-            return []
+            limit = min([*limits, *num_positions(model, fields)], default=None)
+            return cls(tokenizer, fields, limit, num_words(model))
 
     def of(self, data: bytes, name: str) -> Array:
         """Tokenize a text. Raises FormatError if not UTF-8, no tokens, too many for the model, or not known to it."""
@@ -192,7 +182,7 @@ class TextLabels(TakesTexts):
 
     def predict(self, inputs: Sequence[Item]) -> Columns:
         self.tokens.check(inputs)
-        return grouped(inputs, self._length, self._predict_group)
+        return predict_by_group(inputs, self._length, self._predict_group)
 
     def _length(self, rows: Array) -> int:
         length = rows.shape[1]
@@ -254,7 +244,7 @@ class TextWriter(TakesTexts):
 
     def predict(self, inputs: Sequence[Item]) -> Columns:
         self.tokens.check(inputs)
-        return grouped(inputs, lambda rows: rows.shape[1], self._predict_group)
+        return predict_by_group(inputs, lambda rows: rows.shape[1], self._predict_group)
 
     def _predict_group(self, inputs: Sequence[Array], length: int) -> Columns:
         rows = torch.from_numpy(np.stack(inputs))
@@ -341,13 +331,3 @@ def _settings(model: Any, folder: Path, padding: int | None, max_new_tokens: int
     if found.pad_token_id is None:
         found.pad_token_id = next(iter(_ends_of(found)), None) if padding is None else padding
     return found
-
-
-def grouped(inputs: Sequence[Any], group: Group, answer: Callable[[Sequence[Array], int], Columns]) -> Columns:
-    """Outputs in the order of the inputs; inputs of one group are predicted together."""
-    numbers: dict[int, list[int]] = defaultdict(list)
-    for number, rows in enumerate(inputs):
-        numbers[group(rows)].append(number)
-    found = [answer([inputs[number] for number in members], size) for size, members in numbers.items()]
-    order = np.argsort([number for members in numbers.values() for number in members])
-    return {name: np.concatenate([columns[name] for columns in found])[order] for name in found[0]}

@@ -59,6 +59,10 @@ def test_a_file_of_the_user_builds_the_model_with_arguments(tmp_path):
     save_file(own.state_dict(), tmp_path / "net.safetensors")
     loaded = load_model(tmp_path / "net.safetensors", model=f"{file}:net?width=5")
     assert torch.equal(loaded.weight, own.weight)
+    again = load_model(tmp_path / "net.safetensors", architecture=f"{file}:net?width=5")
+    assert torch.equal(again.weight, own.weight)
+    with pytest.raises(UsageError, match="give either model or architecture"):
+        load_model(tmp_path / "net.safetensors", model=own, architecture="ours")
     with pytest.raises(UsageError, match=r"cannot build the model: TypeError: .*\(my-models.py, line 4\)"):
         load_model(tmp_path / "net.safetensors", model=f"{file}:net?width='a'")
 
