@@ -21,11 +21,10 @@ with use_default_interrupt():
     from ckpt_tools.errors import UsageError
 
     from ..common.errors import report_errors
-    from ..common.name_options import MODEL_HEADINGS, reading_options
     from ..common.training_package import commands
     from ..models.architectures import check_there
-    from ..models.options import ModelOptions
-    from .inputs import Inputs, Wanted, after, find_inputs
+    from ..models.options import MODEL_HEADINGS, ModelOptions, reading_options
+    from .inputs import InputOptions, Inputs, after, find_inputs
     from .job import Job, columns_of
     from .output import Output, Run, Writer, open_output
     from .progress import show_progress
@@ -41,7 +40,7 @@ class Options:
     """All options of the command line. Raises ``UsageError`` if options do not fit together."""
 
     job: Job
-    wanted: Wanted
+    wanted: InputOptions
     output: Output
     top: int
     report: Report | None
@@ -129,7 +128,7 @@ def options_of(
     others["exact"] = "off" if others.pop("fast") else "full"
     return Options(
         job=Job(others.pop("model"), ModelOptions.taken_from(others), others.pop("threads")),
-        wanted=Wanted(input_url, column, truth, root),
+        wanted=InputOptions(input_url, column, truth, root),
         output=Output(output, overwrite, resume),
         report=None if folder is None else Report(folder, overwrite or resume),
         **others,

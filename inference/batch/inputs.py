@@ -14,7 +14,7 @@ from ckpt_tools.errors import UsageError
 
 from .items import File, Item, Pixels
 from .listing import Listing, listing_of
-from .tables import Table, parts_of
+from .tables import TablePart, parts_of
 
 if TYPE_CHECKING:
     from ..common.training_package import data
@@ -49,7 +49,7 @@ class Inputs:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class InputOptions:
     """Input options. ``url`` is the name of a dataset, a path, a URL, or a pattern. Raises UsageError if options do not
     fit together."""
 
@@ -75,7 +75,7 @@ class Wanted:
         return self.url in DATASETS
 
 
-def find_inputs(wanted: Wanted) -> Inputs:
+def find_inputs(wanted: InputOptions) -> Inputs:
     """List the input; no image is opened. Raises SourceNotFoundError, UsageError, FormatError or StoreError."""
     if wanted.is_dataset:
         return held_out_inputs(next(name for name in DATASETS if name == wanted.url), wanted.data_root)
@@ -104,7 +104,7 @@ class ImagePart:
             yield Item(name, File(url), truth, number / self.total)
 
 
-def _images(found: Listing, wanted: Wanted) -> Inputs:
+def _images(found: Listing, wanted: InputOptions) -> Inputs:
     if wanted.column is not None:
         raise UsageError("--column is for tables; the input is images")
     if wanted.truth not in (None, FOLDER):
@@ -118,12 +118,12 @@ def _images(found: Listing, wanted: Wanted) -> Inputs:
     return Inputs(parts, found.digest, "image", truth_of_folder)
 
 
-def _tables(found: Listing, wanted: Wanted) -> Inputs:
+def _tables(found: Listing, wanted: InputOptions) -> Inputs:
     several, share = len(found.names) > 1, 1 / len(found.names)
     parts: list[Part] = []
     for number, name in enumerate(found.names):
         prefix = f"{name}:" if several else ""
-        table = Table(found.url(name), found.kind, prefix, (number * share, (number + 1) * share))
+        table = TablePart(found.url(name), found.kind, prefix, (number * share, (number + 1) * share))
         parts += parts_of(table, wanted.column, wanted.truth)
     return Inputs(parts, found.digest, "table", wanted.truth is not None)
 

@@ -7,7 +7,7 @@ import io
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, BinaryIO
 
 from ckpt_tools.errors import FormatError, UsageError
@@ -21,28 +21,26 @@ PARQUET_ROWS = 64  # rows read at once, which may be images of some megabytes ea
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
-    """Names of the columns of inputs and of true labels."""
-
-    content: str
-    truth: str | None
-
-
-@dataclass(frozen=True, slots=True)
 class TablePart:
-    """A file of rows, or one row group of a Parquet file. ``prefix`` begins the names of its rows. ``first`` is the
-    number of its first row. ``num_rows`` is None if that is known only after reading. ``span`` says which part of the
-    whole input it is, from 0 to 1."""
+    """A file of rows, or one row group of a Parquet file. ``column`` has the inputs and ``truth`` the true labels; a
+    text has no columns. ``prefix`` begins the names of its rows, and ``first`` is the number of its first row.
+    ``num_rows`` is None if that is known only after reading. ``span`` says which part of the whole input it is, from 0
+    to 1."""
 
     url: str
     kind: str
-    columns: Columns
     prefix: str
-    base: str
     span: tuple[float, float]
+    column: str = ""
+    truth: str | None = None
     first: int = 0
     num_rows: int | None = None
     group: int | None = None
+
+    @property
+    def base(self) -> str:
+        """The folder of the file, which names in it are relative to."""
+        return self.url.rpartition("/")[0] or "/"
 
     def items(self) -> Iterator[Item]:
         """Items of the rows; a bad row is a ``Broken`` item. Raises FormatError if the file cannot be read at all."""
@@ -54,28 +52,24 @@ class TablePart:
     def _rows(self, file: BinaryIO) -> Iterator[tuple[Content, str | int | None, float]]:
         size = max(1, file.seek(0, io.SEEK_END))
         file.seek(0)
-        if self.kind == "text":
-            for line in lines(file):
-                yield self._text(line), None, file.tell() / size
-            return
-        records = {"JSON Lines": _json_records, "CSV": _csv_records}
         if self.kind == "Parquet":
             yield from self._parquet_rows(file)
-            return
-        for record in records[self.kind](file):
-            yield *self._of(record), file.tell() / size
+        elif self.kind == "text":
+            for line in lines(file):
+                yield self._text(line), None, file.tell() / size
+        else:
+            for record in _json_records(file) if self.kind == "JSON Lines" else _csv_records(file):
+                yield *self._of(record), file.tell() / size
 
     def _parquet_rows(self, file: BinaryIO) -> Iterator[tuple[Content, str | int | None, float]]:
         from pyarrow import ArrowException, parquet
 
-        names = [self.columns.content, *([self.columns.truth] if self.columns.truth else [])]
-        done, total = 0, max(1, self.num_rows or 1)
+        columns = [self.column, *([self.truth] if self.truth else [])]
         try:
-            batches = parquet.ParquetFile(file).iter_batches(PARQUET_ROWS, row_groups=[self.group], columns=names)
-            for batch in batches:
-                for record in batch.to_pylist():
-                    done += 1
-                    yield *self._of(record), done / total
+            batches = parquet.ParquetFile(file).iter_batches(PARQUET_ROWS, row_groups=[self.group], columns=columns)
+            records = (record for batch in batches for record in batch.to_pylist())
+            for done, record in enumerate(records, 1):
+                yield *self._of(record), done / max(1, self.num_rows or 1)
         except (ArrowException, OSError) as error:
             raise FormatError(f"{self.url} cannot be read ({one_line(error)})") from error
 
@@ -87,13 +81,13 @@ class TablePart:
     def _of(self, record: dict[str, Any] | Broken) -> tuple[Content, str | int | None]:
         if isinstance(record, Broken):
             return record, None
-        content, truth = self._content(record), record.get(self.columns.truth or "")
+        content, truth = self._content(record), record.get(self.truth or "")
         if truth is not None and (isinstance(truth, bool) or not isinstance(truth, str | int)):
-            return Broken(f"its {self.columns.truth} is neither a text nor a whole number"), None
+            return Broken(f"its {self.truth} is neither a text nor a whole number"), None
         return content, truth
 
     def _content(self, record: dict[str, Any]) -> Content:
-        value = record.get(self.columns.content)
+        value = record.get(self.column)
         if isinstance(value, dict):
             # As datasets of Hugging Face keep images: {"bytes": ..., "path": ...}.
             value = value.get("bytes") or value.get("path")
@@ -101,9 +95,7 @@ class TablePart:
             return value if len(value) <= MAX_BYTES else Broken(f"it has more than {MAX_BYTES // 2**20} MiB")
         if isinstance(value, str):
             return Text(value, self.base)
-        return Broken(
-            f"it has no {self.columns.content}" if value is None else f"its {self.columns.content} is not a text"
-        )
+        return Broken(f"it has no {self.column}" if value is None else f"its {self.column} is not a text")
 
 
 @contextmanager
@@ -179,48 +171,32 @@ def _decoded_lines(file: BinaryIO) -> Iterator[str]:
         first = False
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
-    """One file, and its share (``span``) of the whole input."""
-
-    url: str
-    kind: str
-    prefix: str
-    span: tuple[float, float]
-
-    @property
-    def base(self) -> str:
-        return self.url.rpartition("/")[0] or "/"
-
-
-def parts_of(table: Table, column: str | None, truth: str | None) -> list[TablePart]:
-    """One part per row group of a Parquet file, one part for any other file. Checks the columns. Raises UsageError if a
-    column is not there, or which one holds the inputs is not clear. FormatError if the file is damaged."""
-    url, kind = table.url, table.kind
-    if kind == "text":
+def parts_of(table: TablePart, column: str | None, truth: str | None) -> list[TablePart]:
+    """One part per row group of a Parquet file, ``table`` itself for any other file, with the names of the columns.
+    Raises UsageError if a column is not there, or which one holds the inputs is not clear. FormatError if the file is
+    damaged."""
+    if table.kind == "text":
         if column or truth:
-            raise UsageError(f"{url} is a text: each line is an input, and there are no columns")
-        return [TablePart(url, kind, Columns("", None), table.prefix, table.base, table.span)]
-    names = names_of(url, kind)
-    columns = Columns(_content_column(url, names, column), truth)
+            raise UsageError(f"{table.url} is a text: each line is an input, and there are no columns")
+        return [table]
+    names = names_of(table.url, table.kind)
+    table = replace(table, column=_content_column(table.url, names, column), truth=truth)
     if truth is not None:
-        _check_column(url, names, truth)
-    if kind == "Parquet":
-        return _groups(table, columns)
-    return [TablePart(url, kind, columns, table.prefix, table.base, table.span)]
+        _check_column(table.url, names, truth)
+    return _row_groups(table) if table.kind == "Parquet" else [table]
 
 
-def _groups(table: Table, columns: Columns) -> list[TablePart]:
+def _row_groups(table: TablePart) -> list[TablePart]:
     with opened(table.url) as file:
         metadata = _parquet(table.url, file).metadata
         sizes = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
     start, end = table.span
-    share, first, found = (end - start) / max(1, sum(sizes)), 0, []
+    share, first, groups = (end - start) / max(1, sum(sizes)), 0, []
     for group, size in enumerate(sizes):
         span = (start + share * first, start + share * (first + size))
-        found.append(TablePart(table.url, table.kind, columns, table.prefix, table.base, span, first, size, group))
+        groups.append(replace(table, span=span, first=first, num_rows=size, group=group))
         first += size
-    return found
+    return groups
 
 
 def names_of(url: str, kind: str) -> list[str]:

@@ -16,7 +16,6 @@ from ckpt_tools.arguments import api_function
 from ckpt_tools.errors import FormatError, UnsupportedError, UsageError
 
 from ..common.garbage import libraries_left_alone
-from ..common.name_options import Reading
 from .architectures import (
     ASSUMED,
     SCRIPTED,
@@ -27,6 +26,7 @@ from .architectures import (
     is_program,
 )
 from .config_folder import describing_folder, refuse_adapter
+from .options import Reading
 from .steady import CheckpointFiles, steadily
 
 if TYPE_CHECKING:

@@ -1,17 +1,56 @@
-"""Options of a loaded model, equal in the process that asks for it and in the one that loads it; without torch."""
+"""Options of a loaded model, equal in the process that asks for it and in the one that loads it, and those of commands.
+
+Without torch.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args
+
+import click
 
 from ckpt_tools.errors import UsageError
 
-from ..common.name_options import AS_IT_IS, Reading
 from .architectures import Architecture
+
+Command = TypeVar("Command", bound=Callable[..., Any])
 
 Exact = Literal["buckets", "full", "off"]
 """``full``: every pass has the full size. ``buckets``: also smaller ones that were found equal. ``off``: any size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Arguments of :func:`inference.load_model` that choose and name tensors. Can be sent to other processes."""
+
+    model_key: str | None = None
+    include: Sequence[str] = ()
+    exclude: Sequence[str] = ()
+    rename: Sequence[str] = ()
+    key_map: str | Path | None = None
+    recipe: str | Path | None = None
+    inverse: bool = False
+    dequantize: bool = False
+    config: str | Path | None = None
+
+    def given(self) -> dict[str, Any]:
+        """Those for ``ckpt_tools.load_into``, which takes sizes for a recipe, and how weights are quantized, from
+        ``config``."""
+        found = {name: value for name in self.__dataclass_fields__ if (value := getattr(self, name))}
+        if not (self.recipe or self.dequantize):
+            found.pop("config", None)
+        return found
+
+    @classmethod
+    def taken_from(cls, options: dict[str, Any]) -> Reading:
+        """Take these options out of a command's ``options``."""
+        return cls(**{name: options.pop(name) for name in cls.__dataclass_fields__})
+
+
+AS_IT_IS = Reading()
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,3 +87,33 @@ class ModelOptions:
 
 
 DEFAULTS = ModelOptions()
+
+MODEL_HEADINGS = {
+    "Model": ("model", "models", "models_file", "architecture", "config", "model_key", "dequantize"),
+    "Names and selection": ("include", "exclude", "rename", "key_map", "recipe", "inverse"),
+}
+"""Options that every command has for its model, by heading of the help."""
+
+
+def reading_options(command: Command) -> Command:
+    """Adds the options. Help and metavariables are those of ``ckpt-tools convert``."""
+    options = [
+        click.option(
+            "--config", metavar="DIR", help="Folder of config.json and the tokenizer, if not with the weights."
+        ),
+        click.option("--model-key", help="The key of the model in a DCP tree, e.g. app.model. Default: detected."),
+        click.option("--include", multiple=True, metavar="GLOB", help="Take only tensors whose names match."),
+        click.option("--exclude", multiple=True, metavar="GLOB", help="Leave out tensors whose names match."),
+        click.option("--rename", multiple=True, metavar="REGEX=REPL", help="Rename tensors, as '^model[.]='."),
+        click.option("--key-map", metavar="FILE", help="A JSON file that maps old names to new names."),
+        click.option(
+            "--recipe",
+            metavar="NAME|FILE",
+            help="Map tensors to the model's, by a built-in recipe (see ckpt-tools recipes) or a TOML file.",
+        ),
+        click.option("--inverse", is_flag=True, help="Read the recipe from right to left."),
+        click.option("--dequantize", is_flag=True, help="Make floating-point weights of quantized ones."),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command

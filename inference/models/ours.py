@@ -18,11 +18,10 @@ from ckpt_tools.errors import FormatError, UsageError
 from ..common.training_package import data, evaluation, language_model, model_config, model_names, zoo
 from .architectures import OURS, Architecture
 from .config_folder import CONFIG, read_config
-from .drawing import Draw
 from .generation import EndOfTextError, Generation, Give, GrowingText, Turns
 from .images import MAX_PIXELS, ImageReading
 from .passes import InPasses, Passes
-from .prediction import answers, device_of, embeddings_of
+from .prediction import TokenSampler, answers, device_of, embeddings_of
 from .results import BATCH, BYTES, Array, Columns, Item, TensorSpec, predict_by_group, texts
 from .task import Task, TaskOptions, check_inputs, check_labels, classifier_outputs, max_bytes_of, text_of
 from .texts import NEW_TOKENS
@@ -137,7 +136,7 @@ class OurTexts(InPasses):
             raise FormatError("the model has no chat template, so it takes text_input, and no messages")
         row = self.decode(asked.prompt.encode(), "text_input")[-language_model.CONTEXT :]
         written, text = torch.from_numpy(row[None]).to(device_of(self.model)), GrowingText(asked, _decoded, give)
-        changes = [each for each in (_penalty(asked), Draw.of(asked, written.device)) if each is not None]
+        changes = [each for each in (_penalty(asked), TokenSampler.of(asked, written.device)) if each is not None]
         with suppress(EndOfTextError):
             for _ in range(asked.max_tokens or self.new_bytes):
                 scores = self._next_logits(written).float()

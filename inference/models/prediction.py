@@ -1,16 +1,21 @@
-"""From logits to predictions, as transformers' pipelines do it."""
+"""From logits to predictions, as transformers' pipelines do it, and to the next token of a text."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from ckpt_tools.errors import FormatError
 
+from .generation import Generation
 from .results import Columns
+
+if TYPE_CHECKING:
+    from transformers import LogitsProcessor
 
 Activation = Literal["softmax", "sigmoid"]
 
@@ -49,3 +54,41 @@ def device_of(model: nn.Module) -> torch.device:
 
 def dtype_of(model: nn.Module) -> torch.dtype:
     return next(model.parameters()).dtype
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenSampler:
+    """Draws a token by the scores of the next one, float [1, values]; its score becomes 0 and all others -inf. The
+    random numbers are a request's own, which nothing else in the process changes. As in transformers, temperature comes
+    before ``top_k``, and this before ``top_p``."""
+
+    warpers: tuple[LogitsProcessor, ...]
+    generator: torch.Generator
+
+    @classmethod
+    def of(cls, asked: Generation, device: torch.device) -> TokenSampler | None:
+        """None for a request without sampling. Without a seed, the numbers are new ones each time."""
+        from transformers.generation import logits_process as library
+
+        if not asked.temperature:
+            return None
+        warpers = [library.TemperatureLogitsWarper(asked.temperature)]
+        if asked.top_k is not None:
+            warpers.append(library.TopKLogitsWarper(asked.top_k))
+        if asked.top_p is not None:
+            warpers.append(library.TopPLogitsWarper(asked.top_p))
+        generator = torch.Generator(device)
+        if asked.seed is None:
+            generator.seed()
+        else:
+            generator.manual_seed(asked.seed)
+        return cls(tuple(warpers), generator)
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        for warper in self.warpers:
+            scores = warper(input_ids, scores)
+        probabilities = scores.softmax(-1)
+        if not probabilities.isfinite().all():
+            raise RuntimeError("the model gives no probabilities; its logits are NaN or infinite")
+        token = torch.multinomial(probabilities, 1, generator=self.generator)
+        return torch.full_like(scores, -torch.inf).scatter_(1, token, 0.0)

@@ -18,11 +18,10 @@ from ckpt_tools.errors import UsageError
 
 from ..common.errors import errors_of_files
 from ..common.garbage import libraries_left_alone
-from ..common.name_options import Reading
 from .architectures import Architecture, architecture_of, check_asked, check_unchanged
 from .config_folder import describing_folder
 from .loading import bytes_of, filled
-from .options import Exact, ModelOptions
+from .options import Exact, ModelOptions, Reading
 from .results import BYTES, Item, rows_of
 from .results import Prediction as Prediction
 from .results import TensorSpec as TensorSpec

@@ -20,11 +20,10 @@ from torch import Tensor
 from ckpt_tools.errors import FormatError
 
 from ..common.errors import errors_of_files
-from .drawing import Draw
 from .generation import Chat, EndOfTextError, Generation, Give, GrowingText, Turns
 from .passes import InPasses, Passes
 from .positions import num_positions, num_words
-from .prediction import Activation, activation_of, answers, device_of, embeddings_of, labels_of_config
+from .prediction import Activation, TokenSampler, activation_of, answers, device_of, embeddings_of, labels_of_config
 from .results import BATCH, BYTES, Array, Columns, Item, TensorSpec, predict_by_group, texts
 from .task import check_inputs, check_labels, classifier_outputs, max_bytes_of, text_of
 
@@ -236,7 +235,7 @@ class TextWriter(TakesTexts):
             rows = self._with_room(self.tokens.of_chat(asked.prompt), "the chat")
         stated = {"max_new_tokens": asked.max_tokens, "repetition_penalty": asked.repetition_penalty}
         changes = {name: value for name, value in stated.items() if value is not None}
-        draw, text = Draw.of(asked, device_of(self.model)), self.tokens.growing(asked, give)
+        draw, text = TokenSampler.of(asked, device_of(self.model)), self.tokens.growing(asked, give)
         streamer = _Streamer(self.turns, lambda: give(""), text.add, frozenset(_ends_of(self.settings)))
         with suppress(EndOfTextError):
             self._generated(torch.from_numpy(rows[None]), streamer, () if draw is None else (draw,), **changes)
@@ -259,7 +258,11 @@ class TextWriter(TakesTexts):
 
     @torch.inference_mode()
     def _generated(
-        self, batch: Tensor, streamer: _Streamer | None = None, logits_processor: Sequence[Draw] = (), **changes: Any
+        self,
+        batch: Tensor,
+        streamer: _Streamer | None = None,
+        logits_processor: Sequence[TokenSampler] = (),
+        **changes: Any,
     ) -> Any:
         settings = copy(self.settings)
         settings.update(return_dict_in_generate=True, **changes)

@@ -26,9 +26,8 @@ with use_default_interrupt():
     from ckpt_tools.errors import FormatError, StoreError, UsageError
 
     from ..common.errors import printable, report_errors
-    from ..common.name_options import MODEL_HEADINGS, reading_options
     from ..common.training_package import commands
-    from ..models.options import ModelOptions
+    from ..models.options import MODEL_HEADINGS, ModelOptions, reading_options
     from .settings import (
         Listening,
         Settings,

@@ -17,7 +17,7 @@ from pyarrow import parquet
 
 from ckpt_tools.errors import StoreError
 from inference.batch import pipeline
-from inference.batch.inputs import Wanted, after, find_inputs
+from inference.batch.inputs import InputOptions, after, find_inputs
 from inference.models.predictor import load_predictor
 from tests.inference.commands import predict, predicted, rows_of
 from tests.support.s3_server import BUCKET
@@ -67,7 +67,7 @@ def test_a_table_gives_the_answers_of_the_folder(form, model, image_folder, digi
     assert probabilities(rows) == expected
     assert [row["name"] for row in rows] == [str(number) for number in range(40)]
     assert [row["truth"] for row in rows] == (digits.labels[:40].tolist() if truth else [None] * 40)
-    found = find_inputs(Wanted(str(table)))
+    found = find_inputs(InputOptions(str(table)))
     for num_done in (0, 1, 7, 14, 39, 40):
         left = [item.name for part in after(found.parts, num_done) for item in part.items()]
         assert left == [str(number) for number in range(num_done, 40)], num_done

@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_tools.errors import FormatError, SourceNotFoundError, UsageError
-from inference.common.name_options import Reading
-from inference.models.options import ModelOptions
+from inference.models.options import ModelOptions, Reading
 from inference.serving.sources import KINDS, Source, source_of, sources_in
 from tests.inference.serving.helpers import run_serve, write_certificate
 from tests.support.refusals import refusal_test
