@@ -24,7 +24,7 @@ with use_default_interrupt():
     from ..common.training_package import commands
     from ..models.architectures import check_there
     from ..models.options import MODEL_HEADINGS, ModelOptions, reading_options
-    from .inputs import InputOptions, Inputs, after, find_inputs
+    from .inputs import InputOptions, Inputs, find_inputs, skip_items
     from .job import Job, columns_of
     from .output import Output, Run, Writer, open_output
     from .progress import show_progress
@@ -32,7 +32,7 @@ with use_default_interrupt():
 
 if TYPE_CHECKING:
     from ..models.predictor import Predictor
-    from .rows import Columns, Row
+    from .rows import OutputColumns, Row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,10 +153,10 @@ def run(options: Options) -> None:
         if options.report is not None and not inputs.has_truth:
             raise UsageError("--report compares with true labels; say by --truth where they are")
         tally, columns = predict_into(writer, inputs, options)
-    _conclude(options, tally, columns)
+    _print_summary(options, tally, columns)
 
 
-def _conclude(options: Options, tally: Tally, columns: Columns) -> None:
+def _print_summary(options: Options, tally: Tally, columns: OutputColumns) -> None:
     click.echo(f"{tally.num_rows - tally.num_bad} predictions in {options.output.url}")
     if options.job.options.exact == "off":
         click.echo("--fast: the last bits of an answer may depend on the inputs around it")
@@ -169,27 +169,27 @@ def _conclude(options: Options, tally: Tally, columns: Columns) -> None:
     tally.check_bad(options.output.url)
 
 
-def predict_into(writer: Writer, inputs: Inputs, options: Options) -> tuple[Tally, Columns]:
+def predict_into(writer: Writer, inputs: Inputs, options: Options) -> tuple[Tally, OutputColumns]:
     """Predict and write window by window, after the rows of a resumed run."""
-    job, tally = options.job.settled(), Tally()
-    predictor = job.load()
+    job, tally = options.job.with_defaults_of_torch(), Tally()
+    predictor = job.load_predictor()
     columns = columns_of(predictor, options.top)
     _check_fits(predictor, inputs, columns)
     wanted, suffix = options.wanted, options.output.url.rpartition(".")[2]
     settings = json.dumps([job.digest(), options.top, wanted.column, wanted.truth, suffix])
     this_run = Run(predictor.identity.digest, inputs.digest, settings)
     num_done = writer.begin(this_run, columns, tally.add_written)
-    predicted = _predicted(options, inputs, num_done, job, predictor)
-    with closing(predicted), show_progress(num_done, quiet=options.quiet) as update:
-        for rows in predicted:
+    row_windows = _predict_with_runner(options, inputs, num_done, job, predictor)
+    with closing(row_windows), show_progress(num_done, quiet=options.quiet) as update:
+        for rows in row_windows:
             writer.write(rows)
             for row in rows:
-                tally.add(row)
+                tally.add_row(row)
             update(tally.num_rows, rows[-1].fraction)
     return tally, columns
 
 
-def _check_fits(predictor: Predictor, inputs: Inputs, columns: Columns) -> None:
+def _check_fits(predictor: Predictor, inputs: Inputs, columns: OutputColumns) -> None:
     """Raises UsageError if the model does not take such inputs, or has no classes to compare with true labels."""
     from ..models.tensors import Tensors
     from .pipeline import takes_texts
@@ -206,17 +206,17 @@ def _check_fits(predictor: Predictor, inputs: Inputs, columns: Columns) -> None:
         raise UsageError("true labels are for a model that tells classes apart; leave out --truth and --report")
 
 
-def _predicted(
+def _predict_with_runner(
     options: Options, inputs: Inputs, num_done: int, job: Job, predictor: Predictor
 ) -> Generator[list[Row], None, None]:
-    left = after(inputs.parts, num_done)
+    left = skip_items(inputs.parts, num_done)
     if options.runner == "ray":
-        from .ray_data import predicted_on_ray
+        from .ray_data import predict_on_ray
 
-        return predicted_on_ray(list(left), job, predictor, options.workers)
-    from .pipeline import predicted
+        return predict_on_ray(list(left), job, predictor, options.workers)
+    from .pipeline import predict_items
 
-    return predicted((item for part in left for item in part.items()), predictor)
+    return predict_items((item for part in left for item in part.items()), predictor)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 from ckpt_tools.errors import UsageError
 
 from .items import File, Item, Pixels
-from .listing import Listing, listing_of
+from .listing import Listing, list_files
 from .tables import TablePart, parts_of
 
 if TYPE_CHECKING:
@@ -79,8 +79,8 @@ def find_inputs(wanted: InputOptions) -> Inputs:
     """List the input; no image is opened. Raises SourceNotFoundError, UsageError, FormatError or StoreError."""
     if wanted.is_dataset:
         return held_out_inputs(next(name for name in DATASETS if name == wanted.url), wanted.data_root)
-    found = listing_of(wanted.url)
-    return _images(found, wanted) if found.kind == "image" else _tables(found, wanted)
+    found = list_files(wanted.url)
+    return _image_inputs(found, wanted) if found.kind == "image" else _table_inputs(found, wanted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class ImagePart:
             yield Item(name, File(url), truth, number / self.total)
 
 
-def _images(found: Listing, wanted: InputOptions) -> Inputs:
+def _image_inputs(found: Listing, wanted: InputOptions) -> Inputs:
     if wanted.column is not None:
         raise UsageError("--column is for tables; the input is images")
     if wanted.truth not in (None, FOLDER):
@@ -118,12 +118,12 @@ def _images(found: Listing, wanted: InputOptions) -> Inputs:
     return Inputs(parts, found.digest, "image", truth_of_folder)
 
 
-def _tables(found: Listing, wanted: InputOptions) -> Inputs:
+def _table_inputs(found: Listing, wanted: InputOptions) -> Inputs:
     several, share = len(found.names) > 1, 1 / len(found.names)
     parts: list[Part] = []
     for number, name in enumerate(found.names):
         prefix = f"{name}:" if several else ""
-        table = TablePart(found.url(name), found.kind, prefix, (number * share, (number + 1) * share))
+        table = TablePart(found.url_of(name), found.kind, prefix, (number * share, (number + 1) * share))
         parts += parts_of(table, wanted.column, wanted.truth)
     return Inputs(parts, found.digest, "table", wanted.truth is not None)
 
@@ -157,7 +157,7 @@ def _held_out(dataset: data.DatasetName, root: Path | None) -> data.Samples:
 
 
 @dataclass(frozen=True, slots=True)
-class Rest:
+class RemainingPart:
     """A part without its first ``skipped`` items."""
 
     part: Part
@@ -171,7 +171,7 @@ class Rest:
         return islice(self.part.items(), self.skipped, None)
 
 
-def after(parts: Sequence[Part], num_done: int) -> Iterator[Part]:
+def skip_items(parts: Sequence[Part], num_done: int) -> Iterator[Part]:
     """The parts without the first ``num_done`` items, for a resumed run."""
     left = num_done
     for part in parts:
@@ -181,5 +181,5 @@ def after(parts: Sequence[Part], num_done: int) -> Iterator[Part]:
         # Lines are counted by reading them, at most as many as are done.
         size = part.num_rows if part.num_rows is not None else sum(1 for _ in islice(part.items(), left))
         if size > left or (part.num_rows is None and size == left):
-            yield Rest(part, left)
+            yield RemainingPart(part, left)
         left -= min(size, left)

@@ -78,11 +78,11 @@ def content_of(item: Item, *, takes_texts: bool) -> tuple[bytes, str]:
             except UnicodeEncodeError as error:
                 raise FormatError(f"it holds half of a surrogate pair (character {error.start})") from error
         case Pixels(values):
-            return _png(values), item.name
+            return _encode_png(values), item.name
     return content, item.name
 
 
-def _png(pixels: np.ndarray) -> bytes:
+def _encode_png(pixels: np.ndarray) -> bytes:
     from PIL import Image
 
     file = BytesIO()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ..models.config_folder import digest_of_config
 from ..models.options import ModelOptions
-from .rows import Columns, Kind
+from .rows import Kind, OutputColumns
 
 if TYPE_CHECKING:
     from ..models.predictor import Predictor
@@ -23,22 +23,22 @@ class Job:
     options: ModelOptions
     threads: int | None = None
 
-    def settled(self) -> Job:
+    def with_defaults_of_torch(self) -> Job:
         """The job with torch's choice of device and threads filled in."""
         import torch
 
         device = self.options.device or ("cuda" if torch.cuda.is_available() else "cpu")
         return Job(self.model, replace(self.options, device=device), self.threads or torch.get_num_threads())
 
-    def load(self) -> Predictor:
+    def load_predictor(self) -> Predictor:
         """Load the model. Sets the number of torch threads of this process."""
         import torch
 
-        from ..models.predictor import loaded, name_of
+        from ..models.predictor import load_with_options, name_of
 
         if self.threads is not None:
             torch.set_num_threads(self.threads)
-        return loaded(self.model, name_of(self.model), self.options)
+        return load_with_options(self.model, name_of(self.model), self.options)
 
     def digest(self) -> str:
         """All that answers depend on, except the weights and the input."""
@@ -55,11 +55,11 @@ class Job:
         )
 
 
-def columns_of(predictor: Predictor, top: int) -> Columns:
+def columns_of(predictor: Predictor, top: int) -> OutputColumns:
     from ..models.tensors import Tensors
 
     outputs = {spec.name for spec in predictor.outputs}
     kinds: dict[str, Kind] = {"probabilities": "label", "text": "text", "embedding": "embedding"}
     is_free = isinstance(predictor.task, Tensors)
     kind = "outputs" if is_free else next(kind for name, kind in kinds.items() if name in outputs)
-    return Columns(kind, predictor.labels, top)
+    return OutputColumns(kind, predictor.labels, top)

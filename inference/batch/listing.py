@@ -36,19 +36,19 @@ class Listing:
     kind: str
     digest: str
 
-    def url(self, name: str) -> str:
+    def url_of(self, name: str) -> str:
         return f"{self.base}/{name}"
 
 
-def listing_of(url: str) -> Listing:
+def list_files(url: str) -> Listing:
     """List ``url``. Raises SourceNotFoundError if nothing fits. UsageError for files of several kinds. StoreError if
     the store cannot be read."""
-    base, entries = _remote(url) if "://" in url else _local(url)
+    base, entries = _list_remote(url) if "://" in url else _list_local(url)
     found, kind = _of_one_kind(url, entries)
-    return Listing(base, sorted(name for name, _ in found), kind, _digest(found))
+    return Listing(base, sorted(name for name, _ in found), kind, _digest_entries(found))
 
 
-def _digest(entries: Iterable[Entry]) -> str:
+def _digest_entries(entries: Iterable[Entry]) -> str:
     """Order-independent digest: the sum of the digests of all entries."""
     digests = (blake3(repr(entry).encode("utf-8", "surrogateescape")).digest() for entry in entries)
     return f"blake3:{sum(map(int.from_bytes, digests)) % 2**256:064x}"
@@ -73,16 +73,16 @@ def _of_one_kind(url: str, entries: Iterable[Entry]) -> tuple[list[Entry], str]:
     return found, kind
 
 
-def _local(url: str) -> tuple[str, Iterator[Entry]]:
+def _list_local(url: str) -> tuple[str, Iterator[Entry]]:
     if os.path.isdir(url):
-        return url.rstrip("/") or "/", _entries(url.rstrip("/") or "/", _files_below(url, ()))
+        return url.rstrip("/") or "/", _stat_entries(url.rstrip("/") or "/", _files_below(url, ()))
     if os.path.lexists(url):
         folder, name = os.path.split(url)
-        return folder or ".", _entries(folder or ".", [os.path.join(folder or ".", name)])
+        return folder or ".", _stat_entries(folder or ".", [os.path.join(folder or ".", name)])
     if not glob.has_magic(url):
         raise SourceNotFoundError(f"there is no file or folder {url}")
     base = _fixed_part(url)
-    return base, _entries(base, (path for path in glob.iglob(url, recursive=True) if not os.path.isdir(path)))
+    return base, _stat_entries(base, (path for path in glob.iglob(url, recursive=True) if not os.path.isdir(path)))
 
 
 def _fixed_part(pattern: str) -> str:
@@ -106,7 +106,7 @@ def _files_below(folder: str, above: tuple[tuple[int, int], ...]) -> Iterator[st
                 yield entry.path
 
 
-def _entries(base: str, paths: Iterable[str]) -> Iterator[Entry]:
+def _stat_entries(base: str, paths: Iterable[str]) -> Iterator[Entry]:
     for path in paths:
         try:
             status = os.stat(path)
@@ -117,12 +117,12 @@ def _entries(base: str, paths: Iterable[str]) -> Iterator[Entry]:
         yield os.path.relpath(path, base) if not path.startswith(f"{base}/") else path[len(base) + 1 :], stamp
 
 
-def _remote(url: str) -> tuple[str, Iterator[Entry]]:
+def _list_remote(url: str) -> tuple[str, Iterator[Entry]]:
     fs, path = file_system(url)
     scheme = url.partition("://")[0]
     try:
         with store_errors(url):
-            base, found = _find(fs, path)
+            base, found = _find_remote(fs, path)
     except OSError as error:
         raise StoreError(f"{url} cannot be listed ({error})") from error
     if not found:
@@ -135,7 +135,7 @@ def _remote(url: str) -> tuple[str, Iterator[Entry]]:
     return f"{scheme}://{base}", iter(stamps.items())
 
 
-def _find(fs: Any, path: str) -> tuple[str, dict[str, Any]]:
+def _find_remote(fs: Any, path: str) -> tuple[str, dict[str, Any]]:
     if glob.has_magic(path):
         found = fs.glob(path, detail=True)
         return _fixed_part(path), {name: info for name, info in found.items() if info["type"] == "file"}

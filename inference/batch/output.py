@@ -24,7 +24,7 @@ import ckpt_tools
 from ckpt_tools.errors import DestinationExistsError, StoreError, UsageError
 
 from ..common.urls import file_system, is_url, store_errors
-from .rows import Columns, Row
+from .rows import OutputColumns, Row
 
 JSON_SUFFIX, PARQUET_SUFFIX = ".jsonl", ".parquet"
 
@@ -101,12 +101,12 @@ class Writer:
     fs: Any
     path: str
     check_lock: Callable[[], None]
-    columns: Columns | None = None
+    columns: OutputColumns | None = None
     waiting: list[Row] = field(default_factory=list)
     num_stored: int = 0
     stored_at: float = field(default_factory=time.monotonic)
 
-    def begin(self, run: Run, columns: Columns, seen: Callable[[dict[str, Any]], None]) -> int:
+    def begin(self, run: Run, columns: OutputColumns, seen: Callable[[dict[str, Any]], None]) -> int:
         """Begin, once, before the first row. Calls ``seen`` with each row of an earlier run and returns their number.
         Raises DestinationExistsError if they are not of ``run``."""
         self.columns = columns
@@ -115,7 +115,7 @@ class Writer:
                 self._read_back(run, seen)
             else:
                 self.remove_rows()
-            self.fs.pipe_file(self._file(RUN_NAME), run.to_json())
+            self.fs.pipe_file(self._file_path(RUN_NAME), run.to_json())
         return self.num_stored
 
     def write(self, rows: Sequence[Row]) -> None:
@@ -123,31 +123,33 @@ class Writer:
         self.waiting += rows
         is_due = len(self.waiting) >= PART_ROWS or time.monotonic() - self.stored_at >= PART_SECONDS
         if is_due or not self.output.is_remote:
-            self.store()
+            self.store_part()
 
-    def store(self) -> None:
+    def store_part(self) -> None:
         """Store the waiting rows as a part."""
         if not self.waiting:
             return
         assert self.columns is not None
         self.check_lock()
         with self.output.store_errors():
-            self.fs.pipe_file(self._part(self.num_stored), b"".join(self.columns.line(row) for row in self.waiting))
+            self.fs.pipe_file(
+                self._part_path(self.num_stored), b"".join(self.columns.to_line(row) for row in self.waiting)
+            )
         self.num_stored += len(self.waiting)
         self.waiting, self.stored_at = [], time.monotonic()
 
     def publish(self) -> None:
         """Put the file together. Without ``--overwrite``, one that has appeared meanwhile is not replaced."""
-        self.store()
+        self.store_part()
         self.check_lock()
         with self.output.store_errors():
             if self.output.is_remote:
                 self._upload()
             else:
-                with self.fs.open(self._file(WHOLE_NAME), "wb") as file:
+                with self.fs.open(self._file_path(WHOLE_NAME), "wb") as file:
                     self._copy_rows(file)
                 self.check_absent()
-                Path(self._file(WHOLE_NAME)).replace(self.path)
+                Path(self._file_path(WHOLE_NAME)).replace(self.path)
             self.remove_rows()
 
     def check_absent(self) -> None:
@@ -157,44 +159,44 @@ class Writer:
 
     def check_no_rows_left(self) -> None:
         """Raises DestinationExistsError if rows of an earlier run are there and may not be replaced."""
-        if self.parts() and not (self.output.overwrite or self.output.resume):
+        if self.list_parts() and not (self.output.overwrite or self.output.resume):
             raise DestinationExistsError(
                 f"{self.output.unfinished} holds the rows of a run that did not finish; --resume continues with them, "
                 "--overwrite starts afresh"
             )
 
-    def parts(self) -> list[str]:
+    def list_parts(self) -> list[str]:
         """Paths of the parts, sorted by the fixed-width number of their first row."""
         try:
-            paths = self.fs.ls(self._file("").rstrip("/"), detail=False)
+            paths = self.fs.ls(self._file_path("").rstrip("/"), detail=False)
         except FileNotFoundError:
             return []
         return sorted(path for path in paths if path.rpartition("/")[2].startswith("rows-"))
 
     def count_rows(self) -> int:
         """Rows in the parts. A signal may come between storing and counting, so that ``num_stored`` does not tell."""
-        return sum(self.fs.cat_file(part).count(b"\n") for part in self.parts())
+        return sum(self.fs.cat_file(part).count(b"\n") for part in self.list_parts())
 
     def remove_rows(self) -> None:
         """Remove the files that a run writes; those of others in the folder stay."""
-        for path in [*self.parts(), self._file(RUN_NAME), self._file(WHOLE_NAME)]:
+        for path in [*self.list_parts(), self._file_path(RUN_NAME), self._file_path(WHOLE_NAME)]:
             if self.fs.exists(path):
                 self.fs.rm_file(path)
 
-    def _file(self, name: str) -> str:
+    def _file_path(self, name: str) -> str:
         return f"{self.path}.unfinished/{name}"
 
-    def _part(self, first_row: int) -> str:
-        return self._file(f"rows-{first_row:012d}.jsonl")
+    def _part_path(self, first_row: int) -> str:
+        return self._file_path(f"rows-{first_row:012d}.jsonl")
 
     def _read_back(self, run: Run, seen: Callable[[dict[str, Any]], None]) -> None:
         """Read the rows of the earlier run. Its last part may end within a line."""
-        for part in self.parts():
+        for part in self.list_parts():
             if not self.num_stored:
-                has_run = self.fs.exists(self._file(RUN_NAME))
-                run.check_same(self.fs.cat_file(self._file(RUN_NAME)) if has_run else b"", self.output.unfinished)
-            if part != self._part(self.num_stored):
-                raise self._damaged(f"lacks rows from {self.num_stored:,} on")
+                has_run = self.fs.exists(self._file_path(RUN_NAME))
+                run.check_same(self.fs.cat_file(self._file_path(RUN_NAME)) if has_run else b"", self.output.unfinished)
+            if part != self._part_path(self.num_stored):
+                raise self._damage_error(f"lacks rows from {self.num_stored:,} on")
             data = self.fs.cat_file(part)
             if not data.endswith(b"\n"):
                 data = data[: data.rfind(b"\n") + 1]
@@ -203,10 +205,10 @@ class Writer:
                 try:
                     seen(json.loads(line))
                 except ValueError as error:
-                    raise self._damaged("is damaged") from error
+                    raise self._damage_error("is damaged") from error
                 self.num_stored += 1
 
-    def _damaged(self, what: str) -> DestinationExistsError:
+    def _damage_error(self, what: str) -> DestinationExistsError:
         return DestinationExistsError(f"{self.output.unfinished} {what}; start afresh with --overwrite")
 
     def _upload(self) -> None:
@@ -223,14 +225,14 @@ class Writer:
 
     def _copy_rows(self, file: BinaryIO) -> None:
         assert self.columns is not None
-        lines = (line for part in self.parts() for line in self.fs.cat_file(part).splitlines(keepends=True))
+        lines = (line for part in self.list_parts() for line in self.fs.cat_file(part).splitlines(keepends=True))
         if self.output.is_parquet:
             write_parquet(lines, file, self.columns)
         else:
             file.writelines(lines)
 
 
-def write_parquet(lines: Iterable[bytes], file: BinaryIO, columns: Columns) -> None:
+def write_parquet(lines: Iterable[bytes], file: BinaryIO, columns: OutputColumns) -> None:
     """Write JSON Lines as Parquet, one row group at a time. Floats are read back exactly."""
     import pyarrow as pa
     from pyarrow import parquet
@@ -238,7 +240,7 @@ def write_parquet(lines: Iterable[bytes], file: BinaryIO, columns: Columns) -> N
     schema, left = columns.schema(), iter(lines)
     with parquet.ParquetWriter(file, schema) as writer:
         while group := list(islice(left, ROW_GROUP_ROWS)):
-            writer.write_table(pa.Table.from_pylist([columns.of_line(line) for line in group], schema=schema))
+            writer.write_table(pa.Table.from_pylist([columns.parse_line(line) for line in group], schema=schema))
 
 
 @contextmanager
@@ -257,7 +259,7 @@ def open_output(output: Output) -> Iterator[Writer]:
             writer.check_absent()
     except OSError as error:
         raise StoreError(f"{output.url} cannot be looked up ({error.strerror or error})") from error
-    with _claimed(writer) if output.is_remote else _locked(writer):
+    with _hold_remote(writer) if output.is_remote else _hold_local(writer):
         writer.check_absent()
         writer.check_no_rows_left()
         try:
@@ -281,7 +283,7 @@ def _check_local(output: Output, path: Path) -> None:
 
 
 @contextmanager
-def _claimed(writer: Writer) -> Iterator[None]:
+def _hold_remote(writer: Writer) -> Iterator[None]:
     """Hold ``OUT.unfinished`` in its store while the block runs; the Hub has no locks."""
     if writer.output.url.startswith("hf://"):
         yield
@@ -292,7 +294,7 @@ def _claimed(writer: Writer) -> Iterator[None]:
 
 
 @contextmanager
-def _locked(writer: Writer) -> Iterator[None]:
+def _hold_local(writer: Writer) -> Iterator[None]:
     """Hold ``OUT.unfinished``, which is made, while the block runs, and remove it then if nothing is in it. The lock
     ends with the process."""
     lock = Path(f"{writer.path}.unfinished", LOCK_NAME)
@@ -319,7 +321,7 @@ def _locked(writer: Writer) -> Iterator[None]:
 def _keep_rows(writer: Writer, error: BaseException) -> None:
     """After a failure: keep the rows that were predicted and name their place in the error."""
     with suppress(Exception):
-        writer.store()
+        writer.store_part()
     try:
         num_rows = writer.count_rows()
         if not num_rows:

@@ -15,7 +15,7 @@ from itertools import islice
 from ckpt_tools.errors import CkptError, FormatError, StoreError
 
 from ..common.errors import one_line
-from ..common.garbage import libraries_left_alone
+from ..common.garbage import collect_rarely
 from ..models import results
 from ..models.predictor import Predictor
 from ..models.results import BYTES, Prediction
@@ -30,7 +30,7 @@ Decoded = tuple[Item, results.Item | str, int | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Truths:
+class ClassNumbers:
     """Maps a true label of the input to the number of its class."""
 
     labels: tuple[str, ...] | None
@@ -40,65 +40,65 @@ class Truths:
         """Number of the class, None for an empty cell. Raises FormatError if there is no such class."""
         if value is None or value == "":
             return None
-        number = self.labels.index(str(value)) if self.labels and str(value) in self.labels else _number(value)
+        number = self.labels.index(str(value)) if self.labels and str(value) in self.labels else _parse_number(value)
         if number is None or not 0 <= number < self.num_classes:
             raise FormatError(f"its true label {value!r} is not a class of the model")
         return number
 
 
-def _number(value: str | int) -> int | None:
+def _parse_number(value: str | int) -> int | None:
     text = str(value)
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
 
 
-def truths_of(predictor: Predictor) -> Truths:
+def class_numbers_of(predictor: Predictor) -> ClassNumbers:
     """Class labels of a classifier; other models have no classes."""
     found = next((spec.shape[1] for spec in predictor.outputs if spec.name == "probabilities"), 0)
-    return Truths(predictor.labels, found)
+    return ClassNumbers(predictor.labels, found)
 
 
 def takes_texts(predictor: Predictor) -> bool:
     return predictor.inputs[0].datatype == BYTES
 
 
-def window_of(predictor: Predictor) -> int:
+def window_size(predictor: Predictor) -> int:
     row_bytes = predictor.inputs[0].row_bytes
     fitting = PASSES if row_bytes is None else WINDOW_BYTES // (row_bytes * predictor.max_batch)
     return predictor.max_batch * max(1, min(PASSES, fitting))
 
 
-def predicted(
+def predict_items(
     items: Iterable[Item], predictor: Predictor, *, readers: int = READERS
 ) -> Generator[list[Row], None, None]:
     """Rows in the order of ``items``, a window at a time."""
     pool = ThreadPoolExecutor(readers, thread_name_prefix="decode")
     try:
-        with libraries_left_alone():
-            for window in _ahead(pool, items, predictor, readers):
-                yield rows_of(window, predictor)
+        with collect_rarely():
+            for window in _decode_ahead(pool, items, predictor, readers):
+                yield predict_window(window, predictor)
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _ahead(
+def _decode_ahead(
     pool: ThreadPoolExecutor, items: Iterable[Item], predictor: Predictor, readers: int
 ) -> Iterator[list[Decoded]]:
-    given, size = iter(items), window_of(predictor)
+    given, size = iter(items), window_size(predictor)
     started: deque[list[Future[list[Decoded]]]] = deque()
     while window := list(islice(given, size)):
         are_ready = all(isinstance(item.content, Pixels) for item in window)
         if not are_ready:
-            started.append(_start(pool, window, predictor, readers))
+            started.append(_start_decoding(pool, window, predictor, readers))
         while len(started) > (0 if are_ready else AHEAD):
-            yield _finish(started.popleft())
+            yield _finish_decoding(started.popleft())
         if are_ready:
             # Another thread would only take the interpreter from the model.
             yield decode_all(window, predictor)
     while started:
-        yield _finish(started.popleft())
+        yield _finish_decoding(started.popleft())
 
 
-def _start(
+def _start_decoding(
     pool: ThreadPoolExecutor, window: Sequence[Item], predictor: Predictor, readers: int
 ) -> list[Future[list[Decoded]]]:
     """Each thread decodes several items: submitting each alone would cost as much as decoding a small image."""
@@ -106,16 +106,16 @@ def _start(
     return [pool.submit(decode_all, window[start : start + size], predictor) for start in range(0, len(window), size)]
 
 
-def _finish(futures: Iterable[Future[list[Decoded]]]) -> list[Decoded]:
+def _finish_decoding(futures: Iterable[Future[list[Decoded]]]) -> list[Decoded]:
     return [each for future in futures for each in future.result()]
 
 
 def decode_all(items: Sequence[Item], predictor: Predictor) -> list[Decoded]:
-    truths = truths_of(predictor)
-    return [_decode(item, predictor, truths) for item in items]
+    truths = class_numbers_of(predictor)
+    return [_decode_item(item, predictor, truths) for item in items]
 
 
-def _decode(item: Item, predictor: Predictor, truths: Truths) -> Decoded:
+def _decode_item(item: Item, predictor: Predictor, truths: ClassNumbers) -> Decoded:
     truth = None
     try:
         truth = truths.of(item.truth)
@@ -124,17 +124,17 @@ def _decode(item: Item, predictor: Predictor, truths: Truths) -> Decoded:
         data, name = content_of(item, takes_texts=takes_texts(predictor))
         return item, predictor.decode(data, name), truth
     except Exception as error:
-        return item, _reason(error, "it cannot be decoded"), truth
+        return item, _failure_reason(error, "it cannot be decoded"), truth
 
 
-def _reason(error: Exception, what: str) -> str:
+def _failure_reason(error: Exception, what: str) -> str:
     """Why an input has no prediction. Raises ``error`` if it is not of this input alone, but of a store or a device."""
     if isinstance(error, StoreError):
         raise error
     if type(error).__name__ == "AcceleratorError":
         # Of torch: the device takes no more work of this process.
         raise StoreError(f"the device failed ({one_line(error)})") from error
-    return writable(
+    return escape_undecodable(
         str(error) if isinstance(error, CkptError) else f"{what} ({type(error).__name__}: {one_line(error)})"
     )
 
@@ -145,26 +145,28 @@ def _is_input(pixels: Pixels, predictor: Predictor) -> bool:
     return reading is not None and reading.is_input and pixels.values.shape == predictor.inputs[0].shape[1:]
 
 
-def rows_of(window: Sequence[Decoded], predictor: Predictor) -> list[Row]:
+def predict_window(window: Sequence[Decoded], predictor: Predictor) -> list[Row]:
     """Rows with predictions, or with the error of an input that could not be decoded or predicted."""
-    predictions = iter(_predictions([found for _, found, _ in window if not isinstance(found, str)], predictor))
-    return [_row(item, truth, found if isinstance(found, str) else next(predictions)) for item, found, truth in window]
+    predictions = iter(_predict_each([found for _, found, _ in window if not isinstance(found, str)], predictor))
+    return [
+        _make_row(item, truth, found if isinstance(found, str) else next(predictions)) for item, found, truth in window
+    ]
 
 
-def _predictions(inputs: Sequence[results.Item], predictor: Predictor) -> list[Prediction | str]:
+def _predict_each(inputs: Sequence[results.Item], predictor: Predictor) -> list[Prediction | str]:
     """A prediction for each input, or why the model failed on it alone."""
     try:
         return [*predictor.predict(inputs)]
     except Exception as error:
-        reason = _reason(error, "the model failed on it")
+        reason = _failure_reason(error, "the model failed on it")
     if len(inputs) == 1:
         return [reason]
     half = len(inputs) // 2
-    return [*_predictions(inputs[:half], predictor), *_predictions(inputs[half:], predictor)]
+    return [*_predict_each(inputs[:half], predictor), *_predict_each(inputs[half:], predictor)]
 
 
-def _row(item: Item, truth: int | None, found: Prediction | str) -> Row:
-    name = writable(item.name)
+def _make_row(item: Item, truth: int | None, found: Prediction | str) -> Row:
+    name = escape_undecodable(item.name)
     if isinstance(found, Prediction) and is_finite(found):
         return Row(name, found, truth, None, item.fraction)
     error = found if isinstance(found, str) else "the model's answer is not a finite number"
@@ -172,10 +174,10 @@ def _row(item: Item, truth: int | None, found: Prediction | str) -> Row:
 
 
 def predict_all(items: Iterable[Item], predictor: Predictor) -> list[Row]:
-    return [row for rows in predicted(items, predictor) for row in rows]
+    return [row for rows in predict_items(items, predictor) for row in rows]
 
 
-def writable(name: str) -> str:
+def escape_undecodable(name: str) -> str:
     """``name`` with bytes that are not UTF-8, which JSON and Parquet cannot hold, as escapes."""
     if name.isascii():
         return name

@@ -21,54 +21,54 @@ def show_progress(num_done: int, *, quiet: bool) -> Iterator[Progress]:
     if quiet:
         yield lambda done, fraction: None
     elif sys.stderr.isatty():
-        with _bar(Pace(num_done)) as update:
+        with _show_bar(RateEstimator(num_done)) as update:
             yield update
     else:
-        yield _lines(Pace(num_done))
+        yield _print_lines(RateEstimator(num_done))
 
 
 @dataclass(slots=True)
-class Pace:
+class RateEstimator:
     """Rate and remaining time of this run."""
 
     num_before: int
     before: float | None = None
     started: float = field(default_factory=time.monotonic)
 
-    def words(self, done: int, fraction: float) -> str:
+    def describe(self, done: int, fraction: float) -> str:
         seconds = max(time.monotonic() - self.started, 1e-9)
         if self.before is None:
             # What an earlier run did took no time of this one.
             self.before = fraction * self.num_before / done if done else 0.0
         rate, gone = (done - self.num_before) / seconds, fraction - self.before
-        left = f", {_duration(seconds * (1 - fraction) / gone)} left" if gone > 0 else ""
+        left = f", {_format_duration(seconds * (1 - fraction) / gone)} left" if gone > 0 else ""
         return f"{done:,} done, {rate:,.1f}/s{left}"
 
 
-def _duration(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{rest:02d}"
 
 
 @contextmanager
-def _bar(pace: Pace) -> Iterator[Progress]:
+def _show_bar(pace: RateEstimator) -> Iterator[Progress]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
     columns = (TextColumn("predicting"), BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=Console(stderr=True), transient=True) as drawn:
         task = drawn.add_task("", total=1.0)
-        yield lambda done, part: drawn.update(task, completed=part, description=pace.words(done, part))
+        yield lambda done, part: drawn.update(task, completed=part, description=pace.describe(done, part))
 
 
-def _lines(pace: Pace) -> Progress:
+def _print_lines(pace: RateEstimator) -> Progress:
     last = time.monotonic()
 
     def update(done: int, fraction: float) -> None:
         nonlocal last
         if time.monotonic() - last >= QUIET_LINE_SECONDS:
             last = time.monotonic()
-            click.echo(f"predicting: {pace.words(done, fraction)} ({100 * fraction:.0f} %)", err=True)
+            click.echo(f"predicting: {pace.describe(done, fraction)} ({100 * fraction:.0f} %)", err=True)
 
     return update

@@ -18,7 +18,7 @@ from ..common.training_package import launchers
 from ..models.predictor import Predictor
 from .inputs import Part
 from .job import Job
-from .pipeline import AHEAD, predicted, window_of
+from .pipeline import AHEAD, predict_items, window_size
 from .rows import Row
 
 if TYPE_CHECKING:
@@ -34,13 +34,13 @@ class Worker:
     """Ray Data actor with a model of its own."""
 
     def __init__(self, job: Job, digest: str) -> None:
-        self.predictor = job.load()
+        self.predictor = job.load_predictor()
         if self.predictor.identity.digest != digest:
             raise FormatError(f"{job.model} has other weights on another machine, or was replaced meanwhile")
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, list[bytes]]:
         items = (pickle.loads(each) for each in batch["item"])  # noqa: S301  # our own, from reading below
-        return {"row": [pickle.dumps(row) for rows in predicted(items, self.predictor) for row in rows]}
+        return {"row": [pickle.dumps(row) for rows in predict_items(items, self.predictor) for row in rows]}
 
 
 def items_of(row: dict[str, bytes]) -> Iterator[dict[str, bytes]]:
@@ -49,7 +49,7 @@ def items_of(row: dict[str, bytes]) -> Iterator[dict[str, bytes]]:
         yield {"item": pickle.dumps(item)}
 
 
-def predicted_on_ray(
+def predict_on_ray(
     parts: Sequence[Part], job: Job, predictor: Predictor, workers: int | None
 ) -> Generator[list[Row], None, None]:
     """Rows in the order of the input. ``predictor`` is the model on this machine, which gives the batch size. Raises
@@ -57,17 +57,17 @@ def predicted_on_ray(
     if not parts:
         return
     with launchers.cluster((workers or 1) * (job.threads or 1) + 1):
-        rows, size = _rows(parts, job, predictor, workers), window_of(predictor)
+        rows, size = _iterate_rows(parts, job, predictor, workers), window_size(predictor)
         try:
             while window := list(islice(rows, size)):
                 yield window
         except CkptError:
             raise
         except Exception as error:
-            raise _ours(error) from error
+            raise _find_ckpt_error(error) from error
 
 
-def _rows(parts: Sequence[Part], job: Job, predictor: Predictor, workers: int | None) -> Iterator[Row]:
+def _iterate_rows(parts: Sequence[Part], job: Job, predictor: Predictor, workers: int | None) -> Iterator[Row]:
     import ray.data
 
     context = ray.data.DataContext.get_current()
@@ -86,7 +86,7 @@ def _rows(parts: Sequence[Part], job: Job, predictor: Predictor, workers: int | 
         .map_batches(
             Worker,
             fn_constructor_args=(job, predictor.identity.digest),
-            batch_size=WINDOWS * window_of(predictor),
+            batch_size=WINDOWS * window_size(predictor),
             concurrency=workers or max(1, fitting),
             num_cpus=threads,
             num_gpus=1 if on_gpu else None,
@@ -96,7 +96,7 @@ def _rows(parts: Sequence[Part], job: Job, predictor: Predictor, workers: int | 
         yield pickle.loads(each["row"])  # noqa: S301  # our own
 
 
-def _ours(error: Exception) -> Exception:
+def _find_ckpt_error(error: Exception) -> Exception:
     """The ``CkptError`` that a worker raised, unwrapped from Ray's errors."""
     seen: Any = error
     while seen is not None:

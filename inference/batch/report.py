@@ -46,16 +46,16 @@ class Tally:
     confusion: Counter[tuple[int, int]] = field(default_factory=Counter)
     bins: np.ndarray = field(default_factory=lambda: np.zeros((3, NUM_BINS)))
 
-    def add(self, row: Row) -> None:
+    def add_row(self, row: Row) -> None:
         prediction = row.prediction
         probabilities = None if prediction is None else prediction.probabilities
-        self._add(row.name, row.truth, row.error, row.label, probabilities)
+        self._count(row.name, row.truth, row.error, row.label, probabilities)
 
     def add_written(self, row: Mapping[str, Any]) -> None:
         """Add a row as read back from the output."""
-        self._add(row["name"], row["truth"], row["error"], row.get("label"), row.get("probabilities"))
+        self._count(row["name"], row["truth"], row["error"], row.get("label"), row.get("probabilities"))
 
-    def _add(
+    def _count(
         self, name: str, truth: int | None, error: str | None, label: int | None, probabilities: Sequence[float] | None
     ) -> None:
         self.num_rows += 1
@@ -119,11 +119,11 @@ class Report:
         """Each file appears when it is complete."""
         names = names_of(tally, labels)
         self.folder.mkdir(exist_ok=True)
-        self._put("report.json", (json.dumps(figures(tally, names), indent=1) + "\n").encode())
-        self._put("confusion.png", confusion_picture(tally, names))
-        self._put("calibration.png", calibration_picture(tally))
+        self._write_file("report.json", (json.dumps(report_figures(tally, names), indent=1) + "\n").encode())
+        self._write_file("confusion.png", confusion_picture(tally, names))
+        self._write_file("calibration.png", calibration_picture(tally))
 
-    def _put(self, name: str, data: bytes) -> None:
+    def _write_file(self, name: str, data: bytes) -> None:
         unfinished = self.folder / f".{name}.unfinished"
         unfinished.write_bytes(data)
         unfinished.replace(self.folder / name)
@@ -135,7 +135,7 @@ def names_of(tally: Tally, labels: tuple[str, ...] | None) -> dict[int, str]:
     return {number: labels[number] if labels else str(number) for number in found}
 
 
-def figures(tally: Tally, names: dict[int, str]) -> dict[str, Any]:
+def report_figures(tally: Tally, names: dict[int, str]) -> dict[str, Any]:
     """The content of ``report.json``. A class never predicted has no precision, one that never occurs no recall."""
     occurring, predicted = Counter[int](), Counter[int]()
     for (truth, label), count in tally.confusion.items():
@@ -201,7 +201,7 @@ def confusion_picture(tally: Tally, names: dict[int, str]) -> bytes:
         for row, column in np.argwhere(counts):
             colour = "white" if shares[row, column] > 0.6 else "black"
             axes.text(column, row, str(counts[row, column]), ha="center", va="center", color=colour)
-    return _png(figure)
+    return _render_png(figure)
 
 
 def calibration_picture(tally: Tally) -> bytes:
@@ -218,10 +218,10 @@ def calibration_picture(tally: Tally) -> bytes:
     upper.legend()
     lower.bar(centres, num, 0.9 / NUM_BINS, color="grey")
     lower.set(xlabel="confidence", ylabel="predictions", xlim=(0, 1))
-    return _png(figure)
+    return _render_png(figure)
 
 
-def _png(figure: Figure) -> bytes:
+def _render_png(figure: Figure) -> bytes:
     file = BytesIO()
     with warnings.catch_warnings():
         # Of characters of a name that the font lacks.

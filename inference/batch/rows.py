@@ -38,19 +38,19 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Columns:
+class OutputColumns:
     """Columns of the output, by the ``kind`` of answer; ``top`` is the number of most probable classes."""
 
     kind: Kind
     labels: tuple[str, ...] | None
     top: int
 
-    def of(self, row: Row) -> dict[str, Any]:
+    def values_of(self, row: Row) -> dict[str, Any]:
         error = row.error and mask_secrets(row.error)
         name = mask_secrets(row.name)
-        return {"name": name, **self._answer(row.prediction), "truth": row.truth, "error": error}
+        return {"name": name, **self._answer_values(row.prediction), "truth": row.truth, "error": error}
 
-    def _answer(self, found: Prediction | None) -> dict[str, Any]:
+    def _answer_values(self, found: Prediction | None) -> dict[str, Any]:
         if self.kind == "text":
             return {"text": None if found is None else found.text}
         if self.kind == "embedding":
@@ -59,34 +59,34 @@ class Columns:
             return {"outputs": None if found is None else found.shown()}
         if found is None or found.probabilities is None:
             return {"label": None, "top": None, "probabilities": None}
-        return {"label": found.label, "top": self._top(found), "probabilities": found.probabilities}
+        return {"label": found.label, "top": self._top_classes(found), "probabilities": found.probabilities}
 
-    def line(self, row: Row) -> bytes:
+    def to_line(self, row: Row) -> bytes:
         """``of`` as a line of JSON, from which floats are read back exactly."""
         # Here, so that without it the command ends with a sentence.
         import orjson
 
         try:
-            return orjson.dumps(self.of(row), option=orjson.OPT_APPEND_NEWLINE)
+            return orjson.dumps(self.values_of(row), option=orjson.OPT_APPEND_NEWLINE)
         except orjson.JSONEncodeError:
             # A label or a text with half of a surrogate pair, which has no UTF-8. JSON has an escape for it.
-            return json.dumps(self.of(row), separators=(",", ":")).encode() + b"\n"
+            return json.dumps(self.values_of(row), separators=(",", ":")).encode() + b"\n"
 
-    def of_line(self, line: bytes) -> dict[str, Any]:
+    def parse_line(self, line: bytes) -> dict[str, Any]:
         """The columns of a line, for Parquet, where outputs of any form are a text in JSON."""
         found: dict[str, Any] = json.loads(line)
         if found.get("outputs") is not None:
             found["outputs"] = json.dumps(found["outputs"])
         return found
 
-    def _top(self, found: Prediction) -> list[dict[str, Any]]:
+    def _top_classes(self, found: Prediction) -> list[dict[str, Any]]:
         probabilities = found.probabilities or ()
         return [
             {"label": n, "name": self.labels[n] if self.labels else None, "probability": probabilities[n]}
-            for n in self._best(found)
+            for n in self._best_classes(found)
         ]
 
-    def _best(self, found: Prediction) -> list[int]:
+    def _best_classes(self, found: Prediction) -> list[int]:
         """The most probable classes, the label first even if another class is equally probable."""
         probabilities = found.probabilities or ()
         ordered = sorted(range(len(probabilities)), key=probabilities.__getitem__, reverse=True)

@@ -45,21 +45,21 @@ class TablePart:
     def items(self) -> Iterator[Item]:
         """Items of the rows; a bad row is a ``Broken`` item. Raises FormatError if the file cannot be read at all."""
         start, end = self.span
-        with opened(self.url) as file:
-            for number, (content, truth, share) in enumerate(self._rows(file), self.first):
+        with open_table(self.url) as file:
+            for number, (content, truth, share) in enumerate(self._read_rows(file), self.first):
                 yield Item(f"{self.prefix}{number}", content, truth, start + (end - start) * share)
 
-    def _rows(self, file: BinaryIO) -> Iterator[tuple[Content, str | int | None, float]]:
+    def _read_rows(self, file: BinaryIO) -> Iterator[tuple[Content, str | int | None, float]]:
         size = max(1, file.seek(0, io.SEEK_END))
         file.seek(0)
         if self.kind == "Parquet":
             yield from self._parquet_rows(file)
         elif self.kind == "text":
-            for line in lines(file):
-                yield self._text(line), None, file.tell() / size
+            for line in read_lines(file):
+                yield self._text_content(line), None, file.tell() / size
         else:
             for record in _json_records(file) if self.kind == "JSON Lines" else _csv_records(file):
-                yield *self._of(record), file.tell() / size
+                yield *self._content_and_truth(record), file.tell() / size
 
     def _parquet_rows(self, file: BinaryIO) -> Iterator[tuple[Content, str | int | None, float]]:
         from pyarrow import ArrowException, parquet
@@ -69,24 +69,24 @@ class TablePart:
             batches = parquet.ParquetFile(file).iter_batches(PARQUET_ROWS, row_groups=[self.group], columns=columns)
             records = (record for batch in batches for record in batch.to_pylist())
             for done, record in enumerate(records, 1):
-                yield *self._of(record), done / max(1, self.num_rows or 1)
+                yield *self._content_and_truth(record), done / max(1, self.num_rows or 1)
         except (ArrowException, OSError) as error:
             raise FormatError(f"{self.url} cannot be read ({one_line(error)})") from error
 
-    def _text(self, line: bytes | Broken) -> Content:
+    def _text_content(self, line: bytes | Broken) -> Content:
         if isinstance(line, Broken):
             return line
         return Text(line.rstrip(b"\r\n").decode("utf-8", "surrogateescape"), self.base)
 
-    def _of(self, record: dict[str, Any] | Broken) -> tuple[Content, str | int | None]:
+    def _content_and_truth(self, record: dict[str, Any] | Broken) -> tuple[Content, str | int | None]:
         if isinstance(record, Broken):
             return record, None
-        content, truth = self._content(record), record.get(self.truth or "")
+        content, truth = self._cell_content(record), record.get(self.truth or "")
         if truth is not None and (isinstance(truth, bool) or not isinstance(truth, str | int)):
             return Broken(f"its {self.truth} is neither a text nor a whole number"), None
         return content, truth
 
-    def _content(self, record: dict[str, Any]) -> Content:
+    def _cell_content(self, record: dict[str, Any]) -> Content:
         value = record.get(self.column)
         if isinstance(value, dict):
             # As datasets of Hugging Face keep images: {"bytes": ..., "path": ...}.
@@ -99,7 +99,7 @@ class TablePart:
 
 
 @contextmanager
-def opened(url: str) -> Iterator[BinaryIO]:
+def open_table(url: str) -> Iterator[BinaryIO]:
     """The file at ``url``, local or remote, opened at its beginning. Raises FormatError."""
     try:
         if "://" in url:
@@ -114,7 +114,7 @@ def opened(url: str) -> Iterator[BinaryIO]:
         raise FormatError(f"{url} cannot be read ({error.strerror or error})") from error
 
 
-def lines(file: BinaryIO) -> Iterator[bytes | Broken]:
+def read_lines(file: BinaryIO) -> Iterator[bytes | Broken]:
     """Lines of a file. A line longer than an input may be is ``Broken``, and is not held in memory."""
     while line := file.readline(MAX_BYTES):
         if len(line) < MAX_BYTES or line.endswith(b"\n"):
@@ -126,7 +126,7 @@ def lines(file: BinaryIO) -> Iterator[bytes | Broken]:
 
 
 def _json_records(file: BinaryIO) -> Iterator[dict[str, Any] | Broken]:
-    for line in lines(file):
+    for line in read_lines(file):
         if isinstance(line, Broken):
             yield line
         elif line.strip():
@@ -165,7 +165,7 @@ def _csv_records(file: BinaryIO) -> Iterator[dict[str, Any] | Broken]:
 
 def _decoded_lines(file: BinaryIO) -> Iterator[str]:
     first = True
-    for line in lines(file):
+    for line in read_lines(file):
         text = "\n" if isinstance(line, Broken) else line.decode("utf-8", "surrogateescape")
         yield text.removeprefix("\ufeff") if first else text
         first = False
@@ -179,7 +179,7 @@ def parts_of(table: TablePart, column: str | None, truth: str | None) -> list[Ta
         if column or truth:
             raise UsageError(f"{table.url} is a text: each line is an input, and there are no columns")
         return [table]
-    names = names_of(table.url, table.kind)
+    names = column_names(table.url, table.kind)
     table = replace(table, column=_content_column(table.url, names, column), truth=truth)
     if truth is not None:
         _check_column(table.url, names, truth)
@@ -187,8 +187,8 @@ def parts_of(table: TablePart, column: str | None, truth: str | None) -> list[Ta
 
 
 def _row_groups(table: TablePart) -> list[TablePart]:
-    with opened(table.url) as file:
-        metadata = _parquet(table.url, file).metadata
+    with open_table(table.url) as file:
+        metadata = _open_parquet(table.url, file).metadata
         sizes = [metadata.row_group(number).num_rows for number in range(metadata.num_row_groups)]
     start, end = table.span
     share, first, groups = (end - start) / max(1, sum(sizes)), 0, []
@@ -199,17 +199,17 @@ def _row_groups(table: TablePart) -> list[TablePart]:
     return groups
 
 
-def names_of(url: str, kind: str) -> list[str]:
+def column_names(url: str, kind: str) -> list[str]:
     """Names of the columns; for JSON Lines, those of the first row that has any."""
-    with opened(url) as file:
+    with open_table(url) as file:
         if kind == "Parquet":
-            return list(_parquet(url, file).schema_arrow.names)
+            return list(_open_parquet(url, file).schema_arrow.names)
         if kind == "CSV":
             return next(csv.reader(_decoded_lines(file), strict=True), [])
         return list(next((record for record in _json_records(file) if isinstance(record, dict)), {}))
 
 
-def _parquet(url: str, file: BinaryIO) -> Any:
+def _open_parquet(url: str, file: BinaryIO) -> Any:
     from pyarrow import ArrowException, parquet
 
     try:

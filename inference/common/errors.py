@@ -25,18 +25,18 @@ def report_errors() -> Iterator[None]:
         with raise_on_signals():
             yield
     except CkptError as error:
-        _exit(f"Error: {error}", error, error.exit_code)
+        _exit_with(f"Error: {error}", error, error.exit_code)
     except ModuleNotFoundError as error:
         missing = _missing_package(error)
         if missing is None:
             raise
-        _exit(f"Error: {missing}", error, UsageError.exit_code)
+        _exit_with(f"Error: {missing}", error, UsageError.exit_code)
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        _exit(f"Error: {where}{error.strerror or error}", error, StoreError.exit_code)
+        _exit_with(f"Error: {where}{error.strerror or error}", error, StoreError.exit_code)
     except KeyboardInterrupt as error:
         code = get_exit_code(error)
-        _exit(f"stopped by {signal.Signals(code - 128).name}", error, code)
+        _exit_with(f"stopped by {signal.Signals(code - 128).name}", error, code)
 
 
 @contextmanager
@@ -89,7 +89,7 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _exit(sentence: str, error: BaseException, code: int) -> None:
+def _exit_with(sentence: str, error: BaseException, code: int) -> None:
     """Print the sentence and the notes of the error as one line, and exit."""
     click.echo(printable("; ".join([sentence, *getattr(error, "__notes__", ())])), err=True)
     sys.exit(code)

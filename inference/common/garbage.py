@@ -18,7 +18,7 @@ def settle() -> None:
 
 
 @contextmanager
-def libraries_left_alone() -> Iterator[None]:
+def collect_rarely() -> Iterator[None]:
     """Within the block (or decorated function), exempt existing objects and collect rarely, because new objects have no
     cycles. Changes nothing if objects are exempt already."""
     if gc.get_freeze_count():

@@ -28,7 +28,7 @@ def file_system(url: str, options: Mapping[str, Any] | None = None) -> tuple[Any
     if not is_url(url):
         return LocalFileSystem(), os.path.abspath(url)  # noqa: PTH100  # names may be of any bytes
     try:
-        fs, path = url_to_fs(url, use_listings_cache=False, **_translated(url, options or {}))
+        fs, path = url_to_fs(url, use_listings_cache=False, **_options_of_s3fs(url, options or {}))
     except (ImportError, ValueError) as error:
         raise UsageError(f"{url} cannot be used: {error}") from error
     return fs, str(path).rstrip("/")
@@ -45,7 +45,7 @@ def store_errors(url: str) -> Iterator[None]:
         raise StoreError(f"{url}: the store failed ({one_line(error)})") from error
 
 
-def _translated(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
+def _options_of_s3fs(url: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """S3 options under the names of s3fs. Other stores take fsspec's options unchanged."""
     if not url.startswith("s3://"):
         return dict(options)

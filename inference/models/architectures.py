@@ -97,7 +97,7 @@ class Architecture:
         is_module = is_file or all(part.isidentifier() for part in library.split("."))
         if not has_name or not is_module or not name:
             raise UsageError(f"--architecture {text} is not an architecture; {HOW_TO_NAME}")
-        return cls(library, name, _arguments(text, query))
+        return cls(library, name, _parse_arguments(text, query))
 
     def check_plain(self, folder: Path | None, *, dequantize: bool) -> None:
         """Raises UnsupportedError if transformers' files in ``folder`` say that the weights are quantized, unless these
@@ -135,7 +135,7 @@ class Architecture:
             raise UsageError(f"the module {name} cannot be imported: {references.describe_error(error)}") from error
 
     @property
-    def our_name(self) -> str:
+    def builtin_name(self) -> str:
         return self.name or "vit"
 
 
@@ -144,7 +144,7 @@ def check_there(url: str, architecture: str | None, config: str | Path | None) -
     one that is assumed. A program is read only when it is run."""
     if is_program(architecture):
         return
-    check_asked(url)
+    refuse_unnamed_program(url)
     summary = ckpt_tools.inspect(url)
     with describing_folder(summary.source, None, config) as folder:
         if architecture_of(architecture, folder, summary.source, None).is_assumed:
@@ -156,7 +156,7 @@ def is_program(architecture: str | None) -> bool:
     return architecture is not None and Architecture.parse(architecture).is_program
 
 
-def check_asked(url: str | Path) -> None:
+def refuse_unnamed_program(url: str | Path) -> None:
     """Raises UsageError if the file's suffix is that of a program, which must be requested by name."""
     if str(url).endswith(".pt2"):
         raise UsageError(
@@ -165,7 +165,7 @@ def check_asked(url: str | Path) -> None:
         )
 
 
-def check_unchanged(kind: str, reading: Mapping[str, Any], dtype: object) -> None:
+def refuse_tensor_options(kind: str, reading: Mapping[str, Any], dtype: object) -> None:
     """Raises UsageError for options that change tensors, which a program has of its own."""
     if reading or dtype is not None:
         raise UsageError(f"{PROGRAMS[kind]} has its own names and dtypes; leave out {', '.join(reading) or 'dtype'}")
@@ -228,7 +228,7 @@ def is_name_of_timm(text: object) -> bool:
     return isinstance(text, str) and text.isidentifier() and text not in (OURS, HUGGING_FACE)
 
 
-def _arguments(text: str, query: str) -> dict[str, Any]:
+def _parse_arguments(text: str, query: str) -> dict[str, Any]:
     """``num_classes=10&dropout=0.5`` as keyword arguments; a value that is no literal of Python is text."""
     found: dict[str, Any] = {}
     for part in filter(None, query.split("&")):

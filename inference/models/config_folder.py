@@ -42,10 +42,10 @@ def config_folder(
     """A local folder with the file ``name`` and its companions, within the block; None if there is none. ``places`` are
     looked through in turn. Raises StoreError if a remote one cannot be read."""
     if "://" not in str(url):
-        yield _local(Path(url), name, places)
+        yield _find_local(Path(url), name, places)
         return
     with TemporaryDirectory(prefix="ckpt-tools-config-") as temporary:
-        yield Path(temporary) if _copy(str(url), options or {}, Path(temporary), name, places) else None
+        yield Path(temporary) if _copy_remote(str(url), options or {}, Path(temporary), name, places) else None
 
 
 @contextmanager
@@ -60,7 +60,7 @@ def describing_folder(
         yield folder
 
 
-def _local(path: Path, name: str, places: Sequence[str]) -> Path | None:
+def _find_local(path: Path, name: str, places: Sequence[str]) -> Path | None:
     base = path if path.is_dir() else path.parent
     found = (base / place for place in _places_of(places, is_file=not path.is_dir()))
     return next((folder for folder in found if (folder / name).is_file()), None)
@@ -71,7 +71,7 @@ def _places_of(places: Sequence[str], *, is_file: bool) -> list[str]:
     return [place for place in places if not (is_file and place == "..")]
 
 
-def _copy(url: str, options: Mapping[str, Any], into: Path, name: str, places: Sequence[str]) -> bool:
+def _copy_remote(url: str, options: Mapping[str, Any], into: Path, name: str, places: Sequence[str]) -> bool:
     fs, path = file_system(url, options)
     try:
         for folder in _remote_folders(fs, path, places):

@@ -36,7 +36,7 @@ def encoder_of(model: Any, folder: Path, *, passes: Passes) -> Task:
 
 def _of_images(model: Any, folder: Path, passes: Passes) -> Task:
     def embeddings(images: Tensor) -> Tensor:
-        return _pooled(model(pixel_values=images), None)
+        return _pool_output(model(pixel_values=images), None)
 
     found = image_task(model, embeddings, folder, num_classes=0, labels=None, passes=passes)
     like = next(model.parameters())
@@ -62,11 +62,11 @@ class TextEncoder(TextLabels):
 
     @torch.inference_mode()
     def _forward(self, batch: Tensor) -> Tensor:
-        fields = self.tokens.named(batch.to(device_of(self.model)))
-        return _pooled(self.model(**fields), fields.get(MASK)).float().cpu()
+        fields = self.tokens.to_arguments(batch.to(device_of(self.model)))
+        return _pool_output(self.model(**fields), fields.get(MASK)).float().cpu()
 
 
-def _pooled(output: Any, mask: Tensor | None) -> Tensor:
+def _pool_output(output: Any, mask: Tensor | None) -> Tensor:
     """Pooled output, float [n, features]. ``mask`` int64 [n, tokens] is 0 at padding."""
     pooled = getattr(output, "pooler_output", None)
     if pooled is not None:

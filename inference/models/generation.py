@@ -25,7 +25,7 @@ raises ends the generation."""
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class NumberLimits:
     """Allowed values of a number: ``low`` to ``high``, and ``others``."""
 
     low: float
@@ -43,14 +43,14 @@ class Limits:
         raise FormatError(f"{name} is {repr(value)[:60]}; it has to be {others}{kind} from {self.low} to {self.high}")
 
 
-LIMITS: Mapping[str, Limits] = {
-    "max_tokens": Limits(1, 1_000_000),
+LIMITS: Mapping[str, NumberLimits] = {
+    "max_tokens": NumberLimits(1, 1_000_000),
     # Nearer to 0, a division by it overflows float32.
-    "temperature": Limits(0.01, 100, is_whole=False, others=(0,)),
-    "top_p": Limits(1e-6, 1, is_whole=False),
-    "top_k": Limits(1, 2**31 - 1),
-    "seed": Limits(0, 2**63 - 1),
-    "repetition_penalty": Limits(0.01, 100, is_whole=False),
+    "temperature": NumberLimits(0.01, 100, is_whole=False, others=(0,)),
+    "top_p": NumberLimits(1e-6, 1, is_whole=False),
+    "top_k": NumberLimits(1, 2**31 - 1),
+    "seed": NumberLimits(0, 2**63 - 1),
+    "repetition_penalty": NumberLimits(0.01, 100, is_whole=False),
 }
 
 MAX_STOPS, MAX_STOP_LENGTH = 16, 256
@@ -123,7 +123,7 @@ class GrowingText:
     characters at the end a tokenizer may change when others follow.
     """
 
-    asked: Generation
+    request: Generation
     decode: Callable[[Sequence[int]], str]
     give: Give
     is_byte: Callable[[int], bool] = lambda _: False
@@ -134,17 +134,17 @@ class GrowingText:
     def add(self, token: int) -> None:
         """Raises EndOfTextError at a stop text."""
         self.tokens.append(token)
-        text = self._certain()
+        text = self._certain_text()
         if self._end_of(text) < len(text):
             raise EndOfTextError
-        self._hand(text[: len(text) - overlap(text, self.asked.stop)] if self.asked.is_streamed else "")
+        self._give_up_to(text[: len(text) - stop_overlap(text, self.request.stop)] if self.request.is_streamed else "")
 
     def finish(self) -> None:
         """Give the rest, up to a stop text."""
         text = self.decode(self.tokens)
-        self._hand(text[: self._end_of(text)])
+        self._give_up_to(text[: self._end_of(text)])
 
-    def _certain(self) -> str:
+    def _certain_text(self) -> str:
         num_whole = len(self.tokens)
         while num_whole and self.is_byte(self.tokens[num_whole - 1]):
             num_whole -= 1
@@ -153,23 +153,23 @@ class GrowingText:
         return text.removesuffix(UNDECODED)
 
     def _end_of(self, text: str) -> int:
-        starts = [text.find(each) for each in self.asked.stop]
+        starts = [text.find(each) for each in self.request.stop]
         return min((start for start in starts if start >= 0), default=len(text))
 
-    def _hand(self, text: str) -> None:
+    def _give_up_to(self, text: str) -> None:
         if not text.startswith(self._given):
             raise RuntimeError(f"the tokenizer changed {self._given[-40:]!r}, which was given already")
         piece, self._given = text[len(self._given) :], text
         self.give(piece)
 
 
-def overlap(text: str, stops: Sequence[str]) -> int:
+def stop_overlap(text: str, stops: Sequence[str]) -> int:
     """Length of the longest end of ``text`` that begins one of ``stops``."""
     longest = min(len(text), max(map(len, stops), default=1) - 1)
     return next((n for n in range(longest, 0, -1) if any(stop.startswith(text[-n:]) for stop in stops)), 0)
 
 
-class Turns:
+class FairLock:
     """A lock that threads get in the order in which they asked for it. If ``is_shared``, a generation passes it on
     after each forward pass, so that others wait for one pass of it at a time; else it keeps it to its end."""
 
@@ -198,7 +198,7 @@ class Turns:
                 self._is_taken = False
 
     @contextmanager
-    def passed_on(self) -> Iterator[None]:
+    def pass_on(self) -> Iterator[None]:
         """Others may have the lock within the block, if it is shared."""
         if not self.is_shared:
             yield

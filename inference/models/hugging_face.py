@@ -25,7 +25,7 @@ from .prediction import device_of
 from .results import BATCH, Array, TensorSpec
 from .task import Task, TaskOptions
 from .tensors import HOW_TO_BUILD, Network, Tensors, tensors_of
-from .uninitialized import Unfilled
+from .uninitialized import SkipInitialisation
 
 SIZES = ("hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size", "image_size", "patch_size")
 """Sizes in the configurations of transformers, under their common names."""
@@ -49,7 +49,7 @@ def build_model(architecture: Architecture, folder: Path | None, dtype: torch.dt
     with errors_of_files(f"{folder / CONFIG} is not usable"):
         config = transformers.AutoConfig.from_pretrained(folder)
         _check_sizes(config)
-        with _default_dtype(dtype or getattr(config, "dtype", None)), Unfilled():
+        with _default_dtype(dtype or getattr(config, "dtype", None)), SkipInitialisation():
             return model_class(config)
 
 
@@ -94,9 +94,9 @@ def _task_by_tensors(model: Any, options: TaskOptions) -> Tensors:
     """Any other model, by the arguments of its own ``forward``; outputs are the tensors of its answer. Raises
     UsageError if it needs others than are known here."""
     taken, kind = signature(model.forward).parameters, type(model).__name__
-    facts = Facts.of(model.config)
-    inputs = tuple(facts.inputs(taken))
-    facts = facts.counted(model, [spec.name for spec in inputs])
+    facts = ConfigSizes.from_config(model.config)
+    inputs = tuple(facts.input_specs(taken))
+    facts = facts.with_positions(model, [spec.name for spec in inputs])
     names = {spec.name for spec in inputs}
     required = [each.name for each in taken.values() if each.default is Parameter.empty and each.kind.name[:3] != "VAR"]
     missing = [name for name in (*required, model.main_input_name) if name not in names]
@@ -109,7 +109,7 @@ def _task_by_tensors(model: Any, options: TaskOptions) -> Tensors:
 
     # Random boxes would have their corners in the wrong order.
     below = {**facts.below, "bbox": 1}
-    network = Network(inputs, call, device_of(model), model.dtype, below=below, check=facts.check, is_listed=False)
+    network = Network(inputs, call, device_of(model), model.dtype, below=below, check=facts.check_row, is_listed=False)
     return tensors_of(network, options.passes())
 
 
@@ -118,7 +118,7 @@ IDS = ("input_ids", "attention_mask", "token_type_ids")
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class ConfigSizes:
     """Sizes of a configuration of transformers. ``below`` bounds the values of integers, ``tokens`` the number of
     tokens."""
 
@@ -128,7 +128,7 @@ class Facts:
     tokens: Mapping[str, int]
 
     @classmethod
-    def of(cls, config: Any) -> Facts:
+    def from_config(cls, config: Any) -> ConfigSizes:
         text = getattr(config, "text_config", config)
         decoder = getattr(config, "decoder", text)
         ids = ("input_ids", text, "max_position_embeddings"), ("decoder_input_ids", decoder, "max_target_positions")
@@ -142,7 +142,7 @@ class Facts:
         below, tokens = ({name: size for name, size in found.items() if size} for found in (words, limits))
         return cls(config, getattr(config, "vision_config", config), below, tokens)
 
-    def counted(self, model: Any, names: Sequence[str]) -> Facts:
+    def with_positions(self, model: Any, names: Sequence[str]) -> ConfigSizes:
         """With the number of positions in the tables of a model of one text, which may begin behind the padding."""
         if "input_ids" not in names or not set(names) <= set(IDS):
             return self
@@ -150,7 +150,7 @@ class Facts:
         counts = [*known, *num_positions(model, names)]
         return replace(self, tokens={**self.tokens, "input_ids": min(counts)}) if counts else self
 
-    def inputs(self, taken: Mapping[str, object]) -> Iterator[TensorSpec]:
+    def input_specs(self, taken: Mapping[str, object]) -> Iterator[TensorSpec]:
         has_types = self.below.get("token_type_ids", 0) > 1
         for name in taken:
             is_of_text = name in IDS and "input_ids" in taken and (name != "token_type_ids" or has_types)
@@ -177,7 +177,7 @@ class Facts:
             return self.config.num_mel_bins, 2 * self.config.max_source_positions
         return (BATCH, BATCH)
 
-    def check(self, row: Mapping[str, Array]) -> None:
+    def check_row(self, row: Mapping[str, Array]) -> None:
         """Raises FormatError for tokens that the model has no place for, which on a GPU would end the process."""
         for name, most in self.below.items():
             if name in row and not 0 <= row[name].min() <= row[name].max() < most:

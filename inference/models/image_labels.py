@@ -18,7 +18,7 @@ from ckpt_tools.errors import UsageError
 from ..common.errors import errors_of_files
 from .images import ImageReading, Mode, max_pixels_of
 from .passes import InPasses, Passes
-from .prediction import Activation, activation_of, answers, embeddings_of, labels_of_config
+from .prediction import Activation, activation_of, classify_logits, embeddings_of, labels_of_config
 from .results import BATCH, Array, Columns, Item, TensorSpec
 from .task import TaskOptions, check_inputs, check_labels, classifier_outputs
 
@@ -60,7 +60,7 @@ class ImageLabels(InPasses):
         return ImageReading(self.mode, None, self.is_upright, most)
 
     def decode(self, data: bytes, name: str) -> Array:
-        return self.prepare(self.reading.pixels(data, name))
+        return self.prepare(self.reading.decode_pixels(data, name))
 
     def prepare(self, pixels: Array) -> Array:
         return self.transform(Image.fromarray(pixels)).numpy()
@@ -68,7 +68,7 @@ class ImageLabels(InPasses):
     def predict(self, inputs: Sequence[Item]) -> Columns:
         check_inputs(inputs, np.float32, self.shape)
         logits = self.passes.run(torch.from_numpy(np.stack(inputs)), self._forward, self._random)
-        return answers(logits, self.activation) if self.num_features is None else embeddings_of(logits)
+        return classify_logits(logits, self.activation) if self.num_features is None else embeddings_of(logits)
 
     @torch.inference_mode()
     def _forward(self, images: Tensor) -> Tensor:

@@ -45,13 +45,13 @@ class ImageReading:
     max_pixels: int = MAX_PIXELS
     is_input: bool = False
 
-    def pixels(self, data: bytes, name: str) -> Array:
+    def decode_pixels(self, data: bytes, name: str) -> Array:
         """Decode an image in any format of Pillow: uint8 [height, width] or [height, width, 3].
 
         Raises ``FormatError`` with ``name`` if the bytes are not an image, are truncated, or unpack to too many pixels.
         """
-        with _opened(BytesIO(data), name) as image:
-            self._fit(image, name)
+        with _open_image(BytesIO(data), name) as image:
+            self._check_pixels(image, name)
             upright = ImageOps.exif_transpose(image) if self.is_upright else image
             found = upright.convert(self.mode)
             if self.size is not None and found.size != self.size:
@@ -71,7 +71,7 @@ class ImageReading:
     def _max_jpeg(self) -> int:
         return max(MAX_FILE_PIXELS, self.max_pixels)
 
-    def _fit(self, image: Image.Image, name: str) -> None:
+    def _check_pixels(self, image: Image.Image, name: str) -> None:
         before, most = image.size, self.max_pixels
         if image.format == "JPEG" and most < prod(before) <= self._max_jpeg:
             scale = next((each for each in JPEG_SCALES if each >= sqrt(prod(before) / most)), JPEG_SCALES[-1])
@@ -86,7 +86,7 @@ def max_pixels_of(model_pixels: int) -> int:
 
 
 @contextmanager
-def _opened(file: IO[bytes], name: str) -> Iterator[Image.Image]:
+def _open_image(file: IO[bytes], name: str) -> Iterator[Image.Image]:
     try:
         with Image.open(file) as image:
             yield image

@@ -15,19 +15,19 @@ import ckpt_tools
 from ckpt_tools.arguments import api_function
 from ckpt_tools.errors import FormatError, UnsupportedError, UsageError
 
-from ..common.garbage import libraries_left_alone
+from ..common.garbage import collect_rarely
 from .architectures import (
     ASSUMED,
     SCRIPTED,
     Architecture,
     architecture_of,
-    check_asked,
-    check_unchanged,
     is_program,
+    refuse_tensor_options,
+    refuse_unnamed_program,
 )
 from .config_folder import describing_folder, refuse_adapter
-from .options import Reading
-from .steady import CheckpointFiles, steadily
+from .options import TensorOptions
+from .steady import CheckpointFiles, read_consistently
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +39,7 @@ SCALES = re.compile(r"[._](weight_scale|scale_inv|qweight|qzeros|weight_packed|p
 
 
 @api_function
-@libraries_left_alone()
+@collect_rarely()
 def load_model(
     url: str | Path,
     *,
@@ -101,14 +101,18 @@ def load_model(
         if model is not None:
             raise UsageError("give either model or architecture")
         model = architecture
-    reading = Reading(model_key, include, exclude, rename, key_map, recipe, inverse, dequantize, config).given()
+    reading = TensorOptions(
+        model_key, include, exclude, rename, key_map, recipe, inverse, dequantize, config
+    ).to_keywords()
     if isinstance(model, str) and is_program(model):
         from .programs import load_program
 
         kind = Architecture.parse(model).library
-        check_unchanged(kind, reading, dtype)
-        return steadily(url, storage_options, lambda _: load_program(kind, url, device, storage_options).module)
-    check_asked(url)
+        refuse_tensor_options(kind, reading, dtype)
+        return read_consistently(
+            url, storage_options, lambda _: load_program(kind, url, device, storage_options).module
+        )
+    refuse_unnamed_program(url)
 
     def load(files: CheckpointFiles) -> nn.Module:
         found, is_assumed = files.weights.url, False
@@ -119,15 +123,15 @@ def load_model(
                 chosen.check_plain(folder, dequantize=dequantize)
                 built = chosen.build(folder, dtype).to(device=device)
         else:
-            from .uninitialized import made_real
+            from .uninitialized import allocate_meta_tensors
 
-            built = made_real(model, device).to(device=device, dtype=dtype)
-        return filled(built, found, storage_options, reading, is_assumed=is_assumed)
+            built = allocate_meta_tensors(model, device).to(device=device, dtype=dtype)
+        return fill_model(built, found, storage_options, reading, is_assumed=is_assumed)
 
-    return steadily(url, storage_options, load, config)
+    return read_consistently(url, storage_options, load, config)
 
 
-def filled(
+def fill_model(
     model: nn.Module,
     url: str | Path,
     storage_options: Mapping[str, Any] | None,
@@ -145,7 +149,7 @@ def filled(
         refuse_adapter(url, storage_options)
         renamed = None if reading else _by_names_of_transformers(model, url, storage_options)
         if renamed is None:
-            advice = _advice(error.message) or (f"; {ASSUMED}" if is_assumed else "")
+            advice = _advice_on_names(error.message) or (f"; {ASSUMED}" if is_assumed else "")
             raise FormatError(f"{url}: {error.message}{advice}") from error
         return renamed
     except UnsupportedError as error:
@@ -180,7 +184,7 @@ def bytes_of(tensor: torch.Tensor) -> Any:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
-def _advice(message: str) -> str:
+def _advice_on_names(message: str) -> str:
     """The end of an error whose names are known: those of an adapter, or of quantized weights."""
     if LORA in message:
         return "; they are those of an adapter of PEFT, which ckpt-tools merge-lora merges into its base model"

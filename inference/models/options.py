@@ -23,7 +23,7 @@ Exact = Literal["buckets", "full", "off"]
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class TensorOptions:
     """Arguments of :func:`inference.load_model` that choose and name tensors. Can be sent to other processes."""
 
     model_key: str | None = None
@@ -36,7 +36,7 @@ class Reading:
     dequantize: bool = False
     config: str | Path | None = None
 
-    def given(self) -> dict[str, Any]:
+    def to_keywords(self) -> dict[str, Any]:
         """Those for ``ckpt_tools.load_into``, which takes sizes for a recipe, and how weights are quantized, from
         ``config``."""
         found = {name: value for name in self.__dataclass_fields__ if (value := getattr(self, name))}
@@ -45,12 +45,12 @@ class Reading:
         return found
 
     @classmethod
-    def taken_from(cls, options: dict[str, Any]) -> Reading:
+    def taken_from(cls, options: dict[str, Any]) -> TensorOptions:
         """Take these options out of a command's ``options``."""
         return cls(**{name: options.pop(name) for name in cls.__dataclass_fields__})
 
 
-AS_IT_IS = Reading()
+AS_IT_IS = TensorOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class ModelOptions:
 
     architecture: str | None = None
     device: str | None = None
-    reading: Reading = AS_IT_IS
+    reading: TensorOptions = AS_IT_IS
     exact: Exact = "full"
     max_batch: int | None = None
     dtype: str | None = None
@@ -83,7 +83,7 @@ class ModelOptions:
     def taken_from(cls, options: dict[str, Any]) -> ModelOptions:
         """Take these options out of a command's ``options``."""
         names = cls.__dataclass_fields__.keys() & options.keys()
-        return cls(reading=Reading.taken_from(options), **{name: options.pop(name) for name in names})
+        return cls(reading=TensorOptions.taken_from(options), **{name: options.pop(name) for name in names})
 
 
 DEFAULTS = ModelOptions()

@@ -18,27 +18,27 @@ from ckpt_tools.errors import FormatError, UsageError
 from ..common.training_package import data, evaluation, language_model, model_config, model_names, zoo
 from .architectures import OURS, Architecture
 from .config_folder import CONFIG, read_config
-from .generation import EndOfTextError, Generation, Give, GrowingText, Turns
+from .generation import EndOfTextError, FairLock, Generation, Give, GrowingText
 from .images import MAX_PIXELS, ImageReading
 from .passes import InPasses, Passes
-from .prediction import TokenSampler, answers, device_of, embeddings_of
-from .results import BATCH, BYTES, Array, Columns, Item, TensorSpec, predict_by_group, texts
+from .prediction import TokenSampler, classify_logits, device_of, embeddings_of
+from .results import BATCH, BYTES, Array, Columns, Item, TensorSpec, predict_by_group, text_column
 from .task import Task, TaskOptions, check_inputs, check_labels, classifier_outputs, max_bytes_of, text_of
 from .texts import NEW_TOKENS
-from .uninitialized import Unfilled
+from .uninitialized import SkipInitialisation
 
 SIZE = (model_names.IMAGE_SIZE, model_names.IMAGE_SIZE)
 
 
 def build_model(architecture: Architecture, folder: Path | None, dtype: torch.dtype | None) -> nn.Module:
-    if architecture.our_name not in model_names.MODELS:
+    if architecture.builtin_name not in model_names.MODELS:
         raise UsageError(f"--architecture {OURS}:{architecture.name}: training has no model of its own of this name")
-    with Unfilled():
-        return zoo.our_model(architecture.our_name, **architecture.arguments).to(dtype=dtype)
+    with SkipInitialisation():
+        return zoo.our_model(architecture.builtin_name, **architecture.arguments).to(dtype=dtype)
 
 
 def make_task(model: nn.Module, options: TaskOptions) -> Task:
-    facts = model_names.MODELS[options.architecture.our_name]
+    facts = model_names.MODELS[options.architecture.builtin_name]
     if facts.task == "text":
         passes = replace(options.passes(), full=1) if facts.experts else options.passes()
         return OurTexts(model, passes, options.max_new_tokens or NEW_TOKENS)
@@ -81,17 +81,17 @@ class OurImages(InPasses):
         return classifier_outputs(model_names.NUM_CLASSES, self.num_features)
 
     def decode(self, data: bytes, name: str) -> Array:
-        return self.reading.pixels(data, name)
+        return self.reading.decode_pixels(data, name)
 
     def prepare(self, pixels: Array) -> Array:
         return pixels
 
     def predict(self, inputs: Sequence[Item]) -> Columns:
         check_inputs(inputs, np.uint8, SIZE)
-        logits = self.passes.run(torch.from_numpy(np.stack(inputs)), self._logits, _random_pixels)
-        return answers(logits) if self.num_features is None else embeddings_of(logits)
+        logits = self.passes.run(torch.from_numpy(np.stack(inputs)), self._forward, _random_pixels)
+        return classify_logits(logits) if self.num_features is None else embeddings_of(logits)
 
-    def _logits(self, pixels: Tensor) -> Tensor:
+    def _forward(self, pixels: Tensor) -> Tensor:
         like = next(self.model.parameters())
         return self.forward(data.to_input(pixels).to(like.device, like.dtype)).float().cpu()
 
@@ -109,7 +109,7 @@ class OurTexts(InPasses):
     model: nn.Module
     passes: Passes
     new_bytes: int = NEW_TOKENS
-    turns: Turns = field(default_factory=Turns)
+    turns: FairLock = field(default_factory=FairLock)
 
     inputs: ClassVar[tuple[TensorSpec, ...]] = (TensorSpec("text", BYTES, (BATCH,)),)
     outputs: ClassVar[tuple[TensorSpec, ...]] = (TensorSpec("text", BYTES, (BATCH,)),)
@@ -127,7 +127,7 @@ class OurTexts(InPasses):
 
     def predict(self, inputs: Sequence[Item]) -> Columns:
         check_inputs(inputs, np.int64, (BATCH,))
-        return predict_by_group([each[-language_model.CONTEXT :] for each in inputs], len, self._continued)
+        return predict_by_group([each[-language_model.CONTEXT :] for each in inputs], len, self._continue_group)
 
     def generate(self, asked: Generation, give: Give) -> None:
         """Generate a text with forward passes of one row. A token is a byte, and ``repetition_penalty`` is for the last
@@ -135,8 +135,12 @@ class OurTexts(InPasses):
         if not isinstance(asked.prompt, str):
             raise FormatError("the model has no chat template, so it takes text_input, and no messages")
         row = self.decode(asked.prompt.encode(), "text_input")[-language_model.CONTEXT :]
-        written, text = torch.from_numpy(row[None]).to(device_of(self.model)), GrowingText(asked, _decoded, give)
-        changes = [each for each in (_penalty(asked), TokenSampler.of(asked, written.device)) if each is not None]
+        written, text = torch.from_numpy(row[None]).to(device_of(self.model)), GrowingText(asked, _decode_bytes, give)
+        changes = [
+            each
+            for each in (_repetition_penalty(asked), TokenSampler.from_request(asked, written.device))
+            if each is not None
+        ]
         with suppress(EndOfTextError):
             for _ in range(asked.max_tokens or self.new_bytes):
                 scores = self._next_logits(written).float()
@@ -146,16 +150,16 @@ class OurTexts(InPasses):
                 text.add(int(written[0, -1]))
         text.finish()
 
-    def _continued(self, inputs: Sequence[Array], length: int) -> Columns:
+    def _continue_group(self, inputs: Sequence[Array], length: int) -> Columns:
         def random(many: int) -> Tensor:
             return torch.randint(128, (many, length), generator=torch.Generator().manual_seed(0))
 
         rows = torch.from_numpy(np.stack(inputs))
-        chunks = self.passes.chunks(rows, lambda given: self._steps(given)[1], random)
-        written = torch.cat([self._steps(chunk)[0][:kept] for chunk, kept in chunks])[:, length:]
-        return {"text": texts([_decoded(row) for row in written.tolist()])}
+        chunks = self.passes.split_rows(rows, lambda given: self._continue_chunk(given)[1], random)
+        written = torch.cat([self._continue_chunk(chunk)[0][:kept] for chunk, kept in chunks])[:, length:]
+        return {"text": text_column([_decode_bytes(row) for row in written.tolist()])}
 
-    def _steps(self, given: Tensor) -> tuple[Tensor, Tensor]:
+    def _continue_chunk(self, given: Tensor) -> tuple[Tensor, Tensor]:
         """The continued bytes [n, t], and the logits of each step [n, steps, values]."""
         written, logits = given.to(device_of(self.model)), []
         for _ in range(self.new_bytes):
@@ -171,11 +175,11 @@ class OurTexts(InPasses):
             return found
 
 
-def _decoded(written: Sequence[int]) -> str:
+def _decode_bytes(written: Sequence[int]) -> str:
     return bytes(written).decode(errors="replace")  # A text may end within a character.
 
 
-def _penalty(asked: Generation) -> Any:
+def _repetition_penalty(asked: Generation) -> Any:
     if asked.repetition_penalty is None:
         return None
     from transformers import RepetitionPenaltyLogitsProcessor

@@ -39,38 +39,38 @@ class Passes:
     def run(self, rows: Tensor, forward: Forward, random: Callable[[int], Tensor]) -> Tensor:
         """``forward`` of ``rows``. ``random`` makes that many rows of the same shape, with values such as the model
         takes."""
-        chunks = self.chunks(rows, forward, random)
+        chunks = self.split_rows(rows, forward, random)
         return torch.cat([forward(chunk)[:kept] for chunk, kept in chunks])
 
-    def chunks(self, rows: Tensor, probe: Forward, random: Callable[[int], Tensor]) -> Iterator[tuple[Tensor, int]]:
+    def split_rows(self, rows: Tensor, probe: Forward, random: Callable[[int], Tensor]) -> Iterator[tuple[Tensor, int]]:
         """The rows of each pass, and how many of them are not padding. ``probe`` is a forward pass whose bits are
         compared."""
         shape = "x".join(map(str, rows.shape[1:]))
-        for numbers, kept in self.numbers(len(rows), shape, probe, lambda: random(self.full)):
+        for numbers, kept in self.split_numbers(len(rows), shape, probe, lambda: random(self.full)):
             yield rows[numbers], kept
 
-    def numbers(
+    def split_numbers(
         self, many: int, shape: str, probe: Forward, random: Callable[[], Tensor]
     ) -> Iterator[tuple[Tensor, int]]:
         """The numbers of the rows of each pass, for ``many`` rows of ``shape``, and how many of them are not padding.
         ``probe`` is a forward pass of rows of ``random``, whose bits are compared."""
         for start in range(0, many, self.full):
             kept = min(self.full, many - start)
-            size = self._fitting(kept, shape, probe, random)
+            size = self._fitting_size(kept, shape, probe, random)
             yield torch.arange(start, start + size).clamp(max=start + kept - 1), kept
 
-    def _fitting(self, many: int, shape: str, probe: Forward, random: Callable[[], Tensor]) -> int:
+    def _fitting_size(self, many: int, shape: str, probe: Forward, random: Callable[[], Tensor]) -> int:
         if self.exact == "off":
             return max(many, self.least)
         if shape not in self._sizes and len(self._sizes) >= MAX_SHAPES:
             return self.full
         if shape not in self._sizes:
-            self._sizes[shape] = (self.full,) if self.exact == "full" else self._measured(probe, random)
+            self._sizes[shape] = (self.full,) if self.exact == "full" else self._measure_sizes(probe, random)
         return next(size for size in self._sizes[shape] if size >= many)
 
-    def _measured(self, probe: Forward, random: Callable[[], Tensor]) -> tuple[int, ...]:
+    def _measure_sizes(self, probe: Forward, random: Callable[[], Tensor]) -> tuple[int, ...]:
         try:
-            return agreeing(probe, random(), self.least)
+            return find_agreeing_sizes(probe, random(), self.least)
         except Exception:
             # A model may take only some of the inputs that have the right shape.
             return (self.full,)
@@ -108,7 +108,7 @@ class InPasses:
 
 
 @torch.inference_mode()
-def agreeing(forward: Forward, rows: Tensor, least: int = 1) -> tuple[int, ...]:
+def find_agreeing_sizes(forward: Forward, rows: Tensor, least: int = 1) -> tuple[int, ...]:
     """Powers of two from ``least`` and below ``len(rows)`` as whose passes the first and the last of ``rows`` have the
     bits of one pass of all, and ``len(rows)``."""
     full = len(rows)
@@ -119,14 +119,14 @@ def agreeing(forward: Forward, rows: Tensor, least: int = 1) -> tuple[int, ...]:
 
 def _agrees(forward: Forward, rows: Tensor, whole: Tensor, size: int) -> bool:
     starts = {0, len(rows) - size}
-    return all(_bits(forward(rows[at : at + size])) == _bits(whole[at : at + size]) for at in starts)
+    return all(_bits_of(forward(rows[at : at + size])) == _bits_of(whole[at : at + size]) for at in starts)
 
 
-def _bits(found: Tensor) -> bytes:
+def _bits_of(found: Tensor) -> bytes:
     return found.contiguous().view(torch.uint8).cpu().numpy().tobytes()
 
 
-def packed(outputs: Mapping[str, Tensor]) -> Tensor:
+def pack_bytes(outputs: Mapping[str, Tensor]) -> Tensor:
     """The bytes of several outputs, uint8 [n, bytes]."""
     many = len(next(iter(outputs.values())))
     parts = [each.reshape(many, each[0].numel()).contiguous() for each in outputs.values()]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 Activation = Literal["softmax", "sigmoid"]
 
 
-def answers(logits: Tensor, activation: Activation = "softmax") -> Columns:
+def classify_logits(logits: Tensor, activation: Activation = "softmax") -> Columns:
     """Label and probabilities for each row of float32 [n, classes]; a sigmoid gives independent ones."""
     if activation == "softmax":
         probabilities = torch.softmax(logits, dim=1)
@@ -66,7 +66,7 @@ class TokenSampler:
     generator: torch.Generator
 
     @classmethod
-    def of(cls, asked: Generation, device: torch.device) -> TokenSampler | None:
+    def from_request(cls, asked: Generation, device: torch.device) -> TokenSampler | None:
         """None for a request without sampling. Without a seed, the numbers are new ones each time."""
         from transformers.generation import logits_process as library
 

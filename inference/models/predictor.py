@@ -17,15 +17,15 @@ from ckpt_tools.arguments import api_function
 from ckpt_tools.errors import UsageError
 
 from ..common.errors import errors_of_files
-from ..common.garbage import libraries_left_alone
-from .architectures import Architecture, architecture_of, check_asked, check_unchanged
+from ..common.garbage import collect_rarely
+from .architectures import Architecture, architecture_of, refuse_tensor_options, refuse_unnamed_program
 from .config_folder import describing_folder
-from .loading import bytes_of, filled
-from .options import Exact, ModelOptions, Reading
-from .results import BYTES, Item, rows_of
+from .loading import bytes_of, fill_model
+from .options import Exact, ModelOptions, TensorOptions
+from .results import BYTES, Item, split_predictions
 from .results import Prediction as Prediction
 from .results import TensorSpec as TensorSpec
-from .steady import CheckpointFiles, steadily
+from .steady import CheckpointFiles, read_consistently
 from .task import Task as Task
 from .task import TaskOptions, check_length
 
@@ -103,7 +103,7 @@ class Predictor:
         rows = [
             tuple(map(_row_major, each)) if isinstance(each, tuple) else _row_major(np.asarray(each)) for each in inputs
         ]
-        return list(rows_of(self.task.predict(rows))) if rows else []
+        return list(split_predictions(self.task.predict(rows))) if rows else []
 
 
 def _row_major(value: Any) -> Any:
@@ -111,7 +111,7 @@ def _row_major(value: Any) -> Any:
 
 
 @api_function
-@libraries_left_alone()
+@collect_rarely()
 def load_predictor(
     url: str | Path,
     *,
@@ -167,15 +167,17 @@ def load_predictor(
     """
     ModelOptions(exact=exact, max_batch=max_batch, max_pixels=max_pixels)
     named = None if architecture is None else Architecture.parse(architecture)
-    reading = Reading(model_key, include, exclude, rename, key_map, recipe, inverse, dequantize, config).given()
+    reading = TensorOptions(
+        model_key, include, exclude, rename, key_map, recipe, inverse, dequantize, config
+    ).to_keywords()
     texts = None if labels is None else tuple(labels)
     settings = (texts, exact, max_batch, max_new_tokens, embeddings, dtype)
 
     def settled(task: Task) -> Task:
-        task = as_embeddings(task) if embeddings else task
-        task = task if max_pixels is None else _limited(task, max_pixels)
+        task = take_head_off(task) if embeddings else task
+        task = task if max_pixels is None else _limit_pixels(task, max_pixels)
         if exact == "buckets":
-            _measure(task)
+            _measure_passes(task)
         return task
 
     def load(files: CheckpointFiles) -> Predictor:
@@ -193,7 +195,7 @@ def load_predictor(
                 options.check()
                 chosen.check_plain(folder, dequantize=dequantize)
                 built = chosen.build(folder, dtype).to(device=device)
-                model = filled(built, summary.source, storage_options, reading, is_assumed=chosen.is_assumed)
+                model = fill_model(built, summary.source, storage_options, reading, is_assumed=chosen.is_assumed)
                 digest = digest_of(model)
                 with errors_of_files("the files beside the weights do not fit the model"):
                     task = settled(chosen.source.make_task(model, options))
@@ -201,13 +203,13 @@ def load_predictor(
         return Predictor(name or name_of(url), identity, task, files=files)
 
     if named is not None and named.is_program:
-        check_unchanged(named.library, reading, dtype)
+        refuse_tensor_options(named.library, reading, dtype)
     else:
-        check_asked(url)
-    return steadily(url, storage_options, load, config)
+        refuse_unnamed_program(url)
+    return read_consistently(url, storage_options, load, config)
 
 
-def loaded(url: str, name: str, options: ModelOptions) -> Predictor:
+def load_with_options(url: str, name: str, options: ModelOptions) -> Predictor:
     """The result of :func:`load_predictor` with options that another process gave. Raises UsageError too if the dtype
     or the device is none of torch's."""
     import torch
@@ -220,11 +222,11 @@ def loaded(url: str, name: str, options: ModelOptions) -> Predictor:
     except RuntimeError as error:
         raise UsageError(f"--device {options.device} is not a device of torch") from error
     given = {each: getattr(options, each) for each in ModelOptions.__dataclass_fields__ if each != "reading"}
-    reading = {**options.reading.given(), "config": options.reading.config}
+    reading = {**options.reading.to_keywords(), "config": options.reading.config}
     return load_predictor(url, name=name, **{**given, **reading, "dtype": dtype, "device": device})
 
 
-def _limited(task: Task, max_pixels: int) -> Task:
+def _limit_pixels(task: Task, max_pixels: int) -> Task:
     """The task with another limit of pixels. Raises UsageError if it takes no images."""
     from .image_labels import ImageLabels
     from .ours import OurImages
@@ -234,19 +236,19 @@ def _limited(task: Task, max_pixels: int) -> Task:
     return replace(task, max_pixels=max_pixels)
 
 
-def _measure(task: Task) -> None:
+def _measure_passes(task: Task) -> None:
     """Predict once, so that the sizes of forward passes are known before the first request. Rows of any size are
     measured when the first one of each shape comes."""
     from .tensors import Tensors
 
     if isinstance(task, Tensors):
-        task.measure()
+        task.measure_passes()
         return
     (spec,) = task.inputs
     task.predict([task.decode(b"a", "a text") if spec.datatype == BYTES else spec.zeros()])
 
 
-def as_embeddings(task: Task) -> Task:
+def take_head_off(task: Task) -> Task:
     """The task with the last layer of its model taken out. A task that gives embeddings stays the same. Raises
     UsageError if the model has no linear layer that gives its classes."""
     from .image_labels import ImageLabels

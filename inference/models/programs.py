@@ -31,7 +31,7 @@ from .architectures import EXPORTED, PROGRAMS, SCRIPTED
 from .passes import Passes
 from .results import BATCH, Array, TensorSpec
 from .task import TaskOptions
-from .tensors import DATATYPES, Network, Shapes, Tensors, named, tensors_of
+from .tensors import DATATYPES, Network, Shapes, Tensors, name_outputs, tensors_of
 from .users_code import EXAMPLE, Description, described_by, task_of_module
 
 
@@ -55,7 +55,7 @@ def load_program(
     """Load the program at ``url`` to ``device``. Raises FormatError if it is not such a program. SourceNotFoundError if
     there is no such file."""
     try:
-        with _opened(str(url), storage_options) as file, _silenced():
+        with _open_file(str(url), storage_options) as file, _silence_torch():
             # At once, so that the digest is of what is run.
             data = file.read()
             return Program(kind, _READERS[kind](BytesIO(data), device), f"blake3:{blake3(data).hexdigest()}")
@@ -67,26 +67,29 @@ def load_program(
         raise FormatError(f"{url} is not {PROGRAMS[kind]}, or is damaged") from error
 
 
-def _exported(file: BinaryIO, device: str | torch.device) -> ExportedProgram:
+def _load_exported(file: BinaryIO, device: str | torch.device) -> ExportedProgram:
     program = torch.export.load(file)
     if torch.device(device).type != "cpu":
         program = move_to_device_pass(program, device)
     return program
 
 
-def _scripted(file: BinaryIO, device: str | torch.device) -> nn.Module:
+def _load_scripted(file: BinaryIO, device: str | torch.device) -> nn.Module:
     model: nn.Module = torch.jit.load(file, map_location=device)
     return model.eval()
 
 
-_READERS: Mapping[str, Callable[[BinaryIO, str | torch.device], Any]] = {EXPORTED: _exported, SCRIPTED: _scripted}
+_READERS: Mapping[str, Callable[[BinaryIO, str | torch.device], Any]] = {
+    EXPORTED: _load_exported,
+    SCRIPTED: _load_scripted,
+}
 
 _FAILURES = (RuntimeError, ValueError, KeyError, TypeError, AttributeError, EOFError, OSError, BadZipFile)
 """Errors of torch's readers, which do not tell a damaged file from another kind of file."""
 
 
 @contextmanager
-def _opened(url: str, storage_options: Mapping[str, Any] | None) -> Iterator[BinaryIO]:
+def _open_file(url: str, storage_options: Mapping[str, Any] | None) -> Iterator[BinaryIO]:
     if not is_url(url):
         with Path(url).open("rb") as file:
             yield file
@@ -99,7 +102,7 @@ def _opened(url: str, storage_options: Mapping[str, Any] | None) -> Iterator[Bin
 
 
 @contextmanager
-def _silenced() -> Iterator[None]:
+def _silence_torch() -> Iterator[None]:
     """Silences torch's traceback for an unreadable file, and TorchScript's deprecation warning."""
     logger = logging.getLogger("torch.export")
     before, logger.disabled = logger.disabled, True
@@ -129,111 +132,113 @@ def _task_of_exported(
 ) -> Tensors:
     """The task of a program of torch.export, which knows its tensors. Raises UsageError if one has no batch, or the
     description has other inputs."""
-    signed = Signature.of(program)
-    inputs = signed.specs(signed.inputs)
+    signed = ProgramSignature.from_program(program)
+    inputs = signed.tensor_specs(signed.inputs)
     if not inputs:
         raise UsageError("the program takes no tensor")
     if said.inputs not in (None, inputs):
-        raise UsageError(f"inputs of {said.name} is not what the program takes: {_shown(inputs)}")
-    least, most = signed.batch()
+        raise UsageError(f"inputs of {said.name} is not what the program takes: {_format_specs(inputs)}")
+    least, most = signed.batch_range()
     full = max(least, min(passes.full, most))
     network = Network(
         inputs,
-        partial(_called, program.module(), program, signed),
+        partial(_call_program, program.module(), program, signed),
         torch.device(device),
         None,
         said.names,
-        (signed.example(), signed.example()),
-        check=signed.check,
+        (signed.example_shapes(), signed.example_shapes()),
+        check=signed.check_row,
         is_listed=False,
     )
-    outputs = said.outputs or signed.specs(signed.outputs)
+    outputs = said.outputs or signed.tensor_specs(signed.outputs)
     return tensors_of(network, Passes(full, passes.exact, least), declared=outputs, files=said.files)
 
 
-def _called(module: nn.Module, program: ExportedProgram, signed: Signature, given: Mapping[str, Tensor]) -> Any:
+def _call_program(
+    module: nn.Module, program: ExportedProgram, signed: ProgramSignature, given: Mapping[str, Tensor]
+) -> Any:
     leaves = [given[each] if isinstance(each, str) else each.value for each in signed.leaves]
     args, kwargs = pytree.tree_unflatten(leaves, program.call_spec.in_spec)
     return module(*args, **kwargs)
 
 
 @dataclass(frozen=True, slots=True)
-class Constant:
+class ConstantArgument:
     """An argument of a program that is not a tensor."""
 
     value: Any
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Signature:
+class ProgramSignature:
     """Tensors of a program by name, without elements: sizes are numbers or symbols. ``leaves`` are its arguments in
     order, a name for each tensor. ``ranges`` has the least and the most of a symbol."""
 
     inputs: Mapping[str, Tensor]
     outputs: Mapping[str, Tensor]
-    leaves: tuple[str | Constant, ...]
+    leaves: tuple[str | ConstantArgument, ...]
     ranges: Mapping[Any, Any]
 
     @classmethod
-    def of(cls, program: ExportedProgram) -> Signature:
+    def from_program(cls, program: ExportedProgram) -> ProgramSignature:
         """Raises UsageError if an input or an output is a number that changes."""
         nodes = {node.name: node for node in program.graph.nodes}
         leaves = [each.arg for each in program.graph_signature.input_specs if each.kind.name == "USER_INPUT"]
         results = [each.arg for each in program.graph_signature.output_specs if each.kind.name == "USER_OUTPUT"]
-        constants = [_constant(each) for each in leaves]
+        constants = [_constant_of(each) for each in leaves]
         inputs = {
             each.name: nodes[each.name].meta["val"]
             for each, constant in zip(leaves, constants, strict=True)
             if constant is None
         }
-        values = [nodes[each.name].meta["val"] if _constant(each) is None else each.value for each in results]
-        outputs = named(pytree.tree_unflatten(values, program.call_spec.out_spec))
+        values = [nodes[each.name].meta["val"] if _constant_of(each) is None else each.value for each in results]
+        outputs = name_outputs(pytree.tree_unflatten(values, program.call_spec.out_spec))
         known = tuple(constant or each.name for each, constant in zip(leaves, constants, strict=True))
         return cls(inputs, outputs, known, program.range_constraints)
 
-    def specs(self, tensors: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
+    def tensor_specs(self, tensors: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
         """Raises UsageError if the first dimension of one is not the batch, or its dtype is none of the protocol."""
-        return tuple(self._spec(name, each) for name, each in tensors.items())
+        return tuple(self._tensor_spec(name, each) for name, each in tensors.items())
 
-    def _spec(self, name: str, tensor: Tensor) -> TensorSpec:
+    def _tensor_spec(self, name: str, tensor: Tensor) -> TensorSpec:
         if tensor.dtype not in DATATYPES:
             raise UsageError(f"the program's {name} is of {tensor.dtype}, which the protocol does not have")
-        if not tensor.dim() or _expression(tensor.shape[0]) not in self._batches():
+        if not tensor.dim() or _size_expression(tensor.shape[0]) not in self._batch_sizes():
             raise UsageError(
                 f"the program's {name} is {list(tensor.shape)}; the first dimension of every input and output has to "
                 "be the batch"
             )
-        if any(self._batches() & _symbols(size) for size in tensor.shape[1:]):
+        if any(self._batch_sizes() & _size_symbols(size) for size in tensor.shape[1:]):
             raise UsageError(
                 f"the program's {name} is {list(tensor.shape)}; the batch has to be its first dimension alone"
             )
         sizes = (size if isinstance(size, int) else BATCH for size in tensor.shape[1:])
         return TensorSpec(name, DATATYPES[tensor.dtype], (BATCH, *sizes))
 
-    def _batches(self) -> set[Any]:
+    def _batch_sizes(self) -> set[Any]:
         """First dimensions of the inputs: one number, or symbols."""
-        found = {_expression(each.shape[0]) for each in self.inputs.values() if each.dim()}
+        found = {_size_expression(each.shape[0]) for each in self.inputs.values() if each.dim()}
         is_fixed = len(found) == 1 and all(isinstance(each, int) for each in found)
         return found if is_fixed or all(_is_symbol(each) for each in found) else set()
 
-    def batch(self) -> tuple[int, int]:
+    def batch_range(self) -> tuple[int, int]:
         """The least and the most rows."""
-        bounds = [self._bounds(each) for each in self._batches()]
-        return max(1, *(int(low) for low, _ in bounds)), min(_number(high) for _, high in bounds)
+        bounds = [self._size_bounds(each) for each in self._batch_sizes()]
+        return max(1, *(int(low) for low, _ in bounds)), min(_finite_bound(high) for _, high in bounds)
 
-    def _bounds(self, size: Any) -> tuple[Any, Any]:
+    def _size_bounds(self, size: Any) -> tuple[Any, Any]:
         return (size, size) if isinstance(size, int) else (self.ranges[size].lower, self.ranges[size].upper)
 
-    def example(self) -> Shapes:
+    def example_shapes(self) -> Shapes:
         """The shapes of a row that the program was made with."""
-        return tuple(tuple(_hint(size) for size in each.shape[1:]) for each in self.inputs.values())
+        return tuple(tuple(_example_size(size) for size in each.shape[1:]) for each in self.inputs.values())
 
-    def check(self, row: Mapping[str, Array]) -> None:
+    def check_row(self, row: Mapping[str, Array]) -> None:
         """Raises FormatError for sizes that the program does not take, alone or together."""
         bound: dict[Any, int] = {}
-        sizes = list(self._sizes(row))
+        sizes = list(self._symbolic_sizes(row))
         for name, have, want in (each for each in sizes if _is_symbol(each[2])):
-            low, high = self._bounds(want)
+            low, high = self._size_bounds(want)
             if not low <= have <= high:
                 raise FormatError(f"{name} has the size {have}; the program takes {low} to {high}")
             if bound.setdefault(want, have) != have:
@@ -242,26 +247,26 @@ class Signature:
             if (wanted := want.subs(bound)) != have:
                 raise FormatError(f"{name} has the size {have}; the program takes {wanted}")
 
-    def _sizes(self, row: Mapping[str, Array]) -> Iterator[tuple[str, int, Any]]:
+    def _symbolic_sizes(self, row: Mapping[str, Array]) -> Iterator[tuple[str, int, Any]]:
         """Each dimension of a row that is a symbol or is computed from some."""
         for name, values in row.items():
             wanted: Sequence[Any] = self.inputs[name].shape[1:]
             for place, (have, want) in enumerate(zip(values.shape, wanted, strict=True)):
                 if not isinstance(want, int):
-                    yield f"dimension {place + 1} of {name}", have, _expression(want)
+                    yield f"dimension {place + 1} of {name}", have, _size_expression(want)
 
 
-def _constant(argument: Any) -> Constant | None:
+def _constant_of(argument: Any) -> ConstantArgument | None:
     """The value of a constant; None for a tensor. Raises UsageError for a number that changes."""
     kind = type(argument).__name__
     if kind == "ConstantArgument":
-        return Constant(argument.value)
+        return ConstantArgument(argument.value)
     if kind != "TensorArgument":
         raise UsageError(f"the program's {argument.name} is not a tensor; export it with tensors and constants alone")
     return None
 
 
-def _expression(size: Any) -> Any:
+def _size_expression(size: Any) -> Any:
     return size if isinstance(size, int) else size.node.expr
 
 
@@ -269,18 +274,18 @@ def _is_symbol(expression: Any) -> bool:
     return getattr(expression, "is_Symbol", False)
 
 
-def _symbols(size: Any) -> set[Any]:
+def _size_symbols(size: Any) -> set[Any]:
     return set() if isinstance(size, int) else set(size.node.expr.free_symbols)
 
 
-def _hint(size: Any) -> int:
+def _example_size(size: Any) -> int:
     return size if isinstance(size, int) else int(size.node.hint)
 
 
-def _number(bound: Any) -> int:
+def _finite_bound(bound: Any) -> int:
     """A bound as a number; infinity is some large one."""
     return int(bound) if bound < 2**31 else 2**31
 
 
-def _shown(specs: Sequence[TensorSpec]) -> str:
+def _format_specs(specs: Sequence[TensorSpec]) -> str:
     return ", ".join(f"{spec.name} {spec.datatype} {list(spec.shape)}" for spec in specs)

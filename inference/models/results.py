@@ -50,7 +50,7 @@ class Prediction:
     @classmethod
     def of(cls, **outputs: Any) -> Prediction:
         """A prediction with these outputs. Floats become FP32, and texts objects."""
-        return cls({name: _column([value]) for name, value in outputs.items()})
+        return cls({name: _column_of([value]) for name, value in outputs.items()})
 
     def __getitem__(self, name: str) -> Any:
         """The output as an array or a scalar of numpy, or as a text. KeyError if the model has none of this name."""
@@ -110,21 +110,21 @@ class Prediction:
         }
 
 
-def _column(values: Sequence[Any]) -> Array:
+def _column_of(values: Sequence[Any]) -> Array:
     if isinstance(values[0], str):
-        return texts(values)
+        return text_column(values)
     found = np.asarray(values)
     return found.astype(np.float32) if found.dtype.kind == "f" else found
 
 
-def texts(values: Sequence[str]) -> Array:
+def text_column(values: Sequence[str]) -> Array:
     """A column of texts."""
     found = np.empty(len(values), object)
     found[:] = values
     return found
 
 
-def joined(parts: Sequence[Array]) -> Array:
+def concatenate_rows(parts: Sequence[Array]) -> Array:
     """Rows of several arrays one after the other: an array of objects if their shapes differ."""
     if len(parts) == 1:
         return parts[0]
@@ -146,11 +146,11 @@ def predict_by_group(
     outputs = [predict([inputs[number] for number in members], group) for group, members in numbers.items()]
     order = np.argsort([number for members in numbers.values() for number in members])
     is_ordered = np.array_equal(order, np.arange(len(order)))
-    columns = {name: joined([each[name] for each in outputs]) for name in outputs[0]}
+    columns = {name: concatenate_rows([each[name] for each in outputs]) for name in outputs[0]}
     return columns if is_ordered else {name: rows[order] for name, rows in columns.items()}
 
 
-def rows_of(columns: Columns) -> Iterator[Prediction]:
+def split_predictions(columns: Columns) -> Iterator[Prediction]:
     """Each row of ``columns``."""
     return (Prediction(columns, number) for number in range(len(next(iter(columns.values())))))
 

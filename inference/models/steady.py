@@ -32,7 +32,9 @@ class CheckpointFiles:
     config: str | Path | None = None
 
     @classmethod
-    def at(cls, url: str | Path, options: Mapping[str, Any] | None = None, config: str | Path | None = None) -> Self:
+    def of_checkpoint(
+        cls, url: str | Path, options: Mapping[str, Any] | None = None, config: str | Path | None = None
+    ) -> Self:
         """The state now. Raises ``CkptError`` as ``ckpt_tools.fingerprint``, and if ``config`` has no such file."""
         weights = ckpt_tools.fingerprint(url, storage_options=options)
         if weights.changed is not None and abs(time.time() - weights.changed) < TICK_SECONDS:
@@ -56,7 +58,7 @@ class CheckpointFiles:
             return False
 
 
-def steadily(
+def read_consistently(
     url: str | Path,
     options: Mapping[str, Any] | None,
     read: Callable[[CheckpointFiles], Result],
@@ -69,7 +71,7 @@ def steadily(
         StoreError: the files changed each time. CkptError: as ``read``, and if the state of the files is not known.
     """
     for pause in (*PAUSES, 0.0):
-        files = CheckpointFiles.at(url, options, config)
+        files = CheckpointFiles.of_checkpoint(url, options, config)
         try:
             result = read(files)
         except Exception:

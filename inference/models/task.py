@@ -69,7 +69,7 @@ class TaskOptions:
         if self.architecture.users_module is not None:
             from .users_code import Description
 
-            Description.of(self.architecture.users_module).needed_inputs()
+            Description.from_module(self.architecture.users_module).needed_inputs()
 
     def passes(self, full: int = MAX_BATCH) -> Passes:
         """The forward passes of a task that has ``full`` inputs in each by default."""

@@ -19,8 +19,20 @@ from torch import Tensor, nn
 from ckpt_tools.errors import CkptError, FormatError, UsageError
 
 from ..common.errors import one_line
-from .passes import InPasses, Passes, packed
-from .results import ANSWER, BATCH, BYTES, DTYPES, Array, Columns, Item, TensorSpec, joined, predict_by_group, texts
+from .passes import InPasses, Passes, pack_bytes
+from .results import (
+    ANSWER,
+    BATCH,
+    BYTES,
+    DTYPES,
+    Array,
+    Columns,
+    Item,
+    TensorSpec,
+    concatenate_rows,
+    predict_by_group,
+    text_column,
+)
 
 Call = Callable[[Mapping[str, Tensor]], Any]
 Shapes = tuple[tuple[int, ...], ...]  # of a row, for each input
@@ -59,10 +71,10 @@ class Network:
     @torch.inference_mode()
     def outputs_of(self, rows: Sequence[Tensor]) -> dict[str, Tensor]:
         """The outputs [n, ...] of n rows, by name, on the CPU. Raises UsageError if they are no such tensors."""
-        found, many = self.answer(rows), len(rows[0])
+        found, many = self.call_network(rows), len(rows[0])
         if self.is_listed:
-            found = {name: each.unsqueeze(0) for name, each in named(found[0]).items()}
-        outputs = _renamed(named(found), self.names)
+            found = {name: each.unsqueeze(0) for name, each in name_outputs(found[0]).items()}
+        outputs = _rename_outputs(name_outputs(found), self.names)
         for name, each in outputs.items():
             if each.shape[:1] != (many,):
                 raise UsageError(
@@ -72,14 +84,14 @@ class Network:
         return {name: each.detach().cpu() for name, each in outputs.items()}
 
     @torch.inference_mode()
-    def answer(self, rows: Sequence[Tensor]) -> Any:
+    def call_network(self, rows: Sequence[Tensor]) -> Any:
         """The network's own answer."""
-        return self.call({spec.name: self._given(each) for spec, each in zip(self.inputs, rows, strict=True)})
+        return self.call({spec.name: self._to_device(each) for spec, each in zip(self.inputs, rows, strict=True)})
 
-    def _given(self, rows: Tensor) -> Tensor:
+    def _to_device(self, rows: Tensor) -> Tensor:
         return rows.to(self.device, self.dtype if rows.is_floating_point() else None)
 
-    def random(self, many: int, shapes: Shapes, seed: int = 0) -> tuple[Tensor, ...]:
+    def random_rows(self, many: int, shapes: Shapes, seed: int = 0) -> tuple[Tensor, ...]:
         """Random values of the inputs. Integers are below ``below``, by default 0 and 1; masks are full."""
         generator = torch.Generator().manual_seed(seed)
 
@@ -96,7 +108,7 @@ class Network:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Files:
+class FileFunctions:
     """Functions of the user's: ``decode`` makes one row of the bytes of a file, a tuple or a mapping for several
     inputs, and ``encode`` an object of JSON of a row's outputs."""
 
@@ -112,7 +124,7 @@ class Tensors(InPasses):
     network: Network
     outputs: tuple[TensorSpec, ...]
     passes: Passes
-    files: Files = field(default_factory=Files)
+    files: FileFunctions = field(default_factory=FileFunctions)
 
     labels: ClassVar[None] = None
 
@@ -135,11 +147,11 @@ class Tensors(InPasses):
         except Exception as error:
             # A function of the user's, and of the library that it reads with.
             raise FormatError(f"{name} cannot be read: {one_line(error)}") from error
-        row = self._row(found, name)
-        self._check(row, name)
+        row = self._decoded_row(found, name)
+        self._check_row(row, name)
         return row[0] if len(row) == 1 else row
 
-    def _row(self, found: Any, name: str) -> tuple[Array, ...]:
+    def _decoded_row(self, found: Any, name: str) -> tuple[Array, ...]:
         names = [spec.name for spec in self.inputs]
         if isinstance(found, Mapping):
             if set(found) != set(names):
@@ -147,11 +159,11 @@ class Tensors(InPasses):
             found = tuple(found[each] for each in names)
         return tuple(map(np.asarray, found if isinstance(found, tuple) else (found,)))
 
-    def _check(self, row: Sequence[Array], name: str) -> None:
+    def _check_row(self, row: Sequence[Array], name: str) -> None:
         if len(row) != len(self.inputs):
             raise FormatError(f"{name} has {len(row)} arrays; the model takes {len(self.inputs)}")
         for spec, given in zip(self.inputs, row, strict=True):
-            if given.dtype != DTYPES[spec.datatype] or not _fits(given.shape, spec.shape[1:]):
+            if given.dtype != DTYPES[spec.datatype] or not _shape_fits(given.shape, spec.shape[1:]):
                 raise FormatError(
                     f"{name} has for {spec.name} {given.dtype} {list(given.shape)}; the model takes {spec.datatype} "
                     f"{list(spec.shape[1:])}, -1 being any size"
@@ -161,11 +173,11 @@ class Tensors(InPasses):
     def predict(self, inputs: Sequence[Item]) -> Columns:
         rows = [tuple(map(np.asarray, each)) if isinstance(each, tuple) else (each,) for each in inputs]
         for number, row in enumerate(rows):
-            self._check(row, f"row {number}")
+            self._check_row(row, f"row {number}")
         columns = predict_by_group(rows, lambda row: tuple(part.shape for part in row), self._predict_group)
-        return columns if self.files.encode is None else {**columns, ANSWER: self._encoded(columns, len(rows))}
+        return columns if self.files.encode is None else {**columns, ANSWER: self._encode_rows(columns, len(rows))}
 
-    def measure(self) -> None:
+    def measure_passes(self) -> None:
         """Find the sizes of forward passes, if inputs have one shape. ``encode`` is not called: it may not take the
         answer of zeros."""
         if all(spec.row_bytes is not None for spec in self.inputs):
@@ -178,21 +190,21 @@ class Tensors(InPasses):
         examples: list[Tensor] = []
 
         def random() -> Tensor:
-            examples.extend(self.network.random(self.passes.full, shapes))
+            examples.extend(self.network.random_rows(self.passes.full, shapes))
             return torch.arange(self.passes.full)
 
         def probe(numbers: Tensor) -> Tensor:
-            return packed(self.network.outputs_of([each[numbers] for each in examples]))
+            return pack_bytes(self.network.outputs_of([each[numbers] for each in examples]))
 
         passes: list[Columns] = []
         shown = ", ".join("x".join(map(str, shape)) for shape in shapes)
-        for numbers, kept in self.passes.numbers(len(rows), shown, probe, random):
+        for numbers, kept in self.passes.split_numbers(len(rows), shown, probe, random):
             outputs = self.network.outputs_of([each[numbers] for each in tensors])
             # Copies: a network may give the same memory again.
             found = {name: array_of(each[:kept]).copy() for name, each in outputs.items()}
             self._check_outputs(found)
             passes.append(found)
-        return {name: joined([each[name] for each in passes]) for name in passes[0]}
+        return {name: concatenate_rows([each[name] for each in passes]) for name in passes[0]}
 
     def _check_outputs(self, found: Columns) -> None:
         """Raises UsageError for other outputs than the metadata has. Sizes that random rows had may differ."""
@@ -204,10 +216,10 @@ class Tensors(InPasses):
                 shown = "missing" if have is None else f"{have.dtype} {list(have.shape)}"
                 raise UsageError(f"the output {spec.name} is {shown}; it was {spec.datatype} {list(spec.shape)} before")
 
-    def _encoded(self, columns: Columns, many: int) -> Array:
+    def _encode_rows(self, columns: Columns, many: int) -> Array:
         assert self.files.encode is not None
         given = ({name: column[number] for name, column in columns.items()} for number in range(many))
-        return texts([_json_of(self.files.encode, row) for row in given])
+        return text_column([_json_of(self.files.encode, row) for row in given])
 
 
 def _json_of(encode: Callable[[dict[str, Any]], Any], row: dict[str, Any]) -> str:
@@ -218,18 +230,18 @@ def _json_of(encode: Callable[[dict[str, Any]], Any], row: dict[str, Any]) -> st
         raise UsageError(f"encode does not give JSON: {type(error).__name__}: {one_line(error)}") from error
 
 
-def _fits(have: Sequence[int], want: Sequence[int]) -> bool:
+def _shape_fits(have: Sequence[int], want: Sequence[int]) -> bool:
     return len(have) == len(want) and all(
         size > 0 and wanted in (BATCH, size) for size, wanted in zip(have, want, strict=True)
     )
 
 
-def named(found: Any) -> dict[str, Tensor]:
+def name_outputs(found: Any) -> dict[str, Tensor]:
     """The tensors of a network's answer by name: ``output`` for a tensor, ``output_0`` and so on for a sequence, and
     the keys of a mapping, a dataclass or a named tuple; inner names are joined by ``_``. None is left out. Raises
     UsageError for anything else, and for two tensors of one name."""
     outputs: dict[str, Tensor] = {}
-    for name, each in _leaves(found, ""):
+    for name, each in _named_leaves(found, ""):
         if not isinstance(each, Tensor) or each.dtype not in DATATYPES:
             kind = each.dtype if isinstance(each, Tensor) else type(each).__name__
             raise UsageError(f"the output {name} is of {kind}; outputs are tensors of {', '.join(TORCH_DTYPES)}")
@@ -241,21 +253,21 @@ def named(found: Any) -> dict[str, Tensor]:
     return outputs
 
 
-def _leaves(found: Any, name: str) -> Iterator[tuple[str, Any]]:
+def _named_leaves(found: Any, name: str) -> Iterator[tuple[str, Any]]:
     if found is None:
         return
-    keys = _keys(found)
+    keys = _named_fields(found)
     if keys is not None:
         for key, each in keys:
-            yield from _leaves(each, f"{name}_{key}" if name else str(key))
+            yield from _named_leaves(each, f"{name}_{key}" if name else str(key))
     elif isinstance(found, tuple | list):
         for number, each in enumerate(found):
-            yield from _leaves(each, f"{name or 'output'}_{number}")
+            yield from _named_leaves(each, f"{name or 'output'}_{number}")
     else:
         yield name or "output", found
 
 
-def _keys(found: Any) -> list[tuple[Any, Any]] | None:
+def _named_fields(found: Any) -> list[tuple[Any, Any]] | None:
     if isinstance(found, Mapping):
         return list(found.items())
     if is_dataclass(found):
@@ -263,7 +275,7 @@ def _keys(found: Any) -> list[tuple[Any, Any]] | None:
     return list(found._asdict().items()) if hasattr(found, "_asdict") else None
 
 
-def _renamed(outputs: dict[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
+def _rename_outputs(outputs: dict[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
     """``outputs`` with ``names``: these are the keys of the network's own mapping, or in the order of its sequence."""
     if not names or set(names) <= set(outputs):
         return {name: outputs[name] for name in names} if names else outputs
@@ -291,14 +303,18 @@ def array_of(values: Tensor) -> Array:
 
 
 def tensors_of(
-    network: Network, passes: Passes, *, declared: Sequence[TensorSpec] | None = None, files: Files | None = None
+    network: Network,
+    passes: Passes,
+    *,
+    declared: Sequence[TensorSpec] | None = None,
+    files: FileFunctions | None = None,
 ) -> Tensors:
     """The task of a network. ``declared`` are its outputs if they are known; others are found by random rows. Raises
     UsageError if it does not take these, or an output is not a tensor whose first dimension is the batch."""
     if not network.examples[0]:
-        network = replace(network, examples=(_example(network.inputs, 0), _example(network.inputs, 1)))
+        network = replace(network, examples=(_example_shapes(network.inputs, 0), _example_shapes(network.inputs, 1)))
     try:
-        network, passes = _examined(network, passes)
+        network, passes = _examine_rows(network, passes)
         found = _found_outputs(network, passes)
     except Exception as error:
         if isinstance(error, CkptError) or declared is None:
@@ -307,7 +323,7 @@ def tensors_of(
         network, passes, found = replace(network, is_listed=True), replace(passes, full=1, least=1), tuple(declared)
     if declared is not None:
         _check_declared(declared, found)
-    return Tensors(network, tuple(declared or found), passes, files or Files())
+    return Tensors(network, tuple(declared or found), passes, files or FileFunctions())
 
 
 def _not_answered(network: Network, error: Exception) -> UsageError:
@@ -323,22 +339,26 @@ def _not_answered(network: Network, error: Exception) -> UsageError:
     )
 
 
-def _example(inputs: Sequence[TensorSpec], which: int) -> Shapes:
-    return tuple(tuple(_size(spec)[which] if size == BATCH else size for size in spec.shape[1:]) for spec in inputs)
+def _example_shapes(inputs: Sequence[TensorSpec], which: int) -> Shapes:
+    return tuple(
+        tuple(_sizes_to_try(spec)[which] if size == BATCH else size for size in spec.shape[1:]) for spec in inputs
+    )
 
 
-def _size(spec: TensorSpec) -> tuple[int, int]:
+def _sizes_to_try(spec: TensorSpec) -> tuple[int, int]:
     if len(spec.shape) > 3:
         return IMAGE_SIZES
     return SAMPLES if len(spec.shape) == 2 and TORCH_DTYPES[spec.datatype].is_floating_point else TOKENS
 
 
-def _examined(network: Network, passes: Passes) -> tuple[Network, Passes]:
+def _examine_rows(network: Network, passes: Passes) -> tuple[Network, Passes]:
     """The network with ``is_listed``, and its passes: of one row if a row's answer depends on the others."""
     if network.is_listed is None:
         many = min(2, passes.full)
-        found = network.answer(network.random(many, network.examples[0]))
-        is_listed = isinstance(found, list) and len(found) == many and all(_keys(each) is not None for each in found)
+        found = network.call_network(network.random_rows(many, network.examples[0]))
+        is_listed = (
+            isinstance(found, list) and len(found) == many and all(_named_fields(each) is not None for each in found)
+        )
         network = replace(network, is_listed=is_listed)
     if network.is_listed:
         return network, replace(passes, full=1)
@@ -353,10 +373,10 @@ def _examined(network: Network, passes: Passes) -> tuple[Network, Passes]:
 
 def _depends_on_others(network: Network, many: int) -> bool:
     """Whether the first or the last row's answer has other bits with other rows between them."""
-    rows = network.random(many, network.examples[0])
-    others = network.random(many, network.examples[0], seed=1)
+    rows = network.random_rows(many, network.examples[0])
+    others = network.random_rows(many, network.examples[0], seed=1)
     mixed = [torch.cat([row[:1], other[1:-1], row[-1:]]) for row, other in zip(rows, others, strict=True)]
-    found, again = packed(network.outputs_of(rows)), packed(network.outputs_of(mixed))
+    found, again = pack_bytes(network.outputs_of(rows)), pack_bytes(network.outputs_of(mixed))
     return found.shape != again.shape or not torch.equal(found[[0, -1]], again[[0, -1]])
 
 
@@ -364,18 +384,20 @@ def _found_outputs(network: Network, passes: Passes) -> tuple[TensorSpec, ...]:
     """The outputs of random rows. A dimension that is 0, or that differs between two shapes, is any size."""
     shapes = []
     for seed, example in enumerate(network.examples):
-        found = network.outputs_of(network.random(passes.least, example, seed))
+        found = network.outputs_of(network.random_rows(passes.least, example, seed))
         shapes.append({name: tuple(each.shape[1:]) for name, each in found.items()})
     dtypes = {name: DATATYPES[each.dtype] for name, each in found.items()}
     if shapes[0].keys() != shapes[1].keys() or any(len(shapes[0][name]) != len(shapes[1][name]) for name in dtypes):
         raise UsageError("the network gives other outputs for other shapes of its inputs")
     return tuple(
-        TensorSpec(name, dtypes[name], (BATCH, *_sizes(shapes[0][name], shapes[1][name], bool(network.is_listed))))
+        TensorSpec(
+            name, dtypes[name], (BATCH, *_common_sizes(shapes[0][name], shapes[1][name], bool(network.is_listed)))
+        )
         for name in dtypes
     )
 
 
-def _sizes(first: Sequence[int], second: Sequence[int], is_listed: bool) -> Iterator[int]:
+def _common_sizes(first: Sequence[int], second: Sequence[int], is_listed: bool) -> Iterator[int]:
     for place, (size, other) in enumerate(zip(first, second, strict=True)):
         yield size if size == other > 0 and not (is_listed and place == 0) else BATCH
 

@@ -20,11 +20,19 @@ from torch import Tensor
 from ckpt_tools.errors import FormatError
 
 from ..common.errors import errors_of_files
-from .generation import Chat, EndOfTextError, Generation, Give, GrowingText, Turns
+from .generation import Chat, EndOfTextError, FairLock, Generation, Give, GrowingText
 from .passes import InPasses, Passes
 from .positions import num_positions, num_words
-from .prediction import Activation, TokenSampler, activation_of, answers, device_of, embeddings_of, labels_of_config
-from .results import BATCH, BYTES, Array, Columns, Item, TensorSpec, predict_by_group, texts
+from .prediction import (
+    Activation,
+    TokenSampler,
+    activation_of,
+    classify_logits,
+    device_of,
+    embeddings_of,
+    labels_of_config,
+)
+from .results import BATCH, BYTES, Array, Columns, Item, TensorSpec, predict_by_group, text_column
 from .task import check_inputs, check_labels, classifier_outputs, max_bytes_of, text_of
 
 BUCKET = 16  # classified texts are padded to a multiple of it, by their own length, not by others in the batch
@@ -64,13 +72,13 @@ class Tokens:
             limit = min([*limits, *num_positions(model, fields)], default=None)
             return cls(tokenizer, fields, limit, num_words(model))
 
-    def of(self, data: bytes, name: str) -> Array:
+    def tokenize(self, data: bytes, name: str) -> Array:
         """Tokenize a text. Raises FormatError if not UTF-8, no tokens, too many for the model, or not known to it."""
         text = text_of(data, name)
         with errors_of_files(f"{name} cannot be tokenized"):
-            return self._fitting(self.tokenizer(text, verbose=False), name)
+            return self._check_tokens(self.tokenizer(text, verbose=False), name)
 
-    def of_chat(self, messages: Chat) -> Array:
+    def tokenize_chat(self, messages: Chat) -> Array:
         """Tokens of messages by the tokenizer's chat template, up to where an answer begins. The template runs in the
         sandbox of transformers. Raises FormatError if there is no template or it fails, and as :meth:`of`."""
         if not getattr(self.tokenizer, "chat_template", None):
@@ -80,9 +88,9 @@ class Tokens:
             encoded = self.tokenizer.apply_chat_template(
                 [dict(each) for each in messages], add_generation_prompt=True, return_dict=True, tokenizer_kwargs=quiet
             )
-        return self._fitting(encoded, "the chat")
+        return self._check_tokens(encoded, "the chat")
 
-    def _fitting(self, encoded: Mapping[str, Sequence[int]], name: str) -> Array:
+    def _check_tokens(self, encoded: Mapping[str, Sequence[int]], name: str) -> Array:
         rows = np.array([encoded[field] for field in self.fields], np.int64)
         num_tokens = rows.shape[1]
         if not num_tokens:
@@ -105,21 +113,21 @@ class Tokens:
         """Whether a text may be padded. Without a mask the model would take the padding for a part of it."""
         return self.padding is not None and MASK in self.fields
 
-    def named(self, batch: Tensor) -> dict[str, Tensor]:
+    def to_arguments(self, batch: Tensor) -> dict[str, Tensor]:
         """int64 [n, fields, tokens] as arguments by field name."""
         return {field: batch[:, number] for number, field in enumerate(self.fields)}
 
-    def check(self, inputs: Sequence[Item]) -> None:
+    def check_rows(self, inputs: Sequence[Item]) -> None:
         check_inputs(inputs, np.int64, (len(self.fields), BATCH))
 
-    def random(self, many: int, length: int) -> Tensor:
+    def random_rows(self, many: int, length: int) -> Tensor:
         """Inputs of random tokens without padding, int64 [many, fields, length]."""
         known = min(len(self.tokenizer), self.num_words or 1)
         ids = torch.randint(known, (many, length), generator=torch.Generator().manual_seed(0))
         values = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         return torch.stack([values.get(field, torch.zeros_like(ids)) for field in self.fields], 1)
 
-    def growing(self, asked: Generation, give: Give) -> GrowingText:
+    def start_text(self, asked: Generation, give: Give) -> GrowingText:
         """A text that grows by tokens."""
 
         def decode(tokens: Sequence[int]) -> str:
@@ -131,7 +139,7 @@ class Tokens:
 
         return GrowingText(asked, decode, give, is_byte, CLEANED if self.tokenizer.clean_up_tokenization_spaces else 0)
 
-    def padded(self, rows: Array, length: int) -> Array:
+    def pad_row(self, rows: Array, length: int) -> Array:
         """One input, padded at its end with the tokenizer's padding."""
         encoded = {field: rows[number].tolist() for number, field in enumerate(self.fields)}
         found = self.tokenizer.pad(encoded, padding="max_length", max_length=length, padding_side="right")
@@ -177,26 +185,28 @@ class TextLabels(TakesTexts):
         return classifier_outputs(self.model.config.num_labels, self.num_features)
 
     def decode(self, data: bytes, name: str) -> Array:
-        return self.tokens.of(data, name)
+        return self.tokens.tokenize(data, name)
 
     def predict(self, inputs: Sequence[Item]) -> Columns:
-        self.tokens.check(inputs)
-        return predict_by_group(inputs, self._length, self._predict_group)
+        self.tokens.check_rows(inputs)
+        return predict_by_group(inputs, self._padded_length, self._predict_group)
 
-    def _length(self, rows: Array) -> int:
+    def _padded_length(self, rows: Array) -> int:
         length = rows.shape[1]
         if self.max_batch == 1:
             return length
         return min(-(-length // BUCKET) * BUCKET, self.tokens.limit or length + BUCKET)
 
     def _predict_group(self, inputs: Sequence[Array], length: int) -> Columns:
-        batch = np.stack([self.tokens.padded(rows, length) if rows.shape[1] < length else rows for rows in inputs])
-        logits = self.passes.run(torch.from_numpy(batch), self._forward, lambda many: self.tokens.random(many, length))
-        return answers(logits, self.activation) if self.num_features is None else embeddings_of(logits)
+        batch = np.stack([self.tokens.pad_row(rows, length) if rows.shape[1] < length else rows for rows in inputs])
+        logits = self.passes.run(
+            torch.from_numpy(batch), self._forward, lambda many: self.tokens.random_rows(many, length)
+        )
+        return classify_logits(logits, self.activation) if self.num_features is None else embeddings_of(logits)
 
     @torch.inference_mode()
     def _forward(self, batch: Tensor) -> Tensor:
-        return self.model(**self.tokens.named(batch.to(device_of(self.model)))).logits.float().cpu()
+        return self.model(**self.tokens.to_arguments(batch.to(device_of(self.model)))).logits.float().cpu()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -207,7 +217,7 @@ class TextWriter(TakesTexts):
     tokens: Tokens
     settings: Any
     passes: Passes
-    turns: Turns = field(default_factory=Turns)
+    turns: FairLock = field(default_factory=FairLock)
 
     outputs: ClassVar[tuple[TensorSpec, ...]] = (TensorSpec("text", BYTES, (BATCH,)),)
     labels: ClassVar[None] = None
@@ -215,11 +225,11 @@ class TextWriter(TakesTexts):
     @classmethod
     def from_folder(cls, model: Any, folder: Path, passes: Passes, *, max_new_tokens: int | None) -> TextWriter:
         tokens = Tokens.from_folder(model, folder)
-        settings = _settings(model, folder, tokens.padding, max_new_tokens)
-        return cls(model, tokens, settings, passes, Turns(is_shared=_may_alternate(model, settings)))
+        settings = _generation_settings(model, folder, tokens.padding, max_new_tokens)
+        return cls(model, tokens, settings, passes, FairLock(is_shared=_may_alternate(model, settings)))
 
     def decode(self, data: bytes, name: str) -> Array:
-        return self._with_room(self.tokens.of(data, name), name)
+        return self._with_room(self.tokens.tokenize(data, name), name)
 
     def _with_room(self, rows: Array, name: str) -> Array:
         if rows.shape[1] == self.tokens.limit:
@@ -232,32 +242,36 @@ class TextWriter(TakesTexts):
         if isinstance(asked.prompt, str):
             rows = self.decode(asked.prompt.encode(), "text_input")
         else:
-            rows = self._with_room(self.tokens.of_chat(asked.prompt), "the chat")
+            rows = self._with_room(self.tokens.tokenize_chat(asked.prompt), "the chat")
         stated = {"max_new_tokens": asked.max_tokens, "repetition_penalty": asked.repetition_penalty}
         changes = {name: value for name, value in stated.items() if value is not None}
-        draw, text = TokenSampler.of(asked, device_of(self.model)), self.tokens.growing(asked, give)
+        draw, text = TokenSampler.from_request(asked, device_of(self.model)), self.tokens.start_text(asked, give)
         streamer = _Streamer(self.turns, lambda: give(""), text.add, frozenset(_ends_of(self.settings)))
         with suppress(EndOfTextError):
-            self._generated(torch.from_numpy(rows[None]), streamer, () if draw is None else (draw,), **changes)
+            self._run_generate(torch.from_numpy(rows[None]), streamer, () if draw is None else (draw,), **changes)
         text.finish()
 
     def predict(self, inputs: Sequence[Item]) -> Columns:
-        self.tokens.check(inputs)
+        self.tokens.check_rows(inputs)
         return predict_by_group(inputs, lambda rows: rows.shape[1], self._predict_group)
 
     def _predict_group(self, inputs: Sequence[Array], length: int) -> Columns:
         rows = torch.from_numpy(np.stack(inputs))
-        chunks = self.passes.chunks(rows, self._first_logits, lambda many: self.tokens.random(many, length))
-        written = [(self._generated(chunk).sequences, kept) for chunk, kept in chunks]
-        return {"text": texts([self._text(row[length:]) for found, kept in written for row in found[:kept].cpu()])}
+        chunks = self.passes.split_rows(rows, self._first_logits, lambda many: self.tokens.random_rows(many, length))
+        written = [(self._run_generate(chunk).sequences, kept) for chunk, kept in chunks]
+        return {
+            "text": text_column(
+                [self._decode_text(row[length:]) for found, kept in written for row in found[:kept].cpu()]
+            )
+        }
 
     def _first_logits(self, batch: Tensor) -> Tensor:
         """Logits of the first two new tokens, float [n, 2, values]: of a pass over the text, and of one token."""
-        found = self._generated(batch, max_new_tokens=2, min_new_tokens=2, output_logits=True)
+        found = self._run_generate(batch, max_new_tokens=2, min_new_tokens=2, output_logits=True)
         return torch.stack(found.logits, 1)
 
     @torch.inference_mode()
-    def _generated(
+    def _run_generate(
         self,
         batch: Tensor,
         streamer: _Streamer | None = None,
@@ -269,7 +283,7 @@ class TextWriter(TakesTexts):
         if self.tokens.limit is not None:
             settings.max_new_tokens = min(settings.max_new_tokens, self.tokens.limit - batch.shape[2])
         settings.min_new_tokens = min(settings.min_new_tokens or 0, settings.max_new_tokens)
-        fields = self.tokens.named(batch.to(device_of(self.model)))
+        fields = self.tokens.to_arguments(batch.to(device_of(self.model)))
         # What a model that continues a text does not take.
         fields.pop("token_type_ids", None)
         given = streamer or _Streamer(self.turns)
@@ -278,7 +292,7 @@ class TextWriter(TakesTexts):
                 **fields, generation_config=settings, streamer=given, logits_processor=list(logits_processor)
             )
 
-    def _text(self, row: Tensor) -> str:
+    def _decode_text(self, row: Tensor) -> str:
         """The text up to the end token; what follows pads it to the longest text of the batch."""
         ends = torch.isin(row, torch.tensor(_ends_of(self.settings))).nonzero()
         kept = row[: int(ends[0])] if len(ends) else row
@@ -290,7 +304,7 @@ class _Streamer:
     """A streamer of ``generate`` of transformers. It calls ``begin`` before the first forward pass. After each it
     passes the turn on, and adds the token of the first row to a text. Raises EndOfTextError at one of ``ends``."""
 
-    turns: Turns
+    turns: FairLock
     begin: Callable[[], None] = lambda: None
     add: Callable[[int], None] = lambda _: None
     ends: frozenset[int] = frozenset()
@@ -299,7 +313,7 @@ class _Streamer:
         if tokens.ndim > 1:  # the prompt
             self.begin()
             return
-        with self.turns.passed_on():
+        with self.turns.pass_on():
             if (token := int(tokens[0])) in self.ends:
                 raise EndOfTextError
             self.add(token)
@@ -320,7 +334,7 @@ def _ends_of(settings: Any) -> list[int]:
     return [] if end is None else [end] if isinstance(end, int) else list(end)
 
 
-def _settings(model: Any, folder: Path, padding: int | None, max_new_tokens: int | None) -> Any:
+def _generation_settings(model: Any, folder: Path, padding: int | None, max_new_tokens: int | None) -> Any:
     """generation_config.json without sampling and beam search. Raises FormatError."""
     from transformers import GenerationConfig
 

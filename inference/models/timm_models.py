@@ -21,7 +21,7 @@ from .prediction import device_of, dtype_of
 from .results import BATCH, TensorSpec
 from .task import Task, TaskOptions
 from .tensors import Network, call_in_order, tensors_of
-from .uninitialized import Unfilled
+from .uninitialized import SkipInitialisation
 
 
 def build_model(architecture: Architecture, folder: Path | None, dtype: torch.dtype | None) -> nn.Module:
@@ -33,7 +33,7 @@ def build_model(architecture: Architecture, folder: Path | None, dtype: torch.dt
         raise UsageError(f"{folder}/{CONFIG} says that the weights are of timm:{stated}, not of timm:{name}")
     where = f" as {folder}/{CONFIG} says" if is_described else ""
     try:
-        with errors_of_files(f"timm cannot build {name}{where}"), Unfilled():
+        with errors_of_files(f"timm cannot build {name}{where}"), SkipInitialisation():
             place = f"local-dir:{folder}" if is_described else name
             return library.create_model(place, pretrained=False, **architecture.arguments).to(dtype=dtype)
     except FormatError as error:

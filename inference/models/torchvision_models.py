@@ -20,7 +20,7 @@ from .prediction import device_of, dtype_of
 from .results import BATCH, TensorSpec
 from .task import Task, TaskOptions
 from .tensors import HOW_TO_BUILD, Network, Shapes, Tensors, call_in_order, tensors_of
-from .uninitialized import Unfilled
+from .uninitialized import SkipInitialisation
 
 OF_TORCHVISION: Mapping[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
     "ObjectDetection": (("image",), (3, BATCH, BATCH)),
@@ -35,7 +35,7 @@ OF_TORCHVISION: Mapping[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
 def build_model(architecture: Architecture, folder: Path | None, dtype: torch.dtype | None) -> nn.Module:
     library = import_library("torchvision.models", "torchvision")
     try:
-        with errors_of_files(f"torchvision cannot build {architecture.name}"), Unfilled():
+        with errors_of_files(f"torchvision cannot build {architecture.name}"), SkipInitialisation():
             # Of a backbone it would download the weights, which the checkpoint has.
             has_backbone = "weights_backbone" in signature(library.get_model_builder(architecture.name)).parameters
             weights = {"weights": None} | ({"weights_backbone": None} if has_backbone else {})

@@ -20,7 +20,7 @@ FILLING = frozenset({"normal_", "uniform_", "erfinv_", "mul_", "add_", "clamp_",
 """Tensor methods that ``torch.nn.init`` and the libraries' initialisation use."""
 
 
-class Unfilled(TorchFunctionMode):
+class SkipInitialisation(TorchFunctionMode):
     """Skips parameter initialisation in the block, for modules whose parameters are all loaded afterwards."""
 
     def __torch_function__(
@@ -38,7 +38,7 @@ class Unfilled(TorchFunctionMode):
         return func(*args, **named)
 
 
-def made_real(model: nn.Module, device: str | torch.device) -> nn.Module:
+def allocate_meta_tensors(model: nn.Module, device: str | torch.device) -> nn.Module:
     """``model`` itself, with memory on ``device`` for its meta tensors. Tied tensors stay tied. Raises UsageError if
     one of these is in no checkpoint, so that nothing would fill it."""
     made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -51,10 +51,10 @@ def made_real(model: nn.Module, device: str | torch.device) -> nn.Module:
                         table = f"{prefix}.{name}".lstrip(".")
                         where = "is on the meta device, and no checkpoint has it; build the model elsewhere"
                         raise UsageError(f"the model's table {table} {where}")
-                    _, holder[name] = made.setdefault(id(tensor), (tensor, _empty(tensor, device)))
+                    _, holder[name] = made.setdefault(id(tensor), (tensor, _empty_like(tensor, device)))
     return model
 
 
-def _empty(tensor: torch.Tensor, device: str | torch.device) -> torch.Tensor:
+def _empty_like(tensor: torch.Tensor, device: str | torch.device) -> torch.Tensor:
     found = torch.empty_like(tensor, device=device)
     return nn.Parameter(found, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else found

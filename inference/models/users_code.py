@@ -23,7 +23,7 @@ from .architectures import Architecture
 from .prediction import device_of
 from .results import BATCH, TensorSpec
 from .task import TaskOptions
-from .tensors import TORCH_DTYPES, Files, Network, Tensors, call_in_order, tensors_of
+from .tensors import TORCH_DTYPES, FileFunctions, Network, Tensors, call_in_order, tensors_of
 
 EXAMPLE = 'inputs = {"image": ("FP32", [-1, 3, 224, 224])}'
 
@@ -36,13 +36,13 @@ class Description:
     name: str = ""
     inputs: tuple[TensorSpec, ...] | None = None
     outputs: tuple[TensorSpec, ...] | None = None
-    files: Files = field(default_factory=Files)
+    files: FileFunctions = field(default_factory=FileFunctions)
 
     @classmethod
-    def of(cls, module: ModuleType) -> Description:
+    def from_module(cls, module: ModuleType) -> Description:
         """Raises UsageError if ``inputs`` or ``outputs`` is something else."""
-        files = Files(_function(module, "decode"), _function(module, "encode"))
-        return cls(module.__name__, _specs(module, "inputs"), _specs(module, "outputs"), files)
+        files = FileFunctions(_function_of(module, "decode"), _function_of(module, "encode"))
+        return cls(module.__name__, _specs_of(module, "inputs"), _specs_of(module, "outputs"), files)
 
     def needed_inputs(self) -> tuple[TensorSpec, ...]:
         """Raises UsageError if there are none."""
@@ -55,23 +55,23 @@ class Description:
         return tuple(spec.name for spec in self.outputs or ())
 
 
-def _function(module: ModuleType, name: str) -> Callable[..., Any] | None:
+def _function_of(module: ModuleType, name: str) -> Callable[..., Any] | None:
     found = getattr(module, name, None)
     if found is not None and not callable(found):
         raise UsageError(f"{name} of {module.__name__} is a {type(found).__name__}, not a function")
     return found
 
 
-def _specs(module: ModuleType, attribute: str) -> tuple[TensorSpec, ...] | None:
+def _specs_of(module: ModuleType, attribute: str) -> tuple[TensorSpec, ...] | None:
     given = getattr(module, attribute, None)
     if given is None:
         return None
     if not isinstance(given, Mapping) or not given:
         raise UsageError(f"{attribute} of {module.__name__} is not a dictionary such as {EXAMPLE}")
-    return tuple(_spec(f"{attribute} of {module.__name__}", name, each) for name, each in given.items())
+    return tuple(_parse_spec(f"{attribute} of {module.__name__}", name, each) for name, each in given.items())
 
 
-def _spec(where: str, name: object, given: object) -> TensorSpec:
+def _parse_spec(where: str, name: object, given: object) -> TensorSpec:
     match given:
         case (str(datatype), [-1, *sizes]) if datatype in TORCH_DTYPES:
             known = tuple(size for size in sizes if type(size) is int and (size > 0 or size == BATCH))
@@ -86,7 +86,7 @@ def _spec(where: str, name: object, given: object) -> TensorSpec:
 def described_by(architecture: Architecture) -> Description | None:
     """Description in the user's own module; None if there is no such module."""
     module = architecture.users_module
-    return None if module is None else Description.of(module)
+    return None if module is None else Description.from_module(module)
 
 
 def build_model(architecture: Architecture, folder: Path | None, dtype: torch.dtype | None) -> nn.Module:

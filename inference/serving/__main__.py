@@ -186,10 +186,10 @@ def _check_certificate(certificate: Path, key: Path | None) -> None:
 @api_function
 def create_app(model: str | Path) -> FastAPI:
     """The ASGI application over a checkpoint, loaded into this process now. Raises ``CkptError`` as ``load_model``."""
-    from ..models.predictor import loaded
+    from ..models.predictor import load_with_options
 
     options = Options([str(model)], Settings())
-    return application(options, options.repository(lambda source: loaded(source.url, source.name, source.options)))
+    return application(options, options.repository(lambda source: load_with_options(source.url, source.name, source.options)))
 
 
 def application(options: Options, repository: Repository, grpc: Listening | None = None) -> FastAPI:

@@ -19,7 +19,7 @@ import orjson
 from ckpt_tools.errors import FormatError
 
 from ..models.predictor import Prediction, Predictor, TensorSpec
-from ..models.results import BYTES, DTYPES, Array, Item, texts
+from ..models.results import BYTES, DTYPES, Array, Item, text_column
 
 MAX_DIMENSIONS = 16
 MAX_SIZE = 2**40  # limit of one dimension; products of larger sizes would overflow
@@ -363,7 +363,7 @@ def column(wanted: WantedOutput, predictions: Sequence[Prediction]) -> Column:
     """A requested output, from one prediction per row. Raises BadRequestError if the rows differ in shape."""
     rows = [prediction[wanted.spec.name] for prediction in predictions]
     if wanted.spec.datatype == BYTES:
-        return Column(wanted.spec, texts(rows))
+        return Column(wanted.spec, text_column(rows))
     if len({row.shape for row in rows}) > 1:
         raise BadRequestError(
             f"the output {wanted.spec.name} differs in shape between the rows of the request; ask for each by itself"

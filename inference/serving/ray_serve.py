@@ -22,7 +22,7 @@ from ckpt_tools.errors import FormatError, StoreError
 from ckpt_tools.process.signals import block_signals_while_starting, defer_signals
 
 from ..common.training_package import launchers
-from ..models.predictor import Predictor, loaded
+from ..models.predictor import Predictor, load_with_options
 from .repository import MAX_WAITING, READY, Repository, Slot, Source
 from .settings import Settings
 
@@ -80,7 +80,7 @@ class Served:
         import torch
 
         torch.set_num_threads(self.threads)
-        return loaded(source.url, source.name, source.options)
+        return load_with_options(source.url, source.name, source.options)
 
 
 class KnownModels(Repository):

@@ -113,7 +113,7 @@ class Watcher:
         if slot.files is not None and slot.files.again() == slot.files:
             return None
         config = slot.source.options.reading.config
-        files, waiting = CheckpointFiles.at(slot.source.url, config=config), self._waiting.get(slot)
+        files, waiting = CheckpointFiles.of_checkpoint(slot.source.url, config=config), self._waiting.get(slot)
         if waiting is None or files != waiting.files:
             waiting = self._waiting[slot] = Waiting(files, time.monotonic())
         return waiting

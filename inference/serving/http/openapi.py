@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 
-from ...models.generation import LIMITS, MAX_STOP_LENGTH, MAX_STOPS, Limits
+from ...models.generation import LIMITS, MAX_STOP_LENGTH, MAX_STOPS, NumberLimits
 from .middleware import OPEN_PATHS
 
 Json = dict[str, Any]
@@ -32,7 +32,7 @@ def _ref(name: str) -> Json:
     return {"$ref": f"#/components/schemas/{name}"}
 
 
-def _number(limits: Limits) -> Json:
+def _number(limits: NumberLimits) -> Json:
     within: Json = {"minimum": limits.low, "maximum": limits.high}
     found = {"anyOf": [within, {"enum": list(limits.others)}]} if limits.others else within
     return {"type": "integer" if limits.is_whole else "number", **found}

@@ -42,10 +42,10 @@ class HostedModel:
     def __init__(self, url: str, name: str, options: ModelOptions, threads: int) -> None:
         import torch
 
-        from ...models.predictor import loaded
+        from ...models.predictor import load_with_options
 
         torch.set_num_threads(threads)
-        self._predictor: Predictor = loaded(url, name, options)
+        self._predictor: Predictor = load_with_options(url, name, options)
         # One thread: its memory is warm, and the next batch may be submitted while it is busy.
         self._thread = ThreadPoolExecutor(1, "model")
 

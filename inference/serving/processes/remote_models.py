@@ -234,7 +234,7 @@ class RemoteTask:
         if self.reading is None:
             item: Item = self._ask("decode", data, name)
             return item
-        return self.prepare(self.reading.pixels(data, name))
+        return self.prepare(self.reading.decode_pixels(data, name))
 
     def prepare(self, pixels: Array) -> Item:
         if self.reading is not None and self.reading.is_input:

@@ -20,7 +20,7 @@ from PIL import Image
 from ckpt_tools.errors import DestinationExistsError
 from inference.batch import pipeline, progress
 from inference.batch.output import Output, Run, Writer, open_output
-from inference.batch.rows import Columns, Row
+from inference.batch.rows import OutputColumns, Row
 from inference.models.loading import load_model
 from inference.models.results import Prediction
 from tests.inference import commands
@@ -174,7 +174,7 @@ def test_what_a_kill_left_is_replaced_if_asked(rows, model, image_folder, tmp_pa
 
 
 def write_one(writer: Writer) -> None:
-    writer.begin(Run("model", "input", "options"), Columns("label", None, 1), lambda row: None)
+    writer.begin(Run("model", "input", "options"), OutputColumns("label", None, 1), lambda row: None)
     writer.write([Row("a", Prediction.of(label=0, probabilities=(1.0,)), None, None)])
 
 

@@ -17,7 +17,7 @@ from pyarrow import parquet
 
 from ckpt_tools.errors import StoreError
 from inference.batch import pipeline
-from inference.batch.inputs import InputOptions, after, find_inputs
+from inference.batch.inputs import InputOptions, find_inputs, skip_items
 from inference.models.predictor import load_predictor
 from tests.inference.commands import predict, predicted, rows_of
 from tests.support.s3_server import BUCKET
@@ -69,7 +69,7 @@ def test_a_table_gives_the_answers_of_the_folder(form, model, image_folder, digi
     assert [row["truth"] for row in rows] == (digits.labels[:40].tolist() if truth else [None] * 40)
     found = find_inputs(InputOptions(str(table)))
     for num_done in (0, 1, 7, 14, 39, 40):
-        left = [item.name for part in after(found.parts, num_done) for item in part.items()]
+        left = [item.name for part in skip_items(found.parts, num_done) for item in part.items()]
         assert left == [str(number) for number in range(num_done, 40)], num_done
 
 
@@ -110,7 +110,7 @@ def stopped(monkeypatch):
     """Let the run fail after so many windows, each of a pass."""
 
     def after_windows(count: int) -> None:
-        real, left = pipeline.rows_of, [count]
+        real, left = pipeline.predict_window, [count]
 
         def failing(*args: Any) -> Any:
             left[0] -= 1
@@ -118,7 +118,7 @@ def stopped(monkeypatch):
                 raise StoreError("the disk went away")
             return real(*args)
 
-        monkeypatch.setattr(pipeline, "rows_of", failing)
+        monkeypatch.setattr(pipeline, "predict_window", failing)
         monkeypatch.setattr(pipeline, "PASSES", 1)
 
     return after_windows
@@ -172,7 +172,7 @@ from inference.batch.__main__ import main
 
 pipeline.PASSES = 1
 output.PART_ROWS = int(sys.argv.pop(1))
-store, stored = output.Writer.store, []
+store, stored = output.Writer.store_part, []
 
 def store_and_die(writer):
     store(writer)
@@ -180,7 +180,7 @@ def store_and_die(writer):
     if len(stored) == 2:
         os.kill(os.getpid(), signal.SIGKILL)
 
-output.Writer.store = store_and_die
+output.Writer.store_part = store_and_die
 main()
 """
 """As if somebody ran ``kill -9`` when two parts are there: others wait, or nothing but to put them together."""

@@ -129,7 +129,7 @@ def test_a_chat_is_what_the_tokenizer_makes_of_it(folder, writer):
         assert text(writer, messages) == predicted(writer, prompt)
     tokens = writer.task.tokens  # type: ignore[attr-defined]
     expected = tokenizer.apply_chat_template(list(CONVERSATION), add_generation_prompt=True)["input_ids"]
-    assert tokens.of_chat(CONVERSATION)[0].tolist() == expected
+    assert tokens.tokenize_chat(CONVERSATION)[0].tolist() == expected
 
 
 test_values_out_of_range_are_refused = refusal_test(
@@ -193,7 +193,7 @@ def test_pieces_join_to_the_whole_text_of_any_tokens(make, folder):
 
 def grown(tokens: Tokens, ids: Sequence[int], asked: Generation) -> list[str]:
     found: list[str] = []
-    growing = tokens.growing(asked, found.append)
+    growing = tokens.start_text(asked, found.append)
     try:
         for token in ids:
             growing.add(token)

@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 import ckpt_tools
-from inference.models.passes import Passes, agreeing
+from inference.models.passes import Passes, find_agreeing_sizes
 from inference.models.predictor import Predictor, TensorSpec, load_predictor
 from inference.models.results import Prediction
 from inference.models.tensors import Tensors
@@ -96,12 +96,12 @@ def rows(many: int) -> Tensor:
     [((), (1, 2, 4, 8, 16, 30)), ((1,), (2, 4, 8, 16, 30)), ((2, 16), (1, 4, 8, 30)), ((1, 2, 4, 8, 16), (30,))],
 )
 def test_sizes_with_other_bits_are_left_out(odd, sizes):
-    assert agreeing(Forward(*odd), random(30)) == sizes
+    assert find_agreeing_sizes(Forward(*odd), random(30)) == sizes
 
 
 def test_a_nan_and_a_negative_zero_are_compared_by_their_bits():
-    assert agreeing(lambda given: given * float("nan"), random(2)) == (1, 2)
-    assert agreeing(lambda given: given * (0.0 if len(given) > 1 else -0.0), random(2)) == (2,)
+    assert find_agreeing_sizes(lambda given: given * float("nan"), random(2)) == (1, 2)
+    assert find_agreeing_sizes(lambda given: given * (0.0 if len(given) > 1 else -0.0), random(2)) == (2,)
 
 
 @pytest.mark.parametrize(

@@ -6,18 +6,18 @@ from pathlib import Path
 import pytest
 
 from ckpt_tools.errors import FormatError, SourceNotFoundError, UsageError
-from inference.models.options import ModelOptions, Reading
+from inference.models.options import ModelOptions, TensorOptions
 from inference.serving.sources import KINDS, Source, source_of, sources_in
 from tests.inference.serving.helpers import run_serve, write_certificate
 from tests.support.refusals import refusal_test
 
 pytestmark = pytest.mark.quick
 
-GIVEN = ModelOptions(architecture="ours", max_batch=4, reading=Reading(include=("a*",)))
+GIVEN = ModelOptions(architecture="ours", max_batch=4, reading=TensorOptions(include=("a*",)))
 
 
 def test_all_options_of_a_model_can_be_said():
-    known = {each.name for kind in (ModelOptions, Reading) for each in fields(kind)} - {"reading"}
+    known = {each.name for kind in (ModelOptions, TensorOptions) for each in fields(kind)} - {"reading"}
     assert KINDS.keys() == known
 
 
@@ -38,7 +38,7 @@ def test_all_options_of_a_model_can_be_said():
         ),
         (
             "m=run?include=b*&include=c*&rename=^a[.]=",
-            *("m", "run", {"reading": Reading(include=("b*", "c*"), rename=("^a[.]=",))}),
+            *("m", "run", {"reading": TensorOptions(include=("b*", "c*"), rename=("^a[.]=",))}),
         ),
     ],
 )
@@ -59,7 +59,7 @@ def test_a_file_has_a_table_for_each_model(tmp_path):
         '[a]\nurl = "s3://b/k?x=1?dtype=float16"\n'
         '[b]\nurl = "run"\nmax_batch = 2\nrename = ["^a[.]="]\nembeddings = true\n'
     )
-    reading = Reading(include=("a*",), rename=("^a[.]=",))
+    reading = TensorOptions(include=("a*",), rename=("^a[.]=",))
     assert sources_in(tmp_path / "models.toml", GIVEN) == [
         Source("a", "s3://b/k?x=1?dtype=float16", GIVEN),
         Source("b", "run", replace(GIVEN, reading=reading, max_batch=2, embeddings=True)),

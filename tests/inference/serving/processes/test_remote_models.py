@@ -22,7 +22,7 @@ from torch import nn
 from torch.export import Dim
 from tritonclient import grpc, http
 
-from inference.models.predictor import load_predictor, loaded
+from inference.models.predictor import load_predictor, load_with_options
 from inference.serving.__main__ import Options, application
 from inference.serving.processes.remote_models import BrokenModelError, RemoteModels
 from inference.serving.repository import Source
@@ -114,7 +114,7 @@ def served(request, tmp_path_factory):
     options = Options([f"scaled={folder / 'scaled.pt2'}?architecture=torch.export&max_batch=5"], Settings(), file)
 
     def load_here(source: Source) -> Any:
-        return loaded(source.url, source.name, source.options)
+        return load_with_options(source.url, source.name, source.options)
 
     load: Callable[[Source], Any] = load_here
     if request.param != "here":
