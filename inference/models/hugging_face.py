@@ -79,14 +79,16 @@ def make_task(model: Any, options: TaskOptions) -> Task:
 
     kind, folder = type(model).__name__, options.folder
     assert folder is not None
-    if options.embeddings and kind.endswith("Model") and not kind.endswith("LMHeadModel"):
+    if options.model.embeddings and kind.endswith("Model") and not kind.endswith("LMHeadModel"):
         return encoders.encoder_of(model, folder, passes=options.passes())
     if kind.endswith("ForImageClassification"):
         return image_labels.of_transformers(model, folder, options.labels, passes=options.passes())
     if kind.endswith("ForSequenceClassification"):
         return texts.TextLabels.from_folder(model, folder, options.labels, passes=options.passes())
     if kind.endswith(("ForCausalLM", "LMHeadModel")):
-        return texts.TextWriter.from_folder(model, folder, options.passes(), max_new_tokens=options.max_new_tokens)
+        return texts.TextWriter.from_folder(
+            model, folder, options.passes(), max_new_tokens=options.model.max_new_tokens
+        )
     return _task_by_tensors(model, options)
 
 

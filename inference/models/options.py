@@ -8,13 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 import click
 
 from ckpt_tools.errors import UsageError
 
 from .architectures import Architecture
+
+if TYPE_CHECKING:
+    import torch
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -78,6 +81,24 @@ class ModelOptions:
             raise UsageError(f"at least one token is generated, not {self.max_new_tokens}")
         if self.architecture is not None:
             Architecture.parse(self.architecture)
+
+    def torch_dtype(self) -> torch.dtype | None:
+        """Raises UsageError if torch has no such dtype."""
+        import torch
+
+        dtype = None if self.dtype is None else getattr(torch, self.dtype, None)
+        if self.dtype is not None and not isinstance(dtype, torch.dtype):
+            raise UsageError(f"--dtype {self.dtype} is not a dtype of torch")
+        return dtype
+
+    def torch_device(self) -> torch.device:
+        """Raises UsageError if torch has no such device."""
+        import torch
+
+        try:
+            return torch.device(self.device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
+        except RuntimeError as error:
+            raise UsageError(f"--device {self.device} is not a device of torch") from error
 
     @classmethod
     def taken_from(cls, options: dict[str, Any]) -> ModelOptions:

@@ -41,7 +41,7 @@ def make_task(model: nn.Module, options: TaskOptions) -> Task:
     facts = model_names.MODELS[options.architecture.builtin_name]
     if facts.task == "text":
         passes = replace(options.passes(), full=1) if facts.experts else options.passes()
-        return OurTexts(model, passes, options.max_new_tokens or NEW_TOKENS)
+        return OurTexts(model, passes, options.model.max_new_tokens or NEW_TOKENS)
     stated = read_config(options.folder)
     preparation, labels = stated.get("image"), stated.get("labels")
     if preparation is not None and preparation != model_config.PREPARATION:

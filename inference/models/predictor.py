@@ -111,7 +111,6 @@ def _row_major(value: Any) -> Any:
 
 
 @api_function
-@collect_rarely()
 def load_predictor(
     url: str | Path,
     *,
@@ -165,20 +164,34 @@ def load_predictor(
         UsageError: there is no such architecture. FormatError: the checkpoint cannot be read, or is of another model.
         CkptError: as ``ckpt_tools.load_into`` says.
     """
-    ModelOptions(exact=exact, max_batch=max_batch, max_pixels=max_pixels)
-    named = None if architecture is None else Architecture.parse(architecture)
-    reading = TensorOptions(
-        model_key, include, exclude, rename, key_map, recipe, inverse, dequantize, config
-    ).to_keywords()
-    texts = None if labels is None else tuple(labels)
-    settings = (texts, exact, max_batch, max_new_tokens, embeddings, dtype)
+    options = ModelOptions(
+        architecture,
+        str(device),
+        TensorOptions(model_key, include, exclude, rename, key_map, recipe, inverse, dequantize, config),
+        exact,
+        max_batch,
+        None if dtype is None else str(dtype).removeprefix("torch."),
+        embeddings,
+        max_new_tokens,
+        max_pixels,
+    )
+    class_names = None if labels is None else tuple(labels)
+    return load_with_options(url, name or name_of(url), options, labels=class_names, storage_options=storage_options)
 
-    def settled(task: Task) -> Task:
-        task = take_head_off(task) if embeddings else task
-        task = task if max_pixels is None else _limit_pixels(task, max_pixels)
-        if exact == "buckets":
-            _measure_passes(task)
-        return task
+
+@collect_rarely()
+def load_with_options(
+    url: str | Path,
+    name: str,
+    options: ModelOptions,
+    *,
+    labels: tuple[str, ...] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Predictor:
+    """The result of :func:`load_predictor`. Raises UsageError too if the dtype or the device is none of torch's."""
+    dtype, device, config = options.torch_dtype(), options.torch_device(), options.reading.config
+    named = None if options.architecture is None else Architecture.parse(options.architecture)
+    reading = options.reading.to_keywords()
 
     def load(files: CheckpointFiles) -> Predictor:
         if named is not None and named.is_program:
@@ -186,21 +199,21 @@ def load_predictor(
 
             program = load_program(named.library, url, device, storage_options)
             identity = Identity(program.digest, str(url).partition("?")[0], named.library, None, None)
-            task = settled(make_program_task(program, device, TaskOptions(named, None, *settings)))
-        else:
-            summary = ckpt_tools.inspect(files.weights.url, storage_options=storage_options)
-            with describing_folder(summary.source, storage_options, config) as folder:
-                chosen = architecture_of(architecture, folder, summary.source, storage_options)
-                options = TaskOptions(chosen, folder, *settings)
-                options.check()
-                chosen.check_plain(folder, dequantize=dequantize)
-                built = chosen.build(folder, dtype).to(device=device)
-                model = fill_model(built, summary.source, storage_options, reading, is_assumed=chosen.is_assumed)
-                digest = digest_of(model)
-                with errors_of_files("the files beside the weights do not fit the model"):
-                    task = settled(chosen.source.make_task(model, options))
-            identity = Identity(digest, summary.source, summary.format, summary.step, summary.world_size)
-        return Predictor(name or name_of(url), identity, task, files=files)
+            program_task = make_program_task(program, device, TaskOptions(named, None, labels, options))
+            return Predictor(name, identity, _with_options(program_task, options), files=files)
+        summary = ckpt_tools.inspect(files.weights.url, storage_options=storage_options)
+        with describing_folder(summary.source, storage_options, config) as folder:
+            chosen = architecture_of(options.architecture, folder, summary.source, storage_options)
+            task_options = TaskOptions(chosen, folder, labels, options)
+            task_options.check()
+            chosen.check_plain(folder, dequantize=options.reading.dequantize)
+            built = chosen.build(folder, dtype).to(device=device)
+            model = fill_model(built, summary.source, storage_options, reading, is_assumed=chosen.is_assumed)
+            digest = digest_of(model)
+            with errors_of_files("the files beside the weights do not fit the model"):
+                task = _with_options(chosen.source.make_task(model, task_options), options)
+        identity = Identity(digest, summary.source, summary.format, summary.step, summary.world_size)
+        return Predictor(name, identity, task, files=files)
 
     if named is not None and named.is_program:
         refuse_tensor_options(named.library, reading, dtype)
@@ -209,21 +222,13 @@ def load_predictor(
     return read_consistently(url, storage_options, load, config)
 
 
-def load_with_options(url: str, name: str, options: ModelOptions) -> Predictor:
-    """The result of :func:`load_predictor` with options that another process gave. Raises UsageError too if the dtype
-    or the device is none of torch's."""
-    import torch
-
-    dtype = None if options.dtype is None else getattr(torch, options.dtype, None)
-    if options.dtype is not None and not isinstance(dtype, torch.dtype):
-        raise UsageError(f"--dtype {options.dtype} is not a dtype of torch")
-    try:
-        device = torch.device(options.device or ("cuda:0" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError as error:
-        raise UsageError(f"--device {options.device} is not a device of torch") from error
-    given = {each: getattr(options, each) for each in ModelOptions.__dataclass_fields__ if each != "reading"}
-    reading = {**options.reading.to_keywords(), "config": options.reading.config}
-    return load_predictor(url, name=name, **{**given, **reading, "dtype": dtype, "device": device})
+def _with_options(task: Task, options: ModelOptions) -> Task:
+    """The task with the options that are for all kinds of models."""
+    task = take_head_off(task) if options.embeddings else task
+    task = task if options.max_pixels is None else _limit_pixels(task, options.max_pixels)
+    if options.exact == "buckets":
+        _measure_passes(task)
+    return task
 
 
 def _limit_pixels(task: Task, max_pixels: int) -> Task:

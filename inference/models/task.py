@@ -15,10 +15,8 @@ from .images import ImageReading
 from .results import BATCH, Columns, Item, TensorSpec
 
 if TYPE_CHECKING:
-    import torch
-
     from .architectures import Architecture
-    from .options import Exact
+    from .options import ModelOptions
     from .passes import Passes
 
 MAX_BATCH = 8  # inputs per forward pass of library models
@@ -57,11 +55,7 @@ class TaskOptions:
     architecture: Architecture
     folder: Path | None
     labels: tuple[str, ...] | None
-    exact: Exact
-    max_batch: int | None
-    max_new_tokens: int | None
-    embeddings: bool = False
-    dtype: torch.dtype | None = None
+    model: ModelOptions
 
     def check(self) -> None:
         """Raises UsageError for a module of the user's own that does not say what its network takes; before weights are
@@ -75,7 +69,7 @@ class TaskOptions:
         """The forward passes of a task that has ``full`` inputs in each by default."""
         from .passes import Passes
 
-        return Passes(self.max_batch or full, self.exact)
+        return Passes(self.model.max_batch or full, self.model.exact)
 
 
 class Task(Protocol):

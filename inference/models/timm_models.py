@@ -45,7 +45,7 @@ def build_model(architecture: Architecture, folder: Path | None, dtype: torch.dt
 def make_task(model: Any, options: TaskOptions) -> Task:
     """A classifier, with the preprocessing and the class names of its configuration; one without classes gives
     embeddings, or is answered by tensors. Raises FormatError if the configuration does not fit the model."""
-    if getattr(model, "num_classes", 0) or options.embeddings:
+    if getattr(model, "num_classes", 0) or options.model.embeddings:
         return _classifier(model, options)
     from timm import data
 

@@ -117,5 +117,5 @@ def make_task(model: nn.Module, options: TaskOptions) -> Tensors:
 
 def task_of_module(model: nn.Module, description: Description, options: TaskOptions) -> Tensors:
     inputs = description.needed_inputs()
-    network = Network(inputs, call_in_order(model), device_of(model), options.dtype, description.names)
+    network = Network(inputs, call_in_order(model), device_of(model), options.model.torch_dtype(), description.names)
     return tensors_of(network, options.passes(), declared=description.outputs, files=description.files)
