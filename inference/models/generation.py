@@ -99,15 +99,15 @@ class Generation:
 class Generates(Protocol):
     """A task of a language model."""
 
-    def generate(self, asked: Generation, give: Give) -> None:
+    def generate(self, request: Generation, give: Give) -> None:
         """Generate a text. Raises FormatError if the model does not take the prompt."""
 
 
-def generate(task: object, asked: Generation, give: Give) -> None:
+def generate(task: object, request: Generation, give: Give) -> None:
     """Generate a text with any task. Raises FormatError if its model does not generate text, or as ``Generates``."""
     if not isinstance(task, Generates):
         raise FormatError("the model does not generate text")
-    task.generate(asked, give)
+    task.generate(request, give)
 
 
 class EndOfTextError(Exception):

@@ -129,20 +129,20 @@ class OurTexts(InPasses):
         check_inputs(inputs, np.int64, (BATCH,))
         return predict_by_group([each[-language_model.CONTEXT :] for each in inputs], len, self._continue_group)
 
-    def generate(self, asked: Generation, give: Give) -> None:
+    def generate(self, request: Generation, give: Give) -> None:
         """Generate a text with forward passes of one row. A token is a byte, and ``repetition_penalty`` is for the last
         ``CONTEXT`` of them. Raises FormatError for a chat, or a prompt that ``decode`` refuses."""
-        if not isinstance(asked.prompt, str):
+        if not isinstance(request.prompt, str):
             raise FormatError("the model has no chat template, so it takes text_input, and no messages")
-        row = self.decode(asked.prompt.encode(), "text_input")[-language_model.CONTEXT :]
-        written, text = torch.from_numpy(row[None]).to(device_of(self.model)), GrowingText(asked, _decode_bytes, give)
+        row = self.decode(request.prompt.encode(), "text_input")[-language_model.CONTEXT :]
+        written, text = torch.from_numpy(row[None]).to(device_of(self.model)), GrowingText(request, _decode_bytes, give)
         changes = [
             each
-            for each in (_repetition_penalty(asked), TokenSampler.from_request(asked, written.device))
+            for each in (_repetition_penalty(request), TokenSampler.from_request(request, written.device))
             if each is not None
         ]
         with suppress(EndOfTextError):
-            for _ in range(asked.max_tokens or self.new_bytes):
+            for _ in range(request.max_tokens or self.new_bytes):
                 scores = self._next_logits(written).float()
                 for change in changes:
                     scores = change(written, scores)
@@ -179,9 +179,9 @@ def _decode_bytes(written: Sequence[int]) -> str:
     return bytes(written).decode(errors="replace")  # A text may end within a character.
 
 
-def _repetition_penalty(asked: Generation) -> Any:
-    if asked.repetition_penalty is None:
+def _repetition_penalty(request: Generation) -> Any:
+    if request.repetition_penalty is None:
         return None
     from transformers import RepetitionPenaltyLogitsProcessor
 
-    return RepetitionPenaltyLogitsProcessor(asked.repetition_penalty)
+    return RepetitionPenaltyLogitsProcessor(request.repetition_penalty)

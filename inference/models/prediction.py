@@ -66,22 +66,22 @@ class TokenSampler:
     generator: torch.Generator
 
     @classmethod
-    def from_request(cls, asked: Generation, device: torch.device) -> TokenSampler | None:
+    def from_request(cls, request: Generation, device: torch.device) -> TokenSampler | None:
         """None for a request without sampling. Without a seed, the numbers are new ones each time."""
         from transformers.generation import logits_process as library
 
-        if not asked.temperature:
+        if not request.temperature:
             return None
-        warpers = [library.TemperatureLogitsWarper(asked.temperature)]
-        if asked.top_k is not None:
-            warpers.append(library.TopKLogitsWarper(asked.top_k))
-        if asked.top_p is not None:
-            warpers.append(library.TopPLogitsWarper(asked.top_p))
+        warpers = [library.TemperatureLogitsWarper(request.temperature)]
+        if request.top_k is not None:
+            warpers.append(library.TopKLogitsWarper(request.top_k))
+        if request.top_p is not None:
+            warpers.append(library.TopPLogitsWarper(request.top_p))
         generator = torch.Generator(device)
-        if asked.seed is None:
+        if request.seed is None:
             generator.seed()
         else:
-            generator.manual_seed(asked.seed)
+            generator.manual_seed(request.seed)
         return cls(tuple(warpers), generator)
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:

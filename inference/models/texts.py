@@ -127,7 +127,7 @@ class Tokens:
         values = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         return torch.stack([values.get(field, torch.zeros_like(ids)) for field in self.fields], 1)
 
-    def start_text(self, asked: Generation, give: Give) -> GrowingText:
+    def start_text(self, request: Generation, give: Give) -> GrowingText:
         """A text that grows by tokens."""
 
         def decode(tokens: Sequence[int]) -> str:
@@ -137,7 +137,9 @@ class Tokens:
         def is_byte(token: int) -> bool:
             return BYTE_TOKEN.fullmatch(self.tokenizer.convert_ids_to_tokens(token) or "") is not None
 
-        return GrowingText(asked, decode, give, is_byte, CLEANED if self.tokenizer.clean_up_tokenization_spaces else 0)
+        return GrowingText(
+            request, decode, give, is_byte, CLEANED if self.tokenizer.clean_up_tokenization_spaces else 0
+        )
 
     def pad_row(self, rows: Array, length: int) -> Array:
         """One input, padded at its end with the tokenizer's padding."""
@@ -236,16 +238,16 @@ class TextWriter(TakesTexts):
             raise FormatError(f"{name} has {rows.shape[1]:,} tokens, which is all that the model takes")
         return rows
 
-    def generate(self, asked: Generation, give: Give) -> None:
+    def generate(self, request: Generation, give: Give) -> None:
         """Generate a text by ``generate`` of transformers, with forward passes of one row. Raises FormatError if the
         model or the chat template does not take the prompt."""
-        if isinstance(asked.prompt, str):
-            rows = self.decode(asked.prompt.encode(), "text_input")
+        if isinstance(request.prompt, str):
+            rows = self.decode(request.prompt.encode(), "text_input")
         else:
-            rows = self._with_room(self.tokens.tokenize_chat(asked.prompt), "the chat")
-        stated = {"max_new_tokens": asked.max_tokens, "repetition_penalty": asked.repetition_penalty}
+            rows = self._with_room(self.tokens.tokenize_chat(request.prompt), "the chat")
+        stated = {"max_new_tokens": request.max_tokens, "repetition_penalty": request.repetition_penalty}
         changes = {name: value for name, value in stated.items() if value is not None}
-        draw, text = TokenSampler.from_request(asked, device_of(self.model)), self.tokens.start_text(asked, give)
+        draw, text = TokenSampler.from_request(request, device_of(self.model)), self.tokens.start_text(request, give)
         streamer = _Streamer(self.turns, lambda: give(""), text.add, frozenset(_ends_of(self.settings)))
         with suppress(EndOfTextError):
             self._run_generate(torch.from_numpy(rows[None]), streamer, () if draw is None else (draw,), **changes)
