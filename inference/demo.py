@@ -11,10 +11,9 @@ from ckpt_tools.process.signals import use_default_interrupt
 
 with use_default_interrupt():
     import json
-    import os
-    import re
     import sys
     from dataclasses import asdict, dataclass
+    from itertools import count
     from pathlib import Path
 
     import click
@@ -23,11 +22,11 @@ with use_default_interrupt():
     from rich.table import Table
 
     import ckpt_tools
-    from ckpt_tools.errors import CkptError, DestinationExistsError
+    from ckpt_tools.errors import CkptError, StoreError
 
     from .batch.inputs import held_out_inputs
     from .batch.pipeline import predict_all
-    from .common.training_package import commands, config, interruption, launchers, locking, result
+    from .common.training_package import commands, config, interruption, launchers, result
     from .models.predictor import load_predictor
 
 NUM_WORKERS = 2
@@ -38,18 +37,6 @@ DEMO_ENGINES: tuple[config.EngineName, ...] = ("fsdp2", "zero3")
 RESULTS_NAME = "results.json"
 FORMAT_FILES: dict[ckpt_tools.WrittenFormat, str] = {"safetensors": "model.safetensors", "torch": "model.pt"}
 LEAST_ACCURACY = 0.90
-
-MAX_LISTED = 8  # names listed in one message
-_POSITION = r"epoch_\d{4,}(_step_\d{6,})?"
-_CHECKPOINT = rf"checkpoints/({_POSITION}|\.{_POSITION}\.partial)"
-_RUN_FOLDERS = re.compile(rf"checkpoints|{_CHECKPOINT}(/global_step\d+)?")
-_RUN_FILES = re.compile(
-    r"(result\.json|metrics\.jsonl|error\.log|torchrun\.log|model\.(safetensors|pt)"
-    r"|checkpoints/(checkpoint_manager_snapshot\.json|\.validate_storage_marker)"
-    rf"|{_CHECKPOINT}/(config\.json|\.metadata(\.tmp)?|__\d+_\d+\.distcp|latest|zero_to_(fp32|torch)\.py"
-    r"|global_step\d+/\w+_(model|optim)_states\.pt))"
-)
-"""Paths of all files that a demo leaves in the folder of a run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,17 +79,20 @@ class Row:
         return asdict(self) | {"run_accuracy": self.run_accuracy, "file_accuracy": self.file_accuracy}
 
 
-def train_all(out: Path, console: Console) -> list[result.RunResult]:
-    """Train with each engine, one after the other on the same local Ray."""
-    with launchers.cluster(NUM_WORKERS):
-        return [train_one(engine, out, console) for engine in DEMO_ENGINES]
+def make_folder(out: Path) -> Path:
+    """A new folder ``out/1``, ``out/2``, ...: what earlier demos wrote stays. Raises StoreError."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        folder = next(path for path in (out / str(number) for number in count(1)) if not path.exists())
+        folder.mkdir()
+    except OSError as error:
+        raise StoreError(f"{out} cannot be written to ({error.strerror})") from error
+    return folder
 
 
-def train_one(engine: config.EngineName, out: Path, console: Console) -> result.RunResult:
-    """Train into ``out/<engine>``; the files of an earlier demo there are removed."""
+def train(engine: config.EngineName, folder: Path, console: Console) -> result.RunResult:
+    """Train with an engine, on a local Ray that is there."""
     console.rule(f"train: {engine}, {NUM_WORKERS} Ray workers", align="left")
-    folder = out / engine
-    remove_former(folder)
     run = config.TrainConfig(
         out=folder,
         engine=engine,
@@ -114,41 +104,6 @@ def train_one(engine: config.EngineName, out: Path, console: Console) -> result.
         save_every=EPOCHS,
     )
     return launchers.launch(run)
-
-
-def remove_former(folder: Path) -> None:
-    """Remove the files of an earlier demo from ``folder``, by their names. The lock file stays. Raises
-    DestinationExistsError if another file is there, or a run is active. Nothing is removed then."""
-    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
-        raise DestinationExistsError(
-            f"{folder} is not a folder that a demo made; move it away, or choose another --out"
-        )
-    locking.check_no_other_run(folder)
-    found = sorted(set(folder.rglob("*")) - {folder / locking.LOCK_NAME}, key=lambda path: -len(path.parts))
-    patterns = {path: _RUN_FOLDERS if path.is_dir() else _RUN_FILES for path in found}
-    names = {path: path.relative_to(folder).as_posix() for path in found}
-    strangers = sorted(names[path] for path in found if path.is_symlink() or not patterns[path].fullmatch(names[path]))
-    if strangers:
-        more = f" and {len(strangers) - MAX_LISTED:,} more" if len(strangers) > MAX_LISTED else ""
-        raise DestinationExistsError(
-            f"{folder} holds files that no demo wrote: {', '.join(strangers[:MAX_LISTED])}{more}; move them away, or "
-            "choose another --out"
-        )
-    for path in found:
-        path.rmdir() if path.is_dir() else path.unlink()
-
-
-def check_results(path: Path) -> None:
-    """Raises DestinationExistsError if ``path`` exists and was not written by a demo."""
-    try:
-        rows = json.loads(path.read_text()) if os.path.lexists(path) else []
-        is_ours = isinstance(rows, list) and all(Row.__dataclass_fields__.keys() <= row.keys() for row in rows)
-    except (OSError, ValueError, AttributeError):
-        is_ours = False
-    if not is_ours:
-        raise DestinationExistsError(
-            f"{path} was not written by a demo and would be replaced; move it away, or choose another --out"
-        )
 
 
 def describe(checkpoint: Path) -> str:
@@ -203,30 +158,29 @@ def table_of(rows: list[Row]) -> Table:
     return table
 
 
-def run_demo(out: Path, console: Console) -> list[Row]:
-    """Run all steps and write ``out/results.json``. Raises DestinationExistsError if that file is not a demo's."""
+def run_demo(folder: Path, console: Console) -> list[Row]:
+    """Run all steps in ``folder`` and write ``results.json`` there."""
     # As many threads as a worker has: sums then have the same order, and logits are the same to the last bit.
     torch.set_num_threads(1)
-    out.mkdir(parents=True, exist_ok=True)
-    check_results(out / RESULTS_NAME)
-    runs = train_all(out, console)
+    with launchers.cluster(NUM_WORKERS):
+        runs = [train(engine, folder / engine, console) for engine in DEMO_ENGINES]
     console.rule("inspect, convert, verify, predict", align="left")
     for run in runs:
         console.print(describe(Path(run.checkpoint)), soft_wrap=True)
-    rows = [convert_and_check(run, name, out / run.engine) for run in runs for name in FORMAT_FILES]
-    (out / RESULTS_NAME).write_text(json.dumps([row.to_json() for row in rows], indent=1) + "\n")
+    rows = [convert_and_check(run, name, folder / run.engine) for run in runs for name in FORMAT_FILES]
+    (folder / RESULTS_NAME).write_text(json.dumps([row.to_json() for row in rows], indent=1) + "\n")
     return rows
 
 
 @click.command(cls=commands.Command, context_settings={"show_default": True})
-@click.option("--out", type=click.Path(path_type=Path), default="demo", help="The folder to write to.")
+@click.option("--out", type=click.Path(path_type=Path), default="demo", help="A new folder is made here for each demo.")
 def main(out: Path) -> None:
     """Train with FSDP2 and ZeRO-3, convert both checkpoints, and check that the files predict as the runs did."""
     # In a file or a log the table keeps its full width; 80 columns would cut its figures.
     console = Console(width=None if sys.stdout.isatty() else 120)
     try:
-        with interruption.end_on_signals(lambda: "start the demo again"):
-            rows = run_demo(out.absolute(), console)
+        with interruption.interruptible(lambda: "start the demo again"):
+            rows = run_demo(make_folder(out.absolute()), console)
     except CkptError as error:
         click.echo(f"Error: {error}", err=True)
         sys.exit(error.exit_code)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from training import launchers
-    from training.checkpoints import locking
     from training.checkpoints import settings as run_settings
     from training.config import command_line as commands
     from training.config import model_names, references
@@ -31,7 +30,6 @@ __all__ = [
     "interruption",
     "language_model",
     "launchers",
-    "locking",
     "model_config",
     "model_names",
     "references",
@@ -49,7 +47,6 @@ _MODULES = {
     "interruption": "loop.stopping",
     "language_model": "models.language_model",
     "launchers": "launchers",
-    "locking": "checkpoints.locking",
     "model_config": "models.config_json",
     "model_names": "config.model_names",
     "references": "config.references",

@@ -1,7 +1,6 @@
 """``config.json`` beside each checkpoint of a run, what inference makes of it, and the demo's steps."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +9,10 @@ import torch
 from torchvision.datasets import FashionMNIST
 
 import inference
-from ckpt_tools.errors import DestinationExistsError, FormatError
-from inference.demo import FORMAT_FILES, convert_and_check, remove_former
+from ckpt_tools.errors import FormatError, StoreError
+from inference.demo import FORMAT_FILES, convert_and_check, make_folder
 from inference.models.predictor import load_predictor
 from inference.models.uninitialized import Unfilled
-from training.checkpoints.locking import LOCK_NAME
 from training.config.model_names import MODELS
 from training.config.options import DatasetName
 from training.config.train_config import TrainConfig
@@ -98,28 +96,9 @@ def test_a_file_predicts_as_its_run_did(name, tensors, format_name, small_run, t
     assert row.bytes == (tmp_path / FORMAT_FILES[format_name]).stat().st_size
 
 
-@pytest.mark.parametrize("engine", ["fsdp2", "zero3"])
-def test_a_former_run_is_removed(engine, small_run, tmp_path):
-    """All that a run of the demo leaves, and the files that it makes of it; the demo records no events."""
-    made = Path(small_run(engine).checkpoint).parents[1]
-    shutil.copytree(made, tmp_path / engine, ignore=shutil.ignore_patterns("tensorboard"))
-    within = shutil.copytree(made / "checkpoints/epoch_0001", tmp_path / engine / "checkpoints/epoch_0001_step_000006")
-    shutil.copytree(within, within.with_name(".epoch_0001_step_000007.partial"))
-    for name in (*FORMAT_FILES.values(), LOCK_NAME):
-        (tmp_path / engine / name).write_text("")
-    remove_former(tmp_path / engine)
-    assert [path.name for path in (tmp_path / engine).iterdir()] == [LOCK_NAME]
-    remove_former(tmp_path / engine)
-    remove_former(tmp_path / "absent")
-
-
-@pytest.mark.parametrize("name", [".env", "checkpoints/epoch_0001/notes.txt", "empty/"])
-def test_a_folder_with_anything_else_is_left_alone(name, tmp_path):
-    kept, mine = tmp_path / "fsdp2/checkpoints/epoch_0001/.metadata", tmp_path / "fsdp2" / name
-    kept.parent.mkdir(parents=True)
-    mine.parent.mkdir(parents=True, exist_ok=True)
-    kept.write_text("mine")
-    mine.mkdir() if name.endswith("/") else mine.write_text("mine")
-    with pytest.raises(DestinationExistsError, match="that no demo wrote"):
-        remove_former(tmp_path / "fsdp2")
-    assert (kept.read_text(), mine.exists()) == ("mine", True)
+def test_each_demo_has_a_folder_of_its_own(tmp_path):
+    (tmp_path / "out/1").mkdir(parents=True)
+    assert [make_folder(tmp_path / "out").name for _ in range(2)] == ["2", "3"]
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match="cannot be written to"):
+        make_folder(tmp_path / "file")
