@@ -6,11 +6,10 @@ No code of the folder is run (``trust_remote_code``).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from inspect import Parameter, signature
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -49,8 +48,9 @@ def build_model(architecture: Architecture, folder: Path | None, dtype: torch.dt
     with errors_of_files(f"{folder / CONFIG} is not usable"):
         config = transformers.AutoConfig.from_pretrained(folder)
         _check_sizes(config)
-        with _default_dtype(dtype or getattr(config, "dtype", None)), SkipInitialisation():
-            return model_class(config)
+        with SkipInitialisation():
+            # As transformers: a later cast would change tables that it keeps in fp32.
+            return cast(Any, model_class)._from_config(config, **({} if dtype is None else {"dtype": dtype}))
 
 
 def _check_sizes(config: Any) -> None:
@@ -61,17 +61,6 @@ def _check_sizes(config: Any) -> None:
             for each in value if isinstance(value, list | tuple) else [value]:
                 if isinstance(each, str) or (isinstance(each, int | float) and each <= 0):
                     raise ValueError(f"{name} is {value!r}, and not a number from 1")
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
-    """dtype of parameters made in the block. A later cast would change tables that transformers keeps in fp32."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype if isinstance(dtype, torch.dtype) else before)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 def make_task(model: Any, options: TaskOptions) -> Task:
