@@ -44,7 +44,7 @@ class Tally:
     num_bad: int = 0
     bad: list[str] = field(default_factory=list)
     confusion: Counter[tuple[int, int]] = field(default_factory=Counter)
-    bins: np.ndarray = field(default_factory=lambda: np.zeros((3, NUM_BINS)))
+    bins: list[list[float]] = field(default_factory=lambda: [[0, 0, 0.0] for _ in range(NUM_BINS)])
 
     def add_row(self, row: Row) -> None:
         prediction = row.prediction
@@ -65,7 +65,10 @@ class Tally:
         elif truth is not None and label is not None and probabilities is not None:
             self.confusion[truth, label] += 1
             confidence = probabilities[label]
-            self.bins[:, min(int(confidence * NUM_BINS), NUM_BINS - 1)] += 1, truth == label, confidence
+            counts = self.bins[min(int(confidence * NUM_BINS), NUM_BINS - 1)]
+            counts[0] += 1
+            counts[1] += truth == label
+            counts[2] += confidence
 
     @property
     def num_known(self) -> int:
@@ -79,8 +82,7 @@ class Tally:
     @property
     def calibration_error(self) -> float:
         """Expected calibration error: the mean over predictions of abs(accuracy - confidence) of their bin."""
-        _, correct, confidence = self.bins
-        return float(np.abs(correct - confidence).sum()) / max(1, self.num_known)
+        return sum(abs(correct - confidence) for _, correct, confidence in self.bins) / max(1, self.num_known)
 
     def check_bad(self, out: object) -> None:
         """Raise BadInputsError if there is a row without a prediction."""
@@ -152,11 +154,11 @@ def report_figures(tally: Tally, names: dict[int, str]) -> dict[str, Any]:
             {
                 "from": number / NUM_BINS,
                 "to": (number + 1) / NUM_BINS,
-                "predictions": int(num),
+                "predictions": num,
                 "confidence": _ratio(confidence, num),
                 "accuracy": _ratio(num_correct, num),
             }
-            for number, (num, num_correct, confidence) in enumerate(tally.bins.T.tolist())
+            for number, (num, num_correct, confidence) in enumerate(tally.bins)
         ],
         "classes": [
             {
@@ -212,7 +214,7 @@ def calibration_picture(tally: Tally) -> bytes:
     upper, lower = figure.subplots(2, sharex=True, height_ratios=(4, 1))
     centres = [(number + 0.5) / NUM_BINS for number in range(NUM_BINS)]
     upper.set(title=f"expected calibration error {tally.calibration_error:.4f}", ylabel="accuracy", ylim=(0, 1))
-    num, num_correct, _ = tally.bins
+    num, num_correct, _ = np.array(tally.bins).T
     upper.bar(centres, num_correct / np.maximum(num, 1), 0.9 / NUM_BINS)
     upper.plot((0, 1), (0, 1), color="black", label="accuracy = confidence")
     upper.legend()
