@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import Any
 
 import click
 
@@ -31,24 +31,13 @@ from ckpt_tools.errors import CkptError, FormatError, UsageError
 from ..common.errors import printable
 from .config_folder import CONFIG, describing_folder, read_config, refuse_quantized
 
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-    from .task import Task, TaskOptions
-
 OURS = "ours"
 HUGGING_FACE = "hf"
 EXPORTED, SCRIPTED = "torch.export", "torchscript"
 PROGRAMS = {EXPORTED: "a program of torch.export", SCRIPTED: "a TorchScript archive"}
 
-MODULES = {
-    OURS: "ours",
-    HUGGING_FACE: "hugging_face",
-    "torchvision": "torchvision_models",
-    "timm": "timm_models",
-}
-"""The module beside this one for the models of each library; ``users_code`` is for all others."""
+LIBRARIES = (OURS, HUGGING_FACE, "torchvision", "timm")
+"""Where architectures come from that are no code of the user's."""
 
 HOW_TO_NAME = (
     "write ours, ours:NAME, hf, torchvision:NAME, timm:NAME, module:function, FILE.py:function, torch.export or "
@@ -58,17 +47,6 @@ ASSUMED = (
     f"nothing says what the model is, so it is taken for {OURS}, the built-in Vision Transformer; name its "
     f"architecture with --architecture ({HOW_TO_NAME}), or the folder of its config.json with --config"
 )
-
-
-class ModelSource(Protocol):
-    """A module for the models of one library, or of the user."""
-
-    def build_model(self, architecture: Architecture, folder: Path | None, dtype: torch.dtype | None) -> nn.Module:
-        """As :meth:`Architecture.build`."""
-
-    def make_task(self, model: nn.Module, options: TaskOptions) -> Task:
-        """The task of the model. Raises UsageError if such models cannot be predicted with. FormatError if the files
-        beside the weights do not say how an input is prepared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,17 +84,6 @@ class Architecture:
             refuse_quantized(folder)
 
     @property
-    def source(self) -> ModelSource:
-        """The module that builds such models and makes their tasks."""
-        return cast(ModelSource, import_module(f".{MODULES.get(self.library, 'users_code')}", __package__))
-
-    def build(self, folder: Path | None, dtype: torch.dtype | None = None) -> nn.Module:
-        """The module on the CPU, with uninitialized parameters unless a function of the user's made it. ``folder`` has
-        ``config.json``; without a ``dtype``, parameters have the architecture's own. Raises UsageError if there is no
-        such model, or its package is missing. FormatError if ``config.json`` is not usable."""
-        return self.source.build_model(self, folder, dtype)
-
-    @property
     def is_program(self) -> bool:
         """Whether the file is a program, and ``name`` a module of the user's that says more of it, if any."""
         return self.library in PROGRAMS
@@ -124,7 +91,7 @@ class Architecture:
     @property
     def users_module(self) -> Any:
         """The module of the user's own, None if there is none. Raises UsageError if it cannot be imported."""
-        if self.library in MODULES:
+        if self.library in LIBRARIES:
             return None
         from ..common.training_package import references
 

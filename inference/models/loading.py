@@ -28,6 +28,7 @@ from .architectures import (
 from .config_folder import describing_folder, refuse_adapter
 from .options import TensorOptions
 from .steady import CheckpointFiles, read_consistently
+from .task import source_of
 
 if TYPE_CHECKING:
     import torch
@@ -121,7 +122,7 @@ def load_model(
                 chosen = architecture_of(model, folder, found, storage_options)
                 is_assumed = chosen.is_assumed
                 chosen.check_plain(folder, dequantize=dequantize)
-                built = chosen.build(folder, dtype).to(device=device)
+                built = source_of(chosen).build_model(chosen, folder, dtype).to(device=device)
         else:
             from .uninitialized import allocate_meta_tensors
 

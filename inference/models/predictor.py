@@ -27,7 +27,7 @@ from .results import Prediction as Prediction
 from .results import TensorSpec as TensorSpec
 from .steady import CheckpointFiles, read_consistently
 from .task import Task as Task
-from .task import TaskOptions, check_length
+from .task import TaskOptions, check_length, source_of
 
 if TYPE_CHECKING:
     import torch
@@ -201,17 +201,21 @@ def load_with_options(
             identity = Identity(program.digest, str(url).partition("?")[0], named.library, None, None)
             program_task = make_program_task(program, device, TaskOptions(named, None, labels, options))
             return Predictor(name, identity, _with_options(program_task, options), files=files)
+        from .users_code import described_by
+
         summary = ckpt_tools.inspect(files.weights.url, storage_options=storage_options)
         with describing_folder(summary.source, storage_options, config) as folder:
             chosen = architecture_of(options.architecture, folder, summary.source, storage_options)
             task_options = TaskOptions(chosen, folder, labels, options)
-            task_options.check()
+            if (description := described_by(chosen)) is not None:
+                description.needed_inputs()  # before weights are read
             chosen.check_plain(folder, dequantize=options.reading.dequantize)
-            built = chosen.build(folder, dtype).to(device=device)
+            source = source_of(chosen)
+            built = source.build_model(chosen, folder, dtype).to(device=device)
             model = fill_model(built, summary.source, storage_options, reading, is_assumed=chosen.is_assumed)
             digest = digest_of(model)
             with errors_of_files("the files beside the weights do not fit the model"):
-                task = _with_options(chosen.source.make_task(model, task_options), options)
+                task = _with_options(source.make_task(model, task_options), options)
         identity = Identity(digest, summary.source, summary.format, summary.step, summary.world_size)
         return Predictor(name, identity, task, files=files)
 

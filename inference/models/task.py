@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 
@@ -15,6 +16,9 @@ from .images import ImageReading
 from .results import BATCH, Columns, Item, TensorSpec
 
 if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
     from .architectures import Architecture
     from .options import ModelOptions
     from .passes import Passes
@@ -56,14 +60,6 @@ class TaskOptions:
     folder: Path | None
     labels: tuple[str, ...] | None
     model: ModelOptions
-
-    def check(self) -> None:
-        """Raises UsageError for a module of the user's own that does not say what its network takes; before weights are
-        read."""
-        if self.architecture.users_module is not None:
-            from .users_code import Description
-
-            Description.from_module(self.architecture.users_module).needed_inputs()
 
     def passes(self, full: int = MAX_BATCH) -> Passes:
         """The forward passes of a task that has ``full`` inputs in each by default."""
@@ -131,3 +127,24 @@ def text_of(data: bytes, name: str) -> str:
         return data.decode()
     except UnicodeDecodeError as error:
         raise FormatError(f"{name} is not a text in UTF-8 (byte {error.start})") from error
+
+
+class ModelSource(Protocol):
+    """A module for the models of one library, or of the user's code."""
+
+    def build_model(self, architecture: Architecture, folder: Path | None, dtype: torch.dtype | None) -> nn.Module:
+        """The module on the CPU, with uninitialized parameters unless a function of the user's made it. ``folder`` has
+        ``config.json``; without a ``dtype``, parameters have the architecture's own. Raises UsageError if there is no
+        such model, or its package is missing. FormatError if ``config.json`` is not usable."""
+
+    def make_task(self, model: nn.Module, options: TaskOptions) -> Task:
+        """The task of the model. Raises UsageError if such models cannot be predicted with. FormatError if the files
+        beside the weights do not say how an input is prepared."""
+
+
+MODULES = {"ours": "ours", "hf": "hugging_face", "torchvision": "torchvision_models", "timm": "timm_models"}
+"""The module beside this one for the models of each library; ``users_code`` is for all others."""
+
+
+def source_of(architecture: Architecture) -> ModelSource:
+    return cast(ModelSource, import_module(f".{MODULES.get(architecture.library, 'users_code')}", __package__))

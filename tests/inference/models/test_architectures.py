@@ -17,6 +17,7 @@ from ckpt_tools.errors import SourceNotFoundError, UsageError
 from inference.models.architectures import Architecture, architecture_of
 from inference.models.loading import load_model
 from inference.models.predictor import load_predictor
+from inference.models.task import source_of
 from inference.serving.__main__ import Options
 from inference.serving.settings import Settings
 from tests.inference.commands import predict, predicted
@@ -72,7 +73,8 @@ def parsed(text: str) -> Callable[[Path], object]:
 
 
 def built(text: str) -> Callable[[Path], object]:
-    return lambda _: Architecture.parse(text).build(None)
+    architecture = Architecture.parse(text)
+    return lambda _: source_of(architecture).build_model(architecture, None, None)
 
 
 NONE = "not an architecture"
