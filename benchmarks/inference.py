@@ -35,11 +35,12 @@ from benchmarks.inputs import WEIGHT_BYTES, InputCache, fit_llama
 from benchmarks.runner import CKPT_TOOLS, RunSettings, printed_lines
 from benchmarks.turns import Taken, compare_with_promises, take_turns
 from ckpt_tools import load_into
-from inference.batch.inputs import Wanted, find_inputs
+from inference.batch.inputs import InputOptions, find_inputs
 from inference.batch.job import Job, columns_of
 from inference.batch.output import Output, Run, open_output
 from inference.batch.pipeline import predicted
 from inference.batch.report import Tally
+from inference.models import hugging_face
 from inference.models.architectures import Architecture
 from inference.models.loading import load_model
 from inference.models.options import ModelOptions
@@ -100,10 +101,10 @@ def make_contestants(folder: Path, threads: int) -> dict[str, tuple[Callable[[],
 
     return {
         BATCH: (
-            lambda: predict(Wanted("fashion-mnist", data_root=folder / "data")),
+            lambda: predict(InputOptions("fashion-mnist", data_root=folder / "data")),
             lambda: [forward(batch) for batch in ready],
         ),
-        FILES: (lambda: predict(Wanted(str(folder / "images"))), load_and_forward),
+        FILES: (lambda: predict(InputOptions(str(folder / "images"))), load_and_forward),
     }
 
 
@@ -152,7 +153,7 @@ def time_loading(how: str, folder: Path) -> Taken:
 
     bytes_before, models = resident_bytes("VmRSS"), list[Any]()
     if how != "load_model":
-        models.append(Architecture("hf").build(folder / "dcp"))
+        models.append(hugging_face.build_model(Architecture("hf"), folder / "dcp", None))
     ways: dict[str, Callable[[], object]] = {
         "load_model": lambda: models.append(load_model(folder / "dcp")),
         "load_into": lambda: load_into(models[0], None, folder / "dcp"),

@@ -189,7 +189,9 @@ def create_app(model: str | Path) -> FastAPI:
     from ..models.predictor import load_with_options
 
     options = Options([str(model)], Settings())
-    return application(options, options.repository(lambda source: load_with_options(source.url, source.name, source.options)))
+    return application(
+        options, options.repository(lambda source: load_with_options(source.url, source.name, source.options))
+    )
 
 
 def application(options: Options, repository: Repository, grpc: Listening | None = None) -> FastAPI:
