@@ -157,44 +157,32 @@ def _task_of_exported(
 def _call_program(
     module: nn.Module, program: ExportedProgram, signed: ProgramSignature, given: Mapping[str, Tensor]
 ) -> Any:
-    leaves = [given[each] if isinstance(each, str) else each.value for each in signed.leaves]
+    leaves = [value if name is None else given[name] for name, value in signed.leaves]
     args, kwargs = pytree.tree_unflatten(leaves, program.call_spec.in_spec)
     return module(*args, **kwargs)
-
-
-@dataclass(frozen=True, slots=True)
-class ConstantArgument:
-    """An argument of a program that is not a tensor."""
-
-    value: Any
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ProgramSignature:
     """Tensors of a program by name, without elements: sizes are numbers or symbols. ``leaves`` are its arguments in
-    order, a name for each tensor. ``ranges`` has the least and the most of a symbol."""
+    order: the name of a tensor, or None and a constant. ``ranges`` has the least and the most of a symbol."""
 
     inputs: Mapping[str, Tensor]
     outputs: Mapping[str, Tensor]
-    leaves: tuple[str | ConstantArgument, ...]
+    leaves: tuple[tuple[str | None, Any], ...]
     ranges: Mapping[Any, Any]
 
     @classmethod
     def from_program(cls, program: ExportedProgram) -> ProgramSignature:
         """Raises UsageError if an input or an output is a number that changes."""
         nodes = {node.name: node for node in program.graph.nodes}
-        leaves = [each.arg for each in program.graph_signature.input_specs if each.kind.name == "USER_INPUT"]
-        results = [each.arg for each in program.graph_signature.output_specs if each.kind.name == "USER_OUTPUT"]
-        constants = [_constant_of(each) for each in leaves]
-        inputs = {
-            each.name: nodes[each.name].meta["val"]
-            for each, constant in zip(leaves, constants, strict=True)
-            if constant is None
-        }
-        values = [nodes[each.name].meta["val"] if _constant_of(each) is None else each.value for each in results]
+        signature = program.graph_signature
+        leaves = [_leaf_of(each.arg) for each in signature.input_specs if each.kind.name == "USER_INPUT"]
+        results = [_leaf_of(each.arg) for each in signature.output_specs if each.kind.name == "USER_OUTPUT"]
+        inputs = {name: nodes[name].meta["val"] for name, _ in leaves if name is not None}
+        values = [value if name is None else nodes[name].meta["val"] for name, value in results]
         outputs = name_outputs(pytree.tree_unflatten(values, program.call_spec.out_spec))
-        known = tuple(constant or each.name for each, constant in zip(leaves, constants, strict=True))
-        return cls(inputs, outputs, known, program.range_constraints)
+        return cls(inputs, outputs, tuple(leaves), program.range_constraints)
 
     def tensor_specs(self, tensors: Mapping[str, Tensor]) -> tuple[TensorSpec, ...]:
         """Raises UsageError if the first dimension of one is not the batch, or its dtype is none of the protocol."""
@@ -256,14 +244,14 @@ class ProgramSignature:
                     yield f"dimension {place + 1} of {name}", have, _size_expression(want)
 
 
-def _constant_of(argument: Any) -> ConstantArgument | None:
-    """The value of a constant; None for a tensor. Raises UsageError for a number that changes."""
+def _leaf_of(argument: Any) -> tuple[str | None, Any]:
+    """The name of a tensor and None, or None and a constant. Raises UsageError for a number that changes."""
     kind = type(argument).__name__
     if kind == "ConstantArgument":
-        return ConstantArgument(argument.value)
+        return None, argument.value
     if kind != "TensorArgument":
         raise UsageError(f"the program's {argument.name} is not a tensor; export it with tensors and constants alone")
-    return None
+    return argument.name, None
 
 
 def _size_expression(size: Any) -> Any:
