@@ -12,7 +12,7 @@ import inference
 from ckpt_tools.errors import FormatError, StoreError
 from inference.demo import FORMAT_FILES, convert_and_check, make_folder
 from inference.models.predictor import load_predictor
-from inference.models.uninitialized import Unfilled
+from inference.models.uninitialized import SkipInitialisation
 from training.config.model_names import MODELS
 from training.config.options import DatasetName
 from training.config.train_config import TrainConfig
@@ -31,8 +31,8 @@ def written(folder: Path, model: str, dataset: DatasetName = "digits", root: Pat
 
 def with_weights(folder: Path, model: str) -> Path:
     """Beside ``config.json``, the weights of such a model, whatever their numbers are."""
-    with Unfilled():
-        torch.save(build_own_model(model).state_dict(), folder / "model.pt")
+    with SkipInitialisation():
+        torch.save(our_model(model).state_dict(), folder / "model.pt")
     return folder / "model.pt"
 
 
