@@ -179,7 +179,7 @@ def main(out: Path) -> None:
     # In a file or a log the table keeps its full width; 80 columns would cut its figures.
     console = Console(width=None if sys.stdout.isatty() else 120)
     try:
-        with interruption.interruptible(lambda: "start the demo again"):
+        with interruption.end_on_signals(lambda: "start the demo again"):
             rows = run_demo(make_folder(out.absolute()), console)
     except CkptError as error:
         click.echo(f"Error: {error}", err=True)

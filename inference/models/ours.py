@@ -34,7 +34,7 @@ def build_model(architecture: Architecture, folder: Path | None, dtype: torch.dt
     if architecture.builtin_name not in model_names.MODELS:
         raise UsageError(f"--architecture {OURS}:{architecture.name}: training has no model of its own of this name")
     with SkipInitialisation():
-        return zoo.our_model(architecture.builtin_name, **architecture.arguments).to(dtype=dtype)
+        return zoo.build_own_model(architecture.builtin_name, **architecture.arguments).to(dtype=dtype)
 
 
 def make_task(model: nn.Module, options: TaskOptions) -> Task:

@@ -98,7 +98,7 @@ def build_model(architecture: Architecture, folder: Path | None, dtype: torch.dt
     try:
         built = function(**architecture.arguments)
     except Exception as error:
-        raise UsageError(f"{place} cannot build the model: {references.said(error)}") from error
+        raise UsageError(f"{place} cannot build the model: {references.describe_error(error)}") from error
     # A function for training may return its blocks and its loss too.
     model = built.get("model") if isinstance(built, Mapping) else built
     if not isinstance(model, nn.Module):

@@ -32,7 +32,7 @@ def written(folder: Path, model: str, dataset: DatasetName = "digits", root: Pat
 def with_weights(folder: Path, model: str) -> Path:
     """Beside ``config.json``, the weights of such a model, whatever their numbers are."""
     with SkipInitialisation():
-        torch.save(our_model(model).state_dict(), folder / "model.pt")
+        torch.save(build_own_model(model).state_dict(), folder / "model.pt")
     return folder / "model.pt"
 
 
