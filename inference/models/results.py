@@ -158,6 +158,13 @@ def split_predictions(columns: Columns) -> Iterator[Prediction]:
 BATCH = -1  # the batch dimension, or any size
 
 
+def shape_fits(have: Sequence[int], want: Sequence[int]) -> bool:
+    """Whether a shape is ``want``, in which -1 is any size except 0."""
+    return len(have) == len(want) and all(
+        size > 0 and wanted in (BATCH, size) for size, wanted in zip(have, want, strict=True)
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """Name, datatype and shape; the first dimension is the batch. A ``BYTES`` input has one text in UTF-8 per element,

@@ -13,7 +13,7 @@ import numpy as np
 from ckpt_tools.errors import FormatError, UsageError
 
 from .images import ImageReading
-from .results import BATCH, Columns, Item, TensorSpec
+from .results import BATCH, Columns, Item, TensorSpec, shape_fits
 
 if TYPE_CHECKING:
     import torch
@@ -106,10 +106,7 @@ def check_inputs(inputs: Sequence[Item], dtype: type[np.generic], shape: tuple[i
     for number, given in enumerate(inputs):
         if not isinstance(given, np.ndarray):
             raise FormatError(f"input {number} is {type(given).__name__}; the model takes arrays")
-        fits = given.ndim == len(shape) and all(
-            have == want or (want == BATCH and have) for have, want in zip(given.shape, shape, strict=True)
-        )
-        if given.dtype != dtype or not fits:
+        if given.dtype != dtype or not shape_fits(given.shape, shape):
             raise FormatError(
                 f"input {number} is {given.dtype} {list(given.shape)}; the model takes {np.dtype(dtype)} {list(shape)}"
             )

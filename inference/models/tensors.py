@@ -31,6 +31,7 @@ from .results import (
     TensorSpec,
     concatenate_rows,
     predict_by_group,
+    shape_fits,
     text_column,
 )
 
@@ -163,7 +164,7 @@ class Tensors(InPasses):
         if len(row) != len(self.inputs):
             raise FormatError(f"{name} has {len(row)} arrays; the model takes {len(self.inputs)}")
         for spec, given in zip(self.inputs, row, strict=True):
-            if given.dtype != DTYPES[spec.datatype] or not _shape_fits(given.shape, spec.shape[1:]):
+            if given.dtype != DTYPES[spec.datatype] or not shape_fits(given.shape, spec.shape[1:]):
                 raise FormatError(
                     f"{name} has for {spec.name} {given.dtype} {list(given.shape)}; the model takes {spec.datatype} "
                     f"{list(spec.shape[1:])}, -1 being any size"
@@ -228,12 +229,6 @@ def _json_of(encode: Callable[[dict[str, Any]], Any], row: dict[str, Any]) -> st
     except Exception as error:
         # A function of the user's.
         raise UsageError(f"encode does not give JSON: {type(error).__name__}: {one_line(error)}") from error
-
-
-def _shape_fits(have: Sequence[int], want: Sequence[int]) -> bool:
-    return len(have) == len(want) and all(
-        size > 0 and wanted in (BATCH, size) for size, wanted in zip(have, want, strict=True)
-    )
 
 
 def name_outputs(found: Any) -> dict[str, Tensor]:
