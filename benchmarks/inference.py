@@ -38,7 +38,7 @@ from ckpt_tools import load_into
 from inference.batch.inputs import InputOptions, find_inputs
 from inference.batch.job import Job, columns_of
 from inference.batch.output import Output, Run, open_output
-from inference.batch.pipeline import predicted
+from inference.batch.pipeline import predict_items
 from inference.batch.report import Tally
 from inference.models import hugging_face
 from inference.models.architectures import Architecture
@@ -86,7 +86,7 @@ def make_images(folder: Path) -> None:
 def make_contestants(folder: Path, threads: int) -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
     """Each work by our function and by another."""
     torch.set_num_threads(threads)
-    predictor: Any = Job(str(folder / "model.safetensors"), ModelOptions(), threads=threads).load()
+    predictor: Any = Job(str(folder / "model.safetensors"), ModelOptions(), threads=threads).load_predictor()
     predict = partial(_predict_to_file, predictor, columns_of(predictor, 5), out=folder / "out.jsonl")
     forward = evaluation.plain_logits(predictor.task.model)
     pixels = data.load_dataset("fashion-mnist", "held-out", folder / "data").pixels
@@ -122,10 +122,10 @@ def _predict_to_file(predictor: Any, columns: Any, wanted: Any, out: Path) -> No
     with open_output(Output(str(out), overwrite=True)) as writer:
         inputs = find_inputs(wanted)
         writer.begin(Run("model", inputs.digest, ""), columns, tally.add_written)
-        for rows in predicted(inputs.items(), predictor):
+        for rows in predict_items(inputs.items(), predictor):
             writer.write(rows)
             for row in rows:
-                tally.add(row)
+                tally.add_row(row)
     assert (tally.num_rows, tally.num_bad) == (NUM_IMAGES, 0)
 
 
