@@ -103,6 +103,17 @@ def test_the_documented_learning_rates_are_runs(tmp_path):
     assert last == f"{best.settings['learning_rate']} {best.accuracy} {best.checkpoint}"
 
 
+@pytest.mark.soak
+@pytest.mark.timeout(SECONDS)
+def test_readme_trains_the_samples_further(tmp_path):
+    """Under FSDP2 from the sample, and then under DeepSpeed on another number of workers."""
+    run(tmp_path, "-m", "ckpt_tools", "samples", "tiny")
+    readme = re.sub(r" \\\n +", " ", (ROOT / "README.md").read_text())
+    for words in commands("ckpt-tools train", readme):
+        run(tmp_path, "-m", "training", *shlex.split(words))
+    assert result_of(tmp_path / "more").history and (tmp_path / "taught/config.json").is_file()
+
+
 TINY = ("--model=cnn", "--num-samples=32", "--batch-size=16", "--epochs=1", "--strategy=full_shard")
 
 
@@ -161,6 +172,22 @@ def test_a_stopped_job_of_slurm_is_requeued_and_a_cancelled_or_failed_one_is_not
 NOTEBOOKS = sorted((ROOT / "training/notebooks").glob("*.ipynb"))
 INSTALLED = {"ckpt_tools": "ckpt_tools", "training": "ckpt_tools_training", "inference": "ckpt_tools_inference"}
 STEPS_OF_AN_EPOCH = 22
+
+
+def definitions(text: str) -> dict[str, str]:
+    """The source of each function and class at the top of a program."""
+    parts = [each for each in ast.parse(text).body if isinstance(each, ast.FunctionDef | ast.ClassDef)]
+    return {each.name: ast.unparse(each) for each in parts}
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_shows_the_code_of_its_example_and_what_it_prints(path):
+    cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    example = (ROOT / "training/examples" / f"{path.stem}.py").read_text()
+    assert definitions("\n".join(cell.source for cell in cells)) == definitions(example)
+    shown = [cell for cell in cells if re.search(r"^(print|Image)|^ +print", cell.source, re.MULTILINE)]
+    assert shown and all(cell.outputs for cell in shown)
+    assert not any(out.get("name") == "stderr" or out.output_type == "error" for cell in cells for out in cell.outputs)
 
 
 @pytest.mark.soak
