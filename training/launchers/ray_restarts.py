@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from itertools import count
@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import ray
 import torch
+from ray.util.placement_group import PlacementGroup
 from ray.util.queue import Queue
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -118,6 +119,24 @@ def _has_answered(task: Any) -> bool:
     except ray.exceptions.RayError:
         return False
     return True
+
+
+def placement_groups() -> set[str]:
+    """Identifiers of the placement groups that this driver, or an actor for it, has made and not removed. Empty in an
+    actor, as in a trial of Ray Tune: other trials make theirs for the same driver."""
+    context = ray.get_runtime_context()
+    if context.get_actor_id() is not None:
+        return set()
+    table = ray.util.placement_group_table()
+    job = context.get_job_id()
+    return {name for name, group in table.items() if name.endswith(job) and group["state"] != "REMOVED"}
+
+
+def remove_placement_groups(names: Iterable[str]) -> None:
+    """Remove what a failed attempt has left. If a worker is lost just before its training begins, Ray 2.60 keeps the
+    placement group of the workers, and none of the next attempt would ever fit beside it."""
+    for name in names:
+        ray.util.remove_placement_group(PlacementGroup(ray.PlacementGroupID(bytes.fromhex(name))))
 
 
 def on_node(node_id: str) -> NodeAffinitySchedulingStrategy:

@@ -42,7 +42,15 @@ from ..loop.screen import Screen
 from ..loop.stopping import RunStoppedError, pass_on_signals
 from .devices import backend_of, check_device, check_gpus, threads_of
 from .failures import BLAME_SECONDS, Failure
-from .ray_restarts import AttemptFailedError, find_cause, on_this_node, watch_stop_requests, with_restarts
+from .ray_restarts import (
+    AttemptFailedError,
+    find_cause,
+    on_this_node,
+    placement_groups,
+    remove_placement_groups,
+    watch_stop_requests,
+    with_restarts,
+)
 
 OBJECT_STORE_BYTES = 100 * 2**20
 """Ray's default is 30 % of the memory; here the object store holds only lines of progress."""
@@ -200,12 +208,14 @@ def _run_attempt(config: TrainConfig, devices: tuple[bool, dict[str, str]], line
             logging_config=ray.train.LoggingConfig(log_level="ERROR"),
         ),
     )
+    known = placement_groups()
     try:
         outcome: Outcome = trainer.fit().return_value
         return outcome
     except ray.train.WorkerGroupError as error:
         raise AttemptFailedError(find_cause(error.worker_failures)) from error
     except ray.train.TrainingFailedError as error:
+        remove_placement_groups(placement_groups() - known)
         raise AttemptFailedError(Failure.from_error(0, getattr(error, "controller_failure", error))) from error
 
 

@@ -99,6 +99,30 @@ def test_a_run_goes_on_with_the_machines_that_are_left(tmp_path, small_run):
         assert ours.mean_loss == pytest.approx(theirs.mean_loss, rel=1e-5)
 
 
+# Ray keeps the placement group of an actor that is gone, as of a controller whose worker was lost while it started.
+LEFT = """
+import ray
+from training.launchers.ray_restarts import placement_groups, remove_placement_groups
+
+@ray.remote(num_cpus=0)
+class Controller:
+    def reserve(self):
+        ray.get(ray.util.placement_group([{"CPU": 1}]).ready())
+
+ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+controller = Controller.remote()
+ray.get(controller.reserve.remote())
+ray.kill(controller)
+remove_placement_groups(placement_groups())
+ray.get(ray.util.placement_group([{"CPU": 1}]).ready(), timeout=60)
+"""
+
+
+@pytest.mark.extended
+def test_what_a_failed_attempt_has_reserved_is_free_for_the_next():
+    subprocess.run([sys.executable, "-c", LEFT], check=True, timeout=300)
+
+
 @pytest.mark.parametrize(
     ("room", "used", "values"),
     [
