@@ -12,14 +12,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import report
-from benchmarks.benchmarks import CONVERSIONS, PARTS
+from benchmarks.conversions import WORKS
 from benchmarks.inputs import claim_data_folder
 from benchmarks.measure import ROOT, MeasureError
-from benchmarks.runner import WAYS, BenchmarkJournal, RunSettings, measure_benchmarks, say
+from benchmarks.runner import PARTS, WAYS, Benchmark, BenchmarkJournal, RunSettings, measure_benchmarks, say
 from ckpt_tools.process.guard import guard_processes
 from ckpt_tools.process.signals import get_exit_code, raise_on_signals
 
 RESULTS, DATA = Path(__file__).parent / "results", ROOT / ".cache" / "benchmarks"
+CONVERSIONS = [Benchmark(work.name, "conversions:measure_conversion", work.about, 4.5) for work in WORKS.values()]
 BENCHMARKS = {benchmark.name: benchmark for benchmark in (*CONVERSIONS, *PARTS)}
 
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from benchmarks.benchmarks import PARTS
 from benchmarks.conversions import COPY, OURS, SYNCING, WORKS, Work
 from benchmarks.measure import ROOT
-from benchmarks.runner import COLD, FSYNC, MACHINE, WARM, BenchmarkJournal, Record, digest_code
+from benchmarks.runner import COLD, FSYNC, MACHINE, PARTS, WARM, BenchmarkJournal, Record, digest_code
 from benchmarks.turns import format_verdict, make_table
 from tests.support.svg import COLOURS, LINE, MARGIN, WIDTH, Picture
 
