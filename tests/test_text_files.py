@@ -12,7 +12,7 @@ from ckpt_tools.errors import CkptError
 from ckpt_tools.process.text_files import MAX_TEXT_BYTES, read_text
 from ckpt_tools.recipes.reading import read_recipe
 from inference.models.options import DEFAULTS
-from inference.serving.sources import sources_in
+from inference.serving.sources import read_sources
 from tests.training.jobs import small_config
 from training.config.command_line import read_defaults
 from training.engines.deepspeed_config import deepspeed_config
@@ -32,7 +32,14 @@ def read_deepspeed(path: Path) -> Any:
 
 @pytest.mark.parametrize(
     "read",
-    [read_key_map, read_param_order, read_recipe, partial(sources_in, defaults=DEFAULTS), read_config, read_deepspeed],
+    [
+        read_key_map,
+        read_param_order,
+        read_recipe,
+        partial(read_sources, defaults=DEFAULTS),
+        read_config,
+        read_deepspeed,
+    ],
 )
 def test_an_endless_device_is_refused(read):
     with pytest.raises((CkptError, click.BadParameter)) as caught:

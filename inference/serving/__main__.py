@@ -109,10 +109,10 @@ class Options:
 
     def sources(self) -> list[Source]:
         """The models, each with its options: those of the command line, unless it has its own."""
-        from .sources import source_of, sources_in
+        from .sources import parse_source, read_sources
 
-        in_file = sources_in(self.models_file, self.model_options) if self.models_file else []
-        return [*(source_of(text, self.model_options) for text in self.models), *in_file]
+        in_file = read_sources(self.models_file, self.model_options) if self.models_file else []
+        return [*(parse_source(text, self.model_options) for text in self.models), *in_file]
 
     def repository(self, load: Load) -> Repository:
         """The models, none of which is loaded yet. ``load`` loads one."""

@@ -38,7 +38,7 @@ class Execution:
 
 
 @dataclass(eq=False, slots=True)
-class _Waiting(Generic[Item, Result]):
+class _QueuedItem(Generic[Item, Result]):
     """An item and its future. ``is_gone`` once its request was cancelled."""
 
     item: Item
@@ -64,7 +64,7 @@ class Batcher(Generic[Item, Result]):
     observe: Callable[[Execution], None] = lambda _: None
     num_threads: int = 1
     max_delay: float = 0.0
-    _queue: deque[_Waiting[Item, Result]] = field(default_factory=deque, init=False, repr=False)
+    _queue: deque[_QueuedItem[Item, Result]] = field(default_factory=deque, init=False, repr=False)
     _changed: threading.Condition = field(default_factory=threading.Condition, init=False, repr=False)
     _is_closed: bool = field(default=False, init=False, repr=False)
     _threads: list[threading.Thread] = field(default_factory=list, init=False, repr=False)
@@ -118,22 +118,22 @@ class Batcher(Generic[Item, Result]):
     async def submit_all(self, items: Sequence[Item]) -> list[Result]:
         """The results for ``items``, in order; either all enter the queue or none. Raises as :meth:`submit`."""
         loop = asyncio.get_running_loop()
-        waiting: list[_Waiting[Item, Result]] = [_Waiting(item, loop, loop.create_future()) for item in items]
-        self._put(waiting)
+        waiting: list[_QueuedItem[Item, Result]] = [_QueuedItem(item, loop, loop.create_future()) for item in items]
+        self._enqueue(waiting)
         try:
             return [await each.result for each in waiting]
         except BaseException:
             self._withdraw(waiting)
             raise
 
-    def _put(self, waiting: Sequence[_Waiting[Item, Result]]) -> None:
+    def _enqueue(self, waiting: Sequence[_QueuedItem[Item, Result]]) -> None:
         with self._changed:
             if self._is_closed or len(self._queue) + len(waiting) > self.max_waiting:
                 raise QueueFullError
             self._queue.extend(waiting)
             self._changed.notify()
 
-    def _withdraw(self, waiting: Sequence[_Waiting[Item, Result]]) -> None:
+    def _withdraw(self, waiting: Sequence[_QueuedItem[Item, Result]]) -> None:
         with self._changed:
             for each in waiting:
                 each.is_gone = True
@@ -149,7 +149,7 @@ class Batcher(Generic[Item, Result]):
                 self._num_at_work -= 1
                 self._changed.notify()
 
-    def _next_batch(self) -> list[_Waiting[Item, Result]]:
+    def _next_batch(self) -> list[_QueuedItem[Item, Result]]:
         """The longest waiting items, as soon as a batch may start; empty at the end."""
         with self._changed:
             while (seconds := self._seconds_to_wait()) is None or seconds > 0:
@@ -173,48 +173,48 @@ class Batcher(Generic[Item, Result]):
             due = max(due, self._last_end + PATIENCE * self._last.work_seconds)
         return due - time.perf_counter()
 
-    def _answer(self, batch: Sequence[_Waiting[Item, Result]]) -> None:
+    def _answer(self, batch: Sequence[_QueuedItem[Item, Result]]) -> None:
         if not batch:
             return
         begun = time.perf_counter()
         try:
             results = self.work([waiting.item for waiting in batch])
         except Exception as error:
-            self._fail(batch, error)
+            self._retry_alone(batch, error)
             return
         self._observe(batch, begun, time.perf_counter())
-        _tell(batch, results)
+        _set_outcomes(batch, results)
 
-    def _observe(self, batch: Sequence[_Waiting[Item, Result]], begun: float, ended: float) -> None:
+    def _observe(self, batch: Sequence[_QueuedItem[Item, Result]], begun: float, ended: float) -> None:
         with self._changed:
             begun, self._last_end = max(begun, self._last_end), ended
             waited = sum(begun - waiting.since for waiting in batch)
             self._last = Execution(len(batch), waited, ended - begun)
         self.observe(self._last)
 
-    def _fail(self, batch: Sequence[_Waiting[Item, Result]], error: Exception) -> None:
+    def _retry_alone(self, batch: Sequence[_QueuedItem[Item, Result]], error: Exception) -> None:
         """Retry each item alone, so that only the one that fails gets the error."""
         if len(batch) == 1:
-            _tell(batch, [error])
+            _set_outcomes(batch, [error])
             return
         for waiting in batch:
             self._answer([waiting])
 
 
-def _tell(batch: Sequence[_Waiting[Item, Result]], outcomes: Sequence[Result | Exception]) -> None:
+def _set_outcomes(batch: Sequence[_QueuedItem[Item, Result]], outcomes: Sequence[Result | Exception]) -> None:
     """Set results or errors, waking each event loop once."""
     by_loop: dict[asyncio.AbstractEventLoop, list[tuple[asyncio.Future[Result], Result | Exception]]] = {}
     for waiting, outcome in zip(batch, outcomes, strict=True):
         by_loop.setdefault(waiting.loop, []).append((waiting.result, outcome))
     for loop, told in by_loop.items():
         try:
-            loop.call_soon_threadsafe(_set_all, told)
+            loop.call_soon_threadsafe(_set_results, told)
         except RuntimeError:
             # The loop is closed, because the service has ended.
             continue
 
 
-def _set_all(told: Sequence[tuple[asyncio.Future[Result], Result | Exception]]) -> None:
+def _set_results(told: Sequence[tuple[asyncio.Future[Result], Result | Exception]]) -> None:
     for future, outcome in told:
         if future.done():
             continue

@@ -51,14 +51,14 @@ class GenerateRequest:
         prompts = {name: fields.pop(name) for name in ("text_input", "messages") if name in fields}
         if twice := fields.keys() & parameters:
             raise FormatError(f"the parameter {min(twice)[:60]} is given twice")
-        return cls(number, *_generation(prompts, fields | parameters, is_stream))
+        return cls(number, *_parse_generation(prompts, fields | parameters, is_stream))
 
     def answer(self, version: Version, text: str) -> Json:
         found = {"model_name": version.name, "model_version": str(version.number), "text_output": text}
         return {"id": self.id, **found} if self.id else found
 
 
-def _generation(prompts: Json, parameters: Json, is_stream: bool) -> tuple[Generation, float | None]:
+def _parse_generation(prompts: Json, parameters: Json, is_stream: bool) -> tuple[Generation, float | None]:
     """The request, and its timeout in seconds."""
     if unknown := sorted(parameters.keys() - set(PARAMETERS)):
         raise FormatError(f"the parameter {unknown[0][:60]!r} is unknown; there are {', '.join(PARAMETERS)}")
@@ -105,7 +105,7 @@ class Generators:
         """The text in pieces that are not empty. The generation ends when this iterator is closed. Raises what the
         model raises, TimeoutError at the time ``until`` of the event loop, and QueueFullError if too many wait."""
         begun = time.perf_counter()
-        async with self._place(version, until):
+        async with self._hold_place(version, until):
             started = time.perf_counter()
             loop, queue, is_closed = asyncio.get_running_loop(), asyncio.Queue[str | Exception | None](), Event()
 
@@ -127,7 +127,7 @@ class Generators:
 
             self._threads.submit(work)
             try:
-                while (found := await _by(until, queue.get())) is not None:
+                while (found := await _await_until(until, queue.get())) is not None:
                     if isinstance(found, Exception):
                         raise found
                     if loop.time() > until:  # There was always a piece that the client had not read yet.
@@ -138,13 +138,13 @@ class Generators:
             version.metrics.count_execution(Execution(1, started - begun, time.perf_counter() - started))
 
     @asynccontextmanager
-    async def _place(self, version: Version, until: float) -> AsyncIterator[None]:
+    async def _hold_place(self, version: Version, until: float) -> AsyncIterator[None]:
         places = self._places.setdefault(version, _Places())
         if places.num_asked >= MAX_AT_ONCE + version.batcher.max_waiting:
             raise QueueFullError
         places.num_asked += 1
         try:
-            await _by(until, places.free.acquire())
+            await _await_until(until, places.free.acquire())
             try:
                 yield
             finally:
@@ -158,6 +158,6 @@ class Generators:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-async def _by(until: float, awaited: Awaitable[Result]) -> Result:
+async def _await_until(until: float, awaited: Awaitable[Result]) -> Result:
     async with asyncio.timeout_at(until):
         return await awaited

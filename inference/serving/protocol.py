@@ -75,29 +75,29 @@ class Body:
 def parse_infer(body: bytes, json_bytes: str | None, predictor: Predictor, max_rows: int) -> InferRequest:
     """Parse ``body``; ``json_bytes`` is the header ``Inference-Header-Content-Length``. Raises BadRequestError if it is
     not a request, or does not fit the model; FormatError if the model does not take a text of it."""
-    text, binary = _split(body, json_bytes)
+    text, binary = _split_body(body, json_bytes)
     try:
         request = orjson.loads(text)
     except orjson.JSONDecodeError as error:
         raise BadRequestError(f"the request is not JSON: {str(error)[:200]}") from error
-    return fitting_request(_object(request, "the request"), binary, predictor, max_rows)
+    return check_request(_require_object(request, "the request"), binary, predictor, max_rows)
 
 
-def fitting_request(request: Json, binary: bytes, predictor: Predictor, max_rows: int) -> InferRequest:
+def check_request(request: Json, binary: bytes, predictor: Predictor, max_rows: int) -> InferRequest:
     """Check a request in JSON of either protocol; ``binary`` is the data of its inputs. As :func:`parse_infer`."""
-    _known(request, REQUEST_FIELDS, "the request")
+    _check_fields(request, REQUEST_FIELDS, "the request")
     name = request.get("model_name", predictor.name)
     if name != predictor.name:
-        raise BadRequestError(f"the request is to the model {predictor.name}, and its model_name is {_shown(name)}")
-    parameters = _parameters(request, "the request", REQUEST_PARAMETERS)
-    items = _items(_list(request, "inputs"), memoryview(binary), predictor, max_rows)
-    outputs = _outputs(request, _flag(parameters, "binary_data_output", "the request"), predictor)
+        raise BadRequestError(f"the request is to the model {predictor.name}, and its model_name is {_shorten(name)}")
+    parameters = _read_parameters(request, "the request", REQUEST_PARAMETERS)
+    items = _read_items(_require_list(request, "inputs"), memoryview(binary), predictor, max_rows)
+    outputs = _read_outputs(request, _read_flag(parameters, "binary_data_output", "the request"), predictor)
     if not isinstance(request.get("id", ""), str):
         raise BadRequestError("the id of the request has to be a text")
-    return InferRequest(request.get("id"), items, outputs, _timeout(parameters))
+    return InferRequest(request.get("id"), items, outputs, _read_timeout(parameters))
 
 
-def _split(body: bytes, json_bytes: str | None) -> tuple[bytes, bytes]:
+def _split_body(body: bytes, json_bytes: str | None) -> tuple[bytes, bytes]:
     if json_bytes is None:
         return body, b""
     if not (json_bytes.isascii() and json_bytes.isdigit() and len(json_bytes) < 20) or int(json_bytes) > len(body):
@@ -108,18 +108,20 @@ def _split(body: bytes, json_bytes: str | None) -> tuple[bytes, bytes]:
     return body[: int(json_bytes)], body[int(json_bytes) :]
 
 
-def _items(inputs: Sequence[object], binary: memoryview, predictor: Predictor, max_rows: int) -> tuple[Item, ...]:
+def _read_items(inputs: Sequence[object], binary: memoryview, predictor: Predictor, max_rows: int) -> tuple[Item, ...]:
     """One item for each row. Inputs may be in any order, and binary data are in theirs."""
-    given = [_object(each, "an input") for each in inputs]
+    given = [_require_object(each, "an input") for each in inputs]
     specs = {spec.name: spec for spec in predictor.inputs}
     if len(given) != len(specs):
-        raise BadRequestError(f"the request has {len(given)} inputs; the model takes {_names(predictor.inputs)}")
+        raise BadRequestError(f"the request has {len(given)} inputs; the model takes {_join_names(predictor.inputs)}")
     found: dict[str, tuple[Item, ...]] = {}
     for each in given:
         name = each.get("name")
         if not isinstance(name, str) or name not in specs or name in found:
-            raise BadRequestError(f"the input is called {_shown(name)}; the model takes {_names(predictor.inputs)}")
-        found[name], binary = _input(each, specs[name], binary, predictor, max_rows)
+            raise BadRequestError(
+                f"the input is called {_shorten(name)}; the model takes {_join_names(predictor.inputs)}"
+            )
+        found[name], binary = _read_input(each, specs[name], binary, predictor, max_rows)
     if binary:
         raise BadRequestError(f"{len(binary)} bytes follow the binary data of the inputs")
     columns = [found[name] for name in specs]
@@ -128,30 +130,30 @@ def _items(inputs: Sequence[object], binary: memoryview, predictor: Predictor, m
     return columns[0] if len(columns) == 1 else tuple(zip(*columns, strict=True))
 
 
-def _input(
+def _read_input(
     given: Json, spec: TensorSpec, binary: memoryview, predictor: Predictor, max_rows: int
 ) -> tuple[tuple[Item, ...], memoryview]:
     """The rows of one input, and the binary data that follow its own."""
-    _known(given, TENSOR_FIELDS, "an input")
-    shape = _shape(given, spec, max_rows)
+    _check_fields(given, TENSOR_FIELDS, "an input")
+    shape = _read_shape(given, spec, max_rows)
     if given.get("datatype") != spec.datatype:
         raise BadRequestError(
-            f"the input {spec.name} has the datatype {_shown(given.get('datatype'))}; it must be {spec.datatype}"
+            f"the input {spec.name} has the datatype {_shorten(given.get('datatype'))}; it must be {spec.datatype}"
         )
-    size = _parameters(given, f"the input {spec.name}", INPUT_PARAMETERS).get("binary_data_size")
-    used = 0 if size is None else _binary_size(size, spec, binary)
-    return _rows(given, shape, spec, None if size is None else binary[:used], predictor), binary[used:]
+    size = _read_parameters(given, f"the input {spec.name}", INPUT_PARAMETERS).get("binary_data_size")
+    used = 0 if size is None else _read_binary_size(size, spec, binary)
+    return _read_rows(given, shape, spec, None if size is None else binary[:used], predictor), binary[used:]
 
 
-def _binary_size(size: object, spec: TensorSpec, binary: memoryview) -> int:
+def _read_binary_size(size: object, spec: TensorSpec, binary: memoryview) -> int:
     if type(size) is not int or not 0 <= size <= len(binary):
         raise BadRequestError(
-            f"binary_data_size of the input {spec.name} is {_shown(size)}; {len(binary)} bytes follow the JSON"
+            f"binary_data_size of the input {spec.name} is {_shorten(size)}; {len(binary)} bytes follow the JSON"
         )
     return size
 
 
-def _rows(
+def _read_rows(
     given: Json, shape: tuple[int, ...], spec: TensorSpec, binary: memoryview | None, predictor: Predictor
 ) -> tuple[Item, ...]:
     if binary is None and "data" not in given:
@@ -168,7 +170,7 @@ def _rows(
     return tuple(rows.copy())
 
 
-def _shape(given: Json, spec: TensorSpec, max_rows: int) -> tuple[int, ...]:
+def _read_shape(given: Json, spec: TensorSpec, max_rows: int) -> tuple[int, ...]:
     shape = given.get("shape")
     is_shape = isinstance(shape, list) and len(shape) <= MAX_DIMENSIONS
     if not is_shape or not all(type(size) is int and 0 < size <= MAX_SIZE for size in shape or ()):
@@ -197,13 +199,13 @@ def _array_of_binary(binary: memoryview, shape: tuple[int, ...], spec: TensorSpe
 
 
 def _array_of_json(given: Json, shape: tuple[int, ...], spec: TensorSpec) -> Array:
-    values = _flat(given, shape, spec)
+    values = _flatten(given, shape, spec)
     dtype = DTYPES[spec.datatype]
     by_kind: dict[str, set[type]] = {"b": {bool}, "i": {int}, "u": {int}}
     if not set(map(type, values)) <= by_kind.get(dtype.kind, {int, float}):
         raise BadRequestError(f"the data of the input {spec.name} has elements that are not of {spec.datatype}")
     try:
-        found = np.frombuffer(_packed(values, dtype), dtype if dtype.kind in "biu" else np.float64)
+        found = np.frombuffer(_pack(values, dtype), dtype if dtype.kind in "biu" else np.float64)
     except OverflowError as error:
         raise BadRequestError(
             f"the data of the input {spec.name} has numbers that {spec.datatype} cannot hold"
@@ -212,12 +214,12 @@ def _array_of_json(given: Json, shape: tuple[int, ...], spec: TensorSpec) -> Arr
         return found.astype(dtype, copy=False).reshape(shape)
 
 
-def _packed(values: list[Any], dtype: np.dtype[Any]) -> array[Any]:
+def _pack(values: list[Any], dtype: np.dtype[Any]) -> array[Any]:
     """Pack values as the dtype, or as float64 for floats. Checks their range, in a fifth of numpy's time."""
     return array({"b": "B", "i": dtype.char, "u": dtype.char}.get(dtype.kind, "d"), values)
 
 
-def _flat(given: Json, shape: tuple[int, ...], spec: TensorSpec) -> list[Any]:
+def _flatten(given: Json, shape: tuple[int, ...], spec: TensorSpec) -> list[Any]:
     """``data`` flattened in row-major order and checked against the shape; it may be flat or nested."""
     values = given["data"]
     if not isinstance(values, list):
@@ -253,35 +255,38 @@ def _texts_of_binary(binary: memoryview, shape: tuple[int, ...], spec: TensorSpe
 
 
 def _texts_of_json(given: Json, shape: tuple[int, ...], spec: TensorSpec) -> list[bytes]:
-    values = _flat(given, shape, spec)
+    values = _flatten(given, shape, spec)
     if not all(isinstance(value, str) for value in values):
         raise BadRequestError(f"the data of the input {spec.name} has elements that are not texts")
     return [value.encode("utf-8", "surrogatepass") for value in values]
 
 
-def _outputs(request: Json, is_binary: bool, predictor: Predictor) -> tuple[WantedOutput, ...]:
+def _read_outputs(request: Json, is_binary: bool, predictor: Predictor) -> tuple[WantedOutput, ...]:
     """The requested outputs in the client's order; all if none are named."""
     if "outputs" not in request:
         return tuple(WantedOutput(spec, is_binary) for spec in predictor.outputs)
-    wanted = [_output(_object(each, "an output"), is_binary, predictor) for each in _list(request, "outputs")]
+    wanted = [
+        _read_output(_require_object(each, "an output"), is_binary, predictor)
+        for each in _require_list(request, "outputs")
+    ]
     if len({each.spec.name for each in wanted}) < len(wanted):
         raise BadRequestError("the request names an output twice")
     return tuple(wanted) or tuple(WantedOutput(spec, is_binary) for spec in predictor.outputs)
 
 
-def _output(given: Json, is_binary: bool, predictor: Predictor) -> WantedOutput:
-    _known(given, OUTPUT_FIELDS, "an output")
+def _read_output(given: Json, is_binary: bool, predictor: Predictor) -> WantedOutput:
+    _check_fields(given, OUTPUT_FIELDS, "an output")
     for spec in predictor.outputs:
         if spec.name == given.get("name"):
             where = f"the output {spec.name}"
-            parameters = _parameters(given, where, OUTPUT_PARAMETERS)
-            return WantedOutput(spec, _flag(parameters, "binary_data", where, is_binary))
+            parameters = _read_parameters(given, where, OUTPUT_PARAMETERS)
+            return WantedOutput(spec, _read_flag(parameters, "binary_data", where, is_binary))
     raise BadRequestError(
-        f"there is no output {_shown(given.get('name'))}; the model gives {_names(predictor.outputs)}"
+        f"there is no output {_shorten(given.get('name'))}; the model gives {_join_names(predictor.outputs)}"
     )
 
 
-def _timeout(parameters: Json) -> float | None:
+def _read_timeout(parameters: Json) -> float | None:
     """Timeout in seconds; the protocol has microseconds, and 0 for none."""
     given = parameters.get("timeout", 0)
     if type(given) is not int or not 0 <= given < 2**63:
@@ -289,47 +294,47 @@ def _timeout(parameters: Json) -> float | None:
     return given / 1e6 or None
 
 
-def _parameters(given: Json, where: str, known: set[str]) -> Json:
+def _read_parameters(given: Json, where: str, known: set[str]) -> Json:
     """The ``parameters`` of a request, an input or an output. One that is not ``known`` is refused: its sender expects
     what it asks for."""
-    found = _object(given.get("parameters", {}), f"the parameters of {where}")
+    found = _require_object(given.get("parameters", {}), f"the parameters of {where}")
     for name, value in sorted(found.items()):
         is_unset = name in UNSET_PARAMETERS and isinstance(value, bool | int | str) and not value
         if name not in known and not is_unset:
-            raise BadRequestError(f"the parameter {_shown(name)} of {where} is not supported")
+            raise BadRequestError(f"the parameter {_shorten(name)} of {where} is not supported")
     return found
 
 
-def _flag(parameters: Json, name: str, where: str, default: bool = False) -> bool:
+def _read_flag(parameters: Json, name: str, where: str, default: bool = False) -> bool:
     value = parameters.get(name, default)
     if not isinstance(value, bool):
         raise BadRequestError(f"{name} of {where} has to be true or false")
     return value
 
 
-def _object(value: object, where: str) -> Json:
+def _require_object(value: object, where: str) -> Json:
     if not isinstance(value, dict):
         raise BadRequestError(f"{where} has to be a JSON object")
     return value
 
 
-def _list(request: Json, key: str) -> list[Any]:
+def _require_list(request: Json, key: str) -> list[Any]:
     value = request.get(key)
     if not isinstance(value, list):
         raise BadRequestError(f"the request needs {key}, a list")
     return value
 
 
-def _known(given: Json, fields: set[str], where: str) -> None:
+def _check_fields(given: Json, fields: set[str], where: str) -> None:
     if unknown := sorted(set(given) - fields):
-        raise BadRequestError(f"{where} has the unknown field {_shown(unknown[0])}")
+        raise BadRequestError(f"{where} has the unknown field {_shorten(unknown[0])}")
 
 
-def _names(specs: Any) -> str:
+def _join_names(specs: Any) -> str:
     return ", ".join(spec.name for spec in specs)
 
 
-def _shown(value: object) -> str:
+def _shorten(value: object) -> str:
     return repr(value)[:60]
 
 

@@ -79,11 +79,11 @@ class Service:
         try:
             return self.repository.version(name, number)
         except (UnknownModelError, NotReadyError) as error:
-            raise not_there(error) from error
+            raise missing_model_refusal(error) from error
 
     async def metadata(self, name: str, number: str | None) -> Json:
-        with self._held(name, number) as version:
-            described, predictor = await _described(version), version.predictor
+        with self._hold_version(name, number) as version:
+            described, predictor = await _describe_weights(version), version.predictor
         return {
             "name": version.name,
             "versions": [str(number) for number in self._numbers(version)],
@@ -94,12 +94,12 @@ class Service:
         }
 
     @contextmanager
-    def _held(self, name: str, number: str | None) -> Iterator[Version]:
+    def _hold_version(self, name: str, number: str | None) -> Iterator[Version]:
         try:
             with self.repository.hold(name, number) as version:
                 yield version
         except (UnknownModelError, NotReadyError) as error:
-            raise not_there(error) from error
+            raise missing_model_refusal(error) from error
 
     def _numbers(self, version: Version) -> list[int]:
         return [each.number for each in self.repository.versions_of(version.name)]
@@ -107,16 +107,16 @@ class Service:
     async def configuration(self, name: str, number: str | None) -> Json:
         """The fields of Triton's ModelConfig that apply. ``dims`` are a shape of the metadata without its first
         dimension, the batch."""
-        with self._held(name, number) as version:
-            described, predictor = await _described(version), version.predictor
+        with self._hold_version(name, number) as version:
+            described, predictor = await _describe_weights(version), version.predictor
         return {
             "name": version.name,
             "platform": PLATFORM,
             "backend": PLATFORM,
             "version_policy": {"specific": {"versions": self._numbers(version)}},
             "max_batch_size": predictor.max_batch,
-            "input": [_configured(spec) for spec in predictor.inputs],
-            "output": [_configured(spec) for spec in predictor.outputs],
+            "input": [_configure_tensor(spec) for spec in predictor.inputs],
+            "output": [_configure_tensor(spec) for spec in predictor.outputs],
             "dynamic_batching": {},
             "parameters": {key: {"string_value": text} for key, text in texts(described).items()},
         }
@@ -157,7 +157,7 @@ class Service:
         """The rendered answer of a model. ``parse`` reads the request of ``num_bytes`` for the version that answers;
         ``seconds`` is the client's own deadline; the version is written to ``log_fields`` for the access log."""
         with holding(self.repository, log_fields, name, number) as version, refusing_requests():
-            asked = await _parsed(parse, version, num_bytes)
+            asked = await _parse_request(parse, version, num_bytes)
             limits = (self.settings.timeout, asked.timeout, seconds)
             answers = await predictions(version, asked.items, min(each for each in limits if each is not None))
             return render(asked, answers, version)
@@ -232,10 +232,10 @@ def holding(
             with _counted(version):
                 yield version
     except (UnknownModelError, NotReadyError) as error:
-        raise not_there(error) from error
+        raise missing_model_refusal(error) from error
 
 
-def not_there(error: UnknownModelError | NotReadyError) -> Refused:
+def missing_model_refusal(error: UnknownModelError | NotReadyError) -> Refused:
     """503 for a model that is about to be loaded again, 404 for the others."""
     if isinstance(error, NotReadyError) and not error.is_unloaded:
         return Refused(503, f"{error}; try again", RETRY_AFTER)
@@ -307,13 +307,13 @@ def ended(error: ModelsEndedError) -> Refused:
     return Refused(503, f"{error.message}; it is started again", RETRY_AFTER)
 
 
-async def _parsed(parse: Parse, version: Version, num_bytes: int) -> InferRequest:
+async def _parse_request(parse: Parse, version: Version, num_bytes: int) -> InferRequest:
     if num_bytes > LARGE_REQUEST or any(spec.datatype == BYTES for spec in version.predictor.inputs):
         return await asyncio.to_thread(parse, version)
     return parse(version)
 
 
-async def _described(version: Version) -> Json:
+async def _describe_weights(version: Version) -> Json:
     """Facts that metadata and configuration both give of a model. Raises ``Refused`` 503 if its process has ended."""
     try:
         sizes = await asyncio.to_thread(lambda: version.predictor.batch_sizes)
@@ -344,6 +344,6 @@ def identity(version: Version) -> Json:
     }
 
 
-def _configured(spec: TensorSpec) -> Json:
+def _configure_tensor(spec: TensorSpec) -> Json:
     datatype = "STRING" if spec.datatype == "BYTES" else spec.datatype
     return {"name": spec.name, "data_type": f"TYPE_{datatype}", "dims": list(spec.shape[1:])}

@@ -77,7 +77,7 @@ def bind(host: str, port: int, option: str = "--port") -> socket.socket:
         bound.bind(address)
     except OSError as error:
         bound.close()
-        raise _refused(host, port, error, option) from error
+        raise _make_listen_error(host, port, error, option) from error
     return bound
 
 
@@ -113,7 +113,7 @@ def listen(bound: socket.socket, host: str) -> str:
     try:
         bound.listen()
     except OSError as error:
-        raise _refused(host, bound.getsockname()[1], error) from error
+        raise _make_listen_error(host, bound.getsockname()[1], error) from error
     return url_of(bound, host)
 
 
@@ -135,7 +135,7 @@ def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, socket.SocketK
     return family, kind, protocol, address
 
 
-def _refused(host: str, port: int, error: OSError, option: str = "--port") -> StoreError:
+def _make_listen_error(host: str, port: int, error: OSError, option: str = "--port") -> StoreError:
     return StoreError(
         f"cannot listen on host {host}, port {port}: {error.strerror or error}; try another {option} or --host"
     )

@@ -42,7 +42,7 @@ class Source:
     options: ModelOptions = DEFAULTS
 
 
-def source_of(text: str, defaults: ModelOptions) -> Source:
+def parse_source(text: str, defaults: ModelOptions) -> Source:
     """The model of ``[NAME=]URL[?OPTION=VALUE&...]``. A path that exists is a path, also with ``=`` or ``?`` in it.
     Raises UsageError."""
     name, equals, url = text.partition("=")
@@ -55,14 +55,14 @@ def source_of(text: str, defaults: ModelOptions) -> Source:
         return Source(name, url, defaults)
     begin = BEGIN.search(url)
     if begin is None and "?" in url and "://" not in url:
-        raise UsageError(f"--model {text}: {_unknown(url.partition('?')[2].partition('=')[0])}")
+        raise UsageError(f"--model {text}: {_describe_unknown(url.partition('?')[2].partition('=')[0])}")
     if begin is None:
         return Source(name, url, defaults)
-    given = _of_query(url[begin.end() :], f"--model {text}")
-    return Source(name, url[: begin.start()], _changed(defaults, given, f"--model {text}"))
+    given = _parse_query(url[begin.end() :], f"--model {text}")
+    return Source(name, url[: begin.start()], _with_options(defaults, given, f"--model {text}"))
 
 
-def _of_query(query: str, where: str) -> dict[str, Any]:
+def _parse_query(query: str, where: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for part in query.split("&"):
         key, has_value, text = part.partition("=")
@@ -70,18 +70,18 @@ def _of_query(query: str, where: str) -> dict[str, Any]:
             raise UsageError(f"{where}: {key} is given twice")
         if not has_value:
             raise UsageError(f"{where}: {part!r} is not OPTION=VALUE; write & within a value as %26")
-        value = _value(KINDS.get(key), unquote(text))
+        value = _parse_value(KINDS.get(key), unquote(text))
         found[key] = [*found.get(key, []), value] if KINDS.get(key) == TEXTS else value
     return found
 
 
-def _value(kind: str | None, text: str) -> Any:
+def _parse_value(kind: str | None, text: str) -> Any:
     if kind == NUMBER and text.isascii() and text.isdigit():
         return int(text)
     return text == "true" if kind == FLAG and text in ("true", "false") else text
 
 
-def sources_in(file: Path, defaults: ModelOptions) -> list[Source]:
+def read_sources(file: Path, defaults: ModelOptions) -> list[Source]:
     """The model of each table of a TOML file: ``url``, and options. Raises SourceNotFoundError, StoreError or
     FormatError if it cannot be read. UsageError for anything else in it."""
     try:
@@ -92,43 +92,43 @@ def sources_in(file: Path, defaults: ModelOptions) -> list[Source]:
         raise StoreError(f"--models: {file} cannot be read ({error.strerror})") from error
     except ValueError as error:
         raise FormatError(f"--models: {file} is not TOML ({error})") from error
-    return [_of_table(name, table, defaults, f"--models {file}, {name}") for name, table in tables.items()]
+    return [_read_table(name, table, defaults, f"--models {file}, {name}") for name, table in tables.items()]
 
 
-def _of_table(name: str, table: object, defaults: ModelOptions, where: str) -> Source:
+def _read_table(name: str, table: object, defaults: ModelOptions, where: str) -> Source:
     if not isinstance(table, dict) or not isinstance(table.get("url"), str):
         raise UsageError(f"{where} is not a table with a url")
     if not NAME.fullmatch(name):
         raise UsageError(f"{where} is not a name of a model, which has letters, digits, ., _ and -")
     given = {key: value for key, value in table.items() if key != "url"}
-    return Source(name, table["url"], _changed(defaults, given, where))
+    return Source(name, table["url"], _with_options(defaults, given, where))
 
 
-def _changed(defaults: ModelOptions, given: Mapping[str, Any], where: str) -> ModelOptions:
+def _with_options(defaults: ModelOptions, given: Mapping[str, Any], where: str) -> ModelOptions:
     """``defaults`` with other values. Raises UsageError for an unknown option, or a value of another kind."""
     for key, value in given.items():
         if key not in KINDS:
-            raise UsageError(f"{where}: {_unknown(key)}")
-        if not _is(KINDS[key], value):
+            raise UsageError(f"{where}: {_describe_unknown(key)}")
+        if not _is_of_kind(KINDS[key], value):
             raise UsageError(f"{where}: {key} is {KINDS[key]}, not {value!r}")
     reading: dict[str, Any] = {
-        key: tuple(value) if KINDS[key] == TEXTS else value for key, value in _among(given, defaults.reading)
+        key: tuple(value) if KINDS[key] == TEXTS else value for key, value in _select_options(given, defaults.reading)
     }
     try:
-        return replace(defaults, reading=replace(defaults.reading, **reading), **dict(_among(given, defaults)))
+        return replace(defaults, reading=replace(defaults.reading, **reading), **dict(_select_options(given, defaults)))
     except UsageError as error:
         raise UsageError(f"{where}: {error.message}") from error
 
 
-def _among(given: Mapping[str, Any], holder: Any) -> Iterable[tuple[str, Any]]:
+def _select_options(given: Mapping[str, Any], holder: Any) -> Iterable[tuple[str, Any]]:
     return ((key, value) for key, value in given.items() if key in holder.__dataclass_fields__)
 
 
-def _is(kind: str, value: object) -> bool:
+def _is_of_kind(kind: str, value: object) -> bool:
     if kind == TEXTS:
         return isinstance(value, list) and all(isinstance(each, str) for each in value)
     return type(value) is {TEXT: str, NUMBER: int, FLAG: bool}[kind]
 
 
-def _unknown(key: str) -> str:
+def _describe_unknown(key: str) -> str:
     return f"{key!r} is not an option of a model; there are {', '.join(KINDS)}"

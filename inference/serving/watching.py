@@ -78,7 +78,7 @@ class Watcher:
         """Load a model that does not answer, if its files are those of the last version, or have not changed for the
         quiet time; whether it was loaded. Raises ``CkptError`` if it cannot be loaded."""
         waiting = self._look(slot)
-        if waiting is None or waiting.is_due(self.quiet) or _age(waiting.files) >= self.quiet:
+        if waiting is None or waiting.is_due(self.quiet) or _seconds_unchanged(waiting.files) >= self.quiet:
             with slot.is_changing:
                 return slot.reason != UNLOADED and self._serve(slot, self.repository.read(slot), waiting)
         url = slot.source.url
@@ -161,7 +161,7 @@ class Watcher:
         self._told[slot] = sentence
 
 
-def _age(files: CheckpointFiles) -> float:
+def _seconds_unchanged(files: CheckpointFiles) -> float:
     """Seconds since the last change, by the clock of the file system; 0 if that is not known."""
     return 0.0 if files.weights.changed is None else time.time() - files.weights.changed
 

@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 
 from ...models.predictor import Prediction, Predictor
 from ...models.results import BYTES
-from ..protocol import MAX_DIMENSIONS, BadRequestError, InferRequest, Json, column, fitting_request, joined_texts
+from ..protocol import MAX_DIMENSIONS, BadRequestError, InferRequest, Json, check_request, column, joined_texts
 from ..repository import Version
 
 DESCRIPTORS = Path(__file__).with_name("open_inference.desc")
@@ -113,7 +113,7 @@ def infer_request(message: Any, predictor: Predictor, max_rows: int) -> InferReq
         "inputs": [given for given, _ in pairs],
         "outputs": [{"name": output.name, "parameters": _parameters(output)} for output in message.outputs],
     }
-    found = fitting_request(request, b"".join(data for _, data in pairs), predictor, max_rows)
+    found = check_request(request, b"".join(data for _, data in pairs), predictor, max_rows)
     if len({output.is_binary for output in found.outputs}) > 1:
         raise BadRequestError("binary_data differs between the outputs; over gRPC all of them are raw, or none is")
     return found
@@ -127,7 +127,7 @@ def _parameters(holder: Any) -> Json:
     }
 
 
-def _input(tensor: Any, **parameters: int) -> Json:
+def _input_json(tensor: Any, **parameters: int) -> Json:
     """The JSON of an input with ``parameters``, which the client's own may not contradict."""
     given = {**parameters, **_parameters(tensor)}
     for key, value in parameters.items():
@@ -142,7 +142,7 @@ def _input(tensor: Any, **parameters: int) -> Json:
 def _raw_input(tensor: Any, data: bytes) -> tuple[Json, bytes]:
     if tensor.HasField("contents"):
         raise BadRequestError(f"the input {tensor.name[:60]!r} has contents, and the request has raw_input_contents")
-    return _input(tensor, binary_data_size=len(data)), data
+    return _input_json(tensor, binary_data_size=len(data)), data
 
 
 def _typed_input(tensor: Any) -> tuple[Json, bytes]:
@@ -156,8 +156,8 @@ def _typed_input(tensor: Any) -> tuple[Json, bytes]:
         )
     if tensor.datatype == BYTES:
         joined = joined_texts(tensor.contents.bytes_contents)
-        return _input(tensor, binary_data_size=len(joined)), joined
-    return {**_input(tensor), "data": list(getattr(tensor.contents, field)) if field else []}, b""
+        return _input_json(tensor, binary_data_size=len(joined)), joined
+    return {**_input_json(tensor), "data": list(getattr(tensor.contents, field)) if field else []}, b""
 
 
 def infer_response(request: InferRequest, predictions: Sequence[Prediction], version: Version) -> Any:

@@ -183,7 +183,7 @@ class Calls:
         self._check_sender(call)
         call.context.set_trailing_metadata((("x-request-id", call.request_id),))
         try:
-            request = parsed(method.request, await self._message(call))
+            request = parsed(method.request, await self._read_message(call))
             response: bytes = (await handler(request, call)).SerializeToString()
         except BadRequestError as error:
             raise Refused(400, str(error)) from error
@@ -201,7 +201,7 @@ class Calls:
         elif call.name not in OPEN_METHODS and not is_permitted(self.settings.token, call.authorization):
             raise no_token()
 
-    async def _message(self, call: Call) -> bytes:
+    async def _read_message(self, call: Call) -> bytes:
         try:
             async with asyncio.timeout(self.settings.body_seconds):
                 message = await call.context.read()
@@ -221,26 +221,26 @@ class Calls:
         await call.context.abort(call.code, refused.sentence, tuple(trailing))
 
     async def live(self, _: Any, call: Call) -> Any:
-        return _response(call, {"live": True})
+        return _make_response(call, {"live": True})
 
     async def ready(self, _: Any, call: Call) -> Any:
-        return _response(call, {"ready": _holds(self.service.check_ready)})
+        return _make_response(call, {"ready": _does_hold(self.service.check_ready)})
 
     async def model_ready(self, request: Any, call: Call) -> Any:
-        return _response(call, {"ready": _holds(partial(self.service.version, *_asked_of(request)))})
+        return _make_response(call, {"ready": _does_hold(partial(self.service.version, *_name_and_version(request)))})
 
     async def server(self, _: Any, call: Call) -> Any:
-        return _response(call, self.service.server())
+        return _make_response(call, self.service.server())
 
     async def metadata(self, request: Any, call: Call) -> Any:
-        found = await self.service.metadata(*_asked_of(request))
-        return _response(call, {**found, "properties": texts(found["parameters"])})
+        found = await self.service.metadata(*_name_and_version(request))
+        return _make_response(call, {**found, "properties": texts(found["parameters"])})
 
     async def configuration(self, request: Any, call: Call) -> Any:
-        return _response(call, {"config": await self.service.configuration(*_asked_of(request))})
+        return _make_response(call, {"config": await self.service.configuration(*_name_and_version(request))})
 
     async def statistics(self, request: Any, call: Call) -> Any:
-        return _response(call, await self.service.statistics(request.name or None, request.version or None))
+        return _make_response(call, await self.service.statistics(request.name or None, request.version or None))
 
     async def infer(self, request: Any, call: Call) -> Any:
         def parse(version: Version) -> InferRequest:
@@ -259,25 +259,25 @@ class Calls:
     async def index(self, request: Any, call: Call) -> Any:
         if request.repository_name:
             raise Refused(400, "the models are in one repository, which has no name; leave repository_name out")
-        return _response(call, {"models": self.service.index(only_ready=request.ready)})
+        return _make_response(call, {"models": self.service.index(only_ready=request.ready)})
 
     async def load(self, request: Any, call: Call) -> Any:
         name = _name_of(request)
         await self.service.load(name, dict.fromkeys(request.parameters, "..."))
-        return _response(call, {"model_name": name, "isLoaded": True})
+        return _make_response(call, {"model_name": name, "isLoaded": True})
 
     async def unload(self, request: Any, call: Call) -> Any:
         name = _name_of(request)
         await self.service.unload(name, dict(request.parameters))
-        return _response(call, {"model_name": name, "isUnloaded": True})
+        return _make_response(call, {"model_name": name, "isUnloaded": True})
 
 
-def _response(call: Call, found: Mapping[str, Any]) -> Any:
+def _make_response(call: Call, found: Mapping[str, Any]) -> Any:
     """The response message with the fields of HTTP's JSON that it has."""
     return ParseDict(found, METHODS[call.name].response(), ignore_unknown_fields=True)
 
 
-def _holds(check: Callable[[], object]) -> bool:
+def _does_hold(check: Callable[[], object]) -> bool:
     try:
         check()
     except Refused:
@@ -285,7 +285,7 @@ def _holds(check: Callable[[], object]) -> bool:
     return True
 
 
-def _asked_of(request: Any) -> tuple[str, str | None]:
+def _name_and_version(request: Any) -> tuple[str, str | None]:
     return request.name, request.version or None
 
 

@@ -101,7 +101,7 @@ def create_app(
 
     async def predict(request: Request) -> Response:
         form = await read_form(request)
-        name = the_model(repository, request.query_params.get("model"))
+        name = choose_model(repository, request.query_params.get("model"))
         with holding(repository, request.scope["state"], name, None) as version:
             item = await read_item(form, version.predictor, service)
             (prediction,) = await predictions(version, [item], chosen.timeout)
@@ -145,7 +145,7 @@ async def refuse(request: Request, error: Exception) -> JSONResponse:
     return answer(request.url.path, error)
 
 
-def the_model(repository: Repository, name: str | None) -> str:
+def choose_model(repository: Repository, name: str | None) -> str:
     """The requested model's name, or that of the only one. Raises ``Refused`` 400."""
     if name is not None:
         return name
@@ -179,9 +179,9 @@ async def read_form(request: Request) -> FormData:
 async def read_item(form: FormData, predictor: Predictor, service: Service) -> Item:
     """The model's input in a form: an image, or a text for a text model. Raises ``Refused`` 422, 413 or 400."""
     if predictor.inputs[0].datatype == BYTES:
-        text = the_field(form, "text", str, HOW_TO_POST_TEXT)
+        text = find_field(form, "text", str, HOW_TO_POST_TEXT)
         return await service.decode(predictor, text.encode("utf-8", "surrogatepass"), "the posted text")
-    image = the_field(form, "image", UploadFile, HOW_TO_POST)
+    image = find_field(form, "image", UploadFile, HOW_TO_POST)
     if (image.size or 0) > MAX_UPLOAD_BYTES:
         raise Refused(413, TOO_LARGE)
     data = await image.read()
@@ -189,7 +189,7 @@ async def read_item(form: FormData, predictor: Predictor, service: Service) -> I
     return await service.decode(predictor, data, image.filename or "the posted file")
 
 
-def the_field(form: FormData, name: str, kind: type[Result], how: str) -> Result:
+def find_field(form: FormData, name: str, kind: type[Result], how: str) -> Result:
     """The one field of a form. Raises ``Refused`` 422 for other fields, or a value that is not a ``kind``."""
     items = form.multi_items()
     if unknown := sorted({key for key, _ in items if key != name}):

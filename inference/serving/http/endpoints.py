@@ -74,13 +74,13 @@ class Endpoints:
         return JSONResponse({"ready": True})
 
     async def metadata(self, request: Request) -> Response:
-        return JSONResponse(await self.service.metadata(*_asked_of(request)))
+        return JSONResponse(await self.service.metadata(*_name_and_version(request)))
 
     async def model_ready(self, request: Request) -> Response:
-        return JSONResponse({"name": self.service.version(*_asked_of(request)).name, "ready": True})
+        return JSONResponse({"name": self.service.version(*_name_and_version(request)).name, "ready": True})
 
     async def configuration(self, request: Request) -> Response:
-        return JSONResponse(await self.service.configuration(*_asked_of(request)))
+        return JSONResponse(await self.service.configuration(*_name_and_version(request)))
 
     async def statistics(self, request: Request) -> Response:
         found = request.path_params
@@ -88,47 +88,47 @@ class Endpoints:
 
     async def infer(self, request: Request) -> Response:
         """Infer. Reads the body first, so that a slow client does not keep a version loaded."""
-        name, number = _asked_of(request)
+        name, number = _name_and_version(request)
         body, length = await read_body(request), request.headers.get(JSON_LENGTH)
 
         def parse(version: Version) -> InferRequest:
             return parse_infer(body, length, version.predictor, version.batcher.max_waiting)
 
         state = request.scope["state"]
-        return await self.service.infer(name, number, parse, _inferred, num_bytes=len(body), log_fields=state)
+        return await self.service.infer(name, number, parse, _render_answer, num_bytes=len(body), log_fields=state)
 
     async def generate(self, request: Request) -> Response:
-        (answer,) = [each async for each in await self._generated(request, is_stream=False)]
+        (answer,) = [each async for each in await self._start_generation(request, is_stream=False)]
         return JSONResponse(answer)
 
     async def generate_stream(self, request: Request) -> Response:
         """Server-sent events. An error before the first is an answer with its status."""
-        answers = await self._generated(request, is_stream=True)
+        answers = await self._start_generation(request, is_stream=True)
         return EventStream(await anext(answers), answers, self.service.settings.timeout)
 
-    async def _generated(self, request: Request, *, is_stream: bool) -> AsyncGenerator[Json]:
-        name, number = _asked_of(request)
+    async def _start_generation(self, request: Request, *, is_stream: bool) -> AsyncGenerator[Json]:
+        name, number = _name_and_version(request)
         body, state = await read_body(request), request.scope["state"]
         return self.service.generate(name, number, body, is_stream=is_stream, log_fields=state)
 
     async def index(self, request: Request) -> Response:
-        only_ready = (await _json_object(request, "ready")).get("ready", False)
+        only_ready = (await _read_json_object(request, "ready")).get("ready", False)
         if not isinstance(only_ready, bool):
             raise Refused(400, "ready has to be true or false")
         return JSONResponse(self.service.index(only_ready=only_ready))
 
     async def load(self, request: Request) -> Response:
-        await self.service.load(request.path_params["name"], await self._control(request))
+        await self.service.load(request.path_params["name"], await self._read_control_parameters(request))
         return JSONResponse({})
 
     async def unload(self, request: Request) -> Response:
-        await self.service.unload(request.path_params["name"], await self._control(request))
+        await self.service.unload(request.path_params["name"], await self._read_control_parameters(request))
         return JSONResponse({})
 
-    async def _control(self, request: Request) -> Json:
+    async def _read_control_parameters(self, request: Request) -> Json:
         """The parameters of a load or an unload, of a client that may change the models."""
         self.service.check_control(request.headers.get("Authorization", "").encode("latin-1"))
-        parameters: object = (await _json_object(request, "parameters")).get("parameters") or {}
+        parameters: object = (await _read_json_object(request, "parameters")).get("parameters") or {}
         if not isinstance(parameters, dict):
             raise Refused(400, "the parameters have to be a JSON object")
         return parameters
@@ -159,11 +159,11 @@ class FastPath:
         await response(scope, receive, send)
 
 
-def _asked_of(request: Request) -> tuple[str, str | None]:
+def _name_and_version(request: Request) -> tuple[str, str | None]:
     return request.path_params["name"], request.path_params.get("version")
 
 
-def _inferred(asked: InferRequest, answers: Sequence[Prediction], version: Version) -> Response:
+def _render_answer(asked: InferRequest, answers: Sequence[Prediction], version: Version) -> Response:
     answer = infer_response(asked, answers, version.name, str(version.number))
     if answer.json_bytes is None:
         return Response(answer.content, media_type="application/json")
@@ -182,10 +182,10 @@ async def read_body(request: Request) -> bytes:
         return body
     if encoding not in {"gzip", "deflate"}:
         raise Refused(415, f"the content encoding {encoding[:40]!r} is not known; gzip and deflate are")
-    return await asyncio.to_thread(_inflated, body, request.url.path)
+    return await asyncio.to_thread(_decompress, body, request.url.path)
 
 
-def _inflated(body: bytes, path: str) -> bytes:
+def _decompress(body: bytes, path: str) -> bytes:
     """Decompress gzip or zlib, up to the size limit of a body."""
     unpacker = zlib.decompressobj(zlib.MAX_WBITS | 32)
     try:
@@ -199,7 +199,7 @@ def _inflated(body: bytes, path: str) -> bytes:
     return found
 
 
-async def _json_object(request: Request, field: str) -> Json:
+async def _read_json_object(request: Request, field: str) -> Json:
     """The body, an object with at most this field. Raises ``Refused``."""
     body = await read_body(request)
     try:

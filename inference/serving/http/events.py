@@ -30,7 +30,7 @@ class EventStream(Response):
         self.first, self.rest, self.seconds = first, rest, seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def say(body: bytes, *, is_last: bool = False) -> None:
+        async def send_body(body: bytes, *, is_last: bool = False) -> None:
             async with asyncio.timeout(self.seconds):
                 await send({"type": "http.response.body", "body": body, "more_body": not is_last})
 
@@ -38,15 +38,17 @@ class EventStream(Response):
         async with aclosing(self.rest):
             with suppress(TimeoutError):
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-                await say(_event(self.first))
+                await send_body(_format_event(self.first))
                 try:
                     async for each in self.rest:
-                        await say(_event(each))
+                        await send_body(_format_event(each))
                 except (Refused, asyncio.CancelledError) as error:
                     # The client left, which makes no difference here, or the service stops.
-                    await say(_event({"error": error.sentence if isinstance(error, Refused) else STOPPING}))
-                await say(b"", is_last=True)
+                    await send_body(
+                        _format_event({"error": error.sentence if isinstance(error, Refused) else STOPPING})
+                    )
+                await send_body(b"", is_last=True)
 
 
-def _event(answer: Json) -> bytes:
+def _format_event(answer: Json) -> bytes:
     return b"data: " + orjson.dumps(answer) + b"\n\n"

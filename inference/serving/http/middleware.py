@@ -49,47 +49,47 @@ class Middleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        visit, metrics = Visit(scope, receive, send, self.service), self.service.repository.metrics
+        record, metrics = RequestRecord(scope, receive, send, self.service), self.service.repository.metrics
         metrics.in_flight.inc()
         try:
-            await self._answer(visit)
+            await self._answer(record)
         finally:
-            visit.end()
+            record.end()
             metrics.in_flight.dec()
-            metrics.http_responses.labels(visit.status).inc()
+            metrics.http_responses.labels(record.status).inc()
             if self.settings.has_access_log:
-                print(visit.log_line(), flush=True, file=sys.stdout)
+                print(record.log_line(), flush=True, file=sys.stdout)
 
-    async def _answer(self, visit: Visit) -> None:
-        if refused := self._refusal(visit):
-            await visit.refuse(refused)
+    async def _answer(self, record: RequestRecord) -> None:
+        if refused := self._refusal(record):
+            await record.refuse(refused)
             return
         try:
-            await self.app(visit.scope, visit.receive, visit.send)
+            await self.app(record.scope, record.receive, record.send)
         except asyncio.CancelledError:
-            if visit.has_left:
+            if record.has_left:
                 return
-            if not visit.has_started:
-                await visit.refuse(Refused(503, STOPPING, CLOSE))
+            if not record.has_started:
+                await record.refuse(Refused(503, STOPPING, CLOSE))
 
-    def _refusal(self, visit: Visit) -> Refused | None:
+    def _refusal(self, record: RequestRecord) -> Refused | None:
         """Refusal by the head alone: another origin (CSRF) or host name (DNS rebinding), no token, or too large a body,
         which is not read."""
-        headers = visit.headers
+        headers = record.headers
         origin = headers.get(b"origin")
         if origin is not None and origin.partition(b"://")[2] != headers.get(b"host"):
             return Refused(403, "a page of another origin may not ask this service", CLOSE)
-        if is_misnamed(self.settings, headers.get(b"host", b"").decode("latin-1")):
+        if has_foreign_host(self.settings, headers.get(b"host", b"").decode("latin-1")):
             return Refused(403, "ask this service by its address, as localhost, or by a name of --allow-host", CLOSE)
-        is_open = visit.path in OPEN_PATHS or visit.path.startswith(CONTROL_PATH)
+        is_open = record.path in OPEN_PATHS or record.path.startswith(CONTROL_PATH)
         if not is_open and not is_permitted(self.settings.token, headers.get(b"authorization", b"")):
             return no_token()
         if int(headers.get(b"content-length", b"0")) > MAX_BODY_BYTES:
-            return too_large(visit.path)
+            return too_large(record.path)
         return None
 
 
-def is_misnamed(settings: Settings, host: str) -> bool:
+def has_foreign_host(settings: Settings, host: str) -> bool:
     """Whether the Host header has a name that is not accepted. IP addresses are accepted."""
     name = HOST_PORT.sub("", host).lower().rstrip(".")
     if settings.hosts is None or not name or name in settings.hosts or name.endswith(".localhost"):
@@ -124,7 +124,7 @@ def too_large(path: str) -> Refused:
     return Refused(413, TOO_LARGE if path == "/predict" else TOO_LARGE_BODY, CLOSE)
 
 
-class Visit:
+class RequestRecord:
     """State of one request and its answer."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, service: Service) -> None:

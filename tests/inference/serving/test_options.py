@@ -7,7 +7,7 @@ import pytest
 
 from ckpt_tools.errors import FormatError, SourceNotFoundError, UsageError
 from inference.models.options import ModelOptions, TensorOptions
-from inference.serving.sources import KINDS, Source, source_of, sources_in
+from inference.serving.sources import KINDS, Source, parse_source, read_sources
 from tests.inference.serving.helpers import run_serve, write_certificate
 from tests.support.refusals import refusal_test
 
@@ -43,15 +43,15 @@ def test_all_options_of_a_model_can_be_said():
     ],
 )
 def test_the_options_follow_the_url(text, name, url, changed):
-    assert source_of(text, GIVEN) == Source(name, url, replace(GIVEN, **changed))
+    assert parse_source(text, GIVEN) == Source(name, url, replace(GIVEN, **changed))
 
 
 def test_a_path_that_exists_is_a_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("a?dtype=x", "b=c?d", "lr=1.safetensors"):
         Path(name).touch()
-        assert source_of(name, GIVEN) == Source("model", name, GIVEN)
-        assert source_of(f"m={name}", GIVEN) == Source("m", name, GIVEN)
+        assert parse_source(name, GIVEN) == Source("model", name, GIVEN)
+        assert parse_source(f"m={name}", GIVEN) == Source("m", name, GIVEN)
 
 
 def test_a_file_has_a_table_for_each_model(tmp_path):
@@ -60,7 +60,7 @@ def test_a_file_has_a_table_for_each_model(tmp_path):
         '[b]\nurl = "run"\nmax_batch = 2\nrename = ["^a[.]="]\nembeddings = true\n'
     )
     reading = TensorOptions(include=("a*",), rename=("^a[.]=",))
-    assert sources_in(tmp_path / "models.toml", GIVEN) == [
+    assert read_sources(tmp_path / "models.toml", GIVEN) == [
         Source("a", "s3://b/k?x=1?dtype=float16", GIVEN),
         Source("b", "run", replace(GIVEN, reading=reading, max_batch=2, embeddings=True)),
     ]
@@ -68,12 +68,12 @@ def test_a_file_has_a_table_for_each_model(tmp_path):
 
 def sources_of(text: str, folder: Path) -> list[Source]:
     (folder / "models.toml").write_text(text)
-    return sources_in(folder / "models.toml", GIVEN)
+    return read_sources(folder / "models.toml", GIVEN)
 
 
 test_what_is_no_option_of_a_model_is_refused_by_name = refusal_test(
     *(
-        (text, lambda _, text=text: source_of(text, GIVEN), UsageError, words)
+        (text, lambda _, text=text: parse_source(text, GIVEN), UsageError, words)
         for text, words in (
             ("m=run?colour=red", "'colour' is not an option of a model; there are architecture"),
             ("run?dtype=float16&hf", "'hf' is not OPTION=VALUE; write & within a value as %26"),
@@ -89,7 +89,7 @@ test_what_is_no_option_of_a_model_is_refused_by_name = refusal_test(
             ("[a]\nurl = 'x'\nrename = 'b='", UsageError, "a: rename is a list of texts, not 'b='"),
         )
     ),
-    ("no file", lambda folder: sources_in(folder / "none.toml", GIVEN), SourceNotFoundError, "there is no file"),
+    ("no file", lambda folder: read_sources(folder / "none.toml", GIVEN), SourceNotFoundError, "there is no file"),
 )
 
 
