@@ -2,6 +2,7 @@
 model, and an end that loses no request."""
 
 import json
+import re
 import shutil
 import signal
 import socket
@@ -88,6 +89,11 @@ def test_replicas_answer_with_the_predictors_bits(client, forms, digits):
         (expected,) = predictor.predict([digits.pixels[number]])
         assert tuple(answer.json()["outputs"][1]["data"]) == expected.probabilities
     assert client.get("/v2/models/m").json()["parameters"]["digest"] == predictor.identity.digest
+    lines = client.get("/metrics").text.splitlines()
+    counts = [line for line in lines if line.startswith("nv_inference_count{")]
+    assert len({re.search(r'worker="(\d)"', line)[1] for line in counts}) == 2  # type: ignore[index]
+    (statistics,) = client.get("/v2/models/m/stats").json()["model_stats"]
+    assert sum(float(line.split()[-1]) for line in counts) == statistics["inference_count"] == NUM_CONNECTIONS
 
 
 def test_a_new_checkpoint_is_rolled_out_and_no_request_is_lost(
