@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -26,12 +26,15 @@ from ckpt_tools.messages.wording import (
     format_size,
     format_tensor_count,
     format_ties,
+    join_names,
 )
 
 if TYPE_CHECKING:
     from ckpt_tools.conversion.loadable import LoadableReport
     from ckpt_tools.conversion.report import ConvertReport, PlanReport
 
+
+MAX_LISTED_PARTS = 10
 
 _destination_argument = click.argument("dst", metavar="DST")
 
@@ -198,6 +201,12 @@ def _show_conversion(report: ConvertReport, as_json: bool, quiet: bool) -> None:
         print_json(report.to_json())
         return
     rate = format_size(report.bytes_written / max(report.seconds, 1e-9))
+    if report.missing_parts:
+        print_wrapped(
+            f"{format_size(report.bytes_written)} of {report.destination} were written, {report.seconds:.2f} s "
+            f"({rate}/s); {_format_missing_parts(report.missing_parts)}"
+        )
+        return
     print_wrapped(f"{report.destination}: {_format_sizes(report.plan)}, {report.seconds:.2f} s ({rate}/s)")
     if report.bytes_recovered:
         print_wrapped(f"{format_size(report.bytes_recovered)} were kept from an earlier run")
@@ -209,6 +218,16 @@ def _show_conversion(report: ConvertReport, as_json: bool, quiet: bool) -> None:
         print_wrapped("load it with:")
         for line in report.loading.split("\n"):  # as they are: code that is wrapped cannot be copied
             echo(f"  {escape_unprintable(line)}")
+
+
+def _format_missing_parts(numbers: Sequence[int]) -> str:
+    """Which parts are missing, at most ten by number."""
+    listed = join_names([str(number) for number in numbers[:MAX_LISTED_PARTS]])
+    more = len(numbers) - MAX_LISTED_PARTS
+    text = listed if more <= 0 else f"{listed} and {more:,} more"
+    return (
+        f"it is published when part{'s' if len(numbers) > 1 else ''} {text} {'are' if len(numbers) > 1 else 'is'} too"
+    )
 
 
 @click.command(

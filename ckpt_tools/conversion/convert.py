@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from ckpt_tools.conversion.edit import EditedCheckpoint, edit_checkpoint, open_lora_merge
 from ckpt_tools.conversion.lay_out import LaidOutCheckpoint, lay_out_checkpoint
@@ -36,6 +37,9 @@ from ckpt_tools.reading.opened import OpenedCheckpoint
 from ckpt_tools.runs.opening import open_checkpoint
 from ckpt_tools.stores.urls import check_not_nested, open_output_location
 from ckpt_tools.transfer.workers import DIRECT_WORKERS, WorkerPool
+
+if TYPE_CHECKING:
+    from ckpt_tools.conversion.write import WrittenOutput
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +74,19 @@ def run_conversion(request: ConvertRequest) -> ConvertReport:
     from ckpt_tools.conversion.write import write_output
 
     start_seconds = time.perf_counter()
-    report = _note_differing_copies(prepared)
-    opened, target, store = prepared.opened, prepared.target, prepared.laid_out.source.store
-    if prepared.plan.manifest.must_equal:
-        from ckpt_tools.transfer.tensor_checks import check_required_equal
+    opened, target, store, part = prepared.opened, prepared.target, prepared.laid_out.source.store, request.part_number
+    report = prepared.report
+    if part is None or part.number == 1:
+        report = _note_differing_copies(prepared)
+        if prepared.plan.manifest.must_equal:
+            from ckpt_tools.transfer.tensor_checks import check_required_equal
 
-        check_required_equal(prepared.plan.manifest, store)
+            check_required_equal(prepared.plan.manifest, store)
+    if part is not None:
+        from ckpt_tools.conversion.write_part import write_part
+
+        written_part = write_part(prepared.plan, store, target.place, request, part, is_direct=prepared.is_direct)
+        return _build_report(prepared, report, written_part.output, start_seconds, written_part.missing_parts)
     written = write_output(
         prepared.plan,
         store,
@@ -88,6 +99,17 @@ def run_conversion(request: ConvertRequest) -> ConvertReport:
         replaced_sizes=report.removed_files,
         read_back_options=make_read_back_options(opened.manifest.format, target.writer.name, request),
     )
+    return _build_report(prepared, report, written, start_seconds)
+
+
+def _build_report(
+    prepared: PreparedConversion,
+    report: PlanReport,
+    written: WrittenOutput,
+    start_seconds: float,
+    missing_parts: Sequence[int] = (),
+) -> ConvertReport:
+    target = prepared.target
     return ConvertReport(
         report,
         target.place.url,
@@ -98,6 +120,7 @@ def run_conversion(request: ConvertRequest) -> ConvertReport:
         time.perf_counter() - start_seconds,
         written.digests_url,
         prepared.laid_out.format_loading_code(target),
+        tuple(missing_parts),
     )
 
 

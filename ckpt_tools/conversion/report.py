@@ -70,7 +70,8 @@ class ConvertReport(DisplayableResult):
     """The result of a conversion. ``bytes_recovered`` were written by an earlier run, and not again; of
     ``bytes_written`` the destination copied ``bytes_copied`` itself; ``digests`` is the path or URL of the digests, if
     they were asked for. ``loading`` is Python code that loads the output by its own framework: it names ``model`` and
-    ``optimizer``, and comments say what is not Python."""
+    ``optimizer``, and comments say what is not Python. With ``part``, ``missing_parts`` are the numbers of
+    those that were not written yet; the destination is there once there are none."""
 
     SHOWN: ClassVar[tuple[str, ...]] = (
         "destination",
@@ -90,6 +91,7 @@ class ConvertReport(DisplayableResult):
     seconds: float
     digests: str | None = None
     loading: str = ""
+    missing_parts: tuple[int, ...] = ()
 
     @property
     def source_format(self) -> str:

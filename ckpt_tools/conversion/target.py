@@ -97,7 +97,7 @@ def choose_direct_io(request: ConvertRequest, opened: OpenedCheckpoint, layout: 
     from ckpt_tools.stores.local.direct import exceeds_free_memory
 
     num_bytes = sum(file.size_bytes for file in layout.files) + sum(opened.source.files.values())
-    return request.fsync or exceeds_free_memory(num_bytes)
+    return request.fsync or request.part is not None or exceeds_free_memory(num_bytes)
 
 
 def is_whole_state_written(options: ConvertOptions, writer: Format) -> bool:

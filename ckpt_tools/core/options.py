@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -24,6 +25,7 @@ from ckpt_tools.core.option_names import (
     format_option,
     format_with_aliases,
 )
+from ckpt_tools.core.part_number import PartNumber
 from ckpt_tools.errors import UsageError
 
 if TYPE_CHECKING:
@@ -132,6 +134,7 @@ class ExecutionKeywords(TypedDict, total=False):
     runner: Runner
     address: str | None
     io: Io
+    part: str | None
     on_progress: ProgressCallback | None
     overwrite: bool
     resume: bool
@@ -413,6 +416,13 @@ class ConvertRequest(ConvertOptions):
         "Move bytes past the page cache, or through it. auto: past it with --fsync, and where they are more than half "
         "of the free memory.",
     )
+    part: str | None = _option(
+        None,
+        RUNNING,
+        "Write part I of N, beside N - 1 other processes on one shared disk; the last to end publishes DST. auto: as "
+        "torchrun or SLURM number this process.",
+        "I/N",
+    )
     overwrite: bool = _option(False, SAFETY, "Replace the checkpoint at DST, and nothing else.")
     resume: bool = _option(
         False, SAFETY, "Continue a killed run of the same conversion. If this run fails too, keep its output."
@@ -426,6 +436,26 @@ class ConvertRequest(ConvertOptions):
         ConvertOptions.__post_init__(self)
         _ = self.memory_bytes, self.max_shard_bytes
         _check_choice("io", self.io, IO_MODES)
+        if self.part is not None:
+            self._check_part()
+
+    def _check_part(self) -> None:
+        """Raises UsageError for a number that is none, and for options of one process that has the output alone."""
+        _ = self.part_number
+        for name, is_given in (
+            ("overwrite", self.overwrite),
+            ("checksum", self.checksum),
+            ("runner", self.runner != DEFAULT_RUNNER),
+        ):
+            if is_given:
+                raise UsageError(
+                    f"{format_option('part', self.part)} does not go with {format_option(name)}: the parts write a new "
+                    "output together, and none has it alone"
+                )
+
+    @property
+    def part_number(self) -> PartNumber | None:
+        return None if self.part is None else PartNumber.parse(self.part, os.environ)
 
     @property
     def memory_bytes(self) -> int:

@@ -22,6 +22,7 @@ from types import MappingProxyType
 from typing import ClassVar, Self
 
 from ckpt_tools.core.option_names import format_option
+from ckpt_tools.core.part_number import PartNumber
 from ckpt_tools.core.part_rules import PartRules
 from ckpt_tools.errors import CkptError, DestinationExistsError, UsageError
 from ckpt_tools.messages.progress import log_info
@@ -118,6 +119,26 @@ class Staging(ABC):
 
     def finish_publishing(self, paths: Sequence[str], replaced: Mapping[str, int]) -> None:  # noqa: B027 - as above
         """Remove what was swapped with the new files."""
+
+
+class PartStaging(Staging):
+    """A staging that several processes write at once, a part each. It ends as any other, by a ``Claim``, once all have
+    done their parts: ``log`` is that of all parts then."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def join(self, paths: Sequence[str]) -> AbstractContextManager[JournalLog]:
+        """Take this part of an output of ``paths`` beside other processes: the log of the part. Raises
+        DestinationExistsError if another process has the same part or the whole, or a run without parts left output."""
+
+    @abstractmethod
+    def read_logs(self) -> Mapping[int, bytes]:
+        """By number, the logs of parts that have begun. Raises StoreError; UsageError for parts of another count."""
+
+    @abstractmethod
+    def sync_log(self) -> None:
+        """Have the log of this part outlive a power failure. Raises StoreError."""
 
 
 @dataclass(slots=True)
@@ -224,6 +245,15 @@ class OutputLocation(ABC):
     def stage(self, *, resume: bool = False, fsync: bool = False) -> Staging:
         """The staging of the output; nothing is read or made."""
 
+    def stage_part(self, part: PartNumber) -> PartStaging:
+        """The staging that processes share, each of which writes a part of the output. Raises UsageError where parts
+        cannot be written."""
+        raise UsageError.of(
+            "part",
+            f"{format_option('part', str(part))} writes to a disk that all processes share, and {self.url} is none; "
+            f"use {format_option('runner', 'ray')}",
+        )
+
     def stage_both_forms(self) -> Sequence[Staging]:
         """The same for both forms: that of an earlier output is unknown."""
         return [self.with_form(OutputForm()).stage(), self.as_single_file().stage()]
@@ -245,7 +275,12 @@ class OutputLocation(ABC):
                 f"{format_option('resume', True)}: what was written to {self.url} cannot be continued, "
                 "only to paths and s3:// URLs",
             )
-        staging = self.stage(resume=resume, fsync=fsync)
+        with self.claim_staging(self.stage(resume=resume, fsync=fsync), overwrite=overwrite, resume=resume) as claim:
+            yield claim
+
+    @contextmanager
+    def claim_staging(self, staging: Staging, *, overwrite: bool, resume: bool) -> Iterator[Claim]:
+        """``claim`` with this staging."""
         self.check_free(overwrite=overwrite)
         # A signal interrupts the block, but not taking and leaving the location.
         with defer_signals(), staging.hold():

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 
@@ -24,9 +24,11 @@ from isal import isal_zlib
 from numpy.typing import NDArray
 
 from ckpt_tools.core.layout import Crc32, FileLayout
+from ckpt_tools.core.part_number import PartNumber
 from ckpt_tools.core.part_rules import PartRules
 from ckpt_tools.core.shards import ByteRange
 from ckpt_tools.planning.plan import Plan
+from ckpt_tools.planning.shares import find_share_starts, iter_checksums_across_shares, iter_share
 from ckpt_tools.planning.tasks import FillBytes, FillStep, FillZeros, GatherElements, TransferTask, iter_fill_steps
 from ckpt_tools.stores.destination import Destination
 from ckpt_tools.stores.source import Store
@@ -38,11 +40,13 @@ from ckpt_tools.transfer.tensor_reader import TensorReader
 
 @dataclass(frozen=True, slots=True)
 class AssignedTask:
-    """A task, and the destination's handle of its file. If ``is_journaled``, its receipt needs a checksum."""
+    """A task, and the destination's handle of its file. If ``is_journaled``, its receipt needs a checksum. Checksums of
+    bytes before ``first_known_byte`` of the file, which another part writes, are left zero."""
 
     task: TransferTask
     handle: str
     is_journaled: bool
+    first_known_byte: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,17 +110,21 @@ def execute_plan(
     on_bytes: Callable[[int], None],
     history: RunHistory | None = None,
     board: ChecksumBoard | None = None,
+    part: PartNumber | None = None,
+    finished_parts: int = 1,
 ) -> TransferResult:
-    """Fill every file of the plan's layout in ``target``.
+    """Fill every file of the plan's layout in ``target``; with ``part``, the share of it that this part has.
 
     ``on_bytes`` is called with the bytes of each task when they are written, or found written by an earlier run.
     ``board`` is shared by all workers of the runner; it has to be given if they are not threads of this process.
+    ``finished_parts`` is how many parts have written what ``history`` has.
 
     Raises:
         CkptError: reading or writing failed; the target then holds unfinished files.
     """
     board, history = board or LocalChecksumBoard(), history or RunHistory()
-    output_files = _OutputFiles(plan, target, board, history)
+    share_starts = find_share_starts(plan, finished_parts) if finished_parts > 1 else {}
+    output_files = _OutputFiles(plan, target, board, history, part, share_starts)
     worker = TaskWorker(plan, TensorReader(source, plan.scratch_bytes), target, board)
     bytes_read = bytes_written = bytes_copied = 0
     try:
@@ -133,9 +141,12 @@ def execute_plan(
                 bytes_written += receipt.task.num_bytes
                 bytes_copied += receipt.bytes_copied
                 on_bytes(receipt.task.num_bytes)
-        assert output_files.num_finished == len(plan.layout.files), "every task was run"
-        # The earlier run may have written almost all of a record with a wrong checksum.
-        worker.tensor_reader.check_remaining_records(all_records=is_resumed)
+        if part is None:
+            assert output_files.num_finished == len(plan.layout.files), "every task was run"
+        else:
+            output_files.sync_partial_files()
+        # Another run may have written almost all of a record with a wrong checksum.
+        worker.tensor_reader.check_remaining_records(all_records=is_resumed or part is not None)
     finally:
         target.close_open_files()
     return TransferResult(bytes_read, bytes_written, bytes_copied)
@@ -204,7 +215,7 @@ class TaskWorker:
             PartCrc(covers, start, stop, isal_zlib.crc32(buffer[start - task.start : stop - task.start].data))
             for covers, start, stop in _iter_overlaps(self._checksum_ranges(task.file_index, file), task)
         )
-        self._fill_in_checksums(file, task, parts, buffer)
+        self._fill_in_checksums(file, job, parts, buffer)
         part_tag = self.target.write_part(file.path, job.handle, task.part_number, task.start, buffer.data)
         crc = _crc_of_task(parts, task, buffer) if job.is_journaled else None
         return TaskReceipt(task, crc, parts, part_tag, self.tensor_reader.bytes_read_here - bytes_read_before)
@@ -221,13 +232,16 @@ class TaskWorker:
                 self.tensor_reader.read(entry, payload.box, payload.shape, start, stop, destination.data)
 
     def _fill_in_checksums(
-        self, file: FileLayout, task: TransferTask, parts: tuple[PartCrc, ...], buffer: NDArray[np.uint8]
+        self, file: FileLayout, job: AssignedTask, parts: tuple[PartCrc, ...], buffer: NDArray[np.uint8]
     ) -> None:
         """Fill in the checksums that lie in the task."""
         # Posted before anything is waited for: other workers may wait for these.
+        task = job.task
         self.board.post_checksums(task.file_index, parts)
         for offset, segment in _iter_checksums(file, task):
             covers, start = (segment.start, segment.stop), offset - task.start
+            if segment.start < min(job.first_known_byte, segment.stop):
+                continue
             crc = self.board.wait_for_checksum(task.file_index, covers) if segment.start < segment.stop else 0
             buffer[start : start + segment.num_bytes] = np.frombuffer(crc.to_bytes(4, "little"), np.uint8)
 
@@ -259,6 +273,9 @@ class _OutputFiles:
     target: Destination
     board: ChecksumBoard
     history: RunHistory
+    part: PartNumber | None
+    share_starts: Mapping[int, Sequence[int]]
+    """Where the parts begin that wrote the files."""
     num_finished: int = 0
     _handles: dict[int, str] = field(default_factory=dict)
     _bytes_missing: dict[int, int] = field(default_factory=dict)
@@ -268,12 +285,13 @@ class _OutputFiles:
     def iter_pending_tasks(self) -> Iterator[AssignedTask]:
         """Tasks that are not done, in order; runners take one at a time. Raises StoreError where they do not fit."""
         known_handles = self.history.file_handles
-        self.target.check_free_space(
-            sum(file.size_bytes for number, file in enumerate(self.plan.layout.files) if number not in known_handles)
-        )
-        for task in self.plan.iter_tasks():
+        if self.part is None:  # the files of a part may be there, made by another part
+            new_files = (file for number, file in enumerate(self.plan.layout.files) if number not in known_handles)
+            self.target.check_free_space(sum(file.size_bytes for file in new_files))
+        share = iter_share(self.plan, self.part or PartNumber(1, 1))
+        for task, first_byte in ((each.task, each.first_byte) for each in share):
             if (task.file_index, task.part_number) not in self._recovered:
-                yield AssignedTask(task, self._handle_of(task.file_index), self.history.is_journaling)
+                yield AssignedTask(task, self._handle_of(task.file_index), self.history.is_journaling, first_byte)
 
     def _handle_of(self, file_index: int) -> str:
         if file_index not in self._handles:
@@ -302,11 +320,27 @@ class _OutputFiles:
         bytes_missing = self._bytes_missing.get(file_index, file.size_bytes) - task.num_bytes
         self._bytes_missing[file_index] = bytes_missing
         if bytes_missing == 0:
+            self._fill_in_checksums_across_parts(file_index)
             tags_in_order = [part_tags[part] for part in sorted(part_tags)]
             self.target.finish_file(file.path, self._handle_of(file_index), tags_in_order)
             self.board.forget_file(file_index)
             del self._part_tags[file_index], self._bytes_missing[file_index]
             self.num_finished += 1
+
+    def _fill_in_checksums_across_parts(self, file_index: int) -> None:
+        """Write the checksums of bytes that another part wrote than the one that left room for the checksum."""
+        share_starts = self.share_starts.get(file_index, ())
+        if len(share_starts) < 2:
+            return
+        file, handle = self.plan.layout.files[file_index].load_layout(), self._handle_of(file_index)
+        for position, segment in iter_checksums_across_shares(file, share_starts):
+            crc = self.board.wait_for_checksum(file_index, (segment.start, segment.stop))
+            self.target.write_part(file.path, handle, 0, position, crc.to_bytes(4, "little"))
+
+    def sync_partial_files(self) -> None:
+        """Close the files of which other parts write the rest."""
+        for file_index in list(self._part_tags):
+            self.target.finish_file(self.plan.layout.files[file_index].path, self._handle_of(file_index), ())
 
 
 def _iter_checksums(file: FileLayout, task: TransferTask) -> Iterator[tuple[int, Crc32]]:

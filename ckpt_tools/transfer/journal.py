@@ -32,7 +32,7 @@ from ckpt_tools.transfer.runners import TaskRunner
 FORMAT = 1
 """Version of the lines below and of the digests; a journal of another version is of another plan."""
 
-_PLAN, _FILE, _PART = "plan", "file", "part"
+_PLAN, _FILE, _PART, _DONE = "plan", "file", "part", "done"
 
 MAX_SHARE = 0.01
 """Largest share of the time that goes into the log: what is done meanwhile waits, and a kill loses it. A local file is
@@ -56,6 +56,7 @@ class TransferJournal(RunHistory):
     plan: Plan
     destination: Destination
     runner: TaskRunner
+    trusts_parts: bool = False
     bytes_recovered: int = 0
     _earlier_lines: bytes = field(default=b"", repr=False)
     """The lines of an earlier run: read as they are needed, since a large output has a million of them."""
@@ -84,18 +85,27 @@ class TransferJournal(RunHistory):
 
     @classmethod
     def resume(
-        cls, log: JournalLog, plan: Plan, source: Store, destination: Destination, runner: TaskRunner
+        cls,
+        log: JournalLog,
+        plan: Plan,
+        source: Store,
+        destination: Destination,
+        runner: TaskRunner,
+        *,
+        trusts_parts: bool = False,
     ) -> TransferJournal:
-        """The journal that an earlier run left; a new one if there is none.
+        """The journal that an earlier run left; a new one if there is none. With ``trusts_parts`` it is that of parts
+        that ended well, each after its bytes were on the disk: they are not read again.
 
         Raises:
             UsageError: it is of another plan. StoreError: it cannot be read.
         """
         earlier_lines = log.read()
-        heading = next(_decode_lines(earlier_lines, _PLAN), None)
-        if heading is None:
+        headings = list(_decode_lines(earlier_lines, _PLAN))
+        if not headings:
             return cls.begin(log, plan, source, destination, runner)
-        if heading != [_PLAN, FORMAT, fingerprint_plan(plan, source)]:
+        fingerprint = fingerprint_plan(plan, source)
+        if any(heading != [_PLAN, FORMAT, fingerprint] for heading in headings):
             raise UsageError(
                 "the run to resume had another source, other options or another version of ckpt-tools; "
                 f"resume with the same ones, or start again without {format_option('resume', True)}"
@@ -108,7 +118,7 @@ class TransferJournal(RunHistory):
             for number, (handle, digest) in begun_files.items()
             if 0 <= number < len(files) and digest_file_contents(files[number]) == digest
         }
-        return cls(log, plan, destination, runner, _earlier_lines=earlier_lines, _file_handles=handles)
+        return cls(log, plan, destination, runner, trusts_parts, _earlier_lines=earlier_lines, _file_handles=handles)
 
     @property
     def file_handles(self) -> dict[int, str]:
@@ -144,6 +154,8 @@ class TransferJournal(RunHistory):
         assert receipt.crc is not None, "no task without a checksum is noted"
         task = receipt.task
         path, handle = self.plan.layout.files[task.file_index].path, self._file_handles[task.file_index]
+        if self.trusts_parts:
+            return receipt, True
         part = (task.part_number, task.start, task.num_bytes)
         return receipt, self.destination.has_part(path, handle, *part, receipt.crc, receipt.part_tag)
 
@@ -158,6 +170,12 @@ class TransferJournal(RunHistory):
     def note_task_done(self, receipt: TaskReceipt) -> None:
         if receipt.crc is not None:
             self._add_entry(receipt)
+
+    def note_share_done(self) -> None:
+        """Note that all tasks of this part are done, and on the disk. Raises StoreError."""
+        self._pending_entries.append([_DONE])
+        self.log.append(b"".join(map(_encode_line, self._pending_entries)))
+        self._pending_entries.clear()
 
     def _add_entry(self, entry: list[Any] | TaskReceipt) -> None:
         self._pending_entries.append(entry)
@@ -239,6 +257,17 @@ def _decode_lines(journal_data: bytes, kind: str) -> Iterator[list[Any]]:
         checksum, _, text = line.rstrip(b"\n").partition(b" ")
         if text.startswith(line_prefix) and checksum == b"%08x" % zlib.crc32(text):
             yield json.loads(text)
+
+
+def is_share_done(journal_data: bytes) -> bool:
+    """True if the journal of a part says that all of its tasks are done."""
+    return any(True for _ in _decode_lines(journal_data, _DONE))
+
+
+def read_plan_fingerprint(journal_data: bytes) -> str | None:
+    """The fingerprint of the plan that the journal is of; None if it was cut off before that."""
+    heading = next(_decode_lines(journal_data, _PLAN), None)
+    return None if heading is None else str(heading[-1])
 
 
 class _ValueDigest:

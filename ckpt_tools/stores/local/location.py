@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from ckpt_tools.core.part_number import PartNumber
 from ckpt_tools.stores.local.contents import check_path_free, list_contents_at, resolve_target
 from ckpt_tools.stores.local.staging_folder import LocalStaging, remove_files_by_name
 from ckpt_tools.stores.local.store import wrap_os_errors
 from ckpt_tools.stores.publishing import DestinationContents, OutputLocation, already_exists_error
+
+if TYPE_CHECKING:
+    from ckpt_tools.stores.local.part_staging import LocalPartStaging
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,11 @@ class LocalOutputLocation(OutputLocation):
 
     def stage(self, *, resume: bool = False, fsync: bool = False) -> LocalStaging:
         return LocalStaging(resolve_target(self.path, self.form), self.form, fsync)
+
+    def stage_part(self, part: PartNumber) -> LocalPartStaging:
+        from ckpt_tools.stores.local.part_staging import LocalPartStaging
+
+        return LocalPartStaging(resolve_target(self.path, self.form), self.form, fsync=True, part=part)
 
     def stage_both_forms(self) -> Sequence[LocalStaging]:
         """A link is followed for a folder alone; else both have one path."""

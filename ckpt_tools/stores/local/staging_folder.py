@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ckpt_tools.errors import DestinationExistsError
-from ckpt_tools.stores.destination import StoreDestination
+from ckpt_tools.stores.destination import JournalLog, StoreDestination
 from ckpt_tools.stores.local.contents import (
     contents_of_file,
     contents_of_folder,
@@ -52,6 +52,8 @@ OUTPUT_FOLDER_NAME = "output"
 OWNED_NAMES_FILE = "names"
 
 _LOG_NAME_FORM = re.compile(r"\d+\.log")
+PART_FILE_FORM = re.compile(r"(?P<number>\d+)-of-(?P<count>\d+)\.(?P<kind>log|names)")
+"""Files of one part of a conversion that several processes make together (``part_staging``)."""
 
 
 def _append_bytes(path: Path, data: bytes) -> None:
@@ -127,6 +129,7 @@ class LocalStaging(Staging):
         output/                   becomes the folder ``out``, or holds the file ``out``
         names                     ``OwnedNames``: the files of the output, and those that it replaces
         123.log                   the journal; 123 is the inode of ``output``
+    3-of-64.log               the journal of a part of it
         seen                      a token: other machines see by it that they share the folder
     .out.ckpt-tools-replaced/     the replaced output, where two folders cannot be swapped in one step
     """
@@ -140,7 +143,7 @@ class LocalStaging(Staging):
     owned_names: OwnedNames = field(init=False)
     store: LocalStore = field(init=False)
     destination: StoreDestination = field(init=False)
-    log: LocalLog = field(init=False)
+    log: JournalLog = field(init=False)
     _old_folder: Path | None = field(default=None, init=False)
     """Where the old output is that was swapped with the new one."""
 
@@ -150,8 +153,11 @@ class LocalStaging(Staging):
         self.output = self.path / OUTPUT_FOLDER_NAME
         self.aside_path = self.target.parent / f".{self.target.name}{REPLACED_SUFFIX}"
         self.owned_names = OwnedNames(self.path / OWNED_NAMES_FILE)
-        self.store = _NameRecordingStore(self.output, replaces_existing=True, fsync=self.fsync)
+        self.store = self._make_store()
         self.destination = StoreDestination(self.store)
+
+    def _make_store(self) -> LocalStore:
+        return _NameRecordingStore(self.output, replaces_existing=True, fsync=self.fsync)
 
     @property
     def finished_store(self) -> LocalStore:
@@ -231,14 +237,18 @@ class LocalStaging(Staging):
 
     def prepare(self, *, resume: bool) -> None:
         with wrap_os_errors("cannot write there", self.target.parent):
-            unknown_paths = [path for path in self.path.iterdir() if not _is_own_entry(path)]
-            _refuse_unknown_files(self.path, sorted(path.name for path in unknown_paths))
-            if is_real_folder(self.output):
-                _refuse_unknown_files(self.output, list_unknown_files(self.output, self.owned_names.read_names()))
+            self.refuse_unknown_files()
             if not (resume and is_real_folder(self.output) and self.journal_path.is_file()):
                 self._remove_own_files()
                 self.output.mkdir()
             self.log = LocalLog(self.journal_path)
+
+    def refuse_unknown_files(self) -> None:
+        """Raises DestinationExistsError if other files than a run's are in the folder."""
+        unknown_paths = [path for path in self.path.iterdir() if not _is_own_entry(path)]
+        _refuse_unknown_files(self.path, sorted(path.name for path in unknown_paths))
+        if is_real_folder(self.output):
+            _refuse_unknown_files(self.output, list_unknown_files(self.output, self.owned_names.read_names()))
 
     def discard(self) -> None:
         """Remove the run's files; the list of names stays if it is still needed."""
@@ -399,7 +409,9 @@ def _is_own_entry(path: Path) -> bool:
     """True if a run makes a file or folder of this name and kind in its staging folder."""
     if path.name == OUTPUT_FOLDER_NAME:
         return is_real_folder(path)
-    has_own_name = path.name in (OWNED_NAMES_FILE, SHARED_TOKEN_NAME) or _LOG_NAME_FORM.fullmatch(path.name) is not None
+    has_own_name = path.name in (OWNED_NAMES_FILE, SHARED_TOKEN_NAME) or any(
+        form.fullmatch(path.name) is not None for form in (_LOG_NAME_FORM, PART_FILE_FORM)
+    )
     return has_own_name and stat.S_ISREG(path.lstat().st_mode)
 
 

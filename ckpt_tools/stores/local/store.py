@@ -209,15 +209,15 @@ class LocalStore(FillableStore):
             descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         writer = LocalFileWriter(target, descriptor, self.fsync)
         writer.allocate_space(size_bytes)
-        return self._open_direct_writer(writer, size_bytes)
+        return self.open_direct_writer(writer, size_bytes)
 
     def reopen(self, path: str) -> LocalFileWriter:
         target = self.root / check_file_name(path)
         with wrap_os_errors("opening failed", target):
             writer = LocalFileWriter(target, os.open(target, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC), self.fsync)
-            return self._open_direct_writer(writer, os.fstat(writer.descriptor).st_size)
+            return self.open_direct_writer(writer, os.fstat(writer.descriptor).st_size)
 
-    def _open_direct_writer(self, writer: LocalFileWriter, size_bytes: int) -> LocalFileWriter:
+    def open_direct_writer(self, writer: LocalFileWriter, size_bytes: int) -> LocalFileWriter:
         if not self.is_direct:
             return writer
         from ckpt_tools.stores.local import direct

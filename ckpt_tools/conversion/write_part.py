@@ -1,0 +1,126 @@
+"""Writes one part of a conversion beside other processes; the one that ends last publishes the output.
+
+part 1   [== its tasks ==] done, looks at all logs: 2 is missing ─▶ ends
+part 2   [==== its tasks ====] done, looks at all logs: all there ─▶ fills in checksums, publishes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ckpt_tools.conversion.write import WrittenOutput
+from ckpt_tools.core.options import ConvertRequest
+from ckpt_tools.core.part_number import PartNumber
+from ckpt_tools.errors import DestinationExistsError, UsageError
+from ckpt_tools.messages.progress import ProgressMeter, ignore_progress, log_info
+from ckpt_tools.planning.plan import Plan
+from ckpt_tools.planning.shares import count_share_bytes
+from ckpt_tools.process.signals import defer_signals
+from ckpt_tools.stores.publishing import OutputLocation, PartStaging
+from ckpt_tools.stores.source import Store
+from ckpt_tools.transfer.execute import TransferResult, execute_plan
+from ckpt_tools.transfer.journal import (
+    JournalPolicy,
+    TransferJournal,
+    fingerprint_plan,
+    is_share_done,
+    read_plan_fingerprint,
+)
+from ckpt_tools.transfer.runners.threads import ThreadRunner
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenPart:
+    """A part that was written; the numbers of those that are not yet. The output is published once there are none."""
+
+    output: WrittenOutput
+    missing_parts: Sequence[int]
+
+
+def write_part(
+    plan: Plan, store: Store, place: OutputLocation, request: ConvertRequest, part: PartNumber, *, is_direct: bool
+) -> WrittenPart:
+    """Write the share of ``part``; if all others have ended, publish the output.
+
+    Raises:
+        UsageError: other parts have another plan, or are of another count. DestinationExistsError: the output is
+            there, or another process writes this part. StoreError, FormatError: as the stores and the source's bytes
+            say.
+    """
+    staging = place.stage_part(part)
+    if is_direct:
+        store.bypass_page_cache()
+        staging.destination.bypass_page_cache()
+    result, bytes_recovered = _write_share(plan, store, place, request, staging, part)
+    missing_parts = _list_missing_parts(staging.read_logs(), part)
+    if not missing_parts:
+        _publish(plan, store, place, staging, part)
+    output = WrittenOutput(result.bytes_read, result.bytes_written, bytes_recovered, 0, None)
+    return WrittenPart(output, missing_parts)
+
+
+def _write_share(
+    plan: Plan, store: Store, place: OutputLocation, request: ConvertRequest, staging: PartStaging, part: PartNumber
+) -> tuple[TransferResult, int]:
+    place.check_free(overwrite=False)
+    threads = ThreadRunner(plan.num_workers)
+    with staging.join([file.path for file in plan.layout.files]) as log:
+        place.check_free(overwrite=False)
+        earlier_lines, fingerprint = log.read(), fingerprint_plan(plan, store)
+        try:
+            _check_same_plan(staging, fingerprint)
+            if is_share_done(earlier_lines):
+                return TransferResult(0, 0), count_share_bytes(plan, part)
+            journal = TransferJournal.resume(log, plan, store, staging.destination, threads)
+            _check_same_plan(staging, fingerprint)  # again, now that the others see this one's
+        except UsageError:
+            if not earlier_lines:
+                log.clear()
+            raise
+        meter = ProgressMeter(request.on_progress or ignore_progress, count_share_bytes(plan, part))
+        with JournalPolicy(keeps_output=True).preserve_output_on_error(journal):
+            result = execute_plan(
+                plan, store, staging.destination, runner=threads, on_bytes=meter.add_bytes, history=journal, part=part
+            )
+            journal.note_share_done()
+            staging.sync_log()
+    return result, journal.bytes_recovered
+
+
+def _check_same_plan(staging: PartStaging, fingerprint: str) -> None:
+    for number, log in staging.read_logs().items():
+        if read_plan_fingerprint(log) not in (None, fingerprint):
+            raise UsageError(
+                f"part {number} has another source, other options or another version of ckpt-tools; give all parts the "
+                "same"
+            )
+
+
+def _list_missing_parts(logs: Mapping[int, bytes], part: PartNumber) -> list[int]:
+    return [number for number in range(1, part.count + 1) if not is_share_done(logs.get(number, b""))]
+
+
+def _publish(plan: Plan, store: Store, place: OutputLocation, staging: PartStaging, part: PartNumber) -> None:
+    """Publish what all parts wrote, unless another part that ended meanwhile has done so."""
+    threads = ThreadRunner(plan.num_workers)
+    try:
+        with place.claim_staging(staging, overwrite=False, resume=True) as claim:
+            if _list_missing_parts(staging.read_logs(), part):
+                return
+            journal = TransferJournal.resume(claim.log, plan, store, claim.destination, threads, trusts_parts=True)
+            execute_plan(
+                plan,
+                store,
+                claim.destination,
+                runner=threads,
+                on_bytes=lambda _: None,
+                history=journal,
+                finished_parts=part.count,
+            )
+            with defer_signals():
+                claim.publish_files([file.path for file in plan.layout.files])
+    except DestinationExistsError:
+        if staging.read_logs():
+            raise
+        log_info("conversion", f"{place.url} was published by another part")
