@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 
 MAX_LISTED_PARTS = 10
+CPUS_OF_A_PART = 2
+SCHEDULERS = ("slurm", "kubernetes")
 
 _destination_argument = click.argument("dst", metavar="DST")
 
@@ -93,13 +96,28 @@ def reshard_command(src: str, dst: str, as_json: bool, quiet: bool, **keywords: 
 @options.source_argument
 @_destination_argument
 @options.options_of(ConvertKeywords, without=("runner", "address", "resume", "fsync"))
+@click.option(
+    "--script",
+    type=click.Choice(SCHEDULERS),
+    help="Print the job that converts in parts, as many as --part 1/N says.",
+)
 @options.json_option
 @options.output_options
-def plan_command(src: str, dst: str, as_json: bool, quiet: bool, **keywords: Any) -> None:
+def plan_command(src: str, dst: str, script: str | None, as_json: bool, quiet: bool, **keywords: Any) -> None:
     """Show what convert would read, write, cast, drop and remove. Nothing is written."""
     from ckpt_tools import plan
 
-    _show_plan(plan(src, dst, **keywords), as_json)
+    report = plan(src, dst, **keywords)
+    if script is None:
+        _show_plan(report, as_json)
+        return
+    if keywords["part"] is None or as_json:
+        raise click.UsageError("--script prints a job of parts: give --part 1/N, and no --json")
+    from ckpt_tools.cli.job_scripts import format_job_script
+    from ckpt_tools.core.part_number import PartNumber
+
+    part = PartNumber.parse(keywords["part"], os.environ)
+    echo(format_job_script(script, click.get_current_context(), part, report.peak_memory_bytes, CPUS_OF_A_PART))
 
 
 @click.command(

@@ -25,7 +25,6 @@ from ckpt_tools.core.option_names import (
     format_option,
     format_with_aliases,
 )
-from ckpt_tools.core.part_number import PartNumber
 from ckpt_tools.errors import UsageError
 
 if TYPE_CHECKING:
@@ -47,6 +46,7 @@ if TYPE_CHECKING:
         Weights,
         WrittenFormat,
     )
+    from ckpt_tools.core.part_number import PartNumber
     from ckpt_tools.messages.progress import ProgressCallback
 
     DTypeLike: TypeAlias = DTypeName | DTypeAlias | torch.dtype | np.dtype[Any] | type[np.generic]
@@ -455,6 +455,8 @@ class ConvertRequest(ConvertOptions):
 
     @property
     def part_number(self) -> PartNumber | None:
+        from ckpt_tools.core.part_number import PartNumber
+
         return None if self.part is None else PartNumber.parse(self.part, os.environ)
 
     @property
