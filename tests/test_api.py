@@ -41,7 +41,20 @@ BESIDE_COMMANDS = ("load_into", "storage_reader", "claim", "fingerprint", "recor
 FUNCTIONS = {**VERBS, **{name: getattr(ckpt_tools, name) for name in BESIDE_COMMANDS}}
 
 ONLY_PRINTED = {
-    *("form", "as_json", "quiet", "progress", "log_format", "tensors", "tree", "depth", "dry_run", "top", "list_all")
+    *(
+        "form",
+        "as_json",
+        "quiet",
+        "progress",
+        "log_format",
+        "tensors",
+        "tree",
+        "depth",
+        "dry_run",
+        "script",
+        "top",
+        "list_all",
+    )
 }
 """Options of commands about how a result is printed; ``convert --dry-run`` is ``plan``."""
 

@@ -49,6 +49,7 @@ LIGHT = {
     "core.format_names",
     "core.option_names",
     "core.options",
+    "core.part_number",
     "messages.help_text",
     "messages.progress",
     "messages.wording",

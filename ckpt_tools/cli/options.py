@@ -41,7 +41,7 @@ HEADINGS: Headings = {
     "What stays": ("keep_last", "keep_every", "keep_best"),
     OUTPUT: (
         *("to", *_list_names_under(OUTPUT), "output", "tensors", "tree", "depth", "stats", "sample", "slot", "top"),
-        *("list_all", "form", "as_json"),
+        *("script", "list_all", "form", "as_json"),
     ),
     RUNNING: (*_list_names_under(RUNNING), "progress", "quiet", "verbose", "log_format", "help"),
     SAFETY: (

@@ -24,6 +24,8 @@ APPLY_ALWAYS = {
     *("from_", "to", "state", "optimizer_file", "memory", "workers", "strict", "resume", "overwrite", "allow_less"),
     *(
         "fsync",
+        "part",
+        "script",
         "io",
         "checksum",
         "dry_run",

@@ -38,8 +38,9 @@ MIN_READ_BYTES = 128 << 10
 MIN_WRITE_BYTES = 32 << 10
 """Less is written through the page cache, which gathers it."""
 
-BOUNCE_BYTES = 1 << 20
-"""Most bytes of one direct read: a thread's memory for what is not aligned as its destination is."""
+REQUEST_BYTES = 1 << 20
+"""Most bytes of one direct read or write. 3 GB read and written by 4 threads take 3.7 s so, and 4.6 s by 4 MiB. A
+thread has so much memory for what is not aligned in the file as in its destination."""
 
 MAX_MEMORY_SHARE = 0.5
 """Share of the free memory from which a checkpoint is moved past the page cache: a larger one evicts itself, and all
@@ -94,7 +95,7 @@ def write_direct(descriptor: int, blocks: memoryview, position: int) -> int:
     bytes_written = 0
     with _allow_refusal():
         while bytes_written < len(blocks) and bytes_written % BLOCK_BYTES == 0:
-            bytes_written += os.pwrite(descriptor, blocks[bytes_written:], position + bytes_written)
+            bytes_written += os.pwrite(descriptor, blocks[bytes_written:][:REQUEST_BYTES], position + bytes_written)
     return bytes_written
 
 
@@ -140,7 +141,7 @@ _bounce = threading.local()
 def _get_bounce_memory() -> memoryview:
     """This thread's memory for direct reads; it begins where a page does."""
     if not hasattr(_bounce, "memory"):
-        _bounce.memory = memoryview(mmap.mmap(-1, BOUNCE_BYTES))
+        _bounce.memory = memoryview(mmap.mmap(-1, REQUEST_BYTES))
     memory: memoryview = _bounce.memory
     return memory
 

@@ -14,7 +14,7 @@ from ckpt_tools.transfer.buffers import allocate_page_aligned
 
 BLOCK, SMALL, SMALL_WRITE = direct.BLOCK_BYTES, direct.MIN_READ_BYTES, direct.MIN_WRITE_BYTES
 NEAR = [0, 1, 511, 512, 513, BLOCK - 1, BLOCK, BLOCK + 1]
-SIZES = [*NEAR, *(SMALL_WRITE + near for near in NEAR), 2 * SMALL + 77, direct.BOUNCE_BYTES + 2 * BLOCK + 1]
+SIZES = [*NEAR, *(SMALL_WRITE + near for near in NEAR), 2 * SMALL + 77, direct.REQUEST_BYTES + 2 * BLOCK + 1]
 
 
 @pytest.fixture
@@ -69,10 +69,10 @@ def test_parts_cut_anywhere_hold_the_bytes(tmp_path_factory, cuts, more):
 
 
 @pytest.mark.parametrize("start", [0, 1, 511, 4096, 4097, 70_001])
-@pytest.mark.parametrize("size", [1, SMALL - 1, SMALL, SMALL + 1, direct.BOUNCE_BYTES + 4095])
+@pytest.mark.parametrize("size", [1, SMALL - 1, SMALL, SMALL + 1, direct.REQUEST_BYTES + 4095])
 @pytest.mark.parametrize("is_cached", [True, False])
 def test_a_range_is_read_as_it_is_stored(tmp_path, start, size, is_cached, opened):
-    data = bytes_of(direct.BOUNCE_BYTES + 80_000)
+    data = bytes_of(direct.REQUEST_BYTES + 80_000)
     (tmp_path / "file").write_bytes(data)
     if not is_cached:
         evict(tmp_path / "file")
