@@ -150,7 +150,7 @@ def _list_section_lines(
     """The page's section; if ``is_whole``, that of ``table.md`` with the note on the method and the promises kept."""
     if machine := journal.records.get(MACHINE):
         facts = (f"{name} {value}" for name, value in machine.items() if name != "name")
-        yield f"Measured on: {', '.join(facts)}."
+        yield f"Machine of the rows measured last: {', '.join(facts)}."
     versions = list(dict.fromkeys(record["code"] for record in journal.records.values() if "code" in record))
     if is_whole and versions and digest_code() not in versions:
         digests = ", ".join(versions)
@@ -162,7 +162,8 @@ def _list_section_lines(
     yield from make_table(header, map(_summary_cells, works), texts=(0, 1, 5))
     earlier = [measured.work.about for measured in works if measured.record["code"] != versions[-1]]
     if earlier and is_whole:
-        yield f"\nMeasured with an earlier version of ckpt-tools than the others: {'; '.join(earlier)}."
+        what = "with an earlier version of ckpt-tools, and perhaps on another machine"
+        yield f"\nMeasured before, {what}: {'; '.join(earlier)}."
     yield ""
     yield from _list_promises(works, is_whole=is_whole)
     for part in PARTS if is_whole else ():
