@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from textwrap import indent, wrap
+from textwrap import wrap
 
 import pytest
 
@@ -215,27 +215,26 @@ def of_all_in(fact: str) -> str:
 
 
 def _where(made: Made) -> str:
-    return "" if made.layout.source == "." else f" from `{made.layout.source}`"
+    is_plain = made.layout.source == "." or len(files_of(made)) == 1
+    return "" if is_plain else f" from `{made.layout.source}`"
 
 
 def _item(made: Made, its_facts: Sequence[str]) -> str:
-    """Who writes the layout, and the facts that are its own."""
+    """Who writes the layout, what a refusal says to do, and the facts that are its own."""
     layout = made.layout
     about = f"- **{layout.name}**: {layout.about}"
-    if layout.refusal is None:
-        return wrapped(" ".join([about, *its_facts]), "  ")
+    refused = [] if layout.refusal is None else [f"**Refused**{_where(made)}: {message(made)}."]
     before = [each for each in its_facts if each.startswith("(")]
-    refused = wrapped(" ".join([about, *before, f"**Refused**{_where(made)}:"]), "  ")
-    after = wrapped(" ".join(each for each in its_facts if each not in before))
-    more = ["", after] if after else []
-    return f"{refused}\n\n" + indent("\n".join(["```", message(made), "```", *more]), "  ") + "\n"
+    after = [each for each in its_facts if each not in before]
+    return wrapped(" ".join([about, *before, *refused, *after]), "  ")
 
 
 def message(made: Made) -> str:
+    """What the error says to do, or all that it says if it names no way out."""
     with use_command_line_spelling(), pytest.raises(CkptError) as refused:
         ckpt_tools.inspect(made.source)
     said = str(refused.value).replace(f"{made.folder}/", "").replace(str(made.folder), ".")
-    return wrapped(said)
+    return said.removeprefix(".: ").rpartition("; ")[2].replace("*", "\\*")
 
 
 def files_of(made: Made) -> list[str]:
