@@ -68,7 +68,7 @@ ADVISED = {
 """Refused layouts whose advice says more than the message."""
 
 _OF_ALL = re.compile(
-    r"(^| |(?<=: ))(Convert (it|the weights) to any format"
+    r"(^| |(?<=[:.] ))(Convert (it|the weights) to any format"
     r"(, or `reshard` it(: (DeepSpeed|verl) resumes at the other world size)?"
     r"|, also back to ZeRO for any number of ranks|; it is a model without an optimizer|; (?=a )"
     r"|; for DeepSpeed, to zero1, zero2 or zero3)?"
@@ -81,6 +81,26 @@ _OF_ALL = re.compile(
     r"|[Aa] universal checkpoint cannot hold its momentum)(?!;)[.:]? ?"
 )
 """Advice for all layouts, and what the text of a page says."""
+
+_OF_FILES = re.compile(
+    r"(: (a file for each (layer, and the optimizer of each stage|expert)|(two|four) DCPs|numbered files and an index"
+    r"|shards and their index|`(mp_rank_01|layer_01-model_01-)[_a-z]+\.pt`|a folder `\.ckpt` of a DCP and `meta\.pt`)"
+    r"|, also if a trainer calls it \([^)]+\))(?=\.$)"
+)
+"""What the files show, or the text of a page says."""
+
+FORMATS = {
+    "DCP": "dcp",
+    "Files of ranks": "sharded",
+    "JAX": "orbax",
+    "DeepSpeed universal": "universal",
+    "Megatron": "megatron",
+    "llama.cpp": "gguf",
+    "nanotron": "nanotron",
+    "numpy": "npz",
+    "torch files": "torch",
+}
+"""What the layouts of a page open as, unless it is said."""
 
 OF_TESTS = ("order.txt", "slots.pt")
 """Files that the tests add to a layout."""
@@ -201,17 +221,22 @@ def facts(made: Made) -> list[str]:
     found = [] if layout.is_real else ["(A stand-in.)"]
     if layout.refusal is None:
         what = "" if made.state.optimizer else ", weights alone"
-        found.append(f"**Opens as `{layout.opens_as}`**{_where(made)}{what}.")
-    advice = _OF_ALL.sub("", layout.advice) if layout.refusal is None or layout.name in ADVISED else ""
+        as_what = "" if layout.opens_as == FORMATS.get(_page(made)) else f" as `{layout.opens_as}`"
+        found += [f"**Opens{as_what}**{_where(made)}{what}."] if as_what + _where(made) + what else []
+    advice = _OF_ALL.sub("", layout.advice) if layout.refusal is None else ""
     found.append(advice[:1].upper() + advice[1:])
     names = ", ".join(f"`{each}`" for each in layout.optional)
     found.append(names and f"Not needed: {names}.")
     return [each for each in found if each]
 
 
+def about(made: Made) -> str:
+    return f"- **{made.layout.name}**: {_OF_FILES.sub('', made.layout.about)}"
+
+
 def of_all_in(fact: str) -> str:
     """A fact of all layouts of a section."""
-    return fact.replace("(A stand-in.)", "All are stand-ins.").replace("**Opens as", "**All open as")
+    return fact.replace("(A stand-in.)", "All are stand-ins.").replace("**Opens", "**All open")
 
 
 def _where(made: Made) -> str:
@@ -222,15 +247,16 @@ def _where(made: Made) -> str:
 def _item(made: Made, its_facts: Sequence[str]) -> str:
     """Who writes the layout, what a refusal says to do, and the facts that are its own."""
     layout = made.layout
-    about = f"- **{layout.name}**: {layout.about}"
     refused = [] if layout.refusal is None else [f"**Refused**{_where(made)}: {message(made)}."]
     before = [each for each in its_facts if each.startswith("(")]
     after = [each for each in its_facts if each not in before]
-    return wrapped(" ".join([about, *before, *refused, *after]), "  ")
+    return wrapped(" ".join([about(made), *before, *refused, *after]), "  ")
 
 
 def message(made: Made) -> str:
-    """What the error says to do, or all that it says if it names no way out."""
+    """What to do by the advice, else by the error, or all that the error says if it names no way out."""
+    if made.layout.name in ADVISED:
+        return made.layout.advice[:1].lower() + made.layout.advice[1:].removesuffix(".")
     with use_command_line_spelling(), pytest.raises(CkptError) as refused:
         ckpt_tools.inspect(made.source)
     said = str(refused.value).replace(f"{made.folder}/", "").replace(str(made.folder), ".")

@@ -32,7 +32,7 @@ def test_the_files_of_a_layout_and_what_is_said_of_it_are_on_its_page(name):
     page = written()[PAGES[gallery._page(made)]]
     assert gallery.without_numbers(gallery.shown_files(made)) in gallery.without_numbers(page)
     text = flat(page)
-    assert flat(f"- **{name}**: {made.layout.about}") in text
+    assert flat(gallery.about(made)) in text
     assert made.layout.refusal is None or flat(gallery.message(made)) in text
     # What several layouts share is below them.
     assert all(flat(each) in text or flat(gallery.of_all_in(each)) in text for each in gallery.facts(made))

@@ -16,7 +16,7 @@ MAX_LINE = 120
 MAX_WORDS = 7
 """Of arguments or of a state that the page spells."""
 
-MAX_NAMES = 6
+MAX_NAMES = 3
 """Names of one module that the page spells."""
 
 SHORT_REASONS = {
