@@ -71,7 +71,8 @@ if TYPE_CHECKING:
     from ckpt_tools.serialization.loadable import LeftOut as LeftOut, Replaced as Replaced
     from ckpt_tools.slices import TensorSlice as TensorSlice
     from ckpt_tools.stores.remote import UrlClaim as UrlClaim, claim as claim
-    from ckpt_tools.stores.publishing import CleanReport as CleanReport, Leftover as Leftover
+    from ckpt_tools.stores.publishing import CleanReport as CleanReport
+    from ckpt_tools.stores.staging import Leftover as Leftover
     from ckpt_tools.torch.load_into import load_into as load_into
     from ckpt_tools.torch.storage_reader import storage_reader as storage_reader
     from ckpt_tools.verification.deviation import Deviation as Deviation
@@ -138,7 +139,8 @@ _NAMES_BY_MODULE = {
     "serialization.loadable": ("LeftOut", "Replaced"),
     "slices": ("TensorSlice",),
     "stores.remote": ("UrlClaim", "claim"),
-    "stores.publishing": ("CleanReport", "Leftover"),
+    "stores.publishing": ("CleanReport",),
+    "stores.staging": ("Leftover",),
     "torch.load_into": ("load_into",),
     "torch.storage_reader": ("storage_reader",),
     "verification.deviation": ("Deviation",),

@@ -311,8 +311,8 @@ def convert(src: str | Path, dst: str | Path, **options: Unpack[ConvertKeywords]
         io: ``"direct"`` past the system's page cache, on local disks whose file system can; ``"buffered"`` through it.
             Default: ``"auto"``, which is direct with ``fsync``, and where the bytes moved are more than half of the
             free memory.
-        part: ``"3/64"`` writes a 64th of the output, beside 63 other processes with the same arguments that share the
-            disk of ``dst``. The last one to end publishes the output. ``"auto"`` takes the number from torchrun or
+        part: ``"3/64"`` writes a 64th of the output, beside 63 other processes with the same arguments, on a disk that
+            they share or on S3. The last one to end publishes the output. ``"auto"`` takes the number from torchrun or
             SLURM.
         on_progress: Called with the number of bytes done and in all. Default: not called.
 

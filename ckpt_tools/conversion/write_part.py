@@ -17,8 +17,9 @@ from ckpt_tools.messages.progress import ProgressMeter, ignore_progress, log_inf
 from ckpt_tools.planning.plan import Plan
 from ckpt_tools.planning.shares import count_share_bytes
 from ckpt_tools.process.signals import defer_signals
-from ckpt_tools.stores.publishing import OutputLocation, PartStaging
+from ckpt_tools.stores.publishing import OutputLocation
 from ckpt_tools.stores.source import Store
+from ckpt_tools.stores.staging import PartStaging
 from ckpt_tools.transfer.execute import TransferResult, execute_plan
 from ckpt_tools.transfer.journal import (
     JournalPolicy,
@@ -65,20 +66,22 @@ def _write_share(
 ) -> tuple[TransferResult, int]:
     place.check_free(overwrite=False)
     threads = ThreadRunner(plan.num_workers)
-    with staging.join([file.path for file in plan.layout.files]) as log:
+    log, splits_files = staging.own_log, staging.destination.splits_files
+    share_bytes = count_share_bytes(plan, part, splits_files=splits_files)
+    with staging.join([file.path for file in plan.layout.files]):
         place.check_free(overwrite=False)
         earlier_lines, fingerprint = log.read(), fingerprint_plan(plan, store)
         try:
             _check_same_plan(staging, fingerprint)
             if is_share_done(earlier_lines):
-                return TransferResult(0, 0), count_share_bytes(plan, part)
+                return TransferResult(0, 0), share_bytes
             journal = TransferJournal.resume(log, plan, store, staging.destination, threads)
             _check_same_plan(staging, fingerprint)  # again, now that the others see this one's
         except UsageError:
             if not earlier_lines:
                 log.clear()
             raise
-        meter = ProgressMeter(request.on_progress or ignore_progress, count_share_bytes(plan, part))
+        meter = ProgressMeter(request.on_progress or ignore_progress, share_bytes)
         with JournalPolicy(keeps_output=True).preserve_output_on_error(journal):
             result = execute_plan(
                 plan, store, staging.destination, runner=threads, on_bytes=meter.add_bytes, history=journal, part=part

@@ -419,8 +419,8 @@ class ConvertRequest(ConvertOptions):
     part: str | None = _option(
         None,
         RUNNING,
-        "Write part I of N, beside N - 1 other processes on one shared disk; the last to end publishes DST. auto: as "
-        "torchrun or SLURM number this process.",
+        "Write part I of N, beside N - 1 other processes, to a shared disk or S3; the last to end publishes DST. auto: "
+        "as torchrun or SLURM number this process.",
         "I/N",
     )
     overwrite: bool = _option(False, SAFETY, "Replace the checkpoint at DST, and nothing else.")

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from ckpt_tools.core.part_rules import PartRules
 from ckpt_tools.errors import CkptError
@@ -26,6 +26,8 @@ class Destination(ABC):
     """
 
     __slots__ = ()
+    splits_files: ClassVar[bool] = False
+    """True if several processes may each write a part of one file without telling each other."""
 
     def check_free_space(self, num_bytes: int) -> None:  # noqa: B027 - most stores cannot tell
         """Raises StoreError if files of so many bytes in all are known not to fit."""
@@ -89,6 +91,7 @@ class StoreDestination(Destination):
     A copy in another process has no file open, and opens one when it first writes to it.
     """
 
+    splits_files: ClassVar[bool] = True
     store: FillableStore
     _writers: dict[str, FileWriter] = field(default_factory=dict, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)

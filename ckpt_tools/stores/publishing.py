@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from posixpath import dirname
 from types import MappingProxyType
@@ -26,26 +26,17 @@ from ckpt_tools.core.part_number import PartNumber
 from ckpt_tools.core.part_rules import PartRules
 from ckpt_tools.errors import CkptError, DestinationExistsError, UsageError
 from ckpt_tools.messages.progress import log_info
-from ckpt_tools.messages.showing import DisplayableResult, Jsonable
+from ckpt_tools.messages.showing import DisplayableResult
 from ckpt_tools.process.signals import allow_signals, defer_signals
 from ckpt_tools.stores.destination import Destination, JournalLog
 from ckpt_tools.stores.output_names import OutputForm, OutputKind, is_marker
 from ckpt_tools.stores.source import Store
+from ckpt_tools.stores.staging import Leftover, PartStaging, Staging
 
 NO_FILES: Mapping[str, int] = MappingProxyType({})
 
 MAX_NAMES_IN_MESSAGE = 8
 """Names in one message."""
-
-
-@dataclass(frozen=True, slots=True)
-class Leftover(Jsonable):
-    """A file or object of ``num_bytes`` that an ended run left at its destination or beside it."""
-
-    kind: str
-    """Kind in words: unfinished output, an open upload."""
-    url: str
-    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,78 +58,6 @@ class DestinationContents:
     def find_unexpected_files(self, known_files: Mapping[str, int]) -> list[str]:
         """The names that are not in ``known_files``, or that have another size now."""
         return sorted([*self.others, *(path for path, size in self.files.items() if known_files.get(path) != size)])
-
-
-class Staging(ABC):
-    """The place where an output of one form waits unseen, and the steps from there to its destination. Methods raise
-    StoreError."""
-
-    __slots__ = ()
-    destination: Destination
-    log: JournalLog
-
-    @property
-    def finished_store(self) -> Store | None:
-        """The finished files, if they can be read before they are published."""
-        return None
-
-    @property
-    def rescue_hint(self) -> str:
-        """For a publishing that failed when old files were gone: where the new ones are, and what to do."""
-        raise AssertionError("old files are replaced in one step here")
-
-    def hold(self) -> AbstractContextManager[object]:
-        """Keep other runs out, and put back what a killed run had moved aside. Raises DestinationExistsError."""
-        return nullcontext()
-
-    def prepare(self, *, resume: bool) -> None:
-        """Remove what a killed run left, or keep it. Raises DestinationExistsError if other files are in its place."""
-        if not resume:
-            with allow_signals():
-                self.discard()
-
-    @abstractmethod
-    def discard(self) -> None:
-        """Remove all that is a run's and not published, by the notes of that run."""
-
-    @abstractmethod
-    def list_leftovers(self) -> Iterable[Leftover]:
-        """Files that ``discard`` would remove. Raises DestinationExistsError if a process is writing."""
-
-    def begin_publishing(self) -> None:  # noqa: B027 - nothing to do is the default
-        """Called before the place is looked at for the last time. Raises StoreError if another run has it now."""
-
-    @abstractmethod
-    def note_publishing(self, paths: Sequence[str], replaced: Mapping[str, int]) -> Collection[str]:
-        """Note that ``paths`` are about to be shown. The names of ``replaced`` that have to go before."""
-
-    @abstractmethod
-    def show_files(self, paths: Sequence[str], replaced: Mapping[str, int]) -> None:
-        """Make finished files visible, the last of ``paths`` last; if one fails, hide the others again, at once or in
-        ``discard``."""
-
-    def finish_publishing(self, paths: Sequence[str], replaced: Mapping[str, int]) -> None:  # noqa: B027 - as above
-        """Remove what was swapped with the new files."""
-
-
-class PartStaging(Staging):
-    """A staging that several processes write at once, a part each. It ends as any other, by a ``Claim``, once all have
-    done their parts: ``log`` is that of all parts then."""
-
-    __slots__ = ()
-
-    @abstractmethod
-    def join(self, paths: Sequence[str]) -> AbstractContextManager[JournalLog]:
-        """Take this part of an output of ``paths`` beside other processes: the log of the part. Raises
-        DestinationExistsError if another process has the same part or the whole, or a run without parts left output."""
-
-    @abstractmethod
-    def read_logs(self) -> Mapping[int, bytes]:
-        """By number, the logs of parts that have begun. Raises StoreError; UsageError for parts of another count."""
-
-    @abstractmethod
-    def sync_log(self) -> None:
-        """Have the log of this part outlive a power failure. Raises StoreError."""
 
 
 @dataclass(slots=True)
@@ -250,8 +169,8 @@ class OutputLocation(ABC):
         cannot be written."""
         raise UsageError.of(
             "part",
-            f"{format_option('part', str(part))} writes to a disk that all processes share, and {self.url} is none; "
-            f"use {format_option('runner', 'ray')}",
+            f"{format_option('part', str(part))} writes to a disk that all processes share or to s3://, and "
+            f"{self.url} is neither",
         )
 
     def stage_both_forms(self) -> Sequence[Staging]:

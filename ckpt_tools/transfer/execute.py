@@ -123,7 +123,7 @@ def execute_plan(
         CkptError: reading or writing failed; the target then holds unfinished files.
     """
     board, history = board or LocalChecksumBoard(), history or RunHistory()
-    share_starts = find_share_starts(plan, finished_parts) if finished_parts > 1 else {}
+    share_starts = find_share_starts(plan, finished_parts) if finished_parts > 1 and target.splits_files else {}
     output_files = _OutputFiles(plan, target, board, history, part, share_starts)
     worker = TaskWorker(plan, TensorReader(source, plan.scratch_bytes), target, board)
     bytes_read = bytes_written = bytes_copied = 0
@@ -288,7 +288,7 @@ class _OutputFiles:
         if self.part is None:  # the files of a part may be there, made by another part
             new_files = (file for number, file in enumerate(self.plan.layout.files) if number not in known_handles)
             self.target.check_free_space(sum(file.size_bytes for file in new_files))
-        share = iter_share(self.plan, self.part or PartNumber(1, 1))
+        share = iter_share(self.plan, self.part or PartNumber(1, 1), splits_files=self.target.splits_files)
         for task, first_byte in ((each.task, each.first_byte) for each in share):
             if (task.file_index, task.part_number) not in self._recovered:
                 yield AssignedTask(task, self._handle_of(task.file_index), self.history.is_journaling, first_byte)

@@ -58,14 +58,14 @@ ALLOWED = {
     "convert --help": LISTING,
     "inspect": Allowed(NAMING, {"safetensors"}, 104, {"click", "numpy", "rich"}),
     "inspect torch": Allowed(NAMING, {"safetensors", "rank_files", "torch"}, 131, {"click", "numpy", "rich"}),
-    "plan": Allowed(CONVERTING, {"safetensors", "torch"}, 154, {"click", "numpy", "rich", "xxhash"}),
-    "convert": Allowed(CONVERTING, {"safetensors"}, 161, {"click", "isal", "numpy", "xxhash"}),
-    "verify": Allowed(CHECKING, {"safetensors"}, 138, {"click", "isal", "numpy"}),
+    "plan": Allowed(CONVERTING, {"safetensors", "torch"}, 155, {"click", "numpy", "rich", "xxhash"}),
+    "convert": Allowed(CONVERTING, {"safetensors"}, 162, {"click", "isal", "numpy", "xxhash"}),
+    "verify": Allowed(CHECKING, {"safetensors"}, 139, {"click", "isal", "numpy"}),
     "verify pair": Allowed(CHECKING, {"safetensors"}, 139, {"click", "isal", "numpy"}),
-    "diff": Allowed(CHECKING, {"safetensors"}, 136, {"click", "isal", "numpy"}),
+    "diff": Allowed(CHECKING, {"safetensors"}, 137, {"click", "isal", "numpy"}),
     "scan": Allowed({*MACHINERY, "verification"}, {"safetensors"}, 119, {"click", "numpy"}),
     "formats": Allowed({*BASE, "formats"}, set(), 38, {"click", "rich"}),
-    "clean": Allowed({*BASE, "stores"}, set(), 42, {"click"}),
+    "clean": Allowed({*BASE, "stores"}, set(), 43, {"click"}),
 }
 
 

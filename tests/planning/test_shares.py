@@ -1,5 +1,6 @@
 """Parts of a plan: every task in one of them, in order, of about the same number of bytes."""
 
+from itertools import pairwise
 from types import SimpleNamespace
 
 from hypothesis import given
@@ -7,8 +8,8 @@ from hypothesis import strategies as st
 
 from ckpt_tools.core.layout import Crc32, FileLayout, Layout, Literal
 from ckpt_tools.core.part_number import PartNumber
-from ckpt_tools.planning.plan import _make_tasks
 from ckpt_tools.planning.shares import count_share_bytes, find_share_starts, iter_checksums_across_shares, iter_share
+from ckpt_tools.planning.tasks import TransferTask
 
 RECORDS = st.lists(st.integers(0, 5_000), max_size=12)
 
@@ -27,7 +28,8 @@ def make_plan(files, task_bytes):
     def iter_tasks():
         for number, file in enumerate(layouts):
             ends = [*range(task_bytes, file.size_bytes, task_bytes), file.size_bytes]
-            yield from _make_tasks(number, ends)
+            for part_number, (start, stop) in enumerate(pairwise([0, *ends])):
+                yield TransferTask(number, part_number, start, stop)
 
     return SimpleNamespace(layout=Layout(layouts), iter_tasks=iter_tasks)
 
@@ -35,11 +37,11 @@ def make_plan(files, task_bytes):
 @given(st.lists(RECORDS, min_size=1, max_size=4), st.integers(64, 3_000), st.integers(1, 9))
 def test_the_shares_are_all_tasks_in_order(files, task_bytes, count):
     plan = make_plan(files, task_bytes)
-    shares = [list(iter_share(plan, PartNumber(number, count))) for number in range(1, count + 1)]
+    shares = [list(iter_share(plan, PartNumber(number, count), splits_files=True)) for number in range(1, count + 1)]
     assert [each.task for share in shares for each in share] == list(plan.iter_tasks())
     total = plan.layout.size_bytes
     for number, share in enumerate(shares, 1):
-        assert count_share_bytes(plan, PartNumber(number, count)) <= total / count + task_bytes
+        assert count_share_bytes(plan, PartNumber(number, count), splits_files=True) <= total / count + task_bytes
         assert all(each.first_byte <= each.task.start for each in share)
 
 
@@ -50,7 +52,7 @@ def test_every_checksum_is_written_once(files, task_bytes, count):
     share_starts = find_share_starts(plan, count)
     written_by_parts, expected = set(), set()
     for number in range(1, count + 1):
-        for each in iter_share(plan, PartNumber(number, count)):
+        for each in iter_share(plan, PartNumber(number, count), splits_files=True):
             file = plan.layout.files[each.task.file_index]
             for position, segment in zip(file.offsets, file.segments, strict=False):
                 if isinstance(segment, Crc32) and each.task.start <= position < each.task.stop:
@@ -66,3 +68,13 @@ def test_every_checksum_is_written_once(files, task_bytes, count):
     assert not written_last & written_by_parts
     assert expected <= written_last | written_by_parts
     assert count > 1 or not written_last
+
+
+@given(st.lists(RECORDS, min_size=1, max_size=9), st.integers(64, 3_000), st.integers(1, 9))
+def test_whole_files_are_shared_where_none_may_be_split(files, task_bytes, count):
+    plan = make_plan(files, task_bytes)
+    shares = [list(iter_share(plan, PartNumber(number, count), splits_files=False)) for number in range(1, count + 1)]
+    assert [each.task for share in shares for each in share] == list(plan.iter_tasks())
+    owners = [{each.task.file_index for each in share} for share in shares]
+    assert sum(map(len, owners)) == len(files)
+    assert all(each.first_byte == 0 for share in shares for each in share)

@@ -29,8 +29,9 @@ from ckpt_tools.stores.fsspec.store import (
     open_store_at,
 )
 from ckpt_tools.stores.local.store import LocalStore
-from ckpt_tools.stores.publishing import DestinationContents, Leftover, Staging
+from ckpt_tools.stores.publishing import DestinationContents
 from ckpt_tools.stores.source import Store
+from ckpt_tools.stores.staging import Leftover, Staging
 
 BUCKETS_PREFIX = "buckets/"
 

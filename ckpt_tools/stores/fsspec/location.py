@@ -27,8 +27,9 @@ from ckpt_tools.errors import CkptError, StoreError, UsageError
 from ckpt_tools.stores.destination import Destination
 from ckpt_tools.stores.fsspec.store import FsspecStore, call_with_retry, kind_of_path, open_file_system, size_of_info
 from ckpt_tools.stores.output_names import PARTIAL_FOLDER_NAME
-from ckpt_tools.stores.publishing import DestinationContents, Leftover, OutputLocation, Staging, list_parent_folders
+from ckpt_tools.stores.publishing import DestinationContents, OutputLocation, list_parent_folders
 from ckpt_tools.stores.source import Buffer, check_file_name
+from ckpt_tools.stores.staging import Leftover, Staging
 
 _TOKEN_BYTES = 8
 _TOKEN_FORM = re.compile(f"[0-9a-f]{{{2 * _TOKEN_BYTES}}}")

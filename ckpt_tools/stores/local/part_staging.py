@@ -21,16 +21,15 @@ from dataclasses import dataclass, field
 
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.part_number import PartNumber
-from ckpt_tools.errors import DestinationExistsError, UsageError
+from ckpt_tools.errors import DestinationExistsError
 from ckpt_tools.process.signals import allow_signals, defer_signals
-from ckpt_tools.stores.destination import JournalLog
 from ckpt_tools.stores.local.contents import is_real_folder
 from ckpt_tools.stores.local.renames import fsync_folders
 from ckpt_tools.stores.local.staging_folder import PART_FILE_FORM, LocalLog, LocalStaging, OwnedNames
 from ckpt_tools.stores.local.store import LocalFileWriter, LocalStore, wrap_os_errors
 from ckpt_tools.stores.output_names import SHARED_TOKEN_NAME
-from ckpt_tools.stores.publishing import PartStaging
 from ckpt_tools.stores.source import check_file_name
+from ckpt_tools.stores.staging import JoinedLog, PartStaging, check_part_counts
 
 POLL_SECONDS = 0.1
 """Between two tries to be the one that publishes, while other parts end."""
@@ -55,22 +54,6 @@ class _SharedOutputStore(LocalStore):
 
 
 @dataclass(slots=True)
-class _JoinedLog(JournalLog):
-    """The logs of all parts, read as one. What the part that publishes does is noted in its own."""
-
-    staging: LocalPartStaging
-
-    def read(self) -> bytes:
-        return b"".join(self.staging.read_logs().values())
-
-    def append(self, data: bytes) -> None:
-        self.staging.own_log.append(data)
-
-    def clear(self) -> None:
-        """Nothing: what other parts noted stays for the next try."""
-
-
-@dataclass(slots=True)
 class LocalPartStaging(LocalStaging, PartStaging):
     """The staging of one part. Used in two steps: ``join`` to write the part, then a ``Claim`` to publish."""
 
@@ -85,7 +68,7 @@ class LocalPartStaging(LocalStaging, PartStaging):
         return LocalLog(self.path / f"{self.part.number}-of-{self.part.count}.log")
 
     @contextmanager
-    def join(self, paths: Sequence[str]) -> Iterator[LocalLog]:
+    def join(self, paths: Sequence[str]) -> Iterator[None]:
         with defer_signals():
             self._is_joining = True
             with wrap_os_errors("cannot write there", self.target.parent):
@@ -97,7 +80,7 @@ class LocalPartStaging(LocalStaging, PartStaging):
                     self._write_names(paths)
                     self.output.mkdir(exist_ok=True)
                 with allow_signals():
-                    yield self.own_log
+                    yield
             finally:
                 self._is_joining = False
                 self.destination.close_open_files()
@@ -155,12 +138,7 @@ class LocalPartStaging(LocalStaging, PartStaging):
             for path in list(self.path.iterdir()):
                 match = PART_FILE_FORM.fullmatch(path.name)
                 if match is not None and match["kind"] == "log":
-                    if int(match["count"]) != self.part.count:
-                        raise UsageError.of(
-                            "part",
-                            f"{self.target} is being written in {match['count']} parts, and not in {self.part.count}; "
-                            f"remove what is there with: ckpt-tools clean {self.target}",
-                        )
+                    check_part_counts([int(match["count"])], self.part, str(self.target))
                     logs[int(match["number"])] = LocalLog(path).read()
         return logs
 
@@ -168,7 +146,7 @@ class LocalPartStaging(LocalStaging, PartStaging):
         """Keep what the parts wrote."""
         with wrap_os_errors("cannot write there", self.target.parent):
             self.refuse_unknown_files()
-            self.log = _JoinedLog(self)
+            self.log = JoinedLog(self)
 
     def sync_log(self) -> None:
         """The log of this part, and that it is there, outlive a power failure."""

@@ -39,13 +39,8 @@ from ckpt_tools.stores.local.contents import (
 from ckpt_tools.stores.local.renames import exchange_paths, fsync_folders, rename_to_free_name
 from ckpt_tools.stores.local.store import LocalFileWriter, LocalStore, wrap_os_errors
 from ckpt_tools.stores.output_names import PARTIAL_FOLDER_NAME, SHARED_TOKEN_NAME, OutputForm
-from ckpt_tools.stores.publishing import (
-    Leftover,
-    Staging,
-    check_no_unexpected_files,
-    format_names,
-    list_parent_folders,
-)
+from ckpt_tools.stores.publishing import check_no_unexpected_files, format_names, list_parent_folders
+from ckpt_tools.stores.staging import Leftover, Staging
 
 REPLACED_SUFFIX = ".ckpt-tools-replaced"
 OUTPUT_FOLDER_NAME = "output"

@@ -11,21 +11,26 @@ that the caller names are removed. Empty objects whose names end in a slash, whi
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
 from ckpt_tools.core.option_names import format_option
+from ckpt_tools.core.part_number import PartNumber
 from ckpt_tools.core.part_rules import PartRules
 from ckpt_tools.errors import DestinationExistsError
+from ckpt_tools.process.signals import allow_signals
+from ckpt_tools.stores.destination import JournalLog
 from ckpt_tools.stores.object_lock import ObjectLock, is_lock_held
 from ckpt_tools.stores.output_names import OutputForm
-from ckpt_tools.stores.publishing import DestinationContents, Leftover, OutputLocation, Staging, list_parent_folders
+from ckpt_tools.stores.publishing import DestinationContents, OutputLocation, list_parent_folders
 from ckpt_tools.stores.s3.client import Bucket, ListedObject
 from ckpt_tools.stores.s3.destination import LOG_NAME_FORM, S3Destination, S3Log, part_rules_of
 from ckpt_tools.stores.s3.store import S3Store
 from ckpt_tools.stores.s3.upload_notes import TOKEN_FORM, UploadNotes, map_in_parallel
+from ckpt_tools.stores.staging import JoinedLog, Leftover, PartStaging, Staging, check_part_counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +93,9 @@ class S3OutputLocation(OutputLocation):
     def stage(self, *, resume: bool = False, fsync: bool = False) -> S3Staging:
         return S3Staging(self, is_resumed=resume)
 
+    def stage_part(self, part: PartNumber) -> PartStaging:
+        return S3PartStaging(self, is_resumed=True, part=part)
+
     def stage_both_forms(self) -> Sequence[Staging]:
         """A whole bucket is a folder alone."""
         return OutputLocation.stage_both_forms(self)[: 2 if self.key else 1]
@@ -98,7 +106,7 @@ class S3OutputLocation(OutputLocation):
 
 
 _LEFTOVER_NAME_FORM = re.compile(
-    rf"(?P<log>log/{LOG_NAME_FORM.pattern})|(?P<lock>lock)|(?P<note>notes/(?:begun/{TOKEN_FORM.pattern}/.+|publishing))",
+    rf"(?P<log>log/(?:\d+-of-\d+/)?{LOG_NAME_FORM.pattern})|(?P<lock>lock)|(?P<note>notes/(?:begun/{TOKEN_FORM.pattern}/.+|publishing))",
     re.DOTALL,
 )
 """Objects below ``.ckpt-tools-partial/`` that runs make."""
@@ -116,19 +124,24 @@ class S3Staging(Staging):
     is_resumed: bool
     partial_prefix: str = field(init=False)
     destination: S3Destination = field(init=False)
-    log: S3Log = field(init=False)
+    log: JournalLog = field(init=False)
     lock: ObjectLock = field(init=False)
 
     def __post_init__(self) -> None:
         bucket, root = self.location.bucket, self.location.root_prefix
         self.partial_prefix = f"{root}{self.location.form.partial_name}/"
         self.destination = S3Destination(bucket, root, UploadNotes(bucket, f"{self.partial_prefix}notes/", root))
-        self.log = S3Log(bucket, f"{self.partial_prefix}log/")
+        self.log = S3Log(bucket, self.log_prefix)
         self.lock = ObjectLock(bucket, f"{self.partial_prefix}lock", self.location.url)
 
     @property
     def bucket(self) -> Bucket:
         return self.location.bucket
+
+    @property
+    def log_prefix(self) -> str:
+        """Prefix of the log, and of the logs of parts."""
+        return f"{self.partial_prefix}log/"
 
     @property
     def rescue_hint(self) -> str:
@@ -139,7 +152,10 @@ class S3Staging(Staging):
 
     def discard(self) -> None:
         """Remove what a run made and noted: its log, uploads, objects of half an output, and the notes."""
-        self.log.clear()
+        logs = [each.key for each in self.bucket.list_objects(self.log_prefix)]
+        names = [key.removeprefix(self.partial_prefix) for key in logs]
+        own_names = [name for name in names if _LEFTOVER_NAME_FORM.fullmatch(name) is not None]
+        self.bucket.delete_objects([self.partial_prefix + name for name in own_names])
         self.destination.notes.remove_all()
 
     def list_leftovers(self) -> Iterator[Leftover]:
@@ -197,3 +213,71 @@ class S3Staging(Staging):
         *data_paths, last_path = paths
         map_in_parallel(self.destination.complete_file, data_paths)
         self.destination.complete_file(last_path)
+
+
+POLL_SECONDS = 1.0
+"""Between two looks at the lock of another part that publishes."""
+
+_PART_FOLDER_FORM = re.compile(r"(?P<number>\d+)-of-(?P<count>\d+)/\d{12}")
+
+
+@dataclass(slots=True)
+class S3PartStaging(S3Staging, PartStaging):
+    """The uploads of an output that several processes make, each of which writes whole files of it.
+
+        .ckpt-tools-partial/log/3-of-64/000000000000    the journal of a part
+        .ckpt-tools-partial/lock                        of the part that publishes, renewed while it lives
+
+    Used in two steps: ``join`` to write the part, then a ``Claim`` to publish. No part is locked: a second process of
+    the same number continues the same uploads with the same bytes.
+    """
+
+    part: PartNumber = field(kw_only=True)
+
+    @property
+    def own_log(self) -> S3Log:
+        return S3Log(self.bucket, f"{self.log_prefix}{self.part.number}-of-{self.part.count}/")
+
+    @contextmanager
+    def join(self, paths: Sequence[str]) -> Iterator[None]:
+        if is_lock_held(self.bucket.get_object(self.lock.key)):
+            raise DestinationExistsError(
+                f"another process is writing to {self.location.url}, or publishes it; wait for it to end"
+            )
+        if self.log.read():
+            raise DestinationExistsError(
+                f"{self.location.url} has what a run without {format_option('part')} left; remove it with: ckpt-tools "
+                f"clean {self.location.url}"
+            )
+        yield
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """Be the one that publishes; wait while another part does."""
+        with ExitStack() as stack:
+            while True:
+                try:
+                    stack.enter_context(self.lock.hold())
+                    break
+                except DestinationExistsError:
+                    if not self.read_logs():
+                        raise  # published, and cleaned up
+                    with allow_signals():
+                        time.sleep(POLL_SECONDS)
+            yield
+
+    def read_logs(self) -> Mapping[int, bytes]:
+        keys = [each.key.removeprefix(self.log_prefix) for each in self.bucket.list_objects(self.log_prefix)]
+        matches = [match for match in map(_PART_FOLDER_FORM.fullmatch, keys) if match is not None]
+        check_part_counts((int(match["count"]) for match in matches), self.part, self.location.url)
+        numbers = sorted({int(match["number"]) for match in matches})
+        return {
+            number: S3Log(self.bucket, f"{self.log_prefix}{number}-of-{self.part.count}/").read() for number in numbers
+        }
+
+    def prepare(self, *, resume: bool) -> None:
+        """Keep what the parts wrote."""
+        self.log = JoinedLog(self)
+
+    def sync_log(self) -> None:
+        """Nothing: the service answers when bytes are safe."""

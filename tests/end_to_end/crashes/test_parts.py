@@ -133,7 +133,7 @@ def test_a_disk_that_processes_do_not_share_is_refused(made_case):
     case = made_case("dcp")
     words = [*map(str, case.words)]
     words[2] = "memory://out"
-    with pytest.raises(CkptError, match="a disk that all processes share"):
+    with pytest.raises(CkptError, match="a disk that all processes share or to s3://"):
         group.main([*words, "--memory", "512MiB", "--part", "1/3"], standalone_mode=False)
 
 
