@@ -28,7 +28,7 @@ WIDTH = 118
 _FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _FILE = re.compile(r'"""(\w+\.py):')
 _COMMAND = re.compile(r"^\$ ((?:.*\\\n)*.*\n)((?:(?!\$ ).*\n)*)", re.MULTILINE)
-_OF_A_LOGGER = re.compile(r"^(\[\d{4}-\d\d-\d\d |DeepSpeed |converting: ).*\n?", re.MULTILINE)
+_OF_A_LOGGER = re.compile(r"^(\[\d{4}-\d\d-\d\d |DeepSpeed |\w+ing: [\d.]+ ).*\n?", re.MULTILINE)
 """And of progress, which a busy machine prints."""
 _MARK = "--- exit code"
 _SHELL = """
