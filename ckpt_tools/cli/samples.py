@@ -9,7 +9,7 @@ import click
 
 from ckpt_tools.cli import options
 from ckpt_tools.cli.output import print_pairs
-from ckpt_tools.errors import DestinationExistsError, UsageError
+from ckpt_tools.errors import DestinationExistsError, StoreError, UsageError
 
 ARCHIVE = Path(__file__).with_name("samples.zip")
 """What ``fixtures/samples.py`` made."""
@@ -29,6 +29,8 @@ def samples_command(folder: str) -> None:
 
     FSDP2 and DeepSpeed wrote them, after 600 steps of training. DIR is a new folder of at most 2 MB.
     """
+    if not folder:
+        raise UsageError("DIR is empty; name a new folder")
     if "://" in folder:
         raise UsageError("the samples are written into a local folder", path=folder)
     write_samples(Path(folder))
@@ -36,16 +38,17 @@ def samples_command(folder: str) -> None:
 
 
 def write_samples(folder: Path) -> None:
-    """Write all samples, or nothing. Raises ``DestinationExistsError`` if the folder is there and not empty."""
+    """Write all samples, or nothing. Raises ``DestinationExistsError`` if the folder is there and not empty,
+    ``StoreError`` if it cannot be written."""
     import zipfile
 
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as unfinished:
-        samples = Path(unfinished, "samples")
-        zipfile.ZipFile(ARCHIVE).extractall(samples)
-        try:
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as unfinished:
+            samples = Path(unfinished, "samples")
+            zipfile.ZipFile(ARCHIVE).extractall(samples)
             samples.rename(folder)
-        except OSError as error:
-            if folder.is_dir() or folder.is_file():
-                raise DestinationExistsError("it is there already; choose a new folder", path=str(folder)) from error
-            raise
+    except OSError as error:
+        if folder.is_dir() or folder.is_file():
+            raise DestinationExistsError("it is there already; choose a new folder", path=str(folder)) from error
+        raise StoreError(f"writing failed: {error.strerror}", path=str(folder)) from error
