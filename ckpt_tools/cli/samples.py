@@ -22,15 +22,15 @@ SAMPLES = {
 
 
 @click.command("samples", cls=options.ConverterCommand, examples=("ckpt-tools samples tiny",))
-@click.argument("folder", metavar="DIR")
+@click.argument("folder", metavar="FOLDER")
 @options.verbosity_options
 def samples_command(folder: str) -> None:
-    """Write small checkpoints into DIR, to try the other commands on.
+    """Write small checkpoints into FOLDER, to try the other commands on.
 
-    FSDP2 and DeepSpeed wrote them, after 600 steps of training. DIR is a new folder of at most 2 MB.
+    FSDP2 and DeepSpeed wrote them, after 600 steps of training. FOLDER is a new folder of at most 2 MB.
     """
     if not folder:
-        raise UsageError("DIR is empty; name a new folder")
+        raise UsageError("FOLDER is empty; name a new folder")
     if "://" in folder:
         raise UsageError("the samples are written into a local folder", path=folder)
     write_samples(Path(folder))
