@@ -79,7 +79,7 @@ def _write_share(
             _check_same_plan(staging, fingerprint)  # again, now that the others see this one's
         except UsageError:
             if not earlier_lines:
-                log.clear()
+                staging.forget_part()
             raise
         meter = ProgressMeter(request.on_progress or ignore_progress, share_bytes)
         with JournalPolicy(keeps_output=True).preserve_output_on_error(journal):

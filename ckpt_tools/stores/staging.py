@@ -99,6 +99,10 @@ class PartStaging(Staging):
         process has the same part or the whole, or a run without parts left output."""
 
     @abstractmethod
+    def forget_part(self) -> None:
+        """Remove the log of this part, which has written nothing. Raises StoreError."""
+
+    @abstractmethod
     def read_logs(self) -> Mapping[int, bytes]:
         """By number, the logs of parts that have begun. Raises StoreError; UsageError for parts of another count."""
 

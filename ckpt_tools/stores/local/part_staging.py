@@ -23,7 +23,7 @@ from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.part_number import PartNumber
 from ckpt_tools.errors import DestinationExistsError
 from ckpt_tools.process.signals import allow_signals, defer_signals
-from ckpt_tools.stores.local.contents import is_real_folder
+from ckpt_tools.stores.local.contents import check_path_free, is_real_folder
 from ckpt_tools.stores.local.renames import fsync_folders
 from ckpt_tools.stores.local.staging_folder import PART_FILE_FORM, LocalLog, LocalStaging, OwnedNames
 from ckpt_tools.stores.local.store import LocalFileWriter, LocalStore, wrap_os_errors
@@ -54,6 +54,16 @@ class _SharedOutputStore(LocalStore):
 
 
 @dataclass(slots=True)
+class _PartLog(LocalLog):
+    """The log of a part. It stays when it is cleared: it is what a process locks that writes the part, and by which
+    others see that there are parts."""
+
+    def clear(self) -> None:
+        with wrap_os_errors("writing failed", self.path), suppress(FileNotFoundError):
+            os.truncate(self.path, 0)
+
+
+@dataclass(slots=True)
 class LocalPartStaging(LocalStaging, PartStaging):
     """The staging of one part. Used in two steps: ``join`` to write the part, then a ``Claim`` to publish."""
 
@@ -65,7 +75,7 @@ class LocalPartStaging(LocalStaging, PartStaging):
 
     @property
     def own_log(self) -> LocalLog:
-        return LocalLog(self.path / f"{self.part.number}-of-{self.part.count}.log")
+        return _PartLog(self.path / f"{self.part.number}-of-{self.part.count}.log")
 
     @contextmanager
     def join(self, paths: Sequence[str]) -> Iterator[None]:
@@ -74,7 +84,9 @@ class LocalPartStaging(LocalStaging, PartStaging):
             with wrap_os_errors("cannot write there", self.target.parent):
                 descriptors = [self._create_and_lock()]
             try:
+                # A part that published may have been killed before it cleaned up.
                 with wrap_os_errors("cannot write there", self.target.parent):
+                    check_path_free(self.target, self.form, overwrite=False)
                     self._refuse_other_output()
                     descriptors.append(self._lock_part())
                     self._write_names(paths)
@@ -87,6 +99,10 @@ class LocalPartStaging(LocalStaging, PartStaging):
                 for descriptor in descriptors:
                     with suppress(OSError):
                         os.close(descriptor)
+
+    def forget_part(self) -> None:
+        with wrap_os_errors("removing failed", self.path):
+            self.own_log.path.unlink(missing_ok=True)
 
     def _lock(self, descriptor: int) -> None:
         """Beside other parts while this one writes; alone, and waiting for those that end, to publish."""

@@ -279,5 +279,8 @@ class S3PartStaging(S3Staging, PartStaging):
         """Keep what the parts wrote."""
         self.log = JoinedLog(self)
 
+    def forget_part(self) -> None:
+        self.own_log.clear()
+
     def sync_log(self) -> None:
         """Nothing: the service answers when bytes are safe."""
