@@ -23,6 +23,9 @@ from fixtures import synthetic
 BARE = "python -c 'import numpy'"
 NUM_TENSORS, NUM_ELEMENTS = 100, 10_000
 
+NUM_SMALL_TENSORS = 700_000
+"""A mixture of experts with its moments has 200,000 to 400,000."""
+
 SIZES = (1, 4, 16)
 """Checkpoints whose memory is measured, in times of the asked size."""
 
@@ -76,6 +79,25 @@ def _startup_cells(name: str, usages: Sequence[Usage], bare: Sequence[Usage]) ->
         yield f"{seconds * 1e3:.0f} ms"
         yield f"{seconds / least:.2f}"
     yield f"{median(usage.peak_bytes for usage in usages) / 1e6:.1f} MB"
+
+
+def measure_many_tensors(name: str, settings: RunSettings) -> list[str]:
+    """The table of commands on one file of small tensors, in turns with the library's own functions."""
+    with tempfile.TemporaryDirectory(dir=settings.data) as folder:
+        source, out = f"{folder}/model.safetensors", f"{folder}/out.safetensors"
+        names = [f"layers.{n % 100}.experts.{n // 100}.weight" for n in range(NUM_SMALL_TENSORS)]
+        save_file(dict.fromkeys(names, np.zeros((8, 8), np.float32)), source)
+        load = f"from safetensors.numpy import *; state = load_file({source!r})"
+        commands = {
+            "load_file": [sys.executable, "-c", load],
+            "load_file and save_file": [sys.executable, "-c", f"{load}; save_file(state, {out!r})"],
+            "inspect": [*CKPT_TOOLS, "inspect", source],
+            "convert": [*CKPT_TOOLS, "convert", source, out, "--overwrite"],
+        }
+        run = partial(measure_success, log=settings.data / "log", time_limit=settings.time_limit)
+        turns = take_turns({name: partial(run, command) for name, command in commands.items()}, settings.runs)
+    header = "command | wall | ratio | processor | ratio | memory"
+    return make_table(header, (_startup_cells(name, usages, turns["load_file"]) for name, usages in turns.items()))
 
 
 def measure_memory(name: str, settings: RunSettings) -> list[str]:

@@ -67,6 +67,7 @@ class Benchmark:
 PARTS = (
     Benchmark("memory", "commands:measure_memory", "Memory by size: DCP, 4 ranks → safetensors"),
     Benchmark("start-up", "commands:measure_startup", "Start-up"),
+    Benchmark("many", "commands:measure_many_tensors", "700,000 tensors in one file of safetensors"),
     Benchmark("predict", "inference:measure_predicting", "Inference: files and datasets"),
     Benchmark("load", "inference:measure_loading", "Inference: loading"),
     Benchmark("serve", "serving:measure_service", "Inference: the service"),

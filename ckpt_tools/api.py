@@ -109,21 +109,26 @@ def inspect(
     """
     from ckpt_tools.core.applicability import COMMAND_RULES, OptionContext, check_applicability
     from ckpt_tools.core.matching import check_globs_match, is_selected
+    from ckpt_tools.core.names import collect_name_shapes
     from ckpt_tools.core.summary import summarize
+    from ckpt_tools.process.collector import pause_collector
     from ckpt_tools.reading.naming import detect_naming, find_wrapper_parts
 
     checked_arguments = {"sample": sample, "memory": memory, "workers": workers}
     check_applicability(COMMAND_RULES["inspect"], checked_arguments, OptionContext(has_stats=stats))
     request = ConvertRequest(src=src, dst=src, include=include, exclude=exclude, memory=memory, **options)
-    opened = _open_checkpoint(src, request)
-    source, manifest = opened.source, opened.manifest
-    naming_match = detect_naming(source, manifest)
-    naming = None if naming_match is None else str(naming_match)
-    summary = summarize(manifest, str(opened.url), source.files, naming=naming, wrapping=find_wrapper_parts(manifest))
-    check_globs_match(manifest.fqns | manifest.unreadable_names, include=request.include, exclude=request.exclude)
-    chosen_keys = [key for key in manifest.tensors if is_selected(key.fqn, request.include, request.exclude)]
-    if len(chosen_keys) < len(manifest.tensors):
-        rows = (row for row in summary.tensors if is_selected(row.name, request.include, request.exclude))
+    with pause_collector():
+        opened = _open_checkpoint(src, request)
+        source, manifest = opened.source, opened.manifest
+        name_shapes = collect_name_shapes(manifest)
+        naming_match = detect_naming(source, manifest, name_shapes)
+        naming = None if naming_match is None else str(naming_match)
+        wrapping = find_wrapper_parts(name_shapes)
+        summary = summarize(manifest, str(opened.url), source.files, naming=naming, wrapping=wrapping)
+    include, exclude = request.include, request.exclude
+    if include or exclude:
+        check_globs_match(manifest.fqns | manifest.unreadable_names, include=include, exclude=exclude)
+        rows = (row for row in summary.tensors if is_selected(row.name, include, exclude))
         summary = replace(summary, tensors=tuple(rows))
     if not stats:
         return summary
@@ -138,7 +143,7 @@ def inspect(
         is_limit=memory is not None,
         sample=sample,
     )
-    tensors = {key: manifest.tensors[key] for key in chosen_keys}
+    tensors = {key: entry for key, entry in manifest.tensors.items() if is_selected(key.fqn, include, exclude)}
     if not sample:
         check_expansion(tensors, manifest.stored_bytes)
     return replace(

@@ -32,6 +32,7 @@ from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.options import ConvertRequest
 from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.planning.plan import Plan, estimate_reading_bytes, make_plan
+from ckpt_tools.process.collector import pause_collector
 from ckpt_tools.reading.checkpoint import make_read_back_options
 from ckpt_tools.reading.opened import OpenedCheckpoint
 from ckpt_tools.runs.opening import open_checkpoint
@@ -128,6 +129,7 @@ def choose_worker_pool(request: ConvertRequest) -> WorkerPool:
     return WorkerPool.choose_for_urls(request.runner, request.address, request.workers, request.src, request.dst)
 
 
+@pause_collector()
 def prepare_conversion(request: ConvertRequest, pool: WorkerPool) -> PreparedConversion:
     """Everything about a conversion but the moving of bytes; writes nothing.
 

@@ -10,6 +10,7 @@ from ckpt_tools.conversion.target import ConversionTarget
 from ckpt_tools.core.layout import Layout
 from ckpt_tools.core.limits import note_rank_states
 from ckpt_tools.core.manifest import Manifest
+from ckpt_tools.core.names import collect_name_shapes
 from ckpt_tools.core.notes import Note, Outcome, merge_notes
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.options import ConvertRequest, WriteOptions
@@ -147,7 +148,7 @@ def _note_foreign_names(edited: EditedCheckpoint, model_files: ModelFiles | None
         return (), ""
     from ckpt_tools.reading.naming import detect_naming
 
-    naming = detect_naming(edited.source, edited.manifest, model_files.config)
+    naming = detect_naming(edited.source, edited.manifest, collect_name_shapes(edited.manifest), model_files.config)
     if naming is None or not naming.recipes_to_hub:
         return (), ""
     unable_loaders = "other loaders do" if naming.is_live else "from_pretrained does"

@@ -74,14 +74,11 @@ def _iter_dropped_keys(source_manifest: Manifest, target_manifest: Manifest) -> 
     keeps."""
     kept_shard_ids = {id(entry.shards) for entry in target_manifest.tensors.values()}
     for key, entry in source_manifest.tensors.items():
+        if key.slot == MASTER or key in target_manifest.tensors or id(entry.shards) in kept_shard_ids:
+            continue
         # Of a parameter's two copies one is written where there is room for one.
         master = source_manifest.tensors.get(StateKey(key.fqn, MASTER)) if key.slot == WEIGHT else None
-        is_kept = (
-            key in target_manifest.tensors
-            or id(entry.shards) in kept_shard_ids
-            or (master is not None and id(master.shards) in kept_shard_ids)
-        )
-        if not (is_kept or key.slot == MASTER):
+        if master is None or id(master.shards) not in kept_shard_ids:
             yield key
 
 

@@ -146,11 +146,13 @@ def _collect_item_names(manifest: Manifest) -> frozenset[str]:
 def _run_steps(manifest: Manifest, notes: tuple[Note, ...], steps: Iterable[ManifestStep]) -> TransformResult:
     """The manifest after ``steps``, with ``notes`` and the notes of the steps, but for those on items that a step left
     out."""
-    items_before = _collect_item_names(manifest)
+    first_manifest = manifest
     for step in steps:
         manifest, new_notes = step(manifest)
         notes += new_notes
-    return manifest, drop_stale_notes(notes, items_before, _collect_item_names(manifest))
+    if manifest is first_manifest or all(note.outcome is not Outcome.KEPT for note in notes):
+        return manifest, notes
+    return manifest, drop_stale_notes(notes, _collect_item_names(first_manifest), _collect_item_names(manifest))
 
 
 def _is_superseded(note: Note, later_notes: Collection[Note]) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from math import prod
 from operator import add, gt, mul, sub
@@ -27,10 +28,11 @@ class Box:
         if len(self.start) != len(self.stop) or min(self.start, default=0) < 0 or any(map(gt, self.start, self.stop)):
             raise ValueError(f"a box cannot run from {self.start} to {self.stop}")
 
-    @classmethod
-    def whole(cls, shape: Shape) -> Box:
-        """The box of every element of a tensor of ``shape``."""
-        return cls((0,) * len(shape), tuple(shape))
+    @staticmethod
+    @lru_cache(maxsize=4096)
+    def whole(shape: Shape) -> Box:
+        """The box of every element of a tensor of ``shape``; one for all tensors of it."""
+        return Box((0,) * len(shape), tuple(shape))
 
     @property
     def shape(self) -> Shape:

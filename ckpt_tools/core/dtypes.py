@@ -55,29 +55,21 @@ class DType(Enum):
     item_bytes: int
     safetensors_name: str | None
     torch_storage: str | None
+    is_floating: bool
+    """True for real floating-point types."""
+    num_values: int
+    """Values in an element: more than one if they are packed."""
+    is_torch_dtype: bool
+    """False for the types that torch 2.15 does not have."""
 
     def __new__(cls, name: str, item_bytes: int = 0, header: str | None = None, storage: str | None = None) -> DType:
         made = object.__new__(cls)
         made._value_, made.item_bytes, made.safetensors_name, made.torch_storage = name, item_bytes, header, storage
+        made.is_floating = name.startswith(("float", "bfloat"))
+        made.num_values = {"_x2": 2, "_x4": 4}.get(name[-3:], 1)
+        made.is_torch_dtype = not name.startswith("float6_")
         return made
 
-    @property
-    def is_floating(self) -> bool:
-        """True for real floating-point types."""
-        return str(self.value).startswith(("float", "bfloat"))
-
-    @property
-    def num_values(self) -> int:
-        """Values in an element: more than one if they are packed."""
-        return _NUM_VALUES_BY_SUFFIX.get(str(self.value)[-3:], 1)
-
-    @property
-    def is_torch_dtype(self) -> bool:
-        """False for the types that torch 2.15 does not have."""
-        return not str(self.value).startswith("float6_")
-
-
-_NUM_VALUES_BY_SUFFIX = {"_x2": 2, "_x4": 4}
 
 _DTYPE_BY_SAFETENSORS_NAME = {dtype.safetensors_name: dtype for dtype in DType if dtype.safetensors_name}
 

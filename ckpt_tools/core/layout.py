@@ -59,6 +59,10 @@ class Payload:
     def num_bytes(self) -> int:
         return self.box.numel * self.dtype.item_bytes
 
+    @property
+    def is_whole(self) -> bool:
+        return self.box.stop == self.shape and not any(self.box.start)
+
 
 @dataclass(frozen=True, slots=True)
 class Crc32:

@@ -84,7 +84,8 @@ class TensorEntry:
     plus: int = 0
 
     def __post_init__(self) -> None:
-        if self.shards.shape not in (self.shape, (prod(self.shape),)) and not self._has_split_dims():
+        shape = self.shards.shape
+        if shape != self.shape and shape != (prod(self.shape),) and not self._has_split_dims():
             raise MalformedError(f"shards of shape {list(self.shards.shape)} for a tensor of shape {list(self.shape)}")
         check_exact_cover(self.shards)
 
@@ -259,6 +260,23 @@ def _freeze_mapping(values: Mapping[Any, Any]) -> Mapping[Any, Any]:
     return MappingProxyType(dict(values))
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _CheckedTensors:
+    """The tensors of a manifest, which cannot change, with their fqns and the files of their shards."""
+
+    tensors: Mapping[StateKey, TensorEntry]
+    fqns: frozenset[str]
+    files: frozenset[str]
+
+    @classmethod
+    def of(cls, tensors: Mapping[StateKey, TensorEntry]) -> _CheckedTensors:
+        """Raises MalformedError if a name is not text."""
+        fqns = frozenset(key.fqn for key in tensors)
+        _check_encodable(chain(fqns, {key.slot for key in tensors}))
+        files = frozenset(file for entry in tensors.values() for file in entry.shards.files)
+        return cls(_freeze_mapping(tensors), fqns, files)
+
+
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """A whole checkpoint.
@@ -314,10 +332,14 @@ class Manifest:
     """Bytes of all files of the source."""
     step_claims: tuple[StepClaim, ...] = ()
     """What single files state of the step."""
+    _checked: _CheckedTensors | None = field(default=None, repr=False, compare=False)
+    """What is known of ``tensors``, so that ``replace`` of another field need not find it out again."""
 
     def __post_init__(self) -> None:
         check_same_save(self.step_claims)
-        object.__setattr__(self, "tensors", _freeze_mapping(self.tensors))
+        if self._checked is None or self._checked.tensors is not self.tensors:
+            object.__setattr__(self, "_checked", _CheckedTensors.of(self.tensors))
+            object.__setattr__(self, "tensors", self._known.tensors)
         object.__setattr__(self, "aliases", _freeze_mapping(self.aliases))
         object.__setattr__(self, "extra", _freeze_mapping(self.extra))
         object.__setattr__(self, "values", _freeze_mapping(self.values))
@@ -325,8 +347,7 @@ class Manifest:
         object.__setattr__(self, "computed", _freeze_mapping(self.computed))
         object.__setattr__(self, "notes", merge_notes(self.notes))
         names = self.fqns
-        slots = {key.slot for key in chain(self.tensors, self.values)}
-        _check_encodable(chain(names, slots, self.aliases, map(str, self.extra), (key.fqn for key in self.values)))
+        _check_encodable(chain(self.aliases, map(str, self.extra), chain.from_iterable(self.values)))
         for alias, owner in self.aliases.items():
             if owner not in names or alias in names:
                 why = "which is not a tensor of the checkpoint" if owner not in names else "and has state of its own"
@@ -336,9 +357,14 @@ class Manifest:
                 raise MalformedError(f"a parameter group names {name!r}, but there is no such tensor")
 
     @property
+    def _known(self) -> _CheckedTensors:
+        assert self._checked is not None, "a manifest checks its tensors when it is made"
+        return self._checked
+
+    @property
     def files(self) -> frozenset[str]:
         """The files that hold bytes of tensors; of ``literals`` and ``computed`` too, which are files nowhere."""
-        return frozenset(file for entry in self.tensors.values() for file in entry.shards.files)
+        return self._known.files
 
     @property
     def stored_files(self) -> frozenset[str]:
@@ -365,7 +391,7 @@ class Manifest:
 
     @property
     def fqns(self) -> frozenset[str]:
-        return frozenset(key.fqn for key in self.tensors)
+        return self._known.fqns
 
     @property
     def weights(self) -> dict[str, TensorEntry]:

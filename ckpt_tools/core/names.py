@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest
 
@@ -13,6 +13,9 @@ WRAPPER_PARTS = ("_orig_mod", "_fsdp_wrapped_module", "_fpw_module", "_checkpoin
 
 _EXTRA_STATE_NAME = "_extra_state"
 """How torch names what ``Module.get_extra_state`` returned, behind the module's name."""
+
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+"""A part of a name that is a number."""
 
 _WRAPPER_PREFIX = re.compile(r"(?:module\.|model0\.)+")
 
@@ -24,8 +27,13 @@ transformers."""
 def collect_model_names(manifest: Manifest) -> frozenset[str]:
     """Names of parameters, buffers and their state. Tensors of the user's own entries keep the keys by which these
     entries refer to them."""
-    kinds = manifest.select_kinds(Kind.PARAMETER, Kind.BUFFER, Kind.STATE)
-    return frozenset(key.fqn for key in (*kinds, *manifest.values)) | set(manifest.aliases)
+    names = {key.fqn for key, entry in manifest.tensors.items() if entry.kind is not Kind.EXTRA}
+    return frozenset(names.union((key.fqn for key in manifest.values), manifest.aliases))
+
+
+def collect_name_shapes(manifest: Manifest) -> frozenset[str]:
+    """``collect_model_names`` with 0 for each number: a few dozen, of hundreds of thousands of experts."""
+    return frozenset(map(zero_numbers, collect_model_names(manifest)))
 
 
 def is_extra_state(name: str | int) -> bool:
@@ -43,7 +51,13 @@ def iter_names_with_prefix(prefix: str, sorted_names: Sequence[str]) -> Iterator
 
 def zero_numbers(name: str) -> str:
     """``name`` with 0 for each of its numbers: names that differ in numbers alone become equal."""
-    return ".".join("0" if part.isdecimal() else part for part in name.split("."))
+    return _NUMBER.sub("0", name)
+
+
+def may_have_wrappers(names: Iterable[str]) -> bool:
+    """False if wrappers put nothing into any of the names, and nothing before one."""
+    text = "\n".join(("", *names))
+    return any(part in text for part in (*WRAPPER_PARTS, "\nmodule.", "\nmodel0."))
 
 
 def strip_wrapper_parts(name: str) -> str:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ckpt_tools.core import matching, quantized
 from ckpt_tools.core.manifest import Kind, Manifest, ParamGroup, StateKey
-from ckpt_tools.core.names import collect_model_names, map_to_bare_model_names
+from ckpt_tools.core.names import collect_model_names, map_to_bare_model_names, may_have_wrappers
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.transforms import TransformResult, rename_values
 from ckpt_tools.errors import UsageError
@@ -101,6 +101,8 @@ def parse_rename_rules(rules: Iterable[str]) -> list[tuple[str, re.Pattern[str],
 def strip_wrappers(manifest: Manifest) -> TransformResult:
     """The manifest with the names of the bare model: without the parts that wrappers put in, and without ``module.``
     and ``model0.`` where all names begin with them."""
+    if not may_have_wrappers(collect_model_names(manifest)):
+        return manifest, ()
     bare_name_by_name = map_to_bare_model_names(manifest)
     if all(name == old for old, name in bare_name_by_name.items()):
         return manifest, ()

@@ -160,13 +160,13 @@ class ShardTable(ABC):
     def whole(cls, shape: Shape, dtype: DType, at: ByteRange, *, framing: Framing = Framing.RAW) -> ShardTable:
         """The table of one row-major shard that is the whole tensor, as most are: 200,000 take a second and 100 MB
         less than with ``build``. The columns that follow from the shape are shared, and cannot be written to."""
-        columns = _make_shared_columns(tuple(shape), dtype)
+        columns = get_shared_columns(tuple(shape), dtype)
         if at.stop > INT64_MAX:
             raise MalformedError("a shard's offset is not a 64-bit number")
         if framing is Framing.RAW and at.stop - at.start != columns.num_bytes:
             num_bytes = at.stop - at.start
             raise MalformedError(f"{num_bytes} bytes cannot hold {prod(shape)} elements of {dtype.value}", path=at.file)
-        return _SingleShardTable(columns, at, framing)
+        return _SingleShardTable(columns, at.file, at.start, at.stop, framing)
 
     def __len__(self) -> int:
         return len(self.file_ids)
@@ -176,6 +176,11 @@ class ShardTable(ABC):
     def flat_index(self) -> FlatIndex | None:
         """The shards as intervals of the row-major order; None where one is no interval, or is not stored in that
         order."""
+
+    @property
+    def whole_range(self) -> ByteRange | None:
+        """The bytes that are all elements in row-major order and nothing else, if they are known to be one range."""
+        return None
 
     def get_box(self, row: int) -> Box:
         return Box(tuple(self.starts[row].tolist()), tuple(self.stops[row].tolist()))
@@ -323,7 +328,7 @@ class RowTable(ShardTable):
         return replace(self, files=tuple(f"{prefix}{file}" for file in self.files))
 
 
-class _SharedColumns(NamedTuple):
+class SharedColumns(NamedTuple):
     """The columns of a tensor of one shard that follow from shape and dtype: 200,000 tensors share a few of them."""
 
     shape: Shape
@@ -335,13 +340,20 @@ class _SharedColumns(NamedTuple):
     numels: Ints
     flat: FlatIndex
 
+    def make_table(self, file: str, start: int) -> ShardTable:
+        """The table of the tensor whose bytes begin at byte ``start`` of ``file``. Raises MalformedError."""
+        if start + self.num_bytes > INT64_MAX:
+            raise MalformedError("a shard's offset is not a 64-bit number")
+        return _SingleShardTable(self, file, start, start + self.num_bytes, Framing.RAW)
+
 
 @lru_cache(maxsize=4096)
-def _make_shared_columns(shape: Shape, dtype: DType) -> _SharedColumns:
+def get_shared_columns(shape: Shape, dtype: DType) -> SharedColumns:
+    """The columns of every tensor of this shape and dtype. Raises MalformedError if it is too large."""
     _check_addressable(shape, dtype)
     numel, ndim = prod(shape), len(shape)
     zero, end = _make_read_only_column([0]), _make_read_only_column([numel])
-    return _SharedColumns(
+    return SharedColumns(
         shape=shape,
         dtype=dtype,
         num_bytes=numel * dtype.item_bytes,
@@ -357,7 +369,7 @@ class _SingleShardTable(ShardTable):
     """The table of one row-major shard that is the whole tensor: its byte range, and shared columns."""
 
     __slots__ = ("_columns", "_file", "_start", "_stop", "framing")
-    _columns: _SharedColumns
+    _columns: SharedColumns
     _file: str
     _start: int
     _stop: int
@@ -366,9 +378,9 @@ class _SingleShardTable(ShardTable):
     strides = None
     item_parts = None
 
-    def __init__(self, columns: _SharedColumns, at: ByteRange, framing: Framing) -> None:
+    def __init__(self, columns: SharedColumns, file: str, start: int, stop: int, framing: Framing) -> None:
         self._columns = columns
-        self._file, self._start, self._stop = at.file, at.start, at.stop
+        self._file, self._start, self._stop = file, start, stop
         self.framing = framing
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -386,9 +398,12 @@ class _SingleShardTable(ShardTable):
     byte_starts = property(lambda self: np.array([self._start], np.int64))
     byte_stops = property(lambda self: np.array([self._stop], np.int64))
 
+    @property
+    def whole_range(self) -> ByteRange | None:
+        return ByteRange(self._file, self._start, self._stop) if self.framing is Framing.RAW else None
+
     def with_file_prefix(self, prefix: str) -> ShardTable:
-        at = ByteRange(f"{prefix}{self._file}", self._start, self._stop)
-        return _SingleShardTable(self._columns, at, self.framing)
+        return _SingleShardTable(self._columns, f"{prefix}{self._file}", self._start, self._stop, self.framing)
 
     def get_byte_range(self, row: int) -> ByteRange:
         return (ByteRange(self._file, self._start, self._stop),)[row]  # an IndexError for any other row
@@ -396,6 +411,9 @@ class _SingleShardTable(ShardTable):
     @property
     def num_bytes(self) -> int:
         return self._stop - self._start
+
+    def __len__(self) -> int:
+        return 1
 
 
 def _make_read_only_column(numbers: Sequence[int]) -> Ints:

@@ -34,15 +34,20 @@ def keep_model_only(
     Raises:
         UnsupportedError: there is state, and no weight.
     """
-    kept_tensors = {StateKey(name): entry for name, entry in manifest.weights.items()}
-    if weight_copy == "master":
+    kept_tensors: Mapping[StateKey, TensorEntry] = {
+        key: entry for key, entry in manifest.tensors.items() if key.slot == WEIGHT and entry.kind is not Kind.EXTRA
+    }
+    if len(kept_tensors) == len(manifest.tensors):
+        kept_tensors = manifest.tensors  # which need not be checked again
+    if weight_copy == "master" and any(key.slot == MASTER for key in manifest.tensors):
         kept_tensors = {key: _use_master(manifest, key, entry) for key, entry in kept_tensors.items()}
     values = {key: value for key, value in manifest.values.items() if key.slot == WEIGHT}
     nested_tensors = {ref.key: manifest.tensors[ref.key] for ref in iter_tensor_refs(list(values.values()))}
     if not kept_tensors and (manifest.extra or manifest.select_kinds(Kind.STATE)):
         raise UnsupportedError(f"{_explain_missing_weights(manifest)}; name the file or folder of the model")
     extra = {name: value for name, value in manifest.extra.items() if name in entry_names}
-    kept_tensors |= nested_tensors
+    if nested_tensors:
+        kept_tensors = {**kept_tensors, **nested_tensors}
     notes = tuple(replace(note, asked=is_requested) for note in _note_dropped_state(manifest, kept_tensors, extra))
     if any(group.options.get("train_mode") is True for group in manifest.groups):
         why = "the optimizer is in train mode, and evaluation uses others (ScheduleFree's x)"

@@ -208,7 +208,8 @@ def make_plan(
 
 def estimate_reading_bytes(manifest: Manifest) -> int:
     """The most resident memory that reading ``manifest`` took, start-up included."""
-    items = sum(len(e.shards) for e in manifest.tensors.values() if e.shards.framing is not Framing.RAW)
+    tables = (entry.shards for entry in manifest.tensors.values())
+    items = sum(len(table) for table in tables if table.framing is not Framing.RAW)
     return _estimate_table_bytes(manifest) + items * (BYTES_PER_ITEM - BYTES_PER_SHARD)
 
 
@@ -228,7 +229,7 @@ def _is_strided(manifest: Manifest, layout: Layout) -> bool:
         not is_contiguous(segment.box, segment.shape)
         for file in (*ready_files, *(file.load_layout() for file in _representative_files(lazy_files)))
         for segment in file.segments
-        if isinstance(segment, Payload)
+        if isinstance(segment, Payload) and not segment.is_whole
     )
 
 
@@ -252,11 +253,10 @@ def _estimate_fixed_bytes(manifest: Manifest, layout: Layout, num_workers: int) 
 
 def _estimate_table_bytes(manifest: Manifest) -> int:
     operands = [entry for each in manifest.computed.values() for entry in each.operands]
-    entries = [*manifest.tensors.values(), *operands]
-    num_shards = sum(len(entry.shards) for entry in entries)
-    is_compressed = any(entry.shards.framing is Framing.ZSTD_ITEM for entry in entries)
+    tables = [entry.shards for entry in (*manifest.tensors.values(), *operands)]
+    is_compressed = any(table.framing is Framing.ZSTD_ITEM for table in tables)
     stream_bytes = INFLATING_BYTES if is_compressed else 0
-    return BASE_BYTES + stream_bytes + BYTES_PER_SHARD * num_shards + BYTES_PER_TENSOR * len(entries)
+    return BASE_BYTES + stream_bytes + BYTES_PER_SHARD * sum(map(len, tables)) + BYTES_PER_TENSOR * len(tables)
 
 
 def _estimate_layout_bytes(layout: Layout) -> int:

@@ -72,8 +72,9 @@ def iter_companions(
 
 def list_weight_files(manifest: Manifest) -> frozenset[str]:
     """Files of the store that hold weights; if these are computed, or there are none, those of all tensors."""
-    file_sets = (entry.shards.files for key, entry in manifest.tensors.items() if key.slot == WEIGHT)
-    return frozenset().union(*file_sets) & manifest.stored_files or frozenset(manifest.stored_files)
+    weights = (entry for key, entry in manifest.tensors.items() if key.slot == WEIGHT)
+    weight_files = {file for each in weights for file in each.shards.files}
+    return frozenset(manifest.stored_files & weight_files or manifest.stored_files)
 
 
 def iter_folders_around(files: Iterable[str]) -> Iterator[str]:

@@ -45,14 +45,14 @@ def enrich_manifest(manifest: Manifest, source: Source, tensorless_files: Collec
     Raises:
         IncompleteError: a file marks the checkpoint as unfinished.
     """
-    extra, notes, tensors = dict(manifest.extra), list(manifest.notes), dict(manifest.tensors)
+    extra, notes, tensors = dict(manifest.extra), list(manifest.notes), dict[StateKey, TensorEntry]()
     trainer = manifest.trainer
     folders = {"", *(each for file in manifest.files for each in iter_folder_chain(get_parent_folder(file)))}
     copied_files = frozenset() if trainer is None else trainer.sources
     entries: set[str] = set()
     companion_files: list[str] = []
-    weight_files = (entry.shards.files for key, entry in manifest.tensors.items() if key.slot == WEIGHT)
-    weight_folders = {path.rpartition("/")[0] for path in frozenset().union(*weight_files)}
+    weights = (entry for key, entry in manifest.tensors.items() if key.slot == WEIGHT)
+    weight_folders = {path.rpartition("/")[0] for path in {path for each in weights for path in each.shards.files}}
     # In the folder of a model are others of it, such as ``1_Pooling`` of sentence-transformers and ``onnx``.
     has_inner_folders = manifest.format == "safetensors"
     model_prefixes = tuple(f"{each}/" if each else "" for each in weight_folders)
@@ -86,7 +86,7 @@ def enrich_manifest(manifest: Manifest, source: Source, tensorless_files: Collec
         step = _read_stored_step(manifest, source)
     return replace(
         manifest,
-        tensors=tensors,
+        tensors={**manifest.tensors, **tensors} if tensors else manifest.tensors,
         extra=extra,
         notes=(*notes, *_iter_call_notes(extra)),
         step=step if type(step) is int else None,

@@ -13,7 +13,6 @@ from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.names import (
     MODEL_PREFIX,
     WRAPPER_PARTS,
-    collect_model_names,
     find_shared_wrappers,
     has_model_attribute_prefix,
     map_to_bare_names,
@@ -26,10 +25,12 @@ if TYPE_CHECKING:
     from ckpt_tools.recipes.search import Naming
 
 
-def detect_naming(source: Source, manifest: Manifest, config: Mapping[str, Any] | None = None) -> Naming | None:
-    """The naming, by ``config.json`` if there is one; None if no built-in recipe tells it."""
-    names = collect_model_names(manifest)
-    likely_pages = find_likely_pages(names)
+def detect_naming(
+    source: Source, manifest: Manifest, name_shapes: Collection[str], config: Mapping[str, Any] | None = None
+) -> Naming | None:
+    """The naming of a manifest with names of these shapes (``collect_name_shapes``), by ``config.json`` if there is
+    one; None if no built-in recipe tells it."""
+    likely_pages = find_likely_pages(name_shapes)
     if not likely_pages:
         return None
     from ckpt_tools.reading.model_files import read_nearest_config
@@ -37,7 +38,7 @@ def detect_naming(source: Source, manifest: Manifest, config: Mapping[str, Any] 
     from ckpt_tools.recipes.search import recognize_naming
 
     config = read_nearest_config(source, manifest) if config is None else config
-    return recognize_naming(names, config, map(load_recipe, likely_pages))
+    return recognize_naming(name_shapes, config, map(load_recipe, likely_pages))
 
 
 def find_options_to_live_model(config: Mapping[str, Any]) -> str:
@@ -52,9 +53,8 @@ def find_options_to_live_model(config: Mapping[str, Any]) -> str:
     return ""
 
 
-def find_wrapper_parts(manifest: Manifest) -> tuple[str, ...]:
-    """Parts that wrappers put into names, and prefixes outside the model's names."""
-    names = collect_model_names(manifest)
+def find_wrapper_parts(names: Collection[str]) -> tuple[str, ...]:
+    """Parts that wrappers put into names, or into their shapes, and prefixes outside the model's names."""
     shared_parts = dict.fromkeys(find_shared_wrappers(names).split(".")[:-1])
     parts = [part for part in WRAPPER_PARTS if any(part in name.split(".") for name in names)]
     outer_prefixes = (

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from ckpt_tools.arguments import is_remote
 from ckpt_tools.core.options import ConvertOptions, ReadOptions
 from ckpt_tools.errors import SourceNotFoundError, StoreError, UnsupportedError
+from ckpt_tools.process.collector import pause_collector
 from ckpt_tools.reading.checkpoint import check_reading_options, get_error_path, read_source
 from ckpt_tools.reading.opened import OpenedCheckpoint
 from ckpt_tools.stores.source import Source
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from ckpt_tools.recipes.like import ReferenceMatcher
 
 
+@pause_collector()
 def open_checkpoint(
     url: str | Path,
     options: ReadOptions,

@@ -29,7 +29,16 @@ from ckpt_tools.core.part_rules import PartRules
 from ckpt_tools.core.shards import ByteRange
 from ckpt_tools.planning.plan import Plan
 from ckpt_tools.planning.shares import find_share_starts, iter_checksums_across_shares, iter_share
-from ckpt_tools.planning.tasks import FillBytes, FillStep, FillZeros, GatherElements, TransferTask, iter_fill_steps
+from ckpt_tools.planning.tasks import (
+    CopyRange,
+    FillBytes,
+    FillStep,
+    FillZeros,
+    GatherElements,
+    TransferTask,
+    iter_fill_steps,
+    join_stored_ranges,
+)
 from ckpt_tools.stores.destination import Destination
 from ckpt_tools.stores.source import Store
 from ckpt_tools.transfer.buffers import PAGE_BYTES, allocate_page_aligned
@@ -209,7 +218,7 @@ class TaskWorker:
         file = self.plan.layout.files[task.file_index].load_layout()
         # As aligned as in the file, so that whole blocks can be written directly.
         buffer = self._output_buffer()[task.start % PAGE_BYTES :][: task.num_bytes]
-        for step in iter_fill_steps(file, task):
+        for step in join_stored_ranges(iter_fill_steps(file, task), self.plan.manifest.tensors):
             self._run_fill_step(step, buffer)
         parts = tuple(
             PartCrc(covers, start, stop, isal_zlib.crc32(buffer[start - task.start : stop - task.start].data))
@@ -226,6 +235,8 @@ class TaskWorker:
                 buffer[offset : offset + len(data)] = np.frombuffer(data, np.uint8)
             case FillZeros(offset, num_bytes):
                 buffer[offset : offset + num_bytes] = 0
+            case CopyRange(offset, at):
+                self.tensor_reader.read_range(at, buffer[offset : offset + at.stop - at.start].data)
             case GatherElements(offset, payload, start, stop):
                 entry = self.plan.manifest.tensors[payload.key].cast_to(payload.dtype)
                 destination = buffer[offset : offset + (stop - start) * payload.dtype.item_bytes]

@@ -318,15 +318,19 @@ def _add_tensors_to_digest(
     names: dict[str, None] = {}
     kept_alive: list[Sequence[str]] = []  # an address is that of one list as long as the list lives
     for key, entry in tensors:
-        table = entry.shards
-        files = table.files
+        table, at = entry.shards, entry.shards.whole_range
+        files = table.files if at is None else (at.file,)
         files_identity = files[0] if len(files) == 1 else id(files)
         if files_identity not in file_list_numbers:
             file_list_numbers[files_identity] = len(file_list_numbers)
             kept_alive.append(files)
             names |= dict.fromkeys(files)
             digest.add_values(list(files))
-        digest.add_values(tuple(key), entry.shape, entry.dtype.value, entry.plus, file_list_numbers[files_identity])
+        number = file_list_numbers[files_identity]
+        place = () if at is None else (table.dtype.value, at.start, at.stop)
+        digest.add_values(tuple(key), entry.shape, entry.dtype.value, entry.plus, number, *place)
+        if place:
+            continue
         digest.add_values(table.shape, table.dtype.value, table.framing.value)
         columns = (table.starts, table.stops, table.file_ids, table.byte_starts, table.byte_stops, table.strides)
         for column in (*columns, *(table.item_parts or ())):

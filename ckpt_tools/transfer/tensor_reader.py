@@ -100,6 +100,10 @@ class TensorReader:
                     entry, box, shape, first, last, out[(first - start) * item_bytes : (last - start) * item_bytes]
                 )
 
+    def read_range(self, at: ByteRange, out: memoryview) -> None:
+        """Bytes of one stored file, or of neighbours in one record of it, as they are. Raises as ``read``."""
+        self._read_elements(self._record_checks.find_record_in_zip(at.file, at.start), at.start, out)
+
     def _try_read_as(self, entry: TensorEntry, box: Box, shape: Shape, start: int, stop: int, out: memoryview) -> bool:
         """Like ``read``, if the store itself makes the elements in the wanted dtype; else read nothing: False."""
         if entry.plus or len(entry.shards) != 1:

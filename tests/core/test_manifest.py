@@ -200,6 +200,17 @@ def test_a_manifest_is_read_only_and_apart_from_what_it_was_made_of():
     manifest({"tied": "w"}, ParamGroup(("w", "tied"), {"lr": 0.1}))
 
 
+def test_other_tensors_are_checked_again_and_the_same_ones_are_kept():
+    made = manifest({"tied": "w"})
+    assert replace(made, step=7).tensors is made.tensors
+    with pytest.raises(MalformedError, match="not a tensor"):
+        replace(made, tensors={StateKey("v"): WEIGHT})
+    with pytest.raises(MalformedError, match="not text"):
+        replace(made, tensors={StateKey("w"): WEIGHT, StateKey("\ud800"): WEIGHT})
+    assert replace(made, tensors={StateKey("v"): WEIGHT}, aliases={}).fqns == {"v"}
+    assert made == manifest({"tied": "w"})
+
+
 @given(st.one_of(st.booleans(), st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False)))
 def test_a_number_as_a_literal_file_comes_back_in_its_type(number):
     assert is_number(number)

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import ckpt_tools
-from ckpt_tools.core.names import map_to_bare_names
+from ckpt_tools.core.names import map_to_bare_names, may_have_wrappers, zero_numbers
 from ckpt_tools.errors import IncompleteError, UsageError
 
 PARTS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module", "model0")
@@ -22,6 +22,16 @@ def test_wrappers_in_any_order():
                 front = "".join(f"{part}." for part in repeated)
                 names = {f"{front}0.weight": "0.weight", f"{front}0._orig_mod.module.bias": "0.module.bias"}
                 assert map_to_bare_names(names) == names
+
+
+@pytest.mark.parametrize("names", [["a.b", "module.c"], ["a._orig_mod.b"], ["model0.a"], ["a", "a._forward_module"]])
+def test_names_that_may_have_wrappers(names):
+    assert may_have_wrappers(names)
+    assert not may_have_wrappers(["a.module.b", "model.a", "my_module.0.model0.b"])
+
+
+def test_numbers_are_whole_parts():
+    assert zero_numbers("12.layers.3.w4.5x.06.\u0663") == "0.layers.0.w4.5x.0.0"
 
 
 STATE: dict[str, Any] = {}

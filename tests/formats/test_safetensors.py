@@ -93,6 +93,25 @@ RULES: list[tuple[bytes, type[FormatError], str]] = [
     (packed(b'{"a":{},"a":{}}'), MalformedError, "twice"),
     (packed({"__metadata__": {"n": 1}}), MalformedError, "__metadata__"),
     (packed(NAN, bytes(8)), MalformedError, "NaN"),
+    # A second tensor whose type is equal to the first's, which was checked already, and is not the same.
+    (packed({"a": info(shape=[2]), "b": info(shape=[2.0], offsets=[8, 16])}, bytes(16)), MalformedError, "not valid"),
+    (
+        packed({"a": info(shape=[1, 2]), "b": info(shape=[True, 2], offsets=[8, 16])}, bytes(16)),
+        MalformedError,
+        "not valid",
+    ),
+    (packed({"a": info(), "b": info(offsets=[8.0, 16.0])}, bytes(16)), MalformedError, "not valid"),
+    (packed({"a": info(), "b": info(offsets=[8, 16, 24])}, bytes(16)), MalformedError, "not valid"),
+    (packed({"a": info(), "b": info(offsets=[16, 8])}, bytes(16)), MalformedError, "not valid"),
+    (packed({"a": info(), "b": info(offsets=[8, 12])}, bytes(12)), MalformedError, "cannot hold"),
+    (packed({"a": info(), "b": info(offsets=[-8, 0])}, bytes(8)), MalformedError, "not valid"),
+    (packed({"a": info(), "b": info(offsets=[2**63 - 8, 2**63])}, bytes(8)), MalformedError, "not valid"),
+    (
+        packed(b'{"a":{"dtype":"F32","dtype":"F32","shape":[2],"data_offsets":[0,8]}}', bytes(8)),
+        MalformedError,
+        "twice",
+    ),
+    (packed(b'{"a":{"dtype":"F32","shape":[2],"shape":[2]}}', bytes(8)), MalformedError, "twice"),
 ]
 
 
@@ -127,6 +146,15 @@ test_refused = refusal_test(
         (files, error, words) in enumerate(FOLDERS)),
     ("a type that has no name here", lambda _: read_wide(), UnsupportedError, "complex128"),
 )  # fmt: skip
+
+
+def test_the_fields_of_a_tensor_may_be_in_any_order():
+    fields = info(offsets=[8, 16])
+    reversed_fields = dict(reversed(fields.items()))
+    made = read_one({"a": info(), "b": reversed_fields}, bytes(16))
+    assert [*made.tensors[StateKey("b")].shards] == [
+        *read_one({"a": info(), "b": fields}, bytes(16)).tensors[StateKey("b")].shards
+    ]
 
 
 def test_shards_without_an_index_are_one_model_if_complete():

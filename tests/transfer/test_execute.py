@@ -7,7 +7,7 @@ import textwrap
 import threading
 import zlib
 from collections.abc import Callable, Generator, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import numpy as np
@@ -188,6 +188,64 @@ def test_any_layout_of_any_checkpoint(data, task_bytes, num_workers):
     for receipt in history.noted:
         task = receipt.task
         assert receipt.crc == zlib.crc32(expected[files[task.file_index].path][task.start : task.stop])
+
+
+@dataclass(slots=True)
+class Counted(MemoryStore):
+    """A store that knows the ranges that were read of it."""
+
+    ranges: list[tuple[int, int]] = field(default_factory=list)
+
+    def read_into(self, path: str, start: int, buffer: memoryview) -> None:
+        self.ranges.append((start, start + len(buffer)))
+        MemoryStore.read_into(self, path, start, buffer)
+
+
+def neighbours(gaps: dict[int, int], numels: list[int]) -> tuple[dict[StateKey, TensorEntry], bytearray]:
+    """Tensors of different elements in one file, with ``gaps`` bytes before some, by their numbers."""
+    stored, entries = bytearray(b"head"), {}
+    for number, numel in enumerate(numels):
+        stored += bytes(gaps.get(number, 0))
+        at = ByteRange("source", len(stored), len(stored) + 4 * numel)
+        stored += np.arange(1000 * number, 1000 * number + numel, dtype=np.float32).tobytes()
+        table = ShardTable.whole((numel,), DType.FLOAT32, at)
+        entries[StateKey(f"{number}")] = TensorEntry((numel,), DType.FLOAT32, Kind.PARAMETER, table)
+    return entries, stored
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data(), st.lists(st.integers(0, 5), min_size=1, max_size=12), st.integers(16, 90))
+def test_neighbours_in_any_order_are_written_as_they_are(data, numels, task_bytes):
+    numbers = st.integers(0, len(numels) - 1)
+    entries, stored = neighbours(data.draw(st.dictionaries(numbers, st.just(4), max_size=2)), numels)
+    changed = {StateKey(f"{number}") for number in data.draw(st.sets(numbers, max_size=2))}
+    entries |= {key: replace(entries[key], plus=1) for key in changed}
+    order = data.draw(st.one_of(st.just(list(entries)), st.lists(st.sampled_from(list(entries)), max_size=20)))
+    file, target = FileLayout("out", tuple(whole(key, entries[key]) for key in order)), MemoryStore()
+    run(plan_of(entries, file, task_bytes=task_bytes), MemoryStore({"source": stored}), target)
+    expected = [
+        np.arange(1000 * int(key.fqn), 1000 * int(key.fqn) + entries[key].numel, dtype=np.float32) + (key in changed)
+        for key in order
+    ]
+    assert bytes(target.files["out"]) == b"".join(each.astype(np.float32).tobytes() for each in expected)
+
+
+@pytest.mark.parametrize(
+    ("gaps", "order", "ranges"),
+    [
+        ({}, "01234", [(4, 84)]),
+        ({2: 4}, "01234", [(4, 36), (40, 88)]),
+        ({}, "34012", [(52, 84), (4, 52)]),
+        ({}, "0022", [(4, 20), (4, 20), (36, 52), (36, 52)]),
+    ],
+)
+def test_neighbours_are_one_read(gaps, order, ranges):
+    entries, stored = neighbours(gaps, [4] * 5)
+    source = Counted({"source": stored})
+    file = FileLayout("out", tuple(whole(StateKey(each), entries[StateKey(each)]) for each in order))
+    result = run(plan_of(entries, file, task_bytes=1000, num_workers=1), source, MemoryStore())
+    assert source.ranges == [(0, 4), *ranges], "the first read asks whether it is a zip"
+    assert result.bytes_read == 4 * 4 * len(order)
 
 
 @dataclass(slots=True)

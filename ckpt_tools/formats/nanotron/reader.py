@@ -180,7 +180,8 @@ class _NanotronManifestBuilder:
         header = read_safetensors_header(self.source, path)
         if set(header.tensors) != {"data"}:
             raise UnsupportedError(f"it holds {join_names(header.tensors) or 'nothing'}, and not one tensor 'data'")
-        dtype, local, at = header.tensors["data"]
+        table = header.tensors["data"]
+        dtype, local, at = table.dtype, table.shape, table.get_byte_range(0)
         part = NanotronTensorPart.whole(local)
         if weight_file.tp is not None:
             part = _parse_part(header.metadata, local, path)

@@ -13,18 +13,18 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.core.boxes import Box, Shape
-from ckpt_tools.core.dtypes import DType, from_safetensors
+from ckpt_tools.core.dtypes import INT64_MAX, DType, from_safetensors
 from ckpt_tools.core.format_names import HEADER_ENTRY
 from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import format_option
-from ckpt_tools.core.shards import ByteRange, ShardTable
+from ckpt_tools.core.shards import ShardTable, SharedColumns, get_shared_columns
 from ckpt_tools.core.values import are_naturals, format_brief
 from ckpt_tools.errors import (
     IncompleteError,
@@ -77,7 +77,8 @@ _TORCH_FORMAT = "pt"
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsHeader:
-    tensors: Mapping[str, tuple[DType, tuple[int, ...], ByteRange]]
+    tensors: Mapping[str, ShardTable]
+    """Each is one range of the file."""
     metadata: Mapping[str, str]
 
 
@@ -88,32 +89,32 @@ def detect(source: Source) -> bool:
 
 
 def read(source: Source, options: ReadOptions) -> Manifest:
-    # headers -> leaves (whole tensors, or pieces of ranks joined) -> ties and texts of the metadata -> manifest; or,
-    # with STATE_KEY in a header, leaves and the packed tree -> the whole state.
+    # headers -> tables (of whole tensors, or of pieces of ranks joined) -> ties and texts of the metadata -> manifest;
+    # or, with STATE_KEY in a header, tables and the packed tree -> the whole state.
     files, notes = _find_model_files(source)
     headers = {path: read_safetensors_header(source, path) for path in files}
     # Each file holds pieces of tensors, as torch's DCP writes them from every rank.
     are_pieces = any(OFFSETS_KEY in header.metadata for header in headers.values())
-    leaves = _join_rank_pieces(headers) if are_pieces else _make_whole_leaves(headers)
-    ties = _find_stated_ties(headers.values(), leaves)
+    tables = _join_rank_pieces(headers) if are_pieces else _join_files(headers)
+    ties = _find_stated_ties(headers.values(), tables)
     header_texts, text_notes = _collect_texts(headers.values(), ties)
     notes, extra = notes + text_notes, {HEADER_ENTRY: header_texts} if header_texts else {}
     packed_state = next((h.metadata[STATE_KEY] for h in headers.values() if STATE_KEY in h.metadata), None)
     if packed_state is not None:
         from ckpt_tools.state_tree.packed import unpacked
 
+        leaves = {name: TensorLeaf(table.shape, table.dtype, table) for name, table in tables.items()}
         state_manifest = unpacked(packed_state, leaves, ties, options, format_name="safetensors", where=STATE_KEY)
         return replace(state_manifest, extra={**state_manifest.extra, **extra}, notes=(*state_manifest.notes, *notes))
     if are_pieces:
         # No file says how many there are, and no piece how large its tensor is.
         why = f"the files do not state it; if one after {max(headers)} is missing, tensors are missing or end too early"
         notes.append(Note(Outcome.MISSING, "the number of ranks", why))
-    del headers
-    # A model may have hundreds of thousands: what one was read from is given up as its entry is made.
     tensors = dict[StateKey, TensorEntry]()
-    for name in list(leaves):
-        leaf = leaves.pop(name)
-        tensors[StateKey(name)] = leaf.make_entry(Kind.PARAMETER if leaf.dtype.is_floating else Kind.BUFFER)
+    for name, table in tables.items():
+        dtype = table.dtype
+        kind = Kind.PARAMETER if dtype.is_floating else Kind.BUFFER
+        tensors[StateKey(name)] = TensorEntry(table.shape, dtype, kind, table)
     return Manifest("safetensors", tensors, aliases=ties, extra=extra, notes=tuple(notes))
 
 
@@ -169,10 +170,10 @@ def read_safetensors_header(source: Source, path: str) -> SafetensorsHeader:
     if not isinstance(header_json, dict):
         raise MalformedError("its header is not a JSON object", path=path)
     metadata = _parse_metadata(header_json.pop("__metadata__", {}), path)
-    tensors = {name: _parse_entry(name, header_json.pop(name), 8 + length, path) for name in list(header_json)}
-    _check_ranges(tensors, 8 + length, size, path)
+    tensors = _parse_tensors(header_json, 8 + length, path)
+    _check_ranges(header_json, 8 + length, size, path)
     # Its metadata has a checksum of each tensor after the change.
-    if tensors and all(name in metadata and dtype is DType.UINT8 for name, (dtype, _, _) in tensors.items()):
+    if tensors and all(name in metadata and table.dtype is DType.UINT8 for name, table in tensors.items()):
         raise UnsupportedError(f"{why_delta({'delta_encoding': ''})}", path=path)
     return SafetensorsHeader(tensors, metadata)
 
@@ -186,7 +187,27 @@ def _parse_metadata(raw_metadata: Any, path: str) -> dict[str, str]:
     return raw_metadata
 
 
-def _parse_entry(name: str, raw_entry: Any, data_start: int, path: str) -> tuple[DType, tuple[int, ...], ByteRange]:
+def _parse_tensors(header_json: Mapping[str, Any], data_start: int, path: str) -> dict[str, ShardTable]:
+    """The table of each tensor. Most of 100,000 tensors have one of a few shapes, which is checked once."""
+    tables: dict[str, ShardTable] = {}
+    columns_by_type: dict[tuple[Any, ...], SharedColumns] = {}
+    for name, raw_entry in header_json.items():
+        columns = columns_by_type.get(raw_entry[:2]) if type(raw_entry) is RawEntry else None
+        if columns is None or not _are_offsets(raw_entry.data_offsets, columns.num_bytes):
+            columns = columns_by_type[raw_entry[:2]] = _parse_entry(name, raw_entry, path)
+        tables[name] = columns.make_table(path, data_start + raw_entry.data_offsets[0])
+    return tables
+
+
+def _are_offsets(offsets: tuple[Any, ...], num_bytes: int) -> bool:
+    """Whether these are the offsets of so many bytes."""
+    if len(offsets) != 2 or type(offsets[0]) is not int or type(offsets[1]) is not int:
+        return False
+    return 0 <= offsets[0] <= INT64_MAX - num_bytes and offsets[1] - offsets[0] == num_bytes
+
+
+def _parse_entry(name: str, raw_entry: Any, path: str) -> SharedColumns:
+    """The columns of a tensor of the header, whose offsets fit its shape."""
     if not isinstance(raw_entry, RawEntry):
         if not isinstance(raw_entry, dict) or set(raw_entry) != set(RawEntry._fields):
             raise MalformedError("an entry needs dtype, shape and data_offsets, and nothing else", path=path, key=name)
@@ -205,7 +226,7 @@ def _parse_entry(name: str, raw_entry: Any, data_start: int, path: str) -> tuple
             path=path,
             key=name,
         )
-    return dtype, shape, ByteRange(path, data_start + offsets[0], data_start + offsets[1])
+    return get_shared_columns(shape, dtype)
 
 
 def convert_to_element_shape(dtype: DType, shape: Shape, path: str, key: str) -> Shape:
@@ -219,50 +240,48 @@ def convert_to_element_shape(dtype: DType, shape: Shape, path: str, key: str) ->
     return (*shape[:-1], shape[-1] // dtype.num_values)
 
 
-def _check_ranges(
-    tensors: Mapping[str, tuple[DType, tuple[int, ...], ByteRange]], data_start: int, size: int, path: str
-) -> None:
+def _check_ranges(entries: Mapping[str, RawEntry], data_start: int, size: int, path: str) -> None:
     # The format's rule against overlaps and hidden bytes: sorted by start, each range begins where the one before it
     # ends, and the last one ends with the file.
-    expected_start = data_start
-    for start, stop, name in sorted((at.start, at.stop, name) for name, (_, _, at) in tensors.items()):
+    expected_start = 0
+    for (start, stop), name in sorted(zip((entry.data_offsets for entry in entries.values()), entries, strict=True)):
         if start != expected_start:
             kind = "overlaps the tensor before it" if start < expected_start else "leaves a gap before it"
             raise MalformedError(f"its range {kind}", path=path, key=name)
         expected_start = stop
-    if expected_start > size:
+    expected_size = data_start + expected_start
+    if expected_size > size:
         raise IncompleteError(
-            f"it has {format_count(size, 'byte')} instead of {expected_start:,}; the file is truncated", path=path
+            f"it has {format_count(size, 'byte')} instead of {expected_size:,}; the file is truncated", path=path
         )
-    if expected_start < size:
+    if expected_size < size:
         raise MalformedError(
-            f"no tensor has the {format_count(size - expected_start, 'byte')} after the last one", path=path
+            f"no tensor has the {format_count(size - expected_size, 'byte')} after the last one", path=path
         )
 
 
-def _make_whole_leaves(headers: Mapping[str, SafetensorsHeader]) -> dict[str, TensorLeaf]:
-    leaves: dict[str, TensorLeaf] = {}
+def _join_files(headers: Mapping[str, SafetensorsHeader]) -> Mapping[str, ShardTable]:
+    tables: dict[str, ShardTable] = {}
     for path, header in headers.items():
-        for name, (dtype, shape, at) in header.tensors.items():
-            if name in leaves:
-                other = leaves[name].shards.files[0]
-                why = f"this tensor is in two files, {other} too: they may be those of ranks, with a part of it each"
-                raise MalformedError(why, path=path, key=name)
-            leaves[name] = TensorLeaf(shape, dtype, ShardTable.whole(shape, dtype, at))
-    return leaves
+        for name in filter(tables.__contains__, header.tensors):
+            other = tables[name].files[0]
+            why = f"this tensor is in two files, {other} too: they may be those of ranks, with a part of it each"
+            raise MalformedError(why, path=path, key=name)
+        tables |= header.tensors
+    return tables
 
 
-def _join_rank_pieces(headers: Mapping[str, SafetensorsHeader]) -> dict[str, TensorLeaf]:
+def _join_rank_pieces(headers: Mapping[str, SafetensorsHeader]) -> Mapping[str, ShardTable]:
     pieces_by_name: dict[str, list[RankPiece]] = {}
     for path, header in headers.items():
         offsets = parse_offsets(header.metadata, path)
-        for name, (dtype, extents, at) in header.tensors.items():
-            pieces_by_name.setdefault(name, []).append(make_rank_piece(name, dtype, extents, at, offsets))
-    tables = {name: join_pieces(name, pieces) for name, pieces in pieces_by_name.items()}
-    return {name: TensorLeaf(table.shape, table.dtype, table) for name, table in tables.items()}
+        for name, table in header.tensors.items():
+            piece = make_rank_piece(name, table.dtype, table.shape, table.get_byte_range(0), offsets)
+            pieces_by_name.setdefault(name, []).append(piece)
+    return {name: join_pieces(name, pieces) for name, pieces in pieces_by_name.items()}
 
 
-def _find_stated_ties(headers: Iterable[SafetensorsHeader], tensors: Mapping[str, TensorLeaf]) -> dict[str, str]:
+def _find_stated_ties(headers: Iterable[SafetensorsHeader], tensors: Collection[str]) -> dict[str, str]:
     return {
         alias: owner
         for header in headers

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ckpt_tools.serialization.strict_json import parse_json
-
-_KEYS = frozenset({"dtype", "shape", "data_offsets"})
+from ckpt_tools.serialization.strict_json import JsonPairs, build_object, parse_json
 
 
 class RawEntry(NamedTuple):
@@ -25,15 +23,21 @@ def parse_header_json(data: bytes, path: str) -> Any:
     shapes: dict[tuple[Any, ...], tuple[Any, ...]] = {}
     dtypes: dict[str, str] = {}
 
-    def compact_entry(parsed: dict[str, Any]) -> Any:
-        if parsed.keys() != _KEYS:
-            return parsed
-        dtype, shape, offsets = parsed["dtype"], parsed["shape"], parsed["data_offsets"]
+    def compact_entry(pairs: JsonPairs) -> Any:
+        if len(pairs) != len(RawEntry._fields):
+            return build_object(pairs, path)
+        (name, dtype), (second_name, shape), (third_name, offsets) = pairs
+        if name != "dtype" or second_name != "shape" or third_name != "data_offsets":  # another order is possible
+            parsed = build_object(pairs, path)
+            if parsed.keys() != set(RawEntry._fields):
+                return parsed
+            dtype, shape, offsets = (parsed[name] for name in RawEntry._fields)
         if type(dtype) is not str or type(shape) is not list or type(offsets) is not list:
-            return parsed
-        if not all(type(extent) is int for extent in shape):
-            return parsed
+            return build_object(pairs, path)
+        for extent in shape:
+            if type(extent) is not int:
+                return build_object(pairs, path)
         extents = tuple(shape)
         return RawEntry(dtypes.setdefault(dtype, dtype), shapes.setdefault(extents, extents), tuple(offsets))
 
-    return parse_json(data, path, value_of=compact_entry)
+    return parse_json(data, path, convert_pairs=compact_entry)

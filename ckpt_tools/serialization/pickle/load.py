@@ -19,7 +19,6 @@ memo keeps only names and sizes of them. A pickle that refers to anything else o
 
 from __future__ import annotations
 
-import gc
 import struct
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -37,6 +36,7 @@ from ckpt_tools.core.values import (
     Value,
 )
 from ckpt_tools.errors import CkptError, MalformedError, MemoryBudgetError, UnsafeError
+from ckpt_tools.process.collector import pause_collector
 from ckpt_tools.serialization.pickle.allowed_calls import ALLOWED_CALLS
 from ckpt_tools.serialization.pickle.dcp_macros import MACROS
 from ckpt_tools.serialization.pickle.dcp_metadata import DcpRecord
@@ -211,7 +211,7 @@ def _group_parts(value: Value) -> Iterable[Collection[Value]]:
 def name_pickle_errors(machine: Machine, path: str) -> Iterator[None]:
     """Turn every exception within into an error that names ``path``."""
     try:
-        with pause_gc(len(machine.data) >= GC_PAUSE_BYTES):
+        with pause_collector(is_needed=len(machine.data) >= GC_PAUSE_BYTES):
             yield
     except CkptError as error:
         error.path = error.path or path
@@ -248,15 +248,3 @@ def refuse_call(value: Value, path: str) -> None:
             f"the pickle is a call of {value.ref}, which a loader would execute; `ckpt-tools scan` tells more",
             path=path,
         )
-
-
-@contextmanager
-def pause_gc(pause: bool) -> Iterator[None]:
-    was_enabled = pause and gc.isenabled()
-    if was_enabled:
-        gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

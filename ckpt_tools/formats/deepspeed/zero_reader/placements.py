@@ -36,7 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.shards import ByteRange, Ints, RowTable, ShardTable
+from ckpt_tools.core.shards import Ints, RowTable, ShardTable, get_shared_columns
 from ckpt_tools.errors import IncompleteError, MalformedError
 from ckpt_tools.formats.deepspeed.common.files import ModelStates, OptimStates
 from ckpt_tools.formats.deepspeed.common.model_file import is_round_robin
@@ -128,6 +128,8 @@ class SlotVectors:
         """Shards of a parameter in this slot, as a flat tensor of ``intervals.numel`` elements. Raises IncompleteError
         if a rank that holds a part did not save its flat; MalformedError if it saved too few elements, or if the
         parameter is in several dtypes."""
+        if len(intervals.ranks) == 1 and (table := self._find_whole_table(intervals)) is not None:
+            return table
         starts = self.byte_starts[intervals.ranks, intervals.flats]
         numels = intervals.stops - intervals.starts
         self._raise_where(intervals, starts == NO_START, "is missing", IncompleteError)
@@ -135,10 +137,6 @@ class SlotVectors:
         self._raise_where(intervals, is_too_short, "has fewer elements than param_shapes states", MalformedError)
         dtype = self._find_dtype(intervals)
         byte_starts = starts + intervals.offsets * dtype.item_bytes
-        if len(numels) == 1 and numels[0] == intervals.numel:
-            path, start = self.files[int(intervals.ranks[0])], int(byte_starts[0])
-            byte_range = ByteRange(path, start, start + intervals.numel * dtype.item_bytes)
-            return ShardTable.whole((intervals.numel,), dtype, byte_range)
         return RowTable(
             shape=(intervals.numel,),
             dtype=dtype,
@@ -149,6 +147,15 @@ class SlotVectors:
             byte_starts=byte_starts,
             byte_stops=byte_starts + numels * dtype.item_bytes,
         )
+
+    def _find_whole_table(self, intervals: FlatIntervals) -> ShardTable | None:
+        """The table of a parameter that is whole in the flat of one rank, as most of 100,000 are."""
+        rank, flat, offset = int(intervals.ranks[0]), int(intervals.flats[0]), int(intervals.offsets[0])
+        start, numel, dtype = int(self.byte_starts[rank, flat]), intervals.numel, self.dtypes.get(flat)
+        is_here = int(intervals.stops[0]) - int(intervals.starts[0]) == numel and start != NO_START
+        if dtype is None or not is_here or offset + numel > int(self.numels[rank, flat]):
+            return None
+        return get_shared_columns((numel,), dtype).make_table(self.files[rank], start + offset * dtype.item_bytes)
 
     def _raise_where(
         self,
