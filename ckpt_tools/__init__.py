@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ckpt_tools.api import (
+        average as average,
         cat as cat,
         check_recipe as check_recipe,
         checksum as checksum,
@@ -87,6 +88,7 @@ __version__ = "0.1.0"
 
 _NAMES_BY_MODULE = {
     "api": (
+        "average",
         "cat",
         "check_recipe",
         "checksum",

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from ckpt_tools.arguments import api_function, expand_keywords
 from ckpt_tools.core.options import (
+    AverageKeywords,
     ConsolidateKeywords,
     ConvertKeywords,
     ConvertOptions,
@@ -464,6 +465,65 @@ def merge_lora(
     from ckpt_tools.conversion.convert import run_conversion
 
     return run_conversion(ConvertRequest(src=base, dst=dst, adapter=adapter, state="model", **options))
+
+
+@api_function
+@expand_keywords(AverageKeywords, ConvertRequest)
+def average(
+    sources: str | Path | Sequence[str | Path],
+    dst: str | Path,
+    *,
+    last: int | None = None,
+    every: int | None = None,
+    coefficients: Sequence[float] = (),
+    decay: float | None = None,
+    **options: Unpack[AverageKeywords],
+) -> ConvertReport:
+    """Write the average of the weights of several checkpoints, which may be of different formats and world sizes.
+
+    Sources are added one by one, in fp32, or in fp64 if one is, and the sum is cast once to the dtype of the last
+    source, or to ``dtype``. The result depends on their order alone. Each has to hold tensors of the same names and
+    shapes. Integers, bools, complex numbers and buffers are those of the last source, and so are ties, ``config.json``
+    and tokenizer.
+    Only weights are written.
+
+    Args:
+        sources: The checkpoints, the oldest first: paths, or URLs of stores. Or one run, with ``last`` or ``every``.
+        dst: As for ``convert``.
+        last: Average so many of the run's complete checkpoints: those of the largest steps.
+        every: Average the run's complete checkpoints whose steps are multiples of this.
+        coefficients: A positive number for each source; the average is ``sum(c * s) / sum(c)``. Default: equal ones.
+        decay: Between 0 and 1. The exponential moving average: ``a`` is the first source, and with each further one
+            ``s`` becomes ``decay * a + (1 - decay) * s``.
+        to: As for ``convert``. Default: the format that the ending of ``dst`` implies, else ``"safetensors"`` if that
+            is the last source's.
+        weights: The copy of a weight that is averaged, as for ``convert``. Default: ``"master"``, if there is one.
+        from_, tag, model_key, optim_key: As for ``convert``, of every source.
+        buffers: Globs; tensors with matching names are buffers: those of the last source are written.
+        All others: As for ``convert``. ``include`` and ``exclude`` also choose which tensors are compared; without
+            ``recipe`` and ``strip``, which come after the average.
+
+    Returns:
+        A ``ConvertReport``.
+
+    Raises:
+        UsageError: the sources do not hold the same tensors, or the run has fewer checkpoints.
+        UnsupportedError: the weights are quantized.
+        CkptError: As ``convert`` does.
+
+    Example:
+        >>> import ckpt_tools
+        >>> report = ckpt_tools.average(["run", "model.safetensors"], "averaged.safetensors")
+        >>> [note.what for note in report.notes if note.outcome.value == "averaged"]
+        ['2 tensors']
+    """
+    from ckpt_tools.conversion.average import make_average_request
+    from ckpt_tools.conversion.convert import run_conversion
+
+    request = make_average_request(
+        sources, dst, last=last, every=every, coefficients=coefficients, decay=decay, **options
+    )
+    return run_conversion(request)
 
 
 @api_function

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import wraps
 from inspect import Parameter, signature
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 from urllib.parse import urlsplit
@@ -65,7 +65,8 @@ def api_function(function: Callable[Parameters, Result]) -> Callable[Parameters,
 
 def _check_names_store(values: Iterable[object]) -> None:
     """Raises UsageError if no argument is the URL of a store, for which storage options could be."""
-    if not any(isinstance(value, str | Path) and is_remote(value) for value in values):
+    places = chain.from_iterable(each if isinstance(each, list | tuple) else (each,) for each in values)
+    if not any(isinstance(place, str | Path) and is_remote(place) for place in places):
         raise UsageError.of(
             "storage_options",
             f"{format_option('storage_options')} is for URLs of stores, such as s3://bucket/folder; "
@@ -107,7 +108,7 @@ def check_not_empty(label: str, value: object, *, is_required: bool = False) -> 
     """Raises UsageError if the argument that messages call ``label`` is empty, contains an empty string, or is a URL
     without a place or with brackets that do not match."""
     texts = list(_list_texts(value))
-    if value == "":
+    if value == "" or (is_required and "" in texts):
         raise UsageError(f"{label} is empty" + ("; name a folder or a URL" if is_required else ""))
     if "" in texts:
         raise UsageError(f"{label} contains an empty text")

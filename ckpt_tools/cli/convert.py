@@ -13,6 +13,7 @@ from ckpt_tools.cli import options
 from ckpt_tools.cli.output import echo, print_item, print_json, print_table, print_wrapped, show_notes
 from ckpt_tools.cli.reporting import show_progress
 from ckpt_tools.core.options import (
+    AverageKeywords,
     ConvertKeywords,
     ExecutionKeywords,
     LoadableKeywords,
@@ -164,6 +165,66 @@ def merge_lora_command(base: str, adapter: str, dst: str, as_json: bool, quiet: 
 
     with show_progress("merging", quiet=quiet) as on_progress:
         report = merge_lora(base, adapter, dst, on_progress=on_progress, **keywords)
+    _show_conversion(report, as_json, quiet)
+
+
+def _parse_numbers(context: click.Context, option: click.Parameter, text: str | None) -> tuple[float, ...]:
+    try:
+        return () if text is None else tuple(map(float, text.split(",")))
+    except ValueError:
+        raise click.BadParameter(f"{text!r} is not a list of numbers such as 1,2,3") from None
+
+
+@click.command(
+    "average",
+    cls=options.ConverterCommand,
+    examples=(
+        "ckpt-tools average run/step-1000 run/step-2000 averaged --to hf",
+        "ckpt-tools average run averaged --to hf --last 5 --every 1000",
+        "ckpt-tools average run averaged.safetensors --last 5 --decay 0.9",
+    ),
+)
+@click.argument("sources", metavar="SRC...", nargs=-1, required=True)
+@_destination_argument
+@click.option(
+    "--last",
+    type=click.IntRange(min=1),
+    metavar="K",
+    help="Average the K complete checkpoints of largest steps of SRC.",
+)
+@click.option(
+    "--every", type=click.IntRange(min=1), metavar="N", help="Average those of SRC whose step is a multiple of N."
+)
+@click.option(
+    "--coefficients",
+    metavar="C,C,...",
+    callback=_parse_numbers,
+    help="A positive number for each source: sum(C * SRC) / sum(C). Default: equal ones.",
+)
+@click.option(
+    "--decay",
+    type=float,
+    metavar="D",
+    help="Average exponentially: A is the first SRC, and then D * A + (1 - D) * SRC with each further one.",
+)
+@options.options_of(
+    AverageKeywords,
+    weights="The copy of a weight to average: its fp32 master if there is one, or the model's. Default: master.",
+    buffers="Tensors that are buffers of the model, which are not averaged. Repeatable.",
+)
+@options.json_option
+@options.transfer_options
+def average_command(sources: tuple[str, ...], dst: str, as_json: bool, quiet: bool, **keywords: Any) -> None:
+    """Write the average of the weights of several checkpoints.
+
+    SRC are checkpoints of any formats and world sizes with the same tensors, the oldest first, or one run with --last
+    or --every. Sums are in fp32, cast once to the dtype of the last SRC; integers, bools and buffers are those of the
+    last SRC.
+    """
+    from ckpt_tools import average
+
+    with show_progress("averaging", quiet=quiet) as on_progress:
+        report = average(sources, dst, on_progress=on_progress, **keywords)
     _show_conversion(report, as_json, quiet)
 
 

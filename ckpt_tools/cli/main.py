@@ -40,6 +40,7 @@ SECTIONS = {
             "convert", "Write the model's weights alone, as safetensors or in the format that DST's ending implies."
         ),
         "merge-lora": CommandLocation("convert", "Write a base model with a LoRA adapter of PEFT merged into it."),
+        "average": CommandLocation("convert", "Write the average of the weights of several checkpoints."),
         "make-loadable": CommandLocation(
             "convert", "Write a file of torch.save again, so that torch.load(weights_only=True) takes it."
         ),

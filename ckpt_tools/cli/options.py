@@ -37,6 +37,7 @@ def _list_names_under(heading: str) -> tuple[str, ...]:
 
 HEADINGS: Headings = {
     READING: _list_names_under(READING),
+    "What is averaged": ("last", "every", "coefficients", "decay"),
     NAMES: _list_names_under(NAMES),
     "What stays": ("keep_last", "keep_every", "keep_best"),
     OUTPUT: (

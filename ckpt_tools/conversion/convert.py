@@ -126,7 +126,8 @@ def _build_report(
 
 
 def choose_worker_pool(request: ConvertRequest) -> WorkerPool:
-    return WorkerPool.choose_for_urls(request.runner, request.address, request.workers, request.src, request.dst)
+    urls = (request.src, request.dst, *request.other_sources)
+    return WorkerPool.choose_for_urls(request.runner, request.address, request.workers, *urls)
 
 
 @pause_collector()
@@ -139,7 +140,7 @@ def prepare_conversion(request: ConvertRequest, pool: WorkerPool) -> PreparedCon
     place = open_output_location(request.dst, request.storage_options)
     # Which state is read depends on the format that the user asks for; the source's own is known only after reading.
     requested_writer = choose_requested_writer(request, place.name)
-    reads_weights_only = request.adapter is not None or (
+    reads_weights_only = bool(request.other_sources) or (
         requested_writer is not None and not is_whole_state_written(request, requested_writer)
     )
     opened = open_checkpoint(
@@ -151,6 +152,10 @@ def prepare_conversion(request: ConvertRequest, pool: WorkerPool) -> PreparedCon
         step_by_name=True,
     )
     check_not_nested(opened.url, request.dst, request.storage_options)
+    if request.averaging is not None:
+        from ckpt_tools.conversion.average import open_average
+
+        opened = open_average(request, opened, request.averaging)
     opened, merge = open_lora_merge(request, opened)
     writer = requested_writer or choose_writer_by_source(request, opened.manifest, place.name)
     target = ConversionTarget.of(request, place, writer, opened.manifest)
@@ -165,7 +170,7 @@ def prepare_conversion(request: ConvertRequest, pool: WorkerPool) -> PreparedCon
         is_limit=request.memory is not None,
         required_task_bytes=target.compute_required_task_bytes(laid_out.layout),
         reading_bytes=estimate_reading_bytes(opened.manifest),
-        remote_bytes=estimate_client_bytes(opened.url, request.dst, request.adapter or request.dst),
+        remote_bytes=estimate_client_bytes(opened.url, request.dst, *request.other_sources),
         copy_rules=target.find_copy_rules(laid_out.source),
     )
     figures = plan.compute_figures()

@@ -112,7 +112,7 @@ def edit_checkpoint(
         manifest, notes = transforms.drop_values(manifest, target_name=writer.name)
         manifest = replace(manifest, notes=(*manifest.notes, *notes))
     edited = EditedCheckpoint(source, manifest, applied, recipe, like, merge)
-    if edited.is_mapped:
+    if edited.is_mapped or manifest.computed:
         from ckpt_tools.transfer.computing import add_generated_files
 
         # The steps only describe what becomes of tensors; from here on the store makes their elements as they are read.

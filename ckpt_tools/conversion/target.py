@@ -96,7 +96,7 @@ def choose_direct_io(request: ConvertRequest, opened: OpenedCheckpoint, layout: 
         return request.io == "direct"
     from ckpt_tools.stores.local.direct import exceeds_free_memory
 
-    num_bytes = sum(file.size_bytes for file in layout.files) + sum(opened.source.files.values())
+    num_bytes = sum(file.size_bytes for file in layout.files) + opened.manifest.stored_bytes
     return request.fsync or request.part is not None or exceeds_free_memory(num_bytes)
 
 
@@ -109,7 +109,7 @@ def choose_requested_writer(request: ConvertRequest, destination_name: str) -> F
     """The writer of the format that the user names, or that ``destination_name`` implies; with ``like`` that of
     folders for ``from_pretrained``. None if it depends on the source, which is not read yet."""
     is_format_given = request.to is not None or find_format_by_suffix(destination_name) is not None
-    if request.keeps_format or (request.adapter is not None and not is_format_given):
+    if request.keeps_format or (request.other_sources and not is_format_given):
         return None
     return _find_writer(
         "safetensors" if request.like is not None and not is_format_given else request.to, destination_name
@@ -130,8 +130,8 @@ def _find_writer(to: str | None, destination_name: str) -> Format:
 
 
 def choose_writer_by_source(request: ConvertRequest, manifest: Manifest, destination_name: str) -> Format:
-    """The writer of the source's own format for another world size; for a merged model that of safetensors, if the
-    source is in it. Raises UsageError if it is not, or has no world size that could be another."""
+    """The writer of the source's own format for another world size; for a merged model or an average that of
+    safetensors, if the source is in it. Raises UsageError if it is not, or has no world size that could be another."""
     if not request.keeps_format:
         return _find_writer("safetensors" if manifest.format == "safetensors" else None, destination_name)
     if manifest.world_size is None or manifest.format in ("universal", "zero0"):

@@ -118,7 +118,7 @@ def apply_options(
         cast_manifest, new_notes = like.match_dtypes(manifest)
     else:
         cast_manifest, new_notes = transforms.cast_weights(manifest, options.target_dtype)
-    are_weights_changed = merge is not None or cast_manifest.weight_dtypes != source_dtypes
+    are_weights_changed = bool(manifest.computed) or cast_manifest.weight_dtypes != source_dtypes
     if HEADER_ENTRY in cast_manifest.extra and are_weights_changed:
         reason = "carried as it is, and it may say of tensors what was true before this conversion"
         new_notes = (*new_notes, Note(Outcome.KEPT, HEADER_ENTRY, reason))

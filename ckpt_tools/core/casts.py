@@ -90,11 +90,11 @@ def _convert_values(values: NDArray[Any], result: NDArray[Any], target: DType) -
         _round_to_half(values.astype(np.float32, copy=False), result.view(np.uint16))
         return
     result[:] = values
-    if target is DType.BFLOAT16 and _has_nan(values):
+    if target is DType.BFLOAT16 and has_nan(values):
         result.view(np.uint16)[np.isnan(values)] = _BF16_NAN
 
 
-def _has_nan(values: NDArray[Any]) -> bool:
+def has_nan(values: NDArray[Any]) -> bool:
     """Whether a value is NaN, in a tenth of the time that rounding takes; ``np.isnan(values).any()`` takes twice
     that."""
     return bool(np.isnan(np.maximum.reduce(values, initial=0)))
@@ -122,7 +122,7 @@ def _round_to_half(float32_values: NDArray[np.float32], half_bits: NDArray[np.ui
     half_bits[:] = bits
     half_bits -= np.uint16((126 << 10) % (1 << 16))
     half_bits |= np.left_shift(np.signbit(float32_values), 15, dtype=np.uint16)
-    if _has_nan(float32_values):
+    if has_nan(float32_values):
         nans = np.isnan(float32_values)
         bits = float32_values.view(np.uint32)[nans]
         half_bits[nans] = (bits >> 16) & 0x8000 | 0x7E00 | (bits >> 13) & 0x01FF

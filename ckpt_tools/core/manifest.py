@@ -149,18 +149,24 @@ class ComputedTensor(ABC):
 
     @property
     def piece_numel(self) -> int:
-        """Elements that are computed at once, ``MAX_PIECE`` at most: whole rows, matrices and so on, where they fit."""
+        """Elements that are computed at once, ``max_piece_numel`` at most: whole rows, matrices and so on, where they
+        fit."""
         unit = 1
         for extent in reversed(self.shape):
-            if not 0 < unit * extent <= MAX_PIECE:
+            if not 0 < unit * extent <= self.max_piece_numel:
                 break
             unit *= extent
-        return MAX_PIECE // unit * unit
+        return self.max_piece_numel // unit * unit
+
+    @property
+    def max_piece_numel(self) -> int:
+        """The most elements that are computed at once."""
+        return MAX_PIECE
 
     @property
     def working_bytes(self) -> int:
-        """The most memory that computing a piece of ``MAX_PIECE`` elements takes, with its parts and a piece that is
-        kept."""
+        """The most memory that computing a piece of ``max_piece_numel`` elements takes, with its parts and a piece that
+        is kept."""
         return 6 << 20
 
     @property

@@ -24,6 +24,8 @@ class Outcome(Enum):
     """It is in the output, and it is not the source's: a stated value was used."""
     MERGED = "merged"
     """It is in the output as an adapter changes it."""
+    AVERAGED = "averaged"
+    """It is in the output as the average of several sources."""
     KEPT = "kept"
     """It is in the output as the source has it, which may not be what is expected."""
     DROPPED = "dropped"

@@ -76,7 +76,7 @@ DEFAULT_RUNNER: Runner = "threads"
 DEFAULT_IO: Io = "auto"
 
 _POSITIONAL_ARGUMENTS = {"src": "SRC", "dst": "DST", "run": "RUN", "a": "A", "b": "B", "url": "URL"}
-_POSITIONAL_ARGUMENTS |= {"base": "BASE", "adapter": "ADAPTER"}
+_POSITIONAL_ARGUMENTS |= {"base": "BASE", "adapter": "ADAPTER", "sources": "SRC"}
 """Parameters that are places, given without a flag."""
 _IRREGULAR_FLAGS = {
     "from_": "--from",

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from ckpt_tools.core.averages import Averaging
     from ckpt_tools.core.manifest import Manifest
     from ckpt_tools.core.name_files import ParamOrder
     from ckpt_tools.core.option_names import (
@@ -175,6 +176,31 @@ class MergeKeywords(WriteKeywords, total=False):
     world_size: int | None
     adapter_name: str | None
     allow_missing: bool
+
+
+class AverageKeywords(ExecutionKeywords, total=False):
+    """Keywords of ``average``: those of one conversion of weights, but for what would be of one of the sources."""
+
+    to: WrittenFormat | FormatAlias | None
+    world_size: int | None
+    from_: ReadFormat | FormatAlias | None
+    tag: str | None
+    model_key: str | None
+    optim_key: str | None
+    storage_options: Mapping[str, Any] | None
+    include: Sequence[str]
+    exclude: Sequence[str]
+    rename: Sequence[str]
+    key_map: str | Path | None
+    weights: Weights | None
+    strip: str | None
+    recipe: str | Path | None
+    inverse: bool
+    config: str | Path | None
+    dtype: DTypeLike | None
+    buffers: Sequence[str]
+    max_shard_size: str | int | None
+    untie: bool
 
 
 class ConsolidateKeywords(ReshardKeywords, total=False):
@@ -377,13 +403,14 @@ class ConvertRequest(ConvertOptions):
     """One conversion, checked as far as possible without opening ``src`` or ``dst``.
 
     With ``keeps_format`` the format of the source is written, and ``to`` is not given. ``adapter`` is merged into what
-    is written.
+    is written. With ``averaging``, ``src`` is the last of the sources.
     """
 
     src: str | Path
     dst: str | Path
     keeps_format: bool = False
     adapter: str | Path | None = None
+    averaging: Averaging | None = None
     on_progress: ProgressCallback | None = None
     to: str | None = _option(
         None,
@@ -452,6 +479,12 @@ class ConvertRequest(ConvertOptions):
                     f"{format_option('part', self.part)} does not go with {format_option(name)}: the parts write a new "
                     "output together, and none has it alone"
                 )
+
+    @property
+    def other_sources(self) -> tuple[str | Path, ...]:
+        """What is read beside ``src``: an adapter, or the earlier sources of an average. Weights alone are written."""
+        adapters = () if self.adapter is None else (self.adapter,)
+        return adapters if self.averaging is None else self.averaging.earlier
 
     @property
     def part_number(self) -> PartNumber | None:

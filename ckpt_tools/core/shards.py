@@ -325,7 +325,13 @@ class RowTable(ShardTable):
         return self._flat
 
     def with_file_prefix(self, prefix: str) -> ShardTable:
-        return replace(self, files=tuple(f"{prefix}{file}" for file in self.files))
+        return replace(self, files=_add_prefix(prefix, tuple(self.files)))
+
+
+@lru_cache(maxsize=4)
+def _add_prefix(prefix: str, files: tuple[str, ...]) -> tuple[str, ...]:
+    """The tables of one checkpoint share a list of its files, and so they do afterwards."""
+    return tuple(f"{prefix}{file}" for file in files)
 
 
 class SharedColumns(NamedTuple):

@@ -21,7 +21,7 @@ from ckpt_tools.core.layout import MAX_CACHED_LAYOUTS, Crc32, FileLayout, Layout
 from ckpt_tools.core.manifest import Manifest, StateKey, TensorEntry
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.part_rules import PartRules
-from ckpt_tools.core.shards import Framing
+from ckpt_tools.core.shards import Framing, ShardTable
 from ckpt_tools.errors import MemoryBudgetError
 from ckpt_tools.messages.wording import format_count, format_size
 from ckpt_tools.planning.cuts import cut_at_stored_ranges
@@ -208,8 +208,7 @@ def make_plan(
 
 def estimate_reading_bytes(manifest: Manifest) -> int:
     """The most resident memory that reading ``manifest`` took, start-up included."""
-    tables = (entry.shards for entry in manifest.tensors.values())
-    items = sum(len(table) for table in tables if table.framing is not Framing.RAW)
+    items = sum(len(table) for table in _list_read_tables(manifest) if table.framing is not Framing.RAW)
     return _estimate_table_bytes(manifest) + items * (BYTES_PER_ITEM - BYTES_PER_SHARD)
 
 
@@ -251,9 +250,14 @@ def _estimate_fixed_bytes(manifest: Manifest, layout: Layout, num_workers: int) 
     return _estimate_table_bytes(manifest) + _estimate_layout_bytes(layout) + manifest.decoding_bytes + computing_bytes
 
 
+def _list_read_tables(manifest: Manifest) -> list[ShardTable]:
+    """The shards of the tensors, and of what some of them are computed from."""
+    operands = (entry for each in manifest.computed.values() for entry in each.operands)
+    return [entry.shards for entry in (*manifest.tensors.values(), *operands)]
+
+
 def _estimate_table_bytes(manifest: Manifest) -> int:
-    operands = [entry for each in manifest.computed.values() for entry in each.operands]
-    tables = [entry.shards for entry in (*manifest.tensors.values(), *operands)]
+    tables = _list_read_tables(manifest)
     is_compressed = any(table.framing is Framing.ZSTD_ITEM for table in tables)
     stream_bytes = INFLATING_BYTES if is_compressed else 0
     return BASE_BYTES + stream_bytes + BYTES_PER_SHARD * sum(map(len, tables)) + BYTES_PER_TENSOR * len(tables)

@@ -51,6 +51,8 @@ class OpenedCheckpoint:
         manifest = self.manifest if manifest is None else manifest
         # A selection may leave weights in one of several folders, each with a config.json of its own.
         weight_files = list_weight_files(manifest)
+        own_files = weight_files.intersection(self.source.files)  # without those of other sources
+        weight_files = own_files or weight_files
         if weight_files not in self._found_files:
             companions = self._iter_companions(CONFIG_FILE, weight_files)
             self._found_files[weight_files] = choose_model_files(companions, self.source, manifest, self.config_folder)

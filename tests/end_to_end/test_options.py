@@ -33,6 +33,7 @@ APPLY_ALWAYS = {
         "private_key",
         "runner",
         "adapter_name",
+        *("coefficients", "decay", "last", "every"),
         "allow_missing",
         "untie",
     ),

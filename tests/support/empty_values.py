@@ -6,6 +6,8 @@ from pathlib import Path
 import click
 from click.testing import CliRunner
 
+from ckpt_tools.core.option_names import format_flag, is_location
+
 
 def lines_with_one_empty_value(command: click.Command) -> Iterator[tuple[str, list[str]]]:
     """Each parameter that takes a value, as it is typed, and a command line in which it alone is empty."""
@@ -26,7 +28,9 @@ def check_refused(command: click.Command, label: str, words: list[str]) -> None:
 
 def _typed(parameter: click.Parameter) -> str:
     is_argument = isinstance(parameter, click.Argument)
-    return str(parameter.name).upper() if is_argument else max(parameter.opts, key=len)
+    name = str(parameter.name)
+    label = format_flag(name) if is_location(name) else name.upper()
+    return label if is_argument else max(parameter.opts, key=len)
 
 
 def _some(parameter: click.Parameter) -> str:
