@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ckpt_tools.api import (
         average as average,
         cat as cat,
+        check as check,
         check_recipe as check_recipe,
         checksum as checksum,
         clean as clean,
@@ -79,6 +80,11 @@ if TYPE_CHECKING:
     from ckpt_tools.verification.deviation import Deviation as Deviation
     from ckpt_tools.verification.digest_files import recorded_digests as recorded_digests
     from ckpt_tools.verification.digests import Digest as Digest
+    from ckpt_tools.verification.health.report import (
+        HealthFinding as HealthFinding,
+        HealthReport as HealthReport,
+        HealthRule as HealthRule,
+    )
     from ckpt_tools.verification.report import Aspect as Aspect, Difference as Difference, VerifyReport as VerifyReport
     from ckpt_tools.verification.scan.findings import Danger as Danger, Finding as Finding, ScanReport as ScanReport
     from ckpt_tools.verification.signing import SignReport as SignReport
@@ -90,6 +96,7 @@ _NAMES_BY_MODULE = {
     "api": (
         "average",
         "cat",
+        "check",
         "check_recipe",
         "checksum",
         "clean",
@@ -148,6 +155,7 @@ _NAMES_BY_MODULE = {
     "verification.deviation": ("Deviation",),
     "verification.digest_files": ("recorded_digests",),
     "verification.digests": ("Digest",),
+    "verification.health.report": ("HealthFinding", "HealthReport", "HealthRule"),
     "verification.report": ("Aspect", "Difference", "VerifyReport"),
     "runs.fingerprint": ("Fingerprint", "fingerprint"),
     "runs.pruning": ("PruneReport", "Pruned"),

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ckpt_tools.checkpoint import Checkpoint
     from ckpt_tools.conversion.loadable import LoadableReport
     from ckpt_tools.conversion.report import ConvertReport, PlanReport
+    from ckpt_tools.core.manifest import Manifest
     from ckpt_tools.core.option_names import State
     from ckpt_tools.core.options import DTypeLike
     from ckpt_tools.core.summary import Summary
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
     from ckpt_tools.runs.pruning import PruneReport
     from ckpt_tools.slices import TensorSlice
     from ckpt_tools.stores.publishing import CleanReport
+    from ckpt_tools.stores.source import Store
+    from ckpt_tools.verification.health.report import HealthReport
     from ckpt_tools.verification.report import VerifyReport
     from ckpt_tools.verification.scan import ScanReport
     from ckpt_tools.verification.signing import SignReport
@@ -715,6 +718,71 @@ def diff(
 
 @api_function
 @expand_keywords(ReadKeywords, ConvertRequest)
+def check(
+    src: str | Path,
+    *,
+    against: str | Path | None = None,
+    ignore: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    sample: bool = False,
+    memory: str | int | None = None,
+    workers: int | None = None,
+    on_progress: ProgressCallback | None = None,
+    **options: Unpack[ReadKeywords],
+) -> HealthReport:
+    """Say whether the checkpoint at ``src`` is one of a training that works: finite, trained, and whole.
+
+    Args:
+        src, from_, tag, model_key, optim_key, param_order, optimizer_file, storage_options: As for ``inspect``.
+        against: The previous checkpoint of the run: weights that jumped, that did not change, or that are lost are
+            found beside it. Default: none.
+        ignore: Names of rules that make no finding, as ``docs/tasks/check.md`` lists them.
+        exclude: Globs; tensors with matching names are not looked at.
+        sample: Read at most 16 blocks of each tensor, which are evenly apart.
+        memory: The most that the process may use: bytes, or ``"2GiB"``. Default: ``"512MiB"``, or what a larger index
+            needs.
+        workers: The number of threads. Default: one for each processor.
+        on_progress: Called with the number of bytes done and in all. Default: not called.
+
+    Returns:
+        A ``HealthReport``. ``report.healthy``: no rule found anything. ``report.findings`` are ``HealthFinding``
+        objects, and ``report.notes`` say what no rule could be applied to.
+
+    Raises:
+        UsageError: a rule is not known, a glob matches nothing, or no weight of ``src`` is in ``against``.
+        CkptError: As ``inspect`` does.
+
+    Example:
+        >>> import ckpt_tools
+        >>> ckpt_tools.check("run").healthy
+        True
+        >>> ckpt_tools.check("run", against="model.safetensors").findings[0].what
+        'none of 2 weights has changed'
+    """
+    from ckpt_tools.runs.opening import open_checkpoint
+    from ckpt_tools.transfer.workers import choose_num_workers
+    from ckpt_tools.verification.health.check import CheckOptions, check_health
+
+    request = ConvertRequest(src=src, dst=src, exclude=exclude, memory=memory, **options)
+    check_options = CheckOptions(
+        ignore,
+        request.exclude,
+        sample,
+        request.memory_bytes,
+        memory is not None,
+        choose_num_workers(workers, src),
+        on_progress or ignore_progress,
+    )
+    opened = _open_checkpoint(src, request, may_be_empty=False)
+    previous = None
+    if against is not None:
+        storage_options = request.storage_options
+        previous = open_checkpoint(against, ReadOptions(), storage_options=storage_options, step_by_name=True)
+    return check_health(opened, previous, check_options)
+
+
+@api_function
+@expand_keywords(ReadKeywords, ConvertRequest)
 def checksum(
     src: str | Path,
     *,
@@ -844,6 +912,7 @@ def prune(
     keep_last: int,
     keep_every: int | None = None,
     keep_best: str | None = None,
+    healthy: bool = False,
     incomplete: bool = False,
     allow_less: bool = False,
     yes: bool = False,
@@ -860,6 +929,8 @@ def prune(
         keep_every: Keep checkpoints whose step is a multiple of it. Default: none for that reason.
         keep_best: Keep the best by a metric of the trainer's own record: ``"eval_loss:min"``, ``"accuracy"``.
             Default: none for that reason.
+        healthy: Read the newest checkpoint, and older ones as far as it has NaN or infinities: the newest one that has
+            none stays too, so that a run that diverged does not rotate out its last good one.
         incomplete: Remove incomplete checkpoints too, if nothing was written to them for an hour.
         allow_less: Rely on the newest checkpoints even if one holds less than an older one that would go: no weights,
             other names, less than half of the elements.
@@ -875,6 +946,7 @@ def prune(
         DestinationExistsError: a run or a conversion of ckpt-tools is writing there; nothing was removed.
         FormatError: one of the newest complete checkpoints cannot be opened, or holds less than an older one; nothing
             was removed.
+        DifferenceError: with ``healthy``, no complete checkpoint is finite; nothing was removed.
         StoreError: the disk or the network failed.
 
     Example:
@@ -890,7 +962,15 @@ def prune(
 
     best_metric = None if keep_best is None else BestMetric.parse(keep_best)
     rules = PruneRules(keep_last, keep_every, best_metric, incomplete, allow_less)
-    return prune_run(run, rules, yes=yes, storage_options=storage_options)
+    is_finite = None
+    if healthy:
+        from ckpt_tools.transfer.workers import choose_num_workers
+        from ckpt_tools.verification.health.check import find_non_finite
+
+        def is_finite(store: Store, manifest: Manifest) -> bool:
+            return not find_non_finite(store, manifest, choose_num_workers(None, run))
+
+    return prune_run(run, rules, yes=yes, storage_options=storage_options, is_finite=is_finite)
 
 
 @api_function

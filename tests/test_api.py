@@ -259,8 +259,10 @@ def reports_of_a_recipe(made: Path) -> list[Any]:
 def reports_of_a_run(made: Path) -> list[Any]:
     for step in (1, 2):
         ckpt_tools.convert(made / "dcp", made / "run" / f"step_{step}", to="safetensors")
+    save_file({"w": np.full(2, np.nan, np.float32)}, made / "nan.safetensors")
+    checked = ckpt_tools.check(made / "nan.safetensors")
     listed, pruned = ckpt_tools.ls(made / "run"), ckpt_tools.prune(made / "run", keep_last=1)
-    return [listed, *listed.checkpoints, pruned, *pruned.checkpoints]
+    return [listed, *listed.checkpoints, pruned, *pruned.checkpoints, checked, *checked.findings]
 
 
 def test_results_show_attributes_in_one_short_line_or_a_small_table_and_a_collection_is_its_count(made):

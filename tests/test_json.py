@@ -46,6 +46,7 @@ DOCUMENTED = {
     "reshard zero3 other --world-size 2": {"convert": "", "plan": "plan"},
     "verify m.pt": {"verify": ""},
     "diff c b.pt": {"verify": "", "difference": "differences 0", "deviation": "differences 0 deviation"},
+    "check nan.pt": {"check": "", "health finding": "findings 0"},
     "checksum m.pt --output -": {"checksum": ""},
     "scan noise": {"scan": "", "finding": "findings 0"},
     "clean out": {"clean": ""},
@@ -65,6 +66,7 @@ DOCUMENTED = {
 def test_what_is_printed_is_as_documented(model):
     torch.save({"w": torch.ones(1), "class": torch.nn.Linear, "set": frozenset({1})}, "foreign.pt")
     torch.save({"weight": torch.ones(2, 3), "bias": torch.ones(2)}, "b.pt")
+    torch.save({"weight": torch.full((2, 3), torch.nan)}, "nan.pt")
     Path("noise").mkdir()
     Path("noise/x.pt").write_bytes(b"noise")
     Path("r.toml").write_text('others = "same"\nmap = [{left = "weight", right = "w"}]\n')

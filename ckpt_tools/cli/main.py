@@ -50,6 +50,9 @@ SECTIONS = {
             "verify",
             "Check that DST holds the tensors of SRC bit for bit; without DST, that SRC agrees with its own checksums.",
         ),
+        "check": CommandLocation(
+            "check", "Check that a checkpoint is healthy: finite, trained, and whole; beside the previous one too."
+        ),
         "scan": CommandLocation("scan", "Prove that loading any file of SRC runs no code, or list what is not proved."),
         "checksum": CommandLocation("verify", "Write the digests of a checkpoint's tensors, for verify to check."),
         "sign": CommandLocation(
@@ -97,7 +100,7 @@ def group(settings: str | None, quiet: bool) -> None:
     """Open any sharded training checkpoint and write any other, without executing a pickle.
 
     Exit codes: 0 done, 1 other failure, 2 usage, 3 source not found, 4 malformed or unsupported checkpoint,
-    5 I/O failure (a retry may help), 6 differences found, 7 refused as unsafe, 8 destination exists,
+    5 I/O failure (a retry may help), 6 differences found or unhealthy, 7 refused as unsafe, 8 destination exists,
     9 over the memory budget; 129, 130, 143 ended by SIGHUP, SIGINT (Ctrl-C), SIGTERM.
     """
 

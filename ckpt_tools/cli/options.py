@@ -36,17 +36,26 @@ def _list_names_under(heading: str) -> tuple[str, ...]:
 
 
 HEADINGS: Headings = {
-    READING: _list_names_under(READING),
+    READING: (*_list_names_under(READING), "against"),
     "What is averaged": ("last", "every", "coefficients", "decay"),
     NAMES: _list_names_under(NAMES),
-    "What stays": ("keep_last", "keep_every", "keep_best"),
+    "What stays": ("keep_last", "keep_every", "keep_best", "healthy"),
     OUTPUT: (
         *("to", *_list_names_under(OUTPUT), "output", "tensors", "tree", "depth", "stats", "sample", "slot", "top"),
         *("script", "list_all", "form", "as_json"),
     ),
     RUNNING: (*_list_names_under(RUNNING), "progress", "quiet", "verbose", "log_format", "help"),
     SAFETY: (
-        *("dry_run", "yes", *_list_names_under(SAFETY), "incomplete", "allow_less", "allow", "allow_configuration"),
+        *(
+            "dry_run",
+            "yes",
+            *_list_names_under(SAFETY),
+            "incomplete",
+            "allow_less",
+            "allow",
+            "allow_configuration",
+            "ignore",
+        ),
         *("digests", "public_key", "private_key", "signature"),
     ),
 }

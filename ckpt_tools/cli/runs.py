@@ -62,7 +62,7 @@ def _format_row(checkpoint: RunCheckpoint) -> tuple[str, ...]:
     cls=options.ConverterCommand,
     examples=(
         "ckpt-tools prune run --keep-last 3",
-        "ckpt-tools prune run --keep-last 3 --keep-every 1000 --yes",
+        "ckpt-tools prune run --keep-last 3 --keep-every 1000 --healthy --yes",
     ),
 )
 @click.argument("run", metavar="RUN")
@@ -80,6 +80,11 @@ def _format_row(checkpoint: RunCheckpoint) -> tuple[str, ...]:
     "--keep-best",
     metavar="METRIC[:min|:max]",
     help="Keep the best checkpoint by a metric in the trainer's own record, e.g. eval_loss:min.",
+)
+@click.option(
+    "--healthy",
+    is_flag=True,
+    help="Read the newest checkpoints, and keep the newest one without NaN and infinities too.",
 )
 @click.option("--incomplete", is_flag=True, help="Remove incomplete checkpoints too, an hour after their last write.")
 @click.option(

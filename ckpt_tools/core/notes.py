@@ -38,6 +38,8 @@ class Outcome(Enum):
     """It may be of another save: what the files say of it does not agree."""
     NOT_COMPARED = "not compared"
     """It is in what was compared, and was left out of the comparison."""
+    NOT_CHECKED = "not checked"
+    """A rule of ``check`` does not apply to it, or nothing tells what it should be."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -23,6 +23,7 @@ from ckpt_tools.reading.checkpoint import read_source
 from ckpt_tools.runs.listing import read_plain_manifest
 from ckpt_tools.runs.rules import ComparedSteps
 from ckpt_tools.state_tree.incomplete_state import is_optimizer_name
+from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.names import has_optimizer_in_path
 from ckpt_tools.trainers.saved import SavedCheckpoint
 
@@ -115,7 +116,7 @@ def _read_content(members: Sequence[SavedCheckpoint]) -> StepContent:
     name, file_bytes = members[0].name, sum(sum(each.files.values()) for each in members)
     optimizer_files = {path: size for each in members for path, size in _list_optimizer_files(each).items()}
     try:
-        manifests = [_read_manifest(each) for each in members]
+        manifests = [read_manifest(each)[1] for each in members]
     except UnsupportedError:
         state_bytes, has_optimizer = sum(optimizer_files.values()), bool(optimizer_files)
         return StepContent(name, {}, state_bytes, file_bytes, is_read=False, has_optimizer=has_optimizer)
@@ -143,11 +144,12 @@ def _list_optimizer_files(member: SavedCheckpoint) -> dict[str, int]:
     return {path: size for path, size in member.files.items() if has_optimizer_in_path(path)}
 
 
-def _read_manifest(member: SavedCheckpoint) -> Manifest:
-    """The manifest of a checkpoint, without the optimizer in a file beside the model if that cannot be joined."""
+def read_manifest(member: SavedCheckpoint) -> tuple[Source, Manifest]:
+    """The manifest of a checkpoint and the files that its shards are in, without the optimizer in a file beside the
+    model if that cannot be joined."""
     with suppress(FormatError, UnsafeError):
-        return read_source(member.source, ReadOptions())[1]
-    return read_plain_manifest(member)[1]
+        return read_source(member.source, ReadOptions())
+    return member.source, read_plain_manifest(member)[1]
 
 
 def find_missing_state(newer: StepContent, older: StepContent) -> str | None:

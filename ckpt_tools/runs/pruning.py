@@ -11,7 +11,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import datetime
@@ -19,9 +19,18 @@ from pathlib import Path
 from typing import ClassVar
 
 from ckpt_tools.arguments import is_remote
-from ckpt_tools.errors import CkptError, DestinationExistsError, SourceNotFoundError, StoreError, UsageError
+from ckpt_tools.core.manifest import Manifest
+from ckpt_tools.core.option_names import format_option
+from ckpt_tools.errors import (
+    CkptError,
+    DestinationExistsError,
+    DifferenceError,
+    SourceNotFoundError,
+    StoreError,
+    UsageError,
+)
 from ckpt_tools.messages.showing import DisplayableResult
-from ckpt_tools.runs.comparing import check_kept_steps
+from ckpt_tools.runs.comparing import check_kept_steps, read_manifest
 from ckpt_tools.runs.files import batch_for_removal, find_unknown_files
 from ckpt_tools.runs.listing import RunCheckpoint, list_members, read_plain_manifest
 from ckpt_tools.runs.metrics import find_recorded_best, read_metrics
@@ -30,6 +39,7 @@ from ckpt_tools.runs.rules import PruneCandidate, PruneRules, choose_compared_st
 from ckpt_tools.stores.output_names import OutputForm
 from ckpt_tools.stores.publishing import DestinationContents, format_names
 from ckpt_tools.stores.remote import claim
+from ckpt_tools.stores.source import Store
 from ckpt_tools.stores.urls import StorageOptions, local_path, open_output_location, open_run_source
 from ckpt_tools.trainers.saved import SavedCheckpoint, get_parent_folder
 
@@ -84,12 +94,25 @@ class PruneReport(DisplayableResult):
         return sum(each.file_bytes for each in self.checkpoints if not each.stays)
 
 
-def prune_run(url: str | Path, rules: PruneRules, *, yes: bool, storage_options: StorageOptions) -> PruneReport:
-    """Decide which checkpoints go and which stay, and with ``yes`` remove those that go.
+IsFinite = Callable[[Store, Manifest], bool]
+"""Reads the tensors of a checkpoint, and tells whether all of its values are finite."""
+
+
+def prune_run(
+    url: str | Path,
+    rules: PruneRules,
+    *,
+    yes: bool,
+    storage_options: StorageOptions,
+    is_finite: IsFinite | None = None,
+) -> PruneReport:
+    """Decide which checkpoints go and which stay, and with ``yes`` remove those that go. With ``is_finite``, the newest
+    step for which it is true stays.
 
     Raises:
         SourceNotFoundError: there are no checkpoints. UsageError: it is one checkpoint, or holds several runs.
         DestinationExistsError: a run of ours is writing there. FormatError: the newest complete one cannot be opened.
+        DifferenceError: no complete checkpoint is finite.
     """
     with _lock_run(url, storage_options) if yes else nullcontext():
         run = open_run_source(url, storage_options)
@@ -111,6 +134,9 @@ def prune_run(url: str | Path, rules: PruneRules, *, yes: bool, storage_options:
             )
             candidates.append(PruneCandidate(member, shown, protection_reason, _is_recent(shown)))
         keep_reasons = _decide_what_stays(candidates, rules)
+        if is_finite is not None:
+            finite_reasons = _find_newest_finite(candidates, keep_reasons, is_finite)
+            keep_reasons = {name: reason or finite_reasons.get(name) for name, reason in keep_reasons.items()}
         going = [each.member for each in candidates if keep_reasons[each.name] is None]
         if yes and going:
             for member in going:  # refused if a conversion is writing to one of them
@@ -133,6 +159,34 @@ def _decide_what_stays(candidates: Sequence[PruneCandidate], rules: PruneRules) 
     compared_steps = choose_compared_steps(candidates, keep_reasons, rules)
     optimizer_reasons = check_kept_steps((each for each in complete_members if each.is_numbered), compared_steps)
     return {name: reason or optimizer_reasons.get(name) for name, reason in keep_reasons.items()}
+
+
+def _find_newest_finite(
+    candidates: Sequence[PruneCandidate], keep_reasons: Mapping[str, str | None], is_finite: IsFinite
+) -> Mapping[str, str]:
+    """The newest checkpoints of one step that are finite, and the reason to keep them; none if nothing goes. One that
+    cannot be read is not known to be finite. Raises DifferenceError if there is none."""
+    complete = [each for each in candidates if each.shown.is_complete and each.step_key]
+    if all(keep_reasons[each.name] for each in complete):
+        return {}
+    for step_key in dict.fromkeys(each.step_key for each in complete):
+        members = [each.member for each in complete if each.step_key == step_key]
+        if all(_has_finite_values(each, is_finite) for each in members):
+            return {each.name: "the newest whose values are all finite" for each in members}
+    raise DifferenceError(
+        "no complete checkpoint is known to have finite values alone, so that none can be relied on; nothing was "
+        f"removed; leave out {format_option('healthy', True)} to prune without reading them"
+    )
+
+
+def _has_finite_values(member: SavedCheckpoint, is_finite: IsFinite) -> bool:
+    try:
+        source, manifest = read_manifest(member)
+        return bool(manifest.tensors) and is_finite(source.store, manifest)
+    except StoreError:
+        raise
+    except CkptError:
+        return False
 
 
 def _make_pruned(candidate: PruneCandidate, keep_reason: str | None) -> Pruned:

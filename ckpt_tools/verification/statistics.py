@@ -7,9 +7,9 @@ them, and summed in it. A tensor is read from start to end by one thread, so tha
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,11 +50,13 @@ SAFE_EXPONENT = 500
 
 @dataclass(frozen=True, slots=True)
 class StatisticsPlan:
-    """The size of blocks and the number of threads that fit a memory budget; ``sample`` measures some blocks alone."""
+    """The size of blocks and the number of threads that fit a memory budget; ``sample`` measures some blocks alone.
+    With ``hashes`` what is read is hashed too."""
 
     block_bytes: int
     num_workers: int
     sample: bool = False
+    hashes: bool = False
 
     @classmethod
     def fit_to_memory(
@@ -83,6 +85,25 @@ def _count_worker_bytes(block_bytes: int) -> int:
     return BUFFERS_PER_WORKER * block_bytes + MEASURING_BYTES
 
 
+class MeasuredRegion(NamedTuple):
+    """What is measured: ``box`` of a tensor, all of it or one of its rows."""
+
+    key: StateKey
+    entry: TensorEntry
+    box: Box
+
+    @property
+    def item_bytes(self) -> int:
+        return self.entry.dtype.item_bytes
+
+
+class Measurement(NamedTuple):
+    """The statistics of a region, and the hash of its bytes (XXH3-128); empty without ``StatisticsPlan.hashes``."""
+
+    stats: TensorStats
+    digest: bytes
+
+
 def compute_statistics(
     store: Store, tensors: Iterable[tuple[StateKey, TensorEntry]], plan: StatisticsPlan, on_progress: ProgressCallback
 ) -> tuple[TensorStats, ...]:
@@ -91,65 +112,85 @@ def compute_statistics(
     Raises:
         CkptError: elements cannot be read.
     """
-    numbered_tensors = list(enumerate(tensors))
+    regions = [MeasuredRegion(key, entry, Box.whole(entry.shape)) for key, entry in tensors]
+    return tuple(each.stats for each in measure_regions(store, regions, plan, on_progress))
+
+
+def measure_regions(
+    store: Store, regions: Sequence[MeasuredRegion], plan: StatisticsPlan, on_progress: ProgressCallback
+) -> list[Measurement]:
+    """The statistics of each region, in order. Raises as ``compute_statistics``."""
     reader = TensorReader(store, plan.block_bytes)
-    num_bytes = sum(_count_read_elements(entry, plan) * entry.dtype.item_bytes for _, (_, entry) in numbered_tensors)
+    num_bytes = sum(_count_read_elements(each, plan) * each.item_bytes for each in regions)
     bypass_cache_if_large(store, num_bytes)
     meter = ProgressMeter(on_progress, num_bytes)
-    stats_by_position: dict[int, TensorStats] = {}
+    measurements: dict[int, Measurement] = {}
 
-    def measure_item(item: tuple[int, tuple[StateKey, TensorEntry]]) -> tuple[int, TensorStats]:
-        position, (key, entry) = item
-        return position, _measure_tensor(reader, key, entry, plan)
+    def measure_item(item: tuple[int, MeasuredRegion]) -> tuple[int, Measurement]:
+        position, region = item
+        return position, _measure_region(reader, region, plan)
 
-    for position, stats in ThreadRunner(plan.num_workers).run(measure_item, numbered_tensors):
-        stats_by_position[position] = stats
-        entry = numbered_tensors[position][1][1]
-        meter.add_bytes(stats.num_read * entry.dtype.item_bytes)
+    for position, measurement in ThreadRunner(plan.num_workers).run(measure_item, list(enumerate(regions))):
+        measurements[position] = measurement
+        meter.add_bytes(measurement.stats.num_read * regions[position].item_bytes)
     reader.check_remaining_records()
-    return tuple(stats_by_position[position] for position, _ in numbered_tensors)
+    return [measurements[position] for position in range(len(regions))]
 
 
-def _measure_tensor(reader: TensorReader, key: StateKey, entry: TensorEntry, plan: StatisticsPlan) -> TensorStats:
-    is_measured = entry.dtype.num_values == 1
-    sums = _RunningStatistics(is_ordered=not entry.dtype.value.startswith("complex"))
-    num_read = 0
-    for elements in _read_blocks(reader, entry, plan) if is_measured else ():
-        num_read += len(elements) // entry.dtype.item_bytes
-        rows = elements.reshape(-1, entry.dtype.item_bytes)
+def _measure_region(reader: TensorReader, region: MeasuredRegion, plan: StatisticsPlan) -> Measurement:
+    key, dtype = region.key, region.entry.dtype
+    is_measured = dtype.num_values == 1
+    sums = _RunningStatistics(is_ordered=not dtype.value.startswith("complex"))
+    num_read, hasher = 0, _make_hasher() if plan.hashes else None
+    for elements in _read_blocks(reader, region, plan) if is_measured else ():
+        num_read += len(elements) // dtype.item_bytes
+        if hasher is not None:
+            hasher.update(elements.data)
+        rows = elements.reshape(-1, dtype.item_bytes)
         for start in range(0, len(rows), MEASURED_ELEMENTS):
-            sums.add_elements(widen_elements(rows[start : start + MEASURED_ELEMENTS], entry.dtype))
-    fields = key.fqn, key.slot, entry.shape, entry.dtype.value, num_read
+            sums.add_elements(widen_elements(rows[start : start + MEASURED_ELEMENTS], dtype))
+    digest = b"" if hasher is None else hasher.digest()
+    fields = key.fqn, key.slot, region.box.shape, dtype.value, num_read
     if not is_measured:
-        return TensorStats(*fields)
+        return Measurement(TensorStats(*fields), digest)
     mean = sums.mean if sums.is_ordered else None
-    return TensorStats(*fields, sums.minimum, sums.maximum, mean, sums.norm, sums.num_zeros, sums.num_nan, sums.num_inf)
+    stats = TensorStats(
+        *fields, sums.minimum, sums.maximum, mean, sums.norm, sums.num_zeros, sums.num_nan, sums.num_inf
+    )
+    return Measurement(stats, digest)
 
 
-def _choose_block_starts(entry: TensorEntry, plan: StatisticsPlan) -> tuple[list[int] | range, int]:
+def _make_hasher() -> Any:
+    from xxhash import xxh3_128
+
+    return xxh3_128()
+
+
+def _choose_block_starts(region: MeasuredRegion, plan: StatisticsPlan) -> tuple[list[int] | range, int]:
     """Starts of the blocks, and the size of a block, both in elements."""
-    block_numel = plan.block_bytes // entry.dtype.item_bytes
-    starts = range(0, entry.numel, block_numel)
+    block_numel = plan.block_bytes // region.item_bytes
+    starts = range(0, region.box.numel, block_numel)
     if not plan.sample or len(starts) <= SAMPLED_BLOCKS:
         return starts, block_numel
     last_block = len(starts) - 1
     return [starts[number * last_block // (SAMPLED_BLOCKS - 1)] for number in range(SAMPLED_BLOCKS)], block_numel
 
 
-def _count_read_elements(entry: TensorEntry, plan: StatisticsPlan) -> int:
-    starts, block_numel = _choose_block_starts(entry, plan)
-    return sum(min(block_numel, entry.numel - start) for start in starts) if entry.dtype.num_values == 1 else 0
+def _count_read_elements(region: MeasuredRegion, plan: StatisticsPlan) -> int:
+    starts, block_numel = _choose_block_starts(region, plan)
+    is_measured = region.entry.dtype.num_values == 1
+    return sum(min(block_numel, region.box.numel - start) for start in starts) if is_measured else 0
 
 
-def _read_blocks(reader: TensorReader, entry: TensorEntry, plan: StatisticsPlan) -> Iterator[NDArray[np.uint8]]:
+def _read_blocks(reader: TensorReader, region: MeasuredRegion, plan: StatisticsPlan) -> Iterator[NDArray[np.uint8]]:
     """The elements as bytes. A block is overwritten by the next."""
-    item_bytes = entry.dtype.item_bytes
-    starts, block_numel = _choose_block_starts(entry, plan)
-    buffer = allocate_page_aligned(min(entry.num_bytes, block_numel * item_bytes))
+    numel, item_bytes = region.box.numel, region.item_bytes
+    starts, block_numel = _choose_block_starts(region, plan)
+    buffer = allocate_page_aligned(min(numel, block_numel) * item_bytes)
     for start in starts:
-        stop = min(start + block_numel, entry.numel)
+        stop = min(start + block_numel, numel)
         block = buffer[: (stop - start) * item_bytes]
-        reader.read(entry, Box.whole(entry.shape), entry.shape, start, stop, block.data)
+        reader.read(region.entry, region.box, region.entry.shape, start, stop, block.data)
         yield block
 
 

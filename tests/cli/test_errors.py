@@ -45,6 +45,7 @@ OF_EMPTY_FOLDERS: dict[str, list[str]] = {
     "verify": ["E"],
     "diff": ["E", "E"],
     "scan": ["E"],
+    "check": ["E"],
     "checksum": ["E"],
     "sign": ["E", "--private-key", "E.pem"],
     "recipes check": ["E.toml", "E"],

@@ -40,8 +40,8 @@ def _typed(line: str, *, out: bool = False) -> Callable[[str, str], list[str]]:
 
 LINES: dict[str, Callable[[str, str], list[str]]] = {
     **{line: _typed(line) for line in ("inspect", "inspect --json", "inspect --verbose", "ls", "verify", "scan",
-                                       "scan --format sarif", "checksum", "sign", "clean", "prune --keep-last 1",
-                                       "serve --port 0")},
+                                       "scan --format sarif", "check", "checksum", "sign", "clean",
+                                       "prune --keep-last 1", "serve --port 0")},
     **{line: _typed(line, out=True) for line in ("plan", "convert --checksum", "reshard --world-size 2", "consolidate",
                                                  "make-loadable", "diff")},
     "plan to": lambda url, out: ["plan", out, url, "--to", "dcp"],
@@ -67,8 +67,8 @@ def claimed(url: str, more: dict[str, Any]) -> object:
 FUNCTIONS: dict[str, Callable[[str, str, dict[str, Any]], object]] = {
     **{
         name: lambda url, _, more, name=name: getattr(ckpt_tools, name)(url, **more)
-        for name in ("inspect", "open", "ls", "verify", "scan", "checksum", "sign", "clean", "recorded_digests",
-                     "fingerprint")
+        for name in ("inspect", "open", "ls", "verify", "check", "scan", "checksum", "sign", "clean",
+                     "recorded_digests", "fingerprint")
     },
     **{
         name: lambda url, out, more, name=name: getattr(ckpt_tools, name)(url, out, **more)

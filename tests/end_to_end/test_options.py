@@ -38,7 +38,20 @@ APPLY_ALWAYS = {
         "untie",
     ),
     *("as_json", "quiet", "progress", "log_format", "tensors", "tree", "depth", "stats", "slot", "top", "list_all"),
-    *("keep_last", "keep_every", "keep_best", "incomplete", "yes", "allow", "allow_configuration", "form", "verbose"),
+    *(
+        "keep_last",
+        "keep_every",
+        "keep_best",
+        "healthy",
+        "against",
+        "ignore",
+        "incomplete",
+        "yes",
+        "allow",
+        "allow_configuration",
+        "form",
+        "verbose",
+    ),
     *("version", "help"),
 }
 """Options that have no case in which they could be ignored: they name a reader or writer, bound any command, say how a
