@@ -21,7 +21,7 @@ PROGRAM = "ckpt-tools"
 
 SECTIONS = {
     "Begin": {
-        "samples": CommandLocation("samples", "Write small checkpoints into DIR, to try the other commands on."),
+        "samples": CommandLocation("samples", "Write small checkpoints into FOLDER, to try the other commands on."),
     },
     "Look": {
         "inspect": CommandLocation("inspect", "Show what a checkpoint holds, from its headers alone."),
