@@ -40,6 +40,7 @@ OF_EMPTY_FOLDERS: dict[str, list[str]] = {
     "convert": ["E", "OUT.pt"],
     "reshard": ["E", "OUT", "--world-size", "2"],
     "consolidate": ["E", "OUT.safetensors"],
+    "average": ["E", "E", "OUT.pt"],
     "merge-lora": ["E", "E", "OUT.pt"],
     "make-loadable": ["E", "OUT.pt"],
     "verify": ["E"],
