@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         clean as clean,
         consolidate as consolidate,
         convert as convert,
+        convert_run as convert_run,
         diff as diff,
         inspect as inspect,
         list_formats as list_formats,
@@ -37,6 +38,11 @@ if TYPE_CHECKING:
         verify as verify,
     )
     from ckpt_tools.checkpoint import Checkpoint as Checkpoint, LazyTensor as LazyTensor
+    from ckpt_tools.conversion.convert_run import (
+        ConvertedCheckpoint as ConvertedCheckpoint,
+        ConvertRunReport as ConvertRunReport,
+        StepOutcome as StepOutcome,
+    )
     from ckpt_tools.conversion.report import ConvertReport as ConvertReport, PlanReport as PlanReport
     from ckpt_tools.core.collapsing import TensorSummary as TensorSummary
     from ckpt_tools.core.notes import Note as Note, Outcome as Outcome
@@ -102,6 +108,7 @@ _NAMES_BY_MODULE = {
         "clean",
         "consolidate",
         "convert",
+        "convert_run",
         "diff",
         "inspect",
         "list_formats",
@@ -119,6 +126,7 @@ _NAMES_BY_MODULE = {
         "verify",
     ),
     "checkpoint": ("Checkpoint", "LazyTensor"),
+    "conversion.convert_run": ("ConvertRunReport", "ConvertedCheckpoint", "StepOutcome"),
     "conversion.report": ("ConvertReport", "PlanReport"),
     "core.collapsing": ("TensorSummary",),
     "core.notes": ("Note", "Outcome"),

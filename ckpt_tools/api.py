@@ -9,12 +9,13 @@ A verb imports its implementation when it is called, because every command impor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from ckpt_tools.arguments import api_function, expand_keywords
+from ckpt_tools.core.option_names import DEFAULT_POLL_SECONDS, format_option
 from ckpt_tools.core.options import (
     AverageKeywords,
     ConsolidateKeywords,
@@ -26,12 +27,15 @@ from ckpt_tools.core.options import (
     ReadKeywords,
     ReadOptions,
     ReshardKeywords,
+    RunKeywords,
     SelectKeywords,
 )
+from ckpt_tools.errors import UsageError
 from ckpt_tools.messages.progress import ignore_progress
 
 if TYPE_CHECKING:
     from ckpt_tools.checkpoint import Checkpoint
+    from ckpt_tools.conversion.convert_run import ConvertedCheckpoint, ConvertRunReport
     from ckpt_tools.conversion.loadable import LoadableReport
     from ckpt_tools.conversion.report import ConvertReport, PlanReport
     from ckpt_tools.core.manifest import Manifest
@@ -358,6 +362,73 @@ def convert(src: str | Path, dst: str | Path, **options: Unpack[ConvertKeywords]
     from ckpt_tools.conversion.convert import run_conversion
 
     return run_conversion(ConvertRequest(src=src, dst=dst, **options))
+
+
+@api_function
+@expand_keywords(RunKeywords, ConvertRequest)
+def convert_run(
+    run: str | Path,
+    dst: str | Path,
+    *,
+    steps: Sequence[int] = (),
+    every: int | None = None,
+    last: int | None = None,
+    follow: bool = False,
+    until: int | None = None,
+    poll: float | None = None,
+    on_checkpoint: Callable[[ConvertedCheckpoint], None] | None = None,
+    **options: Unpack[RunKeywords],
+) -> ConvertRunReport:
+    """Convert every complete checkpoint of a run, in the order of their steps, each once.
+
+    What is at its destination already is not written again, so that the same call continues after a kill. It is
+    compared first: the files with their sizes, and a sample of their elements. The first error ends the call. Only
+    checkpoints whose names say a step or an epoch are converted, and the run is only read.
+
+    Args:
+        run: A folder that holds the checkpoints of one run: a path, or a URL of a store.
+        dst: The destination of each, in which ``{step}`` stands for the step, or ``{name}`` for the name of the
+            checkpoint: ``"out/{step}"``.
+        steps: Convert these steps alone. Default: all.
+        every: Convert only steps that are multiples of it.
+        last: Convert only the newest ones of those, so many.
+        follow: Wait for new checkpoints of a training that goes on, until it is interrupted, all ``steps`` are
+            converted, or ``until`` is reached.
+        until: With ``follow``: end once a checkpoint of this step or a later one is complete and converted.
+        poll: With ``follow``: look every so many seconds, 10 by default. A new checkpoint is taken once it is complete
+            and its files are the same at two looks.
+        on_checkpoint: Called with each ``ConvertedCheckpoint`` when it is done.
+        All others: As for ``convert``.
+
+    Returns:
+        A ``ConvertRunReport``; its ``checkpoints`` say what became of each.
+
+    Raises:
+        SourceNotFoundError: nothing is at ``run``, or no complete checkpoint of such a step.
+        DestinationExistsError: a destination holds something else.
+        UsageError: ``run`` is one checkpoint, ``dst`` is one place for all, or a checkpoint says no step.
+        CkptError: As ``convert`` does, for the first checkpoint that fails; those before it are written.
+
+    Example:
+        >>> import ckpt_tools
+        >>> for step in (1, 2, 3):
+        ...     _ = ckpt_tools.convert("model.safetensors", f"training/step_{step}", to="safetensors")
+        >>> report = ckpt_tools.convert_run("training", "exported/{step}.pt", every=2)
+        >>> [(each.name, each.destination, each.outcome.value) for each in report.checkpoints]
+        [('step_2', 'exported/2.pt', 'written')]
+        >>> ckpt_tools.convert_run("training", "exported/{step}.pt").num_published
+        1
+    """
+    from ckpt_tools.conversion.convert_run import Following, convert_whole_run
+    from ckpt_tools.runs.steps import StepSelection
+
+    for name, value in (("until", until), ("poll", poll)):
+        if value is not None and not follow:
+            raise UsageError.of(name, f"{format_option(name, value)} is for {format_option('follow', True)}")
+    following = Following(DEFAULT_POLL_SECONDS if poll is None else poll, until) if follow else None
+    request = ConvertRequest(src=run, dst=dst, **options)
+    selection = StepSelection(tuple(steps), every, last)
+    return convert_whole_run(request, selection, following, on_checkpoint or (lambda _: None))
 
 
 @api_function

@@ -52,6 +52,7 @@ ONLY_PRINTED = {
         "depth",
         "dry_run",
         "script",
+        "then",
         "top",
         "list_all",
     )
@@ -64,6 +65,7 @@ ONLY_IN_PYTHON = {
         *("strip", "recipe", "inverse", "dequantize", "config", "like", "untie"),
     },
     "consolidate": {"world_size"},
+    "convert-run": {"on_checkpoint"},
     "plan": {"runner", "address", "resume", "fsync"},
 }
 
@@ -262,7 +264,9 @@ def reports_of_a_run(made: Path) -> list[Any]:
     save_file({"w": np.full(2, np.nan, np.float32)}, made / "nan.safetensors")
     checked = ckpt_tools.check(made / "nan.safetensors")
     listed, pruned = ckpt_tools.ls(made / "run"), ckpt_tools.prune(made / "run", keep_last=1)
-    return [listed, *listed.checkpoints, pruned, *pruned.checkpoints, checked, *checked.findings]
+    converted = ckpt_tools.convert_run(made / "run", str(made / "run-{step}.pt"))
+    results = [listed, *listed.checkpoints, pruned, *pruned.checkpoints, checked, *checked.findings]
+    return [*results, converted, *converted.checkpoints]
 
 
 def test_results_show_attributes_in_one_short_line_or_a_small_table_and_a_collection_is_its_count(made):

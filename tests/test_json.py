@@ -58,6 +58,7 @@ DOCUMENTED = {
         "recipe of a conversion": "recipe",
     },
     "ls run": {"ls": "", "checkpoint of a run": "checkpoints 0"},
+    "convert-run run every/{step} --to safetensors --last 1": {"convert-run": "", "convert": "report"},
     "prune run --keep-last 1": {"prune": "", "pruned checkpoint": "checkpoints 0"},
 }
 """By command line, the sections of the pages, and where the object of each lies in what is printed."""

@@ -39,6 +39,9 @@ SECTIONS = {
         "consolidate": CommandLocation(
             "convert", "Write the model's weights alone, as safetensors or in the format that DST's ending implies."
         ),
+        "convert-run": CommandLocation(
+            "convert_run", "Write every complete checkpoint of a run in another format, each once."
+        ),
         "merge-lora": CommandLocation("convert", "Write a base model with a LoRA adapter of PEFT merged into it."),
         "average": CommandLocation("convert", "Write the average of the weights of several checkpoints."),
         "make-loadable": CommandLocation(

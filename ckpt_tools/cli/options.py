@@ -37,9 +37,10 @@ def _list_names_under(heading: str) -> tuple[str, ...]:
 
 HEADINGS: Headings = {
     READING: (*_list_names_under(READING), "against"),
-    "What is averaged": ("last", "every", "coefficients", "decay"),
+    "What is averaged": ("coefficients", "decay"),
     NAMES: _list_names_under(NAMES),
     "What stays": ("keep_last", "keep_every", "keep_best", "healthy"),
+    "Which checkpoints": ("steps", "last", "every", "follow", "until", "poll", "then"),
     OUTPUT: (
         *("to", *_list_names_under(OUTPUT), "output", "tensors", "tree", "depth", "stats", "sample", "slot", "top"),
         *("script", "list_all", "form", "as_json"),

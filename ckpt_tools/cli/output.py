@@ -139,12 +139,13 @@ def _wrap_with_hanging_indent(head: str, text: str, width: int | None, indent: i
     return "\n".join(textwrap.wrap(text, width, initial_indent=head, subsequent_indent=spaces, **options))
 
 
-def print_json(value: dict[str, Any] | list[dict[str, Any]]) -> None:
-    """Letters of every language as they are; what a terminal would obey, and what cannot be encoded, as escapes."""
+def print_json(value: dict[str, Any] | list[dict[str, Any]], *, indent: int | None = 2) -> None:
+    """Print JSON; without ``indent``, on one line. Letters of every language stay as they are; what a terminal would
+    obey, and what cannot be encoded, become escapes."""
     import json
 
     is_unicode_output = (sys.stdout.encoding or "").lower().replace("-", "") in ("utf8", "utf16", "utf32")
-    text = json.dumps(_mask_json_secrets(value), indent=2, ensure_ascii=not is_unicode_output)
+    text = json.dumps(_mask_json_secrets(value), indent=indent, ensure_ascii=not is_unicode_output)
     if not text.replace("\n", "").isprintable():
         text = "".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text)
     echo(text)

@@ -21,8 +21,11 @@ from ckpt_tools.process.credentials import remember_secrets_in_words
 
 PREFIX = "CKPT_TOOLS_"
 FILE_VARIABLE = f"{PREFIX}SETTINGS"
-INTERNAL_VARIABLES = frozenset({FILE_VARIABLE, f"{PREFIX}RUN_MARK", f"{PREFIX}TEST_MARK"})
-"""Variables beside those of options: the file, and marks that find the processes of a run."""
+INTERNAL_VARIABLES = frozenset(
+    {FILE_VARIABLE, f"{PREFIX}RUN_MARK", f"{PREFIX}TEST_MARK", f"{PREFIX}DST", f"{PREFIX}STEP"}
+)
+"""Variables beside those of options: the file, marks that find the processes of a run, and what ``convert-run`` tells
+the command of ``--then``."""
 
 OPTIONS_WITHOUT_SETTINGS = frozenset({"help", "settings", "version"})
 

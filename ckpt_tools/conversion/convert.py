@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -36,6 +36,7 @@ from ckpt_tools.process.collector import pause_collector
 from ckpt_tools.reading.checkpoint import make_read_back_options
 from ckpt_tools.reading.opened import OpenedCheckpoint
 from ckpt_tools.runs.opening import open_checkpoint
+from ckpt_tools.stores.publishing import NO_FILES
 from ckpt_tools.stores.urls import check_not_nested, open_output_location
 from ckpt_tools.transfer.workers import DIRECT_WORKERS, WorkerPool
 
@@ -62,8 +63,9 @@ def plan_conversion(request: ConvertRequest) -> PlanReport:
     return prepare_conversion(request, choose_worker_pool(request)).report
 
 
-def run_conversion(request: ConvertRequest) -> ConvertReport:
-    """Write the destination: whole, or not at all.
+def run_conversion(request: ConvertRequest, *, check_source: Callable[[], None] | None = None) -> ConvertReport:
+    """Write the destination: whole, or not at all. ``check_source`` is called once all is read; if
+    it raises, nothing is published.
 
     Raises:
         DestinationExistsError, StoreError, FormatError: as the stores and the source's bytes say.
@@ -99,6 +101,7 @@ def run_conversion(request: ConvertRequest) -> ConvertReport:
         is_direct=prepared.is_direct,
         replaced_sizes=report.removed_files,
         read_back_options=make_read_back_options(opened.manifest.format, target.writer.name, request),
+        check_source=check_source,
     )
     return _build_report(prepared, report, written, start_seconds)
 
@@ -131,8 +134,11 @@ def choose_worker_pool(request: ConvertRequest) -> WorkerPool:
 
 
 @pause_collector()
-def prepare_conversion(request: ConvertRequest, pool: WorkerPool) -> PreparedConversion:
-    """Everything about a conversion but the moving of bytes; writes nothing.
+def prepare_conversion(
+    request: ConvertRequest, pool: WorkerPool, *, checks_destination: bool = True
+) -> PreparedConversion:
+    """Everything about a conversion but the moving of bytes; writes nothing. Without ``checks_destination`` the
+    destination may be there already.
 
     Raises:
         CkptError: whatever stands in the way is found here, before the destination is touched.
@@ -176,7 +182,7 @@ def prepare_conversion(request: ConvertRequest, pool: WorkerPool) -> PreparedCon
     figures = plan.compute_figures()
     written_tensors = select_written_tensors(plan.manifest, figures)
     _check_written_tensors(request, opened, edited, laid_out, written_tensors)
-    replaced_sizes = find_replaced_files(place, plan.layout, request)
+    replaced_sizes = find_replaced_files(place, plan.layout, request) if checks_destination else NO_FILES
     report = replace(
         build_plan_report(plan, figures, written_tensors, opened.manifest.format, writer.name, replaced_sizes),
         notes=laid_out.notes,

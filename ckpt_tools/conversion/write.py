@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ckpt_tools.core.options import ConvertRequest, ReadOptions
@@ -41,8 +41,10 @@ def write_output(
     is_direct: bool,
     replaced_sizes: Mapping[str, int],
     read_back_options: ReadOptions,
+    check_source: Callable[[], None] | None = None,
 ) -> WrittenOutput:
     """Write the files of ``plan``, ``num_bytes`` in all, from ``store`` to ``place``: whole, or not at all.
+    ``check_source`` is called once all is read; if it raises, nothing is published.
 
     Raises:
         DestinationExistsError, StoreError, FormatError: as the stores and the source's bytes say.
@@ -82,6 +84,8 @@ def write_output(
                     request.storage_options,
                 )
                 staged_lists = digests.write_staged_list()
+            if check_source is not None:
+                check_source()
             with defer_signals():  # publishing is the one step that a signal must not tear apart
                 claim.publish_files([*staged_lists, *(file.path for file in plan.layout.files)], replaced_sizes)
         # Output in an object store can be read, and so digested, only once it is published.

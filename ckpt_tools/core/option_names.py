@@ -74,6 +74,7 @@ DEFAULT_WEIGHTS: Weights = "master"
 DEFAULT_MEMORY = "512MiB"
 DEFAULT_RUNNER: Runner = "threads"
 DEFAULT_IO: Io = "auto"
+DEFAULT_POLL_SECONDS = 10.0
 
 _POSITIONAL_ARGUMENTS = {"src": "SRC", "dst": "DST", "run": "RUN", "a": "A", "b": "B", "url": "URL"}
 _POSITIONAL_ARGUMENTS |= {"base": "BASE", "adapter": "ADAPTER", "sources": "SRC"}

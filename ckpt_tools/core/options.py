@@ -127,21 +127,26 @@ class SelectKeywords(ReadKeywords, NamingKeywords, total=False):
     """Keywords of every function that selects, renames and maps tensors of a checkpoint."""
 
 
-class ExecutionKeywords(TypedDict, total=False):
-    """Keywords about the writing itself."""
+class RepeatableKeywords(TypedDict, total=False):
+    """Keywords about the writing of one checkpoint, or of several one after another."""
 
     memory: str | int | None
     workers: int | None
     runner: Runner
     address: str | None
     io: Io
-    part: str | None
     on_progress: ProgressCallback | None
-    overwrite: bool
     resume: bool
     strict: bool
     fsync: bool
     checksum: bool
+
+
+class ExecutionKeywords(RepeatableKeywords, total=False):
+    """Keywords about the writing itself."""
+
+    part: str | None
+    overwrite: bool
 
 
 class LoadableKeywords(TypedDict, total=False):
@@ -154,13 +159,26 @@ class LoadableKeywords(TypedDict, total=False):
     storage_options: Mapping[str, Any] | None
 
 
-class WriteKeywords(SelectKeywords, ExecutionKeywords, total=False):
-    """Keywords of every function that writes a checkpoint from another."""
+class OutputKeywords(TypedDict, total=False):
+    """Keywords about the tensors and files that are written."""
 
     dtype: DTypeLike | None
     buffers: Sequence[str]
     max_shard_size: str | int | None
     untie: bool
+
+
+class WriteKeywords(SelectKeywords, ExecutionKeywords, OutputKeywords, total=False):
+    """Keywords of every function that writes a checkpoint from another."""
+
+
+class RunKeywords(SelectKeywords, RepeatableKeywords, OutputKeywords, total=False):
+    """Keywords of ``convert_run``: those of ``convert`` that are for several checkpoints."""
+
+    like: str | Path | None
+    to: WrittenFormat | FormatAlias | None
+    world_size: int | None
+    state: State | None
 
 
 class ReshardKeywords(WriteKeywords, total=False):

@@ -111,7 +111,7 @@ def list_members(run: Source, url: str) -> list[tuple[SavedCheckpoint, RunCheckp
             f"{url} holds no checkpoints: neither it nor a folder or file in it looks like one that a trainer writes"
         )
     with ThreadPoolExecutor(THREADS) as threads:
-        return list(zip(members, threads.map(partial(_describe_checkpoint, url), members), strict=True))
+        return list(zip(members, threads.map(partial(describe_checkpoint, url), members), strict=True))
 
 
 def list_checkpoints(run: Source, *, url: str) -> RunListing:
@@ -149,7 +149,8 @@ def read_plain_manifest(checkpoint: SavedCheckpoint) -> tuple[Format, Manifest]:
     return reader, read_manifest(reader, checkpoint.source, ReadOptions())
 
 
-def _describe_checkpoint(url: str, checkpoint: SavedCheckpoint) -> RunCheckpoint:
+def describe_checkpoint(url: str, checkpoint: SavedCheckpoint) -> RunCheckpoint:
+    """What ``ls`` of the run at ``url`` shows of the checkpoint. Raises StoreError."""
     store = checkpoint.run.store
     problem = find_problem(checkpoint)
     stated_step = read_trainer_state(checkpoint).get("global_step")

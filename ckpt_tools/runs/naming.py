@@ -74,6 +74,8 @@ def _choose_checkpoint(url: str, name: str, run: Source) -> str:
             f"{url} has several checkpoints {name!r} ({join_newest([each.name for each in matching])}); name one of "
             f"them, such as {url}@{matching[0].name}"
         )
+    if name == "all":
+        raise UsageError(f"{url}@{name} is not one checkpoint; convert-run converts every checkpoint of {url}")
     has = join_newest([each.name for each in finished])
     raise SourceNotFoundError(f"{url} has no checkpoint {name!r}; it has {has}")
 

@@ -45,7 +45,7 @@ def folder(tmp_path_factory):
 
 
 CASES = [
-    ("ckpt-tools conv", ["plain,convert"]),
+    ("ckpt-tools conv", ["plain,convert", "plain,convert-run"]),
     ("ckpt-tools -v resh", ["plain,reshard"]),
     ("ckpt-tools convert --dt", ["plain,--dtype"]),
     ("ckpt-tools convert a b --to f", ["plain,fsdp2"]),

@@ -52,7 +52,7 @@ APPLY_ALWAYS = {
         "form",
         "verbose",
     ),
-    *("version", "help"),
+    *("version", "help", "steps", "every", "last", "follow", "until", "poll", "then"),
 }
 """Options that have no case in which they could be ignored: they name a reader or writer, bound any command, say how a
 result is printed, or are an error where they do not fit."""
