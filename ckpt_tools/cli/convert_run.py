@@ -13,7 +13,7 @@ from ckpt_tools.cli import options
 from ckpt_tools.cli.output import print_json, print_wrapped, show_notes
 from ckpt_tools.core.option_names import DEFAULT_POLL_SECONDS
 from ckpt_tools.core.options import RunKeywords
-from ckpt_tools.errors import CkptError
+from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.messages.wording import escape_unprintable, format_count, format_size
 
 if TYPE_CHECKING:
@@ -68,6 +68,8 @@ def convert_run_command(run: str, dst: str, then: str | None, as_json: bool, qui
     """
     from ckpt_tools import convert_run
 
+    if then is not None and not then.strip():
+        raise UsageError("--then is empty; name a command")
     lines = _CheckpointLines(then, as_json)
     report = convert_run(run, dst, on_checkpoint=lines.show, **keywords)
     if not as_json and not quiet:
