@@ -88,7 +88,7 @@ def masked(text: str) -> str:
     """Words without what differs from run to run and between machines: times, rates, dates, lines of loggers, and how
     far weights of a training are from each other."""
     words = " ".join(_OF_A_LOGGER.sub("", text).split())
-    words = re.sub(r"[\d.]+ s \([\d.]+ \w+/s\)", "TIME", words)
+    words = re.sub(r"\b\d+\.\d\d s\b(?: \([\d.]+ \w+/s\))?", "TIME", words)
     words = re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d", "DATE", words)
     return re.sub(r"\b\d\.\d{5,}|relative [\d.e-]+", "DIFFERENCE", words)
 
