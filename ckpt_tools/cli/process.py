@@ -12,7 +12,6 @@ import gc
 import os
 import sys
 
-from ckpt_tools.process.collector import freeze_made_objects
 from ckpt_tools.process.signals import exit_on_signals, ignore_signals_at_exit
 
 THREADS_VARIABLE = "OPENBLAS_NUM_THREADS"
@@ -25,8 +24,7 @@ _INITIAL_GC_THRESHOLDS = gc.get_threshold()
 
 
 def tune_for_short_life() -> None:
-    """Let the collector run rarely, and not over what stays."""
-    freeze_made_objects()
+    """Let the collector run rarely."""
     ignore_signals_at_exit()
     gc.set_threshold(GC_THRESHOLD, *_INITIAL_GC_THRESHOLDS[1:])
 

@@ -6,14 +6,6 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_freezes_objects = False
-
-
-def freeze_made_objects() -> None:
-    """In a process that is one command: never look again at what was made while the collector was paused."""
-    global _freezes_objects
-    _freezes_objects = True
-
 
 @contextmanager
 def pause_collector(*, is_needed: bool = True) -> Iterator[None]:
@@ -26,6 +18,4 @@ def pause_collector(*, is_needed: bool = True) -> Iterator[None]:
         yield
     finally:
         if was_enabled:
-            if _freezes_objects:
-                gc.freeze()
             gc.enable()
