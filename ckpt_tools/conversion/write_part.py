@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ckpt_tools.conversion.write import WrittenOutput
 from ckpt_tools.core.options import ConvertRequest
 from ckpt_tools.core.part_number import PartNumber
-from ckpt_tools.errors import DestinationExistsError, UsageError
+from ckpt_tools.errors import DestinationExistsError, StoreError, UsageError
 from ckpt_tools.messages.progress import ProgressMeter, ignore_progress, log_info
 from ckpt_tools.planning.plan import Plan
 from ckpt_tools.planning.shares import count_share_bytes
@@ -46,8 +46,8 @@ def write_part(
 
     Raises:
         UsageError: other parts have another plan, or are of another count. DestinationExistsError: the output is
-            there, or another process writes this part. StoreError, FormatError: as the stores and the source's bytes
-            say.
+            there, or another process writes this part. StoreError: what the parts wrote was
+            removed, or a store failed. FormatError: as the source's bytes say.
     """
     staging = place.stage_part(part)
     if is_direct:
@@ -110,7 +110,7 @@ def _publish(plan: Plan, store: Store, place: OutputLocation, staging: PartStagi
     try:
         with place.claim_staging(staging, overwrite=False, resume=True) as claim:
             if _list_missing_parts(staging.read_logs(), part):
-                return
+                raise StoreError(f"what the parts wrote for {place.url} was removed meanwhile; run all parts again")
             journal = TransferJournal.resume(claim.log, plan, store, claim.destination, threads, trusts_parts=True)
             execute_plan(
                 plan,

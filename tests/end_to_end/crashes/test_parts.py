@@ -161,3 +161,20 @@ def test_killed_at_random_and_run_again(name, made_case, soak):
         if staging_of(case).exists():  # killed after it published, and before it cleaned up
             group.main(["clean", str(case.target)], standalone_mode=False)
         assert_published(case)
+
+
+def test_what_was_removed_before_it_was_published_is_not_called_written(made_case, monkeypatch):
+    from ckpt_tools.conversion import write_part as module
+
+    case = made_case("dcp")
+    write_part(case, "1/3")
+    write_part(case, "2/3")
+    real_publish = module._publish
+
+    def clean_first(*args):
+        group.main(["clean", str(case.target)], standalone_mode=False)
+        real_publish(*args)
+
+    monkeypatch.setattr(module, "_publish", clean_first)
+    refused(case, "3/3", CkptError, "was removed meanwhile; run all parts again")
+    assert list(case.folder.iterdir()) == []
