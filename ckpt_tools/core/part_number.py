@@ -40,7 +40,7 @@ class PartNumber:
         part = None if match is None else cls(int(match[1]), int(match[2]))
         if part is None or not 1 <= part.number <= part.count:
             raise UsageError.of(
-                "part", f"{format_option('part', text)} is no part; write for example 1/64, up to 64/64, or {AUTO}"
+                "part", f"{format_option('part', text)} is not a part; write for example 1/64, up to 64/64, or {AUTO}"
             )
         return part
 

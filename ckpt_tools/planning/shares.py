@@ -1,4 +1,4 @@
-"""The tasks of one part of a conversion: about the same number of bytes for each, in order.
+"""Tasks of one part of a conversion: about the same number of bytes for each, in order.
 
     files   |------- a -------|---- b ----|------ c ------|      one after the other
     parts   [=====1=====][=====2=====][=====3=====]

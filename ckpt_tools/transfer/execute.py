@@ -349,7 +349,7 @@ class _OutputFiles:
             self.target.write_part(file.path, handle, 0, position, crc.to_bytes(4, "little"))
 
     def sync_partial_files(self) -> None:
-        """Close the files of which other parts write the rest."""
+        """Close files that other parts complete."""
         for file_index in list(self._part_tags):
             self.target.finish_file(self.plan.layout.files[file_index].path, self._handle_of(file_index), ())
 

@@ -26,11 +26,11 @@ def test_it_is_named_or_found(text, environment, expected):
 @pytest.mark.parametrize(
     ("text", "environment", "words"),
     [
-        *((text, {}, "is no part") for text in ("0/4", "5/4", "4", "1/0", "a/b", "-1/4", "1/4/2", "")),
+        *((text, {}, "is not a part") for text in ("0/4", "5/4", "4", "1/0", "a/b", "-1/4", "1/4/2", "")),
         ("auto", {}, r"\$\(\(JOB_COMPLETION_INDEX \+ 1\)\)/N"),
         ("auto", {"RANK": "1"}, "no number of this process"),
         ("auto", {"RANK": "x", "WORLD_SIZE": "2"}, "are not numbers"),
-        ("auto", {"RANK": "2", "WORLD_SIZE": "2"}, "is no part"),
+        ("auto", {"RANK": "2", "WORLD_SIZE": "2"}, "is not a part"),
     ],
 )
 def test_what_is_no_part_is_refused(text, environment, words):
