@@ -36,6 +36,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "recipe": ("recipe.toml",), "max_shard_size": ("1KB",), "config": ("config",), "like": ("hub",),
     "memory": ("300MB",), "workers": ("1",), "runner": ("threads",), "address": ("localhost:1",),
     "progress": ("none",), "log_format": ("json",), "adapter_name": ("default",), "optimizer_file": ("optimizer.pt",),
+    "io": ("direct", "buffered"), "part": ("1/1", "2/2"),
 }  # fmt: skip
 """By parameter; flags have none, and ``from_`` takes the format of the layout."""
 
@@ -91,7 +92,7 @@ def run(folder: Path, command: str, layout: str, given: list[list[str]]) -> tupl
     to = [] if "--to" in typed else ["--to", "safetensors"]
     done = run_command(command, *places, *to, *typed)
     shutil.rmtree(out, ignore_errors=True)
-    for beside in folder.glob("out*"):
+    for beside in (*folder.glob("out*"), *folder.glob(".out*")):
         beside.unlink() if beside.is_file() else shutil.rmtree(beside)
     return done.code, done.out + done.err
 
