@@ -10,8 +10,11 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import subprocess
+import sys
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,7 +23,7 @@ from benchmarks import caching
 from benchmarks.inputs import InputCache
 from benchmarks.measure import MeasureError, Usage, measure_command
 from benchmarks.peers import fill_command, find_only_file
-from benchmarks.runner import CKPT_TOOLS, COLD, FSYNC, WARM, WAYS, Record, RunSettings, say
+from benchmarks.runner import CKPT_TOOLS, DURABLE, LOADED, WARM, WAYS, Record, RunSettings, say
 from benchmarks.turns import take_turns
 
 OURS, COPY = "ckpt-tools", "cp -r"
@@ -42,7 +45,10 @@ PEERS: Mapping[str, str] = _TABLES["peers"]
 """What Python runs as each peer, by its name in tables."""
 
 SYNCING: Collection[str] = _TABLES["syncing"]
-"""Peers that always sync, as DCP's writer does. They are compared with ours with `--fsync`."""
+"""Peers that always sync, as DCP's writer does. They are measured durable, and the others warm."""
+
+BUSY_PROGRAM = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(range(100_000))"
+"""Takes a processor until its parent is gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +74,12 @@ class Work:
         return tuple(filter(None, (OURS, COPY, self.plain, self.peer)))
 
     def list_slots(self, ways: Collection[str] = WAYS) -> list[tuple[str, str]]:
-        """Contestants and their ways. Peers have no option for fsync."""
-        return [(who, way) for who in self.contestants for way in ways if way != FSYNC or who not in PEERS]
+        """Contestants and their ways; a peer has one."""
+        return [(who, way) for who in self.contestants for way in ways if who not in PEERS or way == self.way_of_peer]
+
+    @property
+    def way_of_peer(self) -> str:
+        return DURABLE if self.peer in SYNCING else WARM
 
     def build_command(self, contestant: str, source: Path, copied: Path, out: Path, *, synced: bool) -> list[str]:
         """The contestant's command line; `cp -r` copies `copied`, and the others write files into the folder `out`."""
@@ -111,6 +121,18 @@ def _ckpt_tools(command: str, *places: Path) -> list[str]:
 WORKS = {work["name"]: Work(**work) for work in _TABLES["work"]}
 
 
+@contextmanager
+def keep_processors_busy(num_processes: int) -> Iterator[None]:
+    """So many processes that compute, until the end."""
+    processes = [subprocess.Popen([sys.executable, "-S", "-c", BUSY_PROGRAM]) for _ in range(num_processes)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
 def measure_conversion(name: str, settings: RunSettings) -> Record:
     return measure_work(WORKS[name], settings)
 
@@ -140,10 +162,11 @@ def measure_work(work: Work, settings: RunSettings) -> Record:
         for path in inputs.root.iterdir():
             if path != source:
                 caching.drop_from_cache(path)
-        (caching.drop_from_cache if way == COLD else caching.read_into_cache)(read)
+        (caching.read_into_cache if way == WARM else caching.drop_from_cache)(read)
         share = caching.get_cached_share(read)
-        command = work.build_command(contestant, source, copied, out, synced=way == FSYNC)
-        return measure_command(command, log, time_limit=settings.time_limit), share
+        command = work.build_command(contestant, source, copied, out, synced=way != WARM)
+        with keep_processors_busy(2 if way == LOADED else 0):
+            return measure_command(command, log, time_limit=settings.time_limit), share
 
     def note_check(contestant: str) -> None:
         verification = work.build_verification(contestant, source, out)
@@ -153,7 +176,7 @@ def measure_work(work: Work, settings: RunSettings) -> Record:
         if contestant in failures:
             return
         usage, share = convert(contestant, way)
-        say(f"  {contestant:32} {way:5} {usage.seconds:.2f} s {usage.failure}")
+        say(f"  {contestant:32} {way:7} {usage.seconds:.2f} s {usage.failure}")
         if usage.failure:
             failures[contestant] = usage.failure
             return

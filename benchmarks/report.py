@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from benchmarks.conversions import COPY, OURS, SYNCING, WORKS, Work
+from benchmarks.conversions import COPY, OURS, WORKS, Work
 from benchmarks.measure import ROOT
-from benchmarks.runner import COLD, FSYNC, MACHINE, PARTS, WARM, BenchmarkJournal, Record, digest_code
+from benchmarks.runner import DURABLE, LOADED, MACHINE, PARTS, WARM, BenchmarkJournal, Record, digest_code
 from benchmarks.turns import format_verdict, make_table
 from tests.support.svg import COLOURS, LINE, MARGIN, WIDTH, Picture
 
@@ -72,22 +72,37 @@ class MeasuredWork:
 
     @property
     def times_faster(self) -> float | None:
-        """The peer's time over ours; over ours with fsync where the peer syncs too."""
-        theirs, ours = self.peer, self.runs_of(OURS, FSYNC if self.work.peer in SYNCING else WARM)
+        """The peer's time over ours, in the peer's way."""
+        theirs, ours = self.peer, self.runs_of(OURS, self.work.way_of_peer)
         return theirs.seconds / ours.seconds if theirs and ours else None
 
     @property
     def peer(self) -> ContestantRuns | None:
         """The runs of the peer, if it completes."""
-        return self.runs_of(self.work.peer)
+        return self.runs_of(self.work.peer, self.work.way_of_peer)
+
+    def list_ratios_to_copy(self, way: str, field: str = "seconds") -> list[float]:
+        """Ours over that of ``cp -r``, of each round."""
+        ours, copies = (self.runs_of(each, way) for each in (OURS, COPY))
+        if not ours or not copies:
+            return []
+        return [one[field] / other[field] for one, other in zip(ours.runs, copies.runs, strict=False)]
 
     def list_promises(self) -> Iterator[str]:
         """The promises of the work's target that were measured."""
         target, plain = self.work.target, self.work.plain
+        durable, loaded = (self.list_ratios_to_copy(way) for way in (DURABLE, LOADED))
+        cpu = self.list_ratios_to_copy(DURABLE, "cpu_seconds")
         ratios = (
             ("copy", self.compute_ratio(OURS, COPY), "x cp -r, from memory", "copied_bytes"),
-            ("copy", self.compute_ratio(OURS, COPY, COLD), "x cp -r, from the disk", "copied_bytes"),
-            ("copy_synced", self.compute_ratio(OURS, COPY, FSYNC), "x cp -r, both with fsync", "copied_bytes"),
+            (
+                "durable",
+                max(durable, default=None),
+                "x cp -r, from the disk onto it, in the worst round",
+                "copied_bytes",
+            ),
+            ("durable_cpu", median(cpu) if cpu else None, "x processor time of cp -r, so", "copied_bytes"),
+            ("loaded", max(loaded, default=None), "x cp -r, so, beside two busy processes", "copied_bytes"),
             ("plain", self.compute_ratio(OURS, plain), f"x {plain.removeprefix(OURS).strip()}", "source_bytes"),
         )
         for field, ratio, unit, size in ratios:
@@ -116,8 +131,11 @@ def write(journal: BenchmarkJournal, folder: Path, readme: Path | None = None, p
     if few := [measured for measured in works if measured.work.name in README_WORKS]:
         (folder / "picture.svg").write_text(draw_picture(few))
     if readme:
-        header = "conversion | output | ours | `cp -r` of the output | fastest other tool | memory: ours, theirs"
-        replace_section(readme, README_SECTION, "\n".join(make_table(header, map(_readme_cells, few), texts=(0, 4))))
+        header = (
+            "conversion | output | ours | `cp -r` of the output | durable: ours, `cp -r` | fastest other tool "
+            "| memory: ours, theirs"
+        )
+        replace_section(readme, README_SECTION, "\n".join(make_table(header, map(_readme_cells, few), texts=(0, 5))))
     if page:
         replace_section(page, PAGE_SECTION, "\n".join(_list_section_lines(journal, works)))
 
@@ -140,6 +158,7 @@ def _readme_cells(measured: MeasuredWork) -> Iterator[str]:
     yield _format_gigabytes(measured.record["copied_bytes"])
     yield _format_seconds(ours)
     yield _format_seconds(measured.runs_of(COPY))
+    yield _format_durable(measured)
     yield f"{measured.work.peer}: {_format_seconds(theirs)}" if theirs else _no_peer(measured)
     yield ", ".join(_format_megabytes(runs) for runs in (ours, theirs) if runs)
 
@@ -158,8 +177,11 @@ def _list_section_lines(
     if is_whole:
         yield "\n[How it was measured](../../docs/benchmarks.md#how-it-was-measured)."
     yield ""
-    header = "work | reads, writes | ours | `cp -r` | ours / cp | best peer | times faster | memory"
-    yield from make_table(header, map(_summary_cells, works), texts=(0, 1, 5))
+    header = (
+        "work | reads, writes | ours | `cp -r` | ours / cp | durable: ours, `cp -r` | ratios by round | best peer "
+        "| times faster | memory"
+    )
+    yield from make_table(header, map(_summary_cells, works), texts=(0, 1, 7))
     earlier = [measured.work.about for measured in works if measured.record["code"] != versions[-1]]
     if earlier and is_whole:
         what = "with an earlier version of ckpt-tools, and perhaps on another machine"
@@ -192,6 +214,9 @@ def _summary_cells(measured: MeasuredWork) -> Iterator[str]:
     yield _format_seconds(ours)
     yield _format_seconds(measured.runs_of(COPY))
     yield _format_ratio(measured.compute_ratio(OURS, COPY, WARM))
+    yield _format_durable(measured)
+    ratios = measured.list_ratios_to_copy(DURABLE)
+    yield f"{min(ratios):.2f} to {max(ratios):.2f}" if ratios else "–"
     yield f"{measured.work.peer}, {_format_seconds(theirs)}" if theirs else _no_peer(measured)
     yield _format_ratio(measured.times_faster, 1)
     yield _format_megabytes(ours) + (f" / {_format_megabytes(theirs)}" if theirs else "")
@@ -211,6 +236,10 @@ def _run_cells(measured: MeasuredWork, runs: ContestantRuns) -> Iterator[str]:
     yield f"{read / 1e9:.2f}, {_format_gigabytes(written)}"
     yield _format_gigabytes(runs.get_median("disk_read_bytes"))
     yield measured.record["checks"].get(runs.contestant, "not checked") or "equal"
+
+
+def _format_durable(measured: MeasuredWork) -> str:
+    return ", ".join(_format_seconds(measured.runs_of(each, DURABLE)) for each in (OURS, COPY))
 
 
 def _no_peer(measured: MeasuredWork) -> str:

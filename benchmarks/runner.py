@@ -21,8 +21,9 @@ from fixtures.cache import code_of
 CKPT_TOOLS = [sys.executable, "-m", "ckpt_tools"]
 FRAMEWORKS = ("torch", "deepspeed", "safetensors", "accelerate")
 
-WAYS = WARM, COLD, FSYNC = "warm", "cold", "fsync"
-"""Ways of a conversion: with the input in memory, with it on the disk, and warm with fsync."""
+WAYS = WARM, DURABLE, LOADED = "warm", "durable", "loaded"
+"""Ways of a conversion: with the input in memory and an output that may stay there; with the input on the disk, and the
+output on it at the end; and durable beside two processes that take the processors."""
 
 MACHINE = "machine"
 """Name of the record about the machine of the last run."""
