@@ -24,6 +24,7 @@ from ckpt_tools.serialization.loadable import LeftOut, LoadableValue, Replaced, 
 from ckpt_tools.serialization.pickle.dump import dumps_with_storages
 from ckpt_tools.serialization.torch_archive import TorchArchive
 from ckpt_tools.serialization.torch_zip import make_archive_segments, open_archive
+from ckpt_tools.stores.local.direct import exceeds_free_memory
 from ckpt_tools.stores.publishing import OutputLocation
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import (
@@ -76,6 +77,7 @@ def rewrite_as_loadable(request: ConvertRequest) -> LoadableReport:
         required_task_bytes=place.part_rules.required_task_bytes(layout.size_bytes),
     )
     replaced_sizes = find_replaced_files(place, layout, request)
+    num_bytes = plan.compute_figures().bytes_written
     start_seconds = time.perf_counter()
     written = write_output(
         plan,
@@ -84,8 +86,8 @@ def rewrite_as_loadable(request: ConvertRequest) -> LoadableReport:
         request,
         pool,
         target_format=TORCH_FORMAT,
-        num_bytes=plan.compute_figures().bytes_written,
-        is_direct=request.fsync,
+        num_bytes=num_bytes,
+        is_direct=exceeds_free_memory(2 * num_bytes),
         replaced_sizes=replaced_sizes,
         read_back_options=ReadOptions(),
     )

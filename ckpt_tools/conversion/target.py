@@ -84,8 +84,8 @@ def estimate_client_bytes(*urls: str | Path) -> int:
 
 
 def choose_direct_io(request: ConvertRequest, opened: OpenedCheckpoint, layout: Layout) -> bool:
-    """Whether bytes are moved past the page cache: as the user says, else if the output has to be on the disk at the
-    end, or is too much for memory. Raises UsageError where no byte is on a local disk."""
+    """Whether bytes are moved past the page cache: as the user says, else if they are too many for memory, or other
+    processes write the same output. Raises UsageError where no byte is on a local disk."""
     if all(map(is_remote, (request.src, request.dst))):
         if request.io == "direct":
             raise UsageError.of(
@@ -97,7 +97,7 @@ def choose_direct_io(request: ConvertRequest, opened: OpenedCheckpoint, layout: 
     from ckpt_tools.stores.local.direct import exceeds_free_memory
 
     num_bytes = sum(file.size_bytes for file in layout.files) + opened.manifest.stored_bytes
-    return request.fsync or request.part is not None or exceeds_free_memory(num_bytes)
+    return request.part is not None or exceeds_free_memory(num_bytes)
 
 
 def is_whole_state_written(options: ConvertOptions, writer: Format) -> bool:

@@ -458,7 +458,7 @@ class ConvertRequest(ConvertOptions):
     io: Io = _option(
         DEFAULT_IO,
         RUNNING,
-        "Move bytes past the page cache, or through it. auto: past it with --fsync, and where they are more than half "
+        "Move bytes past the page cache, or through it. auto: past it with --part, and where they are more than half "
         "of the free memory.",
     )
     part: str | None = _option(

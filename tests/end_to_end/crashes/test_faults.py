@@ -79,7 +79,9 @@ def check_clean(case: Case, runs: Runs) -> None:
 @pytest.mark.timeout(3600)
 def test_every_call_may_fail(name, mode, made_case, runs, soak):
     case = made_case(name)
-    words, before = (["--overwrite"], case.old) if mode == "overwrite" else (["--fsync", "--resume"], {})
+    words, before = (
+        (["--overwrite"], case.old) if mode == "overwrite" else (["--fsync", "--resume", "--io", "direct"], {})
+    )
     case.put(before)
     done = runs.watched(*case.words, *words)
     assert done.code == 0, done.stderr

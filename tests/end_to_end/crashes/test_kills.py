@@ -70,7 +70,7 @@ def kill_and_resume(case: Case, runs: Runs, call: Call, words: list[str], before
 @pytest.mark.timeout(3600)
 def test_killed_at_every_call(name, mode, made_case, runs, soak):
     case = made_case(name)
-    words, before = ["--fsync", "--resume"], {}
+    words, before = ["--fsync", "--resume", "--io", "direct"], {}
     if mode == "overwrite":
         words, before = [*words, "--overwrite"], case.old
     calls = write_calls(case, runs, words, before)
