@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from ckpt_tools.conversion.loadable import LoadableReport
     from ckpt_tools.conversion.report import ConvertReport, PlanReport
     from ckpt_tools.core.manifest import Manifest
-    from ckpt_tools.core.option_names import State
+    from ckpt_tools.core.option_names import Quantization, State
     from ckpt_tools.core.options import DTypeLike
     from ckpt_tools.core.summary import Summary
     from ckpt_tools.formats.index import FormatInfo
@@ -301,6 +301,10 @@ def convert(src: str | Path, dst: str | Path, **options: Unpack[ConvertKeywords]
             in the dtype that it names for the model, or ``dtype``. It comes before all options that name tensors.
         dtype: Cast the weights, and nothing else: ``"float32"``, ``"bfloat16"``, ``"float16"``, or the same as a
             dtype of torch, numpy or ml_dtypes. Default: no cast.
+        quantize: Quantize the layers of a language model: ``"fp8-block"`` in blocks of 128 x 128, as DeepSeek's models
+            are; ``"fp8"`` or ``"int8"`` by row, as compressed-tensors does. The output is a folder of safetensors, and
+            its ``config.json`` says so; ``dtype`` is for the other weights. Default: none.
+        keep: Globs; weights with matching names are not quantized.
         buffers: Globs; tensors with matching names are buffers. They are not cast, and zero3 keeps them whole. Default:
             found by what the source says of its tensors.
         world_size: The number of ranks to write for, in formats with files for each rank. Default: the source's.
@@ -646,6 +650,8 @@ def verify(
     buffers: Sequence[str] = (),
     like: str | Path | None = None,
     untie: bool = False,
+    quantize: Quantization | None = None,
+    keep: Sequence[str] = (),
     digests: str | Path | None = None,
     public_key: str | Path | None = None,
     signature: str | Path | None = None,
@@ -663,7 +669,8 @@ def verify(
         dst: What ``src`` was converted to.
         from_: The format of ``src``. Default: detected.
         state, dtype, weights, include, exclude, rename, key_map, strip, recipe, inverse, dequantize, config, like,
-            untie, model_key, optim_key, param_order, optimizer_file, buffers, tag: As they were for ``convert``.
+            untie, quantize, keep, model_key, optim_key, param_order, optimizer_file, buffers, tag: As they were for
+            ``convert``.
         digests: Without ``dst``: a list of digests to compare with, of the checkpoint that was converted to ``src``; or
             a list of its files as ``sha256sum``, ``b2sum``, ``md5sum`` or Megatron-Core (``integrity.json``) write it.
             Default: the lists that lie with ``src``, and the hub's hashes of what ``hf download`` stored there.
@@ -690,7 +697,9 @@ def verify(
     from ckpt_tools.runs.opening import open_checkpoint, resolve_checkpoint_url
     from ckpt_tools.verification.verify import verify_checkpoint, verify_conversion
 
-    convert_options = ConvertOptions(state=state, dtype=dtype, buffers=buffers, like=like, untie=untie, **options)
+    convert_options = ConvertOptions(
+        state=state, dtype=dtype, buffers=buffers, like=like, untie=untie, quantize=quantize, keep=keep, **options
+    )
     given_options = {
         **convert_options.values_by_name,
         "digests": digests,

@@ -111,7 +111,7 @@ def test_verbs_that_convert_take_the_same_keywords():
     whole = parameters("convert")
     assert parameters("plan") == whole
     assert parameters("consolidate") == {name: each for name, each in whole.items() if name != "state"}
-    resharding = {name: each for name, each in whole.items() if name not in {"to", "world_size"}}
+    resharding = {name: each for name, each in whole.items() if name not in {"to", "world_size", "quantize", "keep"}}
     assert {name: each for name, each in parameters("reshard").items() if name != "world_size"} == resharding
 
 

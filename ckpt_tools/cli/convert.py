@@ -18,6 +18,7 @@ from ckpt_tools.core.options import (
     ExecutionKeywords,
     LoadableKeywords,
     MergeKeywords,
+    QuantizationKeywords,
     ReadKeywords,
     ReshardKeywords,
 )
@@ -129,7 +130,7 @@ def plan_command(src: str, dst: str, script: str | None, as_json: bool, quiet: b
 @options.source_argument
 @_destination_argument
 @options.option_of("to")
-@options.options_of(ReshardKeywords)
+@options.options_of(ReshardKeywords, QuantizationKeywords)
 @options.json_option
 @options.transfer_options
 def consolidate_command(src: str, dst: str, as_json: bool, quiet: bool, **keywords: Any) -> None:

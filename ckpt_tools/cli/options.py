@@ -15,6 +15,7 @@ from ckpt_tools.core.option_names import (
     DEFAULT_RUNNER,
     DTYPE_NAMES,
     IO_MODES,
+    QUANTIZATIONS,
     RUNNERS,
     STATES,
     WEIGHTS,
@@ -107,6 +108,7 @@ _CLICK_SETTINGS: dict[object, dict[str, Any]] = {
     "State | None": {"type": click.Choice(STATES)},
     "Weights | None": {"type": click.Choice(WEIGHTS)},
     "DTypeLike | None": {"type": DTypeChoice(DTYPE_NAMES)},
+    "Quantization | None": {"type": click.Choice(QUANTIZATIONS)},
     "Runner": {"type": click.Choice(RUNNERS), "default": DEFAULT_RUNNER, "show_default": True},
     "Io": {"type": click.Choice(IO_MODES), "default": DEFAULT_IO, "show_default": True},
 }

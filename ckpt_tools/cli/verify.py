@@ -19,7 +19,7 @@ from ckpt_tools.cli.output import (
     show_notes,
 )
 from ckpt_tools.cli.reporting import show_progress
-from ckpt_tools.core.options import ReadKeywords, SelectKeywords
+from ckpt_tools.core.options import QuantizationKeywords, ReadKeywords, SelectKeywords
 from ckpt_tools.errors import DifferenceError
 from ckpt_tools.messages.wording import (
     escape_unprintable,
@@ -215,6 +215,7 @@ def _print_markdown_report(title: str, report: VerifyReport, equality: str, top:
 @options.option_of("buffers")
 @options.option_of("like")
 @options.option_of("untie")
+@options.options_of(QuantizationKeywords)
 @click.option(
     "--digests",
     metavar="FILE",

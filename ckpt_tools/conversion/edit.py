@@ -20,7 +20,7 @@ from ckpt_tools.errors import CkptError, IncompleteError, UnsupportedError, Usag
 from ckpt_tools.formats.applicability import WRITING_RULES
 from ckpt_tools.formats.base import Format
 from ckpt_tools.messages.wording import join_names
-from ckpt_tools.reading.checkpoint import make_option_case, make_recipe_step
+from ckpt_tools.reading.checkpoint import make_option_case, make_quantize_step, make_recipe_step
 from ckpt_tools.reading.model_files import read_model_config
 from ckpt_tools.reading.opened import OpenedCheckpoint
 from ckpt_tools.runs.opening import open_checkpoint, open_reference_matcher
@@ -101,6 +101,7 @@ def edit_checkpoint(
             recipe=None if recipe is None else partial(_apply_recipe, recipe, request),
             merge=merge,
             like=like,
+            quantize=make_quantize_step(opened, request),
         )
     except (UsageError, IncompleteError) as error:
         raise _name_options_in_error(error, request) from error
@@ -123,7 +124,7 @@ def edit_checkpoint(
 
 def _name_options_in_error(error: UsageError | IncompleteError, request: ConvertRequest) -> CkptError:
     """The error with the options that names depend on, because what one makes the other may not find."""
-    option_fields = ("dequantize", "strip", "recipe", "include", "exclude", "rename", "key_map", "like")
+    option_fields = ("dequantize", "strip", "recipe", "include", "exclude", "rename", "key_map", "like", "quantize")
     given_options = [format_option(name) for name in option_fields if getattr(request, name)]
     unnamed_options = [each for each in given_options if each not in error.message]
     if (

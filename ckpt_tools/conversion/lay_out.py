@@ -130,6 +130,9 @@ def _find_output_model_files(
 ) -> ModelFiles | None:
     """The files that say what the model is, for a folder of its weights; None if none is written or there are none."""
     if not target.takes_model_files:
+        if request.quantize is not None:
+            quantize = format_option("quantize", request.quantize)
+            raise UsageError(f"{quantize} writes a folder with config.json; {target.place.name} is one file")
         if opened.config_folder is not None and not (request.needs_config or target.writer.asks_adapter_config):
             raise UsageError(f"{format_option('config')} is for folders; {target.place.name} is one file")
         return None

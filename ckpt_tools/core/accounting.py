@@ -70,9 +70,10 @@ def _needs_no_bytes(key: StateKey, target_manifest: Manifest) -> bool:
 
 
 def _iter_dropped_keys(source_manifest: Manifest, target_manifest: Manifest) -> Iterator[StateKey]:
-    """Tensors of ``source_manifest`` that are not in ``target_manifest``, by name or by the shards that a renamed one
-    keeps."""
-    kept_shard_ids = {id(entry.shards) for entry in target_manifest.tensors.values()}
+    """Tensors of ``source_manifest`` that are not in ``target_manifest``, by name, by the shards that a renamed one
+    keeps, or by those that one is computed of."""
+    operands = (entry for each in target_manifest.computed.values() for entry in each.operands)
+    kept_shard_ids = {id(entry.shards) for entry in (*target_manifest.tensors.values(), *operands)}
     for key, entry in source_manifest.tensors.items():
         if key.slot == MASTER or key in target_manifest.tensors or id(entry.shards) in kept_shard_ids:
             continue

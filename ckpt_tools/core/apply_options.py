@@ -17,6 +17,9 @@ from ckpt_tools.core.transforms import TransformResult
 ManifestStep: TypeAlias = Callable[[Manifest], TransformResult]
 """From one manifest to another, with notes."""
 
+CastManifestStep: TypeAlias = Callable[[Manifest, Manifest], TransformResult]
+"""The same, from a manifest whose weights are cast and the one before the cast."""
+
 
 @dataclass(frozen=True, slots=True)
 class AppliedOptions:
@@ -53,6 +56,7 @@ def apply_options(
     recipe: ManifestStep | None = None,
     merge: ManifestStep | None = None,
     like: ReferenceSteps | None = None,
+    quantize: CastManifestStep | None = None,
 ) -> AppliedOptions:
     """The manifest as ``options`` make it.
 
@@ -61,13 +65,15 @@ def apply_options(
     ``kept_entries`` are entries that are written with the weights also if no other state is. ``recipe`` is the step of
     ``options.strip`` and ``options.recipe``; options that name tensors name those that it makes. ``merge`` is the step
     that merges an adapter into these. ``like`` comes last, so that the other options can leave out or rename what does
-    not fit. ``keeps_tree`` says that the target is a tree as the source is one.
+    not fit. ``keeps_tree`` says that the target is a tree as the source is one. ``quantize`` is the step after
+    the cast.
 
     Raises:
         UsageError: the options do not fit this checkpoint or each other. UnsupportedError: all state is written of
         weights and optimizer state under different names, and there is no recipe to join them.
     """
-    # Weights joined with state -> choice of copies -> recipe -> adapter -> selection -> renaming -> reference -> cast.
+    # Weights joined with state -> choice of copies -> recipe -> adapter -> selection -> renaming -> reference -> cast
+    # -> quantizing.
     # Notes that an item was kept are dropped where a later step leaves it out (_run_steps, _is_superseded).
     source_dtypes = manifest.weight_dtypes
     notes = tuple(replace(note, asked=note.asked or options.state == "model") for note in manifest.notes)
@@ -118,6 +124,9 @@ def apply_options(
         cast_manifest, new_notes = like.match_dtypes(manifest)
     else:
         cast_manifest, new_notes = transforms.cast_weights(manifest, options.target_dtype)
+    if quantize is not None:
+        cast_manifest, quantization_notes = quantize(cast_manifest, manifest)
+        new_notes += quantization_notes
     are_weights_changed = bool(manifest.computed) or cast_manifest.weight_dtypes != source_dtypes
     if HEADER_ENTRY in cast_manifest.extra and are_weights_changed:
         reason = "carried as it is, and it may say of tensors what was true before this conversion"

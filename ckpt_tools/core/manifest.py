@@ -338,6 +338,8 @@ class Manifest:
     """Bytes of all files of the source."""
     step_claims: tuple[StepClaim, ...] = ()
     """What single files state of the step."""
+    quantization_config: Mapping[str, Any] = field(default_factory=dict)
+    """What ``config.json`` of the output has to say of weights that the conversion quantizes; empty if it does not."""
     _checked: _CheckedTensors | None = field(default=None, repr=False, compare=False)
     """What is known of ``tensors``, so that ``replace`` of another field need not find it out again."""
 

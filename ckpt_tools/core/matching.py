@@ -17,9 +17,9 @@ def is_selected(fqn: str, include: Sequence[str], exclude: Sequence[str]) -> boo
     return is_included and not any(fnmatchcase(fqn, glob) for glob in exclude)
 
 
-def check_globs_match(names: Collection[str], *, include: Iterable[str], exclude: Iterable[str]) -> None:
+def check_globs_match(names: Collection[str], **globs_by_option: Iterable[str]) -> None:
     """Raises UsageError for a glob that matches none of ``names``."""
-    for name, globs in (("include", include), ("exclude", exclude)):
+    for name, globs in globs_by_option.items():
         for glob in globs:
             if not any(fnmatchcase(each, glob) for each in names):
                 raise _make_no_match_error(name, glob, _strip_pattern_syntax(glob), names)
@@ -33,8 +33,10 @@ def check_buffer_globs(names: Collection[str], globs: Iterable[str], trained: Co
             raise _make_no_match_error("buffers", glob, _strip_pattern_syntax(glob), names)
         trained_match = next((name for name in matches if name in trained), None)
         if trained_match is not None:
-            option = format_option("buffers", glob)
-            raise UsageError(f"{option} matches {trained_match}, a parameter that the optimizer trains")
+            raise UsageError(
+                f"{format_option('buffers', glob)} matches {trained_match}, a parameter that the optimizer trains; "
+                f"leave the optimizer out by {format_option('state', 'model')} or the format of {format_option('to')}"
+            )
 
 
 def check_renaming(

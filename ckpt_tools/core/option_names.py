@@ -50,6 +50,7 @@ Weights: TypeAlias = Literal["master", "model"]
 DTypeName: TypeAlias = Literal["float32", "bfloat16", "float16"]
 FormatAlias: TypeAlias = Literal["hf", "fsdp2", "pt"]
 DTypeAlias: TypeAlias = Literal["fp32", "bf16", "fp16"]
+Quantization: TypeAlias = Literal["fp8-block", "fp8", "int8"]
 Runner: TypeAlias = Literal["threads", "ray"]
 Io: TypeAlias = Literal["auto", "direct", "buffered"]
 
@@ -60,6 +61,7 @@ WEIGHTS: tuple[str, ...] = get_args(Weights)
 """The copies of a weight: the fp32 master of the optimizer, or the model's own."""
 DTYPE_NAMES: tuple[str, ...] = get_args(DTypeName)
 """The dtypes that weights can be cast to."""
+QUANTIZATIONS: tuple[str, ...] = get_args(Quantization)
 OPTION_VALUE_ALIASES: Mapping[str, Mapping[str, str]] = {
     "dtype": {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"},
     "to": {"hf": "safetensors", "fsdp2": "dcp", "pt": "torch"},

@@ -18,6 +18,7 @@ from ckpt_tools.core.option_names import (
     DEFAULT_WEIGHTS,
     DTYPE_NAMES,
     IO_MODES,
+    QUANTIZATIONS,
     READ_FORMATS,
     STATES,
     WEIGHTS,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
         DTypeName,
         FormatAlias,
         Io,
+        Quantization,
         ReadFormat,
         Runner,
         State,
@@ -172,7 +174,14 @@ class WriteKeywords(SelectKeywords, ExecutionKeywords, OutputKeywords, total=Fal
     """Keywords of every function that writes a checkpoint from another."""
 
 
-class RunKeywords(SelectKeywords, RepeatableKeywords, OutputKeywords, total=False):
+class QuantizationKeywords(TypedDict, total=False):
+    """Keywords about quantized output."""
+
+    quantize: Quantization | None
+    keep: Sequence[str]
+
+
+class RunKeywords(SelectKeywords, RepeatableKeywords, OutputKeywords, QuantizationKeywords, total=False):
     """Keywords of ``convert_run``: those of ``convert`` that are for several checkpoints."""
 
     like: str | Path | None
@@ -221,7 +230,7 @@ class AverageKeywords(ExecutionKeywords, total=False):
     untie: bool
 
 
-class ConsolidateKeywords(ReshardKeywords, total=False):
+class ConsolidateKeywords(ReshardKeywords, QuantizationKeywords, total=False):
     to: WrittenFormat | FormatAlias | None
     world_size: int | None
 
@@ -306,6 +315,14 @@ class ConvertOptions:
         f"Cast the weights to this type, and nothing else: {format_with_aliases('dtype', DTYPE_NAMES)}.",
         "DTYPE",
     )
+    quantize: Quantization | None = _option(
+        None,
+        OUTPUT,
+        "Quantize the layers of a language model, for safetensors: fp8-block in blocks of 128 x 128 as DeepSeek does, "
+        "fp8 and int8 by row as compressed-tensors does. --dtype is for all other weights.",
+        "METHOD",
+    )
+    keep: Sequence[str] = _option((), OUTPUT, "Weights that --quantize leaves as they are. Repeatable.", "GLOB")
     buffers: Sequence[str] = _option((), OUTPUT, "Tensors that are buffers of the model. Repeatable.", "GLOB")
     world_size: int | None = _option(
         None,
@@ -341,13 +358,19 @@ class ConvertOptions:
     def __post_init__(self) -> None:
         dtype = get_dtype_name(self.dtype)
         object.__setattr__(self, "dtype", dtype)
-        for name in ("include", "exclude", "rename", "buffers"):
+        for name in ("include", "exclude", "rename", "buffers", "keep"):
             # One string is one pattern, and not one for each of its letters.
             patterns = getattr(self, name)
             object.__setattr__(self, name, (patterns,) if isinstance(patterns, str) else tuple(patterns))
         _check_choice("state", self.state, STATES)
         _check_choice("dtype", dtype, DTYPE_NAMES)
         _check_choice("weights", self.weights, WEIGHTS)
+        _check_choice("quantize", self.quantize, QUANTIZATIONS)
+        if self.keep and self.quantize is None:
+            raise UsageError.of("keep", f"{format_option('keep')} is for {format_option('quantize')}")
+        if self.quantize is not None and self.state == "all":
+            quantize, state = format_option("quantize", self.quantize), format_option("state", "all")
+            raise UsageError.of("quantize", f"{quantize} writes weights alone, and {state} all state")
         if self.inverse and self.recipe is None:
             inverse = format_option("inverse", True)
             raise UsageError.of("inverse", f"{inverse} is for a recipe; name it with {format_option('recipe')}")
@@ -355,6 +378,7 @@ class ConvertOptions:
             raise UsageError(f"{format_option('world_size', self.world_size)}: at least one rank is needed")
         implied_by_like = {
             "dtype": "the dtype of each weight",
+            "quantize": "the dtype of each weight",
             "config": "where config.json comes from",
             "untie": "what is tied",
         }

@@ -49,6 +49,13 @@ _CONFIG_RULE = ApplicabilityRule(
     lambda case: f"this writes {case.target_format}",
 )
 
+_QUANTIZE_RULE = ApplicabilityRule(
+    ("quantize",),
+    lambda case: "quantize" in case.writer_options,
+    "folders of safetensors, which loaders of quantized models read",
+    lambda case: f"this writes {case.target_format}",
+)
+
 READING_RULES = (
     ApplicabilityRule(
         ("tag",),
@@ -82,6 +89,7 @@ WRITING_RULES = (
     _make_writing_rule("world_size", "formats that are written for a number of ranks"),
     _make_writing_rule("max_shard_size", "formats that are cut into shards of a size"),
     _CONFIG_RULE,
+    _QUANTIZE_RULE,
     ApplicabilityRule(
         ("state",),
         lambda case: not case.is_weights_alone,
@@ -93,7 +101,7 @@ WRITING_RULES = (
 )
 """Rules of ``convert`` and ``plan``, checked once the formats are known."""
 
-COMPARING_RULES = (*READING_RULES, _WEIGHTS_RULE, _CONFIG_RULE)
+COMPARING_RULES = (*READING_RULES, _WEIGHTS_RULE, _CONFIG_RULE, _QUANTIZE_RULE)
 """Rules of ``verify`` with two checkpoints, checked once their formats are known."""
 
 DIFFING_RULES = (*READING_RULES, TWO_COPIES_RULE, RECIPE_CONFIG_RULE)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 READING_OPTIONS = ("tag", "model_key", "optim_key")
 """The options that a format may take for reading, by their names in ``ReadOptions``."""
 
-WRITING_OPTIONS = ("tag", "model_key", "optim_key", "world_size", "max_shard_size", "config")
+WRITING_OPTIONS = ("tag", "model_key", "optim_key", "world_size", "max_shard_size", "config", "quantize")
 """The options that a format may take for writing; ``max_shard_size`` arrives as ``WriteOptions.max_shard_bytes``.
 ``config`` is for folders that ``from_pretrained`` opens: ``config.json`` and the like are copied into them."""
 

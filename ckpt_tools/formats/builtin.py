@@ -165,7 +165,7 @@ class SafetensorsFormat(Format):
     holds_optimizer = False
     holds_values = "with state"
     reading_options = ("model_key", "optim_key")
-    writing_options = ("max_shard_size", "config")
+    writing_options = ("max_shard_size", "config", "quantize")
     kept_entries = (HEADER_ENTRY,)
     keeps_every_dtype = True
 

@@ -37,6 +37,7 @@ from ckpt_tools.trainers.names import find_optimizer_file
 if TYPE_CHECKING:
     from ckpt_tools.reading.opened import OpenedCheckpoint
     from ckpt_tools.reading.recipe_step import RecipeStep
+    from ckpt_tools.recipes.quantize import QuantizeStep
 
 LATEST_FILES = (LATEST, LATEST_UNIVERSAL, TRACKER_FILE)
 """Files of a run that say which of its checkpoints is meant: DeepSpeed's and Megatron's."""
@@ -144,6 +145,22 @@ def make_recipe_step(opened: OpenedCheckpoint, options: ConvertOptions) -> Recip
     from ckpt_tools.reading.recipe_step import RecipeStep
 
     return RecipeStep.of(opened, options)
+
+
+def make_quantize_step(opened: OpenedCheckpoint, options: ConvertOptions) -> QuantizeStep | None:
+    """The step that quantizes as ``options`` ask for; None if they do not. Raises CkptError if there is no
+    ``config.json`` of the model, or it cannot be read."""
+    if options.quantize is None:
+        return None
+    from ckpt_tools.recipes.quantize import QuantizeStep
+
+    config = opened.find_config()
+    if config is None or "model_type" not in config:
+        raise UsageError(
+            f"{format_option('quantize', options.quantize)} needs the model's config.json with its model_type, where "
+            f"loaders find how weights are quantized; name its folder with {format_option('config')}"
+        )
+    return QuantizeStep(options.quantize, options.keep, config)
 
 
 def make_option_case(

@@ -222,7 +222,10 @@ def fit_to_output(model_files: ModelFiles, manifest: Manifest) -> tuple[ModelFil
     files = {name: file for name, file in model_files.files.items() if name not in dropped_names}
     model_files = replace(model_files, config=config, files=files)
     notes += tuple(_iter_config_notes(model_files, dtype))
-    return replace(model_files, config=_set_config_dtype(config, dtype)), notes
+    config = _set_config_dtype(config, dtype)
+    if manifest.quantization_config:
+        config[CONFIG_KEY] = manifest.quantization_config
+    return replace(model_files, config=config), notes
 
 
 def note_missing_config(source: Source, manifest: Manifest) -> Note | None:
@@ -264,12 +267,14 @@ def _set_config_dtype(config: Mapping[str, Any], dtype: DType | None) -> dict[st
 def _iter_quantization_notes(model_files: ModelFiles, manifest: Manifest) -> Iterator[Note]:
     """``config.json`` says how weights are quantized. Where it names a method whose weights are known by their names
     and types, and there are none, as of a model that was trained from a quantized one, it does not say so any more."""
-    is_quantized, quantization = has_quantized_weight(manifest), get_quantization_config(model_files.config)
+    is_anew, quantization = bool(manifest.quantization_config), get_quantization_config(model_files.config)
+    is_quantized = not is_anew and has_quantized_weight(manifest)
+    why = "weights are quantized anew" if is_anew else "no weight is quantized"
     if not is_quantized:
         dropped_files = (name for name in QUANTIZATION_FILES if name in model_files.files)
-        yield from (Note(Outcome.DROPPED, name, "no weight is quantized", asked=True) for name in dropped_files)
-    if quantization is not None and not is_quantized and get_quant_method(quantization) in KNOWN_METHODS:
-        yield Note(Outcome.DROPPED, f"{CONFIG_KEY} in {CONFIG_FILE}", "no weight is quantized", asked=True)
+        yield from (Note(Outcome.DROPPED, name, why, asked=True) for name in dropped_files)
+    if quantization is not None and not is_quantized and (is_anew or get_quant_method(quantization) in KNOWN_METHODS):
+        yield Note(Outcome.DROPPED, f"{CONFIG_KEY} in {CONFIG_FILE}", why, asked=True)
     elif is_quantized and quantization is None:
         yield Note(Outcome.MISSING, f"{CONFIG_KEY} in {CONFIG_FILE}", "weights are quantized, and it does not say how")
 

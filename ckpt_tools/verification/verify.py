@@ -26,6 +26,7 @@ from ckpt_tools.messages.showing import DisplayableResult, dataclass_to_json
 from ckpt_tools.messages.wording import format_count
 from ckpt_tools.reading.checkpoint import (
     make_option_case,
+    make_quantize_step,
     make_read_back_options,
     make_recipe_step,
 )
@@ -261,6 +262,7 @@ def verify_conversion(
         kept_entries=kept_entries,
         recipe=recipe,
         like=like,
+        quantize=make_quantize_step(opened, options),
     )
     expected, model_files = build_expected_model(opened, edited.manifest, dst, writer, options)
     dst_model, notes = _select_model(dst_manifest, options) if options.state == "model" else (dst_manifest, ())

@@ -36,7 +36,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "recipe": ("recipe.toml",), "max_shard_size": ("1KB",), "config": ("config",), "like": ("hub",),
     "memory": ("300MB",), "workers": ("1",), "runner": ("threads",), "address": ("localhost:1",),
     "progress": ("none",), "log_format": ("json",), "adapter_name": ("default",), "optimizer_file": ("optimizer.pt",),
-    "io": ("direct", "buffered"), "part": ("1/1", "2/2"),
+    "io": ("direct", "buffered"), "part": ("1/1", "2/2"), "quantize": ("int8", "fp8"), "keep": ("*q_proj*",),
 }  # fmt: skip
 """By parameter; flags have none, and ``from_`` takes the format of the layout."""
 
