@@ -12,14 +12,14 @@ with use_default_interrupt():
     import click
 
     from .config.command_line import CONTEXT, Command, check_installed, config_of, run_options
-    from .config.options import headings
+    from .config.options import options_by_heading
     from .loop.stopping import advice_after_stop, end_on_signals
 
 
 @click.command(
     cls=Command,
     params=run_options(),
-    headings=headings(),
+    headings=options_by_heading(),
     examples=(
         "ckpt-tools train --engine fsdp2 --out run",
         "ckpt-tools train --model lm --engine zero3 --num-workers 4 --out run",

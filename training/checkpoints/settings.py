@@ -151,7 +151,7 @@ class Progress:
         epoch = f"epoch_{self.epoch:04d}"
         return f"{epoch}_step_{self.step:06d}" if self.is_within_epoch else epoch
 
-    def entries(self) -> dict[str, Any]:
+    def to_entries(self) -> dict[str, Any]:
         """Numbers and strings, which every checkpoint format keeps."""
         return asdict(self)
 

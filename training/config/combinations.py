@@ -138,9 +138,11 @@ def _framework_rules(run: Options) -> Rules:
         yield "--reduce-dtype fp16 needs --precision fp16, which scales the loss; small gradients would be zero"
 
 
-def missing_root(dataset: Reference, root: Path | None) -> Rules:
+def find_missing_root(dataset: Reference, root: Path | None) -> str | None:
+    """Why the dataset needs a folder; None if it has one, or needs none."""
     if dataset in ROOTS and root is None:
-        yield f"--dataset {dataset} needs --data-root, {ROOTS[text_of(dataset)]}"
+        return f"--dataset {dataset} needs --data-root, {ROOTS[text_of(dataset)]}"
+    return None
 
 
 def _data_rules(run: Options) -> Rules:
@@ -152,7 +154,8 @@ def _data_rules(run: Options) -> Rules:
             f"the global batch of {run.batch_size} does not divide over {run.data_workers} workers{times}; choose "
             f"--batch-size a multiple of {'their product' if times else '--num-workers'}"
         )
-    yield from missing_root(run.dataset, run.data_root)
+    if (sentence := find_missing_root(run.dataset, run.data_root)) is not None:
+        yield sentence
     if run.last_epoch > run.epochs:
         yield f"--until {run.until} lies beyond --epochs {run.epochs}"
 

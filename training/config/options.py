@@ -101,7 +101,7 @@ class Option:
     heading: str | None = None
     """Heading of the help under which this option and those after it are."""
 
-    def holds(self, value: float) -> bool:
+    def is_in_range(self, value: float) -> bool:
         """Whether the number is in the range; NaN and infinity are in none."""
         return (value >= self.least if self.above is None else value > self.above) and value < self.below
 
@@ -301,7 +301,7 @@ def describe_options() -> tuple[tuple[Field[Any], Any, Option], ...]:
     return tuple(described)
 
 
-def headings() -> dict[str, list[str]]:
+def options_by_heading() -> dict[str, list[str]]:
     """Options by heading of the help. ``--config`` and ``--help``, which every command has, are under the first."""
     names: dict[str, list[str]] = {}
     for field, _, option in describe_options():

@@ -133,5 +133,5 @@ class TrainConfig(Options):
             value = getattr(self, field.name)
             if get_origin(kind) is Literal and value is not field.default and value not in get_args(kind):
                 raise UsageError(f"--{option_name(field.name)} is one of {', '.join(get_args(kind))}, not {value!r}")
-            if kind in (int, float) and value is not None and not option.holds(value):
+            if kind in (int, float) and value is not None and not option.is_in_range(value):
                 raise UsageError(f"--{option_name(field.name)} is {option.range}, not {value}")

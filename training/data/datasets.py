@@ -22,7 +22,7 @@ from torch.utils.data import Dataset
 
 from ckpt_tools.errors import StoreError, UsageError
 
-from ..config.combinations import missing_root
+from ..config.combinations import find_missing_root
 from ..config.model_names import IMAGE_SIZE, NUM_CLASSES
 from ..config.options import DatasetName as DatasetName
 from ..config.references import first_line
@@ -68,7 +68,7 @@ def load_dataset(
         raise UsageError(f"--dataset-arg context is for --dataset text, not {name}")
     if name == "digits":
         return _load_digits(part)
-    for sentence in missing_root(name, root):
+    if (sentence := find_missing_root(name, root)) is not None:
         raise UsageError(sentence)
     assert root is not None
     return _load_image_folder(part, root) if name == "image-folder" else _load_fashion_mnist(part, root)

@@ -59,14 +59,14 @@ def _read_content(root: Path | None, hub: Path | None) -> Tensor:
     """Bytes of the text, uint8, or its tokens, int32; 1-d."""
     documents = _read_documents(root)
     if hub is not None and files_in(hub, TOKENIZER):
-        return _tokenize(documents, hub)
+        return _tokenize_documents(documents, hub)
     if hub is not None:
         _check_vocabulary(hub, VOCABULARY, "bytes of a text")
     return torch.frombuffer(bytearray(b"\n".join(content for _, content in documents)), dtype=torch.uint8)
 
 
 @lru_cache(maxsize=1)
-def _tokenize(documents: Documents, hub: Path) -> Tensor:
+def _tokenize_documents(documents: Documents, hub: Path) -> Tensor:
     """Tokens of the documents in order, each with the special tokens that the tokenizer adds. Cached, because both
     parts of the dataset are cut from them."""
     tokenizer = read_tokenizer(hub)

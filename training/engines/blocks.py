@@ -92,7 +92,7 @@ class RunningAverages:
         ]
 
     @torch.no_grad()
-    def average(self) -> None:
+    def average_over_ranks(self) -> None:
         """Average over all ranks; collective."""
         for module, name in self._places:
             # By name: loading a checkpoint may replace the tensor.

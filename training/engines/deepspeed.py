@@ -98,17 +98,17 @@ class DeepSpeedEngine:
         set_training(self._engine.module)
         losses = []
         for part in micro_batches(batch, self._config.gradient_accumulation):
-            loss = self.loss(self._forward, part)
+            loss = self.loss(self._call_engine, part)
             self._engine.backward(loss)
             self._engine.step()
             losses.append(loss.detach())
-        self._averages.average()
+        self._averages.average_over_ranks()
         return mean_of(losses)
 
     @torch.no_grad()
     def evaluate(self, metrics: Metrics, batch: Any) -> Mapping[str, Tensor]:
         self._engine.eval()
-        return metrics(self._forward, batch)
+        return metrics(self._call_engine, batch)
 
     def prepare_save(self, progress: Progress, group: ProcessGroup | None = None) -> Save:
         assert group is None, "DeepSpeed writes its state itself"
@@ -122,15 +122,15 @@ class DeepSpeedEngine:
         return save
 
     def _make_client_state(self, progress: Progress) -> dict[str, Any]:
-        return {**progress.entries(), SETTINGS_ENTRY: self._config.settings}
+        return {**progress.to_entries(), SETTINGS_ENTRY: self._config.settings}
 
     def resume(self, checkpoint: Path | str) -> Progress:
         with hint_at_convert(checkpoint):
-            entries = self._load(checkpoint, self._engine.zero_optimization_stage())
+            entries = self._load_checkpoint(checkpoint, self._engine.zero_optimization_stage())
         apply_settings(self._own_values, self._engine.lr_scheduler)
         return read_progress(entries, checkpoint)
 
-    def _load(self, checkpoint: Path | str, stage: int) -> Mapping[str, Any]:
+    def _load_checkpoint(self, checkpoint: Path | str, stage: int) -> Mapping[str, Any]:
         """Load all except what the settings of the run replace; entries of the checkpoint."""
         if stage == 0:  # model and optimizer are unsharded modules of torch, equal on every rank
             return self._restore_scheduler(
@@ -152,7 +152,7 @@ class DeepSpeedEngine:
     def close(self) -> None:
         self._engine.destroy()
 
-    def _forward(self, *inputs: Any, **named: Any) -> Any:
+    def _call_engine(self, *inputs: Any, **named: Any) -> Any:
         """Output of the model for inputs whose floats get the model's dtype."""
         inputs, named = tree_map_only(
             Tensor, lambda each: each.to(self._dtype) if each.is_floating_point() else each, (inputs, named)

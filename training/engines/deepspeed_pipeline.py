@@ -80,7 +80,7 @@ class DeepSpeedPipelineEngine(DeepSpeedEngine):
     def _make_client_state(self, progress: Progress) -> dict[str, Any]:
         return {**super()._make_client_state(progress), NAMES_ENTRY: names_of(self._stage.all_layers)}
 
-    def _load(self, checkpoint: Path | str, stage: int) -> Mapping[str, Any]:
+    def _load_checkpoint(self, checkpoint: Path | str, stage: int) -> Mapping[str, Any]:
         if is_loaded_by_deepspeed(checkpoint, stage, self._dtype, self._config.pp, self._names):
             _, entries = self._engine.load_checkpoint(str(checkpoint))
             return entries

@@ -76,8 +76,8 @@ class Fsdp2Engine:
     def step(self, batch: Any) -> Tensor:
         set_training(self.model)
         loss = self._accumulate_gradients(batch)
-        self._update()
-        self._averages.average()
+        self._update_weights()
+        self._averages.average_over_ranks()
         return loss
 
     def _accumulate_gradients(self, batch: Any) -> Tensor:
@@ -102,7 +102,7 @@ class Fsdp2Engine:
         factor = scale / self._config.gradient_accumulation
         return loss if factor == 1.0 else loss * factor
 
-    def _update(self) -> None:
+    def _update_weights(self) -> None:
         if self._prepare_gradients():
             self.optimizer.step()
             self._scheduler.step()
@@ -120,7 +120,7 @@ class Fsdp2Engine:
         if scaler is None:
             return True
         is_finite = math.isfinite(norm)
-        scaler.update(is_finite)
+        scaler.update_scale(is_finite)
         return is_finite
 
     def _counted_parameters(self) -> Iterable[nn.Parameter]:
@@ -140,7 +140,12 @@ class Fsdp2Engine:
             # Each stage saves its own tensors, but all share the entry of the group.
             groups: Any = optim["param_groups"]
             groups[0]["params"] = self._parameters
-        entries = {"model": model, "optim": optim, "lr_scheduler": self._scheduler.state_dict(), **progress.entries()}
+        entries = {
+            "model": model,
+            "optim": optim,
+            "lr_scheduler": self._scheduler.state_dict(),
+            **progress.to_entries(),
+        }
         entries[SETTINGS_ENTRY] = self._config.settings
         return {"app": entries | ({} if self.scaler is None else {SCALER_ENTRY: asdict(self.scaler)})}
 

@@ -53,9 +53,9 @@ class PipelineEngine(Fsdp2Engine):
         ]
         kind: Any = get_schedule_class(self._config.pp_schedule or "1f1b")
         parts = self._config.gradient_accumulation
-        return kind(stages if len(chunks) > 1 else stages[0], parts, loss_fn=self._loss, scale_grads=False)
+        return kind(stages if len(chunks) > 1 else stages[0], parts, loss_fn=self._compute_loss, scale_grads=False)
 
-    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+    def _compute_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Scaled loss of a micro-batch; called by the schedule on the last stage."""
         loss = mean_loss(logits, labels)
         self._losses.append(loss.detach())

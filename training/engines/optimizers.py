@@ -68,7 +68,7 @@ class Schedule:
     def factor(self, step: int) -> float:
         """In (0, 1] while training; 0 after the last step, unless it is constant."""
         if callable(self.shape):
-            return self._own(step)
+            return self._call_own_function(step)
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         done = (step - self.warmup_steps) / (self.total_steps - self.warmup_steps)
@@ -78,7 +78,7 @@ class Schedule:
             "constant": 1.0,
         }[self.shape]
 
-    def _own(self, step: int) -> float:
+    def _call_own_function(self, step: int) -> float:
         factor = call_function(self.shape, "schedule", step, self.total_steps)
         if not isinstance(factor, int | float) or not math.isfinite(factor):
             raise UsageError(f"--schedule {text_of(self.shape)} gives {factor!r}, and a factor is a finite number")
@@ -150,7 +150,7 @@ class LossScaler:
 
     GROWTH_STEPS = 2000
 
-    def update(self, is_finite: bool) -> None:
+    def update_scale(self, is_finite: bool) -> None:
         """Called after each step; ``is_finite``: whether its gradients were."""
         self.good_steps = self.good_steps + 1 if is_finite else 0
         if not is_finite:

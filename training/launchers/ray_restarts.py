@@ -102,10 +102,10 @@ def _count_room(*, on_gpus: bool) -> int:
     """Number of workers for which the nodes that respond have a CPU and, if they need it, a GPU. A lost node counts as
     alive until Ray has missed several heartbeats."""
 
-    def answer() -> None:
-        """Does nothing. As a function of the module it would import torch in its process."""
+    def do_nothing() -> None:
+        """As a function of the module it would import torch in its process."""
 
-    asking = ray.remote(num_cpus=0, max_retries=0)(answer)
+    asking = ray.remote(num_cpus=0, max_retries=0)(do_nothing)
     nodes = [node for node in ray.nodes() if node["Alive"]]
     answers = [asking.options(scheduling_strategy=on_node(node["NodeID"])).remote() for node in nodes]
     needed = ("CPU", "GPU") if on_gpus else ("CPU",)
@@ -153,12 +153,12 @@ def watch_stop_requests(stop: Queue) -> Callable[[], bool]:
     request stays in the queue, for the ranks of a restart; a ``get`` of a killed rank would take it away."""
     is_requested = threading.Event()
 
-    def wait() -> None:
+    def wait_for_request() -> None:
         with suppress(ray.exceptions.RayError):
             while stop.empty():
                 time.sleep(LOOK_SECONDS)
             is_requested.set()
 
     if torch.distributed.get_rank() == 0:
-        threading.Thread(target=wait, daemon=True).start()
+        threading.Thread(target=wait_for_request, daemon=True).start()
     return is_requested.is_set

@@ -128,14 +128,14 @@ def printed_lines(config: TrainConfig) -> Iterator[tuple[Queue, Future[None]]]:
     its reader."""
     lines = queue_here()
 
-    def end() -> None:
+    def end_printing() -> None:
         lines.put(None)
         printing.result()
         lines.shutdown()
 
     with closing(Screen()) as screen:
         printing = run_in_background(partial(_print_until_none, lines, screen, Journal(config)))
-        with _ended_by(end):
+        with _ended_by(end_printing):
             yield lines, printing
 
 

@@ -41,7 +41,7 @@ def average() -> list[tuple[list[float], int, float]]:
     model = nn.Sequential(nn.Linear(1, 1), Averages(rank))
     averages, found = RunningAverages(model), []
     for step in range(2):
-        averages.average()
+        averages.average_over_ranks()
         own = model[1]
         found.append((own.mean.tolist(), int(own.count), float(own.constant)))
         own.mean = torch.full((2,), 10.0 * rank + step)
@@ -97,8 +97,8 @@ def test_clipping_scales_down_alone_and_needs_no_number_on_the_host():
 
 def test_the_scale_falls_at_once_and_rises_slowly():
     scaler = LossScaler(scale=4.0)
-    scaler.update(is_finite=False)
+    scaler.update_scale(is_finite=False)
     assert (scaler.scale, scaler.good_steps) == (2.0, 0)
     for _ in range(LossScaler.GROWTH_STEPS):
-        scaler.update(is_finite=True)
+        scaler.update_scale(is_finite=True)
     assert scaler.scale == 4.0
