@@ -26,11 +26,12 @@ from mkdocs.structure.pages import Page
 import ckpt_tools
 from ckpt_tools.cli.main import group
 from inference.batch.__main__ import main as predict
+from inference.forward.__main__ import main as verify_forward
 from inference.serving.__main__ import main as serve
 from tests.support.commands import WITHOUT_FUNCTION, all_commands, function_of
 from training.__main__ import main as train
 
-BESIDE = {"train": train, "predict": predict, "serve": serve}
+BESIDE = {"train": train, "predict": predict, "serve": serve, "verify-forward": verify_forward}
 """The commands that ``ckpt-tools`` itself looks up in the installed packages."""
 
 ROOT = Path(__file__).resolve().parent.parent

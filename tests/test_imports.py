@@ -197,6 +197,7 @@ TABLES: dict[str, dict[str, set[str]]] = {
         "models": {"common"},
         "batch": {"common", "models"},
         "serving": {"common", "models"},
+        "forward": {"common", "models"},
     },
 }
 """For each tree its rooms, and for each room the others that it may import."""

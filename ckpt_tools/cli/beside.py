@@ -1,7 +1,7 @@
-"""``train``, ``predict`` and ``serve``: commands of the packages beside the converter, whose dependencies are extras.
+"""``train``, ``predict``, ``serve`` and ``verify-forward``: commands of the packages beside the converter.
 
-The converter does not know these packages. A command is imported when it is the one asked for, so that no other command
-pays for it.
+Their dependencies are extras, and the converter does not know these packages. A command is imported when it is the one
+asked for, so that no other command pays for it.
 """
 
 from __future__ import annotations
@@ -58,4 +58,10 @@ predict_command = ExternalCommand(
 )
 serve_command = ExternalCommand(
     "serve", "ckpt_tools_inference.serving.__main__", "serve", "Serve a model file over HTTP."
+)
+verify_forward_command = ExternalCommand(
+    "verify-forward",
+    "ckpt_tools_inference.forward.__main__",
+    "serve",
+    "Compare what the models of two checkpoints compute for the same inputs, layer by layer.",
 )

@@ -35,7 +35,7 @@ WRITING_COMMANDS = {"convert", "convert-run", "reshard", "consolidate"}
 OPTIONS_WITH_VALUE = {"--settings", "--log-format"}
 """Options before the command that take the next word."""
 
-SELF_STOPPING_COMMANDS = {"train", "predict", "serve"}
+SELF_STOPPING_COMMANDS = {"train", "predict", "serve", "verify-forward"}
 """Commands of other packages, which heed signals themselves: a service gives the requests in flight 10 seconds."""
 
 

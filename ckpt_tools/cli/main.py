@@ -53,6 +53,10 @@ SECTIONS = {
             "verify",
             "Check that DST holds the tensors of SRC bit for bit; without DST, that SRC agrees with its own checksums.",
         ),
+        "verify-forward": CommandLocation(
+            "beside",
+            "Compare what the models of two checkpoints compute for the same inputs, layer by layer.",
+        ),
         "check": CommandLocation(
             "check", "Check that a checkpoint is healthy: finite, trained, and whole; beside the previous one too."
         ),

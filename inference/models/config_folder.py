@@ -127,14 +127,20 @@ def refuse_adapter(url: str | Path, options: Mapping[str, Any] | None) -> None:
     raise UnsupportedError(f"{url} is an adapter of {base} (PEFT {kind}); {way}")
 
 
-def refuse_quantized(folder: Path | None) -> None:
-    """Raises UnsupportedError if the files in ``folder`` say that the weights are quantized."""
+def find_quantization(folder: Path | None) -> str | None:
+    """What in ``folder`` says that the weights are quantized; None if nothing does."""
     found = read_config(folder)
     text = found.get("text_config")
     parts = [found, text] if isinstance(text, dict) else [found]
     stated = next((f"{key} in {CONFIG}" for part in parts for key in QUANTIZED if part.get(key)), None)
     if stated is None and folder is not None and (folder / MODELOPT).is_file():
-        stated = MODELOPT
+        return MODELOPT
+    return stated
+
+
+def refuse_quantized(folder: Path | None) -> None:
+    """Raises UnsupportedError if the files in ``folder`` say that the weights are quantized."""
+    stated = find_quantization(folder)
     if stated is not None:
         raise UnsupportedError(
             f"{stated} beside the weights says that they are quantized; load them with --dequantize, or write "

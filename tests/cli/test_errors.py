@@ -54,6 +54,7 @@ OF_EMPTY_FOLDERS: dict[str, list[str]] = {
     "prune": ["E", "--keep-last", "1"],
     "predict": ["--model", "E", "--input", "E", "--output", "OUT.jsonl"],
     "serve": ["E"],
+    "verify-forward": ["E", "E"],
 }
 WITHOUT_A_SOURCE = {"clean", "completion", "formats", "recipes", "recipes show", "samples", "train"}
 """``clean`` is told a destination, at which nothing need be left."""

@@ -10,13 +10,14 @@ from ckpt_tools.cli.beside import ExternalCommand
 from ckpt_tools.cli.main import SECTIONS, group
 from ckpt_tools.messages.help_text import GroupedCommand, WordWrapFormatter
 from inference.batch.__main__ import main as predict
+from inference.forward.__main__ import main as verify_forward
 from inference.serving.__main__ import main as serve
 from tests.support.commands import all_commands, printed
 from training.__main__ import main as train
 
 pytestmark = pytest.mark.quick
 
-BESIDE = {"train": train, "predict": predict, "serve": serve}
+BESIDE = {"train": train, "predict": predict, "serve": serve, "verify-forward": verify_forward}
 COMMANDS: dict[str, click.Command] = {"": group, **all_commands(), **BESIDE}
 
 ONE_LINE = 72

@@ -15,6 +15,7 @@ from markdown_it import MarkdownIt
 
 import ckpt_tools
 from inference.batch.__main__ import main as predict
+from inference.forward.__main__ import main as verify_forward
 from inference.serving.__main__ import main as serve
 from tests.inference.serving.http.browser import chromium
 from tests.support.commands import all_commands
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.extended
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-COMMANDS = {**all_commands(), "train": train, "predict": predict, "serve": serve}
+COMMANDS = {**all_commands(), "train": train, "predict": predict, "serve": serve, "verify-forward": verify_forward}
 SAMPLE = ("index", "cli/convert", "api/classes", "benchmarks")
 
 

@@ -73,7 +73,11 @@ def test_the_sentence_is_one_of_the_code(sentence):
 
 _FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"(?<!`)`([^`]+)`(?!`)")
-COMMANDS = {name: command for name, command in all_commands().items() if name not in ("train", "predict", "serve")}
+COMMANDS = {
+    name: command
+    for name, command in all_commands().items()
+    if name not in ("train", "predict", "serve", "verify-forward")
+}
 
 READING = {"inspect", "verify", "diff", "ls", "plan"}
 WRITING = {"convert", "merge-lora", "consolidate", "reshard"}

@@ -20,7 +20,7 @@ FUNCTIONS = {
 """Of commands that have another name than their function."""
 
 
-WITHOUT_FUNCTION = {"samples", "completion", "train", "predict", "serve"}
+WITHOUT_FUNCTION = {"samples", "completion", "train", "predict", "serve", "verify-forward"}
 """Commands for beginners, of the shell and of the packages beside the converter."""
 
 
