@@ -283,6 +283,8 @@ def convert(src: str | Path, dst: str | Path, **options: Unpack[ConvertKeywords]
     Names and selection:
         include: Globs; only tensors with matching names are written. Default: all tensors.
         exclude: Globs; tensors with matching names are left out.
+        drop: Globs; tensors of ``src`` with matching names, as ``inspect`` shows them, are left out with their
+            optimizer state, before all other options. ``exclude`` names the tensors that a recipe makes.
         rename: Rules ``"REGEX=REPLACEMENT"``, applied to names in this order.
         key_map: A file with a JSON object of old names to new names, applied before ``rename``.
         weights: Which copy of a weight is written if only one is: the fp32 ``"master"``, or the ``"model"``'s own.
@@ -318,6 +320,9 @@ def convert(src: str | Path, dst: str | Path, **options: Unpack[ConvertKeywords]
             with only a ``config.json``. Names, shapes, ties, the dtype of each weight, the vocabulary's size, the
             files of safetensors, and all that ``config`` copies are taken from it, and a built-in recipe if one leads
             to its names. What is missing or left over is an error. ``to`` is then ``"safetensors"`` by default.
+        fill: A checkpoint of any format, a path or URL. Weights that the output lacks are taken from it, under the
+            names of the output: all of them, or with ``like`` those that it names. Its optimizer state is not read,
+            so that ``src`` with optimizer state needs ``state="model"``.
 
     Running:
         memory: The most that the process may use: bytes, or ``"2GiB"``. Default: ``"512MiB"``, or what a larger
@@ -649,6 +654,8 @@ def verify(
     dtype: DTypeLike | None = None,
     buffers: Sequence[str] = (),
     like: str | Path | None = None,
+    drop: Sequence[str] = (),
+    fill: str | Path | None = None,
     untie: bool = False,
     quantize: Quantization | None = None,
     keep: Sequence[str] = (),
@@ -669,7 +676,7 @@ def verify(
         dst: What ``src`` was converted to.
         from_: The format of ``src``. Default: detected.
         state, dtype, weights, include, exclude, rename, key_map, strip, recipe, inverse, dequantize, config, like,
-            untie, quantize, keep, model_key, optim_key, param_order, optimizer_file, buffers, tag: As they were for
+            drop, fill, untie, quantize, keep, model_key, optim_key, param_order, optimizer_file, buffers, tag: As for
             ``convert``.
         digests: Without ``dst``: a list of digests to compare with, of the checkpoint that was converted to ``src``; or
             a list of its files as ``sha256sum``, ``b2sum``, ``md5sum`` or Megatron-Core (``integrity.json``) write it.
@@ -698,7 +705,16 @@ def verify(
     from ckpt_tools.verification.verify import verify_checkpoint, verify_conversion
 
     convert_options = ConvertOptions(
-        state=state, dtype=dtype, buffers=buffers, like=like, untie=untie, quantize=quantize, keep=keep, **options
+        state=state,
+        dtype=dtype,
+        buffers=buffers,
+        like=like,
+        drop=drop,
+        fill=fill,
+        untie=untie,
+        quantize=quantize,
+        keep=keep,
+        **options,
     )
     given_options = {
         **convert_options.values_by_name,

@@ -62,7 +62,7 @@ ONLY_PRINTED = {
 ONLY_IN_PYTHON = {
     "reshard": {
         *("state", "dtype", "weights", "max_shard_size", "include", "exclude", "rename", "key_map", "buffers"),
-        *("strip", "recipe", "inverse", "dequantize", "config", "like", "untie"),
+        *("strip", "recipe", "inverse", "dequantize", "config", "like", "untie", "drop", "fill"),
     },
     "consolidate": {"world_size"},
     "convert-run": {"on_checkpoint"},

@@ -214,6 +214,8 @@ def _print_markdown_report(title: str, report: VerifyReport, equality: str, top:
 @options.option_of("dtype")
 @options.option_of("buffers")
 @options.option_of("like")
+@options.option_of("drop")
+@options.option_of("fill")
 @options.option_of("untie")
 @options.options_of(QuantizationKeywords)
 @click.option(

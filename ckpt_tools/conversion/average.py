@@ -7,7 +7,7 @@ ones give elements.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Unpack
@@ -27,12 +27,11 @@ from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.options import AverageKeywords, ConvertRequest
 from ckpt_tools.core.quantized import find_uncastable_keys
-from ckpt_tools.core.renaming import strip_wrappers
-from ckpt_tools.core.transforms import keep_model_only
 from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.messages.wording import format_count, join_names
 from ckpt_tools.reading.opened import OpenedCheckpoint
 from ckpt_tools.runs.opening import open_checkpoint
+from ckpt_tools.runs.weight_source import WeightSource
 from ckpt_tools.stores.source import Store
 from ckpt_tools.stores.urls import check_not_nested
 from ckpt_tools.stores.wrappers import RedirectingStore
@@ -68,53 +67,6 @@ def make_average_request(
     return ConvertRequest(src=urls[-1], dst=dst, averaging=averaging, state="model", **options)
 
 
-@dataclass(frozen=True, slots=True)
-class AveragedSource:
-    """The weights of one source: ``manifest`` holds no other state. ``notes`` say what was left out, ``label`` is where
-    it is."""
-
-    label: str
-    manifest: Manifest
-    notes: tuple[Note, ...]
-
-    @classmethod
-    def of(cls, opened: OpenedCheckpoint, request: ConvertRequest) -> AveragedSource:
-        """The fp32 masters of ``opened`` where there are some, under the names of the bare model."""
-        manifest, copy = opened.manifest, request.choose_weight_copy(opened.manifest)
-        # Entries are dropped later, where the target has no place for them.
-        model, notes = keep_model_only(manifest, weight_copy=copy, is_requested=True, entry_names=[*manifest.extra])
-        model, name_notes = strip_wrappers(model)
-        return cls(str(opened.url), model, (*manifest.notes, *notes, *name_notes))
-
-    def with_file_prefix(self, prefix: str) -> AveragedSource:
-        """The same, whose files have ``prefix`` in front of their names."""
-        tensors = {key: entry.with_file_prefix(prefix) for key, entry in self.manifest.tensors.items()}
-        pairs = [
-            replace(
-                pair,
-                what=f"{pair.what} of {self.label}",
-                first=pair.first.with_file_prefix(prefix),
-                second=pair.second.with_file_prefix(prefix),
-            )
-            for pair in self.manifest.must_equal
-        ]
-        return replace(self, manifest=replace(self.manifest, tensors=tensors, must_equal=tuple(pairs)))
-
-    @property
-    def files(self) -> frozenset[str]:
-        """The files of all tensors, and of those that are compared."""
-        compared = chain.from_iterable((pair.first, pair.second) for pair in self.manifest.must_equal)
-        return self.manifest.files.union(*(entry.shards.files for entry in compared))
-
-    def list_names(self) -> dict[str, list[str]]:
-        """Each weight with all of its names: its own, and those that are tied to it."""
-        names_by_owner = {name: [name] for name in self.manifest.weights}
-        for alias, owner in self.manifest.aliases.items():
-            if owner in names_by_owner:
-                names_by_owner[owner].append(alias)
-        return names_by_owner
-
-
 def open_average(request: ConvertRequest, opened: OpenedCheckpoint, averaging: Averaging) -> OpenedCheckpoint:
     """``opened``, the last source of the average, with the average of all in place of its own weights.
 
@@ -122,7 +74,7 @@ def open_average(request: ConvertRequest, opened: OpenedCheckpoint, averaging: A
         UsageError: the sources do not hold the same tensors, or one is named twice. UnsupportedError: a weight is
             quantized. CkptError: as ``open_checkpoint``.
     """
-    sources, redirected_files = list[AveragedSource](), dict[str, tuple[Store, str]]()
+    sources, redirected_files = list[WeightSource](), dict[str, tuple[Store, str]]()
     for number, url in enumerate(averaging.earlier, 1):
         earlier = open_checkpoint(
             url,
@@ -132,10 +84,10 @@ def open_average(request: ConvertRequest, opened: OpenedCheckpoint, averaging: A
             checks_options=True,
         )
         check_not_nested(earlier.url, request.dst, request.storage_options)
-        source, prefix = AveragedSource.of(earlier, request), f"source {number}:"
+        source, prefix = WeightSource.of(earlier, request), f"source {number}:"
         redirected_files |= {prefix + file: (earlier.source.store, file) for file in source.files}
         sources.append(source.with_file_prefix(prefix))
-    sources.append(AveragedSource.of(opened, request))
+    sources.append(WeightSource.of(opened, request))
     labels = [source.label for source in sources]
     repeated_labels = sorted({label for label in labels if labels.count(label) > 1})
     if repeated_labels:
@@ -146,7 +98,7 @@ def open_average(request: ConvertRequest, opened: OpenedCheckpoint, averaging: A
     return replace(opened, source=replace(opened.source, store=store), manifest=manifest)
 
 
-def _average_manifests(sources: Sequence[AveragedSource], request: ConvertRequest, rule: AverageRule) -> Manifest:
+def _average_manifests(sources: Sequence[WeightSource], request: ConvertRequest, rule: AverageRule) -> Manifest:
     """The last manifest with averages for its parameters of floating point. Integers, bools and buffers are its own,
     and so are tensors that the options leave out."""
     has_own_names = not request.needs_config and request.strip is None
@@ -189,7 +141,7 @@ def _average_manifests(sources: Sequence[AveragedSource], request: ConvertReques
 
 
 def _find_tensors(
-    sources: Sequence[AveragedSource],
+    sources: Sequence[WeightSource],
     names_by_owner: Mapping[str, Sequence[str]],
     is_wanted: Callable[[Iterable[str]], bool],
 ) -> tuple[dict[str, list[TensorEntry]], list[EqualPair]]:
@@ -236,7 +188,7 @@ def _find_tensors(
     return entries, pairs
 
 
-def _collect_notes(sources: Sequence[AveragedSource]) -> Iterator[Note]:
+def _collect_notes(sources: Sequence[WeightSource]) -> Iterator[Note]:
     """The notes of all sources; one of an earlier source that the last has too is made once."""
     *earlier, last = sources
     yield from last.notes
@@ -252,7 +204,7 @@ def _collect_notes(sources: Sequence[AveragedSource]) -> Iterator[Note]:
 
 
 def _note_average(
-    sources: Sequence[AveragedSource],
+    sources: Sequence[WeightSource],
     averaged: Sequence[TensorEntry],
     mixed_names: Sequence[str],
     kept_names: Sequence[str],

@@ -129,8 +129,9 @@ def _build_report(
 
 
 def choose_worker_pool(request: ConvertRequest) -> WorkerPool:
-    urls = (request.src, request.dst, *request.other_sources)
-    return WorkerPool.choose_for_urls(request.runner, request.address, request.workers, *urls)
+    return WorkerPool.choose_for_urls(
+        request.runner, request.address, request.workers, request.dst, *request.source_urls
+    )
 
 
 @pause_collector()
@@ -163,9 +164,15 @@ def prepare_conversion(
 
         opened = open_average(request, opened, request.averaging)
     opened, merge = open_lora_merge(request, opened)
+    fill = None
+    if request.fill is not None:
+        from ckpt_tools.runs.weight_source import open_fill
+
+        opened, fill = open_fill(opened, request, request.fill)
+        check_not_nested(request.fill, request.dst, request.storage_options)
     writer = requested_writer or choose_writer_by_source(request, opened.manifest, place.name)
     target = ConversionTarget.of(request, place, writer, opened.manifest)
-    edited = edit_checkpoint(opened, target, request, merge)
+    edited = edit_checkpoint(opened, target, request, merge, fill)
     laid_out = lay_out_checkpoint(opened, edited, target, request)
     is_direct = choose_direct_io(request, opened, laid_out.layout)
     plan = make_plan(
@@ -176,7 +183,7 @@ def prepare_conversion(
         is_limit=request.memory is not None,
         required_task_bytes=target.compute_required_task_bytes(laid_out.layout),
         reading_bytes=estimate_reading_bytes(opened.manifest),
-        remote_bytes=estimate_client_bytes(opened.url, request.dst, *request.other_sources),
+        remote_bytes=estimate_client_bytes(request.dst, *request.source_urls),
         copy_rules=target.find_copy_rules(laid_out.source),
     )
     figures = plan.compute_figures()
@@ -231,7 +238,7 @@ def _note_differing_copies(prepared: PreparedConversion) -> PlanReport:
     """The report with notes on weights whose fp32 master is not their own value, of a sample. With a selection no byte
     of another tensor is read, and so none is compared."""
     manifest, request, report = prepared.opened.manifest, prepared.request, prepared.report
-    if request.include or request.exclude or not any(key.slot == MASTER for key in manifest.tensors):
+    if request.include or request.exclude or request.drop or not any(key.slot == MASTER for key in manifest.tensors):
         return report
     from ckpt_tools.transfer.tensor_checks import note_differing_copies
 

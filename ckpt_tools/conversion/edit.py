@@ -28,6 +28,7 @@ from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import check_not_nested, open_source
 
 if TYPE_CHECKING:
+    from ckpt_tools.core.filling import FillStep
     from ckpt_tools.lora.merge import MergeStep
     from ckpt_tools.reading.recipe_step import RecipeStep
     from ckpt_tools.recipes.like import ReferenceMatcher
@@ -75,7 +76,11 @@ def open_lora_merge(request: ConvertRequest, opened: OpenedCheckpoint) -> tuple[
 
 
 def edit_checkpoint(
-    opened: OpenedCheckpoint, target: ConversionTarget, request: ConvertRequest, merge: MergeStep | None
+    opened: OpenedCheckpoint,
+    target: ConversionTarget,
+    request: ConvertRequest,
+    merge: MergeStep | None,
+    fill: FillStep | None,
 ) -> EditedCheckpoint:
     """Apply the options to the manifest, and refuse those that do not fit it."""
     manifest, writer = opened.manifest, target.writer
@@ -102,6 +107,7 @@ def edit_checkpoint(
             merge=merge,
             like=like,
             quantize=make_quantize_step(opened, request),
+            fill=fill,
         )
     except (UsageError, IncompleteError) as error:
         raise _name_options_in_error(error, request) from error
@@ -124,7 +130,8 @@ def edit_checkpoint(
 
 def _name_options_in_error(error: UsageError | IncompleteError, request: ConvertRequest) -> CkptError:
     """The error with the options that names depend on, because what one makes the other may not find."""
-    option_fields = ("dequantize", "strip", "recipe", "include", "exclude", "rename", "key_map", "like", "quantize")
+    names = ("drop", "dequantize", "strip", "recipe", "include", "exclude", "rename", "key_map", "like")
+    option_fields = (*names, "fill", "quantize")
     given_options = [format_option(name) for name in option_fields if getattr(request, name)]
     unnamed_options = [each for each in given_options if each not in error.message]
     if (

@@ -116,7 +116,7 @@ COMMAND_RULES: Mapping[str, tuple[ApplicabilityRule, ...]] = {
             lambda case: "digests are of elements before a cast, and a checkpoint alone is checked as it is stored",
         ),
         ApplicabilityRule(
-            ("strip", "recipe", "dequantize", "config", "like", "untie", "quantize", "keep"),
+            ("strip", "recipe", "dequantize", "config", "like", "untie", "quantize", "keep", "drop", "fill"),
             lambda case: case.has_destination,
             "verify with {dst}",
             lambda case: (

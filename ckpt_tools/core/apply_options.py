@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from ckpt_tools.core import renaming, transforms
 from ckpt_tools.core.format_names import HEADER_ENTRY
 from ckpt_tools.core.limits import check_expansion
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.notes import ASSUMED_ORDER_ITEM, Note, Outcome, drop_stale_notes
+from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.options import ConvertOptions
 from ckpt_tools.core.transforms import TransformResult
+from ckpt_tools.errors import UsageError
+
+if TYPE_CHECKING:
+    from ckpt_tools.core.filling import FillStep
 
 ManifestStep: TypeAlias = Callable[[Manifest], TransformResult]
 """From one manifest to another, with notes."""
@@ -38,8 +43,8 @@ class ReferenceSteps(Protocol):
     def excluded_names(self) -> frozenset[str]:
         """Names of the reference that ``exclude`` leaves out."""
 
-    def match_names(self, manifest: Manifest) -> TransformResult:
-        """The names, shapes and ties of the reference."""
+    def match_names(self, manifest: Manifest, fill: FillStep | None) -> TransformResult:
+        """The names, shapes and ties of the reference, with what ``fill`` has of them."""
 
     def match_dtypes(self, manifest: Manifest) -> TransformResult:
         """The dtypes of the reference."""
@@ -57,6 +62,7 @@ def apply_options(
     merge: ManifestStep | None = None,
     like: ReferenceSteps | None = None,
     quantize: CastManifestStep | None = None,
+    fill: FillStep | None = None,
 ) -> AppliedOptions:
     """The manifest as ``options`` make it.
 
@@ -65,18 +71,20 @@ def apply_options(
     ``kept_entries`` are entries that are written with the weights also if no other state is. ``recipe`` is the step of
     ``options.strip`` and ``options.recipe``; options that name tensors name those that it makes. ``merge`` is the step
     that merges an adapter into these. ``like`` comes last, so that the other options can leave out or rename what does
-    not fit. ``keeps_tree`` says that the target is a tree as the source is one. ``quantize`` is the step after
-    the cast.
+    not fit. ``fill`` adds weights that are lacking then. ``keeps_tree`` says that the target is a tree as the source
+    is one. ``quantize`` is the step after the cast.
 
     Raises:
         UsageError: the options do not fit this checkpoint or each other. UnsupportedError: all state is written of
         weights and optimizer state under different names, and there is no recipe to join them.
     """
-    # Weights joined with state -> choice of copies -> recipe -> adapter -> selection -> renaming -> reference -> cast
-    # -> quantizing.
+    # Tensors dropped -> weights joined with state -> choice of copies -> recipe -> adapter -> selection -> renaming
+    # -> reference, filling -> cast -> quantizing.
     # Notes that an item was kept are dropped where a later step leaves it out (_run_steps, _is_superseded).
     source_dtypes = manifest.weight_dtypes
     notes = tuple(replace(note, asked=note.asked or options.state == "model") for note in manifest.notes)
+    if options.drop:
+        manifest, notes = _run_steps(manifest, notes, [lambda each: transforms.drop_tensors(each, tuple(options.drop))])
     if manifest.unjoined_state:
         manifest, notes = _run_steps(manifest, notes, [] if recipe is None else [recipe])
         recipe = None
@@ -104,14 +112,22 @@ def apply_options(
             notes = (*(note for note in notes if not _is_superseded(note, new_notes)), *new_notes)
     if like is not None:
         manifest = replace(manifest, unreadable_names=manifest.unreadable_names | like.excluded_names)
+    if fill is not None:
+        # A glob may name one of these alone.
+        manifest = replace(manifest, unreadable_names=manifest.unreadable_names | fill.names)
     manifest, notes = _run_steps(manifest, notes, _make_selection_steps(options))
     new_name = renaming.make_renamer(options.rename, options.names)
     new_name_by_old = renaming.find_changed_names(manifest, new_name) if options.rename or options.names else {}
     if new_name_by_old:
         manifest, _ = renaming.rename_tensors(manifest, new_name)
     if like is not None:
-        manifest, new_notes = like.match_names(manifest)
+        manifest, new_notes = like.match_names(manifest, fill)
         notes += new_notes
+    elif fill is not None:
+        manifest, new_notes = fill.fill_missing(manifest)
+        notes += new_notes
+    if fill is not None and not any(note.outcome is Outcome.FILLED for note in notes):
+        raise UsageError(f"{format_option('fill', fill.location)} has no weight that the output lacks")
     if keeps_tree:
         params_changed = options.recipe is not None or like is not None
         manifest, new_notes = _drop_param_numbers(manifest, params_changed=params_changed)

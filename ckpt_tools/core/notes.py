@@ -26,6 +26,8 @@ class Outcome(Enum):
     """It is in the output as an adapter changes it."""
     AVERAGED = "averaged"
     """It is in the output as the average of several sources."""
+    FILLED = "filled"
+    """It is in the output as another checkpoint has it: the source lacks it."""
     KEPT = "kept"
     """It is in the output as the source has it, which may not be what is expected."""
     DROPPED = "dropped"

@@ -181,6 +181,13 @@ class QuantizationKeywords(TypedDict, total=False):
     keep: Sequence[str]
 
 
+class SurgeryKeywords(TypedDict, total=False):
+    """Keywords that leave tensors of the source out, and take others from a second checkpoint."""
+
+    drop: Sequence[str]
+    fill: str | Path | None
+
+
 class RunKeywords(SelectKeywords, RepeatableKeywords, OutputKeywords, QuantizationKeywords, total=False):
     """Keywords of ``convert_run``: those of ``convert`` that are for several checkpoints."""
 
@@ -190,7 +197,7 @@ class RunKeywords(SelectKeywords, RepeatableKeywords, OutputKeywords, Quantizati
     state: State | None
 
 
-class ReshardKeywords(WriteKeywords, total=False):
+class ReshardKeywords(WriteKeywords, SurgeryKeywords, total=False):
     """Keywords of every function that converts."""
 
     like: str | Path | None
@@ -277,6 +284,12 @@ class ConvertOptions:
     )
     include: Sequence[str] = _option((), NAMES, "Take only tensors whose names match. Repeatable.", "GLOB")
     exclude: Sequence[str] = _option((), NAMES, "Leave out tensors whose names match. Repeatable.", "GLOB")
+    drop: Sequence[str] = _option(
+        (),
+        NAMES,
+        "Leave out tensors of SRC whose names match, as inspect shows them, before all other options. Repeatable.",
+        "GLOB",
+    )
     rename: Sequence[str] = _option(
         (), NAMES, "Rename tensors. Several rules apply in the given order. Repeatable.", "REGEX=REPL"
     )
@@ -352,13 +365,20 @@ class ConvertOptions:
         "leads to them.",
         "DIR",
     )
+    fill: str | Path | None = _option(
+        None,
+        OUTPUT,
+        "Take the weights that the output lacks, under its names, from this checkpoint; with --like those that it "
+        "names.",
+        "CHECKPOINT",
+    )
     names: Mapping[str, str] = field(default_factory=dict, init=False)
     order: ParamOrder | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         dtype = get_dtype_name(self.dtype)
         object.__setattr__(self, "dtype", dtype)
-        for name in ("include", "exclude", "rename", "buffers", "keep"):
+        for name in ("include", "exclude", "drop", "rename", "buffers", "keep"):
             # One string is one pattern, and not one for each of its letters.
             patterns = getattr(self, name)
             object.__setattr__(self, name, (patterns,) if isinstance(patterns, str) else tuple(patterns))
@@ -426,7 +446,8 @@ class ConvertOptions:
 
     @property
     def read_options(self) -> ReadOptions:
-        """Options of the reader. With a recipe or dequantizing, globs are of names that the reader does not know."""
+        """Options of the reader. With a recipe or dequantizing, globs are of names that the reader does not know, but
+        for those of ``drop``."""
         has_own_names = not self.needs_config
         return ReadOptions(
             tag=self.tag,
@@ -435,7 +456,7 @@ class ConvertOptions:
             param_order=self.order,
             optimizer_file=self.optimizer_file,
             include=tuple(self.include) if has_own_names else (),
-            exclude=tuple(self.exclude) if has_own_names else (),
+            exclude=(*self.drop, *(self.exclude if has_own_names else ())),
             state=self.state,
         )
 
@@ -527,6 +548,11 @@ class ConvertRequest(ConvertOptions):
         """What is read beside ``src``: an adapter, or the earlier sources of an average. Weights alone are written."""
         adapters = () if self.adapter is None else (self.adapter,)
         return adapters if self.averaging is None else self.averaging.earlier
+
+    @property
+    def source_urls(self) -> tuple[str | Path, ...]:
+        """All places that are read."""
+        return (self.src, *self.other_sources, *(() if self.fill is None else (self.fill,)))
 
     @property
     def part_number(self) -> PartNumber | None:

@@ -12,6 +12,7 @@ from ckpt_tools.core.manifest import Manifest, StateKey
 from ckpt_tools.core.names import iter_names_with_prefix
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.errors import UsageError
+from ckpt_tools.messages.wording import join_names
 
 _BYTE_DTYPES = (DType.INT8, DType.UINT8)
 _INDEX_DTYPES = (DType.INT64, DType.BOOL)
@@ -134,9 +135,9 @@ def check_companions_selected(manifest: Manifest, is_selected: Callable[[str], b
     for fqn in filter(is_selected, _find_quantized(weights)):
         for companion in _iter_companions(fqn, names_by_module):
             if not is_selected(companion):
+                given = join_names([format_option(name) for name in ("include", "exclude", "drop")])
                 raise UsageError(
-                    f"{fqn} is quantized and needs {companion}, which {format_option('include')} and "
-                    f"{format_option('exclude')} leave out; select both, or neither"
+                    f"{fqn} is quantized and needs {companion}, which {given} leave out; select both, or neither"
                 )
 
 

@@ -134,9 +134,34 @@ def select_tensors(manifest: Manifest, *, include: tuple[str, ...], exclude: tup
     known_names = sorted(collect_model_names(manifest) | manifest.unreadable_names)
     matching.check_globs_match(known_names, include=include, exclude=exclude)
 
-    def is_chosen(fqn: str) -> bool:
-        return matching.is_selected(fqn, include, exclude)
+    manifest, num_dropped = _keep_chosen(manifest, lambda fqn: matching.is_selected(fqn, include, exclude))
+    if all(entry.kind is Kind.EXTRA for entry in manifest.tensors.values()):
+        raise UsageError(f"{format_option('include')} and {format_option('exclude')} select no tensor")
+    note = Note(Outcome.DROPPED, format_count(num_dropped, "tensor"), "not selected", num_dropped, asked=True)
+    return manifest, (note,) if num_dropped else ()
 
+
+def drop_tensors(manifest: Manifest, globs: tuple[str, ...]) -> TransformResult:
+    """The manifest without the tensors whose fqn matches one of ``globs``, and without their optimizer state. A tied
+    name whose owner is dropped becomes the owner.
+
+    Raises:
+        UsageError: nothing is left, a glob matches nothing, or a quantized weight would be without its scales.
+    """
+    known_names = sorted(collect_model_names(manifest) | manifest.unreadable_names)
+    matching.check_globs_match(known_names, drop=globs)
+    dropped_names = [name for name in known_names if not matching.is_selected(name, (), globs)]
+    quantized.check_companions_selected(manifest, lambda fqn: matching.is_selected(fqn, (), globs))
+    kept, count = _keep_chosen(manifest, lambda fqn: matching.is_selected(fqn, (), globs))
+    if all(entry.kind is Kind.EXTRA for entry in kept.tensors.values()):
+        raise UsageError(f"{format_option('drop')} leaves no tensor of the source")
+    what = f"{format_count(count or len(dropped_names), 'tensor')} of {join_names(dropped_names)}"
+    why = join_names([format_option("drop", glob) for glob in globs])
+    return kept, (Note(Outcome.DROPPED, what, why, count, asked=True),)
+
+
+def _keep_chosen(manifest: Manifest, is_chosen: Callable[[str], bool]) -> tuple[Manifest, int]:
+    """The manifest of the tensors whose fqn is chosen, and the number of those left out."""
     manifest = reassign_owners(manifest, is_chosen)
     unselected_refs = iter_tensor_refs([value for key, value in manifest.values.items() if not is_chosen(key.fqn)])
     unselected_keys = {ref.key for ref in unselected_refs}
@@ -145,15 +170,11 @@ def select_tensors(manifest: Manifest, *, include: tuple[str, ...], exclude: tup
         for key, entry in manifest.tensors.items()
         if key not in unselected_keys and (entry.kind is Kind.EXTRA or is_chosen(key.fqn))
     }
-    if all(entry.kind is Kind.EXTRA for entry in kept_tensors.values()):
-        raise UsageError(f"{format_option('include')} and {format_option('exclude')} select no tensor")
     values = {key: value for key, value in manifest.values.items() if is_chosen(key.fqn)}
-    num_dropped = len(manifest.tensors) - len(kept_tensors)
     aliases = {alias: owner for alias, owner in manifest.aliases.items() if is_chosen(alias) and is_chosen(owner)}
     groups = tuple(replace(group, params=tuple(filter(is_chosen, group.params))) for group in manifest.groups)
-    selected = replace(manifest, tensors=kept_tensors, aliases=aliases, groups=groups, values=values)
-    note = Note(Outcome.DROPPED, format_count(num_dropped, "tensor"), "not selected", num_dropped, asked=True)
-    return selected, (note,) if num_dropped else ()
+    kept = replace(manifest, tensors=kept_tensors, aliases=aliases, groups=groups, values=values)
+    return kept, len(manifest.tensors) - len(kept_tensors)
 
 
 def drop_values(manifest: Manifest, *, target_name: str) -> TransformResult:

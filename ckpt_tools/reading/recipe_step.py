@@ -14,12 +14,13 @@ from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.options import ConvertOptions
 from ckpt_tools.core.ties import make_untied_config
 from ckpt_tools.core.transforms import TransformResult
-from ckpt_tools.errors import UsageError
+from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.reading.halves import check_parameter_names
 from ckpt_tools.reading.model_files import read_model_config
 from ckpt_tools.reading.opened import OpenedCheckpoint
 from ckpt_tools.reading.own_sizes import derive_config, refuse_rank_interleaving
 from ckpt_tools.recipes.apply import apply_recipe, apply_recipe_ties, exclude_unknown
+from ckpt_tools.recipes.copying import copy_tensors
 from ckpt_tools.recipes.index import load_recipe
 from ckpt_tools.recipes.recipe import Recipe
 from ckpt_tools.recipes.report import UsedRecipe
@@ -69,6 +70,9 @@ class RecipeStep:
         """Raises UsageError if the recipe does not fit; UnsupportedError if it does not lead the optimizer state of a
         checkpoint with ``unjoined_state`` to names and shapes of its weights."""
         if manifest.unjoined_state and self.recipe is not None:
+            if self.recipe.copy_rules:
+                way = f"convert the weights alone, with {format_option('state', 'model')}"
+                raise UnsupportedError(f"{manifest.unjoined_state}, and a recipe that copies does not join them; {way}")
             return self._join_renamed(manifest, self.recipe)
         notes: tuple[Note, ...] = ()
         if self.does_dequantize:
@@ -82,6 +86,9 @@ class RecipeStep:
             manifest, exclusion_notes = exclude_unknown(manifest, self.recipe, self.exclude)
             manifest, new_notes = apply_recipe(manifest, self.recipe, self.config)
             notes += (*exclusion_notes, *new_notes)
+            if self.recipe.copy_rules:
+                manifest, new_notes = copy_tensors(manifest, self.recipe.copy_rules)
+                notes += new_notes
         return manifest, notes
 
     def _join_renamed(self, manifest: Manifest, recipe: Recipe) -> TransformResult:

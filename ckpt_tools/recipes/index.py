@@ -32,6 +32,10 @@ def load_recipe(recipe: str | Path, *, inverse: bool = False) -> Recipe:
         UsageError: there is no such name, or the file is not a recipe. SourceNotFoundError: there is no such file.
     """
     named_recipe = _find_recipe(recipe)
+    if inverse and named_recipe.copy_rules:
+        raise UsageError(
+            f"{format_option('inverse', True)}: the recipe {named_recipe.name} copies, and has no way back"
+        )
     return named_recipe.inverse() if inverse else named_recipe
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -33,6 +33,9 @@ from ckpt_tools.messages.wording import MAX_LISTED_NAMES, format_count, join_nam
 from ckpt_tools.recipes.manifest_builder import MAX_ITEM_BYTES, ZEROS_FILE
 from ckpt_tools.recipes.moves import FillBox, Move
 from ckpt_tools.recipes.tables import MoveTable, join_boxes, split_table
+
+if TYPE_CHECKING:
+    from ckpt_tools.core.filling import FillStep
 
 _EMBEDDING = re.compile(
     r"(?:.*\.)?(?:embed_tokens|wte|word_embeddings|embed_in|tok_embeddings|lm_head|embed_out)\.(?:weight|bias)"
@@ -123,8 +126,9 @@ class ReferenceMatcher:
     reference: Reference
     find_mappings: Callable[[Manifest], Iterable[Sequence[NameMapping]]]
 
-    def match_names(self, manifest: Manifest) -> TransformResult:
-        """The manifest with the names, shapes and ties of the reference; dtypes are left to ``match_dtypes``.
+    def match_names(self, manifest: Manifest, fill: FillStep | None = None) -> TransformResult:
+        """The manifest with the names, shapes and ties of the reference; dtypes are left to ``match_dtypes``. Weights
+        that it lacks are those of ``fill``.
 
         Raises:
             UsageError: names or shapes do not fit, or they fit after several mappings. CkptError: the recipe of the
@@ -135,7 +139,7 @@ class ReferenceMatcher:
         # reported, unless the model's own recipe failed, which says more.
         tried: list[_MappingAttempt] = []
         for mappings in self.find_mappings(manifest):
-            attempts = [self._try_mapping(each, manifest) for each in mappings]
+            attempts = [self._try_mapping(each, manifest, fill) for each in mappings]
             fitting = _drop_equal_results([each for each in attempts if not each.num_misfits])
             if len(fitting) > 1:
                 raise self._make_ambiguity_error(fitting)
@@ -181,14 +185,23 @@ class ReferenceMatcher:
     def _option_text(self) -> str:
         return format_option("like", self.reference.location)
 
-    def _try_mapping(self, mapping: NameMapping, manifest: Manifest) -> _MappingAttempt:
+    def _try_mapping(self, mapping: NameMapping, manifest: Manifest, fill: FillStep | None) -> _MappingAttempt:
         """Raises UsageError if the reference is only a ``config.json`` of another vocabulary."""
         try:
             made, notes = mapping.apply(manifest)
         except CkptError as error:
             return _MappingAttempt(mapping, error=error)
+        fill_notes = tuple[Note, ...]()
+        if fill is not None and not self.reference.tensors:
+            made, fill_notes = fill.fill_missing(made)
         reference = self.reference if self.reference.tensors else derive_tensors_from_config(self.reference, made)
-        return _MappingAttempt(mapping, notes, fit_to_reference(made, reference))
+        fit = fit_to_reference(made, reference)
+        if fill is not None and self.reference.tensors and fit.missing_names:
+            # What a tie of the model gives is not missing, and is not taken from elsewhere.
+            made, fill_notes = fill.fill_missing(made, fit.missing_names)
+            fit = fit_to_reference(made, reference)
+        notes = (*notes, *fill_notes)
+        return _MappingAttempt(mapping, notes, fit)
 
     def _adapt_result(self, result: _MappingAttempt) -> TransformResult:
         assert result.fit is not None, "it fits"

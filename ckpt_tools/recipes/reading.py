@@ -14,6 +14,7 @@ from ckpt_tools.errors import SourceNotFoundError, UsageError
 from ckpt_tools.messages.wording import find_nearest
 from ckpt_tools.process.text_files import read_text
 from ckpt_tools.recipes.axes import build_extent_expression, parse_axes
+from ckpt_tools.recipes.copying import MAX_COPIES, CopyRule, parse_numbers
 from ckpt_tools.recipes.names import NamePattern
 from ckpt_tools.recipes.parsed_lines import SIDES, ParsedLine, PrefixRepeat, StackedPrefixes, numbering_refusals
 from ckpt_tools.recipes.recipe import LineDirection, PatternTexts, Recipe, RecipeLine
@@ -36,6 +37,7 @@ _RECIPE_KEYS = (
     "drop",
     "tied",
     "copies",
+    "copy",
     "tied_by_default",
     "left_ties",
     "stacked",
@@ -75,9 +77,10 @@ def parse_recipe(text: str, name: str, path: str) -> Recipe:
 
 def _build_recipe(table: Mapping[str, Any], text: str, name: str) -> Recipe:
     _check_keys(table, _RECIPE_KEYS, "a recipe")
-    lines = table.get("map")
-    if not isinstance(lines, list) or not lines:
-        raise UsageError("a recipe needs at least one [[map]]")
+    copy_rules = _parse_copy_rules(table)
+    lines = table.get("map", [])
+    if not isinstance(lines, list) or not (lines or copy_rules):
+        raise UsageError("a recipe needs at least one [[map]] or [[copy]]")
     others = table.get("others", "refused")
     if others not in ("same", "refused"):
         raise UsageError(f"others = {others!r} is neither 'same' nor 'refused'")
@@ -106,10 +109,29 @@ def _build_recipe(table: Mapping[str, Any], text: str, name: str) -> Recipe:
         dropped_names=(tuple(map(NamePattern, left)), (*map(NamePattern, right), *copies)),
         tied_names=_get_owners(table, "tied"),
         copies=copies,
+        copy_rules=copy_rules,
         tied_by_default=_get_texts(table, "tied_by_default"),
         has_left_ties=_get_flag(table, "left_ties", default=True),
         text=text,
     )
+
+
+def _parse_copy_rules(table: Mapping[str, Any]) -> tuple[CopyRule, ...]:
+    copy_tables = table.get("copy", [])
+    if not isinstance(copy_tables, list) or not all(isinstance(each, dict) for each in copy_tables):
+        raise UsageError("copy is not a list of tables; write [[copy]]")
+    rules = []
+    for each in copy_tables:
+        _check_keys(each, (*SIDES, "count", "numbers"), "a [[copy]]")
+        count, is_numbered = each.get("count", 0), "numbers" in each
+        if is_numbered == ("count" in each):
+            raise UsageError("a [[copy]] has either count or numbers")
+        if not is_numbered and not (type(count) is int and 0 < count <= MAX_COPIES):
+            raise UsageError(f"count = {count!r} is not a whole number from 1 to {MAX_COPIES:,}")
+        numbers = parse_numbers(_get_text(each, "numbers")) if is_numbered else tuple(range(count))
+        left, right = (NamePattern(_get_text(each, side)) for side in SIDES)
+        rules.append(CopyRule(left, right, numbers, is_numbered))
+    return tuple(rules)
 
 
 def _parse_repeats(table: Mapping[str, Any]) -> list[PrefixRepeat]:

@@ -26,6 +26,7 @@ from ckpt_tools.recipes.axes import (
     list_indices,
     list_leaf_fields,
 )
+from ckpt_tools.recipes.copying import CopyRule
 from ckpt_tools.recipes.names import NamePattern
 from ckpt_tools.recipes.sizes import SizeBinding
 
@@ -276,7 +277,8 @@ class Recipe:
     the other side does not have; ``tied_names`` maps names of the right side to those that own the bytes, if
     ``config.json`` ties them. Models of ``tied_by_default`` are tied unless it says that they are not. Without
     ``has_left_ties`` the left side has no names for what is tied. ``copies`` are patterns of names of the right side
-    that repeat another of it, and that the left side does not have. ``text`` is the file's.
+    that repeat another of it, and that the left side does not have. ``copy_rules`` copy tensors of the right side to
+    several names; with them there is no way back. ``text`` is the file's.
     ``stacked_lines`` are the lines for a side that holds all layers as one tensor, each where the line for single
     layers is; empty if neither side does.
     """
@@ -295,6 +297,7 @@ class Recipe:
     dropped_names: tuple[tuple[NamePattern, ...], tuple[NamePattern, ...]] = ((), ())
     tied_names: Mapping[str, str] = field(default_factory=dict)
     copies: Mapping[NamePattern, str] = field(default_factory=dict)
+    copy_rules: tuple[CopyRule, ...] = ()
     tied_by_default: tuple[str, ...] = ()
     has_left_ties: bool = True
     text: str = ""

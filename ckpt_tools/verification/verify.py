@@ -242,6 +242,12 @@ def verify_conversion(
         if is_whole and dst_manifest.tree is not None:
             written = _open_destination(dst, manifest, options, state="all")
             dst_manifest = written.manifest
+    fill = None
+    if options.fill is not None:
+        from ckpt_tools.runs.weight_source import open_fill
+
+        opened, fill = open_fill(opened, options, options.fill)
+        manifest = opened.manifest
     holds_masters = writer is None or writer.holds_masters or manifest.keeps_masters
     has_recipe = options.needs_config
     case = make_option_case(
@@ -263,6 +269,7 @@ def verify_conversion(
         recipe=recipe,
         like=like,
         quantize=make_quantize_step(opened, options),
+        fill=fill,
     )
     expected, model_files = build_expected_model(opened, edited.manifest, dst, writer, options)
     dst_model, notes = _select_model(dst_manifest, options) if options.state == "model" else (dst_manifest, ())

@@ -57,7 +57,7 @@ APPLY_ALWAYS = {
 """Options that have no case in which they could be ignored: they name a reader or writer, bound any command, say how a
 result is printed, or are an error where they do not fit."""
 
-MATCHED = {"include", "exclude", "rename", "key_map", "inverse"}
+MATCHED = {"include", "exclude", "drop", "rename", "key_map", "inverse"}
 """Options whose values have to match something; ``inverse`` needs a recipe."""
 
 

@@ -32,6 +32,7 @@ VALUES: dict[str, tuple[str, ...]] = {
     "model_key": ("model",), "optim_key": ("optim",), "param_order": ("order.txt",),
     "storage_options": ("endpoint_url=http://localhost:1",), "state": ("model", "all"), "dtype": ("bf16",),
     "weights": ("model", "master"), "buffers": ("*.up_proj.weight",), "include": ("*up_proj*", "model.*"),
+    "drop": ("*q_proj*",), "fill": ("head.pt",),
     "exclude": ("*q_proj*",), "rename": ("q_proj=query",), "key_map": ("map.json",), "strip": ("auto", "model"),
     "recipe": ("recipe.toml",), "max_shard_size": ("1KB",), "config": ("config",), "like": ("hub",),
     "memory": ("300MB",), "workers": ("1",), "runner": ("threads",), "address": ("localhost:1",),
@@ -52,6 +53,7 @@ def folder(tmp_path_factory):
     groups = [{"params": [0, 1, 2], "lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}]
     torch.save({"model": model, "optimizer": {"state": state, "param_groups": groups}}, folder / "whole.pt")
     torch.save({"state": state, "param_groups": groups}, folder / "optimizer.pt")
+    torch.save({"head.weight": torch.ones(2, 8)}, folder / "head.pt")
     (folder / "order.txt").write_text("".join(f"{name}\n" for name in model))
     (folder / "map.json").write_text(json.dumps({"model.embed_tokens.weight": "tokens.weight"}))
     (folder / "recipe.toml").write_text(RECIPE)
