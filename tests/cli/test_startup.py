@@ -61,7 +61,7 @@ ALLOWED = {
     "plan": Allowed(CONVERTING, {"safetensors", "torch"}, 156, {"click", "numpy", "rich", "xxhash"}),
     "convert": Allowed(CONVERTING, {"safetensors"}, 163, {"click", "isal", "numpy", "xxhash"}),
     "verify": Allowed(CHECKING, {"safetensors"}, 140, {"click", "isal", "numpy"}),
-    "verify pair": Allowed(CHECKING, {"safetensors"}, 140, {"click", "isal", "numpy"}),
+    "verify pair": Allowed(CHECKING, {"safetensors"}, 142, {"click", "isal", "numpy"}),
     "diff": Allowed(CHECKING, {"safetensors"}, 138, {"click", "isal", "numpy"}),
     "scan": Allowed({*MACHINERY, "verification"}, {"safetensors"}, 120, {"click", "numpy"}),
     "formats": Allowed({*BASE, "formats"}, set(), 39, {"click", "rich"}),
