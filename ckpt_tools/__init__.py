@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         consolidate as consolidate,
         convert as convert,
         convert_run as convert_run,
+        delta as delta,
         diff as diff,
         inspect as inspect,
         list_formats as list_formats,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
         ConvertRunReport as ConvertRunReport,
         StepOutcome as StepOutcome,
     )
+    from ckpt_tools.conversion.delta import DeltaReport as DeltaReport
     from ckpt_tools.conversion.report import ConvertReport as ConvertReport, PlanReport as PlanReport
     from ckpt_tools.core.collapsing import TensorSummary as TensorSummary
     from ckpt_tools.core.notes import Note as Note, Outcome as Outcome
@@ -109,6 +111,7 @@ _NAMES_BY_MODULE = {
         "consolidate",
         "convert",
         "convert_run",
+        "delta",
         "diff",
         "inspect",
         "list_formats",
@@ -127,6 +130,7 @@ _NAMES_BY_MODULE = {
     ),
     "checkpoint": ("Checkpoint", "LazyTensor"),
     "conversion.convert_run": ("ConvertRunReport", "ConvertedCheckpoint", "StepOutcome"),
+    "conversion.delta": ("DeltaReport",),
     "conversion.report": ("ConvertReport", "PlanReport"),
     "core.collapsing": ("TensorSummary",),
     "core.notes": ("Note", "Outcome"),

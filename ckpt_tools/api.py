@@ -22,6 +22,7 @@ from ckpt_tools.core.options import (
     ConvertKeywords,
     ConvertOptions,
     ConvertRequest,
+    DeltaKeywords,
     LoadableKeywords,
     MergeKeywords,
     ReadKeywords,
@@ -36,6 +37,7 @@ from ckpt_tools.messages.progress import ignore_progress
 if TYPE_CHECKING:
     from ckpt_tools.checkpoint import Checkpoint
     from ckpt_tools.conversion.convert_run import ConvertedCheckpoint, ConvertRunReport
+    from ckpt_tools.conversion.delta import DeltaReport
     from ckpt_tools.conversion.loadable import LoadableReport
     from ckpt_tools.conversion.report import ConvertReport, PlanReport
     from ckpt_tools.core.manifest import Manifest
@@ -607,6 +609,53 @@ def average(
         sources, dst, last=last, every=every, coefficients=coefficients, decay=decay, **options
     )
     return run_conversion(request)
+
+
+@api_function
+@expand_keywords(DeltaKeywords, ConvertRequest)
+def delta(old: str | Path, new: str | Path, out: str | Path, **options: Unpack[DeltaKeywords]) -> DeltaReport:
+    """Write what turns the weights of ``old`` into those of ``new``, as slime publishes it and SGLang applies it.
+
+    Each tensor that changed is ``old ^ new``, compressed with zstd, with the XXH3-128 of the new one. The files are
+    made in a temporary file first, which takes as much of ``TMPDIR`` as they do. Such a folder is a source of every
+    function, if the versions before it are beside it.
+
+    Args:
+        old: The version before, as the engine has it: a checkpoint of any format.
+        new: The new version: a checkpoint of any format with the same tensors. Its weights are cast to the dtypes in
+            ``old``; of those with fp32 masters, the masters are.
+        out: The folder of the new version, ``weight_v000001`` or that of a later number N; the delta is against version
+            N - 1. A path, or a URL of a store.
+        workers: The number of threads. Default: one for each processor, and more for stores.
+        fsync: Return when the output would survive a power failure.
+        on_progress: Called with the number of bytes done and in all. Default: not called.
+        storage_options: How stores are reached, the same for all URLs.
+
+    Returns:
+        A ``DeltaReport``: how many elements changed, and how large the delta is.
+
+    Raises:
+        UsageError: the two do not hold the same tensors, or ``out`` has no name of a version.
+        DestinationExistsError: something is at ``out``.
+        CkptError: As ``convert`` does.
+
+    Example:
+        >>> import ckpt_tools
+        >>> report = ckpt_tools.delta("model.safetensors", "other.safetensors", "published/weight_v000001")
+        >>> report.num_changed_tensors, report.version
+        (1, 1)
+    """
+    from ckpt_tools.conversion.delta import write_delta
+
+    return write_delta(
+        old,
+        new,
+        out,
+        workers=options.get("workers"),
+        fsync=options.get("fsync", False),
+        storage_options=options.get("storage_options"),
+        on_progress=options.get("on_progress") or ignore_progress,
+    )
 
 
 @api_function

@@ -246,6 +246,7 @@ def reports(made: Path) -> list[Any]:
         ckpt_tools.inspect(out),
         *reports_of_a_run(made),
         ckpt_tools.make_loadable(made / "foreign.pt", made / "plain.pt"),
+        ckpt_tools.delta(out, out, made / "weight_v000001"),
         SignReport("s" * 1000),
     ]
 

@@ -44,6 +44,7 @@ DOCUMENTED = {
     "convert m.pt zero3 --to zero3": {"convert": ""},
     "consolidate m.pt c": {"convert": "", "plan": "plan"},
     "reshard zero3 other --world-size 2": {"convert": "", "plan": "plan"},
+    "delta c b.pt weight_v000001": {"delta": ""},
     "verify m.pt": {"verify": ""},
     "diff c b.pt": {"verify": "", "difference": "differences 0", "deviation": "differences 0 deviation"},
     "check nan.pt": {"check": "", "health finding": "findings 0"},

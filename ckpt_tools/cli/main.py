@@ -44,6 +44,9 @@ SECTIONS = {
         ),
         "merge-lora": CommandLocation("convert", "Write a base model with a LoRA adapter of PEFT merged into it."),
         "average": CommandLocation("convert", "Write the average of the weights of several checkpoints."),
+        "delta": CommandLocation(
+            "delta", "Write the changes from one version of a model to the next, as SGLang applies them."
+        ),
         "make-loadable": CommandLocation(
             "convert", "Write a file of torch.save again, so that torch.load(weights_only=True) takes it."
         ),

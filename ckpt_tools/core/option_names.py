@@ -79,7 +79,14 @@ DEFAULT_IO: Io = "auto"
 DEFAULT_POLL_SECONDS = 10.0
 
 _POSITIONAL_ARGUMENTS = {"src": "SRC", "dst": "DST", "run": "RUN", "a": "A", "b": "B", "url": "URL"}
-_POSITIONAL_ARGUMENTS |= {"base": "BASE", "adapter": "ADAPTER", "sources": "SRC"}
+_POSITIONAL_ARGUMENTS |= {
+    "base": "BASE",
+    "adapter": "ADAPTER",
+    "sources": "SRC",
+    "old": "OLD",
+    "new": "NEW",
+    "out": "OUT",
+}
 """Parameters that are places, given without a flag."""
 _IRREGULAR_FLAGS = {
     "from_": "--from",

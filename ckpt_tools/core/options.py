@@ -161,6 +161,15 @@ class LoadableKeywords(TypedDict, total=False):
     storage_options: Mapping[str, Any] | None
 
 
+class DeltaKeywords(TypedDict, total=False):
+    """Keywords of ``delta``."""
+
+    workers: int | None
+    fsync: bool
+    on_progress: ProgressCallback | None
+    storage_options: Mapping[str, Any] | None
+
+
 class OutputKeywords(TypedDict, total=False):
     """Keywords about the tensors and files that are written."""
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
+from ckpt_tools.errors import UnsupportedError
+
 if TYPE_CHECKING:
     from ckpt_tools.core.layout import Layout
     from ckpt_tools.core.manifest import Manifest
@@ -17,6 +19,10 @@ READING_OPTIONS = ("tag", "model_key", "optim_key")
 WRITING_OPTIONS = ("tag", "model_key", "optim_key", "world_size", "max_shard_size", "config", "quantize")
 """The options that a format may take for writing; ``max_shard_size`` arrives as ``WriteOptions.max_shard_bytes``.
 ``config`` is for folders that ``from_pretrained`` opens: ``config.json`` and the like are copied into them."""
+
+
+class DeltaFolderError(UnsupportedError):
+    """A folder holds changes of an earlier version of a model, which is another folder."""
 
 
 class Format:

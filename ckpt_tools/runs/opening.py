@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt_tools.arguments import is_remote
 from ckpt_tools.core.options import ConvertOptions, ReadOptions
 from ckpt_tools.errors import SourceNotFoundError, StoreError, UnsupportedError
+from ckpt_tools.formats.base import DeltaFolderError
 from ckpt_tools.process.collector import pause_collector
 from ckpt_tools.reading.checkpoint import check_reading_options, get_error_path, read_source
 from ckpt_tools.reading.opened import OpenedCheckpoint
@@ -63,7 +65,15 @@ def open_checkpoint(
         source, notes = join_file(source, open_url(options.optimizer_file), OPTIMIZER), notes or ()
     elif notes is None:
         source, notes = join_optimizer(absolute_url, source, open_url)
-    source, manifest = read_source(source, options, format_name=format_name)
+    try:
+        source, manifest = read_source(source, options, format_name=format_name)
+    except DeltaFolderError:
+        if options.optimizer_file is not None:  # of which version it is, nothing says
+            raise
+        from ckpt_tools.reading.deltas import open_patched_model
+
+        open_model = partial(open_checkpoint, options=replace(options, state="model"), storage_options=storage_options)
+        source, manifest = open_patched_model(absolute_url, source, open_url, open_model)
     if not manifest.tensors and not may_be_empty:
         raise UnsupportedError("it holds no tensors", path=get_error_path(source))
     base_name = absolute_url.rstrip("/").rpartition("/")[2]

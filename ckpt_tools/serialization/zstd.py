@@ -23,9 +23,9 @@ class ZstandardMissingError(UsageError):
     """The package that decompresses is not installed."""
 
 
-def open_zstd_stream(read: ReadRange, size: int, path: str) -> ZstdStream:
+def open_zstd_stream(read: ReadRange, size: int, path: str, *, max_window_bytes: int = MAX_WINDOW_BYTES) -> ZstdStream:
     """The ``size`` compressed bytes that ``read`` gives, in any number of frames. Raises ZstandardMissingError."""
-    decompressor, error = _make_decompressor(path)
+    decompressor, error = _make_decompressor(path, max_window_bytes)
     stream = decompressor.stream_reader(_CompressedInput(read, size), read_size=READ_BYTES, read_across_frames=True)
     return ZstdStream(stream, error, path)
 
@@ -66,16 +66,25 @@ def decompress_frame(read: ReadRange, size: int, path: str, *, limit_bytes: int)
     return bytes(decompressed)
 
 
-def _make_decompressor(path: str) -> tuple[Any, type[Exception]]:
+def _make_decompressor(path: str, max_window_bytes: int = MAX_WINDOW_BYTES) -> tuple[Any, type[Exception]]:
     """A decompressor and the class of its errors. Raises ZstandardMissingError."""
+    zstandard = _import_zstandard(f"{path}: its items are compressed with zstd; install what reads them")
+    return zstandard.ZstdDecompressor(max_window_size=max_window_bytes), zstandard.ZstdError
+
+
+def make_compressor(level: int, num_bytes: int) -> Any:
+    """A compressor of ``num_bytes`` in parts to one frame, which states them: ``compress``, at last ``flush``. Raises
+    ZstandardMissingError."""
+    zstandard = _import_zstandard("deltas are compressed with zstd; install what writes them")
+    return zstandard.ZstdCompressor(level=level).compressobj(size=num_bytes)
+
+
+def _import_zstandard(what_needs_it: str) -> Any:
     try:
         import zstandard
     except ImportError as error:
-        raise ZstandardMissingError(
-            f"{path}: its items are compressed with zstd; install what reads them with: pip install 'ckpt-tools[zstd]' "
-            f"({error})"
-        ) from error
-    return zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES), zstandard.ZstdError
+        raise ZstandardMissingError(f"{what_needs_it} with: pip install 'ckpt-tools[zstd]' ({error})") from error
+    return zstandard
 
 
 def _make_damage_error(error: Exception, path: str) -> MalformedError:

@@ -96,12 +96,11 @@ def why_no_model(paths: Iterable[str]) -> str | None:
 
 
 def why_delta(metadata: Any) -> str | None:
-    """Reason why a folder whose index has this ``metadata`` is no model; None if it may be one. slime, SGLang and miles
-    publish deltas."""
+    """Reason why a folder whose index has this ``metadata`` is no model by itself; None if it may be one."""
     if not isinstance(metadata, Mapping) or "delta_encoding" not in metadata:
         return None
     base = format_brief(metadata.get("base_version", "unknown"))
-    return f"it is a delta against an earlier version: {base}; apply it to that version by what published it"
+    return f"it is a delta against an earlier version: {base}; name its folder, or convert that to a model first"
 
 
 def refuse_rank_part(value: Value, path: str) -> None:

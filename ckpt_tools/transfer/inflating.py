@@ -9,22 +9,17 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ckpt_tools.core.shards import ByteRange
-from ckpt_tools.errors import IncompleteError, MalformedError
+from ckpt_tools.errors import MalformedError
 
 if TYPE_CHECKING:
+    from ckpt_tools.serialization.windowed_stream import WindowedStream
     from ckpt_tools.serialization.zstd import ZstdStream
-
-BLOCK_BYTES = 1 << 20
-"""Bytes decompressed at a time."""
-
-WINDOW_BYTES = 12 << 20
-"""Last decompressed bytes that a stream keeps: three tasks of full size."""
 
 MAX_STREAMS = 4
 """Streams that are kept. Together they take what ``planning.plan.INFLATING_BYTES`` states."""
@@ -44,75 +39,12 @@ def is_inflated_name(file: str) -> bool:
     return file.startswith(_NAME_PREFIX)
 
 
-@dataclass(slots=True)
-class _InflateStream:
-    """One item, decompressed up to ``position``.
-
-        bytes   0 == head ==              == window ==
-                |-----------|-------------|------------|---------------|
-                                                    position         length
-
-    ``window`` holds the last ``num_kept`` bytes before ``position``. ``head`` is the first block, kept because an item
-    is opened by its start and its end, after it was decompressed once for its length. A read that begins between the
-    two starts again from byte 0; one that ends after ``position`` decompresses further. ``length`` is None until the
-    end was reached.
-    """
-
-    open_decompressor: Callable[[], ZstdStream]
-    decompressor: ZstdStream
-    window: deque[bytes] = field(default_factory=deque)
-    num_kept: int = 0
-    position: int = 0
-    head: bytes = b""
-    length: int | None = None
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def decompress_block(self) -> int:
-        """Decompress the next block; the number of its bytes, 0 at the end."""
-        data = self.decompressor.read(BLOCK_BYTES)
-        if not self.position:
-            self.head = data
-        if not data:
-            self.length = self.position
-        self.window.append(data)
-        self.num_kept += len(data)
-        self.position += len(data)
-        while self.num_kept - len(self.window[0]) >= WINDOW_BYTES:
-            self.num_kept -= len(self.window.popleft())
-        return len(data)
-
-    def read_into(self, start: int, buffer: memoryview) -> None:
-        head = self.head[start : start + len(buffer)]
-        bytes_copied = len(head)
-        buffer[:bytes_copied] = head
-        if bytes_copied < len(buffer) and start + bytes_copied < self.position - self.num_kept:
-            self.decompressor = self.open_decompressor()
-            self.window.clear()
-            self.num_kept = self.position = 0
-        while bytes_copied < len(buffer):
-            if start + bytes_copied >= self.position:
-                if not self.decompress_block():
-                    raise IncompleteError(f"a compressed item ends at byte {self.position:,}")
-                continue
-            bytes_copied += self._copy_from_window(start + bytes_copied, buffer[bytes_copied:])
-
-    def _copy_from_window(self, start: int, buffer: memoryview) -> int:
-        window_position = self.position - self.num_kept
-        for part in self.window:
-            if start < window_position + len(part):
-                piece = part[start - window_position : start - window_position + len(buffer)]
-                buffer[: len(piece)] = piece
-                return len(piece)
-            window_position += len(part)
-        raise AssertionError("the window holds what lies between its ends")
-
-
 @dataclass(slots=True, weakref_slot=True)
 class InflatedReader:
     """Decompresses ranges; ``read`` gives bytes ``[start, stop)`` of a file. Safe to share between threads."""
 
     read: Callable[[str, int, int], bytes]
-    _streams: OrderedDict[str, _InflateStream] = field(default_factory=OrderedDict)
+    _streams: OrderedDict[str, WindowedStream] = field(default_factory=OrderedDict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def inflated_size(self, compressed_range: ByteRange, *, limit_bytes: int) -> int:
@@ -123,7 +55,7 @@ class InflatedReader:
         """
         stream = self._get_stream(inflated_name(compressed_range))
         with stream.lock:
-            while stream.length is None and stream.decompress_block():
+            while stream.length is None and stream.read_block():
                 if stream.position > limit_bytes:
                     raise MalformedError(
                         f"the item at byte {compressed_range.start:,} decompresses to more than the {limit_bytes:,} "
@@ -139,7 +71,7 @@ class InflatedReader:
         with stream.lock:
             stream.read_into(start, buffer)
 
-    def _get_stream(self, name: str) -> _InflateStream:
+    def _get_stream(self, name: str) -> WindowedStream:
         with self._lock:
             stream = self._streams.pop(name, None) or self._open_stream(name)
             self._streams[name] = stream
@@ -147,7 +79,8 @@ class InflatedReader:
                 self._streams.popitem(last=False)
             return stream
 
-    def _open_stream(self, name: str) -> _InflateStream:
+    def _open_stream(self, name: str) -> WindowedStream:
+        from ckpt_tools.serialization.windowed_stream import WindowedStream
         from ckpt_tools.serialization.zstd import open_zstd_stream
 
         first, last, file = name.removeprefix(_NAME_PREFIX).split(":", 2)
@@ -165,4 +98,4 @@ class InflatedReader:
                 read_compressed, compressed_range.stop - compressed_range.start, compressed_range.file
             )
 
-        return _InflateStream(open_decompressor, open_decompressor())
+        return WindowedStream(open_decompressor, open_decompressor())

@@ -41,6 +41,7 @@ OF_EMPTY_FOLDERS: dict[str, list[str]] = {
     "reshard": ["E", "OUT", "--world-size", "2"],
     "consolidate": ["E", "OUT.safetensors"],
     "average": ["E", "E", "OUT.pt"],
+    "delta": ["E", "E", "OUT/weight_v000001"],
     "convert-run": ["E", "OUT/{step}.pt"],
     "merge-lora": ["E", "E", "OUT.pt"],
     "make-loadable": ["E", "OUT.pt"],

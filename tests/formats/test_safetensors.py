@@ -353,7 +353,7 @@ def test_shards_with_the_names_of_others_are_no_model(tmp_path):
 
 
 @pytest.mark.parametrize(("encoding", "num_files"), [("xor", 1), ("overwrite", 2)])
-def test_a_published_delta_is_no_model(encoding, num_files, tmp_path):
+def test_a_published_delta_alone_is_no_model(encoding, num_files, tmp_path):
     """As slime publishes it (update_weight_from_disk_delta.py): tensors are compressed changes, and the files count
     from 0."""
     folder, weight_map = tmp_path / "disk" / "weight_v000002", {}
@@ -364,12 +364,13 @@ def test_a_published_delta_is_no_model(encoding, num_files, tmp_path):
         (folder / name).write_bytes(safetensors.numpy.save(changes, metadata=dict.fromkeys(changes, "1a2b3c4d")))
         weight_map |= dict.fromkeys(changes, name)
     metadata = {"version": "000002", "base_version": "000001", "delta_encoding": encoding, "compression_format": "zstd"}
-    index = {"metadata": metadata, "weight_map": weight_map}
+    index = {"metadata": metadata | {"checksum_format": "adler32"}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     code, sentence = refusal(folder, tmp_path / "out")
-    assert code == 4 and "it is a delta against an earlier version: '000001'; apply it" in sentence
+    assert code == 4 and "weight_v000001: weight_v000002 is a delta against this version, which is missing" in sentence
     assert "it is a delta against an earlier version" in str(problem(folder.parent))
-    assert "it is a delta against" in merging(folder, tmp_path / "out")
+    with pytest.raises(IncompleteError, match="is a delta against this version"):
+        merging(folder, tmp_path / "out")
     (folder / "model.safetensors.index.json").unlink()
     for src in (folder, min(folder.glob("*.safetensors"))) if num_files == 1 else ():
         assert "it is a delta" in refusal(src, tmp_path / "out", from_="safetensors")[1]

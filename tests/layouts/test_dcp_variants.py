@@ -20,7 +20,8 @@ import ckpt_tools
 from ckpt_tools.core.manifest import StateKey
 from ckpt_tools.core.shards import ByteRange
 from ckpt_tools.errors import IncompleteError, MalformedError, SeveralCheckpointsError, UnsupportedError, UsageError
-from ckpt_tools.transfer import inflating
+from ckpt_tools.serialization import windowed_stream
+from ckpt_tools.serialization.windowed_stream import WindowedStream
 from ckpt_tools.transfer.inflating import InflatedReader, inflated_name
 from fixtures import dcp_cases
 from fixtures.corpus import make
@@ -74,8 +75,8 @@ def test_a_compressed_item_may_not_be_larger_than_its_index_says(tmp_path):
 
 def test_parts_of_a_compressed_item_are_found_in_any_order(monkeypatch):
     """Also those that came out so long ago that they were let go."""
-    monkeypatch.setattr(inflating, "BLOCK_BYTES", 1000)
-    monkeypatch.setattr(inflating, "WINDOW_BYTES", 3000)
+    monkeypatch.setattr(windowed_stream, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(windowed_stream, "WINDOW_BYTES", 3000)
     data = os.urandom(20_000)
     packed = zstandard.ZstdCompressor().compress(data)
     found = InflatedReader(lambda file, start, stop: packed[start:stop])
@@ -92,10 +93,10 @@ def test_parts_of_a_compressed_item_are_found_in_any_order(monkeypatch):
 def test_a_checkpoint_that_was_read_is_let_go():
     """zstandard's streams are invisible to the garbage collector: in a cycle they would stay for good."""
     gc.collect()
-    before = sum(type(found) is inflating._InflateStream for found in gc.get_objects())
+    before = sum(type(found) is WindowedStream for found in gc.get_objects())
     contents(make("dcp-zstd").source)
     gc.collect()
-    assert sum(type(found) is inflating._InflateStream for found in gc.get_objects()) == before
+    assert sum(type(found) is WindowedStream for found in gc.get_objects()) == before
 
 
 def copy_of(name: str, folder: Path) -> Path:

@@ -5,7 +5,8 @@ import random
 import zstandard
 
 from ckpt_tools.core.shards import ByteRange
-from ckpt_tools.transfer.inflating import BLOCK_BYTES, WINDOW_BYTES, InflatedReader, inflated_name
+from ckpt_tools.serialization.windowed_stream import BLOCK_BYTES, WINDOW_BYTES
+from ckpt_tools.transfer.inflating import InflatedReader, inflated_name
 
 
 def test_what_came_out_last_is_read_again_without_decompressing_again():

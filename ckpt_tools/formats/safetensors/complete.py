@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ckpt_tools.serialization.strict_json import parse_json
@@ -27,7 +27,9 @@ def _check_index(saved: SavedCheckpoint) -> str | None:
     for path in saved.files:
         if path.endswith((".safetensors.index.json", ".bin.index.json")):
             index = saved.read_json_object(saved.path_in_run(path))
-            if (delta_reason := why_delta(index.get("metadata"))) is not None:
+            if (delta_reason := why_delta(index.get("metadata"))) is not None and not _has_base(
+                saved, index["metadata"]
+            ):
                 return delta_reason
             names = index.get("weight_map", {})
             folder = get_parent_folder(path)
@@ -38,15 +40,24 @@ def _check_index(saved: SavedCheckpoint) -> str | None:
     return None
 
 
+def _has_base(saved: SavedCheckpoint, delta_metadata: Mapping[str, Any]) -> bool:
+    """Whether the version that a delta is against is beside it in the run. Version 0 is the engine's own model."""
+    base_version = str(delta_metadata.get("base_version"))
+    base_folder = f"{get_parent_folder(saved.root)}/weight_v{base_version:0>6}/".lstrip("/")
+    if base_version.isdecimal() and not int(base_version):
+        return True
+    return not saved.is_run and any(path.startswith(base_folder) for path in saved.run.files)
+
+
 def _check_numbered_shards(saved: SavedCheckpoint) -> str | None:
-    """Shards that number themselves: ``model-00001-of-00003.safetensors``."""
+    """Shards that number themselves: ``model-00001-of-00003.safetensors``. slime counts from 0."""
     numbers_by_set: dict[tuple[str, int], set[int]] = {}
     for path in saved.files:
         match = _NUMBERED_SHARD.fullmatch(path)
         if match is not None:
             numbers_by_set.setdefault((match[1], int(match[3])), set()).add(int(match[2]))
     for (stem, size), numbers in numbers_by_set.items():
-        if missing := sorted(set(range(1, size + 1)) - numbers):
+        if missing := sorted({number + (0 not in numbers) for number in range(size)} - numbers):
             return f"{stem}-{missing[0]:05d}-of-{size:05d} is missing"
     return None
 

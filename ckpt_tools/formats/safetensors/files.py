@@ -150,7 +150,7 @@ def _find_model_files(source: Source) -> tuple[list[str], list[Note]]:
     return files, []
 
 
-def read_safetensors_header(source: Source, path: str) -> SafetensorsHeader:
+def read_safetensors_header(source: Source, path: str, *, may_be_delta: bool = False) -> SafetensorsHeader:
     """The checked header of one file.
 
     Raises:
@@ -173,7 +173,11 @@ def read_safetensors_header(source: Source, path: str) -> SafetensorsHeader:
     tensors = _parse_tensors(header_json, 8 + length, path)
     _check_ranges(header_json, 8 + length, size, path)
     # Its metadata has a checksum of each tensor after the change.
-    if tensors and all(name in metadata and table.dtype is DType.UINT8 for name, table in tensors.items()):
+    if (
+        not may_be_delta
+        and tensors
+        and all(name in metadata and table.dtype is DType.UINT8 for name, table in tensors.items())
+    ):
         raise UnsupportedError(f"{why_delta({'delta_encoding': ''})}", path=path)
     return SafetensorsHeader(tensors, metadata)
 
@@ -406,11 +410,12 @@ def build_file_layout(
         Payload(key, Box.whole(entry.shape), entry.shape, entry.dtype) for key, entry in aligned_tensors.values()
     ]
     stored_aliases = {alias: owner for alias, owner in aliases.items() if owner in aligned_tensors}
-    header = _encode_header({name: entry for name, (_, entry) in aligned_tensors.items()}, {**texts, **stored_aliases})
+    header = encode_header({name: entry for name, (_, entry) in aligned_tensors.items()}, {**texts, **stored_aliases})
     return FileLayout(path, (Literal(header), *payloads))
 
 
-def _encode_header(tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str]) -> bytes:
+def encode_header(tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str]) -> bytes:
+    """The length and the header of a file of ``tensors``, one after another. Raises UnsupportedError."""
     header: dict[str, Any] = {"__metadata__": {"format": _TORCH_FORMAT, **metadata}}
     data_stop = 0
     for name, entry in tensors.items():

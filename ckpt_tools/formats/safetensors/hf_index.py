@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.errors import IncompleteError, MalformedError, SeveralCheckpointsError, UnsupportedError
+from ckpt_tools.formats.base import DeltaFolderError
 from ckpt_tools.messages.wording import join_names
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.state_tree.incomplete_state import why_delta
@@ -69,7 +70,7 @@ def read_weight_map(source: Source, index: str) -> tuple[Mapping[str, str], list
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise MalformedError("the index has no weight_map of names to files", path=index)
     if (why := why_delta(index_json.get("metadata"))) is not None:
-        raise UnsupportedError(why, path=index)
+        raise DeltaFolderError(why, path=index)
     files, single_file = dict.fromkeys(weight_map.values()), index.removesuffix(".index.json")
     if single_file in source.files and single_file not in files and single_file in _PREFERRED_OVER_INDEX:
         noted_names = [name for name in (index, *files) if name in source.files]
