@@ -288,9 +288,12 @@ def _remember_url(text: str) -> None:
         userinfo, location = _split_userinfo(part[start.end() :])
         if userinfo is not None:
             _remember_userinfo(userinfo, is_login=scheme in _LOGIN_SCHEMES)
+            if "@" not in part:  # taken for a port, which parsers quote
+                _remember_text(userinfo.partition(":")[2], "'")
         if scheme == "hf":  # no name there has a colon, and @ is before the revision
-            for password in re.findall(r"/[^/:@]+:([^@]+)@", f"/{location}"):
+            for user, password in re.findall(r"/([^/:@]+):([^@]+)@", f"/{location}"):
                 _remember_secret(password)
+                _remember_text(f"{user}:{password}", "@")
         for parameter in re.split("[;/]", re.split("[?#]", location)[0]):
             name, _, value = parameter.partition("=")
             if re.fullmatch(_SECRET_PARAMETER, name):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,10 +66,10 @@ def _resolve_repository(fs: Any, path: str, url: str) -> _Repository:
     from huggingface_hub import HfApi
 
     def resolve_path() -> Any:
-        try:
+        with suppress(ValueError, NotImplementedError):
             return fs.resolve_path(path)
-        except (ValueError, NotImplementedError) as error:
-            raise UsageError(f"{url}: {str(error).rstrip('.')}; write {_URL_FORMS}") from error
+        # Without the library's reason, which quotes parts of the URL, a password among them.
+        raise UsageError(f"{url} names no repository; write {_URL_FORMS}")
 
     resolved_path = call_with_retry(url, resolve_path)
     api = HfApi(endpoint=fs.endpoint, token=fs.token)
