@@ -80,7 +80,7 @@ def convert_run_command(run: str, dst: str, then: str | None, as_json: bool, qui
 
 
 class _CheckpointLines:
-    """What is printed of each checkpoint: a line and, if they are not those of the one before, what was dropped."""
+    """A line for each checkpoint, and what was dropped where that differs from the checkpoint before."""
 
     def __init__(self, then: str | None, as_json: bool) -> None:
         self.then, self.as_json = then, as_json

@@ -40,7 +40,7 @@ Versions = Mapping[str, str]
 
 
 class StepOutcome(StrEnum):
-    """What became of one checkpoint of a run."""
+    """Outcome of one checkpoint of a run."""
 
     WRITTEN = "written"
     PUBLISHED = "published"
@@ -93,7 +93,7 @@ class ConvertRunReport(DisplayableResult):
 
 @dataclass(frozen=True, slots=True)
 class Following:
-    """How a run is followed: looked at every ``poll_seconds``, until a checkpoint of the step ``until`` or a later one
+    """Following of a run: it is listed every ``poll_seconds``, until a checkpoint of the step ``until`` or a later one
     was converted. Raises UsageError."""
 
     poll_seconds: float
@@ -148,7 +148,7 @@ def convert_whole_run(
 
 @dataclass(slots=True)
 class _RunConversion:
-    """What is known of the run, by the names of its checkpoints: those that are complete, those that are not, and
+    """State of the run, by the names of its checkpoints: those that are complete, those that are not, and
     what became of those that were converted."""
 
     request: ConvertRequest

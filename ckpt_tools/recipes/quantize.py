@@ -196,7 +196,7 @@ _BY_RULE = "not in attention, MLPs or experts"
 
 
 def _find_group(name: str) -> str:
-    """What a loader makes one of: all experts of a layer, or the layers of ``_FUSED``; else the name itself."""
+    """Group that a loader fuses: all experts of a layer, or the layers of ``_FUSED``; else the name itself."""
     experts = _EXPERTS.match(name)
     if experts is not None:
         return experts[1]

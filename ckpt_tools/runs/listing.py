@@ -150,7 +150,7 @@ def read_plain_manifest(checkpoint: SavedCheckpoint) -> tuple[Format, Manifest]:
 
 
 def describe_checkpoint(url: str, checkpoint: SavedCheckpoint) -> RunCheckpoint:
-    """What ``ls`` of the run at ``url`` shows of the checkpoint. Raises StoreError."""
+    """Row of ``ls`` about the checkpoint, in the run at ``url``. Raises StoreError."""
     store = checkpoint.run.store
     problem = find_problem(checkpoint)
     stated_step = read_trainer_state(checkpoint).get("global_step")

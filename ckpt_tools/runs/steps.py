@@ -1,4 +1,4 @@
-"""Which checkpoints of a run are converted, and where each goes. Pure."""
+"""Choice of the checkpoints of a run that are converted, and the destination of each. Pure."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class CheckOptions:
 
 
 def check_health(opened: OpenedCheckpoint, previous: OpenedCheckpoint | None, options: CheckOptions) -> HealthReport:
-    """What is not healthy in a checkpoint, by itself and beside the ``previous`` one of its run.
+    """Findings of a checkpoint, by itself and beside the ``previous`` one of its run.
 
     Raises:
         CkptError: a tensor cannot be read. UsageError: a glob matches nothing, or no weight is in both.

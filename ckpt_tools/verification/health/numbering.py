@@ -53,7 +53,7 @@ class LayerGroup:
 
     @property
     def usual(self) -> tuple[frozenset[str], int]:
-        """What most layers have, and how many have it."""
+        """Parts that most layers have, and the number of layers with them."""
         return Counter(self.rests_by_number.values()).most_common(1)[0]
 
     @property
@@ -95,7 +95,7 @@ def get_fused_group(name: str) -> str:
 
 
 def find_missing_parts(shapes: Mapping[str, Shape], config: Mapping[str, Any] | None) -> Iterator[HealthFinding]:
-    """What is missing among weights of these names. ``config`` is the content of ``config.json``, if there is one."""
+    """Findings of what these names lack. ``config`` is the content of ``config.json``, if there is one."""
     base_names = [name for name in shapes if not is_lora_name(name)]
     groups = group_layers(base_names)
     num_layers = find_layer_count(config or {})

@@ -13,7 +13,7 @@ from ckpt_tools.messages.showing import DisplayableResult
 
 
 class HealthRule(Enum):
-    """What a healthy checkpoint does not have."""
+    """A fault that a healthy checkpoint does not have."""
 
     NON_FINITE = "non-finite"
     """A tensor with NaN or infinities."""
@@ -64,7 +64,7 @@ class HealthFinding(DisplayableResult):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class HealthReport(DisplayableResult):
-    """What was found in ``source``. ``against`` is the previous checkpoint, if there is one. ``tensors_by_role``
+    """Findings in ``source``. ``against`` is the previous checkpoint, if there is one. ``tensors_by_role``
     counts the tensors that were read by ``core.manifest.ROLES``, and ``num_bytes`` the bytes that were read of them.
     ``notes`` say what no rule could be applied to."""
 
