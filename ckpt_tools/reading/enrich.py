@@ -63,6 +63,7 @@ def enrich_manifest(manifest: Manifest, source: Source, tensorless_files: Collec
         entry_parser = find_entry_parser(name)
         is_in_model = f"{folder}/".startswith(model_prefixes) if has_inner_folders else folder in weight_folders
         is_one_of_several = name == SCHEDULER and has_several_schedulers(source.files)
+        is_private = is_private_trainer_file(name)
         if entry_parser is not None and folder in folders and not is_one_of_several:
             new_entries, new_tensors, note = _read_companion(source, path, entry_parser, extra)
             if path in copied_files:
@@ -72,9 +73,9 @@ def enrich_manifest(manifest: Manifest, source: Source, tensorless_files: Collec
             notes += note
         elif path == ADAPTER_CONFIG_FILE and manifest.format in ("safetensors", "torch"):
             notes.append(_note_adapter(source, path, manifest))
-        elif path in copied_files or is_one_of_several or is_private_trainer_file(name):
+        elif path in copied_files or is_one_of_several or (is_private and folder in folders):
             notes.append(Note(Outcome.DROPPED, path, "only the trainer that wrote it reads it"))
-        elif entry_parser is not None or _is_file_of_other_format(path, manifest):
+        elif entry_parser is not None or is_private or _is_file_of_other_format(path, manifest):
             notes.append(note_unrelated_files(path))
         elif trainer is not None and path in trainer.unknown:
             why = f"not part of this checkpoint: {trainer.trainer} is not known to write it"

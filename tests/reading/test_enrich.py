@@ -51,6 +51,14 @@ def test_what_is_not_read_is_noted(name, beside, tmp_path):
     assert [note.what for note in report.notes] == [name]
 
 
+def test_files_of_another_checkpoint_are_not_called_the_trainers(beside):
+    other = beside / "other"
+    other.mkdir()
+    (other / "optimizer.bin").write_bytes(b"anything")
+    (note,) = read(beside).notes
+    assert (note.what, note.why) == ("other/optimizer.bin", "not part of this checkpoint")
+
+
 def test_who_asks_for_weights_alone_loses_nothing(beside, tmp_path):
     (beside / "scaler.pt").write_bytes(b"anything")
     ckpt_tools.consolidate(beside, tmp_path / "m.safetensors", strict=True)
