@@ -1,10 +1,11 @@
 """A checkpoint whose model and optimizer are checkpoints in folders of their own, joined by the parameters' names.
 
-NeMo Automodel has ``model/`` in safetensors and ``optim/`` as a DCP; verl's layout 2 names its folders in
-``ckpt_contents.json``, and its optimizer has Megatron-Core's names. The record of the trainer finds the halves.
+NeMo Automodel and a distributed save of transformers have weights in safetensors and a DCP of the optimizer; verl's
+layout 2 names its folders in ``ckpt_contents.json``, and its optimizer has Megatron-Core's names. The record of the
+trainer finds the halves.
 
 Weights in safetensors may have the names of Hugging Face, which differ from the optimizer's for some architectures.
-Nothing says of Automodel's then which is which, and the two are refused. verl's manifest is ``unjoined_state``, and
+Nothing says beside a DCP then which is which, and the two are refused. verl's manifest is ``unjoined_state``, and
 ``reading.recipe_step`` joins it.
 """
 
@@ -16,6 +17,7 @@ from typing import Any
 
 from ckpt_tools.core.manifest import WEIGHT, Kind, Manifest, StateKey, StateTree, TensorEntry
 from ckpt_tools.core.notes import Note, Outcome, note_unrelated_files
+from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import CkptError, UnsupportedError
 from ckpt_tools.formats.index import get_readable_format, read_manifest
@@ -34,7 +36,7 @@ def read_halves(source: Source, halves: CheckpointHalves, options: ReadOptions) 
     """
     weights = _read_weights(source, halves)
     return (
-        _read_automodel(source, halves, weights, options)
+        _read_weights_beside_dcp(source, halves, weights, options)
         if halves.format == "dcp"
         else _read_verl(source, halves, weights)
     )
@@ -54,7 +56,7 @@ def _read_weights(source: Source, halves: CheckpointHalves) -> Manifest:
     return replace(manifest, tensors={key: each.with_file_prefix(folder) for key, each in manifest.tensors.items()})
 
 
-def _read_automodel(
+def _read_weights_beside_dcp(
     source: Source, halves: CheckpointHalves, weights: Manifest, options: ReadOptions
 ) -> tuple[Manifest, frozenset[str]]:
     assert halves.optimizer_folder is not None, "its index is there"
@@ -66,6 +68,8 @@ def _read_automodel(
     tree = StateTree(("model",), inner_tree.optim or ("optim",), inner_tree.is_flattened, inner_tree.extras)
     joined = rename_master_slots(replace(joined, world_size=None, tree=tree))
     other_files = source.select_below(halves.base_folder).files.keys() - joined.files - {halves.index_path}
+    if halves.weights_folder == halves.base_folder:  # files at the top go along with the model
+        other_files = {path for path in other_files if "/" in path.removeprefix(halves.base_folder)}
     other_notes = (note_unrelated_files(path) for path in source.files if path in other_files)
     return replace(joined, notes=(*joined.notes, *other_notes)), frozenset()
 
@@ -132,8 +136,10 @@ def check_parameter_names(optimizer: Manifest, model: Manifest, path: str | None
     state = optimizer.select_kinds(Kind.STATE)
     unknown = sorted({key.fqn for key, entry in state.items() if not is_state_of_weight(key, entry)})
     if unknown:
+        advice = f"name {folder}" if folder else f"add {format_option('from_', 'safetensors')}"
         raise UnsupportedError(
-            f"the optimizer's parameters {join_names(unknown)} are not in {folder} under these names and shapes (the "
-            f"model was saved under other names, such as those of Hugging Face); name {folder} for the weights alone",
+            f"the optimizer's parameters {join_names(unknown)} are not in {folder or 'the model'} under these names "
+            "and shapes (the model was saved under other names, such as those of Hugging Face, or a file of it is "
+            f"missing); {advice} for the weights alone",
             path=path,
         )

@@ -22,6 +22,7 @@ SINGLE_FILES = ("torch", "safetensors", "gguf", "npz")
 """Formats that are one file: named by the user, they read this file alone."""
 
 _SHARD_FILE = re.compile(r".*-\d{5}-of-(\d{5})\.(?:safetensors|bin|gguf)")
+_RANK_SHARD_FILE = re.compile(r"shard-(\d{5})(-model-\d{5}-of-\d{5}\.safetensors)")
 _UNIVERSAL_FILE = re.compile(r"(.+)/zero/[^/]+/[^/]+\.pt")
 
 _MAX_ORBAX_DEPTH = 6
@@ -35,8 +36,8 @@ UrlExists = Callable[[str], bool]
 def find_folder_of_file(url: str, source: Source, url_exists: UrlExists) -> str | None:
     """The folder of the checkpoint that ``url``, opened as ``source``, is one file of; None if it is all of it.
 
-    ``url_exists`` tells whether a URL is a file. It is asked about names that only DeepSpeed, Megatron-Core and Orbax
-    give to the files beside it.
+    ``url_exists`` tells whether a URL is a file. It is asked about names that only DCP, DeepSpeed, Megatron-Core
+    and Orbax give to the files beside it.
     """
     folder, _, name = url.rpartition("/")
     if not folder or list(source.files) != [name]:
@@ -58,6 +59,8 @@ def find_folder_of_file(url: str, source: Source, url_exists: UrlExists) -> str 
         return folder if any(url_exists(f"{folder}/{each}") for each in siblings) else None
     shard_match = _SHARD_FILE.fullmatch(name)
     is_shard = shard_match is not None and int(shard_match[1]) > 1
+    if (rank_match := _RANK_SHARD_FILE.fullmatch(name)) is not None:  # each rank counts its own files
+        is_shard |= int(rank_match[1]) > 1 or url_exists(f"{folder}/shard-00002{rank_match[2]}")
     if name in (COMMON_FILE, CONFIG_FILE, META):  # names that other files have too
         return folder if url_exists(f"{folder}/{METADATA}") else None
     is_of_rank = name.endswith(("model_states.pt", "optim_states.pt")) or describe_rank_in_name(name)

@@ -8,35 +8,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
-from ckpt_tools.stores.source import Source
-from ckpt_tools.trainers.record import CheckpointHalves, MetricItems, Trainer
+from ckpt_tools.trainers.halves import find_weights_beside_dcp
+from ckpt_tools.trainers.record import MetricItems, Trainer
 from ckpt_tools.trainers.saved import SavedCheckpoint
-
-_OPTIMIZER_INDEX = "optim/.metadata"
-"""The index of the optimizer of a model in the folder ``model`` beside it."""
 
 _LOSSES = "losses.json"
 _SHARD = r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors"
-
-
-def _find_halves(source: Source, format_name: str | None) -> CheckpointHalves | None:
-    """The folders ``model`` and ``optim`` of the one checkpoint of Automodel, if there is one."""
-    indexes = [path for path in source.files if f"/{path}".endswith("/.metadata")]
-    if format_name not in (None, "dcp") or len(indexes) != 1 or not f"/{indexes[0]}".endswith(f"/{_OPTIMIZER_INDEX}"):
-        return None
-    base_folder = indexes[0].removesuffix(_OPTIMIZER_INDEX)
-    if not any(re.fullmatch(rf"{re.escape(base_folder)}model/[^/]*\.safetensors", path) for path in source.files):
-        return None
-    return CheckpointHalves(
-        format="dcp",
-        index_path=indexes[0],
-        base_folder=base_folder,
-        weights_folder=f"{base_folder}model/",
-        weights_format="safetensors",
-        optimizer_folder=f"{base_folder}optim/",
-    )
 
 
 def _find_problem(checkpoint: SavedCheckpoint) -> str | None:
@@ -67,7 +47,7 @@ AUTOMODEL = Trainer(
     name="NeMo Automodel",
     others=rf"{_SHARD}|losses\.json|config\.yaml|consolidate\.sh",
     folders="model|optim|dataloader|rng|rank_?\\d+",
-    find_halves=_find_halves,
+    find_halves=partial(find_weights_beside_dcp, weights_folder="model/", optimizer_folder="optim/"),
     find_problem=_find_problem,
     read_metrics=_read_metrics,
 )

@@ -2,7 +2,7 @@
 
 1. Folders named by a step are checkpoints: the outermost, unless it holds several such folders, and is a run.
 2. Every other folder with a checkpoint's file in it is one too, except folders that hold those of 1 or 3, and folders
-   inside another one.
+   inside another one, and ``optimizer`` beside a model.
 3. Single files are those called ``*.ckpt`` or by a step, and ``last``, ``best`` and the like of the same suffix beside
    them.
 
@@ -25,6 +25,7 @@ from ckpt_tools.trainers.saved import (
     iter_folder_chain,
     strip_unfinished_marks,
 )
+from ckpt_tools.trainers.transformers import OPTIMIZER_FOLDER
 from ckpt_tools.trainers.verl import CONTENTS_FILE
 
 LATEST = "latest"
@@ -57,7 +58,8 @@ def is_checkpoint_file(path: str) -> bool:
 
 def find_members(run: Source) -> list[SavedCheckpoint]:
     """The checkpoints in a run, but for the run itself; the newest first by the numbers in their names."""
-    folders = {get_parent_folder(path) for path in run.files if is_checkpoint_file(path)} - {""}
+    folders = {get_parent_folder(path) for path in run.files if is_checkpoint_file(path)}
+    folders -= {"", OPTIMIZER_FOLDER} if "" in folders else {""}
     numbered_folders = _find_numbered_folders(run.files)
     verl_folders = {get_parent_folder(path) for path in run.files if path.rpartition("/")[2] == CONTENTS_FILE}
     is_finished_by_name: dict[str, bool] = {}

@@ -1,20 +1,29 @@
-"""transformers' Trainer, which saves through accelerate and adds its own files, and the files of a pretrained model."""
+"""transformers' Trainer, which saves through accelerate and adds its own files, and the files of a pretrained model.
+
+A model of a ``DistributedConfig`` (5.23, distributed/checkpoint.py) is saved by ``HuggingFaceStorageWriter``, and its
+optimizer by ``save_optimizer_distributed`` as a DCP ``{"optimizer"}`` in a folder that the job names.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from ckpt_tools.errors import FormatError
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.trainers import accelerate
+from ckpt_tools.trainers.halves import find_weights_beside_dcp
 from ckpt_tools.trainers.record import BestCheckpoints, MetricItems, ResumeRules, Trainer
 from ckpt_tools.trainers.saved import SavedCheckpoint
 
 STATE_FILE = "trainer_state.json"
 OPTIMIZER = "optimizer.pt"
+OPTIMIZER_FOLDER = "optimizer"
+"""Where a job puts the DCP of ``save_optimizer_distributed`` beside the model."""
+
 ARGUMENTS_FILE = "training_args.bin"
 
 CONFIG_FILE = "config.json"
@@ -103,7 +112,7 @@ TRANSFORMERS = Trainer(
     own=_TRAINER_FILES,
     optimizer=re.escape(OPTIMIZER),
     others=_MODEL_FILES,
-    folders="tokenizer|processor",
+    folders=f"tokenizer|processor|{OPTIMIZER_FOLDER}|consolidated",
     last=re.escape(STATE_FILE),
     resume_rules=ResumeRules(
         dcp_folders=accelerate.DCP_FOLDERS,
@@ -116,6 +125,7 @@ TRANSFORMERS = Trainer(
         ),
         note_without_rank_files="the Trainer resumes without them, with generators as its seed sets them",
     ),
+    find_halves=partial(find_weights_beside_dcp, weights_folder="", optimizer_folder=f"{OPTIMIZER_FOLDER}/"),
     find_problem=_find_problem,
     read_metrics=_read_metrics,
     read_best=_read_best,

@@ -162,6 +162,16 @@ class TestHalves:
         message = refusal(tmp_path / "in")
         assert "optim/.metadata" in message and "weights/shard-00001-model" in message
 
+    def test_a_model_that_ends_too_early_is_told_by_its_optimizer(self, saved, tmp_path):
+        """Pieces alone do not tell how far a tensor reaches: without the last two ranks, all are whole and smaller."""
+        folder = shutil.copytree(saved("transformers-distributed"), tmp_path / "in")
+        for rank in (3, 4):
+            (folder / f"shard-0000{rank}-model-00001-of-00001.safetensors").unlink()
+        message = refusal(folder)
+        assert "are not in the model under these names and shapes" in message
+        assert "or a file of it is missing); add --from safetensors for the weights alone" in message
+        assert ckpt_tools.inspect(folder, from_="safetensors").num_tensors
+
     def test_a_model_beside_a_whole_dcp_is_noted(self, tmp_path):
         saved_dcp({"w": torch.ones(2)}, tmp_path / "run" / "dcp")
         saved_file({"v": torch.ones(2)}, tmp_path / "run" / "critic" / "model.safetensors")

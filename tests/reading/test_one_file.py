@@ -27,6 +27,8 @@ FILES = [
     ("megatron", "**/common.pt", 1),
     ("verl", "**/model_world_size_2_rank_0.pt", 1),
     ("hf-pretrained-sharded", "model-00001-of-*.safetensors", 1),
+    ("torchtitan-hf", "**/shard-00001-*.safetensors", 1),
+    ("transformers-distributed", "shard-00002-*.safetensors", 1),
     ("gguf-split", "*-00001-of-*.gguf", 1),
     ("hf-trainer", "**/optimizer.pt", 1),
     ("hf-trainer", "**/scheduler.pt", 1),

@@ -228,6 +228,8 @@ def test_a_universal_checkpoint_has_every_parameter(checkpoint, tmp_path):
         "a/model_name=0--val_loss=0.51-step=9-consumed_samples=80.0-last"]),
     ([".git/checkpoint-5/a.pt", ".checkpoint-5/a.pt", ".epoch_6.partial/a.pt"], [".epoch_6.partial"]),
     (["run1/model.safetensors", "run1/checkpoint-5/model.safetensors"], ["run1/checkpoint-5"]),
+    (["shard-00001-model-00001-of-00001.safetensors", "optimizer/.metadata"], []),
+    (["model.safetensors", "optimizer/.metadata", "checkpoint-5/optimizer/.metadata"], ["checkpoint-5"]),
     (["final/model.safetensors", "checkpoint-5/model.safetensors"], ["checkpoint-5", "final"]),
 ])  # fmt: skip
 def test_which_folders_and_files_are_checkpoints(files, found):
@@ -298,6 +300,8 @@ RUNS = (
     Run("hf-trainer", "checkpoint-2", HF, "trainer_state.json", "writes last", format="safetensors"),
     Run("transformers-fsdp2", "checkpoint-3", HF, "trainer_state.json", "writes last"),
     Run("transformers-fsdp2", "checkpoint-3", HF, "optimizer_0/.metadata", "no optimizer_0/.metadata"),
+    Run("transformers-distributed", ".", STEPS, "optimizer/.metadata", "no optimizer/.metadata"),
+    Run("transformers-distributed", ".", STEPS, "shard-00002-*", "shard-00002-model-00001-of-00001.safetensors"),
     Run("accelerate-ddp-safetensors", ".", ACCELERATE, "random_states_*", "writes last", format="safetensors"),
     Run("accelerate-ddp-bin", ".", ACCELERATE, "pytorch_model.bin", "no file that holds the model", format="torch"),
     Run("accelerate-fsdp2", ".", ACCELERATE, "pytorch_model_fsdp_0/.metadata", "no pytorch_model_fsdp_0/.metadata"),
@@ -311,6 +315,8 @@ RUNS = (
     Run("olmo-core", "step3", ("step3", "step6"), ".metadata.json", "no .metadata.json"),
     Run("olmo-core", "step3", ("step3", "step6"), "model_and_optim/.metadata", "no model_and_optim/.metadata"),
     Run("automodel", "epoch_0_step_3", ("epoch_0_step_3", "epoch_0_step_6"), "optim/.metadata", "no optim/.metadata"),
+    Run("automodel", "epoch_0_step_3", ("epoch_0_step_3", "epoch_0_step_6"), "model/shard-00001-*", "shard-00001"),
+    Run("torchtitan-hf", "step-3", STEPS, "shard-00001-*", "shard-00001-model", format="safetensors"),
     Run("ray-train-lightning", "checkpoint_000012", ("checkpoint_000012", "checkpoint_000013"),
         "checkpoint.ckpt/.metadata", "no checkpoint.ckpt/.metadata"),
     Run("ray-train-dcp", "checkpoint_000012", ("checkpoint_000012", "checkpoint_000013"), ".metadata", "no .metadata"),

@@ -84,6 +84,7 @@ def note_other_half(manifest: Manifest, source: Source, metadata_paths: Iterable
     if not has_weights:
         raise UnsupportedError(
             f"the checkpoint has two halves, which are not joined: {', '.join(metadata_paths)} describes optimizer "
-            f"state alone, and the model lies in {shown_files}; name the model's files by themselves for the weights"
+            f"state alone, and the model lies in {shown_files}; for the weights, name the folder of the model or, if "
+            f"it is the same, its format with {format_option('from_')}"
         )
     return replace(manifest, notes=(*manifest.notes, *map(note_unrelated_files, other_files)))

@@ -7,6 +7,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ckpt_tools.formats.safetensors.rank_pieces import check_all_ranks_present
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.state_tree.incomplete_state import why_delta, why_no_model
 from ckpt_tools.trainers.saved import SavedCheckpoint, get_parent_folder
@@ -19,6 +20,8 @@ _NUMBERED_SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.(?:safetensors|bin)")
 def problem(saved: SavedCheckpoint) -> str | None:
     truncations = (_check_file_end(saved, path) for path in saved.files if path.endswith(".safetensors"))
     naming_problem = why_no_model(saved.files) or _check_index(saved) or _check_numbered_shards(saved)
+    for folder in {get_parent_folder(path) for path in saved.files}:
+        check_all_ranks_present(path.rpartition("/")[2] for path in saved.files if get_parent_folder(path) == folder)
     return naming_problem or next(filter(None, truncations), None) or _find_duplicate_tensor(saved)
 
 

@@ -1,0 +1,30 @@
+"""The halves of a checkpoint whose weights are safetensors and whose optimizer is a DCP."""
+
+from __future__ import annotations
+
+from ckpt_tools.stores.source import Source
+from ckpt_tools.trainers.record import CheckpointHalves
+
+
+def find_weights_beside_dcp(
+    source: Source, format_name: str | None, *, weights_folder: str, optimizer_folder: str
+) -> CheckpointHalves | None:
+    """The halves of the one checkpoint in ``source``, which is to be read as the format of that name; None if these
+    folders of it are not a model and the only DCP. Folders are prefixes, which end in a slash unless they are empty."""
+    index_path = f"{optimizer_folder}.metadata"
+    indexes = [path for path in source.files if f"/{path}".endswith("/.metadata")]
+    if format_name not in (None, "dcp") or len(indexes) != 1 or not f"/{indexes[0]}".endswith(f"/{index_path}"):
+        return None
+    base_folder = indexes[0].removesuffix(index_path)
+    model_folder = f"{base_folder}{weights_folder}"
+    names = (path.removeprefix(model_folder) for path in source.select_below(model_folder).files)
+    if not any(name.endswith(".safetensors") and "/" not in name for name in names):
+        return None
+    return CheckpointHalves(
+        format="dcp",
+        index_path=indexes[0],
+        base_folder=base_folder,
+        weights_folder=model_folder,
+        weights_format="safetensors",
+        optimizer_folder=f"{base_folder}{optimizer_folder}",
+    )
