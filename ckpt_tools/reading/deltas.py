@@ -52,7 +52,7 @@ def open_patched_model(
         if entry is None or stored_range is None:
             why = f"the delta changes it, and {base_name} has no such tensor in one range of a file"
             raise UnsupportedError(why, path=changes[0].frame.file, key=tensor)
-        file = f"patched:{tensor}"
+        file = f".patched:{tensor}"  # hidden: any other file beside a model is copied with it
         patched[file] = PatchedTensor(tensor, entry.dtype, stored_range, changes)
         shards = ShardTable.whole(entry.shape, entry.dtype, ByteRange(file, 0, entry.num_bytes))
         tensors[StateKey(tensor)] = replace(entry, shards=shards)

@@ -19,7 +19,7 @@ import pytest
 import torch
 import xxhash
 import zstandard
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
@@ -36,6 +36,7 @@ from ckpt_tools.errors import (
 from fixtures.store import checkpoint
 from tests.support.commands import run_command
 from tests.support.refusals import refusal_test
+from tests.support.s3_server import BUCKET
 
 State = Mapping[str, NDArray[Any]]
 INDEX = "model.safetensors.index.json"
@@ -104,7 +105,7 @@ def save_base(folder: Path, state: State) -> Path:
     return base
 
 
-def read_bits(src: Path, out: Path) -> dict[str, bytes]:
+def read_bits(src: str | Path, out: Path) -> dict[str, bytes]:
     ckpt_tools.convert(src, out)
     return {name: array.tobytes() for name, array in load_file(out).items()}
 
@@ -166,6 +167,7 @@ def test_every_version_of_a_stream_has_the_bits_that_were_published(encoding, ch
 bits16 = st.lists(st.integers(0, (1 << 16) - 1), min_size=1, max_size=40)
 
 
+@settings(deadline=None)
 @given(bits=bits16, data=st.data(), encoding=st.sampled_from(["xor", "overwrite"]))
 def test_any_bits_are_read_and_written(bits, data, encoding, tmp_path_factory):
     folder = tmp_path_factory.mktemp("any")
@@ -264,7 +266,7 @@ def test_a_delta_is_a_source_of_every_command(tmp_path):
     assert ckpt_tools.diff(folder, base).num_differing == 2
     assert ckpt_tools.diff(folder / INDEX, tmp_path / "new.safetensors").equal
     ckpt_tools.convert(tmp_path / "run@weight_v000001", tmp_path / "hf", to="safetensors")
-    assert (tmp_path / "hf" / "config.json").exists()
+    assert {path.name for path in (tmp_path / "hf").iterdir()} == {"config.json", "model.safetensors"}
     lazy = ckpt_tools.open(folder)["big"]
     assert np.asarray(lazy[1, 5:9]).tobytes() == new["big"][1, 5:9].tobytes()
     assert ckpt_tools.ls(tmp_path / "run").checkpoints[0].is_complete
@@ -468,3 +470,28 @@ def test_tied_weights_have_one_change(tmp_path):
     torch.save({"embed": changed, "head": tied}, tmp_path / "untied.pt")
     with pytest.raises(UsageError, match="is tied to"):
         ckpt_tools.delta(base, tmp_path / "untied.pt", tmp_path / "other" / "weight_v000001")
+
+
+def test_deltas_in_a_store_are_those_of_local_folders(s3, tmp_path):
+    states = [make_state()]
+    base = save_base(tmp_path, states[0])
+    prefix = s3.new_prefix()
+    place = f"s3://{BUCKET}/{prefix}"
+    s3.upload(f"{prefix}weight_v000000/", base)
+    for version in (1, 2):
+        states.append(change_some(states[-1], version))
+        save_file(states[-1], tmp_path / f"{version}.safetensors")
+        name, last = f"weight_v{version:06d}", f"weight_v{version - 1:06d}"
+        new = f"{place}{version}.safetensors"
+        ckpt_tools.convert(tmp_path / f"{version}.safetensors", new)
+        ckpt_tools.delta(tmp_path / last, tmp_path / f"{version}.safetensors", tmp_path / name)
+        ckpt_tools.delta(f"{place}{last}", new, f"{place}{name}")
+        local = {path.name: path.read_bytes() for path in (tmp_path / name).iterdir()}
+        assert s3.files(f"{prefix}{name}/") == local
+    with pytest.raises(DestinationExistsError, match="a published version is not replaced"):
+        ckpt_tools.delta(f"{place}weight_v000001", new, f"{place}weight_v000002")
+    expected = {name: array.tobytes() for name, array in states[2].items()}
+    ckpt_tools.convert(f"{place}weight_v000002", f"{place}out", to="dcp", world_size=2)
+    assert read_bits(f"{place}out", tmp_path / "a.safetensors") == expected
+    assert read_bits(f"{place}weight_v000002", tmp_path / "b.safetensors") == expected
+    assert ckpt_tools.verify(f"{place}weight_v000002", tmp_path / "b.safetensors").equal
