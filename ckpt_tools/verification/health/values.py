@@ -36,6 +36,9 @@ MIN_RMS = 0.01
 """The root mean square of a weight that counts as this large at least where it grows: what begins at zero grows by any
 factor."""
 
+MAX_WEIGHT = 2.0**64
+"""The square of a larger weight is infinite in float32: whatever sums squares, as norms do, gives NaN with it."""
+
 _ZERO_AT_BEGIN = re.compile(r"(?:^|\.)(?:lora_B|lora_b|lora_up|lora_embedding_A)(?:\.|$)")
 _CONSTANT_NAME = re.compile(r"(?:norm|scale|gamma|ln_?\w?)[^.]*(?:\.\w+)?$")
 _MASK_NAME = re.compile(r"mask|(?:^|\.)attn\.(?:bias|masked_bias)$")
@@ -124,8 +127,8 @@ class MeasuredCheckpoint:
 
 
 def find_non_finite(tensors: Sequence[MeasuredTensor]) -> Iterator[HealthFinding]:
-    """Tensors with NaN or infinities. A mask may have infinities, and so may a single number of the user's: the best
-    loss before the first evaluation."""
+    """Tensors with NaN or infinities, and weights that are as good as infinite. A mask may have infinities, and so may
+    a single number of the user's: the best loss before the first evaluation."""
     for each in tensors:
         stats = each.stats
         is_mask = each.kind is Kind.BUFFER or _MASK_NAME.search(each.key.fqn) is not None
@@ -135,6 +138,11 @@ def find_non_finite(tensors: Sequence[MeasuredTensor]) -> Iterator[HealthFinding
         if counts:
             what = f"{' and '.join(counts)} of {format_count(stats.num_read, 'element')}"
             yield each.make_finding(HealthRule.NON_FINITE, what, (stats.num_nan or 0) + num_inf)
+        elif each.is_weight and not is_mask:
+            largest = max(-(stats.min or 0), stats.max or 0)
+            if largest > MAX_WEIGHT:
+                what = f"an element of {largest:.3g}, whose square is infinite in float32"
+                yield each.make_finding(HealthRule.NON_FINITE, what, largest)
 
 
 def find_constant_weights(checkpoint: MeasuredCheckpoint) -> Iterator[HealthFinding]:
@@ -243,6 +251,8 @@ def _find_dead_experts(
 
 
 def _find_jump(each: MeasuredTensor, before: MeasuredTensor) -> Iterator[HealthFinding]:
+    if any(stats.num_nan or stats.num_inf for stats in (each.stats, before.stats)):
+        return  # the norm is that of the others
     limit = MAX_VECTOR_RATIO if each.is_vector else MAX_RATIO
     has_grown = before.rms > 0 and each.rms > limit * max(before.rms, MIN_RMS)
     has_shrunk = before.rms >= MIN_RMS and each.rms * limit < before.rms
