@@ -123,7 +123,7 @@ def _average_manifests(sources: Sequence[WeightSource], request: ConvertRequest,
             kept_names.append(name)
             continue
         file = make_computed_file_name(f"{name} averaged")
-        computed[file] = Average.of(entries, rule)
+        computed[file] = Average.of(entries, rule, name, [source.label for source in sources])
         tensors[StateKey(name)] = replace(entry, shards=computed[file].make_table(file), plus=0)
         averaged.append(entry)
         mixed_names += [name] if len({each.dtype for each in entries}) > 1 else []

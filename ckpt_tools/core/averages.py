@@ -17,11 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckpt_tools.core.boxes import Box
-from ckpt_tools.core.casts import cast_into, has_nan
+from ckpt_tools.core.casts import cast_into, is_finite
 from ckpt_tools.core.dtypes import DType, to_numpy
 from ckpt_tools.core.manifest import MAX_PIECE, ComputedTensor, TensorEntry
 from ckpt_tools.core.option_names import format_option
-from ckpt_tools.errors import UsageError
+from ckpt_tools.errors import DifferenceError, UsageError
+from ckpt_tools.messages.wording import join_names
 
 MAX_OPERAND_BYTES = 8 << 20
 """Bytes of all operands that a thread holds at once, whatever their number."""
@@ -30,7 +31,7 @@ MIN_PIECE = 1 << 12
 """The fewest elements that are computed at once: smaller reads cost more than what they read."""
 
 BLOCK = 1 << 16
-"""Elements that are added up at once: the sum and one operand, 64 KiB each in float32, stay in the processor's
+"""Elements that are added up at once: the sum and one operand, 256 KiB each in float32, stay in the processor's
 cache."""
 
 
@@ -85,11 +86,6 @@ class AverageRule:
                     np.multiply(part, number(1 - self.decay), out=scratch)
                     np.add(total, scratch, out=total)
                 previous = total
-            if self.decay is None and has_nan(total):
-                # The formula takes infinity from infinity where sources agree on it: the average is that infinity.
-                nans = np.isnan(total)
-                sums = sum((part[nans] for part in parts[1:]), start=parts[0][nans])
-                total[nans] = np.where(np.isinf(sums), sums, np.nan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,15 +98,19 @@ class Averaging:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Average(ComputedTensor):
-    """The average of all operands by ``rule``, in float32, or in float64 if one of them is of that type."""
+    """The average of all operands by ``rule``, in float32, or in float64 if one of them is of that type. Errors call
+    it ``name``, and the sources ``labels``."""
 
     rule: AverageRule
+    name: str
+    labels: tuple[str, ...]
 
     @classmethod
-    def of(cls, entries: Sequence[TensorEntry], rule: AverageRule) -> Average:
+    def of(cls, entries: Sequence[TensorEntry], rule: AverageRule, name: str, labels: Sequence[str]) -> Average:
         """The average of tensors of one shape and of floating-point types, in the order of ``rule``."""
         dtype = DType.FLOAT64 if any(entry.dtype is DType.FLOAT64 for entry in entries) else DType.FLOAT32
-        return cls(entries[-1].shape, dtype, tuple(entry.cast_to(dtype) for entry in entries), rule)
+        operands = tuple(entry.cast_to(dtype) for entry in entries)
+        return cls(entries[-1].shape, dtype, operands, rule, name, tuple(labels))
 
     def get_operand_regions(self, box: Box) -> Sequence[Box]:
         return (box,) * len(self.operands)
@@ -125,16 +125,33 @@ class Average(ComputedTensor):
         for start in range(0, box.numel, BLOCK):
             block = elements[start : start + BLOCK]
             total = block if block.dtype == sums.dtype else sums[: len(block)]
-            self.rule.average_into([part[start : start + BLOCK] for part in parts], total, scratch[: len(block)])
+            blocks = [part[start : start + BLOCK] for part in parts]
+            self.rule.average_into(blocks, total, scratch[: len(block)])
+            if not is_finite(total):
+                self._keep_agreed_infinities(blocks, total)
             if total is not block:
                 target = block.view(np.uint8)
                 cast_into(total.view(np.uint8), self.dtype, target.data, DType(out.dtype.name))
 
+    def _keep_agreed_infinities(self, parts: Sequence[NDArray[Any]], total: NDArray[Any]) -> None:
+        """Where all parts have the same infinity, as in a mask, ``total`` is this. Raises DifferenceError where they
+        differ, as one NaN would be in the model without a word."""
+        places = ~np.isfinite(total)
+        agreed = parts[0][places]
+        if not all(np.array_equal(part[places], agreed) for part in parts):
+            found = [
+                label for label, part in zip(self.labels, parts, strict=True) if not np.isfinite(part[places]).all()
+            ]
+            why = f"NaN or infinities are in {join_names(found)}" if found else "its elements are too large to be added"
+            way = f"leave out the sources that ckpt-tools check finds, or name a buffer with {format_option('buffers')}"
+            raise DifferenceError(f"{self.name} would not be finite in the average: {why}; {way}")
+        total[places] = agreed
+
     @property
     def max_piece_numel(self) -> int:
-        """``MAX_OPERAND_BYTES`` for all operands."""
+        """``MAX_OPERAND_BYTES`` for all operands. A power of two: most tasks begin where a piece does, and cut none."""
         fitting_numel = MAX_OPERAND_BYTES // (len(self.operands) * self.dtype.item_bytes)
-        return min(MAX_PIECE, max(MIN_PIECE, fitting_numel))
+        return min(MAX_PIECE, max(MIN_PIECE, 1 << fitting_numel.bit_length() - 1))
 
     @property
     def working_bytes(self) -> int:

@@ -100,6 +100,11 @@ def has_nan(values: NDArray[Any]) -> bool:
     return bool(np.isnan(np.maximum.reduce(values, initial=0)))
 
 
+def is_finite(values: NDArray[Any]) -> bool:
+    """Whether no value is NaN or infinite, in the time of two ``has_nan``."""
+    return bool(np.isfinite(np.maximum.reduce(values, initial=0)) and np.isfinite(np.minimum.reduce(values, initial=0)))
+
+
 def _round_to_half(float32_values: NDArray[np.float32], half_bits: NDArray[np.uint16]) -> None:
     """float32 to the bits of float16, at 3.3 GB/s read by a thread whatever the numbers.
 

@@ -16,11 +16,14 @@ from safetensors.torch import load_file as load_torch_file
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 
 import ckpt_tools
-from ckpt_tools.core.averages import AverageRule
+from ckpt_tools.core.averages import Average, AverageRule
+from ckpt_tools.core.boxes import Box
+from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.notes import Outcome
 from ckpt_tools.errors import DestinationExistsError, DifferenceError, UnsupportedError, UsageError
 from tests.support.commands import run_command
 from tests.support.ranks import for_ranks
+from tests.support.s3_server import BUCKET
 
 
 def save_sources(folder: Path, states: Sequence[dict[str, NDArray[Any]]]) -> list[Path]:
@@ -114,21 +117,46 @@ NUMBERS = st.floats(-(2.0**60), 2.0**60, width=32) | st.sampled_from([np.inf, -n
 
 
 @given(st.lists(st.lists(NUMBERS, min_size=3, max_size=3), min_size=2, max_size=5), st.sampled_from([None, 0.5]))
-def test_agreeing_sources_are_their_average_and_infinity_is_no_nan(rows, decay):
-    rule = AverageRule.of(len(rows), decay=decay)
-
+def test_agreeing_sources_are_their_average_and_others_have_to_be_finite(rows, decay):
     def averaged(parts: list[NDArray[Any]]) -> NDArray[Any]:
-        total = np.empty_like(parts[0])
-        rule.average_into(parts, total, np.empty_like(total))
+        total, labels = np.empty_like(parts[0]), tuple(f"s{number}" for number in range(len(parts)))
+        rule = AverageRule.of(len(parts), decay=decay)
+        Average(total.shape, DType.FLOAT32, (), rule, "w", labels).compute_box(Box.whole(total.shape), parts, total)
         return total
 
     parts = [np.array(row, np.float32) for row in rows]
     if decay is None:
         np.testing.assert_array_equal(averaged(parts[:1] * len(parts)), parts[0])
-    for found, values in zip(averaged(parts), np.array(parts).T, strict=True):
-        infinite = set(values[np.isinf(values)])
-        if infinite:
-            assert np.isnan(found) if len(infinite) == 2 else found == infinite.pop()
+    values = np.array(parts)
+    agree = (values == values[0]).all(axis=0)
+    if np.isfinite(values[:, ~agree]).all():
+        found = averaged(parts)
+        np.testing.assert_array_equal(found[np.isinf(values[0])], values[0][np.isinf(values[0])])
+        assert np.isfinite(found[~agree]).all()
+    else:
+        with pytest.raises(
+            DifferenceError, match=r"w would not be finite in the average: NaN or infinities are in s\d"
+        ):
+            averaged(parts)
+
+
+@pytest.mark.parametrize("options", [{}, {"decay": 0.5}])
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [(np.nan, r"in \S*s1\.safetensors;"), (-np.inf, r"in \S*s1\.safetensors;"), (3.4e38, "are too large")],
+)
+def test_one_value_that_is_not_finite_is_refused_and_nothing_is_written(value, said, options, tmp_path):
+    states = [{"b": np.ones(4, np.float32), "w": np.ones((70, 3000), np.float32)} for _ in range(3)]
+    states[1]["w"][-1, -1] = value
+    states[0]["w"][-1, -1] = -3.4e38 if value == 3.4e38 else 1
+    sources = save_sources(tmp_path, states)
+    if value == 3.4e38 and options:
+        assert average(sources, tmp_path, **options)["w"][-1, -1] == np.float32(0.5)
+        return
+    with pytest.raises(DifferenceError, match=f"w would not be finite in the average: .*{said}.*leave out the sources"):
+        ckpt_tools.average(sources, tmp_path / "out.safetensors", **options)
+    assert {path.name for path in tmp_path.iterdir()} == {path.name for path in sources}
+    assert average([sources[0], sources[2]], tmp_path, **options)["b"].tolist() == [1] * 4
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +206,8 @@ def test_the_master_is_averaged_and_a_mix_of_dtypes_is_named(checkpoint, tmp_pat
     assert weights
     assert ckpt_tools.diff(tmp_path / "a.safetensors", tmp_path / "out.safetensors").equal
     ckpt_tools.convert(masters[1], tmp_path / "half.safetensors", dtype="bfloat16")
-    report = ckpt_tools.average([masters[0], tmp_path / "half.safetensors"], tmp_path / "mixed.safetensors")
+    mixed_sources = [masters[0], tmp_path / "half.safetensors"]
+    report = ckpt_tools.average(mixed_sources, tmp_path / "mixed.safetensors", buffers=buffers)
     assert any("dtypes differ" in note.why for note in report.notes)
     mixed = load_file(tmp_path / "mixed.safetensors")
     assert {mixed[name].dtype.name for name in weights} == {"bfloat16"}
@@ -288,3 +317,22 @@ def test_an_average_is_resumed_and_continued_in_parts(states, tmp_path):
         assert report.missing_parts == (() if number == 1 else (1,))
     found = load_file(tmp_path / "parts" / "model.safetensors")
     assert {name: bits(array) for name, array in found.items()} == {n: bits(a) for n, a in wanted.items()}
+
+
+def test_sources_of_several_formats_in_a_store_are_averaged_there(states, s3, tmp_path):
+    wanted = average(states, tmp_path, decay=0.25)
+    place = f"s3://{BUCKET}/{s3.new_prefix()}"
+    ckpt_tools.convert(states[0], f"{place}first", to="dcp", world_size=3)
+    ckpt_tools.convert(states[1], f"{place}second", to="zero3", world_size=2)
+    ckpt_tools.convert(states[2], f"{place}run/step-3.pt")
+    sources = [f"{place}first", states[1], f"{place}run@step=3"]
+    for number, options in enumerate([{}, {"workers": 1}, {"max_shard_size": "1MB"}]):
+        out = f"{place}out-{number}"
+        ckpt_tools.average(
+            [f"{place}first", f"{place}second", sources[2]], out, to="safetensors", decay=0.25, **options
+        )
+        assert ckpt_tools.diff(out, tmp_path / "out.safetensors").equal
+    ckpt_tools.average(sources, tmp_path / "down.safetensors", decay=0.25)
+    assert {name: bits(array) for name, array in load_file(tmp_path / "down.safetensors").items()} == {
+        name: bits(array) for name, array in wanted.items()
+    }
