@@ -79,6 +79,19 @@ def is_remote(url: str | Path) -> bool:
     return "://" in str(url) and len(scheme := urlsplit(str(url)).scheme) > 1 and scheme != "file"
 
 
+_WITHOUT_SCHEME = re.compile(r"//+[^/]*@|[^/:]+:[^/]+@")
+"""``//user:password@host`` or ``user:password@host``."""
+
+
+def check_has_scheme(destination: str | Path) -> None:
+    """Raises UsageError for what looks like a URL without its scheme: it would become a folder of this name."""
+    if _WITHOUT_SCHEME.match(str(destination)):
+        raise UsageError(
+            f"{destination} looks like a URL without its scheme, such as s3:// or sftp://; add it, or ./ in front if "
+            "a local folder has this name"
+        )
+
+
 def expand_keywords(keywords: type, defaults: type) -> Callable[[Function], Function]:
     """Completes the ``help`` of a function that ends with ``**options: Unpack[KEYWORDS]``.
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from ckpt_tools.arguments import check_has_scheme
 from ckpt_tools.cli import options
 from ckpt_tools.cli.output import print_pairs
 from ckpt_tools.errors import DestinationExistsError, StoreError, UsageError
@@ -33,6 +34,7 @@ def samples_command(folder: str) -> None:
         raise UsageError("FOLDER is empty; name a new folder")
     if "://" in folder:
         raise UsageError("the samples are written into a local folder", path=folder)
+    check_has_scheme(folder)
     write_samples(Path(folder))
     print_pairs((str(Path(folder, name)), about) for name, about in SAMPLES.items())
 

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import unquote
 
-from ckpt_tools.arguments import is_remote
+from ckpt_tools.arguments import check_has_scheme, is_remote
 from ckpt_tools.core.format_names import FORMAT_BY_FILE_SUFFIX
 from ckpt_tools.errors import DestinationExistsError, SourceNotFoundError, StoreError, UnsupportedError, UsageError
 from ckpt_tools.stores.local.store import LocalStore
@@ -111,7 +111,7 @@ def open_output_location(url: str | Path, storage_options: StorageOptions = None
     """Location of an output, one file if the name implies it; nothing is read or written.
 
     Raises:
-        UsageError: the URL is read-only.
+        UsageError: the URL is read-only, or has no scheme.
     """
     location: OutputLocation
     if is_remote(url):
@@ -121,6 +121,7 @@ def open_output_location(url: str | Path, storage_options: StorageOptions = None
     else:
         from ckpt_tools.stores.local.location import LocalOutputLocation
 
+        check_has_scheme(url)
         location = LocalOutputLocation(local_path(url))
     return location if find_format_by_suffix(location.name) is None else location.as_single_file()
 

@@ -150,6 +150,31 @@ def test_no_command_shows_one(request, tmp_path):
         assert code != 0 or given.url == "s3://bucket/run" or line == "clean", (line, name, said)
 
 
+@pytest.mark.parametrize("place", ["//user:{}@host/x", "//{}@host/x", "user:{}@host/x"])
+def test_a_destination_without_its_scheme_is_refused_and_not_made(place, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.safetensors").write_bytes(save({"a": torch.ones(2)}))
+    (tmp_path / "b.safetensors").write_bytes(save({"a": torch.zeros(2)}))
+    (tmp_path / "run/step-1").mkdir(parents=True)
+    (tmp_path / "run/step-1/model.safetensors").write_bytes(save({"a": torch.ones(2)}))
+    before, out = sorted(tmp_path.rglob("*")), place.format(CANARIES["plain"])
+    for words in (
+        ["convert", "a.safetensors", out, "--to", "dcp"],
+        ["plan", "a.safetensors", f"{out}.safetensors"],
+        ["average", "a.safetensors", "b.safetensors", out, "--to", "dcp"],
+        ["delta", "a.safetensors", "b.safetensors", f"{out}/weight_v000001"],
+        ["convert-run", "run", f"{out}/{{step}}", "--to", "dcp"],
+        ["checksum", "a.safetensors", "--output", f"{out}.json"],
+        ["samples", out],
+        [*TRAIN, "--out", out],
+    ):
+        code, said = _says(words)
+        assert (code, said.count("looks like a URL without its scheme")) == (2, 1), (words, said)
+        assert not leaks(CANARIES["plain"], said), (words, said)
+    assert sorted(tmp_path.rglob("*")) == before and not Path(out.partition("@")[0] + "@host").exists()
+    assert _says(["convert", "a.safetensors", f"./{out}", "--to", "dcp"])[0] == 0
+
+
 def test_no_function_shows_one(request, tmp_path):
     """Neither its error nor those behind it."""
     pairs = [(function, *case) for function in FUNCTIONS for case in CASES]

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import click
 
-from ckpt_tools.arguments import check_not_empty
+from ckpt_tools.arguments import check_has_scheme, check_not_empty
 from ckpt_tools.errors import CkptError, UsageError
 from ckpt_tools.messages.help_text import GroupedCommand
 from ckpt_tools.process.credentials import mask_output, mask_raised_errors, remember_secrets, remember_secrets_in_words
@@ -152,6 +152,7 @@ def _click_type(kind: Any) -> Any:
 
 def config_of(options: dict[str, Any]) -> TrainConfig:
     """The run with these options; relative paths are those of the current folder. Raises ``UsageError``."""
+    check_has_scheme(options["out"])
     paths = {name: options[name].absolute() for name in ("out", "data_root", "deepspeed_config") if options[name]}
     if options["init_from"] and "://" not in options["init_from"]:
         paths["init_from"] = str(Path(options["init_from"]).expanduser().absolute())
