@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from inspect import signature
 from typing import Any
 
+import torch
 from pydantic import ValidationError
+from torch.optim import Optimizer
 
 from ckpt_tools.errors import UsageError
 from ckpt_tools.process.text_files import read_text
@@ -73,7 +76,7 @@ def _values_of_run(config: TrainConfig, world_size: int) -> dict[str, Any]:
 
 
 def _merge_nested(from_file: Mapping[str, Any], from_run: Mapping[str, Any]) -> dict[str, Any]:
-    """``given``, with values of ``decided`` in nested objects."""
+    """``from_file``, with values of ``from_run`` in nested objects."""
     nested = {
         key: _merge_nested(from_file[key], value)
         for key, value in from_run.items()
@@ -122,7 +125,7 @@ def _find_conflicts(
 
 def check_with_deepspeed(config: TrainConfig, options: Mapping[str, Any]) -> None:
     """Have DeepSpeed read what :func:`deepspeed_config` returned. Raises ``UsageError`` for a value that it refuses."""
-    from deepspeed.runtime.config import DeepSpeedConfig
+    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS, DeepSpeedConfig
 
     file = f"--deepspeed-config {config.deepspeed_config}"
     # The file is read without a process group, so for one rank.
@@ -135,6 +138,30 @@ def check_with_deepspeed(config: TrainConfig, options: Mapping[str, Any]) -> Non
     except Exception as error:
         # DeepSpeed checks by assertions, and by what else its code meets.
         raise UsageError(f"{file}: {first_line(error)}") from error
-    # DeepSpeed would train without an optimizer. A type or parameters that torch does not have fail on every rank.
-    if "optimizer" in options and options["optimizer"].get("type") is None:
+    if "optimizer" not in options:
+        return
+    name, params = options["optimizer"].get("type"), dict(options["optimizer"]["params"])
+    if name is None:  # DeepSpeed would train without an optimizer
         raise UsageError(f"{file}: optimizer.type is missing; set it to AdamW")
+    is_deepspeeds = name.lower() in DEEPSPEED_OPTIMIZERS
+    kind = torch.optim.AdamW if is_deepspeeds else getattr(torch.optim, name, None)
+    if kind is None:
+        raise UsageError(f"{file}: optimizer.type {name} is none of DeepSpeed or torch.optim; set it to AdamW")
+    if is_deepspeeds and not params.pop("torch_adam", False):
+        # DeepSpeed's own are compiled first, on a rank: what they share with torch's is tried.
+        params = {key: value for key, value in params.items() if key in signature(kind).parameters}
+    params.pop("adam_w_mode", None)
+    params.pop("fp32_optimizer_states", None)
+    if (refusal := _find_refusal(kind, params)) is not None:
+        wrong = [key for key in params if _find_refusal(kind, {k: v for k, v in params.items() if k != key}) is None]
+        place = f"optimizer.params{f'.{wrong[0]}: {params[wrong[0]]!r}' if wrong else ''}"
+        raise UsageError(f"{file}: {place} is not taken by {kind.__name__}: {first_line(refusal)}") from refusal
+
+
+def _find_refusal(kind: type[Optimizer], params: Mapping[str, Any]) -> Exception | None:
+    """The error of an optimizer that is made with ``params``."""
+    try:
+        kind([torch.zeros(1, requires_grad=True)], **params)
+    except Exception as error:
+        return error
+    return None

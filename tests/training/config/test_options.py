@@ -109,7 +109,7 @@ def test_each_json_file_is_one_that_deepspeed_takes(name):
 
 
 def adam(**params: object) -> dict[str, object]:
-    return {"optimizer": {"type": "AdamW", "params": {"torch_adam": True, **params}}}
+    return {"optimizer": {"type": "AdamW", "params": {"torch_adam": True} | params}}
 
 
 TORCHS = ': --pp needs torch\'s AdamW: set optimizer.type to "AdamW" and optimizer.params.torch_adam to true'
@@ -121,6 +121,16 @@ WRONG: list[tuple[Any, str]] = [
     (adam() | {"aio": "auto"}, ": aio is an object, not 'auto'"),
     ({"optimizer": "AdamW"}, ": optimizer is an object, not 'AdamW'"),
     ({}, ": optimizer.type is missing; set it to AdamW"),
+    ({"optimizer": {"type": "Adom"}}, ": optimizer.type Adom is none of DeepSpeed or torch.optim; set it to AdamW"),
+    (adam(betas=[0.9]), ": optimizer.params.betas: [0.9] is not taken by AdamW: "),
+    (adam(betas=[0.9, 1.5], eps="auto"), ": optimizer.params is not taken by AdamW: "),
+    (adam(eps="auto"), ": optimizer.params.eps: 'auto' is not taken by AdamW: "),
+    (adam(wings=1), ": optimizer.params.wings: 1 is not taken by AdamW: "),
+    (adam(torch_adam=False, bias_correction=True, betas=[0.9, 2]), ": optimizer.params.betas: [0.9, 2] is not taken"),
+    (
+        {"optimizer": {"type": "SGD", "params": {"nesterov": True}}},
+        ": optimizer.params.nesterov: True is not taken by SGD: Nesterov momentum requires a momentum",
+    ),
     (adam() | {"train_batch_size": True}, " sets train_batch_size to True and the options of the run say 64"),
     (adam() | {"tensorboard": {"output_path": 3}}, ": tensorboard.output_path: "),
     ([], " is not a JSON object"),
