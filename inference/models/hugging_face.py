@@ -38,7 +38,8 @@ def build_model(architecture: Architecture, folder: Path | None, dtype: torch.dt
     transformers = import_library("transformers", "transformers")
     names = found.get("architectures")
     if not isinstance(names, list) or len(names) != 1:
-        raise FormatError(f"{folder / CONFIG} does not name one class in architectures; name the model another way")
+        way = 'add it there, such as "architectures": ["LlamaForCausalLM"]'
+        raise FormatError(f"{folder / CONFIG} does not name one class in architectures; {way}")
     model_class = getattr(transformers, str(names[0]), None)
     if not isinstance(model_class, type) or not issubclass(model_class, transformers.PreTrainedModel):
         raise FormatError(
