@@ -29,7 +29,16 @@ CLEANUP_SECONDS = 8.0
 POLL_SECONDS = 0.5
 """How often to check for blocked signals: they are blocked while Ray starts."""
 
-WRITING_COMMANDS = {"convert", "convert-run", "reshard", "consolidate"}
+WRITING_COMMANDS = {
+    "convert",
+    "convert-run",
+    "reshard",
+    "consolidate",
+    "merge-lora",
+    "average",
+    "make-loadable",
+    "delta",
+}
 """Commands with a destination."""
 
 OPTIONS_WITH_VALUE = {"--settings", "--log-format"}

@@ -324,6 +324,27 @@ def test_a_run_is_followed_while_a_trainer_saves_slowly(run, tmp_path):
     assert_same(outputs(Path("out")), {step: state_of(step) for step in (5, 10, 100)})
 
 
+def test_a_run_that_is_followed_is_killed_between_two_checkpoints_and_during_one(run):
+    words = ("run", "out/{step}", "--to", "safetensors", "--follow", "--poll", "0.05")
+
+    def kill_once(path):
+        process = command(*words)
+        wait_for(Path(path).exists)
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+
+    kill_once("out/100")  # it waits for the next
+    assert names("out") == ["10", "100", "5"]
+    save_dcp(run, 200, 16 << 20)
+    kill_once("out/.200.ckpt-tools-partial")
+    assert [name for name in names("out") if not name.startswith(".")] == ["10", "100", "5"]
+    lines = printed("convert-run", *words, "--until", 200, "--json").splitlines()
+    assert [json.loads(line)["outcome"] for line in lines] == ["published"] * 3 + ["written"]
+    assert names("out") == ["10", "100", "200", "5"]
+    expected = {step: state_of(step, 16 << 20 if step == 200 else 3000) for step in (5, 10, 100, 200)}
+    assert_same(outputs(Path("out")), expected)
+
+
 def test_following_ends_with_the_steps_that_are_named_or_by_a_signal(run):
     process = command("run", "out/{step}", "--to", "dcp", "--follow", "--poll", "0.01", "--steps", "5,10")
     assert process.wait(SECONDS) == 0

@@ -41,8 +41,10 @@ CASES = {
     "zero2": ("zero3", "out", ["--to", "zero2", "--world-size", "2"]),
     "zero3": ("zero2", "out", ["--to", "zero3", "--world-size", "3"]),
     "universal": ("safetensors", "out", ["--to", "universal"]),
+    "average": ("zero2 other/dcp torch", "out", ["--to", "safetensors", "--max-shard-size", "100kB"]),
 }
-"""By writer: the source, the name of the output, and the options. Every reader takes part."""
+"""By writer: the source, the name of the output, and the options. Every reader takes part. Several sources, of which
+some have other values, are averaged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +115,14 @@ def make_case(name: str, sources: Path, folder: Path, runs: Runs) -> Case:
     """A conversion that was done once: with one worker, in the smallest tasks."""
     source, output, options = CASES[name]
     folder.mkdir()
-    start = ("convert", sources / SOURCES[source][0], folder / output, *options, "--workers", "1", "--quiet")
+    paths = [sources / each.replace("torch", "state.pt") for each in source.split()]
+    verb = "convert" if len(paths) == 1 else "average"
+    start = (verb, *paths, folder / output, *options, "--workers", "1", "--quiet")
     words = (*start, "--memory", str(_least_memory(start)))
-    runs.warm("convert", sources / "other" / SOURCES[source][0], *words[2:])
+    if verb == "convert":
+        runs.warm(verb, sources / "other" / paths[0].name, *words[2:])
+    else:
+        runs.warm(*words, "--decay", "0.25")
     old = files_below(folder)
     shutil.rmtree(folder)
     folder.mkdir()

@@ -3,11 +3,14 @@
 
 import json
 import os
+import random
 import subprocess
 import sys
 
 import pytest
 
+from ckpt_tools.conversion.delta import FILE_NAME
+from ckpt_tools.formats.safetensors.files import INDEX_NAME
 from tests.end_to_end.crashes.cases import CASES, Case, done_bytes
 from tests.end_to_end.crashes.runs import WRITE_SIDE, Call, Runs
 from tests.support.sweep import spread, tiered
@@ -17,10 +20,11 @@ POINTS_IN_SAMPLE = 3
 
 MODES = [(name, mode) for name in CASES for mode in ("fresh", "overwrite")]
 BOTH = pytest.mark.parametrize(
-    ("name", "mode"), tiered(MODES, test=["file-fresh", "dcp-overwrite"], extended=["file-overwrite", "zero3-fresh"])
+    ("name", "mode"),
+    tiered(MODES, test=["file-fresh", "dcp-overwrite"], extended=["file-overwrite", "zero3-fresh", "average-fresh"]),
 )
 """A folder and a single file, and others that differ in how they are published."""
-WRITERS = pytest.mark.parametrize("name", tiered(CASES, test=["dcp"], extended=["file", "universal"]))
+WRITERS = pytest.mark.parametrize("name", tiered(CASES, test=["dcp"], extended=["file", "universal", "average"]))
 
 
 def noted_bytes(case: Case) -> int:
@@ -160,3 +164,31 @@ def test_interrupted(call, is_noted, made_case, runs):
     assert (ended.code, ended.stderr.strip()) == (130, "Interrupted; the files written so far are kept for --resume.")
     assert noted_bytes(case) > 0 or not is_noted
     check_resumed(case, runs, [])
+
+
+NUM_RANDOM, RANDOM_IN_SOAK = 20, 300
+
+
+@pytest.mark.extended
+@pytest.mark.timeout(3600)
+def test_a_delta_killed_at_random_calls_is_made_again(made_case, runs, soak):
+    """It cannot be resumed: after a kill it is absent, and the next run makes it whole."""
+    case = made_case("dcp")
+    sources = case.words[1].parent
+    words = ("delta", sources / "safetensors", sources / "other/zero3", case.folder / "weight_v000001", "--quiet")
+    runs.warm(*words)
+    expected = case.visible()
+    assert sorted(expected) == [f"weight_v000001/{name}" for name in (FILE_NAME, INDEX_NAME)]
+    case.clear()
+    watched = runs.watched(*words)
+    calls = watched.calls(WRITE_SIDE, case.folder, reading=False)
+    killed = 0
+    for call in random.Random(4711).choices(calls, k=RANDOM_IN_SOAK if soak else NUM_RANDOM):
+        case.clear()
+        killed += runs.killed_at(call, *words).code == -9
+        seen = {path: data for path, data in case.visible().items() if "ckpt-tools-partial" not in path}
+        assert seen in ({}, expected)
+        assert runs.run(*words).code == (8 if seen else 0)
+        assert runs.run("clean", words[3]).code == 0
+        assert case.visible() == expected and [path.name for path in case.folder.iterdir()] == ["weight_v000001"]
+    assert killed > 0.8 * NUM_RANDOM

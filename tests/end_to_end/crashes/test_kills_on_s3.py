@@ -10,6 +10,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import threading
 from collections.abc import Mapping
@@ -22,8 +23,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import ckpt_tools
 from ckpt_tools.stores.output_names import is_marker
-from tests.end_to_end.crashes.cases import SOURCES, done_bytes, make_sources
+from tests.end_to_end.crashes.cases import done_bytes, make_sources
 from tests.end_to_end.crashes.runs import Call, Runs
 from tests.support.fault_proxy import FaultProxy, running_fault_proxy
 from tests.support.files import files_below, write_files
@@ -32,8 +34,8 @@ from tests.support.sweep import spread
 
 pytestmark = pytest.mark.extended
 
-NUM_KILLS, SAMPLED = 100, (1, 2)
-"""Random ones with ``--soak``, and the seeds without: within the service, and down from it."""
+NUM_KILLS, SAMPLED = 150, (1, 2, 8, 9, 10)
+"""Random ones with ``--soak``, and the seeds without: within the service, down from it, averages, and a delta read."""
 POINTS_IN_SAMPLE = 3
 MAX_DELAY_SECONDS = 0.04
 """After a request came; the next one comes within a few milliseconds."""
@@ -160,7 +162,8 @@ def test_a_short_run_without_a_log_is_done_again(weights, direct, s3_server):
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """A conversion: the name of the source and the store that it is in, the store and the name of the output."""
+    """A conversion: the name of the source and the store that it is in, the store and the name of the output. Several
+    sources, with a blank between them, are averaged."""
 
     source: str
     from_: str
@@ -170,14 +173,17 @@ class Way:
 
 
 WAYS = (
-    Way("weights", "local", "s3", "out", ("--to", "dcp", "--world-size", "2")),
-    Way("weights", "s3", "s3", "out", ("--to", "safetensors", "--max-shard-size", "6MB")),
+    Way("weights.safetensors", "local", "s3", "out", ("--to", "dcp", "--world-size", "2")),
+    Way("weights.safetensors", "s3", "s3", "out", ("--to", "safetensors", "--max-shard-size", "6MB")),
     Way("zero3", "s3", "local", "out", ("--to", "dcp", "--world-size", "3")),
-    Way("torch", "local", "s3", "out", ("--to", "universal")),
-    Way("weights", "local", "s3", "out.safetensors", ("--checksum", "--dtype", "bfloat16")),
-    Way("weights", "s3", "local", "out.safetensors", ("--checksum",)),
+    Way("state.pt", "local", "s3", "out", ("--to", "universal")),
+    Way("weights.safetensors", "local", "s3", "out.safetensors", ("--checksum", "--dtype", "bfloat16")),
+    Way("weights.safetensors", "s3", "local", "out.safetensors", ("--checksum",)),
     Way("universal", "s3", "s3", "out", ("--to", "zero3", "--world-size", "2")),
-    Way("weights", "s3", "s3", "out.safetensors", ("--rename", "a=c")),
+    Way("weights.safetensors", "s3", "s3", "out.safetensors", ("--rename", "a=c")),
+    Way("zero3 other/dcp universal", "s3", "s3", "out", ("--to", "dcp", "--world-size", "2")),
+    Way("weights.safetensors other/weights.safetensors", "s3", "s3", "out.safetensors", ()),
+    Way("weight_v000001", "s3", "s3", "out", ("--to", "dcp", "--world-size", "2")),
 )
 """Up, down and within the service; the second and the eighth are copied by the service itself."""
 
@@ -202,10 +208,14 @@ class Bench:
         return S3Site(self.server) if store == "s3" else LocalSite(self.folder / os.urandom(4).hex())
 
     def words(self, way: Way, site: Site, *options: str, of: str = "") -> tuple[str, ...]:
-        """The command; ``of`` is the folder of sources of other values."""
-        name = SOURCES[way.source][0] if way.source in SOURCES else f"{way.source}.safetensors"
-        source = f"{self.sources[way.from_].root}/{of}{name}"
-        return ("convert", source, f"{site.root}/{way.name}", *way.options, "--workers", "3", "--quiet", *options)
+        """The command; ``of`` is the folder of sources of other values, and with it an average is another one."""
+        root, names = self.sources[way.from_].root, way.source.split()
+        more = ["--workers", "3", "--quiet", *options]
+        if len(names) > 1:
+            decay = ("--decay", "0.25") if of else ()
+            return ("average", *(f"{root}/{name}" for name in names), f"{site.root}/{way.name}", *way.options, *decay,
+                    *more)  # fmt: skip
+        return ("convert", f"{root}/{of}{way.source}", f"{site.root}/{way.name}", *way.options, *more)
 
     def killed(self, words: tuple[str, ...], number: int, delay_seconds: float) -> int:
         """The exit code of a run that is killed so long after that request."""
@@ -236,10 +246,14 @@ class Untouched:
 
 
 def make_weights(folder: Path, seed: int) -> None:
-    """Two tensors of 5.25 MiB, which the service copies, and a small one."""
+    """Two tensors of 5.25 MiB, which the service copies, and a small one; as a model, and the delta to the next one."""
     torch.manual_seed(seed)
     tensors = {name: torch.rand(1344, 1024) for name in "ab"}
     save_file({**tensors, "bias": torch.rand(1344)}, folder / "weights.safetensors")
+    (folder / "weight_v000000").mkdir()
+    shutil.copy(folder / "weights.safetensors", folder / "weight_v000000/model.safetensors")
+    save_file({**tensors, "b": torch.rand(1344, 1024), "bias": torch.rand(1344)}, folder / "next.safetensors")
+    ckpt_tools.delta(folder / "weight_v000000", folder / "next.safetensors", folder / "weight_v000001")
 
 
 @pytest.fixture(scope="module")
@@ -329,3 +343,29 @@ def check_whole_or_nothing(
     listed = bench.runs.run("ls", site.root)
     assert listed.code in (0, 3) and '"complete": true' not in listed.stdout, listed
     return "nothing" if not seen else f"{len(seen)} of {len(expected)} files"
+
+
+@pytest.mark.timeout(300)
+def test_a_delta_killed_at_a_random_moment(seed, bench):
+    """It is made again, and never half of one is seen."""
+    choose, sources = random.Random(seed), bench.sources["s3"].root
+
+    def words(site: Site) -> tuple[str, ...]:
+        versions = (f"{sources}/weights.safetensors", f"{sources}/other/weights.safetensors")
+        return ("delta", *versions, f"{site.root}/weight_v000001", "--workers", "2", "--quiet")
+
+    made, site = S3Site(bench.server), S3Site(bench.server)
+    bench.runs.warm(*words(S3Site(bench.server)))
+    bench.proxy.set(None)
+    assert bench.runs.run(*words(made)).code == 0
+    number, delay = choose.randrange(bench.proxy.num_requests), choose.uniform(0, MAX_DELAY_SECONDS)
+    code, seen = bench.killed(words(site), number, delay), visible(site)
+    print(
+        f"\nseed {seed}: request {number} of {bench.proxy.num_requests} + {delay:.4f} s; exit {code}; found: {[*seen]}"
+    )
+    assert code in (-9, 0)
+    assert seen == visible(made) or not any(map(is_marker, seen)), sorted(seen)
+    done = bench.runs.run(*words(site))
+    assert done.code == (8 if seen == visible(made) else 0), done.stderr
+    assert bench.runs.run("clean", f"{site.root}/weight_v000001").code == 0
+    assert visible(site) == visible(made) and is_left_alone(site), site.files().keys()
