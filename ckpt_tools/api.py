@@ -403,7 +403,7 @@ def convert_run(
         steps: Convert these steps alone. Default: all.
         every: Convert only steps that are multiples of it.
         last: Convert only the newest ones of those, so many.
-        follow: Wait for new checkpoints of a training that goes on, until it is interrupted, all ``steps`` are
+        follow: Convert new checkpoints of a running training too, until the call is interrupted, all ``steps`` are
             converted, or ``until`` is reached.
         until: With ``follow``: end once a checkpoint of this step or a later one is complete and converted.
         poll: With ``follow``: look every so many seconds, 10 by default. A new checkpoint is taken once it is complete
@@ -1074,8 +1074,8 @@ def prune(
         keep_every: Keep checkpoints whose step is a multiple of it. Default: none for that reason.
         keep_best: Keep the best by a metric of the trainer's own record: ``"eval_loss:min"``, ``"accuracy"``.
             Default: none for that reason.
-        healthy: Read the newest checkpoint, and older ones as far as it has NaN or infinities: the newest one that has
-            none stays too, so that a run that diverged does not rotate out its last good one.
+        healthy: Keep the newest checkpoint without NaN and infinities too, so that a run that diverged does not lose
+            its last good one. Checkpoints are read from the newest on, until one is found.
         incomplete: Remove incomplete checkpoints too, if nothing was written to them for an hour.
         allow_less: Rely on the newest checkpoints even if one holds less than an older one that would go: no weights,
             other names, less than half of the elements.
@@ -1110,10 +1110,10 @@ def prune(
     is_finite = None
     if healthy:
         from ckpt_tools.transfer.workers import choose_num_workers
-        from ckpt_tools.verification.health.check import find_non_finite
+        from ckpt_tools.verification.health.check import has_finite_values
 
         def is_finite(store: Store, manifest: Manifest) -> bool:
-            return not find_non_finite(store, manifest, choose_num_workers(None, run))
+            return has_finite_values(store, manifest, choose_num_workers(None, run))
 
     return prune_run(run, rules, yes=yes, storage_options=storage_options, is_finite=is_finite)
 

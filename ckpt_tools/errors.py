@@ -160,3 +160,7 @@ class MemoryBudgetError(CkptError):
     """The work does not fit in the memory budget."""
 
     exit_code = 9
+
+
+UNREADABLE = (FormatError, UnsafeError, UsageError, SourceNotFoundError)
+"""Errors of reading a checkpoint that say something about it, and nothing about the disk or the network."""

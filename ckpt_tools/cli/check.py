@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt_tools.cli import options
-from ckpt_tools.cli.output import MAX_TABLE_ROWS, print_json, print_table, print_wrapped, show_notes
+from ckpt_tools.cli.output import MAX_TABLE_ROWS, print_result, print_table, print_wrapped, show_notes
 from ckpt_tools.cli.reporting import show_progress
 from ckpt_tools.core.options import ReadKeywords
 from ckpt_tools.errors import DifferenceError
@@ -46,15 +46,12 @@ def check_command(src: str, as_json: bool, quiet: bool, **keywords: Any) -> None
 
     with show_progress("reading", quiet=quiet) as on_progress:
         report = check(src, on_progress=on_progress, **keywords)
-    if as_json:
-        print_json(report.to_json())
-    else:
-        _print_text(report)
+    print_result(report, as_json, _print_health)
     if not report.healthy:
         raise DifferenceError(f"{src} is not healthy: {format_count(len(report.findings), 'finding')}")
 
 
-def _print_text(report: HealthReport) -> None:
+def _print_health(report: HealthReport) -> None:
     findings = report.findings
     rows = [
         (each.rule.value, *map(escape_unprintable, (each.full_name, each.what))) for each in findings[:MAX_TABLE_ROWS]

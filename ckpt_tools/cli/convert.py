@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from itertools import islice
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ckpt_tools.cli import options
-from ckpt_tools.cli.output import echo, print_item, print_json, print_table, print_wrapped, show_notes
+from ckpt_tools.cli.output import echo, print_item, print_result, print_table, print_wrapped, show_notes
 from ckpt_tools.cli.reporting import show_progress
 from ckpt_tools.core.options import (
     AverageKeywords,
@@ -23,7 +23,6 @@ from ckpt_tools.core.options import (
     ReshardKeywords,
 )
 from ckpt_tools.messages.wording import (
-    MAX_LISTED_NAMES,
     escape_unprintable,
     format_count,
     format_size,
@@ -67,11 +66,11 @@ def convert_command(src: str, dst: str, dry_run: bool, as_json: bool, quiet: boo
     from ckpt_tools import convert, plan
 
     if dry_run:
-        _show_plan(plan(src, dst, **keywords), as_json)
+        print_result(plan(src, dst, **keywords), as_json, _show_plan)
         return
     with show_progress("converting", quiet=quiet) as on_progress:
         report = convert(src, dst, on_progress=on_progress, **keywords)
-    _show_conversion(report, as_json, quiet)
+    print_result(report, as_json, partial(_show_conversion, quiet=quiet))
 
 
 @click.command(
@@ -89,7 +88,7 @@ def reshard_command(src: str, dst: str, as_json: bool, quiet: bool, **keywords: 
 
     with show_progress("resharding", quiet=quiet) as on_progress:
         report = reshard(src, dst, on_progress=on_progress, **keywords)
-    _show_conversion(report, as_json, quiet)
+    print_result(report, as_json, partial(_show_conversion, quiet=quiet))
 
 
 @click.command(
@@ -111,7 +110,7 @@ def plan_command(src: str, dst: str, script: str | None, as_json: bool, quiet: b
 
     report = plan(src, dst, **keywords)
     if script is None:
-        _show_plan(report, as_json)
+        print_result(report, as_json, _show_plan)
         return
     if keywords["part"] is None or as_json:
         raise click.UsageError("--script prints a job of parts: give --part 1/N, and no --json")
@@ -139,7 +138,7 @@ def consolidate_command(src: str, dst: str, as_json: bool, quiet: bool, **keywor
 
     with show_progress("consolidating", quiet=quiet) as on_progress:
         report = consolidate(src, dst, on_progress=on_progress, **keywords)
-    _show_conversion(report, as_json, quiet)
+    print_result(report, as_json, partial(_show_conversion, quiet=quiet))
 
 
 @click.command(
@@ -166,14 +165,7 @@ def merge_lora_command(base: str, adapter: str, dst: str, as_json: bool, quiet: 
 
     with show_progress("merging", quiet=quiet) as on_progress:
         report = merge_lora(base, adapter, dst, on_progress=on_progress, **keywords)
-    _show_conversion(report, as_json, quiet)
-
-
-def _parse_numbers(context: click.Context, option: click.Parameter, text: str | None) -> tuple[float, ...]:
-    try:
-        return () if text is None else tuple(map(float, text.split(",")))
-    except ValueError:
-        raise click.BadParameter(f"{text!r} is not a list of numbers such as 1,2,3") from None
+    print_result(report, as_json, partial(_show_conversion, quiet=quiet))
 
 
 @click.command(
@@ -196,11 +188,9 @@ def _parse_numbers(context: click.Context, option: click.Parameter, text: str | 
 @click.option(
     "--every", type=click.IntRange(min=1), metavar="N", help="Average those of SRC whose step is a multiple of N."
 )
-@click.option(
-    "--coefficients",
-    metavar="C,C,...",
-    callback=_parse_numbers,
-    help="A positive number for each source: sum(C * SRC) / sum(C). Default: equal ones.",
+@options.number_list_option(
+    *("--coefficients", "C,C,...", float, "1,2,3"),
+    "A positive number for each source: sum(C * SRC) / sum(C). Default: equal ones.",
 )
 @click.option(
     "--decay",
@@ -226,13 +216,10 @@ def average_command(sources: tuple[str, ...], dst: str, as_json: bool, quiet: bo
 
     with show_progress("averaging", quiet=quiet) as on_progress:
         report = average(sources, dst, on_progress=on_progress, **keywords)
-    _show_conversion(report, as_json, quiet)
+    print_result(report, as_json, partial(_show_conversion, quiet=quiet))
 
 
-def _show_plan(report: PlanReport, as_json: bool) -> None:
-    if as_json:
-        print_json(report.to_json())
-        return
+def _show_plan(report: PlanReport) -> None:
     print_wrapped(f"{report.source_format} to {report.target_format}: {_format_sizes(report)}")
     print_wrapped(
         f"reads {format_size(report.bytes_read)}, writes {format_size(report.bytes_written)} in "
@@ -250,11 +237,8 @@ def _show_plan(report: PlanReport, as_json: bool) -> None:
 
 
 def _format_sizes(report: PlanReport) -> str:
-    tensors, files = (
-        format_tensor_count(report.tensors_by_role, format_size(report.num_bytes)),
-        format_count(len(report.files), "file"),
-    )
-    return f"{tensors} in {files} ({format_size(report.file_bytes)})"
+    tensors = format_tensor_count(report.tensors_by_role, format_size(report.num_bytes))
+    return f"{tensors} in {format_count(len(report.files), 'file')} ({format_size(report.file_bytes)})"
 
 
 def _show_name_changes(report: PlanReport) -> None:
@@ -265,10 +249,8 @@ def _show_name_changes(report: PlanReport) -> None:
         direction = " --inverse" if recipe.inverse else ""
         print_wrapped(escape_unprintable(f"recipe: {recipe.name}{direction} ({recipe.before} to {recipe.after})"))
     if report.renamed:
-        pairs = [f"{old} to {new}" for old, new in islice(report.renamed.items(), MAX_LISTED_NAMES)]
-        more = len(report.renamed) - len(pairs)
-        text = ", ".join(pairs) + (f" and {more:,} more" if more else "")
-        print_wrapped(escape_unprintable(f"renamed: {format_count(len(report.renamed), 'name')} ({text})"))
+        pairs = join_names([f"{old} to {new}" for old, new in report.renamed.items()])
+        print_wrapped(escape_unprintable(f"renamed: {format_count(len(report.renamed), 'name')} ({pairs})"))
 
 
 def _show_files(sizes: Mapping[str, int]) -> None:
@@ -276,10 +258,7 @@ def _show_files(sizes: Mapping[str, int]) -> None:
     print_table(("bytes", "file"), rows, right_aligned=(0,))
 
 
-def _show_conversion(report: ConvertReport, as_json: bool, quiet: bool) -> None:
-    if as_json:
-        print_json(report.to_json())
-        return
+def _show_conversion(report: ConvertReport, *, quiet: bool) -> None:
     rate = format_size(report.bytes_written / max(report.seconds, 1e-9))
     if report.missing_parts:
         print_wrapped(
@@ -301,13 +280,8 @@ def _show_conversion(report: ConvertReport, as_json: bool, quiet: bool) -> None:
 
 
 def _format_missing_parts(numbers: Sequence[int]) -> str:
-    """Which parts are missing, at most ten by number."""
-    listed = join_names([str(number) for number in numbers[:MAX_LISTED_PARTS]])
-    more = len(numbers) - MAX_LISTED_PARTS
-    text = listed if more <= 0 else f"{listed} and {more:,} more"
-    return (
-        f"it is published when part{'s' if len(numbers) > 1 else ''} {text} {'are' if len(numbers) > 1 else 'is'} too"
-    )
+    noun, verb = ("part", "is") if len(numbers) == 1 else ("parts", "are")
+    return f"it is published when {noun} {join_names(list(map(str, numbers)), MAX_LISTED_PARTS)} {verb} too"
 
 
 @click.command(
@@ -332,10 +306,7 @@ def make_loadable_command(src: str, dst: str, as_json: bool, quiet: bool, **keyw
 
     with show_progress("writing", quiet=quiet) as on_progress:
         report = make_loadable(src, dst, on_progress=on_progress, **keywords)
-    if as_json:
-        print_json(report.to_json())
-    else:
-        _show_loadable(report)
+    print_result(report, as_json, _show_loadable)
 
 
 def _show_loadable(report: LoadableReport) -> None:

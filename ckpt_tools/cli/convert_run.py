@@ -21,13 +21,6 @@ if TYPE_CHECKING:
     from ckpt_tools.core.notes import Note
 
 
-def _parse_steps(context: click.Context, option: click.Parameter, text: str | None) -> tuple[int, ...]:
-    words = [] if text is None else text.split(",")
-    if not all(word.isascii() and word.isdecimal() and len(word) < 19 for word in words):
-        raise click.BadParameter(f"{text!r} is not steps, such as 1000,2000")
-    return tuple(map(int, words))
-
-
 @click.command(
     "convert-run",
     cls=options.ConverterCommand,
@@ -38,7 +31,7 @@ def _parse_steps(context: click.Context, option: click.Parameter, text: str | No
 )
 @click.argument("run", metavar="RUN")
 @click.argument("dst", metavar="DST")
-@click.option("--steps", metavar="N,N", callback=_parse_steps, help="Convert these steps alone. Default: all.")
+@options.number_list_option("--steps", "N,N", int, "1000,2000", "Convert these steps alone. Default: all.")
 @click.option("--every", type=click.IntRange(min=1), metavar="N", help="Convert only steps that are multiples of N.")
 @click.option("--last", type=click.IntRange(min=1), metavar="K", help="Convert only the K newest of these.")
 @click.option("--follow", is_flag=True, help="Wait for the next checkpoints of a training that goes on.")
@@ -70,8 +63,23 @@ def convert_run_command(run: str, dst: str, then: str | None, as_json: bool, qui
 
     if then is not None and not then.strip():
         raise UsageError("--then is empty; name a command")
-    lines = _CheckpointLines(then, as_json)
-    report = convert_run(run, dst, on_checkpoint=lines.show, **keywords)
+    last_notes: tuple[Note, ...] = ()
+
+    def show_checkpoint(checkpoint: ConvertedCheckpoint) -> None:
+        """Print a line, and what was dropped where that differs from the checkpoint before; then run the command."""
+        nonlocal last_notes
+        if as_json:
+            print_json(checkpoint.to_json(), indent=None)
+        else:
+            print_wrapped(escape_unprintable(_describe_checkpoint(checkpoint)))
+            if checkpoint.report is not None and checkpoint.report.notes != last_notes:
+                last_notes = checkpoint.report.notes
+                show_notes(last_notes)
+        sys.stdout.flush()  # a pipe's reader waits for the line
+        if then is not None and checkpoint.report is not None:
+            _run_command(then, checkpoint, as_json=as_json)
+
+    report = convert_run(run, dst, on_checkpoint=show_checkpoint, **keywords)
     if not as_json and not quiet:
         print_wrapped(
             f"{format_count(len(report.checkpoints), 'checkpoint')}: {report.num_written:,} written, "
@@ -79,34 +87,13 @@ def convert_run_command(run: str, dst: str, then: str | None, as_json: bool, qui
         )
 
 
-class _CheckpointLines:
-    """A line for each checkpoint, and what was dropped where that differs from the checkpoint before."""
-
-    def __init__(self, then: str | None, as_json: bool) -> None:
-        self.then, self.as_json = then, as_json
-        self.last_notes: tuple[Note, ...] = ()
-
-    def show(self, checkpoint: ConvertedCheckpoint) -> None:
-        if self.as_json:
-            print_json(checkpoint.to_json(), indent=None)
-        else:
-            self._print_text(checkpoint)
-        sys.stdout.flush()  # a pipe's reader waits for the line
-        if self.then is not None and checkpoint.report is not None:
-            _run_command(self.then, checkpoint, as_json=self.as_json)
-
-    def _print_text(self, checkpoint: ConvertedCheckpoint) -> None:
-        name, report = checkpoint.name, checkpoint.report
-        if report is None:
-            text = f"skipped: {checkpoint.reason}"
-            text = text if checkpoint.destination is None else f"{checkpoint.destination} is there already"
-            print_wrapped(escape_unprintable(f"{name}: {text}"))
-            return
-        size = format_size(report.plan.file_bytes)
-        print_wrapped(escape_unprintable(f"{name}: {report.destination}, {size}, {report.seconds:.2f} s"))
-        if report.notes != self.last_notes:
-            show_notes(report.notes)
-            self.last_notes = report.notes
+def _describe_checkpoint(checkpoint: ConvertedCheckpoint) -> str:
+    name, report = checkpoint.name, checkpoint.report
+    if report is not None:
+        return f"{name}: {report.destination}, {format_size(report.plan.file_bytes)}, {report.seconds:.2f} s"
+    if checkpoint.destination is not None:
+        return f"{name}: {checkpoint.destination} is there already"
+    return f"{name}: skipped: {checkpoint.reason}"
 
 
 def _run_command(command: str, checkpoint: ConvertedCheckpoint, *, as_json: bool) -> None:

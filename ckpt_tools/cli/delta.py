@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt_tools.cli import options
-from ckpt_tools.cli.output import print_json, print_wrapped, show_notes
+from ckpt_tools.cli.output import print_result, print_wrapped, show_notes
 from ckpt_tools.cli.reporting import show_progress
 from ckpt_tools.core.options import DeltaKeywords
 from ckpt_tools.messages.wording import format_count, format_size
@@ -37,13 +37,10 @@ def delta_command(old: str, new: str, out: str, as_json: bool, quiet: bool, **ke
 
     with show_progress("comparing", quiet=quiet) as on_progress:
         report = delta(old, new, out, on_progress=on_progress, **keywords)
-    if as_json:
-        print_json(report.to_json())
-    else:
-        _print_text(report)
+    print_result(report, as_json, _print_delta)
 
 
-def _print_text(report: DeltaReport) -> None:
+def _print_delta(report: DeltaReport) -> None:
     elements, tensors = format_count(report.num_elements, "element"), format_count(report.num_tensors, "tensor")
     print_wrapped(
         f"{report.destination}: {report.num_changed_elements:,} of {elements} changed ({report.changed_ratio:.2%}), in "

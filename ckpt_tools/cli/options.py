@@ -115,6 +115,20 @@ _CLICK_SETTINGS: dict[object, dict[str, Any]] = {
 """How click parses an option, by the annotation of its field. Others are texts, and paths if they stand for a file."""
 
 
+def number_list_option(
+    name: str, metavar: str, convert: Callable[[str], float], example: str, help_text: str
+) -> Callable[[Decorated], Decorated]:
+    """An option of numbers with commas between them, a tuple; empty without the option."""
+
+    def parse(context: click.Context, option: click.Parameter, text: str | None) -> tuple[float, ...]:
+        try:
+            return () if text is None else tuple(map(convert, text.split(",")))
+        except ValueError:
+            raise click.BadParameter(f"{text!r} is not a list of numbers such as {example}") from None
+
+    return click.option(name, metavar=metavar, callback=parse, help=help_text)
+
+
 def option_of(name: str, help_text: str = "", **settings: Any) -> Callable[[Decorated], Decorated]:
     """The option of the parameter ``name``, as the table describes it; ``help_text`` stands in place of its help."""
     text = TABLE[name].metadata["text"]

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -22,6 +22,7 @@ from ckpt_tools.process.credentials import mask_secrets
 
 if TYPE_CHECKING:
     from ckpt_tools.core.notes import Note
+    from ckpt_tools.messages.showing import Jsonable
 
 MAX_NOTES = 20
 """How many names a line lists for one outcome and reason; ``--json`` has all."""
@@ -149,6 +150,14 @@ def print_json(value: dict[str, Any] | list[dict[str, Any]], *, indent: int | No
     if not text.replace("\n", "").isprintable():
         text = "".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text)
     echo(text)
+
+
+def print_result(result: Jsonable, as_json: bool, print_text: Callable[[Any], None]) -> None:
+    """Print the result of a command as JSON, or as ``print_text`` does."""
+    if as_json:
+        print_json(result.to_json())
+    else:
+        print_text(result)
 
 
 def _mask_json_secrets(value: Any) -> Any:

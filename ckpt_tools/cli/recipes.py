@@ -8,7 +8,7 @@ import click
 
 from ckpt_tools.cli import options
 from ckpt_tools.cli.group import CommandGroup
-from ckpt_tools.cli.output import echo, print_json, print_table, print_wrapped, show_notes
+from ckpt_tools.cli.output import echo, print_json, print_result, print_table, print_wrapped, show_notes
 from ckpt_tools.cli.reporting import is_typed
 from ckpt_tools.core.options import ReadKeywords
 from ckpt_tools.errors import UsageError
@@ -92,11 +92,7 @@ def recipes_check_command(recipe: str, src: str, as_json: bool, quiet: bool, **k
     """
     from ckpt_tools import check_recipe
 
-    recipe_map = check_recipe(recipe, src, **keywords)
-    if as_json:
-        print_json(recipe_map.to_json())
-    else:
-        _show_recipe_map(recipe_map)
+    print_result(check_recipe(recipe, src, **keywords), as_json, _show_recipe_map)
 
 
 def _show_recipe_map(recipe_map: RecipeMap) -> None:

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckpt_tools.cli import options
-from ckpt_tools.cli.output import print_json, print_table, print_wrapped
+from ckpt_tools.cli.output import print_result, print_table, print_wrapped
 from ckpt_tools.messages.wording import escape_unprintable, format_count, format_size
 
 if TYPE_CHECKING:
     from ckpt_tools.runs.listing import RunCheckpoint
+    from ckpt_tools.runs.pruning import PruneReport
+    from ckpt_tools.stores.publishing import CleanReport
 
 
 @click.command("ls", cls=options.ConverterCommand, examples=("ckpt-tools ls run",))
@@ -29,11 +31,7 @@ def ls_command(run: str, as_json: bool, quiet: bool, storage_options: dict[str, 
     """
     from ckpt_tools import ls
 
-    listing = ls(run, storage_options=storage_options)
-    if as_json:
-        print_json(listing.to_json())
-        return
-    show_listing(listing.checkpoints)
+    print_result(ls(run, storage_options=storage_options), as_json, lambda listing: show_listing(listing.checkpoints))
 
 
 def show_listing(checkpoints: Iterable[RunCheckpoint]) -> None:
@@ -103,10 +101,10 @@ def prune_command(run: str, as_json: bool, quiet: bool, **rules: Any) -> None:
     """
     from ckpt_tools import prune
 
-    report = prune(run, **rules)
-    if as_json:
-        print_json(report.to_json())
-        return
+    print_result(prune(run, **rules), as_json, _print_pruned)
+
+
+def _print_pruned(report: PruneReport) -> None:
     verb = "removed" if report.is_removed else "would go"
     rows = [
         (
@@ -135,10 +133,10 @@ def clean_command(dst: str, dry_run: bool, as_json: bool, storage_options: dict[
     """Remove the leftovers of killed or failed runs at DST or beside it, and nothing else."""
     from ckpt_tools import clean
 
-    report = clean(dst, dry_run=dry_run, storage_options=storage_options)
-    if as_json:
-        print_json(report.to_json())
-        return
+    print_result(clean(dst, dry_run=dry_run, storage_options=storage_options), as_json, _print_leftovers)
+
+
+def _print_leftovers(report: CleanReport) -> None:
     for leftover in report.leftovers:
         print_wrapped(f"{leftover.url}: {leftover.kind}, {format_size(leftover.num_bytes)}")
     outcome = f"{format_size(report.num_bytes)} {'removed' if report.is_removed else 'to be removed'}"

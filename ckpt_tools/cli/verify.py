@@ -15,6 +15,7 @@ from ckpt_tools.cli.output import (
     print_item,
     print_json,
     print_markdown,
+    print_result,
     print_wrapped,
     show_notes,
 )
@@ -286,13 +287,9 @@ def checksum_command(src: str, output: str | None, as_json: bool, quiet: bool, *
 
     with show_progress("hashing", quiet=quiet) as on_progress:
         report = checksum(src, output=output, on_progress=on_progress, **keywords)
-    if as_json or report.destination is None:
-        print_json(report.to_json())
-    else:
-        print_wrapped(
-            f"{report.destination}: digests of {format_tensor_count(report.tensors_by_role)}, "
-            f"{format_size(report.num_bytes)}"
-        )
+    tensors = f"{format_tensor_count(report.tensors_by_role)}, {format_size(report.num_bytes)}"
+    is_json = as_json or report.destination is None
+    print_result(report, is_json, lambda _: print_wrapped(f"{report.destination}: digests of {tensors}"))
 
 
 @click.command(
@@ -308,8 +305,4 @@ def sign_command(src: str, as_json: bool, **keywords: Any) -> None:
     """Sign every file of a checkpoint, or a list of digests, with OpenSSF model-signing."""
     from ckpt_tools import sign
 
-    report = sign(src, **keywords)
-    if as_json:
-        print_json(report.to_json())
-    else:
-        print_wrapped(report.signature)
+    print_result(sign(src, **keywords), as_json, lambda report: print_wrapped(report.signature))

@@ -6,7 +6,7 @@ ones give elements.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -14,14 +14,7 @@ from typing import Unpack
 
 from ckpt_tools.core.averages import Average, AverageRule, Averaging
 from ckpt_tools.core.casts import CASTABLE
-from ckpt_tools.core.manifest import (
-    EqualPair,
-    Kind,
-    Manifest,
-    StateKey,
-    TensorEntry,
-    make_computed_file_name,
-)
+from ckpt_tools.core.manifest import Kind, Manifest, StateKey, TensorEntry, make_computed_file_name
 from ckpt_tools.core.matching import is_selected
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import format_option
@@ -31,13 +24,10 @@ from ckpt_tools.errors import UnsupportedError, UsageError
 from ckpt_tools.messages.wording import format_count, join_names
 from ckpt_tools.reading.opened import OpenedCheckpoint
 from ckpt_tools.runs.opening import open_checkpoint
-from ckpt_tools.runs.weight_source import WeightSource
+from ckpt_tools.runs.weight_source import MAX_NAMED, WeightSource, match_weights
 from ckpt_tools.stores.source import Store
 from ckpt_tools.stores.urls import check_not_nested
 from ckpt_tools.stores.wrappers import RedirectingStore
-
-MAX_NAMED = 10
-"""Sources, or differences between them, that a message names."""
 
 
 def make_average_request(
@@ -100,7 +90,7 @@ def open_average(request: ConvertRequest, opened: OpenedCheckpoint, averaging: A
 
 def _average_manifests(sources: Sequence[WeightSource], request: ConvertRequest, rule: AverageRule) -> Manifest:
     """The last manifest with averages for its parameters of floating point. Integers, bools and buffers are its own,
-    and so are tensors that the options leave out."""
+    and so are tensors that the options leave out. Raises UsageError and UnsupportedError."""
     has_own_names = not request.needs_config and request.strip is None
     if request.buffers and not has_own_names:
         others = f"{format_option('recipe')} or {format_option('strip')}"
@@ -111,7 +101,12 @@ def _average_manifests(sources: Sequence[WeightSource], request: ConvertRequest,
 
     last = sources[-1]
     names_by_owner = {owner: names for owner, names in last.list_names().items() if is_wanted(names)}
-    found, pairs = _find_tensors(sources, names_by_owner, is_wanted)
+    for source in sources:
+        if any(is_wanted([key.fqn]) for key in find_uncastable_keys(source.manifest)):
+            way = f"dequantize each source first (ckpt-tools convert SRC OUT {format_option('dequantize', True)})"
+            raise UnsupportedError(f"{source.label} is quantized, and quantized weights are not averaged; {way}")
+    way = f"; leave them out with {format_option('exclude')}, or give all sources the same names and shapes first"
+    found, pairs = match_weights(sources, last, names_by_owner, is_wanted, way)
     other_names = (source.list_names() for source in sources)
     tensors, computed = dict(last.manifest.tensors), dict(last.manifest.computed)
     averaged, mixed_names, kept_names = list[TensorEntry](), list[str](), list(map(str, last.manifest.values))
@@ -138,54 +133,6 @@ def _average_manifests(sources: Sequence[WeightSource], request: ConvertRequest,
         unreadable_names=last.manifest.unreadable_names.union(*other_names) - last.manifest.fqns,
         notes=(*_collect_notes(sources), *_note_average(sources, averaged, mixed_names, kept_names)),
     )
-
-
-def _find_tensors(
-    sources: Sequence[WeightSource],
-    names_by_owner: Mapping[str, Sequence[str]],
-    is_wanted: Callable[[Iterable[str]], bool],
-) -> tuple[dict[str, list[TensorEntry]], list[EqualPair]]:
-    """For each weight of the last source, with its names by ``names_by_owner``, that of every source; and pairs of
-    tensors of an earlier source that are tied in the last one, and so must be equal.
-
-    Raises:
-        UsageError: names, shapes or dtypes differ. UnsupportedError: a weight is quantized.
-    """
-    last, all_names = sources[-1], set(chain.from_iterable(sources[-1].list_names().values()))
-    entries = {owner: list[TensorEntry]() for owner in names_by_owner}
-    pairs, differences = list[EqualPair](), list[str]()
-    for source in sources:
-        if any(is_wanted([key.fqn]) for key in find_uncastable_keys(source.manifest)):
-            way = f"dequantize each source first (ckpt-tools convert SRC OUT {format_option('dequantize', True)})"
-            raise UnsupportedError(f"{source.label} is quantized, and quantized weights are not averaged; {way}")
-        owners = {name: owner for owner, names in source.list_names().items() for name in names}
-        weights, missing_names = source.manifest.weights, []
-        for name, names in names_by_owner.items():
-            own_names = list(dict.fromkeys(owners[each] for each in names if each in owners))
-            if not own_names:
-                missing_names.append(name)
-                continue
-            entry, wanted = weights[own_names[0]], last.manifest.weights[name]
-            entries[name].append(entry)
-            if entry.shape != wanted.shape or not (
-                entry.dtype is wanted.dtype or {entry.dtype, wanted.dtype} <= CASTABLE
-            ):
-                one, other = (f"{list(each.shape)} of {each.dtype.value}" for each in (entry, wanted))
-                differences.append(f"{name} is {one} in {source.label} and {other} in {last.label}")
-            tied = f"of {source.label}, which {last.label} ties"
-            pairs += [EqualPair(f"{own_names[0]} and {n} {tied}", entry, weights[n]) for n in own_names[1:]]
-        other_names = [
-            n for n, names in source.list_names().items() if is_wanted(names) and all_names.isdisjoint(names)
-        ]
-        differences += [f"{source.label} lacks {join_names(missing_names)}"] if missing_names else []
-        differences += [f"{last.label} lacks {join_names(other_names)} of {source.label}"] if other_names else []
-    if differences:
-        raise UsageError(
-            f"the sources do not hold the same tensors: {'; '.join(differences[:MAX_NAMED])}"
-            f"{f'; and {len(differences) - MAX_NAMED:,} more' if len(differences) > MAX_NAMED else ''}; leave them out "
-            f"with {format_option('exclude')}, or first convert a source to the names and shapes of the others"
-        )
-    return entries, pairs
 
 
 def _collect_notes(sources: Sequence[WeightSource]) -> Iterator[Note]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from ckpt_tools.conversion.edit import EditedCheckpoint, edit_checkpoint, open_lora_merge
 from ckpt_tools.conversion.lay_out import LaidOutCheckpoint, lay_out_checkpoint
@@ -40,9 +39,6 @@ from ckpt_tools.stores.publishing import NO_FILES
 from ckpt_tools.stores.urls import check_not_nested, open_output_location
 from ckpt_tools.transfer.workers import DIRECT_WORKERS, WorkerPool
 
-if TYPE_CHECKING:
-    from ckpt_tools.conversion.write import WrittenOutput
-
 
 @dataclass(frozen=True, slots=True)
 class PreparedConversion:
@@ -64,8 +60,8 @@ def plan_conversion(request: ConvertRequest) -> PlanReport:
 
 
 def run_conversion(request: ConvertRequest, *, check_source: Callable[[], None] | None = None) -> ConvertReport:
-    """Write the destination: whole, or not at all. ``check_source`` is called once all is read; if
-    it raises, nothing is published.
+    """Write the destination: whole, or not at all. ``check_source`` is called once all is read; if it raises, nothing
+    is published.
 
     Raises:
         DestinationExistsError, StoreError, FormatError: as the stores and the source's bytes say.
@@ -88,32 +84,21 @@ def run_conversion(request: ConvertRequest, *, check_source: Callable[[], None] 
     if part is not None:
         from ckpt_tools.conversion.write_part import write_part
 
-        written_part = write_part(prepared.plan, store, target.place, request, part, is_direct=prepared.is_direct)
-        return _build_report(prepared, report, written_part.output, start_seconds, written_part.missing_parts)
-    written = write_output(
-        prepared.plan,
-        store,
-        target.place,
-        request,
-        pool,
-        target_format=target.writer.name,
-        num_bytes=report.bytes_written,
-        is_direct=prepared.is_direct,
-        replaced_sizes=report.removed_files,
-        read_back_options=make_read_back_options(opened.manifest.format, target.writer.name, request),
-        check_source=check_source,
-    )
-    return _build_report(prepared, report, written, start_seconds)
-
-
-def _build_report(
-    prepared: PreparedConversion,
-    report: PlanReport,
-    written: WrittenOutput,
-    start_seconds: float,
-    missing_parts: Sequence[int] = (),
-) -> ConvertReport:
-    target = prepared.target
+        written = write_part(prepared.plan, store, target.place, request, part, is_direct=prepared.is_direct)
+    else:
+        written = write_output(
+            prepared.plan,
+            store,
+            target.place,
+            request,
+            pool,
+            target_format=target.writer.name,
+            num_bytes=report.bytes_written,
+            is_direct=prepared.is_direct,
+            replaced_sizes=report.removed_files,
+            read_back_options=make_read_back_options(opened.manifest.format, target.writer.name, request),
+            check_source=check_source,
+        )
     return ConvertReport(
         report,
         target.place.url,
@@ -124,7 +109,7 @@ def _build_report(
         time.perf_counter() - start_seconds,
         written.digests_url,
         prepared.laid_out.format_loading_code(target),
-        tuple(missing_parts),
+        written.missing_parts,
     )
 
 

@@ -14,7 +14,8 @@ says that the save is over.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import ClassVar
@@ -28,12 +29,12 @@ from ckpt_tools.errors import CkptError, IncompleteError, SourceNotFoundError, S
 from ckpt_tools.messages.progress import log_warning
 from ckpt_tools.messages.showing import DisplayableResult
 from ckpt_tools.messages.wording import join_names, join_newest
-from ckpt_tools.runs.listing import RunCheckpoint, describe_checkpoint
+from ckpt_tools.runs.listing import RunCheckpoint, check_is_one_run, describe_checkpoint
 from ckpt_tools.runs.steps import DestinationTemplate, StepSelection
 from ckpt_tools.stores.source import Source
 from ckpt_tools.stores.urls import StorageOptions, check_not_nested, open_run_source
 from ckpt_tools.trainers.run_folders import find_members, is_deepspeed_tag
-from ckpt_tools.trainers.saved import SavedCheckpoint, get_parent_folder, is_checkpoint_name
+from ckpt_tools.trainers.saved import SavedCheckpoint, is_checkpoint_name
 
 Versions = Mapping[str, str]
 """The versions of a checkpoint's files, by their paths in it."""
@@ -76,18 +77,18 @@ class ConvertRunReport(DisplayableResult):
 
     @property
     def num_written(self) -> int:
-        return self._count(StepOutcome.WRITTEN)
+        return self._count_with(StepOutcome.WRITTEN)
 
     @property
     def num_published(self) -> int:
         """Checkpoints whose output was there before."""
-        return self._count(StepOutcome.PUBLISHED)
+        return self._count_with(StepOutcome.PUBLISHED)
 
     @property
     def num_skipped(self) -> int:
-        return self._count(StepOutcome.SKIPPED)
+        return self._count_with(StepOutcome.SKIPPED)
 
-    def _count(self, outcome: StepOutcome) -> int:
+    def _count_with(self, outcome: StepOutcome) -> int:
         return sum(each.outcome is outcome for each in self.checkpoints)
 
 
@@ -132,13 +133,13 @@ def convert_whole_run(
     conversion = _RunConversion(request, selection, DestinationTemplate(str(request.dst)), on_checkpoint)
     check_not_nested(request.src, request.dst, request.storage_options)
     if following is None:
-        conversion.look(is_followed=False)
+        conversion.list_run(is_followed=False)
         conversion.check_found()
         conversion.convert_chosen(is_followed=False)
         conversion.report_unfinished()
     else:
         while True:
-            conversion.look(is_followed=True)
+            conversion.list_run(is_followed=True)
             conversion.convert_chosen(is_followed=True)
             if conversion.is_over(following.until):
                 break
@@ -164,7 +165,7 @@ class _RunConversion:
     def url(self) -> str:
         return str(self.request.src)
 
-    def look(self, *, is_followed: bool) -> None:
+    def list_run(self, *, is_followed: bool) -> None:
         """List the run, and judge its checkpoints that are not known to be complete. With ``is_followed``, those whose
         files are the same as at the last look."""
         run = open_run_source(self.url, self.request.storage_options)
@@ -195,31 +196,31 @@ class _RunConversion:
             raise SourceNotFoundError(f"{self.url} has no complete checkpoint with a step in its name{why}")
         steps = sorted(each.shown.step for each in self.complete.values() if each.shown.step is not None)
         missing_steps = [str(each) for each in self.selection.steps if each not in steps]
-        if missing_steps or not self._choose():
+        if missing_steps or not self._choose_checkpoints():
             what = f"step {join_names(missing_steps)}" if missing_steps else "such a step"
             has = join_newest([str(each) for each in reversed(steps)])
             raise SourceNotFoundError(f"{self.url} has no complete checkpoint of {what}; it has the steps {has}")
 
-    def _choose(self) -> list[CompleteCheckpoint]:
-        return self.selection.choose(list(self.complete.values()), lambda each: each.shown.step)
+    def _choose_checkpoints(self) -> list[CompleteCheckpoint]:
+        return self.selection.choose_items(list(self.complete.values()), lambda each: each.shown.step)
 
     def convert_chosen(self, *, is_followed: bool) -> None:
         """Convert what is chosen and was not yet. A checkpoint that was written again meanwhile is an error, or is left
         for the next look if the run is followed."""
-        chosen = self._choose()
-        destinations = self._fill_template(chosen)
+        chosen = self._choose_checkpoints()
+        destinations = self._make_destinations(chosen)
         for each in chosen:
             if each.shown.name in self.results:
                 continue
             try:
-                self._add_result(self._convert(each, destinations[each.shown.name]))
+                self._add_result(self._convert_checkpoint(each, destinations[each.shown.name]))
             except SourceChangedError as error:
                 if not is_followed:
                     raise
                 log_warning("runs", f"{error}; it is converted once it stays the same")
                 del self.complete[each.shown.name]
 
-    def _fill_template(self, chosen: Sequence[CompleteCheckpoint]) -> dict[str, str]:
+    def _make_destinations(self, chosen: Sequence[CompleteCheckpoint]) -> dict[str, str]:
         """The destinations by name. Raises UsageError if two checkpoints have the same, or one has no step though the
         selection or the template asks for it."""
         for each in self.complete.values():
@@ -229,7 +230,7 @@ class _RunConversion:
         name_by_destination: dict[str, str] = {}
         for each in chosen:
             name = each.shown.name
-            destination = destinations[name] = self.template.fill(each.shown.step, name)
+            destination = destinations[name] = self.template.make_destination(each.shown.step, name)
             other_name = name_by_destination.setdefault(destination, name)
             if other_name != name:
                 raise UsageError(
@@ -238,7 +239,7 @@ class _RunConversion:
                 )
         return destinations
 
-    def _convert(self, checkpoint: CompleteCheckpoint, destination: str) -> ConvertedCheckpoint:
+    def _convert_checkpoint(self, checkpoint: CompleteCheckpoint, destination: str) -> ConvertedCheckpoint:
         """Raises SourceChangedError if the checkpoint was written again since it was found complete; CkptError."""
         shown = checkpoint.shown
         request = replace(self.request, src=shown.url, dst=destination)
@@ -299,15 +300,11 @@ def read_versions(url: str, storage_options: StorageOptions) -> Versions:
         source = open_run_source(url, storage_options)
     except SourceNotFoundError:
         return {}
-    return dict(_iter_versions(source))
-
-
-def _iter_versions(source: Source) -> Iterator[tuple[str, str]]:
+    versions: dict[str, str] = {}
     for path in source.files:
-        try:
-            yield path, source.store.version(path)
-        except IncompleteError:
-            continue
+        with suppress(IncompleteError):
+            versions[path] = source.store.version(path)
+    return versions
 
 
 def _list_numbered_members(run: Source, url: str) -> dict[str, SavedCheckpoint]:
@@ -317,7 +314,5 @@ def _list_numbered_members(run: Source, url: str) -> dict[str, SavedCheckpoint]:
     has_steps = not all(map(is_deepspeed_tag, members))
     if run.is_one_file or (is_checkpoint_name(url.rstrip("/").rpartition("/")[2]) and not has_steps):
         raise UsageError(f"{url} is one checkpoint, and not a run; convert converts it")
-    parents = sorted({get_parent_folder(name) or url for name in members})
-    if len(parents) > 1:
-        raise UsageError(f"{url} holds checkpoints of several runs ({join_names(parents)}); name one of them")
+    check_is_one_run(url, members)
     return members

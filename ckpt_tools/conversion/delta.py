@@ -22,14 +22,11 @@ from typing import IO, ClassVar, NamedTuple
 import numpy as np
 
 from ckpt_tools.core.boxes import Box
-from ckpt_tools.core.casts import CASTABLE
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.manifest import Kind, TensorEntry
 from ckpt_tools.core.notes import Note, Outcome, merge_notes
 from ckpt_tools.core.options import ConvertOptions, ReadOptions
-from ckpt_tools.core.renaming import strip_wrappers
 from ckpt_tools.core.shards import ByteRange, ShardTable
-from ckpt_tools.core.transforms import keep_model_only
 from ckpt_tools.errors import DestinationExistsError, UsageError
 from ckpt_tools.formats.safetensors.deltas import format_version, make_hasher
 from ckpt_tools.formats.safetensors.files import INDEX_NAME, encode_header
@@ -39,6 +36,7 @@ from ckpt_tools.messages.wording import format_count, join_names
 from ckpt_tools.process.signals import defer_signals
 from ckpt_tools.reading.opened import OpenedCheckpoint
 from ckpt_tools.runs.opening import open_checkpoint
+from ckpt_tools.runs.weight_source import WeightSource, match_weights
 from ckpt_tools.serialization.zstd import make_compressor
 from ckpt_tools.stores.destination import Destination
 from ckpt_tools.stores.output_names import OutputForm
@@ -59,9 +57,6 @@ BLOCK_BYTES = 1 << 20
 
 FILE_NAME = "model-00000-of-00001.safetensors"
 """One file: SGLang has all files of a delta in memory, however many there are."""
-
-MAX_NAMED = 8
-"""Differences that a message names."""
 
 _FOLDER_NAME = re.compile(r"weight_v(\d{6})")
 
@@ -140,7 +135,8 @@ def write_delta(
     version = int(match[1])
     if place.list_contents() is not None:
         raise DestinationExistsError(f"{place.url} exists, and a published version is not replaced; write the next one")
-    versions = [_open_weights(url, storage_options) for url in (old, new)]
+    options = ReadOptions(state="model")
+    versions = [open_checkpoint(url, options, storage_options=storage_options) for url in (old, new)]
     for opened in versions:
         check_not_nested(opened.url, out, storage_options)
     old_match = _FOLDER_NAME.fullmatch(str(versions[0].url).rstrip("/").rpartition("/")[2])
@@ -151,14 +147,14 @@ def write_delta(
     readers = [TensorReader(opened.source.store, BLOCK_BYTES) for opened in versions]
     with tempfile.TemporaryFile() as spool_file, place.claim(overwrite=False, resume=False, fsync=fsync) as claim:
         encoder = _Encoder(readers, spool_file, ProgressMeter(on_progress, num_bytes))
-        frames = dict(ThreadRunner(choose_num_workers(workers, old, new, out)).run(encoder.encode, pairs))
+        frames = dict(ThreadRunner(choose_num_workers(workers, old, new, out)).run(encoder.compress_change, pairs))
         for reader in readers:
             reader.check_remaining_records()
         changed = {pair.name: frames[pair.name] for pair in pairs if frames[pair.name].num_changed}
         metadata = {"version": f"{version:06d}", "base_version": f"{version - 1:06d}", **DELTA_METADATA}
         index = {"metadata": metadata, "weight_map": dict.fromkeys(changed, FILE_NAME)}
         index_text = json.dumps(index, indent=2, ensure_ascii=False).encode()
-        file_bytes = _write_frames(claim.destination, changed, spool_file) if changed else 0
+        file_bytes = _write_frame_file(claim.destination, changed, spool_file) if changed else 0
         write_small_file(claim.destination, INDEX_NAME, index_text)
         with defer_signals():  # publishing is the one step that a signal must not tear apart
             claim.publish_files([*([FILE_NAME] if changed else []), INDEX_NAME])
@@ -177,47 +173,23 @@ def write_delta(
     )
 
 
-def _open_weights(url: str | Path, storage_options: StorageOptions) -> OpenedCheckpoint:
-    """The weights at ``url``, fp32 masters where there are some, under the names of the bare model."""
-    opened = open_checkpoint(url, ReadOptions(state="model"), storage_options=storage_options)
-    copy = ConvertOptions().choose_weight_copy(opened.manifest)
-    model, notes = keep_model_only(opened.manifest, weight_copy=copy, is_requested=True)
-    model, name_notes = strip_wrappers(model)
-    check_required_equal(model, opened.source.store)
-    return replace(opened, manifest=replace(model, notes=(*model.notes, *notes, *name_notes)))
-
-
 def _pair_tensors(old: OpenedCheckpoint, new: OpenedCheckpoint) -> tuple[list[_Pair], tuple[Note, ...]]:
     """Each tensor that the old version stores with the new one of this name, in the dtype of the old; and the notes of
     both. Raises UsageError where names, shapes or types differ: a delta has bytes of tensors that are there."""
-    stored, aliases = old.manifest.weights, old.manifest.aliases
-    found = dict(new.manifest.weights)
-    found |= {alias: found[owner] for alias, owner in new.manifest.aliases.items() if owner in found}
-    missing, extra = stored.keys() - found, found.keys() - stored - aliases.keys()
-    differences = [f"{new.url} lacks {join_names(sorted(missing))}"] if missing else []
-    differences += [f"{old.url} lacks {join_names(sorted(extra))}"] if extra else []
-    differences += [
-        f"{alias} is tied to {owner} in {old.url}, and not in {new.url}"
-        for alias, owner in aliases.items()
-        if alias in found and found[alias] is not found.get(owner)
-    ]
-    pairs, num_cast = list[_Pair](), 0
-    for name, entry in stored.items():
-        other = found.get(name, entry)
-        is_castable = other.dtype is entry.dtype or {other.dtype, entry.dtype} <= CASTABLE
-        if other.shape != entry.shape or not is_castable:
-            texts = [f"{list(each.shape)} of {each.dtype.value}" for each in (entry, other)]
-            differences.append(f"{name} is {texts[0]} in {old.url} and {texts[1]} in {new.url}")
-        num_cast += other.dtype is not entry.dtype
-        pairs.append(_Pair(name, entry, other.cast_to(entry.dtype)))
-    if differences:
-        shown, more = "; ".join(differences[:MAX_NAMED]), len(differences) - MAX_NAMED
-        raise UsageError(
-            f"a delta is between versions with the same tensors: {shown}{f'; and {more:,} more' if more > 0 else ''}"
-        )
-    cast_why = f"to the dtypes in {old.url}"
-    cast_notes = [Note(Outcome.CAST, format_count(num_cast, "tensor"), cast_why, num_cast)] if num_cast else []
-    return pairs, merge_notes((*old.manifest.notes, *new.manifest.notes, *cast_notes))
+    base, other = (WeightSource.of(opened, ConvertOptions(), drops_entries=True) for opened in (old, new))
+    found, equal_pairs = match_weights([other], base, base.list_names(), lambda _: True)
+    if new_aliases := other.manifest.aliases.keys() - base.manifest.weights - base.manifest.aliases.keys():
+        raise UsageError(f"{base.label} lacks {join_names(sorted(new_aliases))}, and a delta adds no names")
+    check_required_equal(base.manifest, old.source.store)
+    must_equal = (*other.manifest.must_equal, *equal_pairs)
+    check_required_equal(replace(other.manifest, must_equal=must_equal), new.source.store)
+    pairs, num_cast, notes = list[_Pair](), 0, [*base.notes, *other.notes]
+    for name, entry in base.manifest.weights.items():
+        num_cast += found[name][0].dtype is not entry.dtype
+        pairs.append(_Pair(name, entry, found[name][0].cast_to(entry.dtype)))
+    if num_cast:
+        notes.append(Note(Outcome.CAST, format_count(num_cast, "tensor"), f"to the dtypes in {base.label}", num_cast))
+    return pairs, merge_notes(notes)
 
 
 @dataclass(slots=True)
@@ -229,7 +201,7 @@ class _Encoder:
     meter: ProgressMeter
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def encode(self, pair: _Pair) -> tuple[str, _Frame]:
+    def compress_change(self, pair: _Pair) -> tuple[str, _Frame]:
         """The name of a tensor and the compressed ``old ^ new``, with the checksum of the new one. Raises CkptError."""
         item_bytes, numel = pair.old.dtype.item_bytes, pair.old.numel
         compressor, hasher = make_compressor(ZSTD_LEVEL, pair.old.num_bytes), make_hasher(CHECKSUM_FORMAT)
@@ -248,22 +220,22 @@ class _Encoder:
             num_changed += int(np.count_nonzero(elements))
             compressed += compressor.compress(old)
             if len(compressed) >= BLOCK_BYTES:
-                parts.append(self._append(compressed))
+                parts.append(self._spool_part(compressed))
                 compressed.clear()
             with self._lock:
                 self.meter.add_bytes(len(new))
         compressed += compressor.flush()
-        parts.append(self._append(compressed))
+        parts.append(self._spool_part(compressed))
         return pair.name, _Frame(parts, num_changed, hasher.hexdigest())
 
-    def _append(self, data: bytearray) -> tuple[int, int]:
+    def _spool_part(self, data: bytearray) -> tuple[int, int]:
         with self._lock:
             start = self.spool_file.seek(0, os.SEEK_END)
             self.spool_file.write(data)
             return start, start + len(data)
 
 
-def _write_frames(destination: Destination, frames: Mapping[str, _Frame], spool_file: IO[bytes]) -> int:
+def _write_frame_file(destination: Destination, frames: Mapping[str, _Frame], spool_file: IO[bytes]) -> int:
     """The file of the frames and their checksums; its size in bytes. Raises StoreError."""
     entries = {}
     for name, frame in frames.items():

@@ -19,14 +19,16 @@ from ckpt_tools.transfer.workers import WorkerPool
 
 @dataclass(frozen=True, slots=True)
 class WrittenOutput:
-    """An output that was published. ``bytes_recovered`` were written by an earlier run; ``digests_url`` is that of the
-    list of digests, if there is one."""
+    """An output that was published, or a part of one, which is published once there are no ``missing_parts``.
+    ``bytes_recovered`` were written by an earlier run; ``digests_url`` is that of the list of digests, if there is
+    one."""
 
     bytes_read: int
     bytes_written: int
     bytes_recovered: int
     bytes_copied: int
-    digests_url: str | None
+    digests_url: str | None = None
+    missing_parts: tuple[int, ...] = ()
 
 
 def write_output(

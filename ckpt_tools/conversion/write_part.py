@@ -6,8 +6,7 @@ part 2   [==== its tasks ====] done, looks at all logs: all there ─▶ fills i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 from ckpt_tools.conversion.write import WrittenOutput
 from ckpt_tools.core.options import ConvertRequest
@@ -31,23 +30,15 @@ from ckpt_tools.transfer.journal import (
 from ckpt_tools.transfer.runners.threads import ThreadRunner
 
 
-@dataclass(frozen=True, slots=True)
-class WrittenPart:
-    """A part that was written; the numbers of those that are not yet. The output is published once there are none."""
-
-    output: WrittenOutput
-    missing_parts: Sequence[int]
-
-
 def write_part(
     plan: Plan, store: Store, place: OutputLocation, request: ConvertRequest, part: PartNumber, *, is_direct: bool
-) -> WrittenPart:
+) -> WrittenOutput:
     """Write the share of ``part``; if all others have ended, publish the output.
 
     Raises:
         UsageError: other parts have another plan, or are of another count. DestinationExistsError: the output is
-            there, or another process writes this part. StoreError: what the parts wrote was
-            removed, or a store failed. FormatError: as the source's bytes say.
+            there, or another process writes this part. StoreError: what the parts wrote was removed, or a store failed.
+        FormatError: as the source's bytes say.
     """
     staging = place.stage_part(part)
     if is_direct:
@@ -56,9 +47,8 @@ def write_part(
     result, bytes_recovered = _write_share(plan, store, place, request, staging, part)
     missing_parts = _list_missing_parts(staging.read_logs(), part)
     if not missing_parts:
-        _publish(plan, store, place, staging, part)
-    output = WrittenOutput(result.bytes_read, result.bytes_written, bytes_recovered, 0, None)
-    return WrittenPart(output, missing_parts)
+        _publish_parts(plan, store, place, staging, part)
+    return WrittenOutput(result.bytes_read, result.bytes_written, bytes_recovered, 0, missing_parts=missing_parts)
 
 
 def _write_share(
@@ -100,11 +90,11 @@ def _check_same_plan(staging: PartStaging, fingerprint: str) -> None:
             )
 
 
-def _list_missing_parts(logs: Mapping[int, bytes], part: PartNumber) -> list[int]:
-    return [number for number in range(1, part.count + 1) if not is_share_done(logs.get(number, b""))]
+def _list_missing_parts(logs: Mapping[int, bytes], part: PartNumber) -> tuple[int, ...]:
+    return tuple(number for number in range(1, part.count + 1) if not is_share_done(logs.get(number, b"")))
 
 
-def _publish(plan: Plan, store: Store, place: OutputLocation, staging: PartStaging, part: PartNumber) -> None:
+def _publish_parts(plan: Plan, store: Store, place: OutputLocation, staging: PartStaging, part: PartNumber) -> None:
     """Publish what all parts wrote, unless another part that ended meanwhile has done so."""
     threads = ThreadRunner(plan.num_workers)
     try:

@@ -9,9 +9,9 @@ from ckpt_tools.core.option_names import format_option
 from ckpt_tools.errors import UsageError
 from ckpt_tools.messages.progress import log_warning
 from ckpt_tools.messages.wording import format_count, join_names
-from ckpt_tools.runs.listing import list_checkpoints
+from ckpt_tools.runs.listing import check_is_one_run, list_checkpoints
+from ckpt_tools.runs.steps import StepSelection
 from ckpt_tools.stores.urls import StorageOptions, open_run_source
-from ckpt_tools.trainers.saved import get_parent_folder
 
 
 def choose_run_checkpoints(
@@ -24,22 +24,18 @@ def choose_run_checkpoints(
         UsageError: there are fewer than ``last``, two are of one step, or they are of several runs.
         SourceNotFoundError, StoreError: as ``list_checkpoints``.
     """
-    for name, number in (("last", last), ("every", every)):
-        if number is not None and (type(number) is not int or number < 1):
-            raise UsageError(f"{format_option(name, number)} is not a number from 1 on")
+    selection = StepSelection((), every, last)
     listed = list_checkpoints(open_run_source(url, storage_options), url=str(url)).checkpoints
     steps = {each.url: each.step for each in listed if each.is_complete and each.step is not None}
-    chosen = sorted((each for each, step in steps.items() if step % (every or 1) == 0), key=steps.__getitem__)
+    chosen = sorted((each for each, step in steps.items() if selection.includes(step)), key=steps.__getitem__)
     left_out = [
         f"{each.name} ({each.problem or 'its step is not known'})"
         for each in listed
-        if each.url not in steps and (each.step or 0) % (every or 1) == 0
+        if each.url not in steps and selection.includes(each.step or 0)
     ]
     if left_out:
         log_warning("runs", f"not averaged: {join_names(left_out)}")
-    folders = sorted(set(map(get_parent_folder, chosen)))
-    if len(folders) > 1:
-        raise UsageError(f"{url} holds checkpoints of several runs ({join_names(folders)}); name one of them")
+    check_is_one_run(str(url), [each.name for each in listed if each.url in chosen])
     for one, other in pairwise(chosen):
         if steps[one] == steps[other]:
             raise UsageError(f"{one} and {other} are both of step {steps[one]:,}; name the sources one by one")

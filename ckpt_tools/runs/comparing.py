@@ -17,7 +17,7 @@ from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.core.renaming import strip_wrappers
 from ckpt_tools.core.value_refs import iter_tensor_refs, iter_values
-from ckpt_tools.errors import CkptError, FormatError, IncompleteError, StoreError, UnsafeError, UnsupportedError
+from ckpt_tools.errors import UNREADABLE, FormatError, IncompleteError, UnsafeError, UnsupportedError
 from ckpt_tools.messages.wording import format_count, format_size, join_names
 from ckpt_tools.reading.checkpoint import read_source
 from ckpt_tools.runs.listing import read_plain_manifest
@@ -83,11 +83,9 @@ def _may_have_optimizer(members: Sequence[SavedCheckpoint], kept_contents: Seque
         return True
     try:
         content = _read_content(members)
-    except StoreError:
-        raise
     except UnsafeError:
         return True
-    except CkptError:
+    except UNREADABLE:
         return False
     return content.has_optimizer if content.is_read else all(each.is_read for each in kept_contents)
 
@@ -105,9 +103,7 @@ def _read_content_or_none(members: Sequence[SavedCheckpoint]) -> StepContent | N
     """The content of a step that may go; None if it cannot be opened, so that nothing is lost with it."""
     try:
         return _read_content(members)
-    except StoreError:
-        raise
-    except CkptError:
+    except UNREADABLE:
         return None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -12,22 +12,23 @@ from typing import Any, ClassVar
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import (
-    CkptError,
+    UNREADABLE,
     IncompleteError,
     MalformedError,
     SourceNotFoundError,
-    StoreError,
     UnsupportedError,
+    UsageError,
 )
 from ckpt_tools.formats.base import Format
 from ckpt_tools.formats.deepspeed.complete import needs_reader_check
 from ckpt_tools.formats.index import find_format, read_manifest
 from ckpt_tools.messages.showing import DisplayableResult, dataclass_to_json
+from ckpt_tools.messages.wording import join_names
 from ckpt_tools.reading.checkpoint import read_source
 from ckpt_tools.runs.completeness import detect_format_name, find_file_problem, infer_world_size
 from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.run_folders import find_members, is_checkpoint_file, is_deepspeed_tag
-from ckpt_tools.trainers.saved import RUN_ITSELF, SavedCheckpoint, is_checkpoint_name
+from ckpt_tools.trainers.saved import RUN_ITSELF, SavedCheckpoint, get_parent_folder, is_checkpoint_name
 from ckpt_tools.trainers.transformers import read_trainer_state
 
 THREADS = 16
@@ -119,6 +120,13 @@ def list_checkpoints(run: Source, *, url: str) -> RunListing:
     return RunListing(url, tuple(shown for _, shown in list_members(run, url)))
 
 
+def check_is_one_run(url: str, names: Iterable[str]) -> None:
+    """Raises UsageError if the checkpoints of these ``names`` are of several runs: they lie in several folders."""
+    folders = sorted({get_parent_folder(name) or url for name in names})
+    if len(folders) > 1:
+        raise UsageError(f"{url} holds checkpoints of several runs ({join_names(folders)}); name one of them")
+
+
 def find_problem(checkpoint: SavedCheckpoint) -> str | None:
     """Why it is not complete, by its files or, if they do not show it, by its reader. Raises StoreError."""
     file_problem = find_file_problem(checkpoint)
@@ -137,9 +145,7 @@ def read_step(checkpoint: SavedCheckpoint) -> int | None:
     """The step in the content of the checkpoint; None if there is none, or it cannot be read. Raises StoreError."""
     try:
         return read_source(checkpoint.source, ReadOptions())[1].step
-    except StoreError:
-        raise
-    except CkptError:
+    except UNREADABLE:
         return None
 
 

@@ -27,7 +27,8 @@ def resolve_in_run(url: str | Path, open_source: OpenSource) -> str | Path:
         ``open_source`` raises.
     """
     run, _, name = str(url).rpartition("@")
-    if not _may_be_folder(run):
+    _, is_url, path = run.partition("://")
+    if not ("/" in path if is_url else run):  # what stands before @ is the user of https://user@host, or nothing
         return url
     run = run.rstrip("/") or run
     try:
@@ -47,12 +48,6 @@ def read_latest_name(source: Source) -> str | None:
     """The checkpoint that DeepSpeed's file ``latest`` in the run names."""
     path = next((name for name in (deepspeed.LATEST, deepspeed.LATEST_UNIVERSAL) if name in source.files), None)
     return None if path is None else read_name_line(source, path)
-
-
-def _may_be_folder(url: str) -> bool:
-    """Whether it can be a folder: the user of ``https://user@host`` is not."""
-    _, is_url, path = url.partition("://")
-    return "/" in path if is_url else bool(url)
 
 
 def _choose_checkpoint(url: str, name: str, run: Source) -> str:

@@ -35,9 +35,11 @@ def open_checkpoint(
     step_by_name: bool = False,
     checks_options: bool = False,
 ) -> OpenedCheckpoint:
-    """Read the headers of what is at ``url``. With ``step_by_name`` its step, if it says none, is that of the folder's
-    name, as ``ls`` shows it. With ``checks_options`` an option that its format does not take is refused.
-    ``config_folder`` is that of ``OpenedCheckpoint``.
+    """Read the headers of what is at ``url``.
+
+    If ``step_by_name``, a checkpoint that states no step has the one in the name of its folder, as ``ls`` shows it. If
+    ``checks_options``, an option that its format does not take is refused. ``config_folder`` is that of
+    ``OpenedCheckpoint``.
 
     Raises:
         CkptError: as ``open_source``, ``find_format`` and the reader say. UnsupportedError: ``url`` is one file of a
@@ -68,7 +70,7 @@ def open_checkpoint(
     try:
         source, manifest = read_source(source, options, format_name=format_name)
     except DeltaFolderError:
-        if options.optimizer_file is not None:  # of which version it is, nothing says
+        if options.optimizer_file is not None:  # nothing says which version of the model it belongs to
             raise
         from ckpt_tools.reading.deltas import open_patched_model
 

@@ -21,18 +21,11 @@ from typing import ClassVar
 from ckpt_tools.arguments import is_remote
 from ckpt_tools.core.manifest import Manifest
 from ckpt_tools.core.option_names import format_option
-from ckpt_tools.errors import (
-    CkptError,
-    DestinationExistsError,
-    DifferenceError,
-    SourceNotFoundError,
-    StoreError,
-    UsageError,
-)
+from ckpt_tools.errors import UNREADABLE, DestinationExistsError, DifferenceError, SourceNotFoundError, UsageError
 from ckpt_tools.messages.showing import DisplayableResult
 from ckpt_tools.runs.comparing import check_kept_steps, read_manifest
 from ckpt_tools.runs.files import batch_for_removal, find_unknown_files
-from ckpt_tools.runs.listing import RunCheckpoint, list_members, read_plain_manifest
+from ckpt_tools.runs.listing import RunCheckpoint, check_is_one_run, list_members, read_plain_manifest
 from ckpt_tools.runs.metrics import find_recorded_best, read_metrics
 from ckpt_tools.runs.naming import read_latest_name
 from ckpt_tools.runs.rules import PruneCandidate, PruneRules, choose_compared_steps, find_keep_reasons
@@ -41,7 +34,7 @@ from ckpt_tools.stores.publishing import DestinationContents, format_names
 from ckpt_tools.stores.remote import claim
 from ckpt_tools.stores.source import Store
 from ckpt_tools.stores.urls import StorageOptions, local_path, open_output_location, open_run_source
-from ckpt_tools.trainers.saved import SavedCheckpoint, get_parent_folder
+from ckpt_tools.trainers.saved import SavedCheckpoint
 
 RECENT_SECONDS = 3600
 """A save of the largest models takes minutes. One that wrote nothing for an hour is over."""
@@ -117,7 +110,7 @@ def prune_run(
     with _lock_run(url, storage_options) if yes else nullcontext():
         run = open_run_source(url, storage_options)
         listed = list_members(run, str(url))
-        _check_is_one_run(str(url), [member for member, _ in listed])
+        _check_is_run(str(url), [member for member, _ in listed])
         destination = open_output_location(url, storage_options).with_form(OutputForm())
         contents = destination.list_contents()
         if contents is None:
@@ -183,9 +176,7 @@ def _has_finite_values(member: SavedCheckpoint, is_finite: IsFinite) -> bool:
     try:
         source, manifest = read_manifest(member)
         return bool(manifest.tensors) and is_finite(source.store, manifest)
-    except StoreError:
-        raise
-    except CkptError:
+    except UNREADABLE:
         return False
 
 
@@ -226,22 +217,16 @@ def _read_own_files(member: SavedCheckpoint) -> frozenset[str]:
     try:
         reader, manifest = read_plain_manifest(member)
         return reader.own_files(member.source, manifest) | (manifest.files & member.files.keys())
-    except StoreError:
-        raise
-    except CkptError:
+    except UNREADABLE:
         return frozenset()
 
 
-def _check_is_one_run(url: str, members: Sequence[SavedCheckpoint]) -> None:
+def _check_is_run(url: str, members: Sequence[SavedCheckpoint]) -> None:
     if any(member.is_run or (member.is_file and url.endswith(f"/{member.name}")) for member in members):
         raise UsageError(f"{url} is itself one checkpoint; name the folder of the run that holds it")
-    parents = sorted({get_parent_folder(member.name) for member in members if member.is_numbered})
-    if len(parents) > 1:
-        raise UsageError(
-            f"{url} holds checkpoints of several runs ({format_names([each or url for each in parents])}); name one "
-            f"of them"
-        )
-    if not parents:
+    numbered_names = [member.name for member in members if member.is_numbered]
+    check_is_one_run(url, numbered_names)
+    if not numbered_names:
         raise UsageError(f"no checkpoint in {url} has a step in its name, so none of them is known to be old")
 
 

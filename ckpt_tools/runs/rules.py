@@ -10,6 +10,7 @@ from ckpt_tools.core.option_names import format_option
 from ckpt_tools.errors import UsageError
 from ckpt_tools.messages.wording import find_nearest, join_names
 from ckpt_tools.runs.listing import RunCheckpoint
+from ckpt_tools.runs.steps import check_number
 from ckpt_tools.trainers.saved import SavedCheckpoint
 
 _LOWER_IS_BETTER = frozenset(["loss", "error", "perplexity", "ppl", "wer", "cer", "mse", "mae", "rmse", "nll"])
@@ -64,9 +65,7 @@ class PruneRules:
 
     def __post_init__(self) -> None:
         for name in ("keep_last", "keep_every"):
-            number = getattr(self, name)
-            if number is not None and (type(number) is not int or number < 1):
-                raise UsageError(f"{format_option(name, number)} is not a number from 1 on")
+            check_number(name, getattr(self, name))
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,12 @@ _PLACEHOLDER = re.compile(r"\{([^{}]*)\}")
 _PLACEHOLDER_NAMES = ("step", "name")
 
 
+def check_number(name: str, number: object, least: int = 1) -> None:
+    """Raises UsageError if the option ``name`` has a value that is not a whole number from ``least`` on."""
+    if number is not None and (type(number) is not int or number < least):
+        raise UsageError(f"{format_option(name, number)} is not a number from {least} on")
+
+
 @dataclass(frozen=True, slots=True)
 class StepSelection:
     """The steps to convert: those in ``steps``, if there are any; multiples of ``every``; of these, the ``last`` ones.
@@ -29,14 +35,10 @@ class StepSelection:
     last: int | None = None
 
     def __post_init__(self) -> None:
-        for name, numbers, least in (
-            ("steps", self.steps, 0),
-            ("every", [] if self.every is None else [self.every], 1),
-            ("last", [] if self.last is None else [self.last], 1),
-        ):
-            for number in numbers:
-                if type(number) is not int or number < least:
-                    raise UsageError(f"{format_option(name)}: {number!r} is not a number from {least} on")
+        for step in self.steps:
+            check_number("steps", step, least=0)
+        check_number("every", self.every)
+        check_number("last", self.last)
 
     @property
     def needs_steps(self) -> bool:
@@ -49,7 +51,7 @@ class StepSelection:
             return not self.needs_steps
         return (not self.steps or step in self.steps) and (self.every is None or step % self.every == 0)
 
-    def choose(self, items: Sequence[Item], get_step: Callable[[Item], int | None]) -> list[Item]:
+    def choose_items(self, items: Sequence[Item], get_step: Callable[[Item], int | None]) -> list[Item]:
         """The chosen of ``items``, in the order of their steps. Those without a step keep their order, before all
         others."""
         included = [each for each in items if self.includes(get_step(each))]
@@ -75,14 +77,10 @@ class DestinationTemplate:
         if not names:
             raise UsageError(f"{self.text} is one place for all checkpoints; write {{step}} or {{name}} in it")
 
-    @property
-    def has_step(self) -> bool:
-        return "{step}" in self.text
-
-    def fill(self, step: int | None, name: str) -> str:
-        """The destination of a checkpoint; ``name`` is its path in the run, of which the last part is taken, without
-        the ending of a file. Raises UsageError for a checkpoint without a step, where ``{step}`` stands."""
-        if step is None and self.has_step:
+    def make_destination(self, step: int | None, name: str) -> str:
+        """The destination of a checkpoint; ``name`` is its path in the run, whose last part, without the ending of a
+        file, stands for ``{name}``. Raises UsageError if ``{step}`` is in the template and ``step`` is None."""
+        if step is None and "{step}" in self.text:
             raise UsageError(f"{name} says no step; write {{name}} instead of {{step}} in {self.text}")
         values = {"step": str(step), "name": re.sub(r"\.(?:ckpt|pt|pth|bin|safetensors)$", "", name.rpartition("/")[2])}
         return _PLACEHOLDER.sub(lambda found: values[found[1]], self.text)

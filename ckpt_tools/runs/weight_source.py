@@ -1,20 +1,27 @@
-"""The weights of a checkpoint that is read beside the one that is converted."""
+"""The weights of checkpoints that are read beside each other: to average, to compare and to fill in."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
+from ckpt_tools.core.casts import CASTABLE
 from ckpt_tools.core.filling import FillStep
-from ckpt_tools.core.manifest import Manifest
+from ckpt_tools.core.manifest import EqualPair, Manifest, TensorEntry
 from ckpt_tools.core.notes import Note
 from ckpt_tools.core.options import ConvertOptions, ReadOptions
 from ckpt_tools.core.renaming import strip_wrappers
 from ckpt_tools.core.transforms import keep_model_only
+from ckpt_tools.errors import UsageError
+from ckpt_tools.messages.wording import join_names
 from ckpt_tools.reading.opened import OpenedCheckpoint
 from ckpt_tools.runs.opening import open_checkpoint
 from ckpt_tools.stores.wrappers import RedirectingStore
+
+MAX_NAMED = 10
+"""Sources, or differences between them, that a message names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +34,12 @@ class WeightSource:
     notes: tuple[Note, ...]
 
     @classmethod
-    def of(cls, opened: OpenedCheckpoint, options: ConvertOptions) -> WeightSource:
-        """The fp32 masters of ``opened`` where there are some, under the names of the bare model."""
+    def of(cls, opened: OpenedCheckpoint, options: ConvertOptions, *, drops_entries: bool = False) -> WeightSource:
+        """The fp32 masters of ``opened`` where there are some, under the names of the bare model. Entries are dropped
+        later, where the target has no place for them, or here with ``drops_entries``."""
         manifest, copy = opened.manifest, options.choose_weight_copy(opened.manifest)
-        # Entries are dropped later, where the target has no place for them.
-        model, notes = keep_model_only(manifest, weight_copy=copy, is_requested=True, entry_names=[*manifest.extra])
+        entries = () if drops_entries else tuple(manifest.extra)
+        model, notes = keep_model_only(manifest, weight_copy=copy, is_requested=True, entry_names=entries)
         model, name_notes = strip_wrappers(model)
         return cls(str(opened.url), model, (*manifest.notes, *notes, *name_notes))
 
@@ -62,6 +70,48 @@ class WeightSource:
             if owner in names_by_owner:
                 names_by_owner[owner].append(alias)
         return names_by_owner
+
+
+def match_weights(
+    sources: Sequence[WeightSource],
+    base: WeightSource,
+    names_by_owner: Mapping[str, Sequence[str]],
+    is_wanted: Callable[[Iterable[str]], bool],
+    advice: str = "",
+) -> tuple[dict[str, list[TensorEntry]], list[EqualPair]]:
+    """For each weight of ``base`` in ``names_by_owner``, with its names there, that of every source; and pairs of
+    tensors of a source that ``base`` ties, and that must be equal. Weights of which no name is wanted may be missing.
+
+    Raises:
+        UsageError: names, shapes or dtypes differ; ``advice`` is the end of its sentence.
+    """
+    all_names = set(chain.from_iterable(base.list_names().values()))
+    found = {owner: list[TensorEntry]() for owner in names_by_owner}
+    pairs, differences = list[EqualPair](), list[str]()
+    for source in sources:
+        source_names, weights, missing_names = source.list_names(), source.manifest.weights, list[str]()
+        owners = {name: owner for owner, names in source_names.items() for name in names}
+        for name, names in names_by_owner.items():
+            own_names = list(dict.fromkeys(owners[each] for each in names if each in owners))
+            if not own_names:
+                missing_names.append(name)
+                continue
+            entry, wanted = weights[own_names[0]], base.manifest.weights[name]
+            found[name].append(entry)
+            is_castable = entry.dtype is wanted.dtype or {entry.dtype, wanted.dtype} <= CASTABLE
+            if entry.shape != wanted.shape or not is_castable:
+                one, other = (f"{list(each.shape)} of {each.dtype.value}" for each in (entry, wanted))
+                differences.append(f"{name} is {one} in {source.label} and {other} in {base.label}")
+            tied = f"of {source.label}, which {base.label} ties"
+            pairs += [EqualPair(f"{own_names[0]} and {n} {tied}", entry, weights[n]) for n in own_names[1:]]
+        other_names = [n for n, names in source_names.items() if is_wanted(names) and all_names.isdisjoint(names)]
+        differences += [f"{source.label} lacks {join_names(missing_names)}"] if missing_names else []
+        differences += [f"{base.label} lacks {join_names(other_names)} of {source.label}"] if other_names else []
+    if differences:
+        more = f"; and {len(differences) - MAX_NAMED:,} more" if len(differences) > MAX_NAMED else ""
+        shown = "; ".join(differences[:MAX_NAMED])
+        raise UsageError(f"the sources do not hold the same tensors: {shown}{more}{advice}")
+    return found, pairs
 
 
 def open_fill(opened: OpenedCheckpoint, options: ConvertOptions, url: str | Path) -> tuple[OpenedCheckpoint, FillStep]:

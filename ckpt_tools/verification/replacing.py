@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.core.options import ReadOptions
-from ckpt_tools.errors import CkptError, DestinationExistsError, StoreError
+from ckpt_tools.errors import UNREADABLE, DestinationExistsError
 from ckpt_tools.formats.index import find_format, read_manifest
 from ckpt_tools.reading.model_files import is_copied_file
 from ckpt_tools.stores.output_names import SIGNATURE_NAME, is_visible_file
@@ -73,9 +73,7 @@ def _find_checkpoint_files(contents: DestinationContents, url: str) -> frozenset
         if own_files and manifest.trainer is not None:
             own_files |= manifest.trainer.sources
         return own_files | _find_companion_files(source, locate_digest_list(manifest)) if own_files else own_files
-    except StoreError:
-        raise
-    except CkptError as error:
+    except UNREADABLE as error:
         listed_names = format_names(sorted([*contents.files, *contents.others]))
         raise DestinationExistsError(
             f"{url} is not a checkpoint that can be read, so it is not replaced: {error} (it holds {listed_names}); "

@@ -22,7 +22,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +32,7 @@ from ckpt_tools.core.shards import ByteRange
 from ckpt_tools.core.values import format_brief
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsupportedError, name_file_in_errors
 from ckpt_tools.formats.safetensors.files import INDEX_NAME, read_safetensors_header
-from ckpt_tools.formats.safetensors.hf_index import MAX_INDEX_BYTES, find_index
+from ckpt_tools.formats.safetensors.hf_index import MAX_INDEX_BYTES, find_index, get_weight_map
 from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.serialization.windowed_stream import WINDOW_BYTES, WindowedStream
 from ckpt_tools.serialization.zstd import open_zstd_stream
@@ -108,12 +108,7 @@ def read_delta(source: Source) -> Delta | None:
     index = find_index(source.files, INDEX_NAME)
     index_json = parse_json(source.read_all(index, limit_bytes=MAX_INDEX_BYTES), index) if index else None
     metadata = index_json.get("metadata") if isinstance(index_json, dict) else None
-    if (
-        index is None
-        or not isinstance(index_json, dict)
-        or not isinstance(metadata, dict)
-        or "delta_encoding" not in metadata
-    ):
+    if index is None or not isinstance(metadata, dict) or "delta_encoding" not in metadata:
         return None
     with name_file_in_errors(index):
         encoding, algorithm = metadata["delta_encoding"], metadata.get("checksum_format")
@@ -125,10 +120,8 @@ def read_delta(source: Source) -> Delta | None:
         version, base_version = (str(metadata.get(name)) for name in ("version", "base_version"))
         if not (_VERSION.fullmatch(version) and _VERSION.fullmatch(base_version) and int(base_version) < int(version)):
             shown = f"version {format_brief(version)} against {format_brief(base_version)}"
-            raise MalformedError(f"it says that it is {shown}, and a delta is against an earlier version")
-        weight_map = index_json.get("weight_map")
-        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-            raise MalformedError("the index has no weight_map of names to files")
+            raise MalformedError(f"it is {shown} by its index, and a delta is against an earlier version")
+        weight_map = get_weight_map(index_json)
     changes: dict[str, TensorChange] = {}
     for file in dict.fromkeys(map(check_file_name, weight_map.values())):
         header = read_safetensors_header(source, file, may_be_delta=True)
@@ -138,7 +131,7 @@ def read_delta(source: Source) -> Delta | None:
         for name, table in header.tensors.items():
             frame, digest = table.whole_range, header.metadata.get(name)
             if frame is None or table.dtype is not DType.UINT8 or digest is None:
-                raise MalformedError("it is no change with a checksum", path=file, key=name)
+                raise MalformedError("it is not a change with a checksum", path=file, key=name)
             changes[name] = TensorChange(frame, encoding, str(algorithm), digest)
     unread_files = tuple(sorted(source.files.keys() - {index, *weight_map.values()}))
     return Delta(source, int(version), int(base_version), changes, unread_files)
@@ -222,7 +215,7 @@ class _PatchedBytes:
         if len(block):
             self._store.read_into(base.file, base.start + self._position, block.data)
             for change in self._changes:
-                change.apply(block, self._position)
+                change.change_block(block, self._position)
             self._position += len(block)
             self._hasher.update(block)
             return block.tobytes()
@@ -249,11 +242,11 @@ class _XorChange:
         num_bytes = frame.stop - frame.start
         self._stream = open_zstd_stream(read_range, num_bytes, frame.file, max_window_bytes=MAX_FRAME_WINDOW_BYTES)
 
-    def apply(self, block: NDArray[np.uint8], start: int) -> None:
+    def change_block(self, block: NDArray[np.uint8], start: int) -> None:
         """Change ``block``, the bytes of the tensor from ``start`` on, which follow those of the last call."""
-        block ^= np.frombuffer(self.take(len(block)), np.uint8)
+        block ^= np.frombuffer(self.read_bytes(len(block)), np.uint8)
 
-    def take(self, num_bytes: int) -> bytes:
+    def read_bytes(self, num_bytes: int) -> bytes:
         """The next decompressed bytes. Raises IncompleteError if there are fewer."""
         taken = bytearray()
         while len(taken) < num_bytes:
@@ -265,42 +258,42 @@ class _XorChange:
     def check_end(self) -> None:
         """Raises MalformedError if there is more to change."""
         if self._stream.read(1):
-            self._refuse("its change has more bytes than the tensor has in the base")
+            raise self._make_error("its change has more bytes than the tensor has in the base")
 
-    def _refuse(self, why: str) -> NoReturn:
-        raise MalformedError(why, path=self._file, key=self._tensor.name)
+    def _make_error(self, why: str) -> MalformedError:
+        return MalformedError(why, path=self._file, key=self._tensor.name)
 
 
 class _OverwriteChange(_XorChange):
-    """A frame of a count, so many ascending positions of bytes, and the new bytes. It is read twice, side by side: this
-    one as far as the positions, ``_values`` from the new bytes on."""
+    """A frame with the number of changed bytes, their positions in ascending order, and their new values. Two streams
+    read it at the same time: that of this object the positions, and that of ``_values`` the new values."""
 
     def __init__(self, store: Store, tensor: PatchedTensor, change: TensorChange) -> None:
         super().__init__(store, tensor, change)
         self._values, self._pending = _XorChange(store, tensor, change), np.empty(0, np.int64)
-        self._left = int.from_bytes(self.take(4), "little")
+        self._left = int.from_bytes(self.read_bytes(4), "little")
         for start in range(0, 4 * min(self._left, tensor.num_bytes) + 4, POSITIONS):
-            self._values.take(min(POSITIONS, 4 * self._left + 4 - start))
+            self._values.read_bytes(min(POSITIONS, 4 * self._left + 4 - start))
 
-    def apply(self, block: NDArray[np.uint8], start: int) -> None:
+    def change_block(self, block: NDArray[np.uint8], start: int) -> None:
         least, stop = start, start + len(block)
         while self._left or len(self._pending):
             if not len(self._pending):
                 taken = min(POSITIONS, self._left)
-                self._pending = np.frombuffer(self.take(4 * taken), "<u4").astype(np.int64)
+                self._pending = np.frombuffer(self.read_bytes(4 * taken), "<u4").astype(np.int64)
                 self._left -= taken
             if self._pending[0] < least or (np.diff(self._pending) <= 0).any():
-                self._refuse("its change has positions that do not ascend")
+                raise self._make_error("its change has positions that do not ascend")
             num_here = int(np.searchsorted(self._pending, stop))
             here, self._pending = self._pending[:num_here], self._pending[num_here:]
-            block[here - start] = np.frombuffer(self._values.take(num_here), np.uint8)
+            block[here - start] = np.frombuffer(self._values.read_bytes(num_here), np.uint8)
             if len(self._pending):
                 return
             least = int(here[-1]) + 1
 
     def check_end(self) -> None:
         if self._left or len(self._pending):
-            self._refuse("its change has positions after the end of the tensor in the base")
+            raise self._make_error("its change has positions after the end of the tensor in the base")
         self._values.check_end()
 
 

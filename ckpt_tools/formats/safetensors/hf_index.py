@@ -5,11 +5,17 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ckpt_tools.core.notes import Note, Outcome
 from ckpt_tools.core.option_names import format_option
-from ckpt_tools.errors import IncompleteError, MalformedError, SeveralCheckpointsError, UnsupportedError
+from ckpt_tools.errors import (
+    IncompleteError,
+    MalformedError,
+    SeveralCheckpointsError,
+    UnsupportedError,
+    name_file_in_errors,
+)
 from ckpt_tools.formats.base import DeltaFolderError
 from ckpt_tools.messages.wording import join_names
 from ckpt_tools.serialization.strict_json import parse_json
@@ -66,9 +72,8 @@ def read_weight_map(source: Source, index: str) -> tuple[Mapping[str, str], list
         MalformedError: it is not such an index. IncompleteError: a file is missing. UnsafeError: it names one outside.
     """
     index_json = parse_json(source.read_all(index, limit_bytes=MAX_INDEX_BYTES), index)
-    weight_map = index_json.get("weight_map") if isinstance(index_json, dict) else None
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise MalformedError("the index has no weight_map of names to files", path=index)
+    with name_file_in_errors(index):
+        weight_map = get_weight_map(index_json)
     if (why := why_delta(index_json.get("metadata"))) is not None:
         raise DeltaFolderError(why, path=index)
     files, single_file = dict.fromkeys(weight_map.values()), index.removesuffix(".index.json")
@@ -81,6 +86,14 @@ def read_weight_map(source: Source, index: str) -> tuple[Mapping[str, str], list
     metadata = index_json.get("metadata")
     noted_names = [name for name in metadata if name not in _SIZE_KEYS] if isinstance(metadata, dict) else []
     return weight_map, [Note(Outcome.DROPPED, f"{name} in {index}", "an index is written anew") for name in noted_names]
+
+
+def get_weight_map(index_json: Any) -> dict[str, str]:
+    """The file of each name in the JSON of an index. Raises MalformedError."""
+    weight_map = index_json.get("weight_map") if isinstance(index_json, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise MalformedError("the index has no weight_map of names to files")
+    return weight_map
 
 
 _PREFERRED_OVER_INDEX = ("model.safetensors", "pytorch_model.bin")

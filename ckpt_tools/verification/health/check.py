@@ -54,6 +54,10 @@ class CheckOptions:
                 near = ", ".join(find_nearest(name, rules))
                 raise UsageError(f"{format_option('ignore', name)} is not a rule; the nearest are {near}")
 
+    def select_tensors(self, manifest: Manifest) -> dict[StateKey, TensorEntry]:
+        """The tensors that are looked at."""
+        return {key: entry for key, entry in manifest.tensors.items() if is_selected(key.fqn, (), self.exclude)}
+
     def plan_reading(self, *manifests: Manifest) -> StatisticsPlan:
         """A plan that fits each of ``manifests``: the same blocks of all are read. Raises MemoryBudgetError."""
         plans = [
@@ -80,7 +84,7 @@ def check_health(opened: OpenedCheckpoint, previous: OpenedCheckpoint | None, op
     manifest = opened.manifest
     check_globs_match(manifest.fqns | manifest.unreadable_names, include=(), exclude=options.exclude)
     plan = options.plan_reading(manifest, *([] if previous is None else [previous.manifest]))
-    current = _measure(opened.source.store, manifest, plan, options)
+    current = _measure_checkpoint(opened.source.store, manifest, plan, options)
     findings = [
         *values.find_non_finite(current.tensors),
         *values.find_constant_weights(current),
@@ -88,24 +92,23 @@ def check_health(opened: OpenedCheckpoint, previous: OpenedCheckpoint | None, op
         *values.find_other_steps(current, lambda name: numbering.parse_expert(name) is not None),
         *_find_missing_moments(manifest),
     ]
-    notes = [*_note_unread(current.tensors), *_note_optimizer(manifest)]
+    notes = list(_note_unread(current.tensors, manifest))
     shapes = _list_weight_shapes(manifest)
     config = opened.find_config()
     findings += numbering.find_missing_parts(shapes, config)
     if (why := _explain_unknown_layers(shapes, config)) is not None:
         notes.append(Note(Outcome.NOT_CHECKED, "the number of layers", why))
     if previous is not None:
-        before = _measure(previous.source.store, previous.manifest, plan, replace(options, exclude=()))
+        before = _measure_checkpoint(previous.source.store, previous.manifest, plan, replace(options, exclude=()))
         if not any(each.is_weight and each.identity in before.by_identity for each in current.tensors):
             raise UsageError(f"{previous.url} has no weight with the name of one in {opened.url}")
         findings += values.find_changes(current, before)
         findings += _find_lost_tensors(manifest, previous.manifest)
         notes += _note_other_shapes(current, before)
-    tensors = {key: entry for key, entry in manifest.tensors.items() if is_selected(key.fqn, (), options.exclude)}
     return HealthReport(
         str(opened.url),
         None if previous is None else str(previous.url),
-        count_tensors_by_role(tensors),
+        count_tensors_by_role(options.select_tensors(manifest)),
         sum(each.stats.num_read * manifest.tensors[each.key].dtype.item_bytes for each in current.tensors),
         tuple(
             each
@@ -116,15 +119,17 @@ def check_health(opened: OpenedCheckpoint, previous: OpenedCheckpoint | None, op
     )
 
 
-def find_non_finite(store: Store, manifest: Manifest, num_workers: int) -> tuple[HealthFinding, ...]:
-    """Tensors with NaN or infinities. Raises CkptError if one cannot be read."""
+def has_finite_values(store: Store, manifest: Manifest, num_workers: int) -> bool:
+    """Whether no tensor has NaN or infinities. Raises CkptError if one cannot be read."""
     options = CheckOptions((), (), False, READING_BYTES, False, num_workers, ignore_progress)
-    measured = _measure(store, manifest, options.plan_reading(manifest), options)
-    return tuple(values.find_non_finite(measured.tensors))
+    measured = _measure_checkpoint(store, manifest, options.plan_reading(manifest), options)
+    return not any(values.find_non_finite(measured.tensors))
 
 
-def _measure(store: Store, manifest: Manifest, plan: StatisticsPlan, options: CheckOptions) -> MeasuredCheckpoint:
-    chosen = {key: entry for key, entry in manifest.tensors.items() if is_selected(key.fqn, (), options.exclude)}
+def _measure_checkpoint(
+    store: Store, manifest: Manifest, plan: StatisticsPlan, options: CheckOptions
+) -> MeasuredCheckpoint:
+    chosen = options.select_tensors(manifest)
     if not plan.sample:
         check_expansion(chosen, manifest.stored_bytes)
     bare_names = map_to_bare_model_names(manifest)
@@ -132,10 +137,13 @@ def _measure(store: Store, manifest: Manifest, plan: StatisticsPlan, options: Ch
     places: list[tuple[ExpertId | None, int | None]] = []
     for key, entry in chosen.items():
         bare_name = bare_names.get(key.fqn, key.fqn)
-        if entry.kind is not Kind.EXTRA and numbering.has_fused_experts(bare_name, entry.shape):
-            group = numbering.get_fused_group(bare_name)
-            regions += (MeasuredRegion(key, entry, box) for box in _split_rows(entry))
-            places += ((ExpertId(group, row), row) for row in range(entry.shape[0]))
+        group = None if entry.kind is Kind.EXTRA else numbering.find_fused_group(bare_name, entry.shape)
+        if group is not None:
+            num_rows, *others = entry.shape
+            for row in range(num_rows):
+                box = Box((row, *(0 for _ in others)), (row + 1, *others))
+                regions.append(MeasuredRegion(key, entry, box))
+                places.append((ExpertId(group, row), row))
         else:
             parsed = numbering.parse_expert(bare_name)
             regions.append(MeasuredRegion(key, entry, Box.whole(entry.shape)))
@@ -146,43 +154,32 @@ def _measure(store: Store, manifest: Manifest, plan: StatisticsPlan, options: Ch
             regions, places, measure_regions(store, regions, plan, options.on_progress), strict=True
         )
     )
-    steps = {key.fqn: float(value) for key, value in manifest.values.items() if _is_step(key, value)}
+    steps = {
+        key.fqn: float(value)
+        for key, value in manifest.values.items()
+        if key.slot == STEP_SLOT and isinstance(value, int | float)
+    }
     for each in tensors:
         if each.key.slot == STEP_SLOT and each.stats.num_read == 1 and each.stats.min is not None:
             steps[each.key.fqn] = float(each.stats.min)
-    is_known = not (manifest.unnamed_optimizer or manifest.unjoined_state)
-    trained = frozenset(_list_trained(manifest)) if is_known else None
+    trained = None
+    if not (manifest.unnamed_optimizer or manifest.unjoined_state):
+        grouped = (manifest.aliases.get(name, name) for group in manifest.groups for name in group.params)
+        trained = frozenset((*grouped, *_map_slots(manifest)))
     return MeasuredCheckpoint(tensors, steps, manifest.step, trained)
 
 
-def _is_step(key: StateKey, value: object) -> bool:
-    return key.slot == STEP_SLOT and isinstance(value, int | float)
-
-
-def _split_rows(entry: TensorEntry) -> Iterator[Box]:
-    first, *rest = entry.shape
-    return (Box((row, *(0 for _ in rest)), (row + 1, *rest)) for row in range(first))
-
-
-def _list_trained(manifest: Manifest) -> Iterator[str]:
-    """Parameters in groups of the optimizer, or with state."""
-    for group in manifest.groups:
-        yield from (manifest.aliases.get(name, name) for name in group.params)
-    yield from _map_slots(manifest)
-
-
 def _map_slots(manifest: Manifest) -> Slots:
-    slots: dict[str, set[str]] = {}
-    keys = [*manifest.select_kinds(Kind.STATE), *manifest.values]
-    for key in keys:
+    slots: dict[str, frozenset[str]] = {}
+    for key in (*manifest.select_kinds(Kind.STATE), *manifest.values):
         if key.slot not in (WEIGHT, MASTER):
-            slots.setdefault(key.fqn, set()).add(key.slot)
-    return {name: frozenset(each) for name, each in slots.items()}
+            slots[key.fqn] = slots.get(key.fqn, frozenset()) | {key.slot}
+    return slots
 
 
 def _find_missing_moments(manifest: Manifest) -> Iterator[HealthFinding]:
-    """Parameters without state in groups of which half or more have it: optimizers keep none of what has no gradient,
-    so that a group may be mostly frozen. And those with one of two moments that most have."""
+    """Parameters without state in groups of which half or more have it, and those with one of two moments that most
+    have. Optimizers keep no state of what has no gradient, so that a group may be mostly frozen."""
     slots = _map_slots(manifest)
     for group in manifest.groups:
         names = [manifest.aliases.get(name, name) for name in group.params]
@@ -218,21 +215,17 @@ def _explain_unknown_layers(shapes: Mapping[str, object], config: Mapping[str, o
     has_groups = bool(numbering.group_layers(shapes))
     if config is None:
         return "there is no config.json; a lost last layer does not show" if has_groups else None
-    num_layers = numbering.find_layer_count(config)
+    num_layers = numbering.find_config_count(config, numbering.LAYER_KEYS)
     if num_layers is None:
         return "config.json does not say it" if has_groups else None
     return None if has_groups else f"config.json says {num_layers:,}, and no names of tensors number them"
 
 
-def _note_unread(tensors: Sequence[MeasuredTensor]) -> Iterator[Note]:
+def _note_unread(tensors: Sequence[MeasuredTensor], manifest: Manifest) -> Iterator[Note]:
     for each in tensors:
         if each.stats.num_nan is None:
             yield Note(Outcome.NOT_CHECKED, str(each.key), f"packed elements ({each.stats.dtype}) are not read")
-
-
-def _note_optimizer(manifest: Manifest) -> Iterator[Note]:
-    reason = manifest.unnamed_optimizer or manifest.unjoined_state
-    if reason:
+    if reason := manifest.unnamed_optimizer or manifest.unjoined_state:
         yield Note(Outcome.NOT_CHECKED, "optimizer state", f"its parameters are not known: {reason}")
     for name in sorted(manifest.unreadable_names):
         yield Note(Outcome.NOT_CHECKED, name, "it cannot be read")
@@ -241,18 +234,16 @@ def _note_optimizer(manifest: Manifest) -> Iterator[Note]:
 def _find_lost_tensors(manifest: Manifest, previous: Manifest) -> Iterator[HealthFinding]:
     """Weights that the previous checkpoint has and this one has not, and state of parameters that are there; not if it
     has no state at all."""
-    names, weights = _map_bare_slots(manifest), _list_weight_shapes(manifest)
+    what, weights = "the previous checkpoint has it", _list_weight_shapes(manifest)
     for name in _list_weight_shapes(previous).keys() - weights.keys():
-        yield HealthFinding(HealthRule.MISSING_TENSOR, name, "the previous checkpoint has it")
-    if names:
-        for name, slots in _map_bare_slots(previous).items():
-            for slot in sorted(slots - names.get(name, frozenset())) if name in weights else ():
-                yield HealthFinding(HealthRule.MISSING_MOMENT, name, "the previous checkpoint has it", slot)
-
-
-def _map_bare_slots(manifest: Manifest) -> Slots:
-    bare_names = map_to_bare_model_names(manifest)
-    return {bare_names.get(name, name): slots for name, slots in _map_slots(manifest).items()}
+        yield HealthFinding(HealthRule.MISSING_TENSOR, name, what)
+    slots_by_name, earlier_slots = (
+        {bare_names.get(name, name): slots for name, slots in _map_slots(each).items()}
+        for each, bare_names in ((each, map_to_bare_model_names(each)) for each in (manifest, previous))
+    )
+    for name, slots in earlier_slots.items() if slots_by_name else ():
+        for slot in sorted(slots - slots_by_name.get(name, frozenset())) if name in weights else ():
+            yield HealthFinding(HealthRule.MISSING_MOMENT, name, what, slot)
 
 
 def _note_other_shapes(current: MeasuredCheckpoint, previous: MeasuredCheckpoint) -> Iterator[Note]:
@@ -260,9 +251,9 @@ def _note_other_shapes(current: MeasuredCheckpoint, previous: MeasuredCheckpoint
         before = previous.by_identity.get(each.identity)
         if each.is_weight and before is not None and before.stats.shape != each.stats.shape:
             yield Note(Outcome.NOT_CHECKED, each.name, "the previous checkpoint has it in another shape")
-    if not _has_state(current) and _has_state(previous):
+    has_state, had_state = (
+        any(each.kind is Kind.STATE and each.key.slot != MASTER for each in checkpoint.tensors)
+        for checkpoint in (current, previous)
+    )
+    if had_state and not has_state:
         yield Note(Outcome.NOT_CHECKED, "optimizer state", "the previous checkpoint has some, and this one none")
-
-
-def _has_state(checkpoint: MeasuredCheckpoint) -> bool:
-    return any(each.kind is Kind.STATE and each.key.slot != MASTER for each in checkpoint.tensors)

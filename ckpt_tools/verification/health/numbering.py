@@ -26,8 +26,8 @@ _EXPERT = re.compile(r"((?:.*\.)?\w*experts)\.(?:expert_)?(\d+)\.(.+)")
 _LORA_PART = re.compile(r"(?<=\.)(lora_(?:embedding_)?)(A|B|a|b|down|up)(?=\.|$)")
 _LORA_PARTNERS = {"A": "B", "B": "A", "a": "b", "b": "a", "down": "up", "up": "down"}
 
-_LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
-_EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+LAYER_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _CONFIG_SECTIONS = ("text_config", "llm_config", "language_config")
 
 MIN_COMPARED_LAYERS = 4
@@ -73,32 +73,22 @@ def parse_expert(name: str) -> tuple[ExpertId, str] | None:
     return None if match is None else (ExpertId(match[1], int(match[2])), match[3])
 
 
-def has_fused_experts(name: str, shape: Shape) -> bool:
-    """Whether the rows of a tensor are the matrices of one expert each."""
-    has_experts = any(_is_fused_part(part) for part in name.split("."))
-    return len(shape) == 3 and has_experts and parse_expert(name) is None
-
-
-def _is_fused_part(part: str) -> bool:
-    return part.endswith("experts") and "shared" not in part
+def find_fused_group(name: str, shape: Shape) -> str | None:
+    """The name of the experts whose matrices are the rows of a tensor; None if its rows are something else."""
+    parts = name.split(".")
+    ends = [end for end, part in enumerate(parts, 1) if part.endswith("experts") and "shared" not in part]
+    return ".".join(parts[: ends[-1]]) if ends and len(shape) == 3 and parse_expert(name) is None else None
 
 
 def is_lora_name(name: str) -> bool:
     return _LORA_PART.search(f".{name}") is not None
 
 
-def get_fused_group(name: str) -> str:
-    """The name of the experts that a tensor of ``has_fused_experts`` holds."""
-    parts = name.split(".")
-    last = max(position for position, part in enumerate(parts) if _is_fused_part(part))
-    return ".".join(parts[: last + 1])
-
-
 def find_missing_parts(shapes: Mapping[str, Shape], config: Mapping[str, Any] | None) -> Iterator[HealthFinding]:
     """Findings of what these names lack. ``config`` is the content of ``config.json``, if there is one."""
     base_names = [name for name in shapes if not is_lora_name(name)]
     groups = group_layers(base_names)
-    num_layers = find_layer_count(config or {})
+    num_layers, num_experts = (find_config_count(config or {}, keys) for keys in (LAYER_KEYS, EXPERT_KEYS))
     main_group = _find_main_group(groups, config or {}, num_layers or 0)
     for group in groups:
         if group.is_convolutional:
@@ -107,8 +97,13 @@ def find_missing_parts(shapes: Mapping[str, Shape], config: Mapping[str, Any] | 
         yield from _find_layers_without(group)
     if len(base_names) < len(shapes):
         yield from _find_missing_pairs(shapes)
-    yield from _find_missing_experts(base_names, find_config_count(config or {}, _EXPERT_KEYS))
-    yield from _find_too_few_fused(shapes, find_config_count(config or {}, _EXPERT_KEYS))
+    yield from _find_missing_experts(base_names, num_experts)
+    for name, shape in shapes.items():
+        if num_experts is None or _OTHER_TOWER.search(name) or find_fused_group(name, shape) is None:
+            continue
+        if shape[0] < num_experts:
+            what = f"it has {format_count(shape[0], 'expert')} of the {num_experts:,} that config.json says"
+            yield HealthFinding(HealthRule.MISSING_EXPERT, name, what, value=num_experts - shape[0])
 
 
 def find_config_count(config: Mapping[str, Any], keys: Collection[str]) -> int | None:
@@ -116,10 +111,6 @@ def find_config_count(config: Mapping[str, Any], keys: Collection[str]) -> int |
     sections = (*(config.get(name) for name in _CONFIG_SECTIONS), config)
     values = (section.get(key) for section in sections if isinstance(section, Mapping) for key in keys)
     return next((value for value in values if type(value) is int), None)
-
-
-def find_layer_count(config: Mapping[str, Any]) -> int | None:
-    return find_config_count(config, _LAYER_KEYS)
 
 
 def group_layers(names: Collection[str]) -> list[LayerGroup]:
@@ -161,8 +152,8 @@ def _find_missing_layers(group: LayerGroup, num_layers: int | None) -> Iterator[
 
 
 def _format_numbers(noun: str, numbers: Collection[int]) -> str:
-    verb = "is" if len(numbers) == 1 else "are"
-    return f"{noun}{'' if len(numbers) == 1 else 's'} {join_names([str(n) for n in numbers])} {verb} missing"
+    ending, verb = ("", "is") if len(numbers) == 1 else ("s", "are")
+    return f"{noun}{ending} {join_names(list(map(str, numbers)))} {verb} missing"
 
 
 def _find_layers_without(group: LayerGroup) -> Iterator[HealthFinding]:
@@ -201,15 +192,6 @@ def _find_missing_experts(names: Collection[str], num_experts: int | None) -> It
             if rests != all_rests:
                 what = f"it lacks {join_names(sorted(all_rests - rests))}, which others have"
                 yield HealthFinding(HealthRule.MISSING_EXPERT, f"{name}.{number}", what)
-
-
-def _find_too_few_fused(shapes: Mapping[str, Shape], num_experts: int | None) -> Iterator[HealthFinding]:
-    for name, shape in shapes.items():
-        if num_experts is None or _OTHER_TOWER.search(name) or not has_fused_experts(name, shape):
-            continue
-        if shape[0] < num_experts:
-            what = f"it has {format_count(shape[0], 'expert')} of the {num_experts:,} that config.json says"
-            yield HealthFinding(HealthRule.MISSING_EXPERT, name, what, value=num_experts - shape[0])
 
 
 def _find_missing_pairs(names: Collection[str]) -> Iterator[HealthFinding]:

@@ -1,7 +1,7 @@
 """Rules on the elements of tensors: on one checkpoint alone, and beside the previous one. Pure.
 
-Weights that are constant for a reason are no finding: vectors (biases, norms, scales of layers, class tokens), buffers,
-the matrix of an adapter that begins at zero, scales of quantized weights, and anything at step 0.
+No rule is for weights that may be constant: vectors (biases, norms, scales of layers, class tokens), buffers, the
+matrix of an adapter that begins at zero, scales of quantized weights, and all weights at step 0.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import inf, sqrt
+from math import inf, prod, sqrt
 
 from ckpt_tools.core.manifest import MASTER, WEIGHT, Kind, StateKey
 from ckpt_tools.core.summary import TensorStats
@@ -96,11 +96,9 @@ class MeasuredTensor:
 
     @property
     def read_text(self) -> str:
-        """`` in the N elements that were read`` for a sample."""
-        numel = 1
-        for extent in self.stats.shape:
-            numel *= extent
-        return "" if self.stats.num_read == numel else f", in the {self.stats.num_read:,} elements that were read"
+        """``, in the N elements that were read`` for a sample; empty for a whole tensor."""
+        num_read = self.stats.num_read
+        return "" if num_read == prod(self.stats.shape) else f", in the {num_read:,} elements that were read"
 
     def make_finding(self, rule: HealthRule, what: str, value: float | None = None) -> HealthFinding:
         return HealthFinding(rule, self.name, what, self.key.slot, value)
@@ -204,7 +202,7 @@ def find_changes(current: MeasuredCheckpoint, previous: MeasuredCheckpoint) -> I
     ]
     for each, before in pairs:
         yield from _find_jump(each, before)
-    unchanged = [each for each, before in pairs if _is_same(each, before)]
+    unchanged = [each for each, old in pairs if (each.digest, each.stats.dtype) == (old.digest, old.stats.dtype)]
     if len(unchanged) == len(pairs):
         if pairs and (current.step is None or current.step != previous.step):
             what = f"none of {format_count(len(pairs), 'weight')} has changed"
@@ -222,13 +220,9 @@ def find_changes(current: MeasuredCheckpoint, previous: MeasuredCheckpoint) -> I
             yield each.make_finding(HealthRule.FROZEN, what)
 
 
-def _is_same(each: MeasuredTensor, before: MeasuredTensor) -> bool:
-    return each.digest == before.digest and each.stats.dtype == before.stats.dtype
-
-
 def _should_change(each: MeasuredTensor, checkpoint: MeasuredCheckpoint) -> bool:
-    """Whether training changes its bits: it is in the optimizer, if there is one. Small updates are lost in 16 bits,
-    which a weight of one value near 1, as a norm is, may keep."""
+    """Whether training changes the bits of ``each``: if there is an optimizer, it is in it. A vector of 16 bits may
+    stay the same, as updates that are small beside its values are rounded away."""
     if each.key.fqn in checkpoint.mastered and each.key.slot == WEIGHT:
         return False  # its master is judged
     if checkpoint.trained is None or (checkpoint.trained and each.key.fqn not in checkpoint.trained):
@@ -258,11 +252,6 @@ def _find_jump(each: MeasuredTensor, before: MeasuredTensor) -> Iterator[HealthF
     has_shrunk = before.rms >= MIN_RMS and each.rms * limit < before.rms
     if has_grown or has_shrunk:
         ratio = each.rms / before.rms
-        what = f"its norm was {before.stats.norm:.6g} and is {each.stats.norm:.6g}, {_format_ratio(ratio)}"
+        times = f"{ratio:.3g} times as much" if ratio >= 1 else f"{1 / ratio if ratio else inf:.3g} times less"
+        what = f"its norm was {before.stats.norm:.6g} and is {each.stats.norm:.6g}, {times}"
         yield each.make_finding(HealthRule.JUMP, what, ratio)
-
-
-def _format_ratio(ratio: float) -> str:
-    if ratio >= 1:
-        return f"{ratio:.3g} times as much"
-    return f"{1 / ratio if ratio else inf:.3g} times less"
