@@ -141,17 +141,12 @@ def _wait_for_end(pid: int, deadline: float) -> tuple[int, bool]:
                 select.select([ended], [], [])
                 return peak, True
             started = time.monotonic()
-            peak = max(peak, _shared_out_bytes(pid))
+            if len(tree := list(process_tree(pid))) > 1:  # of a lone process the kernel knows the peak
+                peak = max(peak, sum(map(proportional_bytes, tree)))
             pause = max(TICK_SECONDS, SAMPLING_SHARE * (time.monotonic() - started))
     finally:
         os.close(ended)
     return peak, False
-
-
-def _shared_out_bytes(pid: int) -> int:
-    """Proportional shares of a process with its children; 0 if it has none, since its own peak is known exactly."""
-    tree = list(process_tree(pid))
-    return sum(map(proportional_bytes, tree)) if len(tree) > 1 else 0
 
 
 def process_tree(pid: int) -> Iterator[int]:

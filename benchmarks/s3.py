@@ -23,26 +23,11 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from benchmarks.inputs import WEIGHT_BYTES, InputCache, fit_llama
 from benchmarks.measure import Usage, measure_success
-from benchmarks.peers import PART_BYTES
 from benchmarks.runner import CKPT_TOOLS, RunSettings
 from benchmarks.turns import compute_ratio, make_table, take_turns
-from ckpt_tools.core.options import ReadOptions, WriteOptions
-from ckpt_tools.core.part_rules import PartRules
-from ckpt_tools.formats.index import get_writable_format
-from ckpt_tools.planning.plan import Plan
-from ckpt_tools.planning.tasks import iter_fill_steps
-from ckpt_tools.runs.opening import open_checkpoint
-from ckpt_tools.stores.destination import StoreDestination
-from ckpt_tools.stores.memory import MemoryStore
-from ckpt_tools.stores.s3.destination import MAX_PARTS, MIN_COPY_BYTES
-from ckpt_tools.transfer.crc_board import LocalChecksumBoard
-from ckpt_tools.transfer.execute import TaskWorker
-from ckpt_tools.transfer.tensor_reader import TensorReader
-from fixtures.synthetic import DTYPES, Model, dcp
 from tests.support.s3_server import BUCKET, running_s3_server
 
 WIDE_HIDDEN, WIDE_RANKS = 2048, 2
@@ -99,45 +84,3 @@ def _format_usages(name: str, usages: Sequence[Usage], ours: Sequence[Usage]) ->
     yield f"{median(usage.cpu_seconds for usage in usages):.1f} s"
     for field in ("peak_bytes", "disk_write_bytes"):
         yield f"{max(getattr(usage, field) for usage in usages) / 1e6:,.0f} MB"
-
-
-def count_copied_shares(name: str, settings: RunSettings) -> list[str]:
-    """Table of the shares of safetensors files that a service copies, and would copy if files were cut every 8 MiB:
-    by the planner alone, without a server."""
-    models = {"Llama 2 7B": Model(32, 4096, 11008, 32000)}
-    for model in (fit_llama(settings.size_bytes // WEIGHT_BYTES, hidden) for hidden in (None, WIDE_HIDDEN)):
-        models[f"Llama of {model.hidden}"] = model
-    rows = [
-        [about, kind, str(ranks), *(f"{share:.1%}" for share in get_copied_shares(model, ranks, dtype))]
-        for about, model in models.items()
-        for kind, dtype in DTYPES.items()
-        for ranks in (1, 2, 4, 8, 16, 64)
-    ]
-    return make_table("model | dtype | ranks | copied | cut every 8 MiB", rows, texts=(0, 1))
-
-
-def get_copied_shares(model: Any, ranks: int, dtype: Any) -> tuple[float, float]:
-    with tempfile.TemporaryDirectory() as folder:
-        opened = open_checkpoint(dcp(model.shapes(), ranks, Path(folder, "dcp"), dtype), ReadOptions())
-        source, manifest = opened.source, opened.manifest
-        layout = get_writable_format("safetensors").layout(manifest, WriteOptions())
-        rules = PartRules(max_parts=MAX_PARTS, min_copy_bytes=MIN_COPY_BYTES)
-        plans = (
-            Plan(manifest, layout, rules.min_copy_task_bytes, 1, copy_rules=rules),
-            Plan(manifest, layout, PART_BYTES, 1),
-        )
-        now, every_8 = (_bytes_copied(plan, source.store) / layout.size_bytes for plan in plans)
-    return now, every_8
-
-
-def _bytes_copied(plan: Any, store: Any) -> int:
-    """Bytes of the tasks that a worker would have copied."""
-    target, files = StoreDestination(MemoryStore({})), plan.layout.files
-    worker = TaskWorker(plan, TensorReader(store, plan.task_bytes), target, LocalChecksumBoard())
-    large = (task for task in plan.iter_tasks() if task.num_bytes >= MIN_COPY_BYTES)
-    return sum(
-        task.num_bytes
-        for task in large
-        if worker._find_single_stored_range(list(iter_fill_steps(files[task.file_index].load_layout(), task)))
-        is not None
-    )

@@ -46,7 +46,6 @@ class Row:
     checkpoint: str
     format: str
     file: str
-    files: int
     bytes: int
     seconds: float
     tensors: int
@@ -56,27 +55,24 @@ class Row:
     file_correct: int
     predictions_equal: int
 
-    @property
-    def run_accuracy(self) -> float:
-        return self.run_correct / self.total
-
-    @property
-    def file_accuracy(self) -> float:
-        return self.file_correct / self.total
-
-    def failures(self) -> list[str]:
+    def find_failures(self) -> list[str]:
+        accuracy = self.file_correct / self.total
         checks = {
             f"{self.tensors - self.tensors_equal} of {self.tensors} tensors differ": self.tensors_equal < self.tensors,
             f"{self.total - self.predictions_equal} of {self.total} predictions differ from the run's own": (
                 self.predictions_equal < self.total
             ),
-            f"its accuracy of {self.file_accuracy:.4f} is under {LEAST_ACCURACY}": self.file_accuracy < LEAST_ACCURACY,
+            f"its accuracy of {accuracy:.4f} is under {LEAST_ACCURACY}": accuracy < LEAST_ACCURACY,
         }
         return [f"{self.file}: {sentence}" for sentence, failed in checks.items() if failed]
 
-    def to_json(self) -> dict[str, object]:
-        """The row with both accuracies, for ``results.json``."""
-        return asdict(self) | {"run_accuracy": self.run_accuracy, "file_accuracy": self.file_accuracy}
+    def format_cells(self) -> tuple[str, ...]:
+        """The row of the table."""
+        right = [
+            f"{correct / self.total:.4f} ({correct}/{self.total})" for correct in (self.run_correct, self.file_correct)
+        ]
+        size, equal = f"{self.bytes:,}", f"{self.tensors_equal}/{self.tensors}"
+        return self.checkpoint, self.format, size, f"{self.seconds:.2f}", equal, *right
 
 
 def make_folder(out: Path) -> Path:
@@ -106,15 +102,6 @@ def train(engine: config.EngineName, folder: Path, console: Console) -> result.R
     return launchers.launch(run)
 
 
-def describe(checkpoint: Path) -> str:
-    found = ckpt_tools.inspect(checkpoint)
-    return (
-        f"{checkpoint}: {found.format}, step {found.step}, {found.num_parameters:,} parameters in "
-        f"{found.num_tensors} tensors, {found.num_files} files, {found.num_bytes:,} bytes, "
-        f"optimizer {', '.join(found.optimizer_slots) or 'none'}"
-    )
-
-
 def convert_and_check(run: result.RunResult, format_name: ckpt_tools.WrittenFormat, folder: Path) -> Row:
     """Convert a run's checkpoint into a file of ``folder``, verify it and predict with it."""
     checkpoint, file = Path(run.checkpoint), folder / FORMAT_FILES[format_name]
@@ -126,7 +113,6 @@ def convert_and_check(run: result.RunResult, format_name: ckpt_tools.WrittenForm
         checkpoint=f"{run.engine}, {run.num_workers} ranks",
         format=format_name,
         file=str(file),
-        files=ckpt_tools.inspect(file).num_files,
         bytes=report.bytes_written,
         seconds=report.seconds,
         tensors=verified.num_tensors,
@@ -138,23 +124,14 @@ def convert_and_check(run: result.RunResult, format_name: ckpt_tools.WrittenForm
     )
 
 
-def table_of(rows: list[Row]) -> Table:
+def make_table(rows: list[Row]) -> Table:
     table = Table(title="from sharded checkpoint to one file")
     for heading in ("checkpoint", "format"):
         table.add_column(heading)
-    for heading in ("files", "bytes", "seconds", "tensors equal", "accuracy of the run", "accuracy from the file"):
+    for heading in ("bytes", "seconds", "tensors equal", "accuracy of the run", "accuracy from the file"):
         table.add_column(heading, justify="right")
     for row in rows:
-        table.add_row(
-            row.checkpoint,
-            row.format,
-            str(row.files),
-            f"{row.bytes:,}",
-            f"{row.seconds:.2f}",
-            f"{row.tensors_equal}/{row.tensors}",
-            f"{row.run_accuracy:.4f} ({row.run_correct}/{row.total})",
-            f"{row.file_accuracy:.4f} ({row.file_correct}/{row.total})",
-        )
+        table.add_row(*row.format_cells())
     return table
 
 
@@ -166,9 +143,9 @@ def run_demo(folder: Path, console: Console) -> list[Row]:
         runs = [train(engine, folder / engine, console) for engine in DEMO_ENGINES]
     console.rule("inspect, convert, verify, predict", align="left")
     for run in runs:
-        console.print(describe(Path(run.checkpoint)), soft_wrap=True)
+        console.print(str(ckpt_tools.inspect(run.checkpoint)), soft_wrap=True)
     rows = [convert_and_check(run, name, folder / run.engine) for run in runs for name in FORMAT_FILES]
-    (folder / RESULTS_NAME).write_text(json.dumps([row.to_json() for row in rows], indent=1) + "\n")
+    (folder / RESULTS_NAME).write_text(json.dumps(list(map(asdict, rows)), indent=1) + "\n")
     return rows
 
 
@@ -184,8 +161,8 @@ def main(out: Path) -> None:
     except CkptError as error:
         click.echo(f"Error: {error}", err=True)
         sys.exit(error.exit_code)
-    console.print(table_of(rows))
-    failures = [sentence for row in rows for sentence in row.failures()]
+    console.print(make_table(rows))
+    failures = [sentence for row in rows for sentence in row.find_failures()]
     for sentence in failures:
         click.echo(f"Error: {sentence}", err=True)
     sys.exit(1 if failures else 0)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import click
 
@@ -41,14 +42,8 @@ class RateEstimator:
             # What an earlier run did took no time of this one.
             self.before = fraction * self.num_before / done if done else 0.0
         rate, gone = (done - self.num_before) / seconds, fraction - self.before
-        left = f", {_format_duration(seconds * (1 - fraction) / gone)} left" if gone > 0 else ""
+        left = f", {timedelta(seconds=round(seconds * (1 - fraction) / gone))} left" if gone > 0 else ""
         return f"{done:,} done, {rate:,.1f}/s{left}"
-
-
-def _format_duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}"
 
 
 @contextmanager

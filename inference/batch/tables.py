@@ -13,7 +13,7 @@ from typing import Any, BinaryIO
 from ckpt_tools.errors import FormatError, UsageError
 
 from ..common.errors import one_line
-from ..common.urls import file_system, store_errors
+from ..common.urls import open_file
 from .items import MAX_BYTES, Broken, Content, Item, Text
 
 INPUT_COLUMNS = ("text", "image", "path", "file")  # input columns to look for without ``--column``
@@ -102,14 +102,8 @@ class TablePart:
 def open_table(url: str) -> Iterator[BinaryIO]:
     """The file at ``url``, local or remote, opened at its beginning. Raises FormatError."""
     try:
-        if "://" in url:
-            fs, path = file_system(url)
-            # The files of some stores have a readline without a limit.
-            with store_errors(url), io.BufferedReader(fs.open(path, "rb")) as file:
-                yield file
-        else:
-            with open(url, "rb") as file:  # noqa: PTH123  # names may be of any bytes
-                yield file
+        with open_file(url) as file:
+            yield file
     except OSError as error:
         raise FormatError(f"{url} cannot be read ({error.strerror or error})") from error
 

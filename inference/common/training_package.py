@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from training import launchers
     from training.checkpoints import settings as run_settings
+    from training.checkpoints import storage
     from training.config import command_line as commands
     from training.config import model_names, references
     from training.config import train_config as config
@@ -35,6 +36,7 @@ __all__ = [
     "references",
     "result",
     "run_settings",
+    "storage",
     "zoo",
 ]
 
@@ -52,6 +54,7 @@ _MODULES = {
     "references": "config.references",
     "result": "loop.result",
     "run_settings": "checkpoints.settings",
+    "storage": "checkpoints.storage",
     "zoo": "models.zoo",
 }
 

@@ -16,7 +16,8 @@ beside the weights, or from the user:
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -196,16 +197,19 @@ def is_name_of_timm(text: object) -> bool:
 
 
 def _parse_arguments(text: str, query: str) -> dict[str, Any]:
-    """``num_classes=10&dropout=0.5`` as keyword arguments; a value that is no literal of Python is text."""
+    """``num_classes=10&dropout=0.5`` as keyword arguments. A value is TOML, as in ``--model-arg``, or a literal of
+    Python; any other is text."""
+    # The second one counts where both can read it.
+    readers: tuple[Callable[[str], Any], ...] = (ast.literal_eval, lambda value: tomllib.loads(f"_={value}")["_"])
     found: dict[str, Any] = {}
     for part in filter(None, query.split("&")):
         key, has_value, value = part.partition("=")
         if not has_value or not key.isidentifier():
             raise UsageError(f"--architecture {text}: {part!r} is not NAME=VALUE")
-        try:
-            found[key] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            found[key] = value
+        found[key] = value
+        for read in readers:
+            with suppress(ValueError, SyntaxError):
+                found[key] = read(value)
     return found
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from shlex import quote
 from tempfile import TemporaryDirectory
@@ -18,7 +18,7 @@ from blake3 import blake3
 from ckpt_tools.errors import FormatError, SourceNotFoundError, StoreError, UnsupportedError
 
 from ..common.errors import one_line
-from ..common.urls import file_system
+from ..common.urls import file_system, is_url
 
 CONFIG = "config.json"
 PLACES = ("", "huggingface", "..")
@@ -41,11 +41,17 @@ def config_folder(
 ) -> Iterator[Path | None]:
     """A local folder with the file ``name`` and its companions, within the block; None if there is none. ``places`` are
     looked through in turn. Raises StoreError if a remote one cannot be read."""
-    if "://" not in str(url):
-        yield _find_local(Path(url), name, places)
-        return
-    with TemporaryDirectory(prefix="ckpt-tools-config-") as temporary:
-        yield Path(temporary) if _copy_remote(str(url), options or {}, Path(temporary), name, places) else None
+    fs, path = file_system(str(url), options)
+    with ExitStack() as stack:
+        try:
+            folder = _find_folder(fs, path, name, places)
+            if folder is not None and is_url(url):
+                temporary = stack.enter_context(TemporaryDirectory(prefix="ckpt-tools-config-"))
+                _copy_small(fs, folder, Path(temporary))
+                folder = temporary
+        except OSError as error:
+            raise StoreError(f"{url}: the files beside the weights cannot be read ({error})") from error
+        yield None if folder is None else Path(folder)
 
 
 @contextmanager
@@ -60,34 +66,16 @@ def describing_folder(
         yield folder
 
 
-def _find_local(path: Path, name: str, places: Sequence[str]) -> Path | None:
-    base = path if path.is_dir() else path.parent
-    found = (base / place for place in _places_of(places, is_file=not path.is_dir()))
-    return next((folder for folder in found if (folder / name).is_file()), None)
-
-
-def _places_of(places: Sequence[str], *, is_file: bool) -> list[str]:
-    """The folder above a single file's own says nothing of it."""
-    return [place for place in places if not (is_file and place == "..")]
-
-
-def _copy_remote(url: str, options: Mapping[str, Any], into: Path, name: str, places: Sequence[str]) -> bool:
-    fs, path = file_system(url, options)
-    try:
-        for folder in _remote_folders(fs, path, places):
-            if fs.isfile(f"{folder}/{name}"):
-                _copy_small(fs, folder, into)
-                return True
-    except OSError as error:
-        raise StoreError(f"{url}: the files beside the weights cannot be read ({error})") from error
-    return False
-
-
-def _remote_folders(fs: Any, path: str, places: Sequence[str]) -> Iterator[str]:
+def _find_folder(fs: Any, path: str, name: str, places: Sequence[str]) -> str | None:
     is_file = fs.isfile(path)
     base = path.rpartition("/")[0] if is_file else path
-    for place in _places_of(places, is_file=is_file):
-        yield base.rpartition("/")[0] if place == ".." else f"{base}/{place}".rstrip("/")
+    for place in places:
+        if place == ".." and is_file:
+            continue  # the folder above a single file's own says nothing of it
+        folder = base.rpartition("/")[0] if place == ".." else f"{base}/{place}".rstrip("/")
+        if fs.isfile(f"{folder}/{name}"):
+            return folder
+    return None
 
 
 def _copy_small(fs: Any, folder: str, into: Path) -> None:

@@ -7,12 +7,12 @@ a tensor too many or too few is an error that names it.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import ckpt_tools
-from ckpt_tools.arguments import api_function
+from ckpt_tools.arguments import api_function, expand_keywords
 from ckpt_tools.errors import FormatError, UnsupportedError, UsageError
 
 from ..common.garbage import collect_rarely
@@ -26,7 +26,7 @@ from .architectures import (
     refuse_unnamed_program,
 )
 from .config_folder import describing_folder, refuse_adapter
-from .options import TensorOptions
+from .options import TensorKeywords, TensorOptions
 from .steady import CheckpointFiles, read_consistently
 from .task import source_of
 
@@ -40,6 +40,7 @@ SCALES = re.compile(r"[._](weight_scale|scale_inv|qweight|qzeros|weight_packed|p
 
 
 @api_function
+@expand_keywords(TensorKeywords, TensorOptions)
 @collect_rarely()
 def load_model(
     url: str | Path,
@@ -48,16 +49,8 @@ def load_model(
     architecture: str | None = None,
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
-    model_key: str | None = None,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    rename: Sequence[str] = (),
-    key_map: str | Path | None = None,
-    recipe: str | Path | None = None,
-    inverse: bool = False,
-    dequantize: bool = False,
-    config: str | Path | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    **options: Unpack[TensorKeywords],
 ) -> nn.Module:
     """The model with the weights of the checkpoint at ``url``, in evaluation mode.
 
@@ -102,9 +95,7 @@ def load_model(
         if model is not None:
             raise UsageError("give either model or architecture")
         model = architecture
-    reading = TensorOptions(
-        model_key, include, exclude, rename, key_map, recipe, inverse, dequantize, config
-    ).to_keywords()
+    reading, config = TensorOptions(**options).to_keywords(), options.get("config")
     if isinstance(model, str) and is_program(model):
         from .programs import load_program
 
@@ -121,7 +112,7 @@ def load_model(
             with describing_folder(found, storage_options, config) as folder:
                 chosen = architecture_of(model, folder, found, storage_options)
                 is_assumed = chosen.is_assumed
-                chosen.check_plain(folder, dequantize=dequantize)
+                chosen.check_plain(folder, dequantize=options.get("dequantize", False))
                 built = source_of(chosen).build_model(chosen, folder, dtype).to(device=device)
         else:
             from .uninitialized import allocate_meta_tensors

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, get_args
 
 import click
 
@@ -23,6 +23,20 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 Exact = Literal["buckets", "full", "off"]
 """``full``: every pass has the full size. ``buckets``: also smaller ones that were found equal. ``off``: any size."""
+
+
+class TensorKeywords(TypedDict, total=False):
+    """Keywords of ``TensorOptions``."""
+
+    model_key: str | None
+    include: Sequence[str]
+    exclude: Sequence[str]
+    rename: Sequence[str]
+    key_map: str | Path | None
+    recipe: str | Path | None
+    inverse: bool
+    dequantize: bool
+    config: str | Path | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,12 +114,12 @@ def find_agreeing_sizes(forward: Forward, rows: Tensor, least: int = 1) -> tuple
     full = len(rows)
     whole = forward(rows)
     smaller = [2**power for power in range(full.bit_length()) if least <= 2**power < full]
-    return (*(size for size in smaller if _agrees(forward, rows, whole, size)), full)
 
+    def agrees(start: int, size: int) -> bool:
+        part = slice(start, start + size)
+        return _bits_of(forward(rows[part])) == _bits_of(whole[part])
 
-def _agrees(forward: Forward, rows: Tensor, whole: Tensor, size: int) -> bool:
-    starts = {0, len(rows) - size}
-    return all(_bits_of(forward(rows[at : at + size])) == _bits_of(whole[at : at + size]) for at in starts)
+    return (*(size for size in smaller if agrees(0, size) and agrees(full - size, size)), full)
 
 
 def _bits_of(found: Tensor) -> bytes:

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
 import ckpt_tools
-from ckpt_tools.arguments import api_function
+from ckpt_tools.arguments import api_function, expand_keywords
 from ckpt_tools.errors import UsageError
 
 from ..common.errors import errors_of_files
@@ -21,7 +21,7 @@ from ..common.garbage import collect_rarely
 from .architectures import Architecture, architecture_of, refuse_tensor_options, refuse_unnamed_program
 from .config_folder import describing_folder
 from .loading import bytes_of, fill_model
-from .options import Exact, ModelOptions, TensorOptions
+from .options import Exact, ModelOptions, TensorKeywords, TensorOptions
 from .results import BYTES, Item, split_predictions
 from .results import Prediction as Prediction
 from .results import TensorSpec as TensorSpec
@@ -111,6 +111,7 @@ def _row_major(value: Any) -> Any:
 
 
 @api_function
+@expand_keywords(TensorKeywords, TensorOptions)
 def load_predictor(
     url: str | Path,
     *,
@@ -124,16 +125,8 @@ def load_predictor(
     embeddings: bool = False,
     max_new_tokens: int | None = None,
     max_pixels: int | None = None,
-    model_key: str | None = None,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    rename: Sequence[str] = (),
-    key_map: str | Path | None = None,
-    recipe: str | Path | None = None,
-    inverse: bool = False,
-    dequantize: bool = False,
-    config: str | Path | None = None,
     storage_options: Mapping[str, Any] | None = None,
+    **options: Unpack[TensorKeywords],
 ) -> Predictor:
     """The model of the checkpoint at ``url``, ready to answer.
 
@@ -164,10 +157,10 @@ def load_predictor(
         UsageError: there is no such architecture. FormatError: the checkpoint cannot be read, or is of another model.
         CkptError: as ``ckpt_tools.load_into`` says.
     """
-    options = ModelOptions(
+    model_options = ModelOptions(
         architecture,
         str(device),
-        TensorOptions(model_key, include, exclude, rename, key_map, recipe, inverse, dequantize, config),
+        TensorOptions(**options),
         exact,
         max_batch,
         None if dtype is None else str(dtype).removeprefix("torch."),
@@ -176,7 +169,9 @@ def load_predictor(
         max_pixels,
     )
     class_names = None if labels is None else tuple(labels)
-    return load_with_options(url, name or name_of(url), options, labels=class_names, storage_options=storage_options)
+    return load_with_options(
+        url, name or name_of(url), model_options, labels=class_names, storage_options=storage_options
+    )
 
 
 @collect_rarely()

@@ -26,13 +26,16 @@ from torch.utils import _pytree as pytree
 
 from ckpt_tools.errors import FormatError, SourceNotFoundError, UsageError
 
-from ..common.urls import file_system, is_url, store_errors
+from ..common.urls import open_file
 from .architectures import EXPORTED, PROGRAMS, SCRIPTED
 from .passes import Passes
 from .results import BATCH, Array, TensorSpec
 from .task import TaskOptions
 from .tensors import DATATYPES, Network, Shapes, Tensors, name_outputs, tensors_of
 from .users_code import EXAMPLE, Description, described_by, task_of_module
+
+MAX_ROWS = 2**31
+"""In the place of an infinite bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +58,9 @@ def load_program(
     """Load the program at ``url`` to ``device``. Raises FormatError if it is not such a program. SourceNotFoundError if
     there is no such file."""
     try:
-        with _open_file(str(url), storage_options) as file, _silence_torch():
-            # At once, so that the digest is of what is run.
-            data = file.read()
+        with open_file(str(url), storage_options) as file:
+            data = file.read()  # at once, so that the digest is of what is run
+        with _silence_torch():
             return Program(kind, _READERS[kind](BytesIO(data), device), f"blake3:{blake3(data).hexdigest()}")
     except (FileNotFoundError, IsADirectoryError) as error:
         raise SourceNotFoundError(f"there is no file {url}") from error
@@ -74,31 +77,13 @@ def _load_exported(file: BinaryIO, device: str | torch.device) -> ExportedProgra
     return program
 
 
-def _load_scripted(file: BinaryIO, device: str | torch.device) -> nn.Module:
-    model: nn.Module = torch.jit.load(file, map_location=device)
-    return model.eval()
-
-
 _READERS: Mapping[str, Callable[[BinaryIO, str | torch.device], Any]] = {
     EXPORTED: _load_exported,
-    SCRIPTED: _load_scripted,
+    SCRIPTED: lambda file, device: torch.jit.load(file, map_location=device).eval(),
 }
 
 _FAILURES = (RuntimeError, ValueError, KeyError, TypeError, AttributeError, EOFError, OSError, BadZipFile)
 """Errors of torch's readers, which do not tell a damaged file from another kind of file."""
-
-
-@contextmanager
-def _open_file(url: str, storage_options: Mapping[str, Any] | None) -> Iterator[BinaryIO]:
-    if not is_url(url):
-        with Path(url).open("rb") as file:
-            yield file
-        return
-    fs, path = file_system(url, storage_options)
-    with store_errors(url):
-        remote = fs.open(path, "rb")
-    with remote:
-        yield remote
 
 
 @contextmanager
@@ -137,7 +122,8 @@ def _task_of_exported(
     if not inputs:
         raise UsageError("the program takes no tensor")
     if said.inputs not in (None, inputs):
-        raise UsageError(f"inputs of {said.name} is not what the program takes: {_format_specs(inputs)}")
+        taken = ", ".join(f"{spec.name} {spec.datatype} {list(spec.shape)}" for spec in inputs)
+        raise UsageError(f"inputs of {said.name} is not what the program takes: {taken}")
     least, most = signed.batch_range()
     full = max(least, min(passes.full, most))
     network = Network(
@@ -196,7 +182,9 @@ class ProgramSignature:
                 f"the program's {name} is {list(tensor.shape)}; the first dimension of every input and output has to "
                 "be the batch"
             )
-        if any(self._batch_sizes() & _size_symbols(size) for size in tensor.shape[1:]):
+        if any(
+            self._batch_sizes() & getattr(_size_expression(size), "free_symbols", set()) for size in tensor.shape[1:]
+        ):
             raise UsageError(
                 f"the program's {name} is {list(tensor.shape)}; the batch has to be its first dimension alone"
             )
@@ -212,14 +200,17 @@ class ProgramSignature:
     def batch_range(self) -> tuple[int, int]:
         """The least and the most rows."""
         bounds = [self._size_bounds(each) for each in self._batch_sizes()]
-        return max(1, *(int(low) for low, _ in bounds)), min(_finite_bound(high) for _, high in bounds)
+        return max(1, *(int(low) for low, _ in bounds)), min(int(min(high, MAX_ROWS)) for _, high in bounds)
 
     def _size_bounds(self, size: Any) -> tuple[Any, Any]:
         return (size, size) if isinstance(size, int) else (self.ranges[size].lower, self.ranges[size].upper)
 
     def example_shapes(self) -> Shapes:
         """The shapes of a row that the program was made with."""
-        return tuple(tuple(_example_size(size) for size in each.shape[1:]) for each in self.inputs.values())
+        return tuple(
+            tuple(size if isinstance(size, int) else int(size.node.hint) for size in each.shape[1:])
+            for each in self.inputs.values()
+        )
 
     def check_row(self, row: Mapping[str, Array]) -> None:
         """Raises FormatError for sizes that the program does not take, alone or together."""
@@ -260,20 +251,3 @@ def _size_expression(size: Any) -> Any:
 
 def _is_symbol(expression: Any) -> bool:
     return getattr(expression, "is_Symbol", False)
-
-
-def _size_symbols(size: Any) -> set[Any]:
-    return set() if isinstance(size, int) else set(size.node.expr.free_symbols)
-
-
-def _example_size(size: Any) -> int:
-    return size if isinstance(size, int) else int(size.node.hint)
-
-
-def _finite_bound(bound: Any) -> int:
-    """A bound as a number; infinity is some large one."""
-    return int(bound) if bound < 2**31 else 2**31
-
-
-def _format_specs(specs: Sequence[TensorSpec]) -> str:
-    return ", ".join(f"{spec.name} {spec.datatype} {list(spec.shape)}" for spec in specs)

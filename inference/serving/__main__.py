@@ -235,9 +235,9 @@ HEADINGS = {
 @click.option(
     "--model",
     "models",
-    metavar="[NAME=]URL[?OPTION=VALUE]",
+    metavar="[NAME=]URL",
     multiple=True,
-    help="Model to serve, with its name and options; can be repeated. The same name again is a newer version.",
+    help="Model to serve; can be repeated. The same name again is a newer version.",
 )
 @click.option(
     "--models",

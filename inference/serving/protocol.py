@@ -205,18 +205,15 @@ def _array_of_json(given: Json, shape: tuple[int, ...], spec: TensorSpec) -> Arr
     if not set(map(type, values)) <= by_kind.get(dtype.kind, {int, float}):
         raise BadRequestError(f"the data of the input {spec.name} has elements that are not of {spec.datatype}")
     try:
-        found = np.frombuffer(_pack(values, dtype), dtype if dtype.kind in "biu" else np.float64)
+        # An array of Python checks the range of its numbers in a fifth of numpy's time.
+        packed = array({"b": "B", "i": dtype.char, "u": dtype.char}.get(dtype.kind, "d"), values)
+        found = np.frombuffer(packed, dtype if dtype.kind in "biu" else np.float64)
     except OverflowError as error:
         raise BadRequestError(
             f"the data of the input {spec.name} has numbers that {spec.datatype} cannot hold"
         ) from error
     with np.errstate(over="ignore"):
         return found.astype(dtype, copy=False).reshape(shape)
-
-
-def _pack(values: list[Any], dtype: np.dtype[Any]) -> array[Any]:
-    """Pack values as the dtype, or as float64 for floats. Checks their range, in a fifth of numpy's time."""
-    return array({"b": "B", "i": dtype.char, "u": dtype.char}.get(dtype.kind, "d"), values)
 
 
 def _flatten(given: Json, shape: tuple[int, ...], spec: TensorSpec) -> list[Any]:

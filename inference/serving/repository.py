@@ -77,16 +77,6 @@ class Slot:
     is_changing: threading.Lock = field(default_factory=threading.Lock)
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """A line of the repository's index."""
-
-    name: str
-    version: str
-    state: str
-    reason: str
-
-
 class Repository:
     """All models of the service. Methods are thread-safe; :meth:`load` blocks while it reads."""
 
@@ -249,10 +239,16 @@ class Repository:
         """Whether every model answers, except those unloaded on request."""
         return all(slot.version or slot.reason == UNLOADED for slot in self.slots)
 
-    def index(self) -> list[Entry]:
+    def list_index(self) -> list[dict[str, str]]:
+        """Name, version, state and reason of each model, as the protocol has them."""
         with self._lock:
             return [
-                Entry(slot.source.name, str(slot.version.number) if slot.version else "", slot.state, slot.reason)
+                {
+                    "name": slot.source.name,
+                    "version": str(slot.version.number) if slot.version else "",
+                    "state": slot.state,
+                    "reason": slot.reason,
+                }
                 for slot in self.slots
             ]
 

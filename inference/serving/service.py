@@ -9,7 +9,6 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
-from dataclasses import asdict
 from typing import Any, TypeVar
 
 from prometheus_client import Metric
@@ -26,7 +25,7 @@ from .generating import GenerateRequest, Generators
 from .metrics import merge_replicas, triton_statistics
 from .protocol import InferRequest, tensor_metadata
 from .refusals import RETRY_AFTER, Refused, is_permitted, no_token
-from .repository import ModelsEndedError, NotReadyError, Repository, UnknownModelError, Version
+from .repository import READY, ModelsEndedError, NotReadyError, Repository, UnknownModelError, Version
 from .settings import Settings
 
 LOG = logging.getLogger(__name__)
@@ -76,13 +75,11 @@ class Service:
             raise Refused(503, "a model is not loaded")
 
     def version(self, name: str, number: str | None) -> Version:
-        try:
+        with refusing_missing_models():
             return self.repository.version(name, number)
-        except (UnknownModelError, NotReadyError) as error:
-            raise missing_model_refusal(error) from error
 
     async def metadata(self, name: str, number: str | None) -> Json:
-        with self._hold_version(name, number) as version:
+        with refusing_missing_models(), self.repository.hold(name, number) as version:
             described, predictor = await _describe_weights(version), version.predictor
         return {
             "name": version.name,
@@ -93,21 +90,13 @@ class Service:
             "parameters": {**described, "max_batch_size": predictor.max_batch},
         }
 
-    @contextmanager
-    def _hold_version(self, name: str, number: str | None) -> Iterator[Version]:
-        try:
-            with self.repository.hold(name, number) as version:
-                yield version
-        except (UnknownModelError, NotReadyError) as error:
-            raise missing_model_refusal(error) from error
-
     def _numbers(self, version: Version) -> list[int]:
         return [each.number for each in self.repository.versions_of(version.name)]
 
     async def configuration(self, name: str, number: str | None) -> Json:
         """The fields of Triton's ModelConfig that apply. ``dims`` are a shape of the metadata without its first
         dimension, the batch."""
-        with self._hold_version(name, number) as version:
+        with refusing_missing_models(), self.repository.hold(name, number) as version:
             described, predictor = await _describe_weights(version), version.predictor
         return {
             "name": version.name,
@@ -195,7 +184,7 @@ class Service:
         self.repository.close()
 
     def index(self, *, only_ready: bool) -> list[Json]:
-        return [asdict(entry) for entry in self.repository.index() if entry.state == "READY" or not only_ready]
+        return [entry for entry in self.repository.list_index() if entry["state"] == READY or not only_ready]
 
     async def load(self, name: str, parameters: Json) -> None:
         """Load what is at the model's own URL now. A client cannot choose another URL, which would expose files."""
@@ -215,10 +204,8 @@ class Service:
         await self._change(self.repository.unload, name)
 
     async def _change(self, change: Callable[[str], None], name: str) -> None:
-        try:
+        with refusing_missing_models():
             await asyncio.get_running_loop().run_in_executor(self.loader, change, name)
-        except UnknownModelError as error:
-            raise Refused(404, str(error)) from error
 
 
 @contextmanager
@@ -226,20 +213,21 @@ def holding(
     repository: Repository, log_fields: MutableMapping[str, str], name: str, number: str | None
 ) -> Iterator[Version]:
     """The version of a request, kept loaded and counted; its name goes to the access log. ``Refused`` 404."""
+    with refusing_missing_models(), repository.hold(name, number) as version:
+        log_fields.update(model=name, version=str(version.number))
+        with _counted(version):
+            yield version
+
+
+@contextmanager
+def refusing_missing_models() -> Iterator[None]:
+    """Refuses a request to a model that is not there: 503 if it is about to be loaded again, 404 otherwise."""
     try:
-        with repository.hold(name, number) as version:
-            log_fields.update(model=name, version=str(version.number))
-            with _counted(version):
-                yield version
+        yield
     except (UnknownModelError, NotReadyError) as error:
-        raise missing_model_refusal(error) from error
-
-
-def missing_model_refusal(error: UnknownModelError | NotReadyError) -> Refused:
-    """503 for a model that is about to be loaded again, 404 for the others."""
-    if isinstance(error, NotReadyError) and not error.is_unloaded:
-        return Refused(503, f"{error}; try again", RETRY_AFTER)
-    return Refused(404, str(error))
+        if isinstance(error, NotReadyError) and not error.is_unloaded:
+            raise Refused(503, f"{error}; try again", RETRY_AFTER) from error
+        raise Refused(404, str(error)) from error
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Models to serve and the options of each: ``--model NAME=URL?OPTION=VALUE``, and tables of a TOML file."""
+"""Models to serve and the options of each: ``--model NAME=URL``, and tables of a TOML file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
 
 from ckpt_tools.errors import FormatError, SourceNotFoundError, StoreError, UsageError
 from ckpt_tools.process.text_files import read_text
@@ -16,7 +15,6 @@ from ckpt_tools.process.text_files import read_text
 from ..models.options import DEFAULTS, ModelOptions
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
-NAMED = re.compile(rf"({NAME.pattern})=(.+)", re.DOTALL)
 DEFAULT_NAME = "model"
 
 TEXT, NUMBER, FLAG, TEXTS = "a text", "a number", "true or false", "a list of texts"
@@ -29,9 +27,6 @@ KINDS: Mapping[str, str] = {
 }
 """Options of a model, and their values."""
 
-BEGIN = re.compile(rf"[?](?=(?:{'|'.join(KINDS)})=)")
-"""Where the options of a model begin: a URL may have a query of its own before."""
-
 
 @dataclass(frozen=True, slots=True)
 class Source:
@@ -42,43 +37,14 @@ class Source:
     options: ModelOptions = DEFAULTS
 
 
-def parse_source(text: str, defaults: ModelOptions) -> Source:
-    """The model of ``[NAME=]URL[?OPTION=VALUE&...]``. A path that exists is a path, also with ``=`` or ``?`` in it.
-    Raises UsageError."""
+def parse_source(text: str, options: ModelOptions) -> Source:
+    """The model of ``[NAME=]URL``. A path that exists is a path, also with ``=`` in it. Raises UsageError."""
     name, equals, url = text.partition("=")
-    is_path = Path(text).exists()
-    if equals and not (name and url) and not is_path:
+    if Path(text).exists():
+        return Source(DEFAULT_NAME, text, options)
+    if equals and not (name and url):
         raise UsageError(f"--model {text} has an empty {'URL' if name else 'NAME'}; it is NAME=URL")
-    match = None if is_path else NAMED.fullmatch(text)
-    name, url = (match[1], match[2]) if match else (DEFAULT_NAME, text)
-    if Path(url).exists():
-        return Source(name, url, defaults)
-    begin = BEGIN.search(url)
-    if begin is None and "?" in url and "://" not in url:
-        raise UsageError(f"--model {text}: {_describe_unknown(url.partition('?')[2].partition('=')[0])}")
-    if begin is None:
-        return Source(name, url, defaults)
-    given = _parse_query(url[begin.end() :], f"--model {text}")
-    return Source(name, url[: begin.start()], _with_options(defaults, given, f"--model {text}"))
-
-
-def _parse_query(query: str, where: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for part in query.split("&"):
-        key, has_value, text = part.partition("=")
-        if key in found and KINDS[key] != TEXTS:
-            raise UsageError(f"{where}: {key} is given twice")
-        if not has_value:
-            raise UsageError(f"{where}: {part!r} is not OPTION=VALUE; write & within a value as %26")
-        value = _parse_value(KINDS.get(key), unquote(text))
-        found[key] = [*found.get(key, []), value] if KINDS.get(key) == TEXTS else value
-    return found
-
-
-def _parse_value(kind: str | None, text: str) -> Any:
-    if kind == NUMBER and text.isascii() and text.isdigit():
-        return int(text)
-    return text == "true" if kind == FLAG and text in ("true", "false") else text
+    return Source(name, url, options) if equals and NAME.fullmatch(name) else Source(DEFAULT_NAME, text, options)
 
 
 def read_sources(file: Path, defaults: ModelOptions) -> list[Source]:
@@ -101,23 +67,21 @@ def _read_table(name: str, table: object, defaults: ModelOptions, where: str) ->
     if not NAME.fullmatch(name):
         raise UsageError(f"{where} is not a name of a model, which has letters, digits, ., _ and -")
     given = {key: value for key, value in table.items() if key != "url"}
-    return Source(name, table["url"], _with_options(defaults, given, where))
-
-
-def _with_options(defaults: ModelOptions, given: Mapping[str, Any], where: str) -> ModelOptions:
-    """``defaults`` with other values. Raises UsageError for an unknown option, or a value of another kind."""
     for key, value in given.items():
         if key not in KINDS:
-            raise UsageError(f"{where}: {_describe_unknown(key)}")
+            raise UsageError(f"{where}: {key!r} is not an option of a model; there are {', '.join(KINDS)}")
         if not _is_of_kind(KINDS[key], value):
             raise UsageError(f"{where}: {key} is {KINDS[key]}, not {value!r}")
     reading: dict[str, Any] = {
         key: tuple(value) if KINDS[key] == TEXTS else value for key, value in _select_options(given, defaults.reading)
     }
     try:
-        return replace(defaults, reading=replace(defaults.reading, **reading), **dict(_select_options(given, defaults)))
+        options = replace(
+            defaults, reading=replace(defaults.reading, **reading), **dict(_select_options(given, defaults))
+        )
     except UsageError as error:
         raise UsageError(f"{where}: {error.message}") from error
+    return Source(name, table["url"], options)
 
 
 def _select_options(given: Mapping[str, Any], holder: Any) -> Iterable[tuple[str, Any]]:
@@ -128,7 +92,3 @@ def _is_of_kind(kind: str, value: object) -> bool:
     if kind == TEXTS:
         return isinstance(value, list) and all(isinstance(each, str) for each in value)
     return type(value) is {TEXT: str, NUMBER: int, FLAG: bool}[kind]
-
-
-def _describe_unknown(key: str) -> str:
-    return f"{key!r} is not an option of a model; there are {', '.join(KINDS)}"

@@ -188,13 +188,19 @@ def service(forms, small_models, tmp_path_factory):
         "two": [forms / "model.pt", forms / "sharded"],
         "spare": [forms / "model.pt"],
         **{name: [small_models / name] for name in ("vit", "labels")},
-        "embed": [f"{small_models / 'labels'}?embeddings=true"],
-        "writer": [f"{small_models / 'writer'}?max_new_tokens=16"],
-        "ours": [f"{small_models / 'ours' / 'model.pt'}?max_new_tokens=16&exact=full"],
     }
+    folder = tmp_path_factory.mktemp("service")
+    (folder / "models.toml").write_text(
+        f"""
+        embed = {{ url = "{small_models / "labels"}", embeddings = true }}
+        writer = {{ url = "{small_models / "writer"}", max_new_tokens = 16 }}
+        ours = {{ url = "{small_models / "ours" / "model.pt"}", max_new_tokens = 16, exact = "full" }}
+        """
+    )
     options = [f"--model={name}={place}" for name, found in places.items() for place in found]
+    options += [f"--models={folder / 'models.toml'}"]
     options += ["--grpc-port=0", "--model-control=explicit", "--threads=1", "--timeout=300"]
-    with running_service(tmp_path_factory.mktemp("service"), None, *options) as service:
+    with running_service(folder, None, *options) as service:
         assert service.url == f"http://127.0.0.1:{service.port}"
         yield service
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,20 @@ from fsspec.core import url_to_fs
 
 from ckpt_tools.errors import SourceNotFoundError, StoreError, UsageError
 
+SAME_IN_S3FS = ("key", "secret", "token", "profile", "anon", "endpoint_url")
+"""Storage options of ``ckpt_tools`` for S3 with the same name in s3fs."""
 
-def file_system(url: str) -> tuple[Any, str]:
-    """fsspec's file system of ``url`` without cached listings, and the path in it. Raises UsageError."""
+
+def file_system(url: str, options: Mapping[str, Any] | None = None) -> tuple[Any, str]:
+    """fsspec's file system of ``url`` without cached listings, because others write there, and the path in it. The
+    storage ``options`` are those of ``ckpt_tools``. Raises UsageError if the scheme is unknown, or its package is
+    missing."""
+    given = dict(options or {})
+    if url.startswith("s3://"):  # other stores take fsspec's options unchanged
+        region = {"client_kwargs": {"region_name": given["region"]}} if "region" in given else {}
+        given = {name: value for name, value in given.items() if name in SAME_IN_S3FS} | region
     try:
-        fs, path = url_to_fs(url, use_listings_cache=False)
+        fs, path = url_to_fs(url, use_listings_cache=False, **given)
     except (ImportError, ValueError) as error:
         raise UsageError(f"{url} cannot be used: {error}") from error
     return fs, str(path).rstrip("/")

@@ -174,19 +174,16 @@ def describe(app: FastAPI) -> None:
     def openapi() -> Json:
         if app.openapi_schema is None:
             found = get_openapi(title=app.title, version=app.version, routes=[])
-            found["paths"] = {**_plain_paths(), "/predict": {"post": _predict()}, **_paths()}
+            plain = {
+                path: {"get": {"summary": summary, "responses": _responses(path, "get", {media: {"schema": schema}})}}
+                for path, (media, schema, summary) in PLAIN.items()
+            }
+            found["paths"] = {**plain, "/predict": {"post": _predict()}, **_paths()}
             found["components"] = {"schemas": SCHEMAS}
             app.openapi_schema = found
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
-
-
-def _plain_paths() -> Json:
-    return {
-        path: {"get": {"summary": summary, "responses": _responses(path, "get", {media: {"schema": schema}})}}
-        for path, (media, schema, summary) in PLAIN.items()
-    }
 
 
 def _predict() -> Json:

@@ -1,10 +1,10 @@
-"""Replies of the models' process of a service, whose own module is ``__main__`` there, and rows as they are sent."""
+"""Replies of the process of a service's models, whose own module is ``__main__`` there, and rows as they are sent."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from ...models.steady import CheckpointFiles
 
 
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """Facts about a loaded model, as in :class:`.predictor.Predictor`."""
+@dataclass(frozen=True, slots=True, eq=False)
+class TaskFacts:
+    """What a task says of itself, as in :class:`.task.Task`, but for the sizes of passes, of which there may be more
+    with each request."""
 
-    identity: Identity
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     labels: tuple[str, ...] | None
@@ -29,6 +29,19 @@ class ModelFacts:
     is_exact: bool
     reading: ImageReading | None
     max_bytes: int | None
+
+
+def list_facts(task: Any) -> list[Any]:
+    """The attributes of a task, or of its facts, in the order of ``TaskFacts``."""
+    return [getattr(task, each.name) for each in fields(TaskFacts)]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """Facts about a loaded model, as in :class:`.predictor.Predictor`."""
+
+    identity: Identity
+    task: TaskFacts
     files: CheckpointFiles | None
 
 

@@ -29,7 +29,7 @@ from ckpt_tools.process.signals import STOP_SIGNALS
 from ...common.garbage import settle
 from ...models.generation import Generation, Give, generate
 from ...models.results import Array, Columns, Item
-from .model_messages import Broken, ModelFacts
+from .model_messages import Broken, ModelFacts, TaskFacts, list_facts
 
 if TYPE_CHECKING:
     from ...models.options import ModelOptions
@@ -50,9 +50,8 @@ class HostedModel:
         self._thread = ThreadPoolExecutor(1, "model")
 
     def facts(self) -> ModelFacts:
-        found, task = self._predictor, self._predictor.task
-        known = task.inputs, task.outputs, task.labels, task.max_batch, task.is_exact, task.reading, task.max_bytes
-        return ModelFacts(found.identity, *known, found.files)
+        found = self._predictor
+        return ModelFacts(found.identity, TaskFacts(*list_facts(found.task)), found.files)
 
     def predict(self, inputs: Sequence[Item]) -> Columns:
         return self._thread.submit(self._predictor.task.predict, inputs).result()

@@ -20,11 +20,10 @@ from signal import Signals
 from typing import Any
 
 from ...models.generation import Generation, Give
-from ...models.images import ImageReading
 from ...models.predictor import Predictor
-from ...models.results import Array, Columns, Item, TensorSpec
+from ...models.results import Array, Columns, Item
 from ..repository import ModelsEndedError, Repository, Source
-from .model_messages import Broken, ModelFacts, stack_rows
+from .model_messages import Broken, ModelFacts, TaskFacts, list_facts, stack_rows
 
 MODULE = f"{__package__}.model_process"
 
@@ -161,7 +160,7 @@ class RemoteModels:
         facts: ModelFacts = process.ask_by(
             connection, number, "load", source.url, source.name, source.options, self.threads
         )
-        task = RemoteTask(facts, process, number, connection)
+        task = RemoteTask(*list_facts(facts.task), process=process, number=number, connection=connection)
         return Predictor(source.name, facts.identity, task, is_elsewhere=True, files=facts.files)
 
     def _keep_running(self) -> None:
@@ -187,43 +186,14 @@ class RemoteModels:
                 repository.reload(self.tell)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RemoteTask:
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class RemoteTask(TaskFacts):
     """The task of a model in the other process, which keeps it until ``connection`` is closed. Images are decoded in
     this process."""
 
-    facts: ModelFacts
     process: Process
     number: int
     connection: Connection
-
-    @property
-    def inputs(self) -> tuple[TensorSpec, ...]:
-        return self.facts.inputs
-
-    @property
-    def outputs(self) -> tuple[TensorSpec, ...]:
-        return self.facts.outputs
-
-    @property
-    def labels(self) -> tuple[str, ...] | None:
-        return self.facts.labels
-
-    @property
-    def max_batch(self) -> int:
-        return self.facts.max_batch
-
-    @property
-    def is_exact(self) -> bool:
-        return self.facts.is_exact
-
-    @property
-    def reading(self) -> ImageReading | None:
-        return self.facts.reading
-
-    @property
-    def max_bytes(self) -> int | None:
-        return self.facts.max_bytes
 
     @property
     def batch_sizes(self) -> Mapping[str, tuple[int, ...]]:

@@ -68,6 +68,13 @@ def test_a_file_of_the_user_builds_the_model_with_arguments(tmp_path):
         load_model(tmp_path / "net.safetensors", model=f"{file}:net?width='a'")
 
 
+def test_an_argument_is_toml_or_python_or_text():
+    """``--model-arg bias=false`` of a run is in TOML."""
+    text = "timm:vit?a=false&b=False&c=None&d=10&e='10'&f=gelu&g=[1, 2]&h=(1, 2)&i=1e-3"
+    expected = {"a": False, "b": False, "c": None, "d": 10, "e": "10", "f": "gelu", "g": [1, 2], "h": (1, 2), "i": 1e-3}
+    assert Architecture.parse(text).arguments == expected
+
+
 def parsed(text: str) -> Callable[[Path], object]:
     return lambda _: Architecture.parse(text)
 

@@ -118,6 +118,7 @@ def test_they_manage_the_repository(client):
 
     with pytest.raises(Exception, match="as the service was started with it"):
         client.load_model("spare", config="{}")
+    client.load_model("spare")  # other tests may have unloaded it
     ((version, _),) = spare()
     client.unload_model("spare")
     assert not client.is_model_ready("spare")

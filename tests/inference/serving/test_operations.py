@@ -68,8 +68,9 @@ def guarded(weights, small_models, tmp_path_factory):
     write_checkpoint(folder / "run", weights, 1)
     (folder / "ask").write_text("ask\n")
     (folder / "change").write_text("change")
-    models = [f"--model=m={folder / 'run'}@latest?architecture=ours"]
-    models.append(f"--model=ours={small_models / 'ours/model.pt'}?exact=full")
+    text = f'[m]\nurl = "{folder / "run"}@latest"\narchitecture = "ours"\n'
+    (folder / "models.toml").write_text(f'{text}[ours]\nurl = "{small_models / "ours/model.pt"}"\nexact = "full"\n')
+    models = [f"--models={folder / 'models.toml'}"]
     options = [f"--token={folder / 'ask'}", f"--control-token={folder / 'change'}", "--model-control=explicit"]
     options += [f"--certfile={folder / 'cert.pem'}", f"--keyfile={folder / 'key.pem'}", "--access-log", "--drain=2"]
     options += ["--watch=0.2", "--quiet-time=0.2", "--allow-host=Allowed.example", "--grpc-port=0"]

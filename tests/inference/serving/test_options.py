@@ -1,4 +1,4 @@
-"""Options of each model, from the command line and from a file; and starts of the service that are refused."""
+"""Options of each model, from a file; and starts of the service that are refused."""
 
 from dataclasses import fields, replace
 from pathlib import Path
@@ -22,28 +22,16 @@ def test_all_options_of_a_model_can_be_said():
 
 
 @pytest.mark.parametrize(
-    ("text", "name", "url", "changed"),
+    ("text", "name", "url"),
     [
-        ("run", "model", "run", {}),
-        ("m=run", "m", "run", {}),
-        ("m=s3://b/k?versionId=7", "m", "s3://b/k?versionId=7", {}),
-        ("run?architecture=hf", "model", "run", {"architecture": "hf"}),
-        (
-            "m=s3://b/k?versionId=7?max_batch=2&embeddings=true",
-            *("m", "s3://b/k?versionId=7", {"max_batch": 2, "embeddings": True}),
-        ),
-        (
-            "m=run?architecture=timm:x?num_classes=3%26drop_rate=0.5&dtype=bfloat16",
-            *("m", "run", {"architecture": "timm:x?num_classes=3&drop_rate=0.5", "dtype": "bfloat16"}),
-        ),
-        (
-            "m=run?include=b*&include=c*&rename=^a[.]=",
-            *("m", "run", {"reading": TensorOptions(include=("b*", "c*"), rename=("^a[.]=",))}),
-        ),
+        ("run", "model", "run"),
+        ("m=run", "m", "run"),
+        ("m=s3://b/k?versionId=7", "m", "s3://b/k?versionId=7"),
+        ("s3://b/k?versionId=7", "model", "s3://b/k?versionId=7"),
     ],
 )
-def test_the_options_follow_the_url(text, name, url, changed):
-    assert parse_source(text, GIVEN) == Source(name, url, replace(GIVEN, **changed))
+def test_a_name_may_stand_before_the_url(text, name, url):
+    assert parse_source(text, GIVEN) == Source(name, url, GIVEN)
 
 
 def test_a_path_that_exists_is_a_path(tmp_path, monkeypatch):
@@ -72,21 +60,16 @@ def sources_of(text: str, folder: Path) -> list[Source]:
 
 
 test_what_is_no_option_of_a_model_is_refused_by_name = refusal_test(
-    *(
-        (text, lambda _, text=text: parse_source(text, GIVEN), UsageError, words)
-        for text, words in (
-            ("m=run?colour=red", "'colour' is not an option of a model; there are architecture"),
-            ("run?dtype=float16&hf", "'hf' is not OPTION=VALUE; write & within a value as %26"),
-            ("run?max_batch=many", "max_batch is a number, not 'many'"),
-            ("run?embeddings=yes", "embeddings is true or false, not 'yes'"),
-        )
-    ),
+    ("m=", lambda _: parse_source("m=", GIVEN), UsageError, "m= has an empty URL; it is NAME=URL"),
     *(
         (text, lambda folder, text=text: sources_of(text, folder), kind, words)
         for text, kind, words in (
             ("[a", FormatError, "is not TOML"),
             ("['a b']\nurl = 'x'", UsageError, "a b is not a name of a model"),
             ("[a]\nurl = 'x'\nrename = 'b='", UsageError, "a: rename is a list of texts, not 'b='"),
+            ("[a]\nurl = 'x'\ncolour = 'red'", UsageError, "'colour' is not an option of a model; there are architec"),
+            ("[a]\nurl = 'x'\nmax_batch = 'many'", UsageError, "max_batch is a number, not 'many'"),
+            ("[a]\nurl = 'x'\nembeddings = 'yes'", UsageError, "embeddings is true or false, not 'yes'"),
         )
     ),
     ("no file", lambda folder: read_sources(folder / "none.toml", GIVEN), SourceNotFoundError, "there is no file"),

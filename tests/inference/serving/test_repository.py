@@ -61,7 +61,7 @@ def test_unloading_and_loading(repository, loader):
     repository.unload("a")
     with pytest.raises(NotReadyError):
         repository.version("a")
-    assert [(entry.name, entry.state) for entry in repository.index()][:1] == [("a", "UNAVAILABLE")]
+    assert [(entry["name"], entry["state"]) for entry in repository.list_index()][:1] == [("a", "UNAVAILABLE")]
     assert repository.is_ready  # It is as somebody wants it.
     repository.load("a")
     assert answer(repository, "a") == loader.loads == 4

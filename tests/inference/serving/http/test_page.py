@@ -273,7 +273,9 @@ def segmenters(tmp_path_factory):
         {"weight": torch.tensor([0.0, 1.0]).reshape(2, 1, 1, 1), "bias": torch.tensor([0.5, 0])}, folder / "net.pt"
     )
     models = {"mask": "segmenter", "summary": "summarizer"}
-    options = [f"--model={name}={folder}/net.pt?architecture={module}:build" for name, module in models.items()]
+    tables = (f'[{name}]\nurl = "net.pt"\narchitecture = "{module}:build"\n' for name, module in models.items())
+    (folder / "models.toml").write_text("".join(tables).replace("net.pt", str(folder / "net.pt")))
+    options = [f"--models={folder / 'models.toml'}"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(folder))
         with running_service(folder, None, *options) as service, chromium(folder / "chromium") as browser:

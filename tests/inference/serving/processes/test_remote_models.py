@@ -110,8 +110,9 @@ def served(request, tmp_path_factory):
     file.write_text(
         f'[boxes]\nurl = "{folder / "own.safetensors"}"\narchitecture = "{folder}/own_boxes.py:Boxes"\n'
         f'[t5]\nurl = "{folder / "t5"}"\nexact = "full"\n'
+        f'[scaled]\nurl = "{folder / "scaled.pt2"}"\narchitecture = "torch.export"\nmax_batch = 5\n'
     )
-    options = Options([f"scaled={folder / 'scaled.pt2'}?architecture=torch.export&max_batch=5"], Settings(), file)
+    options = Options([], Settings(), file)
 
     def load_here(source: Source) -> Any:
         return load_with_options(source.url, source.name, source.options)
