@@ -61,7 +61,7 @@ class TensorSlice(Jsonable):
 
     def _read_edges(self) -> NDArray[Any]:
         """The elements at the edges, with one between them, which is not shown, where a dim has more."""
-        # numpy shows three at each end. A dim of seven, of which the middle is not read, is elided as a long one is.
+        # numpy shows three at each end. A dim of seven, without its middle, is elided as a long one is.
         edge_elements = np.zeros([min(extent, 2 * NUM_EDGE_ELEMENTS + 1) for extent in self.shape], self._tensor.dtype)
         edges_by_dim = [_split_edges(extent) for extent in self.shape]
         for parts in product(*edges_by_dim):

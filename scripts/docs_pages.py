@@ -147,7 +147,7 @@ def llms_list(name: str, front: Page) -> str:
 
 
 def first_sentence(markdown: str) -> str:
-    """Of the first paragraph of a page, as plain text; empty if it has none."""
+    """The first sentence of the first paragraph of a page, as plain text; empty if it has none."""
     tokens = pairwise(MarkdownIt().enable("table").parse(markdown))
     texts = (text for start, text in tokens if start.type == "paragraph_open" and start.level == 0)
     children = next((text.children for text in texts), None) or ()

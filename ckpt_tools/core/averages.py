@@ -1,4 +1,4 @@
-"""The average of tensors of one shape, computed as it is read, and the rule by which it is. Pure.
+"""The average of tensors of one shape, computed while they are read, and its rule. Pure.
 
 Sources are added in their order, element by element, so that the bits of the result depend on nothing else: not on the
 ranks of the sources, nor on how a conversion is cut into tasks.
@@ -37,7 +37,7 @@ cache."""
 
 @dataclass(frozen=True, slots=True)
 class AverageRule:
-    """How the sources ``s_1`` to ``s_K`` become one. ``divisors`` has a number for each source but the first.
+    """The average of the sources ``s_1`` to ``s_K``. ``divisors`` has a number for each source but the first.
 
         without decay    a_1 = s_1,  a_k = a_(k-1) + (s_k - a_(k-1)) / divisor_k
         with decay       a_1 = s_1,  a_k = decay a_(k-1) + (1 - decay) s_k

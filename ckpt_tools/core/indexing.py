@@ -1,5 +1,5 @@
-"""An index as numpy takes it: from text such as ``0:2, :``, of which nothing is evaluated, and as the boxes of a tensor
-to read with an index into what was read. Pure."""
+"""Indices of numpy: parsed from text such as ``0:2, :`` without evaluating it, and split into the boxes of a tensor to
+read and an index into what was read. Pure."""
 
 from __future__ import annotations
 

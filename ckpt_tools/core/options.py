@@ -472,7 +472,7 @@ class ConvertOptions:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ConvertRequest(ConvertOptions):
-    """One conversion, checked as far as possible without opening ``src`` or ``dst``.
+    """One conversion, with all checks that do not open ``src`` or ``dst``.
 
     With ``keeps_format`` the format of the source is written, and ``to`` is not given. ``adapter`` is merged into what
     is written. With ``averaging``, ``src`` is the last of the sources.
@@ -554,7 +554,7 @@ class ConvertRequest(ConvertOptions):
 
     @property
     def other_sources(self) -> tuple[str | Path, ...]:
-        """What is read beside ``src``: an adapter, or the earlier sources of an average. Weights alone are written."""
+        """Sources beside ``src``: an adapter, or the earlier ones of an average. Weights alone are written."""
         adapters = () if self.adapter is None else (self.adapter,)
         return adapters if self.averaging is None else self.averaging.earlier
 

@@ -211,7 +211,7 @@ def get_quant_method(quantization: Mapping[str, Any]) -> str:
 
 
 KNOWN_METHODS = ("fp8", "mxfp4", "compressed-tensors", "modelopt", "bitsandbytes", "gptq", "awq")
-"""Methods all of whose weights are known by names and types; others may quantize weights when they are loaded."""
+"""Methods whose weights all show it by names and types; others may quantize weights when they are loaded."""
 
 
 def drop_quantization_config(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -77,7 +77,7 @@ class FlatIndex(NamedTuple):
 
 class ItemParts(NamedTuple):
     """For rows that are parts of stored items: the number of elements of each row's item, and the first element of the
-    part in the row-major order of the item. ``item_numels`` is 0 for a row that is no part of an item: its bytes are
+    part in the row-major order of the item. ``item_numels`` is 0 for a row outside any item: its bytes are
     plain, whatever the framing."""
 
     item_numels: Ints
@@ -174,8 +174,8 @@ class ShardTable(ABC):
     @property
     @abstractmethod
     def flat_index(self) -> FlatIndex | None:
-        """The shards as intervals of the row-major order; None where one is no interval, or is not stored in that
-        order."""
+        """The shards as intervals of the row-major order; None where one is not an interval, or not stored in
+        that order."""
 
     @property
     def whole_range(self) -> ByteRange | None:

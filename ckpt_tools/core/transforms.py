@@ -178,7 +178,7 @@ def _keep_chosen(manifest: Manifest, is_chosen: Callable[[str], bool]) -> tuple[
 
 
 def drop_values(manifest: Manifest, *, target_name: str) -> TransformResult:
-    """The manifest without the values of ``get_extra_state`` that are no tensors, for formats that cannot hold them.
+    """The manifest without the values of ``get_extra_state`` that are not tensors, for formats that cannot hold them.
 
     Raises:
         UnsupportedError: optimizer state has such values, without which the optimizer cannot resume.

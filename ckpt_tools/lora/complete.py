@@ -1,5 +1,5 @@
-"""What ``adapter_config.json`` names in a base model, by PEFT's own rules (0.21: ``check_target_module_exists``,
-``_set_trainable``), and an adapter does not hold. Pure."""
+"""Modules that ``adapter_config.json`` names in a base model, by PEFT's own rules (0.21:
+``check_target_module_exists``, ``_set_trainable``), and that an adapter does not hold. Pure."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ def find_missing_parts(
         elif name not in adapter.saved and _is_module_saved(module, config.modules_to_save):
             missing[name] = "modules_to_save"
     if not missing and not any(_is_module_saved(name, config.modules_to_save) for name in adapter.saved):
-        # A head that the base model lacks: PEFT adds several names of heads for some tasks, of which the model has one.
+        # A head that the base model lacks: for some tasks PEFT adds several names of heads, and a model has one.
         missing |= dict.fromkeys(islice(config.modules_to_save.names, 1), "modules_to_save")
     return missing
 
 
 def find_target_modules(config: AdapterConfig, modules: list[str], adapted: set[str]) -> Iterator[str]:
     """The modules of ``modules`` that ``target_modules`` names. If only the model's code tells them (all linear
-    layers), or only a pattern that may take too long to match, they are the modules of which another layer has an
-    adapter."""
+    layers), or only a pattern that may take too long to match, they are the modules that have an adapter in
+    another layer."""
     if does_name_all_targets(config, modules):
         yield from (module for module in modules if _is_target(module, config))
         return

@@ -2,8 +2,8 @@
 tensor, no store.
 
 A *run* is a range of the file that is one range of one stored file. A service copies a part that lies within a run, and
-every part but the last has to have a least size, so that runs may not simply be cut out: what is left between two of
-them may be a few kilobytes. Then it is made large enough at the expense of its neighbours, or one of them is given up.
+each part, except the last, has a least size, so that runs may not simply be cut out: what is left between two of them
+may be a few kilobytes. Then it is made large enough at the expense of its neighbours, or one of them is given up.
 
     bytes of the file   |------------------------------------------|
     runs                    [== run 1 ==]  [= run 2 =]   [= run 3 =]
@@ -34,7 +34,7 @@ def cut_at_stored_ranges(
     """Ends of the parts of a file of ``size`` bytes, with most of its bytes in parts that lie within one run.
 
     ``runs`` do not overlap, are in order, and begin and end where the file may be cut. Every part has at most
-    ``max_bytes`` bytes, and all but the last at least ``min_bytes``. An empty file has one empty part.
+    ``max_bytes`` bytes, and each except the last at least ``min_bytes``. An empty file has one empty part.
     """
     assert max_bytes >= min_part_limit(min_bytes), "parts of such sizes do not fill every range"
     part_ends: list[int] = []

@@ -173,7 +173,7 @@ def make_plan(
 
     Tasks are as close to 4 MiB as fits, but at least ``required_task_bytes``, which the destination asks for. If
     ``copy_rules`` are given, tasks are also large enough for them; if that does not fit, they are given up.
-    ``reading_bytes`` is the most that reading took, of the whole checkpoint of which ``manifest`` may be a part.
+    ``reading_bytes`` is the most that reading the checkpoint took; ``manifest`` may be a part of it.
     ``remote_bytes`` is what reaching the source or the destination takes.
 
     Raises:
@@ -309,10 +309,10 @@ def _task_ends_at_stored_ranges(
 
 
 def _find_stored_runs(manifest: Manifest, file: FileLayout, min_bytes: int) -> Iterator[tuple[int, int]]:
-    """Ranges of a file, in order, of ``min_bytes`` or more, each of which is one range of one stored file.
+    """Ranges of a file, in order, of ``min_bytes`` or more, each one range of one stored file.
 
     There are none in a file that holds checksums: the bytes that a service copies never pass here. Whether an item of
-    torch is stored in row-major order, as all but a few are, is found when it is read.
+    torch is stored in row-major order, as nearly all are, is found when it is read.
     """
     if any(isinstance(segment, Crc32) for segment in file.segments):
         return

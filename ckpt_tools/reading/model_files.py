@@ -102,7 +102,7 @@ def is_model_file(path: str) -> bool:
 
 
 def is_copied_file(path: str) -> bool:
-    """Whether a path in a model's own folder is of a file that is copied: not in a folder, and nobody else's."""
+    """Whether a path in a model's own folder is of a file that is copied: not in a folder, and of no other owner."""
     is_other_file = is_companion_file(path) or is_unfinished_marker(path) or path in MARKER_NAMES
     return is_model_file(path) or not ("/" in path or is_other_file or _NOT_COPIED.fullmatch(path))
 

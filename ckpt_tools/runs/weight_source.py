@@ -80,7 +80,7 @@ def match_weights(
     advice: str = "",
 ) -> tuple[dict[str, list[TensorEntry]], list[EqualPair]]:
     """For each weight of ``base`` in ``names_by_owner``, with its names there, that of every source; and pairs of
-    tensors of a source that ``base`` ties, and that must be equal. Weights of which no name is wanted may be missing.
+    tensors of a source that ``base`` ties, and that must be equal. Weights without a wanted name may be missing.
 
     Raises:
         UsageError: names, shapes or dtypes differ; ``advice`` is the end of its sentence.

@@ -66,8 +66,7 @@ def open_legacy(read: ReadRange, size: int, path: str) -> TorchArchive:
 def read_legacy(
     read: ReadRange, size: int, path: str, read_first_pickle: ReadFirstPickle
 ) -> tuple[Value, LegacyStorages]:
-    """The value of the legacy file of ``size`` bytes, each byte of which belongs to a pickle or to a storage, and its
-    storages.
+    """The value of the legacy file of ``size`` bytes, and its storages; each byte belongs to a pickle or to a storage.
 
     The number of elements that precedes each storage is not read; ``locate_roots`` compares it.
 

@@ -102,7 +102,7 @@ def _open_zip(read: ReadRange, size: int, path: str, tail_bytes: int) -> TorchAr
 def _read_records(
     read: ReadRange, size: int, path: str, tail_bytes: int
 ) -> tuple[ZipDirectory, str, dict[str, ZipRecord]]:
-    """The directory, the name of its one folder, and the records by their name in it, of which one is a pickle."""
+    """The directory, the name of its one folder, and the records by their name in it, one of them a pickle."""
     directory = read_directory(read, size, path, tail_bytes=tail_bytes)
     if directory is None or not directory.records:
         raise _make_not_archive_error(read, size, path)
@@ -199,8 +199,8 @@ class ItemLocation:
 def locate_item(read: ReadRange, start: int, stop: int, path: str) -> ItemLocation:
     """Byte range of the elements of the DCP item at ``[start, stop)`` of a file.
 
-    Items of one size whose bytes before the elements are equal have their elements at the same offset, so that all but
-    the first of them cost one read of 4 KiB and a comparison.
+    Items of one size whose bytes before the elements are equal have their elements at the same offset, so that each
+    except the first costs one read of 4 KiB and a comparison.
 
     Raises:
         FormatError: it is not a torch archive of one tensor.

@@ -1,4 +1,4 @@
-"""Zip archives as torch's writer (miniz) writes them: segments of which all bytes are known but payloads and checksums.
+"""Zip archives as torch's writer (miniz) writes them: segments whose bytes are known, except payloads and checksums.
 
 The layout is that of ``zip_archive``, which reads it.
 """

@@ -3,7 +3,7 @@
 DCP flattens the tree that a user saves into names joined by dots, each a tensor or an object: dicts are always taken
 apart, lists only where they hold dicts or tensors, empty ones vanish (torch 2.15.0, checkpoint/_traverse.py,
 ``traverse_state_dict``). The tree is ``{"app": {"model", "optim", ...}}`` with the user's entries beside model and
-optimizer, the one that the source had if that was a DCP, or the bare model's names where there is nothing but a model.
+optimizer, the one that the source had if that was a DCP, or the bare model's names where there is a model alone.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ _SINGLE_RANK_FILE = re.compile(
 
 
 def why_no_model(paths: Iterable[str]) -> str | None:
-    """Reason why safetensors of these names are no model: each has one rank's piece of tensors, under the names of
+    """Reason why safetensors of these names are not a model: each has one rank's piece of tensors, under the names of
     whole ones. None if one of them may be a model."""
     names = [path.rpartition("/")[2] for path in paths if path.endswith(".safetensors")]
     if not names or not all(map(_SINGLE_RANK_FILE.fullmatch, names)):
@@ -96,7 +96,7 @@ def why_no_model(paths: Iterable[str]) -> str | None:
 
 
 def why_delta(metadata: Any) -> str | None:
-    """Reason why a folder whose index has this ``metadata`` is no model by itself; None if it may be one."""
+    """Reason why a folder with this ``metadata`` in its index is not a model by itself; None if it may be one."""
     if not isinstance(metadata, Mapping) or "delta_encoding" not in metadata:
         return None
     base = format_brief(metadata.get("base_version", "unknown"))

@@ -376,7 +376,7 @@ def _find_leaf_role(name: str, leaves: TreeLeaves, tree: TreePrefixes) -> LeafRo
 
 
 def _collect_values(leaves: TreeLeaves, roles: Mapping[str, LeafRole]) -> tuple[dict[StateKey, Any], TreeLeaves]:
-    """The values that are no tensors, whole, and the leaves whose tensors inside them have names by their places."""
+    """The values that are not tensors, whole, and the leaves whose tensors inside them have names by their places."""
     values: dict[StateKey, Any] = {}
     for name, role in roles.items():
         if isinstance(role, ValuePartRole):

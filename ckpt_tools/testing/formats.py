@@ -155,8 +155,8 @@ class FormatTests(ReaderTests):
         check()
 
     def test_tensors_of_the_user_are_no_weights(self) -> None:
-        """Whatever the user's own entries look like, the weights that are read are those that were written; or writing
-        or reading is refused."""
+        """The weights that are read are those that were written, for any entries of the user's own; or writing or
+        reading is refused."""
         if not (self.keeps_state and self.keeps_user_tensors):
             return
 

@@ -86,7 +86,7 @@ def _count_worker_bytes(block_bytes: int) -> int:
 
 
 class MeasuredRegion(NamedTuple):
-    """What is measured: ``box`` of a tensor, all of it or one of its rows."""
+    """A measured ``box`` of a tensor: all of it or one of its rows."""
 
     key: StateKey
     entry: TensorEntry

@@ -1,6 +1,6 @@
 """Files named by ``--input``: one file, a pattern, or a folder; local or in a store.
 
-Only names are held, and one digest of all sizes and times, by which a later run knows the same input again.
+Only names are held, and one digest of all sizes and times, so that a later run recognises the same input.
 """
 
 # Names are text from end to end: a ``Path`` for each of a million files would be most of the memory.

@@ -1,4 +1,4 @@
-"""What two models computed for the same inputs, how far it lies apart, and the limits of that. Pure."""
+"""The outputs of two models for the same inputs, their differences, and limits of these. Pure."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ MIN_COSINE = 0.99
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The most by which two models may differ: the mean KL divergence of their logits in nats, and the relative
-    difference of a layer's output. Raises UsageError if one is no number from 0."""
+    """The largest differences allowed of two models: the mean KL divergence of their logits in nats, and the relative
+    difference of a layer's output. Raises UsageError if one is not a number from 0."""
 
     max_kl: float = 0.025
     max_difference: float = 0.2
@@ -34,7 +34,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class ForwardPass:
-    """What a model computed: the output of its embeddings and of each layer, [n, tokens, size], and the logits,
+    """The results of a model: the output of its embeddings and of each layer, [n, tokens, size], and the logits,
     [n, tokens, values] or [n, classes]. On the CPU, in fp32."""
 
     states: tuple[Tensor, ...]
@@ -51,7 +51,7 @@ class ForwardPass:
 
 @dataclass(frozen=True, slots=True)
 class LayerDifference:
-    """How far the outputs of one layer lie apart: the ``largest`` difference of two elements, and the ``relative`` one
+    """The difference of the outputs of one layer: the ``largest`` difference of two elements, and the ``relative`` one
     of two vectors of a token, |a - b| / |a|, the largest of all tokens. Not finite if an element is not."""
 
     layer: str
@@ -61,7 +61,7 @@ class LayerDifference:
 
 @dataclass(frozen=True, slots=True)
 class ForwardReport:
-    """How far the models of two checkpoints lie apart. ``noise`` is the largest difference of SRC from itself, computed
+    """The differences between two checkpoints' models. ``noise`` is the largest difference of SRC from itself, computed
     twice. The KL divergence is that of SRC from DST in nats; ``kl_p95`` and ``cosine`` (the mean) are of all tokens,
     ``top_1`` is the part of them with the same most probable value."""
 
@@ -77,7 +77,7 @@ class ForwardReport:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """What is beyond its limit, the first layer alone. NaN is beyond every one."""
+        """Sentences about figures beyond their limits, of layers the first alone. NaN is beyond every limit."""
         most, kl = self.limits.max_difference, self.limits.max_kl
         wrong = [f"{each.layer}: relative difference {each.relative:.3g} is more than {most:g}"
                  for each in self.layers if not each.relative <= most][:1]  # fmt: skip

@@ -38,7 +38,7 @@ EXPORTED, SCRIPTED = "torch.export", "torchscript"
 PROGRAMS = {EXPORTED: "a program of torch.export", SCRIPTED: "a TorchScript archive"}
 
 LIBRARIES = (OURS, HUGGING_FACE, "torchvision", "timm")
-"""Where architectures come from that are no code of the user's."""
+"""Origins of architectures that are not code of the user's."""
 
 HOW_TO_NAME = (
     "write ours, ours:NAME, hf, torchvision:NAME, timm:NAME, module:function, FILE.py:function, torch.export or "

@@ -116,7 +116,7 @@ def refuse_adapter(url: str | Path, options: Mapping[str, Any] | None) -> None:
 
 
 def find_quantization(folder: Path | None) -> str | None:
-    """What in ``folder`` says that the weights are quantized; None if nothing does."""
+    """The entry in ``folder`` that says how the weights are quantized; None if there is none."""
     found = read_config(folder)
     text = found.get("text_config")
     parts = [found, text] if isinstance(text, dict) else [found]

@@ -121,7 +121,7 @@ def _parallelism_rules(run: Options) -> Rules:
 
 
 def _framework_rules(run: Options) -> Rules:
-    """What a framework does not do, or its engine here."""
+    """Things that a framework does not do, or its engine here."""
     name, is_torch = run.sharding.name, run.sharding.framework == "fsdp2"
     for is_broken, what, instead in (
         (run.pp_schedule not in (None, "1f1b") and not is_torch, f"--pp-schedule {run.pp_schedule}", "1f1b"),

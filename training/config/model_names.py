@@ -1,5 +1,5 @@
-"""Models of ``--model``: what is needed before torch is imported, and folders of transformers, ``hf:FOLDER``, of which
-nothing is downloaded and no code is run."""
+"""Models of ``--model``: what is needed before torch is imported, and folders of transformers, ``hf:FOLDER``, without
+downloading anything or running their code."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Stages of a pipeline of the language model: consecutive layers, with the names of the whole model.
 
-The first stage has the embedding, the last one the norm and the head. Embedding and head are one matrix, of which both
-stages keep a copy; they sum their gradients at each step, so the copies stay equal.
+The first stage has the embedding, the last one the norm and the head. Embedding and head are one matrix: both stages
+keep a copy and sum their gradients at each step, so the copies stay equal.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Each ``__<rank>.metadata`` describes the files of its rank: its own chunks of cut tensors, and a copy of everything
 else. torch gives each rank its own copy back. A checkpoint for other ranks has one of them, that of the lowest rank,
 which is the one that torch keeps when it saves with collectives. Objects that differ are noted; weights and optimizer
-state that differ are no copies, such as other experts under the same names.
+state that differ are not copies, such as other experts under the same names.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def count_ranks(checkpoint: SavedCheckpoint) -> int:
 
 
 def _find_tag_problem(checkpoint: SavedCheckpoint, tag: str, names: list[str]) -> str | None:
-    """The first kind of files of which the folder ``tag`` lacks some: model files, files of layers and experts, ranks'
+    """The first kind of files that the folder ``tag`` has not all of: model files, files of layers and experts, ranks'
     model files (stage 3), optimizer files. A folder that was converted to universal, with ``zero/`` in it, needs no
     ranks' model files, and of optimizer files none or all."""
     model_names = sorted(filter(is_model_file_name, names))

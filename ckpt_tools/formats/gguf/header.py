@@ -3,7 +3,7 @@
 Facts from ggml's specification of GGUF and ``gguf.cpp``: version 3, and version 2, which differs in nothing that
 little-endian files hold. The order is: magic, version, number of tensors, number of key-values, the key-values, one
 description a tensor, padding, tensors. Dims are stored innermost first. Each tensor starts at a multiple of the
-alignment, in the order of the descriptions, with nothing but padding between two of them.
+alignment, in the order of the descriptions, with padding alone between two of them.
 """
 
 from __future__ import annotations
@@ -275,7 +275,7 @@ def align_up(position: int, alignment: int) -> int:
 def _place_tensors(
     descriptions: list[_TensorDescription], alignment: int, cursor: _HeaderCursor
 ) -> dict[str, TensorInfo]:
-    """The tensors by name; they follow one another with nothing but padding between them, to the end of the file."""
+    """The tensors by name; they follow one another with padding alone between them, to the end of the file."""
     # | header | pad | tensor 0 | pad | tensor 1 | pad |    Offsets count from ``start``, the first multiple of the
     #                0                ^ next_offset         alignment behind the header. Tensors lie in the order of
     # their descriptions, so each offset is known before it is read, and any other one is an error.

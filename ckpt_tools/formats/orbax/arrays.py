@@ -70,7 +70,7 @@ class ArrayOpener:
         return {"driver": "zarr3" if self.tree.uses_zarr3 else "zarr", "kvstore": kvstore}
 
     def open_array(self, name: str) -> OrbaxArray:
-        """The array ``name``, all of whose chunks are there. Raises FormatError."""
+        """The array ``name``. Raises FormatError if it lacks a chunk, or cannot be read."""
         library = import_tensorstore()
         spec = self.build_spec(name)
         with _translate_errors(self._metadata_file, name):

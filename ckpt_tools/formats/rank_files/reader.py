@@ -209,7 +209,7 @@ class _TreeBuilder:
         mismatch_reasons: dict[TreePath, str] = {}
         names = dict.fromkeys(path for file in item.files.values() for path in file.tensors)
         leaf_by_path = {path: self._join_ranks(path, item, differing_names, mismatch_reasons) for path in names}
-        # FSDP1's optimizer.state_dict(): state of each rank's own that is no part of a tensor by its class.
+        # FSDP1's optimizer.state_dict(): state of each rank's own, whose class is not that of a shard.
         state_is_cut = [is_cut for path, (leaf, is_cut) in leaf_by_path.items() if path[0] == "state" and leaf.shape]
         if item.is_optimizer and mismatch_reasons and state_is_cut and not any(state_is_cut):
             why = (

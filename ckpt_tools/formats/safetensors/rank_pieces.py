@@ -3,7 +3,7 @@
 ``HuggingFaceStorageWriter(save_distributed=True)`` (torch 2.15.0, distributed/checkpoint/hf_storage.py) names files
 ``shard-<rank + 1>-model-<i>-of-<n>.safetensors`` and states in each header's metadata where its pieces begin:
 ``DCP_SHARDING_INFO`` is JSON, ``{name: {"saved_offsets": [...]}}``. There is no index, and no file has the whole shape
-of a tensor: it reaches as far as its last piece, as torch's own reader takes it. A lost last file can therefore not be
+of a tensor: it ends with its last piece, as torch's own reader takes it. A lost last file can therefore not be
 told from a smaller model; a lost one before it is a gap.
 """
 

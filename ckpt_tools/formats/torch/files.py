@@ -260,7 +260,7 @@ def restore_lists(value: Any) -> Any:
         return value
     inner = {key: restore_lists(item) for key, item in value.items()}
     if "param_groups" in value and isinstance(value.get("state"), Branch):
-        # An optimizer's own state dict: by number, of which entries make text, and no list.
+        # An optimizer's own state dict has numbers as keys, which entries spell as text; it is not a list.
         state = value["state"].items()
         inner["state"] = {int(key) if str(key).isdecimal() else key: restore_lists(item) for key, item in state}
     is_list = isinstance(value, Branch) and list(inner) == list(range(len(inner)))

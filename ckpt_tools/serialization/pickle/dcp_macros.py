@@ -143,7 +143,7 @@ class RecordMacro(ABC):
         return self.lengths.setdefault(opcode, _decode_int(opcode))
 
     def memoize_values(self, *values: Value) -> None:
-        """Memoise ``values``, of which only names and sizes are kept."""
+        """Memoise the names and sizes among ``values``."""
         memo = self.machine.memo
         if not self.put:
             return
@@ -287,7 +287,7 @@ class _TensorMacro(RecordMacro):
         return rb"(?:" + self.make_size_pattern(size, start) + rb"|" + start + rb"h.|j....))"
 
     def _find_class(self, kind: type[DcpRecord]) -> Value:
-        """The ``GlobalRef`` by which this pickle names a class of records; None if it does not."""
+        """The ``GlobalRef`` of a class of records in this pickle; None if it has none."""
         return next((ref for name, ref in self.machine.names.items() if RECORD_CLASSES.get(name) is kind), None)
 
     def push_record(self, found: re.Match[bytes]) -> bool:

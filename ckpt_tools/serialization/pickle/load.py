@@ -6,7 +6,7 @@ builds a value if the name is on the allow-list (``allowed_calls``), and otherwi
 arises: lengths by the data, integers, nesting and the hashing of keys by constants, copies, containers and memo indices
 by the size of the data.
 
-The C unpickler with a ``find_class`` of our own is no alternative: it hashes, out of reach, tuples that it made itself.
+The C unpickler with a ``find_class`` of our own would not do: it hashes, out of reach, tuples that it made itself.
 Forty nested tuples ``(x, x)`` as a key take 2 ** 40 steps, and a deep one overflows the C stack; both fit in 100 bytes.
 It also resolves the extension registry past ``find_class``, allocates any memo index that it meets, and sets attributes
 on any object.

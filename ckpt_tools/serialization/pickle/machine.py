@@ -88,8 +88,8 @@ class Macro(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class InstructionSet:
-    """What a machine can do: a step for each opcode, the functions that a pickle may call, and macros for classes whose
-    objects are read at once.
+    """The abilities of a machine: a step for each opcode, the functions that a pickle may call, and macros for classes
+    whose objects are read at once.
 
     Macros give no place in the memo to what no pickler refers to again; ``run_first_pickle`` starts again without them
     where one does.

@@ -191,8 +191,7 @@ class _ClosedListJudge:
 def _judge_once(
     recorded_object: Opaque | TensorAttributes, judgements: dict[tuple[Value, ...], str | None]
 ) -> str | None:
-    """The judgement of an object; objects of a few scalars without a state, of which a DCP has millions, are judged
-    once."""
+    """The judgement of an object. Objects of a few scalars without a state are judged once: a DCP has millions."""
     made = recorded_object
     if type(made) is not Opaque or made.state is not None or made.items or made.pairs or made.kwargs:
         return explain_refusal(made)

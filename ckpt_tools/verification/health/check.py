@@ -178,8 +178,8 @@ def _map_slots(manifest: Manifest) -> Slots:
 
 
 def _find_missing_moments(manifest: Manifest) -> Iterator[HealthFinding]:
-    """Parameters without state in groups of which half or more have it, and those with one of two moments that most
-    have. Optimizers keep no state of what has no gradient, so that a group may be mostly frozen."""
+    """Parameters without state in groups where half or more have it, and those with one of two moments that most have.
+    Optimizers keep no state of what has no gradient, so that a group may be mostly frozen."""
     slots = _map_slots(manifest)
     for group in manifest.groups:
         names = [manifest.aliases.get(name, name) for name in group.params]

@@ -30,7 +30,7 @@ MAX_RATIO = 10
 """Between two saves of a run that works, the root mean square of a matrix changes by far less."""
 
 MAX_VECTOR_RATIO = 100
-"""The same for biases and norms, of which many begin near zero."""
+"""The same for biases and norms, many of which begin near zero."""
 
 MIN_RMS = 0.01
 """The root mean square of a weight that counts as this large at least where it grows: what begins at zero grows by any
@@ -91,7 +91,7 @@ class MeasuredTensor:
 
     @property
     def identity(self) -> tuple[str, str, int | None]:
-        """What the same tensor has in every checkpoint of the run."""
+        """Equal for one tensor in all checkpoints of the run."""
         return self.bare_name, self.key.slot, self.row
 
     @property
@@ -233,7 +233,7 @@ def _should_change(each: MeasuredTensor, checkpoint: MeasuredCheckpoint) -> bool
 def _find_dead_experts(
     tensors: Sequence[MeasuredTensor], unchanged: Sequence[MeasuredTensor]
 ) -> dict[ExpertId, list[MeasuredTensor]]:
-    """Experts of which nothing changed, in groups of which another one changed."""
+    """Experts without any change, in groups where another one changed."""
     unchanged_ids = {id(each) for each in unchanged}
     changed = {each.expert for each in tensors if each.expert is not None and id(each) not in unchanged_ids}
     active_groups = {expert.group for expert in changed if expert is not None}

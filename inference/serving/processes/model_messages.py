@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TaskFacts:
-    """What a task says of itself, as in :class:`.task.Task`, but for the sizes of passes, of which there may be more
-    with each request."""
+    """Facts of a task, as in :class:`.task.Task`, except the sizes of passes: each request may bring new ones."""
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]

@@ -53,7 +53,7 @@ class Process:
         ours, its = Pipe()
         with its:
             process = subprocess.Popen(
-                # -P: the folder that the service was started in is no place of modules, unless it was one before.
+                # -P: the folder that the service was started in is not searched for modules, unless it was before.
                 [sys.executable, "-P", "-m", MODULE, str(its.fileno())],
                 pass_fds=[its.fileno()],
                 stdin=subprocess.DEVNULL,

@@ -74,7 +74,7 @@ class AutoEPLayers:
         return cls(layers, file.path)
 
     def find_layer(self, name: str) -> AutoEPLayer | None:
-        """The layer of whose experts ``name`` is a tensor; None if there is none."""
+        """The layer with ``name`` among the tensors of its experts; None if there is none."""
         return next((layer for layer in self.layers if name.startswith(layer.expert_prefix)), None)
 
     def list_expert_tensors(self, model: ModelStates) -> list[str]:

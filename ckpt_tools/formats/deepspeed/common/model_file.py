@@ -47,8 +47,8 @@ def check_experts(model: ModelStates) -> None:
 
 
 def check_model_parts(model: ModelStates, num_parts: int) -> None:
-    """Raises FormatError if the run cut its model into another number of parts than ``num_parts``, of which there are
-    files: IncompleteError if parts are missing, MalformedError if there are too many."""
+    """Raises FormatError if the run cut its model into another number of parts than ``num_parts``, the number of files:
+    IncompleteError if parts are missing, MalformedError if there are too many."""
     expected_parts = count_model_parts(model.file.content)
     reason, path = f"the model is cut into {expected_parts} parts, and there are files of {num_parts}", model.file.path
     if expected_parts > num_parts:

@@ -48,8 +48,8 @@ class VectorLayout:
         return VectorLayout(self.params, self.starts, self.stops, np.zeros_like(self.paddings))
 
     def cover_whole_parameters(self, numels: Sequence[int]) -> VectorLayout:
-        """The layout of Muon's momentum: the whole of every parameter of which this vector holds a part, without
-        padding. ``numels`` are the elements of the group's parameters."""
+        """The layout of Muon's momentum: every parameter with a part in this vector, whole and without padding.
+        ``numels`` are the elements of the group's parameters."""
         params = self.params[self.stops > self.starts]
         zeros = np.zeros_like(params)
         return VectorLayout(params, zeros, np.array(numels, np.int64)[params], zeros)
@@ -77,7 +77,7 @@ class GroupPartition:
         first_param = int(np.searchsorted(self.param_bounds, lower, side="right")) - 1
         stop_param = max(first_param, int(np.searchsorted(self.param_bounds[:-1], upper, side="left")))
         if first_param >= len(self.param_bounds) - 1:
-            # The rank has nothing but padding: one row without elements.
+            # The rank has padding alone: one row without elements.
             zero = np.zeros(1, np.int64)
             return VectorLayout(zero, zero, zero, np.array([self.partition_numel], np.int64))
         params = np.arange(first_param, stop_param, dtype=np.int64)

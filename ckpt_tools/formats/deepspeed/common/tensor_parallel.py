@@ -113,7 +113,7 @@ class MergeRules:
         return rules
 
     def plan_merge(self, name: str, shapes: Sequence[Shape]) -> ParameterMerge:
-        """How the parts of parameter ``name`` are joined; ``shapes`` are those of the parts, one a rank. Raises
+        """The way to join the parts of parameter ``name``; ``shapes`` are those of the parts, one a rank. Raises
         UnsupportedError if joining takes arithmetic; MalformedError if the rules do not fit the parts."""
         blocks = self._read_mapping("affine_map").get("params", {})
         if not isinstance(blocks, dict):

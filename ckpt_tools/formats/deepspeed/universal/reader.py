@@ -33,7 +33,7 @@ from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.saved import get_parent_folder
 
 _CONVERTER_SLOTS = (UNIVERSAL_MASTER_SLOT, "exp_avg", "exp_avg_sq", "step")
-"""The slots of which ``ds_to_universal`` makes a file for every parameter."""
+"""Slots with a file for every parameter, as ``ds_to_universal`` writes them."""
 
 
 def read(source: Source, options: ReadOptions) -> Manifest:

@@ -144,8 +144,8 @@ class SlotFileReader:
     """Opens the files of slots. ``literals`` gathers plain numbers in them, and zeros. ``expert_tensors`` are the names
     of the tensors with all experts of AutoEP.
 
-    Files of one size that are equal up to their elements hold the same kind of tensor, so that all but the first of
-    them cost one read: 1.8 s of processor time instead of 3.7 s for the 8,000 files of 2,000 parameters.
+    Files of one size that are equal up to their elements hold the same kind of tensor, so that each except the
+    first costs one read: 1.8 s of processor time instead of 3.7 s for the 8,000 files of 2,000 parameters.
     """
 
     source: Source
@@ -186,7 +186,7 @@ class SlotFileReader:
         return self.store_number(path, content.value)
 
     def store_number(self, name: str, value: Value) -> ShardTable:
-        """The shard of a plain number, which is kept under ``name``. Raises MalformedError if it is no number."""
+        """The shard of a plain number, which is kept under ``name``. Raises MalformedError if it is not one."""
         if not is_number(value):
             raise MalformedError(f"a step is a {type(value).__name__}, which is not a number", path=name)
         table, files = make_number_table(value, name)

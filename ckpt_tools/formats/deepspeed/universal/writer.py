@@ -186,7 +186,7 @@ class _UniversalOutput:
         return OrderedDict({**value_by_name, **builder.add_referenced_tensors(dict(self.extras.module))})
 
     def _make_scaler_entries(self, builder: TorchFileBuilder) -> dict[str, Value]:
-        """``overflow``, ``clip_grad`` and the loss scaler, as far as the source has them; the job keeps its own for any
+        """Those of ``overflow``, ``clip_grad`` and the loss scaler that the source has; the job keeps its own for any
         other."""
         deepspeed_entries, dtype = self.extras.deepspeed_entries, self.state.dtype
         entries: dict[str, Value] = {

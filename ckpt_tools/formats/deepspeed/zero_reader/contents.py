@@ -155,7 +155,7 @@ class ZeroManifestBuilder:
 
     @cached_property
     def momentum_intervals(self) -> Mapping[str, FlatIntervals]:
-        """Intervals of Muon's momentum by parameter, as far as its vectors hold whole parameters."""
+        """Intervals of Muon's momentum by parameter, of those that its vectors hold whole."""
         return locate_whole_momentum(self.param_intervals, self.partitions.momentum)
 
     @cached_property

@@ -166,7 +166,8 @@ def open_expert_layers(source: Source, model: ModelStates, files: ExpertFiles) -
 
 
 def _read_expert_counts(model: ModelStates) -> list[int]:
-    """``num_experts``: for each layer the number of experts of all ranks. Raises UnsupportedError if it is no list."""
+    """``num_experts``: for each layer the number of experts of all ranks. Raises UnsupportedError if it is not a
+    list."""
     counts = model.file.content.get("num_experts")
     if not isinstance(counts, list) or not all(type(count) is int and 0 < count <= MAX_EXPERTS for count in counts):
         raise UnsupportedError(

@@ -72,8 +72,8 @@ class ManifestMerger:
         return TensorEntry(merge.shape, first.dtype, first.kind, table)
 
     def _find_merge(self, key: StateKey, first: TensorEntry, shapes: Sequence[Shape]) -> ParameterMerge:
-        """The merge of a tensor. All slots of a parameter are cut alike. A buffer has to be a copy on every rank: there
-        is no rule for buffers."""
+        """The merge of a tensor. All slots of a parameter are cut alike. A buffer has to be a copy on every rank:
+        buffers have no rules."""
         name, path = key.fqn, self.rules.path
         if first.kind is Kind.BUFFER:
             if len(set(shapes)) > 1:

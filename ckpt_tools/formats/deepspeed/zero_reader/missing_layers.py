@@ -1,4 +1,4 @@
-"""Checks that the files of a pipeline's layers are all there, as far as the stages' optimizers show it without ZeRO.
+"""Checks by the optimizers of the stages, without ZeRO, that the files of a pipeline's layers are all there.
 
 No file names the layers of the model or their parameters. But a stage has consecutive layers, and its optimizer has
 states or masters of the shapes of their parameters. So the layers are cut into stages such that each has a tensor for

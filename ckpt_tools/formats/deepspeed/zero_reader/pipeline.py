@@ -84,7 +84,7 @@ def _read_tp_rank(
     source: Source, stages: Sequence[StageFiles], layer_paths: Mapping[int, str], rules: MergeRules | None = None
 ) -> Manifest:
     """The manifest of one tensor-parallel rank. ``stages`` are its parts of all stages, ``layer_paths`` its files of
-    layers by number. ``rules`` are those by which it will be joined with other ranks."""
+    layers by number. ``rules`` are those for joining it with other ranks."""
     layer_files = {number: DeepSpeedFile.open(source, path) for number, path in layer_paths.items()}
     pipeline_layers = PipelineLayers(source, layer_files, stages)
     models = pipeline_layers.build_models()

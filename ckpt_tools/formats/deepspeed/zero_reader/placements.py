@@ -395,9 +395,9 @@ def _locate_span(start: int, stop: int, partition_numel: int, flat: int) -> Flat
 def locate_whole_momentum(
     param_intervals: Mapping[str, FlatIntervals], momentum: SlotVectors
 ) -> dict[str, FlatIntervals]:
-    """Intervals of Muon's momentum, whose vector on a rank has the whole of every parameter of which the rank holds a
-    part by ``param_intervals``. Each is read from the first such rank. Raises MalformedError if a vector is not as long
-    as its parameters."""
+    """Intervals of Muon's momentum. The vector of a rank has every parameter whole that has a part on the rank by
+    ``param_intervals``. Each is read from the first such rank. Raises MalformedError if a vector is not as long as its
+    parameters."""
     # The parameters follow each other in the order of the partition. This is where the next one starts in the vector of
     # each rank; at the end, it must be the vector's length.
     end_by_rank_and_flat: dict[tuple[int, int], int] = {}

@@ -40,8 +40,8 @@ SlotValues = Mapping[str, Value]
 
 
 def open_stage0_model(source: Source, files: TagFiles) -> ModelStates:
-    """The model. Raises IncompleteError if its file is of a run with ZeRO, the files of whose optimizer are missing
-    then."""
+    """The model. Raises IncompleteError if its file is of a run with ZeRO, whose optimizer has files that are
+    missing."""
     file = DeepSpeedFile.open(source, files.require_model_paths(0)[0])
     if "param_shapes" not in file.content or file.content["param_shapes"] is not None:
         raise IncompleteError(

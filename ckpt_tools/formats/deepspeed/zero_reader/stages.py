@@ -237,7 +237,7 @@ class PipelineLayers:
 
 
 def read_first_elements(source: Source, table: ShardTable) -> bytes:
-    """The bytes of the first elements of a tensor, at most ``SAMPLE_ELEMENTS``, as far as its first shard has them."""
+    """The bytes of the first elements of a tensor, at most ``SAMPLE_ELEMENTS``, of its first shard alone."""
     first_row = int(np.argmin(table.starts[:, 0])) if len(table) > 1 else 0
     start, stop = int(table.byte_starts[first_row]), int(table.byte_stops[first_row])
     stop = min(stop, start + SAMPLE_ELEMENTS * table.dtype.item_bytes)
