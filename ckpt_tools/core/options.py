@@ -98,16 +98,21 @@ def _option(default: Any, heading: str, help_text: str, metavar: str | None = No
 # Which keywords a function takes, as a type checker has to know them. What each means is in the fields below.
 
 
-class ReadKeywords(TypedDict, total=False):
-    """Keywords of every function that opens a checkpoint."""
+class ReadModelKeywords(TypedDict, total=False):
+    """Keywords of every function that reads the weights of a checkpoint."""
 
     from_: ReadFormat | FormatAlias | None
     tag: str | None
     model_key: str | None
     optim_key: str | None
+    storage_options: Mapping[str, Any] | None
+
+
+class ReadKeywords(ReadModelKeywords, total=False):
+    """Keywords of every function that opens a checkpoint."""
+
     param_order: str | Path | None
     optimizer_file: str | Path | None
-    storage_options: Mapping[str, Any] | None
 
 
 class NamingKeywords(TypedDict, total=False):
@@ -121,12 +126,13 @@ class NamingKeywords(TypedDict, total=False):
     strip: str | None
     recipe: str | Path | None
     inverse: bool
-    dequantize: bool
     config: str | Path | None
 
 
 class SelectKeywords(ReadKeywords, NamingKeywords, total=False):
     """Keywords of every function that selects, renames and maps tensors of a checkpoint."""
+
+    dequantize: bool
 
 
 class RepeatableKeywords(TypedDict, total=False):
@@ -221,29 +227,11 @@ class MergeKeywords(WriteKeywords, total=False):
     allow_missing: bool
 
 
-class AverageKeywords(ExecutionKeywords, total=False):
-    """Keywords of ``average``: those of one conversion of weights, but for what would be of one of the sources."""
+class AverageKeywords(ReadModelKeywords, NamingKeywords, ExecutionKeywords, OutputKeywords, total=False):
+    """Keywords of ``average``: those of one conversion of weights, except what would be of one of the sources."""
 
     to: WrittenFormat | FormatAlias | None
     world_size: int | None
-    from_: ReadFormat | FormatAlias | None
-    tag: str | None
-    model_key: str | None
-    optim_key: str | None
-    storage_options: Mapping[str, Any] | None
-    include: Sequence[str]
-    exclude: Sequence[str]
-    rename: Sequence[str]
-    key_map: str | Path | None
-    weights: Weights | None
-    strip: str | None
-    recipe: str | Path | None
-    inverse: bool
-    config: str | Path | None
-    dtype: DTypeLike | None
-    buffers: Sequence[str]
-    max_shard_size: str | int | None
-    untie: bool
 
 
 class ConsolidateKeywords(ReshardKeywords, QuantizationKeywords, total=False):
