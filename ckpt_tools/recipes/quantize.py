@@ -159,7 +159,8 @@ class QuantizeStep:
             if found
             else "no matrix has a name as in a language model of the hub (model.layers.0.mlp.up_proj.weight)"
         )
-        return f"{format_option('quantize', self.method)} would quantize nothing: {why}"
+        way = f"; {format_option('quantize', 'fp8')} takes any shape" if found and self.method == "fp8-block" else ""
+        return f"{format_option('quantize', self.method)} would quantize nothing: {why}{way}"
 
     def _make_config(self, unquantized_modules: Sequence[str]) -> Mapping[str, Any]:
         """``quantization_config`` as DeepSeek's models have it, or as compressed-tensors writes it."""

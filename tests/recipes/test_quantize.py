@@ -404,7 +404,7 @@ REFUSALS: dict[str, tuple[Tensors, dict[str, Any], str]] = {
     "keep alone": (MODEL, {"quantize": None, "keep": ["*"]}, "keep= is for quantize="),
     "a model like another": (MODEL, {"like": "."}, "quantize= contradicts like="),
     "names of others": ({"layers.0.w.weight": torch.ones(128, 128)}, {}, "quantize nothing: no matrix has a name"),
-    "small matrices": ({UP: torch.ones(64, 64)}, {}, "would quantize nothing: of .*up_proj.weight .of a shape that"),
+    "small matrices": ({UP: torch.ones(64, 64)}, {}, "would quantize nothing: of .*of a shape that.* takes any"),
     "stacked experts": (STACKED, {}, "has the experts of a layer in one tensor.*recipe= writes a matrix.*keep="),
     "fp8 already": ({UP: torch.ones(128, 128).to(torch.float8_e4m3fn)}, {}, "quantized already; dequantize=True"),
     "scales already": ({**MODEL, f"{UP}_scale_inv": torch.ones(1, 1)}, {}, "would have this name"),
