@@ -16,8 +16,8 @@ from typing import Any
 WEIGHTS = "model.safetensors"
 """File of weights that peers and we write."""
 
-PART_BYTES, NUM_THREADS = 8 << 20, 8
-"""How objects are moved from S3 to S3."""
+PART_BYTES, NUM_THREADS = 8 << 20, 16
+"""How files are moved from and to S3; small ones by twice as many."""
 
 
 def fill_command(command: str, source: Path, out: Path) -> list[str]:
@@ -120,32 +120,72 @@ def load_and_save(source: str, out: str) -> None:
     save(unflatten_state_dict(state, metadata.planner_data), checkpoint_id=out)
 
 
-def move_s3_objects(source: str, out: str) -> None:
-    """Download and upload every byte of the input's files, by botocore without checksums and signatures of bodies."""
+def make_s3_client() -> Any:
+    """botocore's, without checksums and signatures of bodies."""
     import botocore.session
     from botocore.config import Config
 
     config = Config(
-        max_pool_connections=NUM_THREADS,
+        max_pool_connections=2 * NUM_THREADS,
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
         s3={"payload_signing_enabled": False},
     )
-    client = botocore.session.Session().create_client("s3", config=config)
-    (bucket, prefix), (_, target) = (url.removeprefix("s3://").split("/", 1) for url in (source, out))
-    for found in client.list_objects_v2(Bucket=bucket, Prefix=f"{prefix}/")["Contents"]:
-        given = {"Bucket": bucket, "Key": found["Key"]}
-        to = {"Bucket": bucket, "Key": target + found["Key"].removeprefix(prefix)}
-        to["UploadId"] = client.create_multipart_upload(**to)["UploadId"]
+    return botocore.session.Session().create_client("s3", config=config)
 
-        def move_part(start: int, given: dict[str, str] = given, to: dict[str, str] = to) -> dict[str, Any]:
-            part = client.get_object(**given, Range=f"bytes={start}-{start + PART_BYTES - 1}")["Body"].read()
-            number = start // PART_BYTES + 1
-            return {"PartNumber": number, "ETag": client.upload_part(**to, PartNumber=number, Body=part)["ETag"]}
 
-        with ThreadPoolExecutor(NUM_THREADS) as pool:
-            parts = list(pool.map(move_part, range(0, found["Size"], PART_BYTES)))
-        client.complete_multipart_upload(**to, MultipartUpload={"Parts": parts})
+def parse_s3_url(url: str) -> dict[str, str]:
+    bucket, key = url.removeprefix("s3://").split("/", 1)
+    return {"Bucket": bucket, "Key": key}
+
+
+def move_s3_objects(source: str, out: str) -> None:
+    """Download and upload every byte of the input's files."""
+    at = parse_s3_url(f"{source}/")
+    for found in make_s3_client().list_objects_v2(Bucket=at["Bucket"], Prefix=at["Key"])["Contents"]:
+        move_file(f"s3://{at['Bucket']}/{found['Key']}", f"{out}/{found['Key'].removeprefix(at['Key'])}")
+
+
+def move_file(source: str, out: str) -> None:
+    """Copy a file from or to S3, or both, range by range."""
+    client = make_s3_client()
+    if source.startswith("s3://"):
+        size = client.head_object(**parse_s3_url(source))["ContentLength"]
+
+        def read_range(start: int) -> bytes:
+            wanted = f"bytes={start}-{start + PART_BYTES - 1}"
+            return bytes(client.get_object(**parse_s3_url(source), Range=wanted)["Body"].read())
+    else:
+        size, file = Path(source).stat().st_size, os.open(source, os.O_RDONLY)
+
+        def read_range(start: int) -> bytes:
+            return os.pread(file, PART_BYTES, start)
+
+    with ThreadPoolExecutor(NUM_THREADS) as pool:
+        if not out.startswith("s3://"):
+            file = os.open(out, os.O_WRONLY | os.O_CREAT)
+            list(pool.map(lambda start: os.pwrite(file, read_range(start), start), range(0, size, PART_BYTES)))
+            return
+        upload = parse_s3_url(out)
+        upload["UploadId"] = client.create_multipart_upload(**upload)["UploadId"]
+
+        def move_part(start: int) -> dict[str, Any]:
+            number, body = start // PART_BYTES + 1, read_range(start)
+            return {"PartNumber": number, "ETag": client.upload_part(**upload, PartNumber=number, Body=body)["ETag"]}
+
+        parts = list(pool.map(move_part, range(0, size, PART_BYTES)))
+    client.complete_multipart_upload(**upload, MultipartUpload={"Parts": parts})
+
+
+def put_s3_files(source: str, out: str) -> None:
+    """Put all files of a folder, which are small."""
+    client, paths = make_s3_client(), [path for path in Path(source).rglob("*") if path.is_file()]
+
+    def put_file(path: Path) -> None:
+        client.put_object(**parse_s3_url(f"{out}/{path.relative_to(source)}"), Body=path.read_bytes())
+
+    with ThreadPoolExecutor(2 * NUM_THREADS) as pool:
+        list(pool.map(put_file, paths))
 
 
 def load_and_save_by_fsspec(source: str, out: str) -> None:

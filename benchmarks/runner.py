@@ -78,6 +78,7 @@ PARTS = (
     Benchmark("stall", "training:measure_training", "Training: saves"),
     Benchmark("s3", "s3:measure_s3_conversion", "From S3 to S3, shards of 1.4 and 3.9 MiB", 2),
     Benchmark("s3-wide", "s3:measure_s3_conversion", "From S3 to S3, shards of 8 and 22 MiB", 2),
+    Benchmark("distant", "distant:measure_distance", "Distant stores: 50 ms of latency", 0.8),
     Benchmark("ray", "ray_driver:measure_driver", "The driver of `--runner ray`"),
 )
 """The measurements beside the conversions of `works.toml`."""
