@@ -23,7 +23,7 @@ from ckpt_tools.planning.plan import make_plan
 from ckpt_tools.serialization.loadable import LeftOut, LoadableValue, Replaced, make_loadable_value
 from ckpt_tools.serialization.pickle.dump import dumps_with_storages
 from ckpt_tools.serialization.torch_archive import TorchArchive
-from ckpt_tools.serialization.torch_zip import make_archive_segments, open_archive
+from ckpt_tools.serialization.torch_zip import make_archive_segments, open_torch_file
 from ckpt_tools.stores.local.direct import exceeds_free_memory
 from ckpt_tools.stores.publishing import OutputLocation
 from ckpt_tools.stores.source import Source
@@ -62,7 +62,7 @@ def rewrite_as_loadable(request: ConvertRequest) -> LoadableReport:
     if find_format_by_suffix(place.name) != TORCH_FORMAT:
         raise UsageError(f"{place.name}: name a file that ends in .pt, .pth or .bin")
     source = open_source(src, storage_options)
-    archive = _open_torch_file(source, src)
+    archive = _open_only_file(source, src)
     check_not_nested(src, dst, storage_options)
     loadable_file = _replace_disallowed_objects(archive, strict=request.strict)
     manifest, layout = _build_manifest_and_layout(loadable_file.value, archive, place)
@@ -102,13 +102,12 @@ def rewrite_as_loadable(request: ConvertRequest) -> LoadableReport:
     )
 
 
-def _open_torch_file(source: Source, src: str | Path) -> TorchArchive:
+def _open_only_file(source: Source, src: str | Path) -> TorchArchive:
     if not source.files:
         raise SourceNotFoundError(f"{source.store.url} is an empty folder")
     if len(source.files) != 1:
         raise UsageError(f"{src} is a folder; name one file of torch.save in it")
-    path = next(iter(source.files))
-    return open_archive(lambda start, stop: source.read(path, start, stop), source.size(path), path)
+    return open_torch_file(source, next(iter(source.files)))
 
 
 def _replace_disallowed_objects(archive: TorchArchive, *, strict: bool) -> LoadableValue:

@@ -242,10 +242,10 @@ def refuse_foreign_content(source: Source, path: str, *, is_of_no_format: bool =
     is_single = path.endswith(tuple(FORMAT_BY_FILE_SUFFIX)) or len(source.files) == 1
     if not is_single or path.endswith(BUILTIN_FORMATS["torch"].signs):
         return
-    from ckpt_tools.serialization.torch_zip import open_archive
+    from ckpt_tools.serialization.torch_zip import open_torch_file
 
     try:
-        open_archive(lambda start, stop: source.read(path, start, stop), source.size(path), path)
+        open_torch_file(source, path)
     except FormatError as error:
         if is_of_no_format and isinstance(error, UnsupportedError):
             raise

@@ -167,10 +167,10 @@ def _read_companion(
                 notes.append(Note(Outcome.DOUBTFUL, f"global_step of {path}", why))
             entries = {name: value for name, value in entries.items() if name not in known_entries}
         else:
-            from ckpt_tools.serialization.torch_zip import open_archive
+            from ckpt_tools.serialization.torch_zip import open_torch_file
             from ckpt_tools.state_tree.leaves import ArchiveLocation, extract_tensors
 
-            archive = open_archive(lambda start, stop: source.read(path, start, stop), source.size(path), path)
+            archive = open_torch_file(source, path)
             location = ArchiveLocation(archive, path)
             entries = {
                 name: extract_tensors(value, location, name, leaves)

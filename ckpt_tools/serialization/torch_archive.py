@@ -36,15 +36,16 @@ class TorchArchive:
     _ranges: dict[str, tuple[int, int]] = field(default_factory=dict, repr=False)
 
     def locate_storage(self, key: str) -> tuple[int, int]:
-        """The bytes ``[start, stop)`` of the file that hold storage ``key``.
-
-        The first call reads the headers of the storages. Raises MalformedError.
-        """
-        if not self._ranges:
-            self._ranges.update(self._locate())
-        if key not in self._ranges:
+        """The bytes ``[start, stop)`` of the file that hold storage ``key``. Raises MalformedError."""
+        if key not in self.locate_storages():
             raise MalformedError(f"storage {key!r} has no record", path=self.path)
         return self._ranges[key]
+
+    def locate_storages(self) -> Mapping[str, tuple[int, int]]:
+        """The bytes of every storage, by key. The first call reads their headers. Raises MalformedError."""
+        if not self._ranges:
+            self._ranges.update(self._locate())
+        return self._ranges
 
     def check_rank(self) -> None:
         """Raises MalformedError where the file is another rank's: torch names an archive after the file that it writes,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.dtypes import DType
@@ -34,11 +34,15 @@ from ckpt_tools.serialization.zip_archive import (
     LOCAL,
     LOCAL_MAGIC,
     TORCHSCRIPT,
+    MapReads,
     ReadRange,
     ZipDirectory,
     ZipRecord,
     read_directory,
 )
+
+if TYPE_CHECKING:
+    from ckpt_tools.stores.source import Source
 
 TAIL_BYTES: Final = 1 << 16
 """One read from the end that holds the directory of an archive of up to about 900 storages."""
@@ -57,7 +61,13 @@ DEFAULT_ROOT: Final = "archive"
 _RESAVE_ADVICE = "open it with torch.load and save it again with torch.save"
 
 
-def open_archive(read: ReadRange, size: int, path: str) -> TorchArchive:
+def open_torch_file(source: Source, path: str) -> TorchArchive:
+    """Open a torch file of ``source``. Raises as ``open_archive``, and IncompleteError if there is no such file."""
+    size, map_reads = source.size(path), source.store.map_files
+    return open_archive(lambda start, stop: source.read(path, start, stop), size, path, map_reads=map_reads)
+
+
+def open_archive(read: ReadRange, size: int, path: str, *, map_reads: MapReads = map) -> TorchArchive:
     """Open the torch file of ``size`` bytes that ``read(start, stop)`` reads, of any torch from 0.1.10 on.
 
     Raises:
@@ -70,7 +80,7 @@ def open_archive(read: ReadRange, size: int, path: str) -> TorchArchive:
         return is_legacy(read(0, min(size, MAGIC_READ_BYTES)))
 
     try:
-        archive = _open_zip(read, size, path, TAIL_BYTES)
+        archive = _open_zip(read, size, path, TAIL_BYTES, map_reads)
     except (FormatError, UnsafeError):
         if not begins_as_legacy():
             raise
@@ -86,14 +96,14 @@ def read_pickle(read: ReadRange, size: int, path: str) -> bytes:
     return directory.read_record(read, f"{root}/data.pkl")
 
 
-def _open_zip(read: ReadRange, size: int, path: str, tail_bytes: int) -> TorchArchive:
+def _open_zip(read: ReadRange, size: int, path: str, tail_bytes: int, map_reads: MapReads = map) -> TorchArchive:
     directory, root, records = _read_records(read, size, path, tail_bytes)
     value, storages = _interpret_pickle(directory.read_record(read, f"{root}/data.pkl"), path)
     _check_storage_sizes(storages, records, path)
 
     def locate_storages() -> Mapping[str, tuple[int, int]]:
         names = {key: f"{root}/data/{key}" for key in storages if f"data/{key}" in records}
-        ranges = directory.locate_payloads(read, names.values())
+        ranges = directory.locate_payloads(read, names.values(), map_reads=map_reads)
         return {key: ranges[name] for key, name in names.items()}
 
     return TorchArchive(path, value, MappingProxyType(records), storages, locate_storages, root)

@@ -20,6 +20,9 @@ from ckpt_tools.errors import MalformedError, UnsafeError, UnsupportedError
 ReadRange = Callable[[int, int], bytes]
 """Bytes ``[start, stop)`` of an archive."""
 
+MapReads = Callable[[Callable[[tuple[int, int]], bytes], Iterable[tuple[int, int]]], Iterator[bytes]]
+"""As ``map``, or one that has several reads under way."""
+
 LOCAL = struct.Struct("<4s5H3I2H")
 CENTRAL = struct.Struct("<4s6H3I5H2I")
 CRC_OFFSET = struct.calcsize("<4s6H")
@@ -103,7 +106,9 @@ class ZipDirectory:
     start: int
     path: str
 
-    def locate_payloads(self, read: ReadRange, names: Iterable[str]) -> dict[str, tuple[int, int]]:
+    def locate_payloads(
+        self, read: ReadRange, names: Iterable[str], *, map_reads: MapReads = map
+    ) -> dict[str, tuple[int, int]]:
         """The byte ranges of the records ``names``, from their local headers, read in as few pieces as make sense.
 
         Raises:
@@ -111,10 +116,12 @@ class ZipDirectory:
         """
         sorted_records = sorted((self.records[name] for name in names), key=attrgetter("header_offset"))
         end_by_name = self._get_record_limits()
-        ranges = {}
-        for group in _group_neighbours(sorted_records):
-            first_offset = group[0].header_offset
-            data = read(first_offset, group[-1].header_offset + _get_min_header_bytes(group[-1]))
+        ranges, groups = {}, list(_group_neighbours(sorted_records))
+        pieces = [
+            (group[0].header_offset, group[-1].header_offset + _get_min_header_bytes(group[-1])) for group in groups
+        ]
+        headers = map_reads(lambda piece: read(*piece), pieces)
+        for group, (first_offset, _), data in zip(groups, pieces, headers, strict=True):
             for record in group:
                 position = record.header_offset - first_offset
                 start = record.header_offset + self._read_header_length(record, data, position, end_by_name)

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from ckpt_tools.stores.source import Store, StoreWrapper, check_range
+from ckpt_tools.stores.parallel import iter_in_parallel
+from ckpt_tools.stores.source import Item, Result, Store, StoreWrapper, check_range
 
 BLOCK_BYTES = 64 << 10
 """Between two headers that are far from each other, little else is read."""
@@ -59,6 +60,9 @@ class BlockCache(StoreWrapper):
             buffer = memoryview(bytearray(stop - start))
             self.store.read_into(path, start, buffer)
             self._thread_state.piece = (path, start, buffer)
+
+    def map_files(self, read: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+        return iter_in_parallel(read, items)
 
     def _find_prefetched(self, path: str, start: int, num_bytes: int) -> memoryview | None:
         """The bytes if they lie in the range that this thread prefetched last, else None."""

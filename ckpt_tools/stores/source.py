@@ -9,15 +9,17 @@ from __future__ import annotations
 import io
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.errors import IncompleteError, MalformedError, UnsafeError
 
 Buffer = bytes | bytearray | memoryview
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 _LARGE_BYTES = 1 << 20
 """Size from which a copy costs more memory than a second code path costs time."""
@@ -123,6 +125,11 @@ class Store(ABC):
             IncompleteError, StoreError: as ``read_into``.
         """
 
+    def map_files(self, read: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+        """What ``read`` makes of each item, in order; it reads from this store. A distant store has several threads
+        call it. Raises what ``read`` raises first."""
+        return map(read, items)
+
 
 class StoreWrapper(Store):
     """A store in front of ``store``, to which it forwards everything. A wrapper overrides methods, or
@@ -183,6 +190,9 @@ class StoreWrapper(Store):
     def prefetch(self, path: str, start: int, stop: int) -> None:
         store, name = self._resolve_file(path)
         store.prefetch(name, start, stop)
+
+    def map_files(self, read: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+        return self.store.map_files(read, items)
 
 
 class FileWriter(Protocol):
@@ -297,6 +307,10 @@ class Source:
         with stream.getbuffer() as buffer:
             self.store.read_into(path, start, buffer)
         return stream.getvalue()
+
+    def map_files(self, read: Callable[[Source, str], Result], paths: Iterable[str]) -> Iterator[Result]:
+        """What ``read`` makes of each file, as ``Store.map_files``."""
+        return self.store.map_files(lambda path: read(self, path), paths)
 
     def read_all(self, path: str, *, limit_bytes: int) -> bytes:
         """The whole of a header file. Raises MalformedError where it is larger than any such file may be."""

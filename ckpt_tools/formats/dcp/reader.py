@@ -35,7 +35,7 @@ def read(source: Source, options: ReadOptions) -> Manifest:
     # 2. ties: names whose bytes are those of another name  5. the trainer's folder, notes on files without items
     # 3. objects are read now: a kilobyte each              6. copies of ranks -> pairs that must be equal
     metadata_paths = find_metadata_files(source.files)
-    indexes = {path: read_index(source, path) for path in metadata_paths}
+    indexes = dict(zip(metadata_paths, source.map_files(read_index, metadata_paths), strict=True))
     index, rank_notes = (
         merge_rank_indexes(source, indexes) if is_rank_index(metadata_paths[0]) else (_join_indexes(indexes), ())
     )

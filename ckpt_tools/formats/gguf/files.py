@@ -69,7 +69,8 @@ def detect(source: Source) -> bool:
 
 
 def read(source: Source, options: ReadOptions) -> Manifest:
-    headers = _order_split_files({path: read_gguf_header(source, path) for path in _find_parts(source)})
+    parts = _find_parts(source)
+    headers = _order_split_files(dict(zip(parts, source.map_files(read_gguf_header, parts), strict=True)))
     tensors = _merge_tensors(headers)
     selection = options.include, options.exclude
     selected = {name: info for name, info in tensors.items() if info.dtype is not None or is_selected(name, *selection)}

@@ -38,7 +38,7 @@ from ckpt_tools.formats.megatron.tensor_names import (
     parse_state_name,
 )
 from ckpt_tools.messages.wording import format_count
-from ckpt_tools.serialization.torch_zip import locate_item, open_archive
+from ckpt_tools.serialization.torch_zip import locate_item, open_torch_file
 from ckpt_tools.state_tree.incomplete_state import refuse_non_weights
 from ckpt_tools.state_tree.leaf import TensorLeaf, find_ties
 from ckpt_tools.state_tree.parse import TreeLeaves
@@ -335,7 +335,7 @@ def _read_common_state(folder: MegatronFolder, index: DcpIndex, inner_tensors: I
             _read_sharded_object(folder.source, COMMON_ITEM, index, inner_tensors)[0], folder.metadata_path
         )
     source = folder.source
-    archive = open_archive(lambda start, stop: source.read(path, start, stop), source.size(path), path)
+    archive = open_torch_file(source, path)
 
     def make_reference(tensor: StoredTensor) -> Any:
         if tensor.storage is None:
@@ -364,8 +364,10 @@ def _unflatten(source: Source, leaf: TensorLeaf, shape: tuple[int, ...]) -> Tens
         raise MalformedError(f"a tensor of shape {list(shape)} is stored in {list(leaf.shape)}")
     shards: list[Shard] = []
     size = leaf.dtype.item_bytes
-    for row in range(len(leaf.shards)):
-        stored, start = leaf.shards.get_box(row), _find_elements_start(source, leaf, row)
+    rows = range(len(leaf.shards))
+    starts = source.store.map_files(lambda row: _find_elements_start(source, leaf, row), rows)
+    for row, start in zip(rows, starts, strict=True):
+        stored = leaf.shards.get_box(row)
         for box, first in split_into_boxes(stored, piece):
             at = ByteRange(
                 leaf.shards.get_byte_range(row).file, start + first * size, start + (first + box.numel) * size

@@ -30,7 +30,8 @@ def read(source: Source, options: ReadOptions) -> Manifest:
     if not files:
         raise SourceNotFoundError(f"there is no {make_file_name(0)} in {source.store.url}")
     check_all_ranks(files)
-    manifest_by_file = {file: _read_rank_file(source, file, options) for file in files}
+    manifests = source.map_files(lambda source, file: _read_rank_file(source, file, options), files)
+    manifest_by_file = dict(zip(files, manifests, strict=True))
     first = manifest_by_file[files[0]]
     manifest = first if len(manifest_by_file) == 1 else _join_ranks(manifest_by_file)
     _check_heads(manifest, read_params(source), len(files))

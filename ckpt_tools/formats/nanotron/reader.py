@@ -38,10 +38,11 @@ from ckpt_tools.formats.nanotron.names import (
     parse_optimizer_path,
     parse_weight_path,
 )
-from ckpt_tools.formats.safetensors.files import read_safetensors_header
+from ckpt_tools.formats.safetensors.files import SafetensorsHeader, read_safetensors_header
 from ckpt_tools.messages.wording import join_names, join_newest
 from ckpt_tools.serialization.strict_json import parse_json
-from ckpt_tools.serialization.torch_zip import open_archive
+from ckpt_tools.serialization.torch_archive import TorchArchive
+from ckpt_tools.serialization.torch_zip import open_torch_file
 from ckpt_tools.state_tree.leaf import TensorLeaf
 from ckpt_tools.stores.source import Source
 
@@ -150,15 +151,14 @@ class _NanotronManifestBuilder:
         return [note_unrelated_files(top, number) for top, number in unread_counts.items()]
 
     def _read_weights(self) -> None:
-        for path in self._list_files():
-            weight_file = parse_weight_path(path)
-            if weight_file is not None:
-                try:
-                    self._read_weight(self.prefix + path, weight_file)
-                except CkptError as error:
-                    raise type(error)(
-                        error.message, path=error.path or self.prefix + path, key=error.key or weight_file.name
-                    ) from error
+        parsed_paths = ((self.prefix + path, parse_weight_path(path)) for path in self._list_files())
+        weight_files = {path: weight_file for path, weight_file in parsed_paths if weight_file is not None}
+        headers = self.source.map_files(read_safetensors_header, weight_files)
+        for path, weight_file in weight_files.items():
+            try:
+                self._read_weight(path, weight_file, next(headers))
+            except CkptError as error:
+                raise type(error)(error.message, path=error.path or path, key=error.key or weight_file.name) from error
         self._check_rank_order()
         if not self.weight_parts:
             raise IncompleteError("there are no files of tensors below it", path=f"{self.prefix}model")
@@ -176,8 +176,7 @@ class _NanotronManifestBuilder:
                 )
             last_start[weight_file.name, weight_file.exp] = start
 
-    def _read_weight(self, path: str, weight_file: WeightFile) -> None:
-        header = read_safetensors_header(self.source, path)
+    def _read_weight(self, path: str, weight_file: WeightFile, header: SafetensorsHeader) -> None:
         if set(header.tensors) != {"data"}:
             raise UnsupportedError(f"it holds {join_names(header.tensors) or 'nothing'}, and not one tensor 'data'")
         table = header.tensors["data"]
@@ -224,8 +223,9 @@ class _NanotronManifestBuilder:
             why = f"it has {len(files):,} of the {num_ranks:,} files of the optimizer's ranks"
             raise IncompleteError(why, path=f"{self.prefix}optimizer")
         offsets = self._read_zero1_offsets() if dp is not None else {}
-        for path, ranks in files.items():
-            self._read_optimizer_file(self.prefix + path, ranks, offsets)
+        archives = self.source.map_files(open_torch_file, [self.prefix + path for path in files])
+        for ranks, archive in zip(files.values(), archives, strict=True):
+            self._read_optimizer_file(archive.path, archive, ranks, offsets)
         return num_ranks
 
     def _read_zero1_offsets(self) -> Mapping[str, Any]:
@@ -237,9 +237,9 @@ class _NanotronManifestBuilder:
             raise MalformedError(why, path=self.prefix + OPTIMIZER_CONFIG)
         return offsets
 
-    def _read_optimizer_file(self, path: str, ranks: OptimizerFile, offsets: Mapping[str, Any]) -> None:
-        source = self.source
-        archive = open_archive(lambda start, stop: source.read(path, start, stop), source.size(path), path)
+    def _read_optimizer_file(
+        self, path: str, archive: TorchArchive, ranks: OptimizerFile, offsets: Mapping[str, Any]
+    ) -> None:
         archive.check_rank()
         state_dict = archive.value
         if not isinstance(state_dict, dict) or not all(

@@ -124,9 +124,8 @@ def read_checkpoint_files(source: Source) -> ShardedCheckpoint:
             f"there are files of several world sizes here ({join_names(list(map(str, world_sizes)))}); "
             "move those of one into a folder of their own"
         )
-    rank_files = {
-        path: read_rank_file(source, path) for path in files if match_rank_file(path) or has_tensor_parts(source, path)
-    }
+    read_files = source.map_files(_read_if_rank_file, files)
+    rank_files = {path: file for path, file in zip(files, read_files, strict=True) if file is not None}
     files_with_parts = {path: file for path, file in rank_files.items() if file.kind is not None}
     if not files_with_parts:
         return _build_plain_checkpoint(folder, rank_files)
@@ -209,6 +208,10 @@ def _check_ranks(template: str, files_by_rank: Mapping[int, object], ranks: tupl
         raise IncompleteError(f"the file of rank {missing[0]} of {len(ranks)} is missing ({name})")
 
 
+def _read_if_rank_file(source: Source, path: str) -> RankFile | None:
+    return read_rank_file(source, path) if match_rank_file(path) or has_tensor_parts(source, path) else None
+
+
 def _build_plain_item(
     source: Source,
     template: str,
@@ -221,9 +224,10 @@ def _build_plain_item(
         if any(map(match_rank_file, path_by_rank.values())):
             _check_ranks(template, path_by_rank, ranks)
         return None
-    by_rank = {
-        rank: read_files.get(path) or read_rank_file(source, path) for rank, path in sorted(path_by_rank.items())
-    }
+    paths = [path_by_rank[rank] for rank in sorted(path_by_rank)]
+    unread_paths = [path for path in paths if path not in read_files]
+    files = dict(read_files) | dict(zip(unread_paths, source.map_files(read_rank_file, unread_paths), strict=True))
+    by_rank = {rank: files[path_by_rank[rank]] for rank in sorted(path_by_rank)}
     return ShardedItem(make_label(template), template, by_rank)
 
 

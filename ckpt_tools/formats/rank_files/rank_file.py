@@ -21,7 +21,7 @@ from ckpt_tools.serialization.pickle.sharded_tensors import (
     TensorPart,
 )
 from ckpt_tools.serialization.torch_archive import TorchArchive
-from ckpt_tools.serialization.torch_zip import open_archive
+from ckpt_tools.serialization.torch_zip import open_torch_file
 from ckpt_tools.state_tree.incomplete_state import find_sharded_class, refuse_single_deepspeed_file
 from ckpt_tools.state_tree.leaf import TensorLeaf
 from ckpt_tools.state_tree.leaves import ArchiveLocation, extract_tensors, iter_tree_leaves
@@ -70,7 +70,7 @@ class RankFile:
 def read_rank_file(source: Source, path: str) -> RankFile:
     """The file of a rank, from its headers. Raises FormatError if it cannot be read, or holds a part whose place is not
     understood."""
-    archive = open_archive(lambda start, stop: source.read(path, start, stop), source.size(path), path)
+    archive = open_torch_file(source, path)
     archive.check_rank()
     refuse_single_deepspeed_file(archive.value, path)
     collector = _PartCollector(archive)

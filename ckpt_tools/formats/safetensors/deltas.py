@@ -22,6 +22,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -123,8 +124,9 @@ def read_delta(source: Source) -> Delta | None:
             raise MalformedError(f"it is {shown} by its index, and a delta is against an earlier version")
         weight_map = get_weight_map(index_json)
     changes: dict[str, TensorChange] = {}
-    for file in dict.fromkeys(map(check_file_name, weight_map.values())):
-        header = read_safetensors_header(source, file, may_be_delta=True)
+    files = list(dict.fromkeys(map(check_file_name, weight_map.values())))
+    headers = source.map_files(partial(read_safetensors_header, may_be_delta=True), files)
+    for file, header in zip(files, headers, strict=True):
         indexed_names = {name for name, where in weight_map.items() if where == file}
         if odd_names := sorted(indexed_names ^ header.tensors.keys()):
             raise MalformedError("the index and this file do not name the same tensors", path=file, key=odd_names[0])

@@ -91,8 +91,11 @@ def detect(source: Source) -> bool:
 def read(source: Source, options: ReadOptions) -> Manifest:
     # headers -> tables (of whole tensors, or of pieces of ranks joined) -> ties and texts of the metadata -> manifest;
     # or, with STATE_KEY in a header, tables and the packed tree -> the whole state.
-    files, notes = _find_model_files(source)
-    headers = {path: read_safetensors_header(source, path) for path in files}
+    files, weight_map, notes = _find_model_files(source)
+    index = find_index(source.files, INDEX_NAME) or INDEX_NAME
+    headers = dict(zip(files, source.map_files(read_safetensors_header, files), strict=True))
+    for file, header in headers.items():
+        check_indexed_names(weight_map, index, file, header.tensors)
     # Each file holds pieces of tensors, as torch's DCP writes them from every rank.
     are_pieces = any(OFFSETS_KEY in header.metadata for header in headers.values())
     tables = _join_rank_pieces(headers) if are_pieces else _join_files(headers)
@@ -126,17 +129,15 @@ def is_safetensors_file(path: str) -> bool:
     return "/" not in path and path.endswith((".safetensors", ".safetensors.index.json"))
 
 
-def _find_model_files(source: Source) -> tuple[list[str], list[Note]]:
-    """The files of the model, and notes on what an index says of it."""
+def _find_model_files(source: Source) -> tuple[list[str], Mapping[str, str], list[Note]]:
+    """The files of the model, the index's map, empty where there is none, and notes on the index."""
     if (why := why_no_model(filter(is_safetensors_file, source.files))) is not None:
         raise UnsupportedError(why)
     index = find_index(source.files, INDEX_NAME)
     if index is not None:
         weight_map, notes = read_weight_map(source, index)
         files = list(dict.fromkeys(weight_map.values())) or [index.removesuffix(".index.json")]
-        for file in files:
-            check_indexed_names(weight_map, index, file, read_safetensors_header(source, file).tensors)
-        return files, notes
+        return files, weight_map, notes
     files = [path for path in source.files if is_safetensors_file(path)] or list(source.files)
     if len(source.files) > 1 and not is_safetensors_file(files[0]):
         raise SourceNotFoundError(f"there is no file of safetensors in {source.store.url}")
@@ -147,7 +148,7 @@ def _find_model_files(source: Source) -> tuple[list[str], list[Note]]:
         raise SeveralCheckpointsError(
             f"there are several models here ({join_names(files)}); name the file of the one you mean"
         )
-    return files, []
+    return files, {}, []
 
 
 def read_safetensors_header(source: Source, path: str, *, may_be_delta: bool = False) -> SafetensorsHeader:

@@ -30,7 +30,7 @@ from ckpt_tools.formats.safetensors.hf_index import (
 )
 from ckpt_tools.messages.wording import escape_unprintable, join_names
 from ckpt_tools.serialization.pickle.load import refuse_call
-from ckpt_tools.serialization.torch_zip import make_archive_segments, open_archive
+from ckpt_tools.serialization.torch_zip import make_archive_segments, open_torch_file
 from ckpt_tools.state_tree.build import Entries, is_model_only
 from ckpt_tools.state_tree.incomplete_state import (
     describe_rank_in_name,
@@ -61,7 +61,7 @@ def detect(source: Source) -> bool:
 
 def read(source: Source, options: ReadOptions) -> Manifest:
     weight_map, files, notes = _find_files(source)
-    leaves_by_file = {file: read_torch_tree(source, file) for file in files}
+    leaves_by_file = dict(zip(files, source.map_files(read_torch_tree, files), strict=True))
     for file, tree in leaves_by_file.items():
         if not (tree.tensors or tree.unread):
             raise UnsupportedError("it contains no tensors in dicts, so it is not a state dict", path=file)
@@ -128,7 +128,7 @@ def _select_model_files(source: Source) -> list[str]:
 def _describe_rank_part(source: Source, file: str) -> str | None:
     """Whose part of a sharded state a file holds; None where it holds another thing, or cannot be read."""
     try:
-        archive = open_archive(lambda start, stop: source.read(file, start, stop), source.size(file), file)
+        archive = open_torch_file(source, file)
     except CkptError:
         return describe_rank_in_name(file)
     sharded_class = find_sharded_class(archive.value)
@@ -137,7 +137,7 @@ def _describe_rank_part(source: Source, file: str) -> str | None:
 
 def read_torch_tree(source: Source, file: str, *, is_of_rank: bool = False) -> LeafCollector:
     """The leaves of a file. Raises FormatError."""
-    archive = open_archive(lambda start, stop: source.read(file, start, stop), source.size(file), file)
+    archive = open_torch_file(source, file)
     if is_of_rank:
         archive.check_rank()
     refuse_call(archive.value, file)

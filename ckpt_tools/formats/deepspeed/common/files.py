@@ -22,7 +22,7 @@ from ckpt_tools.core.step_claims import StepClaim, make_rank_claims
 from ckpt_tools.core.values import Opaque, StoredTensor, Value, are_naturals, as_dict, describe_kind, format_brief
 from ckpt_tools.errors import MalformedError, UnsupportedError
 from ckpt_tools.serialization.torch_archive import TorchArchive
-from ckpt_tools.serialization.torch_zip import open_archive
+from ckpt_tools.serialization.torch_zip import open_torch_file
 from ckpt_tools.state_tree.leaf import TensorLeaf
 from ckpt_tools.stores.source import Source
 
@@ -43,10 +43,11 @@ class DeepSpeedFile:
     @classmethod
     def open(cls, source: Source, path: str) -> DeepSpeedFile:
         """Raises FormatError if ``path`` is missing, damaged, or holds no dictionary."""
-        archive = open_archive(lambda start, stop: source.read(path, start, stop), source.size(path), path)
+        archive = open_torch_file(source, path)
         if not isinstance(archive.value, dict):
             raise MalformedError("it does not contain a dictionary, as DeepSpeed's files do", path=path)
         archive.check_rank()
+        archive.locate_storages()  # here, where several files are opened at once
         return cls(path, archive.value, archive)
 
     def find_start_byte(self, tensor: StoredTensor) -> int:

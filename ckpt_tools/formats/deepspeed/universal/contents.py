@@ -55,6 +55,8 @@ class UniversalManifestBuilder:
 
     def build_manifest(self) -> Manifest:
         """The manifest of the checkpoint. Raises FormatError if the files contradict each other."""
+        trained_slots = (self.files.slot_paths.get(name, {}) for name in self.model.trainable)
+        self.slot_reader.open_files([path for slots in trained_slots for path in slots.values()])
         tensors = {key: entry for name in self._list_names() for key, entry in self._build_entries(name)}
         groups = tuple(self._build_group(number, group) for number, group in enumerate(self.group_values))
         skipped_entries = DISTRIBUTION_ENTRIES if self.slot_reader.expert_tensors else ()

@@ -53,7 +53,7 @@ def read(source: Source, options: ReadOptions) -> Manifest:
     if not expert_tensors:
         check_experts(model)
     model = autoep_layers.add_all_experts(model)
-    tp_models = (model, *(ModelStates.of(DeepSpeedFile.open(source, path)) for path in files.tp_model_paths))
+    tp_models = (model, *map(ModelStates.of, source.map_files(DeepSpeedFile.open, files.tp_model_paths)))
     check_model_parts(model, len(tp_models))
     has_fragments = any(map(prod, model.frozen_shapes.values()))
     rank_models, step_claims = [model], [claim for part in tp_models for claim in collect_model_claims(part.file)]
@@ -62,12 +62,11 @@ def read(source: Source, options: ReadOptions) -> Manifest:
         for path in source.files
         if get_parent_folder(path) == folder and is_model_file_name(path.rpartition("/")[2])
     )
-    for path in dict.fromkeys((*files.model_paths[1:], *model_paths)):
-        if path in (first_file.path, *files.tp_model_paths):
-            continue
-        file = DeepSpeedFile.open(source, path)
+    opened_paths = (first_file.path, *files.tp_model_paths)
+    other_paths = [path for path in dict.fromkeys((*files.model_paths[1:], *model_paths)) if path not in opened_paths]
+    for file in source.map_files(DeepSpeedFile.open, other_paths):
         step_claims += collect_model_claims(file)
-        rank_models += [ModelStates.of(file)] if has_fragments and path in files.model_paths else []
+        rank_models += [ModelStates.of(file)] if has_fragments and file.path in files.model_paths else []
     manifest = UniversalManifestBuilder(
         files,
         tuple(rank_models),

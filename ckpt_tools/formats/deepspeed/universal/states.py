@@ -7,7 +7,8 @@ flat tensor, and ``step.pt`` a 0-d tensor or a number; ds_to_universal.py ``merg
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -30,7 +31,7 @@ from ckpt_tools.formats.deepspeed.names import (
     split_expert_name,
 )
 from ckpt_tools.serialization.torch_archive import TorchArchive
-from ckpt_tools.serialization.torch_zip import DEFAULT_ROOT, get_archive_root, open_archive
+from ckpt_tools.serialization.torch_zip import DEFAULT_ROOT, get_archive_root, open_torch_file
 from ckpt_tools.state_tree.leaf import TensorLeaf
 from ckpt_tools.stores.source import Source
 
@@ -151,12 +152,17 @@ class SlotFileReader:
     source: Source
     expert_tensors: frozenset[str] = frozenset()
     literals: dict[str, bytes] = field(default_factory=dict)
-    _known_contents: dict[int, tuple[bytes, _SlotContent]] = field(default_factory=dict)
+    _contents: dict[str, _SlotContent] = field(default_factory=dict)
+    _known_contents: dict[int, dict[bytes, _SlotContent]] = field(default_factory=lambda: defaultdict(dict))
+
+    def open_files(self, paths: Sequence[str]) -> None:
+        """Read the headers of files. Raises FormatError."""
+        self._contents |= zip(paths, self.source.map_files(self._open_content, paths), strict=True)
 
     def build_shard_table(self, path: str, shape: Shape, fqn: str) -> ShardTable:
         """The shards of the slot in ``path`` of parameter ``fqn``, which has ``shape``. Raises MalformedError if the
         file has a tensor of another shape; UnsupportedError if it is of experts that the model does not have."""
-        content = self._open_content(path)
+        content = self._contents[path]
         if content.is_expert and split_expert_name(fqn) is None and fqn not in self.expert_tensors:
             raise UnsupportedError(
                 "it is of experts (AutoEP), and the model's file has no experts of this name", path=path, key=fqn
@@ -176,11 +182,11 @@ class SlotFileReader:
 
     def read_shape(self, path: str) -> Shape:
         """The shape of the tensor in ``path``. Raises MalformedError."""
-        return tuple(self._open_content(path).require_tensor(path).shape)
+        return tuple(self._contents[path].require_tensor(path).shape)
 
     def read_scalar(self, path: str) -> ShardTable:
         """The shard of the 0-d tensor or the number in ``path``. Raises MalformedError if it has neither."""
-        content = self._open_content(path)
+        content = self._contents[path]
         if isinstance(content.value, StoredTensor) and content.value.numel == 1:
             return ShardTable.whole((), content.value.dtype, content.find_byte_range(path, 1))
         return self.store_number(path, content.value)
@@ -193,19 +199,21 @@ class SlotFileReader:
         self.literals |= files
         return table
 
-    def _open_content(self, path: str) -> _SlotContent:
+    def _open_content(self, source: Source, path: str) -> _SlotContent:
         # Files of one size whose bytes before the elements are equal have the same pickle, and so the same dtype, shape
         # and start of elements: the content of the first is that of the others.
-        size = self.source.size(path)
-        head_bytes = self.source.read(path, 0, min(HEAD_BYTES, size))
-        prefix, known_content = self._known_contents.get(size, (b"", None))
-        if known_content is not None and head_bytes.startswith(prefix):
+        size = source.size(path)
+        head_bytes, known_contents = source.read(path, 0, min(HEAD_BYTES, size)), self._known_contents[size]
+        known_content = next(
+            (each for prefix, each in [*known_contents.items()] if head_bytes.startswith(prefix)), None
+        )
+        if known_content is not None:
             return _check_saved_name(path, known_content)
-        archive = open_archive(lambda start, stop: self.source.read(path, start, stop), size, path)
+        archive = open_torch_file(source, path)
         content = _read_content(archive)
         is_single = isinstance(content.value, StoredTensor) and len(archive.storages) == 1
         if is_single and 0 < content.storage_start <= len(head_bytes):
-            self._known_contents[size] = (head_bytes[: content.storage_start], content)
+            known_contents[head_bytes[: content.storage_start]] = content
         return _check_saved_name(path, content)
 
     def _build_padded_table(self, path: str, content: _SlotContent, shape: Shape) -> ShardTable:

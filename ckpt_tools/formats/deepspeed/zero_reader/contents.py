@@ -232,18 +232,17 @@ class ZeroManifestBuilder:
     def _rank_models(self) -> list[tuple[Mapping[str, StoredVector], list[StepClaim]]]:
         """The fragments of frozen parameters and the step claims of each model file; only stage 3 has several. Raises
         MalformedError if they differ in the number of ranks."""
-        rank_models: list[tuple[Mapping[str, StoredVector], list[StepClaim]]] = []
-        for path in self.model_paths:
-            is_first = path == self.model.file.path
-            model = self.model if is_first else ModelStates.of(DeepSpeedFile.open(self.source, path))
-            sizes = [each.file.content.get("dp_world_size") for each in (model, self.model)]
-            if sizes[0] != sizes[1]:
-                why = f"its dp_world_size is {format_brief(sizes[0])} but that of rank 0 is {format_brief(sizes[1])}"
-                raise MalformedError(why, path=path)
-            fragments = ((name, each) for name, each in model.frozen_fragments.items() if each.numel)
-            vectors = {name: locate_vector(model.file, fragment) for name, fragment in fragments}
-            rank_models.append((vectors, collect_model_claims(model.file)))
-        return rank_models
+        return list(self.source.map_files(self._read_rank_model, self.model_paths))
+
+    def _read_rank_model(self, source: Source, path: str) -> tuple[Mapping[str, StoredVector], list[StepClaim]]:
+        is_first = path == self.model.file.path
+        model = self.model if is_first else ModelStates.of(DeepSpeedFile.open(source, path))
+        sizes = [each.file.content.get("dp_world_size") for each in (model, self.model)]
+        if sizes[0] != sizes[1]:
+            why = f"its dp_world_size is {format_brief(sizes[0])} but that of rank 0 is {format_brief(sizes[1])}"
+            raise MalformedError(why, path=path)
+        fragments = ((name, each) for name, each in model.frozen_fragments.items() if each.numel)
+        return {name: locate_vector(model.file, each) for name, each in fragments}, collect_model_claims(model.file)
 
     def _build_states(self, name: str, shape: Shape, intervals: FlatIntervals) -> KeyedEntries:
         yield StateKey(name, MASTER), _make_state_entry(shape, self.partitions.masters.build_shard_table(intervals))

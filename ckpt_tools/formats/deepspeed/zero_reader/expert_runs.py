@@ -226,8 +226,8 @@ def open_stage3(
 def _read_expert_ranks(source: Source, paths: Sequence[str], world_size: int) -> Ints:
     """The expert-parallel rank of each rank in stage 3, as its model file states it. Raises FormatError."""
     expert_ranks = []
-    for path in paths:
-        layers = AutoEPLayers.of(DeepSpeedFile.open(source, path)).layers
+    for path, file in zip(paths, source.map_files(DeepSpeedFile.open, paths), strict=True):
+        layers = AutoEPLayers.of(file).layers
         ranks = {layer.rank for layer in layers}
         if len(ranks) != 1:
             raise MalformedError("its layers do not state one expert-parallel rank", path=path)

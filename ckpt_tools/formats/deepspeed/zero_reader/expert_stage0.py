@@ -48,7 +48,7 @@ def read_moe(source: Source, tag_files: TagFiles, files: ExpertFiles) -> Manifes
             "the optimizer's file of this expert-parallel rank is missing",
             path=files.prefix + expert_optim_file_name(0),
         )
-    optimizers = [SavedOptimizer.of(DeepSpeedFile.open(source, path)) for path in files.optim_paths]
+    optimizers = list(map(SavedOptimizer.of, source.map_files(DeepSpeedFile.open, files.optim_paths)))
     num_ranks = _count_expert_ranks(optimizers, files)
     experts = MoEExperts(layers, count_local_experts(layers, model, dict.fromkeys(layers, num_ranks)))
     whole_model = experts.add_all_experts(model)
@@ -154,9 +154,8 @@ def read_autoep(source: Source, tag_files: TagFiles, files: ExpertFiles, ep_laye
             f"the files of the optimizers of {format_count(num_ranks, 'expert-parallel rank')} are not all there",
             path=files.prefix + expert_optim_file_name(min(len(files.optim_paths), num_ranks - 1)),
         )
-    optimizers = [SavedOptimizer.of(DeepSpeedFile.open(source, path)) for path in files.optim_paths] or [
-        SavedOptimizer(model.file)
-    ] * num_ranks
+    saved_optimizers = map(SavedOptimizer.of, source.map_files(DeepSpeedFile.open, files.optim_paths))
+    optimizers = list(saved_optimizers) or [SavedOptimizer(model.file)] * num_ranks
     model = replace(model, param_shapes=(_read_local_shapes(source, ep_layers, files),))
     parts = []
     for rank, each in enumerate(optimizers):
@@ -192,9 +191,10 @@ def _read_local_shapes(source: Source, ep_layers: AutoEPLayers, files: ExpertFil
     """The shapes of one rank's tensors of experts, from the file of each layer's first expert: without ZeRO no file
     states them."""
     shape_by_name: dict[str, Shape] = {}
-    for layer in ep_layers.layers:
-        path = files.weight_paths.get((layer.moe_number, 0))
-        for name, value in (DeepSpeedFile.open(source, path).content if path else {}).items():
+    layers = [layer for layer in ep_layers.layers if (layer.moe_number, 0) in files.weight_paths]
+    paths = [files.weight_paths[layer.moe_number, 0] for layer in layers]
+    for layer, file in zip(layers, source.map_files(DeepSpeedFile.open, paths), strict=True):
+        for name, value in file.content.items():
             if isinstance(name, str) and name.startswith(layer.expert_prefix) and isinstance(value, StoredTensor):
                 shape_by_name[name.removesuffix(".0")] = (layer.num_local_experts, *value.shape)
     return shape_by_name

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, islice
 
 from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.shards import ByteRange, Shard, ShardTable
@@ -156,8 +156,10 @@ def open_expert_layers(source: Source, model: ModelStates, files: ExpertFiles) -
         has = f"layer {layer} has {expert_counts[layer]} experts" if is_layer else f"there are {num_layers} layers"
         raise MalformedError(f"{has}; this file is perhaps from an earlier save", path=path)
     files_by_prefix: dict[str, tuple[DeepSpeedFile, ...]] = {}
-    for layer, count in enumerate(expert_counts):
-        own_files = tuple(DeepSpeedFile.open(source, files.weight_paths[layer, number]) for number in range(count))
+    experts = [(layer, number) for layer, count in enumerate(expert_counts) for number in range(count)]
+    opened_files = source.map_files(DeepSpeedFile.open, [files.weight_paths[each] for each in experts])
+    for count in expert_counts:
+        own_files = tuple(islice(opened_files, count))
         prefix = _find_prefix(own_files)
         if prefix in files_by_prefix:
             raise MalformedError("two layers have experts of this name", path=own_files[0].path, key=prefix)
@@ -264,7 +266,8 @@ def read_expert_weights(
         numbers, num_local = range(layer.num_experts), layer.num_local_experts
         if expert_rank is not None:
             numbers = numbers[expert_rank * num_local : (expert_rank + 1) * num_local]
-        expert_files = [DeepSpeedFile.open(source, files.weight_paths[layer.moe_number, number]) for number in numbers]
+        paths = [files.weight_paths[layer.moe_number, number] for number in numbers]
+        expert_files = list(source.map_files(DeepSpeedFile.open, paths))
         numbered_files = zip(numbers, expert_files, strict=True)
         parts = [_read_expert(file, number, layer, layer_names) for number, file in numbered_files]
         for name in layer_names:

@@ -85,7 +85,7 @@ def _read_tp_rank(
 ) -> Manifest:
     """The manifest of one tensor-parallel rank. ``stages`` are its parts of all stages, ``layer_paths`` its files of
     layers by number. ``rules`` are those for joining it with other ranks."""
-    layer_files = {number: DeepSpeedFile.open(source, path) for number, path in layer_paths.items()}
+    layer_files = dict(zip(layer_paths, source.map_files(DeepSpeedFile.open, layer_paths.values()), strict=True))
     pipeline_layers = PipelineLayers(source, layer_files, stages)
     models = pipeline_layers.build_models()
     builder = stages[0].builder

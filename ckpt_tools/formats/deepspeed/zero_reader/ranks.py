@@ -69,9 +69,14 @@ def read_partitions(
     paddings: list[tuple[int, ...]] = []
     other_states: list[OtherState] = []
     step_claims: list[StepClaim] = []
-    for rank, path in enumerate(paths):
-        states = first_states if rank == 0 else OptimStates.of(DeepSpeedFile.open(source, path))
+
+    def open_states(source: Source, path: str) -> tuple[OptimStates, list[StepClaim]]:
+        is_first = path == first_states.file.path
+        states = first_states if is_first else OptimStates.of(DeepSpeedFile.open(source, path))
         _check_agreement(states, first_states)
+        return states, list(_collect_step_claims(states, source))
+
+    for rank, (states, rank_claims) in enumerate(source.map_files(open_states, paths)):
         on_states(states)
         masters |= {(rank, flat): locate_vector(states.file, master) for flat, master in enumerate(states.masters)}
         muon_flats = {flat for group in states.groups if is_muon(group.options) for flat in group.flats}
@@ -87,7 +92,7 @@ def read_partitions(
                     other_slots.setdefault(flat, {})[slot] = value
         other_states += [OtherState(rank, states.file, other_slots)] if other_slots else []
         paddings.append(states.paddings)
-        step_claims += _collect_step_claims(states, source)
+        step_claims += rank_claims
     padding_table = np.array(paddings, np.int64).reshape(len(paths), num_flats)
     master_vectors = SlotVectors.of("the masters", paths, masters, num_flats)
     # Muon's momentum may be cut as the masters are: on every rank it is as long as the padded partition. On a single

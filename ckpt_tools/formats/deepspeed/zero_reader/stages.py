@@ -66,7 +66,7 @@ class StageFiles:
         partitions = read_partitions(source, files.optim_paths, optim)
         if model.param_shapes:
             return cls(ZeroManifestBuilder.of_all_ranks(source, model, optim, (path,), partitions, literal_prefix))
-        mappings_by_rank = [read_slice_mappings(DeepSpeedFile.open(source, each)) for each in files.optim_paths]
+        mappings_by_rank = list(map(read_slice_mappings, source.map_files(DeepSpeedFile.open, files.optim_paths)))
         model = replace(model, param_shapes=compute_flat_shapes(mappings_by_rank))
         builder = ZeroManifestBuilder.of_all_ranks(source, model, optim, (path,), partitions, literal_prefix)
         builder.check_partitions()  # This tells more than a misfit.
