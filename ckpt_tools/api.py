@@ -732,7 +732,7 @@ def verify(
             Default: the lists that lie with ``src``, and the hub's hashes of what ``hf download`` stored there.
         public_key: Without ``dst``: a PEM file. The signature of ``digests``, else of ``src``, is checked first.
         signature: Where the signature is. Default: with what it signs.
-        workers: The number of threads. Default: one for each processor, and at least 8 for stores.
+        workers: The number of threads. Default: one for each processor, and at least 16 for stores.
         on_progress: Called with the number of bytes done and in all. Default: not called.
         storage_options: How stores are reached, the same for all URLs.
 
@@ -826,7 +826,7 @@ def diff(
         strip, recipe, inverse, dequantize, config: A prefix and a recipe that turn tensors of ``a`` into those of
             ``b``, and whether those of ``a`` are dequantized, as for ``convert``.
         include, exclude: Globs that choose among the names of ``b``.
-        workers: The number of threads. Default: one for each processor, and at least 8 for stores.
+        workers: The number of threads. Default: one for each processor, and at least 16 for stores.
         on_progress: Called with the number of bytes done and in all. Default: not called.
         storage_options: How stores are reached, the same for ``a`` and ``b``.
 
@@ -943,7 +943,7 @@ def checksum(
         src, from_, tag, model_key, optim_key, param_order, optimizer_file, storage_options: As for ``inspect``.
         output: The file to write; ``"-"`` writes no file. Default: in the folder of ``src``, or beside its file,
             where ``verify`` looks for it.
-        workers: The number of threads. Default: one for each processor, and at least 8 for stores.
+        workers: The number of threads. Default: one for each processor, and at least 16 for stores.
         overwrite: Replace a list that is there.
         on_progress: Called with the number of bytes done and in all. Default: not called.
 

@@ -113,7 +113,7 @@ MAX_DEFAULT_WORKERS = 8
 DIRECT_WORKERS = 4
 """Threads for direct I/O, in which each waits for the disk while it reads or writes."""
 
-REMOTE_WORKERS = 8
+REMOTE_WORKERS = 16
 """Threads for a distant store, whose requests wait more than they work."""
 
 
