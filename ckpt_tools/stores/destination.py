@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
@@ -28,6 +28,8 @@ class Destination(ABC):
     __slots__ = ()
     splits_files: ClassVar[bool] = False
     """True if several processes may each write a part of one file without telling each other."""
+    files_begun_at_once: ClassVar[int] = 1
+    """How many files are begun together, if so many tasks follow one another."""
 
     def check_free_space(self, num_bytes: int) -> None:  # noqa: B027 - most stores cannot tell
         """Raises StoreError if files of so many bytes in all are known not to fit."""
@@ -38,6 +40,10 @@ class Destination(ABC):
     @abstractmethod
     def begin_file(self, path: str, size_bytes: int) -> str:
         """Make a new file of exactly ``size_bytes``; its handle. Raises StoreError."""
+
+    def begin_files(self, sizes: Mapping[str, int]) -> list[str]:
+        """Begin several files, by path with their sizes: the handle of each. Raises StoreError."""
+        return [self.begin_file(path, size) for path, size in sizes.items()]
 
     @abstractmethod
     def write_part(self, path: str, handle: str, number: int, offset: int, data: Buffer) -> str:

@@ -18,6 +18,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 from isal import isal_zlib
@@ -300,19 +301,23 @@ class _OutputFiles:
             new_files = (file for number, file in enumerate(self.plan.layout.files) if number not in known_handles)
             self.target.check_free_space(sum(file.size_bytes for file in new_files))
         share = iter_share(self.plan, self.part or PartNumber(1, 1), splits_files=self.target.splits_files)
-        for task, first_byte in ((each.task, each.first_byte) for each in share):
-            if (task.file_index, task.part_number) not in self._recovered:
+        pending = (each for each in share if (each.task.file_index, each.task.part_number) not in self._recovered)
+        while batch := list(islice(pending, self.target.files_begun_at_once)):
+            self._begin_files(dict.fromkeys(each.task.file_index for each in batch))
+            for task, first_byte in ((each.task, each.first_byte) for each in batch):
                 yield AssignedTask(task, self._handle_of(task.file_index), self.history.is_journaling, first_byte)
 
+    def _begin_files(self, numbers: Iterable[int]) -> None:
+        """Begin those of the files that neither this run nor an earlier one has begun."""
+        new_numbers = [each for each in numbers if each not in self._handles and each not in self.history.file_handles]
+        files = (self.plan.layout.files[number] for number in new_numbers)
+        handles = self.target.begin_files({file.path: file.size_bytes for file in files})
+        for number, handle in zip(new_numbers, handles, strict=True):
+            self._handles[number] = handle
+            self.history.note_file_begun(number, handle)
+
     def _handle_of(self, file_index: int) -> str:
-        if file_index not in self._handles:
-            handle = self.history.file_handles.get(file_index)
-            if handle is None:
-                file = self.plan.layout.files[file_index]
-                handle = self.target.begin_file(file.path, file.size_bytes)
-                self.history.note_file_begun(file_index, handle)
-            self._handles[file_index] = handle
-        return self._handles[file_index]
+        return self._handles.get(file_index) or self.history.file_handles.get(file_index, "")
 
     def recover_task(self, receipt: TaskReceipt) -> None:
         self._recovered.add((receipt.task.file_index, receipt.task.part_number))

@@ -18,6 +18,7 @@ from ckpt_tools.stores.output_names import PARTIAL_FOLDER_NAME
 from ckpt_tools.stores.publishing import Claim
 from ckpt_tools.stores.read_ahead import AHEAD_BYTES, BLOCK_BYTES, MAX_SMALL_BYTES, BlockCache
 from ckpt_tools.stores.s3.client import Bucket
+from ckpt_tools.stores.s3.destination import MAX_HELD_BYTES, MAX_HELD_FILE_BYTES, S3Destination
 from ckpt_tools.stores.s3.location import S3OutputLocation
 from ckpt_tools.stores.s3.options import S3Options
 from ckpt_tools.stores.s3.store import S3Store, open_s3_store
@@ -91,15 +92,15 @@ FILES = {"a.bin": PART + PART + b"end", "empty": b"", "deep/b.bin": b"abc", ".me
 def test_nothing_is_seen_before_it_is_published_the_last_file_last_and_nothing_of_ours_after(
     place, runs, s3, monkeypatch
 ):
-    order, complete = [], Bucket.complete_upload
-    monkeypatch.setattr(Bucket, "complete_upload", lambda *key: (complete(*key), order.append(key[1])))
+    order, complete = [], S3Destination.complete_file
+    monkeypatch.setattr(S3Destination, "complete_file", lambda *path: (complete(*path), order.append(path[1])))
     with claimed(place) as claim:
         claim.log.append(b"noted")
         write(claim, FILES, publish=False)
         assert all(PARTIAL_FOLDER_NAME in path for path in s3.files(runs))
         assert place.list_contents() is None
         claim.publish_files(list(FILES))
-    assert order[-1].endswith("out/.metadata") and len(order) == len(FILES)
+    assert order[-1] == ".metadata" and len(order) == len(FILES)
     assert s3.files(runs) == {f"out/{path}": data for path, data in FILES.items()}
     assert s3.open_uploads(runs) == []
 
@@ -111,7 +112,7 @@ def test_what_was_not_published_is_aborted_or_kept(place, runs, s3, resume):
         claim.log.append(b"two")
         write(claim, FILES, publish=False)
         raise ZeroDivisionError
-    assert len(s3.open_uploads(runs)) == (len(FILES) if resume else 0)
+    assert s3.open_uploads(runs) == (["out/a.bin"] if resume else [])
     assert bool(s3.files(runs)) == resume
     with claimed(place, resume=True) as claim:
         assert claim.log.read() == (b"onetwo" if resume else b"")
@@ -136,6 +137,23 @@ def test_a_later_run_finishes_what_another_process_began(place, runs, s3):
         claim.destination.finish_file("f", handle, [first, part_tag])
         claim.publish_files(["f"])
     assert s3.files(runs) == {"out/f": PART + PART}
+
+
+def test_small_files_are_held_up_to_a_limit_and_completed_by_whoever_has_their_tags(place, runs, s3):
+    data = bytes(MAX_HELD_FILE_BYTES)
+    paths = [f"f{number}" for number in range(MAX_HELD_BYTES // len(data) + 2)]
+    with claimed(place, resume=True) as claim:
+        handles = claim.destination.begin_files(dict.fromkeys(paths, len(data)))
+        elsewhere = pickle.loads(pickle.dumps(claim.destination))
+        parts = zip(paths, handles, strict=True)
+        tags = [elsewhere.write_part(path, handle, 0, 0, memoryview(data)) for path, handle in parts]
+        assert len(s3.open_uploads(runs)) == 2
+    with claimed(place, resume=True) as claim:
+        for path, handle, tag in zip(paths, handles, tags, strict=True):
+            assert claim.destination.has_part(path, handle, 0, 0, len(data), 0, tag)
+            claim.destination.finish_file(path, handle, [tag])
+        claim.publish_files(paths)
+    assert s3.files(runs) == {f"out/{path}": data for path in paths}
 
 
 def test_a_place_that_is_taken_at_the_start_or_meanwhile_is_not_overwritten(place, runs, s3):
@@ -164,7 +182,8 @@ def test_replacing_shows_the_old_none_or_the_new(place, runs, s3, allowed, monke
     once, left = Bucket._call_once, [10**6]
 
     def dying(self: Bucket, operation: str, key: str, **given: object) -> object:
-        if operation in ("complete_multipart_upload", "delete_objects"):
+        is_shown = operation == "put_object" and PARTIAL_FOLDER_NAME not in key
+        if is_shown or operation in ("complete_multipart_upload", "delete_objects"):
             if left[0] == 0:
                 raise StoreError("killed")
             left[0] -= 1
@@ -223,7 +242,7 @@ from ckpt_tools.stores.s3.location import S3OutputLocation
 from ckpt_tools.stores.s3.client import Bucket
 from ckpt_tools.stores.s3.options import S3Options
 taken = S3OutputLocation(Bucket(S3Options(), {place.bucket.name!r}), {place.key!r}).claim(overwrite=False, resume=True)
-taken.__enter__().destination.begin_file("f", 3)
+taken.__enter__().destination.begin_file("f", {MAX_HELD_FILE_BYTES + 1})
 import os; os._exit(9)
 """
     assert subprocess.run([sys.executable, "-c", code], env={**os.environ}).returncode == 9
@@ -264,7 +283,7 @@ def test_leftovers_are_ours_alone(place, runs, s3):
     for key in ("out/g", "out/theirs", "other"):
         client.create_multipart_upload(Bucket=BUCKET, Key=runs + key)
     with claimed(place, resume=True) as claim:
-        claim.destination.write_part("f", claim.destination.begin_file("f", 3), 0, 0, b"abc")
+        claim.destination.write_part("f", claim.destination.begin_file("f", len(PART)), 0, 0, b"abc")
         claim.log.append(b"noted")
     found = {(left.kind, left.num_bytes) for left in place.clean(dry_run=True)}
     assert ("open upload", 3) in found and ("log", 5) in found

@@ -11,6 +11,7 @@ import ckpt_tools
 from ckpt_tools.errors import CkptError, StoreError
 from ckpt_tools.stores.output_names import is_marker
 from ckpt_tools.stores.retry import RetryPolicy
+from ckpt_tools.stores.s3 import destination
 from tests.support.fault_proxy import KINDS, LATE, STATUSES, Fault, running_fault_proxy
 from tests.support.s3_server import BUCKET, S3Server
 from tests.support.sweep import tiered
@@ -62,8 +63,16 @@ def at_once(monkeypatch):
     monkeypatch.setattr(RetryPolicy, "wait_seconds", lambda *_: 0.0)
 
 
-@pytest.mark.parametrize("seed", tiered(range(NUM_FAULTS), test=[str(seed) for seed in range(len(KINDS))]))
-def test_a_fault(seed, source, expected, proxy, s3):
+@pytest.fixture
+def without_holding(monkeypatch):
+    """Small files are uploaded as large ones are."""
+    return lambda: monkeypatch.setattr(destination, "MAX_HELD_FILE_BYTES", -1)
+
+
+@pytest.mark.parametrize("seed", tiered(range(NUM_FAULTS), test=[str(seed) for seed in range(2 * len(KINDS))]))
+def test_a_fault(seed, source, expected, proxy, s3, without_holding):
+    if seed // len(KINDS) % 2:
+        without_holding()
     prefix, fault = s3.new_prefix(), fault_of(seed)
     out = f"s3://{BUCKET}/{prefix}out"
     proxy.set(fault)
@@ -100,6 +109,9 @@ def check_it_can_be_made_again(s3: S3Server, source: str, out: str, prefix: str,
     assert s3.open_uploads(prefix) == []
 
 
+SHOW = r"PUT /\w+/\w+/out/(?!\.ckpt)[^?]*$"
+"""Of a file that is held until then."""
+
 PART, BEGIN, COMPLETE, DELETE = "PUT .*partNumber", r"POST .*\?uploads", "POST .*uploadId=", r"POST .*\?delete"
 
 
@@ -115,6 +127,8 @@ POINTS = {
     "first complete": (COMPLETE, 0),
     "third complete": (COMPLETE, 2),
     "last complete": (COMPLETE, 3),
+    "first file": (SHOW, 0),
+    "third file": (SHOW, 2),
 }
 FULL = [f"{how} {kind} {at}" for how in ("overwrite:", "fresh:") for kind in (*LATE, "503") for at in POINTS]
 
@@ -126,11 +140,14 @@ FULL = [f"{how} {kind} {at}" for how in ("overwrite:", "fresh:") for kind in (*L
         test=(
             *("overwrite: full begin", "overwrite: over quota part", "overwrite: too large first complete"),
             *("overwrite: 503 third complete", "overwrite: full last complete", "fresh: over quota third complete"),
+            *("overwrite: full third file", "fresh: 503 first file"),
         ),
     ),
 )
-def test_a_store_that_is_full(case, source, expected, proxy, s3):
+def test_a_store_that_is_full(case, source, expected, proxy, s3, without_holding):
     """From the first upload to the last request: the old output stays, or the new one is kept to be published."""
+    if not (is_held := case.endswith("file")):
+        without_holding()
     overwrite = case.startswith("overwrite")
     kind = next(kind for kind in (*LATE, "503") if f": {kind} " in case)
     only, first = POINTS[case.partition(f": {kind} ")[2]]
@@ -144,10 +161,11 @@ def test_a_store_that_is_full(case, source, expected, proxy, s3):
     proxy.set(None)
     assert caught.value.exit_code == 5 and "\n" not in str(caught.value)
     assert (LATE | STATUSES)[kind][1] in str(caught.value)
-    seen, is_replacing = published(s3, prefix), overwrite and only == COMPLETE
+    seen, is_replacing = published(s3, prefix), overwrite and only in (COMPLETE, SHOW)
     assert "the same command with resume=True continues" in str(caught.value) or not is_replacing
     if is_replacing:
-        assert not any(map(is_marker, seen)) and len(s3.open_uploads(prefix)) + len(seen) == len(expected)
+        assert not any(map(is_marker, seen))
+        assert is_held or len(s3.open_uploads(prefix)) + len(seen) == len(expected)
     else:
         assert seen == before
         assert s3.open_uploads(prefix) == [] and s3.keys(prefix) == [f"out/{path}" for path in sorted(before)]

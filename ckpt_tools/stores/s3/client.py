@@ -17,6 +17,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
+from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 from isal import isal_zlib
@@ -196,9 +197,10 @@ class Bucket:
 
     # Writing small objects
 
-    def put_object(self, key: str, data: bytes) -> None:
+    def put_object(self, key: str, data: bytes, metadata: Mapping[str, str] = MappingProxyType({})) -> None:
         """Make or replace an object. Raises StoreError."""
-        self._call_with_retry("put_object", key, Key=key, Body=data)
+        request_fields = {"Key": key, "Metadata": dict(metadata), "ChecksumCRC32": _compute_crc(data)}
+        self._call_with_retry("put_object", key, **request_fields, Body=data)
 
     def put_if_unchanged(self, key: str, data: bytes, etag: str | None) -> None:
         """Make an object if there is none, or with ``etag`` replace that version of it; on a service that cannot tell,
@@ -235,8 +237,7 @@ class Bucket:
 
     def upload_part(self, key: str, upload: str, number: int, data: Buffer) -> str:
         """The ETag of part ``number``, from 1; sent again, it replaces itself. Raises StoreError."""
-        crc = base64.b64encode(isal_zlib.crc32(data).to_bytes(4, "big")).decode()
-        request_fields = {"Key": key, "UploadId": upload, "PartNumber": number, "ChecksumCRC32": crc}
+        request_fields = {"Key": key, "UploadId": upload, "PartNumber": number, "ChecksumCRC32": _compute_crc(data)}
         request_fields["ContentLength"] = memoryview(data).nbytes
 
         def send_part() -> Mapping[str, Any]:
@@ -354,6 +355,11 @@ def _age_seconds(answer: Mapping[str, Any]) -> float:
     """Seconds since the object was written, by the service's own clock."""
     now = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
     return (parsedate_to_datetime(now) - answer["LastModified"]).total_seconds() if now else 0.0
+
+
+def _compute_crc(data: Buffer) -> str:
+    """The CRC-32 as requests state it."""
+    return base64.b64encode(isal_zlib.crc32(data).to_bytes(4, "big")).decode()
 
 
 def _strip_quotes(etag: str) -> str:

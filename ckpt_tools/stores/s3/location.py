@@ -25,11 +25,12 @@ from ckpt_tools.process.signals import allow_signals
 from ckpt_tools.stores.destination import JournalLog
 from ckpt_tools.stores.object_lock import ObjectLock, is_lock_held
 from ckpt_tools.stores.output_names import OutputForm
+from ckpt_tools.stores.parallel import map_in_parallel
 from ckpt_tools.stores.publishing import DestinationContents, OutputLocation, list_parent_folders
 from ckpt_tools.stores.s3.client import Bucket, ListedObject
-from ckpt_tools.stores.s3.destination import LOG_NAME_FORM, S3Destination, S3Log, part_rules_of
+from ckpt_tools.stores.s3.destination import LOG_NAME_FORM, MAX_HELD_BYTES, S3Destination, S3Log, part_rules_of
 from ckpt_tools.stores.s3.store import S3Store
-from ckpt_tools.stores.s3.upload_notes import TOKEN_FORM, UploadNotes, map_in_parallel
+from ckpt_tools.stores.s3.upload_notes import TOKEN_FORM, UploadNotes
 from ckpt_tools.stores.staging import JoinedLog, Leftover, PartStaging, Staging, check_part_counts
 
 
@@ -65,8 +66,9 @@ class S3OutputLocation(OutputLocation):
     def list_objects(self) -> list[ListedObject]:
         """Contents of the folder without unfinished output."""
         staging = self.with_form(OutputForm()).stage()
-        partial_keys = {*staging.destination.notes.list_partial_objects()}
-        found = self.bucket.list_objects(self.folder_prefix)
+        found, notes = list(self.bucket.list_objects(self.folder_prefix)), staging.destination.notes
+        is_noted = any(each.key == notes.publishing_key for each in found)
+        partial_keys = {*(notes.list_partial_objects() if is_noted else ())}
         return [
             each for each in found if each.key not in partial_keys and not each.key.startswith(staging.partial_prefix)
         ]
@@ -130,13 +132,19 @@ class S3Staging(Staging):
     def __post_init__(self) -> None:
         bucket, root = self.location.bucket, self.location.root_prefix
         self.partial_prefix = f"{root}{self.location.form.partial_name}/"
-        self.destination = S3Destination(bucket, root, UploadNotes(bucket, f"{self.partial_prefix}notes/", root))
+        notes = UploadNotes(bucket, f"{self.partial_prefix}notes/", root)
+        self.destination = S3Destination(bucket, root, notes, self.max_held_bytes)
         self.log = S3Log(bucket, self.log_prefix)
         self.lock = ObjectLock(bucket, f"{self.partial_prefix}lock", self.location.url)
 
     @property
     def bucket(self) -> Bucket:
         return self.location.bucket
+
+    @property
+    def max_held_bytes(self) -> int:
+        """The most bytes of small files that this process holds until they are published."""
+        return MAX_HELD_BYTES
 
     @property
     def log_prefix(self) -> str:
@@ -152,11 +160,11 @@ class S3Staging(Staging):
 
     def discard(self) -> None:
         """Remove what a run made and noted: its log, uploads, objects of half an output, and the notes."""
-        logs = [each.key for each in self.bucket.list_objects(self.log_prefix)]
-        names = [key.removeprefix(self.partial_prefix) for key in logs]
-        own_names = [name for name in names if _LEFTOVER_NAME_FORM.fullmatch(name) is not None]
-        self.bucket.delete_objects([self.partial_prefix + name for name in own_names])
-        self.destination.notes.remove_all()
+        names = (each.key.removeprefix(self.partial_prefix) for each in self.bucket.list_objects(self.partial_prefix))
+        kind_by_name = {name: match.lastgroup for name in names if (match := _LEFTOVER_NAME_FORM.fullmatch(name))}
+        self.bucket.delete_objects([self.partial_prefix + name for name, kind in kind_by_name.items() if kind == "log"])
+        if "note" in kind_by_name.values():
+            self.destination.notes.remove_all()
 
     def list_leftovers(self) -> Iterator[Leftover]:
         if is_lock_held(self.bucket.get_object(self.lock.key)):
@@ -184,7 +192,8 @@ class S3Staging(Staging):
         self.bucket.delete_objects([key for key in partial_objects if key not in completed_keys])
         file_name = self.location.form.file_name
         old_objects = [] if file_name is not None else self._find_replaced_objects(tokens_by_key, replaced)
-        notes.note_publishing(*self.destination.get_key_and_token(paths[-1]), old_objects)
+        last_key, token = self.destination.get_key_and_token(paths[-1])
+        notes.note_publishing(last_key, token, old_objects, self.destination.list_held_files())
         if file_name is not None:
             return replaced.keys() - {file_name}
         return [each.key.removeprefix(self.location.root_prefix) for each in old_objects]
@@ -233,6 +242,11 @@ class S3PartStaging(S3Staging, PartStaging):
     """
 
     part: PartNumber = field(kw_only=True)
+
+    @property
+    def max_held_bytes(self) -> int:
+        """A share of them: the part that publishes holds those of all parts."""
+        return MAX_HELD_BYTES // self.part.count
 
     @property
     def own_log(self) -> S3Log:

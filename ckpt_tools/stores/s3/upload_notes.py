@@ -1,8 +1,9 @@
 """Notes of a run in a bucket, by which the run after a kill finds the objects of that run and its progress.
 
 Before an upload is begun, its key and a token are noted; the finished object carries the token. Before anything is made
-visible, the file that comes last is noted, with the objects that were there. So after a kill at any moment the notes
-tell which open uploads are ours, whether the output was published, and which objects belong to half of one.
+visible, the file that comes last is noted, with the files that have no upload and the objects that were there. So after
+a kill at any moment the notes tell which open uploads are ours, whether the output was published, and which objects
+belong to half of one.
 """
 
 from __future__ import annotations
@@ -10,15 +11,11 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
+from ckpt_tools.stores.parallel import map_in_parallel
 from ckpt_tools.stores.s3.client import Bucket, ListedObject
-
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 TOKEN_FORM = re.compile(r"[0-9a-f]{16}")
 """Form of a token. A note by another name is ignored."""
@@ -29,20 +26,9 @@ _NOTE_NAME_FORM = re.compile(rf"{TOKEN_FORM.pattern}/.+", re.DOTALL)
 TOKEN_METADATA_KEY = "ckpt-tools-upload"
 """The metadata by which a finished object is known to be of a certain upload."""
 
-MAX_PARALLEL_REQUESTS = 8
-"""Small requests under way at once."""
 
-
-def map_in_parallel(call: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """The results in the order of the items. Raises the first error."""
-    pool, waits_for_requests = ThreadPoolExecutor(MAX_PARALLEL_REQUESTS), True
-    try:
-        return list(pool.map(call, items))
-    except KeyboardInterrupt:
-        waits_for_requests = False  # a request that hangs gives up after minutes
-        raise
-    finally:
-        pool.shutdown(wait=waits_for_requests, cancel_futures=True)
+def make_token() -> str:
+    return secrets.token_hex(8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +43,22 @@ class UploadNotes:
     prefix: str
     root: str
 
-    def note_upload(self, key: str) -> str:
-        """Note that an upload of ``key`` begins. Returns the token of the upload."""
-        token = secrets.token_hex(8)
-        self.bucket.put_object(f"{self.prefix}begun/{token}/{key.removeprefix(self.root)}", b"")
-        return token
+    @property
+    def publishing_key(self) -> str:
+        return f"{self.prefix}publishing"
 
-    def note_publishing(self, last_key: str, token: str, old_objects: Sequence[ListedObject]) -> None:
+    def note_upload(self, key: str, token: str) -> None:
+        """Note that an upload of ``key`` begins, whose object will have ``token``."""
+        self.bucket.put_object(f"{self.prefix}begun/{token}/{key.removeprefix(self.root)}", b"")
+
+    def note_publishing(
+        self, last_key: str, token: str, old_objects: Sequence[ListedObject], held_keys: Mapping[str, str]
+    ) -> None:
         """Note that the output is about to be published in the place of ``old_objects``. ``last_key`` becomes visible
-        last, as an object with ``token``."""
-        note = {"last": last_key, "token": token, "old": {found.key: found.etag for found in old_objects}}
-        self.bucket.put_object(f"{self.prefix}publishing", json.dumps(note).encode())
+        last, as an object with ``token``. ``held_keys`` has the keys of files that were not uploaded, by token."""
+        old_etags = {found.key: found.etag for found in old_objects}
+        note = {"last": last_key, "token": token, "old": old_etags, "held": dict(held_keys)}
+        self.bucket.put_object(self.publishing_key, json.dumps(note).encode())
 
     def list_noted_uploads(self) -> dict[str, str]:
         """The key of each token."""
@@ -88,7 +79,7 @@ class UploadNotes:
     def list_partial_objects(self) -> list[str]:
         """Keys of visible objects that belong to an output that was not published completely: its own, and those that
         are left of the output that it replaces. Empty if publishing has not begun, or has ended."""
-        note_object = self.bucket.get_object(f"{self.prefix}publishing")
+        note_object = self.bucket.get_object(self.publishing_key)
         if note_object is None:
             return []
         try:
@@ -97,7 +88,7 @@ class UploadNotes:
             return []
         if self.get_object_token(note["last"]) == note["token"]:
             return []
-        tokens = {(key, token) for token, key in self.list_noted_uploads().items()}
+        tokens = {(key, token) for token, key in {**self.list_noted_uploads(), **note.get("held", {})}.items()}
         keys = list(dict.fromkeys(key for key, _ in tokens))
         current_tokens = zip(keys, map_in_parallel(self.get_object_token, keys), strict=True)
         own_keys = [key for key, token in current_tokens if token is not None and (key, token) in tokens]
@@ -120,4 +111,4 @@ class UploadNotes:
         map_in_parallel(lambda upload: self.bucket.abort_upload(*upload), self.list_open_uploads())
         self.bucket.delete_objects(self.list_partial_objects())
         self.bucket.delete_objects(self._list_note_keys())
-        self.bucket.delete_objects([f"{self.prefix}publishing"])  # last, as ``list_partial_objects`` reads it
+        self.bucket.delete_objects([self.publishing_key])  # last, as ``list_partial_objects`` reads it
