@@ -2,7 +2,7 @@
 
 The store is the suite's own S3 server behind a proxy that adds 50 ms to each answer and limits each connection.
 Server, proxy and programs share the machine, which carries about 100 MB/s of all that, so a connection has 4 MB/s: with
-20 MB/s the processors would be measured. Where 4 processes have 64 connections, each has 1 MB/s.
+20 MB/s the processors would be measured. Where 4 processes have 64 connections, each has 0.5 MB/s.
 
 The other program has 16 connections, or 32 for small files, and is started as our command is.
 """
@@ -49,14 +49,16 @@ class DistantWork:
 def list_works(folder: Path) -> list[DistantWork]:
     """The works on the files that ``make_inputs`` makes."""
     model, many, small, out = (str(folder / name) for name in ("model.safetensors", "many", "2000.safetensors", "out"))
-    move, put, in_parts = [*PEER, "move_file"], [*PEER, "put_s3_files"], [*CONVERT, SOURCE, OUT, *TO_DCP]
-    parts = [[*in_parts, "--part", f"{number}/{NUM_PARTS}"] for number in range(1, NUM_PARTS + 1)]
+    move, put, down = [*PEER, "move_file"], [*PEER, "put_s3_files"], [*CONVERT, SOURCE, f"{out}.safetensors"]
+    parts = [[*down, "--part", f"{number}/{NUM_PARTS}"] for number in range(1, NUM_PARTS + 1)]
     return [
-        DistantWork("S3 → local", [[*CONVERT, SOURCE, f"{out}.safetensors"]], [*move, SOURCE, out], 1.25),
+        DistantWork("S3 → local", [down], [*move, SOURCE, out], 1.25),
         DistantWork("local → S3", [[*CONVERT, model, f"{OUT}.safetensors"]], [*move, model, f"{OUT}/copy"], 1.25),
-        DistantWork("S3 → S3, safetensors → DCP", [in_parts], [*move, SOURCE, f"{OUT}/copy"], 1.25),
+        DistantWork(
+            "S3 → S3, safetensors → DCP", [[*CONVERT, SOURCE, OUT, *TO_DCP]], [*move, SOURCE, f"{OUT}/copy"], 1.25
+        ),
         DistantWork("2,000 small files", [[*CONVERT, small, OUT, *TO_UNIVERSAL]], [*put, many, OUT], 1.5),
-        DistantWork("4 parts, and one process", parts, in_parts, 1 / 3.5, BYTES_PER_SECOND / 4),
+        DistantWork("S3 → local: 4 parts, and one process", parts, down, 1 / 3.5, BYTES_PER_SECOND / 8),
     ]
 
 
