@@ -30,7 +30,7 @@ BUILTIN_FORMATS: Mapping[str, FileEndings] = {
     "zero3": FileEndings(),
     "safetensors": FileEndings((".safetensors", ".safetensors.index.json"), (".safetensors",)),
     "meta": FileEndings((".pth",)),
-    "sharded": FileEndings((".pt", ".pth", ".bin", ".ckpt")),
+    "sharded": FileEndings((".pt", ".pth", ".bin", ".ckpt", "metadata.pkl")),
     "torch": FileEndings((".pt", ".pth", ".bin", ".ckpt", ".bin.index.json"), (".pt", ".pth", ".bin")),
     "peft": FileEndings(),
     "gguf": FileEndings((".gguf",), (".gguf",)),

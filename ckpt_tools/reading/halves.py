@@ -35,11 +35,11 @@ def read_halves(source: Source, halves: CheckpointHalves, options: ReadOptions) 
         UnsupportedError: the optimizer knows parameters that the model does not have. FormatError: as the readers.
     """
     weights = _read_weights(source, halves)
-    return (
-        _read_weights_beside_dcp(source, halves, weights, options)
-        if halves.format == "dcp"
-        else _read_verl(source, halves, weights)
-    )
+    if halves.format == "safetensors":
+        return _read_weights_beside_file(source, halves, weights, options)
+    if halves.format == "dcp":
+        return _read_weights_beside_dcp(source, halves, weights, options)
+    return _read_verl(source, halves, weights)
 
 
 def _read_weights(source: Source, halves: CheckpointHalves) -> Manifest:
@@ -54,6 +54,19 @@ def _read_weights(source: Source, halves: CheckpointHalves) -> Manifest:
         path = folder if error.path is None else f"{folder}{error.path}"
         raise type(error)(error.message, path=path, key=error.key) from error
     return replace(manifest, tensors={key: each.with_file_prefix(folder) for key, each in manifest.tensors.items()})
+
+
+def _read_weights_beside_file(
+    source: Source, halves: CheckpointHalves, weights: Manifest, options: ReadOptions
+) -> tuple[Manifest, frozenset[str]]:
+    from ckpt_tools.reading.optimizer_file import join_optimizer_file
+
+    joined = join_optimizer_file(weights, source, halves.index_path, options)
+    folders = {path.partition("/")[0] for path in source.files if "/" in path}
+    other_folders = sorted(each for each in folders if not any(file.startswith(f"{each}/") for file in joined.files))
+    why = "it is beside the model and not read; name this folder for what is in it"
+    other_notes = (Note(Outcome.DROPPED, each, why) for each in other_folders)
+    return replace(joined, notes=(*joined.notes, *other_notes)), frozenset([halves.index_path])
 
 
 def _read_weights_beside_dcp(

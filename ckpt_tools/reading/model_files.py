@@ -53,9 +53,9 @@ from ckpt_tools.trainers.verl import HUGGING_FACE_FOLDER
 MAX_FILE_BYTES = 256 << 20
 """The largest vocabularies have about 35 MB."""
 
-_MODEL_CONFIG_KEYS = ("model_type", "architectures", "architecture", "_class_name", CONFIG_KEY)
-"""Keys of a ``config.json`` of transformers, of our training runs, of diffusers or of a quantizer; others' have none of
-them."""
+_MODEL_CONFIG_KEYS = ("model_type", "architectures", "architecture", "_class_name", "input_features", CONFIG_KEY)
+"""Keys of a ``config.json`` of transformers, of our training runs, of diffusers, of lerobot or of a quantizer; others'
+have none of them."""
 
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 """Of transformers 5, and before."""

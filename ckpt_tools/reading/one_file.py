@@ -15,14 +15,19 @@ from ckpt_tools.formats.orbax.names import CHECKPOINT_FILE, TREE_FILE
 from ckpt_tools.state_tree.incomplete_state import describe_rank_in_name
 from ckpt_tools.stores.source import Source
 from ckpt_tools.trainers.accelerate import DCP_FOLDERS
+from ckpt_tools.trainers.lerobot import STATE_FOLDER
 from ckpt_tools.trainers.lightning import META
 from ckpt_tools.trainers.names import is_trainer_file
+from ckpt_tools.trainers.torch_checkpointing import INDEX
 
 SINGLE_FILES = ("torch", "safetensors", "gguf", "npz")
 """Formats that are one file: named by the user, they read this file alone."""
 
 _SHARD_FILE = re.compile(r".*-\d{5}-of-(\d{5})\.(?:safetensors|bin|gguf)")
 _RANK_SHARD_FILE = re.compile(r"shard-(\d{5})(-model-\d{5}-of-\d{5}\.safetensors)")
+_MANAGED_FILE = re.compile(r".+_\d+\.safetensors")
+"""A rank's of torch_checkpointing, with pieces that its index alone places; other models have such names too."""
+
 _UNIVERSAL_FILE = re.compile(r"(.+)/zero/[^/]+/[^/]+\.pt")
 
 _MAX_ORBAX_DEPTH = 6
@@ -36,8 +41,8 @@ UrlExists = Callable[[str], bool]
 def find_folder_of_file(url: str, source: Source, url_exists: UrlExists) -> str | None:
     """The folder of the checkpoint that ``url``, opened as ``source``, is one file of; None if it is all of it.
 
-    ``url_exists`` tells whether a URL is a file. It is asked about names that only DCP, DeepSpeed, Megatron-Core
-    and Orbax give to the files beside it.
+    ``url_exists`` tells whether a URL is a file. It is asked about names that only DCP, DeepSpeed, Megatron-Core,
+    Orbax and torch_checkpointing give to the files beside it.
     """
     folder, _, name = url.rpartition("/")
     if not folder or list(source.files) != [name]:
@@ -61,11 +66,12 @@ def find_folder_of_file(url: str, source: Source, url_exists: UrlExists) -> str 
     is_shard = shard_match is not None and int(shard_match[1]) > 1
     if (rank_match := _RANK_SHARD_FILE.fullmatch(name)) is not None:  # each rank counts its own files
         is_shard |= int(rank_match[1]) > 1 or url_exists(f"{folder}/shard-00002{rank_match[2]}")
+    is_shard |= _MANAGED_FILE.fullmatch(name) is not None and url_exists(f"{folder}/{INDEX}")
     if name in (COMMON_FILE, CONFIG_FILE, META):  # names that other files have too
         return folder if url_exists(f"{folder}/{METADATA}") else None
     is_of_rank = name.endswith(("model_states.pt", "optim_states.pt")) or describe_rank_in_name(name)
     if is_shard or is_of_rank or is_trainer_file(name):
-        return folder
+        return folder.removesuffix(f"/{STATE_FOLDER}")
     return None if name.endswith(_SINGLE_FILE_SUFFIXES) or "://" in url else _find_orbax_folder(folder, url_exists)
 
 

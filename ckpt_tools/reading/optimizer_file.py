@@ -1,8 +1,9 @@
-"""Joins a model with the optimizer in a file beside it: ``optimizer.bin`` or ``optimizer.pt``.
+"""Joins a model with the optimizer in a file: ``optimizer.bin``, ``optimizer.pt`` or ``optimizer_state.safetensors``.
 
 accelerate (1.15, checkpointing.py ``save_accelerator_state``, utils/fsdp_utils.py ``save_fsdp_optimizer``) and the
 Trainer of transformers (5.x, trainer.py ``_save_optimizer_and_scheduler``) write it beside ``model.safetensors`` or
 ``pytorch_model*.bin``. With FSDP the parameters are known by name, without it by number.
+lerobot has a file of safetensors and one of JSON.
 """
 
 from __future__ import annotations
@@ -18,15 +19,22 @@ from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import FormatError, MalformedError, UnsupportedError
 from ckpt_tools.formats.base import Format
 from ckpt_tools.formats.index import read_manifest
+from ckpt_tools.formats.safetensors.files import read_safetensors_header
 from ckpt_tools.formats.torch.files import read_torch_tree
+from ckpt_tools.serialization.strict_json import parse_json
 from ckpt_tools.state_tree.leaf import TensorLeaf
+from ckpt_tools.state_tree.leaves import LeafCollector, iter_tree_leaves
 from ckpt_tools.state_tree.parse import TreeLeaves, build_manifest
 from ckpt_tools.stores.source import Source
+from ckpt_tools.trainers.lerobot import GROUPS_FILE, OPTIMIZER_FILE
 
 Value = TypeVar("Value")
 
 JOINABLE_FORMATS = ("safetensors", "torch")
 """Formats of a model that can have its optimizer in another file."""
+
+_MAX_GROUPS_BYTES = 64 << 20
+"""Numbers of parameters, of which a model has some thousands."""
 
 _PARAMETER_SHAPED_SLOTS = frozenset(
     ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "acc_delta", "grad_avg")
@@ -48,13 +56,14 @@ def read_model_and_optimizer(reader: Format, source: Source, file: str, options:
     kinds = {entry.kind for entry in model.tensors.values()}
     is_weights_alone = bool(kinds) and kinds <= {Kind.PARAMETER, Kind.BUFFER} and not model.groups
     if is_weights_alone and model.extra.keys() <= {HEADER_ENTRY} and model.format in JOINABLE_FORMATS:
-        return _join_optimizer_file(model, source, file, options), True
+        return join_optimizer_file(model, source, file, options), True
     return read_manifest(reader, source, options), False
 
 
-def _join_optimizer_file(manifest: Manifest, source: Source, file: str, options: ReadOptions) -> Manifest:
+def join_optimizer_file(manifest: Manifest, source: Source, file: str, options: ReadOptions) -> Manifest:
+    """The manifest of a model, with the optimizer in a file of torch or in lerobot's. Raises FormatError."""
     try:
-        tree = read_torch_tree(source, file)
+        tree = _read_lerobot_tree(source, file) if file.endswith(".safetensors") else read_torch_tree(source, file)
         return _join_leaves(manifest, tree.build_leaves(), tree.ties, options)
     except FormatError as error:
         raise type(error)(
@@ -62,6 +71,22 @@ def _join_optimizer_file(manifest: Manifest, source: Source, file: str, options:
             path=error.path or file,
             key=error.key,
         ) from error
+
+
+def _read_lerobot_tree(source: Source, file: str) -> LeafCollector:
+    """The leaves of an optimizer of lerobot: tensors by path, ``state/0/exp_avg``, and the groups beside them."""
+    groups_path = f"{file.removesuffix(OPTIMIZER_FILE)}{GROUPS_FILE}"
+    groups = parse_json(source.read_all(groups_path, limit_bytes=_MAX_GROUPS_BYTES), groups_path)
+    leaves = LeafCollector()
+    for name, table in read_safetensors_header(source, file).tensors.items():
+        path = tuple(int(part) if part.isdecimal() else part for part in name.split("/"))
+        leaves.add_path(name, path, file)
+        leaves.tensors[name] = TensorLeaf(table.shape, table.dtype, table)
+    for path, value in iter_tree_leaves(groups, ("param_groups",), groups_path):
+        name = "/".join(map(str, path))
+        leaves.add_path(name, path, groups_path)
+        leaves.objects[name] = value
+    return leaves
 
 
 def _join_leaves(

@@ -46,6 +46,9 @@ DCP_FOLDERS = r"(?:pytorch_model_fsdp|optimizer)_\d+"
 DEEPSPEED_TAGS = r"pytorch_model(?:_\d+)?"
 """Tags of DeepSpeed for several models."""
 
+LEROBOT_FOLDERS = ("pretrained_model", "training_state")
+"""Folders of a checkpoint of lerobot for model and optimizer, where accelerate's are beside each other."""
+
 _SMALL_FILES = r"(?:sampler|dl_state_dict)(?:_\d+)?\.bin|scheduler_\d+\.bin|scaler\.pt|custom_checkpoint_\d+\.pkl"
 
 RESUME_FILES = (_RANDOM_STATES.pattern, f"{_SMALL_FILES}|{re.escape(SCHEDULER)}")
@@ -122,16 +125,21 @@ def _number_models(files: Collection[str]) -> dict[str, dict[int, str]]:
     return models_by_folder
 
 
-def find_last_model_number(files: Collection[str]) -> int:
-    """The largest number of a model in a folder."""
-    return max((number for models in _number_models(files).values() for number in models), default=0)
+def find_last_model_number(files: Collection[str]) -> int | None:
+    """The largest number of a model in a folder; None if there is no model."""
+    return max((number for models in _number_models(files).values() for number in models), default=None)
 
 
 def name_optimizer_folder(folder: str) -> str | None:
     """The folder of the optimizer of the model whose DCP is ``folder``; None if that is of no model. Items of ranks'
     files have such names too."""
     match = _MODEL_FOLDER.fullmatch(folder)
-    return None if match is None else f"{match['parent']}optimizer_{match['number']}"
+    if match is None:
+        return None
+    parent, model_folder = match["parent"], f"{LEROBOT_FOLDERS[0]}/"
+    if f"/{parent}".endswith(f"/{model_folder}"):
+        parent = f"{parent.removesuffix(model_folder)}{LEROBOT_FOLDERS[1]}/"
+    return f"{parent}optimizer_{match['number']}"
 
 
 def join_optimizer(url: str, source: Source, open_url: OpenUrl) -> tuple[Source, tuple[Note, ...]]:
@@ -227,4 +235,4 @@ def find_numbered_model(folders: Collection[str]) -> str:
 def has_several_schedulers(files: Collection[str]) -> bool:
     """Whether ``scheduler.bin`` can be another model's: schedulers are numbered by themselves."""
     names = {path.rpartition("/")[2] for path in files}
-    return any(map(_SEVERAL_SCHEDULERS.fullmatch, names)) or find_last_model_number(files) > 0
+    return any(map(_SEVERAL_SCHEDULERS.fullmatch, names)) or (find_last_model_number(files) or 0) > 0

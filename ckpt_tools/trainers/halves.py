@@ -1,4 +1,4 @@
-"""The halves of a checkpoint whose weights are safetensors and whose optimizer is a DCP."""
+"""The halves of a checkpoint with weights in safetensors, and the optimizer in another folder: a DCP or a file."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ def find_weights_beside_dcp(
         return None
     base_folder = indexes[0].removesuffix(index_path)
     model_folder = f"{base_folder}{weights_folder}"
-    names = (path.removeprefix(model_folder) for path in source.select_below(model_folder).files)
-    if not any(name.endswith(".safetensors") and "/" not in name for name in names):
+    if not _has_weights(source, model_folder):
         return None
     return CheckpointHalves(
         format="dcp",
@@ -28,3 +27,25 @@ def find_weights_beside_dcp(
         weights_format="safetensors",
         optimizer_folder=f"{base_folder}{optimizer_folder}",
     )
+
+
+def make_halves_of_files(
+    source: Source, base_folder: str, weights_folder: str, optimizer_file: str
+) -> CheckpointHalves | None:
+    """The halves in ``base_folder``, with the optimizer in a file; None if there are no weights in their folder."""
+    model_folder = f"{base_folder}{weights_folder}"
+    if not _has_weights(source, model_folder):
+        return None
+    return CheckpointHalves(
+        format="safetensors",
+        index_path=f"{base_folder}{optimizer_file}",
+        base_folder=base_folder,
+        weights_folder=model_folder,
+        weights_format="safetensors",
+        optimizer_folder=None,
+    )
+
+
+def _has_weights(source: Source, folder: str) -> bool:
+    names = (path.removeprefix(folder) for path in source.select_below(folder).files)
+    return any(name.endswith(".safetensors") and "/" not in name for name in names)

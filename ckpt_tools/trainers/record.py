@@ -57,8 +57,8 @@ class CheckpointHalves:
     """A checkpoint whose model and optimizer are checkpoints in folders of their own. Folders are prefixes of paths,
     which end in a slash unless they are empty; ``base_folder`` holds all of them.
 
-    ``format`` is that of the optimizer and of the whole. ``index_path`` is the file that tells the halves.
-    ``optimizer_folder`` is None if there is no optimizer.
+    ``format`` is that of the optimizer and of the whole; safetensors if the optimizer is the file ``index_path``, which
+    is the one that tells the halves. ``optimizer_folder`` is None then, and if there is no optimizer.
     """
 
     format: str

@@ -15,7 +15,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 
 from ckpt_tools.stores.source import Source
-from ckpt_tools.trainers.accelerate import DCP_FOLDERS, DEEPSPEED_TAGS
+from ckpt_tools.trainers.accelerate import DCP_FOLDERS, DEEPSPEED_TAGS, LEROBOT_FOLDERS
 from ckpt_tools.trainers.saved import (
     SINGLE_FILE,
     SavedCheckpoint,
@@ -39,7 +39,10 @@ _CHECKPOINT_FILE = re.compile(
 )
 """Files that every checkpoint has."""
 
-_ORBAX_FILE = re.compile(r"(?:_CHECKPOINT_METADATA|[^/]+/(?:_METADATA|manifest\.ocdbt)|commit_success\.txt)")
+_STEP_FILE = re.compile(
+    r"(?:_CHECKPOINT_METADATA|[^/]+/(?:_METADATA|manifest\.ocdbt)|commit_success\.txt|pretrained_model/config\.json)"
+)
+"""Files in a folder of Orbax or of lerobot, whose name is the step alone."""
 
 _PLAIN_STEMS = frozenset(("last", "best", "final", "latest"))
 
@@ -112,13 +115,13 @@ def _find_numbered_folders(files: Iterable[str]) -> frozenset[str]:
     all_folders = {
         each for path in files if is_checkpoint_file(path) for each in iter_folder_chain(get_parent_folder(path))
     }
-    orbax_folders = {
-        each for path in files for each in _iter_holders(path) if _ORBAX_FILE.fullmatch(path[len(each) + 1 :])
+    step_folders = {
+        each for path in files for each in _iter_holders(path) if _STEP_FILE.fullmatch(path[len(each) + 1 :])
     }
     # Of candidates, those that hold several others directly are runs, and so are all folders around these:
     #     epoch_1/global_step10             epoch_1 is the checkpoint
     #     epoch_1/step_1, epoch_1/step_2    both steps are checkpoints, and epoch_1 is a run
-    candidates = {each for each in all_folders if _is_numbered_folder(each, orbax_folders)}
+    candidates = {each for each in all_folders if _is_numbered_folder(each, step_folders)}
     inner_folders: dict[str, set[str]] = {}
     for each in candidates:
         holders = [outer for outer in _iter_holders(each) if outer in candidates]
@@ -131,11 +134,11 @@ def _find_numbered_folders(files: Iterable[str]) -> frozenset[str]:
     return frozenset(_widen_to_parent(each, all_folders) for each in outermost_folders)
 
 
-def _is_numbered_folder(folder: str, orbax_folders: Collection[str]) -> bool:
+def _is_numbered_folder(folder: str, step_folders: Collection[str]) -> bool:
     name = folder.rpartition("/")[2]
     plain_name = strip_unfinished_marks(name)
     if plain_name.isdecimal():
-        return folder in orbax_folders or ".orbax-checkpoint-tmp" in name
+        return folder in step_folders or ".orbax-checkpoint-tmp" in name
     return is_checkpoint_name(plain_name) and name != f".{plain_name}"
 
 
@@ -168,16 +171,24 @@ def _find_single_files(files: Iterable[str], checkpoint_folders: Collection[str]
     }
 
 
-def _drop_containers(folders: Iterable[str], checkpoint_folders: Iterable[str]) -> set[str]:
+def _drop_containers(folders: Collection[str], checkpoint_folders: Iterable[str]) -> set[str]:
     """``folders`` without folders that hold numbered checkpoints, which are runs, and without folders in a
     checkpoint."""
-    # Folders of accelerate for models and optimizers are one checkpoint together: their parent.
-    whole_folders = {get_parent_folder(each) if _ACCELERATE_FOLDER.fullmatch(each) else each for each in folders} - {""}
+    whole_folders = {_find_whole_folder(each, folders) for each in folders} - {""}
     whole_folders -= {outer for owner in checkpoint_folders for outer in _iter_holders(owner)}
     whole_folders -= {
         parent for each in whole_folders if _has_number(each) and not _has_number(parent := get_parent_folder(each))
     }
     return _keep_outermost(whole_folders)
+
+
+def _find_whole_folder(folder: str, folders: Collection[str]) -> str:
+    """The folder of the checkpoint: accelerate's for models and optimizers are one together, and so are lerobot's."""
+    if _ACCELERATE_FOLDER.fullmatch(folder):
+        folder = get_parent_folder(folder)
+    parent, _, name = folder.rpartition("/")
+    is_of_lerobot = name in LEROBOT_FOLDERS and f"{parent}/{LEROBOT_FOLDERS[1]}".lstrip("/") in folders
+    return parent if is_of_lerobot else folder
 
 
 def _keep_outermost(folders: Collection[str]) -> set[str]:

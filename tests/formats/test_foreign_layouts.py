@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFa
 
 import ckpt_tools
 from ckpt_tools.core.notes import Outcome
-from ckpt_tools.errors import IncompleteError, UnsupportedError
+from ckpt_tools.errors import CkptError, IncompleteError, UnsupportedError
 from fixtures.corpus import make
 from tests.formats.deepspeed import zero_files
 
@@ -177,6 +177,51 @@ class TestHalves:
         saved_file({"v": torch.ones(2)}, tmp_path / "run" / "critic" / "model.safetensors")
         notes = ckpt_tools.convert(tmp_path / "run", tmp_path / "out.safetensors").plan.notes
         assert [note.what for note in notes] == ["critic/model.safetensors"]
+
+
+class TestTrainersOfOthers:
+    """What is not joined is named, and leads to what can be read."""
+
+    def test_several_models_of_one_optimizer(self, tmp_path):
+        torch.save({"state": {}, "param_groups": [{"params": [0]}]}, tmp_path / "optimizer.bin")
+        for name in ("unet", "text_encoder", "unet_ema"):
+            saved_file({"w": torch.ones(2)}, tmp_path / name / "model.safetensors")
+        assert "several models (text_encoder, unet) of one optimizer; name the folder of one" in refusal(tmp_path)
+        assert ckpt_tools.inspect(tmp_path / "unet").num_tensors == 1
+
+    def test_several_optimizers_of_a_policy(self, tmp_path):
+        folder = tmp_path / "005000"
+        saved_file({"w": torch.ones(2)}, folder / "pretrained_model" / "model.safetensors")
+        saved_file(
+            {"state/0/step": torch.ones(())}, folder / "training_state" / "actor" / "optimizer_state.safetensors"
+        )
+        message = refusal(folder)
+        assert "has an optimizer of its own" in message and "name pretrained_model for the weights alone" in message
+        assert ckpt_tools.inspect(folder / "pretrained_model").num_tensors == 1
+
+    def test_state_of_another_policy(self, saved, tmp_path):
+        folder = shutil.copytree(saved("lerobot") / "checkpoints" / "000003", tmp_path / "in")
+        (folder / "training_state" / "optimizer_param_groups.json").write_text("[]")
+        state = {"state/9/exp_avg": torch.ones(3), "param_groups": torch.ones(1)}
+        safetensors.torch.save_file(state, folder / "training_state" / "optimizer_state.safetensors")
+        with pytest.raises(CkptError):
+            ckpt_tools.convert(folder, tmp_path / "out", to="dcp")
+
+    def test_a_rank_of_torch_checkpointing_in_safetensors(self, tmp_path):
+        """Its tensors have local shapes, and no header says so."""
+        saved_file({"w": torch.ones(2)}, tmp_path / "model_0.safetensors")
+        assert ckpt_tools.inspect(tmp_path / "model_0.safetensors").num_tensors == 1
+        layout_info = {"file_path": "model_0.safetensors", "serialization_format": {"type": "SafetensorsSerialization"}}
+        index = {"version": "2.0", "world_size": 2, "metadata": {"model": {"rank_to_layout_info": {0: layout_info}}}}
+        (tmp_path / "metadata.pkl").write_bytes(pickle.dumps(index))
+        assert f"{ONE_FILE} {tmp_path}" in refusal(tmp_path / "model_0.safetensors")
+        assert "is stored by SafetensorsSerialization" in refusal(tmp_path)
+
+    def test_the_recipe_of_torchtune_is_named(self, tmp_path):
+        saved_file({"w": torch.ones(2)}, tmp_path / "epoch_0" / "model-00001-of-00001.safetensors")
+        torch.save({"optimizer": {"state": {}}, "epochs_run": 1}, tmp_path / "epoch_0" / "recipe_state.pt")
+        notes = ckpt_tools.inspect(tmp_path / "epoch_0").notes
+        assert [note.what for note in notes] == ["recipe_state.pt"]
 
 
 def test_quantized_weights_of_two_files_are_those_of_torchs_reader(tmp_path):

@@ -47,12 +47,13 @@ def test_the_trainers_checkpoint_is_resumed(to, trained, tmp_path):
     np.testing.assert_allclose(found[0], losses, rtol=1e-6, atol=0)
 
 
-def test_every_moment_has_its_name():
-    made = make("hf-trainer")
+@pytest.mark.parametrize("name", ["hf-trainer", "diffusers"])
+def test_every_moment_has_its_name(name):
+    made = make(name)
     truth = torch.load(made.folder / "slots.pt", weights_only=True)
     options = ConvertOptions(param_order=made.folder / "order.txt").read_options
     manifest, found = contents(made.source, options)
-    assert manifest.step == 2 and manifest.extra["lr_scheduler"]["last_epoch"] == 2
+    assert ckpt_tools.inspect(made.source).step == 2 and manifest.extra["lr_scheduler"]["last_epoch"] == 2
     state = {key: value for key, value in found.items() if key.slot != "weight"}
     assert state == {StateKey(*key): of_tensor(tensor) for key, tensor in truth.items()}
 

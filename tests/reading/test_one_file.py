@@ -29,6 +29,7 @@ FILES = [
     ("hf-pretrained-sharded", "model-00001-of-*.safetensors", 1),
     ("torchtitan-hf", "**/shard-00001-*.safetensors", 1),
     ("transformers-distributed", "shard-00002-*.safetensors", 1),
+    ("lerobot", "**/optimizer_state.safetensors", 2),
     ("gguf-split", "*-00001-of-*.gguf", 1),
     ("hf-trainer", "**/optimizer.pt", 1),
     ("hf-trainer", "**/scheduler.pt", 1),

@@ -230,6 +230,11 @@ def test_a_universal_checkpoint_has_every_parameter(checkpoint, tmp_path):
     (["run1/model.safetensors", "run1/checkpoint-5/model.safetensors"], ["run1/checkpoint-5"]),
     (["shard-00001-model-00001-of-00001.safetensors", "optimizer/.metadata"], []),
     (["model.safetensors", "optimizer/.metadata", "checkpoint-5/optimizer/.metadata"], ["checkpoint-5"]),
+    (["checkpoints/005000/pretrained_model/config.json", "checkpoints/005000/pretrained_model/model.safetensors",
+        "checkpoints/005000/training_state/rng_state.safetensors"], ["checkpoints/005000"]),
+    (["pretrained_model/pytorch_model_fsdp_0/.metadata", "training_state/optimizer_0/.metadata",
+        "training_state/rng_state.safetensors"], []),
+    (["out/pretrained_model/config.json", "out/pretrained_model/model.safetensors"], ["out/pretrained_model"]),
     (["final/model.safetensors", "checkpoint-5/model.safetensors"], ["checkpoint-5", "final"]),
 ])  # fmt: skip
 def test_which_folders_and_files_are_checkpoints(files, found):
@@ -314,6 +319,10 @@ RUNS = (
     Run("composer", "ep0-ba3", ("ep0-ba3", "ep1-ba6"), ".metadata", "no .metadata"),
     Run("olmo-core", "step3", ("step3", "step6"), ".metadata.json", "no .metadata.json"),
     Run("olmo-core", "step3", ("step3", "step6"), "model_and_optim/.metadata", "no model_and_optim/.metadata"),
+    Run("lerobot", "checkpoints/000003", ("002000", "004000"), "training_state/optimizer*", "no optimizer in training",
+        format="safetensors"),
+    Run("lerobot-fsdp2", "checkpoints/000003", ("002000", "004000"), "training_state/optimizer_0/.metadata",
+        "no optimizer in training_state"),
     Run("automodel", "epoch_0_step_3", ("epoch_0_step_3", "epoch_0_step_6"), "optim/.metadata", "no optim/.metadata"),
     Run("automodel", "epoch_0_step_3", ("epoch_0_step_3", "epoch_0_step_6"), "model/shard-00001-*", "shard-00001"),
     Run("torchtitan-hf", "step-3", STEPS, "shard-00001-*", "shard-00001-model", format="safetensors"),

@@ -25,7 +25,7 @@ def detect(source: Source) -> bool:
     """Whether a file of ``source`` holds a part of a tensor, or its files have names of ranks."""
     rank_folders = find_rank_folders(source)
     top_files = [path for path in source.files if "/" not in path and is_rank_file_candidate(path)]
-    if has_index(source) and top_files:
+    if has_index(source):
         return True
     if are_rank_files(source.files):
         return True

@@ -56,6 +56,7 @@ from ckpt_tools.messages.wording import format_count, join_names
 from ckpt_tools.state_tree.incomplete_state import why_delta, why_no_model
 from ckpt_tools.state_tree.leaf import TensorLeaf
 from ckpt_tools.stores.source import Source
+from ckpt_tools.trainers.lerobot import PROCESSOR_FILE
 
 if TYPE_CHECKING:
     from ckpt_tools.core.layout import FileLayout, Layout
@@ -138,7 +139,8 @@ def _find_model_files(source: Source) -> tuple[list[str], Mapping[str, str], lis
         weight_map, notes = read_weight_map(source, index)
         files = list(dict.fromkeys(weight_map.values())) or [index.removesuffix(".index.json")]
         return files, weight_map, notes
-    files = [path for path in source.files if is_safetensors_file(path)] or list(source.files)
+    model_files = (path for path in source.files if PROCESSOR_FILE.fullmatch(path) is None)
+    files = [path for path in model_files if is_safetensors_file(path)] or list(source.files)
     if len(source.files) > 1 and not is_safetensors_file(files[0]):
         raise SourceNotFoundError(f"there is no file of safetensors in {source.store.url}")
     # A folder without an index is one model only if its files have all numbers.
