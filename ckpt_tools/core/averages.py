@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.casts import cast_into, is_finite
 from ckpt_tools.core.dtypes import DType, to_numpy
-from ckpt_tools.core.manifest import MAX_PIECE, ComputedTensor, TensorEntry
+from ckpt_tools.core.manifest import MAX_PIECE, RegionwiseTensor, TensorEntry
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.errors import DifferenceError, UsageError
 from ckpt_tools.messages.wording import join_names
@@ -97,7 +97,7 @@ class Averaging:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Average(ComputedTensor):
+class Average(RegionwiseTensor):
     """The average of all operands by ``rule``, in float32, or in float64 if one of them is of that type. Errors call
     it ``name``, and the sources ``labels``."""
 

@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from itertools import chain
 from math import prod
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from ckpt_tools.core.boxes import Box, Shape, split_dims
 from ckpt_tools.core.dtypes import DType
@@ -35,6 +35,11 @@ if TYPE_CHECKING:
 
 WEIGHT = "weight"
 """Slot of the tensor that the model itself holds: a parameter in the model's dtype, or a buffer."""
+
+MOMENTS = frozenset(
+    ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "acc_delta", "grad_avg")
+)
+"""Slots of torch's optimizers that have the shape of their parameter, and begin as zeros."""
 
 MASTER = "master"
 """Slot of the fp32 copy of a parameter that the optimizer updates, where a checkpoint holds one."""
@@ -133,18 +138,18 @@ class ComputedTensor(ABC):
     operands: tuple[TensorEntry, ...] = field(repr=False)
 
     @abstractmethod
-    def get_operand_regions(self, box: Box) -> Sequence[Box]:
-        """The regions of the operands that the elements of ``box`` need, one for each operand."""
+    def compute_piece(self, box: Box, read_operand: OperandReader, out: NDArray[Any]) -> None:
+        """Compute the elements of ``box`` into ``out``, which has its shape. If ``can_cast``, ``out`` may be of another
+        type than ``dtype``."""
 
-    @abstractmethod
-    def compute_box(self, box: Box, operand_values: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
-        """Compute the elements of ``box`` into ``out``, which has its shape. ``operand_values`` are the regions of the
-        operands, which may be used again: they must not be changed. If ``can_cast``, ``out`` may be of another type
-        than ``dtype``."""
+    @property
+    def is_kept(self) -> bool:
+        """True if pieces are kept once they are computed: they are few and small beside what they are made of."""
+        return False
 
     @property
     def can_cast(self) -> bool:
-        """True if ``compute_box`` casts to the type of ``out``, to the bits that casting its result would give."""
+        """True if ``compute_piece`` casts to the type of ``out``, to the bits that casting its result would give."""
         return False
 
     @property
@@ -181,6 +186,29 @@ class ComputedTensor(ABC):
     def make_table(self, name: str) -> ShardTable:
         """The computed file ``name`` as the one shard of a tensor."""
         return ShardTable.whole(self.shape, self.dtype, ByteRange(name, 0, self.num_bytes))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RegionwiseTensor(ComputedTensor):
+    """A computed tensor whose boxes each need one region of each operand."""
+
+    @abstractmethod
+    def get_operand_regions(self, box: Box) -> Sequence[Box]:
+        """The regions of the operands that the elements of ``box`` need, one for each operand."""
+
+    @abstractmethod
+    def compute_box(self, box: Box, operand_values: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
+        """Compute the elements of ``box`` into ``out`` as ``compute_piece`` does. ``operand_values`` are the regions of
+        the operands, which may be used again: they must not be changed."""
+
+    def compute_piece(self, box: Box, read_operand: OperandReader, out: NDArray[Any]) -> None:
+        regions = enumerate(self.get_operand_regions(box))
+        self.compute_box(box, [read_operand(number, region) for number, region in regions], out)
+
+
+OperandReader: TypeAlias = "Callable[[int, Box], NDArray[Any]]"
+"""Reads a region of the operand of a number. The values must not be changed, and the next region of this operand may
+take their place."""
 
 
 MAX_PIECE = 1 << 18
@@ -388,14 +416,19 @@ class Manifest:
 
     @property
     def computed_in_order(self) -> tuple[Mapping[str, ComputedTensor], ...]:
-        """``computed`` in two steps: what others are computed from, such as a dequantized weight with an adapter, and
-        all others."""
-        operands = (entry for each in self.computed.values() for entry in each.operands)
-        intermediate_files = {file for entry in operands for file in entry.shards.files}
-        steps = [{}, {}] if self.computed else []  # type: list[dict[str, ComputedTensor]]
+        """``computed`` in steps, each made of stored tensors and of those before it: of a dequantized weight the mean
+        of its rows, and of both the sum with an adapter."""
+        depth_by_file: dict[str, int] = {}
+        steps: list[dict[str, ComputedTensor]] = []
+        # A tensor is made after those that it is computed from.
         for file, computed_tensor in self.computed.items():
-            steps[file not in intermediate_files][file] = computed_tensor
-        return tuple(step for step in steps if step)
+            operand_files = {each for entry in computed_tensor.operands for each in entry.shards.files}
+            depth = max((depth_by_file[each] + 1 for each in operand_files & depth_by_file.keys()), default=0)
+            depth_by_file[file] = depth
+            if depth == len(steps):
+                steps.append({})
+            steps[depth][file] = computed_tensor
+        return tuple(steps)
 
     @property
     def fqns(self) -> frozenset[str]:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from ckpt_tools.core.boxes import Box, Shape, interval_to_boxes, ravel_index
 from ckpt_tools.core.casts import cast_into
 from ckpt_tools.core.dtypes import DType
-from ckpt_tools.core.manifest import MAX_PIECE, ComputedTensor, TensorEntry
+from ckpt_tools.core.manifest import MAX_PIECE, RegionwiseTensor, TensorEntry
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,7 +70,7 @@ _THREAD_BUFFER = _ThreadBuffer()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class WithProduct(ComputedTensor):
+class WithProduct(RegionwiseTensor):
     """The first operand and the elements of ``product``, added in fp32, or in float64 to float64.
 
     BLAS adds up in an order that depends on the sizes of its operands. Pieces are always the same ones, so elements do

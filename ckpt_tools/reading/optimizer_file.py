@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from ckpt_tools.core.boxes import Shape
 from ckpt_tools.core.format_names import HEADER_ENTRY
-from ckpt_tools.core.manifest import Kind, Manifest
+from ckpt_tools.core.manifest import MOMENTS, Kind, Manifest
 from ckpt_tools.core.options import ReadOptions
 from ckpt_tools.errors import FormatError, MalformedError, UnsupportedError
 from ckpt_tools.formats.base import Format
@@ -35,11 +35,6 @@ JOINABLE_FORMATS = ("safetensors", "torch")
 
 _MAX_GROUPS_BYTES = 64 << 20
 """Numbers of parameters, of which a model has some thousands."""
-
-_PARAMETER_SHAPED_SLOTS = frozenset(
-    ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "acc_delta", "grad_avg")
-)
-"""Slots that have the shape of their parameter."""
 
 MODEL_KEY, OPTIMIZER_KEY = "model", "optimizer"
 """Keys of both in the joined tree."""
@@ -133,7 +128,7 @@ def _check_same_model(joined: Manifest, shapes: Mapping[str, Shape], aliases: Ma
         if aliases.get(name, name) not in shapes:
             raise MalformedError("the optimizer has it, and the model does not; they are of different models", key=name)
     for key, entry in joined.select_kinds(Kind.STATE).items():
-        if key.slot in _PARAMETER_SHAPED_SLOTS and entry.shape != shapes[aliases.get(key.fqn, key.fqn)]:
+        if key.slot in MOMENTS and entry.shape != shapes[aliases.get(key.fqn, key.fqn)]:
             raise MalformedError("the optimizer's state and the model's parameter have different shapes", key=str(key))
 
 

@@ -21,6 +21,7 @@ from ckpt_tools.reading.opened import OpenedCheckpoint
 from ckpt_tools.reading.own_sizes import derive_config, refuse_rank_interleaving
 from ckpt_tools.recipes.apply import apply_recipe, apply_recipe_ties, exclude_unknown
 from ckpt_tools.recipes.copying import copy_tensors
+from ckpt_tools.recipes.growing import grow_tensors
 from ckpt_tools.recipes.index import load_recipe
 from ckpt_tools.recipes.recipe import Recipe
 from ckpt_tools.recipes.report import UsedRecipe
@@ -70,9 +71,11 @@ class RecipeStep:
         """Raises UsageError if the recipe does not fit; UnsupportedError if it does not lead the optimizer state of a
         checkpoint with ``unjoined_state`` to names and shapes of its weights."""
         if manifest.unjoined_state and self.recipe is not None:
-            if self.recipe.copy_rules:
+            if not self.recipe.has_way_back:
                 way = f"convert the weights alone, with {format_option('state', 'model')}"
-                raise UnsupportedError(f"{manifest.unjoined_state}, and a recipe that copies does not join them; {way}")
+                raise UnsupportedError(
+                    f"{manifest.unjoined_state}, and a recipe that copies or grows tensors does not join them; {way}"
+                )
             return self._join_renamed(manifest, self.recipe)
         notes: tuple[Note, ...] = ()
         if self.does_dequantize:
@@ -88,6 +91,9 @@ class RecipeStep:
             notes += (*exclusion_notes, *new_notes)
             if self.recipe.copy_rules:
                 manifest, new_notes = copy_tensors(manifest, self.recipe.copy_rules)
+                notes += new_notes
+            if self.recipe.grow_rules:
+                manifest, new_notes = grow_tensors(manifest, self.recipe.grow_rules, self.recipe.bindings, self.config)
                 notes += new_notes
         return manifest, notes
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from ckpt_tools.core.boxes import Box, Shape
 from ckpt_tools.core.dtypes import DType, to_numpy
-from ckpt_tools.core.manifest import ComputedTensor
+from ckpt_tools.core.manifest import RegionwiseTensor
 from ckpt_tools.core.option_names import format_option
 from ckpt_tools.errors import UnsupportedError
 
@@ -74,7 +74,7 @@ class BlockFormat(Enum):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class QuantizedElements(ComputedTensor):
+class QuantizedElements(RegionwiseTensor):
     """The elements of 8 bits of the weight ``name``, a matrix of whole blocks, which is the operand."""
 
     name: str
@@ -130,7 +130,7 @@ def _make_e4m3_table() -> NDArray[np.uint8]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class BlockScales(ComputedTensor):
+class BlockScales(RegionwiseTensor):
     """The scales in float32 of the weight ``name``, a matrix of whole blocks, which is the operand."""
 
     name: str

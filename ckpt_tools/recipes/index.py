@@ -32,9 +32,10 @@ def load_recipe(recipe: str | Path, *, inverse: bool = False) -> Recipe:
         UsageError: there is no such name, or the file is not a recipe. SourceNotFoundError: there is no such file.
     """
     named_recipe = _find_recipe(recipe)
-    if inverse and named_recipe.copy_rules:
+    if inverse and not named_recipe.has_way_back:
         raise UsageError(
-            f"{format_option('inverse', True)}: the recipe {named_recipe.name} copies, and has no way back"
+            f"{format_option('inverse', True)}: the recipe {named_recipe.name} copies or grows tensors, and has no way "
+            "back"
         )
     return named_recipe.inverse() if inverse else named_recipe
 

@@ -30,9 +30,9 @@ from ckpt_tools.core.shards import ShardTable
 from ckpt_tools.core.transforms import TransformResult
 from ckpt_tools.errors import CkptError, UnsupportedError, UsageError
 from ckpt_tools.messages.wording import MAX_LISTED_NAMES, format_count, join_names
+from ckpt_tools.recipes.growing import grow_entry
 from ckpt_tools.recipes.manifest_builder import MAX_ITEM_BYTES, ZEROS_FILE
-from ckpt_tools.recipes.moves import FillBox, Move
-from ckpt_tools.recipes.tables import MoveTable, join_boxes, split_table
+from ckpt_tools.recipes.tables import join_boxes, move_box
 
 if TYPE_CHECKING:
     from ckpt_tools.core.filling import FillStep
@@ -455,13 +455,10 @@ def resize_rows(entry: TensorEntry, rows: int) -> TensorEntry:
     Raises:
         UnsupportedError: a recipe has split the axes of the tensor.
     """
-    before, *rest = entry.shape
-    shape, origin = (rows, *rest), (0,) * len(entry.shape)
-    kept_rows = Move(0, (), origin, origin, (min(rows, before), *rest), tuple(range(len(shape))))
-    boxes_before = split_table(entry.shards, entry.shape, entry.shape)
-    boxes = [each for _, each in MoveTable([kept_rows], len(shape)).split_by_target(boxes_before)]
-    fills = [FillBox((before, *origin[1:]), (rows - before, *rest))] if rows > before else []
-    table = join_boxes(boxes, fills, shape, entry.shards.dtype, ZEROS_FILE)
+    if rows >= entry.shape[0]:
+        return grow_entry(entry, 0, rows)
+    shape, origin = (rows, *entry.shape[1:]), (0,) * len(entry.shape)
+    table = join_boxes(move_box(entry, origin, origin, shape), (), shape, entry.shards.dtype, ZEROS_FILE)
     return replace(entry, shape=shape, shards=table)
 
 

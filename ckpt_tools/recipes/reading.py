@@ -17,7 +17,7 @@ from ckpt_tools.recipes.axes import build_extent_expression, parse_axes
 from ckpt_tools.recipes.copying import MAX_COPIES, CopyRule, parse_numbers
 from ckpt_tools.recipes.names import NamePattern
 from ckpt_tools.recipes.parsed_lines import SIDES, ParsedLine, PrefixRepeat, StackedPrefixes, numbering_refusals
-from ckpt_tools.recipes.recipe import LineDirection, PatternTexts, Recipe, RecipeLine
+from ckpt_tools.recipes.recipe import MEAN, ZEROS, GrowRule, LineDirection, PatternTexts, Recipe, RecipeLine
 from ckpt_tools.recipes.sizes import SizeBinding, SizeExpression
 
 MAX_ADDEND = 1 << 24
@@ -38,6 +38,7 @@ _RECIPE_KEYS = (
     "tied",
     "copies",
     "copy",
+    "grow",
     "tied_by_default",
     "left_ties",
     "stacked",
@@ -77,10 +78,10 @@ def parse_recipe(text: str, name: str, path: str) -> Recipe:
 
 def _build_recipe(table: Mapping[str, Any], text: str, name: str) -> Recipe:
     _check_keys(table, _RECIPE_KEYS, "a recipe")
-    copy_rules = _parse_copy_rules(table)
+    copy_rules, grow_rules = _parse_copy_rules(table), _parse_grow_rules(table)
     lines = table.get("map", [])
-    if not isinstance(lines, list) or not (lines or copy_rules):
-        raise UsageError("a recipe needs at least one [[map]] or [[copy]]")
+    if not isinstance(lines, list) or not (lines or copy_rules or grow_rules):
+        raise UsageError("a recipe needs at least one [[map]], [[copy]] or [[grow]]")
     others = table.get("others", "refused")
     if others not in ("same", "refused"):
         raise UsageError(f"others = {others!r} is neither 'same' nor 'refused'")
@@ -110,6 +111,7 @@ def _build_recipe(table: Mapping[str, Any], text: str, name: str) -> Recipe:
         tied_names=_get_owners(table, "tied"),
         copies=copies,
         copy_rules=copy_rules,
+        grow_rules=grow_rules,
         tied_by_default=_get_texts(table, "tied_by_default"),
         has_left_ties=_get_flag(table, "left_ties", default=True),
         text=text,
@@ -117,11 +119,8 @@ def _build_recipe(table: Mapping[str, Any], text: str, name: str) -> Recipe:
 
 
 def _parse_copy_rules(table: Mapping[str, Any]) -> tuple[CopyRule, ...]:
-    copy_tables = table.get("copy", [])
-    if not isinstance(copy_tables, list) or not all(isinstance(each, dict) for each in copy_tables):
-        raise UsageError("copy is not a list of tables; write [[copy]]")
     rules = []
-    for each in copy_tables:
+    for each in _get_tables(table, "copy"):
         _check_keys(each, (*SIDES, "count", "numbers"), "a [[copy]]")
         count, is_numbered = each.get("count", 0), "numbers" in each
         if is_numbered == ("count" in each):
@@ -134,10 +133,22 @@ def _parse_copy_rules(table: Mapping[str, Any]) -> tuple[CopyRule, ...]:
     return tuple(rules)
 
 
+def _parse_grow_rules(table: Mapping[str, Any]) -> tuple[GrowRule, ...]:
+    rules = []
+    for each in _get_tables(table, "grow"):
+        _check_keys(each, ("name", "size", "new", "dim"), "a [[grow]]")
+        name, new, dim = NamePattern(_get_text(each, "name")), each.get("new"), each.get("dim", 0)
+        if new not in (ZEROS, MEAN) and not (type(new) is int and new >= 0):
+            raise UsageError(f"new = {new!r} is neither {ZEROS!r}, {MEAN!r} nor the number of a row to copy")
+        if type(dim) is not int or dim < 0:
+            raise UsageError(f"dim = {dim!r} is not the number of a dim")
+        size = _parse_binding("size", each.get("size"))
+        rules.append(GrowRule(name, SizeBinding("size of a [[grow]]", size.choices), new, dim))
+    return tuple(rules)
+
+
 def _parse_repeats(table: Mapping[str, Any]) -> list[PrefixRepeat]:
-    repeat_tables = table.get("again", [])
-    if not isinstance(repeat_tables, list) or not all(isinstance(each, dict) for each in repeat_tables):
-        raise UsageError("again is not a list of tables; write [[again]]")
+    repeat_tables = _get_tables(table, "again")
     for each in repeat_tables:
         _check_keys(each, SIDES, "an [[again]]")
     return [PrefixRepeat({side: _get_texts(each, side) for side in SIDES}) for each in repeat_tables]
@@ -213,7 +224,7 @@ def _parse_binding(name: str, value: Any) -> SizeBinding:
     if type(value) is int:
         return SizeBinding(name, (SizeExpression(str(value)),))
     if not isinstance(value, str):
-        raise UsageError(f"{name} = {value!r} under [sizes] is neither a number nor text such as 'config.hidden_size'")
+        raise UsageError(f"{name} = {value!r} is neither a number nor text such as 'config.hidden_size'")
     return SizeBinding(name, tuple(SizeExpression(part) for part in value.split("|")))
 
 
@@ -255,6 +266,13 @@ def _get_table(table: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise UsageError(f"{key} is not a table")
     return value
+
+
+def _get_tables(table: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
+    tables = table.get(key, [])
+    if not isinstance(tables, list) or not all(isinstance(each, dict) for each in tables):
+        raise UsageError(f"{key} is not a list of tables; write [[{key}]]")
+    return tables
 
 
 def _get_text(table: Mapping[str, Any], key: str, default: str = "") -> str:

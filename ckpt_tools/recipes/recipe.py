@@ -268,6 +268,22 @@ def pair_sides(left: PatternTexts, right: PatternTexts) -> tuple[tuple[TensorPat
     return build_side(left, right), build_side(right, left)
 
 
+ZEROS, MEAN = "zeros", "mean"
+"""What the new rows of a ``GrowRule`` hold, if they are not copies."""
+
+
+@dataclass(frozen=True)
+class GrowRule:
+    """One ``[[grow]]``: tensors whose names match ``name`` get ``size`` slices along ``dim``. The new ones of a weight
+    and of its master are ``ZEROS``, the ``MEAN`` of the old ones, or copies of the old one of the number ``new``; those
+    of optimizer state are zeros."""
+
+    name: NamePattern
+    size: SizeBinding
+    new: str | int
+    dim: int
+
+
 @dataclass(frozen=True)
 class Recipe:
     """The tensors of a model in the naming ``left`` and in the naming ``right``.
@@ -278,7 +294,7 @@ class Recipe:
     ``config.json`` ties them. Models of ``tied_by_default`` are tied unless it says that they are not. Without
     ``has_left_ties`` the left side has no names for what is tied. ``copies`` are patterns of names of the right side
     that repeat another of it, and that the left side does not have. ``copy_rules`` copy tensors of the right side to
-    several names; with them there is no way back. ``text`` is the file's.
+    several names, and then ``grow_rules`` add rows to some; with either there is no way back. ``text`` is the file's.
     ``stacked_lines`` are the lines for a side that holds all layers as one tensor, each where the line for single
     layers is; empty if neither side does.
     """
@@ -298,6 +314,7 @@ class Recipe:
     tied_names: Mapping[str, str] = field(default_factory=dict)
     copies: Mapping[NamePattern, str] = field(default_factory=dict)
     copy_rules: tuple[CopyRule, ...] = ()
+    grow_rules: tuple[GrowRule, ...] = ()
     tied_by_default: tuple[str, ...] = ()
     has_left_ties: bool = True
     text: str = ""
@@ -312,6 +329,10 @@ class Recipe:
             dropped_names=self.dropped_names[::-1],
             is_inverse=not self.is_inverse,
         )
+
+    @property
+    def has_way_back(self) -> bool:
+        return not (self.copy_rules or self.grow_rules)
 
     def with_optional_lines(self) -> Recipe:
         """The recipe whose lines may all have no tensor."""

@@ -17,7 +17,7 @@ import numpy as np
 from ckpt_tools.core.boxes import Box, Shape
 from ckpt_tools.core.casts import cast_into
 from ckpt_tools.core.dtypes import DType, to_numpy
-from ckpt_tools.core.manifest import ComputedTensor
+from ckpt_tools.core.manifest import RegionwiseTensor
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -58,7 +58,7 @@ class ThirdOperand(Enum):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ScaledWeight(ComputedTensor):
+class ScaledWeight(RegionwiseTensor):
     """Values times scales: the operands are the stored weight, its scales if it has any, and what ``third_operand``
     says.
 

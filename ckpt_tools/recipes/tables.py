@@ -10,6 +10,7 @@ import numpy as np
 
 from ckpt_tools.core.boxes import Shape, contiguous_strides, interval_to_boxes, ravel_index, split_dims
 from ckpt_tools.core.dtypes import DType
+from ckpt_tools.core.manifest import TensorEntry
 from ckpt_tools.core.shards import ByteRange, Framing, Ints, ItemParts, RowTable, ShardTable
 from ckpt_tools.errors import UnsupportedError
 from ckpt_tools.recipes.moves import FillBox, GroupPlace, Move
@@ -99,6 +100,17 @@ class MoveTable:
                 ShardBoxes(source.table, rows[group_slice], begins, ends, steps, offsets[group_slice]),
             )
             start = stop
+
+
+def move_box(entry: TensorEntry, start: Shape, target_start: Shape, extents: Shape) -> list[ShardBoxes]:
+    """The parts of the box from ``start`` of a tensor in its shards, as boxes from ``target_start`` of another.
+
+    Raises:
+        UnsupportedError: a recipe has split the axes of the tensor.
+    """
+    move = Move(0, (), start, target_start, extents, tuple(range(len(extents))))
+    boxes = split_table(entry.shards, entry.shape, entry.shape)
+    return [part for _, part in MoveTable([move], len(extents)).split_by_target(boxes)]
 
 
 def _to_column(numbers: Sequence[int] | Sequence[Shape]) -> Ints:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -48,6 +49,8 @@ class ComputedStore(GeneratedFilesStore):
     _reader: TensorReader = field(init=False, repr=False)
     _thread_cache: threading.local = field(default_factory=threading.local, init=False, repr=False)
     _last_pieces: dict[int, tuple[tuple[str, int], NDArray[Any]]] = field(default_factory=dict, init=False, repr=False)
+    _kept_pieces: dict[tuple[str, int], NDArray[Any]] = field(default_factory=dict, init=False, repr=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
     _cost_ratios: dict[str, float] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -80,7 +83,7 @@ class ComputedStore(GeneratedFilesStore):
             piece_stop = min(piece_start + piece_size, numel)
             start, stop = max(piece_start, first), min(piece_stop, last)
             destination = elements[start - first : stop - first]
-            if (start, stop) == (piece_start, piece_stop):
+            if (start, stop) == (piece_start, piece_stop) and not computed_tensor.is_kept:
                 self._compute_piece(computed_tensor, path, piece_start, destination)
             else:
                 piece = self._get_piece(computed_tensor, path, piece_start, piece_stop, destination.dtype)
@@ -89,7 +92,14 @@ class ComputedStore(GeneratedFilesStore):
     def _get_piece(
         self, computed_tensor: ComputedTensor, path: str, piece_start: int, piece_stop: int, dtype: np.dtype[Any]
     ) -> NDArray[Any]:
-        """A whole piece, until the thread that computed it computes another."""
+        """A whole piece, until the thread that computed it computes another, or for good."""
+        if computed_tensor.is_kept:
+            with self._lock:
+                if (path, piece_start) not in self._kept_pieces:
+                    kept_piece = np.empty(piece_stop - piece_start, dtype)
+                    self._compute_piece(computed_tensor, path, piece_start, kept_piece)
+                    self._kept_pieces[path, piece_start] = kept_piece
+                return self._kept_pieces[path, piece_start]
         for cached_key, piece in list(self._last_pieces.values()):
             if cached_key == (path, piece_start) and piece.dtype == dtype:
                 return piece
@@ -102,13 +112,8 @@ class ComputedStore(GeneratedFilesStore):
     def _compute_piece(self, computed_tensor: ComputedTensor, path: str, piece_start: int, out: NDArray[Any]) -> None:
         elements_done = 0
         for box in interval_to_boxes(piece_start, piece_start + len(out), computed_tensor.shape):
-            operand_regions = [
-                self._get_operand_region(path, number, region)
-                for number, region in enumerate(computed_tensor.get_operand_regions(box))
-            ]
-            computed_tensor.compute_box(
-                box, operand_regions, out[elements_done : elements_done + box.numel].reshape(box.shape)
-            )
+            destination = out[elements_done : elements_done + box.numel].reshape(box.shape)
+            computed_tensor.compute_piece(box, partial(self._get_operand_region, path), destination)
             elements_done += box.numel
 
     def _get_operand_region(self, path: str, operand_index: int, region: Box) -> NDArray[Any]:

@@ -106,7 +106,10 @@ def test_every_command_prints_what_the_page_says(folder):
 
 
 def test_the_files_are_recipes():
-    recipe, *copying = (parse_recipe(text, "mine", "mine.toml") for text in blocks(DOCS / "recipes_own.md", "toml"))
+    recipe, *copying, growing = (
+        parse_recipe(text, "mine", "mine.toml") for text in blocks(DOCS / "recipes_own.md", "toml")
+    )
     assert len(recipe.lines) == 3
     assert recipe.inverse().inverse() == recipe
     assert [len(each.copy_rules[0].numbers) for each in copying] == [8, 48]
+    assert [rule.new for rule in growing.grow_rules] == ["mean", "mean"]

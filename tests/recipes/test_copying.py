@@ -156,7 +156,7 @@ def test_check_shows_each_copy_with_its_source(source):
         ('[[copy]]\nleft = "norm"\nright = "n.{j}"\ncount = 0', "count = 0 is not a whole number"),
         ('[[copy]]\nleft = "norm"\nright = "n.{j}"\ncount = 2\ntimes = 3', "copy]] has no key 'times'"),
         ('[copy]\nleft = "norm"', "copy is not a list of tables"),
-        ("", "needs at least one .*map.* or .*copy"),
+        ("", "needs at least one .*map.*, .*copy.* or .*grow"),
     ],
 )
 def test_rules_that_are_none_are_refused(source, rules, said):
@@ -165,7 +165,7 @@ def test_rules_that_are_none_are_refused(source, rules, said):
 
 
 def test_copies_have_no_way_back(source):
-    with pytest.raises(UsageError, match="inverse=True: the recipe r copies, and has no way back"):
+    with pytest.raises(UsageError, match="inverse=True: the recipe r copies or grows tensors, and has no way back"):
         apply(source, f'{NUMBERED}"0"', inverse=True)
 
 

@@ -12,7 +12,15 @@ from numpy.typing import NDArray
 from ckpt_tools.core.boxes import Box
 from ckpt_tools.core.dtypes import DType
 from ckpt_tools.core.layout import FileLayout, Layout, Payload
-from ckpt_tools.core.manifest import ComputedTensor, Kind, Manifest, StateKey, TensorEntry, make_computed_file_name
+from ckpt_tools.core.manifest import (
+    ComputedTensor,
+    Kind,
+    Manifest,
+    RegionwiseTensor,
+    StateKey,
+    TensorEntry,
+    make_computed_file_name,
+)
 from ckpt_tools.core.shards import ByteRange, ShardTable
 from ckpt_tools.errors import IncompleteError
 from ckpt_tools.planning.plan import Plan, make_plan
@@ -25,7 +33,7 @@ ROWS, COLUMNS = 7, 10
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Outer(ComputedTensor):
+class _Outer(RegionwiseTensor):
     """Row i, column j: ``rows[i] * columns[j]``."""
 
     def get_operand_regions(self, box: Box) -> Sequence[Box]:
