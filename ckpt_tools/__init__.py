@@ -69,6 +69,7 @@ if TYPE_CHECKING:
     )
     from ckpt_tools.formats.index import FormatInfo as FormatInfo
     from ckpt_tools.conversion.loadable import LoadableReport as LoadableReport
+    from ckpt_tools.recipes.cards import RecipeCard as RecipeCard, RecipeProof as RecipeProof
     from ckpt_tools.recipes.report import (
         MappedTensor as MappedTensor,
         RecipeInfo as RecipeInfo,
@@ -156,6 +157,7 @@ _NAMES_BY_MODULE = {
     ),
     "formats.index": ("FormatInfo",),
     "conversion.loadable": ("LoadableReport",),
+    "recipes.cards": ("RecipeCard", "RecipeProof"),
     "recipes.report": ("MappedTensor", "RecipeInfo", "RecipeMap", "UsedRecipe"),
     "serialization.loadable": ("LeftOut", "Replaced"),
     "slices": ("TensorSlice",),

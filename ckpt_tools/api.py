@@ -1224,7 +1224,7 @@ def show_recipe(recipe: str | Path) -> RecipeInfo:
         recipe: The name of a built-in recipe, or a TOML file.
 
     Returns:
-        A ``RecipeInfo``; its ``text`` is the file.
+        A ``RecipeInfo``; its ``text`` is the file, and its ``card`` says what proves it.
 
     Raises:
         SourceNotFoundError: there is no such file.

@@ -8,7 +8,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import fixtures
 from fixtures import launch, store
+from tests.support import cards
 from tests.support.pages import WRITE_PAGES
 from tests.support.s3_server import running_s3_server
 from tests.support.truth import Truth
@@ -150,6 +151,12 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 def checkpoint():
     """`checkpoint(kind, case, world_size)`: a checkpoint and its truth, built if it is not cached."""
     return fixtures.checkpoint
+
+
+@pytest.fixture
+def card(request):
+    """`card(recipe, judges, model, compared, ...)`: what the test has proved of a recipe (`tests.support.cards`)."""
+    return partial(cards.prove, request.node.nodeid)
 
 
 @pytest.fixture

@@ -44,6 +44,7 @@ ONLY_PRINTED = {
     *(
         "form",
         "as_json",
+        "shows_card",
         "quiet",
         "progress",
         "log_format",

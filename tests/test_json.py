@@ -53,6 +53,7 @@ DOCUMENTED = {
     "clean out": {"clean": ""},
     "formats": {"formats": "0"},
     "recipes": {"recipes": "0"},
+    "recipes show vit_timm": {"card of a recipe": "card", "proof of a recipe": "card proofs 0"},
     "recipes check r.toml m.pt": {
         "recipes check": "",
         "mapped tensor": "tensors 0",

@@ -44,7 +44,7 @@ HEADINGS: Headings = {
     "Which checkpoints": ("steps", "last", "every", "follow", "until", "poll", "then"),
     OUTPUT: (
         *("to", *_list_names_under(OUTPUT), "output", "tensors", "tree", "depth", "stats", "sample", "slot", "top"),
-        *("script", "list_all", "form", "as_json"),
+        *("script", "list_all", "form", "shows_card", "as_json"),
     ),
     RUNNING: (*_list_names_under(RUNNING), "progress", "quiet", "verbose", "log_format", "help"),
     SAFETY: (

@@ -15,7 +15,7 @@ from ckpt_tools.errors import UsageError
 from ckpt_tools.messages.wording import escape_unprintable, format_count, join_names
 
 if TYPE_CHECKING:
-    from ckpt_tools.recipes.report import RecipeMap
+    from ckpt_tools.recipes.report import RecipeInfo, RecipeMap
 
 WEIGHT = "weight"
 """The slot of a weight."""
@@ -52,7 +52,10 @@ def recipes_command(context: click.Context, as_json: bool) -> None:
 
     recipes = list_recipes()
     if as_json:
-        print_json([{name: value for name, value in each.to_json().items() if name != "text"} for each in recipes])
+        left_out = ("text", "card")
+        print_json(
+            [{name: value for name, value in each.to_json().items() if name not in left_out} for each in recipes]
+        )
         return
     rows = [
         (each.name, each.left, each.right, f"{each.about}; also {', '.join(each.also)}" if each.also else each.about)
@@ -63,15 +66,48 @@ def recipes_command(context: click.Context, as_json: bool) -> None:
 
 @recipes_command.command("show", cls=options.ConverterCommand, examples=("ckpt-tools recipes show mixtral",))
 @_recipe_argument
+@click.option(
+    "--card",
+    "shows_card",
+    is_flag=True,
+    help="Print which frameworks judged the recipe, on which models, and how exactly.",
+)
+@options.json_option
 @options.verbosity_options
-def recipes_show_command(recipe: str) -> None:
-    """Print the file of a recipe.
+def recipes_show_command(recipe: str, shows_card: bool, as_json: bool) -> None:
+    """Print the file of a recipe, or its card.
 
-    RECIPE is the name of a built-in recipe, or a TOML file.
+    RECIPE is the name of a built-in recipe, or a TOML file. --json prints both.
     """
     from ckpt_tools import show_recipe
 
-    echo(show_recipe(recipe).text.rstrip("\n"))
+    shown = show_recipe(recipe)
+    if as_json:
+        print_json(shown.to_json())
+    elif shows_card:
+        _show_card(shown)
+    else:
+        echo(shown.text.rstrip("\n"))
+
+
+def _show_card(shown: RecipeInfo) -> None:
+    print_wrapped(escape_unprintable(f"{shown.name}: {shown.left} to {shown.right}"))
+    if shown.card.no_judge:
+        print_wrapped(f"no judge: {shown.card.no_judge}")
+        return
+    ways = {"forward": f"to {shown.right}", "inverse": f"to {shown.left}", "both": "both"}
+    rows = [
+        (
+            ", ".join(each.judges),
+            ways[each.way],
+            "yes" if each.optimizer else "no",
+            f"{each.bound:g}" if each.bound else "0: bit for bit",
+            f"ckpt-tools {each.version}, {each.date}",
+            f"{each.model}: {each.compared}",
+        )
+        for each in shown.card.proofs
+    ]
+    print_table(("judge", "way", "optimizer", "largest difference", "proved by", "of"), rows)
 
 
 @recipes_command.command(

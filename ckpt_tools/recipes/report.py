@@ -12,13 +12,14 @@ from ckpt_tools.messages.showing import DisplayableResult
 
 if TYPE_CHECKING:
     from ckpt_tools.core.apply_options import ManifestStep
+    from ckpt_tools.recipes.cards import RecipeCard
     from ckpt_tools.recipes.recipe import Recipe
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class RecipeInfo(DisplayableResult):
     """A recipe: ``left`` and ``right`` are the two namings, ``models`` the ``model_type`` that it is for, ``source`` is
-    what it was made from, ``text`` the file, ``also`` its other names."""
+    what it was made from, ``text`` the file, ``also`` its other names, ``card`` what proves it."""
 
     SHOWN: ClassVar[tuple[str, ...]] = ("name", "left", "right", "about")
 
@@ -30,14 +31,23 @@ class RecipeInfo(DisplayableResult):
     source: str
     text: str
     also: tuple[str, ...]
+    card: RecipeCard
 
     @classmethod
     def of(cls, recipe: Recipe) -> RecipeInfo:
+        from ckpt_tools.recipes.cards import RecipeCard
         from ckpt_tools.recipes.index import list_other_names
 
-        also = list_other_names(recipe)
         return cls(
-            recipe.name, recipe.left, recipe.right, recipe.about, recipe.models, recipe.source, recipe.text, also
+            recipe.name,
+            recipe.left,
+            recipe.right,
+            recipe.about,
+            recipe.models,
+            recipe.source,
+            recipe.text,
+            also=list_other_names(recipe),
+            card=RecipeCard.of(recipe),
         )
 
 

@@ -37,6 +37,7 @@ RECIPES = {
     "qwen3_5_text": "qwen3_5",
     "qwen3_5_moe_text": "qwen3_5",
 }
+JUDGES = ["transformers", "megatron-core"]
 NORM = "self_attention.out_norm.weight"
 
 
@@ -66,6 +67,11 @@ class Case:
     def adds(self) -> bool:
         """Whether its norms are stored minus 1."""
         return self.is_mixture and ("qwen3_next" in self.family or "qwen3_5" in self.family)
+
+    @property
+    def bound(self) -> float:
+        """Of logits, in bf16."""
+        return (ROUNDED if self.adds else BOUND_OF_MIXTURES) if self.is_mixture else BOUND
 
 
 TIED, UNPADDED = {"tie_word_embeddings": True}, {"vocab_size": 128}
@@ -126,12 +132,12 @@ def trained(request, tmp_path_factory):
     return Trained(case, folder, losses)
 
 
-def test_transformers_computes_the_same_logits(trained, tmp_path):
+def test_transformers_computes_the_same_logits(trained, card, tmp_path):
     case, hub = trained.case, trained.hub(tmp_path / "hub")
     logits, *more, wrong = on_rank(twins if case.is_mixture else mm.twin, hub)
     assert not wrong
     wanted = torch.load(trained.folder / "logits.pt")
-    bound = (ROUNDED if case.adds and case.dtype == "bf16" else BOUND_OF_MIXTURES) if case.is_mixture else BOUND
+    bound = case.bound if case.dtype == "bf16" or not case.adds else BOUND_OF_MIXTURES
     predicted = torch.load(trained.folder / "mtp.pt") if case.is_mixture else []
     for found, whole in zip([logits, *(more[0] if more else [])], [wanted, *predicted], strict=True):
         expected = whole[:, : found.shape[1]] if case.is_mixture else whole
@@ -142,9 +148,10 @@ def test_transformers_computes_the_same_logits(trained, tmp_path):
     ckpt_tools.convert(hub, tmp_path / "back", to="megatron", recipe=case.recipe, inverse=True)
     back = on_rank(mm.load_weights, case.family, case.changes, case.dtype, tmp_path / "back")
     assert (back - wanted).abs().max() <= (bound * wanted.abs().max() if case.adds else 0.0)
+    card(case.recipe, JUDGES, f"tiny {case.family}", "logits", bound=case.bound, way="both")
 
 
-def test_all_of_the_state_there_and_back(trained, tmp_path):
+def test_all_of_the_state_there_and_back(trained, card, tmp_path):
     """Sizes come from the arguments in the common state."""
     case, back = trained.case, tmp_path / "back"
     ckpt_tools.convert(trained.run, tmp_path / "renamed", to="dcp", **trained.options)
@@ -164,6 +171,8 @@ def test_all_of_the_state_there_and_back(trained, tmp_path):
             assert raw_bytes(tensor[rows]) == raw_bytes(wanted[name][rows]), name
     if case.changes == UNPADDED and case.form == "stacked":
         assert not ckpt_tools.diff(trained.run, back).differences
+    told, bound = (f"tiny {case.family}", "the next losses, and all state"), ROUNDED if case.adds else 0.0
+    card(case.recipe, JUDGES[1:], *told, bound=bound, way="both", optimizer=True)
 
 
 @pytest.fixture(scope="module")

@@ -106,13 +106,15 @@ def _has_recipe(model_type: str) -> bool:
     return any(model_type in recipe.model_aliases for recipe in list_recipes())
 
 
-def test_the_hub_folder_is_that_of_save_pretrained(trained, tmp_path):
+def test_the_hub_folder_is_that_of_save_pretrained(trained, card, tmp_path):
     weights = "model" if trained.case.dtype == "bf16" else "master"
     trained.convert(trained.checkpoint, tmp_path / "hub", to="safetensors", weights=weights)
     assert_is_hub_folder(trained.case.family, tmp_path / "hub", trained.folder)
+    if _has_recipe(trained.case.name):
+        card(trained.case.name, ["transformers"], f"tiny {trained.case.name}", "the files of save_pretrained")
 
 
-def test_training_goes_on_after_a_way_over_hub_names(trained, tmp_path):
+def test_training_goes_on_after_a_way_over_hub_names(trained, card, tmp_path):
     trained.convert(trained.checkpoint, tmp_path / "hub", to="dcp")
     assert_has_moments(tmp_path / "hub", trained.folder)
     how: dict[str, Any] = {"to": "zero3", "world_size": RANKS} if trained.case.is_zero else {"to": "dcp"}
@@ -120,6 +122,10 @@ def test_training_goes_on_after_a_way_over_hub_names(trained, tmp_path):
         how["dtype"] = "bfloat16"  # the hub's weights are the masters
     trained.convert(tmp_path / "hub", tmp_path / "back", **how, inverse=True)
     assert trained.resumed(tmp_path / "back") == trained.losses
+    if _has_recipe(trained.case.name):
+        judges = ["transformers", "deepspeed" if trained.case.is_zero else "torch"]
+        told = f"tiny {trained.case.name}", "the moments that save_pretrained makes, and the next losses"
+        card(trained.case.name, judges, *told, way="both", optimizer=True)
 
 
 @pytest.mark.parametrize("trained", CASES[:-1], ids=str, indirect=True, scope="module")

@@ -71,7 +71,7 @@ def bits(tensor: Tensor) -> bytes:
 
 
 @pytest.mark.parametrize(("ranks", "embedding"), [(1, 0), (2, 0), (4, 1)])
-def test_files_of_ranks_are_one_model_for_transformers(ranks, embedding, tmp_path):
+def test_files_of_ranks_are_one_model_for_transformers(ranks, embedding, card, tmp_path):
     weights = model()
     source = write(tmp_path / "meta", cut(weights, ranks, embedding))
     config = tmp_path / "config"
@@ -92,6 +92,8 @@ def test_files_of_ranks_are_one_model_for_transformers(ranks, embedding, tmp_pat
     back = torch.load(tmp_path / "back/consolidated.00.pth", weights_only=True)
     del weights["rope.freqs"]
     assert {name: bits(tensor) for name, tensor in back.items()} == {name: bits(weights[name]) for name in weights}
+    told = "tiny llama", "names and shapes; numpy says where the rows of Meta's conversion are"
+    card("meta_llama", ["transformers"], *told, way="both")
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -37,13 +37,18 @@ BOUNDS = {
 """The largest difference of logits as a part of the largest logit. torchtitan multiplies complex numbers for rotary
 embeddings and experts in groups, where transformers does neither; OLMo-core calls torch's attention."""
 
+TRAINERS = {
+    "torchtitan": "torchtitan of 2026-08", "olmo_core": "OLMo-core of 2026-06", "automodel": "NeMo Automodel 36044ad3",
+    "prime_rl": "prime-rl 559b4477",
+}  # fmt: skip
+"""Their versions, by tests/corpus/trainers/README.md."""
 
 OF_TEST = ("torchtitan_qwen3_moe", "olmo_core_olmo2", "automodel_gpt_oss")
 OF_ALL = ("torchtitan_llama", "torchtitan_deepseek_v3", "automodel_deepseek_v3", "prime_rl_afmoe", "prime_rl_glm4_moe")
 
 
 @pytest.mark.parametrize("name", tiered(BOUNDS, test=OF_TEST, extended=(*OF_ALL, "automodel_qwen3_moe")))
-def test_a_genuine_checkpoint_has_the_same_logits_and_comes_back(name, tmp_path):
+def test_a_genuine_checkpoint_has_the_same_logits_and_comes_back(name, card, tmp_path):
     folder = unpacked(name, tmp_path)
     ckpt_tools.convert(folder / "dcp", folder / "hub", to="safetensors", recipe=name, config=folder)
     model, told = AutoModelForCausalLM.from_pretrained(
@@ -61,6 +66,14 @@ def test_a_genuine_checkpoint_has_the_same_logits_and_comes_back(name, tmp_path)
     assert [note.what for note in report.notes] == lost
     ckpt_tools.convert(folder / "named", folder / "back", to="dcp", recipe=name, inverse=True, config=folder)
     ckpt_tools.diff(folder / "dcp", folder / "back", exclude=lost)
+    trainer = next(each for each in TRAINERS if name.startswith(each))
+    card(
+        name,
+        [TRAINERS[trainer], "transformers"],
+        f"tiny {name.removeprefix(f'{trainer}_')}",
+        "logits",
+        bound=BOUNDS[name],
+    )
 
 
 def test_optimizer_state_of_torchtitan_is_parted_for_jobs_without_fuse_qkv(tmp_path):

@@ -49,7 +49,10 @@ def test_each_model_type_has_one_recipe_or_needs_none():
         assert_same(revert_weight_conversion(model, dict(model.state_dict())), model.state_dict())
 
 
-def test_the_installed_transformers_gives_the_same_file():
+def test_the_installed_transformers_gives_the_same_file(card):
     """`python -m tests.recipes.generate` changes nothing."""
     version = load_recipe("qwen2_moe").source.split()[-1]
     assert generate.generate().replace(transformers.__version__, version) == generate.FILE.read_text()
+    for recipe in OF_TRANSFORMERS:
+        types = f"tiny models of {', '.join(recipe.models)}"
+        card(recipe.name, ["transformers"], types, "the place of each element, by revert_weight_conversion")

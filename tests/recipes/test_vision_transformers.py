@@ -31,6 +31,8 @@ IMAGE, HEADS, HIDDEN, MLP, CLASSES = 16, 2, 24, 40, 5
 BOUND = 1e-6
 """Of torchvision's logits, as a part of the largest: 2e-7 at the size of ViT-B/16, mostly 0 in these tiny models."""
 
+TINY = "a tiny Vision Transformer"
+
 
 @pytest.fixture(autouse=True)
 def no_fused_attention():
@@ -97,6 +99,10 @@ class Direction:
     def __str__(self) -> str:
         return f"{self.source}-{self.target}"
 
+    @property
+    def judges(self) -> list[str]:
+        return ["transformers" if each == "hub" else each for each in (self.source, self.target)]
+
 
 RECIPES = {
     "vit_timm": ("timm", "hub"),
@@ -128,7 +134,7 @@ def convert(source: Path, out: Path, way: Direction, **options: Any) -> ckpt_too
 
 @pytest.mark.parametrize("ending", [".pt", ".safetensors"])
 @pytest.mark.parametrize("way", DIRECTIONS, ids=str)
-def test_the_other_library_gives_the_same_logits(way, ending, tmp_path):
+def test_the_other_library_gives_the_same_logits(way, ending, card, tmp_path):
     model = randomized(BUILD[way.source]())
     source = saved(way.source, model, tmp_path / "source", ending)
     if way.target == "hub":
@@ -144,6 +150,7 @@ def test_the_other_library_gives_the_same_logits(way, ending, tmp_path):
     wanted = logits(model)
     bound = BOUND if "torchvision" in str(way) else 0
     assert (logits(found) - wanted).abs().max() <= bound * wanted.abs().max()
+    card(way.recipe, way.judges, TINY, "logits", bound=bound, way="inverse" if way.is_inverse else "forward")
 
 
 # The optimizer
@@ -161,7 +168,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
 
 
 @pytest.mark.parametrize("way", [way for way in DIRECTIONS if "hub" not in str(way)], ids=str)
-def test_training_continues_in_the_other_library(way, tmp_path):
+def test_training_continues_in_the_other_library(way, card, tmp_path):
     model = randomized(BUILD[way.source]())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     for _ in range(2):
@@ -179,6 +186,8 @@ def test_training_continues_in_the_other_library(way, tmp_path):
     losses = [step(model, optimizer) for _ in range(3)]
     assert len(set(losses)) == 3, "losses that do not move show nothing"
     assert [step(other, others_optimizer) for _ in range(3)] == pytest.approx(losses, rel=BOUND)
+    told = TINY, "the next losses"
+    card(way.recipe, way.judges, *told, bound=BOUND, way="inverse" if way.is_inverse else "forward", optimizer=True)
 
 
 # What is refused
