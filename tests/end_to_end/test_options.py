@@ -26,6 +26,7 @@ APPLY_ALWAYS = {
         "fsync",
         "part",
         "script",
+        "shows_card",
         "io",
         "checksum",
         "dry_run",

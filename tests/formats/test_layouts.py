@@ -77,7 +77,7 @@ def test_a_lost_rank_of_them_is_missed(lost, checkpoint, tmp_path):
     (run / name).unlink()
     with pytest.raises(IncompleteError, match=name):
         manifest_of(run)
-    with pytest.raises(IncompleteError, match="elements are in no shard"):
+    with pytest.raises(UnsupportedError, match="this is one file of a checkpoint"):
         manifest_of(made / PIECE.format(2))
 
 

@@ -430,6 +430,7 @@ optimizer_rank0.bin optimizer_rank_3.pt optim_world_size_2_rank_0.pt optimizer_0
 global_step5/zero_pp_rank_0_mp_rank_00_optim_states.pt bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt
 expp_rank_0_mp_rank_00_optim_states.pt zero/optimizer_state.pt distrib_optim.pt Optimizer.npz opt_state/d/0f
 optimizer.safetensors optimizer/optimizer_pp-0-of-1_dp-0-of-1_tp-0-of-1.pt pytorch_optim-00001.bin
+optimizer_state.safetensors
 """
 OTHERS = """
 model.safetensors scheduler.pt lr_scheduler.pt rng_state.pth random_states_0.pkl optimizer_config.json

@@ -169,12 +169,12 @@ def test_what_was_removed_before_it_was_published_is_not_called_written(made_cas
     case = made_case("dcp")
     write_part(case, "1/3")
     write_part(case, "2/3")
-    real_publish = module._publish
+    real_publish = module._publish_parts
 
     def clean_first(*args):
         group.main(["clean", str(case.target)], standalone_mode=False)
         real_publish(*args)
 
-    monkeypatch.setattr(module, "_publish", clean_first)
+    monkeypatch.setattr(module, "_publish_parts", clean_first)
     refused(case, "3/3", CkptError, "was removed meanwhile; run all parts again")
     assert list(case.folder.iterdir()) == []

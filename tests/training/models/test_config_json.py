@@ -92,7 +92,7 @@ def test_a_file_predicts_as_its_run_did(name, tensors, format_name, small_run, t
     assert (row.tensors, row.tensors_equal) == (tensors, tensors)
     assert (row.total, row.predictions_equal) == (360, 360)
     assert row.file_correct == row.run_correct == run.correct
-    assert row.files == 1
+    assert row.file == str(tmp_path / FORMAT_FILES[format_name])
     assert row.bytes == (tmp_path / FORMAT_FILES[format_name]).stat().st_size
 
 
