@@ -126,8 +126,7 @@ def running_distant_server(port: int, latency_seconds: float, bytes_per_second: 
 
 
 def count_rounds(requests: Sequence[LoggedRequest]) -> int:
-    """How often a request began when no earlier one was under way: requests that did not wait for one another are one
-    round."""
+    """Number of rounds. A round begins with a request that starts when no earlier one is under way."""
     rounds, latest_end = 0, 0.0
     for request in sorted(requests, key=lambda each: each.start):
         rounds += request.start >= latest_end
@@ -136,8 +135,8 @@ def count_rounds(requests: Sequence[LoggedRequest]) -> int:
 
 
 def find_longest_chain(requests: Sequence[LoggedRequest]) -> int:
-    """The most requests of which each began after the end of the one before: what the latency is paid for, also where
-    a pool of connections is the reason."""
+    """Length of the longest chain of requests. Each begins after the end of the one before, whether it needs its answer
+    or waits for a connection."""
     length, latest_end = 0, 0.0
     for request in sorted(requests, key=lambda each: each.end):
         if request.start >= latest_end:

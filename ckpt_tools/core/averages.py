@@ -134,8 +134,8 @@ class Average(RegionwiseTensor):
                 cast_into(total.view(np.uint8), self.dtype, target.data, DType(out.dtype.name))
 
     def _keep_agreed_infinities(self, parts: Sequence[NDArray[Any]], total: NDArray[Any]) -> None:
-        """Where all parts have the same infinity, as in a mask, ``total`` is this. Raises DifferenceError where they
-        differ, as one NaN would be in the model without a word."""
+        """Write into ``total`` each infinity that all parts share, as masks do. Raises DifferenceError where they
+        differ: one NaN would be in the model without a word."""
         places = ~np.isfinite(total)
         agreed = parts[0][places]
         if not all(np.array_equal(part[places], agreed) for part in parts):

@@ -42,7 +42,7 @@ class RecipeProof:
 
 @dataclass(frozen=True, slots=True)
 class RecipeCard:
-    """What proves a recipe: ``proofs``; if there are none, ``no_judge`` says why."""
+    """Proofs of a recipe. If there are none, ``no_judge`` says why."""
 
     proofs: tuple[RecipeProof, ...]
     no_judge: str

@@ -156,8 +156,8 @@ def _replace_at(shape: Shape, dim: int, extent: int) -> Shape:
 
 
 def _assign_rules(manifest: Manifest, rules: Sequence[GrowRule]) -> dict[str, GrowRule]:
-    """By name of each weight that matches one, or to which a name that does is tied, its rule. Raises UsageError for a
-    rule that no name matches, and for tied names with two different rules."""
+    """The rule of each weight that grows, by its name. The rule of a tied name is that of its weight. Raises UsageError
+    for a rule that no name matches, and for tied names with two different rules."""
     rule_by_name: dict[str, GrowRule] = {}
     matched_rules = set[GrowRule]()
     for name in (*manifest.weights, *manifest.aliases):

@@ -126,8 +126,8 @@ class Store(ABC):
         """
 
     def map_files(self, read: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
-        """What ``read`` makes of each item, in order; it reads from this store. A distant store has several threads
-        call it. Raises what ``read`` raises first."""
+        """Results of ``read``, which reads from this store, for each item in order. A distant store calls it in several
+        threads. Raises what ``read`` raises first."""
         return map(read, items)
 
 
@@ -309,7 +309,7 @@ class Source:
         return stream.getvalue()
 
     def map_files(self, read: Callable[[Source, str], Result], paths: Iterable[str]) -> Iterator[Result]:
-        """What ``read`` makes of each file, as ``Store.map_files``."""
+        """Results of ``read`` for each file, as ``Store.map_files``."""
         return self.store.map_files(lambda path: read(self, path), paths)
 
     def read_all(self, path: str, *, limit_bytes: int) -> bytes:

@@ -23,7 +23,7 @@ OPTIMIZER_FILE = "optimizer_state.safetensors"
 GROUPS_FILE = "optimizer_param_groups.json"
 
 PROCESSOR_FILE = re.compile(r"policy_(?:pre|post)processor_step_\d+_\w+\.safetensors")
-"""Statistics beside a policy that are no part of its model."""
+"""Statistics beside a policy, which do not belong to its model."""
 
 _OPTIMIZER_MARK = re.compile(rf"{STATE_FOLDER}/(?:\w+/)?(?:{re.escape(GROUPS_FILE)}|\.metadata)")
 

@@ -36,7 +36,7 @@ MIN_COPY_BYTES = 5 << 20
 
 
 MAX_HELD_FILE_BYTES = 64 << 10
-"""Size up to which a file is held: a step, a norm, an index. Sending it takes less time than a request's latency."""
+"""Largest file that is held, such as a step, a norm or an index. Sending it takes less time than a request waits."""
 
 MAX_HELD_BYTES = 8 << 20
 """Of all held files: 5,000 steps of DeepSpeed's universal format."""
