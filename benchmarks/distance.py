@@ -41,7 +41,7 @@ class DistantServer:
     def endpoint(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    async def serve(self, is_started: threading.Event, end: asyncio.Event) -> None:
+    async def serve_until(self, is_started: threading.Event, end: asyncio.Event) -> None:
         async with await asyncio.start_server(self._pass_connection, "127.0.0.1", 0, limit=1 << 20) as listener:
             self.port = listener.sockets[0].getsockname()[1]
             is_started.set()
@@ -114,7 +114,7 @@ def running_distant_server(port: int, latency_seconds: float, bytes_per_second: 
     """The server at ``port`` of this machine, at a distance, in a thread."""
     server, is_started = DistantServer(port, latency_seconds, bytes_per_second), threading.Event()
     loop, end = asyncio.new_event_loop(), asyncio.Event()
-    thread = threading.Thread(target=loop.run_until_complete, args=(server.serve(is_started, end),), daemon=True)
+    thread = threading.Thread(target=loop.run_until_complete, args=(server.serve_until(is_started, end),), daemon=True)
     thread.start()
     is_started.wait()
     try:

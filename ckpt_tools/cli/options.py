@@ -120,13 +120,13 @@ def number_list_option(
 ) -> Callable[[Decorated], Decorated]:
     """An option of numbers with commas between them, a tuple; empty without the option."""
 
-    def parse(context: click.Context, option: click.Parameter, text: str | None) -> tuple[float, ...]:
+    def parse_numbers(context: click.Context, option: click.Parameter, text: str | None) -> tuple[float, ...]:
         try:
             return () if text is None else tuple(map(convert, text.split(",")))
         except ValueError:
             raise click.BadParameter(f"{text!r} is not a list of numbers such as {example}") from None
 
-    return click.option(name, metavar=metavar, callback=parse, help=help_text)
+    return click.option(name, metavar=metavar, callback=parse_numbers, help=help_text)
 
 
 def option_of(name: str, help_text: str = "", **settings: Any) -> Callable[[Decorated], Decorated]:

@@ -18,6 +18,8 @@ MAX_PARALLEL_REQUESTS = 32
 RESULTS_PER_THREAD = 4
 """So that no thread waits for one that is slower."""
 
+_thread_state = threading.local()
+
 
 def iter_in_parallel(call: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
     """The results in the order of the items. ``MAX_PARALLEL_REQUESTS`` calls are under way, in all if such a call has
@@ -27,7 +29,7 @@ def iter_in_parallel(call: Callable[[Item], Result], items: Iterable[Item]) -> I
     if num_threads < 2:
         yield from map(call, remaining_items)
         return
-    pool = ThreadPoolExecutor(num_threads, initializer=_set_limit, initargs=(limit // num_threads,))
+    pool = ThreadPoolExecutor(num_threads, initializer=setattr, initargs=(_thread_state, "limit", limit // num_threads))
     waits_for_requests, next_items, pending = True, iter(remaining_items), deque[Future[Result]]()
     try:
         while True:
@@ -42,13 +44,6 @@ def iter_in_parallel(call: Callable[[Item], Result], items: Iterable[Item]) -> I
         raise
     finally:
         pool.shutdown(wait=waits_for_requests, cancel_futures=True)
-
-
-_thread_state = threading.local()
-
-
-def _set_limit(limit: int) -> None:
-    _thread_state.limit = limit
 
 
 def map_in_parallel(call: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:

@@ -115,11 +115,11 @@ def find_agreeing_sizes(forward: Forward, rows: Tensor, least: int = 1) -> tuple
     whole = forward(rows)
     smaller = [2**power for power in range(full.bit_length()) if least <= 2**power < full]
 
-    def agrees(start: int, size: int) -> bool:
+    def has_same_bits(start: int, size: int) -> bool:
         part = slice(start, start + size)
         return _bits_of(forward(rows[part])) == _bits_of(whole[part])
 
-    return (*(size for size in smaller if agrees(0, size) and agrees(full - size, size)), full)
+    return (*(size for size in smaller if has_same_bits(0, size) and has_same_bits(full - size, size)), full)
 
 
 def _bits_of(found: Tensor) -> bytes:

@@ -36,7 +36,7 @@ def list_facts(task: Any) -> list[Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFacts:
+class LoadedModelFacts:
     """Facts about a loaded model, as in :class:`.predictor.Predictor`."""
 
     identity: Identity

@@ -29,7 +29,7 @@ from ckpt_tools.process.signals import STOP_SIGNALS
 from ...common.garbage import settle
 from ...models.generation import Generation, Give, generate
 from ...models.results import Array, Columns, Item
-from .model_messages import Broken, ModelFacts, TaskFacts, list_facts
+from .model_messages import Broken, LoadedModelFacts, TaskFacts, list_facts
 
 if TYPE_CHECKING:
     from ...models.options import ModelOptions
@@ -49,9 +49,9 @@ class HostedModel:
         # One thread: its memory is warm, and the next batch may be submitted while it is busy.
         self._thread = ThreadPoolExecutor(1, "model")
 
-    def facts(self) -> ModelFacts:
+    def facts(self) -> LoadedModelFacts:
         found = self._predictor
-        return ModelFacts(found.identity, TaskFacts(*list_facts(found.task)), found.files)
+        return LoadedModelFacts(found.identity, TaskFacts(*list_facts(found.task)), found.files)
 
     def predict(self, inputs: Sequence[Item]) -> Columns:
         return self._thread.submit(self._predictor.task.predict, inputs).result()
@@ -99,7 +99,7 @@ class Models:
                 del model
                 settle()
 
-    def load(self, number: int, *arguments: Any) -> ModelFacts:
+    def load(self, number: int, *arguments: Any) -> LoadedModelFacts:
         self._hosted[number] = model = HostedModel(*arguments)
         settle()
         return model.facts()

@@ -23,7 +23,7 @@ from ...models.generation import Generation, Give
 from ...models.predictor import Predictor
 from ...models.results import Array, Columns, Item
 from ..repository import ModelsEndedError, Repository, Source
-from .model_messages import Broken, ModelFacts, TaskFacts, list_facts, stack_rows
+from .model_messages import Broken, LoadedModelFacts, TaskFacts, list_facts, stack_rows
 
 MODULE = f"{__package__}.model_process"
 
@@ -157,7 +157,7 @@ class RemoteModels:
         Raises ModelsEndedError if the process ends meanwhile."""
         process, number = self._process, next(self._numbers)
         connection = process.connect()
-        facts: ModelFacts = process.ask_by(
+        facts: LoadedModelFacts = process.ask_by(
             connection, number, "load", source.url, source.name, source.options, self.threads
         )
         task = RemoteTask(*list_facts(facts.task), process=process, number=number, connection=connection)
