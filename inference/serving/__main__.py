@@ -29,22 +29,22 @@ with use_default_interrupt():
     from ..common.training_package import commands
     from ..models.options import MODEL_HEADINGS, ModelOptions, reading_options
     from .settings import (
-        Listening,
-        Settings,
-        address_of,
-        bind,
+        GrpcSettings,
+        ServiceSettings,
+        bind_socket,
+        format_address,
+        format_url,
         is_loopback,
-        listen,
         read_token,
-        reserve,
-        url_of,
+        reserve_port,
+        start_listening,
     )
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from .repository import Load, Repository, Source
-    from .watching import Watcher
+    from .repository import LoadModel, ModelRepository, NamedSource
+    from .watching import CheckpointWatcher
 
 QUIET_SECONDS = 10.0
 
@@ -52,10 +52,10 @@ MODEL_OPTIONS = ModelOptions(exact="buckets")
 """Of models that have none of their own."""
 
 COUNT, PORT = click.IntRange(1), click.IntRange(0, 65535)
-SECONDS, DURATION = click.FloatRange(0), click.FloatRange(0, min_open=True)
+SECONDS, POSITIVE_SECONDS = click.FloatRange(0), click.FloatRange(0, min_open=True)
 FILE = click.Path(path_type=Path)
 
-NEEDS = {
+NEEDED_OPTIONS = {
     "quiet_time": "watch",
     "keyfile": "certfile",
     "min_replicas": "max_replicas",
@@ -73,21 +73,21 @@ NOT_ON_RAY = {
 }
 """Options refused with ``--runner ray``, and what applies instead."""
 
-VALUES = {"model_control": "explicit", "runner": "ray"}
+SET_VALUES = {"model_control": "explicit", "runner": "ray"}
 """Values of options whose default stands for none."""
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class ServeOptions:
     """All options of the command line."""
 
     models: Sequence[str]
-    settings: Settings
+    settings: ServiceSettings
     models_file: Path | None = None
     host: str = "127.0.0.1"
     port: int = 8000
     grpc_port: int | None = None
-    allowed: Sequence[str] = ()
+    allowed_hosts: Sequence[str] = ()
     watch: float | None = None
     quiet_time: float | None = None
     model_options: ModelOptions = MODEL_OPTIONS
@@ -107,32 +107,33 @@ class Options:
     def most_replicas(self) -> int:
         return self.max_replicas or self.least_replicas
 
-    def sources(self) -> list[Source]:
+    def list_sources(self) -> list[NamedSource]:
         """The models, each with its options: those of the command line, unless it has its own."""
         from .sources import parse_source, read_sources
 
         in_file = read_sources(self.models_file, self.model_options) if self.models_file else []
         return [*(parse_source(text, self.model_options) for text in self.models), *in_file]
 
-    def repository(self, load: Load) -> Repository:
+    def make_repository(self, load: LoadModel) -> ModelRepository:
         """The models, none of which is loaded yet. ``load`` loads one."""
-        from .repository import Repository
+        from .repository import ModelRepository
 
-        return Repository(self.sources(), load, max_delay=self.settings.max_queue_delay)
+        return ModelRepository(self.list_sources(), load, max_delay=self.settings.max_queue_delay)
 
-    def watcher(self, repository: Repository) -> Watcher | None:
+    def make_watcher(self, repository: ModelRepository) -> CheckpointWatcher | None:
         """The watcher of ``--watch``, for models that are not loaded yet."""
-        from .watching import Watcher
+        from .watching import CheckpointWatcher
 
-        quiet = QUIET_SECONDS if self.quiet_time is None else self.quiet_time
-        return None if self.watch is None else Watcher(repository, self.watch, quiet, tell)
+        quiet_time = QUIET_SECONDS if self.quiet_time is None else self.quiet_time
+        return None if self.watch is None else CheckpointWatcher(repository, self.watch, quiet_time, print_notice)
 
-    def hosts(self, bound: socket.socket) -> frozenset[str] | None:
+    def list_accepted_hosts(self, bound_socket: socket.socket) -> frozenset[str] | None:
         """Values of the Host header to accept: on loopback only these; elsewhere all (None) unless some are given."""
-        if not is_loopback(bound) and not self.allowed:
+        if not is_loopback(bound_socket) and not self.allowed_hosts:
             return None
-        return frozenset(name.lower() for name in ("localhost", self.host, *self.allowed))
+        return frozenset(name.lower() for name in ("localhost", self.host, *self.allowed_hosts))
 
+    @property
     def num_threads(self) -> int:
         """Threads of a forward pass. By default one processor is left for everything else. The threads of a forward
         pass wait for each other by spinning: if one has to give way to the threads that read requests, the others burn
@@ -145,7 +146,7 @@ class Options:
             _check_certificate(self.certfile, self.keyfile)
         from ..models.architectures import check_there
 
-        for source in self.sources():
+        for source in self.list_sources():
             check_there(source.url, source.options.architecture, source.options.reading.config)
 
 
@@ -153,12 +154,12 @@ def check_combination(context: click.Context) -> None:
     """Raises ``UsageError`` for options of the command line that do not fit together."""
     options = context.params
     is_given = {
-        name: context.get_parameter_source(name) is not ParameterSource.DEFAULT and value == VALUES.get(name, value)
+        name: context.get_parameter_source(name) is not ParameterSource.DEFAULT and value == SET_VALUES.get(name, value)
         for name, value in options.items()
     }
-    for name, needed in NEEDS.items():
+    for name, needed in NEEDED_OPTIONS.items():
         if is_given[name] and not is_given[needed]:
-            raise UsageError(f"{_spell(name)} needs {_spell(needed)} {VALUES.get(needed, '')}".rstrip())
+            raise UsageError(f"{_spell(name)} needs {_spell(needed)} {SET_VALUES.get(needed, '')}".rstrip())
     for name, instead in NOT_ON_RAY.items():
         if is_given["runner"] and is_given[name]:
             raise UsageError(f"{_spell(name)} does not go with --runner ray: {instead}")
@@ -188,29 +189,29 @@ def create_app(model: str | Path) -> FastAPI:
     """The ASGI application over a checkpoint, loaded into this process now. Raises ``CkptError`` as ``load_model``."""
     from ..models.predictor import load_with_options
 
-    options = Options([str(model)], Settings())
-    return application(
-        options, options.repository(lambda source: load_with_options(source.url, source.name, source.options))
+    options = ServeOptions([str(model)], ServiceSettings())
+    return load_app(
+        options, options.make_repository(lambda source: load_with_options(source.url, source.name, source.options))
     )
 
 
-def application(options: Options, repository: Repository, grpc: Listening | None = None) -> FastAPI:
-    """The application over the models of ``repository``, loaded now. ``grpc`` is served while it runs."""
+def load_app(options: ServeOptions, repository: ModelRepository, grpc_settings: GrpcSettings | None = None) -> FastAPI:
+    """The application over the models of ``repository``, loaded now, with gRPC beside it if there are settings."""
     from .http import app
 
-    watcher = options.watcher(repository)
+    watcher = options.make_watcher(repository)
     repository.load_all()
-    return app.create_app(repository, options.settings, background=watcher, grpc=grpc)
+    return app.create_app(repository, options.settings, background=watcher, grpc_settings=grpc_settings)
 
 
-def tell(sentence: str) -> None:
+def print_notice(sentence: str) -> None:
     click.echo(printable(sentence), err=True)
 
 
 HEADINGS = {
     **MODEL_HEADINGS,
     "Address and access": (
-        *("host", "port", "grpc_port", "allowed", "token", "certfile", "keyfile", "access_log"),
+        *("host", "port", "grpc_port", "allowed_hosts", "token", "certfile", "keyfile", "access_log"),
         *("model_control", "control_token"),
     ),
     "Newer checkpoints": ("watch", "quiet_time"),
@@ -253,13 +254,13 @@ HEADINGS = {
 @click.option("--grpc-port", type=PORT, help="Serve gRPC too, on this port; 0 takes a free one.")
 @click.option(
     "--allow-host",
-    "allowed",
+    "allowed_hosts",
     metavar="NAME",
     multiple=True,
     help="Host name to accept in requests; can be repeated. On loopback, only localhost is accepted by default.",
 )
 @click.option(
-    "--watch", type=DURATION, metavar="SECONDS", help="Check for a newer checkpoint every SECONDS and load it."
+    "--watch", type=POSITIVE_SECONDS, metavar="SECONDS", help="Check for a newer checkpoint every SECONDS and load it."
 )
 @click.option(
     "--quiet-time",
@@ -267,7 +268,7 @@ HEADINGS = {
     metavar="SECONDS",
     help="With --watch: load a checkpoint once no file of it has changed for SECONDS.  [default: 10]",
 )
-@click.option("--timeout", type=DURATION, default=30.0, help="Seconds that a request may wait for the model.")
+@click.option("--timeout", type=POSITIVE_SECONDS, default=30.0, help="Seconds that a request may wait for the model.")
 @click.option(
     "--exact",
     type=click.Choice(["buckets", "full", "off"]),
@@ -318,73 +319,72 @@ def main(**options: Any) -> None:
     with report_errors():
         check_combination(click.get_current_context())
         token, control_token = options.pop("token"), options.pop("control_token")
-        settings = Settings(
+        settings = ServiceSettings(
             timeout=options.pop("timeout"),
             max_queue_delay=options.pop("max_queue_delay"),
-            drain=options.pop("drain"),
+            drain_seconds=options.pop("drain"),
             token=None if token is None else read_token(token),
-            has_model_control=options.pop("model_control") == VALUES["model_control"],
+            has_model_control=options.pop("model_control") == SET_VALUES["model_control"],
             control_token=None if control_token is None else read_token(control_token, "--control-token"),
             has_access_log=options.pop("access_log"),
         )
         models = (*filter(None, [options.pop("model")]), *options.pop("models"))
-        run(Options(models, settings, model_options=ModelOptions.taken_from(options), **options))
+        serve_until_signal(ServeOptions(models, settings, model_options=ModelOptions.taken_from(options), **options))
 
 
-def run(options: Options) -> None:
+def serve_until_signal(options: ServeOptions) -> None:
     """Serve until a signal; the addresses are printed once the service answers, so port 0 is of use."""
     options.check()
     if options.runner == "ray":
         _serve_on_ray(options)
         return
     with ExitStack() as stack:
-        bound = stack.enter_context(bind(options.host, options.port))
-        grpc = None
+        bound_socket = stack.enter_context(bind_socket(options.host, options.port))
+        grpc_settings = None
         if options.grpc_port is not None:
-            reserved = stack.enter_context(reserve(options.host, options.grpc_port))
-            grpc = Listening(address_of(reserved), options.certfile, options.keyfile)
-        _serve(replace(options, settings=replace(options.settings, hosts=options.hosts(bound))), bound, grpc)
+            reserved_socket = stack.enter_context(reserve_port(options.host, options.grpc_port))
+            grpc_settings = GrpcSettings(format_address(reserved_socket), options.certfile, options.keyfile)
+        settings = replace(options.settings, accepted_hosts=options.list_accepted_hosts(bound_socket))
+        _serve_locally(replace(options, settings=settings), bound_socket, grpc_settings)
 
 
-def _serve_on_ray(options: Options) -> None:
-    with reserve(options.host, options.port, "--port") as bound:
-        url, port, hosts = url_of(bound, options.host), bound.getsockname()[1], options.hosts(bound)
+def _serve_on_ray(options: ServeOptions) -> None:
+    with reserve_port(options.host, options.port, "--port") as bound_socket:
+        url, port = format_url(bound_socket, options.host), bound_socket.getsockname()[1]
+        settings = replace(options.settings, accepted_hosts=options.list_accepted_hosts(bound_socket))
     try:
-        from . import ray_serve as ray
+        from . import ray_serve
     except ModuleNotFoundError as error:
         how = "install it with: pip install 'ckpt-tools[ray-serve]'"
         raise UsageError(f"--runner ray needs the package {error.name}; {how}") from error
-
-    settings = replace(options.settings, hosts=hosts)
-    served = ray.Served(tuple(options.sources()), settings, options.threads or 1)
-    replicas = ray.Replicas(options.least_replicas, options.most_replicas)
-    ray.run(
-        served,
-        replicas,
+    arguments = ray_serve.ReplicaArguments(tuple(options.list_sources()), settings, options.threads or 1)
+    ray_serve.serve_until_signal(
+        arguments,
+        ray_serve.ReplicaRange(options.least_replicas, options.most_replicas),
         options.host,
         port,
         lambda: click.echo(f"serving on {url}"),
-        lambda models: options.watcher(models) or nullcontext(),
+        lambda repository: options.make_watcher(repository) or nullcontext(),
     )
 
 
-def _serve(options: Options, bound: socket.socket, grpc: Listening | None) -> None:
+def _serve_locally(options: ServeOptions, bound_socket: socket.socket, grpc_settings: GrpcSettings | None) -> None:
     from .processes.remote_models import RemoteModels
 
     def announce() -> None:
-        url = url_of(bound, options.host)
+        url = format_url(bound_socket, options.host)
         click.echo(f"serving on {url.replace('http', 'https', 1) if options.certfile else url}")
-        if grpc is not None:
-            click.echo(f"serving gRPC on {grpc.address}")
+        if grpc_settings is not None:
+            click.echo(f"serving gRPC on {grpc_settings.address}")
 
-    with RemoteModels.running(options.num_threads(), tell) as models:
-        from .http.server import server_of
+    with RemoteModels.start(options.num_threads, print_notice) as models:
+        from .http.server import make_server
 
-        models.repository = options.repository(models.load)
-        app = application(options, models.repository, grpc)
-        listen(bound, options.host)
-        server = server_of(app, announce, options.settings.drain, options.certfile, options.keyfile)
-        server.serve_on(bound)
+        models.repository = options.make_repository(models.load)
+        app = load_app(options, models.repository, grpc_settings)
+        start_listening(bound_socket, options.host)
+        server = make_server(app, announce, options.settings.drain_seconds, options.certfile, options.keyfile)
+        server.serve_socket(bound_socket)
 
 
 if __name__ == "__main__":

@@ -24,34 +24,34 @@ Result = TypeVar("Result")
 
 
 @dataclass(eq=False, slots=True)
-class Decoders:
-    """Threads for images and texts, and one for large images."""
+class InputDecoder:
+    """Decodes in threads for images and texts, and in one for large images."""
 
-    _usual: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(NUM_THREADS, "decode"))
-    _large: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "decode-large"))
-    _num_large: int = 0
+    _usual_pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(NUM_THREADS, "decode"))
+    _large_pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "decode-large"))
+    _num_waiting_large: int = 0
 
     async def decode(self, predictor: Predictor, data: bytes, name: str) -> Item:
         """The result of ``predictor.decode``, which may raise. Raises QueueFullError if too many large images wait."""
         reading = predictor.task.reading
         if reading is None:
-            return await self._run(self._usual, lambda: predictor.decode(data, name))
+            return await self._run_in_pool(self._usual_pool, lambda: predictor.decode(data, name))
         size = reading.num_pixels(data)
         if reading.is_input and len(data) <= TINY_BYTES and size <= TINY_PIXELS:
             return predictor.decode(data, name)
         if size <= LARGE_PIXELS:
-            return await self._run(self._usual, lambda: predictor.decode(data, name))
-        if self._num_large >= MAX_WAITING_LARGE:
+            return await self._run_in_pool(self._usual_pool, lambda: predictor.decode(data, name))
+        if self._num_waiting_large >= MAX_WAITING_LARGE:
             raise QueueFullError
-        self._num_large += 1
+        self._num_waiting_large += 1
         try:
-            return await self._run(self._large, lambda: predictor.decode(data, name))
+            return await self._run_in_pool(self._large_pool, lambda: predictor.decode(data, name))
         finally:
-            self._num_large -= 1
+            self._num_waiting_large -= 1
 
-    async def _run(self, pool: ThreadPoolExecutor, decode: Callable[[], Result]) -> Result:
+    async def _run_in_pool(self, pool: ThreadPoolExecutor, decode: Callable[[], Result]) -> Result:
         return await asyncio.get_running_loop().run_in_executor(pool, decode)
 
     def close(self) -> None:
-        for pool in (self._usual, self._large):
+        for pool in (self._usual_pool, self._large_pool):
             pool.shutdown(wait=False, cancel_futures=True)

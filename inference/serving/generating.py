@@ -17,10 +17,10 @@ from ckpt_tools.errors import FormatError
 
 from ..models.generation import LIMITS, Generation, generate, messages_of
 from .batching import Execution, QueueFullError
-from .repository import Version
+from .repository import ModelVersion
 
 PARAMETERS = (*LIMITS, "stop", "stream", "timeout")
-MAX_AT_ONCE = 4  # texts that one model generates at a time, a forward pass of each in turn
+MAX_CONCURRENT_TEXTS = 4  # texts that one model generates at a time, a forward pass of each in turn
 
 Json = dict[str, Any]
 Result = TypeVar("Result")
@@ -43,19 +43,19 @@ class GenerateRequest:
             raise FormatError(f"the request is not JSON: {str(error)[:200]}") from error
         if not isinstance(fields, dict):
             raise FormatError("the request has to be a JSON object")
-        number, parameters = fields.pop("id", None), fields.pop("parameters", {})
-        if not isinstance(number, str | None):
+        request_id, parameters = fields.pop("id", None), fields.pop("parameters", {})
+        if not isinstance(request_id, str | None):
             raise FormatError("the id of the request has to be a text")
         if not isinstance(parameters, dict):
             raise FormatError("the parameters of the request have to be a JSON object")
         prompts = {name: fields.pop(name) for name in ("text_input", "messages") if name in fields}
-        if twice := fields.keys() & parameters:
-            raise FormatError(f"the parameter {min(twice)[:60]} is given twice")
-        return cls(number, *_parse_generation(prompts, fields | parameters, is_stream))
+        if repeated := fields.keys() & parameters:
+            raise FormatError(f"the parameter {min(repeated)[:60]} is given twice")
+        return cls(request_id, *_parse_generation(prompts, fields | parameters, is_stream))
 
-    def answer(self, version: Version, text: str) -> Json:
-        found = {"model_name": version.name, "model_version": str(version.number), "text_output": text}
-        return {"id": self.id, **found} if self.id else found
+    def make_answer(self, version: ModelVersion, text: str) -> Json:
+        answer = {"model_name": version.name, "model_version": str(version.number), "text_output": text}
+        return {"id": self.id, **answer} if self.id else answer
 
 
 def _parse_generation(prompts: Json, parameters: Json, is_stream: bool) -> tuple[Generation, float | None]:
@@ -82,82 +82,84 @@ def _parse_generation(prompts: Json, parameters: Json, is_stream: bool) -> tuple
     return generation, timeout / 1e6 or None
 
 
-class _GoneError(Exception):
+class _ClientLeftError(Exception):
     """Nothing waits for the text any more."""
 
 
 @dataclass(eq=False, slots=True)
-class _Places:
+class _GenerationPlaces:
     """The places in which a model generates, and the number of requests that have one or wait for one."""
 
-    free: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_AT_ONCE))
-    num_asked: int = 0
+    semaphore: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_CONCURRENT_TEXTS))
+    num_requests: int = 0
 
 
 @dataclass(eq=False, slots=True)
-class Generators:
-    """Threads in which texts are generated, ``MAX_AT_ONCE`` of a model at a time."""
+class TextGenerator:
+    """Generates texts in threads, ``MAX_CONCURRENT_TEXTS`` of a model at a time."""
 
-    _threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(64, "generate"))
-    _places: dict[Version, _Places] = field(default_factory=dict)
+    _thread_pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(64, "generate"))
+    _places: dict[ModelVersion, _GenerationPlaces] = field(default_factory=dict)
 
-    async def pieces(self, version: Version, asked: Generation, until: float) -> AsyncGenerator[str]:
+    async def stream_pieces(
+        self, version: ModelVersion, generation: Generation, deadline: float
+    ) -> AsyncGenerator[str]:
         """The text in pieces that are not empty. The generation ends when this iterator is closed. Raises what the
-        model raises, TimeoutError at the time ``until`` of the event loop, and QueueFullError if too many wait."""
-        begun = time.perf_counter()
-        async with self._hold_place(version, until):
-            started = time.perf_counter()
+        model raises, TimeoutError at the time ``deadline`` of the event loop, and QueueFullError if too many wait."""
+        queued_at = time.perf_counter()
+        async with self._hold_place(version, deadline):
+            start = time.perf_counter()
             loop, queue, is_closed = asyncio.get_running_loop(), asyncio.Queue[str | Exception | None](), Event()
 
-            def tell(found: str | Exception | None) -> None:
+            def push_piece(piece: str | Exception | None) -> None:
                 if is_closed.is_set():
-                    raise _GoneError
-                if found != "":
-                    loop.call_soon_threadsafe(queue.put_nowait, found)
+                    raise _ClientLeftError
+                if piece != "":
+                    loop.call_soon_threadsafe(queue.put_nowait, piece)
 
-            def work() -> None:
+            def run_generation() -> None:
                 try:
-                    generate(version.predictor.task, asked, tell)
-                except _GoneError:
+                    generate(version.predictor.task, generation, push_piece)
+                except _ClientLeftError:
                     return
                 except Exception as error:
-                    tell(error)
+                    push_piece(error)
                 else:
-                    tell(None)
+                    push_piece(None)
 
-            self._threads.submit(work)
+            self._thread_pool.submit(run_generation)
             try:
-                while (found := await _await_until(until, queue.get())) is not None:
-                    if isinstance(found, Exception):
-                        raise found
-                    if loop.time() > until:  # There was always a piece that the client had not read yet.
+                while (piece := await _await_before(deadline, queue.get())) is not None:
+                    if isinstance(piece, Exception):
+                        raise piece
+                    if loop.time() > deadline:  # There was always a piece that the client had not read yet.
                         raise TimeoutError
-                    yield found
+                    yield piece
             finally:
                 is_closed.set()
-            version.metrics.count_execution(Execution(1, started - begun, time.perf_counter() - started))
+            version.metrics.count_execution(Execution(1, start - queued_at, time.perf_counter() - start))
 
     @asynccontextmanager
-    async def _hold_place(self, version: Version, until: float) -> AsyncIterator[None]:
-        places = self._places.setdefault(version, _Places())
-        if places.num_asked >= MAX_AT_ONCE + version.batcher.max_waiting:
+    async def _hold_place(self, version: ModelVersion, deadline: float) -> AsyncIterator[None]:
+        places = self._places.setdefault(version, _GenerationPlaces())
+        if places.num_requests >= MAX_CONCURRENT_TEXTS + version.batcher.max_waiting:
             raise QueueFullError
-        places.num_asked += 1
+        places.num_requests += 1
         try:
-            await _await_until(until, places.free.acquire())
+            await _await_before(deadline, places.semaphore.acquire())
             try:
                 yield
             finally:
-                places.free.release()
+                places.semaphore.release()
         finally:
-            places.num_asked -= 1
-            if not places.num_asked:
+            places.num_requests -= 1
+            if not places.num_requests:
                 del self._places[version]
 
     def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._thread_pool.shutdown(wait=False, cancel_futures=True)
 
 
-async def _await_until(until: float, awaited: Awaitable[Result]) -> Result:
-    async with asyncio.timeout_at(until):
-        return await awaited
+async def _await_before(deadline: float, awaitable: Awaitable[Result]) -> Result:
+    async with asyncio.timeout_at(deadline):
+        return await awaitable

@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-REASONS = ("BACKEND", "CANCELED", "REJECTED", "OTHER")
+FAILURE_REASONS = ("BACKEND", "CANCELED", "REJECTED", "OTHER")
 """Triton's failure reasons: model error, client disconnect, full queue or deadline, bad request."""
 
-TOTAL_OF_TRITONS = re.compile(rb"^(# (?:HELP|TYPE) )?(nv_\w+?)_total\b", re.MULTILINE)
+TRITON_COUNTER = re.compile(rb"^(# (?:HELP|TYPE) )?(nv_\w+?)_total\b", re.MULTILINE)
 """Triton's counters do not have the suffix that Prometheus' client writes."""
 
 disable_created_metrics()  # They would double the page.
 
 
-OF_VERSION = ("model", "version")
+LABELS = ("model", "version")
 
 COUNTERS = {
     "nv_inference_request_success": "Successful requests",
@@ -48,24 +48,24 @@ class ServiceMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         counter, gauge = partial(Counter, registry=self.registry), partial(Gauge, registry=self.registry)
-        self.counters = {name: counter(name, text, OF_VERSION) for name, text in COUNTERS.items()}
-        self.failures = counter("nv_inference_request_failure", "Failed requests, by reason", (*OF_VERSION, "reason"))
-        self.waiting = gauge("nv_inference_pending_request_count", "Rows that wait for the model", OF_VERSION)
-        self.last = gauge("ckpt_tools_last_inference_seconds", "Time of the last forward pass", OF_VERSION)
-        self.weights = gauge("ckpt_tools_model_info", "Which weights answer", (*OF_VERSION, "digest", "step"))
+        self.counters = {name: counter(name, text, LABELS) for name, text in COUNTERS.items()}
+        self.failures = counter("nv_inference_request_failure", "Failed requests, by reason", (*LABELS, "reason"))
+        self.pending_rows = gauge("nv_inference_pending_request_count", "Rows that wait for the model", LABELS)
+        self.last_inference = gauge("ckpt_tools_last_inference_seconds", "Time of the last forward pass", LABELS)
+        self.model_info = gauge("ckpt_tools_model_info", "Which weights answer", (*LABELS, "digest", "step"))
         text = "Time of successful requests from head to answer"
-        self.seconds = Histogram("ckpt_tools_request_duration_seconds", text, OF_VERSION, registry=self.registry)
+        self.request_seconds = Histogram("ckpt_tools_request_duration_seconds", text, LABELS, registry=self.registry)
         self.http_responses = counter("ckpt_tools_http_responses", "Answers; 499: the client left", ("code",))
         self.grpc_responses = counter("ckpt_tools_grpc_responses", "Answers over gRPC", ("code",))
         self.in_flight = gauge("ckpt_tools_http_requests_in_flight", "Requests without an answer yet")
         self.registry.register(_ProcessTree())
 
-    def families(self) -> list[Metric]:
+    def collect_families(self) -> list[Metric]:
         return list(self.registry.collect())
 
-    def forget(self, model: str, number: int) -> None:
+    def remove_version(self, model: str, number: int) -> None:
         """Remove what belongs to a version that is not served any more."""
-        others = self.failures, self.waiting, self.last, self.weights, self.seconds
+        others = self.failures, self.pending_rows, self.last_inference, self.model_info, self.request_seconds
         for metric in (*self.counters.values(), *others):
             metric.remove_by_labels({"model": model, "version": str(number)})
 
@@ -76,10 +76,11 @@ class VersionMetrics:
     def __init__(self, metrics: ServiceMetrics, model: str, number: int, weights: Identity) -> None:
         labels = (model, str(number))
         self._counters = {name: metric.labels(*labels) for name, metric in metrics.counters.items()}
-        self._failures = {reason: metrics.failures.labels(*labels, reason) for reason in REASONS}
-        self._last, self._seconds = metrics.last.labels(*labels), metrics.seconds.labels(*labels)
-        self.waiting = metrics.waiting.labels(*labels)
-        metrics.weights.labels(*labels, weights.digest, str(weights.step)).set(1)
+        self._failures = {reason: metrics.failures.labels(*labels, reason) for reason in FAILURE_REASONS}
+        self._last_inference = metrics.last_inference.labels(*labels)
+        self._request_seconds = metrics.request_seconds.labels(*labels)
+        self.pending_rows = metrics.pending_rows.labels(*labels)
+        metrics.model_info.labels(*labels, weights.digest, str(weights.step)).set(1)
 
     def count_execution(self, execution: Execution) -> None:
         """Count one call of the model."""
@@ -88,12 +89,12 @@ class VersionMetrics:
         self._counters["nv_inference_queue_duration_us"].inc(execution.queue_seconds * 1e6)
         compute_us = execution.work_seconds * execution.num_items * 1e6
         self._counters["nv_inference_compute_infer_duration_us"].inc(compute_us)
-        self._last.set(time.time())
+        self._last_inference.set(time.time())
 
     def count_success(self, seconds: float) -> None:
         self._counters["nv_inference_request_success"].inc()
         self._counters["nv_inference_request_duration_us"].inc(seconds * 1e6)
-        self._seconds.observe(seconds)
+        self._request_seconds.observe(seconds)
 
     def count_failure(self, reason: str, seconds: float) -> None:
         self._failures[reason].inc()
@@ -127,14 +128,14 @@ def merge_replicas(replicas: Mapping[int, Iterable[Metric]]) -> list[Metric]:
 
 
 def write_exposition(families: Iterable[Metric]) -> bytes:
-    class Families(Collector):
+    class FamiliesCollector(Collector):
         def collect(self) -> Iterable[Metric]:
             return families
 
-    return TOTAL_OF_TRITONS.sub(rb"\1\2", generate_latest(Families()))
+    return TRITON_COUNTER.sub(rb"\1\2", generate_latest(FamiliesCollector()))
 
 
-def triton_statistics(families: Iterable[Metric], model: str, number: int) -> dict[str, Any]:
+def compute_triton_statistics(families: Iterable[Metric], model: str, number: int) -> dict[str, Any]:
     """Triton's statistics of a version, over all replicas."""
     wanted = {"model": model, "version": str(number)}.items()
     samples = [each for family in families for each in family.samples if wanted <= each.labels.items()]
@@ -142,7 +143,7 @@ def triton_statistics(families: Iterable[Metric], model: str, number: int) -> di
     def value(name: str, combine: Callable[[Iterable[float]], float] = sum, scale: float = 1) -> int:
         return round(combine([0, *(each.value for each in samples if each.name == name)]) * scale)
 
-    def sums(count: str, duration: str) -> dict[str, int]:
+    def count_and_time(count: str, duration: str) -> dict[str, int]:
         return {"count": value(f"nv_inference_{count}_total"), "ns": value(f"{duration}_duration_us_total", scale=1e3)}
 
     return {
@@ -152,10 +153,10 @@ def triton_statistics(families: Iterable[Metric], model: str, number: int) -> di
         "inference_count": value("nv_inference_count_total"),
         "execution_count": value("nv_inference_exec_count_total"),
         "inference_stats": {
-            "success": sums("request_success", "nv_inference_request"),
-            "fail": sums("request_failure", "ckpt_tools_request_failure"),
-            "queue": sums("count", "nv_inference_queue"),
-            "compute_infer": sums("count", "nv_inference_compute_infer"),
+            "success": count_and_time("request_success", "nv_inference_request"),
+            "fail": count_and_time("request_failure", "ckpt_tools_request_failure"),
+            "queue": count_and_time("count", "nv_inference_queue"),
+            "compute_infer": count_and_time("count", "nv_inference_compute_infer"),
         },
         "pending_request_count": value("nv_inference_pending_request_count"),
     }

@@ -36,7 +36,7 @@ OUTPUT_PARAMETERS = {"binary_data"}
 UNSET_PARAMETERS = {"priority", "sequence_id", "sequence_start", "sequence_end", "classification"}
 """Triton's parameters that change nothing if they are 0, empty or false. Every other value of them is refused."""
 
-TO_JSON = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+encode_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 NOT_FINITE = "the answer has numbers that are NaN or infinite, which JSON does not have; ask for it as binary data"
 
 Json = dict[str, Any]
@@ -65,14 +65,14 @@ class InferRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Body:
+class ResponseBody:
     """Response body. ``json_bytes`` is the length of the JSON if binary tensors follow."""
 
     content: bytes
     json_bytes: int | None = None
 
 
-def parse_infer(body: bytes, json_bytes: str | None, predictor: Predictor, max_rows: int) -> InferRequest:
+def parse_infer_request(body: bytes, json_bytes: str | None, predictor: Predictor, max_rows: int) -> InferRequest:
     """Parse ``body``; ``json_bytes`` is the header ``Inference-Header-Content-Length``. Raises BadRequestError if it is
     not a request, or does not fit the model; FormatError if the model does not take a text of it."""
     text, binary = _split_body(body, json_bytes)
@@ -84,7 +84,8 @@ def parse_infer(body: bytes, json_bytes: str | None, predictor: Predictor, max_r
 
 
 def check_request(request: Json, binary: bytes, predictor: Predictor, max_rows: int) -> InferRequest:
-    """Check a request in JSON of either protocol; ``binary`` is the data of its inputs. As :func:`parse_infer`."""
+    """Check a request in JSON of either protocol; ``binary`` is the data of its inputs. Raises as
+    :func:`parse_infer_request`."""
     _check_fields(request, REQUEST_FIELDS, "the request")
     name = request.get("model_name", predictor.name)
     if name != predictor.name:
@@ -161,9 +162,9 @@ def _read_rows(
     if binary is not None and "data" in given:
         raise BadRequestError(f"the input {spec.name} has both data and the parameter binary_data_size")
     if spec.datatype == BYTES:
-        texts = _texts_of_json(given, shape, spec) if binary is None else _texts_of_binary(binary, shape, spec)
+        texts = _read_json_texts(given, shape, spec) if binary is None else _read_binary_texts(binary, shape, spec)
         return tuple(predictor.decode(text, f"row {row} of the input {spec.name}") for row, text in enumerate(texts))
-    rows = _array_of_json(given, shape, spec) if binary is None else _array_of_binary(binary, shape, spec)
+    rows = _read_json_array(given, shape, spec) if binary is None else _read_binary_array(binary, shape, spec)
     if rows.dtype.kind not in "biu" and not np.isfinite(rows.astype(np.float64)).all():
         raise BadRequestError(f"the input {spec.name} has elements that are NaN or infinite in {spec.datatype}")
     # An aligned copy, which the model may keep.
@@ -186,7 +187,7 @@ def _read_shape(given: Json, spec: TensorSpec, max_rows: int) -> tuple[int, ...]
     return tuple(shape)
 
 
-def _array_of_binary(binary: memoryview, shape: tuple[int, ...], spec: TensorSpec) -> Array:
+def _read_binary_array(binary: memoryview, shape: tuple[int, ...], spec: TensorSpec) -> Array:
     dtype = DTYPES[spec.datatype]
     if len(binary) != prod(shape) * dtype.itemsize:
         raise BadRequestError(
@@ -198,11 +199,11 @@ def _array_of_binary(binary: memoryview, shape: tuple[int, ...], spec: TensorSpe
     return np.frombuffer(binary, dtype).reshape(shape)
 
 
-def _array_of_json(given: Json, shape: tuple[int, ...], spec: TensorSpec) -> Array:
-    values = _flatten(given, shape, spec)
+def _read_json_array(given: Json, shape: tuple[int, ...], spec: TensorSpec) -> Array:
+    values = _flatten_data(given, shape, spec)
     dtype = DTYPES[spec.datatype]
-    by_kind: dict[str, set[type]] = {"b": {bool}, "i": {int}, "u": {int}}
-    if not set(map(type, values)) <= by_kind.get(dtype.kind, {int, float}):
+    python_types: dict[str, set[type]] = {"b": {bool}, "i": {int}, "u": {int}}
+    if not set(map(type, values)) <= python_types.get(dtype.kind, {int, float}):
         raise BadRequestError(f"the data of the input {spec.name} has elements that are not of {spec.datatype}")
     try:
         # An array of Python checks the range of its numbers in a fifth of numpy's time.
@@ -216,15 +217,15 @@ def _array_of_json(given: Json, shape: tuple[int, ...], spec: TensorSpec) -> Arr
         return found.astype(dtype, copy=False).reshape(shape)
 
 
-def _flatten(given: Json, shape: tuple[int, ...], spec: TensorSpec) -> list[Any]:
+def _flatten_data(given: Json, shape: tuple[int, ...], spec: TensorSpec) -> list[Any]:
     """``data`` flattened in row-major order and checked against the shape; it may be flat or nested."""
     values = given["data"]
     if not isinstance(values, list):
         raise BadRequestError(f"the data of the input {spec.name} has to be a list")
     if values and isinstance(values[0], list):
         for depth, size in enumerate(shape[1:]):
-            many = prod(shape[: depth + 1])
-            if len(values) != many or not all(isinstance(value, list) and len(value) == size for value in values):
+            num_lists = prod(shape[: depth + 1])
+            if len(values) != num_lists or not all(isinstance(value, list) and len(value) == size for value in values):
                 raise BadRequestError(f"the data of the input {spec.name} is not nested as its shape is")
             values = [each for value in values for each in value]
     if len(values) != prod(shape):
@@ -234,16 +235,16 @@ def _flatten(given: Json, shape: tuple[int, ...], spec: TensorSpec) -> list[Any]
     return values
 
 
-def _texts_of_binary(binary: memoryview, shape: tuple[int, ...], spec: TensorSpec) -> list[bytes]:
+def _read_binary_texts(binary: memoryview, shape: tuple[int, ...], spec: TensorSpec) -> list[bytes]:
     """Elements with a 4-byte length prefix each."""
     texts: list[bytes] = []
-    at = 0
-    while at < len(binary):
-        end = at + 4 + int.from_bytes(binary[at : at + 4], "little")
-        if at + 4 > len(binary) or end > len(binary):
+    offset = 0
+    while offset < len(binary):
+        end = offset + 4 + int.from_bytes(binary[offset : offset + 4], "little")
+        if offset + 4 > len(binary) or end > len(binary):
             raise BadRequestError(f"the binary data of the input {spec.name} is cut off in element {len(texts)}")
-        texts.append(bytes(binary[at + 4 : end]))
-        at = end
+        texts.append(bytes(binary[offset + 4 : end]))
+        offset = end
         if len(texts) > prod(shape):
             break
     if len(texts) != prod(shape):
@@ -251,8 +252,8 @@ def _texts_of_binary(binary: memoryview, shape: tuple[int, ...], spec: TensorSpe
     return texts
 
 
-def _texts_of_json(given: Json, shape: tuple[int, ...], spec: TensorSpec) -> list[bytes]:
-    values = _flatten(given, shape, spec)
+def _read_json_texts(given: Json, shape: tuple[int, ...], spec: TensorSpec) -> list[bytes]:
+    values = _flatten_data(given, shape, spec)
     if not all(isinstance(value, str) for value in values):
         raise BadRequestError(f"the data of the input {spec.name} has elements that are not texts")
     return [value.encode("utf-8", "surrogatepass") for value in values]
@@ -336,7 +337,7 @@ def _shorten(value: object) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class OutputColumn:
     """One output for all rows of a request, [rows, ...]; texts are objects."""
 
     spec: TensorSpec
@@ -346,54 +347,54 @@ class Column:
     def shape(self) -> list[int]:
         return list(self.values.shape)
 
-    def flat(self) -> list[Any]:
+    def list_values(self) -> list[Any]:
         return self.values.reshape(-1).tolist()
 
-    def binary(self) -> bytes:
+    def encode_binary(self) -> bytes:
         """The elements in the binary extension's format."""
         if self.spec.datatype == BYTES:
-            return joined_texts([str(value).encode() for value in self.flat()])
+            return join_texts([str(value).encode() for value in self.list_values()])
         return self.values.astype(DTYPES[self.spec.datatype], copy=False).tobytes()
 
 
-def joined_texts(texts: Iterable[bytes]) -> bytes:
+def join_texts(texts: Iterable[bytes]) -> bytes:
     """``BYTES`` elements with a length prefix each."""
     return b"".join(len(text).to_bytes(4, "little") + text for text in texts)
 
 
-def column(wanted: WantedOutput, predictions: Sequence[Prediction]) -> Column:
+def make_column(wanted: WantedOutput, predictions: Sequence[Prediction]) -> OutputColumn:
     """A requested output, from one prediction per row. Raises BadRequestError if the rows differ in shape."""
     rows = [prediction[wanted.spec.name] for prediction in predictions]
     if wanted.spec.datatype == BYTES:
-        return Column(wanted.spec, text_column(rows))
+        return OutputColumn(wanted.spec, text_column(rows))
     if len({row.shape for row in rows}) > 1:
         raise BadRequestError(
             f"the output {wanted.spec.name} differs in shape between the rows of the request; ask for each by itself"
         )
-    return Column(wanted.spec, np.stack(rows))
+    return OutputColumn(wanted.spec, np.stack(rows))
 
 
-def infer_response(request: InferRequest, predictions: Sequence[Prediction], name: str, version: str) -> Body:
+def make_infer_body(request: InferRequest, predictions: Sequence[Prediction], name: str, version: str) -> ResponseBody:
     outputs: list[Json] = []
     tails: list[bytes] = []
     for wanted in request.outputs:
-        found = column(wanted, predictions)
-        described: Json = {"name": found.spec.name, "datatype": found.spec.datatype, "shape": found.shape}
+        column = make_column(wanted, predictions)
+        described: Json = {"name": column.spec.name, "datatype": column.spec.datatype, "shape": column.shape}
         if wanted.is_binary:
-            tails.append(found.binary())
+            tails.append(column.encode_binary())
             described["parameters"] = {"binary_data_size": len(tails[-1])}
         else:
-            described["data"] = found.flat()
+            described["data"] = column.list_values()
         outputs.append(described)
     answer: Json = {"model_name": name, "model_version": version, "outputs": outputs}
     if request.id:
         answer["id"] = request.id
     try:
-        text = TO_JSON(answer).encode()
+        text = encode_json(answer).encode()
     except ValueError as error:
         raise BadRequestError(NOT_FINITE) from error
-    return Body(b"".join([text, *tails]), len(text)) if tails else Body(text)
+    return ResponseBody(b"".join([text, *tails]), len(text)) if tails else ResponseBody(text)
 
 
-def tensor_metadata(spec: TensorSpec) -> Json:
+def describe_tensor(spec: TensorSpec) -> Json:
     return {"name": spec.name, "datatype": spec.datatype, "shape": list(spec.shape)}

@@ -23,8 +23,8 @@ from ckpt_tools.process.signals import block_signals_while_starting, defer_signa
 
 from ..common.training_package import launchers
 from ..models.predictor import Predictor, load_with_options
-from .repository import MAX_WAITING, READY, Repository, Slot, Source
-from .settings import Settings
+from .repository import MAX_WAITING, READY, ModelRepository, ModelSlot, NamedSource
+from .settings import ServiceSettings
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -39,35 +39,35 @@ CHECK_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class Replicas:
-    """Number of replicas: from ``least`` to ``most``, by load."""
+class ReplicaRange:
+    """Number of replicas: from ``minimum`` to ``maximum``, by load."""
 
-    least: int
-    most: int
+    minimum: int
+    maximum: int
 
-    def options(self) -> dict[str, Any]:
-        if self.least == self.most:
-            return {"num_replicas": self.least}
-        return {"autoscaling_config": {"min_replicas": self.least, "max_replicas": self.most}}
+    def to_ray_options(self) -> dict[str, Any]:
+        if self.minimum == self.maximum:
+            return {"num_replicas": self.minimum}
+        return {"autoscaling_config": {"min_replicas": self.minimum, "max_replicas": self.maximum}}
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class KnownWeights:
     """The weights at a source (with the URL that ``RUN@latest`` meant) and the number of their version."""
 
-    source: Source
+    source: NamedSource
     digest: str
     number: int
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class ReplicaArguments:
     """Arguments of each replica, sent to its process."""
 
-    sources: tuple[Source, ...]
-    settings: Settings
+    sources: tuple[NamedSource, ...]
+    settings: ServiceSettings
     threads: int
-    known: tuple[Known, ...] = ()
+    known_weights: tuple[KnownWeights, ...] = ()
 
     @property
     def num_gpus(self) -> int:
@@ -76,66 +76,66 @@ class Served:
         devices = [source.options.device or ("cuda" if torch.cuda.is_available() else "cpu") for source in self.sources]
         return int(any(device.startswith("cuda") for device in devices))
 
-    def load(self, source: Source) -> Predictor:
+    def load(self, source: NamedSource) -> Predictor:
         import torch
 
         torch.set_num_threads(self.threads)
         return load_with_options(source.url, source.name, source.options)
 
 
-class KnownModels(Repository):
+class DeployingRepository(ModelRepository):
     """The models in the process of the command: what is known of each, and none of them loaded for long. ``deploy`` is
     called when the models of running replicas have changed."""
 
-    def __init__(self, served: Served, deploy: Callable[[Served], None]) -> None:
-        super().__init__(served.sources, served.load)
-        self.served, self._deploy = served, deploy
+    def __init__(self, arguments: ReplicaArguments, deploy: Callable[[ReplicaArguments], None]) -> None:
+        super().__init__(arguments.sources, arguments.load)
+        self.arguments, self._deploy = arguments, deploy
         self.is_deployed = False
-        self._known: dict[Slot, Known] = {}
+        self._known_weights: dict[ModelSlot, KnownWeights] = {}
 
-    def is_answering(self, slot: Slot) -> bool:
-        return slot in self._known
+    def is_answering(self, slot: ModelSlot) -> bool:
+        return slot in self._known_weights
 
-    def put(self, slot: Slot, predictor: Predictor) -> None:
+    def serve_predictor(self, slot: ModelSlot, predictor: Predictor) -> None:
         """Take note of the weights. Raises StoreError if replicas with them do not start."""
-        before = self._known.get(slot)
+        old_weights = self._known_weights.get(slot)
         number = 1 + max(
-            (each.number for each in self._known.values() if each.source.name == predictor.name), default=0
+            (each.number for each in self._known_weights.values() if each.source.name == predictor.name), default=0
         )
         source = replace(slot.source, url=predictor.identity.source)
-        self._known[slot] = Known(source, predictor.identity.digest, number)
+        self._known_weights[slot] = KnownWeights(source, predictor.identity.digest, number)
         try:
             if self.is_deployed:
                 self.deploy()
         except StoreError:
-            assert before is not None
-            self._known[slot] = before
+            assert old_weights is not None
+            self._known_weights[slot] = old_weights
             raise
         slot.files, slot.state, slot.reason = predictor.files, READY, ""
 
     def deploy(self) -> None:
         """Start replicas with the weights that are known, or replace those that run. Raises StoreError."""
-        self._deploy(replace(self.served, known=tuple(self._known[slot] for slot in self.slots)))
+        self._deploy(replace(self.arguments, known_weights=tuple(self._known_weights[slot] for slot in self.slots)))
         self.is_deployed = True
 
 
-class FixedRepository(Repository):
+class ReplicaRepository(ModelRepository):
     """Models of a replica: of known digests, which are loaded once."""
 
-    def __init__(self, served: Served) -> None:
-        super().__init__([each.source for each in served.known], served.load)
-        self._known = served.known
+    def __init__(self, arguments: ReplicaArguments) -> None:
+        super().__init__([each.source for each in arguments.known_weights], arguments.load)
+        self._known_weights = arguments.known_weights
 
     def load_all(self) -> None:
-        for slot, known in zip(self.slots, self._known, strict=True):
-            predictor = self.read(slot)
-            if predictor.identity.digest != known.digest:
+        for slot, known_weights in zip(self.slots, self._known_weights, strict=True):
+            predictor = self.read_model(slot)
+            if predictor.identity.digest != known_weights.digest:
                 raise FormatError(f"{slot.source.url} has other weights on another machine, or was replaced meanwhile")
-            self._numbers[slot.source.name] = known.number - 1
-            self.put(slot, predictor)
+            self._last_numbers[slot.source.name] = known_weights.number - 1
+            self.serve_predictor(slot, predictor)
 
 
-class RaysRequestId:
+class RequestIdRemover:
     """Drops the service's ``X-Request-Id``, because Ray's proxy sets one on each answer."""
 
     def __init__(self, app: ASGIApp) -> None:
@@ -154,79 +154,80 @@ class RaysRequestId:
 class Replica:
     """A replica; Ray starts it once its application is built."""
 
-    def __init__(self, served: Served) -> None:
-        self.served, self.repository = served, FixedRepository(served)
+    def __init__(self, arguments: ReplicaArguments) -> None:
+        self.arguments, self.repository = arguments, ReplicaRepository(arguments)
         self.repository.load_all()
 
     def __serve_build_asgi_app__(self) -> Application:
         from .http.app import create_app
 
-        app = create_app(self.repository, self.served.settings, replicas=metrics_of_replicas)
-        app.answer = RaysRequestId(app.answer)
+        app = create_app(self.repository, self.arguments.settings, get_replica_metrics=get_replica_metrics)
+        app.http_app = RequestIdRemover(app.http_app)
         return app
 
-    def metrics(self) -> tuple[int, list[Metric]]:
+    def collect_metrics(self) -> tuple[int, list[Metric]]:
         """The number of this replica, and what it counted."""
-        return serve.get_replica_context().rank.rank, self.repository.metrics.families()
+        return serve.get_replica_context().rank.rank, self.repository.metrics.collect_families()
 
 
-async def metrics_of_replicas() -> dict[int, list[Metric]]:
-    return dict(await serve.get_deployment_handle(APPLICATION, APPLICATION).broadcast("metrics").results_async())
+async def get_replica_metrics() -> dict[int, list[Metric]]:
+    handle = serve.get_deployment_handle(APPLICATION, APPLICATION)
+    return dict(await handle.broadcast("collect_metrics").results_async())
 
 
-def run(
-    served: Served,
-    replicas: Replicas,
+def serve_until_signal(
+    arguments: ReplicaArguments,
+    replica_range: ReplicaRange,
     host: str,
     port: int,
     announce: Callable[[], None],
-    watching: Callable[[Repository], AbstractContextManager[object]],
+    make_watcher: Callable[[ModelRepository], AbstractContextManager[object]],
 ) -> None:
-    """Serve until a stop signal. ``watching`` is called before models are loaded, and entered once replicas run. Raises
-    CkptError if a model cannot be served, or replicas do not start."""
-    models = KnownModels(served, lambda known: _deploy(known, replicas))
-    watcher = watching(models)
-    models.load_all()
-    with launchers.cluster(replicas.most * served.threads):
+    """Serve until a stop signal. ``make_watcher`` is called before models are loaded, and its result entered once
+    replicas run. Raises CkptError if a model cannot be served, or replicas do not start."""
+    repository = DeployingRepository(arguments, lambda current: _deploy_replicas(current, replica_range))
+    watcher = make_watcher(repository)
+    repository.load_all()
+    with launchers.cluster(replica_range.maximum * arguments.threads):
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         try:
             with block_signals_while_starting():
                 serve.start(http_options={"host": host, "port": port})
-            models.deploy()
+            repository.deploy()
             announce()
             with watcher:
                 threading.Event().wait()
         finally:
             # A second signal waits: requests that were taken are being answered.
             with defer_signals():
-                _end()
+                _end_replicas()
 
 
-def _deploy(served: Served, replicas: Replicas) -> None:
+def _deploy_replicas(arguments: ReplicaArguments, replica_range: ReplicaRange) -> None:
     """Start replicas, or replace the running ones: Ray does that one after the other, each after it has answered."""
     deployment = serve.deployment(
         Replica,
         name=APPLICATION,
         max_ongoing_requests=MAX_WAITING,
         graceful_shutdown_timeout_s=GRACE_SECONDS,
-        ray_actor_options={"num_cpus": served.threads, "num_gpus": served.num_gpus},
-        **replicas.options(),
+        ray_actor_options={"num_cpus": arguments.threads, "num_gpus": arguments.num_gpus},
+        **replica_range.to_ray_options(),
     )
     try:
         with block_signals_while_starting():
-            serve.run(deployment.bind(served), name=APPLICATION, route_prefix="/")
+            serve.run(deployment.bind(arguments), name=APPLICATION, route_prefix="/")
     except RuntimeError as error:
         raise StoreError(f"the replicas do not start on this cluster ({str(error).splitlines()[0][:200]})") from error
 
 
-def _end() -> None:
+def _end_replicas() -> None:
     """End the replicas, each after answering its requests, then the proxy. A signal to all processes at once ends Ray's
     too. Its client would wait for them for a minute, and abort."""
     host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
-    ending = threading.Thread(target=_end_serve, daemon=True)
-    ending.start()
-    while ending.is_alive() and _is_listening(host, int(port)):
-        ending.join(CHECK_SECONDS)
+    end_thread = threading.Thread(target=_end_serve, daemon=True)
+    end_thread.start()
+    while end_thread.is_alive() and _is_listening(host, int(port)):
+        end_thread.join(CHECK_SECONDS)
 
 
 def _end_serve() -> None:

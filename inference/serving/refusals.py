@@ -11,7 +11,7 @@ CLOSE = {"Connection": "close"}
 RETRY_AFTER = {"Retry-After": "1"}
 
 
-class Refused(Exception):  # noqa: N818  An answer, and often not an error.
+class RequestRefusal(Exception):  # noqa: N818  An answer, and often not an error.
     """An error response. It contains no path and no traceback of the service."""
 
     def __init__(self, status: int, sentence: str, headers: Mapping[str, str] | None = None) -> None:
@@ -19,10 +19,10 @@ class Refused(Exception):  # noqa: N818  An answer, and often not an error.
         self.status, self.sentence, self.headers = status, sentence, dict(headers or {})
 
 
-def answer(path: str, refused: Refused) -> JSONResponse:
+def render_refusal(path: str, refusal: RequestRefusal) -> JSONResponse:
     """``{"error": ...}`` for paths of the Open Inference Protocol, ``{"detail": ...}`` for the others."""
     key = "error" if path.startswith("/v2") else "detail"
-    return JSONResponse({key: refused.sentence}, refused.status, refused.headers)
+    return JSONResponse({key: refusal.sentence}, refusal.status, refusal.headers)
 
 
 def is_permitted(token: str | None, authorization: bytes) -> bool:
@@ -30,6 +30,6 @@ def is_permitted(token: str | None, authorization: bytes) -> bool:
     return token is None or hmac.compare_digest(authorization, f"Bearer {token}".encode())
 
 
-def no_token(which: str = "") -> Refused:
-    how = {**CLOSE, "WWW-Authenticate": "Bearer"}
-    return Refused(401, f"the request needs the token{which}, as Authorization: Bearer TOKEN", how)
+def make_token_refusal(which: str = "") -> RequestRefusal:
+    headers = {**CLOSE, "WWW-Authenticate": "Bearer"}
+    return RequestRefusal(401, f"the request needs the token{which}, as Authorization: Bearer TOKEN", headers)

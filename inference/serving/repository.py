@@ -20,18 +20,18 @@ from ..models.results import Item
 from ..models.steady import CheckpointFiles
 from .batching import Batcher
 from .metrics import ServiceMetrics, VersionMetrics
-from .sources import Source as Source
+from .sources import NamedSource as NamedSource
 
 MAX_WAITING = 256
 """Rows that may wait for one model, about nine forward passes. With a full queue, clients get 503 at once."""
 
 READY, LOADING, UNAVAILABLE = "READY", "LOADING", "UNAVAILABLE"
 WAITING_SECONDS = 0.5  # between looks at files of a model that may not be loaded yet
-LONGEST_DELAY = 30.0  # seconds between attempts to load a model again
+MAX_RETRY_DELAY = 30.0  # seconds between attempts to load a model again
 UNLOADED = "unloaded"  # reason of a model that was unloaded on request
 
 
-Load = Callable[[Source], Predictor]  # loads the model at a source
+LoadModel = Callable[[NamedSource], Predictor]  # loads the model at a source
 
 
 class UnknownModelError(Exception):
@@ -51,7 +51,7 @@ class ModelsEndedError(CkptError):
 
 
 @dataclass(eq=False, slots=True)
-class Version:
+class ModelVersion:
     """A loaded model. ``is_retired`` once replaced; it is closed after its last user."""
 
     name: str
@@ -65,39 +65,39 @@ class Version:
 
 
 @dataclass(eq=False, slots=True)
-class Slot:
+class ModelSlot:
     """A source and the version that answers for it, if any; ``reason`` why there is none, or none newer. ``files`` is
     the state of the files that the last version was loaded from."""
 
-    source: Source
-    version: Version | None = None
+    source: NamedSource
+    version: ModelVersion | None = None
     files: CheckpointFiles | None = None
     state: str = UNAVAILABLE
     reason: str = ""
-    is_changing: threading.Lock = field(default_factory=threading.Lock)
+    change_lock: threading.Lock = field(default_factory=threading.Lock)
 
 
-class Repository:
+class ModelRepository:
     """All models of the service. Methods are thread-safe; :meth:`load` blocks while it reads."""
 
     def __init__(
-        self, sources: Sequence[Source], load: Load, *, max_waiting: int = MAX_WAITING, max_delay: float = 0.0
+        self, sources: Sequence[NamedSource], load: LoadModel, *, max_waiting: int = MAX_WAITING, max_delay: float = 0.0
     ) -> None:
         if not sources:
             raise UsageError("there is no model to serve; name one")
-        self.slots = tuple(Slot(source) for source in sources)
+        self.slots = tuple(ModelSlot(source) for source in sources)
         self._load = load
-        self.load_quiet: Callable[[Slot], bool] = self._load_now  # loads if nothing has changed for some time
+        self.load_if_quiet: Callable[[ModelSlot], bool] = self._load_now  # loads if nothing has changed for some time
         self.metrics = ServiceMetrics()
         self._max_waiting, self._max_delay = max_waiting, max_delay
-        self._numbers: dict[str, int] = {}
+        self._last_numbers: dict[str, int] = {}
         self._batchers: list[Batcher[Item, Prediction]] = []
         self._lock = threading.Lock()
-        self._closing = threading.Event()
+        self._close_event = threading.Event()
 
     @property
     def is_closed(self) -> bool:
-        return self._closing.is_set()
+        return self._close_event.is_set()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -106,24 +106,21 @@ class Repository:
     def load_all(self) -> None:
         """Load all models, each once it may be. Raises ``CkptError`` for the first that cannot be loaded."""
         for slot in self.slots:
-            while not self.load_quiet(slot):
+            while not self.load_if_quiet(slot):
                 time.sleep(WAITING_SECONDS)
 
     def load(self, name: str) -> None:
         """(Re)load all versions of a model. ``UnknownModelError`` or ``CkptError``; old versions keep answering."""
-        for slot in self._slots_of(name):
-            self.renew(slot)
+        for slot in self._find_slots(name):
+            self._load_now(slot)
 
-    def _load_now(self, slot: Slot) -> bool:
-        self.renew(slot)
+    def _load_now(self, slot: ModelSlot) -> bool:
+        """Load what is at the source now, then replace the version that answers. Raises as :meth:`load`."""
+        with slot.change_lock:
+            self.serve_predictor(slot, self.read_model(slot))
         return True
 
-    def renew(self, slot: Slot) -> None:
-        """Load what is at the source now, then replace the version that answers. As :meth:`load`."""
-        with slot.is_changing:
-            self.put(slot, self.read(slot))
-
-    def read(self, slot: Slot) -> Predictor:
+    def read_model(self, slot: ModelSlot) -> Predictor:
         """Load what is at the source now, without serving it. Raises ``CkptError``, whatever the loader raises; the old
         version keeps answering."""
         slot.state = READY if slot.version else LOADING
@@ -135,88 +132,88 @@ class Repository:
                 raise
             raise as_ckpt_error(error, slot.source.url) from error
 
-    def is_answering(self, slot: Slot) -> bool:
+    def is_answering(self, slot: ModelSlot) -> bool:
         return slot.version is not None
 
-    def note_failure(self, slot: Slot, what: str, error: Exception) -> None:
+    def note_failure(self, slot: ModelSlot, what: str, error: Exception) -> None:
         """Set state and reason of a model after the last ``what`` failed."""
         slot.state = READY if self.is_answering(slot) else UNAVAILABLE
         slot.reason = f"the last {what} failed ({type(error).__name__}); the log of the service says why"
 
-    def forget_failure(self, slot: Slot) -> None:
+    def forget_failure(self, slot: ModelSlot) -> None:
         """The model that answers is the one at the source."""
         with self._lock:
             if self.is_answering(slot):
                 slot.reason = ""
 
-    def put(self, slot: Slot, predictor: Predictor) -> None:
+    def serve_predictor(self, slot: ModelSlot, predictor: Predictor) -> None:
         """Serve ``predictor`` as the next version of the model."""
         name = slot.source.name
         with self._lock:
-            number = self._numbers[name] = self._numbers.get(name, 0) + 1
+            number = self._last_numbers[name] = self._last_numbers.get(name, 0) + 1
         metrics = VersionMetrics(self.metrics, name, number, predictor.identity)
         threads = 2 if predictor.is_elsewhere else 1
         batcher = Batcher(
             *(predictor.predict, predictor.max_batch, self._max_waiting),
             *(metrics.count_execution, threads, self._max_delay),
         )
-        metrics.waiting.set_function(lambda: batcher.num_waiting)
-        self._put(slot, Version(name, number, predictor, batcher.__enter__(), metrics))
+        metrics.pending_rows.set_function(lambda: batcher.num_waiting)
+        self._replace_version(slot, ModelVersion(name, number, predictor, batcher.__enter__(), metrics))
         slot.files = predictor.files
 
-    def lost(self, reason: str) -> None:
-        """Drop all models, because the process that held them ended. :meth:`reload` loads them again."""
+    def drop_models(self, reason: str) -> None:
+        """Drop all models, because the process that held them ended. :meth:`reload_dropped_models` loads them again."""
         for slot in self.slots:
             if slot.version is not None:
-                self._put(slot, None)
+                self._replace_version(slot, None)
                 slot.state, slot.reason = LOADING, reason
 
-    def reload(self, tell: Callable[[str], None]) -> None:
-        """Load all models that were lost, again and again until each is loaded. ``tell`` is called with a sentence for
-        each that cannot be loaded. Returns early if the process ends again."""
+    def reload_dropped_models(self, print_notice: Callable[[str], None]) -> None:
+        """Load all models that were dropped, again and again until each is loaded. ``print_notice`` is called with a
+        sentence for each that cannot be loaded. Returns early if the process ends again."""
         # One that the ended process had just loaded came in after the others were dropped.
-        self.lost("the process of the models is started again")
-        delay, told = 1.0, set[str]()
-        while lost := [slot for slot in self.slots if slot.version is None and slot.reason != UNLOADED]:
-            for slot in lost:
+        self.drop_models("the process of the models is started again")
+        delay, printed = 1.0, set[str]()
+        while dropped := [slot for slot in self.slots if slot.version is None and slot.reason != UNLOADED]:
+            for slot in dropped:
                 try:
-                    self.load_quiet(slot)
+                    self.load_if_quiet(slot)
                 except ModelsEndedError:
                     return
                 except CkptError as error:
-                    if (sentence := f"{slot.source.name} cannot be loaded again: {error}") not in told:
-                        told.add(sentence)
-                        tell(sentence)
-            if any(slot.version is None for slot in lost) and self._closing.wait(delay):
+                    if (sentence := f"{slot.source.name} cannot be loaded again: {error}") not in printed:
+                        printed.add(sentence)
+                        print_notice(sentence)
+            if any(slot.version is None for slot in dropped) and self._close_event.wait(delay):
                 return
-            delay = min(2 * delay, LONGEST_DELAY)
+            delay = min(2 * delay, MAX_RETRY_DELAY)
 
     def unload(self, name: str) -> None:
         """Stop serving a model; requests that have begun are answered. Raises ``UnknownModelError``."""
-        for slot in self._slots_of(name):
-            with slot.is_changing:
-                self._put(slot, None)
+        for slot in self._find_slots(name):
+            with slot.change_lock:
+                self._replace_version(slot, None)
                 slot.reason = UNLOADED
 
     def close(self) -> None:
         """Unload everything and wait for running batches: a thread still in torch at exit would abort the process."""
-        self._closing.set()
+        self._close_event.set()
         for slot in self.slots:
-            self._put(slot, None)
+            self._replace_version(slot, None)
         for batcher in self._batchers:
             batcher.close()
-            batcher.join()
+            batcher.join_threads()
 
-    def version(self, name: str, number: str | None = None) -> Version:
+    def get_version(self, name: str, number: str | None = None) -> ModelVersion:
         """The version of that number, or the newest. Raises ``UnknownModelError`` or ``NotReadyError``."""
         with self._lock:
-            return self._version(name, number)
+            return self._find_version(name, number)
 
     @contextmanager
-    def hold(self, name: str, number: str | None = None) -> Iterator[Version]:
-        """The version of :meth:`version`, kept loaded within the block."""
+    def hold_version(self, name: str, number: str | None = None) -> Iterator[ModelVersion]:
+        """The version of :meth:`get_version`, kept loaded within the block."""
         with self._lock:
-            version = self._version(name, number)
+            version = self._find_version(name, number)
             version.num_users += 1
         try:
             yield version
@@ -225,14 +222,14 @@ class Repository:
                 version.num_users -= 1
                 self._close_unused(version)
 
-    def versions(self) -> list[Version]:
+    def list_versions(self) -> list[ModelVersion]:
         with self._lock:
             return [slot.version for slot in self.slots if slot.version is not None]
 
-    def versions_of(self, name: str) -> list[Version]:
+    def list_model_versions(self, name: str) -> list[ModelVersion]:
         """Versions of a model, the oldest first. Raises ``UnknownModelError``."""
-        self._slots_of(name)
-        return sorted((each for each in self.versions() if each.name == name), key=lambda each: each.number)
+        self._find_slots(name)
+        return sorted((each for each in self.list_versions() if each.name == name), key=lambda each: each.number)
 
     @property
     def is_ready(self) -> bool:
@@ -252,16 +249,16 @@ class Repository:
                 for slot in self.slots
             ]
 
-    def _slots_of(self, name: str) -> list[Slot]:
+    def _find_slots(self, name: str) -> list[ModelSlot]:
         found = [slot for slot in self.slots if slot.source.name == name]
         if not found:
             raise UnknownModelError(f"there is no model {name[:100]!r}; the models are {', '.join(self.names)}")
         return found
 
-    def _version(self, name: str, number: str | None) -> Version:
-        loaded = [slot.version for slot in self._slots_of(name) if slot.version is not None]
+    def _find_version(self, name: str, number: str | None) -> ModelVersion:
+        loaded = [slot.version for slot in self._find_slots(name) if slot.version is not None]
         if not loaded:
-            raise NotReadyError(name, is_unloaded=all(slot.reason == UNLOADED for slot in self._slots_of(name)))
+            raise NotReadyError(name, is_unloaded=all(slot.reason == UNLOADED for slot in self._find_slots(name)))
         if number is None:
             return max(loaded, key=lambda each: each.number)
         for version in loaded:
@@ -270,17 +267,17 @@ class Repository:
         numbers = ", ".join(str(version.number) for version in loaded)
         raise UnknownModelError(f"the model {name} has no version {number[:100]!r}; it has {numbers}")
 
-    def _put(self, slot: Slot, version: Version | None) -> None:
+    def _replace_version(self, slot: ModelSlot, version: ModelVersion | None) -> None:
         with self._lock:
-            before, slot.version = slot.version, version
-            opened = [] if version is None else [version.batcher]
-            self._batchers = [batcher for batcher in self._batchers if batcher.is_running] + opened
+            old_version, slot.version = slot.version, version
+            new_batchers = [] if version is None else [version.batcher]
+            self._batchers = [batcher for batcher in self._batchers if batcher.is_running] + new_batchers
             slot.state, slot.reason = (READY if version else UNAVAILABLE), ""
-            if before is not None:
-                before.is_retired = True
-                self.metrics.forget(before.name, before.number)
-                self._close_unused(before)
+            if old_version is not None:
+                old_version.is_retired = True
+                self.metrics.remove_version(old_version.name, old_version.number)
+                self._close_unused(old_version)
 
-    def _close_unused(self, version: Version) -> None:
+    def _close_unused(self, version: ModelVersion) -> None:
         if version.is_retired and not version.num_users:
             version.batcher.close()

@@ -21,7 +21,7 @@ MAX_TOKEN_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class ServiceSettings:
     """Settings of the command line. ``timeout`` is the longest wait for the model in seconds, and ``max_queue_delay``
     how long a batch waits to be filled while the model is idle. Without a ``token``, every client is accepted. Raises
     ``UsageError`` for values that do not fit together.
@@ -29,22 +29,22 @@ class Settings:
     With ``has_model_control``, clients may load and unload models. With a ``control_token``, these requests need that
     one in the place of ``token``.
 
-    After a signal the service keeps serving for ``drain`` seconds and reports not ready, so that a load balancer stops
+    After a signal the service keeps serving for ``drain_seconds`` and reports not ready, so that a load balancer stops
     sending requests.
 
-    ``hosts`` are the accepted names in the Host header, besides IP addresses; None accepts all. Without this check, a
-    page in a browser could rebind its own name to this machine and pass as the same origin.
+    ``accepted_hosts`` are names in the Host header, besides IP addresses; None accepts all. Without this check, a page
+    in a browser could rebind its own name to this machine and pass as the same origin.
     """
 
     timeout: float = 30.0
     max_queue_delay: float = 0.0
     body_seconds: float = BODY_SECONDS
-    drain: float = 0.0
+    drain_seconds: float = 0.0
     token: str | None = None
     has_model_control: bool = False
     control_token: str | None = None
     has_access_log: bool = False
-    hosts: frozenset[str] | None = None
+    accepted_hosts: frozenset[str] | None = None
 
     def __post_init__(self) -> None:
         if self.control_token is not None and self.control_token == self.token:
@@ -65,64 +65,65 @@ def read_token(path: Path, option: str = "--token") -> str:
     return token.decode()
 
 
-def bind(host: str, port: int, option: str = "--port") -> socket.socket:
+def bind_socket(host: str, port: int, option: str = "--port") -> socket.socket:
     """A bound TCP socket that does not listen yet. Raises ``StoreError``, which names the address. Each answer is sent
     at once: an accepted connection inherits TCP_NODELAY on Linux. Without it the last packet of an answer on a
     kept-alive connection waits for the client's delayed acknowledgement, 40 ms."""
-    family, kind, protocol, address = _resolve(host, port)
-    bound = socket.socket(family, kind, protocol)
+    family, kind, protocol, address = _resolve_host(host, port)
+    bound_socket = socket.socket(family, kind, protocol)
     try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        bound.bind(address)
+        bound_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        bound_socket.bind(address)
     except OSError as error:
-        bound.close()
+        bound_socket.close()
         raise _make_listen_error(host, port, error, option) from error
-    return bound
+    return bound_socket
 
 
 @dataclass(frozen=True, slots=True)
-class Listening:
-    """Address of gRPC, whose port :func:`reserve` keeps, and the TLS files. ``certificate`` may have the key."""
+class GrpcSettings:
+    """Address of gRPC, whose port :func:`reserve_port` keeps, and the TLS files. ``certificate`` may have the key."""
 
     address: str
     certificate: Path | None = None
     key: Path | None = None
 
 
-def reserve(host: str, port: int, option: str = "--grpc-port") -> socket.socket:
+def reserve_port(host: str, port: int, option: str = "--grpc-port") -> socket.socket:
     """A bound socket that never listens and keeps its port for a server that binds its own: gRPC, or Ray's proxy.
-    The port is exclusive at first, then shared with this user's processes (SO_REUSEPORT). Raises as :func:`bind`."""
-    bound = bind(host, port, option)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    return bound
+    The port is exclusive at first, then shared with this user's processes (SO_REUSEPORT). Raises as
+    :func:`bind_socket`."""
+    bound_socket = bind_socket(host, port, option)
+    bound_socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    return bound_socket
 
 
-def address_of(bound: socket.socket) -> str:
+def format_address(bound_socket: socket.socket) -> str:
     """``HOST:PORT`` of a bound socket."""
-    host, port = bound.getsockname()[:2]
+    host, port = bound_socket.getsockname()[:2]
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def is_loopback(bound: socket.socket) -> bool:
-    return ip_address(bound.getsockname()[0].partition("%")[0]).is_loopback
+def is_loopback(bound_socket: socket.socket) -> bool:
+    return ip_address(bound_socket.getsockname()[0].partition("%")[0]).is_loopback
 
 
-def listen(bound: socket.socket, host: str) -> str:
+def start_listening(bound_socket: socket.socket, host: str) -> str:
     """Listen; returns the URL of the service. Raises ``StoreError``."""
     try:
-        bound.listen()
+        bound_socket.listen()
     except OSError as error:
-        raise _make_listen_error(host, bound.getsockname()[1], error) from error
-    return url_of(bound, host)
+        raise _make_listen_error(host, bound_socket.getsockname()[1], error) from error
+    return format_url(bound_socket, host)
 
 
-def url_of(bound: socket.socket, host: str) -> str:
-    port = bound.getsockname()[1]
+def format_url(bound_socket: socket.socket, host: str) -> str:
+    port = bound_socket.getsockname()[1]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _resolve(host: str, port: int) -> tuple[socket.AddressFamily, socket.SocketKind, int, tuple[object, ...]]:
+def _resolve_host(host: str, port: int) -> tuple[socket.AddressFamily, socket.SocketKind, int, tuple[object, ...]]:
     """The first address of a host, preferably IPv4: the service has one socket, and most clients try IPv4."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)

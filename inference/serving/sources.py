@@ -14,7 +14,7 @@ from ckpt_tools.process.text_files import read_text
 
 from ..models.options import DEFAULTS, ModelOptions
 
-NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 DEFAULT_NAME = "model"
 
 TEXT, NUMBER, FLAG, TEXTS = "a text", "a number", "true or false", "a list of texts"
@@ -29,7 +29,7 @@ KINDS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class NamedSource:
     """``NAME=URL`` of the command line, and how it is loaded. Several with one name are versions of one model."""
 
     name: str
@@ -37,17 +37,18 @@ class Source:
     options: ModelOptions = DEFAULTS
 
 
-def parse_source(text: str, options: ModelOptions) -> Source:
+def parse_source(text: str, options: ModelOptions) -> NamedSource:
     """The model of ``[NAME=]URL``. A path that exists is a path, also with ``=`` in it. Raises UsageError."""
     name, equals, url = text.partition("=")
     if Path(text).exists():
-        return Source(DEFAULT_NAME, text, options)
+        return NamedSource(DEFAULT_NAME, text, options)
     if equals and not (name and url):
         raise UsageError(f"--model {text} has an empty {'URL' if name else 'NAME'}; it is NAME=URL")
-    return Source(name, url, options) if equals and NAME.fullmatch(name) else Source(DEFAULT_NAME, text, options)
+    has_name = equals and MODEL_NAME.fullmatch(name)
+    return NamedSource(name, url, options) if has_name else NamedSource(DEFAULT_NAME, text, options)
 
 
-def read_sources(file: Path, defaults: ModelOptions) -> list[Source]:
+def read_sources(file: Path, defaults: ModelOptions) -> list[NamedSource]:
     """The model of each table of a TOML file: ``url``, and options. Raises SourceNotFoundError, StoreError or
     FormatError if it cannot be read. UsageError for anything else in it."""
     try:
@@ -61,10 +62,10 @@ def read_sources(file: Path, defaults: ModelOptions) -> list[Source]:
     return [_read_table(name, table, defaults, f"--models {file}, {name}") for name, table in tables.items()]
 
 
-def _read_table(name: str, table: object, defaults: ModelOptions, where: str) -> Source:
+def _read_table(name: str, table: object, defaults: ModelOptions, where: str) -> NamedSource:
     if not isinstance(table, dict) or not isinstance(table.get("url"), str):
         raise UsageError(f"{where} is not a table with a url")
-    if not NAME.fullmatch(name):
+    if not MODEL_NAME.fullmatch(name):
         raise UsageError(f"{where} is not a name of a model, which has letters, digits, ., _ and -")
     given = {key: value for key, value in table.items() if key != "url"}
     for key, value in given.items():
@@ -81,7 +82,7 @@ def _read_table(name: str, table: object, defaults: ModelOptions, where: str) ->
         )
     except UsageError as error:
         raise UsageError(f"{where}: {error.message}") from error
-    return Source(name, table["url"], options)
+    return NamedSource(name, table["url"], options)
 
 
 def _select_options(given: Mapping[str, Any], holder: Any) -> Iterable[tuple[str, Any]]:

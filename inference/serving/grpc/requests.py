@@ -12,14 +12,14 @@ from google.protobuf.message import DecodeError
 
 from ...models.predictor import Prediction, Predictor
 from ...models.results import BYTES
-from ..protocol import MAX_DIMENSIONS, BadRequestError, InferRequest, Json, check_request, column, joined_texts
-from ..repository import Version
+from ..protocol import MAX_DIMENSIONS, BadRequestError, InferRequest, Json, check_request, join_texts, make_column
+from ..repository import ModelVersion
 
 DESCRIPTORS = Path(__file__).with_name("open_inference.desc")
 
 
 @dataclass(frozen=True, slots=True)
-class Method:
+class RpcMethod:
     """The request and response classes of one method."""
 
     request: Any
@@ -35,13 +35,13 @@ SERVICE = f"{_FILE.package}.{_FILE.service[0].name}"
 
 MESSAGES: Mapping[str, Any] = {each.name: _CLASSES[f"{_FILE.package}.{each.name}"] for each in _FILE.message_type}
 
-METHODS: Mapping[str, Method] = {
-    each.name: Method(_CLASSES[each.input_type.lstrip(".")], _CLASSES[each.output_type.lstrip(".")])
+METHODS: Mapping[str, RpcMethod] = {
+    each.name: RpcMethod(_CLASSES[each.input_type.lstrip(".")], _CLASSES[each.output_type.lstrip(".")])
     for each in _FILE.service[0].method
 }
 
 
-CONTENTS: Mapping[str, str] = {
+CONTENTS_FIELDS: Mapping[str, str] = {
     "BOOL": "bool_contents",
     **dict.fromkeys(("INT8", "INT16", "INT32"), "int_contents"),
     "INT64": "int64_contents",
@@ -59,67 +59,67 @@ MAX_FIELDS = 1000
 FIXED_SIZES = {1: 8, 5: 4}  # size on the wire by wire type
 
 
-def parsed(kind: Any, data: bytes) -> Any:
+def parse_message(kind: Any, data: bytes) -> Any:
     """The message of class ``kind`` in ``data``. Raises ``BadRequestError``."""
     try:
-        if _num_fields(data) > MAX_FIELDS:
+        if _count_fields(data) > MAX_FIELDS:
             raise BadRequestError(f"the message has more than {MAX_FIELDS} inputs, outputs and parameters")
         return kind.FromString(data)
     except (DecodeError, IndexError) as error:
         raise BadRequestError(f"the request is not a message of the kind {kind.DESCRIPTOR.name}") from error
 
 
-def _num_fields(data: bytes) -> int:
+def _count_fields(data: bytes) -> int:
     """Number of top-level fields, counted up to ``MAX_FIELDS``. IndexError for truncated data."""
-    at = count = 0
-    while at < len(data) and count <= MAX_FIELDS:
-        tag, at = _varint(data, at)
+    offset = count = 0
+    while offset < len(data) and count <= MAX_FIELDS:
+        tag, offset = _read_varint(data, offset)
         if tag & 7 == 0:
-            _, at = _varint(data, at)
+            _, offset = _read_varint(data, offset)
         elif tag & 7 == 2:
-            size, at = _varint(data, at)
-            at += size
+            size, offset = _read_varint(data, offset)
+            offset += size
         else:
-            at += FIXED_SIZES.get(tag & 7, len(data))
+            offset += FIXED_SIZES.get(tag & 7, len(data))
         count += 1
     return count
 
 
-def _varint(data: bytes, at: int) -> tuple[int, int]:
+def _read_varint(data: bytes, offset: int) -> tuple[int, int]:
     value = 0
     for shift in range(0, 70, 7):
-        byte = data[at]
-        at += 1
+        byte = data[offset]
+        offset += 1
         value |= (byte & 127) << shift
         if byte < 128:
             break
-    return value, at
+    return value, offset
 
 
-def infer_request(message: Any, predictor: Predictor, max_rows: int) -> InferRequest:
+def parse_infer_message(message: Any, predictor: Predictor, max_rows: int) -> InferRequest:
     """The request of a ``ModelInferRequest``. Raises ``BadRequestError`` if it does not fit the model."""
     is_raw = bool(message.raw_input_contents)
     if is_raw and len(message.raw_input_contents) != len(message.inputs):
         raise BadRequestError(
             f"the request has {len(message.inputs)} inputs and {len(message.raw_input_contents)} raw_input_contents"
         )
-    pairs = [
-        _raw_input(tensor, message.raw_input_contents[place]) if is_raw else _typed_input(tensor)
+    inputs = [
+        _read_raw_input(tensor, message.raw_input_contents[place]) if is_raw else _read_typed_input(tensor)
         for place, tensor in enumerate(message.inputs)
     ]
     request: Json = {
         "id": message.id,
-        "parameters": {"binary_data_output": is_raw, **_parameters(message)},
-        "inputs": [given for given, _ in pairs],
-        "outputs": [{"name": output.name, "parameters": _parameters(output)} for output in message.outputs],
+        "parameters": {"binary_data_output": is_raw, **_read_parameters(message)},
+        "inputs": [given for given, _ in inputs],
+        "outputs": [{"name": output.name, "parameters": _read_parameters(output)} for output in message.outputs],
     }
-    found = check_request(request, b"".join(data for _, data in pairs), predictor, max_rows)
+    found = check_request(request, b"".join(data for _, data in inputs), predictor, max_rows)
     if len({output.is_binary for output in found.outputs}) > 1:
         raise BadRequestError("binary_data differs between the outputs; over gRPC all of them are raw, or none is")
     return found
 
 
-def _parameters(holder: Any) -> Json:
+def _read_parameters(holder: Any) -> Json:
     """The parameters of a request, an input or an output."""
     return {
         key: getattr(value, value.WhichOneof("parameter_choice") or "string_param")
@@ -127,9 +127,9 @@ def _parameters(holder: Any) -> Json:
     }
 
 
-def _input_json(tensor: Any, **parameters: int) -> Json:
+def _make_input_json(tensor: Any, **parameters: int) -> Json:
     """The JSON of an input with ``parameters``, which the client's own may not contradict."""
-    given = {**parameters, **_parameters(tensor)}
+    given = {**parameters, **_read_parameters(tensor)}
     for key, value in parameters.items():
         if given[key] != value:
             raise BadRequestError(
@@ -139,43 +139,46 @@ def _input_json(tensor: Any, **parameters: int) -> Json:
     return {"name": tensor.name, "datatype": tensor.datatype, "shape": shape, "parameters": given}
 
 
-def _raw_input(tensor: Any, data: bytes) -> tuple[Json, bytes]:
+def _read_raw_input(tensor: Any, data: bytes) -> tuple[Json, bytes]:
     if tensor.HasField("contents"):
         raise BadRequestError(f"the input {tensor.name[:60]!r} has contents, and the request has raw_input_contents")
-    return _input_json(tensor, binary_data_size=len(data)), data
+    return _make_input_json(tensor, binary_data_size=len(data)), data
 
 
-def _typed_input(tensor: Any) -> tuple[Json, bytes]:
+def _read_typed_input(tensor: Any) -> tuple[Json, bytes]:
     """``BYTES`` is passed as binary data, because its elements need not be UTF-8."""
     filled = {field.name for field, _ in tensor.contents.ListFields()}
-    field = CONTENTS.get(tensor.datatype)
+    field = CONTENTS_FIELDS.get(tensor.datatype)
     if field and filled - {field}:
         raise BadRequestError(
             f"the contents of the input {tensor.name[:60]!r} are in {min(filled - {field})}; "
             f"those of {tensor.datatype} belong in {field}"
         )
     if tensor.datatype == BYTES:
-        joined = joined_texts(tensor.contents.bytes_contents)
-        return _input_json(tensor, binary_data_size=len(joined)), joined
-    return {**_input_json(tensor), "data": list(getattr(tensor.contents, field)) if field else []}, b""
+        joined = join_texts(tensor.contents.bytes_contents)
+        return _make_input_json(tensor, binary_data_size=len(joined)), joined
+    return {**_make_input_json(tensor), "data": list(getattr(tensor.contents, field)) if field else []}, b""
 
 
-def infer_response(request: InferRequest, predictions: Sequence[Prediction], version: Version) -> Any:
+def make_infer_response(request: InferRequest, predictions: Sequence[Prediction], version: ModelVersion) -> Any:
     """The ``ModelInferResponse``, with raw contents if the request had them."""
     response = MESSAGES["ModelInferResponse"](
         model_name=version.name, model_version=str(version.number), id=request.id or ""
     )
     for wanted in request.outputs:
-        found = column(wanted, predictions)
-        output = response.outputs.add(name=found.spec.name, datatype=found.spec.datatype, shape=found.shape)
+        column = make_column(wanted, predictions)
+        name, datatype = column.spec.name, column.spec.datatype
+        output = response.outputs.add(name=name, datatype=datatype, shape=column.shape)
         if wanted.is_binary:
-            response.raw_output_contents.append(found.binary())
-        elif found.spec.datatype not in CONTENTS:
+            response.raw_output_contents.append(column.encode_binary())
+        elif datatype not in CONTENTS_FIELDS:
             raise BadRequestError(
-                f"the output {found.spec.name} is of {found.spec.datatype}, which has no contents; send "
+                f"the output {name} is of {datatype}, which has no contents; send "
                 "raw_input_contents, which are answered by raw_output_contents"
             )
         else:
-            values = [str(value).encode() for value in found.flat()] if found.spec.datatype == BYTES else found.flat()
-            getattr(output.contents, CONTENTS[found.spec.datatype]).extend(values)
+            values = column.list_values()
+            if datatype == BYTES:
+                values = [str(value).encode() for value in values]
+            getattr(output.contents, CONTENTS_FIELDS[datatype]).extend(values)
     return response

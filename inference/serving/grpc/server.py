@@ -20,13 +20,13 @@ from urllib.parse import unquote
 import grpc
 from google.protobuf.json_format import ParseDict
 
-from ..http.middleware import access_line, request_id_of
+from ..http.middleware import choose_request_id, format_access_line
 from ..protocol import BadRequestError, InferRequest
-from ..refusals import Refused, is_permitted, no_token
-from ..repository import Version
-from ..service import Service, texts
-from ..settings import HEAD_SECONDS, MAX_BODY_BYTES, Listening
-from .requests import METHODS, SERVICE, Method, infer_request, infer_response, parsed
+from ..refusals import RequestRefusal, is_permitted, make_token_refusal
+from ..repository import ModelVersion
+from ..service import Service, format_as_texts
+from ..settings import HEAD_SECONDS, MAX_BODY_BYTES, GrpcSettings
+from .requests import METHODS, SERVICE, RpcMethod, make_infer_response, parse_infer_message, parse_message
 
 LOG = logging.getLogger(__name__)
 
@@ -51,11 +51,11 @@ CODES: Mapping[int, grpc.StatusCode] = {
     503: grpc.StatusCode.UNAVAILABLE,
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
-"""gRPC codes by HTTP status of ``Refused``."""
+"""gRPC codes by HTTP status of ``RequestRefusal``."""
 
 
 @asynccontextmanager
-async def serving(service: Service, listening: Listening) -> AsyncIterator[None]:
+async def serve_grpc(service: Service, grpc_settings: GrpcSettings) -> AsyncIterator[None]:
     """Serve gRPC within the block; at its end, accept no calls and answer those in flight."""
     server = grpc.aio.server(
         options=[
@@ -65,28 +65,28 @@ async def serving(service: Service, listening: Listening) -> AsyncIterator[None]
             ("grpc.server_handshake_timeout_ms", round(HEAD_SECONDS * 1000)),
         ]
     )
-    calls = Calls(service)
-    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, calls.handlers())])
-    _listen(server, listening)
+    handlers = GrpcHandlers(service)
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler(SERVICE, handlers.list_rpc_handlers())])
+    _add_port(server, grpc_settings)
     await server.start()
     try:
         yield
     finally:
-        calls.is_stopping = True
+        handlers.is_stopping = True
         await asyncio.sleep(REFUSING_SECONDS)
         await server.stop(GRACE_SECONDS)
 
 
-def _listen(server: grpc.aio.Server, listening: Listening) -> None:
-    if listening.certificate is None:
-        server.add_insecure_port(listening.address)
+def _add_port(server: grpc.aio.Server, grpc_settings: GrpcSettings) -> None:
+    if grpc_settings.certificate is None:
+        server.add_insecure_port(grpc_settings.address)
         return
-    pair = ((listening.key or listening.certificate).read_bytes(), listening.certificate.read_bytes())
-    server.add_secure_port(listening.address, grpc.ssl_server_credentials([pair]))
+    pair = ((grpc_settings.key or grpc_settings.certificate).read_bytes(), grpc_settings.certificate.read_bytes())
+    server.add_secure_port(grpc_settings.address, grpc.ssl_server_credentials([pair]))
 
 
 @dataclass(slots=True)
-class Call:
+class GrpcCall:
     """State of one call, for the access log."""
 
     name: str
@@ -94,16 +94,16 @@ class Call:
     metadata: Mapping[str, str | bytes]
     request_id: str
     log_fields: dict[str, str] = field(default_factory=dict)
-    begun: float = field(default_factory=time.perf_counter)
-    begun_at: datetime = field(default_factory=lambda: datetime.now(UTC))
+    start_counter: float = field(default_factory=time.perf_counter)
+    start_time: datetime = field(default_factory=lambda: datetime.now(UTC))
     code: grpc.StatusCode = grpc.StatusCode.OK
     bytes_in: int = 0
     bytes_out: int = 0
 
     @classmethod
-    def of(cls, name: str, context: Any) -> Call:
+    def from_context(cls, name: str, context: Any) -> GrpcCall:
         metadata = dict(context.invocation_metadata() or ())
-        return cls(name, context, metadata, request_id_of(metadata.get("x-request-id", "")))
+        return cls(name, context, metadata, choose_request_id(metadata.get("x-request-id", "")))
 
     @property
     def authorization(self) -> bytes:
@@ -111,11 +111,11 @@ class Call:
         return given if isinstance(given, bytes) else given.encode()
 
     def log_line(self) -> str:
-        return access_line(
-            self.begun,
-            self.begun_at,
+        return format_access_line(
+            self.start_counter,
+            self.start_time,
             request_id=self.request_id,
-            client=client_of(self.context.peer()),
+            client=parse_client_address(self.context.peer()),
             method="gRPC",
             path=f"/{SERVICE}/{self.name}",
             status=self.code.name,
@@ -125,22 +125,22 @@ class Call:
         )
 
 
-def client_of(peer: str) -> str:
+def parse_client_address(peer: str) -> str:
     """The address in a gRPC peer: ``ipv4:127.0.0.1:5000``, ``ipv6:%5B::1%5D:5000``."""
     return unquote(peer.partition(":")[2]).rpartition(":")[0].strip("[]")
 
 
-Handler = Callable[[Any, Call], Awaitable[Any]]
+Handler = Callable[[Any, GrpcCall], Awaitable[Any]]
 
 
-class Calls:
+class GrpcHandlers:
     """The service's methods, with token check, limits, counting and access log for every call."""
 
     def __init__(self, service: Service) -> None:
         self.service, self.settings, self.metrics = service, service.settings, service.repository.metrics
         self.is_stopping = False
 
-    def handlers(self) -> dict[str, Any]:
+    def list_rpc_handlers(self) -> dict[str, Any]:
         named: dict[str, Handler] = {
             "ServerLive": self.live,
             "ServerReady": self.ready,
@@ -156,17 +156,17 @@ class Calls:
         }
         assert named.keys() == METHODS.keys()
         return {
-            name: grpc.stream_unary_rpc_method_handler(partial(self.answer, name, METHODS[name], handler))
+            name: grpc.stream_unary_rpc_method_handler(partial(self.answer_call, name, METHODS[name], handler))
             for name, handler in named.items()
         }
 
-    async def answer(self, name: str, method: Method, handler: Handler, _: object, context: Any) -> bytes:
-        call = Call.of(name, context)
+    async def answer_call(self, name: str, method: RpcMethod, handler: Handler, _: object, context: Any) -> bytes:
+        call = GrpcCall.from_context(name, context)
         self.metrics.in_flight.inc()
         try:
-            return await self._answer(method, handler, call)
-        except Refused as refused:
-            await self._refuse(call, refused)
+            return await self._run_handler(method, handler, call)
+        except RequestRefusal as refusal:
+            await self._abort_call(call, refusal)
             raise
         except asyncio.CancelledError:
             call.code = grpc.StatusCode.CANCELLED
@@ -177,119 +177,122 @@ class Calls:
             if self.settings.has_access_log:
                 print(call.log_line(), flush=True)
 
-    async def _answer(self, method: Method, handler: Handler, call: Call) -> bytes:
+    async def _run_handler(self, method: RpcMethod, handler: Handler, call: GrpcCall) -> bytes:
         if self.is_stopping:
-            raise Refused(503, "the service is stopping")
+            raise RequestRefusal(503, "the service is stopping")
         self._check_sender(call)
         call.context.set_trailing_metadata((("x-request-id", call.request_id),))
         try:
-            request = parsed(method.request, await self._read_message(call))
+            request = parse_message(method.request, await self._read_message(call))
             response: bytes = (await handler(request, call)).SerializeToString()
         except BadRequestError as error:
-            raise Refused(400, str(error)) from error
-        except (Refused, asyncio.CancelledError):
+            raise RequestRefusal(400, str(error)) from error
+        except (RequestRefusal, asyncio.CancelledError):
             raise
         except Exception as error:
             LOG.error("the call %s failed", call.name, exc_info=error)
-            raise Refused(500, "the service failed on this request; its log says why") from error
+            raise RequestRefusal(500, "the service failed on this request; its log says why") from error
         call.bytes_out = len(response)
         return response
 
-    def _check_sender(self, call: Call) -> None:
+    def _check_sender(self, call: GrpcCall) -> None:
         if call.name in CONTROL_METHODS:
-            self.service.check_control(call.authorization)
+            self.service.check_control_token(call.authorization)
         elif call.name not in OPEN_METHODS and not is_permitted(self.settings.token, call.authorization):
-            raise no_token()
+            raise make_token_refusal()
 
-    async def _read_message(self, call: Call) -> bytes:
+    async def _read_message(self, call: GrpcCall) -> bytes:
         try:
             async with asyncio.timeout(self.settings.body_seconds):
                 message = await call.context.read()
         except TimeoutError as error:
-            raise Refused(408, "the request took too long to arrive") from error
+            raise RequestRefusal(408, "the request took too long to arrive") from error
         if message is grpc.aio.EOF:
-            raise Refused(400, "the call has no message")
+            raise RequestRefusal(400, "the call has no message")
         call.bytes_in = len(message)
         return bytes(message)
 
-    async def _refuse(self, call: Call, refused: Refused) -> None:
+    async def _abort_call(self, call: GrpcCall, refusal: RequestRefusal) -> None:
         """Abort with the code, and with the delay that clients' retry policies follow."""
-        call.code = CODES[refused.status]
+        call.code = CODES[refusal.status]
         trailing = [("x-request-id", call.request_id)]
-        if seconds := refused.headers.get("Retry-After"):
+        if seconds := refusal.headers.get("Retry-After"):
             trailing.append(("grpc-retry-pushback-ms", str(int(seconds) * 1000)))
-        await call.context.abort(call.code, refused.sentence, tuple(trailing))
+        await call.context.abort(call.code, refusal.sentence, tuple(trailing))
 
-    async def live(self, _: Any, call: Call) -> Any:
+    async def live(self, _: Any, call: GrpcCall) -> Any:
         return _make_response(call, {"live": True})
 
-    async def ready(self, _: Any, call: Call) -> Any:
+    async def ready(self, _: Any, call: GrpcCall) -> Any:
         return _make_response(call, {"ready": _does_hold(self.service.check_ready)})
 
-    async def model_ready(self, request: Any, call: Call) -> Any:
-        return _make_response(call, {"ready": _does_hold(partial(self.service.version, *_name_and_version(request)))})
+    async def model_ready(self, request: Any, call: GrpcCall) -> Any:
+        check = partial(self.service.get_version, *_get_name_and_version(request))
+        return _make_response(call, {"ready": _does_hold(check)})
 
-    async def server(self, _: Any, call: Call) -> Any:
-        return _make_response(call, self.service.server())
+    async def server(self, _: Any, call: GrpcCall) -> Any:
+        return _make_response(call, self.service.describe_server())
 
-    async def metadata(self, request: Any, call: Call) -> Any:
-        found = await self.service.metadata(*_name_and_version(request))
-        return _make_response(call, {**found, "properties": texts(found["parameters"])})
+    async def metadata(self, request: Any, call: GrpcCall) -> Any:
+        metadata = await self.service.describe_model(*_get_name_and_version(request))
+        return _make_response(call, {**metadata, "properties": format_as_texts(metadata["parameters"])})
 
-    async def configuration(self, request: Any, call: Call) -> Any:
-        return _make_response(call, {"config": await self.service.configuration(*_name_and_version(request))})
+    async def configuration(self, request: Any, call: GrpcCall) -> Any:
+        configuration = await self.service.describe_configuration(*_get_name_and_version(request))
+        return _make_response(call, {"config": configuration})
 
-    async def statistics(self, request: Any, call: Call) -> Any:
-        return _make_response(call, await self.service.statistics(request.name or None, request.version or None))
+    async def statistics(self, request: Any, call: GrpcCall) -> Any:
+        statistics = await self.service.compute_statistics(request.name or None, request.version or None)
+        return _make_response(call, statistics)
 
-    async def infer(self, request: Any, call: Call) -> Any:
-        def parse(version: Version) -> InferRequest:
-            return infer_request(request, version.predictor, version.batcher.max_waiting)
+    async def infer(self, request: Any, call: GrpcCall) -> Any:
+        def parse(version: ModelVersion) -> InferRequest:
+            return parse_infer_message(request, version.predictor, version.batcher.max_waiting)
 
         return await self.service.infer(
             request.model_name,
             request.model_version or None,
             parse,
-            infer_response,
+            make_infer_response,
             num_bytes=call.bytes_in,
             log_fields=call.log_fields,
             seconds=call.context.time_remaining(),
         )
 
-    async def index(self, request: Any, call: Call) -> Any:
+    async def index(self, request: Any, call: GrpcCall) -> Any:
         if request.repository_name:
-            raise Refused(400, "the models are in one repository, which has no name; leave repository_name out")
-        return _make_response(call, {"models": self.service.index(only_ready=request.ready)})
+            raise RequestRefusal(400, "the models are in one repository, which has no name; leave repository_name out")
+        return _make_response(call, {"models": self.service.list_index(only_ready=request.ready)})
 
-    async def load(self, request: Any, call: Call) -> Any:
-        name = _name_of(request)
-        await self.service.load(name, dict.fromkeys(request.parameters, "..."))
+    async def load(self, request: Any, call: GrpcCall) -> Any:
+        name = _get_model_name(request)
+        await self.service.load_model(name, dict.fromkeys(request.parameters, "..."))
         return _make_response(call, {"model_name": name, "isLoaded": True})
 
-    async def unload(self, request: Any, call: Call) -> Any:
-        name = _name_of(request)
-        await self.service.unload(name, dict(request.parameters))
+    async def unload(self, request: Any, call: GrpcCall) -> Any:
+        name = _get_model_name(request)
+        await self.service.unload_model(name, dict(request.parameters))
         return _make_response(call, {"model_name": name, "isUnloaded": True})
 
 
-def _make_response(call: Call, found: Mapping[str, Any]) -> Any:
+def _make_response(call: GrpcCall, fields: Mapping[str, Any]) -> Any:
     """The response message with the fields of HTTP's JSON that it has."""
-    return ParseDict(found, METHODS[call.name].response(), ignore_unknown_fields=True)
+    return ParseDict(fields, METHODS[call.name].response(), ignore_unknown_fields=True)
 
 
 def _does_hold(check: Callable[[], object]) -> bool:
     try:
         check()
-    except Refused:
+    except RequestRefusal:
         return False
     return True
 
 
-def _name_and_version(request: Any) -> tuple[str, str | None]:
+def _get_name_and_version(request: Any) -> tuple[str, str | None]:
     return request.name, request.version or None
 
 
-def _name_of(request: Any) -> str:
+def _get_model_name(request: Any) -> str:
     """Model of a repository request: ``model_name`` of Triton's clients, ``repository_name`` of KServe's."""
     name: str = request.model_name or request.repository_name
     return name

@@ -26,13 +26,13 @@ from ...models.predictor import Prediction, Predictor
 from ...models.results import BYTES, Item
 from ..metrics import CONTENT_TYPE, write_exposition
 from ..protocol import NOT_FINITE
-from ..refusals import Refused, answer
-from ..repository import Repository
-from ..service import Replicas, Service, holding, predictions
-from ..settings import MAX_BODY_BYTES, MAX_UPLOAD_BYTES, Listening, Settings
+from ..refusals import RequestRefusal, render_refusal
+from ..repository import ModelRepository
+from ..service import ReplicaMetrics, Service, hold_counted_version, predict_items
+from ..settings import MAX_BODY_BYTES, MAX_UPLOAD_BYTES, GrpcSettings, ServiceSettings
 from .endpoints import Endpoints, FastPath
-from .middleware import TOO_LARGE, Middleware
-from .openapi import describe
+from .middleware import TOO_LARGE, ServiceMiddleware
+from .openapi import describe_paths
 
 HOW_TO_POST = "post the image as the one file of a multipart form field named image"
 HOW_TO_POST_TEXT = "post the text as the one multipart form field named text"
@@ -56,14 +56,14 @@ Result = TypeVar("Result")
 
 
 class Application(FastAPI):
-    """FastAPI application with ``answer`` in front of it for HTTP requests."""
+    """FastAPI application with ``http_app`` in front of it for HTTP requests."""
 
-    answer: ASGIApp
+    http_app: ASGIApp
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await (self.answer if scope["type"] == "http" else self.through_fastapi)(scope, receive, send)
+        await (self.http_app if scope["type"] == "http" else self.call_fastapi)(scope, receive, send)
 
-    async def through_fastapi(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def call_fastapi(self, scope: Scope, receive: Receive, send: Send) -> None:
         await super().__call__(scope, receive, send)
 
 
@@ -75,52 +75,54 @@ class InMemoryParser(MultiPartParser):
 
 
 def create_app(
-    repository: Repository,
-    settings: Settings | None = None,
+    repository: ModelRepository,
+    settings: ServiceSettings | None = None,
     *,
     background: AbstractContextManager[object] | None = None,
-    grpc: Listening | None = None,
-    replicas: Replicas | None = None,
+    grpc_settings: GrpcSettings | None = None,
+    get_replica_metrics: ReplicaMetrics | None = None,
 ) -> Application:
-    """The application over loaded models, which it closes at its end. ``background`` is entered while it runs, ``grpc``
-    is served, and ``replicas`` gets the metrics of all replicas."""
-    chosen = settings or Settings()
-    service = Service(repository, chosen, replicas)
+    """The application over loaded models, which it closes at its end. ``background`` is entered while it runs, gRPC is
+    served with ``grpc_settings``, and ``get_replica_metrics`` gets the metrics of all replicas."""
+    chosen_settings = settings or ServiceSettings()
+    service = Service(repository, chosen_settings, get_replica_metrics)
 
     @asynccontextmanager
-    async def run(_: FastAPI) -> AsyncIterator[None]:
-        calls: AbstractAsyncContextManager[None] = nullcontext()
-        if grpc is not None:  # imported on use, which keeps start-up fast
-            from ..grpc.server import serving
+    async def run_lifespan(_: FastAPI) -> AsyncIterator[None]:
+        grpc_server: AbstractAsyncContextManager[None] = nullcontext()
+        if grpc_settings is not None:  # imported on use, which keeps start-up fast
+            from ..grpc.server import serve_grpc
 
-            calls = serving(service, grpc)
+            grpc_server = serve_grpc(service, grpc_settings)
         with background or nullcontext():
-            async with calls:
+            async with grpc_server:
                 yield
         service.close()
 
     async def predict(request: Request) -> Response:
         form = await read_form(request)
         name = choose_model(repository, request.query_params.get("model"))
-        with holding(repository, request.scope["state"], name, None) as version:
+        with hold_counted_version(repository, request.scope["state"], name, None) as version:
             item = await read_item(form, version.predictor, service)
-            (prediction,) = await predictions(version, [item], chosen.timeout)
+            (prediction,) = await predict_items(version, [item], chosen_settings.timeout)
         headers = {"X-Model-Name": version.name, "X-Model-Version": str(version.number)}
         try:
-            return JSONResponse(shown(prediction, version.predictor), headers=headers)
+            return JSONResponse(render_prediction(prediction, version.predictor), headers=headers)
         except ValueError as error:
-            raise Refused(400, NOT_FINITE) from error
+            raise RequestRefusal(400, NOT_FINITE) from error
 
     endpoints, text = Endpoints(service), PAGE.read_text(encoding="utf-8")
-    app = Application(title="ckpt-tools inference", lifespan=run, docs_url=None, redoc_url=None, redirect_slashes=False)
+    app = Application(
+        title="ckpt-tools inference", lifespan=run_lifespan, docs_url=None, redoc_url=None, redirect_slashes=False
+    )
     app.state.service = service
-    app.answer = Middleware(FastPath(app.through_fastapi, endpoints, refuse), service)
+    app.http_app = ServiceMiddleware(FastPath(app.call_fastapi, endpoints, render_error), service)
     # Not FastAPI's own kind of route: that costs much of the processor time of an answer.
     app.router.routes.append(Route("/predict", predict, methods=["POST"]))
-    app.router.routes.extend(endpoints.routes())
-    describe(app)
-    for kind in (Refused, HTTPException, Exception):
-        app.add_exception_handler(kind, refuse)
+    app.router.routes.extend(endpoints.list_routes())
+    describe_paths(app)
+    for kind in (RequestRefusal, HTTPException, Exception):
+        app.add_exception_handler(kind, render_error)
 
     @app.get("/")
     async def page() -> HTMLResponse:
@@ -132,29 +134,29 @@ def create_app(
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(write_exposition(await service.metrics()), media_type=CONTENT_TYPE)
+        return Response(write_exposition(await service.collect_metrics()), media_type=CONTENT_TYPE)
 
     return app
 
 
-async def refuse(request: Request, error: Exception) -> JSONResponse:
+async def render_error(request: Request, error: Exception) -> JSONResponse:
     if isinstance(error, HTTPException):
-        error = Refused(error.status_code, error.detail, error.headers)
-    if not isinstance(error, Refused):
-        error = Refused(500, "the service failed on this request; its log says why")
-    return answer(request.url.path, error)
+        error = RequestRefusal(error.status_code, error.detail, error.headers)
+    if not isinstance(error, RequestRefusal):
+        error = RequestRefusal(500, "the service failed on this request; its log says why")
+    return render_refusal(request.url.path, error)
 
 
-def choose_model(repository: Repository, name: str | None) -> str:
-    """The requested model's name, or that of the only one. Raises ``Refused`` 400."""
+def choose_model(repository: ModelRepository, name: str | None) -> str:
+    """The requested model's name, or that of the only one. Raises ``RequestRefusal`` 400."""
     if name is not None:
         return name
     if len(repository.names) > 1:
-        raise Refused(400, f"say which model: ?model=NAME with one of {', '.join(repository.names)}")
+        raise RequestRefusal(400, f"say which model: ?model=NAME with one of {', '.join(repository.names)}")
     return repository.names[0]
 
 
-def shown(prediction: Prediction, predictor: Predictor) -> dict[str, object]:
+def render_prediction(prediction: Prediction, predictor: Predictor) -> dict[str, object]:
     """Fields of the prediction, and the name of its label if known."""
     found = prediction.shown()
     if predictor.labels and prediction.label is not None:
@@ -163,39 +165,39 @@ def shown(prediction: Prediction, predictor: Predictor) -> dict[str, object]:
 
 
 async def read_form(request: Request) -> FormData:
-    """The posted form, in memory. Raises ``Refused``: 422 for another content type, 400 for a malformed form."""
+    """The posted form, in memory. Raises ``RequestRefusal``: 422 for another content type, 400 for a malformed form."""
     if not request.headers.get("Content-Type", "").lower().startswith("multipart/form-data"):
-        raise Refused(422, HOW_TO_POST)
+        raise RequestRefusal(422, HOW_TO_POST)
     try:
         parser = InMemoryParser(request.headers, request.stream())
         parser.max_part_size = MAX_BODY_BYTES  # of a text; the initializer sets it to 1 MiB
         return await parser.parse()
     except MultiPartException as error:
-        raise Refused(400, f"the form cannot be read ({error.message}); {HOW_TO_POST}") from error
+        raise RequestRefusal(400, f"the form cannot be read ({error.message}); {HOW_TO_POST}") from error
     except ClientDisconnect as error:
-        raise Refused(400, "the connection was closed before the whole form was there") from error
+        raise RequestRefusal(400, "the connection was closed before the whole form was there") from error
 
 
 async def read_item(form: FormData, predictor: Predictor, service: Service) -> Item:
-    """The model's input in a form: an image, or a text for a text model. Raises ``Refused`` 422, 413 or 400."""
+    """The model's input in a form: an image, or a text for a text model. Raises ``RequestRefusal`` 422, 413 or 400."""
     if predictor.inputs[0].datatype == BYTES:
         text = find_field(form, "text", str, HOW_TO_POST_TEXT)
-        return await service.decode(predictor, text.encode("utf-8", "surrogatepass"), "the posted text")
+        return await service.decode_item(predictor, text.encode("utf-8", "surrogatepass"), "the posted text")
     image = find_field(form, "image", UploadFile, HOW_TO_POST)
     if (image.size or 0) > MAX_UPLOAD_BYTES:
-        raise Refused(413, TOO_LARGE)
+        raise RequestRefusal(413, TOO_LARGE)
     data = await image.read()
     await image.close()
-    return await service.decode(predictor, data, image.filename or "the posted file")
+    return await service.decode_item(predictor, data, image.filename or "the posted file")
 
 
 def find_field(form: FormData, name: str, kind: type[Result], how: str) -> Result:
-    """The one field of a form. Raises ``Refused`` 422 for other fields, or a value that is not a ``kind``."""
+    """The one field of a form. Raises ``RequestRefusal`` 422 for other fields, or a value that is not a ``kind``."""
     items = form.multi_items()
     if unknown := sorted({key for key, _ in items if key != name}):
-        raise Refused(422, f"the form has the unknown field {unknown[0][:100]!r}; {how}")
+        raise RequestRefusal(422, f"the form has the unknown field {unknown[0][:100]!r}; {how}")
     if len(items) > 1:
-        raise Refused(422, f"the form has {len(items)} fields named {name}; {how}")
+        raise RequestRefusal(422, f"the form has {len(items)} fields named {name}; {how}")
     if not items or not isinstance(items[0][1], kind):
-        raise Refused(422, how)
+        raise RequestRefusal(422, how)
     return items[0][1]

@@ -15,21 +15,21 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...models.predictor import Prediction
-from ..protocol import InferRequest, infer_response, parse_infer
-from ..refusals import CLOSE, Refused
-from ..repository import Version
+from ..protocol import InferRequest, make_infer_body, parse_infer_request
+from ..refusals import CLOSE, RequestRefusal
+from ..repository import ModelVersion
 from ..service import Service
 from ..settings import MAX_BODY_BYTES
 from .events import EventStream
-from .middleware import too_large
+from .middleware import make_size_refusal
 
-JSON_LENGTH = "Inference-Header-Content-Length"
+JSON_LENGTH_HEADER = "Inference-Header-Content-Length"
 
-INFER = re.compile(r"/v2/models/(?P<name>[^/]+)(/versions/(?P<version>[^/]+))?/infer")
+INFER_PATH = re.compile(r"/v2/models/(?P<name>[^/]+)(/versions/(?P<version>[^/]+))?/infer")
 
 Json = dict[str, Any]
 Handler = Callable[[Request], Awaitable[Response]]
-Refuse = Callable[[Request, Exception], Awaitable[Response]]
+RenderError = Callable[[Request, Exception], Awaitable[Response]]
 
 
 class Endpoints:
@@ -38,7 +38,7 @@ class Endpoints:
     def __init__(self, service: Service) -> None:
         self.service = service
 
-    def routes(self) -> list[Route]:
+    def list_routes(self) -> list[Route]:
         model, version = "/v2/models/{name}", "/v2/models/{name}/versions/{version}"
         gets: dict[str, Handler] = {
             **dict.fromkeys(("/v2", "/v2/"), self.server),
@@ -64,7 +64,7 @@ class Endpoints:
         ]
 
     async def server(self, _: Request) -> Response:
-        return JSONResponse(self.service.server())
+        return JSONResponse(self.service.describe_server())
 
     async def live(self, _: Request) -> Response:
         return JSONResponse({"live": True})
@@ -74,25 +74,25 @@ class Endpoints:
         return JSONResponse({"ready": True})
 
     async def metadata(self, request: Request) -> Response:
-        return JSONResponse(await self.service.metadata(*_name_and_version(request)))
+        return JSONResponse(await self.service.describe_model(*_get_name_and_version(request)))
 
     async def model_ready(self, request: Request) -> Response:
-        return JSONResponse({"name": self.service.version(*_name_and_version(request)).name, "ready": True})
+        return JSONResponse({"name": self.service.get_version(*_get_name_and_version(request)).name, "ready": True})
 
     async def configuration(self, request: Request) -> Response:
-        return JSONResponse(await self.service.configuration(*_name_and_version(request)))
+        return JSONResponse(await self.service.describe_configuration(*_get_name_and_version(request)))
 
     async def statistics(self, request: Request) -> Response:
         found = request.path_params
-        return JSONResponse(await self.service.statistics(found.get("name"), found.get("version")))
+        return JSONResponse(await self.service.compute_statistics(found.get("name"), found.get("version")))
 
     async def infer(self, request: Request) -> Response:
         """Infer. Reads the body first, so that a slow client does not keep a version loaded."""
-        name, number = _name_and_version(request)
-        body, length = await read_body(request), request.headers.get(JSON_LENGTH)
+        name, number = _get_name_and_version(request)
+        body, length = await read_body(request), request.headers.get(JSON_LENGTH_HEADER)
 
-        def parse(version: Version) -> InferRequest:
-            return parse_infer(body, length, version.predictor, version.batcher.max_waiting)
+        def parse(version: ModelVersion) -> InferRequest:
+            return parse_infer_request(body, length, version.predictor, version.batcher.max_waiting)
 
         state = request.scope["state"]
         return await self.service.infer(name, number, parse, _render_answer, num_bytes=len(body), log_fields=state)
@@ -107,43 +107,43 @@ class Endpoints:
         return EventStream(await anext(answers), answers, self.service.settings.timeout)
 
     async def _start_generation(self, request: Request, *, is_stream: bool) -> AsyncGenerator[Json]:
-        name, number = _name_and_version(request)
+        name, number = _get_name_and_version(request)
         body, state = await read_body(request), request.scope["state"]
         return self.service.generate(name, number, body, is_stream=is_stream, log_fields=state)
 
     async def index(self, request: Request) -> Response:
         only_ready = (await _read_json_object(request, "ready")).get("ready", False)
         if not isinstance(only_ready, bool):
-            raise Refused(400, "ready has to be true or false")
-        return JSONResponse(self.service.index(only_ready=only_ready))
+            raise RequestRefusal(400, "ready has to be true or false")
+        return JSONResponse(self.service.list_index(only_ready=only_ready))
 
     async def load(self, request: Request) -> Response:
-        await self.service.load(request.path_params["name"], await self._read_control_parameters(request))
+        await self.service.load_model(request.path_params["name"], await self._read_control_parameters(request))
         return JSONResponse({})
 
     async def unload(self, request: Request) -> Response:
-        await self.service.unload(request.path_params["name"], await self._read_control_parameters(request))
+        await self.service.unload_model(request.path_params["name"], await self._read_control_parameters(request))
         return JSONResponse({})
 
     async def _read_control_parameters(self, request: Request) -> Json:
         """The parameters of a load or an unload, of a client that may change the models."""
-        self.service.check_control(request.headers.get("Authorization", "").encode("latin-1"))
+        self.service.check_control_token(request.headers.get("Authorization", "").encode("latin-1"))
         parameters: object = (await _read_json_object(request, "parameters")).get("parameters") or {}
         if not isinstance(parameters, dict):
-            raise Refused(400, "the parameters have to be a JSON object")
+            raise RequestRefusal(400, "the parameters have to be a JSON object")
         return parameters
 
 
 class FastPath:
-    """Answers inference requests, and passes all others to ``app``. ``refuse`` renders an error. A request through
+    """Answers inference requests, and passes all others to ``app``. ``render_error`` renders one. A request through
     FastAPI passes eight layers that do nothing for it, and the patterns of all other paths. They cost more processor
     time than reading the request, waiting in the queue and writing the answer together."""
 
-    def __init__(self, app: ASGIApp, endpoints: Endpoints, refuse: Refuse) -> None:
-        self.app, self.endpoints, self.refuse = app, endpoints, refuse
+    def __init__(self, app: ASGIApp, endpoints: Endpoints, render_error: RenderError) -> None:
+        self.app, self.endpoints, self.render_error = app, endpoints, render_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        found = INFER.fullmatch(scope["path"]) if scope["method"] == "POST" else None
+        found = INFER_PATH.fullmatch(scope["path"]) if scope["method"] == "POST" else None
         if found is None:
             await self.app(scope, receive, send)
             return
@@ -151,37 +151,37 @@ class FastPath:
         request = Request(scope, receive)
         try:
             response = await self.endpoints.infer(request)
-        except Refused as error:
-            response = await self.refuse(request, error)
+        except RequestRefusal as error:
+            response = await self.render_error(request, error)
         except Exception as error:
-            await (await self.refuse(request, error))(scope, receive, send)
+            await (await self.render_error(request, error))(scope, receive, send)
             raise  # For the log.
         await response(scope, receive, send)
 
 
-def _name_and_version(request: Request) -> tuple[str, str | None]:
+def _get_name_and_version(request: Request) -> tuple[str, str | None]:
     return request.path_params["name"], request.path_params.get("version")
 
 
-def _render_answer(asked: InferRequest, answers: Sequence[Prediction], version: Version) -> Response:
-    answer = infer_response(asked, answers, version.name, str(version.number))
+def _render_answer(request: InferRequest, answers: Sequence[Prediction], version: ModelVersion) -> Response:
+    answer = make_infer_body(request, answers, version.name, str(version.number))
     if answer.json_bytes is None:
         return Response(answer.content, media_type="application/json")
-    length = {JSON_LENGTH: str(answer.json_bytes)}
+    length = {JSON_LENGTH_HEADER: str(answer.json_bytes)}
     return Response(answer.content, media_type="application/octet-stream", headers=length)
 
 
 async def read_body(request: Request) -> bytes:
-    """The whole body, decompressed. Raises ``Refused``."""
+    """The whole body, decompressed. Raises ``RequestRefusal``."""
     try:
         body = await request.body()
     except ClientDisconnect as error:
-        raise Refused(400, "the connection was closed before the whole request was there", CLOSE) from error
+        raise RequestRefusal(400, "the connection was closed before the whole request was there", CLOSE) from error
     encoding = request.headers.get("Content-Encoding", "identity").lower()
     if encoding == "identity":
         return body
     if encoding not in {"gzip", "deflate"}:
-        raise Refused(415, f"the content encoding {encoding[:40]!r} is not known; gzip and deflate are")
+        raise RequestRefusal(415, f"the content encoding {encoding[:40]!r} is not known; gzip and deflate are")
     return await asyncio.to_thread(_decompress, body, request.url.path)
 
 
@@ -191,23 +191,23 @@ def _decompress(body: bytes, path: str) -> bytes:
     try:
         found = unpacker.decompress(body, MAX_BODY_BYTES + 1)
     except zlib.error as error:
-        raise Refused(400, "the compressed request is damaged") from error
+        raise RequestRefusal(400, "the compressed request is damaged") from error
     if len(found) > MAX_BODY_BYTES:
-        raise too_large(path)
+        raise make_size_refusal(path)
     if not unpacker.eof or unpacker.unused_data:
-        raise Refused(400, "the compressed request is damaged")
+        raise RequestRefusal(400, "the compressed request is damaged")
     return found
 
 
 async def _read_json_object(request: Request, field: str) -> Json:
-    """The body, an object with at most this field. Raises ``Refused``."""
+    """The body, an object with at most this field. Raises ``RequestRefusal``."""
     body = await read_body(request)
     try:
         found = json.loads(body or b"{}")
     except (ValueError, RecursionError) as error:
-        raise Refused(400, "the request is not JSON") from error
+        raise RequestRefusal(400, "the request is not JSON") from error
     if not isinstance(found, dict):
-        raise Refused(400, "the request has to be a JSON object")
+        raise RequestRefusal(400, "the request has to be a JSON object")
     if unknown := sorted(found.keys() - {field}):
-        raise Refused(400, f"the request has the unknown field {unknown[0][:60]!r}")
+        raise RequestRefusal(400, f"the request has the unknown field {unknown[0][:60]!r}")
     return found

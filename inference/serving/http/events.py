@@ -11,7 +11,7 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from ..refusals import Refused
+from ..refusals import RequestRefusal
 from .middleware import STOPPING
 
 Json = dict[str, Any]
@@ -24,28 +24,28 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: Json, rest: AsyncGenerator[Json], seconds: float) -> None:
+    def __init__(self, first_answer: Json, other_answers: AsyncGenerator[Json], send_timeout: float) -> None:
         super().__init__(headers={"Cache-Control": "no-store"})
         del self.headers["Content-Length"]
-        self.first, self.rest, self.seconds = first, rest, seconds
+        self.first_answer, self.other_answers, self.send_timeout = first_answer, other_answers, send_timeout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def send_body(body: bytes, *, is_last: bool = False) -> None:
-            async with asyncio.timeout(self.seconds):
+            async with asyncio.timeout(self.send_timeout):
                 await send({"type": "http.response.body", "body": body, "more_body": not is_last})
 
         # uvicorn closes the connection of an answer that is not complete.
-        async with aclosing(self.rest):
+        async with aclosing(self.other_answers):
             with suppress(TimeoutError):
                 await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-                await send_body(_format_event(self.first))
+                await send_body(_format_event(self.first_answer))
                 try:
-                    async for each in self.rest:
-                        await send_body(_format_event(each))
-                except (Refused, asyncio.CancelledError) as error:
+                    async for answer in self.other_answers:
+                        await send_body(_format_event(answer))
+                except (RequestRefusal, asyncio.CancelledError) as error:
                     # The client left, which makes no difference here, or the service stops.
                     await send_body(
-                        _format_event({"error": error.sentence if isinstance(error, Refused) else STOPPING})
+                        _format_event({"error": error.sentence if isinstance(error, RequestRefusal) else STOPPING})
                     )
                 await send_body(b"", is_last=True)
 

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..refusals import CLOSE, Refused, answer, is_permitted, no_token
-from ..settings import MAX_BODY_BYTES, MAX_UPLOAD_BYTES, Settings
+from ..refusals import CLOSE, RequestRefusal, is_permitted, make_token_refusal, render_refusal
+from ..settings import MAX_BODY_BYTES, MAX_UPLOAD_BYTES, ServiceSettings
 
 if TYPE_CHECKING:
     from ..service import Service
@@ -39,7 +39,7 @@ WATCH_SECONDS = 0.05  # delay before watching for a disconnect; most answers are
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
 
-class Middleware:
+class ServiceMiddleware:
     """ASGI middleware. It cancels the work for a disconnected client; requests cancelled by a shutdown get 503."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
@@ -52,17 +52,17 @@ class Middleware:
         record, metrics = RequestRecord(scope, receive, send, self.service), self.service.repository.metrics
         metrics.in_flight.inc()
         try:
-            await self._answer(record)
+            await self._answer_request(record)
         finally:
-            record.end()
+            record.stop_watching()
             metrics.in_flight.dec()
             metrics.http_responses.labels(record.status).inc()
             if self.settings.has_access_log:
                 print(record.log_line(), flush=True, file=sys.stdout)
 
-    async def _answer(self, record: RequestRecord) -> None:
-        if refused := self._refusal(record):
-            await record.refuse(refused)
+    async def _answer_request(self, record: RequestRecord) -> None:
+        if refusal := self._find_refusal(record):
+            await record.refuse(refusal)
             return
         try:
             await self.app(record.scope, record.receive, record.send)
@@ -70,29 +70,31 @@ class Middleware:
             if record.has_left:
                 return
             if not record.has_started:
-                await record.refuse(Refused(503, STOPPING, CLOSE))
+                await record.refuse(RequestRefusal(503, STOPPING, CLOSE))
 
-    def _refusal(self, record: RequestRecord) -> Refused | None:
+    def _find_refusal(self, record: RequestRecord) -> RequestRefusal | None:
         """Refusal by the head alone: another origin (CSRF) or host name (DNS rebinding), no token, or too large a body,
         which is not read."""
         headers = record.headers
         origin = headers.get(b"origin")
         if origin is not None and origin.partition(b"://")[2] != headers.get(b"host"):
-            return Refused(403, "a page of another origin may not ask this service", CLOSE)
+            return RequestRefusal(403, "a page of another origin may not ask this service", CLOSE)
         if has_foreign_host(self.settings, headers.get(b"host", b"").decode("latin-1")):
-            return Refused(403, "ask this service by its address, as localhost, or by a name of --allow-host", CLOSE)
+            return RequestRefusal(
+                403, "ask this service by its address, as localhost, or by a name of --allow-host", CLOSE
+            )
         is_open = record.path in OPEN_PATHS or record.path.startswith(CONTROL_PATH)
         if not is_open and not is_permitted(self.settings.token, headers.get(b"authorization", b"")):
-            return no_token()
+            return make_token_refusal()
         if int(headers.get(b"content-length", b"0")) > MAX_BODY_BYTES:
-            return too_large(record.path)
+            return make_size_refusal(record.path)
         return None
 
 
-def has_foreign_host(settings: Settings, host: str) -> bool:
+def has_foreign_host(settings: ServiceSettings, host: str) -> bool:
     """Whether the Host header has a name that is not accepted. IP addresses are accepted."""
     name = HOST_PORT.sub("", host).lower().rstrip(".")
-    if settings.hosts is None or not name or name in settings.hosts or name.endswith(".localhost"):
+    if settings.accepted_hosts is None or not name or name in settings.accepted_hosts or name.endswith(".localhost"):
         return False
     try:
         ip_address(name.strip("[]"))
@@ -101,27 +103,27 @@ def has_foreign_host(settings: Settings, host: str) -> bool:
     return False
 
 
-def request_id_of(given: str | bytes) -> str:
+def choose_request_id(given: str | bytes) -> str:
     """The client's request id, or a new one."""
     text = given.decode("latin-1") if isinstance(given, bytes) else given
     return text if REQUEST_ID.fullmatch(text) else uuid.uuid4().hex
 
 
-def access_line(begun: float, begun_at: datetime, *, log_fields: Mapping[str, str], **found: object) -> str:
+def format_access_line(start: float, start_time: datetime, *, log_fields: Mapping[str, str], **fields: object) -> str:
     """Access log line in JSON; ``log_fields`` has the model that answered."""
     return json.dumps(
         {
-            "time": begun_at.isoformat(timespec="milliseconds"),
-            **found,
-            "seconds": round(time.perf_counter() - begun, 6),
+            "time": start_time.isoformat(timespec="milliseconds"),
+            **fields,
+            "seconds": round(time.perf_counter() - start, 6),
             "model": log_fields.get("model"),
             "version": log_fields.get("version"),
         }
     )
 
 
-def too_large(path: str) -> Refused:
-    return Refused(413, TOO_LARGE if path == "/predict" else TOO_LARGE_BODY, CLOSE)
+def make_size_refusal(path: str) -> RequestRefusal:
+    return RequestRefusal(413, TOO_LARGE if path == "/predict" else TOO_LARGE_BODY, CLOSE)
 
 
 class RequestRecord:
@@ -131,34 +133,34 @@ class RequestRecord:
         self.scope, self._receive, self._send, self.service = scope, receive, send, service
         self.path: str = scope["path"]
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
-        self.begun = time.perf_counter()
-        self.begun_at = time.time()
-        self.body_until = asyncio.get_running_loop().time() + service.settings.body_seconds
+        self.start_counter = time.perf_counter()
+        self.start_time = time.time()
+        self.body_deadline = asyncio.get_running_loop().time() + service.settings.body_seconds
         self.task = asyncio.current_task()
-        self.leaving: asyncio.TimerHandle | asyncio.Task[None] | None = None
+        self.disconnect_watch: asyncio.TimerHandle | asyncio.Task[None] | None = None
         self.status, self.bytes_in, self.bytes_out = 499, 0, 0
         self.has_started = self.has_finished = self.has_left = False
-        self.request_id = request_id_of(self.headers.get(b"x-request-id", b""))
+        self.request_id = choose_request_id(self.headers.get(b"x-request-id", b""))
         scope.setdefault("state", {})
 
     async def receive(self) -> Message:
         """Receive with size and time limits; starts watching for a disconnect after the body."""
         try:
-            async with asyncio.timeout_at(self.body_until if self.leaving is None else None):
+            async with asyncio.timeout_at(self.body_deadline if self.disconnect_watch is None else None):
                 message = await self._receive()
         except TimeoutError as error:
-            raise Refused(408, "the request took too long to arrive", CLOSE) from error
+            raise RequestRefusal(408, "the request took too long to arrive", CLOSE) from error
         self.bytes_in += len(message.get("body", b""))
         if self.bytes_in > MAX_BODY_BYTES:
-            raise too_large(self.path)
-        if message["type"] == "http.request" and not message.get("more_body") and self.leaving is None:
-            self.leaving = asyncio.get_running_loop().call_later(WATCH_SECONDS, self._begin_to_watch)
+            raise make_size_refusal(self.path)
+        if message["type"] == "http.request" and not message.get("more_body") and self.disconnect_watch is None:
+            self.disconnect_watch = asyncio.get_running_loop().call_later(WATCH_SECONDS, self._start_watch)
         return message
 
-    def _begin_to_watch(self) -> None:
-        self.leaving = asyncio.create_task(self._watch())
+    def _start_watch(self) -> None:
+        self.disconnect_watch = asyncio.create_task(self._watch_for_disconnect())
 
-    async def _watch(self) -> None:
+    async def _watch_for_disconnect(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
         if not self.has_finished:
@@ -178,18 +180,18 @@ class RequestRecord:
             self.has_finished = not message.get("more_body")
         await self._send(message)
 
-    async def refuse(self, refused: Refused) -> None:
-        await answer(self.path, refused)(self.scope, self._receive, self.send)
+    async def refuse(self, refusal: RequestRefusal) -> None:
+        await render_refusal(self.path, refusal)(self.scope, self._receive, self.send)
 
-    def end(self) -> None:
-        if self.leaving is not None:
-            self.leaving.cancel()
+    def stop_watching(self) -> None:
+        if self.disconnect_watch is not None:
+            self.disconnect_watch.cancel()
 
     def log_line(self) -> str:
         client = self.scope.get("client")
-        return access_line(
-            self.begun,
-            datetime.fromtimestamp(self.begun_at, UTC),
+        return format_access_line(
+            self.start_counter,
+            datetime.fromtimestamp(self.start_time, UTC),
             request_id=self.request_id,
             client=client[0] if client else None,
             method=self.scope["method"],

@@ -16,7 +16,7 @@ Json = dict[str, Any]
 TEXT: Json = {"type": "string"}
 NUMBER: Json = {"type": "integer"}
 SHAPE: Json = {"type": "array", "items": NUMBER}
-FREE: Json = {"type": "object"}
+OBJECT: Json = {"type": "object"}
 
 
 def _object(required: Mapping[str, Json], optional: Mapping[str, Json] | None = None, *, closed: bool = False) -> Json:
@@ -24,8 +24,8 @@ def _object(required: Mapping[str, Json], optional: Mapping[str, Json] | None = 
     return {**found, "additionalProperties": False} if closed else found
 
 
-def _list(of: Json) -> Json:
-    return {"type": "array", "items": of}
+def _list(items: Json) -> Json:
+    return {"type": "array", "items": items}
 
 
 def _ref(name: str) -> Json:
@@ -60,7 +60,7 @@ SCHEMAS: Mapping[str, Json] = {
             "platform": TEXT,
             "inputs": _list(_ref("TensorMetadata")),
             "outputs": _list(_ref("TensorMetadata")),
-            "parameters": FREE,
+            "parameters": OBJECT,
         }
     ),
     "Data": {
@@ -68,16 +68,16 @@ SCHEMAS: Mapping[str, Json] = {
         "items": {"anyOf": [_ref("Data"), *({"type": t} for t in ("number", "string", "boolean"))]},
     },
     "RequestInput": _object(
-        {"name": TEXT, "shape": SHAPE, "datatype": TEXT}, {"parameters": FREE, "data": _ref("Data")}, closed=True
+        {"name": TEXT, "shape": SHAPE, "datatype": TEXT}, {"parameters": OBJECT, "data": _ref("Data")}, closed=True
     ),
-    "RequestOutput": _object({"name": TEXT}, {"parameters": FREE}, closed=True),
+    "RequestOutput": _object({"name": TEXT}, {"parameters": OBJECT}, closed=True),
     "InferRequest": _object(
         {"inputs": _list(_ref("RequestInput"))},
-        {"id": TEXT, "model_name": TEXT, "parameters": FREE, "outputs": _list(_ref("RequestOutput"))},
+        {"id": TEXT, "model_name": TEXT, "parameters": OBJECT, "outputs": _list(_ref("RequestOutput"))},
         closed=True,
     ),
     "ResponseOutput": _object(
-        {"name": TEXT, "shape": SHAPE, "datatype": TEXT}, {"parameters": FREE, "data": _ref("Data")}
+        {"name": TEXT, "shape": SHAPE, "datatype": TEXT}, {"parameters": OBJECT, "data": _ref("Data")}
     ),
     "InferResponse": _object(
         {"model_name": TEXT, "model_version": TEXT, "outputs": _list(_ref("ResponseOutput"))}, {"id": TEXT}
@@ -105,12 +105,12 @@ SCHEMAS: Mapping[str, Json] = {
         }
     ),
     "IndexRequest": _object({}, {"ready": {"type": "boolean"}}, closed=True),
-    "ControlRequest": _object({}, {"parameters": FREE}, closed=True),
+    "ControlRequest": _object({}, {"parameters": OBJECT}, closed=True),
     "Index": _list(_object({"name": TEXT, "version": TEXT, "state": TEXT, "reason": TEXT})),
     "Live": _object({"live": {"type": "boolean"}}),
     "Ready": _object({"ready": {"type": "boolean"}}, {"name": TEXT}),
-    "Configuration": _object({"name": TEXT, "max_batch_size": NUMBER, "input": _list(FREE), "output": _list(FREE)}),
-    "Statistics": _object({"model_stats": _list(FREE)}),
+    "Configuration": _object({"name": TEXT, "max_batch_size": NUMBER, "input": _list(OBJECT), "output": _list(OBJECT)}),
+    "Statistics": _object({"model_stats": _list(OBJECT)}),
     "Nothing": _object({}, closed=True),
 }
 
@@ -149,15 +149,15 @@ OPERATIONS: Mapping[tuple[str, str], tuple[str | None, str, str]] = {
 }
 """Schemas of request and response, and summary, by method and path of the protocol."""
 
-PLAIN: Mapping[str, tuple[str, Json, str]] = {
+PLAIN_PATHS: Mapping[str, tuple[str, Json, str]] = {
     "/": ("text/html", TEXT, "Page for people"),
     "/healthz": ("application/json", _object({"status": TEXT}, closed=True), "Liveness"),
     "/metrics": ("text/plain", TEXT, "Metrics for Prometheus"),
-    "/openapi.json": ("application/json", FREE, "This document"),
+    "/openapi.json": ("application/json", OBJECT, "This document"),
 }
 """Media type and schema of the response, and summary, of the other paths."""
 
-FORM: Json = {
+FORM_BODY: Json = {
     "content": {
         "multipart/form-data": {
             # One of the two, by what the model takes.
@@ -168,17 +168,19 @@ FORM: Json = {
 }
 
 
-def describe(app: FastAPI) -> None:
+def describe_paths(app: FastAPI) -> None:
     """Describe all paths in the app's ``/openapi.json``."""
 
     def openapi() -> Json:
         if app.openapi_schema is None:
             found = get_openapi(title=app.title, version=app.version, routes=[])
             plain = {
-                path: {"get": {"summary": summary, "responses": _responses(path, "get", {media: {"schema": schema}})}}
-                for path, (media, schema, summary) in PLAIN.items()
+                path: {
+                    "get": {"summary": summary, "responses": _make_responses(path, "get", {media: {"schema": schema}})}
+                }
+                for path, (media, schema, summary) in PLAIN_PATHS.items()
             }
-            found["paths"] = {**plain, "/predict": {"post": _predict()}, **_paths()}
+            found["paths"] = {**plain, "/predict": {"post": _describe_predict()}, **_describe_protocol_paths()}
             found["components"] = {"schemas": SCHEMAS}
             app.openapi_schema = found
         return app.openapi_schema
@@ -186,42 +188,43 @@ def describe(app: FastAPI) -> None:
     app.openapi = openapi  # type: ignore[method-assign]
 
 
-def _predict() -> Json:
+def _describe_predict() -> Json:
     return {
         "summary": "Prediction for one image or text",
         "operationId": "predict",
         "parameters": [{"name": "model", "in": "query", "required": False, "schema": TEXT}],
-        "requestBody": FORM,
-        "responses": _responses("/predict", "post", _json("Answer")),
+        "requestBody": FORM_BODY,
+        "responses": _make_responses("/predict", "post", _make_content("Answer")),
     }
 
 
-def _paths() -> Json:
+def _describe_protocol_paths() -> Json:
     """Each path, and for a model's path its variant with a version."""
     found: Json = {}
     model = "/models/{name}"
-    for (method, path), (asked, answer, summary) in OPERATIONS.items():
+    for (method, path), (request, answer, summary) in OPERATIONS.items():
         versioned = [path.replace(model, f"{model}/versions/{{version}}")] if path.startswith(model) else []
         for full in (f"/v2{each}" for each in (path, *versioned)):
-            found[full] = {method: _operation(full, method, summary, answer, asked)}
+            found[full] = {method: _describe_operation(full, method, summary, answer, request)}
     return found
 
 
-def _operation(path: str, method: str, summary: str, answer: str, asked: str | None) -> Json:
+def _describe_operation(path: str, method: str, summary: str, answer: str, request: str | None) -> Json:
     found: Json = {
         "summary": summary,
         "operationId": "_".join([method, *(part.strip("{}") for part in path.split("/") if part)]),
-        "responses": _responses(path, method, _json(answer)),
+        "responses": _make_responses(path, method, _make_content(answer)),
     }
     names = [part.strip("{}") for part in path.split("/") if part.startswith("{")]
     if names:
         found["parameters"] = [{"name": name, "in": "path", "required": True, "schema": TEXT} for name in names]
-    if asked:
-        found["requestBody"] = {"content": _json(asked), "required": asked in {"InferRequest", "GenerateRequest"}}
+    if request:
+        is_required = request in {"InferRequest", "GenerateRequest"}
+        found["requestBody"] = {"content": _make_content(request), "required": is_required}
     return found
 
 
-def _responses(path: str, method: str, content: Json) -> Json:
+def _make_responses(path: str, method: str, content: Json) -> Json:
     """The answer, and each refusal that this path has."""
     is_form = path == "/predict"
     applies = {
@@ -234,12 +237,12 @@ def _responses(path: str, method: str, content: Json) -> Json:
     }
     schema = "Error" if path.startswith("/v2") else "Detail"
     refusals = {
-        str(code): {"description": text, "content": _json(schema)}
+        str(code): {"description": text, "content": _make_content(schema)}
         for code, text in REFUSALS.items()
         if applies.get(code, True)
     }
     return {"200": {"description": "The answer", "content": content}, **refusals}
 
 
-def _json(schema: str) -> Json:
+def _make_content(schema: str) -> Json:
     return {MEDIA_TYPES.get(schema, "application/json"): {"schema": _ref(schema)}}

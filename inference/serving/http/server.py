@@ -28,96 +28,98 @@ class LargeHeadError(Exception):
     """The head of a request, or its trailer, is larger than ``MAX_HEAD_BYTES``."""
 
 
-class PromptProtocol(HttpToolsProtocol):
+class LimitedHeadProtocol(HttpToolsProtocol):
     """uvicorn's protocol with a time limit for each head and a size limit for heads and trailers."""
 
-    _head: asyncio.TimerHandle | None = None
-    _unread = 0
+    _head_timer: asyncio.TimerHandle | None = None
+    _num_unread_bytes = 0
     """Bytes received since the last complete head or body byte: of a head or a trailer whose end is not there yet."""
-    _fields = 0
+    _num_field_bytes = 0
     """Bytes of the URL and the headers of this request so far: also of a head that comes in one piece."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._await_head()
+        self._start_head_timer()
 
     def data_received(self, data: bytes) -> None:
-        if self._is_idle() and self._head is None:
-            self._await_head()
-        self._unread += len(data)
+        if self._is_idle() and self._head_timer is None:
+            self._start_head_timer()
+        self._num_unread_bytes += len(data)
         super().data_received(data)
-        if self._head is not None and not self._is_idle():
-            self._stop_waiting()
-        if self._unread > MAX_HEAD_BYTES:
+        if self._head_timer is not None and not self._is_idle():
+            self._stop_head_timer()
+        if self._num_unread_bytes > MAX_HEAD_BYTES:
             self.transport.close()
 
     def on_message_begin(self) -> None:
-        self._fields = 0
+        self._num_field_bytes = 0
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        self._count(len(url))
+        self._count_field_bytes(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._count(len(name) + len(value) + len(": \r\n"))
+        self._count_field_bytes(len(name) + len(value) + len(": \r\n"))
         super().on_header(name, value)
 
-    def _count(self, num_bytes: int) -> None:
+    def _count_field_bytes(self, num_bytes: int) -> None:
         """Close the connection beyond the limit. The parser ends at the error; uvicorn's answer to it is not sent."""
-        self._fields += num_bytes
-        if self._fields > MAX_HEAD_BYTES:
+        self._num_field_bytes += num_bytes
+        if self._num_field_bytes > MAX_HEAD_BYTES:
             self.transport.close()
             raise LargeHeadError
 
     def on_headers_complete(self) -> None:
-        self._unread = 0
+        self._num_unread_bytes = 0
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        self._unread = 0
+        self._num_unread_bytes = 0
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._unread = 0
+        self._num_unread_bytes = 0
         super().on_message_complete()
 
     def connection_lost(self, error: Exception | None) -> None:
-        self._stop_waiting()
+        self._stop_head_timer()
         super().connection_lost(error)
 
     def _is_idle(self) -> bool:
         return self.cycle is None or self.cycle.response_complete
 
-    def _await_head(self) -> None:
-        self._head = asyncio.get_running_loop().call_later(HEAD_SECONDS, self._cut_off)
+    def _start_head_timer(self) -> None:
+        self._head_timer = asyncio.get_running_loop().call_later(HEAD_SECONDS, self._close_if_idle)
 
-    def _stop_waiting(self) -> None:
-        if self._head is not None:
-            self._head.cancel()
-            self._head = None
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
 
-    def _cut_off(self) -> None:
-        self._head = None
+    def _close_if_idle(self) -> None:
+        self._head_timer = None
         if self._is_idle():
             self.transport.close()
 
 
-class Server(uvicorn.Server):
-    """Shuts down on SIGTERM, SIGINT and SIGHUP: reports not ready and serves for ``drain`` more seconds, then closes
+class DrainingServer(uvicorn.Server):
+    """Shuts down on SIGTERM, SIGINT and SIGHUP: reports not ready and serves for ``drain_seconds`` more, then closes
     the listener and answers the requests in flight. A second signal ends the drain. ``announce`` is called once
     requests are answered."""
 
     stopped_by: int | None = None
-    stops_at: float | None = None
+    stop_time: float | None = None
 
-    def __init__(self, config: uvicorn.Config, app: FastAPI, drain: float, announce: Callable[[], None]) -> None:
+    def __init__(
+        self, config: uvicorn.Config, app: FastAPI, drain_seconds: float, announce: Callable[[], None]
+    ) -> None:
         super().__init__(config)
-        self.service, self.drain, self.announce = app.state.service, drain, announce
+        self.service, self.drain_seconds, self.announce = app.state.service, drain_seconds, announce
 
-    def serve_on(self, listening: socket.socket) -> None:
+    def serve_socket(self, bound_socket: socket.socket) -> None:
         """Serve until a signal. Raises :class:`Stopped` then."""
-        self.run(sockets=[listening])
+        self.run(sockets=[bound_socket])
         if self.stopped_by:
             raise Stopped(self.stopped_by)
 
@@ -129,37 +131,37 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.service.is_draining = True
-        if self.drain and self.stopped_by is None:
-            self.stopped_by, self.stops_at = sig, time.monotonic() + self.drain
+        if self.drain_seconds and self.stopped_by is None:
+            self.stopped_by, self.stop_time = sig, time.monotonic() + self.drain_seconds
             return
         self.stopped_by = self.stopped_by or sig
         super().handle_exit(sig, frame)
 
     async def on_tick(self, counter: int) -> bool:
-        is_over = self.stops_at is not None and time.monotonic() >= self.stops_at
+        is_over = self.stop_time is not None and time.monotonic() >= self.stop_time
         return await super().on_tick(counter) or is_over
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         """Replaces uvicorn's, which leaves out SIGHUP. An ignored signal stays ignored (``nohup``)."""
-        before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-        for number, handler in before.items():
+        old_handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+        for number, handler in old_handlers.items():
             if handler is not signal.SIG_IGN:
                 signal.signal(number, self.handle_exit)
         try:
             yield
         finally:
-            for number, handler in before.items():
+            for number, handler in old_handlers.items():
                 signal.signal(number, handler)
 
 
-def server_of(
-    app: FastAPI, announce: Callable[[], None], drain: float, certificate: Path | None, key: Path | None
-) -> Server:
+def make_server(
+    app: FastAPI, announce: Callable[[], None], drain_seconds: float, certificate: Path | None, key: Path | None
+) -> DrainingServer:
     tls: dict[str, Any] = {} if certificate is None else {"ssl_certfile": certificate, "ssl_keyfile": key}
     config = uvicorn.Config(
         app,
-        http=PromptProtocol,
+        http=LimitedHeadProtocol,
         # uvicorn warns of each request that is not HTTP, so that any client could fill the log.
         log_level="error",
         access_log=False,
@@ -167,4 +169,4 @@ def server_of(
         ws="none",
         **tls,
     )
-    return Server(config, app, drain, announce)
+    return DrainingServer(config, app, drain_seconds, announce)

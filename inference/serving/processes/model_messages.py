@@ -45,10 +45,10 @@ class LoadedModelFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Broken:
+class UnexpectedFailure:
     """Unexpected error of a request, with its traceback."""
 
-    trace: str
+    traceback: str
 
 
 def stack_rows(inputs: Sequence[Item]) -> tuple[Array, ...] | None:

@@ -5,8 +5,8 @@ operator: in one process, a pass under 64 clients took twice its time. So the mo
 predictions over socket pairs.
 
 A request is the number of a model, the name of a method of :class:`HostedModel` and its arguments. It gets one reply:
-the result, a ``CkptError`` or ``ImportError`` to raise, or ``Broken``. Each connection has a thread. A model is kept
-until the connection that loaded it is closed. The process ends with the service, at once.
+the result, a ``CkptError`` or ``ImportError`` to raise, or ``UnexpectedFailure``. Each connection has a thread. A
+model is kept until the connection that loaded it is closed. The process ends with the service, at once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ckpt_tools.process.signals import STOP_SIGNALS
 from ...common.garbage import settle
 from ...models.generation import Generation, Give, generate
 from ...models.results import Array, Columns, Item
-from .model_messages import Broken, LoadedModelFacts, TaskFacts, list_facts
+from .model_messages import LoadedModelFacts, TaskFacts, UnexpectedFailure, list_facts
 
 if TYPE_CHECKING:
     from ...models.options import ModelOptions
@@ -49,9 +49,9 @@ class HostedModel:
         # One thread: its memory is warm, and the next batch may be submitted while it is busy.
         self._thread = ThreadPoolExecutor(1, "model")
 
-    def facts(self) -> LoadedModelFacts:
-        found = self._predictor
-        return LoadedModelFacts(found.identity, TaskFacts(*list_facts(found.task)), found.files)
+    def describe(self) -> LoadedModelFacts:
+        predictor = self._predictor
+        return LoadedModelFacts(predictor.identity, TaskFacts(*list_facts(predictor.task)), predictor.files)
 
     def predict(self, inputs: Sequence[Item]) -> Columns:
         return self._thread.submit(self._predictor.task.predict, inputs).result()
@@ -59,8 +59,8 @@ class HostedModel:
     def predict_stacked(self, stacked: tuple[Array, ...]) -> Columns:
         return self.predict(list(stacked[0]) if len(stacked) == 1 else list(zip(*stacked, strict=True)))
 
-    def generate(self, asked: Generation, give: Give) -> None:
-        generate(self._predictor.task, asked, give)
+    def generate(self, generation: Generation, give: Give) -> None:
+        generate(self._predictor.task, generation, give)
 
     def decode(self, data: bytes, name: str) -> Item:
         return self._predictor.decode(data, name)
@@ -75,45 +75,45 @@ class HostedModel:
         self._thread.shutdown(wait=False)
 
 
-class Models:
+class HostedModels:
     """The models of this process by number."""
 
     def __init__(self) -> None:
         self._hosted: dict[int, HostedModel] = {}
 
-    def answer(self, connection: Connection) -> None:
+    def answer_requests(self, connection: Connection) -> None:
         """Answer requests over a connection until it is closed, then drop the model it loaded."""
-        loaded = None
+        loaded_number = None
         try:
             while True:
                 number, method, arguments = connection.recv()
                 if method == "load":
-                    loaded = number
+                    loaded_number = number
                 # Pieces of a text are sent before the reply, which is None. They may be empty, and are at least one a
                 # token, so that a generation ends when its connection is closed.
-                given = (connection.send,) if method == "generate" else ()
-                connection.send(self._reply(number, method, (*arguments, *given)))
+                extra = (connection.send,) if method == "generate" else ()
+                connection.send(self._make_reply(number, method, (*arguments, *extra)))
         except (EOFError, OSError):
-            if model := self._hosted.pop(loaded, None) if loaded is not None else None:
+            if model := self._hosted.pop(loaded_number, None) if loaded_number is not None else None:
                 model.close()
                 del model
                 settle()
 
-    def load(self, number: int, *arguments: Any) -> LoadedModelFacts:
+    def load_model(self, number: int, *arguments: Any) -> LoadedModelFacts:
         self._hosted[number] = model = HostedModel(*arguments)
         settle()
-        return model.facts()
+        return model.describe()
 
-    def _reply(self, number: int, method: str, arguments: Sequence[Any]) -> Any:
+    def _make_reply(self, number: int, method: str, arguments: Sequence[Any]) -> Any:
         try:
             if method == "load":
-                return self.load(number, *arguments)
+                return self.load_model(number, *arguments)
             answer: Callable[..., Any] = getattr(self._hosted[number], method)
             return answer(*arguments)
         except (CkptError, ImportError) as error:
             return error
         except Exception:
-            return Broken(mask_secrets(traceback.format_exc()))
+            return UnexpectedFailure(mask_secrets(traceback.format_exc()))
 
 
 def main(descriptor: int) -> None:
@@ -121,11 +121,11 @@ def main(descriptor: int) -> None:
     mask_output()
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    models, service = Models(), Connection(descriptor)
+    models, control = HostedModels(), Connection(descriptor)
     try:
-        while service.recv():
-            connection = Connection(recv_handle(service))
-            threading.Thread(target=models.answer, args=(connection,), daemon=True).start()
+        while control.recv():
+            connection = Connection(recv_handle(control))
+            threading.Thread(target=models.answer_requests, args=(connection,), daemon=True).start()
     except (EOFError, OSError):
         pass
     # Without waiting for threads that are in a forward pass.

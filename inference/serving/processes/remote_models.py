@@ -22,8 +22,8 @@ from typing import Any
 from ...models.generation import Generation, Give
 from ...models.predictor import Predictor
 from ...models.results import Array, Columns, Item
-from ..repository import ModelsEndedError, Repository, Source
-from .model_messages import Broken, LoadedModelFacts, TaskFacts, list_facts, stack_rows
+from ..repository import ModelRepository, ModelsEndedError, NamedSource
+from .model_messages import LoadedModelFacts, TaskFacts, UnexpectedFailure, list_facts, stack_rows
 
 MODULE = f"{__package__}.model_process"
 
@@ -31,7 +31,7 @@ END_SECONDS = 5.0
 FIRST_DELAY, LAST_DELAY = 0.1, 30.0
 """Seconds before the process is started again; twice as many each time that it ended soon."""
 
-SOON_SECONDS = 10.0
+SHORT_RUN_SECONDS = 10.0
 
 
 class BrokenModelError(Exception):
@@ -39,65 +39,65 @@ class BrokenModelError(Exception):
 
 
 @dataclass(eq=False, slots=True)
-class Process:
+class ModelProcess:
     """A started process, the connection that it accepts others by, and connections that no thread uses."""
 
     process: subprocess.Popen[bytes]
     control: Connection
-    connecting: threading.Lock = field(default_factory=threading.Lock)
-    free: deque[Connection] = field(default_factory=deque)
+    connect_lock: threading.Lock = field(default_factory=threading.Lock)
+    free_connections: deque[Connection] = field(default_factory=deque)
 
     @classmethod
-    def start(cls) -> Process:
+    def start(cls) -> ModelProcess:
         """Raises OSError if it cannot be started."""
-        ours, its = Pipe()
-        with its:
+        service_end, process_end = Pipe()
+        with process_end:
             process = subprocess.Popen(
                 # -P: the folder that the service was started in is not searched for modules, unless it was before.
-                [sys.executable, "-P", "-m", MODULE, str(its.fileno())],
-                pass_fds=[its.fileno()],
+                [sys.executable, "-P", "-m", MODULE, str(process_end.fileno())],
+                pass_fds=[process_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 # Ctrl-C is for the service, which ends this process when it has answered what it took.
                 start_new_session=True,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(str(Path(part).absolute()) for part in sys.path)},
             )
-        return cls(process, ours)
+        return cls(process, service_end)
 
     def connect(self) -> Connection:
-        ours, its = Pipe()
-        with its, self.connecting, self._speaking():
+        service_end, process_end = Pipe()
+        with process_end, self.connect_lock, self._report_lost_process():
             self.control.send(True)
-            send_handle(self.control, its.fileno(), self.process.pid)
-        return ours
+            send_handle(self.control, process_end.fileno(), self.process.pid)
+        return service_end
 
-    def ask(self, number: int, method: str, *arguments: Any) -> Any:
-        """Send a request over a connection that no other thread uses, and return the reply."""
+    def call(self, number: int, method: str, *arguments: Any) -> Any:
+        """The reply to a request, sent over a connection that no other thread uses."""
         try:
-            connection = self.free.pop()
+            connection = self.free_connections.pop()
         except IndexError:
             connection = self.connect()
         try:
-            return self.ask_by(connection, number, method, *arguments)
+            return self.call_over(connection, number, method, *arguments)
         finally:
             # After an end of the process nothing asks this object again.
-            self.free.append(connection)
+            self.free_connections.append(connection)
 
-    def ask_by(self, connection: Connection, number: int, method: str, *arguments: Any) -> Any:
-        with self._speaking():
+    def call_over(self, connection: Connection, number: int, method: str, *arguments: Any) -> Any:
+        with self._report_lost_process():
             connection.send((number, method, arguments))
-        return self.receive(connection)
+        return self.receive_reply(connection)
 
-    def receive(self, connection: Connection) -> Any:
-        with self._speaking():
-            found = connection.recv()
-        if isinstance(found, Broken):
-            raise BrokenModelError(found.trace)
-        if isinstance(found, Exception):
-            raise found
-        return found
+    def receive_reply(self, connection: Connection) -> Any:
+        with self._report_lost_process():
+            reply = connection.recv()
+        if isinstance(reply, UnexpectedFailure):
+            raise BrokenModelError(reply.traceback)
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
 
     @contextmanager
-    def _speaking(self) -> Iterator[None]:
+    def _report_lost_process(self) -> Iterator[None]:
         try:
             yield
         except (EOFError, OSError) as error:
@@ -123,67 +123,67 @@ class Process:
 
 @dataclass(eq=False, slots=True)
 class RemoteModels:
-    """The models of a service, in a process started by :meth:`running`. Methods may be called from any thread.
+    """The models of a service, in a process started by :meth:`start`. Methods may be called from any thread.
 
-    When the process ends, the models of ``repository`` are lost, and loaded again once it runs again; ``tell`` is
-    called with sentences on it.
+    When the process ends, the models of ``repository`` are lost, and loaded again once it runs again;
+    ``print_notice`` is called with sentences on it.
     """
 
     threads: int
-    tell: Callable[[str], None]
-    _process: Process
-    repository: Repository | None = None
+    print_notice: Callable[[str], None]
+    _process: ModelProcess
+    repository: ModelRepository | None = None
     _numbers: Iterator[int] = field(default_factory=count)
-    _closing: threading.Event = field(default_factory=threading.Event)
+    _close_event: threading.Event = field(default_factory=threading.Event)
 
     @classmethod
     @contextmanager
-    def running(cls, threads: int, tell: Callable[[str], None]) -> Iterator[RemoteModels]:
+    def start(cls, threads: int, print_notice: Callable[[str], None]) -> Iterator[RemoteModels]:
         """The process, started now and ended with the block. Raises OSError if it cannot be started."""
-        models = cls(threads, tell, Process.start())
-        threading.Thread(target=models._keep_running, name="models", daemon=True).start()
+        models = cls(threads, print_notice, ModelProcess.start())
+        threading.Thread(target=models._keep_process_running, name="models", daemon=True).start()
         try:
             yield models
         finally:
-            models._closing.set()
+            models._close_event.set()
             models._process.end()
 
     @property
     def pid(self) -> int:
         return self._process.process.pid
 
-    def load(self, source: Source) -> Predictor:
+    def load(self, source: NamedSource) -> Predictor:
         """Load a model, as :func:`.predictor.load_predictor` does. It stays loaded as long as the result is referenced.
         Raises ModelsEndedError if the process ends meanwhile."""
         process, number = self._process, next(self._numbers)
         connection = process.connect()
-        facts: LoadedModelFacts = process.ask_by(
+        facts: LoadedModelFacts = process.call_over(
             connection, number, "load", source.url, source.name, source.options, self.threads
         )
         task = RemoteTask(*list_facts(facts.task), process=process, number=number, connection=connection)
         return Predictor(source.name, facts.identity, task, is_elsewhere=True, files=facts.files)
 
-    def _keep_running(self) -> None:
+    def _keep_process_running(self) -> None:
         """Start the process again each time it ends."""
         delay = FIRST_DELAY
         while True:
-            began = time.monotonic()
+            start = time.monotonic()
             self._process.process.wait()
-            if self._closing.is_set():
+            if self._close_event.is_set():
                 return
             repository, reason = self.repository, self._process.describe_end()
             if repository is not None and not repository.is_closed:
-                self.tell(f"{reason}; it is started again")
-                repository.lost(reason)
-            delay = min(2 * delay, LAST_DELAY) if time.monotonic() - began < SOON_SECONDS else FIRST_DELAY
-            if self._closing.wait(delay):
+                self.print_notice(f"{reason}; it is started again")
+                repository.drop_models(reason)
+            delay = min(2 * delay, LAST_DELAY) if time.monotonic() - start < SHORT_RUN_SECONDS else FIRST_DELAY
+            if self._close_event.wait(delay):
                 return
-            self._process = Process.start()
-            if self._closing.is_set():
+            self._process = ModelProcess.start()
+            if self._close_event.is_set():
                 self._process.end()
                 return
             if repository is not None:
-                repository.reload(self.tell)
+                repository.reload_dropped_models(self.print_notice)
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -191,39 +191,39 @@ class RemoteTask(TaskFacts):
     """The task of a model in the other process, which keeps it until ``connection`` is closed. Images are decoded in
     this process."""
 
-    process: Process
+    process: ModelProcess
     number: int
     connection: Connection
 
     @property
     def batch_sizes(self) -> Mapping[str, tuple[int, ...]]:
-        found: Mapping[str, tuple[int, ...]] = self._ask("batch_sizes")
-        return found
+        sizes: Mapping[str, tuple[int, ...]] = self._call("batch_sizes")
+        return sizes
 
     def decode(self, data: bytes, name: str) -> Item:
         if self.reading is None:
-            item: Item = self._ask("decode", data, name)
+            item: Item = self._call("decode", data, name)
             return item
         return self.prepare(self.reading.decode_pixels(data, name))
 
     def prepare(self, pixels: Array) -> Item:
         if self.reading is not None and self.reading.is_input:
             return pixels
-        item: Item = self._ask("prepare", pixels)
+        item: Item = self._call("prepare", pixels)
         return item
 
     def predict(self, inputs: Sequence[Item]) -> Columns:
         stacked = stack_rows(inputs)
-        columns: Columns = self._ask("predict", inputs) if stacked is None else self._ask("predict_stacked", stacked)
+        columns: Columns = self._call("predict", inputs) if stacked is None else self._call("predict_stacked", stacked)
         return columns
 
-    def generate(self, asked: Generation, give: Give) -> None:
+    def generate(self, generation: Generation, give: Give) -> None:
         """Generate a text over a connection of its own, which is closed if ``give`` raises."""
         with self.process.connect() as connection:
-            piece = self.process.ask_by(connection, self.number, "generate", asked)
+            piece = self.process.call_over(connection, self.number, "generate", generation)
             while piece is not None:
                 give(piece)
-                piece = self.process.receive(connection)
+                piece = self.process.receive_reply(connection)
 
-    def _ask(self, method: str, *arguments: Any) -> Any:
-        return self.process.ask(self.number, method, *arguments)
+    def _call(self, method: str, *arguments: Any) -> Any:
+        return self.process.call(self.number, method, *arguments)

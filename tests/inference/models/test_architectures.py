@@ -18,8 +18,8 @@ from inference.models.architectures import Architecture, architecture_of
 from inference.models.loading import load_model
 from inference.models.predictor import load_predictor
 from inference.models.task import source_of
-from inference.serving.__main__ import Options
-from inference.serving.settings import Settings
+from inference.serving.__main__ import ServeOptions
+from inference.serving.settings import ServiceSettings
 from tests.inference.commands import predict, predicted
 from tests.inference.tiny_models import save_text_model
 from tests.support.refusals import refusal_test
@@ -125,7 +125,7 @@ def test_what_is_assumed_is_printed(image_folder, tmp_path, capsys):
     done = predict(model, image, tmp_path / "rows.jsonl")
     assert done.exit_code == 0 and SAID in done.stderr and "--architecture" in done.stderr, done.output
     assert SAID not in predict(model, image, tmp_path / "rows.jsonl", "--overwrite", "--architecture", "ours").stderr
-    Options([str(model)], Settings()).check()
+    ServeOptions([str(model)], ServiceSettings()).check()
     assert SAID in capsys.readouterr().err
 
 

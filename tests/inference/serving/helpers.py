@@ -28,10 +28,10 @@ from inference.models.predictor import Predictor, load_predictor
 from inference.models.results import Columns, Item
 from inference.serving.__main__ import main as serve_command
 from inference.serving.grpc.requests import MESSAGES, METHODS, SERVICE
-from inference.serving.grpc.server import serving
-from inference.serving.repository import Repository, Source
+from inference.serving.grpc.server import serve_grpc
+from inference.serving.repository import ModelRepository, NamedSource
 from inference.serving.service import Service as Answers
-from inference.serving.settings import Listening, Settings, address_of, reserve
+from inference.serving.settings import GrpcSettings, ServiceSettings, format_address, reserve_port
 
 # --- models
 
@@ -61,7 +61,7 @@ class Loader:
     may_answer: threading.Event = field(default_factory=threading.Event)
     has_begun: threading.Event = field(default_factory=threading.Event)
 
-    def __call__(self, source: Source) -> Predictor:
+    def __call__(self, source: NamedSource) -> Predictor:
         if self.fails:
             raise FormatError(f"{source.url} is damaged")
         self.loads += 1
@@ -70,13 +70,13 @@ class Loader:
         return replace(self.template, name=source.name, task=task)
 
 
-def load(source: Source) -> Predictor:
+def load(source: NamedSource) -> Predictor:
     return load_predictor(source.url, name=source.name)
 
 
-def repository_of(place: object) -> Repository:
+def repository_of(place: object) -> ModelRepository:
     """One model ``m``, loaded in this process."""
-    repository = Repository([Source("m", str(place))], load)
+    repository = ModelRepository([NamedSource("m", str(place))], load)
     repository.load_all()
     return repository
 
@@ -104,20 +104,20 @@ def plain_uvicorn_of(app: FastAPI, **options: Any) -> Iterator[str]:
 
 
 @contextmanager
-def listened(repository: Repository, settings: Settings) -> Iterator[str]:
+def listened(repository: ModelRepository, settings: ServiceSettings) -> Iterator[str]:
     """gRPC alone, in a thread of this process; its address."""
 
     async def run(address: str, started: asyncio.Event, ending: asyncio.Event) -> None:
-        async with serving(Answers(repository, settings), Listening(address)):
+        async with serve_grpc(Answers(repository, settings), GrpcSettings(address)):
             started.set()
             await ending.wait()
 
     loop, started, ending = asyncio.new_event_loop(), asyncio.Event(), asyncio.Event()
-    with reserve("127.0.0.1", 0) as reserved, ThreadPoolExecutor(1) as pool:
-        running = pool.submit(loop.run_until_complete, run(address_of(reserved), started, ending))
+    with reserve_port("127.0.0.1", 0) as reserved, ThreadPoolExecutor(1) as pool:
+        running = pool.submit(loop.run_until_complete, run(format_address(reserved), started, ending))
         wait_until(started.is_set)
         try:
-            yield address_of(reserved)
+            yield format_address(reserved)
         finally:
             loop.call_soon_threadsafe(ending.set)
             running.result()
@@ -125,7 +125,7 @@ def listened(repository: Repository, settings: Settings) -> Iterator[str]:
 
 
 @contextmanager
-def served(repository: Repository, settings: Settings) -> Iterator[grpc.Channel]:
+def served(repository: ModelRepository, settings: ServiceSettings) -> Iterator[grpc.Channel]:
     with listened(repository, settings) as address, grpc.insecure_channel(address) as channel:
         yield channel
 

@@ -64,7 +64,7 @@ async def test_what_waits_is_worked_on_together_and_each_gets_its_own_result():
 @in_a_loop
 async def test_a_full_batch_does_not_wait_for_the_one_before():
     work, seen = Work(), []
-    with Batcher(work, max_batch=2, max_waiting=10, observe=seen.append, num_threads=2) as batcher:
+    with Batcher(work, max_batch=2, max_waiting=10, on_execution=seen.append, num_threads=2) as batcher:
         first = await begun(work, batcher)
         others = await waiting(batcher, 1)
         await asyncio.sleep(0.1)

@@ -19,7 +19,7 @@ from fastapi.testclient import TestClient
 
 from inference.serving.grpc.requests import SERVICE
 from inference.serving.http.app import create_app
-from inference.serving.settings import Settings
+from inference.serving.settings import ServiceSettings
 from tests.inference.conftest import Service, models_of, running_service
 from tests.inference.serving.helpers import (
     call,
@@ -187,7 +187,7 @@ def test_grpc_has_the_same_tokens(channel):
 
 def test_by_default_no_model_changes_and_the_index_can_be_read(forms):
     repository = repository_of(forms / "model.pt")
-    with served(repository, Settings()) as channel:
+    with served(repository, ServiceSettings()) as channel:
         assert "model_repository" not in call(channel, "ServerMetadata").extensions
         for verb in ("Load", "Unload"):
             found = refusal(channel, f"RepositoryModel{verb}", {"model_name": "m"})

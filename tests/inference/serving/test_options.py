@@ -7,7 +7,7 @@ import pytest
 
 from ckpt_tools.errors import FormatError, SourceNotFoundError, UsageError
 from inference.models.options import ModelOptions, TensorOptions
-from inference.serving.sources import KINDS, Source, parse_source, read_sources
+from inference.serving.sources import KINDS, NamedSource, parse_source, read_sources
 from tests.inference.serving.helpers import run_serve, write_certificate
 from tests.support.refusals import refusal_test
 
@@ -31,15 +31,15 @@ def test_all_options_of_a_model_can_be_said():
     ],
 )
 def test_a_name_may_stand_before_the_url(text, name, url):
-    assert parse_source(text, GIVEN) == Source(name, url, GIVEN)
+    assert parse_source(text, GIVEN) == NamedSource(name, url, GIVEN)
 
 
 def test_a_path_that_exists_is_a_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("a?dtype=x", "b=c?d", "lr=1.safetensors"):
         Path(name).touch()
-        assert parse_source(name, GIVEN) == Source("model", name, GIVEN)
-        assert parse_source(f"m={name}", GIVEN) == Source("m", name, GIVEN)
+        assert parse_source(name, GIVEN) == NamedSource("model", name, GIVEN)
+        assert parse_source(f"m={name}", GIVEN) == NamedSource("m", name, GIVEN)
 
 
 def test_a_file_has_a_table_for_each_model(tmp_path):
@@ -49,12 +49,12 @@ def test_a_file_has_a_table_for_each_model(tmp_path):
     )
     reading = TensorOptions(include=("a*",), rename=("^a[.]=",))
     assert read_sources(tmp_path / "models.toml", GIVEN) == [
-        Source("a", "s3://b/k?x=1?dtype=float16", GIVEN),
-        Source("b", "run", replace(GIVEN, reading=reading, max_batch=2, embeddings=True)),
+        NamedSource("a", "s3://b/k?x=1?dtype=float16", GIVEN),
+        NamedSource("b", "run", replace(GIVEN, reading=reading, max_batch=2, embeddings=True)),
     ]
 
 
-def sources_of(text: str, folder: Path) -> list[Source]:
+def sources_of(text: str, folder: Path) -> list[NamedSource]:
     (folder / "models.toml").write_text(text)
     return read_sources(folder / "models.toml", GIVEN)
 

@@ -18,8 +18,8 @@ from PIL import Image
 from inference.serving.grpc import server as grpc_server
 from inference.serving.grpc.requests import SERVICE
 from inference.serving.http.app import create_app
-from inference.serving.repository import Repository, Source
-from inference.serving.settings import Settings
+from inference.serving.repository import ModelRepository, NamedSource
+from inference.serving.settings import ServiceSettings
 from tests.inference.conftest import NO_TLS
 from tests.inference.serving.helpers import (
     Loader,
@@ -38,7 +38,7 @@ ONE = np.zeros((1, 28, 28), np.uint8)
 FULL = f"{QUEUE} inputs wait for the model, which is the limit; try again"
 LATE = "the model did not answer within 0.05 seconds"
 FAILED = "the model failed on this request; the log of the service says why"
-SETTINGS = Settings(timeout=20, has_model_control=True)
+SETTINGS = ServiceSettings(timeout=20, has_model_control=True)
 Code = grpc.StatusCode
 
 
@@ -48,11 +48,11 @@ def png(side: int) -> bytes:
     return file.getvalue()
 
 
-def counted(repository: Repository, name: str, **labels: str) -> float | None:
+def counted(repository: ModelRepository, name: str, **labels: str) -> float | None:
     return repository.metrics.registry.get_sample_value(name, {"model": "m", "version": "1", **labels})
 
 
-def num_failed(repository: Repository, reason: str) -> float | None:
+def num_failed(repository: ModelRepository, reason: str) -> float | None:
     return counted(repository, "nv_inference_request_failure_total", reason=reason)
 
 
@@ -64,7 +64,7 @@ def loader(predictor):
 @pytest.fixture
 def repository(loader):
     """Its model answers when ``loader.may_answer``; ``loader.has_begun`` says that it was asked."""
-    repository = Repository([Source("m", "nowhere")], loader, max_waiting=QUEUE)
+    repository = ModelRepository([NamedSource("m", "nowhere")], loader, max_waiting=QUEUE)
     repository.load_all()
     loader.may_answer.clear()
     loader.has_begun.clear()
@@ -73,7 +73,7 @@ def repository(loader):
 
 
 @contextmanager
-def over_http(repository: Repository, settings: Settings = SETTINGS) -> Iterator[httpx.Client]:
+def over_http(repository: ModelRepository, settings: ServiceSettings = SETTINGS) -> Iterator[httpx.Client]:
     with (
         plain_uvicorn_of(create_app(repository, settings)) as url,
         httpx.Client(base_url=url, timeout=60, verify=NO_TLS) as client,
@@ -94,7 +94,7 @@ def ask(client: httpx.Client, many: int = 1, **parameters: object) -> httpx.Resp
 
 
 def test_a_full_queue_sends_the_client_away_and_loses_nobody(client, repository, loader):
-    version = repository.version("m")
+    version = repository.get_version("m")
     with ThreadPoolExecutor(QUEUE + 1) as pool:
         first = pool.submit(ask, client)
         wait_until(loader.has_begun.is_set)
@@ -116,7 +116,7 @@ def test_a_full_queue_sends_the_client_away_and_loses_nobody(client, repository,
 
 def test_a_deadline_is_kept_and_frees_the_queue(client, repository, loader):
     """That of a client, of a call, and that of the settings."""
-    version, request = repository.version("m"), infer_message(ONE)
+    version, request = repository.get_version("m"), infer_message(ONE)
     answer = ask(client, timeout=50_000)
     assert (answer.status_code, answer.json()["error"]) == (504, LATE)
     request.parameters["timeout"].int64_param = 50_000
@@ -124,14 +124,14 @@ def test_a_deadline_is_kept_and_frees_the_queue(client, repository, loader):
         assert refusal(channel, "ModelInfer", request) == (Code.DEADLINE_EXCEEDED, LATE)
         assert refusal(channel, "ModelInfer", infer_message(ONE), timeout=0.3)[0] is Code.DEADLINE_EXCEEDED
         wait_until(lambda: version.num_users == 0 and version.batcher.num_waiting == 0)
-    with over_http(repository, Settings(timeout=0.05)) as hasty:
+    with over_http(repository, ServiceSettings(timeout=0.05)) as hasty:
         answer = hasty.post("/predict", files={"image": ("a.png", png(28))})
         assert (answer.status_code, answer.json()["detail"]) == (504, LATE)
         loader.may_answer.set()
 
 
 def test_what_a_client_that_left_asked_for_is_dropped(client, repository, loader):
-    version = repository.version("m")
+    version = repository.get_version("m")
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(ask, client)
         wait_until(loader.has_begun.is_set)
@@ -156,7 +156,7 @@ def test_a_model_that_fails_is_the_services_error_without_a_traceback(client, re
     def fail(items: list[Any]) -> object:
         raise RuntimeError("the path /secret/model is broken")
 
-    monkeypatch.setattr(repository.version("m").batcher, "work", fail)
+    monkeypatch.setattr(repository.get_version("m").batcher, "process_batch", fail)
     answer = ask(client)
     assert (answer.status_code, answer.json()) == (500, {"error": FAILED})
     with served(repository, SETTINGS) as channel:
@@ -178,7 +178,7 @@ def test_a_request_that_does_not_come_is_refused(repository):
         time.sleep(20)
         yield b""
 
-    settings = Settings(body_seconds=0.3)
+    settings = ServiceSettings(body_seconds=0.3)
     with over_http(repository, settings) as client:
         with socket.create_connection(("127.0.0.1", client.base_url.port), timeout=60) as slow:
             slow.sendall(b"POST /v2/models/m/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")

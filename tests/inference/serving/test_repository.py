@@ -15,8 +15,15 @@ from torch import Tensor, nn
 
 from ckpt_tools.errors import StoreError
 from inference.models.predictor import Predictor, load_predictor
-from inference.serving.repository import Load, NotReadyError, Repository, Slot, Source, UnknownModelError
-from inference.serving.watching import Watcher
+from inference.serving.repository import (
+    LoadModel,
+    ModelRepository,
+    ModelSlot,
+    NamedSource,
+    NotReadyError,
+    UnknownModelError,
+)
+from inference.serving.watching import CheckpointWatcher
 from tests.inference.conftest import write_sharded
 from tests.inference.serving.helpers import Loader, wait_until
 
@@ -34,15 +41,15 @@ def loader(predictor):
 
 @pytest.fixture
 def repository(loader):
-    repository = Repository([Source("a", "one"), Source("b", "two"), Source("b", "three")], loader)
+    repository = ModelRepository([NamedSource("a", "one"), NamedSource("b", "two"), NamedSource("b", "three")], loader)
     repository.load_all()
     yield repository
     repository.close()
 
 
-def answer(repository: Repository, name: str, number: str | None = None) -> int | None:
+def answer(repository: ModelRepository, name: str, number: str | None = None) -> int | None:
     async def run() -> int | None:
-        with repository.hold(name, number) as version:
+        with repository.hold_version(name, number) as version:
             return (await version.batcher.submit(BLACK)).label
 
     return asyncio.run(run())
@@ -50,33 +57,33 @@ def answer(repository: Repository, name: str, number: str | None = None) -> int 
 
 def test_names_have_versions_and_the_newest_answers(repository):
     assert repository.names == ("a", "b")
-    assert [version.number for version in repository.versions_of("b")] == [1, 2]
+    assert [version.number for version in repository.list_model_versions("b")] == [1, 2]
     assert [answer(repository, "a"), answer(repository, "b"), answer(repository, "b", "1")] == [1, 3, 2]
     for name, number in (("c", None), ("a", "2"), ("a", "x"), ("", None)):
         with pytest.raises(UnknownModelError, match=r"there is no model|has no version"):
-            repository.version(name, number)
+            repository.get_version(name, number)
 
 
 def test_unloading_and_loading(repository, loader):
     repository.unload("a")
     with pytest.raises(NotReadyError):
-        repository.version("a")
+        repository.get_version("a")
     assert [(entry["name"], entry["state"]) for entry in repository.list_index()][:1] == [("a", "UNAVAILABLE")]
     assert repository.is_ready  # It is as somebody wants it.
     repository.load("a")
     assert answer(repository, "a") == loader.loads == 4
-    assert repository.version("a").number == 2
+    assert repository.get_version("a").number == 2
 
 
 def test_a_request_holds_the_version_that_it_began_with(repository, loader):
     async def run() -> None:
         loader.may_answer.clear()
-        with repository.hold("a") as before:
+        with repository.hold_version("a") as before:
             slow, queued = (asyncio.create_task(before.batcher.submit(BLACK)) for _ in range(2))
             await asyncio.sleep(0.05)
             await asyncio.to_thread(repository.load, "a")
             assert before.is_retired
-            assert repository.version("a") is not before
+            assert repository.get_version("a") is not before
             loader.may_answer.set()
             late = asyncio.create_task(before.batcher.submit(BLACK))
             assert [(await each).label for each in (slow, queued, late)] == [1, 1, 1]
@@ -135,28 +142,28 @@ def file(tmp_path):
 class Watched:
     """A model that is loaded, and its watcher, which looks when the test has it look."""
 
-    repository: Repository
-    watcher: Watcher
+    repository: ModelRepository
+    watcher: CheckpointWatcher
     told: list[str]
 
     @property
-    def slot(self) -> Slot:
+    def slot(self) -> ModelSlot:
         return self.repository.slots[0]
 
     @property
     def number(self) -> int:
-        return self.repository.version("m").number
+        return self.repository.get_version("m").number
 
     @property
     def digest(self) -> str:
-        return self.repository.version("m").predictor.identity.digest
+        return self.repository.get_version("m").predictor.identity.digest
 
     def is_answering(self) -> bool:
-        return self.repository.version("m").predictor.predict([np.ones(3, np.float32)])[0]["output"].shape == (2,)
+        return self.repository.get_version("m").predictor.predict([np.ones(3, np.float32)])[0]["output"].shape == (2,)
 
     def visit(self, times: int = 1) -> None:
         for _ in range(times):
-            self.watcher.visit(self.slot)
+            self.watcher.check_slot(self.slot)
 
 
 @pytest.fixture
@@ -164,10 +171,12 @@ def watched(load):
     """Make one; all are closed at the end."""
     made: list[Watched] = []
 
-    def make(source: object, load: Load = load, quiet: float = 0.0, seconds: float = 0.05) -> Watched:
+    def make(source: object, load: LoadModel = load, quiet: float = 0.0, seconds: float = 0.05) -> Watched:
         told = list[str]()
-        repository = Repository([source if isinstance(source, Source) else Source("m", str(source))], load)
-        made.append(Watched(repository, Watcher(repository, seconds, quiet, told.append), told))
+        repository = ModelRepository(
+            [source if isinstance(source, NamedSource) else NamedSource("m", str(source))], load
+        )
+        made.append(Watched(repository, CheckpointWatcher(repository, seconds, quiet, told.append), told))
         repository.load_all()
         return made[-1]
 
@@ -205,17 +214,17 @@ def test_a_folder_is_loaded_once_nothing_has_changed_for_the_quiet_time(watched,
     quiet time is longer than any pause of a busy machine."""
     folder, new = folders
     found = watched(folder, quiet=0.4)
-    old, found.watcher.quiet = found.digest, 600
+    old, found.watcher.quiet_time = found.digest, 600
     for shard in sorted(new.glob("*.safetensors")):
         shutil.copy2(shard, folder)
         end = time.monotonic() + 0.2
         while time.monotonic() < end:
             found.visit()
             assert found.digest == old
-    found.watcher.quiet = 0.4
+    found.watcher.quiet_time = 0.4
     time.sleep(0.4)
     found.visit()
-    assert found.digest == load(Source("m", str(new))).identity.digest
+    assert found.digest == load(NamedSource("m", str(new))).identity.digest
     assert found.told == [f"m: serves {folder}"]
 
 
@@ -230,7 +239,7 @@ def test_a_file_that_is_replaced_is_loaded_again_and_a_damaged_one_is_not(watche
     """A damaged one is tried once, until it changes."""
     loads = list[str]()
 
-    def counted(source: Source) -> Predictor:
+    def counted(source: NamedSource) -> Predictor:
         loads.append(source.url)
         return load(source)
 
@@ -265,12 +274,12 @@ def test_an_incomplete_checkpoint_is_not_loaded(watched, run_folder):
 class Failing:
     """Loads once, and then fails so many times with ``error``."""
 
-    load: Load
+    load: LoadModel
     error: Exception
     failures: int
     loads: list[float] = field(default_factory=list)
 
-    def __call__(self, source: Source) -> Predictor:
+    def __call__(self, source: NamedSource) -> Predictor:
         self.loads.append(time.monotonic())
         if 1 < len(self.loads) <= 1 + self.failures:
             raise self.error

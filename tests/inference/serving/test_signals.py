@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import pytest
 
-from inference.serving.settings import bind
+from inference.serving.settings import bind_socket
 from tests.inference.conftest import CKPT_TOOLS_SERVE, SERVE, models_of, running_service
 from tests.inference.serving.helpers import call, infer_message, read_to_end, wait_until
 from tests.inference.serving.http.test_requests import BEGINNING, END, form_head, unread_bytes
@@ -93,7 +93,7 @@ def is_listening(address: tuple[str, int]) -> bool:
 
 def test_a_signal_while_the_model_is_loaded_is_one_sentence(forms):
     """The port is bound, and nobody listens on it yet, when the signal comes."""
-    with bind("127.0.0.1", 0) as taken:
+    with bind_socket("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
     command = [sys.executable, "-m", "inference.serving", str(forms / "model.pt"), f"--port={port}"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:

@@ -14,7 +14,7 @@ import pytest
 from starlette.types import Message
 
 from inference.models.predictor import load_predictor
-from inference.serving.generating import MAX_AT_ONCE
+from inference.serving.generating import MAX_CONCURRENT_TEXTS
 from inference.serving.http.events import EventStream
 from tests.inference.conftest import Service, models_of
 from tests.inference.models.test_generation import CONVERSATION, text
@@ -168,7 +168,7 @@ def test_a_text_has_to_be_made_in_time(service):
 
 def test_texts_beyond_the_places_of_a_model_wait_their_time(service):
     with ExitStack() as stack:
-        streams = [stack.enter_context(streaming(service, ENDLESS)) for _ in range(MAX_AT_ONCE)]
+        streams = [stack.enter_context(streaming(service, ENDLESS)) for _ in range(MAX_CONCURRENT_TEXTS)]
         for events in streams:
             next(events)
         answer = post(service, {"text_input": "x", "max_tokens": 1, "timeout": 300_000}, "ours/generate")

@@ -17,7 +17,7 @@ from PIL import Image
 
 from inference.serving.__main__ import create_app
 from inference.serving.http import server
-from inference.serving.settings import MAX_UPLOAD_BYTES, bind, listen
+from inference.serving.settings import MAX_UPLOAD_BYTES, bind_socket, start_listening
 from tests.inference.commands import predicted
 from tests.inference.conftest import Service, models_of
 from tests.inference.serving.helpers import plain_uvicorn_of, read_to_end, run_serve, wait_until
@@ -231,7 +231,7 @@ def app(forms):
 def test_a_head_that_does_not_come_is_cut_off(app, monkeypatch):
     """Header by header; in this process, so that the wait can be short."""
     monkeypatch.setattr(server, "HEAD_SECONDS", 0.5)
-    with plain_uvicorn_of(app, http=server.PromptProtocol) as url, connected(int(url.rpartition(":")[2])) as slow:
+    with plain_uvicorn_of(app, http=server.LimitedHeadProtocol) as url, connected(int(url.rpartition(":")[2])) as slow:
         slow.sendall(b"GET /v2 HTTP/1.1\r\n")
         begun = time.monotonic()
         slow.settimeout(0.1)
@@ -304,8 +304,8 @@ def test_a_port_that_is_taken_stops_the_start(service, forms):
 
 @pytest.mark.parametrize(("host", "shown"), [("127.0.0.1", "127.0.0.1"), ("::1", "[::1]"), ("localhost", "localhost")])
 def test_an_accepted_connection_sends_at_once(host, shown):
-    with bind(host, 0) as listening:
-        url = listen(listening, host)
+    with bind_socket(host, 0) as listening:
+        url = start_listening(listening, host)
         assert url == f"http://{shown}:{listening.getsockname()[1]}"
         with socket.create_connection(listening.getsockname()[:2]):
             accepted, _ = listening.accept()

@@ -23,10 +23,10 @@ from torch.export import Dim
 from tritonclient import grpc, http
 
 from inference.models.predictor import load_predictor, load_with_options
-from inference.serving.__main__ import Options, application
+from inference.serving.__main__ import ServeOptions, load_app
 from inference.serving.processes.remote_models import BrokenModelError, RemoteModels
-from inference.serving.repository import Source
-from inference.serving.settings import Listening, Settings, address_of, reserve
+from inference.serving.repository import NamedSource
+from inference.serving.settings import GrpcSettings, ServiceSettings, format_address, reserve_port
 from tests.inference.conftest import NO_TLS
 from tests.inference.serving.helpers import plain_uvicorn_of
 
@@ -34,7 +34,7 @@ from tests.inference.serving.helpers import plain_uvicorn_of
 @pytest.fixture(scope="module")
 def models():
     ends = list[str]()
-    with RemoteModels.running(1, ends.append) as remote:
+    with RemoteModels.start(1, ends.append) as remote:
         yield remote
     assert not psutil.pid_exists(remote.pid)
     assert ends == []
@@ -112,20 +112,20 @@ def served(request, tmp_path_factory):
         f'[t5]\nurl = "{folder / "t5"}"\nexact = "full"\n'
         f'[scaled]\nurl = "{folder / "scaled.pt2"}"\narchitecture = "torch.export"\nmax_batch = 5\n'
     )
-    options = Options([], Settings(), file)
+    options = ServeOptions([], ServiceSettings(), file)
 
-    def load_here(source: Source) -> Any:
+    def load_here(source: NamedSource) -> Any:
         return load_with_options(source.url, source.name, source.options)
 
-    load: Callable[[Source], Any] = load_here
+    load: Callable[[NamedSource], Any] = load_here
     if request.param != "here":
         load = request.getfixturevalue("models").load
     with ExitStack() as stack:
-        reserved = stack.enter_context(reserve("127.0.0.1", 0))
-        app = application(options, options.repository(load), Listening(address_of(reserved)))
+        reserved = stack.enter_context(reserve_port("127.0.0.1", 0))
+        app = load_app(options, options.make_repository(load), GrpcSettings(format_address(reserved)))
         url = stack.enter_context(plain_uvicorn_of(app))
         client = stack.enter_context(httpx.Client(base_url=url, timeout=60, verify=NO_TLS))
-        yield Served(client, address_of(reserved), folder, linear)
+        yield Served(client, format_address(reserved), folder, linear)
 
 
 @pytest.fixture(params=["http", "grpc"])
@@ -235,7 +235,7 @@ def png(size: int) -> bytes:
 
 def is_gone(models: RemoteModels, number: int) -> bool:
     try:
-        models._process.ask(number, "batch_sizes")
+        models._process.call(number, "batch_sizes")
     except BrokenModelError as error:
         return "KeyError" in str(error)
     return False
@@ -243,7 +243,7 @@ def is_gone(models: RemoteModels, number: int) -> bool:
 
 @pytest.mark.extended
 def test_a_model_goes_when_nobody_refers_to_it(models, forms):
-    first, second = (models.load(Source(name, str(forms / "model.pt"))) for name in ("first", "second"))
+    first, second = (models.load(NamedSource(name, str(forms / "model.pt"))) for name in ("first", "second"))
     task = first.task
     del first
     assert task.decode(png(28), "image").shape == (28, 28)
