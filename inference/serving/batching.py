@@ -112,7 +112,7 @@ class Batcher(Generic[Item, Result]):
 
     async def submit(self, item: Item) -> Result:
         """The result for ``item``. A cancelled caller takes its item out of the queue. Raises QueueFullError if too
-        many wait. What ``process_batch`` raises for this item alone."""
+        many wait, and what ``process_batch`` raises for this item alone."""
         return (await self.submit_all([item]))[0]
 
     async def submit_all(self, items: Sequence[Item]) -> list[Result]:

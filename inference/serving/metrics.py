@@ -121,9 +121,9 @@ def merge_replicas(replicas: Mapping[int, Iterable[Metric]]) -> list[Metric]:
     merged: dict[str, Metric] = {}
     for number, families in replicas.items():
         for family in families:
-            whole = merged.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            merged_family = merged.setdefault(family.name, Metric(family.name, family.documentation, family.type))
             worker = {"worker": str(number)}
-            whole.samples += [sample._replace(labels={**sample.labels, **worker}) for sample in family.samples]
+            merged_family.samples += [sample._replace(labels={**sample.labels, **worker}) for sample in family.samples]
     return list(merged.values())
 
 
@@ -137,8 +137,8 @@ def write_exposition(families: Iterable[Metric]) -> bytes:
 
 def compute_triton_statistics(families: Iterable[Metric], model: str, number: int) -> dict[str, Any]:
     """Triton's statistics of a version, over all replicas."""
-    wanted = {"model": model, "version": str(number)}.items()
-    samples = [each for family in families for each in family.samples if wanted <= each.labels.items()]
+    labels = {"model": model, "version": str(number)}.items()
+    samples = [each for family in families for each in family.samples if labels <= each.labels.items()]
 
     def value(name: str, combine: Callable[[Iterable[float]], float] = sum, scale: float = 1) -> int:
         return round(combine([0, *(each.value for each in samples if each.name == name)]) * scale)

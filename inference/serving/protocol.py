@@ -19,7 +19,7 @@ import orjson
 from ckpt_tools.errors import FormatError
 
 from ..models.predictor import Prediction, Predictor, TensorSpec
-from ..models.results import BYTES, DTYPES, Array, Item, text_column
+from ..models.results import BYTES, DTYPES, Array, Item, shape_fits, text_column
 
 MAX_DIMENSIONS = 16
 MAX_SIZE = 2**40  # limit of one dimension; products of larger sizes would overflow
@@ -111,39 +111,39 @@ def _split_body(body: bytes, json_bytes: str | None) -> tuple[bytes, bytes]:
 
 def _read_items(inputs: Sequence[object], binary: memoryview, predictor: Predictor, max_rows: int) -> tuple[Item, ...]:
     """One item for each row. Inputs may be in any order, and binary data are in theirs."""
-    given = [_require_object(each, "an input") for each in inputs]
+    objects = [_require_object(each, "an input") for each in inputs]
     specs = {spec.name: spec for spec in predictor.inputs}
-    if len(given) != len(specs):
-        raise BadRequestError(f"the request has {len(given)} inputs; the model takes {_join_names(predictor.inputs)}")
-    found: dict[str, tuple[Item, ...]] = {}
-    for each in given:
-        name = each.get("name")
-        if not isinstance(name, str) or name not in specs or name in found:
+    if len(objects) != len(specs):
+        raise BadRequestError(f"the request has {len(objects)} inputs; the model takes {_join_names(predictor.inputs)}")
+    columns: dict[str, tuple[Item, ...]] = {}
+    for input_json in objects:
+        name = input_json.get("name")
+        if not isinstance(name, str) or name not in specs or name in columns:
             raise BadRequestError(
                 f"the input is called {_shorten(name)}; the model takes {_join_names(predictor.inputs)}"
             )
-        found[name], binary = _read_input(each, specs[name], binary, predictor, max_rows)
+        columns[name], binary = _read_input(input_json, specs[name], binary, predictor, max_rows)
     if binary:
         raise BadRequestError(f"{len(binary)} bytes follow the binary data of the inputs")
-    columns = [found[name] for name in specs]
-    if len({len(column) for column in columns}) > 1:
+    if len({len(column) for column in columns.values()}) > 1:
         raise BadRequestError("the inputs have different numbers of rows")
-    return columns[0] if len(columns) == 1 else tuple(zip(*columns, strict=True))
+    ordered = [columns[name] for name in specs]
+    return ordered[0] if len(ordered) == 1 else tuple(zip(*ordered, strict=True))
 
 
 def _read_input(
-    given: Json, spec: TensorSpec, binary: memoryview, predictor: Predictor, max_rows: int
+    input_json: Json, spec: TensorSpec, binary: memoryview, predictor: Predictor, max_rows: int
 ) -> tuple[tuple[Item, ...], memoryview]:
     """The rows of one input, and the binary data that follow its own."""
-    _check_fields(given, TENSOR_FIELDS, "an input")
-    shape = _read_shape(given, spec, max_rows)
-    if given.get("datatype") != spec.datatype:
+    _check_fields(input_json, TENSOR_FIELDS, "an input")
+    shape = _read_shape(input_json, spec, max_rows)
+    if input_json.get("datatype") != spec.datatype:
         raise BadRequestError(
-            f"the input {spec.name} has the datatype {_shorten(given.get('datatype'))}; it must be {spec.datatype}"
+            f"the input {spec.name} has the datatype {_shorten(input_json.get('datatype'))}; it must be {spec.datatype}"
         )
-    size = _read_parameters(given, f"the input {spec.name}", INPUT_PARAMETERS).get("binary_data_size")
-    used = 0 if size is None else _read_binary_size(size, spec, binary)
-    return _read_rows(given, shape, spec, None if size is None else binary[:used], predictor), binary[used:]
+    size = _read_parameters(input_json, f"the input {spec.name}", INPUT_PARAMETERS).get("binary_data_size")
+    end = 0 if size is None else _read_binary_size(size, spec, binary)
+    return _read_rows(input_json, shape, spec, None if size is None else binary[:end], predictor), binary[end:]
 
 
 def _read_binary_size(size: object, spec: TensorSpec, binary: memoryview) -> int:
@@ -155,32 +155,31 @@ def _read_binary_size(size: object, spec: TensorSpec, binary: memoryview) -> int
 
 
 def _read_rows(
-    given: Json, shape: tuple[int, ...], spec: TensorSpec, binary: memoryview | None, predictor: Predictor
+    input_json: Json, shape: tuple[int, ...], spec: TensorSpec, binary: memoryview | None, predictor: Predictor
 ) -> tuple[Item, ...]:
-    if binary is None and "data" not in given:
+    if binary is None and "data" not in input_json:
         raise BadRequestError(f"the input {spec.name} has neither data nor the parameter binary_data_size")
-    if binary is not None and "data" in given:
+    if binary is not None and "data" in input_json:
         raise BadRequestError(f"the input {spec.name} has both data and the parameter binary_data_size")
     if spec.datatype == BYTES:
-        texts = _read_json_texts(given, shape, spec) if binary is None else _read_binary_texts(binary, shape, spec)
+        texts = _read_json_texts(input_json, shape, spec) if binary is None else _read_binary_texts(binary, shape, spec)
         return tuple(predictor.decode(text, f"row {row} of the input {spec.name}") for row, text in enumerate(texts))
-    rows = _read_json_array(given, shape, spec) if binary is None else _read_binary_array(binary, shape, spec)
+    rows = _read_json_array(input_json, shape, spec) if binary is None else _read_binary_array(binary, shape, spec)
     if rows.dtype.kind not in "biu" and not np.isfinite(rows.astype(np.float64)).all():
         raise BadRequestError(f"the input {spec.name} has elements that are NaN or infinite in {spec.datatype}")
     # An aligned copy, which the model may keep.
     return tuple(rows.copy())
 
 
-def _read_shape(given: Json, spec: TensorSpec, max_rows: int) -> tuple[int, ...]:
-    shape = given.get("shape")
+def _read_shape(input_json: Json, spec: TensorSpec, max_rows: int) -> tuple[int, ...]:
+    shape = input_json.get("shape")
     is_shape = isinstance(shape, list) and len(shape) <= MAX_DIMENSIONS
     if not is_shape or not all(type(size) is int and 0 < size <= MAX_SIZE for size in shape or ()):
         raise BadRequestError(f"the shape of the input {spec.name} has to be a list of sizes, each at least 1")
     assert isinstance(shape, list)
-    wanted = spec.shape
-    if len(shape) != len(wanted) or any(want not in (-1, size) for want, size in zip(wanted, shape, strict=False)):
+    if not shape_fits(shape, spec.shape):
         raise BadRequestError(
-            f"the input {spec.name} has the shape {shape}; it must be {list(wanted)}, -1 being any size"
+            f"the input {spec.name} has the shape {shape}; it must be {list(spec.shape)}, -1 being any size"
         )
     if shape[0] > max_rows:
         raise BadRequestError(f"the input {spec.name} has {shape[0]} rows; a request may have {max_rows}")
@@ -199,8 +198,8 @@ def _read_binary_array(binary: memoryview, shape: tuple[int, ...], spec: TensorS
     return np.frombuffer(binary, dtype).reshape(shape)
 
 
-def _read_json_array(given: Json, shape: tuple[int, ...], spec: TensorSpec) -> Array:
-    values = _flatten_data(given, shape, spec)
+def _read_json_array(input_json: Json, shape: tuple[int, ...], spec: TensorSpec) -> Array:
+    values = _flatten_data(input_json, shape, spec)
     dtype = DTYPES[spec.datatype]
     python_types: dict[str, set[type]] = {"b": {bool}, "i": {int}, "u": {int}}
     if not set(map(type, values)) <= python_types.get(dtype.kind, {int, float}):
@@ -208,18 +207,18 @@ def _read_json_array(given: Json, shape: tuple[int, ...], spec: TensorSpec) -> A
     try:
         # An array of Python checks the range of its numbers in a fifth of numpy's time.
         packed = array({"b": "B", "i": dtype.char, "u": dtype.char}.get(dtype.kind, "d"), values)
-        found = np.frombuffer(packed, dtype if dtype.kind in "biu" else np.float64)
+        numbers = np.frombuffer(packed, dtype if dtype.kind in "biu" else np.float64)
     except OverflowError as error:
         raise BadRequestError(
             f"the data of the input {spec.name} has numbers that {spec.datatype} cannot hold"
         ) from error
     with np.errstate(over="ignore"):
-        return found.astype(dtype, copy=False).reshape(shape)
+        return numbers.astype(dtype, copy=False).reshape(shape)
 
 
-def _flatten_data(given: Json, shape: tuple[int, ...], spec: TensorSpec) -> list[Any]:
+def _flatten_data(input_json: Json, shape: tuple[int, ...], spec: TensorSpec) -> list[Any]:
     """``data`` flattened in row-major order and checked against the shape; it may be flat or nested."""
-    values = given["data"]
+    values = input_json["data"]
     if not isinstance(values, list):
         raise BadRequestError(f"the data of the input {spec.name} has to be a list")
     if values and isinstance(values[0], list):
@@ -252,8 +251,8 @@ def _read_binary_texts(binary: memoryview, shape: tuple[int, ...], spec: TensorS
     return texts
 
 
-def _read_json_texts(given: Json, shape: tuple[int, ...], spec: TensorSpec) -> list[bytes]:
-    values = _flatten_data(given, shape, spec)
+def _read_json_texts(input_json: Json, shape: tuple[int, ...], spec: TensorSpec) -> list[bytes]:
+    values = _flatten_data(input_json, shape, spec)
     if not all(isinstance(value, str) for value in values):
         raise BadRequestError(f"the data of the input {spec.name} has elements that are not texts")
     return [value.encode("utf-8", "surrogatepass") for value in values]
@@ -263,44 +262,44 @@ def _read_outputs(request: Json, is_binary: bool, predictor: Predictor) -> tuple
     """The requested outputs in the client's order; all if none are named."""
     if "outputs" not in request:
         return tuple(WantedOutput(spec, is_binary) for spec in predictor.outputs)
-    wanted = [
+    outputs = [
         _read_output(_require_object(each, "an output"), is_binary, predictor)
         for each in _require_list(request, "outputs")
     ]
-    if len({each.spec.name for each in wanted}) < len(wanted):
+    if len({each.spec.name for each in outputs}) < len(outputs):
         raise BadRequestError("the request names an output twice")
-    return tuple(wanted) or tuple(WantedOutput(spec, is_binary) for spec in predictor.outputs)
+    return tuple(outputs) or tuple(WantedOutput(spec, is_binary) for spec in predictor.outputs)
 
 
-def _read_output(given: Json, is_binary: bool, predictor: Predictor) -> WantedOutput:
-    _check_fields(given, OUTPUT_FIELDS, "an output")
+def _read_output(output_json: Json, is_binary: bool, predictor: Predictor) -> WantedOutput:
+    _check_fields(output_json, OUTPUT_FIELDS, "an output")
     for spec in predictor.outputs:
-        if spec.name == given.get("name"):
+        if spec.name == output_json.get("name"):
             where = f"the output {spec.name}"
-            parameters = _read_parameters(given, where, OUTPUT_PARAMETERS)
+            parameters = _read_parameters(output_json, where, OUTPUT_PARAMETERS)
             return WantedOutput(spec, _read_flag(parameters, "binary_data", where, is_binary))
     raise BadRequestError(
-        f"there is no output {_shorten(given.get('name'))}; the model gives {_join_names(predictor.outputs)}"
+        f"there is no output {_shorten(output_json.get('name'))}; the model gives {_join_names(predictor.outputs)}"
     )
 
 
 def _read_timeout(parameters: Json) -> float | None:
     """Timeout in seconds; the protocol has microseconds, and 0 for none."""
-    given = parameters.get("timeout", 0)
-    if type(given) is not int or not 0 <= given < 2**63:
+    timeout = parameters.get("timeout", 0)
+    if type(timeout) is not int or not 0 <= timeout < 2**63:
         raise BadRequestError("timeout has to be a number of microseconds")
-    return given / 1e6 or None
+    return timeout / 1e6 or None
 
 
-def _read_parameters(given: Json, where: str, known: set[str]) -> Json:
+def _read_parameters(holder: Json, where: str, known: set[str]) -> Json:
     """The ``parameters`` of a request, an input or an output. One that is not ``known`` is refused: its sender expects
     what it asks for."""
-    found = _require_object(given.get("parameters", {}), f"the parameters of {where}")
-    for name, value in sorted(found.items()):
+    parameters = _require_object(holder.get("parameters", {}), f"the parameters of {where}")
+    for name, value in sorted(parameters.items()):
         is_unset = name in UNSET_PARAMETERS and isinstance(value, bool | int | str) and not value
         if name not in known and not is_unset:
             raise BadRequestError(f"the parameter {_shorten(name)} of {where} is not supported")
-    return found
+    return parameters
 
 
 def _read_flag(parameters: Json, name: str, where: str, default: bool = False) -> bool:
@@ -323,8 +322,8 @@ def _require_list(request: Json, key: str) -> list[Any]:
     return value
 
 
-def _check_fields(given: Json, fields: set[str], where: str) -> None:
-    if unknown := sorted(set(given) - fields):
+def _check_fields(json_object: Json, fields: set[str], where: str) -> None:
+    if unknown := sorted(set(json_object) - fields):
         raise BadRequestError(f"{where} has the unknown field {_shorten(unknown[0])}")
 
 
@@ -379,13 +378,13 @@ def make_infer_body(request: InferRequest, predictions: Sequence[Prediction], na
     tails: list[bytes] = []
     for wanted in request.outputs:
         column = make_column(wanted, predictions)
-        described: Json = {"name": column.spec.name, "datatype": column.spec.datatype, "shape": column.shape}
+        output: Json = {"name": column.spec.name, "datatype": column.spec.datatype, "shape": column.shape}
         if wanted.is_binary:
             tails.append(column.encode_binary())
-            described["parameters"] = {"binary_data_size": len(tails[-1])}
+            output["parameters"] = {"binary_data_size": len(tails[-1])}
         else:
-            described["data"] = column.list_values()
-        outputs.append(described)
+            output["data"] = column.list_values()
+        outputs.append(output)
     answer: Json = {"model_name": name, "model_version": version, "outputs": outputs}
     if request.id:
         answer["id"] = request.id

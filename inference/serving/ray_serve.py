@@ -66,7 +66,7 @@ class ReplicaArguments:
 
     sources: tuple[NamedSource, ...]
     settings: ServiceSettings
-    threads: int
+    num_threads: int
     known_weights: tuple[KnownWeights, ...] = ()
 
     @property
@@ -79,7 +79,7 @@ class ReplicaArguments:
     def load(self, source: NamedSource) -> Predictor:
         import torch
 
-        torch.set_num_threads(self.threads)
+        torch.set_num_threads(self.num_threads)
         return load_with_options(source.url, source.name, source.options)
 
 
@@ -188,7 +188,7 @@ def serve_until_signal(
     repository = DeployingRepository(arguments, lambda current: _deploy_replicas(current, replica_range))
     watcher = make_watcher(repository)
     repository.load_all()
-    with launchers.cluster(replica_range.maximum * arguments.threads):
+    with launchers.cluster(replica_range.maximum * arguments.num_threads):
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         try:
             with block_signals_while_starting():
@@ -210,7 +210,7 @@ def _deploy_replicas(arguments: ReplicaArguments, replica_range: ReplicaRange) -
         name=APPLICATION,
         max_ongoing_requests=MAX_WAITING,
         graceful_shutdown_timeout_s=GRACE_SECONDS,
-        ray_actor_options={"num_cpus": arguments.threads, "num_gpus": arguments.num_gpus},
+        ray_actor_options={"num_cpus": arguments.num_threads, "num_gpus": arguments.num_gpus},
         **replica_range.to_ray_options(),
     )
     try:

@@ -152,10 +152,10 @@ class ModelRepository:
         with self._lock:
             number = self._last_numbers[name] = self._last_numbers.get(name, 0) + 1
         metrics = VersionMetrics(self.metrics, name, number, predictor.identity)
-        threads = 2 if predictor.is_elsewhere else 1
+        num_threads = 2 if predictor.is_elsewhere else 1
         batcher = Batcher(
             *(predictor.predict, predictor.max_batch, self._max_waiting),
-            *(metrics.count_execution, threads, self._max_delay),
+            *(metrics.count_execution, num_threads, self._max_delay),
         )
         metrics.pending_rows.set_function(lambda: batcher.num_waiting)
         self._replace_version(slot, ModelVersion(name, number, predictor, batcher.__enter__(), metrics))
@@ -250,10 +250,10 @@ class ModelRepository:
             ]
 
     def _find_slots(self, name: str) -> list[ModelSlot]:
-        found = [slot for slot in self.slots if slot.source.name == name]
-        if not found:
+        slots = [slot for slot in self.slots if slot.source.name == name]
+        if not slots:
             raise UnknownModelError(f"there is no model {name[:100]!r}; the models are {', '.join(self.names)}")
-        return found
+        return slots
 
     def _find_version(self, name: str, number: str | None) -> ModelVersion:
         loaded = [slot.version for slot in self._find_slots(name) if slot.version is not None]

@@ -218,7 +218,7 @@ class Service:
 def hold_counted_version(
     repository: ModelRepository, log_fields: MutableMapping[str, str], name: str, number: str | None
 ) -> Iterator[ModelVersion]:
-    """The version of a request, kept loaded and counted; its name goes to the access log. ``RequestRefusal`` 404."""
+    """The version of a request, kept loaded and counted; its name goes to the access log. Refuses if it is missing."""
     with refuse_missing_models(), repository.hold_version(name, number) as version:
         log_fields.update(model=name, version=str(version.number))
         with _count_request(version):

@@ -126,13 +126,13 @@ def format_url(bound_socket: socket.socket, host: str) -> str:
 def _resolve_host(host: str, port: int) -> tuple[socket.AddressFamily, socket.SocketKind, int, tuple[object, ...]]:
     """The first address of a host, preferably IPv4: the service has one socket, and most clients try IPv4."""
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
+        candidates = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
     except (socket.gaierror, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise StoreError(
             f"the host {host} cannot be found ({reason}); --host takes an address of this machine"
         ) from error
-    family, kind, protocol, _, address = min(found, key=lambda each: each[0] != socket.AF_INET)
+    family, kind, protocol, _, address = min(candidates, key=lambda each: each[0] != socket.AF_INET)
     return family, kind, protocol, address
 
 

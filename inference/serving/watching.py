@@ -170,9 +170,9 @@ def _count_quiet_seconds(files: CheckpointFiles) -> float:
 def _check_complete(url: str) -> None:
     """Raises IncompleteError if the trainer's or the format's marker says so; CkptError if the store fails."""
     try:
-        found = ckpt_tools.ls(url).checkpoints
+        checkpoints = ckpt_tools.ls(url).checkpoints
     except SourceNotFoundError:
         return  # Not every file that can be read has a name of a checkpoint.
-    problem = next((each.problem for each in found if each.url.rstrip("/") == url.rstrip("/")), None)
+    problem = next((each.problem for each in checkpoints if each.url.rstrip("/") == url.rstrip("/")), None)
     if problem is not None:
         raise IncompleteError(f"{url} is not complete: {problem}")

@@ -110,13 +110,13 @@ def parse_infer_message(message: Any, predictor: Predictor, max_rows: int) -> In
     request: Json = {
         "id": message.id,
         "parameters": {"binary_data_output": is_raw, **_read_parameters(message)},
-        "inputs": [given for given, _ in inputs],
+        "inputs": [input_json for input_json, _ in inputs],
         "outputs": [{"name": output.name, "parameters": _read_parameters(output)} for output in message.outputs],
     }
-    found = check_request(request, b"".join(data for _, data in inputs), predictor, max_rows)
-    if len({output.is_binary for output in found.outputs}) > 1:
+    infer_request = check_request(request, b"".join(data for _, data in inputs), predictor, max_rows)
+    if len({output.is_binary for output in infer_request.outputs}) > 1:
         raise BadRequestError("binary_data differs between the outputs; over gRPC all of them are raw, or none is")
-    return found
+    return infer_request
 
 
 def _read_parameters(holder: Any) -> Json:
@@ -129,14 +129,14 @@ def _read_parameters(holder: Any) -> Json:
 
 def _make_input_json(tensor: Any, **parameters: int) -> Json:
     """The JSON of an input with ``parameters``, which the client's own may not contradict."""
-    given = {**parameters, **_read_parameters(tensor)}
+    merged = {**parameters, **_read_parameters(tensor)}
     for key, value in parameters.items():
-        if given[key] != value:
+        if merged[key] != value:
             raise BadRequestError(
-                f"{key} of the input {tensor.name[:60]!r} is {given[key]!r}, and it has {value} bytes"
+                f"{key} of the input {tensor.name[:60]!r} is {merged[key]!r}, and it has {value} bytes"
             )
     shape = list(tensor.shape[: MAX_DIMENSIONS + 1])
-    return {"name": tensor.name, "datatype": tensor.datatype, "shape": shape, "parameters": given}
+    return {"name": tensor.name, "datatype": tensor.datatype, "shape": shape, "parameters": merged}
 
 
 def _read_raw_input(tensor: Any, data: bytes) -> tuple[Json, bytes]:
@@ -147,16 +147,16 @@ def _read_raw_input(tensor: Any, data: bytes) -> tuple[Json, bytes]:
 
 def _read_typed_input(tensor: Any) -> tuple[Json, bytes]:
     """``BYTES`` is passed as binary data, because its elements need not be UTF-8."""
-    filled = {field.name for field, _ in tensor.contents.ListFields()}
+    filled_fields = {field.name for field, _ in tensor.contents.ListFields()}
     field = CONTENTS_FIELDS.get(tensor.datatype)
-    if field and filled - {field}:
+    if field and filled_fields - {field}:
         raise BadRequestError(
-            f"the contents of the input {tensor.name[:60]!r} are in {min(filled - {field})}; "
+            f"the contents of the input {tensor.name[:60]!r} are in {min(filled_fields - {field})}; "
             f"those of {tensor.datatype} belong in {field}"
         )
     if tensor.datatype == BYTES:
-        joined = join_texts(tensor.contents.bytes_contents)
-        return _make_input_json(tensor, binary_data_size=len(joined)), joined
+        binary = join_texts(tensor.contents.bytes_contents)
+        return _make_input_json(tensor, binary_data_size=len(binary)), binary
     return {**_make_input_json(tensor), "data": list(getattr(tensor.contents, field)) if field else []}, b""
 
 

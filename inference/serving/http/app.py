@@ -158,10 +158,10 @@ def choose_model(repository: ModelRepository, name: str | None) -> str:
 
 def render_prediction(prediction: Prediction, predictor: Predictor) -> dict[str, object]:
     """Fields of the prediction, and the name of its label if known."""
-    found = prediction.shown()
+    fields = prediction.shown()
     if predictor.labels and prediction.label is not None:
-        found["name"] = predictor.labels[prediction.label]
-    return found
+        fields["name"] = predictor.labels[prediction.label]
+    return fields
 
 
 async def read_form(request: Request) -> FormData:

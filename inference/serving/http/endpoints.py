@@ -83,8 +83,8 @@ class Endpoints:
         return JSONResponse(await self.service.describe_configuration(*_get_name_and_version(request)))
 
     async def statistics(self, request: Request) -> Response:
-        found = request.path_params
-        return JSONResponse(await self.service.compute_statistics(found.get("name"), found.get("version")))
+        path_params = request.path_params
+        return JSONResponse(await self.service.compute_statistics(path_params.get("name"), path_params.get("version")))
 
     async def infer(self, request: Request) -> Response:
         """Infer. Reads the body first, so that a slow client does not keep a version loaded."""
@@ -135,19 +135,19 @@ class Endpoints:
 
 
 class FastPath:
-    """Answers inference requests, and passes all others to ``app``. ``render_error`` renders one. A request through
-    FastAPI passes eight layers that do nothing for it, and the patterns of all other paths. They cost more processor
-    time than reading the request, waiting in the queue and writing the answer together."""
+    """Answers inference requests, and passes all others to ``app``. ``render_error`` answers an error. A request
+    through FastAPI passes eight layers that do nothing for it, and the patterns of all other paths. They cost more
+    processor time than reading the request, waiting in the queue and writing the answer together."""
 
     def __init__(self, app: ASGIApp, endpoints: Endpoints, render_error: RenderError) -> None:
         self.app, self.endpoints, self.render_error = app, endpoints, render_error
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        found = INFER_PATH.fullmatch(scope["path"]) if scope["method"] == "POST" else None
-        if found is None:
+        path_match = INFER_PATH.fullmatch(scope["path"]) if scope["method"] == "POST" else None
+        if path_match is None:
             await self.app(scope, receive, send)
             return
-        scope["path_params"] = found.groupdict()
+        scope["path_params"] = path_match.groupdict()
         request = Request(scope, receive)
         try:
             response = await self.endpoints.infer(request)
@@ -164,11 +164,11 @@ def _get_name_and_version(request: Request) -> tuple[str, str | None]:
 
 
 def _render_answer(request: InferRequest, answers: Sequence[Prediction], version: ModelVersion) -> Response:
-    answer = make_infer_body(request, answers, version.name, str(version.number))
-    if answer.json_bytes is None:
-        return Response(answer.content, media_type="application/json")
-    length = {JSON_LENGTH_HEADER: str(answer.json_bytes)}
-    return Response(answer.content, media_type="application/octet-stream", headers=length)
+    body = make_infer_body(request, answers, version.name, str(version.number))
+    if body.json_bytes is None:
+        return Response(body.content, media_type="application/json")
+    length = {JSON_LENGTH_HEADER: str(body.json_bytes)}
+    return Response(body.content, media_type="application/octet-stream", headers=length)
 
 
 async def read_body(request: Request) -> bytes:
@@ -189,25 +189,25 @@ def _decompress(body: bytes, path: str) -> bytes:
     """Decompress gzip or zlib, up to the size limit of a body."""
     unpacker = zlib.decompressobj(zlib.MAX_WBITS | 32)
     try:
-        found = unpacker.decompress(body, MAX_BODY_BYTES + 1)
+        decompressed = unpacker.decompress(body, MAX_BODY_BYTES + 1)
     except zlib.error as error:
         raise RequestRefusal(400, "the compressed request is damaged") from error
-    if len(found) > MAX_BODY_BYTES:
+    if len(decompressed) > MAX_BODY_BYTES:
         raise make_size_refusal(path)
     if not unpacker.eof or unpacker.unused_data:
         raise RequestRefusal(400, "the compressed request is damaged")
-    return found
+    return decompressed
 
 
 async def _read_json_object(request: Request, field: str) -> Json:
     """The body, an object with at most this field. Raises ``RequestRefusal``."""
     body = await read_body(request)
     try:
-        found = json.loads(body or b"{}")
+        json_object = json.loads(body or b"{}")
     except (ValueError, RecursionError) as error:
         raise RequestRefusal(400, "the request is not JSON") from error
-    if not isinstance(found, dict):
+    if not isinstance(json_object, dict):
         raise RequestRefusal(400, "the request has to be a JSON object")
-    if unknown := sorted(found.keys() - {field}):
+    if unknown := sorted(json_object.keys() - {field}):
         raise RequestRefusal(400, f"the request has the unknown field {unknown[0][:60]!r}")
-    return found
+    return json_object

@@ -20,8 +20,8 @@ OBJECT: Json = {"type": "object"}
 
 
 def _object(required: Mapping[str, Json], optional: Mapping[str, Json] | None = None, *, closed: bool = False) -> Json:
-    found: Json = {"type": "object", "properties": {**required, **(optional or {})}, "required": list(required)}
-    return {**found, "additionalProperties": False} if closed else found
+    schema: Json = {"type": "object", "properties": {**required, **(optional or {})}, "required": list(required)}
+    return {**schema, "additionalProperties": False} if closed else schema
 
 
 def _list(items: Json) -> Json:
@@ -33,9 +33,9 @@ def _ref(name: str) -> Json:
 
 
 def _number(limits: NumberLimits) -> Json:
-    within: Json = {"minimum": limits.low, "maximum": limits.high}
-    found = {"anyOf": [within, {"enum": list(limits.others)}]} if limits.others else within
-    return {"type": "integer" if limits.is_whole else "number", **found}
+    number_range: Json = {"minimum": limits.low, "maximum": limits.high}
+    schema = {"anyOf": [number_range, {"enum": list(limits.others)}]} if limits.others else number_range
+    return {"type": "integer" if limits.is_whole else "number", **schema}
 
 
 STOP: Json = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
@@ -173,16 +173,16 @@ def describe_paths(app: FastAPI) -> None:
 
     def openapi() -> Json:
         if app.openapi_schema is None:
-            found = get_openapi(title=app.title, version=app.version, routes=[])
+            document = get_openapi(title=app.title, version=app.version, routes=[])
             plain = {
                 path: {
                     "get": {"summary": summary, "responses": _make_responses(path, "get", {media: {"schema": schema}})}
                 }
                 for path, (media, schema, summary) in PLAIN_PATHS.items()
             }
-            found["paths"] = {**plain, "/predict": {"post": _describe_predict()}, **_describe_protocol_paths()}
-            found["components"] = {"schemas": SCHEMAS}
-            app.openapi_schema = found
+            document["paths"] = {**plain, "/predict": {"post": _describe_predict()}, **_describe_protocol_paths()}
+            document["components"] = {"schemas": SCHEMAS}
+            app.openapi_schema = document
         return app.openapi_schema
 
     app.openapi = openapi  # type: ignore[method-assign]
@@ -200,28 +200,28 @@ def _describe_predict() -> Json:
 
 def _describe_protocol_paths() -> Json:
     """Each path, and for a model's path its variant with a version."""
-    found: Json = {}
+    paths: Json = {}
     model = "/models/{name}"
     for (method, path), (request, answer, summary) in OPERATIONS.items():
         versioned = [path.replace(model, f"{model}/versions/{{version}}")] if path.startswith(model) else []
-        for full in (f"/v2{each}" for each in (path, *versioned)):
-            found[full] = {method: _describe_operation(full, method, summary, answer, request)}
-    return found
+        for full_path in (f"/v2{each}" for each in (path, *versioned)):
+            paths[full_path] = {method: _describe_operation(full_path, method, summary, answer, request)}
+    return paths
 
 
 def _describe_operation(path: str, method: str, summary: str, answer: str, request: str | None) -> Json:
-    found: Json = {
+    operation: Json = {
         "summary": summary,
         "operationId": "_".join([method, *(part.strip("{}") for part in path.split("/") if part)]),
         "responses": _make_responses(path, method, _make_content(answer)),
     }
     names = [part.strip("{}") for part in path.split("/") if part.startswith("{")]
     if names:
-        found["parameters"] = [{"name": name, "in": "path", "required": True, "schema": TEXT} for name in names]
+        operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": TEXT} for name in names]
     if request:
         is_required = request in {"InferRequest", "GenerateRequest"}
-        found["requestBody"] = {"content": _make_content(request), "required": is_required}
-    return found
+        operation["requestBody"] = {"content": _make_content(request), "required": is_required}
+    return operation
 
 
 def _make_responses(path: str, method: str, content: Json) -> Json:

@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 class HostedModel:
     """A model of this process. Its methods answer requests."""
 
-    def __init__(self, url: str, name: str, options: ModelOptions, threads: int) -> None:
+    def __init__(self, url: str, name: str, options: ModelOptions, num_threads: int) -> None:
         import torch
 
         from ...models.predictor import load_with_options
 
-        torch.set_num_threads(threads)
+        torch.set_num_threads(num_threads)
         self._predictor: Predictor = load_with_options(url, name, options)
         # One thread: its memory is warm, and the next batch may be submitted while it is busy.
         self._thread = ThreadPoolExecutor(1, "model")

@@ -42,7 +42,7 @@ class BrokenModelError(Exception):
 class ModelProcess:
     """A started process, the connection that it accepts others by, and connections that no thread uses."""
 
-    process: subprocess.Popen[bytes]
+    popen: subprocess.Popen[bytes]
     control: Connection
     connect_lock: threading.Lock = field(default_factory=threading.Lock)
     free_connections: deque[Connection] = field(default_factory=deque)
@@ -52,7 +52,7 @@ class ModelProcess:
         """Raises OSError if it cannot be started."""
         service_end, process_end = Pipe()
         with process_end:
-            process = subprocess.Popen(
+            popen = subprocess.Popen(
                 # -P: the folder that the service was started in is not searched for modules, unless it was before.
                 [sys.executable, "-P", "-m", MODULE, str(process_end.fileno())],
                 pass_fds=[process_end.fileno()],
@@ -61,13 +61,13 @@ class ModelProcess:
                 start_new_session=True,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(str(Path(part).absolute()) for part in sys.path)},
             )
-        return cls(process, service_end)
+        return cls(popen, service_end)
 
     def connect(self) -> Connection:
         service_end, process_end = Pipe()
         with process_end, self.connect_lock, self._report_lost_process():
             self.control.send(True)
-            send_handle(self.control, process_end.fileno(), self.process.pid)
+            send_handle(self.control, process_end.fileno(), self.popen.pid)
         return service_end
 
     def call(self, number: int, method: str, *arguments: Any) -> Any:
@@ -106,8 +106,8 @@ class ModelProcess:
     def describe_end(self) -> str:
         """A sentence on how it ended."""
         with suppress(subprocess.TimeoutExpired):
-            self.process.wait(END_SECONDS)
-        code = self.process.returncode
+            self.popen.wait(END_SECONDS)
+        code = self.popen.returncode
         if code is not None and code < 0:
             return f"the process of the models was ended by {Signals(-code).name}"
         return f"the process of the models {'does not answer' if code is None else f'ended with code {code}'}"
@@ -115,10 +115,10 @@ class ModelProcess:
     def end(self) -> None:
         self.control.close()
         try:
-            self.process.wait(END_SECONDS)
+            self.popen.wait(END_SECONDS)
         except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+            self.popen.kill()
+            self.popen.wait()
 
 
 @dataclass(eq=False, slots=True)
@@ -129,7 +129,7 @@ class RemoteModels:
     ``print_notice`` is called with sentences on it.
     """
 
-    threads: int
+    num_threads: int
     print_notice: Callable[[str], None]
     _process: ModelProcess
     repository: ModelRepository | None = None
@@ -138,9 +138,9 @@ class RemoteModels:
 
     @classmethod
     @contextmanager
-    def start(cls, threads: int, print_notice: Callable[[str], None]) -> Iterator[RemoteModels]:
+    def start(cls, num_threads: int, print_notice: Callable[[str], None]) -> Iterator[RemoteModels]:
         """The process, started now and ended with the block. Raises OSError if it cannot be started."""
-        models = cls(threads, print_notice, ModelProcess.start())
+        models = cls(num_threads, print_notice, ModelProcess.start())
         threading.Thread(target=models._keep_process_running, name="models", daemon=True).start()
         try:
             yield models
@@ -150,7 +150,7 @@ class RemoteModels:
 
     @property
     def pid(self) -> int:
-        return self._process.process.pid
+        return self._process.popen.pid
 
     def load(self, source: NamedSource) -> Predictor:
         """Load a model, as :func:`.predictor.load_predictor` does. It stays loaded as long as the result is referenced.
@@ -158,7 +158,7 @@ class RemoteModels:
         process, number = self._process, next(self._numbers)
         connection = process.connect()
         facts: LoadedModelFacts = process.call_over(
-            connection, number, "load", source.url, source.name, source.options, self.threads
+            connection, number, "load", source.url, source.name, source.options, self.num_threads
         )
         task = RemoteTask(*list_facts(facts.task), process=process, number=number, connection=connection)
         return Predictor(source.name, facts.identity, task, is_elsewhere=True, files=facts.files)
@@ -168,7 +168,7 @@ class RemoteModels:
         delay = FIRST_DELAY
         while True:
             start = time.monotonic()
-            self._process.process.wait()
+            self._process.popen.wait()
             if self._close_event.is_set():
                 return
             repository, reason = self.repository, self._process.describe_end()
