@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ckpt_tools.errors import FormatError
 
-from ..common.urls import file_system, store_errors
+from ..common.urls import find_file_system, translate_store_errors
 
 if TYPE_CHECKING:
     import numpy as np
@@ -109,7 +109,7 @@ def read_file(url: str) -> bytes:
     StoreError if the store failed. Then every other input would fail too."""
     try:
         if "://" in url:
-            with store_errors(url):
+            with translate_store_errors(url):
                 return _read_remote(url)
         return _read_local(url)
     except (OSError, ValueError) as error:
@@ -128,7 +128,7 @@ def _read_local(path: str) -> bytes:
 
 
 def _read_remote(url: str) -> bytes:
-    fs, path = file_system(url)
+    fs, path = find_file_system(url)
     # A range, so that the size needs no request of its own.
     data: bytes = fs.cat_file(path, start=0, end=MAX_BYTES + 1)
     _check_size(url, len(data))

@@ -19,7 +19,7 @@ from blake3 import blake3
 
 from ckpt_tools.errors import SourceNotFoundError, StoreError, UsageError
 
-from ..common.urls import file_system, store_errors
+from ..common.urls import find_file_system, translate_store_errors
 
 IMAGES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".tif", ".tiff", ".webp"})
 TABLES = {".parquet": "Parquet", ".jsonl": "JSON Lines", ".ndjson": "JSON Lines", ".csv": "CSV", ".txt": "text"}
@@ -118,10 +118,10 @@ def _stat_entries(base: str, paths: Iterable[str]) -> Iterator[Entry]:
 
 
 def _list_remote(url: str) -> tuple[str, Iterator[Entry]]:
-    fs, path = file_system(url)
+    fs, path = find_file_system(url)
     scheme = url.partition("://")[0]
     try:
-        with store_errors(url):
+        with translate_store_errors(url):
             base, found = _find_remote(fs, path)
     except OSError as error:
         raise StoreError(f"{url} cannot be listed ({error})") from error

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 import ckpt_tools
 from ckpt_tools.errors import DestinationExistsError, StoreError, UsageError
 
-from ..common.urls import file_system, is_url, store_errors
+from ..common.urls import find_file_system, is_url, translate_store_errors
 from .rows import OutputColumns, Row
 
 JSON_SUFFIX, PARQUET_SUFFIX = ".jsonl", ".parquet"
@@ -63,9 +63,9 @@ class Output:
         """Folder of the rows so far. The suffix keeps ``*.jsonl`` and ``*.parquet`` from matching it."""
         return f"{self.url}.unfinished"
 
-    def store_errors(self) -> AbstractContextManager[None]:
+    def translate_store_errors(self) -> AbstractContextManager[None]:
         """Errors of a store's client in the block become StoreError; those of the local disk stay OSError."""
-        return store_errors(self.url) if self.is_remote else nullcontext()
+        return translate_store_errors(self.url) if self.is_remote else nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class Writer:
         """Begin, once, before the first row. Calls ``seen`` with each row of an earlier run and returns their number.
         Raises DestinationExistsError if they are not of ``run``."""
         self.columns = columns
-        with self.output.store_errors():
+        with self.output.translate_store_errors():
             if self.output.resume:
                 self._read_back(run, seen)
             else:
@@ -131,7 +131,7 @@ class Writer:
             return
         assert self.columns is not None
         self.check_lock()
-        with self.output.store_errors():
+        with self.output.translate_store_errors():
             self.fs.pipe_file(
                 self._part_path(self.num_stored), b"".join(self.columns.to_line(row) for row in self.waiting)
             )
@@ -142,7 +142,7 @@ class Writer:
         """Put the file together. Without ``--overwrite``, one that has appeared meanwhile is not replaced."""
         self.store_part()
         self.check_lock()
-        with self.output.store_errors():
+        with self.output.translate_store_errors():
             if self.output.is_remote:
                 self._upload()
             else:
@@ -250,10 +250,10 @@ def open_output(output: Output) -> Iterator[Writer]:
     writes to the same file; StoreError."""
     if output.is_parquet:
         import pyarrow.parquet  # noqa: F401  # if it is missing, that is to be known before the first prediction
-    fs, path = file_system(output.url)
+    fs, path = find_file_system(output.url)
     writer = Writer(output, fs, path, check_lock=lambda: None)
     try:
-        with output.store_errors():
+        with output.translate_store_errors():
             if not output.is_remote:
                 _check_local(output, Path(path))
             writer.check_absent()

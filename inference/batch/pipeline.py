@@ -14,8 +14,8 @@ from itertools import islice
 
 from ckpt_tools.errors import CkptError, FormatError, StoreError
 
-from ..common.errors import one_line
-from ..common.garbage import collect_rarely
+from ..common.errors import describe_error
+from ..common.garbage_collection import collect_rarely
 from ..models import results
 from ..models.predictor import Predictor
 from ..models.results import BYTES, Prediction
@@ -133,9 +133,9 @@ def _failure_reason(error: Exception, what: str) -> str:
         raise error
     if type(error).__name__ == "AcceleratorError":
         # Of torch: the device takes no more work of this process.
-        raise StoreError(f"the device failed ({one_line(error)})") from error
+        raise StoreError(f"the device failed ({describe_error(error)})") from error
     return escape_undecodable(
-        str(error) if isinstance(error, CkptError) else f"{what} ({type(error).__name__}: {one_line(error)})"
+        str(error) if isinstance(error, CkptError) else f"{what} ({type(error).__name__}: {describe_error(error)})"
     )
 
 

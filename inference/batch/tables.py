@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 
 from ckpt_tools.errors import FormatError, UsageError
 
-from ..common.errors import one_line
+from ..common.errors import describe_error
 from ..common.urls import open_file
 from .items import MAX_BYTES, Broken, Content, Item, Text
 
@@ -71,7 +71,7 @@ class TablePart:
             for done, record in enumerate(records, 1):
                 yield *self._content_and_truth(record), done / max(1, self.num_rows or 1)
         except (ArrowException, OSError) as error:
-            raise FormatError(f"{self.url} cannot be read ({one_line(error)})") from error
+            raise FormatError(f"{self.url} cannot be read ({describe_error(error)})") from error
 
     def _text_content(self, line: bytes | Broken) -> Content:
         if isinstance(line, Broken):
@@ -131,7 +131,7 @@ def _json_record(line: bytes) -> dict[str, Any] | Broken:
     try:
         found = json.loads(line)
     except (ValueError, RecursionError) as error:
-        return Broken(f"it is not JSON ({one_line(error)})")
+        return Broken(f"it is not JSON ({describe_error(error)})")
     return found if isinstance(found, dict) else Broken("it is not a JSON object")
 
 
@@ -209,7 +209,7 @@ def _open_parquet(url: str, file: BinaryIO) -> Any:
     try:
         return parquet.ParquetFile(file)
     except (ArrowException, OSError) as error:
-        raise FormatError(f"{url} is not a Parquet file ({one_line(error)})") from error
+        raise FormatError(f"{url} is not a Parquet file ({describe_error(error)})") from error
 
 
 def _content_column(url: str, names: list[str], column: str | None) -> str:

@@ -27,7 +27,7 @@ def report_errors() -> Iterator[None]:
     except CkptError as error:
         _exit_with(f"Error: {error}", error, error.exit_code)
     except ModuleNotFoundError as error:
-        missing = _missing_package(error)
+        missing = _describe_missing_package(error)
         if missing is None:
             raise
         _exit_with(f"Error: {missing}", error, UsageError.exit_code)
@@ -40,36 +40,36 @@ def report_errors() -> Iterator[None]:
 
 
 @contextmanager
-def errors_of_files(what: str) -> Iterator[None]:
-    """Raises FormatError, ``what`` and the reason, for any error in the block that is not a ``CkptError``. Libraries
-    raise whatever a value in a file makes them stumble over. UsageError if a package is missing."""
+def translate_file_errors(what: str) -> Iterator[None]:
+    """An error in the block that is not a ``CkptError`` becomes FormatError, ``what`` and the reason: libraries raise
+    whatever a value in a file makes them stumble over. If a package is missing, UsageError."""
     try:
         yield
     except CkptError:
         raise
     except ImportError as error:
-        raise UsageError(f"{what}: {one_line(error)}") from error
+        raise UsageError(f"{what}: {describe_error(error)}") from error
     except Exception as error:
-        raise FormatError(f"{what}: {one_line(error)}") from error
+        raise FormatError(f"{what}: {describe_error(error)}") from error
 
 
-def printable(text: str) -> str:
+def make_printable(text: str) -> str:
     """``text`` without credentials, and with control characters as escapes, because file names come from outside."""
     text = mask_secrets(text)
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def as_ckpt_error(error: Exception, url: str) -> CkptError:
+def to_ckpt_error(error: Exception, url: str) -> CkptError:
     """An error that no code foresaw, while the model at ``url`` was loaded, as one with a sentence."""
-    missing = _missing_package(error)
+    missing = _describe_missing_package(error)
     if missing is not None:
         return UsageError(missing)
     if isinstance(error, OSError):
-        return StoreError(f"{url} cannot be loaded: {one_line(error)}")
-    return CkptError(f"{url} cannot be loaded: {as_sentence(error)}")
+        return StoreError(f"{url} cannot be loaded: {describe_error(error)}")
+    return CkptError(f"{url} cannot be loaded: {describe_any_error(error)}")
 
 
-def as_sentence(error: Exception) -> str:
+def describe_any_error(error: Exception) -> str:
     """The text of an error in one line; of one that no code foresaw with its type, which a traceback ends with."""
     if isinstance(error, CkptError):
         return str(error)
@@ -77,19 +77,19 @@ def as_sentence(error: Exception) -> str:
     return last.strip() if others else f"{type(error).__name__}: {last.strip()}".removesuffix(": ")
 
 
-def _missing_package(error: Exception) -> str | None:
+def _describe_missing_package(error: Exception) -> str | None:
     package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if not package or package in OUR_PACKAGES:
         return None
     return f"this command needs the package {package}; install it with: pip install 'ckpt-tools[serve]'"
 
 
-def one_line(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """The text of a library's error as one line, or its type."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def _exit_with(sentence: str, error: BaseException, code: int) -> None:
     """Print the sentence and the notes of the error as one line, and exit."""
-    click.echo(printable("; ".join([sentence, *getattr(error, "__notes__", ())])), err=True)
+    click.echo(make_printable("; ".join([sentence, *getattr(error, "__notes__", ())])), err=True)
     sys.exit(code)

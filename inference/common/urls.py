@@ -12,7 +12,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from ckpt_tools.errors import CkptError, StoreError
 
-from .errors import one_line
+from .errors import describe_error
 from .training_package import storage
 
 
@@ -21,7 +21,7 @@ def is_url(place: object) -> bool:
     return "://" in str(place)
 
 
-def file_system(url: str, options: Mapping[str, Any] | None = None) -> tuple[Any, str]:
+def find_file_system(url: str, options: Mapping[str, Any] | None = None) -> tuple[Any, str]:
     """fsspec's file system of a URL or a local path, and the path in it. Raises UsageError if the scheme is unknown, or
     its package is missing."""
     if not is_url(url):
@@ -38,18 +38,18 @@ def open_file(url: str, options: Mapping[str, Any] | None = None) -> Iterator[Bi
         with open(url, "rb") as file:  # noqa: PTH123  # names may be of any bytes
             yield file
         return
-    fs, path = file_system(url, options)
+    fs, path = find_file_system(url, options)
     # The files of some stores have a readline without a limit.
-    with store_errors(url), io.BufferedReader(fs.open(path, "rb")) as file:
+    with translate_store_errors(url), io.BufferedReader(fs.open(path, "rb")) as file:
         yield file
 
 
 @contextmanager
-def store_errors(url: str) -> Iterator[None]:
+def translate_store_errors(url: str) -> Iterator[None]:
     """Errors of a store's client in the block, of many classes, become StoreError; missing files stay."""
     try:
         yield
     except (CkptError, FileNotFoundError, IsADirectoryError, PermissionError, FileExistsError):
         raise
     except Exception as error:
-        raise StoreError(f"{url}: the store failed ({one_line(error)})") from error
+        raise StoreError(f"{url}: the store failed ({describe_error(error)})") from error

@@ -13,7 +13,7 @@ with use_default_interrupt():
 
     from ckpt_tools.errors import DifferenceError
 
-    from ..common.errors import printable, report_errors
+    from ..common.errors import make_printable, report_errors
     from ..common.training_package import commands
     from ..models.options import MODEL_HEADINGS, TensorOptions, reading_options
 
@@ -72,7 +72,7 @@ def printable_report(report: ForwardReport) -> str:
         *(f"too different in {each}" for each in report.reasons),
         *(["both behave alike, within the limits"] if report.same else []),
     ]
-    return "\n".join(map(printable, lines))
+    return "\n".join(map(make_printable, lines))
 
 
 if __name__ == "__main__":

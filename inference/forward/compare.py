@@ -18,8 +18,8 @@ import ckpt_tools
 from ckpt_tools.arguments import api_function
 from ckpt_tools.errors import FormatError, UnsupportedError, UsageError
 
-from ..common.errors import errors_of_files
-from ..common.garbage import collect_rarely
+from ..common.errors import translate_file_errors
+from ..common.garbage_collection import collect_rarely
 from ..models.architectures import HUGGING_FACE
 from ..models.config_folder import CONFIG, describing_folder, find_quantization, read_config
 from ..models.hugging_face import ConfigSizes
@@ -145,7 +145,7 @@ def run_model(model: Any, inputs: Mapping[str, Tensor]) -> ForwardPass:
     call: Callable[..., Any] = model
     given = {name: each.to(model.device) for name, each in inputs.items()}
     settings = {"use_cache": False} if "use_cache" in signature(model.forward).parameters else {}
-    with errors_of_files("the model cannot be run"), torch.inference_mode():
+    with translate_file_errors("the model cannot be run"), torch.inference_mode():
         answer = call(**given, output_hidden_states=True, return_dict=True, **settings)
     states, logits = answer.get("hidden_states"), answer.get("logits")
     if not states or logits is None:

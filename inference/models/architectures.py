@@ -29,7 +29,7 @@ import click
 import ckpt_tools
 from ckpt_tools.errors import CkptError, FormatError, UsageError
 
-from ..common.errors import printable
+from ..common.errors import make_printable
 from .config_folder import CONFIG, describing_folder, read_config, refuse_quantized
 
 OURS = "ours"
@@ -116,7 +116,7 @@ def check_there(url: str, architecture: str | None, config: str | Path | None) -
     summary = ckpt_tools.inspect(url)
     with describing_folder(summary.source, None, config) as folder:
         if architecture_of(architecture, folder, summary.source, None).is_assumed:
-            click.echo(f"{printable(url)}: {ASSUMED}", err=True)
+            click.echo(f"{make_printable(url)}: {ASSUMED}", err=True)
 
 
 def is_program(architecture: str | None) -> bool:

@@ -17,8 +17,8 @@ from blake3 import blake3
 
 from ckpt_tools.errors import FormatError, SourceNotFoundError, StoreError, UnsupportedError
 
-from ..common.errors import one_line
-from ..common.urls import file_system, is_url
+from ..common.errors import describe_error
+from ..common.urls import find_file_system, is_url
 
 CONFIG = "config.json"
 PLACES = ("", "huggingface", "..")
@@ -41,7 +41,7 @@ def config_folder(
 ) -> Iterator[Path | None]:
     """A local folder with the file ``name`` and its companions, within the block; None if there is none. ``places`` are
     looked through in turn. Raises StoreError if a remote one cannot be read."""
-    fs, path = file_system(str(url), options)
+    fs, path = find_file_system(str(url), options)
     with ExitStack() as stack:
         try:
             folder = _find_folder(fs, path, name, places)
@@ -92,7 +92,7 @@ def read_config(folder: Path | None, name: str = CONFIG) -> dict[str, Any]:
     try:
         found = json.loads((folder / name).read_text())
     except (OSError, ValueError, RecursionError) as error:
-        raise FormatError(f"{folder / name} cannot be read ({one_line(error)})") from error
+        raise FormatError(f"{folder / name} cannot be read ({describe_error(error)})") from error
     if not isinstance(found, dict):
         raise FormatError(f"{folder / name} is not a JSON object")
     return found

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ckpt_tools.errors import FormatError, UsageError
 
-from ..common.errors import errors_of_files
+from ..common.errors import translate_file_errors
 from .architectures import Architecture, import_library
 from .config_folder import CONFIG, read_config
 from .positions import num_positions
@@ -46,7 +46,7 @@ def build_model(architecture: Architecture, folder: Path | None, dtype: torch.dt
             f"{folder / CONFIG} names {names[0]}, which this version of transformers does not have; a class that "
             "comes with the checkpoint is code, and is not run"
         )
-    with errors_of_files(f"{folder / CONFIG} is not usable"):
+    with translate_file_errors(f"{folder / CONFIG} is not usable"):
         config = transformers.AutoConfig.from_pretrained(folder)
         _check_sizes(config)
         with SkipInitialisation():

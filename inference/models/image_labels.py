@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ckpt_tools.errors import UsageError
 
-from ..common.errors import errors_of_files
+from ..common.errors import translate_file_errors
 from .images import ImageReading, Mode, max_pixels_of
 from .passes import InPasses, Passes
 from .prediction import Activation, activation_of, classify_logits, embeddings_of, labels_of_config
@@ -122,12 +122,12 @@ def image_task(
     import transformers
 
     told = "the preparation of images that preprocessor_config.json beside the weights says is not usable"
-    with errors_of_files(told):
+    with translate_file_errors(told):
         processor = transformers.AutoImageProcessor.from_pretrained(folder)
 
     def prepare(image: Image.Image) -> Tensor:
         return processor(images=image, return_tensors="pt")["pixel_values"][0]
 
-    with errors_of_files(told):
+    with translate_file_errors(told):
         shape = tuple(prepare(Image.new("RGB", (64, 64))).shape)
     return ImageLabels(model, forward, prepare, shape, num_classes, labels, passes, is_upright=True)

@@ -15,7 +15,7 @@ import ckpt_tools
 from ckpt_tools.arguments import api_function, expand_keywords
 from ckpt_tools.errors import FormatError, UnsupportedError, UsageError
 
-from ..common.garbage import collect_rarely
+from ..common.garbage_collection import collect_rarely
 from .architectures import (
     ASSUMED,
     SCRIPTED,

@@ -16,8 +16,8 @@ import ckpt_tools
 from ckpt_tools.arguments import api_function, expand_keywords
 from ckpt_tools.errors import UsageError
 
-from ..common.errors import errors_of_files
-from ..common.garbage import collect_rarely
+from ..common.errors import translate_file_errors
+from ..common.garbage_collection import collect_rarely
 from .architectures import Architecture, architecture_of, refuse_tensor_options, refuse_unnamed_program
 from .config_folder import describing_folder
 from .loading import bytes_of, fill_model
@@ -209,7 +209,7 @@ def load_with_options(
             built = source.build_model(chosen, folder, dtype).to(device=device)
             model = fill_model(built, summary.source, storage_options, reading, is_assumed=chosen.is_assumed)
             digest = digest_of(model)
-            with errors_of_files("the files beside the weights do not fit the model"):
+            with translate_file_errors("the files beside the weights do not fit the model"):
                 task = _with_options(source.make_task(model, task_options), options)
         identity = Identity(digest, summary.source, summary.format, summary.step, summary.world_size)
         return Predictor(name, identity, task, files=files)

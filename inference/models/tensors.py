@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ckpt_tools.errors import CkptError, FormatError, UsageError
 
-from ..common.errors import one_line
+from ..common.errors import describe_error
 from .passes import InPasses, Passes, pack_bytes
 from .results import (
     ANSWER,
@@ -147,7 +147,7 @@ class Tensors(InPasses):
             found = self.files.decode(data)
         except Exception as error:
             # A function of the user's, and of the library that it reads with.
-            raise FormatError(f"{name} cannot be read: {one_line(error)}") from error
+            raise FormatError(f"{name} cannot be read: {describe_error(error)}") from error
         row = self._decoded_row(found, name)
         self._check_row(row, name)
         return row[0] if len(row) == 1 else row
@@ -228,7 +228,7 @@ def _json_of(encode: Callable[[dict[str, Any]], Any], row: dict[str, Any]) -> st
         return json.dumps(encode(row), allow_nan=False)
     except Exception as error:
         # A function of the user's.
-        raise UsageError(f"encode does not give JSON: {type(error).__name__}: {one_line(error)}") from error
+        raise UsageError(f"encode does not give JSON: {type(error).__name__}: {describe_error(error)}") from error
 
 
 def name_outputs(found: Any) -> dict[str, Tensor]:
@@ -329,8 +329,8 @@ def _not_answered(network: Network, error: Exception) -> UsageError:
         for spec, shape in zip(network.inputs, network.examples[0], strict=True)
     )
     return UsageError(
-        f"the network does not answer random values ({shown}): {one_line(error)[:300]}; say by inputs and outputs, in "
-        "a module of yours, what it takes and gives"
+        f"the network does not answer random values ({shown}): {describe_error(error)[:300]}; say by inputs and "
+        "outputs, in a module of yours, what it takes and gives"
     )
 
 

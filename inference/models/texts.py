@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ckpt_tools.errors import FormatError
 
-from ..common.errors import errors_of_files
+from ..common.errors import translate_file_errors
 from .generation import Chat, EndOfTextError, FairLock, Generation, Give, GrowingText
 from .passes import InPasses, Passes
 from .positions import num_positions, num_words
@@ -63,7 +63,7 @@ class Tokens:
         if not any(file.name in VOCABULARIES or file.suffix == ".model" for file in folder.iterdir()):
             # transformers would make an empty one.
             raise FormatError("there is no usable tokenizer beside the weights (no file with its vocabulary)")
-        with errors_of_files("there is no usable tokenizer beside the weights"):
+        with translate_file_errors("there is no usable tokenizer beside the weights"):
             tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
             fields = tuple(tokenizer("a" if len(tokenizer) else "").keys())
             stated = (getattr(model.config, "max_position_embeddings", None), tokenizer.model_max_length)
@@ -75,7 +75,7 @@ class Tokens:
     def tokenize(self, data: bytes, name: str) -> Array:
         """Tokenize a text. Raises FormatError if not UTF-8, no tokens, too many for the model, or not known to it."""
         text = text_of(data, name)
-        with errors_of_files(f"{name} cannot be tokenized"):
+        with translate_file_errors(f"{name} cannot be tokenized"):
             return self._check_tokens(self.tokenizer(text, verbose=False), name)
 
     def tokenize_chat(self, messages: Chat) -> Array:
@@ -84,7 +84,7 @@ class Tokens:
         if not getattr(self.tokenizer, "chat_template", None):
             raise FormatError("the model's tokenizer has no chat template, so it takes text_input, and no messages")
         quiet = {"verbose": False}
-        with errors_of_files("the chat template does not take these messages"):
+        with translate_file_errors("the chat template does not take these messages"):
             encoded = self.tokenizer.apply_chat_template(
                 [dict(each) for each in messages], add_generation_prompt=True, return_dict=True, tokenizer_kwargs=quiet
             )
@@ -342,7 +342,7 @@ def _generation_settings(model: Any, folder: Path, padding: int | None, max_new_
 
     found = copy(model.generation_config)
     if (folder / GENERATION).is_file():
-        with errors_of_files(f"{folder / GENERATION} is not usable"):
+        with translate_file_errors(f"{folder / GENERATION} is not usable"):
             found = GenerationConfig.from_pretrained(folder)
     found.max_new_tokens = max_new_tokens or found.max_new_tokens or NEW_TOKENS
     found.update(do_sample=False, num_beams=1, num_return_sequences=1, max_length=None, min_length=None)

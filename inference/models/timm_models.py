@@ -12,7 +12,7 @@ from torch import nn
 
 from ckpt_tools.errors import FormatError, UsageError
 
-from ..common.errors import errors_of_files
+from ..common.errors import translate_file_errors
 from .architectures import Architecture, import_library, is_name_of_timm
 from .config_folder import CONFIG, read_config
 from .image_labels import ImageLabels, classifier_of
@@ -33,7 +33,7 @@ def build_model(architecture: Architecture, folder: Path | None, dtype: torch.dt
         raise UsageError(f"{folder}/{CONFIG} says that the weights are of timm:{stated}, not of timm:{name}")
     where = f" as {folder}/{CONFIG} says" if is_described else ""
     try:
-        with errors_of_files(f"timm cannot build {name}{where}"), SkipInitialisation():
+        with translate_file_errors(f"timm cannot build {name}{where}"), SkipInitialisation():
             place = f"local-dir:{folder}" if is_described else name
             return library.create_model(place, pretrained=False, **architecture.arguments).to(dtype=dtype)
     except FormatError as error:
@@ -60,7 +60,7 @@ def _classifier(model: Any, options: TaskOptions) -> ImageLabels:
 
     # A wrapper that gives maps of features alone has no such attribute.
     num_classes = getattr(model, "num_classes", None)
-    with errors_of_files("timm's preparation of images is not usable"):
+    with translate_file_errors("timm's preparation of images is not usable"):
         settings = data.resolve_model_data_config(model)
         transform = data.create_transform(**settings, is_training=False)
         mode: Mode = "L" if settings["input_size"][0] == 1 else "RGB"

@@ -13,7 +13,7 @@ from torch import nn
 
 from ckpt_tools.errors import FormatError, UsageError
 
-from ..common.errors import errors_of_files
+from ..common.errors import translate_file_errors
 from .architectures import Architecture, import_library
 from .image_labels import classifier_of
 from .prediction import device_of, dtype_of
@@ -35,7 +35,7 @@ OF_TORCHVISION: Mapping[str, tuple[tuple[str, ...], tuple[int, ...]]] = {
 def build_model(architecture: Architecture, folder: Path | None, dtype: torch.dtype | None) -> nn.Module:
     library = import_library("torchvision.models", "torchvision")
     try:
-        with errors_of_files(f"torchvision cannot build {architecture.name}"), SkipInitialisation():
+        with translate_file_errors(f"torchvision cannot build {architecture.name}"), SkipInitialisation():
             # Of a backbone it would download the weights, which the checkpoint has.
             has_backbone = "weights_backbone" in signature(library.get_model_builder(architecture.name)).parameters
             weights = {"weights": None} | ({"weights_backbone": None} if has_backbone else {})

@@ -25,7 +25,7 @@ with use_default_interrupt():
     from ckpt_tools.arguments import api_function
     from ckpt_tools.errors import FormatError, StoreError, UsageError
 
-    from ..common.errors import printable, report_errors
+    from ..common.errors import make_printable, report_errors
     from ..common.training_package import commands
     from ..models.options import MODEL_HEADINGS, ModelOptions, reading_options
     from .settings import (
@@ -205,7 +205,7 @@ def load_app(options: ServeOptions, repository: ModelRepository, grpc_settings: 
 
 
 def print_notice(sentence: str) -> None:
-    click.echo(printable(sentence), err=True)
+    click.echo(make_printable(sentence), err=True)
 
 
 HEADINGS = {

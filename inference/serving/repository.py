@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from ckpt_tools.errors import CkptError, UsageError
 
-from ..common.errors import as_ckpt_error
+from ..common.errors import to_ckpt_error
 from ..models.predictor import Prediction, Predictor
 from ..models.results import Item
 from ..models.steady import CheckpointFiles
@@ -130,7 +130,7 @@ class ModelRepository:
             self.note_failure(slot, "load", error)
             if isinstance(error, CkptError):
                 raise
-            raise as_ckpt_error(error, slot.source.url) from error
+            raise to_ckpt_error(error, slot.source.url) from error
 
     def is_answering(self, slot: ModelSlot) -> bool:
         return slot.version is not None

@@ -19,7 +19,7 @@ from ckpt_tools.errors import (
     UsageError,
 )
 
-from ..common.errors import as_sentence
+from ..common.errors import describe_any_error
 from ..models.predictor import Predictor
 from ..models.steady import CheckpointFiles
 from .repository import UNLOADED, ModelRepository, ModelsEndedError, ModelSlot, ModelVersion
@@ -101,7 +101,9 @@ class CheckpointWatcher:
             pending = self._find_pending(slot)
         except Exception as error:
             self.repository.note_failure(slot, "look at the checkpoint", error)
-            self._print_once(slot, f"{slot.source.name}: {slot.source.url} cannot be looked at: {as_sentence(error)}")
+            self._print_once(
+                slot, f"{slot.source.name}: {slot.source.url} cannot be looked at: {describe_any_error(error)}"
+            )
             return
         if pending is None:
             self.repository.forget_failure(slot)
@@ -134,7 +136,7 @@ class CheckpointWatcher:
             is_lasting = isinstance(error, LASTING_ERRORS) and not isinstance(error, IncompleteError)
             pending.next_try = float("inf") if is_lasting else time.monotonic() + delay
             what = "the new checkpoint cannot be loaded, the old one keeps answering"
-            self._print_once(slot, f"{name}: {what}: {as_sentence(error)}")
+            self._print_once(slot, f"{name}: {what}: {describe_any_error(error)}")
 
     def _read_complete(self, slot: ModelSlot, url: str) -> Predictor:
         try:

@@ -18,7 +18,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ckpt_tools.process.signals import STOP_SIGNALS, Stopped
 
-from ...common.garbage import settle
+from ...common.garbage_collection import collect_and_freeze
 from ..settings import HEAD_SECONDS, MAX_HEAD_BYTES
 
 GRACE_SECONDS = 10  # time for requests in flight at shutdown; complete ones end well within it
@@ -125,7 +125,7 @@ class DrainingServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        settle()
+        collect_and_freeze()
         if self.started:
             self.announce()
 

@@ -26,7 +26,7 @@ from ckpt_tools.errors import CkptError
 from ckpt_tools.process.credentials import mask_output, mask_secrets
 from ckpt_tools.process.signals import STOP_SIGNALS
 
-from ...common.garbage import settle
+from ...common.garbage_collection import collect_and_freeze
 from ...models.generation import Generation, Give, generate
 from ...models.results import Array, Columns, Item
 from .model_messages import LoadedModelFacts, TaskFacts, UnexpectedFailure, list_facts
@@ -97,11 +97,11 @@ class HostedModels:
             if model := self._hosted.pop(loaded_number, None) if loaded_number is not None else None:
                 model.close()
                 del model
-                settle()
+                collect_and_freeze()
 
     def load_model(self, number: int, *arguments: Any) -> LoadedModelFacts:
         self._hosted[number] = model = HostedModel(*arguments)
-        settle()
+        collect_and_freeze()
         return model.describe()
 
     def _make_reply(self, number: int, method: str, arguments: Sequence[Any]) -> Any:

@@ -6,10 +6,10 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-NUM_OBJECTS = 50_000  # allocations between collections
+NEW_OBJECTS = 50_000  # between two collections
 
 
-def settle() -> None:
+def collect_and_freeze() -> None:
     """Collect now, and exempt everything that is left from later collections. The libraries are a million objects; a
     full collection over them would delay every request by a tenth of a second."""
     gc.unfreeze()
@@ -26,7 +26,7 @@ def collect_rarely() -> Iterator[None]:
         return
     before = gc.get_threshold()
     gc.freeze()
-    gc.set_threshold(NUM_OBJECTS, *before[1:])
+    gc.set_threshold(NEW_OBJECTS, *before[1:])
     try:
         yield
     finally:
