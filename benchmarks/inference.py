@@ -36,8 +36,8 @@ from benchmarks.runner import CKPT_TOOLS, RunSettings, printed_lines
 from benchmarks.turns import Taken, compare_with_promises, take_turns
 from ckpt_tools import load_into
 from inference.batch.inputs import InputOptions, find_inputs
-from inference.batch.job import Job, columns_of
-from inference.batch.output import Output, Run, open_output
+from inference.batch.model_setup import ModelSetup, choose_columns
+from inference.batch.output import OutputFile, RunDigests, open_output
 from inference.batch.pipeline import predict_items
 from inference.batch.report import Tally
 from inference.models import hugging_face
@@ -86,8 +86,8 @@ def make_images(folder: Path) -> None:
 def make_contestants(folder: Path, threads: int) -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
     """Each work by our function and by another."""
     torch.set_num_threads(threads)
-    predictor: Any = Job(str(folder / "model.safetensors"), ModelOptions(), threads=threads).load_predictor()
-    predict = partial(_predict_to_file, predictor, columns_of(predictor, 5), out=folder / "out.jsonl")
+    predictor: Any = ModelSetup(str(folder / "model.safetensors"), ModelOptions(), threads=threads).load_predictor()
+    predict = partial(_predict_to_file, predictor, choose_columns(predictor, 5), out=folder / "out.jsonl")
     forward = evaluation.plain_logits(predictor.task.model)
     pixels = data.load_dataset("fashion-mnist", "held-out", folder / "data").pixels
     ready = [data.to_input(chunk) for chunk in torch.split(pixels, evaluation.CHUNK)]
@@ -119,9 +119,9 @@ def _open_images(names: list[str]) -> torch.Tensor:
 def _predict_to_file(predictor: Any, columns: Any, wanted: Any, out: Path) -> None:
     """The command's work once the model is loaded, from finding the input to showing the output."""
     tally = Tally()
-    with open_output(Output(str(out), overwrite=True)) as writer:
+    with open_output(OutputFile(str(out), overwrite=True)) as writer:
         inputs = find_inputs(wanted)
-        writer.begin(Run("model", inputs.digest, ""), columns, tally.add_written)
+        writer.begin_run(RunDigests("model", inputs.digest, ""), columns, tally.add_written)
         for rows in predict_items(inputs.items(), predictor):
             writer.write(rows)
             for row in rows:

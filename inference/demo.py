@@ -24,7 +24,7 @@ with use_default_interrupt():
     import ckpt_tools
     from ckpt_tools.errors import CkptError, StoreError
 
-    from .batch.inputs import held_out_inputs
+    from .batch.inputs import make_held_out_inputs
     from .batch.pipeline import predict_all
     from .common.training_package import commands, config, interruption, launchers, result
     from .models.predictor import load_predictor
@@ -108,7 +108,7 @@ def convert_and_check(run: result.RunResult, format_name: ckpt_tools.WrittenForm
     report = ckpt_tools.convert(checkpoint, file, to=format_name, state="model", overwrite=True)
     verified = ckpt_tools.verify(checkpoint, file, state="model")
     predictor = load_predictor(file, architecture=f"ours:{run.settings['model']}")
-    predicted = predict_all(held_out_inputs("digits", None).items(), predictor)
+    predicted = predict_all(make_held_out_inputs("digits", None).items(), predictor)
     return Row(
         checkpoint=f"{run.engine}, {run.num_workers} ranks",
         format=format_name,

@@ -25,31 +25,31 @@ with use_default_interrupt():
     from ..models.architectures import check_there
     from ..models.options import MODEL_HEADINGS, ModelOptions, reading_options
     from .inputs import InputOptions, Inputs, find_inputs, skip_items
-    from .job import Job, columns_of
-    from .output import Output, Run, Writer, open_output
+    from .model_setup import ModelSetup, choose_columns
+    from .output import OutputFile, RowWriter, RunDigests, open_output
     from .progress import show_progress
-    from .report import Report, Tally
+    from .report import ReportFolder, Tally
 
 if TYPE_CHECKING:
     from ..models.predictor import Predictor
-    from .rows import OutputColumns, Row
+    from .rows import OutputColumns, OutputRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class PredictOptions:
     """All options of the command line. Raises ``UsageError`` if options do not fit together."""
 
-    job: Job
-    wanted: InputOptions
-    output: Output
+    setup: ModelSetup
+    input_options: InputOptions
+    output: OutputFile
     top: int
-    report: Report | None
+    report: ReportFolder | None
     runner: Literal["local", "ray"]
     workers: int | None
     quiet: bool
 
     def __post_init__(self) -> None:
-        for name, value in {"top": self.top, "workers": self.workers, "threads": self.job.threads}.items():
+        for name, value in {"top": self.top, "workers": self.workers, "threads": self.setup.threads}.items():
             if value is not None and value < 1:
                 raise UsageError(f"--{name} is a number from 1, not {value}")
         if self.workers is not None and self.runner != "ray":
@@ -107,10 +107,10 @@ def main(**given: Any) -> None:
     6 done except bad inputs, 7 refused as unsafe, 8 --output exists.
     """
     with report_errors():
-        run(options_of(**given))
+        run_prediction(parse_options(**given))
 
 
-def options_of(
+def parse_options(
     *,
     input_url: str,
     output: str,
@@ -121,44 +121,44 @@ def options_of(
     resume: bool,
     overwrite: bool,
     **others: Any,
-) -> Options:
+) -> PredictOptions:
     """Options from the arguments of the command line. Raises UsageError."""
-    root = None if data_root is None else local_path(data_root, "--data-root", "copy its files to this machine first")
-    folder = None if report is None else local_path(report, "--report", "write to a local folder and copy it")
+    root = to_local_path(data_root, "--data-root", "copy its files to this machine first")
+    folder = to_local_path(report, "--report", "write to a local folder and copy it")
     others["exact"] = "off" if others.pop("fast") else "full"
-    return Options(
-        job=Job(others.pop("model"), ModelOptions.taken_from(others), others.pop("threads")),
-        wanted=InputOptions(input_url, column, truth, root),
-        output=Output(output, overwrite, resume),
-        report=None if folder is None else Report(folder, overwrite or resume),
+    return PredictOptions(
+        setup=ModelSetup(others.pop("model"), ModelOptions.taken_from(others), others.pop("threads")),
+        input_options=InputOptions(input_url, column, truth, root),
+        output=OutputFile(output, overwrite, resume),
+        report=None if folder is None else ReportFolder(folder, overwrite or resume),
         **others,
     )
 
 
-def local_path(text: str, option: str, instead: str) -> Path:
+def to_local_path(text: str | None, option: str, instead: str) -> Path | None:
     """``text`` as a local path. Raises ``UsageError`` for a URL, with what to do ``instead``."""
-    if "://" in text:
+    if text is not None and "://" in text:
         raise UsageError(f"{option} has to be a local path, {text} is a URL; {instead}")
-    return Path(text)
+    return None if text is None else Path(text)
 
 
-def run(options: Options) -> None:
+def run_prediction(options: PredictOptions) -> None:
     """Predict, write the output and the report, print a summary. Raises ``BadInputsError`` at the end."""
-    model_options = options.job.options
-    check_there(options.job.model, model_options.architecture, model_options.reading.config)
+    model_options = options.setup.options
+    check_there(options.setup.model, model_options.architecture, model_options.reading.config)
     if options.report is not None:
-        options.report.check()
+        options.report.check_writable()
     with open_output(options.output) as writer:
-        inputs = find_inputs(options.wanted)
+        inputs = find_inputs(options.input_options)
         if options.report is not None and not inputs.has_truth:
             raise UsageError("--report compares with true labels; say by --truth where they are")
         tally, columns = predict_into(writer, inputs, options)
     _print_summary(options, tally, columns)
 
 
-def _print_summary(options: Options, tally: Tally, columns: OutputColumns) -> None:
+def _print_summary(options: PredictOptions, tally: Tally, columns: OutputColumns) -> None:
     click.echo(f"{tally.num_rows - tally.num_bad} predictions in {options.output.url}")
-    if options.job.options.exact == "off":
+    if options.setup.options.exact == "off":
         click.echo("--fast: the last bits of an answer may depend on the inputs around it")
     if tally.num_known:
         accuracy = tally.num_correct / tally.num_known
@@ -169,17 +169,17 @@ def _print_summary(options: Options, tally: Tally, columns: OutputColumns) -> No
     tally.check_bad(options.output.url)
 
 
-def predict_into(writer: Writer, inputs: Inputs, options: Options) -> tuple[Tally, OutputColumns]:
+def predict_into(writer: RowWriter, inputs: Inputs, options: PredictOptions) -> tuple[Tally, OutputColumns]:
     """Predict and write window by window, after the rows of a resumed run."""
-    job, tally = options.job.with_defaults_of_torch(), Tally()
-    predictor = job.load_predictor()
-    columns = columns_of(predictor, options.top)
+    setup, tally = options.setup.with_torch_defaults(), Tally()
+    predictor = setup.load_predictor()
+    columns = choose_columns(predictor, options.top)
     _check_fits(predictor, inputs, columns)
-    wanted, suffix = options.wanted, options.output.url.rpartition(".")[2]
-    settings = json.dumps([job.digest(), options.top, wanted.column, wanted.truth, suffix])
-    this_run = Run(predictor.identity.digest, inputs.digest, settings)
-    num_done = writer.begin(this_run, columns, tally.add_written)
-    row_windows = _predict_with_runner(options, inputs, num_done, job, predictor)
+    input_options, suffix = options.input_options, options.output.url.rpartition(".")[2]
+    settings = json.dumps([setup.to_json(), options.top, input_options.column, input_options.truth, suffix])
+    this_run = RunDigests(predictor.identity.digest, inputs.digest, settings)
+    num_done = writer.begin_run(this_run, columns, tally.add_written)
+    row_windows = _predict_with_runner(options, inputs, num_done, setup, predictor)
     with closing(row_windows), show_progress(num_done, quiet=options.quiet) as update:
         for rows in row_windows:
             writer.write(rows)
@@ -207,16 +207,16 @@ def _check_fits(predictor: Predictor, inputs: Inputs, columns: OutputColumns) ->
 
 
 def _predict_with_runner(
-    options: Options, inputs: Inputs, num_done: int, job: Job, predictor: Predictor
-) -> Generator[list[Row], None, None]:
-    left = skip_items(inputs.parts, num_done)
+    options: PredictOptions, inputs: Inputs, num_done: int, setup: ModelSetup, predictor: Predictor
+) -> Generator[list[OutputRow], None, None]:
+    parts = skip_items(inputs.parts, num_done)
     if options.runner == "ray":
         from .ray_data import predict_on_ray
 
-        return predict_on_ray(list(left), job, predictor, options.workers)
+        return predict_on_ray(list(parts), setup, predictor, options.workers)
     from .pipeline import predict_items
 
-    return predict_items((item for part in left for item in part.items()), predictor)
+    return predict_items((item for part in parts for item in part.items()), predictor)
 
 
 if __name__ == "__main__":

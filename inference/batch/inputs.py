@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Protocol
 
 from ckpt_tools.errors import UsageError
 
-from .items import File, Item, Pixels
-from .listing import Listing, list_files
-from .tables import TablePart, parts_of
+from .items import FileContent, InputItem, PixelContent
+from .listing import FileListing, list_files
+from .tables import TablePart, split_table
 
 if TYPE_CHECKING:
     from ..common.training_package import data
@@ -26,24 +26,24 @@ FOLDER = "folder"  # value of ``--truth``: the true label of an image is the nam
 PART_IMAGES = 1000
 
 
-class Part(Protocol):
+class InputPart(Protocol):
     """Part of the input, small enough to be sent to another process. ``num_rows`` is None if unknown."""
 
     @property
     def num_rows(self) -> int | None: ...
-    def items(self) -> Iterator[Item]: ...
+    def items(self) -> Iterator[InputItem]: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
     """All parts in order. ``digest`` is of the files' names, sizes and times; ``kind`` is "image" if all are images."""
 
-    parts: Sequence[Part]
+    parts: Sequence[InputPart]
     digest: str
     kind: str
     has_truth: bool
 
-    def items(self) -> Iterator[Item]:
+    def items(self) -> Iterator[InputItem]:
         for part in self.parts:
             yield from part.items()
 
@@ -75,12 +75,12 @@ class InputOptions:
         return self.url in DATASETS
 
 
-def find_inputs(wanted: InputOptions) -> Inputs:
+def find_inputs(options: InputOptions) -> Inputs:
     """List the input; no image is opened. Raises SourceNotFoundError, UsageError, FormatError or StoreError."""
-    if wanted.is_dataset:
-        return held_out_inputs(next(name for name in DATASETS if name == wanted.url), wanted.data_root)
-    found = list_files(wanted.url)
-    return _image_inputs(found, wanted) if found.kind == "image" else _table_inputs(found, wanted)
+    if options.is_dataset:
+        return make_held_out_inputs(next(name for name in DATASETS if name == options.url), options.data_root)
+    files = list_files(options.url)
+    return _make_image_inputs(files, options) if files.kind == "image" else _make_table_inputs(files, options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,35 +97,34 @@ class ImagePart:
     def num_rows(self) -> int:
         return len(self.names)
 
-    def items(self) -> Iterator[Item]:
+    def items(self) -> Iterator[InputItem]:
         for number, name in enumerate(self.names, self.first + 1):
             url = f"{self.base}/{name}"
             truth = url.split("/")[-2] if self.truth_of_folder else None
-            yield Item(name, File(url), truth, number / self.total)
+            yield InputItem(name, FileContent(url), truth, number / self.total)
 
 
-def _image_inputs(found: Listing, wanted: InputOptions) -> Inputs:
-    if wanted.column is not None:
+def _make_image_inputs(files: FileListing, options: InputOptions) -> Inputs:
+    if options.column is not None:
         raise UsageError("--column is for tables; the input is images")
-    if wanted.truth not in (None, FOLDER):
-        raise UsageError(f"--truth of images is {FOLDER}, the folder that each lies in, not {wanted.truth}")
-    starts = range(0, len(found.names), PART_IMAGES)
-    truth_of_folder = wanted.truth is not None
+    if options.truth not in (None, FOLDER):
+        raise UsageError(f"--truth of images is {FOLDER}, the folder that each lies in, not {options.truth}")
+    truth_of_folder = options.truth is not None
     parts = [
-        ImagePart(found.base, tuple(found.names[first : first + PART_IMAGES]), first, len(found.names), truth_of_folder)
-        for first in starts
+        ImagePart(files.base, tuple(files.names[first : first + PART_IMAGES]), first, len(files.names), truth_of_folder)
+        for first in range(0, len(files.names), PART_IMAGES)
     ]
-    return Inputs(parts, found.digest, "image", truth_of_folder)
+    return Inputs(parts, files.digest, "image", truth_of_folder)
 
 
-def _table_inputs(found: Listing, wanted: InputOptions) -> Inputs:
-    several, share = len(found.names) > 1, 1 / len(found.names)
-    parts: list[Part] = []
-    for number, name in enumerate(found.names):
-        prefix = f"{name}:" if several else ""
-        table = TablePart(found.url_of(name), found.kind, prefix, (number * share, (number + 1) * share))
-        parts += parts_of(table, wanted.column, wanted.truth)
-    return Inputs(parts, found.digest, "table", wanted.truth is not None)
+def _make_table_inputs(files: FileListing, options: InputOptions) -> Inputs:
+    has_several, share = len(files.names) > 1, 1 / len(files.names)
+    parts: list[InputPart] = []
+    for number, name in enumerate(files.names):
+        prefix = f"{name}:" if has_several else ""
+        table = TablePart(files.make_url(name), files.kind, prefix, (number * share, (number + 1) * share))
+        parts += split_table(table, options.column, options.truth)
+    return Inputs(parts, files.digest, "table", options.truth is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,20 +135,20 @@ class HeldOutPart:
     root: Path | None
     num_rows: int
 
-    def items(self) -> Iterator[Item]:
-        images = _held_out(self.dataset, self.root)
+    def items(self) -> Iterator[InputItem]:
+        images = _load_held_out(self.dataset, self.root)
         for number, (pixels, label) in enumerate(zip(images.pixels.numpy(), images.labels.tolist(), strict=True)):
-            yield Item(str(number), Pixels(pixels), label, (number + 1) / self.num_rows)
+            yield InputItem(str(number), PixelContent(pixels), label, (number + 1) / self.num_rows)
 
 
-def held_out_inputs(dataset: data.DatasetName, root: Path | None) -> Inputs:
+def make_held_out_inputs(dataset: data.DatasetName, root: Path | None) -> Inputs:
     """The held-out samples of a dataset; an item's name is its position."""
-    num_rows = len(_held_out(dataset, root))
+    num_rows = len(_load_held_out(dataset, root))
     return Inputs([HeldOutPart(dataset, root, num_rows)], f"dataset:{dataset}", "image", has_truth=True)
 
 
 @lru_cache(maxsize=1)
-def _held_out(dataset: data.DatasetName, root: Path | None) -> data.Samples:
+def _load_held_out(dataset: data.DatasetName, root: Path | None) -> data.Samples:
     """Cached, because rows are counted before they are predicted."""
     from ..common.training_package import data
 
@@ -160,26 +159,26 @@ def _held_out(dataset: data.DatasetName, root: Path | None) -> data.Samples:
 class RemainingPart:
     """A part without its first ``skipped`` items."""
 
-    part: Part
+    part: InputPart
     skipped: int
 
     @property
     def num_rows(self) -> int | None:
         return None if self.part.num_rows is None else self.part.num_rows - self.skipped
 
-    def items(self) -> Iterator[Item]:
+    def items(self) -> Iterator[InputItem]:
         return islice(self.part.items(), self.skipped, None)
 
 
-def skip_items(parts: Sequence[Part], num_done: int) -> Iterator[Part]:
+def skip_items(parts: Sequence[InputPart], num_done: int) -> Iterator[InputPart]:
     """The parts without the first ``num_done`` items, for a resumed run."""
-    left = num_done
+    num_left = num_done
     for part in parts:
-        if not left:
+        if not num_left:
             yield part
             continue
         # Lines are counted by reading them, at most as many as are done.
-        size = part.num_rows if part.num_rows is not None else sum(1 for _ in islice(part.items(), left))
-        if size > left or (part.num_rows is None and size == left):
-            yield RemainingPart(part, left)
-        left -= min(size, left)
+        size = part.num_rows if part.num_rows is not None else sum(1 for _ in islice(part.items(), num_left))
+        if size > num_left or (part.num_rows is None and size == num_left):
+            yield RemainingPart(part, num_left)
+        num_left -= min(size, num_left)

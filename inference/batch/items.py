@@ -20,14 +20,14 @@ MAX_BYTES = 256 * 2**20  # limit of one input, which is held in memory while it 
 
 
 @dataclass(frozen=True, slots=True)
-class File:
+class FileContent:
     """Content in a file."""
 
     url: str
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class CellContent:
     """Content of a cell or a line. For an image model it names a file relative to the folder ``base``."""
 
     text: str
@@ -35,24 +35,24 @@ class Text:
 
 
 @dataclass(frozen=True, slots=True)
-class Broken:
+class MissingContent:
     """No content, because of ``reason``."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pixels:
+class PixelContent:
     """A decoded grey image: uint8 [height, width]."""
 
     values: np.ndarray
 
 
-Content = bytes | File | Text | Broken | Pixels
+Content = bytes | FileContent | CellContent | MissingContent | PixelContent
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class InputItem:
     """One input. ``name`` is its key in the output, ``truth`` its true label as in the input (None if unknown),
     ``fraction`` the share of the input that is read with it, for the progress."""
 
@@ -62,22 +62,22 @@ class Item:
     fraction: float
 
 
-def content_of(item: Item, *, takes_texts: bool) -> tuple[bytes, str]:
+def read_content(item: InputItem, *, takes_texts: bool) -> tuple[bytes, str]:
     """The bytes to decode, and their name for error messages. Raises FormatError if there are none."""
     content = item.content
-    if isinstance(content, Text) and not takes_texts:
-        content = named_file(content)
+    if isinstance(content, CellContent) and not takes_texts:
+        content = resolve_cell(content)
     match content:
-        case Broken(reason):
+        case MissingContent(reason):
             raise FormatError(reason)
-        case File(url):
+        case FileContent(url):
             return read_file(url), url
-        case Text(text):
+        case CellContent(text):
             try:
                 return text.encode("utf-8", "surrogateescape"), item.name
             except UnicodeEncodeError as error:
                 raise FormatError(f"it holds half of a surrogate pair (character {error.start})") from error
-        case Pixels(values):
+        case PixelContent(values):
             return _encode_png(values), item.name
     return content, item.name
 
@@ -90,7 +90,7 @@ def _encode_png(pixels: np.ndarray) -> bytes:
     return file.getvalue()
 
 
-def named_file(cell: Text) -> File:
+def resolve_cell(cell: CellContent) -> FileContent:
     """The file that a cell names: relative to the table's folder, or a URL of the same scheme. Raises FormatError if it
     is in another kind of place. A table from elsewhere does not choose where we read."""
     scheme, has_scheme, _ = cell.text.partition("://")
@@ -98,10 +98,10 @@ def named_file(cell: Text) -> File:
     if has_scheme:
         if not is_remote or scheme != base_scheme:
             raise FormatError(f"{cell.text} is in another kind of place than the table that names it")
-        return File(cell.text)
+        return FileContent(cell.text)
     if is_remote:
-        return File(f"{cell.base}/{cell.text.lstrip('/')}")
-    return File(str(Path(cell.base, cell.text)))
+        return FileContent(f"{cell.base}/{cell.text.lstrip('/')}")
+    return FileContent(str(Path(cell.base, cell.text)))
 
 
 def read_file(url: str) -> bytes:

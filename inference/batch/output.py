@@ -24,7 +24,7 @@ import ckpt_tools
 from ckpt_tools.errors import DestinationExistsError, StoreError, UsageError
 
 from ..common.urls import find_file_system, is_url, translate_store_errors
-from .rows import OutputColumns, Row
+from .rows import OutputColumns, OutputRow
 
 JSON_SUFFIX, PARQUET_SUFFIX = ".jsonl", ".parquet"
 
@@ -37,7 +37,7 @@ RUN_NAME, WHOLE_NAME, LOCK_NAME = "run.json", "whole", "lock"
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class OutputFile:
     """Output file ``url``, a path or a URL. Raises UsageError for another suffix, or contradicting options."""
 
     url: str
@@ -59,7 +59,7 @@ class Output:
         return self.url.endswith(PARQUET_SUFFIX)
 
     @property
-    def unfinished(self) -> str:
+    def rows_folder(self) -> str:
         """Folder of the rows so far. The suffix keeps ``*.jsonl`` and ``*.parquet`` from matching it."""
         return f"{self.url}.unfinished"
 
@@ -69,7 +69,7 @@ class Output:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RunDigests:
     """Digests of what rows depend on, or equivalent text. Rows of two different runs are never mixed."""
 
     model: str
@@ -94,49 +94,49 @@ class Run:
 
 
 @dataclass(slots=True)
-class Writer:
+class RowWriter:
     """Writes rows to ``path`` of the fsspec file system ``fs``. ``check_lock`` raises if another run has taken over."""
 
-    output: Output
+    output: OutputFile
     fs: Any
     path: str
     check_lock: Callable[[], None]
     columns: OutputColumns | None = None
-    waiting: list[Row] = field(default_factory=list)
+    waiting_rows: list[OutputRow] = field(default_factory=list)
     num_stored: int = 0
     stored_at: float = field(default_factory=time.monotonic)
 
-    def begin(self, run: Run, columns: OutputColumns, seen: Callable[[dict[str, Any]], None]) -> int:
-        """Begin, once, before the first row. Calls ``seen`` with each row of an earlier run and returns their number.
-        Raises DestinationExistsError if they are not of ``run``."""
+    def begin_run(self, run: RunDigests, columns: OutputColumns, take_row: Callable[[dict[str, Any]], None]) -> int:
+        """Begin, once, before the first row. Calls ``take_row`` with each row of an earlier run, and returns their
+        number. Raises DestinationExistsError if they are not of ``run``."""
         self.columns = columns
         with self.output.translate_store_errors():
             if self.output.resume:
-                self._read_back(run, seen)
+                self._read_back(run, take_row)
             else:
                 self.remove_rows()
             self.fs.pipe_file(self._file_path(RUN_NAME), run.to_json())
         return self.num_stored
 
-    def write(self, rows: Sequence[Row]) -> None:
+    def write(self, rows: Sequence[OutputRow]) -> None:
         """Write rows. They survive a killed process once this returns; in a store, once a part is full."""
-        self.waiting += rows
-        is_due = len(self.waiting) >= PART_ROWS or time.monotonic() - self.stored_at >= PART_SECONDS
+        self.waiting_rows += rows
+        is_due = len(self.waiting_rows) >= PART_ROWS or time.monotonic() - self.stored_at >= PART_SECONDS
         if is_due or not self.output.is_remote:
             self.store_part()
 
     def store_part(self) -> None:
         """Store the waiting rows as a part."""
-        if not self.waiting:
+        if not self.waiting_rows:
             return
         assert self.columns is not None
         self.check_lock()
         with self.output.translate_store_errors():
             self.fs.pipe_file(
-                self._part_path(self.num_stored), b"".join(self.columns.to_line(row) for row in self.waiting)
+                self._part_path(self.num_stored), b"".join(self.columns.to_line(row) for row in self.waiting_rows)
             )
-        self.num_stored += len(self.waiting)
-        self.waiting, self.stored_at = [], time.monotonic()
+        self.num_stored += len(self.waiting_rows)
+        self.waiting_rows, self.stored_at = [], time.monotonic()
 
     def publish(self) -> None:
         """Put the file together. Without ``--overwrite``, one that has appeared meanwhile is not replaced."""
@@ -161,7 +161,7 @@ class Writer:
         """Raises DestinationExistsError if rows of an earlier run are there and may not be replaced."""
         if self.list_parts() and not (self.output.overwrite or self.output.resume):
             raise DestinationExistsError(
-                f"{self.output.unfinished} holds the rows of a run that did not finish; --resume continues with them, "
+                f"{self.output.rows_folder} holds the rows of a run that did not finish; --resume continues with them, "
                 "--overwrite starts afresh"
             )
 
@@ -189,27 +189,27 @@ class Writer:
     def _part_path(self, first_row: int) -> str:
         return self._file_path(f"rows-{first_row:012d}.jsonl")
 
-    def _read_back(self, run: Run, seen: Callable[[dict[str, Any]], None]) -> None:
+    def _read_back(self, run: RunDigests, take_row: Callable[[dict[str, Any]], None]) -> None:
         """Read the rows of the earlier run. Its last part may end within a line."""
         for part in self.list_parts():
             if not self.num_stored:
                 has_run = self.fs.exists(self._file_path(RUN_NAME))
-                run.check_same(self.fs.cat_file(self._file_path(RUN_NAME)) if has_run else b"", self.output.unfinished)
+                run.check_same(self.fs.cat_file(self._file_path(RUN_NAME)) if has_run else b"", self.output.rows_folder)
             if part != self._part_path(self.num_stored):
-                raise self._damage_error(f"lacks rows from {self.num_stored:,} on")
+                raise self._make_damage_error(f"lacks rows from {self.num_stored:,} on")
             data = self.fs.cat_file(part)
             if not data.endswith(b"\n"):
                 data = data[: data.rfind(b"\n") + 1]
                 self.fs.pipe_file(part, data)
             for line in data.splitlines():
                 try:
-                    seen(json.loads(line))
+                    take_row(json.loads(line))
                 except ValueError as error:
-                    raise self._damage_error("is damaged") from error
+                    raise self._make_damage_error("is damaged") from error
                 self.num_stored += 1
 
-    def _damage_error(self, what: str) -> DestinationExistsError:
-        return DestinationExistsError(f"{self.output.unfinished} {what}; start afresh with --overwrite")
+    def _make_damage_error(self, what: str) -> DestinationExistsError:
+        return DestinationExistsError(f"{self.output.rows_folder} {what}; start afresh with --overwrite")
 
     def _upload(self) -> None:
         """Write the output to the store in one upload, which is invisible before it is complete."""
@@ -237,21 +237,21 @@ def write_parquet(lines: Iterable[bytes], file: BinaryIO, columns: OutputColumns
     import pyarrow as pa
     from pyarrow import parquet
 
-    schema, left = columns.schema(), iter(lines)
+    schema, remaining = columns.make_schema(), iter(lines)
     with parquet.ParquetWriter(file, schema) as writer:
-        while group := list(islice(left, ROW_GROUP_ROWS)):
+        while group := list(islice(remaining, ROW_GROUP_ROWS)):
             writer.write_table(pa.Table.from_pylist([columns.parse_line(line) for line in group], schema=schema))
 
 
 @contextmanager
-def open_output(output: Output) -> Iterator[Writer]:
+def open_output(output: OutputFile) -> Iterator[RowWriter]:
     """Writer of rows; the file is published when the block ends without an error. Otherwise ``OUT.unfinished`` stays,
     and a note on the error says so. Raises DestinationExistsError if existing files may not be replaced, or another run
     writes to the same file; StoreError."""
     if output.is_parquet:
         import pyarrow.parquet  # noqa: F401  # if it is missing, that is to be known before the first prediction
     fs, path = find_file_system(output.url)
-    writer = Writer(output, fs, path, check_lock=lambda: None)
+    writer = RowWriter(output, fs, path, check_lock=lambda: None)
     try:
         with output.translate_store_errors():
             if not output.is_remote:
@@ -270,7 +270,7 @@ def open_output(output: Output) -> Iterator[Writer]:
             raise
 
 
-def _check_local(output: Output, path: Path) -> None:
+def _check_local(output: OutputFile, path: Path) -> None:
     folder, unfinished = path.parent, Path(f"{path}.unfinished")
     if not folder.is_dir():
         raise StoreError(f"the folder of --output, {Path(output.url).parent}, does not exist; make it first")
@@ -279,22 +279,22 @@ def _check_local(output: Output, path: Path) -> None:
     if path.is_dir():
         raise DestinationExistsError(f"{output.url} is a folder")
     if os.path.lexists(unfinished) and (unfinished.is_symlink() or not unfinished.is_dir()):
-        raise DestinationExistsError(f"{output.unfinished} is in the way and is not of this command; move it away")
+        raise DestinationExistsError(f"{output.rows_folder} is in the way and is not of this command; move it away")
 
 
 @contextmanager
-def _hold_remote(writer: Writer) -> Iterator[None]:
+def _hold_remote(writer: RowWriter) -> Iterator[None]:
     """Hold ``OUT.unfinished`` in its store while the block runs; the Hub has no locks."""
     if writer.output.url.startswith("hf://"):
         yield
         return
-    with ckpt_tools.claim(writer.output.unfinished) as claim:
+    with ckpt_tools.claim(writer.output.rows_folder) as claim:
         writer.check_lock = claim.check
         yield
 
 
 @contextmanager
-def _hold_local(writer: Writer) -> Iterator[None]:
+def _hold_local(writer: RowWriter) -> Iterator[None]:
     """Hold ``OUT.unfinished``, which is made, while the block runs, and remove it then if nothing is in it. The lock
     ends with the process."""
     lock = Path(f"{writer.path}.unfinished", LOCK_NAME)
@@ -318,7 +318,7 @@ def _hold_local(writer: Writer) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _keep_rows(writer: Writer, error: BaseException) -> None:
+def _keep_rows(writer: RowWriter, error: BaseException) -> None:
     """After a failure: keep the rows that were predicted and name their place in the error."""
     with suppress(Exception):
         writer.store_part()
@@ -330,5 +330,5 @@ def _keep_rows(writer: Writer, error: BaseException) -> None:
         num_rows = writer.num_stored
     if num_rows:
         error.add_note(
-            f"the {num_rows:,} rows that were done are kept in {writer.output.unfinished}; --resume continues"
+            f"the {num_rows:,} rows that were done are kept in {writer.output.rows_folder}; --resume continues"
         )

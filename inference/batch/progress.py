@@ -11,13 +11,13 @@ from datetime import timedelta
 
 import click
 
-QUIET_LINE_SECONDS = 5.0  # interval of progress lines if stderr is not a terminal
-Progress = Callable[[int, float], None]
+LINE_SECONDS = 5.0  # interval of progress lines if stderr is not a terminal
+ProgressCallback = Callable[[int, float], None]
 """Called with the number of inputs done and their share of the input. The total number is not always known."""
 
 
 @contextmanager
-def show_progress(num_done: int, *, quiet: bool) -> Iterator[Progress]:
+def show_progress(num_done: int, *, quiet: bool) -> Iterator[ProgressCallback]:
     """Progress callback; ``num_done`` inputs were done by an earlier run."""
     if quiet:
         yield lambda done, fraction: None
@@ -47,23 +47,23 @@ class RateEstimator:
 
 
 @contextmanager
-def _show_bar(pace: RateEstimator) -> Iterator[Progress]:
+def _show_bar(rate: RateEstimator) -> Iterator[ProgressCallback]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
     columns = (TextColumn("predicting"), BarColumn(), TaskProgressColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=Console(stderr=True), transient=True) as drawn:
         task = drawn.add_task("", total=1.0)
-        yield lambda done, part: drawn.update(task, completed=part, description=pace.describe(done, part))
+        yield lambda done, part: drawn.update(task, completed=part, description=rate.describe(done, part))
 
 
-def _print_lines(pace: RateEstimator) -> Progress:
+def _print_lines(rate: RateEstimator) -> ProgressCallback:
     last = time.monotonic()
 
-    def update(done: int, fraction: float) -> None:
+    def print_due_line(done: int, fraction: float) -> None:
         nonlocal last
-        if time.monotonic() - last >= QUIET_LINE_SECONDS:
+        if time.monotonic() - last >= LINE_SECONDS:
             last = time.monotonic()
-            click.echo(f"predicting: {pace.describe(done, fraction)} ({100 * fraction:.0f} %)", err=True)
+            click.echo(f"predicting: {rate.describe(done, fraction)} ({100 * fraction:.0f} %)", err=True)
 
-    return update
+    return print_due_line

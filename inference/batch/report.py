@@ -16,12 +16,12 @@ import numpy as np
 
 from ckpt_tools.errors import CkptError, DestinationExistsError, StoreError
 
-from .rows import Row
+from .rows import OutputRow
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-FILES = ("report.json", "confusion.png", "calibration.png")
+REPORT_FILES = ("report.json", "confusion.png", "calibration.png")
 
 NUM_NAMED = 3  # bad inputs named in the error; all of them are in the output
 NUM_BINS = 15  # confidence bins of the calibration, as in most papers
@@ -42,26 +42,26 @@ class Tally:
 
     num_rows: int = 0
     num_bad: int = 0
-    bad: list[str] = field(default_factory=list)
+    bad_names: list[str] = field(default_factory=list)
     confusion: Counter[tuple[int, int]] = field(default_factory=Counter)
     bins: list[list[float]] = field(default_factory=lambda: [[0, 0, 0.0] for _ in range(NUM_BINS)])
 
-    def add_row(self, row: Row) -> None:
+    def add_row(self, row: OutputRow) -> None:
         prediction = row.prediction
         probabilities = None if prediction is None else prediction.probabilities
-        self._count(row.name, row.truth, row.error, row.label, probabilities)
+        self._count_row(row.name, row.truth, row.error, row.label, probabilities)
 
     def add_written(self, row: Mapping[str, Any]) -> None:
         """Add a row as read back from the output."""
-        self._count(row["name"], row["truth"], row["error"], row.get("label"), row.get("probabilities"))
+        self._count_row(row["name"], row["truth"], row["error"], row.get("label"), row.get("probabilities"))
 
-    def _count(
+    def _count_row(
         self, name: str, truth: int | None, error: str | None, label: int | None, probabilities: Sequence[float] | None
     ) -> None:
         self.num_rows += 1
         if error is not None:
             self.num_bad += 1
-            self.bad = [*self.bad, name][:NUM_NAMED]
+            self.bad_names = [*self.bad_names, name][:NUM_NAMED]
         elif truth is not None and label is not None and probabilities is not None:
             self.confusion[truth, label] += 1
             confidence = probabilities[label]
@@ -88,21 +88,21 @@ class Tally:
         """Raise BadInputsError if there is a row without a prediction."""
         if not self.num_bad:
             return
-        more = self.num_bad - len(self.bad)
-        names = ", ".join(self.bad) + (f" and {more:,} more" if more else "")
+        more = self.num_bad - len(self.bad_names)
+        names = ", ".join(self.bad_names) + (f" and {more:,} more" if more else "")
         raise BadInputsError(
             f"{self.num_bad:,} of {self.num_rows:,} inputs could not be predicted: {names}; their rows in {out} say why"
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """The files ``FILES`` in ``folder``, which is made; existing ones are only replaced if ``replaces``."""
+class ReportFolder:
+    """The files ``REPORT_FILES`` in ``folder``, which is made; existing ones are only replaced if ``replaces``."""
 
     folder: Path
     replaces: bool
 
-    def check(self) -> None:
+    def check_writable(self) -> None:
         """Raise if the files cannot be written, or matplotlib is missing. Writes nothing."""
         import matplotlib.figure  # noqa: F401
 
@@ -113,17 +113,17 @@ class Report:
             raise DestinationExistsError(f"--report {self.folder} is a file")
         if not os.access(self.folder if self.folder.is_dir() else parent, os.W_OK | os.X_OK):
             raise StoreError(f"--report {self.folder} cannot be written to")
-        for name in FILES:
+        for name in REPORT_FILES:
             if os.path.lexists(self.folder / name) and not self.replaces:
                 raise DestinationExistsError(f"{self.folder / name} exists; --overwrite replaces it")
 
     def write(self, tally: Tally, labels: tuple[str, ...] | None) -> None:
         """Each file appears when it is complete."""
-        names = names_of(tally, labels)
+        names = name_classes(tally, labels)
         self.folder.mkdir(exist_ok=True)
-        self._write_file("report.json", (json.dumps(report_figures(tally, names), indent=1) + "\n").encode())
-        self._write_file("confusion.png", confusion_picture(tally, names))
-        self._write_file("calibration.png", calibration_picture(tally))
+        self._write_file("report.json", (json.dumps(summarize_tally(tally, names), indent=1) + "\n").encode())
+        self._write_file("confusion.png", draw_confusion(tally, names))
+        self._write_file("calibration.png", draw_calibration(tally))
 
     def _write_file(self, name: str, data: bytes) -> None:
         unfinished = self.folder / f".{name}.unfinished"
@@ -131,13 +131,13 @@ class Report:
         unfinished.replace(self.folder / name)
 
 
-def names_of(tally: Tally, labels: tuple[str, ...] | None) -> dict[int, str]:
+def name_classes(tally: Tally, labels: tuple[str, ...] | None) -> dict[int, str]:
     """Names of the classes that occur, by number, in order."""
-    found = sorted({number for pair in tally.confusion for number in pair})
-    return {number: labels[number] if labels else str(number) for number in found}
+    numbers = sorted({number for pair in tally.confusion for number in pair})
+    return {number: labels[number] if labels else str(number) for number in numbers}
 
 
-def report_figures(tally: Tally, names: dict[int, str]) -> dict[str, Any]:
+def summarize_tally(tally: Tally, names: dict[int, str]) -> dict[str, Any]:
     """The content of ``report.json``. A class never predicted has no precision, one that never occurs no recall."""
     occurring, predicted = Counter[int](), Counter[int]()
     for (truth, label), count in tally.confusion.items():
@@ -148,15 +148,15 @@ def report_figures(tally: Tally, names: dict[int, str]) -> dict[str, Any]:
         "errors": tally.num_bad,
         "with_truth": tally.num_known,
         "correct": tally.num_correct,
-        "accuracy": _ratio(tally.num_correct, tally.num_known),
+        "accuracy": _divide(tally.num_correct, tally.num_known),
         "expected_calibration_error": tally.calibration_error if tally.num_known else None,
         "calibration": [
             {
                 "from": number / NUM_BINS,
                 "to": (number + 1) / NUM_BINS,
                 "predictions": num,
-                "confidence": _ratio(confidence, num),
-                "accuracy": _ratio(num_correct, num),
+                "confidence": _divide(confidence, num),
+                "accuracy": _divide(num_correct, num),
             }
             for number, (num, num_correct, confidence) in enumerate(tally.bins)
         ],
@@ -165,8 +165,8 @@ def report_figures(tally: Tally, names: dict[int, str]) -> dict[str, Any]:
                 "label": number,
                 "name": name,
                 "rows": occurring[number],
-                "precision": _ratio(tally.confusion[number, number], predicted[number]),
-                "recall": _ratio(tally.confusion[number, number], occurring[number]),
+                "precision": _divide(tally.confusion[number, number], predicted[number]),
+                "recall": _divide(tally.confusion[number, number], occurring[number]),
             }
             for number, name in names.items()
         ],
@@ -177,11 +177,11 @@ def report_figures(tally: Tally, names: dict[int, str]) -> dict[str, Any]:
     }
 
 
-def _ratio(part: float, whole: float) -> float | None:
+def _divide(part: float, whole: float) -> float | None:
     return part / whole if whole else None
 
 
-def confusion_picture(tally: Tally, names: dict[int, str]) -> bytes:
+def draw_confusion(tally: Tally, names: dict[int, str]) -> bytes:
     """PNG of the confusion matrix: rows are true classes, columns predicted ones, shaded by their share of the row."""
     from matplotlib.figure import Figure
 
@@ -206,7 +206,7 @@ def confusion_picture(tally: Tally, names: dict[int, str]) -> bytes:
     return _render_png(figure)
 
 
-def calibration_picture(tally: Tally) -> bytes:
+def draw_calibration(tally: Tally) -> bytes:
     """PNG of accuracy by confidence, and the number of predictions of each confidence below it."""
     from matplotlib.figure import Figure
 

@@ -15,11 +15,11 @@ from ..models.results import ANSWER, Prediction
 if TYPE_CHECKING:
     import pyarrow
 
-Kind = Literal["label", "text", "embedding", "outputs"]
+AnswerKind = Literal["label", "text", "embedding", "outputs"]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class OutputRow:
     """One line of the output: a prediction, or the ``error`` why there is none. ``truth`` is the number of the true
     class, None if unknown. ``fraction`` is the share of the input done with this row; it is not written."""
 
@@ -41,66 +41,67 @@ class Row:
 class OutputColumns:
     """Columns of the output, by the ``kind`` of answer; ``top`` is the number of most probable classes."""
 
-    kind: Kind
+    kind: AnswerKind
     labels: tuple[str, ...] | None
     top: int
 
-    def values_of(self, row: Row) -> dict[str, Any]:
+    def make_values(self, row: OutputRow) -> dict[str, Any]:
         error = row.error and mask_secrets(row.error)
         name = mask_secrets(row.name)
-        return {"name": name, **self._answer_values(row.prediction), "truth": row.truth, "error": error}
+        return {"name": name, **self._make_answer(row.prediction), "truth": row.truth, "error": error}
 
-    def _answer_values(self, found: Prediction | None) -> dict[str, Any]:
+    def _make_answer(self, prediction: Prediction | None) -> dict[str, Any]:
         if self.kind == "text":
-            return {"text": None if found is None else found.text}
+            return {"text": None if prediction is None else prediction.text}
         if self.kind == "embedding":
-            return {"embedding": None if found is None else found.embedding}
+            return {"embedding": None if prediction is None else prediction.embedding}
         if self.kind == "outputs":
-            return {"outputs": None if found is None else found.shown()}
-        if found is None or found.probabilities is None:
+            return {"outputs": None if prediction is None else prediction.shown()}
+        if prediction is None or prediction.probabilities is None:
             return {"label": None, "top": None, "probabilities": None}
-        return {"label": found.label, "top": self._top_classes(found), "probabilities": found.probabilities}
+        top = self._list_top_classes(prediction)
+        return {"label": prediction.label, "top": top, "probabilities": prediction.probabilities}
 
-    def to_line(self, row: Row) -> bytes:
-        """``of`` as a line of JSON, from which floats are read back exactly."""
+    def to_line(self, row: OutputRow) -> bytes:
+        """``make_values`` as a line of JSON, from which floats are read back exactly."""
         # Here, so that without it the command ends with a sentence.
         import orjson
 
         try:
-            return orjson.dumps(self.values_of(row), option=orjson.OPT_APPEND_NEWLINE)
+            return orjson.dumps(self.make_values(row), option=orjson.OPT_APPEND_NEWLINE)
         except orjson.JSONEncodeError:
             # A label or a text with half of a surrogate pair, which has no UTF-8. JSON has an escape for it.
-            return json.dumps(self.values_of(row), separators=(",", ":")).encode() + b"\n"
+            return json.dumps(self.make_values(row), separators=(",", ":")).encode() + b"\n"
 
     def parse_line(self, line: bytes) -> dict[str, Any]:
         """The columns of a line, for Parquet, where outputs of any form are a text in JSON."""
-        found: dict[str, Any] = json.loads(line)
-        if found.get("outputs") is not None:
-            found["outputs"] = json.dumps(found["outputs"])
-        return found
+        columns: dict[str, Any] = json.loads(line)
+        if columns.get("outputs") is not None:
+            columns["outputs"] = json.dumps(columns["outputs"])
+        return columns
 
-    def _top_classes(self, found: Prediction) -> list[dict[str, Any]]:
-        probabilities = found.probabilities or ()
+    def _list_top_classes(self, prediction: Prediction) -> list[dict[str, Any]]:
+        probabilities = prediction.probabilities or ()
         return [
             {"label": n, "name": self.labels[n] if self.labels else None, "probability": probabilities[n]}
-            for n in self._best_classes(found)
+            for n in self._rank_classes(prediction)
         ]
 
-    def _best_classes(self, found: Prediction) -> list[int]:
+    def _rank_classes(self, prediction: Prediction) -> list[int]:
         """The most probable classes, the label first even if another class is equally probable."""
-        probabilities = found.probabilities or ()
+        probabilities = prediction.probabilities or ()
         ordered = sorted(range(len(probabilities)), key=probabilities.__getitem__, reverse=True)
-        if ordered[0] != found.label and found.label is not None:
-            ordered.remove(found.label)
-            ordered.insert(0, found.label)
+        if ordered[0] != prediction.label and prediction.label is not None:
+            ordered.remove(prediction.label)
+            ordered.insert(0, prediction.label)
         return ordered[: self.top]
 
-    def schema(self) -> pyarrow.Schema:
+    def make_schema(self) -> pyarrow.Schema:
         import pyarrow as pa
 
-        one = pa.struct({"label": pa.int64(), "name": pa.string(), "probability": pa.float64()})
+        top_class = pa.struct({"label": pa.int64(), "name": pa.string(), "probability": pa.float64()})
         answer = {
-            "label": {"label": pa.int64(), "top": pa.list_(one), "probabilities": pa.list_(pa.float64())},
+            "label": {"label": pa.int64(), "top": pa.list_(top_class), "probabilities": pa.list_(pa.float64())},
             "text": {"text": pa.string()},
             "embedding": {"embedding": pa.list_(pa.float64())},
             "outputs": {"outputs": pa.string()},
@@ -108,9 +109,9 @@ class OutputColumns:
         return pa.schema({"name": pa.string(), **answer, "truth": pa.int64(), "error": pa.string()})
 
 
-def is_finite(found: Prediction) -> bool:
+def is_finite(prediction: Prediction) -> bool:
     """Whether all numbers are finite; others have no representation in JSON. Damaged weights give them."""
-    if ANSWER in found.columns:
+    if ANSWER in prediction.columns:
         return True
-    values = (np.asarray(found[name]) for name in found.columns)
+    values = (np.asarray(prediction[name]) for name in prediction.columns)
     return all(each.dtype.kind not in "fV" or bool(np.isfinite(each.astype(np.float64)).all()) for each in values)

@@ -19,7 +19,7 @@ from ..common.errors import translate_file_errors
 from .images import ImageReading, Mode, max_pixels_of
 from .passes import InPasses, Passes
 from .prediction import Activation, activation_of, classify_logits, embeddings_of, labels_of_config
-from .results import BATCH, Array, Columns, Item, TensorSpec
+from .results import BATCH, Array, Columns, ModelInput, TensorSpec
 from .task import TaskOptions, check_inputs, check_labels, classifier_outputs
 
 Prepare = Callable[[Image.Image], Tensor]  # from an image in ``mode`` to float32 [channels, height, width]
@@ -65,7 +65,7 @@ class ImageLabels(InPasses):
     def prepare(self, pixels: Array) -> Array:
         return self.transform(Image.fromarray(pixels)).numpy()
 
-    def predict(self, inputs: Sequence[Item]) -> Columns:
+    def predict(self, inputs: Sequence[ModelInput]) -> Columns:
         check_inputs(inputs, np.float32, self.shape)
         logits = self.passes.run(torch.from_numpy(np.stack(inputs)), self._forward, self._random)
         return classify_logits(logits, self.activation) if self.num_features is None else embeddings_of(logits)

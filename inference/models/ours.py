@@ -22,7 +22,7 @@ from .generation import EndOfTextError, FairLock, Generation, Give, GrowingText
 from .images import MAX_PIXELS, ImageReading
 from .passes import InPasses, Passes
 from .prediction import TokenSampler, classify_logits, device_of, embeddings_of
-from .results import BATCH, BYTES, Array, Columns, Item, TensorSpec, predict_by_group, text_column
+from .results import BATCH, BYTES, Array, Columns, ModelInput, TensorSpec, predict_by_group, text_column
 from .task import Task, TaskOptions, check_inputs, check_labels, classifier_outputs, max_bytes_of, text_of
 from .texts import NEW_TOKENS
 from .uninitialized import SkipInitialisation
@@ -86,7 +86,7 @@ class OurImages(InPasses):
     def prepare(self, pixels: Array) -> Array:
         return pixels
 
-    def predict(self, inputs: Sequence[Item]) -> Columns:
+    def predict(self, inputs: Sequence[ModelInput]) -> Columns:
         check_inputs(inputs, np.uint8, SIZE)
         logits = self.passes.run(torch.from_numpy(np.stack(inputs)), self._forward, _random_pixels)
         return classify_logits(logits) if self.num_features is None else embeddings_of(logits)
@@ -125,7 +125,7 @@ class OurTexts(InPasses):
             raise FormatError(f"{name} is an empty text")
         return np.frombuffer(data, np.uint8).astype(np.int64)
 
-    def predict(self, inputs: Sequence[Item]) -> Columns:
+    def predict(self, inputs: Sequence[ModelInput]) -> Columns:
         check_inputs(inputs, np.int64, (BATCH,))
         return predict_by_group([each[-language_model.CONTEXT :] for each in inputs], len, self._continue_group)
 

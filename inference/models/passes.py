@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .images import ImageReading
 from .options import Exact
-from .results import Array, Item
+from .results import Array, ModelInput
 
 MAX_SHAPES = 256  # shapes of rows whose sizes of passes are measured, each at its first request
 
@@ -103,7 +103,7 @@ class InPasses:
     def batch_sizes(self) -> Mapping[str, tuple[int, ...]]:
         return self.passes.sizes
 
-    def prepare(self, pixels: Array) -> Item:
+    def prepare(self, pixels: Array) -> ModelInput:
         raise NotImplementedError
 
 

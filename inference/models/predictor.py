@@ -22,7 +22,7 @@ from .architectures import Architecture, architecture_of, refuse_tensor_options,
 from .config_folder import describing_folder
 from .loading import bytes_of, fill_model
 from .options import Exact, ModelOptions, TensorKeywords, TensorOptions
-from .results import BYTES, Item, split_predictions
+from .results import BYTES, ModelInput, split_predictions
 from .results import Prediction as Prediction
 from .results import TensorSpec as TensorSpec
 from .steady import CheckpointFiles, read_consistently
@@ -83,7 +83,7 @@ class Predictor:
         """Sizes of forward passes by the shape of an input, for shapes that were predicted."""
         return self.task.batch_sizes
 
-    def decode(self, data: bytes, name: str) -> Item:
+    def decode(self, data: bytes, name: str) -> ModelInput:
         """Decode an image file or a text in UTF-8 to one input of the model, an array.
 
         Raises:
@@ -92,7 +92,7 @@ class Predictor:
         check_length(len(data), self.task.max_bytes, name)
         return self.task.decode(data, name)
 
-    def predict(self, inputs: Sequence[Item]) -> list[Prediction]:
+    def predict(self, inputs: Sequence[ModelInput]) -> list[Prediction]:
         """Predict each input, in order. An input is a result of ``decode``, or a row of an array or CPU tensor of
         ``inputs``; of a model with several, a tuple of rows.
 

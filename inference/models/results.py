@@ -13,7 +13,7 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
-Item = Array | tuple[Array, ...]
+ModelInput = Array | tuple[Array, ...]
 """One input of a model, without the batch dimension; a tuple for a model with several input tensors."""
 
 Group = TypeVar("Group")

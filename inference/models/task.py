@@ -13,7 +13,7 @@ import numpy as np
 from ckpt_tools.errors import FormatError, UsageError
 
 from .images import ImageReading
-from .results import BATCH, Columns, Item, TensorSpec, shape_fits
+from .results import BATCH, Columns, ModelInput, TensorSpec, shape_fits
 
 if TYPE_CHECKING:
     import torch
@@ -91,17 +91,17 @@ class Task(Protocol):
     @property
     def max_bytes(self) -> int | None: ...
 
-    def decode(self, data: bytes, name: str) -> Item:
+    def decode(self, data: bytes, name: str) -> ModelInput:
         """Decode one input, without the batch dimension. Raises FormatError, with ``name`` in it."""
 
-    def prepare(self, pixels: np.ndarray) -> Item:
+    def prepare(self, pixels: np.ndarray) -> ModelInput:
         """The input of an image that ``reading`` decoded."""
 
-    def predict(self, inputs: Sequence[Item]) -> Columns:
+    def predict(self, inputs: Sequence[ModelInput]) -> Columns:
         """Predict each input, at least one, in order. Raises FormatError for another shape or dtype."""
 
 
-def check_inputs(inputs: Sequence[Item], dtype: type[np.generic], shape: tuple[int, ...]) -> None:
+def check_inputs(inputs: Sequence[ModelInput], dtype: type[np.generic], shape: tuple[int, ...]) -> None:
     """Raises FormatError for another dtype or shape; -1 in ``shape`` is any size except 0."""
     for number, given in enumerate(inputs):
         if not isinstance(given, np.ndarray):

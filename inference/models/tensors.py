@@ -27,7 +27,7 @@ from .results import (
     DTYPES,
     Array,
     Columns,
-    Item,
+    ModelInput,
     TensorSpec,
     concatenate_rows,
     predict_by_group,
@@ -139,7 +139,7 @@ class Tensors(InPasses):
     def inputs(self) -> tuple[TensorSpec, ...]:
         return self.network.inputs
 
-    def decode(self, data: bytes, name: str) -> Item:
+    def decode(self, data: bytes, name: str) -> ModelInput:
         """Raises FormatError too if there is no function for it."""
         if self.files.decode is None:
             raise FormatError(f"{name} cannot be read: the model takes tensors, and has no function decode")
@@ -171,7 +171,7 @@ class Tensors(InPasses):
                 )
         self.network.check({spec.name: given for spec, given in zip(self.inputs, row, strict=True)})
 
-    def predict(self, inputs: Sequence[Item]) -> Columns:
+    def predict(self, inputs: Sequence[ModelInput]) -> Columns:
         rows = [tuple(map(np.asarray, each)) if isinstance(each, tuple) else (each,) for each in inputs]
         for number, row in enumerate(rows):
             self._check_row(row, f"row {number}")

@@ -32,7 +32,7 @@ from .prediction import (
     embeddings_of,
     labels_of_config,
 )
-from .results import BATCH, BYTES, Array, Columns, Item, TensorSpec, predict_by_group, text_column
+from .results import BATCH, BYTES, Array, Columns, ModelInput, TensorSpec, predict_by_group, text_column
 from .task import check_inputs, check_labels, classifier_outputs, max_bytes_of, text_of
 
 BUCKET = 16  # classified texts are padded to a multiple of it, by their own length, not by others in the batch
@@ -117,7 +117,7 @@ class Tokens:
         """int64 [n, fields, tokens] as arguments by field name."""
         return {field: batch[:, number] for number, field in enumerate(self.fields)}
 
-    def check_rows(self, inputs: Sequence[Item]) -> None:
+    def check_rows(self, inputs: Sequence[ModelInput]) -> None:
         check_inputs(inputs, np.int64, (len(self.fields), BATCH))
 
     def random_rows(self, many: int, length: int) -> Tensor:
@@ -189,7 +189,7 @@ class TextLabels(TakesTexts):
     def decode(self, data: bytes, name: str) -> Array:
         return self.tokens.tokenize(data, name)
 
-    def predict(self, inputs: Sequence[Item]) -> Columns:
+    def predict(self, inputs: Sequence[ModelInput]) -> Columns:
         self.tokens.check_rows(inputs)
         return predict_by_group(inputs, self._padded_length, self._predict_group)
 
@@ -253,7 +253,7 @@ class TextWriter(TakesTexts):
             self._run_generate(torch.from_numpy(rows[None]), streamer, () if draw is None else (draw,), **changes)
         text.finish()
 
-    def predict(self, inputs: Sequence[Item]) -> Columns:
+    def predict(self, inputs: Sequence[ModelInput]) -> Columns:
         self.tokens.check_rows(inputs)
         return predict_by_group(inputs, lambda rows: rows.shape[1], self._predict_group)
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from ..models.images import LARGE_PIXELS
 from ..models.predictor import Predictor
-from ..models.results import Item
+from ..models.results import ModelInput
 from .batching import QueueFullError
 
 TINY_BYTES, TINY_PIXELS = 2**14, 2**14
@@ -31,7 +31,7 @@ class InputDecoder:
     _large_pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "decode-large"))
     _num_waiting_large: int = 0
 
-    async def decode(self, predictor: Predictor, data: bytes, name: str) -> Item:
+    async def decode(self, predictor: Predictor, data: bytes, name: str) -> ModelInput:
         """The result of ``predictor.decode``, which may raise. Raises QueueFullError if too many large images wait."""
         reading = predictor.task.reading
         if reading is None:

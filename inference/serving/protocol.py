@@ -19,7 +19,7 @@ import orjson
 from ckpt_tools.errors import FormatError
 
 from ..models.predictor import Prediction, Predictor, TensorSpec
-from ..models.results import BYTES, DTYPES, Array, Item, shape_fits, text_column
+from ..models.results import BYTES, DTYPES, Array, ModelInput, shape_fits, text_column
 
 MAX_DIMENSIONS = 16
 MAX_SIZE = 2**40  # limit of one dimension; products of larger sizes would overflow
@@ -59,7 +59,7 @@ class InferRequest:
     """A valid request: one item per row of its input; ``timeout`` in seconds."""
 
     id: str | None
-    items: tuple[Item, ...]
+    items: tuple[ModelInput, ...]
     outputs: tuple[WantedOutput, ...]
     timeout: float | None = None
 
@@ -109,13 +109,15 @@ def _split_body(body: bytes, json_bytes: str | None) -> tuple[bytes, bytes]:
     return body[: int(json_bytes)], body[int(json_bytes) :]
 
 
-def _read_items(inputs: Sequence[object], binary: memoryview, predictor: Predictor, max_rows: int) -> tuple[Item, ...]:
+def _read_items(
+    inputs: Sequence[object], binary: memoryview, predictor: Predictor, max_rows: int
+) -> tuple[ModelInput, ...]:
     """One item for each row. Inputs may be in any order, and binary data are in theirs."""
     objects = [_require_object(each, "an input") for each in inputs]
     specs = {spec.name: spec for spec in predictor.inputs}
     if len(objects) != len(specs):
         raise BadRequestError(f"the request has {len(objects)} inputs; the model takes {_join_names(predictor.inputs)}")
-    columns: dict[str, tuple[Item, ...]] = {}
+    columns: dict[str, tuple[ModelInput, ...]] = {}
     for input_json in objects:
         name = input_json.get("name")
         if not isinstance(name, str) or name not in specs or name in columns:
@@ -133,7 +135,7 @@ def _read_items(inputs: Sequence[object], binary: memoryview, predictor: Predict
 
 def _read_input(
     input_json: Json, spec: TensorSpec, binary: memoryview, predictor: Predictor, max_rows: int
-) -> tuple[tuple[Item, ...], memoryview]:
+) -> tuple[tuple[ModelInput, ...], memoryview]:
     """The rows of one input, and the binary data that follow its own."""
     _check_fields(input_json, TENSOR_FIELDS, "an input")
     shape = _read_shape(input_json, spec, max_rows)
@@ -156,7 +158,7 @@ def _read_binary_size(size: object, spec: TensorSpec, binary: memoryview) -> int
 
 def _read_rows(
     input_json: Json, shape: tuple[int, ...], spec: TensorSpec, binary: memoryview | None, predictor: Predictor
-) -> tuple[Item, ...]:
+) -> tuple[ModelInput, ...]:
     if binary is None and "data" not in input_json:
         raise BadRequestError(f"the input {spec.name} has neither data nor the parameter binary_data_size")
     if binary is not None and "data" in input_json:

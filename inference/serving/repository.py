@@ -16,7 +16,7 @@ from ckpt_tools.errors import CkptError, UsageError
 
 from ..common.errors import to_ckpt_error
 from ..models.predictor import Prediction, Predictor
-from ..models.results import Item
+from ..models.results import ModelInput
 from ..models.steady import CheckpointFiles
 from .batching import Batcher
 from .metrics import ServiceMetrics, VersionMetrics
@@ -57,7 +57,7 @@ class ModelVersion:
     name: str
     number: int
     predictor: Predictor
-    batcher: Batcher[Item, Prediction]
+    batcher: Batcher[ModelInput, Prediction]
     metrics: VersionMetrics
     loaded_at: float = field(default_factory=time.time)
     num_users: int = 0
@@ -91,7 +91,7 @@ class ModelRepository:
         self.metrics = ServiceMetrics()
         self._max_waiting, self._max_delay = max_waiting, max_delay
         self._last_numbers: dict[str, int] = {}
-        self._batchers: list[Batcher[Item, Prediction]] = []
+        self._batchers: list[Batcher[ModelInput, Prediction]] = []
         self._lock = threading.Lock()
         self._close_event = threading.Event()
 

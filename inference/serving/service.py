@@ -17,7 +17,7 @@ import ckpt_tools
 from ckpt_tools.errors import CkptError, FormatError
 
 from ..models.predictor import Prediction, Predictor, TensorSpec
-from ..models.results import BYTES, Item
+from ..models.results import BYTES, ModelInput
 from ..models.task import TooLongError, check_length
 from .batching import QueueFullError
 from .decoding import MAX_WAITING_LARGE, InputDecoder
@@ -176,7 +176,7 @@ class Service:
             if is_empty:
                 yield request.make_answer(version, "")
 
-    async def decode_item(self, predictor: Predictor, data: bytes, name: str) -> Item:
+    async def decode_item(self, predictor: Predictor, data: bytes, name: str) -> ModelInput:
         """One input of the model, of an image file or a text. Raises ``RequestRefusal``: 400, 503 and 504 as
         :func:`predict_items`."""
         with refuse_overload(self.settings.timeout, MAX_WAITING_LARGE, "large images wait to be decoded"):
@@ -254,7 +254,7 @@ def _find_failure_reason(error: BaseException) -> str:
     return {503: "REJECTED", 504: "REJECTED", 500: "BACKEND"}.get(status, "OTHER")
 
 
-async def predict_items(version: ModelVersion, items: Sequence[Item], seconds: float) -> list[Prediction]:
+async def predict_items(version: ModelVersion, items: Sequence[ModelInput], seconds: float) -> list[Prediction]:
     """The answer for each item. Raises ``RequestRefusal``: 503 if the queue is full or the process of the models ended,
     504 if the model takes longer than ``seconds``, 400 if it does not take such items, 500 if it fails."""
     with refuse_overload(seconds, version.batcher.max_waiting, "inputs wait for the model"), log_failures(version):

@@ -23,7 +23,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...models.predictor import Prediction, Predictor
-from ...models.results import BYTES, Item
+from ...models.results import BYTES, ModelInput
 from ..metrics import CONTENT_TYPE, write_exposition
 from ..protocol import NOT_FINITE
 from ..refusals import RequestRefusal, render_refusal
@@ -178,7 +178,7 @@ async def read_form(request: Request) -> FormData:
         raise RequestRefusal(400, "the connection was closed before the whole form was there") from error
 
 
-async def read_item(form: FormData, predictor: Predictor, service: Service) -> Item:
+async def read_item(form: FormData, predictor: Predictor, service: Service) -> ModelInput:
     """The model's input in a form: an image, or a text for a text model. Raises ``RequestRefusal`` 422, 413 or 400."""
     if predictor.inputs[0].datatype == BYTES:
         text = find_field(form, "text", str, HOW_TO_POST_TEXT)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...models.results import Array, Item
+from ...models.results import Array, ModelInput
 
 if TYPE_CHECKING:
     from ...models.images import ImageReading
@@ -51,7 +51,7 @@ class UnexpectedFailure:
     traceback: str
 
 
-def stack_rows(inputs: Sequence[Item]) -> tuple[Array, ...] | None:
+def stack_rows(inputs: Sequence[ModelInput]) -> tuple[Array, ...] | None:
     """One array for each input tensor, which is sent faster; None if rows differ in shape or dtype."""
     rows = [each if isinstance(each, tuple) else (each,) for each in inputs]
     if len({tuple((part.shape, part.dtype) for part in row) for row in rows}) > 1:

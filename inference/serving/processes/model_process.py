@@ -28,7 +28,7 @@ from ckpt_tools.process.signals import STOP_SIGNALS
 
 from ...common.garbage_collection import collect_and_freeze
 from ...models.generation import Generation, Give, generate
-from ...models.results import Array, Columns, Item
+from ...models.results import Array, Columns, ModelInput
 from .model_messages import LoadedModelFacts, TaskFacts, UnexpectedFailure, list_facts
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class HostedModel:
         predictor = self._predictor
         return LoadedModelFacts(predictor.identity, TaskFacts(*list_facts(predictor.task)), predictor.files)
 
-    def predict(self, inputs: Sequence[Item]) -> Columns:
+    def predict(self, inputs: Sequence[ModelInput]) -> Columns:
         return self._thread.submit(self._predictor.task.predict, inputs).result()
 
     def predict_stacked(self, stacked: tuple[Array, ...]) -> Columns:
@@ -62,10 +62,10 @@ class HostedModel:
     def generate(self, generation: Generation, give: Give) -> None:
         generate(self._predictor.task, generation, give)
 
-    def decode(self, data: bytes, name: str) -> Item:
+    def decode(self, data: bytes, name: str) -> ModelInput:
         return self._predictor.decode(data, name)
 
-    def prepare(self, pixels: Array) -> Item:
+    def prepare(self, pixels: Array) -> ModelInput:
         return self._predictor.task.prepare(pixels)
 
     def batch_sizes(self) -> Mapping[str, tuple[int, ...]]:

@@ -21,7 +21,7 @@ from typing import Any
 
 from ...models.generation import Generation, Give
 from ...models.predictor import Predictor
-from ...models.results import Array, Columns, Item
+from ...models.results import Array, Columns, ModelInput
 from ..repository import ModelRepository, ModelsEndedError, NamedSource
 from .model_messages import LoadedModelFacts, TaskFacts, UnexpectedFailure, list_facts, stack_rows
 
@@ -200,19 +200,19 @@ class RemoteTask(TaskFacts):
         sizes: Mapping[str, tuple[int, ...]] = self._call("batch_sizes")
         return sizes
 
-    def decode(self, data: bytes, name: str) -> Item:
+    def decode(self, data: bytes, name: str) -> ModelInput:
         if self.reading is None:
-            item: Item = self._call("decode", data, name)
+            item: ModelInput = self._call("decode", data, name)
             return item
         return self.prepare(self.reading.decode_pixels(data, name))
 
-    def prepare(self, pixels: Array) -> Item:
+    def prepare(self, pixels: Array) -> ModelInput:
         if self.reading is not None and self.reading.is_input:
             return pixels
-        item: Item = self._call("prepare", pixels)
+        item: ModelInput = self._call("prepare", pixels)
         return item
 
-    def predict(self, inputs: Sequence[Item]) -> Columns:
+    def predict(self, inputs: Sequence[ModelInput]) -> Columns:
         stacked = stack_rows(inputs)
         columns: Columns = self._call("predict", inputs) if stacked is None else self._call("predict_stacked", stacked)
         return columns

@@ -19,8 +19,8 @@ from PIL import Image
 
 from ckpt_tools.errors import DestinationExistsError
 from inference.batch import pipeline, progress
-from inference.batch.output import Output, Run, Writer, open_output
-from inference.batch.rows import OutputColumns, Row
+from inference.batch.output import OutputFile, RowWriter, RunDigests, open_output
+from inference.batch.rows import OutputColumns, OutputRow
 from inference.models.loading import load_model
 from inference.models.results import Prediction
 from tests.inference import commands
@@ -173,14 +173,14 @@ def test_what_a_kill_left_is_replaced_if_asked(rows, model, image_folder, tmp_pa
     assert [path.name for path in tmp_path.iterdir()] == ["x.parquet"]
 
 
-def write_one(writer: Writer) -> None:
-    writer.begin(Run("model", "input", "options"), OutputColumns("label", None, 1), lambda row: None)
-    writer.write([Row("a", Prediction.of(label=0, probabilities=(1.0,)), None, None)])
+def write_one(writer: RowWriter) -> None:
+    writer.begin_run(RunDigests("model", "input", "options"), OutputColumns("label", None, 1), lambda row: None)
+    writer.write([OutputRow("a", Prediction.of(label=0, probabilities=(1.0,)), None, None)])
 
 
 def test_a_second_run_on_the_same_file_is_refused(model, image_folder, tmp_path):
     out = tmp_path / "x.jsonl"
-    with open_output(Output(str(out))) as writer:
+    with open_output(OutputFile(str(out))) as writer:
         write_one(writer)
         for option in ("--quiet", "--overwrite"):
             result = predict(model, image_folder, out, option)
@@ -193,7 +193,7 @@ def test_a_file_that_appeared_meanwhile_is_not_replaced(tmp_path):
     out = tmp_path / "x.jsonl"
 
     def run() -> None:
-        with open_output(Output(str(out))) as writer:
+        with open_output(OutputFile(str(out))) as writer:
             write_one(writer)
             out.write_text("mine")
 
@@ -314,8 +314,8 @@ def test_memory_does_not_grow_with_the_input(model, many_images, tmp_path):
 
 
 def test_progress_is_a_line_now_and_then(model, image_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(progress, "QUIET_LINE_SECONDS", 0.0)
-    monkeypatch.setattr(pipeline, "PASSES", 1)
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(pipeline, "WINDOW_PASSES", 1)
     lines = predict(model, image_folder, tmp_path / "x.jsonl").stderr.splitlines()
     assert [re.sub(r"[\d,.]+/s, [\d:]+ left", "RATE", line) for line in lines] == [
         "predicting: 30 done, RATE (75 %)",

@@ -119,7 +119,7 @@ def stopped(monkeypatch):
             return real(*args)
 
         monkeypatch.setattr(pipeline, "predict_window", failing)
-        monkeypatch.setattr(pipeline, "PASSES", 1)
+        monkeypatch.setattr(pipeline, "WINDOW_PASSES", 1)
 
     return after_windows
 
@@ -170,9 +170,9 @@ import os, signal, sys
 from inference.batch import output, pipeline
 from inference.batch.__main__ import main
 
-pipeline.PASSES = 1
+pipeline.WINDOW_PASSES = 1
 output.PART_ROWS = int(sys.argv.pop(1))
-store, stored = output.Writer.store_part, []
+store, stored = output.RowWriter.store_part, []
 
 def store_and_die(writer):
     store(writer)
@@ -180,7 +180,7 @@ def store_and_die(writer):
     if len(stored) == 2:
         os.kill(os.getpid(), signal.SIGKILL)
 
-output.Writer.store_part = store_and_die
+output.RowWriter.store_part = store_and_die
 main()
 """
 """As if somebody ran ``kill -9`` when two parts are there: others wait, or nothing but to put them together."""

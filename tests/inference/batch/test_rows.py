@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from sklearn import metrics
 from sklearn.calibration import calibration_curve
 
-from inference.batch.report import NUM_BINS, Tally, names_of, report_figures
-from inference.batch.rows import OutputColumns, Row
+from inference.batch.report import NUM_BINS, Tally, name_classes, summarize_tally
+from inference.batch.rows import OutputColumns, OutputRow
 from inference.models.results import Prediction
 
 pytestmark = pytest.mark.quick
@@ -19,13 +19,13 @@ pytestmark = pytest.mark.quick
 PROBABILITIES = st.lists(st.floats(0, 1) | st.floats(0, 1, width=32) | st.just(0.25), min_size=1, max_size=12)
 
 
-def is_line_of(columns: OutputColumns, row: Row) -> bool:
+def is_line_of(columns: OutputColumns, row: OutputRow) -> bool:
     """Whether Python reads the very same values back, from one line."""
     line = columns.to_line(row)
     return (
         line.count(b"\n") == 1
         and line.endswith(b"\n")
-        and json.dumps(json.loads(line)) == json.dumps(columns.values_of(row))
+        and json.dumps(json.loads(line)) == json.dumps(columns.make_values(row))
     )
 
 
@@ -41,14 +41,17 @@ def predictions(draw: st.DrawFn) -> Prediction:
 @given(st.text(), predictions(), st.none() | st.integers(0, 999), st.integers(1, 15), st.booleans())
 def test_a_line_is_the_row_in_json(name, found, truth, top, has_labels):
     labels = tuple(f'"{number}" ä\n' for number in range(12)) if has_labels else None
-    columns, row = OutputColumns("label", labels, top), Row(name, found, truth, None)
+    columns, row = OutputColumns("label", labels, top), OutputRow(name, found, truth, None)
     assert is_line_of(columns, row)
 
 
 @settings(max_examples=30)
 @given(predictions(), st.integers(1, 15))
 def test_the_most_probable_come_first_and_of_equals_the_label_then_the_lower_number(found, top):
-    best = [each["label"] for each in OutputColumns("label", None, top).values_of(Row("a", found, None, None))["top"]]
+    best = [
+        each["label"]
+        for each in OutputColumns("label", None, top).make_values(OutputRow("a", found, None, None))["top"]
+    ]
     of = found.probabilities or ()
     assert best == sorted(range(len(of)), key=lambda n: (-of[n], n != found.label, n))[:top]
     assert best[0] == found.label
@@ -77,11 +80,11 @@ def found(judged):
     """What the report says of them, and of three rows that must change nothing: two bad ones, one of unknown truth."""
     tally = Tally()
     for number, (truth, label, row) in enumerate(zip(*judged, strict=True)):
-        tally.add_row(Row(str(number), Prediction.of(label=int(label), probabilities=row), int(truth), None))
-    tally.add_row(Row("bad", None, 1, "is not an image file"))
-    tally.add_row(Row("bad too", None, None, "is not an image file"))
-    tally.add_row(Row("unknown", Prediction.of(label=0, probabilities=(1.0,) * NUM_CLASSES), None, None))
-    return report_figures(tally, names_of(tally, ("a", "b", "c", "d", "e", "f")))
+        tally.add_row(OutputRow(str(number), Prediction.of(label=int(label), probabilities=row), int(truth), None))
+    tally.add_row(OutputRow("bad", None, 1, "is not an image file"))
+    tally.add_row(OutputRow("bad too", None, None, "is not an image file"))
+    tally.add_row(OutputRow("unknown", Prediction.of(label=0, probabilities=(1.0,) * NUM_CLASSES), None, None))
+    return summarize_tally(tally, name_classes(tally, ("a", "b", "c", "d", "e", "f")))
 
 
 def test_the_accuracy_and_the_confusions_are_scikit_learns(judged, found):

@@ -25,7 +25,7 @@ from fastapi import FastAPI
 from ckpt_tools.errors import FormatError
 from inference.models.ours import OurImages
 from inference.models.predictor import Predictor, load_predictor
-from inference.models.results import Columns, Item
+from inference.models.results import Columns, ModelInput
 from inference.serving.__main__ import main as serve_command
 from inference.serving.grpc.requests import MESSAGES, METHODS, SERVICE
 from inference.serving.grpc.server import serve_grpc
@@ -44,7 +44,7 @@ class Stamped(OurImages):
     may_answer: threading.Event = field(default_factory=threading.Event)
     has_begun: threading.Event = field(default_factory=threading.Event)
 
-    def predict(self, inputs: Sequence[Item]) -> Columns:
+    def predict(self, inputs: Sequence[ModelInput]) -> Columns:
         self.has_begun.set()
         self.may_answer.wait(60)
         stamps = np.full(len(inputs), self.stamp)
