@@ -40,7 +40,7 @@ LEAST_ACCURACY = 0.90
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ConvertedFile:
     """One converted file beside the run it came from; ``seconds`` is the conversion's wall time."""
 
     checkpoint: str
@@ -68,11 +68,11 @@ class Row:
 
     def format_cells(self) -> tuple[str, ...]:
         """The row of the table."""
-        right = [
+        accuracies = [
             f"{correct / self.total:.4f} ({correct}/{self.total})" for correct in (self.run_correct, self.file_correct)
         ]
         size, equal = f"{self.bytes:,}", f"{self.tensors_equal}/{self.tensors}"
-        return self.checkpoint, self.format, size, f"{self.seconds:.2f}", equal, *right
+        return self.checkpoint, self.format, size, f"{self.seconds:.2f}", equal, *accuracies
 
 
 def make_folder(out: Path) -> Path:
@@ -86,7 +86,7 @@ def make_folder(out: Path) -> Path:
     return folder
 
 
-def train(engine: config.EngineName, folder: Path, console: Console) -> result.RunResult:
+def train_model(engine: config.EngineName, folder: Path, console: Console) -> result.RunResult:
     """Train with an engine, on a local Ray that is there."""
     console.rule(f"train: {engine}, {NUM_WORKERS} Ray workers", align="left")
     run = config.TrainConfig(
@@ -102,14 +102,14 @@ def train(engine: config.EngineName, folder: Path, console: Console) -> result.R
     return launchers.launch(run)
 
 
-def convert_and_check(run: result.RunResult, format_name: ckpt_tools.WrittenFormat, folder: Path) -> Row:
+def convert_and_check(run: result.RunResult, format_name: ckpt_tools.WrittenFormat, folder: Path) -> ConvertedFile:
     """Convert a run's checkpoint into a file of ``folder``, verify it and predict with it."""
     checkpoint, file = Path(run.checkpoint), folder / FORMAT_FILES[format_name]
     report = ckpt_tools.convert(checkpoint, file, to=format_name, state="model", overwrite=True)
     verified = ckpt_tools.verify(checkpoint, file, state="model")
     predictor = load_predictor(file, architecture=f"ours:{run.settings['model']}")
     predicted = predict_all(make_held_out_inputs("digits", None).items(), predictor)
-    return Row(
+    return ConvertedFile(
         checkpoint=f"{run.engine}, {run.num_workers} ranks",
         format=format_name,
         file=str(file),
@@ -124,29 +124,29 @@ def convert_and_check(run: result.RunResult, format_name: ckpt_tools.WrittenForm
     )
 
 
-def make_table(rows: list[Row]) -> Table:
+def make_table(files: list[ConvertedFile]) -> Table:
     table = Table(title="from sharded checkpoint to one file")
     for heading in ("checkpoint", "format"):
         table.add_column(heading)
     for heading in ("bytes", "seconds", "tensors equal", "accuracy of the run", "accuracy from the file"):
         table.add_column(heading, justify="right")
-    for row in rows:
-        table.add_row(*row.format_cells())
+    for file in files:
+        table.add_row(*file.format_cells())
     return table
 
 
-def run_demo(folder: Path, console: Console) -> list[Row]:
+def run_demo(folder: Path, console: Console) -> list[ConvertedFile]:
     """Run all steps in ``folder`` and write ``results.json`` there."""
     # As many threads as a worker has: sums then have the same order, and logits are the same to the last bit.
     torch.set_num_threads(1)
     with launchers.cluster(NUM_WORKERS):
-        runs = [train(engine, folder / engine, console) for engine in DEMO_ENGINES]
+        runs = [train_model(engine, folder / engine, console) for engine in DEMO_ENGINES]
     console.rule("inspect, convert, verify, predict", align="left")
     for run in runs:
         console.print(str(ckpt_tools.inspect(run.checkpoint)), soft_wrap=True)
-    rows = [convert_and_check(run, name, folder / run.engine) for run in runs for name in FORMAT_FILES]
-    (folder / RESULTS_NAME).write_text(json.dumps(list(map(asdict, rows)), indent=1) + "\n")
-    return rows
+    files = [convert_and_check(run, name, folder / run.engine) for run in runs for name in FORMAT_FILES]
+    (folder / RESULTS_NAME).write_text(json.dumps(list(map(asdict, files)), indent=1) + "\n")
+    return files
 
 
 @click.command(cls=commands.Command, context_settings={"show_default": True})
@@ -157,12 +157,12 @@ def main(out: Path) -> None:
     console = Console(width=None if sys.stdout.isatty() else 120)
     try:
         with interruption.end_on_signals(lambda: "start the demo again"):
-            rows = run_demo(make_folder(out.absolute()), console)
+            files = run_demo(make_folder(out.absolute()), console)
     except CkptError as error:
         click.echo(f"Error: {error}", err=True)
         sys.exit(error.exit_code)
-    console.print(make_table(rows))
-    failures = [sentence for row in rows for sentence in row.find_failures()]
+    console.print(make_table(files))
+    failures = [sentence for file in files for sentence in file.find_failures()]
     for sentence in failures:
         click.echo(f"Error: {sentence}", err=True)
     sys.exit(1 if failures else 0)

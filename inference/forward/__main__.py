@@ -51,16 +51,16 @@ def main(src: str, dst: str, max_kl: float, max_difference: float, device: str |
     as_json = given.pop("as_json")
     with report_errors():
         from .compare import compare_forward
-        from .report import Limits
+        from .report import DifferenceLimits
 
-        reading, limits = TensorOptions.taken_from(given), Limits(max_kl, max_difference)
+        reading, limits = TensorOptions.taken_from(given), DifferenceLimits(max_kl, max_difference)
         report = compare_forward(src, dst, reading=reading, limits=limits, device=device)
-        click.echo(json.dumps(report.to_json(), indent=2) if as_json else printable_report(report))
+        click.echo(json.dumps(report.to_json(), indent=2) if as_json else format_report(report))
         if not report.same:
             sys.exit(DifferenceError.exit_code)
 
 
-def printable_report(report: ForwardReport) -> str:
+def format_report(report: ForwardReport) -> str:
     """The table of layers, the logits, and what is beyond its limit."""
     width = max(len(each.layer) for each in report.layers)
     lines = [

@@ -25,13 +25,13 @@ from ..models.config_folder import CONFIG, describing_folder, find_quantization,
 from ..models.hugging_face import ConfigSizes
 from ..models.loading import load_model
 from ..models.options import AS_IT_IS, ModelOptions, TensorOptions
-from .report import ForwardPass, ForwardReport, Limits, make_report
+from .report import DifferenceLimits, ForwardReport, LayerOutputs, make_report
 
 NUM_ROWS, NUM_TOKENS, SEED = 4, 32, 0
-SAME = ("architectures", "vocab_size", "hidden_size", "num_hidden_layers")
+COMPARED_ENTRIES = ("architectures", "vocab_size", "hidden_size", "num_hidden_layers")
 """Entries of ``config.json`` that two models must share, so that one can be compared with the other."""
 
-DEFAULT_LIMITS = Limits()
+DEFAULT_LIMITS = DifferenceLimits()
 
 
 @api_function
@@ -41,7 +41,7 @@ def compare_forward(
     dst: str | Path,
     *,
     reading: TensorOptions = AS_IT_IS,
-    limits: Limits = DEFAULT_LIMITS,
+    limits: DifferenceLimits = DEFAULT_LIMITS,
     device: str | None = "cpu",
 ) -> ForwardReport:
     """Compute the same random inputs with the models of two checkpoints, and say how far the results lie apart.
@@ -67,26 +67,26 @@ def compare_forward(
         >>> report.same, report.noise  # doctest: +SKIP
         (True, 0.0)
     """
-    sides = [ModelFiles.find(src, reading), ModelFiles.find(dst, TensorOptions(config=reading.config))]
-    for name in SAME:
+    sides = [ComparedModel.find(src, reading), ComparedModel.find(dst, TensorOptions(config=reading.config))]
+    for name in COMPARED_ENTRIES:
         first, second = (side.config.get(name) for side in sides)
         if first != second:
             raise UsageError(
                 f"{src} and {dst} are different models, which cannot be compared: {name} in {CONFIG} is {first} and "
                 f"{second}"
             )
-    chosen = ModelOptions(device=device).torch_device()
-    model = sides[0].load(chosen)
+    torch_device = ModelOptions(device=device).torch_device()
+    model = sides[0].load(torch_device)
     kind, inputs = type(model).__name__, draw_inputs(model)
     reference, again = run_model(model, inputs), run_model(model, inputs)
     del model
-    other = run_model(sides[1].load(chosen), inputs)
+    other = run_model(sides[1].load(torch_device), inputs)
     shapes = ", ".join(f"{name} {list(each.shape)}" for name, each in inputs.items())
     return make_report(kind, shapes, reference, again, other, limits)
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFiles:
+class ComparedModel:
     """A checkpoint, how it is read, and the entries of its ``config.json``, with those of its text model."""
 
     url: str
@@ -94,14 +94,14 @@ class ModelFiles:
     config: Mapping[str, Any]
 
     @classmethod
-    def find(cls, url: str | Path, reading: TensorOptions) -> ModelFiles:
+    def find(cls, url: str | Path, reading: TensorOptions) -> ComparedModel:
         """Raises FormatError if there is no ``config.json``, UnsupportedError if it is not one of transformers, and
         CkptError if there is no checkpoint."""
-        found = ckpt_tools.inspect(url).source
-        with describing_folder(found, None, None) as folder:
+        source = ckpt_tools.inspect(url).source
+        with describing_folder(source, None, None) as folder:
             if folder is not None:
                 reading = replace(reading, config=None)
-        with describing_folder(found, None, reading.config) as folder:
+        with describing_folder(source, None, reading.config) as folder:
             if folder is None:
                 raise FormatError(
                     f"there is no {CONFIG} beside {url}, which says what the model is; give its folder with --config"
@@ -112,10 +112,10 @@ class ModelFiles:
                     f"{CONFIG} of {url} names the architecture {config.get('architecture')!r}; only models of "
                     "transformers have layers and logits that can be compared"
                 )
-            text = config.get("text_config")
+            text_config = config.get("text_config")
             # Quantized or not, its forward pass is that of floating-point weights.
             plain = replace(reading, dequantize=reading.dequantize or find_quantization(folder) is not None)
-        return cls(found, plain, {**text, **config} if isinstance(text, dict) else config)
+        return cls(source, plain, {**text_config, **config} if isinstance(text_config, dict) else config)
 
     def load(self, device: torch.device) -> Any:
         """The model in fp32. Raises as ``load_model``."""
@@ -126,28 +126,28 @@ class ModelFiles:
 def draw_inputs(model: Any) -> dict[str, Tensor]:
     """Random inputs: ``input_ids`` int64 [4, 32], fewer if the model has fewer positions, or ``pixel_values`` fp32
     [4, channels, height, width]. Raises UnsupportedError for a model that takes others."""
-    facts = ConfigSizes.from_config(model.config)
+    sizes = ConfigSizes.from_config(model.config)
     name, kind = model.main_input_name, type(model).__name__
-    specs = {spec.name: spec for spec in facts.input_specs(signature(model.forward).parameters)}
+    specs = {spec.name: spec for spec in sizes.input_specs(signature(model.forward).parameters)}
     generator = torch.Generator().manual_seed(SEED)
     shape = specs[name].shape[1:] if name in specs else ()
     if name == "pixel_values" and min(shape, default=0) > 0:
         return {name: torch.randn(NUM_ROWS, *shape, generator=generator)}
-    if name != "input_ids" or model.config.is_encoder_decoder or name not in facts.below:
+    if name != "input_ids" or model.config.is_encoder_decoder or name not in sizes.below:
         raise UnsupportedError(f"a {kind} is not a model of tokens, or of images of one size, alone")
-    limit = facts.with_positions(model, [name]).tokens.get(name, NUM_TOKENS)
-    size = (NUM_ROWS, min(NUM_TOKENS, limit))
-    return {name: torch.randint(facts.below[name], size, generator=generator)}
+    limit = sizes.with_positions(model, [name]).tokens.get(name, NUM_TOKENS)
+    token_shape = (NUM_ROWS, min(NUM_TOKENS, limit))
+    return {name: torch.randint(sizes.below[name], token_shape, generator=generator)}
 
 
-def run_model(model: Any, inputs: Mapping[str, Tensor]) -> ForwardPass:
+def run_model(model: Any, inputs: Mapping[str, Tensor]) -> LayerOutputs:
     """One forward pass. Raises UnsupportedError if it gives no states of layers, or no logits."""
     call: Callable[..., Any] = model
-    given = {name: each.to(model.device) for name, each in inputs.items()}
+    device_inputs = {name: each.to(model.device) for name, each in inputs.items()}
     settings = {"use_cache": False} if "use_cache" in signature(model.forward).parameters else {}
     with translate_file_errors("the model cannot be run"), torch.inference_mode():
-        answer = call(**given, output_hidden_states=True, return_dict=True, **settings)
+        answer = call(**device_inputs, output_hidden_states=True, return_dict=True, **settings)
     states, logits = answer.get("hidden_states"), answer.get("logits")
     if not states or logits is None:
         raise UnsupportedError(f"a {type(model).__name__} gives no {'logits' if states else 'states of its layers'}")
-    return ForwardPass(tuple(each.float().cpu() for each in states), logits.float().cpu())
+    return LayerOutputs(tuple(each.float().cpu() for each in states), logits.float().cpu())

@@ -15,7 +15,7 @@ import ckpt_tools
 from ckpt_tools.errors import CkptError, FormatError, UnsupportedError, UsageError
 from inference.forward.__main__ import main
 from inference.forward.compare import compare_forward, draw_inputs
-from inference.forward.report import ForwardPass, Limits, make_report
+from inference.forward.report import DifferenceLimits, LayerOutputs, make_report
 from inference.models.options import TensorOptions
 from tests.inference import tiny_models
 from tests.support.quantized import fp8_model
@@ -109,14 +109,14 @@ def test_wrong_sizes_in_config_json_show_too(hub, tmp_path):
     config["rope_parameters"]["rope_theta"] = 2.0
     (tmp_path / "other/config.json").write_text(json.dumps(config))
     assert ckpt_tools.verify(hub / "model.safetensors", tmp_path / "other/model.safetensors").equal
-    report = compare_forward(hub, tmp_path / "other", limits=Limits(0.0, 0.0))
+    report = compare_forward(hub, tmp_path / "other", limits=DifferenceLimits(0.0, 0.0))
     assert report.reasons[0].startswith("layer 0")
 
 
 def test_sharded_checkpoints_of_any_layout_behave_alike_to_the_bit(hub, tmp_path):
     ckpt_tools.convert(hub, tmp_path / "dcp", to="dcp", world_size=2)
     ckpt_tools.convert(hub, tmp_path / "meta", to="meta", recipe="meta_llama", inverse=True)
-    exact = Limits(0.0, 0.0)
+    exact = DifferenceLimits(0.0, 0.0)
     report = compare_forward(tmp_path / "dcp", hub, reading=TensorOptions(config=hub), limits=exact)
     assert report.same and report.kl_mean == 0 and all(each.largest == 0 for each in report.layers)
     meta = TensorOptions(recipe="meta_llama", config=hub)
@@ -136,7 +136,7 @@ def test_fp8_is_within_the_default_limits_and_not_the_same(tmp_path):
     report = compare_forward(tmp_path / "bf16", fp8)
     assert report.same and report.layers[-1].relative > 0
     assert report.layers[0].largest == 0, "embeddings are not quantized"
-    assert not compare_forward(tmp_path / "bf16", fp8, limits=Limits(max_difference=1e-3)).same
+    assert not compare_forward(tmp_path / "bf16", fp8, limits=DifferenceLimits(max_difference=1e-3)).same
 
 
 def test_images_and_classes_of_transformers_are_compared_too(tmp_path):
@@ -146,7 +146,7 @@ def test_images_and_classes_of_transformers_are_compared_too(tmp_path):
     assert report.inputs == "pixel_values [4, 3, 32, 32]" and report.same and len(report.layers) == 3
     assert not compare_forward(first, second).same
     labels = tiny_models.save_text_model(tmp_path / "labels")
-    assert compare_forward(labels, labels, limits=Limits(0.0, 0.0)).same
+    assert compare_forward(labels, labels, limits=DifferenceLimits(0.0, 0.0)).same
 
 
 def refused(hub: Path, other: Path, kind: type[CkptError], said: str) -> None:
@@ -186,10 +186,10 @@ def test_what_cannot_be_compared_is_refused(hub, tmp_path):
 
 
 def test_vectors_of_zeros_and_limits_at_their_edge():
-    zeros, ones = (ForwardPass((each,), torch.zeros(1, 2)) for each in (torch.zeros(1, 1, 2), torch.ones(1, 1, 2)))
-    assert make_report("M", "", zeros, zeros, zeros, Limits(0, 0)).layers[0].relative == 0
-    assert make_report("M", "", zeros, zeros, ones, Limits()).layers[0].relative == float("inf")
-    assert make_report("M", "", ones, zeros, zeros, Limits(9, 1.0)).noise == 1
-    assert make_report("M", "", ones, ones, zeros, Limits(9, 1.0)).layers[0].relative == 1.0
+    zeros, ones = (LayerOutputs((each,), torch.zeros(1, 2)) for each in (torch.zeros(1, 1, 2), torch.ones(1, 1, 2)))
+    assert make_report("M", "", zeros, zeros, zeros, DifferenceLimits(0, 0)).layers[0].relative == 0
+    assert make_report("M", "", zeros, zeros, ones, DifferenceLimits()).layers[0].relative == float("inf")
+    assert make_report("M", "", ones, zeros, zeros, DifferenceLimits(9, 1.0)).noise == 1
+    assert make_report("M", "", ones, ones, zeros, DifferenceLimits(9, 1.0)).layers[0].relative == 1.0
     with pytest.raises(FormatError, match="of the shapes"):
-        make_report("M", "", ones, ones, ForwardPass((torch.ones(1, 1, 2),), torch.zeros(1, 3)), Limits())
+        make_report("M", "", ones, ones, LayerOutputs((torch.ones(1, 1, 2),), torch.zeros(1, 3)), DifferenceLimits())
